@@ -1,0 +1,1 @@
+"""Speculative decoding of T5-family models in JAX."""

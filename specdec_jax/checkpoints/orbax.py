@@ -1,0 +1,88 @@
+"""Training states in a folder, by Orbax: the last few, each whole or absent.
+
+Orbax is imported when a store is opened: it takes seconds, and decoding needs
+none of it.
+"""
+
+import os
+from typing import Any
+
+import jax
+
+
+class StateStore:
+  """The saved states of one run."""
+
+  def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
+    """
+    Args:
+      folder: made if needed; holds one folder a saved step.
+      keep: how many of the latest states stay.
+    """
+    import orbax.checkpoint as ocp
+
+    self._ocp = ocp
+    self._folder = os.path.abspath(os.fspath(folder))
+    self._manager = ocp.CheckpointManager(
+      self._folder,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        create=True,
+        # A state that was cut short by a kill is removed, not restored.
+        cleanup_tmp_directories=True,
+        enable_async_checkpointing=False,
+      ),
+      item_names=('state', 'extra'),
+    )
+
+  def latest_step(self) -> int | None:
+    """The last step that was saved whole, None without any."""
+    return self._manager.latest_step()
+
+  def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
+    """Saves a pytree of arrays, and a small dict of plain values beside it."""
+    self._manager.save(
+      step,
+      args=self._ocp.args.Composite(
+        state=self._ocp.args.StandardSave(state),
+        extra=self._ocp.args.JsonSave(extra),
+      ),
+      force=True,
+    )
+    self._manager.wait_until_finished()
+
+  def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
+    """The latest state, and what was saved beside it.
+
+    Args:
+      like: a state of the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: nothing is saved, or a state of another structure.
+    """
+    step = self.latest_step()
+    if step is None:
+      raise ValueError(f'{self._folder!r} holds no saved training state.')
+    shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      like,
+    )
+    try:
+      found = self._manager.restore(
+        step,
+        args=self._ocp.args.Composite(
+          state=self._ocp.args.StandardRestore(shapes),
+          extra=self._ocp.args.JsonRestore(),
+        ),
+      )
+    except (ValueError, KeyError, TypeError) as error:
+      raise ValueError(
+        f'The state of step {step} in {self._folder!r} is not one of this'
+        ' model and optimiser; continue it with its own configuration, or'
+        f' train in another folder. ({error})'
+      ) from error
+    return found['state'], found['extra']
+
+  def close(self) -> None:
+    """Frees what Orbax holds."""
+    self._manager.close()

@@ -1,0 +1,1 @@
+"""The decoding loops: plain and speculative, each one jitted program."""

@@ -1,0 +1,142 @@
+"""Speculative decoding: Algorithm 1, batched, in one jitted `while_loop`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specdec_jax import probs
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.speculative import verify_batch, verify_greedy_batch
+from specdec_jax.types import Draft, Verdict
+
+
+class PairParams(NamedTuple):
+  """Parameters of both sides; the drafter's may be any pytree."""
+
+  target: Any
+  draft: Any
+
+
+def start(
+  target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
+) -> DecodeState:
+  """Both sides read the inputs; returns the state before the first round."""
+  slots = request.cache_slots
+  cache = target.prefill(params.target, request.inputs, slots)
+  drafter_state = drafter.init(params.draft, request.inputs, slots)
+  return decode_state.start(request, cache, drafter_state)
+
+
+def step(
+  target: LanguageModel,
+  drafter: Drafter,
+  params: PairParams,
+  request: Request,
+  state: DecodeState,
+) -> DecodeState:
+  """One round of Algorithm 1: 1 to gamma + 1 tokens in every running row."""
+  keys = decode_state.round_keys(request, state)
+
+  # Sample gamma guesses x_1..x_gamma from the drafter.
+  draft, drafter_state = _propose(drafter, params, request, state, keys)
+
+  # Run the target on all of them in parallel, from where it was kept.
+  cache = target.rewind(state.target_cache, state.visible_length - 1)
+  fed = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
+  logits, cache = target.extend(params.target, cache, fed)
+
+  # Determine the number of accepted guesses n; draw t after them.
+  adjusted = decode_state.forbid_early_stops(logits, request, state)
+  if request.greedy:
+    verdict = verify_greedy_batch(draft, probs.greedy_token(adjusted))
+  else:
+    target_probs = probs.standardise_batch(adjusted, request.sampling)
+    verdict = verify_batch(draft, target_probs, keys)
+
+  # Append x_1..x_n, t; what either side read beyond them is forgotten.
+  stats = _count(state, draft, verdict)
+  tokens = _kept_tokens(draft, verdict)
+  count = verdict.num_accepted + 1
+  state = decode_state.append(request, state, tokens, count, logits)
+  return state.replace(
+    target_cache=cache,
+    drafter_state=drafter.commit(drafter_state, state.visible_length),
+    stats=stats,
+  )
+
+
+def _propose(drafter, params, request, state, keys):
+  """The drafter's proposal, cut to what could still be used of it."""
+  if request.gamma == 0:
+    batch = state.length.shape[0]
+    empty = jnp.zeros((batch, 0), jnp.int32)
+    return Draft(empty, None, state.length * 0), state.drafter_state
+  context = Context(
+    tokens=state.tokens,
+    length=state.visible_length,
+    keys=keys,
+    sampling=request.sampling,
+    stop_ids=request.stop_ids,
+    min_length=request.min_length,
+    gamma=request.gamma,
+    greedy=request.greedy,
+    forbids_stops=request.forbids_stops,
+  )
+  draft, drafter_state = drafter.propose(
+    params.draft, state.drafter_state, context
+  )
+  # Nothing follows a stop id, and the target adds a token of its own to what
+  # the budget leaves. Past these a proposal is not one, in any count.
+  stops = decode_state.is_stop(request, draft.tokens)
+  until_stop = jnp.where(
+    jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, request.gamma
+  )
+  budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
+  length = jnp.minimum(jnp.minimum(draft.length, until_stop), budget)
+  return draft.replace(length=length.astype(jnp.int32)), drafter_state
+
+
+def _kept_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
+  """x_1..x_n, t and then whatever, int32[B, G + 1]."""
+  padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+  position = jnp.arange(padded.shape[1])
+  at_end = position == verdict.num_accepted[:, None]
+  return jnp.where(at_end, verdict.next_token[:, None], padded)
+
+
+def _count(state: DecodeState, draft: Draft, verdict: Verdict):
+  """`DecodeStats` after this round; a finished row counts nothing."""
+  running = state.running.astype(jnp.int32)
+  num_accepted = verdict.num_accepted
+  tested = jnp.minimum(num_accepted + 1, draft.length)
+  rounds = jax.nn.one_hot(
+    num_accepted, state.stats.histogram.shape[1], dtype=jnp.int32
+  )
+  stats = state.stats
+  return stats.replace(
+    num_rounds=stats.num_rounds + running,
+    num_tested=stats.num_tested + tested * running,
+    num_accepted=stats.num_accepted + num_accepted * running,
+    histogram=stats.histogram + rounds * running[:, None],
+  )
+
+
+def run(
+  target: LanguageModel,
+  drafter: Drafter,
+  params: PairParams,
+  request: Request,
+  state: DecodeState,
+  max_rounds: jax.Array,
+) -> DecodeState:
+  """Runs rounds until every row is finished or `max_rounds` (int32[]) ran."""
+
+  def one_round(state):
+    return step(target, drafter, params, request, state)
+
+  return decode_state.run_rounds(one_round, state, max_rounds)

@@ -1,0 +1,240 @@
+"""What a decode carries from round to round, and when a row stops."""
+
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specdec_jax import probs
+from specdec_jax.probs import SamplingParams
+from specdec_jax.types import DecodeStats, FinishReason, Generation
+
+NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
+
+
+@struct.dataclass
+class Request:
+  """What is asked of a decode. Other values of the arrays do not recompile.
+
+  Attributes:
+    inputs: int32[B, E], 0 behind each row's end.
+    keys: PRNG keys [B], each of (seed, example); rounds derive theirs.
+    sampling: temperature, top-k, top-p.
+    stop_ids: int32[K], ids that end a row; -1 fills up.
+    min_length: int32[B], tokens before a stop id is allowed.
+    max_length: int32[B], tokens after which a row stops; 0 for a row that
+      only fills up the batch. At most `slots`.
+    slots: static, the tokens that the state has room for.
+    gamma: static, proposals a round at most.
+    greedy: static, every temperature is 0: no softmax, no noise.
+    forbids_stops: static, whether `min_length` is in use.
+    with_log_probs: static, whether log-probabilities are wanted.
+  """
+
+  inputs: jax.Array
+  keys: jax.Array
+  sampling: SamplingParams
+  stop_ids: jax.Array
+  min_length: jax.Array
+  max_length: jax.Array
+  slots: int = struct.field(pytree_node=False)
+  gamma: int = struct.field(pytree_node=False)
+  greedy: bool = struct.field(pytree_node=False)
+  forbids_stops: bool = struct.field(pytree_node=False, default=False)
+  with_log_probs: bool = struct.field(pytree_node=False, default=True)
+
+  @property
+  def cache_slots(self) -> int:
+    """T: start token, output, and a whole draft past the last token."""
+    return self.slots + self.gamma + 1
+
+
+@struct.dataclass
+class DecodeState:
+  """The loop's carry; donated, so that it is updated in place.
+
+  Attributes:
+    tokens: int32[B, T + 1], committed tokens from the start token (id 0) on;
+      without meaning behind `length`.
+    length: int32[B], committed tokens, the start token counted.
+    log_probs: float32[B, T + 1], the target's, of each token; [B, 0] if they
+      are not wanted.
+    finish_reason: int32[B], a `FinishReason`.
+    target_cache: holds all committed tokens but the last.
+    drafter_state: the drafter's own; None in the plain loop.
+    stats: the counts so far.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  log_probs: jax.Array
+  finish_reason: jax.Array
+  target_cache: Any
+  drafter_state: Any
+  stats: DecodeStats
+
+  @property
+  def running(self) -> jax.Array:
+    """bool[B], the rows that are not finished."""
+    return self.finish_reason == FinishReason.RUNNING
+
+  @property
+  def visible_length(self) -> jax.Array:
+    """int32[B], `length`, but 1 in a finished row.
+
+    Finished rows go on computing with the batch. Back at their first slot they
+    overwrite nothing live and do not lengthen anybody's attention.
+    """
+    return jnp.where(self.running, self.length, 1)
+
+  @property
+  def last_token(self) -> jax.Array:
+    """int32[B], the token that the target has not read yet."""
+    index = self.visible_length[:, None] - 1
+    return jnp.take_along_axis(self.tokens, index, axis=1)[:, 0]
+
+
+def start(request: Request, target_cache: Any, drafter_state: Any):
+  """Returns the `DecodeState` before the first round: the start token."""
+  batch = request.inputs.shape[0]
+  width = request.cache_slots + 1
+  zeros = jnp.zeros((batch,), jnp.int32)
+  return DecodeState(
+    tokens=jnp.zeros((batch, width), jnp.int32),
+    length=zeros + 1,
+    log_probs=jnp.zeros((batch, width if request.with_log_probs else 0)),
+    finish_reason=jnp.where(
+      request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
+    ).astype(jnp.int32),
+    target_cache=target_cache,
+    drafter_state=drafter_state,
+    stats=DecodeStats(
+      num_rounds=zeros,
+      num_tested=zeros,
+      num_accepted=zeros,
+      histogram=jnp.zeros((batch, request.gamma + 1), jnp.int32),
+    ),
+  )
+
+
+def round_keys(request: Request, state: DecodeState) -> jax.Array:
+  """PRNG keys [B] of this round: of (seed, example, the row's own round)."""
+  return jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds)
+
+
+def forbid_early_stops(
+  logits: jax.Array, request: Request, state: DecodeState
+) -> jax.Array:
+  """Masks stop ids in logits [B, S, V] where `min_length` is not reached."""
+  if not request.forbids_stops:
+    return logits
+  produced = state.length[:, None] - 1 + jnp.arange(logits.shape[1])
+  early = produced < request.min_length[:, None]
+  return probs.forbid(logits, request.stop_ids, early)
+
+
+def remaining(request: Request, state: DecodeState) -> jax.Array:
+  """int32[B], tokens that a row may still produce."""
+  return request.max_length - (state.length - 1)
+
+
+def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
+  """bool[...], whether each of int32[...] is a stop id."""
+  return jnp.any(tokens[..., None] == request.stop_ids, axis=-1)
+
+
+def append(
+  request: Request,
+  state: DecodeState,
+  tokens: jax.Array,
+  count: jax.Array,
+  logits: jax.Array,
+) -> DecodeState:
+  """Commits the first `count` tokens of each running row, and stops rows.
+
+  A row ends behind its first stop id, at `max_length`, or where the logits
+  that a token was chosen from cannot be a distribution.
+
+  Args:
+    request: the limits.
+    state: before.
+    tokens: int32[B, S].
+    count: int32[B], 1..S.
+    logits: float32[B, S, V], the target's own, that each token follows from.
+
+  Returns:
+    The state with tokens, log_probs, length and finish_reason updated; caches
+    and counts are the caller's.
+  """
+  position = jnp.arange(tokens.shape[1])
+  stops = is_stop(request, tokens) & (position < count[:, None])
+  until_stop = jnp.argmax(stops, axis=1) + 1
+  stopped = jnp.any(stops, axis=1)
+  count = jnp.where(stopped, until_stop, count)
+  left = remaining(request, state)
+  stopped = stopped & (count <= left)
+  count = jnp.where(state.running, jnp.minimum(count, left), 0)
+  used = position < count[:, None]
+  invalid = jnp.any(used & ~probs.valid_logits(logits), axis=1)
+
+  reason = state.finish_reason
+  reason = jnp.where(count == left, FinishReason.LENGTH, reason)
+  reason = jnp.where(stopped, FinishReason.STOP, reason)
+  reason = jnp.where(invalid, FinishReason.INVALID, reason)
+  log_probs = state.log_probs
+  if request.with_log_probs:
+    new = probs.log_prob_of(logits, tokens)
+    log_probs = _write_rows(log_probs, new, state.length)
+  return state.replace(
+    # What is written behind `count` is overwritten by the next round.
+    tokens=_write_rows(state.tokens, tokens, state.length),
+    log_probs=log_probs,
+    length=state.length + count,
+    finish_reason=jnp.where(state.running, reason, state.finish_reason),
+  )
+
+
+def run_rounds(step, state: DecodeState, max_rounds: jax.Array):
+  """Repeats `step` until all rows are finished or `max_rounds` have run.
+
+  Args:
+    step: DecodeState -> DecodeState.
+    state: the state to start from.
+    max_rounds: int32[], for a caller that streams.
+
+  Returns:
+    The state behind the last round.
+  """
+
+  def unfinished(carry):
+    num_rounds, state = carry
+    return (num_rounds < max_rounds) & jnp.any(state.running)
+
+  def body(carry):
+    num_rounds, state = carry
+    return num_rounds + 1, step(state)
+
+  return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+
+def _write_rows(buffer, new, first):
+  return jax.vmap(lax.dynamic_update_slice)(buffer, new, (first,))
+
+
+def generation(request: Request, state: DecodeState) -> Generation:
+  """Returns the result: without the start token, zeros behind each end."""
+  tokens = state.tokens[:, 1 : request.slots + 1]
+  length = state.length - 1
+  live = jnp.arange(request.slots) < length[:, None]
+  log_probs = state.log_probs[:, 1 : request.slots + 1]
+  if request.with_log_probs:
+    log_probs = jnp.where(live, log_probs, 0.0)
+  return Generation(
+    tokens=jnp.where(live, tokens, 0),
+    length=length,
+    log_probs=log_probs,
+    finish_reason=state.finish_reason,
+    stats=state.stats,
+  )

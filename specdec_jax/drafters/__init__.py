@@ -1,0 +1,1 @@
+"""Drafters: where a `Draft` comes from."""

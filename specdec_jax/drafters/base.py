@@ -1,0 +1,81 @@
+"""The `Drafter` contract: pure functions plus a state pytree of their own.
+
+The speculative loop knows nothing else of a drafter. Any distribution that a
+drafter states truthfully keeps the output lossless (Appendix A.1), so a new
+one needs only to be fast and often right.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.probs import SamplingParams
+from specdec_jax.types import Draft
+
+DrafterState = Any  # a pytree that only its drafter understands
+
+
+@struct.dataclass
+class Context:
+  """What a drafter may look at when it proposes.
+
+  Attributes:
+    tokens: int32[B, N], the decoder's committed tokens from the start token
+      (id 0) on; without meaning behind `length`.
+    length: int32[B], committed tokens of a row, the start token counted, so
+      at least 1. A finished row shows 1.
+    keys: PRNG keys [B] of this row and round; proposals derive theirs by
+      `probs.draft_key`.
+    sampling: how the target is sampled; a drafter may do otherwise as long as
+      it returns the probabilities it really drew from.
+    stop_ids: int32[K], ids that end a row; -1 fills up.
+    min_length: int32[B], tokens to produce before a stop id is allowed.
+    gamma: static, how many tokens to propose at most.
+    greedy: static, every row takes the argmax: no probabilities are needed.
+    forbids_stops: static, whether `min_length` is in use.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  keys: jax.Array
+  sampling: SamplingParams
+  stop_ids: jax.Array
+  min_length: jax.Array
+  gamma: int = struct.field(pytree_node=False)
+  greedy: bool = struct.field(pytree_node=False)
+  forbids_stops: bool = struct.field(pytree_node=False)
+
+
+class Drafter(NamedTuple):
+  """A source of drafts.
+
+  Attributes:
+    init: (params, inputs int32[B, E], max_length) -> state. Reads the inputs;
+      `max_length` is the decoder slots that the run may use.
+    propose: (params, state, context) -> (Draft, state). Called once a round
+      with gamma >= 1.
+    commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
+      committed now (the start token counted); whatever was read of a longer
+      draft must be forgotten. Called once a round after `propose`.
+  """
+
+  init: Callable[[Any, jax.Array, int], DrafterState]
+  propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
+  commit: Callable[[DrafterState, jax.Array], DrafterState]
+
+
+def last_tokens(context: Context, count: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the last `count` committed tokens of each row, and their start.
+
+  A row that has fewer starts at 0 and shows what lies behind its tokens,
+  which the caller must not use.
+
+  Returns:
+    tokens int32[B, count] and the index of the first of them, int32[B].
+  """
+  start = jnp.maximum(context.length - count, 0)
+  index = start[:, None] + jnp.arange(count)
+  return jnp.take_along_axis(context.tokens, index, axis=1), start

@@ -1,0 +1,198 @@
+"""The exact distribution of one speculative step, by enumeration.
+
+For vocabularies of a few tokens. The laws are measured on the shipped functions
+of `speculative` and `probs`, by finding the very values of their uniform random
+numbers at which they change their mind; nothing here knows Algorithm 1. For
+larger spaces see `testing.assert_chi_squared`.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specdec_jax import probs, speculative
+from specdec_jax.testing import NextProbs, joint_law
+from specdec_jax.types import Draft
+
+# `jax.random.uniform` in float32 returns k / 2^23 for integers k.
+UNIFORM_GRID = 2**23
+
+
+def sampler_law(weights: jax.Array) -> jax.Array:
+  """The exact law of `probs.inverse_cdf` over the grid of uniforms.
+
+  Found by bisection over the uniforms, for each id of float32[V]; the result,
+  float32[V], is exact to about 2^-24 a level. Ids must be monotone by column,
+  then by row, in the two uniforms: `inverse_cdf` documents this order.
+  """
+  size = weights.shape[0]
+  columns = probs.num_columns(size)
+  rows = -(-size // columns)
+
+  def token(first, second):
+    return probs.inverse_cdf(weights, jnp.stack([first, second]))
+
+  def columns_up_to(column):
+    return _grid_count(lambda u: token(u, jnp.float32(0)) % columns <= column)
+
+  ends = jax.vmap(columns_up_to)(jnp.arange(columns))
+  starts = jnp.append(jnp.zeros(1, jnp.int32), ends[:-1])
+
+  def rows_up_to(column, row):
+    # Any uniform of the column will do; an empty column has no weight below.
+    first = _grid_value(jnp.minimum(starts[column], UNIFORM_GRID - 1))
+    return _grid_count(lambda u: token(first, u) // columns <= row)
+
+  over_columns = jax.vmap(rows_up_to, in_axes=(0, None))
+  counts = jax.vmap(over_columns, in_axes=(None, 0))(
+    jnp.arange(columns), jnp.arange(rows)
+  )
+  within = jnp.diff(counts, axis=0, prepend=0) / UNIFORM_GRID
+  law = within * ((ends - starts) / UNIFORM_GRID)[None, :]
+  return law.reshape(-1)[:size]
+
+
+def step_law(
+  target: NextProbs,
+  draft: NextProbs,
+  gamma: int,
+  vocab_size: int,
+  *,
+  drawn_from: NextProbs | None = None,
+  length: int | None = None,
+  deterministic: bool = False,
+) -> np.ndarray:
+  """Exact joint law of gamma + 1 tokens of which one step made the first.
+
+  All V^gamma drafts are enumerated; for each, the shipped `count_accepted`,
+  `next_token_weights` and `inverse_cdf` are measured over their uniforms. What
+  one step leaves open, because it emitted fewer than gamma + 1 tokens, the
+  target then draws alone. The step is right if and only if the result is
+  `joint_law(target, gamma + 1, vocab_size)`.
+
+  Args:
+    target: the target's law of the next token.
+    draft: the law that the drafter reports as `Draft.probs`.
+    gamma: G, the static maximum.
+    vocab_size: V; the work grows with V^gamma.
+    drawn_from: the law that proposals really come from; `draft` if None.
+    length: how many tokens are proposed, gamma if None; the positions behind
+      hold every possible value.
+    deterministic: report None as `Draft.probs`; `draft` is then only drawn
+      from, and one-hot if the drafter is honest.
+
+  Returns:
+    float64[V, ..., V], gamma + 1 axes.
+  """
+  length = gamma if length is None else length
+  proposals = list(itertools.product(range(vocab_size), repeat=gamma))
+  mass = _draft_masses(proposals, drawn_from or draft, length, vocab_size)
+  # Passed on, so that a test which replaces one of them is not served the
+  # compiled code of the other.
+  accepted, next_laws = _step_pieces(
+    _drafts(proposals, None if deterministic else draft, length),
+    jnp.asarray(
+      [[target(t[:i]) for i in range(gamma + 1)] for t in proposals],
+      jnp.float32,
+    ),
+    count_accepted=speculative.count_accepted,
+    next_token_weights=speculative.next_token_weights,
+  )
+  accepted = np.asarray(accepted, np.float64) / UNIFORM_GRID
+  next_laws = np.asarray(next_laws, np.float64)
+
+  @functools.cache
+  def rest_law(prefix):
+    rest = gamma + 1 - len(prefix)
+    return joint_law(lambda later: target(prefix + later), rest, vocab_size)
+
+  law = np.zeros((vocab_size,) * (gamma + 1))
+  for row, proposed in enumerate(proposals):
+    reached = mass[row]
+    for kept in range(gamma + 1):
+      goes_on = accepted[row, kept] if kept < gamma else 0.0
+      for token in range(vocab_size):
+        prefix = proposed[:kept] + (token,)
+        stops = reached * (1 - goes_on) * next_laws[row, kept, token]
+        law[prefix] += stops * rest_law(prefix) if stops else 0.0
+      reached *= goes_on
+  return law
+
+
+def _draft_masses(proposals, drawn_from, length, vocab_size) -> np.ndarray:
+  """Probability of each draft; what lies behind `length` is uniform."""
+
+  def prob(tokens, position):
+    if position >= length:
+      return 1 / vocab_size
+    row = np.asarray(drawn_from(tokens[:position]), np.float64)
+    return row[tokens[position]] / row.sum()
+
+  return np.array(
+    [np.prod([prob(t, i) for i in range(len(t))]) for t in proposals]
+  )
+
+
+def _drafts(proposals, reported: NextProbs | None, length) -> Draft:
+  """The enumerated drafts as one batch of N."""
+  gamma = len(proposals[0])
+  rows = None
+  if reported is not None and gamma:
+    rows = jnp.asarray(
+      [[reported(t[:i]) for i in range(gamma)] for t in proposals], jnp.float32
+    )
+  return Draft(
+    tokens=jnp.asarray(proposals, jnp.int32).reshape(-1, gamma),
+    probs=rows,
+    length=jnp.full((len(proposals),), length, jnp.int32),
+  )
+
+
+@functools.partial(
+  jax.jit, static_argnames=('count_accepted', 'next_token_weights')
+)
+def _step_pieces(drafts, target_probs, *, count_accepted, next_token_weights):
+  """int32[N, G] grid counts of acceptance; float32[N, G + 1, V] next laws."""
+  gamma = drafts.tokens.shape[1]
+
+  def one_draft(draft, rows):
+    def through(position):
+      # With the uniforms before at 0, whatever can be accepted is.
+      def accepts(uniform):
+        uniforms = jnp.zeros(gamma, jnp.float32).at[position].set(uniform)
+        return count_accepted(draft, rows, uniforms) > position
+
+      return _grid_count(accepts)
+
+    def next_law(num_accepted):
+      return sampler_law(next_token_weights(draft, rows, num_accepted))
+
+    counts = jax.vmap(through)(jnp.arange(gamma))
+    return counts, jax.vmap(next_law)(jnp.arange(gamma + 1))
+
+  return jax.vmap(one_draft)(drafts, target_probs)
+
+
+def _grid_value(index: jax.Array) -> jax.Array:
+  return index.astype(jnp.float32) / UNIFORM_GRID
+
+
+def _grid_count(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """How many uniforms of the grid satisfy `holds`, true up to some point."""
+
+  def halve(_, bracket):
+    low, high = bracket
+    middle = (low + high + 1) // 2
+    enough = holds(_grid_value(middle - 1))
+    return (
+      jnp.where(enough, middle, low),
+      jnp.where(enough, high, middle - 1),
+    )
+
+  bracket = (jnp.int32(0), jnp.int32(UNIFORM_GRID))
+  return lax.fori_loop(0, 24, halve, bracket)[0]

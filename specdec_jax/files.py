@@ -1,0 +1,35 @@
+"""Writing a file whole or not at all."""
+
+import contextlib
+import os
+import tempfile
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+  """Replaces `path` by `data`; a crash or a full disk leaves the old file.
+
+  The bytes go to a temporary file in the same folder, reach the disk, and are
+  then renamed onto `path`.
+
+  Raises:
+    OSError: the folder is missing or not writable, or the disk is full.
+  """
+  path = os.fspath(path)
+  folder = os.path.dirname(path) or '.'
+  handle, temporary = tempfile.mkstemp(
+    dir=folder, prefix=f'.{os.path.basename(path)}.', suffix='.tmp'
+  )
+  try:
+    with os.fdopen(handle, 'wb') as stream:
+      stream.write(data)
+      stream.flush()
+      os.fsync(stream.fileno())
+    # mkstemp makes files private; a result is as readable as any other file.
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(temporary, 0o666 & ~umask)
+    os.replace(temporary, path)
+  except BaseException:
+    with contextlib.suppress(FileNotFoundError):
+      os.unlink(temporary)
+    raise

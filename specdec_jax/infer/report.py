@@ -1,0 +1,273 @@
+"""What a decode run reports: its numbers as a dict, and the tables of them.
+
+The dict is what `infer.decode` writes as summary.json and what README's result
+block is generated from, so every number has one source.
+"""
+
+import dataclasses
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import rich.console
+import rich.table
+import rich.text
+
+PLAIN, SPECULATIVE = 'plain', 'speculative'
+
+
+class Stats(Protocol):
+  """Counts of one completion; see `engine.CompletionStats`."""
+
+  num_tokens: int
+  num_target_calls: int
+  num_accepted: int
+  num_tested: int
+  histogram: Sequence[int]
+
+
+class Completion(Protocol):
+  """One decoded text; see `engine.Completion`."""
+
+  text: str
+  tokens: Sequence[int]
+  log_probs: Sequence[float]
+  finish_reason: str
+  error: str | None
+  stats: Stats
+
+
+@dataclasses.dataclass
+class Mode:
+  """All results of one way of decoding, plain or speculative.
+
+  Attributes:
+    compile_seconds: time of the warm-up, not part of `seconds`.
+    completions: line index -> completion.
+    batches: the line indices of each batch, in the order of decoding.
+    seconds: wall time of each batch, tokenisation included.
+  """
+
+  compile_seconds: float = 0.0
+  completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
+  batches: list[list[int]] = dataclasses.field(default_factory=list)
+  seconds: list[float] = dataclasses.field(default_factory=list)
+
+  def ms_per_token(self) -> list[float | None]:
+    """Milliseconds a token, for each batch; None where it made no token."""
+    counts = [
+      sum(self.completions[index].stats.num_tokens for index in batch)
+      for batch in self.batches
+    ]
+    return [
+      1e3 * seconds / count if count else None
+      for seconds, count in zip(self.seconds, counts, strict=True)
+    ]
+
+
+def summarise(
+  modes: Mapping[str, Mode], greedy: bool, context: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns every number of a run as a dict that JSON can hold.
+
+  Args:
+    modes: 'plain', 'speculative' or both.
+    greedy: whether temperature is 0, so that both must agree.
+    context: what else belongs to the record, such as counts of lines.
+  """
+  summary = {'kind': 'decode', **context}
+  for name, mode in modes.items():
+    summary[name] = _summarise_mode(mode)
+  if len(modes) == 2:
+    plain, speculative = modes[PLAIN], modes[SPECULATIVE]
+    ratios = [
+      slow / fast
+      for slow, fast in zip(
+        plain.ms_per_token(), speculative.ms_per_token(), strict=True
+      )
+      if slow and fast
+    ]
+    total = [summary[name]['ms_per_token'] for name in (PLAIN, SPECULATIVE)]
+    summary['speed_up_median'] = _median(ratios)
+    summary['speed_up'] = total[0] / total[1] if all(total) else None
+    if greedy:
+      summary['agreement'] = _agreement(plain, speculative)
+  summary['machine'] = describe_machine()
+  return summary
+
+
+def _summarise_mode(mode: Mode) -> dict[str, Any]:
+  stats = [completion.stats for completion in mode.completions.values()]
+  tokens = sum(s.num_tokens for s in stats)
+  calls = sum(s.num_target_calls for s in stats)
+  tested = sum(s.num_tested for s in stats)
+  seconds = sum(mode.seconds)
+  width = max((len(s.histogram) for s in stats), default=0)
+  return {
+    'tokens': tokens,
+    'target_calls': calls,
+    'tokens_per_call': tokens / calls if calls else None,
+    'acceptance_rate': (
+      sum(s.num_accepted for s in stats) / tested if tested else None
+    ),
+    'histogram': [
+      sum(s.histogram[i] for s in stats if i < len(s.histogram))
+      for i in range(width)
+    ],
+    'ms_per_token': 1e3 * seconds / tokens if tokens else None,
+    'ms_per_token_median': _median([ms for ms in mode.ms_per_token() if ms]),
+    'seconds': seconds,
+    'compile_seconds': mode.compile_seconds,
+  }
+
+
+def _median(values: Sequence[float]) -> float | None:
+  return statistics.median(values) if values else None
+
+
+def _agreement(plain: Mode, speculative: Mode) -> dict[str, Any]:
+  """Compares the tokens of both ways, line by line."""
+  differences = []
+  for index, one in plain.completions.items():
+    other = speculative.completions[index]
+    ours, theirs = list(one.tokens), list(other.tokens)
+    if ours != theirs:
+      same = [a == b for a, b in zip(ours, theirs, strict=False)]
+      first = same.index(False) if False in same else len(same)
+      differences.append(
+        {
+          'line': index + 1,
+          'position': first,
+          PLAIN: one.text,
+          SPECULATIVE: other.text,
+        }
+      )
+  return {'compared': len(plain.completions), 'disagreements': differences}
+
+
+def describe_machine() -> dict[str, Any]:
+  """Returns what a measurement must be read with: device, cores, versions."""
+  device = jax.devices()[0]
+  return {
+    'device': device.device_kind if device.platform != 'cpu' else _cpu_name(),
+    'platform': device.platform,
+    'devices': jax.device_count(),
+    'cores': len(os.sched_getaffinity(0))
+    if hasattr(os, 'sched_getaffinity')
+    else os.cpu_count(),
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+  }
+
+
+def _cpu_name() -> str:
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if cpuinfo.exists():
+    for line in cpuinfo.read_text(errors='replace').splitlines():
+      if line.startswith('model name'):
+        return line.partition(':')[2].strip()
+  return platform.processor() or platform.machine()
+
+
+# The rows of the table: title, key in the summary of a mode, format.
+METRICS = (
+  ('tokens', 'tokens', '{:,}'),
+  ('calls of the target', 'target_calls', '{:,}'),
+  ('tokens a call', 'tokens_per_call', '{:.2f}'),
+  ('acceptance rate', 'acceptance_rate', '{:.3f}'),
+  ('ms/token, median', 'ms_per_token_median', '{:.2f}'),
+  ('ms/token, total', 'ms_per_token', '{:.2f}'),
+)
+
+
+def rows(summary: Mapping[str, Any]) -> list[list[str]]:
+  """Returns the result table as text: a header, then one row a metric."""
+  names = [name for name in (PLAIN, SPECULATIVE) if name in summary]
+  table = [['', *names]]
+  for title, key, form in METRICS:
+    values = [summary[name][key] for name in names]
+    table.append(
+      [title, *('-' if v is None else form.format(v) for v in values)]
+    )
+  for title, key in (
+    ('speed-up, median', 'speed_up_median'),
+    ('speed-up, total', 'speed_up'),
+  ):
+    if summary.get(key):
+      table.append([title, '1.00', f'{summary[key]:.2f}'])
+  compiled = (f'{summary[name]["compile_seconds"]:.1f}' for name in names)
+  table.append(['compile, s (apart)', *compiled])
+  return table
+
+
+def print_results(
+  console: rich.console.Console,
+  summary: Mapping[str, Any],
+  output_dir: str | None,
+) -> None:
+  """Prints the table of `summary`; agreement and failed lines below it."""
+  header, *body = rows(summary)
+  table = rich.table.Table(title='Decoding, plain and speculative')
+  table.add_column(header[0])
+  for name in header[1:]:
+    table.add_column(name, justify='right')
+  for row in body:
+    table.add_row(*row)
+  console.print(table)
+  for message in _notes(summary):
+    _say(console, message)
+  _say(
+    console,
+    f'Results are in {output_dir}.'
+    if output_dir
+    else 'No output folder was given, so no results were kept.',
+  )
+
+
+def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
+  """Returns what the table does not say, at most `most` items of a kind."""
+  notes = []
+  if agreement := summary.get('agreement'):
+    differing = agreement['disagreements']
+    compared = agreement['compared']
+    notes.append(
+      'Greedy outputs that agree token for token:'
+      f' {compared - len(differing)} of {compared}.'
+    )
+    notes += [
+      f'  line {item["line"]} differs from token {item["position"]} on:'
+      f' {item[PLAIN]!r} / {item[SPECULATIVE]!r}'
+      for item in differing[:most]
+    ]
+  if errors := summary.get('errors'):
+    notes.append(f'Lines that could not be decoded: {len(errors)}.')
+    notes += [f'  {error}' for error in errors[:most]]
+  return notes
+
+
+def print_examples(
+  console: rich.console.Console,
+  texts: Sequence[str],
+  modes: Mapping[str, Mode],
+  count: int,
+) -> None:
+  """Prints the first `count` decoded lines, each way in a column of its own."""
+  indices = sorted(next(iter(modes.values())).completions)[:count]
+  if not indices:
+    return
+  table = rich.table.Table(title='Examples', show_lines=True)
+  for name in ('input', *modes):
+    table.add_column(name, ratio=1, overflow='fold')
+  for index in indices:
+    cells = [texts[index], *(m.completions[index].text for m in modes.values())]
+    # Text, not str: a translation may hold what rich takes for markup.
+    table.add_row(*(rich.text.Text(cell) for cell in cells))
+  console.print(table)
+
+
+def _say(console: rich.console.Console, message: str) -> None:
+  console.print(message, markup=False, highlight=False, soft_wrap=True)

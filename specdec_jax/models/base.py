@@ -1,0 +1,58 @@
+"""The `LanguageModel` contract: what a target and a model drafter both are."""
+
+from typing import Any, Protocol, TypeVar
+
+import jax
+
+Params = Any  # a nested dict of arrays, named as T5X names them
+Cache = TypeVar("Cache")
+
+
+class LanguageModel(Protocol[Cache]):
+  """Pure functions over explicit pytrees; nothing is kept between calls.
+
+  A cache is opaque to the loops but for `length`: int32[B], the tokens that
+  each row's cache holds. What lies past `length` is never seen again.
+  """
+
+  @property
+  def vocab_size(self) -> int:
+    """V, the width of the logits."""
+    ...
+
+  def prefill(
+    self, params: Params, inputs: jax.Array, max_length: int
+  ) -> Cache:
+    """Reads the inputs once and returns a cache ready for decoding.
+
+    Args:
+      params: the model's parameters.
+      inputs: int32[B, E], tokens of the input, 0 behind each row's end.
+      max_length: T, the decoder slots to allocate, for the whole run.
+
+    Returns:
+      A cache with `length` 0 in every row.
+    """
+    ...
+
+  def extend(
+    self, params: Params, cache: Cache, tokens: jax.Array
+  ) -> tuple[jax.Array, Cache]:
+    """Reads S more tokens a row, each row at its own place.
+
+    The caller sees to it that `cache.length + S` never exceeds the slots.
+
+    Args:
+      params: the model's parameters.
+      cache: from `prefill`, `extend` or `rewind`.
+      tokens: int32[B, S], S >= 1.
+
+    Returns:
+      Logits, float32[B, S, V], of the token that follows each one, and the
+      cache with `length` grown by S.
+    """
+    ...
+
+  def rewind(self, cache: Cache, length: jax.Array) -> Cache:
+    """Forgets all but the first `length` (int32[B]) tokens of a row, O(1)."""
+    ...

@@ -1,0 +1,112 @@
+"""A fixed-shape key/value cache: many tokens a row, a length a row, a rewind.
+
+One shape from the first step to the last, so that nothing recompiles. A layer
+is an array of its own: XLA then updates each in place inside a `while_loop`,
+where one stacked array would be sliced and copied.
+
+Keys and values are stored (head, head_dim, slot). On a CPU the products of a
+few queries with that layout cost a quarter of those with (head, slot,
+head_dim), because the slots are the vector lanes; `scripts/benchmark.py`
+measures it.
+"""
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@struct.dataclass
+class KVCache:
+  """Everything a decoder remembers of a batch.
+
+  Attributes:
+    keys: a tuple over layers of [B, H, D, T].
+    values: a tuple over layers of [B, H, D, T].
+    cross_keys: a tuple over layers of [B, H, D, E]; empty in a decoder-only
+      model.
+    cross_values: likewise.
+    cross_bias: float32[B, 1, 1, E], 0 at inputs and very negative at padding;
+      None in a decoder-only model.
+    position_bias: float32[H, 2 * T], what a query at position i adds to its
+      scores over slots 0..T-1, read from T - 1 - i on; very negative where a
+      slot lies behind the query. It is causal mask and relative bias in one.
+    length: int32[B], tokens held. Slots from `length` on are dead: they are
+      overwritten before any query can see them.
+  """
+
+  keys: tuple[jax.Array, ...]
+  values: tuple[jax.Array, ...]
+  cross_keys: tuple[jax.Array, ...]
+  cross_values: tuple[jax.Array, ...]
+  cross_bias: jax.Array | None
+  position_bias: jax.Array
+  length: jax.Array
+
+  @property
+  def num_slots(self) -> int:
+    """T, the tokens a row can hold."""
+    return self.keys[0].shape[-1]
+
+  def rewind(self, length: jax.Array) -> "KVCache":
+    """Returns the cache with only the first `length` (int32[B]) tokens."""
+    return self.replace(length=length)
+
+
+def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  """Writes S slots a row, each row at its own place, in place under jit.
+
+  Args:
+    buffer: [B, H, D, T].
+    new: [B, S, H, D].
+    start: int32[B]; the caller keeps `start + S <= T`, since
+      `dynamic_update_slice` would clamp and overwrite live slots.
+
+  Returns:
+    The buffer, [B, H, D, T], with slots start..start+S-1 replaced.
+  """
+  zero = jnp.zeros((), start.dtype)
+
+  def one_row(row, slots, first):
+    return lax.dynamic_update_slice(row, slots, (zero, zero, first))
+
+  # bshd -> bhds: the slot axis is last in the buffer.
+  slots = new.transpose(0, 2, 3, 1).astype(buffer.dtype)
+  return jax.vmap(one_row)(buffer, slots, start)
+
+
+def read_position_bias(
+  position_bias: jax.Array, length: jax.Array, num_queries: int
+) -> jax.Array:
+  """Returns the score bias of the next `num_queries` tokens of each row.
+
+  Args:
+    position_bias: float32[H, 2 * T], as in `KVCache`.
+    length: int32[B], tokens that each row already holds.
+    num_queries: S.
+
+  Returns:
+    float32[B, H, S, T].
+  """
+  num_slots = position_bias.shape[-1] // 2
+
+  def one_query(position):
+    return lax.dynamic_slice_in_dim(
+      position_bias, num_slots - 1 - position, num_slots, axis=1
+    )
+
+  positions = length[:, None] + jnp.arange(num_queries)[None, :]
+  return jax.vmap(jax.vmap(one_query, out_axes=1))(positions)
+
+
+def buckets(num_slots: int) -> tuple[int, ...]:
+  """Returns the prefixes of the cache that attention may be restricted to.
+
+  They double from 64, so that a step pays for at most twice its live slots.
+  """
+  sizes = []
+  size = 64
+  while size < num_slots:
+    sizes.append(size)
+    size *= 2
+  return (*sizes, num_slots)

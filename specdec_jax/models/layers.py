@@ -1,0 +1,270 @@
+"""Linen blocks of the T5 family; parameters are named as T5X names them.
+
+Facts that set them apart from other Transformers: attention scores are not
+divided by sqrt(head_dim) (it is folded into the initialisation), the norm is
+RMS without a bias, and no Dense has a bias.
+"""
+
+from collections.abc import Sequence
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+import numpy as np
+
+MASKED = -1e10  # added to a score that must not be attended to, as in T5X
+
+_kernel_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal"
+)
+
+
+def precision(dtype: str) -> lax.Precision:
+  """Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU."""
+  if jnp.dtype(dtype) == jnp.float32:
+    return lax.Precision.HIGHEST
+  return lax.Precision.DEFAULT
+
+
+def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns x @ kernel.T with the kernel as the left operand.
+
+  XLA on a CPU packs the right operand of a small product at each call. Here
+  that is the few activations, not the weights; the barriers keep XLA from
+  folding the transposes away and turning the operands round again.
+
+  Args:
+    kernel: [out, in].
+    x: [..., in].
+
+  Returns:
+    [..., out].
+  """
+  columns = lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
+  product = lax.optimization_barrier(kernel @ columns)
+  return product.T.reshape(*x.shape[:-1], kernel.shape[0])
+
+
+class Dense(nn.Module):
+  """The one matrix product of the library, without a bias.
+
+  The parameter is `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
+  [out, in], where `partitioning.place` has laid it out for a CPU.
+  """
+
+  features: int
+  dtype: str = "float32"
+  kernel_init: nn.initializers.Initializer = _kernel_init
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [..., in] to [..., features]."""
+    x = x.astype(self.dtype)
+    if self.has_variable("params", "kernel_out_in"):
+      kernel = self.get_variable("params", "kernel_out_in")
+      return dense_out_in(kernel.astype(self.dtype), x)
+    shape = (x.shape[-1], self.features)
+    kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
+    return jnp.matmul(
+      x, kernel.astype(self.dtype), precision=precision(self.dtype)
+    )
+
+
+class Embed(nn.Module):
+  """A token embedding that may also serve as the output layer (T5 1.0)."""
+
+  vocab_size: int
+  features: int
+  dtype: str = "float32"
+
+  def setup(self):
+    self.embedding = self.param(
+      "embedding",
+      nn.initializers.normal(stddev=1.0),
+      (self.vocab_size, self.features),
+      jnp.float32,
+    )
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Maps int32[...] to [..., features] by a gather."""
+    return jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
+
+  def attend(self, x: jax.Array) -> jax.Array:
+    """Maps [..., features] to logits [..., vocab_size]."""
+    embedding = self.embedding.astype(self.dtype)
+    return jnp.einsum(
+      "...m,vm->...v", x, embedding, precision=precision(self.dtype)
+    )
+
+
+class RMSNorm(nn.Module):
+  """Root mean square norm with a scale (T5X calls it LayerNorm)."""
+
+  dtype: str = "float32"
+  epsilon: float = 1e-6
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Normalises [..., M] in float32."""
+    scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
+    normed = x * lax.rsqrt(mean_square + self.epsilon)
+    return (normed * scale).astype(self.dtype)
+
+
+# T5X's `gelu` is the tanh form.
+ACTIVATIONS = {
+  "relu": jax.nn.relu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=True),
+  "silu": jax.nn.silu,
+  "linear": lambda x: x,
+}
+
+
+class MLP(nn.Module):
+  """Feed-forward block: one activation (`wi`) or a gate (`wi_0`, `wi_1`)."""
+
+  features: int
+  hidden: int
+  activations: Sequence[str]
+  dropout_rate: float
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+    """Maps [..., M] to [..., M]."""
+    factors = []
+    for i, name in enumerate(self.activations):
+      dense = "wi" if len(self.activations) == 1 else f"wi_{i}"
+      hidden = Dense(self.hidden, self.dtype, name=dense)(x)
+      factors.append(ACTIVATIONS[name](hidden))
+    hidden = functools.reduce(jnp.multiply, factors)
+    hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(
+      hidden, deterministic=deterministic
+    )
+    return Dense(self.features, self.dtype, name="wo")(hidden)
+
+
+def attend(
+  queries: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+) -> jax.Array:
+  """Attention of S queries over T slots; the softmax is in float32.
+
+  Args:
+    queries: [B, S, H, D].
+    keys: [B, H, D, T].
+    values: [B, H, D, T].
+    bias: float32, broadcastable to [B, H, S, T], added to the scores.
+
+  Returns:
+    [B, S, H * D].
+  """
+  num_queries = queries.shape[1]
+  if num_queries == 1:
+    # XLA on a CPU takes three to five times as long over one query as over
+    # two (it turns the products into scalar loops), so ask twice.
+    queries = jnp.concatenate([queries, queries], axis=1)
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
+  exact = precision(str(queries.dtype))
+  scores = jnp.einsum("bshd,bhdt->bhst", queries, keys, precision=exact)
+  weights = jax.nn.softmax(scores.astype(jnp.float32) + bias, axis=-1)
+  weights = weights.astype(values.dtype)
+  mixed = jnp.einsum("bhst,bhdt->bshd", weights, values, precision=exact)
+  return mixed[:, :num_queries].reshape(*mixed.shape[:1], num_queries, -1)
+
+
+class Attention(nn.Module):
+  """Multi-head attention whose keys and values the caller holds."""
+
+  num_heads: int
+  head_dim: int
+  features: int
+  dtype: str
+
+  def setup(self):
+    width = self.num_heads * self.head_dim
+
+    # The 1/sqrt(head_dim) that T5 does not apply to its scores.
+    def query_init(*args):
+      return _kernel_init(*args) / np.sqrt(self.head_dim)
+
+    self.query = Dense(width, self.dtype, query_init)
+    self.key = Dense(width, self.dtype)
+    self.value = Dense(width, self.dtype)
+    self.out = Dense(self.features, self.dtype)
+
+  def _heads(self, x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+
+  def project_kv(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Maps [B, S, M] to keys and values, each [B, S, H, D]."""
+    return self._heads(self.key(x)), self._heads(self.value(x))
+
+  def project_query(self, x: jax.Array) -> jax.Array:
+    """Maps [B, S, M] to queries [B, S, H, D]."""
+    return self._heads(self.query(x))
+
+  def __call__(
+    self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+  ) -> jax.Array:
+    """Attends from x [B, S, M] over keys and values [B, H, D, T]."""
+    return self.out(attend(self.project_query(x), keys, values, bias))
+
+
+def relative_position_bucket(
+  relative_position: np.ndarray,
+  bidirectional: bool,
+  num_buckets: int = 32,
+  max_distance: int = 128,
+) -> np.ndarray:
+  """Returns T5's bucket of each (key position - query position).
+
+  Half of the buckets are exact, the others grow logarithmically up to
+  `max_distance`; a bidirectional stack splits them between the two signs.
+  Computed by numpy at trace time, since positions are static.
+  """
+  offset = np.zeros_like(relative_position)
+  distance = -relative_position
+  if bidirectional:
+    num_buckets //= 2
+    offset += (distance < 0) * num_buckets
+    distance = np.abs(distance)
+  else:
+    distance = np.maximum(distance, 0)
+  max_exact = num_buckets // 2
+  # In float32 and with its epsilon, as T5X rounds it; distance 0 takes the
+  # exact branch, so what its logarithm would be does not matter.
+  ratio = np.maximum(distance, 1).astype(np.float32) / max_exact
+  ratio += np.finfo(np.float32).eps
+  scale = (num_buckets - max_exact) / np.log(max_distance / max_exact)
+  large = max_exact + (np.log(ratio) * scale).astype(np.int32)
+  large = np.minimum(large, num_buckets - 1)
+  return offset + np.where(distance < max_exact, distance, large)
+
+
+class RelativeBias(nn.Module):
+  """One table of relative position biases, shared by a stack's layers."""
+
+  num_heads: int
+  bidirectional: bool
+  num_buckets: int = 32
+  max_distance: int = 128
+
+  @nn.compact
+  def __call__(self, relative_position: np.ndarray) -> jax.Array:
+    """Maps int[...] (key - query position) to float32[H, ...]."""
+    table = self.param(
+      "rel_embedding",
+      nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+      (self.num_heads, self.num_buckets),
+    )
+    bucket = relative_position_bucket(
+      relative_position,
+      self.bidirectional,
+      self.num_buckets,
+      self.max_distance,
+    )
+    return jnp.take(table, bucket, axis=1).astype(jnp.float32)

@@ -1,0 +1,381 @@
+"""From logits to distributions to tokens: standardise, sample, keys.
+
+Everything here is for one row of logits unless its name ends in `_batch`.
+Speculative sampling compares two distributions *after* temperature, top-k and
+top-p (Leviathan et al. 2023, Section 2.2), so both models go through the one
+`standardise` below. Nothing sorts or scans the whole vocabulary: at V = 32128
+on a CPU that costs more than the rest of the sampling together.
+"""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+_FLOAT32 = np.finfo(np.float32)
+
+# Purposes of the random numbers of one row in one round, see `draft_key`.
+_ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
+
+
+@struct.dataclass
+class SamplingParams:
+  """`SamplingConfig` as arrays: other values do not recompile.
+
+  Attributes:
+    temperature: float32[B], 0 is argmax.
+    top_k: int32[], shared by the batch, 0 is off.
+    top_p: float32[], shared by the batch, 1 is off.
+  """
+
+  temperature: jax.Array
+  top_k: jax.Array
+  top_p: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+  """How tokens are drawn: temperature, then top-k, then top-p.
+
+  Attributes:
+    temperature: one number for all examples or one for each; 0 is argmax.
+    top_k: only the k likeliest tokens and those tied with the k-th; 0 is off.
+    top_p: only the likeliest tokens that together reach this probability after
+      top-k, and those tied with the last of them; 1 is off.
+
+  Raises:
+    ValueError: a value is of the wrong type or outside its range.
+  """
+
+  temperature: float | Sequence[float] = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+  def __post_init__(self):
+    # Python numbers and tuples, so that configs compare and hash by value.
+    object.__setattr__(
+      self, 'temperature', _validate_temperature(self.temperature)
+    )
+    object.__setattr__(self, 'top_k', _validate_top_k(self.top_k))
+    object.__setattr__(self, 'top_p', _validate_top_p(self.top_p))
+
+  @property
+  def greedy(self) -> bool:
+    """Whether every example takes the argmax."""
+    return not np.any(self.temperature)
+
+  def params(self, batch: int) -> SamplingParams:
+    """The values as arrays for `batch` examples.
+
+    Raises:
+      ValueError: `temperature` is a sequence of another length than `batch`.
+    """
+    temperature = np.asarray(self.temperature, np.float32)
+    if temperature.ndim and temperature.size != batch:
+      raise ValueError(
+        f'temperature has {temperature.size} values for {batch} examples; '
+        'give one number for all of them or one for each'
+      )
+    return SamplingParams(
+      temperature=jnp.asarray(np.broadcast_to(temperature, (batch,))),
+      top_k=jnp.asarray(self.top_k, jnp.int32),
+      top_p=jnp.asarray(self.top_p, jnp.float32),
+    )
+
+
+def standardise(
+  logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+  """The distribution that tokens are drawn from, for one row of logits.
+
+  Temperature 0 is the exact one-hot of the argmax, the first one on ties.
+  Tokens tied with the last one that top-k or top-p keeps are kept as well, so
+  the result does not depend on the order of the vocabulary.
+
+  Args:
+    logits: float[V]; -inf masks a token.
+    temperature: float32[], >= 0.
+    top_k: int32[]; 0 is off and costs nothing at run time.
+    top_p: float32[] in (0, 1]; 1 is off and costs nothing at run time.
+
+  Returns:
+    float32[V] that sums to 1 within rounding; without meaning (NaN, mostly)
+    where `valid_logits` is False.
+  """
+  logits = logits.astype(jnp.float32)
+  # Only the threshold passes through the conditionals: a vocabulary-sized
+  # result would be copied out of them even when they have nothing to do.
+  logit_threshold = lax.cond(
+    (top_k > 0) & (top_k < logits.size),
+    lambda: largest_threshold(logits, jnp.ones_like(logits), top_k),
+    lambda: jnp.float32(-jnp.inf),
+  )
+  scaled = (logits - jnp.max(logits)) / jnp.where(
+    temperature > 0, temperature, 1.0
+  )
+  weights = jnp.where(logits >= logit_threshold, jnp.exp(scaled), 0.0)
+  weight_threshold = lax.cond(
+    top_p < 1,
+    lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
+    lambda: jnp.float32(0.0),
+  )
+  # Below the threshold is cut, not "at least" kept, so that NaN stays NaN.
+  weights = jnp.where(weights < weight_threshold, 0.0, weights)
+  argmax_one_hot = lax.iota(jnp.int32, logits.size) == greedy_token(logits)
+  return jnp.where(
+    temperature > 0,
+    weights / jnp.sum(weights),
+    argmax_one_hot.astype(jnp.float32),
+  )
+
+
+def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
+  """`standardise` over float[B, S, V]; each example has its temperature.
+
+  top_k and top_p are not mapped, so their conditionals stay conditionals;
+  under a mapped predicate XLA would compute both sides.
+  """
+  over_positions = jax.vmap(standardise, in_axes=(0, None, None, None))
+  over_examples = jax.vmap(over_positions, in_axes=(0, 0, None, None))
+  return over_examples(logits, params.temperature, params.top_k, params.top_p)
+
+
+def largest_threshold(
+  values: jax.Array, weights: jax.Array, mass: jax.Array
+) -> jax.Array:
+  """The largest element t of `values` with sum(weights[values >= t]) >= mass.
+
+  This is the boundary value of top-k (weights 1, mass k) and of top-p (values
+  and weights the probabilities, mass the wanted probability), found exactly
+  and without a sort. Sums in a fixed order are monotone in t even in floating
+  point, so bisection is sound; and it runs over the 2^32 floats in their own
+  order, not over the reals, so 32 halvings leave one float.
+
+  Args:
+    values: float32[V] without NaN.
+    weights: float32[V], >= 0. Sums of ones are exact up to V = 2^24.
+    mass: number[]. Above the sum of all weights it gives -inf, which keeps
+      every token; at or below 0 it gives the maximum.
+
+  Returns:
+    float32[].
+  """
+  mass = jnp.asarray(mass).astype(jnp.float32)
+
+  def halve(_, bracket):
+    low, high = bracket
+    middle = low + (high - low) // 2
+    # Compared as floats, not as integers: -0.0 and 0.0 are a tie.
+    above = jnp.where(values >= _ordered_float(middle), weights, 0.0)
+    reached = jnp.sum(above) >= mass
+    return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
+
+  # Ordered images of -inf and of the float after +inf.
+  bracket = (jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800001))
+  low, _ = lax.fori_loop(0, 32, halve, bracket)
+  return jnp.minimum(_ordered_float(low), jnp.max(values))
+
+
+def sample(probs: jax.Array, key: jax.Array) -> jax.Array:
+  """Draws one token; consumes `key`.
+
+  Args:
+    probs: float32[V], >= 0; need not sum to 1. With a positive sum, a token of
+      probability 0 is never drawn; otherwise the result is some id below V.
+    key: PRNG key.
+
+  Returns:
+    int32[].
+  """
+  return inverse_cdf(probs, jax.random.uniform(key, (2,), jnp.float32))
+
+
+def inverse_cdf(probs: jax.Array, uniforms: jax.Array) -> jax.Array:
+  """The token at `uniforms` of a two-level inverse CDF.
+
+  The vocabulary is laid out as a table of about sqrt(V) columns (column-wise
+  sums are the vectorised ones). The first uniform chooses a column, the second
+  a token in it, so only 2 sqrt(V) numbers are summed cumulatively. Two
+  independent numbers rather than the remainder of one, because one float32
+  uniform has 2^23 values: too few for a long tail of rare tokens.
+
+  Args:
+    probs: float32[V], >= 0; need not sum to 1.
+    uniforms: float32[2] in [0, 1).
+
+  Returns:
+    int32[]: an id of positive probability where there is one.
+  """
+  size = probs.shape[0]
+  columns = num_columns(size)
+  padding = -size % columns
+  table = jnp.pad(probs, (0, padding)).reshape(-1, columns)
+  column = _first_above(jnp.sum(table, axis=0), uniforms[0])
+  row = _first_above(table[:, column], uniforms[1])
+  return jnp.minimum(row * columns + column, size - 1)
+
+
+def num_columns(vocab_size: int) -> int:
+  """Columns of the table in `inverse_cdf`: a power of 2 near sqrt(V)."""
+  return 1 << (vocab_size.bit_length() - 1) // 2
+
+
+def greedy_token(logits: jax.Array) -> jax.Array:
+  """argmax over the last axis, the first index on ties.
+
+  Two plain reductions, because XLA's argmax is one reduction over pairs and
+  takes seven times as long on a CPU.
+
+  Args:
+    logits: float[..., V].
+
+  Returns:
+    int32[...]: always an id, V - 1 where the logits hold NaN.
+  """
+  last = logits.shape[-1] - 1
+  indices = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+  at_maximum = logits == jnp.max(logits, axis=-1, keepdims=True)
+  return jnp.min(jnp.where(at_maximum, indices, last), axis=-1)
+
+
+def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+  """log softmax(logits)[token], in nats, without the log-softmax itself.
+
+  This is the model's own probability, at temperature 1 and without top-k or
+  top-p.
+
+  Args:
+    logits: float[..., V].
+    tokens: int32[...], ids below V.
+
+  Returns:
+    float32[...].
+  """
+  logits = logits.astype(jnp.float32)
+  maximum = jnp.max(logits, axis=-1, keepdims=True)
+  total = jnp.sum(jnp.exp(logits - maximum), axis=-1)
+  chosen = jnp.take_along_axis(logits, tokens[..., None], -1, mode='clip')
+  return (chosen - maximum)[..., 0] - jnp.log(total)
+
+
+def forbid(
+  logits: jax.Array, token_ids: jax.Array, where: jax.Array
+) -> jax.Array:
+  """Masks some tokens in some rows by -inf.
+
+  Args:
+    logits: float[..., V].
+    token_ids: int32[K]; ids outside the vocabulary are ignored.
+    where: bool[...], the rows to mask them in.
+
+  Returns:
+    float[..., V].
+  """
+  ids = lax.iota(jnp.int32, logits.shape[-1])
+  masked = jnp.any(ids[:, None] == token_ids, axis=-1) & where[..., None]
+  return jnp.where(masked, -jnp.inf, logits)
+
+
+def valid_logits(logits: jax.Array) -> jax.Array:
+  """Whether each row of float[..., V] can be turned into a distribution.
+
+  False where the row holds NaN or +inf, or where every token is masked, by
+  -inf or by the lowest finite float. A maximum is NaN if any element is, so it
+  tells all three.
+  """
+  maximum = jnp.max(logits.astype(jnp.float32), axis=-1)
+  return (maximum > _FLOAT32.min) & (maximum < jnp.inf)
+
+
+# The random numbers of one row in one round all derive from one key, by these
+# three functions and nowhere else. The plain loop samples its token with
+# `resample_key`, and so does `verify` when there was nothing to verify:
+# speculation with gamma = 0 is the plain loop bit for bit.
+
+
+def draft_key(key: jax.Array, index: int | jax.Array) -> jax.Array:
+  """Key for drawing the `index`-th proposal of this row and round."""
+  return jax.random.fold_in(key, _FIRST_DRAFT + index)
+
+
+def accept_key(key: jax.Array) -> jax.Array:
+  """Key for the decisions to accept, r_1 ... r_gamma of Algorithm 1."""
+  return jax.random.fold_in(key, _ACCEPT)
+
+
+def resample_key(key: jax.Array) -> jax.Array:
+  """Key for the one token that the target itself draws in this round."""
+  return jax.random.fold_in(key, _RESAMPLE)
+
+
+def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+  """Inverse CDF of unnormalised float32[N]; int32[]."""
+  # A parallel cumulative sum need not be monotone in floating point, and may
+  # grow where a weight is 0. So such an entry can never be chosen; and as
+  # uniform < 1, the largest sum always exceeds the bound: one entry is found.
+  cumulative = jnp.where(weights > 0, jnp.cumsum(weights), 0.0)
+  bound = uniform * jnp.max(cumulative)
+  return jnp.argmax(cumulative > bound).astype(jnp.int32)
+
+
+def _ordered_float(image: jax.Array) -> jax.Array:
+  """The float32 whose place among all float32 values is `image`, uint32."""
+  sign = jnp.uint32(0x80000000)
+  bits = jnp.where(image >= sign, image ^ sign, ~image)
+  return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _validate_temperature(value) -> float | tuple[float, ...]:
+  if isinstance(value, (str, bytes, bool)):
+    raise ValueError(f'temperature must be a number >= 0, got {value!r}')
+  try:
+    array = np.asarray(value, np.float64)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'temperature must be a number or a sequence of numbers, got {value!r}'
+    ) from error
+  if array.ndim > 1 or array.size == 0:
+    raise ValueError(
+      'temperature must be one number or one for each example, '
+      f'got shape {array.shape}'
+    )
+  for number in np.atleast_1d(array).tolist():
+    if not 0 <= number <= _FLOAT32.max:  # NaN fails as well.
+      raise ValueError(f'temperature must be finite and >= 0, got {number}')
+    if 0 < number < _FLOAT32.tiny:
+      raise ValueError(
+        f'temperature {number} is 0 in float32; give 0 itself for argmax'
+      )
+  return tuple(array.tolist()) if array.ndim else float(array)
+
+
+def _validate_top_k(value) -> int:
+  try:
+    # Python's and NumPy's integers pass, 2.0 does not.
+    top_k = operator.index(value)
+  except TypeError:
+    top_k = -1
+  in_range = 0 <= top_k <= np.iinfo(np.int32).max
+  if isinstance(value, bool) or not in_range:
+    raise ValueError(
+      f'top_k must be an integer >= 0 (0 keeps every token), got {value!r}'
+    )
+  return top_k
+
+
+def _validate_top_p(value) -> float:
+  try:
+    top_p = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+  except (TypeError, ValueError):
+    top_p = math.nan
+  if not 0 < top_p <= 1:  # NaN fails as well.
+    raise ValueError(
+      f'top_p must be in (0, 1] (1 keeps every token), got {value!r}'
+    )
+  return top_p

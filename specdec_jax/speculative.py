@@ -1,0 +1,166 @@
+"""Algorithm 1 of Leviathan et al. 2023, for one sequence, then vmapped.
+
+The paper's symbols: p_i is `target_probs[i - 1]`, q_i is `draft.probs[i - 1]`,
+x_i is `draft.tokens[i - 1]`, gamma is `draft.length` (at most the static G),
+r_i is `uniforms[i - 1]`, n is `num_accepted`, p' is `next_token_weights`.
+
+**Guarantee.** If each proposal was drawn from the `draft.probs` that come with
+it, the emitted tokens have exactly the target's distribution (Appendix A.1).
+That `draft.probs` came from another model or another temperature is no matter;
+that they are those which were drawn from is all that counts.
+
+**A proposal of draft probability 0** contradicts its own `draft.probs`. It is
+handled as if the draft had ended before it: the target draws that token by
+itself. So the distribution still holds exactly if the *other* proposals were
+drawn from `draft.probs`, and holds for a drafter that never states a positive
+probability. Rejecting instead would draw from the residual, and accepting
+would take the drafter's choice unchecked; both are wrong distributions.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.probs import accept_key, resample_key, sample
+from specdec_jax.types import Draft, Verdict
+
+
+def verify(draft: Draft, target_probs: jax.Array, key: jax.Array) -> Verdict:
+  """Decides how much of a draft is kept and draws the token after it.
+
+  Args:
+    draft: of one sequence: tokens int32[G], probs float32[G, V] or None for
+      one-hot, length int32[]. What lies past `length` is not looked at.
+    target_probs: float32[G + 1, V], row i given the first i proposals.
+    key: PRNG key of this row and round; consumed through `accept_key` and
+      `resample_key`.
+
+  Returns:
+    Verdict: num_accepted int32[] <= length, next_token int32[].
+
+  Raises:
+    ValueError: the shapes do not fit, at trace time.
+  """
+  _check_shapes(draft, target_probs)
+  shape, dtype = draft.tokens.shape, target_probs.dtype
+  uniforms = jax.random.uniform(accept_key(key), shape, dtype)
+  num_accepted = count_accepted(draft, target_probs, uniforms)
+  weights = next_token_weights(draft, target_probs, num_accepted)
+  return Verdict(num_accepted, sample(weights, resample_key(key)))
+
+
+def count_accepted(
+  draft: Draft, target_probs: jax.Array, uniforms: jax.Array
+) -> jax.Array:
+  """n of Algorithm 1: the proposals before the first that fails; int32[]."""
+  gamma = draft.tokens.shape[0]
+  target_prob = _prob_of(target_probs[:gamma], draft.tokens)
+  draft_prob = _draft_prob(draft)
+  # Strictly less, for `uniforms` are in [0, 1) and can be 0: then "<=" would
+  # accept a token that the target never emits. Equal probabilities are always
+  # accepted, as they must be. No division, so nothing is special about 0.
+  accepted = (draft_prob > 0) & (uniforms * draft_prob < target_prob)
+  proposed = jnp.arange(gamma) < draft.length
+  return _first_false(accepted & proposed)
+
+
+def next_token_weights(
+  draft: Draft, target_probs: jax.Array, num_accepted: jax.Array
+) -> jax.Array:
+  """p' of Algorithm 1 at row n, not normalised; float32[V].
+
+  max(0, p - q) after a rejection. The target's own row where nothing was
+  rejected: every proposal was accepted, or (see the top of this file) the
+  next one has draft probability 0. Also where the residual's mass rounds to 0,
+  which takes p = q, and then a rejection has no probability either.
+  """
+  gamma, vocab_size = draft.tokens.shape[0], target_probs.shape[-1]
+  target_row = target_probs[num_accepted]
+  if gamma == 0:
+    return target_row
+  index = jnp.minimum(num_accepted, gamma - 1)
+  if draft.probs is None:
+    draft_row = jax.nn.one_hot(
+      draft.tokens[index], vocab_size, dtype=target_row.dtype
+    )
+  else:
+    draft_row = draft.probs[index]
+  residual = jnp.maximum(target_row - draft_row, 0.0)
+  rejected = (num_accepted < draft.length) & (_draft_prob(draft)[index] > 0)
+  use_residual = rejected & (jnp.sum(residual) > 0)
+  return jnp.where(use_residual, residual, target_row)
+
+
+def verify_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
+  """`verify` where the target takes the argmax: no softmax, no randomness.
+
+  Equal to `verify` with the one-hot rows of `target_tokens`, whatever the
+  drafter's probabilities are.
+
+  Args:
+    draft: of one sequence: tokens int32[G], length int32[]; probs is unused.
+    target_tokens: int32[G + 1], the target's argmax given the first i
+      proposals.
+
+  Returns:
+    Verdict: num_accepted int32[] <= length, next_token int32[].
+
+  Raises:
+    ValueError: the shapes do not fit, at trace time.
+  """
+  gamma = draft.tokens.shape[0]
+  if target_tokens.shape != (gamma + 1,):
+    raise ValueError(
+      f'target_tokens must have shape {(gamma + 1,)} for a draft of {gamma} '
+      f'tokens, got {target_tokens.shape}'
+    )
+  proposed = jnp.arange(gamma) < draft.length
+  matches = draft.tokens == target_tokens[:gamma]
+  num_accepted = _first_false(matches & proposed)
+  return Verdict(num_accepted, target_tokens[num_accepted])
+
+
+def verify_batch(
+  draft: Draft, target_probs: jax.Array, keys: jax.Array
+) -> Verdict:
+  """`verify` for B sequences: target_probs float32[B, G + 1, V], keys [B]."""
+  return jax.vmap(verify)(draft, target_probs, keys)
+
+
+def verify_greedy_batch(draft: Draft, target_tokens: jax.Array) -> Verdict:
+  """`verify_greedy` for B sequences: target_tokens int32[B, G + 1]."""
+  return jax.vmap(verify_greedy)(draft, target_tokens)
+
+
+def _first_false(flags: jax.Array) -> jax.Array:
+  """Index of the first False in bool[G], G if there is none; int32[]."""
+  ends = jnp.append(flags, False)
+  return jnp.argmin(ends).astype(jnp.int32)
+
+
+def _prob_of(probs: jax.Array, tokens: jax.Array) -> jax.Array:
+  """probs[i, tokens[i]], 0 for an id outside the vocabulary; float32[G]."""
+  in_range = (tokens >= 0) & (tokens < probs.shape[-1])
+  chosen = jnp.take_along_axis(probs, tokens[:, None], axis=-1, mode='clip')
+  return jnp.where(in_range, chosen[:, 0], 0.0)
+
+
+def _draft_prob(draft: Draft) -> jax.Array:
+  """q_i(x_i) of every proposal; float32[G]."""
+  if draft.probs is None:
+    return jnp.ones(draft.tokens.shape, jnp.float32)
+  return _prob_of(draft.probs, draft.tokens)
+
+
+def _check_shapes(draft: Draft, target_probs: jax.Array) -> None:
+  gamma = draft.tokens.shape[0]
+  if target_probs.ndim != 2 or target_probs.shape[0] != gamma + 1:
+    raise ValueError(
+      f'target_probs must have shape ({gamma + 1}, V) for a draft of {gamma} '
+      f'tokens, got {target_probs.shape}'
+    )
+  expected = (gamma, target_probs.shape[1])
+  if draft.probs is not None and draft.probs.shape != expected:
+    raise ValueError(
+      f'draft.probs must have shape {expected} as the target has, got '
+      f'{draft.probs.shape}; do both models have one vocabulary?'
+    )

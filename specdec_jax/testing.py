@@ -1,0 +1,297 @@
+"""Exact toy models, exact laws and the chi-squared assertion, for tests.
+
+A `MarkovModel` is a `LanguageModel` whose distribution is known in closed
+form, so that whatever decodes with it can be compared with the truth:
+
+    model = random_markov(seed=0, vocab_size=5, order=2)
+    observed = count_ngrams(tokens_of_some_loop[:, :3], vocab_size=5)
+    assert_chi_squared(observed, model.law(3, SamplingConfig()), alpha=1e-3)
+
+Where the space is small enough to enumerate a whole step, `exact` goes further.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from scipy import special
+
+from specdec_jax import probs
+
+# A prefix of generated tokens -> float[V], the law of the next one.
+NextProbs = Callable[[tuple[int, ...]], np.ndarray]
+
+_UNWRITTEN = -1
+
+
+@struct.dataclass
+class MarkovCache:
+  """What a `MarkovModel` remembers.
+
+  Attributes:
+    tokens: int32[B, T], the tokens fed so far, at their slots; -1 elsewhere.
+    length: int32[B], slots written.
+    offset: float32[B, V], what the inputs add to all logits of the row.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  offset: jax.Array
+
+
+class MarkovModel:
+  """A Markov chain of order 1 or 2 as a `LanguageModel`, strict about caches.
+
+  The logits come from the *cached* tokens, and a slot that was never written,
+  or was rewound, reads as NaN. So a loop that rewinds too far, skips a
+  position, overruns its buffer or reads a stale slot shows as NaN or, at order
+  2, as another distribution. Slot -1 (before the start) counts as token 0.
+
+  Attributes:
+    vocab_size: V.
+    order: how many of the last cached tokens the logits depend on.
+    params: {'table': float32[V, V] or [V, V, V], 'offset': float32[V, V]}.
+  """
+
+  def __init__(self, table, input_offset=None):
+    """Makes the chain.
+
+    Args:
+      table: float[V, V], logits of the next token given the last one; or
+        float[V, V, V], given the last but one and the last.
+      input_offset: float[V, V]; every input token that is not padding (0)
+        adds its row to all logits of its example. None adds nothing.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    table = np.asarray(table, np.float32)
+    self.vocab_size = size = table.shape[-1]
+    self.order = table.ndim - 1
+    if self.order not in (1, 2) or set(table.shape) != {size}:
+      raise ValueError(f'table must be [V, V] or [V, V, V], got {table.shape}')
+    if input_offset is None:
+      input_offset = np.zeros((size, size))
+    offset = np.asarray(input_offset, np.float32)
+    if offset.shape != (size, size):
+      raise ValueError(
+        f'input_offset must have shape {(size, size)}, got {offset.shape}'
+      )
+    self.params = {'table': jnp.asarray(table), 'offset': jnp.asarray(offset)}
+
+  def prefill(self, params, inputs: jax.Array, max_length: int) -> MarkovCache:
+    """An empty cache of `max_length` slots for inputs int32[B, E]."""
+    batch = inputs.shape[0]
+    present = (inputs != 0)[..., None]
+    return MarkovCache(
+      tokens=jnp.full((batch, max_length), _UNWRITTEN, jnp.int32),
+      length=jnp.zeros((batch,), jnp.int32),
+      offset=jnp.sum(jnp.where(present, params['offset'][inputs], 0.0), 1),
+    )
+
+  def extend(
+    self, params, cache: MarkovCache, tokens: jax.Array
+  ) -> tuple[jax.Array, MarkovCache]:
+    """Writes tokens int32[B, S] at `cache.length`; float32[B, S, V], cache.
+
+    A write past the last slot is clamped as `dynamic_update_slice` does it,
+    over slots that are live.
+    """
+
+    def write(row, new, start):
+      return lax.dynamic_update_slice(row, new, (start,))
+
+    slots = jax.vmap(write)(cache.tokens, tokens, cache.length)
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    positions = cache.length[:, None] + steps
+    context = tuple(
+      _read(slots, positions - back) for back in reversed(range(self.order))
+    )
+    bad = functools.reduce(
+      jnp.logical_or, [(t < 0) | (t >= self.vocab_size) for t in context]
+    )
+    logits = params['table'][context] + cache.offset[:, None, :]
+    cache = MarkovCache(slots, cache.length + tokens.shape[1], cache.offset)
+    return jnp.where(bad[..., None], jnp.nan, logits), cache
+
+  def rewind(self, cache: MarkovCache, length: jax.Array) -> MarkovCache:
+    """Forgets the slots from `length` int32[B] on."""
+    slots = lax.broadcasted_iota(jnp.int32, cache.tokens.shape, 1)
+    kept = slots < length[:, None]
+    tokens = jnp.where(kept, cache.tokens, _UNWRITTEN)
+    return MarkovCache(tokens, length, cache.offset)
+
+  def logits_after(
+    self, tokens: Sequence[int], inputs: Sequence[int] = ()
+  ) -> np.ndarray:
+    """float32[V], the logits once `tokens` (the start token first) were fed."""
+    table, offset = (np.asarray(self.params[k]) for k in ('table', 'offset'))
+    context = (0, *tokens)[-self.order :]
+    added = sum((offset[i] for i in inputs if i), np.zeros_like(offset[0]))
+    return table[context] + added
+
+  def next_probs(
+    self,
+    config: probs.SamplingConfig,
+    inputs: Sequence[int] = (),
+    start: int = 0,
+  ) -> NextProbs:
+    """The standardised law of the next token given the generated ones."""
+    params = config.params(1)
+
+    @functools.cache
+    def law(prefix: tuple[int, ...]) -> np.ndarray:
+      logits = self.logits_after((start, *prefix), inputs)
+      return np.asarray(_standardise(jnp.asarray(logits)[None, None], params))[
+        0, 0
+      ]
+
+    return law
+
+  def law(
+    self,
+    length: int,
+    config: probs.SamplingConfig,
+    inputs: Sequence[int] = (),
+    stop_ids: Sequence[int] = (),
+  ) -> np.ndarray:
+    """Joint law of the first `length` generated tokens; float64[V, ..., V]."""
+    next_probs = self.next_probs(config, inputs)
+    return joint_law(next_probs, length, self.vocab_size, stop_ids)
+
+
+def random_markov(
+  seed: int,
+  vocab_size: int,
+  order: int = 1,
+  scale: float = 1.0,
+  input_scale: float = 0.0,
+) -> MarkovModel:
+  """A `MarkovModel` of normal logits of standard deviation `scale`.
+
+  `input_scale` is the standard deviation of what one input token adds.
+  """
+  rng = np.random.default_rng(seed)
+  table = rng.normal(scale=scale, size=(vocab_size,) * (order + 1))
+  offset = rng.normal(scale=input_scale, size=(vocab_size, vocab_size))
+  return MarkovModel(table, offset)
+
+
+def joint_law(
+  next_probs: NextProbs,
+  length: int,
+  vocab_size: int,
+  stop_ids: Sequence[int] = (),
+) -> np.ndarray:
+  """Joint law of `length` tokens drawn one after another; float64[V, ..., V].
+
+  After one of `stop_ids` every further token is 0, as loops pad their output.
+  Each row of `next_probs` is normalised in float64.
+  """
+  law: np.ndarray = np.ones(())
+  for position in range(length):
+    longer = np.zeros((vocab_size,) * (position + 1))
+    for prefix in itertools.product(range(vocab_size), repeat=position):
+      if set(prefix) & set(stop_ids):
+        longer[prefix + (0,)] = law[prefix]
+      elif law[prefix]:
+        row = np.asarray(next_probs(prefix), np.float64)
+        longer[prefix] = law[prefix] * row / row.sum()
+    law = longer
+  return law
+
+
+def count_ngrams(tokens, vocab_size: int) -> np.ndarray:
+  """Joint counts of the rows of int[N, n]; int64[V, ..., V], n axes.
+
+  Raises:
+    ValueError: `tokens` is not of rank 2 or holds an id outside the vocabulary.
+  """
+  tokens = np.asarray(tokens)
+  if tokens.ndim != 2:
+    raise ValueError(f'tokens must have shape [N, n], got {tokens.shape}')
+  if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+    raise ValueError(
+      f'ids must be in [0, {vocab_size}), got {tokens.min()}..{tokens.max()}'
+    )
+  shape = (vocab_size,) * tokens.shape[1]
+  flat = np.ravel_multi_index(tuple(tokens.T), shape)
+  return np.bincount(flat, minlength=vocab_size ** len(shape)).reshape(shape)
+
+
+def chi_squared_p_value(observed, expected_probs) -> float:
+  """p-value of Pearson's chi-squared test of counts against probabilities.
+
+  Cells of expected count below 5 are pooled, the least likely first, so that
+  the statistic has its asymptotic law. An observation of probability 0 gives
+  p = 0.
+
+  Args:
+    observed: int[...], counts.
+    expected_probs: float[...] of the same shape, summing to 1.
+
+  Raises:
+    ValueError: shapes differ, nothing was observed, the sum is not 1.
+  """
+  observed = np.asarray(observed, np.float64)
+  expected = np.asarray(expected_probs, np.float64)
+  if observed.shape != expected.shape:
+    raise ValueError(
+      f'shapes differ: counts {observed.shape}, probs {expected.shape}'
+    )
+  if not observed.sum() > 0:
+    raise ValueError('no observations')
+  if not abs(expected.sum() - 1) < 1e-4 or expected.min() < 0:
+    raise ValueError(f'expected_probs must sum to 1, got {expected.sum()}')
+  observed, expected = observed.ravel(), expected.ravel()
+  if observed[expected == 0].any():
+    return 0.0
+  expected = expected * (observed.sum() / expected.sum())
+  order = np.argsort(expected)
+  # As many of the least likely as it takes to reach 5, and all below 5.
+  pooled = max(
+    int(np.sum(expected < 5)),
+    int(np.searchsorted(np.cumsum(expected[order]), 5)) + 1,
+  )
+  cells = [
+    np.append(counts[order[pooled:]], counts[order[:pooled]].sum())
+    for counts in (observed, expected)
+  ]
+  if len(cells[0]) == 1:
+    return 1.0
+  statistic = np.sum((cells[0] - cells[1]) ** 2 / cells[1])
+  return float(special.chdtrc(len(cells[0]) - 1, statistic))
+
+
+def assert_chi_squared(observed, expected_probs, alpha: float) -> None:
+  """Asserts that counts could come from a distribution.
+
+  A right implementation fails with probability `alpha` over the choice of the
+  seed; with a fixed seed it passes always or never. Errors as
+  `chi_squared_p_value`.
+
+  Raises:
+    AssertionError: the p-value is below `alpha`.
+  """
+  p_value = chi_squared_p_value(observed, expected_probs)
+  if p_value < alpha:
+    raise AssertionError(
+      f'chi-squared p-value {p_value:.3g} < {alpha} over '
+      f'{int(np.sum(observed))} observations'
+    )
+
+
+_standardise = jax.jit(probs.standardise_batch)
+
+
+def _read(slots: jax.Array, positions: jax.Array) -> jax.Array:
+  """Tokens at int32[B, S]: 0 before the start, unwritten past the end."""
+  size = slots.shape[1]
+  tokens = jnp.take_along_axis(slots, jnp.clip(positions, 0, size - 1), 1)
+  tokens = jnp.where(positions < size, tokens, _UNWRITTEN)
+  return jnp.where(positions < 0, 0, tokens)

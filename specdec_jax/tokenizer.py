@@ -1,0 +1,147 @@
+"""Text to token ids and back, by sentencepiece.
+
+Ids follow T5's convention: 0 pads, 1 ends a sequence, 2 is unknown, there is
+no begin-of-sequence. sentencepiece is imported when a tokenizer is made, so
+that work on pre-tokenised arrays needs none.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from specdec_jax import files
+
+PAD_ID = 0
+EOS_ID = 1
+UNK_ID = 2
+
+
+class Tokenizer:
+  """A sentencepiece model with T5's special ids.
+
+  Attributes:
+    vocab_size: number of pieces, V.
+    pad_id, eos_id, unk_id: special ids; `pad_id` is 0.
+    fingerprint: sha256 (hex) of the model file's bytes. Two models that share
+      a vocabulary share it.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    """Loads a model file.
+
+    Raises:
+      ValueError: the file is missing, unreadable, or no sentencepiece model,
+        or it pads with another id than 0 or has no end-of-sequence piece.
+    """
+    sentencepiece = _import_sentencepiece()
+    self.path = os.fspath(path)
+    try:
+      with open(self.path, 'rb') as model_file:
+        proto = model_file.read()
+    except OSError as error:
+      raise ValueError(
+        f'No tokenizer model could be read at {self.path!r}: {error.strerror}.'
+        ' Expected the path of a sentencepiece .model file.'
+      ) from error
+    try:
+      if not proto:
+        raise RuntimeError('the file is empty')
+      self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    except (RuntimeError, TypeError) as error:
+      raise ValueError(
+        f'{self.path!r} ({len(proto)} bytes) is not a whole sentencepiece'
+        ' model; copy it again from where it came.'
+      ) from error
+    self.vocab_size: int = self._processor.vocab_size()
+    self.pad_id: int = self._processor.pad_id()
+    self.eos_id: int = self._processor.eos_id()
+    self.unk_id: int = self._processor.unk_id()
+    self.fingerprint = hashlib.sha256(proto).hexdigest()
+    if self.pad_id != PAD_ID or self.eos_id < 0:
+      raise ValueError(
+        f'{self.path!r} has pad id {self.pad_id} and end-of-sequence id'
+        f' {self.eos_id}; expected pad id 0 and an end-of-sequence piece'
+        ' (train it with pad_id=0, eos_id=1, unk_id=2).'
+      )
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of `text`, without an end-of-sequence id."""
+    return self._processor.encode(text)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """`encode` of each text, by several threads."""
+    return self._processor.encode(list(texts))
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Text of `ids`; padding and end-of-sequence give no text.
+
+    Raises:
+      ValueError: an id lies outside [0, vocab_size).
+    """
+    kept = []
+    for token in ids:
+      token = int(token)
+      if not 0 <= token < self.vocab_size:
+        raise ValueError(
+          f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
+        )
+      if token not in (self.pad_id, self.eos_id):
+        kept.append(token)
+    return self._processor.decode(kept)
+
+
+def train_tokenizer(
+  sentences: Iterable[str],
+  path: str | os.PathLike[str],
+  vocab_size: int = 8000,
+) -> Tokenizer:
+  """Trains a unigram vocabulary with byte fallback and writes it to `path`.
+
+  The same sentences in the same order give the same file.
+
+  Args:
+    sentences: text, one sentence each.
+    path: where the `.model` file goes; replaced whole or not at all.
+    vocab_size: number of pieces, with the 256 byte pieces and 3 special ones.
+
+  Raises:
+    ValueError: the sentences do not allow that many pieces.
+  """
+  sentencepiece = _import_sentencepiece()
+  proto = io.BytesIO()
+  try:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(sentences),
+      model_writer=proto,
+      model_type='unigram',
+      vocab_size=vocab_size,
+      character_coverage=0.9999,
+      byte_fallback=True,
+      pad_id=PAD_ID,
+      eos_id=EOS_ID,
+      unk_id=UNK_ID,
+      bos_id=-1,
+      # Threads split the sum of expected counts, whose order decides its
+      # rounding: a fixed number keeps the file the same on every machine.
+      num_threads=4,
+      minloglevel=2,
+    )
+  except (RuntimeError, ValueError) as error:
+    raise ValueError(
+      f'No vocabulary of {vocab_size} pieces could be trained: {error}'
+    ) from error
+  files.write_atomically(path, proto.getvalue())
+  return Tokenizer(path)
+
+
+def _import_sentencepiece() -> Any:
+  try:
+    import sentencepiece
+  except ImportError as error:
+    raise ValueError(
+      'Text needs the package sentencepiece, which is not installed. Install'
+      ' it, or work from token arrays.'
+    ) from error
+  return sentencepiece
