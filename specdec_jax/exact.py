@@ -147,7 +147,7 @@ def _drafts(proposals, reported: NextProbs | None, length) -> Draft:
       [[reported(t[:i]) for i in range(gamma)] for t in proposals], jnp.float32
     )
   return Draft(
-    tokens=jnp.asarray(proposals, jnp.int32).reshape(-1, gamma),
+    tokens=jnp.asarray(proposals, jnp.int32).reshape(len(proposals), gamma),
     probs=rows,
     length=jnp.full((len(proposals),), length, jnp.int32),
   )
@@ -172,8 +172,10 @@ def _step_pieces(drafts, target_probs, *, count_accepted, next_token_weights):
     def next_law(num_accepted):
       return sampler_law(next_token_weights(draft, rows, num_accepted))
 
-    counts = jax.vmap(through)(jnp.arange(gamma))
-    return counts, jax.vmap(next_law)(jnp.arange(gamma + 1))
+    next_laws = jax.vmap(next_law)(jnp.arange(gamma + 1))
+    if gamma == 0:
+      return jnp.zeros(0, jnp.int32), next_laws
+    return jax.vmap(through)(jnp.arange(gamma)), next_laws
 
   return jax.vmap(one_draft)(drafts, target_probs)
 

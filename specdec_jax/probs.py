@@ -125,8 +125,7 @@ def standardise(
     lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
     lambda: jnp.float32(0.0),
   )
-  # Below the threshold is cut, not "at least" kept, so that NaN stays NaN.
-  weights = jnp.where(weights < weight_threshold, 0.0, weights)
+  weights = jnp.where(weights >= weight_threshold, weights, 0.0)
   argmax_one_hot = lax.iota(jnp.int32, logits.size) == greedy_token(logits)
   return jnp.where(
     temperature > 0,
@@ -236,7 +235,7 @@ def greedy_token(logits: jax.Array) -> jax.Array:
     logits: float[..., V].
 
   Returns:
-    int32[...]: always an id, V - 1 where the logits hold NaN.
+    int32[...]: always an id, any where the logits hold NaN.
   """
   last = logits.shape[-1] - 1
   indices = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -286,11 +285,13 @@ def valid_logits(logits: jax.Array) -> jax.Array:
   """Whether each row of float[..., V] can be turned into a distribution.
 
   False where the row holds NaN or +inf, or where every token is masked, by
-  -inf or by the lowest finite float. A maximum is NaN if any element is, so it
-  tells all three.
+  -inf or by the lowest finite float. NaN is looked for by itself: on a CPU the
+  maximum of a long row does not tell it.
   """
-  maximum = jnp.max(logits.astype(jnp.float32), axis=-1)
-  return (maximum > _FLOAT32.min) & (maximum < jnp.inf)
+  logits = logits.astype(jnp.float32)
+  maximum = jnp.max(logits, axis=-1)
+  in_range = (maximum > _FLOAT32.min) & (maximum < jnp.inf)
+  return in_range & ~jnp.any(jnp.isnan(logits), axis=-1)
 
 
 # The random numbers of one row in one round all derive from one key, by these
@@ -332,9 +333,9 @@ def _ordered_float(image: jax.Array) -> jax.Array:
 
 
 def _validate_temperature(value) -> float | tuple[float, ...]:
-  if isinstance(value, (str, bytes, bool)):
-    raise ValueError(f'temperature must be a number >= 0, got {value!r}')
   try:
+    if isinstance(value, (str, bytes, bool)):
+      raise TypeError('not a number')
     array = np.asarray(value, np.float64)
   except (TypeError, ValueError) as error:
     raise ValueError(
@@ -346,7 +347,7 @@ def _validate_temperature(value) -> float | tuple[float, ...]:
       f'got shape {array.shape}'
     )
   for number in np.atleast_1d(array).tolist():
-    if not 0 <= number <= _FLOAT32.max:  # NaN fails as well.
+    if not 0 <= number <= float(_FLOAT32.max):  # NaN fails as well.
       raise ValueError(f'temperature must be finite and >= 0, got {number}')
     if 0 < number < _FLOAT32.tiny:
       raise ValueError(

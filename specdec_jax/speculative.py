@@ -41,8 +41,9 @@ def verify(draft: Draft, target_probs: jax.Array, key: jax.Array) -> Verdict:
     ValueError: the shapes do not fit, at trace time.
   """
   _check_shapes(draft, target_probs)
-  shape, dtype = draft.tokens.shape, target_probs.dtype
-  uniforms = jax.random.uniform(accept_key(key), shape, dtype)
+  uniforms = jax.random.uniform(
+    accept_key(key), draft.tokens.shape, jnp.float32
+  )
   num_accepted = count_accepted(draft, target_probs, uniforms)
   weights = next_token_weights(draft, target_probs, num_accepted)
   return Verdict(num_accepted, sample(weights, resample_key(key)))
@@ -80,7 +81,7 @@ def next_token_weights(
   index = jnp.minimum(num_accepted, gamma - 1)
   if draft.probs is None:
     draft_row = jax.nn.one_hot(
-      draft.tokens[index], vocab_size, dtype=target_row.dtype
+      draft.tokens[index], vocab_size, dtype=jnp.float32
     )
   else:
     draft_row = draft.probs[index]

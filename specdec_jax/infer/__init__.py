@@ -3,6 +3,6 @@
 `DecodeConfig` describes a run, `decode` does it.
 """
 
-from specdec_jax.infer.run import DecodeConfig, Engine, decode
+from specdec_jax.infer.run import DecodeConfig, decode
 
-__all__ = ['DecodeConfig', 'Engine', 'decode']
+__all__ = ['DecodeConfig', 'decode']

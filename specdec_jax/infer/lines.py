@@ -8,29 +8,23 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Tokenizer(Protocol):
-  """What is needed of `tokenizer.Tokenizer`."""
-
-  def encode(self, text: str) -> list[int]: ...
-
-  def decode(self, ids: Sequence[int]) -> str: ...
+from specdec_jax.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """One line of the input, as it goes to the engine.
+  """One line of the input.
 
   Attributes:
-    inputs: what the file had; U+FFFD stands for bytes that are no UTF-8.
-    text: what is decoded: `inputs` or its beginning; empty passes through.
+    text: what the file had; U+FFFD stands for bytes that are no UTF-8.
+    num_tokens: of the whole text, its end included; 0 for an empty line, which
+      passes through, and before `count_tokens`.
     error: why the line cannot be decoded, or None.
   """
 
-  inputs: str
   text: str
+  num_tokens: int = 0
   error: str | None = None
 
 
@@ -67,47 +61,37 @@ def read_lines(path: str) -> list[Line]:
 def _read_line(piece: bytes, number: int) -> Line:
   piece = piece.removesuffix(b'\r')
   try:
-    text = piece.decode('utf-8')
+    return Line(piece.decode('utf-8'))
   except UnicodeDecodeError as error:
     return Line(
-      inputs=piece.decode('utf-8', errors='replace'),
-      text='',
+      piece.decode('utf-8', errors='replace'),
       error=f'line {number}: not valid UTF-8 (byte 0x{piece[error.start]:02x}'
       f' at byte {error.start + 1} of the line)',
     )
-  return Line(inputs=text, text=text if text.strip() else '')
 
 
-def fit_lines(
-  lines: Sequence[Line],
-  tokenizer: Tokenizer,
-  max_input_len: int,
-  on_too_long: str,
+def count_tokens(
+  lines: Sequence[Line], tokenizer: Tokenizer, limit: int | None
 ) -> list[Line]:
-  """Returns `lines` with those longer than the engine takes cut or marked.
+  """Returns `lines` with `num_tokens`, those over the limit with an error.
 
   Args:
     lines: as read.
-    tokenizer: the engine's.
-    max_input_len: tokens, the end of the sequence included.
-    on_too_long: 'error' or 'truncate'.
+    tokenizer: of the model.
+    limit: tokens that a line may have, its end included; None is no limit.
   """
-  limit = max_input_len - 1  # one for the end-of-sequence token
 
-  def fit(index: int, line: Line) -> Line:
-    ids = tokenizer.encode(line.text) if line.text else []
-    if len(ids) <= limit:
+  def count(number: int, line: Line) -> Line:
+    ids = tokenizer.encode(line.text) if line.error is None else []
+    if not ids:
       return line
-    if on_too_long == 'error':
-      return dataclasses.replace(
-        line,
-        error=f'line {index + 1}: {len(ids)} tokens, the maximum is {limit};'
-        " shorten it or set on_too_long to 'truncate'",
-      )
-    # A cut piece may tokenise into more pieces than it came from.
-    kept = limit
-    while len(tokenizer.encode(tokenizer.decode(ids[:kept]))) > (limit):
-      kept -= 1
-    return dataclasses.replace(line, text=tokenizer.decode(ids[:kept]))
+    line = dataclasses.replace(line, num_tokens=len(ids) + 1)
+    if limit is None or line.num_tokens <= limit:
+      return line
+    return dataclasses.replace(
+      line,
+      error=f'line {number}: {line.num_tokens} tokens (its end included), the'
+      f" maximum is {limit}; shorten it, or set on_too_long to 'truncate'",
+    )
 
-  return [fit(index, line) for index, line in enumerate(lines)]
+  return [count(index + 1, line) for index, line in enumerate(lines)]

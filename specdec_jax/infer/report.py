@@ -10,35 +10,16 @@ import pathlib
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import rich.console
 import rich.table
 import rich.text
 
+from specdec_jax.completion import Completion
+
 PLAIN, SPECULATIVE = 'plain', 'speculative'
-
-
-class Stats(Protocol):
-  """Counts of one completion; see `engine.CompletionStats`."""
-
-  num_tokens: int
-  num_target_calls: int
-  num_accepted: int
-  num_tested: int
-  histogram: Sequence[int]
-
-
-class Completion(Protocol):
-  """One decoded text; see `engine.Completion`."""
-
-  text: str
-  tokens: Sequence[int]
-  log_probs: Sequence[float]
-  finish_reason: str
-  error: str | None
-  stats: Stats
 
 
 @dataclasses.dataclass
@@ -46,7 +27,7 @@ class Mode:
   """All results of one way of decoding, plain or speculative.
 
   Attributes:
-    compile_seconds: time of the warm-up, not part of `seconds`.
+    compile_seconds: of all programs that were needed, not part of `seconds`.
     completions: line index -> completion.
     batches: the line indices of each batch, in the order of decoding.
     seconds: wall time of each batch, tokenisation included.

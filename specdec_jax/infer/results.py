@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.completion import Completion
 from specdec_jax.infer import report
 from specdec_jax.infer.lines import Line
 
@@ -21,9 +22,15 @@ COMPLETED = f'{PREDICTIONS}.COMPLETED'
 
 
 def make_records(
-  lines: Sequence[Line], modes: Mapping[str, report.Mode]
+  lines: Sequence[Line], modes: Mapping[str, report.Mode], limit: int
 ) -> list[dict[str, Any]]:
-  """Returns one JSON object a line, in the order of the input."""
+  """Returns one JSON object a line, in the order of the input.
+
+  Args:
+    lines: with their tokens counted.
+    modes: what was decoded, by line index.
+    limit: tokens of a line that were decoded at most, its end included.
+  """
   stats: list[dict[str, Any]] = [{} for _ in lines]
   for name, mode in modes.items():
     for batch, ms in zip(mode.batches, mode.ms_per_token(), strict=True):
@@ -32,7 +39,7 @@ def make_records(
   # Both ways draw from the same distribution; the last one's text is kept.
   last = list(modes.values())[-1]
   return [
-    _record(i, line, last.completions.get(i), stats[i])
+    _record(i, line, limit, last.completions.get(i), stats[i])
     for i, line in enumerate(lines)
   ]
 
@@ -40,21 +47,22 @@ def make_records(
 def _record(
   index: int,
   line: Line,
-  completion: report.Completion | None,
+  limit: int,
+  completion: Completion | None,
   stats: dict[str, Any],
 ) -> dict[str, Any]:
   record: dict[str, Any] = {
-    'inputs': line.inputs,
+    'inputs': line.text,
     'prediction': None if line.error else '',
     'prediction_tokens': [],
     'log_prob': None,
     'finish_reason': 'error' if line.error else 'empty',
-    'truncated': line.text not in (line.inputs, ''),
+    'truncated': line.error is None and line.num_tokens > limit,
     'error': line.error,
     'stats': stats,
   }
   if completion is not None:
-    log_prob = math.fsum(completion.log_probs)
+    log_prob = sum(completion.log_probs)
     error = completion.error
     record |= {
       'prediction': None if error else completion.text,
@@ -66,15 +74,14 @@ def _record(
   return record
 
 
-def _stats(completion: report.Completion, ms: float | None) -> dict[str, Any]:
+def _stats(completion: Completion, ms: float | None) -> dict[str, Any]:
   stats = completion.stats
-  rate = stats.num_accepted / stats.num_tested if stats.num_tested else None
   return {
     'num_tokens': stats.num_tokens,
     'num_target_calls': stats.num_target_calls,
     'num_accepted': stats.num_accepted,
     'num_tested': stats.num_tested,
-    'acceptance_rate': rate,
+    'acceptance_rate': stats.acceptance_rate,
     'histogram': list(stats.histogram),
     'batch_ms_per_token': ms,
   }

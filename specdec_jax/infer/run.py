@@ -1,16 +1,18 @@
-"""The run itself: lines in, both ways of decoding batch by batch, results out."""
+"""The run: lines in, both ways of decoding batch by batch, results out."""
 
+import collections
 import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import rich.console
 import rich.progress
 
+from specdec_jax.engine import Engine
 from specdec_jax.infer import report, results
-from specdec_jax.infer.lines import Line, Tokenizer, fit_lines, read_lines
+from specdec_jax.infer.lines import Line, count_tokens, read_lines
 from specdec_jax.probs import SamplingConfig
 
 _MODES = {
@@ -18,27 +20,6 @@ _MODES = {
   report.PLAIN: (report.PLAIN,),
   report.SPECULATIVE: (report.SPECULATIVE,),
 }
-
-
-class Engine(Protocol):
-  """What is needed of `engine.Engine`."""
-
-  tokenizer: Tokenizer
-  max_input_len: int
-
-  def warmup(
-    self, *, batch_size: int, sampling: SamplingConfig, speculative: bool
-  ) -> float: ...
-
-  def generate(
-    self,
-    texts: Sequence[str],
-    *,
-    sampling: SamplingConfig,
-    speculative: bool,
-    seed: int,
-    example_ids: Sequence[int],
-  ) -> Sequence[report.Completion]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,20 +123,20 @@ def decode(
   lines = read_lines(config.input_file)
   with _status(console, 'Loading models'):
     engine = config.engine()
-  lines = fit_lines(
-    lines, engine.tokenizer, engine.max_input_len, config.on_too_long
+  limit = engine.max_input_len
+  lines = count_tokens(
+    lines, engine.tokenizer, limit if config.on_too_long == 'error' else None
   )
   modes = _decode_lines(engine, lines, config, console)
+  records = results.make_records(lines, modes, limit)
   summary = report.summarise(
-    modes, config.sampling.greedy, _context(config, lines)
+    modes, config.sampling.greedy, _context(config, engine, records)
   )
   if config.output_dir is not None:
     extra = {name: text() for name, text in (beside or {}).items()}
-    results.write_results(
-      config.output_dir, results.make_records(lines, modes), summary, extra
-    )
+    results.write_results(config.output_dir, records, summary, extra)
   report.print_examples(
-    console, [line.inputs for line in lines], modes, config.num_shown
+    console, [line.text for line in lines], modes, config.num_shown
   )
   report.print_results(console, summary, config.output_dir)
   differing = summary.get('agreement', {}).get('disagreements')
@@ -167,17 +148,22 @@ def decode(
   return summary
 
 
-def _context(config: DecodeConfig, lines: Sequence[Line]) -> dict[str, Any]:
-  """What belongs to the record of a run besides its measurements."""
-  errors = [line.error for line in lines if line.error]
+def _context(
+  config: DecodeConfig, engine: Engine, records: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+  """What belongs to the summary of a run besides its measurements."""
+  reasons = [record['finish_reason'] for record in records]
   return {
     'input_file': config.input_file,
-    'lines': len(lines),
-    'empty_lines': sum(not line.text and not line.error for line in lines),
-    'errors': errors,
+    'lines': len(records),
+    'finish_reasons': dict(sorted(collections.Counter(reasons).items())),
+    'errors': [record['error'] for record in records if record['error']],
     'batch_size': config.batch_size,
     'sampling': dataclasses.asdict(config.sampling),
     'seed': config.seed,
+    'gamma': engine.gamma,
+    'max_input_len': engine.max_input_len,
+    'max_decode_len': engine.max_decode_len,
   }
 
 
@@ -188,19 +174,12 @@ def _decode_lines(
   console: rich.console.Console,
 ) -> dict[str, report.Mode]:
   """Decodes all lines that have text, batch by batch, each way in turn."""
-  todo = [i for i, line in enumerate(lines) if line.text and not line.error]
+  todo = [
+    i for i, line in enumerate(lines) if line.num_tokens and not line.error
+  ]
   size = config.batch_size
   batches = [todo[start : start + size] for start in range(0, len(todo), size)]
   modes = {name: report.Mode() for name in _MODES[config.mode]}
-  if not batches:
-    return modes
-  with _status(console, 'Compiling'):
-    for name, mode in modes.items():
-      mode.compile_seconds = engine.warmup(
-        batch_size=size,
-        sampling=config.sampling,
-        speculative=name == report.SPECULATIVE,
-      )
   progress = rich.progress.Progress(
     *rich.progress.Progress.get_default_columns(),
     rich.progress.MofNCompleteColumn(),
@@ -228,22 +207,29 @@ def _decode_batch(
   """Decodes the lines of `batch` one way and adds what came to `mode`."""
   # A shorter last batch would compile anew; its last line fills it up.
   padded = [*batch, *[batch[-1]] * (config.batch_size - len(batch))]
+  texts = [lines[index].text for index in padded]
+  options: dict[str, Any] = {
+    'speculative': name == report.SPECULATIVE,
+    'sampling': config.sampling,
+    'seed': config.seed,
+    'example_ids': padded,
+    'on_too_long': 'truncate',  # where it is an error, no such line is left
+  }
+  seconds = engine.warmup(texts, **options)
+  if seconds > 0:
+    mode.compile_seconds += seconds
+    # The first run of a program also pays for what is compiled around it.
+    engine.generate(texts, **options)
   start = time.perf_counter()
-  completions = engine.generate(
-    [lines[index].text for index in padded],
-    sampling=config.sampling,
-    speculative=name == report.SPECULATIVE,
-    seed=config.seed,
-    example_ids=padded,
-  )
+  completions = engine.generate(texts, **options)
   mode.seconds.append(time.perf_counter() - start)
   mode.batches.append(list(batch))
   mode.completions.update(zip(batch, completions, strict=False))
 
 
-def _status(console: rich.console.Console, message: str):
-  return (
-    console.status(message)
-    if console.is_terminal
-    else (contextlib.nullcontext())
-  )
+def _status(
+  console: rich.console.Console, message: str
+) -> contextlib.AbstractContextManager[object]:
+  if console.is_terminal:
+    return console.status(message)
+  return contextlib.nullcontext()

@@ -2,7 +2,7 @@
 
 A `.npz` file of pre-tokenised pairs holds four arrays:
 
-  inputs          int32[sum of source lengths]  all source ids, one after another
+  inputs          int32[sum of source lengths]  all source ids in a row
   inputs_offsets  int64[N + 1]                  pair i is inputs[o[i]:o[i + 1]]
   targets         int32[sum of target lengths]
   targets_offsets int64[N + 1]
@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import gzip
 import io
+import itertools
 import math
 import os
 import zipfile
@@ -96,7 +97,8 @@ class TokenPairs:
     """
     path = os.fspath(path)
     try:
-      with np.load(path, allow_pickle=False) as archive:
+      # NumPy would leave a file that it opened and refused open.
+      with open(path, 'rb') as stream, np.load(stream) as archive:
         missing = [name for name in _ARRAYS if name not in archive]
         if missing:
           raise ValueError(f'it lacks the arrays {missing}')
@@ -179,7 +181,7 @@ class PackingConfig:
         ' least one of them > 0.'
       )
     if not self.buckets or any(
-      low >= high for low, high in zip((0, *self.buckets), self.buckets)
+      low >= high for low, high in itertools.pairwise((0, *self.buckets))
     ):
       raise ValueError(
         f'PackingConfig.buckets is {self.buckets}; expected increasing'
@@ -262,6 +264,20 @@ class PackedBatches:
     number = bisect.bisect_right(self._starts, step) - 1
     return self._gather(number, step - self._starts[number])
 
+  def examples(self, number: int = 0) -> TokenPairs:
+    """The examples of one epoch, in random order: pairs that are joined."""
+    plan = self._plan(number)
+    order, bounds = plan.order, plan.bounds
+    joined = [
+      [self._pairs[i] for i in order[begin:end]]
+      for begin, end in itertools.pairwise(bounds)
+    ]
+    sides = [
+      [np.concatenate([pair[side] for pair in pairs]) for pairs in joined]
+      for side in range(2)
+    ]
+    return TokenPairs.from_lists(*sides)
+
   def epochs_done(self, step: int) -> float:
     """How many times the data has been seen before `step`."""
     self.batch(step)
@@ -298,8 +314,7 @@ class PackedBatches:
     room = self._config.buckets[-1] - 1
     # Where joined pairs are too long, the example is cut apart again.
     bounds = np.flatnonzero(starts)
-    low, high = bounds[:-1], bounds[1:]
-    for begin, end in zip(low, high):
+    for begin, end in itertools.pairwise(bounds):
       if max(source[end] - source[begin], target[end] - target[begin]) > room:
         starts[begin:end] = True
     return np.flatnonzero(starts)

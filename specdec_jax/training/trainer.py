@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 import math
 import os
 import time
@@ -306,18 +305,14 @@ def _gradient(objective, params, batch, key):
 
   def one_part(carry, part):
     batch, key = part
-    gradients, sums = jax.grad(objective.loss, has_aux=True)(
-      params, batch, key
-    )
+    gradients, sums = jax.grad(objective.loss, has_aux=True)(params, batch, key)
     return jax.tree.map(jnp.add, carry, (gradients, sums)), None
 
   keys = jax.random.split(key, batch.targets.shape[0])
   first = jax.tree.map(lambda x: x[0], (batch, keys))
   zeros = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype),
-    jax.eval_shape(
-      jax.grad(objective.loss, has_aux=True), params, *first
-    ),
+    jax.eval_shape(jax.grad(objective.loss, has_aux=True), params, *first),
   )
   (gradients, sums), _ = jax.lax.scan(one_part, zeros, (batch, keys))
   scale = 1.0 / jnp.maximum(sums['tokens'], 1.0)
@@ -330,7 +325,7 @@ def _evaluate(objective, params, batch):
 
 
 def _update(optimizer, ema_decay, state, gradients, rate):
-  norm = optax.global_norm(gradients)
+  norm = optax.tree.norm(gradients)
   updates, opt_state = optimizer.update(
     gradients, state.opt_state, state.params
   )

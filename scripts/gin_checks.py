@@ -1,0 +1,197 @@
+"""What gin lets pass: names on the command line that nothing knows.
+
+gin accepts a mistyped macro or scope in silence and names no alternatives in
+its errors. These checks look at its loaded configuration and say what is known.
+"""
+
+import difflib
+import importlib.util  # noqa: F401  gin uses it for a missing include.
+import inspect
+import re
+import sys
+import tokenize
+from collections.abc import Iterable
+
+import gin
+
+_MACRO = 'gin.macro'
+_INTERNAL = (_MACRO, 'gin.constant')
+_REQUIRED = '%gin.REQUIRED'
+_MISSING = re.compile(
+  r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
+)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+  """Returns ' Nearest known: ...', or all of `known` where nothing is near."""
+  names = sorted(set(known))
+  # Compared in lower case: a macro typed in lower case is still near.
+  lower = {candidate.lower(): candidate for candidate in names}
+  close = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.6)
+  if close:
+    return f' Nearest known: {", ".join(lower[match] for match in close)}.'
+  return f' Known: {", ".join(names)}.' if names else ''
+
+
+def _config() -> dict[tuple[str, str], dict[str, object]]:
+  # gin shows its bindings only to finalize hooks, which is after the command
+  # line has been merged into them.
+  return gin.config._CONFIG  # noqa: SLF001
+
+
+def _references() -> list[gin.config.ConfigurableReference]:
+  return list(gin.config.iterate_references(_config()))
+
+
+def _configured() -> set[tuple[str, str]]:
+  """Returns each (scope, full name) that is bound or referred to."""
+  return set(_config()) | {ref.config_key for ref in _references()}
+
+
+def configured() -> list[str]:
+  """Returns the full name of each function or class that is configured."""
+  return sorted({name for _, name in _configured() if name not in _INTERNAL})
+
+
+class Known:
+  """The macros, scopes and names that the gin files define or use."""
+
+  def __init__(self):
+    self.macros = {scope for scope, name in _configured() if name == _MACRO}
+    self.scopes = _entered_scopes()
+
+  def check(self, name: str) -> None:
+    """Raises ValueError for a macro or a scope that no gin file has."""
+    scope, selector, parameter = gin.config_parser.parse_binding_key(name)
+    if not parameter:
+      if name not in self.macros:
+        raise ValueError(
+          f'--gin.{name}: no gin file defines or uses the macro'
+          f' {name}.{nearest(name, self.macros)}'
+        )
+    elif scope and scope not in self.scopes:
+      raise ValueError(
+        f'--gin.{name}: no gin file uses the scope'
+        f' {scope!r}.{nearest(scope, self.scopes)}'
+      )
+
+  def check_effect(self, name: str) -> None:
+    """Raises ValueError if narrower scopes override `name` wherever it is used.
+
+    Called after the binding was made, so that gin has resolved its names.
+    """
+    scope, selector, parameter = gin.config_parser.parse_binding_key(name)
+    if not parameter:
+      return
+    key = gin.config.ParsedBindingKey.parse(name)
+    full = key.complete_selector
+    inner = {
+      other
+      for (other, function), values in _config().items()
+      if function == full and parameter in values and _inside(other, scope)
+    }
+    uses = [r.config_key[0] for r in _references() if r.config_key[1] == full]
+    if uses and all(any(_inside(u, i, True) for i in inner) for u in uses):
+      names = ', '.join(f'{i}/{selector}.{parameter}' for i in sorted(inner))
+      raise ValueError(
+        f'--gin.{name} would change nothing: the gin files set {names}, which'
+        ' goes before it. Give one of these instead.'
+      )
+
+
+def _inside(scope: str, outer: str, or_same: bool = False) -> bool:
+  if scope == outer:
+    return or_same
+  return not outer or scope.startswith(f'{outer}/')
+
+
+def check_scopes() -> None:
+  """Raises ValueError for a scope that is bound but never entered.
+
+  Scopes are entered by references (`@scope/fn()`) alone: the library knows
+  nothing of gin.
+  """
+  entered = _entered_scopes()
+  for scope, name in sorted(_config()):
+    if name != _MACRO and scope and scope not in entered:
+      raise ValueError(
+        f'{scope}/{name} is bound in a gin file, but no reference'
+        f' @{scope}/... enters that scope.{nearest(scope, entered)}'
+      )
+
+
+def _entered_scopes() -> set[str]:
+  """Returns the scopes of all references, a/b as a and a/b."""
+  paths = [
+    reference.scopes
+    for reference in _references()
+    if reference.config_key[1] not in _INTERNAL
+  ]
+  return {'/'.join(path[: i + 1]) for path in paths for i in range(len(path))}
+
+
+def check_complete() -> None:
+  """Raises ValueError for macros that are required or used and have no value.
+
+  gin's own check names one of them, by an internal name.
+  """
+  required = []
+  for (scope, selector), values in sorted(_config().items()):
+    for parameter, value in values.items():
+      if repr(value) == _REQUIRED:
+        is_macro = selector == _MACRO
+        full = f'{scope}/{selector}' if scope else selector
+        required.append(scope if is_macro else f'{full}.{parameter}')
+  if required:
+    wanted = ' '.join(f'--gin.{name}=...' for name in required)
+    raise ValueError(f'Required and not given: {wanted}')
+  defined = {scope for scope, selector in _config() if selector == _MACRO}
+  for reference in _references():
+    scope, selector = reference.config_key
+    if selector == _MACRO and scope not in defined:
+      raise ValueError(
+        f'The macro %{scope} is used but never given a value; define it in a'
+        f' gin file or by --gin.{scope}=VALUE.{nearest(scope, defined)}'
+      )
+
+
+def explain(error: Exception) -> str:
+  """Returns gin's message with the nearest known names after it."""
+  text = f'{one_line(error).rstrip(".")}.'
+  if isinstance(error, SyntaxError):
+    line = f' (line {error.lineno})' if error.lineno else ''
+    return f'not valid gin: {error.msg.rstrip(".")}{line}.'
+  if isinstance(error, tokenize.TokenError):
+    return f'not valid gin: {error.args[0]}; is a bracket or quote open?'
+  if found := re.search(r"Configurable '(\S+)' doesn't .* named '(\w+)'", text):
+    reference = gin.config.ConfigurableReference(found[1], evaluate=False)
+    signature = inspect.signature(reference.configurable.wrapped)
+    return text + nearest(found[2], signature.parameters)
+  if found := re.search(r"<module '([\w.]+)'.* no attribute (\w+)", text):
+    names = [n for n in vars(sys.modules[found[1]]) if not n.startswith('_')]
+    return text + nearest(found[2], names)
+  if found := re.search(r"No configurable matching .*?'@?([\w./]+)", text):
+    names = configured()
+    short = [name.rsplit('.', 1)[1] for name in names if '.' in name]
+    return text + nearest(found[1], names + short)
+  return text
+
+
+def is_unbound(error: BaseException) -> bool:
+  """Whether `error` says that gin had no value for an argument."""
+  text = str(error)
+  return 'In call to configurable' in text and bool(_MISSING.search(text))
+
+
+def one_line(error: BaseException) -> str:
+  """Returns the message without line breaks and without gin's call trail."""
+  text = str(error)
+  if is_unbound(error) and (missing := _MISSING.search(text)):
+    return f'{missing[1]} needs a value in the gin files for {missing[2]}.'
+  lines = (line.strip() for line in text.splitlines())
+  kept = [
+    line for line in lines if line and 'In call to configurable' not in line
+  ]
+  # Where a binding came from the command line, it is named already.
+  text = ' '.join(kept).partition(' In bindings string')[0]
+  return text or type(error).__name__

@@ -1,0 +1,260 @@
+"""Command line shared by the scripts: gin files and bindings, as in T5X.
+
+  --gin_file=FILE           a gin file; repeatable, later files override
+  --gin.NAME=VALUE          a macro (INPUT_FILE) or a binding (scope/fn.param)
+  --gin_bindings=NAME=VALUE the same, in T5X's long form
+  --gin_search_paths=A,B    folders searched for gin files and their includes
+  --traceback               show where an error came from
+
+A VALUE that is no gin value is taken as text, so `--gin.INPUT_FILE=a.txt` and
+`--gin.INPUT_FILE='"a.txt"'` mean the same. gin itself accepts a mistyped macro
+or scope in silence; here a name that the gin files do not know is an error.
+
+A script is a dozen lines:
+
+  def decode() -> int:
+    config = gin_cli.build(infer.DecodeConfig)
+    ...
+
+  if __name__ == '__main__':
+    sys.exit(gin_cli.main(decode))
+"""
+
+import argparse
+import ast
+import dataclasses
+import pathlib
+import re
+import sys
+import tokenize
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import gin
+
+import gin_checks
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+_FLAGS = (
+  '--gin_file',
+  '--gin.NAME=VALUE',
+  '--gin_bindings',
+  '--gin_search_paths',
+  '--traceback',
+  '--help',
+)
+_NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
+# What gin raises for a file or binding that it cannot take.
+_GIN_ERRORS = (
+  AttributeError,
+  ImportError,
+  NameError,
+  OSError,
+  SyntaxError,
+  TypeError,
+  ValueError,
+  tokenize.TokenError,
+)
+
+_T = TypeVar('_T')
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+  """The parsed command line.
+
+  Attributes:
+    gin_files: paths as they were given, in order.
+    bindings: (name, gin value) pairs, in order; text is already quoted.
+    search_paths: folders given by --gin_search_paths.
+    traceback: whether errors keep their traceback.
+  """
+
+  gin_files: tuple[str, ...]
+  bindings: tuple[tuple[str, str], ...]
+  search_paths: tuple[str, ...]
+  traceback: bool
+
+
+def main(
+  function: Callable[[], int | None], argv: Sequence[str] | None = None
+) -> int:
+  """Loads the configuration, calls `function` and returns the exit status.
+
+  Bad input (ValueError, OSError) ends as one line on stderr and status 2, an
+  interrupt as status 130; `--traceback` lets the exception through instead.
+
+  Args:
+    function: takes nothing and returns a status, None for 0; it fetches what
+      it needs by `build`.
+    argv: arguments after the program's name; those of the process by default.
+  """
+  argv = sys.argv[1:] if argv is None else list(argv)
+  try:
+    load(parse_flags(argv))
+    return function() or 0
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    return 130
+  except (ValueError, OSError, TypeError) as error:
+    is_bug = isinstance(error, TypeError) and not gin_checks.is_unbound(error)
+    if is_bug or '--traceback' in argv:
+      raise
+    print(f'error: {gin_checks.one_line(error)}', file=sys.stderr)
+    return 2
+
+
+def parse_flags(argv: Sequence[str]) -> Flags:
+  """Reads the command line; touches no file and no gin state.
+
+  Raises:
+    ValueError: an unknown flag, a binding without `=`, or no --gin_file.
+  """
+  parser = _Parser(
+    description='Flags as in T5X; see the header of scripts/gin_cli.py.',
+    allow_abbrev=False,
+  )
+  parser.add_argument('--gin_file', action='append', default=[])
+  parser.add_argument('--gin_bindings', action='append', default=[])
+  parser.add_argument('--gin_search_paths', default='')
+  parser.add_argument('--traceback', action='store_true')
+  args, unknown = parser.parse_known_args([_rewrite(arg) for arg in argv])
+  if unknown:
+    name = unknown[0].split('=')[0]
+    raise ValueError(
+      f'Unknown argument {name!r}.{gin_checks.nearest(name, _FLAGS)}'
+    )
+  if not args.gin_file:
+    raise ValueError(
+      'No --gin_file was given. Expected the path of a run, such as'
+      ' --gin_file=gin/runs/demo.gin.'
+    )
+  return Flags(
+    gin_files=tuple(args.gin_file),
+    bindings=tuple(_parse_binding(text) for text in args.gin_bindings),
+    search_paths=tuple(filter(None, args.gin_search_paths.split(','))),
+    traceback=args.traceback,
+  )
+
+
+def load(flags: Flags) -> None:
+  """Makes gin's configuration from `flags`, replacing any earlier one.
+
+  Gin files are looked up in the working folder, in --gin_search_paths and in
+  the repository, in this order.
+
+  Raises:
+    ValueError: a missing gin file; a name that nothing knows, with the nearest
+      known ones; a required macro without a value.
+  """
+  gin.clear_config()
+  for folder in (*flags.search_paths, str(ROOT)):
+    gin.add_config_file_search_path(folder)
+  for gin_file in flags.gin_files:
+    _find(gin_file, flags.search_paths)
+    try:
+      gin.parse_config_file(gin_file)
+    except _GIN_ERRORS as error:
+      raise ValueError(f'{gin_file}: {gin_checks.explain(error)}') from error
+  gin_checks.check_scopes()
+  known = gin_checks.Known()
+  for name, value in flags.bindings:
+    known.check(name)
+    try:
+      gin.parse_config(f'{name} = {value}')
+    except _GIN_ERRORS as error:
+      raise ValueError(
+        f'--gin.{name}={value}: {gin_checks.explain(error)}'
+      ) from error
+    known.check_effect(name)
+  gin_checks.check_complete()
+  gin.finalize()
+
+
+def build(cls: type[_T]) -> _T:
+  """Returns the instance of `cls` that the loaded gin files describe.
+
+  Raises:
+    ValueError: no gin file configures `cls`, or a field has no value.
+  """
+  try:
+    configured = gin.get_configurable(cls)
+  except ValueError as error:
+    found = ', '.join(gin_checks.configured()) or 'nothing'
+    raise ValueError(
+      f'The gin files do not configure {cls.__module__}.{cls.__qualname__},'
+      f' which this script needs; they configure {found}. Is it the'
+      ' right run file?'
+    ) from error
+  try:
+    return configured()
+  except TypeError as error:
+    if not gin_checks.is_unbound(error):
+      raise
+    raise ValueError(gin_checks.one_line(error)) from error
+
+
+def operative_config() -> str:
+  """Returns every value that was in force, defaults included, as gin text."""
+  return gin.operative_config_str()
+
+
+class _Parser(argparse.ArgumentParser):
+  """An argument parser whose errors are ValueErrors like all others."""
+
+  def error(self, message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _rewrite(arg: str) -> str:
+  """Turns --gin.NAME=VALUE into --gin_bindings=NAME=VALUE."""
+  if not arg.startswith('--gin.'):
+    return arg
+  if '=' not in arg:
+    raise ValueError(f'{arg}: expected --gin.NAME=VALUE, but there is no =.')
+  return f'--gin_bindings={arg.removeprefix("--gin.")}'
+
+
+def _parse_binding(text: str) -> tuple[str, str]:
+  name, equals, value = (part.strip() for part in text.partition('='))
+  if not equals or not _NAME.fullmatch(name):
+    raise ValueError(
+      f'--gin.{text}: expected NAME=VALUE, where NAME is a macro (INPUT_FILE)'
+      f' or a binding (scope/function.parameter); the name read {name!r}.'
+    )
+  return name, _gin_value(name, value)
+
+
+def _gin_value(name: str, value: str) -> str:
+  """Returns `value` as gin text: as it is, or quoted if it is no literal."""
+  if value[:1] in tuple('\'"[({@%'):
+    return value
+  if value.lower() in ('true', 'false', 'none'):
+    # As text, `false` would be true; gin's own spelling is Python's.
+    if value not in ('True', 'False', 'None'):
+      raise ValueError(
+        f'--gin.{name}={value}: write {value.capitalize()}, or'
+        f' \'"{value}"\' if the text is meant.'
+      )
+    return value
+  try:
+    # A `#` would start a comment inside a literal and cut the value short.
+    is_literal = '#' not in value and ast.literal_eval(value) is not None
+  except (SyntaxError, ValueError):
+    is_literal = False
+  return value if is_literal else repr(value)
+
+
+def _find(gin_file: str, search_paths: Sequence[str]) -> None:
+  """Raises ValueError if `gin_file` is in none of the places."""
+  places = ['.', *search_paths, str(ROOT)]
+  if any(pathlib.Path(place, gin_file).is_file() for place in places):
+    return
+  shipped = [
+    path.relative_to(ROOT).as_posix() for path in ROOT.glob('gin/**/*.gin')
+  ]
+  raise ValueError(
+    f'The gin file {gin_file!r} was not found; looked in'
+    f' {", ".join(places)}.{gin_checks.nearest(gin_file, shipped)}'
+  )

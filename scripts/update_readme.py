@@ -1,0 +1,130 @@
+"""Fills the result blocks of README.md from measurements; no number is typed.
+
+  python scripts/update_readme.py          rewrites the blocks
+  python scripts/update_readme.py --check  fails if a block is out of date
+
+A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND is what
+writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
+
+  'decode'  summary.json as scripts/decode.py writes it
+  'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}}
+"""
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec_jax import files
+from specdec_jax.infer import report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+_BLOCK = re.compile(
+  r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
+  r'.*?(?P<end><!-- /results -->)',
+  re.DOTALL,
+)
+_NUMBER = re.compile(r'[-+\d.,%]+')
+_NUM_EXAMPLES = 3
+
+
+def fill(readme: str, root: pathlib.Path) -> str:
+  """Returns `readme` with every block made anew from its file under `root`.
+
+  Raises:
+    ValueError: there is no block, or a file is not of a known kind.
+  """
+  if not _BLOCK.search(readme):
+    raise ValueError('README.md has no line <!-- results: FILE | COMMAND -->')
+
+  def block(match: re.Match[str]) -> str:
+    path = root / match['file']
+    if path.exists():
+      text = _render(path)
+    else:
+      text = (
+        f'Nothing has been measured yet; this fills it:\n`{match["command"]}`'
+      )
+    return f'{match[1]}\n{text}\n\n{match["end"]}'
+
+  return _BLOCK.sub(block, readme)
+
+
+def _render(path: pathlib.Path) -> str:
+  result = json.loads(path.read_text('utf-8'))
+  kind = result.get('kind') if isinstance(result, dict) else None
+  if kind == 'decode':
+    return _render_decode(result, path.with_name('predictions.jsonl'))
+  if kind == 'table':
+    table = _table([result['columns'], *result['rows']])
+    return f'{result["title"]} ({_machine(result["machine"])}):\n\n{table}'
+  raise ValueError(f"{path}: expected kind 'decode' or 'table', got {kind!r}")
+
+
+def _render_decode(
+  summary: Mapping[str, Any], predictions: pathlib.Path
+) -> str:
+  parts = [
+    f'`{summary["input_file"]}`, {summary["lines"]} lines, batch'
+    f' {summary["batch_size"]}, gamma {summary["gamma"]}, temperature'
+    f' {summary["sampling"]["temperature"]:g}; {_machine(summary["machine"])}.',
+    _table(report.rows(summary)),
+  ]
+  if agreement := summary.get('agreement'):
+    equal = agreement['compared'] - len(agreement['disagreements'])
+    parts.append(
+      f'Outputs that agree token for token: {equal} of {agreement["compared"]}.'
+    )
+  if predictions.exists():
+    with predictions.open(encoding='utf-8') as stream:
+      records = [json.loads(line) for line in stream]
+    decoded = [r for r in records if r['prediction']][:_NUM_EXAMPLES]
+    rows = [[r['inputs'], r['prediction']] for r in decoded]
+    parts.append(_table([['input', 'output'], *rows]))
+  return '\n\n'.join(parts)
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+  return (
+    f'{machine["device"]}, {machine["cores"]} cores, JAX {machine["jax"]},'
+    f' Python {machine["python"]}'
+  )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+  """Returns a Markdown table; columns of numbers are aligned to the right."""
+  header, *body = [[cell.replace('|', r'\|') for cell in row] for row in rows]
+  align = [
+    '--:' if all(_NUMBER.fullmatch(row[column]) for row in body) else ':--'
+    for column in range(len(header))
+  ]
+  return '\n'.join(f'| {" | ".join(row)} |' for row in (header, align, *body))
+
+
+def main(argv: Sequence[str]) -> int:
+  """Returns the exit status: 1 if `--check` found an outdated block."""
+  if unknown := set(argv) - {'--check'}:
+    print(f'error: unknown arguments {sorted(unknown)}', file=sys.stderr)
+    return 2
+  readme = ROOT / 'README.md'
+  before = readme.read_text('utf-8')
+  try:
+    after = fill(before, ROOT)
+  except ValueError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  if '--check' in argv:
+    if after != before:
+      print(
+        'README.md is out of date: run python scripts/update_readme.py',
+        file=sys.stderr,
+      )
+    return int(after != before)
+  files.write_atomically(readme, after.encode('utf-8'))
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""Metadata of specdec_jax; tool settings are in pyproject.toml."""
+
+import pathlib
+
+import setuptools
+
+TEST = ['pytest>=8', 'sacrebleu>=2.4']
+
+setuptools.setup(
+  name='specdec_jax',
+  version='0.1.0',
+  description='Lossless speculative decoding for T5-style models in JAX.',
+  long_description=pathlib.Path(__file__)
+  .with_name('README.md')
+  .read_text(encoding='utf-8'),
+  long_description_content_type='text/markdown',
+  author='The specdec_jax authors',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  classifiers=[
+    'Development Status :: 3 - Alpha',
+    'Intended Audience :: Science/Research',
+    'Programming Language :: Python :: 3',
+    'Programming Language :: Python :: 3.11',
+    'Programming Language :: Python :: 3.12',
+    'Topic :: Scientific/Engineering :: Artificial Intelligence',
+  ],
+  python_requires='>=3.11',
+  packages=setuptools.find_packages(include=['specdec_jax', 'specdec_jax.*']),
+  install_requires=[
+    'absl-py>=2.0',
+    'flax>=0.12',
+    'gin-config>=0.5',
+    'jax>=0.9',
+    'numpy>=1.26',
+    'optax>=0.2.5',
+    'orbax-checkpoint>=0.11',
+    'rich>=13',
+    'sentencepiece>=0.2',
+  ],
+  extras_require={
+    # seqio brings TensorFlow (about 3 GB); only tasks.py and its users need it.
+    'tasks': ['seqio>=0.0.18', 'tensorflow>=2.16', 'tensorflow-text>=2.16'],
+    'tpu': ['jax[tpu]>=0.9'],
+    'cuda': ['jax[cuda12]>=0.9'],
+    'test': TEST,
+    'dev': [*TEST, 'mypy>=1.10', 'ruff>=0.6'],
+  },
+)

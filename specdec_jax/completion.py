@@ -1,0 +1,168 @@
+"""From produced tokens to text: `Completion`, stop strings, safe prefixes."""
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.types import FinishReason, Generation
+
+_INCOMPLETE = "\ufffd"  # what a tokenizer shows for bytes that are no character
+
+_REASONS = {
+  FinishReason.STOP: "stop",
+  FinishReason.LENGTH: "length",
+  FinishReason.STOP_STRING: "stop_string",
+  FinishReason.INVALID: "error",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionStats:
+  """What producing one output took.
+
+  Attributes:
+    num_tokens: tokens produced, a stop id included.
+    num_target_calls: calls of the target.
+    num_tested: proposals that verification judged.
+    num_accepted: proposals accepted.
+    histogram: rounds by the number of accepted proposals.
+  """
+
+  num_tokens: int = 0
+  num_target_calls: int = 0
+  num_tested: int = 0
+  num_accepted: int = 0
+  histogram: tuple[int, ...] = ()
+
+  @property
+  def acceptance_rate(self) -> float | None:
+    """Accepted among judged proposals: alpha; None if none was judged."""
+    return self.num_accepted / self.num_tested if self.num_tested else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """One decoded text.
+
+  Attributes:
+    text: without stop ids and stop strings.
+    tokens: the produced ids, a stop id included.
+    log_probs: the target's log-probability of each token, natural logarithm,
+      temperature 1, nothing filtered; empty if not asked for.
+    finish_reason: 'stop' (a stop id), 'length', 'stop_string', 'empty' (there
+      was no input), or 'error'.
+    stats: the counts.
+    error: what went wrong, with finish_reason 'error'.
+  """
+
+  text: str
+  tokens: list[int]
+  log_probs: list[float]
+  finish_reason: str
+  stats: CompletionStats = CompletionStats()
+  error: str | None = None
+
+
+def passed_over(reason: str, error: str | None = None) -> Completion:
+  """The completion of a text that was not decoded."""
+  return Completion("", [], [], reason, error=error)
+
+
+def from_generation(
+  generation: Generation, row: int, tokenizer: Tokenizer
+) -> Completion:
+  """Returns one row of a `Generation` on the host as a `Completion`."""
+  length = int(generation.length[row])
+  tokens = [int(token) for token in generation.tokens[row, :length]]
+  reason = FinishReason(int(generation.finish_reason[row]))
+  stats = generation.stats
+  error = None
+  if reason == FinishReason.INVALID:
+    error = (
+      f"The target's logits were not a distribution (NaN, infinite or all"
+      f" masked) at token {length}; check its parameters and dtype."
+    )
+  return Completion(
+    text=decode(tokenizer, tokens),
+    tokens=tokens,
+    log_probs=[float(x) for x in generation.log_probs[row, :length]],
+    finish_reason=_REASONS[reason],
+    stats=CompletionStats(
+      num_tokens=length,
+      num_target_calls=int(stats.num_rounds[row]),
+      num_tested=int(stats.num_tested[row]),
+      num_accepted=int(stats.num_accepted[row]),
+      histogram=tuple(int(count) for count in stats.histogram[row]),
+    ),
+    error=error,
+  )
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+  """Text of tokens; ids that pad the model's vocabulary give none."""
+  return tokenizer.decode(
+    [token for token in tokens if token < tokenizer.vocab_size]
+  )
+
+
+class Text:
+  """The text of an output that may still grow.
+
+  Attributes:
+    final: the text if nothing follows: up to the first stop string.
+    has_stop_string: whether there is one.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    tokens: np.ndarray,
+    stop_strings: Sequence[str],
+  ):
+    self._whole = decode(tokenizer, [int(token) for token in tokens])
+    self._stop_strings = stop_strings
+    found = [self._whole.find(string) for string in stop_strings]
+    found = [place for place in found if place >= 0]
+    self.has_stop_string = bool(found)
+    self.final = self._whole[: min(found)] if found else self._whole
+
+  @property
+  def stable(self) -> str:
+    """The part of the text that no further token can change."""
+    if self.has_stop_string:
+      return self.final
+    text = self._whole.rstrip(_INCOMPLETE)
+    held = 0
+    for string in self._stop_strings:
+      for size in range(1, len(string)):
+        if text.endswith(string[:size]):
+          held = max(held, size)
+    return text[: len(text) - held]
+
+
+def cut_at_stop_string(
+  completion: Completion, tokenizer: Tokenizer, stop_strings: Sequence[str]
+) -> Completion:
+  """Ends a completion at its first stop string.
+
+  A round may go on past it, so tokens are cut to the fewest that show it. The
+  counts stay: they say what was computed.
+  """
+  if not stop_strings:
+    return completion
+  tokens = completion.tokens
+  output = Text(tokenizer, np.asarray(tokens), stop_strings)
+  if not output.has_stop_string:
+    return completion
+  for length in range(1, len(tokens) + 1):
+    if Text(tokenizer, tokens[:length], stop_strings).has_stop_string:
+      break
+  return dataclasses.replace(
+    completion,
+    text=output.final,
+    tokens=tokens[:length],
+    log_probs=completion.log_probs[:length],
+    finish_reason=_REASONS[FinishReason.STOP_STRING],
+  )

@@ -1,0 +1,513 @@
+"""Strings in, strings out: owns jit, donation and the compiled programs."""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import compilation_cache
+from specdec_jax import partitioning
+from specdec_jax.completion import (
+  Completion,
+  Text,
+  cut_at_stop_string,
+  from_generation,
+  passed_over,
+)
+from specdec_jax.decoding import autoregressive
+from specdec_jax.decoding import speculative as speculative_loop
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.types import FinishReason
+
+_SMALLEST_INPUT = 32
+_ROUNDS_A_LOOK = 4  # between two looks of the host for a stop string
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A network and its parameters.
+
+  Attributes:
+    network: a `LanguageModel`, such as `T5(config)`.
+    params: its parameters, as a checkpoint has them or already placed.
+    tokenizer: the model's own, to check a pair by; None takes it on trust.
+  """
+
+  network: LanguageModel
+  params: Params
+  tokenizer: Tokenizer | None = None
+
+
+class Engine:
+  """Decodes texts with a target, plainly or with a drafter's help.
+
+  Attributes:
+    tokenizer: text to ids and back.
+    gamma: proposals a round at most.
+    max_input_len: tokens an input may have, its end included.
+    max_decode_len: tokens an output may have, its end included.
+  """
+
+  def __init__(
+    self,
+    target: Model,
+    draft: Model | None = None,
+    *,
+    tokenizer: Tokenizer,
+    gamma: int = 4,
+    max_input_len: int = 128,
+    max_decode_len: int = 128,
+    drafter: Drafter | None = None,
+    placement: partitioning.Placement | None = None,
+    cache_folder: str | os.PathLike[str] | None = None,
+  ):
+    """Checks that the pair fits and puts its parameters on the device.
+
+    Args:
+      target: the model whose distribution the output has.
+      draft: the small model that proposes; None for plain decoding only.
+      tokenizer: of both.
+      gamma: proposals a round at most, static.
+      max_input_len: tokens of the longest input.
+      max_decode_len: tokens of the longest output.
+      drafter: made by `small_model` of `draft` unless given; with it, `draft`
+        holds what the drafter's `init` and `propose` take as parameters.
+      placement: layout and dtype of the parameters on the device.
+      cache_folder: of compiled programs; None is the user's cache folder.
+
+    Raises:
+      ValueError: vocabularies or tokenizers differ, or a number is too small.
+    """
+    _check_at_least(gamma=(gamma, 0), max_input_len=(max_input_len, 2))
+    _check_at_least(max_decode_len=(max_decode_len, 1))
+    _check_pair(target, draft, tokenizer)
+    compilation_cache.enable(cache_folder)
+    placement = placement or partitioning.Placement()
+    self.tokenizer = tokenizer
+    self.gamma = gamma
+    self.max_input_len = max_input_len
+    self.max_decode_len = max_decode_len
+    self._target = target.network
+    self._target_params = partitioning.place(target.params, placement)
+    self._drafter = drafter
+    if draft is not None:
+      self._draft_params = partitioning.place(draft.params, placement)
+      self._drafter = drafter or small_model(draft.network)
+    self._programs: dict[Any, _Program] = {}
+
+  @property
+  def num_programs(self) -> int:
+    """How many programs have been compiled so far."""
+    return len(self._programs)
+
+  def warmup(
+    self, texts: Sequence[str], *, speculative: bool = True, **options
+  ) -> float:
+    """Compiles what `generate` would need, and runs one round of it.
+
+    Args:
+      texts: as for `generate`; only their number and lengths matter.
+      speculative: as for `generate`.
+      **options: as for `generate`.
+
+    Returns:
+      Seconds that it took; 0.0 where everything had been compiled.
+    """
+    before = self.num_programs
+    begin = time.perf_counter()
+    job = self._job(texts, speculative, **options)
+    if job.rows:
+      start, run = self._compiled(job.request, speculative)
+      if self.num_programs > before:
+        state = run(start(job.request), job.request, jnp.int32(1))
+        jax.block_until_ready(state)
+    return time.perf_counter() - begin if self.num_programs > before else 0.0
+
+  def generate(
+    self, texts: Sequence[str], *, speculative: bool = True, **options
+  ) -> list[Completion]:
+    """Decodes a batch of texts.
+
+    Args:
+      texts: any number; they are decoded together.
+      speculative: whether the drafter helps; the output distribution is the
+        same.
+      **options: the fields of `Options`, such as `sampling`, `seed`,
+        `stop_strings`, `min_length`, `max_length`.
+
+    Returns:
+      A `Completion` for each text, in order. An empty text gives an empty one.
+
+    Raises:
+      ValueError: an option is out of range, or a text is longer than
+        `max_input_len` and `on_too_long` is 'error'.
+    """
+    job = self._job(texts, speculative, **options)
+    if not job.rows:
+      return job.completions()
+    for state in self._advance(job, speculative):
+      pass
+    return job.completions(
+      jax.device_get(decode_state.generation(job.request, state))
+    )
+
+  def stream(
+    self, text: str, *, speculative: bool = True, **options
+  ) -> Iterator[str]:
+    """Yields the output of one text piece by piece, as rounds finish.
+
+    What has been yielded never changes: a piece ends before a character whose
+    bytes have not all come, and before what may become a stop string. The
+    pieces together are `generate`'s text.
+
+    Args:
+      text: the input.
+      speculative: as for `generate`.
+      **options: as for `generate`.
+
+    Raises:
+      ValueError: as for `generate`, or the target's logits became invalid.
+    """
+    job = self._job([text], speculative, **options)
+    shown = ""
+    if not job.rows:
+      return
+    for state in self._advance(job, speculative, rounds=1):
+      tokens, length, reason = jax.device_get(
+        (state.tokens[0], state.length[0], state.finish_reason[0])
+      )
+      if reason == FinishReason.INVALID:
+        raise ValueError(job.completions(jax.device_get(
+          decode_state.generation(job.request, state)))[0].error)
+      output = Text(self.tokenizer, tokens[1:length], job.options.stop_strings)
+      ready = output.final if reason != FinishReason.RUNNING else output.stable
+      if len(ready) > len(shown):
+        yield ready[len(shown) :]
+        shown = ready
+
+  def _job(self, texts, speculative, **options) -> "_Job":
+    if speculative and self._drafter is None:
+      raise ValueError(
+        "Speculative decoding needs a drafter: give Engine a `draft` model,"
+        " or call with speculative=False."
+      )
+    return _Job(self, list(texts), Options(**options), speculative)
+
+  def _advance(self, job, speculative, rounds=None) -> Iterator[DecodeState]:
+    """Yields the state every `rounds` rounds; None is once, at the end.
+
+    Where there are stop strings the host looks for them in between.
+    """
+    start, run = self._compiled(job.request, speculative)
+    state = start(job.request)
+    stop_strings = job.options.stop_strings
+    if rounds is None:
+      rounds = _ROUNDS_A_LOOK if stop_strings else decode_state.NO_ROUND_LIMIT
+    while True:
+      state = run(state, job.request, jnp.int32(rounds))
+      if stop_strings:
+        state = job.stop_at_strings(state)
+      yield state
+      if not np.any(state.finish_reason == FinishReason.RUNNING):
+        return
+
+  def _compiled(self, request: Request, speculative: bool):
+    """The two programs of this kind and shape of request."""
+    if speculative:
+      params = PairParams(self._target_params, self._draft_params)
+      bound = (self._target, self._drafter)
+      module = speculative_loop
+    else:
+      params = self._target_params
+      bound = (self._target,)
+      module = autoregressive
+
+    def start(params, request):
+      return module.start(*bound, params, request)
+
+    def run(params, state, request, rounds):
+      return module.run(*bound, params, request, state, rounds)
+
+    key = (speculative, _shapes(request))
+    first = self._program(("start", *key), jax.jit(start), params, request)
+    state = first.shapes
+    # The state is donated: the caches are updated where they are.
+    second = self._program(
+      ("run", *key),
+      jax.jit(run, donate_argnums=1),
+      params,
+      state,
+      request,
+      jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    return (
+      functools.partial(first.compiled, params),
+      functools.partial(second.compiled, params),
+    )
+
+  def _program(self, key, function, *args) -> "_Program":
+    if key not in self._programs:
+      lowered = function.lower(*args)
+      shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        lowered.out_info,
+      )
+      self._programs[key] = _Program(lowered.compile(), shapes)
+    return self._programs[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """A compiled program and the shapes of its result."""
+
+  compiled: Any
+  shapes: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What `generate` and `stream` may be asked.
+
+  Attributes:
+    sampling: temperature, top-k, top-p. Temperature may be one for each text.
+    seed: with the example's id, what all its random numbers derive from.
+    example_ids: of the texts, 0, 1, ... by default. A text's sample depends on
+      its id, not on its place in a batch or on its neighbours.
+    stop_ids: ids that end an output; None is the tokenizer's end of sequence.
+    stop_strings: strings that end an output; they are not part of its text.
+    min_length: tokens before a stop id is allowed.
+    max_length: tokens of an output at most; None is the engine's maximum.
+    on_too_long: what a too long input does: 'error' raises, 'truncate' keeps
+      its beginning, 'report' gives a completion with an error.
+    log_probs: whether log-probabilities are wanted.
+  """
+
+  sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+  seed: int = 0
+  example_ids: Sequence[int] | None = None
+  stop_ids: Sequence[int] | None = None
+  stop_strings: Sequence[str] = ()
+  min_length: int = 0
+  max_length: int | None = None
+  on_too_long: str = "error"
+  log_probs: bool = True
+
+  def __post_init__(self):
+    _check_at_least(min_length=(self.min_length, 0))
+    if self.on_too_long not in ("error", "truncate", "report"):
+      raise ValueError(
+        "on_too_long must be 'error', 'truncate' or 'report', got"
+        f" {self.on_too_long!r}."
+      )
+    if isinstance(self.stop_strings, str) or "" in self.stop_strings:
+      raise ValueError(
+        "stop_strings must be a sequence of strings, none of them empty, got"
+        f" {self.stop_strings!r}."
+      )
+
+
+class _Job:
+  """One batch of texts on its way through the engine."""
+
+  def __init__(
+    self, engine: Engine, texts: list[str], options: Options, speculative: bool
+  ):
+    self.options = options
+    self._engine = engine
+    self._num_texts = len(texts)
+    self._passed_over: dict[int, Completion] = {}
+    inputs = [self._encode(i, text) for i, text in enumerate(texts)]
+    self.rows = [i for i, ids in enumerate(inputs) if ids]
+    if self.rows:
+      encoded = [inputs[i] for i in self.rows]
+      self.request = self._make_request(encoded, speculative)
+
+  def _encode(self, index: int, text: str) -> list[int]:
+    """Ids with the end of sequence; empty where nothing is to be decoded."""
+    tokenizer = self._engine.tokenizer
+    limit = self._engine.max_input_len
+    ids = tokenizer.encode(text)
+    if not ids:
+      self._passed_over[index] = passed_over("empty")
+      return []
+    if len(ids) + 1 > limit and self.options.on_too_long != "truncate":
+      message = (
+        f"Text {index} has {len(ids) + 1} tokens (its end included), more than"
+        f" max_input_len = {limit}. Shorten it, raise max_input_len, or set"
+        " on_too_long='truncate'."
+      )
+      if self.options.on_too_long == "error":
+        raise ValueError(message)
+      self._passed_over[index] = passed_over("error", message)
+      return []
+    return [*ids[: limit - 1], tokenizer.eos_id]
+
+  def _make_request(self, encoded, speculative) -> Request:
+    engine, options = self._engine, self.options
+    batch = _next_power_of_two(len(encoded))
+    longest = max(map(len, encoded))
+    width = max(_SMALLEST_INPUT, _next_power_of_two(longest))
+    width = min(width, engine.max_input_len)
+    inputs = np.zeros((batch, width), np.int32)
+    for row, ids in enumerate(encoded):
+      inputs[row, : len(ids)] = ids
+    max_length = engine.max_decode_len
+    if options.max_length is not None:
+      _check_at_least(max_length=(options.max_length, 1))
+      if options.max_length > max_length:
+        raise ValueError(
+          f"max_length = {options.max_length} is more than the engine's"
+          f" max_decode_len = {max_length}."
+        )
+      max_length = options.max_length
+    limits = np.zeros((batch,), np.int32)
+    limits[: len(encoded)] = max_length
+    return Request(
+      inputs=jnp.asarray(inputs),
+      keys=self._keys(batch),
+      sampling=self._sampling(batch),
+      stop_ids=self._stop_ids(),
+      min_length=jnp.full((batch,), options.min_length, jnp.int32),
+      max_length=jnp.asarray(limits),
+      slots=engine.max_decode_len,
+      gamma=engine.gamma if speculative else 0,
+      greedy=options.sampling.greedy,
+      forbids_stops=options.min_length > 0,
+      with_log_probs=options.log_probs,
+    )
+
+  def _keys(self, batch: int) -> jax.Array:
+    ids = self.options.example_ids
+    if ids is None:
+      ids = range(self._num_texts)
+    if len(ids) != self._num_texts:
+      raise ValueError(
+        f"example_ids has {len(ids)} entries for {self._num_texts} texts."
+      )
+    chosen = np.zeros((batch,), np.uint32)
+    chosen[: len(self.rows)] = [ids[i] for i in self.rows]
+    return _example_keys(self.options.seed, chosen)
+
+  def _sampling(self, batch: int):
+    sampling = self.options.sampling
+    if isinstance(sampling.temperature, tuple):
+      if len(sampling.temperature) != self._num_texts:
+        sampling.params(self._num_texts)  # raises, naming both numbers
+      rows = [sampling.temperature[i] for i in self.rows]
+      rows += [0.0] * (batch - len(rows))
+      sampling = dataclasses.replace(sampling, temperature=rows)
+    return sampling.params(batch)
+
+  def _stop_ids(self) -> jax.Array:
+    ids = self.options.stop_ids
+    if ids is None:
+      ids = [self._engine.tokenizer.eos_id]
+    for token in ids:
+      if not 0 <= token < self._engine.tokenizer.vocab_size:
+        raise ValueError(
+          f"stop_ids holds {token}, which is outside the vocabulary of"
+          f" {self._engine.tokenizer.vocab_size}."
+        )
+    width = max(4, _next_power_of_two(len(ids)))
+    return jnp.asarray([*ids, *[-1] * (width - len(ids))], jnp.int32)
+
+  def stop_at_strings(self, state: DecodeState) -> DecodeState:
+    """Finishes the running rows whose text holds a stop string."""
+    tokens, length, reason = jax.device_get(
+      (state.tokens, state.length, state.finish_reason)
+    )
+    reason = reason.copy()
+    for row in range(len(self.rows)):
+      if reason[row] != FinishReason.RUNNING:
+        continue
+      output = Text(
+        self._engine.tokenizer,
+        tokens[row, 1 : length[row]],
+        self.options.stop_strings,
+      )
+      if output.has_stop_string:
+        reason[row] = FinishReason.STOP_STRING
+    return state.replace(finish_reason=jnp.asarray(reason))
+
+  def completions(self, generation=None) -> list[Completion]:
+    """Results in the order of the texts."""
+    found = dict(self._passed_over)
+    for row, index in enumerate(self.rows):
+      one = from_generation(generation, row, self._engine.tokenizer)
+      found[index] = cut_at_stop_string(
+        one, self._engine.tokenizer, self.options.stop_strings
+      )
+    return [found[i] for i in range(self._num_texts)]
+
+
+@jax.jit
+def _fold_in_all(seed, ids):
+  key = jax.random.key(seed)
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
+
+
+def _example_keys(seed: int, ids: np.ndarray) -> jax.Array:
+  """PRNG keys [B] of (seed, example)."""
+  return _fold_in_all(jnp.uint32(seed & 0xFFFFFFFF), ids)
+
+
+def _shapes(request: Request):
+  """What a program was compiled for, as a dictionary key."""
+  leaves, tree = jax.tree.flatten(request)
+  return tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def _next_power_of_two(number: int) -> int:
+  return 1 << max(number - 1, 0).bit_length()
+
+
+def _check_at_least(**named: tuple[int, int]) -> None:
+  for name, (value, least) in named.items():
+    if value < least:
+      raise ValueError(f"{name} must be at least {least}, got {value}.")
+
+
+def _check_pair(
+  target: Model, draft: Model | None, tokenizer: Tokenizer
+) -> None:
+  """Raises ValueError unless both models speak the tokenizer's ids."""
+  sides = {"target": target} if draft is None else {
+    "target": target, "draft": draft
+  }
+  for name, side in sides.items():
+    if side.network is None:
+      continue  # a drafter that is no language model
+    if side.network.vocab_size < tokenizer.vocab_size:
+      raise ValueError(
+        f"The {name} has a vocabulary of {side.network.vocab_size}, the"
+        f" tokenizer one of {tokenizer.vocab_size}; they do not belong"
+        " together."
+      )
+    own = side.tokenizer
+    if own is not None and own.fingerprint != tokenizer.fingerprint:
+      raise ValueError(
+        f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
+        " (sha256 of the model files). Drafter and target must share one: an"
+        " id has to mean the same token to both."
+      )
+  if draft is None or draft.network is None:
+    return
+  if draft.network.vocab_size != target.network.vocab_size:
+    raise ValueError(
+      f"The draft's vocabulary is {draft.network.vocab_size} and the target's"
+      f" {target.network.vocab_size}. Both must be the same; pad the smaller"
+      " embedding to the larger one's rows."
+    )

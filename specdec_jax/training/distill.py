@@ -1,0 +1,78 @@
+"""Distillation: a drafter that proposes what its target would say.
+
+The sequences should be the target's own outputs (`outputs.generate_outputs`):
+these are what a drafter continues when it is used.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.tokenizer import PAD_ID
+from specdec_jax.training import losses
+from specdec_jax.training.losses import DistillationWeights
+
+
+@flax.struct.dataclass
+class Distillation:
+  """Soft targets of another model over the same sequences; an `Objective`.
+
+  The target's probabilities are computed on the fly, teacher forced, part by
+  part: on a CPU the logits of both models stay in its cache.
+
+  Attributes:
+    draft: the model that learns.
+    target: the model to follow, of the same vocabulary.
+    target_params: its parameters, constant; a part of the pytree, so that they
+      are arguments of the compiled step and not literals in it.
+    weights: of the terms of `losses.distillation`.
+  """
+
+  draft: Any = flax.struct.field(pytree_node=False)
+  target: Any = flax.struct.field(pytree_node=False)
+  target_params: Any
+  weights: DistillationWeights = flax.struct.field(
+    pytree_node=False, default=DistillationWeights()
+  )
+
+  def loss(self, params, batch, key):
+    """The weighted loss; `alpha` is reported beside it."""
+    draft_logits, target_logits, mask = self._logits(params, batch, key)
+    nats, alpha = losses.distillation(
+      draft_logits, target_logits, batch.targets, self.weights
+    )
+    total = jnp.sum(nats * mask)
+    return total, {
+      'loss': total,
+      'alpha': jnp.sum(alpha * mask),
+      'tokens': mask.sum(),
+    }
+
+  def evaluate(self, params, batch):
+    """The loss; `alpha`, the expected acceptance at temperature 1; and
+    `agreement`, how often the argmaxes are the same (temperature 0)."""
+    draft_logits, target_logits, mask = self._logits(params, batch, None)
+    nats, alpha = losses.distillation(
+      draft_logits, target_logits, batch.targets, self.weights
+    )
+    agrees = draft_logits.argmax(axis=-1) == target_logits.argmax(axis=-1)
+    return {
+      'loss': jnp.sum(nats * mask),
+      'alpha': jnp.sum(alpha * mask),
+      'agreement': jnp.sum(agrees * mask),
+      'tokens': mask.sum(),
+    }
+
+  def _logits(self, params, batch, key):
+    decoder_inputs = losses.shift_right(batch.targets)
+    draft = self.draft.logits(
+      params, batch.inputs, decoder_inputs, dropout_key=key
+    )
+    target = self.target.logits(
+      self.target_params, batch.inputs, decoder_inputs
+    )
+    target = jax.lax.stop_gradient(target)
+    mask = (batch.targets != PAD_ID).astype(jnp.float32)
+    return draft.astype(jnp.float32), target.astype(jnp.float32), mask

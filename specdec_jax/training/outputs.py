@@ -1,0 +1,341 @@
+"""A model's own outputs over many sources, by the plain decoding loop."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import partitioning
+from specdec_jax.decoding import autoregressive
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.state import Request
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.tokenizer import EOS_ID, PAD_ID
+from specdec_jax.training.data import TokenPairs
+from specdec_jax.training.settings import claim
+from specdec_jax.types import FinishReason
+
+
+# Dozens of rows a call: what packing a kernel costs is shared by all of them.
+PLACEMENT = partitioning.Placement(kernel_layout='in_out')
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputsConfig:
+  """How outputs are generated.
+
+  Attributes:
+    num_examples: sources to decode, at most; 0 is all.
+    max_minutes: where > 0, no chunk is begun after so long. Batches come in
+      random order, so that what exists then is a fair sample.
+    temperatures: batches take these in turn; 0 is greedy.
+    batch_size: rows decoded together, of similar source lengths.
+    widths: increasing lengths of a batch of sources, ends included, one program
+      each. A source that is longer than the last is left out.
+    max_ratio, max_extra: an output may have max_ratio tokens for each of its
+      source's and max_extra more. A batch runs until its last row is finished:
+      a tight limit keeps one that repeats itself from holding up the others.
+    chunk_batches: batches in one file; a run that is killed loses at most so
+      many.
+    seed: with the example's number, what its random numbers derive from.
+  """
+
+  num_examples: int = 0
+  max_minutes: float = 0.0
+  temperatures: tuple[float, ...] = (0.0,)
+  batch_size: int = 64
+  widths: tuple[int, ...] = (16, 32, 96)
+  max_ratio: float = 1.25
+  max_extra: int = 8
+  chunk_batches: int = 8
+  seed: int = 0
+
+  def __post_init__(self):
+    for name, least in (
+      ('num_examples', 0),
+      ('max_minutes', 0),
+      ('batch_size', 1),
+      ('chunk_batches', 1),
+      ('max_ratio', 0),
+      ('max_extra', 1),
+    ):
+      if getattr(self, name) < least:
+        raise ValueError(
+          f'OutputsConfig.{name} is {getattr(self, name)}; expected at least'
+          f' {least}.'
+        )
+    if not self.temperatures or min(self.temperatures) < 0:
+      raise ValueError(
+        f'OutputsConfig.temperatures is {self.temperatures}; expected one or'
+        ' more, each >= 0.'
+      )
+    if not self.widths or any(
+      low >= high for low, high in itertools.pairwise((1, *self.widths))
+    ):
+      raise ValueError(
+        f'OutputsConfig.widths is {self.widths}; expected increasing lengths'
+        ' >= 2.'
+      )
+
+  def limit(self, source_length: int) -> int:
+    """Tokens that the output of a source may have, its end included."""
+    return int(self.max_ratio * source_length) + self.max_extra
+
+
+class Output(NamedTuple):
+  """One output.
+
+  Attributes:
+    tokens: int32[n], without its end of sequence.
+    ended: whether it ended by itself, not by its limit.
+  """
+
+  tokens: np.ndarray
+  ended: bool
+
+
+class Decoder:
+  """Greedy or sampled outputs of sources of ids, batch by batch."""
+
+  def __init__(self, model: LanguageModel, config: OutputsConfig):
+    self._config = config
+    self._start = jax.jit(functools.partial(autoregressive.start, model))
+    self._run = jax.jit(
+      functools.partial(autoregressive.run, model), donate_argnums=2
+    )
+
+  def __call__(
+    self,
+    params: Params,
+    sources: Sequence[np.ndarray],
+    ids: Sequence[int],
+    temperature: float = 0.0,
+  ) -> list[Output]:
+    """Outputs of at most `batch_size` sources, each shorter than `widths[-1]`.
+
+    Args:
+      params: as `partitioning.place` gives them.
+      sources: int32[n], each without its end of sequence.
+      ids: the examples' numbers; their random numbers derive from them.
+      temperature: 0 is greedy.
+
+    Returns:
+      An output for each source.
+    """
+    request = self._request(sources, ids, temperature)
+    state = self._start(params, request)
+    limit = jnp.int32(decode_state.NO_ROUND_LIMIT)
+    state = self._run(params, request, state, limit)
+    tokens, length, reason = jax.device_get(
+      (state.tokens, state.length, state.finish_reason)
+    )
+    ended = reason == FinishReason.STOP
+    ends = length - ended  # the end of sequence is no part of it
+    return [
+      Output(tokens[row, 1 : ends[row]], bool(ended[row]))
+      for row in range(len(sources))
+    ]
+
+  def _request(self, sources, ids, temperature) -> Request:
+    config, batch = self._config, self._config.batch_size
+    longest = max(map(len, sources)) + 1
+    width = config.widths[int(np.searchsorted(config.widths, longest))]
+    inputs = np.full((batch, width), PAD_ID, np.int32)
+    max_length = np.zeros(batch, np.int32)
+    for row, source in enumerate(sources):
+      inputs[row, : len(source)] = source
+      inputs[row, len(source)] = EOS_ID
+      max_length[row] = config.limit(len(source))
+    numbers = np.zeros(batch, np.uint32)
+    numbers[: len(ids)] = ids
+    sampling = SamplingConfig(temperature=temperature)
+    return Request(
+      inputs=jnp.asarray(inputs),
+      keys=_keys(jnp.uint32(config.seed), jnp.asarray(numbers)),
+      sampling=sampling.params(batch),
+      stop_ids=jnp.array([EOS_ID], jnp.int32),
+      min_length=jnp.zeros(batch, jnp.int32),
+      max_length=jnp.asarray(max_length),
+      slots=config.limit(width - 1),
+      gamma=0,
+      greedy=sampling.greedy,
+      with_log_probs=False,
+    )
+
+
+@jax.jit
+def _keys(seed, numbers):
+  return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
+
+
+def generate_outputs(
+  model: LanguageModel,
+  params: Params,
+  sources: TokenPairs,
+  path: str | os.PathLike[str],
+  config: OutputsConfig = OutputsConfig(),
+  log: Callable[[str], None] = print,
+) -> TokenPairs:
+  """Pairs of each source with the model's own output.
+
+  Pairs go to `path` as `TokenPairs.save` writes them. Until all exist, chunks
+  lie in a folder beside it, and a run that was killed goes on from the last.
+  An output that does not end by itself is left out, so that every pair may get
+  its end of sequence as those of other data do.
+
+  Args:
+    model: a `LanguageModel`.
+    params: its parameters, as a checkpoint has them.
+    sources: examples in random order; their targets are not looked at.
+    path: the `.npz` file; if it exists, it is only read.
+    config: how.
+    log: gets lines of progress.
+
+  Returns:
+    The pairs, in an order of their own.
+
+  Raises:
+    ValueError: `path` was written by another model, other sources or another
+      `config`; or no output ended by itself.
+  """
+  path = os.fspath(path)
+  parts = f'{path}.parts'
+  batches = _batches(sources, config)
+  claim(
+    f'{path}.settings.json',
+    {
+      'params': digest(params),
+      'sources': digest(sources.inputs, sources.inputs_offsets),
+      'outputs': dataclasses.asdict(config) | {'max_minutes': None},
+    },
+  )
+  if os.path.exists(path):
+    return TokenPairs.load(path)
+  os.makedirs(parts, exist_ok=True)
+  decoder = Decoder(model, config)
+  placed = partitioning.place(params, PLACEMENT)
+  chunks = [
+    batches[at : at + config.chunk_batches]
+    for at in range(0, len(batches), config.chunk_batches)
+  ]
+  progress = _Progress(len(batches), config.max_minutes, log)
+  files = []
+  for number, chunk in enumerate(chunks):
+    name = os.path.join(parts, f'{number:05d}.npz')
+    if not os.path.exists(name):
+      if progress.time_is_up:
+        break
+      pairs, tokens = _one_chunk(
+        decoder, placed, sources, chunk, number * config.chunk_batches, config
+      )
+      pairs.save(name)
+      progress.chunk(len(chunk), len(pairs), tokens)
+    else:
+      progress.found(len(chunk))
+    files.append(name)
+  pairs = concatenate(TokenPairs.load(name) for name in files)
+  if not len(pairs):
+    raise ValueError(
+      f'None of {len(sources)} outputs ended by itself; is the model trained?'
+    )
+  pairs.save(path)
+  shutil.rmtree(parts)
+  return pairs
+
+
+def concatenate(parts: Iterable[TokenPairs]) -> TokenPairs:
+  """All pairs of all parts, in order."""
+  parts = list(parts)
+  pairs = [part[i] for part in parts for i in range(len(part))]
+  return TokenPairs.from_lists([s for s, _ in pairs], [t for _, t in pairs])
+
+
+def digest(*trees: Any) -> str:
+  """sha256 (hex) of the bytes of all arrays, and of their names and types."""
+  found = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+    array = np.ascontiguousarray(leaf)
+    name = jax.tree_util.keystr(path)
+    found.update(f'{name} {array.dtype} {array.shape}'.encode())
+    found.update(array.tobytes())
+  return found.hexdigest()
+
+
+def _batches(sources: TokenPairs, config: OutputsConfig) -> list[np.ndarray]:
+  """Numbers of sources of similar length, in batches in random order."""
+  lengths = np.diff(sources.inputs_offsets)
+  usable = np.flatnonzero((lengths > 0) & (lengths < config.widths[-1]))
+  if config.num_examples:
+    usable = usable[: config.num_examples]
+  if not len(usable):
+    raise ValueError(
+      f'None of the {len(sources)} sources is non-empty and shorter than the'
+      f' longest width ({config.widths[-1]} tokens with its end).'
+    )
+  order = usable[np.argsort(lengths[usable], kind='stable')]
+  size = config.batch_size
+  batches = [order[at : at + size] for at in range(0, len(order), size)]
+  np.random.default_rng(config.seed).shuffle(batches)
+  return batches
+
+
+def _one_chunk(decoder, params, sources, chunk, first, config):
+  """The chunk's pairs, and how many tokens were generated for it."""
+  inputs, outputs = [], []
+  for number, batch in enumerate(chunk, first):
+    temperature = config.temperatures[number % len(config.temperatures)]
+    texts = [sources[i][0] for i in batch]
+    found = decoder(params, texts, batch, temperature)
+    for source, output in zip(texts, found, strict=True):
+      if output.ended and len(output.tokens):
+        inputs.append(source)
+        outputs.append(output.tokens)
+  pairs = TokenPairs.from_lists(inputs, outputs)
+  return pairs, len(pairs.targets) + len(pairs)
+
+
+class _Progress:
+  """A line every so often: how far, how fast, how long still."""
+
+  def __init__(self, total: int, max_minutes: float, log):
+    self._total, self._log = total, log
+    self._end_s = 60 * max_minutes if max_minutes else math.inf
+    self._start = time.monotonic()
+    self._shown_s = 0.0
+    self._found = self._batches = self._pairs = self._tokens = 0
+
+  @property
+  def time_is_up(self) -> bool:
+    return time.monotonic() - self._start >= self._end_s
+
+  def found(self, batches: int) -> None:
+    """Notes batches of an earlier run."""
+    self._found += batches
+
+  def chunk(self, batches: int, pairs: int, tokens: int) -> None:
+    """Notes new ones."""
+    self._batches += batches
+    self._pairs += pairs
+    self._tokens += tokens
+    elapsed = time.monotonic() - self._start
+    done = self._found + self._batches
+    if elapsed - self._shown_s < 15 and done < self._total:
+      return
+    self._shown_s = elapsed
+    left_s = (self._total - done) * elapsed / self._batches
+    left_s = min(left_s, max(self._end_s - elapsed, 0.0))
+    self._log(
+      f'outputs {done}/{self._total} batches, {self._pairs} examples,'
+      f' {self._tokens / elapsed:.0f} tokens/s, {left_s / 60:.1f} min left'
+    )

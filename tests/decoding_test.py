@@ -1,0 +1,391 @@
+"""Both loops: equality, edges, randomness, counts. Laws: see conformance."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import testing
+from specdec_jax.decoding import autoregressive
+from specdec_jax.decoding import speculative
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.types import Draft, FinishReason
+
+GREEDY = SamplingConfig(temperature=0.0)
+SAMPLED = SamplingConfig(temperature=1.0)
+VOCAB = 12
+
+
+def make_request(
+  batch=1,
+  slots=20,
+  gamma=0,
+  sampling=GREEDY,
+  max_length=None,
+  min_length=0,
+  stop_ids=(1,),
+  seed=0,
+  ids=None,
+  inputs=None,
+):
+  key = jax.random.key(seed)
+  ids = jnp.arange(batch) if ids is None else jnp.asarray(ids)
+  limits = slots if max_length is None else max_length
+  if inputs is None:
+    inputs = jnp.tile(jnp.arange(1, 4), (batch, 1))
+  return decode_state.Request(
+    inputs=jnp.asarray(inputs, jnp.int32),
+    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids),
+    sampling=sampling.params(batch),
+    stop_ids=jnp.asarray(stop_ids, jnp.int32),
+    min_length=jnp.broadcast_to(jnp.int32(min_length), (batch,)),
+    max_length=jnp.broadcast_to(jnp.asarray(limits, jnp.int32), (batch,)),
+    slots=slots,
+    gamma=gamma,
+    greedy=sampling.greedy,
+    forbids_stops=bool(np.any(np.asarray(min_length) > 0)),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _plain(target, params, request):
+  state = autoregressive.start(target, params, request)
+  limit = decode_state.NO_ROUND_LIMIT
+  state = autoregressive.run(target, params, request, state, limit)
+  return decode_state.generation(request, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _speculative(target, drafter, params, request):
+  state = speculative.start(target, drafter, params, request)
+  limit = decode_state.NO_ROUND_LIMIT
+  state = speculative.run(target, drafter, params, request, state, limit)
+  return decode_state.generation(request, state)
+
+
+def plain(target, request):
+  return jax.device_get(_plain(target, target.params, request))
+
+
+def speculate(target, draft, request, drafter=None):
+  params = PairParams(target.params, draft.params)
+  drafter = drafter or model_drafter(draft)
+  return jax.device_get(_speculative(target, drafter, params, request))
+
+
+# One object a model: a loop is compiled once for each, not once a test.
+random_markov = functools.cache(testing.random_markov)
+model_drafter = functools.cache(small_model)
+
+
+@functools.cache
+def cycle(period=10, scale=30.0):
+  """A chain that counts 2, 3, ... and goes on: greedy output is known."""
+  table = np.zeros((VOCAB, VOCAB))
+  table[0, 2] = scale
+  for token in range(2, 2 + period):
+    table[token, 2 + (token - 1) % period] = scale
+  return testing.MarkovModel(table)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2, 3, 5, 8])
+def test_greedy_equals_plain(gamma):
+  """Ragged rows, an order-2 target (a stale cache would show), a budget each."""
+  target = random_markov(1, VOCAB, order=2, scale=2.0, input_scale=1.0)
+  draft = random_markov(1, VOCAB, order=1, scale=2.0, input_scale=1.0)
+  inputs = np.random.default_rng(0).integers(1, VOCAB, (7, 5))
+  limits = [20, 1, 2, 7, 0, 19, 20]
+  options = dict(batch=7, inputs=inputs, max_length=limits)
+  want = plain(target, make_request(**options))
+  have = speculate(target, draft, make_request(gamma=gamma, **options))
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  np.testing.assert_array_equal(have.length, want.length)
+  np.testing.assert_array_equal(have.finish_reason, want.finish_reason)
+  np.testing.assert_allclose(have.log_probs, want.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, SamplingConfig(0.7, 4, 0.9)])
+def test_gamma_zero_is_the_baseline_bit_for_bit(sampling):
+  target = random_markov(3, VOCAB, order=2)
+  options = dict(batch=5, sampling=sampling, seed=4)
+  want = plain(target, make_request(**options))
+  have = speculate(target, target, make_request(gamma=0, **options))
+  for name in ("tokens", "length", "log_probs", "finish_reason"):
+    np.testing.assert_array_equal(getattr(have, name), getattr(want, name))
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_target_as_its_own_drafter_is_always_right(gamma, sampling):
+  """Any debt that is not paid, or paid at a wrong slot, rejects something."""
+  target = random_markov(5, VOCAB, order=2, scale=2.0)
+  request = make_request(
+    batch=6, slots=24, gamma=gamma, sampling=sampling, stop_ids=(-1,)
+  )
+  result = speculate(target, target, request)
+  stats = result.stats
+  np.testing.assert_array_equal(stats.num_accepted, stats.num_tested)
+  np.testing.assert_array_equal(stats.num_rounds, -(-24 // (gamma + 1)))
+  np.testing.assert_array_equal(result.length, 24)
+
+
+def always(token_of):
+  """A deterministic drafter that proposes token_of(last token)."""
+
+  def propose(params, state, context):
+    del params
+    index = context.length[:, None] - 1
+    token = jnp.take_along_axis(context.tokens, index, axis=1)
+    drafted = []
+    for _ in range(context.gamma):
+      token = token_of(token)
+      drafted.append(token)
+    tokens = jnp.concatenate(drafted, axis=1)
+    length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
+    return Draft(tokens, None, length), state
+
+  return Drafter(lambda *_: (), propose, lambda state, _: state)
+
+
+@functools.cache
+def mostly_wrong():
+  return always(lambda token: token % 3 + 2)
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_always_wrong_drafter(gamma, sampling):
+  """gamma = 1 and nothing accepted: right from the first round on."""
+  target = cycle()
+  drafter = always(jnp.zeros_like)  # the chain never returns to 0
+  request = make_request(batch=3, gamma=gamma, sampling=sampling)
+  have = speculate(target, target, request, drafter)
+  want = plain(target, make_request(batch=3, sampling=GREEDY))
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  assert have.stats.num_accepted.sum() == 0
+  np.testing.assert_array_equal(have.stats.num_rounds, 20)
+  # The last round leaves no room for a proposal, so none was judged there.
+  np.testing.assert_array_equal(have.stats.num_tested, 19)
+
+
+def zero_prob(model):
+  """`small_model`, but it denies its own tokens: probability 0 on each."""
+  drafter = small_model(model)
+
+  def propose(params, state, context):
+    draft, state = drafter.propose(params, state, context)
+    probs = draft.probs * (1 - jax.nn.one_hot(draft.tokens, VOCAB))
+    return draft.replace(probs=probs), state
+
+  return drafter._replace(propose=propose)
+
+
+def test_drafter_of_probability_zero_is_the_plain_loop():
+  target = random_markov(3, VOCAB, order=2)
+  options = dict(batch=5, sampling=SAMPLED)
+  want = plain(target, make_request(**options))
+  request = make_request(gamma=3, **options)
+  have = speculate(target, target, request, zero_prob(target))
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  assert have.stats.num_accepted.sum() == 0
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
+@pytest.mark.parametrize("perfect", [True, False])
+def test_stop_at_each_position_of_a_draft(gamma, perfect):
+  """The chain 2, 3, ..., 11 stops at each of its tokens in turn."""
+  target = cycle()
+  drafter = None if perfect else mostly_wrong()
+  stops = np.arange(2, 12)
+  for stop in stops:
+    request = make_request(gamma=gamma, stop_ids=(int(stop), -1))
+    result = speculate(target, target, request, drafter)
+    expected = np.arange(2, stop + 1)
+    assert result.length[0] == len(expected)
+    np.testing.assert_array_equal(result.tokens[0, : len(expected)], expected)
+    assert not result.tokens[0, len(expected) :].any()
+    assert not result.log_probs[0, len(expected) :].any()
+    assert result.finish_reason[0] == FinishReason.STOP
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
+def test_budget_ends_at_each_position_of_a_draft(gamma):
+  target = cycle()
+  limits = np.arange(0, 12)
+  request = make_request(batch=12, slots=11, gamma=gamma, max_length=limits)
+  result = speculate(target, target, request)
+  np.testing.assert_array_equal(result.length, limits)
+  np.testing.assert_array_equal(result.finish_reason, FinishReason.LENGTH)
+  for row, limit in enumerate(limits):
+    expected = 2 + np.arange(limit) % 10
+    np.testing.assert_array_equal(result.tokens[row, :limit], expected)
+  # What was not proposed is in no count: a perfect drafter stays perfect.
+  stats = result.stats
+  np.testing.assert_array_equal(stats.num_accepted, stats.num_tested)
+  np.testing.assert_array_equal(stats.num_rounds, -(-limits // (gamma + 1)))
+
+
+def test_stop_on_the_last_token_of_the_budget_is_a_stop():
+  result = speculate(
+    cycle(), cycle(), make_request(gamma=3, stop_ids=(5,), max_length=4)
+  )
+  assert result.length[0] == 4
+  assert result.finish_reason[0] == FinishReason.STOP
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_min_length_holds_stops_back(gamma):
+  target = random_markov(2, VOCAB, order=1, scale=0.5)
+  minimum = [0, 3, 8, 20, 5, 1]
+  options = dict(
+    batch=6, sampling=SAMPLED, stop_ids=(1, 2, 3, 4), min_length=minimum
+  )
+  if gamma:
+    result = speculate(target, target, make_request(gamma=gamma, **options))
+  else:
+    result = plain(target, make_request(**options))
+  for row, least in enumerate(minimum):
+    early = result.tokens[row, : min(least, result.length[row])]
+    assert not np.isin(early, [1, 2, 3, 4]).any()
+    assert result.length[row] >= min(least, 20)
+  if gamma:
+    # The drafter knows of it too: nothing of its own is turned away.
+    np.testing.assert_array_equal(
+      result.stats.num_accepted, result.stats.num_tested
+    )
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+  target = random_markov(1, VOCAB, order=2, input_scale=1.0)
+  draft = random_markov(2, VOCAB, order=1, input_scale=1.0)
+  inputs = np.random.default_rng(1).integers(1, VOCAB, (6, 4))
+  options = dict(gamma=3, sampling=SAMPLED, seed=9)
+  together = speculate(
+    target, draft, make_request(batch=6, inputs=inputs, **options)
+  )
+  alone = speculate(
+    target, draft, make_request(inputs=inputs[4:5], ids=[4], **options)
+  )
+  np.testing.assert_array_equal(together.tokens[4], alone.tokens[0])
+  np.testing.assert_array_equal(
+    together.stats.histogram[4], alone.stats.histogram[0]
+  )
+  other = speculate(
+    target, draft, make_request(inputs=inputs[4:5], ids=[5], **options)
+  )
+  assert (other.tokens[0] != alone.tokens[0]).any()
+
+
+def test_temperature_is_each_rows_own():
+  """Rows of temperature 0 in a sampled batch are greedy, to the token."""
+  target = random_markov(1, VOCAB, order=2)
+  draft = random_markov(2, VOCAB, order=1)
+  mixed = SamplingConfig(temperature=[0.0, 1.0, 0.0])
+  have = speculate(
+    target, draft, make_request(batch=3, gamma=2, sampling=mixed)
+  )
+  want = plain(target, make_request(batch=3))
+  np.testing.assert_array_equal(have.tokens[0], want.tokens[0])
+  np.testing.assert_array_equal(have.tokens[2], want.tokens[2])
+  assert (have.tokens[1] != want.tokens[1]).any()
+
+
+def test_counts_add_up():
+  target = random_markov(1, VOCAB, order=2, scale=2.0)
+  draft = random_markov(4, VOCAB, order=1)
+  request = make_request(batch=8, gamma=3, sampling=SAMPLED, stop_ids=(-1,))
+  result = speculate(target, draft, request)
+  stats = result.stats
+  np.testing.assert_array_equal(stats.histogram.sum(axis=1), stats.num_rounds)
+  accepted = (stats.histogram * np.arange(4)).sum(axis=1)
+  np.testing.assert_array_equal(accepted, stats.num_accepted)
+  # Every round adds its accepted tokens and one of the target's.
+  np.testing.assert_array_equal(result.length, accepted + stats.num_rounds)
+  assert (stats.num_tested >= stats.num_accepted).all()
+  assert (stats.num_tested <= stats.num_accepted + stats.num_rounds).all()
+
+
+def test_log_probs_are_the_models_own():
+  """Of temperature 1 and unfiltered, whatever the sampling was."""
+  target = random_markov(1, VOCAB, order=2)
+  sampling = SamplingConfig(temperature=0.5, top_k=3)
+  result = speculate(
+    target, target, make_request(gamma=2, sampling=sampling, slots=8)
+  )
+  prefix, inputs = [0], (1, 2, 3)
+  for i in range(result.length[0]):
+    logits = target.logits_after(prefix, inputs)
+    expected = jax.nn.log_softmax(logits)[result.tokens[0, i]]
+    np.testing.assert_allclose(result.log_probs[0, i], expected, atol=1e-5)
+    prefix.append(int(result.tokens[0, i]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_logits_that_are_no_distribution_end_the_row(bad, gamma):
+  """Row 0 reaches the bad state after three tokens; row 1 never does."""
+  table = np.array(cycle().params["table"])
+  table[4, :] = bad
+  target = testing.MarkovModel(table)
+  request = make_request(
+    batch=2, gamma=gamma, max_length=[20, 2], sampling=SAMPLED
+  )
+  result = speculate(target, target, request)
+  assert result.finish_reason[0] == FinishReason.INVALID
+  assert result.finish_reason[1] == FinishReason.LENGTH
+  np.testing.assert_array_equal(result.tokens[0, :3], [2, 3, 4])
+  assert result.length[0] == 4  # the token that could not be chosen is last
+
+
+def test_other_values_do_not_recompile():
+  target = random_markov(1, VOCAB, order=2)
+  drafter = small_model(target)
+  params = PairParams(target.params, target.params)
+  rng = np.random.default_rng(0)
+  _speculative.clear_cache()
+  for seed, sampling, limit in [
+    (0, SamplingConfig(1.0), 20),
+    (1, SamplingConfig(0.3), 4),
+    (2, SamplingConfig([0.0, 2.0, 1.0], top_k=5), 7),
+    (3, SamplingConfig(1.0, top_p=0.5), 20),
+  ]:
+    request = make_request(
+      batch=3,
+      gamma=2,
+      seed=seed,
+      sampling=sampling,
+      max_length=limit,
+      inputs=rng.integers(1, VOCAB, (3, 4)),
+    )
+    jax.block_until_ready(_speculative(target, drafter, params, request))
+  assert _speculative._cache_size() == 1
+  greedy = dataclasses.replace(request, greedy=True)
+  jax.block_until_ready(_speculative(target, drafter, params, greedy))
+  assert _speculative._cache_size() == 2  # the counter does count
+
+
+def test_rounds_in_pieces_equal_rounds_at_once():
+  target = random_markov(1, VOCAB, order=2)
+  draft = random_markov(2, VOCAB, order=1)
+  drafter = small_model(draft)
+  params = PairParams(target.params, draft.params)
+  request = make_request(batch=4, gamma=2, sampling=SAMPLED)
+  want = speculate(target, draft, request)
+
+  @jax.jit
+  def two_rounds(state):
+    return speculative.run(target, drafter, params, request, state, 2)
+
+  state = speculative.start(target, drafter, params, request)
+  while bool(jnp.any(state.running)):
+    state = two_rounds(state)
+  have = decode_state.generation(request, state)
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  np.testing.assert_array_equal(have.log_probs, want.log_probs)

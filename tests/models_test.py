@@ -1,0 +1,226 @@
+"""T5 and its cache: parity with itself, edges of the buffer, T5X's names."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import checkpoints
+from specdec_jax import partitioning
+from specdec_jax.models import kv_cache
+from specdec_jax.models import layers
+from specdec_jax.models import t5
+
+T5_1_1 = t5.T5Config(
+  vocab_size=60,
+  emb_dim=32,
+  num_heads=3,
+  num_encoder_layers=2,
+  num_decoder_layers=2,
+  head_dim=12,  # heads * head_dim is not emb_dim
+  mlp_dim=48,
+)
+T5_1_0 = dataclasses.replace(
+  T5_1_1, mlp_activations=("relu",), logits_via_embedding=True
+)
+FIXTURE = (
+  pathlib.Path(__file__).parents[2]
+  / "shared/fixtures/t5x/legacy_msgpack.checkpoint_0"
+)
+
+
+def make(config=T5_1_1, seed=0):
+  model = t5.T5(config)
+  return model, model.init(jax.random.key(seed))
+
+
+def tokens(seed, *shape):
+  return jax.random.randint(jax.random.key(seed), shape, 2, 60)
+
+
+def ragged_inputs(batch=3, width=11):
+  inputs = np.array(tokens(1, batch, width))
+  for row in range(batch):
+    inputs[row, width - 2 * row :] = 0
+  return jnp.asarray(inputs)
+
+
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+@pytest.mark.parametrize("config", [T5_1_1, T5_1_0], ids=["1.1", "1.0"])
+def test_extend_in_pieces_equals_teacher_forcing(config, layout):
+  model, params = make(config)
+  inputs, targets = ragged_inputs(), tokens(2, 3, 150)
+  expected = model.logits(params, inputs, targets)
+  placed = partitioning.place(
+    params, partitioning.Placement(kernel_layout=layout)
+  )
+  cache = model.prefill(placed, inputs, 150)
+  assert cache.num_slots == 150  # two buckets, and the whole
+  extend = jax.jit(model.extend)
+  pieces, at = [], 0
+  for size in (1, 2, 60, 1, 9, 1, 60, 16):
+    logits, cache = extend(placed, cache, targets[:, at : at + size])
+    pieces.append(logits)
+    at += size
+  assert at == 150
+  np.testing.assert_array_equal(cache.length, [150] * 3)
+  np.testing.assert_allclose(
+    np.concatenate(pieces, axis=1), expected, rtol=2e-5, atol=2e-5
+  )
+
+
+def test_rows_at_their_own_places():
+  model, params = make()
+  inputs, targets = ragged_inputs(), tokens(3, 3, 12)
+  expected = np.asarray(model.logits(params, inputs, targets))
+  cache = model.prefill(params, inputs, 16)
+  _, cache = model.extend(params, cache, targets[:, :8])
+  starts = np.array([8, 3, 0])
+  cache = model.rewind(cache, jnp.asarray(starts))
+  new = np.stack([targets[b, s : s + 4] for b, s in enumerate(starts)])
+  logits, cache = model.extend(params, cache, jnp.asarray(new))
+  for row, begin in enumerate(starts):
+    np.testing.assert_allclose(
+      logits[row], expected[row, begin : begin + 4], rtol=2e-5, atol=2e-5
+    )
+  np.testing.assert_array_equal(cache.length, starts + 4)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 9])
+def test_rewound_cache_equals_a_fresh_one(kept):
+  """What lay past a rewind leaves no trace, whatever was written there."""
+  model, params = make()
+  inputs, targets = ragged_inputs(), tokens(4, 3, 12)
+  fresh = model.prefill(params, inputs, 12)
+  if kept:
+    _, fresh = model.extend(params, fresh, targets[:, :kept])
+  used = model.prefill(params, inputs, 12)
+  if kept:
+    _, used = model.extend(params, used, targets[:, :kept])
+  _, used = model.extend(params, used, tokens(9, 3, 12 - kept))
+  used = model.rewind(used, jnp.full((3,), kept))
+  want, _ = model.extend(params, fresh, targets[:, kept:])
+  have, _ = model.extend(params, used, targets[:, kept:])
+  np.testing.assert_array_equal(have, want)
+
+
+def test_without_a_rewind_the_past_shows():
+  """Negative control of the test above."""
+  model, params = make()
+  cache = model.prefill(params, ragged_inputs(), 12)
+  want, _ = model.extend(params, cache, tokens(4, 3, 2))
+  _, cache = model.extend(params, cache, tokens(9, 3, 5))
+  have, _ = model.extend(params, cache, tokens(4, 3, 2))
+  assert not np.allclose(have, want, atol=1e-3)
+
+
+def test_padding_of_inputs_changes_nothing():
+  model, params = make()
+  inputs, targets = tokens(5, 2, 7), tokens(6, 2, 6)
+  padded = jnp.pad(inputs, ((0, 0), (0, 9)))
+  np.testing.assert_allclose(
+    model.logits(params, padded, targets),
+    model.logits(params, inputs, targets),
+    rtol=2e-5,
+    atol=2e-5,
+  )
+
+
+def test_write_places_each_row():
+  buffer = jnp.zeros((2, 1, 2, 6))
+  new = jnp.arange(1, 9, dtype=jnp.float32).reshape(2, 2, 1, 2)
+  written = kv_cache.write(buffer, new, jnp.array([4, 0]))
+  np.testing.assert_array_equal(written[0, 0], [[0] * 4 + [1, 3], [0] * 4 + [2, 4]])
+  np.testing.assert_array_equal(written[1, 0], [[5, 7] + [0] * 4, [6, 8] + [0] * 4])
+
+
+@pytest.mark.parametrize("slots", [5, 64, 65, 130, 513])
+def test_buckets_cover_the_buffer(slots):
+  sizes = kv_cache.buckets(slots)
+  assert sizes[-1] == slots
+  assert list(sizes) == sorted(set(sizes))
+
+
+def reference_bucket(distance: int, bidirectional: bool) -> int:
+  """T5's rule (Raffel et al. 2020, Section 2.1), one distance at a time."""
+  buckets, offset = 32, 0
+  if bidirectional:
+    buckets = 16
+    if distance > 0:
+      offset = 16
+    distance = abs(distance)
+  else:
+    distance = max(-distance, 0)
+  exact = buckets // 2
+  if distance < exact:
+    return offset + distance
+  steps = np.log(distance / exact) / np.log(128 / exact)
+  return offset + min(exact + int(steps * (buckets - exact)), buckets - 1)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_relative_position_buckets(bidirectional):
+  distance = np.arange(-300, 301)
+  # At exact powers the logarithm's rounding decides; T5X adds an epsilon.
+  exact = 8 if bidirectional else 16
+  keep = ~np.isin(np.abs(distance), [exact * 2, exact * 4, exact * 8])
+  have = layers.relative_position_bucket(distance, bidirectional)
+  want = [reference_bucket(int(d), bidirectional) for d in distance]
+  np.testing.assert_array_equal(have[keep], np.array(want)[keep])
+
+
+def test_bfloat16_stays_close():
+  model, params = make()
+  half = t5.T5(dataclasses.replace(T5_1_1, dtype="bfloat16"))
+  inputs, targets = ragged_inputs(), tokens(2, 3, 10)
+  want = model.logits(params, inputs, targets)
+  have = half.logits(params, inputs, targets)
+  assert have.dtype == jnp.float32
+  scale = float(jnp.std(want))
+  assert float(jnp.max(jnp.abs(have - want))) < 0.1 * scale
+
+
+def test_dropout_only_with_a_key():
+  model, params = make(dataclasses.replace(T5_1_1, dropout_rate=0.3))
+  inputs, targets = ragged_inputs(), tokens(2, 3, 5)
+  plain = model.logits(params, inputs, targets)
+  np.testing.assert_array_equal(plain, model.logits(params, inputs, targets))
+  key = jax.random.key(0)
+  assert not np.allclose(plain, model.logits(params, inputs, targets, key))
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "words"),
+  [
+    ("num_heads", 0, "at least 1, got 0"),
+    ("dtype", "float16", "'float32' or 'bfloat16'"),
+    ("mlp_activations", ("swish",), "swish"),
+  ],
+)
+def test_config_says_what_is_wrong(field, value, words):
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(T5_1_1, **{field: value})
+
+
+def test_t5x_checkpoint_needs_no_renaming():
+  """T5X's own test checkpoint has exactly the names and shapes of `T5`."""
+  if not FIXTURE.exists():
+    pytest.skip("needs T5X's test checkpoint in ../shared/fixtures")
+  config = t5.T5Config(
+    vocab_size=32128,
+    emb_dim=8,
+    num_heads=4,
+    head_dim=3,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    mlp_dim=16,
+  )
+  model = t5.T5(config)
+  params = checkpoints.load_params(FIXTURE)
+  expected = jax.eval_shape(model.init, jax.random.key(0))
+  checkpoints.check_params(params, expected)
+  logits = model.logits(params, tokens(1, 1, 5), tokens(2, 1, 4))
+  assert bool(jnp.all(jnp.isfinite(logits)))

@@ -1,0 +1,393 @@
+"""Tests of standardise, sample and the keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import exact, probs, testing
+from specdec_jax.probs import SamplingConfig
+
+_standardise_batch = jax.jit(probs.standardise_batch)
+_inverse_cdf = jax.jit(probs.inverse_cdf)
+_ALMOST_ONE = 1 - 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def _strict():
+  with (
+    jax.numpy_rank_promotion('raise'),
+    jax.numpy_dtype_promotion('strict'),
+  ):
+    yield
+
+
+def _standardise(logits, config):
+  """One row through the batched form, as the loops call it."""
+  logits = jnp.asarray(logits, jnp.float32)[None, None]
+  return np.asarray(_standardise_batch(logits, config.params(1)))[0, 0]
+
+
+def _reference(logits, temperature, top_k, top_p):
+  """By sorting, in float64."""
+  logits = np.asarray(np.asarray(logits, np.float32), np.float64)
+  if temperature == 0:
+    return np.eye(logits.size)[np.argmax(logits)]
+  kept = np.ones(logits.size, bool)
+  if 0 < top_k < logits.size:
+    kept = logits >= np.sort(logits)[::-1][top_k - 1]
+  weights = np.exp((logits - logits.max()) / temperature) * kept
+  law = weights / weights.sum()
+  if top_p < 1:
+    descending = np.sort(law)[::-1]
+    last = np.argmax(np.cumsum(descending) >= top_p)
+    law = np.where(law >= descending[last], law, 0)
+  return law / law.sum()
+
+
+@pytest.mark.parametrize('top_p', [1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize('top_k', [0, 1, 3, 10_000])
+@pytest.mark.parametrize('temperature', [1.0, 0.7, 0.0, 2.5])
+def test_standardise_equals_sorting(temperature, top_k, top_p):
+  config = SamplingConfig(temperature, top_k, top_p)
+  for size in (1, 2, 6, 500):
+    rng = np.random.default_rng(size)
+    for scale in (0.3, 3.0):
+      logits = rng.normal(scale=scale, size=size)
+      np.testing.assert_allclose(
+        _standardise(logits, config),
+        _reference(logits, temperature, top_k, top_p),
+        atol=1e-6,
+      )
+
+
+def test_standardise_is_exactly_one_hot_at_temperature_zero():
+  law = _standardise([1.0, 3.0, -np.inf, 3.0], SamplingConfig(0.0))
+  np.testing.assert_array_equal(law, [0, 1, 0, 0])
+  # And so it is next to rows of other temperatures, and with top-k and top-p.
+  logits = jnp.asarray([[[1.0, 3.0, 3.0]]] * 3)
+  params = SamplingConfig([0.0, 1.0, 0.0], top_k=2, top_p=0.9).params(3)
+  law = np.asarray(_standardise_batch(logits, params))[:, 0]
+  np.testing.assert_allclose(law, [[0, 1, 0], [0, 0.5, 0.5], [0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+  'config, expected',
+  [
+    (SamplingConfig(top_k=1), [0.5, 0.5, 0, 0, 0]),
+    (SamplingConfig(top_k=3), [0.4, 0.4, 0.1, 0.1, 0]),
+    (SamplingConfig(top_p=1e-9), [0.5, 0.5, 0, 0, 0]),
+    (SamplingConfig(top_p=0.85), [0.4, 0.4, 0.1, 0.1, 0]),
+    # After top-k the first two tokens are all there is of 0.9.
+    (SamplingConfig(top_k=2, top_p=0.9), [0.5, 0.5, 0, 0, 0]),
+  ],
+)
+def test_standardise_keeps_ties_at_the_boundary(config, expected):
+  logits = np.log(np.array([4, 4, 1, 1, 1e-30]) / 10)
+  np.testing.assert_allclose(_standardise(logits, config), expected, atol=1e-6)
+
+
+def test_top_p_acts_on_the_distribution_after_top_k():
+  # 0.5, 0.3, 0.2: after top-k 2 the first has 0.625, enough for top-p 0.6.
+  logits = np.log([0.5, 0.3, 0.2])
+  law = _standardise(logits, SamplingConfig(top_k=2, top_p=0.6))
+  np.testing.assert_allclose(law, [1, 0, 0], atol=1e-6)
+  law = _standardise(logits, SamplingConfig(top_p=0.6))
+  np.testing.assert_allclose(law, [0.625, 0.375, 0], atol=1e-6)
+
+
+def test_top_p_is_met_exactly_where_probabilities_are():
+  # exp(0) = 1 exactly: four equal weights, then tokens that underflow to 0.
+  logits = np.array([0, 0, 0, 0, -1000, -1000])
+  for top_p in (0.25, 0.5, 1.0):
+    law = _standardise(logits, SamplingConfig(top_p=top_p))
+    np.testing.assert_array_equal(law, [0.25, 0.25, 0.25, 0.25, 0, 0])
+
+
+def test_standardise_of_extreme_values():
+  logits = [3e38, -3e38, 0.0, -np.inf]
+  for config in (
+    SamplingConfig(),
+    SamplingConfig(1e-30),
+    SamplingConfig(top_k=3),
+    SamplingConfig(top_p=0.5),
+  ):
+    np.testing.assert_array_equal(_standardise(logits, config), [1, 0, 0, 0])
+  hot = _standardise([1.0, 2.0, -np.inf], SamplingConfig(1e30, top_k=2))
+  np.testing.assert_allclose(hot, [0.5, 0.5, 0])
+  assert _standardise(np.zeros(3, np.float16), SamplingConfig()).dtype == 'f4'
+
+
+def test_standardise_batch_is_standardise_of_each_row():
+  logits = jax.random.normal(jax.random.key(0), (3, 2, 50)) * 3
+  params = SamplingConfig([0.5, 0.0, 2.0], top_k=20, top_p=0.8).params(3)
+  batch = _standardise_batch(logits, params)
+  standardise = jax.jit(probs.standardise)
+  for row in range(3):
+    for step in range(2):
+      single = standardise(
+        logits[row, step],
+        params.temperature[row],
+        params.top_k,
+        params.top_p,
+      )
+      np.testing.assert_allclose(batch[row, step], single, atol=1e-7)
+
+
+def test_standardise_off_means_not_computed():
+  logits = jnp.zeros((2, 3, 16))
+  params = SamplingConfig([1.0, 0.5]).params(2)
+  lowered = _standardise_batch.lower(logits, params)
+  hlo = lowered.compile().as_text()
+  # One conditional for top-k and one for top-p survive the two vmaps; had
+  # their predicates been mapped, both sides would always run.
+  assert hlo.count(' conditional(') == 2
+  assert ' sort(' not in hlo
+
+  jaxpr = jax.make_jaxpr(probs.standardise_batch)(logits, params)
+  conditionals = [e for e in jaxpr.eqns if e.primitive.name == 'cond']
+  assert len(conditionals) == 2
+  assert all(e.invars[0].aval.shape == () for e in conditionals)
+  # The branch that is taken when off has no search and nothing as wide as V.
+  for conditional in conditionals:
+    off, on = (branch.jaxpr.eqns for branch in conditional.params['branches'])
+    assert all(out.aval.size <= 2 * 3 for e in off for out in e.outvars)
+    assert 'while' not in {e.primitive.name for e in off}
+    assert {'while', 'scan'} & {e.primitive.name for e in on}
+
+
+def test_other_values_do_not_recompile():
+  standardise = jax.jit(lambda *args: probs.standardise_batch(*args))
+  logits = jnp.zeros((2, 1, 8))
+  for config in (
+    SamplingConfig(),
+    SamplingConfig([0.0, 0.5], top_k=3, top_p=0.5),
+    SamplingConfig(0, top_k=0, top_p=1),
+    SamplingConfig(np.float32(2), top_k=np.int64(100), top_p=np.float64(0.1)),
+  ):
+    standardise(logits, config.params(2))
+  assert standardise._cache_size() == 1
+
+
+@pytest.mark.parametrize('size', [1, 2, 7, 300])
+def test_largest_threshold_is_the_kth_largest(size):
+  rng = np.random.default_rng(size)
+  values = rng.normal(size=size).astype(np.float32)
+  values[rng.integers(size, size=size // 3)] = values[0]  # Ties.
+  largest_threshold = jax.jit(probs.largest_threshold)
+  for k in {1, 2, size // 2, size}:
+    found = largest_threshold(values, np.ones_like(values), jnp.int32(k))
+    if 0 < k <= size:
+      assert found == np.sort(values)[-k]
+
+
+def test_largest_threshold_edges():
+  values = jnp.array([0.5, -0.0, 0.0, -np.inf, 3e38, -3e38], jnp.float32)
+  ones = jnp.ones(6)
+  largest_threshold = jax.jit(probs.largest_threshold)
+  found = [float(largest_threshold(values, ones, k)) for k in range(8)]
+  assert found == [
+    np.float32(x) for x in (3e38, 3e38, 0.5, 0, 0, -3e38, -np.inf, -np.inf)
+  ]
+  # -0.0 and 0.0 are a tie: both are at or above the threshold.
+  assert np.sum(np.asarray(values) >= found[3]) == 4
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 6, 127, 128, 32128])
+def test_inverse_cdf_at_the_ends_of_the_uniforms(size):
+  rng = np.random.default_rng(size)
+  sparse = rng.exponential(size=size) * (rng.random(size) < 0.3)
+  sparse[rng.integers(size)] = 1.0
+  laws = [np.eye(1, size, at)[0] for at in {0, size // 2, size - 1}]
+  laws += [sparse, sparse * 1e-30, sparse * 1e30, np.ones(size)]
+  if size > 2:
+    laws.append(np.pad(np.ones(size - 2), 1))
+  for law in laws:
+    law = jnp.asarray(law, jnp.float32)
+    for first in (0.0, 0.5, _ALMOST_ONE):
+      for second in (0.0, 0.5, _ALMOST_ONE):
+        token = int(_inverse_cdf(law, jnp.array([first, second])))
+        assert 0 <= token < size
+        assert law[token] > 0
+
+
+def test_inverse_cdf_never_draws_probability_zero():
+  # Weights of very different size, so that rounding has every chance.
+  for seed in range(5):
+    rng = np.random.default_rng(seed)
+    size = 8000
+    law = np.exp(rng.normal(scale=10, size=size)) * (rng.random(size) < 0.2)
+    law = jnp.asarray(law / law.sum(), jnp.float32)
+    uniforms = rng.random((2000, 2)).astype(np.float32)
+    uniforms[rng.random((2000, 2)) < 0.2] = _ALMOST_ONE
+    uniforms[rng.random((2000, 2)) < 0.2] = 0.0
+    uniforms = np.minimum(uniforms, np.float32(_ALMOST_ONE))
+    tokens = jax.vmap(_inverse_cdf, in_axes=(None, 0))(law, uniforms)
+    assert np.all(np.asarray(law)[np.asarray(tokens)] > 0)
+
+
+def test_inverse_cdf_survives_a_cumulative_sum_that_is_not_monotone():
+  # A long parallel cumulative sum may rise where the weight is 0. With all
+  # weights in one column of V = 2^20, the second uniform meets 1,024 of them;
+  # aim it at just those rises.
+  size, columns = 2**20, probs.num_columns(2**20)
+  aimed = 0
+  for seed in range(5):
+    rng = np.random.default_rng(seed)
+    weights = np.exp(rng.normal(size=columns)) * (rng.random(columns) < 0.5)
+    weights = weights.astype(np.float32)
+    sums = np.asarray(jax.jit(jnp.cumsum)(weights))
+    rises = np.nonzero((np.diff(sums) > 0) & (weights[1:] == 0))[0]
+    law = np.zeros(size, np.float32)
+    law[::columns] = weights
+    for bound in sums[rises]:
+      uniforms = np.array([0.5, bound / sums.max()], np.float32)
+      assert law[_inverse_cdf(law, uniforms)] > 0
+      aimed += 1
+  if not aimed:
+    pytest.skip('the cumulative sum is monotone on this backend')
+
+
+def test_inverse_cdf_without_any_mass_is_still_an_id():
+  for law in (np.zeros(6), np.full(6, np.nan), np.full(7, np.inf)):
+    for uniform in (0.0, _ALMOST_ONE):
+      token = _inverse_cdf(
+        jnp.asarray(law, jnp.float32), jnp.full(2, uniform, jnp.float32)
+      )
+      assert 0 <= token < law.size
+
+
+@pytest.mark.parametrize('size', [1, 2, 5, 6, 40])
+def test_inverse_cdf_has_exactly_the_law(size):
+  rng = np.random.default_rng(size)
+  law = rng.dirichlet(np.full(size, 0.3)) * (rng.random(size) < 0.7)
+  law[0] += 0.1
+  law = jnp.asarray(law, jnp.float32)  # Not normalised.
+  found = np.asarray(jax.jit(exact.sampler_law)(law), np.float64)
+  np.testing.assert_allclose(found, law / law.sum(), atol=1e-6)
+  assert np.all(found[np.asarray(law) == 0] == 0)
+
+
+def test_sample_chi_squared():
+  # 100,000 draws over 300 tokens, seed 0, alpha 1e-3.
+  law = np.random.default_rng(0).dirichlet(np.full(300, 0.5))
+  draw = functools.partial(probs.sample, jnp.asarray(law, jnp.float32))
+  tokens = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 100_000))
+  observed = testing.count_ngrams(np.asarray(tokens)[:, None], 300)
+  testing.assert_chi_squared(observed, law, alpha=1e-3)
+  # Negative control: the law of the same draws shifted by 5 %.
+  wrong = law * np.where(np.arange(300) % 2, 1.05, 0.95)
+  with pytest.raises(AssertionError, match='chi-squared'):
+    testing.assert_chi_squared(observed, wrong / wrong.sum(), alpha=1e-3)
+
+
+def test_greedy_token_is_argmax_with_first_index_on_ties():
+  rng = np.random.default_rng(0)
+  logits = rng.integers(0, 4, size=(20, 3, 50)).astype(np.float32)
+  logits[0, 0] = -np.inf
+  logits[1, 0, :49] = -np.inf
+  found = np.asarray(jax.jit(probs.greedy_token)(logits))
+  expected = np.argmax(logits, axis=-1)
+  np.testing.assert_array_equal(found, expected)
+  assert found.dtype == np.int32
+  logits[:, :, 7] = np.nan
+  found = np.asarray(probs.greedy_token(jnp.asarray(logits)))
+  assert np.all((found >= 0) & (found < 50))
+
+
+def test_log_prob_of_equals_log_softmax():
+  rng = np.random.default_rng(0)
+  logits = (rng.normal(size=(4, 3, 100)) * 20).astype(np.float32)
+  logits[0, 0, 1:] = -np.inf
+  tokens = rng.integers(0, 100, size=(4, 3)).astype(np.int32)
+  tokens[0, 0] = 0
+  found = jax.jit(probs.log_prob_of)(logits, tokens)
+  wide = logits.astype(np.float64)
+  shifted = wide - wide.max(-1, keepdims=True)
+  log_softmax = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+  expected = np.take_along_axis(log_softmax, tokens[..., None], -1)[..., 0]
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+  assert found[0, 0] == 0
+
+
+def test_valid_logits():
+  valid = jax.jit(probs.valid_logits)
+  rng = np.random.default_rng(0)
+  logits = rng.normal(size=(257, 257)).astype(np.float32)
+  assert np.all(valid(logits))
+  logits[:, 5] = -np.inf  # A masked token is allowed.
+  assert np.all(valid(logits))
+  for bad in (np.nan, np.inf):
+    broken = logits.copy()
+    np.fill_diagonal(broken, bad)  # At every position once.
+    assert not np.any(valid(broken))
+  for masked in (-np.inf, np.finfo(np.float32).min):
+    assert not valid(np.full(10, masked, np.float32))
+  assert valid(np.full(10, -1e9, np.float32))
+
+
+@pytest.mark.parametrize(
+  'arguments, message',
+  [
+    ({'temperature': -0.1}, 'temperature must be finite and >= 0, got -0.1'),
+    ({'temperature': float('nan')}, 'temperature must be finite'),
+    ({'temperature': float('inf')}, 'temperature must be finite'),
+    ({'temperature': 1e39}, 'temperature must be finite'),
+    ({'temperature': 1e-42}, 'is 0 in float32'),
+    ({'temperature': [1.0, -1.0]}, 'got -1.0'),
+    ({'temperature': []}, 'one number or one for each example'),
+    ({'temperature': [[1.0]]}, r'got shape \(1, 1\)'),
+    ({'temperature': [[1.0], [1.0, 2.0]]}, 'sequence of numbers'),
+    ({'temperature': 'hot'}, "got 'hot'"),
+    ({'temperature': '1.0'}, "got '1.0'"),
+    ({'temperature': None}, 'temperature must be'),
+    ({'temperature': True}, 'temperature must be'),
+    ({'top_k': -1}, 'top_k must be an integer >= 0'),
+    ({'top_k': 2.0}, 'top_k must be an integer >= 0'),
+    ({'top_k': True}, 'top_k must be an integer >= 0'),
+    ({'top_k': None}, 'top_k must be an integer >= 0'),
+    ({'top_k': 2**31}, 'top_k must be an integer >= 0'),
+    ({'top_p': 0.0}, r'top_p must be in \(0, 1\]'),
+    ({'top_p': 1.1}, r'top_p must be in \(0, 1\]'),
+    ({'top_p': float('nan')}, r'top_p must be in \(0, 1\]'),
+    ({'top_p': '0.5'}, r'top_p must be in \(0, 1\]'),
+    ({'top_p': True}, r'top_p must be in \(0, 1\]'),
+    ({'top_p': [0.5]}, r'top_p must be in \(0, 1\]'),
+  ],
+)
+def test_sampling_config_rejects(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    SamplingConfig(**arguments)
+
+
+def test_sampling_config_greedy_and_equality():
+  assert SamplingConfig(0).greedy
+  assert SamplingConfig([0.0, 0.0]).greedy
+  assert not SamplingConfig([0.0, 1.0]).greedy
+  assert not SamplingConfig().greedy
+  same = SamplingConfig(np.array([0.5, 1.0]), np.int32(3), np.float64(0.5))
+  assert same == SamplingConfig([0.5, 1.0], 3, 0.5)
+  assert hash(same) == hash(SamplingConfig((0.5, 1.0), 3, 0.5))
+
+
+def test_sampling_config_params():
+  params = SamplingConfig(0.5, top_k=4, top_p=0.25).params(3)
+  np.testing.assert_array_equal(params.temperature, [0.5] * 3)
+  assert (params.temperature.dtype, params.top_k.dtype) == ('f4', 'i4')
+  assert (params.top_p.dtype, params.top_p, params.top_k) == ('f4', 0.25, 4)
+  with pytest.raises(ValueError, match='2 values for 3 examples'):
+    SamplingConfig([0.5, 1.0]).params(3)
+
+
+def test_keys_of_one_round_differ_and_are_reproducible():
+  key = jax.random.key(7)
+  keys = [probs.accept_key(key), probs.resample_key(key)]
+  keys += [probs.draft_key(key, i) for i in range(8)]
+  data = {tuple(np.asarray(jax.random.key_data(k))) for k in keys}
+  assert len(data) == len(keys)
+  traced = jax.jit(probs.draft_key)(key, jnp.int32(3))
+  np.testing.assert_array_equal(
+    jax.random.key_data(traced), jax.random.key_data(keys[2 + 3])
+  )
