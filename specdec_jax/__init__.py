@@ -1,1 +1,50 @@
-"""Speculative decoding of T5-family models in JAX."""
+"""Speculative decoding of T5-family models in JAX.
+
+A drafter proposes a `Draft`, the target extends its cache over it in one call,
+`verify` returns a `Verdict`, and the caches rewind to what was kept.
+"""
+
+from specdec_jax.checkpoints import check_params, load_params
+from specdec_jax.completion import Completion, CompletionStats
+from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine import Engine, Model, load_model
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.partitioning import Placement
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.speculative import verify, verify_greedy
+from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.types import (
+  DecodeStats,
+  Draft,
+  FinishReason,
+  Generation,
+  Verdict,
+)
+
+__all__ = [
+  'Completion',
+  'CompletionStats',
+  'Context',
+  'DecodeStats',
+  'Draft',
+  'Drafter',
+  'Engine',
+  'FinishReason',
+  'Generation',
+  'LanguageModel',
+  'Model',
+  'Placement',
+  'SamplingConfig',
+  'T5',
+  'T5Config',
+  'Tokenizer',
+  'Verdict',
+  'check_params',
+  'load_model',
+  'load_params',
+  'small_model',
+  'verify',
+  'verify_greedy',
+]

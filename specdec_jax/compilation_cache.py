@@ -10,15 +10,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 def default_folder() -> pathlib.Path:
   """The folder of this library in the user's cache folder."""
-  if sys.platform == "darwin":
-    base = pathlib.Path.home() / "Library" / "Caches"
-  elif sys.platform == "win32":
-    base = pathlib.Path(os.environ.get("LOCALAPPDATA", pathlib.Path.home()))
+  if sys.platform == 'darwin':
+    base = pathlib.Path.home() / 'Library' / 'Caches'
+  elif sys.platform == 'win32':
+    base = pathlib.Path(os.environ.get('LOCALAPPDATA', pathlib.Path.home()))
   else:
     base = pathlib.Path(
-      os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+      os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
     )
-  return base / "specdec_jax" / "xla"
+  return base / 'specdec_jax' / 'xla'
 
 
 def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
@@ -30,7 +30,7 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   Returns:
     The folder in use; None where it cannot be made, which only costs time.
   """
-  chosen = jax.config.jax_compilation_cache_dir
+  chosen = jax.config.values.get('jax_compilation_cache_dir')
   if chosen and folder is None:
     return pathlib.Path(chosen)
   path = pathlib.Path(folder) if folder is not None else default_folder()
@@ -40,7 +40,7 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
     path.mkdir(parents=True, exist_ok=True)
   except OSError:
     return None
-  jax.config.update("jax_compilation_cache_dir", str(path))
+  jax.config.update('jax_compilation_cache_dir', str(path))
   # JAX looks once whether there is a cache, at the first compilation.
   compilation_cache.reset_cache()
   return path

@@ -1,20 +1,20 @@
 """From produced tokens to text: `Completion`, stop strings, safe prefixes."""
 
-from collections.abc import Sequence
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer shows for bytes that are no character
+_INCOMPLETE = '\ufffd'  # what a tokenizer shows for bytes that are no character
 
 _REASONS = {
-  FinishReason.STOP: "stop",
-  FinishReason.LENGTH: "length",
-  FinishReason.STOP_STRING: "stop_string",
-  FinishReason.INVALID: "error",
+  FinishReason.STOP: 'stop',
+  FinishReason.LENGTH: 'length',
+  FinishReason.STOP_STRING: 'stop_string',
+  FinishReason.INVALID: 'error',
 }
 
 
@@ -67,7 +67,7 @@ class Completion:
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
   """The completion of a text that was not decoded."""
-  return Completion("", [], [], reason, error=error)
+  return Completion('', [], [], reason, error=error)
 
 
 def from_generation(
@@ -82,7 +82,7 @@ def from_generation(
   if reason == FinishReason.INVALID:
     error = (
       f"The target's logits were not a distribution (NaN, infinite or all"
-      f" masked) at token {length}; check its parameters and dtype."
+      f' masked) at token {length}; check its parameters and dtype.'
     )
   return Completion(
     text=decode(tokenizer, tokens),
@@ -118,7 +118,7 @@ class Text:
   def __init__(
     self,
     tokenizer: Tokenizer,
-    tokens: np.ndarray,
+    tokens: Sequence[int] | np.ndarray,
     stop_strings: Sequence[str],
   ):
     self._whole = decode(tokenizer, [int(token) for token in tokens])

@@ -1,18 +1,17 @@
 """Strings in, strings out: owns jit, donation and the compiled programs."""
 
-from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import os
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import compilation_cache
-from specdec_jax import partitioning
+from specdec_jax import checkpoints, compilation_cache, partitioning
 from specdec_jax.completion import (
   Completion,
   Text,
@@ -49,6 +48,28 @@ class Model:
   network: LanguageModel
   params: Params
   tokenizer: Tokenizer | None = None
+
+
+def load_model(
+  network: LanguageModel,
+  path: str | os.PathLike[str],
+  tokenizer: Tokenizer | None = None,
+) -> Model:
+  """Loads a checkpoint and checks it against its network.
+
+  Args:
+    network: such as `T5(config)`.
+    path: of a single-file T5X checkpoint.
+    tokenizer: the model's own, to check a pair by.
+
+  Raises:
+    ValueError: the file is missing or broken, or an array is missing, unknown
+      or of another shape.
+  """
+  params = checkpoints.load_params(path)
+  expected = jax.eval_shape(network.init, jax.random.key(0))
+  checkpoints.check_params(params, expected, source=os.fspath(path))
+  return Model(network, params, tokenizer)
 
 
 class Engine:
@@ -132,7 +153,7 @@ class Engine:
     if job.rows:
       start, run = self._compiled(job.request, speculative)
       if self.num_programs > before:
-        state = run(start(job.request), job.request, jnp.int32(1))
+        state = run(job.request, start(job.request), jnp.int32(1))
         jax.block_until_ready(state)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
@@ -158,8 +179,7 @@ class Engine:
     job = self._job(texts, speculative, **options)
     if not job.rows:
       return job.completions()
-    for state in self._advance(job, speculative):
-      pass
+    *_, state = self._advance(job, speculative)
     return job.completions(
       jax.device_get(decode_state.generation(job.request, state))
     )
@@ -182,7 +202,7 @@ class Engine:
       ValueError: as for `generate`, or the target's logits became invalid.
     """
     job = self._job([text], speculative, **options)
-    shown = ""
+    shown = ''
     if not job.rows:
       return
     for state in self._advance(job, speculative, rounds=1):
@@ -190,19 +210,22 @@ class Engine:
         (state.tokens[0], state.length[0], state.finish_reason[0])
       )
       if reason == FinishReason.INVALID:
-        raise ValueError(job.completions(jax.device_get(
-          decode_state.generation(job.request, state)))[0].error)
+        raise ValueError(
+          job.completions(
+            jax.device_get(decode_state.generation(job.request, state))
+          )[0].error
+        )
       output = Text(self.tokenizer, tokens[1:length], job.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
       if len(ready) > len(shown):
         yield ready[len(shown) :]
         shown = ready
 
-  def _job(self, texts, speculative, **options) -> "_Job":
+  def _job(self, texts, speculative, **options) -> '_Job':
     if speculative and self._drafter is None:
       raise ValueError(
-        "Speculative decoding needs a drafter: give Engine a `draft` model,"
-        " or call with speculative=False."
+        'Speculative decoding needs a drafter: give Engine a `draft` model,'
+        ' or call with speculative=False.'
       )
     return _Job(self, list(texts), Options(**options), speculative)
 
@@ -217,7 +240,7 @@ class Engine:
     if rounds is None:
       rounds = _ROUNDS_A_LOOK if stop_strings else decode_state.NO_ROUND_LIMIT
     while True:
-      state = run(state, job.request, jnp.int32(rounds))
+      state = run(job.request, state, jnp.int32(rounds))
       if stop_strings:
         state = job.stop_at_strings(state)
       yield state
@@ -226,31 +249,24 @@ class Engine:
 
   def _compiled(self, request: Request, speculative: bool):
     """The two programs of this kind and shape of request."""
+    target = self._target
+    params: Any = self._target_params
+    start: Any = functools.partial(autoregressive.start, target)
+    run: Any = functools.partial(autoregressive.run, target)
     if speculative:
+      drafter = self._drafter
       params = PairParams(self._target_params, self._draft_params)
-      bound = (self._target, self._drafter)
-      module = speculative_loop
-    else:
-      params = self._target_params
-      bound = (self._target,)
-      module = autoregressive
-
-    def start(params, request):
-      return module.start(*bound, params, request)
-
-    def run(params, state, request, rounds):
-      return module.run(*bound, params, request, state, rounds)
-
+      start = functools.partial(speculative_loop.start, target, drafter)
+      run = functools.partial(speculative_loop.run, target, drafter)
     key = (speculative, _shapes(request))
-    first = self._program(("start", *key), jax.jit(start), params, request)
-    state = first.shapes
-    # The state is donated: the caches are updated where they are.
+    first = self._program(('start', *key), jax.jit(start), params, request)
     second = self._program(
-      ("run", *key),
-      jax.jit(run, donate_argnums=1),
+      ('run', *key),
+      # The state is donated: the caches are updated where they are.
+      jax.jit(run, donate_argnums=2),
       params,
-      state,
       request,
+      first.shapes,
       jax.ShapeDtypeStruct((), jnp.int32),
     )
     return (
@@ -258,7 +274,7 @@ class Engine:
       functools.partial(second.compiled, params),
     )
 
-  def _program(self, key, function, *args) -> "_Program":
+  def _program(self, key, function, *args) -> '_Program':
     if key not in self._programs:
       lowered = function.lower(*args)
       shapes = jax.tree.map(
@@ -302,20 +318,20 @@ class Options:
   stop_strings: Sequence[str] = ()
   min_length: int = 0
   max_length: int | None = None
-  on_too_long: str = "error"
+  on_too_long: str = 'error'
   log_probs: bool = True
 
   def __post_init__(self):
     _check_at_least(min_length=(self.min_length, 0))
-    if self.on_too_long not in ("error", "truncate", "report"):
+    if self.on_too_long not in ('error', 'truncate', 'report'):
       raise ValueError(
         "on_too_long must be 'error', 'truncate' or 'report', got"
-        f" {self.on_too_long!r}."
+        f' {self.on_too_long!r}.'
       )
-    if isinstance(self.stop_strings, str) or "" in self.stop_strings:
+    if isinstance(self.stop_strings, str) or '' in self.stop_strings:
       raise ValueError(
-        "stop_strings must be a sequence of strings, none of them empty, got"
-        f" {self.stop_strings!r}."
+        'stop_strings must be a sequence of strings, none of them empty, got'
+        f' {self.stop_strings!r}.'
       )
 
 
@@ -341,17 +357,17 @@ class _Job:
     limit = self._engine.max_input_len
     ids = tokenizer.encode(text)
     if not ids:
-      self._passed_over[index] = passed_over("empty")
+      self._passed_over[index] = passed_over('empty')
       return []
-    if len(ids) + 1 > limit and self.options.on_too_long != "truncate":
+    if len(ids) + 1 > limit and self.options.on_too_long != 'truncate':
       message = (
-        f"Text {index} has {len(ids) + 1} tokens (its end included), more than"
-        f" max_input_len = {limit}. Shorten it, raise max_input_len, or set"
+        f'Text {index} has {len(ids) + 1} tokens (its end included), more than'
+        f' max_input_len = {limit}. Shorten it, raise max_input_len, or set'
         " on_too_long='truncate'."
       )
-      if self.options.on_too_long == "error":
+      if self.options.on_too_long == 'error':
         raise ValueError(message)
-      self._passed_over[index] = passed_over("error", message)
+      self._passed_over[index] = passed_over('error', message)
       return []
     return [*ids[: limit - 1], tokenizer.eos_id]
 
@@ -370,7 +386,7 @@ class _Job:
       if options.max_length > max_length:
         raise ValueError(
           f"max_length = {options.max_length} is more than the engine's"
-          f" max_decode_len = {max_length}."
+          f' max_decode_len = {max_length}.'
         )
       max_length = options.max_length
     limits = np.zeros((batch,), np.int32)
@@ -395,7 +411,7 @@ class _Job:
       ids = range(self._num_texts)
     if len(ids) != self._num_texts:
       raise ValueError(
-        f"example_ids has {len(ids)} entries for {self._num_texts} texts."
+        f'example_ids has {len(ids)} entries for {self._num_texts} texts.'
       )
     chosen = np.zeros((batch,), np.uint32)
     chosen[: len(self.rows)] = [ids[i] for i in self.rows]
@@ -418,8 +434,8 @@ class _Job:
     for token in ids:
       if not 0 <= token < self._engine.tokenizer.vocab_size:
         raise ValueError(
-          f"stop_ids holds {token}, which is outside the vocabulary of"
-          f" {self._engine.tokenizer.vocab_size}."
+          f'stop_ids holds {token}, which is outside the vocabulary of'
+          f' {self._engine.tokenizer.vocab_size}.'
         )
     width = max(4, _next_power_of_two(len(ids)))
     return jnp.asarray([*ids, *[-1] * (width - len(ids))], jnp.int32)
@@ -477,37 +493,37 @@ def _next_power_of_two(number: int) -> int:
 def _check_at_least(**named: tuple[int, int]) -> None:
   for name, (value, least) in named.items():
     if value < least:
-      raise ValueError(f"{name} must be at least {least}, got {value}.")
+      raise ValueError(f'{name} must be at least {least}, got {value}.')
 
 
 def _check_pair(
   target: Model, draft: Model | None, tokenizer: Tokenizer
 ) -> None:
   """Raises ValueError unless both models speak the tokenizer's ids."""
-  sides = {"target": target} if draft is None else {
-    "target": target, "draft": draft
-  }
+  sides = (
+    {'target': target} if draft is None else {'target': target, 'draft': draft}
+  )
   for name, side in sides.items():
     if side.network is None:
       continue  # a drafter that is no language model
     if side.network.vocab_size < tokenizer.vocab_size:
       raise ValueError(
-        f"The {name} has a vocabulary of {side.network.vocab_size}, the"
-        f" tokenizer one of {tokenizer.vocab_size}; they do not belong"
-        " together."
+        f'The {name} has a vocabulary of {side.network.vocab_size}, the'
+        f' tokenizer one of {tokenizer.vocab_size}; they do not belong'
+        ' together.'
       )
     own = side.tokenizer
     if own is not None and own.fingerprint != tokenizer.fingerprint:
       raise ValueError(
         f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
-        " (sha256 of the model files). Drafter and target must share one: an"
-        " id has to mean the same token to both."
+        ' (sha256 of the model files). Drafter and target must share one: an'
+        ' id has to mean the same token to both.'
       )
   if draft is None or draft.network is None:
     return
   if draft.network.vocab_size != target.network.vocab_size:
     raise ValueError(
       f"The draft's vocabulary is {draft.network.vocab_size} and the target's"
-      f" {target.network.vocab_size}. Both must be the same; pad the smaller"
+      f' {target.network.vocab_size}. Both must be the same; pad the smaller'
       " embedding to the larger one's rows."
     )

@@ -5,8 +5,8 @@ them as [out, in] (see `layers.dense_out_in` for the reason). This module is
 the one place that decides; `layers.Dense` takes whichever name it is given.
 """
 
-from collections.abc import Mapping
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -25,22 +25,22 @@ class Placement:
       for out_in on a CPU and in_out elsewhere.
   """
 
-  dtype: str = "float32"
-  kernel_layout: Literal["auto", "in_out", "out_in"] = "auto"
+  dtype: str = 'float32'
+  kernel_layout: Literal['auto', 'in_out', 'out_in'] = 'auto'
 
   def __post_init__(self):
-    if self.kernel_layout not in ("auto", "in_out", "out_in"):
+    if self.kernel_layout not in ('auto', 'in_out', 'out_in'):
       raise ValueError(
         "Placement.kernel_layout must be 'auto', 'in_out' or 'out_in', got"
-        f" {self.kernel_layout!r}."
+        f' {self.kernel_layout!r}.'
       )
 
   @property
   def transposed(self) -> bool:
     """Whether kernels are stored [out, in]."""
-    if self.kernel_layout == "auto":
-      return jax.default_backend() == "cpu"
-    return self.kernel_layout == "out_in"
+    if self.kernel_layout == 'auto':
+      return jax.default_backend() == 'cpu'
+    return self.kernel_layout == 'out_in'
 
 
 def place(params: Params, placement: Placement = Placement()) -> Params:
@@ -59,8 +59,8 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   for name, value in params.items():
     if isinstance(value, Mapping):
       placed[name] = place(value, placement)
-    elif name == "kernel" and placement.transposed:
-      placed["kernel_out_in"] = jnp.asarray(value.T, placement.dtype)
+    elif name == 'kernel' and placement.transposed:
+      placed['kernel_out_in'] = jnp.asarray(value.T, placement.dtype)
     else:
       placed[name] = jnp.asarray(value, placement.dtype)
   return placed

@@ -84,6 +84,11 @@ class MarkovModel:
       )
     self.params = {'table': jnp.asarray(table), 'offset': jnp.asarray(offset)}
 
+  def init(self, key: jax.Array):
+    """The parameters: they are given, not random."""
+    del key
+    return self.params
+
   def prefill(self, params, inputs: jax.Array, max_length: int) -> MarkovCache:
     """An empty cache of `max_length` slots for inputs int32[B, E]."""
     batch = inputs.shape[0]

@@ -7,8 +7,8 @@ Dimension key, used in every docstring of the library:
 
 import enum
 
-from flax import struct
 import jax
+from flax import struct
 
 
 @struct.dataclass

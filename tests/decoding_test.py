@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from specdec_jax import testing
-from specdec_jax.decoding import autoregressive
-from specdec_jax.decoding import speculative
+from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
@@ -95,9 +94,9 @@ def cycle(period=10, scale=30.0):
   return testing.MarkovModel(table)
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize('gamma', [0, 1, 2, 3, 5, 8])
 def test_greedy_equals_plain(gamma):
-  """Ragged rows, an order-2 target (a stale cache would show), a budget each."""
+  """Ragged rows, a budget each; at order 2 a stale cache would show."""
   target = random_markov(1, VOCAB, order=2, scale=2.0, input_scale=1.0)
   draft = random_markov(1, VOCAB, order=1, scale=2.0, input_scale=1.0)
   inputs = np.random.default_rng(0).integers(1, VOCAB, (7, 5))
@@ -111,18 +110,18 @@ def test_greedy_equals_plain(gamma):
   np.testing.assert_allclose(have.log_probs, want.log_probs, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, SamplingConfig(0.7, 4, 0.9)])
+@pytest.mark.parametrize('sampling', [SAMPLED, SamplingConfig(0.7, 4, 0.9)])
 def test_gamma_zero_is_the_baseline_bit_for_bit(sampling):
   target = random_markov(3, VOCAB, order=2)
   options = dict(batch=5, sampling=sampling, seed=4)
   want = plain(target, make_request(**options))
   have = speculate(target, target, make_request(gamma=0, **options))
-  for name in ("tokens", "length", "log_probs", "finish_reason"):
+  for name in ('tokens', 'length', 'log_probs', 'finish_reason'):
     np.testing.assert_array_equal(getattr(have, name), getattr(want, name))
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 4])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize('gamma', [1, 2, 4])
+@pytest.mark.parametrize('sampling', [GREEDY, SAMPLED])
 def test_target_as_its_own_drafter_is_always_right(gamma, sampling):
   """Any debt that is not paid, or paid at a wrong slot, rejects something."""
   target = random_markov(5, VOCAB, order=2, scale=2.0)
@@ -159,8 +158,8 @@ def mostly_wrong():
   return always(lambda token: token % 3 + 2)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 4])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize('gamma', [1, 2, 4])
+@pytest.mark.parametrize('sampling', [GREEDY, SAMPLED])
 def test_always_wrong_drafter(gamma, sampling):
   """gamma = 1 and nothing accepted: right from the first round on."""
   target = cycle()
@@ -197,8 +196,8 @@ def test_drafter_of_probability_zero_is_the_plain_loop():
   assert have.stats.num_accepted.sum() == 0
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
-@pytest.mark.parametrize("perfect", [True, False])
+@pytest.mark.parametrize('gamma', [1, 2, 3, 4])
+@pytest.mark.parametrize('perfect', [True, False])
 def test_stop_at_each_position_of_a_draft(gamma, perfect):
   """The chain 2, 3, ..., 11 stops at each of its tokens in turn."""
   target = cycle()
@@ -215,7 +214,7 @@ def test_stop_at_each_position_of_a_draft(gamma, perfect):
     assert result.finish_reason[0] == FinishReason.STOP
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
+@pytest.mark.parametrize('gamma', [1, 2, 3, 4])
 def test_budget_ends_at_each_position_of_a_draft(gamma):
   target = cycle()
   limits = np.arange(0, 12)
@@ -240,7 +239,7 @@ def test_stop_on_the_last_token_of_the_budget_is_a_stop():
   assert result.finish_reason[0] == FinishReason.STOP
 
 
-@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize('gamma', [0, 3])
 def test_min_length_holds_stops_back(gamma):
   target = random_markov(2, VOCAB, order=1, scale=0.5)
   minimum = [0, 3, 8, 20, 5, 1]
@@ -327,11 +326,11 @@ def test_log_probs_are_the_models_own():
     prefix.append(int(result.tokens[0, i]))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("gamma", [0, 2])
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('gamma', [0, 2])
 def test_logits_that_are_no_distribution_end_the_row(bad, gamma):
   """Row 0 reaches the bad state after three tokens; row 1 never does."""
-  table = np.array(cycle().params["table"])
+  table = np.array(cycle().params['table'])
   table[4, :] = bad
   target = testing.MarkovModel(table)
   request = make_request(

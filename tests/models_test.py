@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import checkpoints
-from specdec_jax import partitioning
-from specdec_jax.models import kv_cache
-from specdec_jax.models import layers
-from specdec_jax.models import t5
+from specdec_jax import checkpoints, partitioning
+from specdec_jax.models import kv_cache, layers, t5
 
 T5_1_1 = t5.T5Config(
   vocab_size=60,
@@ -24,17 +21,17 @@ T5_1_1 = t5.T5Config(
   mlp_dim=48,
 )
 T5_1_0 = dataclasses.replace(
-  T5_1_1, mlp_activations=("relu",), logits_via_embedding=True
+  T5_1_1, mlp_activations=('relu',), logits_via_embedding=True
 )
 FIXTURE = (
   pathlib.Path(__file__).parents[2]
-  / "shared/fixtures/t5x/legacy_msgpack.checkpoint_0"
+  / 'shared/fixtures/t5x/legacy_msgpack.checkpoint_0'
 )
 
 
 def make(config=T5_1_1, seed=0):
   model = t5.T5(config)
-  return model, model.init(jax.random.key(seed))
+  return model, jax.jit(model.init)(jax.random.key(seed))
 
 
 def tokens(seed, *shape):
@@ -48,8 +45,8 @@ def ragged_inputs(batch=3, width=11):
   return jnp.asarray(inputs)
 
 
-@pytest.mark.parametrize("layout", ["in_out", "out_in"])
-@pytest.mark.parametrize("config", [T5_1_1, T5_1_0], ids=["1.1", "1.0"])
+@pytest.mark.parametrize('layout', ['in_out', 'out_in'])
+@pytest.mark.parametrize('config', [T5_1_1, T5_1_0], ids=['1.1', '1.0'])
 def test_extend_in_pieces_equals_teacher_forcing(config, layout):
   model, params = make(config)
   inputs, targets = ragged_inputs(), tokens(2, 3, 150)
@@ -89,7 +86,7 @@ def test_rows_at_their_own_places():
   np.testing.assert_array_equal(cache.length, starts + 4)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 5, 9])
+@pytest.mark.parametrize('kept', [0, 1, 5, 9])
 def test_rewound_cache_equals_a_fresh_one(kept):
   """What lay past a rewind leaves no trace, whatever was written there."""
   model, params = make()
@@ -133,11 +130,15 @@ def test_write_places_each_row():
   buffer = jnp.zeros((2, 1, 2, 6))
   new = jnp.arange(1, 9, dtype=jnp.float32).reshape(2, 2, 1, 2)
   written = kv_cache.write(buffer, new, jnp.array([4, 0]))
-  np.testing.assert_array_equal(written[0, 0], [[0] * 4 + [1, 3], [0] * 4 + [2, 4]])
-  np.testing.assert_array_equal(written[1, 0], [[5, 7] + [0] * 4, [6, 8] + [0] * 4])
+  np.testing.assert_array_equal(
+    written[0, 0], [[0] * 4 + [1, 3], [0] * 4 + [2, 4]]
+  )
+  np.testing.assert_array_equal(
+    written[1, 0], [[5, 7] + [0] * 4, [6, 8] + [0] * 4]
+  )
 
 
-@pytest.mark.parametrize("slots", [5, 64, 65, 130, 513])
+@pytest.mark.parametrize('slots', [5, 64, 65, 130, 513])
 def test_buckets_cover_the_buffer(slots):
   sizes = kv_cache.buckets(slots)
   assert sizes[-1] == slots
@@ -161,7 +162,7 @@ def reference_bucket(distance: int, bidirectional: bool) -> int:
   return offset + min(exact + int(steps * (buckets - exact)), buckets - 1)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize('bidirectional', [False, True])
 def test_relative_position_buckets(bidirectional):
   distance = np.arange(-300, 301)
   # At exact powers the logarithm's rounding decides; T5X adds an epsilon.
@@ -174,7 +175,7 @@ def test_relative_position_buckets(bidirectional):
 
 def test_bfloat16_stays_close():
   model, params = make()
-  half = t5.T5(dataclasses.replace(T5_1_1, dtype="bfloat16"))
+  half = t5.T5(dataclasses.replace(T5_1_1, dtype='bfloat16'))
   inputs, targets = ragged_inputs(), tokens(2, 3, 10)
   want = model.logits(params, inputs, targets)
   have = half.logits(params, inputs, targets)
@@ -193,11 +194,11 @@ def test_dropout_only_with_a_key():
 
 
 @pytest.mark.parametrize(
-  ("field", "value", "words"),
+  ('field', 'value', 'words'),
   [
-    ("num_heads", 0, "at least 1, got 0"),
-    ("dtype", "float16", "'float32' or 'bfloat16'"),
-    ("mlp_activations", ("swish",), "swish"),
+    ('num_heads', 0, 'at least 1, got 0'),
+    ('dtype', 'float16', "'float32' or 'bfloat16'"),
+    ('mlp_activations', ('swish',), 'swish'),
   ],
 )
 def test_config_says_what_is_wrong(field, value, words):

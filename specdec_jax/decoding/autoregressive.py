@@ -55,7 +55,6 @@ def run(
 ) -> DecodeState:
   """Runs rounds until every row is finished or `max_rounds` (int32[]) ran."""
 
-
   def one_round(state):
     return step(target, params, request, state)
 

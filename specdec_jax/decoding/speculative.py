@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flax import struct
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from specdec_jax import probs

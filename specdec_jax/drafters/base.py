@@ -8,9 +8,9 @@ one needs only to be fast and often right.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flax import struct
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from specdec_jax.probs import SamplingParams
 from specdec_jax.types import Draft

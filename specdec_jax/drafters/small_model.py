@@ -59,7 +59,7 @@ def small_model(model: LanguageModel) -> Drafter:
   return Drafter(model.prefill, propose, commit)
 
 
-def _draw(logits: jax.Array, context: Context, index: jax.Array):
+def _draw(logits: jax.Array, context: Context, index: jax.Array | int):
   """Draws proposal `index` of each row from logits [B, V].
 
   Returns:

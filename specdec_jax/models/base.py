@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 Params = Any  # a nested dict of arrays, named as T5X names them
-Cache = TypeVar("Cache")
+Cache = TypeVar('Cache')
 
 
 class LanguageModel(Protocol[Cache]):
@@ -18,6 +18,10 @@ class LanguageModel(Protocol[Cache]):
   @property
   def vocab_size(self) -> int:
     """V, the width of the logits."""
+    ...
+
+  def init(self, key: jax.Array) -> Params:
+    """Random parameters; their names and shapes are what a checkpoint has."""
     ...
 
   def prefill(

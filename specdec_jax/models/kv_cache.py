@@ -10,9 +10,9 @@ head_dim), because the slots are the vector lanes; `scripts/benchmark.py`
 measures it.
 """
 
-from flax import struct
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 
@@ -48,7 +48,7 @@ class KVCache:
     """T, the tokens a row can hold."""
     return self.keys[0].shape[-1]
 
-  def rewind(self, length: jax.Array) -> "KVCache":
+  def rewind(self, length: jax.Array) -> 'KVCache':
     """Returns the cache with only the first `length` (int32[B]) tokens."""
     return self.replace(length=length)
 

@@ -5,19 +5,19 @@ divided by sqrt(head_dim) (it is folded into the initialisation), the norm is
 RMS without a bias, and no Dense has a bias.
 """
 
-from collections.abc import Sequence
 import functools
+from collections.abc import Callable, Sequence
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 import numpy as np
+from flax import linen as nn
+from jax import lax
 
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 _kernel_init = nn.initializers.variance_scaling(
-  1.0, "fan_in", "truncated_normal"
+  1.0, 'fan_in', 'truncated_normal'
 )
 
 
@@ -55,18 +55,18 @@ class Dense(nn.Module):
   """
 
   features: int
-  dtype: str = "float32"
+  dtype: str = 'float32'
   kernel_init: nn.initializers.Initializer = _kernel_init
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., in] to [..., features]."""
     x = x.astype(self.dtype)
-    if self.has_variable("params", "kernel_out_in"):
-      kernel = self.get_variable("params", "kernel_out_in")
+    if self.has_variable('params', 'kernel_out_in'):
+      kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
       return dense_out_in(kernel.astype(self.dtype), x)
     shape = (x.shape[-1], self.features)
-    kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
+    kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
     return jnp.matmul(
       x, kernel.astype(self.dtype), precision=precision(self.dtype)
     )
@@ -77,11 +77,11 @@ class Embed(nn.Module):
 
   vocab_size: int
   features: int
-  dtype: str = "float32"
+  dtype: str = 'float32'
 
   def setup(self):
     self.embedding = self.param(
-      "embedding",
+      'embedding',
       nn.initializers.normal(stddev=1.0),
       (self.vocab_size, self.features),
       jnp.float32,
@@ -95,20 +95,20 @@ class Embed(nn.Module):
     """Maps [..., features] to logits [..., vocab_size]."""
     embedding = self.embedding.astype(self.dtype)
     return jnp.einsum(
-      "...m,vm->...v", x, embedding, precision=precision(self.dtype)
+      '...m,vm->...v', x, embedding, precision=precision(self.dtype)
     )
 
 
 class RMSNorm(nn.Module):
   """Root mean square norm with a scale (T5X calls it LayerNorm)."""
 
-  dtype: str = "float32"
+  dtype: str = 'float32'
   epsilon: float = 1e-6
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalises [..., M] in float32."""
-    scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+    scale = self.param('scale', nn.initializers.ones, (x.shape[-1],))
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
     normed = x * lax.rsqrt(mean_square + self.epsilon)
@@ -116,11 +116,11 @@ class RMSNorm(nn.Module):
 
 
 # T5X's `gelu` is the tanh form.
-ACTIVATIONS = {
-  "relu": jax.nn.relu,
-  "gelu": functools.partial(jax.nn.gelu, approximate=True),
-  "silu": jax.nn.silu,
-  "linear": lambda x: x,
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  'relu': jax.nn.relu,
+  'gelu': functools.partial(jax.nn.gelu, approximate=True),
+  'silu': jax.nn.silu,
+  'linear': lambda x: x,
 }
 
 
@@ -138,14 +138,14 @@ class MLP(nn.Module):
     """Maps [..., M] to [..., M]."""
     factors = []
     for i, name in enumerate(self.activations):
-      dense = "wi" if len(self.activations) == 1 else f"wi_{i}"
+      dense = 'wi' if len(self.activations) == 1 else f'wi_{i}'
       hidden = Dense(self.hidden, self.dtype, name=dense)(x)
       factors.append(ACTIVATIONS[name](hidden))
     hidden = functools.reduce(jnp.multiply, factors)
     hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(
       hidden, deterministic=deterministic
     )
-    return Dense(self.features, self.dtype, name="wo")(hidden)
+    return Dense(self.features, self.dtype, name='wo')(hidden)
 
 
 def attend(
@@ -169,10 +169,10 @@ def attend(
     queries = jnp.concatenate([queries, queries], axis=1)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
   exact = precision(str(queries.dtype))
-  scores = jnp.einsum("bshd,bhdt->bhst", queries, keys, precision=exact)
+  scores = jnp.einsum('bshd,bhdt->bhst', queries, keys, precision=exact)
   weights = jax.nn.softmax(scores.astype(jnp.float32) + bias, axis=-1)
   weights = weights.astype(values.dtype)
-  mixed = jnp.einsum("bhst,bhdt->bshd", weights, values, precision=exact)
+  mixed = jnp.einsum('bhst,bhdt->bshd', weights, values, precision=exact)
   return mixed[:, :num_queries].reshape(*mixed.shape[:1], num_queries, -1)
 
 
@@ -257,8 +257,8 @@ class RelativeBias(nn.Module):
   def __call__(self, relative_position: np.ndarray) -> jax.Array:
     """Maps int[...] (key - query position) to float32[H, ...]."""
     table = self.param(
-      "rel_embedding",
-      nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+      'rel_embedding',
+      nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
       (self.num_heads, self.num_buckets),
     )
     bucket = relative_position_bucket(

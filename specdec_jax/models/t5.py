@@ -6,15 +6,15 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 
 import dataclasses
 import functools
+from typing import cast
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 import numpy as np
+from flax import linen as nn
+from jax import lax
 
-from specdec_jax.models import kv_cache
-from specdec_jax.models import layers
+from specdec_jax.models import kv_cache, layers
 from specdec_jax.models.base import Params
 
 
@@ -46,29 +46,28 @@ class T5Config:
   num_decoder_layers: int
   head_dim: int
   mlp_dim: int
-  mlp_activations: tuple[str, ...] = ("gelu", "linear")
+  mlp_activations: tuple[str, ...] = ('gelu', 'linear')
   dropout_rate: float = 0.0
   logits_via_embedding: bool = False
-  dtype: str = "float32"
+  dtype: str = 'float32'
 
   def __post_init__(self):
-    object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+    object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.type in (int, "int") and value < 1:
+      if field.type in (int, 'int') and value < 1:
         raise ValueError(
-          f"T5Config.{field.name} must be at least 1, got {value}."
+          f'T5Config.{field.name} must be at least 1, got {value}.'
         )
-    if self.dtype not in ("float32", "bfloat16"):
+    if self.dtype not in ('float32', 'bfloat16'):
       raise ValueError(
-        "T5Config.dtype must be 'float32' or 'bfloat16', got"
-        f" {self.dtype!r}."
+        f"T5Config.dtype must be 'float32' or 'bfloat16', got {self.dtype!r}."
       )
     unknown = set(self.mlp_activations) - set(layers.ACTIVATIONS)
     if unknown or not self.mlp_activations:
       raise ValueError(
-        "T5Config.mlp_activations must name one or more of"
-        f" {sorted(layers.ACTIVATIONS)}, got {self.mlp_activations}."
+        'T5Config.mlp_activations must name one or more of'
+        f' {sorted(layers.ACTIVATIONS)}, got {self.mlp_activations}.'
       )
 
 
@@ -121,9 +120,7 @@ class Encoder(nn.Module):
 
   def setup(self):
     config = self.config
-    self.relpos_bias = layers.RelativeBias(
-      config.num_heads, bidirectional=True
-    )
+    self.relpos_bias = layers.RelativeBias(config.num_heads, bidirectional=True)
     self.layers = [
       EncoderLayer(config) for _ in range(config.num_encoder_layers)
     ]
@@ -333,8 +330,7 @@ class _EncoderDecoder(nn.Module):
 
     def empty():
       return tuple(
-        jnp.zeros(shape, config.dtype)
-        for _ in range(config.num_decoder_layers)
+        jnp.zeros(shape, config.dtype) for _ in range(config.num_decoder_layers)
       )
 
     return kv_cache.KVCache(
@@ -370,7 +366,7 @@ class T5:
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters, a nested dict with T5X's names."""
     token = jnp.ones((1, 1), jnp.int32)
-    return self._module.init(key, token, token)["params"]
+    return self._module.init(key, token, token)['params']
 
   def logits(
     self,
@@ -390,25 +386,26 @@ class T5:
     Returns:
       float32[B, S, V].
     """
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
-    return self._module.apply(
-      {"params": params},
+    rngs = None if dropout_key is None else {'dropout': dropout_key}
+    logits = self._module.apply(
+      {'params': params},
       inputs,
       decoder_inputs,
       deterministic=dropout_key is None,
       rngs=rngs,
     )
+    return cast(jax.Array, logits)
 
   def prefill(self, params, inputs, max_length):
     """Runs the encoder once; returns a `KVCache` with `length` 0."""
     return self._module.apply(
-      {"params": params}, inputs, max_length, method="prefill"
+      {'params': params}, inputs, max_length, method='prefill'
     )
 
   def extend(self, params, cache, tokens):
     """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
     return self._module.apply(
-      {"params": params}, cache, tokens, method="extend"
+      {'params': params}, cache, tokens, method='extend'
     )
 
   def rewind(self, cache, length):

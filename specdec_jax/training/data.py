@@ -250,6 +250,11 @@ class PackedBatches:
     rows = max(1, (self._config.tokens_per_part or budget) // length)
     return max(1, budget // (rows * length)), rows, length
 
+  def shapes(self) -> list[tuple[int, int, int]]:
+    """The shapes of the first epoch's batches; a later one may add one."""
+    lengths = {length for length, _ in self._plan(0).batches}
+    return [self.shape(length) for length in sorted(lengths)]
+
   def epoch(self, number: int = 0) -> Iterator[Batch]:
     """All batches of one epoch."""
     for index in range(len(self._plan(number).batches)):

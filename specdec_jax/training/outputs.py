@@ -26,7 +26,6 @@ from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.settings import claim
 from specdec_jax.types import FinishReason
 
-
 # Dozens of rows a call: what packing a kernel costs is shared by all of them.
 PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 

@@ -1,11 +1,12 @@
 """The training loop: objective, step, evaluation, checkpoints, resume."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import flax.struct
@@ -159,8 +160,20 @@ class Trainer:
     train_data: PackedBatches,
     valid_data: PackedBatches | None = None,
     log: Callable[[str], None] | None = None,
+    measure: Callable[[Params], Mapping[str, float]] | None = None,
   ):
+    """
+    Args:
+      objective: what is minimised.
+      config: the run.
+      train_data: batches to learn from.
+      valid_data: held-out batches.
+      log: gets each line; by default standard error.
+      measure: what else to report of parameters at an evaluation. Its time is
+        not counted as training time.
+    """
     self.config = config
+    self._measure = measure
     self._objective = objective
     self._train_data = train_data
     self._valid_data = valid_data
@@ -184,6 +197,24 @@ class Trainer:
   def export_params(self, state: TrainState) -> Params:
     """What the run is for: the average where one is kept."""
     return state.params if state.ema is None else state.ema
+
+  def compile(self, state: TrainState) -> None:
+    """Compiles the programs of the run, so that its clock does not pay."""
+    key = jax.random.key(0)
+    params = self.export_params(state)
+    for shape in self._train_data.shapes():
+      lowered = self._gradient.lower(
+        self._objective, state.params, _batch_like(shape), key
+      )
+      lowered.compile()
+    gradients = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info[0]
+    )
+    self._update.lower(state, gradients, np.float32(0)).compile()
+    if self._valid_data is not None:
+      for shape in self._valid_data.shapes():
+        batch = _batch_like(shape)
+        self._evaluate.lower(self._objective, params, batch).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
     """Means over the held-out tokens; {} without held-out data."""
@@ -222,9 +253,10 @@ class Trainer:
     if store is not None and store.latest_step() is not None:
       state, extra = store.restore(state)
       elapsed = float(extra['elapsed_s'])
-    clock = _Clock(elapsed)
     step = int(state.step)
     reporter = reporting.Reporter(config.steps, config.max_minutes, self._log)
+    self.compile(state)
+    clock = _Clock(elapsed)
     last_save = clock.elapsed_s
     with reporter:
       if step:
@@ -235,13 +267,13 @@ class Trainer:
         if step == stop_after:
           return state
         if step % config.eval_every == 0:
-          self._report_eval(state, step, reporter)
+          self._report_eval(state, step, clock, reporter)
         minutes = (clock.elapsed_s - last_save) / 60
         if store is not None and _due(config, step, minutes):
           store.save(step, state, {'elapsed_s': clock.elapsed_s})
           last_save = clock.elapsed_s
       if step % config.eval_every:
-        self._report_eval(state, step, reporter)
+        self._report_eval(state, step, clock, reporter)
     if store is not None:
       if store.latest_step() != step:
         store.save(step, state, {'elapsed_s': clock.elapsed_s})
@@ -276,8 +308,12 @@ class Trainer:
       )
     return state
 
-  def _report_eval(self, state, step, reporter) -> None:
-    means = self.evaluate(self.export_params(state))
+  def _report_eval(self, state, step, clock, reporter) -> None:
+    params = self.export_params(state)
+    means = self.evaluate(params)
+    if self._measure is not None:
+      with clock.paused():
+        means |= self._measure(params)
     if means:
       reporter.evaluation(step, means)
 
@@ -298,6 +334,18 @@ class _Clock:
   @property
   def elapsed_s(self) -> float:
     return time.monotonic() - self._start
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """What is done inside does not count."""
+    begin = time.monotonic()
+    yield
+    self._start += time.monotonic() - begin
+
+
+def _batch_like(shape: tuple[int, int, int]) -> Batch:
+  side: Any = jax.ShapeDtypeStruct(shape, np.int32)
+  return Batch(side, side)
 
 
 def _gradient(objective, params, batch, key):

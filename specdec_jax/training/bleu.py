@@ -1,0 +1,61 @@
+"""BLEU of greedy outputs, by sacrebleu where it is installed."""
+
+import importlib.util
+import itertools
+
+import numpy as np
+
+from specdec_jax import partitioning
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.training.data import TokenPairs
+from specdec_jax.training.outputs import PLACEMENT, Decoder, OutputsConfig
+
+
+def available() -> bool:
+  """Whether sacrebleu is installed."""
+  return importlib.util.find_spec('sacrebleu') is not None
+
+
+class Bleu:
+  """Corpus BLEU of a model over the first pairs of a held-out set."""
+
+  def __init__(
+    self,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    pairs: TokenPairs,
+    number: int,
+    config: OutputsConfig = OutputsConfig(max_ratio=2.0, max_extra=16),
+  ):
+    """
+    Args:
+      model: a `LanguageModel`.
+      tokenizer: of the pairs.
+      pairs: sources and references; those too long for `config` are left out.
+      number: how many.
+      config: how sources are decoded, greedily.
+    """
+    self._tokenizer, self._config = tokenizer, config
+    self._decoder = Decoder(model, config)
+    lengths = np.diff(pairs.inputs_offsets)
+    usable = (lengths > 0) & (lengths < config.widths[-1])
+    chosen = np.flatnonzero(usable)[:number]
+    self._pairs = [pairs[i] for i in chosen[np.argsort(lengths[chosen])]]
+
+  def __call__(self, params: Params) -> dict[str, float]:
+    """{'bleu': 0 to 100} of these parameters."""
+    import sacrebleu
+
+    placed = partitioning.place(params, PLACEMENT)
+    found = []
+    for at in range(0, len(self._pairs), self._config.batch_size):
+      batch = self._pairs[at : at + self._config.batch_size]
+      sources = [source for source, _ in batch]
+      found.append(self._decoder(placed, sources, range(len(batch))))
+    texts = [
+      self._tokenizer.decode(output.tokens)
+      for output in itertools.chain.from_iterable(found)
+    ]
+    references = [self._tokenizer.decode(target) for _, target in self._pairs]
+    return {'bleu': sacrebleu.corpus_bleu(texts, [references]).score}

@@ -1,0 +1,353 @@
+"""A training run: from a file of pairs to a checkpoint."""
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax import compilation_cache, files
+from specdec_jax.checkpoints import check_params, load_params
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.tokenizer import Tokenizer, train_tokenizer
+from specdec_jax.training import bleu, data, trainer
+from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
+from specdec_jax.training.distill import Distillation
+from specdec_jax.training.losses import DistillationWeights
+from specdec_jax.training.outputs import (
+  OutputsConfig,
+  digest,
+  generate_outputs,
+)
+from specdec_jax.training.settings import claim
+from specdec_jax.training.trainer import CrossEntropy, TrainConfig, Trainer
+
+MODEL_FILE = 'model.msgpack'
+_STATES = 'train_states'
+_OUTPUTS = 'outputs'
+# What is held out is decoded both ways: agreement is about the one, the
+# acceptance rate at temperature 1 about the other.
+_EVAL_TEMPERATURES = (0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+  """Learning from the data's own targets; see `losses.cross_entropy`."""
+
+  label_smoothing: float = 0.0
+  z_loss: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTarget:
+  """Learning from another model: distillation.
+
+  Attributes:
+    target: the model to follow.
+    checkpoint_path: its parameters, a single-file T5X checkpoint.
+    weights: of the loss's terms.
+    outputs: how the target's own outputs for the data's sources are made;
+      None takes the data's targets as they are.
+    num_eval_outputs: how many are made of the held-out sources.
+    outputs_folder: where outputs are kept, or found; None is a folder in
+      `TrainRun.model_dir`.
+    only_outputs: end when the outputs exist.
+  """
+
+  target: LanguageModel
+  checkpoint_path: str
+  weights: DistillationWeights = DistillationWeights()
+  outputs: OutputsConfig | None = OutputsConfig()
+  num_eval_outputs: int = 512
+  outputs_folder: str | None = None
+  only_outputs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRun:
+  """One run of training.
+
+  Data is a UTF-8 file of source<TAB>target lines (`.gz` or not), a `.npz` file
+  as `TokenPairs.save` writes it, or a seqio task.
+
+  Attributes:
+    model: what is trained, a T5.
+    model_dir: gets the parameters (model.msgpack, a T5X checkpoint), the
+      states that a killed run goes on from, and what else belongs to the run.
+    train_file: data, unless there is a task.
+    eval_file: held-out data; None goes without.
+    task: name of a seqio task with the splits 'train' and 'validation'.
+    task_module: module to import first, which registers the task.
+    vocab_path: sentencepiece model. Where there is none yet, it is trained on
+      both sides of `train_file`. Only text needs one.
+    init_checkpoint_path: parameters to begin with, a single-file T5X
+      checkpoint; None begins with random ones.
+    packing: how pairs become batches.
+    training: length, optimiser, evaluation.
+    learning: from what.
+    export_dtype: of the parameters in model.msgpack.
+    bleu_examples: held-out sources that are decoded at each evaluation, for
+      BLEU; 0 is none.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  model: LanguageModel
+  model_dir: str
+  train_file: str | None = None
+  eval_file: str | None = None
+  task: str | None = None
+  task_module: str | None = None
+  vocab_path: str | None = None
+  init_checkpoint_path: str | None = None
+  packing: PackingConfig = PackingConfig()
+  training: TrainConfig = TrainConfig()
+  learning: Likelihood | FromTarget = Likelihood()
+  export_dtype: str = 'float32'
+  bleu_examples: int = 0
+
+  def __post_init__(self):
+    if not self.model_dir or not isinstance(self.model_dir, str):
+      raise ValueError(
+        'TrainRun.model_dir: expected a folder to write to, got'
+        f' {self.model_dir!r}.'
+      )
+    if (self.train_file is None) == (self.task is None):
+      raise ValueError(
+        'TrainRun: expected either a train_file or a seqio task, got'
+        f' train_file={self.train_file!r} and task={self.task!r}.'
+      )
+    for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
+      path = getattr(self, name)
+      if path is not None and not os.path.isfile(path):
+        raise ValueError(f'TrainRun.{name}: there is no file {path!r}.')
+    if self.export_dtype not in ('float32', 'bfloat16'):
+      raise ValueError(
+        "TrainRun.export_dtype: expected 'float32' or 'bfloat16', got"
+        f' {self.export_dtype!r}.'
+      )
+    needs_vocab = any(
+      path is not None and not path.endswith('.npz')
+      for path in (self.train_file, self.eval_file)
+    )
+    if self.vocab_path is None and (needs_vocab or self.bleu_examples):
+      raise ValueError(
+        'TrainRun.vocab_path: text and BLEU need the path of a sentencepiece'
+        ' model, which is trained there if it does not exist; only .npz files'
+        ' and tasks go without.'
+      )
+
+
+def train(
+  run: TrainRun,
+  beside: Mapping[str, Callable[[], str]] | None = None,
+  log: Callable[[str], None] | None = None,
+) -> Params | None:
+  """Trains, from where an earlier try in the same folder was killed.
+
+  Args:
+    run: what.
+    beside: more files for the folder: name -> function of its text.
+    log: gets lines of progress; by default standard error.
+
+  Returns:
+    The parameters, which are also in `model_dir`; None where only outputs were
+    asked for.
+
+  Raises:
+    ValueError: data, checkpoint or vocabulary do not fit, before anything is
+      compiled; or the folder holds a run of other settings.
+    FloatingPointError: the loss is no longer finite.
+  """
+  say = log or _to_stderr
+  compilation_cache.enable()
+  params, start = _first_params(run)
+  objective, described = _objective(run)
+  tokenizer = _tokenizer(run)
+  pairs, held_out = _pairs(run, tokenizer)
+  os.makedirs(run.model_dir, exist_ok=True)
+  for name, text in (beside or {}).items():
+    path = os.path.join(run.model_dir, name)
+    files.write_atomically(path, text().encode())
+  bleu_pairs, packing = held_out, run.packing
+  if isinstance(objective, Distillation) and run.learning.outputs is not None:
+    pairs, held_out = _outputs(run, objective.target_params, pairs, held_out)
+    # An output is one example: its source was joined before it was decoded.
+    packing = dataclasses.replace(packing, weights=(1.0,))
+    if run.learning.only_outputs:
+      return None
+  claim(
+    os.path.join(run.model_dir, 'settings.json'),
+    {
+      'model': repr(run.model),
+      'init': start,
+      'learning': described,
+      'optimizer': dataclasses.asdict(run.training.optimizer),
+      'ema_decay': run.training.ema_decay,
+      'seed': run.training.seed,
+      'packing': dataclasses.asdict(packing),
+      'train_data': digest(dataclasses.astuple(pairs)),
+    },
+  )
+  batches = PackedBatches(pairs, packing)
+  say(
+    f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
+    f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
+  )
+  loop = Trainer(
+    objective,
+    run.training,
+    batches,
+    held_out and PackedBatches(held_out, packing, keep_all=True),
+    log,
+    _measure(run, tokenizer, bleu_pairs, say),
+  )
+  state = loop.train(params, os.path.join(run.model_dir, _STATES))
+  params = loop.export_params(state)
+  path = os.path.join(run.model_dir, MODEL_FILE)
+  trainer.export(path, params, int(state.step), jnp.dtype(run.export_dtype))
+  say(f'{path}: parameters after {int(state.step)} steps')
+  return params
+
+
+def _to_stderr(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def _first_params(run: TrainRun) -> tuple[Params, str]:
+  """Parameters to begin with, and where they are from."""
+  key = jax.random.key(run.training.seed)
+  if run.init_checkpoint_path is None:
+    return run.model.init(key), 'random'
+  return _load_for(run.model, run.init_checkpoint_path)
+
+
+def _load_for(model: Any, path: str) -> tuple[Params, str]:
+  params = load_params(path, jnp.float32)
+  check_params(params, jax.eval_shape(model.init, jax.random.key(0)), path)
+  return params, digest(params)
+
+
+def _objective(run: TrainRun) -> tuple[trainer.Objective, dict[str, Any]]:
+  """What is minimised, and what is to be the same when a run goes on."""
+  learning = run.learning
+  if isinstance(learning, Likelihood):
+    described = dataclasses.asdict(learning)
+    return CrossEntropy(run.model, **described), described
+  if learning.target.vocab_size != run.model.vocab_size:
+    raise ValueError(
+      f'The target has a vocabulary of {learning.target.vocab_size}, the model'
+      f' to train one of {run.model.vocab_size}; both must share one.'
+    )
+  params, found = _load_for(learning.target, learning.checkpoint_path)
+  described = {
+    'target': repr(learning.target),
+    'target_params': found,
+    'weights': dataclasses.asdict(learning.weights),
+  }
+  params = jax.tree.map(jnp.asarray, params)
+  return Distillation(
+    run.model, learning.target, params, learning.weights
+  ), described
+
+
+def _tokenizer(run: TrainRun) -> Tokenizer | None:
+  if run.vocab_path is None:
+    return None
+  if os.path.exists(run.vocab_path):
+    return Tokenizer(run.vocab_path)
+  if run.train_file is None or run.train_file.endswith('.npz'):
+    raise ValueError(
+      f'There is no vocabulary at {run.vocab_path!r}, and none can be trained:'
+      ' that takes a train_file of text.'
+    )
+  os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
+  text = (side for pair in data.read_tsv(run.train_file) for side in pair)
+  return train_tokenizer(text, run.vocab_path, run.model.vocab_size)
+
+
+def _pairs(
+  run: TrainRun, tokenizer: Tokenizer | None
+) -> tuple[TokenPairs, TokenPairs | None]:
+  """Training and held-out pairs."""
+  if run.task is not None:
+    # seqio brings TensorFlow; nothing else here needs it.
+    from specdec_jax import tasks
+
+    if run.task_module is not None:
+      importlib.import_module(run.task_module)
+    names = (run.task, run.task)
+    found = [
+      TokenPairs.from_lists(*tasks.token_lists(run.task, split))
+      for split in tasks.splits(run.task)
+    ]
+    pairs, held_out = (*found, None)[:2]
+  else:
+    names = (run.train_file, run.eval_file)
+    pairs, held_out = (
+      None if path is None else _read(path, tokenizer) for path in names
+    )
+  for name, some in zip(names, (pairs, held_out), strict=True):
+    if some is not None:
+      _check_ids(some, run.model.vocab_size, name)
+  return pairs, held_out
+
+
+def _read(path: str, tokenizer: Tokenizer | None) -> TokenPairs:
+  if path.endswith('.npz'):
+    return TokenPairs.load(path)
+  return data.tokenise(data.read_tsv(path), tokenizer)
+
+
+def _check_ids(pairs: TokenPairs, vocab_size: int, name: str) -> None:
+  for side in (pairs.inputs, pairs.targets):
+    if len(side) and not 0 <= side.min() <= side.max() < vocab_size:
+      raise ValueError(
+        f'{name!r} has token ids from {side.min()} to {side.max()}; the model'
+        f' has a vocabulary of {vocab_size}. Do they belong together?'
+      )
+
+
+def _outputs(run, target_params, pairs, held_out):
+  """The target's own outputs for the sources of both."""
+  learning, say = run.learning, _to_stderr
+  folder = learning.outputs_folder or os.path.join(run.model_dir, _OUTPUTS)
+  os.makedirs(folder, exist_ok=True)
+  for_eval = dataclasses.replace(
+    learning.outputs,
+    num_examples=learning.num_eval_outputs,
+    max_minutes=0.0,
+    temperatures=_EVAL_TEMPERATURES,
+  )
+  made = []
+  for name, some, config in (
+    ('eval', held_out, for_eval),
+    ('train', pairs, learning.outputs),
+  ):
+    made.append(
+      some
+      and generate_outputs(
+        learning.target,
+        target_params,
+        PackedBatches(some, run.packing).examples(),
+        os.path.join(folder, f'{name}.npz'),
+        config,
+        say,
+      )
+    )
+  return made[1], made[0]
+
+
+def _measure(run, tokenizer, held_out, say):
+  """A function that gives BLEU, or None."""
+  if not run.bleu_examples or held_out is None:
+    return None
+  if not bleu.available():
+    say('sacrebleu is not installed: no BLEU at evaluations')
+    return None
+  return bleu.Bleu(run.model, tokenizer, held_out, run.bleu_examples)
