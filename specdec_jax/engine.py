@@ -253,8 +253,8 @@ class Engine:
     params: Any = self._target_params
     start: Any = functools.partial(autoregressive.start, target)
     run: Any = functools.partial(autoregressive.run, target)
-    if speculative:
-      drafter = self._drafter
+    drafter = self._drafter
+    if speculative and drafter is not None:
       params = PairParams(self._target_params, self._draft_params)
       start = functools.partial(speculative_loop.start, target, drafter)
       run = functools.partial(speculative_loop.run, target, drafter)

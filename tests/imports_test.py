@@ -26,6 +26,7 @@ LAYERS = (
   # use
   (
     'compilation_cache',
+    'environment',
     'completion',
     'engine',
     'training',

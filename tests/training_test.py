@@ -1,10 +1,16 @@
 """Data, losses, the loop and its resume."""
 
+import copy
+import dataclasses
+import functools
 import itertools
+import logging
+import os
 import pathlib
 import subprocess
 import sys
 import textwrap
+import time
 import types
 
 import jax
@@ -27,6 +33,7 @@ CONFIG = t5.T5Config(
   head_dim=8,
   mlp_dim=32,
 )
+MODEL = t5.T5(CONFIG)
 
 
 def copy_pairs(number=400, seed=0):
@@ -43,21 +50,35 @@ def packing(**changes):
   return data.PackingConfig(**(defaults | changes))
 
 
-def make_trainer(**changes):
-  settings = dict(
-    steps=12,
-    eval_every=6,
-    log_every=4,
-    checkpoint_minutes=0.0,
-    optimizer=optimizer.OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
-  )
-  lines = []
-  config = trainer.TrainConfig(**(settings | changes))
+OPTIMIZERS = {
+  name: optimizer.OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=5)
+  for name in optimizer.OPTIMIZERS
+}
+
+
+@functools.cache
+def compiled_trainer(name):
+  """One trainer for each optimiser: its programs are compiled once."""
+  config = trainer.TrainConfig(ema_decay=0.9, optimizer=OPTIMIZERS[name])
   batches = data.PackedBatches(copy_pairs(), packing(tokens_per_part=96))
   held_out = data.PackedBatches(copy_pairs(50, 1), packing(), keep_all=True)
-  objective = trainer.CrossEntropy(t5.T5(CONFIG))
-  loop = trainer.Trainer(objective, config, batches, held_out, lines.append)
-  return loop, t5.T5(CONFIG).init(jax.random.key(0)), lines
+  objective = trainer.CrossEntropy(MODEL, z_loss=1e-4)
+  return trainer.Trainer(objective, config, batches, held_out)
+
+
+@functools.cache
+def first_params():
+  return MODEL.init(jax.random.key(0))
+
+
+def make_trainer(name='adamw', **changes):
+  """A trainer for a run of its own, its first parameters, and its lines."""
+  loop = copy.copy(compiled_trainer(name))
+  defaults = dict(steps=12, eval_every=6, log_every=4, checkpoint_minutes=0.0)
+  loop.config = dataclasses.replace(loop.config, **(defaults | changes))
+  lines = []
+  loop._log = lines.append
+  return loop, first_params(), lines
 
 
 def assert_same(tree, other):
@@ -117,6 +138,21 @@ class TestData:
     # Weights (.5, .5): two examples for three pairs, within sampling noise.
     assert 0.60 < ends / len(pairs) < 0.75
 
+  def test_examples_are_those_of_the_batches(self):
+    pairs = copy_pairs()
+    batches = data.PackedBatches(pairs, packing(), keep_all=True)
+    joined = batches.examples()
+    assert len(joined.inputs) == len(pairs.inputs)
+    wanted = [x.tolist() for x, _ in (joined[i] for i in range(len(joined)))]
+    rows = [
+      [token for token in row.tolist() if token > 1]
+      for batch in batches.epoch(0)
+      for row in batch.inputs.reshape(-1, batch.inputs.shape[-1])
+    ]
+    assert sorted(wanted) == sorted(row for row in rows if row)
+    shapes = {batch.inputs.shape for batch in batches.epoch(0)}
+    assert shapes == set(batches.shapes())
+
   def test_packing_weights(self):
     pairs = data.TokenPairs.from_lists([[3]] * 3000, [[4]] * 3000)
     config = packing(weights=(0.4, 0.3, 0.2, 0.1), buckets=(8,))
@@ -159,21 +195,33 @@ class TestData:
       import sys
       for name in ('sentencepiece', 'seqio', 'tensorflow', 'gin'):
         sys.modules[name] = None
+      import jax
+      from specdec_jax import training
+      from specdec_jax.models import t5
       from specdec_jax.training import data, trainer
-      pairs = data.TokenPairs.load(sys.argv[1])
-      config = data.PackingConfig(buckets=(16,), tokens_per_batch=64)
-      print(data.PackedBatches(pairs, config).batch(0).targets.shape)
+      size = dict(vocab_size=16, emb_dim=8, num_heads=1, head_dim=8, mlp_dim=8)
+      training.train(training.TrainRun(
+        model=t5.T5(t5.T5Config(
+          num_encoder_layers=1, num_decoder_layers=1, **size)),
+        model_dir=sys.argv[2],
+        train_file=sys.argv[1],
+        packing=data.PackingConfig(buckets=(16,), tokens_per_batch=64),
+        training=trainer.TrainConfig(steps=1, log_every=1),
+      ))
       """
     )
+    model_dir = tmp_path / 'model'
     done = subprocess.run(
-      [sys.executable, '-c', script, str(tmp_path / 'pairs.npz')],
+      [sys.executable, '-c', script, tmp_path / 'pairs.npz', model_dir],
       cwd=ROOT,
+      env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla')},
       capture_output=True,
       text=True,
       check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == '(1, 4, 16)'
+    assert 'step 1/1 loss ' in done.stderr
+    assert (model_dir / 'model.msgpack').exists()
 
 
 class TestLosses:
@@ -216,13 +264,7 @@ class TestOptimizer:
 class TestTrainer:
   @pytest.mark.parametrize('name', optimizer.OPTIMIZERS)
   def test_loss_falls(self, name):
-    loop, params, lines = make_trainer(
-      steps=150,
-      eval_every=150,
-      optimizer=optimizer.OptimizerConfig(
-        name=name, learning_rate=1e-2, warmup_steps=10
-      ),
-    )
+    loop, params, lines = make_trainer(name, steps=150, eval_every=150)
     before = loop.evaluate(params)
     state = loop.train(params)
     after = loop.evaluate(loop.export_params(state))
@@ -231,11 +273,22 @@ class TestTrainer:
     assert after['accuracy'] > before['accuracy'] + 0.2
     assert any(line.startswith('eval step 150 ') for line in lines)
 
+  def test_all_is_compiled_before_the_first_step(self, caplog):
+    loop, params, _ = make_trainer()
+    loop.train(params)
+    # The update alone is compiled anew for a trainer of its own.
+    loop._update = jax.jit(loop._update.__wrapped__, donate_argnums=0)
+    state = loop.init(params)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+      loop.compile(state)
+      assert 'compilation of jit(_update)' in caplog.text
+      caplog.clear()
+      loop.train(params)
+    assert 'compilation of jit(_' not in caplog.text
+
   def test_parts_give_the_gradient_of_the_whole(self):
     loop, params, _ = make_trainer()
-    batch = data.PackedBatches(copy_pairs(), packing(tokens_per_part=96)).batch(
-      0
-    )
+    batch = loop._train_data.batch(0)
     assert batch.targets.shape[0] > 1
     whole = data.Batch(*(x.reshape(1, -1, x.shape[-1]) for x in batch))
     key = jax.random.key(0)
@@ -249,16 +302,12 @@ class TestTrainer:
 
   @pytest.mark.parametrize('name', optimizer.OPTIMIZERS)
   def test_resumed_run_equals_an_uninterrupted_one(self, name, tmp_path):
-    changes = dict(
-      ema_decay=0.9,
-      optimizer=optimizer.OptimizerConfig(name=name, warmup_steps=3),
-    )
-    loop, params, _ = make_trainer(**changes)
+    loop, params, _ = make_trainer(name)
     wanted = loop.train(params)
-    loop, params, _ = make_trainer(checkpoint_steps=5, **changes)
+    loop, params, _ = make_trainer(name, checkpoint_steps=5)
     killed = loop.train(params, tmp_path, stop_after=7)
     assert int(killed.step) == 7
-    loop, params, lines = make_trainer(**changes)
+    loop, params, lines = make_trainer(name)
     state = loop.train(params, tmp_path)
     assert lines[0].startswith('resumed at step 5')
     assert int(state.step) == 12
@@ -267,8 +316,7 @@ class TestTrainer:
   def test_a_state_of_another_optimizer_is_refused(self, tmp_path):
     loop, params, _ = make_trainer(steps=1)
     loop.train(params, tmp_path)
-    other = optimizer.OptimizerConfig(name='muon')
-    loop, params, _ = make_trainer(optimizer=other)
+    loop, params, _ = make_trainer('muon')
     with pytest.raises(ValueError, match='not one of this model and optim'):
       loop.train(params, tmp_path)
 
@@ -289,8 +337,19 @@ class TestTrainer:
     ]
     assert rates[-1] < 0.2 * max(rates)
 
+  def test_a_measurement_is_reported_and_takes_no_training_time(self):
+    clock = trainer._Clock(0.0)
+    with clock.paused():
+      time.sleep(0.05)
+    assert clock.elapsed_s < 0.05
+    loop, params, lines = make_trainer(steps=1)
+    loop._measure = lambda params: {'leaves': len(jax.tree.leaves(params))}
+    loop.train(params)
+    number = len(jax.tree.leaves(params))
+    assert f' leaves {number}.0000' in next(x for x in lines if 'eval' in x)
+
   def test_a_loss_that_is_not_finite_stops_the_run(self):
     loop, params, _ = make_trainer()
-    params['decoder']['decoder_norm']['scale'] *= np.nan
+    params = jax.tree.map(lambda x: x * np.nan, params)
     with pytest.raises(FloatingPointError, match='loss at step 0 is nan'):
       loop.train(params)

@@ -47,8 +47,11 @@ class Request:
 
   @property
   def cache_slots(self) -> int:
-    """T: start token, output, and a whole draft past the last token."""
-    return self.slots + self.gamma + 1
+    """T: start token, output, and a whole draft past the last token.
+
+    Rounded up to the buckets of attention, which then differ by a factor.
+    """
+    return -(-(self.slots + self.gamma + 1) // 64) * 64
 
 
 @struct.dataclass

@@ -5,18 +5,15 @@ block is generated from, so every number has one source.
 """
 
 import dataclasses
-import os
-import pathlib
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import rich.console
 import rich.table
 import rich.text
 
+from specdec_jax import environment
 from specdec_jax.completion import Completion
 
 PLAIN, SPECULATIVE = 'plain', 'speculative'
@@ -77,7 +74,7 @@ def summarise(
     summary['speed_up'] = total[0] / total[1] if all(total) else None
     if greedy:
       summary['agreement'] = _agreement(plain, speculative)
-  summary['machine'] = describe_machine()
+  summary['machine'] = environment.describe()
   return summary
 
 
@@ -128,30 +125,6 @@ def _agreement(plain: Mode, speculative: Mode) -> dict[str, Any]:
         }
       )
   return {'compared': len(plain.completions), 'disagreements': differences}
-
-
-def describe_machine() -> dict[str, Any]:
-  """Returns what a measurement must be read with: device, cores, versions."""
-  device = jax.devices()[0]
-  return {
-    'device': device.device_kind if device.platform != 'cpu' else _cpu_name(),
-    'platform': device.platform,
-    'devices': jax.device_count(),
-    'cores': len(os.sched_getaffinity(0))
-    if hasattr(os, 'sched_getaffinity')
-    else os.cpu_count(),
-    'jax': jax.__version__,
-    'python': platform.python_version(),
-  }
-
-
-def _cpu_name() -> str:
-  cpuinfo = pathlib.Path('/proc/cpuinfo')
-  if cpuinfo.exists():
-    for line in cpuinfo.read_text(errors='replace').splitlines():
-      if line.startswith('model name'):
-        return line.partition(':')[2].strip()
-  return platform.processor() or platform.machine()
 
 
 # The rows of the table: title, key in the summary of a mode, format.

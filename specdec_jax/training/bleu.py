@@ -26,7 +26,9 @@ class Bleu:
     tokenizer: Tokenizer,
     pairs: TokenPairs,
     number: int,
-    config: OutputsConfig = OutputsConfig(max_ratio=2.0, max_extra=16),
+    config: OutputsConfig = OutputsConfig(
+      max_ratio=2.0, max_extra=16, max_unfinished=0.0
+    ),
   ):
     """
     Args:

@@ -17,7 +17,6 @@ import numpy as np
 
 from specdec_jax import partitioning
 from specdec_jax.decoding import autoregressive
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
@@ -28,6 +27,7 @@ from specdec_jax.types import FinishReason
 
 # Dozens of rows a call: what packing a kernel costs is shared by all of them.
 PLACEMENT = partitioning.Placement(kernel_layout='in_out')
+_ROUNDS_A_LOOK = 4  # between two looks of the host for unfinished rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,10 @@ class OutputsConfig:
     widths: increasing lengths of a batch of sources, ends included, one program
       each. A source that is longer than the last is left out.
     max_ratio, max_extra: an output may have max_ratio tokens for each of its
-      source's and max_extra more. A batch runs until its last row is finished:
-      a tight limit keeps one that repeats itself from holding up the others.
+      source's and max_extra more.
+    max_unfinished: a batch ends, and its other rows with it, when at most this
+      share of its rows is unfinished: a row that repeats itself does not hold
+      up the others.
     chunk_batches: batches in one file; a run that is killed loses at most so
       many.
     seed: with the example's number, what its random numbers derive from.
@@ -57,6 +59,7 @@ class OutputsConfig:
   widths: tuple[int, ...] = (16, 32, 96)
   max_ratio: float = 1.25
   max_extra: int = 8
+  max_unfinished: float = 0.05
   chunk_batches: int = 8
   seed: int = 0
 
@@ -74,6 +77,11 @@ class OutputsConfig:
           f'OutputsConfig.{name} is {getattr(self, name)}; expected at least'
           f' {least}.'
         )
+    if not 0 <= self.max_unfinished < 1:
+      raise ValueError(
+        f'OutputsConfig.max_unfinished is {self.max_unfinished}; expected a'
+        ' share in [0, 1).'
+      )
     if not self.temperatures or min(self.temperatures) < 0:
       raise ValueError(
         f'OutputsConfig.temperatures is {self.temperatures}; expected one or'
@@ -97,7 +105,7 @@ class Output(NamedTuple):
 
   Attributes:
     tokens: int32[n], without its end of sequence.
-    ended: whether it ended by itself, not by its limit.
+    ended: whether it ended by itself, not by a limit.
   """
 
   tokens: np.ndarray
@@ -134,8 +142,10 @@ class Decoder:
     """
     request = self._request(sources, ids, temperature)
     state = self._start(params, request)
-    limit = jnp.int32(decode_state.NO_ROUND_LIMIT)
-    state = self._run(params, request, state, limit)
+    rounds = jnp.int32(_ROUNDS_A_LOOK)
+    allowed = int(self._config.max_unfinished * len(sources))
+    while np.sum(np.asarray(state.running)) > allowed:
+      state = self._run(params, request, state, rounds)
     tokens, length, reason = jax.device_get(
       (state.tokens, state.length, state.finish_reason)
     )

@@ -254,8 +254,8 @@ class Trainer:
       state, extra = store.restore(state)
       elapsed = float(extra['elapsed_s'])
     step = int(state.step)
-    reporter = reporting.Reporter(config.steps, config.max_minutes, self._log)
     self.compile(state)
+    reporter = reporting.Reporter(config.steps, config.max_minutes, self._log)
     clock = _Clock(elapsed)
     last_save = clock.elapsed_s
     with reporter:

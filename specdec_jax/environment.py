@@ -1,0 +1,38 @@
+"""What a measurement must be read with: device, versions, load."""
+
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+
+
+def describe() -> dict[str, Any]:
+  """Returns what a measurement must be read with: device, cores, versions."""
+  device = jax.devices()[0]
+  return {
+    'device': device.device_kind if device.platform != 'cpu' else _cpu_name(),
+    'platform': device.platform,
+    'devices': jax.device_count(),
+    'cores': len(os.sched_getaffinity(0))
+    if hasattr(os, 'sched_getaffinity')
+    else os.cpu_count(),
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+    'load_average': _load_average(),
+  }
+
+
+def _cpu_name() -> str:
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if cpuinfo.exists():
+    for line in cpuinfo.read_text(errors='replace').splitlines():
+      if line.startswith('model name'):
+        return line.partition(':')[2].strip()
+  return platform.processor() or platform.machine()
+
+
+def _load_average() -> float | None:
+  """Processes that wanted a core over the last minute, ours included."""
+  return round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
