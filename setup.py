@@ -32,6 +32,7 @@ setuptools.setup(
     'flax>=0.12',
     'gin-config>=0.5',
     'jax>=0.9',
+    'msgpack>=1.0',
     'numpy>=1.26',
     'optax>=0.2.5',
     'orbax-checkpoint>=0.11',

@@ -85,7 +85,7 @@ def from_generation(
       f' masked) at token {length}; check its parameters and dtype.'
     )
   return Completion(
-    text=decode(tokenizer, tokens),
+    text=decode(tokenizer, without_stop_id(tokens, reason)),
     tokens=tokens,
     log_probs=[float(x) for x in generation.log_probs[row, :length]],
     finish_reason=_REASONS[reason],
@@ -100,6 +100,11 @@ def from_generation(
   )
 
 
+def without_stop_id(tokens, reason: int):
+  """The tokens that have text; a stop id of the caller's may be a word."""
+  return tokens[:-1] if reason == FinishReason.STOP else tokens
+
+
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
   """Text of tokens; ids that pad the model's vocabulary give none."""
   return tokenizer.decode(
@@ -111,7 +116,8 @@ class Text:
   """The text of an output that may still grow.
 
   Attributes:
-    final: the text if nothing follows: up to the first stop string.
+    final: the text if nothing follows: up to the stop string that is complete
+      first, so that it does not depend on how many tokens came at once.
     has_stop_string: whether there is one.
   """
 
@@ -123,10 +129,10 @@ class Text:
   ):
     self._whole = decode(tokenizer, [int(token) for token in tokens])
     self._stop_strings = stop_strings
-    found = [self._whole.find(string) for string in stop_strings]
-    found = [place for place in found if place >= 0]
+    begins = [(self._whole.find(string), string) for string in stop_strings]
+    found = [(at + len(string), at) for at, string in begins if at >= 0]
     self.has_stop_string = bool(found)
-    self.final = self._whole[: min(found)] if found else self._whole
+    self.final = self._whole[: min(found)[1]] if found else self._whole
 
   @property
   def stable(self) -> str:
@@ -153,6 +159,8 @@ def cut_at_stop_string(
   if not stop_strings:
     return completion
   tokens = completion.tokens
+  if completion.finish_reason == _REASONS[FinishReason.STOP]:
+    tokens = without_stop_id(tokens, FinishReason.STOP)
   output = Text(tokenizer, np.asarray(tokens), stop_strings)
   if not output.has_stop_string:
     return completion

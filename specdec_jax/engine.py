@@ -18,6 +18,7 @@ from specdec_jax.completion import (
   cut_at_stop_string,
   from_generation,
   passed_over,
+  without_stop_id,
 )
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import speculative as speculative_loop
@@ -215,7 +216,8 @@ class Engine:
             jax.device_get(decode_state.generation(job.request, state))
           )[0].error
         )
-      output = Text(self.tokenizer, tokens[1:length], job.options.stop_strings)
+      tokens = without_stop_id(tokens[1:length], reason)
+      output = Text(self.tokenizer, tokens, job.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
       if len(ready) > len(shown):
         yield ready[len(shown) :]
@@ -226,6 +228,10 @@ class Engine:
       raise ValueError(
         'Speculative decoding needs a drafter: give Engine a `draft` model,'
         ' or call with speculative=False.'
+      )
+    if isinstance(texts, str):
+      raise ValueError(
+        f'texts must be a sequence of strings, got one string: {texts!r}.'
       )
     return _Job(self, list(texts), Options(**options), speculative)
 
@@ -412,6 +418,10 @@ class _Job:
     if len(ids) != self._num_texts:
       raise ValueError(
         f'example_ids has {len(ids)} entries for {self._num_texts} texts.'
+      )
+    if any(not 0 <= number < 1 << 32 for number in ids):
+      raise ValueError(
+        f'example_ids must lie in [0, 2**32), got {list(ids)!r}.'
       )
     chosen = np.zeros((batch,), np.uint32)
     chosen[: len(self.rows)] = [ids[i] for i in self.rows]

@@ -29,9 +29,16 @@ FIXTURE = (
 )
 
 
+# Compiled once a network and shape, not dispatched operation by operation.
+logits_of = jax.jit(t5.T5.logits, static_argnums=0)
+extend = jax.jit(t5.T5.extend, static_argnums=0)
+prefill = jax.jit(t5.T5.prefill, static_argnums=(0, 3))
+init = jax.jit(t5.T5.init, static_argnums=0)
+
+
 def make(config=T5_1_1, seed=0):
   model = t5.T5(config)
-  return model, jax.jit(model.init)(jax.random.key(seed))
+  return model, init(model, jax.random.key(seed))
 
 
 def tokens(seed, *shape):
@@ -50,16 +57,15 @@ def ragged_inputs(batch=3, width=11):
 def test_extend_in_pieces_equals_teacher_forcing(config, layout):
   model, params = make(config)
   inputs, targets = ragged_inputs(), tokens(2, 3, 150)
-  expected = model.logits(params, inputs, targets)
+  expected = logits_of(model, params, inputs, targets)
   placed = partitioning.place(
     params, partitioning.Placement(kernel_layout=layout)
   )
-  cache = model.prefill(placed, inputs, 150)
+  cache = prefill(model, placed, inputs, 150)
   assert cache.num_slots == 150  # two buckets, and the whole
-  extend = jax.jit(model.extend)
   pieces, at = [], 0
   for size in (1, 2, 60, 1, 9, 1, 60, 16):
-    logits, cache = extend(placed, cache, targets[:, at : at + size])
+    logits, cache = extend(model, placed, cache, targets[:, at : at + size])
     pieces.append(logits)
     at += size
   assert at == 150
@@ -72,13 +78,13 @@ def test_extend_in_pieces_equals_teacher_forcing(config, layout):
 def test_rows_at_their_own_places():
   model, params = make()
   inputs, targets = ragged_inputs(), tokens(3, 3, 12)
-  expected = np.asarray(model.logits(params, inputs, targets))
-  cache = model.prefill(params, inputs, 16)
-  _, cache = model.extend(params, cache, targets[:, :8])
+  expected = np.asarray(logits_of(model, params, inputs, targets))
+  cache = prefill(model, params, inputs, 16)
+  _, cache = extend(model, params, cache, targets[:, :8])
   starts = np.array([8, 3, 0])
   cache = model.rewind(cache, jnp.asarray(starts))
   new = np.stack([targets[b, s : s + 4] for b, s in enumerate(starts)])
-  logits, cache = model.extend(params, cache, jnp.asarray(new))
+  logits, cache = extend(model, params, cache, jnp.asarray(new))
   for row, begin in enumerate(starts):
     np.testing.assert_allclose(
       logits[row], expected[row, begin : begin + 4], rtol=2e-5, atol=2e-5
@@ -91,26 +97,26 @@ def test_rewound_cache_equals_a_fresh_one(kept):
   """What lay past a rewind leaves no trace, whatever was written there."""
   model, params = make()
   inputs, targets = ragged_inputs(), tokens(4, 3, 12)
-  fresh = model.prefill(params, inputs, 12)
+  fresh = prefill(model, params, inputs, 12)
   if kept:
-    _, fresh = model.extend(params, fresh, targets[:, :kept])
-  used = model.prefill(params, inputs, 12)
+    _, fresh = extend(model, params, fresh, targets[:, :kept])
+  used = prefill(model, params, inputs, 12)
   if kept:
-    _, used = model.extend(params, used, targets[:, :kept])
-  _, used = model.extend(params, used, tokens(9, 3, 12 - kept))
+    _, used = extend(model, params, used, targets[:, :kept])
+  _, used = extend(model, params, used, tokens(9, 3, 12 - kept))
   used = model.rewind(used, jnp.full((3,), kept))
-  want, _ = model.extend(params, fresh, targets[:, kept:])
-  have, _ = model.extend(params, used, targets[:, kept:])
+  want, _ = extend(model, params, fresh, targets[:, kept:])
+  have, _ = extend(model, params, used, targets[:, kept:])
   np.testing.assert_array_equal(have, want)
 
 
 def test_without_a_rewind_the_past_shows():
   """Negative control of the test above."""
   model, params = make()
-  cache = model.prefill(params, ragged_inputs(), 12)
-  want, _ = model.extend(params, cache, tokens(4, 3, 2))
-  _, cache = model.extend(params, cache, tokens(9, 3, 5))
-  have, _ = model.extend(params, cache, tokens(4, 3, 2))
+  cache = prefill(model, params, ragged_inputs(), 12)
+  want, _ = extend(model, params, cache, tokens(4, 3, 2))
+  _, cache = extend(model, params, cache, tokens(9, 3, 5))
+  have, _ = extend(model, params, cache, tokens(4, 3, 2))
   assert not np.allclose(have, want, atol=1e-3)
 
 
@@ -119,8 +125,8 @@ def test_padding_of_inputs_changes_nothing():
   inputs, targets = tokens(5, 2, 7), tokens(6, 2, 6)
   padded = jnp.pad(inputs, ((0, 0), (0, 9)))
   np.testing.assert_allclose(
-    model.logits(params, padded, targets),
-    model.logits(params, inputs, targets),
+    logits_of(model, params, padded, targets),
+    logits_of(model, params, inputs, targets),
     rtol=2e-5,
     atol=2e-5,
   )
@@ -177,8 +183,8 @@ def test_bfloat16_stays_close():
   model, params = make()
   half = t5.T5(dataclasses.replace(T5_1_1, dtype='bfloat16'))
   inputs, targets = ragged_inputs(), tokens(2, 3, 10)
-  want = model.logits(params, inputs, targets)
-  have = half.logits(params, inputs, targets)
+  want = logits_of(model, params, inputs, targets)
+  have = logits_of(half, params, inputs, targets)
   assert have.dtype == jnp.float32
   scale = float(jnp.std(want))
   assert float(jnp.max(jnp.abs(have - want))) < 0.1 * scale
@@ -187,10 +193,12 @@ def test_bfloat16_stays_close():
 def test_dropout_only_with_a_key():
   model, params = make(dataclasses.replace(T5_1_1, dropout_rate=0.3))
   inputs, targets = ragged_inputs(), tokens(2, 3, 5)
-  plain = model.logits(params, inputs, targets)
-  np.testing.assert_array_equal(plain, model.logits(params, inputs, targets))
+  plain = logits_of(model, params, inputs, targets)
+  np.testing.assert_array_equal(
+    plain, logits_of(model, params, inputs, targets)
+  )
   key = jax.random.key(0)
-  assert not np.allclose(plain, model.logits(params, inputs, targets, key))
+  assert not np.allclose(plain, logits_of(model, params, inputs, targets, key))
 
 
 @pytest.mark.parametrize(
@@ -223,5 +231,5 @@ def test_t5x_checkpoint_needs_no_renaming():
   params = checkpoints.load_params(FIXTURE)
   expected = jax.eval_shape(model.init, jax.random.key(0))
   checkpoints.check_params(params, expected)
-  logits = model.logits(params, tokens(1, 1, 5), tokens(2, 1, 4))
+  logits = logits_of(model, params, tokens(1, 1, 5), tokens(2, 1, 4))
   assert bool(jnp.all(jnp.isfinite(logits)))

@@ -60,8 +60,11 @@ OPTIMIZERS = {
 def compiled_trainer(name):
   """One trainer for each optimiser: its programs are compiled once."""
   config = trainer.TrainConfig(ema_decay=0.9, optimizer=OPTIMIZERS[name])
-  batches = data.PackedBatches(copy_pairs(), packing(tokens_per_part=96))
-  held_out = data.PackedBatches(copy_pairs(50, 1), packing(), keep_all=True)
+  config_of_data = packing(buckets=(12,), tokens_per_part=96)
+  batches = data.PackedBatches(copy_pairs(), config_of_data)
+  held_out = data.PackedBatches(
+    copy_pairs(50, 1), config_of_data, keep_all=True
+  )
   objective = trainer.CrossEntropy(MODEL, z_loss=1e-4)
   return trainer.Trainer(objective, config, batches, held_out)
 
@@ -242,8 +245,8 @@ class TestLosses:
       nats += 1e-2 * jax.nn.logsumexp(logits, axis=-1) ** 2
       return jnp.sum(nats * weights)
 
-    value, gradient = jax.value_and_grad(ours)(logits)
-    wanted, wanted_gradient = jax.value_and_grad(theirs)(logits)
+    value, gradient = jax.jit(jax.value_and_grad(ours))(logits)
+    wanted, wanted_gradient = jax.jit(jax.value_and_grad(theirs))(logits)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(gradient, wanted_gradient, atol=1e-5)
 
@@ -273,17 +276,25 @@ class TestTrainer:
     assert after['accuracy'] > before['accuracy'] + 0.2
     assert any(line.startswith('eval step 150 ') for line in lines)
 
-  def test_all_is_compiled_before_the_first_step(self, caplog):
+  def test_all_is_compiled_before_the_clock_starts(self, caplog, monkeypatch):
     loop, params, _ = make_trainer()
-    loop.train(params)
-    # The update alone is compiled anew for a trainer of its own.
-    loop._update = jax.jit(loop._update.__wrapped__, donate_argnums=0)
-    state = loop.init(params)
+    loop._optimizer = optax.sgd(1.0)
+    loop._update = jax.jit(
+      functools.partial(trainer._update, loop._optimizer, 0.9),
+      donate_argnums=0,
+    )
+    before = []
+
+    class Clock(trainer._Clock):
+      def __init__(self, already_s):
+        before.append(caplog.text)
+        caplog.clear()
+        super().__init__(already_s)
+
+    monkeypatch.setattr(trainer, '_Clock', Clock)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
-      loop.compile(state)
-      assert 'compilation of jit(_update)' in caplog.text
-      caplog.clear()
       loop.train(params)
+    assert 'compilation of jit(_update)' in before[0]
     assert 'compilation of jit(_' not in caplog.text
 
   def test_parts_give_the_gradient_of_the_whole(self):

@@ -11,6 +11,9 @@ from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.outputs import PLACEMENT, Decoder, OutputsConfig
 
+# An output that repeats itself counts as it is.
+WHOLE_OUTPUTS = OutputsConfig(max_ratio=2.0, max_extra=16, max_unfinished=0.0)
+
 
 def available() -> bool:
   """Whether sacrebleu is installed."""
@@ -26,9 +29,7 @@ class Bleu:
     tokenizer: Tokenizer,
     pairs: TokenPairs,
     number: int,
-    config: OutputsConfig = OutputsConfig(
-      max_ratio=2.0, max_extra=16, max_unfinished=0.0
-    ),
+    config: OutputsConfig = WHOLE_OUTPUTS,
   ):
     """
     Args:

@@ -1,7 +1,6 @@
 """A model's own outputs over many sources, by the plain decoding loop."""
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
@@ -116,11 +115,7 @@ class Decoder:
   """Greedy or sampled outputs of sources of ids, batch by batch."""
 
   def __init__(self, model: LanguageModel, config: OutputsConfig):
-    self._config = config
-    self._start = jax.jit(functools.partial(autoregressive.start, model))
-    self._run = jax.jit(
-      functools.partial(autoregressive.run, model), donate_argnums=2
-    )
+    self._model, self._config = model, config
 
   def __call__(
     self,
@@ -141,11 +136,11 @@ class Decoder:
       An output for each source.
     """
     request = self._request(sources, ids, temperature)
-    state = self._start(params, request)
+    state = _start(self._model, params, request)
     rounds = jnp.int32(_ROUNDS_A_LOOK)
     allowed = int(self._config.max_unfinished * len(sources))
     while np.sum(np.asarray(state.running)) > allowed:
-      state = self._run(params, request, state, rounds)
+      state = _run(self._model, params, request, state, rounds)
     tokens, length, reason = jax.device_get(
       (state.tokens, state.length, state.finish_reason)
     )
@@ -181,6 +176,11 @@ class Decoder:
       greedy=sampling.greedy,
       with_log_probs=False,
     )
+
+
+# Compiled once for a model and a shape, whoever decodes.
+_start = jax.jit(autoregressive.start, static_argnums=0)
+_run = jax.jit(autoregressive.run, static_argnums=0, donate_argnums=3)
 
 
 @jax.jit

@@ -16,7 +16,7 @@ from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.tokenizer import Tokenizer, train_tokenizer
 from specdec_jax.training import bleu, data, trainer
 from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
-from specdec_jax.training.distill import Distillation
+from specdec_jax.training.distill import Distillation, inherit_tables
 from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import (
   OutputsConfig,
@@ -29,6 +29,7 @@ from specdec_jax.training.trainer import CrossEntropy, TrainConfig, Trainer
 MODEL_FILE = 'model.msgpack'
 _STATES = 'train_states'
 _OUTPUTS = 'outputs'
+_RANDOM = 'random'
 # What is held out is decoded both ways: agreement is about the one, the
 # acceptance rate at temperature 1 about the other.
 _EVAL_TEMPERATURES = (0.0, 1.0)
@@ -50,6 +51,8 @@ class FromTarget:
     target: the model to follow.
     checkpoint_path: its parameters, a single-file T5X checkpoint.
     weights: of the loss's terms.
+    inherit_tables: begin with the target's embeddings, made narrower, where
+      there is no checkpoint to begin with; see `distill.inherit_tables`.
     outputs: how the target's own outputs for the data's sources are made;
       None takes the data's targets as they are.
     num_eval_outputs: how many are made of the held-out sources.
@@ -61,6 +64,7 @@ class FromTarget:
   target: LanguageModel
   checkpoint_path: str
   weights: DistillationWeights = DistillationWeights()
+  inherit_tables: bool = False
   outputs: OutputsConfig | None = OutputsConfig()
   num_eval_outputs: int = 512
   outputs_folder: str | None = None
@@ -168,6 +172,8 @@ def train(
   compilation_cache.enable()
   params, start = _first_params(run)
   objective, described = _objective(run)
+  if start == _RANDOM and described.get('inherit_tables'):
+    params = inherit_tables(params, objective.target_params)
   tokenizer = _tokenizer(run)
   pairs, held_out = _pairs(run, tokenizer)
   os.makedirs(run.model_dir, exist_ok=True)
@@ -176,7 +182,9 @@ def train(
     files.write_atomically(path, text().encode())
   bleu_pairs, packing = held_out, run.packing
   if isinstance(objective, Distillation) and run.learning.outputs is not None:
-    pairs, held_out = _outputs(run, objective.target_params, pairs, held_out)
+    pairs, held_out = _outputs(
+      run, objective.target_params, pairs, held_out, say
+    )
     # An output is one example: its source was joined before it was decoded.
     packing = dataclasses.replace(packing, weights=(1.0,))
     if run.learning.only_outputs:
@@ -223,7 +231,7 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
   """Parameters to begin with, and where they are from."""
   key = jax.random.key(run.training.seed)
   if run.init_checkpoint_path is None:
-    return run.model.init(key), 'random'
+    return run.model.init(key), _RANDOM
   return _load_for(run.model, run.init_checkpoint_path)
 
 
@@ -249,6 +257,7 @@ def _objective(run: TrainRun) -> tuple[trainer.Objective, dict[str, Any]]:
     'target': repr(learning.target),
     'target_params': found,
     'weights': dataclasses.asdict(learning.weights),
+    'inherit_tables': learning.inherit_tables,
   }
   params = jax.tree.map(jnp.asarray, params)
   return Distillation(
@@ -313,9 +322,9 @@ def _check_ids(pairs: TokenPairs, vocab_size: int, name: str) -> None:
       )
 
 
-def _outputs(run, target_params, pairs, held_out):
+def _outputs(run, target_params, pairs, held_out, say):
   """The target's own outputs for the sources of both."""
-  learning, say = run.learning, _to_stderr
+  learning = run.learning
   folder = learning.outputs_folder or os.path.join(run.model_dir, _OUTPUTS)
   os.makedirs(folder, exist_ok=True)
   for_eval = dataclasses.replace(

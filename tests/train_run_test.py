@@ -1,0 +1,275 @@
+"""scripts/train.py and `training.train`: from files of pairs to checkpoints."""
+
+import dataclasses
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import gin
+import jax
+import numpy as np
+import pytest
+
+import gin_cli
+from specdec_jax import checkpoints, compilation_cache, training
+from specdec_jax.models import t5
+from specdec_jax.training import data, outputs, trainer
+from specdec_jax.training.optimizer import OptimizerConfig
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SIZE = dict(
+  emb_dim=8,
+  num_heads=1,
+  num_encoder_layers=1,
+  num_decoder_layers=1,
+  head_dim=8,
+  mlp_dim=8,
+)
+MODEL = t5.T5(t5.T5Config(vocab_size=16, **SIZE))
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_the_user(monkeypatch):
+  monkeypatch.setattr(compilation_cache, 'enable', lambda: None)
+
+
+@pytest.fixture
+def arrays(tmp_path):
+  """A file of token pairs whose targets repeat their sources."""
+  rng = np.random.default_rng(0)
+  rows = [rng.integers(3, 16, rng.integers(1, 6)).tolist() for _ in range(80)]
+  path = tmp_path / 'pairs.npz'
+  data.TokenPairs.from_lists(rows, rows).save(path)
+  return str(path)
+
+
+def make_run(tmp_path, arrays, **changes):
+  defaults = dict(
+    model=MODEL,
+    model_dir=str(tmp_path / 'model'),
+    train_file=arrays,
+    eval_file=arrays,
+    packing=data.PackingConfig((1.0,), (16,), 64),
+    training=trainer.TrainConfig(steps=4, log_every=2, eval_every=4),
+  )
+  return training.TrainRun(**(defaults | changes))
+
+
+def train(run):
+  lines = []
+  return training.train(run, log=lines.append), lines
+
+
+def test_another_configuration_does_not_go_on_in_the_folder(tmp_path, arrays):
+  run = make_run(tmp_path, arrays)
+  _, lines = train(run)
+  assert 'parameters after 4 steps' in lines[-1]
+  other = str(tmp_path / 'other.npz')
+  data.TokenPairs.from_lists([[3, 4]] * 9, [[5]] * 9).save(other)
+  adamw = OptimizerConfig(learning_rate=0.5)
+  for changes, name in (
+    (dict(train_file=other), 'train_data'),
+    (dict(packing=data.PackingConfig((1.0,), (8,), 64)), 'packing.buckets'),
+    (
+      dict(training=dataclasses.replace(run.training, optimizer=adamw)),
+      'optimizer.learning_rate is 0.5, there it was 0.002',
+    ),
+    (dict(learning=training.Likelihood(z_loss=0.5)), 'learning.z_loss'),
+  ):
+    with pytest.raises(ValueError, match=f'other settings.*{name}'):
+      train(dataclasses.replace(run, **changes))
+  # A longer run is the same run.
+  longer = dataclasses.replace(run.training, steps=6)
+  _, lines = train(dataclasses.replace(run, training=longer))
+  assert any(line.startswith('resumed at step 4') for line in lines)
+  assert 'parameters after 6 steps' in lines[-1]
+
+
+def test_a_run_begins_with_a_checkpoint(tmp_path, arrays):
+  params = MODEL.init(jax.random.key(9))
+  path = str(tmp_path / 'first.msgpack')
+  checkpoints.save_t5x(path, params, step=0)
+  slow = OptimizerConfig(learning_rate=1e-9)
+  run = make_run(
+    tmp_path,
+    arrays,
+    init_checkpoint_path=path,
+    training=trainer.TrainConfig(steps=1, optimizer=slow),
+  )
+  found, _ = train(run)
+  for leaf, wanted in zip(
+    jax.tree.leaves(found), jax.tree.leaves(params), strict=True
+  ):
+    np.testing.assert_allclose(leaf, wanted, atol=1e-6)
+  wider = t5.T5(t5.T5Config(vocab_size=32, **SIZE))
+  with pytest.raises(ValueError, match='wrong shape: .*logits_dense'):
+    train(dataclasses.replace(run, model=wider))
+
+
+def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
+  target = t5.T5(t5.T5Config(vocab_size=16, **(SIZE | {'emb_dim': 16})))
+  params = target.init(jax.random.key(1))
+  kernel = params['decoder']['logits_dense']['kernel']
+  params['decoder']['logits_dense']['kernel'] = 4.0 * kernel.at[:, 1].mul(1.5)
+  path = str(tmp_path / 'target.msgpack')
+  checkpoints.save_t5x(path, params, step=0)
+  learning = training.FromTarget(
+    target,
+    path,
+    inherit_tables=True,
+    outputs=outputs.OutputsConfig(
+      temperatures=(1.0,), batch_size=8, widths=(16,)
+    ),
+    num_eval_outputs=16,
+    only_outputs=True,
+  )
+  run = make_run(tmp_path, arrays, learning=learning)
+  nothing, _ = train(run)
+  assert nothing is None
+  made = data.TokenPairs.load(tmp_path / 'model/outputs/train.npz')
+  assert 10 < len(made) <= 80
+  learning = dataclasses.replace(learning, only_outputs=False)
+  _, lines = train(dataclasses.replace(run, learning=learning))
+  assert not any('batches' in line for line in lines)  # outputs were there
+  line = next(line for line in lines if line.startswith('eval step 4 '))
+  assert ' alpha 0.' in line and ' agreement 0.' in line
+  small = t5.T5(t5.T5Config(vocab_size=8, **SIZE))
+  with pytest.raises(ValueError, match='vocabulary of 16, the model .* of 8'):
+    train(dataclasses.replace(run, model=small))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    (dict(train_file='nowhere.tsv'), "train_file: there is no file 'nowhere"),
+    (dict(train_file=None), 'either a train_file or a seqio task'),
+    (dict(task='t'), 'either a train_file or a seqio task'),
+    (dict(eval_file='nowhere.tsv'), "eval_file: there is no file 'nowhere"),
+    (dict(init_checkpoint_path='no'), "init_checkpoint_path: .* 'no'"),
+    (dict(train_file=__file__), 'vocab_path: text and BLEU need'),
+    (dict(bleu_examples=5), 'vocab_path: text and BLEU need'),
+    (dict(export_dtype='int8'), "expected 'float32' or 'bfloat16', got 'int8'"),
+    (dict(model_dir=''), 'expected a folder'),
+  ],
+)
+def test_bad_settings(tmp_path, arrays, changes, message):
+  with pytest.raises(ValueError, match=message):
+    make_run(tmp_path, arrays, **changes)
+
+
+def test_bad_data_is_refused_before_anything_is_written(tmp_path, arrays):
+  small = t5.T5(t5.T5Config(vocab_size=8, **SIZE))
+  with pytest.raises(ValueError, match='token ids from 3 to 15; .* of 8'):
+    train(make_run(tmp_path, arrays, model=small))
+  run = make_run(tmp_path, arrays, vocab_path=str(tmp_path / 'no.model'))
+  with pytest.raises(ValueError, match='none can be trained'):
+    train(run)
+  assert not (tmp_path / 'model').exists()
+
+
+@pytest.mark.parametrize(
+  ('name', 'macros'),
+  [
+    ('train_demo_target', []),
+    ('distill_demo_draft', ['TARGET_CHECKPOINT_PATH']),
+  ],
+)
+def test_gin_files_of_the_demo(name, macros, tmp_path, arrays):
+  given = ['MODEL_DIR', 'TRAIN_FILE', *macros]
+  flags = [f'--gin_file=gin/runs/{name}.gin']
+  with pytest.raises(ValueError, match='Required and not given: .*MODEL_DIR'):
+    gin_cli.load(gin_cli.parse_flags(flags))
+  flags += [f'--gin.{macro}={arrays}' for macro in given]
+  try:
+    gin_cli.load(gin_cli.parse_flags(flags))
+    run = gin_cli.build(training.TrainRun)
+  finally:
+    gin.clear_config()
+  assert run.model.vocab_size == 8000
+  assert run.train_file == run.model_dir == arrays
+  assert len(run.packing.buckets) == 8
+
+
+TINY = """
+from __gin__ import dynamic_registration
+from specdec_jax.models import t5
+from specdec_jax.training import data
+from specdec_jax.training import trainer
+include 'gin/runs/train_demo_target.gin'
+demo_target/t5.T5Config:
+  vocab_size = 400
+  emb_dim = 8
+  num_heads = 1
+  head_dim = 8
+  num_encoder_layers = 1
+  num_decoder_layers = 1
+  mlp_dim = 8
+data.PackingConfig:
+  buckets = (64,)
+  weights = (1.0,)
+  tokens_per_batch = 256
+trainer.TrainConfig:
+  eval_every = 30
+  log_every = 20
+  checkpoint_steps = 10
+MINUTES = 0
+STEPS = 60
+BLEU_EXAMPLES = 4
+"""
+
+
+def test_script_goes_on_after_a_kill(tmp_path):
+  """From text, with a vocabulary of its own, through a SIGKILL, to a file."""
+  rng = random.Random(0)
+  words = [
+    ''.join(rng.choices('abcdefgh', k=rng.randint(3, 7))) for _ in range(300)
+  ]
+  lines = [' '.join(rng.choices(words, k=4)) for _ in range(300)]
+  pairs = tmp_path / 'pairs.tsv'
+  pairs.write_text(''.join(f'{x}\t{x.upper()}\n' for x in lines))
+  (tmp_path / 'tiny.gin').write_text(TINY)
+  model_dir, vocab = tmp_path / 'model', tmp_path / 'vocab' / 'vocab.model'
+  command = [
+    sys.executable,
+    ROOT / 'scripts' / 'train.py',
+    f'--gin_file={tmp_path}/tiny.gin',
+    f'--gin.MODEL_DIR={model_dir}',
+    f'--gin.TRAIN_FILE={pairs}',
+    f'--gin.EVAL_FILE={pairs}',
+    f'--gin.VOCAB_PATH={vocab}',
+  ]
+  environment = os.environ | {
+    'PYTHONPATH': str(ROOT),
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
+  }
+  states = model_dir / 'train_states'
+  with subprocess.Popen(
+    command, env=environment, stderr=subprocess.DEVNULL
+  ) as first:
+    deadline = time.monotonic() + 300
+    while not (states / '10').exists() and time.monotonic() < deadline:
+      assert first.poll() is None
+      time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+  assert first.returncode == -signal.SIGKILL
+  assert not (model_dir / 'model.msgpack').exists()
+  kept = vocab.read_bytes()
+
+  second = subprocess.run(
+    command, env=environment, capture_output=True, text=True, timeout=300
+  )
+  assert second.returncode == 0, second.stderr
+  assert 'resumed at step ' in second.stderr
+  assert 'eval step 60 ' in second.stderr and ' bleu ' in second.stderr
+  assert vocab.read_bytes() == kept
+  assert 'STEPS = 60' in (model_dir / 'operative_config.gin').read_text()
+  params = checkpoints.load_params(model_dir / 'model.msgpack')
+  model = t5.T5(t5.T5Config(vocab_size=400, **SIZE))
+  checkpoints.check_params(
+    params, jax.eval_shape(model.init, jax.random.key(0))
+  )
