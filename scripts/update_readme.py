@@ -1,4 +1,5 @@
-"""Fills the result blocks of README.md from measurements; no number is typed.
+"""Fills the result blocks of README.md and of the demo's model card from
+measurements; no number in them is typed.
 
   python scripts/update_readme.py          rewrites the blocks
   python scripts/update_readme.py --check  fails if a block is out of date
@@ -7,6 +8,7 @@ A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND is what
 writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
 
   'decode'  summary.json as scripts/decode.py writes it
+  'quality' summary.json as scripts/evaluate.py writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}}
 """
 
@@ -18,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.infer import report
+from specdec_jax.infer import quality, report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENTS = ('README.md', 'demo/README.md')
 _BLOCK = re.compile(
   r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
   r'.*?(?P<end><!-- /results -->)',
@@ -30,14 +33,19 @@ _NUMBER = re.compile(r'[-+\d.,%]+')
 _NUM_EXAMPLES = 3
 
 
-def fill(readme: str, root: pathlib.Path) -> str:
-  """Returns `readme` with every block made anew from its file under `root`.
+def fill(document: str, root: pathlib.Path, name: str = 'README.md') -> str:
+  """Returns `document` with its blocks made anew from files under `root`.
+
+  Args:
+    document: the text of a Markdown file.
+    root: what the paths in blocks are relative to.
+    name: of the file, for messages.
 
   Raises:
     ValueError: there is no block, or a file is not of a known kind.
   """
-  if not _BLOCK.search(readme):
-    raise ValueError('README.md has no line <!-- results: FILE | COMMAND -->')
+  if not _BLOCK.search(document):
+    raise ValueError(f'{name} has no line <!-- results: FILE | COMMAND -->')
 
   def block(match: re.Match[str]) -> str:
     path = root / match['file']
@@ -49,7 +57,7 @@ def fill(readme: str, root: pathlib.Path) -> str:
       )
     return f'{match[1]}\n{text}\n\n{match["end"]}'
 
-  return _BLOCK.sub(block, readme)
+  return _BLOCK.sub(block, document)
 
 
 def _render(path: pathlib.Path) -> str:
@@ -57,10 +65,14 @@ def _render(path: pathlib.Path) -> str:
   kind = result.get('kind') if isinstance(result, dict) else None
   if kind == 'decode':
     return _render_decode(result, path.with_name('predictions.jsonl'))
+  if kind == 'quality':
+    return _render_quality(result)
   if kind == 'table':
     table = _table([result['columns'], *result['rows']])
     return f'{result["title"]} ({_machine(result["machine"])}):\n\n{table}'
-  raise ValueError(f"{path}: expected kind 'decode' or 'table', got {kind!r}")
+  raise ValueError(
+    f"{path}: expected kind 'decode', 'quality' or 'table', got {kind!r}"
+  )
 
 
 def _render_decode(
@@ -86,6 +98,24 @@ def _render_decode(
   return '\n\n'.join(parts)
 
 
+def _render_quality(summary: Mapping[str, Any]) -> str:
+  several = summary['sources_with_several']
+  intro = (
+    f'`{summary["eval_file"]}`, {summary["sources"]:,} distinct sources with'
+    f' {summary["references"]:,} references ({several:,} have several), gamma'
+    f' {summary["gamma"]}; {_machine(summary["machine"])}.'
+  )
+  parts = [intro, _table([['', 'measured'], *quality.rows(summary)])]
+  parts.append(
+    'BLEU is of greedy outputs. Signatures of sacrebleu: with all references'
+    f' `{summary["bleu"]["signature"]}`, with the first one'
+    f' `{summary["bleu_single"]["signature"]}`.'
+  )
+  if errors := summary['errors']:
+    parts.append(f'Sources that could not be decoded: {len(errors)}.')
+  return '\n\n'.join(parts)
+
+
 def _machine(machine: Mapping[str, Any]) -> str:
   return (
     f'{machine["device"]}, {machine["cores"]} cores, JAX {machine["jax"]},'
@@ -108,21 +138,27 @@ def main(argv: Sequence[str]) -> int:
   if unknown := set(argv) - {'--check'}:
     print(f'error: unknown arguments {sorted(unknown)}', file=sys.stderr)
     return 2
-  readme = ROOT / 'README.md'
-  before = readme.read_text('utf-8')
-  try:
-    after = fill(before, ROOT)
-  except ValueError as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  if '--check' in argv:
+  check = '--check' in argv
+  outdated = []
+  for name in DOCUMENTS:
+    path = ROOT / name
+    before = path.read_text('utf-8')
+    try:
+      after = fill(before, ROOT, name)
+    except ValueError as error:
+      print(f'error: {error}', file=sys.stderr)
+      return 2
     if after != before:
-      print(
-        'README.md is out of date: run python scripts/update_readme.py',
-        file=sys.stderr,
-      )
-    return int(after != before)
-  files.write_atomically(readme, after.encode('utf-8'))
+      outdated.append(name)
+      if not check:
+        files.write_atomically(path, after.encode('utf-8'))
+  if check and outdated:
+    print(
+      f'Out of date: {", ".join(outdated)}; run'
+      ' python scripts/update_readme.py',
+      file=sys.stderr,
+    )
+    return 1
   return 0
 
 

@@ -1,10 +1,9 @@
-"""The engine on small random T5s, and on chains whose output is known.
+"""The engine on small random T5s: options, errors, compilation.
 
 Laws and edges of the loops are tested in decoding_test and the conformance
-suite; here it is text in, text out, options, errors and compilation.
+suite, text and streams in engine_text_test.
 """
 
-import itertools
 import types
 
 import jax
@@ -12,21 +11,18 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from specdec_jax import compilation_cache
+import small_vocabulary
+from small_vocabulary import VOCAB_SIZE, WORDS
+from specdec_jax import compilation_cache, testing
 from specdec_jax import tokenizer as tokenizer_lib
-from specdec_jax.completion import Text
 from specdec_jax.engine import Engine, Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.testing import MarkovModel
 
-WORDS = 'the a red blue old house tree dog cat runs sleeps sings here there'
-VOCAB_SIZE = 320  # 256 bytes, 3 special pieces, and some of the text
 MAX_INPUT, MAX_OUTPUT = 24, 16
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 POISON = 'Q'  # its embedding is NaN in the poisoned engine
 SAMPLED = SamplingConfig(temperature=1.0)
-SCRIPT = 'the dog <end> grün 5€ 😀 a cat'
 
 
 @pytest.fixture(scope='module')
@@ -35,24 +31,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='module', autouse=True)
-def no_shared_cache(folder):
-  """These tests compile for themselves and leave JAX as it was."""
-  before = jax.config.values['jax_compilation_cache_dir']
-  jax.config.update('jax_compilation_cache_dir', str(folder / 'xla'))
-  yield
-  jax.config.update('jax_compilation_cache_dir', before)
+def own_cache(folder):
+  with small_vocabulary.own_compilation_cache(folder):
+    yield
 
 
 @pytest.fixture(scope='module')
 def tokenizer(folder):
-  words = WORDS.split()
-  sentences = [
-    ' '.join(words[(i * k) % len(words)] for k in range(1, 6))
-    for i in range(300)
-  ]
-  return tokenizer_lib.train_tokenizer(
-    sentences, folder / 'vocab.model', VOCAB_SIZE
-  )
+  return small_vocabulary.train(folder)
 
 
 def make_t5(seed: int, layers: int, vocab_size: int = VOCAB_SIZE) -> Model:
@@ -74,41 +60,13 @@ def make_t5(seed: int, layers: int, vocab_size: int = VOCAB_SIZE) -> Model:
 @pytest.fixture(scope='module')
 def engine(tokenizer):
   return Engine(
-    make_t5(0, 2),
+    make_t5(0, 1),
     make_t5(1, 1),
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=MAX_INPUT,
     max_decode_len=MAX_OUTPUT,
   )
-
-
-def chain(tokens) -> MarkovModel:
-  """A model that says `tokens` (all different), then the last one again."""
-  table = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
-  for before, after in itertools.pairwise([0, *tokens, tokens[-1]]):
-    table[before, after] = 30.0
-  return MarkovModel(table)
-
-
-def make_scripted(tokenizer, script=SCRIPT, drafted=None, **options) -> Engine:
-  """An engine that says `script`; its drafter says `drafted`, or the same."""
-  ids = [i for char in script for i in piece_ids(tokenizer, char)]
-  ids = list(dict.fromkeys([*ids]))  # a chain of order 1 says nothing twice
-  target = chain([*ids, tokenizer.eos_id])
-  draft = chain([*(ids if drafted is None else drafted), tokenizer.eos_id])
-  models = [Model(model, model.params) for model in (target, draft)]
-  options = dict(gamma=3, max_input_len=16, max_decode_len=40) | options
-  return Engine(*models, tokenizer=tokenizer, **options)
-
-
-def piece_ids(tokenizer, char: str) -> list[int]:
-  return tokenizer.encode(char)[1:] or tokenizer.encode(char)
-
-
-@pytest.fixture(scope='module')
-def scripted(tokenizer):
-  return make_scripted(tokenizer)
 
 
 def tokens_of(completions):
@@ -128,9 +86,9 @@ def test_greedy_speculative_equals_plain_in_order(engine):
     False,
   ]
   assert have[1].text == '' and have[1].tokens == []
-  alone = [engine.generate([text])[0].tokens for text in TEXTS if text]
-  assert tokens_of(have[:1] + have[2:]) == alone
-  assert len(set(map(tuple, alone))) > 1, 'the inputs should matter'
+  other = engine.generate([TEXTS[3], TEXTS[0], 'x'])
+  assert tokens_of(other[:2]) == tokens_of([have[3], have[0]])
+  assert have[0].tokens != have[3].tokens, 'the inputs should matter'
   for one, other in zip(have, want, strict=True):
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
     assert len(one.log_probs) == len(one.tokens) == one.stats.num_tokens
@@ -142,13 +100,13 @@ def test_greedy_speculative_equals_plain_in_order(engine):
 def test_too_long(engine):
   long = 'the dog ' * 40
   with pytest.raises(ValueError, match='Text 1 has .* max_input_len = 24'):
-    engine.generate(['a', long])
+    engine.generate(['a', long, 'x'])
   with pytest.raises(ValueError, match="'error', 'truncate' or 'report'"):
     engine.generate(['a'], on_too_long='cut')
-  ok, bad = engine.generate(['a', long], on_too_long='report')
+  ok, bad, _, _ = engine.generate(['a', long, 'x', 'y'], on_too_long='report')
   assert ok.error is None and ok.tokens
   assert bad.finish_reason == 'error' and 'max_input_len' in bad.error
-  cut = engine.generate(['a', long], on_too_long='truncate')[1]
+  cut = engine.generate(['a', long, 'x'], on_too_long='truncate')[1]
   assert cut.tokens and cut.error is None
 
 
@@ -193,15 +151,14 @@ def test_a_sample_depends_on_its_id_alone(engine):
     [TEXTS[2]], example_ids=[12], sampling=SAMPLED, seed=6
   )
   assert again[0].tokens != alone[0].tokens
-  plain = [
-    engine.generate(
-      [TEXTS[2]],
-      example_ids=[12],
-      speculative=False,
-      **options | {'seed': seed},
-    )[0].tokens
-    for seed in (5, 5, 6)
-  ]
+  options['speculative'] = False
+  plain = []
+  for row, seed in ((2, 5), (0, 5), (2, 6)):
+    texts, ids = ['x', '', 'the', 'y'], [0, 1, 2, 3]
+    texts[row], ids[row] = TEXTS[2], 12
+    options['seed'] = seed
+    done = engine.generate(texts, example_ids=ids, **options)
+    plain.append(done[row].tokens)
   assert plain[0] == plain[1] != plain[2]
 
 
@@ -214,81 +171,6 @@ def test_a_temperature_for_each_text(engine):
   assert have[2].tokens != greedy[2].tokens
   with pytest.raises(ValueError, match='2 values for 4 examples'):
     engine.generate(TEXTS, sampling=SamplingConfig(temperature=[0.0, 1.0]))
-
-
-def test_scripted_text(scripted):
-  for speculative in (False, True):
-    done = scripted.generate(['a'], speculative=speculative)[0]
-    assert done.finish_reason == 'stop'
-    assert 'grün' in done.text.replace(' ', '') or 'ü' in done.text
-    assert '€' in done.text and '😀' in done.text
-  assert done.stats.acceptance_rate == 1.0
-
-
-@pytest.mark.parametrize('speculative', [False, True])
-def test_stream_gives_whole_characters(tokenizer, scripted, speculative):
-  want = scripted.generate(['a'], speculative=speculative)[0].text
-  pieces = list(scripted.stream('a', speculative=speculative))
-  assert ''.join(pieces) == want and len(pieces) > 3
-  assert not any('\ufffd' in piece for piece in pieces)
-  # An output may end inside a character: only its last piece shows that.
-  for limit in range(1, 12):
-    options = dict(speculative=speculative, max_length=limit)
-    want = scripted.generate(['a'], **options)[0].text
-    pieces = list(scripted.stream('a', **options))
-    assert ''.join(pieces) == want
-    assert not any('\ufffd' in piece for piece in pieces[:-1])
-  assert list(scripted.stream('')) == []
-
-
-@pytest.mark.parametrize('speculative', [False, True])
-@pytest.mark.parametrize(
-  'stops', [('€',), ('😀', 'ü'), ('zzz',), ('{last}zzz', '{mid}'), ('{two}',)]
-)
-def test_stop_strings(scripted, stops, speculative):
-  whole = scripted.generate(['a'], speculative=speculative)[0]
-  text = whole.text
-  parts = {'last': text[-1], 'mid': text[4:6], 'two': text[3:9]}
-  stops = [stop.format(**parts) for stop in stops]
-  options = dict(speculative=speculative, stop_strings=stops)
-  done = scripted.generate(['a'], **options)[0]
-  pieces = list(scripted.stream('a', **options))
-  assert ''.join(pieces) == done.text
-  found = [text.find(stop) for stop in stops if stop in text]
-  if not found:
-    assert done == whole
-    return
-  assert done.finish_reason == 'stop_string'
-  assert done.text == text[: min(found)]
-  # Its tokens are the fewest that show the stop string.
-  assert done.tokens == whole.tokens[: len(done.tokens)]
-  shown = [scripted.tokenizer.decode(done.tokens[:n]) for n in (-1, None)]
-  assert [any(stop in s for stop in stops) for s in shown] == [False, True]
-  assert len(done.log_probs) == len(done.tokens)
-
-
-def test_the_stop_string_complete_first_counts(tokenizer):
-  """However many tokens come at once, and though another began earlier."""
-  ids = tokenizer.encode('the dog sings')
-  text = tokenizer.decode(ids)
-  stops = [text[2:], text[6]]
-  for length in range(1, len(ids) + 1):
-    output = Text(tokenizer, ids[:length], stops)
-    if output.has_stop_string:
-      assert output.final == text[: text.index(text[6])]
-    assert text[: text.index(text[6])].startswith(output.stable)
-
-
-def test_stable_text_never_changes(tokenizer):
-  """Any tokens at all, bytes that are no character among them."""
-  rng = np.random.default_rng(0)
-  for _ in range(100):
-    ids = rng.integers(0, VOCAB_SIZE, 12)
-    ids[rng.integers(0, 6) :][:4] = tokenizer.encode('😀')[-4:]
-    whole = Text(tokenizer, ids, ()).final
-    seen = [Text(tokenizer, ids[:n], ()).stable for n in range(len(ids) + 1)]
-    assert all(whole.startswith(part) for part in seen), (ids, whole, seen)
-    assert seen == sorted(seen, key=len)
 
 
 @pytest.fixture
@@ -324,7 +206,9 @@ def test_other_values_do_not_recompile(engine, compilations):
 
 
 def test_warmup(tokenizer, compilations):
-  engine = make_scripted(tokenizer, 'a dog', max_decode_len=9)
+  chain = testing.random_markov(0, VOCAB_SIZE)
+  model = Model(chain, chain.params)
+  engine = Engine(model, model, tokenizer=tokenizer, max_decode_len=9)
   assert engine.num_programs == 0
   assert engine.warmup(['a', 'b']) > 0
   assert engine.num_programs == 2
@@ -338,40 +222,39 @@ def test_warmup(tokenizer, compilations):
 
 
 def test_nan_is_an_error_of_its_row_alone(engine, tokenizer):
-  models = [make_t5(0, 2), make_t5(1, 1)]
-  table = np.array(models[0].params['token_embedder']['embedding'])
+  target, draft = make_t5(0, 1), make_t5(0, 1)
+  table = np.array(target.params['token_embedder']['embedding'])
   poison = tokenizer.encode(POISON)[-1]
   table[poison] = np.nan
-  models[0].params['token_embedder'] = {'embedding': table}
+  target.params['token_embedder'] = {'embedding': table}
   poisoned = Engine(
-    *models,
+    target,
+    draft,  # the same network unharmed: it never proposes the poison
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=MAX_INPUT,
     max_decode_len=MAX_OUTPUT,
   )
   texts = [TEXTS[0], f'a {POISON}', TEXTS[2]]
-  for speculative in (True, False):
-    want = engine.generate(texts, speculative=speculative)
-    have = poisoned.generate(texts, speculative=speculative)
-    assert have[1].finish_reason == 'error'
-    assert 'NaN' in have[1].error and 'token 1' in have[1].error
-    assert all(poison not in want[i].tokens for i in (0, 2))
-    assert [have[i].tokens for i in (0, 2)] == [want[i].tokens for i in (0, 2)]
-    assert [have[i].error for i in (0, 2)] == [None, None]
-  with pytest.raises(ValueError, match='NaN'):
-    list(poisoned.stream(texts[1], speculative=False))
+  want = engine.generate(texts)
+  assert all(poison not in want[i].tokens for i in (0, 2))
+  have = poisoned.generate(texts, max_length=8)
+  assert have[1].finish_reason == 'error'
+  assert 'NaN' in have[1].error and 'token 1' in have[1].error
+  for row in (0, 2):
+    assert have[row].error is None
+    assert have[row].tokens == want[row].tokens[:8]
 
 
 def test_bad_pairs(tokenizer, folder):
   target, other = make_t5(0, 1), make_t5(0, 1, VOCAB_SIZE + 8)
-  with pytest.raises(ValueError, match=r"draft's vocabulary is 328 .* 320"):
+  with pytest.raises(ValueError, match=r"draft's vocabulary is 296 .* 288"):
     Engine(target, other, tokenizer=tokenizer)
   small = make_t5(0, 1, VOCAB_SIZE - 8)
-  with pytest.raises(ValueError, match='target has a vocabulary of 312'):
+  with pytest.raises(ValueError, match='target has a vocabulary of 280'):
     Engine(small, tokenizer=tokenizer)
   foreign = tokenizer_lib.train_tokenizer(
-    [WORDS, WORDS[::-1]], folder / 'foreign.model', 300
+    [WORDS, WORDS[::-1]], folder / 'foreign.model', 280
   )
   draft = Model(target.network, target.params, foreign)
   with pytest.raises(ValueError, match="draft's tokenizer .*foreign.model"):
@@ -391,7 +274,7 @@ def test_bad_pairs(tokenizer, folder):
   [
     (dict(stop_strings='end'), 'stop_strings must be a sequence'),
     (dict(stop_strings=['']), 'stop_strings must be a sequence'),
-    (dict(stop_ids=[VOCAB_SIZE]), 'stop_ids holds 320'),
+    (dict(stop_ids=[VOCAB_SIZE]), 'stop_ids holds 288'),
     (dict(min_length=-1), 'min_length must be at least 0'),
     (dict(max_length=0), 'max_length must be at least 1'),
     (dict(max_length=99), 'max_length = 99 is more than'),

@@ -29,6 +29,7 @@ LAYERS = (
     'environment',
     'completion',
     'engine',
+    'job',
     'training',
     'bench',
     'testing',

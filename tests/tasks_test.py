@@ -35,7 +35,7 @@ def test_a_task_gives_the_ids_of_its_file(tmp_path):
   lines = [('ein Haus', 'a house'), ('zwei Häuser', 'two houses')]
   sentences = [side for pair in lines for side in pair] * 20
   vocab = tmp_path / 'vocab.model'
-  ours = tokenizer.train_tokenizer(sentences, vocab, 290)
+  ours = tokenizer.train_tokenizer(sentences, vocab, 275)
   pairs = tmp_path / 'pairs.tsv'
   pairs.write_text(''.join(f'{s}\t{t}\n' for s, t in lines), 'utf-8')
   tasks.register_tsv('specdec_test', {'train': pairs}, vocab)

@@ -32,6 +32,14 @@ SIZE = dict(
 MODEL = t5.T5(t5.T5Config(vocab_size=16, **SIZE))
 
 
+@pytest.fixture(autouse=True, scope='module')
+def quick_compilation():
+  """Programs here run for milliseconds; most of the time is compilation."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
 @pytest.fixture(autouse=True)
 def no_cache_of_the_user(monkeypatch):
   monkeypatch.setattr(compilation_cache, 'enable', lambda: None)
@@ -120,7 +128,8 @@ def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
   learning = training.FromTarget(
     target,
     path,
-    inherit_tables=True,
+    slice_target=True,
+    with_references=True,
     outputs=outputs.OutputsConfig(
       temperatures=(1.0,), batch_size=8, widths=(16,)
     ),
@@ -246,6 +255,7 @@ def test_script_goes_on_after_a_kill(tmp_path):
     'PYTHONPATH': str(ROOT),
     'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla'),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
   }
   states = model_dir / 'train_states'
   with subprocess.Popen(

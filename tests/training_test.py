@@ -50,6 +50,14 @@ def packing(**changes):
   return data.PackingConfig(**(defaults | changes))
 
 
+@pytest.fixture(autouse=True, scope='module')
+def quick_compilation():
+  """Programs here run for milliseconds; most of the time is compilation."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
 OPTIMIZERS = {
   name: optimizer.OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=5)
   for name in optimizer.OPTIMIZERS
@@ -276,8 +284,10 @@ class TestTrainer:
     assert after['accuracy'] > before['accuracy'] + 0.2
     assert any(line.startswith('eval step 150 ') for line in lines)
 
-  def test_all_is_compiled_before_the_clock_starts(self, caplog, monkeypatch):
-    loop, params, _ = make_trainer()
+  def test_all_is_compiled_before_the_clock_starts(
+    self, caplog, monkeypatch, tmp_path
+  ):
+    loop, params, _ = make_trainer(checkpoint_steps=6)
     loop._optimizer = optax.sgd(1.0)
     loop._update = jax.jit(
       functools.partial(trainer._update, loop._optimizer, 0.9),
@@ -293,9 +303,12 @@ class TestTrainer:
 
     monkeypatch.setattr(trainer, '_Clock', Clock)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
-      loop.train(params)
-    assert 'compilation of jit(_update)' in before[0]
-    assert 'compilation of jit(_' not in caplog.text
+      loop.train(params, tmp_path, stop_after=7)
+      assert 'compilation of jit(_update)' in before[0]
+      assert 'compilation of jit(_' not in caplog.text
+      # Neither before nor after: a restored state needs no other programs.
+      loop.train(params, tmp_path)
+    assert 'compilation of jit(_' not in before[1] + caplog.text
 
   def test_parts_give_the_gradient_of_the_whole(self):
     loop, params, _ = make_trainer()

@@ -73,6 +73,38 @@ def test_table_of_a_benchmark(tmp_path):
   assert '| call | ms |\n| :-- | --: |\n| plain | 2.5 |' in text
 
 
+QUALITY = {
+  'kind': 'quality',
+  'eval_file': 'test.tsv',
+  'sources': 1200,
+  'references': 1300,
+  'sources_with_several': 77,
+  'errors': ['Text 3 is long'],
+  'bleu': {'score': 21.25, 'signature': 'nrefs:var|tok:13a'},
+  'bleu_single': {'score': 19.0, 'signature': 'nrefs:1|tok:13a'},
+  'gamma': 4,
+  'drafting': [
+    {
+      'temperature': 1.0,
+      'acceptance_rate': 0.5,
+      'per_call': 2.5,
+      'tokens': 9000,
+    }
+  ],
+  'machine': MACHINE,
+}
+
+
+def test_quality_becomes_a_table(tmp_path):
+  text = fill(tmp_path, QUALITY)
+  assert '1,200 distinct sources with 1,300 references (77 have' in text
+  assert '| BLEU, all references of a source | 21.2 |' in text
+  assert '| BLEU, the first reference only | 19.0 |' in text
+  assert '| acceptance rate, temperature 1 | 0.500 |' in text
+  assert '`nrefs:var|tok:13a`' in text and '`nrefs:1|tok:13a`' in text
+  assert 'could not be decoded: 1' in text
+
+
 def test_without_results_the_block_names_the_command(tmp_path):
   text = update_readme.fill(BLOCK.format('none.json'), tmp_path)
   assert 'Nothing has been measured yet' in text and '`make results`' in text
@@ -86,8 +118,23 @@ def test_errors(tmp_path):
     fill(tmp_path, {'kind': 'other'})
 
 
-def test_readme_of_the_repository_is_up_to_date():
-  readme = update_readme.ROOT / 'README.md'
-  assert update_readme.main(['--check']) == 0
-  blocks = re.findall(r'<!-- results: (\S+) \|', readme.read_text('utf-8'))
+@pytest.mark.parametrize('name', update_readme.DOCUMENTS)
+def test_blocks_of_the_repository_are_up_to_date(name):
+  text = (update_readme.ROOT / name).read_text('utf-8')
+  assert update_readme.fill(text, update_readme.ROOT, name) == text
+  blocks = re.findall(r'<!-- results: (\S+) \|', text)
+  assert blocks
   assert all(path.startswith('benchmarks/results/') for path in blocks)
+
+
+def test_main(tmp_path, monkeypatch, capsys):
+  """Each document is filled; --check only says which would be."""
+  monkeypatch.setattr(update_readme, 'ROOT', tmp_path)
+  (tmp_path / 'demo').mkdir()
+  for name in update_readme.DOCUMENTS:
+    (tmp_path / name).write_text(BLOCK.format('none.json'))
+  assert update_readme.main(['--check']) == 1
+  assert 'README.md, demo/README.md' in capsys.readouterr().err
+  assert update_readme.main([]) == 0
+  assert update_readme.main(['--check']) == 0
+  assert update_readme.main(['--other']) == 2

@@ -66,8 +66,8 @@ class TokenPairs:
   @classmethod
   def from_lists(
     cls,
-    inputs: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
+    inputs: Sequence[Iterable[int]],
+    targets: Sequence[Iterable[int]],
   ) -> 'TokenPairs':
     """Flattens equally many source and target sequences.
 
@@ -80,6 +80,12 @@ class TokenPairs:
         ' sequences; every pair needs both.'
       )
     return cls(*_flatten(inputs), *_flatten(targets))
+
+  def joined(self, other: 'TokenPairs') -> 'TokenPairs':
+    """These pairs and then those of `other`."""
+    both = [pairs[i] for pairs in (self, other) for i in range(len(pairs))]
+    sources, targets = zip(*both, strict=True) if both else ((), ())
+    return TokenPairs.from_lists(sources, targets)
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the `.npz` file, whole or not at all."""
@@ -277,11 +283,11 @@ class PackedBatches:
       [self._pairs[i] for i in order[begin:end]]
       for begin, end in itertools.pairwise(bounds)
     ]
-    sides = [
+    inputs, targets = (
       [np.concatenate([pair[side] for pair in pairs]) for pairs in joined]
       for side in range(2)
-    ]
-    return TokenPairs.from_lists(*sides)
+    )
+    return TokenPairs.from_lists(inputs, targets)
 
   def epochs_done(self, step: int) -> float:
     """How many times the data has been seen before `step`."""

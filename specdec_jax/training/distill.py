@@ -9,9 +9,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from specdec_jax.models.base import Params
 from specdec_jax.tokenizer import PAD_ID
 from specdec_jax.training import losses
 from specdec_jax.training.losses import DistillationWeights
@@ -78,42 +76,3 @@ class Distillation:
     target = jax.lax.stop_gradient(target)
     mask = (batch.targets != PAD_ID).astype(jnp.float32)
     return draft.astype(jnp.float32), target.astype(jnp.float32), mask
-
-
-def inherit_tables(draft_params: Params, target_params: Params) -> Params:
-  """The drafter's first parameters with the target's tables, made narrower.
-
-  What each token is near to is most of what a small drafter has to learn. The
-  embedding [V, M] and, of an untied model, the logits' kernel [M, V] keep the
-  directions in which the target's vary most (a truncated singular value
-  decomposition); the embedding also keeps its own scale. Directions that the
-  target does not have stay random.
-
-  Args:
-    draft_params: of a T5, random; not changed.
-    target_params: of a T5 of the same vocabulary.
-
-  Returns:
-    The drafter's parameters.
-  """
-  params = jax.tree.map(lambda leaf: leaf, draft_params)
-  ours, theirs = params['token_embedder'], target_params['token_embedder']
-  table = _narrowed(theirs['embedding'], ours['embedding'])
-  scale = np.std(ours['embedding']) / np.std(table)
-  ours['embedding'] = jnp.asarray(scale * table, jnp.float32)
-  ours, theirs = params['decoder'], target_params['decoder']
-  if 'logits_dense' in ours and 'logits_dense' in theirs:
-    kernel = _narrowed(
-      theirs['logits_dense']['kernel'].T, ours['logits_dense']['kernel'].T
-    )
-    ours['logits_dense']['kernel'] = jnp.asarray(kernel.T, jnp.float32)
-  return params
-
-
-def _narrowed(wide: jax.Array, narrow: jax.Array) -> np.ndarray:
-  """The leading directions of `wide` [V, M] in the shape of `narrow`."""
-  left, values, _ = np.linalg.svd(np.asarray(wide), full_matrices=False)
-  size = min(narrow.shape[1], len(values))
-  table = np.array(narrow)
-  table[:, :size] = left[:, :size] * values[:size]
-  return table

@@ -14,9 +14,9 @@ from specdec_jax import compilation_cache, files
 from specdec_jax.checkpoints import check_params, load_params
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.tokenizer import Tokenizer, train_tokenizer
-from specdec_jax.training import bleu, data, trainer
+from specdec_jax.training import bleu, data, slicing, trainer
 from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
-from specdec_jax.training.distill import Distillation, inherit_tables
+from specdec_jax.training.distill import Distillation
 from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import (
   OutputsConfig,
@@ -51,10 +51,12 @@ class FromTarget:
     target: the model to follow.
     checkpoint_path: its parameters, a single-file T5X checkpoint.
     weights: of the loss's terms.
-    inherit_tables: begin with the target's embeddings, made narrower, where
-      there is no checkpoint to begin with; see `distill.inherit_tables`.
+    slice_target: begin with a slice of the target, where there is no
+      checkpoint to begin with; see `slicing.sliced`.
     outputs: how the target's own outputs for the data's sources are made;
       None takes the data's targets as they are.
+    with_references: train on the data's own targets as well as on the outputs:
+      more to learn from where there is no time for many outputs.
     num_eval_outputs: how many are made of the held-out sources.
     outputs_folder: where outputs are kept, or found; None is a folder in
       `TrainRun.model_dir`.
@@ -64,8 +66,9 @@ class FromTarget:
   target: LanguageModel
   checkpoint_path: str
   weights: DistillationWeights = DistillationWeights()
-  inherit_tables: bool = False
+  slice_target: bool = False
   outputs: OutputsConfig | None = OutputsConfig()
+  with_references: bool = False
   num_eval_outputs: int = 512
   outputs_folder: str | None = None
   only_outputs: bool = False
@@ -170,24 +173,36 @@ def train(
   """
   say = log or _to_stderr
   compilation_cache.enable()
+  learning = run.learning
   params, start = _first_params(run)
-  objective, described = _objective(run)
-  if start == _RANDOM and described.get('inherit_tables'):
-    params = inherit_tables(params, objective.target_params)
+  objective: Any  # an Objective
+  if isinstance(learning, FromTarget):
+    objective, described = _distillation(run.model, learning)
+    if start == _RANDOM and learning.slice_target:
+      params = slicing.sliced(
+        objective.target_params, learning.target.config, run.model.config
+      )
+  else:
+    described = dataclasses.asdict(learning)
+    objective = CrossEntropy(run.model, **described)
   tokenizer = _tokenizer(run)
   pairs, held_out = _pairs(run, tokenizer)
   os.makedirs(run.model_dir, exist_ok=True)
   for name, text in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, text().encode())
-  bleu_pairs, packing = held_out, run.packing
-  if isinstance(objective, Distillation) and run.learning.outputs is not None:
-    pairs, held_out = _outputs(
-      run, objective.target_params, pairs, held_out, say
+  measure = _measure(run, tokenizer, held_out, say)
+  packing = run.packing
+  if isinstance(learning, FromTarget) and learning.outputs is not None:
+    made, held_out = _outputs(
+      run, learning, objective.target_params, pairs, held_out, say
     )
+    if learning.with_references:
+      made = made.joined(PackedBatches(pairs, run.packing).examples())
+    pairs = made
     # An output is one example: its source was joined before it was decoded.
     packing = dataclasses.replace(packing, weights=(1.0,))
-    if run.learning.only_outputs:
+    if learning.only_outputs:
       return None
   claim(
     os.path.join(run.model_dir, 'settings.json'),
@@ -203,18 +218,14 @@ def train(
     },
   )
   batches = PackedBatches(pairs, packing)
+  valid = None
+  if held_out is not None:
+    valid = PackedBatches(held_out, packing, keep_all=True)
   say(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
   )
-  loop = Trainer(
-    objective,
-    run.training,
-    batches,
-    held_out and PackedBatches(held_out, packing, keep_all=True),
-    log,
-    _measure(run, tokenizer, bleu_pairs, say),
-  )
+  loop = Trainer(objective, run.training, batches, valid, log, measure)
   state = loop.train(params, os.path.join(run.model_dir, _STATES))
   params = loop.export_params(state)
   path = os.path.join(run.model_dir, MODEL_FILE)
@@ -241,27 +252,26 @@ def _load_for(model: Any, path: str) -> tuple[Params, str]:
   return params, digest(params)
 
 
-def _objective(run: TrainRun) -> tuple[trainer.Objective, dict[str, Any]]:
+def _distillation(
+  model: LanguageModel, learning: FromTarget
+) -> tuple[Distillation, dict[str, Any]]:
   """What is minimised, and what is to be the same when a run goes on."""
-  learning = run.learning
-  if isinstance(learning, Likelihood):
-    described = dataclasses.asdict(learning)
-    return CrossEntropy(run.model, **described), described
-  if learning.target.vocab_size != run.model.vocab_size:
+  if learning.target.vocab_size != model.vocab_size:
     raise ValueError(
       f'The target has a vocabulary of {learning.target.vocab_size}, the model'
-      f' to train one of {run.model.vocab_size}; both must share one.'
+      f' to train one of {model.vocab_size}; both must share one.'
     )
   params, found = _load_for(learning.target, learning.checkpoint_path)
   described = {
     'target': repr(learning.target),
     'target_params': found,
     'weights': dataclasses.asdict(learning.weights),
-    'inherit_tables': learning.inherit_tables,
+    'slice_target': learning.slice_target,
+    'with_references': learning.with_references,
   }
   params = jax.tree.map(jnp.asarray, params)
   return Distillation(
-    run.model, learning.target, params, learning.weights
+    model, learning.target, params, learning.weights
   ), described
 
 
@@ -290,41 +300,35 @@ def _pairs(
 
     if run.task_module is not None:
       importlib.import_module(run.task_module)
-    names = (run.task, run.task)
     found = [
       TokenPairs.from_lists(*tasks.token_lists(run.task, split))
       for split in tasks.splits(run.task)
     ]
-    pairs, held_out = (*found, None)[:2]
   else:
-    names = (run.train_file, run.eval_file)
-    pairs, held_out = (
-      None if path is None else _read(path, tokenizer) for path in names
-    )
-  for name, some in zip(names, (pairs, held_out), strict=True):
-    if some is not None:
-      _check_ids(some, run.model.vocab_size, name)
-  return pairs, held_out
+    paths = (run.train_file, run.eval_file)
+    found = [_read(path, tokenizer) for path in paths if path is not None]
+  for pairs in found:
+    _check_ids(pairs, run.model.vocab_size)
+  return found[0], found[1] if len(found) > 1 else None
 
 
 def _read(path: str, tokenizer: Tokenizer | None) -> TokenPairs:
-  if path.endswith('.npz'):
+  if path.endswith('.npz') or tokenizer is None:
     return TokenPairs.load(path)
   return data.tokenise(data.read_tsv(path), tokenizer)
 
 
-def _check_ids(pairs: TokenPairs, vocab_size: int, name: str) -> None:
+def _check_ids(pairs: TokenPairs, vocab_size: int) -> None:
   for side in (pairs.inputs, pairs.targets):
     if len(side) and not 0 <= side.min() <= side.max() < vocab_size:
       raise ValueError(
-        f'{name!r} has token ids from {side.min()} to {side.max()}; the model'
+        f'The data has token ids from {side.min()} to {side.max()}; the model'
         f' has a vocabulary of {vocab_size}. Do they belong together?'
       )
 
 
-def _outputs(run, target_params, pairs, held_out, say):
+def _outputs(run, learning, target_params, pairs, held_out, say):
   """The target's own outputs for the sources of both."""
-  learning = run.learning
   folder = learning.outputs_folder or os.path.join(run.model_dir, _OUTPUTS)
   os.makedirs(folder, exist_ok=True)
   for_eval = dataclasses.replace(
@@ -333,20 +337,19 @@ def _outputs(run, target_params, pairs, held_out, say):
     max_minutes=0.0,
     temperatures=_EVAL_TEMPERATURES,
   )
-  made = []
+  made: list[TokenPairs | None] = []
   for name, some, config in (
     ('eval', held_out, for_eval),
     ('train', pairs, learning.outputs),
   ):
+    if some is None:
+      made.append(None)
+      continue
+    sources = PackedBatches(some, run.packing).examples()
+    path = os.path.join(folder, f'{name}.npz')
     made.append(
-      some
-      and generate_outputs(
-        learning.target,
-        target_params,
-        PackedBatches(some, run.packing).examples(),
-        os.path.join(folder, f'{name}.npz'),
-        config,
-        say,
+      generate_outputs(
+        learning.target, target_params, sources, path, config, say
       )
     )
   return made[1], made[0]

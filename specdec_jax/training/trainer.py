@@ -252,6 +252,8 @@ class Trainer:
     store = orbax.StateStore(folder) if folder is not None else None
     if store is not None and store.latest_step() is not None:
       state, extra = store.restore(state)
+      # Orbax pins arrays to their device, which is another program to jit.
+      state = jax.tree.map(lambda x: jnp.array(np.asarray(x)), state)
       elapsed = float(extra['elapsed_s'])
     step = int(state.step)
     self.compile(state)

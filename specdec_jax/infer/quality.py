@@ -1,0 +1,264 @@
+"""How good a pair is: BLEU of its translations, and how often drafts are kept.
+
+`EvaluateConfig` describes a run of scripts/evaluate.py, `evaluate` does it.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+
+from specdec_jax import environment
+from specdec_jax.completion import Completion
+from specdec_jax.engine import Engine
+from specdec_jax.infer import results
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.training import data
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+  """One evaluation of a pair on a file of source<TAB>reference lines.
+
+  Attributes:
+    engine: makes the engine, with a drafter; called after all cheap checks.
+    eval_file: UTF-8 TSV, plain or `.gz`. All lines of one source are its
+      references, the first of them the only one of the single-reference score.
+    output_dir: where translations and numbers go; None writes nothing.
+    overwrite: whether finished results in `output_dir` may be replaced.
+    batch_size: sources decoded together.
+    temperatures: at which the acceptance rate is counted; 0 comes first, its
+      outputs are scored.
+    max_sources: only the first so many distinct sources; None is all.
+    seed: with the source's number, what all random numbers derive from.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  engine: Callable[[], Engine]
+  eval_file: str
+  output_dir: str | None = None
+  overwrite: bool = False
+  batch_size: int = 32
+  temperatures: tuple[float, ...] = (0.0, 1.0)
+  max_sources: int | None = None
+  seed: int = 0
+
+  def __post_init__(self):
+    object.__setattr__(self, 'temperatures', tuple(self.temperatures))
+    if self.batch_size < 1:
+      raise ValueError(
+        f'EvaluateConfig.batch_size must be at least 1, got {self.batch_size}.'
+      )
+    if self.max_sources is not None and self.max_sources < 1:
+      raise ValueError(
+        'EvaluateConfig.max_sources must be at least 1 or None, got'
+        f' {self.max_sources}.'
+      )
+    if self.temperatures[:1] != (0.0,):
+      raise ValueError(
+        'EvaluateConfig.temperatures must begin with 0.0, at which BLEU is'
+        f' measured, got {self.temperatures}.'
+      )
+
+
+def group_references(
+  pairs: Sequence[tuple[str, str]],
+) -> dict[str, list[str]]:
+  """Maps each distinct source to its references, in the order of the file."""
+  found: dict[str, list[str]] = {}
+  for source, reference in pairs:
+    references = found.setdefault(source, [])
+    if reference not in references:
+      references.append(reference)
+  return found
+
+
+def bleu(
+  outputs: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+  """Corpus BLEU by sacrebleu, with its settings unchanged.
+
+  Args:
+    outputs: one a source.
+    references: one or more for each.
+
+  Returns:
+    {'score': 0 to 100, 'signature': sacrebleu's own}.
+
+  Raises:
+    ValueError: sacrebleu is not installed.
+  """
+  _require_sacrebleu()
+  from sacrebleu.metrics import BLEU
+
+  most = max(map(len, references))
+  # sacrebleu takes the n-th references of all sources, None where there is no.
+  streams = [
+    [own[i] if i < len(own) else None for own in references]
+    for i in range(most)
+  ]
+  metric = BLEU()
+  score = metric.corpus_score(list(outputs), streams).score
+  return {'score': score, 'signature': str(metric.get_signature())}
+
+
+def evaluate(
+  config: EvaluateConfig,
+  beside: Mapping[str, Callable[[], str]] | None = None,
+  console: rich.console.Console | None = None,
+) -> dict[str, Any]:
+  """Translates a test set, scores it, counts accepted drafts, writes results.
+
+  All decoding is speculative; greedy outputs are those of the plain loop.
+
+  Args:
+    config: the evaluation.
+    beside: more files for the output folder: name -> function of its text.
+    console: where the report goes; stdout by default.
+
+  Returns:
+    The summary, of kind 'quality': 'bleu' (all references), 'bleu_single' (the
+    first of each source) and, for each temperature, what drafting gave.
+
+  Raises:
+    ValueError: sacrebleu is missing, or the file or output folder is bad.
+    OSError: the results could not be written.
+  """
+  console = console or rich.console.Console()
+  _require_sacrebleu()
+  grouped = group_references(data.read_tsv(config.eval_file))
+  grouped = dict(list(grouped.items())[: config.max_sources])
+  if not grouped:
+    raise ValueError(f'{config.eval_file!r} has no line to evaluate.')
+  if config.output_dir is not None:
+    results.claim_output_dir(config.output_dir, config.overwrite)
+  engine = config.engine()
+  sources, references = list(grouped), list(grouped.values())
+  runs = {
+    temperature: _decode(engine, sources, temperature, config, console)
+    for temperature in config.temperatures
+  }
+  greedy = runs[0.0]
+  outputs = [completion.text for completion in greedy]
+  summary = {
+    'kind': 'quality',
+    'eval_file': config.eval_file,
+    'sources': len(sources),
+    'references': sum(map(len, references)),
+    'sources_with_several': sum(len(own) > 1 for own in references),
+    'errors': [done.error for done in greedy if done.error],
+    'bleu': bleu(outputs, references),
+    'bleu_single': bleu(outputs, [own[:1] for own in references]),
+    'gamma': engine.gamma,
+    'max_decode_len': engine.max_decode_len,
+    'seed': config.seed,
+    'drafting': [
+      {'temperature': temperature, **_count(completions)}
+      for temperature, completions in runs.items()
+    ],
+    'machine': environment.describe(),
+  }
+  if config.output_dir is not None:
+    records = [
+      {
+        'inputs': source,
+        'prediction': None if done.error else done.text,
+        'references': own,
+        'finish_reason': done.finish_reason,
+        'error': done.error,
+      }
+      for source, own, done in zip(sources, references, greedy, strict=True)
+    ]
+    extra = {name: text() for name, text in (beside or {}).items()}
+    results.write_results(config.output_dir, records, summary, extra)
+  for title, value in rows(summary):
+    console.print(f'{title}: {value}', markup=False, highlight=False)
+  return summary
+
+
+def rows(summary: Mapping[str, Any]) -> list[list[str]]:
+  """The numbers of a summary of kind 'quality' as text: title and value."""
+  table = [
+    ['distinct sources', f'{summary["sources"]:,}'],
+    ['references', f'{summary["references"]:,}'],
+    ['BLEU, all references of a source', f'{summary["bleu"]["score"]:.1f}'],
+    [
+      'BLEU, the first reference only',
+      f'{summary["bleu_single"]["score"]:.1f}',
+    ],
+  ]
+  for part in summary['drafting']:
+    at = f'temperature {part["temperature"]:g}'
+    table += [
+      [f'acceptance rate, {at}', _shown(part['acceptance_rate'], '.3f')],
+      [f'tokens a call of the target, {at}', _shown(part['per_call'], '.2f')],
+      [f'tokens, {at}', f'{part["tokens"]:,}'],
+    ]
+  return table
+
+
+def _shown(value: float | None, form: str) -> str:
+  return '-' if value is None else format(value, form)
+
+
+def _count(completions: Sequence[Completion]) -> dict[str, Any]:
+  stats = [completion.stats for completion in completions]
+  tokens = sum(one.num_tokens for one in stats)
+  calls = sum(one.num_target_calls for one in stats)
+  tested = sum(one.num_tested for one in stats)
+  accepted = sum(one.num_accepted for one in stats)
+  return {
+    'tokens': tokens,
+    'target_calls': calls,
+    'tested': tested,
+    'accepted': accepted,
+    'acceptance_rate': accepted / tested if tested else None,
+    'per_call': tokens / calls if calls else None,
+  }
+
+
+def _decode(
+  engine: Engine,
+  sources: Sequence[str],
+  temperature: float,
+  config: EvaluateConfig,
+  console: rich.console.Console,
+) -> list[Completion]:
+  """Decodes all sources speculatively, those of similar length together."""
+  lengths = [len(engine.tokenizer.encode(source)) for source in sources]
+  order = sorted(range(len(sources)), key=lambda index: lengths[index])
+  found: dict[int, Completion] = {}
+  size = config.batch_size
+  batches = [order[at : at + size] for at in range(0, len(order), size)]
+  for batch in rich.progress.track(
+    batches,
+    f'Temperature {temperature:g}',
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  ):
+    # A shorter last batch would compile anew; its last source fills it up.
+    padded = [*batch, *[batch[-1]] * (size - len(batch))]
+    completions = engine.generate(
+      [sources[index] for index in padded],
+      sampling=SamplingConfig(temperature=temperature),
+      seed=config.seed,
+      example_ids=padded,
+      on_too_long='report',
+      log_probs=False,
+    )
+    found.update(zip(batch, completions, strict=False))
+  return [found[index] for index in range(len(sources))]
+
+
+def _require_sacrebleu() -> None:
+  if importlib.util.find_spec('sacrebleu') is None:
+    raise ValueError(
+      'BLEU needs the package sacrebleu, which is not installed; it is in the'
+      " extra [test]: pip install -e '.[test]'."
+    )

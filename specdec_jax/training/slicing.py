@@ -1,0 +1,194 @@
+"""A smaller T5 cut out of a larger one, for a drafter to begin with.
+
+A drafter that starts at random must learn the task anew; one that starts as a
+slice of its target knows it already and learns only to do with less. Slicing
+is that of Ashkboos et al. 2024 (SliceGPT): a norm without a mean commutes with
+rotations once its scale is folded into the kernels behind it, so the residual
+stream can be rotated to its leading directions and the others left out. Of the
+layers, evenly spaced ones are kept.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models.base import Params
+from specdec_jax.models.t5 import T5Config
+
+Tree = dict[str, Any]
+
+
+def sliced(target_params: Params, target: T5Config, draft: T5Config) -> Params:
+  """Returns parameters of `draft` that are a slice of the target's.
+
+  Args:
+    target_params: of a T5 of `target`'s sizes.
+    target: the sizes to cut from.
+    draft: the sizes to cut to: a narrower `emb_dim`, fewer layers; the rest is
+      the target's.
+
+  Returns:
+    float32 parameters, named as T5X names them.
+
+  Raises:
+    ValueError: the sizes do not allow it.
+  """
+  _check(target, draft)
+  params = jax.tree.map(
+    lambda leaf: np.asarray(leaf, np.float32), target_params
+  )
+  encoder, decoder = _fold_encoder(params), _fold_decoder(params)
+  directions = _leading_directions(params, encoder, decoder, draft.emb_dim)
+  # The norm now sees draft.emb_dim of the target's emb_dim squares.
+  scale = np.sqrt(target.emb_dim / draft.emb_dim, dtype=np.float32)
+  norm = {'scale': np.full((draft.emb_dim,), scale)}
+
+  def stack(folded, count, norms):
+    kept = np.linspace(0, len(folded) - 1, count).round().astype(int)
+    layers = {}
+    for new, old in enumerate(kept):
+      layer = {
+        block: {
+          name: {'kernel': _turned(name, kernel, directions)}
+          for name, kernel in kernels.items()
+        }
+        for block, kernels in folded[old].items()
+      }
+      layers[f'layers_{new}'] = layer | {name: dict(norm) for name in norms}
+    return layers
+
+  result = {
+    'token_embedder': {
+      'embedding': params['token_embedder']['embedding'] @ directions
+    },
+    'encoder': {
+      'relpos_bias': params['encoder']['relpos_bias'],
+      'encoder_norm': dict(norm),
+      **stack(encoder, draft.num_encoder_layers, _ENCODER_NORMS),
+    },
+    'decoder': {
+      'relpos_bias': params['decoder']['relpos_bias'],
+      'decoder_norm': dict(norm),
+      **stack(decoder, draft.num_decoder_layers, _DECODER_NORMS),
+    },
+  }
+  if not draft.logits_via_embedding:
+    result['decoder']['logits_dense'] = {
+      'kernel': directions.T @ _folded_head(params)
+    }
+  return jax.tree.map(jnp.asarray, result)
+
+
+_ENCODER_NORMS = {
+  'pre_attention_layer_norm': 'attention',
+  'pre_mlp_layer_norm': 'mlp',
+}
+_DECODER_NORMS = {
+  'pre_self_attention_layer_norm': 'self_attention',
+  'pre_cross_attention_layer_norm': 'encoder_decoder_attention',
+  'pre_mlp_layer_norm': 'mlp',
+}
+_WRITERS = ('out', 'wo')  # to the residual stream; all others read it
+
+
+def _turned(name: str, kernel: np.ndarray, directions: np.ndarray):
+  """A kernel that reads, or writes, the sliced stream."""
+  return kernel @ directions if name in _WRITERS else directions.T @ kernel
+
+
+def _fold(layer: Tree, norms: dict[str, str]) -> Tree:
+  """Kernels of one layer with the scale of the norm before them folded in."""
+  folded = {}
+  for norm, block in norms.items():
+    scale = layer[norm]['scale'][:, None]
+    folded[block] = {
+      name: leaf['kernel'] if name in _WRITERS else scale * leaf['kernel']
+      for name, leaf in layer[block].items()
+    }
+  return folded
+
+
+def _layers(stack: Tree) -> list[Tree]:
+  count = sum(name.startswith('layers_') for name in stack)
+  return [stack[f'layers_{i}'] for i in range(count)]
+
+
+def _fold_encoder(params: Params) -> list[Tree]:
+  return [_fold(layer, _ENCODER_NORMS) for layer in _layers(params['encoder'])]
+
+
+def _fold_decoder(params: Params) -> list[Tree]:
+  folded = []
+  encoded = params['encoder']['encoder_norm']['scale'][:, None]
+  for layer in _layers(params['decoder']):
+    one = _fold(layer, _DECODER_NORMS)
+    # Keys and values of cross-attention read the encoder's output.
+    for name in ('key', 'value'):
+      kernel = layer['encoder_decoder_attention'][name]['kernel']
+      one['encoder_decoder_attention'][name] = encoded * kernel
+    folded.append(one)
+  return folded
+
+
+def _folded_head(params: Params) -> np.ndarray:
+  """What maps the normed stream to logits, the last scale folded in: [M, V]."""
+  decoder = params['decoder']
+  if 'logits_dense' in decoder:
+    kernel = decoder['logits_dense']['kernel']
+  else:
+    kernel = params['token_embedder']['embedding'].T
+  return decoder['decoder_norm']['scale'][:, None] * kernel
+
+
+def _leading_directions(
+  params: Params, encoder: list[Tree], decoder: list[Tree], size: int
+) -> np.ndarray:
+  """The `size` directions of the stream that are read and written most: [M, m].
+
+  Each matrix that touches the stream counts alike, whatever its norm; the two
+  tables count as much as all layers together.
+  """
+  embedding = params['token_embedder']['embedding']
+  head = _folded_head(params)
+  total = sum(
+    _gram(kernel if name in _WRITERS else kernel.T)
+    for layer in [*encoder, *decoder]
+    for kernels in layer.values()
+    for name, kernel in kernels.items()
+  )
+  count = np.trace(total)
+  total = total + count * (_gram(embedding) + _gram(head.T)) / 2
+  _, vectors = np.linalg.eigh(total)
+  return vectors[:, ::-1][:, :size].astype(np.float32)
+
+
+def _gram(rows: np.ndarray) -> np.ndarray:
+  """Rows' second moment [M, M], of trace 1."""
+  product = rows.T.astype(np.float64) @ rows
+  return product / np.trace(product)
+
+
+def _check(target: T5Config, draft: T5Config) -> None:
+  for name in (
+    'vocab_size',
+    'num_heads',
+    'head_dim',
+    'mlp_dim',
+    'mlp_activations',
+    'logits_via_embedding',
+  ):
+    ours, theirs = getattr(draft, name), getattr(target, name)
+    if ours != theirs:
+      raise ValueError(
+        f'A drafter sliced from its target has the same {name}; got {ours}, the'
+        f' target has {theirs}. Change it or begin at random.'
+      )
+  for name in ('emb_dim', 'num_encoder_layers', 'num_decoder_layers'):
+    ours, theirs = getattr(draft, name), getattr(target, name)
+    if ours > theirs:
+      raise ValueError(
+        f'A drafter sliced from its target has at most its {name}; got {ours},'
+        f' the target has {theirs}.'
+      )
