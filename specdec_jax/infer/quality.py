@@ -98,7 +98,7 @@ def bleu(
 
   most = max(map(len, references))
   # sacrebleu takes the n-th references of all sources, None where there is no.
-  streams = [
+  streams: Any = [
     [own[i] if i < len(own) else None for own in references]
     for i in range(most)
   ]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from specdec_jax import compilation_cache, files
 from specdec_jax.checkpoints import check_params, load_params
 from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.t5 import T5
 from specdec_jax.tokenizer import Tokenizer, train_tokenizer
 from specdec_jax.training import bleu, data, slicing, trainer
 from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
@@ -179,9 +180,7 @@ def train(
   if isinstance(learning, FromTarget):
     objective, described = _distillation(run.model, learning)
     if start == _RANDOM and learning.slice_target:
-      params = slicing.sliced(
-        objective.target_params, learning.target.config, run.model.config
-      )
+      params = _sliced(learning.target, objective.target_params, run.model)
   else:
     described = dataclasses.asdict(learning)
     objective = CrossEntropy(run.model, **described)
@@ -250,6 +249,17 @@ def _load_for(model: Any, path: str) -> tuple[Params, str]:
   params = load_params(path, jnp.float32)
   check_params(params, jax.eval_shape(model.init, jax.random.key(0)), path)
   return params, digest(params)
+
+
+def _sliced(target: Any, target_params: Params, model: Any) -> Params:
+  """The first parameters of a drafter that is a slice of its target."""
+  for network in (target, model):
+    if not isinstance(network, T5):
+      raise ValueError(
+        'slice_target cuts a T5 out of a T5, got'
+        f' {type(network).__name__}; set it to False to begin at random.'
+      )
+  return slicing.sliced(target_params, target.config, model.config)
 
 
 def _distillation(
