@@ -13,8 +13,9 @@ from jax import lax
 from specdec_jax import probs
 from specdec_jax.bench.timing import Prepare
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.speculative import context_of
 from specdec_jax.decoding.state import Request
-from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.base import Drafter
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
@@ -151,17 +152,7 @@ def draft_rounds(
   def rounds(params, state, tokens):
     def body(_, carry):
       state, tokens = carry
-      context = Context(
-        tokens=tokens,
-        length=half,
-        keys=request.keys,
-        sampling=request.sampling,
-        stop_ids=request.stop_ids,
-        min_length=request.min_length,
-        gamma=request.gamma,
-        greedy=request.greedy,
-        forbids_stops=False,
-      )
+      context = context_of(request, tokens, half, request.keys)
       draft, state = drafter.propose(params, state, context)
       state = drafter.commit(state, half)
       # The next round reads these: no round can be left out.

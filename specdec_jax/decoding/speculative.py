@@ -69,15 +69,13 @@ def step(
   )
 
 
-def _propose(drafter, params, request, state, keys):
-  """The drafter's proposal, cut to what could still be used of it."""
-  if request.gamma == 0:
-    batch = state.length.shape[0]
-    empty = jnp.zeros((batch, 0), jnp.int32)
-    return Draft(empty, None, state.length * 0), state.drafter_state
-  context = Context(
-    tokens=state.tokens,
-    length=state.visible_length,
+def context_of(
+  request: Request, tokens: jax.Array, length: jax.Array, keys: jax.Array
+) -> Context:
+  """What a drafter may look at: see `Context` for the arrays."""
+  return Context(
+    tokens=tokens,
+    length=length,
     keys=keys,
     sampling=request.sampling,
     stop_ids=request.stop_ids,
@@ -86,6 +84,15 @@ def _propose(drafter, params, request, state, keys):
     greedy=request.greedy,
     forbids_stops=request.forbids_stops,
   )
+
+
+def _propose(drafter, params, request, state, keys):
+  """The drafter's proposal, cut to what could still be used of it."""
+  if request.gamma == 0:
+    batch = state.length.shape[0]
+    empty = jnp.zeros((batch, 0), jnp.int32)
+    return Draft(empty, None, state.length * 0), state.drafter_state
+  context = context_of(request, state.tokens, state.visible_length, keys)
   draft, drafter_state = drafter.propose(
     params.draft, state.drafter_state, context
   )
