@@ -62,7 +62,7 @@ def test_extend_in_pieces_equals_teacher_forcing(config, layout):
     params, partitioning.Placement(kernel_layout=layout)
   )
   cache = prefill(model, placed, inputs, 150)
-  assert cache.num_slots == 150  # two buckets, and the whole
+  assert cache.num_slots == 150  # attended over 128 first, then over all
   pieces, at = [], 0
   for size in (1, 2, 60, 1, 9, 1, 60, 16):
     logits, cache = extend(model, placed, cache, targets[:, at : at + size])

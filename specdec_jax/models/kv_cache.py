@@ -102,10 +102,11 @@ def read_position_bias(
 def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the prefixes of the cache that attention may be restricted to.
 
-  They double from 64, so that a step pays for at most twice its live slots.
+  They double from 128, so that a step pays for at most twice its live slots;
+  below that, cutting a prefix out costs more than attending over all of it.
   """
   sizes = []
-  size = 64
+  size = 128
   while size < num_slots:
     sizes.append(size)
     size *= 2

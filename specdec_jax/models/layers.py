@@ -143,12 +143,20 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
     """Maps [..., M] to [..., M]."""
-    factors = []
-    for i, name in enumerate(self.activations):
-      dense = 'wi' if len(self.activations) == 1 else f'wi_{i}'
-      hidden = Dense(self.hidden, self.dtype, name=dense)(x)
-      factors.append(ACTIVATIONS[name](hidden))
-    hidden = functools.reduce(jnp.multiply, factors)
+    count = len(self.activations)
+    if self.has_variable('params', 'wi_joined'):
+      joined = Dense(count * self.hidden, self.dtype, name='wi_joined')(x)
+      factors = jnp.split(joined, count, -1)
+    else:
+      names = ['wi'] if count == 1 else [f'wi_{i}' for i in range(count)]
+      factors = [Dense(self.hidden, self.dtype, name=n)(x) for n in names]
+    hidden = functools.reduce(
+      jnp.multiply,
+      [
+        ACTIVATIONS[n](f)
+        for n, f in zip(self.activations, factors, strict=True)
+      ],
+    )
     hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(
       hidden, deterministic=deterministic
     )
@@ -201,6 +209,7 @@ class Attention(nn.Module):
     self.query = Dense(width, self.dtype, query_init)
     self.key = Dense(width, self.dtype)
     self.value = Dense(width, self.dtype)
+    self.qkv = Dense(3 * width, self.dtype)
     self.out = Dense(self.features, self.dtype)
 
   def _heads(self, x: jax.Array) -> jax.Array:
@@ -214,11 +223,14 @@ class Attention(nn.Module):
     """Maps [B, S, M] to queries [B, S, H, D]."""
     return self._heads(self.query(x))
 
-  def __call__(
-    self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
-  ) -> jax.Array:
-    """Attends from x [B, S, M] over keys and values [B, H, D, T]."""
-    return self.out(attend(self.project_query(x), keys, values, bias))
+  def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Maps [B, S, M] to queries, keys and values, each [B, S, H, D].
+
+    One product where `partitioning.place` joined the three kernels.
+    """
+    if not self.has_variable('params', 'qkv'):
+      return self.project_query(x), *self.project_kv(x)
+    return tuple(self._heads(part) for part in jnp.split(self.qkv(x), 3, -1))
 
 
 def relative_position_bucket(

@@ -106,8 +106,9 @@ class EncoderLayer(nn.Module):
   def __call__(self, x, bias, deterministic):
     """Maps [B, E, M] to [B, E, M]; bias is [B, H, E, E]."""
     normed = self.pre_attention_layer_norm(x)
-    keys, values = map(slots_last, self.attention.project_kv(normed))
-    mixed = self.attention(normed, keys, values, bias)
+    queries, keys, values = self.attention.project_qkv(normed)
+    mixed = layers.attend(queries, slots_last(keys), slots_last(values), bias)
+    mixed = self.attention.out(mixed)
     x = x + self.dropout(mixed, deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
     return x + self.dropout(hidden, deterministic=deterministic)
@@ -165,12 +166,14 @@ class DecoderLayer(nn.Module):
     """
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
-    keys, values = remember(*attention.project_kv(normed))
-    mixed = read(attention.project_query(normed), keys, values)
+    queries, keys, values = attention.project_qkv(normed)
+    keys, values = remember(keys, values)
+    mixed = read(queries, keys, values)
     x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
     normed = self.pre_cross_attention_layer_norm(x)
-    mixed = self.encoder_decoder_attention(normed, *cross)
-    x = x + self.dropout(mixed, deterministic=deterministic)
+    attention = self.encoder_decoder_attention
+    mixed = layers.attend(attention.project_query(normed), *cross)
+    x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
     x = x + self.dropout(hidden, deterministic=deterministic)
     return x, keys, values
