@@ -14,7 +14,7 @@ LIBRARY = ROOT / 'specdec_jax'
 # From the bottom up; a module imports from its own layer and from those below.
 # A new module of the library needs a place here.
 LAYERS = (
-  ('types', 'files'),
+  ('types', 'files', 'paper'),
   # mathematics: jax and types only
   ('probs', 'speculative', 'analysis'),
   # placement and models
@@ -27,6 +27,7 @@ LAYERS = (
   (
     'compilation_cache',
     'environment',
+    'calibration',
     'completion',
     'engine',
     'job',
@@ -36,6 +37,8 @@ LAYERS = (
     'exact',
   ),
   ('infer',),
+  ('measure',),
+  ('reproduce',),
 )
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 # Heavy or optional; only tasks.py and what imports it may need them.

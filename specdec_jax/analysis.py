@@ -1,0 +1,398 @@
+"""Closed forms of Leviathan et al. 2023: what speculation should be worth.
+
+The paper's symbols: alpha is `acceptance_rate`, gamma is `gamma`, c is
+`cost_ratio`, c-hat is `operations_ratio`, l is `lenience`, p is `target_probs`,
+q is `draft_probs`. Equations, theorems and sections are the paper's; v(m) is
+not in the paper: the time of a target call over m tokens in units of a call
+over one (`call_cost`; the paper takes it as 1 throughout).
+
+All functions take numbers or arrays of any shapes that broadcast, compute in
+the arrays' own float type (float32 where there is none) and can be jitted,
+mapped and differentiated. Values out of range are a ValueError wherever they
+are known; under a transformation they are not, and are not looked at.
+"""
+
+import functools
+import numbers
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+# A range in words, and whether numbers are in it; NaN is in none of them.
+_Range = tuple[str, Callable[[np.ndarray], np.ndarray]]
+_RATE: _Range = ('in [0, 1]', lambda x: (x >= 0) & (x <= 1))
+_COST: _Range = ('finite and >= 0', lambda x: (x >= 0) & (x < np.inf))
+_POSITIVE: _Range = ('finite and > 0', lambda x: (x > 0) & (x < np.inf))
+
+_INT32_MAX = np.iinfo(np.int32).max
+# How far from 1 a sum of probabilities, or a measured v(1), may be.
+_TOLERANCE = 1e-3
+
+
+def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
+  """Tokens that one step yields on average, E(alpha, gamma); Eq. 1.
+
+  (1 - alpha^(gamma + 1)) / (1 - alpha), computed as the sum that it stands for,
+  1 + alpha + ... + alpha^gamma: exact at alpha = 1, where it is gamma + 1, and
+  with all derivatives there and at 0.
+
+  Args:
+    acceptance_rate: float[...] in [0, 1].
+    gamma: int[...], >= 0.
+
+  Returns:
+    float[...] in [1, gamma + 1].
+
+  Raises:
+    ValueError: a value is out of range, or gamma is not whole.
+  """
+  rate, steps = jnp.broadcast_arrays(
+    _real('acceptance_rate', acceptance_rate, _RATE), _whole('gamma', gamma)
+  )
+  return 1 + rate * _power_sum(rate, steps, _num_bits(gamma))
+
+
+def divergence(target_probs: ArrayLike, draft_probs: ArrayLike) -> jax.Array:
+  """D_LK(p, q) = 1 - sum min(p, q); Definition 3.2, Lemma 3.3.
+
+  Shapes and errors are those of `acceptance_prob`. Returns float[...] in
+  [0, 1]: 0 where both are equal, 1 where no token has a probability in both.
+  """
+  return 1 - acceptance_prob(target_probs, draft_probs)
+
+
+def acceptance_prob(
+  target_probs: ArrayLike, draft_probs: ArrayLike
+) -> jax.Array:
+  """beta: the probability that a proposal is accepted; Theorem 3.5.
+
+  sum min(p, q). Its mean over prefixes is alpha (Corollary 3.6).
+
+  Args:
+    target_probs: float[..., V], standardised.
+    draft_probs: float[..., V], standardised likewise.
+
+  Returns:
+    float[...] in [0, 1].
+
+  Raises:
+    ValueError: the vocabularies differ, or a row is not a distribution.
+  """
+  target, draft = _distributions(target_probs, draft_probs)
+  return _as_rate(jnp.sum(jnp.minimum(target, draft), axis=-1))
+
+
+def rejection_acceptance_prob(
+  target_probs: ArrayLike, draft_probs: ArrayLike
+) -> jax.Array:
+  """What plain rejection sampling would accept, for comparison; A.2.
+
+  1 / M with M = max p / q; never above `acceptance_prob`. It is 0 as soon as
+  the draft leaves out one token of the target.
+
+  Shapes and errors are those of `acceptance_prob`.
+  """
+  target, draft = _distributions(target_probs, draft_probs)
+  possible = target > 0
+  # The inner `where` keeps a division by 0 out of the gradient.
+  ratio = draft / jnp.where(possible, target, 1)
+  return _as_rate(jnp.min(jnp.where(possible, ratio, jnp.inf), axis=-1))
+
+
+def lenient_acceptance_prob(
+  target_probs: ArrayLike, draft_probs: ArrayLike, lenience: ArrayLike
+) -> jax.Array:
+  """beta where a proposal is held against lenience * q; A.5.
+
+  sum min(p / l, q). Lenience 1 is `acceptance_prob`; less of it accepts more
+  and is lossy: a token may be drawn with up to p / l. Lenience 0 accepts all.
+
+  This is the form for sampling. One-hot rows, at temperature 0, are not
+  changed by any lenience > 0: there, the paper compares the target's
+  probabilities before the argmax, accepting a token where its probability is
+  at least l * max(p) (the inequality is printed the other way round).
+
+  Shapes and errors are those of `acceptance_prob`; lenience is float[...] in
+  [0, 1], or a ValueError.
+  """
+  target, draft = _distributions(target_probs, draft_probs)
+  leeway = _real('lenience', lenience, _RATE)[..., None]
+  target, draft, leeway = _aligned(target, draft, leeway)
+  accepted = leeway * draft <= target
+  # Where `accepted` is false, leeway is positive.
+  kept = target / jnp.where(accepted, 1, leeway)
+  return _as_rate(jnp.sum(jnp.where(accepted, draft, kept), axis=-1))
+
+
+def walltime_factor(
+  acceptance_rate: ArrayLike, gamma: ArrayLike, cost_ratio: ArrayLike
+) -> jax.Array:
+  """How many times faster decoding gets, E / (gamma c + 1); Theorem 3.8.
+
+  Assumes that a target call over gamma + 1 tokens takes as long as one over 1;
+  `measured_walltime_factor` does not.
+
+  Args:
+    acceptance_rate: float[...] in [0, 1].
+    gamma: int[...], >= 0.
+    cost_ratio: float[...], >= 0, time of a draft call in target calls.
+
+  Returns:
+    float[...]: 1 at gamma = 0, less than 1 where speculation is slower.
+
+  Raises:
+    ValueError: a value is out of range, or gamma is not whole.
+  """
+  return measured_walltime_factor(acceptance_rate, gamma, cost_ratio, 1.0)
+
+
+def measured_walltime_factor(
+  acceptance_rate: ArrayLike,
+  gamma: ArrayLike,
+  cost_ratio: ArrayLike,
+  call_cost: ArrayLike,
+) -> jax.Array:
+  """Theorem 3.8 with what a long call costs: E / (v(gamma + 1) + gamma c).
+
+  Arguments and errors are those of `walltime_factor`, and `call_cost` is
+  v(gamma + 1), float[...] > 0: the time of a target call over gamma + 1 tokens
+  in calls over one token.
+  """
+  tokens, steps, draft_cost, target_cost = _aligned(
+    expected_tokens(acceptance_rate, gamma),
+    _whole('gamma', gamma),
+    _real('cost_ratio', cost_ratio, _COST),
+    _real('call_cost', call_cost, _POSITIVE),
+  )
+  return tokens / (target_cost + steps * draft_cost)
+
+
+def improves(acceptance_rate: ArrayLike, cost_ratio: ArrayLike) -> jax.Array:
+  """Whether some gamma makes decoding faster, alpha > c; Corollary 3.9.
+
+  Returns bool[...]. Arguments and errors are those of `walltime_factor`.
+  """
+  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
+  return rate > cost
+
+
+def lowest_factor(
+  acceptance_rate: ArrayLike, cost_ratio: ArrayLike
+) -> jax.Array:
+  """What the best gamma gives at least, (1 + alpha) / (1 + c); Corollary 3.9.
+
+  It is the walltime factor of gamma = 1; above 1 where `improves`.
+
+  Arguments and errors are those of `walltime_factor`.
+  """
+  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
+  return (1 + rate) / (1 + cost)
+
+
+def operations_factor(
+  acceptance_rate: ArrayLike, gamma: ArrayLike, operations_ratio: ArrayLike
+) -> jax.Array:
+  """How many times more arithmetic it takes; Theorem 3.11.
+
+  (gamma c-hat + gamma + 1) / E.
+
+  Arguments and errors are those of `walltime_factor`, and `operations_ratio` is
+  float[...] >= 0: operations per token of the drafter in those of the target.
+  Returns float[...], >= 1.
+  """
+  tokens, steps, ratio = _aligned(
+    expected_tokens(acceptance_rate, gamma),
+    _whole('gamma', gamma),
+    _real('operations_ratio', operations_ratio, _COST),
+  )
+  return (steps * ratio + steps + 1) / tokens
+
+
+def optimal_gamma(
+  acceptance_rate: ArrayLike,
+  cost_ratio: ArrayLike,
+  max_gamma: int,
+  call_cost: ArrayLike | None = None,
+) -> jax.Array:
+  """The gamma of the largest walltime factor; Section 3.5.
+
+  Args:
+    acceptance_rate: float[...] in [0, 1].
+    cost_ratio: float[...], >= 0.
+    max_gamma: the largest gamma to consider.
+    call_cost: float[..., M], M > max_gamma; `call_cost[..., m - 1]` is v(m),
+      so the first is 1. None is 1 for all, Theorem 3.8.
+
+  Returns:
+    int32[...]: the smallest of the best. 0 is plain decoding: speculation does
+    not pay. `max_gamma` itself may mean that a larger one is better still.
+
+  Raises:
+    ValueError: a value is out of range, or `call_cost` is too short or not
+      relative to a call over one token.
+  """
+  whole = isinstance(max_gamma, numbers.Integral)
+  if not whole or isinstance(max_gamma, bool) or max_gamma < 0:
+    raise ValueError(
+      f'max_gamma must be one whole number >= 0, got {max_gamma!r}'
+    )
+  gammas = np.arange(max_gamma + 1, dtype=np.int32)
+  if call_cost is None:
+    call_cost = np.ones(gammas.shape, np.float32)
+  factors = measured_walltime_factor(
+    _real('acceptance_rate', acceptance_rate, _RATE)[..., None],
+    gammas,
+    _real('cost_ratio', cost_ratio, _COST)[..., None],
+    _cost_curve(call_cost, gammas.size),
+  )
+  return jnp.argmax(factors, axis=-1).astype(jnp.int32)
+
+
+def oracle_factor(
+  acceptance_rate: ArrayLike, cost_ratio: ArrayLike
+) -> jax.Array:
+  """What no choice of gamma can exceed; the oracle of Section 3.5.
+
+  The oracle sets gamma to the number of proposals that will be accepted. So a
+  step yields 1 / (1 - alpha) tokens, for one target call and the draft calls
+  of all but one of them: 1 / (1 - alpha + alpha c). Where c >= 1 it never
+  drafts, and the factor is 1.
+
+  Arguments and errors are those of `walltime_factor`. Returns float[...], >= 1;
+  infinite at alpha = 1, c = 0.
+  """
+  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
+  return 1 / (1 - rate + rate * jnp.minimum(cost, 1))
+
+
+@functools.partial(jax.jit, static_argnames='num_bits')
+def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
+  """The sum of the first `count` powers of `rate`, from 1 on; float[...]."""
+  # By the bits of `count` from the top: from m to 2 m powers, then one more
+  # where the bit is set. Only additions and products of what is >= 0, so
+  # nothing cancels, as the quotient of Eq. 1 does near 1.
+  total, power = jnp.zeros_like(rate), jnp.ones_like(rate)
+  for bit in reversed(range(num_bits)):
+    total, power = total * (1 + power), power * power
+    odd = (count >> bit) & 1 == 1
+    total = jnp.where(odd, 1 + rate * total, total)
+    power = jnp.where(odd, rate * power, power)
+  return total
+
+
+def _rate_and_cost(
+  acceptance_rate: ArrayLike, cost_ratio: ArrayLike
+) -> list[jax.Array]:
+  return _aligned(
+    _real('acceptance_rate', acceptance_rate, _RATE),
+    _real('cost_ratio', cost_ratio, _COST),
+  )
+
+
+def _cost_curve(call_cost: ArrayLike, num_costs: int) -> jax.Array:
+  """v(1) ... v(num_costs) of float[..., M]."""
+  costs = _real('call_cost', call_cost, _POSITIVE)
+  if costs.ndim == 0 or costs.shape[-1] < num_costs:
+    raise ValueError(
+      f'call_cost must hold v(1) ... v({num_costs}), that is max_gamma + 1 '
+      f'numbers in its last dimension, got shape {costs.shape}'
+    )
+  known = _known(call_cost)
+  if known is not None:
+    first = np.atleast_1d(known[..., 0])
+    wrong = first[np.abs(first - 1) > _TOLERANCE]
+    if wrong.size:
+      raise ValueError(
+        'call_cost must be in calls over one token, so that its first value '
+        f'is 1, got {wrong[0]}; divide by the time of that call'
+      )
+  return costs[..., :num_costs]
+
+
+def _known(value: ArrayLike) -> np.ndarray | None:
+  """The value as a NumPy array; None for a tracer."""
+  return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+
+
+def _real(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
+  """`value` as float[...], checked where it is known."""
+  known = _known(value)
+  if known is not None:
+    words, in_range = allowed
+    if not _is(known, jnp.floating) and not _is(known, jnp.integer):
+      raise ValueError(f'{name} must be a number {words}, got {value!r}')
+    wrong = known[~in_range(known)]
+    if wrong.size:
+      raise ValueError(f'{name} must be {words}, got {wrong[0]}')
+  array = jnp.asarray(value)
+  return array if _is(array, jnp.floating) else array.astype(float)
+
+
+def _whole(name: str, value: ArrayLike) -> jax.Array:
+  """`value` as int32[...], checked where it is known."""
+  known = _known(value)
+  # The type of a tracer is known even if its value is not.
+  if not _is(jnp.asarray(value) if known is None else known, jnp.integer):
+    raise ValueError(f'{name} must be a whole number >= 0, got {value!r}')
+  if known is not None:
+    wrong = known[(known < 0) | (known > _INT32_MAX)]
+    if wrong.size:
+      raise ValueError(
+        f'{name} must be a whole number in [0, {_INT32_MAX}], got {wrong[0]}'
+      )
+  return jnp.asarray(value).astype(jnp.int32)
+
+
+def _is(array: np.ndarray | jax.Array, kind) -> bool:
+  return jnp.issubdtype(array.dtype, kind)
+
+
+def _num_bits(whole: ArrayLike) -> int:
+  """How many bits of int32[...] can be set."""
+  known = _known(whole)
+  if known is None:
+    return _INT32_MAX.bit_length()
+  return int(known.max(initial=0)).bit_length()
+
+
+def _aligned(*arrays: jax.Array) -> list[jax.Array]:
+  """Broadcast, and of the one float type that the floats among them have."""
+  floats = [array for array in arrays if _is(array, jnp.floating)]
+  dtype = jnp.result_type(*floats)
+  return jnp.broadcast_arrays(*(array.astype(dtype) for array in arrays))
+
+
+def _distributions(
+  target_probs: ArrayLike, draft_probs: ArrayLike
+) -> list[jax.Array]:
+  """Both as float[..., V] of one shape, checked where they are known."""
+  named = {'target_probs': target_probs, 'draft_probs': draft_probs}
+  arrays = [_real(name, value, _COST) for name, value in named.items()]
+  sizes = [array.shape[-1:] for array in arrays]
+  if sizes[0] != sizes[1] or sizes[0] in ((), (0,)):
+    shapes = ' and '.join(str(array.shape) for array in arrays)
+    raise ValueError(
+      'target_probs and draft_probs must have one vocabulary as their last '
+      f'dimension, got shapes {shapes}'
+    )
+  for name, value in named.items():
+    known = _known(value)
+    if known is not None:
+      sums = np.atleast_1d(known.sum(axis=-1, dtype=np.float64))
+      wrong = sums[np.abs(sums - 1) > _TOLERANCE]
+      if wrong.size:
+        raise ValueError(
+          f'{name} must sum to 1 over the vocabulary, got {wrong[0]}; '
+          'are they probabilities, after `standardise`?'
+        )
+  return _aligned(*arrays)
+
+
+def _as_rate(total: jax.Array) -> jax.Array:
+  """`total` without the rounding that took it out of [0, 1]."""
+  # The gradient stays that of `total`: a clip would stop it at both ends.
+  return total + lax.stop_gradient(jnp.clip(total, 0, 1) - total)

@@ -1,0 +1,404 @@
+"""The closed forms against sums, brute force and `verify` itself.
+
+paper_test.py holds them against the paper's printed numbers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import analysis, speculative
+from specdec_jax.types import Draft
+
+
+@pytest.fixture(autouse=True)
+def _strict():
+  with (
+    jax.numpy_rank_promotion('raise'),
+    jax.numpy_dtype_promotion('strict'),
+  ):
+    yield
+
+
+RATES = np.linspace(0, 1, 21, dtype=np.float32)
+COSTS = np.array([0, 0.01, 0.05, 0.1, 0.3, 0.8, 1, 2], np.float32)
+TARGET = np.array([0.5, 0.3, 0.15, 0.05, 0], np.float32)
+DRAFT = np.array([0.2, 0.2, 0.3, 0.1, 0.2], np.float32)
+
+
+def geometric_sum(rate, gamma):
+  return sum(np.float64(rate) ** i for i in range(gamma + 1))
+
+
+def random_rows(seed, count, size):
+  """Distributions from flat to spiky; float32[count, size]."""
+  rng = np.random.default_rng(seed)
+  weights = np.exp(
+    rng.normal(size=(count, size)) * rng.uniform(0, 6, count)[:, None]
+  )
+  return (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+
+
+# --- Eq. 1 ------------------------------------------------------------------
+
+
+def test_expected_tokens_is_the_mean_of_a_capped_geometric():
+  gammas = [0, 1, 2, 3, 7, 16, 100]
+  found = analysis.expected_tokens(RATES, np.array(gammas)[:, None])
+  rates = RATES.astype(np.float64)
+  for gamma, row in zip(gammas, found, strict=True):
+    # n of gamma proposals are accepted, and one token follows.
+    mean = sum((n + 1) * rates**n * (1 - rates) for n in range(gamma))
+    mean += (gamma + 1) * rates**gamma
+    np.testing.assert_allclose(row, mean, rtol=1e-6)
+    assert row[0] == 1 and row[-1] == gamma + 1
+
+
+def test_expected_tokens_keeps_its_digits_near_1():
+  rate, gamma = np.float32(1 - 1e-5), 16
+  right = geometric_sum(rate, gamma)
+  found = analysis.expected_tokens(rate, gamma)
+  assert abs(found - right) < 1e-6 * right
+  # The quotient of Eq. 1 itself cancels there.
+  quotient = (1 - jnp.float32(rate) ** (gamma + 1)) / (1 - rate)
+  assert abs(quotient - right) > 5e-5 * right
+
+
+@pytest.mark.parametrize('gamma', [0, 1, 5])
+def test_expected_tokens_derivatives(gamma):
+  rates = np.float32([0, 0.5, 1])
+  slope = jax.grad(lambda rate: analysis.expected_tokens(rate, gamma))
+  first = jax.jit(jax.vmap(slope))(rates)
+  second = jax.jit(jax.vmap(jax.grad(slope)))(rates)
+  right = sum(n * rates ** (n - 1) for n in range(1, gamma + 1))
+  np.testing.assert_allclose(first, right, rtol=1e-6)
+  right = sum(n * (n - 1) * rates ** (n - 2) for n in range(2, gamma + 1))
+  np.testing.assert_allclose(second, right, rtol=1e-6)
+
+
+# --- Acceptance from two distributions --------------------------------------
+
+
+def test_verify_accepts_as_often_as_predicted():
+  """`speculative.verify` itself, 50,000 steps, 5 standard errors."""
+  gamma, steps = 3, 50_000
+  draft_rows = jnp.tile(DRAFT, (gamma, 1))
+  target_rows = jnp.tile(TARGET, (gamma + 1, 1))
+
+  def num_accepted(key):
+    draft_key, verify_key = jax.random.split(key)
+    tokens = jax.random.categorical(draft_key, jnp.log(DRAFT), shape=(gamma,))
+    draft = Draft(tokens.astype(jnp.int32), draft_rows, jnp.int32(gamma))
+    return speculative.verify(draft, target_rows, verify_key).num_accepted
+
+  keys = jax.random.split(jax.random.key(0), steps)
+  accepted = np.asarray(jax.jit(jax.vmap(num_accepted))(keys))
+  rate = analysis.acceptance_prob(TARGET, DRAFT)
+  first = accepted >= 1
+  error = first.std() / np.sqrt(steps)
+  assert abs(first.mean() - rate) < 5 * error
+  other = analysis.rejection_acceptance_prob(TARGET, DRAFT)
+  assert abs(first.mean() - other) > 50 * error
+
+  tokens = accepted + 1
+  error = tokens.std() / np.sqrt(steps)
+  found = analysis.expected_tokens(rate, gamma)
+  assert abs(tokens.mean() - found) < 5 * error
+  assert abs(tokens.mean() - (found - 1)) > 50 * error
+
+
+def test_divergence_is_the_distance_from_the_mean():
+  target, draft = random_rows(0, 50, 7), random_rows(1, 50, 7)
+  found = analysis.divergence(target, draft)
+  middle = (target + draft) / 2
+  np.testing.assert_allclose(
+    found, np.abs(target - middle).sum(-1), rtol=0, atol=1e-6
+  )
+  np.testing.assert_array_equal(found, analysis.divergence(draft, target))
+  assert found.min() < 0.3 and found.max() > 0.9
+  np.testing.assert_allclose(
+    1 - found, analysis.acceptance_prob(target, draft), rtol=0, atol=1e-6
+  )
+
+
+def test_divergence_at_its_ends():
+  rows = random_rows(2, 200, 1000)
+  assert not analysis.divergence(rows, rows).max() > 1e-6
+  assert analysis.acceptance_prob(rows, rows).max() <= 1
+  one_hot = np.eye(3, dtype=np.float32)
+  assert analysis.divergence(one_hot[0], one_hot[1]) == 1
+  # All against all, by broadcasting.
+  found = analysis.acceptance_prob(one_hot[:, None], one_hot[None])
+  np.testing.assert_array_equal(found, np.eye(3))
+
+
+def test_acceptance_prob_gradient():
+  slope = jax.grad(analysis.acceptance_prob, argnums=1)(TARGET, DRAFT)
+  np.testing.assert_array_equal(slope, [1, 1, 0, 0, 0])
+
+
+def test_rejection_accepts_less():
+  target, draft = random_rows(3, 100, 6), random_rows(4, 100, 6)
+  found = analysis.rejection_acceptance_prob(target, draft)
+  largest = np.max(target / draft, axis=-1, keepdims=True)
+  # A.2: the mean of p / (M q) over proposals.
+  mean = np.sum(draft * target / (largest * draft), axis=-1)
+  np.testing.assert_allclose(found, mean, rtol=1e-5)
+  accepted = analysis.acceptance_prob(target, draft)
+  assert (found <= accepted + 1e-6).all() and (found < 0.9 * accepted).any()
+  same = analysis.rejection_acceptance_prob(target, target)
+  np.testing.assert_array_equal(same, np.ones(100))
+
+
+def test_rejection_where_a_probability_is_0():
+  # What the target never says does not matter; what the draft leaves out does.
+  found = analysis.rejection_acceptance_prob(TARGET, DRAFT)
+  np.testing.assert_allclose(found, 0.4, rtol=1e-6)
+  assert analysis.rejection_acceptance_prob(DRAFT, TARGET) == 0
+  slope = jax.grad(analysis.rejection_acceptance_prob)(TARGET, DRAFT)
+  np.testing.assert_allclose(slope, [-0.8, 0, 0, 0, 0], rtol=1e-6)
+
+
+def test_lenience_is_the_mean_of_what_is_accepted():
+  target, draft = random_rows(5, 100, 6), random_rows(6, 100, 6)
+  for lenience in (0.9, 0.5, 0.1):
+    chance = np.minimum(1, target / (np.float32(lenience) * draft))
+    found = analysis.lenient_acceptance_prob(target, draft, lenience)
+    np.testing.assert_allclose(found, (draft * chance).sum(-1), rtol=1e-5)
+
+
+def test_lenience_1_is_none_and_less_accepts_more():
+  target, draft = random_rows(7, 100, 6), random_rows(8, 100, 6)
+  levels = np.array([1, 0.5, 0.3, 0.1, 0], np.float32)[:, None]
+  found = analysis.lenient_acceptance_prob(target, draft, levels)
+  np.testing.assert_array_equal(
+    found[0], analysis.acceptance_prob(target, draft)
+  )
+  assert (np.diff(found, axis=0) >= 0).all() and (found[3] > found[0]).all()
+  np.testing.assert_array_equal(
+    analysis.lenient_acceptance_prob(TARGET, DRAFT, 0.0), 1
+  )
+  slope = jax.grad(analysis.lenient_acceptance_prob, 2)(TARGET, DRAFT, 1.0)
+  np.testing.assert_allclose(slope, -0.2, rtol=1e-6)
+
+
+def test_lenience_does_not_touch_one_hot_rows():
+  rows = np.eye(3, dtype=np.float32)
+  found = analysis.lenient_acceptance_prob(rows[:, None], rows[None], 0.1)
+  np.testing.assert_array_equal(found, np.eye(3))
+
+
+# --- Factors ----------------------------------------------------------------
+
+
+def brute_force(rate, cost, max_gamma, call_cost=None):
+  """Walltime factors of gamma = 0 ... max_gamma in float64."""
+  costs = call_cost or [1.0] * (max_gamma + 1)
+  return np.array(
+    [
+      geometric_sum(rate, gamma) / (costs[gamma] + gamma * np.float64(cost))
+      for gamma in range(max_gamma + 1)
+    ]
+  )
+
+
+def test_walltime_factor_by_the_cost_of_a_step():
+  for rate in RATES:
+    for cost in COSTS:
+      np.testing.assert_allclose(
+        analysis.walltime_factor(rate, np.arange(9), cost),
+        brute_force(rate, cost, 8),
+        rtol=1e-6,
+      )
+
+
+def test_measured_factor_counts_longer_calls():
+  gamma, call_cost = np.arange(4), [1.0, 1.1, 1.3, 1.4]
+  found = analysis.measured_walltime_factor(0.7, gamma, 0.1, call_cost)
+  right = brute_force(0.7, 0.1, 3, call_cost)
+  np.testing.assert_allclose(found, right, rtol=1e-6)
+  free = analysis.walltime_factor(0.7, gamma, 0.1)
+  assert found[0] == free[0] == 1 and (found[1:] < 0.96 * free[1:]).all()
+
+
+def test_operations_factor_counts_the_drafter():
+  # 4 proposals of half a call each and 5 positions, for 1.9375 tokens.
+  found = analysis.operations_factor(0.5, 4, 0.5)
+  np.testing.assert_allclose(found, (4 * 0.5 + 5) / 1.9375, rtol=1e-6)
+
+
+def test_improves_where_some_gamma_does():
+  rates, costs = RATES[:, None], COSTS[None]
+  found = analysis.improves(rates, costs)
+  lowest = analysis.lowest_factor(rates, costs)
+  for i, rate in enumerate(RATES):
+    for j, cost in enumerate(COSTS):
+      factors = brute_force(rate, cost, 30)
+      assert found[i, j] == (factors[1:].max() > 1)
+      np.testing.assert_allclose(lowest[i, j], factors[1], rtol=1e-6)
+      if found[i, j]:
+        assert factors.max() >= lowest[i, j] * (1 - 1e-6) > 1
+  assert found.any() and not found.all()
+
+
+def test_optimal_gamma_by_brute_force():
+  rates, costs = RATES[:, None], COSTS[None]
+  found = analysis.optimal_gamma(rates, costs, 30)
+  assert found.dtype == jnp.int32
+  for i, rate in enumerate(RATES):
+    for j, cost in enumerate(COSTS):
+      factors = brute_force(rate, cost, 30)
+      # Neighbours can be equal to float32; the factor then is as good.
+      assert factors[found[i, j]] >= factors.max() * (1 - 1e-6)
+      assert (found[i, j] > 0) == (rate > cost)
+  assert len(np.unique(found)) > 10
+
+
+def test_optimal_gamma_with_measured_calls():
+  call_cost = [1.0, 1.05, 1.1, 1.15, 2.0, 2.1, 2.2]
+  found = analysis.optimal_gamma(0.8, 0.02, 5, call_cost)
+  assert found == np.argmax(brute_force(0.8, 0.02, 5, call_cost)) == 3
+  assert analysis.optimal_gamma(0.8, 0.02, 5) == 5
+  # A curve for each cost; where a second token costs a second call, none pays.
+  curves = np.stack([np.ones(4), np.arange(1, 5)]).astype(np.float32)
+  found = analysis.optimal_gamma(0.9, np.float32([0.1, 0.1]), 3, curves)
+  np.testing.assert_array_equal(found, [3, 0])
+  assert analysis.optimal_gamma(0.9, 0.1, 0) == 0
+
+
+def test_oracle_is_above_every_fixed_gamma():
+  rates, costs = RATES[:, None, None], COSTS[None, :, None]
+  factors = analysis.walltime_factor(rates, np.arange(60), costs)
+  bound = analysis.oracle_factor(rates, costs)
+  assert (factors <= bound * (1 + 1e-6)).all()
+  # Nor is it far too high: the drafts of all accepted tokens are paid.
+  inner = (RATES[:, None] < 0.5) & (COSTS[None] < 0.1)
+  assert (factors.max(-1) / bound[..., 0])[inner].min() > 0.8
+  assert analysis.oracle_factor(1.0, 0.0) == np.inf
+  assert analysis.oracle_factor(0.6, 3.0) == 1
+
+
+def test_oracle_is_a_step_of_the_right_length():
+  """Against the mean over what an oracle would see, n accepted at a time."""
+  rate, cost = 0.8, 0.1
+  accepted = np.arange(400)
+  chance = rate**accepted * (1 - rate)
+  factor = (chance @ (accepted + 1)) / (chance @ (1 + cost * accepted))
+  found = analysis.oracle_factor(rate, cost)
+  np.testing.assert_allclose(found, factor, rtol=1e-6)
+
+
+# --- Arrays, types, transformations -----------------------------------------
+
+# Each function of one rate, finite at 0 and 1.
+OF_RATE = {
+  'expected_tokens': lambda rate: analysis.expected_tokens(rate, 3),
+  'walltime': lambda rate: analysis.walltime_factor(rate, 3, 0.1),
+  'measured': lambda rate: analysis.measured_walltime_factor(rate, 3, 0.1, 1.2),
+  'lowest': lambda rate: analysis.lowest_factor(rate, 0.1),
+  'operations': lambda rate: analysis.operations_factor(rate, 3, 0.1),
+  'oracle': lambda rate: analysis.oracle_factor(rate, 0.1),
+}
+
+
+@pytest.mark.parametrize('name', OF_RATE)
+def test_jit_vmap_and_grad(name):
+  function = OF_RATE[name]
+  rates = jnp.float32([0, 0.4, 1])
+  direct = function(rates)
+  assert direct.shape == (3,) and direct.dtype == jnp.float32
+  np.testing.assert_allclose(jax.jit(function)(rates), direct, rtol=1e-6)
+  np.testing.assert_allclose(jax.vmap(function)(rates), direct, rtol=1e-6)
+  slopes = jax.vmap(jax.grad(function))(rates)
+  assert np.isfinite(slopes).all() and (slopes != 0).all()
+  above, below = function(jnp.float32([0.401, 0.399]))
+  np.testing.assert_allclose(slopes[1], (above - below) / 0.002, rtol=2e-3)
+
+
+def test_gamma_can_be_traced():
+  gammas = jnp.arange(6)
+  right = analysis.walltime_factor(0.7, gammas, 0.1)
+  found = jax.jit(analysis.walltime_factor)(0.7, gammas, 0.1)
+  np.testing.assert_allclose(found, right, rtol=1e-6)
+  choose = functools.partial(analysis.optimal_gamma, max_gamma=10)
+  rates = jnp.float32([0.1, 0.5, 0.9])
+  np.testing.assert_array_equal(jax.jit(choose)(rates, 0.1), choose(rates, 0.1))
+
+
+def test_probabilities_under_jit():
+  rows = random_rows(9, 4, 5)
+  for function in (
+    analysis.divergence,
+    analysis.acceptance_prob,
+    analysis.rejection_acceptance_prob,
+    functools.partial(analysis.lenient_acceptance_prob, lenience=0.5),
+  ):
+    direct = function(rows[:2], rows[2:])
+    found = jax.jit(jax.vmap(function))(rows[:2], rows[2:])
+    np.testing.assert_allclose(found, direct, rtol=1e-6)
+
+
+def test_float64_stays():
+  with jax.enable_x64(True):
+    rate = np.float64(1 - 1e-9)
+    found = analysis.expected_tokens(rate, 16)
+    assert found.dtype == jnp.float64
+    assert abs(found - geometric_sum(rate, 16)) < 1e-14 * 17
+    single = np.float32(0.5)
+    assert analysis.walltime_factor(single, 3, 0.1).dtype == jnp.float32
+    rows = random_rows(10, 2, 5).astype(np.float64)
+    assert analysis.divergence(*rows).dtype == jnp.float64
+
+
+def test_plain_numbers_and_lists():
+  assert analysis.expected_tokens(1, 4) == 5
+  assert analysis.divergence([1, 0], [0.5, 0.5]) == 0.5
+  np.testing.assert_array_equal(analysis.improves([0.5, 0.1], 0.2), [1, 0])
+
+
+# --- Errors -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'name, arguments, message',
+  [
+    ('expected_tokens', (np.float32([0.5, 1.25]), 3), r'in \[0, 1\], got 1.25'),
+    ('expected_tokens', (True, 3), 'acceptance_rate .* got True'),
+    ('oracle_factor', (-0.5, 0.1), 'acceptance_rate .* got -0.5'),
+    ('improves', (np.nan, 0.1), 'acceptance_rate .* got nan'),
+    ('lowest_factor', ('0.5', 0), "acceptance_rate .* got '0.5'"),
+    ('expected_tokens', (0.5, -1), 'gamma .* got -1'),
+    ('expected_tokens', (0.5, 2.0), 'gamma .* got 2.0'),
+    ('expected_tokens', (0.5, 2**40), 'gamma .* got 1099511627776'),
+    ('walltime_factor', (0.5, 3, -0.25), 'cost_ratio .* >= 0, got -0.25'),
+    ('lowest_factor', (0.5, np.inf), 'cost_ratio .* got inf'),
+    ('operations_factor', (0.5, 3, -1.0), 'operations_ratio .* got -1.0'),
+    ('measured_walltime_factor', (0.5, 3, 0.1, 0.0), 'call_cost .* > 0, got 0'),
+    ('optimal_gamma', (0.5, 0.1, -1), 'max_gamma .* got -1'),
+    ('optimal_gamma', (0.5, 0.1, 2.5), 'max_gamma .* got 2.5'),
+    ('optimal_gamma', (0.5, 0.1, 2, [1, 1.1]), r'v\(3\).* shape \(2,\)'),
+    (
+      'optimal_gamma',
+      (0.5, 0.1, 1, [0.03, 0.04]),
+      'first value is 1, got 0.03',
+    ),
+    ('lenient_acceptance_prob', (TARGET, DRAFT, 1.5), 'lenience .* got 1.5'),
+    ('acceptance_prob', (TARGET, DRAFT[:4]), r'shapes \(5,\) and \(4,\)'),
+    ('acceptance_prob', (0.5, 0.5), r'shapes \(\) and \(\)'),
+    ('divergence', (TARGET, 2 * DRAFT), 'draft_probs must sum to 1 .* got 2'),
+    ('rejection_acceptance_prob', (np.log(DRAFT), DRAFT), 'got -1.6'),
+  ],
+)
+def test_errors(name, arguments, message):
+  with pytest.raises(ValueError, match=message):
+    getattr(analysis, name)(*arguments)
+
+
+def test_errors_of_shape_are_found_under_jit():
+  with pytest.raises(ValueError, match='one vocabulary'):
+    jax.jit(analysis.acceptance_prob)(TARGET, DRAFT[:4])
+  with pytest.raises(ValueError, match='gamma must be a whole number'):
+    jax.jit(analysis.expected_tokens)(0.5, 2.0)
