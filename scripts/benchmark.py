@@ -10,11 +10,12 @@ import sys
 
 import gin_cli
 from specdec_jax import bench
+from specdec_jax.bench import report
 
 
 def main() -> None:
   """Runs what the gin files describe; the table goes to stdout."""
-  bench.benchmark(gin_cli.build(bench.BenchmarkConfig))
+  report.show(gin_cli.build(bench.BenchmarkConfig))
 
 
 if __name__ == '__main__':

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import checkpoints, compilation_cache, partitioning
+from specdec_jax import (
+  calibration,
+  checkpoints,
+  compilation_cache,
+  partitioning,
+)
 from specdec_jax.completion import Completion, Text, without_stop_id
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import speculative as speculative_loop
@@ -25,6 +30,10 @@ from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
 
+_NO_DRAFTER = (
+  'Speculative decoding needs a drafter: give Engine a `draft` model, or call'
+  ' with speculative=False.'
+)
 _ROUNDS_A_LOOK = 4  # between two looks of the host for a stop string
 
 
@@ -70,7 +79,9 @@ class Engine:
 
   Attributes:
     tokenizer: text to ids and back.
-    gamma: proposals a round at most.
+    gamma: proposals a round at most; it may be set between calls.
+    fingerprints: 'target' and 'draft' -> `calibration.fingerprint` of what was
+      loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
   """
@@ -117,10 +128,54 @@ class Engine:
     self._target = target.network
     self._target_params = partitioning.place(target.params, placement)
     self._drafter = drafter
+    self.fingerprints = {'target': calibration.fingerprint(target.params)}
     if draft is not None:
+      self.fingerprints['draft'] = calibration.fingerprint(draft.params)
       self._draft_params = partitioning.place(draft.params, placement)
       self._drafter = drafter or small_model(draft.network)
     self._programs: dict[Any, _Program] = {}
+
+  @property
+  def target(self) -> LanguageModel:
+    """The target's network."""
+    return self._target
+
+  @property
+  def drafter(self) -> Drafter:
+    """The drafter.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if self._drafter is None:
+      raise ValueError(_NO_DRAFTER)
+    return self._drafter
+
+  @property
+  def params(self) -> PairParams:
+    """The parameters of both, as they are placed; without a drafter, None."""
+    draft = None if self._drafter is None else self._draft_params
+    return PairParams(self._target_params, draft)
+
+  def request(
+    self, texts: Sequence[str], gamma: int | None = None, **options
+  ) -> Request:
+    """What `generate` would ask of the loops, for a caller that runs its own.
+
+    Args:
+      texts: none of them empty.
+      gamma: proposals a round; None is the engine's.
+      **options: as for `generate`.
+
+    Raises:
+      ValueError: as `generate`; or a text is empty.
+    """
+    limits = Limits(self.max_input_len, self.max_decode_len)
+    gamma = self.gamma if gamma is None else gamma
+    job = Job(self.tokenizer, limits, list(texts), Options(**options), gamma)
+    if len(job.rows) < len(texts):
+      raise ValueError('Engine.request takes no empty text; leave it out.')
+    return job.request
 
   @property
   def num_programs(self) -> int:
@@ -217,10 +272,7 @@ class Engine:
 
   def _job(self, texts, speculative, **options) -> Job:
     if speculative and self._drafter is None:
-      raise ValueError(
-        'Speculative decoding needs a drafter: give Engine a `draft` model,'
-        ' or call with speculative=False.'
-      )
+      raise ValueError(_NO_DRAFTER)
     if isinstance(texts, str):
       raise ValueError(
         f'texts must be a sequence of strings, got one string: {texts!r}.'

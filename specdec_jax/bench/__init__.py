@@ -1,6 +1,7 @@
 """Measuring walltime: single calls, whole loops, and what predicts what.
 
-`BenchmarkConfig` describes a run, `benchmark` does it.
+`BenchmarkConfig` describes a run, `benchmark` does it, `report.show` does it
+before a person's eyes.
 """
 
 from specdec_jax.bench.run import BenchmarkConfig, benchmark

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.bench.models import Pair
 from specdec_jax.bench.timing import Prepare
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.speculative import context_of
+from specdec_jax.decoding.speculative import context_of, judge
 from specdec_jax.decoding.state import Request
-from specdec_jax.drafters.base import Drafter
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
@@ -142,29 +142,75 @@ def target_calls(
   return lambda: functools.partial(compiled, params, cache, tokens)
 
 
-def draft_rounds(
-  drafter: Drafter, params: Any, request: Request, repeats: int
+def encoder_call(
+  model: LanguageModel, params: Params, request: Request
 ) -> Prepare:
-  """`repeats` rounds of proposals, gamma each, in one compiled loop."""
+  """One `prefill`: the encoder, and the keys and values made of it."""
+  prefill = jax.jit(model.prefill, static_argnums=2)
+  run = functools.partial(prefill, params, request.inputs, request.cache_slots)
+  return lambda: run
+
+
+def start_of_drafter(pair: Pair, request: Request) -> Prepare:
+  """A drafter's `init`: of a small model, its `prefill`."""
+  if pair.drafter is None:
+    raise ValueError('start_of_drafter needs a pair with a drafter, got none.')
+  init = jax.jit(pair.drafter.init, static_argnums=2)
+  run = functools.partial(
+    init, pair.params.draft, request.inputs, request.cache_slots
+  )
+  return lambda: run
+
+
+def pair_rounds(
+  pair: Pair, request: Request, repeats: int, with_target: bool = True
+) -> Prepare:
+  """`repeats` rounds in one compiled loop: gamma proposals, then the target.
+
+  A round is what one costs inside the speculative loop, without the loop's own
+  bookkeeping. It is more than the sum of its calls measured alone, since each
+  model finds the caches of the processor filled by the other.
+
+  Args:
+    pair: both models.
+    request: gives gamma and the sampling.
+    repeats: rounds.
+    with_target: False leaves the target out.
+  """
+  drafter, target = pair.drafter, pair.target
+  if drafter is None:
+    raise ValueError('pair_rounds needs a pair with a drafter, got none.')
   batch = request.inputs.shape[0]
-  half = jnp.full((batch,), request.slots // 2, jnp.int32)
+  half = jnp.full((batch,), max(request.slots // 2, 2), jnp.int32)
 
-  def rounds(params, state, tokens):
+  def rounds(params, cache, state, tokens):
     def body(_, carry):
-      state, tokens = carry
+      cache, state, tokens = carry
       context = context_of(request, tokens, half, request.keys)
-      draft, state = drafter.propose(params, state, context)
+      draft, state = drafter.propose(params.draft, state, context)
+      last = draft.tokens[:, :1]
+      if with_target:
+        cache = target.rewind(cache, half - 1)
+        fed = jnp.concatenate(
+          [tokens[:, half[0] - 1][:, None], draft.tokens], 1
+        )
+        logits, cache = target.extend(params.target, cache, fed)
+        last = judge(request, draft, logits, request.keys).next_token[:, None]
       state = drafter.commit(state, half)
-      # The next round reads these: no round can be left out.
-      tokens = lax.dynamic_update_slice(
-        tokens, draft.tokens, (0, request.slots // 2 - request.gamma)
-      )
-      return state, tokens
+      # The next round reads what this one chose: none can be left out.
+      tokens = lax.dynamic_update_slice(tokens, last, (0, half[0] - 1))
+      return cache, state, tokens
 
-    return lax.fori_loop(0, repeats, body, (state, tokens))[1]
+    return lax.fori_loop(0, repeats, body, (cache, state, tokens))[2]
 
+  slots = request.cache_slots
+  cache = ()
+  if with_target:
+    prefill = jax.jit(target.prefill, static_argnums=2)
+    cache = prefill(pair.params.target, request.inputs, slots)
   init = jax.jit(drafter.init, static_argnums=2)
-  state = init(params, request.inputs, request.cache_slots)
-  tokens = jnp.ones((batch, request.cache_slots + 1), jnp.int32)
-  compiled = jax.jit(rounds).lower(params, state, tokens).compile()
-  return lambda: functools.partial(compiled, params, state, tokens)
+  state = init(pair.params.draft, request.inputs, slots)
+  tokens = jnp.ones((batch, slots + 1), jnp.int32)
+  args = (pair.params, cache, state, tokens)
+  compiled = jax.jit(rounds).lower(*args).compile()
+  return lambda: functools.partial(compiled, *args)

@@ -1,26 +1,26 @@
-"""One benchmark: bandwidth, v(m), draft cost, both loops, prediction."""
+"""A benchmark: calls, both loops, and what the calls say of the loops."""
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.progress
-import rich.table
 
-from specdec_jax import files, partitioning
-from specdec_jax.bench import calls, timing
+from specdec_jax import files
+from specdec_jax.bench import calls, forced, settings, timing
+from specdec_jax.bench.models import Pair, make_pair
+from specdec_jax.bench.t5x_style import T5XStyle
 from specdec_jax.decoding import autoregressive, speculative
-from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.small_model import small_model
 from specdec_jax.environment import describe
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
+from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 
 
@@ -28,35 +28,51 @@ from specdec_jax.probs import SamplingConfig
 class BenchmarkConfig:
   """What to measure, at random tokens that never stop before their budget.
 
+  Every combination of the sequences is one setting; all that is timed for one
+  setting is timed in turns.
+
   Attributes:
     target: the network to time.
     draft: a drafter's network; None times the target alone.
-    target_params: its parameters; None draws random ones.
+    target_params: its parameters; None draws random ones on the device.
     draft_params: likewise.
-    gamma: proposals a round.
+    weights: what is said of them where results are shown; None is 'random' if
+      none are given, else 'given'.
+    placement: layout and dtype of both.
+    gammas: proposals a round.
+    batches: B.
+    input_lens: E.
+    decode_lens: tokens of a run.
+    temperatures: 0 is greedy.
+    forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
+      accepted with this probability, see `bench.forced`.
+    t5x_style: whether a plain loop in T5X's style is timed as well, see
+      `bench.t5x_style`.
     call_sizes: m, tokens a call, for v(m).
-    batch: B.
-    input_len: E.
-    decode_len: tokens of a run.
     calls_a_run: calls in one timed loop.
     repeats: timed rounds, interleaved.
-    seed: of parameters and inputs.
+    seed: of parameters, inputs and sampling.
     output_file: JSON; None writes nothing.
     name: of the record.
 
   Raises:
-    ValueError: a number is too small.
+    ValueError: a number is out of its range.
   """
 
   target: T5
-  draft: T5 | None = None
-  target_params: Any = None
-  draft_params: Any = None
-  gamma: int = 4
+  draft: LanguageModel | None = None
+  target_params: Params | None = None
+  draft_params: Params | None = None
+  weights: str | None = None
+  placement: Placement = Placement()
+  gammas: Sequence[int] = (4,)
+  batches: Sequence[int] = (1,)
+  input_lens: Sequence[int] = (32,)
+  decode_lens: Sequence[int] = (120,)
+  temperatures: Sequence[float] = (0.0,)
+  forced_acceptance: float | None = None
+  t5x_style: bool = False
   call_sizes: Sequence[int] = (1, 2, 4, 8)
-  batch: int = 1
-  input_len: int = 32
-  decode_len: int = 120
   calls_a_run: int = 20
   repeats: int = 7
   seed: int = 0
@@ -64,14 +80,15 @@ class BenchmarkConfig:
   name: str = 'benchmark'
 
   def __post_init__(self):
-    least = {'gamma': 1, 'batch': 1, 'input_len': 1, 'decode_len': 32}
-    least |= {'calls_a_run': 1, 'repeats': 1}
-    for field, minimum in least.items():
-      value = getattr(self, field)
-      if value < minimum:
-        raise ValueError(
-          f'BenchmarkConfig.{field} must be at least {minimum}, got {value}.'
-        )
+    settings.check_all_at_least(self, 'gammas', 1)
+    settings.check_all_at_least(self, 'batches', 1)
+    settings.check_all_at_least(self, 'input_lens', 1)
+    settings.check_all_at_least(self, 'decode_lens', 32)
+    settings.check_all_at_least(self, 'temperatures', 0.0)
+    settings.check_all_at_least(self, 'call_sizes', 1)
+    settings.check_at_least(self, 'calls_a_run', 1)
+    settings.check_at_least(self, 'repeats', 1)
+    forced.check_rate(self.forced_acceptance)
     if 1 not in self.call_sizes:
       raise ValueError(
         'BenchmarkConfig.call_sizes must hold 1, what the others are divided'
@@ -79,26 +96,47 @@ class BenchmarkConfig:
       )
 
 
+class Setting(NamedTuple):
+  """One point of the grid."""
+
+  batch: int
+  input_len: int
+  decode_len: int
+  temperature: float
+
+
 def benchmark(
-  config: BenchmarkConfig, console: rich.console.Console | None = None
+  config: BenchmarkConfig, advance: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-  """Runs a benchmark, prints its table, writes its JSON.
+  """Runs a benchmark and writes its JSON.
+
+  Args:
+    config: what to measure.
+    advance: called after each of `num_steps(config)` rounds.
 
   Returns:
     The record: times in ms as median, min and max over interleaved rounds.
   """
-  console = console or rich.console.Console()
-  functions, facts = _prepare(config)
-  progress = rich.progress.Progress(
-    console=console, transient=True, disable=not console.is_terminal
+  pair = make_pair(
+    config.target,
+    config.draft,
+    config.target_params,
+    config.draft_params,
+    config.placement,
+    config.seed,
   )
-  with progress:
-    task = progress.add_task('Measuring', total=config.repeats)
-    seconds = timing.interleave(
-      functions, config.repeats, lambda: progress.advance(task)
-    )
-  record = _record(config, seconds, facts)
-  _print(console, record)
+  record = {
+    'kind': 'benchmark',
+    'name': config.name,
+    'weights': config.weights
+    or ('random' if config.target_params is None else 'given'),
+    'forced_acceptance': config.forced_acceptance,
+    'repeats': config.repeats,
+    'settings': [
+      _measure(config, pair, setting, advance) for setting in grid(config)
+    ],
+    'machine': describe(),
+  }
   if config.output_file:
     os.makedirs(os.path.dirname(config.output_file) or '.', exist_ok=True)
     text = json.dumps(record, indent=1) + '\n'
@@ -106,152 +144,136 @@ def benchmark(
   return record
 
 
-def _params(network: T5, given: Any, seed: int) -> Any:
-  if given is None:
-    given = jax.jit(network.init)(jax.random.key(seed))
-  return partitioning.place(given)
+def grid(config: BenchmarkConfig) -> Iterator[Setting]:
+  """Yields the settings in the order in which they are measured."""
+  for point in itertools.product(
+    config.batches, config.input_lens, config.decode_lens, config.temperatures
+  ):
+    yield Setting(*point)
 
 
-def _prepare(config: BenchmarkConfig):
-  """Compiles everything; returns the functions to time and what is counted."""
+def num_steps(config: BenchmarkConfig) -> int:
+  """Rounds of a whole benchmark, for a progress bar."""
+  return config.repeats * sum(1 for _ in grid(config))
+
+
+def _measure(config, pair: Pair, setting: Setting, advance) -> dict[str, Any]:
+  """Compiles and times all that belongs to one setting."""
   rng = np.random.default_rng(config.seed)
-  shape = (config.batch, config.input_len)
-  inputs = jnp.asarray(
-    rng.integers(3, config.target.vocab_size, shape), jnp.int32
+  inputs = rng.integers(
+    3, config.target.vocab_size, (setting.batch, setting.input_len)
   )
-  greedy = SamplingConfig(temperature=0.0)
   request = functools.partial(
     calls.make_request,
-    inputs,
-    config.decode_len,
-    sampling=greedy,
+    jnp.asarray(inputs, jnp.int32),
+    setting.decode_len,
+    sampling=SamplingConfig(temperature=setting.temperature),
     seed=config.seed,
-  )
-  target, params = (
-    config.target,
-    _params(config.target, config.target_params, config.seed),
   )
   plain = request(gamma=0)
   matvec, matvec_bytes = calls.matvec()
   loop, compile_seconds = calls.loop(
-    functools.partial(autoregressive.start, target),
-    functools.partial(autoregressive.run, target),
-    params,
+    functools.partial(autoregressive.start, pair.target),
+    functools.partial(autoregressive.run, pair.target),
+    pair.params.target,
     plain,
   )
   facts: dict[str, Any] = {
     'compile_seconds': {'plain': compile_seconds},
-    'matvec_bytes': matvec_bytes,
-    'bytes_per_call': calls.decoder_bytes(target, params, plain),
+    'bytes_per_call': calls.decoder_bytes(
+      config.target, pair.params.target, plain
+    ),
   }
-  functions = {'matvec': matvec, 'plain_loop': loop}
-  for size in config.call_sizes:
+  functions = {
+    'matvec': matvec,
+    'encoder': calls.encoder_call(pair.target, pair.params.target, plain),
+    'plain_loop': loop,
+  }
+  gammas = config.gammas if pair.drafter is not None else ()
+  for size in sorted({*config.call_sizes, *(gamma + 1 for gamma in gammas)}):
     functions[f'call_{size}'] = calls.target_calls(
-      target, params, request(gamma=size), size, config.calls_a_run
+      pair.target,
+      pair.params.target,
+      request(gamma=size),
+      size,
+      config.calls_a_run,
     )
-  if config.draft is not None:
-    _prepare_pair(config, params, request(gamma=config.gamma), functions, facts)
-  return functions, facts
-
-
-def _prepare_pair(config, params, request, functions, facts):
-  """Adds the drafter's rounds, the verifying call and the speculative loop."""
-  drafter = small_model(config.draft)
-  pair = PairParams(
-    params, _params(config.draft, config.draft_params, config.seed + 1)
-  )
-  functions['verify_call'] = calls.target_calls(
-    config.target, params, request, config.gamma + 1, config.calls_a_run
-  )
-  functions['draft_round'] = calls.draft_rounds(
-    drafter, pair.draft, request, config.calls_a_run
-  )
-  target = config.target
-  prepare, compile_seconds = calls.loop(
-    functools.partial(speculative.start, target, drafter),
-    functools.partial(speculative.run, target, drafter),
-    pair,
-    request,
-  )
-  functions['speculative_loop'] = prepare
-  facts['compile_seconds']['speculative'] = compile_seconds
-  stats = jax.device_get(prepare()()).stats
-  facts['rounds'] = int(stats.num_rounds.max())
-  facts['histogram'] = stats.histogram.sum(axis=0).tolist()
-  tested = int(stats.num_tested.sum())
-  facts['acceptance_rate'] = int(stats.num_accepted.sum()) / max(tested, 1)
-
-
-def _record(config, seconds, facts) -> dict[str, Any]:
-  """All numbers of a run, from times and counts."""
-  each = {'matvec': 1.0, 'plain_loop': 1 / config.decode_len}
-  per_call = 1 / config.calls_a_run
-  times = {
-    name: timing.summarise(values, 1e3 * each.get(name, per_call))
-    for name, values in seconds.items()
-    if name != 'speculative_loop'
-  }
+  if config.t5x_style:
+    stock = T5XStyle(config.target.config)
+    functions['t5x_style_loop'], _ = calls.loop(
+      functools.partial(autoregressive.start, stock),
+      functools.partial(autoregressive.run, stock),
+      pair.params.target,
+      plain,
+    )
+  if pair.drafter is not None:
+    functions['draft_encoder'] = calls.start_of_drafter(pair, plain)
+  rows = [
+    _prepare_gamma(config, pair, request(gamma=gamma), functions, facts)
+    for gamma in gammas
+  ]
+  seconds = timing.interleave(functions, config.repeats, advance)
+  times = _in_ms(config, setting, seconds)
   median = {name: value['median'] for name, value in times.items()}
-  bandwidth = facts['matvec_bytes'] / median['matvec'] / 1e6
+  bandwidth = matvec_bytes / median['matvec'] / 1e6
   reached = facts['bytes_per_call'] / median['plain_loop'] / 1e6
-  record = {
-    'kind': 'benchmark',
-    'name': config.name,
-    'batch': config.batch,
-    'input_len': config.input_len,
-    'decode_len': config.decode_len,
-    'repeats': config.repeats,
+  return {
+    **setting._asdict(),
     'times_ms': times,
     'matvec_gb_per_s': bandwidth,
     'plain_gb_per_s': reached,
     'bandwidth_fraction': reached / bandwidth,
     'call_cost': {
-      str(size): median[f'call_{size}'] / median['call_1']
-      for size in config.call_sizes
+      name.removeprefix('call_'): time / median['call_1']
+      for name, time in median.items()
+      if name.startswith('call_')
     },
-    **{k: v for k, v in facts.items() if k != 'matvec_bytes'},
-    'machine': describe(),
+    **facts,
+    'gammas': [settings.row(setting.decode_len, median, r) for r in rows],
   }
-  if config.draft is not None:
-    measured = timing.summarise(seconds['speculative_loop'], 1e3)
-    a_round = median['draft_round'] + median['verify_call']
-    predicted = facts['rounds'] * a_round
-    record |= {
-      'gamma': config.gamma,
-      'cost_ratio': median['draft_round'] / config.gamma / median['call_1'],
-      'speculative_ms': measured,
-      'predicted_ms': predicted,
-      'measured_over_predicted': measured['median'] / predicted,
-      'speed_up': median['plain_loop'] * config.decode_len / measured['median'],
-    }
-  return record
 
 
-def _print(console: rich.console.Console, record: dict[str, Any]) -> None:
-  table = rich.table.Table(title=record['name'])
-  table.add_column('what')
-  for column in ('median ms', 'min', 'max', 'against one token'):
-    table.add_column(column, justify='right')
-  for name, times in record['times_ms'].items():
-    size = name.removeprefix('call_')
-    ratio = record['call_cost'].get(size)
-    table.add_row(
-      name,
-      *(f'{times[key]:.3f}' for key in ('median', 'min', 'max')),
-      '' if ratio is None else f'{ratio:.2f}',
-    )
-  console.print(table)
-  console.print(
-    f'plain loop {record["plain_gb_per_s"]:.1f} GB/s of'
-    f' {record["matvec_gb_per_s"]:.1f} GB/s'
-    f' ({100 * record["bandwidth_fraction"]:.0f} %)'
+def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
+  """Adds one gamma's rounds and its loop; returns what the loop counts."""
+  gamma, rate = request.gamma, config.forced_acceptance
+  repeats = config.calls_a_run
+  functions[f'draft_{gamma}'] = calls.pair_rounds(
+    pair, request, repeats, with_target=False
   )
-  if 'predicted_ms' in record:
-    console.print(
-      f'speculative: {record["speculative_ms"]["median"]:.1f} ms measured,'
-      f' {record["predicted_ms"]:.1f} ms predicted from its'
-      f' {record["rounds"]} rounds'
-      f' ({100 * (record["measured_over_predicted"] - 1):+.0f} %);'
-      f' acceptance {record["acceptance_rate"]:.3f},'
-      f' speed-up {record["speed_up"]:.2f}'
+  functions[f'round_{gamma}'] = calls.pair_rounds(pair, request, repeats)
+
+  def start(params, request):
+    return speculative.start(pair.target, pair.drafter, params[0], request)
+
+  def run(params, request, state, rounds):
+    judge = speculative.judge if rate is None else forced.judge(params[1])
+    return speculative.run(
+      pair.target, pair.drafter, params[0], request, state, rounds, judge
     )
+
+  params = (pair.params, jnp.float32(0.0 if rate is None else rate))
+  prepare, compile_seconds = calls.loop(start, run, params, request)
+  functions[f'speculative_{gamma}'] = prepare
+  facts['compile_seconds'][f'speculative_{gamma}'] = compile_seconds
+  stats = jax.device_get(prepare()()).stats
+  tested = int(stats.num_tested.sum())
+  return {
+    'gamma': gamma,
+    'rounds': int(stats.num_rounds.max()),
+    'histogram': stats.histogram.sum(axis=0).tolist(),
+    'acceptance_rate': int(stats.num_accepted.sum()) / max(tested, 1),
+  }
+
+
+def _in_ms(config, setting, seconds) -> dict[str, dict[str, float]]:
+  """Median, least and most: of one call, one round, one token or one run."""
+  scales = {'matvec': 1.0, 'encoder': 1.0, 'draft_encoder': 1.0}
+  for name in ('plain_loop', 't5x_style_loop'):
+    scales[name] = 1 / setting.decode_len
+  scales |= {n: 1.0 for n in seconds if n.startswith('speculative_')}
+  return {
+    name: timing.summarise(
+      values, 1e3 * scales.get(name, 1 / config.calls_a_run)
+    )
+    for name, values in seconds.items()
+  }

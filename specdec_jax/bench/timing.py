@@ -1,5 +1,6 @@
 """Interleaved timing: A B C A B C, medians, so that noise meets all alike."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -41,9 +42,18 @@ def interleave(
 
 
 def summarise(seconds: list[float], scale: float = 1.0) -> dict[str, float]:
-  """Median, least and most of measured times, each multiplied by `scale`."""
+  """Median, least and most of measured times, each multiplied by `scale`.
+
+  `error` is the median's standard error as for normal noise, from the median
+  absolute deviation, which one disturbed round does not move.
+  """
+  median = statistics.median(seconds)
+  deviation = statistics.median(abs(value - median) for value in seconds)
+  # 1.4826 MAD estimates sigma; a median's error is sqrt(pi / 2) of a mean's.
+  error = 1.2533 * 1.4826 * deviation / math.sqrt(len(seconds))
   return {
-    'median': statistics.median(seconds) * scale,
+    'median': median * scale,
     'min': min(seconds) * scale,
     'max': max(seconds) * scale,
+    'error': error * scale,
   }

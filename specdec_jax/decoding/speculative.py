@@ -1,5 +1,6 @@
 """Speculative decoding: Algorithm 1, batched, in one jitted `while_loop`."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,10 @@ class PairParams(NamedTuple):
   draft: Any
 
 
+# (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict.
+Judge = Callable[[Request, Draft, jax.Array, jax.Array], Verdict]
+
+
 def start(
   target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
 ) -> DecodeState:
@@ -31,12 +36,23 @@ def start(
   return decode_state.start(request, cache, drafter_state)
 
 
+def judge(
+  request: Request, draft: Draft, logits: jax.Array, keys: jax.Array
+) -> Verdict:
+  """Number of accepted guesses n, and t drawn after them."""
+  if request.greedy:
+    return verify_greedy_batch(draft, probs.greedy_token(logits))
+  target_probs = probs.standardise_batch(logits, request.sampling)
+  return verify_batch(draft, target_probs, keys)
+
+
 def step(
   target: LanguageModel,
   drafter: Drafter,
   params: PairParams,
   request: Request,
   state: DecodeState,
+  judge: Judge = judge,
 ) -> DecodeState:
   """One round of Algorithm 1: 1 to gamma + 1 tokens in every running row."""
   keys = decode_state.round_keys(request, state)
@@ -51,11 +67,7 @@ def step(
 
   # Determine the number of accepted guesses n; draw t after them.
   adjusted = decode_state.forbid_early_stops(logits, request, state)
-  if request.greedy:
-    verdict = verify_greedy_batch(draft, probs.greedy_token(adjusted))
-  else:
-    target_probs = probs.standardise_batch(adjusted, request.sampling)
-    verdict = verify_batch(draft, target_probs, keys)
+  verdict = judge(request, draft, adjusted, keys)
 
   # Append x_1..x_n, t; what either side read beyond them is forgotten.
   stats = _count(state, draft, verdict)
@@ -139,10 +151,11 @@ def run(
   request: Request,
   state: DecodeState,
   max_rounds: jax.Array,
+  judge: Judge = judge,
 ) -> DecodeState:
   """Runs rounds until every row is finished or `max_rounds` (int32[]) ran."""
 
   def one_round(state):
-    return step(target, drafter, params, request, state)
+    return step(target, drafter, params, request, state, judge)
 
   return decode_state.run_rounds(one_round, state, max_rounds)

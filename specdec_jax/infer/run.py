@@ -10,6 +10,7 @@ from typing import Any
 import rich.console
 import rich.progress
 
+from specdec_jax import calibration
 from specdec_jax.engine import Engine
 from specdec_jax.infer import report, results
 from specdec_jax.infer.lines import Line, count_tokens, read_lines
@@ -41,6 +42,9 @@ class DecodeConfig:
     num_shown: how many results are printed as examples.
     require_agreement: whether differing greedy outputs fail the run; see
       `decode`.
+    calibration: a file of scripts/calibrate.py that chooses the engine's gamma;
+      None leaves it as it is. Where speculation does not pay, only the plain
+      loop runs.
 
   Raises:
     ValueError: a value is outside its range.
@@ -57,12 +61,13 @@ class DecodeConfig:
   on_too_long: str = 'error'
   num_shown: int = 5
   require_agreement: bool = False
+  calibration: str | None = None
 
   def __post_init__(self):
     _expect(callable(self.engine), 'engine', 'a function', self.engine)
-    for name in ('input_file', 'output_dir'):
+    for name in ('input_file', 'output_dir', 'calibration'):
       value = getattr(self, name)
-      optional = value is None and name == 'output_dir'
+      optional = value is None and name != 'input_file'
       ok = optional or (isinstance(value, str) and bool(value))
       _expect(ok, name, 'a path, as text', value)
       _expect(optional or '://' not in value, name, 'a local path', value)
@@ -121,8 +126,13 @@ def decode(
   if config.output_dir is not None:
     results.claim_output_dir(config.output_dir, config.overwrite)
   lines = read_lines(config.input_file)
+  measured = (
+    calibration.load(config.calibration) if config.calibration else None
+  )
   with _status(console, 'Loading models'):
     engine = config.engine()
+  if measured is not None:
+    config = _calibrated(config, engine, measured, console)
   limit = engine.max_input_len
   lines = count_tokens(
     lines, engine.tokenizer, limit if config.on_too_long == 'error' else None
@@ -146,6 +156,32 @@ def decode(
       f' decoding, first at line {differing[0]["line"]}'
     )
   return summary
+
+
+def _calibrated(
+  config: DecodeConfig,
+  engine: Engine,
+  measured: calibration.Calibration,
+  console: rich.console.Console,
+) -> DecodeConfig:
+  """Sets the engine's gamma as it was measured to be best."""
+  measured.check(engine.fingerprints)
+  if measured.temperature != config.sampling.temperature:
+    console.print(
+      f'The calibration was made at temperature {measured.temperature:g}, not'
+      f' {config.sampling.temperature:g}: its gamma may not be the best here.'
+    )
+  if measured.gamma == 0:
+    console.print(
+      'Speculation does not pay here, by the calibration: decoding plainly.'
+    )
+    return dataclasses.replace(config, mode=report.PLAIN)
+  engine.gamma = measured.gamma
+  console.print(
+    f'gamma = {measured.gamma} by the calibration, expected speed-up'
+    f' {measured.expected_speed_up:.2f}'
+  )
+  return config
 
 
 def _context(

@@ -241,7 +241,7 @@ class Decoder(nn.Module):
       )
     return self._head(x, embedder, deterministic)
 
-  def extend(self, x, embedder, cache):
+  def extend(self, x, embedder, cache, write=kv_cache.write):
     """Logits [B, S, V] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
     bias = kv_cache.read_position_bias(
@@ -253,8 +253,8 @@ class Decoder(nn.Module):
 
       def remember(keys, values, i=i):
         return (
-          kv_cache.write(cache.keys[i], keys, cache.length),
-          kv_cache.write(cache.values[i], values, cache.length),
+          write(cache.keys[i], keys, cache.length),
+          write(cache.values[i], values, cache.length),
         )
 
       cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)

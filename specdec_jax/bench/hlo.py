@@ -1,0 +1,177 @@
+"""What the text of a compiled program says of fallbacks and copied weights."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Collection, Iterator
+
+_HEAD = re.compile(r'^(ENTRY )?%?([\w.-]+) \(.*\{$')
+_INSTRUCTION = re.compile(
+  r'^\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\](?:\{([^}]*)\})?\S* '
+  r'([\w-]+)\(%?([\w.-]*)(,?)'
+)
+_CALLED = re.compile(r'(?:body|condition|calls|to_apply)=%?([\w.-]+)')
+_BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# Traffic with the host; on a TPU a callback is a pair of these.
+_HOST = re.compile(
+  r' (?:infeed|outfeed)\(|is_host_transfer=true'
+  r'|custom_call_target="[^"]*callback[^"]*"'
+)
+# What hands a parameter on without computing: an operand made by one of these
+# is a weight, not an activation that happens to have a weight's shape.
+_CARRIERS = frozenset(
+  ['parameter', 'get-tuple-element', 'bitcast', 'copy', 'copy-done']
+  + ['slice-done', 'custom-call']
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightCopies:
+  """Copies of whole weights that a program makes.
+
+  Attributes:
+    count: instructions.
+    once_bytes: made once a run of the program.
+    looped_bytes: made in each round of a loop.
+  """
+
+  count: int = 0
+  once_bytes: int = 0
+  looped_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+  """What was found in a program.
+
+  Attributes:
+    custom_calls: name -> how many.
+    host_transfers: instructions that wait for the host.
+    float32_weights: weights converted to float32 in memory.
+    relaid_weights: weights copied to another layout in memory.
+  """
+
+  custom_calls: dict[str, int]
+  host_transfers: int
+  float32_weights: WeightCopies
+  relaid_weights: WeightCopies
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+  name: str
+  dtype: str
+  shape: tuple[int, ...]
+  layout: str
+  op: str
+  operand: str  # the first
+  only_operand: bool
+  looped: bool
+
+
+def inspect(text: str, weights: Collection[tuple[int, ...]]) -> Findings:
+  """Reads the text of an optimised program.
+
+  Args:
+    text: of `compiled.as_text()`.
+    weights: shapes of the matrices that are to stay as they are.
+
+  Returns:
+    What it says. What a fusion computes on the way is not memory, and does not
+    count.
+  """
+  weights = set(weights)
+  known: dict[str, _Instruction] = {}
+  widened, relaid = [], []
+  for one in _instructions(text):
+    known[one.name] = one
+    source = known.get(one.operand)
+    if one.shape not in weights or source is None or not one.only_operand:
+      continue
+    if source.op not in _CARRIERS or source.shape != one.shape:
+      continue
+    if one.dtype == 'f32' and source.dtype == 'bf16':
+      widened.append((4, one))
+    elif one.op == 'copy' and _order(one.layout) != _order(source.layout):
+      relaid.append((4 if one.dtype == 'f32' else 2, one))
+  return Findings(
+    custom_calls=dict(
+      sorted(collections.Counter(_TARGET.findall(text)).items())
+    ),
+    host_transfers=sum(1 for _ in _HOST.finditer(text)),
+    float32_weights=_summarise(widened),
+    relaid_weights=_summarise(relaid),
+  )
+
+
+def _summarise(found: list[tuple[int, _Instruction]]) -> WeightCopies:
+  sizes = {True: 0, False: 0}
+  for itemsize, one in found:
+    count = itemsize
+    for size in one.shape:
+      count *= size
+    sizes[one.looped] += count
+  return WeightCopies(len(found), sizes[False], sizes[True])
+
+
+def _order(layout: str) -> str:
+  """The order of dimensions alone: `1,0` of `1,0:T(8,128)(2,1)S(3)`."""
+  return layout.partition(':')[0]
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+  """Name of each computation -> its lines."""
+  found: dict[str, list[str]] = {}
+  lines: list[str] = []
+  for line in text.splitlines():
+    if head := _HEAD.match(line):
+      lines = found.setdefault(head[2], [])
+    else:
+      lines.append(line)
+  return found
+
+
+def _instructions(text: str) -> Iterator[_Instruction]:
+  """All instructions outside fusions, by computation."""
+  computations = _computations(text)
+  called: dict[str, set[str]] = collections.defaultdict(set)
+  bodies: set[str] = set()
+  fused: set[str] = set()
+  for name, lines in computations.items():
+    for line in lines:
+      names = set(_CALLED.findall(line))
+      for branches in _BRANCHES.findall(line):
+        names |= {part.strip().lstrip('%') for part in branches.split(',')}
+      called[name] |= names
+      if ' while(' in line:
+        bodies |= names
+      elif ' fusion(' in line:
+        fused |= names
+  looped = _reachable(bodies, called)
+  fused = _reachable(fused, called)
+  for name, lines in computations.items():
+    if name in fused:
+      continue
+    for line in lines:
+      if found := _INSTRUCTION.match(line):
+        yield _Instruction(
+          name=found[1],
+          dtype=found[2],
+          shape=tuple(int(size) for size in found[3].split(',') if size),
+          layout=found[4] or '',
+          op=found[5],
+          operand=found[6],
+          only_operand=not found[7],
+          looped=name in looped,
+        )
+
+
+def _reachable(names: set[str], called: dict[str, set[str]]) -> set[str]:
+  found: set[str] = set()
+  waiting = set(names)
+  while waiting:
+    name = waiting.pop()
+    found.add(name)
+    waiting |= called.get(name, set()) - found
+  return found

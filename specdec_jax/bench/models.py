@@ -1,0 +1,85 @@
+"""The pair that is measured: given parameters, or random ones made in place."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax import partitioning
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.partitioning import Placement
+
+
+def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
+  """Draws parameters on the device, array by array, in their final dtype.
+
+  A T5-XXL never exists in float32: the most that is ever held beside the
+  result is one array.
+
+  Args:
+    network: whose `init` tells names and shapes.
+    seed: of the draw.
+    dtype: 'float32' or 'bfloat16'.
+
+  Returns:
+    The tree that `network.init` would give; matrices are normal with variance
+    1 / rows, so that activations keep their size, and scales are 1.
+  """
+  shapes = jax.eval_shape(network.init, jax.random.key(0))
+  leaves, tree = jax.tree.flatten(shapes)
+  keys = jax.random.split(jax.random.key(seed), len(leaves))
+  return jax.tree.unflatten(
+    tree,
+    [
+      _draw(key, leaf.shape, dtype)
+      for key, leaf in zip(keys, leaves, strict=True)
+    ],
+  )
+
+
+def _draw(key, shape, dtype):
+  if len(shape) < 2:
+    return jnp.ones(shape, dtype)
+  return _normal(key, shape, dtype) / jnp.asarray(math.sqrt(shape[0]), dtype)
+
+
+_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """A target, a drafter, and their parameters on the device."""
+
+  target: LanguageModel
+  drafter: Drafter | None
+  params: PairParams
+
+
+def make_pair(
+  target: LanguageModel,
+  draft: LanguageModel | None,
+  target_params: Params | None,
+  draft_params: Params | None,
+  placement: Placement,
+  seed: int,
+) -> Pair:
+  """Places given parameters, and draws those that are not given."""
+
+  def placed(network, params, seed) -> Any:
+    if params is None:
+      params = random_params(network, seed, placement.dtype)
+    return partitioning.place(params, placement)
+
+  return Pair(
+    target,
+    None if draft is None else small_model(draft),
+    PairParams(
+      placed(target, target_params, seed),
+      None if draft is None else placed(draft, draft_params, seed + 1),
+    ),
+  )

@@ -1,0 +1,160 @@
+"""All rows of the paper's Table 2 in forced-acceptance mode, on one device.
+
+Each row is a benchmark of its own and leaves a file, so that a suite that was
+stopped goes on where it was. The target's parameters are drawn once.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec_jax import paper
+from specdec_jax.bench import memory
+from specdec_jax.bench.models import random_params
+from specdec_jax.bench.run import BenchmarkConfig, benchmark
+from specdec_jax.models.t5 import T5
+from specdec_jax.partitioning import Placement, place
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteConfig:
+  """A suite: Table 2's gammas, temperatures and rates for these models.
+
+  Attributes:
+    name: of the pair's sizes, for reports.
+    target: in the place of T5-XXL.
+    drafts: 't5_small', 't5_base' and 't5_large' -> what stands in its place;
+      rows of a drafter that is not named are left out.
+    output_dir: a JSON file a row; to be set before `run`.
+    placement: layout and dtype of all models.
+    input_len: E.
+    decode_len: tokens of a run.
+    repeats: timed rounds, interleaved.
+    calls_a_run: calls in one timed loop.
+    seed: of parameters, inputs and acceptance.
+
+  Raises:
+    ValueError: a drafter has no row in Table 2.
+  """
+
+  name: str
+  target: T5
+  drafts: Mapping[str, T5]
+  output_dir: str | None = None
+  placement: Placement = Placement()
+  input_len: int = 64
+  decode_len: int = 120
+  repeats: int = 7
+  calls_a_run: int = 20
+  seed: int = 0
+
+  def __post_init__(self):
+    known = {row.draft for row in paper.TABLE2}
+    if unknown := set(self.drafts) - known:
+      raise ValueError(
+        f'SuiteConfig.drafts names {sorted(unknown)}, Table 2 has'
+        f' {sorted(known)}.'
+      )
+
+
+def row_name(row: paper.Table2Row | paper.Table4Row) -> str:
+  """Such as 'ende-t5_small-T0'."""
+  return f'{row.task}-{row.draft}-T{row.temperature}'
+
+
+def rows(config: SuiteConfig) -> list[paper.Table2Row]:
+  """Table 2's rows whose drafter is there."""
+  return [row for row in paper.TABLE2 if row.draft in config.drafts]
+
+
+def row_path(output_dir: str | None, row: paper.Table2Row) -> pathlib.Path:
+  """Where a row's record lies."""
+  return pathlib.Path(output_dir or '.') / f'{row_name(row)}.json'
+
+
+def run(
+  config: SuiteConfig, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+  """Measures every row that has no record yet.
+
+  Args:
+    config: the suite.
+    say: told a line for each row.
+
+  Returns:
+    row_name -> its record, those found included.
+
+  Raises:
+    DoesNotFitError: before anything is made.
+  """
+  folder = config.output_dir
+  if folder is None:
+    raise ValueError('SuiteConfig.output_dir must name a folder, got None.')
+  limit = memory.device_bytes()
+  todo = [row for row in rows(config) if not row_path(folder, row).exists()]
+  for row in todo:
+    memory.check_fits(_plan(config, row), limit)
+  params = None
+  if todo:
+    os.makedirs(folder, exist_ok=True)
+    params = place(
+      random_params(config.target, config.seed, config.placement.dtype),
+      config.placement,
+    )
+  for row in todo:
+    record = benchmark(_benchmark(config, row, params))
+    (setting,) = record['settings']
+    (measured,) = setting['gammas']
+    say(
+      f'{row_name(row)}: gamma {row.gamma}, acceptance forced to'
+      f' {row.acceptance_rate}: speed-up {measured["speed_up"]:.2f}, expected'
+      f' {measured["expected_speed_up"]:.2f}, paper {row.speedup}'
+    )
+  return read(folder)
+
+
+def read(output_dir: str | None) -> dict[str, Any]:
+  """Returns the records that a suite has left so far."""
+  found = {}
+  for row in paper.TABLE2:
+    path = row_path(output_dir, row)
+    if path.exists():
+      found[row_name(row)] = json.loads(path.read_text('utf-8'))
+  return found
+
+
+def _plan(config: SuiteConfig, row: paper.Table2Row) -> memory.Plan:
+  return memory.Plan(
+    config.target,
+    config.drafts[row.draft],
+    input_len=config.input_len,
+    decode_len=config.decode_len,
+    gamma=row.gamma,
+    greedy=row.temperature == 0,
+    param_dtype=config.placement.dtype,
+  )
+
+
+def _benchmark(config, row: paper.Table2Row, params) -> BenchmarkConfig:
+  return BenchmarkConfig(
+    config.target,
+    config.drafts[row.draft],
+    target_params=params,
+    weights='random',
+    t5x_style=True,
+    placement=config.placement,
+    gammas=(row.gamma,),
+    input_lens=(config.input_len,),
+    decode_lens=(config.decode_len,),
+    temperatures=(float(row.temperature),),
+    forced_acceptance=row.acceptance_rate,
+    call_sizes=(1,),
+    calls_a_run=config.calls_a_run,
+    repeats=config.repeats,
+    seed=config.seed,
+    output_file=str(row_path(config.output_dir, row)),
+    name=f'{config.name}, {row_name(row)}',
+  )

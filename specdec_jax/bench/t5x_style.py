@@ -1,0 +1,45 @@
+"""A T5 that decodes as T5X does, for comparison only.
+
+T5X multiplies a one-hot row by the whole embedding table at every step, writes
+the cache by a one-hot rewrite of all of it, and attends over all of it. The
+logits are the same; the time is not. A speed-up against it holds what these
+cost, beside what speculation brings.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.models import layers, t5
+
+
+def one_hot_write(
+  buffer: jax.Array, new: jax.Array, start: jax.Array
+) -> jax.Array:
+  """`kv_cache.write` by a rewrite of the whole buffer."""
+  slots = buffer.shape[-1]
+  places = start[:, None] + jnp.arange(new.shape[1])
+  chosen = jax.nn.one_hot(places, slots, dtype=buffer.dtype)  # [B, S, T]
+  spread = jnp.einsum('bshd,bst->bhdt', new.astype(buffer.dtype), chosen)
+  written = jnp.any(chosen > 0, axis=1)[:, None, None, :]
+  return jnp.where(written, spread, buffer)
+
+
+class _Module(t5._EncoderDecoder):
+  """The network with T5X's way through embedding and cache."""
+
+  def extend(self, cache, tokens):
+    table = self.token_embedder.embedding.astype(self.config.dtype)
+    rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
+    exact = layers.precision(self.config.dtype)
+    embedded = jnp.matmul(rows, table, precision=exact)
+    return self.decoder.extend(
+      embedded, self.token_embedder, cache, one_hot_write
+    )
+
+
+class T5XStyle(t5.T5):
+  """`T5`, slowly; takes its parameters."""
+
+  @property
+  def _module(self) -> _Module:
+    return _Module(self.config)

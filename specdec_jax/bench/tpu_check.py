@@ -1,0 +1,313 @@
+"""What Table 2 would need and give on a TPU v4, found out without one.
+
+For each row of Table 2 both loops are compiled as `Engine` would run them, and
+single calls beside them. Memory is the compiler's word. Bytes that a call moves
+are counted from shapes; the compiler's own figure stands beside them as a
+check, for it counts what is prefetched on the chip as well.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.progress
+
+from specdec_jax import analysis, files
+from specdec_jax.bench import memory, tpu, tpu_report
+from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models.t5 import T5
+from specdec_jax.partitioning import Placement
+
+
+class Row(Protocol):
+  """A row of Table 2, such as `paper.Table2Row`."""
+
+  @property
+  def task(self) -> str: ...
+  @property
+  def draft(self) -> str: ...
+  @property
+  def temperature(self) -> float: ...
+  @property
+  def gamma(self) -> int: ...
+  @property
+  def acceptance_rate(self) -> float: ...
+  @property
+  def speedup(self) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuCheckConfig:
+  """What to compile, and what the chip has.
+
+  Attributes:
+    target: the network that decides.
+    drafts: name of a row's draft -> network.
+    input_lens: task -> E.
+    decode_lens: task -> tokens of a run at most.
+    output_dir: where results.json and report.md go.
+    batch: B.
+    param_dtype: of the parameters on the chip.
+    usable_gib: memory of a chip that programs may use.
+    gb_per_s: bandwidth of its memory, 1e9 bytes a second.
+    name: of the report.
+
+  Raises:
+    ValueError: a number is too small.
+  """
+
+  target: T5
+  drafts: Mapping[str, T5]
+  input_lens: Mapping[str, int]
+  decode_lens: Mapping[str, int]
+  output_dir: str
+  batch: int = 1
+  param_dtype: str = 'bfloat16'
+  usable_gib: float = 30.75
+  gb_per_s: float = 1200.0
+  name: str = 'TPU v4 check'
+
+  def __post_init__(self):
+    numbers = {'batch': self.batch, 'usable_gib': self.usable_gib}
+    numbers['gb_per_s'] = self.gb_per_s
+    for lengths in ('input_lens', 'decode_lens'):
+      for task, length in getattr(self, lengths).items():
+        numbers[f'{lengths}[{task!r}]'] = length
+    for field, value in numbers.items():
+      if value <= 0:
+        raise ValueError(f'TpuCheckConfig.{field} must be positive: {value}.')
+
+
+def check(
+  config: TpuCheckConfig,
+  rows: Sequence[Row],
+  console: rich.console.Console | None = None,
+) -> dict[str, Any]:
+  """Compiles every row that has no result yet, and writes the report.
+
+  Args:
+    config: what to compile for.
+    rows: pairs, such as `paper.TABLE2`.
+    console: for the table; stdout unless given.
+
+  Returns:
+    What is in results.json: settings, and a record for each row.
+
+  Raises:
+    ValueError: libtpu is missing; a row names a draft or task that `config`
+      does not have; the output folder holds results of other settings.
+  """
+  console = console or rich.console.Console()
+  _check_rows(config, rows)
+  device = tpu.describe_chip()
+  settings = _settings(config, device)
+  done = _load(config.output_dir, settings)
+  compiler = tpu.Compiler(device)
+  with rich.progress.Progress(
+    console=console, transient=True, disable=not console.is_terminal
+  ) as progress:
+    bar = progress.add_task('Compiling', total=len(rows))
+    for row in rows:
+      if _key(row) not in done:
+        done[_key(row)] = _check_row(config, row, compiler)
+        _write(config, {'settings': settings, 'rows': list(done.values())})
+      progress.advance(bar)
+  results = {'settings': settings, 'rows': [done[_key(row)] for row in rows]}
+  _write(config, results)
+  tpu_report.show(console, results)
+  return results
+
+
+def _check_rows(config: TpuCheckConfig, rows: Sequence[Row]) -> None:
+  for row in rows:
+    for field, known, name in (
+      ('drafts', config.drafts, row.draft),
+      ('input_lens', config.input_lens, row.task),
+      ('decode_lens', config.decode_lens, row.task),
+    ):
+      if name not in known:
+        raise ValueError(
+          f'TpuCheckConfig.{field} has no {name!r}, which a row needs; it has'
+          f' {", ".join(sorted(known)) or "nothing"}.'
+        )
+
+
+def _settings(config: TpuCheckConfig, device: Any) -> dict[str, Any]:
+  settings = dataclasses.asdict(config)
+  del settings['output_dir']
+  settings['device'] = f'{device.device_kind}, {tpu.TOPOLOGY}'
+  settings |= tpu.versions()
+  return json.loads(json.dumps(settings))  # tuples as they are read back
+
+
+def _load(folder: str, settings: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+  """Rows that an earlier run of the same settings finished, by `_key`."""
+  os.makedirs(folder, exist_ok=True)
+  path = os.path.join(folder, 'results.json')
+  if not os.path.exists(path):
+    return {}
+  with open(path, encoding='utf-8') as stream:
+    results = json.load(stream)
+  earlier = results.get('settings', {})
+  differ = [k for k in settings if earlier.get(k) != settings[k]]
+  if differ:
+    raise ValueError(
+      f'{path} holds results of other settings: {", ".join(differ)} differ.'
+      ' Choose another output folder, or move that file away.'
+    )
+  return {_key_of(record): record for record in results['rows']}
+
+
+def _write(config: TpuCheckConfig, results: dict[str, Any]) -> None:
+  for name, text in (
+    ('results.json', json.dumps(results, indent=1) + '\n'),
+    ('report.md', tpu_report.markdown(results)),
+  ):
+    path = os.path.join(config.output_dir, name)
+    files.write_atomically(path, text.encode())
+
+
+_NAMES = ('task', 'draft', 'temperature', 'gamma', 'acceptance_rate')
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+  return tuple(getattr(row, name) for name in _NAMES)
+
+
+def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+  return tuple(record[name] for name in _NAMES)
+
+
+def _check_row(
+  config: TpuCheckConfig, row: Row, compiler: tpu.Compiler
+) -> dict[str, Any]:
+  """Compiles all that a row needs and counts its bytes."""
+  target, draft = config.target, config.drafts[row.draft]
+  placement = Placement(config.param_dtype, 'in_out')
+  params = PairParams(
+    *(
+      compiler.place(memory.param_shapes(n, placement)) for n in (target, draft)
+    )
+  )
+  shapes = functools.partial(
+    memory.request_shapes,
+    config.batch,
+    config.input_lens[row.task],
+    config.decode_lens[row.task],
+    greedy=row.temperature == 0,
+  )
+  plain, request = (
+    compiler.place(shapes(gamma=gamma)) for gamma in (0, row.gamma)
+  )
+  before = compiler.num_programs
+  programs, state, steady = _compile_loops(
+    compiler, target, draft, params, plain, request
+  )
+  calls = {
+    'target_call_1': (target, params.target, state.target_cache, 1),
+    'target_call_n': (target, params.target, state.target_cache, row.gamma + 1),
+    'draft_call_1': (draft, params.draft, state.drafter_state, 1),
+  }
+  for name, (network, weights, cache, size) in calls.items():
+    tokens = compiler.place(
+      jax.ShapeDtypeStruct((config.batch, size), jnp.int32)
+    )
+    programs[name], _ = compiler.compile(
+      ('call', network), network.extend, weights, cache, tokens, donated=1
+    )
+  record = {name: getattr(row, name) for name in (*_NAMES, 'speedup')}
+  return record | {
+    'input_len': config.input_lens[row.task],
+    'decode_len': config.decode_lens[row.task],
+    'programs': programs,
+    'num_compiled': compiler.num_programs - before,
+    'state_keeps_its_shape': steady,
+    'memory': _fits(config, params, state, programs),
+    **_predict(config, row, params, request, programs),
+  }
+
+
+def _compile_loops(compiler, target, draft, params, plain, request):
+  """Both loops, each a `start` and a `run`.
+
+  Returns:
+    records by name; the speculative state's shapes; whether both states leave
+    `run` as they came in, so that no later call compiles anything.
+  """
+  drafter = small_model(draft)
+  limit = compiler.place(jax.ShapeDtypeStruct((), jnp.int32))
+  programs, steady = {}, True
+  for name, module, sides, weights, asked in (
+    ('plain', autoregressive, (target,), params.target, plain),
+    ('speculative', speculative, (target, drafter), params, request),
+  ):
+    networks = (target,) if name == 'plain' else (target, draft)
+    start, run = (
+      functools.partial(f, *sides) for f in (module.start, module.run)
+    )
+    programs[f'{name}_start'], state = compiler.compile(
+      ('start', networks), start, weights, asked
+    )
+    programs[f'{name}_run'], after = compiler.compile(
+      ('run', networks), run, weights, asked, state, limit, donated=2
+    )
+    steady = steady and state == after
+  return programs, state, steady
+
+
+def _fits(config, params, state, programs) -> dict[str, Any]:
+  """The most that a program of the pair holds, against what the chip has."""
+  usable = int(config.usable_gib * memory.GIB)
+  loops = [programs[f'speculative_{name}'] for name in ('start', 'run')]
+  refused = [p['refused'] for p in programs.values() if 'refused' in p]
+  peak = None
+  if not refused:
+    peak = max(program['peak_bytes'] for program in loops)
+  return {
+    'fits': peak is not None and peak <= usable,
+    'peak_bytes': peak,
+    'usable_bytes': usable,
+    'refused': refused,
+    'target_parameter_bytes': memory.tree_bytes(params.target),
+    'draft_parameter_bytes': memory.tree_bytes(params.draft),
+    'target_cache_bytes': memory.tree_bytes(state.target_cache),
+    'draft_cache_bytes': memory.tree_bytes(state.drafter_state),
+  }
+
+
+def _predict(config, row, params, request, programs) -> dict[str, Any]:
+  """Bytes of the calls, and what they make speculation worth."""
+  draft = config.drafts[row.draft]
+  count = functools.partial(memory.call_bytes, config.target, params.target)
+  counted = {
+    'target_call_1': count(request, 1).total,
+    'target_call_n': count(request, row.gamma + 1).total,
+    'draft_call_1': memory.call_bytes(draft, params.draft, request).total,
+  }
+  a_round = memory.draft_round_bytes(draft, params.draft, request)
+  xla = {name: programs[name].get('xla_bytes_accessed') for name in counted}
+  one = counted['target_call_1']
+  cost_ratio = a_round / row.gamma / one
+  call_cost = counted['target_call_n'] / one
+  alpha, gamma = row.acceptance_rate, row.gamma
+  factor = analysis.measured_walltime_factor(
+    alpha, gamma, cost_ratio, call_cost
+  )
+  return {
+    'bytes_counted': counted,
+    'bytes_xla': xla,
+    'draft_round_bytes': a_round,
+    'cost_ratio': cost_ratio,
+    'call_cost': call_cost,
+    'target_call_ms': one / config.gb_per_s / 1e6,
+    'walltime_factor': float(factor),
+    'theorem_3_8': float(analysis.walltime_factor(alpha, gamma, cost_ratio)),
+  }

@@ -1,0 +1,210 @@
+"""The report of `bench.tpu_check`: a table on the terminal, and report.md."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+
+from specdec_jax.bench.memory import GIB
+
+_Record = Mapping[str, Any]
+
+
+def _gb(size: float | None) -> str:
+  return '-' if size is None else f'{size / 1e9:.3f}'
+
+
+def _gib(size: float | None) -> str:
+  return '-' if size is None else f'{size / GIB:.2f}'
+
+
+def _ratio(part: float | None, whole: float | None) -> str:
+  return '-' if part is None or whole is None else f'{part / whole:.4f}'
+
+
+_PAIR: dict[str, Callable[[_Record], str]] = {
+  'task': lambda r: r['task'],
+  'draft': lambda r: r['draft'],
+  'T': lambda r: f'{r["temperature"]:g}',
+  'gamma': lambda r: str(r['gamma']),
+}
+_SPEED = _PAIR | {
+  'alpha': lambda r: f'{r["acceptance_rate"]:.2f}',
+  'c': lambda r: f'{r["cost_ratio"]:.4f}',
+  'v(gamma+1)': lambda r: f'{r["call_cost"]:.4f}',
+  'target call, ms': lambda r: f'{r["target_call_ms"]:.2f}',
+  'predicted factor': lambda r: f'{r["walltime_factor"]:.2f}',
+  'with v = 1': lambda r: f'{r["theorem_3_8"]:.2f}',
+  "paper's speed-up": lambda r: f'{r["speedup"]:.1f}',
+}
+_MEMORY = _PAIR | {
+  'fits': lambda r: 'yes' if r['memory']['fits'] else 'NO',
+  'peak GiB': lambda r: _gib(r['memory']['peak_bytes']),
+  'target parameters': lambda r: _gib(r['memory']['target_parameter_bytes']),
+  'draft parameters': lambda r: _gib(r['memory']['draft_parameter_bytes']),
+  'target caches': lambda r: _gib(r['memory']['target_cache_bytes']),
+  'draft caches': lambda r: _gib(r['memory']['draft_cache_bytes']),
+  'temporaries of the loop': lambda r: _gib(
+    r['programs']['speculative_run'].get('temporaries_bytes')
+  ),
+}
+_BYTES = _PAIR | {
+  'target, 1 token': lambda r: _gb(r['bytes_counted']['target_call_1']),
+  'XLA': lambda r: _gb(r['bytes_xla']['target_call_1']),
+  'target, gamma + 1': lambda r: _gb(r['bytes_counted']['target_call_n']),
+  'XLA ': lambda r: _gb(r['bytes_xla']['target_call_n']),
+  'draft, 1 token': lambda r: _gb(r['bytes_counted']['draft_call_1']),
+  'XLA  ': lambda r: _gb(r['bytes_xla']['draft_call_1']),
+  'c by XLA': lambda r: _ratio(
+    r['bytes_xla']['draft_call_1'], r['bytes_xla']['target_call_1']
+  ),
+}
+
+
+def _total(record: _Record, finding: str, field: str, key: str = '') -> int:
+  """Sums a finding over the loops' programs, or over one that `key` names."""
+  return sum(
+    program[finding][field]
+    for name, program in record['programs'].items()
+    if finding in program and name in (key or _LOOPS)
+  )
+
+
+_LOOPS = ('plain_start', 'plain_run', 'speculative_start', 'speculative_run')
+_FALLBACKS = _PAIR | {
+  'programs': lambda r: str(sum(n in r['programs'] for n in _LOOPS)),
+  'state keeps its shape': lambda r: (
+    'yes' if r['state_keeps_its_shape'] else 'NO'
+  ),
+  'state in place': lambda r: _in_place(r),
+  'waits for the host': lambda r: str(
+    sum(p.get('host_transfers', 0) for p in r['programs'].values())
+  ),
+  'weights in float32': lambda r: str(_total(r, 'float32_weights', 'count')),
+  'weights relaid once a run, GiB': lambda r: _gib(
+    _total(r, 'relaid_weights', 'once_bytes', 'speculative_run')
+  ),
+  'in each round, GB': lambda r: _gb(
+    _total(r, 'relaid_weights', 'looped_bytes', 'speculative_run')
+  ),
+}
+
+
+def _in_place(record: _Record) -> str:
+  """Whether the speculative loop updates its caches where they are."""
+  program = record['programs']['speculative_run']
+  sizes = record['memory']
+  caches = sizes['target_cache_bytes'] + sizes['draft_cache_bytes']
+  if 'in_place_bytes' not in program:
+    return '-'
+  return 'yes' if program['in_place_bytes'] >= caches else 'NO'
+
+
+_Columns = Mapping[str, Callable[[_Record], str]]
+
+
+def cells(columns: _Columns, rows: Sequence[_Record]) -> list[list[str]]:
+  """A header and a line for each row, as text."""
+  return [
+    [name.strip() for name in columns],
+    *([show(row) for show in columns.values()] for row in rows),
+  ]
+
+
+def _table(columns: _Columns, rows: Sequence[_Record]) -> list[str]:
+  header, *body = cells(columns, rows)
+  rule = [':--'] * 2 + ['--:'] * (len(header) - 2)
+  return [f'| {" | ".join(line)} |' for line in (header, rule, *body)] + ['']
+
+
+def markdown(results: _Record) -> str:
+  """The report, from what results.json holds."""
+  settings, rows = results['settings'], results['rows']
+  lines = [
+    f'# {settings["name"]}',
+    '',
+    'Compiled, not run: no TPU was there. Written by `scripts/tpu_check.py`'
+    ' from `results.json`.',
+    '',
+    f'- For one chip of: {settings["device"]}; jax {settings["jax"]}, libtpu'
+    f' {settings["libtpu"]}.',
+    f'- Memory that programs may use: {settings["usable_gib"]:.2f} GiB;'
+    f' bandwidth taken as {settings["gb_per_s"]:.0f} GB/s.',
+    f'- Batch {settings["batch"]}, {settings["param_dtype"]} parameters,'
+    f' computation in {settings["target"]["config"]["dtype"]}.',
+    *(
+      f'- {task}: {length} input tokens, up to'
+      f' {settings["decode_lens"][task]} output tokens.'
+      for task, length in settings['input_lens'].items()
+    ),
+    '',
+    '## What the bytes predict',
+    '',
+    'c and v are ratios of bytes moved, counted from the shapes of parameters'
+    ' and live caches; c is that of a whole round of proposals. The predicted'
+    ' factor is E(gamma, alpha) / (v(gamma + 1) + gamma c), with the alpha of'
+    " the paper's Table 2 and i.i.d. acceptance: what a memory-bound loop"
+    " without other costs would reach. The paper's speed-up is against T5X's"
+    ' decoding, another baseline than the plain loop here.',
+    '',
+    *_table(_SPEED, rows),
+    '## Memory of the pair, GiB',
+    '',
+    "The peak is the compiler's, of the larger of the two speculative programs,"
+    ' both models held.',
+    '',
+    *_table(_MEMORY, rows),
+    '## Bytes of a call, GB',
+    '',
+    "XLA's figure for the same call is a check, not what the call moves: it"
+    ' counts what is prefetched on the chip again.',
+    '',
+    *_table(_BYTES, rows),
+    '## Recompilation and fallbacks',
+    '',
+    'A run needs the programs counted here, `start` and `run` of each loop. The'
+    ' state leaves `run` in the shape in which it came, so a further call'
+    ' compiles nothing; sampling, seed and lengths are arguments.',
+    '',
+    *_table(_FALLBACKS, rows),
+    f'Custom calls in the programs: {_custom_calls(rows)}.',
+    '',
+    *_refusals(rows),
+  ]
+  return '\n'.join(lines).rstrip() + '\n'
+
+
+def _custom_calls(rows: Sequence[_Record]) -> str:
+  names = {
+    name
+    for row in rows
+    for program in row['programs'].values()
+    for name in program.get('custom_calls', {})
+  }
+  return ', '.join(f'`{name}`' for name in sorted(names)) or 'none'
+
+
+def _refusals(rows: Sequence[_Record]) -> list[str]:
+  texts = {text for row in rows for text in row['memory']['refused']}
+  return [f'Refused by the compiler: {text}' for text in sorted(texts)]
+
+
+def show(console: rich.console.Console, results: _Record) -> None:
+  """Prints the main table, and what does not fit."""
+  columns = {**_PAIR, 'alpha': _SPEED['alpha'], 'c': _SPEED['c']}
+  columns |= {
+    'predicted': _SPEED['predicted factor'],
+    'paper': _SPEED["paper's speed-up"],
+    'peak GiB': _MEMORY['peak GiB'],
+    'fits': _MEMORY['fits'],
+  }
+  header, *body = cells(columns, results['rows'])
+  table = rich.table.Table(title=results['settings']['name'])
+  for i, name in enumerate(header):
+    table.add_column(name, justify='left' if i < 2 else 'right')
+  for line in body:
+    table.add_row(*line)
+  console.print(table)
+  for text in _refusals(results['rows']):
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

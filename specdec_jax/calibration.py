@@ -1,0 +1,165 @@
+"""What was measured of a pair on a machine, and the gamma that follows.
+
+Written by scripts/calibrate.py, read by scripts/decode.py. It holds for the
+models and the device that it was made with, and for nothing else.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specdec_jax import analysis, environment, files
+
+_KIND = 'calibration'
+_DRAWS = 2000  # of the measured values, for the interval of the speed-up
+_INTERVAL = (2.5, 97.5)  # percent
+_SAMPLED = 64  # values of an array that go into a fingerprint
+
+
+class CalibrationError(ValueError):
+  """A calibration is broken, or was made for something else."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """A value and the standard error of it."""
+
+  value: float
+  error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """What speculation is worth here.
+
+  Attributes:
+    fingerprints: 'target' and 'draft' -> `fingerprint` of its parameters.
+    device: `environment.describe()['device']`.
+    gamma: with the largest expected speed-up; 0 where none is above 1.
+    expected_speed_up: at that gamma, 1 at gamma 0.
+    interval: of the expected speed-up, 95 %.
+    temperature: at which the acceptance rate was measured.
+    record: everything that was measured, for people and reports.
+  """
+
+  fingerprints: Mapping[str, str]
+  device: str
+  gamma: int
+  expected_speed_up: float
+  interval: tuple[float, float]
+  temperature: float
+  record: Mapping[str, Any]
+
+  def check(self, fingerprints: Mapping[str, str]) -> None:
+    """Raises CalibrationError unless models and device are those measured."""
+    differs = [
+      f'the {name} (measured {self.fingerprints.get(name)}, here'
+      f' {fingerprints.get(name)})'
+      for name in sorted({*self.fingerprints, *fingerprints})
+      if self.fingerprints.get(name) != fingerprints.get(name)
+    ]
+    here = environment.describe()['device']
+    if here != self.device:
+      differs.append(f'the device (measured {self.device!r}, here {here!r})')
+    if differs:
+      raise CalibrationError(
+        f'This calibration was made for something else: {"; ".join(differs)}'
+        ' differ. Run scripts/calibrate.py with these models on this machine.'
+      )
+
+  def save(self, path: str) -> None:
+    """Writes it as JSON."""
+    text = json.dumps({'kind': _KIND, **dataclasses.asdict(self)}, indent=1)
+    files.write_atomically(path, (text + '\n').encode())
+
+
+def load(path: str) -> Calibration:
+  """Reads what `Calibration.save` wrote.
+
+  Raises:
+    CalibrationError: the file is missing, broken or of another kind.
+  """
+  try:
+    found = json.loads(pathlib.Path(path).read_text('utf-8'))
+    if found.pop('kind') != _KIND:
+      raise KeyError('kind')
+    found['interval'] = tuple(found['interval'])
+    return Calibration(**found)
+  except OSError as error:
+    raise CalibrationError(
+      f'The calibration {path!r} cannot be read: {error.strerror}. Expected'
+      ' a file that scripts/calibrate.py wrote.'
+    ) from error
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise CalibrationError(
+      f'{path!r} is no calibration. Expected a file that scripts/calibrate.py'
+      f' wrote, found: {error}.'
+    ) from error
+
+
+def fingerprint(params: Any) -> str:
+  """Identifies a model's parameters as a checkpoint has them.
+
+  Names, shapes and some values of every array: another shape, another training
+  run or another step of it gives another string. The dtype does not matter.
+  """
+  digest = hashlib.sha256()
+  flat = jax.tree_util.tree_flatten_with_path(params)[0]
+  for path, leaf in flat:
+    digest.update(f'{jax.tree_util.keystr(path)}{leaf.shape}'.encode())
+    stride = max(1, leaf.size // _SAMPLED)
+    some = np.asarray(leaf.reshape(-1)[::stride], np.float32)
+    digest.update(some.tobytes())
+  return digest.hexdigest()[:16]
+
+
+def choose_gamma(
+  acceptance_rate: Measured,
+  cost_ratio: Measured,
+  call_cost: Sequence[Measured],
+  seed: int = 0,
+) -> dict[str, Any]:
+  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c).
+
+  Args:
+    acceptance_rate: alpha.
+    cost_ratio: c.
+    call_cost: v(1), v(2), ...; gamma is at most one less than there are.
+    seed: of the draws behind the interval.
+
+  Returns:
+    gamma, expected_speed_up, interval (95 %, of normal errors), and `factors`:
+    the expected speed-up at gamma 0, 1, ....
+  """
+  gammas = np.arange(len(call_cost))
+  values = np.array([cost.value for cost in call_cost])
+  factors = np.asarray(
+    analysis.measured_walltime_factor(
+      acceptance_rate.value, gammas, cost_ratio.value, values / values[0]
+    )
+  )
+  # Gamma 0 is the plain loop: its factor is 1 by definition.
+  gamma = int(np.argmax(factors))
+  draws = np.random.default_rng(seed).standard_normal((3, _DRAWS))
+  rates = acceptance_rate.value + acceptance_rate.error * draws[0]
+  costs = cost_ratio.value + cost_ratio.error * draws[1]
+  verify = call_cost[gamma].value + call_cost[gamma].error * draws[2]
+  drawn = analysis.measured_walltime_factor(
+    np.clip(rates, 0.0, 1.0),
+    gamma,
+    np.maximum(costs, 0.0),
+    np.maximum(verify, 1e-3) / values[0],
+  )
+  low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
+  return {
+    'gamma': gamma,
+    'expected_speed_up': float(factors[gamma]),
+    'interval': (float(low), float(high)),
+    'factors': [float(factor) for factor in factors],
+  }

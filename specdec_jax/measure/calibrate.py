@@ -1,0 +1,229 @@
+"""Calibration: costs and acceptance of a pair here, and the gamma they give."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import rich.console
+import rich.table
+
+from specdec_jax import calibration
+from specdec_jax.bench import memory
+from specdec_jax.bench.report import with_progress
+from specdec_jax.bench.run import BenchmarkConfig, benchmark, num_steps
+from specdec_jax.calibration import Calibration, Measured
+from specdec_jax.engine import Engine
+from specdec_jax.environment import describe
+from specdec_jax.measure import alpha
+from specdec_jax.models.t5 import T5
+from specdec_jax.partitioning import Placement
+from specdec_jax.probs import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateConfig:
+  """A calibration.
+
+  Attributes:
+    engine: makes the engine, with a drafter; called after the memory it needs
+      was held against what the device has.
+    target: the target's network, of which the memory is planned.
+    draft: the drafter's.
+    input_file: the user's own prompts, one a line.
+    num_tokens: of the target's own, behind alpha.
+    temperature: at which alpha and the costs are measured.
+    batch: rows decoded together, in the costs.
+    input_len: E, tokens of an input, in the costs.
+    decode_len: tokens of an output, in the costs.
+    max_gamma: the largest gamma considered; v(m) is measured to one more.
+    repeats: timed rounds, interleaved.
+    calls_a_run: calls in one timed loop.
+    placement: as the engine's.
+    seed: of the samples.
+    output_file: JSON for decode.py; None writes nothing.
+
+  Raises:
+    ValueError: a number is out of its range.
+  """
+
+  engine: Callable[[], Engine]
+  target: T5
+  draft: T5
+  input_file: str
+  num_tokens: int = 2000
+  temperature: float = 0.0
+  batch: int = 1
+  input_len: int = 32
+  decode_len: int = 120
+  max_gamma: int = 16
+  repeats: int = 9
+  calls_a_run: int = 20
+  placement: Placement = Placement()
+  seed: int = 0
+  output_file: str | None = None
+
+  def __post_init__(self):
+    least = {'num_tokens': 1, 'max_gamma': 1, 'repeats': 2, 'calls_a_run': 1}
+    for field, minimum in least.items():
+      if getattr(self, field) < minimum:
+        raise ValueError(
+          f'CalibrateConfig.{field} must be at least {minimum}, got'
+          f' {getattr(self, field)}.'
+        )
+
+
+def calibrate(
+  config: CalibrateConfig, console: rich.console.Console | None = None
+) -> Calibration:
+  """Plans memory, measures costs and alpha, chooses gamma, says what it means.
+
+  Raises:
+    ValueError: the pair does not fit, or no prompt can be decoded.
+  """
+  console = console or rich.console.Console()
+  parts = memory.check_fits(_plan(config), memory.device_bytes())
+  engine = config.engine()
+  texts = alpha.read_prompts(config.input_file, engine)
+  costs = _costs(config, engine)
+  measured = with_progress(
+    console,
+    'Costs',
+    num_steps(costs),
+    lambda advance: benchmark(costs, advance),
+  )
+  rate = with_progress(
+    console,
+    'Tokens',
+    config.num_tokens,
+    lambda advance: alpha.overlap_rate(
+      engine,
+      texts,
+      SamplingConfig(temperature=config.temperature),
+      config.num_tokens,
+      max(config.batch, 8),
+      config.seed,
+      advance,
+    ),
+  )
+  found = _conclude(config, engine, measured, rate, parts)
+  _print(console, found)
+  if config.output_file:
+    found.save(config.output_file)
+  return found
+
+
+def _plan(config: CalibrateConfig) -> memory.Plan:
+  return memory.Plan(
+    config.target,
+    config.draft,
+    batch=config.batch,
+    input_len=config.input_len,
+    decode_len=config.decode_len,
+    gamma=config.max_gamma,
+    greedy=config.temperature == 0,
+    param_dtype=config.placement.dtype,
+  )
+
+
+def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
+  """The benchmark whose numbers a calibration is made of."""
+  return BenchmarkConfig(
+    config.target,
+    config.draft,
+    target_params=engine.params.target,
+    draft_params=engine.params.draft,
+    placement=config.placement,
+    gammas=(min(4, config.max_gamma),),
+    batches=(config.batch,),
+    input_lens=(config.input_len,),
+    decode_lens=(config.decode_len,),
+    temperatures=(config.temperature,),
+    call_sizes=tuple(range(1, config.max_gamma + 2)),
+    calls_a_run=config.calls_a_run,
+    repeats=config.repeats,
+    seed=config.seed,
+    name='calibration',
+  )
+
+
+def _conclude(config, engine, measured, rate, parts) -> Calibration:
+  (setting,) = measured['settings']
+  (row,) = setting['gammas']
+  times = setting['times_ms']
+  one = times['call_1']['median']
+
+  def cost(size: int) -> Measured:
+    time = times[f'call_{size}']
+    return Measured(time['median'] / one, time['error'] / one)
+
+  gamma = row['gamma']
+  errors = [
+    times[f'{n}']['error'] for n in (f'round_{gamma}', f'call_{gamma + 1}')
+  ]
+  choice = calibration.choose_gamma(
+    Measured(rate.alpha, rate.standard_error),
+    Measured(
+      row['cost_ratio'],
+      (errors[0] ** 2 + errors[1] ** 2) ** 0.5 / gamma / one,
+    ),
+    [cost(size) for size in range(1, config.max_gamma + 2)],
+    config.seed,
+  )
+  return Calibration(
+    fingerprints=engine.fingerprints,
+    device=describe()['device'],
+    gamma=choice['gamma'],
+    expected_speed_up=choice['expected_speed_up'],
+    interval=choice['interval'],
+    temperature=config.temperature,
+    record={
+      'acceptance_rate': dataclasses.asdict(rate),
+      'cost_ratio': row['cost_ratio'],
+      'factors': choice['factors'],
+      'memory_bytes': parts,
+      'costs': setting,
+      'machine': measured['machine'],
+    },
+  )
+
+
+def _print(console: rich.console.Console, found: Calibration) -> None:
+  record: Any = found.record
+  costs, rate = record['costs'], record['acceptance_rate']
+  table = rich.table.Table(title='What gamma is worth here')
+  for name in ('gamma', 'v(gamma + 1)', 'ms a call', 'expected speed-up'):
+    table.add_column(name, justify='right')
+  for gamma, factor in enumerate(record['factors']):
+    name = str(gamma + 1)
+    chosen = gamma == found.gamma
+    table.add_row(
+      str(gamma),
+      f'{costs["call_cost"][name]:.2f}',
+      f'{costs["times_ms"][f"call_{name}"]["median"]:.2f}',
+      f'{factor:.2f}' + (' <' if chosen else ''),
+    )
+  console.print(table)
+  needed = sum(record['memory_bytes'].values())
+  console.print(
+    f'encoder {costs["times_ms"]["encoder"]["median"]:.2f} ms, drafter'
+    f' c = {record["cost_ratio"]:.3f}; {memory.gib(costs["bytes_per_call"])} a'
+    f' token at {costs["plain_gb_per_s"]:.1f} GB/s'
+    f' ({100 * costs["bandwidth_fraction"]:.0f} % of a matrix-vector'
+    f" product's); {memory.gib(needed)} of memory in all"
+  )
+  console.print(
+    f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
+    f' {rate["num_tokens"]} tokens at temperature {found.temperature:g}'
+  )
+  if not found.gamma:
+    console.print(
+      'Speculation does not pay here: no gamma is expected to be quicker than'
+      ' plain decoding.'
+    )
+    return
+  low, high = found.interval
+  doubt = ' (it may not pay)' if low < 1.0 else ''
+  console.print(
+    f'gamma = {found.gamma}: expected speed-up {found.expected_speed_up:.2f}'
+    f' ({low:.2f} to {high:.2f}){doubt}'
+  )

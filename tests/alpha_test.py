@@ -1,0 +1,145 @@
+"""Acceptance rates: the measured one is the one that the chain has."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import testing
+from specdec_jax.bench import alpha
+from specdec_jax.decoding import autoregressive
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.probs import SamplingConfig
+
+VOCAB, SLOTS, ROWS = 6, 24, 512
+TARGET = testing.random_markov(1, VOCAB, scale=1.0)
+DRAFT = testing.random_markov(2, VOCAB, scale=1.0)
+OTHER = testing.random_markov(3, VOCAB, scale=1.0)
+PARAMS = PairParams(TARGET.params, DRAFT.params)
+
+
+def make_request(temperature, seed=0, rows=ROWS, stop_id=-1):
+  keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+    jax.random.key(seed), jnp.arange(rows)
+  )
+  return decode_state.Request(
+    inputs=jnp.ones((rows, 2), jnp.int32),
+    keys=keys,
+    sampling=SamplingConfig(temperature=temperature).params(rows),
+    stop_ids=jnp.full((4,), stop_id, jnp.int32),
+    min_length=jnp.zeros((rows,), jnp.int32),
+    max_length=jnp.full((rows,), SLOTS, jnp.int32),
+    slots=SLOTS,
+    gamma=1,
+    greedy=temperature == 0,
+  )
+
+
+def rows_of(model, temperature):
+  """softmax(logits / T) after each token, float[V, V]."""
+  logits = np.stack([model.logits_after([token]) for token in range(VOCAB)])
+  scaled = np.exp((logits - logits.max(axis=1, keepdims=True)) / temperature)
+  return scaled / scaled.sum(axis=1, keepdims=True)
+
+
+def exact_alpha(draft, temperature):
+  """The mean overlap over a run's states, from the start token 0."""
+  ours, theirs = rows_of(TARGET, temperature), rows_of(draft, temperature)
+  overlap = np.minimum(ours, theirs).sum(axis=1)
+  at, betas = np.eye(VOCAB)[0], []
+  for _ in range(SLOTS):
+    betas.append(at @ overlap)
+    at = at @ ours
+  return np.mean(betas)
+
+
+@pytest.mark.parametrize('temperature', [1.0, 0.6])
+def test_alpha_is_the_mean_overlap(temperature):
+  """Within 4 standard errors; another drafter's must be outside of them."""
+  rate = alpha.of_outputs(
+    TARGET,
+    small_model(DRAFT),
+    PARAMS,
+    iter([make_request(temperature)]),
+    num_tokens=1,
+  )
+  assert rate.num_tokens == ROWS * SLOTS
+  assert rate.num_outputs == ROWS
+  expected = exact_alpha(DRAFT, temperature)
+  assert abs(rate.alpha - expected) < 4 * rate.standard_error
+  assert rate.standard_error < 0.01
+  assert abs(rate.alpha - exact_alpha(OTHER, temperature)) > (
+    4 * rate.standard_error
+  )
+
+
+def test_greedy_alpha_is_the_share_of_equal_choices():
+  request = make_request(0.0, rows=3)
+  overlap = jax.jit(
+    lambda p, r: alpha.decode(TARGET, small_model(DRAFT), p, r)
+  )(PARAMS, request)
+  token, expected = 0, []
+  for _ in range(SLOTS):
+    choice = np.argmax(TARGET.logits_after([token]))
+    expected.append(float(choice == np.argmax(DRAFT.logits_after([token]))))
+    token = choice
+  np.testing.assert_array_equal(overlap.betas, [expected] * 3)
+  assert 0 < sum(expected) < SLOTS  # neither always nor never
+
+
+def test_the_output_is_the_targets_own():
+  """The drafter is asked, but never heard."""
+  request = make_request(1.0, rows=8)
+  overlap = alpha.decode(TARGET, small_model(DRAFT), PARAMS, request)
+  request = dataclasses.replace(request, gamma=0)
+  plain = autoregressive.run(
+    TARGET,
+    TARGET.params,
+    request,
+    autoregressive.start(TARGET, TARGET.params, request),
+    jnp.int32(decode_state.NO_ROUND_LIMIT),
+  )
+  np.testing.assert_array_equal(
+    decode_state.generation(request, overlap.state).tokens,
+    decode_state.generation(request, plain).tokens,
+  )
+
+
+def test_batches_end_when_enough_was_generated():
+  counted = []
+  rate = alpha.of_outputs(
+    TARGET,
+    small_model(DRAFT),
+    PARAMS,
+    (make_request(1.0, seed, rows=4) for seed in range(100)),
+    num_tokens=3 * 4 * SLOTS - 1,
+    advance=counted.append,
+  )
+  assert rate.num_tokens == 3 * 4 * SLOTS
+  assert counted == [4 * SLOTS] * 3
+
+
+def test_rows_that_stop_count_what_they_produced():
+  request = make_request(1.0, rows=64, stop_id=2)
+  rate = alpha.of_outputs(
+    TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
+  )
+  assert 64 <= rate.num_tokens < 64 * SLOTS
+
+
+def test_the_error_is_that_of_whole_outputs():
+  """Outputs that agree within themselves are few observations, not many."""
+  alike = alpha.ratio([10.0, 0.0, 10.0, 0.0], [10, 10, 10, 10])
+  assert alike.alpha == 0.5
+  # Four coins: sqrt(0.25 / 3), where 40 independent tokens would give 0.08.
+  assert alike.standard_error == pytest.approx((0.25 / 3) ** 0.5)
+  assert alpha.ratio([5.0] * 4, [10] * 4).standard_error == 0.0
+
+
+def test_nothing_generated_is_an_error():
+  with pytest.raises(ValueError, match='got 0 outputs of 0 tokens'):
+    alpha.of_outputs(TARGET, small_model(DRAFT), PARAMS, iter(()), 10)

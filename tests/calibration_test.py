@@ -1,0 +1,121 @@
+"""Calibration: the choice of gamma, the file, what it holds for."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import analysis, calibration
+from specdec_jax.calibration import Calibration, Measured, choose_gamma
+
+
+def exact(value):
+  return Measured(value, 0.0)
+
+
+def test_gamma_is_the_best_of_all():
+  call_cost = [exact(1 + 0.05 * size) for size in range(9)]
+  found = choose_gamma(exact(0.8), exact(0.1), call_cost)
+  factors = [
+    float(analysis.measured_walltime_factor(0.8, g, 0.1, 1 + 0.05 * g))
+    for g in range(9)
+  ]
+  assert found['factors'] == pytest.approx(factors)
+  assert found['gamma'] == int(np.argmax(factors)) == 5
+  assert found['expected_speed_up'] == pytest.approx(max(factors))
+  assert found['interval'] == pytest.approx((max(factors),) * 2)
+
+
+def test_speculation_that_does_not_pay_is_gamma_0():
+  call_cost = [exact(1.0 + 0.9 * size) for size in range(5)]
+  found = choose_gamma(exact(0.3), exact(0.5), call_cost)
+  assert found['gamma'] == 0
+  assert found['expected_speed_up'] == 1.0
+  assert found['interval'] == (1.0, 1.0)
+
+
+def test_the_interval_holds_what_errors_do():
+  """Only alpha is uncertain: the ends are the factors at its 95 % ends."""
+  call_cost = [exact(1.0)] * 5
+  found = choose_gamma(Measured(0.7, 0.02), exact(0.05), call_cost)
+  gamma = found['gamma']
+  ends = [
+    float(analysis.walltime_factor(0.7 + sign * 1.96 * 0.02, gamma, 0.05))
+    for sign in (-1, 1)
+  ]
+  assert found['interval'] == pytest.approx(ends, rel=0.01)
+  wider = choose_gamma(Measured(0.7, 0.06), exact(0.05), call_cost)
+  assert wider['interval'][0] < ends[0] - 0.05
+
+
+PARAMS = {'a': {'kernel': np.arange(300.0, dtype=np.float32).reshape(20, 15)}}
+
+
+def test_fingerprints_tell_parameters_apart():
+  own = calibration.fingerprint(PARAMS)
+  assert own == calibration.fingerprint(jax.tree.map(jnp.asarray, PARAMS))
+  renamed = {'b': PARAMS['a']}
+  reshaped = jax.tree.map(lambda leaf: leaf.reshape(15, 20), PARAMS)
+  trained = jax.tree.map(lambda leaf: leaf * 1.01, PARAMS)
+  others = {calibration.fingerprint(p) for p in (renamed, reshaped, trained)}
+  assert len(others | {own}) == 4
+
+
+def make(**changes):
+  from specdec_jax import environment
+
+  fields = {
+    'fingerprints': {'target': 'aa', 'draft': 'bb'},
+    'device': environment.describe()['device'],
+    'gamma': 3,
+    'expected_speed_up': 1.5,
+    'interval': (1.4, 1.6),
+    'temperature': 0.0,
+    'record': {'cost_ratio': 0.1},
+  }
+  return Calibration(**fields | changes)
+
+
+def test_a_file_comes_back_as_it_was(tmp_path):
+  path = str(tmp_path / 'calibration.json')
+  make().save(path)
+  assert calibration.load(path) == make()
+
+
+def test_other_models_are_refused_by_name():
+  make().check({'target': 'aa', 'draft': 'bb'})
+  with pytest.raises(
+    calibration.CalibrationError,
+    match=r'the draft \(measured bb, here cc\) differ.*scripts/calibrate.py',
+  ):
+    make().check({'target': 'aa', 'draft': 'cc'})
+
+
+def test_another_device_is_refused_by_name():
+  with pytest.raises(calibration.CalibrationError, match="'abacus', here"):
+    make(device='abacus').check({'target': 'aa', 'draft': 'bb'})
+
+
+@pytest.mark.parametrize('content', ['', '[]', '{}', '{"kind": "benchmark"}'])
+def test_what_is_no_calibration_is_refused(tmp_path, content):
+  path = tmp_path / 'x.json'
+  path.write_text(content)
+  with pytest.raises(calibration.CalibrationError, match='is no calibration'):
+    calibration.load(str(path))
+
+
+def test_a_missing_field_is_refused(tmp_path):
+  path = tmp_path / 'x.json'
+  found = {'kind': 'calibration', **dataclasses.asdict(make())}
+  del found['gamma']
+  path.write_text(json.dumps(found))
+  with pytest.raises(calibration.CalibrationError, match='gamma'):
+    calibration.load(str(path))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+  with pytest.raises(calibration.CalibrationError, match='cannot be read'):
+    calibration.load(str(tmp_path / 'none.json'))

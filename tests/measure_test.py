@@ -1,0 +1,203 @@
+"""Calibration and acceptance rates of a small random pair, end to end."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+import rich.console
+
+import small_vocabulary
+from small_vocabulary import VOCAB_SIZE
+from specdec_jax import calibration, infer, measure
+from specdec_jax.bench import memory
+from specdec_jax.engine import Engine, Model
+from specdec_jax.models.t5 import T5, T5Config
+
+LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
+
+
+def network(layers: int) -> T5:
+  return T5(
+    T5Config(
+      vocab_size=VOCAB_SIZE,
+      emb_dim=16,
+      num_heads=2,
+      head_dim=8,
+      num_encoder_layers=1,
+      num_decoder_layers=layers,
+      mlp_dim=32,
+    )
+  )
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('measure')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def own_cache(folder):
+  with small_vocabulary.own_compilation_cache(folder):
+    yield
+
+
+@pytest.fixture(scope='module')
+def tokenizer(folder):
+  return small_vocabulary.train(folder)
+
+
+@pytest.fixture(scope='module')
+def make_engine(tokenizer):
+  def make(seed=0):
+    return Engine(
+      Model(network(2), jax.jit(network(2).init)(jax.random.key(seed))),
+      Model(network(1), jax.jit(network(1).init)(jax.random.key(seed))),
+      tokenizer=tokenizer,
+      gamma=2,
+      max_input_len=24,
+      max_decode_len=16,
+    )
+
+  return make
+
+
+@pytest.fixture(scope='module')
+def prompts(folder):
+  path = folder / 'prompts.txt'
+  path.write_text('\n'.join(LINES) + '\n')
+  return str(path)
+
+
+def quiet():
+  return rich.console.Console(record=True, width=140)
+
+
+@pytest.fixture(scope='module')
+def calibrated(folder, make_engine, prompts):
+  """The file and what was printed of a calibration."""
+  console = quiet()
+  config = measure.CalibrateConfig(
+    engine=make_engine,
+    target=network(2),
+    draft=network(1),
+    input_file=prompts,
+    num_tokens=20,
+    input_len=8,
+    decode_len=32,
+    max_gamma=2,
+    repeats=2,
+    calls_a_run=2,
+    output_file=str(folder / 'calibration.json'),
+  )
+  measure.calibrate(config, console)
+  return config, console.export_text()
+
+
+def test_a_calibration_holds_what_it_was_made_of(calibrated):
+  config, text = calibrated
+  found = calibration.load(config.output_file)
+  factors = found.record['factors']
+  assert len(factors) == 3 and factors[0] == 1.0
+  assert found.gamma == factors.index(max(factors))
+  assert found.expected_speed_up == max(factors)
+  assert set(found.record['costs']['call_cost']) == {'1', '2', '3'}
+  assert found.record['acceptance_rate']['num_tokens'] >= 20
+  assert set(found.record['memory_bytes']) > {'target parameters'}
+  pays = 'does not pay' not in text
+  assert pays == (found.gamma > 0)
+  assert 'expected speed-up' in text
+
+
+def decode(config, make_engine, prompts, **options):
+  console = quiet()
+  summary = infer.decode(
+    infer.DecodeConfig(make_engine, prompts, calibration=config, **options),
+    console=console,
+  )
+  return summary, console.export_text()
+
+
+def test_decode_takes_gamma_from_it(calibrated, make_engine, prompts, tmp_path):
+  measured = calibration.load(calibrated[0].output_file)
+  path = str(tmp_path / 'gamma1.json')
+  dataclasses.replace(measured, gamma=1).save(path)
+  summary, text = decode(path, make_engine, prompts)
+  assert summary['gamma'] == 1
+  assert 'gamma = 1 by the calibration' in text
+
+
+def test_decode_is_plain_where_speculation_does_not_pay(
+  calibrated, make_engine, prompts, tmp_path
+):
+  measured = calibration.load(calibrated[0].output_file)
+  path = str(tmp_path / 'gamma0.json')
+  dataclasses.replace(measured, gamma=0).save(path)
+  summary, text = decode(path, make_engine, prompts)
+  assert list(summary['modes']) == ['plain']
+  assert 'does not pay here' in text
+
+
+def test_decode_refuses_another_models_calibration(
+  calibrated, make_engine, prompts
+):
+  with pytest.raises(calibration.CalibrationError, match='the draft .measured'):
+    decode(calibrated[0].output_file, lambda: make_engine(seed=5), prompts)
+
+
+def test_what_does_not_fit_is_refused_before_loading(calibrated, monkeypatch):
+  def loads():
+    raise AssertionError('loaded')
+
+  monkeypatch.setattr(memory, 'device_bytes', lambda: 10_000)
+  config = dataclasses.replace(calibrated[0], engine=loads)
+  with pytest.raises(memory.DoesNotFitError, match='target parameters'):
+    measure.calibrate(config, quiet())
+
+
+def test_alpha_of_both_kinds_agree(make_engine, prompts, tmp_path):
+  """Observed and Corollary 3.6, within 4 of their standard errors."""
+  path = tmp_path / 'alpha.json'
+  console = quiet()
+  record = measure.measure_alpha(
+    measure.MeasureAlphaConfig(
+      make_engine,
+      prompts,
+      target='small target',
+      num_tokens=3000,
+      output_file=str(path),
+    ),
+    console,
+  )
+  assert json.loads(path.read_text()) == record
+  greedy, sampled = record['rows']
+  # Greedy outputs do not change: the prompts are gone through once.
+  assert greedy['num_outputs'] == 3
+  assert sampled['num_tokens'] >= 3000
+  error = (
+    sampled['standard_error'] ** 2 + sampled['observed_standard_error'] ** 2
+  ) ** 0.5
+  assert abs(sampled['alpha'] - sampled['observed']) < 4 * error
+  assert 0.05 < sampled['alpha'] < 0.95 and error < 0.05
+  assert 'small target' in console.export_text()
+
+
+def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):
+  path = tmp_path / 'empty.txt'
+  path.write_text('\n\n')
+  with pytest.raises(ValueError, match='no line that can be decoded'):
+    measure.measure_alpha(
+      measure.MeasureAlphaConfig(make_engine, str(path)), quiet()
+    )
+
+
+@pytest.mark.parametrize(
+  ('options', 'words'),
+  [
+    ({'num_tokens': 0}, 'num_tokens must be at least 1, got 0'),
+    ({'temperatures': (-1.0,)}, 'temperatures must be'),
+  ],
+)
+def test_alpha_config_says_what_is_wrong(options, words):
+  with pytest.raises(ValueError, match=words):
+    measure.MeasureAlphaConfig(lambda: None, 'x', **options)

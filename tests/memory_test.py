@@ -1,0 +1,182 @@
+"""Bytes counted from shapes are those of real arrays."""
+
+import dataclasses
+import functools
+import types
+
+import gin
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gin_cli
+from specdec_jax import partitioning
+from specdec_jax.bench import memory
+from specdec_jax.decoding import speculative
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models import t5
+from specdec_jax.partitioning import Placement
+
+CONFIG = t5.T5Config(
+  vocab_size=50,
+  emb_dim=16,
+  num_heads=2,
+  head_dim=8,
+  num_encoder_layers=1,
+  num_decoder_layers=2,
+  mlp_dim=24,
+)
+TARGET = t5.T5(CONFIG)
+DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
+# Parameters of the published checkpoints of T5 1.1.
+PUBLISHED = {
+  'small': 76_961_152,
+  'base': 247_577_856,
+  'large': 783_150_080,
+  'xl': 2_849_757_184,
+  'xxl': 11_135_332_352,
+}
+
+
+def published(size: str) -> t5.T5:
+  """T5 1.1 of a size as its gin file says, but in bfloat16."""
+  flags = [
+    f'--gin_file=gin/models/t5_1_1_{size}.gin',
+    f'--gin.t5_1_1_{size}/t5.T5Config.dtype=bfloat16',
+  ]
+  gin_cli.load(gin_cli.parse_flags(flags))
+  macro = gin.query_parameter(f'T5_1_1_{size.upper()}/macro.value')
+  return macro.scoped_configurable_fn()
+
+
+@functools.cache
+def placed(model: t5.T5, dtype: str = 'float32'):
+  """Real arrays; their values do not matter here."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  return partitioning.place(params, Placement(dtype, 'in_out'))
+
+
+def nbytes(tree) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_parameters_and_caches_of_a_model(dtype):
+  model = t5.T5(dataclasses.replace(CONFIG, dtype=dtype))
+  params = placed(model, dtype)
+  assert memory.param_bytes(model, dtype) == nbytes(params)
+  prefill = jax.jit(model.prefill, static_argnums=2)
+  cache = prefill(params, jnp.ones((3, 7), jnp.int32), 64)
+  assert memory.cache_bytes(model, 3, 7, 64) == nbytes(cache)
+
+
+@pytest.mark.parametrize('size', PUBLISHED)
+def test_sizes_of_t5(size):
+  assert memory.param_bytes(published(size), 'bfloat16') == 2 * PUBLISHED[size]
+
+
+def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip():
+  """Counted on a machine that could not hold it: nothing is made."""
+  xxl = published('xxl')
+  params = memory.param_shapes(xxl, Placement('bfloat16', 'in_out'))
+  request = memory.request_shapes(1, 128, 128, 7, greedy=True)
+  one = memory.call_bytes(xxl, params, request, 1)
+  assert one.weights == pytest.approx(11.1e9, rel=0.005)
+  # Caches of 24 layers: keys and values of 64 heads of 64, two bytes each.
+  assert one.cross_attention == 24 * 2 * 4096 * 2 * 128
+  plan = memory.Plan(xxl, published('small'), param_dtype='float32', gamma=7)
+  with pytest.raises(memory.DoesNotFitError, match=r'41\.48 GiB'):
+    memory.check_fits(plan, 32 * memory.GIB)
+  half = dataclasses.replace(plan, param_dtype='bfloat16')
+  assert sum(memory.check_fits(half, 32 * memory.GIB).values()) < 23e9
+
+
+def test_bytes_of_calls_by_hand():
+  request = memory.request_shapes(3, 7, 200, 4, greedy=True)
+  assert request.cache_slots == 256
+  params = placed(TARGET)
+  attention = 4 * 16 * 16  # self-attention
+  attention += 2 * 16 * 16  # cross-attention: queries and output
+  layer = attention + 3 * 16 * 24 + 3 * 16
+  weights = 4 * (2 * layer + 16 * 50 + 16 + 2 * 32)
+  slot = 3 * 2 * 2 * 16 * 4  # rows, layers, k and v, H * D, float32
+  for tokens, short in ((1, 128), (5, 124)):
+    # Positions whose call still fits in the first bucket of 128 slots.
+    attended = (short * 128 + (200 - short) * 256) * slot // 200
+    assert memory.call_bytes(TARGET, params, request, tokens) == (
+      weights,
+      3 * tokens * 16 * 4,
+      attended,
+      7 * slot,
+      tokens * slot,
+    )
+  one, two = (
+    memory.call_bytes(TARGET, params, request, n).total for n in (1, 2)
+  )
+  a_round = memory.draft_round_bytes(TARGET, params, request)
+  assert a_round == two + 3 * one
+
+
+def test_a_shared_embedding_is_the_output_layer():
+  shared = t5.T5(dataclasses.replace(CONFIG, logits_via_embedding=True))
+  request = memory.request_shapes(1, 7, 20, 0, greedy=True)
+  weights = [
+    memory.call_bytes(model, placed(model), request).weights
+    for model in (TARGET, shared)
+  ]
+  assert weights[0] == weights[1]
+
+
+def test_a_plan_holds_what_the_loop_holds():
+  """Exact parts against real arrays; the whole against the compiler."""
+  plan = memory.Plan(TARGET, DRAFT, 2, 96, 40, 3, greedy=False)
+  parts = memory.plan_bytes(plan)
+  params = PairParams(placed(TARGET), placed(DRAFT))
+  request = memory.request_shapes(2, 96, 40, 3, greedy=False)
+  sides = (TARGET, small_model(DRAFT))
+  start = jax.jit(functools.partial(speculative.start, *sides))
+  # Not compiled for its result but for what it holds.
+  compiled = start.lower(params, request).compile()
+  sizes = compiled.memory_analysis()
+  state = compiled.out_info
+  assert parts['target parameters'] == nbytes(params.target)
+  assert parts['draft parameters'] == nbytes(params.draft)
+  assert parts['target caches'] == memory.tree_bytes(state.target_cache)
+  assert parts['draft caches'] == memory.tree_bytes(state.drafter_state)
+  held = nbytes(params) + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+  assert 1.0 <= sum(parts.values()) / held < 1.5
+
+
+def test_plain_decoding_needs_no_draft():
+  parts = memory.plan_bytes(memory.Plan(TARGET))
+  assert parts['draft parameters'] == parts['draft caches'] == 0
+  assert parts['target parameters'] == nbytes(placed(TARGET))
+
+
+def test_the_error_says_part_by_part_what_is_missing():
+  plan = memory.Plan(TARGET, DRAFT)
+  parts = memory.check_fits(plan, None)  # nothing known, nothing refused
+  needed = sum(parts.values())
+  assert memory.check_fits(plan, needed) == parts
+  with pytest.raises(ValueError) as caught:
+    memory.check_fits(plan, needed - 1)
+  assert isinstance(caught.value, memory.DoesNotFitError)
+  for name, size in parts.items():
+    assert f'{name} {memory.gib(size)}' in str(caught.value)
+
+
+def test_device_bytes():
+  assert memory.device_bytes() > 1 << 28
+  device = types.SimpleNamespace(
+    platform='gpu', memory_stats=lambda: {'bytes_limit': 7}
+  )
+  assert memory.device_bytes(device) == 7
+  device.memory_stats = lambda: None
+  assert memory.device_bytes(device) is None
+
+
+def test_a_plan_says_what_is_wrong():
+  with pytest.raises(ValueError, match='batch must be at least 1: 0'):
+    memory.Plan(TARGET, batch=0)

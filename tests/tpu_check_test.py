@@ -1,0 +1,225 @@
+"""Compiling for a TPU that is not there, and what is told of the programs."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+import rich.console
+
+import gin_cli
+from specdec_jax import paper
+from specdec_jax.bench import hlo, memory, tpu, tpu_check
+from specdec_jax.models import t5
+from specdec_jax.partitioning import Placement
+
+CONFIG = t5.T5Config(
+  vocab_size=512,
+  emb_dim=256,
+  num_heads=2,
+  head_dim=64,
+  num_encoder_layers=1,
+  num_decoder_layers=2,
+  mlp_dim=512,
+  dtype='bfloat16',
+)
+TARGET = t5.T5(CONFIG)
+DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
+# The same programs, so that tests compile them once.
+ROWS = [
+  paper.Table2Row('ende', 't5_small', 1, 3, alpha, 3.4) for alpha in (0.5, 0.75)
+]
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None,
+  reason="needs libtpu, the extra [tpu]: pip install -e '.[tpu]'",
+)
+
+
+def settings(tmp_path, **options):
+  return tpu_check.TpuCheckConfig(
+    **{
+      'target': TARGET,
+      'drafts': {'t5_small': DRAFT},
+      'input_lens': {'ende': 32},
+      'decode_lens': {'ende': 40},
+      'output_dir': str(tmp_path / 'out'),
+      **options,
+    }
+  )
+
+
+def check(config, rows):
+  console = rich.console.Console(record=True, width=160)
+  results = tpu_check.check(config, rows, console)
+  return results, console.export_text()
+
+
+@functools.cache
+def cpu_compiler():
+  return tpu.Compiler(jax.devices('cpu')[0])
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+  """The host's own device as the chip; all else is as with libtpu."""
+  monkeypatch.setattr(tpu, 'describe_chip', lambda: jax.devices('cpu')[0])
+  # One for all tests: they compile the same programs.
+  shared = cpu_compiler()
+  monkeypatch.setattr(tpu, 'Compiler', lambda device: shared)
+  versions = {'jax': jax.__version__, 'libtpu': 'none'}
+  monkeypatch.setattr(tpu, 'versions', lambda: versions)
+
+
+@needs_libtpu
+def test_a_small_pair_compiles_for_a_tpu(tmp_path):
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # libtpu's own
+    results, _ = check(settings(tmp_path), ROWS[1:])
+  (record,) = results['rows']
+  assert results['settings']['device'].startswith('TPU v4')
+  assert record['memory']['fits'] and record['state_keeps_its_shape']
+  assert record['num_compiled'] == len(record['programs']) == 7
+  run = record['programs']['speculative_run']
+  held = memory.param_bytes(TARGET, 'bfloat16')
+  held += memory.param_bytes(DRAFT, 'bfloat16')
+  # Both models are held, and what the chip pads.
+  assert held < run['arguments_bytes'] < record['memory']['peak_bytes']
+  assert run['in_place_bytes'] >= record['memory']['target_cache_bytes']
+  assert run['host_transfers'] == run['float32_weights']['count'] == 0
+  # A check, not the truth: the compiler counts what is prefetched as well.
+  for name, counted in record['bytes_counted'].items():
+    assert counted < record['bytes_xla'][name] < 10 * counted
+
+
+@needs_libtpu
+def test_what_no_chip_can_hold_is_refused():
+  huge = t5.T5(dataclasses.replace(CONFIG, vocab_size=100_000_000))
+  compiler = tpu.Compiler(tpu.describe_chip())
+  params = compiler.place(
+    memory.param_shapes(huge, Placement('bfloat16', 'in_out'))
+  )
+  tokens = compiler.place(jax.ShapeDtypeStruct((1, 8), jnp.int32))
+
+  def prefill(params, tokens):
+    return huge.prefill(params, tokens, 64)
+
+  record, _ = compiler.compile('prefill', prefill, params, tokens)
+  assert list(record) == ['refused'] and '30.75G' in record['refused']
+
+
+def test_results_report_and_restart(tmp_path, on_cpu, monkeypatch):
+  config = settings(tmp_path)
+  first, _ = check(config, ROWS[:1])
+  compiled = []
+  whole = cpu_compiler().compile
+
+  def compile_and_count(key, *args, **options):
+    compiled.append(key)
+    return whole(key, *args, **options)
+
+  monkeypatch.setattr(cpu_compiler(), 'compile', compile_and_count)
+  both, shown = check(config, ROWS)
+  assert both['rows'][0] == first['rows'][0]
+  assert len(compiled) == 7  # only the second row's
+  folder = tmp_path / 'out'
+  assert json.loads((folder / 'results.json').read_text()) == both
+  report = (folder / 'report.md').read_text()
+  assert '## Memory of the pair' in report and '| ende | t5_small |' in report
+  assert '3.4' in shown and 'yes' in shown
+  with pytest.raises(ValueError, match='other settings: gb_per_s differ'):
+    check(settings(tmp_path, gb_per_s=900.0), ROWS)
+
+  record = both['rows'][1]
+  calls = record['bytes_counted']
+  assert record['call_cost'] == calls['target_call_n'] / calls['target_call_1']
+  assert record['target_call_ms'] == calls['target_call_1'] / 1200e6
+  expected = sum(0.75**i for i in range(4))
+  divisor = record['call_cost'] + 3 * record['cost_ratio']
+  assert record['walltime_factor'] == pytest.approx(expected / divisor)
+  assert record['memory']['fits']
+
+
+def test_a_pair_that_does_not_fit_is_said_so(tmp_path, on_cpu):
+  results, _ = check(settings(tmp_path, usable_gib=1e-3), ROWS[:1])
+  record = results['rows'][0]['memory']
+  assert not record['fits'] and record['peak_bytes'] > record['usable_bytes']
+  assert '| NO |' in (tmp_path / 'out/report.md').read_text()
+
+
+_PROGRAM = """\
+HloModule jit_run, is_scheduled=true
+
+%fused_convert (param_0: bf16[512,256]) -> f32[512,256] {
+  %param_0 = bf16[512,256]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %c.0 = f32[512,256]{1,0} convert(%param_0)
+}
+
+%body (arg: (s32[], bf16[512,256])) -> (s32[], bf16[512,256]) {
+  %arg = (s32[], bf16[512,256]{1,0}) parameter(0)
+  %w = bf16[512,256]{1,0:T(8,128)(2,1)} get-tuple-element(%arg), index=1
+  %w.t = bf16[512,256]{0,1:T(8,128)(2,1)} copy(%w)
+  %w.near = bf16[512,256]{1,0:T(8,128)(2,1)S(3)} copy(%w)
+  %two = f32[512,256]{1,0} fusion(%w, %w.t), kind=kLoop, calls=%fused_convert
+  %call = s32[] custom-call(%i), custom_call_target="AllocateBuffer"
+  ROOT %out = (s32[], bf16[512,256]{1,0}) tuple(%call, %w)
+}
+
+%cond (arg.1: (s32[], bf16[512,256])) -> pred[] {
+  %arg.1 = (s32[], bf16[512,256]{1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (p.0: bf16[512,256]) -> f32[512,256] {
+  %p.0 = bf16[512,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %loop = (s32[], bf16[512,256]{1,0}) while(%t), condition=%cond, body=%body
+  %host = token[] send(%p.0, %token), is_host_transfer=true
+  ROOT %wide = f32[512,256]{1,0} fusion(%p.0), kind=kLoop, calls=%fused_convert
+}
+"""
+
+
+def test_a_program_is_read_for_copies_of_weights():
+  found = hlo.inspect(_PROGRAM, [(512, 256)])
+  size = 512 * 256
+  assert found.float32_weights == hlo.WeightCopies(1, 4 * size, 0)
+  assert found.relaid_weights == hlo.WeightCopies(1, 0, 2 * size)
+  assert found.custom_calls == {'AllocateBuffer': 1}
+  assert found.host_transfers == 1
+  none = hlo.inspect(_PROGRAM, [(256, 512)])
+  assert none.float32_weights == none.relaid_weights == hlo.WeightCopies()
+
+
+def test_a_callback_waits_for_the_host():
+  def function(x):
+    jax.debug.callback(lambda value: None, x)
+    return x + 1
+
+  text = jax.jit(function).lower(jnp.ones(3)).compile().as_text()
+  assert hlo.inspect(text, []).host_transfers == 1
+
+
+def test_errors_name_what_is_missing(tmp_path, monkeypatch):
+  other = ROWS[0]._replace(draft='t5_base')
+  with pytest.raises(ValueError, match="no 't5_base', .*; it has t5_small"):
+    tpu_check.check(settings(tmp_path), [other])
+  with pytest.raises(ValueError, match=r"input_lens\['ende'\] must be posit"):
+    settings(tmp_path, input_lens={'ende': 0})
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ValueError, match=r"install 'specdec_jax\[tpu\]'"):
+    tpu_check.check(settings(tmp_path), ROWS)
+
+
+def test_the_run_file_has_every_pair_of_table_2(tmp_path):
+  flags = ['--gin_file=gin/runs/tpu_check.gin', f'--gin.OUTPUT_DIR={tmp_path}']
+  gin_cli.load(gin_cli.parse_flags(flags))
+  config = gin_cli.build(tpu_check.TpuCheckConfig)
+  rows = paper.TABLE2
+  assert {row.draft for row in rows} == set(config.drafts)
+  for lengths in (config.input_lens, config.decode_lens):
+    assert {row.task for row in rows} == set(lengths)
+  models = [config.target, *config.drafts.values()]
+  assert {model.config.dtype for model in models} == {'bfloat16'}
