@@ -4,7 +4,10 @@ import pathlib
 
 import setuptools
 
-TEST = ['pytest>=8', 'sacrebleu>=2.4']
+PLOTS = ['matplotlib>=3.8']
+HUGGINGFACE = ['safetensors>=0.4.3']
+PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
+TEST = ['pytest>=8', 'sacrebleu>=2.4', *PLOTS, *HUGGINGFACE]
 
 setuptools.setup(
   name='specdec_jax',
@@ -44,6 +47,10 @@ setuptools.setup(
     'tasks': ['seqio>=0.0.18', 'tensorflow>=2.16', 'tensorflow-text>=2.16'],
     'tpu': ['jax[tpu]>=0.9'],
     'cuda': ['jax[cuda12]>=0.9'],
+    'plots': PLOTS,
+    'huggingface': HUGGINGFACE,
+    'parity': PARITY,
+    'peers': [*PARITY, 'ctranslate2>=4.5'],
     'test': TEST,
     'dev': [*TEST, 'mypy>=1.10', 'ruff>=0.6'],
   },

@@ -1,0 +1,351 @@
+"""Peers side by side: interleaved repeats over the same lines, one table."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+from benchmarks.peers_systems import (
+  PLAIN,
+  SYSTEMS,
+  Generate,
+  Output,
+  Pair,
+  System,
+)
+from specdec_jax import files
+from specdec_jax.bench import timing
+from specdec_jax.engine import Model
+from specdec_jax.environment import describe
+from specdec_jax.infer import lines as lines_lib
+from specdec_jax.tokenizer import Tokenizer
+
+INSTALL = "pip install -e '.[peers]'"
+# Versions that a result must be read with; transformers' assistant adapts its
+# confidence threshold only where scikit-learn is installed.
+_VERSIONS = (
+  'transformers',
+  'torch',
+  'ctranslate2',
+  'safetensors',
+  'sentencepiece',
+  'scikit-learn',
+)
+# OpenMP's threads spin for up to 0.2 s after their work; nobody else's time
+# should pay for that.
+_PAUSE_SECONDS = 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class PeersConfig:
+  """One comparison: batch 1, float32, greedy.
+
+  Attributes:
+    target: a T5 and its parameters.
+    draft: a smaller one with the same vocabulary.
+    tokenizer: of both.
+    input_file: UTF-8 text, one input a line.
+    num_lines: how many of its lines are used; None is all.
+    systems: names out of `peers_systems.SYSTEMS`; this project's plain loop,
+      which the others are compared with, is always among them.
+    gamma: proposals a round of this project's speculative loop.
+    assistant_tokens: proposals a round of transformers' assistant; None leaves
+      its default.
+    lookup_tokens: proposals a round of transformers' prompt lookup.
+    max_input_len: tokens of an input, its end included; longer ones are cut.
+    max_decode_len: tokens of an output, its end included.
+    repeats: timed passes over all lines, interleaved.
+    threads: of torch and CTranslate2; None is one for each core that this
+      process may use, as JAX takes them.
+    output_file: JSON; None writes nothing.
+    name: of the record.
+
+  Raises:
+    ValueError: a number is too small, or a system is not known.
+  """
+
+  target: Model
+  draft: Model
+  tokenizer: Tokenizer
+  input_file: str
+  num_lines: int | None = None
+  systems: Sequence[str] = tuple(SYSTEMS)
+  gamma: int = 4
+  assistant_tokens: int | None = None
+  lookup_tokens: int = 3
+  max_input_len: int = 128
+  max_decode_len: int = 128
+  repeats: int = 5
+  threads: int | None = None
+  output_file: str | None = None
+  name: str = 'peers'
+
+  def __post_init__(self):
+    least = {'gamma': 1, 'lookup_tokens': 1, 'repeats': 1, 'max_input_len': 2}
+    least |= {'max_decode_len': 1}
+    for field in ('num_lines', 'assistant_tokens', 'threads'):
+      if getattr(self, field) is not None:
+        least[field] = 1
+    for field, minimum in least.items():
+      value = getattr(self, field)
+      if type(value) is not int or value < minimum:
+        raise ValueError(
+          f'PeersConfig.{field} must be a whole number, at least {minimum},'
+          f' got {value!r}.'
+        )
+    unknown = [name for name in self.systems if name not in SYSTEMS]
+    if unknown or isinstance(self.systems, str):
+      raise ValueError(
+        f'PeersConfig.systems must be names out of {list(SYSTEMS)}, got'
+        f' {self.systems!r}.'
+      )
+
+
+@dataclasses.dataclass
+class _Entrant:
+  """One system in this comparison.
+
+  Attributes:
+    outputs: of each line, from the untimed pass.
+    seconds: of each timed pass over all lines.
+    changed: lines whose tokens differed between two passes.
+    failure: why it could not finish, or None.
+  """
+
+  generate: Generate | None = None
+  outputs: list[Output] = dataclasses.field(default_factory=list)
+  seconds: list[float] = dataclasses.field(default_factory=list)
+  changed: set[int] = dataclasses.field(default_factory=set)
+  failure: str | None = None
+
+
+def compare(
+  config: PeersConfig, console: rich.console.Console | None = None
+) -> dict[str, Any]:
+  """Times all systems in one process, prints the table, writes the JSON.
+
+  A system that fails is reported with its reason; the others go on.
+
+  Returns:
+    The record. It is of kind 'table', so that README can show it.
+
+  Raises:
+    ValueError: a package is missing, the input has no line to decode, or this
+      project's plain loop failed, without which nothing can be compared.
+  """
+  console = console or rich.console.Console()
+  names = [name for name in SYSTEMS if name in {PLAIN, *config.systems}]
+  _check_packages(names)
+  texts = _texts(config)
+  entrants = {name: _Entrant() for name in names}
+  progress = rich.progress.Progress(
+    console=console, transient=True, disable=not console.is_terminal
+  )
+  with tempfile.TemporaryDirectory() as folder, progress:
+    pair = _pair(config, pathlib.Path(folder))
+    task = progress.add_task('Loading', total=len(names))
+    for name, entrant in entrants.items():
+      _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
+      progress.advance(task)
+    if entrants[PLAIN].failure:
+      raise ValueError(f'{PLAIN} failed: {entrants[PLAIN].failure}')
+    task = progress.add_task('Measuring', total=config.repeats * len(names))
+    for _ in range(config.repeats):
+      for entrant in entrants.values():
+        _guarded(entrant, _pass, entrant, texts)
+        progress.advance(task)
+  record = _record(config, pair.threads, texts, entrants)
+  _print(console, record)
+  if config.output_file:
+    os.makedirs(os.path.dirname(config.output_file) or '.', exist_ok=True)
+    text = json.dumps(record, indent=1) + '\n'
+    files.write_atomically(config.output_file, text.encode())
+  return record
+
+
+def _check_packages(names: Sequence[str]) -> None:
+  """Raises ValueError for packages that the chosen systems need."""
+  needed = dict.fromkeys(p for name in names for p in SYSTEMS[name].packages)
+  missing = [p for p in needed if importlib.util.find_spec(p) is None]
+  if missing:
+    raise ValueError(
+      f'The peers need packages that are not installed: {", ".join(missing)}.'
+      f' Install them by {INSTALL}, or choose fewer systems.'
+    )
+
+
+def _texts(config: PeersConfig) -> list[str]:
+  lines = lines_lib.count_tokens(
+    lines_lib.read_lines(config.input_file), config.tokenizer, None
+  )
+  texts = [line.text for line in lines if line.num_tokens]
+  if not texts:
+    raise ValueError(
+      f'The input file {config.input_file!r} has no line with text.'
+    )
+  return texts[: config.num_lines]
+
+
+def _pair(config: PeersConfig, folder: pathlib.Path) -> Pair:
+  shared = {field.name for field in dataclasses.fields(Pair)}
+  values = {
+    field.name: getattr(config, field.name)
+    for field in dataclasses.fields(config)
+    if field.name in shared
+  }
+  threads = config.threads or describe()['cores']
+  return Pair(**values | {'folder': folder, 'threads': threads})
+
+
+def _guarded(entrant: _Entrant, function: Callable, *args: Any) -> None:
+  """Calls `function` for a system that has not failed; notes if it does."""
+  if entrant.failure:
+    return
+  try:
+    function(*args)
+  except Exception as error:  # whatever a peer raises is its result
+    entrant.failure = f'{type(error).__name__}: {error}'.strip()
+
+
+def _load(
+  system: System, pair: Pair, entrant: _Entrant, texts: Sequence[str]
+) -> None:
+  """Loads a system and runs it once over all lines: compiles, warms caches."""
+  entrant.generate = system.load(pair)
+  entrant.outputs = [entrant.generate(text) for text in texts]
+
+
+def _pass(entrant: _Entrant, texts: Sequence[str]) -> None:
+  """One timed pass over all lines."""
+  generate = entrant.generate
+  assert generate is not None  # it was loaded, or has failed
+  time.sleep(_PAUSE_SECONDS)
+  begin = time.perf_counter()
+  outputs = [generate(text) for text in texts]
+  entrant.seconds.append(time.perf_counter() - begin)
+  for i, (now, before) in enumerate(zip(outputs, entrant.outputs, strict=True)):
+    if now.tokens != before.tokens:
+      entrant.changed.add(i)
+
+
+def _record(
+  config: PeersConfig,
+  threads: int,
+  texts: Sequence[str],
+  entrants: Mapping[str, _Entrant],
+) -> dict[str, Any]:
+  """All numbers, and the table of them as text."""
+  reference = entrants[PLAIN]
+  results = {
+    name: _result(entrant, reference) for name, entrant in entrants.items()
+  }
+  title = (
+    f'{config.input_file}, {len(texts)} lines, batch 1, float32, greedy, gamma'
+    f' {config.gamma}, {threads} threads, median of {config.repeats}'
+    ' interleaved passes'
+  )
+  return {
+    'kind': 'table',
+    'name': config.name,
+    'title': title,
+    'columns': list(_COLUMNS),
+    'rows': [_row(name, result) for name, result in results.items()],
+    'results': results,
+    'input_file': config.input_file,
+    'lines': len(texts),
+    'gamma': config.gamma,
+    'assistant_tokens': config.assistant_tokens,
+    'lookup_tokens': config.lookup_tokens,
+    'max_input_len': config.max_input_len,
+    'max_decode_len': config.max_decode_len,
+    'repeats': config.repeats,
+    'threads': threads,
+    'versions': {name: _version(name) for name in _VERSIONS},
+    'machine': describe(),
+  }
+
+
+def _result(entrant: _Entrant, reference: _Entrant) -> dict[str, Any]:
+  if entrant.failure:
+    return {'failure': entrant.failure}
+  tokens = sum(len(output.tokens) for output in entrant.outputs)
+  calls = [output.target_calls for output in entrant.outputs]
+  times = timing.summarise(entrant.seconds, 1e3 / max(tokens, 1))
+  usual = sum(len(output.tokens) for output in reference.outputs)
+  plain = timing.summarise(reference.seconds, 1e3 / max(usual, 1))
+  pairs = zip(entrant.outputs, reference.outputs, strict=True)
+  return {
+    'failure': None,
+    'tokens': tokens,
+    'target_calls': None if None in calls else sum(calls),
+    'ms_per_token': times,
+    'seconds': entrant.seconds,
+    'against_plain': plain['median'] / times['median'],
+    'equal_lines': sum(one.tokens == other.tokens for one, other in pairs),
+    'lines': len(entrant.outputs),
+    'lines_that_changed': len(entrant.changed),
+  }
+
+
+_COLUMNS = (
+  'system',
+  'ms/token',
+  'min',
+  'max',
+  f'against {PLAIN}',
+  'tokens',
+  'target calls',
+  'same lines',
+)
+
+
+def _row(name: str, result: Mapping[str, Any]) -> list[str]:
+  if result['failure']:
+    return [name, 'failed', *['-'] * (len(_COLUMNS) - 2)]
+  calls = result['target_calls']
+  return [
+    name,
+    *(f'{result["ms_per_token"][key]:.2f}' for key in ('median', 'min', 'max')),
+    f'{result["against_plain"]:.2f}',
+    f'{result["tokens"]:,}',
+    '-' if calls is None else f'{calls:,}',
+    f'{result["equal_lines"]}/{result["lines"]}',
+  ]
+
+
+def _version(package: str) -> str | None:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def _print(console: rich.console.Console, record: Mapping[str, Any]) -> None:
+  table = rich.table.Table(title=record['title'])
+  for i, column in enumerate(record['columns']):
+    table.add_column(column, justify='right' if i else 'left', no_wrap=not i)
+  for row in record['rows']:
+    table.add_row(*(rich.text.Text(cell) for cell in row))
+  console.print(table)
+  versions = record['versions'].items()
+  _say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
+  for name, result in record['results'].items():
+    if result['failure']:
+      _say(console, f'{name} failed: {result["failure"]}')
+    elif changed := result['lines_that_changed']:
+      _say(console, f'{name}: {changed} lines changed from pass to pass')
+
+
+def _say(console: rich.console.Console, message: str) -> None:
+  console.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,202 @@
+"""What T5 1.0 and 1.1 are called by Hugging Face: arrays and config.json.
+
+`MODULES` and `LAYER_MODULES` are the whole difference between T5X's names and
+those of transformers' `T5ForConditionalGeneration`. Every parameter is called
+`weight` there; kernels are [out, in] and the relative bias [buckets, H].
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.traverse_util
+import jax
+
+from specdec_jax.models.t5 import T5, T5Config
+
+# T5X's module: transformers' module.
+MODULES = {
+  'token_embedder': 'shared',
+  'decoder/logits_dense': 'lm_head',
+  'encoder/encoder_norm': 'encoder.final_layer_norm',
+  'decoder/decoder_norm': 'decoder.final_layer_norm',
+  # Both have one table a stack; there it lives in the first layer.
+  'encoder/relpos_bias': (
+    'encoder.block.0.layer.0.SelfAttention.relative_attention_bias'
+  ),
+  'decoder/relpos_bias': (
+    'decoder.block.0.layer.0.SelfAttention.relative_attention_bias'
+  ),
+}
+# The same inside encoder/layers_<i> and encoder.block.<i>, and in the decoder.
+LAYER_MODULES = {
+  'encoder': {
+    'pre_attention_layer_norm': 'layer.0.layer_norm',
+    'attention/query': 'layer.0.SelfAttention.q',
+    'attention/key': 'layer.0.SelfAttention.k',
+    'attention/value': 'layer.0.SelfAttention.v',
+    'attention/out': 'layer.0.SelfAttention.o',
+    'pre_mlp_layer_norm': 'layer.1.layer_norm',
+    'mlp/wi': 'layer.1.DenseReluDense.wi',
+    'mlp/wi_0': 'layer.1.DenseReluDense.wi_0',
+    'mlp/wi_1': 'layer.1.DenseReluDense.wi_1',
+    'mlp/wo': 'layer.1.DenseReluDense.wo',
+  },
+  'decoder': {
+    'pre_self_attention_layer_norm': 'layer.0.layer_norm',
+    'self_attention/query': 'layer.0.SelfAttention.q',
+    'self_attention/key': 'layer.0.SelfAttention.k',
+    'self_attention/value': 'layer.0.SelfAttention.v',
+    'self_attention/out': 'layer.0.SelfAttention.o',
+    'pre_cross_attention_layer_norm': 'layer.1.layer_norm',
+    'encoder_decoder_attention/query': 'layer.1.EncDecAttention.q',
+    'encoder_decoder_attention/key': 'layer.1.EncDecAttention.k',
+    'encoder_decoder_attention/value': 'layer.1.EncDecAttention.v',
+    'encoder_decoder_attention/out': 'layer.1.EncDecAttention.o',
+    'pre_mlp_layer_norm': 'layer.2.layer_norm',
+    'mlp/wi': 'layer.2.DenseReluDense.wi',
+    'mlp/wi_0': 'layer.2.DenseReluDense.wi_0',
+    'mlp/wi_1': 'layer.2.DenseReluDense.wi_1',
+    'mlp/wo': 'layer.2.DenseReluDense.wo',
+  },
+}
+_TRANSPOSED = ('kernel', 'rel_embedding')
+
+# T5Config's field: config.json's.
+_FIELDS = {
+  'vocab_size': 'vocab_size',
+  'emb_dim': 'd_model',
+  'num_heads': 'num_heads',
+  'num_encoder_layers': 'num_layers',
+  'num_decoder_layers': 'num_decoder_layers',
+  'head_dim': 'd_kv',
+  'mlp_dim': 'd_ff',
+}
+# config.json's feed_forward_proj: T5Config.mlp_activations. transformers'
+# plain `gelu` is another function than T5X's, but `gated-gelu` is not.
+_FEED_FORWARD = {
+  'relu': ('relu',),
+  'silu': ('silu',),
+  'gelu_new': ('gelu',),
+  'gated-relu': ('relu', 'linear'),
+  'gated-silu': ('silu', 'linear'),
+  'gated-gelu': ('gelu', 'linear'),
+}
+# What the network here has built in; config.json may leave these out.
+_FIXED = {
+  'layer_norm_epsilon': 1e-6,
+  'relative_attention_num_buckets': 32,
+  'relative_attention_max_distance': 128,
+}
+
+
+class Row(NamedTuple):
+  """What transformers' array is here.
+
+  Attributes:
+    name: T5X's, with slashes.
+    transposed: whether it is the transpose of T5X's.
+    shape: transformers'.
+  """
+
+  name: str
+  transposed: bool
+  shape: tuple[int, ...]
+
+
+@functools.cache
+def shapes(config: T5Config) -> Any:
+  """Returns the parameters' tree of shapes."""
+  return jax.eval_shape(T5(config).init, jax.random.key(0))
+
+
+def table(config: T5Config) -> dict[str, Row]:
+  """Returns transformers' name of each array that a model of `config` has."""
+  rows = {}
+  flat = flax.traverse_util.flatten_dict(shapes(config), sep='/')
+  for name, leaf in flat.items():
+    module, kind = name.rsplit('/', 1)
+    if found := re.fullmatch(r'(\w+)/layers_(\d+)/(.+)', module):
+      stack, number, inner = found.groups()
+      theirs = f'{stack}.block.{number}.{LAYER_MODULES[stack][inner]}'
+    else:
+      theirs = MODULES[module]
+    transposed = kind in _TRANSPOSED
+    shape = leaf.shape[::-1] if transposed else leaf.shape
+    rows[f'{theirs}.weight'] = Row(name, transposed, shape)
+  return rows
+
+
+def describe(config: T5Config) -> dict[str, Any]:
+  """Returns config.json of a model, but for ids and dtype.
+
+  Raises:
+    ValueError: transformers has no word for its activations.
+  """
+  words = {value: key for key, value in _FEED_FORWARD.items()}
+  if config.mlp_activations not in words:
+    raise ValueError(
+      'transformers has no T5 whose mlp_activations are'
+      f' {config.mlp_activations}; expected one of {sorted(words)}.'
+    )
+  return {
+    'architectures': ['T5ForConditionalGeneration'],
+    'model_type': 't5',
+    'is_encoder_decoder': True,
+    **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
+    'feed_forward_proj': words[config.mlp_activations],
+    'dropout_rate': config.dropout_rate,
+    # transformers scales the logits of a T5 by this, and by nothing else.
+    'tie_word_embeddings': config.logits_via_embedding,
+    **_FIXED,
+  }
+
+
+def read_config(
+  described: Mapping[str, Any], logits_via_embedding: bool, where: str
+) -> T5Config:
+  """Returns the shape that config.json describes.
+
+  Args:
+    described: config.json.
+    logits_via_embedding: what the weights say of it.
+    where: the file's path, for messages.
+
+  Raises:
+    ValueError: it is no T5 1.0 or 1.1, or a field is missing or differs from
+      what is built in here; names the field, what came and what was expected.
+  """
+  kind = described.get('model_type')
+  if kind not in ('t5', 'mt5'):
+    raise ValueError(
+      f"{where}: model_type is {kind!r}, expected 't5' or 'mt5'."
+    )
+  if described.get('num_decoder_layers') is None:
+    layers = described.get('num_layers')  # as many as the encoder has
+    described = {**described, 'num_decoder_layers': layers}
+  sizes: dict[str, Any] = {
+    ours: described.get(theirs) for ours, theirs in _FIELDS.items()
+  }
+  for ours, theirs in _FIELDS.items():
+    if type(sizes[ours]) is not int:
+      raise ValueError(
+        f'{where}: {theirs} is {sizes[ours]!r}, expected a whole number.'
+      )
+  for name, value in _FIXED.items():
+    if described.get(name, value) != value:
+      raise ValueError(
+        f'{where}: {name} is {described[name]!r}; this T5 has {value}.'
+      )
+  word = described.get('feed_forward_proj', 'relu')
+  if word not in _FEED_FORWARD:
+    raise ValueError(
+      f'{where}: feed_forward_proj is {word!r}, expected one of'
+      f' {sorted(_FEED_FORWARD)}.'
+    )
+  return T5Config(
+    **sizes,
+    mlp_activations=_FEED_FORWARD[word],
+    dropout_rate=described.get('dropout_rate', 0.0),
+    logits_via_embedding=logits_via_embedding,
+  )

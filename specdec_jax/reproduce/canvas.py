@@ -1,0 +1,76 @@
+"""What all plots share: colours, style, and PNG files by matplotlib.
+
+The same values give the same bytes, whatever the user's own settings of
+matplotlib are. Colours are those of Okabe and Ito, told apart in every form of
+colour blindness.
+"""
+
+import io
+import os
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from specdec_jax import files
+
+PALETTE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
+_STYLE = {
+  'axes.axisbelow': True,
+  'axes.grid': True,
+  'axes.spines.right': False,
+  'axes.spines.top': False,
+  'axes.titlesize': 'medium',
+  'font.family': 'DejaVu Sans',  # comes with matplotlib: the same everywhere
+  'font.size': 10.0,
+  'grid.color': '#E3E3E3',
+  'legend.frameon': False,
+  'lines.linewidth': 1.8,
+}
+_DPI = 150
+
+
+def wrapped(title: str, width: int) -> str:
+  """Returns a title in lines; what it says of force begins a line."""
+  lines = title.replace(' (forced', '\n(forced').splitlines()
+  return '\n'.join(textwrap.fill(line, width) for line in lines)
+
+
+def save(
+  path: str | os.PathLike[str],
+  draw: Callable[[Any], None],
+  size: tuple[float, float] = (6.4, 4.2),
+) -> None:
+  """Draws a figure and writes it as PNG, whole or not at all.
+
+  Args:
+    path: of the PNG, in a folder that is there.
+    draw: is given a `matplotlib.figure.Figure`. What the user's own settings
+      of matplotlib say does not matter.
+    size: width and height, inches.
+
+  Raises:
+    ValueError: matplotlib is not installed.
+    OSError: the file cannot be written.
+  """
+  matplotlib = _matplotlib()
+  stream = io.BytesIO()
+  with matplotlib.rc_context():
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(_STYLE)
+    # Without pyplot: no window system is looked for, no global state is left.
+    figure = matplotlib.figure.Figure(figsize=size, layout='constrained')
+    draw(figure)
+    figure.savefig(stream, format='png', dpi=_DPI, metadata={'Software': None})
+  files.write_atomically(path, stream.getvalue())
+
+
+def _matplotlib() -> Any:
+  try:
+    import matplotlib
+    import matplotlib.figure
+  except ImportError as error:
+    raise ValueError(
+      'Plots need matplotlib, which is not installed. Install the extra:'
+      " pip install -e '.[plots]'"
+    ) from error
+  return matplotlib

@@ -1,0 +1,381 @@
+"""Figures 2, 3 and 4 with measured points over them, and tables as plots.
+
+The curves are `specdec_jax.analysis`; `*_curves` return them as numbers. Lines
+differ in their dashes as well as in their colours.
+"""
+
+import os
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec_jax import analysis
+from specdec_jax.reproduce import report
+from specdec_jax.reproduce.canvas import PALETTE, save, wrapped
+
+_DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)))
+_RATE_LABEL = r'acceptance rate $\alpha$'
+
+GAMMAS = (1, 3, 5, 7, 10)
+COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
+# Where the optimum still lies below `MAX_GAMMA` for every cost ratio above.
+MAX_RATE, MAX_GAMMA = 0.95, 64
+
+
+class Curve(NamedTuple):
+  """One line of a figure.
+
+  Attributes:
+    parameter: gamma, or the cost ratio.
+    rates: float[N], alpha.
+    values: float[N].
+  """
+
+  parameter: float
+  rates: np.ndarray
+  values: np.ndarray
+
+
+class Point(NamedTuple):
+  """One measured value.
+
+  Attributes:
+    acceptance_rate: alpha.
+    value: in the unit of the figure.
+    label: written beside it.
+    parameter: of the curve that it belongs to; None for none of them.
+    forced_acceptance: as in `report.Row`; drawn hollow, and said in the title.
+  """
+
+  acceptance_rate: float
+  value: float
+  label: str = ''
+  parameter: float | None = None
+  forced_acceptance: float | None = None
+
+
+def _rates(highest: float) -> np.ndarray:
+  return np.linspace(0, highest, 191)
+
+
+def expected_tokens_curves(
+  gammas: Sequence[int] = GAMMAS, max_rate: float = 1.0
+) -> list[Curve]:
+  """Returns Eq. 1 over alpha in [0, max_rate], a curve for each gamma."""
+  rates = _rates(max_rate)
+  return [
+    Curve(gamma, rates, np.asarray(analysis.expected_tokens(rates, gamma)))
+    for gamma in gammas
+  ]
+
+
+def optimal_gamma_curves(
+  cost_ratios: Sequence[float] = COST_RATIOS,
+  max_gamma: int = MAX_GAMMA,
+  max_rate: float = MAX_RATE,
+  call_cost: Sequence[float] | None = None,
+) -> list[Curve]:
+  """Returns the best gamma over alpha, a curve for each c; Section 3.5.
+
+  Args:
+    cost_ratios: c.
+    max_gamma: the largest gamma that is considered.
+    max_rate: the largest alpha.
+    call_cost: v(1)..v(max_gamma + 1), measured; None takes all as 1.
+  """
+  rates = _rates(max_rate)
+  costs = None if call_cost is None else np.asarray(call_cost, np.float32)
+  return [
+    Curve(
+      cost,
+      rates,
+      np.asarray(analysis.optimal_gamma(rates, cost, max_gamma, costs)),
+    )
+    for cost in cost_ratios
+  ]
+
+
+def walltime_curves(
+  gammas: Sequence[int] = GAMMAS, cost_ratio: float = 0.0
+) -> list[Curve]:
+  """Returns Theorem 3.8 over alpha in [0, 1], a curve for each gamma."""
+  rates = _rates(1.0)
+  return [
+    Curve(
+      gamma,
+      rates,
+      np.asarray(analysis.walltime_factor(rates, gamma, cost_ratio)),
+    )
+    for gamma in gammas
+  ]
+
+
+def operations_curves(
+  gammas: Sequence[int] = GAMMAS, operations_ratio: float = 0.0
+) -> list[Curve]:
+  """Returns Theorem 3.11 over alpha in [0, 1], a curve for each gamma."""
+  rates = _rates(1.0)
+  return [
+    Curve(
+      gamma,
+      rates,
+      np.asarray(analysis.operations_factor(rates, gamma, operations_ratio)),
+    )
+    for gamma in gammas
+  ]
+
+
+def plot_expected_tokens(
+  path: str | os.PathLike[str],
+  gammas: Sequence[int] = GAMMAS,
+  points: Sequence[Point] = (),
+) -> None:
+  """Figure 2: expected tokens a round over alpha, and measured ones.
+
+  Args:
+    path: of the PNG; replaced whole or not at all.
+    gammas: a curve each.
+    points: measured tokens a call of the target; `parameter` is gamma.
+
+  Raises:
+    ValueError: matplotlib is not installed.
+  """
+
+  def draw(figure):
+    axes = figure.subplots()
+    _draw_curves(axes, expected_tokens_curves(gammas), _gamma_label)
+    _draw_points(axes, points, gammas)
+    _finish(
+      axes,
+      'tokens a call of the target',
+      points,
+      'Figure 2: expected tokens, Eq. 1',
+    )
+
+  save(path, draw)
+
+
+def plot_optimal_gamma(
+  path: str | os.PathLike[str],
+  cost_ratios: Sequence[float] = COST_RATIOS,
+  points: Sequence[Point] = (),
+  *,
+  max_gamma: int = MAX_GAMMA,
+  call_cost: Sequence[float] | None = None,
+) -> None:
+  """Figure 3: the best gamma over alpha, for several c.
+
+  Args:
+    path: of the PNG; replaced whole or not at all.
+    cost_ratios: a curve each.
+    points: the best gamma that was measured; `parameter` is c.
+    max_gamma: the largest gamma that is considered.
+    call_cost: v(1)..v(max_gamma + 1), measured; None takes all as 1, as the
+      paper does. The title says which.
+
+  Raises:
+    ValueError: matplotlib is not installed, or `call_cost` is too short.
+  """
+  curves = optimal_gamma_curves(cost_ratios, max_gamma, MAX_RATE, call_cost)
+  label = r'optimal $\gamma$'
+  if any(np.any(curve.values == max_gamma) for curve in curves):
+    label += f' (at most {max_gamma})'
+  title = 'Figure 3: target calls of any length cost the same'
+  if call_cost is not None:
+    title = 'Figure 3: with the measured costs of target calls'
+
+  def draw(figure):
+    axes = figure.subplots()
+    _draw_curves(axes, curves, lambda cost: f'c = {cost:g}', steps=True)
+    _draw_points(axes, points, cost_ratios)
+    _finish(axes, label, points, title)
+
+  save(path, draw)
+
+
+def plot_tradeoff(
+  path: str | os.PathLike[str],
+  gammas: Sequence[int] = GAMMAS,
+  speed_points: Sequence[Point] = (),
+  operations_points: Sequence[Point] = (),
+  *,
+  cost_ratio: float = 0.0,
+  operations_ratio: float = 0.0,
+) -> None:
+  """Figure 4: speed-up, and increase of arithmetic, over alpha.
+
+  Args:
+    path: of the PNG; replaced whole or not at all.
+    gammas: a curve each.
+    speed_points: measured speed-ups; `parameter` is gamma.
+    operations_points: measured increases; `parameter` is gamma.
+    cost_ratio: c; the paper has 0.
+    operations_ratio: c-hat; the paper has 0.
+
+  Raises:
+    ValueError: matplotlib is not installed.
+  """
+
+  def draw(figure):
+    left, right = figure.subplots(1, 2)
+    _draw_curves(left, walltime_curves(gammas, cost_ratio), _gamma_label)
+    _draw_points(left, speed_points, gammas)
+    _finish(
+      left,
+      'times faster than plain decoding',
+      speed_points,
+      f'Figure 4, speed: Theorem 3.8, c = {cost_ratio:g}',
+    )
+    _draw_curves(
+      right, operations_curves(gammas, operations_ratio), _gamma_label
+    )
+    _draw_points(right, operations_points, gammas)
+    _finish(
+      right,
+      'times the arithmetic of plain decoding',
+      operations_points,
+      rf'Figure 4, operations: Theorem 3.11, $\hat{{c}}$ ='
+      f' {operations_ratio:g}',
+      free='upper right',
+    )
+
+  save(path, draw, size=(10, 4.2))
+
+
+def plot_comparison(path: str | os.PathLike[str], table: report.Table) -> None:
+  """A table as a plot: paper, predicted and measured, a line each row.
+
+  Args:
+    path: of the PNG; replaced whole or not at all.
+    table: such as Table 2. A row that was not measured says so in its line.
+
+  Raises:
+    ValueError: matplotlib is not installed.
+  """
+  series = (('paper', 'D', -0.22), ('predicted', 's', 0.0))
+
+  def draw(figure):
+    axes = figure.subplots()
+    for colour, (name, marker, shift) in zip(PALETTE, series, strict=False):
+      found = [
+        (getattr(row, name), i + shift) for i, row in enumerate(table.rows)
+      ]
+      found = [(value, at) for value, at in found if value is not None]
+      if found:
+        axes.plot(*zip(*found, strict=True), marker, color=colour, label=name)
+    _draw_measured(axes, table)
+    axes.set_yticks(
+      range(len(table.rows)), [textwrap.fill(r.name, 44) for r in table.rows]
+    )
+    axes.set_ylim(len(table.rows) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(table.quantity)
+    axes.set_title(wrapped(table.full_title, 70))
+    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))
+
+  save(path, draw, size=(9, 1.6 + 0.42 * len(table.rows)))
+
+
+def _draw_measured(axes, table: report.Table) -> None:
+  """Filled where acceptance was real, hollow where it was forced."""
+  shift = 0.22
+  for forced in (False, True):
+    found = [
+      (row.measured, row.spread, at + shift)
+      for at, row in enumerate(table.rows)
+      if row.measured is not None
+      and (row.forced_acceptance is not None) == forced
+    ]
+    if not found:
+      continue
+    values = [value for value, _, _ in found]
+    spreads = [spread or (value, value) for value, spread, _ in found]
+    errors = [
+      [value - low for value, (low, _) in zip(values, spreads, strict=True)],
+      [high - value for value, (_, high) in zip(values, spreads, strict=True)],
+    ]
+    axes.errorbar(
+      values,
+      [at for _, _, at in found],
+      xerr=errors,
+      fmt='o',
+      color=PALETTE[2],
+      markerfacecolor='white' if forced else PALETTE[2],
+      label='measured, forced' if forced else 'measured',
+    )
+  for at, row in enumerate(table.rows):
+    if row.measured is None:
+      axes.annotate(
+        'not measured',
+        (0, at + shift),
+        xytext=(4, 0),
+        textcoords='offset points',
+        va='center',
+        fontsize='x-small',
+        color='#555555',
+      )
+
+
+def _gamma_label(gamma: float) -> str:
+  return rf'$\gamma$ = {gamma:g}'
+
+
+def _look(index: int) -> dict[str, Any]:
+  return {
+    'color': PALETTE[index % len(PALETTE)],
+    'linestyle': _DASHES[index % len(_DASHES)],
+  }
+
+
+def _draw_curves(axes, curves: Sequence[Curve], label, steps=False) -> None:
+  for index, curve in enumerate(curves):
+    axes.plot(
+      curve.rates,
+      curve.values,
+      label=label(curve.parameter),
+      drawstyle='steps-post' if steps else 'default',
+      **_look(index),
+    )
+
+
+def _draw_points(axes, points: Sequence[Point], parameters) -> None:
+  shown = set()
+  for point in points:
+    forced = point.forced_acceptance is not None
+    known = point.parameter in parameters
+    colour = '#222222'
+    if known:
+      colour = _look(list(parameters).index(point.parameter))['color']
+    name = 'measured, forced' if forced else 'measured'
+    axes.plot(
+      point.acceptance_rate,
+      point.value,
+      'o',
+      color=colour,
+      markerfacecolor='white' if forced else colour,
+      label=None if name in shown else name,
+      zorder=3,
+    )
+    shown.add(name)
+    if point.label:
+      axes.annotate(
+        point.label,
+        (point.acceptance_rate, point.value),
+        xytext=(5, -10),  # curves rise to the other side
+        textcoords='offset points',
+        fontsize='x-small',
+      )
+
+
+def _finish(
+  axes, label: str, points: Sequence[Point], title: str, free='upper left'
+) -> None:
+  title = report.titled(title, [point.forced_acceptance for point in points])
+  axes.set_title(wrapped(title, 50))
+  axes.set_xlabel(_RATE_LABEL)
+  axes.set_ylabel(label)
+  axes.set_xlim(0, 1)
+  axes.set_ylim(bottom=0)
+  axes.legend(loc=free)

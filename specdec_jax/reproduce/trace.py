@@ -1,0 +1,291 @@
+"""Figure 1: which proposals of one generation were accepted, round by round.
+
+`record` decodes one text and keeps what the drafter proposed, `spell` turns the
+ids into text, `print_trace` shows them on a terminal and `trace_page` in a
+browser. No mark is colour alone: what was rejected is struck, the target's own
+is underlined, and where there is no colour brackets say it.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+import rich.text
+
+from specdec_jax.completion import decode
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine import Engine
+from specdec_jax.job import Job
+from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.types import FinishReason
+
+Token = TypeVar('Token')
+
+ACCEPTED, REJECTED, UNUSED, TARGET = 'accepted', 'rejected', 'unused', 'target'
+MEANING = {
+  ACCEPTED: 'proposed by the drafter and accepted',
+  REJECTED: 'proposed and rejected',
+  UNUSED: 'proposed behind a rejection, so not judged',
+  TARGET: "the target's own token",
+}
+_STYLE = {
+  ACCEPTED: 'green',
+  REJECTED: 'red strike',
+  UNUSED: 'dim strike',
+  TARGET: 'bold blue underline',
+}
+# Where there is no colour: the notation of wdiff, and one more.
+_MARKS = {
+  ACCEPTED: ('', ''),
+  REJECTED: ('[-', '-]'),
+  UNUSED: ('[~', '~]'),
+  TARGET: ('{+', '+}'),
+}
+_INCOMPLETE = '\ufffd'  # stands for bytes that are no whole character
+
+
+@dataclasses.dataclass(frozen=True)
+class Round(Generic[Token]):
+  """One round of Algorithm 1, as ids (`record`) or as text (`spell`).
+
+  Attributes:
+    proposed: x_1..x_gamma; fewer where the drafter or the budget ended.
+    num_accepted: n, the leading proposals that were kept.
+    next_token: t, the target's own; None behind an accepted stop id.
+  """
+
+  proposed: Sequence[Token]
+  num_accepted: int
+  next_token: Token | None
+
+  def __post_init__(self):
+    if not 0 <= self.num_accepted <= len(self.proposed):
+      raise ValueError(
+        f'num_accepted must lie in [0, {len(self.proposed)}], the number of'
+        f' proposals, got {self.num_accepted}.'
+      )
+
+  @property
+  def kept(self) -> list[Token]:
+    """The tokens that the round added to the output."""
+    kept = list(self.proposed[: self.num_accepted])
+    if self.next_token is not None:
+      kept.append(self.next_token)
+    return kept
+
+  @property
+  def num_tested(self) -> int:
+    """Proposals that verification judged."""
+    return min(self.num_accepted + 1, len(self.proposed))
+
+  @property
+  def parts(self) -> list[tuple[str, Token]]:
+    """Each token with what became of it, in the order of the figure."""
+    num_accepted = self.num_accepted
+    kinds = [ACCEPTED] * num_accepted + [REJECTED]
+    kinds += [UNUSED] * (len(self.proposed) - num_accepted - 1)
+    found = list(zip(kinds, self.proposed, strict=False))
+    # What was not judged comes last: a line reads as text up to there.
+    judged, unused = found[: num_accepted + 1], found[num_accepted + 1 :]
+    if self.next_token is not None:
+      judged.append((TARGET, self.next_token))
+    return judged + unused
+
+
+class _Memory(NamedTuple):
+  """A drafter's state, and what it proposed last."""
+
+  inner: Any
+  tokens: jax.Array  # int32[B, G]
+  length: jax.Array  # int32[B]
+
+
+def _remembering(drafter: Drafter, gamma: int) -> Drafter:
+  """The same drafter; its state shows the last draft."""
+
+  def init(params, inputs, max_length):
+    batch = inputs.shape[0]
+    return _Memory(
+      drafter.init(params, inputs, max_length),
+      jnp.zeros((batch, gamma), jnp.int32),
+      jnp.zeros((batch,), jnp.int32),
+    )
+
+  def propose(params, memory, context):
+    draft, inner = drafter.propose(params, memory.inner, context)
+    return draft, _Memory(inner, draft.tokens, draft.length)
+
+  def commit(memory, length):
+    return memory._replace(inner=drafter.commit(memory.inner, length))
+
+  return Drafter(init, propose, commit)
+
+
+def record(engine: Engine, text: str, **options) -> list[Round[int]]:
+  """Decodes one text speculatively and returns its rounds, as ids.
+
+  The loop is the engine's own, run one round at a time. Compiles its programs
+  anew, for the state now carries the draft.
+
+  Args:
+    engine: with a drafter.
+    text: the input.
+    **options: as for `Engine.generate`. With `stop_strings` the last round
+      goes on past the string, as it was computed.
+
+  Returns:
+    The rounds; their `kept` tokens, one after the other, are the output, a
+    stop id included. Empty for an input without tokens.
+
+  Raises:
+    ValueError: as for `Engine.generate`, or the target's logits were invalid.
+  """
+  job = engine._job([text], True, **options)
+  if not job.rows:
+    return []
+  assert engine._drafter is not None  # or there would be no job
+  recorder = copy.copy(engine)
+  recorder._drafter = _remembering(engine._drafter, engine.gamma)
+  recorder._programs = {}
+  rounds: list[Round[int]] = []
+  length, num_accepted = 1, 0  # so far; the start token is counted
+  for state in recorder._advance(job, True, rounds=1):
+    seen = jax.device_get(
+      {
+        'tokens': state.tokens[0],
+        'length': state.length[0],
+        'num_accepted': state.stats.num_accepted[0],
+        'reason': state.finish_reason[0],
+        'proposed': state.drafter_state.tokens[0],
+        'num_proposed': state.drafter_state.length[0],
+      }
+    )
+    if seen['reason'] == FinishReason.INVALID:
+      generation = decode_state.generation(job.request, state)
+      raise ValueError(job.completions(jax.device_get(generation))[0].error)
+    accepted = int(seen['num_accepted']) - num_accepted
+    new = [int(token) for token in seen['tokens'][length : seen['length']]]
+    proposed = seen['proposed'][: seen['num_proposed']]
+    rounds.append(
+      Round(
+        _usable([int(token) for token in proposed], job, length),
+        accepted,
+        new[accepted] if len(new) > accepted else None,
+      )
+    )
+    length, num_accepted = int(seen['length']), int(seen['num_accepted'])
+  return rounds
+
+
+def _usable(proposed: list[int], job: Job, length: int) -> list[int]:
+  """The proposals that the loop takes as such: see `speculative._propose`."""
+  stops = set(jax.device_get(job.request.stop_ids).tolist())
+  budget = int(job.request.max_length[0]) - (length - 1) - 1
+  proposed = proposed[: max(budget, 0)]
+  for index, token in enumerate(proposed):
+    if token in stops:
+      return proposed[: index + 1]
+  return proposed
+
+
+def spell(
+  rounds: Sequence[Round[int]], tokenizer: Tokenizer
+) -> list[Round[str]]:
+  """Returns the same rounds with each token as the text that it adds.
+
+  A token that ends inside a character adds nothing, which shows as U+FFFD
+  later; the end of sequence and padding show as '</s>' and '<pad>'.
+
+  Args:
+    rounds: of `record`.
+    tokenizer: the engine's.
+  """
+  spelled = []
+  before: list[int] = []
+  for one in rounds:
+    proposed = _pieces(tokenizer, before, one.proposed)
+    next_token = None
+    if one.next_token is not None:
+      context = [*before, *one.proposed[: one.num_accepted]]
+      next_token = _pieces(tokenizer, context, [one.next_token])[0]
+    spelled.append(Round(proposed, one.num_accepted, next_token))
+    before += one.kept
+  return spelled
+
+
+def _pieces(
+  tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]
+) -> list[str]:
+  special = {tokenizer.eos_id: '</s>', tokenizer.pad_id: '<pad>'}
+  pieces = []
+  text = decode(tokenizer, before).rstrip(_INCOMPLETE)
+  for end, token in enumerate(ids, start=1):
+    # Of the whole text, for a piece alone would lose the blank before it.
+    longer = decode(tokenizer, [*before, *ids[:end]]).rstrip(_INCOMPLETE)
+    pieces.append(special.get(token, longer[len(text) :]))
+    text = longer
+  return pieces
+
+
+def summary(rounds: Sequence[Round]) -> str:
+  """Returns one sentence: tokens, calls of the target, acceptance."""
+  tokens = sum(len(one.kept) for one in rounds)
+  accepted = sum(one.num_accepted for one in rounds)
+  tested = sum(one.num_tested for one in rounds)
+  return (
+    f'{tokens} tokens in {len(rounds)} calls of the target; {accepted} of'
+    f' {tested} judged proposals accepted.'
+  )
+
+
+def print_trace(
+  console: rich.console.Console,
+  rounds: Sequence[Round[str]],
+  title: str = 'Accepted and rejected proposals',
+) -> None:
+  """Prints a line a round; by marks where the console shows no colour."""
+  coloured = console.color_system is not None and not console.no_color
+  show = _coloured if coloured else _marked
+  grid = rich.table.Table.grid(padding=(0, 2))
+  grid.add_column(justify='right')
+  grid.add_column(overflow='fold')
+  for number, one in enumerate(rounds, start=1):
+    line = rich.text.Text().join(show(*part) for part in one.parts)
+    grid.add_row(str(number), line)
+  legend = rich.text.Text('  ').join(
+    show(kind, text) for kind, text in MEANING.items()
+  )
+  console.print(rich.text.Text(title, style='bold'))
+  console.print(legend)
+  console.print(grid)
+  console.print(rich.text.Text(summary(rounds)))
+
+
+def shown(piece: str) -> tuple[str, str]:
+  """Returns the blank before a piece, and the rest as one line can show it.
+
+  Control characters become U+FFFD: an output must not steer a terminal.
+  """
+  text = piece.replace('\n', '\u21b5').replace('\t', ' ') or _INCOMPLETE
+  text = ''.join(c if c.isprintable() else _INCOMPLETE for c in text)
+  word = text.lstrip(' ')
+  if not word:
+    return '', '\u2423'  # a blank of its own
+  return text[: len(text) - len(word)], word
+
+
+def _coloured(kind: str, piece: str) -> rich.text.Text:
+  blank, word = shown(piece)
+  return rich.text.Text(blank).append(word, style=_STYLE[kind])
+
+
+def _marked(kind: str, piece: str) -> rich.text.Text:
+  blank, word = shown(piece)
+  opening, closing = _MARKS[kind]
+  return rich.text.Text(f'{blank}{opening}{word}{closing}')

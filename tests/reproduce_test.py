@@ -1,0 +1,306 @@
+"""Reports and Figures 2 to 5: nothing left out, force named, same bytes."""
+
+import csv
+import functools
+import io
+import sys
+
+import numpy as np
+import pytest
+import rich.console
+
+from specdec_jax import analysis
+from specdec_jax.reproduce import canvas, plots, report, timeline
+from specdec_jax.reproduce.plots import Point
+from specdec_jax.reproduce.report import Row, Table
+
+FORCED = 'forced alpha=0.75, random weights'
+REASON = 'no accelerator was at hand | at all'
+PNG = b'\x89PNG\r\n\x1a\n'
+RATES = np.linspace(0, 1, 191)
+TIMES = timeline.CallTimes(3.0, 1.0, 0.5, {1: 4.0, 4: 5.0, 8: 6.0})
+RUNS = (
+  timeline.Run(7, [8, 1, 3]),
+  timeline.Run(3, [4, 4, 4]),
+  timeline.Run(0, [1] * 12),
+)
+
+
+def make_table(**options) -> Table:
+  rows = [
+    Row(
+      {'task': 'ende', 'gamma': 7},
+      paper=3.4,
+      predicted=3.2,
+      measured=3.123456,
+      spread=(3.0, 3.5),
+      forced_acceptance=0.75,
+      details={'c': 0.02},
+    ),
+    Row(
+      {'task': 'cnndm', 'gamma': 5},
+      paper=2.0,
+      predicted=2.5,
+      measured=2.0,
+      details={'c': 0.04},
+      notes='<real>',
+    ),
+    Row(
+      {'task': 'lm1b', 'gamma': 3},
+      paper=1.7,
+      not_measured=REASON,
+      details={'c': None},
+    ),
+  ]
+  return Table('t', 'Table 2', 'times faster', rows, **options)
+
+
+def test_markdown_has_every_row_and_says_what_was_forced():
+  lines = report.markdown(make_table(caption='As printed.')).splitlines()
+  assert lines[0] == f'## Table 2 ({FORCED}: 1 of 3)'
+  assert lines[2] == 'times faster; 2 of 3 rows measured. As printed.'
+  header, rule, forced, real, missing = lines[4:]
+  width = header.count('|')
+  assert rule.count('|') == forced.count('|') == width
+  assert forced == (
+    '| ende | 7 | 3.40 | 3.20 | 3.12 [3.00, 3.50] (forced) | 0.98 | 0.02 |'
+    f' {FORCED} |'
+  )
+  assert '| 2.00 | 0.80 | 0.04 | &lt;real> |' in real
+  assert '(forced)' not in real and 'forced alpha' not in real
+  escaped = REASON.replace('|', '\\|')
+  assert missing == (
+    f'| lm1b | 3 | 1.70 | - | not measured | - | - | not measured: {escaped} |'
+  )
+
+
+def test_csv_keeps_all_digits():
+  rows = list(csv.DictReader(io.StringIO(report.csv_text(make_table()))))
+  assert [row['measured'] for row in rows] == ['3.123456', '2.0', '']
+  assert [row['forced_acceptance'] for row in rows] == ['0.75', '', '']
+  assert FORCED in rows[0]['notes'] and rows[2]['not_measured'] == REASON
+  assert rows[0]['measured_high'] == '3.5' and rows[2]['c'] == ''
+
+
+def test_rich_table_shows_the_same_cells():
+  stream = io.StringIO()
+  console = rich.console.Console(file=stream, width=250)
+  console.print(report.rich_table(make_table()))
+  text = stream.getvalue()
+  assert f'Table 2 ({FORCED}: 1 of 3)' in text
+  for row in report.cells(make_table()):
+    assert all(cell in text for cell in row)
+
+
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    (dict(), 'needs either a measured value or the reason'),
+    (dict(measured=1.0, not_measured='x'), 'needs either a measured value'),
+    (dict(measured=1.0, spread=(1.1, 2.0)), 'spread must enclose'),
+    (dict(measured=1.0, forced_acceptance=1.5), r'in \[0, 1\], got 1.5'),
+    (dict(not_measured='x', forced_acceptance=0.5), 'was not measured'),
+  ],
+)
+def test_a_row_must_be_whole(options, message):
+  with pytest.raises(ValueError, match=message):
+    Row({'a': 1}, **options)
+
+
+def test_a_table_must_be_regular():
+  rows = [Row({'a': 1}, measured=1.0), Row({'b': 1}, measured=1.0)]
+  with pytest.raises(ValueError, match='must have the same keys'):
+    Table('t', 'T', 'ms', rows)
+  with pytest.raises(ValueError, match='has no rows'):
+    Table('t', 'T', 'ms', [])
+
+
+def test_titles_of_forced_values():
+  assert report.titled('T', [None, None]) == 'T'
+  assert report.titled('T', [0.75]) == f'T ({FORCED})'
+  both = report.titled('T', [0.5, 0.75])
+  assert both == 'T (forced alpha=0.5 to 0.75, random weights)'
+
+
+def test_write(tmp_path):
+  folder = tmp_path / 'new' / 'folder'
+  written = report.write(
+    folder,
+    [make_table()],
+    title='A report',
+    introduction='Words.',
+    machine={'device': 'a | b'},
+    figures={'figure2.png': 'Figure 2', 'trace.html': 'Figure 1'},
+  )
+  assert [path.name for path in written] == ['t.csv', 'report.md']
+  assert sorted(path.name for path in folder.iterdir()) == [
+    'report.md',
+    't.csv',
+  ]
+  text = (folder / 'report.md').read_text('utf-8')
+  assert report.markdown(make_table()) in text
+  ratio = '2 rows: median 0.89, from 0.80 to 0.98.'
+  assert f'Measured over predicted, {ratio}' in text
+  assert '![Figure 2](figure2.png)' in text
+  assert '\n[Figure 1](trace.html)' in text
+  assert '| device | a \\| b |' in text
+  with pytest.raises(ValueError, match='names of their own'):
+    report.write(folder, [make_table(), make_table()], title='x')
+
+
+def test_curves_are_the_closed_forms():
+  for curve in plots.expected_tokens_curves((1, 7)):
+    gamma, rates = int(curve.parameter), curve.rates[:-1]
+    direct = (1 - rates ** (gamma + 1)) / (1 - rates)
+    np.testing.assert_allclose(curve.values[:-1], direct, rtol=1e-4)
+    assert curve.values[-1] == gamma + 1
+  tokens = np.asarray(analysis.expected_tokens(RATES, 5))
+  (speed,) = plots.walltime_curves((5,), 0.1)
+  np.testing.assert_allclose(speed.values, tokens / 1.5, rtol=1e-5)
+  (operations,) = plots.operations_curves((5,), 0.2)
+  np.testing.assert_allclose(operations.values, 7 / tokens, rtol=1e-5)
+
+
+def test_optimal_gamma_is_the_best_and_below_the_limit():
+  for curve in plots.optimal_gamma_curves():
+    assert curve.values.max() < plots.MAX_GAMMA
+    for rate, best in list(zip(curve.rates, curve.values, strict=True))[::30]:
+      speeds = [
+        sum(rate**i for i in range(gamma + 1)) / (1 + gamma * curve.parameter)
+        for gamma in range(plots.MAX_GAMMA + 1)
+      ]
+      assert speeds[best] == pytest.approx(max(speeds), rel=1e-5)
+  costs = [1.0, 1.9, 2.8]
+  (measured,) = plots.optimal_gamma_curves((0.05,), 2, call_cost=costs)
+  (free,) = plots.optimal_gamma_curves((0.05,), 2)
+  assert np.all(measured.values <= free.values)
+  assert np.any(measured.values < free.values)
+
+
+@pytest.fixture
+def matplotlib():
+  return pytest.importorskip(
+    'matplotlib', reason="matplotlib, the extra '[plots]', is not installed"
+  )
+
+
+POINT = Point(0.75, 3.0, 'demo', 7, forced_acceptance=0.75)
+DRAW = {
+  'figure2': functools.partial(plots.plot_expected_tokens, points=[POINT]),
+  'figure3': functools.partial(plots.plot_optimal_gamma, points=[POINT]),
+  'figure4': functools.partial(
+    plots.plot_tradeoff, speed_points=[POINT], operations_points=[POINT]
+  ),
+  'figure5': functools.partial(
+    timeline.plot_timeline,
+    runs=[timeline.Run(7, [8, 1], forced_acceptance=0.75)],
+    times=TIMES,
+  ),
+  'comparison': functools.partial(plots.plot_comparison, table=make_table()),
+}
+
+
+def drawn(matplotlib, monkeypatch, draw):
+  """The figure that `draw` would have saved."""
+  figures = []
+
+  def keep(path, draw, size=None):
+    figures.append(matplotlib.figure.Figure())
+    draw(figures[-1])
+
+  monkeypatch.setattr(canvas, 'save', keep)
+  monkeypatch.setattr(plots, 'save', keep)
+  draw('unused.png')
+  return figures[0]
+
+
+@pytest.mark.parametrize('name', DRAW)
+def test_png_is_the_same_whatever_the_user_set(matplotlib, tmp_path, name):
+  first, second = tmp_path / 'first.png', tmp_path / 'second.png'
+  DRAW[name](first)
+  with matplotlib.rc_context({'lines.linewidth': 9.0, 'font.size': 30.0}):
+    DRAW[name](second)
+    assert matplotlib.rcParams['font.size'] == 30.0
+  data = first.read_bytes()
+  assert data.startswith(PNG) and len(data) > 5000
+  assert data == second.read_bytes()
+
+
+@pytest.mark.parametrize('name', DRAW)
+def test_titles_say_what_was_forced(matplotlib, monkeypatch, name):
+  figure = drawn(matplotlib, monkeypatch, DRAW[name])
+  for axes in figure.axes:
+    assert FORCED in axes.get_title()
+    assert axes.get_xlabel()
+  if name.startswith('figure') and name != 'figure5':
+    plain = drawn(matplotlib, monkeypatch, DRAW[name].func)
+    assert 'forced' not in plain.axes[0].get_title()
+
+
+def test_figure_2_draws_its_curves_and_points(matplotlib, monkeypatch):
+  figure = drawn(matplotlib, monkeypatch, DRAW['figure2'])
+  *lines, point = figure.axes[0].lines
+  for line, curve in zip(lines, plots.expected_tokens_curves(), strict=True):
+    np.testing.assert_array_equal(line.get_xdata(), curve.rates)
+    np.testing.assert_array_equal(line.get_ydata(), curve.values)
+  assert [list(x) for x in point.get_data()] == [[0.75], [3.0]]
+  assert point.get_markerfacecolor() == 'white', 'forced points are hollow'
+  assert len({(x.get_color(), x.get_linestyle()) for x in lines}) == len(lines)
+
+
+def test_comparison_draws_every_row(matplotlib, monkeypatch):
+  axes = drawn(matplotlib, monkeypatch, DRAW['comparison']).axes[0]
+  names = [label.get_text() for label in axes.get_yticklabels()]
+  assert names == [row.name for row in make_table().rows]
+  assert [text.get_text() for text in axes.texts] == ['not measured']
+  labels = axes.get_legend_handles_labels()[1]
+  assert set(labels) == {'paper', 'predicted', 'measured', 'measured, forced'}
+
+
+def test_without_matplotlib(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
+  with pytest.raises(ValueError, match=r"pip install -e '\.\[plots\]'"):
+    plots.plot_expected_tokens(tmp_path / 'figure.png')
+  assert not list(tmp_path.iterdir())
+
+
+def test_blocks_follow_each_other():
+  row = timeline.blocks(RUNS[1], TIMES)
+  kinds = [block.kind for block in row]
+  a_round = [timeline.DRAFT] * 3 + [timeline.TARGET]
+  start = [timeline.TARGET_ENCODER, timeline.DRAFT_ENCODER]
+  assert kinds == start + a_round * 3
+  for one, following in zip(row, row[1:], strict=False):
+    assert one.begin_ms + one.width_ms == pytest.approx(following.begin_ms)
+  assert row[-1].begin_ms + row[-1].width_ms == 3 + 1 + 3 * (3 * 0.5 + 5)
+  assert sum(block.num_tokens for block in row) == RUNS[1].num_tokens == 12
+  plain = timeline.blocks(RUNS[2], TIMES)
+  assert plain[-1].begin_ms + plain[-1].width_ms == 3 + 12 * 4
+  assert timeline.DRAFT_ENCODER not in [block.kind for block in plain]
+
+
+def test_timeline_draws_every_call(matplotlib, monkeypatch):
+  draw = functools.partial(timeline.plot_timeline, runs=RUNS, times=TIMES)
+  axes = drawn(matplotlib, monkeypatch, draw).axes[0]
+  rows = [timeline.blocks(run, TIMES) for run in RUNS]
+  calls = sum(len(bars.get_paths()) for bars in axes.collections)
+  assert calls == sum(map(len, rows))
+  texts = [text.get_text() for text in axes.texts]
+  assert '12 tokens\n51 ms' in texts and '12 tokens\n23.5 ms' in texts
+
+
+def test_timeline_names_what_is_wrong():
+  with pytest.raises(ValueError, match='over 6 tokens; there are .*1, 4, 8'):
+    timeline.blocks(timeline.Run(5, [1]), TIMES)
+  with pytest.raises(ValueError, match='yields 1 to 4 tokens, got 5'):
+    timeline.Run(3, [5])
+  with pytest.raises(ValueError, match='at least one round'):
+    timeline.Run(3, [])
+  with pytest.raises(ValueError, match='gamma must be at least 0'):
+    timeline.Run(-1, [1])
+  with pytest.raises(ValueError, match=r'target_ms\[1\] must be above 0'):
+    timeline.CallTimes(1.0, 1.0, 1.0, {1: 0.0})
+  with pytest.raises(ValueError, match='draft_ms must be at least 0'):
+    timeline.CallTimes(1.0, 1.0, float('nan'), {1: 1.0})
+  with pytest.raises(ValueError, match='at least one run'):
+    timeline.plot_timeline('unused.png', [], TIMES)

@@ -1,0 +1,135 @@
+"""The suite of Table 2 and the report that is made of its records."""
+
+import json
+
+import pytest
+import rich.console
+
+from specdec_jax import paper, reproduce
+from specdec_jax.bench import memory, suite
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.reproduce import tables
+
+ROW = paper.Table2Row('ende', 't5_small', 0, 2, 0.75, 3.4)
+
+
+def network(layers: int) -> T5:
+  return T5(
+    T5Config(
+      vocab_size=50,
+      emb_dim=16,
+      num_heads=2,
+      head_dim=8,
+      num_encoder_layers=1,
+      num_decoder_layers=layers,
+      mlp_dim=32,
+    )
+  )
+
+
+def make(output_dir, **options):
+  fields = {'input_len': 8, 'decode_len': 32, 'repeats': 2, 'calls_a_run': 2}
+  return suite.SuiteConfig(
+    'tiny',
+    network(2),
+    {'t5_small': network(1)},
+    str(output_dir),
+    **fields | options,
+  )
+
+
+@pytest.fixture(scope='module')
+def measured(tmp_path_factory):
+  """One row of Table 2, measured."""
+  folder = tmp_path_factory.mktemp('suite')
+  said = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(paper, 'TABLE2', (ROW,))
+    suite.run(make(folder), said.append)
+    again = []
+    records = suite.run(make(folder), again.append)
+  return folder, records, said, again
+
+
+def test_a_row_is_measured_once(measured):
+  folder, records, said, again = measured
+  assert len(said) == 1 and 'acceptance forced to 0.75' in said[0]
+  assert again == []  # a suite that goes on does not measure it again
+  record = records['ende-t5_small-T0']
+  assert record == json.loads((folder / 'ende-t5_small-T0.json').read_text())
+  assert record['forced_acceptance'] == 0.75
+  assert record['weights'] == 'random'
+  (row,) = record['settings'][0]['gammas']
+  assert row['gamma'] == 2 and row['t5x_style_speed_up'] > 0
+
+
+def test_table_2_shows_all_rows(measured):
+  _, records, _, _ = measured
+  shown = tables.table2(records, (ROW, *paper.TABLE2[1:]), 'no GPU at hand')
+  assert len(shown.rows) == 12
+  first, *others = shown.rows
+  row = records['ende-t5_small-T0']['settings'][0]['gammas'][0]
+  assert first.measured == row['speed_up']
+  assert first.predicted == row['expected_speed_up']
+  assert first.forced_acceptance == 0.75
+  assert 'forced' in shown.full_title
+  for other in others:
+    assert other.measured is None
+    assert other.not_measured == 'no GPU at hand'
+    assert other.predicted > 1.0
+
+
+def test_a_pair_that_does_not_fit_is_said_row_by_row(tmp_path, monkeypatch):
+  monkeypatch.setattr(memory, 'device_bytes', lambda: 10_000)
+  with pytest.raises(memory.DoesNotFitError):
+    suite.run(make(tmp_path / 'records'))
+  console = rich.console.Console(record=True, width=200)
+  config = reproduce.ReproduceConfig(
+    ('table4',), str(tmp_path), suite=make(None)
+  )
+  reproduce.reproduce(config, console)
+  report = (tmp_path / 'report.md').read_text()
+  assert report.count('This run needs') == 4  # the small drafter's rows
+  assert '3.2' in report  # the paper's EXP of the first row
+
+
+def test_closed_forms_need_nothing_measured(tmp_path):
+  config = reproduce.ReproduceConfig(('table1', 'table5'), str(tmp_path))
+  written = reproduce.reproduce(config, rich.console.Console(quiet=True))
+  assert written[-1] == tmp_path / 'report.md'
+  report = written[-1].read_text()
+  assert 'a closed form' in report and 'no lenience' in report
+
+
+def test_table_3_lists_the_papers_rows_and_ours():
+  row = {
+    'target': 'mine',
+    'draft': 'small',
+    'temperature': 1.0,
+    'alpha': 0.7,
+    'standard_error': 0.01,
+    'observed': 0.69,
+    'num_tokens': 5000,
+  }
+  shown = tables.table3([{'rows': [row]}])
+  assert len(shown.rows) == len(paper.TABLE3) + 1
+  assert shown.rows[-1].measured == 0.7
+  assert all(r.not_measured for r in shown.rows[:-1])
+
+
+@pytest.mark.parametrize(
+  ('options', 'words'),
+  [
+    ({'items': ('table9',)}, "got 'table9'"),
+    ({'items': ('table2',)}, 'table2 needs ReproduceConfig.suite'),
+    ({'items': ('figure1',)}, 'figure1 needs ReproduceConfig.engine'),
+  ],
+)
+def test_a_missing_part_is_named(options, words):
+  with pytest.raises(ValueError, match=words):
+    reproduce.ReproduceConfig(output_dir='x', **options)
+
+
+def test_an_unknown_drafter_is_named():
+  with pytest.raises(ValueError, match='t5_tiny'):
+    suite.SuiteConfig('x', network(1), {'t5_tiny': network(1)})

@@ -1,0 +1,254 @@
+"""Figure 1: recorded rounds are those of the decode, and are shown safely."""
+
+import contextlib
+import functools
+import html.parser
+import io
+import itertools
+import pathlib
+import re
+
+import numpy as np
+import pytest
+import rich.console
+
+import gin_cli
+import small_vocabulary
+from specdec_jax import testing
+from specdec_jax.engine import Engine, Model
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.reproduce import trace, trace_page
+from specdec_jax.reproduce.trace import Round
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+GAMMA, MAX_OUTPUT = 3, 12
+TEXT = 'the old house sings'
+
+ROUNDS = [
+  Round(['Das', ' alte', ' Haus'], 3, ' singt'),
+  Round([' <script>x</script>', ' & so'], 0, ' "laut"'),
+  Round(['\x1b[31m', '\n'], 1, '\u202e!'),
+  Round([' .', '</s>'], 2, None),
+]
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('trace')
+  with small_vocabulary.own_compilation_cache(folder):
+    yield small_vocabulary.train(folder)
+
+
+@functools.cache
+def chain(noise: float) -> Model:
+  """A Markov chain; with noise it often, not always, agrees with the other."""
+  size = small_vocabulary.VOCAB_SIZE
+  rng = np.random.default_rng(0)
+  table = 4 * rng.normal(size=(size, size))
+  network = testing.MarkovModel(table + noise * rng.normal(size=table.shape))
+  return Model(network, network.params)
+
+
+def make_engine(tokenizer, noise=0.0, gamma=GAMMA) -> Engine:
+  return Engine(
+    chain(0.0),
+    chain(noise),
+    tokenizer=tokenizer,
+    gamma=gamma,
+    max_input_len=16,
+    max_decode_len=MAX_OUTPUT,
+  )
+
+
+def check(engine, text, **options) -> list[Round[int]]:
+  """Rounds and the decode itself agree in tokens and in every count."""
+  rounds = trace.record(engine, text, **options)
+  (want,) = engine.generate([text], **options)
+  kept = list(itertools.chain.from_iterable(one.kept for one in rounds))
+  assert kept == want.tokens and kept
+  stats = want.stats
+  assert len(rounds) == stats.num_target_calls
+  assert sum(one.num_accepted for one in rounds) == stats.num_accepted
+  assert sum(one.num_tested for one in rounds) == stats.num_tested
+  counts = [0] * (engine.gamma + 1)
+  for one in rounds:
+    counts[one.num_accepted] += 1
+  assert tuple(counts) == stats.histogram
+  return rounds
+
+
+def test_sampled_rounds_are_those_of_the_decode(tokenizer):
+  engine = make_engine(tokenizer, noise=2.0)
+  sampled = SamplingConfig(temperature=1.0)
+  rounds = check(engine, TEXT, sampling=sampled, seed=1, stop_ids=[])
+  accepted = {one.num_accepted for one in rounds}
+  assert len(accepted) > 1, 'choose a seed that both accepts and rejects'
+
+
+def test_greedy_proposals_are_the_drafters_own(tokenizer):
+  rounds = check(make_engine(tokenizer, noise=2.0), TEXT, stop_ids=[])
+  assert any(one.num_accepted < len(one.proposed) for one in rounds)
+  table = np.asarray(chain(2.0).network.params['table'])
+  last = 0  # the start token
+  for one in rounds:
+    for token in one.proposed:
+      assert token == table[last].argmax()
+      last = token
+    last = one.kept[-1]
+
+
+def test_a_stop_id_inside_a_draft_and_the_budget_end_it(tokenizer):
+  engine = make_engine(tokenizer)  # drafts itself: everything is accepted
+  rounds = check(engine, TEXT, stop_ids=[])
+  assert all(one.num_accepted == len(one.proposed) for one in rounds)
+  tokens = [token for one in rounds for token in one.kept]
+  # 12 tokens by rounds of 4: then 2 of a budget of 10 are left for the last.
+  last = check(engine, TEXT, stop_ids=[], max_length=10)[-1]
+  assert len(last.proposed) == 1 and last.next_token == tokens[9]
+  stop = next(t for t in tokens if tokens.index(t) % (GAMMA + 1) < GAMMA)
+  last = check(engine, TEXT, stop_ids=[stop])[-1]
+  assert last.proposed[-1] == stop and last.next_token is None
+
+
+def test_no_tokens_no_drafter_and_gamma_0(tokenizer):
+  engine = make_engine(tokenizer, gamma=0)
+  rounds = check(engine, TEXT)
+  assert all(not one.proposed and len(one.kept) == 1 for one in rounds)
+  assert trace.record(engine, '') == []
+  alone = Engine(chain(0.0), tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='needs a drafter'):
+    trace.record(alone, TEXT)
+  with pytest.raises(ValueError, match=r'num_accepted must lie in \[0, 2\]'):
+    Round([1, 2], 3, None)
+
+
+@pytest.mark.skipif(
+  not (ROOT / 'demo' / 'target.msgpack').exists(),
+  reason='demo/target.msgpack, the demo pair, is not there',
+)
+def test_demo_pair():
+  with contextlib.chdir(ROOT):
+    gin_cli.load(gin_cli.parse_flags(['--gin_file=gin/runs/demo.gin']))
+    engine = gin_cli.build(Engine)
+  text = 'My sister lives in a small house near the river.'
+  rounds = trace.record(engine, text)
+  (plain,) = engine.generate([text], speculative=False)
+  assert [token for one in rounds for token in one.kept] == plain.tokens
+  assert 1 < len(rounds) < len(plain.tokens)
+  spelled = trace.spell(rounds, engine.tokenizer)
+  output = ''.join(piece for one in spelled for piece in one.kept)
+  assert output == f'{plain.text}</s>'
+  for one, ids in zip(spelled, rounds, strict=True):
+    assert len(one.proposed) == len(ids.proposed)
+
+
+def test_bytes_of_a_character_are_spelled_once_it_is_whole(tokenizer):
+  ids = [*tokenizer.encode('the dog Ω'), tokenizer.eos_id]
+  *_, before, last, _ = ids
+  rounds = [Round(ids[:3], 3, ids[3]), Round(ids[4:], len(ids) - 4, None)]
+  spelled = trace.spell(rounds, tokenizer)
+  pieces = [piece for one in spelled for piece in one.kept]
+  assert ''.join(pieces) == 'the dog Ω</s>'
+  assert pieces[-3:] == ['', 'Ω', '</s>'] and before != last
+  other = Round([before, ids[0]], 0, last)  # no character of its own
+  assert trace.spell([other], tokenizer)[0].next_token == ''
+
+
+def printed(**options) -> str:
+  stream = io.StringIO()
+  console = rich.console.Console(file=stream, width=200, **options)
+  trace.print_trace(console, ROUNDS)
+  return stream.getvalue()
+
+
+def test_without_colour_marks_say_it(monkeypatch):
+  monkeypatch.delenv('FORCE_COLOR', raising=False)
+  for text in (
+    printed(),
+    printed(
+      force_terminal=True,
+      no_color=True,
+      color_system='standard',
+    ).replace('\x1b[1m', '').replace('\x1b[0m', ''),
+  ):  # fmt: skip
+    assert '\x1b' not in text
+    assert '1  Das alte Haus {+singt+}' in text
+    assert '2   [-<script>x</script>-] {+"laut"+} [~& so~]' in text
+    assert '\u202e' not in text and '\u21b5' in text
+    assert "{+the target's own token+}" in text
+    assert '9 tokens in 4 calls of the target; 6 of 8 judged' in text
+
+
+def test_a_terminal_gets_colours_and_no_control_characters():
+  text = printed(force_terminal=True, color_system='standard')
+  assert '\x1b[32mDas\x1b[0m' in text
+  assert '\x1b[9;31m<script>x</script>\x1b[0m' in text
+  assert '\x1b[1;4;34msingt\x1b[0m' in text
+  assert '{+' not in text
+  assert '\x1b[31m\x1b' not in text and '\ufffd[31m' in text
+
+
+class Page(html.parser.HTMLParser):
+  """Checks that tags nest; collects classes, attributes and text."""
+
+  VOID = {'meta'}
+
+  def __init__(self):
+    super().__init__()
+    self.open, self.tags, self.attributes = [], [], set()
+    self.classes, self.text = [], ''
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    self.attributes |= {name for name, _ in attrs}
+    self.classes += [value for name, value in attrs if name == 'class']
+    if tag not in self.VOID:
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    if 'style' not in self.open:
+      self.text += data
+
+
+def test_page_is_whole_escaped_and_self_contained():
+  source = '<img src=x onerror=y> & "so"'
+  text = trace_page.html_page(
+    ROUNDS, title='<b>A & B', source=source, note='gamma <3'
+  )
+  page = Page()
+  page.feed(text)
+  page.close()
+  assert page.open == []
+  for shown in (source, '<b>A & B', 'gamma <3', '<script>x</script>', '& so'):
+    assert shown in page.text
+  assert not {'script', 'img', 'link', 'b'} & set(page.tags)
+  assert not {'src', 'href', 'onerror'} & page.attributes
+  assert not re.search(r'https?:|url\(|@import', text)
+  kinds = [kind for one in ROUNDS for kind, _ in one.parts]
+  for kind in trace.MEANING:  # and once more in the legend
+    assert page.classes.count(kind) == kinds.count(kind) + 1 > 1
+    assert trace.MEANING[kind] in page.text
+  assert page.tags.count('tr') == len(ROUNDS) + 1
+  assert '2 of 2' in page.text and '0 of 2' in page.text
+
+
+def luminance(colour: str) -> float:
+  parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+  red, green, blue = (
+    x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts
+  )
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_page_can_be_read_in_light_and_dark():
+  light, dark = trace_page.html_page(ROUNDS).split('prefers-color-scheme')
+  for part in (light, dark):
+    colours = dict(re.findall(r'--(\w+): (#[0-9a-f]{6})', part))
+    paper = luminance(colours['paper'])
+    for name in ('ink', 'quiet', 'accepted', 'rejected', 'target'):
+      low, high = sorted((paper, luminance(colours[name])))
+      # The least contrast of text by WCAG 2.2, level AA.
+      assert (high + 0.05) / (low + 0.05) >= 4.5, (name, colours[name])
