@@ -228,9 +228,7 @@ class Engine:
     if not job.rows:
       return job.completions()
     *_, state = self._advance(job, speculative)
-    return job.completions(
-      jax.device_get(decode_state.generation(job.request, state))
-    )
+    return job.completions(jax.device_get(_generation(job.request, state)))
 
   def stream(
     self, text: str, *, speculative: bool = True, **options
@@ -259,9 +257,9 @@ class Engine:
       )
       if reason == FinishReason.INVALID:
         raise ValueError(
-          job.completions(
-            jax.device_get(decode_state.generation(job.request, state))
-          )[0].error
+          job.completions(jax.device_get(_generation(job.request, state)))[
+            0
+          ].error
         )
       tokens = without_stop_id(tokens[1:length], reason)
       output = Text(self.tokenizer, tokens, job.options.stop_strings)
@@ -335,6 +333,10 @@ class Engine:
       )
       self._programs[key] = _Program(lowered.compile(), shapes)
     return self._programs[key]
+
+
+# One program, where its operations one by one took milliseconds a call.
+_generation = jax.jit(decode_state.generation)
 
 
 @dataclasses.dataclass(frozen=True)

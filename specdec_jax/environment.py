@@ -24,6 +24,17 @@ def describe() -> dict[str, Any]:
   }
 
 
+def seconds_since_start() -> float | None:
+  """Seconds since this process began, imports included; None if not known."""
+  stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
+  if not (stat.exists() and uptime.exists()):
+    return None  # not a Linux
+  # Behind the name, which is in brackets and may hold blanks: field 22 of all.
+  fields = stat.read_text().rpartition(')')[2].split()
+  began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
+  return float(uptime.read_text().split()[0]) - began
+
+
 def _cpu_name() -> str:
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   if cpuinfo.exists():

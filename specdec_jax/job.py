@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,8 @@ class Job:
     longest = max(map(len, encoded))
     width = max(_SMALLEST_INPUT, _next_power_of_two(longest))
     width = min(width, limits.max_input_len)
-    inputs = np.zeros((batch, width), np.int32)
+    # Arrays of the host: a program's call moves them to the device together.
+    inputs: Any = np.zeros((batch, width), np.int32)
     for row, ids in enumerate(encoded):
       inputs[row, : len(ids)] = ids
     max_length = limits.max_decode_len
@@ -132,15 +133,16 @@ class Job:
           f' max_decode_len = {max_length}.'
         )
       max_length = options.max_length
-    budgets = np.zeros((batch,), np.int32)
+    min_length: Any = np.full((batch,), options.min_length, np.int32)
+    budgets: Any = np.zeros((batch,), np.int32)
     budgets[: len(encoded)] = max_length
     return Request(
-      inputs=jnp.asarray(inputs),
+      inputs=inputs,
       keys=self._keys(batch),
       sampling=self._sampling(batch),
       stop_ids=self._stop_ids(),
-      min_length=jnp.full((batch,), options.min_length, jnp.int32),
-      max_length=jnp.asarray(budgets),
+      min_length=min_length,
+      max_length=budgets,
       slots=limits.max_decode_len,
       gamma=gamma,
       greedy=options.sampling.greedy,
@@ -174,7 +176,7 @@ class Job:
       sampling = dataclasses.replace(sampling, temperature=rows)
     return sampling.params(batch)
 
-  def _stop_ids(self) -> jax.Array:
+  def _stop_ids(self) -> Any:
     ids = self.options.stop_ids
     if ids is None:
       ids = [self._tokenizer.eos_id]
@@ -185,7 +187,7 @@ class Job:
           f' {self._tokenizer.vocab_size}.'
         )
     width = max(4, _next_power_of_two(len(ids)))
-    return jnp.asarray([*ids, *[-1] * (width - len(ids))], jnp.int32)
+    return np.asarray([*ids, *[-1] * (width - len(ids))], np.int32)
 
   def stop_at_strings(self, state: DecodeState) -> DecodeState:
     """Finishes the running rows whose text holds a stop string."""

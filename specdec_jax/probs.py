@@ -11,6 +11,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +83,13 @@ class SamplingConfig:
         f'temperature has {temperature.size} values for {batch} examples; '
         'give one number for all of them or one for each'
       )
-    return SamplingParams(
-      temperature=jnp.asarray(np.broadcast_to(temperature, (batch,))),
-      top_k=jnp.asarray(self.top_k, jnp.int32),
-      top_p=jnp.asarray(self.top_p, jnp.float32),
+    # Still on the host: a program's call moves them, all at once.
+    made: Any = SamplingParams(
+      temperature=np.broadcast_to(temperature, (batch,)),
+      top_k=np.asarray(self.top_k, np.int32),
+      top_p=np.asarray(self.top_p, np.float32),
     )
+    return made
 
 
 def standardise(

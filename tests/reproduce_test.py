@@ -3,6 +3,7 @@
 import csv
 import functools
 import io
+import json
 import sys
 
 import numpy as np
@@ -132,11 +133,13 @@ def test_write(tmp_path):
     machine={'device': 'a | b'},
     figures={'figure2.png': 'Figure 2', 'trace.html': 'Figure 1'},
   )
-  assert [path.name for path in written] == ['t.csv', 'report.md']
-  assert sorted(path.name for path in folder.iterdir()) == [
-    'report.md',
-    't.csv',
-  ]
+  names = ['t.csv', 't.json', 'report.md']
+  assert [path.name for path in written] == names
+  assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+  shown = json.loads((folder / 't.json').read_text('utf-8'))
+  assert shown['kind'] == 'table' and shown['title'] == make_table().full_title
+  assert len(shown['rows']) == len(make_table().rows)
+  assert {len(row) for row in shown['rows']} == {len(shown['columns'])}
   text = (folder / 'report.md').read_text('utf-8')
   assert report.markdown(make_table()) in text
   ratio = '2 rows: median 0.89, from 0.80 to 0.98.'

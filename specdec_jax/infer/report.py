@@ -25,12 +25,16 @@ class Mode:
 
   Attributes:
     compile_seconds: of all programs that were needed, not part of `seconds`.
+    first_output_seconds: from the start of the process to the first output;
+      where both modes run, plain decoding comes first. None where it is not
+      known.
     completions: line index -> completion.
     batches: the line indices of each batch, in the order of decoding.
     seconds: wall time of each batch, tokenisation included.
   """
 
   compile_seconds: float = 0.0
+  first_output_seconds: float | None = None
   completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
   batches: list[list[int]] = dataclasses.field(default_factory=list)
   seconds: list[float] = dataclasses.field(default_factory=list)
@@ -100,6 +104,7 @@ def _summarise_mode(mode: Mode) -> dict[str, Any]:
     'ms_per_token_median': _median([ms for ms in mode.ms_per_token() if ms]),
     'seconds': seconds,
     'compile_seconds': mode.compile_seconds,
+    'first_output_seconds': mode.first_output_seconds,
   }
 
 
@@ -155,6 +160,10 @@ def rows(summary: Mapping[str, Any]) -> list[list[str]]:
       table.append([title, '1.00', f'{summary[key]:.2f}'])
   compiled = (f'{summary[name]["compile_seconds"]:.1f}' for name in names)
   table.append(['compile, s (apart)', *compiled])
+  first = [summary[name].get('first_output_seconds') for name in names]
+  if any(first):
+    cells = ('-' if s is None else f'{s:.1f}' for s in first)
+    table.append(['start to first output, s', *cells])
   return table
 
 

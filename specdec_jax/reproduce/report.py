@@ -8,6 +8,7 @@ says why, and forced acceptance is said wherever a number of it stands.
 import csv
 import dataclasses
 import io
+import json
 import os
 import pathlib
 import statistics
@@ -329,14 +330,15 @@ def write(
   machine: Mapping[str, Any] | None = None,
   figures: Mapping[str, str] | None = None,
 ) -> list[pathlib.Path]:
-  """Writes report.md and a CSV a table, each whole or not at all.
+  """Writes report.md, and CSV and JSON a table, each whole or not at all.
 
   Args:
     output_dir: is made if it is not there.
     tables: in the order of the report; may be empty if there are figures.
     title: of the report.
     introduction: below it.
-    machine: `environment.describe()` of where it was measured.
+    machine: `environment.describe()` of where it was measured; the JSON needs
+      it.
     figures: file name in `output_dir` -> what it shows.
 
   Returns:
@@ -359,6 +361,10 @@ def write(
     path = folder / f'{table.name}.csv'
     files.write_atomically(path, csv_text(table).encode())
     written.append(path)
+    if machine:
+      shown = folder / f'{table.name}.json'
+      files.write_atomically(shown, json_text(table, machine).encode())
+      written.append(shown)
     parts.append(markdown(table))
     if sentence := agreement(table):
       parts.append(f'{sentence}\n')
@@ -373,6 +379,18 @@ def write(
   path = folder / REPORT
   files.write_atomically(path, '\n'.join(parts).encode())
   return [*written, path]
+
+
+def json_text(table: Table, machine: Mapping[str, Any]) -> str:
+  """The table without its notes, for a document that takes it in."""
+  shown = {
+    'kind': 'table',
+    'title': table.full_title,
+    'columns': header(table)[:-1],
+    'rows': [row[:-1] for row in cells(table)],
+    'machine': dict(machine),
+  }
+  return json.dumps(shown, indent=1) + '\n'
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
