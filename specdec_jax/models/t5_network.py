@@ -1,0 +1,349 @@
+"""The linen modules of T5 1.0 and 1.1, and their sizes.
+
+The parameter tree is T5X's, so that a T5X checkpoint loads without renaming.
+Layers are unrolled: a scanned stack would copy its weights at each step.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+
+from specdec_jax.models import kv_cache, layers
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+  """Shape of a T5; the fields are T5X's.
+
+  Attributes:
+    vocab_size: V, rows of the embedding (T5's own are padded to 32128).
+    emb_dim: M.
+    num_heads: H.
+    num_encoder_layers: layers of the encoder.
+    num_decoder_layers: layers of the decoder.
+    head_dim: D; H * D need not be M.
+    mlp_dim: width of the feed-forward block.
+    mlp_activations: ('relu',) in T5 1.0, ('gelu', 'linear') in T5 1.1.
+    dropout_rate: used in training only.
+    logits_via_embedding: True in T5 1.0 (the output layer is the embedding).
+    dtype: of the computation, 'float32' or 'bfloat16'.
+
+  Raises:
+    ValueError: a size is not positive, or a name is not known.
+  """
+
+  vocab_size: int
+  emb_dim: int
+  num_heads: int
+  num_encoder_layers: int
+  num_decoder_layers: int
+  head_dim: int
+  mlp_dim: int
+  mlp_activations: tuple[str, ...] = ('gelu', 'linear')
+  dropout_rate: float = 0.0
+  logits_via_embedding: bool = False
+  dtype: str = 'float32'
+
+  def __post_init__(self):
+    object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type in (int, 'int') and value < 1:
+        raise ValueError(
+          f'T5Config.{field.name} must be at least 1, got {value}.'
+        )
+    if self.dtype not in ('float32', 'bfloat16'):
+      raise ValueError(
+        f"T5Config.dtype must be 'float32' or 'bfloat16', got {self.dtype!r}."
+      )
+    unknown = set(self.mlp_activations) - set(layers.ACTIVATIONS)
+    if unknown or not self.mlp_activations:
+      raise ValueError(
+        'T5Config.mlp_activations must name one or more of'
+        f' {sorted(layers.ACTIVATIONS)}, got {self.mlp_activations}.'
+      )
+
+
+def _attention(config: T5Config) -> layers.Attention:
+  return layers.Attention(
+    config.num_heads, config.head_dim, config.emb_dim, config.dtype
+  )
+
+
+def _mlp(config: T5Config) -> layers.MLP:
+  return layers.MLP(
+    config.emb_dim,
+    config.mlp_dim,
+    config.mlp_activations,
+    config.dropout_rate,
+    config.dtype,
+  )
+
+
+def _dropout(config: T5Config) -> nn.Dropout:
+  return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,))
+
+
+class EncoderLayer(nn.Module):
+  """Self-attention and a feed-forward block, each with its residual."""
+
+  config: T5Config
+
+  def setup(self):
+    self.pre_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.attention = _attention(self.config)
+    self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.mlp = _mlp(self.config)
+    self.dropout = _dropout(self.config)
+
+  def __call__(self, x, bias, deterministic):
+    """Maps [B, E, M] to [B, E, M]; bias is [B, H, E, E]."""
+    normed = self.pre_attention_layer_norm(x)
+    queries, keys, values = self.attention.project_qkv(normed)
+    mixed = layers.attend(queries, slots_last(keys), slots_last(values), bias)
+    mixed = self.attention.out(mixed)
+    x = x + self.dropout(mixed, deterministic=deterministic)
+    hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
+    return x + self.dropout(hidden, deterministic=deterministic)
+
+
+class Encoder(nn.Module):
+  """The encoder stack with its relative bias and final norm."""
+
+  config: T5Config
+
+  def setup(self):
+    config = self.config
+    self.relpos_bias = layers.RelativeBias(config.num_heads, bidirectional=True)
+    self.layers = [
+      EncoderLayer(config) for _ in range(config.num_encoder_layers)
+    ]
+    self.encoder_norm = layers.RMSNorm(config.dtype)
+    self.dropout = _dropout(config)
+
+  def __call__(self, x, padding_bias, deterministic):
+    """Maps embedded inputs [B, E, M] to [B, E, M]."""
+    position = np.arange(x.shape[1])
+    bias = self.relpos_bias(position[None, :] - position[:, None])
+    bias = bias[None] + padding_bias
+    x = self.dropout(x, deterministic=deterministic)
+    for layer in self.layers:
+      x = layer(x, bias, deterministic)
+    return self.dropout(self.encoder_norm(x), deterministic=deterministic)
+
+
+class DecoderLayer(nn.Module):
+  """Self-attention, cross-attention and a feed-forward block."""
+
+  config: T5Config
+
+  def setup(self):
+    self.pre_self_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.self_attention = _attention(self.config)
+    self.pre_cross_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.encoder_decoder_attention = _attention(self.config)
+    self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.mlp = _mlp(self.config)
+    self.dropout = _dropout(self.config)
+
+  def __call__(self, x, remember, read, cross, deterministic):
+    """Maps [B, S, M] to [B, S, M].
+
+    Args:
+      x: [B, S, M].
+      remember: maps this call's keys and values, each [B, S, H, D], to those
+        that are attended to, each [B, H, D, T].
+      read: attention over them, (queries, keys, values) -> [B, S, H * D].
+      cross: keys and values [B, H, D, E] and their bias.
+      deterministic: whether dropout is off.
+    """
+    attention = self.self_attention
+    normed = self.pre_self_attention_layer_norm(x)
+    queries, keys, values = attention.project_qkv(normed)
+    keys, values = remember(keys, values)
+    mixed = read(queries, keys, values)
+    x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
+    normed = self.pre_cross_attention_layer_norm(x)
+    attention = self.encoder_decoder_attention
+    mixed = layers.attend(attention.project_query(normed), *cross)
+    x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
+    hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
+    x = x + self.dropout(hidden, deterministic=deterministic)
+    return x, keys, values
+
+
+class Decoder(nn.Module):
+  """The decoder stack, with or without a cache."""
+
+  config: T5Config
+
+  def setup(self):
+    config = self.config
+    self.relpos_bias = layers.RelativeBias(
+      config.num_heads, bidirectional=False
+    )
+    self.layers = [
+      DecoderLayer(config) for _ in range(config.num_decoder_layers)
+    ]
+    self.decoder_norm = layers.RMSNorm(config.dtype)
+    self.dropout = _dropout(config)
+    if not config.logits_via_embedding:
+      self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
+
+  def position_bias(self, num_slots: int):
+    """Returns `KVCache.position_bias`, float32[H, 2 * num_slots]."""
+    relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    bias = self.relpos_bias(np.minimum(relative, 0))
+    return jnp.where(relative > 0, layers.MASKED, bias)
+
+  def cross_kv(self, encoded):
+    """Returns each layer's cross-attention keys and values, [B, H, D, E]."""
+    pairs = [
+      layer.encoder_decoder_attention.project_kv(encoded)
+      for layer in self.layers
+    ]
+    keys = tuple(slots_last(pair[0]) for pair in pairs)
+    values = tuple(slots_last(pair[1]) for pair in pairs)
+    return keys, values
+
+  def _head(self, x, embedder, deterministic):
+    x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
+    if self.config.logits_via_embedding:
+      # T5 1.0 rescales what its shared embedding reads.
+      logits = embedder.attend(x / np.sqrt(self.config.emb_dim))
+    else:
+      logits = self.logits_dense(x)
+    return logits.astype(jnp.float32)
+
+  def __call__(self, x, embedder, encoded, cross_bias, deterministic):
+    """Teacher-forced logits [B, S, V] of embedded tokens [B, S, M]."""
+    position = np.arange(x.shape[1])
+    relative = position[None, :] - position[:, None]
+    bias = self.relpos_bias(np.minimum(relative, 0))
+    bias = jnp.where(relative > 0, layers.MASKED, bias)[None]
+    read = functools.partial(layers.attend, bias=bias)
+    x = self.dropout(x, deterministic=deterministic)
+    cross = zip(*self.cross_kv(encoded), strict=True)
+    for layer, kv in zip(self.layers, cross, strict=True):
+      x, _, _ = layer(
+        x,
+        lambda keys, values: (slots_last(keys), slots_last(values)),
+        read,
+        (*kv, cross_bias),
+        deterministic,
+      )
+    return self._head(x, embedder, deterministic)
+
+  def extend(self, x, embedder, cache, write=kv_cache.write):
+    """Logits [B, S, V] and the cache grown by S embedded tokens."""
+    num_queries = x.shape[1]
+    bias = kv_cache.read_position_bias(
+      cache.position_bias, cache.length, num_queries
+    )
+    read = _bucketed_read(cache, bias, num_queries)
+    new_keys, new_values = [], []
+    for i, layer in enumerate(self.layers):
+
+      def remember(keys, values, i=i):
+        return (
+          write(cache.keys[i], keys, cache.length),
+          write(cache.values[i], values, cache.length),
+        )
+
+      cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
+      x, keys, values = layer(x, remember, read, cross, True)
+      new_keys.append(keys)
+      new_values.append(values)
+    cache = cache.replace(
+      keys=tuple(new_keys),
+      values=tuple(new_values),
+      length=cache.length + num_queries,
+    )
+    return self._head(x, embedder, True), cache
+
+
+def _bucketed_read(cache, bias, num_queries):
+  """Attention over the shortest bucket that holds every live slot.
+
+  Only the read is inside the switch: a switch around the write as well would
+  copy the cache. A finished row is rewound to length 0 by the loops, so the
+  bucket follows the longest unfinished row.
+  """
+  sizes = kv_cache.buckets(cache.num_slots)
+
+  def attend_prefix(size, queries, keys, values, bias):
+    return layers.attend(
+      queries, keys[..., :size], values[..., :size], bias[..., :size]
+    )
+
+  branches = [functools.partial(attend_prefix, size) for size in sizes]
+  if len(branches) == 1:
+    return functools.partial(layers.attend, bias=bias)
+  needed = jnp.max(cache.length) + num_queries
+  index = jnp.sum(jnp.asarray(sizes) < needed)
+
+  def read(queries, keys, values):
+    return lax.switch(index, branches, queries, keys, values, bias)
+
+  return read
+
+
+def slots_last(x: jax.Array) -> jax.Array:
+  """Maps [B, S, H, D] to the cache's [B, H, D, S]."""
+  return x.transpose(0, 2, 3, 1)
+
+
+class EncoderDecoder(nn.Module):
+  """The linen module behind `t5.T5`."""
+
+  config: T5Config
+
+  def setup(self):
+    config = self.config
+    self.token_embedder = layers.Embed(
+      config.vocab_size, config.emb_dim, config.dtype
+    )
+    self.encoder = Encoder(config)
+    self.decoder = Decoder(config)
+
+  def encode(self, inputs, deterministic=True):
+    padding_bias = jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
+    embedded = self.token_embedder(inputs)
+    return self.encoder(embedded, padding_bias, deterministic), padding_bias
+
+  def __call__(self, inputs, decoder_inputs, deterministic=True):
+    encoded, bias = self.encode(inputs, deterministic)
+    embedded = self.token_embedder(decoder_inputs)
+    return self.decoder(
+      embedded, self.token_embedder, encoded, bias, deterministic
+    )
+
+  def prefill(self, inputs, max_length):
+    encoded, bias = self.encode(inputs)
+    cross_keys, cross_values = self.decoder.cross_kv(encoded)
+    config = self.config
+    shape = (inputs.shape[0], config.num_heads, config.head_dim, max_length)
+
+    def empty():
+      return tuple(
+        jnp.zeros(shape, config.dtype) for _ in range(config.num_decoder_layers)
+      )
+
+    return kv_cache.KVCache(
+      keys=empty(),
+      values=empty(),
+      cross_keys=cross_keys,
+      cross_values=cross_values,
+      cross_bias=bias,
+      position_bias=self.decoder.position_bias(max_length),
+      length=jnp.zeros(inputs.shape[:1], jnp.int32),
+    )
+
+  def extend(self, cache, tokens):
+    embedded = self.token_embedder(tokens)
+    return self.decoder.extend(embedded, self.token_embedder, cache)
