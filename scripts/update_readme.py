@@ -9,7 +9,11 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
 
   'decode'  summary.json as scripts/decode.py writes it
   'quality' summary.json as scripts/evaluate.py writes it
-  'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}}
+  'benchmark'    as scripts/benchmark.py writes it
+  'calibration'  as scripts/calibrate.py writes it
+  'alpha'        as scripts/measure_alpha.py writes it
+  'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
+            as scripts/reproduce.py and benchmarks/peers.py write it
 """
 
 import json
@@ -23,7 +27,7 @@ from specdec_jax import files
 from specdec_jax.infer import quality, report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTS = ('README.md', 'demo/README.md')
+DOCUMENTS = ('README.md', 'demo/README.md', 'benchmarks/README.md')
 _BLOCK = re.compile(
   r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
   r'.*?(?P<end><!-- /results -->)',
@@ -70,9 +74,10 @@ def _render(path: pathlib.Path) -> str:
   if kind == 'table':
     table = _table([result['columns'], *result['rows']])
     return f'{result["title"]} ({_machine(result["machine"])}):\n\n{table}'
-  raise ValueError(
-    f"{path}: expected kind 'decode', 'quality' or 'table', got {kind!r}"
-  )
+  if kind in _RENDERERS:
+    return _RENDERERS[kind](result)
+  known = ['decode', 'quality', 'table', *_RENDERERS]
+  raise ValueError(f'{path}: expected a kind of {known}, got {kind!r}')
 
 
 def _render_decode(
@@ -114,6 +119,89 @@ def _render_quality(summary: Mapping[str, Any]) -> str:
   if errors := summary['errors']:
     parts.append(f'Sources that could not be decoded: {len(errors)}.')
   return '\n\n'.join(parts)
+
+
+def _render_benchmark(record: Mapping[str, Any]) -> str:
+  parts = []
+  for setting in record['settings']:
+    forced = record['forced_acceptance']
+    note = '' if forced is None else f', acceptance forced to {forced}'
+    parts.append(
+      f'{record["name"]}: {record["weights"]} weights{note}; batch'
+      f' {setting["batch"]}, input {setting["input_len"]}, output'
+      f' {setting["decode_len"]} tokens, temperature'
+      f' {setting["temperature"]:g}; {_machine(record["machine"])}.'
+    )
+    plain = setting['times_ms']['plain_loop']
+    body = [
+      ['plain loop, ms a token', f'{plain["median"]:.2f}'],
+      [
+        "of a matrix-vector product's bandwidth",
+        f'{setting["bandwidth_fraction"]:.0%}',
+      ],
+      ['compile, plain loop, s', f'{setting["compile_seconds"]["plain"]:.1f}'],
+    ]
+    for size, cost in setting['call_cost'].items():
+      if size != '1':
+        body.append([f'v({size})', f'{cost:.2f}'])
+    for row in setting['gammas']:
+      name = f'gamma {row["gamma"]}: '
+      excess = row['measured_over_predicted'] - 1
+      body += [
+        [f'{name}c inside a round', f'{row["cost_ratio"]:.3f}'],
+        [f'{name}acceptance of the run', f'{row["acceptance_rate"]:.3f}'],
+        [f'{name}loop over its rounds, as measured apart', f'{excess:+.1%}'],
+        [f'{name}expected speed-up', f'{row["expected_speed_up"]:.2f}'],
+        [f'{name}speed-up', f'{row["speed_up"]:.2f}'],
+      ]
+    parts.append(_table([['', 'measured'], *body]))
+  return '\n\n'.join(parts)
+
+
+def _render_calibration(found: Mapping[str, Any]) -> str:
+  record = found['record']
+  rate, (low, high) = record['acceptance_rate'], found['interval']
+  factors = record['factors']
+  body = [
+    [
+      str(gamma),
+      f'{record["costs"]["call_cost"][str(gamma + 1)]:.2f}',
+      f'{x:.2f}',
+    ]
+    for gamma, x in enumerate(factors)
+  ]
+  return '\n\n'.join(
+    [
+      f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f}, c ='
+      f' {record["cost_ratio"]:.3f}; gamma = {found["gamma"]} is expected to be'
+      f' {found["expected_speed_up"]:.2f} times as fast ({low:.2f} to'
+      f' {high:.2f}); {_machine(record["machine"])}.',
+      _table([['gamma', 'v(gamma + 1)', 'expected speed-up'], *body]),
+    ]
+  )
+
+
+def _render_alpha(record: Mapping[str, Any]) -> str:
+  body = [
+    [
+      row['target'],
+      row['draft'],
+      f'{row["temperature"]:g}',
+      f'{row["alpha"]:.3f} ± {row["standard_error"]:.3f}',
+      f'{row["observed"]:.3f} ± {row["observed_standard_error"]:.3f}',
+      f'{row["num_tokens"]:,}',
+    ]
+    for row in record['rows']
+  ]
+  columns = ['target', 'draft', 'T', 'alpha', 'observed', 'tokens']
+  return f'{_machine(record["machine"])}.\n\n{_table([columns, *body])}'
+
+
+_RENDERERS = {
+  'benchmark': _render_benchmark,
+  'calibration': _render_calibration,
+  'alpha': _render_alpha,
+}
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -105,6 +105,53 @@ def test_quality_becomes_a_table(tmp_path):
   assert 'could not be decoded: 1' in text
 
 
+def test_a_benchmark(tmp_path):
+  row = {'gamma': 3, 'cost_ratio': 0.125, 'acceptance_rate': 0.75}
+  row |= {'measured_over_predicted': 1.04, 'expected_speed_up': 1.8}
+  setting = {
+    'batch': 1,
+    'input_len': 32,
+    'decode_len': 120,
+    'temperature': 0.0,
+    'times_ms': {'plain_loop': {'median': 20.814}},
+    'bandwidth_fraction': 0.853,
+    'compile_seconds': {'plain': 2.2},
+    'call_cost': {'1': 1.0, '4': 1.18},
+    'gammas': [row | {'speed_up': 1.7}],
+  }
+  record = {'kind': 'benchmark', 'name': 'base', 'weights': 'random'}
+  record |= {'forced_acceptance': 0.75, 'settings': [setting]}
+  text = fill(tmp_path, record | {'machine': MACHINE})
+  assert 'base: random weights, acceptance forced to 0.75; batch 1' in text
+  assert '| plain loop, ms a token | 20.81 |' in text
+  assert '| v(4) | 1.18 |' in text and 'v(1)' not in text
+  assert '| gamma 3: loop over its rounds, as measured apart | +4.0% |' in text
+  assert '| gamma 3: speed-up | 1.70 |' in text
+
+
+def test_a_calibration(tmp_path):
+  record = {
+    'acceptance_rate': {'alpha': 0.71, 'standard_error': 0.012},
+    'cost_ratio': 0.1,
+    'factors': [1.0, 1.31],
+    'costs': {'call_cost': {'1': 1.0, '2': 1.2}},
+    'machine': MACHINE,
+  }
+  found = {'kind': 'calibration', 'gamma': 1, 'expected_speed_up': 1.31}
+  text = fill(tmp_path, found | {'interval': [1.2, 1.4], 'record': record})
+  assert 'Acceptance 0.710 ± 0.012, c = 0.100; gamma = 1' in text
+  assert '1.31 times as fast (1.20 to 1.40)' in text
+  assert '| 1 | 1.20 | 1.31 |' in text
+
+
+def test_acceptance_rates(tmp_path):
+  row = {'target': 'big', 'draft': 'small', 'temperature': 1.0, 'alpha': 0.7}
+  row |= {'standard_error': 0.01, 'observed': 0.69, 'num_tokens': 12000}
+  row |= {'observed_standard_error': 0.02}
+  text = fill(tmp_path, {'kind': 'alpha', 'rows': [row], 'machine': MACHINE})
+  assert '| big | small | 1 | 0.700 ± 0.010 | 0.690 ± 0.020 | 12,000 |' in text
+
+
 def test_without_results_the_block_names_the_command(tmp_path):
   text = update_readme.fill(BLOCK.format('none.json'), tmp_path)
   assert 'Nothing has been measured yet' in text and '`make results`' in text
@@ -130,8 +177,8 @@ def test_blocks_of_the_repository_are_up_to_date(name):
 def test_main(tmp_path, monkeypatch, capsys):
   """Each document is filled; --check only says which would be."""
   monkeypatch.setattr(update_readme, 'ROOT', tmp_path)
-  (tmp_path / 'demo').mkdir()
   for name in update_readme.DOCUMENTS:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(BLOCK.format('none.json'))
   assert update_readme.main(['--check']) == 1
   assert 'README.md, demo/README.md' in capsys.readouterr().err
