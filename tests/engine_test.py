@@ -16,7 +16,6 @@ from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import compilation_cache, testing
 from specdec_jax import tokenizer as tokenizer_lib
 from specdec_jax.engine import Engine, Model
-from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.probs import SamplingConfig
 
 MAX_INPUT, MAX_OUTPUT = 24, 16
@@ -24,36 +23,12 @@ TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 POISON = 'Q'  # its embedding is NaN in the poisoned engine
 SAMPLED = SamplingConfig(temperature=1.0)
 
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('engine')
-
-
-@pytest.fixture(scope='module', autouse=True)
-def own_cache(folder):
-  with small_vocabulary.own_compilation_cache(folder):
-    yield
-
-
-@pytest.fixture(scope='module')
-def tokenizer(folder):
-  return small_vocabulary.train(folder)
+pytestmark = pytest.mark.usefixtures('own_cache')
 
 
 def make_t5(seed: int, layers: int, vocab_size: int = VOCAB_SIZE) -> Model:
   """Random weights whose greedy output depends on the input."""
-  network = T5(
-    T5Config(
-      vocab_size=vocab_size,
-      emb_dim=16,
-      num_heads=2,
-      head_dim=8,
-      num_encoder_layers=1,
-      num_decoder_layers=layers,
-      mlp_dim=32,
-    )
-  )
+  network = small_vocabulary.network(layers, vocab_size)
   return Model(network, network.init(jax.random.key(seed)))
 
 

@@ -8,7 +8,6 @@ import itertools
 import numpy as np
 import pytest
 
-import small_vocabulary
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax.completion import Text
 from specdec_jax.engine import Engine, Model
@@ -16,21 +15,7 @@ from specdec_jax.testing import MarkovModel
 
 SCRIPT = 'the dog <end> grün 5€ 😀 a cat'
 
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('engine_text')
-
-
-@pytest.fixture(scope='module', autouse=True)
-def own_cache(folder):
-  with small_vocabulary.own_compilation_cache(folder):
-    yield
-
-
-@pytest.fixture(scope='module')
-def tokenizer(folder):
-  return small_vocabulary.train(folder)
+pytestmark = pytest.mark.usefixtures('own_cache')
 
 
 def chain(tokens) -> MarkovModel:

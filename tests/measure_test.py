@@ -7,44 +7,14 @@ import jax
 import pytest
 import rich.console
 
-import small_vocabulary
-from small_vocabulary import VOCAB_SIZE
+from small_vocabulary import network
 from specdec_jax import calibration, infer, measure
 from specdec_jax.bench import memory
 from specdec_jax.engine import Engine, Model
-from specdec_jax.models.t5 import T5, T5Config
 
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 
-
-def network(layers: int) -> T5:
-  return T5(
-    T5Config(
-      vocab_size=VOCAB_SIZE,
-      emb_dim=16,
-      num_heads=2,
-      head_dim=8,
-      num_encoder_layers=1,
-      num_decoder_layers=layers,
-      mlp_dim=32,
-    )
-  )
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('measure')
-
-
-@pytest.fixture(scope='module', autouse=True)
-def own_cache(folder):
-  with small_vocabulary.own_compilation_cache(folder):
-    yield
-
-
-@pytest.fixture(scope='module')
-def tokenizer(folder):
-  return small_vocabulary.train(folder)
+pytestmark = pytest.mark.usefixtures('own_cache')
 
 
 @pytest.fixture(scope='module')

@@ -5,26 +5,12 @@ import json
 import pytest
 import rich.console
 
+from small_vocabulary import network
 from specdec_jax import paper, reproduce
 from specdec_jax.bench import memory, suite
-from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.reproduce import tables
 
 ROW = paper.Table2Row('ende', 't5_small', 0, 2, 0.75, 3.4)
-
-
-def network(layers: int) -> T5:
-  return T5(
-    T5Config(
-      vocab_size=50,
-      emb_dim=16,
-      num_heads=2,
-      head_dim=8,
-      num_encoder_layers=1,
-      num_decoder_layers=layers,
-      mlp_dim=32,
-    )
-  )
 
 
 def make(output_dir, **options):
