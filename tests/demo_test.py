@@ -13,21 +13,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / 'demo'
 TEST_SPLIT = ROOT.parent / 'shared' / 'data' / 'ende' / 'tatoeba.test.tsv.gz'
 TARGET = dict(
-  emb_dim=192,
-  num_heads=4,
-  head_dim=48,
-  num_encoder_layers=3,
-  num_decoder_layers=6,
-  mlp_dim=448,
-)
-DRAFT = dict(
   emb_dim=128,
   num_heads=4,
-  head_dim=48,
+  head_dim=32,
   num_encoder_layers=3,
-  num_decoder_layers=2,
-  mlp_dim=448,
+  num_decoder_layers=18,
+  mlp_dim=384,
 )
+DRAFT = TARGET | {'num_decoder_layers': 1}
 RAGGED = 7  # rows of different lengths that finish at their own times
 
 pytestmark = pytest.mark.skipif(
