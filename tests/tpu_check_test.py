@@ -130,6 +130,7 @@ def test_results_report_and_restart(tmp_path, on_cpu, monkeypatch):
   report = (folder / 'report.md').read_text()
   assert '## Memory of the pair' in report and '| ende | t5_small |' in report
   assert '3.4' in shown and 'yes' in shown
+  assert both['missing'] == [] and 'Not compiled yet' not in report
   with pytest.raises(ValueError, match='other settings: gb_per_s differ'):
     check(settings(tmp_path, gb_per_s=900.0), ROWS)
 

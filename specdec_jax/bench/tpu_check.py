@@ -116,14 +116,23 @@ def check(
   ) as progress:
     bar = progress.add_task('Compiling', total=len(rows))
     for row in rows:
+      # First, too: a run that goes on shows at once what there is.
+      _write(config, _results(settings, rows, done))
       if _key(row) not in done:
         done[_key(row)] = _check_row(config, row, compiler)
-        _write(config, {'settings': settings, 'rows': list(done.values())})
       progress.advance(bar)
-  results = {'settings': settings, 'rows': [done[_key(row)] for row in rows]}
+  results = _results(settings, rows, done)
   _write(config, results)
   tpu_report.show(console, results)
   return results
+
+
+def _results(settings, rows: Sequence[Row], done) -> dict[str, Any]:
+  """What is there, and the names of the rows that are not."""
+  keys = [_key(row) for row in rows]
+  missing = [' '.join(map(str, key)) for key in keys if key not in done]
+  found = [done[key] for key in keys if key in done]
+  return {'settings': settings, 'rows': found, 'missing': missing}
 
 
 def _check_rows(config: TpuCheckConfig, rows: Sequence[Row]) -> None:

@@ -138,6 +138,7 @@ def markdown(results: _Record) -> str:
       f' {settings["decode_lens"][task]} output tokens.'
       for task, length in settings['input_lens'].items()
     ),
+    *(f'- Not compiled yet: {name}.' for name in results['missing']),
     '',
     '## What the bytes predict',
     '',
