@@ -83,8 +83,9 @@ class SamplingConfig:
         f'temperature has {temperature.size} values for {batch} examples; '
         'give one number for all of them or one for each'
       )
-    # Still on the host: a program's call moves them, all at once.
-    made: Any = SamplingParams(
+    # Arrays of the host: a program's call moves them, all at once.
+    from_host: Any = SamplingParams
+    made: SamplingParams = from_host(
       temperature=np.broadcast_to(temperature, (batch,)),
       top_k=np.asarray(self.top_k, np.int32),
       top_p=np.asarray(self.top_p, np.float32),
