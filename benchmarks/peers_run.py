@@ -3,8 +3,6 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
-import os
 import pathlib
 import tempfile
 import time
@@ -12,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
 import rich.table
 import rich.text
 
@@ -25,10 +22,11 @@ from benchmarks.peers_systems import (
   System,
 )
 from specdec_jax import files
-from specdec_jax.bench import timing
+from specdec_jax.bench import settings, timing
+from specdec_jax.bench.report import with_progress
 from specdec_jax.engine import Model
 from specdec_jax.environment import describe
-from specdec_jax.infer import lines as lines_lib
+from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.tokenizer import Tokenizer
 
 INSTALL = "pip install -e '.[peers]'"
@@ -92,18 +90,11 @@ class PeersConfig:
   name: str = 'peers'
 
   def __post_init__(self):
-    least = {'gamma': 1, 'lookup_tokens': 1, 'repeats': 1, 'max_input_len': 2}
-    least |= {'max_decode_len': 1}
+    settings.check_at_least(self, gamma=1, lookup_tokens=1, repeats=1)
+    settings.check_at_least(self, max_input_len=2, max_decode_len=1)
     for field in ('num_lines', 'assistant_tokens', 'threads'):
       if getattr(self, field) is not None:
-        least[field] = 1
-    for field, minimum in least.items():
-      value = getattr(self, field)
-      if type(value) is not int or value < minimum:
-        raise ValueError(
-          f'PeersConfig.{field} must be a whole number, at least {minimum},'
-          f' got {value!r}.'
-        )
+        settings.check_at_least(self, **{field: 1})
     unknown = [name for name in self.systems if name not in SYSTEMS]
     if unknown or isinstance(self.systems, str):
       raise ValueError(
@@ -147,30 +138,30 @@ def compare(
   console = console or rich.console.Console()
   names = [name for name in SYSTEMS if name in {PLAIN, *config.systems}]
   _check_packages(names)
-  texts = _texts(config)
+  texts = read_prompts(config.input_file, config.tokenizer)[: config.num_lines]
   entrants = {name: _Entrant() for name in names}
-  progress = rich.progress.Progress(
-    console=console, transient=True, disable=not console.is_terminal
-  )
-  with tempfile.TemporaryDirectory() as folder, progress:
-    pair = _pair(config, pathlib.Path(folder))
-    task = progress.add_task('Loading', total=len(names))
+
+  def load(advance):
     for name, entrant in entrants.items():
       _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
-      progress.advance(task)
-    if entrants[PLAIN].failure:
-      raise ValueError(f'{PLAIN} failed: {entrants[PLAIN].failure}')
-    task = progress.add_task('Measuring', total=config.repeats * len(names))
+      advance()
+
+  def measure(advance):
     for _ in range(config.repeats):
       for entrant in entrants.values():
         _guarded(entrant, _pass, entrant, texts)
-        progress.advance(task)
+        advance()
+
+  with tempfile.TemporaryDirectory() as folder:
+    pair = _pair(config, pathlib.Path(folder))
+    with_progress(console, 'Loading', len(names), load)
+    if entrants[PLAIN].failure:
+      raise ValueError(f'{PLAIN} failed: {entrants[PLAIN].failure}')
+    with_progress(console, 'Measuring', config.repeats * len(names), measure)
   record = _record(config, pair.threads, texts, entrants)
   _print(console, record)
   if config.output_file:
-    os.makedirs(os.path.dirname(config.output_file) or '.', exist_ok=True)
-    text = json.dumps(record, indent=1) + '\n'
-    files.write_atomically(config.output_file, text.encode())
+    files.write_json(config.output_file, record)
   return record
 
 
@@ -183,18 +174,6 @@ def _check_packages(names: Sequence[str]) -> None:
       f'The peers need packages that are not installed: {", ".join(missing)}.'
       f' Install them by {INSTALL}, or choose fewer systems.'
     )
-
-
-def _texts(config: PeersConfig) -> list[str]:
-  lines = lines_lib.count_tokens(
-    lines_lib.read_lines(config.input_file), config.tokenizer, None
-  )
-  texts = [line.text for line in lines if line.num_tokens]
-  if not texts:
-    raise ValueError(
-      f'The input file {config.input_file!r} has no line with text.'
-    )
-  return texts[: config.num_lines]
 
 
 def _pair(config: PeersConfig, folder: pathlib.Path) -> Pair:

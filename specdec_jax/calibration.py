@@ -74,9 +74,8 @@ class Calibration:
       )
 
   def save(self, path: str) -> None:
-    """Writes it as JSON."""
-    text = json.dumps({'kind': _KIND, **dataclasses.asdict(self)}, indent=1)
-    files.write_atomically(path, (text + '\n').encode())
+    """Writes it as JSON; makes its folder."""
+    files.write_json(path, {'kind': _KIND, **dataclasses.asdict(self)})
 
 
 def load(path: str) -> Calibration:

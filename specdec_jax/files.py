@@ -1,8 +1,10 @@
 """Writing a file whole or not at all."""
 
 import contextlib
+import json
 import os
 import tempfile
+from typing import Any
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -33,3 +35,23 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
       os.unlink(temporary)
     raise
+
+
+def write_json(
+  path: str | os.PathLike[str], value: Any, *, indent: int = 1, **options
+) -> None:
+  """Writes a value as JSON, whole or not at all; makes its folder.
+
+  Args:
+    path: is replaced.
+    value: what `json.dumps` takes.
+    indent: blanks a level.
+    **options: further ones of `json.dumps`, such as sort_keys.
+
+  Raises:
+    OSError: the folder cannot be made or written, or the disk is full.
+    TypeError: `value` is not JSON; nothing is written then.
+  """
+  text = json.dumps(value, indent=indent, **options) + '\n'
+  os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
+  write_atomically(path, text.encode())

@@ -1,6 +1,7 @@
 """The benchmark measures what it says; how fast it is, is not tested."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -8,22 +9,22 @@ import numpy as np
 import pytest
 import rich.console
 
+from small_vocabulary import network
 from specdec_jax import bench, partitioning
-from specdec_jax.bench import calls, models, report, run, t5x_style, timing
-from specdec_jax.models import kv_cache, t5
-from specdec_jax.probs import SamplingConfig
-
-TARGET = t5.T5(
-  t5.T5Config(
-    vocab_size=50,
-    emb_dim=16,
-    num_heads=2,
-    head_dim=8,
-    num_encoder_layers=1,
-    num_decoder_layers=2,
-    mlp_dim=24,
-  )
+from specdec_jax.bench import (
+  calls,
+  memory,
+  models,
+  report,
+  run,
+  settings,
+  t5x_style,
+  timing,
 )
+from specdec_jax.models import kv_cache
+
+# All that is compiled has one layer: only shapes matter here.
+NETWORK = network(1, vocab_size=50)
 
 
 def test_functions_take_turns_and_preparation_is_not_timed(monkeypatch):
@@ -55,84 +56,119 @@ def test_functions_take_turns_and_preparation_is_not_timed(monkeypatch):
 
 
 def test_bytes_of_a_call_are_counted_from_shapes():
-  params = partitioning.place(
-    jax.jit(TARGET.init)(jax.random.key(0)),
-    partitioning.Placement(kernel_layout='in_out'),
-  )
-  inputs = jax.numpy.ones((3, 7), jax.numpy.int32)
-  request = calls.make_request(inputs, 20, 0, SamplingConfig(0.0), 0)
+  target = network(2, vocab_size=50)
+  placement = partitioning.Placement(kernel_layout='in_out')
+  params = memory.param_shapes(target, placement)
+  request = memory.request_shapes(3, 7, 20, 0, greedy=True)
   attention = 4 * 16 * 16  # self-attention
   attention += 2 * 16 * 16  # cross-attention: queries and output
-  layer = attention + 3 * 16 * 24 + 3 * 16
+  layer = attention + 3 * 16 * 32 + 3 * 16
   weights = 2 * layer + 16 * 50 + 16 + 2 * 32
   caches = 3 * 2 * 2 * 16 * (64 + 7)  # rows, layers, k and v, H * D, slots
   expected = 4 * (weights + caches)
-  assert calls.decoder_bytes(TARGET, params, request) == expected
-
-
-DRAFT = t5.T5(dataclasses.replace(TARGET.config, num_decoder_layers=1))
+  assert calls.decoder_bytes(target, params, request) == expected
 
 
 def tiny(**options):
   defaults = {'decode_lens': (32,), 'call_sizes': (1,), 'input_lens': (8,)}
   defaults |= {'calls_a_run': 2, 'repeats': 2, 'gammas': (3,)}
-  return bench.BenchmarkConfig(TARGET, DRAFT, **defaults | options)
+  return bench.BenchmarkConfig(NETWORK, NETWORK, **defaults | options)
 
 
-def test_a_whole_run_of_a_tiny_pair(tmp_path):
-  path = tmp_path / 'out/record.json'
+@pytest.fixture(scope='module')
+def measured(folder):
+  """The file, the record and what was shown of a run."""
+  path = folder / 'out/record.json'
   console = rich.console.Console(record=True, width=120)
-  record = report.show(
-    tiny(gammas=(1, 3), batches=(2,), output_file=str(path)), console
-  )
+  config = tiny(batches=(2,), output_file=str(path))
+  return path, report.show(config, console), console.export_text()
+
+
+def test_a_whole_run_of_a_tiny_pair(measured):
+  path, record, text = measured
   assert json.loads(path.read_text()) == record
   assert [setting['batch'] for setting in record['settings']] == [2]
   for setting in record['settings']:
     assert setting['call_cost']['1'] == 1.0
-    assert [row['gamma'] for row in setting['gammas']] == [1, 3]
-    for row in setting['gammas']:
-      median = {n: t['median'] for n, t in setting['times_ms'].items()}
-      a_round = median[f'round_{row["gamma"]}']
-      assert row['predicted_ms'] == pytest.approx(row['rounds'] * a_round)
-      emitted = sum(n * (i + 1) for i, n in enumerate(row['histogram']))
-      assert emitted == 32 * setting['batch']
+    (row,) = setting['gammas']
+    assert row['gamma'] == 3
+    a_round = setting['times_ms']['round_3']['median']
+    assert row['predicted_ms'] == pytest.approx(row['rounds'] * a_round)
+    emitted = sum(n * (i + 1) for i, n in enumerate(row['histogram']))
+    assert emitted == 32 * setting['batch']
   assert record['machine']['jax'] == jax.__version__
-  text = console.export_text()
+  assert record['weights'] == 'random'
   assert 'round_3' in text
   assert 'forced' not in text
 
 
+def test_every_gamma_is_predicted_from_its_own_times(monkeypatch):
+  """By a clock that says what each thing takes; nothing is compiled."""
+  # Seconds: of 2 calls or rounds, of a run, or of 32 tokens.
+  takes = {'matvec': 1.0, 'encoder': 1.0, 'plain_loop': 32 * 4.0}
+  takes |= {'call_1': 2 * 4.0, 'call_2': 2 * 5.0, 'call_4': 2 * 6.0}
+  takes |= {'draft_1': 2 * 1.0, 'round_1': 2 * 6.0, 'speculative_1': 70.0}
+  takes |= {'draft_3': 2 * 3.0, 'round_3': 2 * 12.0, 'speculative_3': 60.0}
+
+  def prepare_calls(config, pair, request, gammas, functions):
+    return {'bytes_per_call': 1}
+
+  def prepare_gamma(config, pair, request, functions, facts):
+    rounds = {1: 10, 3: 5}[request.gamma]
+    return {'gamma': request.gamma, 'rounds': rounds, 'acceptance_rate': 0.5}
+
+  def interleave(functions, repeats, advance):
+    return {name: [seconds] for name, seconds in takes.items()}
+
+  monkeypatch.setattr(run, 'make_pair', lambda *args: models.Pair(1, 2, 3))
+  monkeypatch.setattr(run, '_prepare_calls', prepare_calls)
+  monkeypatch.setattr(run, '_prepare_gamma', prepare_gamma)
+  monkeypatch.setattr(run.calls, 'matvec', lambda: (None, 1))
+  monkeypatch.setattr(run.timing, 'interleave', interleave)
+  (setting,) = run.benchmark(tiny(gammas=(1, 3)))['settings']
+  assert setting['call_cost'] == {'1': 1.0, '2': 1.25, '4': 1.5}
+  one, three = setting['gammas']
+  assert (one['gamma'], three['gamma']) == (1, 3)
+  # What a round takes beyond the target's call, for each proposal.
+  assert (one['cost_ratio'], three['cost_ratio']) == (0.25, 0.5)
+  assert (one['cost_ratio_alone'], three['cost_ratio_alone']) == (0.25, 0.25)
+  assert (one['predicted_ms'], three['predicted_ms']) == (60e3, 60e3)
+  assert one['measured_over_predicted'] == pytest.approx(7 / 6)
+  assert (one['speed_up'], three['speed_up']) == (128 / 70, 128 / 60)
+  # E(gamma, alpha) / (v + gamma c), Section 3.
+  assert one['expected_speed_up'] == pytest.approx(1.5 / 1.5)
+  assert three['expected_speed_up'] == pytest.approx(1.875 / 3)
+  assert one['t5x_style_speed_up'] is None
+
+
 def test_the_grid_is_every_combination():
   config = tiny(batches=(1, 4), temperatures=(0.0, 1.0), decode_lens=(32, 64))
-  settings = list(run.grid(config))
-  assert len(set(settings)) == 8
-  assert settings[0] == (1, 8, 32, 0.0)
+  points = list(run.grid(config))
+  assert len(set(points)) == 8
+  assert points[0] == (1, 8, 32, 0.0)
   assert run.num_steps(config) == 8 * config.repeats
 
 
-def test_forced_acceptance_is_named_in_the_tables():
+def test_forced_acceptance_is_named_in_the_tables(measured, monkeypatch):
+  """That it is forced, tests/suite_test.py shows."""
+  record = measured[1] | {'forced_acceptance': 1.0}
+  monkeypatch.setattr(report, 'benchmark', lambda config, advance: record)
   console = rich.console.Console(record=True, width=160)
-  config = tiny(forced_acceptance=1.0, repeats=1, t5x_style=True)
-  record = report.show(config, console)
-  (row,) = record['settings'][0]['gammas']
-  assert row['histogram'] == [0, 0, 0, 8]
-  assert row['t5x_style_speed_up'] > 0
+  report.show(tiny(forced_acceptance=1.0), console)
   text = ' '.join(console.export_text().split())
+  # In the title, and beside the rate of the run.
   assert text.count('acceptance forced to 1.0, random weights') == 2
 
 
 def test_random_parameters_are_made_in_their_dtype():
-  params = models.random_params(TARGET, 0, 'bfloat16')
-  expected = jax.eval_shape(TARGET.init, jax.random.key(0))
+  params = models.random_params(NETWORK, 0, 'bfloat16')
+  expected = jax.eval_shape(NETWORK.init, jax.random.key(0))
   assert jax.tree.map(jax.numpy.shape, params) == jax.tree.map(
     lambda leaf: leaf.shape, expected
   )
   assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {'bfloat16'}
-  logits = TARGET.logits(
-    partitioning.place(params),
-    jax.numpy.ones((1, 4), jax.numpy.int32),
-    jax.numpy.ones((1, 4), jax.numpy.int32),
-  )
+  tokens = jax.numpy.ones((1, 4), jax.numpy.int32)
+  logits = jax.jit(NETWORK.logits)(partitioning.place(params), tokens, tokens)
   assert 0.1 < float(jax.numpy.std(logits)) < 10.0
 
 
@@ -148,26 +184,61 @@ def test_random_parameters_are_made_in_their_dtype():
 )
 def test_config_says_what_is_wrong(options, words):
   with pytest.raises(ValueError, match=words):
-    bench.BenchmarkConfig(target=TARGET, **options)
+    bench.BenchmarkConfig(target=NETWORK, **options)
+
+
+@dataclasses.dataclass
+class Numbers:
+  """Settings of three kinds."""
+
+  count: int = 1
+  share: float = 0.5
+  sizes: tuple = (1, 2)
+
+
+@pytest.mark.parametrize(
+  ('value', 'words'),
+  [
+    ({'count': 0}, r'Numbers.count must be at least 1, got 0\.'),
+    ({'count': 1.5}, 'Numbers.count must be a whole number, got 1.5'),
+    ({'share': -0.1}, 'Numbers.share must be at least 0, got -0.1'),
+    ({'share': float('nan')}, 'Numbers.share must be at least 0, got nan'),
+    ({'sizes': ()}, r'Numbers.sizes must be a sequence of numbers, got \(\)'),
+    ({'sizes': (2, 0)}, r'Numbers.sizes must be at least 1, got \(2, 0\)'),
+  ],
+)
+def test_checks_of_numbers(value, words):
+  def check(config):
+    settings.check_at_least(config, count=1, share=0.0)
+    settings.check_all_at_least(config, sizes=1)
+
+  check(Numbers())
+  with pytest.raises(ValueError, match=words):
+    check(Numbers(**value))
 
 
 def test_the_t5x_style_loop_gives_the_same_logits():
-  params = jax.jit(TARGET.init)(jax.random.key(0))
+  params = models.random_params(NETWORK, 0, 'float32')
   inputs = jax.numpy.ones((2, 5), jax.numpy.int32)
-  tokens = jax.random.randint(jax.random.key(1), (2, 6), 2, 50)
-  results = []
-  for network in (TARGET, t5x_style.T5XStyle(TARGET.config)):
-    cache = network.prefill(params, inputs, 8)
-    first, cache = network.extend(params, cache, tokens[:, :1])
-    rest, _ = network.extend(params, cache, tokens[:, 1:])
-    results.append((first, rest))
+  tokens = np.random.default_rng(1).integers(2, 50, (2, 6), np.int32)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def read(model, params):
+    cache = model.prefill(params, inputs, 8)
+    first, cache = model.extend(params, cache, tokens[:, :1])
+    rest, _ = model.extend(params, cache, tokens[:, 1:])
+    return first, rest
+
+  ours_and_theirs = (NETWORK, t5x_style.T5XStyle(NETWORK.config))
+  results = [read(model, params) for model in ours_and_theirs]
   for ours, theirs in zip(*results, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_one_hot_write_is_a_write():
-  buffer = jax.random.normal(jax.random.key(0), (2, 3, 4, 8))
-  new = jax.random.normal(jax.random.key(1), (2, 2, 3, 4))
+  rng = np.random.default_rng(0)
+  buffer = jax.numpy.asarray(rng.normal(size=(2, 3, 4, 8)), 'float32')
+  new = jax.numpy.asarray(rng.normal(size=(2, 2, 3, 4)), 'float32')
   start = jax.numpy.asarray([0, 5])
   np.testing.assert_allclose(
     t5x_style.one_hot_write(buffer, new, start),

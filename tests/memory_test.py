@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import gin_cli
+from small_vocabulary import network
 from specdec_jax import partitioning
 from specdec_jax.bench import memory
 from specdec_jax.decoding import speculative
@@ -18,17 +19,8 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models import t5
 from specdec_jax.partitioning import Placement
 
-CONFIG = t5.T5Config(
-  vocab_size=50,
-  emb_dim=16,
-  num_heads=2,
-  head_dim=8,
-  num_encoder_layers=1,
-  num_decoder_layers=2,
-  mlp_dim=24,
-)
-TARGET = t5.T5(CONFIG)
-DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
+TARGET, DRAFT = network(2, vocab_size=50), network(1, vocab_size=50)
+CONFIG = TARGET.config
 # Parameters of the published checkpoints of T5 1.1.
 PUBLISHED = {
   'small': 76_961_152,
@@ -99,7 +91,7 @@ def test_bytes_of_calls_by_hand():
   params = placed(TARGET)
   attention = 4 * 16 * 16  # self-attention
   attention += 2 * 16 * 16  # cross-attention: queries and output
-  layer = attention + 3 * 16 * 24 + 3 * 16
+  layer = attention + 3 * 16 * 32 + 3 * 16
   weights = 4 * (2 * layer + 16 * 50 + 16 + 2 * 32)
   slot = 3 * 2 * 2 * 16 * 4  # rows, layers, k and v, H * D, float32
   for tokens, short in ((1, 128), (5, 124)):
@@ -178,5 +170,5 @@ def test_device_bytes():
 
 
 def test_a_plan_says_what_is_wrong():
-  with pytest.raises(ValueError, match='batch must be at least 1: 0'):
+  with pytest.raises(ValueError, match='batch must be at least 1, got 0'):
     memory.Plan(TARGET, batch=0)

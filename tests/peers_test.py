@@ -38,15 +38,7 @@ TARGET = T5Config(
 )
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tmp_path_factory.mktemp('peers')
-
-
-@pytest.fixture(scope='module', autouse=True)
-def own_cache(folder):
-  with small_vocabulary.own_compilation_cache(folder):
-    yield
+pytestmark = pytest.mark.usefixtures('own_cache')
 
 
 def make_model(config, seed):
@@ -60,12 +52,12 @@ def make_model(config, seed):
 
 
 @pytest.fixture(scope='module')
-def config(folder):
+def config(folder, tokenizer):
   (folder / 'input.txt').write_text('\n'.join(LINES))
   return peers_run.PeersConfig(
     target=make_model(TARGET, 0),
     draft=make_model(dataclasses.replace(TARGET, num_decoder_layers=1), 1),
-    tokenizer=small_vocabulary.train(folder),
+    tokenizer=tokenizer,
     input_file=str(folder / 'input.txt'),
     gamma=2,
     max_decode_len=12,
@@ -202,9 +194,9 @@ def test_missing_package_is_named_with_its_command(config, monkeypatch):
 @pytest.mark.parametrize(
   ('options', 'words'),
   [
-    ({'repeats': 0}, 'repeats must be a whole number, at least 1, got 0'),
+    ({'repeats': 0}, 'repeats must be at least 1, got 0'),
     ({'threads': 0}, 'threads must be'),
-    ({'num_lines': 1.5}, 'num_lines must be'),
+    ({'num_lines': 1.5}, 'num_lines must be a whole number, got 1.5'),
     ({'systems': ('vLLM',)}, r"systems must be names .*got \('vLLM',\)"),
     ({'systems': PLAIN}, 'systems must be names'),
   ],
@@ -219,7 +211,7 @@ def test_input_without_text(config, tmp_path):
   empty = dataclasses.replace(
     config, input_file=str(tmp_path / 'empty.txt'), systems=()
   )
-  with pytest.raises(ValueError, match='empty.txt.* has no line with text'):
+  with pytest.raises(ValueError, match='empty.txt.* has no line that can be'):
     peers_run.compare(empty)
 
 

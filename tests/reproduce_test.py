@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import rich.console
 
+from small_vocabulary import network
 from specdec_jax import analysis
-from specdec_jax.reproduce import canvas, plots, report, timeline
+from specdec_jax.bench import BenchmarkConfig
+from specdec_jax.reproduce import canvas, plots, report, run, timeline
 from specdec_jax.reproduce.plots import Point
 from specdec_jax.reproduce.report import Row, Table
 
@@ -182,9 +184,9 @@ def test_optimal_gamma_is_the_best_and_below_the_limit():
 
 @pytest.fixture
 def matplotlib():
-  return pytest.importorskip(
-    'matplotlib', reason="matplotlib, the extra '[plots]', is not installed"
-  )
+  reason = "matplotlib, the extra '[plots]', is not installed"
+  pytest.importorskip('matplotlib', reason=reason)
+  return canvas.load_matplotlib()
 
 
 POINT = Point(0.75, 3.0, 'demo', 7, forced_acceptance=0.75)
@@ -258,6 +260,22 @@ def test_comparison_draws_every_row(matplotlib, monkeypatch):
   assert [text.get_text() for text in axes.texts] == ['not measured']
   labels = axes.get_legend_handles_labels()[1]
   assert set(labels) == {'paper', 'predicted', 'measured', 'measured, forced'}
+
+
+def test_without_matplotlib_nothing_is_measured(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
+  config = run.ReproduceConfig(['figure2'], str(tmp_path / 'out'))
+  with pytest.raises(ValueError, match='Plots need matplotlib'):
+    run.reproduce(config)
+  assert not list(tmp_path.iterdir())
+
+
+def test_figure_5_needs_one_setting():
+  costs = BenchmarkConfig(network(1), network(1), batches=(1, 2))
+  with pytest.raises(ValueError, match='of one setting.*got 2 settings'):
+    run.ReproduceConfig(
+      ['figure5'], 'x', engine=lambda: None, costs=costs, text='a'
+    )
 
 
 def test_without_matplotlib(monkeypatch, tmp_path):

@@ -10,14 +10,15 @@ from specdec_jax import paper, reproduce
 from specdec_jax.bench import memory, suite
 from specdec_jax.reproduce import tables
 
-ROW = paper.Table2Row('ende', 't5_small', 0, 2, 0.75, 3.4)
+# At this rate the loop's counts are known exactly.
+ROW = paper.Table2Row('ende', 't5_small', 0, 2, 1.0, 3.4)
 
 
 def make(output_dir, **options):
   fields = {'input_len': 8, 'decode_len': 32, 'repeats': 2, 'calls_a_run': 2}
   return suite.SuiteConfig(
     'tiny',
-    network(2),
+    network(1),
     {'t5_small': network(1)},
     str(output_dir),
     **fields | options,
@@ -39,14 +40,16 @@ def measured(tmp_path_factory):
 
 def test_a_row_is_measured_once(measured):
   folder, records, said, again = measured
-  assert len(said) == 1 and 'acceptance forced to 0.75' in said[0]
+  assert len(said) == 1 and 'acceptance forced to 1.0' in said[0]
   assert again == []  # a suite that goes on does not measure it again
   record = records['ende-t5_small-T0']
   assert record == json.loads((folder / 'ende-t5_small-T0.json').read_text())
-  assert record['forced_acceptance'] == 0.75
+  assert record['forced_acceptance'] == 1.0
   assert record['weights'] == 'random'
   (row,) = record['settings'][0]['gammas']
   assert row['gamma'] == 2 and row['t5x_style_speed_up'] > 0
+  # Ten rounds of 3 tokens; one proposal fits before the last of all.
+  assert row['histogram'] == [0, 1, 10] and row['acceptance_rate'] == 1.0
 
 
 def test_table_2_shows_all_rows(measured):
@@ -57,7 +60,7 @@ def test_table_2_shows_all_rows(measured):
   row = records['ende-t5_small-T0']['settings'][0]['gammas'][0]
   assert first.measured == row['speed_up']
   assert first.predicted == row['expected_speed_up']
-  assert first.forced_acceptance == 0.75
+  assert first.forced_acceptance == 1.0
   assert 'forced' in shown.full_title
   for other in others:
     assert other.measured is None

@@ -12,6 +12,7 @@ import pytest
 import rich.console
 
 import gin_cli
+from small_vocabulary import network
 from specdec_jax import paper
 from specdec_jax.bench import hlo, memory, tpu, tpu_check
 from specdec_jax.models import t5
@@ -33,6 +34,9 @@ DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
 ROWS = [
   paper.Table2Row('ende', 't5_small', 1, 3, alpha, 3.4) for alpha in (0.5, 0.75)
 ]
+# Where only the host compiles: less of it.
+CPU_ROWS = [row._replace(temperature=0) for row in ROWS]
+CPU_PAIR = {'target': network(1), 'drafts': {'t5_small': network(1)}}
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
   reason="needs libtpu, the extra [tpu]: pip install -e '.[tpu]'",
@@ -112,8 +116,8 @@ def test_what_no_chip_can_hold_is_refused():
 
 
 def test_results_report_and_restart(tmp_path, on_cpu, monkeypatch):
-  config = settings(tmp_path)
-  first, _ = check(config, ROWS[:1])
+  config = settings(tmp_path, **CPU_PAIR)
+  first, _ = check(config, CPU_ROWS[:1])
   compiled = []
   whole = cpu_compiler().compile
 
@@ -122,7 +126,7 @@ def test_results_report_and_restart(tmp_path, on_cpu, monkeypatch):
     return whole(key, *args, **options)
 
   monkeypatch.setattr(cpu_compiler(), 'compile', compile_and_count)
-  both, shown = check(config, ROWS)
+  both, shown = check(config, CPU_ROWS)
   assert both['rows'][0] == first['rows'][0]
   assert len(compiled) == 7  # only the second row's
   folder = tmp_path / 'out'
@@ -132,7 +136,7 @@ def test_results_report_and_restart(tmp_path, on_cpu, monkeypatch):
   assert '3.4' in shown and 'yes' in shown
   assert both['missing'] == [] and 'Not compiled yet' not in report
   with pytest.raises(ValueError, match='other settings: gb_per_s differ'):
-    check(settings(tmp_path, gb_per_s=900.0), ROWS)
+    check(settings(tmp_path, **CPU_PAIR, gb_per_s=900.0), CPU_ROWS)
 
   record = both['rows'][1]
   calls = record['bytes_counted']
@@ -145,7 +149,8 @@ def test_results_report_and_restart(tmp_path, on_cpu, monkeypatch):
 
 
 def test_a_pair_that_does_not_fit_is_said_so(tmp_path, on_cpu):
-  results, _ = check(settings(tmp_path, usable_gib=1e-3), ROWS[:1])
+  config = settings(tmp_path, **CPU_PAIR, usable_gib=1e-6)
+  results, _ = check(config, CPU_ROWS[:1])
   record = results['rows'][0]['memory']
   assert not record['fits'] and record['peak_bytes'] > record['usable_bytes']
   assert '| NO |' in (tmp_path / 'out/report.md').read_text()

@@ -24,19 +24,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GAMMA, MAX_OUTPUT = 3, 12
 TEXT = 'the old house sings'
 
+pytestmark = pytest.mark.usefixtures('own_cache')
+
 ROUNDS = [
   Round(['Das', ' alte', ' Haus'], 3, ' singt'),
   Round([' <script>x</script>', ' & so'], 0, ' "laut"'),
   Round(['\x1b[31m', '\n'], 1, '\u202e!'),
   Round([' .', '</s>'], 2, None),
 ]
-
-
-@pytest.fixture(scope='module')
-def tokenizer(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('trace')
-  with small_vocabulary.own_compilation_cache(folder):
-    yield small_vocabulary.train(folder)
 
 
 @functools.cache
@@ -108,6 +103,15 @@ def test_a_stop_id_inside_a_draft_and_the_budget_end_it(tokenizer):
   stop = next(t for t in tokens if tokens.index(t) % (GAMMA + 1) < GAMMA)
   last = check(engine, TEXT, stop_ids=[stop])[-1]
   assert last.proposed[-1] == stop and last.next_token is None
+
+
+def test_a_stop_string_ends_it(tokenizer):
+  engine = make_engine(tokenizer)
+  whole = trace.record(engine, TEXT, stop_ids=[])
+  text = tokenizer.decode([*whole[0].kept, *whole[1].kept])
+  part = trace.record(engine, TEXT, stop_ids=[], stop_strings=[text])
+  # The round that completes it is shown as it was computed.
+  assert part == whole[:2] and len(whole) > 2
 
 
 def test_no_tokens_no_drafter_and_gamma_0(tokenizer):

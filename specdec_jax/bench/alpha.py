@@ -49,7 +49,7 @@ def decode(
     target: whose tokens they are.
     drafter: any; it is asked for one token a step.
     params: of both.
-    request: with gamma 1.
+    request: with gamma 1 and no prompt.
   """
   state = speculative.start(target, drafter, params, request)
   batch = request.inputs.shape[0]
@@ -74,7 +74,8 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   )
   cache = target.rewind(state.target_cache, state.visible_length - 1)
   logits, cache = target.extend(params.target, cache, state.last_token[:, None])
-  target_probs = probs.standardise_batch(logits, request.sampling)[:, 0]
+  adjusted = decode_state.forbid_early_stops(logits, request, state)
+  target_probs = probs.standardise_batch(adjusted, request.sampling)[:, 0]
   if draft.probs is None:
     proposed = draft.tokens[:, :1]
     beta = jnp.take_along_axis(target_probs, proposed, axis=1)[:, 0]

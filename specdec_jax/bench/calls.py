@@ -5,19 +5,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.bench import memory
 from specdec_jax.bench.models import Pair
 from specdec_jax.bench.timing import Prepare
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import context_of, judge
 from specdec_jax.decoding.state import Request
-from specdec_jax.models import kv_cache
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
 
@@ -34,33 +33,13 @@ def matvec() -> tuple[Prepare, int]:
 
 
 def decoder_bytes(model: T5, params: Params, request: Request) -> int:
-  """Bytes that one call of a T5's decoder must read at least.
+  """Bytes that one call of a T5's decoder over one token must read at least.
 
-  Every parameter of the decoder but those that cross-attention's keys and
-  values were made with, the output layer, and the attended part of the caches
-  over a run that fills its slots (the mean over its tokens).
+  Of `memory.call_bytes` all but what is a row's own token: its embedding, and
+  what is written.
   """
-  flat = flax.traverse_util.flatten_dict(params['decoder'], sep='/')
-  once = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
-  weights = sum(
-    leaf.nbytes
-    for name, leaf in flat.items()
-    if not any(part in name for part in once)
-  )
-  config = model.config
-  if config.logits_via_embedding:
-    weights += params['token_embedder']['embedding'].nbytes
-  batch, width = request.inputs.shape
-  sizes = kv_cache.buckets(request.cache_slots)
-  attended = [
-    min(size for size in sizes if size > position)
-    for position in range(request.slots)
-  ]
-  slots = sum(attended) / len(attended) + width
-  head_width = config.num_heads * config.head_dim
-  itemsize = jnp.dtype(config.dtype).itemsize
-  per_slot = 2 * config.num_decoder_layers * head_width * itemsize
-  return weights + int(batch * slots * per_slot)
+  counted = memory.call_bytes(model, params, request)
+  return counted.weights + counted.self_attention + counted.cross_attention
 
 
 def make_request(
@@ -113,17 +92,15 @@ def loop(
 
 
 def target_calls(
-  model: LanguageModel,
-  params: Params,
-  request: Request,
-  num_tokens: int,
-  repeats: int,
+  pair: Pair, request: Request, num_tokens: int, repeats: int
 ) -> Prepare:
   """`repeats` calls over `num_tokens` tokens each, in one compiled loop.
 
   The cache stands at half of the run's slots, and is rewound after each call
   as a rejection would do it; each call's tokens come from the one before.
   """
+
+  model, params = pair.target, pair.params.target
 
   def calls(params, cache, tokens):
     half = jnp.full(tokens.shape[:1], request.slots // 2, jnp.int32)
@@ -135,29 +112,28 @@ def target_calls(
 
     return lax.fori_loop(0, repeats, body, (cache, tokens))[1]
 
-  prefill = jax.jit(model.prefill, static_argnums=2)
-  cache = prefill(params, request.inputs, request.cache_slots)
+  cache = pair.prefill(params, request.inputs, request.cache_slots)
   tokens = jnp.ones((request.inputs.shape[0], num_tokens), jnp.int32)
   compiled = jax.jit(calls).lower(params, cache, tokens).compile()
   return lambda: functools.partial(compiled, params, cache, tokens)
 
 
-def encoder_call(
-  model: LanguageModel, params: Params, request: Request
-) -> Prepare:
-  """One `prefill`: the encoder, and the keys and values made of it."""
-  prefill = jax.jit(model.prefill, static_argnums=2)
-  run = functools.partial(prefill, params, request.inputs, request.cache_slots)
+def encoder_call(pair: Pair, request: Request) -> Prepare:
+  """One `prefill`: the target's encoder, and the keys and values made of it."""
+  run = functools.partial(
+    pair.prefill, pair.params.target, request.inputs, request.cache_slots
+  )
   return lambda: run
 
 
 def start_of_drafter(pair: Pair, request: Request) -> Prepare:
   """A drafter's `init`: of a small model, its `prefill`."""
-  if pair.drafter is None:
-    raise ValueError('start_of_drafter needs a pair with a drafter, got none.')
-  init = jax.jit(pair.drafter.init, static_argnums=2)
   run = functools.partial(
-    init, pair.params.draft, request.inputs, request.cache_slots
+    pair.init,
+    pair.params.draft,
+    request.inputs,
+    request.cache_slots,
+    request.prompt,
   )
   return lambda: run
 
@@ -206,10 +182,8 @@ def pair_rounds(
   slots = request.cache_slots
   cache = ()
   if with_target:
-    prefill = jax.jit(target.prefill, static_argnums=2)
-    cache = prefill(pair.params.target, request.inputs, slots)
-  init = jax.jit(drafter.init, static_argnums=2)
-  state = init(pair.params.draft, request.inputs, slots)
+    cache = pair.prefill(pair.params.target, request.inputs, slots)
+  state = pair.init(pair.params.draft, request.inputs, slots, request.prompt)
   tokens = jnp.ones((batch, slots + 1), jnp.int32)
   args = (pair.params, cache, state, tokens)
   compiled = jax.jit(rounds).lower(*args).compile()

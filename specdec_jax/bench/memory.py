@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
+from specdec_jax.bench import settings
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
@@ -216,11 +217,7 @@ class Plan:
   param_dtype: str = 'float32'
 
   def __post_init__(self):
-    least = {'batch': 1, 'input_len': 1, 'decode_len': 1, 'gamma': 0}
-    for field, minimum in least.items():
-      value = getattr(self, field)
-      if value < minimum:
-        raise ValueError(f'Plan.{field} must be at least {minimum}: {value}.')
+    settings.check_at_least(self, batch=1, input_len=1, decode_len=1, gamma=0)
 
 
 def plan_bytes(plan: Plan) -> dict[str, int]:

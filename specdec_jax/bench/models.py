@@ -1,7 +1,9 @@
 """The pair that is measured: given parameters, or random ones made in place."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,6 +60,24 @@ class Pair:
   target: LanguageModel
   drafter: Drafter | None
   params: PairParams
+
+  @functools.cached_property
+  def prefill(self) -> Callable:
+    """The target's, jitted once for all that is measured; slots are static."""
+    return jax.jit(self.target.prefill, static_argnums=2)
+
+  @functools.cached_property
+  def init(self) -> Callable:
+    """The drafter's, likewise.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if self.drafter is None:
+      raise ValueError(
+        'This pair has no drafter: give BenchmarkConfig a draft.'
+      )
+    return jax.jit(self.drafter.init, static_argnums=2)
 
 
 def make_pair(

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +15,14 @@ from specdec_jax.bench import calls, forced, settings, timing
 from specdec_jax.bench.models import Pair, make_pair
 from specdec_jax.bench.t5x_style import T5XStyle
 from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding.state import Request
 from specdec_jax.environment import describe
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+
+LEAST_DECODE_LEN = 32  # of a shorter run little but its start would be timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class BenchmarkConfig:
     target_params: its parameters; None draws random ones on the device.
     draft_params: likewise.
     weights: what is said of them where results are shown; None is 'random' if
-      none are given, else 'given'.
+      neither model's are given, else 'given'.
     placement: layout and dtype of both.
     gammas: proposals a round.
     batches: B.
@@ -80,14 +81,11 @@ class BenchmarkConfig:
   name: str = 'benchmark'
 
   def __post_init__(self):
-    settings.check_all_at_least(self, 'gammas', 1)
-    settings.check_all_at_least(self, 'batches', 1)
-    settings.check_all_at_least(self, 'input_lens', 1)
-    settings.check_all_at_least(self, 'decode_lens', 32)
-    settings.check_all_at_least(self, 'temperatures', 0.0)
-    settings.check_all_at_least(self, 'call_sizes', 1)
-    settings.check_at_least(self, 'calls_a_run', 1)
-    settings.check_at_least(self, 'repeats', 1)
+    settings.check_all_at_least(
+      self, gammas=1, batches=1, input_lens=1, decode_lens=LEAST_DECODE_LEN
+    )
+    settings.check_all_at_least(self, temperatures=0, call_sizes=1)
+    settings.check_at_least(self, calls_a_run=1, repeats=1)
     forced.check_rate(self.forced_acceptance)
     if 1 not in self.call_sizes:
       raise ValueError(
@@ -125,11 +123,12 @@ def benchmark(
     config.placement,
     config.seed,
   )
+  given = (config.target_params, config.draft_params)
+  any_given = any(params is not None for params in given)
   record = {
     'kind': 'benchmark',
     'name': config.name,
-    'weights': config.weights
-    or ('random' if config.target_params is None else 'given'),
+    'weights': config.weights or ('given' if any_given else 'random'),
     'forced_acceptance': config.forced_acceptance,
     'repeats': config.repeats,
     'settings': [
@@ -138,9 +137,7 @@ def benchmark(
     'machine': describe(),
   }
   if config.output_file:
-    os.makedirs(os.path.dirname(config.output_file) or '.', exist_ok=True)
-    text = json.dumps(record, indent=1) + '\n'
-    files.write_atomically(config.output_file, text.encode())
+    files.write_json(config.output_file, record)
   return record
 
 
@@ -170,44 +167,10 @@ def _measure(config, pair: Pair, setting: Setting, advance) -> dict[str, Any]:
     sampling=SamplingConfig(temperature=setting.temperature),
     seed=config.seed,
   )
-  plain = request(gamma=0)
   matvec, matvec_bytes = calls.matvec()
-  loop, compile_seconds = calls.loop(
-    functools.partial(autoregressive.start, pair.target),
-    functools.partial(autoregressive.run, pair.target),
-    pair.params.target,
-    plain,
-  )
-  facts: dict[str, Any] = {
-    'compile_seconds': {'plain': compile_seconds},
-    'bytes_per_call': calls.decoder_bytes(
-      config.target, pair.params.target, plain
-    ),
-  }
-  functions = {
-    'matvec': matvec,
-    'encoder': calls.encoder_call(pair.target, pair.params.target, plain),
-    'plain_loop': loop,
-  }
   gammas = config.gammas if pair.drafter is not None else ()
-  for size in sorted({*config.call_sizes, *(gamma + 1 for gamma in gammas)}):
-    functions[f'call_{size}'] = calls.target_calls(
-      pair.target,
-      pair.params.target,
-      request(gamma=size),
-      size,
-      config.calls_a_run,
-    )
-  if config.t5x_style:
-    stock = T5XStyle(config.target.config)
-    functions['t5x_style_loop'], _ = calls.loop(
-      functools.partial(autoregressive.start, stock),
-      functools.partial(autoregressive.run, stock),
-      pair.params.target,
-      plain,
-    )
-  if pair.drafter is not None:
-    functions['draft_encoder'] = calls.start_of_drafter(pair, plain)
+  functions = {'matvec': matvec}
+  facts = _prepare_calls(config, pair, request, gammas, functions)
   rows = [
     _prepare_gamma(config, pair, request(gamma=gamma), functions, facts)
     for gamma in gammas
@@ -230,6 +193,39 @@ def _measure(config, pair: Pair, setting: Setting, advance) -> dict[str, Any]:
     },
     **facts,
     'gammas': [settings.row(setting.decode_len, median, r) for r in rows],
+  }
+
+
+def _prepare_calls(
+  config: BenchmarkConfig,
+  pair: Pair,
+  request: Callable[..., Request],
+  gammas: Sequence[int],
+  functions: dict[str, timing.Prepare],
+) -> dict[str, Any]:
+  """Adds the plain loop and what is called once; returns facts of it."""
+  params, plain = pair.params.target, request(gamma=0)
+
+  def loop(model):
+    start, run = (
+      functools.partial(f, model)
+      for f in (autoregressive.start, autoregressive.run)
+    )
+    return calls.loop(start, run, params, plain)
+
+  functions['encoder'] = calls.encoder_call(pair, plain)
+  functions['plain_loop'], compile_seconds = loop(pair.target)
+  for size in sorted({*config.call_sizes, *(gamma + 1 for gamma in gammas)}):
+    functions[f'call_{size}'] = calls.target_calls(
+      pair, request(gamma=size), size, config.calls_a_run
+    )
+  if config.t5x_style:
+    functions['t5x_style_loop'], _ = loop(T5XStyle(config.target.config))
+  if pair.drafter is not None:
+    functions['draft_encoder'] = calls.start_of_drafter(pair, plain)
+  return {
+    'compile_seconds': {'plain': compile_seconds},
+    'bytes_per_call': calls.decoder_bytes(config.target, params, plain),
   }
 
 

@@ -11,37 +11,23 @@ import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import rich.console
-import rich.progress
 
-from specdec_jax import analysis, files
+from specdec_jax import analysis, files, paper
 from specdec_jax.bench import memory, tpu, tpu_report
+from specdec_jax.bench.report import with_progress
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 
-
-class Row(Protocol):
-  """A row of Table 2, such as `paper.Table2Row`."""
-
-  @property
-  def task(self) -> str: ...
-  @property
-  def draft(self) -> str: ...
-  @property
-  def temperature(self) -> float: ...
-  @property
-  def gamma(self) -> int: ...
-  @property
-  def acceptance_rate(self) -> float: ...
-  @property
-  def speedup(self) -> float: ...
+# What `_key` tells -> the record of a row.
+_Done = dict[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +74,7 @@ class TpuCheckConfig:
 
 def check(
   config: TpuCheckConfig,
-  rows: Sequence[Row],
+  rows: Sequence[paper.Table2Row],
   console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
   """Compiles every row that has no result yet, and writes the report.
@@ -111,31 +97,36 @@ def check(
   settings = _settings(config, device)
   done = _load(config.output_dir, settings)
   compiler = tpu.Compiler(device)
-  with rich.progress.Progress(
-    console=console, transient=True, disable=not console.is_terminal
-  ) as progress:
-    bar = progress.add_task('Compiling', total=len(rows))
+
+  def work(advance):
     for row in rows:
       # First, too: a run that goes on shows at once what there is.
       _write(config, _results(settings, rows, done))
-      if _key(row) not in done:
-        done[_key(row)] = _check_row(config, row, compiler)
-      progress.advance(bar)
+      key = _key(row._asdict())
+      if key not in done:
+        done[key] = _check_row(config, row, compiler)
+      advance()
+
+  with_progress(console, 'Compiling', len(rows), work)
   results = _results(settings, rows, done)
   _write(config, results)
   tpu_report.show(console, results)
   return results
 
 
-def _results(settings, rows: Sequence[Row], done) -> dict[str, Any]:
+def _results(
+  settings: dict[str, Any], rows: Sequence[paper.Table2Row], done: _Done
+) -> dict[str, Any]:
   """What is there, and the names of the rows that are not."""
-  keys = [_key(row) for row in rows]
+  keys = [_key(row._asdict()) for row in rows]
   missing = [' '.join(map(str, key)) for key in keys if key not in done]
   found = [done[key] for key in keys if key in done]
   return {'settings': settings, 'rows': found, 'missing': missing}
 
 
-def _check_rows(config: TpuCheckConfig, rows: Sequence[Row]) -> None:
+def _check_rows(
+  config: TpuCheckConfig, rows: Sequence[paper.Table2Row]
+) -> None:
   for row in rows:
     for field, known, name in (
       ('drafts', config.drafts, row.draft),
@@ -157,7 +148,7 @@ def _settings(config: TpuCheckConfig, device: Any) -> dict[str, Any]:
   return json.loads(json.dumps(settings))  # tuples as they are read back
 
 
-def _load(folder: str, settings: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+def _load(folder: str, settings: dict[str, Any]) -> _Done:
   """Rows that an earlier run of the same settings finished, by `_key`."""
   os.makedirs(folder, exist_ok=True)
   path = os.path.join(folder, 'results.json')
@@ -172,31 +163,25 @@ def _load(folder: str, settings: dict[str, Any]) -> dict[Any, dict[str, Any]]:
       f'{path} holds results of other settings: {", ".join(differ)} differ.'
       ' Choose another output folder, or move that file away.'
     )
-  return {_key_of(record): record for record in results['rows']}
+  return {_key(record): record for record in results['rows']}
 
 
 def _write(config: TpuCheckConfig, results: dict[str, Any]) -> None:
-  for name, text in (
-    ('results.json', json.dumps(results, indent=1) + '\n'),
-    ('report.md', tpu_report.markdown(results)),
-  ):
-    path = os.path.join(config.output_dir, name)
-    files.write_atomically(path, text.encode())
+  folder = config.output_dir
+  files.write_json(os.path.join(folder, 'results.json'), results)
+  files.write_atomically(
+    os.path.join(folder, 'report.md'), tpu_report.markdown(results).encode()
+  )
 
 
-_NAMES = ('task', 'draft', 'temperature', 'gamma', 'acceptance_rate')
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-  return tuple(getattr(row, name) for name in _NAMES)
-
-
-def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-  return tuple(record[name] for name in _NAMES)
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+  """What tells a row from others, of the row or of its record."""
+  names = ('task', 'draft', 'temperature', 'gamma', 'acceptance_rate')
+  return tuple(row[name] for name in names)
 
 
 def _check_row(
-  config: TpuCheckConfig, row: Row, compiler: tpu.Compiler
+  config: TpuCheckConfig, row: paper.Table2Row, compiler: tpu.Compiler
 ) -> dict[str, Any]:
   """Compiles all that a row needs and counts its bytes."""
   target, draft = config.target, config.drafts[row.draft]
@@ -232,8 +217,7 @@ def _check_row(
     programs[name], _ = compiler.compile(
       ('call', network), network.extend, weights, cache, tokens, donated=1
     )
-  record = {name: getattr(row, name) for name in (*_NAMES, 'speedup')}
-  return record | {
+  return row._asdict() | {
     'input_len': config.input_lens[row.task],
     'decode_len': config.decode_lens[row.task],
     'programs': programs,

@@ -62,16 +62,20 @@ _BYTES = _PAIR | {
 }
 
 
-def _total(record: _Record, finding: str, field: str, key: str = '') -> int:
-  """Sums a finding over the loops' programs, or over one that `key` names."""
+_LOOPS = ('plain_start', 'plain_run', 'speculative_start', 'speculative_run')
+
+
+def _total(
+  record: _Record, finding: str, field: str, names: Sequence[str] = _LOOPS
+) -> int:
+  """Sums a finding over the programs of the loops, or over those of `names`."""
   return sum(
     program[finding][field]
     for name, program in record['programs'].items()
-    if finding in program and name in (key or _LOOPS)
+    if finding in program and name in names
   )
 
 
-_LOOPS = ('plain_start', 'plain_run', 'speculative_start', 'speculative_run')
 _FALLBACKS = _PAIR | {
   'programs': lambda r: str(sum(n in r['programs'] for n in _LOOPS)),
   'state keeps its shape': lambda r: (
@@ -83,10 +87,10 @@ _FALLBACKS = _PAIR | {
   ),
   'weights in float32': lambda r: str(_total(r, 'float32_weights', 'count')),
   'weights relaid once a run, GiB': lambda r: _gib(
-    _total(r, 'relaid_weights', 'once_bytes', 'speculative_run')
+    _total(r, 'relaid_weights', 'once_bytes', ['speculative_run'])
   ),
   'in each round, GB': lambda r: _gb(
-    _total(r, 'relaid_weights', 'looped_bytes', 'speculative_run')
+    _total(r, 'relaid_weights', 'looped_bytes', ['speculative_run'])
   ),
 }
 

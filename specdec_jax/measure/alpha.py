@@ -1,22 +1,20 @@
 """Acceptance rates of a pair: Corollary 3.6, and as real runs show them."""
 
 import dataclasses
-import itertools
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
 import rich.table
 
 from specdec_jax import files
 from specdec_jax.bench import alpha
-from specdec_jax.decoding.state import Request
+from specdec_jax.bench.report import with_progress
+from specdec_jax.bench.settings import check_all_at_least, check_at_least
+from specdec_jax.completion import CompletionStats
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
-from specdec_jax.infer.lines import count_tokens, read_lines
+from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.probs import SamplingConfig
 
 
@@ -52,48 +50,25 @@ class MeasureAlphaConfig:
   output_file: str | None = None
 
   def __post_init__(self):
-    for field in ('num_tokens', 'batch_size'):
-      if getattr(self, field) < 1:
-        raise ValueError(
-          f'MeasureAlphaConfig.{field} must be at least 1, got'
-          f' {getattr(self, field)}.'
-        )
-    if not self.temperatures or min(self.temperatures) < 0:
-      raise ValueError(
-        'MeasureAlphaConfig.temperatures must be one or more numbers >= 0, got'
-        f' {tuple(self.temperatures)}.'
-      )
+    check_at_least(self, num_tokens=1, batch_size=1)
+    check_all_at_least(self, temperatures=0)
 
 
-def read_prompts(path: str, engine: Engine) -> list[str]:
-  """Returns the lines of a file that the engine can decode.
+def _batches(
+  texts: Sequence[str], sampling: SamplingConfig, batch_size: int, seed: int
+) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
+  """Yields texts, and what the engine is asked of them.
 
-  Raises:
-    ValueError: the file cannot be read, or no line of it can be decoded.
+  Above temperature 0 they begin anew for ever, as other examples.
   """
-  lines = read_lines(path)
-  counted = count_tokens(lines, engine.tokenizer, engine.max_input_len)
-  texts = [line.text for line in counted if line.num_tokens and not line.error]
-  if not texts:
-    raise ValueError(
-      f'{path!r} has no line that can be decoded: expected UTF-8 text of at'
-      f' most {engine.max_input_len} tokens a line, found {len(lines)} lines'
-      ' that are empty, too long or not UTF-8.'
-    )
-  return texts
-
-
-def batches(
-  texts: Sequence[str], batch_size: int, again: bool
-) -> Iterator[tuple[list[str], list[int]]]:
-  """Yields texts and their example ids; `again` begins anew for ever."""
   number = 0
-  for _ in itertools.count():
+  while True:
     for start in range(0, len(texts), batch_size):
-      part = list(texts[start : start + batch_size])
-      yield part, list(range(number, number + len(part)))
+      part = texts[start : start + batch_size]
+      ids = range(number, number + len(part))
+      yield part, {'sampling': sampling, 'seed': seed, 'example_ids': ids}
       number += len(part)
-    if not again:
+    if sampling.greedy:
       return
 
 
@@ -106,21 +81,26 @@ def overlap_rate(
   seed: int,
   advance: Callable[[int], None] = lambda count: None,
 ) -> alpha.Rate:
-  """Corollary 3.6 on tokens that the target generates from `texts`."""
+  """Corollary 3.6 on tokens that the target generates from `texts`.
 
-  def requests() -> Iterator[Request]:
-    for part, ids in batches(texts, batch_size, again=not sampling.greedy):
-      yield engine.request(
-        part, gamma=1, sampling=sampling, seed=seed, example_ids=ids
-      )
+  Args:
+    engine: with a drafter.
+    texts: at least one, as `read_prompts` gives them.
+    sampling: of both models.
+    num_tokens: after which no batch is begun.
+    batch_size: texts decoded together.
+    seed: of the samples.
+    advance: called with the tokens of each batch, for a progress bar.
 
+  Raises:
+    ValueError: as `Engine.request` and `bench.alpha.of_outputs`.
+  """
+  requests = (
+    engine.request(part, gamma=1, **options)
+    for part, options in _batches(texts, sampling, batch_size, seed)
+  )
   return alpha.of_outputs(
-    engine.target,
-    engine.drafter,
-    engine.params,
-    requests(),
-    num_tokens,
-    advance,
+    engine.target, engine.drafter, engine.params, requests, num_tokens, advance
   )
 
 
@@ -132,16 +112,15 @@ def observed_rate(
   batch_size: int,
   seed: int,
 ) -> alpha.Rate:
-  """Accepted over tested proposals of real speculative runs."""
-  accepted, tested, produced = [], [], 0
-  for part, ids in batches(texts, batch_size, again=not sampling.greedy):
-    done = engine.generate(part, sampling=sampling, seed=seed, example_ids=ids)
-    accepted += [float(one.stats.num_accepted) for one in done]
-    tested += [one.stats.num_tested for one in done]
-    produced += sum(one.stats.num_tokens for one in done)
-    if produced >= num_tokens:
+  """Accepted over tested proposals of real runs; arguments as before."""
+  done: list[CompletionStats] = []
+  for part, options in _batches(texts, sampling, batch_size, seed):
+    done += [one.stats for one in engine.generate(part, **options)]
+    if sum(stats.num_tokens for stats in done) >= num_tokens:
       break
-  return alpha.ratio(accepted, tested)
+  return alpha.ratio(
+    [stats.num_accepted for stats in done], [stats.num_tested for stats in done]
+  )
 
 
 def measure_alpha(
@@ -151,49 +130,57 @@ def measure_alpha(
 
   Returns:
     The record: rows of target, draft, temperature, alpha and its standard
-    error, observed and its standard error, tokens and outputs behind alpha.
+    error, observed and its standard error, gamma of the observed runs, tokens
+    and outputs behind alpha.
 
   Raises:
     ValueError: no prompt can be decoded, or the models are broken.
   """
   console = console or rich.console.Console()
   engine = config.engine()
-  texts = read_prompts(config.input_file, engine)
-  progress = rich.progress.Progress(
-    console=console, transient=True, disable=not console.is_terminal
+  texts = read_prompts(
+    config.input_file, engine.tokenizer, engine.max_input_len
   )
-  rows = []
-  with progress:
-    total = len(config.temperatures) * config.num_tokens
-    task = progress.add_task('Tokens', total=total)
-    for temperature in config.temperatures:
-      sampling = SamplingConfig(temperature=temperature)
-      common = (texts, sampling, config.num_tokens, config.batch_size)
-      rate = overlap_rate(
-        engine, *common, config.seed, lambda n: progress.advance(task, n)
-      )
-      seen = observed_rate(engine, *common, config.seed)
-      rows.append(
-        {
-          'target': config.target,
-          'draft': config.draft,
-          'temperature': temperature,
-          'alpha': rate.alpha,
-          'standard_error': rate.standard_error,
-          'observed': seen.alpha,
-          'observed_standard_error': seen.standard_error,
-          'gamma': engine.gamma,
-          'num_tokens': rate.num_tokens,
-          'num_outputs': rate.num_outputs,
-        }
-      )
+  rows = with_progress(
+    console,
+    'Tokens',
+    len(config.temperatures) * config.num_tokens,
+    lambda advance: [
+      _row(config, engine, texts, temperature, advance)
+      for temperature in config.temperatures
+    ],
+  )
   record = {'kind': 'alpha', 'rows': rows, 'machine': describe()}
   console.print(table(rows))
   if config.output_file:
-    os.makedirs(os.path.dirname(config.output_file) or '.', exist_ok=True)
-    text = json.dumps(record, indent=1) + '\n'
-    files.write_atomically(config.output_file, text.encode())
+    files.write_json(config.output_file, record)
   return record
+
+
+def _row(
+  config: MeasureAlphaConfig,
+  engine: Engine,
+  texts: Sequence[str],
+  temperature: float,
+  advance: Callable[[int], None],
+) -> dict[str, Any]:
+  """Both rates at one temperature."""
+  sampling = SamplingConfig(temperature=temperature)
+  common = (config.num_tokens, config.batch_size, config.seed)
+  rate = overlap_rate(engine, texts, sampling, *common, advance)
+  seen = observed_rate(engine, texts, sampling, *common)
+  return {
+    'target': config.target,
+    'draft': config.draft,
+    'temperature': temperature,
+    'alpha': rate.alpha,
+    'standard_error': rate.standard_error,
+    'observed': seen.alpha,
+    'observed_standard_error': seen.standard_error,
+    'gamma': engine.gamma,
+    'num_tokens': rate.num_tokens,
+    'num_outputs': rate.num_outputs,
+  }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:

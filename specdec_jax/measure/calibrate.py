@@ -10,11 +10,18 @@ import rich.table
 from specdec_jax import calibration
 from specdec_jax.bench import memory
 from specdec_jax.bench.report import with_progress
-from specdec_jax.bench.run import BenchmarkConfig, benchmark, num_steps
+from specdec_jax.bench.run import (
+  LEAST_DECODE_LEN,
+  BenchmarkConfig,
+  benchmark,
+  num_steps,
+)
+from specdec_jax.bench.settings import check_at_least
 from specdec_jax.calibration import Calibration, Measured
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
 from specdec_jax.measure import alpha
+from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
@@ -63,13 +70,10 @@ class CalibrateConfig:
   output_file: str | None = None
 
   def __post_init__(self):
-    least = {'num_tokens': 1, 'max_gamma': 1, 'repeats': 2, 'calls_a_run': 1}
-    for field, minimum in least.items():
-      if getattr(self, field) < minimum:
-        raise ValueError(
-          f'CalibrateConfig.{field} must be at least {minimum}, got'
-          f' {getattr(self, field)}.'
-        )
+    check_at_least(self, num_tokens=1, temperature=0.0, batch=1, input_len=1)
+    check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)
+    # One round has no spread, and so no error.
+    check_at_least(self, repeats=2, calls_a_run=1)
 
 
 def calibrate(
@@ -83,7 +87,9 @@ def calibrate(
   console = console or rich.console.Console()
   parts = memory.check_fits(_plan(config), memory.device_bytes())
   engine = config.engine()
-  texts = alpha.read_prompts(config.input_file, engine)
+  texts = read_prompts(
+    config.input_file, engine.tokenizer, engine.max_input_len
+  )
   costs = _costs(config, engine)
   measured = with_progress(
     console,
@@ -158,7 +164,7 @@ def _conclude(config, engine, measured, rate, parts) -> Calibration:
 
   gamma = row['gamma']
   errors = [
-    times[f'{n}']['error'] for n in (f'round_{gamma}', f'call_{gamma + 1}')
+    times[name]['error'] for name in (f'round_{gamma}', f'call_{gamma + 1}')
   ]
   choice = calibration.choose_gamma(
     Measured(rate.alpha, rate.standard_error),

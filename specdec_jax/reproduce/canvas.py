@@ -52,7 +52,7 @@ def save(
     ValueError: matplotlib is not installed.
     OSError: the file cannot be written.
   """
-  matplotlib = _matplotlib()
+  matplotlib = load_matplotlib()
   stream = io.BytesIO()
   with matplotlib.rc_context():
     matplotlib.rcdefaults()
@@ -64,7 +64,12 @@ def save(
   files.write_atomically(path, stream.getvalue())
 
 
-def _matplotlib() -> Any:
+def load_matplotlib() -> Any:
+  """Returns the module, with what draws without a window.
+
+  Raises:
+    ValueError: it is not installed.
+  """
   try:
     import matplotlib
     import matplotlib.figure

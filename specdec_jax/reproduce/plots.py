@@ -6,7 +6,7 @@ differ in their dashes as well as in their colours.
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,32 +60,51 @@ def _rates(highest: float) -> np.ndarray:
   return np.linspace(0, highest, 191)
 
 
-def expected_tokens_curves(
-  gammas: Sequence[int] = GAMMAS, max_rate: float = 1.0
+def _gamma_curves(
+  gammas: Sequence[int], closed_form: Callable[..., Any], *args: float
 ) -> list[Curve]:
-  """Returns Eq. 1 over alpha in [0, max_rate], a curve for each gamma."""
-  rates = _rates(max_rate)
+  """closed_form(alpha, gamma, *args) over alpha in [0, 1]."""
+  rates = _rates(1.0)
   return [
-    Curve(gamma, rates, np.asarray(analysis.expected_tokens(rates, gamma)))
+    Curve(gamma, rates, np.asarray(closed_form(rates, gamma, *args)))
     for gamma in gammas
   ]
+
+
+def expected_tokens_curves(gammas: Sequence[int] = GAMMAS) -> list[Curve]:
+  """Returns Eq. 1 over alpha in [0, 1], a curve for each gamma."""
+  return _gamma_curves(gammas, analysis.expected_tokens)
+
+
+def walltime_curves(
+  gammas: Sequence[int] = GAMMAS, cost_ratio: float = 0.0
+) -> list[Curve]:
+  """Returns Theorem 3.8 over alpha in [0, 1], a curve for each gamma."""
+  return _gamma_curves(gammas, analysis.walltime_factor, cost_ratio)
+
+
+def operations_curves(
+  gammas: Sequence[int] = GAMMAS, operations_ratio: float = 0.0
+) -> list[Curve]:
+  """Returns Theorem 3.11 over alpha in [0, 1], a curve for each gamma."""
+  return _gamma_curves(gammas, analysis.operations_factor, operations_ratio)
 
 
 def optimal_gamma_curves(
   cost_ratios: Sequence[float] = COST_RATIOS,
   max_gamma: int = MAX_GAMMA,
-  max_rate: float = MAX_RATE,
   call_cost: Sequence[float] | None = None,
 ) -> list[Curve]:
-  """Returns the best gamma over alpha, a curve for each c; Section 3.5.
+  """Returns the best gamma over alpha in [0, MAX_RATE], a curve for each c.
+
+  Section 3.5 of the paper.
 
   Args:
     cost_ratios: c.
     max_gamma: the largest gamma that is considered.
-    max_rate: the largest alpha.
     call_cost: v(1)..v(max_gamma + 1), measured; None takes all as 1.
   """
-  rates = _rates(max_rate)
+  rates = _rates(MAX_RATE)
   costs = None if call_cost is None else np.asarray(call_cost, np.float32)
   return [
     Curve(
@@ -94,36 +113,6 @@ def optimal_gamma_curves(
       np.asarray(analysis.optimal_gamma(rates, cost, max_gamma, costs)),
     )
     for cost in cost_ratios
-  ]
-
-
-def walltime_curves(
-  gammas: Sequence[int] = GAMMAS, cost_ratio: float = 0.0
-) -> list[Curve]:
-  """Returns Theorem 3.8 over alpha in [0, 1], a curve for each gamma."""
-  rates = _rates(1.0)
-  return [
-    Curve(
-      gamma,
-      rates,
-      np.asarray(analysis.walltime_factor(rates, gamma, cost_ratio)),
-    )
-    for gamma in gammas
-  ]
-
-
-def operations_curves(
-  gammas: Sequence[int] = GAMMAS, operations_ratio: float = 0.0
-) -> list[Curve]:
-  """Returns Theorem 3.11 over alpha in [0, 1], a curve for each gamma."""
-  rates = _rates(1.0)
-  return [
-    Curve(
-      gamma,
-      rates,
-      np.asarray(analysis.operations_factor(rates, gamma, operations_ratio)),
-    )
-    for gamma in gammas
   ]
 
 
@@ -178,7 +167,7 @@ def plot_optimal_gamma(
   Raises:
     ValueError: matplotlib is not installed, or `call_cost` is too short.
   """
-  curves = optimal_gamma_curves(cost_ratios, max_gamma, MAX_RATE, call_cost)
+  curves = optimal_gamma_curves(cost_ratios, max_gamma, call_cost)
   label = r'optimal $\gamma$'
   if any(np.any(curve.values == max_gamma) for curve in curves):
     label += f' (at most {max_gamma})'

@@ -8,7 +8,6 @@ says why, and forced acceptance is said wherever a number of it stands.
 import csv
 import dataclasses
 import io
-import json
 import os
 import pathlib
 import statistics
@@ -363,7 +362,7 @@ def write(
     written.append(path)
     if machine:
       shown = folder / f'{table.name}.json'
-      files.write_atomically(shown, json_text(table, machine).encode())
+      files.write_json(shown, for_document(table, machine))
       written.append(shown)
     parts.append(markdown(table))
     if sentence := agreement(table):
@@ -381,16 +380,15 @@ def write(
   return [*written, path]
 
 
-def json_text(table: Table, machine: Mapping[str, Any]) -> str:
-  """The table without its notes, for a document that takes it in."""
-  shown = {
+def for_document(table: Table, machine: Mapping[str, Any]) -> dict[str, Any]:
+  """The table without its notes, as JSON for a document that takes it in."""
+  return {
     'kind': 'table',
     'title': table.full_title,
     'columns': header(table)[:-1],
     'rows': [row[:-1] for row in cells(table)],
     'machine': dict(machine),
   }
-  return json.dumps(shown, indent=1) + '\n'
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -11,10 +11,17 @@ import rich.console
 from specdec_jax import environment, files, paper
 from specdec_jax.bench import suite as table_suite
 from specdec_jax.bench.memory import DoesNotFitError
-from specdec_jax.bench.run import BenchmarkConfig, benchmark
+from specdec_jax.bench.run import BenchmarkConfig, benchmark, grid
 from specdec_jax.engine import Engine
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
-from specdec_jax.reproduce import plots, report, tables, timeline, trace
+from specdec_jax.reproduce import (
+  canvas,
+  plots,
+  report,
+  tables,
+  timeline,
+  trace,
+)
 from specdec_jax.reproduce.trace_page import html_page
 
 ITEMS = tuple(
@@ -26,6 +33,7 @@ _NEEDS = {
   'figure1': ('engine',),
   'figure5': ('engine', 'costs'),
 }
+_PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +82,13 @@ class ReproduceConfig:
       object.__setattr__(self, 'suite', given)
     if {'figure1', 'figure5'} & set(self.items) and not self.text.strip():
       raise ValueError('Figures 1 and 5 need ReproduceConfig.text to decode.')
+    if 'figure5' in self.items and self.costs is not None:
+      settings = len(list(grid(self.costs)))
+      if settings != 1 or self.costs.draft is None:
+        raise ValueError(
+          'Figure 5 needs ReproduceConfig.costs of one setting, with a draft;'
+          f' got {settings} settings, draft = {self.costs.draft}.'
+        )
 
 
 def reproduce(
@@ -85,9 +100,12 @@ def reproduce(
     The files that were written; report.md is the last.
 
   Raises:
-    ValueError: matplotlib is missing where a figure is to be drawn.
+    ValueError: matplotlib is missing where a picture is to be drawn; nothing
+      was measured then.
   """
   console = console or rich.console.Console()
+  if _PICTURES & set(config.items):
+    canvas.load_matplotlib()  # or hours later there would be none
   os.makedirs(config.output_dir, exist_ok=True)
   work = _Work(config, console)
   for item in config.items:
@@ -184,9 +202,10 @@ class _Work:
     (setting,) = benchmark(costs)['settings']
     runs, plain = [], 0
     for row in setting['gammas']:
-      engine.gamma = row['gamma']
-      kept = [len(r.kept) for r in trace.record(engine, self.config.text)]
-      runs.append(timeline.Run(row['gamma'], kept))
+      gamma = row['gamma']
+      rounds = trace.record(engine, self.config.text, gamma=gamma)
+      kept = [len(one.kept) for one in rounds]
+      runs.append(timeline.Run(gamma, kept))
       plain = sum(kept)
     runs.append(timeline.Run(0, [1] * plain))
     one = setting['times_ms']['call_1']['median']

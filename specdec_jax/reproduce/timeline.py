@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from specdec_jax.bench.settings import check_at_least
 from specdec_jax.reproduce import canvas, report
 
 TARGET_ENCODER = "target's encoder"
@@ -52,10 +53,8 @@ class CallTimes:
   target_ms: Mapping[int, float]
 
   def __post_init__(self):
-    for name in ('target_encoder_ms', 'draft_encoder_ms', 'draft_ms'):
-      value = getattr(self, name)
-      if not value >= 0:
-        raise ValueError(f'CallTimes.{name} must be at least 0, got {value}.')
+    check_at_least(self, target_encoder_ms=0.0, draft_encoder_ms=0.0)
+    check_at_least(self, draft_ms=0.0)
     for size, value in self.target_ms.items():
       if not value > 0:
         raise ValueError(
@@ -81,8 +80,7 @@ class Run:
   forced_acceptance: float | None = None
 
   def __post_init__(self):
-    if self.gamma < 0:
-      raise ValueError(f'Run.gamma must be at least 0, got {self.gamma}.')
+    check_at_least(self, gamma=0)
     if not self.tokens_per_round:
       raise ValueError('Run.tokens_per_round must hold at least one round.')
     for count in self.tokens_per_round:

@@ -6,24 +6,22 @@ browser. No mark is colour alone: what was rejected is struck, the target's own
 is underlined, and where there is no colour brackets say it.
 """
 
-import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 import rich.console
 import rich.table
 import rich.text
 
-from specdec_jax.completion import decode
+from specdec_jax.completion import Text, decode, from_generation
+from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine import Engine
-from specdec_jax.job import Job
 from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.types import FinishReason
+from specdec_jax.types import Draft, FinishReason
 
 Token = TypeVar('Token')
 
@@ -98,45 +96,16 @@ class Round(Generic[Token]):
     return judged + unused
 
 
-class _Memory(NamedTuple):
-  """A drafter's state, and what it proposed last."""
-
-  inner: Any
-  tokens: jax.Array  # int32[B, G]
-  length: jax.Array  # int32[B]
-
-
-def _remembering(drafter: Drafter, gamma: int) -> Drafter:
-  """The same drafter; its state shows the last draft."""
-
-  def init(params, inputs, max_length):
-    batch = inputs.shape[0]
-    return _Memory(
-      drafter.init(params, inputs, max_length),
-      jnp.zeros((batch, gamma), jnp.int32),
-      jnp.zeros((batch,), jnp.int32),
-    )
-
-  def propose(params, memory, context):
-    draft, inner = drafter.propose(params, memory.inner, context)
-    return draft, _Memory(inner, draft.tokens, draft.length)
-
-  def commit(memory, length):
-    return memory._replace(inner=drafter.commit(memory.inner, length))
-
-  return Drafter(init, propose, commit)
-
-
 def record(engine: Engine, text: str, **options) -> list[Round[int]]:
   """Decodes one text speculatively and returns its rounds, as ids.
 
-  The loop is the engine's own, run one round at a time. Compiles its programs
-  anew, for the state now carries the draft.
+  The rounds are those of the engine's loop. Compiles programs of its own, for
+  they return the draft as well.
 
   Args:
     engine: with a drafter.
     text: the input.
-    **options: as for `Engine.generate`. With `stop_strings` the last round
+    **options: as for `Engine.request`. With `stop_strings` the last round
       goes on past the string, as it was computed.
 
   Returns:
@@ -144,54 +113,62 @@ def record(engine: Engine, text: str, **options) -> list[Round[int]]:
     stop id included. Empty for an input without tokens.
 
   Raises:
-    ValueError: as for `Engine.generate`, or the target's logits were invalid.
+    ValueError: as for `Engine.request`, there is no drafter, or the target's
+      logits were invalid.
   """
-  job = engine._job([text], True, **options)
-  if not job.rows:
+  sides = (engine.target, engine.drafter)
+  if not engine.tokenizer.encode(text):
     return []
-  assert engine._drafter is not None  # or there would be no job
-  recorder = copy.copy(engine)
-  recorder._drafter = _remembering(engine._drafter, engine.gamma)
-  recorder._programs = {}
+  request = engine.request([text], **options)
+  start = jax.jit(functools.partial(speculative.start, *sides))
+  step = jax.jit(functools.partial(_step, *sides), donate_argnums=2)
+  state = start(engine.params, request)
+  first = length = int(state.length[0])
+  num_accepted = 0  # so far
   rounds: list[Round[int]] = []
-  length, num_accepted = 1, 0  # so far; the start token is counted
-  for state in recorder._advance(job, True, rounds=1):
+  while True:
+    state, draft = step(engine.params, request, state)
     seen = jax.device_get(
       {
         'tokens': state.tokens[0],
         'length': state.length[0],
         'num_accepted': state.stats.num_accepted[0],
         'reason': state.finish_reason[0],
-        'proposed': state.drafter_state.tokens[0],
-        'num_proposed': state.drafter_state.length[0],
+        'proposed': draft.tokens[0],
+        'num_proposed': draft.length[0],
       }
     )
     if seen['reason'] == FinishReason.INVALID:
-      generation = decode_state.generation(job.request, state)
-      raise ValueError(job.completions(jax.device_get(generation))[0].error)
+      found = jax.device_get(decode_state.generation(request, state))
+      raise ValueError(from_generation(found, 0, engine.tokenizer).error)
     accepted = int(seen['num_accepted']) - num_accepted
-    new = [int(token) for token in seen['tokens'][length : seen['length']]]
-    proposed = seen['proposed'][: seen['num_proposed']]
+    output = seen['tokens'][: seen['length']].tolist()
+    new = output[length:]
     rounds.append(
       Round(
-        _usable([int(token) for token in proposed], job, length),
+        seen['proposed'][: seen['num_proposed']].tolist(),
         accepted,
         new[accepted] if len(new) > accepted else None,
       )
     )
-    length, num_accepted = int(seen['length']), int(seen['num_accepted'])
-  return rounds
+    length, num_accepted = len(output), int(seen['num_accepted'])
+    shown = Text(
+      engine.tokenizer, output[first:], options.get('stop_strings', ())
+    )
+    if seen['reason'] != FinishReason.RUNNING or shown.has_stop_string:
+      return rounds
 
 
-def _usable(proposed: list[int], job: Job, length: int) -> list[int]:
-  """The proposals that the loop takes as such: see `speculative._propose`."""
-  stops = set(jax.device_get(job.request.stop_ids).tolist())
-  budget = int(job.request.max_length[0]) - (length - 1) - 1
-  proposed = proposed[: max(budget, 0)]
-  for index, token in enumerate(proposed):
-    if token in stops:
-      return proposed[: index + 1]
-  return proposed
+def _step(target, drafter, params, request, state):
+  """`speculative.step`, and the draft that it judged."""
+  drafts = []
+
+  def judge(request, draft, *rest):
+    drafts.append(Draft(draft.tokens, None, draft.length))
+    return speculative.judge(request, draft, *rest)
+
+  state = speculative.step(target, drafter, params, request, state, judge)
+  return state, drafts[0]
 
 
 def spell(

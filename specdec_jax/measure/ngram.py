@@ -1,0 +1,224 @@
+"""Fits an n-gram drafter to text or to what a target produced."""
+
+import dataclasses
+import functools
+import gzip
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+
+from specdec_jax.bench.settings import check_at_least
+from specdec_jax.drafters.ngram import first_guess, longest_known
+from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.training.data import TokenPairs, read_tsv
+
+_BLOCK = 8192  # tokens that are scored together
+
+
+@dataclasses.dataclass(frozen=True)
+class FitNgramConfig:
+  """An n-gram table and what it is fitted to.
+
+  Files are told apart by their name, `.gz` or not: `.jsonl` has records, such
+  as predictions.jsonl of scripts/decode.py; `.tsv` is source<TAB>target, whose
+  targets count; `.npz` has arrays of `TokenPairs`, likewise; anything else is
+  text, one output a line.
+
+  Attributes:
+    tokenizer: of the target.
+    train_files: fitted to.
+    output_file: the table, `.npz`.
+    order: n; 1 is a unigram, 2 a bigram.
+    field: of a record, its output: text, or the ids that were produced.
+    start_id: what the target's decoder begins with, 0 in the T5 family; None is
+      nothing.
+    max_continuations: entries kept of a context.
+    min_count: contexts seen less often are left out.
+    valid_files: held-out outputs to score the first guess on; none scores none.
+
+  Raises:
+    ValueError: a number is too small, or there is no file.
+  """
+
+  tokenizer: Tokenizer
+  train_files: Sequence[str]
+  output_file: str
+  order: int = 2
+  field: str = 'prediction_tokens'
+  start_id: int | None = 0
+  max_continuations: int = 32
+  min_count: int = 1
+  valid_files: Sequence[str] = ()
+
+  def __post_init__(self):
+    check_at_least(self, order=1, max_continuations=1, min_count=1)
+    for name in ('train_files', 'valid_files'):
+      if isinstance(getattr(self, name), str):
+        raise ValueError(f'{name} must be a sequence of paths, got one string.')
+    if not self.train_files:
+      raise ValueError('train_files names no file to fit to.')
+
+
+def fit_ngram(
+  config: FitNgramConfig, console: rich.console.Console | None = None
+) -> NGramTable:
+  """Fits a table, writes it, and prints what it holds.
+
+  Raises:
+    ValueError: a file is missing or broken, an id is outside the vocabulary,
+      or the corpus is too small for the order.
+  """
+  console = console or rich.console.Console()
+  read = functools.partial(
+    outputs, tokenizer=config.tokenizer, field=config.field
+  )
+  first = [] if config.start_id is None else [config.start_id]
+  # Read before the fit: a missing file shows at once.
+  held_out = [[*first, *ids] for f in config.valid_files for ids in read(f)]
+  table = fit(
+    ([*first, *ids] for f in config.train_files for ids in read(f)),
+    config.order,
+    config.tokenizer.vocab_size,
+    max_continuations=config.max_continuations,
+    min_count=config.min_count,
+    fingerprint=config.tokenizer.fingerprint,
+  )
+  table.save(config.output_file)
+  rate = score(table, held_out) if held_out else None
+  console.print(_summary(config, table, rate))
+  return table
+
+
+def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
+  """Yields the ids of each output of a file, its end included.
+
+  Ids that were produced are taken as they are; one that was cut short has no
+  end.
+
+  Args:
+    path: see `FitNgramConfig`.
+    tokenizer: for text.
+    field: of JSON records.
+
+  Raises:
+    ValueError: the file cannot be read, or a record lacks the field.
+  """
+  name = path.removesuffix('.gz')
+  end = [tokenizer.eos_id]
+  if name.endswith('.npz'):
+    pairs = TokenPairs.load(path)
+    for index in range(len(pairs)):
+      yield [*map(int, pairs[index][1]), *end]
+  elif name.endswith('.jsonl'):
+    for number, line in enumerate(_lines(path), 1):
+      for value in _values(f'{path!r} line {number}', line, field):
+        yield _ids(f'{path!r} line {number}', value, tokenizer, field)
+  else:
+    texts: Any = _lines(path)
+    if name.endswith('.tsv'):
+      texts = (target for _, target in read_tsv(path))
+    for text in texts:
+      if ids := tokenizer.encode(text):
+        yield [*ids, *end]
+
+
+def score(table: NGramTable, sequences: Sequence[Sequence[int]]) -> float:
+  """The share of tokens that are the table's first guess, on the device.
+
+  Args:
+    table: to look up in.
+    sequences: ids, each from its start token on; the first is not guessed.
+
+  Raises:
+    ValueError: there is no token to guess.
+  """
+  size = table.order - 1
+  contexts, known, wanted = [], [], []
+  for ids in sequences:
+    for place in range(1, len(ids)):
+      near = ids[max(place - size, 0) : place][::-1] if size else []
+      contexts.append([*near, *[0] * (size - len(near))])
+      known.append(place)
+      wanted.append(ids[place])
+  if not wanted:
+    raise ValueError('valid_files hold no output to score on.')
+  guess = jax.jit(_guess)
+  hits = 0
+  for begin in range(0, len(wanted), _BLOCK):
+    part = slice(begin, begin + _BLOCK)
+    missing = _BLOCK - len(wanted[part])  # one shape, one program
+    recent = np.array(contexts[part], np.int32).reshape(len(known[part]), size)
+    found = guess(
+      table,
+      np.pad(recent, ((0, missing), (0, 0))),
+      np.pad(np.array(known[part], np.int32), (0, missing)),
+    )
+    hits += int(np.sum(np.asarray(found)[: len(wanted[part])] == wanted[part]))
+  return hits / len(wanted)
+
+
+def _guess(table: NGramTable, recent: jax.Array, known: jax.Array):
+  table = jax.tree.map(jnp.asarray, table)
+  return first_guess(table, longest_known(table, recent, known))
+
+
+def _lines(path: str) -> Iterator[str]:
+  opener = gzip.open if path.endswith('.gz') else open
+  try:
+    with opener(path, 'rt', encoding='utf-8', newline='\n') as stream:
+      for line in stream:
+        yield line.rstrip('\r\n')
+  except (OSError, EOFError, UnicodeDecodeError) as error:
+    raise ValueError(f'{path!r} could not be read as text: {error}') from error
+
+
+def _values(where: str, line: str, field: str) -> list[Any]:
+  """The outputs of one record: one, or several samples."""
+  try:
+    record = json.loads(line)
+  except ValueError as error:
+    raise ValueError(f'{where} is no JSON record: {error}') from error
+  if not isinstance(record, dict) or field not in record:
+    known = ', '.join(sorted(record)) if isinstance(record, dict) else 'none'
+    raise ValueError(
+      f'{where} has no field {field!r}; it has: {known}. Set field.'
+    )
+  value = record[field]
+  several = isinstance(value, list) and any(
+    not isinstance(one, int) for one in value
+  )
+  return [one for one in (value if several else [value]) if one]
+
+
+def _ids(where: str, value: Any, tokenizer: Tokenizer, field: str) -> list[int]:
+  if isinstance(value, str):
+    return [*tokenizer.encode(value), tokenizer.eos_id]
+  if isinstance(value, list) and all(isinstance(one, int) for one in value):
+    return value
+  raise ValueError(
+    f'{where}: {field!r} holds {str(value)[:40]!r}; expected text or ids.'
+  )
+
+
+def _summary(
+  config: FitNgramConfig, table: NGramTable, rate: float | None
+) -> rich.table.Table:
+  made = rich.table.Table(title=f'{os.fspath(config.output_file)}')
+  made.add_column('what')
+  made.add_column('', justify='right')
+  for length, number in enumerate(table.num_contexts):
+    made.add_row(f'contexts of {length} tokens', f'{number:,}')
+  made.add_row('continuations', f'{len(table.ids):,}')
+  made.add_row('MiB on the device', f'{table.num_bytes / 2**20:.2f}')
+  if rate is not None:
+    made.add_row('first guess right, held out', f'{rate:.3f}')
+  return made
