@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.job import Job, Limits, Options, check_at_least
+from specdec_jax.job import Frame, Job, Options, check_at_least
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
@@ -34,6 +34,7 @@ _NO_DRAFTER = (
   'Speculative decoding needs a drafter: give Engine a `draft` model, or call'
   ' with speculative=False.'
 )
+Texts = Sequence[str | Sequence[int]]
 _ROUNDS_A_LOOK = 4  # between two looks of the host for a stop string
 
 
@@ -61,17 +62,14 @@ def load_model(
 
   Args:
     network: such as `T5(config)`.
-    path: of a single-file T5X checkpoint.
+    path: of a checkpoint, of any kind that `checkpoints.load` knows.
     tokenizer: the model's own, to check a pair by.
 
   Raises:
-    ValueError: the file is missing or broken, or an array is missing, unknown
-      or of another shape.
+    ValueError: the checkpoint is missing or broken, or an array is missing,
+      unknown or of another shape.
   """
-  params = checkpoints.load_params(path)
-  expected = jax.eval_shape(network.init, jax.random.key(0))
-  checkpoints.check_params(params, expected, source=os.fspath(path))
-  return Model(network, params, tokenizer)
+  return Model(network, checkpoints.load(path, network), tokenizer)
 
 
 class Engine:
@@ -84,6 +82,7 @@ class Engine:
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
+    bos_id: what a decoder-only target's texts begin with; None is nothing.
   """
 
   def __init__(
@@ -95,6 +94,7 @@ class Engine:
     gamma: int = 4,
     max_input_len: int = 128,
     max_decode_len: int = 128,
+    bos_id: int | None = None,
     drafter: Drafter | None = None,
     placement: partitioning.Placement | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
@@ -108,6 +108,8 @@ class Engine:
       gamma: proposals a round at most, static.
       max_input_len: tokens of the longest input.
       max_decode_len: tokens of the longest output.
+      bos_id: put in front of each text of a decoder-only target, which then
+        generates from nothing where the text is empty. None puts nothing.
       drafter: made by `small_model` of `draft` unless given; with it, `draft`
         holds what the drafter's `init` and `propose` take as parameters.
       placement: layout and dtype of the parameters on the device.
@@ -125,6 +127,7 @@ class Engine:
     self.gamma = gamma
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
+    self.bos_id = bos_id
     self._target = target.network
     self._target_params = partitioning.place(target.params, placement)
     self._drafter = drafter
@@ -133,7 +136,8 @@ class Engine:
       self.fingerprints['draft'] = calibration.fingerprint(draft.params)
       self._draft_params = partitioning.place(draft.params, placement)
       self._drafter = drafter or small_model(draft.network)
-    self._programs: dict[Any, _Program] = {}
+    self._programs: dict[Any, Callable[..., Any]] = {}
+    self._states: dict[Any, DecodeState] = {}  # shapes only
 
   @property
   def target(self) -> LanguageModel:
@@ -158,7 +162,7 @@ class Engine:
     return PairParams(self._target_params, draft)
 
   def request(
-    self, texts: Sequence[str], gamma: int | None = None, **options
+    self, texts: Texts, gamma: int | None = None, **options
   ) -> Request:
     """What `generate` would ask of the loops, for a caller that runs its own.
 
@@ -170,9 +174,8 @@ class Engine:
     Raises:
       ValueError: as `generate`; or a text is empty.
     """
-    limits = Limits(self.max_input_len, self.max_decode_len)
     gamma = self.gamma if gamma is None else gamma
-    job = Job(self.tokenizer, limits, list(texts), Options(**options), gamma)
+    job = Job(self.tokenizer, self._frame, texts, Options(**options), gamma)
     if len(job.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
     return job.request
@@ -183,9 +186,9 @@ class Engine:
     return len(self._programs)
 
   def warmup(
-    self, texts: Sequence[str], *, speculative: bool = True, **options
+    self, texts: Texts, *, speculative: bool = True, **options
   ) -> float:
-    """Compiles what `generate` would need, and runs one round of it.
+    """Compiles what `generate` would need.
 
     Args:
       texts: as for `generate`; only their number and lengths matter.
@@ -199,19 +202,18 @@ class Engine:
     begin = time.perf_counter()
     job = self._job(texts, speculative, **options)
     if job.rows:
-      start, run = self._compiled(job.request, speculative)
-      if self.num_programs > before:
-        state = run(job.request, start(job.request), jnp.int32(1))
-        jax.block_until_ready(state)
+      for name in ('start', 'run') if job.options.stop_strings else ('decode',):
+        self._program(name, job.request, speculative)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
-    self, texts: Sequence[str], *, speculative: bool = True, **options
+    self, texts: Texts, *, speculative: bool = True, **options
   ) -> list[Completion]:
     """Decodes a batch of texts.
 
     Args:
-      texts: any number; they are decoded together.
+      texts: any number, as strings or as ids with or without their end of
+        sequence; they are decoded together.
       speculative: whether the drafter helps; the output distribution is the
         same.
       **options: the fields of `Options`, such as `sampling`, `seed`,
@@ -227,8 +229,12 @@ class Engine:
     job = self._job(texts, speculative, **options)
     if not job.rows:
       return job.completions()
-    *_, state = self._advance(job, speculative)
-    return job.completions(jax.device_get(_generation(job.request, state)))
+    if job.options.stop_strings:
+      *_, state = self._advance(job, speculative, _ROUNDS_A_LOOK)
+      found = _generation(job.request, state)
+    else:
+      found = self._program('decode', job.request, speculative)(job.request)
+    return job.completions(jax.device_get(found))
 
   def stream(
     self, text: str, *, speculative: bool = True, **options
@@ -252,16 +258,17 @@ class Engine:
     if not job.rows:
       return
     for state in self._advance(job, speculative, rounds=1):
-      tokens, length, reason = jax.device_get(
-        (state.tokens[0], state.length[0], state.finish_reason[0])
+      tokens, length, reasons = jax.device_get(
+        (state.tokens, state.length, state.finish_reason)
       )
+      reason = reasons[0]
       if reason == FinishReason.INVALID:
         raise ValueError(
           job.completions(jax.device_get(_generation(job.request, state)))[
             0
           ].error
         )
-      tokens = without_stop_id(tokens[1:length], reason)
+      tokens = without_stop_id(job.produced(0, tokens, length), reason)
       output = Text(self.tokenizer, tokens, job.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
       if len(ready) > len(shown):
@@ -276,81 +283,71 @@ class Engine:
         f'texts must be a sequence of strings, got one string: {texts!r}.'
       )
     gamma = self.gamma if speculative else 0
-    limits = Limits(self.max_input_len, self.max_decode_len)
-    return Job(self.tokenizer, limits, list(texts), Options(**options), gamma)
+    return Job(self.tokenizer, self._frame, texts, Options(**options), gamma)
 
-  def _advance(self, job, speculative, rounds=None) -> Iterator[DecodeState]:
-    """Yields the state every `rounds` rounds; None is once, at the end.
+  @property
+  def _frame(self) -> Frame:
+    return Frame(
+      self.max_input_len,
+      self.max_decode_len,
+      self._target.has_encoder,
+      self.bos_id,
+    )
 
-    Where there are stop strings the host looks for them in between.
+  def _advance(self, job, speculative, rounds) -> Iterator[DecodeState]:
+    """Yields the state every `rounds` rounds.
+
+    The host looks for stop strings in between.
     """
-    start, run = self._compiled(job.request, speculative)
-    state = start(job.request)
-    stop_strings = job.options.stop_strings
-    if rounds is None:
-      rounds = _ROUNDS_A_LOOK if stop_strings else decode_state.NO_ROUND_LIMIT
+    state = self._program('start', job.request, speculative)(job.request)
+    run = self._program('run', job.request, speculative)
     while True:
-      state = run(job.request, state, jnp.int32(rounds))
-      if stop_strings:
+      state = run(job.request, state, np.int32(rounds))
+      if job.options.stop_strings:
         state = job.stop_at_strings(state)
       yield state
-      if not np.any(state.finish_reason == FinishReason.RUNNING):
+      if np.all(np.asarray(state.finish_reason) != FinishReason.RUNNING):
         return
 
-  def _compiled(self, request: Request, speculative: bool):
-    """The two programs of this kind and shape of request."""
-    target = self._target
-    params: Any = self._target_params
-    start: Any = functools.partial(autoregressive.start, target)
-    run: Any = functools.partial(autoregressive.run, target)
-    drafter = self._drafter
-    if speculative and drafter is not None:
-      params = PairParams(self._target_params, self._draft_params)
-      start = functools.partial(speculative_loop.start, target, drafter)
-      run = functools.partial(speculative_loop.run, target, drafter)
-    key = (speculative, _shapes(request))
-    first = self._program(('start', *key), jax.jit(start), params, request)
-    second = self._program(
-      ('run', *key),
-      # The state is donated: the caches are updated where they are.
-      jax.jit(run, donate_argnums=2),
-      params,
-      request,
-      first.shapes,
-      jax.ShapeDtypeStruct((), jnp.int32),
-    )
-    return (
-      functools.partial(first.compiled, params),
-      functools.partial(second.compiled, params),
-    )
+  def _program(self, name: str, request: Request, speculative: bool):
+    """A compiled function of a loop, for this kind and shape of request.
 
-  def _program(self, key, function, *args) -> '_Program':
-    if key not in self._programs:
-      lowered = function.lower(*args)
-      shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        lowered.out_info,
-      )
-      self._programs[key] = _Program(lowered.compile(), shapes)
-    return self._programs[key]
+    Args:
+      name: 'decode', or 'start' and then 'run' of the loop's module.
+      request: what it will be called with, the parameters bound.
+      speculative: which loop.
+    """
+    key = (speculative, _shapes(request))
+    if (name, key) not in self._programs:
+      loop: Any = speculative_loop if speculative else autoregressive
+      models = [self.target, self.drafter] if speculative else [self.target]
+      params: Any = self.params if speculative else self._target_params
+      args: list[Any] = [params, request]
+      if name == 'run':
+        args += [self._states[key], jax.ShapeDtypeStruct((), jnp.int32)]
+      lowered = jax.jit(
+        functools.partial(getattr(loop, name), *models),
+        # The state is donated: the caches are updated where they are.
+        donate_argnums=2 if name == 'run' else (),
+      ).lower(*args)
+      if name == 'start':
+        self._states[key] = jax.tree.map(
+          lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+          lowered.out_info,
+        )
+      program = functools.partial(lowered.compile(), params)
+      self._programs[name, key] = program
+    return self._programs[name, key]
 
 
 # One program, where its operations one by one took milliseconds a call.
 _generation = jax.jit(decode_state.generation)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-  """A compiled program and the shapes of its result."""
-
-  compiled: Any
-  shapes: Any
-
-
 def _shapes(request: Request):
   """What a program was compiled for, as a dictionary key."""
   leaves, tree = jax.tree.flatten(request)
-  return tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+  return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _check_pair(

@@ -17,17 +17,29 @@ from specdec_jax.completion import (
 )
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
 
 _SMALLEST_INPUT = 32
+_SMALLEST_PROMPT = 8
+_START_ID = 0  # of every encoder-decoder of the T5 family
 
 
-class Limits(NamedTuple):
-  """Tokens that an input and an output may have, their ends included."""
+class Frame(NamedTuple):
+  """What is the same for all texts of an engine.
+
+  Attributes:
+    max_input_len: tokens that an input may have, its end included.
+    max_decode_len: tokens that an output may have, its end included.
+    has_encoder: where False, the decoder begins with the text itself.
+    bos_id: then put in front of each text; None is nothing.
+  """
 
   max_input_len: int
   max_decode_len: int
+  has_encoder: bool = True
+  bos_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +58,12 @@ class Options:
     on_too_long: what a too long input does: 'error' raises, 'truncate' keeps
       its beginning, 'report' gives a completion with an error.
     log_probs: whether log-probabilities are wanted.
+    prompts: ids that the output of each text begins with, behind the decoder's
+      start token; they are read, not produced, and no part of the result. None
+      is none.
+    lenience: in (0, 1]; less than 1 accepts more of the drafter's proposals
+      and is lossy: a token may be drawn up to 1 / lenience times as often as
+      the target does. See `speculative`; the plain loop has no use for it.
   """
 
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
@@ -57,9 +75,12 @@ class Options:
   max_length: int | None = None
   on_too_long: str = 'error'
   log_probs: bool = True
+  prompts: Sequence[Sequence[int]] | None = None
+  lenience: float = 1.0
 
   def __post_init__(self):
     check_at_least(min_length=(self.min_length, 0))
+    check_lenience(self.lenience)
     if self.on_too_long not in ('error', 'truncate', 'report'):
       raise ValueError(
         "on_too_long must be 'error', 'truncate' or 'report', got"
@@ -78,14 +99,14 @@ class Job:
   def __init__(
     self,
     tokenizer: Tokenizer,
-    limits: Limits,
-    texts: list[str],
+    frame: Frame,
+    texts: Sequence[str | Sequence[int]],
     options: Options,
     gamma: int,
   ):
     self.options = options
     self._tokenizer = tokenizer
-    self._limits = limits
+    self._frame = frame
     self._num_texts = len(texts)
     self._passed_over: dict[int, Completion] = {}
     inputs = [self._encode(i, text) for i, text in enumerate(texts)]
@@ -94,17 +115,31 @@ class Job:
       encoded = [inputs[i] for i in self.rows]
       self.request = self._make_request(encoded, gamma)
 
-  def _encode(self, index: int, text: str) -> list[int]:
-    """Ids with the end of sequence; empty where nothing is to be decoded."""
-    tokenizer = self._tokenizer
-    limit = self._limits.max_input_len
-    ids = tokenizer.encode(text)
-    if not ids:
+  def _encode(self, index: int, text: str | Sequence[int]) -> list[int]:
+    """Ids as the model reads them; empty where nothing is to be decoded.
+
+    For an encoder they end with the end of sequence; a decoder goes on.
+    """
+    tokenizer, frame = self._tokenizer, self._frame
+    limit = frame.max_input_len
+    if isinstance(text, str):
+      ids = tokenizer.encode(text)
+    else:
+      ids = self._checked(f'Text {index}', text)
+      if ids[-1:] == [tokenizer.eos_id]:
+        del ids[-1]
+    first: list[int] = []
+    last = [tokenizer.eos_id]
+    if not frame.has_encoder:
+      first, last = [] if frame.bos_id is None else [frame.bos_id], []
+    if not ids and not first:
       self._passed_over[index] = passed_over('empty')
       return []
-    if len(ids) + 1 > limit and self.options.on_too_long != 'truncate':
+    room = limit - len(first) - len(last)
+    if len(ids) > room and self.options.on_too_long != 'truncate':
       message = (
-        f'Text {index} has {len(ids) + 1} tokens (its end included), more than'
+        f'Text {index} has {len(ids) + limit - room} tokens (its'
+        f' {"end" if last else "start"} included), more than'
         f' max_input_len = {limit}. Shorten it, raise max_input_len, or set'
         " on_too_long='truncate'."
       )
@@ -112,19 +147,60 @@ class Job:
         raise ValueError(message)
       self._passed_over[index] = passed_over('error', message)
       return []
-    return [*ids[: limit - 1], tokenizer.eos_id]
+    return [*first, *ids[:room], *last]
+
+  def _checked(self, what: str, ids: Sequence[int]) -> list[int]:
+    """Ids as a list of ints.
+
+    Raises:
+      ValueError: one is outside the vocabulary.
+    """
+    found = [int(token) for token in ids]
+    size = self._tokenizer.vocab_size
+    for token in found:
+      if not 0 <= token < size:
+        raise ValueError(
+          f'{what} holds {token}, which is outside the vocabulary of {size}.'
+        )
+    return found
+
+  def _prompts(self, encoded) -> list[list[int]] | None:
+    """What the decoder of each row begins with; None is the start token."""
+    prompts = self.options.prompts
+    if not self._frame.has_encoder:
+      if prompts is not None:
+        raise ValueError(
+          'This model has no encoder: its texts are its prompts. Put what the'
+          ' output shall begin with at the end of the text.'
+        )
+      return encoded
+    if prompts is None:
+      return None
+    if len(prompts) != self._num_texts:
+      raise ValueError(
+        f'prompts has {len(prompts)} entries for {self._num_texts} texts.'
+      )
+    found = [self._checked(f'Prompt {i}', prompts[i]) for i in self.rows]
+    return [[_START_ID, *ids] for ids in found]
 
   def _make_request(self, encoded, gamma) -> Request:
-    limits, options = self._limits, self.options
+    frame, options = self._frame, self.options
     batch = _next_power_of_two(len(encoded))
-    longest = max(map(len, encoded))
-    width = max(_SMALLEST_INPUT, _next_power_of_two(longest))
-    width = min(width, limits.max_input_len)
     # Arrays of the host: a program's call moves them to the device together.
-    inputs: Any = np.zeros((batch, width), np.int32)
-    for row, ids in enumerate(encoded):
-      inputs[row, : len(ids)] = ids
-    max_length = limits.max_decode_len
+    prompt: Any = None
+    prompt_length: Any = None
+    prompts = self._prompts(encoded)
+    if prompts is not None:
+      # One more than a power of two: the last token is read by the first round.
+      longest = max(map(len, prompts)) - 1
+      width = max(_SMALLEST_PROMPT, _next_power_of_two(longest))
+      prompt, prompt_length = _rows(prompts, batch, 1 + width)
+    inputs: Any = np.zeros((batch, 1), np.int32)
+    if frame.has_encoder:
+      width = max(_SMALLEST_INPUT, _next_power_of_two(max(map(len, encoded))))
+      width = min(width, frame.max_input_len)
+      inputs, _ = _rows(encoded, batch, width)
+    max_length = frame.max_decode_len
     if options.max_length is not None:
       check_at_least(max_length=(options.max_length, 1))
       if options.max_length > max_length:
@@ -133,6 +209,9 @@ class Job:
           f' max_decode_len = {max_length}.'
         )
       max_length = options.max_length
+    lenience: Any = None  # another program than that of any number
+    if gamma and options.lenience != 1:
+      lenience = np.asarray(options.lenience, np.float32)
     min_length: Any = np.full((batch,), options.min_length, np.int32)
     budgets: Any = np.zeros((batch,), np.int32)
     budgets[: len(encoded)] = max_length
@@ -143,11 +222,14 @@ class Job:
       stop_ids=self._stop_ids(),
       min_length=min_length,
       max_length=budgets,
-      slots=limits.max_decode_len,
+      slots=frame.max_decode_len,
       gamma=gamma,
       greedy=options.sampling.greedy,
       forbids_stops=options.min_length > 0,
       with_log_probs=options.log_probs,
+      prompt=prompt,
+      prompt_length=prompt_length,
+      lenience=lenience,
     )
 
   def _keys(self, batch: int) -> jax.Array:
@@ -180,14 +262,14 @@ class Job:
     ids = self.options.stop_ids
     if ids is None:
       ids = [self._tokenizer.eos_id]
-    for token in ids:
-      if not 0 <= token < self._tokenizer.vocab_size:
-        raise ValueError(
-          f'stop_ids holds {token}, which is outside the vocabulary of'
-          f' {self._tokenizer.vocab_size}.'
-        )
+    ids = self._checked('stop_ids', ids)
     width = max(4, _next_power_of_two(len(ids)))
     return np.asarray([*ids, *[-1] * (width - len(ids))], np.int32)
+
+  def produced(self, row: int, tokens: Any, length: Any) -> Any:
+    """What a row has produced, of a state's tokens and length on the host."""
+    first = self.request.prompt_length
+    return tokens[row, 1 if first is None else first[row] : length[row]]
 
   def stop_at_strings(self, state: DecodeState) -> DecodeState:
     """Finishes the running rows whose text holds a stop string."""
@@ -200,7 +282,7 @@ class Job:
         continue
       output = Text(
         self._tokenizer,
-        tokens[row, 1 : length[row]],
+        self.produced(row, tokens, length),
         self.options.stop_strings,
       )
       if output.has_stop_string:
@@ -227,6 +309,18 @@ def _fold_in_all(seed, ids):
 def _example_keys(seed: int, ids: np.ndarray) -> jax.Array:
   """PRNG keys [B] of (seed, example)."""
   return _fold_in_all(jnp.uint32(seed & 0xFFFFFFFF), ids)
+
+
+def _rows(
+  encoded: Sequence[Sequence[int]], batch: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """int32[batch, width], 0 behind each end, and the lengths, 1 at least."""
+  array = np.zeros((batch, width), np.int32)
+  length = np.ones((batch,), np.int32)
+  for row, ids in enumerate(encoded):
+    array[row, : len(ids)] = ids
+    length[row] = len(ids)
+  return array, length
 
 
 def _next_power_of_two(number: int) -> int:

@@ -15,16 +15,40 @@ itself. So the distribution still holds exactly if the *other* proposals were
 drawn from `draft.probs`, and holds for a drafter that never states a positive
 probability. Rejecting instead would draw from the residual, and accepting
 would take the drafter's choice unchecked; both are wrong distributions.
+
+**Lenience** l of Appendix A.5 gives the guarantee up for more accepted
+proposals: q is multiplied by l wherever Algorithm 1 looks at it, in the test
+and in the residual, norm(max(0, p - l q)). A proposal, still drawn from q, is
+accepted with probability min(1, p / (l q)), so each token comes
+
+  accepted with    min(q, p / l), in sum beta,
+  resampled with   (1 - beta) / (1 - l beta) max(0, p - l q),
+
+because max(0, p - l q) = p - l min(q, p / l) has the sum 1 - l beta. Together
+they are p / l where p <= l q. Elsewhere they are q + s (p - l q) with a
+quotient s <= 1 <= 1 / l, so at most p / l as well: **no token comes more often
+than p / l**. There is no such bound from below. At l = 1 they are p. (The
+paper speaks of the comparison alone. With max(0, p - q) as the residual the
+same bound would hold.)
 """
+
+import math
+import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax.probs import accept_key, resample_key, sample
 from specdec_jax.types import Draft, Verdict
 
 
-def verify(draft: Draft, target_probs: jax.Array, key: jax.Array) -> Verdict:
+def verify(
+  draft: Draft,
+  target_probs: jax.Array,
+  key: jax.Array,
+  lenience: jax.Array | None = None,
+) -> Verdict:
   """Decides how much of a draft is kept and draws the token after it.
 
   Args:
@@ -33,6 +57,9 @@ def verify(draft: Draft, target_probs: jax.Array, key: jax.Array) -> Verdict:
     target_probs: float32[G + 1, V], row i given the first i proposals.
     key: PRNG key of this row and round; consumed through `accept_key` and
       `resample_key`.
+    lenience: float32[] in (0, 1], see the top of this file; other values do
+      not recompile. None is 1, lossless. One-hot rows of the target leave
+      nothing to be lenient about: see `verify_greedy` for these.
 
   Returns:
     Verdict: num_accepted int32[] <= length, next_token int32[].
@@ -41,6 +68,8 @@ def verify(draft: Draft, target_probs: jax.Array, key: jax.Array) -> Verdict:
     ValueError: the shapes do not fit, at trace time.
   """
   _check_shapes(draft, target_probs)
+  if lenience is not None:
+    draft = lenient_draft(draft, target_probs.shape[1], lenience)
   uniforms = jax.random.uniform(
     accept_key(key), draft.tokens.shape, jnp.float32
   )
@@ -54,7 +83,7 @@ def count_accepted(
 ) -> jax.Array:
   """n of Algorithm 1: the proposals before the first that fails; int32[]."""
   gamma = draft.tokens.shape[0]
-  target_prob = _prob_of(target_probs[:gamma], draft.tokens)
+  target_prob = _value_of(target_probs[:gamma], draft.tokens, 0.0)
   draft_prob = _draft_prob(draft)
   # Strictly less, for `uniforms` are in [0, 1) and can be 0: then "<=" would
   # accept a token that the target never emits. Equal probabilities are always
@@ -91,16 +120,28 @@ def next_token_weights(
   return jnp.where(use_residual, residual, target_row)
 
 
-def verify_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
+def lenient_draft(draft: Draft, vocab_size: int, lenience: jax.Array) -> Draft:
+  """The draft as lenience looks at it: probs are l q, float32[G, V]."""
+  rows = draft.probs
+  if rows is None:
+    rows = jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)
+  return Draft(draft.tokens, lenience * rows, draft.length)
+
+
+def verify_greedy(
+  draft: Draft, target_tokens: jax.Array, near: jax.Array | None = None
+) -> Verdict:
   """`verify` where the target takes the argmax: no softmax, no randomness.
 
-  Equal to `verify` with the one-hot rows of `target_tokens`, whatever the
-  drafter's probabilities are.
+  Without `near` equal to `verify` with the one-hot rows of `target_tokens`,
+  whatever the drafter's probabilities are.
 
   Args:
     draft: of one sequence: tokens int32[G], length int32[]; probs is unused.
     target_tokens: int32[G + 1], the target's argmax given the first i
       proposals.
+    near: bool[G], proposals that pass for the argmax, by `near_argmax`; this
+      is lenience at temperature 0. None is none of them.
 
   Returns:
     Verdict: num_accepted int32[] <= length, next_token int32[].
@@ -116,20 +157,62 @@ def verify_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
     )
   proposed = jnp.arange(gamma) < draft.length
   matches = draft.tokens == target_tokens[:gamma]
+  if near is not None:
+    matches |= near
   num_accepted = _first_false(matches & proposed)
   return Verdict(num_accepted, target_tokens[num_accepted])
 
 
+def near_argmax(
+  tokens: jax.Array, logits: jax.Array, lenience: jax.Array
+) -> jax.Array:
+  """Whether p(x) >= l max(p), p before it is standardised; A.5.
+
+  The paper prints the inequality the other way round, which would refuse the
+  argmax itself. A quotient of two probabilities needs no softmax.
+
+  Args:
+    tokens: int32[..., G]; an id outside the vocabulary is never near.
+    logits: float[..., G, V], the target's where each token is proposed.
+    lenience: float32[] in (0, 1]; at 1 only ties with the argmax are near.
+
+  Returns:
+    bool[..., G]; False where the row's logits are NaN or all masked.
+  """
+  logits = logits.astype(jnp.float32)
+  chosen = _value_of(logits, tokens, -jnp.inf)
+  return jnp.exp(chosen - jnp.max(logits, axis=-1)) >= lenience
+
+
 def verify_batch(
-  draft: Draft, target_probs: jax.Array, keys: jax.Array
+  draft: Draft,
+  target_probs: jax.Array,
+  keys: jax.Array,
+  lenience: jax.Array | None = None,
 ) -> Verdict:
   """`verify` for B sequences: target_probs float32[B, G + 1, V], keys [B]."""
-  return jax.vmap(verify)(draft, target_probs, keys)
+  over_rows = jax.vmap(verify, in_axes=(0, 0, 0, None))
+  return over_rows(draft, target_probs, keys, lenience)
 
 
-def verify_greedy_batch(draft: Draft, target_tokens: jax.Array) -> Verdict:
-  """`verify_greedy` for B sequences: target_tokens int32[B, G + 1]."""
-  return jax.vmap(verify_greedy)(draft, target_tokens)
+def verify_greedy_batch(
+  draft: Draft, target_tokens: jax.Array, near: jax.Array | None = None
+) -> Verdict:
+  """`verify_greedy` for B sequences: int32[B, G + 1], bool[B, G]."""
+  return jax.vmap(verify_greedy)(draft, target_tokens, near)
+
+
+def check_lenience(lenience: float) -> None:
+  """Raises ValueError unless it is a number in (0, 1]."""
+  is_number = isinstance(lenience, numbers.Real) and not isinstance(
+    lenience, bool
+  )
+  value = float(lenience) if is_number else math.nan
+  if not np.finfo(np.float32).tiny <= value <= 1:  # NaN fails as well.
+    raise ValueError(
+      'lenience must be in (0, 1]: 1 is lossless, and with l no token comes'
+      f' more than 1 / l times as often as it should; got {lenience!r}'
+    )
 
 
 def _first_false(flags: jax.Array) -> jax.Array:
@@ -138,18 +221,20 @@ def _first_false(flags: jax.Array) -> jax.Array:
   return jnp.argmin(ends).astype(jnp.int32)
 
 
-def _prob_of(probs: jax.Array, tokens: jax.Array) -> jax.Array:
-  """probs[i, tokens[i]], 0 for an id outside the vocabulary; float32[G]."""
-  in_range = (tokens >= 0) & (tokens < probs.shape[-1])
-  chosen = jnp.take_along_axis(probs, tokens[:, None], axis=-1, mode='clip')
-  return jnp.where(in_range, chosen[:, 0], 0.0)
+def _value_of(
+  rows: jax.Array, tokens: jax.Array, otherwise: float
+) -> jax.Array:
+  """rows[..., i, tokens[..., i]], or `otherwise` outside the vocabulary."""
+  in_range = (tokens >= 0) & (tokens < rows.shape[-1])
+  chosen = jnp.take_along_axis(rows, tokens[..., None], axis=-1, mode='clip')
+  return jnp.where(in_range, chosen[..., 0], otherwise)
 
 
 def _draft_prob(draft: Draft) -> jax.Array:
   """q_i(x_i) of every proposal; float32[G]."""
   if draft.probs is None:
     return jnp.ones(draft.tokens.shape, jnp.float32)
-  return _prob_of(draft.probs, draft.tokens)
+  return _value_of(draft.probs, draft.tokens, 0.0)
 
 
 def _check_shapes(draft: Draft, target_probs: jax.Array) -> None:

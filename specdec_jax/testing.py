@@ -84,6 +84,11 @@ class MarkovModel:
       )
     self.params = {'table': jnp.asarray(table), 'offset': jnp.asarray(offset)}
 
+  @property
+  def has_encoder(self) -> bool:
+    """True: inputs shift the logits of their row."""
+    return True
+
   def init(self, key: jax.Array):
     """The parameters: they are given, not random."""
     del key

@@ -85,6 +85,63 @@ def test_too_long(engine):
   assert cut.tokens and cut.error is None
 
 
+def test_texts_may_be_ids(engine, tokenizer):
+  ids = [tokenizer.encode(text) for text in TEXTS]
+  want = engine.generate(TEXTS)
+  assert engine.generate(ids) == want
+  ended = [np.asarray([*row, tokenizer.eos_id], np.int32) for row in ids]
+  ended[1] = ended[1][:0]
+  assert engine.generate(ended) == want
+  with pytest.raises(ValueError, match='Text 0 holds 288, which is outside'):
+    engine.generate([[VOCAB_SIZE]])
+
+
+@pytest.mark.parametrize('speculative', [False, True])
+def test_prompts(engine, speculative):
+  """A greedy output goes on as it would have, whatever begins it."""
+  options = dict(speculative=speculative, stop_ids=[])
+  texts = [TEXTS[0], TEXTS[2], TEXTS[3]]
+  whole = engine.generate(texts, **options)
+  kept = [0, 3, 7]  # ragged, one empty
+  prompts = [c.tokens[:n] for c, n in zip(whole, kept, strict=True)]
+  have = engine.generate(texts, prompts=prompts, **options)
+  for one, other, n in zip(whole, have, kept, strict=True):
+    assert len(other.tokens) == MAX_OUTPUT, 'a prompt costs no budget'
+    shared = MAX_OUTPUT - n
+    assert other.tokens[:shared] == one.tokens[n:]
+    np.testing.assert_allclose(
+      other.log_probs[:shared], one.log_probs[n:], atol=1e-4
+    )
+  # The prompt matters: another one gives another output.
+  other = engine.generate(texts[:1], prompts=[prompts[2]], **options)[0]
+  assert other.tokens[:3] != have[0].tokens[:3]
+
+
+def test_prompts_are_no_part_of_what_is_counted_or_streamed(engine):
+  text, options = TEXTS[3], dict(stop_ids=[])
+  whole = engine.generate([text], **options)[0].tokens
+  prompt = whole[:5]
+  early = whole[6]
+  stops = dict(stop_ids=[early], min_length=3, prompts=[prompt])
+  have, want = (
+    engine.generate([text], speculative=way, **stops)[0]
+    for way in (True, False)
+  )
+  assert have.tokens == want.tokens and early not in have.tokens[:3]
+  pieces = ''.join(engine.stream(text, prompts=[prompt], **options))
+  done = engine.generate([text], prompts=[prompt], **options)[0]
+  assert pieces == done.text
+  word = done.text.split()[1]
+  cut = engine.generate(
+    [text], prompts=[prompt], stop_strings=[word], **options
+  )[0]
+  assert cut.text == done.text[: done.text.index(word)]
+  with pytest.raises(ValueError, match='prompts has 1 entries for 2 texts'):
+    engine.generate(['a', 'b'], prompts=[[3]])
+  with pytest.raises(ValueError, match='Prompt 0 holds -1'):
+    engine.generate(['a'], prompts=[[-1]])
+
+
 @pytest.mark.parametrize('speculative', [False, True])
 def test_stop_ids(engine, speculative):
   options = dict(speculative=speculative, stop_ids=[])
@@ -186,14 +243,14 @@ def test_warmup(tokenizer, compilations):
   engine = Engine(model, model, tokenizer=tokenizer, max_decode_len=9)
   assert engine.num_programs == 0
   assert engine.warmup(['a', 'b']) > 0
-  assert engine.num_programs == 2
+  assert engine.num_programs == 1
   assert engine.warmup(['the', 'dog']) == 0.0
   assert engine.warmup(['']) == 0.0
   assert engine.warmup(['the', 'dog'], speculative=False) > 0
   want = engine.generate(['the', 'dog'])
   before = compilations.count
   assert engine.generate(['the', 'dog']) == want
-  assert compilations.count == before and engine.num_programs == 4
+  assert compilations.count == before and engine.num_programs == 2
 
 
 def test_nan_is_an_error_of_its_row_alone(engine, tokenizer):

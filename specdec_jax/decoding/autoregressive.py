@@ -10,14 +10,17 @@ import jax.numpy as jnp
 from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import LanguageModel, Params, read_prompt
+from specdec_jax.types import Generation
 
 
 def start(
   target: LanguageModel, params: Params, request: Request
 ) -> DecodeState:
   """Reads the inputs and returns the state before the first token."""
-  cache = target.prefill(params, request.inputs, request.cache_slots)
+  cache = read_prompt(
+    target, params, request.inputs, request.cache_slots, request.prompt
+  )
   return decode_state.start(request, cache, drafter_state=None)
 
 
@@ -51,7 +54,7 @@ def run(
   params: Params,
   request: Request,
   state: DecodeState,
-  max_rounds: jax.Array,
+  max_rounds: jax.Array | int,
 ) -> DecodeState:
   """Runs rounds until every row is finished or `max_rounds` (int32[]) ran."""
 
@@ -59,3 +62,12 @@ def run(
     return step(target, params, request, state)
 
   return decode_state.run_rounds(one_round, state, max_rounds)
+
+
+def decode(
+  target: LanguageModel, params: Params, request: Request
+) -> Generation:
+  """The whole generation: what the other functions do, as one program."""
+  state = start(target, params, request)
+  state = run(target, params, request, state, decode_state.NO_ROUND_LIMIT)
+  return decode_state.generation(request, state)

@@ -1,5 +1,6 @@
 """Speculative decoding: Algorithm 1, batched, in one jitted `while_loop`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,9 +11,13 @@ from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Context, Drafter
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.speculative import verify_batch, verify_greedy_batch
-from specdec_jax.types import Draft, Verdict
+from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.speculative import (
+  near_argmax,
+  verify_batch,
+  verify_greedy_batch,
+)
+from specdec_jax.types import Draft, Generation, Verdict
 
 
 class PairParams(NamedTuple):
@@ -31,8 +36,9 @@ def start(
 ) -> DecodeState:
   """Both sides read the inputs; returns the state before the first round."""
   slots = request.cache_slots
-  cache = target.prefill(params.target, request.inputs, slots)
-  drafter_state = drafter.init(params.draft, request.inputs, slots)
+  inputs, prompt = request.inputs, request.prompt
+  cache = read_prompt(target, params.target, inputs, slots, prompt)
+  drafter_state = drafter.init(params.draft, inputs, slots, prompt)
   return decode_state.start(request, cache, drafter_state)
 
 
@@ -41,9 +47,21 @@ def judge(
 ) -> Verdict:
   """Number of accepted guesses n, and t drawn after them."""
   if request.greedy:
-    return verify_greedy_batch(draft, probs.greedy_token(logits))
+    return _judge_greedy(request, draft, logits)
   target_probs = probs.standardise_batch(logits, request.sampling)
-  return verify_batch(draft, target_probs, keys)
+  verdict = verify_batch(draft, target_probs, keys, request.lenience)
+  if request.lenience is None:
+    return verdict
+  # One-hot rows leave nothing to be lenient about: temperature 0 among others.
+  one_hot = functools.partial(jnp.where, request.sampling.temperature == 0)
+  return jax.tree.map(one_hot, _judge_greedy(request, draft, logits), verdict)
+
+
+def _judge_greedy(request: Request, draft: Draft, logits: jax.Array) -> Verdict:
+  near = None
+  if request.lenience is not None:
+    near = near_argmax(draft.tokens, logits[:, :-1], request.lenience)
+  return verify_greedy_batch(draft, probs.greedy_token(logits), near)
 
 
 def step(
@@ -91,7 +109,7 @@ def context_of(
     keys=keys,
     sampling=request.sampling,
     stop_ids=request.stop_ids,
-    min_length=request.min_length,
+    min_length=request.min_length + request.first_length - 1,
     gamma=request.gamma,
     greedy=request.greedy,
     forbids_stops=request.forbids_stops,
@@ -150,7 +168,7 @@ def run(
   params: PairParams,
   request: Request,
   state: DecodeState,
-  max_rounds: jax.Array,
+  max_rounds: jax.Array | int,
   judge: Judge = judge,
 ) -> DecodeState:
   """Runs rounds until every row is finished or `max_rounds` (int32[]) ran."""
@@ -159,3 +177,13 @@ def run(
     return step(target, drafter, params, request, state, judge)
 
   return decode_state.run_rounds(one_round, state, max_rounds)
+
+
+def decode(
+  target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
+) -> Generation:
+  """The whole generation: what the other functions do, as one program."""
+  state = start(target, drafter, params, request)
+  limit = decode_state.NO_ROUND_LIMIT
+  state = run(target, drafter, params, request, state, limit)
+  return decode_state.generation(request, state)

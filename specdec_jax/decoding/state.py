@@ -31,6 +31,10 @@ class Request:
     greedy: static, every temperature is 0: no softmax, no noise.
     forbids_stops: static, whether `min_length` is in use.
     with_log_probs: static, whether log-probabilities are wanted.
+    prompt: int32[B, P], the tokens that the decoder begins with, the start
+      token first; None is the start token (id 0) alone.
+    prompt_length: int32[B], 1..P; None where `prompt` is.
+    lenience: float32[] in (0, 1], see `speculative`; None is 1, lossless.
   """
 
   inputs: jax.Array
@@ -44,14 +48,27 @@ class Request:
   greedy: bool = struct.field(pytree_node=False)
   forbids_stops: bool = struct.field(pytree_node=False, default=False)
   with_log_probs: bool = struct.field(pytree_node=False, default=True)
+  prompt: jax.Array | None = None
+  prompt_length: jax.Array | None = None
+  lenience: jax.Array | None = None
+
+  @property
+  def prompt_width(self) -> int:
+    """P, slots of the longest prompt, the start token counted."""
+    return 1 if self.prompt is None else self.prompt.shape[1]
+
+  @property
+  def first_length(self) -> jax.Array | int:
+    """Tokens of a row's prompt, int32[B]: what it has before it produces."""
+    return 1 if self.prompt_length is None else self.prompt_length
 
   @property
   def cache_slots(self) -> int:
-    """T: start token, output, and a whole draft past the last token.
+    """T: prompt, output, and a whole draft past the last token.
 
     Rounded up to the buckets of attention, which then differ by a factor.
     """
-    return -(-(self.slots + self.gamma + 1) // 64) * 64
+    return -(-(self.prompt_width + self.slots + self.gamma) // 64) * 64
 
 
 @struct.dataclass
@@ -59,9 +76,9 @@ class DecodeState:
   """The loop's carry; donated, so that it is updated in place.
 
   Attributes:
-    tokens: int32[B, T + 1], committed tokens from the start token (id 0) on;
-      without meaning behind `length`.
-    length: int32[B], committed tokens, the start token counted.
+    tokens: int32[B, T + 1], committed tokens from the start token on, the
+      prompt's first; without meaning behind `length`.
+    length: int32[B], committed tokens, the prompt's and start token counted.
     log_probs: float32[B, T + 1], the target's, of each token; [B, 0] if they
       are not wanted.
     finish_reason: int32[B], a `FinishReason`.
@@ -100,13 +117,16 @@ class DecodeState:
 
 
 def start(request: Request, target_cache: Any, drafter_state: Any):
-  """Returns the `DecodeState` before the first round: the start token."""
+  """Returns the `DecodeState` before the first round: each row's prompt."""
   batch = request.inputs.shape[0]
   width = request.cache_slots + 1
   zeros = jnp.zeros((batch,), jnp.int32)
+  tokens = jnp.zeros((batch, width), jnp.int32)
+  if request.prompt is not None:
+    tokens = tokens.at[:, : request.prompt_width].set(request.prompt)
   return DecodeState(
-    tokens=jnp.zeros((batch, width), jnp.int32),
-    length=zeros + 1,
+    tokens=tokens,
+    length=zeros + request.first_length,
     log_probs=jnp.zeros((batch, width if request.with_log_probs else 0)),
     finish_reason=jnp.where(
       request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
@@ -133,14 +153,18 @@ def forbid_early_stops(
   """Masks stop ids in logits [B, S, V] where `min_length` is not reached."""
   if not request.forbids_stops:
     return logits
-  produced = state.length[:, None] - 1 + jnp.arange(logits.shape[1])
+  produced = _produced(request, state)[:, None] + jnp.arange(logits.shape[1])
   early = produced < request.min_length[:, None]
   return probs.forbid(logits, request.stop_ids, early)
 
 
 def remaining(request: Request, state: DecodeState) -> jax.Array:
   """int32[B], tokens that a row may still produce."""
-  return request.max_length - (state.length - 1)
+  return request.max_length - _produced(request, state)
+
+
+def _produced(request: Request, state: DecodeState) -> jax.Array:
+  return state.length - request.first_length
 
 
 def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
@@ -199,7 +223,7 @@ def append(
   )
 
 
-def run_rounds(step, state: DecodeState, max_rounds: jax.Array):
+def run_rounds(step, state: DecodeState, max_rounds: jax.Array | int):
   """Repeats `step` until all rows are finished or `max_rounds` have run.
 
   Args:
@@ -227,13 +251,13 @@ def _write_rows(buffer, new, first):
 
 
 def generation(request: Request, state: DecodeState) -> Generation:
-  """Returns the result: without the start token, zeros behind each end."""
-  tokens = state.tokens[:, 1 : request.slots + 1]
-  length = state.length - 1
+  """Returns the result: without the prompt, zeros behind each end."""
+  tokens, log_probs = state.tokens, state.log_probs
+  length = _produced(request, state)
   live = jnp.arange(request.slots) < length[:, None]
-  log_probs = state.log_probs[:, 1 : request.slots + 1]
+  tokens = _from(request, tokens)
   if request.with_log_probs:
-    log_probs = jnp.where(live, log_probs, 0.0)
+    log_probs = jnp.where(live, _from(request, log_probs), 0.0)
   return Generation(
     tokens=jnp.where(live, tokens, 0),
     length=length,
@@ -241,3 +265,11 @@ def generation(request: Request, state: DecodeState) -> Generation:
     finish_reason=state.finish_reason,
     stats=state.stats,
   )
+
+
+def _from(request: Request, buffer: jax.Array) -> jax.Array:
+  """[B, slots] of `buffer`, from behind each row's prompt on."""
+  if request.prompt_length is None:
+    return buffer[:, 1 : request.slots + 1]
+  index = request.prompt_length[:, None] + jnp.arange(request.slots)
+  return jnp.take_along_axis(buffer, index, axis=1)

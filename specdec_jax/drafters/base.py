@@ -24,7 +24,7 @@ class Context:
 
   Attributes:
     tokens: int32[B, N], the decoder's committed tokens from the start token
-      (id 0) on; without meaning behind `length`.
+      on, its prompt's first; without meaning behind `length`.
     length: int32[B], committed tokens of a row, the start token counted, so
       at least 1. A finished row shows 1.
     keys: PRNG keys [B] of this row and round; proposals derive theirs by
@@ -32,7 +32,8 @@ class Context:
     sampling: how the target is sampled; a drafter may do otherwise as long as
       it returns the probabilities it really drew from.
     stop_ids: int32[K], ids that end a row; -1 fills up.
-    min_length: int32[B], tokens to produce before a stop id is allowed.
+    min_length: int32[B], tokens behind the start token, the prompt's
+      included, before a stop id is allowed.
     gamma: static, how many tokens to propose at most.
     greedy: static, every row takes the argmax: no probabilities are needed.
     forbids_stops: static, whether `min_length` is in use.
@@ -53,8 +54,10 @@ class Drafter(NamedTuple):
   """A source of drafts.
 
   Attributes:
-    init: (params, inputs int32[B, E], max_length) -> state. Reads the inputs;
-      `max_length` is the decoder slots that the run may use.
+    init: (params, inputs int32[B, E], max_length, prompt) -> state. Reads the
+      inputs; `max_length` is the decoder slots that the run may use, `prompt`
+      int32[B, P] what the decoder begins with, or None (see `Request`). The
+      first context holds the prompt, so only a drafter with a cache reads it.
     propose: (params, state, context) -> (Draft, state). Called once a round
       with gamma >= 1.
     commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
@@ -62,7 +65,7 @@ class Drafter(NamedTuple):
       draft must be forgotten. Called once a round after `propose`.
   """
 
-  init: Callable[[Any, jax.Array, int], DrafterState]
+  init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
   propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
   commit: Callable[[DrafterState, jax.Array], DrafterState]
 

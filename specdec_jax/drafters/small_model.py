@@ -6,13 +6,15 @@ by feeding each row's last two committed tokens at once; where nothing was owed
 this writes the same values again.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.drafters.base import Context, Drafter, last_tokens
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.types import Draft
 
 
@@ -56,7 +58,7 @@ def small_model(model: LanguageModel) -> Drafter:
     # the one before it is not either.
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
-  return Drafter(model.prefill, propose, commit)
+  return Drafter(functools.partial(read_prompt, model), propose, commit)
 
 
 def _draw(logits: jax.Array, context: Context, index: jax.Array | int):

@@ -20,6 +20,16 @@ class LanguageModel(Protocol[Cache]):
     """V, the width of the logits."""
     ...
 
+  @property
+  def has_encoder(self) -> bool:
+    """Whether an encoder reads the inputs; without one the prompt holds them.
+
+    The decoder of an encoder-decoder begins with its start token and, where
+    one is wanted, a prompt. A decoder-only model begins with its prompt, whose
+    first token is the start token.
+    """
+    ...
+
   def init(self, key: jax.Array) -> Params:
     """Random parameters; their names and shapes are what a checkpoint has."""
     ...
@@ -31,7 +41,8 @@ class LanguageModel(Protocol[Cache]):
 
     Args:
       params: the model's parameters.
-      inputs: int32[B, E], tokens of the input, 0 behind each row's end.
+      inputs: int32[B, E], tokens of the input, 0 behind each row's end. A
+        decoder-only model looks at B alone.
       max_length: T, the decoder slots to allocate, for the whole run.
 
     Returns:
@@ -60,3 +71,32 @@ class LanguageModel(Protocol[Cache]):
   def rewind(self, cache: Cache, length: jax.Array) -> Cache:
     """Forgets all but the first `length` (int32[B]) tokens of a row, O(1)."""
     ...
+
+
+def read_prompt(
+  model: LanguageModel[Cache],
+  params: Params,
+  inputs: jax.Array,
+  max_length: int,
+  prompt: jax.Array | None = None,
+) -> Cache:
+  """A cache that has read the inputs, and of each row's prompt all it may.
+
+  The last token of a prompt is read by the first round, with the logits that
+  are wanted then. Rows are ragged: what a shorter one has read past its end
+  lies behind the length that the loop rewinds to, and is never seen.
+
+  Args:
+    model: a `LanguageModel`.
+    params: its parameters.
+    inputs: int32[B, E], 0 behind each row's end.
+    max_length: T, the decoder slots to allocate.
+    prompt: int32[B, P], P < T; None is the start token alone.
+
+  Returns:
+    A cache of `length` P - 1 in every row.
+  """
+  cache = model.prefill(params, inputs, max_length)
+  if prompt is not None and prompt.shape[1] > 1:
+    _, cache = model.extend(params, cache, prompt[:, :-1])
+  return cache

@@ -27,6 +27,11 @@ class T5:
     """V, the width of the logits."""
     return self.config.vocab_size
 
+  @property
+  def has_encoder(self) -> bool:
+    """True: an encoder reads the inputs."""
+    return True
+
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters, a nested dict with T5X's names."""
     token = jnp.ones((1, 1), jnp.int32)
