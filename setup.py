@@ -6,8 +6,9 @@ import setuptools
 
 PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
+METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
-TEST = ['pytest>=8', 'sacrebleu>=2.4', *PLOTS, *HUGGINGFACE]
+TEST = ['pytest>=8', *METRICS, *PLOTS, *HUGGINGFACE]
 
 setuptools.setup(
   name='specdec_jax',
@@ -41,6 +42,7 @@ setuptools.setup(
     'orbax-checkpoint>=0.11',
     'rich>=13',
     'sentencepiece>=0.2',
+    'tensorstore>=0.1.70',
   ],
   extras_require={
     # seqio brings TensorFlow (about 3 GB); only tasks.py and its users need it.
@@ -49,6 +51,10 @@ setuptools.setup(
     'cuda': ['jax[cuda12]>=0.9'],
     'plots': PLOTS,
     'huggingface': HUGGINGFACE,
+    # GPT-2's vocabulary; transformers brings it as well.
+    'bpe': ['tokenizers>=0.20'],
+    'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
+    'metrics': METRICS,
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
     'test': TEST,

@@ -4,12 +4,17 @@ A drafter proposes a `Draft`, the target extends its cache over it in one call,
 `verify` returns a `Verdict`, and the caches rewind to what was kept.
 """
 
-from specdec_jax.checkpoints import check_params, load_params
+from specdec_jax.checkpoints import (
+  check_params,
+  load,
+  save_orbax,
+)
 from specdec_jax.completion import Completion, CompletionStats
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import Engine, Model, load_model
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
@@ -32,6 +37,8 @@ __all__ = [
   'Drafter',
   'Engine',
   'FinishReason',
+  'GPT',
+  'GPTConfig',
   'Generation',
   'LanguageModel',
   'Model',
@@ -42,8 +49,9 @@ __all__ = [
   'Tokenizer',
   'Verdict',
   'check_params',
+  'load',
   'load_model',
-  'load_params',
+  'save_orbax',
   'small_model',
   'verify',
   'verify_greedy',

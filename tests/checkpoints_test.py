@@ -1,14 +1,17 @@
 """Single-file T5X checkpoints: round trips, real files, broken files."""
 
+import dataclasses
 import pathlib
 
 import flax.serialization
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specdec_jax import checkpoints
+from specdec_jax.checkpoints import disk_arrays, t5x, t5x_sizes
 from specdec_jax.models import t5
 
 FIXTURE = (
@@ -39,7 +42,7 @@ def expected(config):
 def test_round_trip_keeps_every_bit(params, tmp_path):
   path = tmp_path / 'new folder' / 'model.msgpack'
   checkpoints.save_t5x(path, params, step=7)
-  loaded = checkpoints.load_params(path)
+  loaded = checkpoints.load(path)
   assert jax.tree.structure(loaded) == jax.tree.structure(params)
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   tree = flax.serialization.msgpack_restore(path.read_bytes())
@@ -51,8 +54,8 @@ def test_round_trip_keeps_every_bit(params, tmp_path):
 def test_bfloat16_round_trip(params, tmp_path):
   path = tmp_path / 'model.msgpack'
   checkpoints.save_t5x(path, params, step=0, dtype=jnp.bfloat16)
-  on_disk = checkpoints.load_params(path)
-  loaded = checkpoints.load_params(path, jnp.float32)
+  on_disk = checkpoints.load(path)
+  loaded = checkpoints.load(path, dtype=jnp.float32)
 
   def check(disk, value, original):
     assert disk.dtype == jnp.bfloat16
@@ -69,7 +72,7 @@ def test_bfloat16_round_trip(params, tmp_path):
   not FIXTURE.exists(), reason='needs the checkpoints in ../shared'
 )
 def test_a_checkpoint_that_t5x_wrote_loads_without_renaming():
-  loaded = checkpoints.load_params(FIXTURE)
+  loaded = checkpoints.load(FIXTURE)
   config = t5.T5Config(
     vocab_size=32128,
     emb_dim=8,
@@ -83,13 +86,9 @@ def test_a_checkpoint_that_t5x_wrote_loads_without_renaming():
 
 
 def test_missing_file():
-  with pytest.raises(ValueError, match="No checkpoint .* 'nowhere/model': No"):
-    checkpoints.load_params('nowhere/model')
-
-
-def test_folder(tmp_path):
-  with pytest.raises(ValueError, match='is a folder; expected a single-file'):
-    checkpoints.load_params(tmp_path)
+  path = 'nowhere/model.msgpack'
+  with pytest.raises(ValueError, match=f"No checkpoint .* '{path}': No such"):
+    checkpoints.load(path)
 
 
 @pytest.mark.parametrize('kept', [0.0, 0.1, 0.5, 0.99])
@@ -100,17 +99,89 @@ def test_truncated_file(params, tmp_path, kept):
   size = int(kept * len(whole))
   path.write_bytes(whole[:size])
   with pytest.raises(ValueError, match=rf'\({size} bytes\) is cut short'):
-    checkpoints.load_params(path)
+    checkpoints.load(path)
+
+
+def test_the_entry_that_is_cut_short_is_named(params, tmp_path):
+  path = tmp_path / 'model.msgpack'
+  checkpoints.save_t5x(path, params, step=0)
+  whole = path.read_bytes()
+  path.write_bytes(whole[: whole.index(b'token_embedder') + 70])
+  with pytest.raises(ValueError, match='optimizer/target/token_embedder/embed'):
+    checkpoints.load(path)
+
+
+def test_bytes_behind_the_tree(params, tmp_path):
+  path = tmp_path / 'model.msgpack'
+  checkpoints.save_t5x(path, params, step=0)
+  path.write_bytes(path.read_bytes() + b'abc')
+  with pytest.raises(ValueError, match='3 bytes too many'):
+    checkpoints.load(path)
+
+
+def test_a_parameter_that_is_there_twice(tmp_path):
+  array = flax.serialization.msgpack_serialize(np.ones(2, np.float32))
+  twice = b'\x82' + 2 * (b'\xa1a' + array)
+  tree = b'\x82\xa7version\x03\xa9optimizer\x81\xa6target' + twice
+  path = tmp_path / 'model.msgpack'
+  path.write_bytes(tree)
+  with pytest.raises(
+    ValueError, match='at optimizer/target/a: it is there twi'
+  ):
+    checkpoints.load(path)
+
+
+@pytest.mark.parametrize('version', [0, 1, 4])
+def test_versions_that_cannot_be_read(params, tmp_path, version):
+  path = tmp_path / 'model.msgpack'
+  tree = {'version': version, 'optimizer': {'target': params}}
+  path.write_bytes(flax.serialization.msgpack_serialize(tree))
+  with pytest.raises(ValueError, match=rf'version {version}, .*of \(2, 3\)'):
+    checkpoints.load(path)
+
+
+@pytest.mark.parametrize(
+  'array',
+  [
+    np.arange(3, dtype=np.float64),
+    np.float32(3.5),
+    np.zeros((0, 4), np.float32),
+    np.arange(70_000, dtype=np.float32).reshape(7, 100, 100),
+    np.arange(24, dtype=jnp.bfloat16).reshape(2, 3, 4),
+  ],
+  ids=lambda array: f'{array.dtype}-{array.shape}',
+)
+def test_all_shapes_and_types(tmp_path, array):
+  path = tmp_path / 'model.msgpack'
+  checkpoints.save_t5x(path, {'a': {'b': array}, 'c': array}, step=0)
+  loaded = checkpoints.load(path)
+  for leaf in (loaded['a']['b'], loaded['c']):
+    assert leaf.dtype == array.dtype
+    np.testing.assert_array_equal(leaf, array)
+
+
+@pytest.mark.parametrize('piece', [16, 40, 1 << 20])
+def test_arrays_that_flax_has_cut(tmp_path, monkeypatch, piece):
+  """Arrays above 1 GiB are written in parts, here above 64 bytes."""
+  monkeypatch.setattr(flax.serialization, 'MAX_CHUNK_SIZE', 64)
+  monkeypatch.setattr(disk_arrays, 'PIECE_BYTES', piece)
+  array = np.arange(143, dtype=np.float32).reshape(13, 11)
+  path = tmp_path / 'model.msgpack'
+  checkpoints.save_t5x(path, {'a': array, 'b': array[:2]}, step=0)
+  assert b'__msgpack_chunked_array__' in path.read_bytes()
+  loaded = checkpoints.load(path)
+  np.testing.assert_array_equal(loaded['a'], array)
+  np.testing.assert_array_equal(loaded['b'], array[:2])
 
 
 def test_other_files(tmp_path):
   path = tmp_path / 'model.msgpack'
   path.write_bytes(b'PK\x03\x04 some archive')
   with pytest.raises(ValueError, match='cut short or no T5X checkpoint'):
-    checkpoints.load_params(path)
+    checkpoints.load(path)
   path.write_bytes(flax.serialization.msgpack_serialize({'params': {}}))
   with pytest.raises(ValueError, match=r"optimizer/target.*\['params'\]"):
-    checkpoints.load_params(path)
+    checkpoints.load(path)
 
 
 def test_failed_write_keeps_the_old_file(params, tmp_path, monkeypatch):
@@ -141,3 +212,44 @@ def test_check_names_every_difference(params):
   assert 'missing: encoder/encoder_norm/scale' in text
   assert 'unknown: decoder/extra' in text
   assert 'token_embedder/embedding is [32, 8], expected [16, 8]' in text
+  assert 'configuration: vocab_size is 32, expected 16; missing' in text
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    dict(vocab_size=32),
+    dict(emb_dim=12),
+    dict(num_heads=4),
+    dict(num_encoder_layers=2),
+    dict(num_decoder_layers=3),
+    dict(head_dim=8),
+    dict(mlp_dim=16),
+    dict(logits_via_embedding=True),
+  ],
+  ids=lambda change: next(iter(change)),
+)
+def test_check_names_the_size_that_differs(params, change):
+  other = dataclasses.replace(CONFIG, **change)
+  field = next(iter(change))
+  have, want = getattr(CONFIG, field), getattr(other, field)
+  with pytest.raises(ValueError) as caught:
+    checkpoints.check_params(params, expected(other))
+  assert f'{field} is {have}, expected {want}' in str(caught.value)
+  assert t5x_sizes.infer_config(_shapes(params), 'x') == CONFIG
+
+
+def test_check_tells_a_gated_network_from_a_plain_one(params):
+  plain = dataclasses.replace(CONFIG, mlp_activations=('relu',))
+  with pytest.raises(ValueError, match='len.mlp_act.* is 2, expected 1; miss'):
+    checkpoints.check_params(params, expected(plain))
+  assert t5x_sizes.infer_config(_shapes(expected(plain)), 'x') == plain
+
+
+def test_sizes_of_something_else():
+  with pytest.raises(ValueError, match="of the T5 in 'x' cannot be told"):
+    t5x_sizes.infer_config({'dense/kernel': (3, 4)}, 'x')
+
+
+def _shapes(tree):
+  return t5x.shapes_of(flax.traverse_util.flatten_dict(tree, sep='/'))

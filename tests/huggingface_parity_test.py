@@ -1,19 +1,18 @@
 """Parity with transformers' T5 in float32, through folders written by both."""
 
 import dataclasses
+import functools
 import importlib.util
+import json
+import operator
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from huggingface_test import CONFIGS, make_params
+import huggingface_parity as parity
+from huggingface_test import make_params
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.decoding import autoregressive
-from specdec_jax.decoding.state import Request, generation
-from specdec_jax.models.t5 import T5
-from specdec_jax.probs import SamplingConfig
+from specdec_jax.models.t5 import T5Config
 
 NEEDED = ('transformers', 'torch', 'safetensors')
 pytestmark = [
@@ -24,112 +23,71 @@ pytestmark = [
   pytest.mark.filterwarnings('ignore'),  # those of torch and transformers
 ]
 
-INPUTS = [[5, 17, 33, 60, 8, 2, 1], [9, 1], [44, 3, 12, 7, 1], [1]]
-BUDGET = 12
+# emb, heads, head_dim, mlp, layers of encoder and decoder; H * D is not M.
+V11 = T5Config(
+  vocab_size=97,
+  emb_dim=20,
+  num_heads=3,
+  head_dim=4,
+  mlp_dim=28,
+  num_encoder_layers=2,
+  num_decoder_layers=3,
+)
+CONFIGS = {
+  '1.0 tied': dataclasses.replace(
+    V11,
+    num_heads=7,
+    num_encoder_layers=1,
+    num_decoder_layers=2,
+    mlp_activations=('relu',),
+    logits_via_embedding=True,
+  ),
+  '1.1 gated': V11,
+  '1.1 one head': dataclasses.replace(V11, num_heads=1, head_dim=6),
+  'mT5 vocabulary': dataclasses.replace(
+    V11, vocab_size=250112, emb_dim=12, num_heads=6, num_encoder_layers=3
+  ),
+  'UL2': dataclasses.replace(
+    V11,
+    emb_dim=16,
+    num_heads=16,
+    head_dim=5,
+    mlp_activations=('silu', 'linear'),
+  ),
+  'MADLAD-400': dataclasses.replace(
+    V11, vocab_size=512, emb_dim=16, num_heads=8, head_dim=8, mlp_dim=64
+  ),
+}
+# What transformers calls the activations here.
+WORDS = {
+  ('relu',): 'relu',
+  ('gelu', 'linear'): 'gated-gelu',
+  ('silu', 'linear'): 'gated-silu',
+}
 
 
-def padded(rows):
-  width = max(map(len, rows))
-  return np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
-
-
-def greedy(config, params, inputs):
-  """Tokens of the plain loop, a list a row."""
-  batch = len(inputs)
-  request = Request(
-    inputs=jnp.asarray(inputs),
-    keys=jax.random.split(jax.random.key(0), batch),
-    sampling=SamplingConfig(0.0).params(batch),
-    stop_ids=jnp.full((4,), 1, jnp.int32),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    max_length=jnp.full((batch,), BUDGET, jnp.int32),
-    slots=BUDGET,
-    gamma=0,
-    greedy=True,
-  )
-  network = T5(config)
-
-  @jax.jit
-  def decode(params, request):
-    state = autoregressive.start(network, params, request)
-    state = autoregressive.run(
-      network, params, request, state, jnp.int32(BUDGET + 1)
-    )
-    return generation(request, state)
-
-  done = jax.device_get(decode(params, request))
-  rows = zip(done.tokens, done.length, strict=True)
-  return [row[:length].tolist() for row, length in rows]
-
-
-def check_parity(theirs, config, params):
-  """Teacher-forced logits to 1e-4 relative, greedy tokens equal."""
-  import torch
-
-  inputs = padded(INPUTS)
-  mask = torch.tensor(inputs != 0).long()
-  rng = np.random.default_rng(1)
-  targets = rng.integers(2, config.vocab_size, (len(INPUTS), 9)).astype('int32')
-  targets[:, 0] = 0
-  ours = jax.jit(T5(config).logits)(params, inputs, targets)
-  theirs = theirs.eval()
-  # Version 5.23 sizes the decoder's cache by the encoder's layers.
-  theirs.config.num_layers = theirs.config.num_decoder_layers
-  with torch.no_grad():
-    expected = theirs(
-      input_ids=torch.tensor(inputs).long(),
-      attention_mask=mask,
-      decoder_input_ids=torch.tensor(targets).long(),
-    ).logits.numpy()
-    generated = theirs.generate(
-      input_ids=torch.tensor(inputs).long(),
-      attention_mask=mask,
-      do_sample=False,
-      num_beams=1,
-      max_new_tokens=BUDGET,
-    ).numpy()
-  np.testing.assert_allclose(
-    ours, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max()
-  )
-  rows = greedy(config, params, inputs)
-  assert len({tuple(row) for row in rows}) > 1
-  for row, other in zip(rows, generated[:, 1:].tolist(), strict=True):
-    assert row == other[: len(row)] and not any(other[len(row) :])
-
-
-@pytest.mark.parametrize('version', CONFIGS)
-def test_transformers_reads_what_is_saved(version, tmp_path):
-  import transformers
-
-  config = CONFIGS[version]
-  params = make_params(config)
-  huggingface.save_huggingface(tmp_path, config, params)
-  loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
-  check_parity(loaded, config, params)
-  assert loaded.generation_config.decoder_start_token_id == 0
-
-
-def their_model(config, tied):
+def their_model(name):
   """A randomly initialised model of transformers; its norms are no ones."""
   import torch
   import transformers
 
-  described = {
-    'vocab_size': config.vocab_size,
-    'd_model': config.emb_dim,
-    'd_kv': config.head_dim,
-    'd_ff': config.mlp_dim,
-    'num_heads': config.num_heads,
-    'num_layers': config.num_encoder_layers,
-    'num_decoder_layers': config.num_decoder_layers,
-    'feed_forward_proj': 'relu' if tied else 'gated-gelu',
-    'tie_word_embeddings': tied,
-    'decoder_start_token_id': 0,
-  }
-  torch.manual_seed(0)
-  model = transformers.T5ForConditionalGeneration(
-    transformers.T5Config(**described)
+  config = CONFIGS[name]
+  tied = config.logits_via_embedding
+  kind = 'MT5' if name.startswith('mT5') else 'T5'
+  described = getattr(transformers, f'{kind}Config')(
+    vocab_size=config.vocab_size,
+    d_model=config.emb_dim,
+    d_kv=config.head_dim,
+    d_ff=config.mlp_dim,
+    num_heads=config.num_heads,
+    num_layers=config.num_encoder_layers,
+    num_decoder_layers=config.num_decoder_layers,
+    feed_forward_proj=WORDS[config.mlp_activations],
+    tie_word_embeddings=tied,
+    decoder_start_token_id=0,
   )
+  torch.manual_seed(0)
+  model = getattr(transformers, f'{kind}ForConditionalGeneration')(described)
   if not tied:
     # Version 5 ties every new T5; published ones of 1.1 are not tied.
     shape = config.vocab_size, config.emb_dim
@@ -137,14 +95,95 @@ def their_model(config, tied):
   with torch.no_grad():
     for parameter in model.parameters():
       parameter += 0.1 * torch.randn(parameter.shape)
+    if tied:
+      # Or each token's own embedding would choose it again and again.
+      model.shared.weight *= 0.1
   return model
 
 
-@pytest.mark.parametrize('version', CONFIGS)
-def test_what_transformers_saves_is_read(version, tmp_path):
-  config = CONFIGS[version]
-  theirs = their_model(config, tied=config.logits_via_embedding)
-  theirs.save_pretrained(tmp_path)
-  loaded_config, params = huggingface.load_huggingface(tmp_path)
-  assert dataclasses.replace(loaded_config, dropout_rate=0.0) == config
-  check_parity(theirs, loaded_config, params)
+def check_rows(rows):
+  """Several rows are long, and they are not one token over and over."""
+  assert sum(len(row) >= 20 for row in rows) >= 2, rows
+  assert len({tuple(row) for row in rows}) > 2, rows
+  assert len({token for row in rows for token in row}) > 5, rows
+
+
+def slow(*names):
+  return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    '1.0 tied',
+    '1.1 gated',
+    'mT5 vocabulary',
+    *slow('1.1 one head', 'UL2', 'MADLAD-400'),
+  ],
+)
+def test_what_transformers_saves_is_read(name, tmp_path):
+  model = their_model(name)
+  model.save_pretrained(tmp_path)
+  described = json.loads((tmp_path / 'config.json').read_text())
+  assert described['model_type'] == ('mt5' if name.startswith('mT5') else 't5')
+  config, params = huggingface.load_huggingface(tmp_path)
+  assert config == dataclasses.replace(CONFIGS[name], dropout_rate=0.1)
+  check_rows(parity.compare(model, CONFIGS[name], params))
+
+
+@pytest.mark.parametrize('name', ['1.0 tied', '1.1 gated', *slow('UL2')])
+def test_transformers_reads_what_is_saved(name, tmp_path):
+  import transformers
+
+  config = CONFIGS[name]
+  params = make_params(config)
+  huggingface.save_huggingface(tmp_path, config, params, max_shard_bytes=10_000)
+  assert len(list(tmp_path.glob('model-*.safetensors'))) > 2
+  loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+  rows = parity.compare(loaded, config, params)
+  assert len({tuple(row) for row in rows}) > 1
+  assert loaded.generation_config.decoder_start_token_id == 0
+
+
+@pytest.fixture(scope='module')
+def loaded(tmp_path_factory):
+  """A model of transformers, and what is read from its folder."""
+  folder = tmp_path_factory.mktemp('1.1')
+  model = their_model('1.1 gated').eval()
+  model.save_pretrained(folder)
+  _, params = huggingface.load_huggingface(folder)
+  return model, CONFIGS['1.1 gated'], params
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'token_embedder',
+    'encoder/relpos_bias',
+    'encoder/layers_1/attention/value',
+    'decoder/layers_0/encoder_decoder_attention/key',
+    'decoder/layers_1/pre_mlp_layer_norm',
+    'decoder/layers_2/mlp/wi_1',
+    'decoder/logits_dense',
+  ],
+)
+def test_the_first_module_that_differs_is_named(name, loaded):
+  """The negative control: one array of ours is changed a little."""
+  model, config, params = loaded
+  params = jax.tree.map(lambda leaf: leaf, params)  # new dicts
+  *parents, last = name.split('/')
+  module = functools.reduce(operator.getitem, parents, params)
+  module[last] = {kind: 1.05 * leaf for kind, leaf in module[last].items()}
+  with pytest.raises(AssertionError, match=rf'Logits .* that of {name} \('):
+    parity.compare(model, config, params)
+
+
+def test_every_module_is_compared(loaded):
+  model, config, params = loaded
+  batch = parity.make_batch(config.vocab_size)
+  _, called = parity.their_outputs(model, batch)
+  pairs = parity.module_pairs(config)
+  # Each array has a module, and each layer is one; both stacks embed.
+  assert len(pairs) == len(jax.tree.leaves(params)) + 2 + 3
+  said = parity.first_difference(config, params, batch, called)
+  assert said == f'All {len(pairs) + 1} outputs are equal; not compared: [].'

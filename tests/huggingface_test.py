@@ -247,7 +247,10 @@ def test_whole_numbers_are_no_weights(tmp_path):
 @pytest.mark.parametrize(
   ('values', 'words'),
   [
-    ({'model_type': 'bart'}, "model_type is 'bart', expected 't5'"),
+    (
+      {'model_type': 'bart'},
+      r"model_type is 'bart', expected one of \['mt5', 't5'\]",
+    ),
     ({'d_model': None}, 'd_model is None, expected a whole number'),
     ({'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon is 1e-05.*has 1e-06'),
     ({'feed_forward_proj': 'gelu'}, "feed_forward_proj is 'gelu', expected"),

@@ -16,19 +16,29 @@ LIBRARY = ROOT / 'specdec_jax'
 LAYERS = (
   ('types', 'files', 'paper'),
   # mathematics: jax and types only
-  ('probs', 'speculative', 'analysis'),
+  ('probs', 'speculative', 'analysis', 'speculate'),
   # placement and models
   ('partitioning', 'models'),
   ('drafters',),
   ('decoding',),
   # the outside world
-  ('tokenizer', 'checkpoints', 'tasks'),
+  (
+    'tokenizer',
+    'tokenizer_bpe',
+    'checkpoints',
+    'metrics',
+    'local_tasks',
+    't5_tasks',
+    'tasks',
+  ),
   # use
   (
     'compilation_cache',
     'environment',
     'calibration',
     'completion',
+    'scoring',
+    'simulate',
     'engine',
     'job',
     'training',

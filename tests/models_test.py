@@ -228,7 +228,7 @@ def test_t5x_checkpoint_needs_no_renaming():
     mlp_dim=16,
   )
   model = t5.T5(config)
-  params = checkpoints.load_params(FIXTURE)
+  params = checkpoints.load(FIXTURE)
   expected = jax.eval_shape(model.init, jax.random.key(0))
   checkpoints.check_params(params, expected)
   logits = logits_of(model, params, tokens(1, 1, 5), tokens(2, 1, 4))

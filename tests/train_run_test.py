@@ -278,7 +278,7 @@ def test_script_goes_on_after_a_kill(tmp_path):
   assert 'eval step 60 ' in second.stderr and ' bleu ' in second.stderr
   assert vocab.read_bytes() == kept
   assert 'STEPS = 60' in (model_dir / 'operative_config.gin').read_text()
-  params = checkpoints.load_params(model_dir / 'model.msgpack')
+  params = checkpoints.load(model_dir / 'model.msgpack')
   model = t5.T5(t5.T5Config(vocab_size=400, **SIZE))
   checkpoints.check_params(
     params, jax.eval_shape(model.init, jax.random.key(0))

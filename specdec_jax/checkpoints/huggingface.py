@@ -1,14 +1,13 @@
-"""Hugging Face folders of T5 1.0 and 1.1: config.json and safetensors.
+"""Hugging Face folders of T5 models: config.json and safetensors.
 
-What things are called there is in `huggingface_names`. The package safetensors
-comes with the extra `[huggingface]`.
+What things are called there is in `huggingface_names`, how arrays are read in
+`huggingface_arrays`, and how a hub id becomes a folder in `huggingface_fetch`.
+The package safetensors comes with the extra `[huggingface]`.
 """
 
-import contextlib
-import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.traverse_util
@@ -16,17 +15,23 @@ import jax
 import numpy as np
 
 from specdec_jax import files
+from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
+from specdec_jax.checkpoints.huggingface_arrays import (
+  CONFIG,
+  INDEX,
+  WEIGHTS,
+  Layouts,
+  Stored,
+)
+from specdec_jax.checkpoints.huggingface_names import SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.models.t5 import T5Config
 
 Params = dict[str, Any]
 
-CONFIG = 'config.json'
-WEIGHTS = 'model.safetensors'
-_INDEX = f'{WEIGHTS}.index.json'
-_SHOWN = 8
-_FLOATS = ('F64', 'F32', 'F16', 'BF16')
+GENERATION = 'generation_config.json'
+MAX_SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = 'shared.weight'
 _HEAD = 'lm_head.weight'
@@ -42,94 +47,187 @@ def save_huggingface(
   config: T5Config,
   params: Params,
   dtype: Any = None,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
   """Writes a folder that transformers' `from_pretrained` reads.
 
-  config.json is written last: where it is, the rest is whole.
+  config.json is written last: where it is, the rest is whole. One file's
+  arrays are copied at a time.
 
   Args:
-    folder: made if needed; files of these names are replaced.
+    folder: made if needed; the weights and configuration in it are replaced.
     config: shape of the model.
     params: its parameters as a checkpoint has them, not as placed.
     dtype: of the arrays on disk, e.g. jnp.bfloat16; None keeps theirs.
+    max_shard_bytes: of the arrays in one file; what does not fit goes to
+      several, and one array that is larger to a file of its own.
 
   Raises:
     ValueError: the package safetensors is missing, `params` are not those of
       `config`, or transformers has no word for its activations.
     OSError: the disk is full or the folder not writable.
   """
-  safetensors = _import_safetensors()
+  arrays.import_safetensors()
   described = names.describe(config)
   check_params(params, names.shapes(config))
+  if max_shard_bytes < 1:
+    raise ValueError(
+      f'max_shard_bytes must be at least 1, got {max_shard_bytes}.'
+    )
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  arrays = {}
-  for name, row in names.table(config).items():
-    array = np.asarray(flat[row.name], dtype)
-    # A transposed view would be written in the order of its memory.
-    arrays[name] = np.ascontiguousarray(array.T if row.transposed else array)
-  described['torch_dtype'] = arrays[_EMBEDDING].dtype.name
+  table = names.table(config)
+  shards = _shards(table, flat, dtype, max_shard_bytes)
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / CONFIG).unlink(missing_ok=True)
-  temporary = folder / f'.{WEIGHTS}.tmp'
+  for file_name, members in shards.items():
+    _write_weights(folder / file_name, members, table, flat, dtype)
+  if len(shards) > 1:
+    _write_index(folder, shards, sum(_bytes(a, dtype) for a in flat.values()))
+  # Those of an earlier save would be read instead, or beside.
+  for old in folder.glob('model*.safetensors'):
+    if old.name not in shards:
+      old.unlink()
+  if len(shards) == 1:
+    (folder / INDEX).unlink(missing_ok=True)
+  ids = {'decoder_start_token_id': 0, 'eos_token_id': 1, 'pad_token_id': 0}
+  files.write_json(folder / GENERATION, ids, indent=2, sort_keys=True)
+  embedding = flat[table[_EMBEDDING].name]
+  described['torch_dtype'] = np.dtype(dtype or embedding.dtype).name
+  files.write_json(folder / CONFIG, described | ids, indent=2, sort_keys=True)
+
+
+def _bytes(array: Any, dtype: Any) -> int:
+  return array.size * np.dtype(dtype or array.dtype).itemsize
+
+
+def _shards(
+  table: Mapping[str, names.Row],
+  flat: Mapping[str, Any],
+  dtype: Any,
+  limit: int,
+) -> dict[str, list[str]]:
+  """Returns file name -> names of its arrays, in order."""
+  groups: list[list[str]] = [[]]
+  filled = 0
+  for name, row in table.items():
+    size = _bytes(flat[row.name], dtype)
+    if groups[-1] and filled + size > limit:
+      groups.append([])
+      filled = 0
+    groups[-1].append(name)
+    filled += size
+  if len(groups) == 1:
+    return {WEIGHTS: groups[0]}
+  return {
+    f'model-{i:05}-of-{len(groups):05}.safetensors': group
+    for i, group in enumerate(groups, 1)
+  }
+
+
+def _write_weights(
+  path: pathlib.Path,
+  members: list[str],
+  table: Mapping[str, names.Row],
+  flat: Mapping[str, Any],
+  dtype: Any,
+) -> None:
+  tensors = {}
+  for name in members:
+    row = table[name]
+    array = np.asarray(flat[row.name], dtype)
+    # A transposed view would be written in the order of its memory.
+    tensors[name] = np.ascontiguousarray(array.T if row.transposed else array)
+  temporary = path.with_name(f'.{path.name}.tmp')
   try:
     # transformers refuses a file that does not say whose it is.
-    safetensors.numpy.save_file(arrays, temporary, metadata={'format': 'pt'})
-    os.replace(temporary, folder / WEIGHTS)
+    arrays.import_safetensors().numpy.save_file(
+      tensors, temporary, metadata={'format': 'pt'}
+    )
+    os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
-  ids = {'decoder_start_token_id': 0, 'eos_token_id': 1, 'pad_token_id': 0}
-  _write_json(folder / 'generation_config.json', ids)
-  _write_json(folder / CONFIG, described | ids)
+
+
+def _write_index(
+  folder: pathlib.Path, shards: Mapping[str, list[str]], total: int
+) -> None:
+  weight_map = {n: shard for shard, members in shards.items() for n in members}
+  index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
+  files.write_json(folder / INDEX, index, indent=2, sort_keys=True)
 
 
 def load_huggingface(
-  folder: str | os.PathLike[str], dtype: Any = None
+  folder: str | os.PathLike[str], dtype: Any = None, sharding: Layouts = None
 ) -> tuple[T5Config, Params]:
   """Reads a folder of one or several safetensors files.
 
   Whether the output layer is the embedding is read from the weights, since
-  transformers 5 writes `tie_word_embeddings: true` for every T5.
+  transformers 5 writes `tie_word_embeddings: true` for every T5. Arrays are
+  read and placed one after another, so that no more than one is on the host
+  beside those that stay there.
 
   Args:
     folder: with config.json and model.safetensors (or its shards).
     dtype: of the arrays returned; None keeps the files'.
+    sharding: None for NumPy arrays; a jax Device or Sharding for all arrays;
+      or a function from an array's name ('decoder/layers_0/mlp/wo/kernel') to
+      one of these.
 
   Returns:
-    The model's shape, and a nested dict of NumPy arrays named as T5X does.
+    The model's shape, and a nested dict of arrays named as T5X does.
 
   Raises:
     ValueError: the package safetensors is missing; a file is missing or
-      broken; the architecture is not T5 1.0 or 1.1; an array is missing,
-      unknown, there twice or of another shape, with its name and its shapes.
+      broken; the architecture is no T5 that is supported; an array is
+      missing, unknown, there twice or of another shape, with its name and its
+      shapes; or it cannot be laid out by `sharding`.
   """
   folder = pathlib.Path(folder)
-  described = _read_json(folder / CONFIG)
-  with contextlib.ExitStack() as stack:
-    arrays = _open_all(folder, stack)
-    _drop_aliases(arrays, folder)
-    tied = _HEAD not in arrays or _same(arrays, _HEAD, _EMBEDDING)
-    scaled = _scales_output(described, tied)
-    if tied and scaled:
-      arrays.pop(_HEAD, None)
-    elif _HEAD not in arrays and _EMBEDDING in arrays:
-      # T5 1.0 always rescales what a shared embedding reads, so a head that
-      # does not is a layer of its own here.
-      arrays[_HEAD] = arrays[_EMBEDDING]
-    config = names.read_config(
-      described, tied and scaled, os.fspath(folder / CONFIG)
+  described = arrays.read_json(folder / CONFIG)
+  stored = arrays.open_folder(folder)
+  _drop_aliases(stored, folder)
+  tied = _HEAD not in stored or _same(stored, _HEAD, _EMBEDDING)
+  scaled = _scales_output(described, tied)
+  if tied and scaled:
+    stored.pop(_HEAD, None)
+  elif _HEAD not in stored and _EMBEDDING in stored:
+    # T5 1.0 always rescales what a shared embedding reads, so a head that
+    # does not is a layer of its own here.
+    stored[_HEAD] = stored[_EMBEDDING]
+  config = names.read_config(
+    described, tied and scaled, os.fspath(folder / CONFIG)
+  )
+  special_ids(folder)
+  table = names.table(config)
+  _check(stored, table, folder)
+  layouts: dict[str, arrays.Layout | None] = {}
+  for name, row in table.items():
+    shape = row.shape[::-1] if row.transposed else row.shape
+    layouts[name] = arrays.layout_of(sharding, row.name, shape)
+  flat = {}
+  for name, row in table.items():
+    scale = config.emb_dim**-0.5 if name == _HEAD and scaled else 1.0
+    flat[row.name] = arrays.load(
+      stored[name], row.transposed, layouts[name], dtype, scale
     )
-    table = names.table(config)
-    _check(arrays, table, folder)
-    flat = {}
-    for name, row in table.items():
-      array = arrays[name][:]
-      if dtype is not None:
-        array = array.astype(dtype)
-      if name == _HEAD and scaled:
-        array = (array * config.emb_dim**-0.5).astype(array.dtype)
-      flat[row.name] = array.T if row.transposed else array
   return config, flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def special_ids(folder: str | os.PathLike[str]) -> SpecialIds:
+  """Reads which ids start, end and fill the sequences of a folder's model.
+
+  Raises:
+    ValueError: config.json is missing or broken, an id is no number, or the
+      decoder starts with another id than 0.
+  """
+  folder = pathlib.Path(folder)
+  described = arrays.read_json(folder / CONFIG)
+  if (folder / GENERATION).exists():
+    given = arrays.read_json(folder / GENERATION)
+    # Generation follows this file where it says something.
+    described |= {k: v for k, v in given.items() if v is not None}
+  return names.read_ids(described, os.fspath(folder))
 
 
 def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
@@ -143,7 +241,7 @@ def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
 
 
 def _check(
-  arrays: Mapping[str, Any],
+  stored: Mapping[str, Stored],
   table: Mapping[str, names.Row],
   folder: pathlib.Path,
 ) -> None:
@@ -153,116 +251,31 @@ def _check(
     return jax.ShapeDtypeStruct(tuple(shape), np.float32)
 
   check_params(
-    {name: shaped(array.get_shape()) for name, array in arrays.items()},
+    {name: shaped(array.shape) for name, array in stored.items()},
     {name: shaped(row.shape) for name, row in table.items()},
     repr(os.fspath(folder)),
   )
-  for name, array in arrays.items():
-    if array.get_dtype() not in _FLOATS:
-      raise ValueError(
-        f'{os.fspath(folder)!r}: {name} is {array.get_dtype()}, expected one of'
-        f' {", ".join(_FLOATS)}.'
-      )
+  arrays.check_floats(stored, folder)
 
 
-def _drop_aliases(arrays: dict[str, Any], folder: pathlib.Path) -> None:
+def _drop_aliases(stored: dict[str, Stored], folder: pathlib.Path) -> None:
   """Leaves one of the embedding's names, and none that T5 does not read."""
-  arrays.pop(_UNUSED, None)
+  stored.pop(_UNUSED, None)
   for alias in _ALIASES:
-    if alias not in arrays:
+    if alias not in stored:
       continue
-    if _EMBEDDING not in arrays:
-      arrays[_EMBEDDING] = arrays[alias]
-    elif not _same(arrays, alias, _EMBEDDING):
+    if _EMBEDDING not in stored:
+      stored[_EMBEDDING] = stored[alias]
+    elif not _same(stored, alias, _EMBEDDING):
       raise ValueError(
         f'{os.fspath(folder)!r} has the embedding twice, and not the same one:'
-        f' {alias} {arrays[alias].get_shape()} and {_EMBEDDING}'
-        f' {arrays[_EMBEDDING].get_shape()}.'
+        f' {alias} {list(stored[alias].shape)} and {_EMBEDDING}'
+        f' {list(stored[_EMBEDDING].shape)}.'
       )
-    del arrays[alias]
+    del stored[alias]
 
 
-def _same(arrays: dict[str, Any], one: str, other: str) -> bool:
-  if one not in arrays or other not in arrays:
+def _same(stored: Mapping[str, Stored], one: str, other: str) -> bool:
+  if one not in stored or other not in stored:
     return False
-  first, second = arrays[one], arrays[other]
-  if first.get_shape() != second.get_shape():
-    return False
-  return np.array_equal(first[:], second[:])
-
-
-def _open_all(
-  folder: pathlib.Path, stack: contextlib.ExitStack
-) -> dict[str, Any]:
-  """Opens the folder's files; returns name -> array, to be read by `[:]`."""
-  safetensors = _import_safetensors()
-  holders: dict[str, tuple[str, Any]] = {}
-  for file_name in _weight_files(folder):
-    path = os.fspath(folder / file_name)
-    try:
-      opened = stack.enter_context(
-        safetensors.safe_open(path, framework='numpy')
-      )
-    except (OSError, safetensors.SafetensorError) as error:
-      raise ValueError(
-        f'{path!r} is missing, cut short or no safetensors file ({error}); copy'
-        ' it again.'
-      ) from error
-    for name in opened.keys():  # noqa: SIM118  it is no dict
-      if name in holders:
-        first, other = holders[name]
-        raise ValueError(
-          f'{os.fspath(folder)!r} has {name} twice: in {first}'
-          f' {other.get_slice(name).get_shape()} and in {file_name}'
-          f' {opened.get_slice(name).get_shape()}.'
-        )
-      holders[name] = file_name, opened
-  return {n: opened.get_slice(n) for n, (_, opened) in holders.items()}
-
-
-def _weight_files(folder: pathlib.Path) -> Iterator[str]:
-  if (folder / WEIGHTS).exists():
-    yield WEIGHTS
-  elif (folder / _INDEX).exists():
-    index = _read_json(folder / _INDEX)
-    if not isinstance(index.get('weight_map'), dict):
-      raise ValueError(f'{os.fspath(folder / _INDEX)!r} has no weight_map.')
-    yield from sorted(set(index['weight_map'].values()))
-  else:
-    found = sorted(path.name for path in folder.iterdir())[:_SHOWN]
-    raise ValueError(
-      f'{os.fspath(folder)!r} has neither {WEIGHTS} nor {_INDEX}, only'
-      f' {found}; save the model with safe_serialization=True.'
-    )
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    value = json.loads(path.read_text('utf-8'))
-  except OSError as error:
-    raise ValueError(
-      f'{os.fspath(path)!r} cannot be read: {error.strerror}. Expected a'
-      ' Hugging Face folder with config.json and safetensors in it.'
-    ) from error
-  except ValueError as error:
-    raise ValueError(f'{os.fspath(path)!r} is not JSON: {error}.') from error
-  if not isinstance(value, dict):
-    raise ValueError(f'{os.fspath(path)!r} is no JSON object.')
-  return value
-
-
-def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
-  text = json.dumps(value, indent=2, sort_keys=True) + '\n'
-  files.write_atomically(path, text.encode())
-
-
-def _import_safetensors() -> Any:
-  try:
-    import safetensors
-    import safetensors.numpy
-  except ImportError as error:
-    raise ValueError(
-      'Hugging Face folders need the package safetensors, which is not'
-      " installed: pip install -e '.[huggingface]'"
-    ) from error
-  return safetensors
+  return arrays.same(stored[one], stored[other])

@@ -1,10 +1,12 @@
-"""What T5 1.0 and 1.1 are called by Hugging Face: arrays and config.json.
+"""What T5 models are called by Hugging Face: arrays and config.json.
 
 `MODULES` and `LAYER_MODULES` are the whole difference between T5X's names and
 those of transformers' `T5ForConditionalGeneration`. Every parameter is called
 `weight` there; kernels are [out, in] and the relative bias [buckets, H].
 """
 
+import dataclasses
+import difflib
 import functools
 import re
 from collections.abc import Mapping
@@ -83,6 +85,8 @@ _FEED_FORWARD = {
   'gated-silu': ('silu', 'linear'),
   'gated-gelu': ('gelu', 'linear'),
 }
+# What names their classes; T5 1.1, Flan-T5, ByT5, UL2 and MADLAD-400 are 't5'.
+_MODEL_TYPES = ('t5', 'mt5')
 # What the network here has built in; config.json may leave these out.
 _FIXED = {
   'layer_norm_epsilon': 1e-6,
@@ -164,14 +168,11 @@ def read_config(
     where: the file's path, for messages.
 
   Raises:
-    ValueError: it is no T5 1.0 or 1.1, or a field is missing or differs from
-      what is built in here; names the field, what came and what was expected.
+    ValueError: it is no T5 that is supported, or a field is missing or
+      differs from what is built in here; names the field, what came and what
+      was expected.
   """
-  kind = described.get('model_type')
-  if kind not in ('t5', 'mt5'):
-    raise ValueError(
-      f"{where}: model_type is {kind!r}, expected 't5' or 'mt5'."
-    )
+  _check_word(where, 'model_type', described.get('model_type'), _MODEL_TYPES)
   if described.get('num_decoder_layers') is None:
     layers = described.get('num_layers')  # as many as the encoder has
     described = {**described, 'num_decoder_layers': layers}
@@ -188,15 +189,119 @@ def read_config(
       raise ValueError(
         f'{where}: {name} is {described[name]!r}; this T5 has {value}.'
       )
-  word = described.get('feed_forward_proj', 'relu')
-  if word not in _FEED_FORWARD:
-    raise ValueError(
-      f'{where}: feed_forward_proj is {word!r}, expected one of'
-      f' {sorted(_FEED_FORWARD)}.'
-    )
+  word = described.get('feed_forward_proj')
+  if word is None:
+    # What transformers takes where the file is silent.
+    word = 'relu' if described['model_type'] == 't5' else 'gated-gelu'
+  _check_word(where, 'feed_forward_proj', word, tuple(_FEED_FORWARD))
   return T5Config(
     **sizes,
     mlp_activations=_FEED_FORWARD[word],
     dropout_rate=described.get('dropout_rate', 0.0),
     logits_via_embedding=logits_via_embedding,
   )
+
+
+def _check_word(
+  where: str, field: str, word: Any, known: tuple[str, ...]
+) -> None:
+  if word in known:
+    return
+  near = difflib.get_close_matches(str(word), known, 1)
+  hint = f' The nearest is {near[0]!r}.' if near else ''
+  raise ValueError(
+    f'{where}: {field} is {word!r}, expected one of {sorted(known)}.{hint}'
+  )
+
+
+class SpecialIds(NamedTuple):
+  """Ids with a meaning of their own.
+
+  Attributes:
+    decoder_start: what the decoder reads first; 0, as in all of T5X.
+    eos: those that end an output; T5 has 1, MADLAD-400 has 2.
+    pad: what transformers fills rows with. Here it is always 0, as in T5X:
+      padding is masked, so that logits do not depend on it.
+  """
+
+  decoder_start: int
+  eos: tuple[int, ...]
+  pad: int
+
+
+def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
+  """Returns the special ids that config.json names, T5's where it is silent.
+
+  Args:
+    described: config.json, updated by generation_config.json.
+    where: their folder, for messages.
+
+  Raises:
+    ValueError: an id is no whole number, or the decoder starts with another
+      one than 0.
+  """
+
+  def given(name: str, default: int) -> Any:
+    value = described.get(name)
+    return default if value is None else value
+
+  pad = given('pad_token_id', 0)
+  start = given('decoder_start_token_id', pad)  # as transformers does
+  eos = given('eos_token_id', 1)
+  ends = tuple(eos) if isinstance(eos, list) else (eos,)
+  for name, value in (
+    ('pad_token_id', pad),
+    ('decoder_start_token_id', start),
+    *(('eos_token_id', end) for end in ends),
+  ):
+    if type(value) is not int:
+      raise ValueError(
+        f'{where}: {name} is {value!r}, expected a whole number.'
+      )
+  if start != 0:
+    raise ValueError(
+      f'{where}: decoder_start_token_id is {start}; the decoder here starts'
+      ' with 0, as every T5 does that T5X trained.'
+    )
+  return SpecialIds(start, ends, pad)
+
+
+# What a checkpoint does not decide: how it is trained on and computed with.
+_NOT_COMPARED = ('dropout_rate', 'dtype')
+
+
+def check_config(
+  found: Any,
+  expected: Any,
+  source: str,
+  fields: Mapping[str, str] = _FIELDS,
+) -> None:
+  """Compares the shape that a checkpoint has with the one that is asked for.
+
+  `dropout_rate` and `dtype` are not compared: they are no part of a
+  checkpoint.
+
+  Args:
+    found: what the checkpoint says.
+    expected: what it should be.
+    source: where the checkpoint is, for the message.
+    fields: what config.json calls them, where it calls them otherwise.
+
+  Raises:
+    ValueError: names each field that differs, with both values, and what
+      config.json calls it.
+  """
+  problems = []
+  for field in dataclasses.fields(found):
+    have, want = getattr(found, field.name), getattr(expected, field.name)
+    if field.name in _NOT_COMPARED or have == want:
+      continue
+    theirs = fields.get(field.name, field.name)
+    known_as = f' ({theirs})' if theirs != field.name else ''
+    problems.append(f'{field.name}{known_as} is {have!r}, expected {want!r}')
+  if problems:
+    raise ValueError(
+      f'{source} is not a checkpoint of this model configuration:'
+      f' {"; ".join(problems)}. Take the configuration of its size, or another'
+      ' checkpoint.'
+    )

@@ -1,24 +1,38 @@
-"""T5X's single-file checkpoints: one msgpack file with all arrays inline.
+"""T5X's own checkpoints: a msgpack file, alone or with TensorStore's folders.
 
 The tree is {'version': 3, 'optimizer': {'target': parameters, 'state':
-{'step', 'param_states'}}}. Parameter names are T5X's, so nothing is renamed.
+{'step', 'param_states'}}}. Parameter names are T5X's, so nothing is renamed. A
+leaf is an array inside the file, or the specification of one in a folder
+beside it, of which only driver and path are believed: the bucket may be a
+dummy, the path begins at the checkpoint, and the rest stands in the folder.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.serialization
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import msgpack
 import numpy as np
 
 from specdec_jax import files
+from specdec_jax.checkpoints import t5x_sizes
+from specdec_jax.checkpoints.disk_arrays import (
+  DiskArray,
+  FileArray,
+  open_stored,
+)
+from specdec_jax.checkpoints.locations import Location
+from specdec_jax.checkpoints.t5x_msgpack import read_tree
 
 VERSION = 3
+_READABLE = (2, 3)
 _SHOWN = 8
+_DRIVERS = ('zarr', 'zarr3')
+_KVSTORES = ('file', 'gfile', 'gcs')
+_TENSORFLOW = b'model_checkpoint_path'
 
 Params = dict[str, Any]
 
@@ -29,7 +43,7 @@ def save_t5x(
   step: int,
   dtype: Any = None,
 ) -> None:
-  """Writes parameters to `path`, whole or not at all.
+  """Writes parameters to the single file `path`, whole or not at all.
 
   Args:
     path: the file; its folder is made if needed.
@@ -60,47 +74,74 @@ def save_t5x(
   files.write_atomically(path, flax.serialization.msgpack_serialize(tree))
 
 
-def load_params(path: str | os.PathLike[str], dtype: Any = None) -> Params:
-  """Parameters of a single-file checkpoint.
+def open_t5x(location: Location) -> dict[str, DiskArray]:
+  """Finds the parameters of a checkpoint without reading them.
+
+  The optimiser's state is neither opened nor needed.
 
   Args:
-    path: the file.
-    dtype: of the floating-point arrays returned; None keeps the file's.
+    location: the msgpack file; T5X calls it `checkpoint`, in a folder of its
+      own.
 
   Returns:
-    Nested dict of NumPy arrays, named as T5X names them.
+    name -> array, names with slashes.
 
   Raises:
-    ValueError: the file is missing, cut short, or not such a checkpoint.
+    ValueError: the file is missing, cut short or no T5X checkpoint, or an
+      array's folder is missing or not what the file says; names the array.
   """
-  path = os.fspath(path)
-  params = _read_target(path)
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
-  if not flat:
-    raise ValueError(f'{path!r} is a T5X checkpoint without any parameter.')
-  for name, leaf in flat.items():
-    if isinstance(leaf, Mapping) or not hasattr(leaf, 'dtype'):
+  source = str(location)
+  if location.read(0, len(_TENSORFLOW)) == _TENSORFLOW:
+    raise ValueError(
+      f'{source!r} is a TensorFlow checkpoint of T5; expected the same model'
+      " in T5X's format, see gs://t5-data/pretrained_models/t5x."
+    )
+  leaves = dict(_leaves(_target(read_tree(location), source)))
+  if not leaves:
+    raise ValueError(f'{source!r} is a T5X checkpoint without any parameter.')
+  specs = {}
+  for name, leaf in leaves.items():
+    if isinstance(leaf, Mapping):
+      specs[name] = _resolve(leaf, location.parent(), name, source)
+    elif not isinstance(leaf, FileArray):
       raise ValueError(
-        f'{path!r}: parameter {name!r} is not an array but'
-        f' {type(leaf).__name__}; expected all arrays in the one file.'
+        f'{source!r}: parameter {name!r} is not an array but'
+        f' {type(leaf).__name__}.'
       )
-    if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
-      flat[name] = leaf.astype(dtype)
-  return flax.traverse_util.unflatten_dict(flat, sep='/')
+  stored = {}
+  if specs:
+    stored = open_stored(specs, lambda n, why: broken(source, n, why))
+  for name, array in stored.items():
+    said = leaves[name].get('metadata', {}).get('shape')
+    if said is not None and tuple(said) != array.shape:
+      raise broken(
+        source,
+        name,
+        f'its folder has {list(array.shape)}, the file says {said}',
+      )
+  return {name: stored.get(name, leaf) for name, leaf in leaves.items()}
+
+
+def broken(source: str, name: str, why: str) -> ValueError:
+  """The error about an array that cannot be read."""
+  return ValueError(
+    f'{source!r}: the array {name} cannot be read: {why}. Its file is missing,'
+    ' cut short or corrupt; copy it again.'
+  )
 
 
 def check_params(params: Params, expected: Any, source: str = 'params') -> None:
   """Compares names and shapes with what a model expects.
 
   Args:
-    params: nested dict of arrays.
+    params: nested dict of arrays, or of anything with a shape.
     expected: the model's tree of anything with a shape, e.g. from
       `jax.eval_shape(model.init, key)`.
     source: where `params` came from, for the message.
 
   Raises:
     ValueError: names each parameter that is missing, unknown, or of another
-      shape, with both shapes.
+      shape, with both shapes, and the sizes of a T5 that differ.
   """
   have = flax.traverse_util.flatten_dict(params, sep='/')
   want = flax.traverse_util.flatten_dict(expected, sep='/')
@@ -115,52 +156,76 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
     _listed('wrong shape', shapes),
   ]
   if any(problems):
+    sizes = t5x_sizes.differences(shapes_of(have), shapes_of(want))
     raise ValueError(
       f'The parameters of {source} are not those of this model'
-      f' configuration: {"; ".join(filter(None, problems))}.'
+      f' configuration: {"; ".join(filter(None, [sizes, *problems]))}.'
     )
 
 
-def _read_target(path: str) -> Params:
-  if os.path.isdir(path):
-    raise ValueError(
-      f'{path!r} is a folder; expected a single-file T5X checkpoint.'
-    )
-  try:
-    with open(path, 'rb') as stream:
-      data = stream.read()
-  except OSError as error:
-    raise ValueError(
-      f'No checkpoint could be read at {path!r}: {error.strerror}.'
-    ) from error
-  try:
-    tree = flax.serialization.msgpack_restore(data)
-  except (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    msgpack.exceptions.UnpackException,
-  ) as error:
-    raise ValueError(
-      f'{path!r} ({len(data)} bytes) is cut short or no T5X checkpoint'
-      f' ({type(error).__name__}: {error}); copy it again.'
-    ) from error
+def shapes_of(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+  return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
+def _target(tree: Any, source: str) -> Any:
+  """The parameters in the tree of a file."""
   try:
     target = tree['optimizer']['target']
   except (KeyError, TypeError, IndexError) as error:
-    found = sorted(tree)[:_SHOWN] if isinstance(tree, dict) else type(tree)
+    if not isinstance(tree, dict):
+      raise ValueError(
+        f'{source!r} is cut short or no T5X checkpoint: expected a tree, found'
+        f' {type(tree).__name__}.'
+      ) from error
     raise ValueError(
-      f'{path!r} is a msgpack file but no T5X checkpoint: expected'
-      f' optimizer/target inside, found {found}.'
+      f'{source!r} is a msgpack file but no T5X checkpoint: expected'
+      f' optimizer/target inside, found {sorted(tree)[:_SHOWN]}.'
     ) from error
+  if tree.get('version', 0) not in _READABLE:
+    raise ValueError(
+      f'{source!r} is a T5X checkpoint of version {tree.get("version", 0)},'
+      f' expected one of {_READABLE}.'
+    )
   if not isinstance(target, dict):
     raise ValueError(
-      f'{path!r}: optimizer/target is {type(target).__name__}, expected a'
+      f'{source!r}: optimizer/target is {type(target).__name__}, expected a'
       ' tree of parameters.'
     )
   return target
+
+
+def _leaves(
+  tree: Mapping[str, Any], prefix: str = ''
+) -> Iterator[tuple[str, Any]]:
+  for name, value in tree.items():
+    is_spec = isinstance(value, Mapping) and {'driver', 'kvstore'} <= set(value)
+    if isinstance(value, Mapping) and not is_spec:
+      yield from _leaves(value, f'{prefix}{name}/')
+    else:
+      yield prefix + name, value
+
+
+def _resolve(
+  spec: Mapping[str, Any], folder: Location, name: str, source: str
+) -> dict[str, Any]:
+  """TensorStore's specification of an array of this checkpoint."""
+  kvstore = spec['kvstore'] if isinstance(spec['kvstore'], Mapping) else {}
+  # TensorStore before 0.1.14 had the path beside the kvstore.
+  path = kvstore.get('path', spec.get('path'))
+  if (
+    spec['driver'] not in _DRIVERS
+    or kvstore.get('driver') not in _KVSTORES
+    or not isinstance(path, str)
+  ):
+    raise ValueError(
+      f'{source!r}: the specification of {name} has driver'
+      f' {spec["driver"]!r}, kvstore {kvstore.get("driver")!r} and path'
+      f' {path!r}; expected driver {" or ".join(_DRIVERS)}, kvstore'
+      f' {", ".join(_KVSTORES)} and a path.'
+    )
+  where = folder.kvstore()
+  where['path'] += path.rstrip('/') + '/'
+  return {'driver': spec['driver'], 'kvstore': where}
 
 
 def _listed(kind: str, names: list[str]) -> str:

@@ -18,7 +18,12 @@ CURVES = ('cosine', 'linear', 'constant')
 
 # Parameters that muon leaves to AdamW: its update is for matrices that map
 # activations to activations.
-_NOT_MUON = ('token_embedder', 'logits_dense', 'relpos_bias')
+_NOT_MUON = (
+  'token_embedder',
+  'position_embedder',
+  'logits_dense',
+  'relpos_bias',
+)
 
 
 @dataclasses.dataclass(frozen=True)

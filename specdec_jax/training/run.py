@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import compilation_cache, files
-from specdec_jax.checkpoints import check_params, load_params
+from specdec_jax.checkpoints import load
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.tokenizer import Tokenizer, train_tokenizer
-from specdec_jax.training import bleu, data, slicing, trainer
+from specdec_jax.training import bleu, data, slicing, text, trainer
 from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
 from specdec_jax.training.distill import Distillation
 from specdec_jax.training.losses import DistillationWeights
@@ -79,11 +79,12 @@ class FromTarget:
 class TrainRun:
   """One run of training.
 
-  Data is a UTF-8 file of source<TAB>target lines (`.gz` or not), a `.npz` file
-  as `TokenPairs.save` writes it, or a seqio task.
+  Data is a UTF-8 file (`.gz` or not) of source<TAB>target lines, or for a
+  decoder-only model of lines of text; a `.npz` file as `TokenPairs.save` writes
+  it; or a seqio task.
 
   Attributes:
-    model: what is trained, a T5.
+    model: what is trained, such as a T5 or a GPT.
     model_dir: gets the parameters (model.msgpack, a T5X checkpoint), the
       states that a killed run goes on from, and what else belongs to the run.
     train_file: data, unless there is a task.
@@ -187,9 +188,9 @@ def train(
   tokenizer = _tokenizer(run)
   pairs, held_out = _pairs(run, tokenizer)
   os.makedirs(run.model_dir, exist_ok=True)
-  for name, text in (beside or {}).items():
+  for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
-    files.write_atomically(path, text().encode())
+    files.write_atomically(path, content().encode())
   measure = _measure(run, tokenizer, held_out, say)
   packing = run.packing
   if isinstance(learning, FromTarget) and learning.outputs is not None:
@@ -233,8 +234,8 @@ def train(
   return params
 
 
-def _to_stderr(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
+def _to_stderr(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)
 
 
 def _first_params(run: TrainRun) -> tuple[Params, str]:
@@ -246,8 +247,7 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
 
 
 def _load_for(model: Any, path: str) -> tuple[Params, str]:
-  params = load_params(path, jnp.float32)
-  check_params(params, jax.eval_shape(model.init, jax.random.key(0)), path)
+  params = load(path, model, dtype=jnp.float32)
   return params, digest(params)
 
 
@@ -296,8 +296,12 @@ def _tokenizer(run: TrainRun) -> Tokenizer | None:
       ' that takes a train_file of text.'
     )
   os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
-  text = (side for pair in data.read_tsv(run.train_file) for side in pair)
-  return train_tokenizer(text, run.vocab_path, run.model.vocab_size)
+  if run.model.has_encoder:
+    pairs = data.read_tsv(run.train_file)
+    sentences = [side for pair in pairs for side in pair]
+  else:
+    sentences = text.read_lines(run.train_file)
+  return train_tokenizer(sentences, run.vocab_path, run.model.vocab_size)
 
 
 def _pairs(
@@ -316,15 +320,17 @@ def _pairs(
     ]
   else:
     paths = (run.train_file, run.eval_file)
-    found = [_read(path, tokenizer) for path in paths if path is not None]
+    found = [_read(run, path, tokenizer) for path in paths if path is not None]
   for pairs in found:
     _check_ids(pairs, run.model.vocab_size)
   return found[0], found[1] if len(found) > 1 else None
 
 
-def _read(path: str, tokenizer: Tokenizer | None) -> TokenPairs:
+def _read(run: TrainRun, path: str, tokenizer: Tokenizer | None) -> TokenPairs:
   if path.endswith('.npz') or tokenizer is None:
     return TokenPairs.load(path)
+  if not run.model.has_encoder:
+    return text.tokenise_lines(text.read_lines(path), tokenizer)
   return data.tokenise(data.read_tsv(path), tokenizer)
 
 

@@ -1,0 +1,137 @@
+"""A checkpoint of any kind, written anew in one of three."""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+
+from specdec_jax.checkpoints import orbax_params, t5x, t5x_sizes
+from specdec_jax.checkpoints.load import (
+  check_dtype,
+  is_huggingface,
+  load_arrays,
+  load_huggingface,
+  locate,
+  open_arrays,
+)
+from specdec_jax.models.t5 import T5, T5Config
+
+FORMATS = ('orbax', 'safetensors', 't5x')
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+  """What to convert, and to what.
+
+  Attributes:
+    checkpoint_path: anything that `checkpoints.load` reads.
+    output: a new folder; a new file for 't5x'.
+    format: 'orbax' for this library, 'safetensors' for Hugging Face's, 't5x'
+      for a single msgpack file.
+    network: `T5(config)` of the checkpoint. Needed for scanned stacks, and
+      where activations are not those of T5 1.0 or 1.1; None reads the sizes
+      from the checkpoint.
+    dtype: of the arrays that are written, e.g. 'bfloat16'; None keeps theirs.
+
+  Raises:
+    ValueError: `format` or `dtype` is not known, or `output` is an address.
+  """
+
+  checkpoint_path: str
+  output: str
+  format: str = 'orbax'
+  network: T5 | None = None
+  dtype: str | None = None
+
+  def __post_init__(self):
+    if self.format not in FORMATS:
+      close = difflib.get_close_matches(str(self.format), FORMATS, n=1)
+      nearest = f' Nearest: {close[0]!r}.' if close else ''
+      raise ValueError(
+        f'format must be one of {FORMATS}, got {self.format!r}.{nearest}'
+      )
+    check_dtype(self.dtype)
+    if '://' in self.output:
+      raise ValueError(
+        f'output must be on this machine, got {self.output!r}; copy it from'
+        ' there.'
+      )
+
+
+def convert(config: ConvertConfig) -> str:
+  """Converts a checkpoint; its output is whole or not there.
+
+  Returns:
+    A line about what was written.
+
+  Raises:
+    ValueError: `output` is there already, or the checkpoint cannot be read or
+      is not that of the network.
+    OSError: the disk is full or the folder not writable.
+  """
+  output = pathlib.Path(config.output)
+  if output.exists():
+    raise ValueError(
+      f'{config.output!r} is there already; name another output or remove it.'
+    )
+  sizes, params = _load(config)
+  output.parent.mkdir(parents=True, exist_ok=True)
+  if sizes is not None:
+    _save_safetensors(output, sizes, params)
+  elif config.format == 'orbax':
+    orbax_params.save_orbax(output, params)
+  else:
+    t5x.save_t5x(output, params, step=0)
+  leaves = jax.tree.leaves(params)
+  total = sum(leaf.size for leaf in leaves)
+  of = f' of {sizes}' if sizes else ''
+  return f'{config.output}: {len(leaves)} arrays, {total:,} parameters{of}'
+
+
+def _load(config: ConvertConfig) -> tuple[T5Config | None, t5x.Params]:
+  """The parameters of a checkpoint, and its sizes for a format with them."""
+  location = locate(config.checkpoint_path)
+  source, network = str(location), config.network
+  sizes: Any = network.config if network else None
+  if is_huggingface(location):
+    found, params = load_huggingface(location, network, config.dtype)
+    if isinstance(found, T5Config):
+      sizes = sizes or found
+    elif config.format == 'safetensors':
+      raise ValueError(
+        f'{source!r} is a GPT-2; only a T5 is written as safetensors. Choose'
+        " 'orbax' or 't5x'."
+      )
+  else:
+    arrays = open_arrays(location, network)
+    if config.format == 'safetensors' and sizes is None:
+      sizes = t5x_sizes.infer_config(t5x.shapes_of(arrays), source)
+    params = load_arrays(arrays, source, config.dtype)
+  if config.format != 'safetensors':
+    return None, params
+  if not isinstance(sizes, T5Config):
+    raise ValueError(
+      f'{source!r} is no T5; expected one for the format safetensors. Write'
+      ' it as t5x or orbax.'
+    )
+  return sizes, params
+
+
+def _save_safetensors(
+  output: pathlib.Path, sizes: T5Config, params: t5x.Params
+) -> None:
+  from specdec_jax.checkpoints import huggingface
+
+  unfinished = output.with_name(f'.{output.name}.tmp')
+  with contextlib.suppress(FileNotFoundError):
+    shutil.rmtree(unfinished)
+  try:
+    huggingface.save_huggingface(unfinished, sizes, params)
+    os.rename(unfinished, output)
+  finally:
+    shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,0 +1,163 @@
+"""Folders and files of a checkpoint, on this machine or in a bucket.
+
+What lies in a bucket is read through TensorStore's key-value stores, so that
+`gs://` needs no other package. TensorStore is imported when it is needed.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+_SCHEME = '://'
+_FEW = 8
+# What TensorStore raises for what is not there, not allowed or broken.
+STORE_ERRORS = (ValueError, RuntimeError, OSError, NotImplementedError)
+
+
+def open_location(path: str | os.PathLike[str]) -> 'Location':
+  """Returns the place that a path or a URL (`gs://bucket/folder`) names."""
+  text = os.fspath(path)
+  if _SCHEME not in text:
+    return Location(text)
+  import tensorstore
+
+  try:
+    spec = tensorstore.KvStore.Spec(text).to_json()
+  except ValueError as error:
+    raise ValueError(
+      f'{text!r} is no address that TensorStore knows ({reason(error)});'
+      ' expected a path, gs://bucket/folder or file:///folder.'
+    ) from error
+  return RemoteLocation(text, spec)
+
+
+class Location:
+  """A file or a folder on this machine."""
+
+  def __init__(self, path: str):
+    self.path = path
+
+  def __str__(self) -> str:
+    return self.path
+
+  def exists(self) -> bool:
+    return os.path.exists(self.path)
+
+  def is_folder(self) -> bool:
+    return os.path.isdir(self.path)
+
+  def names(self) -> set[str]:
+    """What is directly in the folder."""
+    return set(os.listdir(self.path))
+
+  def child(self, name: str) -> 'Location':
+    return Location(os.path.join(self.path, name))
+
+  def parent(self) -> 'Location':
+    return Location(os.path.dirname(self.path))
+
+  def size(self) -> int:
+    """Bytes of the file."""
+    return os.path.getsize(self.path)
+
+  def read(self, offset: int, size: int) -> bytes:
+    """Those bytes of the file, fewer at its end."""
+    with open(self.path, 'rb') as stream:
+      stream.seek(offset)
+      return stream.read(size)
+
+  def kvstore(self) -> dict[str, Any]:
+    """The folder as TensorStore's specification of a key-value store."""
+    return {'driver': 'file', 'path': os.path.abspath(self.path) + '/'}
+
+
+class RemoteLocation(Location):
+  """The same in a bucket, or wherever TensorStore's drivers reach."""
+
+  def __init__(self, url: str, spec: dict[str, Any]):
+    super().__init__(url.rstrip('/'))
+    self._spec = {**spec, 'path': spec.get('path', '').rstrip('/')}
+    # Asked once: a listing takes a bucket some time.
+    self._names: set[str] | None = None
+    self._size: int | None = None
+
+  def exists(self) -> bool:
+    return self.is_folder() or self._holds(0)
+
+  def is_folder(self) -> bool:
+    return bool(self.names())
+
+  def names(self) -> set[str]:
+    if self._names is None:
+      keys = self._ask(self.kvstore(), lambda store: store.list()) or []
+      self._names = {key.decode().split('/')[0] for key in keys}
+    return self._names
+
+  def child(self, name: str) -> 'RemoteLocation':
+    spec = {**self._spec, 'path': f'{self._spec["path"]}/{name}'}
+    return RemoteLocation(f'{self.path}/{name}', spec)
+
+  def parent(self) -> 'RemoteLocation':
+    spec = {**self._spec, 'path': os.path.dirname(self._spec['path'])}
+    return RemoteLocation(os.path.dirname(self.path), spec)
+
+  def size(self) -> int:
+    """Bytes of the object; found by bisection, since stores do not tell it."""
+    if self._size is None:
+      above = 1
+      while self._holds(above - 1):
+        above *= 2
+      below = above // 2
+      while above - below > 1:
+        middle = (above + below) // 2
+        if self._holds(middle - 1):
+          below = middle
+        else:
+          above = middle
+      self._size = below
+    return self._size
+
+  def read(self, offset: int, size: int) -> bytes:
+    end = min(offset + size, self.size())
+    return self._read(offset, end) if end > offset else b''
+
+  def kvstore(self) -> dict[str, Any]:
+    return {**self._spec, 'path': f'{self._spec["path"]}/'}
+
+  def _holds(self, position: int) -> bool:
+    """Whether the object has a byte there."""
+    return bool(self._read(position, position + 1))
+
+  def _read(self, start: int, stop: int) -> bytes:
+    folder, name = os.path.split(self._spec['path'])
+    found = self._ask(
+      {**self._spec, 'path': f'{folder}/' if folder else ''},
+      lambda store: store.read(name, byte_range=slice(start, stop)),
+    )
+    return found.value if found else b''
+
+  def _ask(self, spec: dict[str, Any], ask: Callable[[Any], Any]) -> Any:
+    """The store's answer, None where nothing is."""
+    import tensorstore
+
+    try:
+      return ask(tensorstore.KvStore.open(spec).result()).result()
+    except STORE_ERRORS as error:
+      if str(error).startswith(('NOT_FOUND', 'OUT_OF_RANGE')):
+        return None
+      raise ValueError(
+        f'{self.path!r} cannot be read: {reason(error)}'
+      ) from error
+
+
+def reason(error: BaseException) -> str:
+  """One line of a message of TensorStore's, without its specification."""
+  lines = str(error).partition(' [')[0].splitlines()
+  return lines[0] if lines else type(error).__name__
+
+
+def few(names: Any) -> str:
+  """The first of some names, for a message."""
+  names = sorted(names)
+  more = f' and {len(names) - _FEW} more' if len(names) > _FEW else ''
+  return ', '.join(names[:_FEW]) + more if names else 'nothing'

@@ -1,0 +1,131 @@
+"""Parameters in a folder, by Orbax; and the training states that T5X writes so.
+
+Orbax writes. Reading goes through TensorStore, as for T5X's own format: arrays
+are found in `_METADATA`, and only those of the parameters are opened.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from specdec_jax.checkpoints.disk_arrays import DiskArray, open_stored
+from specdec_jax.checkpoints.locations import Location
+from specdec_jax.checkpoints.t5x import Params, broken
+
+METADATA = '_METADATA'
+# What T5X, and Orbax itself, call a tree inside a checkpoint.
+_ITEMS = ('state', 'default')
+_TEMPORARY = '.orbax-checkpoint-tmp'
+# Parameters inside a larger tree: T5X's training state, flax's variables.
+_PARAMS = ('target', 'params')
+
+
+def save_orbax(folder: str | os.PathLike[str], params: Params) -> None:
+  """Writes parameters to a new folder, whole or not at all.
+
+  Each process of a run writes its own shards.
+
+  Args:
+    folder: made here; it must not be there yet, or be empty.
+    params: nested dict of arrays, NumPy's or JAX's.
+
+  Raises:
+    ValueError: the folder holds something, or there are no parameters.
+    OSError: the disk is full or the folder not writable.
+  """
+  if not jax.tree.leaves(params):
+    raise ValueError('There are no parameters to save.')
+  folder = os.path.abspath(os.fspath(folder))
+  if os.path.isdir(folder) and not os.listdir(folder):
+    os.rmdir(folder)
+  if os.path.exists(folder):
+    raise ValueError(
+      f'{folder!r} is there already; name a new folder or remove it.'
+    )
+  import orbax.checkpoint as ocp
+
+  os.makedirs(os.path.dirname(folder), exist_ok=True)
+  # It writes to a folder of a temporary name and renames that at the end.
+  with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    checkpointer.save(folder, args=ocp.args.StandardSave(params))
+
+
+def open_orbax(folder: Location) -> dict[str, DiskArray]:
+  """Finds the parameters of a checkpoint without reading them.
+
+  Args:
+    folder: with `_METADATA` in it, or in its folder `state` or `default`.
+
+  Returns:
+    name -> array, names with slashes.
+
+  Raises:
+    ValueError: the folder was not finished, its tree has no parameters, or an
+      array is missing; names the array.
+  """
+  source = str(folder)
+  if _TEMPORARY in source:
+    raise ValueError(f'{source!r} was never finished; load another checkpoint.')
+  folder = _item(folder) or folder
+  described = _read_metadata(folder)
+  names = _parameters(described, source)
+  root = folder.kvstore()
+  together = 'manifest.ocdbt' in folder.names()
+  specs = {}
+  for name, key in names.items():
+    kvstore = {**root, 'path': f'{root["path"]}{key}/'}
+    if together:
+      kvstore = {'driver': 'ocdbt', 'base': root, 'path': f'{key}/'}
+    driver = 'zarr3' if described.get('use_zarr3') else 'zarr'
+    specs[name] = {'driver': driver, 'kvstore': kvstore}
+  return dict(open_stored(specs, lambda n, why: broken(source, n, why)))
+
+
+def is_orbax(folder: Location) -> bool:
+  """Whether a folder holds such a checkpoint."""
+  return _item(folder) is not None
+
+
+def _item(folder: Location) -> Location | None:
+  """The folder of the tree itself."""
+  names = folder.names()
+  if METADATA in names:
+    return folder
+  for name in _ITEMS:
+    if name in names and METADATA in folder.child(name).names():
+      return folder.child(name)
+  return None
+
+
+def _read_metadata(folder: Location) -> dict[str, Any]:
+  location = folder.child(METADATA)
+  try:
+    described = json.loads(location.read(0, location.size()))
+    described['tree_metadata'].values()
+    return described
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(
+      f'{str(location)!r} is cut short or not what Orbax writes'
+      f' ({type(error).__name__}: {error}); copy it again.'
+    ) from error
+
+
+def _parameters(described: Mapping[str, Any], source: str) -> dict[str, str]:
+  """Names of parameters -> what Orbax calls their arrays."""
+  trees: dict[str, dict[str, str]] = {}
+  for entry in described['tree_metadata'].values():
+    parts = [str(key['key']) for key in entry['key_metadata']]
+    trees.setdefault(parts[0], {})['/'.join(parts[1:])] = '.'.join(parts)
+  for root in _PARAMS:
+    if root in trees:
+      return trees[root]
+  if not trees:
+    raise ValueError(f'{source!r} is an Orbax checkpoint without any array.')
+  return {
+    f'{root}/{name}'.rstrip('/'): key
+    for root, tree in trees.items()
+    for name, key in tree.items()
+  }

@@ -1,0 +1,40 @@
+"""Lines of text as training data of decoder-only models.
+
+Objectives and batches are those of pairs: a line is a target, and its source
+is the start token alone, which every text begins with. A decoder-only model
+does not look at sources; `outputs.generate_outputs` samples one text for each,
+as long as `OutputsConfig.max_extra` allows.
+"""
+
+import gzip
+import os
+from collections.abc import Sequence
+
+from specdec_jax.tokenizer import PAD_ID, Tokenizer
+from specdec_jax.training.data import TokenPairs
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+  """The lines of a UTF-8 file, plain or `.gz`, but for empty ones.
+
+  Raises:
+    ValueError: the file cannot be read, or has no line with text.
+  """
+  path = os.fspath(path)
+  opener = gzip.open if path.endswith('.gz') else open
+  try:
+    with opener(path, 'rt', encoding='utf-8', newline='\n') as stream:
+      lines = [line.rstrip('\r\n') for line in stream]
+  except (OSError, EOFError, UnicodeDecodeError) as error:
+    raise ValueError(f'{path!r} could not be read as text: {error}') from error
+  lines = [line for line in lines if line.strip()]
+  if not lines:
+    raise ValueError(f'{path!r} has no line with text.')
+  return lines
+
+
+def tokenise_lines(lines: Sequence[str], tokenizer: Tokenizer) -> TokenPairs:
+  """Each line's ids as a target, without the end that batches add."""
+  # Decoders begin with id 0, which pads as well (see `losses.shift_right`).
+  sources = [[PAD_ID]] * len(lines)
+  return TokenPairs.from_lists(sources, tokenizer.encode_batch(list(lines)))
