@@ -105,4 +105,4 @@ def _place(
   return placed
 
 
-_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0}
+_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0}

@@ -10,10 +10,15 @@ head_dim), because the slots are the vector lanes; `scripts/benchmark.py`
 measures it.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+
+from specdec_jax.models import layers
 
 
 @struct.dataclass
@@ -30,7 +35,8 @@ class KVCache:
       None in a decoder-only model.
     position_bias: float32[H, 2 * T], what a query at position i adds to its
       scores over slots 0..T-1, read from T - 1 - i on; very negative where a
-      slot lies behind the query. It is causal mask and relative bias in one.
+      slot lies behind the query. It is causal mask and relative bias in one;
+      [1, 2 * T] where it is the mask alone.
     length: int32[B], tokens held. Slots from `length` on are dead: they are
       overwritten before any query can see them.
   """
@@ -81,12 +87,12 @@ def read_position_bias(
   """Returns the score bias of the next `num_queries` tokens of each row.
 
   Args:
-    position_bias: float32[H, 2 * T], as in `KVCache`.
+    position_bias: float32[H or 1, 2 * T], as in `KVCache`.
     length: int32[B], tokens that each row already holds.
     num_queries: S.
 
   Returns:
-    float32[B, H, S, T].
+    float32[B, H or 1, S, T].
   """
   num_slots = position_bias.shape[-1] // 2
 
@@ -111,3 +117,44 @@ def buckets(num_slots: int) -> tuple[int, ...]:
     sizes.append(size)
     size *= 2
   return (*sizes, num_slots)
+
+
+def bucketed_read(
+  cache: KVCache, num_queries: int
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+  """Attention of a layer over the shortest bucket that holds every live slot.
+
+  Only the read is inside the switch: a switch around the write as well would
+  copy the cache. A finished row is rewound to length 0 by the loops, so the
+  bucket follows the longest unfinished row.
+
+  Args:
+    cache: before this call's tokens.
+    num_queries: S, this call's tokens a row.
+
+  Returns:
+    (queries [B, S, H, D], keys, values, each [B, H, D, T]) -> [B, S, H * D].
+  """
+  bias = read_position_bias(cache.position_bias, cache.length, num_queries)
+  sizes = buckets(cache.num_slots)
+
+  def attend_prefix(size, queries, keys, values, bias):
+    return layers.attend(
+      queries, keys[..., :size], values[..., :size], bias[..., :size]
+    )
+
+  branches = [functools.partial(attend_prefix, size) for size in sizes]
+  if len(branches) == 1:
+    return functools.partial(layers.attend, bias=bias)
+  needed = jnp.max(cache.length) + num_queries
+  index = jnp.sum(jnp.asarray(sizes) < needed)
+
+  def read(queries, keys, values):
+    return lax.switch(index, branches, queries, keys, values, bias)
+
+  return read
+
+
+def slots_last(x: jax.Array) -> jax.Array:
+  """Maps [B, S, H, D] to the cache's [B, H, D, S]."""
+  return x.transpose(0, 2, 3, 1)

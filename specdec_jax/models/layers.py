@@ -1,8 +1,9 @@
-"""Linen blocks of the T5 family; parameters are named as T5X names them.
+"""Linen blocks of all networks; parameters are named as T5X names them.
 
-Facts that set them apart from other Transformers: attention scores are not
-divided by sqrt(head_dim) (it is folded into the initialisation), the norm is
-RMS without a bias, and no Dense has a bias.
+Facts that set the T5 family apart from other Transformers: attention scores
+are not divided by sqrt(head_dim) (it is folded into the initialisation, and
+for other families into their weights), the norm is RMS without a bias, and no
+Dense has a bias unless it is asked for one.
 """
 
 import functools
@@ -55,15 +56,17 @@ def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class Dense(nn.Module):
-  """The one matrix product of the library, without a bias.
+  """The one matrix product of the library; without a bias in the T5 family.
 
   The parameter is `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
-  [out, in], where `partitioning.place` has laid it out for a CPU.
+  [out, in], where `partitioning.place` has laid it out for a CPU; and `bias`,
+  [out], with `use_bias`.
   """
 
   features: int
   dtype: str = 'float32'
   kernel_init: nn.initializers.Initializer = _kernel_init
+  use_bias: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -71,12 +74,18 @@ class Dense(nn.Module):
     x = x.astype(self.dtype)
     if self.has_variable('params', 'kernel_out_in'):
       kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
-      return dense_out_in(kernel.astype(self.dtype), x)
-    shape = (x.shape[-1], self.features)
-    kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
-    return jnp.matmul(
-      x, kernel.astype(self.dtype), precision=precision(self.dtype)
-    )
+      product = dense_out_in(kernel.astype(self.dtype), x)
+    else:
+      shape = (x.shape[-1], self.features)
+      kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
+      product = jnp.matmul(
+        x, kernel.astype(self.dtype), precision=precision(self.dtype)
+      )
+    if not self.use_bias:
+      return product
+    zeros = nn.initializers.zeros
+    bias = self.param('bias', zeros, (self.features,), jnp.float32)
+    return product + bias.astype(self.dtype)
 
 
 class Embed(nn.Module):
@@ -139,17 +148,19 @@ class MLP(nn.Module):
   activations: Sequence[str]
   dropout_rate: float
   dtype: str
+  use_bias: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
     """Maps [..., M] to [..., M]."""
     count = len(self.activations)
+    dense = functools.partial(Dense, dtype=self.dtype, use_bias=self.use_bias)
     if self.has_variable('params', 'wi_joined'):
-      joined = Dense(count * self.hidden, self.dtype, name='wi_joined')(x)
+      joined = dense(count * self.hidden, name='wi_joined')(x)
       factors = jnp.split(joined, count, -1)
     else:
       names = ['wi'] if count == 1 else [f'wi_{i}' for i in range(count)]
-      factors = [Dense(self.hidden, self.dtype, name=n)(x) for n in names]
+      factors = [dense(self.hidden, name=n)(x) for n in names]
     hidden = functools.reduce(
       jnp.multiply,
       [
@@ -160,7 +171,7 @@ class MLP(nn.Module):
     hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(
       hidden, deterministic=deterministic
     )
-    return Dense(self.features, self.dtype, name='wo')(hidden)
+    return dense(self.features, name='wo')(hidden)
 
 
 def attend(
@@ -198,19 +209,21 @@ class Attention(nn.Module):
   head_dim: int
   features: int
   dtype: str
+  use_bias: bool = False
 
   def setup(self):
     width = self.num_heads * self.head_dim
+    dense = functools.partial(Dense, dtype=self.dtype, use_bias=self.use_bias)
 
     # The 1/sqrt(head_dim) that T5 does not apply to its scores.
     def query_init(*args):
       return _kernel_init(*args) / np.sqrt(self.head_dim)
 
-    self.query = Dense(width, self.dtype, query_init)
-    self.key = Dense(width, self.dtype)
-    self.value = Dense(width, self.dtype)
-    self.qkv = Dense(3 * width, self.dtype)
-    self.out = Dense(self.features, self.dtype)
+    self.query = dense(width, kernel_init=query_init)
+    self.key = dense(width)
+    self.value = dense(width)
+    self.qkv = dense(3 * width)
+    self.out = dense(self.features)
 
   def _heads(self, x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], self.num_heads, self.head_dim)

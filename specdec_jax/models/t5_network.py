@@ -7,11 +7,9 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import lax
 
 from specdec_jax.models import kv_cache, layers
 
@@ -105,7 +103,9 @@ class EncoderLayer(nn.Module):
     """Maps [B, E, M] to [B, E, M]; bias is [B, H, E, E]."""
     normed = self.pre_attention_layer_norm(x)
     queries, keys, values = self.attention.project_qkv(normed)
-    mixed = layers.attend(queries, slots_last(keys), slots_last(values), bias)
+    mixed = layers.attend(
+      queries, kv_cache.slots_last(keys), kv_cache.slots_last(values), bias
+    )
     mixed = self.attention.out(mixed)
     x = x + self.dropout(mixed, deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
@@ -207,8 +207,8 @@ class Decoder(nn.Module):
       layer.encoder_decoder_attention.project_kv(encoded)
       for layer in self.layers
     ]
-    keys = tuple(slots_last(pair[0]) for pair in pairs)
-    values = tuple(slots_last(pair[1]) for pair in pairs)
+    keys = tuple(kv_cache.slots_last(pair[0]) for pair in pairs)
+    values = tuple(kv_cache.slots_last(pair[1]) for pair in pairs)
     return keys, values
 
   def _head(self, x, embedder, deterministic):
@@ -232,7 +232,10 @@ class Decoder(nn.Module):
     for layer, kv in zip(self.layers, cross, strict=True):
       x, _, _ = layer(
         x,
-        lambda keys, values: (slots_last(keys), slots_last(values)),
+        lambda keys, values: (
+          kv_cache.slots_last(keys),
+          kv_cache.slots_last(values),
+        ),
         read,
         (*kv, cross_bias),
         deterministic,
@@ -242,10 +245,7 @@ class Decoder(nn.Module):
   def extend(self, x, embedder, cache, write=kv_cache.write):
     """Logits [B, S, V] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
-    bias = kv_cache.read_position_bias(
-      cache.position_bias, cache.length, num_queries
-    )
-    read = _bucketed_read(cache, bias, num_queries)
+    read = kv_cache.bucketed_read(cache, num_queries)
     new_keys, new_values = [], []
     for i, layer in enumerate(self.layers):
 
@@ -265,37 +265,6 @@ class Decoder(nn.Module):
       length=cache.length + num_queries,
     )
     return self._head(x, embedder, True), cache
-
-
-def _bucketed_read(cache, bias, num_queries):
-  """Attention over the shortest bucket that holds every live slot.
-
-  Only the read is inside the switch: a switch around the write as well would
-  copy the cache. A finished row is rewound to length 0 by the loops, so the
-  bucket follows the longest unfinished row.
-  """
-  sizes = kv_cache.buckets(cache.num_slots)
-
-  def attend_prefix(size, queries, keys, values, bias):
-    return layers.attend(
-      queries, keys[..., :size], values[..., :size], bias[..., :size]
-    )
-
-  branches = [functools.partial(attend_prefix, size) for size in sizes]
-  if len(branches) == 1:
-    return functools.partial(layers.attend, bias=bias)
-  needed = jnp.max(cache.length) + num_queries
-  index = jnp.sum(jnp.asarray(sizes) < needed)
-
-  def read(queries, keys, values):
-    return lax.switch(index, branches, queries, keys, values, bias)
-
-  return read
-
-
-def slots_last(x: jax.Array) -> jax.Array:
-  """Maps [B, S, H, D] to the cache's [B, H, D, S]."""
-  return x.transpose(0, 2, 3, 1)
 
 
 class EncoderDecoder(nn.Module):

@@ -1,0 +1,126 @@
+"""Byte-level BPE, as GPT-2 has it: text to token ids and back.
+
+The package tokenizers, which comes with the extra `[bpe]`, is imported when a
+tokenizer is made.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from specdec_jax.tokenizer import Tokenizer
+
+TOKENIZER = 'tokenizer.json'
+VOCAB, MERGES = 'vocab.json', 'merges.txt'
+
+
+class BpeTokenizer(Tokenizer):
+  """A vocabulary of the package tokenizers, in place of a sentencepiece one.
+
+  There is no id that pads: `pad_id` is the end of sequence, which has no text.
+  What looks like a special token in a text is text.
+
+  Attributes:
+    vocab_size: V, the largest id and one.
+    pad_id, eos_id, unk_id: the id of the end of sequence. With GPT-2 a text
+      begins with it as well: it is what `Engine.bos_id` should be.
+    fingerprint: sha256 (hex) of the bytes of the files.
+  """
+
+  def __init__(
+    self, path: str | os.PathLike[str], eos_token: str = '<|endoftext|>'
+  ):
+    """Loads a vocabulary.
+
+    Args:
+      path: a tokenizer.json, or a folder with one, or else with vocab.json and
+        merges.txt.
+      eos_token: the token that ends a sequence.
+
+    Raises:
+      ValueError: the package tokenizers is not installed, a file is missing or
+        broken, or there is no such token.
+    """
+    tokenizers = _import_tokenizers()
+    self.path = os.fspath(path)
+    contents = _read(pathlib.Path(path))
+    try:
+      processor = _make(tokenizers, contents, eos_token)
+    # The package raises plain Exceptions.
+    except Exception as error:
+      raise ValueError(
+        f'{self.path!r} is not a whole vocabulary of byte-level BPE ({error});'
+        ' copy it again from where it came.'
+      ) from error
+    eos_id = processor.token_to_id(eos_token)
+    if eos_id is None:
+      raise ValueError(
+        f'{self.path!r} has no token {eos_token!r}; name the one that ends a'
+        ' sequence by eos_token.'
+      )
+    processor.no_padding()
+    processor.no_truncation()
+    processor.encode_special_tokens = True
+    self._processor = processor
+    self.vocab_size = 1 + max(processor.get_vocab().values())
+    self.eos_id = self.pad_id = self.unk_id = eos_id
+    self.fingerprint = hashlib.sha256(b''.join(contents.values())).hexdigest()
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of `text`, without an end-of-sequence id."""
+    return self._processor.encode(text, add_special_tokens=False).ids
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """`encode` of each text, by several threads."""
+    found = self._processor.encode_batch(list(texts), add_special_tokens=False)
+    return [one.ids for one in found]
+
+
+def _read(path: pathlib.Path) -> dict[str, bytes]:
+  """The files of a vocabulary by their usual names."""
+  files = {TOKENIZER: path}
+  if path.is_dir():
+    names = [TOKENIZER] if (path / TOKENIZER).exists() else [VOCAB, MERGES]
+    files = {name: path / name for name in names}
+  try:
+    return {name: file.read_bytes() for name, file in files.items()}
+  except OSError as error:
+    raise ValueError(
+      f'No vocabulary could be read at {os.fspath(path)!r}:'
+      f' {error.filename}: {error.strerror}. Expected {TOKENIZER}, or a folder'
+      f' with it or with {VOCAB} and {MERGES}.'
+    ) from error
+
+
+def _make(tokenizers: Any, contents: dict[str, bytes], eos_token: str) -> Any:
+  if TOKENIZER in contents:
+    return tokenizers.Tokenizer.from_str(contents[TOKENIZER].decode())
+  vocab = json.loads(contents[VOCAB])
+  lines = contents[MERGES].decode().splitlines()
+  merges = [
+    tuple(line.split(' '))
+    for line in lines
+    if line and not line.startswith('#version')
+  ]
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False
+  )
+  made.decoder = tokenizers.decoders.ByteLevel()
+  if eos_token in vocab:
+    made.add_special_tokens([eos_token])
+  return made
+
+
+def _import_tokenizers() -> Any:
+  try:
+    import tokenizers
+  except ImportError as error:
+    raise ValueError(
+      'Byte-level BPE needs the package tokenizers, which is not installed:'
+      " pip install -e '.[bpe]'"
+    ) from error
+  return tokenizers

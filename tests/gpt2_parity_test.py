@@ -1,0 +1,191 @@
+"""Parity with transformers' GPT-2 in float32, through folders it writes."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import partitioning
+from specdec_jax.checkpoints import gpt2
+from specdec_jax.decoding import autoregressive
+from specdec_jax.decoding.state import Request, generation
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.probs import SamplingConfig
+
+NEEDED = ('transformers', 'torch', 'safetensors')
+pytestmark = [
+  pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED),
+    reason="needs transformers and torch: pip install -e '.[parity]'",
+  ),
+  pytest.mark.filterwarnings('ignore'),  # those of torch and transformers
+]
+
+TOLERANCE = 1e-4  # of the largest logit
+BUDGET = 24  # tokens a row
+LENGTHS = (7, 1, 30, 3)  # of the prompts
+
+# 1/sqrt(D) is not a power of 2, and neither is sqrt(M).
+SMALL = GPTConfig(
+  vocab_size=97,
+  emb_dim=24,
+  num_heads=3,
+  num_layers=3,
+  head_dim=8,
+  mlp_dim=96,
+  num_positions=64,
+)
+CONFIGS = {
+  'GPT-2': SMALL,
+  'one head, narrow mlp': dataclasses.replace(
+    SMALL, num_heads=1, head_dim=24, mlp_dim=20, num_layers=1
+  ),
+  'untied relu': dataclasses.replace(
+    SMALL, logits_via_embedding=False, mlp_activations=('relu',)
+  ),
+}
+WORDS = {'gelu': 'gelu_new', 'relu': 'relu'}
+
+
+def their_model(config):
+  """A randomly initialised model of transformers; nothing in it is 0 or 1."""
+  import torch
+  import transformers
+
+  described = transformers.GPT2Config(
+    vocab_size=config.vocab_size,
+    n_positions=config.num_positions,
+    n_embd=config.emb_dim,
+    n_layer=config.num_layers,
+    n_head=config.num_heads,
+    n_inner=None if config.mlp_dim == 96 else config.mlp_dim,
+    activation_function=WORDS[config.mlp_activations[0]],
+    tie_word_embeddings=config.logits_via_embedding,
+    bos_token_id=0,
+    eos_token_id=1,
+  )
+  torch.manual_seed(0)
+  model = transformers.GPT2LMHeadModel(described)
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter += 0.2 * torch.randn(parameter.shape)
+  return model.eval()
+
+
+def prompts(vocab_size):
+  rng = np.random.default_rng(1)
+  return [rng.integers(2, vocab_size, length) for length in LENGTHS]
+
+
+def their_greedy(model, prompt):
+  import torch
+
+  tokens = torch.tensor(prompt[None]).long()
+  generated = model.generate(
+    input_ids=tokens,
+    attention_mask=torch.ones_like(tokens),
+    do_sample=False,
+    max_new_tokens=BUDGET,
+    pad_token_id=0,
+  )
+  return generated[0, len(prompt) :].tolist()
+
+
+def our_greedy(network, params, rows):
+  """Tokens of the plain loop over a ragged batch, a list a row."""
+  batch = len(rows)
+  prompt = np.zeros((batch, max(map(len, rows))), np.int32)
+  for row, ids in zip(prompt, rows, strict=True):
+    row[: len(ids)] = ids
+  request = Request(
+    inputs=jnp.zeros((batch, 1), jnp.int32),
+    keys=jax.random.split(jax.random.key(0), batch),
+    sampling=SamplingConfig(0.0).params(batch),
+    stop_ids=jnp.full((4,), 1, jnp.int32),
+    min_length=jnp.zeros((batch,), jnp.int32),
+    max_length=jnp.full((batch,), BUDGET, jnp.int32),
+    slots=BUDGET,
+    gamma=0,
+    greedy=True,
+    prompt=jnp.asarray(prompt),
+    prompt_length=jnp.asarray([len(ids) for ids in rows], jnp.int32),
+  )
+
+  @jax.jit
+  def decode(params, request):
+    state = autoregressive.start(network, params, request)
+    state = autoregressive.run(
+      network, params, request, state, jnp.int32(BUDGET + 1)
+    )
+    return generation(request, state)
+
+  done = jax.device_get(decode(params, request))
+  lengths = zip(done.tokens, done.length, strict=True)
+  return [row[:length].tolist() for row, length in lengths]
+
+
+def compare(model, config, params):
+  """Logits to 1e-4 of the largest, and greedy tokens equal.
+
+  Returns:
+    The tokens of each row.
+
+  Raises:
+    AssertionError: something differs.
+  """
+  import torch
+
+  network = GPT(config)
+  rows = prompts(config.vocab_size)
+  read = np.random.default_rng(2).integers(0, config.vocab_size, (3, 64))
+  with torch.no_grad():
+    want = model(input_ids=torch.tensor(read)).logits.numpy()
+  placed = partitioning.place(params)
+  have = jax.jit(network.logits)(placed, None, jnp.asarray(read, jnp.int32))
+  difference = np.abs(have - want).max() / np.abs(want).max()
+  assert difference < TOLERANCE, f'Logits differ by {difference:.2g}.'
+  ours = our_greedy(network, placed, rows)
+  theirs = [their_greedy(model, row) for row in rows]
+  assert ours == theirs
+  return ours
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_what_transformers_saves_is_read(name, tmp_path):
+  model = their_model(CONFIGS[name])
+  model.save_pretrained(tmp_path)
+  config, params = gpt2.load_gpt2(tmp_path)
+  assert dataclasses.replace(config, dropout_rate=0.0) == CONFIGS[name]
+  rows = compare(model, config, params)
+  # They are long, and not one token over and over.
+  assert sum(len(row) == BUDGET for row in rows) >= 2, rows
+  assert len({token for row in rows for token in row}) > 5, rows
+  assert len({tuple(row) for row in rows}) > 2, rows
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'decoder/layers_1/self_attention/query/bias',
+    'decoder/layers_0/self_attention/value/kernel',
+    'decoder/layers_2/pre_mlp_layer_norm/bias',
+    'decoder/decoder_norm/scale',
+    'decoder/position_embedder/embedding',
+  ],
+)
+def test_an_array_that_differs_is_seen(name, tmp_path):
+  """The negative control: one array of ours is changed a little."""
+  model = their_model(SMALL)
+  model.save_pretrained(tmp_path)
+  config, params = gpt2.load_gpt2(tmp_path)
+  *path, last = name.split('/')
+  module = params
+  for part in path:
+    module = module[part]
+  noise = np.random.default_rng(0).standard_normal(module[last].shape)
+  module[last] = (module[last] * (1 + 0.01 * noise)).astype(np.float32)
+  with pytest.raises(AssertionError, match='Logits differ'):
+    compare(model, config, params)

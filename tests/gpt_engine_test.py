@@ -1,0 +1,143 @@
+"""Decoder-only pairs in the engine, and training on lines of text."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from gpt_test import GPT2, T5X, logits_of, make
+from small_vocabulary import VOCAB_SIZE
+from specdec_jax import probs
+from specdec_jax.engine import Engine, Model
+from specdec_jax.models.gpt import GPT
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.training import text
+from specdec_jax.training.data import PackingConfig
+from specdec_jax.training.optimizer import OptimizerConfig
+from specdec_jax.training.run import TrainRun, train
+from specdec_jax.training.trainer import TrainConfig
+
+FAMILIES = {
+  'GPT-2': dataclasses.replace(GPT2, vocab_size=VOCAB_SIZE, num_positions=128),
+  'T5X': dataclasses.replace(T5X, vocab_size=VOCAB_SIZE),
+}
+# Texts and ids of several lengths; nothing at all is a text as well.
+TEXTS = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house sings here']
+LENGTH = 20
+BOS = 0
+
+pytestmark = pytest.mark.usefixtures('own_cache')
+
+
+def make_engine(config, tokenizer, **changes):
+  """With two models that often agree, but not always."""
+  network, target = make(config)
+  _, other = make(config, seed=1)
+  draft = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, target, other)
+  settings = dict(gamma=3, max_input_len=24, max_decode_len=LENGTH, bos_id=BOS)
+  return Engine(
+    Model(network, target),
+    Model(network, draft),
+    tokenizer=tokenizer,
+    **(settings | changes),
+  )
+
+
+@pytest.fixture(scope='module')
+def engines(tokenizer):
+  return {name: make_engine(FAMILIES[name], tokenizer) for name in FAMILIES}
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_greedy_is_speculative_is_teacher_forced(family, engines, tokenizer):
+  engine = engines[family]
+  have = engine.generate(TEXTS)
+  want = engine.generate(TEXTS, speculative=False)
+  assert [c.tokens for c in have] == [c.tokens for c in want]
+  accepted = sum(c.stats.num_accepted for c in have)
+  assert 0 < accepted < sum(c.stats.num_tested for c in have)
+  network, params = make(FAMILIES[family])
+  for item, completion in zip(TEXTS, have, strict=True):
+    ids = tokenizer.encode(item) if isinstance(item, str) else item
+    prompt, out = [BOS, *ids], completion.tokens
+    assert len(out) == LENGTH or out[-1] == tokenizer.eos_id
+    read = np.zeros((1, 64), np.int32)
+    read[0, : len(prompt) + len(out)] = [*prompt, *out]
+    logits = np.asarray(logits_of(network, params, None, read))[0]
+    best = logits.argmax(-1)[len(prompt) - 1 :]
+    assert out == best[: len(out)].tolist()
+  assert len({tuple(c.tokens) for c in have}) == len(TEXTS)
+
+
+def test_other_texts_do_not_recompile(engines):
+  engine = engines['GPT-2']
+  engine.generate(TEXTS)
+  before = engine.num_programs
+  engine.generate(TEXTS[::-1])
+  engine.generate(['the', 'dog', '', 'a red cat runs', 'x'])
+  assert engine.num_programs == before
+
+
+def test_unconditional_samples_differ_by_their_ids(engines):
+  engine = engines['GPT-2']
+  sampling = SamplingConfig(temperature=1.0, top_k=40)
+  found = engine.generate([''] * 4, sampling=sampling)
+  assert len({tuple(c.tokens) for c in found}) == 4
+  order = [3, 1, 0, 2]
+  again = engine.generate([''] * 4, sampling=sampling, example_ids=order)
+  assert [c.tokens for c in again] == [found[i].tokens for i in order]
+
+
+def test_without_a_begin_an_empty_text_stays_empty(tokenizer):
+  engine = make_engine(FAMILIES['GPT-2'], tokenizer, bos_id=None)
+  empty = engine.generate([''])[0]
+  assert empty.finish_reason == 'empty' and empty.tokens == []
+  assert engine.num_programs == 0
+
+
+def test_an_engine_beyond_the_positions(tokenizer):
+  engine = make_engine(FAMILIES['GPT-2'], tokenizer, max_decode_len=128)
+  with pytest.raises(ValueError, match='learned 128 positions.*lower'):
+    engine.generate(['a'])
+  assert engine.num_programs == 0
+
+
+def test_lines_train_a_decoder_only_model(tokenizer, tmp_path):
+  path = tmp_path / 'lines.txt'
+  path.write_text('the red dog runs\n\na blue cat sleeps here\n' * 40)
+  lines = text.read_lines(path)
+  assert len(lines) == 80
+  pairs = text.tokenise_lines(lines, tokenizer)
+  source, target = pairs[1]
+  assert source.tolist() == [BOS]
+  assert target.tolist() == tokenizer.encode('a blue cat sleeps here')
+  model = GPT(dataclasses.replace(FAMILIES['GPT-2'], num_layers=1))
+  adam = OptimizerConfig(name='adamw', learning_rate=0.03, warmup_steps=2)
+  run = TrainRun(
+    model=model,
+    model_dir=str(tmp_path / 'model'),
+    train_file=str(path),
+    vocab_path=tokenizer.path,
+    packing=PackingConfig((1.0,), buckets=(32,), tokens_per_batch=256),
+    training=TrainConfig(steps=12, optimizer=adam),
+  )
+  params = train(run, log=lambda line: None)
+  before = loss_of(model, model.init(jax.random.key(0)), target)
+  after = loss_of(model, params, target)
+  assert before > 4 and after < before / 2
+
+
+def loss_of(model, params, target):
+  """Nats a token of a text from its beginning on."""
+  read = np.array([[BOS, *target[:-1]]], np.int32)
+  logits = logits_of(model, params, None, read)
+  return -float(np.mean(probs.log_prob_of(logits, target[None])))
+
+
+def test_lines_that_are_none(tmp_path):
+  (tmp_path / 'empty.txt').write_text('\n \n')
+  with pytest.raises(ValueError, match='no line with text'):
+    text.read_lines(tmp_path / 'empty.txt')
+  with pytest.raises(ValueError, match='missing.txt'):
+    text.read_lines(tmp_path / 'missing.txt')
