@@ -1,0 +1,216 @@
+"""Tasks over local files: lines of text, TSV or JSONL. They need no seqio.
+
+An example is what the same task in seqio gives: the text of a side, prefix
+included, as `inputs_pretokenized` or `targets_pretokenized`, and its ids, cut
+to a length that the end-of-sequence id still fits in.
+"""
+
+import dataclasses
+import difflib
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from specdec_jax import metrics
+from specdec_jax.tokenizer import Tokenizer
+
+FEATURES = ('inputs', 'targets')
+KINDS = ('txt', 'tsv', 'jsonl')
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTask:
+  """A task whose examples are the lines of files.
+
+  Attributes:
+    name: of the task, as its output files are called.
+    files: split -> UTF-8 file, plain or `.gz`.
+    vocab_path: sentencepiece model of both sides.
+    kind: what a line is: 'txt' an input; 'tsv' source<TAB>target, or a source
+      alone; 'jsonl' an object. None goes by the ending of the file's name.
+    prefix: put before each input, such as 'summarize: '.
+    inputs_field: of a JSONL object, its input.
+    targets_field: of a JSONL object, its target: a text, or a list of texts
+      that are all right, of which the first is the target. None if there is
+      none. The object's other texts and numbers go along as they are.
+    metrics: names of `metrics.METRICS`.
+
+  Raises:
+    ValueError: a file is missing, or a kind of file or a metric is not known.
+  """
+
+  name: str
+  files: Mapping[str, str | os.PathLike[str]]
+  vocab_path: str | os.PathLike[str]
+  kind: str | None = None
+  prefix: str = ''
+  inputs_field: str = 'inputs'
+  targets_field: str | None = 'targets'
+  metrics: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    object.__setattr__(self, 'metrics', tuple(self.metrics))
+    for path in (*self.files.values(), self.vocab_path):
+      if not os.path.isfile(path):
+        raise ValueError(
+          f'Task {self.name!r}: there is no file {os.fspath(path)!r}.'
+        )
+    for path in self.files.values():
+      if self._kind(path) not in KINDS:
+        raise ValueError(
+          f'Task {self.name!r}: {os.fspath(path)!r} is of the kind'
+          f' {self._kind(path)!r}; expected one of {", ".join(KINDS)}, as the'
+          " ending of the file's name or as LocalTask.kind."
+        )
+    for metric in self.metrics:
+      if metric not in metrics.METRICS:
+        raise ValueError(
+          f'Task {self.name!r}: there is no metric'
+          f' {metric!r}.{nearest(metric, metrics.METRICS)}'
+        )
+
+  def _kind(self, path: str | os.PathLike[str]) -> str:
+    ending = os.path.splitext(os.fspath(path).removesuffix('.gz'))[1]
+    return self.kind or ending.removeprefix('.')
+
+  def texts(self, split: str) -> Iterator[dict[str, Any]]:
+    """The examples of a split before they are tokenised.
+
+    Args:
+      split: one of `files`.
+
+    Returns:
+      Dicts with 'inputs' (prefix included), 'targets' ('' if there is none),
+      'references' (a list of texts) if the target is a list, and whatever else
+      a JSONL object has.
+
+    Raises:
+      ValueError: there is no such split; a file cannot be read; a line is not
+        of its format, with its number.
+    """
+    if split not in self.files:
+      raise ValueError(
+        f'The task {self.name!r} has no split'
+        f' {split!r}.{nearest(split, self.files)}'
+      )
+    return self._texts(os.fspath(self.files[split]))
+
+  def _texts(self, path: str) -> Iterator[dict[str, Any]]:
+    kind = self._kind(path)
+    for number, line in enumerate(_lines(path), 1):
+      place = f'{path!r} line {number}'
+      if kind == 'jsonl':
+        example = self._from_object(_parse(line, place), place)
+      else:
+        columns = line.split('\t') if kind == 'tsv' else [line]
+        if len(columns) > 2:
+          raise ValueError(
+            f'{place} has {len(columns)} columns; expected source<TAB>target.'
+          )
+        example = dict(zip(FEATURES, [*columns, ''], strict=False))
+      yield example | {'inputs': self.prefix + example['inputs']}
+
+  def _from_object(self, found: dict[str, Any], place: str) -> dict[str, Any]:
+    texts: dict[str, Any] = {'targets': ''}
+    used = {'inputs': self.inputs_field, 'targets': self.targets_field}
+    for feature, field in used.items():
+      if field is None:
+        continue
+      if field not in found:
+        raise ValueError(
+          f'{place} has no field {field!r} for'
+          f' {feature}.{nearest(field, found)}'
+        )
+      text = found[field]
+      if feature == 'targets' and isinstance(text, list) and text:
+        texts['references'] = text
+        text = text[0]
+      if not all(isinstance(t, str) for t in texts.get('references', [text])):
+        raise ValueError(
+          f'{place}: expected text in the field {field!r}, got {text!r}.'
+        )
+      texts[feature] = text
+    others = {
+      key: value
+      for key, value in found.items()
+      if key not in used.values() and isinstance(value, str | int | float)
+    }
+    return others | texts
+
+  def examples(
+    self, split: str, task_feature_lengths: Mapping[str, int] | None = None
+  ) -> Iterator[dict[str, Any]]:
+    """The examples of a split; see `tasks.examples`."""
+    lengths = task_feature_lengths or {}
+    check_feature_lengths(lengths, FEATURES, self.name)
+    tokenizer = Tokenizer(self.vocab_path)
+    texts = self.texts(split)  # complains now, not at the first example
+
+    def generate():
+      for example in texts:
+        text = {feature: example.pop(feature) for feature in FEATURES}
+        for feature in FEATURES:
+          example[f'{feature}_pretokenized'] = text[feature]
+          ids = tokenizer.encode(text[feature])
+          if feature in lengths:
+            ids = ids[: lengths[feature] - 1]
+          has_end = feature == 'inputs' or text[feature]
+          ids = [*ids, tokenizer.eos_id] if has_end else []
+          example[feature] = np.asarray(ids, np.int32)
+        yield example
+
+    return generate()
+
+
+def check_feature_lengths(
+  lengths: Mapping[str, int], features: Iterable[str], task: str
+) -> None:
+  """Raises ValueError for a feature that a task has not, or a bad length."""
+  features = list(features)
+  for feature, length in lengths.items():
+    if feature not in features:
+      raise ValueError(
+        f'TASK_FEATURE_LENGTHS: the task {task!r} has no feature'
+        f' {feature!r}.{nearest(feature, features)}'
+      )
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+      raise ValueError(
+        f'TASK_FEATURE_LENGTHS[{feature!r}] must be a whole number of at least'
+        f' 1, got {length!r}.'
+      )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+  """' Nearest: ...', or all that is known where nothing is near."""
+  names = sorted(known)
+  close = difflib.get_close_matches(name, names, n=3)
+  if close:
+    return f' Nearest: {", ".join(close)}.'
+  return f' Known: {", ".join(names)}.' if names else ' None is known.'
+
+
+def _lines(path: str) -> Iterator[str]:
+  opener = gzip.open if path.endswith('.gz') else open
+  try:
+    # Only a line feed ends a line, and a byte order mark is no text.
+    with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as stream:
+      for line in stream:
+        yield line.rstrip('\r\n')
+  except (OSError, EOFError, UnicodeDecodeError) as error:
+    raise ValueError(f'{path!r} could not be read as text: {error}') from error
+
+
+def _parse(line: str, place: str) -> dict[str, Any]:
+  try:
+    found = json.loads(line)
+  except json.JSONDecodeError as error:
+    raise ValueError(f'{place} is not JSON: {error}.') from error
+  if not isinstance(found, dict):
+    raise ValueError(
+      f'{place}: expected a JSON object, got {type(found).__name__}.'
+    )
+  return found

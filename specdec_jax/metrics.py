@@ -1,0 +1,124 @@
+"""BLEU and ROUGE of predictions, by the packages that define them.
+
+A metric takes targets and predictions and returns a dict of numbers, as seqio's
+metric functions do. A target is a text, or several texts that are all right.
+sacrebleu and rouge_score come with the extra `[metrics]`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Target = str | Sequence[str]
+Metric = Callable[[Sequence[Target], Sequence[str]], dict[str, Any]]
+
+_ROUGE = ('rouge1', 'rouge2', 'rougeL', 'rougeLsum')
+
+
+def bleu(
+  targets: Sequence[Target],
+  predictions: Sequence[str],
+  tokenize: str = '13a',
+) -> dict[str, Any]:
+  """Corpus BLEU by sacrebleu, with its settings unchanged.
+
+  Args:
+    targets: one or more references for each prediction.
+    predictions: texts.
+    tokenize: sacrebleu's tokenization; its own default is '13a'.
+
+  Returns:
+    {'bleu': 0 to 100, 'bleu_signature': sacrebleu's own}.
+
+  Raises:
+    ValueError: sacrebleu is not installed, there is nothing to score, or there
+      are not as many targets as predictions.
+  """
+  bleu_metric = _import('sacrebleu.metrics', 'BLEU').BLEU(tokenize=tokenize)
+  references = _references(targets, predictions)
+  # sacrebleu takes the n-th references of all predictions, None where a
+  # prediction has fewer.
+  streams = [
+    [own[i] if i < len(own) else None for own in references]
+    for i in range(max(map(len, references)))
+  ]
+  score = bleu_metric.corpus_score(list(predictions), streams).score
+  return {'bleu': score, 'bleu_signature': str(bleu_metric.get_signature())}
+
+
+def rouge(
+  targets: Sequence[Target], predictions: Sequence[str]
+) -> dict[str, float]:
+  """Mean ROUGE F-measures by rouge_score, without stemming.
+
+  T5's own metric is the median of resampled means: the same up to their noise,
+  here without it. As there, ` . ` ends a sentence as a line break does, for
+  rougeLsum. Of several targets the best one counts, for each of the measures.
+
+  Args:
+    targets: one or more references for each prediction.
+    predictions: texts.
+
+  Returns:
+    {'rouge1', 'rouge2', 'rougeL', 'rougeLsum'}, each 0 to 100.
+
+  Raises:
+    ValueError: rouge_score is not installed, there is nothing to score, or
+      there are not as many targets as predictions.
+  """
+  scorer_module = _import('rouge_score.rouge_scorer', 'ROUGE')
+  scorer = scorer_module.RougeScorer(list(_ROUGE), use_stemmer=False)
+  references = _references(targets, predictions)
+  totals = dict.fromkeys(_ROUGE, 0.0)
+  for own, prediction in zip(references, predictions, strict=True):
+    found = scorer.score_multi([_lines(t) for t in own], _lines(prediction))
+    for name in _ROUGE:
+      totals[name] += found[name].fmeasure
+  return {name: 100 * totals[name] / len(references) for name in _ROUGE}
+
+
+def t5_bleu(
+  targets: Sequence[Target], predictions: Sequence[str]
+) -> dict[str, Any]:
+  """`bleu` as the T5 paper's numbers have it: international tokenization."""
+  return bleu(targets, predictions, tokenize='intl')
+
+
+# What a configuration can name.
+METRICS: Mapping[str, Metric] = {
+  'bleu': bleu,
+  't5_bleu': t5_bleu,
+  'rouge': rouge,
+}
+
+
+def _references(
+  targets: Sequence[Target], predictions: Sequence[str]
+) -> list[list[str]]:
+  if len(targets) != len(predictions):
+    raise ValueError(
+      f'Expected as many targets as predictions, got {len(targets)} and'
+      f' {len(predictions)}.'
+    )
+  if not targets:
+    raise ValueError('There is no prediction to score.')
+  references = [[t] if isinstance(t, str) else list(t) for t in targets]
+  for number, own in enumerate(references):
+    if not own:
+      raise ValueError(f'Prediction {number} has no target to compare it with.')
+  return references
+
+
+def _lines(text: str) -> str:
+  return text.replace(' . ', ' .\n')
+
+
+def _import(module: str, title: str) -> Any:
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    package = module.split('.')[0]
+    raise ValueError(
+      f'{title} needs the package {package}, which is not installed; it is in'
+      " the extra [metrics]: pip install -e '.[metrics]'."
+    ) from error

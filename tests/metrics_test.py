@@ -1,0 +1,104 @@
+"""BLEU and ROUGE: known values, several references, what is refused."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from specdec_jax import metrics
+
+HAS_ROUGE = importlib.util.find_spec('rouge_score') is not None
+needs_bleu = pytest.mark.skipif(
+  importlib.util.find_spec('sacrebleu') is None,
+  reason='needs sacrebleu, the extra [metrics]',
+)
+needs_rouge = pytest.mark.skipif(
+  not HAS_ROUGE, reason='needs rouge_score, the extra [metrics]'
+)
+
+SENTENCE = 'the cat sat on the mat'
+
+
+@needs_bleu
+def test_bleu_of_a_known_pair():
+  same = metrics.bleu([SENTENCE], [SENTENCE])
+  assert same['bleu'] == pytest.approx(100)
+  assert 'tok:13a' in same['bleu_signature']
+  # 5 of 6 words, 3 of 5 pairs, 1 of 4 triples and none of 3 quadruples are
+  # right; sacrebleu smooths the first zero to a half.
+  one_off = metrics.bleu([SENTENCE], ['the cat sat in the mat'])
+  expected = 100 * (5 / 6 * 3 / 5 * 1 / 4 * 0.5 / 3) ** 0.25
+  assert one_off['bleu'] == pytest.approx(expected, rel=1e-6)
+
+
+@needs_bleu
+def test_bleu_takes_the_references_that_each_prediction_has():
+  targets = [['a red house', SENTENCE], 'one reference only here']
+  outputs = [SENTENCE, 'one reference only here']
+  assert metrics.bleu(targets, outputs)['bleu'] == pytest.approx(100)
+  first_only = [targets[0][0], targets[1]]
+  assert metrics.bleu(first_only, outputs)['bleu'] < 70
+
+
+@needs_bleu
+def test_t5_tokenizes_punctuation_of_all_languages():
+  targets, outputs = ['ein „Haus“ am See'], ['ein Haus am See']
+  ours, t5s = (f(targets, outputs) for f in (metrics.bleu, metrics.t5_bleu))
+  assert 'tok:intl' in t5s['bleu_signature']
+  assert ours['bleu'] != t5s['bleu']
+
+
+@needs_rouge
+def test_rouge_of_a_known_pair():
+  # 6 words and 4: 4 in common, in order; 1 pair of 5 and 3 in common.
+  found = metrics.rouge([SENTENCE], ['the cat on mat'])
+  assert found['rouge1'] == pytest.approx(100 * 2 * 4 / (6 + 4))
+  assert found['rouge2'] == pytest.approx(100 * 2 * 1 / (5 + 3))
+  assert found['rougeL'] == pytest.approx(100 * 2 * 4 / (6 + 4))
+  two = metrics.rouge([SENTENCE, SENTENCE], ['the cat on mat', SENTENCE])
+  assert two['rouge1'] == pytest.approx((80 + 100) / 2)
+
+
+@needs_rouge
+def test_rouge_sum_goes_by_sentences():
+  target = 'it rains today .\nthe sun was out'
+  swapped = 'the sun was out . it rains today'
+  found = metrics.rouge([target], [swapped])
+  assert found['rougeLsum'] == pytest.approx(100)
+  assert found['rougeL'] < 60
+
+
+@needs_rouge
+def test_rouge_takes_the_best_of_several_references():
+  targets = [['nothing alike', SENTENCE]]
+  assert metrics.rouge(targets, [SENTENCE])['rougeLsum'] == pytest.approx(100)
+
+
+@pytest.mark.parametrize('name', sorted(metrics.METRICS))
+def test_what_cannot_be_scored_is_refused(name):
+  if name == 'rouge' and not HAS_ROUGE:
+    pytest.skip('needs rouge_score, the extra [metrics]')
+  if 'bleu' in name:
+    pytest.importorskip('sacrebleu')
+  metric = metrics.METRICS[name]
+  with pytest.raises(ValueError, match='got 1 and 2'):
+    metric(['a'], ['a', 'b'])
+  with pytest.raises(ValueError, match='no prediction to score'):
+    metric([], [])
+  with pytest.raises(ValueError, match='Prediction 1 has no target'):
+    metric(['a', []], ['a', 'b'])
+
+
+@pytest.mark.parametrize(
+  'metric, package',
+  [(metrics.bleu, 'sacrebleu'), (metrics.rouge, 'rouge_score')],
+)
+def test_a_missing_package_is_named_with_its_extra(
+  metric, package, monkeypatch
+):
+  for name in list(sys.modules):
+    if name.split('.')[0] == package:
+      monkeypatch.delitem(sys.modules, name)
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(ValueError, match=rf"{package}.*'\.\[metrics\]'"):
+    metric(['a'], ['a'])

@@ -1,0 +1,36 @@
+"""Small task files that two suites share, and what examples should be."""
+
+import pathlib
+
+import numpy as np
+
+from specdec_jax.local_tasks import LocalTask
+from specdec_jax.tokenizer import EOS_ID
+
+DATA = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
+T5_VOCAB = DATA / 'vocab' / 't5.spiece.model'
+ENDE = 'translate English to German: '
+PAIRS = [
+  ('the old house', 'das alte Haus'),
+  ('a red tree sleeps here', 'ein roter Baum schläft hier'),
+  ('a dog', ''),
+]
+
+
+def pairs_task(folder, tokenizer):
+  """A task over a TSV file of `PAIRS`, written to `folder`."""
+  path = folder / 'pairs.tsv'
+  path.write_text(''.join(f'{s}\t{t}\n' for s, t in PAIRS), 'utf-8')
+  return LocalTask('pairs', {'test': path}, tokenizer.path, prefix=ENDE)
+
+
+def with_end(tokenizer, text):
+  """Ids of a side."""
+  return [*tokenizer.encode(text), EOS_ID]
+
+
+def same(first, second):
+  """Whether two examples have equal features."""
+  return first.keys() == second.keys() and all(
+    np.array_equal(first[key], second[key]) for key in first
+  )
