@@ -290,6 +290,7 @@ class Engine:
     return Frame(
       self.max_input_len,
       self.max_decode_len,
+      self._target.vocab_size,
       self._target.has_encoder,
       self.bos_id,
     )

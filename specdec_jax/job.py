@@ -32,12 +32,14 @@ class Frame(NamedTuple):
   Attributes:
     max_input_len: tokens that an input may have, its end included.
     max_decode_len: tokens that an output may have, its end included.
+    vocab_size: of the network; ids past the tokenizer's have no text.
     has_encoder: where False, the decoder begins with the text itself.
     bos_id: then put in front of each text; None is nothing.
   """
 
   max_input_len: int
   max_decode_len: int
+  vocab_size: int
   has_encoder: bool = True
   bos_id: int | None = None
 
@@ -62,8 +64,9 @@ class Options:
       start token; they are read, not produced, and no part of the result. None
       is none.
     lenience: in (0, 1]; less than 1 accepts more of the drafter's proposals
-      and is lossy: a token may be drawn up to 1 / lenience times as often as
-      the target does. See `speculative`; the plain loop has no use for it.
+      and is lossy: a token may come up to 1 / lenience times as often as it
+      should, or at temperature 0 have `lenience` of the best one's probability.
+      See `speculative`; the plain loop has no use for it.
   """
 
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
@@ -156,7 +159,7 @@ class Job:
       ValueError: one is outside the vocabulary.
     """
     found = [int(token) for token in ids]
-    size = self._tokenizer.vocab_size
+    size = self._frame.vocab_size
     for token in found:
       if not 0 <= token < size:
         raise ValueError(

@@ -10,21 +10,27 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
+import numpy as np
 import pytest
 import rich.console
 
 from specdec_jax import files, infer
 from specdec_jax.completion import Completion, CompletionStats
+from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.infer import lines as lines_lib
 from specdec_jax.infer import results
 from specdec_jax.probs import SamplingConfig
 
 MAX_INPUT_LEN = 9
+COMPLETED = f'{results.PREDICTIONS}.COMPLETED'
 
 
 class WordTokenizer:
   """One token a word."""
+
+  fingerprint = 'words'
 
   def __init__(self):
     self.words: list[str] = []
@@ -49,6 +55,8 @@ class ReversingEngine:
   max_input_len = MAX_INPUT_LEN
   max_decode_len = 32
   gamma = 1
+  fingerprints = types.MappingProxyType({'target': 'reversal'})
+  params = PairParams({'w': np.zeros(1, np.float32)}, None)
 
   def __init__(self, differ=(), fail=()):
     self.tokenizer = WordTokenizer()
@@ -133,6 +141,7 @@ def test_results_are_in_order_and_complete(tmp_path):
   assert names == {
     'predictions.jsonl',
     'predictions.jsonl.COMPLETED',
+    'predictions.jsonl.config.json',
     'operative_config.gin',
     'summary.json',
   }
@@ -196,7 +205,7 @@ def test_disagreement_is_listed_and_can_fail_the_run(tmp_path):
   assert 'line 2 differs from token 1 on' in printed
   with pytest.raises(ValueError, match='1 greedy outputs differ.* line 2'):
     run(tmp_path, b'a b\nc d\n', engine, overwrite=True, require_agreement=True)
-  assert (tmp_path / 'out' / results.COMPLETED).exists()
+  assert (tmp_path / 'out' / COMPLETED).exists()
 
 
 def test_bad_lines_do_not_stop_ten_thousand(tmp_path):
@@ -262,7 +271,7 @@ def test_file_without_lines(tmp_path):
   summary, records, printed = run(tmp_path, b'')
   assert records == [] and summary['lines'] == 0
   assert summary['speed_up'] is None
-  assert (tmp_path / 'out' / results.COMPLETED).exists()
+  assert (tmp_path / 'out' / COMPLETED).exists()
 
 
 def refuse_to_build():
@@ -321,14 +330,14 @@ def test_full_disk_leaves_no_broken_output(tmp_path, monkeypatch, failing):
     run(tmp_path, b'new\n', overwrite=True)
   assert caught.value.errno == errno.ENOSPC
   out = tmp_path / 'out'
-  assert not (out / results.COMPLETED).exists()
+  assert not (out / COMPLETED).exists()
   record = json.loads((out / results.PREDICTIONS).read_text())
   old = failing == results.PREDICTIONS
   assert record['inputs'] == ('old' if old else 'new')
   assert not [path for path in out.iterdir() if path.suffix == '.tmp']
 
 
-def test_kill_half_way_leaves_no_output(tmp_path):
+def test_kill_half_way_leaves_no_result_and_goes_on(tmp_path):
   script = tmp_path / 'slow.py'
   script.write_text(
     textwrap.dedent("""
@@ -345,7 +354,8 @@ def test_kill_half_way_leaves_no_output(tmp_path):
         return super().generate(texts, **options)
 
     infer.decode(infer.DecodeConfig(
-      engine=Slow, input_file=sys.argv[2], output_dir=sys.argv[3]))
+      engine=Slow, input_file=sys.argv[2], output_dir=sys.argv[3],
+      checkpoint_period=1))
     """)
   )
   (tmp_path / 'input.txt').write_text('a\nb\nstop\nc\n')
@@ -361,7 +371,30 @@ def test_kill_half_way_leaves_no_output(tmp_path):
     assert process.stdout is not None
     assert process.stdout.readline() == b'half way\n'
     process.send_signal(signal.SIGKILL)
-  assert list(out.iterdir()) == []
+  assert [path.name for path in out.iterdir()] == ['predictions.jsonl.parts']
+  engine = ReversingEngine()
+  data = b'a\nb\nstop\nc\n'
+  summary, records, _ = run(tmp_path, data, engine, checkpoint_period=1)
+  assert {text for _, texts, _ in engine.calls for text in texts} == {
+    'stop',
+    'c',
+  }
+  assert [r['prediction'] for r in records] == ['a', 'b', 'pots', 'c']
+  assert summary['plain']['tokens'] == 4
+
+
+def test_unfinished_run_of_other_lines_is_refused(tmp_path):
+  engine = ReversingEngine()
+
+  def full_disk(items, **options):
+    raise OSError(errno.ENOSPC, 'No space left')
+
+  engine.generate = full_disk
+  with pytest.raises(OSError):
+    run(tmp_path, b'a b\n', engine)
+  with pytest.raises(ValueError, match='lines_sha256 was .*; seed was 0, is 1'):
+    run(tmp_path, b'c d\n', seed=1)
+  assert run(tmp_path, b'a b\n')[1][0]['prediction'] == 'b a'
 
 
 def test_piped_output_is_plain_text(tmp_path):

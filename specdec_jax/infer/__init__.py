@@ -1,8 +1,18 @@
-"""Decoding files of text lines; what scripts/decode.py runs.
+"""Decoding files of lines, and tasks; what scripts/decode.py runs.
 
-`DecodeConfig` describes a run, `decode` does it.
+`DecodeConfig` describes a run over lines, which compares both ways of decoding,
+and `decode` does it. `TaskConfig` describes a run over a task as T5X users know
+it, and `decode_task` does it. Both can be killed and go on where they were.
 """
 
-from specdec_jax.infer.run import DecodeConfig, decode
+from specdec_jax.infer.run import decode
+from specdec_jax.infer.settings import DecodeConfig, TaskConfig
+from specdec_jax.infer.task import decode_task, load_drafter
 
-__all__ = ['DecodeConfig', 'decode']
+__all__ = [
+  'DecodeConfig',
+  'TaskConfig',
+  'decode',
+  'decode_task',
+  'load_drafter',
+]

@@ -11,10 +11,10 @@ from typing import Any
 import rich.console
 import rich.progress
 
-from specdec_jax import environment
+from specdec_jax import environment, metrics
 from specdec_jax.completion import Completion
 from specdec_jax.engine import Engine
-from specdec_jax.infer import results
+from specdec_jax.infer import results, resume
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training import data
 
@@ -93,18 +93,8 @@ def bleu(
   Raises:
     ValueError: sacrebleu is not installed.
   """
-  _require_sacrebleu()
-  from sacrebleu.metrics import BLEU
-
-  most = max(map(len, references))
-  # sacrebleu takes the n-th references of all sources, None where there is no.
-  streams: Any = [
-    [own[i] if i < len(own) else None for own in references]
-    for i in range(most)
-  ]
-  metric = BLEU()
-  score = metric.corpus_score(list(outputs), streams).score
-  return {'score': score, 'signature': str(metric.get_signature())}
+  found = metrics.bleu(references, outputs)
+  return {'score': found['bleu'], 'signature': found['bleu_signature']}
 
 
 def evaluate(
@@ -136,7 +126,8 @@ def evaluate(
   if not grouped:
     raise ValueError(f'{config.eval_file!r} has no line to evaluate.')
   if config.output_dir is not None:
-    results.claim_output_dir(config.output_dir, config.overwrite)
+    folder = resume.Folder(config.output_dir, results.PREDICTIONS)
+    folder.claim(config.overwrite)
   engine = config.engine()
   sources, references = list(grouped), list(grouped.values())
   runs = {
@@ -175,7 +166,7 @@ def evaluate(
       for source, own, done in zip(sources, references, greedy, strict=True)
     ]
     extra = {name: text() for name, text in (beside or {}).items()}
-    results.write_results(config.output_dir, records, summary, extra)
+    folder.finish(results.contents(records, summary, extra))
   for title, value in rows(summary):
     console.print(f'{title}: {value}', markup=False, highlight=False)
   return summary

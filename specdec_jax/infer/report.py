@@ -4,6 +4,7 @@ The dict is what `infer.decode` writes as summary.json and what README's result
 block is generated from, so every number has one source.
 """
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,14 +15,15 @@ import rich.table
 import rich.text
 
 from specdec_jax import environment
-from specdec_jax.completion import Completion
+from specdec_jax.completion import Completion, CompletionStats
 
 PLAIN, SPECULATIVE = 'plain', 'speculative'
+SCORING = 'scoring'
 
 
 @dataclasses.dataclass
 class Mode:
-  """All results of one way of decoding, plain or speculative.
+  """All results of one way: plain or speculative decoding, or scoring.
 
   Attributes:
     compile_seconds: of all programs that were needed, not part of `seconds`.
@@ -49,6 +51,33 @@ class Mode:
       1e3 * seconds / count if count else None
       for seconds, count in zip(self.seconds, counts, strict=True)
     ]
+
+  def add(self, later: 'Mode') -> None:
+    """Takes in the results of batches that came after these."""
+    self.compile_seconds += later.compile_seconds
+    if self.first_output_seconds is None:
+      self.first_output_seconds = later.first_output_seconds
+    self.completions |= later.completions
+    self.batches += later.batches
+    self.seconds += later.seconds
+
+  def to_json(self) -> dict[str, Any]:
+    """Everything, as JSON can hold it; floats come back as they were."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, value: Mapping[str, Any]) -> 'Mode':
+    """The inverse of `to_json`."""
+    completions = {
+      int(index): Completion(**one | {'stats': _stats_from_json(one['stats'])})
+      for index, one in value['completions'].items()
+    }
+    return cls(**{**value, 'completions': completions})
+
+
+def _stats_from_json(value: Mapping[str, Any]) -> CompletionStats:
+  histogram = tuple(value['histogram'])
+  return CompletionStats(**{**value, 'histogram': histogram})
 
 
 def summarise(
@@ -145,13 +174,19 @@ METRICS = (
 
 def rows(summary: Mapping[str, Any]) -> list[list[str]]:
   """Returns the result table as text: a header, then one row a metric."""
-  names = [name for name in (PLAIN, SPECULATIVE) if name in summary]
+  names = [n for n in (PLAIN, SPECULATIVE, SCORING) if n in summary]
   table = [['', *names]]
   for title, key, form in METRICS:
     values = [summary[name][key] for name in names]
     table.append(
       [title, *('-' if v is None else form.format(v) for v in values)]
     )
+  measured = summary.get('metrics') or {}
+  for metric in {key: None for own in measured.values() for key in own}:
+    values = [measured[name].get(metric) for name in names]
+    # What is no number, such as a signature, is in the summary only.
+    if all(isinstance(value, float | int) for value in values):
+      table.append([metric, *(f'{value:.2f}' for value in values)])
   for title, key in (
     ('speed-up, median', 'speed_up_median'),
     ('speed-up, total', 'speed_up'),
@@ -206,8 +241,11 @@ def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
       f' {item[PLAIN]!r} / {item[SPECULATIVE]!r}'
       for item in differing[:most]
     ]
+  if summary.get('mean_score') is not None:
+    notes.append(f'Mean log-probability: {summary["mean_score"]:.4f} nats.')
   if errors := summary.get('errors'):
-    notes.append(f'Lines that could not be decoded: {len(errors)}.')
+    what = 'Examples' if summary['kind'] == 'task' else 'Lines'
+    notes.append(f'{what} that could not be decoded: {len(errors)}.')
     notes += [f'  {error}' for error in errors[:most]]
   return notes
 
@@ -234,3 +272,12 @@ def print_examples(
 
 def _say(console: rich.console.Console, message: str) -> None:
   console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def status(
+  console: rich.console.Console, message: str
+) -> contextlib.AbstractContextManager[object]:
+  """Shows what is going on, on a terminal only."""
+  if console.is_terminal:
+    return console.status(message)
+  return contextlib.nullcontext()

@@ -1,20 +1,21 @@
-"""Decoded lines out: JSON records, written whole or not at all.
+"""Results out: JSON records of lines and of a task's examples.
 
-`predictions.jsonl` comes first and the marker `predictions.jsonl.COMPLETED`
-last, as T5X leaves it; a folder without the marker holds no finished result.
+They are written by `resume.Folder`, the marker last, as T5X leaves it: without
+the marker `NAME.COMPLETED` there is no finished result of that name.
 """
 
 import json
 import math
-import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax import files
+import numpy as np
+
 from specdec_jax.completion import Completion
 from specdec_jax.infer import report
+from specdec_jax.infer.examples import Example, texts
 from specdec_jax.infer.lines import Line
+from specdec_jax.infer.settings import PREDICT_WITH_AUX, SCORE, TaskConfig
 
 PREDICTIONS = 'predictions.jsonl'
 SUMMARY = 'summary.json'
@@ -62,19 +63,99 @@ def _record(
     'stats': stats,
   }
   if completion is not None:
-    log_prob = sum(completion.log_probs)
     error = completion.error
     record |= {
       'prediction': None if error else completion.text,
       'prediction_tokens': list(completion.tokens),
-      'log_prob': log_prob if math.isfinite(log_prob) else None,
+      'log_prob': total_log_prob(completion),
       'finish_reason': completion.finish_reason,
       'error': f'line {index + 1}: {error}' if error else None,
     }
   return record
 
 
+def task_records(
+  examples: Sequence[Example],
+  modes: Mapping[str, report.Mode],
+  config: TaskConfig,
+) -> list[dict[str, Any]]:
+  """Returns one JSON object an example, with the fields that T5X writes.
+
+  Nothing in them depends on time or on how often the run was started.
+
+  Args:
+    examples: of the run.
+    modes: what came, by the number of the item: samples of an example lie
+      together.
+    config: the run.
+  """
+  count = config.num_decodes
+  records = []
+  for number, example in enumerate(examples):
+    inputs = example if config.include_all_inputs else texts(example)
+    found = {
+      name: [mode.completions[number * count + i] for i in range(count)]
+      for name, mode in modes.items()
+    }
+    record: dict[str, Any] = {}
+    record['inputs'] = {name: _plain(v) for name, v in inputs.items()}
+    if config.mode == SCORE:
+      record['score'] = total_log_prob(found[report.SCORING][0])
+    else:
+      record |= _prediction(found, config.mode == PREDICT_WITH_AUX)
+    errors = [one.error for own in found.values() for one in own if one.error]
+    records.append(record | ({'error': errors[0]} if errors else {}))
+  return records
+
+
+def _prediction(
+  found: Mapping[str, Sequence[Completion]], with_aux: bool
+) -> dict[str, Any]:
+  # Both ways draw from the same distribution; the last one's text is kept.
+  kept = list(found.values())[-1]
+  record: dict[str, Any] = {
+    'prediction': _one_or_all([None if c.error else c.text for c in kept]),
+    'prediction_tokens': _one_or_all([list(c.tokens) for c in kept]),
+  }
+  if with_aux:
+    scores = _one_or_all([total_log_prob(one) for one in kept])
+    record['score'] = scores
+    record['aux'] = {
+      'scores': scores,
+      'finish_reason': _one_or_all([one.finish_reason for one in kept]),
+      **{
+        name: _one_or_all([counts(one) for one in own])
+        for name, own in found.items()
+      },
+    }
+  return record
+
+
+def _one_or_all(values: list[Any]) -> Any:
+  """The value if there is one, as T5X has it, else all of them."""
+  return values[0] if len(values) == 1 else values
+
+
+def _plain(value: Any) -> Any:
+  """A feature as JSON has it."""
+  if isinstance(value, bytes):
+    return value.decode('utf-8', errors='replace')
+  return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def total_log_prob(completion: Completion) -> float | None:
+  """log probability of an output in nats; None if it is not finite."""
+  total = sum(completion.log_probs)
+  failed = completion.error or not math.isfinite(total)
+  return None if failed else float(total)
+
+
 def _stats(completion: Completion, ms: float | None) -> dict[str, Any]:
+  return counts(completion) | {'batch_ms_per_token': ms}
+
+
+def counts(completion: Completion) -> dict[str, Any]:
+  """What producing an output took, as JSON has it."""
   stats = completion.stats
   return {
     'num_tokens': stats.num_tokens,
@@ -83,64 +164,31 @@ def _stats(completion: Completion, ms: float | None) -> dict[str, Any]:
     'num_tested': stats.num_tested,
     'acceptance_rate': stats.acceptance_rate,
     'histogram': list(stats.histogram),
-    'batch_ms_per_token': ms,
   }
 
 
-def claim_output_dir(output_dir: str, overwrite: bool) -> None:
-  """Makes the folder and sees that results may and can be written to it.
-
-  Raises:
-    ValueError: it cannot be made or written, or it holds finished results and
-      `overwrite` is not set.
-  """
-  folder = pathlib.Path(output_dir)
-  if (folder / COMPLETED).exists() and not overwrite:
-    raise ValueError(
-      f'{output_dir!r} already holds finished results ({PREDICTIONS}); they'
-      ' are kept. Give another folder, or set overwrite to True'
-    )
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
-  except OSError as error:
-    raise ValueError(
-      f'The output folder {output_dir!r} cannot be written:'
-      f' {error.strerror or error}'
-    ) from error
-
-
-def write_results(
-  output_dir: str,
+def contents(
   records: Sequence[Mapping[str, Any]],
   summary: Mapping[str, Any],
   extra: Mapping[str, str],
-) -> None:
-  """Writes all files of a run, each one whole or not at all, the marker last.
+) -> dict[str, str]:
+  """File name -> text of all files of a run, but for the marker."""
+  return {
+    PREDICTIONS: json_lines(records),
+    **extra,
+    SUMMARY: indented(summary),
+  }
 
-  Raises:
-    OSError: a file could not be written; the marker is not there then.
-  """
-  folder = pathlib.Path(output_dir)
-  json_lines = [
+
+def json_lines(records: Sequence[Mapping[str, Any]]) -> str:
+  """A JSON object a line."""
+  texts = [
     json.dumps(record, ensure_ascii=False, allow_nan=False) + '\n'
     for record in records
   ]
-  contents = {
-    PREDICTIONS: ''.join(json_lines),
-    **extra,
-    SUMMARY: json.dumps(summary, ensure_ascii=False, indent=2) + '\n',
-    COMPLETED: '',
-  }
-  # While old files turn into new ones, the folder is not a finished result.
-  (folder / COMPLETED).unlink(missing_ok=True)
-  for name, text in contents.items():
-    try:
-      files.write_atomically(folder / name, text.encode('utf-8'))
-    except OSError as error:
-      raise OSError(
-        error.errno,
-        f'{folder / name} could not be written ({error.strerror}); no partial'
-        ' file was left. Free space or give another output folder, and run'
-        ' again',
-      ) from error
+  return ''.join(texts)
+
+
+def indented(value: Any) -> str:
+  """JSON for people."""
+  return json.dumps(value, ensure_ascii=False, indent=2) + '\n'

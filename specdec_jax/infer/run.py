@@ -1,102 +1,18 @@
-"""The run: lines in, both ways of decoding batch by batch, results out."""
+"""The run over lines: in, both ways of decoding batch by batch, results out."""
 
 import collections
-import contextlib
 import dataclasses
-import time
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
 
-from specdec_jax import calibration, environment
+from specdec_jax import calibration
 from specdec_jax.engine import Engine
-from specdec_jax.infer import report, results
+from specdec_jax.infer import batches, report, results, resume
 from specdec_jax.infer.lines import Line, count_tokens, read_lines
-from specdec_jax.probs import SamplingConfig
-
-_MODES = {
-  'both': (report.PLAIN, report.SPECULATIVE),
-  report.PLAIN: (report.PLAIN,),
-  report.SPECULATIVE: (report.SPECULATIVE,),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-  """One run of decoding a file of lines.
-
-  Attributes:
-    engine: makes the engine; called after all that is cheap was checked.
-    input_file: UTF-8 text, one example a line; '-' reads stdin.
-    output_dir: where the results go; None writes nothing.
-    overwrite: whether finished results in `output_dir` may be replaced.
-    mode: 'both', 'plain' or 'speculative'. 'both' decodes each batch plainly,
-      then speculatively, so that a machine that slows down slows both.
-    batch_size: lines decoded together.
-    sampling: how tokens are drawn, for every line the same.
-    seed: with the line number, what all random numbers derive from.
-    on_too_long: 'error' makes a line of more than `engine.max_input_len`
-      tokens a record with an error; 'truncate' decodes its beginning.
-    num_shown: how many results are printed as examples.
-    require_agreement: whether differing greedy outputs fail the run; see
-      `decode`.
-    calibration: a file of scripts/calibrate.py that chooses the engine's gamma;
-      None leaves it as it is. Where speculation does not pay, only the plain
-      loop runs.
-
-  Raises:
-    ValueError: a value is outside its range.
-  """
-
-  engine: Callable[[], Engine]
-  input_file: str = '-'
-  output_dir: str | None = None
-  overwrite: bool = False
-  mode: str = 'both'
-  batch_size: int = 1
-  sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-  seed: int = 0
-  on_too_long: str = 'error'
-  num_shown: int = 5
-  require_agreement: bool = False
-  calibration: str | None = None
-
-  def __post_init__(self):
-    _expect(callable(self.engine), 'engine', 'a function', self.engine)
-    for name in ('input_file', 'output_dir', 'calibration'):
-      value = getattr(self, name)
-      optional = value is None and name != 'input_file'
-      ok = optional or (isinstance(value, str) and bool(value))
-      _expect(ok, name, 'a path, as text', value)
-      _expect(optional or '://' not in value, name, 'a local path', value)
-    for name in ('overwrite', 'require_agreement'):
-      value = getattr(self, name)
-      _expect(isinstance(value, bool), name, 'True or False', value)
-    _expect(self.mode in _MODES, 'mode', f'one of {list(_MODES)}', self.mode)
-    _expect(
-      self.on_too_long in ('error', 'truncate'),
-      'on_too_long',
-      "'error' or 'truncate'",
-      self.on_too_long,
-    )
-    for name, least in (('batch_size', 1), ('num_shown', 0), ('seed', 0)):
-      value = getattr(self, name)
-      ok = type(value) is int and value >= least
-      _expect(ok, name, f'a whole number >= {least}', value)
-    _expect(
-      isinstance(self.sampling, SamplingConfig)
-      and isinstance(self.sampling.temperature, int | float),
-      'sampling',
-      'a SamplingConfig with one temperature',
-      self.sampling,
-    )
-
-
-def _expect(condition: bool, name: str, expected: str, value: Any) -> None:
-  if not condition:
-    raise ValueError(f'DecodeConfig.{name}: expected {expected}, got {value!r}')
+from specdec_jax.infer.settings import WAYS, DecodeConfig
 
 
 def decode(
@@ -105,6 +21,8 @@ def decode(
   console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
   """Decodes a file of lines, writes the results and prints a report.
+
+  A run that was killed goes on where it was; see `resume`.
 
   Args:
     config: the run.
@@ -123,13 +41,15 @@ def decode(
     OSError: the results could not be written, such as on a full disk.
   """
   console = console or rich.console.Console()
+  folder = None
   if config.output_dir is not None:
-    results.claim_output_dir(config.output_dir, config.overwrite)
+    folder = resume.Folder(config.output_dir, results.PREDICTIONS)
+    folder.claim(config.overwrite)
   lines = read_lines(config.input_file)
   measured = (
     calibration.load(config.calibration) if config.calibration else None
   )
-  with _status(console, 'Loading models'):
+  with report.status(console, 'Loading models'):
     engine = config.engine()
   if measured is not None:
     config = _calibrated(config, engine, measured, console)
@@ -137,14 +57,29 @@ def decode(
   lines = count_tokens(
     lines, engine.tokenizer, limit if config.on_too_long == 'error' else None
   )
-  modes = _decode_lines(engine, lines, config, console)
+  decides = _identity(config, engine, lines)
+  done = folder.begin(decides, config.overwrite) if folder else []
+  modes = batches.run_all(
+    _items(lines),
+    {
+      name: batches.Decoding(
+        engine, name == report.SPECULATIVE, config.sampling, config.seed
+      )
+      for name in WAYS[config.mode]
+    },
+    config.batch_size,
+    config.checkpoint_period,
+    folder=folder,
+    done=done,
+    console=console,
+  )
   records = results.make_records(lines, modes, limit)
   summary = report.summarise(
     modes, config.sampling.greedy, _context(config, engine, records)
   )
-  if config.output_dir is not None:
+  if folder is not None:
     extra = {name: text() for name, text in (beside or {}).items()}
-    results.write_results(config.output_dir, records, summary, extra)
+    folder.finish(results.contents(records, summary, extra))
   report.print_examples(
     console, [line.text for line in lines], modes, config.num_shown
   )
@@ -203,71 +138,28 @@ def _context(
   }
 
 
-def _decode_lines(
-  engine: Engine,
-  lines: Sequence[Line],
-  config: DecodeConfig,
-  console: rich.console.Console,
-) -> dict[str, report.Mode]:
-  """Decodes all lines that have text, batch by batch, each way in turn."""
-  todo = [
-    i for i, line in enumerate(lines) if line.num_tokens and not line.error
+def _items(lines: Sequence[Line]) -> list[batches.Item]:
+  """All lines that have text and no error."""
+  return [
+    batches.Item(index, line.text, example_id=index)
+    for index, line in enumerate(lines)
+    if line.num_tokens and not line.error
   ]
-  size = config.batch_size
-  batches = [todo[start : start + size] for start in range(0, len(todo), size)]
-  modes = {name: report.Mode() for name in _MODES[config.mode]}
-  progress = rich.progress.Progress(
-    *rich.progress.Progress.get_default_columns(),
-    rich.progress.MofNCompleteColumn(),
-    console=console,
-    transient=True,
-    disable=not console.is_terminal,
-  )
-  with progress:
-    task = progress.add_task('Decoding', total=len(todo))
-    for batch in batches:
-      for name, mode in modes.items():
-        _decode_batch(engine, lines, batch, config, name, mode)
-      progress.advance(task, len(batch))
-  return modes
 
 
-def _decode_batch(
-  engine: Engine,
-  lines: Sequence[Line],
-  batch: Sequence[int],
-  config: DecodeConfig,
-  name: str,
-  mode: report.Mode,
-) -> None:
-  """Decodes the lines of `batch` one way and adds what came to `mode`."""
-  # A shorter last batch would compile anew; its last line fills it up.
-  padded = [*batch, *[batch[-1]] * (config.batch_size - len(batch))]
-  texts = [lines[index].text for index in padded]
-  options: dict[str, Any] = {
-    'speculative': name == report.SPECULATIVE,
-    'sampling': config.sampling,
+def _identity(
+  config: DecodeConfig, engine: Engine, lines: Sequence[Line]
+) -> dict[str, Any]:
+  """Everything that decides the results, as JSON has it."""
+  texts = repr([(line.text, line.error) for line in lines])
+  return {
+    'lines': len(lines),
+    'lines_sha256': hashlib.sha256(texts.encode()).hexdigest(),
+    'mode': config.mode,
+    'batch_size': config.batch_size,
+    'sampling': dataclasses.asdict(config.sampling),
     'seed': config.seed,
-    'example_ids': padded,
-    'on_too_long': 'truncate',  # where it is an error, no such line is left
+    'on_too_long': config.on_too_long,
+    'checkpoint_period': config.checkpoint_period,
+    **batches.engine_identity(engine),
   }
-  seconds = engine.warmup(texts, **options)
-  if seconds > 0:
-    mode.compile_seconds += seconds
-    # The first run of a program also pays for what is compiled around it.
-    engine.generate(texts, **options)
-  if mode.first_output_seconds is None:
-    mode.first_output_seconds = environment.seconds_since_start()
-  start = time.perf_counter()
-  completions = engine.generate(texts, **options)
-  mode.seconds.append(time.perf_counter() - start)
-  mode.batches.append(list(batch))
-  mode.completions.update(zip(batch, completions, strict=False))
-
-
-def _status(
-  console: rich.console.Console, message: str
-) -> contextlib.AbstractContextManager[object]:
-  if console.is_terminal:
-    return console.status(message)
-  return contextlib.nullcontext()

@@ -1,0 +1,246 @@
+"""The loop over batches: every way in turn, finished chunks kept.
+
+A way is plain decoding, speculative decoding or scoring. All of them give
+`Completion`s, so one loop, one kind of chunk and one summary serve them.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import rich.console
+import rich.progress
+
+from specdec_jax import environment, scoring
+from specdec_jax.completion import Completion, CompletionStats, passed_over
+from specdec_jax.engine import Engine
+from specdec_jax.infer import report, resume
+from specdec_jax.probs import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """One row of a batch.
+
+  Attributes:
+    number: its place among the results.
+    source: the input, as text or as ids.
+    example_id: what its random numbers derive from, with the seed.
+    prompt: ids that the output begins with; None is none.
+    target: ids that are scored.
+  """
+
+  number: int
+  source: str | Sequence[int]
+  example_id: int
+  prompt: Sequence[int] | None = None
+  target: Sequence[int] = ()
+
+
+class Way(Protocol):
+  """One way from items to results."""
+
+  def warmup(self, items: Sequence[Item]) -> float:
+    """Compiles what `run` needs; seconds, 0.0 if nothing was to be done."""
+    ...
+
+  def run(self, items: Sequence[Item]) -> list[Completion]:
+    """A result for each item, in order."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+  """Plain or speculative decoding by an engine.
+
+  Attributes:
+    engine: that decodes.
+    speculative: whether its drafter helps.
+    sampling: how tokens are drawn.
+    seed: with an item's `example_id`, what its random numbers derive from.
+    log_probs: whether log-probabilities are wanted.
+  """
+
+  engine: Engine
+  speculative: bool
+  sampling: SamplingConfig
+  seed: int
+  log_probs: bool = True
+
+  def warmup(self, items: Sequence[Item]) -> float:
+    """Compiles the engine's program for such a batch."""
+    return self.engine.warmup(_sources(items), **self._options(items))
+
+  def run(self, items: Sequence[Item]) -> list[Completion]:
+    """Decodes the items together."""
+    return self.engine.generate(_sources(items), **self._options(items))
+
+  def _options(self, items: Sequence[Item]) -> dict[str, Any]:
+    options: dict[str, Any] = {
+      'speculative': self.speculative,
+      'sampling': self.sampling,
+      'seed': self.seed,
+      'example_ids': [item.example_id for item in items],
+      'on_too_long': 'truncate',  # where it is an error, no such item is left
+    }
+    if any(item.prompt is not None for item in items):
+      options['prompts'] = [item.prompt or [] for item in items]
+    if not self.log_probs:
+      options['log_probs'] = False
+    return options
+
+
+class Scoring:
+  """Scores each item's target; the result looks as if it had been decoded."""
+
+  def __init__(self, engine: Engine):
+    self._engine = engine
+    self._network = engine.target
+    self._params = engine.params.target
+    self._known: set[tuple[int, ...]] = set()
+
+  def warmup(self, items: Sequence[Item]) -> float:
+    """Compiles and runs the program for such a batch."""
+    shape = scoring.shapes(self._network, *self._pairs(items))
+    if shape in self._known:
+      return 0.0
+    self._known.add(shape)
+    begin = time.perf_counter()
+    self.run(items)
+    return time.perf_counter() - begin
+
+  def run(self, items: Sequence[Item]) -> list[Completion]:
+    """Scores the items together."""
+    pairs = self._pairs(items)
+    scores = scoring.score(self._network, self._params, *pairs)
+    return [
+      _scored(item, score) for item, score in zip(items, scores, strict=True)
+    ]
+
+  def _pairs(self, items: Sequence[Item]) -> tuple[list[Any], list[Any]]:
+    inputs = [self._read(item.source) for item in items]
+    return inputs, [item.target for item in items]
+
+  def _read(self, source: Any) -> list[int]:
+    """Ids as the target reads them: a decoder goes on where a text ends."""
+    engine = self._engine
+    if self._network.has_encoder:
+      return source
+    begin = [] if engine.bos_id is None else [engine.bos_id]
+    ends = source[-1:] == [engine.tokenizer.eos_id]
+    return [*begin, *source[: len(source) - ends]]
+
+
+def _sources(items: Sequence[Item]) -> list[Any]:
+  return [item.source for item in items]
+
+
+def _scored(item: Item, score: scoring.Score) -> Completion:
+  if math.isnan(score.total):
+    return passed_over(
+      'error',
+      "The target's logits were not a distribution (NaN, infinite or all"
+      ' masked); check its parameters and dtype.',
+    )
+  return Completion(
+    text='',
+    tokens=list(item.target),
+    log_probs=list(score.log_probs),
+    finish_reason='scored',
+    stats=CompletionStats(num_tokens=len(item.target), num_target_calls=1),
+  )
+
+
+def engine_identity(engine: Engine) -> dict[str, Any]:
+  """What of an engine decides its outputs, as JSON has it."""
+  leaves = jax.tree.leaves(engine.params.target)
+  return {
+    'models': dict(engine.fingerprints),
+    'dtype': sorted({str(leaf.dtype) for leaf in leaves}),
+    'vocabulary': engine.tokenizer.fingerprint,
+    'gamma': engine.gamma,
+    'max_input_len': engine.max_input_len,
+    'max_decode_len': engine.max_decode_len,
+  }
+
+
+def run_all(
+  items: Sequence[Item],
+  ways: Mapping[str, Way],
+  rows: int,
+  period: int,
+  *,
+  folder: resume.Folder | None,
+  done: Sequence[Mapping[str, Any]],
+  console: rich.console.Console,
+) -> dict[str, report.Mode]:
+  """Runs all items, batch by batch, each way in turn.
+
+  Args:
+    items: in order; what is in a batch depends on nothing else.
+    ways: name -> way.
+    rows: items of a batch.
+    period: batches of a chunk; each is kept when it is done.
+    folder: where chunks are kept; None keeps none.
+    done: the first chunks, as they were kept.
+    console: shows progress if it is a terminal.
+
+  Returns:
+    All results of each way.
+
+  Raises:
+    OSError: a chunk could not be written.
+  """
+  modes = {name: report.Mode() for name in ways}
+  for chunk in done:
+    for name, mode in modes.items():
+      mode.add(report.Mode.from_json(chunk[name]))
+  batches = [items[at : at + rows] for at in range(0, len(items), rows)]
+  progress = rich.progress.Progress(
+    *rich.progress.Progress.get_default_columns(),
+    rich.progress.MofNCompleteColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  )
+  with progress:
+    first = len(done) * period
+    task = progress.add_task(
+      'Decoding', total=len(items), completed=min(first * rows, len(items))
+    )
+    for at in range(first, len(batches), period):
+      part = {name: report.Mode() for name in ways}
+      for batch in batches[at : at + period]:
+        for name, way in ways.items():
+          _run_batch(way, batch, rows, part[name])
+        progress.advance(task, len(batch))
+      if folder is not None:
+        kept = {name: mode.to_json() for name, mode in part.items()}
+        folder.keep(at // period, kept)
+      for name, mode in modes.items():
+        mode.add(part[name])
+  return modes
+
+
+def _run_batch(
+  way: Way, batch: Sequence[Item], rows: int, mode: report.Mode
+) -> None:
+  """Runs one batch one way and adds what came to `mode`."""
+  # A shorter last batch would compile anew; its last item fills it up.
+  padded = [*batch, *[batch[-1]] * (rows - len(batch))]
+  seconds = way.warmup(padded)
+  mode.compile_seconds += seconds
+  if seconds > 0:
+    # The first run of a program also pays for what is compiled around it.
+    way.run(padded)
+  if mode.first_output_seconds is None:
+    mode.first_output_seconds = environment.seconds_since_start()
+  start = time.perf_counter()
+  completions = way.run(padded)
+  mode.seconds.append(time.perf_counter() - start)
+  numbers = [item.number for item in batch]
+  mode.batches.append(numbers)
+  mode.completions.update(zip(numbers, completions, strict=False))

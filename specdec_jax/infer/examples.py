@@ -1,0 +1,107 @@
+"""Examples of a run over a task: of a registered task, or of a file.
+
+An example is a dict as `tasks.examples` gives it: ids of 'inputs' and
+'targets', their texts as 'inputs_pretokenized' and 'targets_pretokenized', and
+whatever else comes along. A file needs no TensorFlow.
+"""
+
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_jax import local_tasks, tasks
+from specdec_jax.local_tasks import LocalTask
+from specdec_jax.tokenizer import Tokenizer
+
+INPUTS, TARGETS = 'inputs', 'targets'
+_PRETOKENIZED = '_pretokenized'
+_REFERENCES = 'references'
+
+Example = Mapping[str, Any]
+
+
+def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
+  """A local task for the path of a file; another name or task as it is.
+
+  Args:
+    task: the name of a task, a local task, or the path of a file: `.tsv`
+      (inputs<TAB>targets), `.jsonl` ('inputs' and 'targets'), else an input a
+      line; each of them also as `.gz`.
+    split: what the file counts as.
+    tokenizer: of the models, for a file.
+
+  Raises:
+    ValueError: it looks like a path, but there is no such file; or a local task
+      has another vocabulary than the models.
+  """
+  if isinstance(task, LocalTask):
+    other = Tokenizer(task.vocab_path)
+    if other.fingerprint != tokenizer.fingerprint:
+      raise ValueError(
+        f'The task {task.name!r} has the vocabulary'
+        f' {os.fspath(task.vocab_path)!r}, the models have {tokenizer.path!r}'
+        ' (sha256 of the files differ).'
+      )
+    return task
+  kind = pathlib.Path(task.removesuffix('.gz')).suffix.removeprefix('.')
+  if not os.path.isfile(task):
+    if os.sep in task or kind in local_tasks.KINDS:
+      raise ValueError(
+        f'There is no file of examples {task!r}. Expected the path of one'
+        f' (.tsv, .jsonl, or a line for each example), relative to'
+        f' {os.getcwd()}, or the name of a task.'
+      )
+    return task
+  known = kind in local_tasks.KINDS
+  name = pathlib.Path(task).name.removesuffix('.gz')
+  return LocalTask(
+    name=pathlib.Path(name).stem if known else name,
+    files={split: task},
+    vocab_path=tokenizer.path,
+    kind=kind if known else 'txt',
+  )
+
+
+def name_of(task: str | LocalTask) -> str:
+  """What results are called after."""
+  name = task.name if isinstance(task, LocalTask) else task
+  return name.replace(os.sep, '_')
+
+
+def load(
+  task: str | LocalTask,
+  split: str,
+  lengths: Mapping[str, int] | None,
+  tokenizer: Tokenizer,
+  shard_id: int = 0,
+  num_shards: int = 1,
+) -> list[Example]:
+  """Reads the examples of one shard, in the order of the task.
+
+  Args:
+    task: as `find` returns it.
+    split: of the task.
+    lengths: feature -> tokens at most, its end included; None cuts nothing.
+    tokenizer: of the models, for T5's own tasks.
+    shard_id: examples whose index leaves this remainder divided by
+      `num_shards` are this shard's.
+    num_shards: see `shard_id`.
+
+  Raises:
+    ValueError: there is no such task, split or data, or a line is broken.
+  """
+  found = tasks.examples(task, split, lengths, tokenizer.path)
+  return list(itertools.islice(found, shard_id, None, num_shards))
+
+
+def texts(example: Example) -> dict[str, Any]:
+  """The features of an example that are texts before tokenisation."""
+  return {k: v for k, v in example.items() if k.endswith(_PRETOKENIZED)}
+
+
+def reference(example: Example) -> Any:
+  """The right text, or a list of several; None where there is none."""
+  found = example.get(_REFERENCES)
+  return found or example.get(TARGETS + _PRETOKENIZED) or None

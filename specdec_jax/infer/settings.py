@@ -1,0 +1,253 @@
+"""What a run of scripts/decode.py can be asked: over lines, or over a task."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec_jax.engine import Engine, Model
+from specdec_jax.infer.report import PLAIN, SPECULATIVE
+from specdec_jax.local_tasks import LocalTask
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.tokenizer import Tokenizer
+
+# Whom to ask for what: the ways of decoding that run, in turn.
+WAYS = {
+  'both': (PLAIN, SPECULATIVE),
+  PLAIN: (PLAIN,),
+  SPECULATIVE: (SPECULATIVE,),
+}
+PREDICT, SCORE, PREDICT_WITH_AUX = 'predict', 'score', 'predict_with_aux'
+TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+  """One run of decoding a file of lines.
+
+  Attributes:
+    engine: makes the engine; called after all that is cheap was checked.
+    input_file: UTF-8 text, one example a line; '-' reads stdin.
+    output_dir: where the results go; None writes nothing.
+    overwrite: whether what is in `output_dir` may be replaced: finished
+      results, or an unfinished run of another configuration. An unfinished run
+      of the same one is always gone on with.
+    mode: 'both', 'plain' or 'speculative'. 'both' decodes each batch plainly,
+      then speculatively, so that a machine that slows down slows both.
+    batch_size: lines decoded together.
+    sampling: how tokens are drawn, for every line the same.
+    seed: with the line number, what all random numbers derive from.
+    on_too_long: 'error' makes a line of more than `engine.max_input_len`
+      tokens a record with an error; 'truncate' decodes its beginning.
+    num_shown: how many results are printed as examples.
+    require_agreement: whether differing greedy outputs fail the run; see
+      `decode`.
+    calibration: a file of scripts/calibrate.py that chooses the engine's gamma;
+      None leaves it as it is. Where speculation does not pay, only the plain
+      loop runs.
+    checkpoint_period: batches that a killed run may have to repeat.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  engine: Callable[[], Engine]
+  input_file: str = '-'
+  output_dir: str | None = None
+  overwrite: bool = False
+  mode: str = 'both'
+  batch_size: int = 1
+  sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+  seed: int = 0
+  on_too_long: str = 'error'
+  num_shown: int = 5
+  require_agreement: bool = False
+  calibration: str | None = None
+  checkpoint_period: int = 100
+
+  def __post_init__(self):
+    check = _Check(self)
+    check.engine()
+    check.path('input_file')
+    for name in ('output_dir', 'calibration'):
+      if getattr(self, name) is not None:
+        check.path(name)
+    check.flags('overwrite', 'require_agreement')
+    check.choice('mode', WAYS)
+    check.choice('on_too_long', ('error', 'truncate'))
+    check.at_least(0, 'num_shown', 'seed')
+    check.at_least(1, 'batch_size', 'checkpoint_period')
+    check.sampling()
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+  """One run over a task, or over a file of examples, as T5X users know it.
+
+  Attributes:
+    engine: makes the engine; called after all that is cheap was checked, with
+      `max_input_len` and `max_decode_len`.
+    tokenizer: of the models, for files of text.
+    mixture_or_task_name: of a task, see `specdec_jax.tasks`; or a local task;
+      or the path of a file, see `examples.find`.
+    output_dir: where the results go; see `infer.decode_task`.
+    draft: makes the drafter that `engine` is called with, where anything is
+      decoded speculatively; None leaves it to `engine`.
+    task_feature_lengths: feature -> tokens at most, its end included: longer
+      'inputs' and 'targets' are cut, and an output has at most as many tokens
+      as 'targets'. None is what the longest example has.
+    split: of the task; a file has only one.
+    mode: 'predict', 'score' (the log-probability of the targets), or
+      'predict_with_aux' (predictions, their log-probabilities and counts).
+    decoding: 'speculative', 'plain', or 'both' in turn: then the summary
+      compares them, and the predictions are the speculative ones.
+    batch_size: examples decoded together.
+    num_decodes: samples of each example.
+    prompt_from_targets: with so many of its targets' first tokens each output
+      begins.
+    prompt_feature: a feature whose tokens each output begins with; 'targets' is
+      what T5X calls prompt_with_targets.
+    sampling: how tokens are drawn, for every example the same.
+    seed: with the example's index and the sample's, what all random numbers
+      derive from.
+    shard_id: of the examples, those whose index leaves this remainder when
+      divided by `num_shards` are decoded.
+    num_shards: see `shard_id`.
+    checkpoint_period: batches that a killed run may have to repeat.
+    include_all_inputs: whether results hold all features of an example, not
+      only its texts.
+    metrics: names of functions of `specdec_jax.metrics`; None is what the
+      task names, and none for a file.
+    overwrite: as of `DecodeConfig`.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  engine: Callable[..., Engine]
+  tokenizer: Tokenizer
+  mixture_or_task_name: str | LocalTask
+  output_dir: str
+  draft: Callable[[], Model] | None = None
+  task_feature_lengths: Mapping[str, int] | None = None
+  split: str = 'test'
+  mode: str = PREDICT
+  decoding: str = SPECULATIVE
+  batch_size: int = 32
+  num_decodes: int = 1
+  prompt_from_targets: int = 0
+  prompt_feature: str | None = None
+  sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+  seed: int = 0
+  shard_id: int = 0
+  num_shards: int = 1
+  checkpoint_period: int = 100
+  include_all_inputs: bool = False
+  metrics: tuple[str, ...] | None = None
+  overwrite: bool = False
+
+  def __post_init__(self):
+    check = _Check(self)
+    check.engine()
+    check.expect(
+      'draft', self.draft is None or callable(self.draft), 'a function or None'
+    )
+    check.text('split')
+    if not isinstance(self.mixture_or_task_name, LocalTask):
+      check.text('mixture_or_task_name')
+    check.path('output_dir')
+    check.flags('overwrite', 'include_all_inputs')
+    check.choice('mode', TASK_MODES)
+    check.choice('decoding', WAYS)
+    check.at_least(0, 'seed', 'shard_id', 'prompt_from_targets')
+    check.at_least(
+      1, 'batch_size', 'num_decodes', 'num_shards', 'checkpoint_period'
+    )
+    check.sampling()
+    if self.metrics is not None:
+      object.__setattr__(self, 'metrics', tuple(self.metrics))
+    check.expect(
+      'shard_id',
+      self.shard_id < self.num_shards,
+      f'less than num_shards = {self.num_shards}, counted from 0',
+    )
+    lengths = self.task_feature_lengths
+    check.expect(
+      'task_feature_lengths',
+      lengths is None
+      or (
+        isinstance(lengths, Mapping)
+        and {'inputs', 'targets'} <= set(lengths)
+        and all(type(v) is int and v >= 1 for v in lengths.values())
+        and lengths['inputs'] >= 2
+      ),
+      "tokens of 'inputs' (2 or more) and 'targets' (1 or more), as"
+      " {'inputs': 512, 'targets': 128}, or None",
+    )
+    check.expect(
+      'prompt_feature',
+      self.prompt_feature is None
+      or (
+        isinstance(self.prompt_feature, str) and not self.prompt_from_targets
+      ),
+      "a feature's name or None, and None where prompt_from_targets is set",
+    )
+    scoring = self.mode == SCORE
+    check.expect(
+      'num_decodes',
+      not (scoring and self.num_decodes > 1),
+      "1 in the mode 'score'",
+    )
+
+
+class _Check:
+  """Says of a configuration's fields what was expected and what came."""
+
+  def __init__(self, config: Any):
+    self._config = config
+
+  def expect(self, name: str, condition: bool, expected: str) -> None:
+    """Raises ValueError unless `condition`."""
+    if not condition:
+      owner = type(self._config).__name__
+      raise ValueError(
+        f'{owner}.{name}: expected {expected}, got'
+        f' {getattr(self._config, name)!r}'
+      )
+
+  def engine(self) -> None:
+    self.expect('engine', callable(self._config.engine), 'a function')
+
+  def text(self, *names: str) -> None:
+    for name in names:
+      value = getattr(self._config, name)
+      self.expect(name, isinstance(value, str) and bool(value), 'text')
+
+  def path(self, name: str) -> None:
+    value = getattr(self._config, name)
+    ok = isinstance(value, str) and bool(value)
+    self.expect(name, ok, 'a path, as text')
+    self.expect(name, '://' not in value, 'a local path')
+
+  def flags(self, *names: str) -> None:
+    for name in names:
+      value = getattr(self._config, name)
+      self.expect(name, isinstance(value, bool), 'True or False')
+
+  def choice(self, name: str, known: Any) -> None:
+    value = getattr(self._config, name)
+    self.expect(name, value in tuple(known), f'one of {list(known)}')
+
+  def at_least(self, least: int, *names: str) -> None:
+    for name in names:
+      value = getattr(self._config, name)
+      ok = type(value) is int and value >= least
+      self.expect(name, ok, f'a whole number >= {least}')
+
+  def sampling(self) -> None:
+    sampling = self._config.sampling
+    self.expect(
+      'sampling',
+      isinstance(sampling, SamplingConfig)
+      and isinstance(sampling.temperature, int | float),
+      'a SamplingConfig with one temperature',
+    )

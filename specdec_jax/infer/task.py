@@ -1,0 +1,398 @@
+"""A run over a task or a file of examples, as T5X users know it."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import rich.console
+
+from specdec_jax import metrics, tasks
+from specdec_jax.engine import Engine, Model, load_model
+from specdec_jax.infer import (
+  batches,
+  examples,
+  report,
+  results,
+  resume,
+)
+from specdec_jax.infer.settings import PREDICT, SCORE, WAYS, TaskConfig
+from specdec_jax.local_tasks import nearest
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.tokenizer import Tokenizer
+
+# Fields that decide no result, or by what they make: see `_identity`.
+_NOT_DECIDING = (
+  'engine',
+  'tokenizer',
+  'draft',
+  'output_dir',
+  'overwrite',
+  'metrics',
+)
+_KEY_BITS = 32  # of the number that an example's random numbers derive from
+
+
+def decode_task(
+  config: TaskConfig,
+  beside: Mapping[str, Callable[[], str]] | None = None,
+  console: rich.console.Console | None = None,
+) -> dict[str, Any]:
+  """Decodes or scores a task and writes the results; goes on where it was.
+
+  The results are `<task>-<mode>.jsonl-SSSSS-of-NNNNN` in `config.output_dir`,
+  and under the same name with an ending more: `.summary.json`, `.config.json`
+  (what decided them), those of `beside`, and the marker `.COMPLETED`, which
+  comes last.
+
+  Args:
+    config: the run.
+    beside: more files for the output folder: name -> function of its text,
+      called when the engine exists.
+    console: where the report goes; stdout by default.
+
+  Returns:
+    The summary: `report.summarise`'s, of kind 'task', with 'metrics'.
+
+  Raises:
+    ValueError: a bad task, file, shard or output folder, or models that do not
+      fit, before anything is compiled.
+    OSError: results could not be written; what is done is kept.
+  """
+  console = console or rich.console.Console()
+  source = examples.find(
+    config.mixture_or_task_name, config.split, config.tokenizer
+  )
+  config = dataclasses.replace(config, mixture_or_task_name=source)
+  folder = resume.Folder(config.output_dir, results_name(config))
+  # Finished results that are kept are looked at again once it is known whether
+  # they are of this very configuration.
+  folder.claim(overwrite=True)
+  found = _examples(config)
+  measures = _measures(config)
+  with report.status(console, 'Loading models'):
+    engine = _engine(config, found)
+  ways = _ways(config, engine)
+  decides = _identity(config, engine, found)
+  if folder.finished and not config.overwrite:
+    folder.check_finished(decides)
+    console.print(
+      f'{folder.name} is finished; it is kept. Set overwrite to True to make'
+      ' it anew.'
+    )
+    return folder.read_json(f'{folder.name}.summary.json')
+  done = folder.begin(decides, config.overwrite)
+  modes = batches.run_all(
+    _items(config, found),
+    ways,
+    config.batch_size * config.num_decodes,
+    config.checkpoint_period,
+    folder=folder,
+    done=done,
+    console=console,
+  )
+  measured = _measure(measures, found, modes, config)
+  records = results.task_records(found, modes, config)
+  summary = report.summarise(
+    modes, config.sampling.greedy, _context(config, engine, records, measured)
+  )
+  _write(folder, records, summary, beside or {})
+  report.print_results(console, summary, config.output_dir)
+  return summary
+
+
+def _write(
+  folder: resume.Folder,
+  records: Sequence[Mapping[str, Any]],
+  summary: Mapping[str, Any],
+  beside: Mapping[str, Callable[[], str]],
+) -> None:
+  named = {'summary.json': results.indented(summary)}
+  named |= {name: text() for name, text in beside.items()}
+  folder.finish(
+    {folder.name: results.json_lines(records)}
+    | {f'{folder.name}.{name}': text for name, text in named.items()}
+  )
+
+
+def load_drafter(
+  network: LanguageModel | None = None,
+  path: str | None = None,
+  tokenizer: Tokenizer | None = None,
+) -> Model:
+  """`engine.load_model` for a drafter that a run file may leave out.
+
+  Raises:
+    ValueError: it was left out; or as `engine.load_model`.
+  """
+  if network is None or path is None:
+    raise ValueError(
+      'Speculative decoding needs a drafter: give its network (gin: DRAFT) and'
+      ' its checkpoint (DRAFT_CHECKPOINT_PATH), or set decoding (DECODING) to'
+      " 'plain'."
+    )
+  return load_model(network, path, tokenizer)
+
+
+def results_name(config: TaskConfig) -> str:
+  """The file of results, named as T5X names it; its task was found."""
+  shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
+  return f'{_name(config)}-{config.mode}.jsonl-{shard}'
+
+
+def _name(config: TaskConfig) -> str:
+  return examples.name_of(config.mixture_or_task_name)
+
+
+def example_id(index: int, sample: int) -> int:
+  """What the random numbers of one sample of one example derive from.
+
+  The bits of `sample` are counted from above, those of `index` from below: all
+  pairs that fit differ, and the first sample is the same however many there
+  are.
+
+  Raises:
+    ValueError: the two do not fit into 32 bits.
+  """
+  if index.bit_length() + sample.bit_length() > _KEY_BITS:
+    raise ValueError(
+      f'Sample {sample} of example {index}: the two numbers have more than'
+      f' {_KEY_BITS} bits. Ask for fewer samples (num_decodes) or give other'
+      ' samples another seed.'
+    )
+  return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
+
+
+def _examples(config: TaskConfig) -> list[examples.Example]:
+  """The shard's examples, with the features that the mode needs."""
+  found = examples.load(
+    config.mixture_or_task_name,
+    config.split,
+    config.task_feature_lengths,
+    config.tokenizer,
+    config.shard_id,
+    config.num_shards,
+  )
+  needed = [examples.INPUTS]
+  if config.mode == SCORE or config.prompt_from_targets:
+    needed.append(examples.TARGETS)
+  if config.prompt_feature is not None:
+    needed.append(config.prompt_feature)
+  for number, example in enumerate(found):
+    for feature in needed:
+      ids = example.get(feature, '')
+      lacks = config.mode == SCORE and feature == examples.TARGETS
+      if not _is_ids(ids) or (lacks and not len(ids)):
+        raise ValueError(
+          f'{_name(config)!r}: example'
+          f' {_index(config, number)} has no tokens {feature!r}, which this run'
+          f' needs; it has {sorted(example)}.'
+        )
+  return found
+
+
+def _is_ids(value: Any) -> bool:
+  array = np.asarray(value)
+  return array.ndim == 1 and (
+    not array.size or np.issubdtype(array.dtype, np.integer)
+  )
+
+
+def _index(config: TaskConfig, number: int) -> int:
+  """The index in the task of the shard's example `number`."""
+  return number * config.num_shards + config.shard_id
+
+
+def _ids(example: examples.Example, feature: str) -> list[int]:
+  return [int(token) for token in example.get(feature, ())]
+
+
+def _engine(config: TaskConfig, found: Sequence[examples.Example]) -> Engine:
+  """Makes the engine for the task's lengths and checks it against the task."""
+  lengths = config.task_feature_lengths
+  if lengths is None:
+    lengths = {
+      feature: max((len(one.get(feature, ())) for one in found), default=2)
+      for feature in (examples.INPUTS, examples.TARGETS)
+    }
+    if found and not lengths[examples.TARGETS] and config.mode != SCORE:
+      raise ValueError(
+        f'{_name(config)!r} has no targets, so nothing says how'
+        ' long an output may be: set task_feature_lengths (gin:'
+        " TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 128})."
+      )
+  options: dict[str, Any] = {
+    'max_input_len': max(2, lengths[examples.INPUTS]),
+    'max_decode_len': max(1, lengths[examples.TARGETS]),
+  }
+  if config.draft is not None and _speculates(config):
+    options['draft'] = config.draft()
+  engine = config.engine(**options)
+  if engine.tokenizer.fingerprint != config.tokenizer.fingerprint:
+    raise ValueError(
+      f"The run's tokenizer {config.tokenizer.path!r} is not the engine's,"
+      f' {engine.tokenizer.path!r} (sha256 of the model files).'
+    )
+  size = engine.target.vocab_size
+  for number, example in enumerate(found):
+    for feature in (examples.INPUTS, examples.TARGETS):
+      highest = max(_ids(example, feature), default=0)
+      if highest >= size:
+        raise ValueError(
+          f'{_name(config)!r}: {feature!r} of example'
+          f' {_index(config, number)} holds the id {highest}, the target has'
+          f' {size}: the task was made for another vocabulary.'
+        )
+  return engine
+
+
+def _speculates(config: TaskConfig) -> bool:
+  return config.mode != SCORE and report.SPECULATIVE in WAYS[config.decoding]
+
+
+def _ways(config: TaskConfig, engine: Engine) -> dict[str, batches.Way]:
+  if config.mode == SCORE:
+    return {report.SCORING: batches.Scoring(engine)}
+  names = WAYS[config.decoding]
+  if _speculates(config):
+    _ = engine.drafter  # raises, saying so, if there is none
+  return {
+    name: batches.Decoding(
+      engine,
+      name == report.SPECULATIVE,
+      config.sampling,
+      config.seed,
+      log_probs=config.mode != PREDICT,
+    )
+    for name in names
+  }
+
+
+def _items(
+  config: TaskConfig, found: Sequence[examples.Example]
+) -> list[batches.Item]:
+  items: list[batches.Item] = []
+  for number, example in enumerate(found):
+    prompt = None
+    if config.prompt_from_targets:
+      prompt = _ids(example, examples.TARGETS)
+    elif config.prompt_feature is not None:
+      prompt = _ids(example, config.prompt_feature)
+    if prompt is not None:
+      # An output that began with its end would be over.
+      if prompt[-1:] == [config.tokenizer.eos_id]:
+        del prompt[-1]
+      prompt = prompt[: config.prompt_from_targets or None]
+    items += [
+      batches.Item(
+        number=len(items) + sample,
+        source=_ids(example, examples.INPUTS),
+        example_id=example_id(_index(config, number), sample),
+        prompt=prompt,
+        target=_ids(example, examples.TARGETS),
+      )
+      for sample in range(config.num_decodes)
+    ]
+  return items
+
+
+def _identity(
+  config: TaskConfig, engine: Engine, found: Sequence[examples.Example]
+) -> dict[str, Any]:
+  """Everything that decides the results, as JSON has it."""
+  digest = hashlib.sha256()
+  for example in found:
+    for feature, value in sorted(example.items()):
+      shown = value.tolist() if isinstance(value, np.ndarray) else value
+      digest.update(repr((feature, shown)).encode())
+  kept = {
+    field.name: getattr(config, field.name)
+    for field in dataclasses.fields(config)
+    if field.name not in _NOT_DECIDING
+  }
+  kept['mixture_or_task_name'] = _name(config)
+  kept['sampling'] = dataclasses.asdict(config.sampling)
+  if kept['task_feature_lengths'] is not None:
+    kept['task_feature_lengths'] = dict(kept['task_feature_lengths'])
+  return {
+    **kept,
+    **batches.engine_identity(engine),
+    'examples': len(found),
+    'examples_sha256': digest.hexdigest(),
+  }
+
+
+def _measures(config: TaskConfig) -> list[metrics.Metric]:
+  """The metric functions; those named are tried, so that a lack shows early."""
+  if config.mode == SCORE:
+    return []
+  if config.metrics is None:
+    return list(tasks.metrics(config.mixture_or_task_name))
+  chosen = []
+  for name in config.metrics:
+    if name not in metrics.METRICS:
+      raise ValueError(
+        f'TaskConfig.metrics: there is no metric'
+        f' {name!r}.{nearest(name, metrics.METRICS)}'
+      )
+    metrics.METRICS[name](['a'], ['a'])
+    chosen.append(metrics.METRICS[name])
+  return chosen
+
+
+def _measure(
+  measures: Sequence[metrics.Metric],
+  found: Sequence[examples.Example],
+  modes: Mapping[str, report.Mode],
+  config: TaskConfig,
+) -> dict[str, dict[str, Any]]:
+  """Metrics of each way, on the first sample of each example."""
+  targets = [examples.reference(example) for example in found]
+  if not targets or any(target is None for target in targets):
+    return {}
+  measured: dict[str, dict[str, Any]] = {}
+  for name, mode in modes.items():
+    predictions = [
+      mode.completions[number * config.num_decodes].text
+      for number in range(len(found))
+    ]
+    measured[name] = {}
+    for function in measures:
+      measured[name] |= function(targets, predictions)
+  return measured
+
+
+def _context(
+  config: TaskConfig,
+  engine: Engine,
+  records: Sequence[Mapping[str, Any]],
+  measured: Mapping[str, Any],
+) -> dict[str, Any]:
+  """What belongs to the summary of a run besides its measurements."""
+  errors = [
+    f'example {_index(config, number)}: {record["error"]}'
+    for number, record in enumerate(records)
+    if 'error' in record
+  ]
+  scores = []
+  if config.mode == SCORE:
+    scores = [r['score'] for r in records if r['score'] is not None]
+  return {
+    'kind': 'task',
+    'task': _name(config),
+    'split': config.split,
+    'mode': config.mode,
+    'examples': len(records),
+    'shard': [config.shard_id, config.num_shards],
+    'errors': errors,
+    'metrics': measured,
+    'mean_score': float(np.mean(scores)) if scores else None,
+    'batch_size': config.batch_size,
+    'num_decodes': config.num_decodes,
+    'sampling': dataclasses.asdict(config.sampling),
+    'seed': config.seed,
+    'gamma': engine.gamma,
+    'max_input_len': engine.max_input_len,
+    'max_decode_len': engine.max_decode_len,
+  }

@@ -1,0 +1,175 @@
+"""Scoring: the log-probability that a model gives to known outputs.
+
+The model reads the outputs instead of choosing them (teacher forcing), through
+the same `prefill` and `extend` as the decoding loops, so that a score is the
+log-probability that decoding reports for the same tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specdec_jax import probs
+from specdec_jax.models.base import LanguageModel, Params
+
+_START_ID = 0  # of every encoder-decoder of the T5 family
+_SMALLEST = 16  # tokens of the shortest program
+# Positions read in one call: the logits of a whole batch of long outputs would
+# take gigabytes.
+_BLOCK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """What a model thinks of one output.
+
+  Attributes:
+    log_probs: of each token, natural logarithm, temperature 1, nothing
+      filtered.
+  """
+
+  log_probs: tuple[float, ...]
+
+  @property
+  def total(self) -> float:
+    """log probability of the whole output given its input, in nats."""
+    return float(sum(self.log_probs))
+
+
+def score(
+  network: LanguageModel,
+  params: Params,
+  inputs: Sequence[Sequence[int]],
+  targets: Sequence[Sequence[int]],
+) -> list[Score]:
+  """Scores each output given its input: log prob(targets | inputs).
+
+  Lengths are rounded up to a power of two, so few programs are compiled.
+
+  Args:
+    network: such as `T5(config)`.
+    params: its parameters, as a checkpoint has them or placed.
+    inputs: ids of each input as the model reads them: with their end of
+      sequence for an encoder, and none of them empty without one.
+    targets: ids of each output; an end of sequence that is there counts.
+
+  Returns:
+    A `Score` for each example. Logits that are no distribution give NaN.
+
+  Raises:
+    ValueError: the numbers of inputs and outputs differ, an id is outside the
+      vocabulary, or a decoder-only model has nothing to begin with.
+  """
+  _check(network, inputs, targets)
+  if not inputs:
+    return []
+  begins, rows = _rows(network, inputs, targets)
+  encoded = inputs if network.has_encoder else [[]] * len(inputs)
+  found = _log_probs(network, params, _padded(encoded), _padded(rows, 1))
+  return [
+    Score(tuple(float(x) for x in row[begin : begin + len(ids)]))
+    for row, begin, ids in zip(np.asarray(found), begins, targets, strict=False)
+  ]
+
+
+def shapes(
+  network: LanguageModel,
+  inputs: Sequence[Sequence[int]],
+  targets: Sequence[Sequence[int]],
+) -> tuple[int, ...]:
+  """What the program depends on that `score` runs for these examples."""
+  _, rows = _rows(network, inputs, targets)
+  encoded = inputs if network.has_encoder else [[]]
+  return _power_of_two(len(inputs)), _width(encoded), _width(rows, 1)
+
+
+def _rows(
+  network: LanguageModel,
+  inputs: Sequence[Sequence[int]],
+  targets: Sequence[Sequence[int]],
+) -> tuple[list[int], list[list[int]]]:
+  """What the decoder reads and then produces, and where producing begins.
+
+  An encoder-decoder begins with its start token, a decoder-only model with the
+  input; the last token of either is read for the first of the output.
+  """
+  firsts = [[_START_ID] if network.has_encoder else [*ids] for ids in inputs]
+  return (
+    [len(first) - 1 for first in firsts],
+    [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)],
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(
+  network: LanguageModel, params: Params, inputs: jax.Array, rows: jax.Array
+) -> jax.Array:
+  """float32[B, S], log-probabilities of rows int32[B, S + 1] but their first.
+
+  S is a power of two of at least `_SMALLEST`: a whole number of blocks.
+  """
+  batch, width = rows.shape[0], rows.shape[1] - 1
+  block = min(width, _BLOCK)
+
+  def read(cache, pair):
+    logits, cache = network.extend(params, cache, pair[0])
+    log_probs = probs.log_prob_of(logits, pair[1])
+    valid = probs.valid_logits(logits)
+    return cache, jnp.where(valid, log_probs, jnp.nan)
+
+  def in_blocks(tokens):
+    return jnp.moveaxis(tokens.reshape(batch, width // block, block), 1, 0)
+
+  cache = network.prefill(params, inputs, -(-width // _BLOCK) * _BLOCK)
+  pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
+  _, found = lax.scan(read, cache, pairs)
+  return jnp.moveaxis(found, 0, 1).reshape(batch, width)
+
+
+def _padded(rows: Sequence[Sequence[int]], begin: int = 0) -> Any:
+  """int32[B, begin + S] of rows of ids, 0 behind each end."""
+  shape = (_power_of_two(len(rows)), begin + _width(rows, begin))
+  padded = np.zeros(shape, np.int32)
+  for row, ids in enumerate(rows):
+    padded[row, : len(ids)] = ids
+  return padded
+
+
+def _width(rows: Sequence[Sequence[int]], begin: int = 0) -> int:
+  return max(_SMALLEST, _power_of_two(max(map(len, rows)) - begin))
+
+
+def _power_of_two(number: int) -> int:
+  return 1 << max(number - 1, 0).bit_length()
+
+
+def _check(
+  network: LanguageModel,
+  inputs: Sequence[Sequence[int]],
+  targets: Sequence[Sequence[int]],
+) -> None:
+  if len(inputs) != len(targets):
+    raise ValueError(
+      f'Scoring needs an output for each input: got {len(inputs)} inputs and'
+      f' {len(targets)} targets.'
+    )
+  size = network.vocab_size
+  for name, rows in (('inputs', inputs), ('targets', targets)):
+    for index, ids in enumerate(rows):
+      wrong = [token for token in ids if not 0 <= token < size]
+      if wrong:
+        raise ValueError(
+          f'{name}[{index}] holds {wrong[0]}, which is outside the vocabulary'
+          f' of {size}.'
+        )
+      if name == 'inputs' and not network.has_encoder and not len(ids):
+        raise ValueError(
+          f'inputs[{index}] is empty: a model without an encoder needs a token'
+          ' to begin with, such as its beginning of sequence.'
+        )

@@ -1,0 +1,92 @@
+"""Which task a run is over: a file, a local task or a name; its shards."""
+
+import gzip
+
+import pytest
+
+from specdec_jax.infer import examples
+from specdec_jax.local_tasks import LocalTask
+
+
+def write(folder, name, text):
+  path = folder / name
+  data = text.encode()
+  path.write_bytes(gzip.compress(data) if name.endswith('.gz') else data)
+  return str(path)
+
+
+def load(path, tokenizer, lengths=None, **options):
+  task = examples.find(path, 'test', tokenizer)
+  return examples.load(task, 'test', lengths, tokenizer, **options)
+
+
+@pytest.mark.parametrize(
+  'name, task',
+  [
+    ('tatoeba.test.tsv.gz', 'tatoeba.test'),
+    ('own.jsonl', 'own'),
+    ('lines.txt', 'lines'),
+    ('lines', 'lines'),
+    ('lines.de', 'lines.de'),
+  ],
+)
+def test_files_are_local_tasks(tmp_path, tokenizer, name, task):
+  text = 'a\tb\n'
+  if 'jsonl' in name:
+    text = '{"inputs": "a", "targets": ["b", "c"]}\n'
+  path = write(tmp_path, name, text)
+  found = examples.find(path, 'test', tokenizer)
+  assert examples.name_of(found) == task
+  (one,) = examples.load(found, 'test', None, tokenizer)
+  if 'lines' in name:
+    assert one['inputs_pretokenized'] == 'a\tb'
+    assert examples.reference(one) is None
+  else:
+    assert one['inputs'].tolist() == [*tokenizer.encode('a'), 1]
+    assert one['targets'].tolist() == [*tokenizer.encode('b'), 1]
+    expected = ['b', 'c'] if 'jsonl' in name else 'b'
+    assert examples.reference(one) == expected
+  assert set(examples.texts(one)) == {
+    'inputs_pretokenized',
+    'targets_pretokenized',
+  }
+
+
+def test_lengths_cut_before_the_end(tmp_path, tokenizer):
+  path = write(tmp_path, 'a.tsv', 'the red dog runs here\tthe old house\n')
+  (one,) = load(path, tokenizer, {'inputs': 3, 'targets': 2})
+  assert one['inputs'].tolist() == [*tokenizer.encode('the red dog')[:2], 1]
+  assert len(one['targets']) == 2
+
+
+def test_shards_part_the_examples(tmp_path, tokenizer):
+  path = write(tmp_path, 'a.txt', ''.join(f'{i}\n' for i in range(7)))
+  shards = [
+    [
+      one['inputs_pretokenized']
+      for one in load(path, tokenizer, shard_id=i, num_shards=3)
+    ]
+    for i in range(3)
+  ]
+  assert shards == [['0', '3', '6'], ['1', '4'], ['2', '5']]
+
+
+def test_what_is_no_task(tmp_path, tokenizer):
+  for name in (str(tmp_path / 'none'), 'none.tsv', 'none.jsonl.gz'):
+    with pytest.raises(ValueError, match='no file of examples .*none'):
+      examples.find(name, 'test', tokenizer)
+  assert examples.find('wmt_ende', 'test', tokenizer) == 'wmt_ende'
+  with pytest.raises(ValueError, match='task'):
+    load('wmt_ende', tokenizer)
+  path = write(tmp_path, 'a.tsv', 'a\tb\nc\td\te\n')
+  with pytest.raises(ValueError, match='line 2 has 3 columns'):
+    load(path, tokenizer)
+
+
+def test_a_local_task_of_another_vocabulary(tmp_path, tokenizer):
+  path = write(tmp_path, 'a.tsv', 'a\tb\n')
+  own = LocalTask('own', {'test': path}, tokenizer.path)
+  assert examples.find(own, 'test', tokenizer) == own
+  other = type('Other', (), {'fingerprint': 'x', 'path': 'other.model'})()
+  with pytest.raises(ValueError, match="the models have 'other.model'"):
+    examples.find(own, 'test', other)
