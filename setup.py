@@ -8,7 +8,7 @@ PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
 METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
-TEST = ['pytest>=8', *METRICS, *PLOTS, *HUGGINGFACE]
+TEST = ['pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE]
 
 setuptools.setup(
   name='specdec_jax',

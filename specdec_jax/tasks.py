@@ -10,6 +10,7 @@ nowhere else in the library. Local tasks (`local_tasks.py`) need neither.
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -241,8 +242,12 @@ def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   try:
     seqio, _ = _import_seqio()
   except ValueError as error:
-    local = f'No local task is {name!r}.{nearest(name, _local)} '
-    raise ValueError((local if _local else '') + str(error)) from error
+    if name in t5_tasks.TASKS:
+      raise
+    known = nearest(name, {*_local, *t5_tasks.TASKS})
+    raise ValueError(
+      f'No task {name!r} is known without seqio.{known} {error}'
+    ) from error
   if _is_registered(name):
     return seqio.get_mixture_or_task(name)
   if name in t5_tasks.TASKS:
@@ -260,6 +265,8 @@ def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
 
 
 def _is_registered(name: str) -> bool:
+  if 'seqio' not in sys.modules:
+    return False  # then nobody can have registered anything
   seqio, _ = _import_seqio()
   return name in {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
 

@@ -49,6 +49,7 @@ LAYERS = (
   ('infer',),
   ('measure',),
   ('reproduce',),
+  ('interactive',),
 )
 LAYER = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 # Heavy or optional; only tasks.py and what imports it may need them.

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import sys
 
 import pytest
 
@@ -66,8 +67,11 @@ def test_without_seqio_the_error_says_what_to_do(monkeypatch, pairs):
   ):
     with pytest.raises(ValueError, match=r"not installed: .*'\.\[tasks\]'"):
       call()
-  with pytest.raises(ValueError, match="local task is 'pair'. Nearest: pairs"):
-    tasks.examples('pair', 'test')
+  for name, near in (('pair', 'pairs'), ('lm1b_v11', 'lm1b_v110')):
+    with pytest.raises(ValueError, match=f"'{name}' is known.* {near}"):
+      tasks.examples(name, 'test')
+  monkeypatch.delitem(sys.modules, 'seqio', raising=False)
+  assert tasks.metrics('wmt_t2t_ende_v003') == [metrics.t5_bleu]
   assert len(list(tasks.examples('pairs', 'test'))) == len(PAIRS)
 
 
