@@ -244,9 +244,9 @@ def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   except ValueError as error:
     if name in t5_tasks.TASKS:
       raise
-    known = nearest(name, {*_local, *t5_tasks.TASKS})
+    near = nearest(name, {*_local, *t5_tasks.TASKS})
     raise ValueError(
-      f'No task {name!r} is known without seqio.{known} {error}'
+      f'No task {name!r} is known without seqio.{near} {error}'
     ) from error
   if _is_registered(name):
     return seqio.get_mixture_or_task(name)

@@ -1,0 +1,14 @@
+"""A pair in a notebook: what T5X's InteractiveModel is to its users.
+
+  model = interactive.load('google/flan-t5-xl', 'google/flan-t5-small')
+  model.generate(['Translate to German: Good morning!'])
+
+Whatever is last in a cell shows itself: the model what was loaded and its last
+trace, a trace its rounds; as text on a terminal, as HTML in a notebook.
+"""
+
+from specdec_jax.interactive.loading import load
+from specdec_jax.interactive.model import Interactive, Side
+from specdec_jax.interactive.show import Trace
+
+__all__ = ['Interactive', 'Side', 'Trace', 'load']

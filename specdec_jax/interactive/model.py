@@ -1,0 +1,196 @@
+"""The object that a notebook asks."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import rich.console
+
+from specdec_jax import environment, scoring
+from specdec_jax.bench import memory
+from specdec_jax.completion import Completion
+from specdec_jax.engine import Engine, Texts
+from specdec_jax.interactive.show import Facts, Trace
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.reproduce import trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+  """One of the two models: where it came from, and its network."""
+
+  checkpoint: str
+  network: LanguageModel
+
+
+class Interactive:
+  """A pair of models that is asked by hand; `interactive.load` makes it.
+
+  Attributes:
+    engine: that decodes; its `gamma` may be set between calls.
+    sides: 'target', and 'draft' if there is one.
+    last_trace: of the last call of `trace`; None before it.
+  """
+
+  def __init__(self, engine: Engine, sides: Mapping[str, Side]):
+    self.engine = engine
+    self.sides = dict(sides)
+    self.last_trace: Trace | None = None
+
+  def generate(
+    self, texts: Texts, *, speculative: bool | None = None, **options
+  ) -> list[Completion]:
+    """Decodes a batch of texts, by `Engine.generate`.
+
+    Args:
+      texts: a sequence of strings or of ids.
+      speculative: whether the drafter helps; None is yes if there is one.
+      **options: as for `Engine.generate`: `sampling`, `seed`, `max_length`...
+
+    Raises:
+      ValueError: as `Engine.generate`.
+    """
+    return self.engine.generate(
+      texts, speculative=self._speculates(speculative), **options
+    )
+
+  def stream(
+    self, text: str, *, speculative: bool | None = None, **options
+  ) -> Iterator[str]:
+    """Yields the output of one text piece by piece, by `Engine.stream`.
+
+    Arguments and errors are those of `generate`.
+    """
+    return self.engine.stream(
+      text, speculative=self._speculates(speculative), **options
+    )
+
+  def score(
+    self,
+    texts: Sequence[str | Sequence[int]],
+    targets: Sequence[str | Sequence[int]],
+  ) -> list[scoring.Score]:
+    """The target's log-probability of each output, given its text.
+
+    Args:
+      texts: strings, or ids with or without their end of sequence.
+      targets: strings, whose end of sequence counts; or ids as they are.
+
+    Returns:
+      A `scoring.Score` for each; natural logarithms, temperature 1.
+
+    Raises:
+      ValueError: as `scoring.score`, or one string came instead of several.
+    """
+    for name, value in (('texts', texts), ('targets', targets)):
+      if isinstance(value, str):
+        raise ValueError(
+          f'{name} must be a sequence of strings, got one string: {value!r}.'
+        )
+    tokenizer = self.engine.tokenizer
+    outputs = [
+      [*tokenizer.encode(one), tokenizer.eos_id]
+      if isinstance(one, str)
+      else [int(token) for token in one]
+      for one in targets
+    ]
+    inputs = [self._as_read(text) for text in texts]
+    network, params = self.engine.target, self.engine.params.target
+    return scoring.score(network, params, inputs, outputs)
+
+  def trace(self, text: str, **options) -> Trace:
+    """Decodes one text and shows which proposals were accepted.
+
+    It is kept as `last_trace`. Compiles programs of its own.
+
+    Args:
+      text: the input.
+      **options: as for `generate`.
+
+    Raises:
+      ValueError: as `generate`, or there is no drafter.
+    """
+    rounds = trace.record(self.engine, text, **options)
+    spelled = trace.spell(rounds, self.engine.tokenizer)
+    self.last_trace = Trace(text, spelled)
+    return self.last_trace
+
+  def _speculates(self, asked: bool | None) -> bool:
+    return 'draft' in self.sides if asked is None else asked
+
+  def _as_read(self, text: str | Sequence[int]) -> list[int]:
+    """Ids as the target reads them: a decoder goes on where a text ends."""
+    engine = self.engine
+    eos_id = engine.tokenizer.eos_id
+    ids = engine.tokenizer.encode(text) if isinstance(text, str) else [*text]
+    if ids[-1:] == [eos_id]:
+      del ids[-1]
+    if engine.target.has_encoder:
+      return [*ids, eos_id]
+    return [*([] if engine.bos_id is None else [engine.bos_id]), *ids]
+
+  @property
+  def facts(self) -> Facts:
+    """What is loaded, how large, and where."""
+    engine = self.engine
+    tokenizer = engine.tokenizer
+    both = {
+      'device': f'{jax.default_backend()}, {environment.describe()["device"]}',
+      'tokenizer': f'{tokenizer.path}, {tokenizer.vocab_size} pieces',
+      'gamma': str(engine.gamma),
+      'longest input': f'{engine.max_input_len} tokens',
+      'longest output': f'{engine.max_decode_len} tokens',
+    }
+    params = engine.params._asdict()
+    models = {
+      name: _facts(side, params[name]) for name, side in self.sides.items()
+    }
+    return Facts(models, both)
+
+  def __repr__(self) -> str:
+    paths = ', '.join(
+      f'{name}={side.checkpoint!r}' for name, side in self.sides.items()
+    )
+    return f'Interactive({paths}, gamma={self.engine.gamma})'
+
+  def __rich__(self) -> rich.console.Group:
+    return rich.console.Group(*self._shown)
+
+  def _repr_html_(self) -> str:
+    return ''.join(part._repr_html_() for part in self._shown)
+
+  @property
+  def _shown(self) -> list[Facts | Trace]:
+    last = self.last_trace
+    return [self.facts] if last is None else [self.facts, last]
+
+
+def _facts(side: Side, params) -> dict[str, str]:
+  leaves = jax.tree.leaves(params)
+  return {
+    'checkpoint': side.checkpoint,
+    'network': type(side.network).__name__,
+    **_sizes(side.network),
+    'parameters': f'{sum(leaf.size for leaf in leaves):,}',
+    'dtype': ', '.join(sorted({str(leaf.dtype) for leaf in leaves})),
+    'memory': memory.gib(memory.tree_bytes(leaves)),
+  }
+
+
+def _sizes(network: LanguageModel) -> dict[str, str]:
+  config = getattr(network, 'config', None)
+  if isinstance(config, T5Config):
+    layers = f'{config.num_encoder_layers} + {config.num_decoder_layers}'
+  elif isinstance(config, GPTConfig):
+    layers = str(config.num_layers)
+  else:
+    return {}
+  return {
+    'layers': layers,
+    'width': str(config.emb_dim),
+    'heads': f'{config.num_heads} of {config.head_dim}',
+    'feed-forward': f'{config.mlp_dim}, {" x ".join(config.mlp_activations)}',
+    'vocabulary': str(config.vocab_size),
+  }
