@@ -11,8 +11,17 @@ from specdec_jax.checkpoints import (
 )
 from specdec_jax.completion import Completion, CompletionStats
 from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.cascade import cascade
+from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.first_of import first_of
+from specdec_jax.drafters.late_model import late_model
+from specdec_jax.drafters.ngram import ngram
+from specdec_jax.drafters.ngram_fit import fit as fit_ngram_table
+from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.drafters.ngram_table import load as load_ngram_table
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine import Engine, Model, load_model
+from specdec_jax.drafters.uniform import uniform
+from specdec_jax.engine import Engine, Model, joined, load_model
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
@@ -42,17 +51,27 @@ __all__ = [
   'Generation',
   'LanguageModel',
   'Model',
+  'NGramTable',
   'Placement',
   'SamplingConfig',
   'T5',
   'T5Config',
   'Tokenizer',
   'Verdict',
+  'cascade',
   'check_params',
+  'copy',
+  'first_of',
+  'fit_ngram_table',
+  'joined',
+  'late_model',
   'load',
   'load_model',
+  'load_ngram_table',
+  'ngram',
   'save_orbax',
   'small_model',
+  'uniform',
   'verify',
   'verify_greedy',
 ]

@@ -26,7 +26,7 @@ from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.job import Frame, Job, Options, check_at_least
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
 
@@ -43,13 +43,14 @@ class Model:
   """A network and its parameters.
 
   Attributes:
-    network: a `LanguageModel`, such as `T5(config)`.
+    network: a `LanguageModel`, such as `T5(config)`; None for a drafter that
+      is none.
     params: its parameters, as a checkpoint has them or already placed.
     tokenizer: the model's own, to check a pair by; None takes it on trust.
   """
 
-  network: LanguageModel
-  params: Params
+  network: Any
+  params: Any
   tokenizer: Tokenizer | None = None
 
 
@@ -70,6 +71,14 @@ def load_model(
       unknown or of another shape.
   """
   return Model(network, checkpoints.load(path, network), tokenizer)
+
+
+def joined(models: Sequence[Model]) -> Model:
+  """What a drafter that is made of several takes: the parameters of each.
+
+  For `cascade` and `first_of`, whose own code says which network is whose.
+  """
+  return Model(None, tuple(model.params for model in models))
 
 
 class Engine:
@@ -134,7 +143,10 @@ class Engine:
     self.fingerprints = {'target': calibration.fingerprint(target.params)}
     if draft is not None:
       self.fingerprints['draft'] = calibration.fingerprint(draft.params)
-      self._draft_params = partitioning.place(draft.params, placement)
+      if drafter is not None:
+        # Two drafters without parameters differ by what they do.
+        self.fingerprints['draft'] += f' {drafter.propose.__qualname__}'
+      self._draft_params = partitioning.place_parts(draft.params, placement)
       self._drafter = drafter or small_model(draft.network)
     self._programs: dict[Any, Callable[..., Any]] = {}
     self._states: dict[Any, DecodeState] = {}  # shapes only

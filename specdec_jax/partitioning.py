@@ -81,6 +81,23 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   return _place(params, placement, placement.transposes(params), '')
 
 
+def place_parts(params: Any, placement: Placement = Placement()) -> Any:
+  """`place` of each model in a pytree; other arrays keep their dtype.
+
+  Args:
+    params: of a drafter: a model's parameters, a table, or a tuple of these.
+    placement: of the models.
+  """
+
+  def is_model(value):
+    return isinstance(value, Mapping)
+
+  def part(value):
+    return place(value, placement) if is_model(value) else jnp.asarray(value)
+
+  return jax.tree.map(part, params, is_leaf=is_model)
+
+
 def _place(
   params: Mapping[str, Any], placement: Placement, transposed: bool, module: str
 ) -> Params:

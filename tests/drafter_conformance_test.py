@@ -19,20 +19,38 @@ from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.cascade import cascade
+from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.first_of import first_of
+from specdec_jax.drafters.late_model import late_model
+from specdec_jax.drafters.ngram import ngram
+from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.drafters.uniform import uniform
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.types import Draft
 
 VOCAB = 5
 LENGTH = 4  # tokens whose joint law is tested: several rounds, V^4 cells
-ROWS = 20_000  # samples a test
+ROWS = 6_000  # samples a test
 ALPHA = 1e-3  # of a false alarm, once and for all with the seed below
 SEED = 20
+GAMMA = 3
 STOP = 1
+NO_STOP = {'stop_ids': jnp.full((2,), -1, jnp.int32)}
+INPUTS = (2, 3, 4, 2, 3, 3, 0)  # something to copy from, and padding
 
 # Order 2: one stale, skipped or doubled slot changes the distribution.
 TARGET = testing.random_markov(1, VOCAB, order=2, scale=1.2)
 DRAFT = testing.random_markov(2, VOCAB, order=2, scale=0.8)
+CHEAPER = testing.random_markov(3, VOCAB, order=2, scale=0.8)
+
+
+def _table(order: int) -> NGramTable:
+  """Fitted to noise, with contexts left out and continuations cut off."""
+  rng = np.random.default_rng(order)
+  corpus = [np.append(0, rng.integers(0, VOCAB, 9)) for _ in range(12)]
+  return fit(corpus, order, VOCAB, max_continuations=3, min_count=2)
 
 
 def _short_drafts(model) -> Drafter:
@@ -49,71 +67,86 @@ def _short_drafts(model) -> Drafter:
   return drafter._replace(propose=propose)
 
 
-def _constant(token: int) -> Drafter:
-  """Proposes one token again and again, deterministically (one-hot)."""
-
-  def propose(params, state, context):
-    del params
-    batch = context.length.shape[0]
-    tokens = jnp.full((batch, context.gamma), token, jnp.int32)
-    return Draft(tokens, None, jnp.full((batch,), context.gamma)), state
-
-  return Drafter(lambda *_: (), propose, lambda state, _: state)
-
+TABLES = {order: _table(order) for order in (1, 2, 3)}
 
 # name -> (drafter, its parameters)
 DRAFTERS = {
   'small_model': (small_model(DRAFT), DRAFT.params),
   'small_model_is_target': (small_model(TARGET), TARGET.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
-  'deterministic': (_constant(3), ()),
+  'unigram': (ngram(VOCAB), TABLES[1]),
+  'bigram': (ngram(VOCAB), TABLES[2]),
+  'trigram': (ngram(VOCAB), TABLES[3]),
+  'copy': (copy(), ()),
+  'uniform': (uniform(VOCAB), ()),
+  'cascade': (cascade(DRAFT, ngram(VOCAB)), (DRAFT.params, TABLES[2])),
+  'cascade_of_models': (
+    cascade(DRAFT, late_model(CHEAPER), gamma=3),
+    (DRAFT.params, CHEAPER.params),
+  ),
+  # Of pairs, so that rows change from copying to asking and back.
+  'first_of': (
+    first_of(copy(min_match=2), late_model(DRAFT)),
+    ((), DRAFT.params),
+  ),
 }
 every_drafter = pytest.mark.parametrize('name', DRAFTERS)
 
 
-def request_of(rows, gamma, sampling, slots=LENGTH, max_length=None):
+def request_of(rows, gamma, sampling, slots=LENGTH, **changes):
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
     jax.random.key(SEED), jnp.arange(rows)
   )
-  limits = slots if max_length is None else max_length
-  return decode_state.Request(
-    inputs=jnp.ones((rows, 2), jnp.int32),
+  request = decode_state.Request(
+    inputs=jnp.tile(jnp.array(INPUTS), (rows, 1)),
     keys=keys,
     sampling=sampling.params(rows),
     stop_ids=jnp.array([STOP, -1]),
     min_length=jnp.zeros((rows,), jnp.int32),
-    max_length=jnp.broadcast_to(jnp.asarray(limits, jnp.int32), (rows,)),
+    max_length=jnp.full((rows,), slots, jnp.int32),
     slots=slots,
     gamma=gamma,
     greedy=sampling.greedy,
     with_log_probs=False,
   )
+  return request.replace(**changes)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _decode(drafter, params, request):
+# Most of this suite is the compiler's time; the code need not be quick.
+_jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
+)
+
+
+@functools.partial(_jit, static_argnums=0)
+def _decode(drafter, params, request, wrong=False):
+  """With `wrong`, each round keeps the proposal that it should reject."""
+
+  def judge(request, draft, logits, keys):
+    verdict = speculative.judge(request, draft, logits, keys)
+    more = jnp.minimum(verdict.num_accepted + wrong, draft.length)
+    return verdict.replace(num_accepted=more)
+
   pair = PairParams(TARGET.params, params)
   state = speculative.start(TARGET, drafter, pair, request)
   limit = decode_state.NO_ROUND_LIMIT
-  state = speculative.run(TARGET, drafter, pair, request, state, limit)
+  state = speculative.run(TARGET, drafter, pair, request, state, limit, judge)
   return decode_state.generation(request, state)
 
 
-@jax.jit
+@_jit
 def _plain(request):
-  state = autoregressive.start(TARGET, TARGET.params, request)
-  limit = decode_state.NO_ROUND_LIMIT
-  state = autoregressive.run(TARGET, TARGET.params, request, state, limit)
-  return decode_state.generation(request, state)
+  return autoregressive.decode(TARGET, TARGET.params, request)
 
 
 def p_value(tokens, sampling) -> float:
-  law = TARGET.law(LENGTH, sampling, inputs=(1, 1), stop_ids=(STOP,))
+  law = TARGET.law(LENGTH, sampling, inputs=INPUTS, stop_ids=(STOP,))
   return testing.chi_squared_p_value(testing.count_ngrams(tokens, VOCAB), law)
 
 
-def decode_p_value(drafter, params, gamma, sampling) -> float:
-  result = _decode(drafter, params, request_of(ROWS, gamma, sampling))
+def decode_p_value(drafter, params, gamma, sampling, wrong=False) -> float:
+  request = request_of(ROWS, gamma, sampling)
+  result = _decode(drafter, params, request, wrong)
   return p_value(jax.device_get(result.tokens), sampling)
 
 
@@ -122,16 +155,28 @@ SAMPLINGS = {
   't0.7': SamplingConfig(0.7),
   'top_k': SamplingConfig(1.0, top_k=3),
   'top_p': SamplingConfig(1.0, top_p=0.8),
+  'all': SamplingConfig(0.8, top_k=4, top_p=0.9),
 }
 
 
-@pytest.mark.parametrize('sampling', SAMPLINGS)
-@pytest.mark.parametrize('gamma', [1, 3])
 @every_drafter
-def test_sampled_output_has_the_targets_law(name, gamma, sampling):
+def test_sampled_output_has_the_targets_law(name):
   """chi-squared on the joint law of 4 tokens, stop id and ends included."""
   drafter, params = DRAFTERS[name]
-  assert decode_p_value(drafter, params, gamma, SAMPLINGS[sampling]) > ALPHA
+  for name in ('t1', 'all'):
+    found = decode_p_value(drafter, params, GAMMA, SAMPLINGS[name])
+    assert found > ALPHA, name
+
+
+@every_drafter
+def test_control_every_drafter_is_rejected_often_enough(name):
+  """The test above would see too kind a verdict, whatever the drafter."""
+  drafter, params = DRAFTERS[name]
+  found = decode_p_value(drafter, params, GAMMA, SAMPLINGS['t1'], wrong=True)
+  if name == 'small_model_is_target':
+    assert found > ALPHA  # there is nothing to reject
+  else:
+    assert found < ALPHA
 
 
 @pytest.mark.parametrize('sampling', SAMPLINGS)
@@ -152,7 +197,7 @@ def test_control_residual_replaced_by_target(monkeypatch):
 
   monkeypatch.setattr(algorithm, 'next_token_weights', wrong)
   drafter = small_model(DRAFT)  # a new object: compiled with the patch
-  assert decode_p_value(drafter, DRAFT.params, 3, SAMPLINGS['t1']) < ALPHA
+  assert decode_p_value(drafter, DRAFT.params, GAMMA, SAMPLINGS['t1']) < ALPHA
 
 
 def test_control_residual_after_a_shorter_draft(monkeypatch):
@@ -164,7 +209,7 @@ def test_control_residual_after_a_shorter_draft(monkeypatch):
 
   monkeypatch.setattr(algorithm, 'next_token_weights', wrong)
   drafter = _short_drafts(DRAFT)
-  assert decode_p_value(drafter, DRAFT.params, 3, SAMPLINGS['t1']) < ALPHA
+  assert decode_p_value(drafter, DRAFT.params, GAMMA, SAMPLINGS['t1']) < ALPHA
 
 
 def test_control_draft_probs_standardised_otherwise_than_drawn():
@@ -182,7 +227,7 @@ def test_control_draft_probs_standardised_otherwise_than_drawn():
     return draft.replace(probs=flat), state
 
   wrong = honest._replace(propose=propose)
-  assert decode_p_value(wrong, DRAFT.params, 3, SAMPLINGS['t1']) < ALPHA
+  assert decode_p_value(wrong, DRAFT.params, GAMMA, SAMPLINGS['t1']) < ALPHA
 
 
 def test_a_drafter_may_sample_otherwise_if_it_says_so():
@@ -196,7 +241,7 @@ def test_a_drafter_may_sample_otherwise_if_it_says_so():
     return honest.propose(params, state, context.replace(sampling=sharp))
 
   other = honest._replace(propose=propose)
-  assert decode_p_value(other, DRAFT.params, 3, SAMPLINGS['t1']) > ALPHA
+  assert decode_p_value(other, DRAFT.params, GAMMA, SAMPLINGS['t1']) > ALPHA
 
 
 def test_control_a_stale_target_cache():
@@ -209,10 +254,10 @@ def test_control_a_stale_target_cache():
 
   stale = Stale(np.asarray(TARGET.params['table']))
   pair = PairParams(stale.params, DRAFT.params)
-  request = request_of(ROWS, 3, SAMPLINGS['t1'])
+  request = request_of(ROWS, GAMMA, SAMPLINGS['t1'])
   drafter = small_model(DRAFT)
 
-  @jax.jit
+  @_jit
   def decode():
     state = speculative.start(stale, drafter, pair, request)
     state = speculative.run(stale, drafter, pair, request, state, 20)
@@ -221,29 +266,52 @@ def test_control_a_stale_target_cache():
   assert p_value(jax.device_get(decode().tokens), SAMPLINGS['t1']) < ALPHA
 
 
-@pytest.mark.parametrize('rows', [1, 7])
 @every_drafter
-def test_greedy_equality(name, rows):
-  """Ragged budgets from 0 to a full buffer; gamma 1 to 8."""
+def test_greedy_equality_at_batch_1(name):
+  """A proposal a round, from the start token to the last slot."""
+  _check_greedy(name, request_of(1, 1, SamplingConfig(0.0), 62))
+  _check_greedy(name, request_of(1, 1, SamplingConfig(0.0), 62, **NO_STOP))
+
+
+@every_drafter
+def test_greedy_equality_in_a_ragged_batch(name):
+  """Prompts, budgets from 0 to the last slot, stop ids inside of drafts."""
+  rows = 7
+  rng = np.random.default_rng(3)
+  prompt = np.append(np.zeros((rows, 1)), rng.integers(2, VOCAB, (rows, 3)), 1)
+  ragged = {
+    'prompt': jnp.asarray(prompt, jnp.int32),
+    'prompt_length': jnp.array([4, 1, 2, 3, 4, 1, 2]),
+    'max_length': jnp.array([52, 0, 1, 2, 9, 52, 51]),
+    'min_length': jnp.array([52, 0, 0, 2, 3, 0, 20]),
+    'forbids_stops': True,
+  }
+  request = request_of(rows, 8, SamplingConfig(0.0), 52, **ragged)
+  # The prompt, the output and a whole draft fill the cache to its last slot.
+  assert 4 + 52 + 8 == request.cache_slots
+  _check_greedy(name, request)
+
+
+def _check_greedy(name, request):
   drafter, params = DRAFTERS[name]
-  greedy = SamplingConfig(0.0)
-  limits = np.array([24, 0, 1, 2, 5, 23, 24][:rows])
-  want = jax.device_get(_plain(request_of(rows, 0, greedy, 24, limits)))
-  for gamma in (1, 2, 5, 8):
-    request = request_of(rows, gamma, greedy, 24, limits)
-    have = jax.device_get(_decode(drafter, params, request))
-    np.testing.assert_array_equal(have.tokens, want.tokens)
-    np.testing.assert_array_equal(have.finish_reason, want.finish_reason)
+  want = jax.device_get(_plain(request.replace(gamma=0)))
+  have = jax.device_get(_decode(drafter, params, request))
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  np.testing.assert_array_equal(have.finish_reason, want.finish_reason)
 
 
 @every_drafter
 def test_does_not_recompile(name):
+  """Other temperatures, filters, budgets: the program of the law's tests."""
   drafter, params = DRAFTERS[name]
-  request = request_of(3, 2, SamplingConfig(1.0), 12)
-  _decode(drafter, params, request)
+  request = request_of(ROWS, GAMMA, SAMPLINGS['t1'])
+  _decode(drafter, params, request, False)
   size = _decode._cache_size()
-  other = request_of(3, 2, SamplingConfig([0.5, 2.0, 0.0], 2, 0.7), 12, 5)
-  jax.block_until_ready(_decode(drafter, params, other))
+  changed = SamplingConfig([0.5, 2.0, 0.0, 1.0] * (ROWS // 4), 2, 0.7)
+  other = request.replace(
+    sampling=changed.params(ROWS), max_length=request.max_length // 2
+  )
+  jax.block_until_ready(_decode(drafter, params, other, False))
   assert _decode._cache_size() == size
 
 
@@ -251,33 +319,67 @@ def test_does_not_recompile(name):
 def test_state_after_every_acceptance_count(name):
   """A fresh drafter given the same tokens proposes what the used one does.
 
-  The verdict is forced to each count 0..gamma, three rounds in a row.
+  The verdict is forced to each count 0..gamma, four rounds in a row, in two
+  rows that have nothing in common.
   """
   drafter, params = DRAFTERS[name]
-  gamma, slots = 3, 20
-  request = request_of(1, gamma, SamplingConfig(0.0), slots)
+  slots = 24
+  request = request_of(2, GAMMA, SamplingConfig(0.0), slots)
+  inputs = request.inputs.at[1].set(0)
   rng = np.random.default_rng(0)
-  propose = jax.jit(drafter.propose)
-  for count in range(gamma + 1):
-    tokens = np.zeros((1, slots), np.int32)
-    length = 1
-    used = drafter.init(params, request.inputs, slots)
-    for _ in range(3):
-      draft, used = propose(params, used, _context(request, tokens, length))
-      fresh = _fresh_state(drafter, params, request, tokens, length)
-      again, _ = propose(params, fresh, _context(request, tokens, length))
-      np.testing.assert_array_equal(draft.tokens, again.tokens)
-      kept = np.asarray(draft.tokens)[0, :count]
-      tokens[0, length : length + count] = kept
-      tokens[0, length + count] = rng.integers(2, VOCAB)
-      length += count + 1
-      used = drafter.commit(used, jnp.array([length]))
+  init = _jit(drafter.init, static_argnums=2)
+  propose, commit = _jit(drafter.propose), _jit(drafter.commit)
+
+  def fresh(row, tokens, length):
+    """One that saw only this row, and of it only committed tokens."""
+    tokens = np.tile(tokens[row], (2, 1))
+    state = init(params, jnp.tile(inputs[row], (2, 1)), slots, None)
+    for seen in range(1, length):
+      context = _context(request, tokens, [seen] * 2)
+      _, state = propose(params, state, context)
+      state = commit(state, jnp.array([seen + 1] * 2))
+    return propose(params, state, _context(request, tokens, [length] * 2))[0]
+
+  for count in range(GAMMA + 1):
+    tokens = np.zeros((2, slots), np.int32)
+    lengths, used = [1, 1], init(params, inputs, slots, None)
+    for _ in range(4):
+      context = _context(request, tokens, lengths)
+      draft, used = propose(params, used, context)
+      for row, length in enumerate(lengths):
+        again = fresh(row, tokens, length)
+        proposed = int(draft.length[row])
+        assert proposed == int(again.length[row]) <= GAMMA
+        have = np.asarray(draft.tokens)[row, :proposed]
+        want = np.asarray(again.tokens)[row, :proposed]
+        np.testing.assert_array_equal(have, want)
+        kept = [*have[:count], rng.integers(2, VOCAB)]
+        tokens[row, length : length + len(kept)] = kept
+        lengths[row] += len(kept)
+      used = commit(used, jnp.array(lengths))
+      _check_caches(used, tokens)
 
 
-def _context(request, tokens, length):
+def _check_caches(state, tokens):
+  """What a model's cache holds, inside of any drafter, was committed.
+
+  The chains look at two tokens only, and would not tell an older one.
+  """
+  for cache in jax.tree.leaves(state, is_leaf=_is_cache):
+    if _is_cache(cache):
+      for row, length in enumerate(np.asarray(cache.length)):
+        held = np.asarray(cache.tokens)[row, :length]
+        np.testing.assert_array_equal(held, tokens[row, :length])
+
+
+def _is_cache(part):
+  return isinstance(part, testing.MarkovCache)
+
+
+def _context(request, tokens, lengths):
   return Context(
     tokens=jnp.asarray(tokens),
-    length=jnp.array([length]),
+    length=jnp.array(lengths),
     keys=request.keys,
     sampling=request.sampling,
     stop_ids=request.stop_ids,
@@ -286,12 +388,3 @@ def _context(request, tokens, length):
     greedy=True,
     forbids_stops=False,
   )
-
-
-def _fresh_state(drafter, params, request, tokens, length):
-  """The state of a drafter that saw only committed tokens, one a round."""
-  state = drafter.init(params, request.inputs, tokens.shape[1])
-  for seen in range(1, length):
-    _, state = drafter.propose(params, state, _context(request, tokens, seen))
-    state = drafter.commit(state, jnp.array([seen + 1]))
-  return state

@@ -62,7 +62,9 @@ class Drafter(NamedTuple):
       with gamma >= 1.
     commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
       committed now (the start token counted); whatever was read of a longer
-      draft must be forgotten. Called once a round after `propose`.
+      draft must be forgotten. Called once a round after `propose`. Inside
+      `cascade` and `first_of` it may name fewer tokens than before, or follow
+      rounds without a proposal.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]

@@ -1,0 +1,182 @@
+"""A drafter accelerated by a cheaper drafter (Section 6 of the paper).
+
+Speculation inside the drafter: the cheaper one proposes, the model verifies in
+one call, and rounds go on until the model has gamma tokens. They are exactly
+what the model alone would have drawn, so `Draft.probs` are its own
+distributions, and the target's distribution holds whatever the cheaper one
+does. It pays where the drafting itself takes time.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from specdec_jax import probs
+from specdec_jax.drafters.base import Context, Drafter, DrafterState
+from specdec_jax.drafters.late_model import catch_up, is_finished
+from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.speculative import verify_batch, verify_greedy_batch
+from specdec_jax.types import Draft
+
+
+@struct.dataclass
+class CascadeState:
+  """What `cascade` keeps.
+
+  Attributes:
+    cache: the model's.
+    drafter: the cheaper drafter's own.
+    finished: bool[B], rows that need no draft any more.
+  """
+
+  cache: DrafterState
+  drafter: DrafterState
+  finished: jax.Array
+
+
+@struct.dataclass
+class _Rounds:
+  """The carry of the rounds that make one draft.
+
+  Attributes:
+    number: int32[], rounds so far.
+    tokens: int32[B, N], committed tokens and the draft's behind them.
+    rows: float32[B, G + g + 1, V], of the draft's; None when greedy.
+    done: int32[B], tokens of the draft so far.
+    cache: as in `CascadeState`.
+    drafter: likewise.
+  """
+
+  number: jax.Array
+  tokens: jax.Array
+  rows: jax.Array | None
+  done: jax.Array
+  cache: DrafterState
+  drafter: DrafterState
+
+
+def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
+  """Returns a drafter that draws from `model`, helped by `drafter`.
+
+  Its parameters are the pair (the model's, the cheaper drafter's). What the
+  outer verdict rejects was already committed inside: the cheaper drafter must
+  take a `commit` to fewer tokens, and be able to miss some, as all drafters
+  without a network can; a model can by `late_model`.
+
+  Args:
+    model: that the draft is sampled from.
+    drafter: the cheaper one.
+    gamma: its proposals a round.
+
+  Raises:
+    ValueError: gamma is below 1.
+  """
+  if gamma < 1:
+    raise ValueError(f'gamma of a cascade must be at least 1, got {gamma}.')
+
+  def init(params, inputs, max_length, prompt):
+    # The last round of a draft may read past its end.
+    slots = max_length + gamma
+    batch = inputs.shape[0]
+    return CascadeState(
+      cache=read_prompt(model, params[0], inputs, slots, prompt),
+      drafter=drafter.init(params[1], inputs, slots, prompt),
+      finished=jnp.zeros((batch,), bool),
+    )
+
+  def one_round(params, context: Context, goal: jax.Array, now: _Rounds):
+    keys = jax.vmap(probs.draft_key, in_axes=(0, None))(
+      context.keys, now.number
+    )
+    length = context.length + now.done
+    inner = dataclasses.replace(
+      context, tokens=now.tokens, length=length, keys=keys, gamma=gamma
+    )
+    draft, drafter_state = drafter.propose(params[1], now.drafter, inner)
+    room = jnp.maximum(goal - now.done - 1, 0)
+    draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
+
+    last = jnp.take_along_axis(now.tokens, length[:, None] - 1, axis=1)
+    fed = jnp.concatenate([last, draft.tokens], axis=1)
+    cache = model.rewind(now.cache, length - 1)
+    logits, cache = model.extend(params[0], cache, fed)
+    verdict, rows = _judge(draft, _forbid(logits, inner), inner)
+
+    # Written at `done`: what lies behind `count` is overwritten or cut off.
+    count = jnp.where(now.done < goal, verdict.num_accepted + 1, 0)
+    place = jnp.arange(length.size), verdict.num_accepted
+    new = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    new = new.at[place].set(verdict.next_token)
+    write = jax.vmap(lax.dynamic_update_slice)
+    if now.rows is not None and rows is not None:
+      start = (now.done, jnp.zeros_like(now.done))
+      rows = write(now.rows, rows, start)
+    return _Rounds(
+      number=now.number + 1,
+      tokens=write(now.tokens, new, (length,)),
+      rows=rows,
+      done=now.done + count,
+      cache=cache,
+      drafter=drafter.commit(drafter_state, length + count),
+    )
+
+  def propose(params, state: CascadeState, context: Context):
+    batch, size = context.length.size, context.gamma
+    tokens, length = context.tokens, context.length
+    goal = jnp.where(state.finished, 0, size)
+    rows = None
+    if not context.greedy:
+      width = size + gamma + 1
+      rows = jnp.zeros((batch, width, model.vocab_size), jnp.float32)
+    first = _Rounds(
+      number=jnp.int32(0),
+      tokens=jnp.pad(tokens, ((0, 0), (0, gamma))),
+      rows=rows,
+      done=jnp.zeros_like(goal),
+      cache=catch_up(model, params[0], state.cache, tokens, length),
+      drafter=state.drafter,
+    )
+    last = lax.while_loop(
+      lambda now: jnp.any(now.done < goal),
+      lambda now: one_round(params, context, goal, now),
+      first,
+    )
+    index = length[:, None] + jnp.arange(size)
+    draft = Draft(
+      jnp.take_along_axis(last.tokens, index, axis=1),
+      None if last.rows is None else last.rows[:, :size],
+      goal,
+    )
+    # Behind the draft's last token but one lie guesses that were rejected.
+    cache = model.rewind(last.cache, length + last.done - 1)
+    return draft, CascadeState(cache, last.drafter, state.finished)
+
+  def commit(state: CascadeState, length: jax.Array):
+    kept = jnp.minimum(state.cache.length, length - 1)
+    return CascadeState(
+      cache=model.rewind(state.cache, kept),
+      drafter=drafter.commit(state.drafter, length),
+      finished=is_finished(length),
+    )
+
+  return Drafter(init, propose, commit)
+
+
+def _forbid(logits: jax.Array, context: Context) -> jax.Array:
+  """Masks stop ids in logits [B, S, V] where `min_length` is not reached."""
+  if not context.forbids_stops:
+    return logits
+  produced = context.length[:, None] - 1 + jnp.arange(logits.shape[1])
+  early = produced < context.min_length[:, None]
+  return probs.forbid(logits, context.stop_ids, early)
+
+
+def _judge(draft: Draft, logits: jax.Array, context: Context):
+  """The verdict, and the rows float32[B, g + 1, V] that it drew from."""
+  if context.greedy:
+    return verify_greedy_batch(draft, probs.greedy_token(logits)), None
+  rows = probs.standardise_batch(logits, context.sampling)
+  return verify_batch(draft, rows, context.keys), rows

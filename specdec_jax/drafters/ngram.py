@@ -1,0 +1,147 @@
+"""Unigram, bigram and longer n-grams as drafters: a table, no network.
+
+The continuation of the longest known end of the text is proposed: at
+temperature 0 the most frequent one, otherwise one that is drawn from the
+standardised frequencies. The table (`ngram_table`) is looked up on the device.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specdec_jax import probs
+from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.types import Draft
+
+_PIVOTS = 32  # tokens of a node that one step of a search looks at
+
+
+def ngram(vocab_size: int) -> Drafter:
+  """Returns a drafter whose parameters are an `NGramTable` of any order.
+
+  It proposes gamma tokens; fewer only where a stop id is not allowed yet and
+  nothing else is known to follow.
+
+  Args:
+    vocab_size: V, the width of the target's logits. It may be larger than the
+      table's, for an embedding that is padded.
+
+  Raises:
+    ValueError: the table's vocabulary is larger, at trace time.
+  """
+
+  def propose(table: NGramTable, state, context: Context):
+    if table.vocab_size > vocab_size:
+      raise ValueError(
+        f'The n-gram table is for a vocabulary of {table.vocab_size}, the'
+        f' drafter was made for the {vocab_size} logits of its target; an id'
+        ' has to mean the same token to both.'
+      )
+    size = table.order - 1  # of a context
+    # Nearest token first, as the table is read.
+    index = context.length[:, None] - 1 - jnp.arange(size)
+    recent = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
+
+    def one(recent, index):
+      known = context.length + index
+      node = longest_known(table, recent, known)
+      ids, logits = _continuations(table, node, context)
+      if context.forbids_stops:
+        early = known - 1 < context.min_length
+        stops = jnp.any(ids[..., None] == context.stop_ids, axis=-1)
+        logits = jnp.where(stops & early[:, None], -jnp.inf, logits)
+      choice, rows = _draw(logits, context, index)
+      token = jnp.take_along_axis(ids, choice[:, None], axis=1)
+      recent = jnp.concatenate([token, recent], axis=1)[:, :size]
+      possible = jnp.max(logits, axis=1) > -jnp.inf
+      return recent, (token[:, 0], ids, rows, possible)
+
+    steps = jnp.arange(context.gamma)
+    _, (tokens, ids, rows, possible) = lax.scan(one, recent, steps)
+    dense = None if rows is None else _dense(ids, rows, vocab_size)
+    # What follows an impossible proposal is none either.
+    length = jnp.sum(jnp.cumprod(possible.astype(jnp.int32), axis=0), axis=0)
+    return Draft(tokens.T, dense, length.astype(jnp.int32)), state
+
+  return Drafter(lambda *_: (), propose, lambda state, _: state)
+
+
+def longest_known(
+  table: NGramTable, recent: jax.Array, known: jax.Array
+) -> jax.Array:
+  """The context that is the longest end of a text that the table has.
+
+  Args:
+    table: of order n.
+    recent: int32[B, n - 1], the last tokens, the nearest first.
+    known: int32[B], how many of them are tokens.
+
+  Returns:
+    int32[B], 0 for the empty context.
+  """
+  node = jnp.zeros(recent.shape[0], jnp.int32)
+  going = node == 0
+  for depth, fanout in enumerate(table.fanouts):
+    child, found = _child(table, node, recent[:, depth], fanout)
+    going = going & found & (depth < known)
+    node = jnp.where(going, child, node)
+  return node
+
+
+def first_guess(table: NGramTable, node: jax.Array) -> jax.Array:
+  """The most frequent continuation of contexts int32[B]; int32[B]."""
+  return table.ids[table.starts[node]]
+
+
+def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
+  """The child of `node` for `token`, both int32[B], and whether there is one.
+
+  A search among sorted tokens that narrows by `_PIVOTS` a step: three steps
+  for the 32,000 children of a root, where halving takes fifteen.
+  """
+  low, end = table.children[node], table.children[node + 1]
+  while fanout > 1:
+    stride = -(-fanout // _PIVOTS)
+    index = low[:, None] + stride * jnp.arange(_PIVOTS)
+    pivots = jnp.take(table.tokens, index, mode='clip')
+    before = jnp.sum((index < end[:, None]) & (pivots <= token[:, None]), 1)
+    low = low + stride * jnp.maximum(before - 1, 0)
+    fanout = stride
+  found = jnp.take(table.tokens, low, mode='clip') == token
+  return low, found & (low < end)
+
+
+def _continuations(table: NGramTable, node: jax.Array, context: Context):
+  """ids int32[B, K] that follow, and their logits, -inf behind the last."""
+  most = table.max_continuations
+  if context.greedy and not context.forbids_stops:
+    most = 1  # they are sorted
+  place = jnp.arange(most)
+  index = table.starts[node][:, None] + place
+  live = index < table.starts[node + 1][:, None]
+  ids = jnp.take(table.ids, index, mode='clip')
+  log_probs = jnp.take(table.log_probs, index, mode='clip')
+  return ids, jnp.where(live, log_probs, -jnp.inf)
+
+
+def _draw(logits: jax.Array, context: Context, index: jax.Array):
+  """Draws an entry int32[B] of each row of [B, K]; None for rows if greedy."""
+  if context.greedy:
+    return probs.greedy_token(logits), None
+  # A row without any entry proposes nothing; it must only not become NaN.
+  empty = jnp.max(logits, axis=1, keepdims=True) == -jnp.inf
+  logits = jnp.where(empty, 0.0, logits)
+  rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
+  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, index)
+  return jax.vmap(probs.sample)(rows, keys), rows
+
+
+def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:
+  """float32[B, G, V] of int32[G, B, K] and float32[G, B, K]."""
+
+  def one(ids, row):
+    # Added, not set: what fills up a row repeats an id, with probability 0.
+    return jnp.zeros((vocab_size,), row.dtype).at[ids].add(row)
+
+  return jax.vmap(jax.vmap(one), in_axes=1)(ids, rows)

@@ -1,0 +1,213 @@
+"""Fits an `NGramTable`: counts what follows each context.
+
+Contexts of one more token are numbered by (number of the shorter one, token),
+so that a sorted list of these pairs is the next level of the table's tree.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec_jax.drafters.ngram_table import NGramTable, from_arrays
+
+
+def fit(
+  sequences: Iterable[Sequence[int] | np.ndarray],
+  order: int,
+  vocab_size: int,
+  *,
+  max_continuations: int = 32,
+  min_count: int = 1,
+  fingerprint: str = '',
+) -> NGramTable:
+  """Counts what follows each context of up to `order` - 1 tokens.
+
+  Every token of a sequence but its first is predicted, so a sequence begins
+  with what a decoder begins with (T5's start token 0). Contexts never reach
+  over the start of a sequence. Memory is some 50 bytes a token of the corpus.
+
+  Args:
+    sequences: ids, one sequence each; read once.
+    order: n >= 1.
+    vocab_size: V; ids lie in [0, V).
+    max_continuations: entries kept of a context, the most frequent; ties go to
+      the smaller id.
+    min_count: contexts seen less often are left out, but for the empty one.
+    fingerprint: of the tokenizer, kept for `load`.
+
+  Returns:
+    The table; arrays of the host.
+
+  Raises:
+    ValueError: a number is below 1, an id is outside the vocabulary, or the
+      corpus is too small: no context of some length is left.
+  """
+  _check_numbers(
+    order=order,
+    vocab_size=vocab_size,
+    max_continuations=max_continuations,
+    min_count=min_count,
+  )
+  corpus = _flatten(sequences, vocab_size)
+  # Of each token that is predicted: its place, and its context of the current
+  # length as a number within its level. Level 0 is the empty context.
+  place = np.flatnonzero(corpus.position > 0)
+  node = np.zeros(len(place), np.int64)
+  levels = [_Level(np.zeros(1, np.int64), np.zeros(1, np.int64))]
+  if not len(place):
+    raise ValueError(_too_small(corpus, 0, min_count))
+  follow = [_continuations(corpus, place, node, 1, max_continuations)]
+  for depth in range(1, order):
+    level, place, node = _deeper(corpus, place, node, depth, min_count)
+    size = len(level.tokens)
+    if not size:
+      raise ValueError(_too_small(corpus, depth, min_count))
+    levels.append(level)
+    follow.append(_continuations(corpus, place, node, size, max_continuations))
+  return from_arrays(
+    {
+      'tokens': np.concatenate([level.tokens for level in levels]),
+      'children': _children(levels),
+      'starts': np.cumsum(np.concatenate([[0], *(f.counts for f in follow)])),
+      'ids': np.concatenate([f.ids for f in follow]),
+      'log_probs': np.concatenate([f.log_probs for f in follow]),
+    },
+    {
+      'order': order,
+      'vocab_size': vocab_size,
+      'fingerprint': fingerprint,
+    },
+  )
+
+
+class _Corpus(NamedTuple):
+  """All sequences in a row."""
+
+  tokens: np.ndarray  # int64[N]
+  position: np.ndarray  # int64[N], of a token in its sequence
+  num_sequences: int
+
+
+class _Level(NamedTuple):
+  """The contexts of one length, ordered by parent and then token."""
+
+  tokens: np.ndarray  # [N]
+  parents: np.ndarray  # [N], within the level before
+
+
+class _Continuations(NamedTuple):
+  counts: np.ndarray  # [N], entries of each context
+  ids: np.ndarray  # [sum of counts]
+  log_probs: np.ndarray  # likewise
+
+
+def _check_numbers(**values: int) -> None:
+  for name, value in values.items():
+    if value < 1:
+      hint = ' Order 1 is a unigram: no context.' if name == 'order' else ''
+      raise ValueError(f'{name} must be at least 1, got {value}.{hint}')
+
+
+def _flatten(sequences, vocab_size: int) -> _Corpus:
+  rows = [np.asarray(row, np.int64).reshape(-1) for row in sequences]
+  tokens = np.concatenate([np.zeros(0, np.int64), *rows])
+  if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+    raise ValueError(
+      f'The corpus holds ids {tokens.min()}..{tokens.max()}; expected ids in'
+      f' [0, {vocab_size}), the vocabulary. Was it tokenised by another one?'
+    )
+  lengths = np.array([len(row) for row in rows], np.int64)
+  begins = np.cumsum(lengths) - lengths
+  position = np.arange(len(tokens)) - np.repeat(begins, lengths)
+  return _Corpus(tokens, position, len(rows))
+
+
+def _deeper(
+  corpus: _Corpus,
+  place: np.ndarray,
+  node: np.ndarray,
+  depth: int,
+  min_count: int,
+) -> tuple[_Level, np.ndarray, np.ndarray]:
+  """The contexts of `depth` tokens: one more in front of each shorter one.
+
+  Args:
+    corpus: all tokens.
+    place: where the tokens stand that have a context of `depth` - 1.
+    node: of each, the number of that context.
+    depth: >= 1.
+    min_count: contexts seen less often are left out.
+
+  Returns:
+    The contexts, and `place` and `node` of the tokens that have one of them.
+  """
+  reaches = corpus.position[place] >= depth
+  place, node = place[reaches], node[reaches]
+  base = int(corpus.tokens.max()) + 1
+  key = node * base + corpus.tokens[place - depth]
+  found, node, counts = np.unique(key, return_inverse=True, return_counts=True)
+  kept = counts >= min_count
+  number = np.cumsum(kept) - 1
+  has_context = kept[node]
+  return (
+    _Level(found[kept] % base, found[kept] // base),
+    place[has_context],
+    number[node[has_context]],
+  )
+
+
+def _continuations(
+  corpus: _Corpus, place: np.ndarray, node: np.ndarray, size: int, most: int
+) -> _Continuations:
+  """The most frequent tokens behind each of `size` contexts.
+
+  Args:
+    corpus: all tokens.
+    place: where the tokens that are predicted stand.
+    node: of each, its context, 0..size - 1; every context has one.
+    size: number of contexts.
+    most: entries kept of each.
+  """
+  base = int(corpus.tokens.max()) + 1
+  key, counts = np.unique(
+    node * base + corpus.tokens[place], return_counts=True
+  )
+  owner, ids = key // base, key % base
+  total = np.bincount(owner, weights=counts, minlength=size)
+  order = np.lexsort((ids, -counts, owner))
+  owner, ids, counts = owner[order], ids[order], counts[order]
+  per_node = np.bincount(owner, minlength=size)
+  first = np.cumsum(per_node) - per_node
+  kept = np.arange(len(owner)) - first[owner] < most
+  owner, ids, counts = owner[kept], ids[kept], counts[kept]
+  log_probs = np.log(counts / total[owner])
+  return _Continuations(np.minimum(per_node, most), ids, log_probs)
+
+
+def _children(levels: Sequence[_Level]) -> np.ndarray:
+  """int64[N + 1]: where each context's children begin; the last have none."""
+  sizes = [len(level.tokens) for level in levels]
+  begins = [1]
+  for above, level in zip(sizes, levels[1:], strict=False):
+    counts = np.bincount(level.parents, minlength=above)
+    begins += (begins[-1] + np.cumsum(counts)).tolist()
+  return np.array(begins + [sum(sizes)] * sizes[-1])
+
+
+def _too_small(corpus: _Corpus, depth: int, min_count: int) -> str:
+  longest = int(corpus.position.max()) + 1 if len(corpus.position) else 0
+  held = (
+    f'The corpus holds {len(corpus.tokens)} tokens in'
+    f' {corpus.num_sequences} sequences, the longest of {longest}'
+  )
+  if not depth:
+    return (
+      f'{held}; nothing follows a start token, so that even the empty context'
+      ' has no continuation. Give more text.'
+    )
+  return (
+    f'{held}: all contexts of {depth} tokens or more are empty (none of them'
+    f' was seen min_count = {min_count} times). Give more text, a smaller'
+    f' min_count, or order {depth} at most.'
+  )

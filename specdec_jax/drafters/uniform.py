@@ -1,0 +1,42 @@
+"""Random tokens as a drafter: the floor that others are measured against."""
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax import probs
+from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.types import Draft
+
+
+def uniform(vocab_size: int) -> Drafter:
+  """Returns a drafter of uniformly random tokens; its parameters are ().
+
+  Section 3.6 of the paper: it guarantees some improvement for every target. At
+  temperature 0 one in V is accepted, above that sum(min(target_probs, 1 / V)).
+
+  Args:
+    vocab_size: V, the width of the target's logits.
+
+  Raises:
+    ValueError: `vocab_size` is below 1.
+  """
+  if vocab_size < 1:
+    raise ValueError(f'vocab_size must be at least 1, got {vocab_size}.')
+
+  def propose(params, state, context: Context):
+    del params
+
+    def one(key, index):
+      own = probs.draft_key(key, index)
+      return jax.random.randint(own, (), 0, vocab_size, jnp.int32)
+
+    over_gamma = jax.vmap(one, in_axes=(None, 0))
+    steps = jnp.arange(context.gamma)
+    tokens = jax.vmap(over_gamma, in_axes=(0, None))(context.keys, steps)
+    rows = None
+    if not context.greedy:
+      rows = jnp.full((*tokens.shape, vocab_size), 1 / vocab_size, jnp.float32)
+    length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
+    return Draft(tokens, rows, length), state
+
+  return Drafter(lambda *_: (), propose, lambda state, _: state)

@@ -1,0 +1,282 @@
+"""The little experiment behind Appendix A.1: what becomes of one proposal.
+
+A token is proposed by one distribution; Algorithm 1 for another keeps it or
+draws a new one. How likely each token is to come in either way is known exactly
+(with lenience, see `speculative`). `simulate` shows that, and lets the shipped
+`verify` do it at random, many times.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+from jax import lax
+
+from specdec_jax import analysis, probs
+from specdec_jax.speculate import settle
+from specdec_jax.speculative import check_lenience
+from specdec_jax.testing import chi_squared_p_value
+
+MAX_SAMPLES = 10**9  # counts are int32
+# A right `verify` fails the check for one seed in a million.
+ALPHA = 1e-6
+_CHUNK_ENTRIES = 1 << 21  # probabilities that are looked at together
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateConfig:
+  """One experiment.
+
+  Attributes:
+    target: the target's probabilities; V numbers that sum to 1 within 0.001.
+    draft: the drafter's, over the same tokens.
+    num_samples: proposals of the Monte Carlo check.
+    lenience: in (0, 1], 1 is lossless.
+    seed: of the Monte Carlo check.
+
+  Raises:
+    ValueError: these are no two distributions over the same tokens, or a number
+      is out of range.
+  """
+
+  target: Sequence[float]
+  draft: Sequence[float]
+  num_samples: int = 1_000_000
+  lenience: float = 1.0
+  seed: int = 0
+
+  def __post_init__(self):
+    check_lenience(self.lenience)
+    for name in ('target', 'draft'):
+      shape = np.shape(getattr(self, name))
+      if len(shape) != 1:
+        raise ValueError(f'{name} must be V probabilities, got shape {shape}')
+    analysis.acceptance_prob(np.asarray(self.target), np.asarray(self.draft))
+    if not 1 <= self.num_samples <= MAX_SAMPLES:
+      raise ValueError(
+        f'num_samples must be in [1, {MAX_SAMPLES}], got {self.num_samples}'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+  """Exact probabilities of what becomes of one proposal.
+
+  Attributes:
+    accepted: float64[V], that the token is proposed and kept.
+    resampled: float64[V], that it replaces a proposal which was not.
+  """
+
+  accepted: np.ndarray
+  resampled: np.ndarray
+
+  @property
+  def total(self) -> np.ndarray:
+    """float64[V], the distribution of what is emitted."""
+    return self.accepted + self.resampled
+
+  @property
+  def acceptance_prob(self) -> float:
+    """beta."""
+    return float(self.accepted.sum())
+
+
+def outcomes(
+  target_probs: Sequence[float] | np.ndarray,
+  draft_probs: Sequence[float] | np.ndarray,
+  lenience: float = 1.0,
+) -> Outcomes:
+  """The exact law of one proposal; Appendix A.1, and `speculative` on lenience.
+
+  Args:
+    target_probs: float[V], normalised here.
+    draft_probs: float[V], normalised here.
+    lenience: in (0, 1].
+  """
+  target, draft = _normalised(target_probs), _normalised(draft_probs)
+  accepted = np.minimum(draft, target / lenience)
+  residual = np.maximum(target - lenience * draft, 0)
+  mass = residual.sum()
+  # Without a residual both are equal, and nothing is ever rejected.
+  rejected = max(1 - accepted.sum(), 0) if mass > 0 else 0.0
+  return Outcomes(accepted, residual * (rejected / (mass or 1.0)))
+
+
+def measure(config: SimulateConfig) -> np.ndarray:
+  """Counts int64[2, V] of tokens accepted and resampled, by `verify`."""
+  size = len(config.target)
+  lenience = None
+  if config.lenience != 1:
+    lenience = jnp.float32(config.lenience)
+  counts = _count(
+    _normalised(config.target).astype(np.float32),
+    _normalised(config.draft).astype(np.float32),
+    lenience,
+    jax.random.key(config.seed),
+    np.int32(config.num_samples),
+    chunk=max(1, min(_CHUNK_ENTRIES // size, 1 << 16)),
+  )
+  return np.asarray(counts, np.int64)[: 2 * size].reshape(2, size)
+
+
+@functools.partial(jax.jit, static_argnames='chunk')
+def _count(target_probs, draft_probs, lenience, key, num_samples, chunk):
+  """int32[2 V + 1]: accepted, resampled, and what fills up the last chunk."""
+  size = target_probs.shape[0]
+
+  def cell(index):
+    own = jax.random.fold_in(key, index)
+    guess = probs.sample(draft_probs, probs.draft_key(own, 0))
+    token, accepted = settle(guess, target_probs, draft_probs, own, lenience)
+    found = jnp.where(accepted, token, size + token)
+    return jnp.where(index < num_samples, found, 2 * size)
+
+  def add(number, counts):
+    index = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    cells = jax.vmap(cell)(index)
+    return counts + jnp.bincount(cells, length=2 * size + 1)
+
+  num_chunks = (num_samples + chunk - 1) // chunk
+  zeros = jnp.zeros(2 * size + 1, jnp.int32)
+  return lax.fori_loop(0, num_chunks, add, zeros)
+
+
+def simulate(
+  config: SimulateConfig, console: rich.console.Console | None = None
+) -> dict[str, Any]:
+  """Prints the exact law and the Monte Carlo check of it.
+
+  Returns:
+    The record: 'exact' and 'measured' with lists 'accepted', 'resampled' and
+    'total' of V numbers each; 'z' with the same, in standard errors;
+    'acceptance_prob'; 'p_value' of a chi-squared test over all 2 V outcomes;
+    'agrees', whether that is above `ALPHA`.
+  """
+  console = console or rich.console.Console()
+  exact = outcomes(config.target, config.draft, config.lenience)
+  law = np.stack([exact.accepted, exact.resampled])
+  counts = measure(config)
+  expected = _by_outcome(law)
+  measured = _by_outcome(counts / config.num_samples)
+  errors = {
+    name: standard_error(values, config.num_samples)
+    for name, values in expected.items()
+  }
+  z_scores = {
+    name: z_score(measured[name], expected[name], errors[name])
+    for name in expected
+  }
+  p_value = chi_squared_p_value(counts, law)
+  record = {
+    'kind': 'simulation',
+    **dataclasses.asdict(config),
+    'acceptance_prob': exact.acceptance_prob,
+    'exact': _lists(expected),
+    'measured': _lists(measured),
+    'z': _lists(z_scores),
+    'p_value': p_value,
+    'agrees': p_value >= ALPHA,
+  }
+  console.print(_exact_table(config, exact))
+  console.print(_measured_table(config, measured, errors, z_scores))
+  for line in _notes(config, exact, record):
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+  return record
+
+
+def standard_error(expected: np.ndarray, num_samples: int) -> np.ndarray:
+  """Of a frequency among `num_samples` draws of the given probability."""
+  return np.sqrt(expected * np.maximum(1 - expected, 0) / num_samples)
+
+
+def z_score(
+  measured: np.ndarray, expected: np.ndarray, error: np.ndarray
+) -> np.ndarray:
+  """The deviation in standard errors; infinite for what cannot happen."""
+  deviation = measured - expected
+  impossible = np.copysign(np.inf, deviation)
+  certain = np.where(np.abs(deviation) < 1e-12, 0.0, impossible)
+  return np.where(error > 0, deviation / np.where(error > 0, error, 1), certain)
+
+
+def _by_outcome(pair: np.ndarray) -> dict[str, np.ndarray]:
+  """Rows of accepted and resampled, and their sum."""
+  return {'accepted': pair[0], 'resampled': pair[1], 'total': pair.sum(axis=0)}
+
+
+def _lists(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
+  return {name: array.tolist() for name, array in arrays.items()}
+
+
+def _normalised(values: Sequence[float] | np.ndarray) -> np.ndarray:
+  array = np.asarray(values, np.float64)
+  return array / array.sum()
+
+
+def _exact_table(config: SimulateConfig, exact: Outcomes) -> rich.table.Table:
+  made = rich.table.Table(title='One proposal, exactly', show_footer=True)
+  columns = {
+    'target': _normalised(config.target),
+    'draft': _normalised(config.draft),
+    'accepted': exact.accepted,
+    'resampled': exact.resampled,
+    'total': exact.total,
+  }
+  made.add_column('token', footer='sum', justify='right')
+  for name, values in columns.items():
+    made.add_column(name, footer=f'{values.sum():.6f}', justify='right')
+  if config.lenience != 1:
+    columns['at most'] = columns['target'] / config.lenience
+    made.add_column('at most', justify='right')
+  for token, row in enumerate(zip(*columns.values(), strict=True)):
+    made.add_row(str(token), *(f'{value:.6f}' for value in row))
+  return made
+
+
+def _measured_table(config, measured, errors, z_scores) -> rich.table.Table:
+  made = rich.table.Table(
+    title=f'Measured in {config.num_samples:,} proposals; z in standard errors'
+  )
+  made.add_column('token', justify='right')
+  for name in measured:
+    made.add_column(name, justify='right')
+    if name == 'total':
+      made.add_column('error', justify='right')
+    made.add_column('z', justify='right')
+  for token in range(len(config.target)):
+    cells = []
+    for name, values in measured.items():
+      cells.append(f'{values[token]:.6f}')
+      if name == 'total':
+        cells.append(f'{errors[name][token]:.6f}')
+      cells.append(f'{z_scores[name][token]:+.2f}')
+    made.add_row(str(token), *cells)
+  return made
+
+
+def _notes(config, exact: Outcomes, record) -> list[str]:
+  """What the tables do not say."""
+  beta = exact.acceptance_prob
+  error = float(standard_error(np.asarray(beta), config.num_samples))
+  share = float(np.sum(record['measured']['accepted']))
+  notes = [
+    f'Accepted: {beta:.6f} exactly, {share:.6f} ± {error:.6f} measured.',
+    'Chi-squared over all outcomes:'
+    f' p = {record["p_value"]:.3g}{"" if record["agrees"] else ", WRONG"}.',
+  ]
+  if config.lenience != 1:
+    target = _normalised(config.target)
+    moved = np.abs(exact.total - target).sum() / 2
+    worst = np.max(exact.total[target > 0] / target[target > 0])
+    notes.append(
+      f'Lossy: lenience {config.lenience:g} moves {moved:.6f} of the'
+      f' probability. Some token comes {worst:.4f} times as often as it should,'
+      f' none more than {1 / config.lenience:.4f} times.'
+    )
+  return notes

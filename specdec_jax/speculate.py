@@ -1,0 +1,211 @@
+"""Stochastic speculative execution of two functions: Section 6 of the paper.
+
+f(x) is a distribution over a finite set, and g goes on from a sample of it:
+y = g(s) with s drawn from f(x). Both are slow, and g cannot begin before f has
+ended. Where a cheap f_approx comes near to f, g begins on a sample of *that*
+while f runs. Then the sample is verified as a proposal of one token would be:
+it is kept, with all that g has done, or g begins anew on another one. Either
+way the sample has exactly f's distribution (Appendix A.1). The early start is
+kept with probability sum min(f, f_approx), `analysis.acceptance_prob`; then y
+takes as long as the longer of f and g (behind f_approx), not as both together.
+
+A particle hops along a ring of charges. The energy of a site is a sum over all
+of them, or nearly so over the nearest; what follows a hop, here only the new
+site, may be a costly relaxation:
+
+>>> import jax
+>>> import jax.numpy as jnp
+>>> from specdec_jax.speculate import speculate
+>>> ring = jnp.arange(12)
+>>> charges = jnp.cos(ring**2)
+>>> def hops(site, reach):
+...   '''The law of a hop by -1, 0 or 1 at temperature 1; float32[3].'''
+...   distance = jnp.abs(site + jnp.arange(-1, 2)[:, None] - ring[None, :])
+...   distance = jnp.minimum(distance, 12 - distance)
+...   near = jnp.where(distance <= reach, charges[None, :], 0.0)
+...   return jax.nn.softmax(-jnp.sum(near / (1 + distance), axis=1))
+>>> def step(site, key):
+...   return speculate(
+...     lambda site: hops(site, reach=6),
+...     lambda site: hops(site, reach=1),
+...     lambda hop: (site + hop - 1) % 12,
+...     site,
+...     key,
+...   )
+>>> site = jnp.int32(0)
+>>> for key in jax.random.split(jax.random.key(0), 5):
+...   site = jax.jit(step)(site, key).value
+>>> bool(0 <= site < 12)
+True
+"""
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from specdec_jax import analysis, probs
+from specdec_jax.speculative import verify
+from specdec_jax.types import Draft
+
+
+@struct.dataclass
+class Outcome:
+  """What a speculative execution gives.
+
+  Attributes:
+    value: g of the sample.
+    sample: int32[], the index drawn from f's distribution.
+    accepted: bool[], whether g's early start was kept.
+  """
+
+  value: Any
+  sample: Any
+  accepted: Any
+
+
+def speculate(
+  f: Callable[[Any], jax.Array],
+  f_approx: Callable[[Any], jax.Array],
+  g: Callable[[jax.Array], Any],
+  x: Any,
+  key: jax.Array,
+) -> Outcome:
+  """y = g(sample of f(x)) as one JAX program; to be jitted by the caller.
+
+  f(x) and the early g do not depend on each other, so XLA may overlap them. g
+  runs once more only where the guess was refused; under `vmap` that is always,
+  because a mapped condition computes both sides.
+
+  Args:
+    f: x -> float[V], probabilities; only their shape is checked.
+    f_approx: x -> float[V], likewise.
+    g: int32[] -> a pytree of arrays.
+    x: any pytree.
+    key: PRNG key; consumed.
+
+  Returns:
+    `Outcome` of arrays.
+
+  Raises:
+    ValueError: f and f_approx differ in their shapes, at trace time.
+  """
+  draft_probs = f_approx(x)
+  guess = _guess(draft_probs, key)
+  early = g(guess)
+  sample, accepted = settle(guess, f(x), draft_probs, key)
+  value = lax.cond(accepted, lambda: early, lambda: g(sample))
+  return Outcome(value, sample, accepted)
+
+
+def speculate_in_threads(
+  f: Callable[[Any], Any],
+  f_approx: Callable[[Any], Any],
+  g: Callable[[int], Any],
+  x: Any,
+  key: jax.Array,
+  executor: concurrent.futures.Executor | None = None,
+) -> Outcome:
+  """y = g(sample of f(x)) for Python functions that run at the same time.
+
+  f and the early g run in the executor, f_approx and the second g in the
+  caller's thread. A g that began on a refused guess is not waited for, and what
+  it returns or raises is dropped; so g must have no effects that matter.
+  Threads help where both release the interpreter's lock, as array libraries and
+  input and output do; for others give a `ProcessPoolExecutor`.
+
+  Args:
+    f: x -> V probabilities, anything that NumPy takes for a vector.
+    f_approx: x -> V probabilities, likewise.
+    g: an index, as int -> anything.
+    x: anything.
+    key: PRNG key; consumed. It gives the same sample as in `speculate`.
+    executor: with two workers or more; None makes one for this call.
+
+  Returns:
+    `Outcome` of a value, an int and a bool.
+
+  Raises:
+    ValueError: f or f_approx does not give a distribution, or not over the same
+      set.
+    Exception: what f, f_approx, or g on the sample raises.
+  """
+  if executor is None:
+    own = concurrent.futures.ThreadPoolExecutor(max_workers=2)
+    try:
+      return speculate_in_threads(f, f_approx, g, x, key, own)
+    finally:
+      own.shutdown(wait=False, cancel_futures=True)
+  exact = executor.submit(f, x)
+  draft_probs = np.asarray(f_approx(x))
+  guess = int(_guess(draft_probs, key))
+  early = executor.submit(g, guess)
+  try:
+    target_probs = np.asarray(exact.result())
+    _check_distributions(target_probs, draft_probs)
+    sample, accepted = _settle(guess, target_probs, draft_probs, key)
+    if accepted:
+      return Outcome(early.result(), guess, True)
+    return Outcome(g(int(sample)), int(sample), False)
+  finally:
+    early.cancel()  # where it has not begun yet; else nothing
+
+
+def settle(
+  guess: jax.Array,
+  target_probs: jax.Array,
+  draft_probs: jax.Array,
+  key: jax.Array,
+  lenience: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Algorithm 1 for one proposal: the guess, or what replaces it.
+
+  Args:
+    guess: int32[], drawn from `draft_probs`.
+    target_probs: float[V].
+    draft_probs: float[V].
+    key: PRNG key; consumed, but for `probs.draft_key`.
+    lenience: as for `verify`.
+
+  Returns:
+    The sample int32[] of `target_probs`, and bool[], whether it is the guess.
+
+  Raises:
+    ValueError: the shapes are not one vector's.
+  """
+  shapes = jnp.shape(target_probs), jnp.shape(draft_probs)
+  if len(shapes[0]) != 1 or shapes[0] != shapes[1]:
+    raise ValueError(
+      'f and f_approx must give one probability for each element of one finite'
+      f' set, got shapes {shapes[0]} and {shapes[1]}'
+    )
+  target_row = jnp.asarray(target_probs, jnp.float32)
+  draft_row = jnp.asarray(draft_probs, jnp.float32)
+  draft = Draft(jnp.asarray(guess)[None], draft_row[None], jnp.int32(1))
+  # The second row would be the law of a token behind the proposal.
+  verdict = verify(draft, jnp.stack([target_row] * 2), key, lenience)
+  accepted = verdict.num_accepted == 1
+  return jnp.where(accepted, draft.tokens[0], verdict.next_token), accepted
+
+
+_settle = jax.jit(settle)
+
+
+@jax.jit
+def _guess(draft_probs: jax.Array, key: jax.Array) -> jax.Array:
+  row = jnp.asarray(draft_probs, jnp.float32)
+  return probs.sample(row, probs.draft_key(key, 0))
+
+
+def _check_distributions(target_probs, draft_probs) -> None:
+  try:
+    analysis.acceptance_prob(target_probs, draft_probs)
+  except ValueError as error:
+    raise ValueError(
+      f'f gives target_probs, f_approx gives draft_probs: {error}'
+    ) from error

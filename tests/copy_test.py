@@ -1,0 +1,136 @@
+"""Copying: which match is continued, and how far."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax.drafters.base import Context
+from specdec_jax.drafters.copy import copy
+from specdec_jax.probs import SamplingConfig
+
+SLOTS, INPUT_LEN, GAMMA = 40, 14, 5
+
+
+def propose(drafter, inputs, texts, gamma=GAMMA):
+  """The drafts of a ragged batch: a list of ids for each text."""
+  batch = len(texts)
+  tokens = np.full((batch, SLOTS), 3, np.int32)  # behind its end: noise
+  for row, text in enumerate(texts):
+    tokens[row, : len(text)] = text
+  sampling = SamplingConfig(1.0)
+  context = Context(
+    tokens=jnp.asarray(tokens),
+    length=jnp.array([len(text) for text in texts], jnp.int32),
+    keys=jax.random.split(jax.random.key(0), batch),
+    sampling=sampling.params(batch),
+    stop_ids=jnp.array([1]),
+    min_length=jnp.zeros((batch,), jnp.int32),
+    gamma=gamma,
+    greedy=False,
+    forbids_stops=False,
+  )
+  padded = np.zeros((batch, INPUT_LEN), np.int32)
+  for row, ids in enumerate(inputs):
+    padded[row, : len(ids)] = ids
+  state = drafter.init((), jnp.asarray(padded), SLOTS, None)
+  draft, _ = jax.jit(drafter.propose)((), state, context)
+  assert draft.probs is None and draft.tokens.shape == (batch, gamma)
+  return [
+    row[:length].tolist()
+    for row, length in zip(
+      np.asarray(draft.tokens), np.asarray(draft.length), strict=True
+    )
+  ]
+
+
+def reference(inputs, text, gamma, max_match, min_match):
+  """The rule, place by place."""
+  best, own, found = 0, False, []
+  for source in (inputs, text):
+    for place in range(1, len(source)):
+      match = 0
+      for back in range(1, min(max_match, place, len(text)) + 1):
+        if source[place - back] != text[-back]:
+          break
+        match = back
+      # The first place of the input goes before all others; of the output a
+      # later one replaces an earlier one that it found itself.
+      better = match > best or (match == best and source is text and own)
+      if match >= min_match and better:
+        best, own = match, source is text
+        found = [
+          source[i] for i in range(place, min(place + gamma, len(source)))
+        ]
+        if source is text:
+          period = text[place:]
+          found = [period[i % len(period)] for i in range(gamma)]
+  return found
+
+
+@pytest.mark.parametrize(('max_match', 'min_match'), [(1, 1), (3, 1), (4, 2)])
+def test_follows_the_rule(max_match, min_match):
+  rng = np.random.default_rng(max_match)
+  inputs = [
+    rng.integers(2, 7, rng.integers(0, INPUT_LEN + 1)) for _ in range(300)
+  ]
+  texts = [
+    np.append(0, rng.integers(2, 7, rng.integers(0, 30))) for _ in range(300)
+  ]
+  found = propose(copy(max_match, min_match), inputs, texts)
+  sizes = set()
+  for row, ids, text in zip(found, inputs, texts, strict=True):
+    want = reference(ids.tolist(), text.tolist(), GAMMA, max_match, min_match)
+    assert row == want
+    sizes.add(len(row))
+  assert sizes == set(range(GAMMA + 1))
+
+
+CASES = {
+  'nothing generated yet': ([5, 6, 7], [0], []),
+  'from the input, to its end': ([5, 6, 7, 8, 1], [0, 9, 6], [7, 8, 1]),
+  'no longer than gamma': (list(range(2, 12)), [0, 3], [4, 5, 6, 7, 8]),
+  'the first of equals in the input': ([5, 6, 5, 7], [0, 5], [6, 5, 7]),
+  'the longer one further on': ([5, 6, 4, 5, 7, 1], [0, 4, 5], [7, 1]),
+  'the last of equals in the output': (
+    [],
+    [0, 5, 6, 5, 7, 9, 5],
+    [7, 9, 5, 7, 9],
+  ),
+  'the longer one in the output': (
+    [5, 8, 8],
+    [0, 4, 5, 6, 4, 5],
+    [6, 4, 5, 6, 4],
+  ),
+  'a text that repeats one token': ([], [0, 5, 5], [5, 5, 5, 5, 5]),
+  'the last token of the input ends nothing': ([6, 5], [0, 5], []),
+  'padding is no text': ([5, 6], [7, 0], []),
+  'a match does not reach over the start': ([4, 5, 9], [5], [9]),
+}
+
+
+def test_cases():
+  inputs = [case[0] for case in CASES.values()]
+  texts = [case[1] for case in CASES.values()]
+  found = propose(copy(), inputs, texts)
+  want = {name: case[2] for name, case in CASES.items()}
+  assert dict(zip(CASES, found, strict=True)) == want
+
+
+def test_min_match():
+  inputs = [[5, 6, 7, 8]] * 2
+  assert propose(copy(4, 2), inputs, [[0, 6], [0, 5, 6]], 1) == [[], [7]]
+
+
+def test_a_decoder_only_model_copies_from_its_prompt():
+  """Its inputs are one column of zeros; the prompt is in the context."""
+  drafter = copy()
+  state = drafter.init((), jnp.zeros((1, 1), jnp.int32), SLOTS, None)
+  assert state.shape == (1, 1)
+  assert propose(drafter, [[]], [[5, 6, 7, 5]]) == [[6, 7, 5, 6, 7]]
+
+
+@pytest.mark.parametrize('bad', [(1, 2), (0, 0), (3, 0)])
+def test_numbers_that_make_no_sense(bad):
+  with pytest.raises(ValueError, match='1 <= min_match <= max_match'):
+    copy(*bad)

@@ -1,0 +1,263 @@
+"""What is particular to uniform, late, combined and cascaded drafters.
+
+What all drafters have in common is in drafter_conformance_test.py.
+"""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import testing
+from specdec_jax.decoding import speculative
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.cascade import cascade
+from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.first_of import first_of
+from specdec_jax.drafters.late_model import catch_up, late_model
+from specdec_jax.drafters.ngram import ngram
+from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.drafters.uniform import uniform
+from specdec_jax.probs import SamplingConfig
+
+VOCAB = 6
+CALLS = collections.Counter()  # of `Counted` models, at run time
+
+
+class Counted(testing.MarkovModel):
+  """Counts its calls when they happen, not when they are traced."""
+
+  def __init__(self, seed, name):
+    super().__init__(testing.random_markov(seed, VOCAB, 2).params['table'])
+    self.name = name
+
+  def extend(self, params, cache, tokens):
+    jax.debug.callback(lambda: CALLS.update([self.name]))
+    return super().extend(params, cache, tokens)
+
+
+TARGET, DRAFT = Counted(1, 'target'), Counted(2, 'draft')
+TABLE = fit(
+  [[0, *np.random.default_rng(i).integers(0, VOCAB, 20)] for i in range(9)],
+  2,
+  VOCAB,
+)
+
+
+def request_of(rows, gamma, sampling, slots, inputs=(2, 3), **changes):
+  request = decode_state.Request(
+    inputs=jnp.tile(jnp.array(inputs), (rows, 1)),
+    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+      jax.random.key(7), jnp.arange(rows)
+    ),
+    sampling=sampling.params(rows),
+    stop_ids=jnp.array([-1]),
+    min_length=jnp.zeros((rows,), jnp.int32),
+    max_length=jnp.full((rows,), slots, jnp.int32),
+    slots=slots,
+    gamma=gamma,
+    greedy=sampling.greedy,
+    with_log_probs=False,
+  )
+  return request.replace(**changes)
+
+
+# Most of this suite is the compiler's time; the code need not be quick.
+_jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
+)
+propose_late = _jit(late_model(DRAFT).propose)
+propose_small = _jit(small_model(DRAFT).propose)
+catch_up_draft = _jit(functools.partial(catch_up, DRAFT))
+
+
+@functools.partial(_jit, static_argnums=0)
+def _decode(drafter, params, request):
+  pair = PairParams(TARGET.params, params)
+  return speculative.decode(TARGET, drafter, pair, request)
+
+
+def decode(drafter, params, request):
+  CALLS.clear()
+  result = jax.device_get(_decode(drafter, params, request))
+  jax.effects_barrier()
+  return result
+
+
+MIXED = SamplingConfig([0.0, 0.6, 1.0, 1.7], top_k=4)
+
+
+@pytest.mark.parametrize(
+  ('cheaper', 'params'),
+  [
+    (ngram(VOCAB), TABLE),
+    (late_model(DRAFT), DRAFT.params),
+  ],
+  ids=['bigram', 'model'],
+)
+def test_cascade_of_the_target_itself_is_always_accepted(cheaper, params):
+  """Draft.probs are the model's own rows, at every temperature."""
+  drafter = cascade(TARGET, cheaper)
+  request = request_of(4, 5, MIXED, 40, max_length=jnp.array([40, 39, 11, 40]))
+  stats = decode(drafter, (TARGET.params, params), request).stats
+  np.testing.assert_array_equal(stats.num_accepted, stats.num_tested)
+  assert (stats.num_tested >= 9).all()
+
+
+def test_cascade_calls_its_model_less_often():
+  """Helped by one that knows all, four tokens cost one call instead of 4."""
+  request = request_of(1, 4, SamplingConfig(0.0), 40)
+  plain = decode(small_model(DRAFT), DRAFT.params, request)
+  assert CALLS['draft'] == 4 * CALLS['target']
+  helper = Counted(2, 'helper')
+  drafter = cascade(DRAFT, late_model(helper), gamma=3)
+  found = decode(drafter, (DRAFT.params, helper.params), request)
+  np.testing.assert_array_equal(found.tokens, plain.tokens)
+  np.testing.assert_array_equal(found.stats.histogram, plain.stats.histogram)
+  # One to verify, and one to catch up where the draft before was whole.
+  whole = int(found.stats.histogram[0, 4])
+  assert 0 <= CALLS['draft'] - CALLS['target'] <= whole
+  assert 3 * CALLS['target'] <= CALLS['helper']
+
+
+def test_finished_rows_do_not_keep_a_cascade_busy():
+  """As many calls beside rows that only fill up the batch as beside equals."""
+  drafter, params = cascade(DRAFT, uniform(VOCAB)), (DRAFT.params, ())
+  request = request_of(3, 4, SamplingConfig(0.0), 40)
+  request = request.replace(keys=request.keys[jnp.zeros(3, jnp.int32)])
+  calls = []
+  for limits in ([40, 40, 40], [40, 0, 0]):
+    changed = request.replace(max_length=jnp.array(limits))
+    decode(drafter, params, changed)
+    calls.append(CALLS['draft'])
+  # The loop learns only by the first verdict that a row was never to run.
+  assert calls[0] <= calls[1] <= calls[0] + 4
+
+
+def test_cascade_needs_a_gamma():
+  with pytest.raises(ValueError, match='at least 1, got 0'):
+    cascade(DRAFT, uniform(VOCAB), gamma=0)
+
+
+def repeating():
+  """A target that goes through its inputs again and again: all is copied."""
+  table = np.full((VOCAB,) * 2, -30.0)
+  cycle = [0, 2, 3, 4, 5]
+  for here, after in zip(cycle, [*cycle[1:], 2], strict=True):
+    table[here, after] = 30.0
+  return testing.MarkovModel(table)
+
+
+def test_first_of_skips_the_model_where_all_rows_copy():
+  """Once the text is in its cycle, the model is not called any more."""
+  target = repeating()
+  drafter = first_of(copy(), late_model(DRAFT))
+  params = PairParams(target.params, ((), DRAFT.params))
+  request = request_of(2, 3, SamplingConfig(0.0), 56, inputs=(2, 3, 4, 5))
+  run = _jit(speculative.decode, static_argnums=(0, 1))
+  CALLS.clear()
+  result = jax.device_get(run(target, drafter, params, request))
+  jax.effects_barrier()
+  assert result.tokens[0, :6].tolist() == [2, 3, 4, 5, 2, 3]
+  # The start token is in no input: the model is asked once, for three tokens.
+  assert CALLS['draft'] == 3
+  assert result.stats.num_rounds[0] < 20
+
+
+def test_first_of_takes_what_each_row_has():
+  """One row copies, the other has nothing to copy: the model's tokens."""
+  inputs = jnp.array([[2, 3, 4, 5], [0, 0, 0, 0]])
+  request = request_of(2, 3, SamplingConfig(1.0), 20, inputs=inputs[0])
+  request = request.replace(inputs=inputs)
+  tokens = jnp.zeros((2, 65), jnp.int32).at[:, 1].set(3)
+  context = speculative.context_of(
+    request, tokens, jnp.array([2, 2]), request.keys
+  )
+  both = first_of(copy(), late_model(DRAFT))
+  params = ((), DRAFT.params)
+  state = both.init(params, inputs, 64, None)
+  draft, _ = _jit(both.propose)(params, state, context)
+  alone = late_model(DRAFT)
+  cache = alone.init(DRAFT.params, inputs, 64, None)
+  other, _ = propose_late(DRAFT.params, cache, context)
+  assert draft.length.tolist() == [2, 3]
+  assert draft.tokens[0, :2].tolist() == [4, 5]
+  np.testing.assert_array_equal(
+    draft.probs[0, :2], jax.nn.one_hot(jnp.array([4, 5]), VOCAB)
+  )
+  np.testing.assert_array_equal(draft.tokens[1], other.tokens[1])
+  np.testing.assert_array_equal(draft.probs[1], other.probs[1])
+
+
+def test_first_of_two_deterministic_drafters_states_no_probabilities():
+  both = first_of(copy(min_match=2), copy())
+  request = request_of(1, 2, SamplingConfig(1.0), 20, inputs=(4, 5, 1))
+  tokens = jnp.zeros((1, 65), jnp.int32).at[:, 1].set(4)
+  context = speculative.context_of(
+    request, tokens, jnp.array([2]), request.keys
+  )
+  params = ((), ())
+  state = both.init(params, request.inputs, 64, None)
+  draft, _ = both.propose(params, state, context)
+  assert draft.probs is None
+  assert draft.tokens.tolist() == [[5, 1]] and draft.length.tolist() == [2]
+
+
+@pytest.mark.parametrize('held', [0, 1, 5, 17, 18])
+def test_late_model_reads_what_it_missed(held):
+  """Ragged debts of 0 to 18 tokens; then it is as one that missed nothing."""
+  rows, length = 3, jnp.array([20, 2, 11])
+  tokens = jnp.asarray(np.random.default_rng(0).integers(2, VOCAB, (rows, 30)))
+  request = request_of(rows, 3, SamplingConfig(1.0), 20)
+  empty = DRAFT.prefill(DRAFT.params, request.inputs, 24)
+  _, full = DRAFT.extend(DRAFT.params, empty, tokens[:, :22])
+  late = DRAFT.rewind(full, jnp.minimum(held, length - 1))
+  reached = catch_up_draft(DRAFT.params, late, tokens, length)
+  np.testing.assert_array_equal(reached.length, length - 1)
+  np.testing.assert_array_equal(
+    reached.tokens, DRAFT.rewind(full, length - 1).tokens
+  )
+  context = speculative.context_of(request, tokens, length, request.keys)
+  missed_nothing = DRAFT.rewind(full, length - 1)
+  want, _ = propose_small(DRAFT.params, missed_nothing, context)
+  have, _ = propose_late(DRAFT.params, late, context)
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  assert np.isfinite(have.probs).all()
+
+
+def test_late_model_that_owes_nothing_calls_as_small_model_does():
+  request = request_of(2, 3, SamplingConfig(0.0), 40)
+  decode(small_model(DRAFT), DRAFT.params, request)
+  calls = CALLS['draft']
+  late = decode(late_model(DRAFT), DRAFT.params, request)
+  owed = int((late.stats.histogram[:, 3] > 0).any())
+  assert calls <= CALLS['draft'] <= calls + owed * late.stats.num_rounds.max()
+
+
+def test_uniform_draws_every_id_alike():
+  rows = 3000
+  request = request_of(rows, 2, SamplingConfig(0.3), 20)
+  tokens = jnp.zeros((rows, 65), jnp.int32)
+  length = jnp.ones((rows,), jnp.int32)
+  context = speculative.context_of(request, tokens, length, request.keys)
+  drafter = uniform(VOCAB)
+  draft, _ = jax.jit(drafter.propose)((), (), context)
+  np.testing.assert_allclose(draft.probs, 1 / VOCAB)
+  counts = testing.count_ngrams(draft.tokens, VOCAB)
+  testing.assert_chi_squared(counts, np.full((VOCAB,) * 2, VOCAB**-2), 1e-3)
+  one_more = uniform(VOCAB + 1)  # the control
+  more, _ = jax.jit(one_more.propose)((), (), context)
+  kept = np.minimum(more.tokens, VOCAB - 1)
+  counts = testing.count_ngrams(kept, VOCAB)
+  law = np.full((VOCAB,) * 2, VOCAB**-2)
+  assert testing.chi_squared_p_value(counts, law) < 1e-3
+
+
+def test_uniform_needs_a_vocabulary():
+  with pytest.raises(ValueError, match='at least 1, got 0'):
+    uniform(0)

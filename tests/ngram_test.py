@@ -1,0 +1,382 @@
+"""N-gram tables: fitting, files, the look-up on the device, the script."""
+
+import collections
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+from specdec_jax import testing
+from specdec_jax.drafters import ngram_table
+from specdec_jax.drafters.base import Context
+from specdec_jax.drafters.ngram import first_guess, longest_known, ngram
+from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.measure import ngram as fitting
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.training.data import TokenPairs
+
+VOCAB = 40
+CORPUS = [
+  [0, *np.random.default_rng(row).integers(0, VOCAB, 30) % (4 + row % 9), 1]
+  for row in range(60)
+]
+
+
+# What follows 2, and how often.
+FOLLOWS = {7: 40, 30: 20, 9: 16, 8: 8, 12: 6, 5: 2}
+SKEWED = [
+  [0, 2, token] for token, count in FOLLOWS.items() for _ in range(count)
+]
+
+
+def counts_of(corpus, order, min_count):
+  """Context -> Counter of what follows: the plainest way to count."""
+  found = collections.defaultdict(collections.Counter)
+  for ids in corpus:
+    for place in range(1, len(ids)):
+      for size in range(min(order - 1, place) + 1):
+        context = tuple(int(i) for i in ids[place - size : place])
+        found[context][int(ids[place])] += 1
+  return {
+    context: follow
+    for context, follow in found.items()
+    if not context or follow.total() >= min_count
+  }
+
+
+find = jax.jit(longest_known)
+
+
+def look_up(table, texts):
+  """Entries of each text's longest known end: [(id, probability), ...]."""
+  size = table.order - 1
+  recent = np.zeros((len(texts), size), np.int32)
+  for row, text in enumerate(texts):
+    near = list(text)[::-1][:size]
+    recent[row, : len(near)] = near
+  known = np.array([len(text) for text in texts], np.int32)
+  nodes = find(table, recent, known)
+  return [
+    [
+      (int(table.ids[i]), math.exp(table.log_probs[i]))
+      for i in range(table.starts[node], table.starts[node + 1])
+    ]
+    for node in np.asarray(nodes)
+  ]
+
+
+@pytest.mark.parametrize('order', [1, 2, 3, 5])
+@pytest.mark.parametrize('min_count', [1, 3])
+def test_table_holds_the_counts(order, min_count):
+  """Every context of the corpus, and others that must back off."""
+  want = counts_of(CORPUS, order, min_count)
+  table = fit(CORPUS, order, VOCAB, max_continuations=4, min_count=min_count)
+  assert sum(table.num_contexts) == len(want)
+  rng = np.random.default_rng(0)
+  texts = [*want, *(tuple(row) for row in rng.integers(0, 14, (200, 6)))]
+  backed_off = 0
+  for text, entries in zip(texts, look_up(table, texts), strict=True):
+    ends = [text[len(text) - n :] for n in range(min(order, len(text) + 1))]
+    # The longest end all of whose own ends are known as well.
+    end = max((e for e in ends if e in want), key=len)
+    backed_off += len(end) < min(order - 1, len(text))
+    likeliest = sorted(want[end].items(), key=lambda kv: (-kv[1], kv[0]))[:4]
+    total = want[end].total()
+    assert [id_ for id_, _ in entries] == [id_ for id_, _ in likeliest]
+    np.testing.assert_allclose(
+      [prob for _, prob in entries], [n / total for _, n in likeliest], 1e-6
+    )
+  assert backed_off or order == 1
+
+
+def test_search_among_many_children():
+  """Every child is found in three steps, what is not there never is."""
+  known = np.random.default_rng(1).permutation(32_000)[:5_000]
+  table = fit([[i, 7] for i in known], 2, 32_000)
+  assert table.fanouts == (5_000,)
+  ids = np.arange(32_000, dtype=np.int32)
+  nodes = find(table, ids[:, None], np.ones(32_000, np.int32))
+  np.testing.assert_array_equal(np.flatnonzero(nodes), np.sort(known))
+  found = np.asarray(nodes)[np.sort(known)]
+  np.testing.assert_array_equal(table.tokens[found], np.sort(known))
+
+
+def test_memory_grows_with_the_corpus_not_with_the_vocabulary():
+  small = fit(CORPUS, 2, VOCAB)
+  large = fit(CORPUS, 2, 32_128)
+  assert large.num_bytes == small.num_bytes < 16_000
+
+
+def context_of(texts, sampling, gamma, min_length=0, stop=-1):
+  batch = len(texts)
+  tokens = np.full((batch, 40), 9, np.int32)  # behind its end: noise
+  for row, text in enumerate(texts):
+    tokens[row, : len(text)] = text
+  return Context(
+    tokens=jnp.asarray(tokens),
+    length=jnp.array([len(text) for text in texts], jnp.int32),
+    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+      jax.random.key(5), jnp.arange(batch)
+    ),
+    sampling=sampling.params(batch),
+    stop_ids=jnp.array([stop, -1]),
+    min_length=jnp.full((batch,), min_length, jnp.int32),
+    gamma=gamma,
+    greedy=sampling.greedy,
+    forbids_stops=min_length > 0,
+  )
+
+
+propose = jax.jit(ngram(VOCAB + 3).propose)
+
+
+def test_greedy_proposals_follow_the_first_guess():
+  """Across the empty context, and into what was proposed itself."""
+  table = fit(CORPUS, 3, VOCAB)
+  texts = [(0,), (0, 3), (0, 3, 2, 1), (0, 39, 39)]
+  draft, _ = propose(table, (), context_of(texts, SamplingConfig(0.0), 5))
+  assert draft.probs is None
+  np.testing.assert_array_equal(draft.length, 5)
+  for text, tokens in zip(texts, np.asarray(draft.tokens), strict=True):
+    for token in tokens.tolist():
+      assert token == look_up(table, [text])[0][0][0]
+      text = (*text, token)
+
+
+def test_drawn_proposals_have_the_probabilities_they_state():
+  """chi-squared of 4000 draws; a proposal's own row of [B, G, V]."""
+  table = fit(SKEWED, 2, VOCAB)
+  rows, temperature = 4000, 0.7
+  sampling = SamplingConfig(temperature, top_k=5, top_p=0.99)
+  context = context_of([(0, 2)] * rows, sampling, 2)
+  draft, _ = propose(table, (), context)
+  tokens, stated = np.asarray(draft.tokens), np.asarray(draft.probs)
+  assert stated.shape == (rows, 2, VOCAB + 3)
+  np.testing.assert_allclose(stated.sum(-1), 1, atol=1e-5)
+  assert (np.take_along_axis(stated, tokens[..., None], -1) > 0).all()
+  weights = np.zeros(VOCAB + 3)
+  for token, count in list(FOLLOWS.items())[:5]:  # top-k drops the sixth
+    weights[token] = count ** (1 / temperature)
+  want = weights / weights.sum()
+  np.testing.assert_allclose(stated[:, 0], np.tile(want, (rows, 1)), atol=1e-6)
+  observed = np.bincount(tokens[:, 0], minlength=VOCAB + 3)
+  testing.assert_chi_squared(observed, want, alpha=1e-3)
+  # The control: not the law of temperature 1.
+  flat = want**temperature
+  assert testing.chi_squared_p_value(observed, flat / flat.sum()) < 1e-3
+
+
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_stop_ids_that_are_not_allowed_yet(temperature):
+  """Another entry is proposed; where there is none, nothing."""
+  corpus = [[0, 2, 1], [0, 2, 1], [0, 2, 3], [0, 3, 1]]
+  table = fit(corpus, 2, VOCAB)
+  sampling = SamplingConfig(temperature)
+  context = context_of([(0, 2), (0, 3), (0, 3, 4)], sampling, 2, 4, stop=1)
+  draft, _ = propose(table, (), context)
+  # 2 -> 3 -> nothing; 3 -> nothing; 4 is unknown: the empty context, not 1.
+  assert draft.length.tolist()[:2] == [1, 0]
+  assert draft.tokens[0, 0] == 3
+  assert draft.length[2] >= 1 and draft.tokens[2, 0] != 1
+  if draft.probs is not None:
+    assert np.isfinite(draft.probs).all()
+  later = context_of([(0, 2, 2, 2, 2)], sampling, 1, 4, stop=1)
+  tokens, _ = propose(table, (), later)
+  assert temperature or tokens.tokens.tolist() == [[1]]
+
+
+def test_another_width_than_the_targets():
+  table = fit([[0, VOCAB + 3]], 1, VOCAB + 4)
+  context = context_of([(0,)], SamplingConfig(0.0), 1)
+  with pytest.raises(ValueError, match='vocabulary of 44'):
+    propose(table, (), context)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'order': 0}, 'order must be at least 1, got 0. Order 1 is a unigram'),
+    ({'max_continuations': 0}, 'max_continuations must be'),
+    ({'sequences': []}, 'even the empty context'),
+    ({'sequences': [[0], []]}, '1 tokens in 2 sequences'),
+    (
+      {'order': 4, 'sequences': [[0, 5, 6]]},
+      'all contexts of 3 tokens or more are empty.*order 3 at most',
+    ),
+    (
+      {'order': 3, 'min_count': 2, 'sequences': [[0, 5, 6], [0, 5, 7]]},
+      'min_count = 2',
+    ),
+    ({'sequences': [[0, VOCAB]]}, r'ids 0\.\.40; expected ids in \[0, 40\)'),
+  ],
+)
+def test_what_cannot_be_fitted(change, message):
+  args = {'sequences': CORPUS, 'order': 2, 'vocab_size': VOCAB} | change
+  if 'min_count' in change:  # (0, 5) is seen twice, so order 3 would do
+    args['order'] = 4
+    args['sequences'] = [[*ids, 9] for ids in args['sequences']]
+  with pytest.raises(ValueError, match=message):
+    fit(**args)
+
+
+class Words:
+  vocab_size = VOCAB
+  fingerprint = 'abc'
+
+
+def test_file(tmp_path):
+  path = tmp_path / 'new' / 'table.npz'
+  table = fit(CORPUS, 3, VOCAB, fingerprint='abc')
+  table.save(path)
+  again = ngram_table.load(path, Words)
+  jax.tree.map(np.testing.assert_array_equal, again, table)
+  assert again.fanouts == table.fanouts
+  assert [p.name for p in path.parent.iterdir()] == ['table.npz']
+
+  class Others(Words):
+    fingerprint = 'abd'
+
+  class Longer(Words):
+    vocab_size = VOCAB + 1
+
+  for other in (Others, Longer):
+    with pytest.raises(ValueError, match='fitted for another vocabulary'):
+      ngram_table.load(path, other)
+
+
+def test_broken_files(tmp_path):
+  path = tmp_path / 'table.npz'
+  with pytest.raises(ValueError, match='No such file.*fit_ngram'):
+    ngram_table.load(path)
+  fit(CORPUS, 2, VOCAB).save(path)
+  whole = path.read_bytes()
+  with np.load(path) as archive:
+    arrays = dict(archive)
+  broken = {
+    'cut': whole[: len(whole) // 2],
+    'empty': b'',
+    'text': b'no archive',
+  }
+  changed = {
+    'without ids': {'ids': None},
+    'ids outside': {'ids': arrays['ids'] + VOCAB},
+    'starts': {'starts': arrays['starts'][:-1]},
+    'children': {'children': arrays['children'][::-1]},
+    'kind': {'about': np.array(json.dumps({'kind': 'other'}))},
+    'order': {
+      'about': np.array(
+        json.dumps({**json.loads(str(arrays['about'])), 'order': 3})
+      )
+    },
+  }
+  for name, change in changed.items():
+    kept = {k: v for k, v in (arrays | change).items() if v is not None}
+    np.savez(tmp_path / f'{name}.npz', **kept)
+    broken[name] = (tmp_path / f'{name}.npz').read_bytes()
+  for name, data in broken.items():
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match='is not a whole n-gram table'):
+      ngram_table.load(path)
+      pytest.fail(name)
+
+
+# The script's side.
+
+LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
+
+
+@pytest.fixture(scope='module')
+def files(folder, tokenizer):
+  """The same outputs in every form that is read."""
+  ids = [[*tokenizer.encode(text), tokenizer.eos_id] for text in LINES if text]
+  (folder / 'a.txt').write_text('\n'.join(LINES))
+  (folder / 'a.tsv').write_text(''.join(f'x\t{t}\n' for t in LINES if t))
+  (folder / 'a.jsonl').write_text(
+    ''.join(
+      json.dumps({'prediction_tokens': row, 'target': text}) + '\n'
+      for row, text in zip(ids, filter(None, LINES), strict=True)
+    )
+  )
+  (folder / 'samples.jsonl').write_text(
+    json.dumps({'prediction_tokens': ids}) + '\n'
+  )
+  without_end = [row[:-1] for row in ids]
+  TokenPairs.from_lists(without_end, without_end).save(folder / 'a.npz')
+  return ids
+
+
+@pytest.mark.parametrize(
+  ('name', 'field'),
+  [
+    ('a.txt', ''),
+    ('a.tsv', ''),
+    ('a.jsonl', 'prediction_tokens'),
+    ('a.jsonl', 'target'),
+    ('samples.jsonl', 'prediction_tokens'),
+    ('a.npz', ''),
+  ],
+)
+def test_outputs(folder, tokenizer, files, name, field):
+  found = fitting.outputs(str(folder / name), tokenizer, field)
+  assert list(found) == files
+
+
+def test_outputs_that_cannot_be_read(folder, tokenizer, files):
+  cases = {
+    'missing.txt': 'could not be read',
+    'a.jsonl': "no field 'output'; it has: prediction_tokens, target",
+    'bad.jsonl': 'line 1 is no JSON record',
+    'odd.jsonl': 'expected text or ids',
+  }
+  (folder / 'bad.jsonl').write_text('{\n')
+  (folder / 'odd.jsonl').write_text('{"output": 3}\n')
+  for name, message in cases.items():
+    with pytest.raises(ValueError, match=message):
+      list(fitting.outputs(str(folder / name), tokenizer, 'output'))
+
+
+def test_fit_ngram(folder, tokenizer, files):
+  console = rich.console.Console(record=True, width=100)
+  config = fitting.FitNgramConfig(
+    tokenizer,
+    train_files=[str(folder / 'a.txt')],
+    output_file=str(folder / 'out' / 'table.npz'),
+    order=4,
+    valid_files=[str(folder / 'a.jsonl')],
+  )
+  fitted = fitting.fit_ngram(config, console)
+  loaded = ngram_table.load(config.output_file, tokenizer)
+  jax.tree.map(np.testing.assert_array_equal, loaded, fitted)
+  # It was scored on what it was fitted to: with whole contexts it knows all,
+  # but for where the same words go on in two ways.
+  guesses = [
+    (ids[max(place - 3, 0) : place], ids[place])
+    for ids in ([0, *row] for row in files)
+    for place in range(1, len(ids))
+  ]
+  found = look_up(fitted, [text for text, _ in guesses])
+  right = sum(
+    entries[0][0] == token
+    for entries, (_, token) in zip(found, guesses, strict=True)
+  )
+  assert 0.5 < right / len(guesses) < 1
+  assert f'{right / len(guesses):.3f}' in console.export_text()
+  nodes = find(fitted, np.zeros((1, 3), np.int32), np.ones(1, np.int32))
+  assert int(first_guess(fitted, nodes)[0]) in [row[0] for row in files]
+
+
+def test_settings():
+  for change, message in {
+    'order': 'order must be at least 1',
+    'train_files': 'names no file',
+  }.items():
+    settings = {'train_files': ['a'], 'order': 1}
+    settings |= {change: 0 if change == 'order' else []}
+    with pytest.raises(ValueError, match=message):
+      fitting.FitNgramConfig(tokenizer=None, output_file='x', **settings)
+  with pytest.raises(ValueError, match='must be a sequence of paths'):
+    fitting.FitNgramConfig(None, 'a.txt', 'x')

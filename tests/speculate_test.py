@@ -1,0 +1,239 @@
+"""Speculative execution of two functions: law, threads, order of events."""
+
+import concurrent.futures
+import doctest
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax import analysis, probs, testing
+from specdec_jax import speculate as module
+from specdec_jax.speculate import speculate, speculate_in_threads
+
+TARGET = np.array([0.5, 0.3, 0.2], np.float32)
+DRAFT = np.array([0.2, 0.3, 0.5], np.float32)
+NEVER, ALWAYS = np.eye(2, dtype=np.float32)  # a refused pair
+_PATIENCE = 30  # seconds after which a test that hangs fails
+
+
+# --- The example in the module, which is not a language model -----------------
+
+
+@functools.cache
+def example():
+  """What the module's docstring defines."""
+  names = {}
+  for part in doctest.DocTestParser().get_examples(module.__doc__):
+    exec(part.source, names)
+  return names
+
+
+def test_example_runs_as_printed():
+  found = doctest.testmod(module)
+  assert found.attempted > 5 and found.failed == 0
+
+
+def hop_law(site):
+  """Exact law of the next site; float64[12]."""
+  hops = np.asarray(example()['hops'](site, reach=6), np.float64)
+  law = np.zeros(12)
+  for hop, prob in enumerate(hops):
+    law[(site + hop - 1) % 12] += prob
+  return law
+
+
+def walk(step, num_walks=20_000, num_steps=4):
+  """Counts of the last site of walks from site 0; int[12]."""
+
+  def one(key):
+    def body(site, key):
+      return step(site, key), None
+
+    return jax.lax.scan(body, jnp.int32(0), jax.random.split(key, num_steps))[0]
+
+  keys = jax.random.split(jax.random.key(1), num_walks)
+  sites = jax.jit(jax.vmap(one))(keys)
+  return np.bincount(np.asarray(sites), minlength=12)
+
+
+def test_walk_has_the_exact_law():
+  """20,000 walks of 4 hops, alpha 1e-3; the control misses by p < 1e-9."""
+  chain = np.stack([hop_law(site) for site in range(12)])
+  law = np.linalg.matrix_power(chain, 4)[0]
+  step = example()['step']
+  counts = walk(lambda site, key: step(site, key).value)
+  testing.assert_chi_squared(counts, law / law.sum(), 1e-3)
+
+  def always_kept(site, key):
+    rough = example()['hops'](site, reach=1)
+    return (site + probs.sample(rough, key) - 1) % 12
+
+  assert testing.chi_squared_p_value(walk(always_kept), law / law.sum()) < 1e-9
+
+
+# --- As one program -----------------------------------------------------------
+
+
+@jax.jit
+@functools.partial(jax.vmap, in_axes=(None, None, 0))
+def outcomes(target, draft, key):
+  return speculate(
+    lambda x: x[0], lambda x: x[1], _square, (target, draft), key
+  )
+
+
+def _square(sample):
+  return {'square': sample**2, 'half': sample / 2}
+
+
+def test_sample_and_value():
+  keys = jax.random.split(jax.random.key(0), 100_000)
+  found = jax.device_get(outcomes(TARGET, DRAFT, keys))
+  counts = np.bincount(found.sample, minlength=3)
+  testing.assert_chi_squared(counts, TARGET, 1e-3)
+  # Kept with probability sum min(f, f_approx), to four standard errors.
+  beta = float(analysis.acceptance_prob(TARGET, DRAFT))
+  error = np.sqrt(beta * (1 - beta) / len(keys))
+  assert abs(found.accepted.mean() - beta) < 4 * error
+  np.testing.assert_array_equal(found.value['square'], found.sample**2)
+  np.testing.assert_array_equal(found.value['half'], found.sample / 2)
+
+
+def test_g_runs_again_only_after_a_refusal():
+  """`cond` is in the program where nothing is mapped over it."""
+  calls = []
+
+  def g(sample):
+    jax.debug.callback(lambda s: calls.append(int(s)), sample)
+    return sample
+
+  run = jax.jit(
+    lambda x, key: speculate(lambda x: x[0], lambda x: x[1], g, x, key)
+  )
+  for target, want in ((ALWAYS, [1]), (NEVER, [0, 1])):
+    calls.clear()
+    jax.block_until_ready(run((target, ALWAYS), jax.random.key(0)))
+    jax.effects_barrier()
+    assert sorted(calls) == want
+
+
+def test_other_sets_are_named():
+  x = jnp.ones(2) / 2, jnp.ones(3) / 3
+  with pytest.raises(
+    ValueError, match=r'finite set, got shapes \(2,\) and \(3,\)'
+  ):
+    speculate(lambda x: x[0], lambda x: x[1], _square, x, jax.random.key(0))
+
+
+# --- In threads ---------------------------------------------------------------
+
+
+def constant(law):
+  return lambda x: law
+
+
+def test_threads_give_what_the_program_gives():
+  keys = jax.random.split(jax.random.key(3), 24)
+  want = jax.device_get(outcomes(TARGET, DRAFT, keys))
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    for i, key in enumerate(keys):
+      found = speculate_in_threads(
+        constant(TARGET), constant(DRAFT), lambda s: s**2, None, key, pool
+      )
+      assert found.sample == want.sample[i]
+      assert found.accepted == want.accepted[i]
+      assert found.value == want.value['square'][i]
+  assert 0 < want.accepted.sum() < 24, 'both ways should be seen'
+
+
+def waiting_pair(patience):
+  """f, which ends only once g has begun, and g; and the events in order."""
+  begun, events = threading.Event(), []
+
+  def f(x):
+    events.append('f begins')
+    if not begun.wait(patience):
+      raise TimeoutError('g did not begin while f ran')
+    events.append('f ends')
+    return x
+
+  def g(sample):
+    events.append(f'g({sample}) begins')
+    begun.set()
+    return sample * 10
+
+  return f, g, events
+
+
+def test_g_begins_before_f_ends():
+  """A saving without a clock: in any other order this pair never ends."""
+  key = jax.random.key(0)
+  f, g, events = waiting_pair(_PATIENCE)
+  found = speculate_in_threads(f, constant(ALWAYS), g, ALWAYS, key)
+  assert (found.value, found.sample, found.accepted) == (10, 1, True)
+  assert events == ['f begins', 'g(1) begins', 'f ends']  # g once, no more
+  f, g, events = waiting_pair(_PATIENCE)
+  found = speculate_in_threads(f, constant(ALWAYS), g, NEVER, key)
+  assert (found.value, found.sample, found.accepted) == (0, 0, False)
+  assert events == ['f begins', 'g(1) begins', 'f ends', 'g(0) begins']
+
+
+class OneAfterTheOther(concurrent.futures.Executor):
+  """Runs what is submitted at once, in the caller's thread."""
+
+  def submit(self, function, *args):
+    future = concurrent.futures.Future()
+    try:
+      future.set_result(function(*args))
+    except TimeoutError as error:
+      future.set_exception(error)
+    return future
+
+
+def test_control_one_after_the_other_does_not_pass():
+  f, g, _ = waiting_pair(0)
+  with pytest.raises(TimeoutError, match='g did not begin while f ran'):
+    speculate_in_threads(
+      f, constant(ALWAYS), g, ALWAYS, jax.random.key(0), OneAfterTheOther()
+    )
+
+
+def test_errors_of_a_refused_start_are_dropped():
+  def g(sample):
+    if sample == 1:
+      raise ZeroDivisionError
+    return 'fine'
+
+  key = jax.random.key(0)
+  run = functools.partial(speculate_in_threads, x=None, key=key)
+  assert run(constant(NEVER), constant(ALWAYS), g).value == 'fine'
+  with pytest.raises(ZeroDivisionError):
+    run(constant(ALWAYS), constant(ALWAYS), g)
+
+  def broken(x):
+    raise OverflowError
+
+  with pytest.raises(OverflowError):
+    run(broken, constant(ALWAYS), lambda s: s)
+  with pytest.raises(OverflowError):
+    run(constant(ALWAYS), broken, lambda s: s)
+
+
+@pytest.mark.parametrize(
+  'target, draft, message',
+  [
+    ([0.5, 0.4], [0.5, 0.5], 'f gives target_probs.* sum to 1 .* got 0.9'),
+    ([0.5, 0.5], [0.9, 0.3], 'draft_probs must sum to 1 .* got 1.2'),
+    ([1.5, -0.5], [0.5, 0.5], 'target_probs must be finite and >= 0, got -0.5'),
+    ([0.5, 0.5], [0.2, 0.3, 0.5], r'got shapes \(2,\) and \(3,\)'),
+  ],
+)
+def test_what_is_no_distribution_is_named(target, draft, message):
+  with pytest.raises(ValueError, match=message):
+    speculate_in_threads(
+      constant(target), constant(draft), lambda s: s, None, jax.random.key(0)
+    )
