@@ -23,6 +23,7 @@ T5_1_1 = t5.T5Config(
 T5_1_0 = dataclasses.replace(
   T5_1_1, mlp_activations=('relu',), logits_via_embedding=True
 )
+OWN_BIAS = dataclasses.replace(T5_1_1, bias_per_layer=True)
 FIXTURE = (
   pathlib.Path(__file__).parents[2]
   / 'shared/fixtures/t5x/legacy_msgpack.checkpoint_0'
@@ -53,7 +54,9 @@ def ragged_inputs(batch=3, width=11):
 
 
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
-@pytest.mark.parametrize('config', [T5_1_1, T5_1_0], ids=['1.1', '1.0'])
+@pytest.mark.parametrize(
+  'config', [T5_1_1, T5_1_0, OWN_BIAS], ids=['1.1', '1.0', 'own bias']
+)
 def test_extend_in_pieces_equals_teacher_forcing(config, layout):
   model, params = make(config)
   inputs, targets = ragged_inputs(), tokens(2, 3, 150)
@@ -118,6 +121,27 @@ def test_without_a_rewind_the_past_shows():
   _, cache = extend(model, params, cache, tokens(9, 3, 5))
   have, _ = extend(model, params, cache, tokens(4, 3, 2))
   assert not np.allclose(have, want, atol=1e-3)
+
+
+def test_layers_with_the_same_bias_are_as_if_they_shared_it():
+  """And with another one in a single layer they are not."""
+  model, params = make()
+  own = t5.T5(OWN_BIAS)
+  for stack in ('encoder', 'decoder'):
+    table = params[stack].pop('relpos_bias')
+    for layer in ('layers_0', 'layers_1'):
+      params[stack][layer]['relpos_bias'] = table
+  inputs, targets = ragged_inputs(), tokens(2, 3, 40)
+  have = logits_of(own, params, inputs, targets)
+  shared = make()[1]
+  want = logits_of(model, shared, inputs, targets)
+  np.testing.assert_allclose(have, want, atol=1e-6)
+  for stack in ('encoder', 'decoder'):
+    changed = jax.tree.map(lambda leaf: leaf, params)
+    table = changed[stack]['layers_1']['relpos_bias']['rel_embedding']
+    changed[stack]['layers_1']['relpos_bias'] = {'rel_embedding': 2 * table}
+    other = logits_of(own, changed, inputs, targets)
+    assert np.max(np.abs(other - want)) > 1e-3
 
 
 def test_padding_of_inputs_changes_nothing():

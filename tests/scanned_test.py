@@ -121,8 +121,19 @@ def test_another_bias_in_each_layer(tmp_path):
   flat = flat_params(network())
   stacked = scan(flat, 1, 'stack', bias=lambda i, table: table + i)
   path = save(tmp_path / 'model', stacked)
-  with pytest.raises(ValueError, match='rel_embedding.* as UMT5 does. The T5'):
+  with pytest.raises(ValueError, match='rel_embedding.*set bias_per_layer'):
     checkpoints.load(path, network())
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+def test_a_bias_of_each_layer(tmp_path, axis):
+  """As `scalable_t5` has it: one array for all layers, [H, L, 32]."""
+  model = network(bias_per_layer=True)
+  flat = flat_params(model)
+  stacked = scan(flat, axis, 'stack', heads=True)
+  tables = stacked['encoder/encoder/relpos_bias/rel_embedding']
+  assert tables.shape == ((2, 3, 32) if axis else (3, 2, 32))
+  assert_loads(save(tmp_path / 'model', stacked), model, flat)
 
 
 def test_network_is_needed(tmp_path):

@@ -136,13 +136,18 @@ def describe(config: T5Config) -> dict[str, Any]:
   """Returns config.json of a model, but for ids and dtype.
 
   Raises:
-    ValueError: transformers has no word for its activations.
+    ValueError: transformers has no T5 of its activations or relative biases.
   """
   words = {value: key for key, value in _FEED_FORWARD.items()}
   if config.mlp_activations not in words:
     raise ValueError(
       'transformers has no T5 whose mlp_activations are'
       f' {config.mlp_activations}; expected one of {sorted(words)}.'
+    )
+  if config.bias_per_layer:
+    raise ValueError(
+      "transformers' T5 has one relative bias a stack; a model with"
+      ' bias_per_layer cannot be written for it. Choose another format.'
     )
   return {
     'architectures': ['T5ForConditionalGeneration'],

@@ -4,8 +4,8 @@ In `scalable_t5` a stack's layers are one module, `encoder/encoder` or
 `encoder/layers`, and each parameter has an axis more: the second
 (`param_scan_axis=1`), or the first in models that were scanned over it.
 Kernels of attention are [M, H, D] and [H, D, M] there, without the layers.
-Each layer has a relative bias of its own; the T5 here has one a stack, so all
-must be the same.
+Each layer has a relative bias of its own (`T5Config.bias_per_layer`); for a
+network with one a stack, all must be the same.
 """
 
 import itertools
@@ -93,7 +93,7 @@ def unroll(
     array = arrays[name]
     if name not in axes:
       layers: dict[str, DiskArray] = {name: array}  # for the check of names
-    elif inner == _BIAS:
+    elif f'{stack}/{inner}' in expected:  # the relative bias, one a stack
       _check_shared(array, axes[name], name, source)
       bias = f'{stack}/{_BIAS}'
       layers = {bias: _Layer(array, axes[name], 0, expected[bias], held)}
@@ -123,8 +123,8 @@ def _check_shared(stack: DiskArray, axis: int, name: str, source: str) -> None:
   if not all(np.array_equal(layers[0], layer) for layer in layers):
     raise ValueError(
       f'{source!r}: {name}, {list(stack.shape)}, has another relative bias in'
-      ' each layer, as UMT5 does. The T5 here has one for all layers of a'
-      ' stack; load a checkpoint of such a model.'
+      ' each layer. This network has one for all layers of a stack; set'
+      ' bias_per_layer of its configuration.'
     )
 
 
@@ -138,9 +138,9 @@ def _axes(
   """The layers' axis in each stacked array; one and the same in all."""
   possible: dict[str, set[int]] = {}
   for name, (stack, inner) in stacks.items():
-    alone = (
-      f'{stack}/{inner}' if inner == _BIAS else f'{stack}/layers_0/{inner}'
-    )
+    alone = f'{stack}/layers_0/{inner}'
+    if inner == _BIAS and alone not in expected:
+      alone = f'{stack}/{inner}'  # one a stack
     if alone not in expected:
       continue
     shape, count = arrays[name].shape, _count(expected, stack)

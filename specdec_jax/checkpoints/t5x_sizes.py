@@ -37,6 +37,7 @@ def sizes(shapes: Shapes) -> dict[str, Any]:
       found[_ACTIVATIONS] = 2 if '_0' in inner else 1
     if f'/{inner}' == _HEADS:
       found['num_heads'] = shape[0]
+      found['bias_per_layer'] = True
   for stack, numbers in layers.items():
     found[f'num_{stack}_layers'] = len(numbers)
   for stack in ('decoder', 'encoder'):

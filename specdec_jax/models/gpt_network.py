@@ -212,14 +212,14 @@ class Decoder(nn.Module):
       cross_keys=(),
       cross_values=(),
       cross_bias=None,
-      position_bias=self._score_bias(relative),
+      position_bias=(self._score_bias(relative),),
       length=jnp.zeros((batch,), jnp.int32),
     )
 
   def extend(self, cache, tokens):
     """Logits float32[B, S, V] and the cache grown by tokens int32[B, S]."""
     num_queries = tokens.shape[1]
-    read = kv_cache.bucketed_read(cache, num_queries)
+    reads = kv_cache.bucketed_reads(cache, num_queries)
     positions = cache.length[:, None] + jnp.arange(num_queries)
     x = self._embed(tokens, positions)
     new_keys, new_values = [], []
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
           kv_cache.write(cache.values[i], values, cache.length),
         )
 
-      x, keys, values = layer(x, remember, read, True)
+      x, keys, values = layer(x, remember, reads[i], True)
       new_keys.append(keys)
       new_values.append(values)
     cache = cache.replace(

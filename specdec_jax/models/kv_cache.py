@@ -33,10 +33,11 @@ class KVCache:
     cross_values: likewise.
     cross_bias: float32[B, 1, 1, E], 0 at inputs and very negative at padding;
       None in a decoder-only model.
-    position_bias: float32[H, 2 * T], what a query at position i adds to its
-      scores over slots 0..T-1, read from T - 1 - i on; very negative where a
-      slot lies behind the query. It is causal mask and relative bias in one;
-      [1, 2 * T] where it is the mask alone.
+    position_bias: a tuple over layers, or of one array for all of them, of
+      float32[H, 2 * T], what a query at position i adds to its scores over
+      slots 0..T-1, read from T - 1 - i on; very negative where a slot lies
+      behind the query. It is causal mask and relative bias in one; [1, 2 * T]
+      where it is the mask alone.
     length: int32[B], tokens held. Slots from `length` on are dead: they are
       overwritten before any query can see them.
   """
@@ -46,7 +47,7 @@ class KVCache:
   cross_keys: tuple[jax.Array, ...]
   cross_values: tuple[jax.Array, ...]
   cross_bias: jax.Array | None
-  position_bias: jax.Array
+  position_bias: tuple[jax.Array, ...]
   length: jax.Array
 
   @property
@@ -87,7 +88,7 @@ def read_position_bias(
   """Returns the score bias of the next `num_queries` tokens of each row.
 
   Args:
-    position_bias: float32[H or 1, 2 * T], as in `KVCache`.
+    position_bias: float32[H or 1, 2 * T], one of `KVCache`'s.
     length: int32[B], tokens that each row already holds.
     num_queries: S.
 
@@ -119,10 +120,10 @@ def buckets(num_slots: int) -> tuple[int, ...]:
   return (*sizes, num_slots)
 
 
-def bucketed_read(
+def bucketed_reads(
   cache: KVCache, num_queries: int
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Attention of a layer over the shortest bucket that holds every live slot.
+) -> list[Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]:
+  """Attention of each layer over the shortest bucket with every live slot.
 
   Only the read is inside the switch: a switch around the write as well would
   copy the cache. A finished row is rewound to length 0 by the loops, so the
@@ -133,10 +134,12 @@ def bucketed_read(
     num_queries: S, this call's tokens a row.
 
   Returns:
-    (queries [B, S, H, D], keys, values, each [B, H, D, T]) -> [B, S, H * D].
+    For each layer (queries [B, S, H, D], keys, values, each [B, H, D, T]) ->
+    [B, S, H * D].
   """
-  bias = read_position_bias(cache.position_bias, cache.length, num_queries)
   sizes = buckets(cache.num_slots)
+  needed = jnp.max(cache.length) + num_queries
+  index = jnp.sum(jnp.asarray(sizes) < needed)
 
   def attend_prefix(size, queries, keys, values, bias):
     return layers.attend(
@@ -144,15 +147,17 @@ def bucketed_read(
     )
 
   branches = [functools.partial(attend_prefix, size) for size in sizes]
-  if len(branches) == 1:
-    return functools.partial(layers.attend, bias=bias)
-  needed = jnp.max(cache.length) + num_queries
-  index = jnp.sum(jnp.asarray(sizes) < needed)
 
-  def read(queries, keys, values):
-    return lax.switch(index, branches, queries, keys, values, bias)
+  def reader(position_bias):
+    bias = read_position_bias(position_bias, cache.length, num_queries)
+    if len(branches) == 1:
+      return functools.partial(layers.attend, bias=bias)
+    return lambda queries, keys, values: lax.switch(
+      index, branches, queries, keys, values, bias
+    )
 
-  return read
+  readers = [reader(position_bias) for position_bias in cache.position_bias]
+  return readers * (len(cache.keys) // len(readers))
 
 
 def slots_last(x: jax.Array) -> jax.Array:

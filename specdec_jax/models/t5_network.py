@@ -7,6 +7,7 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
@@ -29,6 +30,8 @@ class T5Config:
     mlp_activations: ('relu',) in T5 1.0, ('gelu', 'linear') in T5 1.1.
     dropout_rate: used in training only.
     logits_via_embedding: True in T5 1.0 (the output layer is the embedding).
+    bias_per_layer: True where each layer has a relative bias of its own, as in
+      T5X's `scalable_t5` and in UMT5; else a stack's layers share one.
     dtype: of the computation, 'float32' or 'bfloat16'.
 
   Raises:
@@ -45,6 +48,7 @@ class T5Config:
   mlp_activations: tuple[str, ...] = ('gelu', 'linear')
   dropout_rate: float = 0.0
   logits_via_embedding: bool = False
+  bias_per_layer: bool = False
   dtype: str = 'float32'
 
   def __post_init__(self):
@@ -83,6 +87,30 @@ def _mlp(config: T5Config) -> layers.MLP:
   )
 
 
+def _relative_bias(config: T5Config, bidirectional: bool):
+  return layers.RelativeBias(config.num_heads, bidirectional=bidirectional)
+
+
+def _biases(stack, relative: np.ndarray, causal: bool) -> list[jax.Array]:
+  """What each layer of a stack adds to its scores, float32[H, ...].
+
+  Args:
+    stack: an encoder or decoder.
+    relative: int[...], key - query position.
+    causal: whether what lies behind the query is masked.
+  """
+
+  def of(owner):
+    if not causal:
+      return owner.relpos_bias(relative)
+    bias = owner.relpos_bias(np.minimum(relative, 0))
+    return jnp.where(relative > 0, layers.MASKED, bias)
+
+  if stack.config.bias_per_layer:
+    return [of(layer) for layer in stack.layers]
+  return [of(stack)] * len(stack.layers)
+
+
 def _dropout(config: T5Config) -> nn.Dropout:
   return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,))
 
@@ -93,6 +121,8 @@ class EncoderLayer(nn.Module):
   config: T5Config
 
   def setup(self):
+    if self.config.bias_per_layer:
+      self.relpos_bias = _relative_bias(self.config, bidirectional=True)
     self.pre_attention_layer_norm = layers.RMSNorm(self.config.dtype)
     self.attention = _attention(self.config)
     self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
@@ -119,7 +149,8 @@ class Encoder(nn.Module):
 
   def setup(self):
     config = self.config
-    self.relpos_bias = layers.RelativeBias(config.num_heads, bidirectional=True)
+    if not config.bias_per_layer:
+      self.relpos_bias = _relative_bias(config, bidirectional=True)
     self.layers = [
       EncoderLayer(config) for _ in range(config.num_encoder_layers)
     ]
@@ -129,11 +160,11 @@ class Encoder(nn.Module):
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
     position = np.arange(x.shape[1])
-    bias = self.relpos_bias(position[None, :] - position[:, None])
-    bias = bias[None] + padding_bias
+    relative = position[None, :] - position[:, None]
     x = self.dropout(x, deterministic=deterministic)
-    for layer in self.layers:
-      x = layer(x, bias, deterministic)
+    biases = _biases(self, relative, causal=False)
+    for layer, bias in zip(self.layers, biases, strict=True):
+      x = layer(x, bias[None] + padding_bias, deterministic)
     return self.dropout(self.encoder_norm(x), deterministic=deterministic)
 
 
@@ -143,6 +174,8 @@ class DecoderLayer(nn.Module):
   config: T5Config
 
   def setup(self):
+    if self.config.bias_per_layer:
+      self.relpos_bias = _relative_bias(self.config, bidirectional=False)
     self.pre_self_attention_layer_norm = layers.RMSNorm(self.config.dtype)
     self.self_attention = _attention(self.config)
     self.pre_cross_attention_layer_norm = layers.RMSNorm(self.config.dtype)
@@ -184,9 +217,8 @@ class Decoder(nn.Module):
 
   def setup(self):
     config = self.config
-    self.relpos_bias = layers.RelativeBias(
-      config.num_heads, bidirectional=False
-    )
+    if not config.bias_per_layer:
+      self.relpos_bias = _relative_bias(config, bidirectional=False)
     self.layers = [
       DecoderLayer(config) for _ in range(config.num_decoder_layers)
     ]
@@ -196,10 +228,10 @@ class Decoder(nn.Module):
       self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
 
   def position_bias(self, num_slots: int):
-    """Returns `KVCache.position_bias`, float32[H, 2 * num_slots]."""
+    """Returns `KVCache.position_bias`, each float32[H, 2 * num_slots]."""
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
-    bias = self.relpos_bias(np.minimum(relative, 0))
-    return jnp.where(relative > 0, layers.MASKED, bias)
+    biases = _biases(self, relative, causal=True)
+    return tuple(biases if self.config.bias_per_layer else biases[:1])
 
   def cross_kv(self, encoded):
     """Returns each layer's cross-attention keys and values, [B, H, D, E]."""
@@ -224,12 +256,11 @@ class Decoder(nn.Module):
     """Teacher-forced logits [B, S, V] of embedded tokens [B, S, M]."""
     position = np.arange(x.shape[1])
     relative = position[None, :] - position[:, None]
-    bias = self.relpos_bias(np.minimum(relative, 0))
-    bias = jnp.where(relative > 0, layers.MASKED, bias)[None]
-    read = functools.partial(layers.attend, bias=bias)
+    biases = _biases(self, relative, causal=True)
     x = self.dropout(x, deterministic=deterministic)
     cross = zip(*self.cross_kv(encoded), strict=True)
-    for layer, kv in zip(self.layers, cross, strict=True):
+    for layer, bias, kv in zip(self.layers, biases, cross, strict=True):
+      read = functools.partial(layers.attend, bias=bias[None])
       x, _, _ = layer(
         x,
         lambda keys, values: (
@@ -245,7 +276,7 @@ class Decoder(nn.Module):
   def extend(self, x, embedder, cache, write=kv_cache.write):
     """Logits [B, S, V] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
-    read = kv_cache.bucketed_read(cache, num_queries)
+    reads = kv_cache.bucketed_reads(cache, num_queries)
     new_keys, new_values = [], []
     for i, layer in enumerate(self.layers):
 
@@ -256,7 +287,7 @@ class Decoder(nn.Module):
         )
 
       cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
-      x, keys, values = layer(x, remember, read, cross, True)
+      x, keys, values = layer(x, remember, reads[i], cross, True)
       new_keys.append(keys)
       new_values.append(values)
     cache = cache.replace(
