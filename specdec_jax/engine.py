@@ -25,7 +25,13 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.job import Frame, Job, Options, check_at_least
+from specdec_jax.job import (
+  Frame,
+  Job,
+  Options,
+  check_at_least,
+  without_end,
+)
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
@@ -172,6 +178,11 @@ class Engine:
     """The parameters of both, as they are placed; without a drafter, None."""
     draft = None if self._drafter is None else self._draft_params
     return PairParams(self._target_params, draft)
+
+  def input_ids(self, text: str | Sequence[int]) -> list[int]:
+    """A text, or ids with or without their end, as the target reads it."""
+    first, last = self._frame.around(self.tokenizer)
+    return [*first, *without_end(self.tokenizer, text), *last]
 
   def request(
     self, texts: Texts, gamma: int | None = None, **options

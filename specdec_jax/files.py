@@ -1,9 +1,11 @@
-"""Writing a file whole or not at all."""
+"""Files: text line by line, and writing whole or not at all."""
 
 import contextlib
+import gzip
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -55,3 +57,23 @@ def write_json(
   text = json.dumps(value, indent=indent, **options) + '\n'
   os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
   write_atomically(path, text.encode())
+
+
+def text_lines(
+  path: str | os.PathLike[str], encoding: str = 'utf-8'
+) -> Iterator[str]:
+  """Yields the lines of a text file, plain or `.gz`, without their ends.
+
+  Only a line feed ends a line.
+
+  Raises:
+    ValueError: the file cannot be read, or is not of this encoding.
+  """
+  path = os.fspath(path)
+  opener = gzip.open if path.endswith('.gz') else open
+  try:
+    with opener(path, 'rt', encoding=encoding, newline='\n') as stream:
+      for line in stream:
+        yield line.rstrip('\r\n')
+  except (OSError, EOFError, UnicodeDecodeError) as error:
+    raise ValueError(f'{path!r} could not be read as text: {error}') from error

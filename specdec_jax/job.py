@@ -16,6 +16,7 @@ from specdec_jax.completion import (
   passed_over,
 )
 from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.models.base import START_ID
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
@@ -23,7 +24,6 @@ from specdec_jax.types import FinishReason
 
 _SMALLEST_INPUT = 32
 _SMALLEST_PROMPT = 8
-_START_ID = 0  # of every encoder-decoder of the T5 family
 
 
 class Frame(NamedTuple):
@@ -42,6 +42,23 @@ class Frame(NamedTuple):
   vocab_size: int
   has_encoder: bool = True
   bos_id: int | None = None
+
+  def around(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids before and behind a text as the target reads it.
+
+    For an encoder it ends; where a text ends, a decoder goes on.
+    """
+    if self.has_encoder:
+      return [], [tokenizer.eos_id]
+    return [] if self.bos_id is None else [self.bos_id], []
+
+
+def without_end(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
+  """Ids of a text, or those given, without their end of sequence."""
+  if isinstance(text, str):
+    return tokenizer.encode(text)
+  ids = [int(token) for token in text]
+  return ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,22 +136,13 @@ class Job:
       self.request = self._make_request(encoded, gamma)
 
   def _encode(self, index: int, text: str | Sequence[int]) -> list[int]:
-    """Ids as the model reads them; empty where nothing is to be decoded.
-
-    For an encoder they end with the end of sequence; a decoder goes on.
-    """
+    """Ids as the model reads them; empty where nothing is to be decoded."""
     tokenizer, frame = self._tokenizer, self._frame
     limit = frame.max_input_len
-    if isinstance(text, str):
-      ids = tokenizer.encode(text)
-    else:
-      ids = self._checked(f'Text {index}', text)
-      if ids[-1:] == [tokenizer.eos_id]:
-        del ids[-1]
-    first: list[int] = []
-    last = [tokenizer.eos_id]
-    if not frame.has_encoder:
-      first, last = [] if frame.bos_id is None else [frame.bos_id], []
+    if not isinstance(text, str):
+      text = self._checked(f'Text {index}', text)
+    ids = without_end(tokenizer, text)
+    first, last = frame.around(tokenizer)
     if not ids and not first:
       self._passed_over[index] = passed_over('empty')
       return []
@@ -184,11 +192,11 @@ class Job:
         f'prompts has {len(prompts)} entries for {self._num_texts} texts.'
       )
     found = [self._checked(f'Prompt {i}', prompts[i]) for i in self.rows]
-    return [[_START_ID, *ids] for ids in found]
+    return [[START_ID, *ids] for ids in found]
 
   def _make_request(self, encoded, gamma) -> Request:
     frame, options = self._frame, self.options
-    batch = _next_power_of_two(len(encoded))
+    batch = next_power_of_two(len(encoded))
     # Arrays of the host: a program's call moves them to the device together.
     prompt: Any = None
     prompt_length: Any = None
@@ -196,13 +204,13 @@ class Job:
     if prompts is not None:
       # One more than a power of two: the last token is read by the first round.
       longest = max(map(len, prompts)) - 1
-      width = max(_SMALLEST_PROMPT, _next_power_of_two(longest))
-      prompt, prompt_length = _rows(prompts, batch, 1 + width)
+      width = max(_SMALLEST_PROMPT, next_power_of_two(longest))
+      prompt, prompt_length = padded(prompts, batch, 1 + width)
     inputs: Any = np.zeros((batch, 1), np.int32)
     if frame.has_encoder:
-      width = max(_SMALLEST_INPUT, _next_power_of_two(max(map(len, encoded))))
+      width = max(_SMALLEST_INPUT, next_power_of_two(max(map(len, encoded))))
       width = min(width, frame.max_input_len)
-      inputs, _ = _rows(encoded, batch, width)
+      inputs, _ = padded(encoded, batch, width)
     max_length = frame.max_decode_len
     if options.max_length is not None:
       check_at_least(max_length=(options.max_length, 1))
@@ -266,7 +274,7 @@ class Job:
     if ids is None:
       ids = [self._tokenizer.eos_id]
     ids = self._checked('stop_ids', ids)
-    width = max(4, _next_power_of_two(len(ids)))
+    width = max(4, next_power_of_two(len(ids)))
     return np.asarray([*ids, *[-1] * (width - len(ids))], np.int32)
 
   def produced(self, row: int, tokens: Any, length: Any) -> Any:
@@ -314,7 +322,7 @@ def _example_keys(seed: int, ids: np.ndarray) -> jax.Array:
   return _fold_in_all(jnp.uint32(seed & 0xFFFFFFFF), ids)
 
 
-def _rows(
+def padded(
   encoded: Sequence[Sequence[int]], batch: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """int32[batch, width], 0 behind each end, and the lengths, 1 at least."""
@@ -326,7 +334,8 @@ def _rows(
   return array, length
 
 
-def _next_power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
+  """The least power of two that is not below `number`."""
   return 1 << max(number - 1, 0).bit_length()
 
 

@@ -7,7 +7,6 @@ to a length that the end-of-sequence id still fits in.
 
 import dataclasses
 import difflib
-import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import metrics
+from specdec_jax import files, metrics
 from specdec_jax.tokenizer import Tokenizer
 
 FEATURES = ('inputs', 'targets')
@@ -101,7 +100,9 @@ class LocalTask:
 
   def _texts(self, path: str) -> Iterator[dict[str, Any]]:
     kind = self._kind(path)
-    for number, line in enumerate(_lines(path), 1):
+    # A byte order mark is no text.
+    lines = files.text_lines(path, 'utf-8-sig')
+    for number, line in enumerate(lines, 1):
       place = f'{path!r} line {number}'
       if kind == 'jsonl':
         example = self._from_object(_parse(line, place), place)
@@ -191,17 +192,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
   if close:
     return f' Nearest: {", ".join(close)}.'
   return f' Known: {", ".join(names)}.' if names else ' None is known.'
-
-
-def _lines(path: str) -> Iterator[str]:
-  opener = gzip.open if path.endswith('.gz') else open
-  try:
-    # Only a line feed ends a line, and a byte order mark is no text.
-    with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as stream:
-      for line in stream:
-        yield line.rstrip('\r\n')
-  except (OSError, EOFError, UnicodeDecodeError) as error:
-    raise ValueError(f'{path!r} could not be read as text: {error}') from error
 
 
 def _parse(line: str, place: str) -> dict[str, Any]:

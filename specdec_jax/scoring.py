@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.job import next_power_of_two, padded
+from specdec_jax.models.base import START_ID, LanguageModel, Params
 
-_START_ID = 0  # of every encoder-decoder of the T5 family
 _SMALLEST = 16  # tokens of the shortest program
 # Positions read in one call: the logits of a whole batch of long outputs would
 # take gigabytes.
@@ -86,7 +86,7 @@ def shapes(
   """What the program depends on that `score` runs for these examples."""
   _, rows = _rows(network, inputs, targets)
   encoded = inputs if network.has_encoder else [[]]
-  return _power_of_two(len(inputs)), _width(encoded), _width(rows, 1)
+  return next_power_of_two(len(inputs)), _width(encoded), _width(rows, 1)
 
 
 def _rows(
@@ -99,7 +99,7 @@ def _rows(
   An encoder-decoder begins with its start token, a decoder-only model with the
   input; the last token of either is read for the first of the output.
   """
-  firsts = [[_START_ID] if network.has_encoder else [*ids] for ids in inputs]
+  firsts = [[START_ID] if network.has_encoder else [*ids] for ids in inputs]
   return (
     [len(first) - 1 for first in firsts],
     [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)],
@@ -134,19 +134,12 @@ def _log_probs(
 
 def _padded(rows: Sequence[Sequence[int]], begin: int = 0) -> Any:
   """int32[B, begin + S] of rows of ids, 0 behind each end."""
-  shape = (_power_of_two(len(rows)), begin + _width(rows, begin))
-  padded = np.zeros(shape, np.int32)
-  for row, ids in enumerate(rows):
-    padded[row, : len(ids)] = ids
-  return padded
+  width = begin + _width(rows, begin)
+  return padded(rows, next_power_of_two(len(rows)), width)[0]
 
 
 def _width(rows: Sequence[Sequence[int]], begin: int = 0) -> int:
-  return max(_SMALLEST, _power_of_two(max(map(len, rows)) - begin))
-
-
-def _power_of_two(number: int) -> int:
-  return 1 << max(number - 1, 0).bit_length()
+  return max(_SMALLEST, next_power_of_two(max(map(len, rows)) - begin))
 
 
 def _check(

@@ -12,18 +12,17 @@ import re
 from typing import Any
 
 import flax.traverse_util
-import jax
 import numpy as np
 
 from specdec_jax.checkpoints import gpt2_names as names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
+from specdec_jax.checkpoints.huggingface import check_stored
 from specdec_jax.checkpoints.huggingface_arrays import (
   CONFIG,
   Index,
   Layouts,
   Stored,
 )
-from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.models.gpt import GPTConfig
 
 Params = dict[str, Any]
@@ -89,7 +88,8 @@ def load_gpt2(
     stored.pop(names.HEAD, None)
   config = names.read_config(described, tied, os.fspath(folder / CONFIG))
   table = names.table(config)
-  _check(stored, table, folder)
+  shapes = {row.name: row.stored_shape for row in table.values()}
+  check_stored(stored, shapes, folder)
   layouts = {
     name: arrays.layout_of(sharding, name, row.shape)
     for name, row in table.items()
@@ -121,19 +121,3 @@ def _open(folder: pathlib.Path) -> dict[str, Stored]:
       )
     found[short] = array
   return found
-
-
-def _check(
-  stored: dict[str, Stored], table: dict[str, names.Row], folder: pathlib.Path
-) -> None:
-  """Raises ValueError unless names, shapes and types are the table's."""
-
-  def shaped(shape):
-    return jax.ShapeDtypeStruct(tuple(shape), np.float32)
-
-  check_params(
-    {name: shaped(array.shape) for name, array in stored.items()},
-    {row.name: shaped(row.stored_shape) for row in table.values()},
-    repr(os.fspath(folder)),
-  )
-  arrays.check_floats(stored, folder)

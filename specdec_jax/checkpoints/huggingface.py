@@ -200,7 +200,8 @@ def load_huggingface(
   )
   special_ids(folder)
   table = names.table(config)
-  _check(stored, table, folder)
+  shapes = {name: row.shape for name, row in table.items()}
+  check_stored(stored, shapes, folder)
   layouts: dict[str, arrays.Layout | None] = {}
   for name, row in table.items():
     shape = row.shape[::-1] if row.transposed else row.shape
@@ -240,19 +241,19 @@ def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
   return tied and described.get('tie_word_embeddings') is not False
 
 
-def _check(
+def check_stored(
   stored: Mapping[str, Stored],
-  table: Mapping[str, names.Row],
+  shapes: Mapping[str, tuple[int, ...]],
   folder: pathlib.Path,
 ) -> None:
-  """Raises ValueError unless names, shapes and types are the table's."""
+  """Raises ValueError unless names and shapes are these, and types floats."""
 
   def shaped(shape):
     return jax.ShapeDtypeStruct(tuple(shape), np.float32)
 
   check_params(
     {name: shaped(array.shape) for name, array in stored.items()},
-    {name: shaped(row.shape) for name, row in table.items()},
+    {name: shaped(shape) for name, shape in shapes.items()},
     repr(os.fspath(folder)),
   )
   arrays.check_floats(stored, folder)

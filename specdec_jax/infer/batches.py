@@ -121,17 +121,10 @@ class Scoring:
     ]
 
   def _pairs(self, items: Sequence[Item]) -> tuple[list[Any], list[Any]]:
-    inputs = [self._read(item.source) for item in items]
+    inputs: list[Any] = _sources(items)  # an encoder's end by themselves
+    if not self._network.has_encoder:
+      inputs = [self._engine.input_ids(source) for source in inputs]
     return inputs, [item.target for item in items]
-
-  def _read(self, source: Any) -> list[int]:
-    """Ids as the target reads them: a decoder goes on where a text ends."""
-    engine = self._engine
-    if self._network.has_encoder:
-      return source
-    begin = [] if engine.bos_id is None else [engine.bos_id]
-    ends = source[-1:] == [engine.tokenizer.eos_id]
-    return [*begin, *source[: len(source) - ends]]
 
 
 def _sources(items: Sequence[Item]) -> list[Any]:

@@ -19,7 +19,6 @@ from specdec_jax.infer.settings import PREDICT_WITH_AUX, SCORE, TaskConfig
 
 PREDICTIONS = 'predictions.jsonl'
 SUMMARY = 'summary.json'
-COMPLETED = f'{PREDICTIONS}.COMPLETED'
 
 
 def make_records(

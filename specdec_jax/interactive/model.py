@@ -96,7 +96,7 @@ class Interactive:
       else [int(token) for token in one]
       for one in targets
     ]
-    inputs = [self._as_read(text) for text in texts]
+    inputs = [self.engine.input_ids(text) for text in texts]
     network, params = self.engine.target, self.engine.params.target
     return scoring.score(network, params, inputs, outputs)
 
@@ -119,17 +119,6 @@ class Interactive:
 
   def _speculates(self, asked: bool | None) -> bool:
     return 'draft' in self.sides if asked is None else asked
-
-  def _as_read(self, text: str | Sequence[int]) -> list[int]:
-    """Ids as the target reads them: a decoder goes on where a text ends."""
-    engine = self.engine
-    eos_id = engine.tokenizer.eos_id
-    ids = engine.tokenizer.encode(text) if isinstance(text, str) else [*text]
-    if ids[-1:] == [eos_id]:
-      del ids[-1]
-    if engine.target.has_encoder:
-      return [*ids, eos_id]
-    return [*([] if engine.bos_id is None else [engine.bos_id]), *ids]
 
   @property
   def facts(self) -> Facts:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gzip
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from specdec_jax.bench.settings import check_at_least
 from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.files import text_lines
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.training.data import TokenPairs, read_tsv
 
@@ -119,11 +119,11 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
     for index in range(len(pairs)):
       yield [*map(int, pairs[index][1]), *end]
   elif name.endswith('.jsonl'):
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(text_lines(path), 1):
       for value in _values(f'{path!r} line {number}', line, field):
         yield _ids(f'{path!r} line {number}', value, tokenizer, field)
   else:
-    texts: Any = _lines(path)
+    texts: Any = text_lines(path)
     if name.endswith('.tsv'):
       texts = (target for _, target in read_tsv(path))
     for text in texts:
@@ -169,16 +169,6 @@ def score(table: NGramTable, sequences: Sequence[Sequence[int]]) -> float:
 def _guess(table: NGramTable, recent: jax.Array, known: jax.Array):
   table = jax.tree.map(jnp.asarray, table)
   return first_guess(table, longest_known(table, recent, known))
-
-
-def _lines(path: str) -> Iterator[str]:
-  opener = gzip.open if path.endswith('.gz') else open
-  try:
-    with opener(path, 'rt', encoding='utf-8', newline='\n') as stream:
-      for line in stream:
-        yield line.rstrip('\r\n')
-  except (OSError, EOFError, UnicodeDecodeError) as error:
-    raise ValueError(f'{path!r} could not be read as text: {error}') from error
 
 
 def _values(where: str, line: str, field: str) -> list[Any]:

@@ -6,6 +6,7 @@ import jax
 
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
+START_ID = 0  # what the decoder of every encoder-decoder begins with
 
 
 class LanguageModel(Protocol[Cache]):

@@ -65,28 +65,8 @@ class GPTConfig:
 
   def __post_init__(self):
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
-    for field in dataclasses.fields(self):
-      least = 0 if field.name == 'num_positions' else 1
-      value = getattr(self, field.name)
-      if field.type in (int, 'int') and value < least:
-        raise ValueError(
-          f'GPTConfig.{field.name} must be at least {least}, got {value}.'
-        )
-    for name, known in (
-      ('dtype', ('float32', 'bfloat16')),
-      ('norm', ('layer', 'rms')),
-    ):
-      if getattr(self, name) not in known:
-        raise ValueError(
-          f'GPTConfig.{name} must be {known[0]!r} or {known[1]!r}, got'
-          f' {getattr(self, name)!r}.'
-        )
-    unknown = set(self.mlp_activations) - set(layers.ACTIVATIONS)
-    if unknown or not self.mlp_activations:
-      raise ValueError(
-        'GPTConfig.mlp_activations must name one or more of'
-        f' {sorted(layers.ACTIVATIONS)}, got {self.mlp_activations}.'
-      )
+    layers.check_config(self, may_be_zero=('num_positions',))
+    layers.check_choice(self, 'norm', ('layer', 'rms'))
 
 
 def _norm(config: GPTConfig) -> nn.Module:
@@ -186,10 +166,7 @@ class Decoder(nn.Module):
     for layer in self.layers:
       x, _, _ = layer(
         x,
-        lambda keys, values: (
-          kv_cache.slots_last(keys),
-          kv_cache.slots_last(values),
-        ),
+        kv_cache.without_cache,
         read,
         deterministic,
       )
@@ -222,23 +199,12 @@ class Decoder(nn.Module):
     reads = kv_cache.bucketed_reads(cache, num_queries)
     positions = cache.length[:, None] + jnp.arange(num_queries)
     x = self._embed(tokens, positions)
-    new_keys, new_values = [], []
+    kept = []
     for i, layer in enumerate(self.layers):
-
-      def remember(keys, values, i=i):
-        return (
-          kv_cache.write(cache.keys[i], keys, cache.length),
-          kv_cache.write(cache.values[i], values, cache.length),
-        )
-
-      x, keys, values = layer(x, remember, reads[i], True)
-      new_keys.append(keys)
-      new_values.append(values)
-    cache = cache.replace(
-      keys=tuple(new_keys),
-      values=tuple(new_values),
-      length=cache.length + num_queries,
-    )
+      remember = cache.remember(i, kv_cache.write)
+      x, *keys_values = layer(x, remember, reads[i], True)
+      kept.append(keys_values)
+    cache = cache.grown(kept, num_queries)
     return self._head(x, True), cache
 
   def _embed(self, tokens: jax.Array, positions: Any) -> jax.Array:

@@ -11,7 +11,8 @@ measures it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from flax import struct
 from jax import lax
 
 from specdec_jax.models import layers
+
+# (buffer, new, start) -> buffer; see `write`.
+Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @struct.dataclass
@@ -58,6 +62,26 @@ class KVCache:
   def rewind(self, length: jax.Array) -> 'KVCache':
     """Returns the cache with only the first `length` (int32[B]) tokens."""
     return self.replace(length=length)
+
+  def remember(self, layer: int, write: Write) -> Callable[..., Any]:
+    """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
+
+    def written(keys, values):
+      return (
+        write(self.keys[layer], keys, self.length),
+        write(self.values[layer], values, self.length),
+      )
+
+    return written
+
+  def grown(
+    self, kept: Sequence[Sequence[jax.Array]], num_tokens: int
+  ) -> 'KVCache':
+    """The cache with what `remember` gave each layer: S tokens more a row."""
+    keys, values = zip(*kept, strict=True)
+    return self.replace(
+      keys=keys, values=values, length=self.length + num_tokens
+    )
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -163,3 +187,10 @@ def bucketed_reads(
 def slots_last(x: jax.Array) -> jax.Array:
   """Maps [B, S, H, D] to the cache's [B, H, D, S]."""
   return x.transpose(0, 2, 3, 1)
+
+
+def without_cache(
+  keys: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """`KVCache.remember` where there is none: this call's alone."""
+  return slots_last(keys), slots_last(values)

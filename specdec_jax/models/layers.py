@@ -6,8 +6,10 @@ for other families into their weights), the norm is RMS without a bias, and no
 Dense has a bias unless it is asked for one.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +140,43 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'silu': jax.nn.silu,
   'linear': lambda x: x,
 }
+
+
+def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
+  """Checks the fields that the sizes of all networks share.
+
+  Args:
+    config: a dataclass with `mlp_activations` and `dtype`.
+    may_be_zero: names of whole numbers that need not be 1.
+
+  Raises:
+    ValueError: a size is too small, or a name is not known.
+  """
+  kind = type(config).__name__
+  for field in dataclasses.fields(config):
+    least = 0 if field.name in may_be_zero else 1
+    value = getattr(config, field.name)
+    if field.type in (int, 'int') and value < least:
+      raise ValueError(
+        f'{kind}.{field.name} must be at least {least}, got {value}.'
+      )
+  check_choice(config, 'dtype', ('float32', 'bfloat16'))
+  unknown = set(config.mlp_activations) - set(ACTIVATIONS)
+  if unknown or not config.mlp_activations:
+    raise ValueError(
+      f'{kind}.mlp_activations must name one or more of'
+      f' {sorted(ACTIVATIONS)}, got {config.mlp_activations}.'
+    )
+
+
+def check_choice(config: Any, name: str, known: tuple[str, str]) -> None:
+  """Raises ValueError unless a field of a configuration is one of two."""
+  value = getattr(config, name)
+  if value not in known:
+    raise ValueError(
+      f'{type(config).__name__}.{name} must be {known[0]!r} or {known[1]!r},'
+      f' got {value!r}.'
+    )
 
 
 class MLP(nn.Module):

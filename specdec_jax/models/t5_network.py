@@ -53,22 +53,7 @@ class T5Config:
 
   def __post_init__(self):
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.type in (int, 'int') and value < 1:
-        raise ValueError(
-          f'T5Config.{field.name} must be at least 1, got {value}.'
-        )
-    if self.dtype not in ('float32', 'bfloat16'):
-      raise ValueError(
-        f"T5Config.dtype must be 'float32' or 'bfloat16', got {self.dtype!r}."
-      )
-    unknown = set(self.mlp_activations) - set(layers.ACTIVATIONS)
-    if unknown or not self.mlp_activations:
-      raise ValueError(
-        'T5Config.mlp_activations must name one or more of'
-        f' {sorted(layers.ACTIVATIONS)}, got {self.mlp_activations}.'
-      )
+    layers.check_config(self)
 
 
 def _attention(config: T5Config) -> layers.Attention:
@@ -133,9 +118,8 @@ class EncoderLayer(nn.Module):
     """Maps [B, E, M] to [B, E, M]; bias is [B, H, E, E]."""
     normed = self.pre_attention_layer_norm(x)
     queries, keys, values = self.attention.project_qkv(normed)
-    mixed = layers.attend(
-      queries, kv_cache.slots_last(keys), kv_cache.slots_last(values), bias
-    )
+    keys, values = kv_cache.without_cache(keys, values)
+    mixed = layers.attend(queries, keys, values, bias)
     mixed = self.attention.out(mixed)
     x = x + self.dropout(mixed, deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
@@ -263,10 +247,7 @@ class Decoder(nn.Module):
       read = functools.partial(layers.attend, bias=bias[None])
       x, _, _ = layer(
         x,
-        lambda keys, values: (
-          kv_cache.slots_last(keys),
-          kv_cache.slots_last(values),
-        ),
+        kv_cache.without_cache,
         read,
         (*kv, cross_bias),
         deterministic,
@@ -277,24 +258,13 @@ class Decoder(nn.Module):
     """Logits [B, S, V] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
     reads = kv_cache.bucketed_reads(cache, num_queries)
-    new_keys, new_values = [], []
+    kept = []
     for i, layer in enumerate(self.layers):
-
-      def remember(keys, values, i=i):
-        return (
-          write(cache.keys[i], keys, cache.length),
-          write(cache.values[i], values, cache.length),
-        )
-
       cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
-      x, keys, values = layer(x, remember, reads[i], cross, True)
-      new_keys.append(keys)
-      new_values.append(values)
-    cache = cache.replace(
-      keys=tuple(new_keys),
-      values=tuple(new_values),
-      length=cache.length + num_queries,
-    )
+      remember = cache.remember(i, write)
+      x, *keys_values = layer(x, remember, reads[i], cross, True)
+      kept.append(keys_values)
+    cache = cache.grown(kept, num_queries)
     return self._head(x, embedder, True), cache
 
 

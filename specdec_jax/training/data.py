@@ -14,7 +14,6 @@ gets its one end-of-sequence id when it is joined. Reading one needs NumPy only.
 import bisect
 import dataclasses
 import functools
-import gzip
 import io
 import itertools
 import math
@@ -129,20 +128,15 @@ def read_tsv(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     ValueError: the file cannot be read, or a line has not two columns.
   """
   path = os.fspath(path)
-  opener = gzip.open if path.endswith('.gz') else open
   pairs = []
-  try:
-    with opener(path, 'rt', encoding='utf-8', newline='\n') as lines:
-      for number, line in enumerate(lines, 1):
-        columns = line.rstrip('\r\n').split('\t')
-        if len(columns) != 2:
-          raise ValueError(
-            f'{path!r} line {number} has {len(columns)} columns; expected'
-            ' source<TAB>target.'
-          )
-        pairs.append((columns[0], columns[1]))
-  except (OSError, EOFError, UnicodeDecodeError) as error:
-    raise ValueError(f'{path!r} could not be read as text: {error}') from error
+  for number, line in enumerate(files.text_lines(path), 1):
+    columns = line.split('\t')
+    if len(columns) != 2:
+      raise ValueError(
+        f'{path!r} line {number} has {len(columns)} columns; expected'
+        ' source<TAB>target.'
+      )
+    pairs.append((columns[0], columns[1]))
   return pairs
 
 

@@ -6,10 +6,10 @@ does not look at sources; `outputs.generate_outputs` samples one text for each,
 as long as `OutputsConfig.max_extra` allows.
 """
 
-import gzip
 import os
 from collections.abc import Sequence
 
+from specdec_jax.files import text_lines
 from specdec_jax.tokenizer import PAD_ID, Tokenizer
 from specdec_jax.training.data import TokenPairs
 
@@ -20,16 +20,9 @@ def read_lines(path: str | os.PathLike[str]) -> list[str]:
   Raises:
     ValueError: the file cannot be read, or has no line with text.
   """
-  path = os.fspath(path)
-  opener = gzip.open if path.endswith('.gz') else open
-  try:
-    with opener(path, 'rt', encoding='utf-8', newline='\n') as stream:
-      lines = [line.rstrip('\r\n') for line in stream]
-  except (OSError, EOFError, UnicodeDecodeError) as error:
-    raise ValueError(f'{path!r} could not be read as text: {error}') from error
-  lines = [line for line in lines if line.strip()]
+  lines = [line for line in text_lines(path) if line.strip()]
   if not lines:
-    raise ValueError(f'{path!r} has no line with text.')
+    raise ValueError(f'{os.fspath(path)!r} has no line with text.')
   return lines
 
 
