@@ -182,11 +182,14 @@ def _render_calibration(found: Mapping[str, Any]) -> str:
 
 
 def _render_alpha(record: Mapping[str, Any]) -> str:
+  # Records of before there was lenience have none.
+  lossy = any(row.get('lenience', 1) != 1 for row in record['rows'])
   body = [
     [
       row['target'],
       row['draft'],
       f'{row["temperature"]:g}',
+      *([f'{row["lenience"]:g}'] if lossy else []),
       f'{row["alpha"]:.3f} ± {row["standard_error"]:.3f}',
       f'{row["observed"]:.3f} ± {row["observed_standard_error"]:.3f}',
       f'{row["num_tokens"]:,}',
@@ -194,6 +197,8 @@ def _render_alpha(record: Mapping[str, Any]) -> str:
     for row in record['rows']
   ]
   columns = ['target', 'draft', 'T', 'alpha', 'observed', 'tokens']
+  if lossy:
+    columns.insert(3, 'lenience (below 1: lossy)')
   return f'{_machine(record["machine"])}.\n\n{_table([columns, *body])}'
 
 

@@ -55,6 +55,8 @@ class Completion:
       was no input), or 'error'.
     stats: the counts.
     error: what went wrong, with finish_reason 'error'.
+    lossless: whether it has the target's own distribution; False where
+      speculative decoding was lenient.
   """
 
   text: str
@@ -63,6 +65,7 @@ class Completion:
   finish_reason: str
   stats: CompletionStats = CompletionStats()
   error: str | None = None
+  lossless: bool = True
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:

@@ -28,8 +28,8 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.job import (
   Frame,
   Job,
-  Options,
   check_at_least,
+  options_of,
   without_end,
 )
 from specdec_jax.models.base import LanguageModel
@@ -198,7 +198,7 @@ class Engine:
       ValueError: as `generate`; or a text is empty.
     """
     gamma = self.gamma if gamma is None else gamma
-    job = Job(self.tokenizer, self._frame, texts, Options(**options), gamma)
+    job = Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
     if len(job.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
     return job.request
@@ -306,7 +306,7 @@ class Engine:
         f'texts must be a sequence of strings, got one string: {texts!r}.'
       )
     gamma = self.gamma if speculative else 0
-    return Job(self.tokenizer, self._frame, texts, Options(**options), gamma)
+    return Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
 
   @property
   def _frame(self) -> Frame:

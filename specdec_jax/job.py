@@ -1,6 +1,7 @@
 """A batch of texts on its way through the engine: options, ids, results."""
 
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -111,6 +112,31 @@ class Options:
         'stop_strings must be a sequence of strings, none of them empty, got'
         f' {self.stop_strings!r}.'
       )
+
+
+_BEAM_SEARCH = ('num_beams', 'beam_size', 'beam_width')
+
+
+def options_of(**named) -> Options:
+  """Makes `Options`.
+
+  Raises:
+    ValueError: a name that they have not, or a value out of range.
+  """
+  known = [field.name for field in dataclasses.fields(Options)]
+  for name in named:
+    if name in _BEAM_SEARCH:
+      raise ValueError(
+        f'{name}: there is no speculative beam search (Appendix A.4 of the'
+        ' paper) here. Outputs are greedy or sampled; for several of a text'
+        ' give it several times, with other example_ids.'
+      )
+    if name not in known:
+      near = difflib.get_close_matches(name, known) or known
+      raise ValueError(
+        f'There is no option {name!r}. Nearest known: {", ".join(near)}.'
+      )
+  return Options(**named)
 
 
 class Job:
@@ -305,6 +331,8 @@ class Job:
     found = dict(self._passed_over)
     for row, index in enumerate(self.rows):
       one = from_generation(generation, row, self._tokenizer)
+      if self.request.lenience is not None:
+        one = dataclasses.replace(one, lossless=False)
       found[index] = cut_at_stop_string(
         one, self._tokenizer, self.options.stop_strings
       )

@@ -46,10 +46,10 @@ def rows_of(model, temperature):
   return scaled / scaled.sum(axis=1, keepdims=True)
 
 
-def exact_alpha(draft, temperature):
+def exact_alpha(draft, temperature, lenience=1.0):
   """The mean overlap over a run's states, from the start token 0."""
   ours, theirs = rows_of(TARGET, temperature), rows_of(draft, temperature)
-  overlap = np.minimum(ours, theirs).sum(axis=1)
+  overlap = np.minimum(ours / lenience, theirs).sum(axis=1)
   at, betas = np.eye(VOCAB)[0], []
   for _ in range(SLOTS):
     betas.append(at @ overlap)
@@ -75,6 +75,28 @@ def test_alpha_is_the_mean_overlap(temperature):
   assert abs(rate.alpha - exact_alpha(OTHER, temperature)) > (
     4 * rate.standard_error
   )
+
+
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_lenient_alpha(temperature):
+  """At 0 the share of choices near the best, else within 4 errors."""
+  request = make_request(temperature).replace(lenience=jnp.float32(0.3))
+  rate = alpha.of_outputs(
+    TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
+  )
+  if temperature:
+    expected = exact_alpha(DRAFT, temperature, 0.3)
+    assert abs(rate.alpha - expected) < 4 * rate.standard_error
+    strict = exact_alpha(DRAFT, temperature)
+    assert abs(rate.alpha - strict) > 4 * rate.standard_error
+    return
+  token, near = 0, []
+  for _ in range(SLOTS):
+    weights = np.exp(TARGET.logits_after([token]))
+    guess = np.argmax(DRAFT.logits_after([token]))
+    near.append(weights[guess] >= 0.3 * weights.max())
+    token = np.argmax(weights)
+  assert rate.alpha == pytest.approx(np.mean(near))
 
 
 def test_greedy_alpha_is_the_share_of_equal_choices():

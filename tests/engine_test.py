@@ -194,6 +194,17 @@ def test_a_sample_depends_on_its_id_alone(engine):
   assert plain[0] == plain[1] != plain[2]
 
 
+def test_unknown_options_are_named(engine):
+  with pytest.raises(ValueError, match="no option 'temprature'"):
+    engine.generate(TEXTS, temprature=1.0)
+  with pytest.raises(ValueError, match="'min_lenght'. Nearest known: min_leng"):
+    engine.generate(TEXTS, min_lenght=1)
+  with pytest.raises(
+    ValueError, match='num_beams: there is no speculative bea'
+  ):
+    engine.generate(TEXTS, num_beams=4)
+
+
 def test_a_temperature_for_each_text(engine):
   mixed = SamplingConfig(temperature=[0.0, 1.0, 1.0, 0.0])
   greedy = engine.generate(TEXTS)

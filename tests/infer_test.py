@@ -73,8 +73,18 @@ class ReversingEngine:
     return 0.5
 
   def generate(
-    self, texts, *, speculative, sampling, seed, example_ids, on_too_long
+    self,
+    texts,
+    *,
+    speculative,
+    sampling,
+    seed,
+    example_ids,
+    on_too_long,
+    lenience=1.0,
   ):
+    self.lenience = lenience
+    self.lossless = lenience == 1 or not speculative
     self.calls.append((speculative, list(texts), list(example_ids)))
     return [self._complete(text, speculative) for text in texts]
 
@@ -92,6 +102,7 @@ class ReversingEngine:
       tokens=tokens,
       log_probs=[-0.5] * count,
       finish_reason='stop',
+      lossless=self.lossless,
       stats=CompletionStats(
         num_tokens=count,
         num_target_calls=calls,
@@ -176,6 +187,36 @@ def test_both_ways_take_turns_and_the_last_batch_keeps_its_shape(tmp_path):
     (True, ['c', 'c'], [3, 3]),
   ]
   assert [r['prediction'] for r in records] == ['a', 'b', '', 'c']
+
+
+def test_lenience_is_marked_as_lossy(tmp_path):
+  engine = ReversingEngine(differ=['a b'])
+  # Outputs differ, and need not agree.
+  summary, records, text = run(
+    tmp_path, b'a b\n', engine, lenience=0.25, require_agreement=True
+  )
+  assert engine.lenience == 0.25
+  assert summary['lenience'] == 0.25 and summary['lossless'] is False
+  assert 'speculative, lossy' in text and records[0]['lossless'] is False
+  assert "0.25 a token may have 0.25 of the best one's probability" in text
+  _, _, text = run(
+    tmp_path,
+    b'a b\n',
+    engine,
+    lenience=0.25,
+    sampling=SamplingConfig(1.0),
+    overwrite=True,
+  )
+  assert '0.25 a token may come up to 4 times as often as it should' in text
+  _, _, text = run(
+    tmp_path, b'a b\n', lenience=0.25, mode='plain', overwrite=True
+  )
+  assert 'ossy' not in text
+  summary, records, text = run(tmp_path, b'a b\n', overwrite=True)
+  assert summary['lossless'] is records[0]['lossless'] is True
+  assert 'ossy' not in text
+  with pytest.raises(ValueError, match=r'lenience must be in .* got 1.5'):
+    run(tmp_path, b'a b\n', lenience=1.5)
 
 
 @pytest.mark.parametrize('mode', ['plain', 'speculative'])

@@ -359,3 +359,4 @@ def test_engine(tokenizer):
   rates = [one.stats.acceptance_rate for one in (strict, *lenient)]
   assert rates == sorted(rates) and rates[0] < rates[-1] == 1
   assert lenient[-1].tokens != plain.tokens
+  assert strict.lossless and not any(one.lossless for one in lenient)

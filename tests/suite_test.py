@@ -87,7 +87,7 @@ def test_closed_forms_need_nothing_measured(tmp_path):
   written = reproduce.reproduce(config, rich.console.Console(quiet=True))
   assert written[-1] == tmp_path / 'report.md'
   report = written[-1].read_text()
-  assert 'a closed form' in report and 'no lenience' in report
+  assert 'a closed form' in report and 'checkpoints were not given' in report
 
 
 def test_table_3_lists_the_papers_rows_and_ours():
@@ -95,15 +95,21 @@ def test_table_3_lists_the_papers_rows_and_ours():
     'target': 'mine',
     'draft': 'small',
     'temperature': 1.0,
+    'lenience': 1.0,
     'alpha': 0.7,
     'standard_error': 0.01,
     'observed': 0.69,
     'num_tokens': 5000,
   }
-  shown = tables.table3([{'rows': [row]}])
+  lossy = row | {'lenience': 0.1, 'alpha': 0.9}
+  shown = tables.table3([{'rows': [row, lossy]}])
   assert len(shown.rows) == len(paper.TABLE3) + 1
   assert shown.rows[-1].measured == 0.7
   assert all(r.not_measured for r in shown.rows[:-1])
+  shown = tables.table5([{'rows': [row, lossy]}])
+  assert len(shown.rows) == len(paper.TABLE5) + 2
+  assert [r.measured for r in shown.rows[-2:]] == [0.7, 0.9]
+  assert 'lossy' in shown.caption
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.speculative import near_argmax
 
 
 @struct.dataclass
@@ -76,11 +77,7 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   logits, cache = target.extend(params.target, cache, state.last_token[:, None])
   adjusted = decode_state.forbid_early_stops(logits, request, state)
   target_probs = probs.standardise_batch(adjusted, request.sampling)[:, 0]
-  if draft.probs is None:
-    proposed = draft.tokens[:, :1]
-    beta = jnp.take_along_axis(target_probs, proposed, axis=1)[:, 0]
-  else:
-    beta = analysis.acceptance_prob(target_probs, draft.probs[:, 0])
+  beta = _beta(request, draft, adjusted, target_probs)
   # A drafter that has nothing to propose has nothing accepted.
   beta = jnp.where(draft.length > 0, beta, 0.0)
 
@@ -102,6 +99,22 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
     stats=stats.replace(num_rounds=stats.num_rounds + running),
   )
   return Overlap(after, betas)
+
+
+def _beta(request, draft, logits, target_probs):
+  """Acceptance probability of each row's first proposal, float32[B]."""
+  proposed = draft.tokens[:, :1]
+  lenience = 1.0 if request.lenience is None else request.lenience
+  if draft.probs is None:
+    beta = jnp.take_along_axis(target_probs, proposed, axis=1)[:, 0]
+    beta = jnp.minimum(beta / lenience, 1.0)
+  else:
+    rows = draft.probs[:, 0]
+    beta = analysis.lenient_acceptance_prob(target_probs, rows, lenience)
+  if request.lenience is None:
+    return beta
+  near = near_argmax(proposed, logits, request.lenience)[:, 0]
+  return jnp.where(request.sampling.temperature == 0, near, beta)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,7 @@ class Decoding:
     sampling: how tokens are drawn.
     seed: with an item's `example_id`, what its random numbers derive from.
     log_probs: whether log-probabilities are wanted.
+    lenience: of the speculative way; below 1 it is lossy.
   """
 
   engine: Engine
@@ -69,6 +70,7 @@ class Decoding:
   sampling: SamplingConfig
   seed: int
   log_probs: bool = True
+  lenience: float = 1.0
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles the engine's program for such a batch."""
@@ -88,6 +90,8 @@ class Decoding:
     }
     if any(item.prompt is not None for item in items):
       options['prompts'] = [item.prompt or [] for item in items]
+    if self.lenience != 1:
+      options['lenience'] = self.lenience
     if not self.log_probs:
       options['log_probs'] = False
     return options

@@ -88,9 +88,11 @@ def summarise(
   Args:
     modes: 'plain', 'speculative' or both.
     greedy: whether temperature is 0, so that both must agree.
-    context: what else belongs to the record, such as counts of lines.
+    context: what else belongs to the record, such as counts of lines;
+      'lenience' at least.
   """
   summary = {'kind': 'decode', **context}
+  summary['lossless'] = SPECULATIVE not in modes or summary['lenience'] == 1
   for name, mode in modes.items():
     summary[name] = _summarise_mode(mode)
   if len(modes) == 2:
@@ -175,7 +177,10 @@ METRICS = (
 def rows(summary: Mapping[str, Any]) -> list[list[str]]:
   """Returns the result table as text: a header, then one row a metric."""
   names = [n for n in (PLAIN, SPECULATIVE, SCORING) if n in summary]
-  table = [['', *names]]
+  titles = dict(zip(names, names, strict=True))
+  if not summary.get('lossless', True):
+    titles[SPECULATIVE] = f'{SPECULATIVE}, lossy'
+  table = [['', *titles.values()]]
   for title, key, form in METRICS:
     values = [summary[name][key] for name in names]
     table.append(
@@ -229,6 +234,12 @@ def print_results(
 def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
   """Returns what the table does not say, at most `most` items of a kind."""
   notes = []
+  if not summary.get('lossless', True):
+    lenience = summary['lenience']
+    what = f'may come up to {1 / lenience:.3g} times as often as it should'
+    if summary['sampling']['temperature'] == 0:
+      what = f"may have {lenience:g} of the best one's probability"
+    notes.append(f'Lossy: with lenience {lenience:g} a token {what}.')
   if agreement := summary.get('agreement'):
     differing = agreement['disagreements']
     compared = agreement['compared']

@@ -57,6 +57,7 @@ def _record(
     'prediction_tokens': [],
     'log_prob': None,
     'finish_reason': 'error' if line.error else 'empty',
+    'lossless': True,
     'truncated': line.error is None and line.num_tokens > limit,
     'error': line.error,
     'stats': stats,
@@ -68,6 +69,7 @@ def _record(
       'prediction_tokens': list(completion.tokens),
       'log_prob': total_log_prob(completion),
       'finish_reason': completion.finish_reason,
+      'lossless': completion.lossless,
       'error': f'line {index + 1}: {error}' if error else None,
     }
   return record
@@ -116,6 +118,8 @@ def _prediction(
     'prediction': _one_or_all([None if c.error else c.text for c in kept]),
     'prediction_tokens': _one_or_all([list(c.tokens) for c in kept]),
   }
+  if not all(one.lossless for one in kept):
+    record['lossless'] = False
   if with_aux:
     scores = _one_or_all([total_log_prob(one) for one in kept])
     record['score'] = scores

@@ -63,7 +63,11 @@ def decode(
     _items(lines),
     {
       name: batches.Decoding(
-        engine, name == report.SPECULATIVE, config.sampling, config.seed
+        engine,
+        name == report.SPECULATIVE,
+        config.sampling,
+        config.seed,
+        lenience=config.lenience,
       )
       for name in WAYS[config.mode]
     },
@@ -85,7 +89,7 @@ def decode(
   )
   report.print_results(console, summary, config.output_dir)
   differing = summary.get('agreement', {}).get('disagreements')
-  if config.require_agreement and differing:
+  if config.require_agreement and differing and config.lenience == 1:
     raise ValueError(
       f'{len(differing)} greedy outputs differ between plain and speculative'
       f' decoding, first at line {differing[0]["line"]}'
@@ -131,6 +135,7 @@ def _context(
     'errors': [record['error'] for record in records if record['error']],
     'batch_size': config.batch_size,
     'sampling': dataclasses.asdict(config.sampling),
+    'lenience': config.lenience,
     'seed': config.seed,
     'gamma': engine.gamma,
     'max_input_len': engine.max_input_len,
@@ -158,6 +163,7 @@ def _identity(
     'mode': config.mode,
     'batch_size': config.batch_size,
     'sampling': dataclasses.asdict(config.sampling),
+    'lenience': config.lenience,
     'seed': config.seed,
     'on_too_long': config.on_too_long,
     'checkpoint_period': config.checkpoint_period,

@@ -8,6 +8,7 @@ from specdec_jax.engine import Engine, Model
 from specdec_jax.infer.report import PLAIN, SPECULATIVE
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
 
 # Whom to ask for what: the ways of decoding that run, in turn.
@@ -35,12 +36,14 @@ class DecodeConfig:
       then speculatively, so that a machine that slows down slows both.
     batch_size: lines decoded together.
     sampling: how tokens are drawn, for every line the same.
+    lenience: of speculative decoding, in (0, 1]; below 1 it is lossy: see
+      `job.Options`.
     seed: with the line number, what all random numbers derive from.
     on_too_long: 'error' makes a line of more than `engine.max_input_len`
       tokens a record with an error; 'truncate' decodes its beginning.
     num_shown: how many results are printed as examples.
     require_agreement: whether differing greedy outputs fail the run; see
-      `decode`.
+      `decode`. Where lenience is below 1 they may differ.
     calibration: a file of scripts/calibrate.py that chooses the engine's gamma;
       None leaves it as it is. Where speculation does not pay, only the plain
       loop runs.
@@ -57,6 +60,7 @@ class DecodeConfig:
   mode: str = 'both'
   batch_size: int = 1
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+  lenience: float = 1.0
   seed: int = 0
   on_too_long: str = 'error'
   num_shown: int = 5
@@ -77,6 +81,7 @@ class DecodeConfig:
     check.at_least(0, 'num_shown', 'seed')
     check.at_least(1, 'batch_size', 'checkpoint_period')
     check.sampling()
+    check_lenience(self.lenience)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +112,7 @@ class TaskConfig:
     prompt_feature: a feature whose tokens each output begins with; 'targets' is
       what T5X calls prompt_with_targets.
     sampling: how tokens are drawn, for every example the same.
+    lenience: as of `DecodeConfig`.
     seed: with the example's index and the sample's, what all random numbers
       derive from.
     shard_id: of the examples, those whose index leaves this remainder when
@@ -137,6 +143,7 @@ class TaskConfig:
   prompt_from_targets: int = 0
   prompt_feature: str | None = None
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+  lenience: float = 1.0
   seed: int = 0
   shard_id: int = 0
   num_shards: int = 1
@@ -163,6 +170,7 @@ class TaskConfig:
       1, 'batch_size', 'num_decodes', 'num_shards', 'checkpoint_period'
     )
     check.sampling()
+    check_lenience(self.lenience)
     if self.metrics is not None:
       object.__setattr__(self, 'metrics', tuple(self.metrics))
     check.expect(

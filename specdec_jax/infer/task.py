@@ -264,6 +264,7 @@ def _ways(config: TaskConfig, engine: Engine) -> dict[str, batches.Way]:
       config.sampling,
       config.seed,
       log_probs=config.mode != PREDICT,
+      lenience=config.lenience,
     )
     for name in names
   }
@@ -391,6 +392,7 @@ def _context(
     'batch_size': config.batch_size,
     'num_decodes': config.num_decodes,
     'sampling': dataclasses.asdict(config.sampling),
+    'lenience': config.lenience,
     'seed': config.seed,
     'gamma': engine.gamma,
     'max_input_len': engine.max_input_len,

@@ -16,6 +16,7 @@ from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.speculative import check_lenience
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class MeasureAlphaConfig:
     target: name of the target, for the table.
     draft: name of the drafter.
     num_tokens: of the target's own, to measure over.
-    temperatures: one row of the table for each.
+    temperatures: rows of the table, for each lenience.
+    leniences: in (0, 1]; 1 is the lossless Algorithm 1, less is Table 5.
     batch_size: prompts decoded together.
     seed: of the samples.
     output_file: JSON; None writes nothing.
@@ -45,6 +47,7 @@ class MeasureAlphaConfig:
   draft: str = 'draft'
   num_tokens: int = 10_000
   temperatures: Sequence[float] = (0.0, 1.0)
+  leniences: Sequence[float] = (1.0,)
   batch_size: int = 16
   seed: int = 0
   output_file: str | None = None
@@ -52,10 +55,16 @@ class MeasureAlphaConfig:
   def __post_init__(self):
     check_at_least(self, num_tokens=1, batch_size=1)
     check_all_at_least(self, temperatures=0)
+    for lenience in self.leniences:
+      check_lenience(lenience)
 
 
 def _batches(
-  texts: Sequence[str], sampling: SamplingConfig, batch_size: int, seed: int
+  texts: Sequence[str],
+  sampling: SamplingConfig,
+  batch_size: int,
+  seed: int,
+  lenience: float,
 ) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
   """Yields texts, and what the engine is asked of them.
 
@@ -66,7 +75,15 @@ def _batches(
     for start in range(0, len(texts), batch_size):
       part = texts[start : start + batch_size]
       ids = range(number, number + len(part))
-      yield part, {'sampling': sampling, 'seed': seed, 'example_ids': ids}
+      yield (
+        part,
+        {
+          'sampling': sampling,
+          'seed': seed,
+          'example_ids': ids,
+          'lenience': lenience,
+        },
+      )
       number += len(part)
     if sampling.greedy:
       return
@@ -80,6 +97,7 @@ def overlap_rate(
   batch_size: int,
   seed: int,
   advance: Callable[[int], None] = lambda count: None,
+  lenience: float = 1.0,
 ) -> alpha.Rate:
   """Corollary 3.6 on tokens that the target generates from `texts`.
 
@@ -91,13 +109,14 @@ def overlap_rate(
     batch_size: texts decoded together.
     seed: of the samples.
     advance: called with the tokens of each batch, for a progress bar.
+    lenience: l of Appendix A.5; the tokens are the target's own all the same.
 
   Raises:
     ValueError: as `Engine.request` and `bench.alpha.of_outputs`.
   """
   requests = (
     engine.request(part, gamma=1, **options)
-    for part, options in _batches(texts, sampling, batch_size, seed)
+    for part, options in _batches(texts, sampling, batch_size, seed, lenience)
   )
   return alpha.of_outputs(
     engine.target, engine.drafter, engine.params, requests, num_tokens, advance
@@ -111,10 +130,11 @@ def observed_rate(
   num_tokens: int,
   batch_size: int,
   seed: int,
+  lenience: float = 1.0,
 ) -> alpha.Rate:
   """Accepted over tested proposals of real runs; arguments as before."""
   done: list[CompletionStats] = []
-  for part, options in _batches(texts, sampling, batch_size, seed):
+  for part, options in _batches(texts, sampling, batch_size, seed, lenience):
     done += [one.stats for one in engine.generate(part, **options)]
     if sum(stats.num_tokens for stats in done) >= num_tokens:
       break
@@ -129,9 +149,9 @@ def measure_alpha(
   """Measures both rates at every temperature; prints rows as in Table 3.
 
   Returns:
-    The record: rows of target, draft, temperature, alpha and its standard
-    error, observed and its standard error, gamma of the observed runs, tokens
-    and outputs behind alpha.
+    The record: rows of target, draft, temperature, lenience, alpha and its
+    standard error, observed and its standard error, gamma of the observed runs,
+    tokens and outputs behind alpha.
 
   Raises:
     ValueError: no prompt can be decoded, or the models are broken.
@@ -144,10 +164,11 @@ def measure_alpha(
   rows = with_progress(
     console,
     'Tokens',
-    len(config.temperatures) * config.num_tokens,
+    len(config.temperatures) * len(config.leniences) * config.num_tokens,
     lambda advance: [
-      _row(config, engine, texts, temperature, advance)
+      _row(config, engine, texts, temperature, lenience, advance)
       for temperature in config.temperatures
+      for lenience in config.leniences
     ],
   )
   record = {'kind': 'alpha', 'rows': rows, 'machine': describe()}
@@ -162,17 +183,20 @@ def _row(
   engine: Engine,
   texts: Sequence[str],
   temperature: float,
+  lenience: float,
   advance: Callable[[int], None],
 ) -> dict[str, Any]:
-  """Both rates at one temperature."""
+  """Both rates at one temperature and lenience."""
   sampling = SamplingConfig(temperature=temperature)
   common = (config.num_tokens, config.batch_size, config.seed)
-  rate = overlap_rate(engine, texts, sampling, *common, advance)
-  seen = observed_rate(engine, texts, sampling, *common)
+  rate = overlap_rate(engine, texts, sampling, *common, advance, lenience)
+  seen = observed_rate(engine, texts, sampling, *common, lenience)
   return {
     'target': config.target,
     'draft': config.draft,
     'temperature': temperature,
+    'lenience': lenience,
+    'lossless': lenience == 1,
     'alpha': rate.alpha,
     'standard_error': rate.standard_error,
     'observed': seen.alpha,
@@ -188,13 +212,14 @@ def table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
   made = rich.table.Table(title='Acceptance rates (Corollary 3.6)')
   for name in ('target', 'draft'):
     made.add_column(name)
-  for name in ('T', 'alpha', 'observed', 'tokens'):
+  for name in ('T', 'lenience', 'alpha', 'observed', 'tokens'):
     made.add_column(name, justify='right')
   for row in rows:
     made.add_row(
       row['target'],
       row['draft'],
       f'{row["temperature"]:g}',
+      f'{row["lenience"]:g}{"" if row["lossless"] else ", lossy"}',
       f'{row["alpha"]:.3f} ± {row["standard_error"]:.3f}',
       f'{row["observed"]:.3f} ± {row["observed_standard_error"]:.3f}',
       str(row['num_tokens']),

@@ -1,6 +1,7 @@
 """The run of scripts/reproduce.py: what is measured, what it leaves."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ class ReproduceConfig:
       own output_dir keeps a record a row, `records` in this one if it is None.
     run_suite: whether rows without a record are measured; else they are listed
       as not measured.
-    alphas: measurements of acceptance rates that Table 3 shows.
+    alphas: measurements of acceptance rates that Tables 3 and 5 show.
     engine: whose generation is the trace of Figures 1 and 5.
     costs: the call costs of the same pair, for Figure 5; its gammas are the
       rows above the plain one.
@@ -137,6 +138,12 @@ class _Work:
     self._suite: tuple[dict[str, Any], str] | None = None
     self._engine: Engine | None = None
 
+  @functools.cached_property
+  def _alphas(self) -> list[dict[str, Any]]:
+    return [
+      measure_alpha(config, self.console) for config in self.config.alphas
+    ]
+
   def table1(self):
     self.tables += tables.table1()
 
@@ -148,17 +155,14 @@ class _Work:
     plots.plot_comparison(path, table)
 
   def table3(self):
-    records = [
-      measure_alpha(config, self.console) for config in self.config.alphas
-    ]
-    self.tables.append(tables.table3(records))
+    self.tables.append(tables.table3(self._alphas))
 
   def table4(self):
     records, missing = self._records()
     self.tables.append(tables.table4(records, self._rows(), missing))
 
   def table5(self):
-    self.tables.append(tables.table5())
+    self.tables.append(tables.table5(self._alphas))
 
   def figure1(self):
     engine = self._loaded()
