@@ -4,21 +4,24 @@ T5's translation, its summarisation and lm1b are known by the names that T5's
 own code gives them, and read what TensorFlow Datasets (TFDS) has prepared. A
 module that registers seqio tasks of the same name goes before them.
 
-seqio brings TensorFlow, so it is imported when a function here is called, and
-nowhere else in the library. Local tasks (`local_tasks.py`) need neither.
+What needs seqio is in `seqio_tasks.py`. Local tasks (`local_tasks.py`) do not.
 """
 
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from specdec_jax import metrics as metrics_lib
-from specdec_jax import t5_tasks
-from specdec_jax.local_tasks import LocalTask, check_feature_lengths, nearest
+from specdec_jax import seqio_tasks, t5_tasks
+from specdec_jax.local_tasks import (
+  FEATURES,
+  LocalTask,
+  check_feature_lengths,
+  nearest,
+)
+from specdec_jax.tokenizer import Tokenizer
 
 EVAL_SPLIT = 'validation'
 TRAIN_SPLIT = 'train'
@@ -73,9 +76,9 @@ def examples(
   found = _subtasks(_find(str(name), vocab_path))
   for task in found:
     check_feature_lengths(lengths, task.output_features, task.name)
-    _check_prepared(task.source)
-    _check_split(task, split)
-    _check_vocabularies(task)
+    seqio_tasks.check_prepared(task.source)
+    seqio_tasks.check_split(task, split)
+    seqio_tasks.check_vocabularies(task)
 
   def generate():
     for task in found:
@@ -83,9 +86,17 @@ def examples(
       features = task.output_features
       ends = {key: features[key].vocabulary.eos_id for key in features}
       for example in dataset.as_numpy_iterator():
-        yield _plain(example, ends)
+        yield seqio_tasks.plain(example, ends)
 
   return generate()
+
+
+def tasks_of(name: str | LocalTask) -> list[str | LocalTask]:
+  """The tasks of a seqio mixture, by name; any other name or task alone."""
+  if _find_local(name) is not None or not _is_registered(str(name)):
+    return [name]
+  seqio, _ = seqio_tasks.import_seqio()
+  return [task.name for task in _subtasks(seqio.get_mixture_or_task(name))]
 
 
 def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
@@ -142,84 +153,70 @@ def register_tsv(
     ValueError: seqio is not installed, a file is missing, or the name is
       taken.
   """
-  seqio, _ = _import_seqio()
+  seqio, _ = seqio_tasks.import_seqio()
   seqio.TaskRegistry.add_provider(
-    name, to_seqio(LocalTask(name, files, vocab_path, kind='tsv'))
+    name, seqio_tasks.to_seqio(LocalTask(name, files, vocab_path, kind='tsv'))
   )
 
 
-def to_seqio(task: LocalTask) -> Any:
-  """The seqio task with the examples of a local one, for mixtures of tasks.
-
-  Fields of JSONL objects beyond the two sides do not go along.
-
-  Raises:
-    ValueError: seqio is not installed.
-  """
-  seqio, tf = _import_seqio()
-  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec((), tf.string))
-
-  def read(split, shuffle_files, seed=None):
-    del shuffle_files, seed  # seqio shuffles examples itself
-
-    def generate():
-      for example in task.texts(split):
-        yield {feature: example[feature] for feature in signature}
-
-    return tf.data.Dataset.from_generator(generate, output_signature=signature)
-
-  source = seqio.FunctionDataSource(read, splits=tuple(task.files))
-  vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
-  return _seqio_task(task.name, source, [], vocabulary, task.metrics)
-
-
-def splits(name: str) -> list[str]:
+def splits(name: str | LocalTask) -> list[str]:
   """The task's training split and, if it has one, its held-out split.
 
   Raises:
-    ValueError: seqio is not installed, or there is no such task or split.
+    ValueError: seqio is needed and not installed, or there is no such task or
+      split.
   """
-  task = _task(name)
-  if TRAIN_SPLIT not in task.splits:
+  local = _find_local(name)
+  known = local.files if local is not None else _task(_name(name)).splits
+  if TRAIN_SPLIT not in known:
     raise ValueError(
-      f'The seqio task {name!r} has no split {TRAIN_SPLIT!r}; it has'
-      f' {sorted(task.splits)}.'
+      f'The task {_name(name)!r} has no split {TRAIN_SPLIT!r}; it has'
+      f' {sorted(known)}.'
     )
-  return [s for s in (TRAIN_SPLIT, EVAL_SPLIT) if s in task.splits]
+  return [s for s in (TRAIN_SPLIT, EVAL_SPLIT) if s in known]
 
 
-def token_lists(name: str, split: str) -> tuple[list[Any], list[Any]]:
+def token_lists(
+  name: str | LocalTask, split: str
+) -> tuple[list[Any], list[Any]]:
   """Source and target ids of a split, in the task's order.
 
   Args:
-    name: a registered task with the features 'inputs' and 'targets'.
+    name: a task with the features 'inputs' and 'targets'.
     split: such as 'train'.
 
   Returns:
     Two lists of int32[n], without the end-of-sequence id.
 
   Raises:
-    ValueError: seqio is not installed, or the task is not of this kind.
+    ValueError: seqio is needed and not installed, or the task is not of this
+      kind.
   """
-  task = _task(name)
-  features = task.output_features
-  missing = {'inputs', 'targets'} - set(features)
-  if missing:
-    raise ValueError(
-      f'The seqio task {name!r} lacks the features {sorted(missing)}; it has'
-      f' {sorted(features)}.'
-    )
-  ends = {key: features[key].vocabulary.eos_id for key in features}
-  # Lengths are the caller's business: nothing is cut here.
-  dataset = task.get_dataset(None, split, shuffle=False)
-  found: dict[str, list[Any]] = {'inputs': [], 'targets': []}
-  for example in dataset.as_numpy_iterator():
-    for key, rows in found.items():
+  local = _find_local(name)
+  if local is not None:
+    ends = dict.fromkeys(FEATURES, Tokenizer(local.vocab_path).eos_id)
+    found = local.examples(split)
+  else:
+    task = _task(_name(name))
+    features = task.output_features
+    if missing := set(FEATURES) - set(features):
+      raise ValueError(
+        f'The seqio task {name!r} lacks the features {sorted(missing)}; it has'
+        f' {sorted(features)}.'
+      )
+    ends = {key: features[key].vocabulary.eos_id for key in FEATURES}
+    # Lengths are the caller's business: nothing is cut here.
+    found = task.get_dataset(None, split, shuffle=False).as_numpy_iterator()
+  sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
+  for example in found:
+    for key, rows in sides.items():
       ids = example[key]
-      if len(ids) and ids[-1] == ends[key]:
-        ids = ids[:-1]
-      rows.append(ids)
-  return found['inputs'], found['targets']
+      rows.append(ids[:-1] if len(ids) and ids[-1] == ends[key] else ids)
+  return sides['inputs'], sides['targets']
+
+
+def _name(name: str | LocalTask) -> str:
+  return name.name if isinstance(name, LocalTask) else name
 
 
 def _task(name: str) -> Any:
@@ -229,7 +226,7 @@ def _task(name: str) -> Any:
       f'{name!r} is a mixture; training reads one task. Its tasks are'
       f' {", ".join(task.name for task in found)}.'
     )
-  _check_prepared(found[0].source)
+  seqio_tasks.check_prepared(found[0].source)
   return found[0]
 
 
@@ -240,7 +237,7 @@ def _find_local(name: str | LocalTask) -> LocalTask | None:
 def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   """The seqio task or mixture of that name, one of T5's included."""
   try:
-    seqio, _ = _import_seqio()
+    seqio, _ = seqio_tasks.import_seqio()
   except ValueError as error:
     if name in t5_tasks.TASKS:
       raise
@@ -251,7 +248,7 @@ def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   if _is_registered(name):
     return seqio.get_mixture_or_task(name)
   if name in t5_tasks.TASKS:
-    return _t5_task(name, vocab_path)
+    return seqio_tasks.t5_task(name, vocab_path)
   known = {
     *_local,
     *t5_tasks.TASKS,
@@ -260,147 +257,18 @@ def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   }
   raise ValueError(
     f'There is no task {name!r}.{nearest(name, known)} A task of your own must'
-    ' be registered by a module that is imported first.'
+    ' be registered by a module that is imported first: `import my_tasks` in a'
+    ' gin file, or in Python.'
   )
 
 
 def _is_registered(name: str) -> bool:
   if 'seqio' not in sys.modules:
     return False  # then nobody can have registered anything
-  seqio, _ = _import_seqio()
+  seqio, _ = seqio_tasks.import_seqio()
   return name in {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
 
 
 def _subtasks(task_or_mixture: Any) -> list[Any]:
-  seqio, _ = _import_seqio()
+  seqio, _ = seqio_tasks.import_seqio()
   return list(seqio.get_subtasks(task_or_mixture))
-
-
-def _t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
-  """The task as T5's own code has it."""
-  seqio, tf = _import_seqio()
-  described = t5_tasks.TASKS[name]
-  path = os.fspath(vocab_path or t5_tasks.VOCAB)
-
-  def two_sides(dataset):
-    def sides(example):
-      inputs = ''
-      if described.inputs is not None:
-        inputs = tf.strings.join([described.prefix, example[described.inputs]])
-      return {'inputs': inputs, 'targets': example[described.targets]}
-
-    return dataset.map(sides, num_parallel_calls=tf.data.AUTOTUNE)
-
-  # seqio would begin to download what is not there.
-  source = seqio.TfdsDataSource(described.tfds, read_only=True)
-  vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=t5_tasks.EXTRA_IDS)
-  return _seqio_task(name, source, [two_sides], vocabulary, described.metrics)
-
-
-def _seqio_task(
-  name: str,
-  source: Any,
-  preprocessors: Sequence[Callable[..., Any]],
-  vocabulary: Any,
-  metric_names: Sequence[str],
-) -> Any:
-  seqio, _ = _import_seqio()
-  return seqio.Task(
-    name,
-    source=source,
-    preprocessors=[
-      *preprocessors,
-      seqio.preprocessors.tokenize,
-      seqio.preprocessors.append_eos_after_trim,
-    ],
-    output_features={
-      feature: seqio.Feature(vocabulary, add_eos=True)
-      for feature in ('inputs', 'targets')
-    },
-    metric_fns=[metrics_lib.METRICS[metric] for metric in metric_names],
-  )
-
-
-def _check_prepared(source: Any) -> None:
-  """Raises ValueError where seqio would begin to download for hours."""
-  seqio, _ = _import_seqio()
-  if not isinstance(source, seqio.TfdsDataSource):
-    return
-  loader = source.tfds_dataset
-  if loader.name is None:
-    return  # it joins several datasets; TFDS itself says what is missing
-  folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
-  command = (
-    'python -c "import tensorflow_datasets as tfds;'
-    f" tfds.builder('{loader.name}'{folder}).download_and_prepare()\""
-  )
-  try:
-    problem = f'are not in {loader.builder.data_path}'
-    if loader.builder.is_prepared():
-      return
-  except (AssertionError, ValueError) as error:
-    problem = f'cannot be loaded ({error})'
-  raise ValueError(
-    f"TensorFlow Datasets' {loader.name} {problem}. Get them by: {command}."
-    ' Data that lie elsewhere are found by the environment variable'
-    ' TFDS_DATA_DIR.'
-  )
-
-
-def _check_split(task: Any, split: str) -> None:
-  # What follows in brackets, as in 'test[:1%]', is for TFDS to read.
-  if split.split('[')[0] not in task.splits:
-    raise ValueError(
-      f'The task {task.name!r} has no split'
-      f' {split!r}.{nearest(split, task.splits)}'
-    )
-
-
-def _check_vocabularies(task: Any) -> None:
-  _, tf = _import_seqio()
-  for feature in task.output_features.values():
-    path = getattr(feature.vocabulary, 'sentencepiece_model_file', None)
-    try:
-      found = path is None or tf.io.gfile.exists(path)
-    except tf.errors.OpError:
-      found = False
-    if not found:
-      raise ValueError(
-        f'The vocabulary {path!r} of the task {task.name!r} could not be read;'
-        ' give the path of a copy (VOCAB_PATH).'
-      )
-
-
-def _plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
-  """An example of seqio as ids, text, numbers and lists of text."""
-  found: dict[str, Any] = {'targets': np.zeros(0, np.int32)}
-  for key, value in example.items():
-    if isinstance(value, bytes):
-      found[key] = _text(value)
-    elif key in ends:
-      if value.ndim == 1 and np.issubdtype(value.dtype, np.integer):
-        found[key] = value.astype(np.int32)
-    elif isinstance(value, np.number):
-      found[key] = value.item()
-    elif np.ndim(value) == 1 and value.dtype.hasobject:
-      found[key] = [_text(part) for part in value]
-  if found['targets'].tolist() == [ends.get('targets')]:
-    found['targets'] = np.zeros(0, np.int32)
-  return found
-
-
-def _text(value: bytes) -> str:
-  return value.decode('utf-8', 'replace')
-
-
-def _import_seqio() -> tuple[Any, Any]:
-  try:
-    import seqio
-    import tensorflow
-  except ImportError as error:
-    raise ValueError(
-      'seqio tasks need seqio and TensorFlow, which are not installed:'
-      " pip install -e '.[tasks]'. Without them, train on a file of"
-      ' source<TAB>target lines or on .npz token arrays.'
-    ) from error
-  return seqio, tensorflow

@@ -14,6 +14,7 @@ from specdec_jax.training import data, distill, losses, outputs, trainer
 from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.optimizer import OptimizerConfig
 from specdec_jax.training.outputs import OutputsConfig
+from specdec_jax.training.pairs import TokenPairs
 
 VOCAB = 16
 MODEL = t5.T5(
@@ -69,7 +70,7 @@ def teacher_forced(source, tokens):
 def make_sources(number=30, seed=0):
   rng = np.random.default_rng(seed)
   rows = [rng.integers(3, VOCAB, rng.integers(1, 8)) for _ in range(number)]
-  return data.TokenPairs.from_lists(rows, [[3]] * number)
+  return TokenPairs.from_lists(rows, [[3]] * number)
 
 
 def reference(draft_logits, target_logits, tokens, weights):
@@ -248,7 +249,7 @@ class TestGenerateOutputs:
     ).batch(0)
     row = batch.targets.reshape(-1).tolist()
     assert row.count(1) == 1 and not any(row[row.index(1) + 1 :])
-    loaded = data.TokenPairs.load(path)
+    loaded = TokenPairs.load(path)
     np.testing.assert_array_equal(loaded.targets, pairs.targets)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
       'outputs.npz',
@@ -297,7 +298,7 @@ class TestGenerateOutputs:
 
   def test_bad_sources(self, tmp_path):
     config = dataclasses.replace(CONFIG, widths=(2,))
-    empty = data.TokenPairs.from_lists([[], [3, 4]], [[3], [3]])
+    empty = TokenPairs.from_lists([[], [3, 4]], [[3], [3]])
     with pytest.raises(ValueError, match='None of the 2 sources'):
       outputs.generate_outputs(
         MODEL, target_params(), empty, tmp_path / 'x.npz', config

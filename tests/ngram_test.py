@@ -17,7 +17,7 @@ from specdec_jax.drafters.ngram import first_guess, longest_known, ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.measure import ngram as fitting
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.training.data import TokenPairs
+from specdec_jax.training.pairs import TokenPairs
 
 VOCAB = 40
 CORPUS = [

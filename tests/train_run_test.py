@@ -1,9 +1,11 @@
 """scripts/train.py and `training.train`: from files of pairs to checkpoints."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +17,13 @@ import numpy as np
 import pytest
 
 import gin_cli
+import small_vocabulary
 from specdec_jax import checkpoints, compilation_cache, training
+from specdec_jax.local_tasks import LocalTask
 from specdec_jax.models import t5
-from specdec_jax.training import data, outputs, trainer
+from specdec_jax.training import data, outputs, read, trainer
 from specdec_jax.training.optimizer import OptimizerConfig
+from specdec_jax.training.pairs import TokenPairs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZE = dict(
@@ -51,7 +56,7 @@ def arrays(tmp_path):
   rng = np.random.default_rng(0)
   rows = [rng.integers(3, 16, rng.integers(1, 6)).tolist() for _ in range(80)]
   path = tmp_path / 'pairs.npz'
-  data.TokenPairs.from_lists(rows, rows).save(path)
+  TokenPairs.from_lists(rows, rows).save(path)
   return str(path)
 
 
@@ -77,7 +82,7 @@ def test_another_configuration_does_not_go_on_in_the_folder(tmp_path, arrays):
   _, lines = train(run)
   assert 'parameters after 4 steps' in lines[-1]
   other = str(tmp_path / 'other.npz')
-  data.TokenPairs.from_lists([[3, 4]] * 9, [[5]] * 9).save(other)
+  TokenPairs.from_lists([[3, 4]] * 9, [[5]] * 9).save(other)
   adamw = OptimizerConfig(learning_rate=0.5)
   for changes, name in (
     (dict(train_file=other), 'train_data'),
@@ -139,7 +144,7 @@ def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
   run = make_run(tmp_path, arrays, learning=learning)
   nothing, _ = train(run)
   assert nothing is None
-  made = data.TokenPairs.load(tmp_path / 'model/outputs/train.npz')
+  made = TokenPairs.load(tmp_path / 'model/outputs/train.npz')
   assert 10 < len(made) <= 80
   learning = dataclasses.replace(learning, only_outputs=False)
   _, lines = train(dataclasses.replace(run, learning=learning))
@@ -155,8 +160,8 @@ def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
   ('changes', 'message'),
   [
     (dict(train_file='nowhere.tsv'), "train_file: there is no file 'nowhere"),
-    (dict(train_file=None), 'either a train_file or a seqio task'),
-    (dict(task='t'), 'either a train_file or a seqio task'),
+    (dict(train_file=None), 'either a train_file or a task'),
+    (dict(task='t'), 'either a train_file or a task'),
     (dict(eval_file='nowhere.tsv'), "eval_file: there is no file 'nowhere"),
     (dict(init_checkpoint_path='no'), "init_checkpoint_path: .* 'no'"),
     (dict(train_file=__file__), 'vocab_path: text and BLEU need'),
@@ -180,27 +185,89 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path, arrays):
   assert not (tmp_path / 'model').exists()
 
 
+def test_a_local_task_is_trained_on(tmp_path):
+  """JSONL with its own fields, cut, and with fewer places for targets."""
+  tokenizer = small_vocabulary.train(tmp_path)
+  words = small_vocabulary.WORDS.split()
+  texts = [(' '.join(words[i:]), words[i]) for i in range(len(words) - 2)] * 4
+  lines = [json.dumps({'long': text, 'short': word}) for text, word in texts]
+  (tmp_path / 'all.jsonl').write_text('\n'.join(lines))
+  paths = dict.fromkeys(['train', 'validation'], tmp_path / 'all.jsonl')
+  fields = dict(inputs_field='long', targets_field='short')
+  task = LocalTask('cut', paths, tokenizer.path, prefix='the ', **fields)
+  run = training.TrainRun(
+    model=small_vocabulary.network(1),
+    model_dir=str(tmp_path / 'model'),
+    task=task,
+    task_feature_lengths={'inputs': 6},
+    packing=data.PackingConfig(
+      weights=(1.0,), buckets=(6,), max_targets=4, tokens_per_batch=96
+    ),
+    training=trainer.TrainConfig(
+      steps=40,
+      eval_every=40,
+      log_every=20,
+      optimizer=OptimizerConfig(learning_rate=0.03, warmup_steps=4),
+    ),
+  )
+  pairs, held_out = read.pairs_of(run, None)
+  first = tokenizer.encode('the ' + texts[0][0])[:5]
+  assert len(first) == 5
+  assert pairs[0][0].tolist() == first  # its end has the sixth place
+  assert pairs[0][1].tolist() == tokenizer.encode(texts[0][1])
+  assert len(held_out) == len(pairs) == len(texts)
+  _, said = train(run)
+  losses = re.findall(r'loss ([0-9.]+) lr', '\n'.join(said))
+  assert float(losses[-1]) < 0.7 * np.log(small_vocabulary.VOCAB_SIZE)
+  with pytest.raises(ValueError, match="'summary'.*Known: inputs, targets"):
+    bad = dataclasses.replace(run, task_feature_lengths={'summary': 6})
+    read.pairs_of(bad, None)
+  no_training = dataclasses.replace(task, files={'test': paths['train']})
+  with pytest.raises(ValueError, match="'cut' has no split 'train'"):
+    read.pairs_of(dataclasses.replace(run, task=no_training), None)
+
+
 @pytest.mark.parametrize(
-  ('name', 'macros'),
+  ('name', 'macros', 'vocab_size'),
   [
-    ('train_demo_target', []),
-    ('distill_demo_draft', ['TARGET_CHECKPOINT_PATH']),
+    ('train_demo_target', ['VOCAB_PATH'], 8000),
+    ('distill_demo_draft', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 8000),
+    ('train_lm', ['VOCAB_PATH'], 8000),
+    ('distill_lm', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 8000),
+    ('train_summ', ['EVAL_FILE', 'VOCAB_PATH'], 8000),
+    (
+      'distill_summ',
+      ['VOCAB_PATH', 'EVAL_FILE', 'TARGET_CHECKPOINT_PATH'],
+      8000,
+    ),
+    ('train_ende', ['VOCAB_PATH'], 32128),
+    ('distill_ende', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 32128),
   ],
 )
-def test_gin_files_of_the_demo(name, macros, tmp_path, arrays):
+def test_gin_files(name, macros, vocab_size, tmp_path):
+  path = tmp_path / 'pairs.tsv'
+  path.write_text('a\tb\n')
   given = ['MODEL_DIR', 'TRAIN_FILE', *macros]
   flags = [f'--gin_file=gin/runs/{name}.gin']
   with pytest.raises(ValueError, match='Required and not given: .*MODEL_DIR'):
     gin_cli.load(gin_cli.parse_flags(flags))
-  flags += [f'--gin.{macro}={arrays}' for macro in given]
+  flags += [f'--gin.{macro}={path}' for macro in given]
   try:
     gin_cli.load(gin_cli.parse_flags(flags))
     run = gin_cli.build(training.TrainRun)
   finally:
     gin.clear_config()
-  assert run.model.vocab_size == 8000
-  assert run.train_file == run.model_dir == arrays
-  assert len(run.packing.buckets) == 8
+  assert run.model.vocab_size == vocab_size
+  read_from = run.task.files['train'] if run.task else run.train_file
+  assert read_from == run.model_dir == str(path)
+  if isinstance(run.learning, training.FromTarget):
+    assert run.learning.target.vocab_size == vocab_size
+    assert num_params(run.model) < num_params(run.learning.target)
+
+
+def num_params(model):
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 TINY = """

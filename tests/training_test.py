@@ -21,6 +21,7 @@ import pytest
 
 from specdec_jax.models import t5
 from specdec_jax.training import data, losses, optimizer, trainer
+from specdec_jax.training.pairs import TokenPairs, read_tsv
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -42,7 +43,7 @@ def copy_pairs(number=400, seed=0):
   rows = [
     rng.integers(3, 16, rng.integers(1, 6)).tolist() for _ in range(number)
   ]
-  return data.TokenPairs.from_lists(rows, rows)
+  return TokenPairs.from_lists(rows, rows)
 
 
 def packing(**changes):
@@ -101,9 +102,9 @@ def assert_same(tree, other):
 
 class TestData:
   def test_npz_round_trip(self, tmp_path):
-    pairs = data.TokenPairs.from_lists([[3, 4], [], [5]], [[6], [7, 8], [9]])
+    pairs = TokenPairs.from_lists([[3, 4], [], [5]], [[6], [7, 8], [9]])
     pairs.save(tmp_path / 'pairs.npz')
-    loaded = data.TokenPairs.load(tmp_path / 'pairs.npz')
+    loaded = TokenPairs.load(tmp_path / 'pairs.npz')
     assert len(loaded) == 3
     assert [x.tolist() for x in loaded[1]] == [[], [7, 8]]
     assert [x.tolist() for x in loaded[2]] == [[5], [9]]
@@ -112,14 +113,14 @@ class TestData:
   def test_broken_npz_is_named(self, tmp_path):
     path = tmp_path / 'pairs.npz'
     with pytest.raises(ValueError, match='No token arrays'):
-      data.TokenPairs.load(path)
+      TokenPairs.load(path)
     copy_pairs().save(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match='not a whole .npz'):
-      data.TokenPairs.load(path)
+      TokenPairs.load(path)
     np.savez(path, inputs=np.zeros(3, np.int32))
     with pytest.raises(ValueError, match='lacks the arrays'):
-      data.TokenPairs.load(path)
+      TokenPairs.load(path)
     good = copy_pairs()
     np.savez(
       path,
@@ -129,13 +130,13 @@ class TestData:
       targets_offsets=good.targets_offsets,
     )
     with pytest.raises(ValueError, match='inputs_offsets must rise'):
-      data.TokenPairs.load(path)
+      TokenPairs.load(path)
 
   def test_tsv_line_without_two_columns_is_named(self, tmp_path):
     path = tmp_path / 'pairs.tsv'
     path.write_text('a\tb\nonly one\n', encoding='utf-8')
     with pytest.raises(ValueError, match='line 2 has 1 columns'):
-      data.read_tsv(path)
+      read_tsv(path)
 
   def test_an_epoch_holds_each_pair_once(self):
     pairs = copy_pairs()
@@ -162,10 +163,10 @@ class TestData:
     ]
     assert sorted(wanted) == sorted(row for row in rows if row)
     shapes = {batch.inputs.shape for batch in batches.epoch(0)}
-    assert shapes == set(batches.shapes())
+    assert shapes == {shape.inputs for shape in batches.shapes()}
 
   def test_packing_weights(self):
-    pairs = data.TokenPairs.from_lists([[3]] * 3000, [[4]] * 3000)
+    pairs = TokenPairs.from_lists([[3]] * 3000, [[4]] * 3000)
     config = packing(weights=(0.4, 0.3, 0.2, 0.1), buckets=(8,))
     rows = np.concatenate(
       [
@@ -193,10 +194,33 @@ class TestData:
     )
 
   def test_too_long_pairs_are_dropped_or_refused(self):
-    pairs = data.TokenPairs.from_lists([[3] * 12, [3]], [[4], [4]])
+    pairs = TokenPairs.from_lists([[3] * 12, [3]], [[4], [4]])
     assert data.PackedBatches(pairs, packing()).num_dropped == 1
     with pytest.raises(ValueError, match='None of the 2 pairs'):
       data.PackedBatches(pairs, packing(buckets=(1,)))
+
+  def test_targets_have_their_own_number_of_places(self):
+    sources = [[3] * 10, [4] * 5, [5] * 9, [6] * 2]
+    targets = [[7] * 3, [8], [9] * 4, [10] * 2]
+    config = packing(max_targets=4, weights=(0.0, 1.0))
+    batches = data.PackedBatches(
+      TokenPairs.from_lists(sources, targets), config, keep_all=True
+    )
+    assert batches.num_dropped == 1  # four tokens and their end are five
+    rows = []
+    for batch in batches.epoch(0):
+      *_, length = batch.inputs.shape
+      assert batch.targets.shape == (*batch.inputs.shape[:2], min(length, 4))
+      rows += batch.targets.reshape(-1, batch.targets.shape[-1]).tolist()
+    assert {batch.inputs.shape for batch in batches.epoch(0)} <= {
+      shape.inputs for shape in batches.shapes()
+    }
+    # Whatever was joined has room for all of it and one end.
+    kept = sorted(token for row in rows for token in row if token > 1)
+    assert kept == [7, 7, 7, 8, 10, 10]
+    assert sum(row.count(1) for row in rows) == sum(map(any, rows))
+    with pytest.raises(ValueError, match=r'max_targets is 1; expected 0, or'):
+      packing(max_targets=1)
 
   def test_training_needs_no_text_package(self, tmp_path):
     """With sentencepiece, seqio, TensorFlow and gin out of reach."""

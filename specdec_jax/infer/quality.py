@@ -16,7 +16,7 @@ from specdec_jax.completion import Completion
 from specdec_jax.engine import Engine
 from specdec_jax.infer import results, resume
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.training import data
+from specdec_jax.training.pairs import read_tsv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +121,25 @@ def evaluate(
   """
   console = console or rich.console.Console()
   _require_sacrebleu()
-  grouped = group_references(data.read_tsv(config.eval_file))
+  grouped = group_references(read_tsv(config.eval_file))
   grouped = dict(list(grouped.items())[: config.max_sources])
   if not grouped:
     raise ValueError(f'{config.eval_file!r} has no line to evaluate.')
-  if config.output_dir is not None:
-    folder = resume.Folder(config.output_dir, results.PREDICTIONS)
-    folder.claim(config.overwrite)
+  if config.output_dir is None:
+    return _evaluate(config, grouped, None, beside or {}, console)
+  folder = resume.Folder(config.output_dir, results.PREDICTIONS)
+  with folder.claimed(config.overwrite):
+    return _evaluate(config, grouped, folder, beside or {}, console)
+
+
+def _evaluate(
+  config: EvaluateConfig,
+  grouped: Mapping[str, list[str]],
+  folder: resume.Folder | None,
+  beside: Mapping[str, Callable[[], str]],
+  console: rich.console.Console,
+) -> dict[str, Any]:
+  """`evaluate` of sources with their references."""
   engine = config.engine()
   sources, references = list(grouped), list(grouped.values())
   runs = {
@@ -154,7 +166,7 @@ def evaluate(
     ],
     'machine': environment.describe(),
   }
-  if config.output_dir is not None:
+  if folder is not None:
     records = [
       {
         'inputs': source,
@@ -165,7 +177,7 @@ def evaluate(
       }
       for source, own, done in zip(sources, references, greedy, strict=True)
     ]
-    extra = {name: text() for name, text in (beside or {}).items()}
+    extra = {name: text() for name, text in beside.items()}
     folder.finish(results.contents(records, summary, extra))
   for title, value in rows(summary):
     console.print(f'{title}: {value}', markup=False, highlight=False)

@@ -19,7 +19,7 @@ from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.files import text_lines
 from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.training.data import TokenPairs, read_tsv
+from specdec_jax.training.pairs import TokenPairs, read_tsv
 
 _BLOCK = 8192  # tokens that are scored together
 

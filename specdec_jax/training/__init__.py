@@ -3,6 +3,7 @@
 `TrainRun` describes a run, `train` does it.
 """
 
-from specdec_jax.training.run import FromTarget, Likelihood, TrainRun, train
+from specdec_jax.training.config import FromTarget, Likelihood, TrainRun
+from specdec_jax.training.run import train
 
 __all__ = ['FromTarget', 'Likelihood', 'TrainRun', 'train']

@@ -8,8 +8,8 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.outputs import PLACEMENT, Decoder, OutputsConfig
+from specdec_jax.training.pairs import TokenPairs
 
 # An output that repeats itself counts as it is.
 WHOLE_OUTPUTS = OutputsConfig(max_ratio=2.0, max_extra=16, max_unfinished=0.0)

@@ -1,33 +1,21 @@
-"""Pairs of token sequences and the batches a training run sees.
+"""The batches that a training run sees: pairs joined, padded, in buckets.
 
-A `.npz` file of pre-tokenised pairs holds four arrays:
-
-  inputs          int32[sum of source lengths]  all source ids in a row
-  inputs_offsets  int64[N + 1]                  pair i is inputs[o[i]:o[i + 1]]
-  targets         int32[sum of target lengths]
-  targets_offsets int64[N + 1]
-
-without end-of-sequence ids and padding: an example may join several pairs, and
-gets its one end-of-sequence id when it is joined. Reading one needs NumPy only.
+An example may join several pairs, and gets its one end-of-sequence id when it
+is joined.
 """
 
 import bisect
 import dataclasses
 import functools
-import io
 import itertools
 import math
-import os
-import zipfile
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax import files
-from specdec_jax.tokenizer import EOS_ID, PAD_ID, Tokenizer
-
-_ARRAYS = ('inputs', 'inputs_offsets', 'targets', 'targets_offsets')
+from specdec_jax.tokenizer import EOS_ID, PAD_ID
+from specdec_jax.training.pairs import TokenPairs
 
 
 class Batch(NamedTuple):
@@ -35,119 +23,11 @@ class Batch(NamedTuple):
 
   Attributes:
     inputs: int32[N, B, L], source ids, end of sequence, padding.
-    targets: int32[N, B, L], likewise.
+    targets: int32[N, B, S], likewise.
   """
 
-  inputs: np.ndarray
-  targets: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenPairs:
-  """N pairs of ragged id sequences in four flat arrays (see the module)."""
-
-  inputs: np.ndarray
-  inputs_offsets: np.ndarray
-  targets: np.ndarray
-  targets_offsets: np.ndarray
-
-  def __len__(self) -> int:
-    return len(self.inputs_offsets) - 1
-
-  def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target ids of one pair."""
-    source, target = self.inputs_offsets, self.targets_offsets
-    return (
-      self.inputs[source[index] : source[index + 1]],
-      self.targets[target[index] : target[index + 1]],
-    )
-
-  @classmethod
-  def from_lists(
-    cls,
-    inputs: Sequence[Iterable[int]],
-    targets: Sequence[Iterable[int]],
-  ) -> 'TokenPairs':
-    """Flattens equally many source and target sequences.
-
-    Raises:
-      ValueError: there are more of one than of the other.
-    """
-    if len(inputs) != len(targets):
-      raise ValueError(
-        f'{len(inputs)} source sequences came with {len(targets)} target'
-        ' sequences; every pair needs both.'
-      )
-    return cls(*_flatten(inputs), *_flatten(targets))
-
-  def joined(self, other: 'TokenPairs') -> 'TokenPairs':
-    """These pairs and then those of `other`."""
-    both = [pairs[i] for pairs in (self, other) for i in range(len(pairs))]
-    sources, targets = zip(*both, strict=True) if both else ((), ())
-    return TokenPairs.from_lists(sources, targets)
-
-  def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the `.npz` file, whole or not at all."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{n: getattr(self, n) for n in _ARRAYS})
-    files.write_atomically(path, buffer.getvalue())
-
-  @classmethod
-  def load(cls, path: str | os.PathLike[str]) -> 'TokenPairs':
-    """Reads a `.npz` file.
-
-    Raises:
-      ValueError: the file is missing, cut short, lacks an array, or its
-        offsets do not fit its tokens.
-    """
-    path = os.fspath(path)
-    try:
-      # NumPy would leave a file that it opened and refused open.
-      with open(path, 'rb') as stream, np.load(stream) as archive:
-        missing = [name for name in _ARRAYS if name not in archive]
-        if missing:
-          raise ValueError(f'it lacks the arrays {missing}')
-        arrays = {name: archive[name] for name in _ARRAYS}
-      _check_flat(arrays)
-    except OSError as error:
-      raise ValueError(
-        f'No token arrays could be read at {path!r}: {error}'
-      ) from error
-    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-      raise ValueError(
-        f'{path!r} is not a whole .npz file of token pairs: {error}. Expected'
-        f' the arrays {", ".join(_ARRAYS)}.'
-      ) from error
-    return cls(**arrays)
-
-
-def read_tsv(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
-  """Source and target text of a UTF-8 TSV file, plain or `.gz`.
-
-  Raises:
-    ValueError: the file cannot be read, or a line has not two columns.
-  """
-  path = os.fspath(path)
-  pairs = []
-  for number, line in enumerate(files.text_lines(path), 1):
-    columns = line.split('\t')
-    if len(columns) != 2:
-      raise ValueError(
-        f'{path!r} line {number} has {len(columns)} columns; expected'
-        ' source<TAB>target.'
-      )
-    pairs.append((columns[0], columns[1]))
-  return pairs
-
-
-def tokenise(
-  pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer
-) -> TokenPairs:
-  """Ids of each source and target."""
-  return TokenPairs.from_lists(
-    tokenizer.encode_batch([source for source, _ in pairs]),
-    tokenizer.encode_batch([target for _, target in pairs]),
-  )
+  inputs: Any
+  targets: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +45,8 @@ class PackingConfig:
     tokens_per_part: a batch is computed in parts of about so many places,
       whose gradients are summed. On a CPU the logits of a part then stay in
       its cache; a GPU or TPU takes a whole batch at once (0).
+    max_targets: where > 0, batches have at most so many target places, for data
+      whose targets are much shorter than its sources; 0 is as many as sources.
     seed: decides order and joining. Together with the step it decides a batch.
   """
 
@@ -172,6 +54,7 @@ class PackingConfig:
   buckets: tuple[int, ...] = (12, 16, 20, 26, 32, 40, 52, 68, 96)
   tokens_per_batch: int = 4096
   tokens_per_part: int = 0
+  max_targets: int = 0
   seed: int = 0
 
   def __post_init__(self):
@@ -192,6 +75,15 @@ class PackingConfig:
         f'PackingConfig.tokens_per_batch is {self.tokens_per_batch}; expected'
         f' at least the longest bucket, {self.buckets[-1]}, for one row.'
       )
+    if self.max_targets < 0 or self.max_targets == 1:
+      raise ValueError(
+        f'PackingConfig.max_targets is {self.max_targets}; expected 0, or at'
+        ' least 2: a token and its end.'
+      )
+
+  def target_places(self, length: int) -> int:
+    """Places on the target side of a bucket."""
+    return min(length, self.max_targets or length)
 
 
 class _Plan(NamedTuple):
@@ -229,31 +121,41 @@ class PackedBatches:
     self._source_lengths = np.diff(pairs.inputs_offsets)
     self._target_lengths = np.diff(pairs.targets_offsets)
     # An end-of-sequence id follows the last pair. Empty sides teach nothing.
-    longest = np.maximum(self._source_lengths, self._target_lengths)
     shortest = np.minimum(self._source_lengths, self._target_lengths)
     self._usable = np.flatnonzero(
-      (longest < config.buckets[-1]) & (shortest > 0)
+      (self._source_lengths < config.buckets[-1])
+      & (self._target_lengths < config.target_places(config.buckets[-1]))
+      & (shortest > 0)
     )
     self.num_dropped = len(pairs) - len(self._usable)
     if not len(self._usable):
       raise ValueError(
         f'None of the {len(pairs)} pairs is non-empty and shorter than the'
-        f' longest bucket ({config.buckets[-1]} tokens with its end).'
+        f' longest bucket ({config.buckets[-1]} source and'
+        f' {config.target_places(config.buckets[-1])} target tokens with their'
+        ' ends).'
       )
     # One plan is a few MB; the current epoch and the last suffice.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
     self._starts = [0]
 
   def shape(self, length: int) -> tuple[int, int, int]:
-    """(N, B, L) of a batch of a bucket."""
+    """(N, B, L) of the sources of a bucket's batch."""
     budget = self._config.tokens_per_batch
     rows = max(1, (self._config.tokens_per_part or budget) // length)
     return max(1, budget // (rows * length)), rows, length
 
-  def shapes(self) -> list[tuple[int, int, int]]:
-    """The shapes of the first epoch's batches; a later one may add one."""
+  def shapes(self) -> list[Batch]:
+    """Shapes of both sides of the first epoch's batches, one a bucket.
+
+    A later epoch may add one.
+    """
     lengths = {length for length, _ in self._plan(0).batches}
-    return [self.shape(length) for length in sorted(lengths)]
+    return [self._shapes(length) for length in sorted(lengths)]
+
+  def _shapes(self, length: int) -> Batch:
+    *rows, _ = self.shape(length)
+    return Batch((*rows, length), (*rows, self._config.target_places(length)))
 
   def epoch(self, number: int = 0) -> Iterator[Batch]:
     """All batches of one epoch."""
@@ -316,11 +218,15 @@ class PackedBatches:
     starts[ends[ends < len(order)]] = True
     source = np.concatenate([[0], np.cumsum(self._source_lengths[order])])
     target = np.concatenate([[0], np.cumsum(self._target_lengths[order])])
-    room = self._config.buckets[-1] - 1
+    longest = self._config.buckets[-1]
+    room = longest - 1, self._config.target_places(longest) - 1
     # Where joined pairs are too long, the example is cut apart again.
     bounds = np.flatnonzero(starts)
     for begin, end in itertools.pairwise(bounds):
-      if max(source[end] - source[begin], target[end] - target[begin]) > room:
+      if (
+        source[end] - source[begin] > room[0]
+        or target[end] - target[begin] > room[1]
+      ):
         starts[begin:end] = True
     return np.flatnonzero(starts)
 
@@ -353,9 +259,11 @@ class PackedBatches:
   def _gather(self, number: int, index: int) -> Batch:
     plan = self._plan(number)
     length, examples = plan.batches[index]
-    shape = self.shape(length)
-    batch = [np.full((shape[0] * shape[1], length), PAD_ID, np.int32)]
-    batch.append(batch[0].copy())
+    shapes = self._shapes(length)
+    batch = [
+      np.full((math.prod(shape[:2]), shape[2]), PAD_ID, np.int32)
+      for shape in shapes
+    ]
     for row, example in enumerate(examples):
       begin, end = plan.bounds[example : example + 2]
       pairs = [self._pairs[i] for i in plan.order[begin:end]]
@@ -363,36 +271,4 @@ class PackedBatches:
         ids = np.concatenate([pair[side] for pair in pairs])
         batch[side][row, : len(ids)] = ids
         batch[side][row, len(ids)] = EOS_ID
-    return Batch(*(rows.reshape(shape) for rows in batch))
-
-
-def _flatten(
-  sequences: Sequence[Iterable[int]],
-) -> tuple[np.ndarray, np.ndarray]:
-  arrays = [np.asarray(ids, np.int32).reshape(-1) for ids in sequences]
-  offsets = np.zeros(len(arrays) + 1, np.int64)
-  np.cumsum([len(ids) for ids in arrays], out=offsets[1:])
-  flat = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
-  return flat.astype(np.int32), offsets
-
-
-def _check_flat(arrays: dict[str, np.ndarray]) -> None:
-  for name in ('inputs', 'targets'):
-    tokens, offsets = arrays[name], arrays[f'{name}_offsets']
-    if tokens.ndim != 1 or tokens.dtype.kind not in 'iu':
-      raise ValueError(
-        f'{name} is {tokens.dtype}{list(tokens.shape)}, not flat int32'
-      )
-    if (
-      offsets.ndim != 1
-      or len(offsets) < 1
-      or offsets[0] != 0
-      or offsets[-1] != len(tokens)
-      or np.any(np.diff(offsets) < 0)
-    ):
-      raise ValueError(
-        f'{name}_offsets must rise from 0 to the {len(tokens)} ids of {name}'
-      )
-  pairs = [len(arrays[f'{n}_offsets']) - 1 for n in ('inputs', 'targets')]
-  if pairs[0] != pairs[1]:
-    raise ValueError(f'it has {pairs[0]} sources and {pairs[1]} targets')
+    return Batch(*map(np.reshape, batch, shapes))

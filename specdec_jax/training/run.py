@@ -1,7 +1,6 @@
 """A training run: from a file of pairs to a checkpoint."""
 
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -14,18 +13,18 @@ from specdec_jax import compilation_cache, files
 from specdec_jax.checkpoints import load
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
-from specdec_jax.tokenizer import Tokenizer, train_tokenizer
-from specdec_jax.training import bleu, data, slicing, text, trainer
-from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
+from specdec_jax.training import bleu, slicing, trainer
+from specdec_jax.training.config import FromTarget, TrainRun
+from specdec_jax.training.data import PackedBatches
 from specdec_jax.training.distill import Distillation
-from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import (
-  OutputsConfig,
   digest,
   generate_outputs,
 )
+from specdec_jax.training.pairs import TokenPairs
+from specdec_jax.training.read import pairs_of, tokenizer_of
 from specdec_jax.training.settings import claim
-from specdec_jax.training.trainer import CrossEntropy, TrainConfig, Trainer
+from specdec_jax.training.trainer import CrossEntropy, Trainer
 
 MODEL_FILE = 'model.msgpack'
 _STATES = 'train_states'
@@ -34,122 +33,6 @@ _RANDOM = 'random'
 # What is held out is decoded both ways: agreement is about the one, the
 # acceptance rate at temperature 1 about the other.
 _EVAL_TEMPERATURES = (0.0, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Likelihood:
-  """Learning from the data's own targets; see `losses.cross_entropy`."""
-
-  label_smoothing: float = 0.0
-  z_loss: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class FromTarget:
-  """Learning from another model: distillation.
-
-  Attributes:
-    target: the model to follow.
-    checkpoint_path: its parameters, a single-file T5X checkpoint.
-    weights: of the loss's terms.
-    slice_target: begin with a slice of the target, where there is no
-      checkpoint to begin with; see `slicing.sliced`.
-    outputs: how the target's own outputs for the data's sources are made;
-      None takes the data's targets as they are.
-    with_references: train on the data's own targets as well as on the outputs:
-      more to learn from where there is no time for many outputs.
-    num_eval_outputs: how many are made of the held-out sources.
-    outputs_folder: where outputs are kept, or found; None is a folder in
-      `TrainRun.model_dir`.
-    only_outputs: end when the outputs exist.
-  """
-
-  target: LanguageModel
-  checkpoint_path: str
-  weights: DistillationWeights = DistillationWeights()
-  slice_target: bool = False
-  outputs: OutputsConfig | None = OutputsConfig()
-  with_references: bool = False
-  num_eval_outputs: int = 512
-  outputs_folder: str | None = None
-  only_outputs: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainRun:
-  """One run of training.
-
-  Data is a UTF-8 file (`.gz` or not) of source<TAB>target lines, or for a
-  decoder-only model of lines of text; a `.npz` file as `TokenPairs.save` writes
-  it; or a seqio task.
-
-  Attributes:
-    model: what is trained, such as a T5 or a GPT.
-    model_dir: gets the parameters (model.msgpack, a T5X checkpoint), the
-      states that a killed run goes on from, and what else belongs to the run.
-    train_file: data, unless there is a task.
-    eval_file: held-out data; None goes without.
-    task: name of a seqio task with the splits 'train' and 'validation'.
-    task_module: module to import first, which registers the task.
-    vocab_path: sentencepiece model. Where there is none yet, it is trained on
-      both sides of `train_file`. Only text needs one.
-    init_checkpoint_path: parameters to begin with, a single-file T5X
-      checkpoint; None begins with random ones.
-    packing: how pairs become batches.
-    training: length, optimiser, evaluation.
-    learning: from what.
-    export_dtype: of the parameters in model.msgpack.
-    bleu_examples: held-out sources that are decoded at each evaluation, for
-      BLEU; 0 is none.
-
-  Raises:
-    ValueError: a value is outside its range.
-  """
-
-  model: LanguageModel
-  model_dir: str
-  train_file: str | None = None
-  eval_file: str | None = None
-  task: str | None = None
-  task_module: str | None = None
-  vocab_path: str | None = None
-  init_checkpoint_path: str | None = None
-  packing: PackingConfig = PackingConfig()
-  training: TrainConfig = TrainConfig()
-  learning: Likelihood | FromTarget = Likelihood()
-  export_dtype: str = 'float32'
-  bleu_examples: int = 0
-
-  def __post_init__(self):
-    if not self.model_dir or not isinstance(self.model_dir, str):
-      raise ValueError(
-        'TrainRun.model_dir: expected a folder to write to, got'
-        f' {self.model_dir!r}.'
-      )
-    if (self.train_file is None) == (self.task is None):
-      raise ValueError(
-        'TrainRun: expected either a train_file or a seqio task, got'
-        f' train_file={self.train_file!r} and task={self.task!r}.'
-      )
-    for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
-      path = getattr(self, name)
-      if path is not None and not os.path.isfile(path):
-        raise ValueError(f'TrainRun.{name}: there is no file {path!r}.')
-    if self.export_dtype not in ('float32', 'bfloat16'):
-      raise ValueError(
-        "TrainRun.export_dtype: expected 'float32' or 'bfloat16', got"
-        f' {self.export_dtype!r}.'
-      )
-    needs_vocab = any(
-      path is not None and not path.endswith('.npz')
-      for path in (self.train_file, self.eval_file)
-    )
-    if self.vocab_path is None and (needs_vocab or self.bleu_examples):
-      raise ValueError(
-        'TrainRun.vocab_path: text and BLEU need the path of a sentencepiece'
-        ' model, which is trained there if it does not exist; only .npz files'
-        ' and tasks go without.'
-      )
 
 
 def train(
@@ -185,8 +68,8 @@ def train(
   else:
     described = dataclasses.asdict(learning)
     objective = CrossEntropy(run.model, **described)
-  tokenizer = _tokenizer(run)
-  pairs, held_out = _pairs(run, tokenizer)
+  tokenizer = tokenizer_of(run)
+  pairs, held_out = pairs_of(run, tokenizer)
   os.makedirs(run.model_dir, exist_ok=True)
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
@@ -283,64 +166,6 @@ def _distillation(
   return Distillation(
     model, learning.target, params, learning.weights
   ), described
-
-
-def _tokenizer(run: TrainRun) -> Tokenizer | None:
-  if run.vocab_path is None:
-    return None
-  if os.path.exists(run.vocab_path):
-    return Tokenizer(run.vocab_path)
-  if run.train_file is None or run.train_file.endswith('.npz'):
-    raise ValueError(
-      f'There is no vocabulary at {run.vocab_path!r}, and none can be trained:'
-      ' that takes a train_file of text.'
-    )
-  os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
-  if run.model.has_encoder:
-    pairs = data.read_tsv(run.train_file)
-    sentences = [side for pair in pairs for side in pair]
-  else:
-    sentences = text.read_lines(run.train_file)
-  return train_tokenizer(sentences, run.vocab_path, run.model.vocab_size)
-
-
-def _pairs(
-  run: TrainRun, tokenizer: Tokenizer | None
-) -> tuple[TokenPairs, TokenPairs | None]:
-  """Training and held-out pairs."""
-  if run.task is not None:
-    # seqio brings TensorFlow; nothing else here needs it.
-    from specdec_jax import tasks
-
-    if run.task_module is not None:
-      importlib.import_module(run.task_module)
-    found = [
-      TokenPairs.from_lists(*tasks.token_lists(run.task, split))
-      for split in tasks.splits(run.task)
-    ]
-  else:
-    paths = (run.train_file, run.eval_file)
-    found = [_read(run, path, tokenizer) for path in paths if path is not None]
-  for pairs in found:
-    _check_ids(pairs, run.model.vocab_size)
-  return found[0], found[1] if len(found) > 1 else None
-
-
-def _read(run: TrainRun, path: str, tokenizer: Tokenizer | None) -> TokenPairs:
-  if path.endswith('.npz') or tokenizer is None:
-    return TokenPairs.load(path)
-  if not run.model.has_encoder:
-    return text.tokenise_lines(text.read_lines(path), tokenizer)
-  return data.tokenise(data.read_tsv(path), tokenizer)
-
-
-def _check_ids(pairs: TokenPairs, vocab_size: int) -> None:
-  for side in (pairs.inputs, pairs.targets):
-    if len(side) and not 0 <= side.min() <= side.max() < vocab_size:
-      raise ValueError(
-        f'The data has token ids from {side.min()} to {side.max()}; the model'
-        f' has a vocabulary of {vocab_size}. Do they belong together?'
-      )
 
 
 def _outputs(run, learning, target_params, pairs, held_out, say):

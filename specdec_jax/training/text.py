@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from specdec_jax.files import text_lines
 from specdec_jax.tokenizer import PAD_ID, Tokenizer
-from specdec_jax.training.data import TokenPairs
+from specdec_jax.training.pairs import TokenPairs
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:

@@ -202,9 +202,9 @@ class Trainer:
     """Compiles the programs of the run, so that its clock does not pay."""
     key = jax.random.key(0)
     params = self.export_params(state)
-    for shape in self._train_data.shapes():
+    for shapes in self._train_data.shapes():
       lowered = self._gradient.lower(
-        self._objective, state.params, _batch_like(shape), key
+        self._objective, state.params, _batch_like(shapes), key
       )
       lowered.compile()
     gradients = jax.tree.map(
@@ -212,8 +212,8 @@ class Trainer:
     )
     self._update.lower(state, gradients, np.float32(0)).compile()
     if self._valid_data is not None:
-      for shape in self._valid_data.shapes():
-        batch = _batch_like(shape)
+      for shapes in self._valid_data.shapes():
+        batch = _batch_like(shapes)
         self._evaluate.lower(self._objective, params, batch).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
@@ -345,9 +345,8 @@ class _Clock:
     self._start += time.monotonic() - begin
 
 
-def _batch_like(shape: tuple[int, int, int]) -> Batch:
-  side: Any = jax.ShapeDtypeStruct(shape, np.int32)
-  return Batch(side, side)
+def _batch_like(shapes: Batch) -> Batch:
+  return Batch(*(jax.ShapeDtypeStruct(shape, np.int32) for shape in shapes))
 
 
 def _gradient(objective, params, batch, key):

@@ -1,0 +1,177 @@
+"""seqio's side of tasks: making them, and seeing that they can be read.
+
+seqio brings TensorFlow, so it is imported when a function here is called, and
+nowhere else in the library.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax import metrics as metrics_lib
+from specdec_jax import t5_tasks
+from specdec_jax.local_tasks import LocalTask, nearest
+
+
+def import_seqio() -> tuple[Any, Any]:
+  """Returns the modules seqio and tensorflow.
+
+  Raises:
+    ValueError: they are not installed.
+  """
+  try:
+    import seqio
+    import tensorflow
+  except ImportError as error:
+    raise ValueError(
+      'seqio tasks need seqio and TensorFlow, which are not installed:'
+      " pip install -e '.[tasks]'. Local files need neither: give the path of"
+      ' one, such as source<TAB>target lines, in place of a task.'
+    ) from error
+  return seqio, tensorflow
+
+
+def to_seqio(task: LocalTask) -> Any:
+  """The seqio task with the examples of a local one, for mixtures of tasks.
+
+  Fields of JSONL objects beyond the two sides do not go along.
+
+  Raises:
+    ValueError: seqio is not installed.
+  """
+  seqio, tf = import_seqio()
+  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec((), tf.string))
+
+  def read(split, shuffle_files, seed=None):
+    del shuffle_files, seed  # seqio shuffles examples itself
+
+    def generate():
+      for example in task.texts(split):
+        yield {feature: example[feature] for feature in signature}
+
+    return tf.data.Dataset.from_generator(generate, output_signature=signature)
+
+  source = seqio.FunctionDataSource(read, splits=tuple(task.files))
+  vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
+  return _seqio_task(task.name, source, [], vocabulary, task.metrics)
+
+
+def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
+  """The task as T5's own code has it."""
+  seqio, tf = import_seqio()
+  described = t5_tasks.TASKS[name]
+  path = os.fspath(vocab_path or t5_tasks.VOCAB)
+
+  def two_sides(dataset):
+    def sides(example):
+      inputs = ''
+      if described.inputs is not None:
+        inputs = tf.strings.join([described.prefix, example[described.inputs]])
+      return {'inputs': inputs, 'targets': example[described.targets]}
+
+    return dataset.map(sides, num_parallel_calls=tf.data.AUTOTUNE)
+
+  # seqio would begin to download what is not there.
+  source = seqio.TfdsDataSource(described.tfds, read_only=True)
+  vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=t5_tasks.EXTRA_IDS)
+  return _seqio_task(name, source, [two_sides], vocabulary, described.metrics)
+
+
+def _seqio_task(
+  name: str,
+  source: Any,
+  preprocessors: Sequence[Callable[..., Any]],
+  vocabulary: Any,
+  metric_names: Sequence[str],
+) -> Any:
+  seqio, _ = import_seqio()
+  return seqio.Task(
+    name,
+    source=source,
+    preprocessors=[
+      *preprocessors,
+      seqio.preprocessors.tokenize,
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={
+      feature: seqio.Feature(vocabulary, add_eos=True)
+      for feature in ('inputs', 'targets')
+    },
+    metric_fns=[metrics_lib.METRICS[metric] for metric in metric_names],
+  )
+
+
+def check_prepared(source: Any) -> None:
+  """Raises ValueError where seqio would begin to download for hours."""
+  seqio, _ = import_seqio()
+  if not isinstance(source, seqio.TfdsDataSource):
+    return
+  loader = source.tfds_dataset
+  if loader.name is None:
+    return  # it joins several datasets; TFDS itself says what is missing
+  folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
+  command = (
+    'python -c "import tensorflow_datasets as tfds;'
+    f" tfds.builder('{loader.name}'{folder}).download_and_prepare()\""
+  )
+  try:
+    problem = f'are not in {loader.builder.data_path}'
+    if loader.builder.is_prepared():
+      return
+  except (AssertionError, ValueError) as error:
+    problem = f'cannot be loaded ({error})'
+  raise ValueError(
+    f"TensorFlow Datasets' {loader.name} {problem}. Get them by: {command}."
+    ' Data that lie elsewhere are found by the environment variable'
+    ' TFDS_DATA_DIR.'
+  )
+
+
+def check_split(task: Any, split: str) -> None:
+  """Raises ValueError where a seqio task has no such split."""
+  # What follows in brackets, as in 'test[:1%]', is for TFDS to read.
+  if split.split('[')[0] not in task.splits:
+    raise ValueError(
+      f'The task {task.name!r} has no split'
+      f' {split!r}.{nearest(split, task.splits)}'
+    )
+
+
+def check_vocabularies(task: Any) -> None:
+  """Raises ValueError where a vocabulary of a seqio task is out of reach."""
+  _, tf = import_seqio()
+  for feature in task.output_features.values():
+    path = getattr(feature.vocabulary, 'sentencepiece_model_file', None)
+    try:
+      found = path is None or tf.io.gfile.exists(path)
+    except tf.errors.OpError:
+      found = False
+    if not found:
+      raise ValueError(
+        f'The vocabulary {path!r} of the task {task.name!r} could not be read;'
+        ' give the path of a copy (VOCAB_PATH).'
+      )
+
+
+def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
+  """An example of seqio as ids, text, numbers and lists of text."""
+  found: dict[str, Any] = {'targets': np.zeros(0, np.int32)}
+  for key, value in example.items():
+    if isinstance(value, bytes):
+      found[key] = _text(value)
+    elif key in ends:
+      if value.ndim == 1 and np.issubdtype(value.dtype, np.integer):
+        found[key] = value.astype(np.int32)
+    elif isinstance(value, np.number):
+      found[key] = value.item()
+    elif np.ndim(value) == 1 and value.dtype.hasobject:
+      found[key] = [_text(part) for part in value]
+  if found['targets'].tolist() == [ends.get('targets')]:
+    found['targets'] = np.zeros(0, np.int32)
+  return found
+
+
+def _text(value: bytes) -> str:
+  return value.decode('utf-8', 'replace')
