@@ -66,6 +66,7 @@ def step_law(
   drawn_from: NextProbs | None = None,
   length: int | None = None,
   deterministic: bool = False,
+  lenience: float = 1.0,
 ) -> np.ndarray:
   """Exact joint law of gamma + 1 tokens of which one step made the first.
 
@@ -85,6 +86,7 @@ def step_law(
       hold every possible value.
     deterministic: report None as `Draft.probs`; `draft` is then only drawn
       from, and one-hot if the drafter is honest.
+    lenience: l of Appendix A.5; below 1 the result is another law.
 
   Returns:
     float64[V, ..., V], gamma + 1 axes.
@@ -100,6 +102,7 @@ def step_law(
       [[target(t[:i]) for i in range(gamma + 1)] for t in proposals],
       jnp.float32,
     ),
+    jnp.float32(lenience),
     count_accepted=speculative.count_accepted,
     next_token_weights=speculative.next_token_weights,
   )
@@ -156,7 +159,9 @@ def _drafts(proposals, reported: NextProbs | None, length) -> Draft:
 @functools.partial(
   jax.jit, static_argnames=('count_accepted', 'next_token_weights')
 )
-def _step_pieces(drafts, target_probs, *, count_accepted, next_token_weights):
+def _step_pieces(
+  drafts, target_probs, lenience, *, count_accepted, next_token_weights
+):
   """int32[N, G] grid counts of acceptance; float32[N, G + 1, V] next laws."""
   gamma = drafts.tokens.shape[1]
 
@@ -165,7 +170,7 @@ def _step_pieces(drafts, target_probs, *, count_accepted, next_token_weights):
       # With the uniforms before at 0, whatever can be accepted is.
       def accepts(uniform):
         uniforms = jnp.zeros(gamma, jnp.float32).at[position].set(uniform)
-        return count_accepted(draft, rows, uniforms) > position
+        return count_accepted(draft, rows, lenience * uniforms) > position
 
       return _grid_count(accepts)
 

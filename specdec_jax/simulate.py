@@ -101,7 +101,7 @@ def outcomes(
   """
   target, draft = _normalised(target_probs), _normalised(draft_probs)
   accepted = np.minimum(draft, target / lenience)
-  residual = np.maximum(target - lenience * draft, 0)
+  residual = np.maximum(target - draft, 0)
   mass = residual.sum()
   # Without a residual both are equal, and nothing is ever rejected.
   rejected = max(1 - accepted.sum(), 0) if mass > 0 else 0.0

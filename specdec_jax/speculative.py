@@ -17,19 +17,19 @@ probability. Rejecting instead would draw from the residual, and accepting
 would take the drafter's choice unchecked; both are wrong distributions.
 
 **Lenience** l of Appendix A.5 gives the guarantee up for more accepted
-proposals: q is multiplied by l wherever Algorithm 1 looks at it, in the test
-and in the residual, norm(max(0, p - l q)). A proposal, still drawn from q, is
-accepted with probability min(1, p / (l q)), so each token comes
+proposals: q is multiplied by l before it is compared with p, and only there. A
+proposal, still drawn from q, is accepted with probability min(1, p / (l q)), so
+each token comes
 
-  accepted with    min(q, p / l), in sum beta,
-  resampled with   (1 - beta) / (1 - l beta) max(0, p - l q),
+  accepted with    a = min(q, p / l), in sum beta,
+  resampled with   (1 - beta) / d max(0, p - q), where d = sum max(0, p - q).
 
-because max(0, p - l q) = p - l min(q, p / l) has the sum 1 - l beta. Together
-they are p / l where p <= l q. Elsewhere they are q + s (p - l q) with a
-quotient s <= 1 <= 1 / l, so at most p / l as well: **no token comes more often
-than p / l**. There is no such bound from below. At l = 1 they are p. (The
-paper speaks of the comparison alone. With max(0, p - q) as the residual the
-same bound would hold.)
+No more than p - q is resampled where p > q: d = 1 - beta + sum max(0, a - p),
+so the quotient is at most 1. There both together are at most p; elsewhere only
+a comes. So **no token comes more often than p / l**. There is no such bound
+from below. At l = 1 they are p. And no other residual is nearer to p in total
+variation: what was accepted beyond p, sum max(0, a - p), no residual takes
+back, and this one adds nothing beyond p. (norm(max(0, p - l q)) would.)
 """
 
 import math
@@ -68,11 +68,11 @@ def verify(
     ValueError: the shapes do not fit, at trace time.
   """
   _check_shapes(draft, target_probs)
-  if lenience is not None:
-    draft = lenient_draft(draft, target_probs.shape[1], lenience)
   uniforms = jax.random.uniform(
     accept_key(key), draft.tokens.shape, jnp.float32
   )
+  if lenience is not None:
+    uniforms = lenience * uniforms  # as r l q < p has it
   num_accepted = count_accepted(draft, target_probs, uniforms)
   weights = next_token_weights(draft, target_probs, num_accepted)
   return Verdict(num_accepted, sample(weights, resample_key(key)))
@@ -118,14 +118,6 @@ def next_token_weights(
   rejected = (num_accepted < draft.length) & (_draft_prob(draft)[index] > 0)
   use_residual = rejected & (jnp.sum(residual) > 0)
   return jnp.where(use_residual, residual, target_row)
-
-
-def lenient_draft(draft: Draft, vocab_size: int, lenience: jax.Array) -> Draft:
-  """The draft as lenience looks at it: probs are l q, float32[G, V]."""
-  rows = draft.probs
-  if rows is None:
-    rows = jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)
-  return Draft(draft.tokens, lenience * rows, draft.length)
 
 
 def verify_greedy(

@@ -29,10 +29,10 @@ def test_outcomes_by_hand():
   np.testing.assert_allclose(found.accepted, [0.2, 0.3, 0.2])
   np.testing.assert_allclose(found.resampled, [0.3, 0, 0], atol=1e-15)
   np.testing.assert_allclose(found.total, TARGET)
-  # l = 0.5: beta 0.9; the residual (0.4, 0.15, 0) of sum 0.55 has 0.1.
+  # l = 0.5: beta 0.9; the residual has the rest.
   found = simulate.outcomes(TARGET, DRAFT, 0.5)
   np.testing.assert_allclose(found.accepted, [0.2, 0.3, 0.4])
-  np.testing.assert_allclose(found.resampled, [0.04 / 0.55, 0.015 / 0.55, 0])
+  np.testing.assert_allclose(found.resampled, [0.1, 0, 0], atol=1e-15)
 
 
 def test_outcomes_of_any_pair():
@@ -45,6 +45,14 @@ def test_outcomes_of_any_pair():
       assert np.all(found.total <= target / lenience + 1e-12)
       beta = analysis.lenient_acceptance_prob(target, draft, lenience)
       assert found.acceptance_prob == pytest.approx(float(beta), abs=1e-6)
+      # As near to the target as any residual gets: beyond it lies only what
+      # was accepted. That of l q, for one, goes further.
+      beyond = np.maximum(found.accepted - target, 0).sum()
+      moved = np.maximum(found.total - target, 0).sum()
+      assert moved == pytest.approx(beyond, abs=1e-12)
+      other = np.maximum(target - lenience * draft, 0)
+      other = found.accepted + (1 - found.acceptance_prob) * other / other.sum()
+      assert np.maximum(other - target, 0).sum() >= moved - 1e-12
       if lenience == 1:
         np.testing.assert_allclose(found.total, target, atol=1e-12)
 
