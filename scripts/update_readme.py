@@ -184,22 +184,34 @@ def _render_calibration(found: Mapping[str, Any]) -> str:
 def _render_alpha(record: Mapping[str, Any]) -> str:
   # Records of before there was lenience have none.
   lossy = any(row.get('lenience', 1) != 1 for row in record['rows'])
+  silent = any(row.get('proposes', 1) != 1 for row in record['rows'])
+  counted = all('tokens_per_call' in row for row in record['rows'])
   body = [
     [
       row['target'],
       row['draft'],
       f'{row["temperature"]:g}',
       *([f'{row["lenience"]:g}'] if lossy else []),
-      f'{row["alpha"]:.3f} ± {row["standard_error"]:.3f}',
-      f'{row["observed"]:.3f} ± {row["observed_standard_error"]:.3f}',
+      _with_error(row['alpha'], row['standard_error']),
+      *([f'{row["proposes"]:.3f}'] if silent else []),
+      _with_error(row['observed'], row['observed_standard_error']),
+      *([f'{row["tokens_per_call"]:.2f}'] if counted else []),
       f'{row["num_tokens"]:,}',
     ]
     for row in record['rows']
   ]
   columns = ['target', 'draft', 'T', 'alpha', 'observed', 'tokens']
+  if counted:
+    columns.insert(5, 'tokens a call')
+  if silent:
+    columns.insert(4, 'proposes')
   if lossy:
     columns.insert(3, 'lenience (below 1: lossy)')
   return f'{_machine(record["machine"])}.\n\n{_table([columns, *body])}'
+
+
+def _with_error(mean: float | None, error: float | None) -> str:
+  return '-' if mean is None else f'{mean:.3f} ± {error:.3f}'
 
 
 _RENDERERS = {

@@ -66,13 +66,13 @@ def test_alpha_is_the_mean_overlap(temperature):
     PARAMS,
     iter([make_request(temperature)]),
     num_tokens=1,
-  )
+  ).alpha
   assert rate.num_tokens == ROWS * SLOTS
   assert rate.num_outputs == ROWS
   expected = exact_alpha(DRAFT, temperature)
-  assert abs(rate.alpha - expected) < 4 * rate.standard_error
+  assert abs(rate.mean - expected) < 4 * rate.standard_error
   assert rate.standard_error < 0.01
-  assert abs(rate.alpha - exact_alpha(OTHER, temperature)) > (
+  assert abs(rate.mean - exact_alpha(OTHER, temperature)) > (
     4 * rate.standard_error
   )
 
@@ -83,12 +83,12 @@ def test_lenient_alpha(temperature):
   request = make_request(temperature).replace(lenience=jnp.float32(0.3))
   rate = alpha.of_outputs(
     TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
-  )
+  ).alpha
   if temperature:
     expected = exact_alpha(DRAFT, temperature, 0.3)
-    assert abs(rate.alpha - expected) < 4 * rate.standard_error
+    assert abs(rate.mean - expected) < 4 * rate.standard_error
     strict = exact_alpha(DRAFT, temperature)
-    assert abs(rate.alpha - strict) > 4 * rate.standard_error
+    assert abs(rate.mean - strict) > 4 * rate.standard_error
     return
   token, near = 0, []
   for _ in range(SLOTS):
@@ -96,7 +96,7 @@ def test_lenient_alpha(temperature):
     guess = np.argmax(DRAFT.logits_after([token]))
     near.append(weights[guess] >= 0.3 * weights.max())
     token = np.argmax(weights)
-  assert rate.alpha == pytest.approx(np.mean(near))
+  assert rate.mean == pytest.approx(np.mean(near))
 
 
 def test_greedy_alpha_is_the_share_of_equal_choices():
@@ -110,6 +110,7 @@ def test_greedy_alpha_is_the_share_of_equal_choices():
     expected.append(float(choice == np.argmax(DRAFT.logits_after([token]))))
     token = choice
   np.testing.assert_array_equal(overlap.betas, [expected] * 3)
+  assert overlap.proposed.all()
   assert 0 < sum(expected) < SLOTS  # neither always nor never
 
 
@@ -131,6 +132,89 @@ def test_the_output_is_the_targets_own():
   )
 
 
+def prompted(request, prompt, length):
+  """`request` whose rows begin with their first `length` ids of `prompt`."""
+  return request.replace(
+    prompt=jnp.asarray(prompt), prompt_length=jnp.asarray(length)
+  )
+
+
+def test_behind_a_prompt_only_what_is_produced_counts():
+  """Rows of one, two and four tokens, each followed for all its slots."""
+  prompt = np.array([[0, 5, 2, 3], [0, 4, 5, 5], [0, 2, 2, 2]])
+  length = np.array([1, 2, 4])
+  request = prompted(make_request(0.0, rows=3), prompt, length)
+  request = request.replace(max_length=jnp.array([SLOTS, 9, SLOTS]))
+  overlap = jax.jit(
+    lambda p, r: alpha.decode(TARGET, small_model(DRAFT), p, r)
+  )(PARAMS, request)
+  for row, count in enumerate((SLOTS, 9, SLOTS)):
+    token, expected = prompt[row, length[row] - 1], []
+    for _ in range(count):
+      choice = np.argmax(TARGET.logits_after([token]))
+      guess = np.argmax(DRAFT.logits_after([token]))
+      expected.append(float(choice == guess))
+      token = choice
+    np.testing.assert_array_equal(overlap.betas[row, :count], expected)
+  rates = alpha.of_outputs(
+    TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
+  )
+  assert rates.proposes.num_tokens == 2 * SLOTS + 9
+  want = np.concatenate([overlap.betas[0], overlap.betas[1, :9]])
+  total = want.sum() + overlap.betas[2].sum()
+  assert rates.alpha.mean == pytest.approx(total / (2 * SLOTS + 9))
+
+
+def every_other(model):
+  """`small_model` that proposes only where the length so far is even."""
+  drafter = small_model(model)
+
+  def propose(params, state, context):
+    draft, state = drafter.propose(params, state, context)
+    return draft.replace(length=draft.length * (context.length % 2 == 0)), state
+
+  return drafter._replace(propose=propose)
+
+
+def test_what_was_not_proposed_counts_in_no_acceptance_rate():
+  request = make_request(1.0, rows=64)
+
+  def of(drafter):
+    rates = alpha.of_outputs(
+      TARGET, drafter, PARAMS, iter([request]), num_tokens=1
+    )
+    return rates, alpha.decode(TARGET, drafter, PARAMS, request)
+
+  (always, all_of), (halves, half) = (
+    of(make(DRAFT)) for make in (small_model, every_other)
+  )
+  assert always.proposes.mean == 1 and always.overall == always.alpha
+  # The first token follows the start token alone: length 1.
+  np.testing.assert_array_equal(half.proposed[0], [False, True] * (SLOTS // 2))
+  assert halves.proposes.mean == 0.5
+  betas = np.asarray(all_of.betas)[:, 1::2]
+  assert halves.alpha.num_tokens == betas.size
+  assert halves.alpha.mean == pytest.approx(betas.mean(), rel=1e-5)
+  assert halves.overall.mean == pytest.approx(betas.mean() / 2, rel=1e-5)
+  assert halves.overall.num_tokens == 2 * betas.size
+
+
+def test_a_drafter_that_never_proposes_has_no_alpha():
+  def silent(params, state, context):
+    draft, state = small_model(DRAFT).propose(params, state, context)
+    return draft.replace(length=draft.length * 0), state
+
+  rates = alpha.of_outputs(
+    TARGET,
+    small_model(DRAFT)._replace(propose=silent),
+    PARAMS,
+    iter([make_request(1.0, rows=4)]),
+    num_tokens=1,
+  )
+  assert rates.alpha is None
+  assert (rates.proposes.mean, rates.overall.mean) == (0.0, 0.0)
+
+
 def test_batches_end_when_enough_was_generated():
   counted = []
   rate = alpha.of_outputs(
@@ -140,7 +224,7 @@ def test_batches_end_when_enough_was_generated():
     (make_request(1.0, seed, rows=4) for seed in range(100)),
     num_tokens=3 * 4 * SLOTS - 1,
     advance=counted.append,
-  )
+  ).alpha
   assert rate.num_tokens == 3 * 4 * SLOTS
   assert counted == [4 * SLOTS] * 3
 
@@ -149,14 +233,14 @@ def test_rows_that_stop_count_what_they_produced():
   request = make_request(1.0, rows=64, stop_id=2)
   rate = alpha.of_outputs(
     TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
-  )
+  ).alpha
   assert 64 <= rate.num_tokens < 64 * SLOTS
 
 
 def test_the_error_is_that_of_whole_outputs():
   """Outputs that agree within themselves are few observations, not many."""
   alike = alpha.ratio([10.0, 0.0, 10.0, 0.0], [10, 10, 10, 10])
-  assert alike.alpha == 0.5
+  assert alike.mean == 0.5
   # Four coins: sqrt(0.25 / 3), where 40 independent tokens would give 0.08.
   assert alike.standard_error == pytest.approx((0.25 / 3) ** 0.5)
   assert alpha.ratio([5.0] * 4, [10] * 4).standard_error == 0.0

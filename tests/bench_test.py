@@ -5,6 +5,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
@@ -21,7 +22,13 @@ from specdec_jax.bench import (
   t5x_style,
   timing,
 )
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.ngram import ngram
+from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.models import kv_cache
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.types import Draft
 
 # All that is compiled has one layer: only shapes matter here.
 NETWORK = network(1, vocab_size=50)
@@ -72,7 +79,8 @@ def test_bytes_of_a_call_are_counted_from_shapes():
 def tiny(**options):
   defaults = {'decode_lens': (32,), 'call_sizes': (1,), 'input_lens': (8,)}
   defaults |= {'calls_a_run': 2, 'repeats': 2, 'gammas': (3,)}
-  return bench.BenchmarkConfig(NETWORK, NETWORK, **defaults | options)
+  defaults |= {'draft': NETWORK}
+  return bench.BenchmarkConfig(NETWORK, **defaults | options)
 
 
 @pytest.fixture(scope='module')
@@ -139,6 +147,50 @@ def test_every_gamma_is_predicted_from_its_own_times(monkeypatch):
   assert one['expected_speed_up'] == pytest.approx(1.5 / 1.5)
   assert three['expected_speed_up'] == pytest.approx(1.875 / 3)
   assert one['t5x_style_speed_up'] is None
+
+
+def test_a_round_makes_proposals_that_nothing_reads():
+  """Neither the target nor the next round looks at the second of them."""
+  made = []
+
+  def propose(params, state, context):
+    def second(token):
+      made.append(int(token))
+      return token
+
+    first = context.tokens[:, :1] + 1
+    # A pure call, which the compiler may leave out as any other.
+    shape = jax.ShapeDtypeStruct((), first.dtype)
+    unread = jax.pure_callback(second, shape, first[0, 0])
+    tokens = jnp.concatenate([first, first * 0 + unread], axis=1)
+    return Draft(tokens, None, jnp.full((1,), 2, jnp.int32)), state
+
+  drafter = Drafter(lambda *_: (), propose, lambda state, _: state)
+  request = calls.make_request(
+    jnp.ones((1, 4), jnp.int32), 8, 2, SamplingConfig(temperature=0.0), 0
+  )
+  pair = models.Pair(NETWORK, drafter, PairParams(None, ()))
+  rounds = calls.pair_rounds(pair, request, 5, with_target=False)
+  jax.block_until_ready(rounds()())
+  assert len(made) == 5
+
+
+def test_drafters_without_a_network():
+  """What they need is placed and nothing is drawn for them."""
+  table = fit([[0, 3, 4, 5]], 2, 50)
+  config = tiny(drafter=ngram(50), draft=None, draft_params=table)
+  pair = models.make_pair(
+    NETWORK, None, None, table, partitioning.Placement(), 0, config.drafter
+  )
+  assert pair.drafter is config.drafter
+  assert isinstance(pair.params.draft.ids, jax.Array)
+  record = run.benchmark(config)
+  assert record['weights'] == 'random'
+  (setting,) = record['settings']
+  (row,) = setting['gammas']
+  assert row['cost_ratio_alone'] > 0
+  with pytest.raises(ValueError, match='drafter needs draft_params'):
+    tiny(drafter=ngram(50))
 
 
 def test_the_grid_is_every_combination():

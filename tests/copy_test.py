@@ -102,6 +102,7 @@ CASES = {
     [0, 4, 5, 6, 4, 5],
     [6, 4, 5, 6, 4],
   ),
+  'the input before the output among equals': ([5, 6], [0, 5, 7, 5], [6]),
   'a text that repeats one token': ([], [0, 5, 5], [5, 5, 5, 5, 5]),
   'the last token of the input ends nothing': ([6, 5], [0, 5], []),
   'padding is no text': ([5, 6], [7, 0], []),

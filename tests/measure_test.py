@@ -7,10 +7,15 @@ import jax
 import pytest
 import rich.console
 
+import gin_cli
 from small_vocabulary import network
-from specdec_jax import calibration, infer, measure
+from specdec_jax import calibration, infer, measure, reproduce
 from specdec_jax.bench import memory
+from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.engine import Engine, Model
+from specdec_jax.local_tasks import LocalTask
+from specdec_jax.tokenizer import Tokenizer
 
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 
@@ -82,6 +87,44 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
   assert 'expected speed-up' in text
 
 
+def test_a_drafter_without_a_network_is_calibrated(
+  make_engine, tokenizer, prompts
+):
+  """What it does not propose counts as rejected; its cost is its own."""
+
+  def copying():
+    pair = make_engine()
+    return Engine(
+      Model(pair.target, pair.params.target),
+      Model(None, ()),
+      tokenizer=tokenizer,
+      max_input_len=24,
+      max_decode_len=16,
+      drafter=copy(),
+    )
+
+  console = quiet()
+  found = measure.calibrate(
+    measure.CalibrateConfig(
+      engine=copying,
+      target=network(1),
+      draft=None,
+      input_file=prompts,
+      num_tokens=300,
+      temperature=1.0,
+      input_len=8,
+      decode_len=32,
+      max_gamma=1,
+      repeats=2,
+      calls_a_run=2,
+    ),
+    console,
+  )
+  rate = found.record['acceptance_rate']
+  assert 0 < rate['alpha'] < rate['proposes'] < 1
+  assert 'none where nothing is proposed' in console.export_text()
+
+
 def decode(config, make_engine, prompts, **options):
   console = quiet()
   summary = infer.decode(
@@ -134,7 +177,7 @@ def test_alpha_of_both_kinds_agree(make_engine, prompts, tmp_path):
   console = quiet()
   record = measure.measure_alpha(
     measure.MeasureAlphaConfig(
-      make_engine,
+      {'a small drafter': make_engine},
       prompts,
       target='small target',
       num_tokens=3000,
@@ -153,6 +196,61 @@ def test_alpha_of_both_kinds_agree(make_engine, prompts, tmp_path):
   assert abs(sampled['alpha'] - sampled['observed']) < 4 * error
   assert 0.05 < sampled['alpha'] < 0.95 and error < 0.05
   assert 'small target' in console.export_text()
+  assert (greedy['proposes'], greedy['draft']) == (1.0, 'a small drafter')
+  # At gamma 2 a call gives between 1 and 3 tokens, by Eq. 1 as many as this.
+  rate = sampled['observed']
+  assert sampled['tokens_per_call'] == pytest.approx(
+    1 + rate + rate**2, abs=0.15
+  )
+
+
+def test_drafters_of_every_kind_beside_one_target(
+  make_engine, folder, tokenizer
+):
+  """One that seldom proposes, over a task of a file; shown again by `reuse`."""
+  path = folder / 'pairs.test.tsv'
+  path.write_text('the red dog\tx\nthe red dog\ty\na cat sleeps here\tx\n')
+
+  def copying():
+    drafts = make_engine()
+    return Engine(
+      Model(drafts.target, drafts.params.target),
+      Model(None, ()),
+      tokenizer=tokenizer,
+      gamma=2,
+      max_input_len=4,  # cuts both texts
+      max_decode_len=16,
+      drafter=copy(),
+    )
+
+  output_file = folder / 'drafters.json'
+  config = measure.MeasureAlphaConfig(
+    {'copy': copying},
+    LocalTask('pairs', {'test': str(path)}, tokenizer.path),
+    truncate=True,
+    num_tokens=200,
+    temperatures=(1.0,),
+    output_file=str(output_file),
+    reuse=True,
+    paper_target='t5_xxl_ende',
+    paper_drafts={'copy': 'bigram'},
+  )
+  (row,) = measure.measure_alpha(config, quiet())['rows']
+  assert 0 < row['proposes'] < 1
+  assert 0 < row['alpha'] < 1
+  assert row['paper'] == ['t5_xxl_ende', 'bigram']
+  assert 1 <= row['tokens_per_call'] < 2
+  # Each of the two texts once a pass.
+  assert row['num_outputs'] * 16 >= 200 and row['num_outputs'] % 2 == 0
+
+  def measures_again():
+    raise AssertionError('measured again')
+
+  again = dataclasses.replace(config, engines={'copy': measures_again})
+  assert measure.measure_alpha(again, quiet())['rows'] == [row]
+  other = dataclasses.replace(again, num_tokens=300)
+  with pytest.raises(ValueError, match='num_tokens was 200, wanted 300'):
+    measure.measure_alpha(other, quiet())
 
 
 def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):
@@ -160,7 +258,7 @@ def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):
   path.write_text('\n\n')
   with pytest.raises(ValueError, match='no line that can be decoded'):
     measure.measure_alpha(
-      measure.MeasureAlphaConfig(make_engine, str(path)), quiet()
+      measure.MeasureAlphaConfig({'x': make_engine}, str(path)), quiet()
     )
 
 
@@ -169,8 +267,55 @@ def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):
   [
     ({'num_tokens': 0}, 'num_tokens must be at least 1, got 0'),
     ({'temperatures': (-1.0,)}, 'temperatures must be'),
+    ({'engines': {}}, 'engines must map names'),
+    (
+      {'paper_target': 't5_xxl_ende', 'paper_drafts': {'x': 't5_smal'}},
+      "'t5_xxl_ende t5_smal' is not known.* Nearest: t5_xxl_ende t5_small",
+    ),
+    (
+      {'paper_target': 't5_xxl_ende', 'paper_drafts': {'y': 't5_small'}},
+      "'y' is not known. Known: x",
+    ),
   ],
 )
 def test_alpha_config_says_what_is_wrong(options, words):
+  options = {'engines': {'x': lambda: None}, 'input_file': 'x'} | options
   with pytest.raises(ValueError, match=words):
-    measure.MeasureAlphaConfig(lambda: None, 'x', **options)
+    measure.MeasureAlphaConfig(**options)
+
+
+ENDE = gin_cli.ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'
+
+
+@pytest.mark.skipif(not ENDE.exists(), reason='needs ../shared/data/ende')
+def test_stand_ins_of_table_3(tmp_path, monkeypatch):
+  """What gin/runs/table3_stand_in.gin measures with the demo's target."""
+  monkeypatch.chdir(gin_cli.ROOT)
+  vocabulary = Tokenizer('demo/vocab.model')
+  flags = ['--gin_file=gin/runs/table3_stand_in.gin']
+  flags += [f'--gin.OUTPUT_DIR={tmp_path}', '--gin.TARGETS=(%ENDE,)']
+  for order, name in ((1, 'UNIGRAM'), (2, 'BIGRAM')):
+    path = tmp_path / f'{name}.npz'
+    corpus = [[0, *vocabulary.encode('Das ist ein Hund.'), 1]]
+    print_of = vocabulary.fingerprint
+    fit(corpus, order, vocabulary.vocab_size, fingerprint=print_of).save(path)
+    flags.append(f'--gin.ENDE_{name}={path}')
+  gin_cli.load(gin_cli.parse_flags(flags))
+  (config,) = gin_cli.build(reproduce.ReproduceConfig).alphas
+  assert config.target == 'demo target, Tatoeba English-German'
+  assert config.paper_target == 't5_xxl_ende'
+  made = {name: make() for name, make in config.engines.items()}
+  kinds = {
+    name: one.drafter.propose.__qualname__.split('.')[0]
+    for name, one in made.items()
+  }
+  assert kinds == {
+    'demo drafter': 'small_model',
+    'unigram': 'ngram',
+    'bigram': 'ngram',
+    'copy': 'copy',
+    'uniform': 'uniform',
+  }
+  assert [made[n].params.draft.order for n in ('unigram', 'bigram')] == [1, 2]
+  targets = {one.fingerprints['target'] for one in made.values()}
+  assert len(targets) == 1

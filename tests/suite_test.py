@@ -104,12 +104,50 @@ def test_table_3_lists_the_papers_rows_and_ours():
   lossy = row | {'lenience': 0.1, 'alpha': 0.9}
   shown = tables.table3([{'rows': [row, lossy]}])
   assert len(shown.rows) == len(paper.TABLE3) + 1
-  assert shown.rows[-1].measured == 0.7
-  assert all(r.not_measured for r in shown.rows[:-1])
+  assert shown.rows[0].measured == 0.7 and shown.rows[0].paper is None
+  assert all(r.not_measured for r in shown.rows[1:])
   shown = tables.table5([{'rows': [row, lossy]}])
   assert len(shown.rows) == len(paper.TABLE5) + 2
   assert [r.measured for r in shown.rows[-2:]] == [0.7, 0.9]
   assert 'lossy' in shown.caption
+
+
+def test_table_3_has_the_papers_value_beside_what_stands_in():
+  """Named for what it is; the paper's other rows are still there."""
+  row = {
+    'target': 'a small target',
+    'draft': 'two-grams',
+    'temperature': 1.0,
+    'lenience': 1.0,
+    'alpha': 0.3,
+    'standard_error': 0.01,
+    'proposes': 0.9,
+    'observed': 0.29,
+    'tokens_per_call': 1.2,
+    'num_tokens': 5000,
+    'paper': ['t5_xxl_ende', 'bigram'],
+  }
+  silent = row | {'draft': 'silent', 'alpha': None, 'standard_error': None}
+  silent |= {'observed': None, 'proposes': 0.0, 'paper': None}
+  shown = tables.table3([{'rows': [row, silent]}])
+  assert len(shown.rows) == len(paper.TABLE3) - 1 + 2
+  first, second = shown.rows[:2]
+  assert (first.keys['target'], first.keys['draft'], first.paper) == (
+    'a small target',
+    'two-grams',
+    0.19,
+  )
+  assert first.details['stands in for'] == 't5_xxl_ende, bigram'
+  assert (first.details['proposes'], first.details['tokens a call']) == (
+    0.9,
+    1.2,
+  )
+  assert second.measured is None and 'proposed nothing' in second.remarks
+  others = [tuple(r.keys.values()) for r in shown.rows[2:]]
+  assert ('t5_xxl_ende', 'bigram', 0) in others
+  assert ('t5_xxl_ende', 'bigram', 1) not in others
+  # Without a lossless rate there is nothing to be lenient about.
+  assert len(tables.table5([{'rows': [silent]}]).rows) == len(paper.TABLE5)
 
 
 @pytest.mark.parametrize(

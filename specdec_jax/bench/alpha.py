@@ -4,12 +4,15 @@ The target decodes; at each step the drafter proposes one token for the same
 place, and the overlap of both distributions, sum of min, is the chance that it
 would have been accepted (beta). Their mean is alpha. No proposal is ever used,
 so that any drafter is measured over exactly the same prefixes.
+
+A drafter may have nothing to propose, as `copy` without a match. Such places
+count in no acceptance rate; how many there are is a rate of its own.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.speculative import near_argmax
+from specdec_jax.types import FinishReason
 
 
 @struct.dataclass
@@ -34,11 +38,13 @@ class Overlap:
   Attributes:
     state: the decode.
     betas: float32[B, L], acceptance probability at each produced token; without
-      meaning behind a row's end.
+      meaning behind a row's end and where nothing was proposed.
+    proposed: bool[B, L], whether there was a proposal.
   """
 
   state: DecodeState
   betas: jax.Array
+  proposed: jax.Array
 
 
 def decode(
@@ -50,18 +56,16 @@ def decode(
     target: whose tokens they are.
     drafter: any; it is asked for one token a step.
     params: of both.
-    request: with gamma 1 and no prompt.
+    request: with gamma 1.
   """
   state = speculative.start(target, drafter, params, request)
-  batch = request.inputs.shape[0]
-  betas = jnp.zeros((batch, request.slots))
+  shape = request.inputs.shape[0], request.slots
+  first = Overlap(state, jnp.zeros(shape), jnp.zeros(shape, bool))
 
   def body(carry):
     return _step(target, drafter, params, request, carry)
 
-  return lax.while_loop(
-    lambda carry: jnp.any(carry.state.running), body, Overlap(state, betas)
-  )
+  return lax.while_loop(lambda carry: jnp.any(carry.state.running), body, first)
 
 
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
@@ -78,17 +82,13 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   adjusted = decode_state.forbid_early_stops(logits, request, state)
   target_probs = probs.standardise_batch(adjusted, request.sampling)[:, 0]
   beta = _beta(request, draft, adjusted, target_probs)
-  # A drafter that has nothing to propose has nothing accepted.
-  beta = jnp.where(draft.length > 0, beta, 0.0)
 
   tokens = jax.vmap(probs.sample)(
     target_probs, jax.vmap(probs.resample_key)(keys)
   )
-  index = jnp.minimum(state.visible_length - 1, request.slots - 1)
-  rows = jnp.arange(beta.shape[0])
-  kept = jnp.where(state.running, beta, carry.betas[rows, index])
-  betas = carry.betas.at[rows, index].set(kept)
-
+  # A round a token, whatever prompt stands before them. What a finished row
+  # writes lies behind its end, or past the array.
+  place = jnp.arange(beta.shape[0]), state.stats.num_rounds
   one = jnp.ones_like(tokens)
   running = state.running.astype(jnp.int32)
   after = decode_state.append(request, state, tokens[:, None], one, logits)
@@ -98,7 +98,11 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
     drafter_state=drafter.commit(drafter_state, after.visible_length),
     stats=stats.replace(num_rounds=stats.num_rounds + running),
   )
-  return Overlap(after, betas)
+  return Overlap(
+    after,
+    carry.betas.at[place].set(beta, mode='drop'),
+    carry.proposed.at[place].set(draft.length > 0, mode='drop'),
+  )
 
 
 def _beta(request, draft, logits, target_probs):
@@ -119,20 +123,36 @@ def _beta(request, draft, logits, target_probs):
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-  """An acceptance rate as it was measured.
+  """A mean over tokens as it was measured.
 
   Attributes:
-    alpha: the mean.
+    mean: of them.
     standard_error: of it, with whole outputs as the units that are
       independent: tokens of one output are not.
     num_tokens: behind it.
     num_outputs: behind it.
   """
 
-  alpha: float
+  mean: float
   standard_error: float
   num_tokens: int
   num_outputs: int
+
+
+class Rates(NamedTuple):
+  """What a drafter's proposals would have been worth.
+
+  Attributes:
+    alpha: of the tokens that there was a proposal for, the mean beta; None if
+      there never was one.
+    proposes: of all tokens, the share that there was a proposal for.
+    overall: of all tokens, the mean beta, 0 where nothing was proposed: what
+      the closed forms of the paper take, for which every place has a proposal.
+  """
+
+  alpha: Rate | None
+  proposes: Rate
+  overall: Rate
 
 
 def ratio(hits: Sequence[float], tries: Sequence[float]) -> Rate:
@@ -152,11 +172,11 @@ def ratio(hits: Sequence[float], tries: Sequence[float]) -> Rate:
       'No acceptance rate without tokens: expected at least one output that'
       f' is not empty, got {len(bottoms)} outputs of {total:.0f} tokens.'
     )
-  alpha = tops.sum() / total
-  count = len(bottoms)
-  spread = np.sum((tops - alpha * bottoms) ** 2)
+  mean = tops.sum() / total
+  count = int(np.sum(bottoms > 0))
+  spread = np.sum((tops - mean * bottoms) ** 2)
   error = np.sqrt(spread * count / max(count - 1, 1)) / total
-  return Rate(float(alpha), float(error), int(total), count)
+  return Rate(float(mean), float(error), int(total), count)
 
 
 def of_outputs(
@@ -166,7 +186,7 @@ def of_outputs(
   requests: Iterator[Request],
   num_tokens: int,
   advance: Callable[[int], None] = lambda count: None,
-) -> Rate:
+) -> Rates:
   """Alpha over at least `num_tokens` tokens that the target generates.
 
   Args:
@@ -183,22 +203,28 @@ def of_outputs(
   """
   program: Any = jax.jit(functools.partial(decode, target, drafter))
   hits: list[float] = []
-  tries: list[int] = []
+  proposals: list[int] = []
+  tokens: list[int] = []
   for request in requests:
     overlap = jax.device_get(program(params, request))
-    lengths = overlap.state.length - 1
-    for row, length in enumerate(lengths):
-      if length == 0:
-        continue
-      betas = overlap.betas[row, :length]
-      if not np.all(np.isfinite(betas)):
+    lengths = overlap.state.stats.num_rounds
+    for row in np.flatnonzero(lengths):
+      proposed = overlap.proposed[row, : lengths[row]]
+      betas = overlap.betas[row, : lengths[row]][proposed]
+      invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
+      if invalid or not np.all(np.isfinite(betas)):
         raise ValueError(
           'An acceptance probability is not finite: the logits of the target'
           ' or of the drafter are NaN or infinite. Check both checkpoints.'
         )
       hits.append(float(betas.sum()))
-      tries.append(int(length))
+      proposals.append(len(betas))
+      tokens.append(int(lengths[row]))
     advance(int(lengths.sum()))
-    if sum(tries) >= num_tokens:
+    if sum(tokens) >= num_tokens:
       break
-  return ratio(hits, tries)
+  return Rates(
+    proposes=ratio(proposals, tokens),
+    overall=ratio(hits, tokens),
+    alpha=ratio(hits, proposals) if any(proposals) else None,
+  )

@@ -145,7 +145,8 @@ def pair_rounds(
 
   A round is what one costs inside the speculative loop, without the loop's own
   bookkeeping. It is more than the sum of its calls measured alone, since each
-  model finds the caches of the processor filled by the other.
+  model finds the caches of the processor filled by the other. All of a draft
+  is made, whether or not the target's verdict looks at it.
 
   Args:
     pair: both models.
@@ -160,10 +161,18 @@ def pair_rounds(
   half = jnp.full((batch,), max(request.slots // 2, 2), jnp.int32)
 
   def rounds(params, cache, state, tokens):
-    def body(_, carry):
-      cache, state, tokens = carry
-      context = context_of(request, tokens, half, request.keys)
-      draft, state = drafter.propose(params.draft, state, context)
+    def propose(round_number, state, tokens):
+      # Keys of the round, as the loop has them: a draw that looks at nothing
+      # else would be the same in every round, and be made once.
+      keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(
+        request.keys, round_number
+      )
+      context = context_of(request, tokens, half, keys)
+      return keys, *drafter.propose(params.draft, state, context)
+
+    def body(round_number, carry):
+      cache, state, tokens, _ = carry
+      keys, draft, state = propose(round_number, state, tokens)
       last = draft.tokens[:, :1]
       if with_target:
         cache = target.rewind(cache, half - 1)
@@ -171,13 +180,17 @@ def pair_rounds(
           [tokens[:, half[0] - 1][:, None], draft.tokens], 1
         )
         logits, cache = target.extend(params.target, cache, fed)
-        last = judge(request, draft, logits, request.keys).next_token[:, None]
+        last = judge(request, draft, logits, keys).next_token[:, None]
       state = drafter.commit(state, half)
       # The next round reads what this one chose: none can be left out.
       tokens = lax.dynamic_update_slice(tokens, last, (0, half[0] - 1))
-      return cache, state, tokens
+      # So is the draft: the compiler would drop proposals that nothing reads.
+      return cache, state, tokens, draft
 
-    return lax.fori_loop(0, repeats, body, (cache, state, tokens))[2]
+    _, shapes, _ = jax.eval_shape(propose, 0, state, tokens)
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    carry = (cache, state, tokens, nothing)
+    return lax.fori_loop(0, repeats, body, carry)[2:]
 
   slots = request.cache_slots
   cache = ()

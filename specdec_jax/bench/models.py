@@ -75,7 +75,7 @@ class Pair:
     """
     if self.drafter is None:
       raise ValueError(
-        'This pair has no drafter: give BenchmarkConfig a draft.'
+        'This pair has no drafter: give BenchmarkConfig a draft or a drafter.'
       )
     return jax.jit(self.drafter.init, static_argnums=2)
 
@@ -87,19 +87,31 @@ def make_pair(
   draft_params: Params | None,
   placement: Placement,
   seed: int,
+  drafter: Drafter | None = None,
 ) -> Pair:
-  """Places given parameters, and draws those that are not given."""
+  """Places given parameters, and draws those of a network that are not given.
+
+  Args:
+    target: the target's network.
+    draft: a drafter's; not looked at where `drafter` is given.
+    target_params: of `target`; None draws them.
+    draft_params: of `draft`, likewise; or what `drafter` takes.
+    placement: of both.
+    seed: of what is drawn.
+    drafter: any; None is `small_model` of `draft`, if there is one.
+  """
 
   def placed(network, params, seed) -> Any:
     if params is None:
       params = random_params(network, seed, placement.dtype)
     return partitioning.place(params, placement)
 
-  return Pair(
-    target,
-    None if draft is None else small_model(draft),
-    PairParams(
-      placed(target, target_params, seed),
-      None if draft is None else placed(draft, draft_params, seed + 1),
-    ),
-  )
+  if drafter is not None:
+    draft_params = partitioning.place_parts(draft_params, placement)
+  elif draft is not None:
+    drafter = small_model(draft)
+    draft_params = placed(draft, draft_params, seed + 1)
+  else:
+    draft_params = None
+  own = placed(target, target_params, seed)
+  return Pair(target, drafter, PairParams(own, draft_params))

@@ -16,6 +16,7 @@ from specdec_jax.bench.models import Pair, make_pair
 from specdec_jax.bench.t5x_style import T5XStyle
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.state import Request
+from specdec_jax.drafters.base import Drafter
 from specdec_jax.environment import describe
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
@@ -34,9 +35,10 @@ class BenchmarkConfig:
 
   Attributes:
     target: the network to time.
-    draft: a drafter's network; None times the target alone.
+    draft: a drafter's network; without it and `drafter` the target is timed
+      alone.
     target_params: its parameters; None draws random ones on the device.
-    draft_params: likewise.
+    draft_params: likewise; or what `drafter` takes, () where it takes nothing.
     weights: what is said of them where results are shown; None is 'random' if
       neither model's are given, else 'given'.
     placement: layout and dtype of both.
@@ -55,9 +57,11 @@ class BenchmarkConfig:
     seed: of parameters, inputs and sampling.
     output_file: JSON; None writes nothing.
     name: of the record.
+    drafter: any drafter, in the place of `small_model` of `draft`.
 
   Raises:
-    ValueError: a number is out of its range.
+    ValueError: a number is out of its range, or there is a drafter without its
+      parameters.
   """
 
   target: T5
@@ -79,8 +83,14 @@ class BenchmarkConfig:
   seed: int = 0
   output_file: str | None = None
   name: str = 'benchmark'
+  drafter: Drafter | None = None
 
   def __post_init__(self):
+    if self.drafter is not None and self.draft_params is None:
+      raise ValueError(
+        'BenchmarkConfig.drafter needs draft_params, what it takes as'
+        ' parameters: () where it takes nothing, such as `copy`.'
+      )
     settings.check_all_at_least(
       self, gammas=1, batches=1, input_lens=1, decode_lens=LEAST_DECODE_LEN
     )
@@ -122,8 +132,11 @@ def benchmark(
     config.draft_params,
     config.placement,
     config.seed,
+    config.drafter,
   )
-  given = (config.target_params, config.draft_params)
+  # What a drafter of another kind is made of says nothing of the target's.
+  own = None if config.drafter is not None else config.draft_params
+  given = (config.target_params, own)
   any_given = any(params is not None for params in given)
   record = {
     'kind': 'benchmark',

@@ -18,11 +18,17 @@ def copy(max_match: int = 4, min_match: int = 1) -> Drafter:
   """Returns a deterministic drafter that copies; its parameters are ().
 
   Of all places whose last tokens are the row's own last tokens the one with
-  the longest match is continued; among equals the first place in the input,
-  then the last in the output: a text that is made of another seldom repeats
-  itself. A copy of the output that reaches its end goes on with what it has
-  copied, as a repeating text does; one of the input proposes no more than is
-  left of it. Without a match nothing is proposed.
+  the longest match is continued. Among equals a place in the input goes before
+  one in the output: a text that is made of another seldom repeats itself. Of
+  places in the input the first is taken, where a text says what it is about
+  and a summary takes its words from; of those in the output the last, since
+  what was said just now is what goes on. (Prompt lookup as others have it
+  searches the decoder's ids only and takes the first place.)
+
+  A copy of the output that reaches its end goes on with what it has copied, as
+  a repeating text does; one of the input proposes no more than is left of it.
+  Without a match nothing is proposed. An end that is copied with the rest, such
+  as that of an input, is accepted without saving a call.
 
   Args:
     max_match: tokens that are compared at most; matches of more are equal.

@@ -120,6 +120,10 @@ def load(
   path = os.fspath(path)
   try:
     # NumPy would leave a file that it opened and refused open.
+    with open(path, 'rb') as stream:
+      # Of another file NumPy would say how to load it unsafely.
+      if not zipfile.is_zipfile(stream):
+        raise ValueError('it is no .npz archive')
     with open(path, 'rb') as stream, np.load(stream) as archive:
       about = json.loads(str(archive['about']))
       arrays = {name: archive[name] for name in _ARRAYS}

@@ -22,7 +22,9 @@ def small_model(model: LanguageModel) -> Drafter:
   """Returns a drafter that samples its proposals from `model`, one by one.
 
   A round costs gamma calls of the model: one over two tokens, the others over
-  one.
+  one. The model may be of another kind than the target, as long as both have
+  one vocabulary: a decoder-only one beside an encoder-decoder sees what the
+  decoder has produced, and nothing of the input.
   """
 
   def propose(params, cache, context):

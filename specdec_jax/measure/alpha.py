@@ -1,146 +1,197 @@
 """Acceptance rates of a pair: Corollary 3.6, and as real runs show them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
 import rich.table
 
-from specdec_jax import files
+from specdec_jax import files, paper
 from specdec_jax.bench import alpha
 from specdec_jax.bench.report import with_progress
 from specdec_jax.bench.settings import check_all_at_least, check_at_least
 from specdec_jax.completion import CompletionStats
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
-from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.local_tasks import LocalTask, nearest
+from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasureAlphaConfig:
-  """A measurement of acceptance rates.
+  """A measurement of acceptance rates of one target with some drafters.
 
   Attributes:
-    engine: makes the engine, with a drafter; called after all cheap checks.
-    input_file: UTF-8 text, one prompt a line. Where they are too few for
-      `num_tokens` a temperature above 0 goes through them again, each time
-      with other random numbers; greedy outputs would only repeat.
+    engines: name of a drafter, for the table -> what makes the target's engine
+      with it; called when it is measured.
+    input_file: UTF-8 text, one prompt a line; or a task over local files, whose
+      split 'test' is taken. Where they are too few for `num_tokens` a
+      temperature above 0 goes through them again, each time with other random
+      numbers; greedy outputs would only repeat.
     target: name of the target, for the table.
-    draft: name of the drafter.
+    truncate: whether a text longer than the engine's `max_input_len` is cut
+      there; else it is left out. With a short one, beginnings of texts that a
+      decoder-only target goes on from.
     num_tokens: of the target's own, to measure over.
     temperatures: rows of the table, for each lenience.
     leniences: in (0, 1]; 1 is the lossless Algorithm 1, less is Table 5.
     batch_size: prompts decoded together.
     seed: of the samples.
     output_file: JSON; None writes nothing.
+    reuse: whether an `output_file` that is there is shown, and nothing is
+      measured. Its settings must be these; that the models are, is on trust.
+    paper_target: of the paper's Table 3, that this target stands in for.
+    paper_drafts: name of a drafter -> the paper's that it stands in for; of
+      others the paper has nothing.
 
   Raises:
-    ValueError: a number is too small.
+    ValueError: a number is too small, there is no engine, or a name is not in
+      the paper's table.
   """
 
-  engine: Callable[[], Engine]
-  input_file: str
+  engines: Mapping[str, Callable[[], Engine]]
+  input_file: str | LocalTask
   target: str = 'target'
-  draft: str = 'draft'
+  truncate: bool = False
   num_tokens: int = 10_000
   temperatures: Sequence[float] = (0.0, 1.0)
   leniences: Sequence[float] = (1.0,)
   batch_size: int = 16
   seed: int = 0
   output_file: str | None = None
+  reuse: bool = False
+  paper_target: str | None = None
+  paper_drafts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     check_at_least(self, num_tokens=1, batch_size=1)
     check_all_at_least(self, temperatures=0)
     for lenience in self.leniences:
       check_lenience(lenience)
-
-
-def _batches(
-  texts: Sequence[str],
-  sampling: SamplingConfig,
-  batch_size: int,
-  seed: int,
-  lenience: float,
-) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
-  """Yields texts, and what the engine is asked of them.
-
-  Above temperature 0 they begin anew for ever, as other examples.
-  """
-  number = 0
-  while True:
-    for start in range(0, len(texts), batch_size):
-      part = texts[start : start + batch_size]
-      ids = range(number, number + len(part))
-      yield (
-        part,
-        {
-          'sampling': sampling,
-          'seed': seed,
-          'example_ids': ids,
-          'lenience': lenience,
-        },
+    if not isinstance(self.engines, Mapping) or not self.engines:
+      raise ValueError(
+        'MeasureAlphaConfig.engines must map names of drafters to what makes'
+        f' an engine with them, got {self.engines!r}.'
       )
-      number += len(part)
-    if sampling.greedy:
-      return
+    pairs = {f'{row.target} {row.draft}' for row in paper.TABLE3}
+    for name, draft in self.paper_drafts.items():
+      pair = f'{self.paper_target} {draft}'
+      if name not in self.engines or pair not in pairs:
+        known = self.engines if name not in self.engines else pairs
+        missing = name if name not in self.engines else pair
+        raise ValueError(
+          f'MeasureAlphaConfig.paper_drafts: {missing!r} is not'
+          f' known.{nearest(missing, known)}'
+        )
+
+  @property
+  def settings(self) -> dict[str, Any]:
+    """What a record was measured with, but for the models, as JSON has it."""
+    source = self.input_file
+    return {
+      'target': self.target,
+      'drafts': list(self.engines),
+      'input_file': os.fspath(
+        source if isinstance(source, str) else source.files[SPLIT]
+      ),
+      'truncate': self.truncate,
+      'num_tokens': self.num_tokens,
+      'temperatures': list(self.temperatures),
+      'leniences': list(self.leniences),
+      'batch_size': self.batch_size,
+      'seed': self.seed,
+    }
 
 
-def overlap_rate(
-  engine: Engine,
-  texts: Sequence[str],
-  sampling: SamplingConfig,
-  num_tokens: int,
-  batch_size: int,
-  seed: int,
-  advance: Callable[[int], None] = lambda count: None,
-  lenience: float = 1.0,
-) -> alpha.Rate:
-  """Corollary 3.6 on tokens that the target generates from `texts`.
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What is decoded to measure by.
 
-  Args:
+  Attributes:
     engine: with a drafter.
     texts: at least one, as `read_prompts` gives them.
     sampling: of both models.
     num_tokens: after which no batch is begun.
     batch_size: texts decoded together.
     seed: of the samples.
+    lenience: l of Appendix A.5.
+    truncate: as in `MeasureAlphaConfig`.
+  """
+
+  engine: Engine
+  texts: Sequence[str]
+  sampling: SamplingConfig
+  num_tokens: int
+  batch_size: int
+  seed: int
+  lenience: float = 1.0
+  truncate: bool = False
+
+  def batches(self) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
+    """Yields texts, and what the engine is asked of them.
+
+    Above temperature 0 they begin anew for ever, as other examples.
+    """
+    number = 0
+    while True:
+      for start in range(0, len(self.texts), self.batch_size):
+        part = self.texts[start : start + self.batch_size]
+        yield (
+          part,
+          {
+            'sampling': self.sampling,
+            'seed': self.seed,
+            'example_ids': range(number, number + len(part)),
+            'lenience': self.lenience,
+            'on_too_long': 'truncate' if self.truncate else 'error',
+          },
+        )
+        number += len(part)
+      if self.sampling.greedy:
+        return
+
+
+def overlap_rates(
+  work: Workload, advance: Callable[[int], None] = lambda count: None
+) -> alpha.Rates:
+  """Corollary 3.6 on tokens that the target generates.
+
+  They are the target's own at any lenience.
+
+  Args:
+    work: what is decoded.
     advance: called with the tokens of each batch, for a progress bar.
-    lenience: l of Appendix A.5; the tokens are the target's own all the same.
 
   Raises:
     ValueError: as `Engine.request` and `bench.alpha.of_outputs`.
   """
+  engine = work.engine
   requests = (
-    engine.request(part, gamma=1, **options)
-    for part, options in _batches(texts, sampling, batch_size, seed, lenience)
+    engine.request(part, gamma=1, **options) for part, options in work.batches()
   )
   return alpha.of_outputs(
-    engine.target, engine.drafter, engine.params, requests, num_tokens, advance
+    engine.target,
+    engine.drafter,
+    engine.params,
+    requests,
+    work.num_tokens,
+    advance,
   )
 
 
-def observed_rate(
-  engine: Engine,
-  texts: Sequence[str],
-  sampling: SamplingConfig,
-  num_tokens: int,
-  batch_size: int,
-  seed: int,
-  lenience: float = 1.0,
-) -> alpha.Rate:
-  """Accepted over tested proposals of real runs; arguments as before."""
+def _real_runs(work: Workload) -> list[CompletionStats]:
+  """What each speculative decode took, of at least `num_tokens` tokens."""
   done: list[CompletionStats] = []
-  for part, options in _batches(texts, sampling, batch_size, seed, lenience):
-    done += [one.stats for one in engine.generate(part, **options)]
-    if sum(stats.num_tokens for stats in done) >= num_tokens:
+  for part, options in work.batches():
+    done += [one.stats for one in work.engine.generate(part, **options)]
+    if sum(stats.num_tokens for stats in done) >= work.num_tokens:
       break
-  return alpha.ratio(
-    [stats.num_accepted for stats in done], [stats.num_tested for stats in done]
-  )
+  return done
 
 
 def measure_alpha(
@@ -149,33 +200,80 @@ def measure_alpha(
   """Measures both rates at every temperature; prints rows as in Table 3.
 
   Returns:
-    The record: rows of target, draft, temperature, lenience, alpha and its
-    standard error, observed and its standard error, gamma of the observed runs,
-    tokens and outputs behind alpha.
+    The record: rows of target, draft, temperature, lenience; alpha over the
+    proposals of Corollary 3.6 and its standard error, None where nothing was
+    proposed; proposes, the share of tokens that there was a proposal for;
+    tokens and outputs behind these; observed and its standard error, accepted
+    over tested proposals of real runs of gamma; tokens_per_call, of the target
+    in these runs; paper, target and draft of the paper's row or None.
 
   Raises:
-    ValueError: no prompt can be decoded, or the models are broken.
+    ValueError: no prompt can be decoded, the models are broken, or a record
+      that is to be shown is one of other settings.
   """
   console = console or rich.console.Console()
-  engine = config.engine()
-  texts = read_prompts(
-    config.input_file, engine.tokenizer, engine.max_input_len
-  )
-  rows = with_progress(
-    console,
-    'Tokens',
-    len(config.temperatures) * len(config.leniences) * config.num_tokens,
-    lambda advance: [
-      _row(config, engine, texts, temperature, lenience, advance)
-      for temperature in config.temperatures
-      for lenience in config.leniences
-    ],
-  )
-  record = {'kind': 'alpha', 'rows': rows, 'machine': describe()}
-  console.print(table(rows))
-  if config.output_file:
-    files.write_json(config.output_file, record)
+  record = _earlier(config) if config.reuse else None
+  if record is None:
+    per_engine = (
+      len(config.temperatures) * len(config.leniences) * config.num_tokens
+    )
+    rows = with_progress(
+      console,
+      'Tokens',
+      len(config.engines) * per_engine,
+      lambda advance: [
+        row for name in config.engines for row in _rows(config, name, advance)
+      ],
+    )
+    record = {
+      'kind': 'alpha',
+      'settings': config.settings,
+      'rows': rows,
+      'machine': describe(),
+    }
+    if config.output_file:
+      files.write_json(config.output_file, record)
+  console.print(table(record['rows']))
   return record
+
+
+def _earlier(config: MeasureAlphaConfig) -> dict[str, Any] | None:
+  """The record of `output_file`; None if there is no such file."""
+  path = config.output_file
+  if path is None or not os.path.exists(path):
+    return None
+  with open(path, encoding='utf-8') as stream:
+    record = json.load(stream)
+  had, wanted = record.get('settings', {}), config.settings
+  if differing := [key for key in wanted if had.get(key) != wanted[key]]:
+    listed = '; '.join(
+      f'{key} was {had.get(key)!r}, wanted {wanted[key]!r}' for key in differing
+    )
+    raise ValueError(
+      f'{path!r} was measured with other settings: {listed}. Remove it, or'
+      ' name another output_file.'
+    )
+  return record
+
+
+def _rows(
+  config: MeasureAlphaConfig, name: str, advance: Callable[[int], None]
+) -> list[dict[str, Any]]:
+  """All rows of one drafter."""
+  engine = config.engines[name]()
+  limit = None if config.truncate else engine.max_input_len
+  texts = read_prompts(config.input_file, engine.tokenizer, limit)
+  draft = config.paper_drafts.get(name)
+  return [
+    {
+      'target': config.target,
+      'draft': name,
+      **_row(config, engine, texts, temperature, lenience, advance),
+      'paper': None if draft is None else [config.paper_target, draft],
+    }
+    for temperature in config.temperatures
+    for lenience in config.leniences
+  ]
 
 
 def _row(
@@ -187,41 +285,72 @@ def _row(
   advance: Callable[[int], None],
 ) -> dict[str, Any]:
   """Both rates at one temperature and lenience."""
-  sampling = SamplingConfig(temperature=temperature)
-  common = (config.num_tokens, config.batch_size, config.seed)
-  rate = overlap_rate(engine, texts, sampling, *common, advance, lenience)
-  seen = observed_rate(engine, texts, sampling, *common, lenience)
+  work = Workload(
+    engine,
+    texts,
+    SamplingConfig(temperature=temperature),
+    config.num_tokens,
+    config.batch_size,
+    config.seed,
+    lenience,
+    config.truncate,
+  )
+  rates = overlap_rates(work, advance)
+  done = _real_runs(work)
+  observed = None
+  if any(stats.num_tested for stats in done):
+    observed = alpha.ratio(
+      [stats.num_accepted for stats in done],
+      [stats.num_tested for stats in done],
+    )
+  calls = alpha.ratio(
+    [stats.num_tokens for stats in done],
+    [stats.num_target_calls for stats in done],
+  )
   return {
-    'target': config.target,
-    'draft': config.draft,
     'temperature': temperature,
     'lenience': lenience,
     'lossless': lenience == 1,
-    'alpha': rate.alpha,
-    'standard_error': rate.standard_error,
-    'observed': seen.alpha,
-    'observed_standard_error': seen.standard_error,
+    'alpha': rates.alpha and rates.alpha.mean,
+    'standard_error': rates.alpha and rates.alpha.standard_error,
+    'proposes': rates.proposes.mean,
+    'num_tokens': rates.proposes.num_tokens,
+    'num_outputs': rates.proposes.num_outputs,
+    'observed': observed and observed.mean,
+    'observed_standard_error': observed and observed.standard_error,
     'gamma': engine.gamma,
-    'num_tokens': rate.num_tokens,
-    'num_outputs': rate.num_outputs,
+    'tokens_per_call': calls.mean,
   }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
   """Rows as in the paper's Table 3, with the errors it does not print."""
-  made = rich.table.Table(title='Acceptance rates (Corollary 3.6)')
-  for name in ('target', 'draft'):
-    made.add_column(name)
-  for name in ('T', 'lenience', 'alpha', 'observed', 'tokens'):
+  made = rich.table.Table(
+    title=f'{rows[0]["target"]}: acceptance rates (Corollary 3.6)',
+    caption=(
+      'alpha and observed: of proposals; proposes: tokens with a proposal, of'
+      ' all'
+    ),
+  )
+  made.add_column('draft')
+  lossy = not all(row['lossless'] for row in rows)
+  names = ['T', *(['lenience'] if lossy else []), 'alpha', 'proposes']
+  for name in (*names, 'observed', 'tokens a call', 'tokens'):
     made.add_column(name, justify='right')
   for row in rows:
+    lenience = f'{row["lenience"]:g}{"" if row["lossless"] else ", lossy"}'
     made.add_row(
-      row['target'],
       row['draft'],
       f'{row["temperature"]:g}',
-      f'{row["lenience"]:g}{"" if row["lossless"] else ", lossy"}',
-      f'{row["alpha"]:.3f} ± {row["standard_error"]:.3f}',
-      f'{row["observed"]:.3f} ± {row["observed_standard_error"]:.3f}',
+      *([lenience] if lossy else []),
+      _with_error(row['alpha'], row['standard_error']),
+      f'{row["proposes"]:.3f}',
+      _with_error(row['observed'], row['observed_standard_error']),
+      f'{row["tokens_per_call"]:.2f}',
       str(row['num_tokens']),
     )
   return made
+
+
+def _with_error(mean: float | None, error: float | None) -> str:
+  return '-' if mean is None else f'{mean:.3f} ± {error:.3f}'

@@ -35,7 +35,7 @@ class CalibrateConfig:
     engine: makes the engine, with a drafter; called after the memory it needs
       was held against what the device has.
     target: the target's network, of which the memory is planned.
-    draft: the drafter's.
+    draft: the drafter's; None where it has none.
     input_file: the user's own prompts, one a line.
     num_tokens: of the target's own, behind alpha.
     temperature: at which alpha and the costs are measured.
@@ -55,7 +55,7 @@ class CalibrateConfig:
 
   engine: Callable[[], Engine]
   target: T5
-  draft: T5
+  draft: T5 | None
   input_file: str
   num_tokens: int = 2000
   temperature: float = 0.0
@@ -97,21 +97,23 @@ def calibrate(
     num_steps(costs),
     lambda advance: benchmark(costs, advance),
   )
-  rate = with_progress(
+  rates = with_progress(
     console,
     'Tokens',
     config.num_tokens,
-    lambda advance: alpha.overlap_rate(
-      engine,
-      texts,
-      SamplingConfig(temperature=config.temperature),
-      config.num_tokens,
-      max(config.batch, 8),
-      config.seed,
+    lambda advance: alpha.overlap_rates(
+      alpha.Workload(
+        engine,
+        texts,
+        SamplingConfig(temperature=config.temperature),
+        config.num_tokens,
+        max(config.batch, 8),
+        config.seed,
+      ),
       advance,
     ),
   )
-  found = _conclude(config, engine, measured, rate, parts)
+  found = _conclude(config, engine, measured, rates, parts)
   _print(console, found)
   if config.output_file:
     found.save(config.output_file)
@@ -135,7 +137,7 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
   """The benchmark whose numbers a calibration is made of."""
   return BenchmarkConfig(
     config.target,
-    config.draft,
+    drafter=engine.drafter,
     target_params=engine.params.target,
     draft_params=engine.params.draft,
     placement=config.placement,
@@ -152,7 +154,9 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
   )
 
 
-def _conclude(config, engine, measured, rate, parts) -> Calibration:
+def _conclude(config, engine, measured, rates, parts) -> Calibration:
+  # The closed forms know of no place without a proposal: there beta is 0.
+  rate = rates.overall
   (setting,) = measured['settings']
   (row,) = setting['gammas']
   times = setting['times_ms']
@@ -167,7 +171,7 @@ def _conclude(config, engine, measured, rate, parts) -> Calibration:
     times[name]['error'] for name in (f'round_{gamma}', f'call_{gamma + 1}')
   ]
   choice = calibration.choose_gamma(
-    Measured(rate.alpha, rate.standard_error),
+    Measured(rate.mean, rate.standard_error),
     Measured(
       row['cost_ratio'],
       (errors[0] ** 2 + errors[1] ** 2) ** 0.5 / gamma / one,
@@ -183,7 +187,13 @@ def _conclude(config, engine, measured, rate, parts) -> Calibration:
     interval=choice['interval'],
     temperature=config.temperature,
     record={
-      'acceptance_rate': dataclasses.asdict(rate),
+      'acceptance_rate': {
+        'alpha': rate.mean,
+        'standard_error': rate.standard_error,
+        'num_tokens': rate.num_tokens,
+        'num_outputs': rate.num_outputs,
+        'proposes': rates.proposes.mean,
+      },
       'cost_ratio': row['cost_ratio'],
       'factors': choice['factors'],
       'memory_bytes': parts,
@@ -191,6 +201,12 @@ def _conclude(config, engine, measured, rate, parts) -> Calibration:
       'machine': measured['machine'],
     },
   )
+
+
+def _unproposed(share: float) -> str:
+  if share == 1:
+    return ''
+  return f', none where nothing is proposed ({1 - share:.0%} of them)'
 
 
 def _print(console: rich.console.Console, found: Calibration) -> None:
@@ -220,6 +236,7 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
   console.print(
     f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
     f' {rate["num_tokens"]} tokens at temperature {found.temperature:g}'
+    + _unproposed(rate['proposes'])
   )
   if not found.gamma:
     console.print(

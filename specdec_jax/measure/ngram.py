@@ -60,10 +60,19 @@ class FitNgramConfig:
   valid_files: Sequence[str] = ()
 
   def __post_init__(self):
+    if self.order == 0:
+      raise ValueError(
+        'order must be at least 1, got 0. Order 1 is a unigram, which looks at'
+        ' no token before; order 2 is a bigram.'
+      )
     check_at_least(self, order=1, max_continuations=1, min_count=1)
     for name in ('train_files', 'valid_files'):
-      if isinstance(getattr(self, name), str):
-        raise ValueError(f'{name} must be a sequence of paths, got one string.')
+      value = getattr(self, name)
+      if isinstance(value, str):
+        raise ValueError(
+          f'{name} must be a sequence of paths, got one string; write'
+          f' [{value!r}].'
+        )
     if not self.train_files:
       raise ValueError('train_files names no file to fit to.')
 

@@ -1,30 +1,40 @@
-"""The lines of a file that a measurement can decode."""
+"""The texts that a measurement can decode."""
 
-from specdec_jax.infer.lines import count_tokens, read_lines
+from specdec_jax.infer.lines import Line, count_tokens, read_lines
+from specdec_jax.local_tasks import LocalTask
 from specdec_jax.tokenizer import Tokenizer
+
+SPLIT = 'test'  # of a task
 
 
 def read_prompts(
-  path: str, tokenizer: Tokenizer, limit: int | None = None
+  source: str | LocalTask, tokenizer: Tokenizer, limit: int | None = None
 ) -> list[str]:
-  """Returns the lines that can be decoded, in their order.
+  """Returns the texts that can be decoded, in their order.
 
   Args:
-    path: UTF-8 text, one prompt a line.
+    source: path of UTF-8 text, one prompt a line; or a task, whose inputs of
+      the split 'test' are taken, each text once.
     tokenizer: of the model.
-    limit: tokens of a line, its end included; longer ones are left out. None is
+    limit: tokens of a text, its end included; longer ones are left out. None is
       no limit.
 
   Raises:
     ValueError: the file cannot be read, or no line of it can be decoded.
   """
-  lines = read_lines(path)
+  if isinstance(source, str):
+    name, lines = source, read_lines(source)
+  else:
+    name = str(source.files.get(SPLIT))
+    # Where a text has several references it is there several times.
+    texts = dict.fromkeys(one['inputs'] for one in source.texts(SPLIT))
+    lines = [Line(text) for text in texts]
   counted = count_tokens(lines, tokenizer, limit)
-  texts = [line.text for line in counted if line.num_tokens and not line.error]
-  if not texts:
+  found = [line.text for line in counted if line.num_tokens and not line.error]
+  if not found:
     most = '' if limit is None else f' of at most {limit} tokens a line'
     raise ValueError(
-      f'{path!r} has no line that can be decoded: expected UTF-8 text{most},'
+      f'{name!r} has no line that can be decoded: expected UTF-8 text{most},'
       f' found {len(lines)} lines that are empty, too long or not UTF-8.'
     )
-  return texts
+  return found

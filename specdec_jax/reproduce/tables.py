@@ -148,49 +148,81 @@ def table4(
 
 
 def table3(records: Sequence[Mapping[str, Any]]) -> Table:
-  """Table 3: acceptance rates; the paper's rows, then those measured here.
+  """Table 3: acceptance rates; those measured here, then the paper's others.
 
   Args:
-    records: of `measure.measure_alpha`.
+    records: of `measure.measure_alpha`. A row that stands in for one of the
+      paper's has that one's value beside it.
   """
-  shown = []
-  for row in paper.TABLE3:
-    shown.append(
-      Row(
-        {'target': row.target, 'draft': row.draft, 'T': row.temperature},
-        row.acceptance_rate,
-        not_measured=_NO_CHECKPOINTS,
-        details={'error': None, 'observed': None, 'tokens': None},
-      )
-    )
+  values = {
+    (row.target, row.draft, row.temperature): row.acceptance_rate
+    for row in paper.TABLE3
+  }
+  shown, stood_in_for = [], set()
   for record in records:
     for row in record['rows']:
       if row['lenience'] != 1:
         continue  # in Table 5
-      shown.append(
-        Row(
-          {
-            'target': row['target'],
-            'draft': row['draft'],
-            'T': row['temperature'],
-          },
-          measured=row['alpha'],
-          details={
-            'error': round(row['standard_error'], 4),
-            'observed': round(row['observed'], 4),
-            'tokens': row['num_tokens'],
-          },
-        )
-      )
+      key = (*(row.get('paper') or ()), row['temperature'])
+      stood_in_for.add(key)
+      shown.append(_measured_rate(row, values.get(key)))
+  shown += [
+    Row(
+      {'target': target, 'draft': draft, 'T': temperature},
+      value,
+      not_measured=_NO_CHECKPOINTS,
+      details=dict.fromkeys(_RATE_DETAILS),
+    )
+    for (target, draft, temperature), value in values.items()
+    if (target, draft, temperature) not in stood_in_for
+  ]
   return Table(
     'table3',
     'Table 3: acceptance rates',
     'alpha, Corollary 3.6',
     shown,
     caption=(
-      "Observed: accepted over tested proposals of real runs. Error: alpha's"
-      ' standard error over whole outputs.'
+      "Paper: of the row that 'stands in for' names, whose models and data are"
+      ' others. Measured: mean acceptance probability of proposals; error: its'
+      ' standard error over whole outputs; proposes: of the tokens, the share'
+      ' that there was a proposal for. Observed: accepted over tested proposals'
+      ' of real runs; tokens a call: of the target, in these runs.'
     ),
+  )
+
+
+_RATE_DETAILS = (
+  'stands in for',
+  'error',
+  'proposes',
+  'observed',
+  'tokens a call',
+  'tokens',
+)
+
+
+def _measured_rate(row: Mapping[str, Any], value: float | None) -> Row:
+  """A row of Table 3 that was measured here, and the paper's value if any."""
+
+  def rounded(name: str, decimals: int) -> float | None:
+    number = row.get(name)
+    return None if number is None else round(number, decimals)
+
+  # Records of before there was `proposes` are of drafters that always do.
+  details = (
+    None if value is None else ', '.join(row['paper']),
+    rounded('standard_error', 4),
+    round(row.get('proposes', 1.0), 4),
+    rounded('observed', 4),
+    rounded('tokens_per_call', 3),
+    row['num_tokens'],
+  )
+  return Row(
+    {'target': row['target'], 'draft': row['draft'], 'T': row['temperature']},
+    value,
+    measured=row['alpha'],
+    not_measured='it proposed nothing' if row['alpha'] is None else '',
+    details=dict(zip(_RATE_DETAILS, details, strict=True)),
   )
 
 
@@ -231,6 +263,7 @@ def table5(records: Sequence[Mapping[str, Any]]) -> Table:
     )
     for record in records
     for row in record['rows']
+    if None not in (row['alpha'], row['observed'])
   ]
   return Table(
     'table5',

@@ -1,0 +1,328 @@
+"""What drafting costs: every drafter of Section 3.6 beside the same target.
+
+The target's weights and the small model's are random, which does not change
+the time. N-gram tables are as large as those of a real text.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+
+from specdec_jax import files, partitioning
+from specdec_jax.bench import calls, timing
+from specdec_jax.bench.models import Pair, make_pair, random_params
+from specdec_jax.bench.report import with_progress
+from specdec_jax.bench.settings import check_all_at_least, check_at_least
+from specdec_jax.decoding.state import Request
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.ngram import ngram
+from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.uniform import uniform
+from specdec_jax.environment import describe
+from specdec_jax.measure.ngram import outputs
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.t5 import T5
+from specdec_jax.partitioning import Placement
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.types import Draft
+
+_NOTHING = 'nothing'  # the drafter that the others are compared with
+_NOISE = (160_000, 16)  # sequences and their length, where there is no text
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterCostsConfig:
+  """A measurement of what a draft costs, in calls of the target.
+
+  Attributes:
+    target: its network.
+    small: the small model's; None leaves it out.
+    train_files: that the n-gram tables are fitted to, as `FitNgramConfig` says.
+      Where one is missing, ids by Zipf's law are; the record says which.
+    vocab_path: sentencepiece model of these files.
+    field: of JSON records, its output.
+    max_continuations: entries kept of a context.
+    placement: layout and dtype of both models.
+    gamma: proposals a round.
+    temperatures: 0 is greedy.
+    batch: rows decoded together.
+    input_len: E, tokens of an input.
+    decode_len: tokens of a run.
+    calls_a_run: calls or rounds in one timed loop.
+    repeats: timed rounds, interleaved.
+    seed: of parameters, inputs and sampling.
+    output_file: JSON; None writes nothing.
+
+  Raises:
+    ValueError: a number is too small.
+  """
+
+  target: T5
+  small: LanguageModel | None = None
+  train_files: Sequence[str] = ()
+  vocab_path: str = ''
+  field: str = 'target'
+  max_continuations: int = 32
+  placement: Placement = Placement()
+  gamma: int = 4
+  temperatures: Sequence[float] = (0.0, 1.0)
+  batch: int = 1
+  input_len: int = 64
+  decode_len: int = 120
+  calls_a_run: int = 20
+  repeats: int = 15
+  seed: int = 0
+  output_file: str | None = None
+
+  def __post_init__(self):
+    check_at_least(self, max_continuations=1, gamma=1, batch=1, input_len=1)
+    check_at_least(self, decode_len=1, calls_a_run=1, repeats=1)
+    check_all_at_least(self, temperatures=0)
+
+
+def drafter_costs(
+  config: DrafterCostsConfig, console: rich.console.Console | None = None
+) -> dict[str, Any]:
+  """Times drafts alone and inside of rounds; prints and writes a table.
+
+  Returns:
+    The record: its table as `reproduce.report` has tables, the corpus of the
+    n-grams, and `measured`: per drafter and temperature, c (one proposal, in
+    calls of the target over one token) alone and inside of a round, with its
+    standard error, what gamma proposals add to a call, and times in ms.
+  """
+  console = console or rich.console.Console()
+  pairs, corpus = _pairs(config)
+  measured = with_progress(
+    console,
+    'Measuring',
+    len(config.temperatures) * config.repeats,
+    lambda advance: [
+      row
+      for temperature in config.temperatures
+      for row in _measure(config, pairs, temperature, advance)
+    ],
+  )
+  record = _record(config, measured, corpus)
+  shown = rich.table.Table(title=record['title'])
+  for index, column in enumerate(record['columns']):
+    shown.add_column(column, justify='right' if index else 'left')
+  for row in record['rows']:
+    shown.add_row(*row)
+  console.print(shown)
+  console.print(f'n-grams of {corpus}')
+  if config.output_file:
+    files.write_json(config.output_file, record)
+  return record
+
+
+def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
+  """name -> one target with each drafter, and what the n-grams are of."""
+  vocab_size = config.target.vocab_size
+  sequences, corpus = _corpus(config)
+  drafters: dict[str, tuple[Drafter, Any]] = {
+    _NOTHING: (_nothing(), jnp.int32(3))
+  }
+  for order, name in ((1, 'unigram'), (2, 'bigram')):
+    table = fit(
+      sequences,
+      order,
+      vocab_size,
+      max_continuations=config.max_continuations,
+    )
+    drafters[name] = (ngram(vocab_size), table)
+  drafters['copy'] = (copy(), ())
+  drafters['uniform'] = (uniform(vocab_size), ())
+
+  own = random_params(config.target, config.seed, config.placement.dtype)
+  own = partitioning.place(own, config.placement)
+
+  def pair(draft, params, drafter=None):
+    # Of parameters that are placed already nothing is copied.
+    return make_pair(
+      config.target, draft, own, params, config.placement, config.seed, drafter
+    )
+
+  found = {
+    name: pair(None, params, drafter)
+    for name, (drafter, params) in drafters.items()
+  }
+  if config.small is not None:
+    found['small_model'] = pair(config.small, None)
+  return found, corpus
+
+
+def _corpus(config: DrafterCostsConfig) -> tuple[list[list[int]], str]:
+  """Ids as a decoder has them, and what they are."""
+  paths = [*config.train_files, config.vocab_path]
+  missing = [path for path in paths if not os.path.isfile(path)]
+  if config.train_files and not missing:
+    tokenizer = Tokenizer(config.vocab_path)
+    found = [
+      [0, *ids]
+      for path in config.train_files
+      for ids in outputs(path, tokenizer, config.field)
+    ]
+    total = sum(map(len, found))
+    return found, f'{total:,} tokens of {", ".join(config.train_files)}'
+  ranks = np.arange(1, config.target.vocab_size)
+  weights = 1 / ranks
+  ids = np.random.default_rng(config.seed).choice(
+    ranks, _NOISE, p=weights / weights.sum()
+  )
+  why = f'no {missing[0]!r}' if missing else 'no files were given'
+  return (
+    [[0, *row] for row in ids.tolist()],
+    f"{ids.size:,} ids drawn by Zipf's law ({why})",
+  )
+
+
+def _nothing() -> Drafter:
+  """Proposes one and the same token, its parameter, at no cost."""
+
+  def propose(token, state, context):
+    shape = context.length.size, context.gamma
+    length = jnp.full(shape[:1], context.gamma, jnp.int32)
+    return Draft(jnp.full(shape, token), None, length), state
+
+  return Drafter(lambda *_: (), propose, lambda state, _: state)
+
+
+def _measure(
+  config: DrafterCostsConfig,
+  pairs: Mapping[str, Pair],
+  temperature: float,
+  advance: Callable[[], None],
+) -> list[dict[str, Any]]:
+  """Everything at one temperature, in turns."""
+  request = _request(config, temperature)
+  repeats = config.calls_a_run
+  functions = {'call': calls.target_calls(pairs[_NOTHING], request, 1, repeats)}
+  for name, pair in pairs.items():
+    functions |= {
+      f'draft {name}': calls.pair_rounds(pair, request, repeats, False),
+      f'round {name}': calls.pair_rounds(pair, request, repeats),
+    }
+  seconds = timing.interleave(functions, config.repeats, advance)
+  times = {
+    name: timing.summarise(values, 1e3 / repeats)
+    for name, values in seconds.items()
+  }
+  return [
+    {'drafter': name, 'temperature': temperature, 'gamma': config.gamma}
+    | _row(config, name, seconds, times)
+    | {'params_mib': _mib(pairs[name].params.draft)}
+    for name in pairs
+    if name != _NOTHING
+  ]
+
+
+def _request(config: DrafterCostsConfig, temperature: float) -> Request:
+  inputs = np.random.default_rng(config.seed).integers(
+    3, config.target.vocab_size, (config.batch, config.input_len)
+  )
+  return calls.make_request(
+    jnp.asarray(inputs, jnp.int32),
+    config.decode_len,
+    config.gamma,
+    SamplingConfig(temperature=temperature),
+    config.seed,
+  )
+
+
+def _row(
+  config: DrafterCostsConfig,
+  name: str,
+  seconds: Mapping[str, Sequence[float]],
+  times: Mapping[str, Any],
+) -> dict[str, Any]:
+  """One drafter: what its draft takes alone, and adds to a round."""
+  call = times['call']['median']
+  alone = times[f'draft {name}']['median']
+  # Of rounds that ran one behind the other: what slows the machine for a while
+  # is in both.
+  without = seconds[f'round {_NOTHING}']
+  pairs = zip(seconds[f'round {name}'], without, strict=True)
+  added = timing.summarise(
+    [one - other for one, other in pairs], 1e3 / config.calls_a_run
+  )
+  return {
+    'cost_ratio_alone': alone / config.gamma / call,
+    'draft_of_a_call': alone / call,
+    'cost_ratio': added['median'] / config.gamma / call,
+    'cost_ratio_error': added['error'] / config.gamma / call,
+    'times_ms': {
+      'call': times['call'],
+      'draft': times[f'draft {name}'],
+      'round': times[f'round {name}'],
+      'round_without_drafting': times[f'round {_NOTHING}'],
+    },
+  }
+
+
+def _mib(params: Any) -> float:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 2**20
+
+
+def _record(
+  config: DrafterCostsConfig, measured: Sequence[dict[str, Any]], corpus: str
+) -> dict[str, Any]:
+  return {
+    'kind': 'table',
+    'title': (
+      f'Drafting costs: batch {config.batch}, gamma {config.gamma}, a target of'
+      f' {_count(config.target)} parameters'
+    ),
+    'columns': [
+      'drafter',
+      'T',
+      'MiB',
+      'c alone',
+      'c in a round',
+      'draft / call',
+      'draft ms',
+      'call ms',
+    ],
+    'rows': [
+      [
+        row['drafter'],
+        f'{row["temperature"]:g}',
+        f'{row["params_mib"]:.1f}',
+        f'{row["cost_ratio_alone"]:.4f}',
+        f'{row["cost_ratio"]:.4f} ± {row["cost_ratio_error"]:.4f}',
+        f'{row["draft_of_a_call"]:.1%}',
+        f'{row["times_ms"]["draft"]["median"]:.3f}',
+        f'{row["times_ms"]["call"]["median"]:.2f}',
+      ]
+      for row in measured
+    ],
+    'measured': list(measured),
+    'ngrams': corpus,
+    'settings': {
+      name: getattr(config, name)
+      for name in (
+        'max_continuations',
+        'input_len',
+        'decode_len',
+        'calls_a_run',
+        'repeats',
+        'seed',
+      )
+    },
+    'machine': describe(),
+  }
+
+
+def _count(network: LanguageModel) -> str:
+  shapes = jax.eval_shape(network.init, jax.random.key(0))
+  size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  return f'{size / 1e6:,.0f}M'

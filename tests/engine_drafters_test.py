@@ -1,0 +1,152 @@
+"""Drafters of other kinds through the engine: greedy outputs are the target's.
+
+The small ones are random models; gin files of the demo are at the end.
+"""
+
+import dataclasses
+
+import jax
+import pytest
+
+import gin_cli
+from small_vocabulary import VOCAB_SIZE, network
+from specdec_jax import engine, infer
+from specdec_jax.drafters.cascade import cascade
+from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.first_of import first_of
+from specdec_jax.drafters.late_model import late_model
+from specdec_jax.drafters.ngram import ngram
+from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.engine import Engine, Model
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.tokenizer import Tokenizer
+
+TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
+
+pytestmark = pytest.mark.usefixtures('own_cache')
+
+TARGET = network(2)
+DRAFT = network(1)
+# It has no encoder: of an encoder-decoder target it sees the output alone.
+DECODER_ONLY = GPT(
+  GPTConfig(
+    vocab_size=VOCAB_SIZE,
+    emb_dim=16,
+    num_heads=2,
+    num_layers=1,
+    head_dim=8,
+    mlp_dim=32,
+  )
+)
+
+
+@pytest.fixture(scope='module')
+def parts(tokenizer):
+  """The target; what makes an engine of it with a drafter."""
+  seeds = iter(range(9))
+
+  def model(net):
+    return Model(net, jax.jit(net.init)(jax.random.key(next(seeds))))
+
+  return {
+    'target': model(TARGET),
+    'draft': model(DRAFT),
+    'decoder only': model(DECODER_ONLY),
+    'copy': Model(None, ()),
+    'bigram': Model(
+      None, fit([[0, *tokenizer.encode(text), 1] for text in TEXTS], 2, 288)
+    ),
+  }
+
+
+def joined(parts, *names):
+  return engine.joined([parts[name] for name in names])
+
+
+# name -> the drafter and the names of what it is made of
+DRAFTERS = {
+  'first_of': (first_of(copy(), late_model(DRAFT)), ('copy', 'draft')),
+  'cascade': (cascade(DRAFT, ngram(VOCAB_SIZE)), ('draft', 'bigram')),
+  'copy': (copy(), ('copy',)),
+  'bigram': (ngram(VOCAB_SIZE), ('bigram',)),
+  'decoder only': (None, ('decoder only',)),
+}
+
+
+@pytest.fixture(scope='module')
+def plain(parts, tokenizer):
+  made = Engine(
+    parts['target'], tokenizer=tokenizer, max_input_len=32, max_decode_len=24
+  )
+  return [one.tokens for one in made.generate(TEXTS, speculative=False)]
+
+
+@pytest.mark.filterwarnings('ignore:The draft is decoder-only')
+@pytest.mark.parametrize('name', DRAFTERS)
+def test_greedy_outputs_are_the_targets_own(parts, tokenizer, plain, name):
+  drafter, names = DRAFTERS[name]
+  draft = joined(parts, *names) if len(names) > 1 else parts[names[0]]
+  made = Engine(
+    parts['target'],
+    draft,
+    tokenizer=tokenizer,
+    gamma=3,
+    max_input_len=32,
+    max_decode_len=24,
+    drafter=drafter,
+  )
+  found = made.generate(TEXTS)
+  assert [one.tokens for one in found] == plain
+  assert sum(one.stats.num_tested for one in found) > 0
+
+
+def test_a_decoder_only_drafter_of_another_vocabulary(parts, tokenizer):
+  config = dataclasses.replace(DECODER_ONLY.config, vocab_size=VOCAB_SIZE + 1)
+  with pytest.raises(ValueError, match='vocabulary is 289 and the target'):
+    Engine(parts['target'], Model(GPT(config), {}), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def demo_engine(tmp_path):
+  """What makes the engine of one of the demo's runs."""
+
+  def make(run):
+    flags = [f'--gin_file=gin/runs/{run}.gin']
+    if run == 'demo_cascade':
+      vocabulary = Tokenizer(gin_cli.ROOT / 'demo' / 'vocab.model')
+      path = tmp_path / 'bigram.npz'
+      fit(
+        [[0, *vocabulary.encode('Wo ist der Hund?'), 1]],
+        2,
+        vocabulary.vocab_size,
+        fingerprint=vocabulary.fingerprint,
+      ).save(path)
+      flags.append(f'--gin.NGRAM_FILE={path}')
+    gin_cli.load(gin_cli.parse_flags(flags))
+    return gin_cli.build(infer.DecodeConfig).engine()
+
+  return make
+
+
+def test_what_the_runs_of_the_demo_are_made_of(demo_engine):
+  made = demo_engine('demo_first_of')
+  assert made.drafter.propose.__qualname__.startswith('first_of.')
+  assert made.params.draft[0] == () and 'decoder' in made.params.draft[1]
+  made = demo_engine('demo_cascade')
+  assert made.drafter.propose.__qualname__.startswith('cascade.')
+  network, table = made.params.draft
+  assert 'decoder' in network and table.order == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('run', ['demo_first_of', 'demo_cascade'])
+def test_runs_of_the_demo(demo_engine, run):
+  made = demo_engine(run)
+  texts = ['Can you tell me where the nearest bakery is?']
+  found, plain = (
+    made.generate(texts, speculative=speculative, max_length=24)[0]
+    for speculative in (True, False)
+  )
+  assert found.tokens == plain.tokens
+  # The demo's drafter is right more often than not, whatever is beside it.
+  assert found.stats.num_target_calls < len(found.tokens) * 0.7
