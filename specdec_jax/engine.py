@@ -1,6 +1,5 @@
 """Strings in, strings out: owns jit, donation and the compiled programs."""
 
-import dataclasses
 import functools
 import os
 import time
@@ -13,7 +12,6 @@ import numpy as np
 
 from specdec_jax import (
   calibration,
-  checkpoints,
   compilation_cache,
   partitioning,
 )
@@ -33,8 +31,11 @@ from specdec_jax.job import (
   without_end,
 )
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.pair import Model, check_pair, joined, load_model
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
+
+__all__ = ['Engine', 'Model', 'Texts', 'joined', 'load_model']
 
 _NO_DRAFTER = (
   'Speculative decoding needs a drafter: give Engine a `draft` model, or call'
@@ -42,49 +43,6 @@ _NO_DRAFTER = (
 )
 Texts = Sequence[str | Sequence[int]]
 _ROUNDS_A_LOOK = 4  # between two looks of the host for a stop string
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """A network and its parameters.
-
-  Attributes:
-    network: a `LanguageModel`, such as `T5(config)`; None for a drafter that
-      is none.
-    params: its parameters, as a checkpoint has them or already placed.
-    tokenizer: the model's own, to check a pair by; None takes it on trust.
-  """
-
-  network: Any
-  params: Any
-  tokenizer: Tokenizer | None = None
-
-
-def load_model(
-  network: LanguageModel,
-  path: str | os.PathLike[str],
-  tokenizer: Tokenizer | None = None,
-) -> Model:
-  """Loads a checkpoint and checks it against its network.
-
-  Args:
-    network: such as `T5(config)`.
-    path: of a checkpoint, of any kind that `checkpoints.load` knows.
-    tokenizer: the model's own, to check a pair by.
-
-  Raises:
-    ValueError: the checkpoint is missing or broken, or an array is missing,
-      unknown or of another shape.
-  """
-  return Model(network, checkpoints.load(path, network), tokenizer)
-
-
-def joined(models: Sequence[Model]) -> Model:
-  """What a drafter that is made of several takes: the parameters of each.
-
-  For `cascade` and `first_of`, whose own code says which network is whose.
-  """
-  return Model(None, tuple(model.params for model in models))
 
 
 class Engine:
@@ -112,13 +70,16 @@ class Engine:
     bos_id: int | None = None,
     drafter: Drafter | None = None,
     placement: partitioning.Placement | None = None,
+    draft_placement: partitioning.Placement | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
   ):
     """Checks that the pair fits and puts its parameters on the device.
 
     Args:
       target: the model whose distribution the output has.
-      draft: the small model that proposes; None for plain decoding only.
+      draft: the small model that proposes; None for plain decoding only. A
+        decoder-only one sees nothing of an encoder's input; that is said by a
+        warning.
       tokenizer: of both.
       gamma: proposals a round at most, static.
       max_input_len: tokens of the longest input.
@@ -127,23 +88,31 @@ class Engine:
         generates from nothing where the text is empty. None puts nothing.
       drafter: made by `small_model` of `draft` unless given; with it, `draft`
         holds what the drafter's `init` and `propose` take as parameters.
-      placement: layout and dtype of the parameters on the device.
+      placement: dtype and layout of the target's parameters, and the devices
+        that they and the rows of a batch are split over.
+      draft_placement: of the drafter's, on the same devices; None is as the
+        target's, but for all of the drafter on each device.
       cache_folder: of compiled programs; None is the user's cache folder.
 
     Raises:
-      ValueError: vocabularies or tokenizers differ, or a number is too small.
+      ValueError: vocabularies or tokenizers differ, a number is too small, or
+        devices or a model cannot be split as a placement says.
     """
     check_at_least(gamma=(gamma, 0), max_input_len=(max_input_len, 2))
     check_at_least(max_decode_len=(max_decode_len, 1))
-    _check_pair(target, draft, tokenizer)
+    check_pair(target, draft, tokenizer)
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
+    draft_placement, partition, draft_partition = partitioning.share_devices(
+      placement, draft_placement
+    )
+    self._partition = partition
     self.tokenizer = tokenizer
     self.gamma = gamma
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
     self.bos_id = bos_id
-    self._target = target.network
+    self._target = partitioning.follow(target.network, partition)
     self._target_params = partitioning.place(target.params, placement)
     self._drafter = drafter
     self.fingerprints = {'target': calibration.fingerprint(target.params)}
@@ -152,14 +121,18 @@ class Engine:
       if drafter is not None:
         # Two drafters without parameters differ by what they do.
         self.fingerprints['draft'] += f' {drafter.propose.__qualname__}'
-      self._draft_params = partitioning.place_parts(draft.params, placement)
-      self._drafter = drafter or small_model(draft.network)
+      self._draft_params = partitioning.place_parts(
+        draft.params, draft_placement
+      )
+      self._drafter = drafter or small_model(
+        partitioning.follow(draft.network, draft_partition)
+      )
     self._programs: dict[Any, Callable[..., Any]] = {}
     self._states: dict[Any, DecodeState] = {}  # shapes only
 
   @property
   def target(self) -> LanguageModel:
-    """The target's network."""
+    """The target's network; over several devices, as `follow` gives it."""
     return self._target
 
   @property
@@ -223,7 +196,7 @@ class Engine:
     """
     before = self.num_programs
     begin = time.perf_counter()
-    job = self._job(texts, speculative, **options)
+    job = self.job(texts, speculative, **options)
     if job.rows:
       for name in ('start', 'run') if job.options.stop_strings else ('decode',):
         self._program(name, job.request, speculative)
@@ -249,7 +222,7 @@ class Engine:
       ValueError: an option is out of range, or a text is longer than
         `max_input_len` and `on_too_long` is 'error'.
     """
-    job = self._job(texts, speculative, **options)
+    job = self.job(texts, speculative, **options)
     if not job.rows:
       return job.completions()
     if job.options.stop_strings:
@@ -276,7 +249,7 @@ class Engine:
     Raises:
       ValueError: as for `generate`, or the target's logits became invalid.
     """
-    job = self._job([text], speculative, **options)
+    job = self.job([text], speculative, **options)
     shown = ''
     if not job.rows:
       return
@@ -298,7 +271,12 @@ class Engine:
         yield ready[len(shown) :]
         shown = ready
 
-  def _job(self, texts, speculative, **options) -> Job:
+  def job(self, texts: Texts, speculative: bool, **options) -> Job:
+    """What `generate` works on, for a scheduler that runs the loops itself.
+
+    Raises:
+      ValueError: as `generate`.
+    """
     if speculative and self._drafter is None:
       raise ValueError(_NO_DRAFTER)
     if isinstance(texts, str):
@@ -316,6 +294,7 @@ class Engine:
       self._target.vocab_size,
       self._target.has_encoder,
       self.bos_id,
+      self._partition.mesh.shape['data'] if self._partition else 1,
     )
 
   def _advance(self, job, speculative, rounds) -> Iterator[DecodeState]:
@@ -347,19 +326,26 @@ class Engine:
       models = [self.target, self.drafter] if speculative else [self.target]
       params: Any = self.params if speculative else self._target_params
       args: list[Any] = [params, request]
+      options: dict[str, Any] = {}
       if name == 'run':
         args += [self._states[key], jax.ShapeDtypeStruct((), jnp.int32)]
-      lowered = jax.jit(
-        functools.partial(getattr(loop, name), *models),
         # The state is donated: the caches are updated where they are.
-        donate_argnums=2 if name == 'run' else (),
+        options['donate_argnums'] = 2
+      if self._partition is not None:
+        args[1] = self._partition.request(request)
+        if name == 'run':
+          options['out_shardings'] = partitioning.shardings(args[2])
+        elif name == 'decode':  # what the host reads, whole on each device
+          options['out_shardings'] = self._partition.sharding()
+      lowered = jax.jit(
+        functools.partial(getattr(loop, name), *models), **options
       ).lower(*args)
+      compiled = lowered.compile()
       if name == 'start':
-        self._states[key] = jax.tree.map(
-          lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-          lowered.out_info,
+        self._states[key] = partitioning.described(
+          lowered.out_info, self._partition and compiled.output_shardings
         )
-      program = functools.partial(lowered.compile(), params)
+      program = functools.partial(compiled, params)
       self._programs[name, key] = program
     return self._programs[name, key]
 
@@ -372,36 +358,3 @@ def _shapes(request: Request):
   """What a program was compiled for, as a dictionary key."""
   leaves, tree = jax.tree.flatten(request)
   return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-
-
-def _check_pair(
-  target: Model, draft: Model | None, tokenizer: Tokenizer
-) -> None:
-  """Raises ValueError unless both models speak the tokenizer's ids."""
-  sides = (
-    {'target': target} if draft is None else {'target': target, 'draft': draft}
-  )
-  for name, side in sides.items():
-    if side.network is None:
-      continue  # a drafter that is no language model
-    if side.network.vocab_size < tokenizer.vocab_size:
-      raise ValueError(
-        f'The {name} has a vocabulary of {side.network.vocab_size}, the'
-        f' tokenizer one of {tokenizer.vocab_size}; they do not belong'
-        ' together.'
-      )
-    own = side.tokenizer
-    if own is not None and own.fingerprint != tokenizer.fingerprint:
-      raise ValueError(
-        f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
-        ' (sha256 of the model files). Drafter and target must share one: an'
-        ' id has to mean the same token to both.'
-      )
-  if draft is None or draft.network is None:
-    return
-  if draft.network.vocab_size != target.network.vocab_size:
-    raise ValueError(
-      f"The draft's vocabulary is {draft.network.vocab_size} and the target's"
-      f' {target.network.vocab_size}. Both must be the same; pad the smaller'
-      " embedding to the larger one's rows."
-    )

@@ -21,10 +21,10 @@ from specdec_jax.models.base import START_ID
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.types import FinishReason
+from specdec_jax.types import FinishReason, Generation
 
-_SMALLEST_INPUT = 32
-_SMALLEST_PROMPT = 8
+SMALLEST_INPUT = 32
+SMALLEST_PROMPT = 8
 
 
 class Frame(NamedTuple):
@@ -36,6 +36,7 @@ class Frame(NamedTuple):
     vocab_size: of the network; ids past the tokenizer's have no text.
     has_encoder: where False, the decoder begins with the text itself.
     bos_id: then put in front of each text; None is nothing.
+    batch_multiple: what the number of rows is rounded up to.
   """
 
   max_input_len: int
@@ -43,6 +44,7 @@ class Frame(NamedTuple):
   vocab_size: int
   has_encoder: bool = True
   bos_id: int | None = None
+  batch_multiple: int = 1
 
   def around(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids before and behind a text as the target reads it.
@@ -76,7 +78,8 @@ class Options:
     min_length: tokens before a stop id is allowed.
     max_length: tokens of an output at most; None is the engine's maximum.
     on_too_long: what a too long input does: 'error' raises, 'truncate' keeps
-      its beginning, 'report' gives a completion with an error.
+      its beginning, 'report' gives a completion with an error, as it then does
+      for ids outside the vocabulary.
     log_probs: whether log-probabilities are wanted.
     prompts: ids that the output of each text begins with, behind the decoder's
       start token; they are read, not produced, and no part of the result. None
@@ -166,7 +169,13 @@ class Job:
     tokenizer, frame = self._tokenizer, self._frame
     limit = frame.max_input_len
     if not isinstance(text, str):
-      text = self._checked(f'Text {index}', text)
+      try:
+        text = self._checked(f'Text {index}', text)
+      except ValueError as error:
+        if self.options.on_too_long != 'report':
+          raise
+        self._passed_over[index] = passed_over('error', str(error))
+        return []
     ids = without_end(tokenizer, text)
     first, last = frame.around(tokenizer)
     if not ids and not first:
@@ -223,6 +232,7 @@ class Job:
   def _make_request(self, encoded, gamma) -> Request:
     frame, options = self._frame, self.options
     batch = next_power_of_two(len(encoded))
+    batch += -batch % frame.batch_multiple
     # Arrays of the host: a program's call moves them to the device together.
     prompt: Any = None
     prompt_length: Any = None
@@ -230,11 +240,11 @@ class Job:
     if prompts is not None:
       # One more than a power of two: the last token is read by the first round.
       longest = max(map(len, prompts)) - 1
-      width = max(_SMALLEST_PROMPT, next_power_of_two(longest))
+      width = max(SMALLEST_PROMPT, next_power_of_two(longest))
       prompt, prompt_length = padded(prompts, batch, 1 + width)
     inputs: Any = np.zeros((batch, 1), np.int32)
     if frame.has_encoder:
-      width = max(_SMALLEST_INPUT, next_power_of_two(max(map(len, encoded))))
+      width = max(SMALLEST_INPUT, next_power_of_two(max(map(len, encoded))))
       width = min(width, frame.max_input_len)
       inputs, _ = padded(encoded, batch, width)
     max_length = frame.max_decode_len
@@ -330,13 +340,20 @@ class Job:
     """Results in the order of the texts."""
     found = dict(self._passed_over)
     for row, index in enumerate(self.rows):
-      one = from_generation(generation, row, self._tokenizer)
-      if self.request.lenience is not None:
-        one = dataclasses.replace(one, lossless=False)
-      found[index] = cut_at_stop_string(
-        one, self._tokenizer, self.options.stop_strings
-      )
+      found[index] = self.completion(generation, row)
     return [found[i] for i in range(self._num_texts)]
+
+  def completion(self, generation: Generation, row: int) -> Completion:
+    """One row of a `Generation` on the host, whichever it was decoded in."""
+    one = from_generation(generation, row, self._tokenizer)
+    if self.request.lenience is not None:
+      one = dataclasses.replace(one, lossless=False)
+    return cut_at_stop_string(one, self._tokenizer, self.options.stop_strings)
+
+  @property
+  def passed_over(self) -> dict[int, Completion]:
+    """Index -> completion of the texts that are not decoded at all."""
+    return dict(self._passed_over)
 
 
 @jax.jit

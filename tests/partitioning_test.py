@@ -1,11 +1,22 @@
-"""Placement: names, layouts, dtypes."""
+"""Placement: names, layouts, dtypes, and what is split over which devices."""
 
+import dataclasses
+import pathlib
+
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax.partitioning import Placement, place
+import gin_cli
+from gpt_test import GPT2, T5X
+from small_vocabulary import network
+from specdec_jax import partitioning
+from specdec_jax.models.gpt import GPT
+from specdec_jax.models.t5 import T5
+from specdec_jax.partitioning import LogicalAxes, Placement, place
+from specdec_jax.partitioning.axes import axes_of_parameter
 
 PARAMS = {
   'dense': {'kernel': np.arange(6.0, dtype=np.float32).reshape(2, 3)},
@@ -91,3 +102,129 @@ def test_placing_twice_changes_only_the_dtype():
 def test_unknown_layout():
   with pytest.raises(ValueError, match="'auto', 'in_out' or 'out_in'"):
     Placement(kernel_layout='columns')
+
+
+T5_1_1 = network(1).config
+NETWORKS = {
+  'T5 1.1': T5(T5_1_1),
+  'T5 1.0': T5(
+    dataclasses.replace(
+      T5_1_1, mlp_activations=('relu',), logits_via_embedding=True
+    )
+  ),
+  'a bias a layer': T5(dataclasses.replace(T5_1_1, bias_per_layer=True)),
+  'GPT-2': GPT(GPT2),
+  'T5X decoder': GPT(T5X),
+}
+
+
+@pytest.mark.parametrize('layout', ['in_out', 'out_in'])
+@pytest.mark.parametrize('name', NETWORKS)
+def test_every_parameter_has_its_axes(name, layout):
+  model = NETWORKS[name]
+  sizes = {
+    'embed': model.config.emb_dim,
+    'mlp': model.config.mlp_dim,
+    'vocab': model.config.vocab_size,
+    'heads': model.config.num_heads,
+    'joined_kv': model.config.num_heads * model.config.head_dim,
+    'relpos_buckets': 32,
+    'abspos_buckets': getattr(model.config, 'num_positions', None),
+  }
+  for join in (False, True):
+    placement = Placement(kernel_layout=layout, join_projections=join)
+
+    def init(placement=placement):
+      return place(model.init(jax.random.key(0)), placement)
+
+    flat = flax.traverse_util.flatten_dict(jax.eval_shape(init), sep='/')
+    joined = 0
+    for path, leaf in flat.items():
+      expected = tuple(sizes[axis] for axis in axes_of_parameter(path))
+      if 'qkv' in path or 'wi_joined' in path:
+        joined += 1
+        assert leaf.size in (2 * np.prod(expected), 3 * np.prod(expected))
+      else:
+        assert leaf.shape == expected, path
+    assert bool(joined) == join
+
+
+def test_an_unknown_parameter_is_named():
+  with pytest.raises(ValueError, match="the parameter 'decoder/gate/kernel'"):
+    axes_of_parameter('decoder/gate/kernel')
+
+
+@pytest.mark.parametrize(
+  'axes, message',
+  [
+    ({'embed': 'model'}, "vocab and embed are both split over 'model'"),
+    ({'kv': 'model'}, "heads and kv are both split over 'model', and keys has"),
+    ({'length': 'data'}, "batch and length are both split over 'data'"),
+    ({'mlp': 'modell'}, "LogicalAxes.mlp must be .* Nearest known: 'model'"),
+    ({'heads': None}, "heads and joined_kv are one dimension.* None and 'mod"),
+    ({'layers': 'data'}, "layers is 'data', but no array has that axis"),
+  ],
+)
+def test_axes_that_cannot_be(axes, message):
+  with pytest.raises(ValueError, match=message):
+    LogicalAxes(**axes)
+
+
+def test_one_device_has_no_mesh():
+  assert Placement().partition() is None
+  assert partitioning.share_devices(Placement(), None)[1:] == (None, None)
+  model = network(1)
+  assert partitioning.follow(model, None) is model
+
+
+def test_a_drafter_is_whole_on_each_device():
+  draft = Placement('bfloat16', data=2, model=4).replicated()
+  assert (draft.dtype, draft.data, draft.model) == ('bfloat16', 2, 4)
+  split = [getattr(draft.axes, f.name) for f in dataclasses.fields(draft.axes)]
+  assert set(split) == {'data', None} and draft.axes.batch == 'data'
+  assert draft.joins('mlp') and draft.joins('joined_kv')
+  assert not Placement(model=0).joins('joined_kv')
+
+
+def test_meshes_that_cannot_be():
+  device = jax.devices()[:1]
+  with pytest.raises(ValueError, match='mesh of 2 devices, .* the 1 devices'):
+    Placement(model=2).partition(device)
+  with pytest.raises(ValueError, match='mesh of 6 devices, .* the 1 devices'):
+    Placement(data=2, model=3).partition(device)
+  with pytest.raises(ValueError, match='one of them 0 .* got 0 and 0'):
+    Placement(data=0, model=0)
+  with pytest.raises(ValueError, match='got 1 and -1'):
+    Placement(model=-1)
+  # What is left is one device.
+  mesh = Placement(model=0).partition(device).mesh
+  assert dict(mesh.shape) == {'data': 1, 'model': 1}
+
+
+PRESETS = {
+  'one_device': (1, 1),
+  'tensor_parallel': (1, 0),
+  'data_parallel': (0, 1),
+  'both': (0, 2),
+}
+
+
+def test_every_preset_is_known():
+  root = pathlib.Path(gin_cli.__file__).resolve().parent.parent
+  found = {path.stem for path in (root / 'gin/partitioning').glob('*.gin')}
+  assert found == set(PRESETS)
+
+
+@pytest.mark.parametrize('run', ['demo', 'ende_11b_small'])
+@pytest.mark.parametrize('preset', PRESETS)
+def test_presets_behind_a_run_file(preset, run):
+  flags = [f'--gin_file=gin/runs/{run}.gin']
+  flags += [f'--gin_file=gin/partitioning/{preset}.gin']
+  if preset == 'both':
+    flags += ['--gin.MODEL_DEVICES=2']
+  if run != 'demo':
+    flags += ['--gin.VOCAB_PATH=a.model', '--gin.INFER_OUTPUT_DIR=out']
+  gin_cli.load(gin_cli.parse_flags(flags))
+  placement = gin_cli.build(partitioning.Placement)
+  assert (placement.data, placement.model) == PRESETS[preset]
+  assert placement.dtype == ('float32' if run == 'demo' else 'bfloat16')

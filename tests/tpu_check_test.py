@@ -12,10 +12,18 @@ import pytest
 import rich.console
 
 import gin_cli
+from gpt_test import GPT2
 from small_vocabulary import network
 from specdec_jax import paper
-from specdec_jax.bench import hlo, memory, tpu, tpu_check
-from specdec_jax.models import t5
+from specdec_jax.bench import (
+  collectives,
+  hlo,
+  memory,
+  tpu,
+  tpu_check,
+  tpu_slices,
+)
+from specdec_jax.models import gpt, t5
 from specdec_jax.partitioning import Placement
 
 CONFIG = t5.T5Config(
@@ -199,6 +207,55 @@ def test_a_program_is_read_for_copies_of_weights():
   assert none.float32_weights == none.relaid_weights == hlo.WeightCopies()
 
 
+_EXCHANGES = """\
+HloModule jit_run, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%inner (i: (s32[])) -> (s32[]) {
+  %ar.1 = (f32[2,8]{1,0}, f32[3]{0}) all-reduce(%a, %b), to_apply=%add
+}
+
+%branch (x: f32[]) -> f32[] {
+  %ag = (f32[4,64]{1,0}, f32[32,64]{1,0}) all-gather-start(%w), dimensions={0}
+  %agd = f32[32,64]{1,0} all-gather-done(%ag)
+}
+
+%rounds (s: (s32[])) -> (s32[]) {
+  %scan = (s32[]) while(%s), condition=%more, body=%inner, \
+backend_config={"known_trip_count":{"n":"3"}}
+  %pick = f32[] conditional(%i, %x), branch_computations={%branch, %none}
+}
+
+%more (s: (s32[])) -> pred[] {
+  ROOT %all = pred[] all-reduce(%running), to_apply=%add
+}
+
+ENTRY %main (w: bf16[4,64]) -> f32[2] {
+  %cp = (bf16[6]{0}, bf16[6]{0}, u32[], u32[]) collective-permute-start(%w)
+  ROOT %loop = (s32[]) while(%t), condition=%more, body=%rounds
+}
+"""
+
+
+def test_a_program_is_read_for_exchanges():
+  found = collectives.find(_EXCHANGES)
+  totals = collectives.totals(found)
+  assert totals == {
+    'once': {'collective-permute': {'count': 1, 'bytes': 12}},
+    'round': {
+      # 3 times in the scan, and in both conditions.
+      'all-reduce': {'count': 3 + 3 + 1, 'bytes': 3 * (64 + 12) + 4},
+      'all-gather': {'count': 1, 'bytes': 4 * 32 * 64},
+    },
+  }
+  (gathered,) = collectives.of_weights(found, [(64, 32)])
+  assert gathered.shapes == ((32, 64),)
+  assert not collectives.of_weights(found, [(64, 16)])
+
+
 def test_a_callback_waits_for_the_host():
   def function(x):
     jax.debug.callback(lambda value: None, x)
@@ -229,3 +286,110 @@ def test_the_run_file_has_every_pair_of_table_2(tmp_path):
     assert {row.task for row in rows} == set(lengths)
   models = [config.target, *config.drafts.values()]
   assert {model.config.dtype for model in models} == {'bfloat16'}
+
+
+def slices(tmp_path, **options):
+  return tpu_slices.SlicesConfig(
+    **{
+      'pairs': {'a pair': (TARGET, DRAFT)},
+      'slices': {'v4:2x2x1': Placement('bfloat16', 'in_out', model=0)},
+      'output_dir': str(tmp_path / 'out'),
+      'input_len': 32,
+      'decode_len': 40,
+      **options,
+    }
+  )
+
+
+def check_slices(config):
+  console = rich.console.Console(record=True, width=160)
+  return tpu_slices.check(config, console), console.export_text()
+
+
+@needs_libtpu
+def test_a_small_pair_compiles_for_a_slice(tmp_path):
+  config = dataclasses.replace(CONFIG, num_heads=4)
+  pairs = {'a pair': (t5.T5(config), DRAFT)}
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # libtpu's own
+    results, _ = check_slices(slices(tmp_path, pairs=pairs))
+  (record,) = results['rows']
+  assert record['mesh'] == {'data': 1, 'model': 4} and record['fits']
+  # Kernels and embeddings are split; norms and biases are not worth a word.
+  parts = record['target_bytes'] / record['target_chip_bytes']
+  assert 3.9 < parts < 4
+  held = record['target_chip_bytes'] + record['draft_chip_bytes']
+  assert held < record['program']['arguments_bytes'] < 1.2 * held
+  kinds = record['exchanged']['round']
+  # Two layers of three blocks, and the embedding; the logits.
+  assert kinds['all-reduce']['count'] == 7
+  assert kinds['all-gather']['count'] == 1
+  assert record['weights_gathered'] == 0
+
+
+@pytest.fixture
+def slice_on_cpu(monkeypatch):
+  device = jax.devices('cpu')[:1]
+  monkeypatch.setattr(tpu, 'describe_slice', lambda name: device)
+  versions = {'jax': jax.__version__, 'libtpu': 'none'}
+  monkeypatch.setattr(tpu, 'versions', lambda: versions)
+
+
+def test_slices_report_and_restart(tmp_path, slice_on_cpu, monkeypatch):
+  decoder = gpt.GPT(dataclasses.replace(GPT2, num_positions=0, num_layers=1))
+  pairs = {'no encoder': (decoder, decoder)}
+  config = slices(tmp_path, pairs=pairs)
+  results, shown = check_slices(config)
+  (record,) = results['rows']
+  assert results['missing'] == [] and record['fits']
+  # One device exchanges nothing, and has all of the target.
+  assert record['exchanged'] == {'once': {}, 'round': {}}
+  assert record['target_bytes'] == record['target_chip_bytes']
+  assert 0 < record['target_call_bytes'] == record['draft_call_bytes']
+  report = (tmp_path / 'out/report.md').read_text()
+  assert '| no encoder | v4:2x2x1 | 1 x 1 | yes |' in report
+  assert 'no encoder' in shown and 'yes' in shown
+
+  def refuse(*args):
+    raise AssertionError('compiled again')
+
+  monkeypatch.setattr(tpu, 'record_of', refuse)
+  assert check_slices(config)[0] == results
+  with pytest.raises(ValueError, match='other settings: gamma differ'):
+    check_slices(slices(tmp_path, pairs=pairs, gamma=2))
+
+
+def test_weights_that_cannot_fit_are_not_compiled(
+  tmp_path, slice_on_cpu, monkeypatch
+):
+  monkeypatch.setattr(tpu, 'record_of', None)
+  results, _ = check_slices(slices(tmp_path, usable_gib=1e-6))
+  (record,) = results['rows']
+  assert not record['fits'] and 'of parameters' in record['program']['refused']
+  report = (tmp_path / 'out/report.md').read_text()
+  assert '| NO | - |' in report and 'does not fit on v4:2x2x1' in report
+  with pytest.raises(
+    ValueError, match='SlicesConfig.gamma must be positive: 0'
+  ):
+    slices(tmp_path, gamma=0)
+  with pytest.raises(
+    ValueError, match=r"slices\['v4:2x2x1'\] is .* one device"
+  ):
+    slices(tmp_path, slices={'v4:2x2x1': Placement()})
+
+
+def test_the_slices_are_those_of_v4_and_lamda_is_never_made(tmp_path):
+  flags = ['--gin_file=gin/runs/tpu_slices.gin', f'--gin.OUTPUT_DIR={tmp_path}']
+  gin_cli.load(gin_cli.parse_flags(flags))
+  config = gin_cli.build(tpu_slices.SlicesConfig)
+  assert set(config.slices) == {'v4:2x2x1', 'v4:2x2x4'}
+  models = [network for pair in config.pairs.values() for network in pair]
+  assert {model.config.dtype for model in models} == {'bfloat16'}
+  assert {placement.dtype for placement in config.slices.values()} == {
+    'bfloat16'
+  }
+  lamda, _ = config.pairs['LaMDA 137B with 100M']
+  # 16 chips hold it where 4 do not.
+  shapes = memory.param_shapes(lamda, Placement('bfloat16', 'in_out'))
+  held = memory.tree_bytes(shapes)
+  assert held / 16 < config.usable_gib * memory.GIB < held / 4

@@ -120,7 +120,7 @@ def _order(layout: str) -> str:
   return layout.partition(':')[0]
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations(text: str) -> dict[str, list[str]]:
   """Name of each computation -> its lines."""
   found: dict[str, list[str]] = {}
   lines: list[str] = []
@@ -134,11 +134,11 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 def _instructions(text: str) -> Iterator[_Instruction]:
   """All instructions outside fusions, by computation."""
-  computations = _computations(text)
+  known = computations(text)
   called: dict[str, set[str]] = collections.defaultdict(set)
   bodies: set[str] = set()
   fused: set[str] = set()
-  for name, lines in computations.items():
+  for name, lines in known.items():
     for line in lines:
       names = set(_CALLED.findall(line))
       for branches in _BRANCHES.findall(line):
@@ -150,7 +150,7 @@ def _instructions(text: str) -> Iterator[_Instruction]:
         fused |= names
   looped = _reachable(bodies, called)
   fused = _reachable(fused, called)
-  for name, lines in computations.items():
+  for name, lines in known.items():
     if name in fused:
       continue
     for line in lines:

@@ -28,7 +28,7 @@ from specdec_jax.probs import SamplingConfig
 GIB = 2**30
 
 # What cross-attention's keys and values were made with, once, by `prefill`.
-_ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
+ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
 
 
 class DoesNotFitError(ValueError):
@@ -152,7 +152,7 @@ def call_bytes(
   weights = sum(
     _leaf_bytes(leaf)
     for name, leaf in flat.items()
-    if not any(part in name for part in _ONCE)
+    if not any(part in name for part in ONCE)
   )
   table = params['token_embedder']['embedding']
   config = network.config

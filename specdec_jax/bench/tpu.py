@@ -3,9 +3,10 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,15 @@ _LEAST_WEIGHT = 1 << 16  # elements; smaller arrays are not worth a word
 
 
 def describe_chip() -> Any:
-  """One chip of a TPU v4, to compile for.
+  """One chip of a TPU v4, to compile for; see `describe_slice`."""
+  return describe_slice(TOPOLOGY)[0]
+
+
+def describe_slice(topology: str) -> list[Any]:
+  """The chips of a TPU slice, to compile for.
+
+  Args:
+    topology: such as 'v4:2x2x4'.
 
   Raises:
     ValueError: libtpu is not installed, or refuses.
@@ -40,15 +49,15 @@ def describe_chip() -> Any:
   for name, value in _DESCRIPTION.items():
     os.environ.setdefault(name, value)
   try:
-    topology = topologies.get_topology_desc(
-      TOPOLOGY, platform='tpu', chip_config_name=_CHIP
+    described = topologies.get_topology_desc(
+      topology, platform='tpu', chip_config_name=_CHIP
     )
   except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
     raise ValueError(
       f'libtpu {importlib.metadata.version("libtpu")} does not describe a TPU'
-      f' {TOPOLOGY}: {error}'
+      f' {topology}: {error}'
     ) from error
-  return topology.devices[0]
+  return list(described.devices)
 
 
 def versions() -> dict[str, str]:
@@ -105,27 +114,43 @@ class Compiler:
     jitted = jax.jit(function, donate_argnums=donated, keep_unused=True)
     lowered = jitted.lower(params, *args)
     shapes = self.place(lowered.out_info)
-    begin = time.perf_counter()
-    try:
-      compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-      if 'RESOURCE_EXHAUSTED' not in str(error):
-        raise
-      return {'refused': str(error).splitlines()[0]}, shapes
-    seconds = time.perf_counter() - begin
-    weights = {
-      leaf.shape
-      for leaf in jax.tree.leaves(params)
-      if leaf.ndim > 1 and leaf.size >= _LEAST_WEIGHT
-    }
-    findings = hlo.inspect(compiled.as_text() or '', weights)
-    costs = compiled.cost_analysis() or {}
-    record = {
-      'compile_seconds': seconds,
-      'xla_bytes_accessed': costs.get('bytes accessed'),
-    }
-    found = dataclasses.asdict(findings)
-    return record | _memory(compiled) | found, shapes
+    return record_of(lowered, jax.tree.leaves(params))[0], shapes
+
+
+def record_of(
+  lowered: Any, params: Sequence[Any]
+) -> tuple[dict[str, Any], str]:
+  """Compiles a program and says what it needs.
+
+  Args:
+    lowered: of `jax.jit(...).lower(...)`.
+    params: shapes of the parameters, with shardings.
+
+  Returns:
+    Bytes of a chip and `hlo.Findings`, or `refused` alone where a chip cannot
+    hold it; and the program's text.
+  """
+  begin = time.perf_counter()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    return {'refused': str(error).splitlines()[0]}, ''
+  seconds = time.perf_counter() - begin
+  weights = {
+    shape
+    for shape in (leaf.sharding.shard_shape(leaf.shape) for leaf in params)
+    if len(shape) > 1 and math.prod(shape) >= _LEAST_WEIGHT
+  }
+  text = compiled.as_text() or ''
+  findings = hlo.inspect(text, weights)
+  costs = compiled.cost_analysis() or {}
+  record = {
+    'compile_seconds': seconds,
+    'xla_bytes_accessed': costs.get('bytes accessed'),
+  }
+  return record | _memory(compiled) | dataclasses.asdict(findings), text
 
 
 def _memory(compiled: Any) -> dict[str, int]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,8 +94,8 @@ def check(
   console = console or rich.console.Console()
   _check_rows(config, rows)
   device = tpu.describe_chip()
-  settings = _settings(config, device)
-  done = _load(config.output_dir, settings)
+  settings = settings_of(config, f'{device.device_kind}, {tpu.TOPOLOGY}')
+  done = load_done(config.output_dir, settings, _key)
   compiler = tpu.Compiler(device)
 
   def work(advance):
@@ -140,16 +140,25 @@ def _check_rows(
         )
 
 
-def _settings(config: TpuCheckConfig, device: Any) -> dict[str, Any]:
+def settings_of(config: Any, device: str) -> dict[str, Any]:
+  """What decides the results, as it is read back from their file."""
   settings = dataclasses.asdict(config)
   del settings['output_dir']
-  settings['device'] = f'{device.device_kind}, {tpu.TOPOLOGY}'
+  settings['device'] = device
   settings |= tpu.versions()
   return json.loads(json.dumps(settings))  # tuples as they are read back
 
 
-def _load(folder: str, settings: dict[str, Any]) -> _Done:
-  """Rows that an earlier run of the same settings finished, by `_key`."""
+def load_done(
+  folder: str,
+  settings: dict[str, Any],
+  key: Callable[[Mapping[str, Any]], Any],
+) -> dict[Any, dict[str, Any]]:
+  """Rows that an earlier run of the same settings finished, by their `key`.
+
+  Raises:
+    ValueError: the folder holds results of other settings.
+  """
   os.makedirs(folder, exist_ok=True)
   path = os.path.join(folder, 'results.json')
   if not os.path.exists(path):
@@ -163,7 +172,7 @@ def _load(folder: str, settings: dict[str, Any]) -> _Done:
       f'{path} holds results of other settings: {", ".join(differ)} differ.'
       ' Choose another output folder, or move that file away.'
     )
-  return {_key(record): record for record in results['rows']}
+  return {key(record): record for record in results['rows']}
 
 
 def _write(config: TpuCheckConfig, results: dict[str, Any]) -> None:

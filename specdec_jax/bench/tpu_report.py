@@ -195,6 +195,100 @@ def _refusals(rows: Sequence[_Record]) -> list[str]:
   return [f'Refused by the compiler: {text}' for text in sorted(texts)]
 
 
+_ON_SLICE: dict[str, Callable[[_Record], str]] = {
+  'pair': lambda r: r['pair'],
+  'slice': lambda r: r['slice'],
+  'data x model': lambda r: ' x '.join(str(n) for n in r['mesh'].values()),
+}
+_SLICE_MEMORY = _ON_SLICE | {
+  'fits': lambda r: 'yes' if r['fits'] else 'NO',
+  'peak GiB': lambda r: _gib(r['program'].get('peak_bytes')),
+  'target, whole': lambda r: _gib(r['target_bytes']),
+  'target': lambda r: _gib(r['target_chip_bytes']),
+  'draft': lambda r: _gib(r['draft_chip_bytes']),
+  'temporaries': lambda r: _gib(r['program'].get('temporaries_bytes')),
+}
+_SLICE_STEP = _ON_SLICE | {
+  'target call, GB': lambda r: _gb(r['target_call_bytes']),
+  'draft call, GB': lambda r: _gb(r['draft_call_bytes']),
+  'all-reduces': lambda r: _exchanged(r, 'all-reduce', 'count'),
+  'their MB': lambda r: _exchanged(r, 'all-reduce', 'bytes'),
+  'all-gathers': lambda r: _exchanged(r, 'all-gather', 'count'),
+  'their MB ': lambda r: _exchanged(r, 'all-gather', 'bytes'),
+  'others': lambda r: _exchanged(r, None, 'count'),
+  'weights gathered': lambda r: _if_compiled(r, str(r['weights_gathered'])),
+  'compiled in, s': lambda r: _if_compiled(
+    r, f'{r["program"].get("compile_seconds", 0):.0f}'
+  ),
+}
+
+
+def _if_compiled(record: _Record, text: str) -> str:
+  return '-' if 'refused' in record['program'] else text
+
+
+def _exchanged(record: _Record, op: str | None, field: str) -> str:
+  """Of a round; None is every kind without a column of its own."""
+  kinds = record['exchanged']['round']
+  own = ('all-reduce', 'all-gather')
+  wanted = [k for k in kinds if (k == op if op else k not in own)]
+  total = sum(kinds[kind][field] for kind in wanted)
+  text = str(total) if field == 'count' else f'{total / 1e6:.3f}'
+  return _if_compiled(record, text)
+
+
+def slices_markdown(results: _Record) -> str:
+  """The report of `bench.tpu_slices`, from what results.json holds."""
+  settings, rows = results['settings'], results['rows']
+  refused = [row for row in rows if 'refused' in row['program']]
+  lines = [
+    f'# {settings["name"]}',
+    '',
+    'Compiled, not run: no TPU was there. Written by `scripts/tpu_check.py`'
+    ' from `results.json`.',
+    '',
+    f'- For: {settings["device"]}; jax {settings["jax"]}, libtpu'
+    f' {settings["libtpu"]}.',
+    f'- Memory of a chip that programs may use: {settings["usable_gib"]:.2f}'
+    ' GiB.',
+    f'- Batch {settings["batch"]}, {settings["input_len"]} input tokens, up to'
+    f' {settings["decode_len"]} output tokens, gamma {settings["gamma"]},'
+    ' sampled.',
+    '- The target is split over all chips of `model`, the drafter is whole on'
+    ' each. One program holds the whole generation.',
+    *(f'- Not compiled yet: {name}.' for name in results['missing']),
+    '',
+    '## Memory of a chip, GiB',
+    '',
+    "The peak is the compiler's. Parameters are a chip's part of them.",
+    '',
+    *_table(_SLICE_MEMORY, rows),
+    '## A round: what a chip reads, and what the chips exchange',
+    '',
+    'Bytes of a call are counted: the weights of the decoder on a chip, and its'
+    ' part of all caches. A round is one call of the target over gamma + 1'
+    ' tokens and gamma of the drafter. Exchanges are those of the compiled'
+    ' round, bytes being what a chip has afterwards.',
+    '',
+    *_table(_SLICE_STEP, rows),
+    *(
+      f'{row["pair"]} does not fit on {row["slice"]}:'
+      f' {row["program"]["refused"]}\n'
+      for row in refused
+    ),
+  ]
+  return '\n'.join(lines).rstrip() + '\n'
+
+
+def show_slices(console: rich.console.Console, results: _Record) -> None:
+  """Prints memory and exchanges of each row."""
+  names = ('all-reduces', 'all-gathers', 'weights gathered')
+  columns = {**_ON_SLICE, 'fits': _SLICE_MEMORY['fits']}
+  columns['peak GiB'] = _SLICE_MEMORY['peak GiB']
+  columns |= {name: _SLICE_STEP[name] for name in names}
+  _print(console, results, columns)
+
+
 def show(console: rich.console.Console, results: _Record) -> None:
   """Prints the main table, and what does not fit."""
   columns = {**_PAIR, 'alpha': _SPEED['alpha'], 'c': _SPEED['c']}
@@ -204,6 +298,14 @@ def show(console: rich.console.Console, results: _Record) -> None:
     'peak GiB': _MEMORY['peak GiB'],
     'fits': _MEMORY['fits'],
   }
+  _print(console, results, columns)
+  for text in _refusals(results['rows']):
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print(
+  console: rich.console.Console, results: _Record, columns: _Columns
+) -> None:
   header, *body = cells(columns, results['rows'])
   table = rich.table.Table(title=results['settings']['name'])
   for i, name in enumerate(header):
@@ -211,5 +313,3 @@ def show(console: rich.console.Console, results: _Record) -> None:
   for line in body:
     table.add_row(*line)
   console.print(table)
-  for text in _refusals(results['rows']):
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,134 @@
+"""What the devices of a compiled program exchange, from its text."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from specdec_jax.bench import hlo
+
+# A `-done` half is the end of what its `-start` began.
+_COLLECTIVE = re.compile(
+  r'^\s+(?:ROOT )?%?[\w.-]+ = (\(?.*?) (all-reduce|all-gather|reduce-scatter'
+  r'|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)'
+  r'(-start)?\('
+)
+_SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
+_CALLED = re.compile(
+  r'(?:body|condition|calls|called_computations|to_apply|true_computation'
+  r'|false_computation)=\{?%?([\w.-]+)'
+)
+_BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ENTRY = re.compile(r'^ENTRY %?([\w.-]+)', re.MULTILINE)
+_BITS = re.compile(r'\D+(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """An exchange between the devices of a program.
+
+  Attributes:
+    op: such as 'all-reduce'.
+    shapes: of what a device has afterwards.
+    bytes: of these.
+    times: how often it runs, in a run of the program or in one round of the
+      loop whose number of rounds is not known.
+    looped: whether it is in that loop.
+  """
+
+  op: str
+  shapes: tuple[tuple[int, ...], ...]
+  bytes: int
+  times: int
+  looped: bool
+
+
+def find(text: str) -> list[Collective]:
+  """Reads the text of an optimised program, `compiled.as_text()`.
+
+  Of a conditional all branches are counted: it is an upper bound. So is what
+  the loop of rounds counts, in whose condition and body alike it looks.
+  """
+  entry = _ENTRY.search(text)
+  if entry is None:
+    return []
+  return list(_walk(hlo.computations(text), entry[1], 1, False))
+
+
+def _walk(
+  known: dict[str, list[str]], name: str, times: int, looped: bool
+) -> Iterator[Collective]:
+  for line in known.get(name, []):
+    if found := _COLLECTIVE.match(line):
+      yield _collective(found, times, looped)
+    called = set(_CALLED.findall(line))
+    for branches in _BRANCHES.findall(line):
+      called |= {part.strip().lstrip('%') for part in branches.split(',')}
+    inner, inside = times, looped
+    if ' while(' in line:
+      trips = _TRIPS.search(line)
+      # The rounds are the one loop that ends when its rows are finished.
+      inner, inside = (times * int(trips[1]), looped) if trips else (1, True)
+    for one in called:
+      yield from _walk(known, one, inner, inside)
+
+
+def _collective(found: re.Match, times: int, looped: bool) -> Collective:
+  parts = _SHAPE.findall(found[1])
+  if found[3] and found[2] != 'all-reduce' and len(parts) > 1:
+    # (what goes in, what comes out, and a device's own flags).
+    parts = [part for part in parts if part[1]]
+    parts = parts[len(parts) // 2 :]
+  shapes = tuple(
+    tuple(int(size) for size in dims.split(',') if size) for _, dims in parts
+  )
+  sizes = (
+    math.prod(shape) * _itemsize(dtype)
+    for shape, (dtype, _) in zip(shapes, parts, strict=True)
+  )
+  return Collective(found[2], shapes, int(sum(sizes)), times, looped)
+
+
+def _itemsize(dtype: str) -> float:
+  bits = _BITS.match(dtype)
+  return int(bits[1]) / 8 if bits else 1
+
+
+def of_weights(
+  found: Iterable[Collective], weights: Collection[tuple[int, ...]]
+) -> list[Collective]:
+  """Those that put a whole weight together.
+
+  Args:
+    found: see `find`.
+    weights: whole shapes of the parameters that are split.
+  """
+  known = {_trimmed(shape) for shape in weights}
+  return [
+    one
+    for one in found
+    if one.op != 'all-reduce'
+    and any(_trimmed(shape) in known for shape in one.shapes)
+  ]
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+  """Sizes in any order: a weight may be gathered as its transpose."""
+  return tuple(sorted(size for size in shape if size > 1))
+
+
+def totals(found: Iterable[Collective]) -> dict[str, dict[str, Any]]:
+  """Count and bytes by kind, of those outside of the rounds and of a round."""
+  sums: dict[str, dict[str, Any]] = {'once': {}, 'round': {}}
+  for one in found:
+    kinds = sums['round' if one.looped else 'once']
+    kind = kinds.setdefault(one.op, collections.Counter())
+    kind['count'] += one.times
+    kind['bytes'] += one.times * one.bytes
+  return {
+    when: {op: dict(kinds[op]) for op in sorted(kinds)}
+    for when, kinds in sums.items()
+  }

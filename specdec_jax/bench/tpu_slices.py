@@ -1,0 +1,228 @@
+"""What models that are split over a TPU slice need and exchange, without one.
+
+For each pair and slice the speculative program is compiled as `Engine` runs it,
+from shapes with shardings alone: no array of a model is ever made. Memory is
+the compiler's word, exchanges are read from the program's text, and bytes that
+a chip reads are counted from the shapes of its parts.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import rich.console
+
+from specdec_jax import files, partitioning
+from specdec_jax.bench import collectives, memory, tpu, tpu_report
+from specdec_jax.bench.report import with_progress
+from specdec_jax.bench.tpu_check import load_done, settings_of
+from specdec_jax.decoding import speculative
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import Request
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.partitioning import Partition, Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class SlicesConfig:
+  """What to compile, and for what.
+
+  Attributes:
+    pairs: name -> (target, draft), two networks.
+    slices: topology, such as 'v4:2x2x1' -> placement of the target on it. The
+      drafter is whole on each chip.
+    output_dir: where results.json and report.md go.
+    batch: B.
+    input_len: tokens of an input, or of a prompt.
+    decode_len: tokens of a run at most.
+    gamma: proposals a round.
+    usable_gib: memory of a chip that programs may use.
+    name: of the report.
+
+  Raises:
+    ValueError: a number is too small.
+  """
+
+  pairs: Mapping[str, tuple[LanguageModel, LanguageModel]]
+  slices: Mapping[str, Placement]
+  output_dir: str
+  batch: int = 1
+  input_len: int = 128
+  decode_len: int = 128
+  gamma: int = 5
+  usable_gib: float = 30.75
+  name: str = 'TPU v4 slices'
+
+  def __post_init__(self):
+    for name in ('batch', 'input_len', 'decode_len', 'gamma', 'usable_gib'):
+      if getattr(self, name) <= 0:
+        raise ValueError(
+          f'SlicesConfig.{name} must be positive: {getattr(self, name)}.'
+        )
+    for name, placement in self.slices.items():
+      if placement.on_one_device:
+        raise ValueError(
+          f'SlicesConfig.slices[{name!r}] is a placement on one device; set its'
+          ' data or model to 0, for all of them.'
+        )
+
+
+def check(
+  config: SlicesConfig, console: rich.console.Console | None = None
+) -> dict[str, Any]:
+  """Compiles every pair for every slice, and writes the report.
+
+  Args:
+    config: what to compile.
+    console: for the table; stdout unless given.
+
+  Returns:
+    What is in results.json: settings, and a record for each row.
+
+  Raises:
+    ValueError: libtpu is missing; a placement does not fit its slice or a
+      network; the output folder holds results of other settings.
+  """
+  console = console or rich.console.Console()
+  devices = {name: tpu.describe_slice(name) for name in config.slices}
+  kinds = {one[0].device_kind for one in devices.values()}
+  settings = settings_of(config, ', '.join(sorted(kinds)))
+  done = load_done(config.output_dir, settings, _key)
+  keys = [(pair, one) for pair in config.pairs for one in config.slices]
+
+  def results() -> dict[str, Any]:
+    return {
+      'settings': settings,
+      'rows': [done[key] for key in keys if key in done],
+      'missing': [' on '.join(key) for key in keys if key not in done],
+    }
+
+  def work(advance):
+    for key in keys:
+      # First, too: a run that goes on shows at once what there is.
+      _write(config.output_dir, results())
+      if key not in done:
+        done[key] = _check_row(config, *key, devices[key[1]])
+      advance()
+
+  with_progress(console, 'Compiling', len(keys), work)
+  _write(config.output_dir, results())
+  tpu_report.show_slices(console, results())
+  return results()
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str]:
+  return row['pair'], row['slice']
+
+
+def _write(folder: str, results: dict[str, Any]) -> None:
+  files.write_json(os.path.join(folder, 'results.json'), results)
+  files.write_atomically(
+    os.path.join(folder, 'report.md'),
+    tpu_report.slices_markdown(results).encode(),
+  )
+
+
+def _check_row(
+  config: SlicesConfig, pair: str, topology: str, devices: list[Any]
+) -> dict[str, Any]:
+  """Compiles one program and counts."""
+  networks, placement = config.pairs[pair], config.slices[topology]
+  placements = (placement, placement.replicated())
+  partitions: Any = [one.partition(devices) for one in placements]
+  params = PairParams(*map(_parameters, networks, placements, partitions))
+  target, draft = map(partitioning.follow, networks, partitions)
+  ours = partitions[0]
+  usable = int(config.usable_gib * memory.GIB)
+  request = ours.request(_request(config, target))
+  record, text = _compile(target, draft, params, request, ours, usable)
+  found = collectives.find(text)
+  split = {
+    leaf.shape
+    for leaf in jax.tree.leaves(params)
+    if leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+  }
+  peak = record.get('peak_bytes')
+  return {
+    'pair': pair,
+    'slice': topology,
+    'mesh': dict(ours.mesh.shape),
+    'program': record,
+    'fits': peak is not None and peak <= usable,
+    'target_bytes': memory.tree_bytes(params.target),
+    'target_chip_bytes': partitioning.shard_bytes(params.target),
+    'draft_chip_bytes': partitioning.shard_bytes(params.draft),
+    'target_call_bytes': _call_bytes(target, params.target, request),
+    'draft_call_bytes': _call_bytes(draft, params.draft, request),
+    'exchanged': collectives.totals(found),
+    'weights_gathered': len(collectives.of_weights(found, split)),
+  }
+
+
+def _compile(target, draft, params, request, partition, usable):
+  """`tpu.record_of` the whole generation, unless its weights cannot fit."""
+  held = partitioning.shard_bytes(params)
+  if held > usable:  # the compiler would say so too, after a long time
+    text = (
+      f'{memory.gib(held)} of parameters on a chip of {memory.gib(usable)}; not'
+      ' compiled.'
+    )
+    return {'refused': text}, ''
+  lowered = jax.jit(
+    functools.partial(speculative.decode, target, small_model(draft)),
+    out_shardings=partition.sharding(),
+    keep_unused=True,
+  ).lower(params, request)
+  return tpu.record_of(lowered, jax.tree.leaves(params))
+
+
+def _parameters(
+  network: LanguageModel, placement: Placement, partition: Partition
+) -> Any:
+  def init():
+    return partitioning.lay_out(network.init(jax.random.key(0)), placement)
+
+  return partition.shapes(jax.eval_shape(init))
+
+
+def _request(config: SlicesConfig, network: LanguageModel) -> Request:
+  """Of an input, or where there is no encoder of a prompt."""
+  width = config.input_len if network.has_encoder else 1
+  request = memory.request_shapes(
+    config.batch, width, config.decode_len, config.gamma, greedy=False
+  )
+  if network.has_encoder:
+    return request
+  prompt = (config.batch, config.input_len + 1)
+  shapes: Any = {
+    'prompt': jax.ShapeDtypeStruct(prompt, jnp.int32),
+    'prompt_length': jax.ShapeDtypeStruct(prompt[:1], jnp.int32),
+  }
+  return dataclasses.replace(request, **shapes)
+
+
+def _call_bytes(network: Any, params: Any, request: Request) -> int:
+  """Bytes that a chip reads in a call: its weights and all of its caches."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  tied = network.config.logits_via_embedding
+  weights = [
+    leaf
+    for name, leaf in flat.items()
+    if not name.startswith('encoder/')
+    and not any(part in name for part in memory.ONCE)
+    and ('embedder/' not in name or (tied and 'token_embedder/' in name))
+  ]
+  cache = jax.eval_shape(
+    lambda *args: network.network.prefill(*args, request.cache_slots),
+    params,
+    request.inputs,
+  )
+  return partitioning.shard_bytes(weights) + partitioning.shard_bytes(
+    network.cache_shapes(cache)
+  )

@@ -1,0 +1,32 @@
+"""Placement: where parameters, caches and requests live, and how."""
+
+from specdec_jax.partitioning.axes import REPLICATED, LogicalAxes
+from specdec_jax.partitioning.following import follow
+from specdec_jax.partitioning.partition import (
+  Partition,
+  described,
+  shard_bytes,
+  shardings,
+)
+from specdec_jax.partitioning.placement import (
+  Placement,
+  lay_out,
+  place,
+  place_parts,
+  share_devices,
+)
+
+__all__ = [
+  'REPLICATED',
+  'LogicalAxes',
+  'Partition',
+  'Placement',
+  'described',
+  'follow',
+  'lay_out',
+  'place',
+  'place_parts',
+  'shard_bytes',
+  'share_devices',
+  'shardings',
+]

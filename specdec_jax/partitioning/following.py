@@ -1,0 +1,102 @@
+"""A language model whose caches and logits lie as its parameters do."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+
+from specdec_jax.models.base import Params
+from specdec_jax.models.kv_cache import KVCache
+from specdec_jax.partitioning.axes import CACHE
+from specdec_jax.partitioning.partition import Partition, described
+
+
+def follow(network: Any, partition: Partition | None) -> Any:
+  """Returns the network with its caches split as its parameters are.
+
+  Args:
+    network: a `LanguageModel`.
+    partition: None, of one device, returns the network itself.
+
+  Raises:
+    ValueError: the network cannot be split so.
+  """
+  if partition is None:
+    return network
+  partition.check(network)
+  return Following(network, partition)
+
+
+@dataclasses.dataclass(frozen=True)
+class Following:
+  """A `LanguageModel`, see `models.base`, that says where its arrays are.
+
+  XLA would find most of it by itself. What it is told cannot change with what
+  surrounds a call: caches are split by heads and rows, so that a round never
+  moves them, and logits come whole to each device, in one exchange a call.
+  Verification and sampling then are each device's own; over a split vocabulary
+  each of their reductions would be an exchange, and sums would round otherwise.
+  """
+
+  network: Any
+  partition: Partition
+
+  @property
+  def vocab_size(self) -> int:
+    return self.network.vocab_size
+
+  @property
+  def has_encoder(self) -> bool:
+    return self.network.has_encoder
+
+  @property
+  def config(self) -> Any:
+    return self.network.config
+
+  def init(self, key: jax.Array) -> Params:
+    return self.network.init(key)
+
+  def logits(self, *args, **options):
+    return self.network.logits(*args, **options)
+
+  def prefill(self, params, inputs, max_length):
+    return self._held(self.network.prefill(params, inputs, max_length))
+
+  def extend(self, params, cache, tokens):
+    logits, cache = self.network.extend(params, cache, tokens)
+    # Made split, and only then whole: asked for whole rows alone, XLA puts the
+    # output layer's kernel together instead.
+    logits = self._at(logits, ('batch', None, 'vocab'))
+    return self._at(logits, ('batch', None, None)), self._held(cache)
+
+  def rewind(self, cache, length):
+    return self.network.rewind(cache, length)
+
+  def cache_shapes(self, cache: Any) -> Any:
+    """`ShapeDtypeStruct`s of a `KVCache`, or of its shapes, as it is placed."""
+    return self._with_fields(cache, described)
+
+  def _held(self, cache):
+    if not isinstance(cache, KVCache):
+      return cache
+    return self._with_fields(cache, lax.with_sharding_constraint)
+
+  def _at(self, array, axes):
+    return lax.with_sharding_constraint(array, self._sharding(array, axes))
+
+  def _sharding(self, array, axes):
+    # A mask without relative bias is one row for all heads.
+    one_row = axes[0] == 'heads' and array.shape[0] == 1
+    return self.partition.sharding(*(() if one_row else axes))
+
+  def _with_fields(self, cache, function):
+    """Calls a function of each array and its sharding; keeps the tree."""
+    fields = {
+      name: jax.tree.map(
+        lambda x, axes=axes: function(x, self._sharding(x, axes)),
+        getattr(cache, name),
+      )
+      for name, axes in CACHE.items()
+    }
+    return dataclasses.replace(cache, **fields)

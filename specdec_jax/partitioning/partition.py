@@ -1,0 +1,159 @@
+"""A mesh of devices, and which part of what each of them has."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.partitioning.axes import Axes, LogicalAxes, axes_of_parameter
+
+# Fields of a `Request` that are the same for all of its rows.
+_SHARED = ('.stop_ids', '.top_k', '.top_p', '.lenience')
+_JOINED = re.compile(r'(.*/)?(qkv|wi_joined)/\w+')
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+  """Which part of an array each device has; GSPMD does the rest.
+
+  Attributes:
+    mesh: the devices, with the axes 'data' and 'model'.
+    axes: what is split over them.
+  """
+
+  mesh: Mesh
+  axes: LogicalAxes
+
+  def sharding(self, *axes: str | None) -> NamedSharding:
+    """Of an array of these logical axes; of none, whole on each device."""
+    return NamedSharding(self.mesh, PartitionSpec(*self.axes.split(axes)))
+
+  def parameter(self, name: str) -> NamedSharding:
+    """Of a parameter, by its name; what `checkpoints.load` takes.
+
+    Raises:
+      ValueError: no rule knows it, or it is a joined kernel that would be
+        split.
+    """
+    sharding = self.sharding(*axes_of_parameter(name))
+    if _JOINED.fullmatch(name) and self._sizes(axes_of_parameter(name)):
+      raise ValueError(
+        f'{name} joins several projections to one product, which cannot be'
+        ' split by heads; place the parameters as the checkpoint has them.'
+      )
+    return sharding
+
+  def check(self, network: LanguageModel) -> None:
+    """Raises ValueError unless a network's arrays can be split so."""
+    heads = getattr(getattr(network, 'config', None), 'num_heads', None)
+    if heads is not None:
+      # The joined heads of a kernel may divide where heads themselves do not.
+      self._check_shape('attention', ('heads',), (heads,))
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    for name, leaf in _flat(shapes).items():
+      self._check_shape(name, axes_of_parameter(name), leaf.shape)
+
+  def place(self, params: Params) -> Params:
+    """Moves parameters to their shards.
+
+    Args:
+      params: arrays of the host, of which each device gets its part alone, or
+        of JAX.
+
+    Raises:
+      ValueError: an array cannot be split so.
+    """
+    return self._with_names(params, _put)
+
+  def shapes(self, params: Params) -> Params:
+    """`ShapeDtypeStruct`s of parameters, or of their shapes, as placed."""
+    return self._with_names(params, _described)
+
+  def request(self, request: Any) -> Any:
+    """`ShapeDtypeStruct`s of a `Request`, its rows split by batch.
+
+    Raises:
+      ValueError: the rows cannot be split so.
+    """
+
+    def placed(path, leaf):
+      name = jax.tree_util.keystr(path)
+      if name.endswith(_SHARED):
+        return _described(leaf, self.sharding())
+      self._check_shape(f'Request{name}', ('batch',), leaf.shape)
+      return _described(leaf, self.sharding('batch'))
+
+    return jax.tree_util.tree_map_with_path(placed, request)
+
+  def _with_names(self, params, function):
+    """Calls a function of each array and its sharding; keeps the tree."""
+    placed = {}
+    for name, leaf in _flat(params).items():
+      sharding = self.parameter(name)
+      self._check_shape(name, axes_of_parameter(name), leaf.shape)
+      placed[name] = function(leaf, sharding)
+    return flax.traverse_util.unflatten_dict(placed, sep='/')
+
+  def _sizes(self, axes: Axes) -> dict[int, int]:
+    """Dimension -> parts it is split into; those that stay whole are not."""
+    found = enumerate(self.axes.split(axes))
+    sizes = {i: self.mesh.shape[name] for i, name in found if name}
+    return {i: size for i, size in sizes.items() if size > 1}
+
+  def _check_shape(self, name: str, axes: Axes, shape: Any) -> None:
+    for i, size in self._sizes(axes).items():
+      if shape[i] % size:
+        raise ValueError(
+          f'{name}: its axis {axes[i]!r} is {shape[i]} long, which the'
+          f' {size} devices of mesh axis {self.axes.split(axes)[i]!r} do not'
+          ' divide. Take another number of devices, or leave'
+          f' LogicalAxes.{axes[i]} None.'
+        )
+
+
+def described(tree: Any, shardings: Any = None) -> Any:
+  """`ShapeDtypeStruct`s of a tree of shapes, placed by a tree of shardings."""
+  if shardings is None:
+    return jax.tree.map(_described, tree)
+  return jax.tree.map(_described, tree, shardings)
+
+
+def shardings(tree: Any) -> Any:
+  """The sharding of each array, or of each shape."""
+  return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _flat(params: Params) -> dict[str, Any]:
+  return flax.traverse_util.flatten_dict(params, sep='/')
+
+
+def _described(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _put(value: Any, sharding: NamedSharding) -> jax.Array:
+  if isinstance(value, jax.Array):
+    return jax.device_put(value, sharding)
+  # No device, and of several processes none, is given more than its part.
+  host = np.asarray(value)
+  return jax.make_array_from_callback(
+    host.shape, sharding, lambda index: host[index]
+  )
+
+
+def shard_bytes(tree: Any) -> int:
+  """Bytes of a tree on one device, of arrays or shapes with shardings."""
+
+  def size(leaf):
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      return 0
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+  return sum(size(leaf) for leaf in jax.tree.leaves(tree))

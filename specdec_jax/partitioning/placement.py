@@ -1,0 +1,265 @@
+"""How parameters are laid out, and over which devices.
+
+Checkpoints keep T5X's layout: kernels of [in, out], one for each projection.
+Two things are decided here, and only here; `models.layers` takes whichever
+names it is given:
+
+- A model that is larger than the CPU's caches is read as [out, in] there, so
+  that XLA does not pack its weights at each call (`layers.dense_out_in`). One
+  that the caches hold is quicker as it is: to pack it costs less than what the
+  small products of the other way cost each.
+- Projections that read the same input are joined to one product, wherever it
+  is not split: a call of a small model is made of the starting of its products.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from specdec_jax.models.base import Params
+from specdec_jax.partitioning.axes import (
+  MESH_AXES,
+  REPLICATED,
+  LogicalAxes,
+)
+from specdec_jax.partitioning.partition import Partition
+
+# Last-level caches of today's CPUs hold 16 to 64 MiB of a model.
+_CACHED_BYTES = 64 << 20
+
+# Module: what joins its kernels, in order, and their axis. A joined kernel is
+# not split: equal parts of query | key | value are not parts of heads, and each
+# layer would exchange activations to set them right. Kernels woven together by
+# device would do, but would have to be rewoven for another number of devices;
+# to start one product instead of three is nothing beside an all-reduce.
+_JOINED = {
+  'attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
+  'self_attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
+  'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
+}
+_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where and how a model's parameters live.
+
+  Attributes:
+    dtype: of the parameters on the device: 'float32' or 'bfloat16'.
+    kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'auto'
+      for out_in on one CPU whose caches cannot hold the model, else in_out.
+    join_projections: whether query, key and value of self-attention, and both
+      input layers of a gated MLP, become one product each, unless it is split.
+    data: devices that share the rows of a request; 0 is as many as `model`
+      leaves.
+    model: devices that share the weights; 0 is as many as `data` leaves.
+    axes: what is split over these.
+    across_hosts: whether the devices of all processes are one mesh, which then
+      must do everything together; else each process has its own.
+
+  Raises:
+    ValueError: a value is not known, or a number is too small.
+  """
+
+  dtype: str = 'float32'
+  kernel_layout: Literal['auto', 'in_out', 'out_in'] = 'auto'
+  join_projections: bool = True
+  data: int = 1
+  model: int = 1
+  axes: LogicalAxes = LogicalAxes()
+  across_hosts: bool = False
+
+  def __post_init__(self):
+    if self.kernel_layout not in ('auto', 'in_out', 'out_in'):
+      raise ValueError(
+        "Placement.kernel_layout must be 'auto', 'in_out' or 'out_in', got"
+        f' {self.kernel_layout!r}.'
+      )
+    if min(self.data, self.model) < 0 or self.data == self.model == 0:
+      raise ValueError(
+        'Placement.data and model are numbers of devices, one of them 0 for'
+        f' what the other leaves; got {self.data} and {self.model}.'
+      )
+
+  @property
+  def on_one_device(self) -> bool:
+    """Whether JAX's default device holds everything."""
+    return self.data == self.model == 1
+
+  def replicated(self) -> 'Placement':
+    """The same with all of the model on each device, as for a drafter."""
+    return dataclasses.replace(self, axes=REPLICATED)
+
+  def transposes(self, params: Params) -> bool:
+    """Returns whether the kernels of this model are stored [out, in]."""
+    if self.kernel_layout != 'auto':
+      return self.kernel_layout == 'out_in'
+    if jax.default_backend() != 'cpu' or not self.on_one_device:
+      return False
+    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    return sum(sizes) * jnp.dtype(self.dtype).itemsize > _CACHED_BYTES
+
+  def joins(self, axis: str) -> bool:
+    """Returns whether kernels with this output axis are joined."""
+    over = getattr(self.axes, axis)
+    # 0 is not known yet to be 1; then they stay apart as well.
+    whole = over is None or getattr(self, over) == 1
+    return self.join_projections and whole
+
+  def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
+    """The mesh of these devices, and what is split over it.
+
+    Args:
+      devices: to choose from, the first ones; those of JAX unless given.
+
+    Returns:
+      None on one device.
+
+    Raises:
+      ValueError: the mesh does not divide the devices.
+    """
+    if self.on_one_device:
+      return None
+    if devices is None:
+      devices = jax.devices() if self.across_hosts else jax.local_devices()
+    sizes = {'data': self.data, 'model': self.model}
+    for name, other in (MESH_AXES, MESH_AXES[::-1]):
+      sizes[name] = sizes[name] or len(devices) // sizes[other]
+    size = sizes['data'] * sizes['model']
+    if size == 0 or len(devices) % size:
+      raise ValueError(
+        f'Placement(data={self.data}, model={self.model}) is a mesh of'
+        f' {size or self.data + self.model} devices, which does not divide the'
+        f' {len(devices)} devices there are.'
+      )
+    mesh = jax.make_mesh(
+      tuple(sizes.values()),
+      tuple(sizes),
+      (AxisType.Auto,) * len(sizes),
+      devices=devices[:size],
+    )
+    return Partition(mesh, self.axes)
+
+
+def share_devices(
+  target: Placement, draft: Placement | None
+) -> tuple[Placement, Partition | None, Partition | None]:
+  """What a target and its drafter are placed by.
+
+  Args:
+    target: of the target.
+    draft: of the drafter; None is all of it on each of the target's devices.
+
+  Returns:
+    The drafter's placement, and the partition of each.
+
+  Raises:
+    ValueError: they are meant for different devices.
+  """
+  draft = target.replicated() if draft is None else draft
+  ours, theirs = target.partition(), draft.partition()
+  meshes = [None if one is None else one.mesh for one in (ours, theirs)]
+  if meshes[0] != meshes[1]:
+    shapes = [f'data={one.data}, model={one.model}' for one in (target, draft)]
+    raise ValueError(
+      'A round is one program, and all of a program runs on one mesh, so that'
+      f' target ({shapes[0]}) and drafter ({shapes[1]}) must have the same. A'
+      ' drafter that is not to be split has all of itself on each device:'
+      ' axes=REPLICATED, or leave draft_placement None.'
+    )
+  return draft, ours, theirs
+
+
+def place(params: Params, placement: Placement = Placement()) -> Params:
+  """Returns the parameters on their devices, in their dtype and layout.
+
+  Args:
+    params: a nested dict of arrays as a checkpoint has them. It may already
+      be placed; then only the dtype changes.
+    placement: the decision.
+
+  Returns:
+    The same tree, but for kernels: `kernel` [in, out] is `kernel_out_in`
+    [out, in] if the placement says so, and joined projections have one kernel
+    under the name of `layers` for it.
+
+  Raises:
+    ValueError: an array cannot be split as the placement says.
+  """
+  partition = placement.partition()
+  laid_out = lay_out(params, placement)
+  return laid_out if partition is None else partition.place(laid_out)
+
+
+def place_parts(params: Any, placement: Placement = Placement()) -> Any:
+  """`place` of each model in a pytree; other arrays keep their dtype.
+
+  Args:
+    params: of a drafter: a model's parameters, a table, or a tuple of these.
+    placement: of the models; what is none is whole on each device.
+
+  Raises:
+    ValueError: as `place`.
+  """
+  partition = placement.partition()
+
+  def is_model(value):
+    return isinstance(value, Mapping)
+
+  def part(value):
+    if is_model(value):
+      return place(value, placement)
+    array = jnp.asarray(value)
+    if partition is None:
+      return array
+    return jax.device_put(array, partition.sharding())
+
+  return jax.tree.map(part, params, is_leaf=is_model)
+
+
+def lay_out(params: Params, placement: Placement) -> Params:
+  """`place` without moving anything to the devices of a mesh."""
+  return _lay_out(params, placement, placement.transposes(params), '')
+
+
+def _lay_out(
+  params: Mapping[str, Any], placement: Placement, transposed: bool, module: str
+) -> Params:
+  joined, parts, axis = _JOINED.get(module, ('', (), ''))
+  if not all(part in params for part in parts) or (
+    parts and not placement.joins(axis)
+  ):
+    parts = ()
+  placed = {}
+  for name, value in params.items():
+    if isinstance(value, Mapping):
+      if name not in parts:
+        placed[name] = _lay_out(value, placement, transposed, name)
+    elif name == 'kernel' and transposed:
+      placed['kernel_out_in'] = _cast(value.T, placement)
+    else:
+      placed[name] = _cast(value, placement)
+  if parts:
+    kernels = [_lay_out(params[p], placement, transposed, p) for p in parts]
+    placed[joined] = {
+      name: _concatenate([k[name] for k in kernels], _OUT_AXIS[name])
+      for name in kernels[0]
+    }
+  return placed
+
+
+def _cast(value: Any, placement: Placement) -> Any:
+  """To the dtype; on one device also to it, for a mesh where it is."""
+  if placement.on_one_device:
+    return jnp.asarray(value, placement.dtype)
+  return value.astype(placement.dtype)
+
+
+def _concatenate(kernels: Sequence[Any], axis: int) -> Any:
+  on_host = all(isinstance(kernel, np.ndarray) for kernel in kernels)
+  return (np if on_host else jnp).concatenate(kernels, axis)

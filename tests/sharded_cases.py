@@ -1,0 +1,318 @@
+"""Cases of sharded_decode_test.py: they need 8 devices, so it runs them."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from small_vocabulary import VOCAB_SIZE
+from specdec_jax import checkpoints, partitioning
+from specdec_jax.bench import collectives, memory
+from specdec_jax.drafters.copy import copy
+from specdec_jax.engine import Engine, Model, load_model
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.partitioning import LogicalAxes, Placement
+from specdec_jax.partitioning.following import Following
+from specdec_jax.probs import SamplingConfig
+
+SIZES = dict(
+  vocab_size=VOCAB_SIZE, emb_dim=48, num_heads=8, head_dim=4, mlp_dim=80
+)
+NETWORKS = {
+  't5': T5(T5Config(**SIZES, num_encoder_layers=1, num_decoder_layers=2)),
+  'gpt': GPT(GPTConfig(**SIZES, num_layers=2, num_positions=128)),
+}
+# Each ends with a product that is split by its inputs.
+BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2}
+PRESETS = {
+  'tensor parallel': Placement(model=8),
+  'data parallel': Placement(data=8),
+  'both': Placement(data=2, model=0),
+}
+TEXTS = [
+  'the red dog runs',
+  'a cat',
+  [5, 6, 7],
+  'the old house sings here',
+  'blue tree',
+  'here there the a',
+  'dog cat dog cat dog',
+  'sleeps',
+]
+LENGTH = 24
+GREEDY = dict(min_length=LENGTH)  # random models stop too soon to show much
+SAMPLED = GREEDY | dict(sampling=SamplingConfig(top_k=20), seed=3)
+WAYS = {'plain': False, 'speculative': True}
+
+pytestmark = pytest.mark.usefixtures('own_cache')
+
+
+@pytest.fixture(scope='module', params=NETWORKS)
+def family(request):
+  return request.param
+
+
+def network_of(family, **changes):
+  network = NETWORKS[family]
+  return type(network)(dataclasses.replace(network.config, **changes))
+
+
+@functools.cache
+def models(family):
+  """A target, and a drafter that often agrees with it, but not always."""
+  network = NETWORKS[family]
+  params = jax.jit(network.init)(jax.random.key(0))
+  params = jax.tree.map(np.asarray, params)
+  # Its first layer alone.
+  layers = 'num_decoder_layers' if family == 't5' else 'num_layers'
+  shallow = dict(params, decoder=dict(params['decoder']))
+  del shallow['decoder']['layers_1']
+  draft = Model(network_of(family, **{layers: 1}), shallow)
+  return Model(network, params), draft
+
+
+def make_engine(family, tokenizer, placement=None, **changes):
+  return Engine(
+    *models(family),
+    tokenizer=tokenizer,
+    gamma=3,
+    max_input_len=32,
+    max_decode_len=LENGTH,
+    bos_id=0,
+    placement=placement,
+    **changes,
+  )
+
+
+@pytest.fixture(scope='module')
+def engines(family, tokenizer):
+  """Name of a preset, None for one device, -> engine, made once."""
+
+  @functools.cache
+  def make(preset=None):
+    return make_engine(family, tokenizer, preset and PRESETS[preset])
+
+  return make
+
+
+@pytest.fixture(scope='module')
+def alone(engines):
+  """What one device gives: way -> completions."""
+  return {
+    way: engines().generate(TEXTS, speculative=speculative, **GREEDY)
+    for way, speculative in WAYS.items()
+  }
+
+
+def tokens_of(completions):
+  return [completion.tokens for completion in completions]
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('preset', PRESETS)
+def test_greedy_tokens_are_those_of_one_device(preset, way, engines, alone):
+  engine = engines(preset)
+  found = engine.generate(TEXTS, speculative=WAYS[way], **GREEDY)
+  assert tokens_of(found) == tokens_of(alone[way]) == tokens_of(alone['plain'])
+  assert [c.stats for c in found] == [c.stats for c in alone[way]]
+  np.testing.assert_allclose(
+    [c.log_probs for c in found],
+    [c.log_probs for c in alone[way]],
+    rtol=1e-4,
+    atol=1e-4,
+  )
+  if WAYS[way]:
+    accepted = sum(c.stats.num_accepted for c in found)
+    assert 0 < accepted < sum(c.stats.num_tested for c in found)
+
+
+@pytest.mark.slow
+def test_samples_are_those_of_one_device(engines):
+  want = engines().generate(TEXTS, **SAMPLED)
+  have = engines('both').generate(TEXTS, **SAMPLED)
+  assert tokens_of(have) == tokens_of(want)
+
+
+@pytest.mark.slow
+def test_a_drafter_may_be_split_as_well(family, tokenizer, engines, alone):
+  both = PRESETS['both']
+  engine = make_engine(family, tokenizer, both, draft_placement=both)
+  have = engine.generate(TEXTS, **GREEDY)
+  assert tokens_of(have) == tokens_of(alone['speculative'])
+  # Its gamma calls exchange as the target's one does.
+  split, whole = (
+    collectives.totals(exchanges(one))['round']['all-reduce']['count']
+    for one in (engine, engines('both'))
+  )
+  assert split > 2 * whole
+
+
+def program(engine, speculative=True, name='decode', **options):
+  """The compiled program that `generate` runs, or `stream`."""
+  gamma = engine.gamma if speculative else 0
+  request = engine.request(TEXTS, gamma, **(GREEDY | options))
+  return engine._program(name, request, speculative).func
+
+
+def exchanges(engine, speculative=True):
+  return collectives.find(program(engine, speculative).as_text())
+
+
+def weights_of(engine):
+  """Whole shapes of the parameters that are split."""
+  return {
+    leaf.shape
+    for leaf in jax.tree.leaves(engine.params.target)
+    if not leaf.is_fully_replicated
+  }
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('preset', PRESETS)
+def test_exchanges_of_a_round_are_few(preset, way, family, engines):
+  engine = engines(preset)
+  found = exchanges(engine, WAYS[way])
+  kinds = collectives.totals(found)['round']
+  split = PRESETS[preset].model != 1
+  over_rows = PRESETS[preset].data != 1
+  layers = 2 * BLOCKS_A_LAYER[family] if split else 0
+  # One each for the embedding's rows and for whether all rows are finished.
+  assert kinds['all-reduce']['count'] == layers + split + over_rows
+  # The logits, and nothing else of any kind.
+  gathered = kinds.get('all-gather', {'count': 0})['count']
+  assert set(kinds) <= {'all-reduce', 'all-gather'} and gathered == split
+  tokens = 4 if WAYS[way] else 1
+  rows = len(TEXTS) // (1 if not over_rows else 2 if split else 8)
+  width = SIZES['emb_dim'] * (layers + 1) + SIZES['vocab_size']
+  at_most = 4 * rows * tokens * width if split else 0
+  assert sum(kind['bytes'] for kind in kinds.values()) <= at_most + over_rows
+  assert not collectives.of_weights(found, weights_of(engine))
+
+
+@pytest.mark.parametrize('family', ['t5'], indirect=True)
+def test_the_count_sees_a_rule_that_exchanges_more(family, tokenizer):
+  """M split over 'data': every product of a layer is added up."""
+  bad = Placement(data=2, model=4, axes=LogicalAxes(embed='data'))
+  engine = make_engine(family, tokenizer, bad)
+  kinds = collectives.totals(exchanges(engine, speculative=False))['round']
+  assert kinds['all-reduce']['count'] > 2 * 2 * BLOCKS_A_LAYER[family]
+
+
+@pytest.mark.parametrize('family', ['gpt'], indirect=True)
+def test_the_check_sees_a_gathered_weight(family, tokenizer, monkeypatch):
+  """Logits asked for whole at once: XLA gathers the output layer's kernel."""
+
+  def extend(self, params, cache, tokens):
+    logits, cache = self.network.extend(params, cache, tokens)
+    return self._at(logits, ('batch', None, None)), cache
+
+  monkeypatch.setattr(Following, 'extend', extend)
+  engine = make_engine(family, tokenizer, PRESETS['tensor parallel'])
+  found = exchanges(engine, speculative=False)
+  (one,) = collectives.of_weights(found, weights_of(engine))
+  assert sorted(*one.shapes) == [SIZES['emb_dim'], VOCAB_SIZE]
+
+
+@pytest.mark.parametrize('family', ['t5'], indirect=True)
+def test_caches_follow_their_models(family, engines, alone):
+  """Over rows and heads the target's, over rows the drafter's."""
+  engine = engines('both')
+  state = program(engine, name='start', stop_strings=['!?']).output_shardings
+  shape = (len(TEXTS), SIZES['num_heads'], SIZES['head_dim'], 64)
+  for cache, part in (
+    (state.target_cache, (4, 2, 4, 64)),
+    (state.drafter_state, (4, 8, 4, 64)),
+  ):
+    for sharding in (*cache.keys, *cache.values):
+      assert sharding.shard_shape(shape) == part
+  have = engine.generate(TEXTS, stop_strings=['!?'], **GREEDY)
+  assert tokens_of(have) == tokens_of(alone['speculative'])
+  # The state left each program as the next takes it: nothing was compiled anew.
+  count = engine.num_programs
+  assert list(engine.generate(TEXTS, stop_strings=['!?'], **GREEDY))
+  assert engine.num_programs == count
+
+
+@pytest.mark.slow
+def test_a_drafter_without_a_model(family, tokenizer, alone):
+  engine = Engine(
+    models(family)[0],
+    Model(None, ()),
+    drafter=copy(),
+    tokenizer=tokenizer,
+    gamma=3,
+    max_input_len=32,
+    max_decode_len=LENGTH,
+    bos_id=0,
+    placement=PRESETS['both'],
+  )
+  found = engine.generate(TEXTS, **GREEDY)
+  assert tokens_of(found) == tokens_of(alone['plain'])
+  assert sum(completion.stats.num_accepted for completion in found)
+
+
+def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path, engines):
+  target, _ = models(family)
+  path = tmp_path / 'checkpoint'
+  checkpoints.save_orbax(path, target.params)
+  placement = PRESETS['both']
+  loaded = load_model(target.network, path, placement=placement)
+  assert jax.tree.structure(loaded.params) == jax.tree.structure(target.params)
+  for leaf, whole in zip(
+    jax.tree.leaves(loaded.params),
+    jax.tree.leaves(target.params),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(np.asarray(leaf), whole)
+  kernel = loaded.params['decoder']['layers_0']['mlp']['wo']['kernel']
+  assert kernel.addressable_shards[0].data.shape == (80 // 4, 48)
+  # Placing them then moves nothing.
+  placed = partitioning.place(loaded.params, placement)
+  again = placed['decoder']['layers_0']['mlp']['wo']['kernel']
+  assert pointers(again) == pointers(kernel)
+
+
+def pointers(array):
+  return [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
+
+
+def test_joined_kernels_are_not_split(family, engines):
+  """Over rows alone they are joined as on one device."""
+  joined = {
+    preset: 'qkv'
+    in engines(preset).params.target['decoder']['layers_0']['self_attention']
+    for preset in PRESETS
+  }
+  assert joined == dict(zip(PRESETS, (False, True, False), strict=True))
+  params = partitioning.lay_out(models(family)[0].params, Placement())
+  with pytest.raises(ValueError, match=r'/(qkv|wi_joined)/\w+ joins several'):
+    PRESETS['both'].partition().place(params)
+
+
+def test_meshes_that_do_not_fit():
+  with pytest.raises(ValueError, match='mesh of 3 devices.* the 8 devices'):
+    Placement(model=3).partition()
+  with pytest.raises(ValueError, match='mesh of 16 devices.* the 8 devices'):
+    Placement(data=0, model=16).partition()
+  assert Placement(model=2).partition().mesh.size == 2
+  with pytest.raises(ValueError, match=r'\(data=1, model=8\) and drafter'):
+    partitioning.share_devices(PRESETS['tensor parallel'], Placement())
+
+
+def test_arrays_that_do_not_fit(family, tokenizer):
+  for changes, message in (
+    ({'num_heads': 6}, "attention: its axis 'heads' is 6 long.* 8 devices"),
+    ({'mlp_dim': 90}, r"mlp/wi.*: its axis 'mlp' is 90 long.* 8 devices"),
+  ):
+    odd = network_of(family, **changes)
+    params = jax.eval_shape(odd.init, jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
+      Engine(
+        Model(odd, params), tokenizer=tokenizer, placement=Placement(model=8)
+      )
+  request = memory.request_shapes(3, 16, LENGTH, gamma=3, greedy=True)
+  with pytest.raises(ValueError, match='Request.inputs: .* is 3 long.* 2 dev'):
+    PRESETS['both'].partition().request(request)
