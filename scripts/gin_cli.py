@@ -5,6 +5,10 @@
   --gin_bindings=NAME=VALUE the same, in T5X's long form
   --gin_search_paths=A,B    folders searched for gin files and their includes
   --traceback               show where an error came from
+  --multiprocess            one of several processes of a TPU pod, or of what
+                            Slurm or Open MPI started
+  --coordinator_address=HOST:PORT --process_count=N --process_index=I
+                            one of several processes anywhere else
 
 A VALUE that is no gin value is taken as text, so `--gin.INPUT_FILE=a.txt` and
 `--gin.INPUT_FILE='"a.txt"'` mean the same. gin itself accepts a mistyped macro
@@ -33,6 +37,7 @@ from typing import NoReturn, TypeVar
 import gin
 
 import gin_checks
+from specdec_jax import processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -42,6 +47,10 @@ _FLAGS = (
   '--gin_bindings',
   '--gin_search_paths',
   '--traceback',
+  '--multiprocess',
+  '--coordinator_address',
+  '--process_count',
+  '--process_index',
   '--help',
 )
 _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
@@ -69,12 +78,14 @@ class Flags:
     bindings: (name, gin value) pairs, in order; text is already quoted.
     search_paths: folders given by --gin_search_paths.
     traceback: whether errors keep their traceback.
+    meeting: of several processes; None is one process.
   """
 
   gin_files: tuple[str, ...]
   bindings: tuple[tuple[str, str], ...]
   search_paths: tuple[str, ...]
   traceback: bool
+  meeting: processes.Meeting | None = None
 
 
 def main(
@@ -91,15 +102,34 @@ def main(
     argv: arguments after the program's name; those of the process by default.
   """
   argv = sys.argv[1:] if argv is None else list(argv)
-  try:
-    load(parse_flags(argv))
+
+  def configured() -> int:
+    flags = parse_flags(argv)
+    if flags.meeting is not None:
+      processes.join(flags.meeting)
+    load(flags)
     return function() or 0
+
+  def complaining() -> int:
+    return _complaining(configured, '--traceback' in argv)
+
+  try:
+    meeting = parse_flags(argv).meeting
+  except ValueError:
+    return complaining()
+  return processes.run(complaining) if meeting else complaining()
+
+
+def _complaining(function: Callable[[], int], traceback: bool) -> int:
+  """Calls a function; bad input ends as one line."""
+  try:
+    return function()
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
     return 130
   except (ValueError, OSError, TypeError) as error:
     is_bug = isinstance(error, TypeError) and not gin_checks.is_unbound(error)
-    if is_bug or '--traceback' in argv:
+    if is_bug or traceback:
       raise
     print(f'error: {gin_checks.one_line(error)}', file=sys.stderr)
     return 2
@@ -112,13 +142,18 @@ def parse_flags(argv: Sequence[str]) -> Flags:
     ValueError: an unknown flag, a binding without `=`, or no --gin_file.
   """
   parser = _Parser(
-    description='Flags as in T5X; see the header of scripts/gin_cli.py.',
+    description=sys.modules['__main__'].__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
   parser.add_argument('--gin_file', action='append', default=[])
   parser.add_argument('--gin_bindings', action='append', default=[])
   parser.add_argument('--gin_search_paths', default='')
   parser.add_argument('--traceback', action='store_true')
+  parser.add_argument('--multiprocess', action='store_true')
+  parser.add_argument('--coordinator_address')
+  parser.add_argument('--process_count', type=int)
+  parser.add_argument('--process_index', type=int)
   args, unknown = parser.parse_known_args([_rewrite(arg) for arg in argv])
   if unknown:
     name = unknown[0].split('=')[0]
@@ -135,7 +170,15 @@ def parse_flags(argv: Sequence[str]) -> Flags:
     bindings=tuple(_parse_binding(text) for text in args.gin_bindings),
     search_paths=tuple(filter(None, args.gin_search_paths.split(','))),
     traceback=args.traceback,
+    meeting=_meeting(args),
   )
+
+
+def _meeting(args: argparse.Namespace) -> processes.Meeting | None:
+  found = (args.coordinator_address, args.process_count, args.process_index)
+  if args.multiprocess or any(value is not None for value in found):
+    return processes.Meeting(*found)
+  return None
 
 
 def load(flags: Flags) -> None:

@@ -73,6 +73,14 @@ def passed_over(reason: str, error: str | None = None) -> Completion:
   return Completion('', [], [], reason, error=error)
 
 
+def no_distribution(place: str = '') -> str:
+  """The error about logits that no probabilities follow from."""
+  return (
+    "The target's logits were not a distribution (NaN, infinite or all"
+    f' masked){place}; check its parameters and dtype.'
+  )
+
+
 def from_generation(
   generation: Generation, row: int, tokenizer: Tokenizer
 ) -> Completion:
@@ -83,10 +91,7 @@ def from_generation(
   stats = generation.stats
   error = None
   if reason == FinishReason.INVALID:
-    error = (
-      f"The target's logits were not a distribution (NaN, infinite or all"
-      f' masked) at token {length}; check its parameters and dtype.'
-    )
+    error = no_distribution(f' at token {length}')
   return Completion(
     text=decode(tokenizer, without_stop_id(tokens, reason)),
     tokens=tokens,

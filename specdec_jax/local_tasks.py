@@ -28,7 +28,7 @@ class LocalTask:
   Attributes:
     name: of the task, as its output files are called.
     files: split -> UTF-8 file, plain or `.gz`.
-    vocab_path: sentencepiece model of both sides.
+    vocab_path: sentencepiece model of both sides; also `gs://bucket/file`.
     kind: what a line is: 'txt' an input; 'tsv' source<TAB>target, or a source
       alone; 'jsonl' an object. None goes by the ending of the file's name.
     prefix: put before each input, such as 'summarize: '.
@@ -53,7 +53,9 @@ class LocalTask:
 
   def __post_init__(self):
     object.__setattr__(self, 'metrics', tuple(self.metrics))
-    for path in (*self.files.values(), self.vocab_path):
+    vocabulary = os.fspath(self.vocab_path)
+    local = [] if '://' in vocabulary else [vocabulary]
+    for path in (*self.files.values(), *local):
       if not os.path.isfile(path):
         raise ValueError(
           f'Task {self.name!r}: there is no file {os.fspath(path)!r}.'
@@ -124,7 +126,8 @@ class LocalTask:
       if field not in found:
         raise ValueError(
           f'{place} has no field {field!r} for'
-          f' {feature}.{nearest(field, found)}'
+          f' {feature}.{nearest(field, found)} Another one is named by'
+          f' LocalTask.{feature}_field.'
         )
       text = found[field]
       if feature == 'targets' and isinstance(text, list) and text:

@@ -1,8 +1,11 @@
 """Text to token ids and back, by sentencepiece.
 
 Ids follow T5's convention: 0 pads, 1 ends a sequence, 2 is unknown, there is
-no begin-of-sequence. sentencepiece is imported when a tokenizer is made, so
-that work on pre-tokenised arrays needs none.
+no begin-of-sequence. Others end with another id and may have a padding of their
+own (MADLAD-400: 0 is unknown, 1 pads, 2 ends). Rows are filled with 0 all the
+same, and encoders do not see it, as in T5X: so 0 must be no text.
+sentencepiece is imported when a tokenizer is made, so that work on
+pre-tokenised arrays needs none.
 """
 
 import hashlib
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.checkpoints.locations import open_location
 
 PAD_ID = 0
 EOS_ID = 1
@@ -19,27 +23,27 @@ UNK_ID = 2
 
 
 class Tokenizer:
-  """A sentencepiece model with T5's special ids.
+  """A sentencepiece model whose id 0 is no text.
 
   Attributes:
     vocab_size: number of pieces, V.
-    pad_id, eos_id, unk_id: special ids; `pad_id` is 0.
+    pad_id, eos_id, unk_id: special ids. `pad_id` is 0, what rows are filled
+      with, whatever the model's own training filled them with.
     fingerprint: sha256 (hex) of the model file's bytes. Two models that share
       a vocabulary share it.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Loads a model file.
+    """Loads a model file, of this machine or `gs://bucket/file`.
 
     Raises:
       ValueError: the file is missing, unreadable, or no sentencepiece model,
-        or it pads with another id than 0 or has no end-of-sequence piece.
+        or its id 0 is text, or it has no end-of-sequence piece.
     """
     sentencepiece = _import_sentencepiece()
     self.path = os.fspath(path)
     try:
-      with open(self.path, 'rb') as model_file:
-        proto = model_file.read()
+      proto = open_location(self.path).read_all()
     except OSError as error:
       raise ValueError(
         f'No tokenizer model could be read at {self.path!r}: {error.strerror}.'
@@ -55,15 +59,17 @@ class Tokenizer:
         ' model; copy it again from where it came.'
       ) from error
     self.vocab_size: int = self._processor.vocab_size()
-    self.pad_id: int = self._processor.pad_id()
+    self.pad_id: int = PAD_ID
     self.eos_id: int = self._processor.eos_id()
     self.unk_id: int = self._processor.unk_id()
     self.fingerprint = hashlib.sha256(proto).hexdigest()
-    if self.pad_id != PAD_ID or self.eos_id < 0:
+    no_text = self._processor.is_control(0) or self._processor.is_unknown(0)
+    if not no_text or self.eos_id < 0:
       raise ValueError(
-        f'{self.path!r} has pad id {self.pad_id} and end-of-sequence id'
-        f' {self.eos_id}; expected pad id 0 and an end-of-sequence piece'
-        ' (train it with pad_id=0, eos_id=1, unk_id=2).'
+        f'{self.path!r} has the piece {self._processor.id_to_piece(0)!r} as id'
+        f' 0 and end-of-sequence id {self.eos_id}; expected padding or the'
+        ' unknown piece as id 0, and an end of sequence (train it with'
+        ' pad_id=0, eos_id=1, unk_id=2).'
       )
 
   def encode(self, text: str) -> list[int]:

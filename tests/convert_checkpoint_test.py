@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import convert, huggingface
+from specdec_jax.checkpoints import convert, huggingface, huggingface_names
 from specdec_jax.models import t5
 
 pytest.importorskip('safetensors', reason='needs the extra [huggingface]')
@@ -71,6 +71,8 @@ def test_every_kind_to_every_kind(tmp_path, source, target, config):
   if target == 'safetensors':
     found, _ = huggingface.load_huggingface(out)
     assert found == config
+    # All may be read by whoever may read one of them.
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
 
 
 @pytest.mark.parametrize('source', convert.FORMATS)
@@ -85,6 +87,18 @@ def test_what_arrays_do_not_tell(tmp_path, source):
   )
   found, _ = huggingface.load_huggingface(tmp_path / 'out')
   assert found == SILU
+
+
+def test_special_ids_go_along(tmp_path):
+  ids = huggingface_names.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
+  params = make_params(CONFIG)
+  huggingface.save_huggingface(tmp_path / 'in', CONFIG, params, ids=ids)
+  convert.convert(
+    convert.ConvertConfig(
+      str(tmp_path / 'in'), str(tmp_path / 'out'), 'safetensors'
+    )
+  )
+  assert huggingface.special_ids(tmp_path / 'out') == ids
 
 
 def test_dtype(tmp_path):

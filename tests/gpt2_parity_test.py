@@ -1,31 +1,20 @@
 """Parity with transformers' GPT-2 in float32, through folders it writes."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import huggingface_parity as parity
 from specdec_jax import partitioning
 from specdec_jax.checkpoints import gpt2
-from specdec_jax.decoding import autoregressive
-from specdec_jax.decoding.state import Request, generation
+from specdec_jax.job import padded
 from specdec_jax.models.gpt import GPT, GPTConfig
-from specdec_jax.probs import SamplingConfig
 
-NEEDED = ('transformers', 'torch', 'safetensors')
-pytestmark = [
-  pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED),
-    reason="needs transformers and torch: pip install -e '.[parity]'",
-  ),
-  pytest.mark.filterwarnings('ignore'),  # those of torch and transformers
-]
+pytestmark = parity.MARKS
 
-TOLERANCE = 1e-4  # of the largest logit
-BUDGET = 24  # tokens a row
 LENGTHS = (7, 1, 30, 3)  # of the prompts
 
 # 1/sqrt(D) is not a power of 2, and neither is sqrt(M).
@@ -88,7 +77,7 @@ def their_greedy(model, prompt):
     input_ids=tokens,
     attention_mask=torch.ones_like(tokens),
     do_sample=False,
-    max_new_tokens=BUDGET,
+    max_new_tokens=parity.BUDGET,
     pad_token_id=0,
   )
   return generated[0, len(prompt) :].tolist()
@@ -96,35 +85,11 @@ def their_greedy(model, prompt):
 
 def our_greedy(network, params, rows):
   """Tokens of the plain loop over a ragged batch, a list a row."""
-  batch = len(rows)
-  prompt = np.zeros((batch, max(map(len, rows))), np.int32)
-  for row, ids in zip(prompt, rows, strict=True):
-    row[: len(ids)] = ids
-  request = Request(
-    inputs=jnp.zeros((batch, 1), jnp.int32),
-    keys=jax.random.split(jax.random.key(0), batch),
-    sampling=SamplingConfig(0.0).params(batch),
-    stop_ids=jnp.full((4,), 1, jnp.int32),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    max_length=jnp.full((batch,), BUDGET, jnp.int32),
-    slots=BUDGET,
-    gamma=0,
-    greedy=True,
-    prompt=jnp.asarray(prompt),
-    prompt_length=jnp.asarray([len(ids) for ids in rows], jnp.int32),
+  prompt, length = padded(rows, len(rows), max(map(len, rows)))
+  nothing = np.zeros((len(rows), 1), np.int32)
+  return parity.greedy(
+    network, params, nothing, prompt=prompt, prompt_length=length
   )
-
-  @jax.jit
-  def decode(params, request):
-    state = autoregressive.start(network, params, request)
-    state = autoregressive.run(
-      network, params, request, state, jnp.int32(BUDGET + 1)
-    )
-    return generation(request, state)
-
-  done = jax.device_get(decode(params, request))
-  lengths = zip(done.tokens, done.length, strict=True)
-  return [row[:length].tolist() for row, length in lengths]
 
 
 def compare(model, config, params):
@@ -145,8 +110,8 @@ def compare(model, config, params):
     want = model(input_ids=torch.tensor(read)).logits.numpy()
   placed = partitioning.place(params)
   have = jax.jit(network.logits)(placed, None, jnp.asarray(read, jnp.int32))
-  difference = np.abs(have - want).max() / np.abs(want).max()
-  assert difference < TOLERANCE, f'Logits differ by {difference:.2g}.'
+  difference = parity.difference(np.asarray(have), want)
+  assert difference < parity.TOLERANCE, f'Logits differ by {difference:.2g}.'
   ours = our_greedy(network, placed, rows)
   theirs = [their_greedy(model, row) for row in rows]
   assert ours == theirs
@@ -159,11 +124,7 @@ def test_what_transformers_saves_is_read(name, tmp_path):
   model.save_pretrained(tmp_path)
   config, params = gpt2.load_gpt2(tmp_path)
   assert dataclasses.replace(config, dropout_rate=0.0) == CONFIGS[name]
-  rows = compare(model, config, params)
-  # They are long, and not one token over and over.
-  assert sum(len(row) == BUDGET for row in rows) >= 2, rows
-  assert len({token for row in rows for token in row}) > 5, rows
-  assert len({tuple(row) for row in rows}) > 2, rows
+  parity.check_rows(compare(model, config, params))
 
 
 @pytest.mark.parametrize(

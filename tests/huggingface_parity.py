@@ -1,27 +1,42 @@
-"""transformers' T5 and this one on the same batch, module by module.
+"""transformers' models and these on the same batch; T5 module by module.
 
-`compare` is the whole comparison; where it fails it names the first module, in
-the order of execution, whose output differs. For suites that have torch.
+`compare` is the whole comparison of a T5; where it fails it names the first
+module, in the order of execution, whose output differs. What the suite of GPT-2
+needs as well is here too. For suites that have torch.
 """
 
 import dataclasses
 import functools
+import importlib.util
 from typing import Any
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.decoding import autoregressive
-from specdec_jax.decoding.state import Request, generation
+from specdec_jax.decoding.state import Request
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.models.t5_network import EncoderDecoder
 from specdec_jax.probs import SamplingConfig
 
+MARKS = [
+  pytest.mark.skipif(
+    any(
+      importlib.util.find_spec(name) is None
+      for name in ('transformers', 'torch', 'safetensors')
+    ),
+    reason="needs transformers and torch: pip install -e '.[parity]'",
+  ),
+  pytest.mark.filterwarnings('ignore'),  # those of torch and transformers
+]
 TOLERANCE = 1e-4  # of the largest value of an output
 BUDGET = 24  # tokens a row
+EOS = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,37 +175,47 @@ def first_difference(
 
 
 @functools.cache
-def _decode(config: T5Config) -> Any:
-  network = T5(config)
-
-  @jax.jit
-  def decode(params, request):
-    state = autoregressive.start(network, params, request)
-    state = autoregressive.run(
-      network, params, request, state, jnp.int32(BUDGET + 1)
-    )
-    return generation(request, state)
-
-  return decode
+def _decode(network: LanguageModel) -> Any:
+  return jax.jit(functools.partial(autoregressive.decode, network))
 
 
-def greedy(config: T5Config, params: Any, inputs: np.ndarray) -> list[list]:
-  """Tokens of the plain loop, a list a row."""
+def greedy(
+  network: LanguageModel, params: Any, inputs: np.ndarray, **prompts
+) -> list[list]:
+  """Tokens of the plain loop, a list a row.
+
+  Args:
+    network: the model.
+    params: its parameters.
+    inputs: int32[B, E], a column of zeros where it has no encoder.
+    **prompts: `prompt` and `prompt_length` of a `Request`.
+  """
   batch = len(inputs)
   request = Request(
     inputs=jnp.asarray(inputs),
     keys=jax.random.split(jax.random.key(0), batch),
     sampling=SamplingConfig(0.0).params(batch),
-    stop_ids=jnp.full((4,), 1, jnp.int32),
+    stop_ids=jnp.full((4,), EOS, jnp.int32),
     min_length=jnp.zeros((batch,), jnp.int32),
     max_length=jnp.full((batch,), BUDGET, jnp.int32),
     slots=BUDGET,
     gamma=0,
     greedy=True,
+    **prompts,
   )
-  done = jax.device_get(_decode(config)(params, request))
+  done = jax.device_get(_decode(network)(params, request))
   rows = zip(done.tokens, done.length, strict=True)
   return [row[:length].tolist() for row, length in rows]
+
+
+def check_rows(rows: list[list]) -> None:
+  """Raises AssertionError where equal rows would say little.
+
+  Several must be long, and they must not be one token over and over.
+  """
+  assert sum(len(row) >= 20 for row in rows) >= 2, rows
+  assert len({tuple(row) for row in rows}) > 2, rows
+  assert len({token for row in rows for token in row}) > 5, rows
 
 
 def their_greedy(model: Any, inputs: np.ndarray) -> list[list]:
@@ -234,7 +259,7 @@ def compare(model: Any, config: T5Config, params: Any) -> list[list]:
 
   found = difference(np.asarray(logits), expected)
   assert found < TOLERANCE, f'Logits differ by {found:.2g}. {where()}'
-  rows = greedy(config, params, batch.inputs)
+  rows = greedy(T5(config), params, batch.inputs)
   others = their_greedy(model, batch.inputs)
   for i, (row, other) in enumerate(zip(rows, others, strict=True)):
     assert row == other, f'Row {i} is {row}, there {other}. {where()}'

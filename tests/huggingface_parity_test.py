@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import operator
 
@@ -14,14 +13,7 @@ from huggingface_test import make_params
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.models.t5 import T5Config
 
-NEEDED = ('transformers', 'torch', 'safetensors')
-pytestmark = [
-  pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED),
-    reason="needs transformers and torch: pip install -e '.[parity]'",
-  ),
-  pytest.mark.filterwarnings('ignore'),  # those of torch and transformers
-]
+pytestmark = parity.MARKS
 
 # emb, heads, head_dim, mlp, layers of encoder and decoder; H * D is not M.
 V11 = T5Config(
@@ -101,13 +93,6 @@ def their_model(name):
   return model
 
 
-def check_rows(rows):
-  """Several rows are long, and they are not one token over and over."""
-  assert sum(len(row) >= 20 for row in rows) >= 2, rows
-  assert len({tuple(row) for row in rows}) > 2, rows
-  assert len({token for row in rows for token in row}) > 5, rows
-
-
 def slow(*names):
   return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
@@ -128,7 +113,7 @@ def test_what_transformers_saves_is_read(name, tmp_path):
   assert described['model_type'] == ('mt5' if name.startswith('mT5') else 't5')
   config, params = huggingface.load_huggingface(tmp_path)
   assert config == dataclasses.replace(CONFIGS[name], dropout_rate=0.1)
-  check_rows(parity.compare(model, CONFIGS[name], params))
+  parity.check_rows(parity.compare(model, CONFIGS[name], params))
 
 
 @pytest.mark.parametrize('name', ['1.0 tied', '1.1 gated', *slow('UL2')])

@@ -18,8 +18,8 @@ CONFIG = {'seed': 0, 'sampling': {'top_p': 1.0}}
 
 def started(tmp_path, config=CONFIG, overwrite=False):
   folder = resume.Folder(str(tmp_path / 'out'), 'a.jsonl')
-  folder.claim(overwrite)
-  return folder, folder.begin(config, overwrite)
+  with folder.claimed(overwrite):
+    return folder, folder.begin(config, overwrite)
 
 
 def test_chunks_come_back_until_the_run_is_finished(tmp_path):
@@ -67,14 +67,56 @@ def test_shards_share_a_folder(tmp_path):
   one, two = (
     resume.Folder(str(tmp_path), f'a.jsonl-0000{i}-of-00002') for i in (0, 1)
   )
-  for folder in (one, two):
-    folder.claim(False)
-    assert folder.begin(CONFIG, False) == []
+  with one.claimed(False), two.claimed(False):
+    assert one.begin(CONFIG, False) == two.begin(CONFIG, False) == []
   one.keep(0, 'one')
   one.finish({one.name: ''})
   assert one.finished and not two.finished
   two.keep(0, 'two')
   assert two.begin(CONFIG, False) == ['two']
+
+
+def test_one_process_at_a_time(tmp_path):
+  folder, same = (resume.Folder(str(tmp_path), 'a.jsonl') for _ in range(2))
+  with folder.claimed(False):
+    me = f'process {os.getpid()} on '
+    with pytest.raises(ValueError, match=rf'a\.jsonl in .* by {me}.*\. Wait'):
+      with same.claimed(True):
+        raise AssertionError('both have it')
+  with pytest.raises(KeyError), same.claimed(False):
+    raise KeyError  # a run that failed lets go as well
+  with folder.claimed(False):
+    pass
+  assert not list(tmp_path.iterdir())
+
+
+HOLDER = """
+import sys, time
+from specdec_jax.infer import resume
+with resume.Folder(sys.argv[1], 'a.jsonl').claimed(False):
+  print('held', flush=True)
+  time.sleep(600)
+"""
+
+
+def test_a_killed_process_lets_go(tmp_path):
+  with subprocess.Popen(
+    [sys.executable, '-c', HOLDER, str(tmp_path)],
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as holder:
+    try:
+      assert holder.stdout.readline() == 'held\n'
+      folder = resume.Folder(str(tmp_path), 'a.jsonl')
+      with pytest.raises(ValueError, match=f'by process {holder.pid} on'):
+        with folder.claimed(False):
+          raise AssertionError('both have it')
+    finally:
+      holder.kill()
+  with folder.claimed(False):
+    pass
+  assert not list(tmp_path.iterdir())
 
 
 # Decodes a file, batch by batch; argv: folder, out, what with, and then what to

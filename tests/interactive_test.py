@@ -5,6 +5,7 @@ import html.parser
 import importlib.util
 import io
 import itertools
+import json
 import shutil
 
 import jax
@@ -14,7 +15,11 @@ import rich.console
 import small_vocabulary
 from specdec_jax import interactive
 from specdec_jax.bench import memory
-from specdec_jax.checkpoints import huggingface, save_t5x
+from specdec_jax.checkpoints import (
+  huggingface,
+  huggingface_names,
+  save_t5x,
+)
 from specdec_jax.interactive import Interactive, Trace
 from specdec_jax.models.t5 import T5
 from specdec_jax.tokenizer import train_tokenizer
@@ -33,9 +38,12 @@ def draw(network: T5, seed: int):
   return network.init(jax.random.key(seed))
 
 
-def save_folder(folder, network, seed, vocabulary=None):
+def save_folder(
+  folder, network, seed, vocabulary=None, ids=huggingface_names.T5_IDS
+):
   """A Hugging Face folder, with its vocabulary as its authors leave it."""
-  huggingface.save_huggingface(folder, network.config, draw(network, seed))
+  params = draw(network, seed)
+  huggingface.save_huggingface(folder, network.config, params, ids=ids)
   if vocabulary is not None:
     shutil.copy(vocabulary, folder / 'spiece.model')
   return str(folder)
@@ -115,6 +123,44 @@ def test_a_drafter_of_another_vocabulary(tmp_path, networks, tokenizer):
   shutil.copy(tokenizer.path, tmp_path / 'same' / 'spiece.model')
   with pytest.raises(ValueError, match='model.safetensors'):
     interactive.load(target, small)
+
+
+@needs_safetensors
+def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
+  """As MADLAD-400 has them: 0 is unknown, 1 pads, 2 ends."""
+  vocabulary = tmp_path / 'madlad.model'
+  small_vocabulary.train_as_madlad(vocabulary)
+  ids = huggingface_names.SpecialIds(decoder_start=0, eos=(2,), pad=1)
+  paths = [
+    save_folder(tmp_path / name, network, seed, vocabulary, ids)
+    for seed, (name, network) in enumerate(
+      zip(('large', 'small'), networks, strict=True)
+    )
+  ]
+  found = interactive.load(*paths, gamma=3, **LENGTHS)
+  assert found.engine.input_ids(TEXTS[0])[-1] == 2
+  fast = [one.tokens for one in found.generate(TEXTS)]
+  (score,) = found.score(TEXTS[:1], ['the tree'])
+  ends = [*found.engine.tokenizer.encode('the tree'), 2]
+  assert found.score(TEXTS[:1], [ends]) == [score]
+
+  # With T5's vocabulary nothing would ever end.
+  with pytest.raises(
+    ValueError, match=r'with id 1, .*large.* with 2 .*another'
+  ):
+    interactive.load(paths[0], tokenizer=tokenizer)
+
+  # Where several ids end an output, each does.
+  tokens = fast[0]
+  stop = next(t for t in tokens[1:] if t != tokens[0])
+  settings = tmp_path / 'large' / huggingface.GENERATION
+  settings.write_text(json.dumps({'eos_token_id': [2, stop]}))
+  found = interactive.load(paths[0], **LENGTHS)
+  done = found.generate(TEXTS)[0]
+  assert done.tokens == tokens[: tokens.index(stop) + 1]
+  assert done.finish_reason == 'stop'
+  plain = found.generate(TEXTS, stop_ids=[2])
+  assert [one.tokens for one in plain] == fast
 
 
 @needs_safetensors

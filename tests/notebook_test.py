@@ -4,6 +4,7 @@ import ast
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -149,7 +150,7 @@ def test_set_up_of_a_fresh_runtime(cells, tmp_path, monkeypatch):
 
   monkeypatch.setattr(subprocess, 'run', run)
   with contextlib.chdir(tmp_path):
-    with pytest.raises(ValueError, match='Set REPOSITORY'):
+    with pytest.raises(ValueError, match='Fill in REPOSITORY'):
       exec(set_up, {})
     assert not calls
     named = set_up.replace("REPOSITORY = ''", "REPOSITORY = 'somewhere'")
@@ -164,3 +165,10 @@ def test_set_up_of_a_fresh_runtime(cells, tmp_path, monkeypatch):
     assert install[-1].startswith(f'{checkout}[hub')
     exec(named, {})  # run again, it is a checkout
     assert len(calls) == 2 and pathlib.Path.cwd() == checkout
+    # In a new runtime, or with an archive that was unpacked there.
+    os.chdir(tmp_path)
+    checkout.rename(tmp_path / 'specdec_jax-1.0')
+    exec(set_up, {})
+    (again,) = calls[2:]
+    assert again[:4] == [sys.executable, '-m', 'pip', 'install']
+    assert pathlib.Path.cwd() == tmp_path / 'specdec_jax-1.0'

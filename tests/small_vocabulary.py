@@ -1,6 +1,7 @@
 """A small vocabulary and network; JAX's cache kept apart."""
 
 import contextlib
+import io
 
 import jax
 
@@ -11,16 +12,35 @@ WORDS = 'the a red blue old house tree dog cat runs sleeps sings here there'
 VOCAB_SIZE = 288  # 256 bytes, 3 special pieces, and some of the text
 
 
-def train(folder):
-  """A tokenizer of `VOCAB_SIZE` pieces, its file in `folder`."""
+def sentences():
   words = WORDS.split()
-  sentences = [
+  return [
     ' '.join(words[(i * k) % len(words)] for k in range(1, 6))
     for i in range(300)
   ]
+
+
+def train(folder):
+  """A tokenizer of `VOCAB_SIZE` pieces, its file in `folder`."""
   return tokenizer_lib.train_tokenizer(
-    sentences, folder / 'vocab.model', VOCAB_SIZE
+    sentences(), folder / 'vocab.model', VOCAB_SIZE
   )
+
+
+def train_as_madlad(path, **special):
+  """Writes a vocabulary with MADLAD-400's special ids, or with those given."""
+  import sentencepiece
+
+  proto = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(sentences()),
+    model_writer=proto,
+    vocab_size=VOCAB_SIZE,
+    byte_fallback=True,
+    minloglevel=2,
+    **({'unk_id': 0, 'pad_id': 1, 'eos_id': 2, 'bos_id': -1} | special),
+  )
+  path.write_bytes(proto.getvalue())
 
 
 def network(num_decoder_layers: int, vocab_size: int = VOCAB_SIZE) -> T5:

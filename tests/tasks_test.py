@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import task_files
-from specdec_jax import metrics, t5_tasks, tasks
+from specdec_jax import metrics, seqio_tasks, t5_tasks, tasks
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.tokenizer import EOS_ID
 from task_files import DATA, PAIRS, T5_VOCAB, same, with_end
@@ -61,7 +61,7 @@ def test_without_seqio_the_error_says_what_to_do(monkeypatch, pairs):
     lambda: tasks.splits('any'),
     lambda: tasks.token_lists('any', 'train'),
     lambda: tasks.register_tsv('any', {}, 'vocab.model'),
-    lambda: tasks.to_seqio(pairs),
+    lambda: seqio_tasks.to_seqio(pairs),
     lambda: tasks.metrics('any'),
     lambda: tasks.examples('wmt_t2t_ende_v003', 'test'),
   ):
@@ -110,7 +110,7 @@ def test_seqio_gives_the_examples_of_a_local_task(lengths, monkeypatch):
     metrics=('rouge',),
   )
   monkeypatch.setattr(seqio.TaskRegistry, '_REGISTRY', {})
-  seqio.TaskRegistry.add_provider(task.name, tasks.to_seqio(task))
+  seqio.TaskRegistry.add_provider(task.name, seqio_tasks.to_seqio(task))
   there = list(tasks.examples(task.name, 'test', lengths))
   here = list(tasks.examples(task, 'test', lengths))
   assert len(there) == len(here) > 100
@@ -211,7 +211,7 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
     task = LocalTask(
       name, pairs.files, pairs.vocab_path, prefix=name, metrics=('bleu',)
     )
-    seqio.TaskRegistry.add_provider(name, tasks.to_seqio(task))
+    seqio.TaskRegistry.add_provider(name, seqio_tasks.to_seqio(task))
   seqio.MixtureRegistry.add(
     'specdec_both', [('specdec_one', 1), ('specdec_two', 1)]
   )
@@ -221,6 +221,9 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
     for name in ('specdec_one', 'specdec_two')
     for source, _ in PAIRS
   ]
+  assert tasks.tasks_of('specdec_both') == ['specdec_one', 'specdec_two']
+  for name in ('specdec_one', 'wmt_t2t_ende_v003', 'file.tsv', pairs):
+    assert tasks.tasks_of(name) == [name]
   with pytest.raises(ValueError, match='mixture.* specdec_one, specdec_two'):
     tasks.metrics('specdec_both')
   with pytest.raises(ValueError, match='mixture; training reads one task'):
@@ -243,7 +246,7 @@ def test_a_seqio_task_keeps_texts_numbers_and_its_postprocessor(pairs):
   def share(targets, predictions):
     return {'share': sum(map(str.__eq__, targets, predictions)) / len(targets)}
 
-  inner = tasks.to_seqio(pairs)
+  inner = seqio_tasks.to_seqio(pairs)
   seqio.TaskRegistry.add(
     'specdec_labels',
     source=inner.source,

@@ -2,6 +2,7 @@
 
 import pytest
 
+import small_vocabulary
 from specdec_jax import tokenizer
 
 pytest.importorskip('sentencepiece')
@@ -61,6 +62,30 @@ def test_too_many_pieces(tmp_path):
   with pytest.raises(ValueError, match='No vocabulary of 8000 pieces'):
     tokenizer.train_tokenizer(SENTENCES, tmp_path / 'v')
   assert not list(tmp_path.iterdir())
+
+
+# MADLAD-400's file calls its padding <s>.
+@pytest.mark.parametrize('special', [{}, {'bos_id': 1, 'pad_id': -1}])
+def test_special_ids_of_others(tmp_path, special):
+  small_vocabulary.train_as_madlad(tmp_path / 'v', **special)
+  made = tokenizer.Tokenizer(tmp_path / 'v')
+  assert (made.pad_id, made.eos_id, made.unk_id) == (0, 2, 0)
+  ids = made.encode('the old house')
+  assert not {0, 1, 2} & set(ids)
+  assert made.decode([*ids, 2, 0, 0]) == 'the old house'
+
+
+@pytest.mark.parametrize(
+  'special, words',
+  [
+    ({'unk_id': 1, 'pad_id': -1}, r'piece .+ as id 0 and end-of-sequence id 2'),
+    ({'eos_id': -1}, "'<unk>' as id 0 and end-of-sequence id -1"),
+  ],
+)
+def test_special_ids_that_cannot_be(tmp_path, special, words):
+  small_vocabulary.train_as_madlad(tmp_path / 'v', **special)
+  with pytest.raises(ValueError, match=words):
+    tokenizer.Tokenizer(tmp_path / 'v')
 
 
 def test_missing_file(tmp_path):

@@ -19,6 +19,7 @@ from specdec_jax.checkpoints.load import (
   locate,
   open_arrays,
 )
+from specdec_jax.checkpoints.locations import Location
 from specdec_jax.models.t5 import T5, T5Config
 
 FORMATS = ('orbax', 'safetensors', 't5x')
@@ -79,10 +80,11 @@ def convert(config: ConvertConfig) -> str:
     raise ValueError(
       f'{config.output!r} is there already; name another output or remove it.'
     )
-  sizes, params = _load(config)
+  location = locate(config.checkpoint_path)
+  sizes, params = _load(config, location)
   output.parent.mkdir(parents=True, exist_ok=True)
   if sizes is not None:
-    _save_safetensors(output, sizes, params)
+    _save_safetensors(output, sizes, params, location)
   elif config.format == 'orbax':
     orbax_params.save_orbax(output, params)
   else:
@@ -93,9 +95,10 @@ def convert(config: ConvertConfig) -> str:
   return f'{config.output}: {len(leaves)} arrays, {total:,} parameters{of}'
 
 
-def _load(config: ConvertConfig) -> tuple[T5Config | None, t5x.Params]:
+def _load(
+  config: ConvertConfig, location: Location
+) -> tuple[T5Config | None, t5x.Params]:
   """The parameters of a checkpoint, and its sizes for a format with them."""
-  location = locate(config.checkpoint_path)
   source, network = str(location), config.network
   sizes: Any = network.config if network else None
   if is_huggingface(location):
@@ -123,15 +126,21 @@ def _load(config: ConvertConfig) -> tuple[T5Config | None, t5x.Params]:
 
 
 def _save_safetensors(
-  output: pathlib.Path, sizes: T5Config, params: t5x.Params
+  output: pathlib.Path,
+  sizes: T5Config,
+  params: t5x.Params,
+  source: Location,
 ) -> None:
   from specdec_jax.checkpoints import huggingface
 
+  ids = huggingface.names.T5_IDS
+  if is_huggingface(source):
+    ids = huggingface.special_ids(source.path)
   unfinished = output.with_name(f'.{output.name}.tmp')
   with contextlib.suppress(FileNotFoundError):
     shutil.rmtree(unfinished)
   try:
-    huggingface.save_huggingface(unfinished, sizes, params)
+    huggingface.save_huggingface(unfinished, sizes, params, ids=ids)
     os.rename(unfinished, output)
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -13,7 +13,13 @@ import jax
 import numpy as np
 
 from specdec_jax.checkpoints.huggingface_arrays import Layout, place
-from specdec_jax.checkpoints.locations import STORE_ERRORS, Location, reason
+from specdec_jax.checkpoints.locations import (
+  READ_SECONDS,
+  STORE_ERRORS,
+  Location,
+  reading,
+  reason,
+)
 
 PIECE_BYTES = 128 << 20
 
@@ -148,7 +154,7 @@ class StoredArray:
         )
         source = store[piece].translate_to[0] if piece else store
         into = target[there].translate_to[0] if piece else target
-        into.write(source).result()
+        into.write(source).result(timeout=READ_SECONDS)
     except STORE_ERRORS as error:
       raise ValueError(reason(error)) from error
 
@@ -197,15 +203,14 @@ def open_stored(
 
   # A missing chunk would read as zeros. T5X and Orbax write those too.
   strict = {'fill_missing_data_reads': False}
-  context = ts.Context()
   opening = {
-    name: ts.open({**spec, **strict}, open=True, read=True, context=context)
+    name: ts.open({**spec, **strict}, open=True, read=True, context=reading())
     for name, spec in specs.items()
   }
   found = {}
   for name, future in opening.items():
     try:
-      found[name] = StoredArray(future.result())
+      found[name] = StoredArray(future.result(timeout=READ_SECONDS))
     except STORE_ERRORS as error:
       raise complain(name, reason(error)) from error
   return found

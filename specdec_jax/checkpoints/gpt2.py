@@ -9,6 +9,7 @@ import dataclasses
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import flax.traverse_util
@@ -52,7 +53,10 @@ class _Third(Stored):
 
 
 def load_gpt2(
-  folder: str | os.PathLike[str], dtype: Any = None, sharding: Layouts = None
+  folder: str | os.PathLike[str],
+  dtype: Any = None,
+  sharding: Layouts = None,
+  described: Mapping[str, Any] | None = None,
 ) -> tuple[GPTConfig, Params]:
   """Reads a folder of one or several safetensors files.
 
@@ -67,6 +71,7 @@ def load_gpt2(
     sharding: None for NumPy arrays; a jax Device or Sharding for all arrays;
       or a function from an array's name ('decoder/layers_0/mlp/wo/kernel') to
       one of these.
+    described: config.json, where it has been read.
 
   Returns:
     The model's shape, and a nested dict of arrays.
@@ -78,7 +83,7 @@ def load_gpt2(
       cannot be laid out by `sharding`.
   """
   folder = pathlib.Path(folder)
-  described = arrays.read_json(folder / CONFIG)
+  described = described or arrays.read_json(folder / CONFIG)
   stored = _open(folder)
   tied = names.HEAD not in stored or (
     names.EMBEDDING in stored

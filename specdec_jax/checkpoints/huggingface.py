@@ -48,6 +48,7 @@ def save_huggingface(
   params: Params,
   dtype: Any = None,
   max_shard_bytes: int = MAX_SHARD_BYTES,
+  ids: SpecialIds = names.T5_IDS,
 ) -> None:
   """Writes a folder that transformers' `from_pretrained` reads.
 
@@ -61,6 +62,7 @@ def save_huggingface(
     dtype: of the arrays on disk, e.g. jnp.bfloat16; None keeps theirs.
     max_shard_bytes: of the arrays in one file; what does not fit goes to
       several, and one array that is larger to a file of its own.
+    ids: with a meaning of their own, T5's unless given.
 
   Raises:
     ValueError: the package safetensors is missing, `params` are not those of
@@ -90,11 +92,11 @@ def save_huggingface(
       old.unlink()
   if len(shards) == 1:
     (folder / INDEX).unlink(missing_ok=True)
-  ids = {'decoder_start_token_id': 0, 'eos_token_id': 1, 'pad_token_id': 0}
-  files.write_json(folder / GENERATION, ids, indent=2, sort_keys=True)
+  said = names.describe_ids(ids)
+  files.write_json(folder / GENERATION, said, indent=2, sort_keys=True)
   embedding = flat[table[_EMBEDDING].name]
   described['torch_dtype'] = np.dtype(dtype or embedding.dtype).name
-  files.write_json(folder / CONFIG, described | ids, indent=2, sort_keys=True)
+  files.write_json(folder / CONFIG, described | said, indent=2, sort_keys=True)
 
 
 def _bytes(array: Any, dtype: Any) -> int:
@@ -140,10 +142,13 @@ def _write_weights(
     tensors[name] = np.ascontiguousarray(array.T if row.transposed else array)
   temporary = path.with_name(f'.{path.name}.tmp')
   try:
+    temporary.touch()
+    mode = temporary.stat().st_mode
     # transformers refuses a file that does not say whose it is.
     arrays.import_safetensors().numpy.save_file(
       tensors, temporary, metadata={'format': 'pt'}
     )
+    temporary.chmod(mode)  # the package makes files private
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
@@ -158,7 +163,10 @@ def _write_index(
 
 
 def load_huggingface(
-  folder: str | os.PathLike[str], dtype: Any = None, sharding: Layouts = None
+  folder: str | os.PathLike[str],
+  dtype: Any = None,
+  sharding: Layouts = None,
+  described: Mapping[str, Any] | None = None,
 ) -> tuple[T5Config, Params]:
   """Reads a folder of one or several safetensors files.
 
@@ -173,6 +181,7 @@ def load_huggingface(
     sharding: None for NumPy arrays; a jax Device or Sharding for all arrays;
       or a function from an array's name ('decoder/layers_0/mlp/wo/kernel') to
       one of these.
+    described: config.json, where it has been read.
 
   Returns:
     The model's shape, and a nested dict of arrays named as T5X does.
@@ -184,7 +193,7 @@ def load_huggingface(
       shapes; or it cannot be laid out by `sharding`.
   """
   folder = pathlib.Path(folder)
-  described = arrays.read_json(folder / CONFIG)
+  described = described or arrays.read_json(folder / CONFIG)
   stored = arrays.open_folder(folder)
   _drop_aliases(stored, folder)
   tied = _HEAD not in stored or _same(stored, _HEAD, _EMBEDDING)
@@ -198,7 +207,7 @@ def load_huggingface(
   config = names.read_config(
     described, tied and scaled, os.fspath(folder / CONFIG)
   )
-  special_ids(folder)
+  special_ids(folder, described)
   table = names.table(config)
   shapes = {name: row.shape for name, row in table.items()}
   check_stored(stored, shapes, folder)
@@ -215,19 +224,26 @@ def load_huggingface(
   return config, flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def special_ids(folder: str | os.PathLike[str]) -> SpecialIds:
+def special_ids(
+  folder: str | os.PathLike[str], described: Mapping[str, Any] | None = None
+) -> SpecialIds:
   """Reads which ids start, end and fill the sequences of a folder's model.
+
+  Args:
+    folder: with config.json, and perhaps generation_config.json.
+    described: config.json, where it has been read.
 
   Raises:
     ValueError: config.json is missing or broken, an id is no number, or the
       decoder starts with another id than 0.
   """
   folder = pathlib.Path(folder)
-  described = arrays.read_json(folder / CONFIG)
+  described = described or arrays.read_json(folder / CONFIG)
   if (folder / GENERATION).exists():
     given = arrays.read_json(folder / GENERATION)
     # Generation follows this file where it says something.
-    described |= {k: v for k, v in given.items() if v is not None}
+    given = {key: value for key, value in given.items() if value is not None}
+    described = {**described, **given}
   return names.read_ids(described, os.fspath(folder))
 
 

@@ -226,12 +226,25 @@ class SpecialIds(NamedTuple):
     decoder_start: what the decoder reads first; 0, as in all of T5X.
     eos: those that end an output; T5 has 1, MADLAD-400 has 2.
     pad: what transformers fills rows with. Here it is always 0, as in T5X:
-      padding is masked, so that logits do not depend on it.
+      padding is masked, so that logits do not depend on it. Where 0 is the
+      unknown piece (MADLAD-400), T5X's encoder does not see that either.
   """
 
   decoder_start: int
   eos: tuple[int, ...]
   pad: int
+
+
+T5_IDS = SpecialIds(decoder_start=0, eos=(1,), pad=0)
+
+
+def describe_ids(ids: SpecialIds) -> dict[str, Any]:
+  """Returns what config.json says of special ids; see `read_ids`."""
+  return {
+    'decoder_start_token_id': ids.decoder_start,
+    'eos_token_id': ids.eos[0] if len(ids.eos) == 1 else list(ids.eos),
+    'pad_token_id': ids.pad,
+  }
 
 
 def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
@@ -246,13 +259,13 @@ def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
       one than 0.
   """
 
-  def given(name: str, default: int) -> Any:
+  def given(name: str, default: Any) -> Any:
     value = described.get(name)
     return default if value is None else value
 
-  pad = given('pad_token_id', 0)
+  pad = given('pad_token_id', T5_IDS.pad)
   start = given('decoder_start_token_id', pad)  # as transformers does
-  eos = given('eos_token_id', 1)
+  eos = given('eos_token_id', list(T5_IDS.eos))
   ends = tuple(eos) if isinstance(eos, list) else (eos,)
   for name, value in (
     ('pad_token_id', pad),

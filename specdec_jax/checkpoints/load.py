@@ -51,8 +51,10 @@ def load(
   state is not read. Stacks that were trained as a scan become single layers.
 
   Arrays go to their dtype and device one after another: the host holds what
-  stays there, and beside it at most twice the largest array. What a format has
-  no checksum for cannot be seen to be wrong: Orbax's and uncompressed arrays.
+  stays there, and beside it at most twice the largest array. Missing bytes are
+  always seen; changed ones only where arrays have a checksum, which are those
+  that gzip compressed, as T5X does: not Orbax's, nor those inside a msgpack or
+  safetensors file, nor what was compressed by blosc or zstd.
 
   Args:
     path: a file or folder, `gs://bucket/folder`, or an id of the hub.
@@ -183,8 +185,12 @@ def load_huggingface(
   network: LanguageModel | None = None,
   dtype: Any = None,
   sharding: Shardings = None,
+  described: Mapping[str, Any] | None = None,
 ) -> tuple[T5Config | GPTConfig, Params]:
-  """Reads a Hugging Face folder and compares it with a network; see `load`."""
+  """Reads a Hugging Face folder and compares it with a network; see `load`.
+
+  `described` is its config.json, where it has been read.
+  """
   from specdec_jax.checkpoints import (
     gpt2,
     gpt2_names,
@@ -197,15 +203,17 @@ def load_huggingface(
       f'{folder.path!r} is a Hugging Face folder in a bucket; copy it to this'
       ' machine first.'
     )
-  described = read_json(pathlib.Path(folder.path) / CONFIG)
+  described = described or read_json(pathlib.Path(folder.path) / CONFIG)
   rule = _as_rule(sharding)
   found: T5Config | GPTConfig
   fields = {}
   if described.get('model_type') == gpt2_names.MODEL_TYPE:
-    found, params = gpt2.load_gpt2(folder.path, dtype, rule)
+    found, params = gpt2.load_gpt2(folder.path, dtype, rule, described)
     fields = {'fields': gpt2_names.FIELDS}
   else:
-    found, params = huggingface.load_huggingface(folder.path, dtype, rule)
+    found, params = huggingface.load_huggingface(
+      folder.path, dtype, rule, described
+    )
   config = getattr(network, 'config', None)
   if isinstance(config, type(found)):
     huggingface_names.check_config(found, config, folder.path, **fields)

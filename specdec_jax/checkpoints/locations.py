@@ -4,6 +4,7 @@ What lies in a bucket is read through TensorStore's key-value stores, so that
 `gs://` needs no other package. TensorStore is imported when it is needed.
 """
 
+import errno
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,18 @@ _SCHEME = '://'
 _FEW = 8
 # What TensorStore raises for what is not there, not allowed or broken.
 STORE_ERRORS = (ValueError, RuntimeError, OSError, NotImplementedError)
+# TensorStore itself would try 32 times, for a quarter of an hour. The first
+# question, mostly what is there, tells whether there is a network; later a read
+# may meet a busy minute.
+_FIRST = {'max_retries': 3, 'initial_delay': '1s', 'max_delay': '4s'}
+_READING = {'max_retries': 8, 'initial_delay': '1s', 'max_delay': '16s'}
+FIRST_SECONDS = 60  # in which an answer must come, or none will
+READ_SECONDS = 600
+_ADVICE = (
+  'Check the address, the network and who may read it (`gcloud auth'
+  ' application-default login` where a bucket is not public), or copy it to'
+  ' this machine.'
+)
 
 
 def open_location(path: str | os.PathLike[str]) -> 'Location':
@@ -66,6 +79,11 @@ class Location:
       stream.seek(offset)
       return stream.read(size)
 
+  def read_all(self) -> bytes:
+    """The whole file."""
+    with open(self.path, 'rb') as stream:
+      return stream.read()
+
   def kvstore(self) -> dict[str, Any]:
     """The folder as TensorStore's specification of a key-value store."""
     return {'driver': 'file', 'path': os.path.abspath(self.path) + '/'}
@@ -89,8 +107,8 @@ class RemoteLocation(Location):
 
   def names(self) -> set[str]:
     if self._names is None:
-      keys = self._ask(self.kvstore(), lambda store: store.list()) or []
-      self._names = {key.decode().split('/')[0] for key in keys}
+      keys = self._ask(self.kvstore(), lambda store: store.list(), first=True)
+      self._names = {key.decode().split('/')[0] for key in keys or []}
     return self._names
 
   def child(self, name: str) -> 'RemoteLocation':
@@ -121,6 +139,11 @@ class RemoteLocation(Location):
     end = min(offset + size, self.size())
     return self._read(offset, end) if end > offset else b''
 
+  def read_all(self) -> bytes:
+    if not (found := self._read(0, None, first=True)):
+      raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    return found
+
   def kvstore(self) -> dict[str, Any]:
     return {**self._spec, 'path': f'{self._spec["path"]}/'}
 
@@ -128,30 +151,51 @@ class RemoteLocation(Location):
     """Whether the object has a byte there."""
     return bool(self._read(position, position + 1))
 
-  def _read(self, start: int, stop: int) -> bytes:
+  def _read(self, start: int, stop: int | None, first: bool = False) -> bytes:
     folder, name = os.path.split(self._spec['path'])
     found = self._ask(
       {**self._spec, 'path': f'{folder}/' if folder else ''},
       lambda store: store.read(name, byte_range=slice(start, stop)),
+      first,
     )
     return found.value if found else b''
 
-  def _ask(self, spec: dict[str, Any], ask: Callable[[Any], Any]) -> Any:
-    """The store's answer, None where nothing is."""
+  def _ask(
+    self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
+  ) -> Any:
+    """The store's answer, None where nothing is; `first` waits less for it."""
     import tensorstore
 
+    context = _context(_FIRST) if first else reading()
+    seconds = FIRST_SECONDS if first else READ_SECONDS
     try:
-      return ask(tensorstore.KvStore.open(spec).result()).result()
+      store = tensorstore.KvStore.open(spec, context=context).result()
+      return ask(store).result(timeout=seconds)
     except STORE_ERRORS as error:
       if str(error).startswith(('NOT_FOUND', 'OUT_OF_RANGE')):
         return None
       raise ValueError(
-        f'{self.path!r} cannot be read: {reason(error)}'
+        f'{self.path!r} cannot be read: {reason(error)}. {_ADVICE}'
       ) from error
+
+
+def reading() -> Any:
+  """TensorStore's context for arrays."""
+  return _context(_READING)
+
+
+def _context(retries: dict[str, Any]) -> Any:
+  import tensorstore
+
+  return tensorstore.Context(
+    {f'{store}_request_retries': retries for store in ('gcs', 's3')}
+  )
 
 
 def reason(error: BaseException) -> str:
   """One line of a message of TensorStore's, without its specification."""
+  if isinstance(error, TimeoutError):
+    return 'no answer came'
   lines = str(error).partition(' [')[0].splitlines()
   return lines[0] if lines else type(error).__name__
 

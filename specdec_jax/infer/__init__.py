@@ -5,9 +5,13 @@ and `decode` does it. `TaskConfig` describes a run over a task as T5X users know
 it, and `decode_task` does it. Both can be killed and go on where they were.
 """
 
+from specdec_jax.infer.mixture import decode_task
 from specdec_jax.infer.run import decode
-from specdec_jax.infer.settings import DecodeConfig, TaskConfig
-from specdec_jax.infer.task import decode_task, load_drafter
+from specdec_jax.infer.settings import (
+  DecodeConfig,
+  TaskConfig,
+  load_drafter,
+)
 
 __all__ = [
   'DecodeConfig',

@@ -5,6 +5,7 @@ A way is plain decoding, speculative decoding or scoring. All of them give
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,17 @@ import rich.console
 import rich.progress
 
 from specdec_jax import environment, scoring
-from specdec_jax.completion import Completion, CompletionStats, passed_over
+from specdec_jax.completion import (
+  Completion,
+  CompletionStats,
+  no_distribution,
+  passed_over,
+)
+from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine
 from specdec_jax.infer import report, resume
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.schedule import Load, Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +49,19 @@ class Item:
 
 
 class Way(Protocol):
-  """One way from items to results."""
+  """One way from items to results.
+
+  Attributes:
+    fixed: whether each of its runs takes a batch of the same size; otherwise
+      it takes any number of items at once.
+    load: of the last run, where it knows.
+  """
+
+  @property
+  def fixed(self) -> bool: ...
+
+  @property
+  def load(self) -> Load | None: ...
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles what `run` needs; seconds, 0.0 if nothing was to be done."""
@@ -63,6 +83,7 @@ class Decoding:
     seed: with an item's `example_id`, what its random numbers derive from.
     log_probs: whether log-probabilities are wanted.
     lenience: of the speculative way; below 1 it is lossy.
+    slots: rows of continuous batching; None decodes fixed batches.
   """
 
   engine: Engine
@@ -71,14 +92,31 @@ class Decoding:
   seed: int
   log_probs: bool = True
   lenience: float = 1.0
+  slots: int | None = None
+
+  @functools.cached_property
+  def _decoder(self) -> Engine | Continuous:
+    if self.slots is None:
+      return self.engine
+    return Continuous(self.engine, Settings(rows=self.slots))
+
+  @property
+  def fixed(self) -> bool:
+    """Whether it decodes fixed batches."""
+    return self.slots is None
+
+  @property
+  def load(self) -> Load | None:
+    """Of continuous batching."""
+    return getattr(self._decoder, 'load', None)
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles the engine's program for such a batch."""
-    return self.engine.warmup(_sources(items), **self._options(items))
+    return self._decoder.warmup(_sources(items), **self._options(items))
 
   def run(self, items: Sequence[Item]) -> list[Completion]:
     """Decodes the items together."""
-    return self.engine.generate(_sources(items), **self._options(items))
+    return self._decoder.generate(_sources(items), **self._options(items))
 
   def _options(self, items: Sequence[Item]) -> dict[str, Any]:
     options: dict[str, Any] = {
@@ -99,6 +137,9 @@ class Decoding:
 
 class Scoring:
   """Scores each item's target; the result looks as if it had been decoded."""
+
+  fixed = True
+  load = None
 
   def __init__(self, engine: Engine):
     self._engine = engine
@@ -137,11 +178,7 @@ def _sources(items: Sequence[Item]) -> list[Any]:
 
 def _scored(item: Item, score: scoring.Score) -> Completion:
   if math.isnan(score.total):
-    return passed_over(
-      'error',
-      "The target's logits were not a distribution (NaN, infinite or all"
-      ' masked); check its parameters and dtype.',
-    )
+    return passed_over('error', no_distribution())
   return Completion(
     text='',
     tokens=list(item.target),
@@ -179,7 +216,7 @@ def run_all(
   Args:
     items: in order; what is in a batch depends on nothing else.
     ways: name -> way.
-    rows: items of a batch.
+    rows: items of a batch; a way that is not `fixed` takes a chunk at once.
     period: batches of a chunk; each is kept when it is done.
     folder: where chunks are kept; None keeps none.
     done: the first chunks, as they were kept.
@@ -195,6 +232,8 @@ def run_all(
   for chunk in done:
     for name, mode in modes.items():
       mode.add(report.Mode.from_json(chunk[name]))
+  if not any(way.fixed for way in ways.values()):
+    rows, period = rows * period, 1
   batches = [items[at : at + rows] for at in range(0, len(items), rows)]
   progress = rich.progress.Progress(
     *rich.progress.Progress.get_default_columns(),
@@ -226,11 +265,13 @@ def _run_batch(
   way: Way, batch: Sequence[Item], rows: int, mode: report.Mode
 ) -> None:
   """Runs one batch one way and adds what came to `mode`."""
-  # A shorter last batch would compile anew; its last item fills it up.
-  padded = [*batch, *[batch[-1]] * (rows - len(batch))]
+  padded = list(batch)
+  if way.fixed:
+    # A shorter last batch would compile anew; its last item fills it up.
+    padded += [batch[-1]] * (rows - len(batch))
   seconds = way.warmup(padded)
   mode.compile_seconds += seconds
-  if seconds > 0:
+  if seconds > 0 and way.fixed:
     # The first run of a program also pays for what is compiled around it.
     way.run(padded)
   if mode.first_output_seconds is None:
@@ -238,6 +279,9 @@ def _run_batch(
   start = time.perf_counter()
   completions = way.run(padded)
   mode.seconds.append(time.perf_counter() - start)
+  if way.load is not None:
+    mode.live_rounds += way.load.live_rounds
+    mode.slot_rounds += way.load.slot_rounds
   numbers = [item.number for item in batch]
   mode.batches.append(numbers)
   mode.completions.update(zip(numbers, completions, strict=False))

@@ -33,6 +33,8 @@ class Mode:
     completions: line index -> completion.
     batches: the line indices of each batch, in the order of decoding.
     seconds: wall time of each batch, tokenisation included.
+    live_rounds: of continuous batching: sum over rounds of the running rows.
+    slot_rounds: likewise, of all rows.
   """
 
   compile_seconds: float = 0.0
@@ -40,6 +42,8 @@ class Mode:
   completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
   batches: list[list[int]] = dataclasses.field(default_factory=list)
   seconds: list[float] = dataclasses.field(default_factory=list)
+  live_rounds: int = 0
+  slot_rounds: int = 0
 
   def ms_per_token(self) -> list[float | None]:
     """Milliseconds a token, for each batch; None where it made no token."""
@@ -60,6 +64,8 @@ class Mode:
     self.completions |= later.completions
     self.batches += later.batches
     self.seconds += later.seconds
+    self.live_rounds += later.live_rounds
+    self.slot_rounds += later.slot_rounds
 
   def to_json(self) -> dict[str, Any]:
     """Everything, as JSON can hold it; floats come back as they were."""
@@ -136,6 +142,9 @@ def _summarise_mode(mode: Mode) -> dict[str, Any]:
     'seconds': seconds,
     'compile_seconds': mode.compile_seconds,
     'first_output_seconds': mode.first_output_seconds,
+    'occupancy': (
+      mode.live_rounds / mode.slot_rounds if mode.slot_rounds else None
+    ),
   }
 
 
@@ -198,6 +207,10 @@ def rows(summary: Mapping[str, Any]) -> list[list[str]]:
   ):
     if summary.get(key):
       table.append([title, '1.00', f'{summary[key]:.2f}'])
+  full = [summary[name].get('occupancy') for name in names]
+  if any(full):
+    cells = ('-' if part is None else f'{part:.3f}' for part in full)
+    table.append(['running rows / slots', *cells])
   compiled = (f'{summary[name]["compile_seconds"]:.1f}' for name in names)
   table.append(['compile, s (apart)', *compiled])
   first = [summary[name].get('first_output_seconds') for name in names]
@@ -214,7 +227,9 @@ def print_results(
 ) -> None:
   """Prints the table of `summary`; agreement and failed lines below it."""
   header, *body = rows(summary)
-  table = rich.table.Table(title='Decoding, plain and speculative')
+  ways = ' and '.join(header[1:])
+  title = 'Scoring' if ways == SCORING else f'Decoding, {ways}'
+  table = rich.table.Table(title=title)
   table.add_column(header[0])
   for name in header[1:]:
     table.add_column(name, justify='right')

@@ -4,21 +4,30 @@ What a run has finished lies in `NAME.parts/` of its output folder, a file for
 each chunk of batches, beside what decides its output (`config.json`). Each file
 is written whole or not at all, so a restart finds whole chunks only and goes on
 behind them. Results are merged at the end, the marker `NAME.COMPLETED` last.
+Meanwhile `.NAME.lock` keeps other processes out; a killed one lets go of it.
 """
 
 import contextlib
 import errno
 import glob
 import json
+import os
 import pathlib
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from specdec_jax import files
 
+try:
+  import fcntl
+except ImportError:  # not on Windows
+  fcntl = None  # type: ignore[assignment]
+
 _CONFIG = 'config.json'
+_DECODED = 'decoded.json'
 
 
 class Folder:
@@ -35,19 +44,26 @@ class Folder:
     self._parts = self.path / f'{name}.parts'
     self._marker = self.path / f'{name}.COMPLETED'
     self._config = self.path / f'{name}.config.json'
+    self._lock = self.path / f'.{name}.lock'
 
   @property
   def finished(self) -> bool:
     """Whether it holds finished results."""
     return self._marker.exists()
 
-  def claim(self, overwrite: bool) -> None:
-    """Makes the folder and sees that results may and can be written to it.
+  @contextlib.contextmanager
+  def claimed(self, overwrite: bool) -> Iterator[None]:
+    """Makes the folder and keeps other processes from writing these results.
 
     Raises:
-      ValueError: it cannot be made or written, or it holds finished results
-        and `overwrite` is not set.
+      ValueError: it cannot be made or written, it holds finished results and
+        `overwrite` is not set, or another process is writing them.
     """
+    self._check(overwrite)
+    with _locked(self._lock, f'{self.name} in {str(self.path)!r}'):
+      yield
+
+  def _check(self, overwrite: bool) -> None:
     if self.finished and not overwrite:
       raise ValueError(
         f'{str(self.path)!r} already holds finished results ({self.name}); they'
@@ -94,10 +110,7 @@ class Folder:
         shutil.rmtree(self._parts, ignore_errors=True)
         self._parts.mkdir()
         files.write_json(known, config)
-    chunks: list[Any] = []
-    while (part := self._part(len(chunks))).exists():
-      chunks.append(_read(part))
-    return chunks
+    return self._chunks()
 
   def keep(self, number: int, content: Any) -> None:
     """Writes chunk `number`, counted from 0; what JSON can hold.
@@ -124,7 +137,32 @@ class Folder:
     if known.exists():
       contents[self._config.name] = known.read_text('utf-8')
     write_all(self.path, contents, self._marker.name)
+    self.discard()
+
+  def mark_decoded(self) -> None:
+    """Says that all chunks are there, for `decoded` of another process."""
+    files.write_json(self._parts / _DECODED, {})
+
+  def decoded(self, config: Mapping[str, Any]) -> list[Any] | None:
+    """All chunks of a run of `config`; None while there are not all of them."""
+    known = self._parts / _CONFIG
+    if not (self._parts / _DECODED).exists() or not _same(known, config):
+      return None
+    return self._chunks()
+
+  def discard(self) -> None:
+    """Removes the chunks."""
     shutil.rmtree(self._parts, ignore_errors=True)
+
+  def reopen(self) -> None:
+    """Takes back that the results are finished; they are made anew."""
+    self._marker.unlink(missing_ok=True)
+
+  def _chunks(self) -> list[Any]:
+    chunks: list[Any] = []
+    while (part := self._part(len(chunks))).exists():
+      chunks.append(_read(part))
+    return chunks
 
   def _part(self, number: int) -> pathlib.Path:
     return self._parts / f'{number:05}.json'
@@ -138,6 +176,45 @@ class Folder:
         f' ({self.name}): {"; ".join(found)}. Give another folder, the same'
         ' configuration, or set overwrite to True'
       )
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path, what: str) -> Iterator[None]:
+  """Holds a lock that goes with the process, however that ends.
+
+  Raises:
+    ValueError: another process has it; says which.
+  """
+  with _open_locked(path, what) as lock:
+    lock.truncate(0)
+    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
+    lock.flush()
+    try:
+      yield
+    finally:
+      path.unlink(missing_ok=True)
+
+
+def _open_locked(path: pathlib.Path, what: str) -> TextIO:
+  while True:
+    lock = open(path, 'a+', encoding='utf-8')
+    try:
+      if fcntl is not None:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      with lock:
+        lock.seek(0)
+        who = lock.read() or 'another process'
+      raise ValueError(
+        f'{what} is being written by {who}. Wait for it, or give another folder'
+      ) from error
+    except OSError:
+      return lock  # a file system without locks
+    # Whoever had it may have removed the file after it was opened here.
+    with contextlib.suppress(FileNotFoundError):
+      if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+        return lock
+    lock.close()
 
 
 def _read(path: pathlib.Path) -> Any:

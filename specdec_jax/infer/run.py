@@ -8,7 +8,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import calibration
+from specdec_jax import calibration, processes
 from specdec_jax.engine import Engine
 from specdec_jax.infer import batches, report, results, resume
 from specdec_jax.infer.lines import Line, count_tokens, read_lines
@@ -40,11 +40,26 @@ def decode(
       after everything was written and printed.
     OSError: the results could not be written, such as on a full disk.
   """
+  if not processes.current().alone:
+    raise ValueError(
+      'Several processes decode a task or a file of examples together: give'
+      ' gin/runs/decode_task.gin. A run over lines is one process.'
+    )
   console = console or rich.console.Console()
-  folder = None
-  if config.output_dir is not None:
-    folder = resume.Folder(config.output_dir, results.PREDICTIONS)
-    folder.claim(config.overwrite)
+  if config.output_dir is None:
+    return _decode(config, None, beside or {}, console)
+  folder = resume.Folder(config.output_dir, results.PREDICTIONS)
+  with folder.claimed(config.overwrite):
+    return _decode(config, folder, beside or {}, console)
+
+
+def _decode(
+  config: DecodeConfig,
+  folder: resume.Folder | None,
+  beside: Mapping[str, Callable[[], str]],
+  console: rich.console.Console,
+) -> dict[str, Any]:
+  """`decode` to a folder of its own."""
   lines = read_lines(config.input_file)
   measured = (
     calibration.load(config.calibration) if config.calibration else None
@@ -68,6 +83,7 @@ def decode(
         config.sampling,
         config.seed,
         lenience=config.lenience,
+        slots=config.slots,
       )
       for name in WAYS[config.mode]
     },
@@ -82,7 +98,7 @@ def decode(
     modes, config.sampling.greedy, _context(config, engine, records)
   )
   if folder is not None:
-    extra = {name: text() for name, text in (beside or {}).items()}
+    extra = {name: text() for name, text in beside.items()}
     folder.finish(results.contents(records, summary, extra))
   report.print_examples(
     console, [line.text for line in lines], modes, config.num_shown
@@ -162,6 +178,7 @@ def _identity(
     'lines_sha256': hashlib.sha256(texts.encode()).hexdigest(),
     'mode': config.mode,
     'batch_size': config.batch_size,
+    'batching': config.batching,
     'sampling': dataclasses.asdict(config.sampling),
     'lenience': config.lenience,
     'seed': config.seed,

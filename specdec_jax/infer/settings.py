@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine import Engine, Model, load_model
 from specdec_jax.infer.report import PLAIN, SPECULATIVE
 from specdec_jax.local_tasks import LocalTask
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
@@ -18,6 +20,8 @@ WAYS = {
   SPECULATIVE: (SPECULATIVE,),
 }
 PREDICT, SCORE, PREDICT_WITH_AUX = 'predict', 'score', 'predict_with_aux'
+FIXED, CONTINUOUS = 'fixed', 'continuous'
+BATCHINGS = (FIXED, CONTINUOUS)
 TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
 
 
@@ -35,6 +39,9 @@ class DecodeConfig:
     mode: 'both', 'plain' or 'speculative'. 'both' decodes each batch plainly,
       then speculatively, so that a machine that slows down slows both.
     batch_size: lines decoded together.
+    batching: 'fixed' decodes batch after batch in the order of the lines,
+      'continuous' gives the place of a line that is finished to the next one,
+      see `Continuous`: with many lines it is quicker.
     sampling: how tokens are drawn, for every line the same.
     lenience: of speculative decoding, in (0, 1]; below 1 it is lossy: see
       `job.Options`.
@@ -59,6 +66,7 @@ class DecodeConfig:
   overwrite: bool = False
   mode: str = 'both'
   batch_size: int = 1
+  batching: str = FIXED
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
   lenience: float = 1.0
   seed: int = 0
@@ -78,10 +86,16 @@ class DecodeConfig:
     check.flags('overwrite', 'require_agreement')
     check.choice('mode', WAYS)
     check.choice('on_too_long', ('error', 'truncate'))
+    check.choice('batching', BATCHINGS)
     check.at_least(0, 'num_shown', 'seed')
     check.at_least(1, 'batch_size', 'checkpoint_period')
     check.sampling()
     check_lenience(self.lenience)
+
+  @property
+  def slots(self) -> int | None:
+    """Rows of continuous batching; None where batches are fixed."""
+    return self.batch_size if self.batching == CONTINUOUS else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +120,7 @@ class TaskConfig:
     decoding: 'speculative', 'plain', or 'both' in turn: then the summary
       compares them, and the predictions are the speculative ones.
     batch_size: examples decoded together.
+    batching: as of `DecodeConfig`; scores come in fixed batches.
     num_decodes: samples of each example.
     prompt_from_targets: with so many of its targets' first tokens each output
       begins.
@@ -139,6 +154,7 @@ class TaskConfig:
   mode: str = PREDICT
   decoding: str = SPECULATIVE
   batch_size: int = 32
+  batching: str = FIXED
   num_decodes: int = 1
   prompt_from_targets: int = 0
   prompt_feature: str | None = None
@@ -165,6 +181,7 @@ class TaskConfig:
     check.flags('overwrite', 'include_all_inputs')
     check.choice('mode', TASK_MODES)
     check.choice('decoding', WAYS)
+    check.choice('batching', BATCHINGS)
     check.at_least(0, 'seed', 'shard_id', 'prompt_from_targets')
     check.at_least(
       1, 'batch_size', 'num_decodes', 'num_shards', 'checkpoint_period'
@@ -206,6 +223,32 @@ class TaskConfig:
       "1 in the mode 'score'",
     )
 
+  @property
+  def slots(self) -> int | None:
+    """Rows of continuous batching; None where batches are fixed."""
+    rows = self.batch_size * self.num_decodes
+    return rows if self.batching == CONTINUOUS else None
+
+
+def load_drafter(
+  network: LanguageModel | None = None,
+  path: str | None = None,
+  tokenizer: Tokenizer | None = None,
+  placement: Placement | None = None,
+) -> Model:
+  """`engine.load_model` for a drafter that a run file may leave out.
+
+  Raises:
+    ValueError: it was left out; or as `engine.load_model`.
+  """
+  if network is None or path is None:
+    raise ValueError(
+      'Speculative decoding needs a drafter: give its network (gin: DRAFT) and'
+      ' its checkpoint (DRAFT_CHECKPOINT_PATH), or set decoding (DECODING) to'
+      " 'plain'."
+    )
+  return load_model(network, path, tokenizer, placement)
+
 
 class _Check:
   """Says of a configuration's fields what was expected and what came."""
@@ -234,7 +277,12 @@ class _Check:
     value = getattr(self._config, name)
     ok = isinstance(value, str) and bool(value)
     self.expect(name, ok, 'a path, as text')
-    self.expect(name, '://' not in value, 'a local path')
+    self.expect(
+      name,
+      '://' not in value,
+      'a path on this machine (only checkpoints and vocabularies may lie in a'
+      ' bucket; copy the rest)',
+    )
 
   def flags(self, *names: str) -> None:
     for name in names:

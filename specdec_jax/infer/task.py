@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from specdec_jax import metrics, tasks
-from specdec_jax.engine import Engine, Model, load_model
+from specdec_jax import metrics, processes, tasks
+from specdec_jax.engine import Engine
 from specdec_jax.infer import (
   batches,
   examples,
   report,
   results,
   resume,
+  shares,
 )
 from specdec_jax.infer.settings import PREDICT, SCORE, WAYS, TaskConfig
 from specdec_jax.local_tasks import nearest
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.tokenizer import Tokenizer
 
 # Fields that decide no result, or by what they make: see `_identity`.
 _NOT_DECIDING = (
@@ -34,12 +33,12 @@ _NOT_DECIDING = (
 _KEY_BITS = 32  # of the number that an example's random numbers derive from
 
 
-def decode_task(
+def decode_one(
   config: TaskConfig,
   beside: Mapping[str, Callable[[], str]] | None = None,
   console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
-  """Decodes or scores a task and writes the results; goes on where it was.
+  """Decodes or scores one task and writes the results; goes on where it was.
 
   The results are `<task>-<mode>.jsonl-SSSSS-of-NNNNN` in `config.output_dir`,
   and under the same name with an ending more: `.summary.json`, `.config.json`
@@ -66,9 +65,27 @@ def decode_task(
   )
   config = dataclasses.replace(config, mixture_or_task_name=source)
   folder = resume.Folder(config.output_dir, results_name(config))
+  who = processes.current()
+  own = folder if who.index == 0 else shares.folder_of(folder, who)
+  if who.index:
+    console.quiet = True  # the first process speaks for all
   # Finished results that are kept are looked at again once it is known whether
   # they are of this very configuration.
-  folder.claim(overwrite=True)
+  with own.claimed(overwrite=True):
+    if who.index == 0 and config.overwrite:
+      folder.reopen()
+    shares.meet(folder.name, who)
+    return _decode(config, folder, beside or {}, console, who)
+
+
+def _decode(
+  config: TaskConfig,
+  folder: resume.Folder,
+  beside: Mapping[str, Callable[[], str]],
+  console: rich.console.Console,
+  who: processes.Processes,
+) -> dict[str, Any]:
+  """`decode_one` of a task that was found, in a folder of its own."""
   found = _examples(config)
   measures = _measures(config)
   with report.status(console, 'Loading models'):
@@ -82,22 +99,29 @@ def decode_task(
       ' it anew.'
     )
     return folder.read_json(f'{folder.name}.summary.json')
-  done = folder.begin(decides, config.overwrite)
+  own = shares.folder_of(folder, who)
   modes = batches.run_all(
-    _items(config, found),
+    shares.items_of(_items(config, found), config.num_decodes, who),
     ways,
     config.batch_size * config.num_decodes,
     config.checkpoint_period,
-    folder=folder,
-    done=done,
+    folder=own,
+    done=own.begin(decides, config.overwrite),
     console=console,
   )
+  whole = shares.gather(folder, decides, modes, who)
+  if whole is None:
+    return {'kind': 'share', 'process': [who.index, who.count]}
+  modes = dict(whole)
+  if own is not folder:
+    folder.begin(decides, overwrite=True)
   measured = _measure(measures, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
     modes, config.sampling.greedy, _context(config, engine, records, measured)
   )
-  _write(folder, records, summary, beside or {})
+  _write(folder, records, summary, beside)
+  own.discard()
   report.print_results(console, summary, config.output_dir)
   return summary
 
@@ -114,25 +138,6 @@ def _write(
     {folder.name: results.json_lines(records)}
     | {f'{folder.name}.{name}': text for name, text in named.items()}
   )
-
-
-def load_drafter(
-  network: LanguageModel | None = None,
-  path: str | None = None,
-  tokenizer: Tokenizer | None = None,
-) -> Model:
-  """`engine.load_model` for a drafter that a run file may leave out.
-
-  Raises:
-    ValueError: it was left out; or as `engine.load_model`.
-  """
-  if network is None or path is None:
-    raise ValueError(
-      'Speculative decoding needs a drafter: give its network (gin: DRAFT) and'
-      ' its checkpoint (DRAFT_CHECKPOINT_PATH), or set decoding (DECODING) to'
-      " 'plain'."
-    )
-  return load_model(network, path, tokenizer)
 
 
 def results_name(config: TaskConfig) -> str:
@@ -265,6 +270,7 @@ def _ways(config: TaskConfig, engine: Engine) -> dict[str, batches.Way]:
       config.seed,
       log_probs=config.mode != PREDICT,
       lenience=config.lenience,
+      slots=config.slots,
     )
     for name in names
   }

@@ -3,10 +3,12 @@
 import dataclasses
 import os
 import pathlib
+from typing import Any
 
 from specdec_jax import checkpoints
 from specdec_jax.bench import memory
 from specdec_jax.checkpoints import gpt2_names, huggingface_names
+from specdec_jax.checkpoints.huggingface import GENERATION, special_ids
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.load import (
   is_huggingface,
@@ -89,6 +91,7 @@ def load(
       ' it: tokenizer=, the path of a sentencepiece model.'
     )
   _check_vocabularies(large, small, tokenizer)
+  _check_end(large, tokenizer)
   _check_memory(large, small, dtype, gamma, max_input_len, max_decode_len)
   draft_model = None if small is None else small.load(dtype)
   target_model = large.load(dtype)
@@ -105,7 +108,8 @@ def load(
   sides = {'target': Side(large.path, target_model.network)}
   if small is not None and draft_model is not None:
     sides['draft'] = Side(small.path, draft_model.network)
-  return Interactive(engine, sides)
+  # An end of sequence that is not the tokenizer's only one.
+  return Interactive(engine, sides, large.ends if large.ends[1:] else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +123,8 @@ class _Source:
       whether its output layer is the embedding, its arrays do.
     given: the network that was given, to compare with.
     tokenizer: that of its folder, if there is one.
+    described: config.json of its folder, if there is one.
+    ends: ids that end an output, as its folder says; none if it does not.
   """
 
   path: str
@@ -126,6 +132,8 @@ class _Source:
   network: LanguageModel
   given: LanguageModel | None
   tokenizer: Tokenizer | None
+  described: dict[str, Any] | None = None
+  ends: tuple[int, ...] = ()
 
   @classmethod
   def find(
@@ -134,24 +142,33 @@ class _Source:
     name = os.fspath(path)
     location = locate(path)
     tokenizer: Tokenizer | None = None
-    described = network
+    chosen = network
+    described: dict[str, Any] | None = None
+    ends: tuple[int, ...] = ()
     if is_huggingface(location) and os.path.isdir(location.path):
-      config = _read_config(location.path)
-      described = described or _network(config)
-      tokenizer = _own_tokenizer(pathlib.Path(location.path), config)
-    if described is None:
+      folder = pathlib.Path(location.path)
+      described = read_json(folder / CONFIG)
+      config = _config(described, os.fspath(folder / CONFIG))
+      chosen = chosen or _network(config)
+      tokenizer = _own_tokenizer(folder, config)
+      if isinstance(config, T5Config):
+        ends = special_ids(folder, described).eos
+    if chosen is None:
       argument = 'network' if side == 'target' else 'draft_network'
       raise ValueError(
         f'{name!r} does not say which sizes its model has: give'
         f' {argument}=T5(T5Config(...)). gin/models has the published ones.'
       )
-    return cls(name, location, _in_dtype(described, dtype), network, tokenizer)
+    chosen = _in_dtype(chosen, dtype)
+    return cls(name, location, chosen, network, tokenizer, described, ends)
 
   def load(self, dtype: str) -> Model:
     """Reads the arrays to the host: the engine lays them out on the device."""
     network = self.network
     if is_huggingface(self.location):
-      config, params = load_huggingface(self.location, self.given, dtype)
+      config, params = load_huggingface(
+        self.location, self.given, dtype, described=self.described
+      )
       if self.given is None:
         network = _in_dtype(_network(config), dtype)
     else:
@@ -159,12 +176,10 @@ class _Source:
     return Model(network, params, self.tokenizer)
 
 
-def _read_config(folder: str) -> T5Config | GPTConfig:
-  path = pathlib.Path(folder) / CONFIG
-  described = read_json(path)
+def _config(described: dict[str, Any], where: str) -> T5Config | GPTConfig:
   if described.get('model_type') == gpt2_names.MODEL_TYPE:
-    return gpt2_names.read_config(described, True, os.fspath(path))
-  return huggingface_names.read_config(described, False, os.fspath(path))
+    return gpt2_names.read_config(described, True, where)
+  return huggingface_names.read_config(described, False, where)
 
 
 def _network(config: T5Config | GPTConfig) -> T5 | GPT:
@@ -204,6 +219,16 @@ def _check_vocabularies(
       + (f'; {own.path!r} and {tokenizer.path!r} differ' if own else '')
       + '. An id has to mean the same token to both: take a drafter of the'
       " target's family."
+    )
+
+
+def _check_end(target: _Source, tokenizer: Tokenizer) -> None:
+  if target.ends and tokenizer.eos_id not in target.ends:
+    raise ValueError(
+      f'{tokenizer.path!r} ends a sequence with id {tokenizer.eos_id},'
+      f' {target.path!r} with {", ".join(map(str, target.ends))}'
+      f' (eos_token_id in its {CONFIG} or {GENERATION}): it is the vocabulary'
+      ' of another model.'
     )
 
 

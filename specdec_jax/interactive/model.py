@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import rich.console
@@ -31,11 +32,19 @@ class Interactive:
   Attributes:
     engine: that decodes; its `gamma` may be set between calls.
     sides: 'target', and 'draft' if there is one.
+    stop_ids: ids that end an output unless a call gives others; None is the
+      tokenizer's end of sequence.
     last_trace: of the last call of `trace`; None before it.
   """
 
-  def __init__(self, engine: Engine, sides: Mapping[str, Side]):
+  def __init__(
+    self,
+    engine: Engine,
+    sides: Mapping[str, Side],
+    stop_ids: Sequence[int] | None = None,
+  ):
     self.engine = engine
+    self.stop_ids = stop_ids
     self.sides = dict(sides)
     self.last_trace: Trace | None = None
 
@@ -53,7 +62,9 @@ class Interactive:
       ValueError: as `Engine.generate`.
     """
     return self.engine.generate(
-      texts, speculative=self._speculates(speculative), **options
+      texts,
+      speculative=self._speculates(speculative),
+      **self._defaults | options,
     )
 
   def stream(
@@ -64,7 +75,9 @@ class Interactive:
     Arguments and errors are those of `generate`.
     """
     return self.engine.stream(
-      text, speculative=self._speculates(speculative), **options
+      text,
+      speculative=self._speculates(speculative),
+      **self._defaults | options,
     )
 
   def score(
@@ -112,10 +125,14 @@ class Interactive:
     Raises:
       ValueError: as `generate`, or there is no drafter.
     """
-    rounds = trace.record(self.engine, text, **options)
+    rounds = trace.record(self.engine, text, **self._defaults | options)
     spelled = trace.spell(rounds, self.engine.tokenizer)
     self.last_trace = Trace(text, spelled)
     return self.last_trace
+
+  @property
+  def _defaults(self) -> dict[str, Any]:
+    return {'stop_ids': self.stop_ids}
 
   def _speculates(self, asked: bool | None) -> bool:
     return 'draft' in self.sides if asked is None else asked

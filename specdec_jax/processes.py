@@ -1,0 +1,174 @@
+"""Several processes of one run, joined by `jax.distributed`.
+
+JAX watches them: where one ends without saying so, or never comes, it aborts
+the others, which print a trace of its internals then. So each process that was
+started has a child that does the work, and ends with one line of its own.
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import jax
+
+# After so long without a sign of life a process counts as dead.
+_HEARTBEAT_S = 10
+_JOIN_S = 300
+# The exit status of a process that ends because of another one.
+PEER_ENDED = 3
+_CHILD = 'SPECDEC_JAX_CHILD'
+_ENDED = (
+  'error: another process of this run has ended, never came, or cannot be'
+  ' reached; if it ended, its own message says why. Start all of them again, as'
+  ' many as --process_count says: what is finished is kept.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+  """Which of how many processes this one is.
+
+  Attributes:
+    index: from 0; the first one writes what belongs to all.
+    count: of all processes.
+  """
+
+  index: int = 0
+  count: int = 1
+
+  @property
+  def alone(self) -> bool:
+    """Whether there are no others."""
+    return self.count == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+  """How the processes find each other; T5X's flags.
+
+  Attributes:
+    coordinator_address: host:port of the first process; None is found out, as
+      are the others, on TPU pods and under Slurm or Open MPI.
+    process_count: how many there are.
+    process_index: which one this is, from 0.
+    join_seconds: to wait for the others.
+
+  Raises:
+    ValueError: some of the three are missing, or out of range.
+  """
+
+  coordinator_address: str | None = None
+  process_count: int | None = None
+  process_index: int | None = None
+  join_seconds: int = _JOIN_S
+
+  def __post_init__(self):
+    address, count = self.coordinator_address, self.process_count
+    given = {
+      '--coordinator_address': address,
+      '--process_count': count,
+      '--process_index': self.process_index,
+    }
+    missing = [flag for flag, value in given.items() if value is None]
+    if len(missing) not in (0, len(given)):
+      raise ValueError(
+        f'{" and ".join(missing)} is missing: give all of {", ".join(given)},'
+        ' or --multiprocess alone where they can be found out.'
+      )
+    if address is None or count is None or self.process_index is None:
+      return
+    if not address.rpartition(':')[2].isdigit():
+      raise ValueError(
+        '--coordinator_address must be HOST:PORT, where the first process can'
+        f' be reached; got {address!r}.'
+      )
+    if count < 1 or not 0 <= self.process_index < count:
+      raise ValueError(
+        f'--process_index must be from 0 to --process_count - 1; got'
+        f' {self.process_index} of {count}.'
+      )
+
+
+def run(function: Callable[[], int]) -> int:
+  """Calls `function`, which joins the others, where their end is noticed.
+
+  Returns:
+    The exit status: the function's, or `PEER_ENDED` with a message on stderr.
+  """
+  if _CHILD not in os.environ:
+    return _watched()
+  _end_with_parent()
+  try:
+    status = function()
+  except jax.errors.JaxRuntimeError as error:
+    print(f'{error}\n{_ENDED}', file=sys.stderr)
+    status = PEER_ENDED
+  if status:
+    # JAX would wait at its exit for processes that go on.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+  return status
+
+
+def current() -> Processes:
+  """This process among those that were joined; alone where none were."""
+  if not jax.distributed.is_initialized():
+    return Processes()
+  return Processes(jax.process_index(), jax.process_count())
+
+
+def join(meeting: Meeting) -> None:
+  """Joins the other processes; to be called before anything else of JAX.
+
+  Raises:
+    ValueError: nothing says how to find them. Where they do not come, JAX
+      aborts this process.
+  """
+  flags = (
+    meeting.coordinator_address,
+    meeting.process_count,
+    meeting.process_index,
+  )
+  try:
+    jax.distributed.initialize(
+      *flags,
+      initialization_timeout=meeting.join_seconds,
+      heartbeat_timeout_seconds=_HEARTBEAT_S,
+    )
+  except (RuntimeError, ValueError) as error:
+    raise ValueError(
+      f'The processes could not be joined: {error}. Where --multiprocess does'
+      ' not find out how, give --coordinator_address, --process_count and'
+      ' --process_index.'
+    ) from error
+
+
+def _watched() -> int:
+  """Runs this program again as a child, and says how it ended."""
+  child = subprocess.Popen(
+    [sys.executable, *sys.orig_argv[1:]],
+    env=os.environ | {_CHILD: '1'},
+    stdin=subprocess.PIPE,
+  )
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: child.send_signal(number))
+  status = child.wait()
+  if status == -signal.SIGABRT:
+    print(_ENDED, file=sys.stderr)
+    return PEER_ENDED
+  return status if status >= 0 else 128 - status
+
+
+def _end_with_parent() -> None:
+  """Ends this process when the one that watches it is killed."""
+
+  def wait():
+    os.read(0, 1)  # nothing comes, until the other end is gone
+    os._exit(1)
+
+  threading.Thread(target=wait, daemon=True).start()

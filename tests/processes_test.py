@@ -1,0 +1,246 @@
+"""Runs that several processes share: their results, their ends, their flags."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import gin_cli
+from specdec_jax import processes
+from specdec_jax.processes import Meeting
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Decodes a file with a small pair, sampled, as one of several processes; argv:
+# folder, out, address, count, index, and the batch that it dies at, or 0.
+SCRIPT = """
+import os, signal, sys
+import jax
+import small_vocabulary
+from specdec_jax import infer, probs, processes
+from specdec_jax import tokenizer as tokenizer_lib
+from specdec_jax.engine import Engine, Model
+
+folder, out, address, count, index, fatal = sys.argv[1:]
+count, index, fatal = int(count), int(index), int(fatal)
+jax.config.update('jax_num_cpu_devices', 2)
+jax.config.update('jax_compilation_cache_dir', folder + '/xla')
+batches = 0
+
+class Counted(Engine):
+  def generate(self, texts, **options):
+    global batches
+    batches += 1
+    if batches == fatal:
+      os.kill(os.getpid(), signal.SIGKILL)
+    return super().generate(texts, **options)
+
+def small(**options):
+  def model(layers, seed):
+    network = small_vocabulary.network(layers)
+    return Model(network, network.init(jax.random.key(seed)))
+  return Counted(model(2, 0), model(1, 1), tokenizer=tokenizer, gamma=2,
+                 cache_folder=folder + '/xla', **options)
+
+def decode():
+  if count > 1:
+    processes.join(processes.Meeting(address, count, index))
+    assert len(jax.local_devices()) == 2 and len(jax.devices()) == 2 * count
+  global tokenizer
+  tokenizer = tokenizer_lib.Tokenizer(folder + '/vocab.model')
+  infer.decode_task(infer.TaskConfig(
+    small, tokenizer, folder + '/texts.txt', out,
+    task_feature_lengths={'inputs': 24, 'targets': 12},
+    mode='predict_with_aux', batch_size=2, num_decodes=2, checkpoint_period=1,
+    sampling=probs.SamplingConfig(temperature=1.0)))
+  print('batches', batches)
+  return 0
+
+sys.exit(processes.run(decode) if count > 1 else decode())
+"""
+
+
+class Runner:
+  """Starts the script above, once for each process."""
+
+  def __init__(self, folder):
+    self.folder = folder
+    (folder / 'shared.py').write_text(SCRIPT)
+    words = 'the red blue old house tree dog cat runs sleeps'.split()
+    lines = [' '.join(words[i % 7 : i % 7 + i % 4 + 1]) for i in range(11)]
+    (folder / 'texts.txt').write_text('\n'.join(lines) + '\n')
+
+  def __call__(self, out, count, fatal=()):
+    """Results of all processes; `fatal`: the batch each one dies at, or 0."""
+    address = f'localhost:{free_port()}'
+    fatal = fatal or [0] * count
+    started = [
+      subprocess.Popen(
+        [sys.executable, 'shared.py', str(self.folder), str(out), address]
+        + [str(count), str(index), str(fatal[index])],
+        cwd=self.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}'},
+      )
+      for index in range(count)
+    ]
+    ended = {}
+    while len(ended) < count:
+      time.sleep(0.05)
+      for index, one in enumerate(started):
+        if index not in ended and one.poll() is not None:
+          ended[index] = time.monotonic()
+    texts = [one.communicate() for one in started]
+    return [
+      (one.returncode, *text, ended[index])
+      for index, (one, text) in enumerate(zip(started, texts, strict=True))
+    ]
+
+
+def free_port():
+  with socket.socket() as one:
+    one.bind(('localhost', 0))
+    return one.getsockname()[1]
+
+
+@pytest.fixture(scope='module')
+def runner(folder, tokenizer):
+  return Runner(folder)
+
+
+@pytest.fixture(scope='module')
+def whole(runner, tmp_path_factory):
+  """What one process alone writes."""
+  out = tmp_path_factory.mktemp('whole')
+  ((status, _, said, _),) = runner(out, 1)
+  assert status == 0, said
+  return results(out)
+
+
+def results(out):
+  """Name -> bytes of what must not depend on the number of processes."""
+  return {
+    path.name: path.read_bytes()
+    for path in out.iterdir()
+    if 'summary' not in path.name
+  }
+
+
+def num_batches(said):
+  return int(said.split()[-1])
+
+
+def test_two_processes_make_one_result(runner, whole, tmp_path):
+  """Sampled, twice an example: byte for byte what one process makes."""
+  ended = runner(tmp_path, 2)
+  assert [status for status, *_ in ended] == [0, 0], ended
+  assert results(tmp_path) == whole
+  assert whole[next(n for n in whole if n.endswith('00001'))].count(b'\n') == 11
+  # Six and five examples in batches of two; a program's first run is twice.
+  assert [num_batches(said) for _, said, *_ in ended] == [3 + 1, 3 + 1]
+  # Started again, whether by as many or by one, it is known to be finished.
+  ((status, said, *_),) = runner(tmp_path, 1)
+  assert status == 0 and num_batches(said) == 0
+  assert 'is finished; it is kept' in said
+
+
+@pytest.mark.parametrize('victim', [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_killed_process_ends_the_others(runner, whole, tmp_path, victim):
+  """In 30 s, with a message; what was finished is not decoded again."""
+  fatal = [0, 0]
+  fatal[victim] = 3  # in its second batch
+  ended = runner(tmp_path, 2, fatal)
+  assert ended[victim][0] == 128 + signal.SIGKILL
+  status, _, said, when = ended[1 - victim]
+  assert status == processes.PEER_ENDED, said
+  assert said.strip().splitlines()[-1].startswith('error: another process of')
+  assert when - ended[victim][3] < 30
+  assert not list(tmp_path.glob('*.COMPLETED'))
+  ended = runner(tmp_path, 2)
+  assert [status for status, *_ in ended] == [0, 0], ended
+  # One batch was kept; the other process had time for all of its own.
+  assert num_batches(ended[victim][1]) == 2 + 1
+  assert num_batches(ended[1 - victim][1]) == 0
+  assert results(tmp_path) == whole
+
+
+def test_a_process_ends_with_the_one_that_watches_it(runner, tmp_path):
+  """Killing what was started leaves nothing behind."""
+  code = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'
+  script = tmp_path / 'waits.py'
+  script.write_text(
+    'import sys\nfrom specdec_jax import processes\n'
+    f'def wait():\n  {code}\n'
+    'sys.exit(processes.run(wait))\n'
+  )
+  with subprocess.Popen(
+    [sys.executable, str(script)],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+  ) as started:
+    child = int(started.stdout.readline())
+    assert child != started.pid
+    started.kill()
+  for _ in range(200):
+    if not pathlib.Path(f'/proc/{child}').exists():
+      break
+    time.sleep(0.05)
+  else:
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError('the child went on')
+
+
+def test_processes_that_do_not_come(tmp_path):
+  script = tmp_path / 'alone.py'
+  script.write_text(
+    'from specdec_jax import processes\n'
+    f'meeting = processes.Meeting("localhost:{free_port()}", 2, 0, 2)\n'
+    'raise SystemExit(processes.run(lambda: processes.join(meeting)))\n'
+  )
+  done = subprocess.run(
+    [sys.executable, str(script)],
+    capture_output=True,
+    text=True,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+  )
+  assert done.returncode == processes.PEER_ENDED
+  last = done.stderr.strip().splitlines()[-1]
+  assert 'never came' in last and 'as many as --process_count says' in last
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (['--process_count=2'], '--coordinator_address and --process_index is mis'),
+    (
+      ['--process_count=2', '--process_index=2', '--coordinator_address=a:1'],
+      'from 0 to --process_count - 1; got 2 of 2',
+    ),
+    (
+      ['--process_count=2', '--process_index=1', '--coordinator_address=a'],
+      "must be HOST:PORT, .* got 'a'",
+    ),
+    (['--process_counts=2'], "'--process_counts'.*--process_count"),
+  ],
+)
+def test_bad_flags(flags, message):
+  with pytest.raises(ValueError, match=message):
+    gin_cli.parse_flags(['--gin_file=gin/runs/decode_task.gin', *flags])
+
+
+def test_flags():
+  flags = ['--gin_file=gin/runs/decode_task.gin']
+  assert gin_cli.parse_flags(flags).meeting is None
+  assert gin_cli.parse_flags([*flags, '--multiprocess']).meeting == Meeting()
+  flags += ['--coordinator_address=10.0.0.1:1234']
+  flags += ['--process_count=4', '--process_index=3']
+  assert gin_cli.parse_flags(flags).meeting == Meeting('10.0.0.1:1234', 4, 3)
+  assert processes.current() == processes.Processes(0, 1)
