@@ -1,0 +1,254 @@
+"""Where a row lies in the arrays of a `Pool`, and how it is put there.
+
+What of a state belongs to a row is not guessed: it is the axis along which a
+leaf grows with the batch. A leaf without one, such as a position bias, is the
+same for all rows. So any `Drafter` and any `LanguageModel` will do.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specdec_jax.decoding import slots
+from specdec_jax.decoding.slots import Loop, Pool
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import Request
+
+_SHARED = None  # the axis of a leaf that belongs to no row
+
+
+class Layout:
+  """Which axis of each leaf of a `Pool` counts its rows.
+
+  Found by comparing the shapes of two batch sizes. Of a target's cache that
+  has read no prompt, the slots hold nothing; they are not copied row by row
+  from what was read, but made empty.
+  """
+
+  def __init__(
+    self, loop: Loop, params: PairParams, request: Request, prompted: bool
+  ):
+    """Traces `read` on rows of a request without prompts; computes nothing.
+
+    Args:
+      loop: whose state it is.
+      params: of both models.
+      request: of rows without text, as many as are read at once.
+      prompted: whether rows will have prompts.
+
+    Raises:
+      ValueError: an array grows with the batch in two axes.
+    """
+
+    size = request.inputs.shape[0]
+
+    def leaves(batch):
+      rows = np.zeros((batch,), np.int32)
+      pool = jax.eval_shape(
+        functools.partial(slots.read, loop), params, slots.take(request, rows)
+      )
+      return jax.tree.leaves(pool), pool
+
+    few, pool = leaves(size)
+    many, _ = leaves(2 * size)
+    self.axes = [_axis(a, b) for a, b in zip(few, many, strict=True)]
+    empty = Pool(
+      jax.tree.map(lambda _: False, pool.request),
+      jax.tree.map(lambda _: False, pool.state).replace(
+        target_cache=self._has_slots(loop, params, request)
+      ),
+    )
+    self.empty = [
+      is_empty and not prompted and axis is not _SHARED
+      for is_empty, axis in zip(jax.tree.leaves(empty), self.axes, strict=True)
+    ]
+
+  @staticmethod
+  def _has_slots(loop, params, request):
+    """Whether each leaf of the target's cache has an axis of slots."""
+
+    def cache(size):
+      return jax.eval_shape(
+        lambda params, inputs: loop.target.prefill(params, inputs, size),
+        params.target,
+        request.inputs,
+      )
+
+    size = request.cache_slots
+    return jax.tree.map(
+      lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
+    )
+
+  def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
+    """The leaves that `admit` copies, as wide as those of `empty_row`."""
+    parts = zip(
+      jax.tree.leaves(pool),
+      jax.tree.leaves(empty_row),
+      self.axes,
+      self.empty,
+      strict=True,
+    )
+    return tuple(
+      _widened(leaf, row, axis)
+      for leaf, row, axis, is_empty in parts
+      if axis is not _SHARED and not is_empty
+    )
+
+  def admit(
+    self,
+    pool: Pool,
+    staged: tuple[jax.Array, ...],
+    empty_row: Pool,
+    first: jax.Array,
+    places: jax.Array,
+    count: jax.Array,
+  ) -> Pool:
+    """Copies rows into slots, in place where the pool is donated.
+
+    Args:
+      pool: its rows in `places` are lost.
+      staged: of K rows.
+      empty_row: a row that has read nothing.
+      first: int32[], the first of the K rows to copy.
+      places: int32[B], the slots where it and those behind it go.
+      count: int32[], how many.
+    """
+    leaves, tree = jax.tree.flatten(pool)
+    empty = jax.tree.leaves(empty_row)
+
+    def one(index, leaves):
+      rest = iter(staged)
+      return [
+        leaf
+        if axis is _SHARED
+        else _copied(leaf, places[index], row, 0, axis)
+        if is_empty
+        else _copied(leaf, places[index], next(rest), first + index, axis)
+        for leaf, row, axis, is_empty in zip(
+          leaves, empty, self.axes, self.empty, strict=True
+        )
+      ]
+
+    return tree.unflatten(lax.fori_loop(0, count, one, leaves))
+
+  def repeated(self, empty_row: Pool, batch: int) -> Pool:
+    """A pool of free slots."""
+    leaves, tree = jax.tree.flatten(empty_row)
+    return tree.unflatten(
+      leaf if axis is _SHARED else jnp.repeat(leaf, batch, axis)
+      for leaf, axis in zip(leaves, self.axes, strict=True)
+    )
+
+  def widened(self, pool: Pool, empty_row: Pool) -> Pool:
+    """The pool with room for longer inputs, as long as `empty_row`'s."""
+    leaves, tree = jax.tree.flatten(pool)
+    return tree.unflatten(
+      leaf if axis is _SHARED else _widened(leaf, row, axis)
+      for leaf, row, axis in zip(
+        leaves, jax.tree.leaves(empty_row), self.axes, strict=True
+      )
+    )
+
+  def only(self, pool: Pool, rows: jax.Array) -> Pool:
+    """The rows int32[K] alone."""
+    leaves, tree = jax.tree.flatten(pool)
+    return tree.unflatten(
+      leaf if axis is _SHARED else jnp.take(leaf, rows, axis)
+      for leaf, axis in zip(leaves, self.axes, strict=True)
+    )
+
+
+class Programs:
+  """Jitted functions of one loop, with their parameters bound."""
+
+  def __init__(
+    self, loop: Loop, params: PairParams, example: Request, prompted: bool
+  ):
+    """As `Layout`."""
+    layout = Layout(loop, params, example, prompted)
+    read = functools.partial(slots.read, loop)
+
+    def staged(params, request, empty_row):
+      return layout.staged(read(params, request), empty_row)
+
+    def bound(function, **options):
+      return functools.partial(jax.jit(function, **options), params)
+
+    self.read = bound(staged)
+    self.widened = jax.jit(layout.widened)
+    self.only = jax.jit(layout.only)
+    self.with_drafter = bound(
+      functools.partial(slots.with_drafter, loop), static_argnums=2
+    )
+    self._read_rows = bound(read)
+    self._layout, self._loop, self._bound = layout, loop, bound
+    self._hold(None)
+
+  def empty_row(self, request: Request) -> Pool:
+    """One row that has read nothing; `request` is of rows without text."""
+    rows = self._read_rows(request)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, rows)
+    kinds = [s for s in jax.tree.leaves(placed) if isinstance(s, NamedSharding)]
+    if kinds and not self._held:
+      self._hold(placed, NamedSharding(kinds[0].mesh, PartitionSpec()))
+    return self.only(rows, np.zeros((1,), np.int32))
+
+  def _hold(self, placed: Any, whole: Any = None) -> None:
+    """Keeps the pool where it is; what the host sees is on each device.
+
+    Otherwise each program might leave it elsewhere, and the next one be
+    compiled for that.
+    """
+    self._held = placed is not None
+    pool: dict[str, Any] = {}
+    both: dict[str, Any] = {}
+    if self._held:
+      pool, both = {'out_shardings': placed}, {'out_shardings': (placed, whole)}
+    layout = self._layout
+    self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
+    # The pool is donated: it is updated where it is.
+    self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
+    self.run = self._bound(
+      functools.partial(slots.run, self._loop),
+      static_argnums=4,
+      donate_argnums=1,
+      **both,
+    )
+
+
+def _axis(few: Any, many: Any) -> int | None:
+  """The axis in which two shapes differ, None where they are equal."""
+  differ = [
+    axis
+    for axis, sizes in enumerate(zip(few.shape, many.shape, strict=True))
+    if sizes[0] != sizes[1]
+  ]
+  if len(differ) > 1:
+    raise ValueError(
+      f'An array of {few.shape} is {many.shape} for twice as many rows: a state'
+      ' must have one axis of rows at most.'
+    )
+  return differ[0] if differ else _SHARED
+
+
+def _widened(leaf: jax.Array, row: jax.Array, axis: int) -> jax.Array:
+  """`leaf` as large as `row` in all other axes, filled up from it."""
+  if leaf.shape == (
+    *row.shape[:axis],
+    leaf.shape[axis],
+    *row.shape[axis + 1 :],
+  ):
+    return leaf
+  whole = jnp.repeat(row, leaf.shape[axis], axis)
+  return lax.dynamic_update_slice(whole, leaf, (0,) * leaf.ndim)
+
+
+def _copied(leaf, slot, source, row, axis):
+  """`leaf` with its row `slot` replaced by a row of `source`."""
+  new = lax.dynamic_slice_in_dim(source, row, 1, axis)
+  return lax.dynamic_update_slice_in_dim(leaf, new, slot, axis)

@@ -1,0 +1,301 @@
+"""Throughput and latency of a data set: fixed batches against full slots.
+
+Four ways through the same texts, interleaved: fixed batches in random order and
+sorted by length, continuous batching in random order and the shortest first.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+
+from specdec_jax import calibration, files
+from specdec_jax.bench.report import with_progress
+from specdec_jax.bench.settings import check_all_at_least, check_at_least
+from specdec_jax.continuous import Continuous
+from specdec_jax.engine import Engine
+from specdec_jax.environment import describe
+from specdec_jax.measure import residency
+from specdec_jax.measure.timed_runs import (
+  Timed,
+  read_examples,
+  run_continuous,
+  run_fixed,
+)
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.schedule import Settings, gammas_by_rows
+
+FIXED_RANDOM, FIXED_SORTED = 'fixed, random order', 'fixed, sorted'
+GIVEN, SHORTEST = 'continuous, random order', 'continuous'
+PLAIN, SPECULATIVE, BY_LOAD = 'plain', 'speculative', 'gamma by rows'
+
+
+@dataclasses.dataclass(frozen=True)
+class ThroughputConfig:
+  """A measurement of data-set decoding.
+
+  Attributes:
+    engine: makes the engine, with a drafter; called after all cheap checks.
+    input_file: a text a line, plain or `.gz`; of a line with tabs the first
+      column.
+    num_examples: texts of a run.
+    join_weights: join_weights[k] is proportional to the number of examples that
+      join k + 1 neighbouring lines, as in training; they are ragged then.
+    batch_size: B, rows decoded together.
+    speculative: whether the drafter helps in all four ways.
+    temperature: of the target.
+    refill: `Settings.refill`.
+    max_rounds: `Settings.max_rounds`.
+    pools: smaller numbers of rows that the last ones may move to, with the
+      engine's gamma; see `Settings.gammas`. Only where `speculative` is set.
+    repeats: interleaved rounds of the four ways.
+    looks: pairs (max_rounds, refill) that are compared, on `sweep_examples`.
+    sweep_batches: batch sizes of the plot; empty leaves it out.
+    sweep_examples: texts of a run there, or B * 16 where that is more.
+    calibrations: files of scripts/calibrate.py for several batch sizes, for a
+      third curve.
+    memory_examples: texts of a run that watches memory; 0 leaves it out.
+    seed: of order, joining and samples.
+    output_file: JSON; None writes nothing.
+    plot_file: PNG of the sweep; None draws nothing.
+
+  Raises:
+    ValueError: a number is too small.
+  """
+
+  engine: Callable[[], Engine]
+  input_file: str
+  num_examples: int = 2000
+  join_weights: Sequence[float] = (1.0,)
+  batch_size: int = 16
+  speculative: bool = True
+  temperature: float = 0.0
+  refill: int | None = None
+  max_rounds: int = Settings.max_rounds
+  pools: Sequence[int] = ()
+  repeats: int = 3
+  looks: Sequence[Sequence[int]] = ()
+  sweep_batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+  sweep_examples: int = 256
+  calibrations: Sequence[str] = ()
+  memory_examples: int = 0
+  seed: int = 0
+  output_file: str | None = None
+  plot_file: str | None = None
+
+  def __post_init__(self):
+    check_at_least(self, num_examples=1, batch_size=1, repeats=1, seed=0)
+    check_at_least(self, sweep_examples=1, memory_examples=0, temperature=0.0)
+    check_all_at_least(self, join_weights=0)
+    if self.sweep_batches:
+      check_all_at_least(self, sweep_batches=1)
+    self.settings(SHORTEST)  # raises where a number of it is too small
+
+  def settings(self, way: str, **changes) -> Settings:
+    """Of one of the two continuous ways."""
+    order = 'given' if way == GIVEN else 'shortest'
+    values: dict[str, Any] = {
+      'rows': self.batch_size,
+      'refill': self.refill,
+      'max_rounds': self.max_rounds,
+      'order': order,
+    }
+    return Settings(**(values | changes))
+
+
+def measure_throughput(
+  config: ThroughputConfig, console: rich.console.Console | None = None
+) -> dict[str, Any]:
+  """Measures what `config` asks for, prints it, writes the record.
+
+  Returns:
+    The record: 'ways' (each the medians over rounds), 'ratios' of them, round
+    by round against each other, 'looks', 'sweep', 'memory', 'machine'.
+
+  Raises:
+    ValueError: nothing can be decoded, or a calibration is of other models.
+    OSError: the record could not be written.
+  """
+  console = console or rich.console.Console()
+  gammas = gammas_by_rows([calibration.load(f) for f in config.calibrations])
+  engine = config.engine()
+  for path in config.calibrations:
+    calibration.load(path).check(engine.fingerprints)
+  texts = read_examples(
+    config.input_file,
+    engine,
+    max(config.num_examples, config.memory_examples),
+    config.join_weights,
+    config.seed,
+  )
+  options: dict[str, Any] = {
+    'speculative': config.speculative,
+    'sampling': SamplingConfig(temperature=config.temperature),
+    'seed': config.seed,
+  }
+  some = texts[: config.num_examples]
+  rounds = with_progress(
+    console,
+    'Ways',
+    4 * config.repeats,
+    lambda advance: _ways(config, engine, some, options, advance),
+  )
+  record: dict[str, Any] = {
+    'kind': 'throughput',
+    'examples': len(some),
+    'batch_size': config.batch_size,
+    'speculative': config.speculative,
+    'temperature': config.temperature,
+    'gamma': engine.gamma if config.speculative else 0,
+    'ways': {name: _medians(found) for name, found in rounds.items()},
+    'ratios': _ratios(rounds),
+  }
+  record['looks'] = _looks(config, engine, texts, options)
+  record['sweep'] = with_progress(
+    console,
+    'Batch sizes',
+    len(config.sweep_batches) * (3 if gammas else 2),
+    lambda advance: _sweep(config, engine, texts, options, gammas, advance),
+  )
+  if config.memory_examples:
+    # As given, the slots have their whole width from the start.
+    decoder = Continuous(engine, config.settings(GIVEN))
+    many = texts[: config.memory_examples]
+    record['memory'] = residency.watch(decoder, many, **options)
+  record['machine'] = describe()
+  show(console, record)
+  if config.output_file:
+    files.write_json(config.output_file, record)
+  return record
+
+
+def _ways(config, engine, texts, options, advance) -> dict[str, list[Any]]:
+  """Way -> the records of its runs, one a round."""
+  rows = config.batch_size
+  changes: dict[str, Any] = {}
+  if config.pools and config.speculative:
+    changes['gammas'] = dict.fromkeys((*config.pools, rows), engine.gamma)
+  decoders = {
+    way: Continuous(engine, config.settings(way, **changes))
+    for way in (GIVEN, SHORTEST)
+  }
+  ways: dict[str, Callable[[], Timed]] = {
+    FIXED_RANDOM: lambda: run_fixed(engine, texts, rows, False, **options),
+    FIXED_SORTED: lambda: run_fixed(engine, texts, rows, True, **options),
+    GIVEN: lambda: run_continuous(decoders[GIVEN], texts, **options),
+    SHORTEST: lambda: run_continuous(decoders[SHORTEST], texts, **options),
+  }
+  rounds: dict[str, list[Any]] = {name: [] for name in ways}
+  for _ in range(config.repeats):
+    for name, way in ways.items():
+      rounds[name].append(way().record())
+      advance()
+  return rounds
+
+
+def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """Each number's median; None stays None."""
+  return {
+    key: None
+    if rounds[0][key] is None
+    else statistics.median(one[key] for one in rounds)
+    for key in rounds[0]
+  }
+
+
+def _ratios(rounds) -> dict[str, dict[str, Any]]:
+  """Throughput and latency of full slots over those of fixed batches.
+
+  Each is the median over rounds, with the least and the most: what is compared
+  ran one after the other.
+  """
+
+  def ratio(key, one, other):
+    values = [
+      a[key] / b[key] for a, b in zip(rounds[one], rounds[other], strict=True)
+    ]
+    return [statistics.median(values), min(values), max(values)]
+
+  return {
+    f'{one} / {other}': {
+      key: ratio(key, one, other)
+      for key in ('tokens_per_second', 'median_latency')
+    }
+    for one in (GIVEN, SHORTEST)
+    for other in (FIXED_RANDOM, FIXED_SORTED)
+  }
+
+
+def _looks(config, engine, texts, options) -> list[dict[str, Any]]:
+  """What it costs to look more often, and what more seldom."""
+  found = []
+  for max_rounds, refill in config.looks:
+    changes = {'max_rounds': max_rounds, 'refill': refill}
+    decoder = Continuous(engine, config.settings(SHORTEST, **changes))
+    timed = run_continuous(decoder, texts[: config.sweep_examples], **options)
+    found.append(changes | timed.record())
+  return found
+
+
+def _sweep(config, engine, texts, options, gammas, advance):
+  """Records by batch size, plain and speculative."""
+  found = []
+  for rows in config.sweep_batches:
+    some = texts[: max(config.sweep_examples, 16 * rows)]
+    modes: dict[str, dict[str, Any]] = {PLAIN: {}, SPECULATIVE: {}}
+    if gammas:
+      least = min((size for size in gammas if size >= rows), default=None)
+      chosen = gammas[max(gammas) if least is None else least]
+      modes[BY_LOAD] = {
+        'gammas': {size: g for size, g in gammas.items() if size < rows}
+        | {rows: chosen}
+      }
+    for mode, changes in modes.items():
+      changes = {'rows': rows, 'refill': None, **changes}
+      decoder = Continuous(engine, config.settings(SHORTEST, **changes))
+      asked = options | {'speculative': mode != PLAIN}
+      timed = run_continuous(decoder, some, **asked)
+      found.append({'batch_size': rows, 'mode': mode, **timed.record()})
+      advance()
+  return found
+
+
+def show(console: rich.console.Console, record: dict[str, Any]) -> None:
+  """Prints the tables of a record."""
+  table = rich.table.Table(
+    title=f'{record["examples"]} texts, batch {record["batch_size"]}'
+  )
+  table.add_column('way')
+  for name in ('tokens/s', 'median latency, s', 'occupancy', 'host, %'):
+    table.add_column(name, justify='right')
+  for name, row in record['ways'].items():
+    table.add_row(name, *_cells(row))
+  console.print(table)
+  for name, ratios in record['ratios'].items():
+    parts = [
+      f'{key.replace("_", " ")} {middle:.2f} ({low:.2f} to {high:.2f})'
+      for key, (middle, low, high) in ratios.items()
+    ]
+    console.print(f'{name}: {", ".join(parts)}')
+  for row in record['looks']:
+    console.print(
+      f'at most {row["max_rounds"]} rounds, {row["refill"]} finished:',
+      ', '.join(_cells(row)),
+    )
+  for row in record['sweep']:
+    console.print(f'batch {row["batch_size"]}, {row["mode"]}:', *_cells(row))
+  if 'memory' in record:
+    console.print(f'memory: {record["memory"]}')
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+  host = row['host_fraction']
+  return [
+    f'{row["tokens_per_second"]:.1f}',
+    f'{row["median_latency"]:.2f}',
+    f'{row["occupancy"]:.3f}',
+    '-' if host is None else f'{100 * host:.1f}',
+  ]

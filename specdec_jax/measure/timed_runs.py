@@ -1,0 +1,172 @@
+"""Runs through many texts with a clock: fixed batches, and full slots.
+
+Latency is one thing for both: from the start of a run, when all texts are
+there, until a text's output is.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax import files
+from specdec_jax.completion import Completion
+from specdec_jax.continuous import Continuous
+from specdec_jax.engine import Engine
+
+
+@dataclasses.dataclass
+class Timed:
+  """One run through all texts.
+
+  Attributes:
+    seconds: of the run.
+    latency: seconds from its start to each completion, in order of arrival.
+    num_tokens: that were produced.
+    occupancy: rows that were running / rows computed, over rounds.
+    host_fraction: of the time that the device waited for the host; None in
+      fixed batches.
+    in_slot: mean seconds from a text's slot to its output; None in fixed ones.
+    accepted: of the proposals, those accepted; None where there were none.
+  """
+
+  seconds: float
+  latency: list[float]
+  num_tokens: int
+  occupancy: float
+  host_fraction: float | None = None
+  in_slot: float | None = None
+  accepted: float | None = None
+
+  def record(self) -> dict[str, Any]:
+    """Its numbers as JSON has them; times in seconds."""
+    count = len(self.latency)
+    return {
+      'seconds': self.seconds,
+      'tokens': self.num_tokens,
+      'examples_per_second': count / self.seconds,
+      'tokens_per_second': self.num_tokens / self.seconds,
+      'median_latency': statistics.median(self.latency),
+      'latency_90': float(np.percentile(self.latency, 90)),
+      'occupancy': self.occupancy,
+      'host_fraction': self.host_fraction,
+      'in_slot': self.in_slot,
+      'acceptance_rate': self.accepted,
+    }
+
+
+def read_examples(
+  path: str,
+  engine: Engine,
+  count: int,
+  join_weights: Sequence[float],
+  seed: int,
+) -> list[str]:
+  """Ragged texts in random order: joined lines, none too long for the engine.
+
+  Args:
+    path: a text a line, plain or `.gz`; of a line with tabs the first column.
+      Where it has too few, it is gone through again in another order.
+    engine: that will decode them.
+    count: texts.
+    join_weights: join_weights[k] is proportional to the number of texts that
+      join k + 1 neighbouring lines.
+    seed: of order and joining.
+
+  Raises:
+    ValueError: the file cannot be read, or nothing in it can be decoded.
+  """
+  lines = [line.split('\t')[0] for line in files.text_lines(path)]
+  lines = [line for line in lines if line.strip()]
+  rng = np.random.default_rng(seed)
+  weights = np.asarray(join_weights) / sum(join_weights)
+  found: list[str] = []
+  while len(found) < count:
+    rest, before = iter(rng.permutation(len(lines))), len(found)
+    while True:
+      size = 1 + rng.choice(len(weights), p=weights)
+      part = [lines[index] for index in itertools.islice(rest, size)]
+      if not part:
+        break
+      text = ' '.join(part)
+      if len(engine.input_ids(text)) <= engine.max_input_len:
+        found.append(text)
+    if len(found) == before:
+      raise ValueError(
+        f'{path!r} has no line of at most {engine.max_input_len}'
+        f' tokens; it has {len(lines)} that are not empty.'
+      )
+  return found[:count]
+
+
+def run_fixed(
+  engine: Engine, texts: Sequence[str], rows: int, sort: bool, **options
+) -> Timed:
+  """Batches of `rows` texts, one after the other; all compiled before."""
+  order = list(range(len(texts)))
+  if sort:
+    lengths = [len(engine.input_ids(text)) for text in texts]
+    order.sort(key=lambda index: lengths[index])
+  batches = [order[at : at + rows] for at in range(0, len(order), rows)]
+
+  def arguments(batch):
+    # A shorter last batch would compile anew.
+    filled = [*batch, *[batch[-1]] * (rows - len(batch))]
+    return [texts[index] for index in filled], {
+      'example_ids': filled,
+      **options,
+    }
+
+  for batch in batches:
+    given, asked = arguments(batch)
+    if engine.warmup(given, **asked):
+      engine.generate(given, **asked)
+
+  computed = 0
+
+  def decoded() -> Iterator[Completion]:
+    nonlocal computed
+    for batch in batches:
+      given, asked = arguments(batch)
+      found = engine.generate(given, **asked)[: len(batch)]
+      computed += rows * max(one.stats.num_target_calls for one in found)
+      yield from found
+
+  timed, calls = _timed(decoded())
+  return dataclasses.replace(timed, occupancy=calls / computed)
+
+
+def run_continuous(
+  decoder: Continuous, texts: Sequence[str], **options
+) -> Timed:
+  """All texts through the slots; all compiled before."""
+  decoder.warmup(texts, **options)
+  found = decoder.run(texts, **options)
+  timed, _ = _timed(completion for _, completion in found)
+  load = decoder.load
+  return dataclasses.replace(
+    timed,
+    occupancy=load.occupancy,
+    host_fraction=load.host_fraction,
+    in_slot=load.in_slot,
+  )
+
+
+def _timed(found: Iterable[Completion]) -> tuple[Timed, int]:
+  """Takes completions as they come; also the calls of the target in all."""
+  latency: list[float] = []
+  tokens = calls = tested = accepted = 0
+  start = time.perf_counter()
+  for one in found:
+    latency.append(time.perf_counter() - start)
+    tokens += one.stats.num_tokens
+    calls += one.stats.num_target_calls
+    tested += one.stats.num_tested
+    accepted += one.stats.num_accepted
+  seconds = time.perf_counter() - start
+  rate = accepted / tested if tested else None
+  return Timed(seconds, latency, tokens, 1.0, accepted=rate), calls

@@ -1,0 +1,62 @@
+"""The trade of throughput for latency as the batch grows, as a picture."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_jax.reproduce.canvas import PALETTE, save
+
+_MARKERS = ('o', 's', '^')
+
+
+def plot_throughput(
+  path: str | os.PathLike[str], record: Mapping[str, Any]
+) -> None:
+  """Throughput and time in a slot over batch size, a line for each mode.
+
+  Args:
+    path: of the PNG; replaced whole or not at all.
+    record: of `measure.measure_throughput`, with a sweep.
+
+  Raises:
+    ValueError: matplotlib is not installed, or the record has no sweep.
+    OSError: the file cannot be written.
+  """
+  sweep = record['sweep']
+  if not sweep:
+    raise ValueError('There is no sweep over batch sizes to draw.')
+  modes = list(dict.fromkeys(row['mode'] for row in sweep))
+
+  def draw(figure):
+    panels = zip(
+      figure.subplots(1, 2),
+      (
+        ('tokens_per_second', 'tokens a second'),
+        ('in_slot', 'seconds from slot to output, mean'),
+      ),
+      strict=True,
+    )
+    for axes, (key, label) in panels:
+      for index, mode in enumerate(modes):
+        rows = [row for row in sweep if row['mode'] == mode]
+        axes.plot(
+          [row['batch_size'] for row in rows],
+          [row[key] for row in rows],
+          color=PALETTE[index],
+          marker=_MARKERS[index % len(_MARKERS)],
+          label=mode,
+        )
+      axes.set_xscale('log', base=2)
+      axes.xaxis.set_major_formatter('{x:g}')
+      axes.set_xlabel('rows decoded at once')
+      axes.set_ylabel(label)
+      axes.set_ylim(bottom=0)
+    axes.legend()
+    machine = record['machine']
+    figure.suptitle(
+      f'Continuous batching, gamma {record["gamma"]}, temperature'
+      f' {record["temperature"]:g}: {machine["device"]}',
+      fontsize='medium',
+    )
+
+  save(path, draw, (9.0, 4.0))

@@ -1,0 +1,183 @@
+"""Which texts are decoded at once, and in which order they come.
+
+The part of continuous batching that needs no device; see `continuous`.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.calibration import Calibration
+from specdec_jax.decoding.state import Request
+from specdec_jax.job import (
+  SMALLEST_INPUT,
+  SMALLEST_PROMPT,
+  check_at_least,
+  next_power_of_two,
+)
+
+ORDERS = ('shortest', 'given')
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How texts go through the slots; none of it changes a greedy output.
+
+  Attributes:
+    rows: B, slots; texts that are decoded at once.
+    max_rounds: N, rounds after which the host looks in any case.
+    refill: finished rows that make the host look before; None is an eighth of
+      the rows. Fewer keep the slots fuller and take more of the host.
+    read_rows: texts that are read at once, ahead of a free slot; None is half
+      of the rows.
+    order: which text is next: 'shortest' by its length in tokens, so that rows
+      that decode together are alike and half of the texts are soon done; or as
+      'given', for texts whose order matters.
+    gammas: rows -> gamma: at the end, when nothing is left to fill free slots,
+      the rows still running move to the smallest of these pools that holds
+      them, and go on with its gamma; 0 decodes plainly. The largest takes the
+      place of `rows`. See `gammas_by_rows`. None is the engine's
+      gamma and one pool.
+    deterministic: whether a sample must not depend on how many others there
+      were; then `gammas` may only differ at temperature 0.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  rows: int = 16
+  max_rounds: int = 32
+  refill: int | None = None
+  read_rows: int | None = None
+  order: str = 'shortest'
+  gammas: Mapping[int, int] | None = None
+  deterministic: bool = True
+
+  def __post_init__(self):
+    check_at_least(rows=(self.rows, 1), max_rounds=(self.max_rounds, 1))
+    for name in ('refill', 'read_rows'):
+      if getattr(self, name) is not None:
+        check_at_least(**{name: (getattr(self, name), 1)})
+    if self.order not in ORDERS:
+      raise ValueError(f'order must be one of {ORDERS}, got {self.order!r}.')
+    if self.gammas is not None:
+      if not self.gammas:
+        raise ValueError('gammas must name a number of rows, or be None.')
+      for rows, gamma in self.gammas.items():
+        check_at_least(**{'rows of gammas': (rows, 1), 'gamma': (gamma, 0)})
+
+
+@dataclasses.dataclass
+class Load:
+  """What a run has made of the device so far.
+
+  Attributes:
+    seconds: wall time.
+    host_seconds: of it, how long the device had nothing to do: from an answer
+      until it had been given its next work.
+    looks: how often the host was asked.
+    rounds: gamma -> rounds that ran.
+    live_rounds: sum over rounds of the rows that were running.
+    slot_rounds: sum over rounds of the slots.
+    outputs: texts that were finished.
+    slot_seconds: sum over them of the time from a slot to the output.
+  """
+
+  seconds: float = 0.0
+  host_seconds: float = 0.0
+  looks: int = 0
+  rounds: dict[int, int] = dataclasses.field(default_factory=dict)
+  live_rounds: int = 0
+  slot_rounds: int = 0
+  outputs: int = 0
+  slot_seconds: float = 0.0
+
+  @property
+  def occupancy(self) -> float:
+    """Running rows / slots, on the average over rounds; 1 before any."""
+    return self.live_rounds / self.slot_rounds if self.slot_rounds else 1.0
+
+  @property
+  def host_fraction(self) -> float:
+    """Of the time, the part in which the device waited for the host."""
+    return self.host_seconds / self.seconds if self.seconds else 0.0
+
+  @property
+  def in_slot(self) -> float:
+    """Mean seconds that a text had a slot, until its output was known."""
+    return self.slot_seconds / self.outputs if self.outputs else 0.0
+
+
+@dataclasses.dataclass
+class Group:
+  """Rows that were read together, and how many of them have had a slot.
+
+  Attributes:
+    rows: of the job.
+    staged: what `Layout.admit` copies.
+    width: of the inputs that they have room for.
+    taken: how many have had a slot.
+  """
+
+  rows: list[int]
+  staged: Any
+  width: int
+  taken: int = 0
+
+  @property
+  def left(self) -> int:
+    """How many wait for one."""
+    return len(self.rows) - self.taken
+
+
+class Queue:
+  """The rows of a job in the order of decoding, in groups read together.
+
+  Attributes:
+    groups: those that have not been read.
+  """
+
+  def __init__(self, request: Request, rows: Sequence[int], settings: Settings):
+    """Rows are counted as `Job.rows` counts them."""
+    self._inputs = request.inputs.shape[1]
+    self._prompts = request.prompt_width
+    last = request.inputs.shape[1] - np.argmax(request.inputs[:, ::-1] != 0, 1)
+    self._length = np.where(np.any(request.inputs != 0, 1), last, 0)
+    self._prompt = np.broadcast_to(request.first_length, self._length.shape)
+    self.groups: collections.deque[list[int]] = collections.deque()
+    self.read_rows = settings.read_rows or max(1, settings.rows // 2)
+    sort = settings.order == 'shortest'
+    if sort:
+      rows = sorted(rows, key=self._size)
+    for row in rows:
+      last_group = self.groups[-1] if self.groups else []
+      full = len(last_group) in (0, self.read_rows)
+      # As given, a group is as wide as its longest.
+      if full or (sort and self.bucket(last_group[0]) != self.bucket(row)):
+        self.groups.append([row])
+      else:
+        last_group.append(row)
+
+  def _size(self, row: int) -> tuple[tuple[int, int], int]:
+    return self.bucket(row), int(self._length[row] + self._prompt[row])
+
+  def bucket(self, row: int) -> tuple[int, int]:
+    """Widths of the arrays that its input and its prompt are read in."""
+    width = next_power_of_two(max(SMALLEST_INPUT, int(self._length[row])))
+    prompt = int(self._prompt[row]) - 1
+    if self._prompts > 1:
+      prompt = next_power_of_two(max(SMALLEST_PROMPT, prompt))
+    return min(width, self._inputs), min(1 + prompt, self._prompts)
+
+  def widths(self, rows: Sequence[int]) -> tuple[int, int]:
+    """Those that hold all of these rows."""
+    inputs, prompts = zip(*map(self.bucket, rows), strict=True)
+    return max(inputs), max(prompts)
+
+
+def gammas_by_rows(found: Sequence[Calibration]) -> dict[int, int]:
+  """`Settings.gammas` of calibrations that were made for several batches."""
+  return {one.record['costs']['batch']: one.gamma for one in found}

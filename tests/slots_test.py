@@ -1,0 +1,341 @@
+"""Slots: whoever shares a pool, and whenever a row comes, it stays itself.
+
+Every drafter of the conformance suite decodes rows that come and go, and must
+give token for token, and count for count, what it gives in one fixed batch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import small_vocabulary
+from drafter_conformance_test import (
+  DRAFT,
+  DRAFTERS,
+  GAMMA,
+  TARGET,
+  VOCAB,
+  request_of,
+)
+from specdec_jax.decoding import slots
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.layout import Layout
+from specdec_jax.decoding.slots import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.probs import SamplingConfig
+
+ROWS, SIZE, GROUP = 7, 3, 2
+LENGTH = 12
+# One-hot rows and drawn ones in one program.
+SAMPLING = SamplingConfig([1.0, 0.0, 1.0, 0.7, 0.0, 1.0, 1.3])
+GREEDY = {'sampling': SamplingConfig(0.0).params(ROWS), 'greedy': True}
+BUDGETS = jnp.array([12, 1, 7, 12, 12, 2, 9])
+
+
+def heard(params, seed=0):
+  """The same chains, but now their inputs change what they say."""
+
+  def is_chain(part):
+    return isinstance(part, dict) and 'offset' in part
+
+  def one(part):
+    if not is_chain(part):
+      return jnp.asarray(part)
+    noise = np.random.default_rng(seed).normal(size=(VOCAB, VOCAB))
+    return part | {'offset': jnp.asarray(noise, jnp.float32)}
+
+  return jax.tree.map(one, params, is_leaf=is_chain)
+
+
+TARGET_PARAMS = heard(TARGET.params)
+
+# Most of this suite is the compiler's time.
+_jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
+)
+
+
+def request(gamma, **changes):
+  made = request_of(ROWS, gamma, SAMPLING, LENGTH, max_length=BUDGETS)
+  # Rows that differ in what they read.
+  inputs = made.inputs.at[3:, 2].set(4).at[5:, 0].set(3)
+  return made.replace(inputs=inputs, **changes)
+
+
+def prompted(gamma):
+  tokens = np.random.default_rng(3).integers(2, VOCAB, (ROWS, 4))
+  tokens[:, 0] = 0
+  lengths = jnp.array([4, 1, 2, 3, 4, 1, 2])
+  return request(
+    gamma, prompt=jnp.asarray(tokens, jnp.int32), prompt_length=lengths
+  )
+
+
+def empty(asked):
+  """Rows without text, as wide as those that `asked` is of."""
+  row = slots.take(asked, np.zeros((GROUP,), np.int32))
+  return row.replace(
+    inputs=row.inputs * 0,
+    max_length=row.max_length * 0,
+    prompt=None,
+    prompt_length=None,
+    slots=asked.cache_slots - asked.gamma - 1,
+  )
+
+
+@functools.cache
+def sampled():
+  """The pair, and what its rows are when all are in one batch."""
+  loop = Loop(TARGET, small_model(DRAFT))
+  params = PairParams(TARGET_PARAMS, heard(DRAFT.params))
+  return loop, params, fixed(loop, params, request(GAMMA))
+
+
+def fixed(loop, params, asked):
+  """All rows in one batch."""
+
+  @_jit
+  def decode(asked):
+    state = loop.start(params, asked)
+    limit = decode_state.NO_ROUND_LIMIT
+    step = functools.partial(loop.step, params, asked)
+    state = decode_state.run_rounds(step, state, limit)
+    return decode_state.generation(asked, state)
+
+  return jax.device_get(decode(asked))
+
+
+class Pooled:
+  """A pool of `SIZE` slots and its programs."""
+
+  def __init__(self, loop, params, asked):
+    self.asked = asked.replace(
+      slots=asked.cache_slots - asked.gamma - asked.prompt_width
+    )
+    example = empty(asked)
+    layout = Layout(loop, params, example, asked.prompt is not None)
+    self.layout = layout
+    rows = _jit(functools.partial(slots.read, loop))(params, example)
+    self.row = layout.only(rows, np.zeros((1,), np.int32))
+    self.pool = layout.repeated(self.row, SIZE)
+    self._read = _jit(
+      lambda rows: layout.staged(slots.read(loop, params, rows), self.row)
+    )
+    self._admit = _jit(layout.admit, donate_argnums=0)
+    self.run = _jit(
+      functools.partial(slots.run, loop, params),
+      static_argnums=3,
+      donate_argnums=0,
+    )
+
+  def read(self, rows):
+    return self._read(slots.take(self.asked, np.array(rows)))
+
+  def admit(self, staged, first, free):
+    places = np.zeros((SIZE,), np.int32)
+    places[: len(free)] = free
+    self.pool = self._admit(
+      self.pool, staged, self.row, first, places, len(free)
+    )
+
+  def decode(self, order, gamma, rounds):
+    """Row -> (generation, slot) of its end; rows enter in this order."""
+    groups = [order[at : at + GROUP] for at in range(0, len(order), GROUP)]
+    owners, found, queue = [None] * SIZE, {}, []
+    while True:
+      free = [slot for slot, row in enumerate(owners) if row is None]
+      while free and (queue or groups):
+        if not queue:
+          rows = groups.pop(0)
+          filled = [*rows, *rows][:GROUP]
+          staged = self.read(filled)
+          queue = list(enumerate(rows))
+        first, row = queue.pop(0)
+        slot = free.pop()
+        self.admit(staged, first, [slot])
+        owners[slot] = row
+      if not any(row is not None for row in owners):
+        return found
+      self.pool, look = self.run(self.pool, next(rounds), 1, gamma)
+      look = jax.device_get(look)
+      assert look.live_rounds <= look.num_rounds * SIZE
+      for slot, row in enumerate(owners):
+        if row is not None and slots.is_free(look)[slot]:
+          found[row] = look.generation, slot
+          owners[slot] = None
+
+
+def check(found, want):
+  assert sorted(found) == list(range(ROWS))
+  for row, (have, slot) in found.items():
+    length = want.length[row]
+    assert have.length[slot] == length
+    assert have.finish_reason[slot] == want.finish_reason[row]
+    np.testing.assert_array_equal(
+      have.tokens[slot, :length], want.tokens[row, :length]
+    )
+    for one, other in zip(
+      jax.tree.leaves(have.stats), jax.tree.leaves(want.stats), strict=True
+    ):
+      np.testing.assert_array_equal(one[slot], other[row])
+
+
+def rounds_of(*numbers):
+  while True:
+    yield from numbers
+
+
+def some(*names):
+  """A parametrisation of which only the first, 'small_model', is not slow."""
+  first, *rest = names
+  slow = [pytest.param(name, marks=pytest.mark.slow) for name in rest]
+  return pytest.mark.parametrize('name', [first, *slow])
+
+
+# What `short_drafts` proposes depends on the place in the batch, on purpose.
+@some(*(name for name in DRAFTERS if name != 'short_drafts'))
+def test_rows_come_and_go(name):
+  drafter, draft = DRAFTERS[name]
+  loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
+  asked = request(GAMMA)
+  pooled = Pooled(loop, params, asked)
+  # Rows of the target's cache hold nothing yet; what the drafter keeps may.
+  assert any(pooled.layout.empty)
+  found = pooled.decode([5, 0, 6, 1, 4, 2, 3], GAMMA, rounds_of(1, 5, 2))
+  want = fixed(loop, params, asked)
+  check(found, want)
+  assert len(set(want.length.tolist())) > 2, 'rows should end apart'
+
+
+@some('small_model', 'cascade_of_models', 'first_of')
+def test_rows_with_prompts(name):
+  drafter, draft = DRAFTERS[name]
+  loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
+  asked = prompted(GAMMA)
+  pooled = Pooled(loop, params, asked)
+  assert not any(pooled.layout.empty)
+  found = pooled.decode([6, 5, 4, 3, 2, 1, 0], GAMMA, rounds_of(3))
+  check(found, fixed(loop, params, asked))
+
+
+def test_the_plain_loop():
+  loop, params = Loop(TARGET), PairParams(TARGET_PARAMS, None)
+  asked = request(0)
+  found = Pooled(loop, params, asked).decode(
+    list(range(ROWS)), 0, rounds_of(4, 1)
+  )
+  check(found, fixed(loop, params, asked))
+
+
+def test_control_a_row_that_is_not_copied_whole():
+  """The comparison sees a drafter's cache that stays behind."""
+  loop, params, want = sampled()
+  asked = request(GAMMA)
+  pooled = Pooled(loop, params, asked)
+  stale = jax.tree.map(jnp.ones_like, pooled.pool.state.drafter_state)
+  leaves = {id(leaf) for leaf in jax.tree.leaves(stale)}
+  marked = pooled.pool.replace(
+    state=pooled.pool.state.replace(drafter_state=stale)
+  )
+  kept = [id(leaf) in leaves for leaf in jax.tree.leaves(marked)]
+  assert any(kept)
+  pooled.layout.axes = [
+    None if is_kept else axis
+    for axis, is_kept in zip(pooled.layout.axes, kept, strict=True)
+  ]
+  found = pooled.decode(list(range(ROWS)), GAMMA, rounds_of(2))
+  with pytest.raises(AssertionError):
+    check(found, want)
+
+
+@some('small_model', 'cascade_of_models', 'copy', 'first_of')
+def test_a_drafter_that_comes_later(name):
+  """Plainly for some rounds, then with a drafter: the same greedy tokens."""
+  drafter, draft = DRAFTERS[name]
+  params = PairParams(TARGET_PARAMS, heard(draft))
+  asked = request(0, **GREEDY)
+  room = asked.replace(slots=64 - GAMMA)  # of the drafts that come
+  plain = Pooled(Loop(TARGET), PairParams(TARGET_PARAMS, None), room)
+  plain.admit(plain.read([0, 3]), 0, [0, 2])
+  plain.pool, _ = plain.run(plain.pool, 3, SIZE, 0)
+  loop = Loop(TARGET, drafter)
+  pool = _jit(functools.partial(slots.with_drafter, loop), static_argnums=2)(
+    params, plain.pool, GAMMA
+  )
+  run = _jit(functools.partial(slots.run, loop), static_argnums=4)
+  pool, look = run(params, pool, 100, SIZE, GAMMA)
+  look = jax.device_get(look)
+  want = fixed(Loop(TARGET), PairParams(TARGET_PARAMS, None), asked)
+  for slot, row in ((0, 0), (2, 3)):
+    length = want.length[row]
+    assert look.generation.length[slot] == length
+    np.testing.assert_array_equal(
+      look.generation.tokens[slot, :length], want.tokens[row, :length]
+    )
+    rounds = look.generation.stats.num_rounds[slot]
+    assert look.generation.stats.histogram[slot].sum() == rounds
+  if name == 'small_model':
+    assert look.num_rounds < LENGTH - 3, 'nothing was accepted'
+  with pytest.raises(ValueError, match='a loop with a drafter'):
+    slots.with_drafter(Loop(TARGET), params, plain.pool, GAMMA)
+
+
+def test_gamma_may_change_between_runs():
+  """At temperature 0, in a state with room for the largest."""
+  loop = Loop(TARGET, small_model(DRAFT))
+  params = PairParams(TARGET_PARAMS, heard(DRAFT.params))
+  asked = request(GAMMA, **GREEDY)
+  pooled = Pooled(loop, params, asked)
+  pooled.admit(pooled.read([0, 3]), 0, [0, 2])
+  gammas = rounds_of(1, GAMMA)
+  for _ in range(9):
+    pooled.pool, look = pooled.run(pooled.pool, 2, SIZE, next(gammas))
+  want = fixed(loop, params, asked)
+  for slot, row in ((0, 0), (2, 3)):
+    length = want.length[row]
+    np.testing.assert_array_equal(
+      np.asarray(look.generation.tokens)[slot, :length],
+      want.tokens[row, :length],
+    )
+
+
+def test_layout_of_a_network():
+  """A T5's position bias belongs to no row; its cross-attention is wide."""
+  network = small_vocabulary.network(1)
+  target = jax.eval_shape(network.init, jax.random.key(0))
+  loop, params = Loop(network), PairParams(target, None)
+  asked = request(0)
+  layout = Layout(loop, params, empty(asked), prompted=False)
+  row = jax.eval_shape(
+    functools.partial(slots.read, loop), params, empty(asked)
+  )
+  named = {
+    jax.tree_util.keystr(path): layout.axes[i]
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(row))
+  }
+  shared = {name for name, axis in named.items() if axis is None}
+  assert shared == {
+    '.request.sampling.top_k',
+    '.request.sampling.top_p',
+    '.request.stop_ids',
+    '.state.target_cache.position_bias[0]',
+  }
+  assert set(named.values()) == {0, None}
+  cache = row.state.target_cache
+  assert sum(layout.empty) == len(cache.keys) + len(cache.values)
+
+
+def test_a_state_with_two_axes_of_rows_is_refused():
+  class Square(Loop):
+    def start(self, params, asked):
+      state = super().start(params, asked)
+      batch = asked.inputs.shape[0]
+      return state.replace(drafter_state=jnp.zeros((batch, batch)))
+
+  loop, params = Square(TARGET), PairParams(TARGET_PARAMS, None)
+  with pytest.raises(ValueError, match='one axis of rows at most'):
+    Layout(loop, params, empty(request(0)), prompted=False)
