@@ -2,6 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.monitoring
@@ -237,6 +241,50 @@ def test_gammas_of_calibrations():
 
   found = gammas_by_rows([Measured(1, 5), Measured(16, 0)])
   assert found == {1: 5, 16: 0}
+
+
+_SEVERAL_DEVICES = """
+import pathlib, sys
+sys.path[:0] = ['.', 'tests', 'scripts']
+import continuous_test as suite, small_vocabulary
+from specdec_jax.partitioning import Placement
+
+tokenizer = small_vocabulary.train(pathlib.Path(sys.argv[1]))
+texts = [text for text in suite.TEXTS if len(text) < 60][:8]
+options = {'seed': 5, 'stop_ids': suite.STOPS}
+
+def engine(**devices):
+  return suite.engine_of(
+    suite.make_t5(0), suite.make_t5(1), tokenizer, max_input_len=32,
+    placement=Placement(**devices), cache_folder=sys.argv[1] + '/xla')
+
+want = [one.tokens for one in engine().generate(texts, **options)]
+for devices in ({'model': 2}, {'data': 2}):
+  decoder = suite.Continuous(engine(**devices), suite.Settings(rows=4))
+  have = decoder.generate(texts, **options)
+  assert [one.tokens for one in have] == want, devices
+  with suite.nothing_compiles():
+    decoder.generate(texts[::-1], **options)
+print('the same')
+"""
+
+
+@pytest.mark.slow
+def test_slots_over_several_devices(tmp_path):
+  """Weights or rows split over two devices; tokens as on one."""
+  flags = (
+    '--xla_force_host_platform_device_count=2'
+    ' --xla_backend_optimization_level=0'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', _SEVERAL_DEVICES, str(tmp_path)],
+    cwd=pathlib.Path(__file__).resolve().parent.parent,
+    env=os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip().endswith('the same')
 
 
 def test_control_the_counter_counts():

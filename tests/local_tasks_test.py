@@ -111,7 +111,11 @@ def test_a_text_task_has_inputs_alone(tokenizer, tmp_path):
       r"expected text in the field 'targets'",
     ),
     ('a.txt', b'\xff\xfe', r"a.txt' could not be read as text"),
-    ('a.txt.gz', gzip.compress(b'text ' * 50)[:-9], r'could not be read'),
+    (
+      'a.txt.gz',
+      gzip.compress(b'text ' * 50, mtime=0)[:-9],
+      r'could not be read',
+    ),
   ],
 )
 def test_bad_lines_are_named(name, content, message, tokenizer, tmp_path):
