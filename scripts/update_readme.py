@@ -12,6 +12,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'benchmark'    as scripts/benchmark.py writes it
   'calibration'  as scripts/calibrate.py writes it
   'alpha'        as scripts/measure_alpha.py writes it
+  'throughput'   as scripts/throughput.py writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
             as scripts/reproduce.py and benchmarks/peers.py write it
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 from specdec_jax import files
 from specdec_jax.infer import quality, report
+from specdec_jax.measure import throughput
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ('README.md', 'demo/README.md', 'benchmarks/README.md')
@@ -210,6 +212,30 @@ def _render_alpha(record: Mapping[str, Any]) -> str:
   return f'{_machine(record["machine"])}.\n\n{_table([columns, *body])}'
 
 
+def _render_throughput(record: dict[str, Any]) -> str:
+  parts = [
+    f'{record["examples"]:,} texts, batch {record["batch_size"]}, gamma'
+    f' {record["gamma"]}, temperature {record["temperature"]:g};'
+    f' {_machine(record["machine"])}.'
+  ]
+  tables = (
+    throughput.way_rows,
+    throughput.ratio_rows,
+    throughput.look_rows,
+    throughput.sweep_rows,
+  )
+  parts += [_table(made(record)) for made in tables if len(made(record)) > 1]
+  if memory := record.get('memory'):
+    early, late = memory['early'], memory['late']
+    parts.append(
+      f'Memory over {memory["examples"]:,} texts, early and late in the run:'
+      f' {early["resident_bytes"] / 2**20:.0f} and'
+      f' {late["resident_bytes"] / 2**20:.0f} MiB, {early["buffers"]} and'
+      f' {late["buffers"]} arrays.'
+    )
+  return '\n\n'.join(parts)
+
+
 def _with_error(mean: float | None, error: float | None) -> str:
   return '-' if mean is None else f'{mean:.3f} ± {error:.3f}'
 
@@ -218,6 +244,7 @@ _RENDERERS = {
   'benchmark': _render_benchmark,
   'calibration': _render_calibration,
   'alpha': _render_alpha,
+  'throughput': _render_throughput,
 }
 
 

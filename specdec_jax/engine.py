@@ -106,7 +106,7 @@ class Engine:
     draft_placement, partition, draft_partition = partitioning.share_devices(
       placement, draft_placement
     )
-    self._partition = partition
+    self._placement, self._partition = placement, partition
     self.tokenizer = tokenizer
     self.gamma = gamma
     self.max_input_len = max_input_len
@@ -145,6 +145,11 @@ class Engine:
     if self._drafter is None:
       raise ValueError(_NO_DRAFTER)
     return self._drafter
+
+  @property
+  def across_hosts(self) -> bool:
+    """Whether all processes must ask the same of it at the same time."""
+    return self._placement.across_hosts
 
   @property
   def params(self) -> PairParams:

@@ -1,5 +1,6 @@
 """Runs that several processes share: their results, their ends, their flags."""
 
+import json
 import os
 import pathlib
 import signal
@@ -17,16 +18,17 @@ from specdec_jax.processes import Meeting
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Decodes a file with a small pair, sampled, as one of several processes; argv:
-# folder, out, address, count, index, and the batch that it dies at, or 0.
+# folder, out, address, count, index, the batch that it dies at or 0, and how the
+# pair is placed.
 SCRIPT = """
 import os, signal, sys
 import jax
 import small_vocabulary
-from specdec_jax import infer, probs, processes
+from specdec_jax import infer, partitioning, probs, processes
 from specdec_jax import tokenizer as tokenizer_lib
 from specdec_jax.engine import Engine, Model
 
-folder, out, address, count, index, fatal = sys.argv[1:]
+folder, out, address, count, index, fatal, placed = sys.argv[1:]
 count, index, fatal = int(count), int(index), int(fatal)
 jax.config.update('jax_num_cpu_devices', 2)
 jax.config.update('jax_compilation_cache_dir', folder + '/xla')
@@ -45,13 +47,16 @@ def small(**options):
     network = small_vocabulary.network(layers)
     return Model(network, network.init(jax.random.key(seed)))
   return Counted(model(2, 0), model(1, 1), tokenizer=tokenizer, gamma=2,
-                 cache_folder=folder + '/xla', **options)
+                 cache_folder=folder + '/xla', placement=placement, **options)
 
 def decode():
   if count > 1:
     processes.join(processes.Meeting(address, count, index))
     assert len(jax.local_devices()) == 2 and len(jax.devices()) == 2 * count
-  global tokenizer
+  global tokenizer, placement
+  placement = None
+  if placed == 'split':
+    placement = partitioning.Placement(data=2, model=2, across_hosts=True)
   tokenizer = tokenizer_lib.Tokenizer(folder + '/vocab.model')
   infer.decode_task(infer.TaskConfig(
     small, tokenizer, folder + '/texts.txt', out,
@@ -75,14 +80,14 @@ class Runner:
     lines = [' '.join(words[i % 7 : i % 7 + i % 4 + 1]) for i in range(11)]
     (folder / 'texts.txt').write_text('\n'.join(lines) + '\n')
 
-  def __call__(self, out, count, fatal=()):
+  def __call__(self, out, count, fatal=(), placed='apart'):
     """Results of all processes; `fatal`: the batch each one dies at, or 0."""
     address = f'localhost:{free_port()}'
     fatal = fatal or [0] * count
     started = [
       subprocess.Popen(
         [sys.executable, 'shared.py', str(self.folder), str(out), address]
-        + [str(count), str(index), str(fatal[index])],
+        + [str(count), str(index), str(fatal[index]), placed],
         cwd=self.folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -149,6 +154,24 @@ def test_two_processes_make_one_result(runner, whole, tmp_path):
   ((status, said, *_),) = runner(tmp_path, 1)
   assert status == 0 and num_batches(said) == 0
   assert 'is finished; it is kept' in said
+
+
+def test_one_model_over_the_devices_of_two_processes(runner, whole, tmp_path):
+  """In lockstep; also where a process was killed and both begin again."""
+  ended = runner(tmp_path, 2, [0, 3], placed='split')
+  assert ended[1][0] == 128 + signal.SIGKILL
+  assert ended[0][0] == processes.PEER_ENDED, ended[0]
+  ended = runner(tmp_path, 2, placed='split')
+  assert [status for status, *_ in ended] == [0, 0], ended
+  # Six batches, of which the one before the kill was kept.
+  assert [num_batches(said) for _, said, *_ in ended] == [5 + 1, 5 + 1]
+  # Sums over shards round otherwise, so scores are not the same bytes.
+  assert predictions(results(tmp_path)) == predictions(whole)
+
+
+def predictions(found):
+  lines = next(text for name, text in found.items() if name.endswith('00001'))
+  return [json.loads(line)['prediction_tokens'] for line in lines.splitlines()]
 
 
 @pytest.mark.parametrize('victim', [1, pytest.param(0, marks=pytest.mark.slow)])

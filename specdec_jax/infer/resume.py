@@ -110,7 +110,7 @@ class Folder:
         shutil.rmtree(self._parts, ignore_errors=True)
         self._parts.mkdir()
         files.write_json(known, config)
-    return self._chunks()
+    return self.chunks()
 
   def keep(self, number: int, content: Any) -> None:
     """Writes chunk `number`, counted from 0; what JSON can hold.
@@ -143,12 +143,12 @@ class Folder:
     """Says that all chunks are there, for `decoded` of another process."""
     files.write_json(self._parts / _DECODED, {})
 
-  def decoded(self, config: Mapping[str, Any]) -> list[Any] | None:
-    """All chunks of a run of `config`; None while there are not all of them."""
-    known = self._parts / _CONFIG
-    if not (self._parts / _DECODED).exists() or not _same(known, config):
+  def decoded(self, like: 'Folder') -> list[Any] | None:
+    """All chunks of a run like another; None while there are fewer."""
+    if not (self._parts / _DECODED).exists():
       return None
-    return self._chunks()
+    config = _read(like._parts / _CONFIG)
+    return self.chunks() if _same(self._parts / _CONFIG, config) else None
 
   def discard(self) -> None:
     """Removes the chunks."""
@@ -158,7 +158,8 @@ class Folder:
     """Takes back that the results are finished; they are made anew."""
     self._marker.unlink(missing_ok=True)
 
-  def _chunks(self) -> list[Any]:
+  def chunks(self) -> list[Any]:
+    """What was kept: the first chunks, in order."""
     chunks: list[Any] = []
     while (part := self._part(len(chunks))).exists():
       chunks.append(_read(part))

@@ -223,6 +223,10 @@ class TaskConfig:
       "1 in the mode 'score'",
     )
 
+  def index(self, number: int) -> int:
+    """The index in the task of the shard's example `number`."""
+    return number * self.num_shards + self.shard_id
+
   @property
   def slots(self) -> int | None:
     """Rows of continuous batching; None where batches are fixed."""

@@ -1,14 +1,16 @@
 """A run that several processes share: who decodes what, and the one result.
 
-Each process decodes every n-th example by programs of its own, and keeps its
-chunks in the output folder, which all of them must see. The first one waits for
-the others and writes what one process alone would have written.
+Where each has models of its own, it decodes every n-th example by programs of
+its own. Where one model is split over the devices of all, they decode the same
+examples in lockstep. Chunks lie in the output folder, which all of them must
+see; the first one writes what one process alone would have written.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.experimental import multihost_utils
 
 from specdec_jax.infer import batches, report, resume
@@ -16,24 +18,21 @@ from specdec_jax.processes import Processes
 
 _LOOK_S = 0.2  # between two looks for what another process has finished
 
+Modes = dict[str, report.Mode]
+# `resume.Folder.begin`, given what decides the result.
+Begin = Callable[[resume.Folder], list[Any]]
+# Decodes items, keeps chunks in a folder or nowhere, goes on behind others.
+Run = Callable[
+  [Sequence[batches.Item], resume.Folder | None, Sequence[Any]], Modes
+]
+
 
 def folder_of(whole: resume.Folder, who: Processes) -> resume.Folder:
-  """Where a process keeps what it has decoded of a run."""
+  """Where a process keeps what it has decoded by itself."""
   if who.alone:
     return whole
   name = f'{whole.name}.process-{who.index:05}-of-{who.count:05}'
   return resume.Folder(str(whole.path), name)
-
-
-def items_of(
-  items: Sequence[batches.Item], num_decodes: int, who: Processes
-) -> list[batches.Item]:
-  """A process's items: all samples of every n-th example."""
-  return [
-    item
-    for item in items
-    if (item.number // num_decodes) % who.count == who.index
-  ]
 
 
 def meet(what: str, who: Processes) -> None:
@@ -42,38 +41,71 @@ def meet(what: str, who: Processes) -> None:
     multihost_utils.sync_global_devices(what)
 
 
-def gather(
+def each_its_own(
   whole: resume.Folder,
-  decides: Mapping[str, Any],
-  modes: Mapping[str, report.Mode],
+  begin: Begin,
+  items: Sequence[batches.Item],
+  every: int,
+  run: Run,
   who: Processes,
-) -> Mapping[str, report.Mode] | None:
-  """Waits for the other processes.
+) -> Modes | None:
+  """Decodes a process's items: all samples of every n-th example.
 
   Args:
     whole: the folder of the result.
-    decides: what decides it, as `resume.Folder.begin` had it.
-    modes: what this process has decoded; all of it is in its own folder.
+    begin: begins or goes on with a folder.
+    items: of all processes.
+    every: how many of an example's there are.
+    run: decodes.
     who: this process.
 
   Returns:
     In the first process all that was decoded; in another None, once the first
     one has written the result.
   """
+  own = folder_of(whole, who)
+  mine = [x for x in items if (x.number // every) % who.count == who.index]
+  modes = run(mine, own, begin(own))
   if who.alone:
     return modes
-  own = folder_of(whole, who)
   own.mark_decoded()
   if who.index:
     while not whole.finished:
       time.sleep(_LOOK_S)
     own.discard()
     return None
+  begin(whole)
   for index in range(1, who.count):
     other = folder_of(whole, Processes(index, who.count))
-    while (chunks := other.decoded(decides)) is None:
+    while (chunks := other.decoded(own)) is None:
       time.sleep(_LOOK_S)
     for chunk in chunks:
       for name, mode in modes.items():
         mode.add(report.Mode.from_json(chunk[name]))
   return modes
+
+
+def in_lockstep(
+  whole: resume.Folder,
+  begin: Begin,
+  items: Sequence[batches.Item],
+  run: Run,
+  who: Processes,
+) -> Modes | None:
+  """Decodes all items in every process; the first one alone keeps chunks.
+
+  Arguments and what is returned are those of `each_its_own`.
+  """
+  first = who.index == 0
+  done = begin(whole) if first else []
+  # A chunk may be kept between two looks: the first one's look counts.
+  number = int(multihost_utils.broadcast_one_to_all(np.int32(len(done))))
+  if not first:
+    done = whole.chunks()[:number]
+  modes = run(items, whole if first else None, done)
+  return modes if first else None
+
+
+def clean(whole: resume.Folder, who: Processes) -> None:
+  """Removes what this process has kept of a result that is written."""
+  folder_of(whole, who).discard()

@@ -1,6 +1,7 @@
 """A run over a task or a file of examples, as T5X users know it."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from specdec_jax import metrics, processes, tasks
+from specdec_jax import processes
 from specdec_jax.engine import Engine
 from specdec_jax.infer import (
   batches,
@@ -17,9 +18,9 @@ from specdec_jax.infer import (
   results,
   resume,
   shares,
+  task_summary,
 )
 from specdec_jax.infer.settings import PREDICT, SCORE, WAYS, TaskConfig
-from specdec_jax.local_tasks import nearest
 
 # Fields that decide no result, or by what they make: see `_identity`.
 _NOT_DECIDING = (
@@ -87,7 +88,7 @@ def _decode(
 ) -> dict[str, Any]:
   """`decode_one` of a task that was found, in a folder of its own."""
   found = _examples(config)
-  measures = _measures(config)
+  functions = task_summary.measures(config)
   with report.status(console, 'Loading models'):
     engine = _engine(config, found)
   ways = _ways(config, engine)
@@ -99,29 +100,34 @@ def _decode(
       ' it anew.'
     )
     return folder.read_json(f'{folder.name}.summary.json')
-  own = shares.folder_of(folder, who)
-  modes = batches.run_all(
-    shares.items_of(_items(config, found), config.num_decodes, who),
-    ways,
-    config.batch_size * config.num_decodes,
-    config.checkpoint_period,
-    folder=own,
-    done=own.begin(decides, config.overwrite),
-    console=console,
+
+  def run(items, folder, done):
+    rows = config.batch_size * config.num_decodes
+    period = config.checkpoint_period
+    return batches.run_all(
+      items, ways, rows, period, folder=folder, done=done, console=console
+    )
+
+  items = _items(config, found)
+  begin = functools.partial(
+    resume.Folder.begin, config=decides, overwrite=config.overwrite
   )
-  whole = shares.gather(folder, decides, modes, who)
-  if whole is None:
+  if engine.across_hosts and not who.alone:
+    modes = shares.in_lockstep(folder, begin, items, run, who)
+  else:
+    every = config.num_decodes
+    modes = shares.each_its_own(folder, begin, items, every, run, who)
+  if modes is None:
     return {'kind': 'share', 'process': [who.index, who.count]}
-  modes = dict(whole)
-  if own is not folder:
-    folder.begin(decides, overwrite=True)
-  measured = _measure(measures, found, modes, config)
+  measured = task_summary.measured(functions, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
-    modes, config.sampling.greedy, _context(config, engine, records, measured)
+    modes,
+    config.sampling.greedy,
+    task_summary.context(config, engine, records, measured),
   )
   _write(folder, records, summary, beside)
-  own.discard()
+  shares.clean(folder, who)
   report.print_results(console, summary, config.output_dir)
   return summary
 
@@ -191,7 +197,7 @@ def _examples(config: TaskConfig) -> list[examples.Example]:
       if not _is_ids(ids) or (lacks and not len(ids)):
         raise ValueError(
           f'{_name(config)!r}: example'
-          f' {_index(config, number)} has no tokens {feature!r}, which this run'
+          f' {config.index(number)} has no tokens {feature!r}, which this run'
           f' needs; it has {sorted(example)}.'
         )
   return found
@@ -202,11 +208,6 @@ def _is_ids(value: Any) -> bool:
   return array.ndim == 1 and (
     not array.size or np.issubdtype(array.dtype, np.integer)
   )
-
-
-def _index(config: TaskConfig, number: int) -> int:
-  """The index in the task of the shard's example `number`."""
-  return number * config.num_shards + config.shard_id
 
 
 def _ids(example: examples.Example, feature: str) -> list[int]:
@@ -246,7 +247,7 @@ def _engine(config: TaskConfig, found: Sequence[examples.Example]) -> Engine:
       if highest >= size:
         raise ValueError(
           f'{_name(config)!r}: {feature!r} of example'
-          f' {_index(config, number)} holds the id {highest}, the target has'
+          f' {config.index(number)} holds the id {highest}, the target has'
           f' {size}: the task was made for another vocabulary.'
         )
   return engine
@@ -295,7 +296,7 @@ def _items(
       batches.Item(
         number=len(items) + sample,
         source=_ids(example, examples.INPUTS),
-        example_id=example_id(_index(config, number), sample),
+        example_id=example_id(config.index(number), sample),
         prompt=prompt,
         target=_ids(example, examples.TARGETS),
       )
@@ -327,80 +328,4 @@ def _identity(
     **batches.engine_identity(engine),
     'examples': len(found),
     'examples_sha256': digest.hexdigest(),
-  }
-
-
-def _measures(config: TaskConfig) -> list[metrics.Metric]:
-  """The metric functions; those named are tried, so that a lack shows early."""
-  if config.mode == SCORE:
-    return []
-  if config.metrics is None:
-    return list(tasks.metrics(config.mixture_or_task_name))
-  chosen = []
-  for name in config.metrics:
-    if name not in metrics.METRICS:
-      raise ValueError(
-        f'TaskConfig.metrics: there is no metric'
-        f' {name!r}.{nearest(name, metrics.METRICS)}'
-      )
-    metrics.METRICS[name](['a'], ['a'])
-    chosen.append(metrics.METRICS[name])
-  return chosen
-
-
-def _measure(
-  measures: Sequence[metrics.Metric],
-  found: Sequence[examples.Example],
-  modes: Mapping[str, report.Mode],
-  config: TaskConfig,
-) -> dict[str, dict[str, Any]]:
-  """Metrics of each way, on the first sample of each example."""
-  targets = [examples.reference(example) for example in found]
-  if not targets or any(target is None for target in targets):
-    return {}
-  measured: dict[str, dict[str, Any]] = {}
-  for name, mode in modes.items():
-    predictions = [
-      mode.completions[number * config.num_decodes].text
-      for number in range(len(found))
-    ]
-    measured[name] = {}
-    for function in measures:
-      measured[name] |= function(targets, predictions)
-  return measured
-
-
-def _context(
-  config: TaskConfig,
-  engine: Engine,
-  records: Sequence[Mapping[str, Any]],
-  measured: Mapping[str, Any],
-) -> dict[str, Any]:
-  """What belongs to the summary of a run besides its measurements."""
-  errors = [
-    f'example {_index(config, number)}: {record["error"]}'
-    for number, record in enumerate(records)
-    if 'error' in record
-  ]
-  scores = []
-  if config.mode == SCORE:
-    scores = [r['score'] for r in records if r['score'] is not None]
-  return {
-    'kind': 'task',
-    'task': _name(config),
-    'split': config.split,
-    'mode': config.mode,
-    'examples': len(records),
-    'shard': [config.shard_id, config.num_shards],
-    'errors': errors,
-    'metrics': measured,
-    'mean_score': float(np.mean(scores)) if scores else None,
-    'batch_size': config.batch_size,
-    'num_decodes': config.num_decodes,
-    'sampling': dataclasses.asdict(config.sampling),
-    'lenience': config.lenience,
-    'seed': config.seed,
-    'gamma': engine.gamma,
-    'max_input_len': engine.max_input_len,
-    'max_decode_len': engine.max_decode_len,
   }

@@ -263,30 +263,56 @@ def _sweep(config, engine, texts, options, gammas, advance):
   return found
 
 
+_COLUMNS = ('tokens/s', 'median latency, s', 'occupancy', 'host, %')
+
+
+def way_rows(record: dict[str, Any]) -> list[list[str]]:
+  """The four ways as text: a header, then one row each."""
+  rows = [[name, *_cells(row)] for name, row in record['ways'].items()]
+  return [['way', *_COLUMNS], *rows]
+
+
+def ratio_rows(record: dict[str, Any]) -> list[list[str]]:
+  """Each continuous way against each fixed one, likewise."""
+  rows = [
+    [
+      name,
+      *(f'{m:.2f} ({low:.2f} to {high:.2f})' for m, low, high in r.values()),
+    ]
+    for name, r in record['ratios'].items()
+  ]
+  return [['ratio', 'throughput', 'median latency'], *rows]
+
+
+def look_rows(record: dict[str, Any]) -> list[list[str]]:
+  """How often the host looks, likewise."""
+  rows = [
+    [str(row['max_rounds']), str(row['refill']), *_cells(row)]
+    for row in record['looks']
+  ]
+  return [['rounds at most', 'rows finished', *_COLUMNS], *rows]
+
+
+def sweep_rows(record: dict[str, Any]) -> list[list[str]]:
+  """Batch sizes, likewise."""
+  rows = [
+    [str(row['batch_size']), row['mode'], *_cells(row)]
+    for row in record['sweep']
+  ]
+  return [['batch', 'decoding', *_COLUMNS], *rows]
+
+
 def show(console: rich.console.Console, record: dict[str, Any]) -> None:
   """Prints the tables of a record."""
-  table = rich.table.Table(
-    title=f'{record["examples"]} texts, batch {record["batch_size"]}'
-  )
-  table.add_column('way')
-  for name in ('tokens/s', 'median latency, s', 'occupancy', 'host, %'):
-    table.add_column(name, justify='right')
-  for name, row in record['ways'].items():
-    table.add_row(name, *_cells(row))
-  console.print(table)
-  for name, ratios in record['ratios'].items():
-    parts = [
-      f'{key.replace("_", " ")} {middle:.2f} ({low:.2f} to {high:.2f})'
-      for key, (middle, low, high) in ratios.items()
-    ]
-    console.print(f'{name}: {", ".join(parts)}')
-  for row in record['looks']:
-    console.print(
-      f'at most {row["max_rounds"]} rounds, {row["refill"]} finished:',
-      ', '.join(_cells(row)),
-    )
-  for row in record['sweep']:
-    console.print(f'batch {row["batch_size"]}, {row["mode"]}:', *_cells(row))
+  title = f'{record["examples"]} texts, batch {record["batch_size"]}'
+  for made in (way_rows, ratio_rows, look_rows, sweep_rows):
+    header, *rows = made(record)
+    if rows:
+      table = rich.table.Table(*header, title=title)
+      for row in rows:
+        table.add_row(*row)
+      console.print(table)
+    title = ''
   if 'memory' in record:
     console.print(f'memory: {record["memory"]}')
 
