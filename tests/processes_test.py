@@ -18,8 +18,7 @@ from specdec_jax.processes import Meeting
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Decodes a file with a small pair, sampled, as one of several processes; argv:
-# folder, out, address, count, index, the batch that it dies at or 0, and how the
-# pair is placed.
+# folder, out, address, count, index, the batch that it dies at or 0, placement.
 SCRIPT = """
 import os, signal, sys
 import jax
