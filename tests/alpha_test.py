@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_requests
 from specdec_jax import testing
 from specdec_jax.bench import alpha
 from specdec_jax.decoding import autoregressive
@@ -23,19 +24,15 @@ PARAMS = PairParams(TARGET.params, DRAFT.params)
 
 
 def make_request(temperature, seed=0, rows=ROWS, stop_id=-1):
-  keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-    jax.random.key(seed), jnp.arange(rows)
-  )
-  return decode_state.Request(
-    inputs=jnp.ones((rows, 2), jnp.int32),
-    keys=keys,
-    sampling=SamplingConfig(temperature=temperature).params(rows),
-    stop_ids=jnp.full((4,), stop_id, jnp.int32),
-    min_length=jnp.zeros((rows,), jnp.int32),
-    max_length=jnp.full((rows,), SLOTS, jnp.int32),
-    slots=SLOTS,
-    gamma=1,
-    greedy=temperature == 0,
+  return toy_requests.request_of(
+    rows,
+    1,
+    SamplingConfig(temperature=temperature),
+    SLOTS,
+    inputs=(1, 1),
+    seed=seed,
+    stop_ids=(stop_id,) * 4,
+    with_log_probs=True,
   )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import specdec_jax.speculative as algorithm
+import toy_requests
 from specdec_jax import testing
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding import state as decode_state
@@ -94,31 +95,13 @@ every_drafter = pytest.mark.parametrize('name', DRAFTERS)
 
 
 def request_of(rows, gamma, sampling, slots=LENGTH, **changes):
-  keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-    jax.random.key(SEED), jnp.arange(rows)
+  changes = {'stop_ids': (STOP, -1)} | changes
+  return toy_requests.request_of(
+    rows, gamma, sampling, slots, inputs=INPUTS, seed=SEED, **changes
   )
-  request = decode_state.Request(
-    inputs=jnp.tile(jnp.array(INPUTS), (rows, 1)),
-    keys=keys,
-    sampling=sampling.params(rows),
-    stop_ids=jnp.array([STOP, -1]),
-    min_length=jnp.zeros((rows,), jnp.int32),
-    max_length=jnp.full((rows,), slots, jnp.int32),
-    slots=slots,
-    gamma=gamma,
-    greedy=sampling.greedy,
-    with_log_probs=False,
-  )
-  return request.replace(**changes)
 
 
-# Most of this suite is the compiler's time; the code need not be quick.
-_jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
-)
-
-
-@functools.partial(_jit, static_argnums=0)
+@functools.partial(toy_requests.quick_jit, static_argnums=0)
 def _decode(drafter, params, request, wrong=False):
   """With `wrong`, each round keeps the proposal that it should reject."""
 
@@ -134,7 +117,7 @@ def _decode(drafter, params, request, wrong=False):
   return decode_state.generation(request, state)
 
 
-@_jit
+@toy_requests.quick_jit
 def _plain(request):
   return autoregressive.decode(TARGET, TARGET.params, request)
 
@@ -257,7 +240,7 @@ def test_control_a_stale_target_cache():
   request = request_of(ROWS, GAMMA, SAMPLINGS['t1'])
   drafter = small_model(DRAFT)
 
-  @_jit
+  @toy_requests.quick_jit
   def decode():
     state = speculative.start(stale, drafter, pair, request)
     state = speculative.run(stale, drafter, pair, request, state, 20)
@@ -327,8 +310,11 @@ def test_state_after_every_acceptance_count(name):
   request = request_of(2, GAMMA, SamplingConfig(0.0), slots)
   inputs = request.inputs.at[1].set(0)
   rng = np.random.default_rng(0)
-  init = _jit(drafter.init, static_argnums=2)
-  propose, commit = _jit(drafter.propose), _jit(drafter.commit)
+  init = toy_requests.quick_jit(drafter.init, static_argnums=2)
+  propose, commit = (
+    toy_requests.quick_jit(drafter.propose),
+    toy_requests.quick_jit(drafter.commit),
+  )
 
   def fresh(row, tokens, length):
     """One that saw only this row, and of it only committed tokens."""

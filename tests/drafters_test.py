@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_requests
 from specdec_jax import testing
 from specdec_jax.decoding import speculative
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
@@ -50,33 +50,17 @@ TABLE = fit(
 
 
 def request_of(rows, gamma, sampling, slots, inputs=(2, 3), **changes):
-  request = decode_state.Request(
-    inputs=jnp.tile(jnp.array(inputs), (rows, 1)),
-    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-      jax.random.key(7), jnp.arange(rows)
-    ),
-    sampling=sampling.params(rows),
-    stop_ids=jnp.array([-1]),
-    min_length=jnp.zeros((rows,), jnp.int32),
-    max_length=jnp.full((rows,), slots, jnp.int32),
-    slots=slots,
-    gamma=gamma,
-    greedy=sampling.greedy,
-    with_log_probs=False,
+  return toy_requests.request_of(
+    rows, gamma, sampling, slots, inputs=inputs, seed=7, **changes
   )
-  return request.replace(**changes)
 
 
-# Most of this suite is the compiler's time; the code need not be quick.
-_jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
-)
-propose_late = _jit(late_model(DRAFT).propose)
-propose_small = _jit(small_model(DRAFT).propose)
-catch_up_draft = _jit(functools.partial(catch_up, DRAFT))
+propose_late = toy_requests.quick_jit(late_model(DRAFT).propose)
+propose_small = toy_requests.quick_jit(small_model(DRAFT).propose)
+catch_up_draft = toy_requests.quick_jit(functools.partial(catch_up, DRAFT))
 
 
-@functools.partial(_jit, static_argnums=0)
+@functools.partial(toy_requests.quick_jit, static_argnums=0)
 def _decode(drafter, params, request):
   pair = PairParams(TARGET.params, params)
   return speculative.decode(TARGET, drafter, pair, request)
@@ -159,7 +143,7 @@ def test_first_of_skips_the_model_where_all_rows_copy():
   drafter = first_of(copy(), late_model(DRAFT))
   params = PairParams(target.params, ((), DRAFT.params))
   request = request_of(2, 3, SamplingConfig(0.0), 56, inputs=(2, 3, 4, 5))
-  run = _jit(speculative.decode, static_argnums=(0, 1))
+  run = toy_requests.quick_jit(speculative.decode, static_argnums=(0, 1))
   CALLS.clear()
   result = jax.device_get(run(target, drafter, params, request))
   jax.effects_barrier()
@@ -181,7 +165,7 @@ def test_first_of_takes_what_each_row_has():
   both = first_of(copy(), late_model(DRAFT))
   params = ((), DRAFT.params)
   state = both.init(params, inputs, 64, None)
-  draft, _ = _jit(both.propose)(params, state, context)
+  draft, _ = toy_requests.quick_jit(both.propose)(params, state, context)
   alone = late_model(DRAFT)
   cache = alone.init(DRAFT.params, inputs, 64, None)
   other, _ = propose_late(DRAFT.params, cache, context)

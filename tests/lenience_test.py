@@ -10,10 +10,10 @@ import pytest
 
 import small_vocabulary
 import speculative_controls as controls
+import toy_requests
 from specdec_jax import analysis, exact, simulate, speculative, testing
 from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import Engine, Model
 from specdec_jax.job import Frame, Job, Options
@@ -198,19 +198,13 @@ VOCAB, ROWS = 6, 10_000
 
 
 def request_of(sampling, lenience, *, batch=8, slots=12, gamma=3):
-  ids = jnp.arange(batch)
-  key = jax.random.key(5)
-  return Request(
-    inputs=jnp.ones((batch, 1), jnp.int32),
-    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids),
-    sampling=sampling.params(batch),
-    stop_ids=jnp.array([-1]),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    max_length=jnp.full((batch,), slots, jnp.int32),
-    slots=slots,
-    gamma=gamma,
-    greedy=sampling.greedy,
-    with_log_probs=False,
+  return toy_requests.request_of(
+    batch,
+    gamma,
+    sampling,
+    slots,
+    inputs=(1,),
+    seed=5,
     lenience=None if lenience is None else jnp.float32(lenience),
   )
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import toy_requests
 from drafter_conformance_test import (
   DRAFT,
   DRAFTERS,
@@ -53,11 +54,6 @@ def heard(params, seed=0):
 
 TARGET_PARAMS = heard(TARGET.params)
 
-# Most of this suite is the compiler's time.
-_jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
-)
-
 
 def request(gamma, **changes):
   made = request_of(ROWS, gamma, SAMPLING, LENGTH, max_length=BUDGETS)
@@ -98,7 +94,7 @@ def sampled():
 def fixed(loop, params, asked):
   """All rows in one batch."""
 
-  @_jit
+  @toy_requests.quick_jit
   def decode(asked):
     state = loop.start(params, asked)
     limit = decode_state.NO_ROUND_LIMIT
@@ -119,14 +115,16 @@ class Pooled:
     example = empty(asked)
     layout = Layout(loop, params, example, asked.prompt is not None)
     self.layout = layout
-    rows = _jit(functools.partial(slots.read, loop))(params, example)
+    rows = toy_requests.quick_jit(functools.partial(slots.read, loop))(
+      params, example
+    )
     self.row = layout.only(rows, np.zeros((1,), np.int32))
     self.pool = layout.repeated(self.row, SIZE)
-    self._read = _jit(
+    self._read = toy_requests.quick_jit(
       lambda rows: layout.staged(slots.read(loop, params, rows), self.row)
     )
-    self._admit = _jit(layout.admit, donate_argnums=0)
-    self.run = _jit(
+    self._admit = toy_requests.quick_jit(layout.admit, donate_argnums=0)
+    self.run = toy_requests.quick_jit(
       functools.partial(slots.run, loop, params),
       static_argnums=3,
       donate_argnums=0,
@@ -263,10 +261,12 @@ def test_a_drafter_that_comes_later(name):
   plain.admit(plain.read([0, 3]), 0, [0, 2])
   plain.pool, _ = plain.run(plain.pool, 3, SIZE, 0)
   loop = Loop(TARGET, drafter)
-  pool = _jit(functools.partial(slots.with_drafter, loop), static_argnums=2)(
-    params, plain.pool, GAMMA
+  pool = toy_requests.quick_jit(
+    functools.partial(slots.with_drafter, loop), static_argnums=2
+  )(params, plain.pool, GAMMA)
+  run = toy_requests.quick_jit(
+    functools.partial(slots.run, loop), static_argnums=4
   )
-  run = _jit(functools.partial(slots.run, loop), static_argnums=4)
   pool, look = run(params, pool, 100, SIZE, GAMMA)
   look = jax.device_get(look)
   want = fixed(Loop(TARGET), PairParams(TARGET_PARAMS, None), asked)

@@ -122,17 +122,24 @@ def _table(columns: _Columns, rows: Sequence[_Record]) -> list[str]:
   return [f'| {" | ".join(line)} |' for line in (header, rule, *body)] + ['']
 
 
-def markdown(results: _Record) -> str:
-  """The report, from what results.json holds."""
-  settings, rows = results['settings'], results['rows']
-  lines = [
+def _heading(settings: Mapping[str, Any], what: str) -> list[str]:
+  """The lines that both reports begin with; `what`: the device is to them."""
+  return [
     f'# {settings["name"]}',
     '',
     'Compiled, not run: no TPU was there. Written by `scripts/tpu_check.py`'
     ' from `results.json`.',
     '',
-    f'- For one chip of: {settings["device"]}; jax {settings["jax"]}, libtpu'
+    f'- {what}: {settings["device"]}; jax {settings["jax"]}, libtpu'
     f' {settings["libtpu"]}.',
+  ]
+
+
+def markdown(results: _Record) -> str:
+  """The report, from what results.json holds."""
+  settings, rows = results['settings'], results['rows']
+  lines = [
+    *_heading(settings, 'For one chip of'),
     f'- Memory that programs may use: {settings["usable_gib"]:.2f} GiB;'
     f' bandwidth taken as {settings["gb_per_s"]:.0f} GB/s.',
     f'- Batch {settings["batch"]}, {settings["param_dtype"]} parameters,'
@@ -242,13 +249,7 @@ def slices_markdown(results: _Record) -> str:
   settings, rows = results['settings'], results['rows']
   refused = [row for row in rows if 'refused' in row['program']]
   lines = [
-    f'# {settings["name"]}',
-    '',
-    'Compiled, not run: no TPU was there. Written by `scripts/tpu_check.py`'
-    ' from `results.json`.',
-    '',
-    f'- For: {settings["device"]}; jax {settings["jax"]}, libtpu'
-    f' {settings["libtpu"]}.',
+    *_heading(settings, 'For'),
     f'- Memory of a chip that programs may use: {settings["usable_gib"]:.2f}'
     ' GiB.',
     f'- Batch {settings["batch"]}, {settings["input_len"]} input tokens, up to'

@@ -12,7 +12,7 @@ from specdec_jax import calibration, processes
 from specdec_jax.engine import Engine
 from specdec_jax.infer import batches, report, results, resume
 from specdec_jax.infer.lines import Line, count_tokens, read_lines
-from specdec_jax.infer.settings import WAYS, DecodeConfig
+from specdec_jax.infer.settings import WAYS, DecodeConfig, settings_of
 
 
 def decode(
@@ -149,13 +149,7 @@ def _context(
     'lines': len(records),
     'finish_reasons': dict(sorted(collections.Counter(reasons).items())),
     'errors': [record['error'] for record in records if record['error']],
-    'batch_size': config.batch_size,
-    'sampling': dataclasses.asdict(config.sampling),
-    'lenience': config.lenience,
-    'seed': config.seed,
-    'gamma': engine.gamma,
-    'max_input_len': engine.max_input_len,
-    'max_decode_len': engine.max_decode_len,
+    **settings_of(config, engine),
   }
 
 

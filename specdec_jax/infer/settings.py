@@ -234,6 +234,21 @@ class TaskConfig:
     return rows if self.batching == CONTINUOUS else None
 
 
+def settings_of(
+  config: DecodeConfig | TaskConfig, engine: Engine
+) -> dict[str, Any]:
+  """What a summary says of how a run decoded, lines or a task."""
+  return {
+    'batch_size': config.batch_size,
+    'sampling': dataclasses.asdict(config.sampling),
+    'lenience': config.lenience,
+    'seed': config.seed,
+    'gamma': engine.gamma,
+    'max_input_len': engine.max_input_len,
+    'max_decode_len': engine.max_decode_len,
+  }
+
+
 def load_drafter(
   network: LanguageModel | None = None,
   path: str | None = None,

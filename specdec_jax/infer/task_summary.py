@@ -1,6 +1,5 @@
 """What a run over a task says of its results: metrics, and its summary."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 from specdec_jax import metrics, tasks
 from specdec_jax.engine import Engine
 from specdec_jax.infer import examples, report
-from specdec_jax.infer.settings import SCORE, TaskConfig
+from specdec_jax.infer.settings import SCORE, TaskConfig, settings_of
 from specdec_jax.local_tasks import nearest
 
 
@@ -78,12 +77,6 @@ def context(
     'errors': errors,
     'metrics': found_metrics,
     'mean_score': float(np.mean(scores)) if scores else None,
-    'batch_size': config.batch_size,
     'num_decodes': config.num_decodes,
-    'sampling': dataclasses.asdict(config.sampling),
-    'lenience': config.lenience,
-    'seed': config.seed,
-    'gamma': engine.gamma,
-    'max_input_len': engine.max_input_len,
-    'max_decode_len': engine.max_decode_len,
+    **settings_of(config, engine),
   }
