@@ -171,7 +171,7 @@ class Python:
   target = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
   drafter, gamma, max_input_len, max_decode_len = None, 2, 24, 12
   params = PairParams({'w': np.zeros(1)}, None)
-  fingerprints, tokenizer = {}, tokenizer
+  fingerprints, tokenizer, across_hosts = {}, tokenizer, False
 
   def warmup(self, texts, **options):
     return 0.0
