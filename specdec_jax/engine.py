@@ -120,7 +120,8 @@ class Engine:
       self.fingerprints['draft'] = calibration.fingerprint(draft.params)
       if drafter is not None:
         # Two drafters without parameters differ by what they do.
-        self.fingerprints['draft'] += f' {drafter.propose.__qualname__}'
+        name = drafter.name or drafter.propose.__qualname__
+        self.fingerprints['draft'] += f' {name}'
       self._draft_params = partitioning.place_parts(
         draft.params, draft_placement
       )

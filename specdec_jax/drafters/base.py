@@ -65,11 +65,14 @@ class Drafter(NamedTuple):
       draft must be forgotten. Called once a round after `propose`. Inside
       `cascade` and `first_of` it may name fewer tokens than before, or follow
       rounds without a proposal.
+    name: what it does, with what decides its proposals beside its parameters;
+      so that a run is not gone on with, nor a calibration used, by another.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
   propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
   commit: Callable[[DrafterState, jax.Array], DrafterState]
+  name: str = ''
 
 
 def last_tokens(context: Context, count: int) -> tuple[jax.Array, jax.Array]:

@@ -162,7 +162,7 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
       finished=is_finished(length),
     )
 
-  return Drafter(init, propose, commit)
+  return Drafter(init, propose, commit, f'cascade({drafter.name}, {gamma})')
 
 
 def _forbid(logits: jax.Array, context: Context) -> jax.Array:

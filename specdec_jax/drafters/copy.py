@@ -53,7 +53,8 @@ def copy(max_match: int = 4, min_match: int = 1) -> Drafter:
     tokens, length = jax.vmap(one)(inputs, context.tokens, context.length)
     return Draft(tokens, None, length), inputs
 
-  return Drafter(init, propose, lambda inputs, _: inputs)
+  name = f'copy({max_match}, {min_match})'
+  return Drafter(init, propose, lambda inputs, _: inputs, name)
 
 
 def _propose(max_match, min_match, gamma, inputs, tokens, length):

@@ -83,7 +83,8 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
       finished=is_finished(length),
     )
 
-  return Drafter(init, propose, commit)
+  name = f'first_of({first.name}, {second.name})'
+  return Drafter(init, propose, commit, name)
 
 
 def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:

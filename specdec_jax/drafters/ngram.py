@@ -64,7 +64,7 @@ def ngram(vocab_size: int) -> Drafter:
     length = jnp.sum(jnp.cumprod(possible.astype(jnp.int32), axis=0), axis=0)
     return Draft(tokens.T, dense, length.astype(jnp.int32)), state
 
-  return Drafter(lambda *_: (), propose, lambda state, _: state)
+  return Drafter(lambda *_: (), propose, lambda state, _: state, 'ngram')
 
 
 def longest_known(

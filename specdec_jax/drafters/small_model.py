@@ -60,7 +60,8 @@ def small_model(model: LanguageModel) -> Drafter:
     # the one before it is not either.
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
-  return Drafter(functools.partial(read_prompt, model), propose, commit)
+  init = functools.partial(read_prompt, model)
+  return Drafter(init, propose, commit, 'small_model')
 
 
 def _draw(logits: jax.Array, context: Context, index: jax.Array | int):

@@ -39,4 +39,4 @@ def uniform(vocab_size: int) -> Drafter:
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), state
 
-  return Drafter(lambda *_: (), propose, lambda state, _: state)
+  return Drafter(lambda *_: (), propose, lambda state, _: state, 'uniform')
