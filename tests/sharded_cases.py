@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax import checkpoints, partitioning
+from specdec_jax import checkpoints, interactive, partitioning
 from specdec_jax.bench import collectives, memory
 from specdec_jax.drafters.copy import copy
 from specdec_jax.engine import Engine, Model, load_model
@@ -273,6 +273,28 @@ def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path, engines):
   placed = partitioning.place(loaded.params, placement)
   again = placed['decoder']['layers_0']['mlp']['wo']['kernel']
   assert pointers(again) == pointers(kernel)
+
+
+def test_a_notebooks_pair_is_split(family, tokenizer, tmp_path, engines, alone):
+  paths = [str(tmp_path / name) for name in ('target', 'draft')]
+  for path, model in zip(paths, models(family), strict=True):
+    checkpoints.save_orbax(path, model.params)
+  networks = [model.network for model in models(family)]
+  loaded = interactive.load(
+    *paths,
+    network=networks[0],
+    draft_network=networks[1],
+    tokenizer=tokenizer,
+    placement=PRESETS['both'],
+    gamma=3,
+    max_input_len=32,
+    max_decode_len=LENGTH,
+  )
+  mlp = loaded.engine.params.target['decoder']['layers_0']['mlp']
+  assert mlp['wo']['kernel'].addressable_shards[0].data.shape == (80 // 4, 48)
+  loaded.engine.bos_id = engines().bos_id
+  found = loaded.generate(TEXTS, **GREEDY)
+  assert tokens_of(found) == tokens_of(alone['speculative'])
 
 
 def pointers(array):

@@ -38,6 +38,7 @@ def load(
   draft_network: LanguageModel | None = None,
   tokenizer: Tokenizer | Path | None = None,
   dtype: str | None = None,
+  placement: Placement | None = None,
   gamma: int = 4,
   max_input_len: int = 128,
   max_decode_len: int = 128,
@@ -63,6 +64,10 @@ def load(
       in the target's folder.
     dtype: of parameters and computation, 'float32' or 'bfloat16'. None is
       that of `network`, and float32 without it.
+    placement: of the target over several devices, such as
+      `Placement(model=0)` for all there are; its own dtype is not looked at.
+      The drafter is whole on each. None is one device, whose memory is held
+      against what is needed.
     gamma: proposals a round at most.
     max_input_len: tokens of the longest input, its end included.
     max_decode_len: tokens of the longest output, its end included.
@@ -92,9 +97,11 @@ def load(
     )
   _check_vocabularies(large, small, tokenizer)
   _check_end(large, tokenizer)
-  _check_memory(large, small, dtype, gamma, max_input_len, max_decode_len)
-  draft_model = None if small is None else small.load(dtype)
-  target_model = large.load(dtype)
+  placement = dataclasses.replace(placement or Placement(), dtype=dtype)
+  if placement.on_one_device:
+    _check_memory(large, small, dtype, gamma, max_input_len, max_decode_len)
+  draft_model = None if small is None else small.load(placement.replicated())
+  target_model = large.load(placement)
   engine = Engine(
     target_model,
     draft_model,
@@ -103,7 +110,7 @@ def load(
     max_input_len=max_input_len,
     max_decode_len=max_decode_len,
     bos_id=None if target_model.network.has_encoder else tokenizer.eos_id,
-    placement=Placement(dtype),
+    placement=placement,
   )
   sides = {'target': Side(large.path, target_model.network)}
   if small is not None and draft_model is not None:
@@ -162,17 +169,24 @@ class _Source:
     chosen = _in_dtype(chosen, dtype)
     return cls(name, location, chosen, network, tokenizer, described, ends)
 
-  def load(self, dtype: str) -> Model:
-    """Reads the arrays to the host: the engine lays them out on the device."""
-    network = self.network
+  def load(self, placement: Placement) -> Model:
+    """Reads the arrays: to their shards, or to the host for one device."""
+    network, dtype = self.network, placement.dtype
+    partition = placement.partition()
+    sharding = None
+    if partition is not None:
+      partition.check(network)
+      sharding = partition.parameter
     if is_huggingface(self.location):
       config, params = load_huggingface(
-        self.location, self.given, dtype, described=self.described
+        self.location, self.given, dtype, sharding, self.described
       )
       if self.given is None:
         network = _in_dtype(_network(config), dtype)
     else:
-      params = checkpoints.load(self.location.path, network, dtype=dtype)
+      params = checkpoints.load(
+        self.location.path, network, dtype=dtype, sharding=sharding
+      )
     return Model(network, params, self.tokenizer)
 
 
