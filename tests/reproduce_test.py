@@ -13,6 +13,7 @@ import rich.console
 from small_vocabulary import network
 from specdec_jax import analysis
 from specdec_jax.bench import BenchmarkConfig
+from specdec_jax.drafters.copy import copy
 from specdec_jax.reproduce import canvas, plots, report, run, timeline
 from specdec_jax.reproduce.plots import Point
 from specdec_jax.reproduce.report import Row, Table
@@ -270,12 +271,18 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch, tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_figure_5_needs_one_setting():
-  costs = BenchmarkConfig(network(1), network(1), batches=(1, 2))
-  with pytest.raises(ValueError, match='of one setting.*got 2 settings'):
-    run.ReproduceConfig(
+def test_figure_5_needs_one_setting_and_a_drafter():
+  def config(**options):
+    costs = BenchmarkConfig(network(1), **options)
+    return run.ReproduceConfig(
       ['figure5'], 'x', engine=lambda: None, costs=costs, text='a'
     )
+
+  with pytest.raises(ValueError, match='of one setting.*got 2 settings'):
+    config(draft=network(1), batches=(1, 2))
+  with pytest.raises(ValueError, match='got 1 settings, draft = None, drafter'):
+    config()
+  assert config(drafter=copy(), draft_params=()).costs.drafter.name
 
 
 def test_without_matplotlib(monkeypatch, tmp_path):

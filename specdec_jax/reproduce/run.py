@@ -85,10 +85,12 @@ class ReproduceConfig:
       raise ValueError('Figures 1 and 5 need ReproduceConfig.text to decode.')
     if 'figure5' in self.items and self.costs is not None:
       settings = len(list(grid(self.costs)))
-      if settings != 1 or self.costs.draft is None:
+      alone = self.costs.draft is None and self.costs.drafter is None
+      if settings != 1 or alone:
         raise ValueError(
-          'Figure 5 needs ReproduceConfig.costs of one setting, with a draft;'
-          f' got {settings} settings, draft = {self.costs.draft}.'
+          'Figure 5 needs ReproduceConfig.costs of one setting, with a draft or'
+          f' a drafter; got {settings} settings, draft = {self.costs.draft},'
+          f' drafter = {self.costs.drafter}.'
         )
 
 
@@ -216,7 +218,8 @@ class _Work:
     times = timeline.CallTimes(
       setting['times_ms']['encoder']['median'],
       setting['times_ms']['draft_encoder']['median'],
-      setting['gammas'][0]['cost_ratio'] * one,
+      # A drafter may cost less than what can be measured beside noise.
+      max(0.0, setting['gammas'][0]['cost_ratio'] * one),
       {int(size): ratio * one for size, ratio in setting['call_cost'].items()},
     )
     path = self._figure('figure5.png', 'Figure 5: calls over time')
