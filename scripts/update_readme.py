@@ -162,24 +162,35 @@ def _render_benchmark(record: Mapping[str, Any]) -> str:
 
 def _render_calibration(found: Mapping[str, Any]) -> str:
   record = found['record']
-  rate, (low, high) = record['acceptance_rate'], found['interval']
-  factors = record['factors']
-  body = [
-    [
-      str(gamma),
-      f'{record["costs"]["call_cost"][str(gamma + 1)]:.2f}',
-      f'{x:.2f}',
-    ]
-    for gamma, x in enumerate(factors)
+  rate = record['acceptance_rate']
+  parts = [
+    f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f};'
+    f' {_machine(record["machine"])}.'
   ]
+  chosen = []
+  num_gammas = len(found['choices'][0]['factors'])
+  header, *body = [['gamma'], *([str(gamma)] for gamma in range(num_gammas))]
+  for choice, costs in zip(found['choices'], record['costs'], strict=True):
+    low, high = choice['interval']
+    (row,) = costs['gammas']
+    chosen.append(
+      [
+        str(choice['rows']),
+        f'{row["cost_ratio"]:.3f}',
+        str(choice['gamma']),
+        f'{choice["expected_speed_up"]:.2f} ({low:.2f} to {high:.2f})',
+      ]
+    )
+    name = f'{choice["rows"]} row{"s" * (choice["rows"] > 1)}'
+    header += [f'v(gamma + 1), {name}', f'speed-up, {name}']
+    for gamma, (line, factor) in enumerate(
+      zip(body, choice['factors'], strict=True)
+    ):
+      cost = costs['call_cost'][str(gamma + 1)]
+      line += [f'{cost:.2f}', f'{factor:.2f}']
+  names = ['rows at once', 'c', 'gamma', 'expected speed-up']
   return '\n\n'.join(
-    [
-      f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f}, c ='
-      f' {record["cost_ratio"]:.3f}; gamma = {found["gamma"]} is expected to be'
-      f' {found["expected_speed_up"]:.2f} times as fast ({low:.2f} to'
-      f' {high:.2f}); {_machine(record["machine"])}.',
-      _table([['gamma', 'v(gamma + 1)', 'expected speed-up'], *body]),
-    ]
+    [*parts, _table([names, *chosen]), _table([header, *body])]
   )
 
 

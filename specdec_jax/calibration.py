@@ -35,26 +35,54 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+  """What speculation is worth for so many rows at once.
+
+  Attributes:
+    rows: that are decoded together.
+    gamma: with the largest expected speed-up; 0 where none is above 1.
+    expected_speed_up: at that gamma, 1 at gamma 0.
+    interval: of the expected speed-up, 95 %.
+    factors: the expected speed-up at gamma 0, 1, ....
+  """
+
+  rows: int
+  gamma: int
+  expected_speed_up: float
+  interval: tuple[float, float]
+  factors: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Calibration:
   """What speculation is worth here.
 
   Attributes:
     fingerprints: 'target' and 'draft' -> `fingerprint` of its parameters.
     device: `environment.describe()['device']`.
-    gamma: with the largest expected speed-up; 0 where none is above 1.
-    expected_speed_up: at that gamma, 1 at gamma 0.
-    interval: of the expected speed-up, 95 %.
     temperature: at which the acceptance rate was measured.
+    choices: for each number of rows that was measured, in ascending order.
     record: everything that was measured, for people and reports.
   """
 
   fingerprints: Mapping[str, str]
   device: str
-  gamma: int
-  expected_speed_up: float
-  interval: tuple[float, float]
   temperature: float
+  choices: Sequence[Choice]
   record: Mapping[str, Any]
+
+  def at(self, rows: int) -> Choice:
+    """That for the next larger number measured; beyond all, for the largest.
+
+    More rows make a call dearer, so that it rather proposes too little.
+    """
+    larger = [one for one in self.choices if one.rows >= rows]
+    return (larger or self.choices)[0 if larger else -1]
+
+  def gammas(self, rows: int) -> dict[int, int]:
+    """`schedule.Settings.gammas` for so many rows: its own and fewer."""
+    fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
+    return fewer | {rows: self.at(rows).gamma}
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
     """Raises CalibrationError unless models and device are those measured."""
@@ -88,7 +116,9 @@ def load(path: str) -> Calibration:
     found = json.loads(pathlib.Path(path).read_text('utf-8'))
     if found.pop('kind') != _KIND:
       raise KeyError('kind')
-    found['interval'] = tuple(found['interval'])
+    found['choices'] = tuple(_choice(**one) for one in found['choices'])
+    if not found['choices']:
+      raise ValueError('no choices')
     return Calibration(**found)
   except OSError as error:
     raise CalibrationError(
@@ -100,6 +130,10 @@ def load(path: str) -> Calibration:
       f'{path!r} is no calibration. Expected a file that scripts/calibrate.py'
       f' wrote, found: {error}.'
     ) from error
+
+
+def _choice(interval, factors, **rest) -> Choice:
+  return Choice(interval=tuple(interval), factors=tuple(factors), **rest)
 
 
 def fingerprint(params: Any) -> str:
@@ -124,19 +158,17 @@ def choose_gamma(
   acceptance_rate: Measured,
   cost_ratio: Measured,
   call_cost: Sequence[Measured],
+  rows: int = 1,
   seed: int = 0,
-) -> dict[str, Any]:
+) -> Choice:
   """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c).
 
   Args:
     acceptance_rate: alpha.
     cost_ratio: c.
     call_cost: v(1), v(2), ...; gamma is at most one less than there are.
-    seed: of the draws behind the interval.
-
-  Returns:
-    gamma, expected_speed_up, interval (95 %, of normal errors), and `factors`:
-    the expected speed-up at gamma 0, 1, ....
+    rows: of which these are the costs.
+    seed: of the draws behind the interval, which is that of normal errors.
   """
   gammas = np.arange(len(call_cost))
   values = np.array([cost.value for cost in call_cost])
@@ -158,9 +190,10 @@ def choose_gamma(
     np.maximum(verify, 1e-3) / values[0],
   )
   low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
-  return {
-    'gamma': gamma,
-    'expected_speed_up': float(factors[gamma]),
-    'interval': (float(low), float(high)),
-    'factors': [float(factor) for factor in factors],
-  }
+  return Choice(
+    rows=rows,
+    gamma=gamma,
+    expected_speed_up=float(factors[gamma]),
+    interval=(float(low), float(high)),
+    factors=tuple(float(factor) for factor in factors),
+  )

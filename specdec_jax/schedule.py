@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.calibration import Calibration
 from specdec_jax.decoding.state import Request
 from specdec_jax.job import (
   SMALLEST_INPUT,
@@ -39,7 +38,7 @@ class Settings:
     gammas: rows -> gamma: at the end, when nothing is left to fill free slots,
       the rows still running move to the smallest of these pools that holds
       them, and go on with its gamma; 0 decodes plainly. The largest takes the
-      place of `rows`. See `gammas_by_rows`. None is the engine's
+      place of `rows`. See `Calibration.gammas`. None is the engine's
       gamma and one pool.
     deterministic: whether a sample must not depend on how many others there
       were; then `gammas` may only differ at temperature 0.
@@ -176,8 +175,3 @@ class Queue:
     """Those that hold all of these rows."""
     inputs, prompts = zip(*map(self.bucket, rows), strict=True)
     return max(inputs), max(prompts)
-
-
-def gammas_by_rows(found: Sequence[Calibration]) -> dict[int, int]:
-  """`Settings.gammas` of calibrations that were made for several batches."""
-  return {one.record['costs']['batch']: one.gamma for one in found}

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from specdec_jax import analysis, calibration
-from specdec_jax.calibration import Calibration, Measured, choose_gamma
+from specdec_jax.calibration import (
+  Calibration,
+  Choice,
+  Measured,
+  choose_gamma,
+)
 
 
 def exact(value):
@@ -23,32 +28,32 @@ def test_gamma_is_the_best_of_all():
     float(analysis.measured_walltime_factor(0.8, g, 0.1, 1 + 0.05 * g))
     for g in range(9)
   ]
-  assert found['factors'] == pytest.approx(factors)
-  assert found['gamma'] == int(np.argmax(factors)) == 5
-  assert found['expected_speed_up'] == pytest.approx(max(factors))
-  assert found['interval'] == pytest.approx((max(factors),) * 2)
+  assert found.factors == pytest.approx(factors)
+  assert found.gamma == int(np.argmax(factors)) == 5
+  assert found.expected_speed_up == pytest.approx(max(factors))
+  assert found.interval == pytest.approx((max(factors),) * 2)
 
 
 def test_speculation_that_does_not_pay_is_gamma_0():
   call_cost = [exact(1.0 + 0.9 * size) for size in range(5)]
   found = choose_gamma(exact(0.3), exact(0.5), call_cost)
-  assert found['gamma'] == 0
-  assert found['expected_speed_up'] == 1.0
-  assert found['interval'] == (1.0, 1.0)
+  assert found.gamma == 0
+  assert found.expected_speed_up == 1.0
+  assert found.interval == (1.0, 1.0)
 
 
 def test_the_interval_holds_what_errors_do():
   """Only alpha is uncertain: the ends are the factors at its 95 % ends."""
   call_cost = [exact(1.0)] * 5
   found = choose_gamma(Measured(0.7, 0.02), exact(0.05), call_cost)
-  gamma = found['gamma']
+  gamma = found.gamma
   ends = [
     float(analysis.walltime_factor(0.7 + sign * 1.96 * 0.02, gamma, 0.05))
     for sign in (-1, 1)
   ]
-  assert found['interval'] == pytest.approx(ends, rel=0.01)
+  assert found.interval == pytest.approx(ends, rel=0.01)
   wider = choose_gamma(Measured(0.7, 0.06), exact(0.05), call_cost)
-  assert wider['interval'][0] < ends[0] - 0.05
+  assert wider.interval[0] < ends[0] - 0.05
 
 
 PARAMS = {'a': {'kernel': np.arange(300.0, dtype=np.float32).reshape(20, 15)}}
@@ -64,16 +69,19 @@ def test_fingerprints_tell_parameters_apart():
   assert len(others | {own}) == 4
 
 
+def choice(rows, gamma):
+  factors = tuple(1 + 0.1 * g for g in range(gamma + 1))
+  return Choice(rows, gamma, factors[-1], (factors[-1] - 0.1, 9.0), factors)
+
+
 def make(**changes):
   from specdec_jax import environment
 
   fields = {
     'fingerprints': {'target': 'aa', 'draft': 'bb'},
     'device': environment.describe()['device'],
-    'gamma': 3,
-    'expected_speed_up': 1.5,
-    'interval': (1.4, 1.6),
     'temperature': 0.0,
+    'choices': (choice(1, 5), choice(4, 2), choice(16, 0)),
     'record': {'cost_ratio': 0.1},
   }
   return Calibration(**fields | changes)
@@ -110,10 +118,28 @@ def test_what_is_no_calibration_is_refused(tmp_path, content):
 def test_a_missing_field_is_refused(tmp_path):
   path = tmp_path / 'x.json'
   found = {'kind': 'calibration', **dataclasses.asdict(make())}
-  del found['gamma']
+  del found['choices'][1]['expected_speed_up']
   path.write_text(json.dumps(found))
-  with pytest.raises(calibration.CalibrationError, match='gamma'):
+  with pytest.raises(calibration.CalibrationError, match='expected_speed_up'):
     calibration.load(str(path))
+  path.write_text(json.dumps(found | {'choices': []}))
+  with pytest.raises(calibration.CalibrationError, match='no choices'):
+    calibration.load(str(path))
+
+
+@pytest.mark.parametrize(
+  'rows, gamma, gammas',
+  [
+    (1, 5, {1: 5}),
+    (3, 2, {1: 5, 3: 2}),
+    (4, 2, {1: 5, 4: 2}),
+    (5, 0, {1: 5, 4: 2, 5: 0}),
+    (64, 0, {1: 5, 4: 2, 16: 0, 64: 0}),
+  ],
+)
+def test_gamma_by_the_number_of_rows(rows, gamma, gammas):
+  assert make().at(rows).gamma == gamma
+  assert make().gammas(rows) == gammas
 
 
 def test_a_missing_file_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from small_vocabulary import WORDS
 from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine, Model
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.schedule import Load, Queue, Settings, gammas_by_rows
+from specdec_jax.schedule import Load, Queue, Settings
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
 POISON = 'Q'
@@ -232,15 +232,6 @@ def test_gammas_and_samples(engine):
   Continuous(engine, Settings(gammas={8: 2, 4: 2})).generate([''], **SAMPLED)
   free = Settings(gammas={8: 0, 4: 2}, deterministic=False)
   Continuous(engine, free).generate([''], **SAMPLED)
-
-
-def test_gammas_of_calibrations():
-  class Measured:
-    def __init__(self, batch, gamma):
-      self.record, self.gamma = {'costs': {'batch': batch}}, gamma
-
-  found = gammas_by_rows([Measured(1, 5), Measured(16, 0)])
-  assert found == {1: 5, 16: 0}
 
 
 _SEVERAL_DEVICES = """

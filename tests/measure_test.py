@@ -9,7 +9,7 @@ import rich.console
 
 import gin_cli
 from small_vocabulary import network
-from specdec_jax import calibration, infer, measure, reproduce
+from specdec_jax import calibration, infer, measure, probs, reproduce
 from specdec_jax.bench import memory
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
@@ -64,6 +64,7 @@ def calibrated(folder, make_engine, prompts):
     input_len=8,
     decode_len=32,
     max_gamma=2,
+    batches=(3, 1),
     repeats=2,
     calls_a_run=2,
     output_file=str(folder / 'calibration.json'),
@@ -75,16 +76,18 @@ def calibrated(folder, make_engine, prompts):
 def test_a_calibration_holds_what_it_was_made_of(calibrated):
   config, text = calibrated
   found = calibration.load(config.output_file)
-  factors = found.record['factors']
-  assert len(factors) == 3 and factors[0] == 1.0
-  assert found.gamma == factors.index(max(factors))
-  assert found.expected_speed_up == max(factors)
-  assert set(found.record['costs']['call_cost']) == {'1', '2', '3'}
+  assert [one.rows for one in found.choices] == [1, 3]
+  for one, costs in zip(found.choices, found.record['costs'], strict=True):
+    assert len(one.factors) == 3 and one.factors[0] == 1.0
+    assert one.gamma == one.factors.index(max(one.factors))
+    assert one.expected_speed_up == max(one.factors)
+    assert set(costs['call_cost']) == {'1', '2', '3'}
+    assert costs['batch'] == one.rows
   assert found.record['acceptance_rate']['num_tokens'] >= 20
   assert set(found.record['memory_bytes']) > {'target parameters'}
-  pays = 'does not pay' not in text
-  assert pays == (found.gamma > 0)
-  assert 'expected speed-up' in text
+  for one, name in zip(found.choices, ('1 row:', '3 rows:'), strict=True):
+    said = 'gamma = ' if one.gamma else 'speculation does not pay'
+    assert f'{name} {said}' in text
 
 
 def test_a_drafter_without_a_network_is_calibrated(
@@ -134,22 +137,81 @@ def decode(config, make_engine, prompts, **options):
   return summary, console.export_text()
 
 
-def test_decode_takes_gamma_from_it(calibrated, make_engine, prompts, tmp_path):
+@pytest.fixture
+def with_gammas(calibrated, tmp_path):
+  """The calibration's file, had it chosen other gammas for 1 row and 3."""
   measured = calibration.load(calibrated[0].output_file)
-  path = str(tmp_path / 'gamma1.json')
-  dataclasses.replace(measured, gamma=1).save(path)
+
+  def changed(*gammas):
+    choices = [
+      dataclasses.replace(one, gamma=gamma)
+      for one, gamma in zip(measured.choices, gammas, strict=True)
+    ]
+    path = str(tmp_path / 'changed.json')
+    dataclasses.replace(measured, choices=choices).save(path)
+    return path
+
+  return changed
+
+
+def test_decode_takes_gamma_from_it(with_gammas, make_engine, prompts):
+  path = with_gammas(1, 2)
   summary, text = decode(path, make_engine, prompts)
-  assert summary['gamma'] == 1
+  assert summary['gamma'] == 1 and summary['gammas'] == {'1': 1}
   assert 'gamma = 1 by the calibration' in text
+  summary, text = decode(path, make_engine, prompts, batch_size=2)
+  assert summary['gamma'] == 2 and summary['gammas'] == {'2': 2}
+  summary, text = decode(path, make_engine, prompts, batch_size=4)
+  assert 'made for up to 3 rows at once, not 4' in text
+
+
+SAMPLED = {'sampling': probs.SamplingConfig(temperature=1.0)}
+
+
+def test_gamma_by_the_rows_that_are_left(with_gammas, make_engine, prompts):
+  """Three rows decode plainly, the last one with a drafter: the same text."""
+  path = with_gammas(2, 0)
+  many = {'batch_size': 3, 'batching': 'continuous'}
+  summary, text = decode(path, make_engine, prompts, **many)
+  assert summary['gammas'] == {'1': 2, '3': 0}
+  assert 'gamma = 2 for 1 rows by the calibration' in text
+  assert 'does not pay here for 3 rows' in text
+  assert not summary['agreement']['disagreements']
+  # A sample must not depend on its company, unless it may.
+  summary, _ = decode(path, make_engine, prompts, **many, **SAMPLED)
+  assert 'speculative' not in summary and summary['gammas'] == {'3': 0}
+  free = many | SAMPLED | {'deterministic': False}
+  summary, _ = decode(path, make_engine, prompts, **free)
+  assert summary['gammas'] == {'1': 2, '3': 0}
+
+
+@pytest.mark.parametrize('gammas, plain', [((2, 0), False), ((0, 0), True)])
+def test_a_task_takes_gammas_from_it(
+  with_gammas, make_engine, tokenizer, prompts, tmp_path, gammas, plain
+):
+  config = infer.TaskConfig(
+    lambda **_: make_engine(),
+    tokenizer,
+    prompts,
+    str(tmp_path / 'out'),
+    task_feature_lengths={'inputs': 24, 'targets': 16},
+    batch_size=3,
+    batching='continuous',
+    calibration=with_gammas(*gammas),
+  )
+  summary = infer.decode_task(config, console=quiet())
+  assert summary['gammas'] == {'1': gammas[0], '3': gammas[1]}
+  assert ('plain' in summary, 'speculative' in summary) == (plain, not plain)
+  # Its path decides nothing, what it says does.
+  with_gammas(1, 0)
+  with pytest.raises(ValueError, match='gammas'):
+    infer.decode_task(config, console=quiet())
 
 
 def test_decode_is_plain_where_speculation_does_not_pay(
-  calibrated, make_engine, prompts, tmp_path
+  with_gammas, make_engine, prompts
 ):
-  measured = calibration.load(calibrated[0].output_file)
-  path = str(tmp_path / 'gamma0.json')
-  dataclasses.replace(measured, gamma=0).save(path)
-  summary, text = decode(path, make_engine, prompts)
+  summary, text = decode(with_gammas(0, 2), make_engine, prompts)
   assert 'plain' in summary and 'speculative' not in summary
   assert 'does not pay here' in text
 
@@ -305,15 +367,12 @@ def test_stand_ins_of_table_3(tmp_path, monkeypatch):
   assert config.target == 'demo target, Tatoeba English-German'
   assert config.paper_target == 't5_xxl_ende'
   made = {name: make() for name, make in config.engines.items()}
-  kinds = {
-    name: one.drafter.propose.__qualname__.split('.')[0]
-    for name, one in made.items()
-  }
+  kinds = {name: one.drafter.name for name, one in made.items()}
   assert kinds == {
     'demo drafter': 'small_model',
     'unigram': 'ngram',
     'bigram': 'ngram',
-    'copy': 'copy',
+    'copy': 'copy(4, 1)',
     'uniform': 'uniform',
   }
   assert [made[n].params.draft.order for n in ('unigram', 'bigram')] == [1, 2]

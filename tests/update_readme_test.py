@@ -132,16 +132,22 @@ def test_a_benchmark(tmp_path):
 def test_a_calibration(tmp_path):
   record = {
     'acceptance_rate': {'alpha': 0.71, 'standard_error': 0.012},
-    'cost_ratio': 0.1,
-    'factors': [1.0, 1.31],
-    'costs': {'call_cost': {'1': 1.0, '2': 1.2}},
+    'costs': [
+      {'call_cost': {'1': 1.0, '2': cost}, 'gammas': [{'cost_ratio': 0.1}]}
+      for cost in (1.2, 1.9)
+    ],
     'machine': MACHINE,
   }
-  found = {'kind': 'calibration', 'gamma': 1, 'expected_speed_up': 1.31}
-  text = fill(tmp_path, found | {'interval': [1.2, 1.4], 'record': record})
-  assert 'Acceptance 0.710 ± 0.012, c = 0.100; gamma = 1' in text
-  assert '1.31 times as fast (1.20 to 1.40)' in text
-  assert '| 1 | 1.20 | 1.31 |' in text
+  one = {'rows': 1, 'gamma': 1, 'expected_speed_up': 1.31}
+  one |= {'interval': [1.2, 1.4], 'factors': [1.0, 1.31]}
+  many = {'rows': 16, 'gamma': 0, 'expected_speed_up': 1.0}
+  many |= {'interval': [1.0, 1.0], 'factors': [1.0, 0.93]}
+  found = {'kind': 'calibration', 'choices': [one, many], 'record': record}
+  text = fill(tmp_path, found)
+  assert 'Acceptance 0.710 ± 0.012; ' in text
+  assert '| 1 | 0.100 | 1 | 1.31 (1.20 to 1.40) |' in text
+  assert '| 16 | 0.100 | 0 | 1.00 (1.00 to 1.00) |' in text
+  assert '| 1 | 1.20 | 1.31 | 1.90 | 0.93 |' in text
 
 
 def test_acceptance_rates(tmp_path):

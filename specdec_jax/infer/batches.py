@@ -83,7 +83,7 @@ class Decoding:
     seed: with an item's `example_id`, what its random numbers derive from.
     log_probs: whether log-probabilities are wanted.
     lenience: of the speculative way; below 1 it is lossy.
-    slots: rows of continuous batching; None decodes fixed batches.
+    slots: of continuous batching; None decodes fixed batches.
   """
 
   engine: Engine
@@ -92,13 +92,13 @@ class Decoding:
   seed: int
   log_probs: bool = True
   lenience: float = 1.0
-  slots: int | None = None
+  slots: Settings | None = None
 
   @functools.cached_property
   def _decoder(self) -> Engine | Continuous:
     if self.slots is None:
       return self.engine
-    return Continuous(self.engine, Settings(rows=self.slots))
+    return Continuous(self.engine, self.slots)
 
   @property
   def fixed(self) -> bool:

@@ -8,11 +8,11 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import calibration, processes
+from specdec_jax import processes
 from specdec_jax.engine import Engine
-from specdec_jax.infer import batches, report, results, resume
+from specdec_jax.infer import batches, calibrated, report, results, resume
 from specdec_jax.infer.lines import Line, count_tokens, read_lines
-from specdec_jax.infer.settings import WAYS, DecodeConfig, settings_of
+from specdec_jax.infer.settings import WAYS, DecodeConfig, by_rows, settings_of
 
 
 def decode(
@@ -61,18 +61,17 @@ def _decode(
 ) -> dict[str, Any]:
   """`decode` to a folder of its own."""
   lines = read_lines(config.input_file)
-  measured = (
-    calibration.load(config.calibration) if config.calibration else None
-  )
+  measured = calibrated.load(config)
   with report.status(console, 'Loading models'):
     engine = config.engine()
-  if measured is not None:
-    config = _calibrated(config, engine, measured, console)
+  gammas = calibrated.choose_gammas(measured, config, engine, console)
+  if gammas is not None and not any(gammas.values()):
+    config = dataclasses.replace(config, mode=report.PLAIN)
   limit = engine.max_input_len
   lines = count_tokens(
     lines, engine.tokenizer, limit if config.on_too_long == 'error' else None
   )
-  decides = _identity(config, engine, lines)
+  decides = _identity(config, engine, lines, gammas)
   done = folder.begin(decides, config.overwrite) if folder else []
   modes = batches.run_all(
     _items(lines),
@@ -83,7 +82,7 @@ def _decode(
         config.sampling,
         config.seed,
         lenience=config.lenience,
-        slots=config.slots,
+        slots=calibrated.slots(config, gammas),
       )
       for name in WAYS[config.mode]
     },
@@ -95,7 +94,7 @@ def _decode(
   )
   records = results.make_records(lines, modes, limit)
   summary = report.summarise(
-    modes, config.sampling.greedy, _context(config, engine, records)
+    modes, config.sampling.greedy, _context(config, engine, records, gammas)
   )
   if folder is not None:
     extra = {name: text() for name, text in beside.items()}
@@ -113,34 +112,11 @@ def _decode(
   return summary
 
 
-def _calibrated(
+def _context(
   config: DecodeConfig,
   engine: Engine,
-  measured: calibration.Calibration,
-  console: rich.console.Console,
-) -> DecodeConfig:
-  """Sets the engine's gamma as it was measured to be best."""
-  measured.check(engine.fingerprints)
-  if measured.temperature != config.sampling.temperature:
-    console.print(
-      f'The calibration was made at temperature {measured.temperature:g}, not'
-      f' {config.sampling.temperature:g}: its gamma may not be the best here.'
-    )
-  if measured.gamma == 0:
-    console.print(
-      'Speculation does not pay here, by the calibration: decoding plainly.'
-    )
-    return dataclasses.replace(config, mode=report.PLAIN)
-  engine.gamma = measured.gamma
-  console.print(
-    f'gamma = {measured.gamma} by the calibration, expected speed-up'
-    f' {measured.expected_speed_up:.2f}'
-  )
-  return config
-
-
-def _context(
-  config: DecodeConfig, engine: Engine, records: Sequence[Mapping[str, Any]]
+  records: Sequence[Mapping[str, Any]],
+  gammas: Mapping[int, int] | None,
 ) -> dict[str, Any]:
   """What belongs to the summary of a run besides its measurements."""
   reasons = [record['finish_reason'] for record in records]
@@ -149,7 +125,7 @@ def _context(
     'lines': len(records),
     'finish_reasons': dict(sorted(collections.Counter(reasons).items())),
     'errors': [record['error'] for record in records if record['error']],
-    **settings_of(config, engine),
+    **settings_of(config, engine, gammas),
   }
 
 
@@ -163,7 +139,10 @@ def _items(lines: Sequence[Line]) -> list[batches.Item]:
 
 
 def _identity(
-  config: DecodeConfig, engine: Engine, lines: Sequence[Line]
+  config: DecodeConfig,
+  engine: Engine,
+  lines: Sequence[Line],
+  gammas: Mapping[int, int] | None,
 ) -> dict[str, Any]:
   """Everything that decides the results, as JSON has it."""
   texts = repr([(line.text, line.error) for line in lines])
@@ -178,5 +157,6 @@ def _identity(
     'seed': config.seed,
     'on_too_long': config.on_too_long,
     'checkpoint_period': config.checkpoint_period,
+    'gammas': by_rows(gammas),
     **batches.engine_identity(engine),
   }

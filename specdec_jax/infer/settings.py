@@ -10,6 +10,7 @@ from specdec_jax.local_tasks import LocalTask
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.schedule import Settings
 from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
 
@@ -51,9 +52,12 @@ class DecodeConfig:
     num_shown: how many results are printed as examples.
     require_agreement: whether differing greedy outputs fail the run; see
       `decode`. Where lenience is below 1 they may differ.
-    calibration: a file of scripts/calibrate.py that chooses the engine's gamma;
-      None leaves it as it is. Where speculation does not pay, only the plain
-      loop runs.
+    calibration: a file of scripts/calibrate.py that chooses the engine's gamma
+      for as many rows as are decoded together; None leaves it as it is. Where
+      speculation does not pay, only the plain loop runs.
+    deterministic: whether a sample must not depend on how many rows ran beside
+      it. At temperature 0 no output does. Otherwise the last rows of continuous
+      batching keep their gamma, though another would pay.
     checkpoint_period: batches that a killed run may have to repeat.
 
   Raises:
@@ -74,6 +78,7 @@ class DecodeConfig:
   num_shown: int = 5
   require_agreement: bool = False
   calibration: str | None = None
+  deterministic: bool = True
   checkpoint_period: int = 100
 
   def __post_init__(self):
@@ -83,7 +88,7 @@ class DecodeConfig:
     for name in ('output_dir', 'calibration'):
       if getattr(self, name) is not None:
         check.path(name)
-    check.flags('overwrite', 'require_agreement')
+    check.flags('overwrite', 'require_agreement', 'deterministic')
     check.choice('mode', WAYS)
     check.choice('on_too_long', ('error', 'truncate'))
     check.choice('batching', BATCHINGS)
@@ -93,9 +98,14 @@ class DecodeConfig:
     check_lenience(self.lenience)
 
   @property
-  def slots(self) -> int | None:
-    """Rows of continuous batching; None where batches are fixed."""
-    return self.batch_size if self.batching == CONTINUOUS else None
+  def rows(self) -> int:
+    """That are decoded together."""
+    return self.batch_size
+
+  @property
+  def slots(self) -> Settings | None:
+    """Of continuous batching; None where batches are fixed."""
+    return _slots(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +140,8 @@ class TaskConfig:
     lenience: as of `DecodeConfig`.
     seed: with the example's index and the sample's, what all random numbers
       derive from.
+    calibration: as of `DecodeConfig`.
+    deterministic: likewise.
     shard_id: of the examples, those whose index leaves this remainder when
       divided by `num_shards` are decoded.
     num_shards: see `shard_id`.
@@ -161,6 +173,8 @@ class TaskConfig:
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
   lenience: float = 1.0
   seed: int = 0
+  calibration: str | None = None
+  deterministic: bool = True
   shard_id: int = 0
   num_shards: int = 1
   checkpoint_period: int = 100
@@ -178,7 +192,9 @@ class TaskConfig:
     if not isinstance(self.mixture_or_task_name, LocalTask):
       check.text('mixture_or_task_name')
     check.path('output_dir')
-    check.flags('overwrite', 'include_all_inputs')
+    if self.calibration is not None:
+      check.path('calibration')
+    check.flags('overwrite', 'include_all_inputs', 'deterministic')
     check.choice('mode', TASK_MODES)
     check.choice('decoding', WAYS)
     check.choice('batching', BATCHINGS)
@@ -228,14 +244,33 @@ class TaskConfig:
     return number * self.num_shards + self.shard_id
 
   @property
-  def slots(self) -> int | None:
-    """Rows of continuous batching; None where batches are fixed."""
-    rows = self.batch_size * self.num_decodes
-    return rows if self.batching == CONTINUOUS else None
+  def rows(self) -> int:
+    """That are decoded together: of each example, all samples."""
+    return self.batch_size * self.num_decodes
+
+  @property
+  def slots(self) -> Settings | None:
+    """Of continuous batching; None where batches are fixed."""
+    return _slots(self)
+
+
+def _slots(config: DecodeConfig | TaskConfig) -> Settings | None:
+  if config.batching == FIXED:
+    return None
+  return Settings(rows=config.rows, deterministic=config.deterministic)
+
+
+def by_rows(gammas: Mapping[int, int] | None) -> dict[str, int] | None:
+  """Rows -> gamma, as JSON has it."""
+  if gammas is None:
+    return None
+  return {str(rows): gamma for rows, gamma in gammas.items()}
 
 
 def settings_of(
-  config: DecodeConfig | TaskConfig, engine: Engine
+  config: DecodeConfig | TaskConfig,
+  engine: Engine,
+  gammas: Mapping[int, int] | None,
 ) -> dict[str, Any]:
   """What a summary says of how a run decoded, lines or a task."""
   return {
@@ -244,6 +279,7 @@ def settings_of(
     'lenience': config.lenience,
     'seed': config.seed,
     'gamma': engine.gamma,
+    'gammas': by_rows(gammas),
     'max_input_len': engine.max_input_len,
     'max_decode_len': engine.max_decode_len,
   }

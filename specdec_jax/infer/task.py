@@ -13,6 +13,7 @@ from specdec_jax import processes
 from specdec_jax.engine import Engine
 from specdec_jax.infer import (
   batches,
+  calibrated,
   examples,
   report,
   results,
@@ -20,7 +21,13 @@ from specdec_jax.infer import (
   shares,
   task_summary,
 )
-from specdec_jax.infer.settings import PREDICT, SCORE, WAYS, TaskConfig
+from specdec_jax.infer.settings import (
+  PREDICT,
+  SCORE,
+  WAYS,
+  TaskConfig,
+  by_rows,
+)
 
 # Fields that decide no result, or by what they make: see `_identity`.
 _NOT_DECIDING = (
@@ -30,6 +37,7 @@ _NOT_DECIDING = (
   'output_dir',
   'overwrite',
   'metrics',
+  'calibration',
 )
 _KEY_BITS = 32  # of the number that an example's random numbers derive from
 
@@ -89,10 +97,16 @@ def _decode(
   """`decode_one` of a task that was found, in a folder of its own."""
   found = _examples(config)
   functions = task_summary.measures(config)
+  measured = calibrated.load(config)
   with report.status(console, 'Loading models'):
     engine = _engine(config, found)
-  ways = _ways(config, engine)
-  decides = _identity(config, engine, found)
+  gammas = None
+  if _speculates(config):
+    gammas = calibrated.choose_gammas(measured, config, engine, console)
+    if gammas is not None and not any(gammas.values()):
+      config = dataclasses.replace(config, decoding=report.PLAIN)
+  ways = _ways(config, engine, gammas)
+  decides = _identity(config, engine, found, gammas)
   if folder.finished and not config.overwrite:
     folder.check_finished(decides)
     console.print(
@@ -119,12 +133,12 @@ def _decode(
     modes = shares.each_its_own(folder, begin, items, every, run, who)
   if modes is None:
     return {'kind': 'share', 'process': [who.index, who.count]}
-  measured = task_summary.measured(functions, found, modes, config)
+  scored = task_summary.measured(functions, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
     modes,
     config.sampling.greedy,
-    task_summary.context(config, engine, records, measured),
+    task_summary.context(config, engine, records, scored, gammas),
   )
   _write(folder, records, summary, beside)
   shares.clean(folder, who)
@@ -257,7 +271,9 @@ def _speculates(config: TaskConfig) -> bool:
   return config.mode != SCORE and report.SPECULATIVE in WAYS[config.decoding]
 
 
-def _ways(config: TaskConfig, engine: Engine) -> dict[str, batches.Way]:
+def _ways(
+  config: TaskConfig, engine: Engine, gammas: Mapping[int, int] | None
+) -> dict[str, batches.Way]:
   if config.mode == SCORE:
     return {report.SCORING: batches.Scoring(engine)}
   names = WAYS[config.decoding]
@@ -271,7 +287,7 @@ def _ways(config: TaskConfig, engine: Engine) -> dict[str, batches.Way]:
       config.seed,
       log_probs=config.mode != PREDICT,
       lenience=config.lenience,
-      slots=config.slots,
+      slots=calibrated.slots(config, gammas),
     )
     for name in names
   }
@@ -306,7 +322,10 @@ def _items(
 
 
 def _identity(
-  config: TaskConfig, engine: Engine, found: Sequence[examples.Example]
+  config: TaskConfig,
+  engine: Engine,
+  found: Sequence[examples.Example],
+  gammas: Mapping[int, int] | None,
 ) -> dict[str, Any]:
   """Everything that decides the results, as JSON has it."""
   digest = hashlib.sha256()
@@ -326,6 +345,7 @@ def _identity(
   return {
     **kept,
     **batches.engine_identity(engine),
+    'gammas': by_rows(gammas),
     'examples': len(found),
     'examples_sha256': digest.hexdigest(),
   }

@@ -57,6 +57,7 @@ def context(
   engine: Engine,
   records: Sequence[Mapping[str, Any]],
   found_metrics: Mapping[str, Any],
+  gammas: Mapping[int, int] | None,
 ) -> dict[str, Any]:
   """What belongs to the summary of a run besides its measurements."""
   errors = [
@@ -78,5 +79,5 @@ def context(
     'metrics': found_metrics,
     'mean_score': float(np.mean(scores)) if scores else None,
     'num_decodes': config.num_decodes,
-    **settings_of(config, engine),
+    **settings_of(config, engine, gammas),
   }

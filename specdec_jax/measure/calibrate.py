@@ -1,7 +1,7 @@
 """Calibration: costs and acceptance of a pair here, and the gamma they give."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -16,8 +16,8 @@ from specdec_jax.bench.run import (
   benchmark,
   num_steps,
 )
-from specdec_jax.bench.settings import check_at_least
-from specdec_jax.calibration import Calibration, Measured
+from specdec_jax.bench.settings import check_all_at_least, check_at_least
+from specdec_jax.calibration import Calibration, Choice, Measured
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
 from specdec_jax.measure import alpha
@@ -25,6 +25,8 @@ from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+
+_ALPHA_BATCH = 8  # rows; the acceptance rate does not depend on it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class CalibrateConfig:
     input_file: the user's own prompts, one a line.
     num_tokens: of the target's own, behind alpha.
     temperature: at which alpha and the costs are measured.
-    batch: rows decoded together, in the costs.
+    batches: rows decoded together, in the costs; each has a gamma of its own.
     input_len: E, tokens of an input, in the costs.
     decode_len: tokens of an output, in the costs.
     max_gamma: the largest gamma considered; v(m) is measured to one more.
@@ -59,7 +61,7 @@ class CalibrateConfig:
   input_file: str
   num_tokens: int = 2000
   temperature: float = 0.0
-  batch: int = 1
+  batches: Sequence[int] = (1,)
   input_len: int = 32
   decode_len: int = 120
   max_gamma: int = 16
@@ -70,7 +72,8 @@ class CalibrateConfig:
   output_file: str | None = None
 
   def __post_init__(self):
-    check_at_least(self, num_tokens=1, temperature=0.0, batch=1, input_len=1)
+    check_at_least(self, num_tokens=1, temperature=0.0, input_len=1)
+    check_all_at_least(self, batches=1)
     check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)
     # One round has no spread, and so no error.
     check_at_least(self, repeats=2, calls_a_run=1)
@@ -107,7 +110,7 @@ def calibrate(
         texts,
         SamplingConfig(temperature=config.temperature),
         config.num_tokens,
-        max(config.batch, 8),
+        _ALPHA_BATCH,
         config.seed,
       ),
       advance,
@@ -124,7 +127,7 @@ def _plan(config: CalibrateConfig) -> memory.Plan:
   return memory.Plan(
     config.target,
     config.draft,
-    batch=config.batch,
+    batch=max(config.batches),
     input_len=config.input_len,
     decode_len=config.decode_len,
     gamma=config.max_gamma,
@@ -142,7 +145,7 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
     draft_params=engine.params.draft,
     placement=config.placement,
     gammas=(min(4, config.max_gamma),),
-    batches=(config.batch,),
+    batches=tuple(sorted(set(config.batches))),
     input_lens=(config.input_len,),
     decode_lens=(config.decode_len,),
     temperatures=(config.temperature,),
@@ -155,9 +158,29 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
 
 
 def _conclude(config, engine, measured, rates, parts) -> Calibration:
-  # The closed forms know of no place without a proposal: there beta is 0.
   rate = rates.overall
-  (setting,) = measured['settings']
+  return Calibration(
+    fingerprints=engine.fingerprints,
+    device=describe()['device'],
+    temperature=config.temperature,
+    choices=tuple(_choice(config, x, rate) for x in measured['settings']),
+    record={
+      'acceptance_rate': {
+        'alpha': rate.mean,
+        'standard_error': rate.standard_error,
+        'num_tokens': rate.num_tokens,
+        'num_outputs': rate.num_outputs,
+        'proposes': rates.proposes.mean,
+      },
+      'memory_bytes': parts,
+      'costs': measured['settings'],
+      'machine': measured['machine'],
+    },
+  )
+
+
+def _choice(config, setting, rate) -> Choice:
+  """The gamma that the costs of one number of rows give."""
   (row,) = setting['gammas']
   times = setting['times_ms']
   one = times['call_1']['median']
@@ -170,36 +193,16 @@ def _conclude(config, engine, measured, rates, parts) -> Calibration:
   errors = [
     times[name]['error'] for name in (f'round_{gamma}', f'call_{gamma + 1}')
   ]
-  choice = calibration.choose_gamma(
+  # The closed forms know of no place without a proposal: there beta is 0.
+  return calibration.choose_gamma(
     Measured(rate.mean, rate.standard_error),
     Measured(
       row['cost_ratio'],
       (errors[0] ** 2 + errors[1] ** 2) ** 0.5 / gamma / one,
     ),
     [cost(size) for size in range(1, config.max_gamma + 2)],
+    setting['batch'],
     config.seed,
-  )
-  return Calibration(
-    fingerprints=engine.fingerprints,
-    device=describe()['device'],
-    gamma=choice['gamma'],
-    expected_speed_up=choice['expected_speed_up'],
-    interval=choice['interval'],
-    temperature=config.temperature,
-    record={
-      'acceptance_rate': {
-        'alpha': rate.mean,
-        'standard_error': rate.standard_error,
-        'num_tokens': rate.num_tokens,
-        'num_outputs': rate.num_outputs,
-        'proposes': rates.proposes.mean,
-      },
-      'cost_ratio': row['cost_ratio'],
-      'factors': choice['factors'],
-      'memory_bytes': parts,
-      'costs': setting,
-      'machine': measured['machine'],
-    },
   )
 
 
@@ -211,13 +214,44 @@ def _unproposed(share: float) -> str:
 
 def _print(console: rich.console.Console, found: Calibration) -> None:
   record: Any = found.record
-  costs, rate = record['costs'], record['acceptance_rate']
-  table = rich.table.Table(title='What gamma is worth here')
+  rate = record['acceptance_rate']
+  for choice, costs in zip(found.choices, record['costs'], strict=True):
+    _print_choice(console, choice, costs)
+  needed = sum(record['memory_bytes'].values())
+  console.print(f'{memory.gib(needed)} of memory in all')
+  console.print(
+    f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
+    f' {rate["num_tokens"]} tokens at temperature {found.temperature:g}'
+    + _unproposed(rate['proposes'])
+  )
+  for choice in found.choices:
+    rows = f'{choice.rows} row{"s" * (choice.rows > 1)}: '
+    if not choice.gamma:
+      console.print(
+        f'{rows}speculation does not pay here: no gamma is expected to be'
+        ' quicker than plain decoding.'
+      )
+      continue
+    low, high = choice.interval
+    doubt = ' (it may not pay)' if low < 1.0 else ''
+    console.print(
+      f'{rows}gamma = {choice.gamma}: expected speed-up'
+      f' {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}){doubt}'
+    )
+
+
+def _print_choice(
+  console: rich.console.Console, choice: Choice, costs: Mapping[str, Any]
+) -> None:
+  plural = 's' * (choice.rows > 1)
+  table = rich.table.Table(
+    title=f'What gamma is worth here, {choice.rows} row{plural} at once'
+  )
   for name in ('gamma', 'v(gamma + 1)', 'ms a call', 'expected speed-up'):
     table.add_column(name, justify='right')
-  for gamma, factor in enumerate(record['factors']):
+  for gamma, factor in enumerate(choice.factors):
     name = str(gamma + 1)
-    chosen = gamma == found.gamma
+    chosen = gamma == choice.gamma
     table.add_row(
       str(gamma),
       f'{costs["call_cost"][name]:.2f}',
@@ -225,28 +259,11 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
       f'{factor:.2f}' + (' <' if chosen else ''),
     )
   console.print(table)
-  needed = sum(record['memory_bytes'].values())
+  (row,) = costs['gammas']
   console.print(
     f'encoder {costs["times_ms"]["encoder"]["median"]:.2f} ms, drafter'
-    f' c = {record["cost_ratio"]:.3f}; {memory.gib(costs["bytes_per_call"])} a'
-    f' token at {costs["plain_gb_per_s"]:.1f} GB/s'
+    f' c = {row["cost_ratio"]:.3f}; {memory.gib(costs["bytes_per_call"])} a'
+    f' call at {costs["plain_gb_per_s"]:.1f} GB/s'
     f' ({100 * costs["bandwidth_fraction"]:.0f} % of a matrix-vector'
-    f" product's); {memory.gib(needed)} of memory in all"
-  )
-  console.print(
-    f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
-    f' {rate["num_tokens"]} tokens at temperature {found.temperature:g}'
-    + _unproposed(rate['proposes'])
-  )
-  if not found.gamma:
-    console.print(
-      'Speculation does not pay here: no gamma is expected to be quicker than'
-      ' plain decoding.'
-    )
-    return
-  low, high = found.interval
-  doubt = ' (it may not pay)' if low < 1.0 else ''
-  console.print(
-    f'gamma = {found.gamma}: expected speed-up {found.expected_speed_up:.2f}'
-    f' ({low:.2f} to {high:.2f}){doubt}'
+    " product's)"
   )

@@ -26,7 +26,7 @@ from specdec_jax.measure.timed_runs import (
   run_fixed,
 )
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.schedule import Settings, gammas_by_rows
+from specdec_jax.schedule import Settings
 
 FIXED_RANDOM, FIXED_SORTED = 'fixed, random order', 'fixed, sorted'
 GIVEN, SHORTEST = 'continuous, random order', 'continuous'
@@ -55,8 +55,8 @@ class ThroughputConfig:
     looks: pairs (max_rounds, refill) that are compared, on `sweep_examples`.
     sweep_batches: batch sizes of the plot; empty leaves it out.
     sweep_examples: texts of a run there, or B * 16 where that is more.
-    calibrations: files of scripts/calibrate.py for several batch sizes, for a
-      third curve.
+    calibration: file of scripts/calibrate.py for several numbers of rows, for a
+      third curve; None leaves it out.
     memory_examples: texts of a run that watches memory; 0 leaves it out.
     seed: of order, joining and samples.
     output_file: JSON; None writes nothing.
@@ -80,7 +80,7 @@ class ThroughputConfig:
   looks: Sequence[Sequence[int]] = ()
   sweep_batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
   sweep_examples: int = 256
-  calibrations: Sequence[str] = ()
+  calibration: str | None = None
   memory_examples: int = 0
   seed: int = 0
   output_file: str | None = None
@@ -120,10 +120,10 @@ def measure_throughput(
     OSError: the record could not be written.
   """
   console = console or rich.console.Console()
-  gammas = gammas_by_rows([calibration.load(f) for f in config.calibrations])
+  chosen = calibration.load(config.calibration) if config.calibration else None
   engine = config.engine()
-  for path in config.calibrations:
-    calibration.load(path).check(engine.fingerprints)
+  if chosen is not None:
+    chosen.check(engine.fingerprints)
   texts = read_examples(
     config.input_file,
     engine,
@@ -157,8 +157,8 @@ def measure_throughput(
   record['sweep'] = with_progress(
     console,
     'Batch sizes',
-    len(config.sweep_batches) * (3 if gammas else 2),
-    lambda advance: _sweep(config, engine, texts, options, gammas, advance),
+    len(config.sweep_batches) * (2 if chosen is None else 3),
+    lambda advance: _sweep(config, engine, texts, options, chosen, advance),
   )
   if config.memory_examples:
     # As given, the slots have their whole width from the start.
@@ -240,19 +240,14 @@ def _looks(config, engine, texts, options) -> list[dict[str, Any]]:
   return found
 
 
-def _sweep(config, engine, texts, options, gammas, advance):
+def _sweep(config, engine, texts, options, chosen, advance):
   """Records by batch size, plain and speculative."""
   found = []
   for rows in config.sweep_batches:
     some = texts[: max(config.sweep_examples, 16 * rows)]
     modes: dict[str, dict[str, Any]] = {PLAIN: {}, SPECULATIVE: {}}
-    if gammas:
-      least = min((size for size in gammas if size >= rows), default=None)
-      chosen = gammas[max(gammas) if least is None else least]
-      modes[BY_LOAD] = {
-        'gammas': {size: g for size, g in gammas.items() if size < rows}
-        | {rows: chosen}
-      }
+    if chosen is not None:
+      modes[BY_LOAD] = {'gammas': chosen.gammas(rows)}
     for mode, changes in modes.items():
       changes = {'rows': rows, 'refill': None, **changes}
       decoder = Continuous(engine, config.settings(SHORTEST, **changes))

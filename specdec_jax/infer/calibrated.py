@@ -1,0 +1,87 @@
+"""How many tokens a run proposes, where a calibration says what pays."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import rich.console
+
+from specdec_jax import calibration
+from specdec_jax.engine import Engine
+from specdec_jax.infer.settings import DecodeConfig, TaskConfig
+from specdec_jax.schedule import Settings
+
+
+def load(config: DecodeConfig | TaskConfig) -> calibration.Calibration | None:
+  """The run's calibration, if it has one; before any model is loaded.
+
+  Raises:
+    calibration.CalibrationError: the file is missing or broken.
+  """
+  path = config.calibration
+  return None if path is None else calibration.load(path)
+
+
+def choose_gammas(
+  measured: calibration.Calibration | None,
+  config: DecodeConfig | TaskConfig,
+  engine: Engine,
+  console: rich.console.Console,
+) -> Mapping[int, int] | None:
+  """Sets the engine's gamma as it was measured to be best, if it was.
+
+  Args:
+    measured: what `load` gave.
+    config: of the run.
+    engine: whose `gamma` is set where speculation pays.
+    console: is told what was chosen.
+
+  Returns:
+    Rows -> gamma: for as many rows as are decoded together, and where the
+    batching is continuous also for fewer, as are left at its end; 0 decodes
+    plainly. None without a calibration.
+
+  Raises:
+    calibration.CalibrationError: it is of other models or of another device.
+  """
+  if measured is None:
+    return None
+  measured.check(engine.fingerprints)
+  sampling, rows = config.sampling, config.rows
+  if measured.temperature != sampling.temperature:
+    console.print(
+      f'The calibration was made at temperature {measured.temperature:g}, not'
+      f' {sampling.temperature:g}: its gamma may not be the best here.'
+    )
+  most = measured.choices[-1].rows
+  if rows > most:
+    console.print(
+      f'The calibration was made for up to {most} rows at once, not {rows}:'
+      ' its gamma may not be the best here.'
+    )
+  gammas = {rows: measured.at(rows).gamma}
+  if config.slots is not None and (sampling.greedy or not config.deterministic):
+    gammas = measured.gammas(rows)
+  if any(gammas.values()):
+    engine.gamma = max(gammas.values())
+  for size, gamma in sorted(gammas.items(), reverse=True):
+    where = f' for {size} rows' if len(gammas) > 1 else ''
+    if gamma:
+      console.print(
+        f'gamma = {gamma}{where} by the calibration, expected speed-up'
+        f' {measured.at(size).expected_speed_up:.2f}'
+      )
+    else:
+      console.print(
+        f'Speculation does not pay here{where}, by the calibration: decoding'
+        ' plainly.'
+      )
+  return gammas
+
+
+def slots(
+  config: DecodeConfig | TaskConfig, gammas: Mapping[int, int] | None
+) -> Settings | None:
+  """The run's settings of continuous batching, with what was chosen."""
+  if config.slots is None or gammas is None:
+    return config.slots
+  return dataclasses.replace(config.slots, gammas=gammas)
