@@ -23,8 +23,9 @@ from specdec_jax.decoding.slots import Look, Loop, Pool
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine import Engine, Texts
-from specdec_jax.job import Job
+from specdec_jax.job import STOP_STRING_ROUNDS, Job
 from specdec_jax.schedule import Group, Load, Queue, Settings
+from specdec_jax.types import FinishReason
 
 # (speculative, with prompts, rows without text) -> what is compiled for such.
 Compiled = Callable[[bool, bool, Request], Programs]
@@ -52,6 +53,9 @@ class Schedule:
       rows: of the job, those to decode; None is all.
       max_length: their limits, instead of the job's.
     """
+    if job.options.stop_strings:
+      few = min(settings.max_rounds, STOP_STRING_ROUNDS)
+      settings = dataclasses.replace(settings, max_rounds=few)
     self._compiled, self._job, self._settings = compiled, job, settings
     self.load = Load()
     rows = range(len(job.rows)) if rows is None else rows
@@ -123,6 +127,8 @@ class Schedule:
         return
       look = jax.device_get(coming)
       self._answered = time.perf_counter()
+      if self._job.options.stop_strings:
+        look = self._stop_at_strings(look)
       done = self._harvest(look)
       self.load.seconds = time.perf_counter() - start
 
@@ -272,6 +278,21 @@ class Schedule:
     self._busy()
     return look
 
+  def _stop_at_strings(self, look: Look) -> Look:
+    """Ends the running rows whose text holds a stop string."""
+    generation = look.generation
+    reason = np.array(generation.finish_reason)
+    for slot in self._running():
+      tokens = generation.tokens[slot, : generation.length[slot]]
+      running = reason[slot] == FinishReason.RUNNING
+      if running and self._job.has_stop_string(tokens):
+        reason[slot] = FinishReason.STOP_STRING
+    state = self._pool.state
+    # Where it was, or the next run would be compiled anew.
+    placed = jax.device_put(reason, state.finish_reason.sharding)
+    self._pool = self._pool.replace(state=state.replace(finish_reason=placed))
+    return look.replace(generation=generation.replace(finish_reason=reason))
+
   def _harvest(self, look: Look) -> list[tuple[int, int]]:
     """Rows that have finished, with the slots that they leave."""
     load, gamma = self.load, self._gammas[self._size]
@@ -318,8 +339,7 @@ class Continuous:
     Args:
       texts: as for `Engine.generate`.
       speculative: likewise.
-      **options: likewise. A stop string ends a text but not its row, which
-        decodes up to a stop id or its limit.
+      **options: likewise. Stop strings are looked for between rounds.
 
     Raises:
       ValueError: an option is out of range.

@@ -24,6 +24,7 @@ from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.job import (
+  STOP_STRING_ROUNDS,
   Frame,
   Job,
   check_at_least,
@@ -42,7 +43,6 @@ _NO_DRAFTER = (
   ' with speculative=False.'
 )
 Texts = Sequence[str | Sequence[int]]
-_ROUNDS_A_LOOK = 4  # between two looks of the host for a stop string
 
 
 class Engine:
@@ -232,7 +232,7 @@ class Engine:
     if not job.rows:
       return job.completions()
     if job.options.stop_strings:
-      *_, state = self._advance(job, speculative, _ROUNDS_A_LOOK)
+      *_, state = self._advance(job, speculative, STOP_STRING_ROUNDS)
       found = _generation(job.request, state)
     else:
       found = self._program('decode', job.request, speculative)(job.request)

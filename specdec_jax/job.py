@@ -25,6 +25,7 @@ from specdec_jax.types import FinishReason, Generation
 
 SMALLEST_INPUT = 32
 SMALLEST_PROMPT = 8
+STOP_STRING_ROUNDS = 4  # between two looks of the host for a stop string
 
 
 class Frame(NamedTuple):
@@ -318,6 +319,11 @@ class Job:
     first = self.request.prompt_length
     return tokens[row, 1 if first is None else first[row] : length[row]]
 
+  def has_stop_string(self, tokens: Any) -> bool:
+    """Whether the text of produced tokens holds a stop string."""
+    text = Text(self._tokenizer, tokens, self.options.stop_strings)
+    return text.has_stop_string
+
   def stop_at_strings(self, state: DecodeState) -> DecodeState:
     """Finishes the running rows whose text holds a stop string."""
     tokens, length, reason = jax.device_get(
@@ -327,12 +333,7 @@ class Job:
     for row in range(len(self.rows)):
       if reason[row] != FinishReason.RUNNING:
         continue
-      output = Text(
-        self._tokenizer,
-        self.produced(row, tokens, length),
-        self.options.stop_strings,
-      )
-      if output.has_stop_string:
+      if self.has_stop_string(self.produced(row, tokens, length)):
         reason[row] = FinishReason.STOP_STRING
     return state.replace(finish_reason=jnp.asarray(reason))
 

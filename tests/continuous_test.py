@@ -191,9 +191,17 @@ def test_prompts_and_stop_strings(engine):
   prompts = [whole[0].tokens[:2], [], whole[2].tokens[:5]]
   options = {'stop_ids': [], 'prompts': prompts, 'stop_strings': ['a']}
   want = engine.generate(texts, **options)
-  have = Continuous(engine, Settings(rows=2)).generate(texts, **options)
+  decoder = Continuous(engine, Settings(rows=2))
+  have = decoder.generate(texts, **options)
   assert [one.tokens for one in have] == [one.tokens for one in want]
   assert [one.text for one in have] == [one.text for one in want]
+  assert 'stop_string' in {one.finish_reason for one in have}
+  # Its slot is free then: these rounds would all be theirs otherwise.
+  early = decoder.load.live_rounds
+  assert early == sum(one.stats.num_target_calls for one in have)
+  del options['stop_strings']
+  decoder.generate(texts, **options)
+  assert early < decoder.load.live_rounds
 
 
 @pytest.mark.slow

@@ -53,7 +53,10 @@ class LogicalAxes:
   The defaults are Megatron's tensor parallelism with requests beside it: each
   block of a layer (attention, MLP) begins with kernels that are split by their
   outputs and ends with one that is split by its inputs, so that it needs one
-  all-reduce, at its end.
+  all-reduce, at its end: two a layer, and three in a decoder layer with
+  cross-attention, whose queries are made of the whole sum that self-attention
+  ends with. To keep cross-attention whole on each device would save the third,
+  and read a seventh of the decoder's weights on each for it (XXL's).
 
   Attributes:
     batch: rows of a request. Over 'data': rows have nothing to do with each
