@@ -189,7 +189,7 @@ def test_prompts_and_stop_strings(engine):
   texts = TEXTS[1:4]
   whole = engine.generate(texts, stop_ids=[])
   prompts = [whole[0].tokens[:2], [], whole[2].tokens[:5]]
-  options = {'stop_ids': [], 'prompts': prompts, 'stop_strings': ['a']}
+  options = {'stop_ids': [], 'prompts': prompts, 'stop_strings': ['T', 'x']}
   want = engine.generate(texts, **options)
   decoder = Continuous(engine, Settings(rows=2))
   have = decoder.generate(texts, **options)
@@ -292,6 +292,16 @@ def test_control_the_counter_counts():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('order', ['shortest', 'given'])
+def test_warmup_compiles_for_smaller_pools(engine, order):
+  """They are as wide as the last texts, and the first pool is narrow."""
+  decoder = Continuous(engine, Settings(gammas={6: 0, 2: GAMMA}, order=order))
+  assert decoder.warmup(TEXTS, stop_ids=STOPS) > 0
+  with nothing_compiles():
+    decoder.generate(TEXTS, stop_ids=STOPS)
+  assert set(decoder.load.rounds) == {0, GAMMA}
+
+
 def test_warmup_compiles_what_is_needed(engine):
   decoder = Continuous(engine, Settings(rows=2))
   texts = TEXTS[:6]

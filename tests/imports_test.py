@@ -45,6 +45,7 @@ LAYERS = (
     'pair',
     'job',
     'schedule',
+    'slot_pass',
     'continuous',
     'training',
     'bench',

@@ -1,0 +1,347 @@
+"""One pass of many texts through a fixed number of slots, seen by the host.
+
+Texts queue, slots are filled as rows finish, completions come out. While the
+device decodes, the host prepares what is next and turns what is finished into
+text. What it decides depends on the texts and on the device's answers alone,
+never on a clock, so that hosts that see the same decide alike.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specdec_jax.completion import Completion
+from specdec_jax.decoding import slots
+from specdec_jax.decoding.layout import Programs
+from specdec_jax.decoding.slots import Look, Pool
+from specdec_jax.decoding.state import Request
+from specdec_jax.job import STOP_STRING_ROUNDS, Job
+from specdec_jax.schedule import Group, Load, Queue, Settings
+from specdec_jax.types import FinishReason
+
+# (speculative, with prompts, rows without text) -> what is compiled for such.
+Compiled = Callable[[bool, bool, Request], Programs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A few of a job's texts, to go through its programs with.
+
+  Attributes:
+    rows: of the job.
+    max_length: their limits, instead of the job's.
+    size: of the pool, which they do not leave.
+  """
+
+  rows: Sequence[int]
+  max_length: Sequence[int]
+  size: int
+
+
+class Pass:
+  """One pass of a job's texts through the slots."""
+
+  def __init__(
+    self,
+    compiled: Compiled,
+    job: Job,
+    settings: Settings,
+    max_decode_len: int,
+    part: Part | None = None,
+  ):
+    """Decides shapes and order.
+
+    Args:
+      compiled: gives the programs.
+      job: the texts; its gamma is the default one, 0 for the plain loop.
+      settings: how they go through.
+      max_decode_len: that the caches have room for.
+      part: what of the job; None is all.
+    """
+    if job.options.stop_strings:
+      few = min(settings.max_rounds, STOP_STRING_ROUNDS)
+      settings = dataclasses.replace(settings, max_rounds=few)
+    self._compiled, self._job, self._settings = compiled, job, settings
+    self.load = Load()
+    rows: Sequence[int] = range(len(job.rows))
+    request: Any = job.request
+    host = jax.tree.map(np.asarray, request.replace(keys=None))
+    if part is not None:
+      rows = part.rows
+      limits = host.max_length.copy()
+      limits[list(rows)] = part.max_length
+      host = host.replace(max_length=limits)
+    self._request: Any = host.replace(keys=request.keys)
+    self._gammas = {settings.rows: job.request.gamma}
+    if settings.gammas is not None and job.request.gamma:
+      self._gammas = dict(settings.gammas)
+    self._room = max(self._gammas.values())  # for proposals
+    tokens = host.prompt_width + max_decode_len
+    self._num_slots = -(-(tokens + self._room) // 64) * 64  # of the caches
+    # The largest pool, unless all fit into a smaller one.
+    sizes = [size for size in self._gammas if size >= len(rows)]
+    self._size = min(sizes, default=max(self._gammas))
+    self._sizes = list(self._gammas)
+    if part is not None:
+      self._size, self._sizes = part.size, [part.size]
+    settings = dataclasses.replace(settings, rows=self._size)
+    self._refill = min(settings.refill or max(1, self._size // 8), self._size)
+    self._queue = Queue(self._request, rows, settings)
+    self._staged: collections.deque[Group] = collections.deque()
+    self._owners: list[int | None] = [None] * self._size
+    self._since: dict[int, float] = {}  # row -> when it got its slot
+    self._answered: float | None = None
+    self._empty_rows: dict[tuple[bool, int], Pool] = {}
+
+  @property
+  def shapes(self) -> Any:
+    """What the programs that are needed depend on."""
+    rows = [row for group in self._queue.groups for row in group]
+    buckets = tuple(sorted({self._queue.bucket(row) for row in rows}))
+    tree = jax.tree.structure(self._request)
+    return tree, buckets, self._num_slots, self._size
+
+  def rehearsals(self) -> list[Part]:
+    """Small passes that go through every program of the first pool.
+
+    The last one has texts of all widths.
+    """
+    bucket, size = self._queue.bucket, self._size
+    rows = [row for group in self._queue.groups for row in group]
+    first = {bucket(row): row for row in reversed(rows)}
+    chosen = [first[bucket] for bucket in sorted(first)]
+    parts = [Part([row], [1], size) for row in chosen]
+    if len(chosen) > 1:
+      parts.append(Part(chosen, [1] * len(chosen), size))
+    return parts
+
+  def rehearse_smaller_pools(self) -> None:
+    """Goes through their programs; to be called when all texts are finished.
+
+    A pool becomes smaller when nothing is left to be read, so that it is then
+    as wide as the widest text.
+    """
+    for size in sorted(self._gammas, reverse=True):
+      if size < self._size:
+        self._move(range(size))
+        self._advance()
+
+  def completions(self) -> Iterator[tuple[int, Completion]]:
+    """Yields the index and completion of each text as it is finished."""
+    start = time.perf_counter()
+    self._begin()
+    done: list[tuple[int, int]] = []
+    look: Any = None
+    while True:
+      self._fill()
+      self._shrink()
+      running = any(row is not None for row in self._owners)
+      coming = self._advance() if running else None
+      # From here on until the answer the device is busy.
+      if running and self._num_staged() <= 2 * self._refill:
+        self._stage()
+      for row, slot in done:
+        one = self._job.completion(look.generation, slot)
+        yield self._job.rows[row], one
+      if coming is None:
+        return
+      look = jax.device_get(coming)
+      self._answered = time.perf_counter()
+      if self._job.options.stop_strings:
+        look = self._stop_at_strings(look)
+      done = self._harvest(look)
+      self.load.seconds = time.perf_counter() - start
+
+  def _begin(self) -> None:
+    """An empty pool, wide enough for the texts that come first.
+
+    As given, any text of the job may come next, also in a rehearsal.
+    """
+    ahead: Sequence[int] = self._queue.groups[0]
+    if self._settings.order == 'given':
+      ahead = range(len(self._job.rows))
+    self._width = self._queue.widths(ahead)[0]
+    self._pool_width = self._width
+    self._use(self._gammas[self._size])
+    row = self._empty_row(self._width)
+    self._pool: Pool = self._programs.repeated(row, self._size)
+
+  def _use(self, gamma: int) -> None:
+    """Programs of the plain loop where gamma is 0, else of the other one."""
+    self._speculative = gamma > 0
+    prompted = self._request.prompt is not None
+    example = self._example(self._request.inputs.shape[1])
+    self._programs = self._compiled(self._speculative, prompted, example)
+
+  @property
+  def _static(self) -> dict[str, int]:
+    """What gives every request the same number of slots, but for prompts."""
+    gamma = self._room if self._speculative else 0
+    return {'gamma': gamma, 'slots': self._num_slots - gamma}
+
+  def _example(self, width: int) -> Request:
+    """Rows without text, as many as are read at once."""
+    static = self._static
+    static['slots'] -= 1
+    count = self._queue.read_rows
+    rows: Any = slots.take(self._request, np.zeros((count,), np.int32))
+    return rows.replace(
+      inputs=np.zeros((count, width), np.int32),
+      max_length=np.zeros((count,), np.int32),
+      prompt=None,
+      prompt_length=None,
+      **static,
+    )
+
+  def _empty_row(self, width: int) -> Pool:
+    key = self._speculative, width
+    if key not in self._empty_rows:
+      row = self._programs.empty_row(self._example(width))
+      self._empty_rows[key] = row
+    return self._empty_rows[key]
+
+  def _num_staged(self) -> int:
+    return sum(group.left for group in self._staged)
+
+  def _busy(self) -> None:
+    """The device has something to do again."""
+    if self._answered is not None:
+      self.load.host_seconds += time.perf_counter() - self._answered
+      self._answered = None
+
+  def _stage(self) -> bool:
+    """Begins to read the next group; False if there is none."""
+    queue = self._queue
+    if not queue.groups:
+      return False
+    rows = queue.groups.popleft()
+    width, prompt_width = queue.widths(rows)
+    self._width = max(self._width, width)
+    # A shorter last group would compile anew.
+    filled = [*rows, *[rows[0]] * (queue.read_rows - len(rows))]
+    request: Any = slots.take(self._request, np.array(filled))
+    static = self._static
+    static['slots'] -= prompt_width
+    request = request.replace(inputs=request.inputs[:, :width], **static)
+    if request.prompt is not None:
+      request = request.replace(prompt=request.prompt[:, :prompt_width])
+    staged = self._programs.read(request, self._empty_row(self._width))
+    self._staged.append(Group(rows, staged, self._width))
+    return True
+
+  def _fill(self) -> None:
+    """Gives free slots to rows that have been read."""
+    free = [slot for slot, row in enumerate(self._owners) if row is None]
+    while free and (self._staged or self._stage()):
+      group = self._staged[0]
+      empty = self._empty_row(group.width)
+      if group.width > self._pool_width:
+        self._pool = self._programs.widened(self._pool, empty)
+        self._pool_width = group.width
+      count = min(len(free), group.left)
+      places = np.zeros((self._size,), np.int32)
+      places[:count] = free[:count]
+      first = group.taken
+      self._pool = self._programs.admit(
+        self._pool,
+        group.staged,
+        empty,
+        np.int32(first),
+        places,
+        np.int32(count),
+      )
+      self._busy()
+      for slot, row in zip(
+        free, group.rows[first : first + count], strict=False
+      ):
+        self._owners[slot] = row
+        self._since[row] = time.perf_counter()
+      del free[:count]
+      group.taken += count
+      if not group.left:
+        self._staged.popleft()
+
+  @property
+  def _is_last(self) -> bool:
+    """Whether nothing is left to fill a free slot."""
+    return not self._staged and not self._queue.groups
+
+  def _running(self) -> list[int]:
+    return [slot for slot, row in enumerate(self._owners) if row is not None]
+
+  def _shrink(self) -> None:
+    """Moves the last rows to a smaller pool, if one is allowed that fits."""
+    running = self._running()
+    sizes = [size for size in self._sizes if size >= len(running)]
+    if not self._is_last or not running or min(sizes) >= self._size:
+      return
+    free = [slot for slot, row in enumerate(self._owners) if row is None]
+    self._move([*running, *free][: min(sizes)])
+
+  def _move(self, kept: Sequence[int]) -> None:
+    """Goes on with the slots `kept` alone, in the pool of that size."""
+    before, gamma = self._gammas[self._size], self._gammas[len(kept)]
+    self._owners = [self._owners[slot] for slot in kept]
+    self._size = len(kept)
+    self._pool = self._programs.only(self._pool, np.array(kept, np.int32))
+    if not before and gamma:
+      self._use(gamma)
+      self._pool = self._programs.with_drafter(self._pool, self._room)
+
+  def _advance(self) -> Look:
+    """Begins the next rounds."""
+    enough = self._refill
+    if self._is_last:
+      running = len(self._running())
+      smaller = [size for size in self._sizes if size < self._size]
+      enough = running - max(smaller, default=0)
+    gamma = self._gammas[self._size]
+    self._pool, look = self._programs.run(
+      self._pool,
+      np.int32(self._settings.max_rounds),
+      np.int32(enough),
+      gamma,
+    )
+    self._busy()
+    return look
+
+  def _stop_at_strings(self, look: Look) -> Look:
+    """Ends the running rows whose text holds a stop string."""
+    generation = look.generation
+    reason = np.array(generation.finish_reason)
+    for slot in self._running():
+      tokens = generation.tokens[slot, : generation.length[slot]]
+      running = reason[slot] == FinishReason.RUNNING
+      if running and self._job.has_stop_string(tokens):
+        reason[slot] = FinishReason.STOP_STRING
+    state = self._pool.state
+    # Where it was, or the next run would be compiled anew.
+    placed = jax.device_put(reason, state.finish_reason.sharding)
+    state = dataclasses.replace(state, finish_reason=placed)
+    self._pool = dataclasses.replace(self._pool, state=state)
+    ended: Any = reason  # on the host, as all of the look
+    generation = dataclasses.replace(generation, finish_reason=ended)
+    return dataclasses.replace(look, generation=generation)
+
+  def _harvest(self, look: Look) -> list[tuple[int, int]]:
+    """Rows that have finished, with the slots that they leave."""
+    load, gamma = self.load, self._gammas[self._size]
+    rounds = int(look.num_rounds)
+    load.looks += 1
+    load.rounds[gamma] = load.rounds.get(gamma, 0) + rounds
+    load.live_rounds += int(look.live_rounds)
+    load.slot_rounds += rounds * self._size
+    done = []
+    for slot, is_free in enumerate(slots.is_free(look)):
+      row = self._owners[slot]
+      if is_free and row is not None:
+        done.append((row, slot))
+        self._owners[slot] = None
+        load.outputs += 1
+        load.slot_seconds += time.perf_counter() - self._since.pop(row)
+    return done
