@@ -136,6 +136,13 @@ def measure_throughput(
     'sampling': SamplingConfig(temperature=config.temperature),
     'seed': config.seed,
   }
+  memory = None
+  if config.memory_examples:
+    # First, or what others have given back would hide what it takes. As given,
+    # the slots have their whole width from the start.
+    decoder = Continuous(engine, config.settings(GIVEN))
+    many = texts[: config.memory_examples]
+    memory = residency.watch(decoder, many, **options)
   some = texts[: config.num_examples]
   rounds = with_progress(
     console,
@@ -160,11 +167,8 @@ def measure_throughput(
     len(config.sweep_batches) * (2 if chosen is None else 3),
     lambda advance: _sweep(config, engine, texts, options, chosen, advance),
   )
-  if config.memory_examples:
-    # As given, the slots have their whole width from the start.
-    decoder = Continuous(engine, config.settings(GIVEN))
-    many = texts[: config.memory_examples]
-    record['memory'] = residency.watch(decoder, many, **options)
+  if memory is not None:
+    record['memory'] = memory
   record['machine'] = describe()
   show(console, record)
   if config.output_file:
