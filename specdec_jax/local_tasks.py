@@ -19,6 +19,7 @@ from specdec_jax.tokenizer import Tokenizer
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
+BROKEN = '<broken>'  # no field's name: why a line is no example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +79,15 @@ class LocalTask:
     ending = os.path.splitext(os.fspath(path).removesuffix('.gz'))[1]
     return self.kind or ending.removeprefix('.')
 
-  def texts(self, split: str) -> Iterator[dict[str, Any]]:
+  def texts(
+    self, split: str, keep_broken: bool = False
+  ) -> Iterator[dict[str, Any]]:
     """The examples of a split before they are tokenised.
 
     Args:
       split: one of `files`.
+      keep_broken: whether a line that is not of its format is an example with
+        `BROKEN`, which says why, and itself as 'inputs'.
 
     Returns:
       Dicts with 'inputs' (prefix included), 'targets' ('' if there is none),
@@ -98,24 +103,31 @@ class LocalTask:
         f'The task {self.name!r} has no split'
         f' {split!r}.{nearest(split, self.files)}'
       )
-    return self._texts(os.fspath(self.files[split]))
+    return self._texts(os.fspath(self.files[split]), keep_broken)
 
-  def _texts(self, path: str) -> Iterator[dict[str, Any]]:
+  def _texts(self, path: str, keep_broken: bool) -> Iterator[dict[str, Any]]:
     kind = self._kind(path)
     # A byte order mark is no text.
     lines = files.text_lines(path, 'utf-8-sig')
     for number, line in enumerate(lines, 1):
-      place = f'{path!r} line {number}'
-      if kind == 'jsonl':
-        example = self._from_object(_parse(line, place), place)
+      try:
+        example = self._from_line(kind, line, f'{path!r} line {number}')
+      except ValueError as error:
+        if not keep_broken:
+          raise
+        yield {'inputs': line, 'targets': '', BROKEN: str(error)}
       else:
-        columns = line.split('\t') if kind == 'tsv' else [line]
-        if len(columns) > 2:
-          raise ValueError(
-            f'{place} has {len(columns)} columns; expected source<TAB>target.'
-          )
-        example = dict(zip(FEATURES, [*columns, ''], strict=False))
-      yield example | {'inputs': self.prefix + example['inputs']}
+        yield example | {'inputs': self.prefix + example['inputs']}
+
+  def _from_line(self, kind: str, line: str, place: str) -> dict[str, Any]:
+    if kind == 'jsonl':
+      return self._from_object(_parse(line, place), place)
+    columns = line.split('\t') if kind == 'tsv' else [line]
+    if len(columns) > 2:
+      raise ValueError(
+        f'{place} has {len(columns)} columns; expected source<TAB>target.'
+      )
+    return dict(zip(FEATURES, [*columns, ''], strict=False))
 
   def _from_object(self, found: dict[str, Any], place: str) -> dict[str, Any]:
     texts: dict[str, Any] = {'targets': ''}
@@ -146,13 +158,17 @@ class LocalTask:
     return others | texts
 
   def examples(
-    self, split: str, task_feature_lengths: Mapping[str, int] | None = None
+    self,
+    split: str,
+    task_feature_lengths: Mapping[str, int] | None = None,
+    keep_broken: bool = False,
   ) -> Iterator[dict[str, Any]]:
     """The examples of a split; see `tasks.examples`."""
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
     tokenizer = Tokenizer(self.vocab_path)
-    texts = self.texts(split)  # complains now, not at the first example
+    # Complains now, not at the first example.
+    texts = self.texts(split, keep_broken)
 
     def generate():
       for example in texts:
@@ -163,6 +179,7 @@ class LocalTask:
           if feature in lengths:
             ids = ids[: lengths[feature] - 1]
           has_end = feature == 'inputs' or text[feature]
+          has_end = has_end and BROKEN not in example
           ids = [*ids, tokenizer.eos_id] if has_end else []
           example[feature] = np.asarray(ids, np.int32)
         yield example

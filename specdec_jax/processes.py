@@ -76,17 +76,20 @@ class Meeting:
     missing = [flag for flag, value in given.items() if value is None]
     if len(missing) not in (0, len(given)):
       raise ValueError(
-        f'{" and ".join(missing)} is missing: give all of {", ".join(given)},'
-        ' or --multiprocess alone where they can be found out.'
+        f'Missing: {", ".join(missing)}. Give all of {", ".join(given)}, or'
+        ' --multiprocess alone where they can be found out.'
       )
     if address is None or count is None or self.process_index is None:
       return
-    if not address.rpartition(':')[2].isdigit():
+    port = address.rpartition(':')[2]
+    if not port.isdigit() or not 0 < int(port) < 1 << 16:
       raise ValueError(
         '--coordinator_address must be HOST:PORT, where the first process can'
         f' be reached; got {address!r}.'
       )
-    if count < 1 or not 0 <= self.process_index < count:
+    if count < 1:
+      raise ValueError(f'--process_count must be at least 1, got {count}.')
+    if not 0 <= self.process_index < count:
       raise ValueError(
         f'--process_index must be from 0 to --process_count - 1; got'
         f' {self.process_index} of {count}.'
@@ -126,14 +129,20 @@ def join(meeting: Meeting) -> None:
   """Joins the other processes; to be called before anything else of JAX.
 
   Raises:
-    ValueError: nothing says how to find them. Where they do not come, JAX
-      aborts this process.
+    ValueError: nothing says how to find them, or there are not as many as the
+      flags say. Where they do not come, JAX aborts this process.
   """
   flags = (
     meeting.coordinator_address,
     meeting.process_count,
     meeting.process_index,
   )
+  print(
+    f'Waiting for the other processes, {meeting.join_seconds} s at most.',
+    file=sys.stderr,
+  )
+  # Inside of JAX no handler of Python's would run: an interrupt ends at once.
+  handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
     jax.distributed.initialize(
       *flags,
@@ -142,10 +151,18 @@ def join(meeting: Meeting) -> None:
     )
   except (RuntimeError, ValueError) as error:
     raise ValueError(
-      f'The processes could not be joined: {error}. Where --multiprocess does'
-      ' not find out how, give --coordinator_address, --process_count and'
-      ' --process_index.'
+      f'The processes could not be joined: {str(error).rstrip(".")}. Where'
+      ' --multiprocess does not find out how, give --coordinator_address,'
+      ' --process_count and --process_index.'
     ) from error
+  finally:
+    signal.signal(signal.SIGINT, handler)
+  found = jax.process_count()
+  if meeting.process_count not in (None, found):
+    raise ValueError(
+      f'--process_count is {meeting.process_count}, but {found} processes have'
+      ' joined: give each of them the same number.'
+    )
 
 
 def _watched() -> int:

@@ -45,6 +45,7 @@ def examples(
   split: str,
   task_feature_lengths: Mapping[str, int] | None = None,
   vocab_path: str | os.PathLike[str] | None = None,
+  keep_broken: bool = False,
 ) -> Iterator[dict[str, Any]]:
   """The examples of a task or mixture, in its order, once.
 
@@ -56,6 +57,7 @@ def examples(
       longer ones are cut. None, and features that are not named, cut nothing.
     vocab_path: sentencepiece model, for the tasks of T5 alone: the others say
       theirs. None is T5's own, which is read over the network.
+    keep_broken: of a local task, as of `LocalTask.texts`.
 
   Returns:
     Dicts with 'inputs' and 'targets', int32[n] that end as the task lets them
@@ -72,7 +74,7 @@ def examples(
   lengths = dict(task_feature_lengths or {})
   local = _find_local(name)
   if local is not None:
-    return local.examples(split, lengths)
+    return local.examples(split, lengths, keep_broken)
   found = _subtasks(_find(str(name), vocab_path))
   for task in found:
     check_feature_lengths(lengths, task.output_features, task.name)

@@ -79,7 +79,11 @@ def test_what_is_no_task(tmp_path, tokenizer):
   with pytest.raises(ValueError, match='task'):
     load('wmt_ende', tokenizer)
   path = write(tmp_path, 'a.tsv', 'a\tb\nc\td\te\n')
-  with pytest.raises(ValueError, match='line 2 has 3 columns'):
+  right, broken = load(path, tokenizer)
+  assert examples.BROKEN not in right
+  assert 'line 2 has 3 columns' in broken[examples.BROKEN]
+  path = write(tmp_path, 'b.tsv', 'a\tb\tc\nc\td\te\n')
+  with pytest.raises(ValueError, match='line 1 has 3 columns'):
     load(path, tokenizer)
 
 

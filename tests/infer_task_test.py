@@ -257,6 +257,38 @@ def test_run_goes_on_where_it_was(run, make, monkeypatch):
   assert run(seed=1, overwrite=True, **options)[2] != whole
 
 
+@pytest.mark.parametrize('options', [{}, {'batching': 'continuous'}])
+def test_a_broken_example_stops_no_other(run, tmp_path, options):
+  """It is in its place and says what it lacks."""
+  lines = [json.dumps({'inputs': a, 'targets': b}) for a, b in LINES]
+  path = tmp_path / 'some.jsonl'
+  path.write_text('\n'.join(lines))
+  options |= {'name': str(path), 'num_decodes': 2, 'metrics': ('bleu',)}
+  whole_summary, whole, _ = run(**options)
+  path.write_text('\n'.join([*lines, '{"inputs": "cut o', '{"targets": "b"}']))
+  summary, records, _ = run(overwrite=True, **options)
+  assert records[: len(LINES)] == whole
+  first, second = records[len(LINES) :]
+  assert first['prediction'] == second['prediction'] == [None, None]
+  assert f'line {len(LINES) + 1} is not JSON' in first['error']
+  assert first['inputs']['inputs_pretokenized'] == '{"inputs": "cut o'
+  assert "no field 'inputs'" in second['error']
+  said = [error.split(':')[0] for error in summary['errors']]
+  assert said == [f'example {len(LINES) + i}' for i in (0, 1)]
+  assert summary['metrics'] == whole_summary['metrics']
+  path.write_text('{\n{\n')
+  with pytest.raises(ValueError, match='line 1 is not JSON'):
+    run(overwrite=True, **options)
+
+
+def test_an_example_without_a_target_is_not_scored(run, tmp_path):
+  path = tmp_path / 'some.tsv'
+  path.write_text('\n'.join(['the dog\tthe cat', 'a tree', 'a dog\tx']))
+  _, records, _ = run(name=str(path), mode='score')
+  assert [record['score'] is None for record in records] == [False, True, False]
+  assert "has no tokens 'targets'" in records[1]['error']
+
+
 def test_lengths_of_the_longest_example(run, make, tokenizer):
   run(task_feature_lengths=None)
   longest = [

@@ -220,28 +220,79 @@ def test_a_process_ends_with_the_one_that_watches_it(runner, tmp_path):
     raise AssertionError('the child went on')
 
 
-def test_processes_that_do_not_come(tmp_path):
-  script = tmp_path / 'alone.py'
+@pytest.fixture
+def joining(tmp_path):
+  """Starts a process that joins as these flags say, and does nothing else."""
+  script = tmp_path / 'joining.py'
   script.write_text(
+    'import sys\n'
     'from specdec_jax import processes\n'
-    f'meeting = processes.Meeting("localhost:{free_port()}", 2, 0, 2)\n'
-    'raise SystemExit(processes.run(lambda: processes.join(meeting)))\n'
+    'meeting = processes.Meeting(sys.argv[1], *map(int, sys.argv[2:]))\n'
+    'def join():\n'
+    '  try:\n'
+    '    processes.join(meeting)\n'
+    '  except ValueError as error:\n'
+    '    print(error, file=sys.stderr)\n'
+    '    return 2\n'
+    '  return 0\n'
+    'raise SystemExit(processes.run(join))\n'
   )
-  done = subprocess.run(
-    [sys.executable, str(script)],
-    capture_output=True,
-    text=True,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-  )
+
+  def start(port, *numbers):
+    return subprocess.Popen(
+      [sys.executable, str(script), f'localhost:{port}', *map(str, numbers)],
+      stderr=subprocess.PIPE,
+      text=True,
+      env=os.environ | {'PYTHONPATH': str(ROOT)},
+    )
+
+  return start
+
+
+def test_processes_that_do_not_come(joining):
+  done = joining(free_port(), 2, 0, 2)
+  lines = done.communicate()[1].strip().splitlines()
   assert done.returncode == processes.PEER_ENDED
-  last = done.stderr.strip().splitlines()[-1]
-  assert 'never came' in last and 'as many as --process_count says' in last
+  assert lines[0] == 'Waiting for the other processes, 2 s at most.'
+  assert 'never came' in lines[-1]
+  assert 'as many as --process_count says' in lines[-1]
+
+
+def test_waiting_can_be_interrupted(joining):
+  waits = joining(free_port(), 2, 0, 60)
+  assert 'Waiting' in waits.stderr.readline()
+  time.sleep(0.5)  # until JAX's own code waits
+  waits.send_signal(signal.SIGINT)
+  waits.communicate(timeout=20)
+  assert waits.returncode == 128 + signal.SIGINT
+
+
+def test_process_counts_that_differ(joining):
+  port = free_port()
+  first, second = joining(port, 2, 0, 60), joining(port, 3, 1, 60)
+  said = second.communicate(timeout=60)[1]
+  assert second.returncode == 2
+  assert '--process_count is 3, but 2 processes have joined' in said
+  first.kill()
+  first.communicate()
 
 
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
-    (['--process_count=2'], '--coordinator_address and --process_index is mis'),
+    (['--process_count=2'], 'Missing: --coordinator_address, --process_index'),
+    (
+      ['--process_count=0', '--process_index=0', '--coordinator_address=a:1'],
+      '--process_count must be at least 1, got 0',
+    ),
+    (
+      [
+        '--process_count=1',
+        '--process_index=0',
+        '--coordinator_address=a:65536',
+      ],
+      "must be HOST:PORT, .* got 'a:65536'",
+    ),
     (
       ['--process_count=2', '--process_index=2', '--coordinator_address=a:1'],
       'from 0 to --process_count - 1; got 2 of 2',

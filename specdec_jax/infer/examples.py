@@ -8,11 +8,11 @@ whatever else comes along. A file needs no TensorFlow.
 import itertools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import local_tasks, tasks
-from specdec_jax.local_tasks import LocalTask
+from specdec_jax.local_tasks import BROKEN, LocalTask
 from specdec_jax.tokenizer import Tokenizer
 
 INPUTS, TARGETS = 'inputs', 'targets'
@@ -89,11 +89,21 @@ def load(
       `num_shards` are this shard's.
     num_shards: see `shard_id`.
 
+  Returns:
+    The examples. One that is broken has an `BROKEN`, if others are not.
+
   Raises:
-    ValueError: there is no such task, split or data, or a line is broken.
+    ValueError: there is no such task, split or data, or all lines are broken.
   """
-  found = tasks.examples(task, split, lengths, tokenizer.path)
+  found = list(tasks.examples(task, split, lengths, tokenizer.path, True))
+  check_some(found)
   return list(itertools.islice(found, shard_id, None, num_shards))
+
+
+def check_some(found: Sequence[Example]) -> None:
+  """Raises ValueError where all examples are broken: then the task is."""
+  if found and all(BROKEN in example for example in found):
+    raise ValueError(found[0][BROKEN])
 
 
 def texts(example: Example) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec_jax.completion import Completion
 from specdec_jax.infer import report
-from specdec_jax.infer.examples import Example, texts
+from specdec_jax.infer.examples import BROKEN, Example, texts
 from specdec_jax.infer.lines import Line
 from specdec_jax.infer.settings import PREDICT_WITH_AUX, SCORE, TaskConfig
 
@@ -93,7 +93,8 @@ def task_records(
   count = config.num_decodes
   records = []
   for number, example in enumerate(examples):
-    inputs = example if config.include_all_inputs else texts(example)
+    inputs = dict(example if config.include_all_inputs else texts(example))
+    inputs.pop(BROKEN, None)
     found = {
       name: [mode.completions[number * count + i] for i in range(count)]
       for name, mode in modes.items()

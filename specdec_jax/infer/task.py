@@ -10,6 +10,7 @@ import numpy as np
 import rich.console
 
 from specdec_jax import processes
+from specdec_jax.completion import passed_over
 from specdec_jax.engine import Engine
 from specdec_jax.infer import (
   batches,
@@ -133,6 +134,7 @@ def _decode(
     modes = shares.each_its_own(folder, begin, items, every, run, who)
   if modes is None:
     return {'kind': 'share', 'process': [who.index, who.count]}
+  _pass_over(config, found, modes)
   scored = task_summary.measured(functions, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
@@ -204,17 +206,21 @@ def _examples(config: TaskConfig) -> list[examples.Example]:
     needed.append(examples.TARGETS)
   if config.prompt_feature is not None:
     needed.append(config.prompt_feature)
+  checked = []
   for number, example in enumerate(found):
     for feature in needed:
       ids = example.get(feature, '')
       lacks = config.mode == SCORE and feature == examples.TARGETS
-      if not _is_ids(ids) or (lacks and not len(ids)):
-        raise ValueError(
-          f'{_name(config)!r}: example'
-          f' {config.index(number)} has no tokens {feature!r}, which this run'
-          f' needs; it has {sorted(example)}.'
+      broken = not _is_ids(ids) or (lacks and not len(ids))
+      if broken and examples.BROKEN not in example:
+        error = (
+          f'{_name(config)!r}: example {config.index(number)} has no tokens'
+          f' {feature!r}, which this run needs; it has {sorted(example)}.'
         )
-  return found
+        example = {**example, examples.BROKEN: error}
+    checked.append(example)
+  examples.check_some(checked)
+  return checked
 
 
 def _is_ids(value: Any) -> bool:
@@ -298,6 +304,8 @@ def _items(
 ) -> list[batches.Item]:
   items: list[batches.Item] = []
   for number, example in enumerate(found):
+    if examples.BROKEN in example:
+      continue
     prompt = None
     if config.prompt_from_targets:
       prompt = _ids(example, examples.TARGETS)
@@ -310,7 +318,7 @@ def _items(
       prompt = prompt[: config.prompt_from_targets or None]
     items += [
       batches.Item(
-        number=len(items) + sample,
+        number=number * config.num_decodes + sample,
         source=_ids(example, examples.INPUTS),
         example_id=example_id(config.index(number), sample),
         prompt=prompt,
@@ -319,6 +327,20 @@ def _items(
       for sample in range(config.num_decodes)
     ]
   return items
+
+
+def _pass_over(
+  config: TaskConfig,
+  found: Sequence[examples.Example],
+  modes: Mapping[str, report.Mode],
+) -> None:
+  """Gives the examples that are broken a result that says so."""
+  for number, example in enumerate(found):
+    if (error := example.get(examples.BROKEN)) is not None:
+      for sample in range(config.num_decodes):
+        for mode in modes.values():
+          index = number * config.num_decodes + sample
+          mode.completions[index] = passed_over('error', error)
 
 
 def _identity(

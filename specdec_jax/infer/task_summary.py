@@ -37,14 +37,14 @@ def measured(
   config: TaskConfig,
 ) -> dict[str, dict[str, Any]]:
   """Metrics of each way, on the first sample of each example."""
-  targets = [examples.reference(example) for example in found]
+  right = [i for i, one in enumerate(found) if examples.BROKEN not in one]
+  targets = [examples.reference(found[number]) for number in right]
   if not targets or any(target is None for target in targets):
     return {}
   by_way: dict[str, dict[str, Any]] = {}
   for name, mode in modes.items():
     predictions = [
-      mode.completions[number * config.num_decodes].text
-      for number in range(len(found))
+      mode.completions[number * config.num_decodes].text for number in right
     ]
     by_way[name] = {}
     for function in functions:
