@@ -264,6 +264,7 @@ def test_a_broken_example_stops_no_other(run, tmp_path, options):
   path = tmp_path / 'some.jsonl'
   path.write_text('\n'.join(lines))
   options |= {'name': str(path), 'num_decodes': 2, 'metrics': ('bleu',)}
+  options |= {'decoding': 'both'}
   whole_summary, whole, _ = run(**options)
   path.write_text('\n'.join([*lines, '{"inputs": "cut o', '{"targets": "b"}']))
   summary, records, _ = run(overwrite=True, **options)
@@ -275,7 +276,8 @@ def test_a_broken_example_stops_no_other(run, tmp_path, options):
   assert "no field 'inputs'" in second['error']
   said = [error.split(':')[0] for error in summary['errors']]
   assert said == [f'example {len(LINES) + i}' for i in (0, 1)]
-  assert summary['metrics'] == whole_summary['metrics']
+  for name in ('metrics', 'agreement'):
+    assert summary[name] == whole_summary[name]
   path.write_text('{\n{\n')
   with pytest.raises(ValueError, match='line 1 is not JSON'):
     run(overwrite=True, **options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.completion import Completion
+from specdec_jax.completion import Completion, passed_over
 from specdec_jax.infer import report
 from specdec_jax.infer.examples import BROKEN, Example, texts
 from specdec_jax.infer.lines import Line
@@ -96,7 +96,7 @@ def task_records(
     inputs = dict(example if config.include_all_inputs else texts(example))
     inputs.pop(BROKEN, None)
     found = {
-      name: [mode.completions[number * count + i] for i in range(count)]
+      name: [_of(example, mode, number * count + i) for i in range(count)]
       for name, mode in modes.items()
     }
     record: dict[str, Any] = {}
@@ -108,6 +108,13 @@ def task_records(
     errors = [one.error for own in found.values() for one in own if one.error]
     records.append(record | ({'error': errors[0]} if errors else {}))
   return records
+
+
+def _of(example: Example, mode: report.Mode, index: int) -> Completion:
+  """What came of an example; of a broken one, why it was passed over."""
+  if BROKEN in example:
+    return passed_over('error', example[BROKEN])
+  return mode.completions[index]
 
 
 def _prediction(

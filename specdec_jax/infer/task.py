@@ -10,7 +10,6 @@ import numpy as np
 import rich.console
 
 from specdec_jax import processes
-from specdec_jax.completion import passed_over
 from specdec_jax.engine import Engine
 from specdec_jax.infer import (
   batches,
@@ -134,7 +133,6 @@ def _decode(
     modes = shares.each_its_own(folder, begin, items, every, run, who)
   if modes is None:
     return {'kind': 'share', 'process': [who.index, who.count]}
-  _pass_over(config, found, modes)
   scored = task_summary.measured(functions, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
@@ -327,20 +325,6 @@ def _items(
       for sample in range(config.num_decodes)
     ]
   return items
-
-
-def _pass_over(
-  config: TaskConfig,
-  found: Sequence[examples.Example],
-  modes: Mapping[str, report.Mode],
-) -> None:
-  """Gives the examples that are broken a result that says so."""
-  for number, example in enumerate(found):
-    if (error := example.get(examples.BROKEN)) is not None:
-      for sample in range(config.num_decodes):
-        for mode in modes.values():
-          index = number * config.num_decodes + sample
-          mode.completions[index] = passed_over('error', error)
 
 
 def _identity(
