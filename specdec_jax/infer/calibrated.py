@@ -61,7 +61,7 @@ def choose_gammas(
   gammas = {rows: measured.at(rows).gamma}
   if config.slots is not None and (sampling.greedy or not config.deterministic):
     gammas = measured.gammas(rows)
-  if any(gammas.values()):
+  if pays(gammas):
     engine.gamma = max(gammas.values())
   for size, gamma in sorted(gammas.items(), reverse=True):
     where = f' for {size} rows' if len(gammas) > 1 else ''
@@ -76,6 +76,11 @@ def choose_gammas(
         ' plainly.'
       )
   return gammas
+
+
+def pays(gammas: Mapping[int, int] | None) -> bool:
+  """Whether anything is to be decoded with the drafter's help."""
+  return gammas is None or any(gammas.values())
 
 
 def slots(

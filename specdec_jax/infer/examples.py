@@ -90,14 +90,17 @@ def load(
     num_shards: see `shard_id`.
 
   Returns:
-    The examples. One that is broken has an `BROKEN`, if others are not.
+    The examples. One that is broken has a `BROKEN`, if others are not.
 
   Raises:
-    ValueError: there is no such task, split or data, or all lines are broken.
+    ValueError: there is no such task, split or data, or all of the shard's
+      examples are broken.
   """
-  found = list(tasks.examples(task, split, lengths, tokenizer.path, True))
+  every = tasks.examples(task, split, lengths, tokenizer.path, True)
+  shard = itertools.islice(every, shard_id, None, num_shards)
+  found: list[Example] = list(shard)
   check_some(found)
-  return list(itertools.islice(found, shard_id, None, num_shards))
+  return found
 
 
 def check_some(found: Sequence[Example]) -> None:

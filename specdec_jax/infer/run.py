@@ -65,7 +65,7 @@ def _decode(
   with report.status(console, 'Loading models'):
     engine = config.engine()
   gammas = calibrated.choose_gammas(measured, config, engine, console)
-  if gammas is not None and not any(gammas.values()):
+  if not calibrated.pays(gammas):
     config = dataclasses.replace(config, mode=report.PLAIN)
   limit = engine.max_input_len
   lines = count_tokens(

@@ -103,7 +103,7 @@ def _decode(
   gammas = None
   if _speculates(config):
     gammas = calibrated.choose_gammas(measured, config, engine, console)
-    if gammas is not None and not any(gammas.values()):
+    if not calibrated.pays(gammas):
       config = dataclasses.replace(config, decoding=report.PLAIN)
   ways = _ways(config, engine, gammas)
   decides = _identity(config, engine, found, gammas)

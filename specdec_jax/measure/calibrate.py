@@ -225,7 +225,7 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
     + _unproposed(rate['proposes'])
   )
   for choice in found.choices:
-    rows = f'{choice.rows} row{"s" * (choice.rows > 1)}: '
+    rows = f'{_rows(choice)}: '
     if not choice.gamma:
       console.print(
         f'{rows}speculation does not pay here: no gamma is expected to be'
@@ -240,12 +240,15 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
     )
 
 
+def _rows(choice: Choice) -> str:
+  return f'{choice.rows} row{"s" * (choice.rows > 1)}'
+
+
 def _print_choice(
   console: rich.console.Console, choice: Choice, costs: Mapping[str, Any]
 ) -> None:
-  plural = 's' * (choice.rows > 1)
   table = rich.table.Table(
-    title=f'What gamma is worth here, {choice.rows} row{plural} at once'
+    title=f'What gamma is worth here, {_rows(choice)} at once'
   )
   for name in ('gamma', 'v(gamma + 1)', 'ms a call', 'expected speed-up'):
     table.add_column(name, justify='right')
