@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec_jax import checkpoints, partitioning
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.tokenizer import Tokenizer
 
@@ -20,11 +22,13 @@ class Model:
       is none.
     params: its parameters, as a checkpoint has them or already placed.
     tokenizer: the model's own, to check a pair by; None takes it on trust.
+    parts: of a drafter that is made of several, see `joined`.
   """
 
   network: Any
   params: Any
   tokenizer: Tokenizer | None = None
+  parts: tuple['Model', ...] = ()
 
 
 def load_model(
@@ -61,7 +65,23 @@ def joined(models: Sequence[Model]) -> Model:
 
   For `cascade` and `first_of`, whose own code says which network is whose.
   """
-  return Model(None, tuple(model.params for model in models))
+  params = tuple(model.params for model in models)
+  return Model(None, params, parts=tuple(models))
+
+
+def check_drafter(draft: Model | None, drafter: Drafter | None) -> None:
+  """Raises ValueError unless a drafter and its parameters come together."""
+  if draft is None and drafter is not None:
+    raise ValueError(
+      f'The drafter {drafter.name!r} came without `draft`, which holds its'
+      ' parameters. One that has none, such as copy, takes'
+      ' draft=Model(None, ()).'
+    )
+  if draft is not None and draft.network is None and drafter is None:
+    raise ValueError(
+      '`draft` has no network, so `drafter` must say what proposes, such as'
+      ' copy() or ngram(vocab_size).'
+    )
 
 
 def check_pair(
@@ -71,10 +91,21 @@ def check_pair(
 
   Warns of a drafter that does not see what the target reads.
   """
+  for part in () if draft is None else draft.parts:
+    check_pair(target, part, tokenizer)
   sides = (
     {'target': target} if draft is None else {'target': target, 'draft': draft}
   )
   for name, side in sides.items():
+    if isinstance(side.params, NGramTable):
+      check_vocabulary(f'of the {name}', side.params, tokenizer)
+    own = side.tokenizer
+    if own is not None and own.fingerprint != tokenizer.fingerprint:
+      raise ValueError(
+        f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
+        ' (their fingerprints do). Drafter and target must share one: an'
+        ' id has to mean the same token to both.'
+      )
     if side.network is None:
       continue  # a drafter that is no language model
     if side.network.vocab_size < tokenizer.vocab_size:
@@ -83,13 +114,6 @@ def check_pair(
         f' tokenizer one of {tokenizer.vocab_size}; they do not belong'
         ' together.'
       )
-    own = side.tokenizer
-    if own is not None and own.fingerprint != tokenizer.fingerprint:
-      raise ValueError(
-        f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
-        ' (sha256 of the model files). Drafter and target must share one: an'
-        ' id has to mean the same token to both.'
-      )
   if draft is None or draft.network is None:
     return
   if draft.network.vocab_size != target.network.vocab_size:
@@ -97,6 +121,11 @@ def check_pair(
       f"The draft's vocabulary is {draft.network.vocab_size} and the target's"
       f' {target.network.vocab_size}. Both must be the same; pad the smaller'
       " embedding to the larger one's rows."
+    )
+  if draft.network.has_encoder and not target.network.has_encoder:
+    raise ValueError(
+      'The draft has an encoder and the target has none: there is no input that'
+      ' it could read. Take a decoder-only drafter.'
     )
   if target.network.has_encoder and not draft.network.has_encoder:
     warnings.warn(

@@ -213,6 +213,21 @@ def test_control_draft_probs_standardised_otherwise_than_drawn():
   assert decode_p_value(wrong, DRAFT.params, GAMMA, SAMPLINGS['t1']) < ALPHA
 
 
+@pytest.mark.parametrize('name', ['bigram', 'cascade', 'first_of'])
+def test_control_probabilities_flatter_than_those_it_drew_from(name):
+  """Of drafters that make their rows themselves."""
+  honest, params = DRAFTERS[name]
+
+  def propose(params, state, context):
+    draft, state = honest.propose(params, state, context)
+    flat = draft.probs**0.3
+    flat = flat / flat.sum(axis=-1, keepdims=True)
+    return draft.replace(probs=flat), state
+
+  wrong = honest._replace(propose=propose)
+  assert decode_p_value(wrong, params, GAMMA, SAMPLINGS['t1']) < ALPHA
+
+
 def test_a_drafter_may_sample_otherwise_if_it_says_so():
   """The positive twin: temperature 0.7, reported as such, is lossless."""
   honest = small_model(DRAFT)
@@ -253,7 +268,9 @@ def test_control_a_stale_target_cache():
 def test_greedy_equality_at_batch_1(name):
   """A proposal a round, from the start token to the last slot."""
   _check_greedy(name, request_of(1, 1, SamplingConfig(0.0), 62))
-  _check_greedy(name, request_of(1, 1, SamplingConfig(0.0), 62, **NO_STOP))
+  request = request_of(1, 1, SamplingConfig(0.0), 62, **NO_STOP)
+  # One that never proposed would pass everything else.
+  assert _check_greedy(name, request).stats.num_tested > 0
 
 
 @every_drafter
@@ -281,6 +298,7 @@ def _check_greedy(name, request):
   have = jax.device_get(_decode(drafter, params, request))
   np.testing.assert_array_equal(have.tokens, want.tokens)
   np.testing.assert_array_equal(have.finish_reason, want.finish_reason)
+  return have
 
 
 @every_drafter

@@ -137,6 +137,19 @@ def repeating():
   return testing.MarkovModel(table)
 
 
+def test_a_model_that_must_be_asked_every_round():
+  for make in (
+    lambda drafter: first_of(copy(), drafter),
+    lambda drafter: cascade(TARGET, drafter),
+  ):
+    with pytest.raises(ValueError, match="'small_model' every round.*late_mod"):
+      make(small_model(DRAFT))
+    nested = first_of(small_model(DRAFT), copy())
+    with pytest.raises(ValueError, match='that one would miss tokens'):
+      make(nested)
+    make(first_of(late_model(DRAFT), copy()))  # the control
+
+
 def test_first_of_skips_the_model_where_all_rows_copy():
   """Once the text is in its cycle, the model is not called any more."""
   target = repeating()

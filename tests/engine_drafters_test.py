@@ -106,6 +106,46 @@ def test_a_decoder_only_drafter_of_another_vocabulary(parts, tokenizer):
     Engine(parts['target'], Model(GPT(config), {}), tokenizer=tokenizer)
 
 
+def test_an_encoder_that_has_nothing_to_read(parts, tokenizer):
+  with pytest.raises(ValueError, match='draft has an encoder and the target'):
+    Engine(parts['decoder only'], parts['draft'], tokenizer=tokenizer)
+
+
+def test_parts_of_a_drafter_are_checked_as_a_drafter_is(parts, tokenizer):
+  def make(part):
+    return Engine(
+      parts['target'],
+      engine.joined([parts['copy'], part]),
+      tokenizer=tokenizer,
+      drafter=first_of(copy(), late_model(part.network or DRAFT)),
+    )
+
+  with pytest.warns(UserWarning, match='The draft is decoder-only'):
+    make(parts['decoder only'])
+  wider = network(1, VOCAB_SIZE + 1)
+  with pytest.raises(ValueError, match='vocabulary is 289 and the target'):
+    make(Model(wider, {}))
+  make(parts['draft'])  # the control
+
+
+def test_a_table_of_another_vocabulary(parts, tokenizer):
+  def make(draft):
+    return Engine(
+      parts['target'],
+      draft,
+      tokenizer=tokenizer,
+      drafter=ngram(VOCAB_SIZE),
+    )
+
+  make(parts['bigram'])  # the control
+  other = fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint='another')
+  table = 'table of the draft was fitted for another vocabulary'
+  with pytest.raises(ValueError, match=table):
+    make(Model(None, other))
+  with pytest.raises(ValueError, match=table):
+    make(engine.joined([parts['draft'], Model(None, other)]))
+
+
 @pytest.fixture
 def demo_engine(tmp_path):
   """What makes the engine of one of the demo's runs."""

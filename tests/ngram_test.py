@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -301,6 +302,7 @@ def files(folder, tokenizer):
       for row, text in zip(ids, filter(None, LINES), strict=True)
     )
   )
+  shutil.copy(folder / 'a.jsonl', folder / 'a-predict.jsonl-00000-of-00001')
   (folder / 'samples.jsonl').write_text(
     json.dumps({'prediction_tokens': ids}) + '\n'
   )
@@ -316,6 +318,7 @@ def files(folder, tokenizer):
     ('a.tsv', ''),
     ('a.jsonl', 'prediction_tokens'),
     ('a.jsonl', 'target'),
+    ('a-predict.jsonl-00000-of-00001', 'prediction_tokens'),
     ('samples.jsonl', 'prediction_tokens'),
     ('a.npz', ''),
   ],
@@ -369,7 +372,7 @@ def test_fit_ngram(folder, tokenizer, files):
   assert int(first_guess(fitted, nodes)[0]) in [row[0] for row in files]
 
 
-def test_settings():
+def test_settings(tmp_path):
   for change, message in {
     'order': 'order must be at least 1, got 0. Order 1 is a unigram',
     'train_files': 'names no file',
@@ -380,3 +383,18 @@ def test_settings():
       fitting.FitNgramConfig(tokenizer=None, output_file='x', **settings)
   with pytest.raises(ValueError, match=r"write \['a.txt'\]"):
     fitting.FitNgramConfig(None, 'a.txt', 'x')
+  for start_id in ('0', 0.5, -1):
+    with pytest.raises(ValueError, match='start_id must be None or an id'):
+      fitting.FitNgramConfig(None, ['a'], 'x', start_id=start_id)
+  for output_file in ('', str(tmp_path)):
+    with pytest.raises(ValueError, match='must be the path of a file'):
+      fitting.FitNgramConfig(None, ['a'], output_file)
+
+
+def test_a_start_that_is_no_id(folder, tokenizer, files):
+  config = fitting.FitNgramConfig(
+    tokenizer, [str(folder / 'a.txt')], str(folder / 'x.npz'), start_id=288
+  )
+  with pytest.raises(ValueError, match='288, outside the vocabulary of 288'):
+    fitting.fit_ngram(config)
+  assert not (folder / 'x.npz').exists()

@@ -67,12 +67,24 @@ class Drafter(NamedTuple):
       rounds without a proposal.
     name: what it does, with what decides its proposals beside its parameters;
       so that a run is not gone on with, nor a calibration used, by another.
+    every_round: whether it must be asked every round, and told of more tokens
+      each time; such a one does not go into another that may leave it out.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
   propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
   commit: Callable[[DrafterState, jax.Array], DrafterState]
   name: str = ''
+  every_round: bool = False
+
+
+def check_may_wait(owner: str, drafter: Drafter) -> None:
+  """Raises ValueError for a drafter that must be asked every round."""
+  if drafter.every_round:
+    raise ValueError(
+      f'{owner} does not ask {drafter.name or "its drafter"!r} every round, and'
+      ' that one would miss tokens. A model may wait as late_model.'
+    )
 
 
 def last_tokens(context: Context, count: int) -> tuple[jax.Array, jax.Array]:

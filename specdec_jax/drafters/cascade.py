@@ -15,7 +15,12 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.drafters.base import Context, Drafter, DrafterState
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  DrafterState,
+  check_may_wait,
+)
 from specdec_jax.drafters.late_model import catch_up, is_finished
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.speculative import verify_batch, verify_greedy_batch
@@ -72,8 +77,9 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
     gamma: its proposals a round.
 
   Raises:
-    ValueError: gamma is below 1.
+    ValueError: gamma is below 1, or the cheaper one must be asked every round.
   """
+  check_may_wait('cascade', drafter)
   if gamma < 1:
     raise ValueError(f'gamma of a cascade must be at least 1, got {gamma}.')
 

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from specdec_jax.drafters.base import Context, Drafter, DrafterState
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  DrafterState,
+  check_may_wait,
+)
 from specdec_jax.drafters.late_model import is_finished
 from specdec_jax.types import Draft
 
@@ -37,7 +42,11 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
   `copy`, the second is not run at all. It must therefore be able to sit rounds
   out: a model by `late_model`, not by `small_model`. Its parameters are the
   pair (of the first, of the second).
+
+  Raises:
+    ValueError: the second one must be asked every round.
   """
+  check_may_wait('first_of', second)
 
   def init(params, inputs, max_length, prompt):
     batch = inputs.shape[0]
@@ -84,7 +93,7 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
     )
 
   name = f'first_of({first.name}, {second.name})'
-  return Drafter(init, propose, commit, name)
+  return Drafter(init, propose, commit, name, first.every_round)
 
 
 def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:

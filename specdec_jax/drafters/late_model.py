@@ -24,7 +24,7 @@ def late_model(model: LanguageModel) -> Drafter:
     cache = catch_up(model, params, cache, context.tokens, context.length)
     return drafter.propose(params, cache, context)
 
-  return drafter._replace(propose=propose, name='late_model')
+  return drafter._replace(propose=propose, name='late_model', every_round=False)
 
 
 def catch_up(model: LanguageModel, params, cache, tokens, length):

@@ -148,7 +148,7 @@ def load(
       ' scripts/fit_ngram.py wrote.'
     ) from error
   if vocabulary is not None:
-    _check_vocabulary(path, table, vocabulary)
+    check_vocabulary(repr(os.fspath(path)), table, vocabulary)
   return table
 
 
@@ -208,13 +208,20 @@ def from_arrays(
   )
 
 
-def _check_vocabulary(
-  path: str, table: NGramTable, vocabulary: Vocabulary
+def check_vocabulary(
+  which: str, table: NGramTable, vocabulary: Vocabulary
 ) -> None:
+  """Raises ValueError unless a table has the ids of a vocabulary.
+
+  Args:
+    which: table it is, for the message.
+    table: to be used.
+    vocabulary: of the models beside it.
+  """
   same = table.fingerprint in ('', vocabulary.fingerprint)
   if not same or table.vocab_size != vocabulary.vocab_size:
     raise ValueError(
-      f'The n-gram table {path!r} was fitted for another vocabulary: of'
+      f'The n-gram table {which} was fitted for another vocabulary: of'
       f' {table.vocab_size} pieces, tokenizer'
       f' {table.fingerprint[:16] or "unknown"}; expected'
       f' {vocabulary.vocab_size}, tokenizer {vocabulary.fingerprint[:16]}.'

@@ -61,7 +61,7 @@ def small_model(model: LanguageModel) -> Drafter:
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
   init = functools.partial(read_prompt, model)
-  return Drafter(init, propose, commit, 'small_model')
+  return Drafter(init, propose, commit, 'small_model', every_round=True)
 
 
 def _draw(logits: jax.Array, context: Context, index: jax.Array | int):

@@ -24,13 +24,26 @@ class Trace:
   Attributes:
     source: the input.
     rounds: in order, as text.
+    lenience: that they were accepted with; below 1 the output is lossy.
   """
 
   source: str
   rounds: Sequence[Round[str]]
+  lenience: float = 1.0
+
+  @property
+  def _lossy(self) -> str:
+    if self.lenience == 1:
+      return ''
+    return f', lossy (lenience {self.lenience:g})'
+
+  @property
+  def _title(self) -> str:
+    return f'Accepted and rejected proposals{self._lossy}'
 
   def __repr__(self) -> str:
-    return f'Trace({self.source!r}: {trace.summary(self.rounds)})'
+    said = trace.summary(self.rounds)
+    return f'Trace({self.source!r}: {said}{self._lossy})'
 
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
@@ -46,12 +59,14 @@ class Trace:
       legacy_windows=False,
     )
     with page.capture() as captured:
-      trace.print_trace(page, self.rounds)
+      trace.print_trace(page, self.rounds, self._title)
     yield rich.text.Text.from_ansi(captured.get())
 
   def _repr_html_(self) -> str:
     """The page of `trace_page`, in a frame that keeps its style to itself."""
-    page = trace_page.html_page(self.rounds, source=self.source)
+    page = trace_page.html_page(
+      self.rounds, title=self._title, source=self.source
+    )
     height = min(_AROUND_REM + _ROW_REM * len(self.rounds), _MOST_REM)
     return (
       f'<iframe sandbox title="Trace" srcdoc="{html.escape(page)}"'

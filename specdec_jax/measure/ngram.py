@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ class FitNgramConfig:
   """An n-gram table and what it is fitted to.
 
   Files are told apart by their name, `.gz` or not: `.jsonl` has records, such
-  as predictions.jsonl of scripts/decode.py; `.tsv` is source<TAB>target, whose
+  as predictions.jsonl of scripts/decode.py or the -predict.jsonl-00000-of-00001
+  of a task; `.tsv` is source<TAB>target, whose
   targets count; `.npz` has arrays of `TokenPairs`, likewise; anything else is
   text, one output a line.
 
@@ -75,6 +77,13 @@ class FitNgramConfig:
         )
     if not self.train_files:
       raise ValueError('train_files names no file to fit to.')
+    first = self.start_id
+    if first is not None and (type(first) is not int or first < 0):
+      raise ValueError(f'start_id must be None or an id, got {first!r}.')
+    if not self.output_file or os.path.isdir(self.output_file):
+      raise ValueError(
+        f'output_file must be the path of a file, got {self.output_file!r}.'
+      )
 
 
 def fit_ngram(
@@ -90,6 +99,11 @@ def fit_ngram(
   read = functools.partial(
     outputs, tokenizer=config.tokenizer, field=config.field
   )
+  size = config.tokenizer.vocab_size
+  if config.start_id is not None and config.start_id >= size:
+    raise ValueError(
+      f'start_id is {config.start_id}, outside the vocabulary of {size}.'
+    )
   first = [] if config.start_id is None else [config.start_id]
   # Read before the fit: a missing file shows at once.
   held_out = [[*first, *ids] for f in config.valid_files for ids in read(f)]
@@ -121,7 +135,8 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
   Raises:
     ValueError: the file cannot be read, or a record lacks the field.
   """
-  name = path.removesuffix('.gz')
+  # A task's results end in their shard.
+  name = re.sub(r'-\d{5}-of-\d{5}$', '', path.removesuffix('.gz'))
   end = [tokenizer.eos_id]
   if name.endswith('.npz'):
     pairs = TokenPairs.load(path)
