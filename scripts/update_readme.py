@@ -248,7 +248,10 @@ def _render_throughput(record: dict[str, Any]) -> str:
 
 
 def _with_error(mean: float | None, error: float | None) -> str:
-  return '-' if mean is None else f'{mean:.3f} ± {error:.3f}'
+  if mean is None:
+    return '-'
+  # Of one text there is none.
+  return f'{mean:.3f}' + ('' if error is None else f' ± {error:.3f}')
 
 
 _RENDERERS = {

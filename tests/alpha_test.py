@@ -24,16 +24,19 @@ PARAMS = PairParams(TARGET.params, DRAFT.params)
 
 
 def make_request(temperature, seed=0, rows=ROWS, stop_id=-1):
-  return toy_requests.request_of(
+  """Of rows with a text each, which changes nothing: there is no offset."""
+  request = toy_requests.request_of(
     rows,
     1,
     SamplingConfig(temperature=temperature),
     SLOTS,
-    inputs=(1, 1),
+    inputs=(1,) * 4,
     seed=seed,
     stop_ids=(stop_id,) * 4,
     with_log_probs=True,
   )
+  texts = 1 + np.arange(rows)[:, None] // 5 ** np.arange(4) % 5
+  return request.replace(inputs=jnp.asarray(texts, jnp.int32))
 
 
 def rows_of(model, temperature):
@@ -241,6 +244,44 @@ def test_the_error_is_that_of_whole_outputs():
   # Four coins: sqrt(0.25 / 3), where 40 independent tokens would give 0.08.
   assert alike.standard_error == pytest.approx((0.25 / 3) ** 0.5)
   assert alpha.ratio([5.0] * 4, [10] * 4).standard_error == 0.0
+
+
+def test_samples_of_one_text_are_one_observation():
+  hits, tries = [8.0, 4.0] * 50, [10, 10] * 50
+  assert alpha.ratio(hits, tries).standard_error < 0.03  # the control
+  by_text = alpha.ratio(hits, tries, [0, 1] * 50)
+  assert by_text.standard_error == pytest.approx(0.2)
+  assert by_text.num_outputs == 100
+  assert alpha.ratio(hits, tries, ['a'] * 100).standard_error is None
+
+
+@pytest.mark.parametrize('prompted', [False, True])
+def test_texts_are_told_by_what_is_read(prompted):
+  """By inputs or prompts, with another padding in another batch."""
+
+  def batches(ids):
+    for seed, width in enumerate((3, 4, 3, 4)):
+      read = np.zeros((4, width), np.int32)
+      read[:, :2] = ids
+      request = make_request(1.0, seed, rows=4)
+      if prompted:
+        length = np.full((4,), 2, np.int32)
+        nothing = jnp.zeros((4, 1), jnp.int32)
+        request = request.replace(
+          inputs=nothing, prompt=read, prompt_length=length
+        )
+      else:
+        request = request.replace(inputs=jnp.asarray(read))
+      yield request
+
+  def error(ids):
+    return alpha.of_outputs(
+      TARGET, small_model(DRAFT), PARAMS, batches(ids), 10_000
+    ).overall.standard_error
+
+  two, four = ([[2, 3], [3, 2]] * 2, [[2, 3], [3, 2], [3, 3], [2, 2]])
+  assert error([[2, 3]] * 4) is None
+  assert error(two) > 0 and error(four) > 0
 
 
 def test_nothing_generated_is_an_error():

@@ -27,11 +27,23 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.models import kv_cache
+from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 
 # All that is compiled has one layer: only shapes matter here.
 NETWORK = network(1, vocab_size=50)
+DECODER_ONLY = GPT(
+  GPTConfig(
+    vocab_size=50,
+    emb_dim=16,
+    num_heads=2,
+    num_layers=1,
+    head_dim=8,
+    mlp_dim=32,
+    num_positions=64,
+  )
+)
 
 
 def test_functions_take_turns_and_preparation_is_not_timed(monkeypatch):
@@ -173,6 +185,37 @@ def test_a_round_makes_proposals_that_nothing_reads():
   rounds = calls.pair_rounds(pair, request, 5, with_target=False)
   jax.block_until_ready(rounds()())
   assert len(made) == 5
+
+
+def test_what_a_decoder_only_pair_reads_is_its_prompt():
+  inputs = jnp.asarray([[5, 6, 7, 8], [9, 8, 7, 6]])
+  request = calls.make_request(
+    inputs, 8, 2, SamplingConfig(temperature=0.0), 0, has_encoder=False
+  )
+  np.testing.assert_array_equal(
+    request.prompt, [[0, 5, 6, 7, 8], [0, 9, 8, 7, 6]]
+  )
+  pair = models.make_pair(
+    DECODER_ONLY, DECODER_ONLY, None, None, partitioning.Placement(), 0
+  )
+  # Neither model's parameters are the other's.
+  sides = {
+    calls.encoder_call: pair.params.target,
+    calls.start_of_drafter: pair.params.draft,
+  }
+  empty = DECODER_ONLY.prefill(pair.params.target, inputs, request.cache_slots)
+  extend = jax.jit(DECODER_ONLY.extend)
+  for read, params in sides.items():
+    have = read(pair, request)()()
+    _, want = extend(params, empty, request.prompt[:, :-1])
+    assert have.length.tolist() == [4, 4]
+    np.testing.assert_allclose(have.keys[0], want.keys[0], rtol=1e-5, atol=1e-6)
+
+
+def test_t5x_style_is_for_a_t5():
+  tiny(t5x_style=True)
+  with pytest.raises(ValueError, match='for a target that is a GPT'):
+    bench.BenchmarkConfig(DECODER_ONLY, t5x_style=True)
 
 
 def test_drafters_without_a_network():

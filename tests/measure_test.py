@@ -292,6 +292,7 @@ def test_drafters_of_every_kind_beside_one_target(
     truncate=True,
     num_tokens=200,
     temperatures=(1.0,),
+    gamma=2,
     output_file=str(output_file),
     reuse=True,
     paper_target='t5_xxl_ende',
@@ -313,6 +314,31 @@ def test_drafters_of_every_kind_beside_one_target(
   other = dataclasses.replace(again, num_tokens=300)
   with pytest.raises(ValueError, match='num_tokens was 200, wanted 300'):
     measure.measure_alpha(other, quiet())
+  other = dataclasses.replace(again, gamma=3)
+  with pytest.raises(ValueError, match='gamma was 2, wanted 3'):
+    measure.measure_alpha(other, quiet())
+
+
+def test_one_text_has_no_error(make_engine, tmp_path):
+  path = tmp_path / 'one.txt'
+  path.write_text('the red dog\n' * 3)
+  config = measure.MeasureAlphaConfig(
+    {'x': make_engine}, str(path), num_tokens=40, temperatures=(1.0,), gamma=2
+  )
+  console = quiet()
+  (row,) = measure.measure_alpha(config, console)['rows']
+  assert row['standard_error'] is None is row['observed_standard_error']
+  assert row['num_outputs'] > 1 and '±' not in console.export_text()
+  with pytest.raises(ValueError, match='one text that can be decoded'):
+    measure.calibrate(
+      measure.CalibrateConfig(
+        engine=make_engine,
+        target=network(1),
+        draft=network(1),
+        input_file=str(path),
+      ),
+      quiet(),
+    )
 
 
 def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):

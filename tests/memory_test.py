@@ -17,10 +17,30 @@ from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models import t5
+from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.partitioning import Placement
 
 TARGET, DRAFT = network(2, vocab_size=50), network(1, vocab_size=50)
 CONFIG = TARGET.config
+GPT2 = GPTConfig(
+  vocab_size=50,
+  emb_dim=16,
+  num_heads=2,
+  num_layers=2,
+  head_dim=8,
+  mlp_dim=32,
+  num_positions=256,
+)
+# T5X's decoder-only network, its heads wider than the model.
+T5X = dataclasses.replace(
+  GPT2,
+  head_dim=12,
+  mlp_activations=('gelu', 'linear'),
+  num_positions=0,
+  norm='rms',
+  use_bias=False,
+  logits_via_embedding=False,
+)
 # Parameters of the published checkpoints of T5 1.1.
 PUBLISHED = {
   'small': 76_961_152,
@@ -43,7 +63,7 @@ def published(size: str) -> t5.T5:
 
 
 @functools.cache
-def placed(model: t5.T5, dtype: str = 'float32'):
+def placed(model: t5.T5 | GPT, dtype: str = 'float32'):
   """Real arrays; their values do not matter here."""
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -111,6 +131,46 @@ def test_bytes_of_calls_by_hand():
   assert a_round == two + 3 * one
 
 
+# Parameters by hand: of GPT-2 two LayerNorms, four projections of 16 to 16 and
+# two of 16 to 32, all with biases; its embedding is the output layer. Of T5X
+# two scales, projections of 16 to 24 and a gated block of 32; a relative bias
+# of 2 heads and 32 buckets, and an output layer of its own.
+GPT2_LAYER = 2 * 2 * 16 + 4 * (16 * 16 + 16) + (16 * 32 + 32) + (32 * 16 + 16)
+T5X_LAYER = 2 * 16 + 4 * 16 * 24 + 3 * 16 * 32
+DECODER_ONLY = {
+  # weights, numbers of a token's rows, H * D
+  'GPT-2': (GPT2, 2 * GPT2_LAYER + 2 * 16 + 50 * 16, 16 + 16, 16),
+  'T5X': (T5X, 2 * T5X_LAYER + 16 + 2 * 32 + 16 * 50, 16, 24),
+}
+
+
+@pytest.mark.parametrize('family', DECODER_ONLY)
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_bytes_of_calls_without_an_encoder_by_hand(family, dtype):
+  config, weights, row, width = DECODER_ONLY[family]
+  model = GPT(dataclasses.replace(config, dtype=dtype))
+  request = memory.request_shapes(
+    3, 7, 200, 4, greedy=True, has_encoder=model.has_encoder
+  )
+  assert request.prompt.shape == (3, 8)
+  assert request.inputs.shape == (3, 1)
+  assert request.cache_slots == 256
+  itemsize = {'float32': 4, 'bfloat16': 2}[dtype]
+  slot = 3 * 2 * 2 * width * itemsize  # rows, layers, k and v, H * D
+  for tokens, short in ((1, 121), (5, 117)):
+    # The first of 200 calls is at position 7, behind all but the prompt's last.
+    attended = (short * 128 + (200 - short) * 256) * slot // 200
+    for layout in ('in_out', 'out_in'):
+      params = memory.param_shapes(model, Placement('float32', layout))
+      assert memory.call_bytes(model, params, request, tokens) == (
+        4 * weights,
+        3 * tokens * row * 4,
+        attended,
+        0,
+        tokens * slot,
+      )
+
+
 def test_a_shared_embedding_is_the_output_layer():
   shared = t5.T5(dataclasses.replace(CONFIG, logits_via_embedding=True))
   request = memory.request_shapes(1, 7, 20, 0, greedy=True)
@@ -121,13 +181,20 @@ def test_a_shared_embedding_is_the_output_layer():
   assert weights[0] == weights[1]
 
 
-def test_a_plan_holds_what_the_loop_holds():
+@pytest.mark.parametrize(
+  'target, draft',
+  [(TARGET, DRAFT), (GPT(GPT2), GPT(GPT2)), (GPT(T5X), GPT(T5X))],
+  ids=['T5', 'GPT-2', 'T5X decoder-only'],
+)
+def test_a_plan_holds_what_the_loop_holds(target, draft):
   """Exact parts against real arrays; the whole against the compiler."""
-  plan = memory.Plan(TARGET, DRAFT, 2, 96, 40, 3, greedy=False)
+  plan = memory.Plan(target, draft, 2, 96, 40, 3, greedy=False)
   parts = memory.plan_bytes(plan)
-  params = PairParams(placed(TARGET), placed(DRAFT))
-  request = memory.request_shapes(2, 96, 40, 3, greedy=False)
-  sides = (TARGET, small_model(DRAFT))
+  params = PairParams(placed(target), placed(draft))
+  request = memory.request_shapes(
+    2, 96, 40, 3, greedy=False, has_encoder=target.has_encoder
+  )
+  sides = (target, small_model(draft))
   start = jax.jit(functools.partial(speculative.start, *sides))
   # Not compiled for its result but for what it holds.
   compiled = start.lower(params, request).compile()
@@ -139,6 +206,17 @@ def test_a_plan_holds_what_the_loop_holds():
   assert parts['draft caches'] == memory.tree_bytes(state.drafter_state)
   held = nbytes(params) + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
   assert 1.0 <= sum(parts.values()) / held < 1.5
+
+
+def test_a_plan_counts_the_slots_of_a_prompt():
+  """Keys and values of 2 layers; the mask is one row; a length."""
+  plan = memory.Plan(GPT(GPT2), input_len=63, decode_len=100, batch=3)
+  slots = 192  # a start token, 63 and 100, rounded up
+  cache = 3 * 2 * 2 * 16 * slots * 4 + 2 * slots * 4 + 3 * 4
+  assert memory.plan_bytes(plan)['target caches'] == cache
+  longer = dataclasses.replace(plan, input_len=200)
+  with pytest.raises(ValueError, match='learned 256 positions'):
+    memory.check_fits(longer, None)
 
 
 def test_plain_decoding_needs_no_draft():

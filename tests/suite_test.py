@@ -1,5 +1,6 @@
 """The suite of Table 2 and the report that is made of its records."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import rich.console
 from small_vocabulary import network
 from specdec_jax import paper, reproduce
 from specdec_jax.bench import memory, suite
+from specdec_jax.partitioning import Placement
 from specdec_jax.reproduce import tables
 
 # At this rate the loop's counts are known exactly.
@@ -50,6 +52,33 @@ def test_a_row_is_measured_once(measured):
   assert row['gamma'] == 2 and row['t5x_style_speed_up'] > 0
   # Ten rounds of 3 tokens; one proposal fits before the last of all.
   assert row['histogram'] == [0, 1, 10] and row['acceptance_rate'] == 1.0
+
+
+def test_a_record_of_other_settings_is_refused(measured, monkeypatch, tmp_path):
+  folder, records, _, _ = measured
+  monkeypatch.setattr(paper, 'TABLE2', (ROW,))
+  assert suite.read(make(folder)) == records  # the control
+  for options, message in (
+    ({'decode_len': 48}, 'decode_len was 32, wanted 48'),
+    ({'input_len': 16}, 'input_len was 8, wanted 16'),
+    ({'repeats': 3}, 'repeats was 2, wanted 3'),
+    ({'target': network(2)}, 'target was'),
+    ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
+  ):
+    other = dataclasses.replace(make(folder), **options)
+    with pytest.raises(ValueError, match=message):
+      suite.run(other)
+    with pytest.raises(ValueError, match=message):
+      # Nor is it shown where nothing is to be measured.
+      reproduce.reproduce(
+        reproduce.ReproduceConfig(
+          ('table4',), str(tmp_path), suite=other, run_suite=False
+        ),
+        rich.console.Console(quiet=True),
+      )
+  monkeypatch.setattr(paper, 'TABLE2', (ROW._replace(gamma=3),))
+  with pytest.raises(ValueError, match='gamma was 2, wanted 3'):
+    suite.read(make(folder))
 
 
 def test_table_2_shows_all_rows(measured):

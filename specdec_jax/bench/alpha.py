@@ -11,7 +11,7 @@ count in no acceptance rate; how many there are is a rate of its own.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,14 +127,14 @@ class Rate:
 
   Attributes:
     mean: of them.
-    standard_error: of it, with whole outputs as the units that are
-      independent: tokens of one output are not.
+    standard_error: of it, with texts as the units that are independent: tokens
+      of one output are not, nor are samples of one text. None of one text.
     num_tokens: behind it.
     num_outputs: behind it.
   """
 
   mean: float
-  standard_error: float
+  standard_error: float | None
   num_tokens: int
   num_outputs: int
 
@@ -155,11 +155,20 @@ class Rates(NamedTuple):
   overall: Rate
 
 
-def ratio(hits: Sequence[float], tries: Sequence[float]) -> Rate:
+def ratio(
+  hits: Sequence[float],
+  tries: Sequence[float],
+  texts: Sequence[Hashable] | None = None,
+) -> Rate:
   """Returns sum(hits) / sum(tries), one entry an output, and its error.
 
-  The error is that of a ratio of sums over independent outputs: the residuals
+  The error is that of a ratio of sums over independent texts: the residuals
   hits - alpha * tries (Cochran, Sampling Techniques, Eq. 6.13).
+
+  Args:
+    hits: of an output.
+    tries: of it.
+    texts: what tells the outputs of one text; None is a text each.
 
   Raises:
     ValueError: there is nothing to divide by.
@@ -173,10 +182,18 @@ def ratio(hits: Sequence[float], tries: Sequence[float]) -> Rate:
       f' is not empty, got {len(bottoms)} outputs of {total:.0f} tokens.'
     )
   mean = tops.sum() / total
+  outputs = int(np.sum(bottoms > 0))
+  if texts is not None:
+    numbers: dict[Hashable, int] = {}
+    text = [numbers.setdefault(one, len(numbers)) for one in texts]
+    tops = np.bincount(text, tops).astype(np.float64)
+    bottoms = np.bincount(text, bottoms).astype(np.float64)
   count = int(np.sum(bottoms > 0))
-  spread = np.sum((tops - mean * bottoms) ** 2)
-  error = np.sqrt(spread * count / max(count - 1, 1)) / total
-  return Rate(float(mean), float(error), int(total), count)
+  error = None
+  if count > 1:
+    spread = np.sum((tops - mean * bottoms) ** 2)
+    error = float(np.sqrt(spread * count / (count - 1)) / total)
+  return Rate(float(mean), error, int(total), outputs)
 
 
 def of_outputs(
@@ -205,9 +222,11 @@ def of_outputs(
   hits: list[float] = []
   proposals: list[int] = []
   tokens: list[int] = []
+  texts: list[bytes] = []
   for request in requests:
     overlap = jax.device_get(program(params, request))
     lengths = overlap.state.stats.num_rounds
+    read = _texts(request)
     for row in np.flatnonzero(lengths):
       proposed = overlap.proposed[row, : lengths[row]]
       betas = overlap.betas[row, : lengths[row]][proposed]
@@ -220,11 +239,24 @@ def of_outputs(
       hits.append(float(betas.sum()))
       proposals.append(len(betas))
       tokens.append(int(lengths[row]))
+      texts.append(read[row])
     advance(int(lengths.sum()))
     if sum(tokens) >= num_tokens:
       break
   return Rates(
-    proposes=ratio(proposals, tokens),
-    overall=ratio(hits, tokens),
-    alpha=ratio(hits, proposals) if any(proposals) else None,
+    proposes=ratio(proposals, tokens, texts),
+    overall=ratio(hits, tokens, texts),
+    alpha=ratio(hits, proposals, texts) if any(proposals) else None,
   )
+
+
+def _texts(request: Request) -> list[bytes]:
+  """What tells the texts of a batch: what is read of each, without padding."""
+  inputs = np.asarray(request.inputs)
+  texts = [np.trim_zeros(row, 'b').tobytes() for row in inputs]
+  if request.prompt is None:
+    return texts
+  lengths = np.asarray(request.prompt_length)
+  rows = zip(np.asarray(request.prompt), lengths, strict=True)
+  prompts = [row[:length].tobytes() for row, length in rows]
+  return [b'|'.join(both) for both in zip(texts, prompts, strict=True)]

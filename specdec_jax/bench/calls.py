@@ -16,8 +16,7 @@ from specdec_jax.bench.timing import Prepare
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import context_of, judge
 from specdec_jax.decoding.state import Request
-from specdec_jax.models.base import Params
-from specdec_jax.models.t5 import T5
+from specdec_jax.models.base import START_ID, LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 
 _MATRIX = (6144, 8192)  # 192 MiB of float32: no cache holds it
@@ -32,8 +31,10 @@ def matvec() -> tuple[Prepare, int]:
   return lambda: run, matrix.nbytes
 
 
-def decoder_bytes(model: T5, params: Params, request: Request) -> int:
-  """Bytes that one call of a T5's decoder over one token must read at least.
+def decoder_bytes(
+  model: LanguageModel, params: Params, request: Request
+) -> int:
+  """Bytes that one call of a decoder over one token must read at least.
 
   Of `memory.call_bytes` all but what is a row's own token: its embedding, and
   what is written.
@@ -43,10 +44,30 @@ def decoder_bytes(model: T5, params: Params, request: Request) -> int:
 
 
 def make_request(
-  inputs: jax.Array, slots: int, gamma: int, sampling: SamplingConfig, seed: int
+  inputs: jax.Array,
+  slots: int,
+  gamma: int,
+  sampling: SamplingConfig,
+  seed: int,
+  has_encoder: bool = True,
 ) -> Request:
-  """A request that never stops before `slots` tokens, for timing."""
+  """A request that never stops before `slots` tokens, for timing.
+
+  Args:
+    inputs: int32[B, E].
+    slots: tokens of a run.
+    gamma: proposals a round.
+    sampling: of both models.
+    seed: of the samples.
+    has_encoder: the target's; without one the inputs are prompts, behind the
+      start token.
+  """
   batch = inputs.shape[0]
+  prompt = length = None
+  if not has_encoder:
+    prompt = jnp.pad(inputs, ((0, 0), (1, 0)), constant_values=START_ID)
+    length = jnp.full((batch,), prompt.shape[1], jnp.int32)
+    inputs = jnp.zeros((batch, 1), jnp.int32)
   key = jax.random.key(seed)
   return Request(
     inputs=inputs,
@@ -60,6 +81,8 @@ def make_request(
     slots=slots,
     gamma=gamma,
     greedy=sampling.greedy,
+    prompt=prompt,
+    prompt_length=length,
   )
 
 
@@ -96,14 +119,15 @@ def target_calls(
 ) -> Prepare:
   """`repeats` calls over `num_tokens` tokens each, in one compiled loop.
 
-  The cache stands at half of the run's slots, and is rewound after each call
-  as a rejection would do it; each call's tokens come from the one before.
+  The cache stands behind half of the run's output, and is rewound after each
+  call as a rejection would do it; each call's tokens come from the one before.
   """
 
   model, params = pair.target, pair.params.target
 
   def calls(params, cache, tokens):
-    half = jnp.full(tokens.shape[:1], request.slots // 2, jnp.int32)
+    produced = request.prompt_width - 1 + request.slots // 2
+    half = jnp.full(tokens.shape[:1], produced, jnp.int32)
 
     def body(_, carry):
       cache, _ = carry
@@ -119,15 +143,23 @@ def target_calls(
 
 
 def encoder_call(pair: Pair, request: Request) -> Prepare:
-  """One `prefill`: the target's encoder, and the keys and values made of it."""
+  """What reads the input, once.
+
+  It is the target's encoder, and the keys and values made of it; without an
+  encoder one call of the decoder over the prompt.
+  """
   run = functools.partial(
-    pair.prefill, pair.params.target, request.inputs, request.cache_slots
+    pair.prefill,
+    pair.params.target,
+    request.inputs,
+    request.cache_slots,
+    request.prompt,
   )
   return lambda: run
 
 
 def start_of_drafter(pair: Pair, request: Request) -> Prepare:
-  """A drafter's `init`: of a small model, its `prefill`."""
+  """A drafter's `init`: of a small model, what reads its input."""
   run = functools.partial(
     pair.init,
     pair.params.draft,
@@ -158,7 +190,8 @@ def pair_rounds(
   if drafter is None:
     raise ValueError('pair_rounds needs a pair with a drafter, got none.')
   batch = request.inputs.shape[0]
-  half = jnp.full((batch,), max(request.slots // 2, 2), jnp.int32)
+  produced = request.prompt_width - 1 + max(request.slots // 2, 2)
+  half = jnp.full((batch,), produced, jnp.int32)
 
   def rounds(params, cache, state, tokens):
     def propose(round_number, state, tokens):

@@ -22,13 +22,13 @@ from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
-from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
 
 GIB = 2**30
 
 # What cross-attention's keys and values were made with, once, by `prefill`.
 ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
+_TABLE = 'embedder/embedding'  # of tokens or positions; a call reads rows of it
 
 
 class DoesNotFitError(ValueError):
@@ -83,7 +83,12 @@ def cache_bytes(
 
 
 def request_shapes(
-  batch: int, input_len: int, decode_len: int, gamma: int, greedy: bool
+  batch: int,
+  input_len: int,
+  decode_len: int,
+  gamma: int,
+  greedy: bool,
+  has_encoder: bool = True,
 ) -> Request:
   """A `Request` whose arrays are `ShapeDtypeStruct`s.
 
@@ -93,12 +98,17 @@ def request_shapes(
     decode_len: tokens of a run at most.
     gamma: proposals a round; 0 for the plain loop.
     greedy: temperature 0; else any other.
+    has_encoder: the target's; without one the E tokens of the input are a
+      prompt, behind the start token.
   """
 
   def make():
     per_row = jnp.zeros((batch,), jnp.int32)
+    prompt = None
+    if not has_encoder:
+      prompt = jnp.zeros((batch, 1 + input_len), jnp.int32)
     return Request(
-      inputs=jnp.zeros((batch, input_len), jnp.int32),
+      inputs=jnp.zeros((batch, input_len if has_encoder else 1), jnp.int32),
       keys=jax.random.split(jax.random.key(0), batch),
       sampling=SamplingConfig(temperature=0.0 if greedy else 1.0).params(batch),
       stop_ids=jnp.zeros((4,), jnp.int32),
@@ -107,21 +117,24 @@ def request_shapes(
       slots=decode_len,
       gamma=gamma,
       greedy=greedy,
+      prompt=prompt,
+      prompt_length=None if has_encoder else per_row,
     )
 
   return jax.eval_shape(make)
 
 
 class CallBytes(NamedTuple):
-  """Bytes that one call of a T5's decoder must move at least.
+  """Bytes that one call of a decoder must move at least.
 
   Attributes:
     weights: every parameter of the decoder but those that cross-attention's
       keys and values were made with, and the output layer.
-    embeddings: the rows of the call's tokens.
+    embeddings: the rows of the call's tokens, and of their positions where
+      these are learned.
     self_attention: keys and values of the bucket attended to, the mean over a
       run that fills its slots.
-    cross_attention: keys and values of the input.
+    cross_attention: keys and values of the input; 0 without an encoder.
     written: keys and values of the call's tokens.
   """
 
@@ -138,46 +151,65 @@ class CallBytes(NamedTuple):
 
 
 def call_bytes(
-  network: T5, params: Params, request: Request, num_tokens: int = 1
+  network: LanguageModel, params: Params, request: Request, num_tokens: int = 1
 ) -> CallBytes:
-  """Counts what one call of a T5's decoder must move.
+  """Counts what one call of a decoder must move.
 
   Args:
-    network: the model.
+    network: the model, whose cache is a `KVCache`.
     params: its parameters as placed, arrays or `ShapeDtypeStruct`s.
-    request: batch, input and slots of the run.
+    request: batch, input or prompt, and slots of the run.
     num_tokens: m, tokens a row that the call reads.
   """
-  flat = flax.traverse_util.flatten_dict(params['decoder'], sep='/')
-  weights = sum(
-    _leaf_bytes(leaf)
+  flat = {
+    name: leaf
+    for name, leaf in _flat(params).items()
+    if not name.startswith('encoder/')
+  }
+  tables = {name: leaf for name, leaf in flat.items() if _TABLE in name}
+  weights = [
+    leaf
     for name, leaf in flat.items()
-    if not any(part in name for part in ONCE)
+    if name not in tables and not any(part in name for part in ONCE)
+  ]
+  if not any('logits_dense/' in name for name in flat):
+    weights.append(_token_table(flat))  # it is the output layer, too
+  cache: kv_cache.KVCache = jax.eval_shape(
+    lambda *args: network.prefill(args[0], args[1], request.cache_slots),
+    params,
+    request.inputs,
   )
-  table = params['token_embedder']['embedding']
-  config = network.config
-  if config.logits_via_embedding:
-    weights += _leaf_bytes(table)
-  batch, width = request.inputs.shape
   sizes = kv_cache.buckets(request.cache_slots)
+  first = request.prompt_width - 1
   attended = [
     min(size for size in sizes if size >= position + num_tokens)
-    for position in range(request.slots)
+    for position in range(first, first + request.slots)
   ]
-  itemsize = jnp.dtype(config.dtype).itemsize
-  head_width = config.num_heads * config.head_dim
-  per_slot = 2 * config.num_decoder_layers * head_width * itemsize * batch
-  row = table.shape[1] * jnp.dtype(table.dtype).itemsize
+  per_slot = tree_bytes((cache.keys, cache.values)) // cache.num_slots
+  rows = sum(_leaf_bytes(table) // table.shape[0] for table in tables.values())
   return CallBytes(
-    weights=weights,
-    embeddings=batch * num_tokens * row,
+    weights=tree_bytes(weights),
+    embeddings=request.inputs.shape[0] * num_tokens * rows,
     self_attention=per_slot * sum(attended) // len(attended),
-    cross_attention=per_slot * width,
+    cross_attention=tree_bytes((cache.cross_keys, cache.cross_values)),
     written=per_slot * num_tokens,
   )
 
 
-def draft_round_bytes(network: T5, params: Params, request: Request) -> int:
+def _flat(params: Params) -> dict[str, Any]:
+  """'decoder/layers_0/mlp/wo/kernel' and so on -> leaf."""
+  return flax.traverse_util.flatten_dict(params, sep='/')
+
+
+def _token_table(flat: dict[str, Any]) -> Any:
+  """[V, M], wherever the model keeps it."""
+  (table,) = (leaf for n, leaf in flat.items() if f'token_{_TABLE}' in n)
+  return table
+
+
+def draft_round_bytes(
+  network: LanguageModel, params: Params, request: Request
+) -> int:
   """Bytes that gamma proposals of a small model move.
 
   One call over the last two committed tokens and gamma - 1 over one; see
@@ -197,7 +229,7 @@ class Plan:
     target: the model that decides.
     draft: the model that proposes; None for plain decoding.
     batch: B.
-    input_len: E.
+    input_len: E; without an encoder the prompt's, behind the start token.
     decode_len: tokens of a run at most.
     gamma: proposals a round; 0 without a draft.
     greedy: temperature 0.
@@ -207,8 +239,8 @@ class Plan:
     ValueError: a number is too small.
   """
 
-  target: T5
-  draft: T5 | None = None
+  target: LanguageModel
+  draft: LanguageModel | None = None
   batch: int = 1
   input_len: int = 128
   decode_len: int = 128
@@ -223,12 +255,17 @@ class Plan:
 def plan_bytes(plan: Plan) -> dict[str, int]:
   """What a run holds on the device, part by part.
 
-  The working set is an estimate from the largest arrays of a step and of the
-  encoder; all else is exact but for a device's padding. What loading holds
-  beside it, such as a checkpoint in the host's memory, is not counted.
+  The working set is an estimate from the largest arrays of a step and of what
+  reads the input, an encoder or else the decoder; all else is exact but for a
+  device's padding. What loading holds beside it, such as a checkpoint in the
+  host's memory, is not counted.
 
   Returns:
     name of the part -> bytes.
+
+  Raises:
+    ValueError: prompt, output and draft need more slots than a model has
+      positions.
   """
   request = request_shapes(
     plan.batch,
@@ -236,6 +273,7 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
     plan.decode_len,
     0 if plan.draft is None else plan.gamma,
     plan.greedy,
+    plan.target.has_encoder,
   )
   placement = partitioning.Placement(plan.param_dtype)
   target = param_shapes(plan.target, placement)
@@ -243,12 +281,17 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
     start = functools.partial(autoregressive.start, plan.target)
     state = jax.eval_shape(start, target, request)
     draft = None
+    reading = _reading_bytes(plan.target, target, state.target_cache, request)
   else:
     draft = param_shapes(plan.draft, placement)
     start = functools.partial(
       speculative.start, plan.target, small_model(plan.draft)
     )
     state = jax.eval_shape(start, PairParams(target, draft), request)
+    reading = max(
+      _reading_bytes(plan.target, target, state.target_cache, request),
+      _reading_bytes(plan.draft, draft, state.drafter_state, request),
+    )
   caches = {
     'target caches': tree_bytes(state.target_cache),
     'draft caches': tree_bytes(state.drafter_state),
@@ -258,30 +301,44 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
     'target parameters': tree_bytes(target),
     'draft parameters': tree_bytes(draft),
     **caches,
-    'working set': rest + _working_set(plan, request),
+    'working set': rest + _working_set(plan, request, reading),
   }
 
 
-def _working_set(plan: Plan, request: Request) -> int:
-  """Bytes of the largest temporaries, of a step or of an encoder."""
+def _working_set(plan: Plan, request: Request, reading: int) -> int:
+  """Bytes of the largest temporaries, of a step or of reading the input."""
   # Logits of a call as they come, masked, standardised and as logarithms.
   rows = 4 * (request.gamma + 1)
   if not plan.greedy:
     rows += 2 * request.gamma  # the draft's distributions, stacked
-  step = 4 * plan.batch * rows * plan.target.vocab_size
-  networks = [plan.target] + ([plan.draft] if plan.draft else [])
-  return max(step, *(_encoder_bytes(plan, network) for network in networks))
+  return max(4 * plan.batch * rows * plan.target.vocab_size, reading)
 
 
-def _encoder_bytes(plan: Plan, network: T5) -> int:
-  config = network.config
-  scores = config.num_heads * plan.input_len**2
-  # The relative bias, shared by the batch; scores, weights and a temporary of
-  # the softmax between them for each row.
-  attention = 4 * scores * (1 + 3 * plan.batch)
-  width = (len(config.mlp_activations) + 1) * config.mlp_dim
-  hidden = 4 * plan.batch * plan.input_len * (width + 2 * config.emb_dim)
-  return attention + hidden
+def _reading_bytes(
+  network: LanguageModel, params: Params, cache: Any, request: Request
+) -> int:
+  """Bytes of the largest temporaries of an encoder, or of reading a prompt."""
+  flat = _flat(params)
+  emb_dim = _token_table(flat).shape[1]
+  heads = cache.keys[0].shape[1]
+  hidden = sum(  # of one feed-forward block: what goes in, its factors
+    leaf.size
+    for name, leaf in flat.items()
+    if 'decoder/layers_0/mlp/' in name and 'kernel' in name
+  )
+  per_token = hidden // emb_dim + 2 * emb_dim
+  batch, input_len = request.inputs.shape
+  encoder = 0
+  if network.has_encoder:
+    scores = heads * input_len**2
+    # The relative bias, shared by the batch; scores, weights and a temporary of
+    # the softmax between them for each row.
+    encoder = scores * (1 + 3 * batch) + batch * input_len * per_token
+  read = batch * (request.prompt_width - 1)
+  # Of every slot. Rows are at places of their own, and so is their bias.
+  biases = cache.position_bias[0].shape[0]
+  prompt = read * (request.cache_slots * (biases + 3 * heads) + per_token)
+  return 4 * max(encoder, prompt)
 
 
 def device_bytes(device: jax.Device | None = None) -> int | None:

@@ -13,7 +13,7 @@ from specdec_jax import partitioning
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import LanguageModel, Params, read_prompt
 from specdec_jax.partitioning import Placement
 
 
@@ -63,8 +63,12 @@ class Pair:
 
   @functools.cached_property
   def prefill(self) -> Callable:
-    """The target's, jitted once for all that is measured; slots are static."""
-    return jax.jit(self.target.prefill, static_argnums=2)
+    """The target's `read_prompt`, jitted once for all that is measured.
+
+    Slots are static; without a prompt it is the target's own `prefill`.
+    """
+    reads = functools.partial(read_prompt, self.target)
+    return jax.jit(reads, static_argnums=2)
 
   @functools.cached_property
   def init(self) -> Callable:

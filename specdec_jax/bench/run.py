@@ -44,13 +44,13 @@ class BenchmarkConfig:
     placement: layout and dtype of both.
     gammas: proposals a round.
     batches: B.
-    input_lens: E.
+    input_lens: E; without an encoder the prompt's, behind the start token.
     decode_lens: tokens of a run.
     temperatures: 0 is greedy.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
       accepted with this probability, see `bench.forced`.
     t5x_style: whether a plain loop in T5X's style is timed as well, see
-      `bench.t5x_style`.
+      `bench.t5x_style`; the target is a `T5` then.
     call_sizes: m, tokens a call, for v(m).
     calls_a_run: calls in one timed loop.
     repeats: timed rounds, interleaved.
@@ -60,11 +60,11 @@ class BenchmarkConfig:
     drafter: any drafter, in the place of `small_model` of `draft`.
 
   Raises:
-    ValueError: a number is out of its range, or there is a drafter without its
-      parameters.
+    ValueError: a number is out of its range, there is a drafter without its
+      parameters, or a loop in T5X's style of what is no `T5`.
   """
 
-  target: T5
+  target: LanguageModel
   draft: LanguageModel | None = None
   target_params: Params | None = None
   draft_params: Params | None = None
@@ -97,6 +97,11 @@ class BenchmarkConfig:
     settings.check_all_at_least(self, temperatures=0, call_sizes=1)
     settings.check_at_least(self, calls_a_run=1, repeats=1)
     forced.check_rate(self.forced_acceptance)
+    if self.t5x_style and not isinstance(self.target, T5):
+      raise ValueError(
+        'BenchmarkConfig.t5x_style is a way to decode with a T5; leave it out'
+        f' for a target that is a {type(self.target).__name__}.'
+      )
     if 1 not in self.call_sizes:
       raise ValueError(
         'BenchmarkConfig.call_sizes must hold 1, what the others are divided'
@@ -134,16 +139,9 @@ def benchmark(
     config.seed,
     config.drafter,
   )
-  # What a drafter of another kind is made of says nothing of the target's.
-  own = None if config.drafter is not None else config.draft_params
-  given = (config.target_params, own)
-  any_given = any(params is not None for params in given)
   record = {
     'kind': 'benchmark',
-    'name': config.name,
-    'weights': config.weights or ('given' if any_given else 'random'),
-    'forced_acceptance': config.forced_acceptance,
-    'repeats': config.repeats,
+    **described(config),
     'settings': [
       _measure(config, pair, setting, advance) for setting in grid(config)
     ],
@@ -152,6 +150,25 @@ def benchmark(
   if config.output_file:
     files.write_json(config.output_file, record)
   return record
+
+
+def described(config: BenchmarkConfig) -> dict[str, Any]:
+  """What a record says of its benchmark, beside the points of its grid."""
+  # What a drafter of another kind is made of says nothing of the target's.
+  own = None if config.drafter is not None else config.draft_params
+  given = (config.target_params, own)
+  any_given = any(params is not None for params in given)
+  return {
+    'name': config.name,
+    'weights': config.weights or ('given' if any_given else 'random'),
+    'forced_acceptance': config.forced_acceptance,
+    'repeats': config.repeats,
+    'calls_a_run': config.calls_a_run,
+    'seed': config.seed,
+    'target': repr(config.target),
+    'draft': repr(config.draft),
+    'placement': repr(config.placement),
+  }
 
 
 def grid(config: BenchmarkConfig) -> Iterator[Setting]:
@@ -179,6 +196,7 @@ def _measure(config, pair: Pair, setting: Setting, advance) -> dict[str, Any]:
     setting.decode_len,
     sampling=SamplingConfig(temperature=setting.temperature),
     seed=config.seed,
+    has_encoder=config.target.has_encoder,
   )
   matvec, matvec_bytes = calls.matvec()
   gammas = config.gammas if pair.drafter is not None else ()
@@ -232,7 +250,7 @@ def _prepare_calls(
     functions[f'call_{size}'] = calls.target_calls(
       pair, request(gamma=size), size, config.calls_a_run
     )
-  if config.t5x_style:
+  if config.t5x_style and isinstance(config.target, T5):
     functions['t5x_style_loop'], _ = loop(T5XStyle(config.target.config))
   if pair.drafter is not None:
     functions['draft_encoder'] = calls.start_of_drafter(pair, plain)

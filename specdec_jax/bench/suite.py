@@ -14,7 +14,12 @@ from typing import Any
 from specdec_jax import paper
 from specdec_jax.bench import memory
 from specdec_jax.bench.models import random_params
-from specdec_jax.bench.run import BenchmarkConfig, benchmark
+from specdec_jax.bench.run import (
+  BenchmarkConfig,
+  benchmark,
+  described,
+  grid,
+)
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement, place
 
@@ -89,12 +94,14 @@ def run(
 
   Raises:
     DoesNotFitError: before anything is made.
+    ValueError: there is no folder, or it has a record of other settings.
   """
   folder = config.output_dir
   if folder is None:
     raise ValueError('SuiteConfig.output_dir must name a folder, got None.')
   limit = memory.device_bytes()
-  todo = [row for row in rows(config) if not row_path(folder, row).exists()]
+  found = read(config)
+  todo = [row for row in rows(config) if row_name(row) not in found]
   for row in todo:
     memory.check_fits(_plan(config, row), limit)
   params = None
@@ -113,17 +120,44 @@ def run(
       f' {row.acceptance_rate}: speed-up {measured["speed_up"]:.2f}, expected'
       f' {measured["expected_speed_up"]:.2f}, paper {row.speedup}'
     )
-  return read(folder)
+  return read(config)
 
 
-def read(output_dir: str | None) -> dict[str, Any]:
-  """Returns the records that a suite has left so far."""
-  found = {}
-  for row in paper.TABLE2:
-    path = row_path(output_dir, row)
-    if path.exists():
-      found[row_name(row)] = json.loads(path.read_text('utf-8'))
-  return found
+def read(config: SuiteConfig) -> dict[str, Any]:
+  """Returns the records that the suite has left so far.
+
+  Raises:
+    ValueError: one is of other settings.
+  """
+  return {
+    row_name(row): _record(config, row)
+    for row in rows(config)
+    if row_path(config.output_dir, row).exists()
+  }
+
+
+def _record(config: SuiteConfig, row: paper.Table2Row) -> dict[str, Any]:
+  """A row's record, if it is of this suite."""
+  path = row_path(config.output_dir, row)
+  record = json.loads(path.read_text('utf-8'))
+  (setting,) = record['settings']
+  (measured,) = setting['gammas']
+  had = {**record, **setting, 'gamma': measured['gamma']}
+  benchmarked = _benchmark(config, row, None)
+  (point,) = grid(benchmarked)
+  wanted = {**described(benchmarked), **point._asdict(), 'gamma': row.gamma}
+  # What older records do not say, their name stands for.
+  differing = [
+    f'{key} was {had[key]!r}, wanted {value!r}'
+    for key, value in wanted.items()
+    if had.get(key, value) != value
+  ]
+  if differing:
+    raise ValueError(
+      f'{str(path)!r} was measured with other settings:'
+      f' {"; ".join(differing)}. Remove it, or choose another folder.'
+    )
+  return record
 
 
 def _plan(config: SuiteConfig, row: paper.Table2Row) -> memory.Plan:

@@ -23,7 +23,7 @@ from specdec_jax.bench.report import with_progress
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.models.t5 import T5
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 
 # What `_key` tells -> the record of a row.
@@ -50,8 +50,8 @@ class TpuCheckConfig:
     ValueError: a number is too small.
   """
 
-  target: T5
-  drafts: Mapping[str, T5]
+  target: LanguageModel
+  drafts: Mapping[str, LanguageModel]
   input_lens: Mapping[str, int]
   decode_lens: Mapping[str, int]
   output_dir: str
@@ -206,6 +206,7 @@ def _check_row(
     config.input_lens[row.task],
     config.decode_lens[row.task],
     greedy=row.temperature == 0,
+    has_encoder=target.has_encoder,
   )
   plain, request = (
     compiler.place(shapes(gamma=gamma)) for gamma in (0, row.gamma)

@@ -14,7 +14,6 @@ from typing import Any
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import rich.console
 
 from specdec_jax import files, partitioning
@@ -192,19 +191,14 @@ def _parameters(
 
 
 def _request(config: SlicesConfig, network: LanguageModel) -> Request:
-  """Of an input, or where there is no encoder of a prompt."""
-  width = config.input_len if network.has_encoder else 1
-  request = memory.request_shapes(
-    config.batch, width, config.decode_len, config.gamma, greedy=False
+  return memory.request_shapes(
+    config.batch,
+    config.input_len,
+    config.decode_len,
+    config.gamma,
+    greedy=False,
+    has_encoder=network.has_encoder,
   )
-  if network.has_encoder:
-    return request
-  prompt = (config.batch, config.input_len + 1)
-  shapes: Any = {
-    'prompt': jax.ShapeDtypeStruct(prompt, jnp.int32),
-    'prompt_length': jax.ShapeDtypeStruct(prompt[:1], jnp.int32),
-  }
-  return dataclasses.replace(request, **shapes)
 
 
 def _call_bytes(network: Any, params: Any, request: Request) -> int:

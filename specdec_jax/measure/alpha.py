@@ -42,6 +42,7 @@ class MeasureAlphaConfig:
     leniences: in (0, 1]; 1 is the lossless Algorithm 1, less is Table 5.
     batch_size: prompts decoded together.
     seed: of the samples.
+    gamma: proposals a round of the real runs.
     output_file: JSON; None writes nothing.
     reuse: whether an `output_file` that is there is shown, and nothing is
       measured. Its settings must be these; that the models are, is on trust.
@@ -63,13 +64,14 @@ class MeasureAlphaConfig:
   leniences: Sequence[float] = (1.0,)
   batch_size: int = 16
   seed: int = 0
+  gamma: int = 4
   output_file: str | None = None
   reuse: bool = False
   paper_target: str | None = None
   paper_drafts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    check_at_least(self, num_tokens=1, batch_size=1)
+    check_at_least(self, num_tokens=1, batch_size=1, gamma=1)
     check_all_at_least(self, temperatures=0)
     for lenience in self.leniences:
       check_lenience(lenience)
@@ -105,6 +107,7 @@ class MeasureAlphaConfig:
       'leniences': list(self.leniences),
       'batch_size': self.batch_size,
       'seed': self.seed,
+      'gamma': self.gamma,
     }
 
 
@@ -244,7 +247,9 @@ def _earlier(config: MeasureAlphaConfig) -> dict[str, Any] | None:
     return None
   with open(path, encoding='utf-8') as stream:
     record = json.load(stream)
-  had, wanted = record.get('settings', {}), config.settings
+  # Older ones have it in their rows only.
+  had = {'gamma': record['rows'][0].get('gamma'), **record.get('settings', {})}
+  wanted = config.settings
   if differing := [key for key in wanted if had.get(key) != wanted[key]]:
     listed = '; '.join(
       f'{key} was {had.get(key)!r}, wanted {wanted[key]!r}' for key in differing
@@ -261,8 +266,9 @@ def _rows(
 ) -> list[dict[str, Any]]:
   """All rows of one drafter."""
   engine = config.engines[name]()
+  engine.gamma = config.gamma
   limit = None if config.truncate else engine.max_input_len
-  texts = read_prompts(config.input_file, engine.tokenizer, limit)
+  texts = read_prompts(config.input_file, engine.num_input_tokens, limit)
   draft = config.paper_drafts.get(name)
   return [
     {
@@ -302,6 +308,7 @@ def _row(
     observed = alpha.ratio(
       [stats.num_accepted for stats in done],
       [stats.num_tested for stats in done],
+      [texts[number % len(texts)] for number in range(len(done))],
     )
   calls = alpha.ratio(
     [stats.num_tokens for stats in done],
@@ -318,7 +325,7 @@ def _row(
     'num_outputs': rates.proposes.num_outputs,
     'observed': observed and observed.mean,
     'observed_standard_error': observed and observed.standard_error,
-    'gamma': engine.gamma,
+    'gamma': config.gamma,
     'tokens_per_call': calls.mean,
   }
 
@@ -353,4 +360,7 @@ def table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
 
 
 def _with_error(mean: float | None, error: float | None) -> str:
-  return '-' if mean is None else f'{mean:.3f} ± {error:.3f}'
+  if mean is None:
+    return '-'
+  # Of one text there is none.
+  return f'{mean:.3f}' + ('' if error is None else f' ± {error:.3f}')

@@ -22,7 +22,7 @@ from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
 from specdec_jax.measure import alpha
 from specdec_jax.measure.prompts import read_prompts
-from specdec_jax.models.t5 import T5
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 
@@ -42,7 +42,8 @@ class CalibrateConfig:
     num_tokens: of the target's own, behind alpha.
     temperature: at which alpha and the costs are measured.
     batches: rows decoded together, in the costs; each has a gamma of its own.
-    input_len: E, tokens of an input, in the costs.
+    input_len: E, tokens of an input, in the costs; without an encoder a
+      prompt's, behind the start token.
     decode_len: tokens of an output, in the costs.
     max_gamma: the largest gamma considered; v(m) is measured to one more.
     repeats: timed rounds, interleaved.
@@ -56,8 +57,8 @@ class CalibrateConfig:
   """
 
   engine: Callable[[], Engine]
-  target: T5
-  draft: T5 | None
+  target: LanguageModel
+  draft: LanguageModel | None
   input_file: str
   num_tokens: int = 2000
   temperature: float = 0.0
@@ -91,8 +92,13 @@ def calibrate(
   parts = memory.check_fits(_plan(config), memory.device_bytes())
   engine = config.engine()
   texts = read_prompts(
-    config.input_file, engine.tokenizer, engine.max_input_len
+    config.input_file, engine.num_input_tokens, engine.max_input_len
   )
+  if len(set(texts)) < 2:
+    raise ValueError(
+      f'{config.input_file!r} has one text that can be decoded; expected two or'
+      ' more: of one there is no telling how sure its acceptance rate is.'
+    )
   costs = _costs(config, engine)
   measured = with_progress(
     console,
@@ -159,6 +165,7 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
 
 def _conclude(config, engine, measured, rates, parts) -> Calibration:
   rate = rates.overall
+  assert rate.standard_error is not None  # of two texts or more
   return Calibration(
     fingerprints=engine.fingerprints,
     device=describe()['device'],
@@ -264,7 +271,7 @@ def _print_choice(
   console.print(table)
   (row,) = costs['gammas']
   console.print(
-    f'encoder {costs["times_ms"]["encoder"]["median"]:.2f} ms, drafter'
+    f'input {costs["times_ms"]["encoder"]["median"]:.2f} ms, drafter'
     f' c = {row["cost_ratio"]:.3f}; {memory.gib(costs["bytes_per_call"])} a'
     f' call at {costs["plain_gb_per_s"]:.1f} GB/s'
     f' ({100 * costs["bandwidth_fraction"]:.0f} % of a matrix-vector'

@@ -29,10 +29,9 @@ from specdec_jax.drafters.uniform import uniform
 from specdec_jax.environment import describe
 from specdec_jax.measure.ngram import outputs
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.tokenizer_bpe import open_vocabulary
 from specdec_jax.types import Draft
 
 _NOTHING = 'nothing'  # the drafter that the others are compared with
@@ -66,7 +65,7 @@ class DrafterCostsConfig:
     ValueError: a number is too small.
   """
 
-  target: T5
+  target: LanguageModel
   small: LanguageModel | None = None
   train_files: Sequence[str] = ()
   vocab_path: str = ''
@@ -166,7 +165,7 @@ def _corpus(config: DrafterCostsConfig) -> tuple[list[list[int]], str]:
   paths = [*config.train_files, config.vocab_path]
   missing = [path for path in paths if not os.path.isfile(path)]
   if config.train_files and not missing:
-    tokenizer = Tokenizer(config.vocab_path)
+    tokenizer = open_vocabulary(config.vocab_path)
     found = [
       [0, *ids]
       for path in config.train_files
@@ -236,6 +235,7 @@ def _request(config: DrafterCostsConfig, temperature: float) -> Request:
     config.gamma,
     SamplingConfig(temperature=temperature),
     config.seed,
+    config.target.has_encoder,
   )
 
 

@@ -1,22 +1,25 @@
 """The texts that a measurement can decode."""
 
+from collections.abc import Callable
+
 from specdec_jax.infer.lines import Line, count_tokens, read_lines
 from specdec_jax.local_tasks import LocalTask
-from specdec_jax.tokenizer import Tokenizer
 
 SPLIT = 'test'  # of a task
 
 
 def read_prompts(
-  source: str | LocalTask, tokenizer: Tokenizer, limit: int | None = None
+  source: str | LocalTask,
+  count: Callable[[str], int],
+  limit: int | None = None,
 ) -> list[str]:
   """Returns the texts that can be decoded, in their order.
 
   Args:
     source: path of UTF-8 text, one prompt a line; or a task, whose inputs of
       the split 'test' are taken, each text once.
-    tokenizer: of the model.
-    limit: tokens of a text, its end included; longer ones are left out. None is
+    count: tokens of a text as it is read, such as `Engine.num_input_tokens`.
+    limit: tokens of a text as it is read; longer ones are left out. None is
       no limit.
 
   Raises:
@@ -29,8 +32,13 @@ def read_prompts(
     # Where a text has several references it is there several times.
     texts = dict.fromkeys(one['inputs'] for one in source.texts(SPLIT))
     lines = [Line(text) for text in texts]
-  counted = count_tokens(lines, tokenizer, limit)
-  found = [line.text for line in counted if line.num_tokens and not line.error]
+  counted = count_tokens(lines, count, limit)
+  # From nothing any text may follow, so that says little of a pair.
+  found = [
+    line.text
+    for line in counted
+    if line.text and line.num_tokens and not line.error
+  ]
   if not found:
     most = '' if limit is None else f' of at most {limit} tokens a line'
     raise ValueError(

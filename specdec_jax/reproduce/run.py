@@ -119,7 +119,7 @@ def reproduce(
     config.output_dir,
     work.tables,
     title='The paper, what is predicted, what was measured',
-    machine=environment.describe(),
+    machine=work.machine(),
     figures=work.figures,
   )
   return [*(_path(config, name) for name in work.figures), *written]
@@ -225,6 +225,21 @@ class _Work:
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     timeline.plot_timeline(path, runs, times)
 
+  def machine(self) -> dict[str, Any]:
+    """Where the records were measured; this machine if there are none."""
+    records = list(self._suite[0].values()) if self._suite else []
+    if '_alphas' in self.__dict__:  # they were asked for
+      records += self._alphas
+    machines = [record['machine'] for record in records]
+    if not machines:
+      return environment.describe()
+    found = {}
+    for key in machines[0]:
+      values = dict.fromkeys(machine.get(key) for machine in machines)
+      several = ' and '.join(map(str, values))
+      found[key] = several if len(values) > 1 else machines[0][key]
+    return found
+
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
     self.figures[name] = meaning
     return _path(self.config, name)
@@ -244,7 +259,7 @@ class _Work:
           table_suite.run(config, self.console.print)
         except DoesNotFitError as error:
           missing = str(error)
-      self._suite = table_suite.read(config.output_dir), missing
+      self._suite = table_suite.read(config), missing
     return self._suite
 
   def _loaded(self) -> Engine:

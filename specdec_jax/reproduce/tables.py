@@ -184,9 +184,9 @@ def table3(records: Sequence[Mapping[str, Any]]) -> Table:
     caption=(
       "Paper: of the row that 'stands in for' names, whose models and data are"
       ' others. Measured: mean acceptance probability of proposals; error: its'
-      ' standard error over whole outputs; proposes: of the tokens, the share'
-      ' that there was a proposal for. Observed: accepted over tested proposals'
-      ' of real runs; tokens a call: of the target, in these runs.'
+      ' standard error over texts; proposes: of the tokens, the share that'
+      ' there was a proposal for. Observed: accepted over tested proposals of'
+      ' real runs with this gamma; tokens a call: of the target, in these runs.'
     ),
   )
 
@@ -196,6 +196,7 @@ _RATE_DETAILS = (
   'error',
   'proposes',
   'observed',
+  'gamma',
   'tokens a call',
   'tokens',
 )
@@ -203,18 +204,14 @@ _RATE_DETAILS = (
 
 def _measured_rate(row: Mapping[str, Any], value: float | None) -> Row:
   """A row of Table 3 that was measured here, and the paper's value if any."""
-
-  def rounded(name: str, decimals: int) -> float | None:
-    number = row.get(name)
-    return None if number is None else round(number, decimals)
-
   # Records of before there was `proposes` are of drafters that always do.
   details = (
     None if value is None else ', '.join(row['paper']),
-    rounded('standard_error', 4),
+    _rounded(row.get('standard_error'), 4),
     round(row.get('proposes', 1.0), 4),
-    rounded('observed', 4),
-    rounded('tokens_per_call', 3),
+    _rounded(row.get('observed'), 4),
+    row.get('gamma'),
+    _rounded(row.get('tokens_per_call'), 3),
     row['num_tokens'],
   )
   return Row(
@@ -224,6 +221,10 @@ def _measured_rate(row: Mapping[str, Any], value: float | None) -> Row:
     not_measured='it proposed nothing' if row['alpha'] is None else '',
     details=dict(zip(_RATE_DETAILS, details, strict=True)),
   )
+
+
+def _rounded(number: float | None, decimals: int) -> float | None:
+  return None if number is None else round(number, decimals)
 
 
 def table5(records: Sequence[Mapping[str, Any]]) -> Table:
@@ -257,8 +258,8 @@ def table5(records: Sequence[Mapping[str, Any]]) -> Table:
       },
       measured=row['alpha'],
       details={
-        'error': round(row['standard_error'], 4),
-        'observed': round(row['observed'], 4),
+        'error': _rounded(row['standard_error'], 4),
+        'observed': _rounded(row['observed'], 4),
       },
     )
     for record in records
