@@ -138,7 +138,9 @@ def compare(
   console = console or rich.console.Console()
   names = [name for name in SYSTEMS if name in {PLAIN, *config.systems}]
   _check_packages(names)
-  texts = read_prompts(config.input_file, config.tokenizer)[: config.num_lines]
+  encode = config.tokenizer.encode
+  texts = read_prompts(config.input_file, lambda text: len(encode(text)))
+  texts = texts[: config.num_lines]
   entrants = {name: _Entrant() for name in names}
 
   def load(advance):

@@ -31,8 +31,14 @@ from specdec_jax.job import (
   options_of,
   without_end,
 )
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.pair import Model, check_pair, joined, load_model
+from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.pair import (
+  Model,
+  check_drafter,
+  check_pair,
+  joined,
+  load_model,
+)
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
 
@@ -95,12 +101,16 @@ class Engine:
       cache_folder: of compiled programs; None is the user's cache folder.
 
     Raises:
-      ValueError: vocabularies or tokenizers differ, a number is too small, or
-        devices or a model cannot be split as a placement says.
+      ValueError: vocabularies or tokenizers differ, a number is too small,
+        `bos_id` is no id or the target begins by itself, a drafter and its
+        parameters do not come together, or devices or a model cannot be split
+        as a placement says.
     """
     check_at_least(gamma=(gamma, 0), max_input_len=(max_input_len, 2))
     check_at_least(max_decode_len=(max_decode_len, 1))
+    check_drafter(draft, drafter)
     check_pair(target, draft, tokenizer)
+    _check_bos(bos_id, target.network)
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
     draft_placement, partition, draft_partition = partitioning.share_devices(
@@ -162,6 +172,15 @@ class Engine:
     """A text, or ids with or without their end, as the target reads it."""
     first, last = self._frame.around(self.tokenizer)
     return [*first, *without_end(self.tokenizer, text), *last]
+
+  def num_input_tokens(self, text: str) -> int:
+    """Tokens of a text as the target reads it; 0 if there is nothing to read.
+
+    A decoder with a `bos_id` reads that of an empty text, and goes on.
+    """
+    ids = self.input_ids(text)
+    first, last = self._frame.around(self.tokenizer)
+    return len(ids) if first or len(ids) > len(last) else 0
 
   def request(
     self, texts: Texts, gamma: int | None = None, **options
@@ -358,6 +377,21 @@ class Engine:
 
 # One program, where its operations one by one took milliseconds a call.
 _generation = jax.jit(decode_state.generation)
+
+
+def _check_bos(bos_id: int | None, network: LanguageModel) -> None:
+  if bos_id is None:
+    return
+  if network.has_encoder:
+    raise ValueError(
+      f'bos_id is {bos_id!r}, but a target with an encoder begins with id'
+      f' {START_ID} by itself; leave it out.'
+    )
+  if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
+    raise ValueError(
+      f'bos_id must be None or an id below {network.vocab_size}, got'
+      f' {bos_id!r}.'
+    )
 
 
 def _shapes(request: Request):

@@ -242,6 +242,8 @@ class Job:
       # One more than a power of two: the last token is read by the first round.
       longest = max(map(len, prompts)) - 1
       width = max(SMALLEST_PROMPT, next_power_of_two(longest))
+      if not frame.has_encoder:  # the texts, which are no longer than this
+        width = min(width, frame.max_input_len - 1)
       prompt, prompt_length = padded(prompts, batch, 1 + width)
     inputs: Any = np.zeros((batch, 1), np.int32)
     if frame.has_encoder:

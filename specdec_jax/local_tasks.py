@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files, metrics
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
@@ -29,7 +29,8 @@ class LocalTask:
   Attributes:
     name: of the task, as its output files are called.
     files: split -> UTF-8 file, plain or `.gz`.
-    vocab_path: sentencepiece model of both sides; also `gs://bucket/file`.
+    vocab_path: of both sides: a sentencepiece model, also `gs://bucket/file`,
+      or a folder with GPT-2's vocabulary; see `tokenizer_bpe.open_vocabulary`.
     kind: what a line is: 'txt' an input; 'tsv' source<TAB>target, or a source
       alone; 'jsonl' an object. None goes by the ending of the file's name.
     prefix: put before each input, such as 'summarize: '.
@@ -54,13 +55,14 @@ class LocalTask:
 
   def __post_init__(self):
     object.__setattr__(self, 'metrics', tuple(self.metrics))
+    missing = [path for path in self.files.values() if not os.path.isfile(path)]
     vocabulary = os.fspath(self.vocab_path)
-    local = [] if '://' in vocabulary else [vocabulary]
-    for path in (*self.files.values(), *local):
-      if not os.path.isfile(path):
-        raise ValueError(
-          f'Task {self.name!r}: there is no file {os.fspath(path)!r}.'
-        )
+    if '://' not in vocabulary and not os.path.exists(vocabulary):
+      missing.append(vocabulary)
+    if missing:
+      raise ValueError(
+        f'Task {self.name!r}: there is no file {os.fspath(missing[0])!r}.'
+      )
     for path in self.files.values():
       if self._kind(path) not in KINDS:
         raise ValueError(
@@ -166,7 +168,7 @@ class LocalTask:
     """The examples of a split; see `tasks.examples`."""
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
-    tokenizer = Tokenizer(self.vocab_path)
+    tokenizer = open_vocabulary(self.vocab_path)
     # Complains now, not at the first example.
     texts = self.texts(split, keep_broken)
 

@@ -62,6 +62,8 @@ class SimulateConfig:
       raise ValueError(
         f'num_samples must be in [1, {MAX_SAMPLES}], got {self.num_samples}'
       )
+    if not -(1 << 63) <= self.seed < 1 << 63:
+      raise ValueError(f'seed must fit in 64 bits, got {self.seed}')
 
 
 @dataclasses.dataclass(frozen=True)

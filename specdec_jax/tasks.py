@@ -21,7 +21,7 @@ from specdec_jax.local_tasks import (
   check_feature_lengths,
   nearest,
 )
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.tokenizer_bpe import open_vocabulary
 
 EVAL_SPLIT = 'validation'
 TRAIN_SPLIT = 'train'
@@ -196,7 +196,7 @@ def token_lists(
   """
   local = _find_local(name)
   if local is not None:
-    ends = dict.fromkeys(FEATURES, Tokenizer(local.vocab_path).eos_id)
+    ends = dict.fromkeys(FEATURES, open_vocabulary(local.vocab_path).eos_id)
     found = local.examples(split)
   else:
     task = _task(_name(name))

@@ -15,6 +15,33 @@ from specdec_jax.tokenizer import Tokenizer
 
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
+SENTENCEPIECE = 'spiece.model'  # in the folders of all T5s
+
+
+def open_vocabulary(path: str | os.PathLike[str]) -> Tokenizer:
+  """Loads a vocabulary of either kind.
+
+  Args:
+    path: a sentencepiece model, also `gs://bucket/file`; or a .json file of the
+      package tokenizers; or a folder with spiece.model, tokenizer.json, or
+      vocab.json and merges.txt, of which the first is taken.
+
+  Raises:
+    ValueError: the folder has none of them; or as `Tokenizer` or
+      `BpeTokenizer`.
+  """
+  place = pathlib.Path(path)
+  if not place.is_dir():
+    return BpeTokenizer(path) if place.suffix == '.json' else Tokenizer(path)
+  if (place / SENTENCEPIECE).exists():
+    return Tokenizer(place / SENTENCEPIECE)
+  if (place / TOKENIZER).exists() or (place / VOCAB).exists():
+    return BpeTokenizer(path)
+  raise ValueError(
+    f'No vocabulary could be read at {os.fspath(path)!r}: the folder has no'
+    f' {SENTENCEPIECE}, {TOKENIZER} or {VOCAB}. Give the path of a'
+    ' sentencepiece model, or a folder with one of these.'
+  )
 
 
 class BpeTokenizer(Tokenizer):
@@ -27,7 +54,8 @@ class BpeTokenizer(Tokenizer):
     vocab_size: V, the largest id and one.
     pad_id, eos_id, unk_id: the id of the end of sequence. With GPT-2 a text
       begins with it as well: it is what `Engine.bos_id` should be.
-    fingerprint: sha256 (hex) of the bytes of the files.
+    fingerprint: sha256 (hex) of what decides the ids of a text; files of other
+      kinds, or other formatting, that say the same share it.
   """
 
   def __init__(
@@ -67,7 +95,7 @@ class BpeTokenizer(Tokenizer):
     self._processor = processor
     self.vocab_size = 1 + max(processor.get_vocab().values())
     self.eos_id = self.pad_id = self.unk_id = eos_id
-    self.fingerprint = hashlib.sha256(b''.join(contents.values())).hexdigest()
+    self.fingerprint = _fingerprint(json.loads(processor.to_str()))
 
   def encode(self, text: str) -> list[int]:
     """Ids of `text`, without an end-of-sequence id."""
@@ -113,6 +141,32 @@ def _make(tokenizers: Any, contents: dict[str, bytes], eos_token: str) -> Any:
   if eos_token in vocab:
     made.add_special_tokens([eos_token])
   return made
+
+
+def _fingerprint(said: dict[str, Any]) -> str:
+  """Hashes a tokenizer.json, but for what decides no id.
+
+  That are the decoder, the post-processor and how special tokens are found in a
+  text, which is not done here.
+  """
+  # Some files say '' where others say nothing.
+  model = {name: value for name, value in said['model'].items() if value}
+  model['merges'] = [
+    merge.split(' ') if isinstance(merge, str) else merge
+    for merge in model.get('merges', [])
+  ]
+  added = [
+    {'id': one['id'], 'content': one['content']} if one['special'] else one
+    for one in said['added_tokens']
+  ]
+  decides = {
+    'model': model,
+    'added_tokens': sorted(added, key=lambda one: one['id']),
+    'normalizer': said['normalizer'],
+    'pre_tokenizer': said['pre_tokenizer'],
+  }
+  text = json.dumps(decides, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _import_tokenizers() -> Any:

@@ -15,6 +15,7 @@ import small_vocabulary
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import compilation_cache, testing
 from specdec_jax import tokenizer as tokenizer_lib
+from specdec_jax.drafters.copy import copy
 from specdec_jax.engine import Engine, Model
 from specdec_jax.probs import SamplingConfig
 
@@ -302,6 +303,12 @@ def test_bad_pairs(tokenizer, folder):
   draft = Model(target.network, target.params, foreign)
   with pytest.raises(ValueError, match="draft's tokenizer .*foreign.model"):
     Engine(target, draft, tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='begins with id 0 by itself'):
+    Engine(target, tokenizer=tokenizer, bos_id=5)
+  with pytest.raises(ValueError, match=r"'copy\(4, 1\)' came without `draft`"):
+    Engine(target, tokenizer=tokenizer, drafter=copy())
+  with pytest.raises(ValueError, match='`drafter` must say what proposes'):
+    Engine(target, Model(None, ()), tokenizer=tokenizer)
   with pytest.raises(ValueError, match='gamma must be at least 0, got -1'):
     Engine(target, target, tokenizer=tokenizer, gamma=-1)
   with pytest.raises(ValueError, match='max_decode_len must be at least 1'):

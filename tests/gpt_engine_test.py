@@ -1,15 +1,18 @@
 """Decoder-only pairs in the engine, and training on lines of text."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
+import rich.console
 
 from gpt_test import GPT2, T5X, logits_of, make
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax import probs
+from specdec_jax import infer, probs
 from specdec_jax.engine import Engine, Model
+from specdec_jax.infer import batches
 from specdec_jax.models.gpt import GPT
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training import text
@@ -101,6 +104,62 @@ def test_an_engine_beyond_the_positions(tokenizer):
   with pytest.raises(ValueError, match='learned 128 positions.*lower'):
     engine.generate(['a'])
   assert engine.num_programs == 0
+
+
+def test_a_text_may_fill_the_positions_with_its_output(tokenizer):
+  """Not a power of two, whose double the positions have not."""
+  engine = make_engine(
+    FAMILIES['GPT-2'], tokenizer, max_input_len=90, max_decode_len=LENGTH
+  )
+  texts = [[5 + i % 90 for i in range(89)], 'a cat']
+  have = engine.generate(texts)
+  want = engine.generate(texts, speculative=False)
+  assert [c.tokens for c in have] == [c.tokens for c in want]
+  with pytest.raises(ValueError, match='91 tokens .its start included'):
+    engine.generate([[5] * 90])
+
+
+@pytest.mark.parametrize('bos_id', [-1, VOCAB_SIZE, 1.5, 'x', True])
+def test_a_begin_that_is_no_id(tokenizer, bos_id):
+  with pytest.raises(ValueError, match='bos_id must be None or an id below'):
+    make_engine(FAMILIES['GPT-2'], tokenizer, bos_id=bos_id)
+
+
+def test_lines_of_a_decoder_go_on_from_nothing(engines, tokenizer, tmp_path):
+  (tmp_path / 'lines.txt').write_text('the red dog\n\n')
+
+  def records(engine):
+    folder = str(tmp_path / str(engine.bos_id))
+    infer.decode(
+      infer.DecodeConfig(
+        engine=lambda: engine,
+        input_file=str(tmp_path / 'lines.txt'),
+        output_dir=folder,
+        mode='speculative',
+      ),
+      console=rich.console.Console(quiet=True),
+    )
+    with open(f'{folder}/predictions.jsonl', encoding='utf-8') as stream:
+      return [json.loads(line) for line in stream]
+
+  engine = engines['T5X']
+  found = records(engine)
+  want = engine.generate(['the red dog', ''])
+  assert [r['prediction_tokens'] for r in found] == [c.tokens for c in want]
+  assert found[1]['prediction_tokens'] and found[1]['error'] is None
+  without = make_engine(FAMILIES['T5X'], tokenizer, bos_id=None)
+  assert records(without)[1]['finish_reason'] == 'empty'  # the control
+  # So a run with another beginning is another run.
+  identity = batches.engine_identity
+  assert identity(engine)['bos_id'] == 0 != identity(without)['bos_id']
+
+
+def test_the_longest_line_is_that_which_the_engine_takes(engines, tokenizer):
+  engine = engines['T5X']  # of 24 tokens at most
+  without = make_engine(FAMILIES['T5X'], tokenizer, bos_id=None)
+  assert engine.num_input_tokens('a cat') == 1 + len(tokenizer.encode('a cat'))
+  assert without.num_input_tokens('a cat') == len(tokenizer.encode('a cat'))
+  assert (engine.num_input_tokens(''), without.num_input_tokens('')) == (1, 0)
 
 
 def test_lines_train_a_decoder_only_model(tokenizer, tmp_path):

@@ -60,6 +60,8 @@ def test_the_folder_is_returned(hub, tmp_path, name):
     'spiece.model',
     'tokenizer.json',
     'tokenizer_config.json',
+    'vocab.json',
+    'merges.txt',
   ):
     assert wanted(file_name), file_name
   for file_name in (

@@ -1,11 +1,14 @@
 """Which task a run is over: a file, a local task or a name; its shards."""
 
 import gzip
+import importlib.util
 
 import pytest
 
+import tokenizer_bpe_test
 from specdec_jax.infer import examples
 from specdec_jax.local_tasks import LocalTask
+from specdec_jax.tokenizer_bpe import BpeTokenizer
 
 
 def write(folder, name, text):
@@ -94,3 +97,24 @@ def test_a_local_task_of_another_vocabulary(tmp_path, tokenizer):
   other = type('Other', (), {'fingerprint': 'x', 'path': 'other.model'})()
   with pytest.raises(ValueError, match="the models have 'other.model'"):
     examples.find(own, 'test', other)
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('tokenizers') is None,
+  reason="needs tokenizers: pip install -e '.[bpe]'",
+)
+def test_files_for_the_vocabulary_of_gpt2(tmp_path, tokenizer):
+  path = write(tmp_path, 'a.tsv', 'a red dog\tthe dogs\n')
+  one, two = map(BpeTokenizer, tokenizer_bpe_test.train(tmp_path))
+  for models in (one, two):
+    (found,) = load(path, models)
+    assert found['inputs'].tolist() == [*one.encode('a red dog'), one.eos_id]
+    assert found['targets'].tolist() == [*one.encode('the dogs'), one.eos_id]
+  # The same ids, in files of the other kind.
+  own = LocalTask('own', {'test': path}, one.path)
+  assert examples.find(own, 'test', two) == own
+  with pytest.raises(ValueError, match='fingerprints differ'):
+    examples.find(own, 'test', tokenizer)
+  ends = BpeTokenizer(one.path, eos_token='a')
+  with pytest.raises(ValueError, match='ends a text with id 0, .* models with'):
+    examples.find(path, 'test', ends)

@@ -172,6 +172,7 @@ class Python:
   drafter, gamma, max_input_len, max_decode_len = None, 2, 24, 12
   params = PairParams({'w': np.zeros(1)}, None)
   fingerprints, tokenizer, across_hosts = {}, tokenizer, False
+  bos_id = None
 
   def warmup(self, texts, **options):
     return 0.0

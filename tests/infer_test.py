@@ -54,6 +54,7 @@ class ReversingEngine:
 
   max_input_len = MAX_INPUT_LEN
   max_decode_len = 32
+  bos_id = None
   gamma = 1
   fingerprints = types.MappingProxyType({'target': 'reversal'})
   params = PairParams({'w': np.zeros(1, np.float32)}, None)
@@ -63,6 +64,10 @@ class ReversingEngine:
     self.differ, self.fail = differ, fail
     self.calls: list[tuple[bool, list[str], list[int]]] = []
     self.warm: list[tuple[bool, int]] = []
+
+  def num_input_tokens(self, text):
+    words = len(self.tokenizer.encode(text))
+    return words and words + 1  # its end
 
   def warmup(self, texts, *, speculative, sampling, **options):
     assert isinstance(sampling, SamplingConfig)

@@ -308,3 +308,11 @@ def test_it_shows_the_last_trace(model):
   (inner,) = page.frames
   assert 'b' not in page.tags and '&lt;b&gt;the &amp; tree' in inner
   assert summary in inner and inner.startswith('<!DOCTYPE html>')
+  assert 'lossy' not in repr(found) + plain + inner
+
+
+def test_a_lenient_trace_is_marked_as_lossy(model):
+  found = model.trace(TEXTS[0], lenience=0.5)
+  (inner,) = Page(found._repr_html_()).frames
+  for shown in (repr(found), printed(found), inner):
+    assert 'lossy (lenience 0.5)' in shown

@@ -1,17 +1,24 @@
 """Tasks over local files, without seqio; and what is refused."""
 
 import gzip
+import importlib.util
 import json
 
 import numpy as np
 import pytest
 
 import task_files
+import tokenizer_bpe_test
 from specdec_jax import metrics, tasks
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.tokenizer import EOS_ID
+from specdec_jax.tokenizer_bpe import BpeTokenizer
 from task_files import DATA, ENDE, PAIRS, T5_VOCAB, with_end
 
+needs_tokenizers = pytest.mark.skipif(
+  importlib.util.find_spec('tokenizers') is None,
+  reason="needs tokenizers: pip install -e '.[bpe]'",
+)
 needs_data = pytest.mark.skipif(
   not T5_VOCAB.is_file(), reason=f'needs {DATA} with the vocabulary of T5'
 )
@@ -147,6 +154,24 @@ def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
     LocalTask('task', {'test': other}, vocab)
   told = LocalTask('task', {'test': other}, vocab, kind='tsv')
   assert [e['targets_pretokenized'] for e in told.examples('test')] == ['b']
+
+
+@needs_tokenizers
+def test_a_task_has_the_vocabulary_of_gpt2(pairs, tmp_path):
+  for folder in tokenizer_bpe_test.train(tmp_path):
+    tokenizer = BpeTokenizer(folder)
+    task = LocalTask('pairs', pairs.files, folder)
+    found = list(task.examples('test', {'inputs': 9}))
+    for example, (source, target) in zip(found, PAIRS, strict=True):
+      ids = [*tokenizer.encode(source)[:8], tokenizer.eos_id]
+      assert example['inputs'].tolist() == ids
+      ids = [*tokenizer.encode(target), tokenizer.eos_id] if target else []
+      assert example['targets'].tolist() == ids
+  with pytest.raises(ValueError, match='No vocabulary could be read'):
+    LocalTask('pairs', pairs.files, tmp_path).examples('test')
+  # Examples are a file, not a folder.
+  with pytest.raises(ValueError, match='there is no file'):
+    LocalTask('pairs', {'test': tmp_path}, folder, kind='tsv')
 
 
 @needs_data

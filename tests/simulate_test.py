@@ -164,6 +164,7 @@ def test_script(capsys):
     (['--target=1', '--draft=1', '--lenience=2'], 'got 2.0'),
     (['--target=1', '--draft=1', '--num_samples=0'], 'num_samples must be in'),
     (['--target=1', '--draft=1', '--seed=x'], "invalid int value: 'x'"),
+    (['--target=1', '--draft=1', f'--seed={1 << 63}'], 'must fit in 64 bits'),
   ],
 )
 def test_bad_flags(capsys, flags, message):

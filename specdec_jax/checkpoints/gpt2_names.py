@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import jax
 
-from specdec_jax.checkpoints.huggingface_names import _check_word
+from specdec_jax.checkpoints.huggingface_names import check_word
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.gpt_network import LAYER_NORM_EPSILON
 
@@ -145,7 +145,7 @@ def read_config(
     ValueError: it is no GPT-2, or a field is missing or differs from what is
       built in here; names the field, what came and what was expected.
   """
-  _check_word(where, 'model_type', described.get('model_type'), (MODEL_TYPE,))
+  check_word(where, 'model_type', described.get('model_type'), (MODEL_TYPE,))
   sizes: dict[str, Any] = {
     ours: described.get(theirs) for ours, theirs in FIELDS.items()
   }
@@ -165,7 +165,7 @@ def read_config(
         f'{where}: {name} is {described[name]!r}; this GPT-2 has {value}.'
       )
   word = described.get('activation_function', 'gelu_new')
-  _check_word(where, 'activation_function', word, tuple(_ACTIVATIONS))
+  check_word(where, 'activation_function', word, tuple(_ACTIVATIONS))
   width, heads = sizes['emb_dim'], sizes['num_heads']
   if width % heads:
     raise ValueError(

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specdec_jax import files
+from specdec_jax.checkpoints import gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.checkpoints.huggingface_arrays import (
@@ -245,6 +246,12 @@ def special_ids(
     given = {key: value for key, value in given.items() if value is not None}
     described = {**described, **given}
   return names.read_ids(described, os.fspath(folder))
+
+
+def check_type(described: Mapping[str, Any], where: str) -> None:
+  """Raises ValueError unless config.json is a T5's or GPT-2's."""
+  known = (*names.MODEL_TYPES, gpt2_names.MODEL_TYPE)
+  names.check_word(where, 'model_type', described.get('model_type'), known)
 
 
 def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:

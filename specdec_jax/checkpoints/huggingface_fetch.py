@@ -17,6 +17,8 @@ PATTERNS = (
   INDEX,
   'spiece.model',
   'tokenizer*',
+  'vocab.json',
+  'merges.txt',
   'special_tokens_map.json',
   'added_tokens.json',
 )

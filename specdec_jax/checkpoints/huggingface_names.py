@@ -86,7 +86,7 @@ _FEED_FORWARD = {
   'gated-gelu': ('gelu', 'linear'),
 }
 # What names their classes; T5 1.1, Flan-T5, ByT5, UL2 and MADLAD-400 are 't5'.
-_MODEL_TYPES = ('t5', 'mt5')
+MODEL_TYPES = ('t5', 'mt5')
 # What the network here has built in; config.json may leave these out.
 _FIXED = {
   'layer_norm_epsilon': 1e-6,
@@ -177,7 +177,7 @@ def read_config(
       differs from what is built in here; names the field, what came and what
       was expected.
   """
-  _check_word(where, 'model_type', described.get('model_type'), _MODEL_TYPES)
+  check_word(where, 'model_type', described.get('model_type'), MODEL_TYPES)
   if described.get('num_decoder_layers') is None:
     layers = described.get('num_layers')  # as many as the encoder has
     described = {**described, 'num_decoder_layers': layers}
@@ -198,7 +198,7 @@ def read_config(
   if word is None:
     # What transformers takes where the file is silent.
     word = 'relu' if described['model_type'] == 't5' else 'gated-gelu'
-  _check_word(where, 'feed_forward_proj', word, tuple(_FEED_FORWARD))
+  check_word(where, 'feed_forward_proj', word, tuple(_FEED_FORWARD))
   return T5Config(
     **sizes,
     mlp_activations=_FEED_FORWARD[word],
@@ -207,9 +207,10 @@ def read_config(
   )
 
 
-def _check_word(
+def check_word(
   where: str, field: str, word: Any, known: tuple[str, ...]
 ) -> None:
+  """Raises ValueError unless a field of config.json is a known word."""
   if word in known:
     return
   near = difflib.get_close_matches(str(word), known, 1)

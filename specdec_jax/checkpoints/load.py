@@ -211,6 +211,7 @@ def load_huggingface(
     found, params = gpt2.load_gpt2(folder.path, dtype, rule, described)
     fields = {'fields': gpt2_names.FIELDS}
   else:
+    huggingface.check_type(described, folder.path)
     found, params = huggingface.load_huggingface(
       folder.path, dtype, rule, described
     )

@@ -198,6 +198,7 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     'gamma': engine.gamma,
     'max_input_len': engine.max_input_len,
     'max_decode_len': engine.max_decode_len,
+    'bos_id': engine.bos_id,
   }
 
 

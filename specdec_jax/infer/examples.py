@@ -14,6 +14,7 @@ from typing import Any
 from specdec_jax import local_tasks, tasks
 from specdec_jax.local_tasks import BROKEN, LocalTask
 from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.tokenizer_bpe import open_vocabulary
 
 INPUTS, TARGETS = 'inputs', 'targets'
 _PRETOKENIZED = '_pretokenized'
@@ -37,14 +38,7 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
       has another vocabulary than the models.
   """
   if isinstance(task, LocalTask):
-    other = Tokenizer(task.vocab_path)
-    if other.fingerprint != tokenizer.fingerprint:
-      raise ValueError(
-        f'The task {task.name!r} has the vocabulary'
-        f' {os.fspath(task.vocab_path)!r}, the models have {tokenizer.path!r}'
-        ' (sha256 of the files differ).'
-      )
-    return task
+    return _checked(task, tokenizer)
   kind = pathlib.Path(task.removesuffix('.gz')).suffix.removeprefix('.')
   if not os.path.isfile(task):
     if os.sep in task or kind in local_tasks.KINDS:
@@ -56,12 +50,31 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
     return task
   known = kind in local_tasks.KINDS
   name = pathlib.Path(task).name.removesuffix('.gz')
-  return LocalTask(
+  found = LocalTask(
     name=pathlib.Path(name).stem if known else name,
     files={split: task},
     vocab_path=tokenizer.path,
     kind=kind if known else 'txt',
   )
+  return _checked(found, tokenizer)
+
+
+def _checked(task: LocalTask, tokenizer: Tokenizer) -> LocalTask:
+  """The task; raises ValueError where it would give other ids."""
+  other = open_vocabulary(task.vocab_path)
+  if other.fingerprint != tokenizer.fingerprint:
+    raise ValueError(
+      f'The task {task.name!r} has the vocabulary'
+      f' {os.fspath(task.vocab_path)!r}, the models have {tokenizer.path!r}'
+      ' (their fingerprints differ).'
+    )
+  if other.eos_id != tokenizer.eos_id:
+    raise ValueError(
+      f'The task {task.name!r} ends a text with id {other.eos_id}, as'
+      f' open_vocabulary({os.fspath(task.vocab_path)!r}) does; the models'
+      f' with {tokenizer.eos_id}.'
+    )
+  return task
 
 
 def name_of(task: str | LocalTask) -> str:

@@ -7,9 +7,7 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
-
-from specdec_jax.tokenizer import Tokenizer
+from collections.abc import Callable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +16,8 @@ class Line:
 
   Attributes:
     text: what the file had; U+FFFD stands for bytes that are no UTF-8.
-    num_tokens: of the whole text, its end included; 0 for an empty line, which
-      passes through, and before `count_tokens`.
+    num_tokens: of the whole text as the target reads it; 0 for a line without
+      anything to read, which passes through, and before `count_tokens`.
     error: why the line cannot be decoded, or None.
   """
 
@@ -71,21 +69,20 @@ def _read_line(piece: bytes, number: int) -> Line:
 
 
 def count_tokens(
-  lines: Sequence[Line], tokenizer: Tokenizer, limit: int | None
+  lines: Sequence[Line], count: Callable[[str], int], limit: int | None
 ) -> list[Line]:
   """Returns `lines` with `num_tokens`, those over the limit with an error.
 
   Args:
     lines: as read.
-    tokenizer: of the model.
-    limit: tokens that a line may have, its end included; None is no limit.
+    count: tokens of a text as it is read, such as `Engine.num_input_tokens`.
+    limit: tokens that a line may have; None is no limit.
   """
 
-  def count(number: int, line: Line) -> Line:
-    ids = tokenizer.encode(line.text) if line.error is None else []
-    if not ids:
+  def counted(number: int, line: Line) -> Line:
+    if line.error is not None:
       return line
-    line = dataclasses.replace(line, num_tokens=len(ids) + 1)
+    line = dataclasses.replace(line, num_tokens=count(line.text))
     if limit is None or line.num_tokens <= limit:
       return line
     return dataclasses.replace(
@@ -94,4 +91,4 @@ def count_tokens(
       f" maximum is {limit}; shorten it, or set on_too_long to 'truncate'",
     )
 
-  return [count(index + 1, line) for index, line in enumerate(lines)]
+  return [counted(index + 1, line) for index, line in enumerate(lines)]

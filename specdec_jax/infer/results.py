@@ -36,7 +36,8 @@ def make_records(
     for batch, ms in zip(mode.batches, mode.ms_per_token(), strict=True):
       for index in batch:
         stats[index][name] = _stats(mode.completions[index], ms)
-  # Both ways draw from the same distribution; the last one's text is kept.
+  # Both ways draw from one distribution, unless lenience makes the last one
+  # lossy, as the record then says; the last one's text is kept.
   last = list(modes.values())[-1]
   return [
     _record(i, line, limit, last.completions.get(i), stats[i])
@@ -120,7 +121,8 @@ def _of(example: Example, mode: report.Mode, index: int) -> Completion:
 def _prediction(
   found: Mapping[str, Sequence[Completion]], with_aux: bool
 ) -> dict[str, Any]:
-  # Both ways draw from the same distribution; the last one's text is kept.
+  # Both ways draw from one distribution, unless lenience makes the last one
+  # lossy, as the record then says; the last one's text is kept.
   kept = list(found.values())[-1]
   record: dict[str, Any] = {
     'prediction': _one_or_all([None if c.error else c.text for c in kept]),

@@ -68,9 +68,8 @@ def _decode(
   if not calibrated.pays(gammas):
     config = dataclasses.replace(config, mode=report.PLAIN)
   limit = engine.max_input_len
-  lines = count_tokens(
-    lines, engine.tokenizer, limit if config.on_too_long == 'error' else None
-  )
+  most = limit if config.on_too_long == 'error' else None
+  lines = count_tokens(lines, engine.num_input_tokens, most)
   decides = _identity(config, engine, lines, gammas)
   done = folder.begin(decides, config.overwrite) if folder else []
   modes = batches.run_all(
@@ -130,7 +129,7 @@ def _context(
 
 
 def _items(lines: Sequence[Line]) -> list[batches.Item]:
-  """All lines that have text and no error."""
+  """All lines that have something to read and no error."""
   return [
     batches.Item(index, line.text, example_id=index)
     for index, line in enumerate(lines)

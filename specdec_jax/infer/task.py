@@ -256,7 +256,7 @@ def _engine(config: TaskConfig, found: Sequence[examples.Example]) -> Engine:
   if engine.tokenizer.fingerprint != config.tokenizer.fingerprint:
     raise ValueError(
       f"The run's tokenizer {config.tokenizer.path!r} is not the engine's,"
-      f' {engine.tokenizer.path!r} (sha256 of the model files).'
+      f' {engine.tokenizer.path!r} (their fingerprints do).'
     )
   size = engine.target.vocab_size
   for number, example in enumerate(found):

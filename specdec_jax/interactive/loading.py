@@ -8,7 +8,11 @@ from typing import Any
 from specdec_jax import checkpoints
 from specdec_jax.bench import memory
 from specdec_jax.checkpoints import gpt2_names, huggingface_names
-from specdec_jax.checkpoints.huggingface import GENERATION, special_ids
+from specdec_jax.checkpoints.huggingface import (
+  GENERATION,
+  check_type,
+  special_ids,
+)
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.load import (
   is_huggingface,
@@ -18,16 +22,21 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checkpoints.locations import Location
 from specdec_jax.engine import Engine, Model
 from specdec_jax.interactive.model import Interactive, Side
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.job import SMALLEST_PROMPT
+from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning import Placement
 from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.tokenizer_bpe import BpeTokenizer
+from specdec_jax.tokenizer_bpe import (
+  SENTENCEPIECE,
+  TOKENIZER,
+  VOCAB,
+  BpeTokenizer,
+  open_vocabulary,
+)
 
 Path = str | os.PathLike[str]
-
-_SENTENCEPIECE = 'spiece.model'  # in the folders of all T5s
 
 
 def load(
@@ -52,7 +61,9 @@ def load(
          tokenizer='vocab.model')
 
   All that can be wrong but the arrays themselves is found before they are
-  read.
+  read. Texts of a decoder-only target begin with the id that its folder names
+  (bos_token_id); else with the vocabulary's end of sequence if that is GPT-2's,
+  and with id 0, as models trained here and T5X's do, if it is sentencepiece's.
 
   Args:
     target: a checkpoint of any kind that `checkpoints.load` knows.
@@ -60,8 +71,8 @@ def load(
     network: the target's; needed unless its folder describes itself, and
       compared with the checkpoint.
     draft_network: the drafter's, likewise.
-    tokenizer: of both, or the path of a sentencepiece model; None is the one
-      in the target's folder.
+    tokenizer: of both, or a path for `tokenizer_bpe.open_vocabulary`; None is
+      the one in the target's folder.
     dtype: of parameters and computation, 'float32' or 'bfloat16'. None is
       that of `network`, and float32 without it.
     placement: of the target over several devices, such as
@@ -89,11 +100,12 @@ def load(
   if tokenizer is None:
     tokenizer = large.tokenizer
   elif not isinstance(tokenizer, Tokenizer):
-    tokenizer = Tokenizer(tokenizer)
+    tokenizer = open_vocabulary(tokenizer)
   if tokenizer is None:
     raise ValueError(
-      f'There is no vocabulary ({_SENTENCEPIECE}) beside {str(target)!r}; give'
-      ' it: tokenizer=, the path of a sentencepiece model.'
+      f'There is no vocabulary ({SENTENCEPIECE}, or {TOKENIZER} of GPT-2)'
+      f' beside {str(target)!r}; give it: tokenizer=, the path of a'
+      " sentencepiece model or of a folder with GPT-2's."
     )
   _check_vocabularies(large, small, tokenizer)
   _check_end(large, tokenizer)
@@ -109,14 +121,15 @@ def load(
     gamma=gamma,
     max_input_len=max_input_len,
     max_decode_len=max_decode_len,
-    bos_id=None if target_model.network.has_encoder else tokenizer.eos_id,
+    bos_id=_first_id(large, tokenizer),
     placement=placement,
   )
   sides = {'target': Side(large.path, target_model.network)}
   if small is not None and draft_model is not None:
     sides['draft'] = Side(small.path, draft_model.network)
-  # An end of sequence that is not the tokenizer's only one.
-  return Interactive(engine, sides, large.ends if large.ends[1:] else None)
+  # Where an output ends otherwise than by the tokenizer's end of sequence.
+  others = set(large.ends) - {tokenizer.eos_id}
+  return Interactive(engine, sides, large.ends if others else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +171,13 @@ class _Source:
       config = _config(described, os.fspath(folder / CONFIG))
       chosen = chosen or _network(config)
       tokenizer = _own_tokenizer(folder, config)
-      if isinstance(config, T5Config):
-        ends = special_ids(folder, described).eos
+      ends = _ends(folder, described, config)
     if chosen is None:
       argument = 'network' if side == 'target' else 'draft_network'
       raise ValueError(
         f'{name!r} does not say which sizes its model has: give'
-        f' {argument}=T5(T5Config(...)). gin/models has the published ones.'
+        f' {argument}=T5(T5Config(...)) or GPT(GPTConfig(...)). gin/models has'
+        ' the published ones.'
       )
     chosen = _in_dtype(chosen, dtype)
     return cls(name, location, chosen, network, tokenizer, described, ends)
@@ -191,6 +204,7 @@ class _Source:
 
 
 def _config(described: dict[str, Any], where: str) -> T5Config | GPTConfig:
+  check_type(described, where)
   if described.get('model_type') == gpt2_names.MODEL_TYPE:
     return gpt2_names.read_config(described, True, where)
   return huggingface_names.read_config(described, False, where)
@@ -210,10 +224,36 @@ def _in_dtype(network: LanguageModel, dtype: str) -> LanguageModel:
 def _own_tokenizer(
   folder: pathlib.Path, config: T5Config | GPTConfig
 ) -> Tokenizer | None:
-  if isinstance(config, GPTConfig):
-    return BpeTokenizer(folder)
-  path = folder / _SENTENCEPIECE
-  return Tokenizer(path) if path.exists() else None
+  files = [SENTENCEPIECE]
+  if isinstance(config, GPTConfig):  # T5's tokenizer.json is no BPE
+    files += [TOKENIZER, VOCAB]
+  if any((folder / name).exists() for name in files):
+    return open_vocabulary(folder)
+  return None
+
+
+def _ends(
+  folder: pathlib.Path, described: dict[str, Any], config: T5Config | GPTConfig
+) -> tuple[int, ...]:
+  """Ids that end an output; of GPT-2 none where its folder names none."""
+  if isinstance(config, T5Config):
+    return special_ids(folder, described).eos
+  said = {name: value for name, value in described.items() if value is not None}
+  # What has no encoder has no start of its own.
+  said = {'eos_token_id': []} | said | {'decoder_start_token_id': START_ID}
+  found = special_ids(folder, said).eos
+  # transformers writes GPT-2's own for any size of vocabulary.
+  return tuple(token for token in found if token < config.vocab_size)
+
+
+def _first_id(target: _Source, tokenizer: Tokenizer) -> int | None:
+  """What a decoder-only target's texts begin with."""
+  if target.network.has_encoder:
+    return None
+  said = (target.described or {}).get('bos_token_id')
+  if type(said) is int and 0 <= said < target.network.vocab_size:
+    return said
+  return tokenizer.eos_id if isinstance(tokenizer, BpeTokenizer) else START_ID
 
 
 def _check_vocabularies(
@@ -237,6 +277,9 @@ def _check_vocabularies(
 
 
 def _check_end(target: _Source, tokenizer: Tokenizer) -> None:
+  # A decoder-only model may have learned to end by any id: that is a stop id.
+  if not target.network.has_encoder:
+    return
   if target.ends and tokenizer.eos_id not in target.ends:
     raise ValueError(
       f'{tokenizer.path!r} ends a sequence with id {tokenizer.eos_id},'
@@ -254,15 +297,27 @@ def _check_memory(
   input_len: int,
   decode_len: int,
 ) -> None:
-  """Raises DoesNotFitError where one text would be too much."""
-  small = None if draft is None else draft.network
-  if isinstance(target.network, T5) and isinstance(small, T5 | None):
-    plan = memory.Plan(
-      target.network,
-      small,
-      input_len=input_len,
-      decode_len=decode_len,
-      gamma=gamma,
-      param_dtype=dtype,
-    )
-    memory.check_fits(plan, memory.device_bytes())
+  """Raises DoesNotFitError where one text would be too much.
+
+  And ValueError where a model has too few positions for the shortest one.
+  """
+  large, small = target.network, None if draft is None else draft.network
+  if not isinstance(large, T5 | GPT) or not isinstance(small, T5 | GPT | None):
+    return  # a network of the caller's own
+  if not large.has_encoder:
+    longest = input_len - 1  # behind the first token
+    for network in (large, small):
+      # Where positions are few, the longest text that they leave room for.
+      if isinstance(network, GPT) and network.config.num_positions:
+        room = network.config.num_positions // 64 * 64 - 1 - decode_len
+        longest = min(longest, room - (gamma if small else 0))
+    input_len = max(1, longest, min(SMALLEST_PROMPT, input_len - 1))
+  plan = memory.Plan(
+    large,
+    small,
+    input_len=input_len,
+    decode_len=decode_len,
+    gamma=gamma,
+    param_dtype=dtype,
+  )
+  memory.check_fits(plan, memory.device_bytes())

@@ -103,8 +103,11 @@ class Interactive:
           f'{name} must be a sequence of strings, got one string: {value!r}.'
         )
     tokenizer = self.engine.tokenizer
+    end = tokenizer.eos_id
+    if self.stop_ids and end not in self.stop_ids:
+      end = self.stop_ids[0]
     outputs = [
-      [*tokenizer.encode(one), tokenizer.eos_id]
+      [*tokenizer.encode(one), end]
       if isinstance(one, str)
       else [int(token) for token in one]
       for one in targets
@@ -127,7 +130,7 @@ class Interactive:
     """
     rounds = trace.record(self.engine, text, **self._defaults | options)
     spelled = trace.spell(rounds, self.engine.tokenizer)
-    self.last_trace = Trace(text, spelled)
+    self.last_trace = Trace(text, spelled, options.get('lenience', 1.0))
     return self.last_trace
 
   @property

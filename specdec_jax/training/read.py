@@ -5,6 +5,7 @@ import os
 
 from specdec_jax.local_tasks import FEATURES, LocalTask, check_feature_lengths
 from specdec_jax.tokenizer import Tokenizer, train_tokenizer
+from specdec_jax.tokenizer_bpe import open_vocabulary
 from specdec_jax.training import text
 from specdec_jax.training.config import TrainRun
 from specdec_jax.training.pairs import TokenPairs, read_tsv, tokenise
@@ -19,7 +20,7 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
   if run.vocab_path is None:
     return None
   if os.path.exists(run.vocab_path):
-    return Tokenizer(run.vocab_path)
+    return open_vocabulary(run.vocab_path)
   if run.train_file is None or run.train_file.endswith('.npz'):
     raise ValueError(
       f'There is no vocabulary at {run.vocab_path!r}, and none can be trained:'

@@ -1,0 +1,183 @@
+"""Decoder-only pairs by `interactive.load`: how their texts begin and end."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import shutil
+
+import jax
+import pytest
+
+import small_vocabulary
+import tokenizer_bpe_test
+from gpt2_test import write_folder
+from gpt_test import GPT2, T5X
+from specdec_jax import interactive
+from specdec_jax.bench import memory
+from specdec_jax.checkpoints import save_t5x
+from specdec_jax.models.gpt import GPT
+from specdec_jax.tokenizer_bpe import BpeTokenizer
+
+LENGTHS = {'max_input_len': 32, 'max_decode_len': 12, 'gamma': 2}
+SIZE = 300  # of the vocabulary that tokenizer_bpe_test trains
+END = 299
+
+needs_gpt2 = pytest.mark.skipif(
+  any(
+    importlib.util.find_spec(name) is None
+    for name in ('tokenizers', 'safetensors')
+  ),
+  reason="needs both: pip install -e '.[huggingface,bpe]'",
+)
+pytestmark = pytest.mark.usefixtures('own_cache')
+
+
+@pytest.fixture(scope='module')
+def trained_here(folder):
+  """A checkpoint of T5X's decoder-only network, and the network."""
+  size = small_vocabulary.VOCAB_SIZE
+  network = GPT(dataclasses.replace(T5X, vocab_size=size))
+  path = folder / 'lm.msgpack'
+  save_t5x(path, network.init(jax.random.key(0)), step=1)
+  return path, network
+
+
+def test_models_trained_here_begin_with_id_0(trained_here, tokenizer):
+  path, network = trained_here
+  model = interactive.load(
+    path, path, network=network, draft_network=network, tokenizer=tokenizer,
+    **LENGTHS,
+  )  # fmt: skip
+  assert model.engine.bos_id == 0 != tokenizer.eos_id
+  assert model.engine.input_ids('a dog') == [0, *tokenizer.encode('a dog')]
+  (score,) = model.score([''], [[5, 6]])
+  logits = network.logits(
+    model.engine.params.target, None, jax.numpy.array([[0, 5]])
+  )
+  expected = jax.nn.log_softmax(logits[0])[(0, 1), (5, 6)]
+  assert score.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+  wrong = network.logits(
+    model.engine.params.target, None, jax.numpy.array([[1, 5]])
+  )
+  wrong = jax.nn.log_softmax(wrong[0])[(0, 1), (5, 6)]
+  assert score.log_probs != pytest.approx(wrong.tolist(), abs=1e-2)
+
+
+def test_what_is_refused(trained_here, tokenizer, tmp_path, monkeypatch):
+  path, network = trained_here
+  with pytest.raises(ValueError, match=r'lm.msgpack.* or GPT\(GPTConfig'):
+    interactive.load(path, tokenizer=tokenizer)
+  described = tmp_path / 'config.json'
+  described.write_text(json.dumps({'model_type': 'llama'}))
+  with pytest.raises(ValueError, match=r"'llama', expected .*'gpt2', 'mt5'"):
+    interactive.load(tmp_path)
+  monkeypatch.setattr(memory, 'device_bytes', lambda: 1 << 10)
+  with pytest.raises(memory.DoesNotFitError, match='target caches'):
+    interactive.load(path, network=network, tokenizer=tokenizer)
+
+
+def test_positions_that_leave_room_for_short_texts(
+  trained_here, tokenizer, tmp_path
+):
+  config = dataclasses.replace(trained_here[1].config, num_positions=128)
+  network = GPT(config)
+  path = tmp_path / 'a.msgpack'
+  save_t5x(path, network.init(jax.random.key(0)), step=1)
+  given = {'network': network, 'tokenizer': tokenizer}
+  # Of 128 slots one is the first token's, 8 are the shortest prompt's.
+  interactive.load(path, max_decode_len=119, **given)
+  path.write_bytes(b'broken')
+  with pytest.raises(ValueError, match='has learned 128 positions'):
+    interactive.load(path, max_decode_len=120, **given)
+
+
+@pytest.fixture(scope='module')
+def vocabularies(folder):
+  """Two folders with one vocabulary, whose files are of other kinds."""
+  if importlib.util.find_spec('tokenizers') is None:
+    pytest.skip('needs tokenizers')
+  return tokenizer_bpe_test.train(folder)
+
+
+def gpt2_folder(folder, vocabulary, **described):
+  """A folder as transformers writes it, with a vocabulary if there is one."""
+  folder.mkdir()
+  config = dataclasses.replace(GPT2, vocab_size=SIZE)
+  write_folder(folder, config, vocab_size=SIZE, **described)
+  if vocabulary is not None:
+    shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
+  return folder
+
+
+@needs_gpt2
+def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
+  one, two = vocabularies
+  own = BpeTokenizer(one)
+  ids = {'eos_token_id': own.eos_id, 'bos_token_id': own.eos_id}
+  target = gpt2_folder(tmp_path / 'target', one, **ids)
+  draft = gpt2_folder(tmp_path / 'draft', two, **ids)
+  model = interactive.load(target, draft, **LENGTHS)
+  assert model.engine.bos_id == own.eos_id and model.stop_ids is None
+  assert model.engine.tokenizer.fingerprint == own.fingerprint
+  ids = [own.eos_id, *own.encode('the red dog')]
+  assert model.engine.input_ids('the red dog') == ids
+  texts = ['the red dog', '']
+  tokens = [done.tokens for done in model.generate(texts)]
+  plain = model.generate(texts, speculative=False)
+  assert tokens == [done.tokens for done in plain] and all(tokens)
+
+  # A fine-tune that ends by another id, as either file says.
+  stop = tokens[0][1]
+  settings = {'eos_token_id': [stop, own.eos_id], 'pad_token_id': END}
+  (target / 'generation_config.json').write_text(json.dumps(settings))
+  model = interactive.load(target, draft, **LENGTHS)
+  assert model.stop_ids == (stop, own.eos_id)
+  done = model.generate(texts)[0]
+  assert done.tokens == tokens[0][: tokens[0].index(stop) + 1]
+  assert done.finish_reason == 'stop'
+
+  # Another vocabulary, as many ids.
+  other = tmp_path / 'other'
+  other.mkdir()
+  words = tokenizer_bpe_test.train(other, ('lorem ipsum', 'dolor sit'))[0]
+  shutil.rmtree(draft)
+  gpt2_folder(draft, words)
+  with pytest.raises(ValueError, match='has another vocabulary than'):
+    interactive.load(target, draft, **LENGTHS)
+
+
+@needs_gpt2
+def test_ids_that_a_folder_names(tmp_path, vocabularies):
+  one, _ = vocabularies
+  eos = BpeTokenizer(one).eos_id
+  for number, (described, begin, ends) in enumerate(
+    (
+      ({}, eos, None),
+      ({'eos_token_id': 7}, eos, (7,)),
+      ({'eos_token_id': 7, 'bos_token_id': 8, 'pad_token_id': 7}, 8, (7,)),
+      # transformers' defaults, whatever the vocabulary.
+      ({'eos_token_id': 50256, 'bos_token_id': 50256}, eos, None),
+    )
+  ):
+    folder = gpt2_folder(tmp_path / str(number), one, **described)
+    model = interactive.load(folder, **LENGTHS)
+    assert (model.engine.bos_id, model.stop_ids) == (begin, ends)
+  folder = gpt2_folder(tmp_path / 'text', one, eos_token_id='x')
+  with pytest.raises(ValueError, match="eos_token_id is 'x', expected a whole"):
+    interactive.load(folder)
+
+
+@needs_gpt2
+def test_a_folder_without_its_vocabulary(tmp_path, vocabularies, tokenizer):
+  one, two = vocabularies
+  folder = gpt2_folder(tmp_path / 'alone', None)
+  with pytest.raises(ValueError, match='no vocabulary .*tokenizer.json.*alone'):
+    interactive.load(folder)
+  for given in (BpeTokenizer(one), one, pathlib.Path(two)):
+    model = interactive.load(folder, tokenizer=given, **LENGTHS)
+    assert model.engine.bos_id == BpeTokenizer(one).eos_id
+  # A GPT-2 that was trained with sentencepiece.
+  model = interactive.load(folder, tokenizer=tokenizer, **LENGTHS)
+  assert model.engine.bos_id == 0
+  assert model.engine.input_ids('a') == [0, *tokenizer.encode('a')]
