@@ -31,9 +31,10 @@ from specdec_jax.job import (
   options_of,
   without_end,
 )
-from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.pair import (
   Model,
+  check_bos,
   check_drafter,
   check_pair,
   joined,
@@ -110,7 +111,7 @@ class Engine:
     check_at_least(max_decode_len=(max_decode_len, 1))
     check_drafter(draft, drafter)
     check_pair(target, draft, tokenizer)
-    _check_bos(bos_id, target.network)
+    check_bos(bos_id, target.network)
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
     draft_placement, partition, draft_partition = partitioning.share_devices(
@@ -377,21 +378,6 @@ class Engine:
 
 # One program, where its operations one by one took milliseconds a call.
 _generation = jax.jit(decode_state.generation)
-
-
-def _check_bos(bos_id: int | None, network: LanguageModel) -> None:
-  if bos_id is None:
-    return
-  if network.has_encoder:
-    raise ValueError(
-      f'bos_id is {bos_id!r}, but a target with an encoder begins with id'
-      f' {START_ID} by itself; leave it out.'
-    )
-  if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
-    raise ValueError(
-      f'bos_id must be None or an id below {network.vocab_size}, got'
-      f' {bos_id!r}.'
-    )
 
 
 def _shapes(request: Request):

@@ -9,7 +9,7 @@ from typing import Any
 from specdec_jax import checkpoints, partitioning
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.tokenizer import Tokenizer
 
 
@@ -133,4 +133,20 @@ def check_pair(
       ' sees the output so far and nothing of the input. Outputs are right all'
       ' the same.',
       stacklevel=3,
+    )
+
+
+def check_bos(bos_id: int | None, network: LanguageModel) -> None:
+  """Raises ValueError where texts cannot begin with an id."""
+  if bos_id is None:
+    return
+  if network.has_encoder:
+    raise ValueError(
+      f'bos_id is {bos_id!r}, but a target with an encoder begins with id'
+      f' {START_ID} by itself; leave it out.'
+    )
+  if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
+    raise ValueError(
+      f'bos_id must be None or an id below {network.vocab_size}, got'
+      f' {bos_id!r}.'
     )
