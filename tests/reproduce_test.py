@@ -1,6 +1,7 @@
 """Reports and Figures 2 to 5: nothing left out, force named, same bytes."""
 
 import csv
+import dataclasses
 import functools
 import io
 import json
@@ -94,6 +95,27 @@ def test_rich_table_shows_the_same_cells():
   assert f'Table 2 ({FORCED}: 1 of 3)' in text
   for row in report.cells(make_table()):
     assert all(cell in text for cell in row)
+
+
+def test_rich_table_leaves_out_columns_that_say_nothing():
+  table = make_table()
+  rows = [
+    dataclasses.replace(
+      row,
+      predicted=None,
+      measured=None,
+      spread=None,
+      forced_acceptance=None,
+      not_measured='x',
+    )
+    for row in table.rows
+  ]
+  shown = report.rich_table(dataclasses.replace(table, rows=rows))
+  names = [str(column.header) for column in shown.columns]
+  every = report.header(table)
+  assert set(every) - set(names) == {'predicted', 'measured / predicted'}
+  assert names == [name for name in every if name in names]
+  assert shown.columns[0].justify == 'left' != shown.columns[-2].justify
 
 
 @pytest.mark.parametrize(

@@ -288,22 +288,23 @@ def csv_text(table: Table) -> str:
 
 
 def rich_table(table: Table) -> rich.table.Table:
-  """Returns the table for a console."""
+  """Returns the table for a console, without columns that say nothing."""
   shown = rich.table.Table(
     title=rich.text.Text(table.full_title),
     caption=rich.text.Text(f'{table.quantity}; {table.count}'),
   )
-  num_keys = len(table.rows[0].keys)
-  names = header(table)
-  for index, name in enumerate(names):
-    number = num_keys <= index < len(names) - 1
+  num_keys, num_columns = len(table.rows[0].keys), len(header(table))
+  columns = enumerate(zip(header(table), *cells(table), strict=True))
+  said = [one for one in columns if set(one[1][1:]) - {'', '-'}]
+  for index, (name, *_) in said:
+    number = num_keys <= index < num_columns - 1
     shown.add_column(
       rich.text.Text(name),
       justify='right' if number else 'left',
       overflow='fold',
     )
-  for row in cells(table):
-    shown.add_row(*(rich.text.Text(cell) for cell in row))
+  for row in zip(*(column[1:] for _, column in said), strict=True):
+    shown.add_row(*map(rich.text.Text, row))
   return shown
 
 

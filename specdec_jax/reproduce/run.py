@@ -35,6 +35,7 @@ _NEEDS = {
   'figure5': ('engine', 'costs'),
 }
 _PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5'}
+_PIPED_WIDTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +114,10 @@ def reproduce(
   work = _Work(config, console)
   for item in config.items:
     getattr(work, item)()
+  # A pipe has no edge to fold at.
+  width = None if console.is_terminal else max(console.width, _PIPED_WIDTH)
   for table in work.tables:
-    console.print(report.rich_table(table))
+    console.print(report.rich_table(table), width=width)
   written = report.write(
     config.output_dir,
     work.tables,
