@@ -35,7 +35,7 @@ _NEEDS = {
   'figure5': ('engine', 'costs'),
 }
 _PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5'}
-_PIPED_WIDTH = 200
+_PIPED_WIDTH = 240
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +114,10 @@ def reproduce(
   work = _Work(config, console)
   for item in config.items:
     getattr(work, item)()
-  # A pipe has no edge to fold at.
-  width = None if console.is_terminal else max(console.width, _PIPED_WIDTH)
+  if not console.is_terminal:  # a pipe has no edge to fold at
+    console.width = max(console.width, _PIPED_WIDTH)
   for table in work.tables:
-    console.print(report.rich_table(table), width=width)
+    console.print(report.rich_table(table))
   written = report.write(
     config.output_dir,
     work.tables,
