@@ -376,11 +376,15 @@ ENDE = gin_cli.ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'
 
 
 @pytest.mark.skipif(not ENDE.exists(), reason='needs ../shared/data/ende')
-def test_stand_ins_of_table_3(tmp_path, monkeypatch):
-  """What gin/runs/table3_stand_in.gin measures with the demo's target."""
+@pytest.mark.parametrize(
+  ('run', 'leniences'),
+  [('table3_stand_in', (1.0,)), ('table5_stand_in', (1.0, 0.5, 0.3, 0.1))],
+)
+def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences):
+  """What these run files measure with the demo's target."""
   monkeypatch.chdir(gin_cli.ROOT)
   vocabulary = Tokenizer('demo/vocab.model')
-  flags = ['--gin_file=gin/runs/table3_stand_in.gin']
+  flags = [f'--gin_file=gin/runs/{run}.gin']
   flags += [f'--gin.OUTPUT_DIR={tmp_path}', '--gin.TARGETS=(%ENDE,)']
   for order, name in ((1, 'UNIGRAM'), (2, 'BIGRAM')):
     path = tmp_path / f'{name}.npz'
@@ -391,6 +395,7 @@ def test_stand_ins_of_table_3(tmp_path, monkeypatch):
   gin_cli.load(gin_cli.parse_flags(flags))
   (config,) = gin_cli.build(reproduce.ReproduceConfig).alphas
   assert config.target == 'demo target, Tatoeba English-German'
+  assert config.leniences == leniences
   assert config.paper_target == 't5_xxl_ende'
   made = {name: make() for name, make in config.engines.items()}
   kinds = {name: one.drafter.name for name, one in made.items()}
