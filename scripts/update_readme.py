@@ -27,6 +27,7 @@ from typing import Any
 from specdec_jax import files
 from specdec_jax.infer import quality, report
 from specdec_jax.measure import throughput
+from specdec_jax.measure.alpha import with_error
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ('README.md', 'demo/README.md', 'benchmarks/README.md')
@@ -205,9 +206,9 @@ def _render_alpha(record: Mapping[str, Any]) -> str:
       row['draft'],
       f'{row["temperature"]:g}',
       *([f'{row["lenience"]:g}'] if lossy else []),
-      _with_error(row['alpha'], row['standard_error']),
+      with_error(row['alpha'], row['standard_error']),
       *([f'{row["proposes"]:.3f}'] if silent else []),
-      _with_error(row['observed'], row['observed_standard_error']),
+      with_error(row['observed'], row['observed_standard_error']),
       *([f'{row["tokens_per_call"]:.2f}'] if counted else []),
       f'{row["num_tokens"]:,}',
     ]
@@ -245,13 +246,6 @@ def _render_throughput(record: dict[str, Any]) -> str:
       f' {late["buffers"]} arrays.'
     )
   return '\n\n'.join(parts)
-
-
-def _with_error(mean: float | None, error: float | None) -> str:
-  if mean is None:
-    return '-'
-  # Of one text there is none.
-  return f'{mean:.3f}' + ('' if error is None else f' ± {error:.3f}')
 
 
 _RENDERERS = {

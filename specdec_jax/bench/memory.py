@@ -281,17 +281,16 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
     start = functools.partial(autoregressive.start, plan.target)
     state = jax.eval_shape(start, target, request)
     draft = None
-    reading = _reading_bytes(plan.target, target, state.target_cache, request)
   else:
     draft = param_shapes(plan.draft, placement)
     start = functools.partial(
       speculative.start, plan.target, small_model(plan.draft)
     )
     state = jax.eval_shape(start, PairParams(target, draft), request)
-    reading = max(
-      _reading_bytes(plan.target, target, state.target_cache, request),
-      _reading_bytes(plan.draft, draft, state.drafter_state, request),
-    )
+  reading = _reading_bytes(plan.target, target, state.target_cache, request)
+  if plan.draft is not None:
+    own = _reading_bytes(plan.draft, draft, state.drafter_state, request)
+    reading = max(reading, own)
   caches = {
     'target caches': tree_bytes(state.target_cache),
     'draft caches': tree_bytes(state.drafter_state),

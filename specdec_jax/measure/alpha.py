@@ -350,16 +350,17 @@ def table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
       row['draft'],
       f'{row["temperature"]:g}',
       *([lenience] if lossy else []),
-      _with_error(row['alpha'], row['standard_error']),
+      with_error(row['alpha'], row['standard_error']),
       f'{row["proposes"]:.3f}',
-      _with_error(row['observed'], row['observed_standard_error']),
+      with_error(row['observed'], row['observed_standard_error']),
       f'{row["tokens_per_call"]:.2f}',
       str(row['num_tokens']),
     )
   return made
 
 
-def _with_error(mean: float | None, error: float | None) -> str:
+def with_error(mean: float | None, error: float | None) -> str:
+  """A rate and its error as text; '-' where there is none."""
   if mean is None:
     return '-'
   # Of one text there is none.
