@@ -2,8 +2,8 @@ r"""Decodes text plainly and speculatively: lines, or a task as with T5X.
 
   python scripts/decode.py --gin_file=gin/runs/demo.gin
 
-  python scripts/decode.py --gin_file=gin/models/demo_pair.gin \
-    --gin_file=gin/runs/decode_task.gin --gin.MIXTURE_OR_TASK_NAME=... ...
+  python scripts/decode.py --gin_file=gin/models/demo/pair.gin \
+    --gin_file=gin/runs/infer.gin --gin.MIXTURE_OR_TASK_NAME=... ...
 
 A run file that configures `infer.TaskConfig` is over a task or a file of
 examples; others are over lines of text (`infer.DecodeConfig`), which both ways

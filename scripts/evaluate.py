@@ -1,6 +1,6 @@
 r"""Scores a pair on a test set: BLEU, and how often drafts are accepted.
 
-  python scripts/evaluate.py --gin_file=gin/runs/evaluate_demo.gin \
+  python scripts/evaluate.py --gin_file=gin/runs/eval.gin \
     --gin.EVAL_FILE=FILE
 
 Flags are those of T5X, see scripts/gin_cli.py; macros of the run are listed in

@@ -37,6 +37,7 @@ from typing import NoReturn, TypeVar
 import gin
 
 import gin_checks
+import gin_old_paths
 from specdec_jax import processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -185,13 +186,15 @@ def load(flags: Flags) -> None:
   """Makes gin's configuration from `flags`, replacing any earlier one.
 
   Gin files are looked up in the working folder, in --gin_search_paths and in
-  the repository, in this order.
+  the repository, in this order; where a file was moved or merged its old path
+  works as well (gin_old_paths.py).
 
   Raises:
     ValueError: a missing gin file; a name that nothing knows, with the nearest
       known ones; a required macro without a value.
   """
   gin.clear_config()
+  gin_old_paths.serve(ROOT)
   for folder in (*flags.search_paths, str(ROOT)):
     gin.add_config_file_search_path(folder)
   for gin_file in flags.gin_files:
@@ -292,7 +295,8 @@ def _gin_value(name: str, value: str) -> str:
 def _find(gin_file: str, search_paths: Sequence[str]) -> None:
   """Raises ValueError if `gin_file` is in none of the places."""
   places = ['.', *search_paths, str(ROOT)]
-  if any(pathlib.Path(place, gin_file).is_file() for place in places):
+  paths = [pathlib.Path(place, gin_file) for place in places]
+  if any(p.is_file() or gin_old_paths.find(p, ROOT) for p in paths):
     return
   shipped = [
     path.relative_to(ROOT).as_posix() for path in ROOT.glob('gin/**/*.gin')

@@ -1,6 +1,6 @@
 """Trains a model, or distils a drafter from a target.
 
-  python scripts/train.py --gin_file=gin/runs/train_demo_target.gin \
+  python scripts/train.py --gin_file=gin/runs/train.gin \
     --gin.MODEL_DIR=FOLDER --gin.TRAIN_FILE=FILE --gin.VOCAB_PATH=FILE
 
 Flags are those of T5X, see scripts/gin_cli.py; the macros of a run are listed

@@ -131,7 +131,7 @@ def test_the_run_file_takes_a_decoder_only_pair(tmp_path, monkeypatch):
   paths = {
     name: tmp_path / f'{name}.msgpack' for name in ('gpt_10m', 'gpt_600k')
   }
-  flags = [f'--gin_file=gin/models/{name}.gin' for name in paths]
+  flags = [f'--gin_file=gin/models/gpt/{size}.gin' for size in ('10m', '600k')]
   flags += ['--gin_file=gin/runs/calibrate_demo.gin', '--gin.BOS_ID=0']
   for side, (name, path) in zip(
     ('TARGET', 'DRAFT'), paths.items(), strict=True

@@ -188,7 +188,7 @@ def test_script(tmp_path):
   assert done.returncode == 0, done.stderr
   assert 'parameters of T5Config(vocab_size=24, emb_dim=8' in done.stdout
   assert_equal(checkpoints.load(tmp_path / 'out', t5.T5(CONFIG)), params)
-  network = ['--gin_file=gin/models/t5_1_1_small.gin']
+  network = ['--gin_file=gin/models/t5_1_1/small.gin']
   network += ['--gin.NETWORK=%T5_1_1_SMALL', f'--gin.OUTPUT={tmp_path}/other']
   done = script(*flags, *network)
   assert done.returncode != 0

@@ -151,8 +151,8 @@ def demo_engine(tmp_path):
   """What makes the engine of one of the demo's runs."""
 
   def make(run):
-    flags = [f'--gin_file=gin/runs/{run}.gin']
-    if run == 'demo_cascade':
+    flags = ['--gin_file=gin/runs/demo_drafters.gin', f'--gin.DRAFTER=%{run}']
+    if run in ('NGRAM', 'CASCADE'):
       vocabulary = Tokenizer(gin_cli.ROOT / 'demo' / 'vocab.model')
       path = tmp_path / 'bigram.npz'
       fit(
@@ -169,17 +169,21 @@ def demo_engine(tmp_path):
 
 
 def test_what_the_runs_of_the_demo_are_made_of(demo_engine):
-  made = demo_engine('demo_first_of')
+  made = demo_engine('FIRST_OF')
   assert made.drafter.name == 'first_of(copy(4, 2), late_model)'
   assert made.params.draft[0] == () and 'decoder' in made.params.draft[1]
-  made = demo_engine('demo_cascade')
+  made = demo_engine('CASCADE')
   assert made.drafter.name == 'cascade(ngram, 2)'
   network, table = made.params.draft
   assert 'decoder' in network and table.order == 2
+  made = demo_engine('COPY')
+  assert (made.drafter.name, made.params.draft) == ('copy(4, 2)', ())
+  made = demo_engine('NGRAM')
+  assert (made.drafter.name, made.params.draft.order) == ('ngram', 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('run', ['demo_first_of', 'demo_cascade'])
+@pytest.mark.parametrize('run', ['FIRST_OF', 'CASCADE'])
 def test_runs_of_the_demo(demo_engine, run):
   made = demo_engine(run)
   texts = ['Can you tell me where the nearest bakery is?']

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import pathlib
+import re
 
 import gin
 import jax
@@ -18,11 +19,24 @@ from specdec_jax.probs import SamplingConfig
 ROOT = pathlib.Path(gin_cli.__file__).resolve().parent.parent
 # What a CPU trains in place of a published one.
 TENTHS = {'t5_1_1_21m': 't5_1_1_base', 't5_1_1_7m': 't5_1_1_small'}
+# Size -> its file.
+FILES = {
+  f'{path.parent.name}_{path.stem}': path
+  for path in sorted((ROOT / 'gin' / 'models').glob('*/*.gin'))
+}
+# Other names for those of the same shape, and so the same file.
+ALIASES = {
+  name.replace('t5_1_1', family): path
+  for name, path in FILES.items()
+  for family in ('t5_1_1_lm100k', 'flan_t5')
+  if name.startswith('t5_1_1_') and name not in TENTHS
+}
+FILES |= ALIASES
 SIZES = sorted(
-  path.stem
-  for path in (ROOT / 'gin' / 'models').glob('*.gin')
-  if path.stem.startswith(('t5_', 'flan_t5_', 'mt5_', 'madlad400_', 'ul2_'))
-  and path.stem not in TENTHS
+  name
+  for name in FILES
+  if name.startswith(('t5_', 'flan_t5_', 'mt5_', 'madlad400_', 'ul2_'))
+  and name not in TENTHS
 )
 
 # Parameters in millions, as published: the model cards of T5 1.0 and 1.1 and
@@ -64,13 +78,13 @@ class Networks:
   second: object = None
 
 
-def read(folder, first, second=None, directory='gin/models'):
+def read(folder, first, second=None, files=FILES):
   """The networks of one or two size files that are included together."""
   text = 'from __gin__ import dynamic_registration\n'
   text += 'import gin_models_test\n'
   for field, name in (('first', first), ('second', second)):
     if name is not None:
-      text += f"include '{directory}/{name}.gin'\n"
+      text += f"include '{files[name]}'\n"
       text += f'gin_models_test.Networks.{field} = %{name.upper()}\n'
   path = folder / 'networks.gin'
   path.write_text(text)
@@ -95,14 +109,24 @@ def test_every_pair_can_be_included_together(alone, folder):
 
 
 def test_the_check_of_pairs_sees_a_shared_scope(tmp_path):
-  source = (ROOT / 'gin' / 'models' / 't5_small.gin').read_text()
+  source = FILES['t5_small'].read_text()
+  files = {name: tmp_path / f'{name}.gin' for name in ('one', 'two')}
   for name, heads in (('one', 8), ('two', 4)):
     text = source.replace('T5_SMALL', name.upper())
     text = text.replace('num_heads = 8', f'num_heads = {heads}')
-    (tmp_path / f'{name}.gin').write_text(text)
-  single = read(tmp_path, 'one', directory=tmp_path)
-  both = read(tmp_path, 'one', 'two', directory=tmp_path)
+    files[name].write_text(text)
+  single = read(tmp_path, 'one', files=files)
+  both = read(tmp_path, 'one', 'two', files=files)
   assert both.first != single.first
+
+
+def test_sizes_of_one_shape_are_one_network(alone):
+  assert len(ALIASES) == 10
+  for name, path in ALIASES.items():
+    assert alone[name] == alone[f't5_1_1_{path.stem}'], name
+  names = set(PUBLISHED) - set(ALIASES)
+  shapes = {alone[name] for name in names}
+  assert len(shapes) == len(names), 'two files of one shape'
 
 
 @functools.cache
@@ -180,14 +204,15 @@ TASK_NAMES = {'ende': 'wmt_t2t_ende_v003', 'cnndm': 'cnn_dailymail_v002'}
 PATHS = 'gs://t5-data/pretrained_models/t5x'
 
 
-def run_name(row):
+def row_name(row):
   size = row.draft.removeprefix('t5_')
   return f'{row.task}_xxl_{size}' + ('_t1' if row.temperature else '')
 
 
-def load_run(name, tokenizer, folder):
+def load_run(name, tokenizer, folder, **macros):
   """A run's configuration, its gamma, and networks and paths of both models."""
   flags = [f'--gin_file=gin/runs/{name}.gin']
+  flags += [f'--gin.{macro}={value}' for macro, value in macros.items()]
   flags.append(f'--gin.VOCAB_PATH={tokenizer.path}')
   flags.append(f'--gin.INFER_OUTPUT_DIR={folder}')
   gin_cli.load(gin_cli.parse_flags(flags))
@@ -199,14 +224,33 @@ def load_run(name, tokenizer, folder):
   return gin_cli.build(infer.TaskConfig), gamma, sides
 
 
-@pytest.mark.parametrize('row', paper.TABLE2, ids=run_name)
+@pytest.mark.parametrize('row', paper.TABLE2, ids=row_name)
 def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
-  config, gamma, sides = load_run(run_name(row), tokenizer, folder)
+  """By the macros that the header of its file says, and by its old path."""
+  names = ('t5_1_1_xxl', row.draft.replace('t5_', 't5_1_1_'))
+  path = ROOT / 'gin' / 'runs' / f'{row.task}_xxl.gin'
+  macros = {
+    'DRAFT': f'%{names[1].upper()}',
+    'DRAFT_CHECKPOINT_PATH': f'{PATHS}/{names[1]}/checkpoint_1000000',
+    'TEMPERATURE': float(row.temperature),
+    'GAMMA': gamma_in_header(path.read_text(), names[1], row.temperature),
+  }
+  for name, given in ((path.stem, macros), (row_name(row), {})):
+    check_row(row, names, load_run(name, tokenizer, folder, **given), alone)
+
+
+def gamma_in_header(text, draft, temperature):
+  """Of a line such as `#     %T5_1_1_BASE   7   5`."""
+  (line,) = re.findall(rf'# +%{draft.upper()} +(\d+) +(\d+)\n', text)
+  return int(line[temperature])
+
+
+def check_row(row, names, run, alone):
+  config, gamma, sides = run
   assert config.mixture_or_task_name == TASK_NAMES[row.task]
   assert config.sampling == SamplingConfig(temperature=row.temperature)
   assert (gamma, config.batch_size) == (row.gamma, 1)
   assert (config.split, config.decoding) == ('test', 'both')
-  names = ('t5_1_1_xxl', row.draft.replace('t5_', 't5_1_1_'))
   check_sides(sides, names, names, alone)
 
 
@@ -231,7 +275,5 @@ def check_sides(sides, sizes, folders, alone):
 
 def test_the_tasks_of_the_runs_are_known():
   assert set(TASK_NAMES.values()) <= set(t5_tasks.TASKS)
-  runs = {run_name(row) for row in paper.TABLE2}
-  assert len(runs) == 12
-  found = {p.stem for p in (ROOT / 'gin' / 'runs').glob('*_xxl_*.gin')}
-  assert runs == found
+  found = {p.stem for p in (ROOT / 'gin' / 'runs').glob('*_xxl.gin')}
+  assert found == {f'{task}_xxl' for task in TASK_NAMES}

@@ -67,7 +67,7 @@ def test_lines_and_examples_are_decoded_alike(pair, tmp_path):
   )
   infer.decode(gin_cli.build(infer.DecodeConfig))
   load(
-    ['models/gpt2_1558m', 'models/gpt2_124m', 'runs/decode_task'],
+    ['models/gpt2/1558m', 'models/gpt2/124m', 'runs/infer'],
     TARGET='%GPT2_1558M',
     DRAFT='%GPT2_124M',
     CHECKPOINT_PATH=pair[0],

@@ -245,7 +245,8 @@ class Networks:
 @pytest.fixture(scope='module')
 def networks(folder):
   lines = ['from __gin__ import dynamic_registration', 'import gpt_test']
-  lines += [f"include 'gin/models/{name}.gin'" for name in SIZES]
+  paths = [name.replace('_', '/') for name in SIZES]
+  lines += [f"include 'gin/models/{path}.gin'" for path in paths]
   found = ', '.join(f"'{name}': %{name.upper()}" for name in SIZES)
   lines.append(f'gpt_test.Networks.found = {{{found}}}')
   path = folder / 'networks.gin'

@@ -1,4 +1,4 @@
-"""scripts/decode.py with gin/runs/decode_task.gin and the demo pair."""
+"""scripts/decode.py with gin/runs/infer.gin and the demo pair."""
 
 import json
 import pathlib
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def script(**macros):
-  files = ('models/demo_target', 'models/demo_draft', 'runs/decode_task')
+  files = ('models/demo/target', 'models/demo/draft', 'runs/infer')
   flags = [f'--gin_file=gin/{name}.gin' for name in files]
   flags += [f'--gin.{name}={value}' for name, value in macros.items()]
   return subprocess.run(

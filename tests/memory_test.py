@@ -54,7 +54,7 @@ PUBLISHED = {
 def published(size: str) -> t5.T5:
   """T5 1.1 of a size as its gin file says, but in bfloat16."""
   flags = [
-    f'--gin_file=gin/models/t5_1_1_{size}.gin',
+    f'--gin_file=gin/models/t5_1_1/{size}.gin',
     f'--gin.t5_1_1_{size}/t5.T5Config.dtype=bfloat16',
   ]
   gin_cli.load(gin_cli.parse_flags(flags))

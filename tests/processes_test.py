@@ -306,11 +306,11 @@ def test_process_counts_that_differ(joining):
 )
 def test_bad_flags(flags, message):
   with pytest.raises(ValueError, match=message):
-    gin_cli.parse_flags(['--gin_file=gin/runs/decode_task.gin', *flags])
+    gin_cli.parse_flags(['--gin_file=gin/runs/infer.gin', *flags])
 
 
 def test_flags():
-  flags = ['--gin_file=gin/runs/decode_task.gin']
+  flags = ['--gin_file=gin/runs/infer.gin']
   assert gin_cli.parse_flags(flags).meeting is None
   assert gin_cli.parse_flags([*flags, '--multiprocess']).meeting == Meeting()
   flags += ['--coordinator_address=10.0.0.1:1234']

@@ -230,25 +230,30 @@ def test_a_local_task_is_trained_on(tmp_path):
 @pytest.mark.parametrize(
   ('name', 'macros', 'vocab_size'),
   [
-    ('train_demo_target', ['VOCAB_PATH'], 8000),
-    ('distill_demo_draft', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 8000),
+    ('train', ['VOCAB_PATH'], 8000),
+    ('distill', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 8000),
     ('train_lm', ['VOCAB_PATH'], 8000),
     ('distill_lm', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 8000),
-    ('train_summ', ['EVAL_FILE', 'VOCAB_PATH'], 8000),
+    ('finetune', ['EVAL_FILE', 'VOCAB_PATH'], 8000),
     (
       'distill_summ',
       ['VOCAB_PATH', 'EVAL_FILE', 'TARGET_CHECKPOINT_PATH'],
       8000,
     ),
-    ('train_ende', ['VOCAB_PATH'], 32128),
-    ('distill_ende', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 32128),
+    ('train --gin.MODEL=%T5_1_1_21M', ['VOCAB_PATH'], 32128),
+    (
+      'distill --gin.TARGET=%T5_1_1_BASE --gin.DRAFT=%T5_1_1_SMALL',
+      ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'],
+      32128,
+    ),
   ],
 )
 def test_gin_files(name, macros, vocab_size, tmp_path):
   path = tmp_path / 'pairs.tsv'
   path.write_text('a\tb\n')
   given = ['MODEL_DIR', 'TRAIN_FILE', *macros]
-  flags = [f'--gin_file=gin/runs/{name}.gin']
+  name, *sizes = name.split()
+  flags = [f'--gin_file=gin/runs/{name}.gin', *sizes]
   with pytest.raises(ValueError, match='Required and not given: .*MODEL_DIR'):
     gin_cli.load(gin_cli.parse_flags(flags))
   flags += [f'--gin.{macro}={path}' for macro in given]
@@ -275,7 +280,7 @@ from __gin__ import dynamic_registration
 from specdec_jax.models import t5
 from specdec_jax.training import data
 from specdec_jax.training import trainer
-include 'gin/runs/train_demo_target.gin'
+include 'gin/runs/train.gin'
 demo_target/t5.T5Config:
   vocab_size = 400
   emb_dim = 8

@@ -43,7 +43,7 @@ def decode(
   if not processes.current().alone:
     raise ValueError(
       'Several processes decode a task or a file of examples together: give'
-      ' gin/runs/decode_task.gin. A run over lines is one process.'
+      ' gin/runs/infer.gin. A run over lines is one process.'
     )
   console = console or rich.console.Console()
   if config.output_dir is None:
