@@ -27,6 +27,7 @@ A script is a dozen lines:
 import argparse
 import ast
 import dataclasses
+import logging
 import pathlib
 import re
 import sys
@@ -194,6 +195,7 @@ def load(flags: Flags) -> None:
       known ones; a required macro without a value.
   """
   gin.clear_config()
+  logging.getLogger().addFilter(_is_no_place_of_many)
   gin_old_paths.serve(ROOT)
   for folder in (*flags.search_paths, str(ROOT)):
     gin.add_config_file_search_path(folder)
@@ -216,6 +218,11 @@ def load(flags: Flags) -> None:
     known.check_effect(name)
   gin_checks.check_complete()
   gin.finalize()
+
+
+def _is_no_place_of_many(record: logging.LogRecord) -> bool:
+  """False for an error that gin logs of each place but the right one."""
+  return record.msg != 'Path not found: %s'
 
 
 def build(cls: type[_T]) -> _T:

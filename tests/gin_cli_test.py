@@ -134,7 +134,9 @@ def test_later_files_override(folder):
   assert load('--gin_file', 'more.gin').path == 'more'
 
 
-def test_files_are_found_in_search_paths_and_repository(folder, monkeypatch):
+def test_files_are_found_in_search_paths_and_repository(
+  folder, monkeypatch, caplog
+):
   for name in ('one', 'two', 'repository/gin'):
     (folder / name).mkdir(parents=True)
   (folder / 'one' / 'size.gin').write_text('DEPTH = 11\n')
@@ -145,6 +147,8 @@ def test_files_are_found_in_search_paths_and_repository(folder, monkeypatch):
   monkeypatch.setattr(gin_cli, 'ROOT', folder / 'repository')
   run = load('--gin_search_paths=one,two', gin_file='all.gin')
   assert (run.target.depth, run.path) == (11, 'r')
+  # gin would log an error for each place where a file is not.
+  assert not caplog.records
 
 
 def test_operative_config_holds_defaults_and_can_be_read_back(folder):
