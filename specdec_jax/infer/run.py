@@ -71,7 +71,11 @@ def _decode(
   most = limit if config.on_too_long == 'error' else None
   lines = count_tokens(lines, engine.num_input_tokens, most)
   decides = _identity(config, engine, lines, gammas)
-  done = folder.begin(decides, config.overwrite) if folder else []
+  done: resume.Chunks = {}
+  if folder is not None:
+    if folder.finished and not config.overwrite:
+      folder.make_again(decides)
+    done = folder.begin(decides, config.overwrite)
   modes = batches.run_all(
     _items(lines),
     {
