@@ -15,6 +15,7 @@ from specdec_jax.infer import (
   batches,
   calibrated,
   examples,
+  failures,
   report,
   results,
   resume,
@@ -65,7 +66,8 @@ def decode_one(
 
   Raises:
     ValueError: a bad task, file, shard or output folder, or models that do not
-      fit, before anything is compiled.
+      fit, before anything is compiled. As AllFailedError: of no example
+      anything came; it is left without a marker.
     OSError: results could not be written; what is done is kept.
   """
   console = console or rich.console.Console()
@@ -149,8 +151,13 @@ def _decode(
     config.sampling.greedy,
     task_summary.context(config, engine, records, scored, gammas),
   )
-  _write(folder, records, summary, beside)
+  failed = failures.first_error(modes)
+  contents = _contents(folder, records, summary, beside)
+  folder.leave(contents) if failed else folder.finish(contents)
   report.print_results(console, summary, config.output_dir)
+  if failed:
+    params, count = engine.params, len(records)
+    raise failures.explained(failed, count, params, config.output_dir)
   return summary
 
 
@@ -169,18 +176,17 @@ def _kept(
   return folder.read_json(f'{folder.name}.summary.json')
 
 
-def _write(
+def _contents(
   folder: resume.Folder,
   records: Sequence[Mapping[str, Any]],
   summary: Mapping[str, Any],
   beside: Mapping[str, Callable[[], str]],
-) -> None:
+) -> dict[str, str]:
   named = {'summary.json': results.indented(summary)}
   named |= {name: text() for name, text in beside.items()}
-  folder.finish(
-    {folder.name: results.json_lines(records)}
-    | {f'{folder.name}.{name}': text for name, text in named.items()}
-  )
+  return {folder.name: results.json_lines(records)} | {
+    f'{folder.name}.{name}': text for name, text in named.items()
+  }
 
 
 def results_name(config: TaskConfig) -> str:
