@@ -97,6 +97,7 @@ def main(
 
   Bad input (ValueError, OSError) ends as one line on stderr and status 2, an
   interrupt as status 130; `--traceback` lets the exception through instead.
+  SIGTERM ends the process with one line and status 143.
 
   Args:
     function: takes nothing and returns a status, None for 0; it fetches what
@@ -119,7 +120,10 @@ def main(
     meeting = parse_flags(argv).meeting
   except ValueError:
     return complaining()
-  return processes.run(complaining) if meeting else complaining()
+  if meeting:
+    return processes.run(complaining)
+  with processes.ending_on_sigterm():
+    return complaining()
 
 
 def _complaining(function: Callable[[], int], traceback: bool) -> int:

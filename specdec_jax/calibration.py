@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import analysis, environment, files
+from specdec_jax import analysis, environment, files, same_run
 
 _KIND = 'calibration'
 _DRAWS = 2000  # of the measured values, for the interval of the speed-up
@@ -86,19 +86,15 @@ class Calibration:
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
     """Raises CalibrationError unless models and device are those measured."""
-    differs = [
-      f'the {name} (measured {self.fingerprints.get(name)}, here'
-      f' {fingerprints.get(name)})'
-      for name in sorted({*self.fingerprints, *fingerprints})
-      if self.fingerprints.get(name) != fingerprints.get(name)
-    ]
-    here = environment.describe()['device']
-    if here != self.device:
-      differs.append(f'the device (measured {self.device!r}, here {here!r})')
+    device = environment.describe()['device']
+    differs = same_run.differences(
+      {**self.fingerprints, 'device': self.device},
+      {**fingerprints, 'device': device},
+    )
     if differs:
       raise CalibrationError(
-        f'This calibration was made for something else: {"; ".join(differs)}'
-        ' differ. Run scripts/calibrate.py with these models on this machine.'
+        f'This calibration was made for something else: {"; ".join(differs)}.'
+        ' Run scripts/calibrate.py with these models on this machine.'
       )
 
   def save(self, path: str) -> None:

@@ -1,12 +1,15 @@
-"""Files: text line by line, and writing whole or not at all."""
+"""Files: text by line, writing whole or not at all, checksums that are kept."""
 
 import contextlib
 import gzip
+import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
+
+_SEAL = b'sha256 '  # begins the line above what is sealed
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -37,6 +40,65 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
       os.unlink(temporary)
     raise
+
+
+class BrokenFileError(ValueError):
+  """A sealed file is not as it was written; the text names it and says why."""
+
+
+def write_sealed(
+  path: str | os.PathLike[str], data: bytes, of: str = ''
+) -> None:
+  """Writes `data` below a line with their checksum, whole or not at all.
+
+  Args:
+    path: is replaced.
+    data: any.
+    of: what they are a part of. It counts in the checksum without being
+      written: a sealed file of something else does not pass for this one.
+
+  Raises:
+    OSError: as `write_atomically`.
+  """
+  write_atomically(path, _seal(data, of) + b'\n' + data)
+
+
+def read_sealed(path: str | os.PathLike[str], of: str = '') -> bytes:
+  """What `write_sealed` wrote.
+
+  Raises:
+    BrokenFileError: the file is missing or cannot be read, has no checksum, or
+      one that does not fit.
+  """
+  path = os.fspath(path)
+  if os.path.exists(path) and not os.path.isfile(path):
+    raise BrokenFileError(f'{path} is no file')  # a pipe would be waited for
+  try:
+    with open(path, 'rb') as stream:
+      found = stream.read()
+  except OSError as error:
+    raise BrokenFileError(
+      f'{path} cannot be read ({error.strerror or error})'
+    ) from error
+  if not found:
+    raise BrokenFileError(f'{path} is empty')
+  seal, _, data = found.partition(b'\n')
+  if not seal.startswith(_SEAL):
+    raise BrokenFileError(
+      f'{path} does not begin with a checksum: another program or an earlier'
+      ' version wrote it, or it is damaged'
+    )
+  if seal != _seal(data, of):
+    raise BrokenFileError(
+      f'{path} does not fit its checksum: it is damaged, cut short, or of'
+      ' another run'
+    )
+  return data
+
+
+def _seal(data: bytes, of: str) -> bytes:
+  digest = hashlib.sha256(of.encode() + b'\0' + data)
+  return _SEAL + digest.hexdigest().encode()
 
 
 def write_json(

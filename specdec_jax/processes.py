@@ -5,13 +5,14 @@ the others, which print a trace of its internals then. So each process that was
 started has a child that does the work, and ends with one line of its own.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -25,6 +26,13 @@ _ENDED = (
   'error: another process of this run has ended, never came, or cannot be'
   ' reached; if it ended, its own message says why. Start all of them again, as'
   ' many as --process_count says: what is finished is kept.'
+)
+# The exit status that shells give to what SIGTERM ended.
+TERMINATED = 128 + signal.SIGTERM
+_TERMINATED = (
+  'error: ended by SIGTERM. What was finished on disk is kept: start the same'
+  ' command again, and a run that keeps its results in a folder goes on from'
+  ' there.'
 )
 
 
@@ -118,6 +126,41 @@ def run(function: Callable[[], int]) -> int:
   return status
 
 
+@contextlib.contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+  """Inside, SIGTERM ends this process at once, with one line on stderr.
+
+  A compiled program may run for minutes, in which Python calls no handler, so a
+  thread ends the process. Nothing is tidied up: what is on disk is whole at any
+  moment, and the next start removes what is left over.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield  # signals are the main thread's
+    return
+  reader, writer = os.pipe()
+  os.set_blocking(writer, False)
+  # C code writes a signal's number here when it comes, Python's handler or not.
+  handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
+  before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+  def wait():
+    while numbers := os.read(reader, 64):
+      if signal.SIGTERM in numbers:
+        print(_TERMINATED, file=sys.stderr, flush=True)
+        os._exit(TERMINATED)
+
+  thread = threading.Thread(target=wait, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    signal.set_wakeup_fd(before)
+    signal.signal(signal.SIGTERM, handler)
+    os.close(writer)
+    thread.join()
+    os.close(reader)
+
+
 def current() -> Processes:
   """This process among those that were joined; alone where none were."""
   if not jax.distributed.is_initialized():
@@ -172,9 +215,12 @@ def _watched() -> int:
     env=os.environ | {_CHILD: '1'},
     stdin=subprocess.PIPE,
   )
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, _: child.send_signal(number))
-  status = child.wait()
+  signal.signal(signal.SIGINT, lambda number, _: child.send_signal(number))
+  # The child ends with this process: JAX takes SIGTERM there for a warning.
+  with ending_on_sigterm():
+    status = child.wait()
+  if status == -signal.SIGTERM:  # it came to both
+    print(_TERMINATED, file=sys.stderr)
   if status == -signal.SIGABRT:
     print(_ENDED, file=sys.stderr)
     return PEER_ENDED

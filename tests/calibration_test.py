@@ -97,13 +97,15 @@ def test_other_models_are_refused_by_name():
   make().check({'target': 'aa', 'draft': 'bb'})
   with pytest.raises(
     calibration.CalibrationError,
-    match=r'the draft \(measured bb, here cc\) differ.*scripts/calibrate.py',
+    match="draft was 'bb', is 'cc'.*scripts/calibrate.py",
   ):
     make().check({'target': 'aa', 'draft': 'cc'})
 
 
 def test_another_device_is_refused_by_name():
-  with pytest.raises(calibration.CalibrationError, match="'abacus', here"):
+  with pytest.raises(
+    calibration.CalibrationError, match="device was 'abacus', is"
+  ):
     make(device='abacus').check({'target': 'aa', 'draft': 'bb'})
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -278,9 +279,9 @@ class TestGenerateOutputs:
     with pytest.raises(Killed):
       self.generate(path, config)
     calls.clear()
-    with pytest.raises(ValueError, match='of other settings: outputs.seed'):
+    with pytest.raises(ValueError, match='of other settings: outputs.seed was'):
       self.generate(path, dataclasses.replace(config, seed=1))
-    with pytest.raises(ValueError, match='of other settings: params is'):
+    with pytest.raises(ValueError, match='of other settings: params was'):
       self.generate(path, config, target_params(2))
     # Of 8 batches in chunks of 2, 2 chunks were whole.
     found = self.generate(path, config)
@@ -290,6 +291,79 @@ class TestGenerateOutputs:
     calls.clear()
     self.generate(path, config)  # finished: only read
     assert not calls
+
+  def test_what_is_broken_is_made_again(self, tmp_path, monkeypatch):
+    """Chunks of a killed run, by number; later whole ones are kept."""
+    wanted = self.generate(tmp_path / 'whole.npz')
+    half = tmp_path / 'half'
+    half.mkdir()
+    original, calls, said = outputs.Decoder.__call__, [], []
+
+    def counted(self, *args):
+      if len(calls) == 6:
+        raise InterruptedError
+      calls.append(args)
+      return original(self, *args)
+
+    with monkeypatch.context() as patch:
+      patch.setattr(outputs.Decoder, '__call__', counted)
+      with pytest.raises(InterruptedError):
+        self.generate(half / 'o.npz')
+    for broken, name in enumerate(
+      ['.parts/00000.npz'] * 6 + ['.settings.json'] * 3
+    ):
+      out = tmp_path / f'{broken}'
+      shutil.copytree(half, out)
+      path = out / f'o.npz{name}'
+      data = path.read_bytes()
+      at = len(data) // 2
+      path.write_bytes(
+        [
+          data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :],
+          data[:at],
+          b'',
+          data.partition(b'\n')[2],  # as an earlier version left it
+          (out / 'o.npz.parts' / '00001.npz').read_bytes(),
+          (tmp_path / 'whole.npz').read_bytes(),
+          b'null',
+          b'{}',
+          data[:at],
+        ][broken]
+      )
+      calls.clear()
+      said.clear()
+      with monkeypatch.context() as patch:
+        patch.setattr(outputs.Decoder, '__call__', counted)
+        found = self.generate(out / 'o.npz', log=said.append)
+      # Of four chunks of two batches three were whole.
+      assert len(calls) == (4 if broken < 6 else 2)
+      assert str(path) in said[0] and str(path) not in ''.join(said[1:])
+      np.testing.assert_array_equal(found.targets, wanted.targets)
+      np.testing.assert_array_equal(found.inputs, wanted.inputs)
+
+  def test_a_broken_result_is_an_error(self, tmp_path):
+    path = tmp_path / 'o.npz'
+    self.generate(path)
+    settings = tmp_path / 'o.npz.settings.json'
+    for broken in (settings, path):
+      data = broken.read_bytes()
+      for text in (b'', b'null', b'{}', data[: len(data) // 2]):
+        broken.write_bytes(text)
+        with pytest.raises(ValueError, match=broken.name):
+          self.generate(path)
+      broken.write_bytes(data)
+    wanted, refused = TokenPairs.load(path), 0
+    for at in range(0, len(data), len(data) // 40):
+      path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+      try:
+        found = TokenPairs.load(path)
+      except ValueError as error:
+        assert 'not a whole .npz file' in str(error)
+        refused += 1
+      else:  # a date, say
+        np.testing.assert_array_equal(found.targets, wanted.targets)
+        np.testing.assert_array_equal(found.inputs, wanted.inputs)
+    assert refused > 20
 
   def test_time_ends_it(self, tmp_path):
     config = dataclasses.replace(CONFIG, max_minutes=1e-9)

@@ -312,10 +312,10 @@ def test_drafters_of_every_kind_beside_one_target(
   again = dataclasses.replace(config, engines={'copy': measures_again})
   assert measure.measure_alpha(again, quiet())['rows'] == [row]
   other = dataclasses.replace(again, num_tokens=300)
-  with pytest.raises(ValueError, match='num_tokens was 200, wanted 300'):
+  with pytest.raises(ValueError, match='num_tokens was 200, is 300'):
     measure.measure_alpha(other, quiet())
   other = dataclasses.replace(again, gamma=3)
-  with pytest.raises(ValueError, match='gamma was 2, wanted 3'):
+  with pytest.raises(ValueError, match='gamma was 2, is 3'):
     measure.measure_alpha(other, quiet())
 
 

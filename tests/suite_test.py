@@ -59,9 +59,9 @@ def test_a_record_of_other_settings_is_refused(measured, monkeypatch, tmp_path):
   monkeypatch.setattr(paper, 'TABLE2', (ROW,))
   assert suite.read(make(folder)) == records  # the control
   for options, message in (
-    ({'decode_len': 48}, 'decode_len was 32, wanted 48'),
-    ({'input_len': 16}, 'input_len was 8, wanted 16'),
-    ({'repeats': 3}, 'repeats was 2, wanted 3'),
+    ({'decode_len': 48}, 'decode_len was 32, is 48'),
+    ({'input_len': 16}, 'input_len was 8, is 16'),
+    ({'repeats': 3}, 'repeats was 2, is 3'),
     ({'target': network(2)}, 'target was'),
     ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
   ):
@@ -77,7 +77,7 @@ def test_a_record_of_other_settings_is_refused(measured, monkeypatch, tmp_path):
         rich.console.Console(quiet=True),
       )
   monkeypatch.setattr(paper, 'TABLE2', (ROW._replace(gamma=3),))
-  with pytest.raises(ValueError, match='gamma was 2, wanted 3'):
+  with pytest.raises(ValueError, match='gamma was 2, is 3'):
     suite.read(make(folder))
 
 

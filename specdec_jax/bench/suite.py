@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec_jax import paper
+from specdec_jax import paper, same_run
 from specdec_jax.bench import memory
 from specdec_jax.bench.models import random_params
 from specdec_jax.bench.run import (
@@ -139,24 +139,26 @@ def read(config: SuiteConfig) -> dict[str, Any]:
 def _record(config: SuiteConfig, row: paper.Table2Row) -> dict[str, Any]:
   """A row's record, if it is of this suite."""
   path = row_path(config.output_dir, row)
-  record = json.loads(path.read_text('utf-8'))
-  (setting,) = record['settings']
-  (measured,) = setting['gammas']
-  had = {**record, **setting, 'gamma': measured['gamma']}
+  try:
+    record = json.loads(path.read_text('utf-8'))
+    (setting,) = record['settings']
+    (measured,) = setting['gammas']
+    had = {**record, **setting, 'gamma': measured['gamma']}
+  except (OSError, ValueError, TypeError, LookupError) as error:
+    raise ValueError(
+      f'{str(path)!r} is no record of a row ({error}). Remove it, or choose'
+      ' another folder.'
+    ) from error
   benchmarked = _benchmark(config, row, None)
   (point,) = grid(benchmarked)
   wanted = {**described(benchmarked), **point._asdict(), 'gamma': row.gamma}
-  # What older records do not say, their name stands for.
-  differing = [
-    f'{key} was {had[key]!r}, wanted {value!r}'
-    for key, value in wanted.items()
-    if had.get(key, value) != value
-  ]
-  if differing:
-    raise ValueError(
-      f'{str(path)!r} was measured with other settings:'
-      f' {"; ".join(differing)}. Remove it, or choose another folder.'
-    )
+  same_run.check(
+    {key: had[key] for key in wanted if key in had},
+    # What older records do not say, their name stands for.
+    {key: wanted[key] for key in wanted if key in had},
+    f'{str(path)!r} was measured with other settings',
+    'Remove it, or choose another folder.',
+  )
   return record
 
 

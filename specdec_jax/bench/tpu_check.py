@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import rich.console
 
-from specdec_jax import analysis, files, paper
+from specdec_jax import analysis, files, paper, same_run
 from specdec_jax.bench import memory, tpu, tpu_report
 from specdec_jax.bench.report import with_progress
 from specdec_jax.decoding import autoregressive, speculative
@@ -163,16 +163,23 @@ def load_done(
   path = os.path.join(folder, 'results.json')
   if not os.path.exists(path):
     return {}
-  with open(path, encoding='utf-8') as stream:
-    results = json.load(stream)
-  earlier = results.get('settings', {})
-  differ = [k for k in settings if earlier.get(k) != settings[k]]
-  if differ:
+  what_to_do = 'Choose another output folder, or move that file away.'
+  try:
+    with open(path, encoding='utf-8') as stream:
+      results = json.load(stream)
+    earlier = results['settings']
+    done = {key(record): record for record in results['rows']}
+  except (OSError, ValueError, TypeError, LookupError) as error:
     raise ValueError(
-      f'{path} holds results of other settings: {", ".join(differ)} differ.'
-      ' Choose another output folder, or move that file away.'
-    )
-  return {key(record): record for record in results['rows']}
+      f'{path} holds no results ({error!r}). {what_to_do}'
+    ) from error
+  same_run.check(
+    {name: earlier.get(name) for name in settings},
+    settings,
+    f'{path} holds results of other settings',
+    what_to_do,
+  )
+  return done
 
 
 def _write(config: TpuCheckConfig, results: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ and `decode` does it. `TaskConfig` describes a run over a task as T5X users know
 it, and `decode_task` does it. Both can be killed and go on where they were.
 """
 
+from specdec_jax.infer.failures import AllFailedError
 from specdec_jax.infer.mixture import decode_task
 from specdec_jax.infer.run import decode
 from specdec_jax.infer.settings import (
@@ -14,6 +15,7 @@ from specdec_jax.infer.settings import (
 )
 
 __all__ = [
+  'AllFailedError',
   'DecodeConfig',
   'TaskConfig',
   'decode',

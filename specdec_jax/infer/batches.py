@@ -209,7 +209,7 @@ def run_all(
   period: int,
   *,
   folder: resume.Folder | None,
-  done: Sequence[Mapping[str, Any]],
+  done: Mapping[int, Mapping[str, Any]],
   console: rich.console.Console,
 ) -> dict[str, report.Mode]:
   """Runs all items, batch by batch, each way in turn.
@@ -220,7 +220,7 @@ def run_all(
     rows: items of a batch; a way that is not `fixed` takes a chunk at once.
     period: batches of a chunk; each is kept when it is done.
     folder: where chunks are kept; None keeps none.
-    done: the first chunks, as they were kept.
+    done: number -> chunk, as it was kept; these are not run again.
     console: shows progress if it is a terminal.
 
   Returns:
@@ -230,12 +230,13 @@ def run_all(
     OSError: a chunk could not be written.
   """
   modes = {name: report.Mode() for name in ways}
-  for chunk in done:
-    for name, mode in modes.items():
-      mode.add(report.Mode.from_json(chunk[name]))
   if not any(way.fixed for way in ways.values()):
     rows, period = rows * period, 1
   batches = [items[at : at + rows] for at in range(0, len(items), rows)]
+  chunks = [batches[at : at + period] for at in range(0, len(batches), period)]
+  left = [
+    len(b) for n, chunk in enumerate(chunks) if n not in done for b in chunk
+  ]
   progress = rich.progress.Progress(
     *rich.progress.Progress.get_default_columns(),
     rich.progress.MofNCompleteColumn(),
@@ -244,19 +245,22 @@ def run_all(
     disable=not console.is_terminal,
   )
   with progress:
-    first = len(done) * period
     task = progress.add_task(
-      'Decoding', total=len(items), completed=min(first * rows, len(items))
+      'Decoding', total=len(items), completed=len(items) - sum(left)
     )
-    for at in range(first, len(batches), period):
+    for number, chunk in enumerate(chunks):
+      if number in done:
+        for name, mode in modes.items():
+          mode.add(report.Mode.from_json(done[number][name]))
+        continue
       part = {name: report.Mode() for name in ways}
-      for batch in batches[at : at + period]:
+      for batch in chunk:
         for name, way in ways.items():
           _run_batch(way, batch, rows, part[name])
         progress.advance(task, len(batch))
       if folder is not None:
         kept = {name: mode.to_json() for name, mode in part.items()}
-        folder.keep(at // period, kept)
+        folder.keep(number, kept)
       for name, mode in modes.items():
         mode.add(part[name])
   return modes

@@ -14,7 +14,7 @@ import rich.progress
 from specdec_jax import environment, metrics
 from specdec_jax.completion import Completion
 from specdec_jax.engine import Engine
-from specdec_jax.infer import results, resume
+from specdec_jax.infer import failures, results, resume
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training.pairs import read_tsv
 
@@ -116,7 +116,9 @@ def evaluate(
     first of each source) and, for each temperature, what drafting gave.
 
   Raises:
-    ValueError: sacrebleu is missing, or the file or output folder is bad.
+    ValueError: sacrebleu is missing, or the file or output folder is bad. As
+      failures.AllFailedError: no source could be decoded; what came is left
+      without a marker.
     OSError: the results could not be written.
   """
   console = console or rich.console.Console()
@@ -148,6 +150,8 @@ def _evaluate(
   }
   greedy = runs[0.0]
   outputs = [completion.text for completion in greedy]
+  errors = [done.error for own in runs.values() for done in own]
+  failed = errors[0] if all(errors) else None
   summary = {
     'kind': 'quality',
     'eval_file': config.eval_file,
@@ -178,9 +182,13 @@ def _evaluate(
       for source, own, done in zip(sources, references, greedy, strict=True)
     ]
     extra = {name: text() for name, text in beside.items()}
-    folder.finish(results.contents(records, summary, extra))
+    contents = results.contents(records, summary, extra)
+    folder.leave(contents) if failed else folder.finish(contents)
   for title, value in rows(summary):
     console.print(f'{title}: {value}', markup=False, highlight=False)
+  if failed:
+    params, count = engine.params, len(sources)
+    raise failures.explained(failed, count, params, config.output_dir)
   return summary
 
 

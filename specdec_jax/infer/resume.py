@@ -2,32 +2,38 @@
 
 What a run has finished lies in `NAME.parts/` of its output folder, a file for
 each chunk of batches, beside what decides its output (`config.json`). Each file
-is written whole or not at all, so a restart finds whole chunks only and goes on
-behind them. Results are merged at the end, the marker `NAME.COMPLETED` last.
+is written whole or not at all, under a checksum of itself and of what it is a
+part of, so a restart finds whole chunks of this run and decodes the others.
+What does not fit its checksum is named and made again: a chunk alone, all of
+them where it is `config.json`. So it is with what versions without checksums
+left, whose chunks nothing vouches for. Results are merged at the end, the
+marker `NAME.COMPLETED` last: it holds the size and checksum of each of them.
 Meanwhile `.NAME.lock` keeps other processes out; a killed one lets go of it.
 """
 
 import contextlib
 import errno
 import glob
+import hashlib
 import json
-import os
 import pathlib
+import re
 import shutil
-import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
-from specdec_jax import files
-
-try:
-  import fcntl
-except ImportError:  # not on Windows
-  fcntl = None  # type: ignore[assignment]
+from specdec_jax import files, same_run
+from specdec_jax.infer.locks import locked
 
 _CONFIG = 'config.json'
 _DECODED = 'decoded.json'
+_CHUNK = re.compile(r'\d{5,}\.json')
+_SHARE = '.process-'
+_ANEW = 'Give another folder, or set overwrite to True to make them anew'
+
+Chunks = dict[int, Any]
 
 
 class Folder:
@@ -45,6 +51,12 @@ class Folder:
     self._marker = self.path / f'{name}.COMPLETED'
     self._config = self.path / f'{name}.config.json'
     self._lock = self.path / f'.{name}.lock'
+    self._begun: Any = None  # with which configuration, as JSON has it
+
+  def share(self, index: int, count: int) -> 'Folder':
+    """Where one of several processes keeps what it has decoded by itself."""
+    name = f'{self.name}{_SHARE}{index:05}-of-{count:05}'
+    return Folder(str(self.path), name)
 
   @property
   def finished(self) -> bool:
@@ -57,18 +69,20 @@ class Folder:
 
     Raises:
       ValueError: it cannot be made or written, it holds finished results and
-        `overwrite` is not set, or another process is writing them.
+        `overwrite` is not set, or another process is writing them. Finished
+        results of which some are gone are none.
     """
-    self._check(overwrite)
-    with _locked(self._lock, f'{self.name} in {str(self.path)!r}'):
+    self._make()
+    with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
+      if self.finished and not overwrite and not self.missing():
+        self.clean()
+        raise ValueError(
+          f'{str(self.path)!r} already holds finished results ({self.name});'
+          f' they are kept. {_ANEW}'
+        )
       yield
 
-  def _check(self, overwrite: bool) -> None:
-    if self.finished and not overwrite:
-      raise ValueError(
-        f'{str(self.path)!r} already holds finished results ({self.name}); they'
-        ' are kept. Give another folder, or set overwrite to True'
-      )
+  def _make(self) -> None:
     try:
       self.path.mkdir(parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=self.path).close()
@@ -78,16 +92,68 @@ class Folder:
         f' {error.strerror or error}'
       ) from error
 
+  def missing(self) -> list[str]:
+    """Which finished results are gone.
+
+    The marker of a version without checksums is empty: then the main file is
+    all that is asked for.
+
+    Raises:
+      ValueError: a result is not what was finished, or the marker is broken.
+    """
+    if self._marker.is_file() and not self._marker.stat().st_size:
+      return [] if (self.path / self.name).exists() else [self.name]
+    try:
+      finished = json.loads(files.read_sealed(self._marker, self.name))
+    except files.BrokenFileError as error:
+      raise ValueError(
+        f'{error}. So it is not known whether the results beside it are those'
+        f' that were finished. {_ANEW}'
+      ) from error
+    gone = []
+    for name, known in finished.items():
+      if not (self.path / name).exists():
+        gone.append(name)
+      elif (found := self._described(name)) != known:
+        raise ValueError(
+          f'{str(self.path / name)!r} was changed after the run was finished:'
+          f' it had {known["bytes"]} bytes of sha256 {known["sha256"][:12]},'
+          f' has {found["bytes"]} of {found["sha256"][:12]}. Put it back as it'
+          f' was, or make all results anew. {_ANEW}'
+        )
+    return gone
+
+  def _described(self, name: str) -> dict[str, Any]:
+    try:
+      return _described((self.path / name).read_bytes())
+    except OSError as error:
+      raise ValueError(
+        f'{str(self.path / name)!r}, a finished result, cannot be read:'
+        f' {error.strerror or error}. {_ANEW}'
+      ) from error
+
   def read_json(self, name: str) -> Any:
-    """A JSON file of finished results."""
-    return _read(self.path / name)
+    """A JSON file of finished results.
+
+    Raises:
+      ValueError: it cannot be read, or is not JSON.
+    """
+    path = self.path / name
+    try:
+      return json.loads(path.read_text('utf-8'))
+    except (OSError, ValueError, RecursionError) as error:
+      raise ValueError(
+        f'{str(path)!r}, a finished result, cannot be read as JSON: {error}.'
+        f' {_ANEW}'
+      ) from error
 
   def check_finished(self, config: Mapping[str, Any]) -> None:
     """Raises ValueError if finished results come from another `config`."""
     if self._config.exists():
-      self._refuse_other(self._config, config, 'finished results')
+      before = self.read_json(self._config.name)
+      self._refuse_other(before, config, 'finished results')
 
-  def begin(self, config: Mapping[str, Any], overwrite: bool) -> list[Any]:
+  def begin(self, config: Mapping[str, Any], overwrite: bool) -> Chunks:
     """Starts the run, or goes on with it.
 
     Args:
@@ -95,22 +161,69 @@ class Folder:
       overwrite: whether what another configuration left may be thrown away.
 
     Returns:
-      The contents of the chunks that are done: the first ones, in order.
+      The chunks that are done: number -> content. Those that are broken were
+      named on stderr and removed.
 
     Raises:
       ValueError: an unfinished run of another configuration is there.
       OSError: the folder could not be written.
     """
-    known = self._parts / _CONFIG
-    if known.exists() and not overwrite:
-      self._refuse_other(known, config, 'an unfinished run')
+    before = self._known()
+    if before is not None and not overwrite:
+      self._refuse_other(before, config, 'an unfinished run')
+    self._begun = json.loads(json.dumps(config))
     with _explained(self._parts):
-      if not _same(known, config):
-        # Chunks without a configuration are what a kill left of a removal.
+      if before is None or same_run.differences(before, config):
         shutil.rmtree(self._parts, ignore_errors=True)
         self._parts.mkdir()
-        files.write_json(known, config)
-    return self.chunks()
+        files.write_sealed(
+          self._parts / _CONFIG, json.dumps(self._begun).encode(), self.name
+        )
+      # Until this start has made all chunks, other processes wait for them.
+      (self._parts / _DECODED).unlink(missing_ok=True)
+      return self._chunks()
+
+  def _known(self) -> Any:
+    """What the chunks that are there were begun with; None if nobody knows."""
+    path = self._parts / _CONFIG
+    # Chunks without a configuration are what a kill left of a removal.
+    if not (path.exists() or self._chunk_files()):
+      return None
+    try:
+      return json.loads(files.read_sealed(path, self.name))
+    except files.BrokenFileError as error:
+      _say(
+        f'{error}. It says what the chunks beside it are of: they are thrown'
+        ' away, and all is decoded again'
+      )
+      return None
+
+  def _chunk_files(self) -> dict[int, pathlib.Path]:
+    return {
+      int(path.stem): path
+      for path in sorted(self._parts.glob('*'))
+      if _CHUNK.fullmatch(path.name)
+    }
+
+  def _chunks(self) -> Chunks:
+    found = {}
+    for number, path in self._chunk_files().items():
+      try:
+        found[number] = self.chunk(number)
+      except files.BrokenFileError as error:
+        _say(f'{error}. It is decoded again')
+        _remove(path)
+    return found
+
+  def chunk(self, number: int) -> Any:
+    """What was kept as chunk `number` of this run.
+
+    Raises:
+      files.BrokenFileError: it, or the configuration, is missing or broken.
+    """
+    return json.loads(
+      files.read_sealed(self._part(number), self._seal_of(number))
+    )
 
   def keep(self, number: int, content: Any) -> None:
     """Writes chunk `number`, counted from 0; what JSON can hold.
@@ -121,7 +234,8 @@ class Folder:
     part = self._part(number)
     with _explained(part):
       # The library's own file: Python's NaN may come back as it went.
-      files.write_atomically(part, json.dumps(content).encode())
+      data = json.dumps(content).encode()
+      files.write_sealed(part, data, self._seal_of(number))
 
   def finish(self, contents: Mapping[str, str]) -> None:
     """Writes the results, the marker last, and removes the chunks.
@@ -132,128 +246,131 @@ class Folder:
     Raises:
       OSError: a file could not be written; the marker is not there then.
     """
-    known = self._parts / _CONFIG
     contents = dict(contents)
-    if known.exists():
-      contents[self._config.name] = known.read_text('utf-8')
-    write_all(self.path, contents, self._marker.name)
-    self.discard()
+    if self._begun is not None:
+      contents[self._config.name] = json.dumps(self._begun, indent=1) + '\n'
+    texts = {name: text.encode('utf-8') for name, text in contents.items()}
+    self._write(texts)
+    finished = {name: _described(data) for name, data in texts.items()}
+    with self._writing(self._marker):
+      data = (json.dumps(finished, indent=1) + '\n').encode()
+      files.write_sealed(self._marker, data, self.name)
+    self.clean()
+
+  def leave(self, contents: Mapping[str, str]) -> None:
+    """Writes the results of a run that failed: no marker, to be made again.
+
+    Raises:
+      OSError: a file could not be written.
+    """
+    self._write({name: text.encode() for name, text in contents.items()})
+    self.clean()
+
+  def _write(self, contents: Mapping[str, bytes]) -> None:
+    # While old files turn into new ones, the folder is not a finished result.
+    self.reopen()
+    for name, data in contents.items():
+      with self._writing(self.path / name):
+        files.write_atomically(self.path / name, data)
+
+  @contextlib.contextmanager
+  def _writing(self, path: pathlib.Path) -> Iterator[None]:
+    with _explained(path):
+      # What a killed `write_atomically` had not renamed.
+      for torn in path.parent.glob(f'.{glob.escape(path.name)}.*.tmp'):
+        torn.unlink()
+      yield
 
   def mark_decoded(self) -> None:
     """Says that all chunks are there, for `decoded` of another process."""
-    files.write_json(self._parts / _DECODED, {})
+    count = json.dumps(len(self._chunk_files())).encode()
+    path = self._parts / _DECODED
+    with _explained(path):
+      files.write_sealed(path, count, self._seal_of(_DECODED))
 
   def decoded(self, like: 'Folder') -> list[Any] | None:
     """All chunks of a run like another; None while there are fewer."""
-    if not (self._parts / _DECODED).exists():
-      return None
-    config = _read(like._parts / _CONFIG)
-    return self.chunks() if _same(self._parts / _CONFIG, config) else None
+    self._begun = like._begun
+    try:
+      path = self._parts / _DECODED
+      count = json.loads(files.read_sealed(path, self._seal_of(_DECODED)))
+      return [self.chunk(number) for number in range(count)]
+    except files.BrokenFileError:
+      return None  # its own process makes it again
 
   def discard(self) -> None:
     """Removes the chunks."""
     shutil.rmtree(self._parts, ignore_errors=True)
 
+  def clean(self) -> None:
+    """Removes what no finished run needs: chunks, and those of processes.
+
+    What a kill left between the marker and this goes at the next start.
+    """
+    self.discard()
+    name = glob.escape(self.name)
+    for parts in self.path.glob(f'{name}{_SHARE}*.parts'):
+      shutil.rmtree(parts, ignore_errors=True)
+    for lock in self.path.glob(f'.{name}{_SHARE}*.lock'):
+      with contextlib.suppress(ValueError, OSError), locked(lock, ''):
+        pass  # it is free, so whoever had it was killed
+    for torn in self.path.glob(f'.{name}.COMPLETED.*.tmp'):
+      torn.unlink(missing_ok=True)
+
   def reopen(self) -> None:
     """Takes back that the results are finished; they are made anew."""
     self._marker.unlink(missing_ok=True)
 
-  def chunks(self) -> list[Any]:
-    """What was kept: the first chunks, in order."""
-    chunks: list[Any] = []
-    while (part := self._part(len(chunks))).exists():
-      chunks.append(_read(part))
-    return chunks
+  def make_again(self, config: Mapping[str, Any]) -> None:
+    """Takes back finished results of which some are gone, and says so.
+
+    Raises:
+      ValueError: those that are there come from another `config`.
+    """
+    gone = self.missing()
+    self.check_finished(config)
+    _say(
+      f'{str(self.path)!r} held finished results, of which'
+      f' {", ".join(gone)} is gone: all are made anew'
+    )
+    self.reopen()
 
   def _part(self, number: int) -> pathlib.Path:
     return self._parts / f'{number:05}.json'
 
+  def _seal_of(self, part: int | str) -> str:
+    """What a file of the chunks is a part of: this run, this place in it."""
+    if self._begun is None:
+      # Another process has begun it.
+      data = files.read_sealed(self._parts / _CONFIG, self.name)
+      self._begun = json.loads(data)
+    return f'{self.name} {part} {json.dumps(self._begun, sort_keys=True)}'
+
   def _refuse_other(
-    self, path: pathlib.Path, config: Mapping[str, Any], what: str
+    self, before: Any, config: Mapping[str, Any], what: str
   ) -> None:
-    if found := differences(_read(path), config):
-      raise ValueError(
-        f'{str(self.path)!r} holds {what} of another configuration'
-        f' ({self.name}): {"; ".join(found)}. Give another folder, the same'
-        ' configuration, or set overwrite to True'
-      )
+    same_run.check(
+      before,
+      config,
+      f'{str(self.path)!r} holds {what} of another configuration ({self.name})',
+      'Give another folder, the same configuration, or set overwrite to True',
+    )
 
 
-@contextlib.contextmanager
-def _locked(path: pathlib.Path, what: str) -> Iterator[None]:
-  """Holds a lock that goes with the process, however that ends.
-
-  Raises:
-    ValueError: another process has it; says which.
-  """
-  with _open_locked(path, what) as lock:
-    lock.truncate(0)
-    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
-    lock.flush()
-    try:
-      yield
-    finally:
-      path.unlink(missing_ok=True)
+def _say(message: str) -> None:
+  print(f'warning: {message}.', file=sys.stderr)
 
 
-def _open_locked(path: pathlib.Path, what: str) -> TextIO:
-  while True:
-    lock = open(path, 'a+', encoding='utf-8')
-    try:
-      if fcntl is not None:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      with lock:
-        lock.seek(0)
-        who = lock.read() or 'another process'
-      raise ValueError(
-        f'{what} is being written by {who}. Wait for it, or give another folder'
-      ) from error
-    except OSError:
-      return lock  # a file system without locks
-    # Whoever had it may have removed the file after it was opened here.
-    with contextlib.suppress(FileNotFoundError):
-      if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
-        return lock
-    lock.close()
+def _described(data: bytes) -> dict[str, Any]:
+  return {'bytes': len(data), 'sha256': hashlib.sha256(data).hexdigest()}
 
 
-def _read(path: pathlib.Path) -> Any:
-  return json.loads(path.read_text('utf-8'))
-
-
-def _same(path: pathlib.Path, config: Mapping[str, Any]) -> bool:
-  return path.exists() and not differences(_read(path), config)
-
-
-def differences(before: Any, now: Any, name: str = '') -> list[str]:
-  """Says where two JSON values differ, one text a place."""
-  before, now = json.loads(json.dumps([before, now]))
-  if isinstance(before, dict) and isinstance(now, dict):
-    found = []
-    for key in sorted({*before, *now}):
-      inner = f'{name}.{key}' if name else key
-      found += differences(before.get(key), now.get(key), inner)
-    return found
-  return [] if before == now else [f'{name} was {before!r}, is {now!r}']
-
-
-def write_all(
-  folder: pathlib.Path, contents: Mapping[str, str], marker: str
-) -> None:
-  """Writes files, each one whole or not at all, the empty `marker` last.
-
-  Raises:
-    OSError: a file could not be written; the marker is not there then.
-  """
-  # While old files turn into new ones, the folder is not a finished result.
-  (folder / marker).unlink(missing_ok=True)
-  for name, text in {**contents, marker: ''}.items():
-    with _explained(folder / name):
-      # What a killed `write_atomically` had not renamed.
-      for torn in folder.glob(f'.{glob.escape(name)}.*.tmp'):
-        torn.unlink()
-      files.write_atomically(folder / name, text.encode('utf-8'))
+def _remove(path: pathlib.Path) -> None:
+  """Removes a file, or what is in its place."""
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path)
+  else:
+    path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

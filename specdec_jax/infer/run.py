@@ -10,7 +10,14 @@ import rich.console
 
 from specdec_jax import processes
 from specdec_jax.engine import Engine
-from specdec_jax.infer import batches, calibrated, report, results, resume
+from specdec_jax.infer import (
+  batches,
+  calibrated,
+  failures,
+  report,
+  results,
+  resume,
+)
 from specdec_jax.infer.lines import Line, count_tokens, read_lines
 from specdec_jax.infer.settings import WAYS, DecodeConfig, by_rows, settings_of
 
@@ -37,7 +44,8 @@ def decode(
   Raises:
     ValueError: a bad input file or output folder, before the engine is made;
       or greedy outputs that differ, where `config.require_agreement` is set,
-      after everything was written and printed.
+      after everything was written and printed. As AllFailedError: no line
+      could be decoded; what came is left without a marker.
     OSError: the results could not be written, such as on a full disk.
   """
   if not processes.current().alone:
@@ -71,7 +79,11 @@ def _decode(
   most = limit if config.on_too_long == 'error' else None
   lines = count_tokens(lines, engine.num_input_tokens, most)
   decides = _identity(config, engine, lines, gammas)
-  done = folder.begin(decides, config.overwrite) if folder else []
+  done: resume.Chunks = {}
+  if folder is not None:
+    if folder.finished and not config.overwrite:
+      folder.make_again(decides)
+    done = folder.begin(decides, config.overwrite)
   modes = batches.run_all(
     _items(lines),
     {
@@ -91,17 +103,22 @@ def _decode(
     done=done,
     console=console,
   )
+  failed = failures.first_error(modes, [x.error for x in lines if x.error])
   records = results.make_records(lines, modes, limit)
   summary = report.summarise(
     modes, config.sampling.greedy, _context(config, engine, records, gammas)
   )
   if folder is not None:
     extra = {name: text() for name, text in beside.items()}
-    folder.finish(results.contents(records, summary, extra))
+    contents = results.contents(records, summary, extra)
+    folder.leave(contents) if failed else folder.finish(contents)
   report.print_examples(
     console, [line.text for line in lines], modes, config.num_shown
   )
   report.print_results(console, summary, config.output_dir)
+  if failed:
+    params, count = engine.params, len(records)
+    raise failures.explained(failed, count, params, config.output_dir)
   differing = summary.get('agreement', {}).get('disagreements')
   if config.require_agreement and differing and config.lenience == 1:
     raise ValueError(

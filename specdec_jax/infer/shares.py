@@ -8,7 +8,6 @@ see; the first one writes what one process alone would have written.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -20,10 +19,11 @@ _LOOK_S = 0.2  # between two looks for what another process has finished
 
 Modes = dict[str, report.Mode]
 # `resume.Folder.begin`, given what decides the result.
-Begin = Callable[[resume.Folder], list[Any]]
-# Decodes items, keeps chunks in a folder or nowhere, goes on behind others.
+Begin = Callable[[resume.Folder], resume.Chunks]
+# Decodes items but those of the chunks that are there, keeps chunks in a folder
+# or nowhere.
 Run = Callable[
-  [Sequence[batches.Item], resume.Folder | None, Sequence[Any]], Modes
+  [Sequence[batches.Item], resume.Folder | None, resume.Chunks], Modes
 ]
 
 
@@ -31,8 +31,7 @@ def folder_of(whole: resume.Folder, who: Processes) -> resume.Folder:
   """Where a process keeps what it has decoded by itself."""
   if who.alone:
     return whole
-  name = f'{whole.name}.process-{who.index:05}-of-{who.count:05}'
-  return resume.Folder(str(whole.path), name)
+  return whole.share(who.index, who.count)
 
 
 def meet(what: str, who: Processes) -> None:
@@ -76,7 +75,7 @@ def each_its_own(
     return None
   begin(whole)
   for index in range(1, who.count):
-    other = folder_of(whole, Processes(index, who.count))
+    other = whole.share(index, who.count)
     while (chunks := other.decoded(own)) is None:
       time.sleep(_LOOK_S)
     for chunk in chunks:
@@ -97,15 +96,12 @@ def in_lockstep(
   Arguments and what is returned are those of `each_its_own`.
   """
   first = who.index == 0
-  done = begin(whole) if first else []
-  # A chunk may be kept between two looks: the first one's look counts.
-  number = int(multihost_utils.broadcast_one_to_all(np.int32(len(done))))
-  if not first:
-    done = whole.chunks()[:number]
+  done = begin(whole) if first else {}
+  # A chunk may be kept between two looks: the first one's look counts. Behind
+  # a chunk that was broken all are decoded again: one number says which.
+  whole_ones = next(n for n in range(len(done) + 1) if n not in done)
+  count = int(multihost_utils.broadcast_one_to_all(np.int32(whole_ones)))
+  chunk = done.__getitem__ if first else whole.chunk
+  done = {number: chunk(number) for number in range(count)}
   modes = run(items, whole if first else None, done)
   return modes if first else None
-
-
-def clean(whole: resume.Folder, who: Processes) -> None:
-  """Removes what this process has kept of a result that is written."""
-  folder_of(whole, who).discard()

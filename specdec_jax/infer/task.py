@@ -15,6 +15,7 @@ from specdec_jax.infer import (
   batches,
   calibrated,
   examples,
+  failures,
   report,
   results,
   resume,
@@ -65,7 +66,8 @@ def decode_one(
 
   Raises:
     ValueError: a bad task, file, shard or output folder, or models that do not
-      fit, before anything is compiled.
+      fit, before anything is compiled. As AllFailedError: of no example
+      anything came; it is left without a marker.
     OSError: results could not be written; what is done is kept.
   """
   console = console or rich.console.Console()
@@ -81,20 +83,29 @@ def decode_one(
   # Finished results that are kept are looked at again once it is known whether
   # they are of this very configuration.
   with own.claimed(overwrite=True):
+    gone = None
+    if folder.finished and not config.overwrite:
+      gone = folder.missing()
+    # All have looked before the first process changes anything.
+    shares.meet(f'{folder.name} seen', who)
     if who.index == 0 and config.overwrite:
       folder.reopen()
     shares.meet(folder.name, who)
-    return _decode(config, folder, beside or {}, console, who)
+    return _decode(config, folder, gone, beside or {}, console, who)
 
 
 def _decode(
   config: TaskConfig,
   folder: resume.Folder,
+  gone: Sequence[str] | None,
   beside: Mapping[str, Callable[[], str]],
   console: rich.console.Console,
   who: processes.Processes,
 ) -> dict[str, Any]:
-  """`decode_one` of a task that was found, in a folder of its own."""
+  """`decode_one` of a task that was found, in a folder of its own.
+
+  `gone` is None, or which results are of those that the folder finished.
+  """
   found = _examples(config)
   functions = task_summary.measures(config)
   measured = calibrated.load(config)
@@ -107,13 +118,13 @@ def _decode(
       config = dataclasses.replace(config, decoding=report.PLAIN)
   ways = _ways(config, engine, gammas)
   decides = _identity(config, engine, found, gammas)
-  if folder.finished and not config.overwrite:
+  if gone is not None:
     folder.check_finished(decides)
-    console.print(
-      f'{folder.name} is finished; it is kept. Set overwrite to True to make'
-      ' it anew.'
-    )
-    return folder.read_json(f'{folder.name}.summary.json')
+    if not gone:
+      return _kept(folder, console, who)
+    if who.index == 0:
+      folder.make_again(decides)
+    shares.meet(f'{folder.name} again', who)
 
   def run(items, folder, done):
     rows = config.batch_size * config.num_decodes
@@ -140,24 +151,42 @@ def _decode(
     config.sampling.greedy,
     task_summary.context(config, engine, records, scored, gammas),
   )
-  _write(folder, records, summary, beside)
-  shares.clean(folder, who)
+  failed = failures.first_error(modes)
+  contents = _contents(folder, records, summary, beside)
+  folder.leave(contents) if failed else folder.finish(contents)
   report.print_results(console, summary, config.output_dir)
+  if failed:
+    params, count = engine.params, len(records)
+    raise failures.explained(failed, count, params, config.output_dir)
   return summary
 
 
-def _write(
+def _kept(
+  folder: resume.Folder,
+  console: rich.console.Console,
+  who: processes.Processes,
+) -> dict[str, Any]:
+  """The summary of finished results."""
+  if who.index == 0:
+    folder.clean()
+  console.print(
+    f'{folder.name} is finished; it is kept. Set overwrite to True to make it'
+    ' anew.'
+  )
+  return folder.read_json(f'{folder.name}.summary.json')
+
+
+def _contents(
   folder: resume.Folder,
   records: Sequence[Mapping[str, Any]],
   summary: Mapping[str, Any],
   beside: Mapping[str, Callable[[], str]],
-) -> None:
+) -> dict[str, str]:
   named = {'summary.json': results.indented(summary)}
   named |= {name: text() for name, text in beside.items()}
-  folder.finish(
-    {folder.name: results.json_lines(records)}
-    | {f'{folder.name}.{name}': text for name, text in named.items()}
-  )
+  return {folder.name: results.json_lines(records)} | {
+    f'{folder.name}.{name}': text for name, text in named.items()
+  }
 
 
 def results_name(config: TaskConfig) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import rich.console
 import rich.table
 
-from specdec_jax import files, paper
+from specdec_jax import files, paper, same_run
 from specdec_jax.bench import alpha
 from specdec_jax.bench.report import with_progress
 from specdec_jax.bench.settings import check_all_at_least, check_at_least
@@ -245,19 +245,24 @@ def _earlier(config: MeasureAlphaConfig) -> dict[str, Any] | None:
   path = config.output_file
   if path is None or not os.path.exists(path):
     return None
-  with open(path, encoding='utf-8') as stream:
-    record = json.load(stream)
-  # Older ones have it in their rows only.
-  had = {'gamma': record['rows'][0].get('gamma'), **record.get('settings', {})}
-  wanted = config.settings
-  if differing := [key for key in wanted if had.get(key) != wanted[key]]:
-    listed = '; '.join(
-      f'{key} was {had.get(key)!r}, wanted {wanted[key]!r}' for key in differing
-    )
+  what_to_do = 'Remove it, or name another output_file.'
+  try:
+    with open(path, encoding='utf-8') as stream:
+      record = json.load(stream)
+    # Older ones have it in their rows only.
+    gamma = record['rows'][0].get('gamma')
+    had = {'gamma': gamma, **record.get('settings', {})}
+  except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
     raise ValueError(
-      f'{path!r} was measured with other settings: {listed}. Remove it, or'
-      ' name another output_file.'
-    )
+      f'{path!r} is no record of acceptance rates ({error!r}). {what_to_do}'
+    ) from error
+  wanted = config.settings
+  same_run.check(
+    {key: had.get(key) for key in wanted},
+    wanted,
+    f'{path!r} was measured with other settings',
+    what_to_do,
+  )
   return record
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import partitioning
+from specdec_jax import files, partitioning
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import LanguageModel, Params
@@ -200,6 +200,9 @@ def generate_outputs(
 
   Pairs go to `path` as `TokenPairs.save` writes them. Until all exist, chunks
   lie in a folder beside it, and a run that was killed goes on from the last.
+  A chunk counts under its checksum, see `files.write_sealed`, which is also of
+  its number and of all that decides it: a damaged one, one of another run, or
+  one that an earlier version left without a checksum is named and made again.
   An output that does not end by itself is left out, so that every pair may get
   its end of sequence as those of other data do.
 
@@ -216,19 +219,17 @@ def generate_outputs(
 
   Raises:
     ValueError: `path` was written by another model, other sources or another
-      `config`; or no output ended by itself.
+      `config`, or is damaged; or no output ended by itself.
   """
   path = os.fspath(path)
   parts = f'{path}.parts'
   batches = _batches(sources, config)
-  claim(
-    f'{path}.settings.json',
-    {
-      'params': digest(params),
-      'sources': digest(sources.inputs, sources.inputs_offsets),
-      'outputs': dataclasses.asdict(config) | {'max_minutes': None},
-    },
-  )
+  settings = {
+    'params': digest(params),
+    'sources': digest(sources.inputs, sources.inputs_offsets),
+    'outputs': dataclasses.asdict(config) | {'max_minutes': None},
+  }
+  of = _claim(path, settings, log)
   if os.path.exists(path):
     return TokenPairs.load(path)
   os.makedirs(parts, exist_ok=True)
@@ -239,21 +240,22 @@ def generate_outputs(
     for at in range(0, len(batches), config.chunk_batches)
   ]
   progress = _Progress(len(batches), config.max_minutes, log)
-  files = []
+  made = []
   for number, chunk in enumerate(chunks):
     name = os.path.join(parts, f'{number:05d}.npz')
-    if not os.path.exists(name):
+    pairs = _kept(name, f'{number} {of}', log)
+    if pairs is None:
       if progress.time_is_up:
         break
       pairs, tokens = _one_chunk(
         decoder, placed, sources, chunk, number * config.chunk_batches, config
       )
-      pairs.save(name)
+      files.write_sealed(name, pairs.to_bytes(), f'{number} {of}')
       progress.chunk(len(chunk), len(pairs), tokens)
     else:
       progress.found(len(chunk))
-    files.append(name)
-  pairs = concatenate(TokenPairs.load(name) for name in files)
+    made.append(pairs)
+  pairs = concatenate(made)
   if not len(pairs):
     raise ValueError(
       f'None of {len(sources)} outputs ended by itself; is the model trained?'
@@ -261,6 +263,30 @@ def generate_outputs(
   pairs.save(path)
   shutil.rmtree(parts)
   return pairs
+
+
+def _claim(path: str, settings: dict[str, Any], log) -> str:
+  """`claim`; of the settings of chunks, which vouch for themselves, anew."""
+  known = f'{path}.settings.json'
+  try:
+    return claim(known, settings)
+  except files.BrokenFileError as error:
+    if os.path.exists(path):
+      raise
+    log(f'{known!r} is written again: {error}')
+    os.unlink(known)
+    return claim(known, settings)
+
+
+def _kept(name: str, of: str, log) -> TokenPairs | None:
+  """A chunk; None if it is not there, or broken, which is said."""
+  if not os.path.lexists(name):
+    return None
+  try:
+    return TokenPairs.from_bytes(files.read_sealed(name, of))
+  except files.BrokenFileError as error:
+    log(f'{error}; it is made again')
+    return None
 
 
 def concatenate(parts: Iterable[TokenPairs]) -> TokenPairs:

@@ -15,6 +15,7 @@ import dataclasses
 import io
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -23,6 +24,15 @@ from specdec_jax import files
 from specdec_jax.tokenizer import Tokenizer
 
 _ARRAYS = ('inputs', 'inputs_offsets', 'targets', 'targets_offsets')
+# What NumPy and the modules behind it raise for a file that is damaged.
+_BROKEN = (
+  ValueError,
+  EOFError,
+  AttributeError,
+  NotImplementedError,
+  zipfile.BadZipFile,
+  zlib.error,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +79,21 @@ class TokenPairs:
     sources, targets = zip(*both, strict=True) if both else ((), ())
     return TokenPairs.from_lists(sources, targets)
 
-  def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the `.npz` file, whole or not at all."""
+  def to_bytes(self) -> bytes:
+    """What the `.npz` file holds."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{n: getattr(self, n) for n in _ARRAYS})
-    files.write_atomically(path, buffer.getvalue())
+    return buffer.getvalue()
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the `.npz` file, whole or not at all."""
+    files.write_atomically(path, self.to_bytes())
+
+  @classmethod
+  def from_bytes(cls, data: bytes) -> 'TokenPairs':
+    """The inverse of `to_bytes`, of bytes that are known to be whole."""
+    with np.load(io.BytesIO(data)) as archive:
+      return cls(**{name: archive[name] for name in _ARRAYS})
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> 'TokenPairs':
@@ -96,7 +116,7 @@ class TokenPairs:
       raise ValueError(
         f'No token arrays could be read at {path!r}: {error}'
       ) from error
-    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except _BROKEN as error:
       raise ValueError(
         f'{path!r} is not a whole .npz file of token pairs: {error}. Expected'
         f' the arrays {", ".join(_ARRAYS)}.'

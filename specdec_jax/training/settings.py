@@ -5,50 +5,54 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from specdec_jax import files
+from specdec_jax import files, same_run
 
 
-def claim(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+def claim(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> str:
   """Writes `settings` to `path`, or checks that the same ones are there.
 
   Args:
     path: a JSON file; its folder is made if needed.
     settings: nested dicts of JSON values: all that decides the result.
 
+  Returns:
+    The settings as one text: what is made with them may be sealed with it.
+
   Raises:
-    ValueError: the file holds other settings (each is named with both values),
-      or is not such a file.
+    same_run.OtherRunError: the file holds other settings; each is named with
+      both values.
+    files.BrokenFileError: the file holds no settings at all.
     OSError: it cannot be written.
   """
   path = os.fspath(path)
-  wanted = json.loads(json.dumps(settings, default=str))
+  text = json.dumps(settings, default=str, indent=2, sort_keys=True)
   if not os.path.exists(path):
     os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-    text = json.dumps(wanted, indent=2, sort_keys=True)
     files.write_atomically(path, f'{text}\n'.encode())
-    return
+    return text
+  same_run.check(
+    _read(path),
+    settings,
+    f'{path!r} belongs to a run of other settings',
+    'Continue it with its own, or choose another folder.',
+  )
+  return text
+
+
+def _read(path: str) -> dict[str, Any]:
   try:
     with open(path, encoding='utf-8') as stream:
       found = json.load(stream)
-  except (ValueError, OSError) as error:
-    raise ValueError(f'{path!r} could not be read: {error}') from error
-  ours, theirs = _flat(wanted), _flat(found)
-  differing = [
-    f'{name} is {ours.get(name)!r}, there it was {theirs.get(name)!r}'
-    for name in sorted(ours.keys() | theirs.keys())
-    if ours.get(name) != theirs.get(name)
-  ]
-  if differing:
-    raise ValueError(
-      f'{path!r} belongs to a run of other settings: {"; ".join(differing)}.'
-      ' Continue it with its own, or choose another folder.'
-    )
+  except (ValueError, OSError, RecursionError) as error:
+    raise _broken(path, f'cannot be read as JSON ({error})') from error
+  if not isinstance(found, dict) or not found:
+    raise _broken(path, f'holds {found!r}, not the settings of a run')
+  return found
 
 
-def _flat(tree: Any, name: str = '') -> dict[str, Any]:
-  if not isinstance(tree, dict):
-    return {name: tree}
-  flat: dict[str, Any] = {}
-  for key, value in tree.items():
-    flat |= _flat(value, f'{name}.{key}' if name else key)
-  return flat
+def _broken(path: str, why: str) -> files.BrokenFileError:
+  return files.BrokenFileError(
+    f'{path!r} {why}, so it is not known what the work beside it was begun'
+    ' with. If you know that it is of these settings, remove this file;'
+    ' otherwise choose another folder.'
+  )

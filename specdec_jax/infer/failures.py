@@ -1,0 +1,86 @@
+"""Runs of which nothing came: they fail, and say why where it can be found."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.infer import report
+
+_NAMED = 5  # arrays in a message
+
+
+class AllFailedError(ValueError):
+  """Not one example of a run could be decoded."""
+
+
+def first_error(
+  modes: Mapping[str, report.Mode], broken: Sequence[str] = ()
+) -> str | None:
+  """The first error, where nothing else came; None where something did.
+
+  Args:
+    modes: what was decoded.
+    broken: of examples that could not be tried.
+  """
+  came = [one.error for m in modes.values() for one in m.completions.values()]
+  errors = [*came, *broken]
+  return errors[0] if all(errors) and errors else None
+
+
+def explained(
+  error: str, count: int, params: Any, output_dir: str | None
+) -> AllFailedError:
+  """What to raise of a run of which nothing came.
+
+  Args:
+    error: the first one.
+    count: examples of the run.
+    params: the engine's parameters, looked through for the reason: one read
+      of all of them, paid by a run that has failed.
+    output_dir: where the results were left, or None.
+  """
+  found = nonfinite(params)
+  why = ''
+  if found:
+    more = len(found) - _NAMED
+    named = ', '.join(found[:_NAMED]) + (f' and {more} more' * (more > 0))
+    why = (
+      f' The parameters hold NaN or infinite values: {named}. Is the'
+      ' checkpoint damaged, or too large for its dtype?'
+    )
+  left = ''
+  if output_dir is not None:
+    left = (
+      f' What came is in {output_dir!r} to be looked at, not marked as'
+      ' COMPLETED; another start makes it anew.'
+    )
+  return AllFailedError(
+    f'None of {count} could be decoded. The first: {error.rstrip(".")}.'
+    f'{why}{left}'
+  )
+
+
+def nonfinite(params: Any) -> list[str]:
+  """Names of the arrays that hold a NaN or an infinity, with how many.
+
+  Of an array that lies on several hosts this one looks through its own part.
+  """
+  found = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      continue
+    parts = [leaf]
+    if isinstance(leaf, jax.Array):
+      parts = [part.data for part in leaf.addressable_shards]
+    count = sum(int(_count(part)) for part in parts)
+    if count:
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      found.append(f'{name} ({count} of {sum(part.size for part in parts)})')
+  return found
+
+
+@jax.jit
+def _count(array):
+  return jnp.sum(~jnp.isfinite(array))

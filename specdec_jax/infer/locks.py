@@ -1,0 +1,52 @@
+"""A lock on a file that goes with the process, however that ends."""
+
+import contextlib
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+from typing import TextIO
+
+try:
+  import fcntl
+except ImportError:  # not on Windows
+  fcntl = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path, what: str) -> Iterator[None]:
+  """Holds a lock that goes with the process, however that ends.
+
+  Raises:
+    ValueError: another process has it; says which.
+  """
+  with _open_locked(path, what) as lock:
+    lock.truncate(0)
+    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
+    lock.flush()
+    try:
+      yield
+    finally:
+      path.unlink(missing_ok=True)
+
+
+def _open_locked(path: pathlib.Path, what: str) -> TextIO:
+  while True:
+    lock = open(path, 'a+', encoding='utf-8')
+    try:
+      if fcntl is not None:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      with lock:
+        lock.seek(0)
+        who = lock.read() or 'another process'
+      raise ValueError(
+        f'{what} is being written by {who}. Wait for it, or give another folder'
+      ) from error
+    except OSError:
+      return lock  # a file system without locks
+    # Whoever had it may have removed the file after it was opened here.
+    with contextlib.suppress(FileNotFoundError):
+      if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+        return lock
+    lock.close()

@@ -1,0 +1,75 @@
+"""One comparison of what a run finds with what it is."""
+
+import dataclasses
+import json
+
+import pytest
+
+from specdec_jax import paper, same_run
+from specdec_jax.bench import suite, tpu_check
+from specdec_jax.measure import alpha
+
+
+def test_each_difference_is_named_with_both_values():
+  before = {'seed': 0, 'sampling': {'top_p': 1.0, 'top_k': 0}, 'gone': 1}
+  now = {'seed': 1, 'sampling': {'top_p': 0.9, 'top_k': 0}, 'new': [2]}
+  assert same_run.differences(before, now) == [
+    'gone was 1, is None',
+    'new was None, is [2]',
+    'sampling.top_p was 1.0, is 0.9',
+    'seed was 0, is 1',
+  ]
+  with pytest.raises(same_run.OtherRunError) as found:
+    same_run.check(before, now, 'Here', 'Do that.')
+  said = str(found.value)
+  assert said.startswith('Here: gone was') and said.endswith('Do that.')
+
+
+def test_what_a_file_cannot_tell_apart_is_the_same():
+  now = {'widths': (1, 2), 'rows': {3: 'a'}, 'dtype': complex, 'new': None}
+  before = json.loads(json.dumps(now, default=str))
+  del before['new']
+  same_run.check(before, now, '', '')
+  assert same_run.differences({'a': 1}, {'a': True}) == []  # equal in Python
+  assert same_run.differences({'a': 1}, {'a': '1'})
+
+
+@pytest.mark.parametrize('before', [None, [], 3, 'text', {}])
+def test_what_is_no_description_differs(before):
+  assert same_run.differences(before, {'seed': 0})
+
+
+def test_a_message_stays_short():
+  many = {str(i): 'x' * 10_000 for i in range(100)}
+  with pytest.raises(same_run.OtherRunError, match='and 95 more') as found:
+    same_run.check({}, many, 'Here', '')
+  assert len(str(found.value)) < 2_000
+
+
+NO_RECORDS = ['', '{', 'null', '[]', '{}', '3', '{"settings": 1, "rows": 2}']
+
+
+@pytest.mark.parametrize('text', NO_RECORDS)
+def test_a_record_that_is_none_is_named(tmp_path, text):
+  """Wherever a measurement goes on with what it finds."""
+  path = tmp_path / 'results.json'
+  path.write_text(text)
+  with pytest.raises(ValueError, match='results.json.*another output folder'):
+    tpu_check.load_done(str(tmp_path), {'gamma': 1}, lambda row: row['name'])
+  fields = {field.name: None for field in dataclasses.fields(FakeAlpha)}
+  config = FakeAlpha(**fields | {'output_file': str(path)})
+  with pytest.raises(ValueError, match='results.json.*another output_file'):
+    alpha._earlier(config)
+  row = paper.TABLE2[0]
+  config = suite.SuiteConfig('tiny', None, {row.draft: None}, str(tmp_path))
+  suite.row_path(str(tmp_path), row).write_text(text)
+  with pytest.raises(ValueError, match=f'{suite.row_name(row)}.*no record'):
+    suite.read(config)
+
+
+@dataclasses.dataclass
+class FakeAlpha:
+  """The fields of a `MeasureAlphaConfig` that are read."""
+
+  output_file: str
+  settings: dict
