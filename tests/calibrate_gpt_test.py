@@ -18,8 +18,6 @@ BOS = 5  # not what fills up
 INPUT_LEN, DECODE_LEN, MAX_GAMMA = 8, 32, 2
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 def quiet():
   return rich.console.Console(record=True, width=140)

@@ -1,8 +1,34 @@
-"""Fixtures that several suites of text share."""
+"""What all suites share: how programs are compiled, folders, a tokenizer."""
+
+import os
+import tempfile
 
 import pytest
 
-import small_vocabulary
+# Toy models run for milliseconds and compile for seconds. XLA ends a process
+# that is given a flag it does not know: drop here what it no longer has.
+_QUICK_FLAGS = (
+  '--xla_backend_optimization_level=0',
+  '--xla_llvm_disable_expensive_passes=true',
+  '--xla_cpu_use_fusion_emitters=false',
+  '--xla_cpu_parallel_codegen_split_count=1',
+)
+
+
+def pytest_configure(config):
+  """Settings of JAX, before it looks at them; subprocesses inherit them.
+
+  The quick run compiles without optimisation. `-m slow`, and `-m ""` for all
+  tests, compile what users run.
+  """
+  if config.option.markexpr == 'not slow':
+    given = os.environ.get('XLA_FLAGS', '')  # the last of a kind counts
+    os.environ['XLA_FLAGS'] = ' '.join((*_QUICK_FLAGS, given))
+  # One for each worker of xdist, since JAX writes entries in place; never the
+  # user's.
+  folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+  config.add_cleanup(folder.cleanup)
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = folder.name
 
 
 @pytest.fixture(scope='module')
@@ -12,13 +38,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def own_cache(folder):
-  """JAX's compilation cache, apart from the user's; by `usefixtures`."""
-  with small_vocabulary.own_compilation_cache(folder):
-    yield
-
-
-@pytest.fixture(scope='module')
 def tokenizer(folder):
   """A small one, its file in `folder`."""
+  import small_vocabulary  # JAX comes after its settings
+
   return small_vocabulary.train(folder)

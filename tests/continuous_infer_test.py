@@ -17,8 +17,6 @@ from specdec_jax.probs import SamplingConfig
 LINES = [text for text in make_texts(16, 2) if len(text) < 60]
 TOO_LONG, EMPTY, INVALID = 3, 5, 7
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):

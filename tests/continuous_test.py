@@ -23,8 +23,6 @@ from specdec_jax.schedule import Load, Queue, Settings
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
 POISON = 'Q'
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 def make_texts(count, seed=0):
   """Ragged; one in four needs the wider of two input buckets."""
@@ -271,9 +269,12 @@ print('the same')
 @pytest.mark.slow
 def test_slots_over_several_devices(tmp_path):
   """Weights or rows split over two devices; tokens as on one."""
-  flags = (
-    '--xla_force_host_platform_device_count=2'
-    ' --xla_backend_optimization_level=0'
+  flags = ' '.join(
+    (
+      os.environ.get('XLA_FLAGS', ''),
+      '--xla_force_host_platform_device_count=2',
+      '--xla_backend_optimization_level=0',
+    )
   )
   done = subprocess.run(
     [sys.executable, '-c', _SEVERAL_DEVICES, str(tmp_path)],

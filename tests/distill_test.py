@@ -32,14 +32,6 @@ MODEL = t5.T5(
 CONFIG = OutputsConfig(batch_size=4, widths=(8,), chunk_batches=2)
 
 
-@pytest.fixture(autouse=True, scope='module')
-def quick_compilation():
-  """Programs here run for milliseconds; most of the time is compilation."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 @functools.cache
 def target_params(seed=1):
   """A random target that is sure of itself, and ends after some tokens."""

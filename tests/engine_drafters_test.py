@@ -23,8 +23,6 @@ from specdec_jax.tokenizer import Tokenizer
 
 TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 TARGET = network(2)
 DRAFT = network(1)
 # It has no encoder: of an encoder-decoder target it sees the output alone.

@@ -24,8 +24,6 @@ TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 POISON = 'Q'  # its embedding is NaN in the poisoned engine
 SAMPLED = SamplingConfig(temperature=1.0)
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 def make_t5(seed: int, layers: int, vocab_size: int = VOCAB_SIZE) -> Model:
   """Random weights whose greedy output depends on the input."""

@@ -15,8 +15,6 @@ from specdec_jax.testing import MarkovModel
 
 SCRIPT = 'the dog <end> grün 5€ 😀 a cat'
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 def chain(tokens) -> MarkovModel:
   """A model that says `tokens` (all different), then the last one again."""

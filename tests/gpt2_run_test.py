@@ -22,7 +22,6 @@ pytestmark = [
     ),
     reason="needs both: pip install -e '.[huggingface,bpe]'",
   ),
-  pytest.mark.usefixtures('own_cache'),
 ]
 SIZES = {
   name: SIZE if name == 'vocab_size' else getattr(GPT2, name)

@@ -30,8 +30,6 @@ TEXTS = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house sings here']
 LENGTH = 20
 BOS = 0
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 def make_engine(config, tokenizer, **changes):
   """With two models that often agree, but not always."""

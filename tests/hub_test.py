@@ -21,7 +21,6 @@ from huggingface_hub import constants  # noqa: E402
 MODEL = 'someone/tiny-t5'
 COMMIT = '0123456789' * 4
 pytestmark = [
-  pytest.mark.usefixtures('own_cache'),
   pytest.mark.filterwarnings('ignore'),  # those of the hub's package
 ]
 

@@ -10,8 +10,6 @@ import rich.console
 from infer_task_test import LENGTHS, LINES, Making
 from specdec_jax import infer, tasks
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 @pytest.fixture
 def files(tmp_path):

@@ -23,8 +23,6 @@ LINES = [
 LENGTHS = {'inputs': 16, 'targets': 10}
 SAMPLED = probs.SamplingConfig(temperature=1.0)
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 class Making:
   """Makes one engine, and says with what it was asked to."""

@@ -30,7 +30,6 @@ needs_gpt2 = pytest.mark.skipif(
   ),
   reason="needs both: pip install -e '.[huggingface,bpe]'",
 )
-pytestmark = pytest.mark.usefixtures('own_cache')
 
 
 @pytest.fixture(scope='module')

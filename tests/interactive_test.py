@@ -31,7 +31,6 @@ needs_safetensors = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
   reason="needs safetensors: pip install -e '.[huggingface]'",
 )
-pytestmark = pytest.mark.usefixtures('own_cache')
 
 
 def draw(network: T5, seed: int):

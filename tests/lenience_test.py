@@ -318,7 +318,6 @@ def test_job_makes_one_program_of_all_lenience(tokenizer):
   assert jax.tree.structure(some[0]) != jax.tree.structure(request(3))
 
 
-@pytest.mark.usefixtures('own_cache')
 def test_engine(tokenizer):
   size = small_vocabulary.VOCAB_SIZE
   target, draft = (

@@ -19,8 +19,6 @@ from specdec_jax.tokenizer import Tokenizer
 
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 @pytest.fixture(scope='module')
 def make_engine(tokenizer):

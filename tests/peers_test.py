@@ -38,9 +38,6 @@ TARGET = T5Config(
 )
 
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
-
 def make_model(config, seed):
   rng = np.random.default_rng(seed)
 

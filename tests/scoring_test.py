@@ -12,8 +12,6 @@ from specdec_jax.models.gpt import GPT, GPTConfig
 
 TEXTS = ['the red dog runs', 'a cat', 'the old house sings here there the dog']
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 @pytest.fixture(scope='module')
 def network():

@@ -47,8 +47,6 @@ GREEDY = dict(min_length=LENGTH)  # random models stop too soon to show much
 SAMPLED = GREEDY | dict(sampling=SamplingConfig(top_k=20), seed=3)
 WAYS = {'plain': False, 'speculative': True}
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 @pytest.fixture(scope='module', params=NETWORKS)
 def family(request):

@@ -10,20 +10,22 @@ import pytest
 CASES = pathlib.Path(__file__).with_name('sharded_cases.py')
 
 
-# What XLA exchanges is the same, and it compiles in half the time.
-FLAGS = (
-  '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-)
-
-
 def run_cases(*options):
   """In a process of its own: the number of devices is fixed at the start."""
+  # What XLA exchanges is the same, and it compiles in half the time.
+  flags = ' '.join(
+    (
+      os.environ.get('XLA_FLAGS', ''),
+      '--xla_force_host_platform_device_count=8',
+      '--xla_backend_optimization_level=0',
+    )
+  )
   environment = {
     name: value
     for name, value in os.environ.items()
     if not name.startswith('PYTEST_')  # of this run, such as its worker's name
   }
-  environment |= {'XLA_FLAGS': FLAGS, 'JAX_PLATFORMS': 'cpu'}
+  environment |= {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'}
   done = subprocess.run(
     [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider']
     + [*options, str(CASES)],
@@ -36,12 +38,8 @@ def run_cases(*options):
   assert ' passed' in done.stdout
 
 
-def test_t5():
-  run_cases('-k', 'not gpt')
-
-
-def test_gpt():
-  run_cases('-k', 'gpt')
+def test_quick_cases():
+  run_cases()
 
 
 @pytest.mark.slow

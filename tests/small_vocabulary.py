@@ -1,9 +1,6 @@
-"""A small vocabulary and network; JAX's cache kept apart."""
+"""A small vocabulary and network."""
 
-import contextlib
 import io
-
-import jax
 
 from specdec_jax import tokenizer as tokenizer_lib
 from specdec_jax.models.t5 import T5, T5Config
@@ -56,14 +53,3 @@ def network(num_decoder_layers: int, vocab_size: int = VOCAB_SIZE) -> T5:
       mlp_dim=32,
     )
   )
-
-
-@contextlib.contextmanager
-def own_compilation_cache(folder):
-  """What is compiled inside goes to `folder`; leaves JAX as it was."""
-  before = jax.config.values['jax_compilation_cache_dir']
-  jax.config.update('jax_compilation_cache_dir', str(folder / 'xla'))
-  try:
-    yield
-  finally:
-    jax.config.update('jax_compilation_cache_dir', before)

@@ -20,8 +20,6 @@ from specdec_jax.schedule import Settings
 
 PNG = b'\x89PNG\r\n\x1a\n'
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):

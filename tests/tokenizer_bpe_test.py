@@ -156,7 +156,6 @@ def test_open_vocabulary_knows_both_kinds(trained, tokenizer, tmp_path):
     open_vocabulary(tmp_path / 'empty')
 
 
-@pytest.mark.usefixtures('own_cache')
 def test_engine(trained):
   tokenizer = BpeTokenizer(trained[0])
   chain = random_markov(0, tokenizer.vocab_size)

@@ -24,8 +24,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GAMMA, MAX_OUTPUT = 3, 12
 TEXT = 'the old house sings'
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 ROUNDS = [
   Round(['Das', ' alte', ' Haus'], 3, ' singt'),
   Round([' <script>x</script>', ' & so'], 0, ' "laut"'),

@@ -18,7 +18,7 @@ import pytest
 
 import gin_cli
 import small_vocabulary
-from specdec_jax import checkpoints, compilation_cache, training
+from specdec_jax import checkpoints, training
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.models import t5
 from specdec_jax.training import data, outputs, read, trainer
@@ -35,19 +35,6 @@ SIZE = dict(
   mlp_dim=8,
 )
 MODEL = t5.T5(t5.T5Config(vocab_size=16, **SIZE))
-
-
-@pytest.fixture(autouse=True, scope='module')
-def quick_compilation():
-  """Programs here run for milliseconds; most of the time is compilation."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-@pytest.fixture(autouse=True)
-def no_cache_of_the_user(monkeypatch):
-  monkeypatch.setattr(compilation_cache, 'enable', lambda: None)
 
 
 @pytest.fixture

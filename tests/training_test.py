@@ -51,14 +51,6 @@ def packing(**changes):
   return data.PackingConfig(**(defaults | changes))
 
 
-@pytest.fixture(autouse=True, scope='module')
-def quick_compilation():
-  """Programs here run for milliseconds; most of the time is compilation."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 OPTIMIZERS = {
   name: optimizer.OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=5)
   for name in optimizer.OPTIMIZERS
