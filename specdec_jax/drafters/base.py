@@ -1,7 +1,8 @@
 """The `Drafter` contract: pure functions plus a state pytree of their own.
 
-The speculative loop knows nothing else of a drafter. Any distribution that a
-drafter states truthfully keeps the output lossless (Appendix A.1), so a new
+The speculative loop knows nothing else of a drafter. What keeps the output
+lossless is the rule of `Draft`: a drafter says truthfully what it drew from,
+and never drops a token for what the token turned out to be. For the rest a new
 one needs only to be fast and often right.
 """
 
@@ -59,7 +60,7 @@ class Drafter(NamedTuple):
       int32[B, P] what the decoder begins with, or None (see `Request`). The
       first context holds the prompt, so only a drafter with a cache reads it.
     propose: (params, state, context) -> (Draft, state). Called once a round
-      with gamma >= 1.
+      with gamma >= 1. The `Draft` keeps the rule that its class states.
     commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
       committed now (the start token counted); whatever was read of a longer
       draft must be forgotten. Called once a round after `propose`. Inside
