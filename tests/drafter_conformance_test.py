@@ -24,7 +24,6 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.first_of import first_of
-from specdec_jax.drafters.late_model import late_model
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
@@ -55,15 +54,17 @@ def _table(order: int) -> NGramTable:
   return fit(corpus, order, VOCAB, max_continuations=3, min_count=2)
 
 
-def _short_drafts(model) -> Drafter:
-  """`small_model` that proposes 0, 1, ... gamma tokens, row by row."""
+def _short_drafts(model, step=1) -> Drafter:
+  """`small_model` that proposes 0, 1, ... gamma tokens, row by row.
+
+  With another `step` only some of these: with 2 none or 2 of 3.
+  """
   drafter = small_model(model)
 
   def propose(params, state, context):
     draft, state = drafter.propose(params, state, context)
-    length = (context.length + jnp.arange(len(context.length))) % (
-      context.gamma + 1
-    )
+    number = context.length + jnp.arange(len(context.length))
+    length = number * step % (context.gamma + 1)
     return draft.replace(length=length.astype(jnp.int32)), state
 
   return drafter._replace(propose=propose)
@@ -83,13 +84,18 @@ DRAFTERS = {
   'uniform': (uniform(VOCAB), ()),
   'cascade': (cascade(DRAFT, ngram(VOCAB)), (DRAFT.params, TABLES[2])),
   'cascade_of_models': (
-    cascade(DRAFT, late_model(CHEAPER), gamma=3),
+    cascade(DRAFT, small_model(CHEAPER), gamma=3),
     (DRAFT.params, CHEAPER.params),
   ),
   # Of pairs, so that rows change from copying to asking and back.
   'first_of': (
-    first_of(copy(min_match=2), late_model(DRAFT)),
+    first_of(copy(min_match=2), small_model(DRAFT)),
     ((), DRAFT.params),
+  ),
+  # The first has a cache, and often no proposal.
+  'first_of_models': (
+    first_of(_short_drafts(DRAFT, 2), small_model(CHEAPER)),
+    (DRAFT.params, CHEAPER.params),
   ),
 }
 every_drafter = pytest.mark.parametrize('name', DRAFTERS)

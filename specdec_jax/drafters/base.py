@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from specdec_jax.probs import SamplingParams
@@ -38,6 +37,10 @@ class Context:
     gamma: static, how many tokens to propose at most.
     greedy: static, every row takes the argmax: no probabilities are needed.
     forbids_stops: static, whether `min_length` is in use.
+    skips_rounds: static, whether the drafter is not asked every round, or what
+      is committed may be another's draft: `cascade` and `first_of` say so to
+      those that they are made of. One with a cache then looks first for what
+      it missed; otherwise it has missed nothing.
   """
 
   tokens: jax.Array
@@ -49,6 +52,7 @@ class Context:
   gamma: int = struct.field(pytree_node=False)
   greedy: bool = struct.field(pytree_node=False)
   forbids_stops: bool = struct.field(pytree_node=False)
+  skips_rounds: bool = struct.field(pytree_node=False, default=False)
 
 
 class Drafter(NamedTuple):
@@ -64,39 +68,21 @@ class Drafter(NamedTuple):
     commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
       committed now (the start token counted); whatever was read of a longer
       draft must be forgotten. Called once a round after `propose`. Inside
-      `cascade` and `first_of` it may name fewer tokens than before, or follow
-      rounds without a proposal.
+      `cascade` and `first_of` (see `Context.skips_rounds`) it may name fewer
+      tokens than before, or follow rounds without a proposal.
     name: what it does, with what decides its proposals beside its parameters;
       so that a run is not gone on with, nor a calibration used, by another.
-    every_round: whether it must be asked every round, and told of more tokens
-      each time; such a one does not go into another that may leave it out.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
   propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
   commit: Callable[[DrafterState, jax.Array], DrafterState]
   name: str = ''
-  every_round: bool = False
 
 
-def check_may_wait(owner: str, drafter: Drafter) -> None:
-  """Raises ValueError for a drafter that must be asked every round."""
-  if drafter.every_round:
-    raise ValueError(
-      f'{owner} does not ask {drafter.name or "its drafter"!r} every round, and'
-      ' that one would miss tokens. A model may wait as late_model.'
-    )
+def is_finished(length: jax.Array) -> jax.Array:
+  """bool[B], of the `length` that a `commit` is told.
 
-
-def last_tokens(context: Context, count: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the last `count` committed tokens of each row, and their start.
-
-  A row that has fewer starts at 0 and shows what lies behind its tokens,
-  which the caller must not use.
-
-  Returns:
-    tokens int32[B, count] and the index of the first of them, int32[B].
+  A finished row shows 1. After a round a running one shows 2 at least.
   """
-  start = jnp.maximum(context.length - count, 0)
-  index = start[:, None] + jnp.arange(count)
-  return jnp.take_along_axis(context.tokens, index, axis=1), start
+  return length <= 1
