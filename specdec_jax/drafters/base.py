@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import struct
 
+from specdec_jax import probs
 from specdec_jax.probs import SamplingParams
 from specdec_jax.types import Draft
 
@@ -86,3 +87,47 @@ def is_finished(length: jax.Array) -> jax.Array:
   A finished row shows 1. After a round a running one shows 2 at least.
   """
   return length <= 1
+
+
+def forbid_early_stops(
+  logits: jax.Array,
+  context: Context,
+  index: jax.Array | int = 0,
+  ids: jax.Array | None = None,
+) -> jax.Array:
+  """Masks stop ids as the target does, in logits of proposals `index` on.
+
+  Args:
+    logits: float[B, S, V].
+    context: says whether and how long they are forbidden.
+    index: of the first of the S proposals.
+    ids: int32[B, S, V], which token each logit is of; None is 0..V-1.
+
+  Returns:
+    float[B, S, V].
+  """
+  if not context.forbids_stops:
+    return logits
+  produced = context.length - 1 + index
+  return probs.forbid_early_stops(
+    logits, context.stop_ids, produced, context.min_length, ids
+  )
+
+
+def draw(logits: jax.Array, context: Context, index: jax.Array | int):
+  """Draws proposal `index` of each row as the target is sampled.
+
+  Args:
+    logits: float[B, V], of any V tokens.
+    context: gives sampling and keys.
+    index: of the proposal; its keys are consumed.
+
+  Returns:
+    int32[B], places among the V, and the distributions float32[B, V] that they
+    come from, None when greedy.
+  """
+  if context.greedy:
+    return probs.greedy_token(logits), None
+  rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
+  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, index)
+  return jax.vmap(probs.sample)(rows, keys), rows

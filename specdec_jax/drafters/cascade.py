@@ -19,6 +19,7 @@ from specdec_jax.drafters.base import (
   Context,
   Drafter,
   DrafterState,
+  forbid_early_stops,
   is_finished,
 )
 from specdec_jax.drafters.small_model import catch_up, read_last
@@ -114,7 +115,7 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
     logits, cache = read_last(
       model, params[0], now.cache, tokens, length, gamma
     )
-    verdict, rows = _judge(draft, _forbid(logits, inner), inner)
+    verdict, rows = _judge(draft, forbid_early_stops(logits, inner), inner)
     accepted = verdict.num_accepted
     tokens = write(tokens, verdict.next_token[:, None], (length + accepted,))
     count = jnp.where(now.done < goal, accepted + 1, 0)
@@ -173,15 +174,6 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
     )
 
   return Drafter(init, propose, commit, f'cascade({drafter.name}, {gamma})')
-
-
-def _forbid(logits: jax.Array, context: Context) -> jax.Array:
-  """Masks stop ids in logits [B, S, V] where `min_length` is not reached."""
-  if not context.forbids_stops:
-    return logits
-  produced = context.length[:, None] - 1 + jnp.arange(logits.shape[1])
-  early = produced < context.min_length[:, None]
-  return probs.forbid(logits, context.stop_ids, early)
 
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):

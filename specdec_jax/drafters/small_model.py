@@ -9,12 +9,15 @@ more: its cache's own length says how much, and it reads that first.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specdec_jax import probs
-from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  draw,
+  forbid_early_stops,
+)
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.types import Draft
 
@@ -32,18 +35,22 @@ def small_model(model: LanguageModel) -> Drafter:
   the input.
   """
 
+  def draw_next(logits, context, index):
+    logits = forbid_early_stops(logits, context, index)
+    return draw(logits[:, 0], context, index)
+
   def propose(params, cache, context: Context):
     if context.skips_rounds:
       cache = catch_up(model, params, cache, context.tokens, context.length)
     logits, cache = read_last(
       model, params, cache, context.tokens, context.length
     )
-    token, row = _draw(logits[:, 0], context, 0)
+    token, row = draw_next(logits, context, 0)
 
     def one_more(carry, index):
       cache, token = carry
       logits, cache = model.extend(params, cache, token[:, None])
-      token, row = _draw(logits[:, 0], context, index)
+      token, row = draw_next(logits, context, index)
       return (cache, token), (token, row)
 
     (cache, _), (more_tokens, more_rows) = lax.scan(
@@ -121,20 +128,3 @@ def catch_up(model: LanguageModel, params, cache, tokens, length):
     return model.rewind(cache, jnp.minimum(start + _AT_ONCE, length - 1))
 
   return lax.while_loop(lacks, read, cache)
-
-
-def _draw(logits: jax.Array, context: Context, index: jax.Array | int):
-  """Draws proposal `index` of each row from logits [B, V].
-
-  Returns:
-    int32[B] and the distributions float32[B, V], None when greedy.
-  """
-  if context.forbids_stops:
-    produced = context.length - 1 + index
-    early = produced < context.min_length
-    logits = probs.forbid(logits, context.stop_ids, early)
-  if context.greedy:
-    return probs.greedy_token(logits), None
-  rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
-  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, index)
-  return jax.vmap(probs.sample)(rows, keys), rows
