@@ -14,7 +14,6 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.first_of import first_of
-from specdec_jax.drafters.late_model import late_model
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit as fit_ngram_table
 from specdec_jax.drafters.ngram_table import NGramTable
@@ -64,7 +63,6 @@ __all__ = [
   'first_of',
   'fit_ngram_table',
   'joined',
-  'late_model',
   'load',
   'load_model',
   'load_ngram_table',

@@ -64,7 +64,7 @@ def step_law(
   vocab_size: int,
   *,
   drawn_from: NextProbs | None = None,
-  length: int | None = None,
+  length: int | Callable[[tuple[int, ...]], int] | None = None,
   deterministic: bool = False,
   lenience: float = 1.0,
 ) -> np.ndarray:
@@ -83,7 +83,8 @@ def step_law(
     vocab_size: V; the work grows with V^gamma.
     drawn_from: the law that proposals really come from; `draft` if None.
     length: how many tokens are proposed, gamma if None; the positions behind
-      hold every possible value.
+      hold every possible value. Or (x_1, ... x_gamma), as a drafter drew them,
+      -> how many of these it proposes.
     deterministic: report None as `Draft.probs`; `draft` is then only drawn
       from, and one-hot if the drafter is honest.
     lenience: l of Appendix A.5; below 1 the result is another law.
@@ -91,13 +92,17 @@ def step_law(
   Returns:
     float64[V, ..., V], gamma + 1 axes.
   """
-  length = gamma if length is None else length
   proposals = list(itertools.product(range(vocab_size), repeat=gamma))
-  mass = _draft_masses(proposals, drawn_from or draft, length, vocab_size)
+  drawn = lengths = [gamma] * len(proposals)
+  if callable(length):
+    lengths = [length(tokens) for tokens in proposals]
+  elif length is not None:
+    drawn = lengths = [length] * len(proposals)
+  mass = _draft_masses(proposals, drawn_from or draft, drawn, vocab_size)
   # Passed on, so that a test which replaces one of them is not served the
   # compiled code of the other.
   accepted, next_laws = _step_pieces(
-    _drafts(proposals, None if deterministic else draft, length),
+    _drafts(proposals, None if deterministic else draft, lengths),
     jnp.asarray(
       [[target(t[:i]) for i in range(gamma + 1)] for t in proposals],
       jnp.float32,
@@ -127,21 +132,24 @@ def step_law(
   return law
 
 
-def _draft_masses(proposals, drawn_from, length, vocab_size) -> np.ndarray:
-  """Probability of each draft; what lies behind `length` is uniform."""
+def _draft_masses(proposals, drawn_from, drawn, vocab_size) -> np.ndarray:
+  """Probability of each draft; what lies behind the drawn tokens is uniform."""
 
-  def prob(tokens, position):
-    if position >= length:
+  def prob(tokens, position, count):
+    if position >= count:
       return 1 / vocab_size
     row = np.asarray(drawn_from(tokens[:position]), np.float64)
     return row[tokens[position]] / row.sum()
 
   return np.array(
-    [np.prod([prob(t, i) for i in range(len(t))]) for t in proposals]
+    [
+      np.prod([prob(tokens, i, count) for i in range(len(tokens))])
+      for tokens, count in zip(proposals, drawn, strict=True)
+    ]
   )
 
 
-def _drafts(proposals, reported: NextProbs | None, length) -> Draft:
+def _drafts(proposals, reported: NextProbs | None, lengths) -> Draft:
   """The enumerated drafts as one batch of N."""
   gamma = len(proposals[0])
   rows = None
@@ -152,7 +160,7 @@ def _drafts(proposals, reported: NextProbs | None, length) -> Draft:
   return Draft(
     tokens=jnp.asarray(proposals, jnp.int32).reshape(len(proposals), gamma),
     probs=rows,
-    length=jnp.full((len(proposals),), length, jnp.int32),
+    length=jnp.asarray(lengths, jnp.int32),
   )
 
 

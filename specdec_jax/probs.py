@@ -268,7 +268,10 @@ def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def forbid(
-  logits: jax.Array, token_ids: jax.Array, where: jax.Array
+  logits: jax.Array,
+  token_ids: jax.Array,
+  where: jax.Array,
+  ids: jax.Array | None = None,
 ) -> jax.Array:
   """Masks some tokens in some rows by -inf.
 
@@ -276,13 +279,38 @@ def forbid(
     logits: float[..., V].
     token_ids: int32[K]; ids outside the vocabulary are ignored.
     where: bool[...], the rows to mask them in.
+    ids: int32[..., V], which token each logit is of; None is 0..V-1.
 
   Returns:
     float[..., V].
   """
-  ids = lax.iota(jnp.int32, logits.shape[-1])
-  masked = jnp.any(ids[:, None] == token_ids, axis=-1) & where[..., None]
+  if ids is None:
+    ids = lax.iota(jnp.int32, logits.shape[-1])
+  masked = jnp.any(ids[..., None] == token_ids, axis=-1) & where[..., None]
   return jnp.where(masked, -jnp.inf, logits)
+
+
+def forbid_early_stops(
+  logits: jax.Array,
+  stop_ids: jax.Array,
+  produced: jax.Array,
+  min_length: jax.Array,
+  ids: jax.Array | None = None,
+) -> jax.Array:
+  """Masks stop ids where a row is too short to end: one rule for both sides.
+
+  Args:
+    logits: float[B, S, V], of S tokens that follow one another.
+    stop_ids: int32[K]; -1 fills up.
+    produced: int32[B], tokens that each row has before the first of them.
+    min_length: int32[B], tokens that it must have before a stop id.
+    ids: int32[B, S, V] as in `forbid`.
+
+  Returns:
+    float[B, S, V].
+  """
+  before = produced[:, None] + jnp.arange(logits.shape[1])
+  return forbid(logits, stop_ids, before < min_length[:, None], ids)
 
 
 def valid_logits(logits: jax.Array) -> jax.Array:

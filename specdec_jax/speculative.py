@@ -4,10 +4,15 @@ The paper's symbols: p_i is `target_probs[i - 1]`, q_i is `draft.probs[i - 1]`,
 x_i is `draft.tokens[i - 1]`, gamma is `draft.length` (at most the static G),
 r_i is `uniforms[i - 1]`, n is `num_accepted`, p' is `next_token_weights`.
 
-**Guarantee.** If each proposal was drawn from the `draft.probs` that come with
-it, the emitted tokens have exactly the target's distribution (Appendix A.1).
-That `draft.probs` came from another model or another temperature is no matter;
-that they are those which were drawn from is all that counts.
+**Guarantee.** The emitted tokens have exactly the target's distribution
+(Appendix A.1) if
+
+- each proposal was drawn from the `draft.probs` that come with it. That these
+  came from another model or another temperature is no matter;
+- whether position i was proposed, i <= `draft.length`, was decided by
+  x_1..x_{i-1} and the distributions up to i alone, never by x_i itself. A draft
+  may end before a draw or behind what was drawn; a token that was drawn and
+  then dropped is not rejected here, and its residual is never drawn from.
 
 **A proposal of draft probability 0** contradicts its own `draft.probs`. It is
 handled as if the draft had ended before it: the target draws that token by

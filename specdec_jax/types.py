@@ -15,13 +15,22 @@ from flax import struct
 class Draft:
   """What a drafter proposes: up to gamma tokens a row.
 
+  **What keeps the output lossless**, and all that does: each x_i was drawn from
+  its row of `probs`; and whether position i is proposed depends on
+  x_1..x_{i-1} and the distributions up to i alone, never on x_i itself. So a
+  drafter may end its draft before it draws, where it is unsure, or behind what
+  it drew, as behind a stop id, which stays in it. It must not draw a token and
+  then drop it: let p be (.9, .1) and q (.5, .5). A drafter that drops each 1
+  leaves 0 to be accepted as often as it is drawn, .5, and the target to draw
+  by itself in the other half: 0 comes with .5 + .5 * .9 = .95.
+
   Attributes:
     tokens: int32[B, G], the proposals x_1..x_gamma of Algorithm 1.
     probs: float32[B, G, V], the standardised distribution that each proposal
       was sampled from; None means one-hot at `tokens` (a deterministic
       drafter, or greedy decoding).
-    length: int32[B], how many of the G positions were really proposed; what
-      lies behind is neither verified nor counted.
+    length: int32[B], how many of the G positions were really proposed, by the
+      rule above; what lies behind is neither verified nor counted.
   """
 
   tokens: jax.Array

@@ -1,9 +1,10 @@
 """The suite that every drafter runs through: one list, the same demands.
 
 A new drafter is a line in `DRAFTERS`. Each must be lossless (greedy equality,
-and chi-squared on joint n-grams of sampled output, beside negative controls
-that must fail), must not recompile, and must be right after every acceptance
-count, alone and in a ragged batch.
+chi-squared on joint n-grams of sampled output, and the rule of `Draft` about
+what may be dropped, beside negative controls that must fail), must not
+recompile, and must be right after every acceptance count, alone and in a ragged
+batch.
 """
 
 import functools
@@ -23,7 +24,6 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.first_of import first_of
-from specdec_jax.drafters.late_model import late_model
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
@@ -54,15 +54,17 @@ def _table(order: int) -> NGramTable:
   return fit(corpus, order, VOCAB, max_continuations=3, min_count=2)
 
 
-def _short_drafts(model) -> Drafter:
-  """`small_model` that proposes 0, 1, ... gamma tokens, row by row."""
+def _short_drafts(model, step=1) -> Drafter:
+  """`small_model` that proposes 0, 1, ... gamma tokens, row by row.
+
+  With another `step` only some of these: with 2 none or 2 of 3.
+  """
   drafter = small_model(model)
 
   def propose(params, state, context):
     draft, state = drafter.propose(params, state, context)
-    length = (context.length + jnp.arange(len(context.length))) % (
-      context.gamma + 1
-    )
+    number = context.length + jnp.arange(len(context.length))
+    length = number * step % (context.gamma + 1)
     return draft.replace(length=length.astype(jnp.int32)), state
 
   return drafter._replace(propose=propose)
@@ -82,13 +84,18 @@ DRAFTERS = {
   'uniform': (uniform(VOCAB), ()),
   'cascade': (cascade(DRAFT, ngram(VOCAB)), (DRAFT.params, TABLES[2])),
   'cascade_of_models': (
-    cascade(DRAFT, late_model(CHEAPER), gamma=3),
+    cascade(DRAFT, small_model(CHEAPER), gamma=3),
     (DRAFT.params, CHEAPER.params),
   ),
   # Of pairs, so that rows change from copying to asking and back.
   'first_of': (
-    first_of(copy(min_match=2), late_model(DRAFT)),
+    first_of(copy(min_match=2), small_model(DRAFT)),
     ((), DRAFT.params),
+  ),
+  # The first has a cache, and often no proposal.
+  'first_of_models': (
+    first_of(_short_drafts(DRAFT, 2), small_model(CHEAPER)),
+    (DRAFT.params, CHEAPER.params),
   ),
 }
 every_drafter = pytest.mark.parametrize('name', DRAFTERS)
@@ -240,6 +247,125 @@ def test_a_drafter_may_sample_otherwise_if_it_says_so():
 
   other = honest._replace(propose=propose)
   assert decode_p_value(other, DRAFT.params, GAMMA, SAMPLINGS['t1']) > ALPHA
+
+
+def _ends_where(drafter, fails) -> Drafter:
+  """`drafter`, whose draft ends at the first position that fails bool[B, G]."""
+
+  def propose(params, state, context):
+    draft, state = drafter.propose(params, state, context)
+    ends = jnp.pad(fails(draft), ((0, 0), (0, 1)), constant_values=True)
+    length = jnp.minimum(draft.length, jnp.argmax(ends, axis=1))
+    return draft.replace(length=length.astype(jnp.int32)), state
+
+  return drafter._replace(propose=propose)
+
+
+def _unsure(draft):
+  """Its distribution is flat: known before the draw."""
+  return draft.probs.max(axis=-1) < 0.5
+
+
+def _behind(draft):
+  """The token before it is a certain one, which itself is kept."""
+  return jnp.pad(draft.tokens[:, :-1] == 3, ((0, 0), (1, 0)))
+
+
+def _unlikely(draft):
+  """The token that was drawn turned out to be unlikely."""
+  place = draft.tokens[..., None]
+  return jnp.take_along_axis(draft.probs, place, axis=-1)[..., 0] < 0.3
+
+
+ENDS = {
+  rule.__name__: (_ends_where(small_model(DRAFT), rule), rule is not _unlikely)
+  for rule in (_unsure, _behind, _unlikely)
+}
+every_end = pytest.mark.parametrize('rule', ENDS)
+
+
+@every_end
+def test_where_a_draft_may_end(rule):
+  """Before a draw or behind a token; the control drops what it has drawn."""
+  drafter, is_right = ENDS[rule]
+  found = decode_p_value(drafter, DRAFT.params, GAMMA, SAMPLINGS['t1'])
+  assert (found > ALPHA) == is_right
+
+
+@every_drafter
+def test_no_drafter_drops_what_it_has_drawn(name):
+  """Nor are its probabilities those of a draw that it saw."""
+  drops, lengths = _drops_a_drawn_token(*DRAFTERS[name])
+  assert not drops
+  if name in ('short_drafts', 'copy', 'unigram', 'bigram', 'trigram'):
+    assert len(lengths) > 1  # or nothing was looked at
+
+
+@every_end
+def test_control_the_check_sees_what_is_dropped(rule):
+  drafter, is_right = ENDS[rule]
+  drops, lengths = _drops_a_drawn_token(drafter, DRAFT.params)
+  assert drops != is_right
+  assert len(lengths) > 1
+
+
+def _drops_a_drawn_token(drafter, params):
+  """Whether anything but x_1..x_{i-1} decides if position i is proposed.
+
+  A drafter is asked the same with many keys: where it drew the same tokens so
+  far, it must go on each time or never, and by the same distribution.
+
+  Returns:
+    bool, and the set of the lengths of its drafts.
+  """
+  params = jax.tree.map(jnp.asarray, params)
+  # So many stop ids that a table has nothing else to go on with.
+  request = request_of(1, GAMMA, SAMPLINGS['t1'], stop_ids=(0, 2, 3, 4))
+  prompt = jnp.array([[0, 2, 3, 3, 4, 2]])
+  inputs = request.inputs
+  init = toy_requests.quick_jit(drafter.init, static_argnums=2)
+  state = init(params, inputs, 24, prompt)
+  base = _context(request, jnp.pad(prompt, ((0, 0), (0, 18))), [1])
+  base = base.replace(greedy=False, forbids_stops=True)
+
+  def propose(length, min_length, key):
+    context = base.replace(
+      length=length[None], min_length=min_length[None], keys=key[None]
+    )
+    draft, _ = drafter.propose(params, state, context)
+    return jax.tree.map(lambda leaf: leaf[0], draft)
+
+  over_keys = jax.vmap(propose, in_axes=(None, None, 0))
+  over_keys = toy_requests.quick_jit(over_keys)
+  keys = jax.random.split(jax.random.key(SEED), 200)
+  drops, lengths = False, set()
+  for length in range(1, prompt.shape[1] + 1):
+    # Stop ids are allowed, and are not up to the middle of the draft.
+    for more in (0, 1):
+      minimum = more * (length + 1)
+      drafts = over_keys(jnp.int32(length), jnp.int32(minimum), keys)
+      drafts = jax.device_get(drafts)
+      lengths |= set(drafts.length.tolist())
+      drops |= _depends_on_its_own_token(drafts)
+  return drops, lengths
+
+
+def _depends_on_its_own_token(drafts) -> bool:
+  """Of drafts [N, ...] of one drafter in one state, on the host."""
+  seen = {}
+  for row, proposed in enumerate(drafts.length):
+    tokens = drafts.tokens[row].tolist()
+    for i in range(min(proposed + 1, GAMMA)):
+      goes_on = i < proposed
+      law = None
+      if goes_on:
+        law = tokens[i] if drafts.probs is None else drafts.probs[row, i]
+      first = seen.setdefault(tuple(tokens[:i]), law)
+      if (first is not None) != goes_on:
+        return True
+      if goes_on and not np.allclose(first, law, atol=1e-5):
+        return True
+  return False
 
 
 def test_control_a_stale_target_cache():

@@ -14,9 +14,9 @@ from specdec_jax import engine, infer
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.first_of import first_of
-from specdec_jax.drafters.late_model import late_model
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import Engine, Model
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def joined(parts, *names):
 
 # name -> the drafter and the names of what it is made of
 DRAFTERS = {
-  'first_of': (first_of(copy(), late_model(DRAFT)), ('copy', 'draft')),
+  'first_of': (first_of(copy(), small_model(DRAFT)), ('copy', 'draft')),
   'cascade': (cascade(DRAFT, ngram(VOCAB_SIZE)), ('draft', 'bigram')),
   'copy': (copy(), ('copy',)),
   'bigram': (ngram(VOCAB_SIZE), ('bigram',)),
@@ -115,7 +115,7 @@ def test_parts_of_a_drafter_are_checked_as_a_drafter_is(parts, tokenizer):
       parts['target'],
       engine.joined([parts['copy'], part]),
       tokenizer=tokenizer,
-      drafter=first_of(copy(), late_model(part.network or DRAFT)),
+      drafter=first_of(copy(), small_model(part.network or DRAFT)),
     )
 
   with pytest.warns(UserWarning, match='The draft is decoder-only'):
@@ -168,7 +168,7 @@ def demo_engine(tmp_path):
 
 def test_what_the_runs_of_the_demo_are_made_of(demo_engine):
   made = demo_engine('FIRST_OF')
-  assert made.drafter.name == 'first_of(copy(4, 2), late_model)'
+  assert made.drafter.name == 'first_of(copy(4, 2), small_model)'
   assert made.params.draft[0] == () and 'decoder' in made.params.draft[1]
   made = demo_engine('CASCADE')
   assert made.drafter.name == 'cascade(ngram, 2)'

@@ -1,8 +1,11 @@
 """Algorithm 1 by exact enumeration: drafts, uniforms and outcomes.
 
-With negative controls: a deliberately wrong residual, and draft probabilities
-that are not those which were drawn from, must be found out.
+With negative controls: a deliberately wrong residual, draft probabilities that
+are not those which were drawn from, and tokens that were drawn and dropped must
+be found out.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +114,37 @@ def test_law_of_a_draft_shorter_than_gamma(length, deterministic):
   assert error < _EXACT
 
 
+def _while(rule, see=0):
+  """How many of the leading positions a drafter proposes, by its tokens.
+
+  Position i is proposed where `rule` is true of the tokens before it, and with
+  `see` = 1 of its own as well.
+  """
+
+  def length(tokens):
+    flags = [rule(tokens[: i + see]) for i in range(len(tokens))]
+    return [*flags, False].index(False)
+
+  return length
+
+
+@pytest.mark.parametrize('gamma', [1, 2])
+def test_law_of_a_drafter_that_decides_before_it_draws(gamma):
+  vocab_size = 4
+  target, draft = controls.pair(20, vocab_size)
+  for rule in (
+    # It stops where it is unsure, before it draws.
+    lambda before: draft(before).max() > 0.5,
+    # It stops behind a stop id, and keeps it.
+    lambda before: 1 not in before,
+  ):
+    length = _while(rule)
+    drafts = itertools.product(range(vocab_size), repeat=gamma)
+    assert gamma == 1 or len({length(tokens) for tokens in drafts}) > 1
+    error = _error(target, draft, gamma, vocab_size, length=length)
+    assert error < _EXACT
+
+
 def test_law_of_deterministic_drafts():
   # One-hot probabilities and None are the same draft.
   target, draft = controls.pair(30, 6, SamplingConfig(0.0))
@@ -202,6 +236,31 @@ def test_control_draft_reported_otherwise_than_drawn():
   target, reported = controls.pair(0, 6)
   _, drawn = controls.pair(0, 6, SamplingConfig(0.7))
   assert _error(target, reported, 2, 6, drawn_from=drawn) > _WRONG
+
+
+def test_control_a_drafter_that_drops_what_it_drew():
+  # Of (.9, .1) and (.5, .5): each 1 that is drawn is dropped. Token 0 is then
+  # accepted in one half, and drawn by the target with .9 in the other.
+  target, draft = _constant([0.9, 0.1]), _constant([0.5, 0.5])
+  drops = _while(lambda tokens: tokens[-1] == 0, see=1)
+  law = step_law(target, draft, 1, 2, length=drops)
+  np.testing.assert_allclose(law.sum(axis=1), [0.95, 0.05], atol=1e-6)
+  # The same drafts, none dropped.
+  law = step_law(target, draft, 1, 2)
+  np.testing.assert_allclose(law.sum(axis=1), [0.9, 0.1], atol=1e-6)
+
+
+@pytest.mark.parametrize('gamma', [1, 2])
+def test_control_a_drafter_that_drops_unlikely_tokens(gamma):
+  target, draft = controls.pair(20, 4)
+  drops = _while(lambda tokens: draft(tokens[:-1])[tokens[-1]] > 0.3, see=1)
+  assert _error(target, draft, gamma, 4, length=drops) > _WRONG
+
+
+def test_control_a_stop_id_that_is_cut_off_its_draft():
+  target, draft = controls.pair(20, 4)
+  cut_off = _while(lambda tokens: 1 not in tokens, see=1)
+  assert _error(target, draft, 2, 4, length=cut_off) > _WRONG
 
 
 def test_control_denied_tokens_accepted_or_resampled(monkeypatch):

@@ -153,9 +153,10 @@ def forbid_early_stops(
   """Masks stop ids in logits [B, S, V] where `min_length` is not reached."""
   if not request.forbids_stops:
     return logits
-  produced = _produced(request, state)[:, None] + jnp.arange(logits.shape[1])
-  early = produced < request.min_length[:, None]
-  return probs.forbid(logits, request.stop_ids, early)
+  produced = _produced(request, state)
+  return probs.forbid_early_stops(
+    logits, request.stop_ids, produced, request.min_length
+  )
 
 
 def remaining(request: Request, state: DecodeState) -> jax.Array:

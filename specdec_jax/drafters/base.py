@@ -1,7 +1,8 @@
 """The `Drafter` contract: pure functions plus a state pytree of their own.
 
-The speculative loop knows nothing else of a drafter. Any distribution that a
-drafter states truthfully keeps the output lossless (Appendix A.1), so a new
+The speculative loop knows nothing else of a drafter. What keeps the output
+lossless is the rule of `Draft`: a drafter says truthfully what it drew from,
+and never drops a token for what the token turned out to be. For the rest a new
 one needs only to be fast and often right.
 """
 
@@ -9,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
+from specdec_jax import probs
 from specdec_jax.probs import SamplingParams
 from specdec_jax.types import Draft
 
@@ -37,6 +38,10 @@ class Context:
     gamma: static, how many tokens to propose at most.
     greedy: static, every row takes the argmax: no probabilities are needed.
     forbids_stops: static, whether `min_length` is in use.
+    skips_rounds: static, whether the drafter is not asked every round, or what
+      is committed may be another's draft: `cascade` and `first_of` say so to
+      those that they are made of. One with a cache then looks first for what
+      it missed; otherwise it has missed nothing.
   """
 
   tokens: jax.Array
@@ -48,6 +53,7 @@ class Context:
   gamma: int = struct.field(pytree_node=False)
   greedy: bool = struct.field(pytree_node=False)
   forbids_stops: bool = struct.field(pytree_node=False)
+  skips_rounds: bool = struct.field(pytree_node=False, default=False)
 
 
 class Drafter(NamedTuple):
@@ -59,43 +65,69 @@ class Drafter(NamedTuple):
       int32[B, P] what the decoder begins with, or None (see `Request`). The
       first context holds the prompt, so only a drafter with a cache reads it.
     propose: (params, state, context) -> (Draft, state). Called once a round
-      with gamma >= 1.
+      with gamma >= 1. The `Draft` keeps the rule that its class states.
     commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
       committed now (the start token counted); whatever was read of a longer
       draft must be forgotten. Called once a round after `propose`. Inside
-      `cascade` and `first_of` it may name fewer tokens than before, or follow
-      rounds without a proposal.
+      `cascade` and `first_of` (see `Context.skips_rounds`) it may name fewer
+      tokens than before, or follow rounds without a proposal.
     name: what it does, with what decides its proposals beside its parameters;
       so that a run is not gone on with, nor a calibration used, by another.
-    every_round: whether it must be asked every round, and told of more tokens
-      each time; such a one does not go into another that may leave it out.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
   propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
   commit: Callable[[DrafterState, jax.Array], DrafterState]
   name: str = ''
-  every_round: bool = False
 
 
-def check_may_wait(owner: str, drafter: Drafter) -> None:
-  """Raises ValueError for a drafter that must be asked every round."""
-  if drafter.every_round:
-    raise ValueError(
-      f'{owner} does not ask {drafter.name or "its drafter"!r} every round, and'
-      ' that one would miss tokens. A model may wait as late_model.'
-    )
+def is_finished(length: jax.Array) -> jax.Array:
+  """bool[B], of the `length` that a `commit` is told.
+
+  A finished row shows 1. After a round a running one shows 2 at least.
+  """
+  return length <= 1
 
 
-def last_tokens(context: Context, count: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the last `count` committed tokens of each row, and their start.
+def forbid_early_stops(
+  logits: jax.Array,
+  context: Context,
+  index: jax.Array | int = 0,
+  ids: jax.Array | None = None,
+) -> jax.Array:
+  """Masks stop ids as the target does, in logits of proposals `index` on.
 
-  A row that has fewer starts at 0 and shows what lies behind its tokens,
-  which the caller must not use.
+  Args:
+    logits: float[B, S, V].
+    context: says whether and how long they are forbidden.
+    index: of the first of the S proposals.
+    ids: int32[B, S, V], which token each logit is of; None is 0..V-1.
 
   Returns:
-    tokens int32[B, count] and the index of the first of them, int32[B].
+    float[B, S, V].
   """
-  start = jnp.maximum(context.length - count, 0)
-  index = start[:, None] + jnp.arange(count)
-  return jnp.take_along_axis(context.tokens, index, axis=1), start
+  if not context.forbids_stops:
+    return logits
+  produced = context.length - 1 + index
+  return probs.forbid_early_stops(
+    logits, context.stop_ids, produced, context.min_length, ids
+  )
+
+
+def draw(logits: jax.Array, context: Context, index: jax.Array | int):
+  """Draws proposal `index` of each row as the target is sampled.
+
+  Args:
+    logits: float[B, V], of any V tokens.
+    context: gives sampling and keys.
+    index: of the proposal; its keys are consumed.
+
+  Returns:
+    int32[B], places among the V, and the distributions float32[B, V] that they
+    come from, None when greedy.
+  """
+  if context.greedy:
+    return probs.greedy_token(logits), None
+  rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
+  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, index)
+  return jax.vmap(probs.sample)(rows, keys), rows

@@ -19,9 +19,10 @@ from specdec_jax.drafters.base import (
   Context,
   Drafter,
   DrafterState,
-  check_may_wait,
+  forbid_early_stops,
+  is_finished,
 )
-from specdec_jax.drafters.late_model import catch_up, is_finished
+from specdec_jax.drafters.small_model import catch_up, read_last
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.speculative import verify_batch, verify_greedy_batch
 from specdec_jax.types import Draft
@@ -67,9 +68,8 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
   Its parameters are the pair (the model's, the cheaper drafter's). What the
-  outer verdict rejects was already committed inside: the cheaper drafter must
-  take a `commit` to fewer tokens, and be able to miss some, as all drafters
-  without a network can; a model can by `late_model`.
+  outer verdict rejects was already committed inside: the cheaper drafter is
+  told by `Context.skips_rounds`, and takes a `commit` to fewer tokens.
 
   Args:
     model: that the draft is sampled from.
@@ -77,9 +77,8 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
     gamma: its proposals a round.
 
   Raises:
-    ValueError: gamma is below 1, or the cheaper one must be asked every round.
+    ValueError: gamma is below 1.
   """
-  check_may_wait('cascade', drafter)
   if gamma < 1:
     raise ValueError(f'gamma of a cascade must be at least 1, got {gamma}.')
 
@@ -99,30 +98,33 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
     )
     length = context.length + now.done
     inner = dataclasses.replace(
-      context, tokens=now.tokens, length=length, keys=keys, gamma=gamma
+      context,
+      tokens=now.tokens,
+      length=length,
+      keys=keys,
+      gamma=gamma,
+      skips_rounds=True,
     )
     draft, drafter_state = drafter.propose(params[1], now.drafter, inner)
     room = jnp.maximum(goal - now.done - 1, 0)
     draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
 
-    last = jnp.take_along_axis(now.tokens, length[:, None] - 1, axis=1)
-    fed = jnp.concatenate([last, draft.tokens], axis=1)
-    cache = model.rewind(now.cache, length - 1)
-    logits, cache = model.extend(params[0], cache, fed)
-    verdict, rows = _judge(draft, _forbid(logits, inner), inner)
-
     # Written at `done`: what lies behind `count` is overwritten or cut off.
-    count = jnp.where(now.done < goal, verdict.num_accepted + 1, 0)
-    place = jnp.arange(length.size), verdict.num_accepted
-    new = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    new = new.at[place].set(verdict.next_token)
     write = jax.vmap(lax.dynamic_update_slice)
+    tokens = write(now.tokens, draft.tokens, (length,))
+    logits, cache = read_last(
+      model, params[0], now.cache, tokens, length, gamma
+    )
+    verdict, rows = _judge(draft, forbid_early_stops(logits, inner), inner)
+    accepted = verdict.num_accepted
+    tokens = write(tokens, verdict.next_token[:, None], (length + accepted,))
+    count = jnp.where(now.done < goal, accepted + 1, 0)
     if now.rows is not None and rows is not None:
       start = (now.done, jnp.zeros_like(now.done))
       rows = write(now.rows, rows, start)
     return _Rounds(
       number=now.number + 1,
-      tokens=write(now.tokens, new, (length,)),
+      tokens=tokens,
       rows=rows,
       done=now.done + count,
       cache=cache,
@@ -133,6 +135,9 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
     batch, size = context.length.size, context.gamma
     tokens, length = context.tokens, context.length
     goal = jnp.where(state.finished, 0, size)
+    cache = state.cache
+    if context.skips_rounds:
+      cache = catch_up(model, params[0], cache, tokens, length)
     rows = None
     if not context.greedy:
       width = size + gamma + 1
@@ -142,7 +147,7 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
       tokens=jnp.pad(tokens, ((0, 0), (0, gamma))),
       rows=rows,
       done=jnp.zeros_like(goal),
-      cache=catch_up(model, params[0], state.cache, tokens, length),
+      cache=cache,
       drafter=state.drafter,
     )
     last = lax.while_loop(
@@ -169,15 +174,6 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
     )
 
   return Drafter(init, propose, commit, f'cascade({drafter.name}, {gamma})')
-
-
-def _forbid(logits: jax.Array, context: Context) -> jax.Array:
-  """Masks stop ids in logits [B, S, V] where `min_length` is not reached."""
-  if not context.forbids_stops:
-    return logits
-  produced = context.length[:, None] - 1 + jnp.arange(logits.shape[1])
-  early = produced < context.min_length[:, None]
-  return probs.forbid(logits, context.stop_ids, early)
 
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):

@@ -11,9 +11,8 @@ from specdec_jax.drafters.base import (
   Context,
   Drafter,
   DrafterState,
-  check_may_wait,
+  is_finished,
 )
-from specdec_jax.drafters.late_model import is_finished
 from specdec_jax.types import Draft
 
 
@@ -24,14 +23,15 @@ class FirstOfState:
   Attributes:
     first: the first drafter's own.
     second: the second one's.
-    usable: int32[B], what the second may be told of as committed at most: a
-      draft of another than its own did not go through it.
+    length: int32[B], committed tokens when they were asked.
+    by_first: bool[B], whose draft was the first one's.
     finished: bool[B], rows that need no draft any more.
   """
 
   first: DrafterState
   second: DrafterState
-  usable: jax.Array
+  length: jax.Array
+  by_first: jax.Array
   finished: jax.Array
 
 
@@ -39,25 +39,24 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
   """Returns a drafter that asks `second` only where `first` has nothing.
 
   Where every unfinished row of a batch has a draft of the first, such as
-  `copy`, the second is not run at all. It must therefore be able to sit rounds
-  out: a model by `late_model`, not by `small_model`. Its parameters are the
-  pair (of the first, of the second).
-
-  Raises:
-    ValueError: the second one must be asked every round.
+  `copy`, the second is not run at all. Its parameters are the pair (of the
+  first, of the second).
   """
-  check_may_wait('first_of', second)
 
   def init(params, inputs, max_length, prompt):
-    batch = inputs.shape[0]
+    batch = inputs.shape[:1]
     return FirstOfState(
       first=first.init(params[0], inputs, max_length, prompt),
       second=second.init(params[1], inputs, max_length, prompt),
-      usable=jnp.zeros((batch,), jnp.int32),
-      finished=jnp.zeros((batch,), bool),
+      length=jnp.zeros(batch, jnp.int32),
+      by_first=jnp.zeros(batch, bool),
+      finished=jnp.zeros(batch, bool),
     )
 
   def propose(params, state: FirstOfState, context: Context):
+    # The second is not asked every round, and of the first's the draft is not
+    # always the one that is verified.
+    context = dataclasses.replace(context, skips_rounds=True)
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
     shapes, _ = jax.eval_shape(second.propose, params[1], state.second, context)
@@ -73,27 +72,30 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
     _, other, second_state = lax.while_loop(
       lambda carry: ~carry[0], ask, (enough, nothing, state.second)
     )
-    # Of a row with a draft of the first, the second has read its own instead;
-    # up to the last committed token it is right.
-    ahead = jnp.where(has_draft, 1, context.gamma + 1)
     state = FirstOfState(
       first=first_state,
       second=second_state,
-      usable=context.length + ahead,
+      length=context.length,
+      by_first=has_draft,
       finished=state.finished,
     )
     return _choose(has_draft, draft, other), state
 
   def commit(state: FirstOfState, length: jax.Array):
+    # Where the draft was the other's, a drafter may have read one of its own
+    # instead: it is right up to the token that was the last before.
+    known = jnp.minimum(length, state.length + 1)
     return dataclasses.replace(
       state,
-      first=first.commit(state.first, length),
-      second=second.commit(state.second, jnp.minimum(length, state.usable)),
+      first=first.commit(state.first, jnp.where(state.by_first, length, known)),
+      second=second.commit(
+        state.second, jnp.where(state.by_first, known, length)
+      ),
       finished=is_finished(length),
     )
 
   name = f'first_of({first.name}, {second.name})'
-  return Drafter(init, propose, commit, name, first.every_round)
+  return Drafter(init, propose, commit, name)
 
 
 def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:

@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specdec_jax import probs
-from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  draw,
+  forbid_early_stops,
+)
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.types import Draft
 
@@ -47,14 +51,15 @@ def ngram(vocab_size: int) -> Drafter:
       known = context.length + index
       node = longest_known(table, recent, known)
       ids, logits = _continuations(table, node, context)
-      if context.forbids_stops:
-        early = known - 1 < context.min_length
-        stops = jnp.any(ids[..., None] == context.stop_ids, axis=-1)
-        logits = jnp.where(stops & early[:, None], -jnp.inf, logits)
-      choice, rows = _draw(logits, context, index)
+      logits = forbid_early_stops(
+        logits[:, None], context, index, ids[:, None]
+      )[:, 0]
+      possible = jnp.max(logits, axis=1) > -jnp.inf
+      # A row without any entry proposes nothing; it must only not become NaN.
+      logits = jnp.where(possible[:, None], logits, 0.0)
+      choice, rows = draw(logits, context, index)
       token = jnp.take_along_axis(ids, choice[:, None], axis=1)
       recent = jnp.concatenate([token, recent], axis=1)[:, :size]
-      possible = jnp.max(logits, axis=1) > -jnp.inf
       return recent, (token[:, 0], ids, rows, possible)
 
     steps = jnp.arange(context.gamma)
@@ -123,18 +128,6 @@ def _continuations(table: NGramTable, node: jax.Array, context: Context):
   ids = jnp.take(table.ids, index, mode='clip')
   log_probs = jnp.take(table.log_probs, index, mode='clip')
   return ids, jnp.where(live, log_probs, -jnp.inf)
-
-
-def _draw(logits: jax.Array, context: Context, index: jax.Array):
-  """Draws an entry int32[B] of each row of [B, K]; None for rows if greedy."""
-  if context.greedy:
-    return probs.greedy_token(logits), None
-  # A row without any entry proposes nothing; it must only not become NaN.
-  empty = jnp.max(logits, axis=1, keepdims=True) == -jnp.inf
-  logits = jnp.where(empty, 0.0, logits)
-  rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
-  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, index)
-  return jax.vmap(probs.sample)(rows, keys), rows
 
 
 def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:

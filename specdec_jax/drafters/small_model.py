@@ -3,46 +3,54 @@
 After a fully accepted draft the drafter has not read its own last proposal:
 it owes its cache one token. Rather than pay a call for it, every round starts
 by feeding each row's last two committed tokens at once; where nothing was owed
-this writes the same values again.
+this writes the same values again. Inside of another drafter a model may owe
+more: its cache's own length says how much, and it reads that first.
 """
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specdec_jax import probs
-from specdec_jax.drafters.base import Context, Drafter, last_tokens
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  draw,
+  forbid_early_stops,
+)
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.types import Draft
+
+_AT_ONCE = 8  # tokens a call that catches up
 
 
 def small_model(model: LanguageModel) -> Drafter:
   """Returns a drafter that samples its proposals from `model`, one by one.
 
   A round costs gamma calls of the model: one over two tokens, the others over
-  one. The model may be of another kind than the target, as long as both have
-  one vocabulary: a decoder-only one beside an encoder-decoder sees what the
-  decoder has produced, and nothing of the input.
+  one. After rounds that it sat out, inside of another drafter, it costs one
+  more for each `_AT_ONCE` tokens that it missed. The model may be of another
+  kind than the target, as long as both have one vocabulary: a decoder-only one
+  beside an encoder-decoder sees what the decoder has produced, and nothing of
+  the input.
   """
 
-  def propose(params, cache, context):
-    tokens, start = last_tokens(context, 2)
-    cache = model.rewind(cache, start)
-    logits, cache = model.extend(params, cache, tokens)
-    # The proposal follows the last committed token: the second of the two,
-    # but the first in a row that holds only its start token. There the second
-    # was noise, and is overwritten by the next call.
-    last = context.length - 1 - start
-    logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
-    cache = model.rewind(cache, context.length)
-    token, row = _draw(logits, context, 0)
+  def draw_next(logits, context, index):
+    logits = forbid_early_stops(logits, context, index)
+    return draw(logits[:, 0], context, index)
+
+  def propose(params, cache, context: Context):
+    if context.skips_rounds:
+      cache = catch_up(model, params, cache, context.tokens, context.length)
+    logits, cache = read_last(
+      model, params, cache, context.tokens, context.length
+    )
+    token, row = draw_next(logits, context, 0)
 
     def one_more(carry, index):
       cache, token = carry
       logits, cache = model.extend(params, cache, token[:, None])
-      token, row = _draw(logits[:, 0], context, index)
+      token, row = draw_next(logits, context, index)
       return (cache, token), (token, row)
 
     (cache, _), (more_tokens, more_rows) = lax.scan(
@@ -61,21 +69,62 @@ def small_model(model: LanguageModel) -> Drafter:
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
   init = functools.partial(read_prompt, model)
-  return Drafter(init, propose, commit, 'small_model', every_round=True)
+  return Drafter(init, propose, commit, 'small_model')
 
 
-def _draw(logits: jax.Array, context: Context, index: jax.Array | int):
-  """Draws proposal `index` of each row from logits [B, V].
+def read_last(model: LanguageModel, params, cache, tokens, length, more=0):
+  """One call over each row's last two committed tokens and `more` behind them.
+
+  Args:
+    model: whose cache it is.
+    params: its parameters.
+    cache: what it holds is right; it lacks the last two tokens at most.
+    tokens: int32[B, N], committed tokens, and `more` proposed ones.
+    length: int32[B], how many are committed.
+    more: static, proposed tokens that are read as well.
 
   Returns:
-    int32[B] and the distributions float32[B, V], None when greedy.
+    Logits float32[B, more + 1, V] of what follows the last committed token and
+    each of the proposed ones; the cache, of length `length` + more.
   """
-  if context.forbids_stops:
-    produced = context.length - 1 + index
-    early = produced < context.min_length
-    logits = probs.forbid(logits, context.stop_ids, early)
-  if context.greedy:
-    return probs.greedy_token(logits), None
-  rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
-  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, index)
-  return jax.vmap(probs.sample)(rows, keys), rows
+  start = jnp.maximum(length - 2, 0)
+  index = start[:, None] + jnp.arange(2 + more)
+  fed = jnp.take_along_axis(tokens, index, axis=1)
+  logits, cache = model.extend(params, model.rewind(cache, start), fed)
+  # The last committed token is the second that was fed, but the first in a row
+  # that holds only its start token. There the last that was fed is noise, and
+  # is overwritten by the next call.
+  place = (length - 1 - start)[:, None] + jnp.arange(1 + more)
+  logits = jnp.take_along_axis(logits, place[..., None], axis=1)
+  return logits, model.rewind(cache, length + more)
+
+
+def catch_up(model: LanguageModel, params, cache, tokens, length):
+  """Reads what a cache lacks, but for what `read_last` reads.
+
+  As many calls of the model as the row that lacks most needs, often none.
+
+  Args:
+    model: whose cache it is.
+    params: its parameters.
+    cache: what it holds is right; of at least `_AT_ONCE` slots.
+    tokens: int32[B, N], committed tokens.
+    length: int32[B], how many there are.
+
+  Returns:
+    The cache, of length `length` - 2 or more.
+  """
+
+  def lacks(cache):
+    return jnp.any(cache.length < length - 2)
+
+  def read(cache):
+    # Near the end some are read again, with the same values, rather than
+    # slots used behind the last committed token.
+    start = jnp.minimum(cache.length, jnp.maximum(length - _AT_ONCE, 0))
+    index = start[:, None] + jnp.arange(_AT_ONCE)
+    fed = jnp.take_along_axis(tokens, index, axis=1)
+    _, cache = model.extend(params, model.rewind(cache, start), fed)
+    return model.rewind(cache, jnp.minimum(start + _AT_ONCE, length - 1))
+
+  return lax.while_loop(lacks, read, cache)
