@@ -32,7 +32,8 @@ class DecodeConfig:
 
   Attributes:
     engine: makes the engine; called after all that is cheap was checked.
-    input_file: UTF-8 text, one example a line; '-' reads stdin.
+    input_file: UTF-8 text, one example a line, plain or `.gz`, or a named
+      pipe; '-' reads stdin. See `files.lines`.
     output_dir: where the results go; None writes nothing.
     overwrite: whether what is in `output_dir` may be replaced: finished
       results, or an unfinished run of another configuration. An unfinished run
@@ -147,7 +148,7 @@ class TaskConfig:
     num_shards: see `shard_id`.
     checkpoint_period: batches that a killed run may have to repeat.
     include_all_inputs: whether results hold all features of an example, not
-      only its texts.
+      only its texts; as `results.plain` says where JSON has no such value.
     metrics: names of functions of `specdec_jax.metrics`; None is what the
       task names, and none for a file.
     overwrite: as of `DecodeConfig`.

@@ -65,7 +65,8 @@ def decode_one(
 
   Raises:
     ValueError: a bad task, file, shard or output folder, or models that do not
-      fit, before anything is compiled.
+      fit, before anything is compiled; or, when all is written, also each time
+      that it is started again, a file that broke off (see `files.BrokenOff`).
     OSError: results could not be written; what is done is kept.
   """
   console = console or rich.console.Console()
@@ -95,7 +96,7 @@ def _decode(
   who: processes.Processes,
 ) -> dict[str, Any]:
   """`decode_one` of a task that was found, in a folder of its own."""
-  found = _examples(config)
+  found, broken_off = _examples(config)
   functions = task_summary.measures(config)
   measured = calibrated.load(config)
   with report.status(console, 'Loading models'):
@@ -113,6 +114,7 @@ def _decode(
       f'{folder.name} is finished; it is kept. Set overwrite to True to make'
       ' it anew.'
     )
+    results.check_whole(broken_off, config.output_dir)
     return folder.read_json(f'{folder.name}.summary.json')
 
   def run(items, folder, done):
@@ -132,17 +134,22 @@ def _decode(
     every = config.num_decodes
     modes = shares.each_its_own(folder, begin, items, every, run, who)
   if modes is None:
+    results.check_whole(broken_off, config.output_dir)
     return {'kind': 'share', 'process': [who.index, who.count]}
   scored = task_summary.measured(functions, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
     modes,
     config.sampling.greedy,
-    task_summary.context(config, engine, records, scored, gammas),
+    {
+      **task_summary.context(config, engine, records, scored, gammas),
+      'input_broken_off': broken_off,
+    },
   )
   _write(folder, records, summary, beside)
   shares.clean(folder, who)
   report.print_results(console, summary, config.output_dir)
+  results.check_whole(broken_off, config.output_dir)
   return summary
 
 
@@ -189,9 +196,9 @@ def example_id(index: int, sample: int) -> int:
   return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
-def _examples(config: TaskConfig) -> list[examples.Example]:
-  """The shard's examples, with the features that the mode needs."""
-  found = examples.load(
+def _examples(config: TaskConfig) -> tuple[list[examples.Example], str | None]:
+  """`examples.load`, where what lacks a feature that is needed is broken."""
+  found, broken_off = examples.load(
     config.mixture_or_task_name,
     config.split,
     config.task_feature_lengths,
@@ -218,7 +225,7 @@ def _examples(config: TaskConfig) -> list[examples.Example]:
         example = {**example, examples.BROKEN: error}
     checked.append(example)
   examples.check_some(checked)
-  return checked
+  return checked, broken_off
 
 
 def _is_ids(value: Any) -> bool:
