@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files, metrics
+from specdec_jax.files import TextLine
 from specdec_jax.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
@@ -129,13 +130,13 @@ class LocalTask:
         yield example | {'inputs': self.prefix + example['inputs']}
 
   def _from_line(
-    self, kind: str, text_line: files.TextLine, place: str
+    self, kind: str, text_line: TextLine, place: str
   ) -> dict[str, Any]:
     line, error = text_line
     if error is not None:
       raise ValueError(f'{place}: {error}.')
     if kind == 'jsonl':
-      return self._from_object(_parse(line, place), place)
+      return self._from_object(json_object(line, place), place)
     columns = line.split('\t') if kind == 'tsv' else [line]
     if len(columns) > 2:
       raise ValueError(
@@ -238,7 +239,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
   return f' Known: {", ".join(names)}.' if names else ' None is known.'
 
 
-def _parse(line: str, place: str) -> dict[str, Any]:
+def json_object(line: str, place: str) -> dict[str, Any]:
+  """The JSON object of a line; raises ValueError, naming the place."""
   try:
     found = json.loads(line)
   except RecursionError as error:
