@@ -61,7 +61,8 @@ def decode_one(
     console: where the report goes; stdout by default.
 
   Returns:
-    The summary: `report.summarise`'s, of kind 'task', with 'metrics'.
+    The summary: `report.summarise`'s, of kind 'task', with 'metrics'
+    (and as 'unmeasured' why the usual one is not among them, or None).
 
   Raises:
     ValueError: a bad task, file, shard or output folder, or models that do not
@@ -97,7 +98,7 @@ def _decode(
 ) -> dict[str, Any]:
   """`decode_one` of a task that was found, in a folder of its own."""
   found, broken_off = _examples(config)
-  functions = task_summary.measures(config)
+  functions, unmeasured = task_summary.measures(config, found)
   measured = calibrated.load(config)
   with report.status(console, 'Loading models'):
     engine = _engine(config, found)
@@ -144,11 +145,14 @@ def _decode(
     {
       **task_summary.context(config, engine, records, scored, gammas),
       'input_broken_off': broken_off,
+      'unmeasured': unmeasured,
     },
   )
   _write(folder, records, summary, beside)
   shares.clean(folder, who)
   report.print_results(console, summary, config.output_dir)
+  if unmeasured:
+    console.print(unmeasured, markup=False, highlight=False, soft_wrap=True)
   results.check_whole(broken_off, config.output_dir)
   return summary
 
