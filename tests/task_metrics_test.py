@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from hostile_lines_test import LENGTHS, Reversing
-from specdec_jax import infer
+from specdec_jax import infer, metrics
 from specdec_jax.local_tasks import LocalTask
 
 needs_bleu = pytest.mark.usefixtures('sacrebleu')
@@ -61,8 +61,8 @@ def test_a_file_with_targets_has_bleu(run, pairs):
   (found,) = summary['metrics'].values()
   assert found['bleu'] == pytest.approx(100) and summary['unmeasured'] is None
   assert 'bleu' in printed
-  for metrics in ((), None):
-    summary, printed = run(pairs, metrics=metrics)
+  for names in ((), None):
+    summary, printed = run(pairs, metrics=names)
     assert summary['metrics'] == {'plain': {}} and 'bleu' not in printed
 
 
@@ -92,3 +92,25 @@ def test_the_summary_says_what_to_install(run, pairs, tokenizer, monkeypatch):
   for task, options in ((pairs, {'metrics': ('bleu',)}), (own, {})):
     with pytest.raises(ValueError, match='sacrebleu, which is not installed'):
       run(task, **options)
+
+
+@pytest.mark.parametrize('found', [ZeroDivisionError('no'), 5, {'x': {1j}}])
+def test_a_metric_that_fails_loses_no_result(run, pairs, tmp_path, found):
+  """Nor does a number that JSON does not have."""
+
+  def own(targets, predictions):
+    if len(targets) > 1 and isinstance(found, Exception):
+      raise found
+    return found
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(metrics.METRICS, 'own', own)
+    if isinstance(found, dict):
+      summary, _ = run(pairs, metrics=('own',))
+      assert summary['metrics'] == {'plain': found}
+    else:
+      with pytest.raises(ValueError, match='metric of the task failed'):
+        run(pairs, metrics=('own',))
+  assert list((tmp_path / 'out').glob('*.COMPLETED'))
+  (kept,) = (tmp_path / 'out').glob('*.jsonl-*-of-00001')
+  assert len(kept.read_text().splitlines()) == 3

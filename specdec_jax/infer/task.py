@@ -66,8 +66,9 @@ def decode_one(
 
   Raises:
     ValueError: a bad task, file, shard or output folder, or models that do not
-      fit, before anything is compiled; or, when all is written, also each time
-      that it is started again, a file that broke off (see `files.BrokenOff`).
+      fit, before anything is compiled. When all is written: a file that broke
+      off (see `files.BrokenOff`), also if the run is started again; or a metric
+      of the task's own that failed.
     OSError: results could not be written; what is done is kept.
   """
   console = console or rich.console.Console()
@@ -137,7 +138,7 @@ def _decode(
   if modes is None:
     results.check_whole(broken_off, config.output_dir)
     return {'kind': 'share', 'process': [who.index, who.count]}
-  scored = task_summary.measured(functions, found, modes, config)
+  scored, failed = task_summary.measured(functions, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
     modes,
@@ -145,7 +146,7 @@ def _decode(
     {
       **task_summary.context(config, engine, records, scored, gammas),
       'input_broken_off': broken_off,
-      'unmeasured': unmeasured,
+      'unmeasured': unmeasured or failed,
     },
   )
   _write(folder, records, summary, beside)
@@ -154,6 +155,8 @@ def _decode(
   if unmeasured:
     console.print(unmeasured, markup=False, highlight=False, soft_wrap=True)
   results.check_whole(broken_off, config.output_dir)
+  if failed is not None:
+    raise ValueError(f'{failed}. The results are in {config.output_dir!r}.')
   return summary
 
 

@@ -64,11 +64,16 @@ def measured(
   found: Sequence[examples.Example],
   modes: Mapping[str, report.Mode],
   config: TaskConfig,
-) -> dict[str, dict[str, Any]]:
-  """Metrics of each way, on the first sample of each example with a target."""
+) -> tuple[dict[str, dict[str, Any]], str | None]:
+  """Metrics of each way, on the first sample of each example with a target.
+
+  And why a function of the task's own failed, or None: what was decoded must
+  be written all the same.
+  """
   targets = _with_targets(found)
+  failed = None
   if not targets:
-    return {}
+    return {}, None
   by_way: dict[str, dict[str, Any]] = {}
   for name, mode in modes.items():
     predictions = [
@@ -76,8 +81,11 @@ def measured(
     ]
     by_way[name] = {}
     for function in functions:
-      by_way[name] |= function(list(targets.values()), predictions)
-  return by_way
+      try:
+        by_way[name] |= function(list(targets.values()), predictions)
+      except Exception as error:  # somebody else's code may raise anything
+        failed = f'A metric of the task failed: {type(error).__name__}: {error}'
+  return by_way, failed
 
 
 def context(
