@@ -1,13 +1,37 @@
-"""Files: text by line, writing whole or not at all, checksums that are kept."""
+"""Files: text by line, writing whole or not at all, checksums that are kept.
 
+What is read may be broken or hostile: lines say by themselves what is wrong
+with them, and neither a line nor a file without an end is held in memory.
+"""
+
+import codecs
 import contextlib
 import gzip
 import hashlib
 import json
 import os
+import select
+import stat
+import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+MAX_LINE = 4 << 20  # bytes of a line; a longer one is that line's error
+# Of a pipe, which may have no end; a file has one.
+MAX_PIPE = 1 << 30  # bytes
+MAX_PIPE_LINES = 10_000_000
+# Text packs 3 to 20 times smaller; what gzip can do at most is a thousand.
+MAX_RATIO = 200
+_FREE = 16 << 20  # unpacked bytes from which on the ratio counts
+_CHUNK = 1 << 16
+_PIECE = 1 << 12
+_SHOWN = 200  # bytes that stand for a line that is too long
+_PATIENCE_MS = 2000
+_NO_TEXT = '\ufffd'  # U+FFFD REPLACEMENT CHARACTER
+
+T = TypeVar('T')
 
 _SEAL = b'sha256 '  # begins the line above what is sealed
 
@@ -121,21 +145,225 @@ def write_json(
   write_atomically(path, text.encode())
 
 
-def text_lines(
-  path: str | os.PathLike[str], encoding: str = 'utf-8'
-) -> Iterator[str]:
-  """Yields the lines of a text file, plain or `.gz`, without their ends.
+class BrokenOff(ValueError):
+  """A file that cannot be read to its end, though lines of it could."""
 
-  Only a line feed ends a line.
+
+class TextLine(NamedTuple):
+  """A line of a text file.
+
+  Attributes:
+    text: what the file has; U+FFFD stands for bytes that are no UTF-8, and of a
+      line that is too long this is the beginning.
+    error: why it cannot be used, or None.
+  """
+
+  text: str
+  error: str | None = None
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
+  """Yields the lines of a text file, plain or `.gz`, or of a pipe.
+
+  Only a line feed ends a line; a last one without it counts. A byte order mark
+  at the beginning and carriage returns before line feeds are no text. Whatever
+  comes, little of it is held at a time: see `MAX_LINE`, `MAX_PIPE`,
+  `MAX_PIPE_LINES` and `MAX_RATIO`.
+
+  Args:
+    path: a file or a named pipe; '-' is stdin.
 
   Raises:
-    ValueError: the file cannot be read, or is not of this encoding.
+    ValueError: nothing can be read there, or it is more than the bounds allow.
+    BrokenOff: it cannot be read on after the lines so far, such as compressed
+      data that are damaged or cut short; the line it breaks off in is lost.
   """
   path = os.fspath(path)
-  opener = gzip.open if path.endswith('.gz') else open
+  number = 0
   try:
-    with opener(path, 'rt', encoding=encoding, newline='\n') as stream:
-      for line in stream:
-        yield line.rstrip('\r\n')
-  except (OSError, EOFError, UnicodeDecodeError) as error:
-    raise ValueError(f'{path!r} could not be read as text: {error}') from error
+    with _opened(path) as (stream, is_pipe):
+      chunks = _chunks(stream)
+      if path.endswith('.gz'):
+        chunks = _unpacked(chunks, path)
+      if is_pipe:
+        chunks = _bounded(chunks, path)
+      for number, (line, size) in enumerate(_split(chunks), 1):
+        if is_pipe and number > MAX_PIPE_LINES:
+          raise _endless(path, f'{MAX_PIPE_LINES:,} lines')
+        if number == 1:
+          line = line.removeprefix(codecs.BOM_UTF8)
+        yield _text_line(line, size)
+  except (OSError, EOFError, zlib.error) as error:
+    why = getattr(error, 'strerror', None) or error
+    if number:
+      raise BrokenOff(
+        f'{path!r} could not be read on after line {number}: {why}. It is'
+        ' damaged or cut short; copy it again from where it came.'
+      ) from error
+    raise ValueError(
+      f'{path!r} could not be read as text: {why}. Expected UTF-8 text, plain'
+      f" or .gz, or '-' for stdin; paths are relative to {os.getcwd()}"
+    ) from error
+
+
+def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+  """Yields the texts of `lines`, where all of them must be right.
+
+  Raises:
+    ValueError: as `lines`; or a line cannot be used, with its number.
+  """
+  for number, line in enumerate(lines(path), 1):
+    if line.error is not None:
+      raise ValueError(f'{os.fspath(path)!r} line {number}: {line.error}.')
+    yield line.text
+
+
+def until_broken(found: Iterator[T]) -> tuple[list[T], str | None]:
+  """All that comes of a file before it breaks off, and why it did.
+
+  Raises:
+    ValueError: as `lines`; also where nothing came before it broke off.
+  """
+  kept: list[T] = []
+  try:
+    for one in found:
+      kept.append(one)
+  except BrokenOff as error:
+    if not kept:
+      raise
+    return kept, str(error)
+  return kept, None
+
+
+def writable(text: str) -> str:
+  """A text that can be written: U+FFFD in the place of lone surrogates.
+
+  They stand for no character, and no UTF-8 holds them; JSON's escapes do.
+  """
+  return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
+  """A file or pipe to be read, and whether it is one that may have no end."""
+  if path == '-':
+    yield sys.stdin.buffer, True
+    return
+  mode = os.stat(path).st_mode
+  if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+    raise ValueError(
+      f'{path!r} is a device, which may have no end; expected a file, a pipe,'
+      " or '-' for stdin."
+    )
+  if not stat.S_ISFIFO(mode):
+    with open(path, 'rb', buffering=0) as stream:
+      yield stream, False
+    return
+  # Opened so, it does not wait for a writer, of whom there may be none.
+  handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+  with os.fdopen(handle, 'rb', buffering=0) as stream:
+    something = select.poll()
+    something.register(handle, select.POLLIN)
+    if not something.poll(_PATIENCE_MS):
+      print(f'Waiting for text from the pipe {path!r}.', file=sys.stderr)
+      something.poll()
+    os.set_blocking(handle, True)
+    yield stream, True
+
+
+def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+  while chunk := stream.read(_CHUNK):
+    yield chunk
+
+
+def _bounded(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
+  total = 0
+  for chunk in chunks:
+    total += len(chunk)
+    if total > MAX_PIPE:
+      raise _endless(path, f'{MAX_PIPE:,} bytes')
+    yield chunk
+
+
+def _endless(path: str, most: str) -> ValueError:
+  return ValueError(
+    f'More than {most} came from {path!r}, which may have no end; what is that'
+    ' much belongs in a file.'
+  )
+
+
+def _unpacked(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
+  """The contents of gzip data, all that lie before a damaged place."""
+  inflate = None
+  taken, given = 0, 0
+  for data in chunks:
+    taken += len(data)
+    while data:
+      if inflate is not None and inflate.eof:
+        data = data.lstrip(b'\0')  # may pad a member
+        if not data:
+          break
+      if inflate is None or inflate.eof:
+        inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
+      piece = b'-' * _PIECE
+      # A full piece may be followed by more, of nothing but what was taken.
+      while not inflate.eof and (data or len(piece) == _PIECE):
+        before = inflate.copy()
+        try:
+          piece = inflate.decompress(data, _PIECE)
+        except zlib.error:
+          yield from _byte_by_byte(before, data)
+          raise
+        given += len(piece)
+        if given > _FREE + MAX_RATIO * taken:
+          raise ValueError(
+            f'{path!r} unpacks to more than {MAX_RATIO} times its size, which'
+            ' text does not; unpack it (gunzip) if it is right.'
+          )
+        yield piece
+        data = inflate.unconsumed_tail
+      if inflate.eof:
+        data = inflate.unused_data
+  if inflate is not None and not inflate.eof:
+    raise EOFError('its compressed data have no end')
+
+
+def _byte_by_byte(inflate: Any, data: bytes) -> Iterator[bytes]:
+  """What can be unpacked before a damaged place."""
+  piece = b'-'
+  with contextlib.suppress(zlib.error):
+    while data or piece:
+      piece = inflate.decompress(data, 1)
+      yield piece
+      data = inflate.unconsumed_tail
+
+
+def _split(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, int]]:
+  """Each line's first `MAX_LINE` + 1 bytes, and how many it has."""
+  line, size = bytearray(), 0
+  for chunk in chunks:
+    for at, piece in enumerate(chunk.split(b'\n')):
+      if at:
+        yield bytes(line), size
+        line, size = bytearray(), 0
+      size += len(piece)
+      line += piece[: MAX_LINE + 1 - len(line)]
+  if size:
+    yield bytes(line), size
+
+
+def _text_line(line: bytes, size: int) -> TextLine:
+  if size > MAX_LINE:
+    return TextLine(
+      line[:_SHOWN].decode('utf-8', errors='replace'),
+      f'{size:,} bytes; a line has at most {MAX_LINE:,}',
+    )
+  line = line.removesuffix(b'\r')
+  try:
+    return TextLine(line.decode('utf-8'))
+  except UnicodeDecodeError as error:
+    return TextLine(
+      line.decode('utf-8', errors='replace'),
+      f'not valid UTF-8 (byte 0x{line[error.start]:02x} at byte'
+      f' {error.start + 1} of the line)',
+    )

@@ -9,17 +9,23 @@ import dataclasses
 import difflib
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from specdec_jax import files, metrics
+from specdec_jax.files import TextLine
 from specdec_jax.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
-BROKEN = '<broken>'  # no field's name: why a line is no example
+BROKEN = '<broken>'  # why a line is no example
+# What an example says by these names does not come from fields so called.
+_OWN = frozenset((*FEATURES, 'references', BROKEN))
+_MOST_SAID = 1000  # characters of why a line is broken
+_MOST_NAMES = 100  # of fields, to find the nearest in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +43,8 @@ class LocalTask:
     inputs_field: of a JSONL object, its input.
     targets_field: of a JSONL object, its target: a text, or a list of texts
       that are all right, of which the first is the target. None if there is
-      none. The object's other texts and numbers go along as they are.
+      none. The object's other texts and numbers go along as they are, but
+      for fields called as an example's own: 'references' and the two sides.
     metrics: names of `metrics.METRICS`.
 
   Raises:
@@ -99,6 +106,7 @@ class LocalTask:
     Raises:
       ValueError: there is no such split; a file cannot be read; a line is not
         of its format, with its number.
+      files.BrokenOff: the file cannot be read on after the examples so far.
     """
     if split not in self.files:
       raise ValueError(
@@ -109,21 +117,26 @@ class LocalTask:
 
   def _texts(self, path: str, keep_broken: bool) -> Iterator[dict[str, Any]]:
     kind = self._kind(path)
-    # A byte order mark is no text.
-    lines = files.text_lines(path, 'utf-8-sig')
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(files.lines(path), 1):
       try:
         example = self._from_line(kind, line, f'{path!r} line {number}')
       except ValueError as error:
         if not keep_broken:
           raise
-        yield {'inputs': line, 'targets': '', BROKEN: str(error)}
+        # It quotes what the line has, such as names of fields.
+        why = files.writable(str(error)[:_MOST_SAID])
+        yield {'inputs': line.text, 'targets': '', BROKEN: why}
       else:
         yield example | {'inputs': self.prefix + example['inputs']}
 
-  def _from_line(self, kind: str, line: str, place: str) -> dict[str, Any]:
+  def _from_line(
+    self, kind: str, text_line: TextLine, place: str
+  ) -> dict[str, Any]:
+    line, error = text_line
+    if error is not None:
+      raise ValueError(f'{place}: {error}.')
     if kind == 'jsonl':
-      return self._from_object(_parse(line, place), place)
+      return self._from_object(json_object(line, place), place)
     columns = line.split('\t') if kind == 'tsv' else [line]
     if len(columns) > 2:
       raise ValueError(
@@ -138,24 +151,33 @@ class LocalTask:
       if field is None:
         continue
       if field not in found:
+        names = list(found)[:_MOST_NAMES]
         raise ValueError(
           f'{place} has no field {field!r} for'
-          f' {feature}.{nearest(field, found)} Another one is named by'
+          f' {feature}.{nearest(field, names)} Another one is named by'
           f' LocalTask.{feature}_field.'
         )
       text = found[field]
       if feature == 'targets' and isinstance(text, list) and text:
         texts['references'] = text
         text = text[0]
-      if not all(isinstance(t, str) for t in texts.get('references', [text])):
+      wanted = texts.get('references', [text])
+      if not all(isinstance(one, str) for one in wanted):
         raise ValueError(
-          f'{place}: expected text in the field {field!r}, got {text!r}.'
+          f'{place}: expected text in the field {field!r}, got'
+          f' {reprlib.repr(text)}.'
+        )
+      if any(one != files.writable(one) for one in wanted):
+        raise ValueError(
+          f'{place}: the field {field!r} holds a lone surrogate (such as'
+          ' \\ud800), which stands for no character.'
         )
       texts[feature] = text
     others = {
       key: value
       for key, value in found.items()
-      if key not in used.values() and isinstance(value, str | int | float)
+      if key not in {*used.values(), *_OWN}
+      and isinstance(value, str | int | float)
     }
     return others | texts
 
@@ -177,12 +199,13 @@ class LocalTask:
         text = {feature: example.pop(feature) for feature in FEATURES}
         for feature in FEATURES:
           example[f'{feature}_pretokenized'] = text[feature]
-          ids = tokenizer.encode(text[feature])
-          if feature in lengths:
-            ids = ids[: lengths[feature] - 1]
-          has_end = feature == 'inputs' or text[feature]
-          has_end = has_end and BROKEN not in example
-          ids = [*ids, tokenizer.eos_id] if has_end else []
+          ids: list[int] = []
+          read = feature == 'inputs' or text[feature]
+          if read and BROKEN not in example:
+            ids = tokenizer.encode(text[feature])
+            if feature in lengths:
+              ids = ids[: lengths[feature] - 1]
+            ids = [*ids, tokenizer.eos_id]
           example[feature] = np.asarray(ids, np.int32)
         yield example
 
@@ -216,10 +239,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
   return f' Known: {", ".join(names)}.' if names else ' None is known.'
 
 
-def _parse(line: str, place: str) -> dict[str, Any]:
+def json_object(line: str, place: str) -> dict[str, Any]:
+  """The JSON object of a line; raises ValueError, naming the place."""
   try:
     found = json.loads(line)
-  except json.JSONDecodeError as error:
+  except RecursionError as error:
+    raise ValueError(f'{place}: its JSON is nested too deep.') from error
+  except ValueError as error:
     raise ValueError(f'{place} is not JSON: {error}.') from error
   if not isinstance(found, dict):
     raise ValueError(

@@ -84,6 +84,15 @@ def t5_bleu(
   return bleu(targets, predictions, tokenize='intl')
 
 
+def lack(metric: Metric) -> str | None:
+  """Why a metric of this module cannot be had here: its package is missing."""
+  try:
+    metric(['a'], ['a'])
+  except ValueError as error:
+    return str(error)
+  return None
+
+
 # What a configuration can name.
 METRICS: Mapping[str, Metric] = {
   'bleu': bleu,

@@ -72,7 +72,7 @@ def examples(
       (with the command that does).
   """
   lengths = dict(task_feature_lengths or {})
-  local = _find_local(name)
+  local = find_local(name)
   if local is not None:
     return local.examples(split, lengths, keep_broken)
   found = _subtasks(_find(str(name), vocab_path))
@@ -95,7 +95,7 @@ def examples(
 
 def tasks_of(name: str | LocalTask) -> list[str | LocalTask]:
   """The tasks of a seqio mixture, by name; any other name or task alone."""
-  if _find_local(name) is not None or not _is_registered(str(name)):
+  if find_local(name) is not None or not _is_registered(str(name)):
     return [name]
   seqio, _ = seqio_tasks.import_seqio()
   return [task.name for task in _subtasks(seqio.get_mixture_or_task(name))]
@@ -114,7 +114,7 @@ def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
   Raises:
     ValueError: there is no such task, or seqio is needed and not installed.
   """
-  local = _find_local(name)
+  local = find_local(name)
   if local is not None:
     return [metrics_lib.METRICS[metric] for metric in local.metrics]
   if str(name) in t5_tasks.TASKS and not _is_registered(str(name)):
@@ -168,7 +168,7 @@ def splits(name: str | LocalTask) -> list[str]:
     ValueError: seqio is needed and not installed, or there is no such task or
       split.
   """
-  local = _find_local(name)
+  local = find_local(name)
   known = local.files if local is not None else _task(_name(name)).splits
   if TRAIN_SPLIT not in known:
     raise ValueError(
@@ -194,7 +194,7 @@ def token_lists(
     ValueError: seqio is needed and not installed, or the task is not of this
       kind.
   """
-  local = _find_local(name)
+  local = find_local(name)
   if local is not None:
     ends = dict.fromkeys(FEATURES, open_vocabulary(local.vocab_path).eos_id)
     found = local.examples(split)
@@ -232,7 +232,8 @@ def _task(name: str) -> Any:
   return found[0]
 
 
-def _find_local(name: str | LocalTask) -> LocalTask | None:
+def find_local(name: str | LocalTask) -> LocalTask | None:
+  """The local task itself or of that name; None for any other."""
   return name if isinstance(name, LocalTask) else _local.get(name)
 
 

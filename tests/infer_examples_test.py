@@ -20,7 +20,9 @@ def write(folder, name, text):
 
 def load(path, tokenizer, lengths=None, **options):
   task = examples.find(path, 'test', tokenizer)
-  return examples.load(task, 'test', lengths, tokenizer, **options)
+  found, broken_off = examples.load(task, 'test', lengths, tokenizer, **options)
+  assert broken_off is None
+  return found
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_files_are_local_tasks(tmp_path, tokenizer, name, task):
   path = write(tmp_path, name, text)
   found = examples.find(path, 'test', tokenizer)
   assert examples.name_of(found) == task
-  (one,) = examples.load(found, 'test', None, tokenizer)
+  ((one,), _) = examples.load(found, 'test', None, tokenizer)
   if 'lines' in name:
     assert one['inputs_pretokenized'] == 'a\tb'
     assert examples.reference(one) is None

@@ -359,6 +359,9 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
     ('draft', 'small'),
     ('sampling', 1.0),
     ('include_all_inputs', 'no'),
+    ('metrics', 5),
+    ('metrics', 'bleu'),
+    ('metrics', (5,)),
   ],
 )
 def test_config_names_what_is_wrong(name, value):

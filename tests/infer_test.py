@@ -328,7 +328,7 @@ def test_missing_input_is_refused_before_the_engine_is_made(tmp_path):
   config = infer.DecodeConfig(
     engine=refuse_to_build, input_file=str(tmp_path / 'none.txt')
   )
-  with pytest.raises(ValueError, match='none.txt.*cannot be read'):
+  with pytest.raises(ValueError, match='none.txt.*could not be read'):
     infer.decode(config)
 
 

@@ -117,7 +117,7 @@ def test_a_text_task_has_inputs_alone(tokenizer, tmp_path):
       b'{"inputs": "x", "targets": ["y", 3]}',
       r"expected text in the field 'targets'",
     ),
-    ('a.txt', b'\xff\xfe', r"a.txt' could not be read as text"),
+    ('a.txt', b'\xff\xfe', r"a.txt' line 1: not valid UTF-8"),
     (
       'a.txt.gz',
       gzip.compress(b'text ' * 50, mtime=0)[:-9],

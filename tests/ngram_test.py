@@ -331,11 +331,15 @@ def test_outputs(folder, tokenizer, files, name, field):
 def test_outputs_that_cannot_be_read(folder, tokenizer, files):
   cases = {
     'missing.txt': 'could not be read',
-    'a.jsonl': "no field 'output'; it has: prediction_tokens, target",
-    'bad.jsonl': 'line 1 is no JSON record',
+    'a.jsonl': "no field 'output'. Known: prediction_tokens, target",
+    'bad.jsonl': 'line 1 is not JSON',
+    'deep.jsonl': "deep.jsonl' line 1: its JSON is nested too deep",
     'odd.jsonl': 'expected text or ids',
+    'lone.jsonl': 'expected text or ids',
   }
   (folder / 'bad.jsonl').write_text('{\n')
+  (folder / 'deep.jsonl').write_text('[' * 100_000)
+  (folder / 'lone.jsonl').write_text(r'{"output": "\ud800"}')
   (folder / 'odd.jsonl').write_text('{"output": 3}\n')
   for name, message in cases.items():
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax import local_tasks, tasks
+from specdec_jax import files, local_tasks, tasks
 from specdec_jax.local_tasks import BROKEN, LocalTask
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.tokenizer_bpe import open_vocabulary
@@ -42,6 +42,11 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
   kind = pathlib.Path(task.removesuffix('.gz')).suffix.removeprefix('.')
   if not os.path.isfile(task):
     if os.sep in task or kind in local_tasks.KINDS:
+      if os.path.exists(task):
+        raise ValueError(
+          f'{task!r} is a folder, a pipe or a device. Examples are read from a'
+          ' file: a run that goes on reads them again.'
+        )
       raise ValueError(
         f'There is no file of examples {task!r}. Expected the path of one'
         f' (.tsv, .jsonl, or a line for each example), relative to'
@@ -90,7 +95,7 @@ def load(
   tokenizer: Tokenizer,
   shard_id: int = 0,
   num_shards: int = 1,
-) -> list[Example]:
+) -> tuple[list[Example], str | None]:
   """Reads the examples of one shard, in the order of the task.
 
   Args:
@@ -103,7 +108,9 @@ def load(
     num_shards: see `shard_id`.
 
   Returns:
-    The examples. One that is broken has a `BROKEN`, if others are not.
+    The examples, where one that is broken has a `BROKEN`, if others are not;
+    and why the file could not be read to its end, or None if it could. Then
+    these are the examples before that.
 
   Raises:
     ValueError: there is no such task, split or data, or all of the shard's
@@ -111,9 +118,10 @@ def load(
   """
   every = tasks.examples(task, split, lengths, tokenizer.path, True)
   shard = itertools.islice(every, shard_id, None, num_shards)
-  found: list[Example] = list(shard)
+  found: list[Example]
+  found, broken_off = files.until_broken(shard)
   check_some(found)
-  return found
+  return found, broken_off
 
 
 def check_some(found: Sequence[Example]) -> None:

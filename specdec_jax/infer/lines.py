@@ -4,10 +4,9 @@ A line that cannot be decoded carries an `error`; it never stops the others.
 """
 
 import dataclasses
-import os
-import pathlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from specdec_jax import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +14,8 @@ class Line:
   """One line of the input.
 
   Attributes:
-    text: what the file had; U+FFFD stands for bytes that are no UTF-8.
+    text: what the file had; U+FFFD stands for bytes that are no UTF-8. Of a
+      line of more than `files.MAX_LINE` bytes, its beginning.
     num_tokens: of the whole text as the target reads it; 0 for a line without
       anything to read, which passes through, and before `count_tokens`.
     error: why the line cannot be decoded, or None.
@@ -26,45 +26,24 @@ class Line:
   error: str | None = None
 
 
-def read_lines(path: str) -> list[Line]:
-  """Reads one example a line; only a newline ends one.
+def read_lines(path: str) -> Iterator[Line]:
+  """Reads one example a line; see `files.lines`, also for what it raises.
 
-  A last line without a newline counts, a byte order mark and carriage returns
-  before newlines do not. Invalid UTF-8 gives that line an `error`.
+  Invalid UTF-8 or too many bytes give that line an `error`.
 
   Args:
-    path: a file, or '-' for stdin.
-
-  Raises:
-    ValueError: the file is missing or cannot be read.
+    path: a file, plain or `.gz`, or a named pipe; '-' is stdin.
   """
-  try:
-    data = (
-      sys.stdin.buffer.read()
-      if path == '-'
-      else pathlib.Path(path).read_bytes()
-    )
-  except OSError as error:
+  for number, (text, error) in enumerate(files.lines(path), 1):
+    yield Line(text, error=error and f'line {number}: {error}')
+
+
+def check_some(path: str, lines: Sequence[Line]) -> None:
+  """Raises ValueError where all lines of a file are broken: then it is."""
+  if lines and all(line.error for line in lines):
     raise ValueError(
-      f'The input file {path!r} cannot be read: {error.strerror}. Expected'
-      f" UTF-8 text, one example a line, or '-' for stdin; paths are relative"
-      f' to {os.getcwd()}'
-    ) from error
-  pieces = data.removeprefix(b'\xef\xbb\xbf').split(b'\n')
-  if not pieces[-1]:
-    pieces.pop()
-  return [_read_line(piece, i + 1) for i, piece in enumerate(pieces)]
-
-
-def _read_line(piece: bytes, number: int) -> Line:
-  piece = piece.removesuffix(b'\r')
-  try:
-    return Line(piece.decode('utf-8'))
-  except UnicodeDecodeError as error:
-    return Line(
-      piece.decode('utf-8', errors='replace'),
-      error=f'line {number}: not valid UTF-8 (byte 0x{piece[error.start]:02x}'
-      f' at byte {error.start + 1} of the line)',
+      f'{path!r} has no line of text; expected UTF-8, one example a line.'
+      f' {lines[0].error}.'
     )
 
 

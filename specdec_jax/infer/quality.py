@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,25 +77,6 @@ def group_references(
   return found
 
 
-def bleu(
-  outputs: Sequence[str], references: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-  """Corpus BLEU by sacrebleu, with its settings unchanged.
-
-  Args:
-    outputs: one a source.
-    references: one or more for each.
-
-  Returns:
-    {'score': 0 to 100, 'signature': sacrebleu's own}.
-
-  Raises:
-    ValueError: sacrebleu is not installed.
-  """
-  found = metrics.bleu(references, outputs)
-  return {'score': found['bleu'], 'signature': found['bleu_signature']}
-
-
 def evaluate(
   config: EvaluateConfig,
   beside: Mapping[str, Callable[[], str]] | None = None,
@@ -122,7 +102,8 @@ def evaluate(
     OSError: the results could not be written.
   """
   console = console or rich.console.Console()
-  _require_sacrebleu()
+  if missing := metrics.lack(metrics.bleu):
+    raise ValueError(missing)
   grouped = group_references(read_tsv(config.eval_file))
   grouped = dict(list(grouped.items())[: config.max_sources])
   if not grouped:
@@ -159,8 +140,8 @@ def _evaluate(
     'references': sum(map(len, references)),
     'sources_with_several': sum(len(own) > 1 for own in references),
     'errors': [done.error for done in greedy if done.error],
-    'bleu': bleu(outputs, references),
-    'bleu_single': bleu(outputs, [own[:1] for own in references]),
+    'bleu': _bleu(outputs, references),
+    'bleu_single': _bleu(outputs, [own[:1] for own in references]),
     'gamma': engine.gamma,
     'max_decode_len': engine.max_decode_len,
     'seed': config.seed,
@@ -190,6 +171,13 @@ def _evaluate(
     params, count = engine.params, len(sources)
     raise failures.explained(failed, count, params, config.output_dir)
   return summary
+
+
+def _bleu(
+  outputs: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+  found = metrics.bleu(references, outputs)
+  return {'score': found['bleu'], 'signature': found['bleu_signature']}
 
 
 def rows(summary: Mapping[str, Any]) -> list[list[str]]:
@@ -265,11 +253,3 @@ def _decode(
     )
     found.update(zip(batch, completions, strict=False))
   return [found[index] for index in range(len(sources))]
-
-
-def _require_sacrebleu() -> None:
-  if importlib.util.find_spec('sacrebleu') is None:
-    raise ValueError(
-      'BLEU needs the package sacrebleu, which is not installed; it is in the'
-      " extra [test]: pip install -e '.[test]'."
-    )

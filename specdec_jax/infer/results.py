@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax import files
 from specdec_jax.completion import Completion, passed_over
 from specdec_jax.infer import report
 from specdec_jax.infer.examples import BROKEN, Example, texts
@@ -101,7 +102,7 @@ def task_records(
       for name, mode in modes.items()
     }
     record: dict[str, Any] = {}
-    record['inputs'] = {name: _plain(v) for name, v in inputs.items()}
+    record['inputs'] = inputs
     if config.mode == SCORE:
       record['score'] = total_log_prob(found[report.SCORING][0])
     else:
@@ -149,11 +150,26 @@ def _one_or_all(values: list[Any]) -> Any:
   return values[0] if len(values) == 1 else values
 
 
-def _plain(value: Any) -> Any:
-  """A feature as JSON has it."""
+def plain(value: Any) -> Any:
+  """Whatever came along with an example, as strict JSON and UTF-8 have it.
+
+  What they cannot hold must not keep results from being written: NaN and
+  infinity are null, bytes that are no text and lone surrogates U+FFFD, an
+  object of another kind is its `str`.
+  """
+  if isinstance(value, Mapping):
+    return {plain(str(key)): plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [plain(item) for item in value]
+  if isinstance(value, np.ndarray | np.generic):
+    return plain(value.tolist())
+  if isinstance(value, float):
+    return float(value) if math.isfinite(value) else None
+  if isinstance(value, bool | int | None):
+    return value
   if isinstance(value, bytes):
     return value.decode('utf-8', errors='replace')
-  return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+  return files.writable(str(value))
 
 
 def total_log_prob(completion: Completion) -> float | None:
@@ -194,14 +210,22 @@ def contents(
 
 
 def json_lines(records: Sequence[Mapping[str, Any]]) -> str:
-  """A JSON object a line."""
+  """A JSON object a line; see `plain`."""
   texts = [
-    json.dumps(record, ensure_ascii=False, allow_nan=False) + '\n'
+    json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + '\n'
     for record in records
   ]
   return ''.join(texts)
 
 
 def indented(value: Any) -> str:
-  """JSON for people."""
-  return json.dumps(value, ensure_ascii=False, indent=2) + '\n'
+  """JSON for people; see `plain`."""
+  shown = plain(value)
+  return json.dumps(shown, ensure_ascii=False, allow_nan=False, indent=2) + '\n'
+
+
+def check_whole(broken_off: str | None, output_dir: str | None) -> None:
+  """Raises ValueError, when all is written, for an input that broke off."""
+  if broken_off is not None:
+    where = 'decoded' if output_dir is None else f'in {output_dir!r}'
+    raise ValueError(f'{broken_off} What came before is {where}.')

@@ -8,7 +8,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import processes
+from specdec_jax import files, processes
 from specdec_jax.engine import Engine
 from specdec_jax.infer import (
   batches,
@@ -18,7 +18,7 @@ from specdec_jax.infer import (
   results,
   resume,
 )
-from specdec_jax.infer.lines import Line, count_tokens, read_lines
+from specdec_jax.infer.lines import Line, check_some, count_tokens, read_lines
 from specdec_jax.infer.settings import WAYS, DecodeConfig, by_rows, settings_of
 
 
@@ -42,9 +42,10 @@ def decode(
     The summary, see `report.summarise`.
 
   Raises:
-    ValueError: a bad input file or output folder, before the engine is made;
-      or greedy outputs that differ, where `config.require_agreement` is set,
-      after everything was written and printed. As AllFailedError: no line
+    ValueError: a bad input file or output folder, or no line that is right,
+      before the engine is made; or, after everything was written and printed,
+      greedy outputs that differ, where `config.require_agreement` is set, or an
+      input that broke off (see `files.BrokenOff`). As AllFailedError: no line
       could be decoded; what came is left without a marker.
     OSError: the results could not be written, such as on a full disk.
   """
@@ -68,7 +69,8 @@ def _decode(
   console: rich.console.Console,
 ) -> dict[str, Any]:
   """`decode` to a folder of its own."""
-  lines = read_lines(config.input_file)
+  lines, broken_off = files.until_broken(read_lines(config.input_file))
+  check_some(config.input_file, lines)
   measured = calibrated.load(config)
   with report.status(console, 'Loading models'):
     engine = config.engine()
@@ -106,7 +108,12 @@ def _decode(
   failed = failures.first_error(modes, [x.error for x in lines if x.error])
   records = results.make_records(lines, modes, limit)
   summary = report.summarise(
-    modes, config.sampling.greedy, _context(config, engine, records, gammas)
+    modes,
+    config.sampling.greedy,
+    {
+      **_context(config, engine, records, gammas),
+      'input_broken_off': broken_off,
+    },
   )
   if folder is not None:
     extra = {name: text() for name, text in beside.items()}
@@ -119,6 +126,7 @@ def _decode(
   if failed:
     params, count = engine.params, len(records)
     raise failures.explained(failed, count, params, config.output_dir)
+  results.check_whole(broken_off, config.output_dir)
   differing = summary.get('agreement', {}).get('disagreements')
   if config.require_agreement and differing and config.lenience == 1:
     raise ValueError(

@@ -23,6 +23,7 @@ WAYS = {
 PREDICT, SCORE, PREDICT_WITH_AUX = 'predict', 'score', 'predict_with_aux'
 FIXED, CONTINUOUS = 'fixed', 'continuous'
 BATCHINGS = (FIXED, CONTINUOUS)
+TASKS_OWN = 'task'  # metrics: those that the task names
 TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
 
 
@@ -32,7 +33,8 @@ class DecodeConfig:
 
   Attributes:
     engine: makes the engine; called after all that is cheap was checked.
-    input_file: UTF-8 text, one example a line; '-' reads stdin.
+    input_file: UTF-8 text, one example a line, plain or `.gz`, or a named
+      pipe; '-' reads stdin. See `files.lines`.
     output_dir: where the results go; None writes nothing.
     overwrite: whether what is in `output_dir` may be replaced: finished
       results, or an unfinished run of another configuration. An unfinished run
@@ -147,9 +149,11 @@ class TaskConfig:
     num_shards: see `shard_id`.
     checkpoint_period: batches that a killed run may have to repeat.
     include_all_inputs: whether results hold all features of an example, not
-      only its texts.
-    metrics: names of functions of `specdec_jax.metrics`; None is what the
-      task names, and none for a file.
+      only its texts; as `results.plain` says where JSON has no such value.
+    metrics: names of functions of `specdec_jax.metrics`; 'task' is what the
+      task names, or BLEU for a file with targets that names none (a summary
+      without it says which package to install); () or None is none. Examples
+      without a target do not count.
     overwrite: as of `DecodeConfig`.
 
   Raises:
@@ -179,7 +183,7 @@ class TaskConfig:
   num_shards: int = 1
   checkpoint_period: int = 100
   include_all_inputs: bool = False
-  metrics: tuple[str, ...] | None = None
+  metrics: tuple[str, ...] | str | None = TASKS_OWN
   overwrite: bool = False
 
   def __post_init__(self):
@@ -204,8 +208,17 @@ class TaskConfig:
     )
     check.sampling()
     check_lenience(self.lenience)
-    if self.metrics is not None:
+    if isinstance(self.metrics, list):
       object.__setattr__(self, 'metrics', tuple(self.metrics))
+    check.expect(
+      'metrics',
+      self.metrics in (None, TASKS_OWN)
+      or (
+        isinstance(self.metrics, tuple)
+        and all(isinstance(name, str) for name in self.metrics)
+      ),
+      f"names, as ('bleu',), {TASKS_OWN!r} (the task's own), or () for none",
+    )
     check.expect(
       'shard_id',
       self.shard_id < self.num_shards,

@@ -62,12 +62,15 @@ def decode_one(
     console: where the report goes; stdout by default.
 
   Returns:
-    The summary: `report.summarise`'s, of kind 'task', with 'metrics'.
+    The summary: `report.summarise`'s, of kind 'task', with 'metrics'
+    (and as 'unmeasured' why the usual one is not among them, or None).
 
   Raises:
     ValueError: a bad task, file, shard or output folder, or models that do not
-      fit, before anything is compiled. As AllFailedError: of no example
-      anything came; it is left without a marker.
+      fit, before anything is compiled. When all is written: a file that broke
+      off (see `files.BrokenOff`), also if the run is started again; or a metric
+      of the task's own that failed. As AllFailedError: of no example anything
+      came; it is left without a marker.
     OSError: results could not be written; what is done is kept.
   """
   console = console or rich.console.Console()
@@ -106,8 +109,8 @@ def _decode(
 
   `gone` is None, or which results are of those that the folder finished.
   """
-  found = _examples(config)
-  functions = task_summary.measures(config)
+  found, broken_off = _examples(config)
+  functions, unmeasured = task_summary.measures(config, found)
   measured = calibrated.load(config)
   with report.status(console, 'Loading models'):
     engine = _engine(config, found)
@@ -121,7 +124,9 @@ def _decode(
   if gone is not None:
     folder.check_finished(decides)
     if not gone:
-      return _kept(folder, console, who)
+      summary = _kept(folder, console, who)
+      results.check_whole(broken_off, config.output_dir)
+      return summary
     if who.index == 0:
       folder.make_again(decides)
     shares.meet(f'{folder.name} again', who)
@@ -143,21 +148,32 @@ def _decode(
     every = config.num_decodes
     modes = shares.each_its_own(folder, begin, items, every, run, who)
   if modes is None:
+    results.check_whole(broken_off, config.output_dir)
     return {'kind': 'share', 'process': [who.index, who.count]}
-  scored = task_summary.measured(functions, found, modes, config)
+  scored, metric_failed = task_summary.measured(functions, found, modes, config)
   records = results.task_records(found, modes, config)
   summary = report.summarise(
     modes,
     config.sampling.greedy,
-    task_summary.context(config, engine, records, scored, gammas),
+    {
+      **task_summary.context(config, engine, records, scored, gammas),
+      'input_broken_off': broken_off,
+      'unmeasured': unmeasured or metric_failed,
+    },
   )
   failed = failures.first_error(modes)
   contents = _contents(folder, records, summary, beside)
   folder.leave(contents) if failed else folder.finish(contents)
   report.print_results(console, summary, config.output_dir)
+  if unmeasured:
+    console.print(unmeasured, markup=False, highlight=False, soft_wrap=True)
   if failed:
     params, count = engine.params, len(records)
     raise failures.explained(failed, count, params, config.output_dir)
+  results.check_whole(broken_off, config.output_dir)
+  if metric_failed is not None:
+    where = f'The results are in {config.output_dir!r}.'
+    raise ValueError(f'{metric_failed}. {where}')
   return summary
 
 
@@ -218,9 +234,9 @@ def example_id(index: int, sample: int) -> int:
   return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
-def _examples(config: TaskConfig) -> list[examples.Example]:
-  """The shard's examples, with the features that the mode needs."""
-  found = examples.load(
+def _examples(config: TaskConfig) -> tuple[list[examples.Example], str | None]:
+  """`examples.load`, where what lacks a feature that is needed is broken."""
+  found, broken_off = examples.load(
     config.mixture_or_task_name,
     config.split,
     config.task_feature_lengths,
@@ -247,7 +263,7 @@ def _examples(config: TaskConfig) -> list[examples.Example]:
         example = {**example, examples.BROKEN: error}
     checked.append(example)
   examples.check_some(checked)
-  return checked
+  return checked, broken_off
 
 
 def _is_ids(value: Any) -> bool:

@@ -8,26 +8,55 @@ import numpy as np
 from specdec_jax import metrics, tasks
 from specdec_jax.engine import Engine
 from specdec_jax.infer import examples, report
-from specdec_jax.infer.settings import SCORE, TaskConfig, settings_of
+from specdec_jax.infer.settings import SCORE, TASKS_OWN, TaskConfig, settings_of
 from specdec_jax.local_tasks import nearest
 
 
-def measures(config: TaskConfig) -> list[metrics.Metric]:
-  """The metric functions; those named are tried, so that a lack shows early."""
-  if config.mode == SCORE:
-    return []
-  if config.metrics is None:
-    return list(tasks.metrics(config.mixture_or_task_name))
-  chosen = []
-  for name in config.metrics:
-    if name not in metrics.METRICS:
-      raise ValueError(
-        f'TaskConfig.metrics: there is no metric'
-        f' {name!r}.{nearest(name, metrics.METRICS)}'
-      )
-    metrics.METRICS[name](['a'], ['a'])
-    chosen.append(metrics.METRICS[name])
-  return chosen
+def measures(
+  config: TaskConfig, found: Sequence[examples.Example]
+) -> tuple[list[metrics.Metric], str | None]:
+  """The metric functions, and what keeps the usual one from being there.
+
+  Those that somebody named are tried, so that a lack shows early.
+
+  Raises:
+    ValueError: a metric that was named is not known, or its package missing.
+  """
+  task = config.mixture_or_task_name
+  if config.mode == SCORE or config.metrics is None:
+    return [], None
+  if config.metrics != TASKS_OWN:
+    return [_named(name) for name in config.metrics], None
+  local = tasks.find_local(task)
+  if local is None:
+    return tasks.metrics(task), None
+  if local.metrics:
+    return [_named(name) for name in local.metrics], None
+  if not _with_targets(found):
+    return [], None
+  missing = metrics.lack(metrics.bleu)
+  return ([], missing) if missing else ([metrics.bleu], None)
+
+
+def _named(name: str) -> metrics.Metric:
+  if name not in metrics.METRICS:
+    raise ValueError(
+      f'TaskConfig.metrics: there is no metric'
+      f' {name!r}.{nearest(name, metrics.METRICS)}'
+    )
+  if missing := metrics.lack(metrics.METRICS[name]):
+    raise ValueError(missing)
+  return metrics.METRICS[name]
+
+
+def _with_targets(found: Sequence[examples.Example]) -> dict[int, Any]:
+  """The number of each example that has a target -> the target."""
+  targets = {
+    number: examples.reference(one)
+    for number, one in enumerate(found)
+    if examples.BROKEN not in one
+  }
+  return {number: one for number, one in targets.items() if one is not None}
 
 
 def measured(
@@ -35,21 +64,28 @@ def measured(
   found: Sequence[examples.Example],
   modes: Mapping[str, report.Mode],
   config: TaskConfig,
-) -> dict[str, dict[str, Any]]:
-  """Metrics of each way, on the first sample of each example."""
-  right = [i for i, one in enumerate(found) if examples.BROKEN not in one]
-  targets = [examples.reference(found[number]) for number in right]
-  if not targets or any(target is None for target in targets):
-    return {}
+) -> tuple[dict[str, dict[str, Any]], str | None]:
+  """Metrics of each way, on the first sample of each example with a target.
+
+  And why a function of the task's own failed, or None: what was decoded must
+  be written all the same.
+  """
+  targets = _with_targets(found)
+  failed = None
+  if not targets:
+    return {}, None
   by_way: dict[str, dict[str, Any]] = {}
   for name, mode in modes.items():
     predictions = [
-      mode.completions[number * config.num_decodes].text for number in right
+      mode.completions[number * config.num_decodes].text for number in targets
     ]
     by_way[name] = {}
     for function in functions:
-      by_way[name] |= function(targets, predictions)
-  return by_way
+      try:
+        by_way[name] |= function(list(targets.values()), predictions)
+      except Exception as error:  # somebody else's code may raise anything
+        failed = f'A metric of the task failed: {type(error).__name__}: {error}'
+  return by_way, failed
 
 
 def context(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,8 @@ from specdec_jax.bench.settings import check_at_least
 from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.files import text_lines
+from specdec_jax.files import text_lines, writable
+from specdec_jax.local_tasks import json_object, nearest
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.training.pairs import TokenPairs, read_tsv
 
@@ -197,15 +197,10 @@ def _guess(table: NGramTable, recent: jax.Array, known: jax.Array):
 
 def _values(where: str, line: str, field: str) -> list[Any]:
   """The outputs of one record: one, or several samples."""
-  try:
-    record = json.loads(line)
-  except ValueError as error:
-    raise ValueError(f'{where} is no JSON record: {error}') from error
-  if not isinstance(record, dict) or field not in record:
-    known = ', '.join(sorted(record)) if isinstance(record, dict) else 'none'
-    raise ValueError(
-      f'{where} has no field {field!r}; it has: {known}. Set field.'
-    )
+  record = json_object(line, where)
+  if field not in record:
+    names = nearest(field, record)
+    raise ValueError(f'{where} has no field {field!r}.{names} Set field.')
   value = record[field]
   several = isinstance(value, list) and any(
     not isinstance(one, int) for one in value
@@ -214,7 +209,7 @@ def _values(where: str, line: str, field: str) -> list[Any]:
 
 
 def _ids(where: str, value: Any, tokenizer: Tokenizer, field: str) -> list[int]:
-  if isinstance(value, str):
+  if isinstance(value, str) and value == writable(value):
     return [*tokenizer.encode(value), tokenizer.eos_id]
   if isinstance(value, list) and all(isinstance(one, int) for one in value):
     return value

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from specdec_jax.infer.lines import Line, count_tokens, read_lines
+from specdec_jax import files
+from specdec_jax.infer.lines import Line, count_tokens
 from specdec_jax.local_tasks import LocalTask
 
 SPLIT = 'test'  # of a task
@@ -23,10 +24,12 @@ def read_prompts(
       no limit.
 
   Raises:
-    ValueError: the file cannot be read, or no line of it can be decoded.
+    ValueError: the file cannot be read, a line of it is not UTF-8 or has more
+      than `files.MAX_LINE` bytes, or no line can be decoded.
   """
   if isinstance(source, str):
-    name, lines = source, read_lines(source)
+    name = source
+    lines = [Line(text) for text in files.text_lines(source)]
   else:
     name = str(source.files.get(SPLIT))
     # Where a text has several references it is there several times.
@@ -43,6 +46,6 @@ def read_prompts(
     most = '' if limit is None else f' of at most {limit} tokens a line'
     raise ValueError(
       f'{name!r} has no line that can be decoded: expected UTF-8 text{most},'
-      f' found {len(lines)} lines that are empty, too long or not UTF-8.'
+      f' found {len(lines)} lines that are empty or too long.'
     )
   return found

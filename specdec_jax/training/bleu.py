@@ -1,11 +1,10 @@
-"""BLEU of greedy outputs, by sacrebleu where it is installed."""
+"""BLEU of greedy outputs while a model is trained."""
 
-import importlib.util
 import itertools
 
 import numpy as np
 
-from specdec_jax import partitioning
+from specdec_jax import metrics, partitioning
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.training.outputs import PLACEMENT, Decoder, OutputsConfig
@@ -13,11 +12,6 @@ from specdec_jax.training.pairs import TokenPairs
 
 # An output that repeats itself counts as it is.
 WHOLE_OUTPUTS = OutputsConfig(max_ratio=2.0, max_extra=16, max_unfinished=0.0)
-
-
-def available() -> bool:
-  """Whether sacrebleu is installed."""
-  return importlib.util.find_spec('sacrebleu') is not None
 
 
 class Bleu:
@@ -48,8 +42,6 @@ class Bleu:
 
   def __call__(self, params: Params) -> dict[str, float]:
     """{'bleu': 0 to 100} of these parameters."""
-    import sacrebleu
-
     placed = partitioning.place(params, PLACEMENT)
     found = []
     for at in range(0, len(self._pairs), self._config.batch_size):
@@ -61,4 +53,4 @@ class Bleu:
       for output in itertools.chain.from_iterable(found)
     ]
     references = [self._tokenizer.decode(target) for _, target in self._pairs]
-    return {'bleu': sacrebleu.corpus_bleu(texts, [references]).score}
+    return {'bleu': metrics.bleu(references, texts)['bleu']}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import compilation_cache, files
+from specdec_jax import compilation_cache, files, metrics
 from specdec_jax.checkpoints import load
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
@@ -200,7 +200,7 @@ def _measure(run, tokenizer, held_out, say):
   """A function that gives BLEU, or None."""
   if not run.bleu_examples or held_out is None:
     return None
-  if not bleu.available():
-    say('sacrebleu is not installed: no BLEU at evaluations')
+  if missing := metrics.lack(metrics.bleu):
+    say(f'No BLEU at evaluations: {missing}')
     return None
   return bleu.Bleu(run.model, tokenizer, held_out, run.bleu_examples)
