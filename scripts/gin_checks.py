@@ -33,6 +33,38 @@ def nearest(name: str, known: Iterable[str]) -> str:
   return f' Known: {", ".join(names)}.' if names else ''
 
 
+class _Names(gin.config_parser.ParserDelegate):
+  """Takes every reference and macro: only the form of a value is looked at."""
+
+  def configurable_reference(self, scoped_configurable_name, evaluate):
+    return None
+
+  def macro(self, macro_name):
+    return None
+
+
+def check_single(value: str) -> None:
+  """Raises ValueError unless a text is one value of gin's and nothing more.
+
+  gin would take what follows on another line as statements: imports too.
+
+  Raises:
+    ValueError: something follows the value.
+    SyntaxError, tokenize.TokenError: it does not begin with one.
+  """
+  parser = gin.config_parser.ConfigParser(value, _Names())
+  parser.parse_value()
+  # The end of a line that the tokenizer adds, or one that is there.
+  while parser.current_token.type in (tokenize.NEWLINE, tokenize.NL):
+    parser._advance_one_token()  # noqa: SLF001
+  if (rest := parser.current_token).type != tokenize.ENDMARKER:
+    raise ValueError(
+      f'expected one value (a literal, @reference or %MACRO), but'
+      f' {rest.string!r} follows it. Text in quotes may hold anything but'
+      ' its own quote'
+    )
+
+
 def _config() -> dict[tuple[str, str], dict[str, object]]:
   # gin shows its bindings only to finalize hooks, which is after the command
   # line has been merged into them.

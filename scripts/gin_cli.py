@@ -58,8 +58,10 @@ _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
 _GIN_ERRORS = (
   AttributeError,
   ImportError,
+  MemoryError,  # Python's own, of brackets without end
   NameError,
   OSError,
+  RecursionError,
   SyntaxError,
   TypeError,
   ValueError,
@@ -208,7 +210,7 @@ def load(flags: Flags) -> None:
       gin.parse_config(f'{name} = {value}')
     except _GIN_ERRORS as error:
       raise ValueError(
-        f'--gin.{name}={value}: {gin_checks.explain(error)}'
+        f'--gin.{name}={_short(value)}: {gin_checks.explain(error)}'
       ) from error
     known.check_effect(name)
   gin_checks.check_complete()
@@ -266,7 +268,18 @@ def _parse_binding(text: str) -> tuple[str, str]:
       f'--gin.{text}: expected NAME=VALUE, where NAME is a macro (INPUT_FILE)'
       f' or a binding (scope/function.parameter); the name read {name!r}.'
     )
-  return name, _gin_value(name, value)
+  value = _gin_value(name, value)
+  try:
+    gin_checks.check_single(value)
+  except _GIN_ERRORS as error:
+    raise ValueError(
+      f'--gin.{name}={_short(value)}: {gin_checks.explain(error)}'
+    ) from error
+  return name, value
+
+
+def _short(value: str) -> str:
+  return value if len(value) <= 80 else f'{value[:80]}...'
 
 
 def _gin_value(name: str, value: str) -> str:
