@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files, metrics
+from specdec_jax.field_types import check_types
 from specdec_jax.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
@@ -54,6 +55,7 @@ class LocalTask:
   metrics: tuple[str, ...] = ()
 
   def __post_init__(self):
+    check_types(self)
     object.__setattr__(self, 'metrics', tuple(self.metrics))
     missing = [path for path in self.files.values() if not os.path.isfile(path)]
     vocabulary = os.fspath(self.vocab_path)

@@ -20,6 +20,7 @@ from specdec_jax.checkpoints.load import (
   open_arrays,
 )
 from specdec_jax.checkpoints.locations import Location
+from specdec_jax.field_types import check_types
 from specdec_jax.models.t5 import T5, T5Config
 
 FORMATS = ('orbax', 'safetensors', 't5x')
@@ -50,6 +51,7 @@ class ConvertConfig:
   dtype: str | None = None
 
   def __post_init__(self):
+    check_types(self)
     if self.format not in FORMATS:
       close = difflib.get_close_matches(str(self.format), FORMATS, n=1)
       nearest = f' Nearest: {close[0]!r}.' if close else ''
