@@ -1,11 +1,29 @@
 """Configurations that nobody should write: one line each, and nothing run."""
 
 import dataclasses
+import math
+import os
+import pathlib
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
+import jax
+import numpy as np
 import pytest
 
 import gin_cli
+from specdec_jax import infer, memory
+from specdec_jax.bench import memory as bench_memory
+from specdec_jax.continuous import Continuous
+from specdec_jax.engine import Engine, Model
+from specdec_jax.field_types import check_types
+from specdec_jax.models import sizes
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.schedule import Settings
+
+NAN = float('nan')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +112,267 @@ def test_what_is_one_value(text, value):
       build(f'--gin.VALUE={text}')
   else:
     assert build(f'--gin.VALUE={text}').value == value
+
+
+# Values of another kind, of whatever is configured.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+  """One field of each kind that configurations have."""
+
+  whole: int = 1
+  number: float = 1.0
+  flag: bool = True
+  text: str = ''
+  either: str | None = None
+  word: Literal['a', 'b'] = 'a'
+  path: str | os.PathLike[str] = ''
+  several: tuple[int, ...] = ()
+  pair: tuple[int, float] = (1, 1.0)
+  numbers: Sequence[float] = ()
+  named: Mapping[str, int] | None = None
+  function: Callable[[], int] | None = None
+  inner: 'Fields | None' = None
+  anything: Any = None
+
+  def __post_init__(self):
+    check_types(self)
+
+
+@pytest.mark.parametrize(
+  ('field', 'right', 'wrong'),
+  [
+    ('whole', [0, -3, np.int64(2), 10**30], [1.5, 'x', None, True, [1], NAN]),
+    ('number', [1, 1.5, np.float32(2), math.inf], ['1', None, True, NAN, {}]),
+    ('flag', [False], [0, 1, 'False', None]),
+    ('text', ['x'], [5, None, b'x', ['x']]),
+    ('either', ['x', None], [5, False]),
+    ('word', ['b'], ['c', 1, None, ['a']]),
+    ('path', ['x', pathlib.Path('x')], [5, None]),
+    (
+      'several',
+      [(), (1, 2), [3], range(2), np.ones(2, int)],
+      [5, 'ab', {}, None],
+    ),
+    ('several', [], [(1.5,), ('x',), [None]]),
+    ('pair', [(1, 2.5), [1, 2]], [(1,), (1, 2, 3), (1.5, 1), 'ab']),
+    ('numbers', [[1, 0.5]], [5, ['x'], [NAN]]),
+    ('named', [{'a': 1}, None], [5, [1], 'a']),
+    ('function', [len, None], [5, 'len']),
+    ('inner', [None, Fields()], [5, 'x', {}]),
+    ('anything', [None, 5], []),
+  ],
+)
+def test_types_of_fields(field, right, wrong):
+  for value in right:
+    Fields(**{field: value})
+  for value in wrong:
+    with pytest.raises(ValueError, match=f'Fields.{field}: expected .*, got '):
+      Fields(**{field: value})
+
+
+SIZES = {
+  'vocab_size': 16,
+  'emb_dim': 8,
+  'num_heads': 2,
+  'num_encoder_layers': 1,
+  'num_decoder_layers': 1,
+  'head_dim': 4,
+  'mlp_dim': 12,
+}
+WRONG_NUMBERS = ('x', 1.5, NAN, None, True, [1], 0, -1, 10**15, 2**64)
+
+
+@pytest.mark.parametrize('field', SIZES)
+@pytest.mark.parametrize('value', WRONG_NUMBERS, ids=repr)
+def test_sizes_of_a_network(field, value):
+  with pytest.raises(ValueError, match=f'T5Config.{field}'):
+    T5Config(**{**SIZES, field: value})
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    ('mlp_activations', 5),
+    ('mlp_activations', 'gelu'),
+    ('mlp_activations', [[]]),
+    ('dropout_rate', 'x'),
+    ('logits_via_embedding', 'yes'),
+    ('dtype', 5),
+    ('dtype', ['float32']),
+  ],
+)
+def test_other_fields_of_a_network(field, value):
+  with pytest.raises(ValueError, match=f'T5Config.{field}'):
+    T5Config(**SIZES, **{field: value})
+  if field != 'num_encoder_layers':
+    sizes = {**SIZES, 'num_layers': 1}
+    sizes = {k: v for k, v in sizes.items() if 'coder' not in k}
+    with pytest.raises(ValueError, match=f'GPTConfig.{field}'):
+      GPTConfig(**sizes, **{field: value})
+
+
+DECODE = """
+from __gin__ import dynamic_registration
+include 'gin/models/demo_target.gin'
+include 'gin/models/demo_draft.gin'
+include 'gin/runs/decode_task.gin'
+TARGET = %DEMO_TARGET
+DRAFT = %DEMO_DRAFT
+CHECKPOINT_PATH = 'demo/target.msgpack'
+DRAFT_CHECKPOINT_PATH = 'demo/draft.msgpack'
+VOCAB_PATH = 'demo/vocab.model'
+MIXTURE_OR_TASK_NAME = 'demo/input.txt'
+TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 8}
+INFER_OUTPUT_DIR = 'outputs'
+"""
+
+
+def decode():
+  infer.decode_task(gin_cli.build(infer.TaskConfig))
+
+
+@pytest.mark.parametrize(
+  ('macro', 'value', 'words'),
+  [
+    ('GAMMA', '1.5', 'gamma'),
+    ('GAMMA', 'x', 'gamma'),
+    ('GAMMA', '[4]', 'gamma'),
+    ('GAMMA', '100000', 'gamma'),
+    ('GAMMA', 'nan', 'gamma'),
+    ('METRICS', '5', 'metrics'),
+    ('METRICS', 'bleu', 'metrics'),
+    ('METRICS', '(5,)', 'metrics'),
+    ('CHECKPOINT_PATH', '5', 'path'),
+    ('DRAFT_CHECKPOINT_PATH', '5', 'path'),
+    ('VOCAB_PATH', '5', 'path'),
+    ('VOCAB_PATH', '/dev/zero', 'regular file'),
+    ('TARGET', '5', 'network'),
+    ('DRAFT', 'x', 'network'),
+    ('NUM_DECODES', '4294967296', 'num_decodes'),
+    ('NUM_DECODES', '1.5', 'num_decodes'),
+    ('BATCH_SIZE', '10000000000', 'batch_size'),
+    ('BATCH_SIZE', 'nan', 'batch_size'),
+    ('TASK_FEATURE_LENGTHS', "{'inputs': 64, 'targets': 1000000000}", 'GiB'),
+    ('TASK_FEATURE_LENGTHS', '5', 'task_feature_lengths'),
+    ('DEMO_TARGET', '5', 'network'),
+    ('demo_target/T5Config.emb_dim', 'x', 'T5Config.emb_dim'),
+    ('demo_target/T5Config.emb_dim', '1.5', 'T5Config.emb_dim'),
+    ('demo_target/T5Config.num_decoder_layers', '100000000', 'at most'),
+    ('demo_target/T5Config.vocab_size', '1000000000000000', 'at most'),
+    ('demo_target/T5Config.vocab_size', '2000000000', 'GiB'),
+    ('demo_target/T5Config.mlp_dim', '2000000000', 'GiB'),
+    ('demo_target/T5.config', '5', 'config'),
+    ('TEMPERATURE', 'x', 'temperature'),
+    ('TEMPERATURE', 'nan', 'temperature'),
+    ('LENIENCE', 'x', 'lenience'),
+    ('LENIENCE', 'nan', 'lenience'),
+    ('SEED', '1.5', 'seed'),
+    ('MODE', '5', 'mode'),
+    ('SPLIT', '5', 'split'),
+    ('BOS_ID', 'x', 'bos_id'),
+    ('CALIBRATION', '5', 'calibration'),
+    ('SHARD_ID', '-1', 'shard_id'),
+    ('PROMPT_FEATURE', '5', 'prompt_feature'),
+    ('PROMPT_FROM_TARGETS', 'x', 'prompt_from_targets'),
+    ('MIXTURE_OR_TASK_NAME', '5', 'mixture_or_task_name'),
+    ('INFER_OUTPUT_DIR', '5', 'output_dir'),
+  ],
+)
+def test_values_of_a_run(folder, capsys, monkeypatch, macro, value, words):
+  """Each is an error before anything is compiled."""
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', None)
+  (folder / 'demo').symlink_to(gin_cli.ROOT / 'demo')
+  (folder / 'decode.gin').write_text(DECODE)
+  flags = ['--gin_file=decode.gin', f'--gin.{macro}={value}']
+  assert words in one_line(capsys, flags, decode)
+
+
+def test_the_run_of_these_values_is_a_good_one(folder, monkeypatch):
+  (folder / 'demo').symlink_to(gin_cli.ROOT / 'demo')
+  (folder / 'decode.gin').write_text(DECODE)
+  gin_cli.load(gin_cli.parse_flags(['--gin_file=decode.gin']))
+  gin_cli.build(infer.TaskConfig)
+
+
+# Sizes, by arithmetic.
+
+
+def configs():
+  gpt = {k: v for k, v in SIZES.items() if 'coder' not in k} | {'num_layers': 3}
+  t5 = {**SIZES, 'num_encoder_layers': 2, 'num_decoder_layers': 3}
+  yield T5Config(**t5)
+  yield T5Config(**t5, mlp_activations=('relu',), logits_via_embedding=True)
+  yield T5Config(**t5, bias_per_layer=True, dtype='bfloat16')
+  yield GPTConfig(**gpt)
+  yield GPTConfig(**gpt, num_positions=0, norm='rms', use_bias=False)
+  yield GPTConfig(
+    **gpt, mlp_activations=('gelu', 'linear'), logits_via_embedding=False
+  )
+
+
+@pytest.mark.parametrize('config', [*configs()], ids=lambda c: type(c).__name__)
+def test_sizes_are_those_of_the_network(config):
+  network = T5(config) if isinstance(config, T5Config) else GPT(config)
+  leaves = jax.tree.leaves(jax.eval_shape(network.init, jax.random.key(0)))
+  assert sizes.num_params(config) == sum(leaf.size for leaf in leaves)
+  input_len = 5 if network.has_encoder else 0
+  cache = bench_memory.cache_bytes(network, 3, input_len, 64)
+  logits = 4 * 3 * 2 * config.vocab_size
+  found = sizes.run_bytes(config, 3, input_len, 64, 2)
+  # Masks, biases and lengths are not counted, and scores are small here.
+  assert cache // 2 < found - logits <= cache
+
+
+@pytest.fixture(scope='module')
+def pair():
+  network = T5(T5Config(**{**SIZES, 'vocab_size': 384}))
+  return Model(network, network.init(jax.random.key(0)))
+
+
+class Bytes:
+  """A vocabulary of the 256 bytes."""
+
+  vocab_size, eos_id, path, fingerprint = 300, 1, 'bytes', 'bytes'
+
+  def encode(self, text):
+    return [3 + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize('there', [None, 1 << 20])
+def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
+  """Refused by its bytes before it is compiled, whichever way it is asked."""
+
+  class Compiled(Exception):
+    pass
+
+  def compile_(*_):
+    raise Compiled
+
+  monkeypatch.setattr(memory, 'host_bytes', lambda: there)
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', compile_)
+  expected = Compiled if there is None else memory.DoesNotFitError
+  engine = Engine(pair, pair, tokenizer=Bytes(), gamma=4)
+  with pytest.raises(Compiled):
+    engine.generate(['a'])
+  for asked in (
+    lambda: engine.generate(['a'] * 128),
+    lambda: engine.generate(['a'] * 128, speculative=False),
+    lambda: engine.warmup(['a'] * 128),
+  ):
+    with pytest.raises(expected):
+      asked()
+  if there is not None:
+    with pytest.raises(expected, match='of memory are needed'):
+      Continuous(engine, Settings(rows=4096)).generate(['a'])
+    with pytest.raises(expected, match='max_decode_len'):
+      Engine(pair, tokenizer=Bytes(), max_decode_len=10**9)
+
+
+@pytest.mark.parametrize(
+  'gamma', ['x', 1.5, NAN, None, True, -1, 10**5, 2**40], ids=repr
+)
+def test_gamma_is_a_number_of_proposals(pair, gamma):
+  with pytest.raises(ValueError, match='gamma must be'):
+    Engine(pair, pair, tokenizer=Bytes(), gamma=gamma)
