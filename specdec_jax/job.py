@@ -1,7 +1,6 @@
 """A batch of texts on its way through the engine: options, ids, results."""
 
 import dataclasses
-import difflib
 import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from specdec_jax.completion import (
 )
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.models.base import START_ID
+from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
@@ -138,10 +138,7 @@ def options_of(**named) -> Options:
         ' give it several times, with other example_ids.'
       )
     if name not in known:
-      near = difflib.get_close_matches(name, known) or known
-      raise ValueError(
-        f'There is no option {name!r}. Nearest known: {", ".join(near)}.'
-      )
+      raise ValueError(f'There is no option {name!r}.{nearest(name, known)}')
   return Options(**named)
 
 

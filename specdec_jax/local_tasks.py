@@ -6,7 +6,6 @@ to a length that the end-of-sequence id still fits in.
 """
 
 import dataclasses
-import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ import numpy as np
 
 from specdec_jax import files, metrics
 from specdec_jax.field_types import check_types
+from specdec_jax.nearest import nearest
 from specdec_jax.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
@@ -207,15 +207,6 @@ def check_feature_lengths(
         f'TASK_FEATURE_LENGTHS[{feature!r}] must be a whole number of at least'
         f' 1, got {length!r}.'
       )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-  """' Nearest: ...', or all that is known where nothing is near."""
-  names = sorted(known)
-  close = difflib.get_close_matches(name, names, n=3)
-  if close:
-    return f' Nearest: {", ".join(close)}.'
-  return f' Known: {", ".join(names)}.' if names else ' None is known.'
 
 
 def _parse(line: str, place: str) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from specdec_jax.completion import CompletionStats
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
 from specdec_jax.field_types import check_types
-from specdec_jax.local_tasks import LocalTask, nearest
+from specdec_jax.local_tasks import LocalTask
 from specdec_jax.measure.prompts import SPLIT, read_prompts
+from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 
