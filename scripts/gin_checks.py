@@ -126,9 +126,9 @@ class Known:
     self._setting: dict[str, dict[str, str]] = {}
     for (_, selector), values in _config().items():
       for parameter, value in values.items():
-        if _is_macro(value) and selector != _MACRO:
+        if (macro := _macro(value)) and selector != _MACRO:
           by = self._setting.setdefault(parameter, {})
-          by[value.config_key[0]] = f'{selector}.{parameter}'
+          by[macro] = f'{selector}.{parameter}'
 
   def hint(self, name: str) -> str:
     """Names the macros that set what a binding's name ends in."""
@@ -209,10 +209,12 @@ def _entered_scopes() -> set[str]:
   return {'/'.join(path[: i + 1]) for path in paths for i in range(len(path))}
 
 
-def _is_macro(value: Any) -> bool:
-  """Whether a value is %MACRO and nothing else."""
-  is_reference = isinstance(value, gin.config.ConfigurableReference)
-  return is_reference and value.config_key[1] == _MACRO
+def _macro(value: Any) -> str:
+  """The name where a value is %MACRO and nothing else, or ''."""
+  if isinstance(value, gin.config.ConfigurableReference):
+    scope, selector = value.config_key
+    return scope if selector == _MACRO else ''
+  return ''
 
 
 def check_complete(shipped: pathlib.Path) -> None:

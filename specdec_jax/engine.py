@@ -364,8 +364,8 @@ class Engine:
     """
     key = (speculative, _shapes(request))
     if (name, key) not in self._programs:
-      shape = request.inputs.shape
-      self.check_room(*shape, request.cache_slots, request.gamma)
+      rows, width = request.inputs.shape
+      self.check_room(rows, width, request.cache_slots, request.gamma)
       loop: Any = speculative_loop if speculative else autoregressive
       models = [self.target, self.drafter] if speculative else [self.target]
       params: Any = self.params if speculative else self._target_params

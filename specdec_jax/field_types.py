@@ -2,7 +2,6 @@
 
 import collections.abc
 import dataclasses
-import functools
 import numbers
 import os
 import types
@@ -33,7 +32,7 @@ def check_types(config: Any) -> None:
     ValueError: a field is of another type; says which, what was expected and
       what came.
   """
-  hints = _hints(type(config))
+  hints = typing.get_type_hints(type(config))
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)
     if not _is_a(value, hints[field.name]):
@@ -42,11 +41,6 @@ def check_types(config: Any) -> None:
         f' {_described(hints[field.name])}, got {_shortened(value)}'
         f' ({type(value).__name__}).'
       )
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-  return typing.get_type_hints(kind)
 
 
 def _is_a(value: Any, hint: Any) -> bool:
@@ -103,7 +97,7 @@ def _described(hint: Any) -> str:
     return f'a sequence ({", ".join(items)})' if items else 'a sequence'
   if kind is os.PathLike:
     return 'a path'
-  return _WORDS.get(kind) or getattr(kind, '__name__', str(kind))
+  return str(_WORDS.get(kind) or getattr(kind, '__name__', kind))
 
 
 def _shortened(value: Any) -> str:

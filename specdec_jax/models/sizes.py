@@ -4,7 +4,7 @@
 what must be refused before anything is made of a configuration.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 
@@ -15,7 +15,7 @@ from specdec_jax.models.t5 import T5Config
 _BUCKETS = 32  # of T5's relative bias
 
 
-def is_known(config: Any) -> bool:
+def is_known(config: Any) -> TypeGuard[T5Config | GPTConfig]:
   """Whether a configuration is of a network that is counted here."""
   return isinstance(config, T5Config | GPTConfig)
 
