@@ -4,33 +4,61 @@ gin accepts a mistyped macro or scope in silence and names no alternatives in
 its errors. These checks look at its loaded configuration and say what is known.
 """
 
-import difflib
+import graphlib
 import importlib.util  # noqa: F401  gin uses it for a missing include.
 import inspect
+import pathlib
 import re
 import sys
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import gin
+
+from specdec_jax.nearest import nearest
 
 _MACRO = 'gin.macro'
 _INTERNAL = (_MACRO, 'gin.constant')
 _REQUIRED = '%gin.REQUIRED'
+_INCLUDE = re.compile(r"""^include\s+['"](.+?)['"]""", re.MULTILINE)
+_EXPORTED = re.compile(r'^([A-Z]\w*)\s*=', re.MULTILINE)
+_FEW = 3  # files that a message names
 _MISSING = re.compile(
   r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
 )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-  """Returns ' Nearest known: ...', or all of `known` where nothing is near."""
-  names = sorted(set(known))
-  # Compared in lower case: a macro typed in lower case is still near.
-  lower = {candidate.lower(): candidate for candidate in names}
-  close = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.6)
-  if close:
-    return f' Nearest known: {", ".join(lower[match] for match in close)}.'
-  return f' Known: {", ".join(names)}.' if names else ''
+class _Names(gin.config_parser.ParserDelegate):
+  """Takes every reference and macro: only the form of a value is looked at."""
+
+  def configurable_reference(self, scoped_configurable_name, evaluate):
+    return None
+
+  def macro(self, macro_name):
+    return None
+
+
+def check_single(value: str) -> None:
+  """Raises ValueError unless a text is one value of gin's and nothing more.
+
+  gin would take what follows on another line as statements: imports too.
+
+  Raises:
+    ValueError: something follows the value.
+    SyntaxError, tokenize.TokenError: it does not begin with one.
+  """
+  parser = gin.config_parser.ConfigParser(value, _Names())
+  parser.parse_value()
+  # The end of a line that the tokenizer adds, or one that is there.
+  while parser.current_token.type in (tokenize.NEWLINE, tokenize.NL):
+    parser._advance_one_token()  # noqa: SLF001
+  if (rest := parser.current_token).type != tokenize.ENDMARKER:
+    raise ValueError(
+      f'expected one value (a literal, @reference or %MACRO), but'
+      f' {rest.string!r} follows it. Text in quotes may hold anything but'
+      ' its own quote'
+    )
 
 
 def _config() -> dict[tuple[str, str], dict[str, object]]:
@@ -53,26 +81,77 @@ def configured() -> list[str]:
   return sorted({name for _, name in _configured() if name not in _INTERNAL})
 
 
+def check_includes(gin_file: str, places: Sequence[str]) -> None:
+  """Raises ValueError for a file that includes itself, by others or directly.
+
+  Args:
+    gin_file: as it was given.
+    places: folders where it and its includes are looked for, in order.
+  """
+  graph: dict[str, list[str]] = {}
+  waiting = [gin_file]
+  while waiting:
+    name = waiting.pop()
+    if name in graph:
+      continue
+    paths = (pathlib.Path(place, name) for place in places)
+    path = next((path for path in paths if path.is_file()), None)
+    # What is missing, or no text, is gin's to say.
+    text = path.read_text('utf-8', 'replace') if path else ''
+    graph[name] = _INCLUDE.findall(text)
+    waiting += graph[name]
+  if circle := _circle(graph):
+    raise ValueError(
+      f'{gin_file}: the gin files include each other in a circle:'
+      f' {" -> ".join(circle)}. Take one of these includes out.'
+    )
+
+
+def _circle(graph: Mapping[Any, Iterable[Any]]) -> list[Any]:
+  """The nodes of one circle, its first one again at the end; mostly none."""
+  try:
+    graphlib.TopologicalSorter(graph).prepare()
+  except graphlib.CycleError as error:
+    return list(error.args[1])[::-1]
+  return []
+
+
 class Known:
   """The macros, scopes and names that the gin files define or use."""
 
   def __init__(self):
     self.macros = {scope for scope, name in _configured() if name == _MACRO}
     self.scopes = _entered_scopes()
+    # Parameter -> the macros that set it, with whose it is.
+    self._setting: dict[str, dict[str, str]] = {}
+    for (_, selector), values in _config().items():
+      for parameter, value in values.items():
+        if (macro := _macro(value)) and selector != _MACRO:
+          by = self._setting.setdefault(parameter, {})
+          by[macro] = f'{selector}.{parameter}'
+
+  def hint(self, name: str) -> str:
+    """Names the macros that set what a binding's name ends in."""
+    parameter = re.split(r'[./]', name)[-1].lower()
+    return ''.join(
+      f' Give --gin.{macro}=VALUE for {whose}.'
+      for macro, whose in sorted(self._setting.get(parameter, {}).items())
+    )
 
   def check(self, name: str) -> None:
     """Raises ValueError for a macro or a scope that no gin file has."""
     scope, selector, parameter = gin.config_parser.parse_binding_key(name)
+    hint = self.hint(name)
     if not parameter:
       if name not in self.macros:
         raise ValueError(
           f'--gin.{name}: no gin file defines or uses the macro'
-          f' {name}.{nearest(name, self.macros)}'
+          f' {name}.{nearest(name, self.macros, or_all=not hint)}{hint}'
         )
     elif scope and scope not in self.scopes:
       raise ValueError(
         f'--gin.{name}: no gin file uses the scope'
-        f' {scope!r}.{nearest(scope, self.scopes)}'
+        f' {scope!r}.{nearest(scope, self.scopes)}{hint}'
       )
 
   def check_effect(self, name: str) -> None:
@@ -130,11 +209,24 @@ def _entered_scopes() -> set[str]:
   return {'/'.join(path[: i + 1]) for path in paths for i in range(len(path))}
 
 
-def check_complete() -> None:
-  """Raises ValueError for macros that are required or used and have no value.
+def _macro(value: Any) -> str:
+  """The name where a value is %MACRO and nothing else, or ''."""
+  if isinstance(value, gin.config.ConfigurableReference):
+    scope, selector = value.config_key
+    return scope if selector == _MACRO else ''
+  return ''
 
-  gin's own check names one of them, by an internal name.
+
+def check_complete(shipped: pathlib.Path) -> None:
+  """Raises ValueError for macros without a value, or that need themselves.
+
+  gin's own check names one that is required, by an internal name, and follows a
+  circle until the stack is full.
+
+  Args:
+    shipped: folder of the gin files that export macros.
   """
+  check_circles()
   required = []
   for (scope, selector), values in sorted(_config().items()):
     for parameter, value in values.items():
@@ -149,15 +241,64 @@ def check_complete() -> None:
   for reference in _references():
     scope, selector = reference.config_key
     if selector == _MACRO and scope not in defined:
+      exported = _exported(shipped)
+      if files := exported.get(scope, [])[:_FEW]:
+        raise ValueError(
+          f'The macro %{scope} is used but never given a value. It is exported'
+          f' by {" and ".join(files)}: add --gin_file={files[0]}.'
+        )
       raise ValueError(
         f'The macro %{scope} is used but never given a value; define it in a'
-        f' gin file or by --gin.{scope}=VALUE.{nearest(scope, defined)}'
+        f' gin file or by --gin.{scope}=VALUE.'
+        f'{nearest(scope, {*defined, *exported})}'
       )
+
+
+def _exported(folder: pathlib.Path) -> dict[str, list[str]]:
+  """Macro -> the gin files that define it, those of models first."""
+  found: dict[str, list[str]] = {}
+  for path in sorted(folder.rglob('*.gin')):
+    name = path.relative_to(folder.parent).as_posix()
+    for macro in set(_EXPORTED.findall(path.read_text('utf-8'))):
+      found.setdefault(macro, []).append(name)
+  return found
+
+
+def check_circles() -> None:
+  """Raises ValueError for a value that is needed to make itself."""
+  graph: dict[tuple[str, str], set[tuple[str, str]]] = {}
+  waiting = list(_config())
+  while waiting:
+    scope, selector = key = waiting.pop()
+    if key in graph:
+      continue
+    values: dict[str, Any] = {}
+    parts = scope.split('/') if scope else []
+    for i in range(len(parts) + 1):  # inner scopes go before outer ones
+      values |= _config().get(('/'.join(parts[:i]), selector), {})
+    graph[key] = {
+      # A reference without a scope is made in the scope that it stands in.
+      ('/'.join(ref.scopes) or scope, ref.config_key[1])
+      for ref in gin.config.iterate_references(values)
+      if ref.evaluate
+    }
+    waiting += graph[key]
+  if circle := _circle(graph):
+    shown = [
+      f'%{scope}' if selector == _MACRO else f'@{selector}()'
+      for scope, selector in circle
+    ]
+    raise ValueError(
+      f'Values in the gin files need each other in a circle:'
+      f' {" -> ".join(shown)}. Give one of them a value of its own.'
+    )
 
 
 def explain(error: Exception) -> str:
   """Returns gin's message with the nearest known names after it."""
   text = f'{one_line(error).rstrip(".")}.'
+  if isinstance(error, RecursionError | MemoryError):
+    return 'not valid gin: its brackets are nested too deep.'
   if isinstance(error, SyntaxError):
     line = f' (line {error.lineno})' if error.lineno else ''
     return f'not valid gin: {error.msg.rstrip(".")}{line}.'

@@ -40,6 +40,7 @@ import gin
 import gin_checks
 import gin_old_paths
 from specdec_jax import processes
+from specdec_jax.nearest import nearest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -60,8 +61,10 @@ _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
 _GIN_ERRORS = (
   AttributeError,
   ImportError,
+  MemoryError,  # Python's own, of brackets without end
   NameError,
   OSError,
+  RecursionError,
   SyntaxError,
   TypeError,
   ValueError,
@@ -163,9 +166,7 @@ def parse_flags(argv: Sequence[str]) -> Flags:
   args, unknown = parser.parse_known_args([_rewrite(arg) for arg in argv])
   if unknown:
     name = unknown[0].split('=')[0]
-    raise ValueError(
-      f'Unknown argument {name!r}.{gin_checks.nearest(name, _FLAGS)}'
-    )
+    raise ValueError(f'Unknown argument {name!r}.{nearest(name, _FLAGS)}')
   if not args.gin_file:
     raise ValueError(
       'No --gin_file was given. Expected the path of a run, such as'
@@ -205,6 +206,8 @@ def load(flags: Flags) -> None:
     gin.add_config_file_search_path(folder)
   for gin_file in flags.gin_files:
     _find(gin_file, flags.search_paths)
+    places = ['.', *flags.search_paths, str(ROOT)]
+    gin_checks.check_includes(gin_file, places)
     try:
       gin.parse_config_file(gin_file)
     except _GIN_ERRORS as error:
@@ -217,10 +220,11 @@ def load(flags: Flags) -> None:
       gin.parse_config(f'{name} = {value}')
     except _GIN_ERRORS as error:
       raise ValueError(
-        f'--gin.{name}={value}: {gin_checks.explain(error)}'
+        f'--gin.{name}={_short(value)}: {gin_checks.explain(error)}'
+        f'{known.hint(name)}'
       ) from error
     known.check_effect(name)
-  gin_checks.check_complete()
+  gin_checks.check_complete(ROOT / 'gin')
   gin.finalize()
 
 
@@ -233,7 +237,8 @@ def build(cls: type[_T]) -> _T:
   """Returns the instance of `cls` that the loaded gin files describe.
 
   Raises:
-    ValueError: no gin file configures `cls`, or a field has no value.
+    ValueError: no gin file configures `cls`, a field has no value, or values
+      need each other without end.
   """
   try:
     configured = gin.get_configurable(cls)
@@ -250,6 +255,11 @@ def build(cls: type[_T]) -> _T:
     if not gin_checks.is_unbound(error):
       raise
     raise ValueError(gin_checks.one_line(error)) from error
+  except RecursionError as error:
+    raise ValueError(
+      f'{cls.__name__} cannot be made of the gin files: their values need each'
+      ' other in too long a chain. Give some of them values of their own.'
+    ) from error
 
 
 def operative_config() -> str:
@@ -280,7 +290,18 @@ def _parse_binding(text: str) -> tuple[str, str]:
       f'--gin.{text}: expected NAME=VALUE, where NAME is a macro (INPUT_FILE)'
       f' or a binding (scope/function.parameter); the name read {name!r}.'
     )
-  return name, _gin_value(name, value)
+  value = _gin_value(name, value)
+  try:
+    gin_checks.check_single(value)
+  except _GIN_ERRORS as error:
+    raise ValueError(
+      f'--gin.{name}={_short(value)}: {gin_checks.explain(error)}'
+    ) from error
+  return name, value
+
+
+def _short(value: str) -> str:
+  return value if len(value) <= 80 else f'{value[:80]}...'
 
 
 def _gin_value(name: str, value: str) -> str:
@@ -314,5 +335,5 @@ def _find(gin_file: str, search_paths: Sequence[str]) -> None:
   ]
   raise ValueError(
     f'The gin file {gin_file!r} was not found; looked in'
-    f' {", ".join(places)}.{gin_checks.nearest(gin_file, shipped)}'
+    f' {", ".join(places)}.{nearest(gin_file, shipped)}'
   )

@@ -15,8 +15,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import gin_checks
 from specdec_jax import simulate
+from specdec_jax.nearest import nearest
 
 _FLAGS = ('--target', '--draft', '--num_samples', '--lenience', '--seed')
 
@@ -54,9 +54,7 @@ def parse(argv: Sequence[str]) -> simulate.SimulateConfig:
     raise ValueError(str(error)) from error
   if unknown:
     name = unknown[0].split('=')[0]
-    raise ValueError(
-      f'Unknown argument {name!r}.{gin_checks.nearest(name, _FLAGS)}'
-    )
+    raise ValueError(f'Unknown argument {name!r}.{nearest(name, _FLAGS)}')
   given = {name: v for name, v in vars(args).items() if v is not None}
   for name in ('target', 'draft'):
     if name not in given:

@@ -107,7 +107,11 @@ class Continuous:
 
   def _pass(self, job: Job, part: Part | None = None) -> Pass:
     length = self.engine.max_decode_len
-    return Pass(self._compiled, job, self.settings, length, part)
+    made = Pass(self._compiled, job, self.settings, length, part)
+    _, buckets, num_slots, rows = made.shapes
+    inputs = max((inputs for inputs, _ in buckets), default=1)
+    self.engine.check_room(rows, inputs, num_slots, job.request.gamma)
+    return made
 
   def _compiled(
     self, speculative: bool, prompted: bool, example: Request

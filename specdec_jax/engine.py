@@ -13,6 +13,7 @@ import numpy as np
 from specdec_jax import (
   calibration,
   compilation_cache,
+  memory,
   partitioning,
 )
 from specdec_jax.completion import Completion, Text, without_stop_id
@@ -28,12 +29,14 @@ from specdec_jax.job import (
   Frame,
   Job,
   check_at_least,
+  check_gamma,
   options_of,
   without_end,
 )
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.pair import (
   Model,
+  Room,
   check_bos,
   check_drafter,
   check_pair,
@@ -103,11 +106,12 @@ class Engine:
 
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
-        `bos_id` is no id or the target begins by itself, a drafter and its
-        parameters do not come together, or devices or a model cannot be split
-        as a placement says.
+        or too large for any memory, `bos_id` is no id or the target begins by
+        itself, a drafter and its parameters do not come together, or devices
+        or a model cannot be split as a placement says.
     """
-    check_at_least(gamma=(gamma, 0), max_input_len=(max_input_len, 2))
+    check_gamma(gamma)
+    check_at_least(max_input_len=(max_input_len, 2))
     check_at_least(max_decode_len=(max_decode_len, 1))
     check_drafter(draft, drafter)
     check_pair(target, draft, tokenizer)
@@ -118,6 +122,12 @@ class Engine:
       placement, draft_placement
     )
     self._placement, self._partition = placement, partition
+    self._room = Room(
+      [target] if draft is None else [target, draft],
+      placement.dtype,
+      memory.device_bytes() if partition is None else memory.all_bytes(),
+    )
+    self.check_room(1, 1, max_decode_len, gamma)
     self.tokenizer = tokenizer
     self.gamma = gamma
     self.max_input_len = max_input_len
@@ -168,6 +178,12 @@ class Engine:
     """The parameters of both, as they are placed; without a drafter, None."""
     draft = None if self._drafter is None else self._draft_params
     return PairParams(self._target_params, draft)
+
+  def check_room(
+    self, batch: int, input_len: int, num_slots: int, gamma: int
+  ) -> None:
+    """Raises ValueError where no memory could hold such a run; see `Room`."""
+    self._room.check(batch, input_len, num_slots, gamma)
 
   def input_ids(self, text: str | Sequence[int]) -> list[int]:
     """A text, or ids with or without their end, as the target reads it."""
@@ -348,6 +364,8 @@ class Engine:
     """
     key = (speculative, _shapes(request))
     if (name, key) not in self._programs:
+      rows, width = request.inputs.shape
+      self.check_room(rows, width, request.cache_slots, request.gamma)
       loop: Any = speculative_loop if speculative else autoregressive
       models = [self.target, self.drafter] if speculative else [self.target]
       params: Any = self.params if speculative else self._target_params

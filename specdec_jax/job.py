@@ -1,7 +1,7 @@
 """A batch of texts on its way through the engine: options, ids, results."""
 
 import dataclasses
-import difflib
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from specdec_jax.completion import (
 )
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.models.base import START_ID
+from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ from specdec_jax.types import FinishReason, Generation
 
 SMALLEST_INPUT = 32
 SMALLEST_PROMPT = 8
+MOST_PROPOSALS = 1024  # a round
 STOP_STRING_ROUNDS = 4  # between two looks of the host for a stop string
 
 
@@ -136,10 +138,7 @@ def options_of(**named) -> Options:
         ' give it several times, with other example_ids.'
       )
     if name not in known:
-      near = difflib.get_close_matches(name, known) or known
-      raise ValueError(
-        f'There is no option {name!r}. Nearest known: {", ".join(near)}.'
-      )
+      raise ValueError(f'There is no option {name!r}.{nearest(name, known)}')
   return Options(**named)
 
 
@@ -387,7 +386,21 @@ def next_power_of_two(number: int) -> int:
   return 1 << max(number - 1, 0).bit_length()
 
 
+def check_gamma(gamma: int) -> None:
+  """Raises ValueError unless gamma is a number of proposals."""
+  check_at_least(gamma=(gamma, 0))
+  if gamma > MOST_PROPOSALS:
+    raise ValueError(
+      f'gamma must be at most {MOST_PROPOSALS}, got {gamma}: what pays is'
+      ' mostly below 20.'
+    )
+
+
 def check_at_least(**named: tuple[int, int]) -> None:
   for name, (value, least) in named.items():
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+      raise ValueError(
+        f'{name} must be a whole number of at least {least}, got {value!r}.'
+      )
     if value < least:
       raise ValueError(f'{name} must be at least {least}, got {value}.')

@@ -6,7 +6,6 @@ to a length that the end-of-sequence id still fits in.
 """
 
 import dataclasses
-import difflib
 import json
 import os
 import reprlib
@@ -16,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files, metrics
+from specdec_jax.field_types import check_types
 from specdec_jax.files import TextLine
+from specdec_jax.nearest import nearest
 from specdec_jax.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
@@ -61,6 +62,7 @@ class LocalTask:
   metrics: tuple[str, ...] = ()
 
   def __post_init__(self):
+    check_types(self)
     object.__setattr__(self, 'metrics', tuple(self.metrics))
     missing = [path for path in self.files.values() if not os.path.isfile(path)]
     vocabulary = os.fspath(self.vocab_path)
@@ -228,15 +230,6 @@ def check_feature_lengths(
         f'TASK_FEATURE_LENGTHS[{feature!r}] must be a whole number of at least'
         f' 1, got {length!r}.'
       )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-  """' Nearest: ...', or all that is known where nothing is near."""
-  names = sorted(known)
-  close = difflib.get_close_matches(name, names, n=3)
-  if close:
-    return f' Nearest: {", ".join(close)}.'
-  return f' Known: {", ".join(names)}.' if names else ' None is known.'
 
 
 def json_object(line: str, place: str) -> dict[str, Any]:

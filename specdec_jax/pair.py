@@ -6,9 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_jax import checkpoints, partitioning
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import checkpoints, memory, partitioning
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
+from specdec_jax.models import sizes
 from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.tokenizer import Tokenizer
 
@@ -50,6 +55,7 @@ def load_model(
     ValueError: the checkpoint is missing or broken, or an array is missing,
       unknown or of another shape, or cannot be split as the placement says.
   """
+  checkpoints.check_network(network)
   partition = None if placement is None else placement.partition()
   if placement is None or partition is None:
     return Model(network, checkpoints.load(path, network), tokenizer)
@@ -67,6 +73,61 @@ def joined(models: Sequence[Model]) -> Model:
   """
   params = tuple(model.params for model in models)
   return Model(None, params, parts=tuple(models))
+
+
+class Room:
+  """Whether what a pair holds in a run fits beside its parameters.
+
+  What is counted is what is needed at least: a run that passes may still be
+  refused by the device, one that does not could not have run.
+  """
+
+  def __init__(
+    self, models: Sequence[Model], param_dtype: str, there: int | None
+  ):
+    """
+    Args:
+      models: the target, and the drafter's if it has one.
+      param_dtype: of the parameters on the devices.
+      there: bytes of all devices that they are on; None is not known.
+    """
+    every = [*models]
+    for model in every:
+      every += model.parts
+    found = [getattr(model.network, 'config', None) for model in every]
+    self._configs = [config for config in found if sizes.is_known(config)]
+    leaves = jax.tree.leaves([model.params for model in models])
+    itemsize = jnp.dtype(param_dtype).itemsize
+    self._params = sum(np.size(leaf) for leaf in leaves) * itemsize
+    self._there = there
+
+  def check(
+    self, batch: int, input_len: int, num_slots: int, gamma: int
+  ) -> None:
+    """Checks a run before anything of it is made.
+
+    Args:
+      batch: B.
+      input_len: E.
+      num_slots: T, of the caches.
+      gamma: proposals a round; 0 is plain.
+
+    Raises:
+      memory.DoesNotFitError: no memory could hold it; says what of.
+    """
+    needed = sum(
+      sizes.run_bytes(config, batch, input_len, num_slots, gamma + 1)
+      for config in self._configs
+    )
+    memory.check_room(
+      f'{batch} rows of {num_slots} slots (prompt, output and draft) and inputs'
+      f' of {input_len} tokens, beside {memory.gib(self._params)} of'
+      ' parameters',
+      needed + self._params,
+      self._there,
+      'Take a smaller batch, shorter inputs or outputs (max_decode_len; gin:'
+      ' TASK_FEATURE_LENGTHS), or a smaller gamma.',
+    )
 
 
 def check_drafter(draft: Model | None, drafter: Drafter | None) -> None:

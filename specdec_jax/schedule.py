@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.decoding.state import Request
+from specdec_jax.field_types import check_types
 from specdec_jax.job import (
   SMALLEST_INPUT,
   SMALLEST_PROMPT,
   check_at_least,
+  check_gamma,
   next_power_of_two,
 )
 
@@ -56,6 +58,7 @@ class Settings:
   deterministic: bool = True
 
   def __post_init__(self):
+    check_types(self)
     check_at_least(rows=(self.rows, 1), max_rounds=(self.max_rounds, 1))
     for name in ('refill', 'read_rows'):
       if getattr(self, name) is not None:
@@ -66,7 +69,8 @@ class Settings:
       if not self.gammas:
         raise ValueError('gammas must name a number of rows, or be None.')
       for rows, gamma in self.gammas.items():
-        check_at_least(**{'rows of gammas': (rows, 1), 'gamma': (gamma, 0)})
+        check_at_least(**{'rows of gammas': (rows, 1)})
+        check_gamma(gamma)
 
 
 @dataclasses.dataclass

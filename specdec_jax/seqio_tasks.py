@@ -12,7 +12,8 @@ import numpy as np
 
 from specdec_jax import metrics as metrics_lib
 from specdec_jax import t5_tasks
-from specdec_jax.local_tasks import LocalTask, nearest
+from specdec_jax.local_tasks import LocalTask
+from specdec_jax.nearest import nearest
 
 
 def import_seqio() -> tuple[Any, Any]:

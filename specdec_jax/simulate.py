@@ -19,6 +19,7 @@ import rich.table
 from jax import lax
 
 from specdec_jax import analysis, probs
+from specdec_jax.field_types import check_types
 from specdec_jax.speculate import settle
 from specdec_jax.speculative import check_lenience
 from specdec_jax.testing import chi_squared_p_value
@@ -52,6 +53,7 @@ class SimulateConfig:
   seed: int = 0
 
   def __post_init__(self):
+    check_types(self)
     check_lenience(self.lenience)
     for name in ('target', 'draft'):
       shape = np.shape(getattr(self, name))

@@ -19,8 +19,8 @@ from specdec_jax.local_tasks import (
   FEATURES,
   LocalTask,
   check_feature_lengths,
-  nearest,
 )
+from specdec_jax.nearest import nearest
 from specdec_jax.tokenizer_bpe import open_vocabulary
 
 EVAL_SPLIT = 'validation'

@@ -20,6 +20,8 @@ from specdec_jax.checkpoints.locations import open_location
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
+# The largest vocabulary in use, of 256,000 pieces, has 5 MiB.
+MOST_BYTES = 256 << 20
 
 
 class Tokenizer:
@@ -37,13 +39,14 @@ class Tokenizer:
     """Loads a model file, of this machine or `gs://bucket/file`.
 
     Raises:
-      ValueError: the file is missing, unreadable, or no sentencepiece model,
-        or its id 0 is text, or it has no end-of-sequence piece.
+      ValueError: the file is missing, unreadable, no regular file, larger than
+        MOST_BYTES or no sentencepiece model, or its id 0 is text, or it has no
+        end-of-sequence piece.
     """
     sentencepiece = _import_sentencepiece()
     self.path = os.fspath(path)
     try:
-      proto = open_location(self.path).read_all()
+      proto = open_location(self.path).read_all(MOST_BYTES)
     except OSError as error:
       raise ValueError(
         f'No tokenizer model could be read at {self.path!r}: {error.strerror}.'

@@ -11,7 +11,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax import files
+from specdec_jax.checkpoints.locations import check_path
+from specdec_jax.tokenizer import MOST_BYTES, Tokenizer
 
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
@@ -30,6 +32,7 @@ def open_vocabulary(path: str | os.PathLike[str]) -> Tokenizer:
     ValueError: the folder has none of them; or as `Tokenizer` or
       `BpeTokenizer`.
   """
+  check_path(path)
   place = pathlib.Path(path)
   if not place.is_dir():
     return BpeTokenizer(path) if place.suffix == '.json' else Tokenizer(path)
@@ -109,12 +112,14 @@ class BpeTokenizer(Tokenizer):
 
 def _read(path: pathlib.Path) -> dict[str, bytes]:
   """The files of a vocabulary by their usual names."""
-  files = {TOKENIZER: path}
+  paths = {TOKENIZER: path}
   if path.is_dir():
     names = [TOKENIZER] if (path / TOKENIZER).exists() else [VOCAB, MERGES]
-    files = {name: path / name for name in names}
+    paths = {name: path / name for name in names}
   try:
-    return {name: file.read_bytes() for name, file in files.items()}
+    return {
+      name: files.read_small(file, MOST_BYTES) for name, file in paths.items()
+    }
   except OSError as error:
     raise ValueError(
       f'No vocabulary could be read at {os.fspath(path)!r}:'

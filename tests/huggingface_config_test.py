@@ -139,7 +139,7 @@ def test_an_mt5_folder_is_read_without_its_word_for_the_activation(tmp_path):
     (
       {'feed_forward_proj': 'gated-gleu'},
       r"is 'gated-gleu', expected one of \['gated-gelu', 'gated-relu',"
-      r".*\]. The nearest is 'gated-gelu'",
+      r'.*\]. Nearest known: gated-gelu',
     ),
     (
       {'relative_attention_num_buckets': 64},

@@ -310,7 +310,7 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
     (dict(name=lines, mode='score'), "no tokens 'targets'"),
     (dict(prompt_feature='prompt'), "example 0 has no tokens 'prompt'"),
     (dict(prompt_feature='targets_pretokenized'), 'has no tokens'),
-    (dict(metrics=('blue',)), "no metric 'blue'. Nearest: bleu"),
+    (dict(metrics=('blue',)), "no metric 'blue'. Nearest known: bleu"),
     (
       dict(name=lines, task_feature_lengths=None),
       'nothing says how long an output may be',

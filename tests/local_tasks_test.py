@@ -134,8 +134,8 @@ def test_bad_lines_are_named(name, content, message, tokenizer, tmp_path):
 
 def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
   for arguments, message in (
-    (('tset',), "no split 'tset'. Nearest: test"),
-    (('test', {'input': 9}), "no feature 'input'. Nearest: inputs"),
+    (('tset',), "no split 'tset'. Nearest known: test"),
+    (('test', {'input': 9}), "no feature 'input'. Nearest known: inputs"),
     (('test', {'inputs': 0}), 'at least 1, got 0'),
     (('test', {'inputs': True}), 'at least 1, got True'),
   ):
@@ -146,7 +146,7 @@ def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
     LocalTask('task', {'test': 'nowhere.tsv'}, vocab)
   with pytest.raises(ValueError, match="no file 'nowhere.model'"):
     LocalTask('task', pairs.files, 'nowhere.model')
-  with pytest.raises(ValueError, match="metric 'blue'. Nearest: bleu"):
+  with pytest.raises(ValueError, match="metric 'blue'. Nearest known: bleu"):
     LocalTask('task', pairs.files, vocab, metrics=('blue',))
   other = tmp_path / 'pairs.csv'
   other.write_text('a\tb\n')

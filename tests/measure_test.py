@@ -356,7 +356,7 @@ def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):
     ({'engines': {}}, 'engines must map names'),
     (
       {'paper_target': 't5_xxl_ende', 'paper_drafts': {'x': 't5_smal'}},
-      "'t5_xxl_ende t5_smal' is not known.* Nearest: t5_xxl_ende t5_small",
+      "'t5_xxl_ende t5_smal' is not known.* known: t5_xxl_ende t5_small",
     ),
     (
       {'paper_target': 't5_xxl_ende', 'paper_drafts': {'y': 't5_small'}},

@@ -159,7 +159,7 @@ def test_an_unknown_parameter_is_named():
     ({'embed': 'model'}, "vocab and embed are both split over 'model'"),
     ({'kv': 'model'}, "heads and kv are both split over 'model', and keys has"),
     ({'length': 'data'}, "batch and length are both split over 'data'"),
-    ({'mlp': 'modell'}, "LogicalAxes.mlp must be .* Nearest known: 'model'"),
+    ({'mlp': 'modell'}, 'LogicalAxes.mlp must be .* Nearest known: model'),
     ({'heads': None}, "heads and joined_kv are one dimension.* None and 'mod"),
     ({'layers': 'data'}, "layers is 'data', but no array has that axis"),
   ],

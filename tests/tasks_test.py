@@ -86,7 +86,9 @@ def test_a_task_gives_the_ids_of_its_file(tokenizer, tmp_path):
   encode = tokenizer.encode
   assert [x.tolist() for x in sources] == [encode(s) for s, _ in PAIRS]
   assert [x.tolist() for x in targets] == [encode(t) for _, t in PAIRS]
-  with pytest.raises(ValueError, match="'specdec_tset'. Nearest: specdec_test"):
+  with pytest.raises(
+    ValueError, match="'specdec_tset'. Nearest known: specdec_test"
+  ):
     tasks.splits('specdec_tset')
   with pytest.raises(ValueError, match="no file 'nowhere.tsv'"):
     tasks.register_tsv('another', {'train': 'nowhere.tsv'}, tokenizer.path)
@@ -180,7 +182,9 @@ def test_tasks_of_t5_over_prepared_data(
     assert command in str(caught.value)
     seqio.utils.LazyTfdsLoader._MEMOIZED_BUILDERS.clear()  # noqa: SLF001
     prepared(dataset, [example] * 3)
-    with pytest.raises(ValueError, match="no split 'tset'. Nearest: test"):
+    with pytest.raises(
+      ValueError, match="no split 'tset'. Nearest known: test"
+    ):
       tasks.examples(name, 'tset', vocab_path=tokenizer.path)
     with pytest.raises(ValueError, match="vocabulary 'nowhere.model'"):
       tasks.examples(name, 'test', vocab_path='nowhere.model')
@@ -275,5 +279,7 @@ def test_an_unknown_task_names_the_nearest(pairs):
     ('cnn_dailymail', 'cnn_dailymail_v002'),
     ('pars', 'pairs'),
   ):
-    with pytest.raises(ValueError, match=f'no task {name!r}. Nearest: {near}'):
+    with pytest.raises(
+      ValueError, match=f'no task {name!r}. Nearest known: {near}'
+    ):
       tasks.examples(name, 'test')

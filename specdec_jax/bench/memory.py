@@ -6,7 +6,6 @@ Nothing here makes an array of a model: parameters and caches are known from
 
 import dataclasses
 import functools
-import os
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -20,19 +19,17 @@ from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.field_types import check_types
+from specdec_jax.memory import GIB as GIB
+from specdec_jax.memory import DoesNotFitError, gib
+from specdec_jax.memory import device_bytes as device_bytes
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 
-GIB = 2**30
-
 # What cross-attention's keys and values were made with, once, by `prefill`.
 ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
 _TABLE = 'embedder/embedding'  # of tokens or positions; a call reads rows of it
-
-
-class DoesNotFitError(ValueError):
-  """A run needs more memory than the device has."""
 
 
 def tree_bytes(tree: Any) -> int:
@@ -249,6 +246,7 @@ class Plan:
   param_dtype: str = 'float32'
 
   def __post_init__(self):
+    check_types(self)
     settings.check_at_least(self, batch=1, input_len=1, decode_len=1, gamma=0)
 
 
@@ -340,25 +338,6 @@ def _reading_bytes(
   return 4 * max(encoder, prompt)
 
 
-def device_bytes(device: jax.Device | None = None) -> int | None:
-  """Bytes that the device's memory has for this process.
-
-  Args:
-    device: the first one unless given.
-
-  Returns:
-    Of an accelerator the limit of its allocator, None if it names none; of a
-    CPU the machine's memory.
-  """
-  device = device or jax.devices()[0]
-  if device.platform != 'cpu':
-    return (device.memory_stats() or {}).get('bytes_limit')
-  try:
-    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  except (AttributeError, OSError, ValueError):
-    return None  # not a Unix
-
-
 def check_fits(plan: Plan, limit: int | None) -> dict[str, int]:
   """Refuses a run that the device's memory cannot hold.
 
@@ -383,10 +362,3 @@ def check_fits(plan: Plan, limit: int | None) -> dict[str, int]:
       ' smaller batch, or shorter inputs and outputs.'
     )
   return parts
-
-
-def gib(size: int) -> str:
-  """Bytes as text, in GiB, or MiB below a tenth of one."""
-  return (
-    f'{size / GIB:.2f} GiB' if size >= GIB / 10 else f'{size / 2**20:.2f} MiB'
-  )

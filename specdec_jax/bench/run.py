@@ -18,6 +18,7 @@ from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.environment import describe
+from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
@@ -86,6 +87,7 @@ class BenchmarkConfig:
   drafter: Drafter | None = None
 
   def __post_init__(self):
+    check_types(self)
     if self.drafter is not None and self.draft_params is None:
       raise ValueError(
         'BenchmarkConfig.drafter needs draft_params, what it takes as'

@@ -20,6 +20,7 @@ from specdec_jax.bench.run import (
   described,
   grid,
 )
+from specdec_jax.field_types import check_types
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement, place
 
@@ -57,6 +58,7 @@ class SuiteConfig:
   seed: int = 0
 
   def __post_init__(self):
+    check_types(self)
     known = {row.draft for row in paper.TABLE2}
     if unknown := set(self.drafts) - known:
       raise ValueError(

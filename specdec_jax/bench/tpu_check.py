@@ -23,6 +23,7 @@ from specdec_jax.bench.report import with_progress
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 
@@ -62,6 +63,7 @@ class TpuCheckConfig:
   name: str = 'TPU v4 check'
 
   def __post_init__(self):
+    check_types(self)
     numbers = {'batch': self.batch, 'usable_gib': self.usable_gib}
     numbers['gb_per_s'] = self.gb_per_s
     for lengths in ('input_lens', 'decode_lens'):

@@ -24,6 +24,7 @@ from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Partition, Placement
 
@@ -59,6 +60,7 @@ class SlicesConfig:
   name: str = 'TPU v4 slices'
 
   def __post_init__(self):
+    check_types(self)
     for name in ('batch', 'input_len', 'decode_len', 'gamma', 'usable_gib'):
       if getattr(self, name) <= 0:
         raise ValueError(

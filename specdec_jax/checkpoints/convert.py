@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import pathlib
 import shutil
@@ -20,7 +19,9 @@ from specdec_jax.checkpoints.load import (
   open_arrays,
 )
 from specdec_jax.checkpoints.locations import Location
+from specdec_jax.field_types import check_types
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.nearest import nearest
 
 FORMATS = ('orbax', 'safetensors', 't5x')
 
@@ -50,11 +51,11 @@ class ConvertConfig:
   dtype: str | None = None
 
   def __post_init__(self):
+    check_types(self)
     if self.format not in FORMATS:
-      close = difflib.get_close_matches(str(self.format), FORMATS, n=1)
-      nearest = f' Nearest: {close[0]!r}.' if close else ''
       raise ValueError(
-        f'format must be one of {FORMATS}, got {self.format!r}.{nearest}'
+        f'format must be one of {FORMATS}, got {self.format!r}.'
+        f'{nearest(self.format, FORMATS, or_all=False)}'
       )
     check_dtype(self.dtype)
     if '://' in self.output:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from specdec_jax import files
 from specdec_jax.checkpoints.huggingface_arrays import Layout, place
 from specdec_jax.checkpoints.locations import (
   READ_SECONDS,
@@ -89,6 +90,8 @@ class FileArray:
       ValueError: the spans are not as long as the array.
     """
     self.shape = tuple(shape)
+    if not all(type(size) is int and size >= 0 for size in self.shape):
+      raise ValueError(f'an array of shape {list(shape)}')
     self.dtype = dtype
     self._location = location
     self.spans = spans
@@ -186,6 +189,23 @@ def pieces(
   return itertools.product(*cuts)
 
 
+def _irregular(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+  """What lies among local arrays and is no file: name -> why, of one at most.
+
+  TensorStore would wait for a pipe.
+  """
+  seen = set()
+  for name, spec in specs.items():
+    store = spec['kvstore'].get('base', spec['kvstore'])
+    if store['driver'] == 'file' and store['path'] not in seen:
+      seen.add(store['path'])
+      try:
+        files.check_all_regular(store['path'])
+      except ValueError as error:
+        return {name: str(error).rstrip('.')}
+  return {}
+
+
 def open_stored(
   specs: Mapping[str, Mapping[str, Any]],
   complain: Callable[[str, str], ValueError],
@@ -201,12 +221,18 @@ def open_stored(
   """
   import tensorstore as ts
 
+  for name, why in _irregular(specs).items():
+    raise complain(name, why)
   # A missing chunk would read as zeros. T5X and Orbax write those too.
   strict = {'fill_missing_data_reads': False}
-  opening = {
-    name: ts.open({**spec, **strict}, open=True, read=True, context=reading())
-    for name, spec in specs.items()
-  }
+  opening = {}
+  for name, spec in specs.items():
+    try:
+      opening[name] = ts.open(
+        {**spec, **strict}, open=True, read=True, context=reading()
+      )
+    except STORE_ERRORS as error:  # a path that leads out of the checkpoint
+      raise complain(name, reason(error)) from error
   found = {}
   for name, future in opening.items():
     try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from specdec_jax.checkpoints import gpt2_names as names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
-from specdec_jax.checkpoints.huggingface import check_stored
+from specdec_jax.checkpoints.huggingface import check_room, check_stored
 from specdec_jax.checkpoints.huggingface_arrays import (
   CONFIG,
   Index,
@@ -92,6 +92,7 @@ def load_gpt2(
   if tied:
     stored.pop(names.HEAD, None)
   config = names.read_config(described, tied, os.fspath(folder / CONFIG))
+  check_room(config, folder, dtype, sharding)
   table = names.table(config)
   shapes = {row.name: row.stored_shape for row in table.values()}
   check_stored(stored, shapes, folder)

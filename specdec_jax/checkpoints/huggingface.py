@@ -14,7 +14,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from specdec_jax import files
+from specdec_jax import files, memory
 from specdec_jax.checkpoints import gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
@@ -27,6 +27,7 @@ from specdec_jax.checkpoints.huggingface_arrays import (
 )
 from specdec_jax.checkpoints.huggingface_names import SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
+from specdec_jax.models import sizes
 from specdec_jax.models.t5 import T5Config
 
 Params = dict[str, Any]
@@ -208,6 +209,7 @@ def load_huggingface(
   config = names.read_config(
     described, tied and scaled, os.fspath(folder / CONFIG)
   )
+  check_room(config, folder, dtype, sharding)
   special_ids(folder, described)
   table = names.table(config)
   shapes = {name: row.shape for name, row in table.items()}
@@ -223,6 +225,17 @@ def load_huggingface(
       stored[name], row.transposed, layouts[name], dtype, scale
     )
   return config, flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def check_room(
+  config: Any, folder: pathlib.Path, dtype: Any, sharding: Layouts
+) -> None:
+  """Raises ValueError where no memory could hold what config.json says."""
+  there = memory.host_bytes() if sharding is None else memory.all_bytes()
+  bytes_each = 2 if dtype is None else np.dtype(dtype).itemsize
+  sizes.check_params(
+    config, bytes_each, there, f'The model of {os.fspath(folder)!r}'
+  )
 
 
 def special_ids(

@@ -17,10 +17,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from specdec_jax import files
+
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 INDEX = f'{WEIGHTS}.index.json'
 _SHOWN = 8
+_JSON_BYTES = 64 << 20  # the index of the largest models has 1 MiB
 _PIECE_BYTES = 64 << 20
 # safetensors' names of the types, and what an element takes.
 _FLOATS = {'F64': 8, 'F32': 4, 'F16': 2, 'BF16': 2}
@@ -242,6 +245,7 @@ def opened(path: str) -> Iterator[Any]:
   Raises:
     ValueError: it is missing, cut short, or no such file.
   """
+  files.check_regular(path)
   safetensors = import_safetensors()
   try:
     file = safetensors.safe_open(path, framework='numpy')
@@ -262,7 +266,14 @@ def _weight_files(folder: pathlib.Path) -> Iterator[str]:
     shards = index.get('weight_map')
     if not isinstance(shards, dict) or not shards:
       raise ValueError(f'{os.fspath(folder / INDEX)!r} has no weight_map.')
-    yield from sorted(set(map(str, shards.values())))
+    for name, shard in shards.items():
+      # A path would lead out of the folder.
+      if not isinstance(shard, str) or pathlib.Path(shard).name != shard:
+        raise ValueError(
+          f'{os.fspath(folder / INDEX)!r}: weight_map has {name} in {shard!r};'
+          ' expected the name of a file of the same folder.'
+        )
+    yield from sorted(set(shards.values()))
   else:
     found = sorted(path.name for path in folder.iterdir())[:_SHOWN]
     raise ValueError(
@@ -275,16 +286,17 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object.
 
   Raises:
-    ValueError: the file is missing or holds something else.
+    ValueError: the file is missing, no regular one, too large, or holds
+      something else.
   """
   try:
-    value = json.loads(path.read_text('utf-8'))
+    value = json.loads(files.read_small(path, _JSON_BYTES).decode())
   except OSError as error:
     raise ValueError(
       f'{os.fspath(path)!r} cannot be read: {error.strerror}. Expected a'
       ' Hugging Face folder with config.json and safetensors in it.'
     ) from error
-  except ValueError as error:
+  except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
     raise ValueError(f'{os.fspath(path)!r} is not JSON: {error}.') from error
   if not isinstance(value, dict):
     raise ValueError(f'{os.fspath(path)!r} is no JSON object.')

@@ -6,7 +6,6 @@ those of transformers' `T5ForConditionalGeneration`. Every parameter is called
 """
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import flax.traverse_util
 import jax
 
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.nearest import nearest
 
 # T5X's module: transformers' module.
 MODULES = {
@@ -213,10 +213,9 @@ def check_word(
   """Raises ValueError unless a field of config.json is a known word."""
   if word in known:
     return
-  near = difflib.get_close_matches(str(word), known, 1)
-  hint = f' The nearest is {near[0]!r}.' if near else ''
   raise ValueError(
-    f'{where}: {field} is {word!r}, expected one of {sorted(known)}.{hint}'
+    f'{where}: {field} is {word!r}, expected one of {sorted(known)}.'
+    f'{nearest(str(word), known, or_all=False)}'
   )
 
 

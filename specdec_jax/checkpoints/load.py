@@ -1,5 +1,6 @@
 """Parameters from wherever they are: one function for every kind."""
 
+import math
 import os
 import pathlib
 import re
@@ -10,6 +11,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
+from specdec_jax import memory
 from specdec_jax.checkpoints import orbax_params, scanned, t5x
 from specdec_jax.checkpoints.disk_arrays import DiskArray, load_array
 from specdec_jax.checkpoints.huggingface_arrays import (
@@ -19,6 +21,7 @@ from specdec_jax.checkpoints.huggingface_arrays import (
   read_json,
 )
 from specdec_jax.checkpoints.locations import Location, few, open_location
+from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
@@ -69,12 +72,14 @@ def load(
     Nested dict of arrays, named as T5X names them.
 
   Raises:
-    ValueError: nothing is there, or nothing that is known; an array is
-      missing, unknown, there twice, of another shape or broken (names it, and
-      the sizes in which the model differs); `dtype` is not a floating one, or
-      `sharding` does not fit.
+    ValueError: nothing is there, or nothing that is known; no memory could
+      hold it (gives the bytes needed and there); an array is missing, unknown,
+      there twice, of another shape or broken (names it, and the sizes in which
+      the model differs); `dtype` is not a floating one, or `sharding` does not
+      fit.
   """
   check_dtype(dtype)
+  check_network(network, dtype, sharding)
   location = locate(path)
   if is_huggingface(location):
     return load_huggingface(location, network, dtype, sharding)[1]
@@ -157,6 +162,16 @@ def load_arrays(
   sharding: Shardings = None,
 ) -> Params:
   """Reads the arrays one after another; see `load`."""
+  needed = sum(
+    math.prod(array.shape) * jnp.dtype(dtype or array.dtype).itemsize
+    for array in arrays.values()
+  )
+  memory.check_room(
+    f'The parameters of {source!r}',
+    needed,
+    _there(sharding),
+    'Take a smaller model, bfloat16, or more devices.',
+  )
   rule = _as_rule(sharding)
   layouts = {n: layout_of(rule, n, a.shape) for n, a in arrays.items()}
   flat = {}
@@ -178,6 +193,32 @@ def check_dtype(dtype: Any) -> None:
     raise ValueError(
       f"dtype must be a floating one, such as 'bfloat16', got {dtype!r}."
     )
+
+
+def check_network(
+  network: LanguageModel | None, dtype: Any = None, sharding: Shardings = None
+) -> None:
+  """Checks a network before any of its arrays is thought of; see `load`.
+
+  Raises:
+    ValueError: it is none, or no memory could hold it.
+  """
+  if network is None:
+    return
+  if not callable(getattr(network, 'init', None)):
+    raise ValueError(
+      f'Expected a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL), got'
+      f' {network!r}.'
+    )
+  # What is unknown before the file is opened takes two bytes at least.
+  bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
+  config = getattr(network, 'config', None)
+  sizes.check_params(config, bytes_each, _there(sharding), 'The network')
+
+
+def _there(sharding: Shardings) -> int | None:
+  """Bytes that there are for parameters: of the host, or of all devices."""
+  return memory.host_bytes() if sharding is None else memory.all_bytes()
 
 
 def load_huggingface(

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from specdec_jax import files
+
 _SCHEME = '://'
 _FEW = 8
 # What TensorStore raises for what is not there, not allowed or broken.
@@ -29,6 +31,7 @@ _ADVICE = (
 
 def open_location(path: str | os.PathLike[str]) -> 'Location':
   """Returns the place that a path or a URL (`gs://bucket/folder`) names."""
+  check_path(path)
   text = os.fspath(path)
   if _SCHEME not in text:
     return Location(text)
@@ -42,6 +45,15 @@ def open_location(path: str | os.PathLike[str]) -> 'Location':
       ' expected a path, gs://bucket/folder or file:///folder.'
     ) from error
   return RemoteLocation(text, spec)
+
+
+def check_path(path: Any) -> None:
+  """Raises ValueError for what names no place: a number, or nothing."""
+  if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    raise ValueError(
+      'Expected a path as text, or an address such as gs://bucket/folder; got'
+      f' {path!r}.'
+    )
 
 
 class Location:
@@ -70,19 +82,28 @@ class Location:
     return Location(os.path.dirname(self.path))
 
   def size(self) -> int:
-    """Bytes of the file."""
+    """Bytes of the file.
+
+    Raises:
+      ValueError: it is a pipe, a device or a folder; so do the next two.
+    """
+    files.check_regular(self.path)
     return os.path.getsize(self.path)
 
   def read(self, offset: int, size: int) -> bytes:
     """Those bytes of the file, fewer at its end."""
+    files.check_regular(self.path)
     with open(self.path, 'rb') as stream:
       stream.seek(offset)
       return stream.read(size)
 
-  def read_all(self) -> bytes:
-    """The whole file."""
-    with open(self.path, 'rb') as stream:
-      return stream.read()
+  def read_all(self, most: int) -> bytes:
+    """The whole file, which has `most` bytes at most.
+
+    Raises:
+      ValueError: it has more.
+    """
+    return files.read_small(self.path, most)
 
   def kvstore(self) -> dict[str, Any]:
     """The folder as TensorStore's specification of a key-value store."""
@@ -139,7 +160,9 @@ class RemoteLocation(Location):
     end = min(offset + size, self.size())
     return self._read(offset, end) if end > offset else b''
 
-  def read_all(self) -> bytes:
+  def read_all(self, most: int) -> bytes:
+    if self._read(most, most + 1, first=True):
+      files.check_size(self.path, self.size(), most)
     if not (found := self._read(0, None, first=True)):
       raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     return found

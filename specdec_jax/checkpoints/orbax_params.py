@@ -6,11 +6,11 @@ are found in `_METADATA`, and only those of the parameters are opened.
 
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import DiskArray, open_stored
 from specdec_jax.checkpoints.locations import Location
 from specdec_jax.checkpoints.t5x import Params, broken
@@ -18,6 +18,7 @@ from specdec_jax.checkpoints.t5x import Params, broken
 METADATA = '_METADATA'
 # What T5X, and Orbax itself, call a tree inside a checkpoint.
 _ITEMS = ('state', 'default')
+_METADATA_BYTES = 256 << 20  # Orbax writes some 200 bytes an array
 _TEMPORARY = '.orbax-checkpoint-tmp'
 # Parameters inside a larger tree: T5X's training state, flax's variables.
 _PARAMS = ('target', 'params')
@@ -70,8 +71,8 @@ def open_orbax(folder: Location) -> dict[str, DiskArray]:
   if _TEMPORARY in source:
     raise ValueError(f'{source!r} was never finished; load another checkpoint.')
   folder = _item(folder) or folder
-  described = _read_metadata(folder)
-  names = _parameters(described, source)
+  described, keys = _read_metadata(folder)
+  names = _parameters(keys, source)
   root = folder.kvstore()
   together = 'manifest.ocdbt' in folder.names()
   specs = {}
@@ -100,24 +101,36 @@ def _item(folder: Location) -> Location | None:
   return None
 
 
-def _read_metadata(folder: Location) -> dict[str, Any]:
+def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
+  """What `_METADATA` holds, and the path in the tree of each array."""
   location = folder.child(METADATA)
   try:
+    files.check_size(str(location), location.size(), _METADATA_BYTES)
     described = json.loads(location.read(0, location.size()))
-    described['tree_metadata'].values()
-    return described
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    keys = [
+      [str(key['key']) for key in entry['key_metadata']]
+      for entry in described['tree_metadata'].values()
+    ]
+    if not all(keys):
+      raise ValueError('an array without a name')
+    return described, keys
+  except (
+    AttributeError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+  ) as error:
     raise ValueError(
       f'{str(location)!r} is cut short or not what Orbax writes'
       f' ({type(error).__name__}: {error}); copy it again.'
     ) from error
 
 
-def _parameters(described: Mapping[str, Any], source: str) -> dict[str, str]:
+def _parameters(keys: list[list[str]], source: str) -> dict[str, str]:
   """Names of parameters -> what Orbax calls their arrays."""
   trees: dict[str, dict[str, str]] = {}
-  for entry in described['tree_metadata'].values():
-    parts = [str(key['key']) for key in entry['key_metadata']]
+  for parts in keys:
     trees.setdefault(parts[0], {})['/'.join(parts[1:])] = '.'.join(parts)
   for root in _PARAMS:
     if root in trees:

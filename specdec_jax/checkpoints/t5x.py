@@ -112,8 +112,15 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
   if specs:
     stored = open_stored(specs, lambda n, why: broken(source, n, why))
   for name, array in stored.items():
-    said = leaves[name].get('metadata', {}).get('shape')
-    if said is not None and tuple(said) != array.shape:
+    metadata = leaves[name].get('metadata') or {}
+    if not isinstance(metadata, Mapping):
+      raise broken(
+        source,
+        name,
+        f'its metadata are {type(metadata).__name__}, expected a dict',
+      )
+    said = metadata.get('shape')
+    if said is not None and said != list(array.shape):
       raise broken(
         source,
         name,

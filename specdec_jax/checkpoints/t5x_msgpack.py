@@ -153,6 +153,8 @@ class _Scanner:
 
   def _take(self, size: int) -> bytes:
     """The next bytes; whole windows of the file are fetched for them."""
+    if self.position + size > self.size:
+      raise ValueError(f'it ends at byte {self.position + size}')
     start, data = self._window
     begin = self.position - start
     if begin < 0 or begin + size > len(data):
@@ -161,7 +163,7 @@ class _Scanner:
       begin = 0
     taken = data[begin : begin + size]
     if len(taken) < size:
-      raise ValueError(f'it ends at byte {self.position + size}')
+      raise ValueError(f'it ends before byte {self.position + size}')
     self.position += size
     return taken
 

@@ -13,6 +13,7 @@ import rich.progress
 from specdec_jax import environment, metrics
 from specdec_jax.completion import Completion
 from specdec_jax.engine import Engine
+from specdec_jax.field_types import check_types
 from specdec_jax.infer import failures, results, resume
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training.pairs import read_tsv
@@ -48,6 +49,7 @@ class EvaluateConfig:
   seed: int = 0
 
   def __post_init__(self):
+    check_types(self)
     object.__setattr__(self, 'temperatures', tuple(self.temperatures))
     if self.batch_size < 1:
       raise ValueError(

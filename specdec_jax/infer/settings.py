@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec_jax.engine import Engine, Model, load_model
+from specdec_jax.field_types import check_types
 from specdec_jax.infer.report import PLAIN, SPECULATIVE
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.models.base import LanguageModel
@@ -22,6 +23,7 @@ WAYS = {
 }
 PREDICT, SCORE, PREDICT_WITH_AUX = 'predict', 'score', 'predict_with_aux'
 FIXED, CONTINUOUS = 'fixed', 'continuous'
+MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
 BATCHINGS = (FIXED, CONTINUOUS)
 TASKS_OWN = 'task'  # metrics: those that the task names
 TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
@@ -96,7 +98,9 @@ class DecodeConfig:
     check.choice('batching', BATCHINGS)
     check.at_least(0, 'num_shown', 'seed')
     check.at_least(1, 'batch_size', 'checkpoint_period')
+    check.at_most(MOST_ROWS, 'batch_size')
     check.sampling()
+    check_types(self)
     check_lenience(self.lenience)
 
   @property
@@ -206,7 +210,9 @@ class TaskConfig:
     check.at_least(
       1, 'batch_size', 'num_decodes', 'num_shards', 'checkpoint_period'
     )
+    check.at_most(MOST_ROWS, 'batch_size', 'num_decodes')
     check.sampling()
+    check_types(self)
     check_lenience(self.lenience)
     if isinstance(self.metrics, list):
       object.__setattr__(self, 'metrics', tuple(self.metrics))
@@ -366,6 +372,11 @@ class _Check:
       value = getattr(self._config, name)
       ok = type(value) is int and value >= least
       self.expect(name, ok, f'a whole number >= {least}')
+
+  def at_most(self, most: int, *names: str) -> None:
+    for name in names:
+      value = getattr(self._config, name)
+      self.expect(name, value <= most, f'a whole number <= {most}')
 
   def sampling(self) -> None:
     sampling = self._config.sampling

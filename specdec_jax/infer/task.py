@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from specdec_jax import processes
+from specdec_jax import memory, processes
 from specdec_jax.engine import Engine
 from specdec_jax.infer import (
   batches,
@@ -40,6 +40,7 @@ _NOT_DECIDING = (
   'metrics',
   'calibration',
 )
+_ITEM_BYTES = 256  # of a sample at least, until it is written
 _KEY_BITS = 32  # of the number that an example's random numbers derive from
 
 
@@ -346,6 +347,15 @@ def _items(
   config: TaskConfig, found: Sequence[examples.Example]
 ) -> list[batches.Item]:
   items: list[batches.Item] = []
+  if found:  # the largest number first: there may be very many
+    example_id(config.index(len(found) - 1), config.num_decodes - 1)
+  memory.check_room(
+    f'{len(found)} examples with {config.num_decodes} samples each',
+    len(found) * config.num_decodes * _ITEM_BYTES,
+    memory.host_bytes(),
+    'Ask for fewer samples (num_decodes), or decode shard by shard'
+    ' (num_shards).',
+  )
   for number, example in enumerate(found):
     if examples.BROKEN in example:
       continue

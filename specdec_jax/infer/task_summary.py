@@ -9,7 +9,7 @@ from specdec_jax import metrics, tasks
 from specdec_jax.engine import Engine
 from specdec_jax.infer import examples, report
 from specdec_jax.infer.settings import SCORE, TASKS_OWN, TaskConfig, settings_of
-from specdec_jax.local_tasks import nearest
+from specdec_jax.nearest import nearest
 
 
 def measures(

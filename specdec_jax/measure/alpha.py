@@ -16,8 +16,10 @@ from specdec_jax.bench.settings import check_all_at_least, check_at_least
 from specdec_jax.completion import CompletionStats
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
-from specdec_jax.local_tasks import LocalTask, nearest
+from specdec_jax.field_types import check_types
+from specdec_jax.local_tasks import LocalTask
 from specdec_jax.measure.prompts import SPLIT, read_prompts
+from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
 
@@ -71,6 +73,7 @@ class MeasureAlphaConfig:
   paper_drafts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
+    check_types(self)
     check_at_least(self, num_tokens=1, batch_size=1, gamma=1)
     check_all_at_least(self, temperatures=0)
     for lenience in self.leniences:

@@ -20,6 +20,7 @@ from specdec_jax.bench.settings import check_all_at_least, check_at_least
 from specdec_jax.calibration import Calibration, Choice, Measured
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
+from specdec_jax.field_types import check_types
 from specdec_jax.measure import alpha
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.base import LanguageModel
@@ -73,6 +74,7 @@ class CalibrateConfig:
   output_file: str | None = None
 
   def __post_init__(self):
+    check_types(self)
     check_at_least(self, num_tokens=1, temperature=0.0, input_len=1)
     check_all_at_least(self, batches=1)
     check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)

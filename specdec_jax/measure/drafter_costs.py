@@ -27,6 +27,7 @@ from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.environment import describe
+from specdec_jax.field_types import check_types
 from specdec_jax.measure.ngram import outputs
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
@@ -83,6 +84,7 @@ class DrafterCostsConfig:
   output_file: str | None = None
 
   def __post_init__(self):
+    check_types(self)
     check_at_least(self, max_continuations=1, gamma=1, batch=1, input_len=1)
     check_at_least(self, decode_len=1, calls_a_run=1, repeats=1)
     check_all_at_least(self, temperatures=0)

@@ -17,8 +17,10 @@ from specdec_jax.bench.settings import check_at_least
 from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.field_types import check_types
 from specdec_jax.files import text_lines, writable
-from specdec_jax.local_tasks import json_object, nearest
+from specdec_jax.local_tasks import json_object
+from specdec_jax.nearest import nearest
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.training.pairs import TokenPairs, read_tsv
 
@@ -62,6 +64,7 @@ class FitNgramConfig:
   valid_files: Sequence[str] = ()
 
   def __post_init__(self):
+    check_types(self)
     if self.order == 0:
       raise ValueError(
         'order must be at least 1, got 0. Order 1 is a unigram, which looks at'

@@ -18,6 +18,7 @@ from specdec_jax.bench.settings import check_all_at_least, check_at_least
 from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
+from specdec_jax.field_types import check_types
 from specdec_jax.measure import residency
 from specdec_jax.measure.timed_runs import (
   Timed,
@@ -87,6 +88,7 @@ class ThroughputConfig:
   plot_file: str | None = None
 
   def __post_init__(self):
+    check_types(self)
     check_at_least(self, num_examples=1, batch_size=1, repeats=1, seed=0)
     check_at_least(self, sweep_examples=1, memory_examples=0, temperature=0.0)
     check_all_at_least(self, join_weights=0)

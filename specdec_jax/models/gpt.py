@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.field_types import check_types
 from specdec_jax.models.base import Params
 from specdec_jax.models.gpt_network import Decoder, GPTConfig
 
@@ -20,6 +21,9 @@ class GPT:
   """
 
   config: GPTConfig
+
+  def __post_init__(self):
+    check_types(self)
 
   @property
   def vocab_size(self) -> int:

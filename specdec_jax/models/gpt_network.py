@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from specdec_jax.field_types import check_types
 from specdec_jax.models import kv_cache, layers
 
 LAYER_NORM_EPSILON = 1e-5  # GPT-2's
@@ -64,6 +65,7 @@ class GPTConfig:
   dtype: str = 'float32'
 
   def __post_init__(self):
+    check_types(self)
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
     layers.check_config(self, may_be_zero=('num_positions',))
     layers.check_choice(self, 'norm', ('layer', 'rms'))

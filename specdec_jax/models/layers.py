@@ -17,6 +17,9 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
+# No published model has a quarter of it, and each is a module of its own.
+MOST_LAYERS = 1024
+MOST = 2**31 - 1  # ids and places in arrays are int32
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 _kernel_init = nn.initializers.variance_scaling(
@@ -150,15 +153,22 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
     may_be_zero: names of whole numbers that need not be 1.
 
   Raises:
-    ValueError: a size is too small, or a name is not known.
+    ValueError: a size is too small or too large, or a name is not known.
   """
   kind = type(config).__name__
   for field in dataclasses.fields(config):
     least = 0 if field.name in may_be_zero else 1
     value = getattr(config, field.name)
-    if field.type in (int, 'int') and value < least:
+    if field.type not in (int, 'int'):
+      continue
+    most = MOST_LAYERS if field.name.endswith('_layers') else MOST
+    if value < least:
       raise ValueError(
         f'{kind}.{field.name} must be at least {least}, got {value}.'
+      )
+    if value > most:
+      raise ValueError(
+        f'{kind}.{field.name} must be at most {most}, got {value}.'
       )
   check_choice(config, 'dtype', ('float32', 'bfloat16'))
   unknown = set(config.mlp_activations) - set(ACTIVATIONS)

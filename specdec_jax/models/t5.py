@@ -6,6 +6,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.field_types import check_types
 from specdec_jax.models.base import Params
 from specdec_jax.models.t5_network import EncoderDecoder, T5Config
 
@@ -17,6 +18,9 @@ class T5:
   """A T5 as a `LanguageModel`; see `models.base` for the contract."""
 
   config: T5Config
+
+  def __post_init__(self):
+    check_types(self)
 
   @property
   def _module(self) -> EncoderDecoder:

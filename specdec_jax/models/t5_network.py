@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from specdec_jax.field_types import check_types
 from specdec_jax.models import kv_cache, layers
 
 
@@ -52,6 +53,7 @@ class T5Config:
   dtype: str = 'float32'
 
   def __post_init__(self):
+    check_types(self)
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
     layers.check_config(self)
 

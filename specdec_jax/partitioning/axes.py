@@ -5,8 +5,9 @@ name which axes a parameter has, and by its field which a cache has.
 """
 
 import dataclasses
-import difflib
 import re
+
+from specdec_jax.nearest import nearest
 
 # The two axes of a mesh: requests are split over the one, weights over the
 # other.
@@ -119,11 +120,9 @@ class LogicalAxes:
     if value is None:
       return
     if value not in MESH_AXES:
-      near = difflib.get_close_matches(str(value), MESH_AXES, n=1)
-      hint = f' Nearest known: {near[0]!r}.' if near else ''
       raise ValueError(
         f'LogicalAxes.{name} must be {DATA!r}, {MODEL!r} or None, got'
-        f' {value!r}.{hint}'
+        f' {value!r}.{nearest(str(value), MESH_AXES, or_all=False)}'
       )
     tables = [axes for _, axes in (*_PARAMETERS, *CACHE.items())]
     if not any(name in axes for axes in tables):

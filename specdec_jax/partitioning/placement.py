@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from specdec_jax.field_types import check_types
 from specdec_jax.models.base import Params
 from specdec_jax.partitioning.axes import (
   MESH_AXES,
@@ -75,6 +76,7 @@ class Placement:
   across_hosts: bool = False
 
   def __post_init__(self):
+    check_types(self)
     if self.kernel_layout not in ('auto', 'in_out', 'out_in'):
       raise ValueError(
         "Placement.kernel_layout must be 'auto', 'in_out' or 'out_in', got"

@@ -14,6 +14,7 @@ from specdec_jax.bench import suite as table_suite
 from specdec_jax.bench.memory import DoesNotFitError
 from specdec_jax.bench.run import BenchmarkConfig, benchmark, grid
 from specdec_jax.engine import Engine
+from specdec_jax.field_types import check_types
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
 from specdec_jax.reproduce import (
   canvas,
@@ -69,6 +70,7 @@ class ReproduceConfig:
   text: str = ''
 
   def __post_init__(self):
+    check_types(self)
     for item in self.items:
       if item not in ITEMS:
         raise ValueError(

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from specdec_jax.field_types import check_types
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.training.data import PackingConfig
@@ -101,6 +102,7 @@ class TrainRun:
   bleu_examples: int = 0
 
   def __post_init__(self):
+    check_types(self)
     if not self.model_dir or not isinstance(self.model_dir, str):
       raise ValueError(
         'TrainRun.model_dir: expected a folder to write to, got'

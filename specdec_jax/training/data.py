@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec_jax.field_types import check_types
 from specdec_jax.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.pairs import TokenPairs
 
@@ -58,6 +59,7 @@ class PackingConfig:
   seed: int = 0
 
   def __post_init__(self):
+    check_types(self)
     if not self.weights or min(self.weights) < 0 or sum(self.weights) <= 0:
       raise ValueError(
         f'PackingConfig.weights is {self.weights}; expected weights >= 0, at'

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.field_types import check_types
 from specdec_jax.tokenizer import PAD_ID
 
 
@@ -79,6 +80,7 @@ class DistillationWeights:
   total_variation: float = 0.0
 
   def __post_init__(self):
+    check_types(self)
     values = (self.kl, self.cross_entropy, self.total_variation)
     if min(values) < 0 or sum(values) <= 0:
       raise ValueError(

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specdec_jax.field_types import check_types
+
 OPTIMIZERS = ('adamw', 'muon')
 CURVES = ('cosine', 'linear', 'constant')
 
@@ -49,6 +51,7 @@ class OptimizerConfig:
   max_grad_norm: float = 1.0
 
   def __post_init__(self):
+    check_types(self)
     for field, allowed in (('name', OPTIMIZERS), ('curve', CURVES)):
       if getattr(self, field) not in allowed:
         raise ValueError(

@@ -17,6 +17,7 @@ import numpy as np
 from specdec_jax import files, partitioning
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding.state import Request
+from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.tokenizer import EOS_ID, PAD_ID
@@ -63,6 +64,7 @@ class OutputsConfig:
   seed: int = 0
 
   def __post_init__(self):
+    check_types(self)
     for name, least in (
       ('num_examples', 0),
       ('max_minutes', 0),

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import compilation_cache, files, metrics
+from specdec_jax import compilation_cache, files, memory, metrics
 from specdec_jax.checkpoints import load
+from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.training import bleu, slicing, trainer
@@ -125,6 +126,9 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
   """Parameters to begin with, and where they are from."""
   key = jax.random.key(run.training.seed)
   if run.init_checkpoint_path is None:
+    # Beside the parameters, their gradients.
+    config, there = getattr(run.model, 'config', None), memory.host_bytes()
+    sizes.check_params(config, 2 * 4, there, 'The model to train')
     return run.model.init(key), _RANDOM
   return _load_for(run.model, run.init_checkpoint_path)
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from specdec_jax.checkpoints import orbax, t5x
+from specdec_jax.field_types import check_types
 from specdec_jax.tokenizer import PAD_ID
 from specdec_jax.training import losses, reporting
 from specdec_jax.training.data import Batch, PackedBatches
@@ -117,6 +118,7 @@ class TrainConfig:
   optimizer: OptimizerConfig = OptimizerConfig()
 
   def __post_init__(self):
+    check_types(self)
     if self.steps < 1 or self.eval_every < 1 or self.log_every < 1:
       raise ValueError(
         f'TrainConfig has steps={self.steps}, eval_every={self.eval_every},'

@@ -1,0 +1,102 @@
+"""What a network takes, by arithmetic from its configuration alone.
+
+`jax.eval_shape` gives the same, and more, by tracing every layer. This is for
+what must be refused before anything is made of a configuration.
+"""
+
+from typing import Any, TypeGuard
+
+import jax.numpy as jnp
+
+from specdec_jax import memory
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.t5 import T5Config
+
+_BUCKETS = 32  # of T5's relative bias
+
+
+def is_known(config: Any) -> TypeGuard[T5Config | GPTConfig]:
+  """Whether a configuration is of a network that is counted here."""
+  return isinstance(config, T5Config | GPTConfig)
+
+
+def num_params(config: T5Config | GPTConfig) -> int:
+  """Numbers that the parameters of a network have."""
+  width = config.emb_dim
+  per_projection = width * config.num_heads * config.head_dim
+  attention = 4 * per_projection
+  mlp = (len(config.mlp_activations) + 1) * width * config.mlp_dim
+  total = config.vocab_size * width
+  if not config.logits_via_embedding:
+    total += config.vocab_size * width
+  bias = _BUCKETS * config.num_heads
+  if isinstance(config, T5Config):
+    encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
+    total += encoder * (attention + mlp + 2 * width)
+    total += decoder * (2 * attention + mlp + 3 * width)
+    biases = encoder + decoder if config.bias_per_layer else 2
+    return total + 2 * width + biases * bias
+  norm = (2 if config.norm == 'layer' else 1) * width
+  per_layer = attention + mlp + 2 * norm
+  if config.use_bias:
+    per_layer += 3 * config.num_heads * config.head_dim + width
+    per_layer += len(config.mlp_activations) * config.mlp_dim + width
+  total += config.num_layers * per_layer + norm
+  return total + (config.num_positions * width or bias)
+
+
+def run_bytes(
+  config: T5Config | GPTConfig,
+  batch: int,
+  input_len: int,
+  num_slots: int,
+  num_tokens: int,
+) -> int:
+  """Bytes that a run of a network holds at least beside its parameters.
+
+  Keys and values; and the larger of a call's logits and one layer's scores
+  over the input.
+
+  Args:
+    config: of the network.
+    batch: B.
+    input_len: E; without an encoder it is not looked at.
+    num_slots: T, of the caches.
+    num_tokens: S, that a call reads.
+  """
+  layers, scores = 0, 0
+  if isinstance(config, T5Config):
+    layers = config.num_decoder_layers
+    scores = 4 * batch * config.num_heads * input_len**2
+    slots = num_slots + input_len
+  else:
+    layers, slots = config.num_layers, num_slots
+  width = config.num_heads * config.head_dim
+  per_slot = 2 * width * jnp.dtype(config.dtype).itemsize
+  logits = 4 * batch * num_tokens * config.vocab_size
+  return layers * batch * slots * per_slot + max(logits, scores)
+
+
+def check_params(
+  config: Any, bytes_each: int, there: int | None, what: str
+) -> None:
+  """Refuses a network whose parameters no memory could hold.
+
+  Args:
+    config: of the network; of another kind than here, it is not looked at.
+    bytes_each: bytes of one number.
+    there: bytes that there are, None if unknown.
+    what: the network, for the message.
+
+  Raises:
+    memory.DoesNotFitError: they need more; gives both.
+  """
+  if not is_known(config):
+    return
+  count = num_params(config)
+  memory.check_room(
+    f'{what} has {count} parameters',
+    count * bytes_each,
+    there,
+    'Take a smaller network; or are its sizes mistyped?',
+  )

@@ -1,0 +1,455 @@
+"""Configurations that nobody should write: one line each, and nothing run."""
+
+import dataclasses
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pytest
+
+import gin_cli
+from specdec_jax import infer, memory
+from specdec_jax.bench import memory as bench_memory
+from specdec_jax.continuous import Continuous
+from specdec_jax.engine import Engine, Model
+from specdec_jax.field_types import check_types
+from specdec_jax.models import sizes
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.schedule import Settings
+
+NAN = float('nan')
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  value: object = None
+
+
+GIN = """
+from __gin__ import dynamic_registration
+import hostile_config_test as hostile
+VALUE = None
+hostile.Held.value = %VALUE
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+  """A working folder that holds run.gin."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'run.gin').write_text(GIN)
+  (tmp_path / 'hostile_other.py').write_text('')
+  monkeypatch.syspath_prepend(tmp_path)
+  return tmp_path
+
+
+def build(*flags, gin_file='run.gin'):
+  gin_cli.load(gin_cli.parse_flags([f'--gin_file={gin_file}', *flags]))
+  return gin_cli.build(Held)
+
+
+def one_line(capsys, flags, function=lambda: None):
+  """The error of a script that is given these flags, checked to be a line."""
+  assert gin_cli.main(function, flags) == 2
+  printed = capsys.readouterr().err
+  assert printed.startswith('error: ') and printed.count('\n') == 1
+  return printed
+
+
+STATEMENTS = 'from __gin__ import dynamic_registration\nimport hostile_other'
+
+
+@pytest.mark.parametrize(
+  'value',
+  [
+    f"'a'\n{STATEMENTS}",
+    f"'a'\n\n  # c\n{STATEMENTS}",
+    f'"a"\r\n{STATEMENTS}',
+    f'(1,)\n{STATEMENTS}',
+    f'%VALUE\n{STATEMENTS}',
+    f'@Held\n{STATEMENTS}',
+    "'a'\nRun.value = 3",
+    "'a'\nVALUE = 3",
+    "'a'\ninclude 'other.gin'",
+    "'a'\nRun:\n  value = 3",
+    "'a' 3",
+    "'a'; 3",
+    '[1] [2]',
+    '%VALUE %VALUE',
+    '[' * 100_000,
+    '[' * 100_000 + ']' * 100_000,
+  ],
+  ids=lambda value: value[:40].encode('unicode_escape').decode(),
+)
+def test_a_value_is_one_value(folder, capsys, value):
+  (folder / 'other.gin').write_text(STATEMENTS)
+  flags = ['--gin_file=run.gin', f'--gin.VALUE={value}']
+  assert 'VALUE' in one_line(capsys, flags)
+  assert 'hostile_other' not in sys.modules
+
+
+@pytest.mark.parametrize(
+  ('text', 'value'),
+  [
+    ("'''a\nb'''", 'a\nb'),
+    ("'a' 'b'", 'ab'),
+    ('[1,\n 2]', [1, 2]),
+    ("{'a': (1, -2)}  # ids", {'a': (1, -2)}),
+    ('import os', 'import os'),
+    ('a\nimport os', 'a\nimport os'),
+    ('%VALUE\\n', None),
+  ],
+)
+def test_what_is_one_value(text, value):
+  if value is None:
+    with pytest.raises(ValueError):
+      build(f'--gin.VALUE={text}')
+  else:
+    assert build(f'--gin.VALUE={text}').value == value
+
+
+# Values of another kind, of whatever is configured.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+  """One field of each kind that configurations have."""
+
+  whole: int = 1
+  number: float = 1.0
+  flag: bool = True
+  text: str = ''
+  either: str | None = None
+  word: Literal['a', 'b'] = 'a'
+  path: str | os.PathLike[str] = ''
+  several: tuple[int, ...] = ()
+  pair: tuple[int, float] = (1, 1.0)
+  numbers: Sequence[float] = ()
+  named: Mapping[str, int] | None = None
+  function: Callable[[], int] | None = None
+  inner: 'Fields | None' = None
+  anything: Any = None
+
+  def __post_init__(self):
+    check_types(self)
+
+
+@pytest.mark.parametrize(
+  ('field', 'right', 'wrong'),
+  [
+    ('whole', [0, -3, np.int64(2), 10**30], [1.5, 'x', None, True, [1], NAN]),
+    ('number', [1, 1.5, np.float32(2), math.inf], ['1', None, True, NAN, {}]),
+    ('flag', [False], [0, 1, 'False', None]),
+    ('text', ['x'], [5, None, b'x', ['x']]),
+    ('either', ['x', None], [5, False]),
+    ('word', ['b'], ['c', 1, None, ['a']]),
+    ('path', ['x', pathlib.Path('x')], [5, None]),
+    (
+      'several',
+      [(), (1, 2), [3], range(2), np.ones(2, int)],
+      [5, 'ab', {}, None],
+    ),
+    ('several', [], [(1.5,), ('x',), [None]]),
+    ('pair', [(1, 2.5), [1, 2]], [(1,), (1, 2, 3), (1.5, 1), 'ab']),
+    ('numbers', [[1, 0.5]], [5, ['x'], [NAN]]),
+    ('named', [{'a': 1}, None], [5, [1], 'a']),
+    ('function', [len, None], [5, 'len']),
+    ('inner', [None, Fields()], [5, 'x', {}]),
+    ('anything', [None, 5], []),
+  ],
+)
+def test_types_of_fields(field, right, wrong):
+  for value in right:
+    Fields(**{field: value})
+  for value in wrong:
+    with pytest.raises(ValueError, match=f'Fields.{field}: expected .*, got '):
+      Fields(**{field: value})
+
+
+SIZES = {
+  'vocab_size': 16,
+  'emb_dim': 8,
+  'num_heads': 2,
+  'num_encoder_layers': 1,
+  'num_decoder_layers': 1,
+  'head_dim': 4,
+  'mlp_dim': 12,
+}
+WRONG_NUMBERS = ('x', 1.5, NAN, None, True, [1], 0, -1, 10**15, 2**64)
+
+
+@pytest.mark.parametrize('field', SIZES)
+@pytest.mark.parametrize('value', WRONG_NUMBERS, ids=repr)
+def test_sizes_of_a_network(field, value):
+  with pytest.raises(ValueError, match=f'T5Config.{field}'):
+    T5Config(**{**SIZES, field: value})
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    ('mlp_activations', 5),
+    ('mlp_activations', 'gelu'),
+    ('mlp_activations', [[]]),
+    ('dropout_rate', 'x'),
+    ('logits_via_embedding', 'yes'),
+    ('dtype', 5),
+    ('dtype', ['float32']),
+  ],
+)
+def test_other_fields_of_a_network(field, value):
+  with pytest.raises(ValueError, match=f'T5Config.{field}'):
+    T5Config(**SIZES, **{field: value})
+  if field != 'num_encoder_layers':
+    sizes = {**SIZES, 'num_layers': 1}
+    sizes = {k: v for k, v in sizes.items() if 'coder' not in k}
+    with pytest.raises(ValueError, match=f'GPTConfig.{field}'):
+      GPTConfig(**sizes, **{field: value})
+
+
+DECODE = """
+from __gin__ import dynamic_registration
+include 'gin/models/demo_target.gin'
+include 'gin/models/demo_draft.gin'
+include 'gin/runs/decode_task.gin'
+TARGET = %DEMO_TARGET
+DRAFT = %DEMO_DRAFT
+CHECKPOINT_PATH = 'demo/target.msgpack'
+DRAFT_CHECKPOINT_PATH = 'demo/draft.msgpack'
+VOCAB_PATH = 'demo/vocab.model'
+MIXTURE_OR_TASK_NAME = 'demo/input.txt'
+TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 8}
+INFER_OUTPUT_DIR = 'outputs'
+"""
+
+
+def decode():
+  infer.decode_task(gin_cli.build(infer.TaskConfig))
+
+
+@pytest.mark.parametrize(
+  ('macro', 'value', 'words'),
+  [
+    ('GAMMA', '1.5', 'gamma'),
+    ('GAMMA', 'x', 'gamma'),
+    ('GAMMA', '100000', 'gamma'),
+    ('METRICS', '5', 'metrics'),
+    ('METRICS', 'bleu', 'metrics'),
+    ('METRICS', '(5,)', 'metrics'),
+    ('CHECKPOINT_PATH', '5', 'path'),
+    ('DRAFT_CHECKPOINT_PATH', '5', 'path'),
+    ('VOCAB_PATH', '5', 'path'),
+    ('VOCAB_PATH', '/dev/zero', 'regular file'),
+    ('TARGET', '5', 'network'),
+    ('DRAFT', 'x', 'network'),
+    ('NUM_DECODES', '4294967296', 'num_decodes'),
+    ('NUM_DECODES', '1.5', 'num_decodes'),
+    ('BATCH_SIZE', '10000000000', 'batch_size'),
+    ('BATCH_SIZE', 'nan', 'batch_size'),
+    ('TASK_FEATURE_LENGTHS', "{'inputs': 64, 'targets': 1000000000}", 'GiB'),
+    ('TASK_FEATURE_LENGTHS', '5', 'task_feature_lengths'),
+    ('DEMO_TARGET', '5', 'network'),
+    ('demo_target/T5Config.emb_dim', 'x', 'T5Config.emb_dim'),
+    ('demo_target/T5Config.emb_dim', '1.5', 'T5Config.emb_dim'),
+    ('demo_target/T5Config.num_decoder_layers', '100000000', 'at most'),
+    ('demo_target/T5Config.vocab_size', '1000000000000000', 'at most'),
+    ('demo_target/T5Config.vocab_size', '2000000000', 'GiB'),
+    ('demo_target/T5Config.mlp_dim', '2000000000', 'GiB'),
+    ('demo_target/T5.config', '5', 'config'),
+    ('TEMPERATURE', 'x', 'temperature'),
+    ('TEMPERATURE', 'nan', 'temperature'),
+    ('LENIENCE', 'x', 'lenience'),
+    ('LENIENCE', 'nan', 'lenience'),
+    ('SEED', '1.5', 'seed'),
+    ('MODE', '5', 'mode'),
+    ('SPLIT', '5', 'split'),
+    ('BOS_ID', 'x', 'bos_id'),
+    ('CALIBRATION', '5', 'calibration'),
+    ('SHARD_ID', '-1', 'shard_id'),
+    ('PROMPT_FEATURE', '5', 'prompt_feature'),
+    ('PROMPT_FROM_TARGETS', 'x', 'prompt_from_targets'),
+    ('MIXTURE_OR_TASK_NAME', '5', 'mixture_or_task_name'),
+    ('INFER_OUTPUT_DIR', '5', 'output_dir'),
+  ],
+)
+def test_values_of_a_run(folder, capsys, monkeypatch, macro, value, words):
+  """Each is an error before anything is compiled."""
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', None)
+  (folder / 'demo').symlink_to(gin_cli.ROOT / 'demo')
+  (folder / 'decode.gin').write_text(DECODE)
+  flags = ['--gin_file=decode.gin', f'--gin.{macro}={value}']
+  assert words in one_line(capsys, flags, decode)
+
+
+def test_the_run_of_these_values_is_a_good_one(folder, monkeypatch):
+  (folder / 'demo').symlink_to(gin_cli.ROOT / 'demo')
+  (folder / 'decode.gin').write_text(DECODE)
+  gin_cli.load(gin_cli.parse_flags(['--gin_file=decode.gin']))
+  gin_cli.build(infer.TaskConfig)
+
+
+# Sizes, by arithmetic.
+
+
+def configs():
+  gpt = {k: v for k, v in SIZES.items() if 'coder' not in k} | {'num_layers': 3}
+  t5 = {**SIZES, 'num_encoder_layers': 2, 'num_decoder_layers': 3}
+  yield T5Config(**t5)
+  yield T5Config(**t5, mlp_activations=('relu',), logits_via_embedding=True)
+  yield T5Config(**t5, bias_per_layer=True, dtype='bfloat16')
+  yield GPTConfig(**gpt)
+  yield GPTConfig(**gpt, num_positions=0, norm='rms', use_bias=False)
+  yield GPTConfig(
+    **gpt, mlp_activations=('gelu', 'linear'), logits_via_embedding=False
+  )
+
+
+@pytest.mark.parametrize('config', [*configs()], ids=lambda c: type(c).__name__)
+def test_sizes_are_those_of_the_network(config):
+  network = T5(config) if isinstance(config, T5Config) else GPT(config)
+  leaves = jax.tree.leaves(jax.eval_shape(network.init, jax.random.key(0)))
+  assert sizes.num_params(config) == sum(leaf.size for leaf in leaves)
+  input_len = 5 if network.has_encoder else 0
+  cache = bench_memory.cache_bytes(network, 3, input_len, 64)
+  logits = 4 * 3 * 2 * config.vocab_size
+  found = sizes.run_bytes(config, 3, input_len, 64, 2)
+  # Masks, biases and lengths are not counted, and scores are small here.
+  assert cache // 2 < found - logits <= cache
+
+
+@pytest.fixture(scope='module')
+def pair():
+  network = T5(T5Config(**{**SIZES, 'vocab_size': 384}))
+  shapes = jax.eval_shape(network.init, jax.random.key(0))
+  zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+  return Model(network, zeros)
+
+
+class Bytes:
+  """A vocabulary of the 256 bytes."""
+
+  vocab_size, eos_id, path, fingerprint = 300, 1, 'bytes', 'bytes'
+
+  def encode(self, text):
+    return [3 + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize('there', [None, 1 << 20])
+def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
+  """Refused by its bytes before it is compiled, whichever way it is asked."""
+
+  class Compiled(Exception):
+    pass
+
+  def compile_(*_):
+    raise Compiled
+
+  monkeypatch.setattr(memory, 'host_bytes', lambda: there)
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', compile_)
+  expected = Compiled if there is None else memory.DoesNotFitError
+  engine = Engine(pair, pair, tokenizer=Bytes(), gamma=4)
+  with pytest.raises(expected):
+    engine.generate(['a'] * 128, speculative=False)
+  if there is None:
+    return
+  with pytest.raises(Compiled):
+    engine.generate(['a'], speculative=False)
+  for asked in (
+    lambda: engine.generate(['a'] * 128),
+    lambda: engine.warmup(['a'] * 128),
+    lambda: Continuous(engine, Settings(rows=4096)).generate(['a']),
+    lambda: Engine(pair, tokenizer=Bytes(), max_decode_len=10**9),
+  ):
+    with pytest.raises(expected, match='of memory are needed'):
+      asked()
+
+
+@pytest.mark.parametrize(
+  'gamma', ['x', 1.5, NAN, None, True, -1, 10**5, 2**40], ids=repr
+)
+def test_gamma_is_a_number_of_proposals(pair, gamma):
+  with pytest.raises(ValueError, match='gamma must be'):
+    Engine(pair, pair, tokenizer=Bytes(), gamma=gamma)
+
+
+# Circles, and names that are nearly right.
+
+
+@pytest.mark.parametrize(
+  ('files', 'words'),
+  [
+    ({'a': "include 'a.gin'"}, ['a.gin -> a.gin']),
+    (
+      {'a': "include 'b.gin'", 'b': 'include "c.gin"', 'c': "include 'a.gin'"},
+      ['a.gin', 'b.gin', 'c.gin', ' -> '],
+    ),
+    ({'a': "include 'b.gin'", 'b': "include 'b.gin'"}, ['b.gin -> b.gin']),
+    ({'a': 'A = %A'}, ['%A -> %A']),
+    ({'a': 'A = [1, %B]\nB = {2: %A}'}, ['%A', '%B', ' -> ']),
+    ({'a': 'VALUE = %A\nA = @hostile.Held()'}, ['%A', 'Held()']),
+    ({'a': 'hostile.Held.value = @hostile.Held()'}, ['Held() -> ', 'Held()']),
+    ({'a': 'A = ' + '[' * 9999}, ['not valid gin', 'too deep']),
+    (
+      {'a': '\n'.join(f'A{i} = %A{i + 1}' for i in range(2000)) + '\nA2000=1'},
+      ['Held', 'too long a chain'],
+    ),
+  ],
+  ids='itself three inner macro macros both call brackets long'.split(),
+)
+def test_circles(folder, capsys, files, words):
+  for name, text in files.items():
+    (folder / f'{name}.gin').write_text(text + '\n')
+  top = "include 'run.gin'\n" + (folder / 'a.gin').read_text()
+  # What is in a circle is needed by what is built.
+  header = GIN.partition('VALUE')[0]
+  if 'include' not in files['a']:
+    (folder / 'a.gin').write_text(header + top)
+  flags = ['--gin_file=a.gin']
+  if 'A1999' in top:
+    flags = ['--gin_file=a.gin', '--gin.VALUE=%A0']
+  message = one_line(capsys, flags, lambda: gin_cli.build(Held) and 0)
+  assert len(message) < 1000
+  for word in words:
+    assert word in message
+
+
+def test_includes_that_meet_again_are_no_circle(folder):
+  (folder / 'b.gin').write_text("include 'run.gin'\n")
+  (folder / 'a.gin').write_text("include 'run.gin'\ninclude 'b.gin'\n")
+  assert build('--gin.VALUE=3', gin_file='a.gin').value == 3
+
+
+@pytest.mark.parametrize(
+  ('flags', 'words'),
+  [
+    (['TARGET=%T5_1_1_XL'], ['%T5_1_1_XL', '--gin_file=gin/models/']),
+    (['TARGET=%T5_1_1_XLL'], ['%T5_1_1_XLL', 'T5_1_1_XL']),
+    (['infer.mode=score'], ['--gin.MODE=VALUE', 'TaskConfig.mode']),
+    (['infer.TaskConfig.mod=score'], ['mod']),
+    (['mode=score'], ['--gin.MODE=VALUE']),
+    (['output_dir=x'], ['--gin.INFER_OUTPUT_DIR=VALUE']),
+    (['run/probs.SamplingConfig.top_k=1'], ['--gin.TOP_K=VALUE']),
+    (['tokenizer.path=x'], ['--gin.VOCAB_PATH=VALUE']),
+    (['BATCH_SISE=3'], ['Nearest known: BATCH_SIZE']),
+  ],
+)
+def test_names_that_are_nearly_right(folder, capsys, flags, words):
+  (folder / 'decode.gin').write_text(DECODE)
+  flags = [f'--gin.{flag}' for flag in flags]
+  message = one_line(capsys, ['--gin_file=decode.gin', *flags])
+  for word in words:
+    assert word in message
+
+
+def test_the_file_that_is_named_exports_the_macro(folder, capsys):
+  (folder / 'decode.gin').write_text(DECODE)
+  flags = ['--gin_file=decode.gin', '--gin.TARGET=%T5_1_1_XL']
+  message = one_line(capsys, flags)
+  named = message.rpartition('--gin_file=')[2].strip().removesuffix('.')
+  assert gin_cli.main(lambda: None, [*flags, f'--gin_file={named}']) == 0
