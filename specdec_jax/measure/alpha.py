@@ -34,6 +34,7 @@ class MeasureAlphaConfig:
       temperature above 0 goes through them again, each time with other random
       numbers; greedy outputs would only repeat.
     target: name of the target, for the table.
+    name: of its record, where that lies among others.
     truncate: whether a text longer than the engine's `max_input_len` is cut
       there; else it is left out. With a short one, beginnings of texts that a
       decoder-only target goes on from.
@@ -58,6 +59,7 @@ class MeasureAlphaConfig:
   engines: Mapping[str, Callable[[], Engine]]
   input_file: str | LocalTask
   target: str = 'target'
+  name: str = 'alpha'
   truncate: bool = False
   num_tokens: int = 10_000
   temperatures: Sequence[float] = (0.0, 1.0)
