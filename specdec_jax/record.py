@@ -18,12 +18,12 @@ class Record(Mapping[str, Any]):
 
   Attributes:
     kind: what was measured, such as 'alpha'.
-    values: name -> number, or whatever JSON has; settings are among them.
+    content: name -> number, or whatever JSON has; settings are among them.
     machine: `environment.describe()` of where.
   """
 
   kind: str
-  values: Mapping[str, Any]
+  content: Mapping[str, Any]
   machine: Mapping[str, Any] = dataclasses.field(
     default_factory=environment.describe
   )
@@ -32,7 +32,7 @@ class Record(Mapping[str, Any]):
     """All of it, as its file has it."""
     machine = {'machine': dict(self.machine)} if self.machine else {}
     head = {'kind': self.kind, 'version': VERSION}
-    return head | dict(self.values) | machine
+    return head | dict(self.content) | machine
 
   def __getitem__(self, name: str) -> Any:
     return self.to_json()[name]

@@ -103,6 +103,19 @@ class Table:
       for row in self.rows
     ]
 
+  def said(self) -> 'Table':
+    """Without the columns of which nothing was measured."""
+    kept = [
+      i
+      for i in range(len(self.columns))
+      if not self.rows or any(row[i] is not None for row in self.rows)
+    ]
+    return dataclasses.replace(
+      self,
+      columns=[self.columns[i] for i in kept],
+      rows=[[row[i] for i in kept] for row in self.rows],
+    )
+
   def _aligned(self, index: int) -> str:
     numbers = all(_NUMBER.fullmatch(row[index]) for row in self.texts)
     return self._columns[index].align or ('right' if numbers else 'left')
@@ -138,29 +151,25 @@ class Table:
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> rich.console.RenderResult:
-    """For `console.print`: without columns that say nothing."""
-    texts, columns = self.texts, self._columns
-    said = [
-      i
-      for i, column in enumerate(columns)
-      if not texts or {row[i] for row in texts} - {'', '-', column.missing}
-    ]
-    shown = self._rich(said)
+    """For `console.print`: without columns of which nothing was measured."""
+    table = self.said()
+    shown = table._rich()
     wanted = rich.measure.Measurement.get(console, options, shown)
     if wanted.maximum > options.max_width:
-      shown = self._rich(said, narrow=True)
+      shown = table._rich(narrow=True)
     yield shown
     for note in self.notes:
       yield rich.text.Text(note)
 
-  def _rich(self, said: Sequence[int], narrow: bool = False):
-    """The columns `said`; if `narrow`, texts give way and numbers do not."""
+  def _rich(self, narrow: bool = False) -> rich.table.Table:
+    """If `narrow`, texts give way to the width, numbers do not."""
     shown = rich.table.Table(
-      title=rich.text.Text(self.title) if self.title else None
+      title=rich.text.Text(self.title) if self.title else None,
+      show_lines=narrow,  # or folded rows would run together
     )
     texts = self.texts
-    for i in said:
-      name = self._columns[i].name
+    for i, column in enumerate(self._columns):
+      name = column.name
       right = self._aligned(i) == 'right'
       if right and narrow:
         widest = max(len(word) for row in texts for word in row[i].split())
@@ -174,7 +183,7 @@ class Table:
       )
     for row in texts:
       # Text, not str: an output may hold what rich takes for markup.
-      shown.add_row(*(rich.text.Text(row[i]) for i in said))
+      shown.add_row(*map(rich.text.Text, row))
     return shown
 
 

@@ -96,7 +96,9 @@ def test_a_record_and_its_file(tmp_path):
   made = Record('alpha', {'rows': [1]}, MACHINE)
   made.save(path)
   assert made == json.loads(path.read_text()) == record.load(path, 'alpha')
-  assert made['rows'] == [1] and made['machine'] == MACHINE
+  assert (
+    made['rows'] == [1] == list(made.values())[2] and made['machine'] == MACHINE
+  )
   assert made.where == 'CPU X, 2 cores, JAX 1.0, Python 3.11'
   assert set(Record('alpha', {}).machine) > set(MACHINE)  # of this machine
 

@@ -178,7 +178,7 @@ class Comparison:
       remarks: whether there is a column of them.
     """
     form = f'.{self.decimals}f'
-    columns = [
+    columns: list[Column | str] = [
       *self.rows[0].keys,
       Column('paper', form),
       Column('predicted', form),
