@@ -3,8 +3,10 @@
   python benchmarks/accelerator.py --gin_file=gin/runs/accelerator.gin \\
     --gin.OUTPUT_DIR=benchmarks/results/accelerator
 
-Leaves a record a row and goes on where it was stopped. It needs only jax, flax,
-numpy, gin-config and absl. scripts/reproduce.py makes tables of the records.
+Leaves a record a row in the records/ of OUTPUT_DIR and goes on where it was
+stopped. It needs only jax, flax, numpy, gin-config and absl.
+scripts/reproduce.py with gin/runs/table2.gin and the same OUTPUT_DIR makes
+tables of them.
 """
 
 import pathlib

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.table
-import rich.text
 
 from benchmarks.peers_systems import (
   PLAIN,
@@ -21,12 +19,14 @@ from benchmarks.peers_systems import (
   Pair,
   System,
 )
-from specdec_jax import files
 from specdec_jax.bench import settings, timing
 from specdec_jax.bench.report import with_progress
 from specdec_jax.engine import Model
 from specdec_jax.environment import describe
 from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.record import Record
+from specdec_jax.table import Cell, Column, Table
+from specdec_jax.table import console as terminal
 from specdec_jax.tokenizer import Tokenizer
 
 INSTALL = "pip install -e '.[peers]'"
@@ -123,7 +123,7 @@ class _Entrant:
 
 def compare(
   config: PeersConfig, console: rich.console.Console | None = None
-) -> dict[str, Any]:
+) -> Record:
   """Times all systems in one process, prints the table, writes the JSON.
 
   A system that fails is reported with its reason; the others go on.
@@ -135,7 +135,7 @@ def compare(
     ValueError: a package is missing, the input has no line to decode, or this
       project's plain loop failed, without which nothing can be compared.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   names = [name for name in SYSTEMS if name in {PLAIN, *config.systems}]
   _check_packages(names)
   encode = config.tokenizer.encode
@@ -163,7 +163,7 @@ def compare(
   record = _record(config, pair.threads, texts, entrants)
   _print(console, record)
   if config.output_file:
-    files.write_json(config.output_file, record)
+    record.save(config.output_file)
   return record
 
 
@@ -225,7 +225,7 @@ def _record(
   threads: int,
   texts: Sequence[str],
   entrants: Mapping[str, _Entrant],
-) -> dict[str, Any]:
+) -> Record:
   """All numbers, and the table of them as text."""
   reference = entrants[PLAIN]
   results = {
@@ -236,12 +236,9 @@ def _record(
     f' {config.gamma}, {threads} threads, median of {config.repeats}'
     ' interleaved passes'
   )
-  return {
-    'kind': 'table',
+  rows = [_row(name, result) for name, result in results.items()]
+  values = Table(title, _COLUMNS, rows).to_json() | {
     'name': config.name,
-    'title': title,
-    'columns': list(_COLUMNS),
-    'rows': [_row(name, result) for name, result in results.items()],
     'results': results,
     'input_file': config.input_file,
     'lines': len(texts),
@@ -253,8 +250,8 @@ def _record(
     'repeats': config.repeats,
     'threads': threads,
     'versions': {name: _version(name) for name in _VERSIONS},
-    'machine': describe(),
   }
+  return Record('table', values)
 
 
 def _result(entrant: _Entrant, reference: _Entrant) -> dict[str, Any]:
@@ -281,26 +278,23 @@ def _result(entrant: _Entrant, reference: _Entrant) -> dict[str, Any]:
 
 _COLUMNS = (
   'system',
-  'ms/token',
-  'min',
-  'max',
-  f'against {PLAIN}',
-  'tokens',
-  'target calls',
+  *(Column(name, '.2f') for name in ('ms/token', 'min', 'max')),
+  Column(f'against {PLAIN}', '.2f'),
+  Column('tokens', ','),
+  Column('target calls', ','),
   'same lines',
 )
 
 
-def _row(name: str, result: Mapping[str, Any]) -> list[str]:
+def _row(name: str, result: Mapping[str, Any]) -> list[Cell]:
   if result['failure']:
-    return [name, 'failed', *['-'] * (len(_COLUMNS) - 2)]
-  calls = result['target_calls']
+    return [name, 'failed', *[None] * (len(_COLUMNS) - 2)]
   return [
     name,
-    *(f'{result["ms_per_token"][key]:.2f}' for key in ('median', 'min', 'max')),
-    f'{result["against_plain"]:.2f}',
-    f'{result["tokens"]:,}',
-    '-' if calls is None else f'{calls:,}',
+    *(result['ms_per_token'][key] for key in ('median', 'min', 'max')),
+    result['against_plain'],
+    result['tokens'],
+    result['target_calls'],
     f'{result["equal_lines"]}/{result["lines"]}',
   ]
 
@@ -313,12 +307,7 @@ def _version(package: str) -> str | None:
 
 
 def _print(console: rich.console.Console, record: Mapping[str, Any]) -> None:
-  table = rich.table.Table(title=record['title'])
-  for i, column in enumerate(record['columns']):
-    table.add_column(column, justify='right' if i else 'left', no_wrap=not i)
-  for row in record['rows']:
-    table.add_row(*(rich.text.Text(cell) for cell in row))
-  console.print(table)
+  console.print(Table.from_json(record))
   versions = record['versions'].items()
   _say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
   for name, result in record['results'].items():

@@ -1,7 +1,8 @@
 """From produced tokens to text: `Completion`, stop strings, safe prefixes."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -40,6 +41,26 @@ class CompletionStats:
   def acceptance_rate(self) -> float | None:
     """Accepted among judged proposals: alpha; None if none was judged."""
     return self.num_accepted / self.num_tested if self.num_tested else None
+
+  @property
+  def tokens_per_call(self) -> float | None:
+    """Tokens a call of the target; None if there was no call."""
+    calls = self.num_target_calls
+    return self.num_tokens / calls if calls else None
+
+
+def total(stats: Iterable[CompletionStats]) -> CompletionStats:
+  """What producing all these outputs took."""
+  every = list(stats)
+  histograms = (one.histogram for one in every)
+  return CompletionStats(
+    num_tokens=sum(one.num_tokens for one in every),
+    num_target_calls=sum(one.num_target_calls for one in every),
+    num_tested=sum(one.num_tested for one in every),
+    num_accepted=sum(one.num_accepted for one in every),
+    # Of another gamma it has another width.
+    histogram=tuple(map(sum, itertools.zip_longest(*histograms, fillvalue=0))),
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-import rich.table
 from jax import lax
 
 from specdec_jax import analysis, probs
 from specdec_jax.field_types import check_types
 from specdec_jax.speculate import settle
 from specdec_jax.speculative import check_lenience
+from specdec_jax.table import Cell, Column, Table
+from specdec_jax.table import console as terminal
 from specdec_jax.testing import chi_squared_p_value
 
 MAX_SAMPLES = 10**9  # counts are int32
@@ -162,7 +163,7 @@ def simulate(
     'acceptance_prob'; 'p_value' of a chi-squared test over all 2 V outcomes;
     'agrees', whether that is above `ALPHA`.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   exact = outcomes(config.target, config.draft, config.lenience)
   law = np.stack([exact.accepted, exact.resampled])
   counts = measure(config)
@@ -223,45 +224,42 @@ def _normalised(values: Sequence[float] | np.ndarray) -> np.ndarray:
   return array / array.sum()
 
 
-def _exact_table(config: SimulateConfig, exact: Outcomes) -> rich.table.Table:
-  made = rich.table.Table(title='One proposal, exactly', show_footer=True)
-  columns = {
+def _exact_table(config: SimulateConfig, exact: Outcomes) -> Table:
+  shown = {
     'target': _normalised(config.target),
     'draft': _normalised(config.draft),
     'accepted': exact.accepted,
     'resampled': exact.resampled,
     'total': exact.total,
   }
-  made.add_column('token', footer='sum', justify='right')
-  for name, values in columns.items():
-    made.add_column(name, footer=f'{values.sum():.6f}', justify='right')
+  rows: list[list[Cell]] = [
+    [token, *map(float, row)]
+    for token, row in enumerate(zip(*shown.values(), strict=True))
+  ]
+  rows.append(['sum', *(float(values.sum()) for values in shown.values())])
+  columns = [Column(name, '.6f', align='right') for name in shown]
   if config.lenience != 1:
-    columns['at most'] = columns['target'] / config.lenience
-    made.add_column('at most', justify='right')
-  for token, row in enumerate(zip(*columns.values(), strict=True)):
-    made.add_row(str(token), *(f'{value:.6f}' for value in row))
-  return made
+    columns.append(Column('at most', '.6f', missing=''))
+    most = [float(one) / config.lenience for one in shown['target']]
+    rows = [[*row, cell] for row, cell in zip(rows, [*most, None], strict=True)]
+  first = Column('token', align='right')
+  return Table('One proposal, exactly', [first, *columns], rows)
 
 
-def _measured_table(config, measured, errors, z_scores) -> rich.table.Table:
-  made = rich.table.Table(
-    title=f'Measured in {config.num_samples:,} proposals; z in standard errors'
-  )
-  made.add_column('token', justify='right')
+def _measured_table(config, measured, errors, z_scores) -> Table:
+  columns: list[Column | str] = ['token']
+  values: list[np.ndarray] = [np.arange(len(config.target))]
   for name in measured:
-    made.add_column(name, justify='right')
+    columns.append(Column(name, '.6f'))
+    values.append(measured[name])
     if name == 'total':
-      made.add_column('error', justify='right')
-    made.add_column('z', justify='right')
-  for token in range(len(config.target)):
-    cells = []
-    for name, values in measured.items():
-      cells.append(f'{values[token]:.6f}')
-      if name == 'total':
-        cells.append(f'{errors[name][token]:.6f}')
-      cells.append(f'{z_scores[name][token]:+.2f}')
-    made.add_row(str(token), *cells)
-  return made
+      columns.append(Column('error', '.6f'))
+      values.append(errors[name])
+    columns.append(Column('z', '+.2f', align='right'))
+    values.append(z_scores[name])
+  rows = [list(row) for row in zip(*(v.tolist() for v in values), strict=True)]
+  title = f'Measured in {config.num_samples:,} proposals; z in standard errors'
+  return Table(title, columns, rows)
 
 
 def _notes(config, exact: Outcomes, record) -> list[str]:

@@ -145,7 +145,10 @@ def test_every_gamma_is_predicted_from_its_own_times(monkeypatch):
   monkeypatch.setattr(run, '_prepare_gamma', prepare_gamma)
   monkeypatch.setattr(run.calls, 'matvec', lambda: (None, 1))
   monkeypatch.setattr(run.timing, 'interleave', interleave)
-  (setting,) = run.benchmark(tiny(gammas=(1, 3)))['settings']
+  said = []
+  record = run.benchmark(tiny(gammas=(1, 3)), say=said.append)
+  (setting,) = record['settings']
+  assert [word.split()[0] for word in said] == ['Placing', 'Compiling', 'First']
   assert setting['call_cost'] == {'1': 1.0, '2': 1.25, '4': 1.5}
   one, three = setting['gammas']
   assert (one['gamma'], three['gamma']) == (1, 3)
@@ -246,13 +249,13 @@ def test_the_grid_is_every_combination():
 
 def test_forced_acceptance_is_named_in_the_tables(measured, monkeypatch):
   """That it is forced, tests/suite_test.py shows."""
-  record = measured[1] | {'forced_acceptance': 1.0}
-  monkeypatch.setattr(report, 'benchmark', lambda config, advance: record)
+  record = {**measured[1], 'forced_acceptance': 1.0}
+  monkeypatch.setattr(report, 'benchmark', lambda *_: record)
   console = rich.console.Console(record=True, width=160)
   report.show(tiny(forced_acceptance=1.0), console)
   text = ' '.join(console.export_text().split())
-  # In the title, and beside the rate of the run.
-  assert text.count('acceptance forced to 1.0, random weights') == 2
+  # In the title of both tables.
+  assert text.count('random weights, acceptance forced to 1.0') == 2
 
 
 def test_random_parameters_are_made_in_their_dtype():

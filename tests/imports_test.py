@@ -14,7 +14,16 @@ LIBRARY = ROOT / 'specdec_jax'
 # From the bottom up; a module imports from its own layer and from those below.
 # A new module of the library needs a place here.
 LAYERS = (
-  ('types', 'files', 'field_types', 'memory', 'nearest', 'same_run', 'paper'),
+  (
+    'types',
+    'files',
+    'field_types',
+    'memory',
+    'nearest',
+    'same_run',
+    'paper',
+    'table',
+  ),
   # mathematics: jax and types only
   ('probs', 'speculative', 'analysis', 'speculate'),
   # placement and models
@@ -36,6 +45,7 @@ LAYERS = (
   (
     'compilation_cache',
     'environment',
+    'record',
     'processes',
     'calibration',
     'completion',

@@ -391,7 +391,8 @@ def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences):
     fit(corpus, order, vocabulary.vocab_size, fingerprint=print_of).save(path)
     flags.append(f'--gin.ENDE_{name}={path}')
   gin_cli.load(gin_cli.parse_flags(flags))
-  (config,) = gin_cli.build(reproduce.ReproduceConfig).alphas
+  (make,) = gin_cli.build(reproduce.ReproduceConfig).alphas
+  config = make()
   assert config.target == 'demo target, Tatoeba English-German'
   assert config.leniences == leniences
   assert config.paper_target == 't5_xxl_ende'

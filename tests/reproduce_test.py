@@ -17,7 +17,7 @@ from specdec_jax.bench import BenchmarkConfig
 from specdec_jax.drafters.copy import copy
 from specdec_jax.reproduce import canvas, plots, report, run, timeline
 from specdec_jax.reproduce.plots import Point
-from specdec_jax.reproduce.report import Row, Table
+from specdec_jax.reproduce.report import Comparison, Row
 
 FORCED = 'forced alpha=0.75, random weights'
 REASON = 'no accelerator was at hand | at all'
@@ -31,7 +31,7 @@ RUNS = (
 )
 
 
-def make_table(**options) -> Table:
+def make_table(**options) -> Comparison:
   rows = [
     Row(
       {'task': 'ende', 'gamma': 7},
@@ -57,14 +57,17 @@ def make_table(**options) -> Table:
       details={'c': None},
     ),
   ]
-  return Table('t', 'Table 2', 'times faster', rows, **options)
+  return Comparison('t', 'Table 2', 'times faster', rows, **options)
 
 
-def test_markdown_has_every_row_and_says_what_was_forced():
-  lines = report.markdown(make_table(caption='As printed.')).splitlines()
-  assert lines[0] == f'## Table 2 ({FORCED}: 1 of 3)'
-  assert lines[2] == 'times faster; 2 of 3 rows measured. As printed.'
-  header, rule, forced, real, missing = lines[4:]
+def test_markdown_says_what_was_forced_and_what_was_not_measured():
+  compared = make_table(caption='As printed.')
+  title, about, body, missing, ratio, csv_file = compared.markdown().split(
+    '\n\n'
+  )
+  assert title == f'## Table 2 ({FORCED}: 1 of 3)'
+  assert about == 'times faster; 2 of 3 rows measured. As printed.'
+  header, rule, forced, real = body.splitlines()
   width = header.count('|')
   assert rule.count('|') == forced.count('|') == width
   assert forced == (
@@ -73,49 +76,50 @@ def test_markdown_has_every_row_and_says_what_was_forced():
   )
   assert '| 2.00 | 0.80 | 0.04 | &lt;real> |' in real
   assert '(forced)' not in real and 'forced alpha' not in real
-  escaped = REASON.replace('|', '\\|')
-  assert missing == (
-    f'| lm1b | 3 | 1.70 | - | not measured | - | - | not measured: {escaped} |'
-  )
+  assert missing == f'1 row not measured; they are in t.csv: {REASON}.'
+  assert ratio.endswith('2 rows: median 0.89, from 0.80 to 0.98.')
+  assert csv_file == 'Unrounded: [t.csv](t.csv)\n'
 
 
-def test_csv_keeps_all_digits():
-  rows = list(csv.DictReader(io.StringIO(report.csv_text(make_table()))))
+def test_csv_keeps_all_rows_and_digits():
+  text = make_table().unrounded().csv()
+  rows = list(csv.DictReader(io.StringIO(text)))
   assert [row['measured'] for row in rows] == ['3.123456', '2.0', '']
   assert [row['forced_acceptance'] for row in rows] == ['0.75', '', '']
   assert FORCED in rows[0]['notes'] and rows[2]['not_measured'] == REASON
   assert rows[0]['measured_high'] == '3.5' and rows[2]['c'] == ''
 
 
-def test_rich_table_shows_the_same_cells():
+def printed(compared: Comparison) -> str:
   stream = io.StringIO()
-  console = rich.console.Console(file=stream, width=250)
-  console.print(report.rich_table(make_table()))
-  text = stream.getvalue()
-  assert f'Table 2 ({FORCED}: 1 of 3)' in text
-  for row in report.cells(make_table()):
-    assert all(cell in text for cell in row)
+  rich.console.Console(file=stream, width=250).print(compared.table())
+  return stream.getvalue()
 
 
-def test_rich_table_leaves_out_columns_that_say_nothing():
-  table = make_table()
-  rows = [
-    dataclasses.replace(
-      row,
-      predicted=None,
-      measured=None,
-      spread=None,
-      forced_acceptance=None,
-      not_measured='x',
-    )
-    for row in table.rows
+def test_rows_that_were_not_measured_are_one_line():
+  """On a console: the reason once, and no row of blanks."""
+  one = make_table()
+  many = [
+    dataclasses.replace(one.rows[2], keys={'task': f'x{i}', 'gamma': 1})
+    for i in range(32)
   ]
-  shown = report.rich_table(dataclasses.replace(table, rows=rows))
-  names = [str(column.header) for column in shown.columns]
-  every = report.header(table)
-  assert set(every) - set(names) == {'predicted', 'measured / predicted'}
-  assert names == [name for name in every if name in names]
-  assert shown.columns[0].justify == 'left' != shown.columns[-2].justify
+  text = printed(dataclasses.replace(one, rows=[*one.rows[:2], *many]))
+  assert f'Table 2 ({FORCED}: 1 of 34)' in text
+  assert text.count('not measured') == 1
+  assert f'32 rows not measured; they are in t.csv: {REASON}.' in text
+
+
+def test_where_nothing_was_measured_all_rows_are_there():
+  """The paper's and the predicted values are all that there is to see."""
+  rows = [
+    Row({'gamma': i}, paper=2.0, predicted=1.5, not_measured=REASON)
+    for i in range(12)
+  ]
+  text = printed(Comparison('t', 'T', 'ms', rows))
+  assert text.count('2.00') == text.count('1.50') == 12
+  assert text.count('not measured') == 1
+  assert f'12 rows not measured: {REASON}.' in text
+  assert ' measured ' not in text.splitlines()[2], 'an empty column'
 
 
 @pytest.mark.parametrize(
@@ -136,9 +140,9 @@ def test_a_row_must_be_whole(options, message):
 def test_a_table_must_be_regular():
   rows = [Row({'a': 1}, measured=1.0), Row({'b': 1}, measured=1.0)]
   with pytest.raises(ValueError, match='must have the same keys'):
-    Table('t', 'T', 'ms', rows)
+    Comparison('t', 'T', 'ms', rows)
   with pytest.raises(ValueError, match='has no rows'):
-    Table('t', 'T', 'ms', [])
+    Comparison('t', 'T', 'ms', [])
 
 
 def test_titles_of_forced_values():
@@ -154,7 +158,6 @@ def test_write(tmp_path):
     folder,
     [make_table()],
     title='A report',
-    introduction='Words.',
     machine={'device': 'a | b'},
     figures={'figure2.png': 'Figure 2', 'trace.html': 'Figure 1'},
   )
@@ -163,17 +166,15 @@ def test_write(tmp_path):
   assert sorted(path.name for path in folder.iterdir()) == sorted(names)
   shown = json.loads((folder / 't.json').read_text('utf-8'))
   assert shown['kind'] == 'table' and shown['title'] == make_table().full_title
-  assert len(shown['rows']) == len(make_table().rows)
+  assert len(shown['rows']) == 2 and REASON in shown['notes'][0]
   assert {len(row) for row in shown['rows']} == {len(shown['columns'])}
   text = (folder / 'report.md').read_text('utf-8')
-  assert report.markdown(make_table()) in text
-  ratio = '2 rows: median 0.89, from 0.80 to 0.98.'
-  assert f'Measured over predicted, {ratio}' in text
+  assert make_table().markdown() in text
   assert '![Figure 2](figure2.png)' in text
   assert '\n[Figure 1](trace.html)' in text
   assert '| device | a \\| b |' in text
   with pytest.raises(ValueError, match='names of their own'):
-    report.write(folder, [make_table(), make_table()], title='x')
+    report.write(folder, [make_table()] * 2, title='x', machine={})
 
 
 def test_curves_are_the_closed_forms():
@@ -283,6 +284,33 @@ def test_comparison_draws_every_row(matplotlib, monkeypatch):
   assert [text.get_text() for text in axes.texts] == ['not measured']
   labels = axes.get_legend_handles_labels()[1]
   assert set(labels) == {'paper', 'predicted', 'measured', 'measured, forced'}
+
+
+def test_comparison_has_a_line_where_nothing_is_won(matplotlib, monkeypatch):
+  draw = functools.partial(plots.plot_comparison, table=make_table(even=1.0))
+  axes = drawn(matplotlib, monkeypatch, draw).axes[0]
+  (line,) = (x for x in axes.lines if x.get_label() == 'no gain')
+  assert set(line.get_xdata()) == {1.0}
+  (plain,) = drawn(matplotlib, monkeypatch, DRAW['comparison']).axes
+  assert 'no gain' not in plain.get_legend_handles_labels()[1]
+
+
+def test_labels_of_figure_4_do_not_overlap(matplotlib, monkeypatch):
+  """Of twelve points that lie close; each says its own c."""
+  points = [
+    Point(0.6 + i / 100, 1.0 + i / 50, f'gamma 7, c = 0.{i:02}', 7, 0.6)
+    for i in range(12)
+  ]
+  draw = functools.partial(plots.plot_tradeoff, speed_points=points)
+  figure = drawn(matplotlib, monkeypatch, draw)
+  axes = figure.axes[0]
+  assert 'each with its own c' in axes.get_title()
+  figure.set_size_inches(10, 4.2)
+  figure.draw_without_rendering()
+  boxes = [matplotlib.text.Text.get_window_extent(text) for text in axes.texts]
+  assert len(boxes) == 12
+  for i, one in enumerate(boxes):
+    assert not any(one.overlaps(other) for other in boxes[i + 1 :])
 
 
 def test_without_matplotlib_nothing_is_measured(monkeypatch, tmp_path):

@@ -1,83 +1,129 @@
 """A benchmark's record as tables in the terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import rich.console
 import rich.progress
-import rich.table
 
 from specdec_jax.bench.run import BenchmarkConfig, benchmark, num_steps
+from specdec_jax.table import Column, Table
+from specdec_jax.table import console as terminal
 
 
 def show(
   config: BenchmarkConfig, console: rich.console.Console | None = None
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
   """Runs a benchmark behind a progress bar, prints its tables; its record."""
-  console = console or rich.console.Console()
+  console = console or terminal()
   record = with_progress(
     console,
     'Measuring',
     num_steps(config),
-    lambda advance: benchmark(config, advance),
+    lambda bar: benchmark(config, bar, bar.say),
   )
   for setting in record['settings']:
-    _print_setting(console, record, setting)
+    console.print(times(record, setting))
+    console.print(summary(record, setting))
   return record
+
+
+class Bar:
+  """Moves a progress bar, and names what goes on."""
+
+  def __init__(self, progress: rich.progress.Progress, task):
+    self._progress, self._task = progress, task
+
+  def __call__(self, count: int = 1) -> None:
+    self._progress.advance(self._task, count)
+
+  def say(self, phase: str) -> None:
+    self._progress.update(self._task, description=phase)
 
 
 def with_progress(
   console: rich.console.Console,
   label: str,
   total: int,
-  work: Callable[[Callable[..., None]], Any],
+  work: Callable[[Bar], Any],
 ) -> Any:
-  """Returns work(advance), behind a bar where the console is a terminal."""
+  """Returns work(bar), behind a bar where the console is a terminal."""
   progress = rich.progress.Progress(
-    console=console, transient=True, disable=not console.is_terminal
+    rich.progress.SpinnerColumn(),  # it moves while the first step compiles
+    *rich.progress.Progress.get_default_columns(),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
   )
   with progress:
-    task = progress.add_task(label, total=total)
-    return work(lambda count=1: progress.advance(task, count))
+    return work(Bar(progress, progress.add_task(label, total=total)))
 
 
-def forced_note(record: dict[str, Any]) -> str:
+def forced_note(record: Mapping[str, Any]) -> str:
   """What every table and plot of forced acceptance has to say; else ''."""
   rate = record['forced_acceptance']
   if rate is None:
     return ''
-  return f' (acceptance forced to {rate}, {record["weights"]} weights)'
+  return f', acceptance forced to {rate}'
 
 
-def _print_setting(console, record, setting) -> None:
-  title = (
-    f'{record["name"]}: batch {setting["batch"]}, input'
-    f' {setting["input_len"]}, output {setting["decode_len"]}, temperature'
-    f' {setting["temperature"]}{forced_note(record)}'
+def title(record: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
+  """What one setting's numbers are of."""
+  return (
+    f'{record["name"]}: {record["weights"]} weights{forced_note(record)}; batch'
+    f' {setting["batch"]}, input {setting["input_len"]}, output'
+    f' {setting["decode_len"]} tokens, temperature'
+    f' {setting["temperature"]:g}'
   )
-  table = rich.table.Table(title=title)
-  table.add_column('what')
-  for column in ('median ms', 'min', 'max', 'against one token'):
-    table.add_column(column, justify='right')
-  for name, times in setting['times_ms'].items():
-    ratio = setting['call_cost'].get(name.removeprefix('call_'))
-    table.add_row(
+
+
+def times(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
+  """Everything that was timed in one setting."""
+  columns: list[Column | str] = [
+    'what',
+    *(Column(name, '.3f') for name in ('median ms', 'min', 'max')),
+    Column('against one token', '.2f'),
+  ]
+  rows = [
+    [
       name,
-      *(f'{times[key]:.3f}' for key in ('median', 'min', 'max')),
-      '' if ratio is None else f'{ratio:.2f}',
-    )
-  console.print(table)
-  console.print(
+      *(found[key] for key in ('median', 'min', 'max')),
+      setting['call_cost'].get(name.removeprefix('call_')),
+    ]
+    for name, found in setting['times_ms'].items()
+  ]
+  note = (
     f'plain loop {setting["plain_gb_per_s"]:.1f} GB/s of'
     f' {setting["matvec_gb_per_s"]:.1f} GB/s'
-    f' ({100 * setting["bandwidth_fraction"]:.0f} %)'
   )
+  return Table(title(record, setting), columns, rows, [note])
+
+
+def summary(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
+  """What one setting says: costs, and for each gamma what it is worth."""
+  plain = setting['times_ms']['plain_loop']['median']
+  rows = [
+    ['plain loop, ms a token', f'{plain:.2f}'],
+    [
+      "of a matrix-vector product's bandwidth",
+      f'{setting["bandwidth_fraction"]:.0%}',
+    ],
+    ['compile, plain loop, s', f'{setting["compile_seconds"]["plain"]:.1f}'],
+  ]
+  rows += [
+    [f'v({size})', f'{cost:.2f}']
+    for size, cost in setting['call_cost'].items()
+    if size != '1'
+  ]
   for row in setting['gammas']:
-    console.print(
-      f'gamma {row["gamma"]}: {row["speculative_ms"]:.1f} ms measured,'
-      f' {row["predicted_ms"]:.1f} ms predicted from {row["rounds"]} rounds'
-      f' ({100 * (row["measured_over_predicted"] - 1):+.0f} %);'
-      f' acceptance {row["acceptance_rate"]:.3f}{forced_note(record)},'
-      f' c {row["cost_ratio"]:.3f}, speed-up {row["speed_up"]:.2f},'
-      f' expected {row["expected_speed_up"]:.2f}'
-    )
+    name = f'gamma {row["gamma"]}: '
+    excess = row['measured_over_predicted'] - 1
+    rows += [
+      [f'{name}c inside a round', f'{row["cost_ratio"]:.3f}'],
+      [f'{name}acceptance of the run', f'{row["acceptance_rate"]:.3f}'],
+      [f'{name}loop over its rounds, as measured apart', f'{excess:+.1%}'],
+      [f'{name}expected speed-up', f'{row["expected_speed_up"]:.2f}'],
+      [f'{name}speed-up', f'{row["speed_up"]:.2f}'],
+    ]
+  return Table(title(record, setting), ['', 'measured'], rows)

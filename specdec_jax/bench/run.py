@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import files
 from specdec_jax.bench import calls, forced, settings, timing
 from specdec_jax.bench.models import Pair, make_pair
 from specdec_jax.bench.t5x_style import T5XStyle
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.environment import describe
 from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.record import Record
 
 LEAST_DECODE_LEN = 32  # of a shorter run little but its start would be timed
 
@@ -121,17 +120,21 @@ class Setting(NamedTuple):
 
 
 def benchmark(
-  config: BenchmarkConfig, advance: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+  config: BenchmarkConfig,
+  advance: Callable[[], None] = lambda: None,
+  say: Callable[[str], None] = lambda phase: None,
+) -> Record:
   """Runs a benchmark and writes its JSON.
 
   Args:
     config: what to measure.
     advance: called after each of `num_steps(config)` rounds.
+    say: told what goes on: the first round comes a minute after the start.
 
   Returns:
     The record: times in ms as median, min and max over interleaved rounds.
   """
+  say('Placing the models')
   pair = make_pair(
     config.target,
     config.draft,
@@ -141,16 +144,12 @@ def benchmark(
     config.seed,
     config.drafter,
   )
-  record = {
-    'kind': 'benchmark',
-    **described(config),
-    'settings': [
-      _measure(config, pair, setting, advance) for setting in grid(config)
-    ],
-    'machine': describe(),
-  }
+  measured = [
+    _measure(config, pair, setting, advance, say) for setting in grid(config)
+  ]
+  record = Record('benchmark', {**described(config), 'settings': measured})
   if config.output_file:
-    files.write_json(config.output_file, record)
+    record.save(config.output_file)
   return record
 
 
@@ -186,7 +185,9 @@ def num_steps(config: BenchmarkConfig) -> int:
   return config.repeats * sum(1 for _ in grid(config))
 
 
-def _measure(config, pair: Pair, setting: Setting, advance) -> dict[str, Any]:
+def _measure(
+  config, pair: Pair, setting: Setting, advance, say
+) -> dict[str, Any]:
   """Compiles and times all that belongs to one setting."""
   rng = np.random.default_rng(config.seed)
   inputs = rng.integers(
@@ -200,6 +201,8 @@ def _measure(config, pair: Pair, setting: Setting, advance) -> dict[str, Any]:
     seed=config.seed,
     has_encoder=config.target.has_encoder,
   )
+  where = f'batch {setting.batch}'
+  say(f'Compiling, {where}')
   matvec, matvec_bytes = calls.matvec()
   gammas = config.gammas if pair.drafter is not None else ()
   functions = {'matvec': matvec}
@@ -208,6 +211,7 @@ def _measure(config, pair: Pair, setting: Setting, advance) -> dict[str, Any]:
     _prepare_gamma(config, pair, request(gamma=gamma), functions, facts)
     for gamma in gammas
   ]
+  say(f'First calls, then measuring, {where}')
   seconds = timing.interleave(functions, config.repeats, advance)
   times = _in_ms(config, setting, seconds)
   median = {name: value['median'] for name, value in times.items()}

@@ -67,6 +67,11 @@ class SuiteConfig:
       )
 
 
+def records_of(output_dir: str) -> str:
+  """The folder of records beside a report, `SuiteConfig.output_dir`."""
+  return os.path.join(output_dir, 'records')
+
+
 def row_name(row: paper.Table2Row | paper.Table4Row) -> str:
   """Such as 'ende-t5_small-T0'."""
   return f'{row.task}-{row.draft}-T{row.temperature}'

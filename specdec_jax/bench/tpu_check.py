@@ -26,6 +26,7 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
+from specdec_jax.table import console as terminal
 
 # What `_key` tells -> the record of a row.
 _Done = dict[tuple[Any, ...], dict[str, Any]]
@@ -93,7 +94,7 @@ def check(
     ValueError: libtpu is missing; a row names a draft or task that `config`
       does not have; the output folder holds results of other settings.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   _check_rows(config, rows)
   device = tpu.describe_chip()
   settings = settings_of(config, f'{device.device_kind}, {tpu.TOPOLOGY}')

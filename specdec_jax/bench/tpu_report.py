@@ -4,26 +4,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.table
 
 from specdec_jax.bench.memory import GIB
+from specdec_jax.table import Column, Table
 
 _Record = Mapping[str, Any]
+# Name of a column -> its cell in the row of a record. Blanks at the end of a
+# name tell columns apart that are called the same.
+_Columns = Mapping[str, Callable[[_Record], str | None]]
 
 
-def _gb(size: float | None) -> str:
-  return '-' if size is None else f'{size / 1e9:.3f}'
+def _gb(size: float | None) -> str | None:
+  return None if size is None else f'{size / 1e9:.3f}'
 
 
-def _gib(size: float | None) -> str:
-  return '-' if size is None else f'{size / GIB:.2f}'
+def _gib(size: float | None) -> str | None:
+  return None if size is None else f'{size / GIB:.2f}'
 
 
-def _ratio(part: float | None, whole: float | None) -> str:
-  return '-' if part is None or whole is None else f'{part / whole:.4f}'
+def _ratio(part: float | None, whole: float | None) -> str | None:
+  return None if part is None or whole is None else f'{part / whole:.4f}'
 
 
-_PAIR: dict[str, Callable[[_Record], str]] = {
+_PAIR: dict[str, Callable[[_Record], str | None]] = {
   'task': lambda r: r['task'],
   'draft': lambda r: r['draft'],
   'T': lambda r: f'{r["temperature"]:g}',
@@ -95,31 +98,30 @@ _FALLBACKS = _PAIR | {
 }
 
 
-def _in_place(record: _Record) -> str:
+def _in_place(record: _Record) -> str | None:
   """Whether the speculative loop updates its caches where they are."""
   program = record['programs']['speculative_run']
   sizes = record['memory']
   caches = sizes['target_cache_bytes'] + sizes['draft_cache_bytes']
   if 'in_place_bytes' not in program:
-    return '-'
+    return None
   return 'yes' if program['in_place_bytes'] >= caches else 'NO'
 
 
-_Columns = Mapping[str, Callable[[_Record], str]]
+def table(columns: _Columns, rows: Sequence[_Record], title: str = '') -> Table:
+  """A line for each row; its first two columns say what it is of."""
+  return Table(
+    title,
+    [
+      Column(name.strip(), align='left' if i < 2 else 'right')
+      for i, name in enumerate(columns)
+    ],
+    [[show(row) for show in columns.values()] for row in rows],
+  )
 
 
-def cells(columns: _Columns, rows: Sequence[_Record]) -> list[list[str]]:
-  """A header and a line for each row, as text."""
-  return [
-    [name.strip() for name in columns],
-    *([show(row) for show in columns.values()] for row in rows),
-  ]
-
-
-def _table(columns: _Columns, rows: Sequence[_Record]) -> list[str]:
-  header, *body = cells(columns, rows)
-  rule = [':--'] * 2 + ['--:'] * (len(header) - 2)
-  return [f'| {" | ".join(line)} |' for line in (header, rule, *body)] + ['']
+def _markdown(columns: _Columns, rows: Sequence[_Record]) -> list[str]:
+  return [table(columns, rows).markdown(), '']
 
 
 def _heading(settings: Mapping[str, Any], what: str) -> list[str]:
@@ -133,6 +135,12 @@ def _heading(settings: Mapping[str, Any], what: str) -> list[str]:
     f'- {what}: {settings["device"]}; jax {settings["jax"]}, libtpu'
     f' {settings["libtpu"]}.',
   ]
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+  if not names:
+    return []
+  return [f'- {len(names)} not compiled yet: {", ".join(names)}.']
 
 
 def markdown(results: _Record) -> str:
@@ -149,7 +157,7 @@ def markdown(results: _Record) -> str:
       f' {settings["decode_lens"][task]} output tokens.'
       for task, length in settings['input_lens'].items()
     ),
-    *(f'- Not compiled yet: {name}.' for name in results['missing']),
+    *_missing(results['missing']),
     '',
     '## What the bytes predict',
     '',
@@ -160,26 +168,26 @@ def markdown(results: _Record) -> str:
     " without other costs would reach. The paper's speed-up is against T5X's"
     ' decoding, another baseline than the plain loop here.',
     '',
-    *_table(_SPEED, rows),
+    *_markdown(_SPEED, rows),
     '## Memory of the pair, GiB',
     '',
     "The peak is the compiler's, of the larger of the two speculative programs,"
     ' both models held.',
     '',
-    *_table(_MEMORY, rows),
+    *_markdown(_MEMORY, rows),
     '## Bytes of a call, GB',
     '',
     "XLA's figure for the same call is a check, not what the call moves: it"
     ' counts what is prefetched on the chip again.',
     '',
-    *_table(_BYTES, rows),
+    *_markdown(_BYTES, rows),
     '## Recompilation and fallbacks',
     '',
     'A run needs the programs counted here, `start` and `run` of each loop. The'
     ' state leaves `run` in the shape in which it came, so a further call'
     ' compiles nothing; sampling, seed and lengths are arguments.',
     '',
-    *_table(_FALLBACKS, rows),
+    *_markdown(_FALLBACKS, rows),
     f'Custom calls in the programs: {_custom_calls(rows)}.',
     '',
     *_refusals(rows),
@@ -202,7 +210,7 @@ def _refusals(rows: Sequence[_Record]) -> list[str]:
   return [f'Refused by the compiler: {text}' for text in sorted(texts)]
 
 
-_ON_SLICE: dict[str, Callable[[_Record], str]] = {
+_ON_SLICE: dict[str, Callable[[_Record], str | None]] = {
   'pair': lambda r: r['pair'],
   'slice': lambda r: r['slice'],
   'data x model': lambda r: ' x '.join(str(n) for n in r['mesh'].values()),
@@ -230,11 +238,11 @@ _SLICE_STEP = _ON_SLICE | {
 }
 
 
-def _if_compiled(record: _Record, text: str) -> str:
-  return '-' if 'refused' in record['program'] else text
+def _if_compiled(record: _Record, text: str) -> str | None:
+  return None if 'refused' in record['program'] else text
 
 
-def _exchanged(record: _Record, op: str | None, field: str) -> str:
+def _exchanged(record: _Record, op: str | None, field: str) -> str | None:
   """Of a round; None is every kind without a column of its own."""
   kinds = record['exchanged']['round']
   own = ('all-reduce', 'all-gather')
@@ -257,13 +265,13 @@ def slices_markdown(results: _Record) -> str:
     ' sampled.',
     '- The target is split over all chips of `model`, the drafter is whole on'
     ' each. One program holds the whole generation.',
-    *(f'- Not compiled yet: {name}.' for name in results['missing']),
+    *_missing(results['missing']),
     '',
     '## Memory of a chip, GiB',
     '',
     "The peak is the compiler's. Parameters are a chip's part of them.",
     '',
-    *_table(_SLICE_MEMORY, rows),
+    *_markdown(_SLICE_MEMORY, rows),
     '## A round: what a chip reads, and what the chips exchange',
     '',
     'Bytes of a call are counted: the weights of the decoder on a chip, and its'
@@ -271,7 +279,7 @@ def slices_markdown(results: _Record) -> str:
     ' tokens and gamma of the drafter. Exchanges are those of the compiled'
     ' round, bytes being what a chip has afterwards.',
     '',
-    *_table(_SLICE_STEP, rows),
+    *_markdown(_SLICE_STEP, rows),
     *(
       f'{row["pair"]} does not fit on {row["slice"]}:'
       f' {row["program"]["refused"]}\n'
@@ -287,7 +295,7 @@ def show_slices(console: rich.console.Console, results: _Record) -> None:
   columns = {**_ON_SLICE, 'fits': _SLICE_MEMORY['fits']}
   columns['peak GiB'] = _SLICE_MEMORY['peak GiB']
   columns |= {name: _SLICE_STEP[name] for name in names}
-  _print(console, results, columns)
+  console.print(table(columns, results['rows'], results['settings']['name']))
 
 
 def show(console: rich.console.Console, results: _Record) -> None:
@@ -299,18 +307,6 @@ def show(console: rich.console.Console, results: _Record) -> None:
     'peak GiB': _MEMORY['peak GiB'],
     'fits': _MEMORY['fits'],
   }
-  _print(console, results, columns)
+  console.print(table(columns, results['rows'], results['settings']['name']))
   for text in _refusals(results['rows']):
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print(
-  console: rich.console.Console, results: _Record, columns: _Columns
-) -> None:
-  header, *body = cells(columns, results['rows'])
-  table = rich.table.Table(title=results['settings']['name'])
-  for i, name in enumerate(header):
-    table.add_column(name, justify='left' if i < 2 else 'right')
-  for line in body:
-    table.add_row(*line)
-  console.print(table)

@@ -27,6 +27,7 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Partition, Placement
+from specdec_jax.table import console as terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def check(
     ValueError: libtpu is missing; a placement does not fit its slice or a
       network; the output folder holds results of other settings.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   devices = {name: tpu.describe_slice(name) for name in config.slices}
   kinds = {one[0].device_kind for one in devices.values()}
   settings = settings_of(config, ', '.join(sorted(kinds)))

@@ -11,11 +11,12 @@ import rich.console
 import rich.progress
 
 from specdec_jax import environment, metrics
-from specdec_jax.completion import Completion
+from specdec_jax.completion import Completion, total
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types
 from specdec_jax.infer import failures, results, resume
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.table import Column, Table
 from specdec_jax.training.pairs import read_tsv
 
 
@@ -167,8 +168,7 @@ def _evaluate(
     extra = {name: text() for name, text in beside.items()}
     contents = results.contents(records, summary, extra)
     folder.leave(contents) if failed else folder.finish(contents)
-  for title, value in rows(summary):
-    console.print(f'{title}: {value}', markup=False, highlight=False)
+  console.print(table(summary))
   if failed:
     params, count = engine.params, len(sources)
     raise failures.explained(failed, count, params, config.output_dir)
@@ -182,9 +182,9 @@ def _bleu(
   return {'score': found['bleu'], 'signature': found['bleu_signature']}
 
 
-def rows(summary: Mapping[str, Any]) -> list[list[str]]:
-  """The numbers of a summary of kind 'quality' as text: title and value."""
-  table = [
+def table(summary: Mapping[str, Any]) -> Table:
+  """The numbers of a summary of kind 'quality'."""
+  rows: list[list[str | None]] = [
     ['distinct sources', f'{summary["sources"]:,}'],
     ['references', f'{summary["references"]:,}'],
     ['BLEU, all references of a source', f'{summary["bleu"]["score"]:.1f}'],
@@ -195,31 +195,27 @@ def rows(summary: Mapping[str, Any]) -> list[list[str]]:
   ]
   for part in summary['drafting']:
     at = f'temperature {part["temperature"]:g}'
-    table += [
-      [f'acceptance rate, {at}', _shown(part['acceptance_rate'], '.3f')],
-      [f'tokens a call of the target, {at}', _shown(part['per_call'], '.2f')],
+    rate, per_call = part['acceptance_rate'], part['per_call']
+    rows += [
+      [f'acceptance rate, {at}', None if rate is None else f'{rate:.3f}'],
+      [
+        f'tokens a call of the target, {at}',
+        None if per_call is None else f'{per_call:.2f}',
+      ],
       [f'tokens, {at}', f'{part["tokens"]:,}'],
     ]
-  return table
-
-
-def _shown(value: float | None, form: str) -> str:
-  return '-' if value is None else format(value, form)
+  return Table('', ['', Column('measured', align='right')], rows)
 
 
 def _count(completions: Sequence[Completion]) -> dict[str, Any]:
-  stats = [completion.stats for completion in completions]
-  tokens = sum(one.num_tokens for one in stats)
-  calls = sum(one.num_target_calls for one in stats)
-  tested = sum(one.num_tested for one in stats)
-  accepted = sum(one.num_accepted for one in stats)
+  took = total(completion.stats for completion in completions)
   return {
-    'tokens': tokens,
-    'target_calls': calls,
-    'tested': tested,
-    'accepted': accepted,
-    'acceptance_rate': accepted / tested if tested else None,
-    'per_call': tokens / calls if calls else None,
+    'tokens': took.num_tokens,
+    'target_calls': took.num_target_calls,
+    'tested': took.num_tested,
+    'accepted': took.num_accepted,
+    'acceptance_rate': took.acceptance_rate,
+    'per_call': took.tokens_per_call,
   }
 
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.table
-import rich.text
 
 from specdec_jax import environment
-from specdec_jax.completion import Completion, CompletionStats
+from specdec_jax.completion import Completion, CompletionStats, total
+from specdec_jax.table import Column, Table
 
 PLAIN, SPECULATIVE = 'plain', 'speculative'
 SCORING = 'scoring'
@@ -120,23 +119,15 @@ def summarise(
 
 
 def _summarise_mode(mode: Mode) -> dict[str, Any]:
-  stats = [completion.stats for completion in mode.completions.values()]
-  tokens = sum(s.num_tokens for s in stats)
-  calls = sum(s.num_target_calls for s in stats)
-  tested = sum(s.num_tested for s in stats)
+  took = total(completion.stats for completion in mode.completions.values())
+  tokens = took.num_tokens
   seconds = sum(mode.seconds)
-  width = max((len(s.histogram) for s in stats), default=0)
   return {
     'tokens': tokens,
-    'target_calls': calls,
-    'tokens_per_call': tokens / calls if calls else None,
-    'acceptance_rate': (
-      sum(s.num_accepted for s in stats) / tested if tested else None
-    ),
-    'histogram': [
-      sum(s.histogram[i] for s in stats if i < len(s.histogram))
-      for i in range(width)
-    ],
+    'target_calls': took.num_target_calls,
+    'tokens_per_call': took.tokens_per_call,
+    'acceptance_rate': took.acceptance_rate,
+    'histogram': list(took.histogram),
     'ms_per_token': 1e3 * seconds / tokens if tokens else None,
     'ms_per_token_median': _median([ms for ms in mode.ms_per_token() if ms]),
     'seconds': seconds,
@@ -174,50 +165,59 @@ def _agreement(plain: Mode, speculative: Mode) -> dict[str, Any]:
 
 # The rows of the table: title, key in the summary of a mode, format.
 METRICS = (
-  ('tokens', 'tokens', '{:,}'),
-  ('calls of the target', 'target_calls', '{:,}'),
-  ('tokens a call', 'tokens_per_call', '{:.2f}'),
-  ('acceptance rate', 'acceptance_rate', '{:.3f}'),
-  ('ms/token, median', 'ms_per_token_median', '{:.2f}'),
-  ('ms/token, total', 'ms_per_token', '{:.2f}'),
+  ('tokens', 'tokens', ','),
+  ('calls of the target', 'target_calls', ','),
+  ('tokens a call', 'tokens_per_call', '.2f'),
+  ('acceptance rate', 'acceptance_rate', '.3f'),
+  ('ms/token, median', 'ms_per_token_median', '.2f'),
+  ('ms/token, total', 'ms_per_token', '.2f'),
+)
+# Below the ratios; left out where they are not known.
+LAST_METRICS = (
+  ('running rows / slots', 'occupancy', '.3f'),
+  ('compile, s (apart)', 'compile_seconds', '.1f'),
+  ('start to first output, s', 'first_output_seconds', '.1f'),
 )
 
 
-def rows(summary: Mapping[str, Any]) -> list[list[str]]:
-  """Returns the result table as text: a header, then one row a metric."""
+def table(summary: Mapping[str, Any]) -> Table:
+  """A row a metric, a column a way; what they agree in is not in it."""
   names = [n for n in (PLAIN, SPECULATIVE, SCORING) if n in summary]
-  titles = dict(zip(names, names, strict=True))
-  if not summary.get('lossless', True):
-    titles[SPECULATIVE] = f'{SPECULATIVE}, lossy'
-  table = [['', *titles.values()]]
+  lossy = not summary.get('lossless', True)
+  titles = [
+    f'{name}, lossy' if lossy and name == SPECULATIVE else name
+    for name in names
+  ]
+  rows: list[list[str | None]] = []
+
+  def add(title: str, form: str, values: Sequence[float | None]) -> None:
+    shown = (None if v is None else format(v, form) for v in values)
+    rows.append([title, *shown])
+
   for title, key, form in METRICS:
-    values = [summary[name][key] for name in names]
-    table.append(
-      [title, *('-' if v is None else form.format(v) for v in values)]
-    )
+    add(title, form, [summary[name][key] for name in names])
   measured = summary.get('metrics') or {}
   for metric in {key: None for own in measured.values() for key in own}:
     values = [measured[name].get(metric) for name in names]
     # What is no number, such as a signature, is in the summary only.
     if all(isinstance(value, float | int) for value in values):
-      table.append([metric, *(f'{value:.2f}' for value in values)])
+      add(metric, '.2f', values)
   for title, key in (
     ('speed-up, median', 'speed_up_median'),
     ('speed-up, total', 'speed_up'),
   ):
     if summary.get(key):
-      table.append([title, '1.00', f'{summary[key]:.2f}'])
-  full = [summary[name].get('occupancy') for name in names]
-  if any(full):
-    cells = ('-' if part is None else f'{part:.3f}' for part in full)
-    table.append(['running rows / slots', *cells])
-  compiled = (f'{summary[name]["compile_seconds"]:.1f}' for name in names)
-  table.append(['compile, s (apart)', *compiled])
-  first = [summary[name].get('first_output_seconds') for name in names]
-  if any(first):
-    cells = ('-' if s is None else f'{s:.1f}' for s in first)
-    table.append(['start to first output, s', *cells])
-  return table
+      add(title, '.2f', [1.0, summary[key]])
+  for title, key, form in LAST_METRICS:
+    values = [summary[name].get(key) for name in names]
+    if any(value is not None for value in values):
+      add(title, form, values)
+  ways = ' and '.join(titles)
+  return Table(
+    'Scoring' if ways == SCORING else f'Decoding, {ways}',
+    ['', *(Column(title, align='right') for title in titles)],
+    rows,
+  )
 
 
 def print_results(
@@ -226,16 +226,7 @@ def print_results(
   output_dir: str | None,
 ) -> None:
   """Prints the table of `summary`; agreement and failed lines below it."""
-  header, *body = rows(summary)
-  ways = ' and '.join(header[1:])
-  title = 'Scoring' if ways == SCORING else f'Decoding, {ways}'
-  table = rich.table.Table(title=title)
-  table.add_column(header[0])
-  for name in header[1:]:
-    table.add_column(name, justify='right')
-  for row in body:
-    table.add_row(*row)
-  console.print(table)
+  console.print(table(summary))
   for message in _notes(summary):
     _say(console, message)
   _say(
@@ -286,14 +277,11 @@ def print_examples(
   indices = sorted(next(iter(modes.values())).completions)[:count]
   if not indices:
     return
-  table = rich.table.Table(title='Examples', show_lines=True)
-  for name in ('input', *modes):
-    table.add_column(name, ratio=1, overflow='fold')
-  for index in indices:
-    cells = [texts[index], *(m.completions[index].text for m in modes.values())]
-    # Text, not str: a translation may hold what rich takes for markup.
-    table.add_row(*(rich.text.Text(cell) for cell in cells))
-  console.print(table)
+  rows = [
+    [texts[index], *(m.completions[index].text for m in modes.values())]
+    for index in indices
+  ]
+  console.print(Table('Examples', ['input', *modes], rows))
 
 
 def _say(console: rich.console.Console, message: str) -> None:

@@ -12,6 +12,7 @@ import rich.text
 
 from specdec_jax.reproduce import trace, trace_page
 from specdec_jax.reproduce.trace import Round
+from specdec_jax.table import Table
 
 # Heights of a trace's frame: of a row, of what is around the rows, the most.
 _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
@@ -96,9 +97,7 @@ class Facts:
     ]
 
   def __rich__(self) -> rich.console.Group:
-    models = rich.table.Table('', *self.models)
-    for row in self.rows:
-      models.add_row(*map(rich.text.Text, row))
+    models = Table('', ['', *self.models], self.rows)
     both = rich.table.Table.grid(padding=(0, 2))
     for name, value in self.both.items():
       both.add_row(name, rich.text.Text(value))

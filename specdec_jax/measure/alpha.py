@@ -7,21 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.table
 
-from specdec_jax import files, paper, same_run
+from specdec_jax import paper, same_run
 from specdec_jax.bench import alpha
 from specdec_jax.bench.report import with_progress
 from specdec_jax.bench.settings import check_all_at_least, check_at_least
 from specdec_jax.completion import CompletionStats
 from specdec_jax.engine import Engine
-from specdec_jax.environment import describe
 from specdec_jax.field_types import check_types
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.record import Record
 from specdec_jax.speculative import check_lenience
+from specdec_jax.table import Cell, Column, Table
+from specdec_jax.table import console as terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class MeasureAlphaConfig:
       temperature above 0 goes through them again, each time with other random
       numbers; greedy outputs would only repeat.
     target: name of the target, for the table.
+    name: of its record, where that lies among others.
     truncate: whether a text longer than the engine's `max_input_len` is cut
       there; else it is left out. With a short one, beginnings of texts that a
       decoder-only target goes on from.
@@ -60,6 +62,7 @@ class MeasureAlphaConfig:
   engines: Mapping[str, Callable[[], Engine]]
   input_file: str | LocalTask
   target: str = 'target'
+  name: str = 'alpha'
   truncate: bool = False
   num_tokens: int = 10_000
   temperatures: Sequence[float] = (0.0, 1.0)
@@ -202,7 +205,7 @@ def _real_runs(work: Workload) -> list[CompletionStats]:
 
 def measure_alpha(
   config: MeasureAlphaConfig, console: rich.console.Console | None = None
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
   """Measures both rates at every temperature; prints rows as in Table 3.
 
   Returns:
@@ -217,7 +220,8 @@ def measure_alpha(
     ValueError: no prompt can be decoded, the models are broken, or a record
       that is to be shown is one of other settings.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
+  record: Mapping[str, Any] | None
   record = _earlier(config) if config.reuse else None
   if record is None:
     per_engine = (
@@ -231,15 +235,11 @@ def measure_alpha(
         row for name in config.engines for row in _rows(config, name, advance)
       ],
     )
-    record = {
-      'kind': 'alpha',
-      'settings': config.settings,
-      'rows': rows,
-      'machine': describe(),
-    }
+    made = Record('alpha', {'settings': config.settings, 'rows': rows})
     if config.output_file:
-      files.write_json(config.output_file, record)
-  console.print(table(record['rows']))
+      made.save(config.output_file)
+    record = made
+  console.print(table(record))
   return record
 
 
@@ -338,38 +338,54 @@ def _row(
   }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> rich.table.Table:
-  """Rows as in the paper's Table 3, with the errors it does not print."""
-  made = rich.table.Table(
-    title=f'{rows[0]["target"]}: acceptance rates (Corollary 3.6)',
-    caption=(
-      'alpha and observed: of proposals; proposes: tokens with a proposal, of'
-      ' all'
+def table(record: Mapping[str, Any]) -> Table:
+  """Rows as in the paper's Table 3, with the errors it does not print.
+
+  Args:
+    record: of `measure_alpha`; older ones lack what was measured later.
+  """
+  rows = record['rows']
+  lossy = any(row.get('lenience', 1) != 1 for row in rows)
+  silent = any(row.get('proposes', 1) != 1 for row in rows)
+  columns: list[tuple[Column | str, Callable[[Mapping[str, Any]], Cell]]] = [
+    ('target', lambda row: row['target']),
+    ('draft', lambda row: row['draft']),
+    (Column('T', 'g'), lambda row: row['temperature']),
+    (
+      Column('lenience (below 1: lossy)', 'g'),
+      lambda row: row['lenience'] if lossy else None,
     ),
-  )
-  made.add_column('draft')
-  lossy = not all(row['lossless'] for row in rows)
-  names = ['T', *(['lenience'] if lossy else []), 'alpha', 'proposes']
-  for name in (*names, 'observed', 'tokens a call', 'tokens'):
-    made.add_column(name, justify='right')
-  for row in rows:
-    lenience = f'{row["lenience"]:g}{"" if row["lossless"] else ", lossy"}'
-    made.add_row(
-      row['draft'],
-      f'{row["temperature"]:g}',
-      *([lenience] if lossy else []),
-      with_error(row['alpha'], row['standard_error']),
-      f'{row["proposes"]:.3f}',
-      with_error(row['observed'], row['observed_standard_error']),
-      f'{row["tokens_per_call"]:.2f}',
-      str(row['num_tokens']),
-    )
-  return made
+    ('alpha', lambda row: with_error(row['alpha'], row['standard_error'])),
+    # Of drafters that always propose there is nothing to say.
+    (
+      Column('proposes', '.3f'),
+      lambda row: row['proposes'] if silent else None,
+    ),
+    (
+      'observed',
+      lambda row: with_error(row['observed'], row['observed_standard_error']),
+    ),
+    (
+      Column('tokens a call', '.2f'),
+      lambda row: row.get('tokens_per_call'),
+    ),
+    (Column('tokens', ','), lambda row: row['num_tokens']),
+  ]
+  cells = [[value(row) for _, value in columns] for row in rows]
+  notes = []
+  if silent:
+    notes = [
+      'alpha and observed: of proposals; proposes: tokens with a proposal, of'
+      ' all.'
+    ]
+  return Table(
+    'Acceptance rates (Corollary 3.6)', [c for c, _ in columns], cells, notes
+  ).said()
 
 
-def with_error(mean: float | None, error: float | None) -> str:
-  """A rate and its error as text; '-' where there is none."""
+def with_error(mean: float | None, error: float | None) -> str | None:
+  """A rate and its error as text; None where there is none."""
   if mean is None:
-    return '-'
+    return None
   # Of one text there is none.
   return f'{mean:.3f}' + ('' if error is None else f' ± {error:.3f}')

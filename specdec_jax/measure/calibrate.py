@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.table
 
 from specdec_jax import calibration
 from specdec_jax.bench import memory
@@ -21,11 +20,14 @@ from specdec_jax.calibration import Calibration, Choice, Measured
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
 from specdec_jax.field_types import check_types
+from specdec_jax.infer.report import status
 from specdec_jax.measure import alpha
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.table import Column, Table
+from specdec_jax.table import console as terminal
 
 _ALPHA_BATCH = 8  # rows; the acceptance rate does not depend on it
 
@@ -90,9 +92,10 @@ def calibrate(
   Raises:
     ValueError: the pair does not fit, or no prompt can be decoded.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   parts = memory.check_fits(_plan(config), memory.device_bytes())
-  engine = config.engine()
+  with status(console, 'Loading the models'):
+    engine = config.engine()
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len
   )
@@ -106,13 +109,13 @@ def calibrate(
     console,
     'Costs',
     num_steps(costs),
-    lambda advance: benchmark(costs, advance),
+    lambda bar: benchmark(costs, bar, bar.say),
   )
   rates = with_progress(
     console,
     'Tokens',
     config.num_tokens,
-    lambda advance: alpha.overlap_rates(
+    lambda bar: alpha.overlap_rates(
       alpha.Workload(
         engine,
         texts,
@@ -121,7 +124,7 @@ def calibrate(
         _ALPHA_BATCH,
         config.seed,
       ),
-      advance,
+      bar,
     ),
   )
   found = _conclude(config, engine, measured, rates, parts)
@@ -221,11 +224,53 @@ def _unproposed(share: float) -> str:
   return f', none where nothing is proposed ({1 - share:.0%} of them)'
 
 
+def tables(found: Mapping[str, Any]) -> list[Table]:
+  """What was chosen for each number of rows, and what every gamma is worth.
+
+  Args:
+    found: a calibration, as its file has it.
+  """
+  chosen = []
+  columns: list[Column | str] = ['gamma']
+  by_gamma = [[gamma] for gamma in range(len(found['choices'][0]['factors']))]
+  both = zip(found['choices'], found['record']['costs'], strict=True)
+  for choice, costs in both:
+    low, high = choice['interval']
+    (row,) = costs['gammas']
+    speed_up = f'{choice["expected_speed_up"]:.2f} ({low:.2f} to {high:.2f})'
+    chosen.append(
+      [choice['rows'], row['cost_ratio'], choice['gamma'], speed_up]
+    )
+    name = _rows(choice['rows'])
+    columns += [
+      Column(f'v(gamma + 1), {name}', '.2f'),
+      Column(f'speed-up, {name}', '.2f'),
+    ]
+    for line, factor in zip(by_gamma, choice['factors'], strict=True):
+      line += [costs['call_cost'][str(line[0] + 1)], factor]
+  c = Column('c', '.3f')
+  header = ('rows at once', c, 'gamma', 'expected speed-up')
+  return [
+    Table('Chosen here', header, chosen),
+    Table('What gamma is worth here', columns, by_gamma),
+  ]
+
+
 def _print(console: rich.console.Console, found: Calibration) -> None:
   record: Any = found.record
   rate = record['acceptance_rate']
+  for table in tables(dataclasses.asdict(found)):
+    console.print(table)
   for choice, costs in zip(found.choices, record['costs'], strict=True):
-    _print_choice(console, choice, costs)
+    times = costs['times_ms']
+    console.print(
+      f'{_rows(choice.rows)}: input {times["encoder"]["median"]:.2f} ms, a call'
+      f' {times["call_1"]["median"]:.2f} ms of'
+      f' {memory.gib(costs["bytes_per_call"])} at'
+      f' {costs["plain_gb_per_s"]:.1f} GB/s'
+      f' ({100 * costs["bandwidth_fraction"]:.0f} % of a matrix-vector'
+      " product's)"
+    )
   needed = sum(record['memory_bytes'].values())
   console.print(f'{memory.gib(needed)} of memory in all')
   console.print(
@@ -234,7 +279,7 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
     + _unproposed(rate['proposes'])
   )
   for choice in found.choices:
-    rows = f'{_rows(choice)}: '
+    rows = f'{_rows(choice.rows)}: '
     if not choice.gamma:
       console.print(
         f'{rows}speculation does not pay here: no gamma is expected to be'
@@ -249,33 +294,5 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
     )
 
 
-def _rows(choice: Choice) -> str:
-  return f'{choice.rows} row{"s" * (choice.rows > 1)}'
-
-
-def _print_choice(
-  console: rich.console.Console, choice: Choice, costs: Mapping[str, Any]
-) -> None:
-  table = rich.table.Table(
-    title=f'What gamma is worth here, {_rows(choice)} at once'
-  )
-  for name in ('gamma', 'v(gamma + 1)', 'ms a call', 'expected speed-up'):
-    table.add_column(name, justify='right')
-  for gamma, factor in enumerate(choice.factors):
-    name = str(gamma + 1)
-    chosen = gamma == choice.gamma
-    table.add_row(
-      str(gamma),
-      f'{costs["call_cost"][name]:.2f}',
-      f'{costs["times_ms"][f"call_{name}"]["median"]:.2f}',
-      f'{factor:.2f}' + (' <' if chosen else ''),
-    )
-  console.print(table)
-  (row,) = costs['gammas']
-  console.print(
-    f'input {costs["times_ms"]["encoder"]["median"]:.2f} ms, drafter'
-    f' c = {row["cost_ratio"]:.3f}; {memory.gib(costs["bytes_per_call"])} a'
-    f' call at {costs["plain_gb_per_s"]:.1f} GB/s'
-    f' ({100 * costs["bandwidth_fraction"]:.0f} % of a matrix-vector'
-    " product's)"
-  )
+def _rows(count: int) -> str:
+  return f'{count} row{"s" * (count > 1)}'

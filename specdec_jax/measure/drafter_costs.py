@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-import rich.table
 
-from specdec_jax import files, partitioning
+from specdec_jax import partitioning
 from specdec_jax.bench import calls, timing
 from specdec_jax.bench.models import Pair, make_pair, random_params
 from specdec_jax.bench.report import with_progress
@@ -26,12 +25,14 @@ from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.uniform import uniform
-from specdec_jax.environment import describe
 from specdec_jax.field_types import check_types
 from specdec_jax.measure.ngram import outputs
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.record import Record
+from specdec_jax.table import Column, Table
+from specdec_jax.table import console as terminal
 from specdec_jax.tokenizer_bpe import open_vocabulary
 from specdec_jax.types import Draft
 
@@ -92,16 +93,16 @@ class DrafterCostsConfig:
 
 def drafter_costs(
   config: DrafterCostsConfig, console: rich.console.Console | None = None
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
   """Times drafts alone and inside of rounds; prints and writes a table.
 
   Returns:
-    The record: its table as `reproduce.report` has tables, the corpus of the
+    The record: its table as `Table.to_json` has it, the corpus of the
     n-grams, and `measured`: per drafter and temperature, c (one proposal, in
     calls of the target over one token) alone and inside of a round, with its
     standard error, what gamma proposals add to a call, and times in ms.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   pairs, corpus = _pairs(config)
   measured = with_progress(
     console,
@@ -114,15 +115,10 @@ def drafter_costs(
     ],
   )
   record = _record(config, measured, corpus)
-  shown = rich.table.Table(title=record['title'])
-  for index, column in enumerate(record['columns']):
-    shown.add_column(column, justify='right' if index else 'left')
-  for row in record['rows']:
-    shown.add_row(*row)
-  console.print(shown)
+  console.print(Table.from_json(record))
   console.print(f'n-grams of {corpus}')
   if config.output_file:
-    files.write_json(config.output_file, record)
+    record.save(config.output_file)
   return record
 
 
@@ -277,51 +273,48 @@ def _mib(params: Any) -> float:
 
 def _record(
   config: DrafterCostsConfig, measured: Sequence[dict[str, Any]], corpus: str
-) -> dict[str, Any]:
-  return {
-    'kind': 'table',
-    'title': (
-      f'Drafting costs: batch {config.batch}, gamma {config.gamma}, a target of'
-      f' {_count(config.target)} parameters'
-    ),
-    'columns': [
-      'drafter',
-      'T',
-      'MiB',
-      'c alone',
-      'c in a round',
-      'draft / call',
-      'draft ms',
-      'call ms',
-    ],
-    'rows': [
-      [
-        row['drafter'],
-        f'{row["temperature"]:g}',
-        f'{row["params_mib"]:.1f}',
-        f'{row["cost_ratio_alone"]:.4f}',
-        f'{row["cost_ratio"]:.4f} ± {row["cost_ratio_error"]:.4f}',
-        f'{row["draft_of_a_call"]:.1%}',
-        f'{row["times_ms"]["draft"]["median"]:.3f}',
-        f'{row["times_ms"]["call"]["median"]:.2f}',
-      ]
-      for row in measured
-    ],
+) -> Record:
+  columns = (
+    'drafter',
+    Column('T', 'g'),
+    Column('MiB', '.1f'),
+    Column('c alone', '.4f'),
+    'c in a round',
+    Column('draft / call', '.1%'),
+    Column('draft ms', '.3f'),
+    Column('call ms', '.2f'),
+  )
+  rows = [
+    [
+      row['drafter'],
+      row['temperature'],
+      row['params_mib'],
+      row['cost_ratio_alone'],
+      f'{row["cost_ratio"]:.4f} ± {row["cost_ratio_error"]:.4f}',
+      row['draft_of_a_call'],
+      row['times_ms']['draft']['median'],
+      row['times_ms']['call']['median'],
+    ]
+    for row in measured
+  ]
+  title = (
+    f'Drafting costs: batch {config.batch}, gamma {config.gamma}, a target of'
+    f' {_count(config.target)} parameters'
+  )
+  names = (
+    'max_continuations',
+    'input_len',
+    'decode_len',
+    'calls_a_run',
+    'repeats',
+    'seed',
+  )
+  values = {
     'measured': list(measured),
     'ngrams': corpus,
-    'settings': {
-      name: getattr(config, name)
-      for name in (
-        'max_continuations',
-        'input_len',
-        'decode_len',
-        'calls_a_run',
-        'repeats',
-        'seed',
-      )
-    },
-    'machine': describe(),
+    'settings': {name: getattr(config, name) for name in names},
   }
+  return Record('table', Table(title, columns, rows).to_json() | values)
 
 
 def _count(network: LanguageModel) -> str:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-import rich.table
 
 from specdec_jax.bench.settings import check_at_least
 from specdec_jax.drafters.ngram import first_guess, longest_known
@@ -21,6 +20,7 @@ from specdec_jax.field_types import check_types
 from specdec_jax.files import text_lines, writable
 from specdec_jax.local_tasks import json_object
 from specdec_jax.nearest import nearest
+from specdec_jax.table import Table
 from specdec_jax.tokenizer import Tokenizer
 from specdec_jax.training.pairs import TokenPairs, read_tsv
 
@@ -223,14 +223,15 @@ def _ids(where: str, value: Any, tokenizer: Tokenizer, field: str) -> list[int]:
 
 def _summary(
   config: FitNgramConfig, table: NGramTable, rate: float | None
-) -> rich.table.Table:
-  made = rich.table.Table(title=f'{os.fspath(config.output_file)}')
-  made.add_column('what')
-  made.add_column('', justify='right')
-  for length, number in enumerate(table.num_contexts):
-    made.add_row(f'contexts of {length} tokens', f'{number:,}')
-  made.add_row('continuations', f'{len(table.ids):,}')
-  made.add_row('MiB on the device', f'{table.num_bytes / 2**20:.2f}')
+) -> Table:
+  rows = [
+    [f'contexts of {length} tokens', f'{number:,}']
+    for length, number in enumerate(table.num_contexts)
+  ]
+  rows += [
+    ['continuations', f'{len(table.ids):,}'],
+    ['MiB on the device', f'{table.num_bytes / 2**20:.2f}'],
+  ]
   if rate is not None:
-    made.add_row('first guess right, held out', f'{rate:.3f}')
-  return made
+    rows.append(['first guess right, held out', f'{rate:.3f}'])
+  return Table(os.fspath(config.output_file), ['what', ''], rows)

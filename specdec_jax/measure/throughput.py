@@ -6,18 +6,16 @@ sorted by length, continuous batching in random order and the shortest first.
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.table
 
-from specdec_jax import calibration, files
+from specdec_jax import calibration
 from specdec_jax.bench.report import with_progress
 from specdec_jax.bench.settings import check_all_at_least, check_at_least
 from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine
-from specdec_jax.environment import describe
 from specdec_jax.field_types import check_types
 from specdec_jax.measure import residency
 from specdec_jax.measure.timed_runs import (
@@ -27,7 +25,10 @@ from specdec_jax.measure.timed_runs import (
   run_fixed,
 )
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.record import Record
 from specdec_jax.schedule import Settings
+from specdec_jax.table import Column, Table
+from specdec_jax.table import console as terminal
 
 FIXED_RANDOM, FIXED_SORTED = 'fixed, random order', 'fixed, sorted'
 GIVEN, SHORTEST = 'continuous, random order', 'continuous'
@@ -110,7 +111,7 @@ class ThroughputConfig:
 
 def measure_throughput(
   config: ThroughputConfig, console: rich.console.Console | None = None
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
   """Measures what `config` asks for, prints it, writes the record.
 
   Returns:
@@ -121,7 +122,7 @@ def measure_throughput(
     ValueError: nothing can be decoded, or a calibration is of other models.
     OSError: the record could not be written.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   chosen = calibration.load(config.calibration) if config.calibration else None
   engine = config.engine()
   if chosen is not None:
@@ -152,8 +153,7 @@ def measure_throughput(
     4 * config.repeats,
     lambda advance: _ways(config, engine, some, options, advance),
   )
-  record: dict[str, Any] = {
-    'kind': 'throughput',
+  values: dict[str, Any] = {
     'examples': len(some),
     'batch_size': config.batch_size,
     'speculative': config.speculative,
@@ -162,19 +162,19 @@ def measure_throughput(
     'ways': {name: _medians(found) for name, found in rounds.items()},
     'ratios': _ratios(rounds),
   }
-  record['looks'] = _looks(config, engine, texts, options)
-  record['sweep'] = with_progress(
+  values['looks'] = _looks(config, engine, texts, options)
+  values['sweep'] = with_progress(
     console,
     'Batch sizes',
     len(config.sweep_batches) * (2 if chosen is None else 3),
     lambda advance: _sweep(config, engine, texts, options, chosen, advance),
   )
   if memory is not None:
-    record['memory'] = memory
-  record['machine'] = describe()
+    values['memory'] = memory
+  record = Record('throughput', values)
   show(console, record)
   if config.output_file:
-    files.write_json(config.output_file, record)
+    record.save(config.output_file)
   return record
 
 
@@ -264,65 +264,56 @@ def _sweep(config, engine, texts, options, chosen, advance):
   return found
 
 
-_COLUMNS = ('tokens/s', 'median latency, s', 'occupancy', 'host, %')
+# Of a run: how it is shown, and its value.
+_COLUMNS: tuple[tuple[Column, str], ...] = (
+  (Column('tokens/s', '.1f'), 'tokens_per_second'),
+  (Column('median latency', '.2f', unit='s'), 'median_latency'),
+  (Column('occupancy', '.3f'), 'occupancy'),
+  (Column('host', '.1f', unit='%'), 'host_fraction'),
+)
 
 
-def way_rows(record: dict[str, Any]) -> list[list[str]]:
-  """The four ways as text: a header, then one row each."""
-  rows = [[name, *_cells(row)] for name, row in record['ways'].items()]
-  return [['way', *_COLUMNS], *rows]
+def tables(record: Mapping[str, Any]) -> list[Table]:
+  """The ways, their ratios, how often the host looks, and batch sizes."""
 
+  def runs(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """Each row: what it is of, then the numbers of its run."""
+    columns: list[Column | str] = [*names, *(column for column, _ in _COLUMNS)]
+    return Table('', columns, [[*of, *_cells(row)] for *of, row in rows])
 
-def ratio_rows(record: dict[str, Any]) -> list[list[str]]:
-  """Each continuous way against each fixed one, likewise."""
-  rows = [
-    [
-      name,
-      *(f'{m:.2f} ({low:.2f} to {high:.2f})' for m, low, high in r.values()),
-    ]
-    for name, r in record['ratios'].items()
+  def ratio(values: Sequence[float]) -> str:
+    middle, low, high = values
+    return f'{middle:.2f} ({low:.2f} to {high:.2f})'
+
+  found = [
+    runs(['way'], record['ways'].items()),
+    Table(
+      '',
+      ['ratio', 'throughput', 'median latency'],
+      [[of, *map(ratio, row.values())] for of, row in record['ratios'].items()],
+    ),
+    runs(
+      ['rounds at most', 'rows finished'],
+      [(row['max_rounds'], row['refill'], row) for row in record['looks']],
+    ),
+    runs(
+      ['batch', 'decoding'],
+      [(row['batch_size'], row['mode'], row) for row in record['sweep']],
+    ),
   ]
-  return [['ratio', 'throughput', 'median latency'], *rows]
+  return [table for table in found if table.rows]
 
 
-def look_rows(record: dict[str, Any]) -> list[list[str]]:
-  """How often the host looks, likewise."""
-  rows = [
-    [str(row['max_rounds']), str(row['refill']), *_cells(row)]
-    for row in record['looks']
-  ]
-  return [['rounds at most', 'rows finished', *_COLUMNS], *rows]
-
-
-def sweep_rows(record: dict[str, Any]) -> list[list[str]]:
-  """Batch sizes, likewise."""
-  rows = [
-    [str(row['batch_size']), row['mode'], *_cells(row)]
-    for row in record['sweep']
-  ]
-  return [['batch', 'decoding', *_COLUMNS], *rows]
-
-
-def show(console: rich.console.Console, record: dict[str, Any]) -> None:
+def show(console: rich.console.Console, record: Mapping[str, Any]) -> None:
   """Prints the tables of a record."""
-  title = f'{record["examples"]} texts, batch {record["batch_size"]}'
-  for made in (way_rows, ratio_rows, look_rows, sweep_rows):
-    header, *rows = made(record)
-    if rows:
-      table = rich.table.Table(*header, title=title)
-      for row in rows:
-        table.add_row(*row)
-      console.print(table)
-    title = ''
+  console.print(f'{record["examples"]} texts, batch {record["batch_size"]}')
+  for table in tables(record):
+    console.print(table)
   if 'memory' in record:
     console.print(f'memory: {record["memory"]}')
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-  host = row['host_fraction']
-  return [
-    f'{row["tokens_per_second"]:.1f}',
-    f'{row["median_latency"]:.2f}',
-    f'{row["occupancy"]:.3f}',
-    '-' if host is None else f'{100 * host:.1f}',
-  ]
+def _cells(row: Mapping[str, Any]) -> list[float | None]:
+  values = [row[name] for _, name in _COLUMNS]
+  *others, host = values
+  return [*others, None if host is None else 100 * host]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.completion import Completion
+from specdec_jax.completion import Completion, CompletionStats, total
 from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine
 
@@ -159,14 +159,14 @@ def run_continuous(
 def _timed(found: Iterable[Completion]) -> tuple[Timed, int]:
   """Takes completions as they come; also the calls of the target in all."""
   latency: list[float] = []
-  tokens = calls = tested = accepted = 0
+  done: list[CompletionStats] = []
   start = time.perf_counter()
   for one in found:
     latency.append(time.perf_counter() - start)
-    tokens += one.stats.num_tokens
-    calls += one.stats.num_target_calls
-    tested += one.stats.num_tested
-    accepted += one.stats.num_accepted
+    done.append(one.stats)
   seconds = time.perf_counter() - start
-  rate = accepted / tested if tested else None
-  return Timed(seconds, latency, tokens, 1.0, accepted=rate), calls
+  took = total(done)
+  timed = Timed(
+    seconds, latency, took.num_tokens, 1.0, accepted=took.acceptance_rate
+  )
+  return timed, took.num_target_calls

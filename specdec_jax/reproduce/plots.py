@@ -44,7 +44,7 @@ class Point(NamedTuple):
   Attributes:
     acceptance_rate: alpha.
     value: in the unit of the figure.
-    label: written beside it.
+    label: written apart, with a line to it.
     parameter: of the curve that it belongs to; None for none of them.
     forced_acceptance: as in `report.Row`; drawn hollow, and said in the title.
   """
@@ -215,7 +215,8 @@ def plot_tradeoff(
       left,
       'times faster than plain decoding',
       speed_points,
-      f'Figure 4, speed: Theorem 3.8, c = {cost_ratio:g}',
+      f'Figure 4, speed: Theorem 3.8, c = {cost_ratio:g}'
+      + ('\npoints: measured, each with its own c' if speed_points else ''),
     )
     _draw_curves(
       right, operations_curves(gammas, operations_ratio), _gamma_label
@@ -233,12 +234,15 @@ def plot_tradeoff(
   save(path, draw, size=(10, 4.2))
 
 
-def plot_comparison(path: str | os.PathLike[str], table: report.Table) -> None:
+def plot_comparison(
+  path: str | os.PathLike[str], table: report.Comparison
+) -> None:
   """A table as a plot: paper, predicted and measured, a line each row.
 
   Args:
     path: of the PNG; replaced whole or not at all.
-    table: such as Table 2. A row that was not measured says so in its line.
+    table: such as Table 2; where nothing is won there is a line. A row that
+      was not measured says so in its own.
 
   Raises:
     ValueError: matplotlib is not installed.
@@ -260,6 +264,8 @@ def plot_comparison(path: str | os.PathLike[str], table: report.Table) -> None:
     )
     axes.set_ylim(len(table.rows) - 0.5, -0.5)
     axes.set_xlim(left=0)
+    if table.even is not None:
+      axes.axvline(table.even, color='#555555', linewidth=1, label='no gain')
     axes.set_xlabel(table.quantity)
     axes.set_title(wrapped(table.full_title, 70))
     axes.legend(loc='upper left', bbox_to_anchor=(1, 1))
@@ -267,7 +273,7 @@ def plot_comparison(path: str | os.PathLike[str], table: report.Table) -> None:
   save(path, draw, size=(9, 1.6 + 0.42 * len(table.rows)))
 
 
-def _draw_measured(axes, table: report.Table) -> None:
+def _draw_measured(axes, table: report.Comparison) -> None:
   """Filled where acceptance was real, hollow where it was forced."""
   shift = 0.22
   for forced in (False, True):
@@ -331,7 +337,7 @@ def _draw_curves(axes, curves: Sequence[Curve], label, steps=False) -> None:
 
 def _draw_points(axes, points: Sequence[Point], parameters) -> None:
   shown = set()
-  for point in points:
+  for point in sorted(points):
     forced = point.forced_acceptance is not None
     known = point.parameter in parameters
     colour = '#222222'
@@ -348,14 +354,30 @@ def _draw_points(axes, points: Sequence[Point], parameters) -> None:
       zorder=3,
     )
     shown.add(name)
-    if point.label:
-      axes.annotate(
-        point.label,
-        (point.acceptance_rate, point.value),
-        xytext=(5, -10),  # curves rise to the other side
-        textcoords='offset points',
-        fontsize='x-small',
-      )
+  _draw_labels(axes, sorted(point for point in points if point.label))
+
+
+def _draw_labels(axes, points: Sequence[Point]) -> None:
+  """One above the other, left of where curves rise, with a line to each."""
+  # The one furthest to the right is on top: no two lines cross.
+  for index, point in enumerate(reversed(points)):
+    axes.annotate(
+      point.label,
+      (point.acceptance_rate, point.value),
+      xytext=(0.56, 0.95 - 0.045 * index),
+      textcoords='axes fraction',
+      ha='right',
+      va='center',
+      fontsize='x-small',
+      arrowprops={
+        'arrowstyle': '-',
+        'color': '#999999',
+        'linewidth': 0.6,
+        'relpos': (1.0, 0.5),  # from the end of the text
+        'shrinkA': 0,
+        'shrinkB': 4,
+      },
+    )
 
 
 def _finish(

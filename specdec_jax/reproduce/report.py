@@ -1,27 +1,24 @@
 """Side by side: what the paper says, what is predicted, what was measured.
 
-A `Table` is data; `markdown`, `csv_text` and `rich_table` show it, and `write`
-leaves a folder with report.md and a CSV a table. A row that was not measured
-says why, and forced acceptance is said wherever a number of it stands.
+A `Comparison` is data; its `table` is for readers, `unrounded` for programs,
+and `write` leaves a folder with report.md and a CSV and a JSON of each. Forced
+acceptance is said wherever a number of it stands.
 """
 
-import csv
+import collections
 import dataclasses
-import io
 import os
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import rich.table
-import rich.text
-
 from specdec_jax import files
+from specdec_jax.record import Record
+from specdec_jax.table import Cell, Column, Table, plain_markdown
 
 REPORT = 'report.md'
 VALUES = ('paper', 'predicted', 'measured')
-Cell = str | int | float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Row:
 
   Attributes:
     keys: what tells the row from others, such as {'task': 'ende', 'gamma': 7};
-      the same names in all rows of a table.
+      the same names in all rows of a comparison.
     paper: the paper's value; None if it has none.
     predicted: by the closed forms; None if nothing can be predicted.
     measured: None if it was not measured.
@@ -38,7 +35,7 @@ class Row:
     not_measured: why; needed where `measured` is None.
     forced_acceptance: the rate at which proposals were accepted whatever they
       were, with random weights; None for real acceptance.
-    details: further columns behind `measured`; the same names in all rows.
+    details: further columns behind `measured`; a row may lack some.
     notes: anything else.
 
   Raises:
@@ -84,18 +81,14 @@ class Row:
   def name(self) -> str:
     """The keys on one line."""
     return ', '.join(
-      value if isinstance(value, str) else f'{key} {_short(value)}'
+      value if isinstance(value, str) else f'{key} {Column(key).text(value)}'
       for key, value in self.keys.items()
     )
 
   @property
   def remarks(self) -> str:
     """The notes, behind what must not be overlooked."""
-    parts = [
-      forced_label(self.forced_acceptance),
-      self.not_measured and f'not measured: {self.not_measured}',
-      self.notes,
-    ]
+    parts = [forced_label(self.forced_acceptance), self.notes]
     return '; '.join(part for part in parts if part)
 
   @property
@@ -105,21 +98,33 @@ class Row:
       return None
     return self.measured / self.predicted
 
+  def measured_text(self, decimals: int) -> str | None:
+    """The measured value with its spread; says if it was forced."""
+    if self.measured is None:
+      return None
+    text = f'{self.measured:.{decimals}f}'
+    if self.spread is not None:
+      low, high = self.spread
+      text += f' [{low:.{decimals}f}, {high:.{decimals}f}]'
+    return text + (' (forced)' if self.forced_acceptance is not None else '')
+
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class Comparison:
   """Rows of one quantity.
 
   Attributes:
-    name: of its CSV file, such as 'table2'.
+    name: of its files, such as 'table2'.
     title: such as 'Table 2: walltime improvement'.
     quantity: what the three values are, with their unit.
     rows: at least one.
     decimals: of the values where they are shown; the CSV has them all.
     caption: a sentence or more under the title.
+    forms: name of a detail -> how its numbers are shown, as `Column.form`.
+    even: the value at which nothing is won or lost; a picture marks it.
 
   Raises:
-    ValueError: there is no row, or rows differ in their columns.
+    ValueError: there is no row, or rows differ in their keys.
   """
 
   name: str
@@ -128,19 +133,19 @@ class Table:
   rows: Sequence[Row]
   decimals: int = 2
   caption: str = ''
+  forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  even: float | None = None
 
   def __post_init__(self):
     if not self.rows:
-      raise ValueError(f'Table {self.name!r} has no rows.')
-    first = self.rows[0]
+      raise ValueError(f'Comparison {self.name!r} has no rows.')
+    want = list(self.rows[0].keys)
     for row in self.rows:
-      for field in ('keys', 'details'):
-        have, want = list(getattr(row, field)), list(getattr(first, field))
-        if have != want:
-          raise ValueError(
-            f'Rows of table {self.name!r} must have the same {field}, got'
-            f' {have} behind {want}.'
-          )
+      if list(row.keys) != want:
+        raise ValueError(
+          f'Rows of {self.name!r} must have the same keys, got'
+          f' {list(row.keys)} behind {want}.'
+        )
 
   @property
   def full_title(self) -> str:
@@ -148,10 +153,105 @@ class Table:
     return titled(self.title, [row.forced_acceptance for row in self.rows])
 
   @property
-  def count(self) -> str:
-    """How many rows were measured."""
+  def about(self) -> str:
+    """What the values are, and how many rows were measured."""
     measured = sum(row.measured is not None for row in self.rows)
-    return f'{measured} of {len(self.rows)} rows measured'
+    said = f'{self.quantity}; {measured} of {len(self.rows)} rows measured.'
+    return f'{said} {self.caption}'.rstrip()
+
+  @property
+  def _details(self) -> list[str]:
+    return list(
+      dict.fromkeys(name for row in self.rows for name in row.details)
+    )
+
+  @property
+  def listed(self) -> list[Row]:
+    """The rows that a reader is shown: those measured, or all if none is."""
+    measured = [row for row in self.rows if row.measured is not None]
+    return measured or list(self.rows)
+
+  def table(self, *, remarks: bool = False) -> Table:
+    """The listed rows; what became of the others is a line.
+
+    Args:
+      remarks: whether there is a column of them.
+    """
+    form = f'.{self.decimals}f'
+    columns: list[Column | str] = [
+      *self.rows[0].keys,
+      Column('paper', form),
+      Column('predicted', form),
+      Column('measured', missing='not measured', align='right'),
+      Column('measured / predicted', '.2f'),
+      *(Column(name, self.forms.get(name, '')) for name in self._details),
+      *(['notes'] if remarks else []),
+    ]
+    body = [
+      [
+        *row.keys.values(),
+        row.paper,
+        row.predicted,
+        row.measured_text(self.decimals),
+        row.measured_over_predicted,
+        *map(row.details.get, self._details),
+        *([row.remarks] if remarks else []),
+      ]
+      for row in self.listed
+    ]
+    notes = [*self._not_measured(), *filter(None, [agreement(self)])]
+    return Table(self.full_title, columns, body, notes)
+
+  def _not_measured(self) -> list[str]:
+    """A line for each reason why rows were not measured."""
+    reasons = collections.Counter(
+      row.not_measured for row in self.rows if row.not_measured
+    )
+    where = f'; they are in {self.name}.csv'
+    if len(self.listed) == len(self.rows):  # they are above
+      where = ''
+    return [
+      f'{count} row{"s" * (count > 1)} not measured{where}: {reason}.'
+      for reason, count in reasons.items()
+    ]
+
+  def unrounded(self) -> Table:
+    """All rows, all digits."""
+    columns = [
+      *self.rows[0].keys,
+      *VALUES,
+      'measured_low',
+      'measured_high',
+      'forced_acceptance',
+      *self._details,
+      'not_measured',
+      'notes',
+    ]
+    body = [
+      [
+        *row.keys.values(),
+        *(getattr(row, name) for name in VALUES),
+        *(row.spread or (None, None)),
+        row.forced_acceptance,
+        *map(row.details.get, self._details),
+        row.not_measured,
+        row.remarks,
+      ]
+      for row in self.rows
+    ]
+    return Table(self.full_title, columns, body)
+
+  def markdown(self) -> str:
+    """Its part of a report."""
+    shown = self.table(remarks=True)
+    parts = [
+      f'## {plain_markdown(self.full_title)}',
+      plain_markdown(self.about),
+      shown.markdown(),
+      *map(plain_markdown, shown.notes),
+      f'Unrounded: [{self.name}.csv]({self.name}.csv)',
+    ]
+    return '\n\n'.join(parts) + '\n'
 
 
 def forced_label(rate: float | None) -> str:
@@ -178,139 +278,9 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
   return f'{title} ({label})'
 
 
-def header(table: Table) -> list[str]:
-  """Names of the columns of `cells`."""
-  first = table.rows[0]
-  return [
-    *first.keys,
-    *VALUES,
-    'measured / predicted',
-    *first.details,
-    'notes',
-  ]
-
-
-def cells(table: Table) -> list[list[str]]:
-  """Every row as text, in the columns of `header`."""
-  return [_cells(row, table.decimals) for row in table.rows]
-
-
-def _cells(row: Row, decimals: int) -> list[str]:
-  def rounded(value: float | None) -> str:
-    return '-' if value is None else f'{value:.{decimals}f}'
-
-  measured = 'not measured'
-  if row.measured is not None:
-    measured = rounded(row.measured)
-    if row.spread is not None:
-      low, high = (rounded(value) for value in row.spread)
-      measured += f' [{low}, {high}]'
-    if row.forced_acceptance is not None:
-      measured += ' (forced)'
-  ratio = row.measured_over_predicted
-  return [
-    *(_short(value) for value in row.keys.values()),
-    rounded(row.paper),
-    rounded(row.predicted),
-    measured,
-    '-' if ratio is None else f'{ratio:.2f}',
-    *(_short(value) for value in row.details.values()),
-    row.remarks,
-  ]
-
-
-def _short(value: Cell) -> str:
-  if value is None:
-    return '-'
-  return f'{value:.4g}' if isinstance(value, float) else str(value)
-
-
-def markdown(table: Table) -> str:
-  """Returns the table with its title, as GitHub shows it."""
-  names = header(table)
-  num_keys = len(table.rows[0].keys)
-  right = range(num_keys, len(names) - 1)
-  rule = ['--:' if i in right else ':--' for i in range(len(names))]
-  body = [_line(_escaped(row)) for row in cells(table)]
-  parts = [f'## {_inline(table.full_title)}', '']
-  about = f'{table.quantity}; {table.count}.'
-  if table.caption:
-    about += f' {table.caption}'
-  parts += [_inline(about), '', _line(_escaped(names)), _line(rule), *body]
-  return '\n'.join(parts) + '\n'
-
-
-def _inline(text: str) -> str:
-  flat = ' '.join(text.split())
-  return flat.replace('&', '&amp;').replace('<', '&lt;')
-
-
-def _escaped(row: Sequence[str]) -> list[str]:
-  return [
-    _inline(cell).replace('\\', '\\\\').replace('|', '\\|') for cell in row
-  ]
-
-
-def _line(row: Sequence[str]) -> str:
-  return f'| {" | ".join(row)} |'
-
-
-def csv_text(table: Table) -> str:
-  """Returns the table as CSV, numbers unrounded; missing ones are empty."""
-  first = table.rows[0]
-  stream = io.StringIO(newline='')
-  writer = csv.writer(stream, lineterminator='\n')
-  writer.writerow(
-    [
-      *first.keys,
-      *VALUES,
-      'measured_low',
-      'measured_high',
-      'forced_acceptance',
-      *first.details,
-      'not_measured',
-      'notes',
-    ]
-  )
-  for row in table.rows:
-    writer.writerow(
-      [
-        *row.keys.values(),
-        *(getattr(row, name) for name in VALUES),
-        *(row.spread or (None, None)),
-        row.forced_acceptance,
-        *row.details.values(),
-        row.not_measured,
-        row.remarks,
-      ]
-    )
-  return stream.getvalue()
-
-
-def rich_table(table: Table) -> rich.table.Table:
-  """Returns the table for a console, without columns that say nothing."""
-  shown = rich.table.Table(
-    title=rich.text.Text(table.full_title),
-    caption=rich.text.Text(f'{table.quantity}; {table.count}'),
-  )
-  num_keys, num_columns = len(table.rows[0].keys), len(header(table))
-  columns = enumerate(zip(header(table), *cells(table), strict=True))
-  said = [one for one in columns if set(one[1][1:]) - {'', '-'}]
-  for index, (name, *_) in said:
-    number = num_keys <= index < num_columns - 1
-    shown.add_column(
-      rich.text.Text(name),
-      justify='right' if number else 'left',
-      overflow='fold',
-    )
-  for row in zip(*(column[1:] for _, column in said), strict=True):
-    shown.add_row(*map(rich.text.Text, row))
-  return shown
-
-
-def agreement(table: Table) -> str:
+def agreement(compared: Comparison) -> str:
   """One sentence on measured against predicted; '' where nothing has both."""
-  found = [row.measured_over_predicted for row in table.rows]
+  found = [row.measured_over_predicted for row in compared.rows]
   ratios = [ratio for ratio in found if ratio is not None]
   if not ratios:
     return ''
@@ -323,76 +293,48 @@ def agreement(table: Table) -> str:
 
 def write(
   output_dir: str | os.PathLike[str],
-  tables: Sequence[Table],
+  comparisons: Sequence[Comparison],
   *,
   title: str,
-  introduction: str = '',
-  machine: Mapping[str, Any] | None = None,
+  machine: Mapping[str, Any],
   figures: Mapping[str, str] | None = None,
 ) -> list[pathlib.Path]:
-  """Writes report.md, and CSV and JSON a table, each whole or not at all.
+  """Writes report.md, and CSV and JSON a comparison, each whole or not at all.
 
   Args:
     output_dir: is made if it is not there.
-    tables: in the order of the report; may be empty if there are figures.
+    comparisons: in the order of the report; may be empty if there are figures.
     title: of the report.
-    introduction: below it.
-    machine: `environment.describe()` of where it was measured; the JSON needs
-      it.
+    machine: `environment.describe()` of where it was measured.
     figures: file name in `output_dir` -> what it shows.
 
   Returns:
     The files; report.md is the last, so that it names none that is missing.
 
   Raises:
-    ValueError: two tables have one name.
+    ValueError: two comparisons have one name.
     OSError: the folder cannot be made or written.
   """
-  names = [table.name for table in tables]
+  names = [one.name for one in comparisons]
   if len(set(names)) < len(names):
     raise ValueError(f'Tables must have names of their own, got {names}.')
   folder = pathlib.Path(output_dir)
   folder.mkdir(parents=True, exist_ok=True)
-  parts = [f'# {_inline(title)}\n']
-  if introduction:
-    parts.append(f'{introduction}\n')
+  parts = [f'# {plain_markdown(title)}\n']
   written = []
-  for table in tables:
-    path = folder / f'{table.name}.csv'
-    files.write_atomically(path, csv_text(table).encode())
-    written.append(path)
-    if machine:
-      shown = folder / f'{table.name}.json'
-      files.write_json(shown, for_document(table, machine))
-      written.append(shown)
-    parts.append(markdown(table))
-    if sentence := agreement(table):
-      parts.append(f'{sentence}\n')
-    parts.append(f'Unrounded: [{path.name}]({path.name})\n')
+  for one in comparisons:
+    path = folder / f'{one.name}.csv'
+    files.write_atomically(path, one.unrounded().csv().encode())
+    shown = path.with_suffix('.json')
+    Record('table', one.table().to_json(), machine).save(shown)
+    written += [path, shown]
+    parts.append(one.markdown())
   for name, meaning in (figures or {}).items():
-    text = _inline(meaning)
     # Alone in brackets a picture would show; a page only a link.
     mark = '!' if name.endswith('.png') else ''
-    parts.append(f'{mark}[{text}]({name})\n')
-  if machine:
-    parts.append(_machine(machine))
+    parts.append(f'{mark}[{plain_markdown(meaning)}]({name})\n')
+  of = [[str(key), str(value)] for key, value in machine.items()]
+  parts.append(Table('', ['machine', ''], of).markdown() + '\n')
   path = folder / REPORT
   files.write_atomically(path, '\n'.join(parts).encode())
   return [*written, path]
-
-
-def for_document(table: Table, machine: Mapping[str, Any]) -> dict[str, Any]:
-  """The table without its notes, as JSON for a document that takes it in."""
-  return {
-    'kind': 'table',
-    'title': table.full_title,
-    'columns': header(table)[:-1],
-    'rows': [row[:-1] for row in cells(table)],
-    'machine': dict(machine),
-  }
-
-
-def _machine(machine: Mapping[str, Any]) -> str:
-  rows = [_escaped([str(key), str(value)]) for key, value in machine.items()]
-  lines = [_line(row) for row in (['machine', ''], [':--', ':--'], *rows)]
-  return '\n'.join(lines) + '\n'

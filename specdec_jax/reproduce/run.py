@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
 
-from specdec_jax import environment, files, paper
+from specdec_jax import environment, files, paper, record
 from specdec_jax.bench import suite as table_suite
 from specdec_jax.bench.memory import DoesNotFitError
 from specdec_jax.bench.run import BenchmarkConfig, benchmark, grid
@@ -25,6 +25,7 @@ from specdec_jax.reproduce import (
   trace,
 )
 from specdec_jax.reproduce.trace_page import html_page
+from specdec_jax.table import console as terminal
 
 ITEMS = tuple(
   [f'table{i}' for i in range(1, 6)] + [f'figure{i}' for i in range(1, 6)]
@@ -36,7 +37,7 @@ _NEEDS = {
   'figure5': ('engine', 'costs'),
 }
 _PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5'}
-_PIPED_WIDTH = 240
+_NO_RECORDS = {'figure1', 'figure5'}  # of one generation, made anew each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +47,30 @@ class ReproduceConfig:
   Attributes:
     items: of `ITEMS`, in the order of the report.
     output_dir: gets report.md, a CSV a table, pictures and pages.
-    suite: what Tables 2 and 4 and the points of Figure 4 are measured with; its
-      own output_dir keeps a record a row, `records` in this one if it is None.
-    run_suite: whether rows without a record are measured; else they are listed
-      as not measured.
-    alphas: measurements of acceptance rates that Tables 3 and 5 show.
+    records_dir: keeps what was measured, a file a row or target, where these
+      name none of their own; None is `records` in output_dir.
+    measure: whether what has no record is measured; else only what there are
+      records of is shown.
+    suite: what Tables 2 and 4 and the points of Figure 4 are measured with.
+    alphas: measurements of acceptance rates for Tables 3 and 5, called where
+      they are measured; else these tables show all that `records_dir` has. Of
+      several, each has a name of its own.
     engine: whose generation is the trace of Figures 1 and 5.
     costs: the call costs of the same pair, for Figure 5; its gammas are the
       rows above the plain one.
     text: that is decoded in Figures 1 and 5.
 
   Raises:
-    ValueError: an item is unknown, or what it needs is missing.
+    ValueError: an item is unknown, or what it needs is missing; nothing is to
+      be measured and an item keeps no record.
   """
 
   items: Sequence[str]
   output_dir: str
+  records_dir: str | None = None
+  measure: bool = True
   suite: table_suite.SuiteConfig | None = None
-  run_suite: bool = True
-  alphas: Sequence[MeasureAlphaConfig] = ()
+  alphas: Sequence[Callable[[], MeasureAlphaConfig]] = ()
   engine: Callable[[], Engine] | None = None
   costs: BenchmarkConfig | None = None
   text: str = ''
@@ -79,13 +85,20 @@ class ReproduceConfig:
       for field in _NEEDS.get(item, ()):
         if getattr(self, field) is None:
           raise ValueError(f'{item} needs ReproduceConfig.{field}.')
-    given = self.suite
-    if given is not None and given.output_dir is None:
-      records = os.path.join(self.output_dir, 'records')
-      given = dataclasses.replace(given, output_dir=records)
-      object.__setattr__(self, 'suite', given)
-    if {'figure1', 'figure5'} & set(self.items) and not self.text.strip():
-      raise ValueError('Figures 1 and 5 need ReproduceConfig.text to decode.')
+    if self.records_dir is None:
+      folder = table_suite.records_of(self.output_dir)
+      object.__setattr__(self, 'records_dir', folder)
+    if self.suite is not None and self.suite.output_dir is None:
+      suite = dataclasses.replace(self.suite, output_dir=self.records_dir)
+      object.__setattr__(self, 'suite', suite)
+    if _NO_RECORDS & set(self.items):
+      if not self.text.strip():
+        raise ValueError('Figures 1 and 5 need ReproduceConfig.text to decode.')
+      if not self.measure:
+        raise ValueError(
+          'ReproduceConfig.measure: Figures 1 and 5 keep no record that could'
+          ' be shown; expected True, got False.'
+        )
     if 'figure5' in self.items and self.costs is not None:
       settings = len(list(grid(self.costs)))
       alone = self.costs.draft is None and self.costs.drafter is None
@@ -109,17 +122,15 @@ def reproduce(
     ValueError: matplotlib is missing where a picture is to be drawn; nothing
       was measured then.
   """
-  console = console or rich.console.Console()
+  console = console or terminal()
   if _PICTURES & set(config.items):
     canvas.load_matplotlib()  # or hours later there would be none
   os.makedirs(config.output_dir, exist_ok=True)
   work = _Work(config, console)
   for item in config.items:
     getattr(work, item)()
-  if not console.is_terminal:  # a pipe has no edge to fold at
-    console.width = max(console.width, _PIPED_WIDTH)
-  for table in work.tables:
-    console.print(report.rich_table(table))
+  for compared in work.tables:
+    console.print(compared.table())
   written = report.write(
     config.output_dir,
     work.tables,
@@ -140,16 +151,39 @@ class _Work:
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):
     self.config = config
     self.console = console
-    self.tables: list[report.Table] = []
+    assert config.records_dir is not None  # set by the config
+    self._records_dir = config.records_dir
+    self._to_measure = self._placed() if config.measure else []
+    self.tables: list[report.Comparison] = []
     self.figures: dict[str, str] = {}
     self._suite: tuple[dict[str, Any], str] | None = None
     self._engine: Engine | None = None
 
+  def _placed(self) -> list[MeasureAlphaConfig]:
+    """What is to be measured, each with a file for its record."""
+    found = []
+    for make in self.config.alphas:
+      one = make()
+      path = os.path.join(self._records_dir, f'{one.name}.json')
+      found.append(
+        dataclasses.replace(one, output_file=one.output_file or path)
+      )
+    paths = [one.output_file for one in found]
+    if len(set(paths)) < len(paths):
+      raise ValueError(
+        'ReproduceConfig.alphas need records of their own, expected different'
+        f' names, got {paths}.'
+      )
+    return found
+
   @functools.cached_property
-  def _alphas(self) -> list[dict[str, Any]]:
-    return [
-      measure_alpha(config, self.console) for config in self.config.alphas
-    ]
+  def _alphas(self) -> list[Mapping[str, Any]]:
+    if self._to_measure:
+      return [measure_alpha(one, self.console) for one in self._to_measure]
+    # Whatever is there: a record says of itself what it is of.
+    paths = sorted(pathlib.Path(self._records_dir).glob('*.json'))
+    found = [record.load(path) for path in paths]
+    return [one for one in found if one.kind == 'alpha']
 
   def table1(self):
     self.tables += tables.table1()
@@ -177,9 +211,7 @@ class _Work:
       trace.record(engine, self.config.text), engine.tokenizer
     )
     trace.print_trace(self.console, rounds)
-    page = html_page(
-      rounds, source=self.config.text, note=trace.summary(rounds)
-    )
+    page = html_page(rounds, source=self.config.text)
     path = self._figure('figure1.html', 'Figure 1: one generation, as a page')
     files.write_atomically(path, page.encode())
 
@@ -198,7 +230,8 @@ class _Work:
         plots.Point(
           row['acceptance_rate'],
           row['speed_up'],
-          label=f'gamma {row["gamma"]}',
+          label=rf'$\gamma$ = {row["gamma"]}, c = {row["cost_ratio"]:.2f}',
+          parameter=row['gamma'],
           forced_acceptance=found['forced_acceptance'],
         )
         for found in self._records()[0].values()
@@ -232,7 +265,9 @@ class _Work:
 
   def machine(self) -> dict[str, Any]:
     """Where the records were measured; this machine if there are none."""
-    records = list(self._suite[0].values()) if self._suite else []
+    records: list[Mapping[str, Any]] = []
+    if self._suite:
+      records += self._suite[0].values()
     if '_alphas' in self.__dict__:  # they were asked for
       records += self._alphas
     machines = [record['machine'] for record in records]
@@ -259,7 +294,7 @@ class _Work:
     assert config is not None  # checked by the config
     if self._suite is None:
       missing = 'there is no record of it'
-      if self.config.run_suite:
+      if self.config.measure:
         try:
           table_suite.run(config, self.console.print)
         except DoesNotFitError as error:

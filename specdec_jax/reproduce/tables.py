@@ -5,51 +5,62 @@ from typing import Any
 
 from specdec_jax import analysis, paper
 from specdec_jax.bench import suite
-from specdec_jax.reproduce.report import Row, Table
+from specdec_jax.reproduce.report import Comparison, Row
 
-_CLOSED = 'a closed form: nothing is run'
-# A row of the paper's is listed all the same.
+_CLOSED = 'a closed form, nothing is run'
 _NO_CHECKPOINTS = 'its checkpoints were not given'
-_STOCK = 'against T5X-style'
-_DETAILS = (_STOCK, 'c', 'v(gamma + 1)', 'plain ms/token')
+
+_FORMS = {
+  'against T5X-style': '.3f',
+  'c': '.4f',
+  'c here': '.4f',
+  'v(gamma + 1)': '.3f',
+  'plain ms/token': '.3f',
+  'error': '.4f',
+  'proposes': '.3f',
+  'observed': '.3f',
+  'tokens a call': '.3f',
+}
+
+Records = Sequence[Mapping[str, Any]]
 
 
-def table1() -> list[Table]:
+def table1() -> list[Comparison]:
   """Table 1: the speed and the arithmetic operations, each a table."""
-  speed, operations = [], []
-  for row in paper.TABLE1:
-    keys = {'alpha': row.acceptance_rate, 'gamma': row.gamma}
-    arguments = (row.acceptance_rate, row.gamma, 0.0)
-    speed.append(
+
+  def compare(name: str, title: str, quantity: str, factor) -> Comparison:
+    """`factor`: of what the paper prints, also a function of `analysis`."""
+    closed_form = getattr(analysis, factor)
+    rows = [
       Row(
-        keys,
-        row.walltime_factor,
-        float(analysis.walltime_factor(*arguments)),
+        {'alpha': row.acceptance_rate, 'gamma': row.gamma},
+        getattr(row, factor),
+        float(closed_form(row.acceptance_rate, row.gamma, 0.0)),
         not_measured=_CLOSED,
       )
-    )
-    operations.append(
-      Row(
-        keys,
-        row.operations_factor,
-        float(analysis.operations_factor(*arguments)),
-        not_measured=_CLOSED,
-      )
-    )
+      for row in paper.TABLE1
+    ]
+    return Comparison(name, title, quantity, rows)
+
   return [
-    Table('table1_speed', 'Table 1: SPEED', 'walltime factor, c = 0', speed),
-    Table(
+    compare(
+      'table1_speed',
+      'Table 1: SPEED',
+      'walltime factor, c = 0',
+      'walltime_factor',
+    ),
+    compare(
       'table1_operations',
       'Table 1: OPERATIONS',
       'operations factor, c-hat = 0',
-      operations,
+      'operations_factor',
     ),
   ]
 
 
 def table2(
   records: Mapping[str, Any], rows: Sequence[paper.Table2Row], missing: str
-) -> Table:
+) -> Comparison:
   """Table 2: walltime against the plain loop.
 
   Args:
@@ -69,7 +80,6 @@ def table2(
           row.speedup,
           _expected(expected),
           not_measured=missing,
-          details=dict.fromkeys(_DETAILS),
           notes="predicted by Theorem 3.8 from the paper's alpha and c",
         )
       )
@@ -83,12 +93,10 @@ def table2(
         measured['speed_up'],
         forced_acceptance=found['forced_acceptance'],
         details={
-          _STOCK: round(measured['t5x_style_speed_up'], 3),
-          'c': round(measured['cost_ratio'], 4),
-          'v(gamma + 1)': round(setting['call_cost'][str(row.gamma + 1)], 3),
-          'plain ms/token': round(
-            setting['times_ms']['plain_loop']['median'], 3
-          ),
+          'against T5X-style': measured['t5x_style_speed_up'],
+          'c': measured['cost_ratio'],
+          'v(gamma + 1)': setting['call_cost'][str(row.gamma + 1)],
+          'plain ms/token': setting['times_ms']['plain_loop']['median'],
         },
         notes=(
           f'{found["name"]}; acceptance of the timed run'
@@ -97,7 +105,7 @@ def table2(
         ),
       )
     )
-  return Table(
+  return Comparison(
     'table2',
     'Table 2: speed-up',
     'walltime of plain over speculative decoding',
@@ -109,33 +117,37 @@ def table2(
       ' loop with its one-hot embedding and one-hot cache rewrite, written for'
       ' this comparison only.'
     ),
+    forms=_FORMS,
+    even=1.0,
   )
 
 
 def table4(
   records: Mapping[str, Any], rows: Sequence[paper.Table2Row], missing: str
-) -> Table:
+) -> Comparison:
   """Table 4: what Theorem 3.8 expects, and c."""
   wanted = [_keys(row) for row in rows]
   shown = []
   for row in paper.TABLE4:
-    keys = _keys(row)
-    if keys not in wanted:
+    if _keys(row) not in wanted:
       continue
     found = records.get(suite.row_name(row))
-    c = None if found is None else round(_only(found)[1]['cost_ratio'], 4)
+    measured = {} if found is None else _only(found)[1]
     shown.append(
       Row(
-        {**keys, 'c of the paper': row.cost_ratio},
+        {**_keys(row), 'c of the paper': row.cost_ratio},
         row.expected,
         _expected(row),
-        None if found is None else _only(found)[1]['speed_up'],
+        measured.get('speed_up'),
         not_measured=missing if found is None else '',
         forced_acceptance=found and found['forced_acceptance'],
-        details={'EMP of the paper': row.empirical, 'c here': c},
+        details={
+          'EMP of the paper': row.empirical,
+          'c here': measured.get('cost_ratio'),
+        },
       )
     )
-  return Table(
+  return Comparison(
     'table4',
     'Table 4: expected and empirical improvement',
     'walltime factor',
@@ -144,10 +156,12 @@ def table4(
       "Paper: its EXP. Predicted: Theorem 3.8 with the paper's alpha and c,"
       ' which its table rounds to two decimals.'
     ),
+    forms=_FORMS,
+    even=1.0,
   )
 
 
-def table3(records: Sequence[Mapping[str, Any]]) -> Table:
+def table3(records: Records) -> Comparison:
   """Table 3: acceptance rates; those measured here, then the paper's others.
 
   Args:
@@ -158,29 +172,26 @@ def table3(records: Sequence[Mapping[str, Any]]) -> Table:
     (row.target, row.draft, row.temperature): row.acceptance_rate
     for row in paper.TABLE3
   }
-  shown, stood_in_for = [], set()
-  for record in records:
-    for row in record['rows']:
-      if row['lenience'] != 1:
-        continue  # in Table 5
-      key = (*(row.get('paper') or ()), row['temperature'])
-      stood_in_for.add(key)
-      shown.append(_measured_rate(row, values.get(key)))
-  shown += [
-    Row(
-      {'target': target, 'draft': draft, 'T': temperature},
-      value,
-      not_measured=_NO_CHECKPOINTS,
-      details=dict.fromkeys(_RATE_DETAILS),
-    )
-    for (target, draft, temperature), value in values.items()
-    if (target, draft, temperature) not in stood_in_for
+  details = (
+    'stands in for',
+    'error',
+    'proposes',
+    'observed',
+    'gamma',
+    'tokens a call',
+    'tokens',
+  )
+  lossless = [
+    row
+    for record in records
+    for row in record['rows']
+    if row['lenience'] == 1  # the others are in Table 5
   ]
-  return Table(
+  return Comparison(
     'table3',
     'Table 3: acceptance rates',
     'alpha, Corollary 3.6',
-    shown,
+    _rates(lossless, values, ('target', 'draft', 'T'), details),
     caption=(
       "Paper: of the row that 'stands in for' names, whose models and data are"
       ' others. Measured: mean acceptance probability of proposals; error: its'
@@ -188,96 +199,92 @@ def table3(records: Sequence[Mapping[str, Any]]) -> Table:
       ' there was a proposal for. Observed: accepted over tested proposals of'
       ' real runs with this gamma; tokens a call: of the target, in these runs.'
     ),
+    forms=_FORMS,
   )
 
 
-_RATE_DETAILS = (
-  'stands in for',
-  'error',
-  'proposes',
-  'observed',
-  'gamma',
-  'tokens a call',
-  'tokens',
-)
-
-
-def _measured_rate(row: Mapping[str, Any], value: float | None) -> Row:
-  """A row of Table 3 that was measured here, and the paper's value if any."""
-  # Records of before there was `proposes` are of drafters that always do.
-  details = (
-    None if value is None else ', '.join(row['paper']),
-    _rounded(row.get('standard_error'), 4),
-    round(row.get('proposes', 1.0), 4),
-    _rounded(row.get('observed'), 4),
-    row.get('gamma'),
-    _rounded(row.get('tokens_per_call'), 3),
-    row['num_tokens'],
-  )
-  return Row(
-    {'target': row['target'], 'draft': row['draft'], 'T': row['temperature']},
-    value,
-    measured=row['alpha'],
-    not_measured='it proposed nothing' if row['alpha'] is None else '',
-    details=dict(zip(_RATE_DETAILS, details, strict=True)),
-  )
-
-
-def _rounded(number: float | None, decimals: int) -> float | None:
-  return None if number is None else round(number, decimals)
-
-
-def table5(records: Sequence[Mapping[str, Any]]) -> Table:
-  """Table 5: alpha by lenience; the paper's rows, then those measured here.
+def table5(records: Records) -> Comparison:
+  """Table 5: alpha by lenience; likewise.
 
   Args:
     records: of `measure.measure_alpha`. The paper's table is at temperature 1;
       its text has temperature 0 as well.
   """
-  shown = [
-    Row(
-      {
-        'target': 't5_xxl_ende',
-        'draft': row.draft,
-        'T': 1,
-        'lenience': row.lenience,
-      },
-      row.acceptance_rate,
-      not_measured=_NO_CHECKPOINTS,
-      details={'error': None, 'observed': None},
-    )
+  values = {
+    ('t5_xxl_ende', row.draft, 1, row.lenience): row.acceptance_rate
     for row in paper.TABLE5
-  ]
-  shown += [
-    Row(
-      {
-        'target': row['target'],
-        'draft': row['draft'],
-        'T': row['temperature'],
-        'lenience': row['lenience'],
-      },
-      measured=row['alpha'],
-      details={
-        'error': _rounded(row['standard_error'], 4),
-        'observed': _rounded(row['observed'], 4),
-      },
-    )
+  }
+  proposing = [
+    row
     for record in records
     for row in record['rows']
     if None not in (row['alpha'], row['observed'])
   ]
-  return Table(
+  return Comparison(
     'table5',
     'Table 5: acceptance rates by lenience',
     'alpha',
-    shown,
+    _rates(
+      proposing,
+      values,
+      ('target', 'draft', 'T', 'lenience'),
+      ('stands in for', 'error', 'observed'),
+    ),
     caption=(
       'Below lenience 1 the output is lossy: a token may come up to 1 /'
       ' lenience times as often as the target would draw it. Alpha is over the'
       " target's own tokens, sum min(p / l, q), and at temperature 0 the share"
-      ' of proposals with p >= l max(p); observed is of lenient runs.'
+      ' of proposals with p >= l max(p); observed is of lenient runs. Paper: of'
+      " the row that 'stands in for' names, whose models and data are others."
     ),
+    forms=_FORMS,
   )
+
+
+def _rates(
+  measured: Records,
+  values: Mapping[tuple[Any, ...], float],
+  names: Sequence[str],
+  details: Sequence[str],
+) -> list[Row]:
+  """Rows of acceptance rates; behind them the paper's that have no stand-in.
+
+  Args:
+    measured: rows of `measure.measure_alpha`'s records.
+    values: of the paper, by what `names` name.
+    names: of the columns that tell rows apart.
+    details: names of further ones.
+  """
+  shown, stood_in_for = [], set()
+  for row in measured:
+    at = (row['temperature'], row['lenience'])[: len(names) - 2]
+    pair = row.get('paper') or ()
+    stood_in_for.add(key := (*pair, *at))
+    keys = (row['target'], row['draft'], *at)
+    known = {
+      'stands in for': ', '.join(pair) if key in values else None,
+      'error': row.get('standard_error'),
+      # Older records are of drafters that always propose.
+      'proposes': row.get('proposes', 1.0),
+      'observed': row.get('observed'),
+      'gamma': row.get('gamma'),
+      'tokens a call': row.get('tokens_per_call'),
+      'tokens': row['num_tokens'],
+    }
+    shown.append(
+      Row(
+        dict(zip(names, keys, strict=True)),
+        values.get(key),
+        measured=row['alpha'],
+        not_measured='it proposed nothing' if row['alpha'] is None else '',
+        details={name: known[name] for name in details},
+      )
+    )
+  return shown + [
+    Row(dict(zip(names, key, strict=True)), value, not_measured=_NO_CHECKPOINTS)
+    for key, value in values.items()
+    if key not in stood_in_for
+  ]
 
 
 def _keys(row: paper.Table2Row | paper.Table4Row) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The trade of throughput for latency as the batch grows, as a picture."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec_jax.measure.throughput import BY_LOAD, SPECULATIVE
 from specdec_jax.reproduce.canvas import PALETTE, save
 
 _MARKERS = ('o', 's', '^')
@@ -51,6 +52,14 @@ def plot_throughput(
       axes.set_xlabel('rows decoded at once')
       axes.set_ylabel(label)
       axes.set_ylim(bottom=0)
+      if key == 'tokens_per_second' and (note := _pools(sweep)):
+        axes.annotate(
+          note,
+          (1, 0.03),  # below the curves, where there is room
+          xycoords='axes fraction',
+          ha='right',
+          fontsize='x-small',
+        )
     axes.legend()
     machine = record['machine']
     figure.suptitle(
@@ -60,3 +69,20 @@ def plot_throughput(
     )
 
   save(path, draw, (9.0, 4.0))
+
+
+def _pools(sweep: Sequence[Mapping[str, Any]]) -> str:
+  """What lifts the curve of gamma by rows; '' where there is none."""
+  largest = max(row['batch_size'] for row in sweep)
+  full = {
+    row['mode']: row['occupancy']
+    for row in sweep
+    if row['batch_size'] == largest
+  }
+  if not {BY_LOAD, SPECULATIVE} <= set(full):
+    return ''
+  return (
+    f'{BY_LOAD}: the last texts move to smaller pools. At {largest} rows,'
+    f'\nof those computed {full[BY_LOAD]:.0%} are at work,'
+    f' {full[SPECULATIVE]:.0%} without pools'
+  )

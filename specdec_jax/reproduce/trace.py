@@ -215,9 +215,11 @@ def summary(rounds: Sequence[Round]) -> str:
   tokens = sum(len(one.kept) for one in rounds)
   accepted = sum(one.num_accepted for one in rounds)
   tested = sum(one.num_tested for one in rounds)
+  unused = sum(len(one.proposed) for one in rounds) - tested
+  behind = f', {unused} more behind a rejection not judged' if unused else ''
   return (
     f'{tokens} tokens in {len(rounds)} calls of the target; {accepted} of'
-    f' {tested} judged proposals accepted.'
+    f' {tested} judged proposals accepted{behind}.'
   )
 
 

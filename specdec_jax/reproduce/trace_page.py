@@ -50,7 +50,8 @@ def html_page(
     '</ul>',
     '<h2>Rounds</h2>',
     '<table>',
-    '<thead><tr><th scope="col">round</th><th scope="col">accepted</th>'
+    '<thead><tr><th scope="col">round</th>'
+    '<th scope="col">accepted of judged</th>'
     '<th scope="col">tokens</th></tr></thead>',
     '<tbody>',
     *(_row(number, one) for number, one in enumerate(rounds, start=1)),
@@ -65,7 +66,7 @@ def _row(number: int, one: Round[str]) -> str:
   tokens = ''.join(_token(*part) for part in one.parts)
   return (
     f'<tr><th scope="row">{number}</th>'
-    f'<td>{one.num_accepted} of {len(one.proposed)}</td>'
+    f'<td>{one.num_accepted} of {one.num_tested}</td>'
     f'<td class="tokens">{tokens}</td></tr>'
   )
 

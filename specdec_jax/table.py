@@ -1,0 +1,205 @@
+"""One table for all that is shown: on a console, as Markdown, CSV and JSON.
+
+A cell is text, a number, or None for what was not measured. Numbers stay
+numbers until they are shown: a column says how, the CSV has all their digits.
+"""
+
+import csv
+import dataclasses
+import io
+import os
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.measure
+import rich.table
+import rich.text
+
+Cell = str | int | float | None
+
+_NUMBER = re.compile(r'[-+\d.,%]+')
+_NO_EDGE = 10_000  # characters; nothing that is shown is as wide
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """How the cells of a column are shown.
+
+  Attributes:
+    header: its name.
+    form: of numbers, such as '.2f'; '' shows three digits of a float.
+    unit: of its numbers, shown behind the name.
+    align: 'left' or 'right'; '' is right where all cells show as numbers.
+    missing: what None is shown as.
+  """
+
+  header: str
+  form: str = ''
+  unit: str = ''
+  align: str = ''
+  missing: str = '-'
+
+  @property
+  def name(self) -> str:
+    """The header with its unit."""
+    return f'{self.header}, {self.unit}' if self.unit else self.header
+
+  def text(self, cell: Cell) -> str:
+    """A cell as it is shown."""
+    if cell is None:
+      return self.missing
+    if isinstance(cell, str):
+      return cell
+    if self.form:
+      return format(cell, self.form)
+    return f'{cell:.3g}' if isinstance(cell, float) else str(cell)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Rows under columns.
+
+  Attributes:
+    title: above it; '' is none.
+    columns: each a `Column`, or a header alone.
+    rows: a cell for each column.
+    notes: sentences below it.
+
+  Raises:
+    ValueError: a row has another number of cells than there are columns.
+  """
+
+  title: str
+  columns: Sequence[Column | str]
+  rows: Sequence[Sequence[Cell]]
+  notes: Sequence[str] = ()
+
+  def __post_init__(self):
+    for row in self.rows:
+      if len(row) != len(self.columns):
+        raise ValueError(
+          f'Table {self.title!r} has {len(self.columns)} columns, expected as'
+          f' many cells in each row, got {len(row)}: {list(row)}.'
+        )
+
+  @property
+  def _columns(self) -> list[Column]:
+    return [Column(c) if isinstance(c, str) else c for c in self.columns]
+
+  @property
+  def header(self) -> list[str]:
+    """The names of the columns, with their units."""
+    return [column.name for column in self._columns]
+
+  @property
+  def texts(self) -> list[list[str]]:
+    """Every row as it is shown."""
+    columns = self._columns
+    return [
+      [column.text(cell) for column, cell in zip(columns, row, strict=True)]
+      for row in self.rows
+    ]
+
+  def said(self) -> 'Table':
+    """Without the columns of which nothing was measured."""
+    kept = [
+      i
+      for i in range(len(self.columns))
+      if not self.rows or any(row[i] is not None for row in self.rows)
+    ]
+    return dataclasses.replace(
+      self,
+      columns=[self.columns[i] for i in kept],
+      rows=[[row[i] for i in kept] for row in self.rows],
+    )
+
+  def _aligned(self, index: int) -> str:
+    numbers = all(_NUMBER.fullmatch(row[index]) for row in self.texts)
+    return self._columns[index].align or ('right' if numbers else 'left')
+
+  def markdown(self) -> str:
+    """The table without title and notes, as GitHub shows it."""
+    width = range(len(self.columns))
+    rule = ['--:' if self._aligned(i) == 'right' else ':--' for i in width]
+    header, *body = (
+      [plain_markdown(cell).replace('|', '\\|') for cell in row]
+      for row in (self.header, *self.texts)
+    )
+    return '\n'.join(f'| {" | ".join(row)} |' for row in (header, rule, *body))
+
+  def csv(self) -> str:
+    """The table as CSV, numbers unrounded; what is missing is empty."""
+    stream = io.StringIO(newline='')
+    writer = csv.writer(stream, lineterminator='\n')
+    writer.writerows([self.header, *self.rows])
+    return stream.getvalue()
+
+  def to_json(self) -> dict[str, Any]:
+    """The table as it is shown, for `from_json`."""
+    shown = {'title': self.title, 'columns': self.header, 'rows': self.texts}
+    return shown | ({'notes': list(self.notes)} if self.notes else {})
+
+  @classmethod
+  def from_json(cls, value: Mapping[str, Any]) -> 'Table':
+    """A table of texts, from what `to_json` gave."""
+    columns, rows = value['columns'], value['rows']
+    return cls(value['title'], columns, rows, value.get('notes', ()))
+
+  def __rich_console__(
+    self, console: rich.console.Console, options: rich.console.ConsoleOptions
+  ) -> rich.console.RenderResult:
+    """For `console.print`: without columns of which nothing was measured."""
+    table = self.said()
+    shown = table._rich()
+    wanted = rich.measure.Measurement.get(console, options, shown)
+    if wanted.maximum > options.max_width:
+      shown = table._rich(narrow=True)
+    yield shown
+    for note in self.notes:
+      yield rich.text.Text(note)
+
+  def _rich(self, narrow: bool = False) -> rich.table.Table:
+    """If `narrow`, texts give way to the width, numbers do not."""
+    shown = rich.table.Table(
+      title=rich.text.Text(self.title) if self.title else None,
+      show_lines=narrow,  # or folded rows would run together
+    )
+    texts = self.texts
+    for i, column in enumerate(self._columns):
+      name = column.name
+      right = self._aligned(i) == 'right'
+      if right and narrow:
+        widest = max(len(word) for row in texts for word in row[i].split())
+        words = max(map(len, name.split()))
+        name = textwrap.fill(name, max(widest, words), break_long_words=False)
+      shown.add_column(
+        rich.text.Text(name),
+        justify='right' if right else 'left',
+        overflow='fold',
+        no_wrap=right and narrow,
+      )
+    for row in texts:
+      # Text, not str: an output may hold what rich takes for markup.
+      shown.add_row(*map(rich.text.Text, row))
+    return shown
+
+
+def plain_markdown(text: str) -> str:
+  """Text on one line that Markdown and HTML leave as it is."""
+  flat = ' '.join(text.split()).replace('\\', '\\\\')
+  return flat.replace('&', '&amp;').replace('<', '&lt;')
+
+
+def console() -> rich.console.Console:
+  """Standard output, as wide as COLUMNS or the terminal says.
+
+  A pipe has no edge to fold at, unless COLUMNS gives it one.
+  """
+  shown = rich.console.Console()
+  given = os.environ.get('COLUMNS', '').isdigit()
+  if not (shown.is_terminal or shown.is_jupyter or given):
+    shown.width = _NO_EDGE
+  return shown

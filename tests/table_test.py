@@ -1,0 +1,129 @@
+"""Tables and records: every form shows the same, and files are checked."""
+
+import csv
+import io
+import json
+
+import pytest
+import rich.console
+
+from specdec_jax import record
+from specdec_jax import table as tables
+from specdec_jax.record import Record
+from specdec_jax.table import Column, Table
+
+TABLE = Table(
+  'Costs [bold]',
+  (
+    'drafter',
+    Column('call', '.2f', unit='ms'),
+    Column('rate', '.1%'),
+    Column('paper', missing='not measured'),
+    'notes',
+  ),
+  (
+    ['a | b', 1.23456, 0.5, None, ''],
+    ['[red]<c>', 20, None, None, 'x\ny'],
+  ),
+  ('A note.',),
+)
+MACHINE = {'device': 'CPU X', 'cores': 2, 'jax': '1.0', 'python': '3.11'}
+
+
+def shown(table: Table, width: int) -> str:
+  stream = io.StringIO()
+  rich.console.Console(file=stream, width=width).print(table)
+  return stream.getvalue()
+
+
+def test_markdown():
+  assert TABLE.markdown().splitlines() == [
+    '| drafter | call, ms | rate | paper | notes |',
+    '| :-- | --: | --: | :-- | :-- |',
+    '| a \\| b | 1.23 | 50.0% | not measured |  |',
+    '| [red]&lt;c> | 20.00 | - | not measured | x y |',
+  ]
+
+
+def test_csv_keeps_all_digits_and_leaves_empty_what_is_missing():
+  header, first, second = csv.reader(io.StringIO(TABLE.csv()))
+  assert header == TABLE.header
+  assert first == ['a | b', '1.23456', '0.5', '', '']
+  assert second == ['[red]<c>', '20', '', '', 'x\ny']
+
+
+def test_a_console_gets_what_says_something():
+  text = shown(TABLE, 100)
+  assert 'Costs [bold]' in text and '[red]<c>' in text
+  assert 'paper' not in text and 'not measured' not in text
+  assert '20.00' in text and text.rstrip().endswith('A note.')
+  narrow = shown(TABLE, 40)
+  assert max(map(len, narrow.splitlines())) <= 40
+  many = Table('', ['text', *['some number'] * 5], [['x' * 60, *[1.25] * 5]])
+  narrow = shown(many, 60)
+  assert max(map(len, narrow.splitlines())) <= 60
+  assert narrow.count(' 1.25 ') == 5, 'texts give way, numbers are whole'
+
+
+def test_json_and_back():
+  back = Table.from_json(json.loads(json.dumps(TABLE.to_json())))
+  assert back.markdown() == TABLE.markdown()
+  assert back.title == TABLE.title and list(back.notes) == ['A note.']
+  assert 'notes' not in Table('t', ['a'], []).to_json()
+
+
+def test_a_row_of_another_width():
+  with pytest.raises(ValueError, match=r"'t' has 2 columns.*got 1: \[3\]"):
+    Table('t', ['a', 'b'], [[1, 2], [3]])
+
+
+def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
+  monkeypatch.delenv('FORCE_COLOR', raising=False)
+  monkeypatch.setenv('COLUMNS', '70')
+  assert tables.console().width == 70
+  monkeypatch.delenv('COLUMNS')
+  long = Table('t', ['a', 'b'], [['x' * 200, 'y' * 200]])
+  piped = tables.console()
+  with piped.capture() as captured:
+    piped.print(long)
+  (row,) = (line for line in captured.get().splitlines() if 'x' in line)
+  assert 'x' * 200 in row and 'y' * 200 in row
+  assert len(row) < 420, 'no wider than what it holds'
+
+
+def test_a_record_and_its_file(tmp_path):
+  path = tmp_path / 'new' / 'a.json'
+  made = Record('alpha', {'rows': [1]}, MACHINE)
+  made.save(path)
+  assert made == json.loads(path.read_text()) == record.load(path, 'alpha')
+  assert (
+    made['rows'] == [1] == list(made.values())[2] and made['machine'] == MACHINE
+  )
+  assert made.where == 'CPU X, 2 cores, JAX 1.0, Python 3.11'
+  assert set(Record('alpha', {}).machine) > set(MACHINE)  # of this machine
+
+
+def test_a_record_of_before_there_were_versions(tmp_path):
+  path = tmp_path / 'a.json'
+  path.write_text('{"kind": "alpha", "rows": [], "machine": {"cores": 2}}')
+  assert record.load(path)['rows'] == []
+  assert record.load(path, 'alpha', 'table').machine == {'cores': 2}
+
+
+@pytest.mark.parametrize(
+  ('text', 'words'),
+  [
+    (None, 'cannot be read'),
+    ('{"kind": "al', 'cannot be read'),
+    ('[]', "expected a kind of .'alpha'.*got None"),
+    ('{"rows": []}', "expected a kind of .'alpha'.*got None"),
+    ('{"kind": "decode"}', "expected a kind of .'alpha'.*got 'decode'"),
+    ('{"kind": "alpha", "version": 2}', 'version 2, this program reads 1'),
+  ],
+)
+def test_what_is_no_record_is_named(tmp_path, text, words):
+  path = tmp_path / 'x.json'
+  if text is not None:
+    path.write_text(text)
+  with pytest.raises(ValueError, match=f'x.json.*{words}'):
+    record.load(path, 'alpha')
