@@ -1,14 +1,15 @@
-"""How many tokens a run proposes, where a calibration says what pays."""
+"""How a run decodes: its ways, and how many tokens a calibration says pay."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import rich.console
 
 from specdec_jax import calibration
 from specdec_jax.engine import Engine
+from specdec_jax.infer import report
+from specdec_jax.infer.batches import Decoding, Way
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig
-from specdec_jax.schedule import Settings
 
 
 def load(config: DecodeConfig | TaskConfig) -> calibration.Calibration | None:
@@ -83,10 +84,34 @@ def pays(gammas: Mapping[int, int] | None) -> bool:
   return gammas is None or any(gammas.values())
 
 
-def slots(
-  config: DecodeConfig | TaskConfig, gammas: Mapping[int, int] | None
-) -> Settings | None:
-  """The run's settings of continuous batching, with what was chosen."""
-  if config.slots is None or gammas is None:
-    return config.slots
-  return dataclasses.replace(config.slots, gammas=gammas)
+def decodings(
+  names: Sequence[str],
+  config: DecodeConfig | TaskConfig,
+  engine: Engine,
+  gammas: Mapping[int, int] | None,
+  log_probs: bool = True,
+) -> dict[str, Way]:
+  """The ways of decoding of a run by their names, with what was chosen.
+
+  Args:
+    names: 'plain', 'speculative' or both, in turn.
+    config: of the run.
+    engine: that decodes.
+    gammas: what `choose_gammas` gave.
+    log_probs: whether log-probabilities are wanted.
+  """
+  slots = config.slots
+  if slots is not None and gammas is not None:
+    slots = dataclasses.replace(slots, gammas=gammas)
+  return {
+    name: Decoding(
+      engine,
+      name == report.SPECULATIVE,
+      config.sampling,
+      config.seed,
+      log_probs=log_probs,
+      lenience=config.lenience,
+      slots=slots,
+    )
+    for name in names
+  }

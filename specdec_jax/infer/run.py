@@ -88,17 +88,7 @@ def _decode(
     done = folder.begin(decides, config.overwrite)
   modes = batches.run_all(
     _items(lines),
-    {
-      name: batches.Decoding(
-        engine,
-        name == report.SPECULATIVE,
-        config.sampling,
-        config.seed,
-        lenience=config.lenience,
-        slots=calibrated.slots(config, gammas),
-      )
-      for name in WAYS[config.mode]
-    },
+    calibrated.decodings(WAYS[config.mode], config, engine, gammas),
     config.batch_size,
     config.checkpoint_period,
     folder=folder,

@@ -326,21 +326,11 @@ def _ways(
 ) -> dict[str, batches.Way]:
   if config.mode == SCORE:
     return {report.SCORING: batches.Scoring(engine)}
-  names = WAYS[config.decoding]
   if _speculates(config):
     _ = engine.drafter  # raises, saying so, if there is none
-  return {
-    name: batches.Decoding(
-      engine,
-      name == report.SPECULATIVE,
-      config.sampling,
-      config.seed,
-      log_probs=config.mode != PREDICT,
-      lenience=config.lenience,
-      slots=calibrated.slots(config, gammas),
-    )
-    for name in names
-  }
+  return calibrated.decodings(
+    WAYS[config.decoding], config, engine, gammas, config.mode != PREDICT
+  )
 
 
 def _items(
