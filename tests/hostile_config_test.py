@@ -215,9 +215,9 @@ def test_other_fields_of_a_network(field, value):
 
 DECODE = """
 from __gin__ import dynamic_registration
-include 'gin/models/demo_target.gin'
-include 'gin/models/demo_draft.gin'
-include 'gin/runs/decode_task.gin'
+include 'gin/models/demo/target.gin'
+include 'gin/models/demo/draft.gin'
+include 'gin/runs/infer.gin'
 TARGET = %DEMO_TARGET
 DRAFT = %DEMO_DRAFT
 CHECKPOINT_PATH = 'demo/target.msgpack'
