@@ -84,9 +84,9 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
 def _described(hint: Any) -> str:
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin in (Union, types.UnionType):
-    return ' or '.join(map(_described, inside))
+    return _either([_described(option) for option in inside])
   if origin is Literal:
-    return ' or '.join(map(repr, inside))
+    return _either([repr(word) for word in inside])
   kind = origin or hint
   if kind is collections.abc.Callable:
     return 'a function'
@@ -98,6 +98,11 @@ def _described(hint: Any) -> str:
   if kind is os.PathLike:
     return 'a path'
   return str(_WORDS.get(kind) or getattr(kind, '__name__', kind))
+
+
+def _either(words: list[str]) -> str:
+  """'a, b or c'."""
+  return ' or '.join(filter(None, [', '.join(words[:-1]), words[-1]]))
 
 
 def _shortened(value: Any) -> str:

@@ -122,7 +122,7 @@ def drop(name):
     (no_change, {'n_embd': 25}, 'a multiple of n_head = 3'),
     (no_change, {'n_layer': None}, 'n_layer is None, expected a whole'),
     (no_change, {'n_inner': 0}, 'n_inner is 0, expected a whole'),
-    (no_change, {'model_type': 'gptj'}, "'gptj', expected .* 'gpt2'"),
+    (no_change, {'model_type': 'gptj'}, "'gptj', expected .*'gpt2'"),
     (no_change, {'activation_function': 'gelu'}, "'gelu', .*gelu_new"),
     (no_change, {'scale_attn_weights': False}, 'scale_attn_weights is False'),
     (no_change, {'layer_norm_epsilon': 1e-6}, 'layer_norm_epsilon is 1e-06'),
