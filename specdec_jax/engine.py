@@ -320,7 +320,7 @@ class Engine:
       self._target.vocab_size,
       self._target.has_encoder,
       self.bos_id,
-      self._partition.mesh.shape['data'] if self._partition else 1,
+      self._partition.row_multiple if self._partition else 1,
     )
 
   def _advance(self, job, speculative, rounds) -> Iterator[DecodeState]:

@@ -232,8 +232,7 @@ class Job:
 
   def _make_request(self, encoded, gamma) -> Request:
     frame, options = self._frame, self.options
-    batch = next_power_of_two(len(encoded))
-    batch += -batch % frame.batch_multiple
+    batch = rounded_up(next_power_of_two(len(encoded)), frame.batch_multiple)
     # Arrays of the host: a program's call moves them to the device together.
     prompt: Any = None
     prompt_length: Any = None
@@ -354,6 +353,11 @@ class Job:
     return cut_at_stop_string(one, self._tokenizer, self.options.stop_strings)
 
   @property
+  def batch_multiple(self) -> int:
+    """`Frame.batch_multiple` of the engine's."""
+    return self._frame.batch_multiple
+
+  @property
   def passed_over(self) -> dict[int, Completion]:
     """Index -> completion of the texts that are not decoded at all."""
     return dict(self._passed_over)
@@ -385,6 +389,11 @@ def padded(
 def next_power_of_two(number: int) -> int:
   """The least power of two that is not below `number`."""
   return 1 << max(number - 1, 0).bit_length()
+
+
+def rounded_up(number: int, multiple: int) -> int:
+  """The least multiple of `multiple` that is not below `number`."""
+  return number + -number % multiple
 
 
 def check_at_least(**named: tuple[int, int]) -> None:

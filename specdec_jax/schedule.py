@@ -16,6 +16,7 @@ from specdec_jax.job import (
   SMALLEST_PROMPT,
   check_at_least,
   next_power_of_two,
+  rounded_up,
 )
 
 ORDERS = ('shortest', 'given')
@@ -67,6 +68,20 @@ class Settings:
         raise ValueError('gammas must name a number of rows, or be None.')
       for rows, gamma in self.gammas.items():
         check_at_least(**{'rows of gammas': (rows, 1), 'gamma': (gamma, 0)})
+
+  def in_multiples_of(self, number: int) -> 'Settings':
+    """The same for devices that share the rows: each has as many of a pool.
+
+    Of two pools that become one, the larger one's gamma stays: more rows make
+    a call dearer, so that it rather proposes too little.
+    """
+    gammas = self.gammas
+    if gammas is not None:
+      gammas = {
+        rounded_up(rows, number): gammas[rows] for rows in sorted(gammas)
+      }
+    rows = rounded_up(self.rows, number)
+    return dataclasses.replace(self, rows=rows, gammas=gammas)
 
 
 @dataclasses.dataclass
@@ -137,17 +152,28 @@ class Queue:
 
   Attributes:
     groups: those that have not been read.
+    read_rows: how many are read together.
   """
 
-  def __init__(self, request: Request, rows: Sequence[int], settings: Settings):
-    """Rows are counted as `Job.rows` counts them."""
+  def __init__(
+    self,
+    request: Request,
+    rows: Sequence[int],
+    settings: Settings,
+    multiple: int = 1,
+  ):
+    """Rows are counted as `Job.rows` counts them.
+
+    `multiple` is `Frame.batch_multiple`, which rounds up what is read together.
+    """
     self._inputs = request.inputs.shape[1]
     self._prompts = request.prompt_width
     last = request.inputs.shape[1] - np.argmax(request.inputs[:, ::-1] != 0, 1)
     self._length = np.where(np.any(request.inputs != 0, 1), last, 0)
     self._prompt = np.broadcast_to(request.first_length, self._length.shape)
     self.groups: collections.deque[list[int]] = collections.deque()
-    self.read_rows = settings.read_rows or max(1, settings.rows // 2)
+    read_rows = settings.read_rows or max(1, settings.rows // 2)
+    self.read_rows = rounded_up(read_rows, multiple)
     sort = settings.order == 'shortest'
     if sort:
       rows = sorted(rows, key=self._size)

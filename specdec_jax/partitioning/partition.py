@@ -34,6 +34,11 @@ class Partition:
     """Of an array of these logical axes; of none, whole on each device."""
     return NamedSharding(self.mesh, PartitionSpec(*self.axes.split(axes)))
 
+  @property
+  def row_multiple(self) -> int:
+    """Devices that share the rows of a request, which they must divide."""
+    return math.prod(self._sizes(('batch',)).values())
+
   def parameter(self, name: str) -> NamedSharding:
     """Of a parameter, by its name; what `checkpoints.load` takes.
 
