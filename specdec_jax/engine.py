@@ -10,11 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import (
-  calibration,
-  compilation_cache,
-  partitioning,
-)
+from specdec_jax import compilation_cache, partitioning
+from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.completion import Completion, Text, without_stop_id
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import speculative as speculative_loop
@@ -58,7 +55,7 @@ class Engine:
   Attributes:
     tokenizer: text to ids and back.
     gamma: proposals a round at most; it may be set between calls.
-    fingerprints: 'target' and 'draft' -> `calibration.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
@@ -126,9 +123,9 @@ class Engine:
     self._target = partitioning.follow(target.network, partition)
     self._target_params = partitioning.place(target.params, placement)
     self._drafter = drafter
-    self.fingerprints = {'target': calibration.fingerprint(target.params)}
+    self.fingerprints = {'target': fingerprint(target.params)}
     if draft is not None:
-      self.fingerprints['draft'] = calibration.fingerprint(draft.params)
+      self.fingerprints['draft'] = fingerprint(draft.params)
       if drafter is not None:
         # Two drafters without parameters differ by what they do.
         name = drafter.name or drafter.propose.__qualname__
