@@ -24,6 +24,7 @@ from specdec_jax.job import (
   STOP_STRING_ROUNDS,
   Frame,
   Job,
+  Seen,
   check_at_least,
   options_of,
   without_end,
@@ -249,11 +250,12 @@ class Engine:
     if not job.rows:
       return job.completions()
     if job.options.stop_strings:
-      *_, state = self._advance(job, speculative, STOP_STRING_ROUNDS)
-      found = _generation(job.request, state)
+      for state, _ in self._advance(job, speculative, STOP_STRING_ROUNDS):
+        last = state
+      found = _generation(job.request, last)
     else:
       found = self._program('decode', job.request, speculative)(job.request)
-    return job.completions(jax.device_get(found))
+    return job.completions(partitioning.on_host(found))
 
   def stream(
     self, text: str, *, speculative: bool = True, **options
@@ -276,18 +278,12 @@ class Engine:
     shown = ''
     if not job.rows:
       return
-    for state in self._advance(job, speculative, rounds=1):
-      tokens, length, reasons = jax.device_get(
-        (state.tokens, state.length, state.finish_reason)
-      )
-      reason = reasons[0]
+    for state, seen in self._advance(job, speculative, rounds=1):
+      reason = seen.finish_reason[0]
       if reason == FinishReason.INVALID:
-        raise ValueError(
-          job.completions(jax.device_get(_generation(job.request, state)))[
-            0
-          ].error
-        )
-      tokens = without_stop_id(job.produced(0, tokens, length), reason)
+        found = partitioning.on_host(_generation(job.request, state))
+        raise ValueError(job.completions(found)[0].error)
+      tokens = without_stop_id(job.produced(0, seen), reason)
       output = Text(self.tokenizer, tokens, job.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
       if len(ready) > len(shown):
@@ -320,8 +316,10 @@ class Engine:
       self._partition.row_multiple if self._partition else 1,
     )
 
-  def _advance(self, job, speculative, rounds) -> Iterator[DecodeState]:
-    """Yields the state every `rounds` rounds.
+  def _advance(
+    self, job, speculative, rounds
+  ) -> Iterator[tuple[DecodeState, Seen]]:
+    """Yields the state every `rounds` rounds, and what the host sees of it.
 
     The host looks for stop strings in between.
     """
@@ -329,10 +327,15 @@ class Engine:
     run = self._program('run', job.request, speculative)
     while True:
       state = run(job.request, state, np.int32(rounds))
+      parts = state.tokens, state.length, state.finish_reason
+      seen = Seen(*partitioning.on_host(parts))
       if job.options.stop_strings:
-        state = job.stop_at_strings(state)
-      yield state
-      if np.all(np.asarray(state.finish_reason) != FinishReason.RUNNING):
+        seen = job.stop_at_strings(seen)
+        where = state.finish_reason.sharding
+        reasons = jax.device_put(seen.finish_reason, where)
+        state = state.replace(finish_reason=reasons)
+      yield state, seen
+      if np.all(seen.finish_reason != FinishReason.RUNNING):
         return
 
   def _program(self, name: str, request: Request, speculative: bool):

@@ -16,7 +16,7 @@ from specdec_jax.completion import (
   from_generation,
   passed_over,
 )
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import START_ID
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.speculative import check_lenience
@@ -141,6 +141,20 @@ def options_of(**named) -> Options:
         f'There is no option {name!r}. Nearest known: {", ".join(near)}.'
       )
   return Options(**named)
+
+
+class Seen(NamedTuple):
+  """What the host sees of a `DecodeState` between two runs of rounds.
+
+  Attributes:
+    tokens: int32[B, T + 1].
+    length: int32[B].
+    finish_reason: int32[B].
+  """
+
+  tokens: np.ndarray
+  length: np.ndarray
+  finish_reason: np.ndarray
 
 
 class Job:
@@ -315,28 +329,26 @@ class Job:
     width = max(4, next_power_of_two(len(ids)))
     return np.asarray([*ids, *[-1] * (width - len(ids))], np.int32)
 
-  def produced(self, row: int, tokens: Any, length: Any) -> Any:
-    """What a row has produced, of a state's tokens and length on the host."""
-    first = self.request.prompt_length
-    return tokens[row, 1 if first is None else first[row] : length[row]]
+  def produced(self, row: int, seen: Seen) -> np.ndarray:
+    """The tokens that a row has produced."""
+    first: Any = self.request.prompt_length
+    begin = 1 if first is None else first[row]
+    return seen.tokens[row, begin : seen.length[row]]
 
   def has_stop_string(self, tokens: Any) -> bool:
     """Whether the text of produced tokens holds a stop string."""
     text = Text(self._tokenizer, tokens, self.options.stop_strings)
     return text.has_stop_string
 
-  def stop_at_strings(self, state: DecodeState) -> DecodeState:
+  def stop_at_strings(self, seen: Seen) -> Seen:
     """Finishes the running rows whose text holds a stop string."""
-    tokens, length, reason = jax.device_get(
-      (state.tokens, state.length, state.finish_reason)
-    )
-    reason = reason.copy()
+    reason = seen.finish_reason.copy()
     for row in range(len(self.rows)):
       if reason[row] != FinishReason.RUNNING:
         continue
-      if self.has_stop_string(self.produced(row, tokens, length)):
+      if self.has_stop_string(self.produced(row, seen)):
         reason[row] = FinishReason.STOP_STRING
-    return state.replace(finish_reason=jnp.asarray(reason))
+    return seen._replace(finish_reason=reason)
 
   def completions(self, generation=None) -> list[Completion]:
     """Results in the order of the texts."""

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from specdec_jax import probs
+from specdec_jax import partitioning, probs
 from specdec_jax.job import next_power_of_two, padded
 from specdec_jax.models.base import START_ID, LanguageModel, Params
 
@@ -72,9 +71,10 @@ def score(
   begins, rows = _rows(network, inputs, targets)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
   found = _log_probs(network, params, _padded(encoded), _padded(rows, 1))
+  found = partitioning.on_host(found)
   return [
     Score(tuple(float(x) for x in row[begin : begin + len(ids)]))
-    for row, begin, ids in zip(np.asarray(found), begins, targets, strict=False)
+    for row, begin, ids in zip(found, begins, targets, strict=False)
   ]
 
 

@@ -1,7 +1,8 @@
-"""Continuous batching whose rows two devices share."""
+"""Rows that two devices share, of one process or of two."""
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -11,6 +12,12 @@ import pytest
 from specdec_jax.schedule import Queue, Settings
 
 TESTS = pathlib.Path(__file__).parent
+FLAGS = '--xla_backend_optimization_level=0'
+ENVIRONMENT = os.environ | {
+  'XLA_FLAGS': FLAGS,
+  'JAX_PLATFORMS': 'cpu',
+  'PYTHONPATH': f'{TESTS.parent}{os.pathsep}{TESTS}',
+}
 
 # Pools of one row and of three, which two devices do not divide.
 _POOLS = """
@@ -42,6 +49,74 @@ print('the same')
 """
 
 
+# What the host reads between rounds, and scores, of rows of two processes.
+_PROCESSES = """
+import sys
+import jax, small_vocabulary
+from specdec_jax import partitioning, processes, scoring, tokenizer
+from specdec_jax.continuous import Continuous
+from specdec_jax.engine import Engine, Model
+from specdec_jax.schedule import Settings
+
+folder, address, count, index = sys.argv[1:]
+
+def decode():
+  placement = None
+  if int(count) > 1:
+    processes.join(processes.Meeting(address, int(count), int(index)))
+    placement = partitioning.Placement(data=2, across_hosts=True)
+  network = small_vocabulary.network(1)
+  models = [Model(network, network.init(jax.random.key(i))) for i in range(2)]
+  engine = Engine(
+    *models, tokenizer=tokenizer.Tokenizer(folder + '/vocab.model'), gamma=2,
+    max_input_len=32, max_decode_len=8, placement=placement,
+    cache_folder=folder + '/xla')
+  texts = ['the red dog runs', 'a cat']
+  options = {'stop_ids': [], 'stop_strings': ['AA']}
+  for decoder in (engine, Continuous(engine, Settings(rows=2))):
+    for done in decoder.generate(texts, **options):
+      print('found', done.tokens, done.finish_reason)
+  print('found', list(engine.stream(texts[1], **options)))
+  ids = [engine.input_ids(text) for text in texts]
+  for one in scoring.score(engine.target, engine.params.target, ids, ids):
+    print('found', round(one.total, 2))
+  return 0
+
+sys.exit(processes.run(decode) if int(count) > 1 else decode())
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_two_processes(tokenizer, folder):
+  with socket.socket() as one:
+    one.bind(('localhost', 0))
+    address = f'localhost:{one.getsockname()[1]}'
+
+  def run(count):
+    started = [
+      subprocess.Popen(
+        [sys.executable, '-c', _PROCESSES, folder, address]
+        + [str(count), str(index)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+      for index in range(count)
+    ]
+    said = [one.communicate() for one in started]
+    assert [one.returncode for one in started] == [0] * count, said
+    # Gloo speaks as well.
+    return [
+      [line for line in out.splitlines() if line.startswith('found')]
+      for out, _ in said
+    ]
+
+  (alone,) = run(1)
+  assert len(alone) == 2 + 2 + 1 + 2 and 'stop_string' in ''.join(alone)
+  assert run(2) == [alone, alone]
+
+
 def slow(settings):
   return pytest.param(settings, marks=pytest.mark.slow)
 
@@ -55,15 +130,10 @@ def slow(settings):
   ],
 )
 def test_pools_that_two_devices_do_not_divide(settings, tmp_path):
-  flags = (
-    '--xla_force_host_platform_device_count=2'
-    ' --xla_backend_optimization_level=0'
-  )
-  paths = f'{TESTS.parent}{os.pathsep}{TESTS}'
+  flags = f'{FLAGS} --xla_force_host_platform_device_count=2'
   done = subprocess.run(
     [sys.executable, '-c', _POOLS, str(tmp_path), settings],
-    env=os.environ
-    | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': paths},
+    env=ENVIRONMENT | {'XLA_FLAGS': flags},
     capture_output=True,
     text=True,
   )

@@ -134,6 +134,21 @@ def shardings(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
+def on_host(tree: Any) -> Any:
+  """Arrays of the host; what processes hold parts of, whole in each of them.
+
+  All processes must then call it at the same time.
+  """
+
+  def whole(leaf):
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+      return leaf
+    mesh = leaf.sharding.mesh
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+  return jax.device_get(jax.tree.map(whole, tree))
+
+
 def _flat(params: Params) -> dict[str, Any]:
   return flax.traverse_util.flatten_dict(params, sep='/')
 
