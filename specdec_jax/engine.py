@@ -12,6 +12,7 @@ import numpy as np
 
 from specdec_jax import compilation_cache, partitioning
 from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checks import check_numbers
 from specdec_jax.completion import Completion, Text, without_stop_id
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import speculative as speculative_loop
@@ -25,7 +26,7 @@ from specdec_jax.job import (
   Frame,
   Job,
   Seen,
-  check_at_least,
+  check_gamma,
   options_of,
   without_end,
 )
@@ -53,9 +54,13 @@ Texts = Sequence[str | Sequence[int]]
 class Engine:
   """Decodes texts with a target, plainly or with a drafter's help.
 
+  A program is compiled for a kind of request and a number of rows: 1, 2, 4, 6,
+  8, 12, 16, 24, 32, ..., rounded up to a multiple of the devices that share
+  them. Texts get the least that holds them, unless that has not been compiled
+  and there is a program of up to twice as many. Which it is changes no sample.
+
   Attributes:
     tokenizer: text to ids and back.
-    gamma: proposals a round at most; it may be set between calls.
     fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
       loaded.
     max_input_len: tokens an input may have, its end included.
@@ -105,8 +110,9 @@ class Engine:
         parameters do not come together, or devices or a model cannot be split
         as a placement says.
     """
-    check_at_least(gamma=(gamma, 0), max_input_len=(max_input_len, 2))
-    check_at_least(max_decode_len=(max_decode_len, 1))
+    self.gamma = gamma
+    check_numbers(2, max_input_len=max_input_len)
+    check_numbers(1, max_decode_len=max_decode_len)
     check_drafter(draft, drafter)
     check_pair(target, draft, tokenizer)
     check_bos(bos_id, target.network)
@@ -117,7 +123,6 @@ class Engine:
     )
     self._placement, self._partition = placement, partition
     self.tokenizer = tokenizer
-    self.gamma = gamma
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
     self.bos_id = bos_id
@@ -138,7 +143,22 @@ class Engine:
         partitioning.follow(draft.network, draft_partition)
       )
     self._programs: dict[Any, Callable[..., Any]] = {}
+    self._rows: set[int] = set()  # of any of them
     self._states: dict[Any, DecodeState] = {}  # shapes only
+
+  @property
+  def gamma(self) -> int:
+    """Proposals a round at most; it may be set between calls.
+
+    Raises:
+      ValueError: it is set to what is no number of proposals.
+    """
+    return self._gamma
+
+  @gamma.setter
+  def gamma(self, value: int) -> None:
+    check_gamma(value)
+    self._gamma = value
 
   @property
   def target(self) -> LanguageModel:
@@ -195,6 +215,7 @@ class Engine:
       ValueError: as `generate`; or a text is empty.
     """
     gamma = self.gamma if gamma is None else gamma
+    check_gamma(gamma)
     job = Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
     if len(job.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
@@ -208,7 +229,9 @@ class Engine:
   def warmup(
     self, texts: Texts, *, speculative: bool = True, **options
   ) -> float:
-    """Compiles what `generate` would need.
+    """Compiles what `generate` would need, were there no program yet.
+
+    Where it has been called, a time is that of no more rows than are needed.
 
     Args:
       texts: as for `generate`; only their number and lengths matter.
@@ -254,6 +277,7 @@ class Engine:
         last = state
       found = _generation(job.request, last)
     else:
+      self._fit(job, speculative, 'decode')
       found = self._program('decode', job.request, speculative)(job.request)
     return job.completions(partitioning.on_host(found))
 
@@ -298,10 +322,6 @@ class Engine:
     """
     if speculative and self._drafter is None:
       raise ValueError(_NO_DRAFTER)
-    if isinstance(texts, str):
-      raise ValueError(
-        f'texts must be a sequence of strings, got one string: {texts!r}.'
-      )
     gamma = self.gamma if speculative else 0
     return Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
 
@@ -323,6 +343,7 @@ class Engine:
 
     The host looks for stop strings in between.
     """
+    self._fit(job, speculative, 'start')
     state = self._program('start', job.request, speculative)(job.request)
     run = self._program('run', job.request, speculative)
     while True:
@@ -337,6 +358,20 @@ class Engine:
       yield state, seen
       if np.all(seen.finish_reason != FinishReason.RUNNING):
         return
+
+  def _fit(self, job: Job, speculative: bool, name: str) -> None:
+    """Gives a job as many rows as a program has that there is already.
+
+    Its own if it can be, and not more than twice these, which cost less than
+    to compile another.
+    """
+    least = job.num_rows
+    for rows in sorted(self._rows):
+      if least <= rows <= 2 * least:
+        request = job.request_in(rows)
+        if (name, (speculative, _shapes(request))) in self._programs:
+          job.request = request
+          return
 
   def _program(self, name: str, request: Request, speculative: bool):
     """A compiled function of a loop, for this kind and shape of request.
@@ -373,6 +408,7 @@ class Engine:
         )
       program = functools.partial(compiled, params)
       self._programs[name, key] = program
+      self._rows.add(request.inputs.shape[0])
     return self._programs[name, key]
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.checks import check_numbers
 from specdec_jax.decoding.state import Request
 from specdec_jax.job import (
   SMALLEST_INPUT,
   SMALLEST_PROMPT,
-  check_at_least,
+  check_gamma,
   next_power_of_two,
   rounded_up,
 )
@@ -57,17 +58,18 @@ class Settings:
   deterministic: bool = True
 
   def __post_init__(self):
-    check_at_least(rows=(self.rows, 1), max_rounds=(self.max_rounds, 1))
+    check_numbers(1, rows=self.rows, max_rounds=self.max_rounds)
     for name in ('refill', 'read_rows'):
       if getattr(self, name) is not None:
-        check_at_least(**{name: (getattr(self, name), 1)})
+        check_numbers(1, **{name: getattr(self, name)})
     if self.order not in ORDERS:
       raise ValueError(f'order must be one of {ORDERS}, got {self.order!r}.')
     if self.gammas is not None:
       if not self.gammas:
         raise ValueError('gammas must name a number of rows, or be None.')
       for rows, gamma in self.gammas.items():
-        check_at_least(**{'rows of gammas': (rows, 1), 'gamma': (gamma, 0)})
+        check_numbers(1, **{'rows of gammas': rows})
+        check_gamma(gamma)
 
   def in_multiples_of(self, number: int) -> 'Settings':
     """The same for devices that share the rows: each has as many of a pool.

@@ -14,7 +14,7 @@ LIBRARY = ROOT / 'specdec_jax'
 # From the bottom up; a module imports from its own layer and from those below.
 # A new module of the library needs a place here.
 LAYERS = (
-  ('types', 'files', 'paper'),
+  ('types', 'files', 'paper', 'checks'),
   # mathematics: jax and types only
   ('probs', 'speculative', 'analysis', 'speculate'),
   # placement and models

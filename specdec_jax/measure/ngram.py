@@ -14,7 +14,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from specdec_jax.bench.settings import check_at_least
+from specdec_jax.checks import check_at_least
 from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable

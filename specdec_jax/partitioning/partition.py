@@ -143,8 +143,8 @@ def on_host(tree: Any) -> Any:
   def whole(leaf):
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
       return leaf
-    mesh = leaf.sharding.mesh
-    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+    where: Any = leaf.sharding
+    return jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
 
   return jax.device_get(jax.tree.map(whole, tree))
 
