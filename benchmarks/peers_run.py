@@ -19,8 +19,9 @@ from benchmarks.peers_systems import (
   Pair,
   System,
 )
-from specdec_jax.bench import settings, timing
+from specdec_jax.bench import timing
 from specdec_jax.bench.report import with_progress
+from specdec_jax.checks import check_at_least
 from specdec_jax.engine import Model
 from specdec_jax.environment import describe
 from specdec_jax.measure.prompts import read_prompts
@@ -90,11 +91,11 @@ class PeersConfig:
   name: str = 'peers'
 
   def __post_init__(self):
-    settings.check_at_least(self, gamma=1, lookup_tokens=1, repeats=1)
-    settings.check_at_least(self, max_input_len=2, max_decode_len=1)
+    check_at_least(self, gamma=1, lookup_tokens=1, repeats=1)
+    check_at_least(self, max_input_len=2, max_decode_len=1)
     for field in ('num_lines', 'assistant_tokens', 'threads'):
       if getattr(self, field) is not None:
-        settings.check_at_least(self, **{field: 1})
+        check_at_least(self, **{field: 1})
     unknown = [name for name in self.systems if name not in SYSTEMS]
     if unknown or isinstance(self.systems, str):
       raise ValueError(

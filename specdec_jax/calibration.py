@@ -5,13 +5,11 @@ models and the device that it was made with, and for nothing else.
 """
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from specdec_jax import analysis, environment, files, same_run
@@ -19,7 +17,6 @@ from specdec_jax import analysis, environment, files, same_run
 _KIND = 'calibration'
 _DRAWS = 2000  # of the measured values, for the interval of the speed-up
 _INTERVAL = (2.5, 97.5)  # percent
-_SAMPLED = 64  # values of an array that go into a fingerprint
 
 
 class CalibrationError(ValueError):
@@ -58,7 +55,8 @@ class Calibration:
   """What speculation is worth here.
 
   Attributes:
-    fingerprints: 'target' and 'draft' -> `fingerprint` of its parameters.
+    fingerprints: 'target' and 'draft' -> what `checkpoints.fingerprint` gives
+      for its parameters.
     device: `environment.describe()['device']`.
     temperature: at which the acceptance rate was measured.
     choices: for each number of rows that was measured, in ascending order.
@@ -130,24 +128,6 @@ def load(path: str) -> Calibration:
 
 def _choice(interval, factors, **rest) -> Choice:
   return Choice(interval=tuple(interval), factors=tuple(factors), **rest)
-
-
-def fingerprint(params: Any) -> str:
-  """Identifies a model's parameters as a checkpoint has them.
-
-  Names, shapes and some values of every array: another shape, another training
-  run or another step of it gives another string. The dtype does not matter.
-  """
-  digest = hashlib.sha256()
-  flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  for path, leaf in flat:
-    digest.update(f'{jax.tree_util.keystr(path)}{leaf.shape}'.encode())
-    stride = max(1, leaf.size // _SAMPLED)
-    # By index: to flatten a shard would gather it.
-    index = np.unravel_index(np.arange(0, leaf.size, stride), leaf.shape)
-    some = np.asarray(leaf[index], np.float32)
-    digest.update(some.tobytes())
-  return digest.hexdigest()[:16]
 
 
 def choose_gamma(

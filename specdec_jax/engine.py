@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import (
-  calibration,
-  compilation_cache,
-  memory,
-  partitioning,
-)
+from specdec_jax import compilation_cache, memory, partitioning
+from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checks import check_numbers
 from specdec_jax.completion import Completion, Text, without_stop_id
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import speculative as speculative_loop
@@ -28,7 +25,7 @@ from specdec_jax.job import (
   STOP_STRING_ROUNDS,
   Frame,
   Job,
-  check_at_least,
+  Seen,
   check_gamma,
   options_of,
   without_end,
@@ -58,10 +55,14 @@ Texts = Sequence[str | Sequence[int]]
 class Engine:
   """Decodes texts with a target, plainly or with a drafter's help.
 
+  A program is compiled for a kind of request and a number of rows: 1, 2, 4, 6,
+  8, 12, 16, 24, 32, ..., rounded up to a multiple of the devices that share
+  them. Texts get the least that holds them, unless that has not been compiled
+  and there is a program of up to twice as many. Which it is changes no sample.
+
   Attributes:
     tokenizer: text to ids and back.
-    gamma: proposals a round at most; it may be set between calls.
-    fingerprints: 'target' and 'draft' -> `calibration.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
@@ -110,9 +111,9 @@ class Engine:
         itself, a drafter and its parameters do not come together, or devices
         or a model cannot be split as a placement says.
     """
-    check_gamma(gamma)
-    check_at_least(max_input_len=(max_input_len, 2))
-    check_at_least(max_decode_len=(max_decode_len, 1))
+    self.gamma = gamma
+    check_numbers(2, max_input_len=max_input_len)
+    check_numbers(1, max_decode_len=max_decode_len)
     check_drafter(draft, drafter)
     check_pair(target, draft, tokenizer)
     check_bos(bos_id, target.network)
@@ -129,16 +130,15 @@ class Engine:
     )
     self.check_room(1, 1, max_decode_len, gamma)
     self.tokenizer = tokenizer
-    self.gamma = gamma
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
     self.bos_id = bos_id
     self._target = partitioning.follow(target.network, partition)
     self._target_params = partitioning.place(target.params, placement)
     self._drafter = drafter
-    self.fingerprints = {'target': calibration.fingerprint(target.params)}
+    self.fingerprints = {'target': fingerprint(target.params)}
     if draft is not None:
-      self.fingerprints['draft'] = calibration.fingerprint(draft.params)
+      self.fingerprints['draft'] = fingerprint(draft.params)
       if drafter is not None:
         # Two drafters without parameters differ by what they do.
         name = drafter.name or drafter.propose.__qualname__
@@ -150,7 +150,22 @@ class Engine:
         partitioning.follow(draft.network, draft_partition)
       )
     self._programs: dict[Any, Callable[..., Any]] = {}
+    self._rows: set[int] = set()  # of any of them
     self._states: dict[Any, DecodeState] = {}  # shapes only
+
+  @property
+  def gamma(self) -> int:
+    """Proposals a round at most; it may be set between calls.
+
+    Raises:
+      ValueError: it is set to what is no number of proposals.
+    """
+    return self._gamma
+
+  @gamma.setter
+  def gamma(self, value: int) -> None:
+    check_gamma(value)
+    self._gamma = value
 
   @property
   def target(self) -> LanguageModel:
@@ -213,6 +228,7 @@ class Engine:
       ValueError: as `generate`; or a text is empty.
     """
     gamma = self.gamma if gamma is None else gamma
+    check_gamma(gamma)
     job = Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
     if len(job.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
@@ -226,7 +242,9 @@ class Engine:
   def warmup(
     self, texts: Texts, *, speculative: bool = True, **options
   ) -> float:
-    """Compiles what `generate` would need.
+    """Compiles what `generate` would need, were there no program yet.
+
+    Where it has been called, a time is that of no more rows than are needed.
 
     Args:
       texts: as for `generate`; only their number and lengths matter.
@@ -268,11 +286,13 @@ class Engine:
     if not job.rows:
       return job.completions()
     if job.options.stop_strings:
-      *_, state = self._advance(job, speculative, STOP_STRING_ROUNDS)
-      found = _generation(job.request, state)
+      for state, _ in self._advance(job, speculative, STOP_STRING_ROUNDS):
+        last = state
+      found = _generation(job.request, last)
     else:
+      self._fit(job, speculative, 'decode')
       found = self._program('decode', job.request, speculative)(job.request)
-    return job.completions(jax.device_get(found))
+    return job.completions(partitioning.on_host(found))
 
   def stream(
     self, text: str, *, speculative: bool = True, **options
@@ -295,18 +315,12 @@ class Engine:
     shown = ''
     if not job.rows:
       return
-    for state in self._advance(job, speculative, rounds=1):
-      tokens, length, reasons = jax.device_get(
-        (state.tokens, state.length, state.finish_reason)
-      )
-      reason = reasons[0]
+    for state, seen in self._advance(job, speculative, rounds=1):
+      reason = seen.finish_reason[0]
       if reason == FinishReason.INVALID:
-        raise ValueError(
-          job.completions(jax.device_get(_generation(job.request, state)))[
-            0
-          ].error
-        )
-      tokens = without_stop_id(job.produced(0, tokens, length), reason)
+        found = partitioning.on_host(_generation(job.request, state))
+        raise ValueError(job.completions(found)[0].error)
+      tokens = without_stop_id(job.produced(0, seen), reason)
       output = Text(self.tokenizer, tokens, job.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
       if len(ready) > len(shown):
@@ -321,10 +335,6 @@ class Engine:
     """
     if speculative and self._drafter is None:
       raise ValueError(_NO_DRAFTER)
-    if isinstance(texts, str):
-      raise ValueError(
-        f'texts must be a sequence of strings, got one string: {texts!r}.'
-      )
     gamma = self.gamma if speculative else 0
     return Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
 
@@ -336,23 +346,45 @@ class Engine:
       self._target.vocab_size,
       self._target.has_encoder,
       self.bos_id,
-      self._partition.mesh.shape['data'] if self._partition else 1,
+      self._partition.row_multiple if self._partition else 1,
     )
 
-  def _advance(self, job, speculative, rounds) -> Iterator[DecodeState]:
-    """Yields the state every `rounds` rounds.
+  def _advance(
+    self, job, speculative, rounds
+  ) -> Iterator[tuple[DecodeState, Seen]]:
+    """Yields the state every `rounds` rounds, and what the host sees of it.
 
     The host looks for stop strings in between.
     """
+    self._fit(job, speculative, 'start')
     state = self._program('start', job.request, speculative)(job.request)
     run = self._program('run', job.request, speculative)
     while True:
       state = run(job.request, state, np.int32(rounds))
+      parts = state.tokens, state.length, state.finish_reason
+      seen = Seen(*partitioning.on_host(parts))
       if job.options.stop_strings:
-        state = job.stop_at_strings(state)
-      yield state
-      if np.all(np.asarray(state.finish_reason) != FinishReason.RUNNING):
+        seen = job.stop_at_strings(seen)
+        where = state.finish_reason.sharding
+        reasons = jax.device_put(seen.finish_reason, where)
+        state = state.replace(finish_reason=reasons)
+      yield state, seen
+      if np.all(seen.finish_reason != FinishReason.RUNNING):
         return
+
+  def _fit(self, job: Job, speculative: bool, name: str) -> None:
+    """Gives a job as many rows as a program has that there is already.
+
+    Its own if it can be, and not more than twice these, which cost less than
+    to compile another.
+    """
+    least = job.num_rows
+    for rows in sorted(self._rows):
+      if least <= rows <= 2 * least:
+        request = job.request_in(rows)
+        if (name, (speculative, _shapes(request))) in self._programs:
+          job.request = request
+          return
 
   def _program(self, name: str, request: Request, speculative: bool):
     """A compiled function of a loop, for this kind and shape of request.
@@ -391,6 +423,7 @@ class Engine:
         )
       program = functools.partial(compiled, params)
       self._programs[name, key] = program
+      self._rows.add(request.inputs.shape[0])
     return self._programs[name, key]
 
 

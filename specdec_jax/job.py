@@ -1,7 +1,6 @@
 """A batch of texts on its way through the engine: options, ids, results."""
 
 import dataclasses
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.checks import check_numbers
 from specdec_jax.completion import (
   Completion,
   Text,
@@ -16,7 +16,7 @@ from specdec_jax.completion import (
   from_generation,
   passed_over,
 )
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import START_ID
 from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
@@ -26,7 +26,7 @@ from specdec_jax.types import FinishReason, Generation
 
 SMALLEST_INPUT = 32
 SMALLEST_PROMPT = 8
-MOST_PROPOSALS = 1024  # a round
+MAX_GAMMA = 256
 STOP_STRING_ROUNDS = 4  # between two looks of the host for a stop string
 
 
@@ -106,7 +106,7 @@ class Options:
   lenience: float = 1.0
 
   def __post_init__(self):
-    check_at_least(min_length=(self.min_length, 0))
+    check_numbers(0, min_length=self.min_length)
     check_lenience(self.lenience)
     if self.on_too_long not in ('error', 'truncate', 'report'):
       raise ValueError(
@@ -142,8 +142,29 @@ def options_of(**named) -> Options:
   return Options(**named)
 
 
+class Seen(NamedTuple):
+  """What the host sees of a `DecodeState` between two runs of rounds.
+
+  Attributes:
+    tokens: int32[B, T + 1].
+    length: int32[B].
+    finish_reason: int32[B].
+  """
+
+  tokens: np.ndarray
+  length: np.ndarray
+  finish_reason: np.ndarray
+
+
 class Job:
-  """One batch of texts on its way through the engine."""
+  """One batch of texts on its way through the engine.
+
+  Attributes:
+    options: what is asked of them.
+    rows: indices of the texts that are decoded.
+    request: what is asked of the loops, one row for each of these and some
+      more; missing where there are none.
+  """
 
   def __init__(
     self,
@@ -153,6 +174,7 @@ class Job:
     options: Options,
     gamma: int,
   ):
+    _check_texts(texts)
     self.options = options
     self._tokenizer = tokenizer
     self._frame = frame
@@ -161,8 +183,14 @@ class Job:
     inputs = [self._encode(i, text) for i, text in enumerate(texts)]
     self.rows = [i for i, ids in enumerate(inputs) if ids]
     if self.rows:
-      encoded = [inputs[i] for i in self.rows]
-      self.request = self._make_request(encoded, gamma)
+      self._encoded = [inputs[i] for i in self.rows]
+      self._gamma = gamma
+      self.request = self.request_in(self.num_rows)
+
+  @property
+  def num_rows(self) -> int:
+    """Of the request, unless it is given more."""
+    return rounded_up(padded_rows(len(self.rows)), self.batch_multiple)
 
   def _encode(self, index: int, text: str | Sequence[int]) -> list[int]:
     """Ids as the model reads them; empty where nothing is to be decoded."""
@@ -229,10 +257,10 @@ class Job:
     found = [self._checked(f'Prompt {i}', prompts[i]) for i in self.rows]
     return [[START_ID, *ids] for ids in found]
 
-  def _make_request(self, encoded, gamma) -> Request:
+  def request_in(self, batch: int) -> Request:
+    """What is asked, in so many rows: `num_rows`, or more without a text."""
     frame, options = self._frame, self.options
-    batch = next_power_of_two(len(encoded))
-    batch += -batch % frame.batch_multiple
+    encoded, gamma = self._encoded, self._gamma
     # Arrays of the host: a program's call moves them to the device together.
     prompt: Any = None
     prompt_length: Any = None
@@ -251,7 +279,7 @@ class Job:
       inputs, _ = padded(encoded, batch, width)
     max_length = frame.max_decode_len
     if options.max_length is not None:
-      check_at_least(max_length=(options.max_length, 1))
+      check_numbers(1, max_length=options.max_length)
       if options.max_length > max_length:
         raise ValueError(
           f"max_length = {options.max_length} is more than the engine's"
@@ -315,28 +343,26 @@ class Job:
     width = max(4, next_power_of_two(len(ids)))
     return np.asarray([*ids, *[-1] * (width - len(ids))], np.int32)
 
-  def produced(self, row: int, tokens: Any, length: Any) -> Any:
-    """What a row has produced, of a state's tokens and length on the host."""
-    first = self.request.prompt_length
-    return tokens[row, 1 if first is None else first[row] : length[row]]
+  def produced(self, row: int, seen: Seen) -> np.ndarray:
+    """The tokens that a row has produced."""
+    first: Any = self.request.prompt_length
+    begin = 1 if first is None else first[row]
+    return seen.tokens[row, begin : seen.length[row]]
 
   def has_stop_string(self, tokens: Any) -> bool:
     """Whether the text of produced tokens holds a stop string."""
     text = Text(self._tokenizer, tokens, self.options.stop_strings)
     return text.has_stop_string
 
-  def stop_at_strings(self, state: DecodeState) -> DecodeState:
+  def stop_at_strings(self, seen: Seen) -> Seen:
     """Finishes the running rows whose text holds a stop string."""
-    tokens, length, reason = jax.device_get(
-      (state.tokens, state.length, state.finish_reason)
-    )
-    reason = reason.copy()
+    reason = seen.finish_reason.copy()
     for row in range(len(self.rows)):
       if reason[row] != FinishReason.RUNNING:
         continue
-      if self.has_stop_string(self.produced(row, tokens, length)):
+      if self.has_stop_string(self.produced(row, seen)):
         reason[row] = FinishReason.STOP_STRING
-    return state.replace(finish_reason=jnp.asarray(reason))
+    return seen._replace(finish_reason=reason)
 
   def completions(self, generation=None) -> list[Completion]:
     """Results in the order of the texts."""
@@ -351,6 +377,11 @@ class Job:
     if self.request.lenience is not None:
       one = dataclasses.replace(one, lossless=False)
     return cut_at_stop_string(one, self._tokenizer, self.options.stop_strings)
+
+  @property
+  def batch_multiple(self) -> int:
+    """`Frame.batch_multiple` of the engine's."""
+    return self._frame.batch_multiple
 
   @property
   def passed_over(self) -> dict[int, Completion]:
@@ -381,26 +412,54 @@ def padded(
   return array, length
 
 
+def check_gamma(gamma: int) -> None:
+  """Raises ValueError unless it is a number of proposals that a round may have.
+
+  Caches and logits grow with it, and nothing is won by so many.
+  """
+  check_numbers(0, gamma=gamma)
+  if gamma > MAX_GAMMA:
+    raise ValueError(
+      f'gamma must be {MAX_GAMMA} at most, got {gamma}. A round costs the more'
+      ' the longer its draft is; scripts/calibrate.py measures what pays.'
+    )
+
+
+def _check_texts(texts: Any) -> None:
+  """Raises ValueError unless it is a sequence of texts or of their ids."""
+  if isinstance(texts, str):
+    raise ValueError(
+      f'texts must be a sequence of strings, got one string: {texts!r}.'
+    )
+  if isinstance(texts, bytes) or not hasattr(texts, '__len__'):
+    raise ValueError(
+      'texts must be a sequence of strings or of lists of ids, got'
+      f' {type(texts).__name__}.'
+    )
+  for index, text in enumerate(texts):
+    if not isinstance(text, str) and np.ndim(text) != 1:
+      raise ValueError(
+        'texts must be a sequence of strings or of lists of ids; text'
+        f' {index} is {text!r}. One text of ids is a list in a list, such as'
+        ' [[5, 6, 7]].'
+      )
+
+
+def padded_rows(number: int) -> int:
+  """Rows of a batch of so many texts: 1, 2, 4, 6, 8, 12, 16, 24, 32, ...
+
+  Few sizes, so that few programs are compiled; and few rows without a text.
+  """
+  whole = next_power_of_two(number)
+  between = 3 * whole // 4
+  return between if number <= between and whole > 4 else whole
+
+
 def next_power_of_two(number: int) -> int:
   """The least power of two that is not below `number`."""
   return 1 << max(number - 1, 0).bit_length()
 
 
-def check_gamma(gamma: int) -> None:
-  """Raises ValueError unless gamma is a number of proposals."""
-  check_at_least(gamma=(gamma, 0))
-  if gamma > MOST_PROPOSALS:
-    raise ValueError(
-      f'gamma must be at most {MOST_PROPOSALS}, got {gamma}: what pays is'
-      ' mostly below 20.'
-    )
-
-
-def check_at_least(**named: tuple[int, int]) -> None:
-  for name, (value, least) in named.items():
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-      raise ValueError(
-        f'{name} must be a whole number of at least {least}, got {value!r}.'
-      )
-    if value < least:
-      raise ValueError(f'{name} must be at least {least}, got {value}.')
+def rounded_up(number: int, multiple: int) -> int:
+  """The least multiple of `multiple` that is not below `number`."""
+  return number + -number % multiple

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.checks import check_numbers
 from specdec_jax.decoding.state import Request
 from specdec_jax.field_types import check_types
 from specdec_jax.job import (
   SMALLEST_INPUT,
   SMALLEST_PROMPT,
-  check_at_least,
   check_gamma,
   next_power_of_two,
+  rounded_up,
 )
 
 ORDERS = ('shortest', 'given')
@@ -59,18 +60,32 @@ class Settings:
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(rows=(self.rows, 1), max_rounds=(self.max_rounds, 1))
+    check_numbers(1, rows=self.rows, max_rounds=self.max_rounds)
     for name in ('refill', 'read_rows'):
       if getattr(self, name) is not None:
-        check_at_least(**{name: (getattr(self, name), 1)})
+        check_numbers(1, **{name: getattr(self, name)})
     if self.order not in ORDERS:
       raise ValueError(f'order must be one of {ORDERS}, got {self.order!r}.')
     if self.gammas is not None:
       if not self.gammas:
         raise ValueError('gammas must name a number of rows, or be None.')
       for rows, gamma in self.gammas.items():
-        check_at_least(**{'rows of gammas': (rows, 1)})
+        check_numbers(1, **{'rows of gammas': rows})
         check_gamma(gamma)
+
+  def in_multiples_of(self, number: int) -> 'Settings':
+    """The same for devices that share the rows: each has as many of a pool.
+
+    Of two pools that become one, the larger one's gamma stays: more rows make
+    a call dearer, so that it rather proposes too little.
+    """
+    gammas = self.gammas
+    if gammas is not None:
+      gammas = {
+        rounded_up(rows, number): gammas[rows] for rows in sorted(gammas)
+      }
+    rows = rounded_up(self.rows, number)
+    return dataclasses.replace(self, rows=rows, gammas=gammas)
 
 
 @dataclasses.dataclass
@@ -141,17 +156,28 @@ class Queue:
 
   Attributes:
     groups: those that have not been read.
+    read_rows: how many are read together.
   """
 
-  def __init__(self, request: Request, rows: Sequence[int], settings: Settings):
-    """Rows are counted as `Job.rows` counts them."""
+  def __init__(
+    self,
+    request: Request,
+    rows: Sequence[int],
+    settings: Settings,
+    multiple: int = 1,
+  ):
+    """Rows are counted as `Job.rows` counts them.
+
+    `multiple` is `Frame.batch_multiple`, which rounds up what is read together.
+    """
     self._inputs = request.inputs.shape[1]
     self._prompts = request.prompt_width
     last = request.inputs.shape[1] - np.argmax(request.inputs[:, ::-1] != 0, 1)
     self._length = np.where(np.any(request.inputs != 0, 1), last, 0)
     self._prompt = np.broadcast_to(request.first_length, self._length.shape)
     self.groups: collections.deque[list[int]] = collections.deque()
-    self.read_rows = settings.read_rows or max(1, settings.rows // 2)
+    read_rows = settings.read_rows or max(1, settings.rows // 2)
+    self.read_rows = rounded_up(read_rows, multiple)
     sort = settings.order == 'shortest'
     if sort:
       rows = sorted(rows, key=self._size)

@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from specdec_jax import probs
-from specdec_jax.job import next_power_of_two, padded
+from specdec_jax import partitioning, probs
+from specdec_jax.job import next_power_of_two, padded, padded_rows
 from specdec_jax.models.base import START_ID, LanguageModel, Params
 
 _SMALLEST = 16  # tokens of the shortest program
@@ -50,7 +49,8 @@ def score(
 ) -> list[Score]:
   """Scores each output given its input: log prob(targets | inputs).
 
-  Lengths are rounded up to a power of two, so few programs are compiled.
+  Lengths are rounded up to a power of two, and rows as an engine does it, so
+  few programs are compiled.
 
   Args:
     network: such as `T5(config)`.
@@ -72,9 +72,10 @@ def score(
   begins, rows = _rows(network, inputs, targets)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
   found = _log_probs(network, params, _padded(encoded), _padded(rows, 1))
+  found = partitioning.on_host(found)
   return [
     Score(tuple(float(x) for x in row[begin : begin + len(ids)]))
-    for row, begin, ids in zip(np.asarray(found), begins, targets, strict=False)
+    for row, begin, ids in zip(found, begins, targets, strict=False)
   ]
 
 
@@ -86,7 +87,7 @@ def shapes(
   """What the program depends on that `score` runs for these examples."""
   _, rows = _rows(network, inputs, targets)
   encoded = inputs if network.has_encoder else [[]]
-  return next_power_of_two(len(inputs)), _width(encoded), _width(rows, 1)
+  return padded_rows(len(inputs)), _width(encoded), _width(rows, 1)
 
 
 def _rows(
@@ -135,7 +136,7 @@ def _log_probs(
 def _padded(rows: Sequence[Sequence[int]], begin: int = 0) -> Any:
   """int32[B, begin + S] of rows of ids, 0 behind each end."""
   width = begin + _width(rows, begin)
-  return padded(rows, next_power_of_two(len(rows)), width)[0]
+  return padded(rows, padded_rows(len(rows)), width)[0]
 
 
 def _width(rows: Sequence[Sequence[int]], begin: int = 0) -> int:

@@ -66,6 +66,7 @@ class Pass:
     if job.options.stop_strings:
       few = min(settings.max_rounds, STOP_STRING_ROUNDS)
       settings = dataclasses.replace(settings, max_rounds=few)
+    settings = settings.in_multiples_of(job.batch_multiple)
     self._compiled, self._job, self._settings = compiled, job, settings
     self.load = Load()
     rows: Sequence[int] = range(len(job.rows))
@@ -91,7 +92,7 @@ class Pass:
       self._size, self._sizes = part.size, [part.size]
     settings = dataclasses.replace(settings, rows=self._size)
     self._refill = min(settings.refill or max(1, self._size // 8), self._size)
-    self._queue = Queue(self._request, rows, settings)
+    self._queue = Queue(self._request, rows, settings, job.batch_multiple)
     self._staged: collections.deque[Group] = collections.deque()
     self._owners: list[int | None] = [None] * self._size
     self._since: dict[int, float] = {}  # row -> when it got its slot
@@ -288,7 +289,7 @@ class Pass:
     before, gamma = self._gammas[self._size], self._gammas[len(kept)]
     self._owners = [self._owners[slot] for slot in kept]
     self._size = len(kept)
-    self._pool = self._programs.only(self._pool, np.array(kept, np.int32))
+    self._pool = self._programs.smaller(self._pool, np.array(kept, np.int32))
     if not before and gamma:
       self._use(gamma)
       self._pool = self._programs.with_drafter(self._pool, self._room)

@@ -18,10 +18,10 @@ from specdec_jax.bench import (
   models,
   report,
   run,
-  settings,
   t5x_style,
   timing,
 )
+from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram import ngram
@@ -307,8 +307,8 @@ class Numbers:
 )
 def test_checks_of_numbers(value, words):
   def check(config):
-    settings.check_at_least(config, count=1, share=0.0)
-    settings.check_all_at_least(config, sizes=1)
+    check_at_least(config, count=1, share=0.0)
+    check_all_at_least(config, sizes=1)
 
   check(Numbers())
   with pytest.raises(ValueError, match=words):

@@ -23,6 +23,7 @@ LAYERS = (
     'same_run',
     'paper',
     'table',
+    'checks',
   ),
   # mathematics: jax and types only
   ('probs', 'speculative', 'analysis', 'speculate'),

@@ -103,6 +103,12 @@ def test_unknown_layout():
     Placement(kernel_layout='columns')
 
 
+@pytest.mark.parametrize('dtype', ['int8', 'float16', 'flaot32', '', None, 4])
+def test_dtypes_that_parameters_cannot_have(dtype):
+  with pytest.raises(ValueError, match="'float32', 'bfloat16', got "):
+    Placement(dtype)
+
+
 T5_1_1 = network(1).config
 NETWORKS = {
   'T5 1.1': T5(T5_1_1),

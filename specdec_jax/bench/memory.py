@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.bench import settings
+from specdec_jax.checks import check_at_least
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
@@ -247,7 +247,7 @@ class Plan:
 
   def __post_init__(self):
     check_types(self)
-    settings.check_at_least(self, batch=1, input_len=1, decode_len=1, gamma=0)
+    check_at_least(self, batch=1, input_len=1, decode_len=1, gamma=0)
 
 
 def plan_bytes(plan: Plan) -> dict[str, int]:

@@ -13,6 +13,7 @@ import numpy as np
 from specdec_jax.bench import calls, forced, settings, timing
 from specdec_jax.bench.models import Pair, make_pair
 from specdec_jax.bench.t5x_style import T5XStyle
+from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
@@ -92,11 +93,11 @@ class BenchmarkConfig:
         'BenchmarkConfig.drafter needs draft_params, what it takes as'
         ' parameters: () where it takes nothing, such as `copy`.'
       )
-    settings.check_all_at_least(
+    check_all_at_least(
       self, gammas=1, batches=1, input_lens=1, decode_lens=LEAST_DECODE_LEN
     )
-    settings.check_all_at_least(self, temperatures=0, call_sizes=1)
-    settings.check_at_least(self, calls_a_run=1, repeats=1)
+    check_all_at_least(self, temperatures=0, call_sizes=1)
+    check_at_least(self, calls_a_run=1, repeats=1)
     forced.check_rate(self.forced_acceptance)
     if self.t5x_style and not isinstance(self.target, T5):
       raise ValueError(

@@ -1,37 +1,8 @@
-"""Checks of settings, and the arithmetic of a benchmark's rows."""
+"""The arithmetic of a benchmark's rows."""
 
-import numbers
 from typing import Any
 
 from specdec_jax import analysis
-
-
-def check_at_least(config: Any, **least: float) -> None:
-  """Raises ValueError where a number of `config` is too small.
-
-  Args:
-    config: a dataclass.
-    **least: field -> the least that it may be; an int asks for whole numbers.
-  """
-  for field, minimum in least.items():
-    name, value = f'{type(config).__name__}.{field}', getattr(config, field)
-    if isinstance(minimum, int) and not isinstance(value, numbers.Integral):
-      raise ValueError(f'{name} must be a whole number, got {value!r}.')
-    # The other way round a NaN would pass.
-    if not value >= minimum:
-      raise ValueError(f'{name} must be at least {minimum:g}, got {value}.')
-
-
-def check_all_at_least(config: Any, **least: float) -> None:
-  """Raises ValueError where a sequence is empty or has too small a number."""
-  for field, minimum in least.items():
-    name, values = f'{type(config).__name__}.{field}', getattr(config, field)
-    if isinstance(values, int | float | str) or not values:
-      raise ValueError(f'{name} must be a sequence of numbers, got {values!r}.')
-    if not all(value >= minimum for value in values):
-      raise ValueError(
-        f'{name} must be at least {minimum:g}, got {tuple(values)}.'
-      )
 
 
 def row(

@@ -181,7 +181,7 @@ class Programs:
 
     self.read = bound(staged)
     self.widened = jax.jit(layout.widened)
-    self.only = jax.jit(layout.only)
+    self._only = jax.jit(layout.only)
     self.with_drafter = bound(
       functools.partial(slots.with_drafter, loop), static_argnums=2
     )
@@ -196,7 +196,7 @@ class Programs:
     kinds = [s for s in jax.tree.leaves(placed) if isinstance(s, NamedSharding)]
     if kinds and not self._held:
       self._hold(placed, NamedSharding(kinds[0].mesh, PartitionSpec()))
-    return self.only(rows, np.zeros((1,), np.int32))
+    return self._only(rows, np.zeros((1,), np.int32))
 
   def _hold(self, placed: Any, whole: Any = None) -> None:
     """Keeps the pool where it is; what the host sees is on each device.
@@ -211,6 +211,7 @@ class Programs:
       pool, both = {'out_shardings': placed}, {'out_shardings': (placed, whole)}
     layout = self._layout
     self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
+    self.smaller = jax.jit(layout.only, **pool)
     # The pool is donated: it is updated where it is.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
     self.run = self._bound(

@@ -15,6 +15,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.checks import check_numbers
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -79,8 +80,7 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
   Raises:
     ValueError: gamma is below 1.
   """
-  if gamma < 1:
-    raise ValueError(f'gamma of a cascade must be at least 1, got {gamma}.')
+  check_numbers(1, **{'gamma of a cascade': gamma})
 
   def init(params, inputs, max_length, prompt):
     # The last round of a draft may read past its end.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specdec_jax.checks import check_numbers
 from specdec_jax.drafters.ngram_table import NGramTable, from_arrays
 
 
@@ -43,8 +44,13 @@ def fit(
     ValueError: a number is below 1, an id is outside the vocabulary, or the
       corpus is too small: no context of some length is left.
   """
-  _check_numbers(
-    order=order,
+  if order < 1:
+    raise ValueError(
+      f'order must be at least 1, got {order}. Order 1 is a unigram: no'
+      ' context.'
+    )
+  check_numbers(
+    1,
     vocab_size=vocab_size,
     max_continuations=max_continuations,
     min_count=min_count,
@@ -100,13 +106,6 @@ class _Continuations(NamedTuple):
   counts: np.ndarray  # [N], entries of each context
   ids: np.ndarray  # [sum of counts]
   log_probs: np.ndarray  # likewise
-
-
-def _check_numbers(**values: int) -> None:
-  for name, value in values.items():
-    if value < 1:
-      hint = ' Order 1 is a unigram: no context.' if name == 'order' else ''
-      raise ValueError(f'{name} must be at least 1, got {value}.{hint}')
 
 
 def _flatten(sequences, vocab_size: int) -> _Corpus:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import probs
+from specdec_jax.checks import check_numbers
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.types import Draft
 
@@ -20,8 +21,7 @@ def uniform(vocab_size: int) -> Drafter:
   Raises:
     ValueError: `vocab_size` is below 1.
   """
-  if vocab_size < 1:
-    raise ValueError(f'vocab_size must be at least 1, got {vocab_size}.')
+  check_numbers(1, vocab_size=vocab_size)
 
   def propose(params, state, context: Context):
     del params

@@ -15,8 +15,8 @@ from specdec_jax.bench.run import (
   benchmark,
   num_steps,
 )
-from specdec_jax.bench.settings import check_all_at_least, check_at_least
 from specdec_jax.calibration import Calibration, Choice, Measured
+from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.engine import Engine
 from specdec_jax.environment import describe
 from specdec_jax.field_types import check_types

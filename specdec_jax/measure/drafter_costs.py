@@ -18,7 +18,7 @@ from specdec_jax import partitioning
 from specdec_jax.bench import calls, timing
 from specdec_jax.bench.models import Pair, make_pair, random_params
 from specdec_jax.bench.report import with_progress
-from specdec_jax.bench.settings import check_all_at_least, check_at_least
+from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.copy import copy

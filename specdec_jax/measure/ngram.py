@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 
-from specdec_jax.bench.settings import check_at_least
+from specdec_jax.checks import check_at_least
 from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable

@@ -13,7 +13,7 @@ import rich.console
 
 from specdec_jax import calibration
 from specdec_jax.bench.report import with_progress
-from specdec_jax.bench.settings import check_all_at_least, check_at_least
+from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types

@@ -5,6 +5,7 @@ from specdec_jax.partitioning.following import follow
 from specdec_jax.partitioning.partition import (
   Partition,
   described,
+  on_host,
   shard_bytes,
   shardings,
 )
@@ -24,6 +25,7 @@ __all__ = [
   'described',
   'follow',
   'lay_out',
+  'on_host',
   'place',
   'place_parts',
   'shard_bytes',

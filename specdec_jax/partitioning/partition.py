@@ -34,6 +34,11 @@ class Partition:
     """Of an array of these logical axes; of none, whole on each device."""
     return NamedSharding(self.mesh, PartitionSpec(*self.axes.split(axes)))
 
+  @property
+  def row_multiple(self) -> int:
+    """Devices that share the rows of a request, which they must divide."""
+    return math.prod(self._sizes(('batch',)).values())
+
   def parameter(self, name: str) -> NamedSharding:
     """Of a parameter, by its name; what `checkpoints.load` takes.
 
@@ -127,6 +132,21 @@ def described(tree: Any, shardings: Any = None) -> Any:
 def shardings(tree: Any) -> Any:
   """The sharding of each array, or of each shape."""
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def on_host(tree: Any) -> Any:
+  """Arrays of the host; what processes hold parts of, whole in each of them.
+
+  All processes must then call it at the same time.
+  """
+
+  def whole(leaf):
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+      return leaf
+    where: Any = leaf.sharding
+    return jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
+
+  return jax.device_get(jax.tree.map(whole, tree))
 
 
 def _flat(params: Params) -> dict[str, Any]:

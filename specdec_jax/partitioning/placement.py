@@ -43,6 +43,8 @@ _JOINED = {
   'self_attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
   'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
 }
+# Those that networks compute in, see `models.layers.check_config`.
+_DTYPES = ('float32', 'bfloat16')
 _OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0}
 
 
@@ -77,6 +79,11 @@ class Placement:
 
   def __post_init__(self):
     check_types(self)
+    if self.dtype not in _DTYPES:
+      raise ValueError(
+        f'Placement.dtype must be one of {", ".join(map(repr, _DTYPES))}, got'
+        f' {self.dtype!r}. Nothing is quantised.'
+      )
     if self.kernel_layout not in ('auto', 'in_out', 'out_in'):
       raise ValueError(
         "Placement.kernel_layout must be 'auto', 'in_out' or 'out_in', got"

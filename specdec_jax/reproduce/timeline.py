@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specdec_jax.bench.settings import check_at_least
+from specdec_jax.checks import check_at_least
 from specdec_jax.reproduce import canvas, report
 
 TARGET_ENCODER = "target's encoder"

@@ -1,0 +1,46 @@
+"""Fingerprints: of the parameters, not of how they were read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gin_cli
+import small_vocabulary
+from specdec_jax import calibration, checkpoints
+from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.partitioning import Placement, place
+
+PARAMS = {'a': {'kernel': np.arange(300.0, dtype=np.float32).reshape(20, 15)}}
+PARAMS['a']['kernel'] /= 7
+
+
+def test_fingerprints_tell_parameters_apart():
+  own = fingerprint(PARAMS)
+  assert own == fingerprint(jax.tree.map(jnp.asarray, PARAMS))
+  renamed = {'b': PARAMS['a']}
+  reshaped = jax.tree.map(lambda leaf: leaf.reshape(15, 20), PARAMS)
+  trained = jax.tree.map(lambda leaf: leaf * 1.01, PARAMS)
+  others = {fingerprint(p) for p in (renamed, reshaped, trained)}
+  assert len(others | {own}) == 4
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_dtype_they_are_read_in_does_not_matter(dtype, tmp_path):
+  network = small_vocabulary.network(1)
+  params = network.init(jax.random.key(0))
+  path = tmp_path / 'model'
+  checkpoints.save_orbax(path, params)
+  read = checkpoints.load(path, network, dtype=dtype)
+  assert {str(leaf.dtype) for leaf in jax.tree.leaves(read)} == {dtype}
+  as_is = Placement(dtype, 'in_out', join_projections=False)
+  assert fingerprint(params) == fingerprint(read)
+  assert fingerprint(params) == fingerprint(place(params, as_is))
+
+
+def test_those_of_a_committed_record():
+  """Made when float32 values went in: the demo's are bfloat16 on disk."""
+  path = gin_cli.ROOT / 'benchmarks/results/calibration_demo.json'
+  for side, want in calibration.load(path).fingerprints.items():
+    params = checkpoints.load(gin_cli.ROOT / f'demo/{side}.msgpack')
+    assert fingerprint(params) == want

@@ -1,0 +1,165 @@
+"""Rows that two devices share, of one process or of two."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from specdec_jax.schedule import Queue, Settings
+
+TESTS = pathlib.Path(__file__).parent
+FLAGS = '--xla_backend_optimization_level=0'
+ENVIRONMENT = os.environ | {
+  'XLA_FLAGS': FLAGS,
+  'JAX_PLATFORMS': 'cpu',
+  'PYTHONPATH': f'{TESTS.parent}{os.pathsep}{TESTS}',
+}
+
+# Pools of one row and of three, which two devices do not divide.
+_POOLS = """
+import pathlib, sys, warnings
+import jax, small_vocabulary
+from specdec_jax.continuous import Continuous
+from specdec_jax.engine import Engine, Model
+from specdec_jax.partitioning import Placement
+from specdec_jax.schedule import Settings
+
+warnings.simplefilter('error')
+folder = pathlib.Path(sys.argv[1])
+tokenizer = small_vocabulary.train(folder)
+network = small_vocabulary.network(1)
+models = [Model(network, network.init(jax.random.key(i))) for i in range(2)]
+engine = Engine(
+  *models, tokenizer=tokenizer, max_input_len=32, max_decode_len=12,
+  placement=Placement(data=2), cache_folder=folder / 'xla')
+texts = ['the red dog runs', 'a cat', 'the old house', 'blue tree', 'sleeps']
+options = {'stop_ids': list(range(3, 288, 8))}
+want = [one.tokens for one in engine.generate(texts, **options)]
+settings = eval(sys.argv[2])
+decoder = Continuous(engine, settings)
+have = [one.tokens for one in decoder.generate(texts, **options)]
+assert have == want
+gammas = settings.gammas or {3: engine.gamma}
+assert set(decoder.load.rounds) == set(gammas.values()), decoder.load
+print('the same')
+"""
+
+
+# What the host reads between rounds, and scores, of rows of two processes.
+_PROCESSES = """
+import sys
+import jax, small_vocabulary
+from specdec_jax import partitioning, processes, scoring, tokenizer
+from specdec_jax.continuous import Continuous
+from specdec_jax.engine import Engine, Model
+from specdec_jax.schedule import Settings
+
+folder, address, count, index = sys.argv[1:]
+
+def decode():
+  placement = None
+  if int(count) > 1:
+    processes.join(processes.Meeting(address, int(count), int(index)))
+    placement = partitioning.Placement(data=2, across_hosts=True)
+  network = small_vocabulary.network(1)
+  models = [Model(network, network.init(jax.random.key(i))) for i in range(2)]
+  engine = Engine(
+    *models, tokenizer=tokenizer.Tokenizer(folder + '/vocab.model'), gamma=2,
+    max_input_len=32, max_decode_len=8, placement=placement,
+    cache_folder=folder + '/xla')
+  texts = ['the red dog runs', 'a cat']
+  options = {'stop_ids': [], 'stop_strings': ['AA']}
+  for decoder in (engine, Continuous(engine, Settings(rows=2))):
+    for done in decoder.generate(texts, **options):
+      print('found', done.tokens, done.finish_reason)
+  print('found', list(engine.stream(texts[1], **options)))
+  ids = [engine.input_ids(text) for text in texts]
+  for one in scoring.score(engine.target, engine.params.target, ids, ids):
+    print('found', round(one.total, 2))
+  return 0
+
+sys.exit(processes.run(decode) if int(count) > 1 else decode())
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_two_processes(tokenizer, folder):
+  with socket.socket() as one:
+    one.bind(('localhost', 0))
+    address = f'localhost:{one.getsockname()[1]}'
+
+  def run(count):
+    started = [
+      subprocess.Popen(
+        [sys.executable, '-c', _PROCESSES, folder, address]
+        + [str(count), str(index)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+      for index in range(count)
+    ]
+    said = [one.communicate() for one in started]
+    assert [one.returncode for one in started] == [0] * count, said
+    # Gloo speaks as well.
+    return [
+      [line for line in out.splitlines() if line.startswith('found')]
+      for out, _ in said
+    ]
+
+  (alone,) = run(1)
+  assert len(alone) == 2 + 2 + 1 + 2 and 'stop_string' in ''.join(alone)
+  assert run(2) == [alone, alone]
+
+
+def slow(settings):
+  return pytest.param(settings, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    'Settings(gammas={4: 2, 1: 3})',
+    slow('Settings(gammas={3: 0, 1: 2})'),
+    slow('Settings(rows=3, read_rows=1)'),
+  ],
+)
+def test_pools_that_two_devices_do_not_divide(settings, tmp_path):
+  flags = f'{FLAGS} --xla_force_host_platform_device_count=2'
+  done = subprocess.run(
+    [sys.executable, '-c', _POOLS, str(tmp_path), settings],
+    env=ENVIRONMENT | {'XLA_FLAGS': flags},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip() == 'the same'
+
+
+@pytest.mark.parametrize(
+  'devices, rows, gammas, become',
+  [
+    (1, 3, {4: 2, 1: 3}, (3, {4: 2, 1: 3})),
+    (2, 3, {4: 2, 1: 3}, (4, {2: 3, 4: 2})),
+    # Of pools that become one it is the larger one's gamma.
+    (2, 2, {2: 3, 1: 5, 3: 1}, (2, {2: 3, 4: 1})),
+    (8, 9, None, (16, None)),
+  ],
+)
+def test_pools_are_multiples_of_the_devices(devices, rows, gammas, become):
+  settings = Settings(rows=rows, gammas=gammas).in_multiples_of(devices)
+  assert (settings.rows, settings.gammas) == become
+
+
+def test_what_is_read_together_is_one_too():
+  class Rows:
+    inputs = np.ones((5, 4), np.int32)
+    prompt_width, first_length = 1, 1
+
+  for settings, together in ((Settings(rows=2), 2), (Settings(read_rows=3), 4)):
+    assert Queue(Rows(), range(5), settings, 2).read_rows == together
