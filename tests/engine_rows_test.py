@@ -11,7 +11,6 @@ from specdec_jax.job import MAX_GAMMA, padded_rows
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.schedule import Settings
 
-pytestmark = pytest.mark.usefixtures('own_cache')
 TEXTS = WORDS.split()[:9]
 SAMPLED = {'sampling': SamplingConfig(temperature=1.0), 'speculative': False}
 

@@ -20,8 +20,6 @@ from specdec_jax.infer import failures, quality, report
 TEXTS = ['the red dog', 'a cat', 'the old house']
 LENGTHS = {'inputs': 16, 'targets': 6}
 
-pytestmark = pytest.mark.usefixtures('own_cache')
-
 
 @pytest.fixture(scope='module')
 def make(tokenizer):
