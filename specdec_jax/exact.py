@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specdec_jax import probs, speculative
+from specdec_jax import probs, verify
 from specdec_jax.testing import NextProbs, joint_law
 from specdec_jax.types import Draft
 
@@ -108,8 +108,8 @@ def step_law(
       jnp.float32,
     ),
     jnp.float32(lenience),
-    count_accepted=speculative.count_accepted,
-    next_token_weights=speculative.next_token_weights,
+    count_accepted=verify.count_accepted,
+    next_token_weights=verify.next_token_weights,
   )
   accepted = np.asarray(accepted, np.float64) / UNIFORM_GRID
   next_laws = np.asarray(next_laws, np.float64)

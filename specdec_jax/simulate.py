@@ -20,10 +20,10 @@ from jax import lax
 from specdec_jax import analysis, probs
 from specdec_jax.field_types import check_types
 from specdec_jax.speculate import settle
-from specdec_jax.speculative import check_lenience
 from specdec_jax.table import Cell, Column, Table
 from specdec_jax.table import console as terminal
 from specdec_jax.testing import chi_squared_p_value
+from specdec_jax.verify import check_lenience
 
 MAX_SAMPLES = 10**9  # counts are int32
 # A right `verify` fails the check for one seed in a million.

@@ -50,8 +50,8 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import analysis, probs
-from specdec_jax.speculative import verify
 from specdec_jax.types import Draft
+from specdec_jax.verify import verify
 
 
 @struct.dataclass

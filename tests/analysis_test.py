@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import analysis, speculative
+from specdec_jax import analysis, verify
 from specdec_jax.types import Draft
 
 
@@ -92,7 +92,7 @@ def test_verify_accepts_as_often_as_predicted():
     draft_key, verify_key = jax.random.split(key)
     tokens = jax.random.categorical(draft_key, jnp.log(DRAFT), shape=(gamma,))
     draft = Draft(tokens.astype(jnp.int32), draft_rows, jnp.int32(gamma))
-    return speculative.verify(draft, target_rows, verify_key).num_accepted
+    return verify.verify(draft, target_rows, verify_key).num_accepted
 
   keys = jax.random.split(jax.random.key(0), steps)
   accepted = np.asarray(jax.jit(jax.vmap(num_accepted))(keys))

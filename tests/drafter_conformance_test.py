@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import specdec_jax.speculative as algorithm
+import specdec_jax.verify as algorithm
 import toy_requests
 from specdec_jax import testing
 from specdec_jax.decoding import autoregressive, speculative

@@ -11,7 +11,7 @@ import pytest
 import small_vocabulary
 import speculative_controls as controls
 import toy_requests
-from specdec_jax import analysis, exact, simulate, speculative, testing
+from specdec_jax import analysis, exact, simulate, testing, verify
 from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
@@ -26,7 +26,7 @@ SIZE, GAMMA = 4, 2
 EXACT, WRONG = 1e-6, 1e-3
 GREEDY, SAMPLED = SamplingConfig(0.0), SamplingConfig(1.0)
 
-_verify = jax.jit(speculative.verify)
+_verify = jax.jit(verify.verify)
 
 
 def lenient_law(target, draft, lenience):
@@ -153,12 +153,12 @@ def test_control_residual_of_the_target_itself(monkeypatch):
 def test_near_argmax_is_the_text_with_its_inequality_turned(lenience):
   logits = np.random.default_rng(0).normal(size=(50, 3, 7)).astype(np.float32)
   tokens = np.random.default_rng(1).integers(7, size=(50, 3), dtype=np.int32)
-  near = speculative.near_argmax(tokens, jnp.asarray(logits), lenience)
+  near = verify.near_argmax(tokens, jnp.asarray(logits), lenience)
   rows = np.float64(jax.nn.softmax(logits))
   chosen = np.take_along_axis(rows, tokens[..., None], 2)[..., 0]
   np.testing.assert_array_equal(near, chosen >= lenience * rows.max(axis=2))
   best = jnp.argmax(logits, axis=2)
-  assert np.all(speculative.near_argmax(best, jnp.asarray(logits), lenience))
+  assert np.all(verify.near_argmax(best, jnp.asarray(logits), lenience))
   if lenience < 1:
     assert 0.05 < np.mean(np.asarray(near)) < 0.95
 
@@ -167,7 +167,7 @@ def test_near_argmax_at_the_edges():
   row = jnp.array([[0.0, -jnp.inf, 0.0, jnp.log(0.5), -1.0]])
 
   def near(token, lenience, logits=row):
-    found = speculative.near_argmax(jnp.array([token]), logits, lenience)
+    found = verify.near_argmax(jnp.array([token]), logits, lenience)
     return bool(found[0])
 
   assert near(2, 1.0) and not near(3, 1.0), 'at 1 only ties'
@@ -188,7 +188,7 @@ def test_verify_greedy_takes_what_is_near():
     ([False, False, True], (1, 9)),
   ]
   for near, expected in cases:
-    verdict = speculative.verify_greedy(draft, target_tokens, jnp.array(near))
+    verdict = verify.verify_greedy(draft, target_tokens, jnp.array(near))
     assert (verdict.num_accepted, verdict.next_token) == expected
 
 

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 import simulate as script
-from specdec_jax import analysis, simulate, speculative, testing
+from specdec_jax import analysis, simulate, testing, verify
 from specdec_jax.simulate import SimulateConfig
 
 TARGET, DRAFT = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
@@ -102,7 +102,7 @@ def test_a_wrong_verify_is_reported(monkeypatch):
     del draft
     return target_probs[num_accepted]
 
-  monkeypatch.setattr(speculative, 'next_token_weights', wrong)
+  monkeypatch.setattr(verify, 'next_token_weights', wrong)
   shipped = simulate._count.__wrapped__
 
   def anew(*args, chunk):

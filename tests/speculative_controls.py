@@ -5,10 +5,10 @@ A test of a distribution that cannot tell these from the right one is empty.
 
 import jax.numpy as jnp
 
-from specdec_jax import speculative, testing
+from specdec_jax import testing, verify
 from specdec_jax.probs import SamplingConfig
 
-_right_weights = speculative.next_token_weights
+_right_weights = verify.next_token_weights
 
 
 def pair(seed, vocab_size, draft_config=None, target_config=None):
@@ -40,4 +40,4 @@ def patch_weights(monkeypatch, wrong):
 
   What was jitted before keeps the right one: trace anew.
   """
-  monkeypatch.setattr(speculative, 'next_token_weights', wrong)
+  monkeypatch.setattr(verify, 'next_token_weights', wrong)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import speculative_controls as controls
-from specdec_jax import speculative
+from specdec_jax import verify
 from specdec_jax.exact import step_law
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.testing import joint_law
@@ -191,7 +191,7 @@ def test_a_token_of_target_probability_zero_is_never_accepted():
   )
   for draft_row in ([0.5, 0.5], [1.0, 0.0], [0.0, 1.0]):
     draft = draft.replace(probs=jnp.array([draft_row]))
-    accepted = speculative.count_accepted(
+    accepted = verify.count_accepted(
       draft, jnp.array([[1.0, 0.0]] * 2), jnp.zeros(1)
     )
     assert accepted == 0
@@ -209,7 +209,7 @@ def test_equal_probabilities_are_always_accepted():
   target_probs = jnp.asarray(np.concatenate([rows, rows[:1]]))
   for largest in (1 - 2.0**-23, 1 - 2.0**-24):
     uniforms = jnp.full(len(rows), largest, jnp.float32)
-    accepted = speculative.count_accepted(draft, target_probs, uniforms)
+    accepted = verify.count_accepted(draft, target_probs, uniforms)
     assert accepted == len(rows)
 
 
@@ -276,6 +276,6 @@ def test_control_denied_tokens_accepted_or_resampled(monkeypatch):
     accepted = uniforms * draft_prob[:, 0] < chosen[:, 0]
     return jnp.argmin(jnp.append(accepted, False))
 
-  monkeypatch.setattr(speculative, 'count_accepted', accept)
+  monkeypatch.setattr(verify, 'count_accepted', accept)
   error = _error(target, reported, 2, 6, drawn_from=drawn)
   assert error > _WRONG

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import speculative_controls as controls
-from specdec_jax import probs, speculative, testing
+from specdec_jax import probs, testing
+from specdec_jax import verify as speculative
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.testing import joint_law
 from specdec_jax.types import Draft

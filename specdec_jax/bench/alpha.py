@@ -27,8 +27,8 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.speculative import near_argmax
 from specdec_jax.types import FinishReason
+from specdec_jax.verify import near_argmax
 
 
 @struct.dataclass

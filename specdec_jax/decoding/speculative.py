@@ -12,12 +12,8 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
-from specdec_jax.speculative import (
-  near_argmax,
-  verify_batch,
-  verify_greedy_batch,
-)
 from specdec_jax.types import Draft, Generation, Verdict
+from specdec_jax.verify import near_argmax, verify_batch, verify_greedy_batch
 
 
 class PairParams(NamedTuple):

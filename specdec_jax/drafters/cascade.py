@@ -25,8 +25,8 @@ from specdec_jax.drafters.base import (
 )
 from specdec_jax.drafters.small_model import catch_up, read_last
 from specdec_jax.models.base import LanguageModel, read_prompt
-from specdec_jax.speculative import verify_batch, verify_greedy_batch
 from specdec_jax.types import Draft
+from specdec_jax.verify import verify_batch, verify_greedy_batch
 
 
 @struct.dataclass

@@ -12,8 +12,8 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.schedule import Settings
-from specdec_jax.speculative import check_lenience
 from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.verify import check_lenience
 
 # Whom to ask for what: the ways of decoding that run, in turn.
 WAYS = {

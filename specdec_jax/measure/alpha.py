@@ -20,9 +20,9 @@ from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.record import Record
-from specdec_jax.speculative import check_lenience
 from specdec_jax.table import Cell, Column, Table
 from specdec_jax.table import console as terminal
+from specdec_jax.verify import check_lenience
 
 
 @dataclasses.dataclass(frozen=True)
