@@ -18,13 +18,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'scripts')]
 
 import gin_cli  # noqa: E402
 from specdec_jax import compilation_cache  # noqa: E402
-from specdec_jax.bench import suite  # noqa: E402
+from specdec_jax.paper import table2_suite  # noqa: E402
 
 
 def main() -> None:
   """Runs what the gin files describe; a line a row goes to stdout."""
   compilation_cache.enable(None)
-  suite.run(gin_cli.build(suite.SuiteConfig))
+  table2_suite.run(gin_cli.build(table2_suite.SuiteConfig))
 
 
 if __name__ == '__main__':

@@ -10,7 +10,7 @@ the header of its gin file.
 import sys
 
 import gin_cli
-from specdec_jax import reproduce
+from specdec_jax.paper import reproduce
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from specdec_jax import simulate
 from specdec_jax.nearest import nearest
+from specdec_jax.paper import simulation
 
 _FLAGS = ('--target', '--draft', '--num_samples', '--lenience', '--seed')
 
@@ -24,14 +24,14 @@ _FLAGS = ('--target', '--draft', '--num_samples', '--lenience', '--seed')
 def main(argv: Sequence[str]) -> int:
   """Runs the experiment that the command line describes; the exit status."""
   try:
-    record = simulate.simulate(parse(argv))
+    record = simulation.simulate(parse(argv))
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   return 0 if record['agrees'] else 1
 
 
-def parse(argv: Sequence[str]) -> simulate.SimulateConfig:
+def parse(argv: Sequence[str]) -> simulation.SimulateConfig:
   """Reads the command line.
 
   Raises:
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> simulate.SimulateConfig:
       raise ValueError(
         f'--{name} is missing; expected probabilities, as --{name}=0.5,0.3,0.2'
       )
-  return simulate.SimulateConfig(**given)
+  return simulation.SimulateConfig(**given)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -10,7 +10,8 @@ the header of its gin file.
 import sys
 
 import gin_cli
-from specdec_jax import measure, reproduce
+from specdec_jax import measure
+from specdec_jax.measure import throughput_picture
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
   config = gin_cli.build(measure.ThroughputConfig)
   record = measure.measure_throughput(config)
   if config.plot_file:
-    reproduce.plot_throughput(config.plot_file, record)
+    throughput_picture.plot_throughput(config.plot_file, record)
 
 
 if __name__ == '__main__':

@@ -20,8 +20,8 @@ import jax
 
 import gin_checks
 import gin_cli
-from specdec_jax import paper
 from specdec_jax.bench import tpu_check, tpu_slices
+from specdec_jax.paper import printed
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
   if slices in gin_checks.configured():
     tpu_slices.check(gin_cli.build(tpu_slices.SlicesConfig))
   else:
-    tpu_check.check(gin_cli.build(tpu_check.TpuCheckConfig), paper.TABLE2)
+    tpu_check.check(gin_cli.build(tpu_check.TpuCheckConfig), printed.TABLE2)
 
 
 if __name__ == '__main__':

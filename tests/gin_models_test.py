@@ -12,8 +12,9 @@ import jax
 import pytest
 
 import gin_cli
-from specdec_jax import engine, infer, paper, t5_tasks
+from specdec_jax import engine, infer, t5_tasks
 from specdec_jax.models.t5 import T5
+from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 
 ROOT = pathlib.Path(gin_cli.__file__).resolve().parent.parent
@@ -224,7 +225,7 @@ def load_run(name, tokenizer, folder, **macros):
   return gin_cli.build(infer.TaskConfig), gamma, sides
 
 
-@pytest.mark.parametrize('row', paper.TABLE2, ids=row_name)
+@pytest.mark.parametrize('row', printed.TABLE2, ids=row_name)
 def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
   """By the macros that the header of its file says, and by its old path."""
   names = ('t5_1_1_xxl', row.draft.replace('t5_', 't5_1_1_'))
@@ -259,7 +260,9 @@ def test_a_run_of_the_original_t5(task, alone, tokenizer, folder):
   config, gamma, sides = load_run(f'{task}_11b_small', tokenizer, folder)
   assert config.mixture_or_task_name == TASK_NAMES[task]
   assert config.sampling == SamplingConfig(temperature=0.0)
-  row = next(r for r in paper.TABLE2 if (r.task, r.draft) == (task, 't5_small'))
+  row = next(
+    r for r in printed.TABLE2 if (r.task, r.draft) == (task, 't5_small')
+  )
   assert gamma == row.gamma
   check_sides(sides, ('t5_11b', 't5_small'), ('t5_11B', 't5_small'), alone)
 

@@ -11,12 +11,13 @@ import pytest
 import small_vocabulary
 import speculative_controls as controls
 import toy_requests
-from specdec_jax import analysis, exact, simulate, testing, verify
+from specdec_jax import analysis, exact, testing, verify
 from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import Engine, Model
 from specdec_jax.job import Frame, Job, Options
+from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 
@@ -92,7 +93,7 @@ def test_law_by_enumeration(lenience):
     # So the bound of less lenience would have been missed.
     assert ratio > 1 / 0.3
   # The first token alone: the closed form.
-  closed = simulate.outcomes(target(()), draft(()), lenience)
+  closed = simulation.outcomes(target(()), draft(()), lenience)
   np.testing.assert_allclose(law.sum(axis=(1, 2)), closed.total, atol=EXACT)
   beta = analysis.lenient_acceptance_prob(target(()), draft(()), lenience)
   assert closed.acceptance_prob == pytest.approx(float(beta), abs=1e-6)
@@ -260,7 +261,7 @@ def test_a_greedy_row_among_sampled_ones_is_the_same():
 def test_sampled_loop_has_the_closed_form():
   """First of two tokens: 10,000 rows, alpha 1e-3; the control's p < 1e-9."""
   target, draft = (m.next_probs(SAMPLED)(()) for m in (TARGET, DRAFT))
-  lossy = simulate.outcomes(target, draft, 0.3).total
+  lossy = simulation.outcomes(target, draft, 0.3).total
   counts = {
     lenience: np.bincount(
       decode(SAMPLED, lenience, batch=ROWS, slots=2, gamma=1).tokens[:, 0],

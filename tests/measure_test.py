@@ -9,12 +9,13 @@ import rich.console
 
 import gin_cli
 from small_vocabulary import network
-from specdec_jax import calibration, infer, measure, probs, reproduce
+from specdec_jax import calibration, infer, measure, probs
 from specdec_jax.bench import memory
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.engine import Engine, Model
 from specdec_jax.local_tasks import LocalTask
+from specdec_jax.paper import reproduce
 from specdec_jax.tokenizer import Tokenizer
 
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']

@@ -9,7 +9,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from specdec_jax import analysis, paper
+from specdec_jax import analysis
+from specdec_jax.paper import printed as paper
 
 TABLES = pathlib.Path(__file__).resolve().parents[2] / 'shared/paper/tables'
 

@@ -15,9 +15,11 @@ from small_vocabulary import network
 from specdec_jax import analysis
 from specdec_jax.bench import BenchmarkConfig
 from specdec_jax.drafters.copy import copy
-from specdec_jax.reproduce import canvas, plots, report, run, timeline
-from specdec_jax.reproduce.plots import Point
-from specdec_jax.reproduce.report import Comparison, Row
+from specdec_jax.measure import canvas
+from specdec_jax.paper import plots, report, timeline
+from specdec_jax.paper import reproduce as run
+from specdec_jax.paper.plots import Point
+from specdec_jax.paper.report import Comparison, Row
 
 FORCED = 'forced alpha=0.75, random weights'
 REASON = 'no accelerator was at hand | at all'

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from specdec_jax import paper, same_run
-from specdec_jax.bench import suite, tpu_check
+from specdec_jax import same_run
+from specdec_jax.bench import tpu_check
 from specdec_jax.measure import alpha
+from specdec_jax.paper import printed, table2_suite
 
 
 def test_each_difference_is_named_with_both_values():
@@ -60,11 +61,15 @@ def test_a_record_that_is_none_is_named(tmp_path, text):
   config = FakeAlpha(**fields | {'output_file': str(path)})
   with pytest.raises(ValueError, match='results.json.*another output_file'):
     alpha._earlier(config)
-  row = paper.TABLE2[0]
-  config = suite.SuiteConfig('tiny', None, {row.draft: None}, str(tmp_path))
-  suite.row_path(str(tmp_path), row).write_text(text)
-  with pytest.raises(ValueError, match=f'{suite.row_name(row)}.*no record'):
-    suite.read(config)
+  row = printed.TABLE2[0]
+  config = table2_suite.SuiteConfig(
+    'tiny', None, {row.draft: None}, str(tmp_path)
+  )
+  table2_suite.row_path(str(tmp_path), row).write_text(text)
+  with pytest.raises(
+    ValueError, match=f'{table2_suite.row_name(row)}.*no record'
+  ):
+    table2_suite.read(config)
 
 
 @dataclasses.dataclass

@@ -6,10 +6,9 @@ import pytest
 import rich.console
 
 import gin_cli
-from specdec_jax import reproduce
-from specdec_jax.bench import suite
-from specdec_jax.measure import alpha
-from specdec_jax.reproduce import canvas, run, throughput
+from specdec_jax.measure import alpha, canvas, throughput_picture
+from specdec_jax.paper import reproduce, table2_suite
+from specdec_jax.paper import reproduce as run
 
 RESULTS = gin_cli.ROOT / 'benchmarks' / 'results'
 # Run file, folder of its report, folder of its records.
@@ -37,7 +36,7 @@ def test_what_is_shipped_can_be_shown(
   def measures(*_):
     raise AssertionError('measured')
 
-  monkeypatch.setattr(suite, 'run', measures)
+  monkeypatch.setattr(table2_suite, 'run', measures)
   monkeypatch.setattr(run, 'measure_alpha', measures)
   flags = ('--gin.MEASURE=False', f'--gin.RECORDS_DIR={RESULTS / records}')
   load(monkeypatch, name, tmp_path, *flags)
@@ -80,7 +79,7 @@ def test_the_accelerator_suite_writes_where_its_table_looks(
   monkeypatch, tmp_path
 ):
   load(monkeypatch, 'accelerator', tmp_path)
-  written = gin_cli.build(suite.SuiteConfig).output_dir
+  written = gin_cli.build(table2_suite.SuiteConfig).output_dir
   load(monkeypatch, 'table2', tmp_path)
   read = gin_cli.build(reproduce.ReproduceConfig).suite.output_dir
   assert written == read == str(tmp_path / 'records')
@@ -95,11 +94,11 @@ def test_the_throughput_picture_says_why_it_jumps(monkeypatch):
     figures.append(matplotlib.figure.Figure())
     draw(figures[-1])
 
-  monkeypatch.setattr(throughput, 'save', keep)
+  monkeypatch.setattr(throughput_picture, 'save', keep)
   record = json.loads((RESULTS / 'throughput_demo.json').read_text())
-  throughput.plot_throughput('x.png', record)
+  throughput_picture.plot_throughput('x.png', record)
   plain = [row for row in record['sweep'] if row['mode'] != 'gamma by rows']
-  throughput.plot_throughput('x.png', record | {'sweep': plain})
+  throughput_picture.plot_throughput('x.png', record | {'sweep': plain})
   noted, without = ([t.get_text() for t in f.axes[0].texts] for f in figures)
   assert without == []
   assert '64 rows' in noted[0] and 'smaller pools' in noted[0]

@@ -8,8 +8,9 @@ import pytest
 import rich.console
 
 import simulate as script
-from specdec_jax import analysis, simulate, testing, verify
-from specdec_jax.simulate import SimulateConfig
+from specdec_jax import analysis, testing, verify
+from specdec_jax.paper import simulation
+from specdec_jax.paper.simulation import SimulateConfig
 
 TARGET, DRAFT = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
 
@@ -21,16 +22,16 @@ def run(**options):
   config = SimulateConfig(
     **({'target': TARGET, 'draft': DRAFT, 'num_samples': 50_000} | options)
   )
-  return simulate.simulate(config, console), stream.getvalue()
+  return simulation.simulate(config, console), stream.getvalue()
 
 
 def test_outcomes_by_hand():
-  found = simulate.outcomes(TARGET, DRAFT)
+  found = simulation.outcomes(TARGET, DRAFT)
   np.testing.assert_allclose(found.accepted, [0.2, 0.3, 0.2])
   np.testing.assert_allclose(found.resampled, [0.3, 0, 0], atol=1e-15)
   np.testing.assert_allclose(found.total, TARGET)
   # l = 0.5: beta 0.9; the residual has the rest.
-  found = simulate.outcomes(TARGET, DRAFT, 0.5)
+  found = simulation.outcomes(TARGET, DRAFT, 0.5)
   np.testing.assert_allclose(found.accepted, [0.2, 0.3, 0.4])
   np.testing.assert_allclose(found.resampled, [0.1, 0, 0], atol=1e-15)
 
@@ -40,7 +41,7 @@ def test_outcomes_of_any_pair():
   for _ in range(50):
     target, draft = rng.dirichlet(np.full(6, 0.5), size=2)
     for lenience in (1.0, 0.9, 0.5, 0.1, 0.01):
-      found = simulate.outcomes(target, draft, lenience)
+      found = simulation.outcomes(target, draft, lenience)
       assert found.total.sum() == pytest.approx(1, abs=1e-12)
       assert np.all(found.total <= target / lenience + 1e-12)
       beta = analysis.lenient_acceptance_prob(target, draft, lenience)
@@ -62,7 +63,7 @@ def test_outcomes_of_any_pair():
 )
 def test_edges_have_their_total(target, draft):
   for lenience in (1.0, 0.5):
-    found = simulate.outcomes(target, draft, lenience)
+    found = simulation.outcomes(target, draft, lenience)
     np.testing.assert_allclose(found.total, target, atol=1e-15)
     record, _ = run(target=target, draft=draft, lenience=lenience)
     assert record['agrees'] and np.all(np.isfinite(record['z']['total']))
@@ -72,13 +73,13 @@ def test_edges_have_their_total(target, draft):
 def test_verify_agrees(lenience):
   """50,000 proposals: the exact law of `verify`, its keys and its sampler."""
   config = SimulateConfig(TARGET, DRAFT, 50_000, lenience)
-  counts = simulate.measure(config)
+  counts = simulation.measure(config)
   assert counts.shape == (2, 3) and counts.sum() == 50_000
-  exact = simulate.outcomes(TARGET, DRAFT, lenience)
+  exact = simulation.outcomes(TARGET, DRAFT, lenience)
   law = np.stack([exact.accepted, exact.resampled])
   testing.assert_chi_squared(counts, law, 1e-3)
   # Control: another lenience is found out.
-  other = simulate.outcomes(TARGET, DRAFT, 0.7)
+  other = simulation.outcomes(TARGET, DRAFT, 0.7)
   law = np.stack([other.accepted, other.resampled])
   assert testing.chi_squared_p_value(counts, law) < 1e-9
 
@@ -87,7 +88,7 @@ def test_record_and_report():
   record, text = run(lenience=0.5)
   assert record['acceptance_prob'] == pytest.approx(0.9)
   assert np.abs(record['z']['total']).max() < 4
-  assert record['agrees'] and record['p_value'] > simulate.ALPHA
+  assert record['agrees'] and record['p_value'] > simulation.ALPHA
   assert sum(record['measured']['total']) == pytest.approx(1)
   assert 'Lossy: lenience 0.5 moves 0.200000' in text
   assert 'comes 2.0000 times as often as it should, none more than 2.0' in text
@@ -103,14 +104,14 @@ def test_a_wrong_verify_is_reported(monkeypatch):
     return target_probs[num_accepted]
 
   monkeypatch.setattr(verify, 'next_token_weights', wrong)
-  shipped = simulate._count.__wrapped__
+  shipped = simulation._count.__wrapped__
 
   def anew(*args, chunk):
     return shipped(*args, chunk=chunk)
 
   # JAX knows what it has traced by the function: this one has the patch.
   traced = jax.jit(anew, static_argnames='chunk')
-  monkeypatch.setattr(simulate, '_count', traced)
+  monkeypatch.setattr(simulation, '_count', traced)
   record, text = run()
   assert not record['agrees'] and 'WRONG' in text
   assert np.abs(record['z']['resampled']).max() > 20
@@ -121,14 +122,14 @@ def test_a_wrong_verify_is_reported(monkeypatch):
 def test_odd_numbers_of_samples():
   for count in (1, 3, 65_537):
     config = SimulateConfig(TARGET, DRAFT, count)
-    assert simulate.measure(config).sum() == count
+    assert simulation.measure(config).sum() == count
 
 
 def test_z_score():
-  errors = simulate.standard_error(np.array([0.5, 0.0, 1.0, 0.0]), 100)
+  errors = simulation.standard_error(np.array([0.5, 0.0, 1.0, 0.0]), 100)
   np.testing.assert_allclose(errors, [0.05, 0, 0, 0])
   measured = np.array([0.6, 0.0, 1.0, 0.1])
-  found = simulate.z_score(measured, np.array([0.5, 0.0, 1.0, 0.0]), errors)
+  found = simulation.z_score(measured, np.array([0.5, 0.0, 1.0, 0.0]), errors)
   np.testing.assert_allclose(found, [2, 0, 0, np.inf])
 
 

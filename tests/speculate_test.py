@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from specdec_jax import analysis, probs, testing
-from specdec_jax import speculate as module
-from specdec_jax.speculate import speculate, speculate_in_threads
+from specdec_jax.paper import speculative_execution as module
+from specdec_jax.paper.speculative_execution import (
+  speculate,
+  speculate_in_threads,
+)
 
 TARGET = np.array([0.5, 0.3, 0.2], np.float32)
 DRAFT = np.array([0.2, 0.3, 0.5], np.float32)

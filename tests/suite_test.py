@@ -7,18 +7,17 @@ import pytest
 import rich.console
 
 from small_vocabulary import network
-from specdec_jax import paper, reproduce
-from specdec_jax.bench import memory, suite
+from specdec_jax.bench import memory
+from specdec_jax.paper import printed, reproduce, table2_suite, tables
 from specdec_jax.partitioning import Placement
-from specdec_jax.reproduce import tables
 
 # At this rate the loop's counts are known exactly.
-ROW = paper.Table2Row('ende', 't5_small', 0, 2, 1.0, 3.4)
+ROW = printed.Table2Row('ende', 't5_small', 0, 2, 1.0, 3.4)
 
 
 def make(output_dir, **options):
   fields = {'input_len': 8, 'decode_len': 32, 'repeats': 2, 'calls_a_run': 2}
-  return suite.SuiteConfig(
+  return table2_suite.SuiteConfig(
     'tiny',
     network(1),
     {'t5_small': network(1)},
@@ -33,10 +32,10 @@ def measured(tmp_path_factory):
   folder = tmp_path_factory.mktemp('suite')
   said = []
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(paper, 'TABLE2', (ROW,))
-    suite.run(make(folder), said.append)
+    patch.setattr(printed, 'TABLE2', (ROW,))
+    table2_suite.run(make(folder), said.append)
     again = []
-    records = suite.run(make(folder), again.append)
+    records = table2_suite.run(make(folder), again.append)
   return folder, records, said, again
 
 
@@ -56,8 +55,8 @@ def test_a_row_is_measured_once(measured):
 
 def test_a_record_of_other_settings_is_refused(measured, monkeypatch, tmp_path):
   folder, records, _, _ = measured
-  monkeypatch.setattr(paper, 'TABLE2', (ROW,))
-  assert suite.read(make(folder)) == records  # the control
+  monkeypatch.setattr(printed, 'TABLE2', (ROW,))
+  assert table2_suite.read(make(folder)) == records  # the control
   for options, message in (
     ({'decode_len': 48}, 'decode_len was 32, is 48'),
     ({'input_len': 16}, 'input_len was 8, is 16'),
@@ -67,7 +66,7 @@ def test_a_record_of_other_settings_is_refused(measured, monkeypatch, tmp_path):
   ):
     other = dataclasses.replace(make(folder), **options)
     with pytest.raises(ValueError, match=message):
-      suite.run(other)
+      table2_suite.run(other)
     with pytest.raises(ValueError, match=message):
       # Nor is it shown where nothing is to be measured.
       reproduce.reproduce(
@@ -76,14 +75,14 @@ def test_a_record_of_other_settings_is_refused(measured, monkeypatch, tmp_path):
         ),
         rich.console.Console(quiet=True),
       )
-  monkeypatch.setattr(paper, 'TABLE2', (ROW._replace(gamma=3),))
+  monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=3),))
   with pytest.raises(ValueError, match='gamma was 2, is 3'):
-    suite.read(make(folder))
+    table2_suite.read(make(folder))
 
 
 def test_table_2_shows_all_rows(measured):
   _, records, _, _ = measured
-  shown = tables.table2(records, (ROW, *paper.TABLE2[1:]), 'no GPU at hand')
+  shown = tables.table2(records, (ROW, *printed.TABLE2[1:]), 'no GPU at hand')
   assert len(shown.rows) == 12
   first, *others = shown.rows
   row = records['ende-t5_small-T0']['settings'][0]['gammas'][0]
@@ -100,7 +99,7 @@ def test_table_2_shows_all_rows(measured):
 def test_a_pair_that_does_not_fit_is_said_row_by_row(tmp_path, monkeypatch):
   monkeypatch.setattr(memory, 'device_bytes', lambda: 10_000)
   with pytest.raises(memory.DoesNotFitError):
-    suite.run(make(tmp_path / 'records'))
+    table2_suite.run(make(tmp_path / 'records'))
   console = rich.console.Console(record=True, width=200)
   config = reproduce.ReproduceConfig(
     ('table4',), str(tmp_path), suite=make(None)
@@ -134,11 +133,11 @@ def test_table_3_lists_the_papers_rows_and_ours():
   }
   lossy = row | {'lenience': 0.1, 'alpha': 0.9}
   shown = tables.table3([{'rows': [row, lossy]}])
-  assert len(shown.rows) == len(paper.TABLE3) + 1
+  assert len(shown.rows) == len(printed.TABLE3) + 1
   assert shown.rows[0].measured == 0.7 and shown.rows[0].paper is None
   assert all(r.not_measured for r in shown.rows[1:])
   shown = tables.table5([{'rows': [row, lossy]}])
-  assert len(shown.rows) == len(paper.TABLE5) + 2
+  assert len(shown.rows) == len(printed.TABLE5) + 2
   assert [r.measured for r in shown.rows[:2]] == [0.7, 0.9]
   assert 'lossy' in shown.caption
 
@@ -161,7 +160,7 @@ def test_table_3_has_the_papers_value_beside_what_stands_in():
   silent = row | {'draft': 'silent', 'alpha': None, 'standard_error': None}
   silent |= {'observed': None, 'proposes': 0.0, 'paper': None}
   shown = tables.table3([{'rows': [row, silent]}])
-  assert len(shown.rows) == len(paper.TABLE3) - 1 + 2
+  assert len(shown.rows) == len(printed.TABLE3) - 1 + 2
   first, second = shown.rows[:2]
   assert (first.keys['target'], first.keys['draft'], first.paper) == (
     'a small target',
@@ -178,11 +177,11 @@ def test_table_3_has_the_papers_value_beside_what_stands_in():
   assert ('t5_xxl_ende', 'bigram', 0) in others
   assert ('t5_xxl_ende', 'bigram', 1) not in others
   # Without a lossless rate there is nothing to be lenient about.
-  assert len(tables.table5([{'rows': [silent]}]).rows) == len(paper.TABLE5)
+  assert len(tables.table5([{'rows': [silent]}]).rows) == len(printed.TABLE5)
   # Table 5 likewise.
   lossy = [row | {'lenience': 0.1}]
   first, *others = tables.table5([{'rows': lossy}]).rows
-  assert first.paper == 0.32 and len(others) == len(paper.TABLE5) - 1
+  assert first.paper == 0.32 and len(others) == len(printed.TABLE5) - 1
 
 
 @pytest.mark.parametrize(
@@ -200,4 +199,4 @@ def test_a_missing_part_is_named(options, words):
 
 def test_an_unknown_drafter_is_named():
   with pytest.raises(ValueError, match='t5_tiny'):
-    suite.SuiteConfig('x', network(1), {'t5_tiny': network(1)})
+    table2_suite.SuiteConfig('x', network(1), {'t5_tiny': network(1)})

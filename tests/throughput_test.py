@@ -11,10 +11,10 @@ import rich.console
 
 import gin_cli
 from continuous_test import engine_of, make_t5, make_texts
-from specdec_jax import measure, reproduce
+from specdec_jax import measure
 from specdec_jax.completion import Completion, CompletionStats
 from specdec_jax.continuous import Continuous
-from specdec_jax.measure import residency, timed_runs
+from specdec_jax.measure import residency, throughput_picture, timed_runs
 from specdec_jax.measure.throughput import SHORTEST
 from specdec_jax.schedule import Settings
 
@@ -119,15 +119,15 @@ def test_measurement_and_picture(engine, examples, tmp_path):
   assert 'continuous / fixed, sorted: tokens per second' in printed
 
   pytest.importorskip('matplotlib', reason='needs the extra [plots]')
-  reproduce.plot_throughput(tmp_path / 'a.png', record)
-  reproduce.plot_throughput(tmp_path / 'b.png', record)
+  throughput_picture.plot_throughput(tmp_path / 'a.png', record)
+  throughput_picture.plot_throughput(tmp_path / 'b.png', record)
   assert (tmp_path / 'a.png').read_bytes().startswith(PNG)
   assert (tmp_path / 'a.png').read_bytes() == (tmp_path / 'b.png').read_bytes()
 
 
 def test_a_picture_of_nothing(tmp_path):
   with pytest.raises(ValueError, match='no sweep over batch sizes'):
-    reproduce.plot_throughput(tmp_path / 'a.png', {'sweep': []})
+    throughput_picture.plot_throughput(tmp_path / 'a.png', {'sweep': []})
 
 
 def test_memory_is_seen_to_grow():

@@ -14,7 +14,6 @@ import rich.console
 import gin_cli
 from gpt_test import GPT2
 from small_vocabulary import network
-from specdec_jax import paper
 from specdec_jax.bench import (
   collectives,
   hlo,
@@ -24,6 +23,7 @@ from specdec_jax.bench import (
   tpu_slices,
 )
 from specdec_jax.models import gpt, t5
+from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
 
 CONFIG = t5.T5Config(
@@ -40,7 +40,8 @@ TARGET = t5.T5(CONFIG)
 DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
 # The same programs, so that tests compile them once.
 ROWS = [
-  paper.Table2Row('ende', 't5_small', 1, 3, alpha, 3.4) for alpha in (0.5, 0.75)
+  printed.Table2Row('ende', 't5_small', 1, 3, alpha, 3.4)
+  for alpha in (0.5, 0.75)
 ]
 # Where only the host compiles: less of it.
 CPU_ROWS = [row._replace(temperature=0) for row in ROWS]
@@ -280,7 +281,7 @@ def test_the_run_file_has_every_pair_of_table_2(tmp_path):
   flags = ['--gin_file=gin/runs/tpu_check.gin', f'--gin.OUTPUT_DIR={tmp_path}']
   gin_cli.load(gin_cli.parse_flags(flags))
   config = gin_cli.build(tpu_check.TpuCheckConfig)
-  rows = paper.TABLE2
+  rows = printed.TABLE2
   assert {row.draft for row in rows} == set(config.drafts)
   for lengths in (config.input_lens, config.decode_lens):
     assert {row.task for row in rows} == set(lengths)

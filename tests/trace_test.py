@@ -16,9 +16,9 @@ import gin_cli
 import small_vocabulary
 from specdec_jax import testing
 from specdec_jax.engine import Engine, Model
+from specdec_jax.paper import trace, trace_page
+from specdec_jax.paper.trace import Round
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.reproduce import trace, trace_page
-from specdec_jax.reproduce.trace import Round
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GAMMA, MAX_OUTPUT = 3, 12

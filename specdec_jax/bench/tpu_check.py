@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import rich.console
 
-from specdec_jax import analysis, files, paper, same_run
+from specdec_jax import analysis, files, same_run
 from specdec_jax.bench import memory, tpu, tpu_report
 from specdec_jax.bench.report import with_progress
 from specdec_jax.decoding import autoregressive, speculative
@@ -25,6 +25,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
 from specdec_jax.table import console as terminal
 
@@ -77,7 +78,7 @@ class TpuCheckConfig:
 
 def check(
   config: TpuCheckConfig,
-  rows: Sequence[paper.Table2Row],
+  rows: Sequence[printed.Table2Row],
   console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
   """Compiles every row that has no result yet, and writes the report.
@@ -118,7 +119,7 @@ def check(
 
 
 def _results(
-  settings: dict[str, Any], rows: Sequence[paper.Table2Row], done: _Done
+  settings: dict[str, Any], rows: Sequence[printed.Table2Row], done: _Done
 ) -> dict[str, Any]:
   """What is there, and the names of the rows that are not."""
   keys = [_key(row._asdict()) for row in rows]
@@ -128,7 +129,7 @@ def _results(
 
 
 def _check_rows(
-  config: TpuCheckConfig, rows: Sequence[paper.Table2Row]
+  config: TpuCheckConfig, rows: Sequence[printed.Table2Row]
 ) -> None:
   for row in rows:
     for field, known, name in (
@@ -200,7 +201,7 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _check_row(
-  config: TpuCheckConfig, row: paper.Table2Row, compiler: tpu.Compiler
+  config: TpuCheckConfig, row: printed.Table2Row, compiler: tpu.Compiler
 ) -> dict[str, Any]:
   """Compiles all that a row needs and counts its bytes."""
   target, draft = config.target, config.drafts[row.draft]

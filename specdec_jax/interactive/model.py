@@ -15,7 +15,7 @@ from specdec_jax.interactive.show import Facts, Trace
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.reproduce import trace
+from specdec_jax.paper import trace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import rich.console
 import rich.table
 import rich.text
 
-from specdec_jax.reproduce import trace, trace_page
-from specdec_jax.reproduce.trace import Round
+from specdec_jax.paper import trace, trace_page
+from specdec_jax.paper.trace import Round
 from specdec_jax.table import Table
 
 # Heights of a trace's frame: of a row, of what is around the rows, the most.

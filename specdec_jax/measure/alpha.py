@@ -8,7 +8,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import paper, same_run
+from specdec_jax import same_run
 from specdec_jax.bench import alpha
 from specdec_jax.bench.report import with_progress
 from specdec_jax.checks import check_all_at_least, check_at_least
@@ -18,6 +18,7 @@ from specdec_jax.field_types import check_types
 from specdec_jax.local_tasks import LocalTask
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.nearest import nearest
+from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.record import Record
 from specdec_jax.table import Cell, Column, Table
@@ -86,7 +87,7 @@ class MeasureAlphaConfig:
         'MeasureAlphaConfig.engines must map names of drafters to what makes'
         f' an engine with them, got {self.engines!r}.'
       )
-    pairs = {f'{row.target} {row.draft}' for row in paper.TABLE3}
+    pairs = {f'{row.target} {row.draft}' for row in printed.TABLE3}
     for name, draft in self.paper_drafts.items():
       pair = f'{self.paper_target} {draft}'
       if name not in self.engines or pair not in pairs:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from specdec_jax.checks import check_at_least
-from specdec_jax.reproduce import canvas, report
+from specdec_jax.measure import canvas
+from specdec_jax.paper import report
 
 TARGET_ENCODER = "target's encoder"
 DRAFT_ENCODER = "drafter's encoder"

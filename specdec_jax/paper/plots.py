@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax import analysis
-from specdec_jax.reproduce import report
-from specdec_jax.reproduce.canvas import PALETTE, save, wrapped
+from specdec_jax.measure.canvas import PALETTE, save, wrapped
+from specdec_jax.paper import report
 
 _DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)))
 _RATE_LABEL = r'acceptance rate $\alpha$'

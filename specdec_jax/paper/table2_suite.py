@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec_jax import paper, same_run
+from specdec_jax import same_run
 from specdec_jax.bench import memory
 from specdec_jax.bench.models import random_params
 from specdec_jax.bench.run import (
@@ -22,6 +22,7 @@ from specdec_jax.bench.run import (
 )
 from specdec_jax.field_types import check_types
 from specdec_jax.models.t5 import T5
+from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement, place
 
 
@@ -59,7 +60,7 @@ class SuiteConfig:
 
   def __post_init__(self):
     check_types(self)
-    known = {row.draft for row in paper.TABLE2}
+    known = {row.draft for row in printed.TABLE2}
     if unknown := set(self.drafts) - known:
       raise ValueError(
         f'SuiteConfig.drafts names {sorted(unknown)}, Table 2 has'
@@ -72,17 +73,17 @@ def records_of(output_dir: str) -> str:
   return os.path.join(output_dir, 'records')
 
 
-def row_name(row: paper.Table2Row | paper.Table4Row) -> str:
+def row_name(row: printed.Table2Row | printed.Table4Row) -> str:
   """Such as 'ende-t5_small-T0'."""
   return f'{row.task}-{row.draft}-T{row.temperature}'
 
 
-def rows(config: SuiteConfig) -> list[paper.Table2Row]:
+def rows(config: SuiteConfig) -> list[printed.Table2Row]:
   """Table 2's rows whose drafter is there."""
-  return [row for row in paper.TABLE2 if row.draft in config.drafts]
+  return [row for row in printed.TABLE2 if row.draft in config.drafts]
 
 
-def row_path(output_dir: str | None, row: paper.Table2Row) -> pathlib.Path:
+def row_path(output_dir: str | None, row: printed.Table2Row) -> pathlib.Path:
   """Where a row's record lies."""
   return pathlib.Path(output_dir or '.') / f'{row_name(row)}.json'
 
@@ -143,7 +144,7 @@ def read(config: SuiteConfig) -> dict[str, Any]:
   }
 
 
-def _record(config: SuiteConfig, row: paper.Table2Row) -> dict[str, Any]:
+def _record(config: SuiteConfig, row: printed.Table2Row) -> dict[str, Any]:
   """A row's record, if it is of this suite."""
   path = row_path(config.output_dir, row)
   try:
@@ -169,7 +170,7 @@ def _record(config: SuiteConfig, row: paper.Table2Row) -> dict[str, Any]:
   return record
 
 
-def _plan(config: SuiteConfig, row: paper.Table2Row) -> memory.Plan:
+def _plan(config: SuiteConfig, row: printed.Table2Row) -> memory.Plan:
   return memory.Plan(
     config.target,
     config.drafts[row.draft],
@@ -181,7 +182,7 @@ def _plan(config: SuiteConfig, row: paper.Table2Row) -> memory.Plan:
   )
 
 
-def _benchmark(config, row: paper.Table2Row, params) -> BenchmarkConfig:
+def _benchmark(config, row: printed.Table2Row, params) -> BenchmarkConfig:
   return BenchmarkConfig(
     config.target,
     config.drafts[row.draft],

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax import analysis, paper
-from specdec_jax.bench import suite
-from specdec_jax.reproduce.report import Comparison, Row
+from specdec_jax import analysis
+from specdec_jax.paper import printed, table2_suite
+from specdec_jax.paper.report import Comparison, Row
 
 _CLOSED = 'a closed form, nothing is run'
 _NO_CHECKPOINTS = 'its checkpoints were not given'
@@ -38,7 +38,7 @@ def table1() -> list[Comparison]:
         float(closed_form(row.acceptance_rate, row.gamma, 0.0)),
         not_measured=_CLOSED,
       )
-      for row in paper.TABLE1
+      for row in printed.TABLE1
     ]
     return Comparison(name, title, quantity, rows)
 
@@ -59,7 +59,7 @@ def table1() -> list[Comparison]:
 
 
 def table2(
-  records: Mapping[str, Any], rows: Sequence[paper.Table2Row], missing: str
+  records: Mapping[str, Any], rows: Sequence[printed.Table2Row], missing: str
 ) -> Comparison:
   """Table 2: walltime against the plain loop.
 
@@ -71,9 +71,9 @@ def table2(
   shown = []
   for row in rows:
     keys = _keys(row)
-    found = records.get(suite.row_name(row))
+    found = records.get(table2_suite.row_name(row))
     if found is None:
-      (expected,) = [r for r in paper.TABLE4 if _keys(r) == keys]
+      (expected,) = [r for r in printed.TABLE4 if _keys(r) == keys]
       shown.append(
         Row(
           keys,
@@ -123,15 +123,15 @@ def table2(
 
 
 def table4(
-  records: Mapping[str, Any], rows: Sequence[paper.Table2Row], missing: str
+  records: Mapping[str, Any], rows: Sequence[printed.Table2Row], missing: str
 ) -> Comparison:
   """Table 4: what Theorem 3.8 expects, and c."""
   wanted = [_keys(row) for row in rows]
   shown = []
-  for row in paper.TABLE4:
+  for row in printed.TABLE4:
     if _keys(row) not in wanted:
       continue
-    found = records.get(suite.row_name(row))
+    found = records.get(table2_suite.row_name(row))
     measured = {} if found is None else _only(found)[1]
     shown.append(
       Row(
@@ -170,7 +170,7 @@ def table3(records: Records) -> Comparison:
   """
   values = {
     (row.target, row.draft, row.temperature): row.acceptance_rate
-    for row in paper.TABLE3
+    for row in printed.TABLE3
   }
   details = (
     'stands in for',
@@ -212,7 +212,7 @@ def table5(records: Records) -> Comparison:
   """
   values = {
     ('t5_xxl_ende', row.draft, 1, row.lenience): row.acceptance_rate
-    for row in paper.TABLE5
+    for row in printed.TABLE5
   }
   proposing = [
     row
@@ -287,7 +287,7 @@ def _rates(
   ]
 
 
-def _keys(row: paper.Table2Row | paper.Table4Row) -> dict[str, Any]:
+def _keys(row: printed.Table2Row | printed.Table4Row) -> dict[str, Any]:
   return {
     'task': row.task,
     'draft': row.draft,
@@ -297,7 +297,7 @@ def _keys(row: paper.Table2Row | paper.Table4Row) -> dict[str, Any]:
   }
 
 
-def _expected(row: paper.Table4Row) -> float:
+def _expected(row: printed.Table4Row) -> float:
   return float(
     analysis.walltime_factor(row.acceptance_rate, row.gamma, row.cost_ratio)
   )

@@ -9,22 +9,16 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import environment, files, paper, record
-from specdec_jax.bench import suite as table_suite
+from specdec_jax import environment, files, record
 from specdec_jax.bench.memory import DoesNotFitError
 from specdec_jax.bench.run import BenchmarkConfig, benchmark, grid
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types
+from specdec_jax.measure import canvas
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
-from specdec_jax.reproduce import (
-  canvas,
-  plots,
-  report,
-  tables,
-  timeline,
-  trace,
-)
-from specdec_jax.reproduce.trace_page import html_page
+from specdec_jax.paper import plots, printed, report, tables, timeline, trace
+from specdec_jax.paper import table2_suite as table_suite
+from specdec_jax.paper.trace_page import html_page
 from specdec_jax.table import console as terminal
 
 ITEMS = tuple(
@@ -284,7 +278,7 @@ class _Work:
     self.figures[name] = meaning
     return _path(self.config, name)
 
-  def _rows(self) -> list[paper.Table2Row]:
+  def _rows(self) -> list[printed.Table2Row]:
     assert self.config.suite is not None  # checked by the config
     return table_suite.rows(self.config.suite)
 

@@ -15,7 +15,7 @@ site, may be a costly relaxation:
 
 >>> import jax
 >>> import jax.numpy as jnp
->>> from specdec_jax.speculate import speculate
+>>> from specdec_jax.paper.speculative_execution import speculate
 >>> ring = jnp.arange(12)
 >>> charges = jnp.cos(ring**2)
 >>> def hops(site, reach):

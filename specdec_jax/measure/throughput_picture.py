@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec_jax.measure.canvas import PALETTE, save
 from specdec_jax.measure.throughput import BY_LOAD, SPECULATIVE
-from specdec_jax.reproduce.canvas import PALETTE, save
 
 _MARKERS = ('o', 's', '^')
 

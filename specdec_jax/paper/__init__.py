@@ -1,0 +1,1 @@
+"""The paper beside this project: its numbers, tables and figures."""
