@@ -19,15 +19,15 @@ from benchmarks.peers_systems import (
   Pair,
   System,
 )
-from specdec_jax.bench import timing
-from specdec_jax.bench.report import with_progress
 from specdec_jax.checks import check_at_least
 from specdec_jax.engine import Model
-from specdec_jax.environment import describe
+from specdec_jax.measure import timing
+from specdec_jax.measure.environment import describe
 from specdec_jax.measure.prompts import read_prompts
-from specdec_jax.record import Record
-from specdec_jax.table import Cell, Column, Table
-from specdec_jax.table import console as terminal
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.tokenizer import Tokenizer
 
 INSTALL = "pip install -e '.[peers]'"

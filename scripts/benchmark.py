@@ -9,13 +9,12 @@ the header of its gin file.
 import sys
 
 import gin_cli
-from specdec_jax import bench
-from specdec_jax.bench import report
+from specdec_jax.measure import benchmark, report
 
 
 def main() -> None:
   """Runs what the gin files describe; the table goes to stdout."""
-  report.show(gin_cli.build(bench.BenchmarkConfig))
+  report.show(gin_cli.build(benchmark.BenchmarkConfig))
 
 
 if __name__ == '__main__':

@@ -11,12 +11,12 @@ header of its gin file.
 import sys
 
 import gin_cli
-from specdec_jax import measure
+from specdec_jax.measure import calibrate
 
 
 def main() -> None:
   """Runs what the gin files describe; the tables go to stdout."""
-  measure.calibrate(gin_cli.build(measure.CalibrateConfig))
+  calibrate.calibrate(gin_cli.build(calibrate.CalibrateConfig))
 
 
 if __name__ == '__main__':

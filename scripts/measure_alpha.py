@@ -9,12 +9,12 @@ the header of its gin file.
 import sys
 
 import gin_cli
-from specdec_jax import measure
+from specdec_jax.measure import alpha
 
 
 def main() -> None:
   """Runs what the gin files describe; the table goes to stdout."""
-  measure.measure_alpha(gin_cli.build(measure.MeasureAlphaConfig))
+  alpha.measure_alpha(gin_cli.build(alpha.MeasureAlphaConfig))
 
 
 if __name__ == '__main__':

@@ -10,14 +10,13 @@ the header of its gin file.
 import sys
 
 import gin_cli
-from specdec_jax import measure
-from specdec_jax.measure import throughput_picture
+from specdec_jax.measure import throughput, throughput_picture
 
 
 def main() -> None:
   """Runs what the gin files describe; the tables go to stdout."""
-  config = gin_cli.build(measure.ThroughputConfig)
-  record = measure.measure_throughput(config)
+  config = gin_cli.build(throughput.ThroughputConfig)
+  record = throughput.measure_throughput(config)
   if config.plot_file:
     throughput_picture.plot_throughput(config.plot_file, record)
 

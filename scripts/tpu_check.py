@@ -20,7 +20,7 @@ import jax
 
 import gin_checks
 import gin_cli
-from specdec_jax.bench import tpu_check, tpu_slices
+from specdec_jax.measure.compiled import tpu_check, tpu_slices
 from specdec_jax.paper import printed
 
 

@@ -23,13 +23,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from specdec_jax import files, record
-from specdec_jax.bench import report as bench_report
+from specdec_jax import files
 from specdec_jax.infer import quality, report
-from specdec_jax.measure import alpha, throughput
+from specdec_jax.measure import alpha, record, throughput
+from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
-from specdec_jax.record import Record
-from specdec_jax.table import Table
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.table import Table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ('README.md', 'demo/README.md', 'benchmarks/README.md')

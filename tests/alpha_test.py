@@ -9,11 +9,11 @@ import pytest
 
 import toy_requests
 from specdec_jax import testing
-from specdec_jax.bench import alpha
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.measure import acceptance
 from specdec_jax.probs import SamplingConfig
 
 VOCAB, SLOTS, ROWS = 6, 24, 512
@@ -60,7 +60,7 @@ def exact_alpha(draft, temperature, lenience=1.0):
 @pytest.mark.parametrize('temperature', [1.0, 0.6])
 def test_alpha_is_the_mean_overlap(temperature):
   """Within 4 standard errors; another drafter's must be outside of them."""
-  rate = alpha.of_outputs(
+  rate = acceptance.of_outputs(
     TARGET,
     small_model(DRAFT),
     PARAMS,
@@ -81,7 +81,7 @@ def test_alpha_is_the_mean_overlap(temperature):
 def test_lenient_alpha(temperature):
   """At 0 the share of choices near the best, else within 4 errors."""
   request = make_request(temperature).replace(lenience=jnp.float32(0.3))
-  rate = alpha.of_outputs(
+  rate = acceptance.of_outputs(
     TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
   ).alpha
   if temperature:
@@ -102,7 +102,7 @@ def test_lenient_alpha(temperature):
 def test_greedy_alpha_is_the_share_of_equal_choices():
   request = make_request(0.0, rows=3)
   overlap = jax.jit(
-    lambda p, r: alpha.decode(TARGET, small_model(DRAFT), p, r)
+    lambda p, r: acceptance.decode(TARGET, small_model(DRAFT), p, r)
   )(PARAMS, request)
   token, expected = 0, []
   for _ in range(SLOTS):
@@ -117,7 +117,7 @@ def test_greedy_alpha_is_the_share_of_equal_choices():
 def test_the_output_is_the_targets_own():
   """The drafter is asked, but never heard."""
   request = make_request(1.0, rows=8)
-  overlap = alpha.decode(TARGET, small_model(DRAFT), PARAMS, request)
+  overlap = acceptance.decode(TARGET, small_model(DRAFT), PARAMS, request)
   request = dataclasses.replace(request, gamma=0)
   plain = autoregressive.run(
     TARGET,
@@ -146,7 +146,7 @@ def test_behind_a_prompt_only_what_is_produced_counts():
   request = prompted(make_request(0.0, rows=3), prompt, length)
   request = request.replace(max_length=jnp.array([SLOTS, 9, SLOTS]))
   overlap = jax.jit(
-    lambda p, r: alpha.decode(TARGET, small_model(DRAFT), p, r)
+    lambda p, r: acceptance.decode(TARGET, small_model(DRAFT), p, r)
   )(PARAMS, request)
   for row, count in enumerate((SLOTS, 9, SLOTS)):
     token, expected = prompt[row, length[row] - 1], []
@@ -156,7 +156,7 @@ def test_behind_a_prompt_only_what_is_produced_counts():
       expected.append(float(choice == guess))
       token = choice
     np.testing.assert_array_equal(overlap.betas[row, :count], expected)
-  rates = alpha.of_outputs(
+  rates = acceptance.of_outputs(
     TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
   )
   assert rates.proposes.num_tokens == 2 * SLOTS + 9
@@ -180,10 +180,10 @@ def test_what_was_not_proposed_counts_in_no_acceptance_rate():
   request = make_request(1.0, rows=64)
 
   def of(drafter):
-    rates = alpha.of_outputs(
+    rates = acceptance.of_outputs(
       TARGET, drafter, PARAMS, iter([request]), num_tokens=1
     )
-    return rates, alpha.decode(TARGET, drafter, PARAMS, request)
+    return rates, acceptance.decode(TARGET, drafter, PARAMS, request)
 
   (always, all_of), (halves, half) = (
     of(make(DRAFT)) for make in (small_model, every_other)
@@ -204,7 +204,7 @@ def test_a_drafter_that_never_proposes_has_no_alpha():
     draft, state = small_model(DRAFT).propose(params, state, context)
     return draft.replace(length=draft.length * 0), state
 
-  rates = alpha.of_outputs(
+  rates = acceptance.of_outputs(
     TARGET,
     small_model(DRAFT)._replace(propose=silent),
     PARAMS,
@@ -217,7 +217,7 @@ def test_a_drafter_that_never_proposes_has_no_alpha():
 
 def test_batches_end_when_enough_was_generated():
   counted = []
-  rate = alpha.of_outputs(
+  rate = acceptance.of_outputs(
     TARGET,
     small_model(DRAFT),
     PARAMS,
@@ -231,7 +231,7 @@ def test_batches_end_when_enough_was_generated():
 
 def test_rows_that_stop_count_what_they_produced():
   request = make_request(1.0, rows=64, stop_id=2)
-  rate = alpha.of_outputs(
+  rate = acceptance.of_outputs(
     TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
   ).alpha
   assert 64 <= rate.num_tokens < 64 * SLOTS
@@ -239,20 +239,20 @@ def test_rows_that_stop_count_what_they_produced():
 
 def test_the_error_is_that_of_whole_outputs():
   """Outputs that agree within themselves are few observations, not many."""
-  alike = alpha.ratio([10.0, 0.0, 10.0, 0.0], [10, 10, 10, 10])
+  alike = acceptance.ratio([10.0, 0.0, 10.0, 0.0], [10, 10, 10, 10])
   assert alike.mean == 0.5
   # Four coins: sqrt(0.25 / 3), where 40 independent tokens would give 0.08.
   assert alike.standard_error == pytest.approx((0.25 / 3) ** 0.5)
-  assert alpha.ratio([5.0] * 4, [10] * 4).standard_error == 0.0
+  assert acceptance.ratio([5.0] * 4, [10] * 4).standard_error == 0.0
 
 
 def test_samples_of_one_text_are_one_observation():
   hits, tries = [8.0, 4.0] * 50, [10, 10] * 50
-  assert alpha.ratio(hits, tries).standard_error < 0.03  # the control
-  by_text = alpha.ratio(hits, tries, [0, 1] * 50)
+  assert acceptance.ratio(hits, tries).standard_error < 0.03  # the control
+  by_text = acceptance.ratio(hits, tries, [0, 1] * 50)
   assert by_text.standard_error == pytest.approx(0.2)
   assert by_text.num_outputs == 100
-  assert alpha.ratio(hits, tries, ['a'] * 100).standard_error is None
+  assert acceptance.ratio(hits, tries, ['a'] * 100).standard_error is None
 
 
 @pytest.mark.parametrize('prompted', [False, True])
@@ -275,7 +275,7 @@ def test_texts_are_told_by_what_is_read(prompted):
       yield request
 
   def error(ids):
-    return alpha.of_outputs(
+    return acceptance.of_outputs(
       TARGET, small_model(DRAFT), PARAMS, batches(ids), 10_000
     ).overall.standard_error
 
@@ -286,4 +286,4 @@ def test_texts_are_told_by_what_is_read(prompted):
 
 def test_nothing_generated_is_an_error():
   with pytest.raises(ValueError, match='got 0 outputs of 0 tokens'):
-    alpha.of_outputs(TARGET, small_model(DRAFT), PARAMS, iter(()), 10)
+    acceptance.of_outputs(TARGET, small_model(DRAFT), PARAMS, iter(()), 10)

@@ -11,21 +11,21 @@ import pytest
 import rich.console
 
 from small_vocabulary import network
-from specdec_jax import bench, partitioning
-from specdec_jax.bench import (
-  calls,
-  memory,
-  models,
-  report,
-  run,
-  t5x_style,
-  timing,
-)
+from specdec_jax import partitioning
 from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.measure import (
+  benchmark,
+  calls,
+  measured_pair,
+  memory,
+  report,
+  t5x_style,
+  timing,
+)
 from specdec_jax.models import kv_cache
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.probs import SamplingConfig
@@ -92,7 +92,7 @@ def tiny(**options):
   defaults = {'decode_lens': (32,), 'call_sizes': (1,), 'input_lens': (8,)}
   defaults |= {'calls_a_run': 2, 'repeats': 2, 'gammas': (3,)}
   defaults |= {'draft': NETWORK}
-  return bench.BenchmarkConfig(NETWORK, **defaults | options)
+  return benchmark.BenchmarkConfig(NETWORK, **defaults | options)
 
 
 @pytest.fixture(scope='module')
@@ -124,7 +124,7 @@ def test_a_whole_run_of_a_tiny_pair(measured):
 
 def test_every_gamma_is_predicted_from_its_own_times(monkeypatch):
   """By a clock that says what each thing takes; nothing is compiled."""
-  # Seconds: of 2 calls or rounds, of a run, or of 32 tokens.
+  # Seconds: of 2 calls or rounds, of a benchmark, or of 32 tokens.
   takes = {'matvec': 1.0, 'encoder': 1.0, 'plain_loop': 32 * 4.0}
   takes |= {'call_1': 2 * 4.0, 'call_2': 2 * 5.0, 'call_4': 2 * 6.0}
   takes |= {'draft_1': 2 * 1.0, 'round_1': 2 * 6.0, 'speculative_1': 70.0}
@@ -140,13 +140,15 @@ def test_every_gamma_is_predicted_from_its_own_times(monkeypatch):
   def interleave(functions, repeats, advance):
     return {name: [seconds] for name, seconds in takes.items()}
 
-  monkeypatch.setattr(run, 'make_pair', lambda *args: models.Pair(1, 2, 3))
-  monkeypatch.setattr(run, '_prepare_calls', prepare_calls)
-  monkeypatch.setattr(run, '_prepare_gamma', prepare_gamma)
-  monkeypatch.setattr(run.calls, 'matvec', lambda: (None, 1))
-  monkeypatch.setattr(run.timing, 'interleave', interleave)
+  monkeypatch.setattr(
+    benchmark, 'make_pair', lambda *args: measured_pair.Pair(1, 2, 3)
+  )
+  monkeypatch.setattr(benchmark, '_prepare_calls', prepare_calls)
+  monkeypatch.setattr(benchmark, '_prepare_gamma', prepare_gamma)
+  monkeypatch.setattr(benchmark.calls, 'matvec', lambda: (None, 1))
+  monkeypatch.setattr(benchmark.timing, 'interleave', interleave)
   said = []
-  record = run.benchmark(tiny(gammas=(1, 3)), say=said.append)
+  record = benchmark.benchmark(tiny(gammas=(1, 3)), say=said.append)
   (setting,) = record['settings']
   assert [word.split()[0] for word in said] == ['Placing', 'Compiling', 'First']
   assert setting['call_cost'] == {'1': 1.0, '2': 1.25, '4': 1.5}
@@ -184,7 +186,7 @@ def test_a_round_makes_proposals_that_nothing_reads():
   request = calls.make_request(
     jnp.ones((1, 4), jnp.int32), 8, 2, SamplingConfig(temperature=0.0), 0
   )
-  pair = models.Pair(NETWORK, drafter, PairParams(None, ()))
+  pair = measured_pair.Pair(NETWORK, drafter, PairParams(None, ()))
   rounds = calls.pair_rounds(pair, request, 5, with_target=False)
   jax.block_until_ready(rounds()())
   assert len(made) == 5
@@ -198,7 +200,7 @@ def test_what_a_decoder_only_pair_reads_is_its_prompt():
   np.testing.assert_array_equal(
     request.prompt, [[0, 5, 6, 7, 8], [0, 9, 8, 7, 6]]
   )
-  pair = models.make_pair(
+  pair = measured_pair.make_pair(
     DECODER_ONLY, DECODER_ONLY, None, None, partitioning.Placement(), 0
   )
   # Neither model's parameters are the other's.
@@ -218,19 +220,19 @@ def test_what_a_decoder_only_pair_reads_is_its_prompt():
 def test_t5x_style_is_for_a_t5():
   tiny(t5x_style=True)
   with pytest.raises(ValueError, match='for a target that is a GPT'):
-    bench.BenchmarkConfig(DECODER_ONLY, t5x_style=True)
+    benchmark.BenchmarkConfig(DECODER_ONLY, t5x_style=True)
 
 
 def test_drafters_without_a_network():
   """What they need is placed and nothing is drawn for them."""
   table = fit([[0, 3, 4, 5]], 2, 50)
   config = tiny(drafter=ngram(50), draft=None, draft_params=table)
-  pair = models.make_pair(
+  pair = measured_pair.make_pair(
     NETWORK, None, None, table, partitioning.Placement(), 0, config.drafter
   )
   assert pair.drafter is config.drafter
   assert isinstance(pair.params.draft.ids, jax.Array)
-  record = run.benchmark(config)
+  record = benchmark.benchmark(config)
   assert record['weights'] == 'random'
   (setting,) = record['settings']
   (row,) = setting['gammas']
@@ -241,10 +243,10 @@ def test_drafters_without_a_network():
 
 def test_the_grid_is_every_combination():
   config = tiny(batches=(1, 4), temperatures=(0.0, 1.0), decode_lens=(32, 64))
-  points = list(run.grid(config))
+  points = list(benchmark.grid(config))
   assert len(set(points)) == 8
   assert points[0] == (1, 8, 32, 0.0)
-  assert run.num_steps(config) == 8 * config.repeats
+  assert benchmark.num_steps(config) == 8 * config.repeats
 
 
 def test_forced_acceptance_is_named_in_the_tables(measured, monkeypatch):
@@ -259,7 +261,7 @@ def test_forced_acceptance_is_named_in_the_tables(measured, monkeypatch):
 
 
 def test_random_parameters_are_made_in_their_dtype():
-  params = models.random_params(NETWORK, 0, 'bfloat16')
+  params = measured_pair.random_params(NETWORK, 0, 'bfloat16')
   expected = jax.eval_shape(NETWORK.init, jax.random.key(0))
   assert jax.tree.map(jax.numpy.shape, params) == jax.tree.map(
     lambda leaf: leaf.shape, expected
@@ -282,7 +284,7 @@ def test_random_parameters_are_made_in_their_dtype():
 )
 def test_config_says_what_is_wrong(options, words):
   with pytest.raises(ValueError, match=words):
-    bench.BenchmarkConfig(target=NETWORK, **options)
+    benchmark.BenchmarkConfig(target=NETWORK, **options)
 
 
 @dataclasses.dataclass
@@ -316,7 +318,7 @@ def test_checks_of_numbers(value, words):
 
 
 def test_the_t5x_style_loop_gives_the_same_logits():
-  params = models.random_params(NETWORK, 0, 'float32')
+  params = measured_pair.random_params(NETWORK, 0, 'float32')
   inputs = jax.numpy.ones((2, 5), jax.numpy.int32)
   tokens = np.random.default_rng(1).integers(2, 50, (2, 6), np.int32)
 

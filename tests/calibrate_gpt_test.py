@@ -9,9 +9,9 @@ import rich.console
 
 import gin_cli
 from gpt_engine_test import FAMILIES, make_engine
-from specdec_jax import calibration, infer, measure
-from specdec_jax.bench import memory
+from specdec_jax import infer
 from specdec_jax.checkpoints import t5x
+from specdec_jax.measure import calibrate, calibration, memory
 from specdec_jax.models.gpt import GPT
 
 BOS = 5  # not what fills up
@@ -47,7 +47,7 @@ def calibrated(request, folder, tokenizer, prompts):
     made.request = watched
     return made
 
-  config = measure.CalibrateConfig(
+  config = calibrate.CalibrateConfig(
     engine=engine,
     target=network,
     draft=network,
@@ -60,7 +60,7 @@ def calibrated(request, folder, tokenizer, prompts):
     calls_a_run=2,
     output_file=str(folder / f'{request.param}.json'),
   )
-  measure.calibrate(config, quiet())
+  calibrate.calibrate(config, quiet())
   return config, asked
 
 
@@ -136,7 +136,7 @@ def test_the_run_file_takes_a_decoder_only_pair(tmp_path, monkeypatch):
   ):
     flags += [f'--gin.{side}=%{name.upper()}', f'--gin.{side}_PATH={path}']
   gin_cli.load(gin_cli.parse_flags(flags))
-  config = gin_cli.build(measure.CalibrateConfig)
+  config = gin_cli.build(calibrate.CalibrateConfig)
   assert not config.target.has_encoder and not config.draft.has_encoder
   for model, path in zip(
     (config.target, config.draft), paths.values(), strict=True

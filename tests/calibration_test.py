@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from specdec_jax import analysis, calibration
-from specdec_jax.calibration import (
+from specdec_jax import analysis
+from specdec_jax.measure import calibration
+from specdec_jax.measure.calibration import (
   Calibration,
   Choice,
   Measured,
@@ -60,7 +61,7 @@ def choice(rows, gamma):
 
 
 def make(**changes):
-  from specdec_jax import environment
+  from specdec_jax.measure import environment
 
   fields = {
     'fingerprints': {'target': 'aa', 'draft': 'bb'},

@@ -7,8 +7,9 @@ import pytest
 
 import gin_cli
 import small_vocabulary
-from specdec_jax import calibration, checkpoints
+from specdec_jax import checkpoints
 from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.measure import calibration
 from specdec_jax.partitioning import Placement, place
 
 PARAMS = {'a': {'kernel': np.arange(300.0, dtype=np.float32).reshape(20, 15)}}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from specdec_jax import testing
-from specdec_jax.bench import calls, forced
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.measure import calls, forced
 from specdec_jax.probs import SamplingConfig
 
 ROWS, SLOTS, GAMMA = 64, 61, 3

@@ -14,8 +14,8 @@ import tokenizer_bpe_test
 from gpt2_test import write_folder
 from gpt_test import GPT2, T5X
 from specdec_jax import interactive
-from specdec_jax.bench import memory
 from specdec_jax.checkpoints import save_t5x
+from specdec_jax.measure import memory
 from specdec_jax.models.gpt import GPT
 from specdec_jax.tokenizer_bpe import BpeTokenizer
 

@@ -14,13 +14,13 @@ import rich.console
 
 import small_vocabulary
 from specdec_jax import interactive
-from specdec_jax.bench import memory
 from specdec_jax.checkpoints import (
   huggingface,
   huggingface_names,
   save_t5x,
 )
 from specdec_jax.interactive import Interactive, Trace
+from specdec_jax.measure import memory
 from specdec_jax.models.t5 import T5
 from specdec_jax.tokenizer import train_tokenizer
 

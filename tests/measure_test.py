@@ -9,12 +9,12 @@ import rich.console
 
 import gin_cli
 from small_vocabulary import network
-from specdec_jax import calibration, infer, measure, probs
-from specdec_jax.bench import memory
+from specdec_jax import infer, probs
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.engine import Engine, Model
 from specdec_jax.local_tasks import LocalTask
+from specdec_jax.measure import alpha, calibrate, calibration, memory
 from specdec_jax.paper import reproduce
 from specdec_jax.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ def quiet():
 def calibrated(folder, make_engine, prompts):
   """The file and what was printed of a calibration."""
   console = quiet()
-  config = measure.CalibrateConfig(
+  config = calibrate.CalibrateConfig(
     engine=make_engine,
     target=network(1),
     draft=network(1),
@@ -68,7 +68,7 @@ def calibrated(folder, make_engine, prompts):
     calls_a_run=2,
     output_file=str(folder / 'calibration.json'),
   )
-  measure.calibrate(config, console)
+  calibrate.calibrate(config, console)
   return config, console.export_text()
 
 
@@ -106,8 +106,8 @@ def test_a_drafter_without_a_network_is_calibrated(
     )
 
   console = quiet()
-  found = measure.calibrate(
-    measure.CalibrateConfig(
+  found = calibrate.calibrate(
+    calibrate.CalibrateConfig(
       engine=copying,
       target=network(1),
       draft=None,
@@ -229,15 +229,15 @@ def test_what_does_not_fit_is_refused_before_loading(calibrated, monkeypatch):
   monkeypatch.setattr(memory, 'device_bytes', lambda: 10_000)
   config = dataclasses.replace(calibrated[0], engine=loads)
   with pytest.raises(memory.DoesNotFitError, match='target parameters'):
-    measure.calibrate(config, quiet())
+    calibrate.calibrate(config, quiet())
 
 
 def test_alpha_of_both_kinds_agree(make_engine, prompts, tmp_path):
   """Observed and Corollary 3.6, within 4 of their standard errors."""
   path = tmp_path / 'alpha.json'
   console = quiet()
-  record = measure.measure_alpha(
-    measure.MeasureAlphaConfig(
+  record = alpha.measure_alpha(
+    alpha.MeasureAlphaConfig(
       {'a small drafter': make_engine},
       prompts,
       target='small target',
@@ -285,7 +285,7 @@ def test_drafters_of_every_kind_beside_one_target(
     )
 
   output_file = folder / 'drafters.json'
-  config = measure.MeasureAlphaConfig(
+  config = alpha.MeasureAlphaConfig(
     {'copy': copying},
     LocalTask('pairs', {'test': str(path)}, tokenizer.path),
     truncate=True,
@@ -297,7 +297,7 @@ def test_drafters_of_every_kind_beside_one_target(
     paper_target='t5_xxl_ende',
     paper_drafts={'copy': 'bigram'},
   )
-  (row,) = measure.measure_alpha(config, quiet())['rows']
+  (row,) = alpha.measure_alpha(config, quiet())['rows']
   assert 0 < row['proposes'] < 1
   assert 0 < row['alpha'] < 1
   assert row['paper'] == ['t5_xxl_ende', 'bigram']
@@ -309,28 +309,28 @@ def test_drafters_of_every_kind_beside_one_target(
     raise AssertionError('measured again')
 
   again = dataclasses.replace(config, engines={'copy': measures_again})
-  assert measure.measure_alpha(again, quiet())['rows'] == [row]
+  assert alpha.measure_alpha(again, quiet())['rows'] == [row]
   other = dataclasses.replace(again, num_tokens=300)
   with pytest.raises(ValueError, match='num_tokens was 200, is 300'):
-    measure.measure_alpha(other, quiet())
+    alpha.measure_alpha(other, quiet())
   other = dataclasses.replace(again, gamma=3)
   with pytest.raises(ValueError, match='gamma was 2, is 3'):
-    measure.measure_alpha(other, quiet())
+    alpha.measure_alpha(other, quiet())
 
 
 def test_one_text_has_no_error(make_engine, tmp_path):
   path = tmp_path / 'one.txt'
   path.write_text('the red dog\n' * 3)
-  config = measure.MeasureAlphaConfig(
+  config = alpha.MeasureAlphaConfig(
     {'x': make_engine}, str(path), num_tokens=40, temperatures=(1.0,), gamma=2
   )
   console = quiet()
-  (row,) = measure.measure_alpha(config, console)['rows']
+  (row,) = alpha.measure_alpha(config, console)['rows']
   assert row['standard_error'] is None is row['observed_standard_error']
   assert row['num_outputs'] > 1 and '±' not in console.export_text()
   with pytest.raises(ValueError, match='one text that can be decoded'):
-    measure.calibrate(
-      measure.CalibrateConfig(
+    calibrate.calibrate(
+      calibrate.CalibrateConfig(
         engine=make_engine,
         target=network(1),
         draft=network(1),
@@ -344,8 +344,8 @@ def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):
   path = tmp_path / 'empty.txt'
   path.write_text('\n\n')
   with pytest.raises(ValueError, match='no line that can be decoded'):
-    measure.measure_alpha(
-      measure.MeasureAlphaConfig({'x': make_engine}, str(path)), quiet()
+    alpha.measure_alpha(
+      alpha.MeasureAlphaConfig({'x': make_engine}, str(path)), quiet()
     )
 
 
@@ -368,7 +368,7 @@ def test_prompts_that_cannot_be_decoded(make_engine, tmp_path):
 def test_alpha_config_says_what_is_wrong(options, words):
   options = {'engines': {'x': lambda: None}, 'input_file': 'x'} | options
   with pytest.raises(ValueError, match=words):
-    measure.MeasureAlphaConfig(**options)
+    alpha.MeasureAlphaConfig(**options)
 
 
 ENDE = gin_cli.ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'

@@ -12,10 +12,10 @@ import pytest
 import gin_cli
 from small_vocabulary import network
 from specdec_jax import partitioning
-from specdec_jax.bench import memory
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.measure import memory
 from specdec_jax.models import t5
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.partitioning import Placement

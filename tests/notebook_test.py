@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import gin_models_test
-from specdec_jax.bench import memory
+from specdec_jax.measure import memory
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / 'notebooks' / 'speculative_decoding.ipynb'

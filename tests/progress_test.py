@@ -4,8 +4,8 @@ import io
 
 import rich.console
 
-from specdec_jax.bench import report
 from specdec_jax.completion import CompletionStats, total
+from specdec_jax.measure import report
 
 
 def shown(**options) -> str:

@@ -13,9 +13,9 @@ import rich.console
 
 from small_vocabulary import network
 from specdec_jax import analysis
-from specdec_jax.bench import BenchmarkConfig
 from specdec_jax.drafters.copy import copy
 from specdec_jax.measure import canvas
+from specdec_jax.measure.benchmark import BenchmarkConfig
 from specdec_jax.paper import plots, report, timeline
 from specdec_jax.paper import reproduce as run
 from specdec_jax.paper.plots import Point

@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from small_vocabulary import network
-from specdec_jax.bench import memory
+from specdec_jax.measure import memory
 from specdec_jax.paper import printed, reproduce, table2_suite, tables
 from specdec_jax.partitioning import Placement
 

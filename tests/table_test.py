@@ -7,10 +7,10 @@ import json
 import pytest
 import rich.console
 
-from specdec_jax import record
-from specdec_jax import table as tables
-from specdec_jax.record import Record
-from specdec_jax.table import Column, Table
+from specdec_jax.measure import record
+from specdec_jax.measure import table as tables
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.table import Column, Table
 
 TABLE = Table(
   'Costs [bold]',

@@ -11,10 +11,14 @@ import rich.console
 
 import gin_cli
 from continuous_test import engine_of, make_t5, make_texts
-from specdec_jax import measure
 from specdec_jax.completion import Completion, CompletionStats
 from specdec_jax.continuous import Continuous
-from specdec_jax.measure import residency, throughput_picture, timed_runs
+from specdec_jax.measure import (
+  residency,
+  throughput,
+  throughput_picture,
+  timed_runs,
+)
 from specdec_jax.measure.throughput import SHORTEST
 from specdec_jax.schedule import Settings
 
@@ -91,7 +95,7 @@ def test_fixed_batches():
 @pytest.mark.slow
 def test_measurement_and_picture(engine, examples, tmp_path):
   console = rich.console.Console(record=True, width=140)
-  config = measure.ThroughputConfig(
+  config = throughput.ThroughputConfig(
     lambda: engine,
     examples,
     num_examples=12,
@@ -103,7 +107,7 @@ def test_measurement_and_picture(engine, examples, tmp_path):
     memory_examples=400,
     output_file=str(tmp_path / 'throughput.json'),
   )
-  record = measure.measure_throughput(config, console)
+  record = throughput.measure_throughput(config, console)
   assert json.loads((tmp_path / 'throughput.json').read_text()) == record
   assert len(record['ways']) == len(record['ratios']) == 4
   tokens = {row['tokens'] for row in record['ways'].values()}
@@ -161,7 +165,7 @@ def test_memory_is_seen_to_grow():
 )
 def test_bad_settings(changes, message):
   with pytest.raises(ValueError, match=message):
-    measure.ThroughputConfig(lambda: None, 'x', **changes)
+    throughput.ThroughputConfig(lambda: None, 'x', **changes)
 
 
 def test_gin_file():
@@ -169,5 +173,5 @@ def test_gin_file():
   with gin.unlock_config():
     gin.clear_config()
     gin_cli.load(gin_cli.parse_flags(flags))
-    config = gin_cli.build(measure.ThroughputConfig)
+    config = gin_cli.build(throughput.ThroughputConfig)
   assert config.num_examples == 7 and config.batch_size == 16

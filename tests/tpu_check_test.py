@@ -14,10 +14,10 @@ import rich.console
 import gin_cli
 from gpt_test import GPT2
 from small_vocabulary import network
-from specdec_jax.bench import (
+from specdec_jax.measure import memory
+from specdec_jax.measure.compiled import (
   collectives,
-  hlo,
-  memory,
+  program_text,
   tpu,
   tpu_check,
   tpu_slices,
@@ -198,14 +198,16 @@ ENTRY %main (p.0: bf16[512,256]) -> f32[512,256] {
 
 
 def test_a_program_is_read_for_copies_of_weights():
-  found = hlo.inspect(_PROGRAM, [(512, 256)])
+  found = program_text.inspect(_PROGRAM, [(512, 256)])
   size = 512 * 256
-  assert found.float32_weights == hlo.WeightCopies(1, 4 * size, 0)
-  assert found.relaid_weights == hlo.WeightCopies(1, 0, 2 * size)
+  assert found.float32_weights == program_text.WeightCopies(1, 4 * size, 0)
+  assert found.relaid_weights == program_text.WeightCopies(1, 0, 2 * size)
   assert found.custom_calls == {'AllocateBuffer': 1}
   assert found.host_transfers == 1
-  none = hlo.inspect(_PROGRAM, [(256, 512)])
-  assert none.float32_weights == none.relaid_weights == hlo.WeightCopies()
+  none = program_text.inspect(_PROGRAM, [(256, 512)])
+  assert (
+    none.float32_weights == none.relaid_weights == program_text.WeightCopies()
+  )
 
 
 _EXCHANGES = """\
@@ -263,7 +265,7 @@ def test_a_callback_waits_for_the_host():
     return x + 1
 
   text = jax.jit(function).lower(jnp.ones(3)).compile().as_text()
-  assert hlo.inspect(text, []).host_transfers == 1
+  assert program_text.inspect(text, []).host_transfers == 1
 
 
 def test_errors_name_what_is_missing(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
-from specdec_jax import environment, scoring
+from specdec_jax import scoring
 from specdec_jax.completion import (
   Completion,
   CompletionStats,
@@ -25,6 +25,7 @@ from specdec_jax.completion import (
 from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine
 from specdec_jax.infer import report, resume
+from specdec_jax.measure import environment
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.schedule import Load, Settings
 

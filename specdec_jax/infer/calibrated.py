@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import rich.console
 
-from specdec_jax import calibration
 from specdec_jax.engine import Engine
 from specdec_jax.infer import report
 from specdec_jax.infer.batches import Decoding, Way
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig
+from specdec_jax.measure import calibration
 
 
 def load(config: DecodeConfig | TaskConfig) -> calibration.Calibration | None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import environment
 from specdec_jax.completion import Completion, CompletionStats, total
-from specdec_jax.table import Column, Table
+from specdec_jax.measure import environment
+from specdec_jax.measure.table import Column, Table
 
 PLAIN, SPECULATIVE = 'plain', 'speculative'
 SCORING = 'scoring'

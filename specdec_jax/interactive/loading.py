@@ -6,7 +6,6 @@ import pathlib
 from typing import Any
 
 from specdec_jax import checkpoints
-from specdec_jax.bench import memory
 from specdec_jax.checkpoints import gpt2_names, huggingface_names
 from specdec_jax.checkpoints.huggingface import (
   GENERATION,
@@ -23,6 +22,7 @@ from specdec_jax.checkpoints.locations import Location
 from specdec_jax.engine import Engine, Model
 from specdec_jax.interactive.model import Interactive, Side
 from specdec_jax.job import SMALLEST_PROMPT
+from specdec_jax.measure import memory
 from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config

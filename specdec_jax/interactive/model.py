@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import rich.console
 
-from specdec_jax import environment, scoring
-from specdec_jax.bench import memory
+from specdec_jax import scoring
 from specdec_jax.completion import Completion
 from specdec_jax.engine import Engine, Texts
 from specdec_jax.interactive.show import Facts, Trace
+from specdec_jax.measure import environment, memory
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config

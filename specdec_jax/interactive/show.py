@@ -10,9 +10,9 @@ import rich.console
 import rich.table
 import rich.text
 
+from specdec_jax.measure.table import Table
 from specdec_jax.paper import trace, trace_page
 from specdec_jax.paper.trace import Round
-from specdec_jax.table import Table
 
 # Heights of a trace's frame: of a row, of what is around the rows, the most.
 _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40

@@ -9,20 +9,20 @@ from typing import Any
 import rich.console
 
 from specdec_jax import same_run
-from specdec_jax.bench import alpha
-from specdec_jax.bench.report import with_progress
 from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.completion import CompletionStats
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types
 from specdec_jax.local_tasks import LocalTask
+from specdec_jax.measure import acceptance
 from specdec_jax.measure.prompts import SPLIT, read_prompts
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.nearest import nearest
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.record import Record
-from specdec_jax.table import Cell, Column, Table
-from specdec_jax.table import console as terminal
 from specdec_jax.verify import check_lenience
 
 
@@ -168,7 +168,7 @@ class Workload:
 
 def overlap_rates(
   work: Workload, advance: Callable[[int], None] = lambda count: None
-) -> alpha.Rates:
+) -> acceptance.Rates:
   """Corollary 3.6 on tokens that the target generates.
 
   They are the target's own at any lenience.
@@ -184,7 +184,7 @@ def overlap_rates(
   requests = (
     engine.request(part, gamma=1, **options) for part, options in work.batches()
   )
-  return alpha.of_outputs(
+  return acceptance.of_outputs(
     engine.target,
     engine.drafter,
     engine.params,
@@ -314,12 +314,12 @@ def _row(
   done = _real_runs(work)
   observed = None
   if any(stats.num_tested for stats in done):
-    observed = alpha.ratio(
+    observed = acceptance.ratio(
       [stats.num_accepted for stats in done],
       [stats.num_tested for stats in done],
       [texts[number % len(texts)] for number in range(len(done))],
     )
-  calls = alpha.ratio(
+  calls = acceptance.ratio(
     [stats.num_tokens for stats in done],
     [stats.num_target_calls for stats in done],
   )

@@ -6,28 +6,26 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import calibration
-from specdec_jax.bench import memory
-from specdec_jax.bench.report import with_progress
-from specdec_jax.bench.run import (
+from specdec_jax.checks import check_all_at_least, check_at_least
+from specdec_jax.engine import Engine
+from specdec_jax.field_types import check_types
+from specdec_jax.infer.report import status
+from specdec_jax.measure import alpha, calibration, memory
+from specdec_jax.measure.benchmark import (
   LEAST_DECODE_LEN,
   BenchmarkConfig,
   benchmark,
   num_steps,
 )
-from specdec_jax.calibration import Calibration, Choice, Measured
-from specdec_jax.checks import check_all_at_least, check_at_least
-from specdec_jax.engine import Engine
-from specdec_jax.environment import describe
-from specdec_jax.field_types import check_types
-from specdec_jax.infer.report import status
-from specdec_jax.measure import alpha
+from specdec_jax.measure.calibration import Calibration, Choice, Measured
+from specdec_jax.measure.environment import describe
 from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.table import Column, Table
-from specdec_jax.table import console as terminal
 
 _ALPHA_BATCH = 8  # rows; the acceptance rate does not depend on it
 

@@ -15,9 +15,6 @@ import numpy as np
 import rich.console
 
 from specdec_jax import partitioning
-from specdec_jax.bench import calls, timing
-from specdec_jax.bench.models import Pair, make_pair, random_params
-from specdec_jax.bench.report import with_progress
 from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
@@ -26,13 +23,16 @@ from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.field_types import check_types
+from specdec_jax.measure import calls, timing
+from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
 from specdec_jax.measure.ngram import outputs
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.record import Record
-from specdec_jax.table import Column, Table
-from specdec_jax.table import console as terminal
 from specdec_jax.tokenizer_bpe import open_vocabulary
 from specdec_jax.types import Draft
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import calibration
-from specdec_jax.bench.report import with_progress
 from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.continuous import Continuous
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types
-from specdec_jax.measure import residency
+from specdec_jax.measure import calibration, residency
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.timed_runs import (
   Timed,
   read_examples,
@@ -25,10 +27,7 @@ from specdec_jax.measure.timed_runs import (
   run_fixed,
 )
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.record import Record
 from specdec_jax.schedule import Settings
-from specdec_jax.table import Column, Table
-from specdec_jax.table import console as terminal
 
 FIXED_RANDOM, FIXED_SORTED = 'fixed, random order', 'fixed, sorted'
 GIVEN, SHORTEST = 'continuous, random order', 'continuous'

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.record import Record
-from specdec_jax.table import Cell, Column, Table, plain_markdown
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.table import Cell, Column, Table, plain_markdown
 
 REPORT = 'report.md'
 VALUES = ('paper', 'predicted', 'measured')

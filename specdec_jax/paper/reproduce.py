@@ -9,17 +9,17 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import environment, files, record
-from specdec_jax.bench.memory import DoesNotFitError
-from specdec_jax.bench.run import BenchmarkConfig, benchmark, grid
+from specdec_jax import files
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types
-from specdec_jax.measure import canvas
+from specdec_jax.measure import canvas, environment, record
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
+from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, grid
+from specdec_jax.measure.memory import DoesNotFitError
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper import plots, printed, report, tables, timeline, trace
 from specdec_jax.paper import table2_suite as table_suite
 from specdec_jax.paper.trace_page import html_page
-from specdec_jax.table import console as terminal
 
 ITEMS = tuple(
   [f'table{i}' for i in range(1, 6)] + [f'figure{i}' for i in range(1, 6)]

@@ -19,9 +19,9 @@ from jax import lax
 
 from specdec_jax import analysis, probs
 from specdec_jax.field_types import check_types
+from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper.speculative_execution import settle
-from specdec_jax.table import Cell, Column, Table
-from specdec_jax.table import console as terminal
 from specdec_jax.testing import chi_squared_p_value
 from specdec_jax.verify import check_lenience
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec_jax import same_run
-from specdec_jax.bench import memory
-from specdec_jax.bench.models import random_params
-from specdec_jax.bench.run import (
+from specdec_jax.field_types import check_types
+from specdec_jax.measure import memory
+from specdec_jax.measure.benchmark import (
   BenchmarkConfig,
   benchmark,
   described,
   grid,
 )
-from specdec_jax.field_types import check_types
+from specdec_jax.measure.measured_pair import random_params
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement, place

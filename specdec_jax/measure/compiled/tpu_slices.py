@@ -17,17 +17,18 @@ import jax
 import rich.console
 
 from specdec_jax import files, partitioning
-from specdec_jax.bench import collectives, memory, tpu, tpu_report
-from specdec_jax.bench.report import with_progress
-from specdec_jax.bench.tpu_check import load_done, settings_of
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.field_types import check_types
+from specdec_jax.measure import memory
+from specdec_jax.measure.compiled import collectives, tpu, tpu_report
+from specdec_jax.measure.compiled.tpu_check import load_done, settings_of
+from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Partition, Placement
-from specdec_jax.table import console as terminal
 
 
 @dataclasses.dataclass(frozen=True)

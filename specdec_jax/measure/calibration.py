@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import analysis, environment, files, same_run
+from specdec_jax import analysis, files, same_run
+from specdec_jax.measure import environment
 
 _KIND = 'calibration'
 _DRAWS = 2000  # of the measured values, for the interval of the speed-up

@@ -6,9 +6,9 @@ from typing import Any
 import rich.console
 import rich.progress
 
-from specdec_jax.bench.run import BenchmarkConfig, benchmark, num_steps
-from specdec_jax.table import Column, Table
-from specdec_jax.table import console as terminal
+from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, num_steps
+from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import console as terminal
 
 
 def show(

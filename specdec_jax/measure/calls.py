@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.bench import memory
-from specdec_jax.bench.models import Pair
-from specdec_jax.bench.timing import Prepare
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import context_of, judge
 from specdec_jax.decoding.state import Request
+from specdec_jax.measure import memory
+from specdec_jax.measure.measured_pair import Pair
+from specdec_jax.measure.timing import Prepare
 from specdec_jax.models.base import START_ID, LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 

@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.bench import calls, forced, settings, timing
-from specdec_jax.bench.models import Pair, make_pair
-from specdec_jax.bench.t5x_style import T5XStyle
 from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.field_types import check_types
+from specdec_jax.measure import calls, forced, settings, timing
+from specdec_jax.measure.measured_pair import Pair, make_pair
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.t5x_style import T5XStyle
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.record import Record
 
 LEAST_DECODE_LEN = 32  # of a shorter run little but its start would be timed
 

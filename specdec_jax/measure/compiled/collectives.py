@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from specdec_jax.bench import hlo
+from specdec_jax.measure.compiled import program_text
 
 # A `-done` half is the end of what its `-start` began.
 _COLLECTIVE = re.compile(
@@ -55,7 +55,7 @@ def find(text: str) -> list[Collective]:
   entry = _ENTRY.search(text)
   if entry is None:
     return []
-  return list(_walk(hlo.computations(text), entry[1], 1, False))
+  return list(_walk(program_text.computations(text), entry[1], 1, False))
 
 
 def _walk(

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec_jax import environment, files
+from specdec_jax import files
+from specdec_jax.measure import environment
 
 # Of the form of a file; those of before there were versions are read as 1.
 VERSION = 1

@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import rich.console
 
 from specdec_jax import analysis, files, same_run
-from specdec_jax.bench import memory, tpu, tpu_report
-from specdec_jax.bench.report import with_progress
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.field_types import check_types
+from specdec_jax.measure import memory
+from specdec_jax.measure.compiled import tpu, tpu_report
+from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
-from specdec_jax.table import console as terminal
 
 # What `_key` tells -> the record of a row.
 _Done = dict[tuple[Any, ...], dict[str, Any]]

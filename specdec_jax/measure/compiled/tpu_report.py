@@ -5,8 +5,8 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.bench.memory import GIB
-from specdec_jax.table import Column, Table
+from specdec_jax.measure.memory import GIB
+from specdec_jax.measure.table import Column, Table
 
 _Record = Mapping[str, Any]
 # Name of a column -> its cell in the row of a record. Blanks at the end of a

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from specdec_jax.bench import hlo
+from specdec_jax.measure.compiled import program_text
 
 # libtpu asks a cloud machine's metadata server what it runs on unless told.
 _DESCRIPTION = {
@@ -144,7 +144,7 @@ def record_of(
     if len(shape) > 1 and math.prod(shape) >= _LEAST_WEIGHT
   }
   text = compiled.as_text() or ''
-  findings = hlo.inspect(text, weights)
+  findings = program_text.inspect(text, weights)
   costs = compiled.cost_analysis() or {}
   record = {
     'compile_seconds': seconds,

@@ -1,0 +1,1 @@
+"""Programs compiled for devices that are not there, and counted."""
