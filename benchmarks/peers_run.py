@@ -28,7 +28,7 @@ from specdec_jax.measure.record import Record
 from specdec_jax.measure.report import with_progress
 from specdec_jax.measure.table import Cell, Column, Table
 from specdec_jax.measure.table import console as terminal
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 
 INSTALL = "pip install -e '.[peers]'"
 # Versions that a result must be read with; transformers' assistant adapts its

@@ -19,7 +19,7 @@ import sentencepiece
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.engine import Engine, Model
 from specdec_jax.models.t5 import T5
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 
 
 class Output(NamedTuple):

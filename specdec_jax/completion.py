@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation
 
 _INCOMPLETE = '\ufffd'  # what a tokenizer shows for bytes that are no character

@@ -40,7 +40,7 @@ from specdec_jax.pair import (
   joined,
   load_model,
 )
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
 
 __all__ = ['Engine', 'Model', 'Texts', 'joined', 'load_model']

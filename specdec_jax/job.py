@@ -20,7 +20,7 @@ from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import START_ID
 from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation
 from specdec_jax.verify import check_lenience
 

@@ -15,7 +15,7 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.models import sizes
 from specdec_jax.models.base import START_ID, LanguageModel
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import Engine, Model
 from specdec_jax.models.gpt import GPT, GPTConfig
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 
 TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
 

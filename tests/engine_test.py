@@ -14,10 +14,10 @@ import pytest
 import small_vocabulary
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import compilation_cache, testing
-from specdec_jax import tokenizer as tokenizer_lib
 from specdec_jax.drafters.copy import copy
 from specdec_jax.engine import Engine, Model
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.text import tokenizer as tokenizer_lib
 
 MAX_INPUT, MAX_OUTPUT = 24, 16
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']

@@ -12,10 +12,11 @@ import jax
 import pytest
 
 import gin_cli
-from specdec_jax import engine, infer, t5_tasks
+from specdec_jax import engine, infer
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.text import t5_tasks
 
 ROOT = pathlib.Path(gin_cli.__file__).resolve().parent.parent
 # What a CPU trains in place of a published one.

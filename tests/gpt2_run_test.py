@@ -11,7 +11,7 @@ from gpt_test import GPT2
 from interactive_gpt_test import SIZE, gpt2_folder
 from specdec_jax import infer
 from specdec_jax.models.gpt import GPT
-from specdec_jax.tokenizer_bpe import BpeTokenizer
+from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 from tokenizer_bpe_test import train
 
 pytestmark = [

@@ -20,10 +20,10 @@ import rich.console
 from specdec_jax import files, infer
 from specdec_jax.completion import Completion
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.infer import lines as lines_lib
 from specdec_jax.infer import results, resume
-from specdec_jax.local_tasks import LocalTask
 from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.text import lines as lines_lib
+from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training import pairs, text
 
 LENGTHS = {'inputs': 16, 'targets': 8}

@@ -7,8 +7,8 @@ import pytest
 
 import tokenizer_bpe_test
 from specdec_jax.infer import examples
-from specdec_jax.local_tasks import LocalTask
-from specdec_jax.tokenizer_bpe import BpeTokenizer
+from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 
 
 def write(folder, name, text):

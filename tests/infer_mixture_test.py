@@ -8,7 +8,8 @@ import pytest
 import rich.console
 
 from infer_task_test import LENGTHS, LINES, Making
-from specdec_jax import infer, tasks
+from specdec_jax import infer
+from specdec_jax.text import tasks
 
 
 @pytest.fixture

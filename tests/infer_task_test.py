@@ -9,9 +9,10 @@ import pytest
 import rich.console
 
 import small_vocabulary
-from specdec_jax import infer, metrics, probs, scoring
+from specdec_jax import infer, probs, scoring
 from specdec_jax.engine import Engine, Model
 from specdec_jax.infer import resume, task
+from specdec_jax.text import metrics
 
 LINES = [
   ('the red dog runs', 'a cat sleeps'),

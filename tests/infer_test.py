@@ -19,9 +19,9 @@ import rich.console
 from specdec_jax import files, infer
 from specdec_jax.completion import Completion, CompletionStats
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.infer import lines as lines_lib
 from specdec_jax.infer import results
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.text import lines as lines_lib
 
 MAX_INPUT_LEN = 9
 COMPLETED = f'{results.PREDICTIONS}.COMPLETED'

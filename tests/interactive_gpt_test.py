@@ -17,7 +17,7 @@ from specdec_jax import interactive
 from specdec_jax.checkpoints import save_t5x
 from specdec_jax.measure import memory
 from specdec_jax.models.gpt import GPT
-from specdec_jax.tokenizer_bpe import BpeTokenizer
+from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 
 LENGTHS = {'max_input_len': 32, 'max_decode_len': 12, 'gamma': 2}
 SIZE = 300  # of the vocabulary that tokenizer_bpe_test trains

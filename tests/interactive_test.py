@@ -22,7 +22,7 @@ from specdec_jax.checkpoints import (
 from specdec_jax.interactive import Interactive, Trace
 from specdec_jax.measure import memory
 from specdec_jax.models.t5 import T5
-from specdec_jax.tokenizer import train_tokenizer
+from specdec_jax.text.tokenizer import train_tokenizer
 
 TEXTS = ['the old house sings', 'a red dog', 'the tree']
 LENGTHS = {'max_input_len': 32, 'max_decode_len': 12}

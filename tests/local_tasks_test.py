@@ -9,10 +9,10 @@ import pytest
 
 import task_files
 import tokenizer_bpe_test
-from specdec_jax import metrics, tasks
-from specdec_jax.local_tasks import LocalTask
-from specdec_jax.tokenizer import EOS_ID
-from specdec_jax.tokenizer_bpe import BpeTokenizer
+from specdec_jax.text import metrics, tasks
+from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tokenizer import EOS_ID
+from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 from task_files import DATA, ENDE, PAIRS, T5_VOCAB, with_end
 
 needs_tokenizers = pytest.mark.skipif(

@@ -13,10 +13,10 @@ from specdec_jax import infer, probs
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.engine import Engine, Model
-from specdec_jax.local_tasks import LocalTask
 from specdec_jax.measure import alpha, calibrate, calibration, memory
 from specdec_jax.paper import reproduce
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tokenizer import Tokenizer
 
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 

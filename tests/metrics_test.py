@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from specdec_jax import metrics
+from specdec_jax.text import metrics
 
 HAS_ROUGE = importlib.util.find_spec('rouge_score') is not None
 needs_bleu = pytest.mark.skipif(

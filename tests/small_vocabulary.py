@@ -2,8 +2,8 @@
 
 import io
 
-from specdec_jax import tokenizer as tokenizer_lib
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.text import tokenizer as tokenizer_lib
 
 WORDS = 'the a red blue old house tree dog cat runs sleeps sings here there'
 VOCAB_SIZE = 288  # 256 bytes, 3 special pieces, and some of the text

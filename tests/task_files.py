@@ -4,8 +4,8 @@ import pathlib
 
 import numpy as np
 
-from specdec_jax.local_tasks import LocalTask
-from specdec_jax.tokenizer import EOS_ID
+from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tokenizer import EOS_ID
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
 T5_VOCAB = DATA / 'vocab' / 't5.spiece.model'

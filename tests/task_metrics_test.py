@@ -7,8 +7,9 @@ import pytest
 import rich.console
 
 from hostile_lines_test import LENGTHS, Reversing
-from specdec_jax import infer, metrics
-from specdec_jax.local_tasks import LocalTask
+from specdec_jax import infer
+from specdec_jax.text import metrics
+from specdec_jax.text.local_tasks import LocalTask
 
 needs_bleu = pytest.mark.usefixtures('sacrebleu')
 

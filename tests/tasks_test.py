@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import task_files
-from specdec_jax import metrics, seqio_tasks, t5_tasks, tasks
-from specdec_jax.local_tasks import LocalTask
-from specdec_jax.tokenizer import EOS_ID
+from specdec_jax.text import metrics, seqio_tasks, t5_tasks, tasks
+from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tokenizer import EOS_ID
 from task_files import DATA, PAIRS, T5_VOCAB, same, with_end
 
 HAS_SEQIO = importlib.util.find_spec('seqio') is not None

@@ -9,8 +9,8 @@ import pytest
 
 from specdec_jax.engine import Engine, Model
 from specdec_jax.testing import random_markov
-from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.tokenizer_bpe import BpeTokenizer, open_vocabulary
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import BpeTokenizer, open_vocabulary
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('tokenizers') is None,

@@ -3,7 +3,7 @@
 import pytest
 
 import small_vocabulary
-from specdec_jax import tokenizer
+from specdec_jax.text import tokenizer
 
 pytest.importorskip('sentencepiece')
 

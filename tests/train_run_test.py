@@ -19,8 +19,8 @@ import pytest
 import gin_cli
 import small_vocabulary
 from specdec_jax import checkpoints, training
-from specdec_jax.local_tasks import LocalTask
 from specdec_jax.models import t5
+from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training import data, outputs, read, trainer
 from specdec_jax.training.optimizer import OptimizerConfig
 from specdec_jax.training.pairs import TokenPairs

@@ -11,10 +11,11 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax import files, local_tasks, tasks
-from specdec_jax.local_tasks import BROKEN, LocalTask
-from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.tokenizer_bpe import open_vocabulary
+from specdec_jax import files
+from specdec_jax.text import local_tasks, tasks
+from specdec_jax.text.local_tasks import BROKEN, LocalTask
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 
 INPUTS, TARGETS = 'inputs', 'targets'
 _PRETOKENIZED = '_pretokenized'

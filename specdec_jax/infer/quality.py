@@ -10,7 +10,6 @@ from typing import Any
 import rich.console
 import rich.progress
 
-from specdec_jax import metrics
 from specdec_jax.completion import Completion, total
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types
@@ -18,6 +17,7 @@ from specdec_jax.infer import failures, results, resume
 from specdec_jax.measure import environment
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.text import metrics
 from specdec_jax.training.pairs import read_tsv
 
 

@@ -15,8 +15,8 @@ from specdec_jax import files
 from specdec_jax.completion import Completion, passed_over
 from specdec_jax.infer import report
 from specdec_jax.infer.examples import BROKEN, Example, texts
-from specdec_jax.infer.lines import Line
 from specdec_jax.infer.settings import PREDICT_WITH_AUX, SCORE, TaskConfig
+from specdec_jax.text.lines import Line
 
 PREDICTIONS = 'predictions.jsonl'
 SUMMARY = 'summary.json'

@@ -18,8 +18,8 @@ from specdec_jax.infer import (
   results,
   resume,
 )
-from specdec_jax.infer.lines import Line, check_some, count_tokens, read_lines
 from specdec_jax.infer.settings import WAYS, DecodeConfig, by_rows, settings_of
+from specdec_jax.text.lines import Line, check_some, count_tokens, read_lines
 
 
 def decode(

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import metrics, tasks
 from specdec_jax.engine import Engine
 from specdec_jax.infer import examples, report
 from specdec_jax.infer.settings import SCORE, TASKS_OWN, TaskConfig, settings_of
 from specdec_jax.nearest import nearest
+from specdec_jax.text import metrics, tasks
 
 
 def measures(

@@ -27,8 +27,8 @@ from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning import Placement
-from specdec_jax.tokenizer import Tokenizer
-from specdec_jax.tokenizer_bpe import (
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import (
   SENTENCEPIECE,
   TOKENIZER,
   VOCAB,

@@ -13,7 +13,6 @@ from specdec_jax.checks import check_all_at_least, check_at_least
 from specdec_jax.completion import CompletionStats
 from specdec_jax.engine import Engine
 from specdec_jax.field_types import check_types
-from specdec_jax.local_tasks import LocalTask
 from specdec_jax.measure import acceptance
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record
@@ -23,6 +22,7 @@ from specdec_jax.measure.table import console as terminal
 from specdec_jax.nearest import nearest
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.verify import check_lenience
 
 

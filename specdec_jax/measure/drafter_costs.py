@@ -33,7 +33,7 @@ from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 from specdec_jax.types import Draft
 
 _NOTHING = 'nothing'  # the drafter that the others are compared with

@@ -18,10 +18,10 @@ from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.field_types import check_types
 from specdec_jax.files import text_lines, writable
-from specdec_jax.local_tasks import json_object
 from specdec_jax.measure.table import Table
 from specdec_jax.nearest import nearest
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.local_tasks import json_object
+from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.pairs import TokenPairs, read_tsv
 
 _BLOCK = 8192  # tokens that are scored together

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from specdec_jax import files
-from specdec_jax.infer.lines import Line, count_tokens
-from specdec_jax.local_tasks import LocalTask
+from specdec_jax.text.lines import Line, count_tokens
+from specdec_jax.text.local_tasks import LocalTask
 
 SPLIT = 'test'  # of a task
 

@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 
-from specdec_jax import metrics, partitioning
+from specdec_jax import partitioning
 from specdec_jax.models.base import LanguageModel, Params
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text import metrics
+from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.outputs import PLACEMENT, Decoder, OutputsConfig
 from specdec_jax.training.pairs import TokenPairs
 

@@ -5,8 +5,8 @@ import os
 from collections.abc import Mapping
 
 from specdec_jax.field_types import check_types
-from specdec_jax.local_tasks import LocalTask
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import OutputsConfig

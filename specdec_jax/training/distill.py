@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.tokenizer import PAD_ID
+from specdec_jax.text.tokenizer import PAD_ID
 from specdec_jax.training import losses
 from specdec_jax.training.losses import DistillationWeights
 

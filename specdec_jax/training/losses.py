@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.field_types import check_types
-from specdec_jax.tokenizer import PAD_ID
+from specdec_jax.text.tokenizer import PAD_ID
 
 
 def shift_right(targets: jax.Array) -> jax.Array:

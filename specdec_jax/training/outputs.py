@@ -20,7 +20,7 @@ from specdec_jax.decoding.state import Request
 from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.tokenizer import EOS_ID, PAD_ID
+from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.pairs import TokenPairs
 from specdec_jax.training.settings import claim
 from specdec_jax.types import FinishReason

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer
 
 _ARRAYS = ('inputs', 'inputs_offsets', 'targets', 'targets_offsets')
 # What NumPy and the modules behind it raise for a file that is damaged.

@@ -3,9 +3,13 @@
 import importlib
 import os
 
-from specdec_jax.local_tasks import FEATURES, LocalTask, check_feature_lengths
-from specdec_jax.tokenizer import Tokenizer, train_tokenizer
-from specdec_jax.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.local_tasks import (
+  FEATURES,
+  LocalTask,
+  check_feature_lengths,
+)
+from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 from specdec_jax.training import text
 from specdec_jax.training.config import TrainRun
 from specdec_jax.training.pairs import TokenPairs, read_tsv, tokenise
@@ -56,7 +60,7 @@ def pairs_of(
 def _task_pairs(run: TrainRun, task: str | LocalTask) -> list[TokenPairs]:
   """Training and, if the task has them, held-out pairs."""
   # seqio brings TensorFlow; nothing else here needs it.
-  from specdec_jax import tasks
+  from specdec_jax.text import tasks
 
   if run.task_module is not None:
     importlib.import_module(run.task_module)

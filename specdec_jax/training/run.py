@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import compilation_cache, files, memory, metrics
+from specdec_jax import compilation_cache, files, memory
 from specdec_jax.checkpoints import load
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
+from specdec_jax.text import metrics
 from specdec_jax.training import bleu, slicing, trainer
 from specdec_jax.training.config import FromTarget, TrainRun
 from specdec_jax.training.data import PackedBatches

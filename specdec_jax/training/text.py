@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 
 from specdec_jax.files import text_lines
-from specdec_jax.tokenizer import PAD_ID, Tokenizer
+from specdec_jax.text.tokenizer import PAD_ID, Tokenizer
 from specdec_jax.training.pairs import TokenPairs
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import files, metrics
+from specdec_jax import files
 from specdec_jax.field_types import check_types
 from specdec_jax.files import TextLine
 from specdec_jax.nearest import nearest
-from specdec_jax.tokenizer_bpe import open_vocabulary
+from specdec_jax.text import metrics
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import metrics as metrics_lib
-from specdec_jax import t5_tasks
-from specdec_jax.local_tasks import LocalTask
 from specdec_jax.nearest import nearest
+from specdec_jax.text import metrics as metrics_lib
+from specdec_jax.text import t5_tasks
+from specdec_jax.text.local_tasks import LocalTask
 
 
 def import_seqio() -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checkpoints.locations import check_path
-from specdec_jax.tokenizer import MOST_BYTES, Tokenizer
+from specdec_jax.text.tokenizer import MOST_BYTES, Tokenizer
 
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'

@@ -13,15 +13,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec_jax import metrics as metrics_lib
-from specdec_jax import seqio_tasks, t5_tasks
-from specdec_jax.local_tasks import (
+from specdec_jax.nearest import nearest
+from specdec_jax.text import metrics as metrics_lib
+from specdec_jax.text import seqio_tasks, t5_tasks
+from specdec_jax.text.local_tasks import (
   FEATURES,
   LocalTask,
   check_feature_lengths,
 )
-from specdec_jax.nearest import nearest
-from specdec_jax.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 
 EVAL_SPLIT = 'validation'
 TRAIN_SPLIT = 'train'

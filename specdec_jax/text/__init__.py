@@ -1,0 +1,1 @@
+"""Text and its sources: tokenizers, tasks, lines of files, metrics."""
