@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / 'scripts')]
 
 import gin_cli  # noqa: E402
-from specdec_jax import compilation_cache  # noqa: E402
+from specdec_jax.engine import compilation_cache  # noqa: E402
 from specdec_jax.paper import table2_suite  # noqa: E402
 
 

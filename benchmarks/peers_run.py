@@ -20,7 +20,7 @@ from benchmarks.peers_systems import (
   System,
 )
 from specdec_jax.checks import check_at_least
-from specdec_jax.engine import Model
+from specdec_jax.engine.engine import Model
 from specdec_jax.measure import timing
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.prompts import read_prompts

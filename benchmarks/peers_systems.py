@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tokenizer import Tokenizer
 

@@ -9,7 +9,6 @@ from specdec_jax.checkpoints import (
   load,
   save_orbax,
 )
-from specdec_jax.completion import Completion, CompletionStats
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
@@ -20,7 +19,8 @@ from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.ngram_table import load as load_ngram_table
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.uniform import uniform
-from specdec_jax.engine import Engine, Model, joined, load_model
+from specdec_jax.engine.completion import Completion, CompletionStats
+from specdec_jax.engine.engine import Engine, Model, joined, load_model
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config

@@ -15,10 +15,10 @@ import pytest
 import small_vocabulary
 from gpt_engine_test import BOS, FAMILIES, make_engine
 from small_vocabulary import WORDS
-from specdec_jax.continuous import Continuous
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.schedule import Load, Queue, Settings
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.schedule import Load, Queue, Settings
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
 POISON = 'Q'

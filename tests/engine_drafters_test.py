@@ -10,14 +10,15 @@ import pytest
 
 import gin_cli
 from small_vocabulary import VOCAB_SIZE, network
-from specdec_jax import engine, infer
+from specdec_jax import infer
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.first_of import first_of
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine import engine
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.text.tokenizer import Tokenizer
 

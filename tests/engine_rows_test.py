@@ -6,10 +6,10 @@ import pytest
 
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import testing
-from specdec_jax.engine import Engine, Model
-from specdec_jax.job import MAX_GAMMA, padded_rows
+from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.job import MAX_GAMMA, padded_rows
+from specdec_jax.engine.schedule import Settings
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.schedule import Settings
 
 TEXTS = WORDS.split()[:9]
 SAMPLED = {'sampling': SamplingConfig(temperature=1.0), 'speculative': False}

@@ -13,9 +13,10 @@ import pytest
 
 import small_vocabulary
 from small_vocabulary import VOCAB_SIZE, WORDS
-from specdec_jax import compilation_cache, testing
+from specdec_jax import testing
 from specdec_jax.drafters.copy import copy
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine import compilation_cache
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import tokenizer as tokenizer_lib
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax.completion import Text
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.completion import Text
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.testing import MarkovModel
 
 SCRIPT = 'the dog <end> grün 5€ 😀 a cat'

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 import gin_cli
-from specdec_jax import engine, infer
+from specdec_jax import infer
+from specdec_jax.engine import engine
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig

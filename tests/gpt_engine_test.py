@@ -11,7 +11,7 @@ import rich.console
 from gpt_test import GPT2, T5X, logits_of, make
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import infer, probs
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.infer import batches
 from specdec_jax.models.gpt import GPT
 from specdec_jax.probs import SamplingConfig

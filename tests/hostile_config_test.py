@@ -14,14 +14,14 @@ import pytest
 
 import gin_cli
 from specdec_jax import infer, memory
-from specdec_jax.continuous import Continuous
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.schedule import Settings
 from specdec_jax.field_types import check_types
 from specdec_jax.measure import memory as bench_memory
 from specdec_jax.models import sizes
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.schedule import Settings
 
 NAN = float('nan')
 

@@ -18,8 +18,8 @@ import pytest
 import rich.console
 
 from specdec_jax import files, infer
-from specdec_jax.completion import Completion
 from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.engine.completion import Completion
 from specdec_jax.infer import results, resume
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.text import lines as lines_lib

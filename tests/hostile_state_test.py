@@ -19,8 +19,8 @@ import pytest
 import rich.console
 
 from specdec_jax import files, infer, same_run
-from specdec_jax.completion import Completion
 from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.engine.completion import Completion
 from specdec_jax.infer import resume
 from specdec_jax.probs import SamplingConfig
 

@@ -129,9 +129,9 @@ import numpy as np
 import small_vocabulary
 from specdec_jax import files, infer, probs
 from specdec_jax import tokenizer as tokenizer_lib
-from specdec_jax.completion import Completion
+from specdec_jax.engine.completion import Completion
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.engine import Engine, Model
 
 folder, out, kind, fatal, stage = sys.argv[1:]
 jax.config.update('jax_compilation_cache_dir', folder + '/xla')

@@ -9,8 +9,9 @@ import pytest
 import rich.console
 
 import small_vocabulary
-from specdec_jax import infer, probs, scoring
-from specdec_jax.engine import Engine, Model
+from specdec_jax import infer, probs
+from specdec_jax.engine import scoring
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.infer import resume, task
 from specdec_jax.text import metrics
 

@@ -17,8 +17,8 @@ import pytest
 import rich.console
 
 from specdec_jax import files, infer
-from specdec_jax.completion import Completion, CompletionStats
 from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.infer import results
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import lines as lines_lib

@@ -15,8 +15,8 @@ from specdec_jax import analysis, exact, testing, verify
 from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine import Engine, Model
-from specdec_jax.job import Frame, Job, Options
+from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.job import Frame, Job, Options
 from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft

@@ -12,7 +12,7 @@ from small_vocabulary import network
 from specdec_jax import infer, probs
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.measure import alpha, calibrate, calibration, memory
 from specdec_jax.paper import reproduce
 from specdec_jax.text.local_tasks import LocalTask

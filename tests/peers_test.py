@@ -19,7 +19,7 @@ import small_vocabulary
 from benchmarks import peers_run, peers_systems
 from benchmarks.peers_systems import PLAIN, Output, System
 from specdec_jax.checkpoints import huggingface_names
-from specdec_jax.engine import Model
+from specdec_jax.engine.engine import Model
 from specdec_jax.models.t5 import T5, T5Config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

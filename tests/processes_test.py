@@ -25,7 +25,7 @@ import jax
 import small_vocabulary
 from specdec_jax import infer, partitioning, probs, processes
 from specdec_jax import tokenizer as tokenizer_lib
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.engine import Engine, Model
 
 folder, out, address, count, index, fatal, placed = sys.argv[1:]
 count, index, fatal = int(count), int(index), int(fatal)

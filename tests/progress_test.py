@@ -4,7 +4,7 @@ import io
 
 import rich.console
 
-from specdec_jax.completion import CompletionStats, total
+from specdec_jax.engine.completion import CompletionStats, total
 from specdec_jax.measure import report
 
 

@@ -8,7 +8,11 @@ import sys
 import pytest
 import rich.console
 
-from specdec_jax.completion import Completion, CompletionStats, passed_over
+from specdec_jax.engine.completion import (
+  Completion,
+  CompletionStats,
+  passed_over,
+)
 from specdec_jax.infer import quality, results
 
 pytest.importorskip('sacrebleu', reason='sacrebleu is in the extra [test]')

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import small_vocabulary
-from specdec_jax import probs, scoring, testing
-from specdec_jax.engine import Engine, Model
+from specdec_jax import probs, testing
+from specdec_jax.engine import scoring
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.models.gpt import GPT, GPTConfig
 
 TEXTS = ['the red dog runs', 'a cat', 'the old house sings here there the dog']

@@ -10,7 +10,7 @@ import pytest
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import checkpoints, interactive, partitioning
 from specdec_jax.drafters.copy import copy
-from specdec_jax.engine import Engine, Model, load_model
+from specdec_jax.engine.engine import Engine, Model, load_model
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives
 from specdec_jax.models.gpt import GPT, GPTConfig

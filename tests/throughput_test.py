@@ -11,8 +11,9 @@ import rich.console
 
 import gin_cli
 from continuous_test import engine_of, make_t5, make_texts
-from specdec_jax.completion import Completion, CompletionStats
-from specdec_jax.continuous import Continuous
+from specdec_jax.engine.completion import Completion, CompletionStats
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.schedule import Settings
 from specdec_jax.measure import (
   residency,
   throughput,
@@ -20,7 +21,6 @@ from specdec_jax.measure import (
   timed_runs,
 )
 from specdec_jax.measure.throughput import SHORTEST
-from specdec_jax.schedule import Settings
 
 PNG = b'\x89PNG\r\n\x1a\n'
 

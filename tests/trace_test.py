@@ -15,7 +15,7 @@ import rich.console
 import gin_cli
 import small_vocabulary
 from specdec_jax import testing
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.paper import trace, trace_page
 from specdec_jax.paper.trace import Round
 from specdec_jax.probs import SamplingConfig

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from specdec_jax.schedule import Queue, Settings
+from specdec_jax.engine.schedule import Queue, Settings
 
 TESTS = pathlib.Path(__file__).parent
 FLAGS = '--xla_backend_optimization_level=0'
@@ -23,10 +23,10 @@ ENVIRONMENT = os.environ | {
 _POOLS = """
 import pathlib, sys, warnings
 import jax, small_vocabulary
-from specdec_jax.continuous import Continuous
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.partitioning import Placement
-from specdec_jax.schedule import Settings
+from specdec_jax.engine.schedule import Settings
 
 warnings.simplefilter('error')
 folder = pathlib.Path(sys.argv[1])
@@ -54,9 +54,9 @@ _PROCESSES = """
 import sys
 import jax, small_vocabulary
 from specdec_jax import partitioning, processes, scoring, tokenizer
-from specdec_jax.continuous import Continuous
-from specdec_jax.engine import Engine, Model
-from specdec_jax.schedule import Settings
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.schedule import Settings
 
 folder, address, count, index = sys.argv[1:]
 

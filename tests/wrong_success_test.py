@@ -13,8 +13,8 @@ import rich.console
 import gin_cli
 import small_vocabulary
 from specdec_jax import infer
-from specdec_jax.completion import Completion
-from specdec_jax.engine import Engine, Model
+from specdec_jax.engine.completion import Completion
+from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.infer import failures, quality, report
 
 TEXTS = ['the red dog', 'a cat', 'the old house']

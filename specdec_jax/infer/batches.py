@@ -15,19 +15,19 @@ import jax
 import rich.console
 import rich.progress
 
-from specdec_jax import scoring
-from specdec_jax.completion import (
+from specdec_jax.engine import scoring
+from specdec_jax.engine.completion import (
   Completion,
   CompletionStats,
   no_distribution,
   passed_over,
 )
-from specdec_jax.continuous import Continuous
-from specdec_jax.engine import Engine
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.schedule import Load, Settings
 from specdec_jax.infer import report, resume
 from specdec_jax.measure import environment
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.schedule import Load, Settings
 
 
 @dataclasses.dataclass(frozen=True)

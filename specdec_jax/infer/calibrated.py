@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import rich.console
 
-from specdec_jax.engine import Engine
+from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import report
 from specdec_jax.infer.batches import Decoding, Way
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.engine import Engine
+from specdec_jax.engine.engine import Engine
 from specdec_jax.infer.settings import TaskConfig
 from specdec_jax.infer.task import decode_one
 from specdec_jax.text import tasks

@@ -12,7 +12,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.completion import Completion, CompletionStats, total
+from specdec_jax.engine.completion import Completion, CompletionStats, total
 from specdec_jax.measure import environment
 from specdec_jax.measure.table import Column, Table
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.completion import Completion, passed_over
+from specdec_jax.engine.completion import Completion, passed_over
 from specdec_jax.infer import report
 from specdec_jax.infer.examples import BROKEN, Example, texts
 from specdec_jax.infer.settings import PREDICT_WITH_AUX, SCORE, TaskConfig

@@ -10,7 +10,7 @@ import numpy as np
 import rich.console
 
 from specdec_jax import memory, processes
-from specdec_jax.engine import Engine
+from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import (
   batches,
   calibrated,

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import rich.console
 
-from specdec_jax import scoring
-from specdec_jax.completion import Completion
-from specdec_jax.engine import Engine, Texts
+from specdec_jax.engine import scoring
+from specdec_jax.engine.completion import Completion
+from specdec_jax.engine.engine import Engine, Texts
 from specdec_jax.interactive.show import Facts, Trace
 from specdec_jax.measure import environment, memory
 from specdec_jax.models.base import LanguageModel

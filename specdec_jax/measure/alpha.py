@@ -10,8 +10,8 @@ import rich.console
 
 from specdec_jax import same_run
 from specdec_jax.checks import check_all_at_least, check_at_least
-from specdec_jax.completion import CompletionStats
-from specdec_jax.engine import Engine
+from specdec_jax.engine.completion import CompletionStats
+from specdec_jax.engine.engine import Engine
 from specdec_jax.field_types import check_types
 from specdec_jax.measure import acceptance
 from specdec_jax.measure.prompts import SPLIT, read_prompts

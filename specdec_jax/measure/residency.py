@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from specdec_jax.continuous import Continuous
+from specdec_jax.engine.continuous import Continuous
 
 _EVERY = 50  # completions between two looks
 

@@ -12,8 +12,9 @@ from typing import Any
 import rich.console
 
 from specdec_jax.checks import check_all_at_least, check_at_least
-from specdec_jax.continuous import Continuous
-from specdec_jax.engine import Engine
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.schedule import Settings
 from specdec_jax.field_types import check_types
 from specdec_jax.measure import calibration, residency
 from specdec_jax.measure.record import Record
@@ -27,7 +28,6 @@ from specdec_jax.measure.timed_runs import (
   run_fixed,
 )
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.schedule import Settings
 
 FIXED_RANDOM, FIXED_SORTED = 'fixed, random order', 'fixed, sorted'
 GIVEN, SHORTEST = 'continuous, random order', 'continuous'

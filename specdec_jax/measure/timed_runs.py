@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.completion import Completion, CompletionStats, total
-from specdec_jax.continuous import Continuous
-from specdec_jax.engine import Engine
+from specdec_jax.engine.completion import Completion, CompletionStats, total
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine
 
 
 @dataclasses.dataclass

@@ -16,10 +16,10 @@ import rich.console
 import rich.table
 import rich.text
 
-from specdec_jax.completion import Text, decode, from_generation
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.engine import Engine
+from specdec_jax.engine.completion import Text, decode, from_generation
+from specdec_jax.engine.engine import Engine
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import Draft, FinishReason
 

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax.completion import Completion
 from specdec_jax.decoding import slots
 from specdec_jax.decoding.layout import Programs
 from specdec_jax.decoding.slots import Look, Pool
 from specdec_jax.decoding.state import Request
-from specdec_jax.job import STOP_STRING_ROUNDS, Job
-from specdec_jax.schedule import Group, Load, Queue, Settings
+from specdec_jax.engine.completion import Completion
+from specdec_jax.engine.job import STOP_STRING_ROUNDS, Job
+from specdec_jax.engine.schedule import Group, Load, Queue, Settings
 from specdec_jax.types import FinishReason
 
 # (speculative, with prompts, rows without text) -> what is compiled for such.

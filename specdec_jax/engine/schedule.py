@@ -12,14 +12,14 @@ import numpy as np
 
 from specdec_jax.checks import check_numbers
 from specdec_jax.decoding.state import Request
-from specdec_jax.field_types import check_types
-from specdec_jax.job import (
+from specdec_jax.engine.job import (
   SMALLEST_INPUT,
   SMALLEST_PROMPT,
   check_gamma,
   next_power_of_two,
   rounded_up,
 )
+from specdec_jax.field_types import check_types
 
 ORDERS = ('shortest', 'given')
 

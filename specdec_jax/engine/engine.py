@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import compilation_cache, memory, partitioning
+from specdec_jax import memory, partitioning
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import check_numbers
-from specdec_jax.completion import Completion, Text, without_stop_id
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import speculative as speculative_loop
 from specdec_jax.decoding import state as decode_state
@@ -21,7 +20,9 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.job import (
+from specdec_jax.engine import compilation_cache
+from specdec_jax.engine.completion import Completion, Text, without_stop_id
+from specdec_jax.engine.job import (
   STOP_STRING_ROUNDS,
   Frame,
   Job,
@@ -30,8 +31,7 @@ from specdec_jax.job import (
   options_of,
   without_end,
 )
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.pair import (
+from specdec_jax.engine.pair import (
   Model,
   Room,
   check_bos,
@@ -40,6 +40,7 @@ from specdec_jax.pair import (
   joined,
   load_model,
 )
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
 

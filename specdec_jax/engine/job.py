@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checks import check_numbers
-from specdec_jax.completion import (
+from specdec_jax.decoding.state import Request
+from specdec_jax.engine.completion import (
   Completion,
   Text,
   cut_at_stop_string,
   from_generation,
   passed_over,
 )
-from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import START_ID
 from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig

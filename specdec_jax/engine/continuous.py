@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from specdec_jax.completion import Completion
 from specdec_jax.decoding.layout import Programs
 from specdec_jax.decoding.slots import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
-from specdec_jax.engine import Engine, Texts
-from specdec_jax.job import Job
-from specdec_jax.schedule import Load, Settings
-from specdec_jax.slot_pass import Part, Pass
+from specdec_jax.engine.completion import Completion
+from specdec_jax.engine.engine import Engine, Texts
+from specdec_jax.engine.job import Job
+from specdec_jax.engine.schedule import Load, Settings
+from specdec_jax.engine.slot_pass import Part, Pass
 
 
 class Continuous:
