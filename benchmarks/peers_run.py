@@ -19,7 +19,7 @@ from benchmarks.peers_systems import (
   Pair,
   System,
 )
-from specdec_jax.checks import check_at_least
+from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.engine.engine import Model
 from specdec_jax.measure import timing
 from specdec_jax.measure.environment import describe

@@ -16,7 +16,7 @@ from typing import Any
 
 import gin
 
-from specdec_jax.nearest import nearest
+from specdec_jax.checks.names import nearest
 
 _MACRO = 'gin.macro'
 _INTERNAL = (_MACRO, 'gin.constant')

@@ -40,7 +40,7 @@ import gin
 import gin_checks
 import gin_old_paths
 from specdec_jax import processes
-from specdec_jax.nearest import nearest
+from specdec_jax.checks.names import nearest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from specdec_jax.nearest import nearest
+from specdec_jax.checks.names import nearest
 from specdec_jax.paper import simulation
 
 _FLAGS = ('--target', '--draft', '--num_samples', '--lenience', '--seed')

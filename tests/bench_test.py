@@ -12,7 +12,7 @@ import rich.console
 
 from small_vocabulary import network
 from specdec_jax import partitioning
-from specdec_jax.checks import check_all_at_least, check_at_least
+from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram import ngram

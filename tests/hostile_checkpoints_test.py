@@ -15,7 +15,7 @@ import pytest
 
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import huggingface, t5x_msgpack
-from specdec_jax.checkpoints.locations import Location
+from specdec_jax.files.locations import Location
 from specdec_jax.models import t5
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import open_vocabulary

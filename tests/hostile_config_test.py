@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import gin_cli
-from specdec_jax import infer, memory
+from specdec_jax import infer
+from specdec_jax.checks import memory
+from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.schedule import Settings
-from specdec_jax.field_types import check_types
 from specdec_jax.measure import memory as bench_memory
 from specdec_jax.models import sizes
 from specdec_jax.models.gpt import GPT, GPTConfig

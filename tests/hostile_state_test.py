@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import rich.console
 
-from specdec_jax import files, infer, same_run
+from specdec_jax import files, infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion
+from specdec_jax.files import same_run
 from specdec_jax.infer import resume
 from specdec_jax.probs import SamplingConfig
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from specdec_jax import same_run
+from specdec_jax.files import same_run
 from specdec_jax.measure import alpha
 from specdec_jax.measure.compiled import tpu_check
 from specdec_jax.paper import printed, table2_suite

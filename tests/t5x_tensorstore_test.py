@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import disk_arrays, locations
+from specdec_jax.checkpoints import disk_arrays
+from specdec_jax.files import locations
 from specdec_jax.models import t5
 
 FIXTURES = pathlib.Path(__file__).resolve().parents[2] / 'shared/fixtures/t5x'

@@ -18,10 +18,10 @@ from specdec_jax.checkpoints.load import (
   locate,
   open_arrays,
 )
-from specdec_jax.checkpoints.locations import Location
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.names import nearest
+from specdec_jax.files.locations import Location
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.nearest import nearest
 
 FORMATS = ('orbax', 'safetensors', 't5x')
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints.huggingface_arrays import Layout, place
-from specdec_jax.checkpoints.locations import (
+from specdec_jax.files.locations import (
   READ_SECONDS,
   STORE_ERRORS,
   Location,

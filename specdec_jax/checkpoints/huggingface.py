@@ -14,7 +14,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from specdec_jax import files, memory
+from specdec_jax import files
 from specdec_jax.checkpoints import gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
@@ -27,6 +27,7 @@ from specdec_jax.checkpoints.huggingface_arrays import (
 )
 from specdec_jax.checkpoints.huggingface_names import SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
+from specdec_jax.checks import memory
 from specdec_jax.models import sizes
 from specdec_jax.models.t5 import T5Config
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import jax
 
+from specdec_jax.checks.names import nearest
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.nearest import nearest
 
 # T5X's module: transformers' module.
 MODULES = {

@@ -11,7 +11,6 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import memory
 from specdec_jax.checkpoints import orbax_params, scanned, t5x
 from specdec_jax.checkpoints.disk_arrays import DiskArray, load_array
 from specdec_jax.checkpoints.huggingface_arrays import (
@@ -20,7 +19,8 @@ from specdec_jax.checkpoints.huggingface_arrays import (
   layout_of,
   read_json,
 )
-from specdec_jax.checkpoints.locations import Location, few, open_location
+from specdec_jax.checks import memory
+from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPTConfig

@@ -12,8 +12,8 @@ import jax
 
 from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import DiskArray, open_stored
-from specdec_jax.checkpoints.locations import Location
 from specdec_jax.checkpoints.t5x import Params, broken
+from specdec_jax.files.locations import Location
 
 METADATA = '_METADATA'
 # What T5X, and Orbax itself, call a tree inside a checkpoint.

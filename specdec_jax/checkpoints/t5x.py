@@ -24,8 +24,8 @@ from specdec_jax.checkpoints.disk_arrays import (
   FileArray,
   open_stored,
 )
-from specdec_jax.checkpoints.locations import Location
 from specdec_jax.checkpoints.t5x_msgpack import read_tree
+from specdec_jax.files.locations import Location
 
 VERSION = 3
 _READABLE = (2, 3)

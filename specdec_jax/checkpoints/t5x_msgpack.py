@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints.disk_arrays import FileArray
-from specdec_jax.checkpoints.locations import Location
+from specdec_jax.files.locations import Location
 
 _WINDOW = 1 << 16
 _DEEPEST = 64

@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.checks import check_numbers
+from specdec_jax.checks.arguments import check_numbers
 from specdec_jax.drafters.base import (
   Context,
   Drafter,

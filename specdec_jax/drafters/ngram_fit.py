@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks import check_numbers
+from specdec_jax.checks.arguments import check_numbers
 from specdec_jax.drafters.ngram_table import NGramTable, from_arrays
 
 

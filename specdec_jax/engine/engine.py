@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import memory, partitioning
+from specdec_jax import partitioning
 from specdec_jax.checkpoints.fingerprint import fingerprint
-from specdec_jax.checks import check_numbers
+from specdec_jax.checks import memory
+from specdec_jax.checks.arguments import check_numbers
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import speculative as speculative_loop
 from specdec_jax.decoding import state as decode_state

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checks import check_numbers
+from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.names import nearest
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.completion import (
   Completion,
@@ -18,7 +19,6 @@ from specdec_jax.engine.completion import (
   passed_over,
 )
 from specdec_jax.models.base import START_ID
-from specdec_jax.nearest import nearest
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation

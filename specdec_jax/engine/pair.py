@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import checkpoints, memory, partitioning
+from specdec_jax import checkpoints, partitioning
+from specdec_jax.checks import memory
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.models import sizes

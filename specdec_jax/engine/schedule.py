@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checks import check_numbers
+from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.job import (
   SMALLEST_INPUT,
@@ -19,7 +20,6 @@ from specdec_jax.engine.job import (
   next_power_of_two,
   rounded_up,
 )
-from specdec_jax.field_types import check_types
 
 ORDERS = ('shortest', 'given')
 

@@ -10,9 +10,9 @@ from typing import Any
 import rich.console
 import rich.progress
 
+from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
-from specdec_jax.field_types import check_types
 from specdec_jax.infer import failures, results, resume
 from specdec_jax.measure import environment
 from specdec_jax.measure.table import Column, Table

@@ -24,7 +24,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec_jax import files, same_run
+from specdec_jax import files
+from specdec_jax.files import same_run
 from specdec_jax.infer.locks import locked
 
 _CONFIG = 'config.json'

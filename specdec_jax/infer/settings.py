@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine, Model, load_model
 from specdec_jax.engine.schedule import Settings
-from specdec_jax.field_types import check_types
 from specdec_jax.infer.report import PLAIN, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from specdec_jax import memory, processes
+from specdec_jax import processes
+from specdec_jax.checks import memory
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import (
   batches,

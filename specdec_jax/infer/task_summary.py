@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.checks.names import nearest
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import examples, report
 from specdec_jax.infer.settings import SCORE, TASKS_OWN, TaskConfig, settings_of
-from specdec_jax.nearest import nearest
 from specdec_jax.text import metrics, tasks
 
 

@@ -18,9 +18,9 @@ from specdec_jax.checkpoints.load import (
   load_huggingface,
   locate,
 )
-from specdec_jax.checkpoints.locations import Location
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.job import SMALLEST_PROMPT
+from specdec_jax.files.locations import Location
 from specdec_jax.interactive.model import Interactive, Side
 from specdec_jax.measure import memory
 from specdec_jax.models.base import START_ID, LanguageModel

@@ -8,18 +8,18 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import same_run
-from specdec_jax.checks import check_all_at_least, check_at_least
+from specdec_jax.checks.arguments import check_all_at_least, check_at_least
+from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.names import nearest
 from specdec_jax.engine.completion import CompletionStats
 from specdec_jax.engine.engine import Engine
-from specdec_jax.field_types import check_types
+from specdec_jax.files import same_run
 from specdec_jax.measure import acceptance
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.report import with_progress
 from specdec_jax.measure.table import Cell, Column, Table
 from specdec_jax.measure.table import console as terminal
-from specdec_jax.nearest import nearest
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask

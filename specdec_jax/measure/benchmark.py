@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checks import check_all_at_least, check_at_least
+from specdec_jax.checks.arguments import check_all_at_least, check_at_least
+from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.field_types import check_types
 from specdec_jax.measure import calls, forced, settings, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair
 from specdec_jax.measure.record import Record

@@ -6,9 +6,9 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.checks import check_all_at_least, check_at_least
+from specdec_jax.checks.arguments import check_all_at_least, check_at_least
+from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine
-from specdec_jax.field_types import check_types
 from specdec_jax.infer.report import status
 from specdec_jax.measure import alpha, calibration, memory
 from specdec_jax.measure.benchmark import (

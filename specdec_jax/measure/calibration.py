@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import analysis, files, same_run
+from specdec_jax import analysis, files
+from specdec_jax.files import same_run
 from specdec_jax.measure import environment
 
 _KIND = 'calibration'

@@ -15,14 +15,14 @@ import numpy as np
 import rich.console
 
 from specdec_jax import partitioning
-from specdec_jax.checks import check_all_at_least, check_at_least
+from specdec_jax.checks.arguments import check_all_at_least, check_at_least
+from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.uniform import uniform
-from specdec_jax.field_types import check_types
 from specdec_jax.measure import calls, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
 from specdec_jax.measure.ngram import outputs

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checks import check_at_least
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.memory import GIB as GIB
+from specdec_jax.checks.memory import DoesNotFitError, gib
+from specdec_jax.checks.memory import device_bytes as device_bytes
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.field_types import check_types
-from specdec_jax.memory import GIB as GIB
-from specdec_jax.memory import DoesNotFitError, gib
-from specdec_jax.memory import device_bytes as device_bytes
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig

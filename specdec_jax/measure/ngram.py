@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 
-from specdec_jax.checks import check_at_least
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.names import nearest
 from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.field_types import check_types
 from specdec_jax.files import text_lines, writable
 from specdec_jax.measure.table import Table
-from specdec_jax.nearest import nearest
 from specdec_jax.text.local_tasks import json_object
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.pairs import TokenPairs, read_tsv

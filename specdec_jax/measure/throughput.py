@@ -11,11 +11,11 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.checks import check_all_at_least, check_at_least
+from specdec_jax.checks.arguments import check_all_at_least, check_at_least
+from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import Settings
-from specdec_jax.field_types import check_types
 from specdec_jax.measure import calibration, residency
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.report import with_progress

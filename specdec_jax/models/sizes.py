@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 
-from specdec_jax import memory
+from specdec_jax.checks import memory
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 

@@ -6,7 +6,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.models.base import Params
 from specdec_jax.models.t5_network import EncoderDecoder, T5Config
 

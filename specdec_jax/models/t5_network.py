@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.models import kv_cache, layers
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import rich.console
 
 from specdec_jax import files
+from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine
-from specdec_jax.field_types import check_types
 from specdec_jax.measure import canvas, environment, record
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, grid

@@ -18,7 +18,7 @@ import rich.console
 from jax import lax
 
 from specdec_jax import analysis, probs
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.measure.table import Cell, Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper.speculative_execution import settle

@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec_jax import same_run
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
+from specdec_jax.files import same_run
 from specdec_jax.measure import memory
 from specdec_jax.measure.benchmark import (
   BenchmarkConfig,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specdec_jax.checks import check_at_least
+from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.measure import canvas
 from specdec_jax.paper import report
 

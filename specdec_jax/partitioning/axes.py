@@ -7,7 +7,7 @@ name which axes a parameter has, and by its field which a cache has.
 import dataclasses
 import re
 
-from specdec_jax.nearest import nearest
+from specdec_jax.checks.names import nearest
 
 # The two axes of a mesh: requests are split over the one, weights over the
 # other.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.models.base import Params
 from specdec_jax.partitioning.axes import (
   MESH_AXES,

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.names import nearest
 from specdec_jax.files import TextLine
-from specdec_jax.nearest import nearest
 from specdec_jax.text import metrics
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.nearest import nearest
+from specdec_jax.checks.names import nearest
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text import t5_tasks
 from specdec_jax.text.local_tasks import LocalTask

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec_jax.nearest import nearest
+from specdec_jax.checks.names import nearest
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text import seqio_tasks, t5_tasks
 from specdec_jax.text.local_tasks import (

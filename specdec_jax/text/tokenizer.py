@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.locations import open_location
+from specdec_jax.files.locations import open_location
 
 PAD_ID = 0
 EOS_ID = 1

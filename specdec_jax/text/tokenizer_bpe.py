@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.locations import check_path
+from specdec_jax.files.locations import check_path
 from specdec_jax.text.tokenizer import MOST_BYTES, Tokenizer
 
 TOKENIZER = 'tokenizer.json'

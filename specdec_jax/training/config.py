@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training.data import PackingConfig

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.pairs import TokenPairs
 

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.text.tokenizer import PAD_ID
 
 

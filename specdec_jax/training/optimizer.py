@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 
 OPTIMIZERS = ('adamw', 'muon')
 CURVES = ('cosine', 'linear', 'constant')

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import files, partitioning
+from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding.state import Request
-from specdec_jax.field_types import check_types
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID

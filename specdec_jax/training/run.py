@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import files, memory
+from specdec_jax import files
 from specdec_jax.checkpoints import load
+from specdec_jax.checks import memory
 from specdec_jax.engine import compilation_cache
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, Params

@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from specdec_jax import files, same_run
+from specdec_jax import files
+from specdec_jax.files import same_run
 
 
 def claim(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> str:

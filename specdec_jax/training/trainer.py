@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from specdec_jax.checkpoints import orbax, t5x
-from specdec_jax.field_types import check_types
+from specdec_jax.checks.fields import check_types
 from specdec_jax.text.tokenizer import PAD_ID
 from specdec_jax.training import losses, reporting
 from specdec_jax.training.data import Batch, PackedBatches

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import rich.console
 
-from specdec_jax import analysis, files, same_run
+from specdec_jax import analysis, files
+from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.field_types import check_types
+from specdec_jax.files import same_run
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import tpu, tpu_report
 from specdec_jax.measure.report import with_progress

@@ -17,11 +17,11 @@ import jax
 import rich.console
 
 from specdec_jax import files, partitioning
+from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.field_types import check_types
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives, tpu, tpu_report
 from specdec_jax.measure.compiled.tpu_check import load_done, settings_of

@@ -1,18 +1,15 @@
-"""Files: text by line, writing whole or not at all, checksums that are kept.
+"""Text by line, of files and pipes that may be broken, hostile or without end.
 
-What is read may be broken or hostile: lines say by themselves what is wrong
-with them, and neither a line nor a file without an end is held in memory.
+Lines say by themselves what is wrong with them, and neither a line nor a file
+without an end is held in memory.
 """
 
 import codecs
 import contextlib
-import hashlib
-import json
 import os
 import select
 import stat
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -29,185 +26,7 @@ _PIECE = 1 << 12
 _SHOWN = 200  # bytes that stand for a line that is too long
 _PATIENCE_MS = 2000
 _NO_TEXT = '\ufffd'  # U+FFFD REPLACEMENT CHARACTER
-
 T = TypeVar('T')
-
-_SEAL = b'sha256 '  # begins the line above what is sealed
-
-
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-  """Replaces `path` by `data`; a crash or a full disk leaves the old file.
-
-  The bytes go to a temporary file in the same folder, reach the disk, and are
-  then renamed onto `path`.
-
-  Raises:
-    OSError: the folder is missing or not writable, or the disk is full.
-  """
-  path = os.fspath(path)
-  folder = os.path.dirname(path) or '.'
-  handle, temporary = tempfile.mkstemp(
-    dir=folder, prefix=f'.{os.path.basename(path)}.', suffix='.tmp'
-  )
-  try:
-    with os.fdopen(handle, 'wb') as stream:
-      stream.write(data)
-      stream.flush()
-      os.fsync(stream.fileno())
-    # mkstemp makes files private; a result is as readable as any other file.
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(temporary, 0o666 & ~umask)
-    os.replace(temporary, path)
-  except BaseException:
-    with contextlib.suppress(FileNotFoundError):
-      os.unlink(temporary)
-    raise
-
-
-class BrokenFileError(ValueError):
-  """A sealed file is not as it was written; the text names it and says why."""
-
-
-def write_sealed(
-  path: str | os.PathLike[str], data: bytes, of: str = ''
-) -> None:
-  """Writes `data` below a line with their checksum, whole or not at all.
-
-  Args:
-    path: is replaced.
-    data: any.
-    of: what they are a part of. It counts in the checksum without being
-      written: a sealed file of something else does not pass for this one.
-
-  Raises:
-    OSError: as `write_atomically`.
-  """
-  write_atomically(path, _seal(data, of) + b'\n' + data)
-
-
-def read_sealed(path: str | os.PathLike[str], of: str = '') -> bytes:
-  """What `write_sealed` wrote.
-
-  Raises:
-    BrokenFileError: the file is missing or cannot be read, has no checksum, or
-      one that does not fit.
-  """
-  path = os.fspath(path)
-  if os.path.exists(path) and not os.path.isfile(path):
-    raise BrokenFileError(f'{path} is no file')  # a pipe would be waited for
-  try:
-    with open(path, 'rb') as stream:
-      found = stream.read()
-  except OSError as error:
-    raise BrokenFileError(
-      f'{path} cannot be read ({error.strerror or error})'
-    ) from error
-  if not found:
-    raise BrokenFileError(f'{path} is empty')
-  seal, _, data = found.partition(b'\n')
-  if not seal.startswith(_SEAL):
-    raise BrokenFileError(
-      f'{path} does not begin with a checksum: another program or an earlier'
-      ' version wrote it, or it is damaged'
-    )
-  if seal != _seal(data, of):
-    raise BrokenFileError(
-      f'{path} does not fit its checksum: it is damaged, cut short, or of'
-      ' another run'
-    )
-  return data
-
-
-def _seal(data: bytes, of: str) -> bytes:
-  digest = hashlib.sha256(of.encode() + b'\0' + data)
-  return _SEAL + digest.hexdigest().encode()
-
-
-def write_json(
-  path: str | os.PathLike[str], value: Any, *, indent: int = 1, **options
-) -> None:
-  """Writes a value as JSON, whole or not at all; makes its folder.
-
-  Args:
-    path: is replaced.
-    value: what `json.dumps` takes.
-    indent: blanks a level.
-    **options: further ones of `json.dumps`, such as sort_keys.
-
-  Raises:
-    OSError: the folder cannot be made or written, or the disk is full.
-    TypeError: `value` is not JSON; nothing is written then.
-  """
-  text = json.dumps(value, indent=indent, **options) + '\n'
-  os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
-  write_atomically(path, text.encode())
-
-
-_KINDS = {
-  stat.S_IFIFO: 'a pipe',
-  stat.S_IFCHR: 'a device',
-  stat.S_IFBLK: 'a device',
-  stat.S_IFSOCK: 'a socket',
-  stat.S_IFDIR: 'a folder',
-}
-
-
-def check_regular(path: str | os.PathLike[str]) -> None:
-  """Raises ValueError for what is there and no file, or no folder of files.
-
-  To read a pipe or a socket waits for whoever writes it, and a device may have
-  no end. What is missing passes: to open it says so.
-  """
-  try:
-    mode = os.stat(path).st_mode
-  except OSError:
-    return
-  if not stat.S_ISREG(mode):
-    kind = _KINDS.get(stat.S_IFMT(mode), 'no file')
-    raise ValueError(
-      f'{os.fspath(path)!r} is {kind}; expected a regular file. Copy its'
-      ' contents to one.'
-    )
-
-
-def check_all_regular(folder: str | os.PathLike[str]) -> None:
-  """`check_regular` for all that lies in a folder, links to folders apart."""
-  try:
-    entries = list(os.scandir(folder))
-  except OSError:
-    return  # to open what should be there says so
-  for entry in entries:
-    if entry.is_dir(follow_symlinks=False):
-      check_all_regular(entry.path)
-    elif not entry.is_file() and not entry.is_dir():
-      check_regular(entry.path)
-
-
-def read_small(path: str | os.PathLike[str], most: int) -> bytes:
-  """Reads a regular file that should be small.
-
-  Args:
-    path: the file.
-    most: bytes that it may have.
-
-  Raises:
-    ValueError: it is no regular file, or larger; gives both sizes.
-    OSError: it is missing or may not be read.
-  """
-  check_regular(path)
-  check_size(path, os.path.getsize(path), most)
-  with open(path, 'rb') as stream:
-    return stream.read(most)
-
-
-def check_size(what: str | os.PathLike[str], size: int, most: int) -> None:
-  """Raises ValueError for a file of more than `most` bytes."""
-  if size > most:
-    raise ValueError(
-      f'{os.fspath(what)!r} has {size} bytes, expected at most {most}: it is'
-      ' another file than its name says.'
-    )
 
 
 class BrokenOff(ValueError):

@@ -1,0 +1,49 @@
+"""Files and folders, here or in a bucket: lines, whole writes, checks."""
+
+from specdec_jax.files.lines import (
+  MAX_LINE,
+  MAX_PIPE,
+  MAX_PIPE_LINES,
+  MAX_RATIO,
+  BrokenOff,
+  TextLine,
+  lines,
+  text_lines,
+  until_broken,
+  writable,
+)
+from specdec_jax.files.regular import (
+  check_all_regular,
+  check_regular,
+  check_size,
+  read_small,
+)
+from specdec_jax.files.writing import (
+  BrokenFileError,
+  read_sealed,
+  write_atomically,
+  write_json,
+  write_sealed,
+)
+
+__all__ = [
+  'BrokenFileError',
+  'BrokenOff',
+  'MAX_LINE',
+  'MAX_PIPE',
+  'MAX_PIPE_LINES',
+  'MAX_RATIO',
+  'TextLine',
+  'check_all_regular',
+  'check_regular',
+  'check_size',
+  'lines',
+  'read_sealed',
+  'read_small',
+  'text_lines',
+  'until_broken',
+  'writable',
+  'write_atomically',
+  'write_json',
+  'write_sealed',
+]

@@ -1,0 +1,119 @@
+"""Writing whole or not at all, and checksums that are kept with the data."""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from typing import Any
+
+_SEAL = b'sha256 '  # begins the line above what is sealed
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+  """Replaces `path` by `data`; a crash or a full disk leaves the old file.
+
+  The bytes go to a temporary file in the same folder, reach the disk, and are
+  then renamed onto `path`.
+
+  Raises:
+    OSError: the folder is missing or not writable, or the disk is full.
+  """
+  path = os.fspath(path)
+  folder = os.path.dirname(path) or '.'
+  handle, temporary = tempfile.mkstemp(
+    dir=folder, prefix=f'.{os.path.basename(path)}.', suffix='.tmp'
+  )
+  try:
+    with os.fdopen(handle, 'wb') as stream:
+      stream.write(data)
+      stream.flush()
+      os.fsync(stream.fileno())
+    # mkstemp makes files private; a result is as readable as any other file.
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(temporary, 0o666 & ~umask)
+    os.replace(temporary, path)
+  except BaseException:
+    with contextlib.suppress(FileNotFoundError):
+      os.unlink(temporary)
+    raise
+
+
+class BrokenFileError(ValueError):
+  """A sealed file is not as it was written; the text names it and says why."""
+
+
+def write_sealed(
+  path: str | os.PathLike[str], data: bytes, of: str = ''
+) -> None:
+  """Writes `data` below a line with their checksum, whole or not at all.
+
+  Args:
+    path: is replaced.
+    data: any.
+    of: what they are a part of. It counts in the checksum without being
+      written: a sealed file of something else does not pass for this one.
+
+  Raises:
+    OSError: as `write_atomically`.
+  """
+  write_atomically(path, _seal(data, of) + b'\n' + data)
+
+
+def read_sealed(path: str | os.PathLike[str], of: str = '') -> bytes:
+  """What `write_sealed` wrote.
+
+  Raises:
+    BrokenFileError: the file is missing or cannot be read, has no checksum, or
+      one that does not fit.
+  """
+  path = os.fspath(path)
+  if os.path.exists(path) and not os.path.isfile(path):
+    raise BrokenFileError(f'{path} is no file')  # a pipe would be waited for
+  try:
+    with open(path, 'rb') as stream:
+      found = stream.read()
+  except OSError as error:
+    raise BrokenFileError(
+      f'{path} cannot be read ({error.strerror or error})'
+    ) from error
+  if not found:
+    raise BrokenFileError(f'{path} is empty')
+  seal, _, data = found.partition(b'\n')
+  if not seal.startswith(_SEAL):
+    raise BrokenFileError(
+      f'{path} does not begin with a checksum: another program or an earlier'
+      ' version wrote it, or it is damaged'
+    )
+  if seal != _seal(data, of):
+    raise BrokenFileError(
+      f'{path} does not fit its checksum: it is damaged, cut short, or of'
+      ' another run'
+    )
+  return data
+
+
+def _seal(data: bytes, of: str) -> bytes:
+  digest = hashlib.sha256(of.encode() + b'\0' + data)
+  return _SEAL + digest.hexdigest().encode()
+
+
+def write_json(
+  path: str | os.PathLike[str], value: Any, *, indent: int = 1, **options
+) -> None:
+  """Writes a value as JSON, whole or not at all; makes its folder.
+
+  Args:
+    path: is replaced.
+    value: what `json.dumps` takes.
+    indent: blanks a level.
+    **options: further ones of `json.dumps`, such as sort_keys.
+
+  Raises:
+    OSError: the folder cannot be made or written, or the disk is full.
+    TypeError: `value` is not JSON; nothing is written then.
+  """
+  text = json.dumps(value, indent=indent, **options) + '\n'
+  os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
+  write_atomically(path, text.encode())
