@@ -39,8 +39,8 @@ import gin
 
 import gin_checks
 import gin_old_paths
-from specdec_jax import processes
 from specdec_jax.checks.names import nearest
+from specdec_jax.infer import processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

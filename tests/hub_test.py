@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import small_vocabulary
-from specdec_jax import interactive
+from specdec_jax import notebook
 from specdec_jax.checkpoints import huggingface
 
 pytest.importorskip('safetensors', reason='needs the extra [huggingface]')
@@ -114,14 +114,14 @@ def test_a_model_of_the_hub(model, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   lengths = {'max_input_len': 16, 'max_decode_len': 8}
   with served(model, monkeypatch, tmp_path / 'cache') as server:
-    there = interactive.load(MODEL, **lengths)
+    there = notebook.load(MODEL, **lengths)
     assert {'config.json', 'model.safetensors', 'spiece.model'} <= set(
       server.fetched
     )
     assert 'pytorch_model.bin' not in server.fetched
     with pytest.raises(ValueError, match="no public model 'someone/other'"):
-      interactive.load('someone/other', **lengths)
-  here = interactive.load(model, **lengths)
+      notebook.load('someone/other', **lengths)
+  here = notebook.load(model, **lengths)
   # The same weights and vocabulary as in the folder.
   assert there.engine.fingerprints == here.engine.fingerprints
   assert there.engine.tokenizer.fingerprint == here.engine.tokenizer.fingerprint
@@ -129,7 +129,7 @@ def test_a_model_of_the_hub(model, tmp_path, monkeypatch):
   assert done.tokens
   # What was fetched is found again without the hub; what was not is not.
   point_at('http://127.0.0.1:9', monkeypatch)
-  again = interactive.load(MODEL, **lengths)
+  again = notebook.load(MODEL, **lengths)
   assert again.engine.fingerprints == here.engine.fingerprints
   with pytest.raises(ValueError, match='hub cannot be reached'):
-    interactive.load('someone/other', **lengths)
+    notebook.load('someone/other', **lengths)

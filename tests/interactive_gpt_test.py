@@ -13,7 +13,7 @@ import small_vocabulary
 import tokenizer_bpe_test
 from gpt2_test import write_folder
 from gpt_test import GPT2, T5X
-from specdec_jax import interactive
+from specdec_jax import notebook
 from specdec_jax.checkpoints import save_t5x
 from specdec_jax.measure import memory
 from specdec_jax.models.gpt import GPT
@@ -44,7 +44,7 @@ def trained_here(folder):
 
 def test_models_trained_here_begin_with_id_0(trained_here, tokenizer):
   path, network = trained_here
-  model = interactive.load(
+  model = notebook.load(
     path, path, network=network, draft_network=network, tokenizer=tokenizer,
     **LENGTHS,
   )  # fmt: skip
@@ -66,14 +66,14 @@ def test_models_trained_here_begin_with_id_0(trained_here, tokenizer):
 def test_what_is_refused(trained_here, tokenizer, tmp_path, monkeypatch):
   path, network = trained_here
   with pytest.raises(ValueError, match=r'lm.msgpack.* or GPT\(GPTConfig'):
-    interactive.load(path, tokenizer=tokenizer)
+    notebook.load(path, tokenizer=tokenizer)
   described = tmp_path / 'config.json'
   described.write_text(json.dumps({'model_type': 'llama'}))
   with pytest.raises(ValueError, match=r"'llama', expected .*'gpt2', 'mt5'"):
-    interactive.load(tmp_path)
+    notebook.load(tmp_path)
   monkeypatch.setattr(memory, 'device_bytes', lambda: 1 << 10)
   with pytest.raises(memory.DoesNotFitError, match='target caches'):
-    interactive.load(path, network=network, tokenizer=tokenizer)
+    notebook.load(path, network=network, tokenizer=tokenizer)
 
 
 def test_positions_that_leave_room_for_short_texts(
@@ -85,10 +85,10 @@ def test_positions_that_leave_room_for_short_texts(
   save_t5x(path, network.init(jax.random.key(0)), step=1)
   given = {'network': network, 'tokenizer': tokenizer}
   # Of 128 slots one is the first token's, 8 are the shortest prompt's.
-  interactive.load(path, max_decode_len=119, **given)
+  notebook.load(path, max_decode_len=119, **given)
   path.write_bytes(b'broken')
   with pytest.raises(ValueError, match='has learned 128 positions'):
-    interactive.load(path, max_decode_len=120, **given)
+    notebook.load(path, max_decode_len=120, **given)
 
 
 @pytest.fixture(scope='module')
@@ -116,7 +116,7 @@ def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
   ids = {'eos_token_id': own.eos_id, 'bos_token_id': own.eos_id}
   target = gpt2_folder(tmp_path / 'target', one, **ids)
   draft = gpt2_folder(tmp_path / 'draft', two, **ids)
-  model = interactive.load(target, draft, **LENGTHS)
+  model = notebook.load(target, draft, **LENGTHS)
   assert model.engine.bos_id == own.eos_id and model.stop_ids is None
   assert model.engine.tokenizer.fingerprint == own.fingerprint
   ids = [own.eos_id, *own.encode('the red dog')]
@@ -130,7 +130,7 @@ def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
   stop = tokens[0][1]
   settings = {'eos_token_id': [stop, own.eos_id], 'pad_token_id': END}
   (target / 'generation_config.json').write_text(json.dumps(settings))
-  model = interactive.load(target, draft, **LENGTHS)
+  model = notebook.load(target, draft, **LENGTHS)
   assert model.stop_ids == (stop, own.eos_id)
   done = model.generate(texts)[0]
   assert done.tokens == tokens[0][: tokens[0].index(stop) + 1]
@@ -143,7 +143,7 @@ def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
   shutil.rmtree(draft)
   gpt2_folder(draft, words)
   with pytest.raises(ValueError, match='has another vocabulary than'):
-    interactive.load(target, draft, **LENGTHS)
+    notebook.load(target, draft, **LENGTHS)
 
 
 @needs_gpt2
@@ -160,11 +160,11 @@ def test_ids_that_a_folder_names(tmp_path, vocabularies):
     )
   ):
     folder = gpt2_folder(tmp_path / str(number), one, **described)
-    model = interactive.load(folder, **LENGTHS)
+    model = notebook.load(folder, **LENGTHS)
     assert (model.engine.bos_id, model.stop_ids) == (begin, ends)
   folder = gpt2_folder(tmp_path / 'text', one, eos_token_id='x')
   with pytest.raises(ValueError, match="eos_token_id is 'x', expected a whole"):
-    interactive.load(folder)
+    notebook.load(folder)
 
 
 @needs_gpt2
@@ -172,11 +172,11 @@ def test_a_folder_without_its_vocabulary(tmp_path, vocabularies, tokenizer):
   one, two = vocabularies
   folder = gpt2_folder(tmp_path / 'alone', None)
   with pytest.raises(ValueError, match='no vocabulary .*tokenizer.json.*alone'):
-    interactive.load(folder)
+    notebook.load(folder)
   for given in (BpeTokenizer(one), one, pathlib.Path(two)):
-    model = interactive.load(folder, tokenizer=given, **LENGTHS)
+    model = notebook.load(folder, tokenizer=given, **LENGTHS)
     assert model.engine.bos_id == BpeTokenizer(one).eos_id
   # A GPT-2 that was trained with sentencepiece.
-  model = interactive.load(folder, tokenizer=tokenizer, **LENGTHS)
+  model = notebook.load(folder, tokenizer=tokenizer, **LENGTHS)
   assert model.engine.bos_id == 0
   assert model.engine.input_ids('a') == [0, *tokenizer.encode('a')]

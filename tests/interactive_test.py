@@ -13,15 +13,15 @@ import pytest
 import rich.console
 
 import small_vocabulary
-from specdec_jax import interactive
+from specdec_jax import notebook
 from specdec_jax.checkpoints import (
   huggingface,
   huggingface_names,
   save_t5x,
 )
-from specdec_jax.interactive import Interactive, Trace
 from specdec_jax.measure import memory
 from specdec_jax.models.t5 import T5
+from specdec_jax.notebook import Interactive, Trace
 from specdec_jax.text.tokenizer import train_tokenizer
 
 TEXTS = ['the old house sings', 'a red dog', 'the tree']
@@ -64,7 +64,7 @@ def files(folder, networks):
 
 @pytest.fixture(scope='module')
 def model(files, networks, tokenizer) -> Interactive:
-  return interactive.load(
+  return notebook.load(
     *files,
     network=networks[0],
     draft_network=networks[1],
@@ -85,7 +85,7 @@ def test_folders_describe_themselves(
       zip(('large', 'small'), networks, strict=True)
     )
   ]
-  found = interactive.load(*paths, dtype=dtype, gamma=3, **LENGTHS)
+  found = notebook.load(*paths, dtype=dtype, gamma=3, **LENGTHS)
   want = dtype or 'float32'
   for side, network in zip(('target', 'draft'), networks, strict=True):
     config = dataclasses.replace(network.config, dtype=want)
@@ -108,7 +108,7 @@ def test_a_drafter_of_another_vocabulary(tmp_path, networks, tokenizer):
   # Before anything is read: the weights are not there any more.
   (tmp_path / 'large' / 'model.safetensors').write_bytes(b'broken')
   with pytest.raises(ValueError, match=f'the draft has {size} ids') as caught:
-    interactive.load(target, small)
+    notebook.load(target, small)
   for part in (target, small, f'target {size - 8}', "target's family"):
     assert part in str(caught.value)
 
@@ -117,11 +117,11 @@ def test_a_drafter_of_another_vocabulary(tmp_path, networks, tokenizer):
   other = train_tokenizer(map(' '.join, words), tmp_path / 'other.model', 272)
   small = save_folder(tmp_path / 'same', networks[1], 1, other.path)
   with pytest.raises(ValueError, match="same/spiece.model' and .*large/spiece"):
-    interactive.load(target, small)
+    notebook.load(target, small)
   # Those of one vocabulary come as far as the weights.
   shutil.copy(tokenizer.path, tmp_path / 'same' / 'spiece.model')
   with pytest.raises(ValueError, match='model.safetensors'):
-    interactive.load(target, small)
+    notebook.load(target, small)
 
 
 @needs_safetensors
@@ -136,7 +136,7 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
       zip(('large', 'small'), networks, strict=True)
     )
   ]
-  found = interactive.load(*paths, gamma=3, **LENGTHS)
+  found = notebook.load(*paths, gamma=3, **LENGTHS)
   assert found.engine.input_ids(TEXTS[0])[-1] == 2
   fast = [one.tokens for one in found.generate(TEXTS)]
   (score,) = found.score(TEXTS[:1], ['the tree'])
@@ -147,14 +147,14 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
   with pytest.raises(
     ValueError, match=r'with id 1, .*large.* with 2 .*another'
   ):
-    interactive.load(paths[0], tokenizer=tokenizer)
+    notebook.load(paths[0], tokenizer=tokenizer)
 
   # Where several ids end an output, each does.
   tokens = fast[0]
   stop = next(t for t in tokens[1:] if t != tokens[0])
   settings = tmp_path / 'large' / huggingface.GENERATION
   settings.write_text(json.dumps({'eos_token_id': [2, stop]}))
-  found = interactive.load(paths[0], **LENGTHS)
+  found = notebook.load(paths[0], **LENGTHS)
   done = found.generate(TEXTS)[0]
   assert done.tokens == tokens[: tokens.index(stop) + 1]
   assert done.finish_reason == 'stop'
@@ -166,8 +166,8 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
 def test_a_folder_without_its_vocabulary(tmp_path, networks, tokenizer):
   folder = save_folder(tmp_path / 'alone', networks[0], 0)
   with pytest.raises(ValueError, match=r'no vocabulary .spiece.model.*alone'):
-    interactive.load(folder)
-  model = interactive.load(folder, tokenizer=tokenizer, **LENGTHS)
+    notebook.load(folder)
+  model = notebook.load(folder, tokenizer=tokenizer, **LENGTHS)
   assert model.engine.tokenizer is tokenizer
   # Without a drafter, decoding is plain unless it is asked for.
   (done,) = model.generate(TEXTS[:1])
@@ -183,22 +183,22 @@ def test_bad_input(files, networks, tokenizer, tmp_path, monkeypatch):
   given = {'network': target, 'tokenizer': tokenizer}
   missing = tmp_path / 'missing.msgpack'
   with pytest.raises(ValueError, match='No checkpoint .*missing.msgpack'):
-    interactive.load(missing, **given)
+    notebook.load(missing, **given)
   with pytest.raises(ValueError, match='No checkpoint .*missing.msgpack'):
-    interactive.load(files[0], missing, draft_network=draft, **given)
+    notebook.load(files[0], missing, draft_network=draft, **given)
   with pytest.raises(ValueError, match=r'target.msgpack.* network=T5'):
-    interactive.load(files[0], tokenizer=tokenizer)
+    notebook.load(files[0], tokenizer=tokenizer)
   with pytest.raises(ValueError, match=r'draft.msgpack.* draft_network=T5'):
-    interactive.load(*files, **given)
+    notebook.load(*files, **given)
   with pytest.raises(ValueError, match='draft_network was given without'):
-    interactive.load(files[0], draft_network=draft, **given)
+    notebook.load(files[0], draft_network=draft, **given)
   with pytest.raises(ValueError, match='num_decoder_layers is 1, expected 2'):
-    interactive.load(files[1], **given)
+    notebook.load(files[1], **given)
   with pytest.raises(ValueError, match='no vocabulary'):
-    interactive.load(files[0], network=target)
+    notebook.load(files[0], network=target)
   monkeypatch.setattr(memory, 'device_bytes', lambda: 1 << 10)
   with pytest.raises(memory.DoesNotFitError, match='target parameters'):
-    interactive.load(files[0], **given)
+    notebook.load(files[0], **given)
 
 
 def test_answers_are_the_engines(model):

@@ -12,8 +12,8 @@ import time
 import pytest
 
 import gin_cli
-from specdec_jax import processes
-from specdec_jax.processes import Meeting
+from specdec_jax.infer import processes
+from specdec_jax.infer.processes import Meeting
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax import checkpoints, interactive, partitioning
+from specdec_jax import checkpoints, notebook, partitioning
 from specdec_jax.drafters.copy import copy
 from specdec_jax.engine.engine import Engine, Model, load_model
 from specdec_jax.measure import memory
@@ -284,7 +284,7 @@ def test_a_notebooks_pair_is_split(family, tokenizer, tmp_path, engines, alone):
   for path, model in zip(paths, models(family), strict=True):
     checkpoints.save_orbax(path, model.params)
   networks = [model.network for model in models(family)]
-  loaded = interactive.load(
+  loaded = notebook.load(
     *paths,
     network=networks[0],
     draft_network=networks[1],

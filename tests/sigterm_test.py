@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from specdec_jax import processes
+from specdec_jax.infer import processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax import files, processes
+from specdec_jax import files
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import (
   batches,
   calibrated,
   failures,
+  processes,
   report,
   results,
   resume,

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specdec_jax.infer import batches, report, resume
-from specdec_jax.processes import Processes
+from specdec_jax.infer.processes import Processes
 
 _LOOK_S = 0.2  # between two looks for what another process has finished
 

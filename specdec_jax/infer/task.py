@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from specdec_jax import processes
 from specdec_jax.checks import memory
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import (
@@ -17,6 +16,7 @@ from specdec_jax.infer import (
   calibrated,
   examples,
   failures,
+  processes,
   report,
   results,
   resume,

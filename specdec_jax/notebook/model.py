@@ -10,11 +10,11 @@ import rich.console
 from specdec_jax.engine import scoring
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine, Texts
-from specdec_jax.interactive.show import Facts, Trace
 from specdec_jax.measure import environment, memory
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.notebook.show import Facts, Trace
 from specdec_jax.paper import trace
 
 

@@ -21,11 +21,11 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.job import SMALLEST_PROMPT
 from specdec_jax.files.locations import Location
-from specdec_jax.interactive.model import Interactive, Side
 from specdec_jax.measure import memory
 from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.notebook.model import Interactive, Side
 from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import (

@@ -7,8 +7,8 @@ Whatever is last in a cell shows itself: the model what was loaded and its last
 trace, a trace its rounds; as text on a terminal, as HTML in a notebook.
 """
 
-from specdec_jax.interactive.loading import load
-from specdec_jax.interactive.model import Interactive, Side
-from specdec_jax.interactive.show import Trace
+from specdec_jax.notebook.loading import load
+from specdec_jax.notebook.model import Interactive, Side
+from specdec_jax.notebook.show import Trace
 
 __all__ = ['Interactive', 'Side', 'Trace', 'load']
