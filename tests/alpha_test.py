@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_models
 import toy_requests
-from specdec_jax import testing
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
@@ -17,9 +17,9 @@ from specdec_jax.measure import acceptance
 from specdec_jax.probs import SamplingConfig
 
 VOCAB, SLOTS, ROWS = 6, 24, 512
-TARGET = testing.random_markov(1, VOCAB, scale=1.0)
-DRAFT = testing.random_markov(2, VOCAB, scale=1.0)
-OTHER = testing.random_markov(3, VOCAB, scale=1.0)
+TARGET = toy_models.random_markov(1, VOCAB, scale=1.0)
+DRAFT = toy_models.random_markov(2, VOCAB, scale=1.0)
+OTHER = toy_models.random_markov(3, VOCAB, scale=1.0)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
 
 

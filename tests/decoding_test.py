@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import testing
+import toy_models
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
@@ -80,7 +80,7 @@ def speculate(target, draft, request, drafter=None):
 
 
 # One object a model: a loop is compiled once for each, not once a test.
-random_markov = functools.cache(testing.random_markov)
+random_markov = functools.cache(toy_models.random_markov)
 model_drafter = functools.cache(small_model)
 
 
@@ -91,7 +91,7 @@ def cycle(period=10, scale=30.0):
   table[0, 2] = scale
   for token in range(2, 2 + period):
     table[token, 2 + (token - 1) % period] = scale
-  return testing.MarkovModel(table)
+  return toy_models.MarkovModel(table)
 
 
 @pytest.mark.parametrize('gamma', [0, 1, 2, 3, 5, 8])
@@ -332,7 +332,7 @@ def test_logits_that_are_no_distribution_end_the_row(bad, gamma):
   """Row 0 reaches the bad state after three tokens; row 1 never does."""
   table = np.array(cycle().params['table'])
   table[4, :] = bad
-  target = testing.MarkovModel(table)
+  target = toy_models.MarkovModel(table)
   request = make_request(
     batch=2, gamma=gamma, max_length=[20, 2], sampling=SAMPLED
   )

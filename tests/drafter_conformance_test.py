@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import specdec_jax.verify as algorithm
+import toy_models
 import toy_requests
-from specdec_jax import testing
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
@@ -42,9 +42,9 @@ NO_STOP = {'stop_ids': jnp.full((2,), -1, jnp.int32)}
 INPUTS = (2, 3, 4, 2, 3, 3, 0)  # something to copy from, and padding
 
 # Order 2: one stale, skipped or doubled slot changes the distribution.
-TARGET = testing.random_markov(1, VOCAB, order=2, scale=1.2)
-DRAFT = testing.random_markov(2, VOCAB, order=2, scale=0.8)
-CHEAPER = testing.random_markov(3, VOCAB, order=2, scale=0.8)
+TARGET = toy_models.random_markov(1, VOCAB, order=2, scale=1.2)
+DRAFT = toy_models.random_markov(2, VOCAB, order=2, scale=0.8)
+CHEAPER = toy_models.random_markov(3, VOCAB, order=2, scale=0.8)
 
 
 def _table(order: int) -> NGramTable:
@@ -131,7 +131,9 @@ def _plain(request):
 
 def p_value(tokens, sampling) -> float:
   law = TARGET.law(LENGTH, sampling, inputs=INPUTS, stop_ids=(STOP,))
-  return testing.chi_squared_p_value(testing.count_ngrams(tokens, VOCAB), law)
+  return toy_models.chi_squared_p_value(
+    toy_models.count_ngrams(tokens, VOCAB), law
+  )
 
 
 def decode_p_value(drafter, params, gamma, sampling, wrong=False) -> float:
@@ -371,7 +373,7 @@ def _depends_on_its_own_token(drafts) -> bool:
 def test_control_a_stale_target_cache():
   """A target that is not rewound after a rejection has another law."""
 
-  class Stale(testing.MarkovModel):
+  class Stale(toy_models.MarkovModel):
     def rewind(self, cache, length):
       kept = jnp.maximum(cache.length - 2, length)  # forgets too little
       return super().rewind(cache, jnp.minimum(kept, cache.length))
@@ -503,7 +505,7 @@ def _check_caches(state, tokens):
 
 
 def _is_cache(part):
-  return isinstance(part, testing.MarkovCache)
+  return isinstance(part, toy_models.MarkovCache)
 
 
 def _context(request, tokens, lengths):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_models
 import toy_requests
-from specdec_jax import testing
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
@@ -32,11 +32,11 @@ VOCAB = 6
 CALLS = collections.Counter()  # of `Counted` models, at run time
 
 
-class Counted(testing.MarkovModel):
+class Counted(toy_models.MarkovModel):
   """Counts its calls when they happen, not when they are traced."""
 
   def __init__(self, seed, name):
-    super().__init__(testing.random_markov(seed, VOCAB, 2).params['table'])
+    super().__init__(toy_models.random_markov(seed, VOCAB, 2).params['table'])
     self.name = name
 
   def extend(self, params, cache, tokens):
@@ -134,7 +134,7 @@ def repeating():
   cycle = [0, 2, 3, 4, 5]
   for here, after in zip(cycle, [*cycle[1:], 2], strict=True):
     table[here, after] = 30.0
-  return testing.MarkovModel(table)
+  return toy_models.MarkovModel(table)
 
 
 def silent() -> Drafter:
@@ -292,14 +292,14 @@ def test_uniform_draws_every_id_alike():
   drafter = uniform(VOCAB)
   draft, _ = jax.jit(drafter.propose)((), (), context)
   np.testing.assert_allclose(draft.probs, 1 / VOCAB)
-  counts = testing.count_ngrams(draft.tokens, VOCAB)
-  testing.assert_chi_squared(counts, np.full((VOCAB,) * 2, VOCAB**-2), 1e-3)
+  counts = toy_models.count_ngrams(draft.tokens, VOCAB)
+  toy_models.assert_chi_squared(counts, np.full((VOCAB,) * 2, VOCAB**-2), 1e-3)
   one_more = uniform(VOCAB + 1)  # the control
   more, _ = jax.jit(one_more.propose)((), (), context)
   kept = np.minimum(more.tokens, VOCAB - 1)
-  counts = testing.count_ngrams(kept, VOCAB)
+  counts = toy_models.count_ngrams(kept, VOCAB)
   law = np.full((VOCAB,) * 2, VOCAB**-2)
-  assert testing.chi_squared_p_value(counts, law) < 1e-3
+  assert toy_models.chi_squared_p_value(counts, law) < 1e-3
 
 
 def test_uniform_needs_a_vocabulary():

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_models
 import toy_requests
-from specdec_jax import probs, testing
+from specdec_jax import probs
 from specdec_jax.decoding import speculative
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.ngram import ngram
@@ -16,7 +17,7 @@ from specdec_jax.drafters.uniform import uniform
 from specdec_jax.probs import SamplingConfig
 
 VOCAB, STOP, GAMMA = 4, 1, 3
-MODEL = testing.random_markov(0, VOCAB)
+MODEL = toy_models.random_markov(0, VOCAB)
 CORPUS = [[0, *np.random.default_rng(0).integers(0, VOCAB, 200)]]
 DRAFTERS = {
   'small_model': (small_model(MODEL), MODEL.params),

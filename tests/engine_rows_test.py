@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
-from specdec_jax import testing
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.job import MAX_GAMMA, padded_rows
 from specdec_jax.engine.schedule import Settings
@@ -17,7 +17,7 @@ SAMPLED = {'sampling': SamplingConfig(temperature=1.0), 'speculative': False}
 
 @pytest.fixture
 def engine(tokenizer):
-  chain = testing.random_markov(0, VOCAB_SIZE)
+  chain = toy_models.random_markov(0, VOCAB_SIZE)
   model = Model(chain, chain.params)
   return Engine(model, model, tokenizer=tokenizer, max_decode_len=9, gamma=2)
 

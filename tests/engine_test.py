@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
-from specdec_jax import testing
 from specdec_jax.drafters.copy import copy
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.engine import Engine, Model
@@ -249,7 +249,7 @@ def test_other_values_do_not_recompile(engine, compilations):
 
 
 def test_warmup(tokenizer, compilations):
-  chain = testing.random_markov(0, VOCAB_SIZE)
+  chain = toy_models.random_markov(0, VOCAB_SIZE)
   model = Model(chain, chain.params)
   engine = Engine(model, model, tokenizer=tokenizer, max_decode_len=9)
   assert engine.num_programs == 0

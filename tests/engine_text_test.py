@@ -11,7 +11,7 @@ import pytest
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax.engine.completion import Text
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.testing import MarkovModel
+from toy_models import MarkovModel
 
 SCRIPT = 'the dog <end> grün 5€ 😀 a cat'
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import testing
+import toy_models
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
@@ -16,8 +16,8 @@ from specdec_jax.measure import calls, forced
 from specdec_jax.probs import SamplingConfig
 
 ROWS, SLOTS, GAMMA = 64, 61, 3
-TARGET = testing.random_markov(1, 6)
-DRAFT = testing.random_markov(2, 6)
+TARGET = toy_models.random_markov(1, 6)
+DRAFT = toy_models.random_markov(2, 6)
 DRAFTER = small_model(DRAFT)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
 

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import exact_laws
 import small_vocabulary
 import speculative_controls as controls
+import toy_models
 import toy_requests
-from specdec_jax import analysis, exact, testing, verify
+from specdec_jax import analysis, verify
 from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
@@ -57,7 +59,7 @@ def lenient_law(target, draft, lenience):
 
 def shipped_law(target, draft, lenience, **options):
   """`exact.step_law` of a lenient step."""
-  return exact.step_law(
+  return exact_laws.step_law(
     target, draft, GAMMA, SIZE, lenience=lenience, **options
   )
 
@@ -86,7 +88,7 @@ def test_law_by_enumeration(lenience):
   # No token above its probability / lenience, wherever it stands.
   ratio = worst_ratio(law, target)
   assert ratio <= 1 / lenience + 1e-4
-  lossless = testing.joint_law(target, GAMMA + 1, SIZE)
+  lossless = toy_models.joint_law(target, GAMMA + 1, SIZE)
   error = np.abs(law - lossless).max()
   assert error < EXACT if lenience == 1 else error > WRONG
   if lenience == 0.1:
@@ -210,8 +212,8 @@ def request_of(sampling, lenience, *, batch=8, slots=12, gamma=3):
   )
 
 
-TARGET = testing.random_markov(0, VOCAB, scale=1.0)
-DRAFT = testing.random_markov(1, VOCAB, scale=1.0)
+TARGET = toy_models.random_markov(0, VOCAB, scale=1.0)
+DRAFT = toy_models.random_markov(1, VOCAB, scale=1.0)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
 _decode = jax.jit(functools.partial(loop.decode, TARGET, small_model(DRAFT)))
 
@@ -269,10 +271,10 @@ def test_sampled_loop_has_the_closed_form():
     )
     for lenience in (1.0, 0.3)
   }
-  testing.assert_chi_squared(counts[0.3], lossy, 1e-3)
-  testing.assert_chi_squared(counts[1.0], target, 1e-3)
-  assert testing.chi_squared_p_value(counts[0.3], target) < 1e-9
-  assert testing.chi_squared_p_value(counts[1.0], lossy) < 1e-9
+  toy_models.assert_chi_squared(counts[0.3], lossy, 1e-3)
+  toy_models.assert_chi_squared(counts[1.0], target, 1e-3)
+  assert toy_models.chi_squared_p_value(counts[0.3], target) < 1e-9
+  assert toy_models.chi_squared_p_value(counts[1.0], lossy) < 1e-9
 
 
 def test_without_lenience_nothing_is_computed_for_it():
@@ -323,7 +325,7 @@ def test_engine(tokenizer):
   size = small_vocabulary.VOCAB_SIZE
   target, draft = (
     Model(chain, chain.params)
-    for chain in (testing.random_markov(seed, size) for seed in range(2))
+    for chain in (toy_models.random_markov(seed, size) for seed in range(2))
   )
   engine = Engine(target, draft, tokenizer=tokenizer, max_decode_len=16)
 

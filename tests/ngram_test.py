@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from specdec_jax import testing
+import toy_models
 from specdec_jax.drafters import ngram_table
 from specdec_jax.drafters.base import Context
 from specdec_jax.drafters.ngram import first_guess, longest_known, ngram
@@ -165,10 +165,10 @@ def test_drawn_proposals_have_the_probabilities_they_state():
   want = weights / weights.sum()
   np.testing.assert_allclose(stated[:, 0], np.tile(want, (rows, 1)), atol=1e-6)
   observed = np.bincount(tokens[:, 0], minlength=VOCAB + 3)
-  testing.assert_chi_squared(observed, want, alpha=1e-3)
+  toy_models.assert_chi_squared(observed, want, alpha=1e-3)
   # The control: not the law of temperature 1.
   flat = want**temperature
-  assert testing.chi_squared_p_value(observed, flat / flat.sum()) < 1e-3
+  assert toy_models.chi_squared_p_value(observed, flat / flat.sum()) < 1e-3
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import exact, probs, testing
+import exact_laws
+import toy_models
+from specdec_jax import probs
 from specdec_jax.probs import SamplingConfig
 
 _standardise_batch = jax.jit(probs.standardise_batch)
@@ -265,7 +267,7 @@ def test_inverse_cdf_has_exactly_the_law(size):
   law = rng.dirichlet(np.full(size, 0.3)) * (rng.random(size) < 0.7)
   law[0] += 0.1
   law = jnp.asarray(law, jnp.float32)  # Not normalised.
-  found = np.asarray(jax.jit(exact.sampler_law)(law), np.float64)
+  found = np.asarray(jax.jit(exact_laws.sampler_law)(law), np.float64)
   np.testing.assert_allclose(found, law / law.sum(), atol=1e-6)
   assert np.all(found[np.asarray(law) == 0] == 0)
 
@@ -275,12 +277,12 @@ def test_sample_chi_squared():
   law = np.random.default_rng(0).dirichlet(np.full(300, 0.5))
   draw = functools.partial(probs.sample, jnp.asarray(law, jnp.float32))
   tokens = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 100_000))
-  observed = testing.count_ngrams(np.asarray(tokens)[:, None], 300)
-  testing.assert_chi_squared(observed, law, alpha=1e-3)
+  observed = toy_models.count_ngrams(np.asarray(tokens)[:, None], 300)
+  toy_models.assert_chi_squared(observed, law, alpha=1e-3)
   # Negative control: the law of the same draws shifted by 5 %.
   wrong = law * np.where(np.arange(300) % 2, 1.05, 0.95)
   with pytest.raises(AssertionError, match='chi-squared'):
-    testing.assert_chi_squared(observed, wrong / wrong.sum(), alpha=1e-3)
+    toy_models.assert_chi_squared(observed, wrong / wrong.sum(), alpha=1e-3)
 
 
 def test_greedy_token_is_argmax_with_first_index_on_ties():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import small_vocabulary
-from specdec_jax import probs, testing
+import toy_models
+from specdec_jax import probs
 from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -92,7 +93,7 @@ def test_one_teacher_forced_call(network, params):
 
 
 def test_closed_form_of_a_markov_chain():
-  model = testing.random_markov(seed=1, vocab_size=5, order=2)
+  model = toy_models.random_markov(seed=1, vocab_size=5, order=2)
   tokens = [3, 1, 4, 4, 2]
   (one,) = scoring.score(model, model.params, [[2, 3]], [tokens])
   next_probs = model.next_probs(probs.SamplingConfig(), inputs=[2, 3])

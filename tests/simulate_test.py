@@ -8,7 +8,8 @@ import pytest
 import rich.console
 
 import simulate as script
-from specdec_jax import analysis, testing, verify
+import toy_models
+from specdec_jax import analysis, verify
 from specdec_jax.paper import simulation
 from specdec_jax.paper.simulation import SimulateConfig
 
@@ -77,11 +78,11 @@ def test_verify_agrees(lenience):
   assert counts.shape == (2, 3) and counts.sum() == 50_000
   exact = simulation.outcomes(TARGET, DRAFT, lenience)
   law = np.stack([exact.accepted, exact.resampled])
-  testing.assert_chi_squared(counts, law, 1e-3)
+  toy_models.assert_chi_squared(counts, law, 1e-3)
   # Control: another lenience is found out.
   other = simulation.outcomes(TARGET, DRAFT, 0.7)
   law = np.stack([other.accepted, other.resampled])
-  assert testing.chi_squared_p_value(counts, law) < 1e-9
+  assert toy_models.chi_squared_p_value(counts, law) < 1e-9
 
 
 def test_record_and_report():

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import analysis, probs, testing
+import toy_models
+from specdec_jax import analysis, probs
 from specdec_jax.paper import speculative_execution as module
 from specdec_jax.paper.speculative_execution import (
   speculate,
@@ -69,13 +70,15 @@ def test_walk_has_the_exact_law():
   law = np.linalg.matrix_power(chain, 4)[0]
   step = example()['step']
   counts = walk(lambda site, key: step(site, key).value)
-  testing.assert_chi_squared(counts, law / law.sum(), 1e-3)
+  toy_models.assert_chi_squared(counts, law / law.sum(), 1e-3)
 
   def always_kept(site, key):
     rough = example()['hops'](site, reach=1)
     return (site + probs.sample(rough, key) - 1) % 12
 
-  assert testing.chi_squared_p_value(walk(always_kept), law / law.sum()) < 1e-9
+  assert (
+    toy_models.chi_squared_p_value(walk(always_kept), law / law.sum()) < 1e-9
+  )
 
 
 # --- As one program -----------------------------------------------------------
@@ -97,7 +100,7 @@ def test_sample_and_value():
   keys = jax.random.split(jax.random.key(0), 100_000)
   found = jax.device_get(outcomes(TARGET, DRAFT, keys))
   counts = np.bincount(found.sample, minlength=3)
-  testing.assert_chi_squared(counts, TARGET, 1e-3)
+  toy_models.assert_chi_squared(counts, TARGET, 1e-3)
   # Kept with probability sum min(f, f_approx), to four standard errors.
   beta = float(analysis.acceptance_prob(TARGET, DRAFT))
   error = np.sqrt(beta * (1 - beta) / len(keys))

@@ -5,7 +5,8 @@ A test of a distribution that cannot tell these from the right one is empty.
 
 import jax.numpy as jnp
 
-from specdec_jax import testing, verify
+import toy_models
+from specdec_jax import verify
 from specdec_jax.probs import SamplingConfig
 
 _right_weights = verify.next_token_weights
@@ -15,7 +16,7 @@ def pair(seed, vocab_size, draft_config=None, target_config=None):
   """Target and draft laws of two unrelated order-2 chains."""
   configs = target_config or SamplingConfig(), draft_config or SamplingConfig()
   chains = [
-    testing.random_markov(seed + i, vocab_size, order=2, scale=1.5)
+    toy_models.random_markov(seed + i, vocab_size, order=2, scale=1.5)
     for i in range(2)
   ]
   return [

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import speculative_controls as controls
-from specdec_jax import probs, testing
+import toy_models
+from specdec_jax import probs
 from specdec_jax import verify as speculative
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.testing import joint_law
 from specdec_jax.types import Draft
+from toy_models import joint_law
 
 _verify = jax.jit(speculative.verify)
 _verify_batch = jax.jit(speculative.verify_batch)
@@ -79,7 +80,7 @@ _trigrams = _jit_trigrams()
 def _count(target, draft, *, reported=None, length=2, trigrams=_trigrams):
   keys = _keys(0, _SAMPLES)
   laws = [_tables(law) for law in (target, draft, reported or draft)]
-  return testing.count_ngrams(trigrams(keys, *laws, np.int32(length)), _SIZE)
+  return toy_models.count_ngrams(trigrams(keys, *laws, np.int32(length)), _SIZE)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +95,13 @@ def _count(target, draft, *, reported=None, length=2, trigrams=_trigrams):
 def test_verify_chi_squared(config):
   target, draft = controls.pair(60, _SIZE, config, config)
   observed = _count(target, draft)
-  testing.assert_chi_squared(observed, joint_law(target, 3, _SIZE), _ALPHA)
+  toy_models.assert_chi_squared(observed, joint_law(target, 3, _SIZE), _ALPHA)
 
 
 def test_verify_chi_squared_of_short_draft():
   target, draft = controls.pair(60, _SIZE)
   observed = _count(target, draft, length=1)
-  testing.assert_chi_squared(observed, joint_law(target, 3, _SIZE), _ALPHA)
+  toy_models.assert_chi_squared(observed, joint_law(target, 3, _SIZE), _ALPHA)
 
 
 @pytest.mark.parametrize('wrong', ['plain target', 'short draft', 'reported'])
@@ -116,7 +117,7 @@ def test_verify_chi_squared_controls(monkeypatch, wrong):
     _, options['reported'] = controls.pair(60, _SIZE, SamplingConfig(1.4))
   observed = _count(target, draft, trigrams=_jit_trigrams(), **options)
   with pytest.raises(AssertionError, match='chi-squared'):
-    testing.assert_chi_squared(observed, joint_law(target, 3, _SIZE), 1e-9)
+    toy_models.assert_chi_squared(observed, joint_law(target, 3, _SIZE), 1e-9)
 
 
 # --- Verdicts ---------------------------------------------------------------

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import testing
-from specdec_jax.exact import UNIFORM_GRID
+import toy_models
+from exact_laws import UNIFORM_GRID
 from specdec_jax.probs import SamplingConfig
 
 
@@ -21,7 +21,9 @@ def _prefill(model, inputs, max_length):
 
 @pytest.mark.parametrize('order', [1, 2])
 def test_markov_logits_are_those_of_the_table(order):
-  model = testing.random_markov(0, vocab_size=5, order=order, input_scale=1.0)
+  model = toy_models.random_markov(
+    0, vocab_size=5, order=order, input_scale=1.0
+  )
   inputs = [[1, 2, 0], [4, 0, 0]]
   logits, cache = _extend(
     model, _prefill(model, inputs, 4), [[0, 3, 4], [0, 1, 1]]
@@ -37,7 +39,7 @@ def test_markov_logits_are_those_of_the_table(order):
 
 
 def test_markov_order_two_after_ragged_rewind_equals_fresh_cache():
-  model = testing.random_markov(1, vocab_size=6, order=2)
+  model = toy_models.random_markov(1, vocab_size=6, order=2)
   _, cache = _extend(model, _prefill(model, [[1], [1]], 6), [[0, 1, 2, 3]] * 2)
   cache = model.rewind(cache, jnp.array([1, 3], jnp.int32))
   logits, cache = _extend(model, cache, [[5, 4], [5, 4]])
@@ -51,7 +53,7 @@ def test_markov_order_two_after_ragged_rewind_equals_fresh_cache():
 
 
 def test_markov_cache_shows_mistakes():
-  model = testing.random_markov(1, vocab_size=6, order=2)
+  model = toy_models.random_markov(1, vocab_size=6, order=2)
   _, cache = _extend(model, _prefill(model, [[1]], 4), [[0, 1, 2]])
   # A rewind that keeps a token too many or too few changes the law.
   right = model.rewind(cache, jnp.array([2], jnp.int32))
@@ -67,7 +69,7 @@ def test_markov_cache_shows_mistakes():
 
 
 def test_markov_law_with_stop_ids_pads():
-  model = testing.random_markov(2, vocab_size=3)
+  model = toy_models.random_markov(2, vocab_size=3)
   law = model.law(3, SamplingConfig(), stop_ids=(1,))
   assert law.shape == (3, 3, 3)
   assert law.sum() == pytest.approx(1)
@@ -76,7 +78,7 @@ def test_markov_law_with_stop_ids_pads():
 
 
 def test_markov_law_is_the_product_of_softmaxes():
-  model = testing.random_markov(3, vocab_size=4, order=2, input_scale=1.0)
+  model = toy_models.random_markov(3, vocab_size=4, order=2, input_scale=1.0)
   config = SamplingConfig(temperature=0.5)
   law = model.law(2, config, inputs=(2, 3))
   first = jax.nn.softmax(model.logits_after((0,), (2, 3)) / 0.5)
@@ -90,28 +92,28 @@ def test_markov_law_is_the_product_of_softmaxes():
 )
 def test_markov_rejects_misshapen_tables(table, offset):
   with pytest.raises(ValueError, match='table|input_offset'):
-    testing.MarkovModel(table, offset)
+    toy_models.MarkovModel(table, offset)
 
 
 def test_count_ngrams():
-  counts = testing.count_ngrams([[0, 1], [0, 1], [2, 0]], vocab_size=3)
+  counts = toy_models.count_ngrams([[0, 1], [0, 1], [2, 0]], vocab_size=3)
   expected = np.zeros((3, 3), int)
   expected[0, 1], expected[2, 0] = 2, 1
   np.testing.assert_array_equal(counts, expected)
   with pytest.raises(ValueError, match='ids'):
-    testing.count_ngrams([[0, 3]], vocab_size=3)
+    toy_models.count_ngrams([[0, 3]], vocab_size=3)
   with pytest.raises(ValueError, match='shape'):
-    testing.count_ngrams([0, 1], vocab_size=3)
+    toy_models.count_ngrams([0, 1], vocab_size=3)
 
 
 def test_chi_squared_against_a_known_value():
   # 60 throws of a die; statistic 13.4 at 5 degrees of freedom has p = 0.0199.
   observed = [5, 8, 9, 8, 10, 20]
-  p_value = testing.chi_squared_p_value(observed, np.full(6, 1 / 6))
+  p_value = toy_models.chi_squared_p_value(observed, np.full(6, 1 / 6))
   assert p_value == pytest.approx(0.0199, abs=1e-4)
-  testing.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.01)
+  toy_models.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.01)
   with pytest.raises(AssertionError, match='60 observations'):
-    testing.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.05)
+    toy_models.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.05)
 
 
 def test_chi_squared_p_values_are_uniform_with_pooling():
@@ -119,7 +121,7 @@ def test_chi_squared_p_values_are_uniform_with_pooling():
   rng = np.random.default_rng(0)
   law = rng.dirichlet(np.full(60, 0.3))
   draws = rng.multinomial(500, law, size=1000)
-  p_values = np.array([testing.chi_squared_p_value(d, law) for d in draws])
+  p_values = np.array([toy_models.chi_squared_p_value(d, law) for d in draws])
   for level in (0.05, 0.5, 0.95):
     # Four standard errors of a proportion over 1,000.
     tolerance = 4 * np.sqrt(level * (1 - level) / 1000)
@@ -127,14 +129,14 @@ def test_chi_squared_p_values_are_uniform_with_pooling():
 
 
 def test_chi_squared_edges():
-  assert testing.chi_squared_p_value([10, 1], [1.0, 0.0]) == 0
-  assert testing.chi_squared_p_value([10, 0], [1.0, 0.0]) == 1
+  assert toy_models.chi_squared_p_value([10, 1], [1.0, 0.0]) == 0
+  assert toy_models.chi_squared_p_value([10, 0], [1.0, 0.0]) == 1
   with pytest.raises(ValueError, match='sum to 1'):
-    testing.chi_squared_p_value([1, 1], [0.5, 0.6])
+    toy_models.chi_squared_p_value([1, 1], [0.5, 0.6])
   with pytest.raises(ValueError, match='no observations'):
-    testing.chi_squared_p_value([0, 0], [0.5, 0.5])
+    toy_models.chi_squared_p_value([0, 0], [0.5, 0.5])
   with pytest.raises(ValueError, match='shapes'):
-    testing.chi_squared_p_value([1], [0.5, 0.5])
+    toy_models.chi_squared_p_value([1], [0.5, 0.5])
 
 
 def test_sampler_law_counts_the_grid_of_the_uniform_generator():

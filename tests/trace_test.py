@@ -14,7 +14,7 @@ import rich.console
 
 import gin_cli
 import small_vocabulary
-from specdec_jax import testing
+import toy_models
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.paper import trace, trace_page
 from specdec_jax.paper.trace import Round
@@ -38,7 +38,7 @@ def chain(noise: float) -> Model:
   size = small_vocabulary.VOCAB_SIZE
   rng = np.random.default_rng(0)
   table = 4 * rng.normal(size=(size, size))
-  network = testing.MarkovModel(table + noise * rng.normal(size=table.shape))
+  network = toy_models.MarkovModel(table + noise * rng.normal(size=table.shape))
   return Model(network, network.params)
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from specdec_jax import probs, verify
-from specdec_jax.testing import NextProbs, joint_law
 from specdec_jax.types import Draft
+from toy_models import NextProbs, joint_law
 
 # `jax.random.uniform` in float32 returns k / 2^23 for integers k.
 UNIFORM_GRID = 2**23
