@@ -20,8 +20,7 @@ from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.models.t5_network import EncoderDecoder
+from specdec_jax.models.t5 import T5, EncoderDecoder, T5Config
 from specdec_jax.probs import SamplingConfig
 
 MARKS = [

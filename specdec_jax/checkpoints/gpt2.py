@@ -61,7 +61,7 @@ def load_gpt2(
   """Reads a folder of one or several safetensors files.
 
   Whether the output layer is the embedding is read from the weights. Two
-  factors of GPT-2's are moved into weights, see `models.gpt_network`: query
+  factors of GPT-2's are moved into weights, see `models.gpt`: query
   projections are divided by sqrt(D), and the last norm multiplied by sqrt(M)
   where the embedding is shared.
 

@@ -14,8 +14,7 @@ import flax.traverse_util
 import jax
 
 from specdec_jax.checkpoints.huggingface_names import check_word
-from specdec_jax.models.gpt import GPT, GPTConfig
-from specdec_jax.models.gpt_network import LAYER_NORM_EPSILON
+from specdec_jax.models.gpt import GPT, LAYER_NORM_EPSILON, GPTConfig
 
 MODEL_TYPE = 'gpt2'
 EMBEDDING = 'wte.weight'

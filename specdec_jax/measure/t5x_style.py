@@ -9,7 +9,7 @@ cost, beside what speculation brings.
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.models import layers, t5, t5_network
+from specdec_jax.models import layers, t5
 
 
 def one_hot_write(
@@ -24,7 +24,7 @@ def one_hot_write(
   return jnp.where(written, spread, buffer)
 
 
-class _Module(t5_network.EncoderDecoder):
+class _Module(t5.EncoderDecoder):
   """The network with T5X's way through embedding and cache."""
 
   def extend(self, cache, tokens):

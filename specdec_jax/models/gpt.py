@@ -1,16 +1,241 @@
-"""Decoder-only models, GPT-2's and T5X's: a `LanguageModel`."""
+"""Decoder-only models, GPT-2's and T5X's: sizes, network, `LanguageModel`.
+
+One stack serves two families. What GPT-2 does (learned positions, LayerNorm,
+biases) and what T5X's decoder-only network does (relative bias, RMS norm, no
+biases) are fields of the configuration. The parameter tree is T5X's; what T5X
+has no name for is called as Flax calls it. Two factors stand where T5X has
+them, in either family: the 1/sqrt(D) of attention scores is part of the query
+projection, and a shared embedding reads x / sqrt(M). A checkpoint of another
+convention moves them into its weights (`checkpoints.gpt2`).
+"""
 
 import dataclasses
-from typing import Any, cast
+import functools
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
+from specdec_jax.models import kv_cache, layers
 from specdec_jax.models.base import Params
-from specdec_jax.models.gpt_network import Decoder, GPTConfig
 
-__all__ = ['GPT', 'GPTConfig']
+LAYER_NORM_EPSILON = 1e-5  # GPT-2's
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+  """Shape of a decoder-only model; what is not given is as in GPT-2.
+
+  Attributes:
+    vocab_size: V, rows of the embedding.
+    emb_dim: M.
+    num_heads: H.
+    num_layers: layers of the decoder.
+    head_dim: D; H * D need not be M.
+    mlp_dim: width of the feed-forward block.
+    mlp_activations: ('gelu',), the tanh form, in GPT-2; ('gelu', 'linear') is
+      a gated gelu.
+    num_positions: rows of learned position embeddings, which are the tokens
+      that a row can have at most; 0 has T5's relative bias instead, and any
+      number of tokens.
+    norm: 'layer' (LayerNorm with a bias, epsilon 1e-5) or 'rms' (T5's).
+    use_bias: whether projections have biases; the output layer has none.
+    logits_via_embedding: whether the output layer is the embedding.
+    dropout_rate: used in training only.
+    dtype: of the computation, 'float32' or 'bfloat16'.
+
+  Raises:
+    ValueError: a size is too small, or a name is not known.
+  """
+
+  vocab_size: int
+  emb_dim: int
+  num_heads: int
+  num_layers: int
+  head_dim: int
+  mlp_dim: int
+  mlp_activations: tuple[str, ...] = ('gelu',)
+  num_positions: int = 1024
+  norm: Literal['layer', 'rms'] = 'layer'
+  use_bias: bool = True
+  logits_via_embedding: bool = True
+  dropout_rate: float = 0.0
+  dtype: str = 'float32'
+
+  def __post_init__(self):
+    check_types(self)
+    object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
+    layers.check_config(self, may_be_zero=('num_positions',))
+    layers.check_choice(self, 'norm', ('layer', 'rms'))
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+  if config.norm == 'rms':
+    return layers.RMSNorm(config.dtype)
+  # The fast variance loses digits where the mean is large.
+  return nn.LayerNorm(
+    epsilon=LAYER_NORM_EPSILON, dtype=config.dtype, use_fast_variance=False
+  )
+
+
+def _dropout(config: GPTConfig) -> nn.Dropout:
+  return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,))
+
+
+class Layer(nn.Module):
+  """Self-attention and a feed-forward block, each with its residual."""
+
+  config: GPTConfig
+
+  def setup(self):
+    config = self.config
+    self.pre_self_attention_layer_norm = _norm(config)
+    self.self_attention = layers.Attention(
+      config.num_heads,
+      config.head_dim,
+      config.emb_dim,
+      config.dtype,
+      config.use_bias,
+    )
+    self.pre_mlp_layer_norm = _norm(config)
+    self.mlp = layers.MLP(
+      config.emb_dim,
+      config.mlp_dim,
+      config.mlp_activations,
+      config.dropout_rate,
+      config.dtype,
+      config.use_bias,
+    )
+    self.dropout = _dropout(config)
+
+  def __call__(self, x, remember, read, deterministic):
+    """Maps [B, S, M] to [B, S, M].
+
+    Args:
+      x: [B, S, M].
+      remember: maps this call's keys and values, each [B, S, H, D], to those
+        that are attended to, each [B, H, D, T].
+      read: attention over them, (queries, keys, values) -> [B, S, H * D].
+      deterministic: whether dropout is off.
+
+    Returns:
+      [B, S, M], and the keys and values that were attended to.
+    """
+    attention = self.self_attention
+    normed = self.pre_self_attention_layer_norm(x)
+    queries, keys, values = attention.project_qkv(normed)
+    keys, values = remember(keys, values)
+    mixed = attention.out(read(queries, keys, values))
+    x = x + self.dropout(mixed, deterministic=deterministic)
+    hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
+    x = x + self.dropout(hidden, deterministic=deterministic)
+    return x, keys, values
+
+
+class Decoder(nn.Module):
+  """Embeddings, the stack and the output layer, with or without a cache."""
+
+  config: GPTConfig
+
+  def setup(self):
+    config = self.config
+    self.token_embedder = layers.Embed(
+      config.vocab_size, config.emb_dim, config.dtype
+    )
+    if config.num_positions:
+      self.position_embedder = layers.Embed(
+        config.num_positions, config.emb_dim, config.dtype
+      )
+    else:
+      self.relpos_bias = layers.RelativeBias(
+        config.num_heads, bidirectional=False
+      )
+    self.layers = [Layer(config) for _ in range(config.num_layers)]
+    self.decoder_norm = _norm(config)
+    self.dropout = _dropout(config)
+    if not config.logits_via_embedding:
+      self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
+
+  def __call__(self, tokens, deterministic=True):
+    """Teacher-forced logits float32[B, S, V] of tokens int32[B, S]."""
+    position = np.arange(tokens.shape[1])
+    bias = self._score_bias(position[None, :] - position[:, None])
+    read = functools.partial(layers.attend, bias=bias[None])
+    x = self._embed(tokens, position)
+    x = self.dropout(x, deterministic=deterministic)
+    for layer in self.layers:
+      x, _, _ = layer(
+        x,
+        kv_cache.without_cache,
+        read,
+        deterministic,
+      )
+    return self._head(x, deterministic)
+
+  def empty_cache(self, batch: int, num_slots: int) -> kv_cache.KVCache:
+    """A `KVCache` of `batch` rows that have read nothing."""
+    config = self.config
+    shape = (batch, config.num_heads, config.head_dim, num_slots)
+
+    def zeros():
+      return tuple(
+        jnp.zeros(shape, config.dtype) for _ in range(config.num_layers)
+      )
+
+    relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    return kv_cache.KVCache(
+      keys=zeros(),
+      values=zeros(),
+      cross_keys=(),
+      cross_values=(),
+      cross_bias=None,
+      position_bias=(self._score_bias(relative),),
+      length=jnp.zeros((batch,), jnp.int32),
+    )
+
+  def extend(self, cache, tokens):
+    """Logits float32[B, S, V] and the cache grown by tokens int32[B, S]."""
+    num_queries = tokens.shape[1]
+    reads = kv_cache.bucketed_reads(cache, num_queries)
+    positions = cache.length[:, None] + jnp.arange(num_queries)
+    x = self._embed(tokens, positions)
+    kept = []
+    for i, layer in enumerate(self.layers):
+      remember = cache.remember(i, kv_cache.write)
+      x, *keys_values = layer(x, remember, reads[i], True)
+      kept.append(keys_values)
+    cache = cache.grown(kept, num_queries)
+    return self._head(x, True), cache
+
+  def _embed(self, tokens: jax.Array, positions: Any) -> jax.Array:
+    """[B, S, M] of tokens at positions int[S] or int[B, S]."""
+    x = self.token_embedder(tokens)
+    if self.config.num_positions:
+      x = x + self.position_embedder(positions)
+    return x
+
+  def _score_bias(self, relative: np.ndarray) -> jax.Array:
+    """Causal mask and relative bias in one, float32[H or 1, ...].
+
+    Args:
+      relative: int[...], slot - query position.
+    """
+    bias: Any = np.zeros((1, *relative.shape), np.float32)
+    if not self.config.num_positions:
+      bias = self.relpos_bias(np.minimum(relative, 0))
+    return jnp.where(relative > 0, layers.MASKED, bias)
+
+  def _head(self, x, deterministic):
+    x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
+    if self.config.logits_via_embedding:
+      # As T5X rescales what its shared embedding reads.
+      logits = self.token_embedder.attend(x / np.sqrt(self.config.emb_dim))
+    else:
+      logits = self.logits_dense(x)
+    return logits.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,326 @@
-"""T5 1.0 and 1.1: an encoder-decoder behind the `LanguageModel` contract."""
+"""T5 1.0 and 1.1: sizes, network, and the `LanguageModel` that they make.
+
+The parameter tree is T5X's, so that a T5X checkpoint loads without renaming.
+Layers are unrolled: a scanned stack would copy its weights at each step.
+"""
 
 import dataclasses
+import functools
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
+from specdec_jax.models import kv_cache, layers
 from specdec_jax.models.base import Params
-from specdec_jax.models.t5_network import EncoderDecoder, T5Config
 
-__all__ = ['T5', 'T5Config']
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+  """Shape of a T5; the fields are T5X's.
+
+  Attributes:
+    vocab_size: V, rows of the embedding (T5's own are padded to 32128).
+    emb_dim: M.
+    num_heads: H.
+    num_encoder_layers: layers of the encoder.
+    num_decoder_layers: layers of the decoder.
+    head_dim: D; H * D need not be M.
+    mlp_dim: width of the feed-forward block.
+    mlp_activations: ('relu',) in T5 1.0, ('gelu', 'linear') in T5 1.1.
+    dropout_rate: used in training only.
+    logits_via_embedding: True in T5 1.0 (the output layer is the embedding).
+    bias_per_layer: True where each layer has a relative bias of its own, as in
+      T5X's `scalable_t5` and in UMT5; else a stack's layers share one.
+    dtype: of the computation, 'float32' or 'bfloat16'.
+
+  Raises:
+    ValueError: a size is not positive, or a name is not known.
+  """
+
+  vocab_size: int
+  emb_dim: int
+  num_heads: int
+  num_encoder_layers: int
+  num_decoder_layers: int
+  head_dim: int
+  mlp_dim: int
+  mlp_activations: tuple[str, ...] = ('gelu', 'linear')
+  dropout_rate: float = 0.0
+  logits_via_embedding: bool = False
+  bias_per_layer: bool = False
+  dtype: str = 'float32'
+
+  def __post_init__(self):
+    check_types(self)
+    object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
+    layers.check_config(self)
+
+
+def _attention(config: T5Config) -> layers.Attention:
+  return layers.Attention(
+    config.num_heads, config.head_dim, config.emb_dim, config.dtype
+  )
+
+
+def _mlp(config: T5Config) -> layers.MLP:
+  return layers.MLP(
+    config.emb_dim,
+    config.mlp_dim,
+    config.mlp_activations,
+    config.dropout_rate,
+    config.dtype,
+  )
+
+
+def _relative_bias(config: T5Config, bidirectional: bool):
+  return layers.RelativeBias(config.num_heads, bidirectional=bidirectional)
+
+
+def _biases(stack, relative: np.ndarray, causal: bool) -> list[jax.Array]:
+  """What each layer of a stack adds to its scores, float32[H, ...].
+
+  Args:
+    stack: an encoder or decoder.
+    relative: int[...], key - query position.
+    causal: whether what lies behind the query is masked.
+  """
+
+  def of(owner):
+    if not causal:
+      return owner.relpos_bias(relative)
+    bias = owner.relpos_bias(np.minimum(relative, 0))
+    return jnp.where(relative > 0, layers.MASKED, bias)
+
+  if stack.config.bias_per_layer:
+    return [of(layer) for layer in stack.layers]
+  return [of(stack)] * len(stack.layers)
+
+
+def _dropout(config: T5Config) -> nn.Dropout:
+  return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,))
+
+
+class EncoderLayer(nn.Module):
+  """Self-attention and a feed-forward block, each with its residual."""
+
+  config: T5Config
+
+  def setup(self):
+    if self.config.bias_per_layer:
+      self.relpos_bias = _relative_bias(self.config, bidirectional=True)
+    self.pre_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.attention = _attention(self.config)
+    self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.mlp = _mlp(self.config)
+    self.dropout = _dropout(self.config)
+
+  def __call__(self, x, bias, deterministic):
+    """Maps [B, E, M] to [B, E, M]; bias is [B, H, E, E]."""
+    normed = self.pre_attention_layer_norm(x)
+    queries, keys, values = self.attention.project_qkv(normed)
+    keys, values = kv_cache.without_cache(keys, values)
+    mixed = layers.attend(queries, keys, values, bias)
+    mixed = self.attention.out(mixed)
+    x = x + self.dropout(mixed, deterministic=deterministic)
+    hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
+    return x + self.dropout(hidden, deterministic=deterministic)
+
+
+class Encoder(nn.Module):
+  """The encoder stack with its relative bias and final norm."""
+
+  config: T5Config
+
+  def setup(self):
+    config = self.config
+    if not config.bias_per_layer:
+      self.relpos_bias = _relative_bias(config, bidirectional=True)
+    self.layers = [
+      EncoderLayer(config) for _ in range(config.num_encoder_layers)
+    ]
+    self.encoder_norm = layers.RMSNorm(config.dtype)
+    self.dropout = _dropout(config)
+
+  def __call__(self, x, padding_bias, deterministic):
+    """Maps embedded inputs [B, E, M] to [B, E, M]."""
+    position = np.arange(x.shape[1])
+    relative = position[None, :] - position[:, None]
+    x = self.dropout(x, deterministic=deterministic)
+    biases = _biases(self, relative, causal=False)
+    for layer, bias in zip(self.layers, biases, strict=True):
+      x = layer(x, bias[None] + padding_bias, deterministic)
+    return self.dropout(self.encoder_norm(x), deterministic=deterministic)
+
+
+class DecoderLayer(nn.Module):
+  """Self-attention, cross-attention and a feed-forward block."""
+
+  config: T5Config
+
+  def setup(self):
+    if self.config.bias_per_layer:
+      self.relpos_bias = _relative_bias(self.config, bidirectional=False)
+    self.pre_self_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.self_attention = _attention(self.config)
+    self.pre_cross_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.encoder_decoder_attention = _attention(self.config)
+    self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.mlp = _mlp(self.config)
+    self.dropout = _dropout(self.config)
+
+  def __call__(self, x, remember, read, cross, deterministic):
+    """Maps [B, S, M] to [B, S, M].
+
+    Args:
+      x: [B, S, M].
+      remember: maps this call's keys and values, each [B, S, H, D], to those
+        that are attended to, each [B, H, D, T].
+      read: attention over them, (queries, keys, values) -> [B, S, H * D].
+      cross: keys and values [B, H, D, E] and their bias.
+      deterministic: whether dropout is off.
+    """
+    attention = self.self_attention
+    normed = self.pre_self_attention_layer_norm(x)
+    queries, keys, values = attention.project_qkv(normed)
+    keys, values = remember(keys, values)
+    mixed = read(queries, keys, values)
+    x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
+    normed = self.pre_cross_attention_layer_norm(x)
+    attention = self.encoder_decoder_attention
+    mixed = layers.attend(attention.project_query(normed), *cross)
+    x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
+    hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
+    x = x + self.dropout(hidden, deterministic=deterministic)
+    return x, keys, values
+
+
+class Decoder(nn.Module):
+  """The decoder stack, with or without a cache."""
+
+  config: T5Config
+
+  def setup(self):
+    config = self.config
+    if not config.bias_per_layer:
+      self.relpos_bias = _relative_bias(config, bidirectional=False)
+    self.layers = [
+      DecoderLayer(config) for _ in range(config.num_decoder_layers)
+    ]
+    self.decoder_norm = layers.RMSNorm(config.dtype)
+    self.dropout = _dropout(config)
+    if not config.logits_via_embedding:
+      self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
+
+  def position_bias(self, num_slots: int):
+    """Returns `KVCache.position_bias`, each float32[H, 2 * num_slots]."""
+    relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    biases = _biases(self, relative, causal=True)
+    return tuple(biases if self.config.bias_per_layer else biases[:1])
+
+  def cross_kv(self, encoded):
+    """Returns each layer's cross-attention keys and values, [B, H, D, E]."""
+    pairs = [
+      layer.encoder_decoder_attention.project_kv(encoded)
+      for layer in self.layers
+    ]
+    keys = tuple(kv_cache.slots_last(pair[0]) for pair in pairs)
+    values = tuple(kv_cache.slots_last(pair[1]) for pair in pairs)
+    return keys, values
+
+  def _head(self, x, embedder, deterministic):
+    x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
+    if self.config.logits_via_embedding:
+      # T5 1.0 rescales what its shared embedding reads.
+      logits = embedder.attend(x / np.sqrt(self.config.emb_dim))
+    else:
+      logits = self.logits_dense(x)
+    return logits.astype(jnp.float32)
+
+  def __call__(self, x, embedder, encoded, cross_bias, deterministic):
+    """Teacher-forced logits [B, S, V] of embedded tokens [B, S, M]."""
+    position = np.arange(x.shape[1])
+    relative = position[None, :] - position[:, None]
+    biases = _biases(self, relative, causal=True)
+    x = self.dropout(x, deterministic=deterministic)
+    cross = zip(*self.cross_kv(encoded), strict=True)
+    for layer, bias, kv in zip(self.layers, biases, cross, strict=True):
+      read = functools.partial(layers.attend, bias=bias[None])
+      x, _, _ = layer(
+        x,
+        kv_cache.without_cache,
+        read,
+        (*kv, cross_bias),
+        deterministic,
+      )
+    return self._head(x, embedder, deterministic)
+
+  def extend(self, x, embedder, cache, write=kv_cache.write):
+    """Logits [B, S, V] and the cache grown by S embedded tokens."""
+    num_queries = x.shape[1]
+    reads = kv_cache.bucketed_reads(cache, num_queries)
+    kept = []
+    for i, layer in enumerate(self.layers):
+      cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
+      remember = cache.remember(i, write)
+      x, *keys_values = layer(x, remember, reads[i], cross, True)
+      kept.append(keys_values)
+    cache = cache.grown(kept, num_queries)
+    return self._head(x, embedder, True), cache
+
+
+class EncoderDecoder(nn.Module):
+  """The linen module behind `t5.T5`."""
+
+  config: T5Config
+
+  def setup(self):
+    config = self.config
+    self.token_embedder = layers.Embed(
+      config.vocab_size, config.emb_dim, config.dtype
+    )
+    self.encoder = Encoder(config)
+    self.decoder = Decoder(config)
+
+  def encode(self, inputs, deterministic=True):
+    padding_bias = jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
+    embedded = self.token_embedder(inputs)
+    return self.encoder(embedded, padding_bias, deterministic), padding_bias
+
+  def __call__(self, inputs, decoder_inputs, deterministic=True):
+    encoded, bias = self.encode(inputs, deterministic)
+    embedded = self.token_embedder(decoder_inputs)
+    return self.decoder(
+      embedded, self.token_embedder, encoded, bias, deterministic
+    )
+
+  def prefill(self, inputs, max_length):
+    encoded, bias = self.encode(inputs)
+    cross_keys, cross_values = self.decoder.cross_kv(encoded)
+    config = self.config
+    shape = (inputs.shape[0], config.num_heads, config.head_dim, max_length)
+
+    def empty():
+      return tuple(
+        jnp.zeros(shape, config.dtype) for _ in range(config.num_decoder_layers)
+      )
+
+    return kv_cache.KVCache(
+      keys=empty(),
+      values=empty(),
+      cross_keys=cross_keys,
+      cross_values=cross_values,
+      cross_bias=bias,
+      position_bias=self.decoder.position_bias(max_length),
+      length=jnp.zeros(inputs.shape[:1], jnp.int32),
+    )
+
+  def extend(self, cache, tokens):
+    embedded = self.token_embedder(tokens)
+    return self.decoder.extend(embedded, self.token_embedder, cache)
 
 
 @dataclasses.dataclass(frozen=True)
