@@ -14,7 +14,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'alpha'        as scripts/measure_alpha.py writes it
   'throughput'   as scripts/throughput.py writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
-            as scripts/reproduce.py and benchmarks/peers.py write it
+            as scripts/reproduce.py and scripts/peers.py write it
 """
 
 import json

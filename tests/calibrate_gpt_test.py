@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import rich.console
 
-import gin_cli
 from gpt_engine_test import FAMILIES, make_engine
 from specdec_jax import infer
 from specdec_jax.checkpoints import t5x
+from specdec_jax.cli import gin_flags
 from specdec_jax.measure import calibrate, calibration, memory
 from specdec_jax.models.gpt import GPT
 
@@ -125,7 +125,7 @@ def test_decode_takes_gamma_from_it(calibrated, prompts, tmp_path, gamma):
 
 def test_the_run_file_takes_a_decoder_only_pair(tmp_path, monkeypatch):
   """Macros alone; nothing of the demo pair is left in it."""
-  monkeypatch.chdir(gin_cli.ROOT)
+  monkeypatch.chdir(gin_flags.ROOT)
   paths = {
     name: tmp_path / f'{name}.msgpack' for name in ('gpt_10m', 'gpt_600k')
   }
@@ -135,8 +135,8 @@ def test_the_run_file_takes_a_decoder_only_pair(tmp_path, monkeypatch):
     ('TARGET', 'DRAFT'), paths.items(), strict=True
   ):
     flags += [f'--gin.{side}=%{name.upper()}', f'--gin.{side}_PATH={path}']
-  gin_cli.load(gin_cli.parse_flags(flags))
-  config = gin_cli.build(calibrate.CalibrateConfig)
+  gin_flags.load(gin_flags.parse_flags(flags))
+  config = gin_flags.build(calibrate.CalibrateConfig)
   assert not config.target.has_encoder and not config.draft.has_encoder
   for model, path in zip(
     (config.target, config.draft), paths.values(), strict=True

@@ -8,9 +8,9 @@ import dataclasses
 import jax
 import pytest
 
-import gin_cli
 from small_vocabulary import VOCAB_SIZE, network
 from specdec_jax import infer
+from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.first_of import first_of
@@ -152,7 +152,7 @@ def demo_engine(tmp_path):
   def make(run):
     flags = ['--gin_file=gin/runs/demo_drafters.gin', f'--gin.DRAFTER=%{run}']
     if run in ('NGRAM', 'CASCADE'):
-      vocabulary = Tokenizer(gin_cli.ROOT / 'demo' / 'vocab.model')
+      vocabulary = Tokenizer(gin_flags.ROOT / 'demo' / 'vocab.model')
       path = tmp_path / 'bigram.npz'
       fit(
         [[0, *vocabulary.encode('Wo ist der Hund?'), 1]],
@@ -161,8 +161,8 @@ def demo_engine(tmp_path):
         fingerprint=vocabulary.fingerprint,
       ).save(path)
       flags.append(f'--gin.NGRAM_FILE={path}')
-    gin_cli.load(gin_cli.parse_flags(flags))
-    return gin_cli.build(infer.DecodeConfig).engine()
+    gin_flags.load(gin_flags.parse_flags(flags))
+    return gin_flags.build(infer.DecodeConfig).engine()
 
   return make
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin_cli
 import small_vocabulary
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.cli import gin_flags
 from specdec_jax.measure import calibration
 from specdec_jax.partitioning import Placement, place
 
@@ -41,7 +41,7 @@ def test_the_dtype_they_are_read_in_does_not_matter(dtype, tmp_path):
 
 def test_those_of_a_committed_record():
   """Made when float32 values went in: the demo's are bfloat16 on disk."""
-  path = gin_cli.ROOT / 'benchmarks/results/calibration_demo.json'
+  path = gin_flags.ROOT / 'benchmarks/results/calibration_demo.json'
   for side, want in calibration.load(path).fingerprints.items():
-    params = checkpoints.load(gin_cli.ROOT / f'demo/{side}.msgpack')
+    params = checkpoints.load(gin_flags.ROOT / f'demo/{side}.msgpack')
     assert fingerprint(params) == want

@@ -5,14 +5,14 @@ import re
 
 import pytest
 
-import gin_cli
+from specdec_jax.cli import gin_flags
 
-RUNS = sorted((gin_cli.ROOT / 'gin' / 'runs').glob('*.gin'))
-FILES = sorted((gin_cli.ROOT / 'gin').glob('**/*.gin'))
+RUNS = sorted((gin_flags.ROOT / 'gin' / 'runs').glob('*.gin'))
+FILES = sorted((gin_flags.ROOT / 'gin').glob('**/*.gin'))
 
 
 def name_of(path: pathlib.Path) -> str:
-  return path.relative_to(gin_cli.ROOT).as_posix()
+  return path.relative_to(gin_flags.ROOT).as_posix()
 
 
 def header_of(path: pathlib.Path) -> str:
@@ -37,7 +37,7 @@ def test_a_run_says_what_it_is_needs_and_costs_and_its_command(path):
 def test_a_file_names_files_that_are_there(path):
   """In commands, in comments and in includes."""
   for name in re.findall(r'gin/(?:\w+/)*\w+\.gin', path.read_text()):
-    assert (gin_cli.ROOT / name).is_file(), name
+    assert (gin_flags.ROOT / name).is_file(), name
 
 
 def included(path: pathlib.Path) -> list[str]:
@@ -50,16 +50,16 @@ def test_no_macro_goes_through_three_run_files(path):
   runs = [name for name in included(path) if name.startswith('gin/runs/')]
   assert len(runs) <= (path in RUNS)
   for name in runs:
-    inner = included(gin_cli.ROOT / name)
+    inner = included(gin_flags.ROOT / name)
     assert not [one for one in inner if one.startswith('gin/runs/')]
 
 
 def test_documents_and_scripts_name_files_that_are_there():
   named = set()
   for pattern in ('*.md', '*/README.md', 'scripts/*.py', 'benchmarks/*.py'):
-    for path in gin_cli.ROOT.glob(pattern):
+    for path in gin_flags.ROOT.glob(pattern):
       if path.name not in ('gin_old_paths.py', 'CHANGELOG.md'):
         text = path.read_text('utf-8')
         named |= set(re.findall(r'gin/(?:\w+/)*\w+\.gin', text))
-  missing = {name for name in named if not (gin_cli.ROOT / name).is_file()}
+  missing = {name for name in named if not (gin_flags.ROOT / name).is_file()}
   assert not missing and len(named) > 20

@@ -11,15 +11,15 @@ import gin
 import jax
 import pytest
 
-import gin_cli
 from specdec_jax import infer
+from specdec_jax.cli import gin_flags
 from specdec_jax.engine import engine
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import t5_tasks
 
-ROOT = pathlib.Path(gin_cli.__file__).resolve().parent.parent
+ROOT = pathlib.Path(gin_flags.__file__).resolve().parent.parent
 # What a CPU trains in place of a published one.
 TENTHS = {'t5_1_1_21m': 't5_1_1_base', 't5_1_1_7m': 't5_1_1_small'}
 # Size -> its file.
@@ -91,8 +91,8 @@ def read(folder, first, second=None, files=FILES):
       text += f'gin_models_test.Networks.{field} = %{name.upper()}\n'
   path = folder / 'networks.gin'
   path.write_text(text)
-  gin_cli.load(gin_cli.parse_flags([f'--gin_file={path}']))
-  return gin_cli.build(Networks)
+  gin_flags.load(gin_flags.parse_flags([f'--gin_file={path}']))
+  return gin_flags.build(Networks)
 
 
 @pytest.fixture(scope='module')
@@ -218,13 +218,13 @@ def load_run(name, tokenizer, folder, **macros):
   flags += [f'--gin.{macro}={value}' for macro, value in macros.items()]
   flags.append(f'--gin.VOCAB_PATH={tokenizer.path}')
   flags.append(f'--gin.INFER_OUTPUT_DIR={folder}')
-  gin_cli.load(gin_cli.parse_flags(flags))
+  gin_flags.load(gin_flags.parse_flags(flags))
   sides = [
     gin.get_bindings('target/engine.load_model'),
     gin.get_bindings('draft/infer.load_drafter'),
   ]
   gamma = gin.query_parameter('GAMMA/gin.macro.value')
-  return gin_cli.build(infer.TaskConfig), gamma, sides
+  return gin_flags.build(infer.TaskConfig), gamma, sides
 
 
 @pytest.mark.parametrize('row', printed.TABLE2, ids=row_name)

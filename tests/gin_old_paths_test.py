@@ -11,8 +11,7 @@ import re
 import gin
 import pytest
 
-import gin_cli
-import gin_old_paths
+from specdec_jax.cli import gin_flags, gin_old_paths
 
 # path -> what its files made of it: of each macro a digest of its value, and
 # of each run that they describe one of all its values. Made of the files of
@@ -78,12 +77,12 @@ def made_of(path):
   if path == 'gin/models/demo_pair.gin':
     flags.append('--gin.GAMMA=4')
   try:
-    gin_cli.load(gin_cli.parse_flags(flags))
+    gin_flags.load(gin_flags.parse_flags(flags))
   except ValueError as error:
     assert str(error).startswith('Required and not given'), error
     required = re.findall(r'--gin\.(\w+)=', str(error))
     flags += [f'--gin.{name}=given-{name}' for name in required]
-    gin_cli.load(gin_cli.parse_flags(flags))
+    gin_flags.load(gin_flags.parse_flags(flags))
   config = gin.config._CONFIG
   try:
     used = {
@@ -114,10 +113,10 @@ OLD = json.loads(MADE.read_text())
 def test_all_old_paths_are_here():
   """99 of them; each is a file still, or has a new path."""
   assert len(OLD) == 99
-  stayed = {path for path in OLD if (gin_cli.ROOT / path).is_file()}
+  stayed = {path for path in OLD if (gin_flags.ROOT / path).is_file()}
   assert set(gin_old_paths.PATHS) == set(OLD) - stayed
   for moved in gin_old_paths.PATHS.values():
-    assert (gin_cli.ROOT / moved.path).is_file()
+    assert (gin_flags.ROOT / moved.path).is_file()
 
 
 @pytest.mark.parametrize('path', OLD)
@@ -141,7 +140,7 @@ def test_the_check_sees_another_value(tmp_path, monkeypatch):
 
 
 def load(*flags):
-  gin_cli.load(gin_cli.parse_flags(flags))
+  gin_flags.load(gin_flags.parse_flags(flags))
   return gin.query_parameter('DRAFT/gin.macro.value')
 
 
@@ -156,9 +155,9 @@ def test_old_paths_say_the_new_one_once(tmp_path, monkeypatch, capfd):
   for _ in range(2):
     draft = load('--gin_file=mine.gin', '--gin.INFER_OUTPUT_DIR=out')
     assert draft.config_key[0] == 'T5_1_1_BASE'
-    absolute = gin_cli.ROOT / 'gin/models/demo_pair.gin'
-    gin_cli.load(
-      gin_cli.parse_flags([f'--gin_file={absolute}', '--gin.GAMMA=1'])
+    absolute = gin_flags.ROOT / 'gin/models/demo_pair.gin'
+    gin_flags.load(
+      gin_flags.parse_flags([f'--gin_file={absolute}', '--gin.GAMMA=1'])
     )
   assert capfd.readouterr().err.splitlines() == [
     'gin/runs/ende_xxl_base_t1.gin is now gin/runs/ende_xxl.gin with'

@@ -6,10 +6,10 @@ import json
 import gin
 import pytest
 
-import gin_cli
 from gpt_test import GPT2
 from interactive_gpt_test import SIZE, gpt2_folder
 from specdec_jax import infer
+from specdec_jax.cli import gin_flags
 from specdec_jax.models.gpt import GPT
 from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 from tokenizer_bpe_test import train
@@ -39,7 +39,7 @@ def load(files, **macros):
     for scope in ('gpt2_1558m', 'gpt2_124m')
     for name, value in SIZES.items()
   ]
-  gin_cli.load(gin_cli.parse_flags(flags))
+  gin_flags.load(gin_flags.parse_flags(flags))
 
 
 @pytest.fixture(scope='module')
@@ -64,7 +64,7 @@ def test_lines_and_examples_are_decoded_alike(pair, tmp_path):
     MAX_DECODE_LEN=12,
     BOS_ID=eos,
   )
-  infer.decode(gin_cli.build(infer.DecodeConfig))
+  infer.decode(gin_flags.build(infer.DecodeConfig))
   load(
     ['models/gpt2/1558m', 'models/gpt2/124m', 'runs/infer'],
     TARGET='%GPT2_1558M',
@@ -78,7 +78,7 @@ def test_lines_and_examples_are_decoded_alike(pair, tmp_path):
     INFER_OUTPUT_DIR=tmp_path / 'task',
     BATCH_SIZE=4,
   )
-  infer.decode_task(gin_cli.build(infer.TaskConfig))
+  infer.decode_task(gin_flags.build(infer.TaskConfig))
   found = [
     [json.loads(line) for line in path.read_text('utf-8').splitlines()]
     for path in (
@@ -96,7 +96,7 @@ def test_lines_and_examples_are_decoded_alike(pair, tmp_path):
 def test_the_run_is_gpt2s(pair, tmp_path):
   flags = ['--gin_file=gin/runs/gpt2.gin', f'--gin.INPUT_FILE={tmp_path}']
   flags += [f'--gin.{s}_PATH={tmp_path / s}' for s in ('TARGET', 'DRAFT')]
-  gin_cli.load(gin_cli.parse_flags(flags))
+  gin_flags.load(gin_flags.parse_flags(flags))
   for side, layers in (('target', 48), ('draft', 12)):
     bound = gin.get_bindings(f'{side}/engine.load_model')
     assert type(bound['network']) is GPT

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin_cli
 from specdec_jax import partitioning
+from specdec_jax.cli import gin_flags
 from specdec_jax.models.gpt import GPT, GPTConfig
 
 GPT2 = GPTConfig(
@@ -251,8 +251,8 @@ def networks(folder):
   lines.append(f'gpt_test.Networks.found = {{{found}}}')
   path = folder / 'networks.gin'
   path.write_text('\n'.join(lines))
-  gin_cli.load(gin_cli.parse_flags([f'--gin_file={path}']))
-  yield gin_cli.build(Networks).found
+  gin_flags.load(gin_flags.parse_flags([f'--gin_file={path}']))
+  yield gin_flags.build(Networks).found
   gin.clear_config()
 
 

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-import gin_cli
 from specdec_jax import infer
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import check_types
+from specdec_jax.cli import gin_flags
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.schedule import Settings
@@ -51,13 +51,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def build(*flags, gin_file='run.gin'):
-  gin_cli.load(gin_cli.parse_flags([f'--gin_file={gin_file}', *flags]))
-  return gin_cli.build(Held)
+  gin_flags.load(gin_flags.parse_flags([f'--gin_file={gin_file}', *flags]))
+  return gin_flags.build(Held)
 
 
 def one_line(capsys, flags, function=lambda: None):
   """The error of a script that is given these flags, checked to be a line."""
-  assert gin_cli.main(function, flags) == 2
+  assert gin_flags.main(function, flags) == 2
   printed = capsys.readouterr().err
   assert printed.startswith('error: ') and printed.count('\n') == 1
   return printed
@@ -231,7 +231,7 @@ INFER_OUTPUT_DIR = 'outputs'
 
 
 def decode():
-  infer.decode_task(gin_cli.build(infer.TaskConfig))
+  infer.decode_task(gin_flags.build(infer.TaskConfig))
 
 
 @pytest.mark.parametrize(
@@ -282,17 +282,17 @@ def decode():
 def test_values_of_a_run(folder, capsys, monkeypatch, macro, value, words):
   """Each is an error before anything is compiled."""
   monkeypatch.setattr(jax.stages.Lowered, 'compile', None)
-  (folder / 'demo').symlink_to(gin_cli.ROOT / 'demo')
+  (folder / 'demo').symlink_to(gin_flags.ROOT / 'demo')
   (folder / 'decode.gin').write_text(DECODE)
   flags = ['--gin_file=decode.gin', f'--gin.{macro}={value}']
   assert words in one_line(capsys, flags, decode)
 
 
 def test_the_run_of_these_values_is_a_good_one(folder, monkeypatch):
-  (folder / 'demo').symlink_to(gin_cli.ROOT / 'demo')
+  (folder / 'demo').symlink_to(gin_flags.ROOT / 'demo')
   (folder / 'decode.gin').write_text(DECODE)
-  gin_cli.load(gin_cli.parse_flags(['--gin_file=decode.gin']))
-  gin_cli.build(infer.TaskConfig)
+  gin_flags.load(gin_flags.parse_flags(['--gin_file=decode.gin']))
+  gin_flags.build(infer.TaskConfig)
 
 
 # Sizes, by arithmetic.
@@ -414,7 +414,7 @@ def test_circles(folder, capsys, files, words):
   flags = ['--gin_file=a.gin']
   if 'A1999' in top:
     flags = ['--gin_file=a.gin', '--gin.VALUE=%A0']
-  message = one_line(capsys, flags, lambda: gin_cli.build(Held) and 0)
+  message = one_line(capsys, flags, lambda: gin_flags.build(Held) and 0)
   assert len(message) < 1000
   for word in words:
     assert word in message
@@ -453,4 +453,4 @@ def test_the_file_that_is_named_exports_the_macro(folder, capsys):
   flags = ['--gin_file=decode.gin', '--gin.TARGET=%T5_1_1_XL']
   message = one_line(capsys, flags)
   named = message.rpartition('--gin_file=')[2].strip().removesuffix('.')
-  assert gin_cli.main(lambda: None, [*flags, f'--gin_file={named}']) == 0
+  assert gin_flags.main(lambda: None, [*flags, f'--gin_file={named}']) == 0

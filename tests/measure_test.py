@@ -7,9 +7,9 @@ import jax
 import pytest
 import rich.console
 
-import gin_cli
 from small_vocabulary import network
 from specdec_jax import infer, probs
+from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.engine.engine import Engine, Model
@@ -371,7 +371,7 @@ def test_alpha_config_says_what_is_wrong(options, words):
     alpha.MeasureAlphaConfig(**options)
 
 
-ENDE = gin_cli.ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'
+ENDE = gin_flags.ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'
 
 
 @pytest.mark.skipif(not ENDE.exists(), reason='needs ../shared/data/ende')
@@ -381,7 +381,7 @@ ENDE = gin_cli.ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'
 )
 def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences):
   """What these run files measure with the demo's target."""
-  monkeypatch.chdir(gin_cli.ROOT)
+  monkeypatch.chdir(gin_flags.ROOT)
   vocabulary = Tokenizer('demo/vocab.model')
   flags = [f'--gin_file=gin/runs/{run}.gin']
   flags += [f'--gin.OUTPUT_DIR={tmp_path}', '--gin.TARGETS=(%ENDE,)']
@@ -391,8 +391,8 @@ def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences):
     print_of = vocabulary.fingerprint
     fit(corpus, order, vocabulary.vocab_size, fingerprint=print_of).save(path)
     flags.append(f'--gin.ENDE_{name}={path}')
-  gin_cli.load(gin_cli.parse_flags(flags))
-  (make,) = gin_cli.build(reproduce.ReproduceConfig).alphas
+  gin_flags.load(gin_flags.parse_flags(flags))
+  (make,) = gin_flags.build(reproduce.ReproduceConfig).alphas
   config = make()
   assert config.target == 'demo target, Tatoeba English-German'
   assert config.leniences == leniences

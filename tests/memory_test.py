@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import gin_cli
 from small_vocabulary import network
 from specdec_jax import partitioning
+from specdec_jax.cli import gin_flags
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
@@ -57,7 +57,7 @@ def published(size: str) -> t5.T5:
     f'--gin_file=gin/models/t5_1_1/{size}.gin',
     f'--gin.t5_1_1_{size}/t5.T5Config.dtype=bfloat16',
   ]
-  gin_cli.load(gin_cli.parse_flags(flags))
+  gin_flags.load(gin_flags.parse_flags(flags))
   macro = gin.query_parameter(f'T5_1_1_{size.upper()}/macro.value')
   return macro.scoped_configurable_fn()
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gin_cli
 from gpt_test import GPT2, T5X
 from small_vocabulary import network
 from specdec_jax import partitioning
+from specdec_jax.cli import gin_flags
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import LogicalAxes, Placement, place
@@ -223,7 +223,7 @@ def test_presets_behind_a_run_file(preset, run):
   flags += [f'--gin.DATA_DEVICES={data}', f'--gin.MODEL_DEVICES={model}']
   if run != 'demo':
     flags += ['--gin.VOCAB_PATH=a.model', '--gin.INFER_OUTPUT_DIR=out']
-  gin_cli.load(gin_cli.parse_flags(flags))
-  placement = gin_cli.build(partitioning.Placement)
+  gin_flags.load(gin_flags.parse_flags(flags))
+  placement = gin_flags.build(partitioning.Placement)
   assert (placement.data, placement.model) == PRESETS[preset]
   assert placement.dtype == ('float32' if run == 'demo' else 'bfloat16')

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import rich.console
 
-import gin_cli
 import small_vocabulary
-from benchmarks import peers_run, peers_systems
-from benchmarks.peers_systems import PLAIN, Output, System
 from specdec_jax.checkpoints import huggingface_names
+from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Model
+from specdec_jax.measure import peer_systems, peers
+from specdec_jax.measure.peer_systems import PLAIN, Output, System
 from specdec_jax.models.t5 import T5, T5Config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def make_model(config, seed):
 @pytest.fixture(scope='module')
 def config(folder, tokenizer):
   (folder / 'input.txt').write_text('\n'.join(LINES))
-  return peers_run.PeersConfig(
+  return peers.PeersConfig(
     target=make_model(TARGET, 0),
     draft=make_model(dataclasses.replace(TARGET, num_decoder_layers=1), 1),
     tokenizer=tokenizer,
@@ -64,7 +64,7 @@ def config(folder, tokenizer):
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-  monkeypatch.setattr(peers_run, '_PAUSE_SECONDS', 0.0)
+  monkeypatch.setattr(peers, '_PAUSE_SECONDS', 0.0)
 
 
 def system(log, name, cost=1.0, wrong=(), fails_at=None):
@@ -92,12 +92,12 @@ class Log(list):
 
 
 def run(config, monkeypatch, systems, log, **options):
-  monkeypatch.setattr(peers_run, 'SYSTEMS', systems)
-  monkeypatch.setattr(peers_run.time, 'perf_counter', lambda: log.clock[0])
+  monkeypatch.setattr(peers, 'SYSTEMS', systems)
+  monkeypatch.setattr(peers.time, 'perf_counter', lambda: log.clock[0])
   printed = io.StringIO()
   console = rich.console.Console(file=printed, width=120)
   options |= {'systems': tuple(systems)[1:]}  # plain is always there
-  record = peers_run.compare(dataclasses.replace(config, **options), console)
+  record = peers.compare(dataclasses.replace(config, **options), console)
   return record, printed.getvalue()
 
 
@@ -209,7 +209,7 @@ def test_input_without_text(config, tmp_path):
     config, input_file=str(tmp_path / 'empty.txt'), systems=()
   )
   with pytest.raises(ValueError, match='empty.txt.* has no line that can be'):
-    peers_run.compare(empty)
+    peers.compare(empty)
 
 
 @pytest.mark.skipif(
@@ -220,12 +220,12 @@ def test_gin_file_of_the_demo(monkeypatch):
   monkeypatch.chdir(ROOT)
   flags = ['--gin_file=gin/runs/peers_demo.gin', '--gin.NUM_LINES=2']
   try:
-    gin_cli.load(gin_cli.parse_flags(flags))
-    config = gin_cli.build(peers_run.PeersConfig)
+    gin_flags.load(gin_flags.parse_flags(flags))
+    config = gin_flags.build(peers.PeersConfig)
   finally:
     gin.clear_config()
   assert config.num_lines == 2 and config.input_file == 'demo/input.txt'
-  assert set(config.systems) == set(peers_systems.SYSTEMS)
+  assert set(config.systems) == set(peer_systems.SYSTEMS)
   pair = config.target, config.draft
   assert len({model.network.vocab_size for model in pair}) == 1
 
@@ -245,9 +245,9 @@ def test_runs_as_a_file(tmp_path):
 )
 @pytest.mark.filterwarnings('ignore')  # those of torch and transformers
 def test_every_peer_says_the_same_tokens(config):
-  record = peers_run.compare(config, rich.console.Console(file=io.StringIO()))
+  record = peers.compare(config, rich.console.Console(file=io.StringIO()))
   results = record['results']
-  assert set(results) == set(peers_systems.SYSTEMS)
+  assert set(results) == set(peer_systems.SYSTEMS)
   assert results[PLAIN]['tokens'] > 2 * results[PLAIN]['lines']
   assert not [r['failure'] for r in results.values() if r['failure']]
   for name, result in results.items():

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-import gin_cli
+from specdec_jax.cli import gin_flags
 from specdec_jax.infer import processes
 from specdec_jax.infer.processes import Meeting
 
@@ -309,14 +309,14 @@ def test_process_counts_that_differ(joining):
 )
 def test_bad_flags(flags, message):
   with pytest.raises(ValueError, match=message):
-    gin_cli.parse_flags(['--gin_file=gin/runs/infer.gin', *flags])
+    gin_flags.parse_flags(['--gin_file=gin/runs/infer.gin', *flags])
 
 
 def test_flags():
   flags = ['--gin_file=gin/runs/infer.gin']
-  assert gin_cli.parse_flags(flags).meeting is None
-  assert gin_cli.parse_flags([*flags, '--multiprocess']).meeting == Meeting()
+  assert gin_flags.parse_flags(flags).meeting is None
+  assert gin_flags.parse_flags([*flags, '--multiprocess']).meeting == Meeting()
   flags += ['--coordinator_address=10.0.0.1:1234']
   flags += ['--process_count=4', '--process_index=3']
-  assert gin_cli.parse_flags(flags).meeting == Meeting('10.0.0.1:1234', 4, 3)
+  assert gin_flags.parse_flags(flags).meeting == Meeting('10.0.0.1:1234', 4, 3)
   assert processes.current() == processes.Processes(0, 1)

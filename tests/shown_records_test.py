@@ -5,12 +5,12 @@ import json
 import pytest
 import rich.console
 
-import gin_cli
+from specdec_jax.cli import gin_flags
 from specdec_jax.measure import alpha, canvas, throughput_picture
 from specdec_jax.paper import reproduce, table2_suite
 from specdec_jax.paper import reproduce as run
 
-RESULTS = gin_cli.ROOT / 'benchmarks' / 'results'
+RESULTS = gin_flags.ROOT / 'benchmarks' / 'results'
 # Run file, folder of its report, folder of its records.
 SHIPPED = [
   ('table2_demo', 'table2_demo', 'table2_demo/records'),
@@ -21,9 +21,9 @@ SHIPPED = [
 
 
 def load(monkeypatch, name, output_dir, *flags):
-  monkeypatch.chdir(gin_cli.ROOT)
+  monkeypatch.chdir(gin_flags.ROOT)
   given = [f'--gin_file=gin/runs/{name}.gin', f'--gin.OUTPUT_DIR={output_dir}']
-  gin_cli.load(gin_cli.parse_flags([*given, *flags]))
+  gin_flags.load(gin_flags.parse_flags([*given, *flags]))
 
 
 @pytest.mark.parametrize(('name', 'report', 'records'), SHIPPED)
@@ -40,7 +40,7 @@ def test_what_is_shipped_can_be_shown(
   monkeypatch.setattr(run, 'measure_alpha', measures)
   flags = ('--gin.MEASURE=False', f'--gin.RECORDS_DIR={RESULTS / records}')
   load(monkeypatch, name, tmp_path, *flags)
-  config = gin_cli.build(reproduce.ReproduceConfig)
+  config = gin_flags.build(reproduce.ReproduceConfig)
   reproduce.reproduce(config, rich.console.Console(quiet=True))
   for path in sorted(tmp_path.glob('*.json')):
     assert path.read_text() == (RESULTS / report / path.name).read_text()
@@ -53,7 +53,7 @@ def test_what_is_shipped_can_be_shown(
 def test_every_table_takes_the_same_macros(name, monkeypatch, tmp_path):
   flags = ('--gin.MEASURE=False', f'--gin.RECORDS_DIR={tmp_path / "x"}')
   load(monkeypatch, name, tmp_path, *flags)
-  config = gin_cli.build(reproduce.ReproduceConfig)
+  config = gin_flags.build(reproduce.ReproduceConfig)
   assert not config.measure and config.records_dir == str(tmp_path / 'x')
 
 
@@ -79,9 +79,9 @@ def test_the_accelerator_suite_writes_where_its_table_looks(
   monkeypatch, tmp_path
 ):
   load(monkeypatch, 'accelerator', tmp_path)
-  written = gin_cli.build(table2_suite.SuiteConfig).output_dir
+  written = gin_flags.build(table2_suite.SuiteConfig).output_dir
   load(monkeypatch, 'table2', tmp_path)
-  read = gin_cli.build(reproduce.ReproduceConfig).suite.output_dir
+  read = gin_flags.build(reproduce.ReproduceConfig).suite.output_dir
   assert written == read == str(tmp_path / 'records')
 
 

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # It waits in C code that looks for no signal, as a compiled program does.
 SCRIPT = """
 import hashlib, os, sys
-import gin_cli
+from specdec_jax.cli import gin_flags
 from specdec_jax import processes
 
 def wait():
@@ -26,8 +26,8 @@ def wait():
 
 if sys.argv[1] == 'watched':
   sys.exit(processes.run(wait))
-gin_cli.load = lambda flags: None
-sys.exit(gin_cli.main(wait, ['--gin_file=run.gin']))
+gin_flags.load = lambda flags: None
+sys.exit(gin_flags.main(wait, ['--gin_file=run.gin']))
 """
 
 

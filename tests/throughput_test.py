@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-import gin_cli
 from continuous_test import engine_of, make_t5, make_texts
+from specdec_jax.cli import gin_flags
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.schedule import Settings
@@ -172,6 +172,6 @@ def test_gin_file():
   flags = ['--gin_file=gin/runs/throughput_demo.gin', '--gin.NUM_EXAMPLES=7']
   with gin.unlock_config():
     gin.clear_config()
-    gin_cli.load(gin_cli.parse_flags(flags))
-    config = gin_cli.build(throughput.ThroughputConfig)
+    gin_flags.load(gin_flags.parse_flags(flags))
+    config = gin_flags.build(throughput.ThroughputConfig)
   assert config.num_examples == 7 and config.batch_size == 16

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-import gin_cli
 from gpt_test import GPT2
 from small_vocabulary import network
+from specdec_jax.cli import gin_flags
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import (
   collectives,
@@ -281,8 +281,8 @@ def test_errors_name_what_is_missing(tmp_path, monkeypatch):
 
 def test_the_run_file_has_every_pair_of_table_2(tmp_path):
   flags = ['--gin_file=gin/runs/tpu_check.gin', f'--gin.OUTPUT_DIR={tmp_path}']
-  gin_cli.load(gin_cli.parse_flags(flags))
-  config = gin_cli.build(tpu_check.TpuCheckConfig)
+  gin_flags.load(gin_flags.parse_flags(flags))
+  config = gin_flags.build(tpu_check.TpuCheckConfig)
   rows = printed.TABLE2
   assert {row.draft for row in rows} == set(config.drafts)
   for lengths in (config.input_lens, config.decode_lens):
@@ -383,8 +383,8 @@ def test_weights_that_cannot_fit_are_not_compiled(
 
 def test_the_slices_are_those_of_v4_and_lamda_is_never_made(tmp_path):
   flags = ['--gin_file=gin/runs/tpu_slices.gin', f'--gin.OUTPUT_DIR={tmp_path}']
-  gin_cli.load(gin_cli.parse_flags(flags))
-  config = gin_cli.build(tpu_slices.SlicesConfig)
+  gin_flags.load(gin_flags.parse_flags(flags))
+  config = gin_flags.build(tpu_slices.SlicesConfig)
   assert set(config.slices) == {'v4:2x2x1', 'v4:2x2x4'}
   models = [network for pair in config.pairs.values() for network in pair]
   assert {model.config.dtype for model in models} == {'bfloat16'}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import rich.console
 
-import gin_cli
 import small_vocabulary
 import toy_models
+from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.paper import trace, trace_page
 from specdec_jax.paper.trace import Round
@@ -130,8 +130,8 @@ def test_no_tokens_no_drafter_and_gamma_0(tokenizer):
 )
 def test_demo_pair():
   with contextlib.chdir(ROOT):
-    gin_cli.load(gin_cli.parse_flags(['--gin_file=gin/runs/demo.gin']))
-    engine = gin_cli.build(Engine)
+    gin_flags.load(gin_flags.parse_flags(['--gin_file=gin/runs/demo.gin']))
+    engine = gin_flags.build(Engine)
   text = 'My sister lives in a small house near the river.'
   rounds = trace.record(engine, text)
   (plain,) = engine.generate([text], speculative=False)

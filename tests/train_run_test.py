@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import pytest
 
-import gin_cli
 import small_vocabulary
 from specdec_jax import checkpoints, training
+from specdec_jax.cli import gin_flags
 from specdec_jax.models import t5
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training import data, outputs, read, trainer
@@ -242,11 +242,11 @@ def test_gin_files(name, macros, vocab_size, tmp_path):
   name, *sizes = name.split()
   flags = [f'--gin_file=gin/runs/{name}.gin', *sizes]
   with pytest.raises(ValueError, match='Required and not given: .*MODEL_DIR'):
-    gin_cli.load(gin_cli.parse_flags(flags))
+    gin_flags.load(gin_flags.parse_flags(flags))
   flags += [f'--gin.{macro}={path}' for macro in given]
   try:
-    gin_cli.load(gin_cli.parse_flags(flags))
-    run = gin_cli.build(training.TrainRun)
+    gin_flags.load(gin_flags.parse_flags(flags))
+    run = gin_flags.build(training.TrainRun)
   finally:
     gin.clear_config()
   assert run.model.vocab_size == vocab_size

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import rich.console
 
-import gin_cli
 import small_vocabulary
 from specdec_jax import infer
+from specdec_jax.cli import gin_flags
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.infer import failures, quality, report
@@ -149,11 +149,11 @@ def test_arrays_are_named_whatever_their_type():
 
 
 def test_the_command_ends_with_status_2(monkeypatch, capsys):
-  monkeypatch.setattr(gin_cli, 'load', lambda flags: None)
+  monkeypatch.setattr(gin_flags, 'load', lambda flags: None)
 
   def fails():
     raise failures.explained('NaN', 3, {'w': jnp.array(jnp.nan)}, 'out')
 
-  assert gin_cli.main(fails, ['--gin_file=run.gin']) == 2
+  assert gin_flags.main(fails, ['--gin_file=run.gin']) == 2
   said = capsys.readouterr().err
   assert said.startswith('error: None of 3') and said.count('\n') == 1

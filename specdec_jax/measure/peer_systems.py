@@ -1,4 +1,4 @@
-"""The systems that `benchmarks/peers.py` sets side by side.
+"""The systems that `scripts/peers.py` sets side by side.
 
 Each is a function of a `Pair` in `SYSTEMS`. It loads what it needs, untimed,
 and returns a function that maps one text to an `Output`. All read the same

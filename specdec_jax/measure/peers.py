@@ -11,7 +11,11 @@ from typing import Any
 
 import rich.console
 
-from benchmarks.peers_systems import (
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.engine.engine import Model
+from specdec_jax.measure import timing
+from specdec_jax.measure.environment import describe
+from specdec_jax.measure.peer_systems import (
   PLAIN,
   SYSTEMS,
   Generate,
@@ -19,10 +23,6 @@ from benchmarks.peers_systems import (
   Pair,
   System,
 )
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.engine.engine import Model
-from specdec_jax.measure import timing
-from specdec_jax.measure.environment import describe
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.report import with_progress
@@ -56,7 +56,7 @@ class PeersConfig:
     tokenizer: of both.
     input_file: UTF-8 text, one input a line.
     num_lines: how many of its lines are used; None is all.
-    systems: names out of `peers_systems.SYSTEMS`; this project's plain loop,
+    systems: names out of `peer_systems.SYSTEMS`; this project's plain loop,
       which the others are compared with, is always among them.
     gamma: proposals a round of this project's speculative loop.
     assistant_tokens: proposals a round of transformers' assistant; None leaves

@@ -9,10 +9,9 @@ import sys
 
 import pytest
 
-import gin_checks
-import gin_cli
+from specdec_jax.cli import gin_checks, gin_flags
 
-ROOT = pathlib.Path(gin_cli.__file__).resolve().parent.parent
+ROOT = pathlib.Path(gin_flags.__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +69,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def load(*flags: str, gin_file: str = 'run.gin') -> Run:
-  gin_cli.load(gin_cli.parse_flags([f'--gin_file={gin_file}', *flags]))
-  return gin_cli.build(Run)
+  gin_flags.load(gin_flags.parse_flags([f'--gin_file={gin_file}', *flags]))
+  return gin_flags.build(Run)
 
 
 def error(*flags: str, gin_file: str = 'run.gin') -> str:
@@ -144,7 +143,7 @@ def test_files_are_found_in_search_paths_and_repository(
   (folder / 'two' / 'all.gin').write_text(
     "include 'run.gin'\ninclude 'size.gin'\ninclude 'gin/path.gin'\n"
   )
-  monkeypatch.setattr(gin_cli, 'ROOT', folder / 'repository')
+  monkeypatch.setattr(gin_flags, 'ROOT', folder / 'repository')
   run = load('--gin_search_paths=one,two', gin_file='all.gin')
   assert (run.target.depth, run.path) == (11, 'r')
   # gin would log an error for each place where a file is not.
@@ -153,7 +152,7 @@ def test_files_are_found_in_search_paths_and_repository(
 
 def test_operative_config_holds_defaults_and_can_be_read_back(folder):
   run = load('--gin.PATH=x')
-  text = gin_cli.operative_config()
+  text = gin_flags.operative_config()
   assert 'toy.Run.flag = False' in text and 'draft/toy.Size.depth = 1' in text
   (folder / 'again.gin').write_text(text)
   assert load(gin_file='again.gin') == run
@@ -227,13 +226,13 @@ def test_missing_files(folder):
     gin_file='gin/runs/dmo.gin'
   )
   with pytest.raises(ValueError, match='No --gin_file was given'):
-    gin_cli.parse_flags(['--gin.A=1'])
+    gin_flags.parse_flags(['--gin.A=1'])
 
 
 def test_a_run_file_of_another_script():
   load('--gin.PATH=x')
   with pytest.raises(ValueError, match='do not configure gin_cli_test.Unused'):
-    gin_cli.build(Unused)
+    gin_flags.build(Unused)
 
 
 def test_main_turns_bad_input_into_one_line(capsys):
@@ -245,20 +244,20 @@ def test_main_turns_bad_input_into_one_line(capsys):
 
     return function
 
-  assert gin_cli.main(lambda: None, flags) == 0
-  assert gin_cli.main(lambda: 3, flags) == 3
-  assert gin_cli.main(fail(KeyboardInterrupt()), flags) == 130
+  assert gin_flags.main(lambda: None, flags) == 0
+  assert gin_flags.main(lambda: 3, flags) == 3
+  assert gin_flags.main(fail(KeyboardInterrupt()), flags) == 130
   capsys.readouterr()
-  assert gin_cli.main(fail(ValueError('a\n  b')), flags) == 2
-  assert gin_cli.main(fail(OSError(28, 'disk full')), flags) == 2
-  assert gin_cli.main(lambda: None, ['--nonsense']) == 2
+  assert gin_flags.main(fail(ValueError('a\n  b')), flags) == 2
+  assert gin_flags.main(fail(OSError(28, 'disk full')), flags) == 2
+  assert gin_flags.main(lambda: None, ['--nonsense']) == 2
   lines = capsys.readouterr().err.splitlines()
   assert lines[:2] == ['error: a b', 'error: [Errno 28] disk full']
   assert len(lines) == 3 and lines[2].startswith("error: Unknown argument '--n")
   with pytest.raises(ValueError):
-    gin_cli.main(fail(ValueError('x')), [*flags, '--traceback'])
+    gin_flags.main(fail(ValueError('x')), [*flags, '--traceback'])
   with pytest.raises(TypeError, match='a bug'):
-    gin_cli.main(fail(TypeError('a bug')), flags)
+    gin_flags.main(fail(TypeError('a bug')), flags)
 
 
 def decode(*flags: str, stdin: bytes = b'') -> subprocess.CompletedProcess:

@@ -14,19 +14,17 @@ A VALUE that is no gin value is taken as text, so `--gin.INPUT_FILE=a.txt` and
 `--gin.INPUT_FILE='"a.txt"'` mean the same. gin itself accepts a mistyped macro
 or scope in silence; here a name that the gin files do not know is an error.
 
-A script is a dozen lines:
+A command is a function whose docstring is its --help, see `commands`:
 
-  def decode() -> int:
-    config = gin_cli.build(infer.DecodeConfig)
+  def decode() -> None:
+    config = gin_flags.build(infer.DecodeConfig)
     ...
-
-  if __name__ == '__main__':
-    sys.exit(gin_cli.main(decode))
 """
 
 import argparse
 import ast
 import dataclasses
+import inspect
 import logging
 import pathlib
 import re
@@ -37,12 +35,11 @@ from typing import NoReturn, TypeVar
 
 import gin
 
-import gin_checks
-import gin_old_paths
 from specdec_jax.checks.names import nearest
+from specdec_jax.cli import gin_checks, gin_old_paths
 from specdec_jax.infer import processes
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 _FLAGS = (
   '--gin_file',
@@ -108,9 +105,10 @@ def main(
     argv: arguments after the program's name; those of the process by default.
   """
   argv = sys.argv[1:] if argv is None else list(argv)
+  description = inspect.getdoc(function)
 
   def configured() -> int:
-    flags = parse_flags(argv)
+    flags = parse_flags(argv, description)
     if flags.meeting is not None:
       processes.join(flags.meeting)
     load(flags)
@@ -120,7 +118,7 @@ def main(
     return _complaining(configured, '--traceback' in argv)
 
   try:
-    meeting = parse_flags(argv).meeting
+    meeting = parse_flags(argv, description).meeting
   except ValueError:
     return complaining()
   if meeting:
@@ -144,14 +142,18 @@ def _complaining(function: Callable[[], int], traceback: bool) -> int:
     return 2
 
 
-def parse_flags(argv: Sequence[str]) -> Flags:
+def parse_flags(argv: Sequence[str], description: str | None = None) -> Flags:
   """Reads the command line; touches no file and no gin state.
+
+  Args:
+    argv: arguments after the program's name.
+    description: what --help says first.
 
   Raises:
     ValueError: an unknown flag, a binding without `=`, or no --gin_file.
   """
   parser = _Parser(
-    description=sys.modules['__main__'].__doc__,
+    description=description,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )

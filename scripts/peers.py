@@ -1,0 +1,8 @@
+"""`peers` of specdec_jax/cli/commands.py, which says what it does."""
+
+import sys
+
+from specdec_jax.cli import commands
+
+if __name__ == '__main__':
+  sys.exit(commands.run('peers'))
