@@ -1,4 +1,4 @@
-"""`accelerator` of specdec_jax/cli/commands.py, which says what it does."""
+"""`accelerator` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`benchmark` of specdec_jax/cli/commands.py, which says what it does."""
+"""`benchmark` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

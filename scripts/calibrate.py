@@ -1,4 +1,4 @@
-"""`calibrate` of specdec_jax/cli/commands.py, which says what it does."""
+"""`calibrate` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`convert_checkpoint` of specdec_jax/cli/commands.py, which says what it does."""
+"""`convert_checkpoint` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`decode` of specdec_jax/cli/commands.py, which says what it does."""
+"""`decode` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`drafter_costs` of specdec_jax/cli/commands.py, which says what it does."""
+"""`drafter_costs` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

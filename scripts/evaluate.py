@@ -1,4 +1,4 @@
-"""`evaluate` of specdec_jax/cli/commands.py, which says what it does."""
+"""`evaluate` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`fit_ngram` of specdec_jax/cli/commands.py, which says what it does."""
+"""`fit_ngram` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

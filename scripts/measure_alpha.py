@@ -1,4 +1,4 @@
-"""`measure_alpha` of specdec_jax/cli/commands.py, which says what it does."""
+"""`measure_alpha` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`peers` of specdec_jax/cli/commands.py, which says what it does."""
+"""`peers` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

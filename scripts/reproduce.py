@@ -1,4 +1,4 @@
-"""`reproduce` of specdec_jax/cli/commands.py, which says what it does."""
+"""`reproduce` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`throughput` of specdec_jax/cli/commands.py, which says what it does."""
+"""`throughput` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

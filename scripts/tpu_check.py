@@ -1,4 +1,4 @@
-"""`tpu_check` of specdec_jax/cli/commands.py, which says what it does."""
+"""`tpu_check` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

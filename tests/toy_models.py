@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from scipy import special
 
 from specdec_jax import probs
+from specdec_jax.paper.simulation import chi_squared_p_value
 
 # A prefix of generated tokens -> float[V], the law of the next one.
 NextProbs = Callable[[tuple[int, ...]], np.ndarray]
@@ -232,50 +232,6 @@ def count_ngrams(tokens, vocab_size: int) -> np.ndarray:
   shape = (vocab_size,) * tokens.shape[1]
   flat = np.ravel_multi_index(tuple(tokens.T), shape)
   return np.bincount(flat, minlength=vocab_size ** len(shape)).reshape(shape)
-
-
-def chi_squared_p_value(observed, expected_probs) -> float:
-  """p-value of Pearson's chi-squared test of counts against probabilities.
-
-  Cells of expected count below 5 are pooled, the least likely first, so that
-  the statistic has its asymptotic law. An observation of probability 0 gives
-  p = 0.
-
-  Args:
-    observed: int[...], counts.
-    expected_probs: float[...] of the same shape, summing to 1.
-
-  Raises:
-    ValueError: shapes differ, nothing was observed, the sum is not 1.
-  """
-  observed = np.asarray(observed, np.float64)
-  expected = np.asarray(expected_probs, np.float64)
-  if observed.shape != expected.shape:
-    raise ValueError(
-      f'shapes differ: counts {observed.shape}, probs {expected.shape}'
-    )
-  if not observed.sum() > 0:
-    raise ValueError('no observations')
-  if not abs(expected.sum() - 1) < 1e-4 or expected.min() < 0:
-    raise ValueError(f'expected_probs must sum to 1, got {expected.sum()}')
-  observed, expected = observed.ravel(), expected.ravel()
-  if observed[expected == 0].any():
-    return 0.0
-  expected = expected * (observed.sum() / expected.sum())
-  order = np.argsort(expected)
-  # As many of the least likely as it takes to reach 5, and all below 5.
-  pooled = max(
-    int(np.sum(expected < 5)),
-    int(np.searchsorted(np.cumsum(expected[order]), 5)) + 1,
-  )
-  cells = [
-    np.append(counts[order[pooled:]], counts[order[:pooled]].sum())
-    for counts in (observed, expected)
-  ]
-  if len(cells[0]) == 1:
-    return 1.0
-  statistic = np.sum((cells[0] - cells[1]) ** 2 / cells[1])
-  return float(special.chdtrc(len(cells[0]) - 1, statistic))
 
 
 def assert_chi_squared(observed, expected_probs, alpha: float) -> None:

@@ -17,8 +17,8 @@ def accelerator() -> None:
       --gin.OUTPUT_DIR=benchmarks/results/accelerator
 
   Leaves a record for each row in the records/ of OUTPUT_DIR and goes on where
-  it was stopped. It needs only jax, flax, numpy and gin-config. `reproduce` with
-  gin/runs/table2.gin and the same OUTPUT_DIR makes tables of them.
+  it was stopped. It needs only jax, flax, numpy and gin-config. `reproduce`
+  with gin/runs/table2.gin and the same OUTPUT_DIR makes tables of them.
   """
   from specdec_jax.engine import compilation_cache
   from specdec_jax.paper import table2_suite

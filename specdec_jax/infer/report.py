@@ -4,7 +4,6 @@ The dict is what `infer.decode` writes as summary.json and what README's result
 block is generated from, so every number has one source.
 """
 
-import contextlib
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
@@ -286,12 +285,3 @@ def print_examples(
 
 def _say(console: rich.console.Console, message: str) -> None:
   console.print(message, markup=False, highlight=False, soft_wrap=True)
-
-
-def status(
-  console: rich.console.Console, message: str
-) -> contextlib.AbstractContextManager[object]:
-  """Shows what is going on, on a terminal only."""
-  if console.is_terminal:
-    return console.status(message)
-  return contextlib.nullcontext()

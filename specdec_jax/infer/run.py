@@ -20,6 +20,7 @@ from specdec_jax.infer import (
   resume,
 )
 from specdec_jax.infer.settings import WAYS, DecodeConfig, by_rows, settings_of
+from specdec_jax.measure import progress
 from specdec_jax.text.lines import Line, check_some, count_tokens, read_lines
 
 
@@ -73,7 +74,7 @@ def _decode(
   lines, broken_off = files.until_broken(read_lines(config.input_file))
   check_some(config.input_file, lines)
   measured = calibrated.load(config)
-  with report.status(console, 'Loading models'):
+  with progress.status(console, 'Loading models'):
     engine = config.engine()
   gammas = calibrated.choose_gammas(measured, config, engine, console)
   if not calibrated.pays(gammas):

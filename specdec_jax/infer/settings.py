@@ -122,7 +122,7 @@ class TaskConfig:
     engine: makes the engine; called after all that is cheap was checked, with
       `max_input_len` and `max_decode_len`.
     tokenizer: of the models, for files of text.
-    mixture_or_task_name: of a task, see `specdec_jax.text.tasks`; or a local task;
+    mixture_or_task_name: of a task, see `text.tasks`; or a local task;
       or the path of a file, see `examples.find`.
     output_dir: where the results go; see `infer.decode_task`.
     draft: makes the drafter that `engine` is called with, where anything is
@@ -154,7 +154,7 @@ class TaskConfig:
     checkpoint_period: batches that a killed run may have to repeat.
     include_all_inputs: whether results hold all features of an example, not
       only its texts; as `results.plain` says where JSON has no such value.
-    metrics: names of functions of `specdec_jax.text.metrics`; 'task' is what the
+    metrics: names of functions of `text.metrics`; 'task' is what the
       task names, or BLEU for a file with targets that names none (a summary
       without it says which package to install); () or None is none. Examples
       without a target do not count.

@@ -30,6 +30,7 @@ from specdec_jax.infer.settings import (
   TaskConfig,
   by_rows,
 )
+from specdec_jax.measure import progress
 
 # Fields that decide no result, or by what they make: see `_identity`.
 _NOT_DECIDING = (
@@ -114,7 +115,7 @@ def _decode(
   found, broken_off = _examples(config)
   functions, unmeasured = task_summary.measures(config, found)
   measured = calibrated.load(config)
-  with report.status(console, 'Loading models'):
+  with progress.status(console, 'Loading models'):
     engine = _engine(config, found)
   gammas = None
   if _speculates(config):

@@ -15,9 +15,9 @@ from specdec_jax.engine.completion import CompletionStats
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import same_run
 from specdec_jax.measure import acceptance
+from specdec_jax.measure.progress import with_progress
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.report import with_progress
 from specdec_jax.measure.table import Cell, Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper import printed

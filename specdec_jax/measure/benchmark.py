@@ -15,9 +15,10 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.measure import calls, forced, settings, timing
+from specdec_jax.measure import calls, forced, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair
 from specdec_jax.measure.record import Record
+from specdec_jax.measure.rows import row
 from specdec_jax.measure.t5x_style import T5XStyle
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
@@ -230,7 +231,7 @@ def _measure(
       if name.startswith('call_')
     },
     **facts,
-    'gammas': [settings.row(setting.decode_len, median, r) for r in rows],
+    'gammas': [row(setting.decode_len, median, r) for r in rows],
   }
 
 

@@ -9,7 +9,6 @@ import rich.console
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine
-from specdec_jax.infer.report import status
 from specdec_jax.measure import alpha, calibration, memory
 from specdec_jax.measure.benchmark import (
   LEAST_DECODE_LEN,
@@ -19,8 +18,8 @@ from specdec_jax.measure.benchmark import (
 )
 from specdec_jax.measure.calibration import Calibration, Choice, Measured
 from specdec_jax.measure.environment import describe
+from specdec_jax.measure.progress import status, with_progress
 from specdec_jax.measure.prompts import read_prompts
-from specdec_jax.measure.report import with_progress
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel

@@ -26,8 +26,8 @@ from specdec_jax.drafters.uniform import uniform
 from specdec_jax.measure import calls, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
 from specdec_jax.measure.ngram import outputs
+from specdec_jax.measure.progress import with_progress
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.report import with_progress
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel

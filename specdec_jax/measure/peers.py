@@ -23,9 +23,9 @@ from specdec_jax.measure.peer_systems import (
   Pair,
   System,
 )
+from specdec_jax.measure.progress import with_progress
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.report import with_progress
 from specdec_jax.measure.table import Cell, Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.text.tokenizer import Tokenizer
@@ -277,7 +277,7 @@ def _result(entrant: _Entrant, reference: _Entrant) -> dict[str, Any]:
   }
 
 
-_COLUMNS = (
+_COLUMNS: tuple[Column | str, ...] = (
   'system',
   *(Column(name, '.2f') for name in ('ms/token', 'min', 'max')),
   Column(f'against {PLAIN}', '.2f'),

@@ -1,12 +1,13 @@
 """A benchmark's record as tables in the terminal."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import rich.console
 import rich.progress
 
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, num_steps
+from specdec_jax.measure.progress import with_progress
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
 
@@ -26,38 +27,6 @@ def show(
     console.print(times(record, setting))
     console.print(summary(record, setting))
   return record
-
-
-class Bar:
-  """Moves a progress bar, and names what goes on."""
-
-  def __init__(self, progress: rich.progress.Progress, task):
-    self._progress, self._task = progress, task
-
-  def __call__(self, count: int = 1) -> None:
-    self._progress.advance(self._task, count)
-
-  def say(self, phase: str) -> None:
-    self._progress.update(self._task, description=phase)
-
-
-def with_progress(
-  console: rich.console.Console,
-  label: str,
-  total: int,
-  work: Callable[[Bar], Any],
-) -> Any:
-  """Returns work(bar), behind a bar where the console is a terminal."""
-  progress = rich.progress.Progress(
-    rich.progress.SpinnerColumn(),  # it moves while the first step compiles
-    *rich.progress.Progress.get_default_columns(),
-    rich.progress.TimeElapsedColumn(),
-    console=console,
-    transient=True,
-    disable=not console.is_terminal,
-  )
-  with progress:
-    return work(Bar(progress, progress.add_task(label, total=total)))
 
 
 def forced_note(record: Mapping[str, Any]) -> str:

@@ -17,8 +17,8 @@ from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import Settings
 from specdec_jax.measure import calibration, residency
+from specdec_jax.measure.progress import with_progress
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.report import with_progress
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.timed_runs import (

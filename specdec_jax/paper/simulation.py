@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 from jax import lax
+from scipy import special
 
 from specdec_jax import analysis, probs
 from specdec_jax.checks.fields import check_types
@@ -23,7 +24,6 @@ from specdec_jax.measure.table import Cell, Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper.speculative_execution import settle
 from specdec_jax.verify import check_lenience
-from toy_models import chi_squared_p_value
 
 MAX_SAMPLES = 10**9  # counts are int32
 # A right `verify` fails the check for one seed in a million.
@@ -282,3 +282,47 @@ def _notes(config, exact: Outcomes, record) -> list[str]:
       f' none more than {1 / config.lenience:.4f} times.'
     )
   return notes
+
+
+def chi_squared_p_value(observed, expected_probs) -> float:
+  """p-value of Pearson's chi-squared test of counts against probabilities.
+
+  Cells of expected count below 5 are pooled, the least likely first, so that
+  the statistic has its asymptotic law. An observation of probability 0 gives
+  p = 0.
+
+  Args:
+    observed: int[...], counts.
+    expected_probs: float[...] of the same shape, summing to 1.
+
+  Raises:
+    ValueError: shapes differ, nothing was observed, the sum is not 1.
+  """
+  observed = np.asarray(observed, np.float64)
+  expected = np.asarray(expected_probs, np.float64)
+  if observed.shape != expected.shape:
+    raise ValueError(
+      f'shapes differ: counts {observed.shape}, probs {expected.shape}'
+    )
+  if not observed.sum() > 0:
+    raise ValueError('no observations')
+  if not abs(expected.sum() - 1) < 1e-4 or expected.min() < 0:
+    raise ValueError(f'expected_probs must sum to 1, got {expected.sum()}')
+  observed, expected = observed.ravel(), expected.ravel()
+  if observed[expected == 0].any():
+    return 0.0
+  expected = expected * (observed.sum() / expected.sum())
+  order = np.argsort(expected)
+  # As many of the least likely as it takes to reach 5, and all below 5.
+  pooled = max(
+    int(np.sum(expected < 5)),
+    int(np.searchsorted(np.cumsum(expected[order]), 5)) + 1,
+  )
+  cells = [
+    np.append(counts[order[pooled:]], counts[order[:pooled]].sum())
+    for counts in (observed, expected)
+  ]
+  if len(cells[0]) == 1:
+    return 1.0
+  statistic = np.sum((cells[0] - cells[1]) ** 2 / cells[1])
+  return float(special.chdtrc(len(cells[0]) - 1, statistic))

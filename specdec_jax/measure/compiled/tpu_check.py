@@ -25,7 +25,7 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.files import same_run
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import tpu, tpu_report
-from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.progress import with_progress
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed

@@ -25,7 +25,7 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives, tpu, tpu_report
 from specdec_jax.measure.compiled.tpu_check import load_done, settings_of
-from specdec_jax.measure.report import with_progress
+from specdec_jax.measure.progress import with_progress
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Partition, Placement

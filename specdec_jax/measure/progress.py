@@ -1,0 +1,52 @@
+"""What people see while they wait: progress bars, and what goes on.
+
+On a terminal only: a pipe gets nothing of it.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import rich.console
+import rich.progress
+
+
+def status(
+  console: rich.console.Console, message: str
+) -> contextlib.AbstractContextManager[object]:
+  """Shows what is going on, on a terminal only."""
+  if console.is_terminal:
+    return console.status(message)
+  return contextlib.nullcontext()
+
+
+class Bar:
+  """Moves a progress bar, and names what goes on."""
+
+  def __init__(self, progress: rich.progress.Progress, task):
+    self._progress, self._task = progress, task
+
+  def __call__(self, count: int = 1) -> None:
+    self._progress.advance(self._task, count)
+
+  def say(self, phase: str) -> None:
+    self._progress.update(self._task, description=phase)
+
+
+def with_progress(
+  console: rich.console.Console,
+  label: str,
+  total: int,
+  work: Callable[[Bar], Any],
+) -> Any:
+  """Returns work(bar), behind a bar where the console is a terminal."""
+  progress = rich.progress.Progress(
+    rich.progress.SpinnerColumn(),  # it moves while the first step compiles
+    *rich.progress.Progress.get_default_columns(),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  )
+  with progress:
+    return work(Bar(progress, progress.add_task(label, total=total)))
