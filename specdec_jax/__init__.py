@@ -34,7 +34,6 @@ from specdec_jax.types import (
   Generation,
   Verdict,
 )
-from specdec_jax.verify import verify, verify_greedy
 
 __all__ = [
   'Completion',
@@ -70,6 +69,4 @@ __all__ = [
   'save_orbax',
   'small_model',
   'uniform',
-  'verify',
-  'verify_greedy',
 ]

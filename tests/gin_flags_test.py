@@ -11,7 +11,7 @@ import pytest
 
 from specdec_jax.cli import gin_checks, gin_flags
 
-ROOT = pathlib.Path(gin_flags.__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Unused:
 
 HEADER = """
 from __gin__ import dynamic_registration
-import gin_cli_test as toy
+import gin_flags_test as toy
 """
 RUN = (
   HEADER
@@ -231,7 +231,7 @@ def test_missing_files(folder):
 
 def test_a_run_file_of_another_script():
   load('--gin.PATH=x')
-  with pytest.raises(ValueError, match='do not configure gin_cli_test.Unused'):
+  with pytest.raises(ValueError, match='do not configure gin_flags_test.Unused'):
     gin_flags.build(Unused)
 
 

@@ -19,7 +19,7 @@ from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import t5_tasks
 
-ROOT = pathlib.Path(gin_flags.__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What a CPU trains in place of a published one.
 TENTHS = {'t5_1_1_21m': 't5_1_1_base', 't5_1_1_7m': 't5_1_1_small'}
 # Size -> its file.

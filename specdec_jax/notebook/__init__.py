@@ -1,6 +1,6 @@
 """A pair in a notebook: what T5X's InteractiveModel is to its users.
 
-  model = interactive.load('google/flan-t5-xl', 'google/flan-t5-small')
+  model = notebook.load('google/flan-t5-xl', 'google/flan-t5-small')
   model.generate(['Translate to German: Good morning!'])
 
 Whatever is last in a cell shows itself: the model what was loaded and its last

@@ -27,7 +27,7 @@ class Side:
 
 
 class Interactive:
-  """A pair of models that is asked by hand; `interactive.load` makes it.
+  """A pair of models that is asked by hand; `notebook.load` makes it.
 
   Attributes:
     engine: that decodes; its `gamma` may be set between calls.
