@@ -192,7 +192,7 @@ def test_failed_write_keeps_the_old_file(params, tmp_path, monkeypatch):
   def disk_full(handle):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('specdec_jax.files.os.fsync', disk_full)
+  monkeypatch.setattr('specdec_jax.files.writing.os.fsync', disk_full)
   with pytest.raises(OSError, match='No space left'):
     checkpoints.save_t5x(path, params, step=2)
   assert path.read_bytes() == before

@@ -80,6 +80,7 @@ def test_bad_lines_a_full_disk_and_going_on(engine, tmp_path, monkeypatch):
 
   with monkeypatch.context() as patch:
     patch.setattr(files, 'write_atomically', no_space)
+    patch.setattr(files.writing, 'write_atomically', no_space)
     with pytest.raises(OSError, match='00001.json could not be written.*again'):
       run(engine, tmp_path / 'full')
   out = tmp_path / 'full' / 'out'

@@ -132,8 +132,8 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
 
   where = {
     'orbax': 'orbax.checkpoint.StandardCheckpointHandler.save',
-    'safetensors': 'specdec_jax.files.os.fsync',
-    't5x': 'specdec_jax.files.os.fsync',
+    'safetensors': 'specdec_jax.files.writing.os.fsync',
+    't5x': 'specdec_jax.files.writing.os.fsync',
   }
   monkeypatch.setattr(where[target], disk_full)
   config = convert.ConvertConfig(str(tmp_path / 'in'), str(out), target)

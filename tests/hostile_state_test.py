@@ -110,6 +110,7 @@ class Runs:
 
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(files, 'write_atomically', counting)
+      patch.setattr(files.writing, 'write_atomically', counting)
       with pytest.raises(Killed):
         self(out, **options)
 
@@ -293,6 +294,7 @@ def moments(runs, tmp_path):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(files, 'write_atomically', copying)
+    patch.setattr(files.writing, 'write_atomically', copying)
     runs(out)
   return copies
 

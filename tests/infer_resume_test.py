@@ -127,8 +127,9 @@ import os, random, signal, sys, types
 import jax
 import numpy as np
 import small_vocabulary
-from specdec_jax import files, infer, probs
-from specdec_jax import tokenizer as tokenizer_lib
+from specdec_jax import infer, probs
+from specdec_jax.files import writing
+from specdec_jax.text import tokenizer as tokenizer_lib
 from specdec_jax.engine.completion import Completion
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.engine import Engine, Model
@@ -151,10 +152,10 @@ def dies_at(name, real):
     return real(*args)
   return call
 
-# Only what files.py calls: JAX's cache of programs writes, too.
-files.os = types.SimpleNamespace(**vars(os))
-files.os.fsync = dies_at('half', os.fsync)
-files.os.replace = dies_at('before', os.replace)
+# Only what files/writing.py calls: JAX's cache of programs writes, too.
+writing.os = types.SimpleNamespace(**vars(os))
+writing.os.fsync = dies_at('half', os.fsync)
+writing.os.replace = dies_at('before', os.replace)
 
 def count_batch():
   global batches

@@ -372,6 +372,7 @@ def test_full_disk_leaves_no_broken_output(tmp_path, monkeypatch, failing):
       write_atomically(path, data)
 
   monkeypatch.setattr(files, 'write_atomically', write)
+  monkeypatch.setattr(files.writing, 'write_atomically', write)
   with pytest.raises(OSError, match='could not be written.*No space') as caught:
     run(tmp_path, b'new\n', overwrite=True)
   assert caught.value.errno == errno.ENOSPC

@@ -23,8 +23,9 @@ SCRIPT = """
 import os, signal, sys
 import jax
 import small_vocabulary
-from specdec_jax import infer, partitioning, probs, processes
-from specdec_jax import tokenizer as tokenizer_lib
+from specdec_jax import infer, partitioning, probs
+from specdec_jax.infer import processes
+from specdec_jax.text import tokenizer as tokenizer_lib
 from specdec_jax.engine.engine import Engine, Model
 
 folder, out, address, count, index, fatal, placed = sys.argv[1:]

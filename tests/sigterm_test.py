@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SCRIPT = """
 import hashlib, os, sys
 from specdec_jax.cli import gin_flags
-from specdec_jax import processes
+from specdec_jax.infer import processes
 
 def wait():
   print(os.getpid(), flush=True)

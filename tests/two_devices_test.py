@@ -53,7 +53,10 @@ print('the same')
 _PROCESSES = """
 import sys
 import jax, small_vocabulary
-from specdec_jax import partitioning, processes, scoring, tokenizer
+from specdec_jax import partitioning
+from specdec_jax.infer import processes
+from specdec_jax.engine import scoring
+from specdec_jax.text import tokenizer
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.schedule import Settings

@@ -1,6 +1,6 @@
 """Files and folders, here or in a bucket: lines, whole writes, checks."""
 
-from specdec_jax.files.lines import (
+from specdec_jax.files.reading import (
   MAX_LINE,
   MAX_PIPE,
   MAX_PIPE_LINES,
