@@ -232,7 +232,7 @@ def test_missing_files(folder):
 def test_a_run_file_of_another_script():
   load('--gin.PATH=x')
   with pytest.raises(
-    ValueError, match='do not configure gin_flags_test.Unused'
+    ValueError, match='configure gin_flags_test.Unused'
   ):
     gin_flags.build(Unused)
 
