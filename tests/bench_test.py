@@ -150,7 +150,7 @@ def test_every_gamma_is_predicted_from_its_own_times(monkeypatch):
   said = []
   record = benchmark.benchmark(tiny(gammas=(1, 3)), say=said.append)
   (setting,) = record['settings']
-  assert [word.split()[0] for word in said] == ['Placing', 'Compiling', 'First']
+  assert [one.split()[0] for one in said] == ['Placing', 'Compiling,', 'First']
   assert setting['call_cost'] == {'1': 1.0, '2': 1.25, '4': 1.5}
   one, three = setting['gammas']
   assert (one['gamma'], three['gamma']) == (1, 3)
