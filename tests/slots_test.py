@@ -24,7 +24,7 @@ from drafter_conformance_test import (
 from specdec_jax.decoding import slots
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.layout import Layout
-from specdec_jax.decoding.slots import Loop
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.probs import SamplingConfig

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specdec_jax.decoding import slots
-from specdec_jax.decoding.slots import Loop, Pool
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.slots import Pool
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 

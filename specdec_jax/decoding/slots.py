@@ -7,20 +7,16 @@ are finished. No shape changes when a row does, so nothing recompiles. Where a
 row lies in all these arrays is `layout`'s.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
 
-from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.drafters.base import Drafter
-from specdec_jax.models.base import LanguageModel
 from specdec_jax.types import FinishReason, Generation
 
 _BATCHED = (
@@ -31,27 +27,6 @@ _BATCHED = (
   'prompt',
   'prompt_length',
 )
-
-
-class Loop(NamedTuple):
-  """One of the two loops with its models; without a drafter the plain one."""
-
-  target: LanguageModel
-  drafter: Drafter | None = None
-
-  def start(self, params: PairParams, request: Request) -> DecodeState:
-    """The state before the first round."""
-    if self.drafter is None:
-      return autoregressive.start(self.target, params.target, request)
-    return speculative.start(self.target, self.drafter, params, request)
-
-  def step(
-    self, params: PairParams, request: Request, state: DecodeState
-  ) -> DecodeState:
-    """One round."""
-    if self.drafter is None:
-      return autoregressive.step(self.target, params.target, request, state)
-    return speculative.step(self.target, self.drafter, params, request, state)
 
 
 @struct.dataclass

@@ -1,14 +1,16 @@
 """What a decode carries from round to round, and when a row stops."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.probs import SamplingParams
+from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.types import DecodeStats, FinishReason, Generation
 
 NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
@@ -69,6 +71,69 @@ class Request:
     Rounded up to the buckets of attention, which then differ by a factor.
     """
     return -(-(self.prompt_width + self.slots + self.gamma) // 64) * 64
+
+
+def new_request(
+  inputs: Any,
+  keys: jax.Array,
+  sampling: SamplingConfig,
+  *,
+  slots: int,
+  gamma: int,
+  stop_ids: Sequence[int] = (),
+  min_length: Any = 0,
+  max_length: Any = None,
+  **others: Any,
+) -> Request:
+  """A `Request` with what all rows share said once; arrays of the host.
+
+  Args:
+    inputs: int32[B, E], 0 behind each row's end.
+    keys: PRNG keys [B], see `example_keys`.
+    sampling: of all rows, or with a temperature for each.
+    slots: the tokens that the state has room for.
+    gamma: proposals a round at most; 0 for the plain loop.
+    stop_ids: ids that end a row.
+    min_length: of all rows or of each, int[B].
+    max_length: likewise; None is `slots`.
+    **others: further fields, as they are; also `greedy` and `forbids_stops`,
+      which otherwise follow from the above.
+  """
+  batch = inputs.shape[0]
+  # Few widths, so that few programs are compiled.
+  width = max(4, 1 << max(len(stop_ids) - 1, 0).bit_length())
+  stops: Any = np.full((width,), -1, np.int32)
+  stops[: len(stop_ids)] = stop_ids
+
+  def of_rows(value: Any) -> Any:
+    return np.broadcast_to(np.asarray(value, np.int32), (batch,))
+
+  follows = {
+    'greedy': sampling.greedy,
+    'forbids_stops': bool(np.any(np.asarray(min_length) > 0)),
+  }
+  return Request(
+    inputs=inputs,
+    keys=keys,
+    sampling=sampling.params(batch),
+    stop_ids=stops,
+    min_length=of_rows(min_length),
+    max_length=of_rows(slots if max_length is None else max_length),
+    slots=slots,
+    gamma=gamma,
+    **(follows | others),
+  )
+
+
+def example_keys(seed: int, ids: Any) -> jax.Array:
+  """PRNG keys [B] of (seed, example), for the examples' numbers uint32[B]."""
+  return _fold_in_all(np.uint32(seed & 0xFFFFFFFF), ids)
+
+
+@jax.jit
+def _fold_in_all(seed, ids):
+  key = jax.random.key(seed)
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
 
 
 @struct.dataclass

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 
 from specdec_jax.decoding.layout import Programs
-from specdec_jax.decoding.slots import Loop
-from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine, Texts
@@ -119,9 +117,6 @@ class Continuous:
     key: Any = speculative, prompted, jax.tree.structure(example)
     key = *key, example.inputs.shape[0]
     if key not in self._programs:
-      engine, params = self.engine, self.engine.params
-      loop = Loop(engine.target, engine.drafter if speculative else None)
-      if not speculative:
-        params = PairParams(params.target, None)
+      loop, params = self.engine.loop(speculative)
       self._programs[key] = Programs(loop, params, example, prompted)
     return self._programs[key]

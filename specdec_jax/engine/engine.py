@@ -14,9 +14,8 @@ from specdec_jax import partitioning
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.arguments import check_numbers
-from specdec_jax.decoding import autoregressive
-from specdec_jax.decoding import speculative as speculative_loop
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
@@ -201,6 +200,16 @@ class Engine:
   ) -> None:
     """Raises ValueError where no memory could hold such a run; see `Room`."""
     self._room.check(batch, input_len, num_slots, gamma)
+
+  def loop(self, speculative: bool) -> tuple[Loop, PairParams]:
+    """A loop with its models, and their parameters as it takes them.
+
+    Raises:
+      ValueError: it is the speculative one, and there is no drafter.
+    """
+    if speculative:
+      return Loop(self.target, self.drafter), self.params
+    return Loop(self.target), PairParams(self._target_params, None)
 
   def input_ids(self, text: str | Sequence[int]) -> list[int]:
     """A text, or ids with or without their end, as the target reads it."""
@@ -392,7 +401,7 @@ class Engine:
     """A compiled function of a loop, for this kind and shape of request.
 
     Args:
-      name: 'decode', or 'start' and then 'run' of the loop's module.
+      name: 'decode', or 'start' and then 'run', of `Loop`.
       request: what it will be called with, the parameters bound.
       speculative: which loop.
     """
@@ -400,9 +409,12 @@ class Engine:
     if (name, key) not in self._programs:
       rows, width = request.inputs.shape
       self.check_room(rows, width, request.cache_slots, request.gamma)
-      loop: Any = speculative_loop if speculative else autoregressive
-      models = [self.target, self.drafter] if speculative else [self.target]
-      params: Any = self.params if speculative else self._target_params
+      loop, params = self.loop(speculative)
+      functions: dict[str, Callable[..., Any]] = {
+        'decode': loop.decode,
+        'start': loop.start,
+        'run': loop.run,
+      }
       args: list[Any] = [params, request]
       options: dict[str, Any] = {}
       if name == 'run':
@@ -415,9 +427,7 @@ class Engine:
           options['out_shardings'] = partitioning.shardings(args[2])
         elif name == 'decode':  # what the host reads, whole on each device
           options['out_shardings'] = self._partition.sharding()
-      lowered = jax.jit(
-        functools.partial(getattr(loop, name), *models), **options
-      ).lower(*args)
+      lowered = jax.jit(functions[name], **options).lower(*args)
       compiled = lowered.compile()
       if name == 'start':
         self._states[key] = partitioning.described(

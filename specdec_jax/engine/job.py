@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checks.arguments import check_numbers
 from specdec_jax.checks.names import nearest
-from specdec_jax.decoding.state import Request
+from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.engine.completion import (
   Completion,
   Text,
@@ -289,20 +288,19 @@ class Job:
     lenience: Any = None  # another program than that of any number
     if gamma and options.lenience != 1:
       lenience = np.asarray(options.lenience, np.float32)
-    min_length: Any = np.full((batch,), options.min_length, np.int32)
-    budgets: Any = np.zeros((batch,), np.int32)
+    budgets = np.zeros((batch,), np.int32)
     budgets[: len(encoded)] = max_length
-    return Request(
-      inputs=inputs,
-      keys=self._keys(batch),
-      sampling=self._sampling(batch),
-      stop_ids=self._stop_ids(),
-      min_length=min_length,
-      max_length=budgets,
+    return new_request(
+      inputs,
+      self._keys(batch),
+      self._sampling(batch),
       slots=frame.max_decode_len,
       gamma=gamma,
+      stop_ids=self._stop_ids(),
+      min_length=options.min_length,
+      max_length=budgets,
+      # Of all texts, also of those that are not decoded.
       greedy=options.sampling.greedy,
-      forbids_stops=options.min_length > 0,
       with_log_probs=options.log_probs,
       prompt=prompt,
       prompt_length=prompt_length,
@@ -323,9 +321,9 @@ class Job:
       )
     chosen = np.zeros((batch,), np.uint32)
     chosen[: len(self.rows)] = [ids[i] for i in self.rows]
-    return _example_keys(self.options.seed, chosen)
+    return example_keys(self.options.seed, chosen)
 
-  def _sampling(self, batch: int):
+  def _sampling(self, batch: int) -> SamplingConfig:
     sampling = self.options.sampling
     if isinstance(sampling.temperature, tuple):
       if len(sampling.temperature) != self._num_texts:
@@ -333,15 +331,13 @@ class Job:
       rows = [sampling.temperature[i] for i in self.rows]
       rows += [0.0] * (batch - len(rows))
       sampling = dataclasses.replace(sampling, temperature=rows)
-    return sampling.params(batch)
+    return sampling
 
-  def _stop_ids(self) -> Any:
+  def _stop_ids(self) -> list[int]:
     ids = self.options.stop_ids
     if ids is None:
       ids = [self._tokenizer.eos_id]
-    ids = self._checked('stop_ids', ids)
-    width = max(4, next_power_of_two(len(ids)))
-    return np.asarray([*ids, *[-1] * (width - len(ids))], np.int32)
+    return self._checked('stop_ids', ids)
 
   def produced(self, row: int, seen: Seen) -> np.ndarray:
     """The tokens that a row has produced."""
@@ -387,17 +383,6 @@ class Job:
   def passed_over(self) -> dict[int, Completion]:
     """Index -> completion of the texts that are not decoded at all."""
     return dict(self._passed_over)
-
-
-@jax.jit
-def _fold_in_all(seed, ids):
-  key = jax.random.key(seed)
-  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
-
-
-def _example_keys(seed: int, ids: np.ndarray) -> jax.Array:
-  """PRNG keys [B] of (seed, example)."""
-  return _fold_in_all(jnp.uint32(seed & 0xFFFFFFFF), ids)
 
 
 def padded(

@@ -18,6 +18,9 @@ from specdec_jax.models import sizes
 from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.text.tokenizer import Tokenizer
 
+# 100 sentinels, and padding to a multiple of 1,024.
+_MOST_MORE_IDS = 100 + 1023
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -49,22 +52,19 @@ def load_model(
     network: such as `T5(config)`.
     path: of a checkpoint, of any kind that `checkpoints.load` knows.
     tokenizer: the model's own, to check a pair by.
-    placement: that the engine will have. Where it has several devices, each
-      array goes straight to its shards; else `Engine` moves it.
+    placement: that the engine will have, and its dtype. Where it has several
+      devices, each array goes straight to its shards; else `Engine` moves it.
 
   Raises:
     ValueError: the checkpoint is missing or broken, or an array is missing,
       unknown or of another shape, or cannot be split as the placement says.
   """
   checkpoints.check_network(network)
-  partition = None if placement is None else placement.partition()
-  if placement is None or partition is None:
-    return Model(network, checkpoints.load(path, network), tokenizer)
-  partition.check(network)
-  params = checkpoints.load(
-    path, network, dtype=placement.dtype, sharding=partition.parameter
-  )
-  return Model(network, params, tokenizer)
+  how: dict[str, Any] = {}
+  if placement is not None:
+    sharding = placement.shardings_of(network)
+    how = {'dtype': placement.dtype, 'sharding': sharding}
+  return Model(network, checkpoints.load(path, network, **how), tokenizer)
 
 
 def joined(models: Sequence[Model]) -> Model:
@@ -170,12 +170,7 @@ def check_pair(
       )
     if side.network is None:
       continue  # a drafter that is no language model
-    if side.network.vocab_size < tokenizer.vocab_size:
-      raise ValueError(
-        f'The {name} has a vocabulary of {side.network.vocab_size}, the'
-        f' tokenizer one of {tokenizer.vocab_size}; they do not belong'
-        ' together.'
-      )
+    check_vocabulary_size(name, side.network.vocab_size, tokenizer)
   if draft is None or draft.network is None:
     return
   if draft.network.vocab_size != target.network.vocab_size:
@@ -196,6 +191,29 @@ def check_pair(
       ' the same.',
       stacklevel=3,
     )
+
+
+def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
+  """Raises ValueError unless a network's ids can be those of a tokenizer.
+
+  A network may have some more: T5 has 128 (100 sentinels, and padding), mT5
+  112, MADLAD-400 512; others are padded to a multiple of up to 1,024.
+
+  Args:
+    name: of the network, for the message.
+    size: ids that it has.
+    tokenizer: its own, or that of another model.
+  """
+  more = size - tokenizer.vocab_size
+  if 0 <= more <= _MOST_MORE_IDS:
+    return
+  raise ValueError(
+    f'The {name} has a vocabulary of {size}, the tokenizer one of'
+    f' {tokenizer.vocab_size}; they do not belong together. Expected are as'
+    f' many ids as pieces, or up to {_MOST_MORE_IDS} more (sentinels, padding):'
+    f' take the vocabulary that the {name} was trained with, or give the'
+    ' network the sizes of its checkpoint.'
+  )
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import context_of, judge
-from specdec_jax.decoding.state import Request
+from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.measure import memory
 from specdec_jax.measure.measured_pair import Pair
 from specdec_jax.measure.timing import Prepare
@@ -68,22 +69,16 @@ def make_request(
     prompt = jnp.pad(inputs, ((0, 0), (1, 0)), constant_values=START_ID)
     length = jnp.full((batch,), prompt.shape[1], jnp.int32)
     inputs = jnp.zeros((batch, 1), jnp.int32)
-  key = jax.random.key(seed)
-  return Request(
-    inputs=inputs,
-    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-      key, jnp.arange(batch)
-    ),
-    sampling=sampling.params(batch),
-    stop_ids=jnp.full((4,), -1, jnp.int32),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    max_length=jnp.full((batch,), slots, jnp.int32),
+  request = new_request(
+    inputs,
+    example_keys(seed, np.arange(batch, dtype=np.uint32)),
+    sampling,
     slots=slots,
     gamma=gamma,
-    greedy=sampling.greedy,
     prompt=prompt,
     prompt_length=length,
   )
+  return jax.device_put(request)  # no time of a run goes into moving it
 
 
 def loop(

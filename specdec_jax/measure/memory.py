@@ -21,7 +21,7 @@ from specdec_jax.checks.memory import DoesNotFitError, gib
 from specdec_jax.checks.memory import device_bytes as device_bytes
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request
+from specdec_jax.decoding.state import Request, new_request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
@@ -100,22 +100,17 @@ def request_shapes(
   """
 
   def make():
-    per_row = jnp.zeros((batch,), jnp.int32)
-    prompt = None
+    prompts: dict[str, Any] = {}
     if not has_encoder:
-      prompt = jnp.zeros((batch, 1 + input_len), jnp.int32)
-    return Request(
-      inputs=jnp.zeros((batch, input_len if has_encoder else 1), jnp.int32),
-      keys=jax.random.split(jax.random.key(0), batch),
-      sampling=SamplingConfig(temperature=0.0 if greedy else 1.0).params(batch),
-      stop_ids=jnp.zeros((4,), jnp.int32),
-      min_length=per_row,
-      max_length=per_row,
+      prompts['prompt'] = jnp.zeros((batch, 1 + input_len), jnp.int32)
+      prompts['prompt_length'] = jnp.zeros((batch,), jnp.int32)
+    return new_request(
+      jnp.zeros((batch, input_len if has_encoder else 1), jnp.int32),
+      jax.random.split(jax.random.key(0), batch),
+      SamplingConfig(temperature=0.0 if greedy else 1.0),
       slots=decode_len,
       gamma=gamma,
-      greedy=greedy,
-      prompt=prompt,
-      prompt_length=None if has_encoder else per_row,
+      **prompts,
     )
 
   return jax.eval_shape(make)

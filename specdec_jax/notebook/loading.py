@@ -5,7 +5,6 @@ import os
 import pathlib
 from typing import Any
 
-from specdec_jax import checkpoints
 from specdec_jax.checkpoints import gpt2_names, huggingface_names
 from specdec_jax.checkpoints.huggingface import (
   GENERATION,
@@ -20,6 +19,7 @@ from specdec_jax.checkpoints.load import (
 )
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.job import SMALLEST_PROMPT
+from specdec_jax.engine.pair import check_vocabulary_size, load_model
 from specdec_jax.files.locations import Location
 from specdec_jax.measure import memory
 from specdec_jax.models.base import START_ID, LanguageModel
@@ -185,21 +185,18 @@ class _Source:
   def load(self, placement: Placement) -> Model:
     """Reads the arrays: to their shards, or to the host for one device."""
     network, dtype = self.network, placement.dtype
-    partition = placement.partition()
-    sharding = None
-    if partition is not None:
-      partition.check(network)
-      sharding = partition.parameter
-    if is_huggingface(self.location):
-      config, params = load_huggingface(
-        self.location, self.given, dtype, sharding, self.described
-      )
-      if self.given is None:
-        network = _in_dtype(_network(config), dtype)
-    else:
-      params = checkpoints.load(
-        self.location.path, network, dtype=dtype, sharding=sharding
-      )
+    if not is_huggingface(self.location):
+      path = self.location.path
+      return load_model(network, path, self.tokenizer, placement)
+    config, params = load_huggingface(
+      self.location,
+      self.given,
+      dtype,
+      placement.shardings_of(network),
+      self.described,
+    )
+    if self.given is None:
+      network = _in_dtype(_network(config), dtype)
     return Model(network, params, self.tokenizer)
 
 
@@ -260,6 +257,7 @@ def _check_vocabularies(
   target: _Source, draft: _Source | None, tokenizer: Tokenizer
 ) -> None:
   """The engine's check of a pair, before gigabytes are read for it."""
+  check_vocabulary_size('target', target.network.vocab_size, tokenizer)
   if draft is None:
     return
   sizes = target.network.vocab_size, draft.network.vocab_size

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models.base import Params
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.partitioning.axes import (
   MESH_AXES,
   REPLICATED,
@@ -153,6 +153,20 @@ class Placement:
       devices=devices[:size],
     )
     return Partition(mesh, self.axes)
+
+  def shardings_of(self, network: LanguageModel) -> Any:
+    """Where `checkpoints.load` puts parameters; None leaves them on the host.
+
+    That is for one device, to which `place` moves them.
+
+    Raises:
+      ValueError: the network cannot be split so.
+    """
+    partition = self.partition()
+    if partition is None:
+      return None
+    partition.check(network)
+    return partition.parameter
 
 
 def share_devices(

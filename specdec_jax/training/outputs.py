@@ -17,7 +17,7 @@ import numpy as np
 from specdec_jax import files, partitioning
 from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import autoregressive
-from specdec_jax.decoding.state import Request
+from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
@@ -165,29 +165,22 @@ class Decoder:
       max_length[row] = config.limit(len(source))
     numbers = np.zeros(batch, np.uint32)
     numbers[: len(ids)] = ids
-    sampling = SamplingConfig(temperature=temperature)
-    return Request(
-      inputs=jnp.asarray(inputs),
-      keys=_keys(jnp.uint32(config.seed), jnp.asarray(numbers)),
-      sampling=sampling.params(batch),
-      stop_ids=jnp.array([EOS_ID], jnp.int32),
-      min_length=jnp.zeros(batch, jnp.int32),
-      max_length=jnp.asarray(max_length),
+    request = new_request(
+      inputs,
+      example_keys(config.seed, numbers),
+      SamplingConfig(temperature=temperature),
       slots=config.limit(width - 1),
       gamma=0,
-      greedy=sampling.greedy,
+      stop_ids=[EOS_ID],
+      max_length=max_length,
       with_log_probs=False,
     )
+    return jax.device_put(request)  # it is used several times
 
 
 # Compiled once for a model and a shape, whoever decodes.
 _start = jax.jit(autoregressive.start, static_argnums=0)
 _run = jax.jit(autoregressive.run, static_argnums=0, donate_argnums=3)
-
-
-@jax.jit
-def _keys(seed, numbers):
-  return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
 
 
 def generate_outputs(
