@@ -24,11 +24,12 @@ def pytest_configure(config):
   if config.option.markexpr == 'not slow':
     given = os.environ.get('XLA_FLAGS', '')  # the last of a kind counts
     os.environ['XLA_FLAGS'] = ' '.join((*_QUICK_FLAGS, given))
-  # One for each worker of xdist, since JAX writes entries in place; never the
-  # user's.
+  # What another engine, or a script, has compiled is read. A folder for each
+  # worker of xdist, since JAX writes entries in place; never the user's.
   folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
   config.add_cleanup(folder.cleanup)
   os.environ['JAX_COMPILATION_CACHE_DIR'] = folder.name
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 
 @pytest.fixture(scope='module')

@@ -94,7 +94,7 @@ def cycle(period=10, scale=30.0):
   return toy_models.MarkovModel(table)
 
 
-@pytest.mark.parametrize('gamma', [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize('gamma', [0, 1, 3, 8])
 def test_greedy_equals_plain(gamma):
   """Ragged rows, a budget each; at order 2 a stale cache would show."""
   target = random_markov(1, VOCAB, order=2, scale=2.0, input_scale=1.0)
@@ -120,7 +120,7 @@ def test_gamma_zero_is_the_baseline_bit_for_bit(sampling):
     np.testing.assert_array_equal(getattr(have, name), getattr(want, name))
 
 
-@pytest.mark.parametrize('gamma', [1, 2, 4])
+@pytest.mark.parametrize('gamma', [1, 4])
 @pytest.mark.parametrize('sampling', [GREEDY, SAMPLED])
 def test_target_as_its_own_drafter_is_always_right(gamma, sampling):
   """Any debt that is not paid, or paid at a wrong slot, rejects something."""
@@ -158,7 +158,7 @@ def mostly_wrong():
   return always(lambda token: token % 3 + 2)
 
 
-@pytest.mark.parametrize('gamma', [1, 2, 4])
+@pytest.mark.parametrize('gamma', [1, 4])
 @pytest.mark.parametrize('sampling', [GREEDY, SAMPLED])
 def test_always_wrong_drafter(gamma, sampling):
   """gamma = 1 and nothing accepted: right from the first round on."""
@@ -196,7 +196,7 @@ def test_drafter_of_probability_zero_is_the_plain_loop():
   assert have.stats.num_accepted.sum() == 0
 
 
-@pytest.mark.parametrize('gamma', [1, 2, 3, 4])
+@pytest.mark.parametrize('gamma', [1, 3])
 @pytest.mark.parametrize('perfect', [True, False])
 def test_stop_at_each_position_of_a_draft(gamma, perfect):
   """The chain 2, 3, ..., 11 stops at each of its tokens in turn."""
@@ -214,7 +214,7 @@ def test_stop_at_each_position_of_a_draft(gamma, perfect):
     assert result.finish_reason[0] == FinishReason.STOP
 
 
-@pytest.mark.parametrize('gamma', [1, 2, 3, 4])
+@pytest.mark.parametrize('gamma', [1, 3])
 def test_budget_ends_at_each_position_of_a_draft(gamma):
   target = cycle()
   limits = np.arange(0, 12)
@@ -382,7 +382,9 @@ def test_rounds_in_pieces_equal_rounds_at_once():
   def two_rounds(state):
     return speculative.run(target, drafter, params, request, state, 2)
 
-  state = speculative.start(target, drafter, params, request)
+  state = jax.jit(functools.partial(speculative.start, target, drafter))(
+    params, request
+  )
   while bool(jnp.any(state.running)):
     state = two_rounds(state)
   have = decode_state.generation(request, state)

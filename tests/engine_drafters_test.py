@@ -45,7 +45,7 @@ def parts(tokenizer):
   seeds = iter(range(9))
 
   def model(net):
-    return Model(net, jax.jit(net.init)(jax.random.key(next(seeds))))
+    return Model(net, net.init(jax.random.key(next(seeds))))
 
   return {
     'target': model(TARGET),

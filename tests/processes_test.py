@@ -145,22 +145,28 @@ def num_batches(said):
   return int(said.split()[-1])
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_result(runner, whole, tmp_path):
   """Sampled, twice an example: byte for byte what one process makes."""
   ended = runner(tmp_path, 2)
   assert [status for status, *_ in ended] == [0, 0], ended
   assert results(tmp_path) == whole
-  assert whole[next(n for n in whole if n.endswith('00001'))].count(b'\n') == 11
   # Six and five examples in batches of two; a program's first run is twice.
   assert [num_batches(said) for _, said, *_ in ended] == [3 + 1, 3 + 1]
-  # Started again, whether by as many or by one, it is known to be finished.
-  ((status, said, *_),) = runner(tmp_path, 1)
-  assert status == 0 and num_batches(said) == 0
-  assert 'is finished; it is kept' in said
 
 
 def test_one_model_over_the_devices_of_two_processes(runner, whole, tmp_path):
-  """In lockstep; also where a process was killed and both begin again."""
+  """In lockstep, as one process decodes."""
+  ended = runner(tmp_path, 2, placed='split')
+  assert [status for status, *_ in ended] == [0, 0], ended
+  assert [num_batches(said) for _, said, *_ in ended] == [6 + 1, 6 + 1]
+  # Sums over shards round otherwise, so scores are not the same bytes.
+  assert predictions(results(tmp_path)) == predictions(whole)
+
+
+@pytest.mark.slow
+def test_one_model_goes_on_after_a_kill(runner, whole, tmp_path):
+  """Both processes begin again."""
   ended = runner(tmp_path, 2, [0, 3], placed='split')
   assert ended[1][0] == 128 + signal.SIGKILL
   assert ended[0][0] == processes.PEER_ENDED, ended[0]
@@ -168,7 +174,6 @@ def test_one_model_over_the_devices_of_two_processes(runner, whole, tmp_path):
   assert [status for status, *_ in ended] == [0, 0], ended
   # Six batches, of which the one before the kill was kept.
   assert [num_batches(said) for _, said, *_ in ended] == [5 + 1, 5 + 1]
-  # Sums over shards round otherwise, so scores are not the same bytes.
   assert predictions(results(tmp_path)) == predictions(whole)
 
 
@@ -179,7 +184,11 @@ def predictions(found):
 
 @pytest.mark.parametrize('victim', [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others(runner, whole, tmp_path, victim):
-  """In 30 s, with a message; what was finished is not decoded again."""
+  """In 30 s, with a message; what was finished is not decoded again.
+
+  What two processes make, sampled, twice an example, is byte for byte what one
+  makes.
+  """
   fatal = [0, 0]
   fatal[victim] = 3  # in its second batch
   ended = runner(tmp_path, 2, fatal)
@@ -195,6 +204,11 @@ def test_a_killed_process_ends_the_others(runner, whole, tmp_path, victim):
   assert num_batches(ended[victim][1]) == 2 + 1
   assert num_batches(ended[1 - victim][1]) == 0
   assert results(tmp_path) == whole
+  assert whole[next(n for n in whole if n.endswith('00001'))].count(b'\n') == 11
+  # Started again, whether by as many or by one, it is known to be finished.
+  ((status, said, *_),) = runner(tmp_path, 1)
+  assert status == 0 and num_batches(said) == 0
+  assert 'is finished; it is kept' in said
 
 
 def test_a_process_ends_with_the_one_that_watches_it(runner, tmp_path):

@@ -49,7 +49,10 @@ SAMPLED = GREEDY | dict(sampling=SamplingConfig(top_k=20), seed=3)
 WAYS = {'plain': False, 'speculative': True}
 
 
-@pytest.fixture(scope='module', params=NETWORKS)
+# A decoder-only model has one quick test of its own; its others are slow.
+@pytest.fixture(
+  scope='module', params=['t5', pytest.param('gpt', marks=pytest.mark.slow)]
+)
 def family(request):
   return request.param
 
@@ -63,7 +66,7 @@ def network_of(family, **changes):
 def models(family):
   """A target, and a drafter that often agrees with it, but not always."""
   network = NETWORKS[family]
-  params = jax.jit(network.init)(jax.random.key(0))
+  params = network.init(jax.random.key(0))
   params = jax.tree.map(np.asarray, params)
   # Its first layer alone.
   layers = 'num_decoder_layers' if family == 't5' else 'num_layers'
@@ -194,6 +197,15 @@ def test_exchanges_of_a_round_are_few(preset, way, family, engines):
   at_most = 4 * rows * tokens * width if split else 0
   assert sum(kind['bytes'] for kind in kinds.values()) <= at_most + over_rows
   assert not collectives.of_weights(found, weights_of(engine))
+
+
+@pytest.mark.parametrize('family', ['gpt'], indirect=True)
+def test_a_decoder_only_model(family, engines, alone):
+  """One preset and way of the two tests above."""
+  test_greedy_tokens_are_those_of_one_device(
+    'both', 'speculative', engines, alone
+  )
+  test_exchanges_of_a_round_are_few('both', 'speculative', family, engines)
 
 
 @pytest.mark.parametrize('family', ['t5'], indirect=True)

@@ -43,5 +43,5 @@ def test_quick_cases():
 
 
 @pytest.mark.slow
-def test_samples_and_a_split_drafter():
+def test_slow_cases():
   run_cases('-m', 'slow')

@@ -26,7 +26,7 @@ TIED = dataclasses.replace(
 
 def make(config):
   """Parameters whose norm scales are not all 1, so that folding matters."""
-  params = jax.jit(t5.T5(config).init)(jax.random.key(0))
+  params = t5.T5(config).init(jax.random.key(0))
   rng = np.random.default_rng(0)
 
   def other_scale(path, leaf):

@@ -128,6 +128,7 @@ def test_no_tokens_no_drafter_and_gamma_0(tokenizer):
   not (ROOT / 'demo' / 'target.msgpack').exists(),
   reason='demo/target.msgpack, the demo pair, is not there',
 )
+@pytest.mark.slow
 def test_demo_pair():
   with contextlib.chdir(ROOT):
     gin_flags.load(gin_flags.parse_flags(['--gin_file=gin/runs/demo.gin']))
