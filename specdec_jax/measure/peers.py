@@ -23,7 +23,7 @@ from specdec_jax.measure.peer_systems import (
   Pair,
   System,
 )
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Cell, Column, Table
@@ -144,23 +144,19 @@ def compare(
   texts = texts[: config.num_lines]
   entrants = {name: _Entrant() for name in names}
 
-  def load(advance):
-    for name, entrant in entrants.items():
-      _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
-      advance()
-
-  def measure(advance):
-    for _ in range(config.repeats):
-      for entrant in entrants.values():
-        _guarded(entrant, _pass, entrant, texts)
-        advance()
-
   with tempfile.TemporaryDirectory() as folder:
     pair = _pair(config, pathlib.Path(folder))
-    with_progress(console, 'Loading', len(names), load)
+    with bar(console, 'Loading', len(names)) as advance:
+      for name, entrant in entrants.items():
+        _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
+        advance()
     if entrants[PLAIN].failure:
       raise ValueError(f'{PLAIN} failed: {entrants[PLAIN].failure}')
-    with_progress(console, 'Measuring', config.repeats * len(names), measure)
+    with bar(console, 'Measuring', config.repeats * len(names)) as advance:
+      for _ in range(config.repeats):
+        for entrant in entrants.values():
+          _guarded(entrant, _pass, entrant, texts)
+          advance()
   record = _record(config, pair.threads, texts, entrants)
   _print(console, record)
   if config.output_file:
