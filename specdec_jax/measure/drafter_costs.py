@@ -221,11 +221,10 @@ def _measure(
 
 
 def _request(config: DrafterCostsConfig, temperature: float) -> Request:
-  inputs = np.random.default_rng(config.seed).integers(
-    3, config.target.vocab_size, (config.batch, config.input_len)
-  )
   return calls.make_request(
-    jnp.asarray(inputs, jnp.int32),
+    calls.random_inputs(
+      config.target, config.batch, config.input_len, config.seed
+    ),
     config.decode_len,
     config.gamma,
     SamplingConfig(temperature=temperature),

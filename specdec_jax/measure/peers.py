@@ -26,7 +26,7 @@ from specdec_jax.measure.peer_systems import (
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import Cell, Column, Table, say
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -306,13 +306,9 @@ def _version(package: str) -> str | None:
 def _print(console: rich.console.Console, record: Mapping[str, Any]) -> None:
   console.print(Table.from_json(record))
   versions = record['versions'].items()
-  _say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
+  say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
   for name, result in record['results'].items():
     if result['failure']:
-      _say(console, f'{name} failed: {result["failure"]}')
+      say(console, f'{name} failed: {result["failure"]}')
     elif changed := result['lines_that_changed']:
-      _say(console, f'{name}: {changed} lines changed from pass to pass')
-
-
-def _say(console: rich.console.Console, message: str) -> None:
-  console.print(message, markup=False, highlight=False, soft_wrap=True)
+      say(console, f'{name}: {changed} lines changed from pass to pass')

@@ -16,7 +16,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import Settings
-from specdec_jax.measure import calibration, residency
+from specdec_jax.measure import calibration
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
@@ -26,6 +26,7 @@ from specdec_jax.measure.timed_runs import (
   read_examples,
   run_continuous,
   run_fixed,
+  watch_memory,
 )
 from specdec_jax.probs import SamplingConfig
 
@@ -144,7 +145,7 @@ def measure_throughput(
     # the slots have their whole width from the start.
     decoder = Continuous(engine, config.settings(GIVEN))
     many = texts[: config.memory_examples]
-    memory = residency.watch(decoder, many, **options)
+    memory = watch_memory(decoder, many, **options)
   some = texts[: config.num_examples]
   with bar(console, 'Ways', 4 * config.repeats) as advance:
     rounds = _ways(config, engine, some, options, advance)
