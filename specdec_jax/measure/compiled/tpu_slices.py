@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import flax.traverse_util
 import jax
 import rich.console
 
@@ -192,15 +191,7 @@ def _request(config: SlicesConfig, network: LanguageModel) -> Request:
 
 def _call_bytes(network: Any, params: Any, request: Request) -> int:
   """Bytes that a chip reads in a call: its weights and all of its caches."""
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
-  tied = network.config.logits_via_embedding
-  weights = [
-    leaf
-    for name, leaf in flat.items()
-    if not name.startswith('encoder/')
-    and not any(part in name for part in memory.ONCE)
-    and ('embedder/' not in name or (tied and 'token_embedder/' in name))
-  ]
+  weights = memory.decoder_weights(params)
   cache = jax.eval_shape(
     lambda *args: network.network.prefill(*args, request.cache_slots),
     params,
