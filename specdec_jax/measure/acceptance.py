@@ -36,7 +36,7 @@ from specdec_jax.verify import near_argmax
 
 @struct.dataclass
 class Overlap:
-  """A plain decode and what its drafter would have been worth.
+  """A plain decode, and beta of its drafter at each token.
 
   Attributes:
     state: the decode.
@@ -143,7 +143,7 @@ class Rate:
 
 
 class Rates(NamedTuple):
-  """What a drafter's proposals would have been worth.
+  """Acceptance rates of a drafter, and how often it proposes.
 
   Attributes:
     alpha: of the tokens that there was a proposal for, the mean beta; None if
@@ -254,7 +254,7 @@ def of_outputs(
 
 
 def _texts(request: Request) -> list[bytes]:
-  """What tells the texts of a batch: what is read of each, without padding."""
+  """A name for each text of a batch: the ids that are read, without padding."""
   inputs = np.asarray(request.inputs)
   texts = [np.trim_zeros(row, 'b').tobytes() for row in inputs]
   if request.prompt is None:
@@ -337,7 +337,7 @@ class Workload:
     )
 
   def real_runs(self) -> list[CompletionStats]:
-    """What each output of the engine's speculative loop took."""
+    """Counts of each output of the engine's speculative loop."""
     done: list[CompletionStats] = []
     for part, options in self._batches():
       done += [one.stats for one in self.engine.generate(part, **options)]

@@ -99,7 +99,7 @@ class MeasureAlphaConfig:
 
   @property
   def settings(self) -> dict[str, Any]:
-    """What a record was measured with, but for the models, as JSON has it."""
+    """The settings of a record as JSON, all but the models."""
     source = self.input_file
     return {
       'target': self.target,

@@ -155,7 +155,7 @@ def benchmark(
 
 
 def described(config: BenchmarkConfig) -> dict[str, Any]:
-  """What a record says of its benchmark, beside the points of its grid."""
+  """The settings that all points of a benchmark's grid share."""
   # What a drafter of another kind is made of says nothing of the target's.
   own = None if config.drafter is not None else config.draft_params
   given = (config.target_params, own)

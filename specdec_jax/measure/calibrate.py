@@ -212,7 +212,7 @@ def _unproposed(share: float) -> str:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-  """What was chosen for each number of rows, and what every gamma is worth.
+  """The gamma chosen for each number of rows, and the factor of every gamma.
 
   Args:
     found: a calibration, as its file has it.

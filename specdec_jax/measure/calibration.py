@@ -1,4 +1,4 @@
-"""What was measured of a pair on a machine, and the gamma that follows.
+"""A calibration: the best gamma for a pair on a machine, as it was measured.
 
 Written by scripts/calibrate.py, read by scripts/decode.py. It holds for the
 models and the device that it was made with, and for nothing else.
@@ -34,7 +34,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What speculation is worth for so many rows at once.
+  """The best gamma for a number of rows, and its expected speed-up.
 
   Attributes:
     rows: that are decoded together.
@@ -53,7 +53,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """What speculation is worth here.
+  """The best gamma for each number of rows, for one pair on one device.
 
   Attributes:
     fingerprints: 'target' and 'draft' -> what `checkpoints.fingerprint` gives

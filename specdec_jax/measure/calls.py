@@ -37,8 +37,8 @@ def decoder_bytes(
 ) -> int:
   """Bytes that one call of a decoder over one token must read at least.
 
-  Of `memory.call_bytes` all but what is a row's own token: its embedding, and
-  what is written.
+  `memory.call_bytes` without the embedding of the token, and without what is
+  written.
   """
   counted = memory.call_bytes(model, params, request)
   return counted.weights + counted.self_attention + counted.cross_attention
@@ -147,7 +147,7 @@ def target_calls(
 
 
 def encoder_call(pair: Pair, request: Request) -> Prepare:
-  """What reads the input, once.
+  """Prepares the call that reads the input, once.
 
   It is the target's encoder, and the keys and values made of it; without an
   encoder one call of the decoder over the prompt.
@@ -163,7 +163,7 @@ def encoder_call(pair: Pair, request: Request) -> Prepare:
 
 
 def start_of_drafter(pair: Pair, request: Request) -> Prepare:
-  """A drafter's `init`: of a small model, what reads its input."""
+  """Prepares a drafter's `init`; a small model reads its input there."""
   run = functools.partial(
     pair.init,
     pair.params.draft,

@@ -25,7 +25,7 @@ def show(
 
 
 def forced_note(record: Mapping[str, Any]) -> str:
-  """What every table and plot of forced acceptance has to say; else ''."""
+  """The remark on forced acceptance in a title; '' where it was real."""
   rate = record['forced_acceptance']
   if rate is None:
     return ''
@@ -33,7 +33,7 @@ def forced_note(record: Mapping[str, Any]) -> str:
 
 
 def title(record: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
-  """What one setting's numbers are of."""
+  """The title of one setting's tables."""
   return (
     f'{record["name"]}: {record["weights"]} weights{forced_note(record)}; batch'
     f' {setting["batch"]}, input {setting["input_len"]}, output'
@@ -43,7 +43,7 @@ def title(record: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
 
 
 def times(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
-  """Everything that was timed in one setting."""
+  """All times of one setting."""
   columns: list[Column | str] = [
     'what',
     *(Column(name, '.3f') for name in ('median ms', 'min', 'max')),
@@ -65,7 +65,7 @@ def times(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
 
 
 def summary(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
-  """What one setting says: costs, and for each gamma what it is worth."""
+  """Costs in one setting, and for each gamma its speed-up."""
   plain = setting['times_ms']['plain_loop']['median']
   rows = [
     ['plain loop, ms a token', f'{plain:.2f}'],

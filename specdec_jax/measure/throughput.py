@@ -98,7 +98,7 @@ class ThroughputConfig:
     self.settings(SHORTEST)  # raises where a number of it is too small
 
   def settings(self, way: str, **changes) -> Settings:
-    """Of one of the two continuous ways."""
+    """Returns the settings of GIVEN or SHORTEST, with `changes`."""
     order = 'given' if way == GIVEN else 'shortest'
     values: dict[str, Any] = {
       'rows': self.batch_size,
@@ -229,7 +229,7 @@ def _ratios(rounds) -> dict[str, dict[str, Any]]:
 
 
 def _looks(config, engine, texts, options) -> list[dict[str, Any]]:
-  """What it costs to look more often, and what more seldom."""
+  """Records of runs where the host looks more often, or more seldom."""
   found = []
   for max_rounds, refill in config.looks:
     changes = {'max_rounds': max_rounds, 'refill': refill}

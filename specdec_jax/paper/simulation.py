@@ -1,4 +1,4 @@
-"""The little experiment behind Appendix A.1: what becomes of one proposal.
+"""The experiment behind Appendix A.1: what becomes of one proposal.
 
 A token is proposed by one distribution; Algorithm 1 for another keeps it or
 draws a new one. How likely each token is to come in either way is known exactly
@@ -196,7 +196,7 @@ def simulate(
 
 
 def standard_error(expected: np.ndarray, num_samples: int) -> np.ndarray:
-  """Of a frequency among `num_samples` draws of the given probability."""
+  """Standard error of a frequency in `num_samples` draws of a probability."""
   return np.sqrt(expected * np.maximum(1 - expected, 0) / num_samples)
 
 
@@ -263,7 +263,7 @@ def _measured_table(config, measured, errors, z_scores) -> Table:
 
 
 def _notes(config, exact: Outcomes, record) -> list[str]:
-  """What the tables do not say."""
+  """Sentences below the tables."""
   beta = exact.acceptance_prob
   error = float(standard_error(np.asarray(beta), config.num_samples))
   share = float(np.sum(record['measured']['accepted']))

@@ -73,7 +73,7 @@ def records_of(output_dir: str) -> str:
 
 
 def row_name(row: printed.Table2Row | printed.Table4Row) -> str:
-  """Such as 'ende-t5_small-T0'."""
+  """The name of a row, such as 'ende-t5_small-T0'."""
   return f'{row.task}-{row.draft}-T{row.temperature}'
 
 

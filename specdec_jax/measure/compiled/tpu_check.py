@@ -129,7 +129,7 @@ def _check_rows(
 
 
 def _name(row: Mapping[str, Any]) -> str:
-  """What tells a row from others, of the row or of its result."""
+  """The name of a row, from the row or from its result."""
   names = ('task', 'draft', 'temperature', 'gamma', 'acceptance_rate')
   return ' '.join(str(row[name]) for name in names)
 

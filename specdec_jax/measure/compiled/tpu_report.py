@@ -243,7 +243,7 @@ def _if_compiled(record: _Record, text: str) -> str | None:
 
 
 def _exchanged(record: _Record, op: str | None, field: str) -> str | None:
-  """Of a round; None is every kind without a column of its own."""
+  """Sum over the exchanges of a round; op None is all without a column."""
   kinds = record['exchanged']['round']
   own = ('all-reduce', 'all-gather')
   wanted = [k for k in kinds if (k == op if op else k not in own)]
