@@ -18,7 +18,8 @@ from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.job import Frame, Job, Options
+from specdec_jax.engine.options import Options
+from specdec_jax.engine.text_batch import Limits, TextBatch
 from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
@@ -308,8 +309,9 @@ def test_lenience_that_is_no_number():
 
 def test_job_makes_one_program_of_all_lenience(tokenizer):
   def request(gamma, **options):
-    frame = Frame(24, 16, small_vocabulary.VOCAB_SIZE)
-    return Job(tokenizer, frame, ['a'], Options(**options), gamma).request
+    limits = Limits(24, 16, small_vocabulary.VOCAB_SIZE)
+    asked = Options(**options)
+    return TextBatch(tokenizer, limits, ['a'], asked, gamma).request
 
   assert request(3).lenience is request(3, lenience=1.0).lenience is None
   assert request(0, lenience=0.5).lenience is None, 'the plain loop has none'

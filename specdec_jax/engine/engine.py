@@ -3,7 +3,7 @@
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,15 +22,7 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.completion import Completion, Text, without_stop_id
-from specdec_jax.engine.job import (
-  STOP_STRING_ROUNDS,
-  Frame,
-  Job,
-  Seen,
-  check_gamma,
-  options_of,
-  without_end,
-)
+from specdec_jax.engine.options import check_gamma, options_of
 from specdec_jax.engine.pair import (
   Model,
   Room,
@@ -39,6 +31,13 @@ from specdec_jax.engine.pair import (
   check_pair,
   joined,
   load_model,
+)
+from specdec_jax.engine.text_batch import (
+  STOP_STRING_ROUNDS,
+  Limits,
+  RowsSoFar,
+  TextBatch,
+  without_end,
 )
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.tokenizer import Tokenizer
@@ -213,7 +212,7 @@ class Engine:
 
   def input_ids(self, text: str | Sequence[int]) -> list[int]:
     """A text, or ids with or without their end, as the target reads it."""
-    first, last = self._frame.around(self.tokenizer)
+    first, last = self._limits.around(self.tokenizer)
     return [*first, *without_end(self.tokenizer, text), *last]
 
   def num_input_tokens(self, text: str) -> int:
@@ -222,7 +221,7 @@ class Engine:
     A decoder with a `bos_id` reads that of an empty text, and goes on.
     """
     ids = self.input_ids(text)
-    first, last = self._frame.around(self.tokenizer)
+    first, last = self._limits.around(self.tokenizer)
     return len(ids) if first or len(ids) > len(last) else 0
 
   def request(
@@ -240,10 +239,10 @@ class Engine:
     """
     gamma = self.gamma if gamma is None else gamma
     check_gamma(gamma)
-    job = Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
-    if len(job.rows) < len(texts):
+    batch = self._batch_of(texts, gamma, options)
+    if len(batch.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
-    return job.request
+    return batch.request
 
   @property
   def num_programs(self) -> int:
@@ -267,10 +266,12 @@ class Engine:
     """
     before = self.num_programs
     begin = time.perf_counter()
-    job = self.job(texts, speculative, **options)
-    if job.rows:
-      for name in ('start', 'run') if job.options.stop_strings else ('decode',):
-        self._program(name, job.request, speculative)
+    batch = self.text_batch(texts, speculative, **options)
+    if batch.rows:
+      for name in (
+        ('start', 'run') if batch.options.stop_strings else ('decode',)
+      ):
+        self._program(name, batch.request, speculative)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
@@ -293,17 +294,17 @@ class Engine:
       ValueError: an option is out of range, or a text is longer than
         `max_input_len` and `on_too_long` is 'error'.
     """
-    job = self.job(texts, speculative, **options)
-    if not job.rows:
-      return job.completions()
-    if job.options.stop_strings:
-      for state, _ in self._advance(job, speculative, STOP_STRING_ROUNDS):
+    batch = self.text_batch(texts, speculative, **options)
+    if not batch.rows:
+      return batch.completions()
+    if batch.options.stop_strings:
+      for state, _ in self._advance(batch, speculative, STOP_STRING_ROUNDS):
         last = state
-      found = _generation(job.request, last)
+      found = _generation(batch.request, last)
     else:
-      self._fit(job, speculative, 'decode')
-      found = self._program('decode', job.request, speculative)(job.request)
-    return job.completions(partitioning.on_host(found))
+      self._fit(batch, speculative, 'decode')
+      found = self._program('decode', batch.request, speculative)(batch.request)
+    return batch.completions(partitioning.on_host(found))
 
   def stream(
     self, text: str, *, speculative: bool = True, **options
@@ -322,23 +323,23 @@ class Engine:
     Raises:
       ValueError: as for `generate`, or the target's logits became invalid.
     """
-    job = self.job([text], speculative, **options)
+    batch = self.text_batch([text], speculative, **options)
     shown = ''
-    if not job.rows:
+    if not batch.rows:
       return
-    for state, seen in self._advance(job, speculative, rounds=1):
+    for state, seen in self._advance(batch, speculative, rounds=1):
       reason = seen.finish_reason[0]
       if reason == FinishReason.INVALID:
-        found = partitioning.on_host(_generation(job.request, state))
-        raise ValueError(job.completions(found)[0].error)
-      tokens = without_stop_id(job.produced(0, seen), reason)
-      output = Text(self.tokenizer, tokens, job.options.stop_strings)
+        found = partitioning.on_host(_generation(batch.request, state))
+        raise ValueError(batch.completions(found)[0].error)
+      tokens = without_stop_id(batch.produced(0, seen), reason)
+      output = Text(self.tokenizer, tokens, batch.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
       if len(ready) > len(shown):
         yield ready[len(shown) :]
         shown = ready
 
-  def job(self, texts: Texts, speculative: bool, **options) -> Job:
+  def text_batch(self, texts: Texts, speculative: bool, **options) -> TextBatch:
     """What `generate` works on, for a scheduler that runs the loops itself.
 
     Raises:
@@ -346,12 +347,17 @@ class Engine:
     """
     if speculative and self._drafter is None:
       raise ValueError(_NO_DRAFTER)
-    gamma = self.gamma if speculative else 0
-    return Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
+    return self._batch_of(texts, self.gamma if speculative else 0, options)
+
+  def _batch_of(
+    self, texts: Texts, gamma: int, options: Mapping[str, Any]
+  ) -> TextBatch:
+    asked = options_of(**options)
+    return TextBatch(self.tokenizer, self._limits, texts, asked, gamma)
 
   @property
-  def _frame(self) -> Frame:
-    return Frame(
+  def _limits(self) -> Limits:
+    return Limits(
       self.max_input_len,
       self.max_decode_len,
       self._target.vocab_size,
@@ -361,21 +367,21 @@ class Engine:
     )
 
   def _advance(
-    self, job, speculative, rounds
-  ) -> Iterator[tuple[DecodeState, Seen]]:
+    self, batch, speculative, rounds
+  ) -> Iterator[tuple[DecodeState, RowsSoFar]]:
     """Yields the state every `rounds` rounds, and what the host sees of it.
 
     The host looks for stop strings in between.
     """
-    self._fit(job, speculative, 'start')
-    state = self._program('start', job.request, speculative)(job.request)
-    run = self._program('run', job.request, speculative)
+    self._fit(batch, speculative, 'start')
+    state = self._program('start', batch.request, speculative)(batch.request)
+    run = self._program('run', batch.request, speculative)
     while True:
-      state = run(job.request, state, np.int32(rounds))
+      state = run(batch.request, state, np.int32(rounds))
       parts = state.tokens, state.length, state.finish_reason
-      seen = Seen(*partitioning.on_host(parts))
-      if job.options.stop_strings:
-        seen = job.stop_at_strings(seen)
+      seen = RowsSoFar(*partitioning.on_host(parts))
+      if batch.options.stop_strings:
+        seen = batch.stop_at_strings(seen)
         where = state.finish_reason.sharding
         reasons = jax.device_put(seen.finish_reason, where)
         state = state.replace(finish_reason=reasons)
@@ -383,18 +389,18 @@ class Engine:
       if np.all(seen.finish_reason != FinishReason.RUNNING):
         return
 
-  def _fit(self, job: Job, speculative: bool, name: str) -> None:
-    """Gives a job as many rows as a program has that there is already.
+  def _fit(self, batch: TextBatch, speculative: bool, name: str) -> None:
+    """Gives a batch as many rows as a program has that there is already.
 
     Its own if it can be, and not more than twice these, which cost less than
     to compile another.
     """
-    least = job.num_rows
+    least = batch.num_rows
     for rows in sorted(self._rows):
       if least <= rows <= 2 * least:
-        request = job.request_in(rows)
+        request = batch.request_in(rows)
         if (name, (speculative, _shapes(request))) in self._programs:
-          job.request = request
+          batch.request = request
           return
 
   def _program(self, name: str, request: Request, speculative: bool):
