@@ -110,7 +110,7 @@ class Continuous:
     made = PoolRun(self._compiled, batch, self.settings, length, rehearsal)
     _, buckets, num_slots, rows = made.shapes
     inputs = max((inputs for inputs, _ in buckets), default=1)
-    self.engine.check_room(rows, inputs, num_slots, batch.request.gamma)
+    self.engine.room.check(rows, inputs, num_slots, batch.request.gamma)
     return made
 
   def _compiled(

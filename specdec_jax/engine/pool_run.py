@@ -17,11 +17,10 @@ import numpy as np
 
 from specdec_jax.decoding.pool import Pool, PoolView, take_rows
 from specdec_jax.decoding.row_layout import PoolPrograms
-from specdec_jax.decoding.state import Request
+from specdec_jax.decoding.state import Request, whole_buckets
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.schedule import Group, PoolSettings, PoolStats, Queue
 from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS, TextBatch
-from specdec_jax.types import FinishReason
 
 # (speculative, with prompts, rows without text) -> what is compiled for such.
 Compiled = Callable[[bool, bool, Request], PoolPrograms]
@@ -78,7 +77,7 @@ class PoolRun:
       self._gammas = dict(settings.gammas)
     self._room = max(self._gammas.values())  # for proposals
     tokens = host.prompt_width + max_decode_len
-    self._num_slots = -(-(tokens + self._room) // 64) * 64  # of the caches
+    self._num_slots = whole_buckets(tokens + self._room)  # of the caches
     # The largest pool, unless all fit into a smaller one.
     sizes = [size for size in self._gammas if size >= len(rows)]
     self._size = min(sizes, default=max(self._gammas))
@@ -309,19 +308,16 @@ class PoolRun:
   def _stop_at_strings(self, view: PoolView) -> PoolView:
     """Ends the running rows whose text holds a stop string."""
     generation = view.generation
-    reason = np.array(generation.finish_reason)
-    for slot in self._running():
-      tokens = generation.tokens[slot, : generation.length[slot]]
-      running = reason[slot] == FinishReason.RUNNING
-      if running and self._batch.has_stop_string(tokens):
-        reason[slot] = FinishReason.STOP_STRING
-    state = self._pool.state
-    # Where it was, or the next run would be compiled anew.
-    placed = jax.device_put(reason, state.finish_reason.sharding)
-    state = dataclasses.replace(state, finish_reason=placed)
+    produced: Any = {
+      slot: generation.tokens[slot, : generation.length[slot]]
+      for slot in self._running()
+    }
+    # On the host, as all of the view.
+    reasons: Any = generation.finish_reason
+    reasons = self._batch.with_stop_strings(reasons, produced)
+    state = self._pool.state.with_reasons(reasons)
     self._pool = dataclasses.replace(self._pool, state=state)
-    ended: Any = reason  # on the host, as all of the view
-    generation = dataclasses.replace(generation, finish_reason=ended)
+    generation = dataclasses.replace(generation, finish_reason=reasons)
     return dataclasses.replace(view, generation=generation)
 
   def _harvest(self, view: PoolView) -> list[tuple[int, int]]:

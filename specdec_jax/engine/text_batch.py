@@ -1,7 +1,7 @@
 """A batch of texts on its way through an engine: ids, request, results."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -274,20 +274,22 @@ class TextBatch:
     begin = 1 if first is None else first[row]
     return seen.tokens[row, begin : seen.length[row]]
 
-  def has_stop_string(self, tokens: Any) -> bool:
-    """Whether the text of produced tokens holds a stop string."""
-    text = Text(self._tokenizer, tokens, self.options.stop_strings)
-    return text.has_stop_string
+  def with_stop_strings(
+    self, reasons: np.ndarray, produced: Mapping[int, np.ndarray]
+  ) -> np.ndarray:
+    """Finish reasons, int32[B], with those of rows that hold a stop string.
 
-  def stop_at_strings(self, seen: RowsSoFar) -> RowsSoFar:
-    """Finishes the running rows whose text holds a stop string."""
-    reason = seen.finish_reason.copy()
-    for row in range(len(self.rows)):
-      if reason[row] != FinishReason.RUNNING:
-        continue
-      if self.has_stop_string(self.produced(row, seen)):
-        reason[row] = FinishReason.STOP_STRING
-    return seen._replace(finish_reason=reason)
+    Args:
+      reasons: int32[B], before.
+      produced: row -> its tokens so far, of the rows that have a text.
+    """
+    reasons = np.array(reasons)
+    for row, tokens in produced.items():
+      if reasons[row] == FinishReason.RUNNING:
+        text = Text(self._tokenizer, tokens, self.options.stop_strings)
+        if text.has_stop_string:
+          reasons[row] = FinishReason.STOP_STRING
+    return reasons
 
   def completions(self, generation=None) -> list[Completion]:
     """Results in the order of the texts."""
