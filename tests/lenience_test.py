@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import exact_laws
 import small_vocabulary
-import speculative_controls as controls
 import toy_models
 import toy_requests
+import verify_controls as controls
+import verify_laws
 from specdec_jax import analysis, verify
 from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
@@ -26,7 +26,7 @@ from specdec_jax.types import Draft
 
 LEVELS = (1.0, 0.5, 0.3, 0.1)
 SIZE, GAMMA = 4, 2
-# As in speculative_law_test: float32 and uniforms of 23 bits; and a lot more.
+# As in verify_law_test: float32 and uniforms of 23 bits; and a lot more.
 EXACT, WRONG = 1e-6, 1e-3
 GREEDY, SAMPLED = SamplingConfig(0.0), SamplingConfig(1.0)
 
@@ -60,7 +60,7 @@ def lenient_law(target, draft, lenience):
 
 def shipped_law(target, draft, lenience, **options):
   """`exact.step_law` of a lenient step."""
-  return exact_laws.step_law(
+  return verify_laws.step_law(
     target, draft, GAMMA, SIZE, lenience=lenience, **options
   )
 
