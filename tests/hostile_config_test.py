@@ -1,6 +1,7 @@
 """Configurations that nobody should write: one line each, and nothing run."""
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -317,7 +319,10 @@ def test_sizes_are_those_of_the_network(config):
   leaves = jax.tree.leaves(jax.eval_shape(network.init, jax.random.key(0)))
   assert sizes.num_params(config) == sum(leaf.size for leaf in leaves)
   input_len = 5 if network.has_encoder else 0
-  cache = bench_memory.cache_bytes(network, 3, input_len, 64)
+  inputs = jax.ShapeDtypeStruct((3, input_len), jnp.int32)
+  prefill = functools.partial(network.prefill, num_slots=64)
+  params = jax.eval_shape(network.init, jax.random.key(0))
+  cache = bench_memory.tree_bytes(jax.eval_shape(prefill, params, inputs))
   logits = 4 * 3 * 2 * config.vocab_size
   found = sizes.run_bytes(config, 3, input_len, 64, 2)
   # Masks, biases and lengths are not counted, and scores are small here.

@@ -16,8 +16,8 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
-from specdec_jax.measure import calibration, residency
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure import calibration
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
@@ -26,6 +26,7 @@ from specdec_jax.measure.timed_runs import (
   read_examples,
   run_continuous,
   run_fixed,
+  watch_memory,
 )
 from specdec_jax.probs import SamplingConfig
 
@@ -144,14 +145,10 @@ def measure_throughput(
     # the slots have their whole width from the start.
     decoder = Continuous(engine, config.settings(GIVEN))
     many = texts[: config.memory_examples]
-    memory = residency.watch(decoder, many, **options)
+    memory = watch_memory(decoder, many, **options)
   some = texts[: config.num_examples]
-  rounds = with_progress(
-    console,
-    'Ways',
-    4 * config.repeats,
-    lambda advance: _ways(config, engine, some, options, advance),
-  )
+  with bar(console, 'Ways', 4 * config.repeats) as advance:
+    rounds = _ways(config, engine, some, options, advance)
   values: dict[str, Any] = {
     'examples': len(some),
     'batch_size': config.batch_size,
@@ -162,12 +159,9 @@ def measure_throughput(
     'ratios': _ratios(rounds),
   }
   values['looks'] = _looks(config, engine, texts, options)
-  values['sweep'] = with_progress(
-    console,
-    'Batch sizes',
-    len(config.sweep_batches) * (2 if chosen is None else 3),
-    lambda advance: _sweep(config, engine, texts, options, chosen, advance),
-  )
+  steps = len(config.sweep_batches) * (2 if chosen is None else 3)
+  with bar(console, 'Batch sizes', steps) as advance:
+    values['sweep'] = _sweep(config, engine, texts, options, chosen, advance)
   if memory is not None:
     values['memory'] = memory
   record = Record('throughput', values)
