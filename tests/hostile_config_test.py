@@ -20,7 +20,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import memory as bench_memory
 from specdec_jax.models import sizes
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -369,7 +369,7 @@ def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
   for asked in (
     lambda: engine.generate(['a'] * 128),
     lambda: engine.warmup(['a'] * 128),
-    lambda: Continuous(engine, Settings(rows=4096)).generate(['a']),
+    lambda: Continuous(engine, PoolSettings(rows=4096)).generate(['a']),
     lambda: Engine(pair, tokenizer=Bytes(), max_decode_len=10**9),
   ):
     with pytest.raises(expected, match='of memory are needed'):

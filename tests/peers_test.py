@@ -45,7 +45,9 @@ def make_model(config, seed):
     noise = rng.standard_normal(leaf.shape).astype(np.float32)
     return 1 + noise / 10 if len(leaf.shape) == 1 else noise / 3
 
-  return Model(T5(config), jax.tree.map(draw, huggingface_names.shapes(config)))
+  return Model(
+    T5(config), jax.tree.map(draw, huggingface_names.shapes(T5(config)))
+  )
 
 
 @pytest.fixture(scope='module')

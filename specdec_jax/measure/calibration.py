@@ -79,7 +79,7 @@ class Calibration:
     return (larger or self.choices)[0 if larger else -1]
 
   def gammas(self, rows: int) -> dict[int, int]:
-    """`schedule.Settings.gammas` for so many rows: its own and fewer."""
+    """`schedule.PoolSettings.gammas` for so many rows: its own and fewer."""
     fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
     return fewer | {rows: self.at(rows).gamma}
 

@@ -15,7 +15,7 @@ from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import calibration
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
@@ -49,10 +49,10 @@ class ThroughputConfig:
     batch_size: B, rows decoded together.
     speculative: whether the drafter helps in all four ways.
     temperature: of the target.
-    refill: `Settings.refill`.
-    max_rounds: `Settings.max_rounds`.
+    refill: `PoolSettings.refill`.
+    max_rounds: `PoolSettings.max_rounds`.
     pools: smaller numbers of rows that the last ones may move to, with the
-      engine's gamma; see `Settings.gammas`. Only where `speculative` is set.
+      engine's gamma; see `PoolSettings.gammas`. Only with `speculative`.
     repeats: interleaved rounds of the four ways.
     looks: pairs (max_rounds, refill) that are compared, on `sweep_examples`.
     sweep_batches: batch sizes of the plot; empty leaves it out.
@@ -76,7 +76,7 @@ class ThroughputConfig:
   speculative: bool = True
   temperature: float = 0.0
   refill: int | None = None
-  max_rounds: int = Settings.max_rounds
+  max_rounds: int = PoolSettings.max_rounds
   pools: Sequence[int] = ()
   repeats: int = 3
   looks: Sequence[Sequence[int]] = ()
@@ -97,7 +97,7 @@ class ThroughputConfig:
       check_all_at_least(self, sweep_batches=1)
     self.settings(SHORTEST)  # raises where a number of it is too small
 
-  def settings(self, way: str, **changes) -> Settings:
+  def settings(self, way: str, **changes) -> PoolSettings:
     """Returns the settings of GIVEN or SHORTEST, with `changes`."""
     order = 'given' if way == GIVEN else 'shortest'
     values: dict[str, Any] = {
@@ -106,7 +106,7 @@ class ThroughputConfig:
       'max_rounds': self.max_rounds,
       'order': order,
     }
-    return Settings(**(values | changes))
+    return PoolSettings(**(values | changes))
 
 
 def measure_throughput(

@@ -152,12 +152,12 @@ def run_continuous(
   decoder.warmup(texts, **options)
   found = decoder.run(texts, **options)
   timed, _ = _timed(completion for _, completion in found)
-  load = decoder.load
+  stats = decoder.stats
   return dataclasses.replace(
     timed,
-    occupancy=load.occupancy,
-    host_fraction=load.host_fraction,
-    in_slot=load.in_slot,
+    occupancy=stats.occupancy,
+    host_fraction=stats.host_fraction,
+    in_slot=stats.in_slot,
   )
 
 
