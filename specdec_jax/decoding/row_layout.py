@@ -197,10 +197,10 @@ class PoolPrograms:
     return self._only(rows, np.zeros((1,), np.int32))
 
   def _hold(self, placed: Any, whole: Any = None) -> None:
-    """Keeps the pool where it is; what the host sees is on each device.
+    """Makes the programs that return a pool keep it on the same devices.
 
     Otherwise each program might leave it elsewhere, and the next one be
-    compiled for that.
+    compiled for that. What the host sees is whole on each device.
     """
     self._held = placed is not None
     pool: dict[str, Any] = {}

@@ -232,9 +232,9 @@ class Engine:
   def warmup(
     self, texts: Texts, *, speculative: bool = True, **options
   ) -> float:
-    """Compiles what `generate` would need, were there no program yet.
+    """Compiles the programs of as few rows as hold these texts.
 
-    Where it has been called, a time is that of no more rows than are needed.
+    `generate` then takes these and no larger ones, so that it can be timed.
 
     Args:
       texts: as for `generate`; only their number and lengths matter.

@@ -28,7 +28,7 @@ class Model:
 
   Attributes:
     network: a `LanguageModel`, such as `T5(config)`; None for a drafter that
-      is none.
+      is no network.
     params: its parameters, as a checkpoint has them or already placed.
     tokenizer: the model's own, to check a pair by; None takes it on trust.
     parts: of a drafter that is made of several, see `joined`.
@@ -79,8 +79,8 @@ def joined(models: Sequence[Model]) -> Model:
 class Room:
   """Whether what a pair holds in a run fits beside its parameters.
 
-  What is counted is what is needed at least: a run that passes may still be
-  refused by the device, one that does not could not have run.
+  Counts the least that is needed: what is refused could not have run, but what
+  passes may still be too much for the device.
   """
 
   def __init__(

@@ -95,7 +95,7 @@ class PoolRun:
 
   @property
   def shapes(self) -> Any:
-    """What the programs that are needed depend on."""
+    """What decides which programs are needed."""
     rows = [row for group in self._queue.groups for row in group]
     buckets = tuple(sorted({self._queue.bucket(row) for row in rows}))
     tree = jax.tree.structure(self._request)
@@ -135,7 +135,7 @@ class PoolRun:
     while True:
       self._fill()
       self._shrink()
-      running = any(row is not None for row in self._owners)
+      running = bool(self._running())
       coming = self._advance() if running else None
       # From here on until the answer the device is busy.
       if running and self._num_staged() <= 2 * self._refill:
@@ -155,7 +155,8 @@ class PoolRun:
   def _begin(self) -> None:
     """An empty pool, wide enough for the texts that come first.
 
-    As given, any text of the batch may come next, also in a rehearsal.
+    In the order given these may be of any width, and a rehearsal, which has
+    only some of them, must begin as wide as the run that it is for.
     """
     ahead: Sequence[int] = self._queue.groups[0]
     if self._settings.order == 'given':
@@ -231,7 +232,7 @@ class PoolRun:
 
   def _fill(self) -> None:
     """Gives free slots to rows that have been read."""
-    free = [slot for slot, row in enumerate(self._owners) if row is None]
+    free = self._free()
     while free and (self._staged or self._stage()):
       group = self._staged[0]
       empty = self._empty_row(group.width)
@@ -266,6 +267,9 @@ class PoolRun:
     """Whether nothing is left to fill a free slot."""
     return not self._staged and not self._queue.groups
 
+  def _free(self) -> list[int]:
+    return [slot for slot, row in enumerate(self._owners) if row is None]
+
   def _running(self) -> list[int]:
     return [slot for slot, row in enumerate(self._owners) if row is not None]
 
@@ -275,8 +279,7 @@ class PoolRun:
     sizes = [size for size in self._sizes if size >= len(running)]
     if not self._is_last or not running or min(sizes) >= self._size:
       return
-    free = [slot for slot, row in enumerate(self._owners) if row is None]
-    self._move([*running, *free][: min(sizes)])
+    self._move([*running, *self._free()][: min(sizes)])
 
   def _move(self, kept: Sequence[int]) -> None:
     """Goes on with the slots `kept` alone, in the pool of that size."""

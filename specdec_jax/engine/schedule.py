@@ -90,12 +90,12 @@ class PoolSettings:
 
 @dataclasses.dataclass
 class PoolStats:
-  """What a run has made of the device so far.
+  """Times and counts of one run through a pool, so far.
 
   Attributes:
     seconds: wall time.
-    host_seconds: of it, how long the device had nothing to do: from an answer
-      until it had been given its next work.
+    host_seconds: of these, when the device had nothing to do: from each answer
+      of it until its next work was given.
     looks: how often the host was asked.
     rounds: gamma -> rounds that ran.
     live_rounds: sum over rounds of the rows that were running.
@@ -115,17 +115,17 @@ class PoolStats:
 
   @property
   def occupancy(self) -> float:
-    """Running rows / slots, on the average over rounds; 1 before any."""
+    """Running rows / slots, the mean over rounds; 1 before any."""
     return self.live_rounds / self.slot_rounds if self.slot_rounds else 1.0
 
   @property
   def host_fraction(self) -> float:
-    """Of the time, the part in which the device waited for the host."""
+    """The part of the time in which the device waited for the host."""
     return self.host_seconds / self.seconds if self.seconds else 0.0
 
   @property
   def in_slot(self) -> float:
-    """Mean seconds that a text had a slot, until its output was known."""
+    """Mean seconds from a text's slot until its output was known."""
     return self.slot_seconds / self.outputs if self.outputs else 0.0
 
 

@@ -92,6 +92,7 @@ class TextBatch:
     rows: indices of the texts that are decoded.
     request: what is asked of the loops, one row for each of these and some
       more; missing where there are none.
+    passed_over: index -> completion of the texts that are not decoded at all.
   """
 
   def __init__(
@@ -107,7 +108,7 @@ class TextBatch:
     self._tokenizer = tokenizer
     self._limits = limits
     self._num_texts = len(texts)
-    self._passed_over: dict[int, Completion] = {}
+    self.passed_over: dict[int, Completion] = {}
     inputs = [self._encode(i, text) for i, text in enumerate(texts)]
     self.rows = [i for i, ids in enumerate(inputs) if ids]
     if self.rows:
@@ -130,12 +131,12 @@ class TextBatch:
       except ValueError as error:
         if self.options.on_too_long != 'report':
           raise
-        self._passed_over[index] = passed_over('error', str(error))
+        self.passed_over[index] = passed_over('error', str(error))
         return []
     ids = without_end(tokenizer, text)
     first, last = limits.around(tokenizer)
     if not ids and not first:
-      self._passed_over[index] = passed_over('empty')
+      self.passed_over[index] = passed_over('empty')
       return []
     room = limit - len(first) - len(last)
     if len(ids) > room and self.options.on_too_long != 'truncate':
@@ -147,7 +148,7 @@ class TextBatch:
       )
       if self.options.on_too_long == 'error':
         raise ValueError(message)
-      self._passed_over[index] = passed_over('error', message)
+      self.passed_over[index] = passed_over('error', message)
       return []
     return [*first, *ids[:room], *last]
 
@@ -293,7 +294,7 @@ class TextBatch:
 
   def completions(self, generation=None) -> list[Completion]:
     """Results in the order of the texts."""
-    found = dict(self._passed_over)
+    found = dict(self.passed_over)
     for row, index in enumerate(self.rows):
       found[index] = self.completion(generation, row)
     return [found[i] for i in range(self._num_texts)]
@@ -309,11 +310,6 @@ class TextBatch:
   def batch_multiple(self) -> int:
     """`Limits.batch_multiple` of the engine's."""
     return self._limits.batch_multiple
-
-  @property
-  def passed_over(self) -> dict[int, Completion]:
-    """Index -> completion of the texts that are not decoded at all."""
-    return dict(self._passed_over)
 
 
 def _check_texts(texts: Any) -> None:

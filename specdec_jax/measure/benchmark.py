@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from specdec_jax import analysis
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
-from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.measure import calls, forced, timing
@@ -240,14 +240,11 @@ def _prepare_calls(
   functions: dict[str, timing.Prepare],
 ) -> dict[str, Any]:
   """Adds the plain loop and what is called once; returns facts of it."""
-  params, plain = pair.params.target, request(gamma=0)
+  params, plain = pair.params, request(gamma=0)
 
   def loop(model):
-    start, run = (
-      functools.partial(f, model)
-      for f in (autoregressive.start, autoregressive.run)
-    )
-    return calls.loop(start, run, params, plain)
+    one = Loop(model)
+    return calls.loop(one.start, one.run, params._replace(draft=None), plain)
 
   functions['encoder'] = calls.encoder_call(pair, plain)
   functions['plain_loop'], compile_seconds = loop(pair.target)
@@ -261,7 +258,7 @@ def _prepare_calls(
     functions['draft_encoder'] = calls.start_of_drafter(pair, plain)
   return {
     'compile_seconds': {'plain': compile_seconds},
-    'bytes_per_call': calls.decoder_bytes(config.target, params, plain),
+    'bytes_per_call': calls.decoder_bytes(config.target, params.target, plain),
   }
 
 
@@ -274,14 +271,14 @@ def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
   )
   functions[f'round_{gamma}'] = calls.pair_rounds(pair, request, repeats)
 
+  own = Loop(pair.target, pair.drafter)
+
   def start(params, request):
-    return speculative.start(pair.target, pair.drafter, params[0], request)
+    return own.start(params[0], request)
 
   def run(params, request, state, rounds):
-    judge = speculative.judge if rate is None else forced.judge(params[1])
-    return speculative.run(
-      pair.target, pair.drafter, params[0], request, state, rounds, judge
-    )
+    loop = own if rate is None else own._replace(judge=forced.judge(params[1]))
+    return loop.run(params[0], request, state, rounds)
 
   params = (pair.params, jnp.float32(0.0 if rate is None else rate))
   prepare, compile_seconds = calls.loop(start, run, params, request)

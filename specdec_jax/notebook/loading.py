@@ -82,7 +82,7 @@ def load(
   Raises:
     ValueError: a checkpoint, its sizes or its vocabulary is missing or does
       not fit; the two have different vocabularies; or the device's memory is
-      too small (`bench.memory.DoesNotFitError`).
+      too small (`checks.memory.DoesNotFitError`).
   """
   if draft is None and draft_network is not None:
     raise ValueError('draft_network was given without draft, its checkpoint.')

@@ -16,7 +16,7 @@ import rich.console
 
 from specdec_jax import partitioning
 from specdec_jax.checks.fields import check_types
-from specdec_jax.decoding import speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
@@ -162,7 +162,7 @@ def _compile(target, draft, params, request, partition, usable):
     )
     return {'refused': text}, ''
   lowered = jax.jit(
-    functools.partial(speculative.decode, target, small_model(draft)),
+    Loop(target, small_model(draft)).decode,
     out_shardings=partition.sharding(),
     keep_unused=True,
   ).lower(params, request)
