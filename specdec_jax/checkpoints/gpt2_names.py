@@ -15,10 +15,10 @@ from specdec_jax.checkpoints.huggingface_names import (
   HEAD_MODULE,
   Row,
   check_fixed,
-  check_word,
   read_sizes,
   shapes,
 )
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.gpt import GPT, LAYER_NORM_EPSILON, GPTConfig
 
 MODEL_TYPE = 'gpt2'
@@ -124,7 +124,7 @@ def read_config(
     read_sizes(described, {'mlp_dim': 'n_inner'}, where)
   check_fixed(described, _FIXED, where)
   word = described.get('activation_function', 'gelu_new')
-  check_word(where, 'activation_function', word, tuple(_ACTIVATIONS))
+  check_choice(f'{where}: activation_function', word, _ACTIVATIONS)
   width, heads = sizes['emb_dim'], sizes['num_heads']
   if width % heads:
     raise ValueError(

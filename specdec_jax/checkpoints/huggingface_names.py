@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import jax
 
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -204,7 +204,7 @@ def read_config(
   if word is None:
     # What transformers takes where the file is silent.
     word = 'relu' if described['model_type'] == 't5' else 'gated-gelu'
-  check_word(where, 'feed_forward_proj', word, tuple(_FEED_FORWARD))
+  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD)
   return T5Config(
     **sizes,
     mlp_activations=_FEED_FORWARD[word],
@@ -236,18 +236,6 @@ def check_fixed(
       raise ValueError(
         f'{where}: {name} is {described[name]!r}; the network here has {value}.'
       )
-
-
-def check_word(
-  where: str, field: str, word: Any, known: tuple[str, ...]
-) -> None:
-  """Raises ValueError unless a field of config.json is a known word."""
-  if word in known:
-    return
-  raise ValueError(
-    f'{where}: {field} is {word!r}, expected one of {sorted(known)}.'
-    f'{nearest(str(word), known, or_all=False)}'
-  )
 
 
 class SpecialIds(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import nearest
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.engine.completion import (
@@ -105,7 +105,7 @@ class Options:
   lenience: float = 1.0
 
   def __post_init__(self):
-    check_numbers(0, min_length=self.min_length)
+    check_number('min_length', self.min_length, 0)
     check_lenience(self.lenience)
     if self.on_too_long not in ('error', 'truncate', 'report'):
       raise ValueError(
@@ -278,7 +278,7 @@ class Job:
       inputs, _ = padded(encoded, batch, width)
     max_length = frame.max_decode_len
     if options.max_length is not None:
-      check_numbers(1, max_length=options.max_length)
+      check_number('max_length', options.max_length, 1)
       if options.max_length > max_length:
         raise ValueError(
           f"max_length = {options.max_length} is more than the engine's"
@@ -402,7 +402,7 @@ def check_gamma(gamma: int) -> None:
 
   Caches and logits grow with it, and nothing is won by so many.
   """
-  check_numbers(0, gamma=gamma)
+  check_number('gamma', gamma, 0)
   if gamma > MAX_GAMMA:
     raise ValueError(
       f'gamma must be {MAX_GAMMA} at most, got {gamma}. A round costs the more'

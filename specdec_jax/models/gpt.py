@@ -6,7 +6,7 @@ biases) are fields of the configuration. The parameter tree is T5X's; what T5X
 has no name for is called as Flax calls it. Two factors stand where T5X has
 them, in either family: the 1/sqrt(D) of attention scores is part of the query
 projection, and a shared embedding reads x / sqrt(M). A checkpoint of another
-convention moves them into its weights (`checkpoints.gpt2`).
+convention moves them into its weights (`checkpoints.gpt2_names`).
 """
 
 import dataclasses
@@ -69,7 +69,6 @@ class GPTConfig:
     check_types(self)
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
     layers.check_config(self, may_be_zero=('num_positions',))
-    layers.check_choice(self, 'norm', ('layer', 'rms'))
 
 
 def _norm(config: GPTConfig) -> nn.Module:

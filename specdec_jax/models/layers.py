@@ -17,9 +17,13 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.names import check_choice
+
 # No published model has a quarter of it, and each is a module of its own.
 MOST_LAYERS = 1024
 MOST = 2**31 - 1  # ids and places in arrays are int32
+DTYPES = ('float32', 'bfloat16')  # that networks compute in
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 _kernel_init = nn.initializers.variance_scaling(
@@ -162,30 +166,17 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
     if field.type not in (int, 'int'):
       continue
     most = MOST_LAYERS if field.name.endswith('_layers') else MOST
-    if value < least:
-      raise ValueError(
-        f'{kind}.{field.name} must be at least {least}, got {value}.'
-      )
+    check_number(f'{kind}.{field.name}', value, least)
     if value > most:
       raise ValueError(
         f'{kind}.{field.name} must be at most {most}, got {value}.'
       )
-  check_choice(config, 'dtype', ('float32', 'bfloat16'))
+  check_choice(f'{kind}.dtype', config.dtype, DTYPES)
   unknown = set(config.mlp_activations) - set(ACTIVATIONS)
   if unknown or not config.mlp_activations:
     raise ValueError(
       f'{kind}.mlp_activations must name one or more of'
       f' {sorted(ACTIVATIONS)}, got {config.mlp_activations}.'
-    )
-
-
-def check_choice(config: Any, name: str, known: tuple[str, str]) -> None:
-  """Raises ValueError unless a field of a configuration is one of two."""
-  value = getattr(config, name)
-  if value not in known:
-    raise ValueError(
-      f'{type(config).__name__}.{name} must be {known[0]!r} or {known[1]!r},'
-      f' got {value!r}.'
     )
 
 
