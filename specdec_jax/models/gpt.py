@@ -80,10 +80,6 @@ def _norm(config: GPTConfig) -> nn.Module:
   )
 
 
-def _dropout(config: GPTConfig) -> nn.Dropout:
-  return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,))
-
-
 class Layer(nn.Module):
   """Self-attention and a feed-forward block, each with its residual."""
 
@@ -108,7 +104,7 @@ class Layer(nn.Module):
       config.dtype,
       config.use_bias,
     )
-    self.dropout = _dropout(config)
+    self.dropout = layers.dropout(config.dropout_rate)
 
   def __call__(self, x, remember, read, deterministic):
     """Maps [B, S, M] to [B, S, M].
@@ -154,7 +150,7 @@ class Decoder(nn.Module):
       )
     self.layers = [Layer(config) for _ in range(config.num_layers)]
     self.decoder_norm = _norm(config)
-    self.dropout = _dropout(config)
+    self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
       self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
 
@@ -176,18 +172,11 @@ class Decoder(nn.Module):
 
   def empty_cache(self, batch: int, num_slots: int) -> kv_cache.KVCache:
     """A `KVCache` of `batch` rows that have read nothing."""
-    config = self.config
-    shape = (batch, config.num_heads, config.head_dim, num_slots)
-
-    def zeros():
-      return tuple(
-        jnp.zeros(shape, config.dtype) for _ in range(config.num_layers)
-      )
-
+    size = self.config.num_layers, batch, num_slots
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
     return kv_cache.KVCache(
-      keys=zeros(),
-      values=zeros(),
+      keys=kv_cache.empty_slots(self.config, *size),
+      values=kv_cache.empty_slots(self.config, *size),
       cross_keys=(),
       cross_values=(),
       cross_bias=None,

@@ -180,6 +180,11 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
     )
 
 
+def dropout(rate: float) -> nn.Dropout:
+  """T5X's: a number of the embedding is dropped at all positions at once."""
+  return nn.Dropout(rate, broadcast_dims=(-2,))
+
+
 class MLP(nn.Module):
   """Feed-forward block: one activation (`wi`) or a gate (`wi_0`, `wi_1`)."""
 
@@ -208,9 +213,7 @@ class MLP(nn.Module):
         for n, f in zip(self.activations, factors, strict=True)
       ],
     )
-    hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(
-      hidden, deterministic=deterministic
-    )
+    hidden = dropout(self.dropout_rate)(hidden, deterministic=deterministic)
     return dense(self.features, name='wo')(hidden)
 
 
