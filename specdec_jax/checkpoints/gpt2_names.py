@@ -107,17 +107,7 @@ def table(config: GPTConfig) -> dict[str, Row]:
 def read_config(
   described: Mapping[str, Any], logits_via_embedding: bool, where: str
 ) -> GPTConfig:
-  """Returns the shape that config.json describes.
-
-  Args:
-    described: config.json.
-    logits_via_embedding: what the weights say of it.
-    where: the file's path, for messages.
-
-  Raises:
-    ValueError: a field is missing or differs from what is built in here; names
-      the field, what came and what was expected.
-  """
+  """Returns the shape that config.json describes; see `huggingface`."""
   sizes = read_sizes(described, FIELDS, where)
   inner = described.get('n_inner')
   if inner is not None:

@@ -184,17 +184,7 @@ def describe(config: T5Config) -> dict[str, Any]:
 def read_config(
   described: Mapping[str, Any], logits_via_embedding: bool, where: str
 ) -> T5Config:
-  """Returns the shape that config.json describes.
-
-  Args:
-    described: config.json.
-    logits_via_embedding: what the weights say of it.
-    where: the file's path, for messages.
-
-  Raises:
-    ValueError: a field is missing or differs from what is built in here; names
-      the field, what came and what was expected.
-  """
+  """Returns the shape that config.json describes; see `huggingface`."""
   if described.get('num_decoder_layers') is None:
     layers = described.get('num_layers')  # as many as the encoder has
     described = {**described, 'num_decoder_layers': layers}
