@@ -275,9 +275,9 @@ def test_random_parameters_are_made_in_their_dtype():
 @pytest.mark.parametrize(
   ('options', 'words'),
   [
-    ({'gammas': (4, 0)}, 'gammas must be at least 1, got .4, 0.'),
+    ({'gammas': (4, 0)}, 'gammas must .* at least 1, got .4, 0.'),
     ({'repeats': 0}, 'repeats must be at least 1'),
-    ({'batches': 2}, 'batches: expected a sequence, each a whole number'),
+    ({'batches': 2}, 'batches: expected a sequence.*, got 2'),
     ({'forced_acceptance': 1.5}, r'must lie in \[0, 1\].*got 1.5'),
     ({'call_sizes': (2, 4)}, 'call_sizes must hold 1'),
   ],
@@ -303,8 +303,8 @@ class Numbers:
     ({'count': 1.5}, 'Numbers.count must be a whole number, got 1.5'),
     ({'share': -0.1}, 'Numbers.share must be at least 0, got -0.1'),
     ({'share': float('nan')}, 'Numbers.share must be at least 0, got nan'),
-    ({'sizes': ()}, r'Numbers.sizes must be a sequence of numbers, got \(\)'),
-    ({'sizes': (2, 0)}, r'Numbers.sizes must be at least 1, got \(2, 0\)'),
+    ({'sizes': ()}, r'Numbers.sizes must .*, got \(\)'),
+    ({'sizes': (2, 0)}, r'Numbers.sizes must .* at least 1, got \(2, 0\)'),
   ],
 )
 def test_checks_of_numbers(value, words):

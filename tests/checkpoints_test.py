@@ -87,57 +87,52 @@ def test_a_checkpoint_that_t5x_wrote_loads_without_renaming():
 
 def test_missing_file():
   path = 'nowhere/model.msgpack'
-  with pytest.raises(ValueError, match=f"No checkpoint .* '{path}': No such"):
+  with pytest.raises(ValueError, match=path):
     checkpoints.load(path)
 
 
-@pytest.mark.parametrize('kept', [0.0, 0.1, 0.5, 0.99])
-def test_truncated_file(params, tmp_path, kept):
-  path = tmp_path / 'model.msgpack'
-  checkpoints.save_t5x(path, params, step=0)
-  whole = path.read_bytes()
-  size = int(kept * len(whole))
-  path.write_bytes(whole[:size])
-  with pytest.raises(ValueError, match=rf'\({size} bytes\) is cut short'):
-    checkpoints.load(path)
+def cut(kept):
+  return lambda whole: whole[: int(kept * len(whole))]
 
 
-def test_the_entry_that_is_cut_short_is_named(params, tmp_path):
-  path = tmp_path / 'model.msgpack'
-  checkpoints.save_t5x(path, params, step=0)
-  whole = path.read_bytes()
-  path.write_bytes(whole[: whole.index(b'token_embedder') + 70])
-  with pytest.raises(ValueError, match='optimizer/target/token_embedder/embed'):
-    checkpoints.load(path)
+def cut_behind(name):
+  return lambda whole: whole[: whole.index(name) + 70]
 
 
-def test_bytes_behind_the_tree(params, tmp_path):
-  path = tmp_path / 'model.msgpack'
-  checkpoints.save_t5x(path, params, step=0)
-  path.write_bytes(path.read_bytes() + b'abc')
-  with pytest.raises(ValueError, match='3 bytes too many'):
-    checkpoints.load(path)
+def tree(**values):
+  return lambda _: flax.serialization.msgpack_serialize(values)
 
 
-def test_a_parameter_that_is_there_twice(tmp_path):
+def there_twice(_):
   array = flax.serialization.msgpack_serialize(np.ones(2, np.float32))
   twice = b'\x82' + 2 * (b'\xa1a' + array)
-  tree = b'\x82\xa7version\x03\xa9optimizer\x81\xa6target' + twice
-  path = tmp_path / 'model.msgpack'
-  path.write_bytes(tree)
-  with pytest.raises(
-    ValueError, match='at optimizer/target/a: it is there twi'
-  ):
-    checkpoints.load(path)
+  return b'\x82\xa7version\x03\xa9optimizer\x81\xa6target' + twice
 
 
-@pytest.mark.parametrize('version', [0, 1, 4])
-def test_versions_that_cannot_be_read(params, tmp_path, version):
+@pytest.mark.parametrize(
+  ('change', 'named'),
+  [
+    (cut(0.0), '(0 bytes)'),
+    (cut(0.1), 'cut short'),
+    (cut(0.5), 'cut short'),
+    (cut(0.99), 'cut short'),
+    (cut_behind(b'token_embedder'), 'optimizer/target/token_embedder/embed'),
+    (lambda whole: whole + b'abc', '3 bytes too many'),
+    (there_twice, 'optimizer/target/a'),
+    (lambda _: b'PK\x03\x04 some archive', 'no T5X checkpoint'),
+    (tree(params={}), "['params']"),
+    (tree(version=0, optimizer={'target': {}}), 'version 0'),
+    (tree(version=1, optimizer={'target': {}}), 'version 1'),
+    (tree(version=4, optimizer={'target': {}}), 'version 4'),
+  ],
+)
+def test_files_that_are_broken_or_others(params, tmp_path, change, named):
   path = tmp_path / 'model.msgpack'
-  tree = {'version': version, 'optimizer': {'target': params}}
-  path.write_bytes(flax.serialization.msgpack_serialize(tree))
-  with pytest.raises(ValueError, match=rf'version {version}, .*of \(2, 3\)'):
+  checkpoints.save_t5x(path, params, step=0)
+  path.write_bytes(change(path.read_bytes()))
+  with pytest.raises(ValueError) as caught:
     checkpoints.load(path)
+  assert str(path) in str(caught.value) and named in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -172,16 +167,6 @@ def test_arrays_that_flax_has_cut(tmp_path, monkeypatch, piece):
   loaded = checkpoints.load(path)
   np.testing.assert_array_equal(loaded['a'], array)
   np.testing.assert_array_equal(loaded['b'], array[:2])
-
-
-def test_other_files(tmp_path):
-  path = tmp_path / 'model.msgpack'
-  path.write_bytes(b'PK\x03\x04 some archive')
-  with pytest.raises(ValueError, match='cut short or no T5X checkpoint'):
-    checkpoints.load(path)
-  path.write_bytes(flax.serialization.msgpack_serialize({'params': {}}))
-  with pytest.raises(ValueError, match=r"optimizer/target.*\['params'\]"):
-    checkpoints.load(path)
 
 
 def test_failed_write_keeps_the_old_file(params, tmp_path, monkeypatch):
@@ -241,13 +226,13 @@ def test_check_names_the_size_that_differs(params, change):
 
 def test_check_tells_a_gated_network_from_a_plain_one(params):
   plain = dataclasses.replace(CONFIG, mlp_activations=('relu',))
-  with pytest.raises(ValueError, match='len.mlp_act.* is 2, expected 1; miss'):
+  with pytest.raises(ValueError, match='mlp_activations.* is 2, expected 1'):
     checkpoints.check_params(params, expected(plain))
   assert t5x_sizes.infer_config(_shapes(expected(plain)), 'x') == plain
 
 
 def test_sizes_of_something_else():
-  with pytest.raises(ValueError, match="of the T5 in 'x' cannot be told"):
+  with pytest.raises(ValueError, match="'x'"):
     t5x_sizes.infer_config({'dense/kernel': (3, 4)}, 'x')
 
 

@@ -358,7 +358,7 @@ def test_stats_before_any_round():
     ({'max_rounds': 0}, 'max_rounds must be at least 1'),
     ({'refill': 0}, 'refill must be at least 1'),
     ({'read_rows': 0}, 'read_rows must be at least 1'),
-    ({'order': 'longest'}, "one of .*, got 'longest'"),
+    ({'order': 'longest'}, "order is 'longest'"),
     ({'gammas': {}}, 'gammas must name a number of rows'),
     ({'gammas': {0: 1}}, 'rows of gammas must be at least 1'),
     ({'gammas': {4: -1}}, 'gamma must be at least 0'),

@@ -186,7 +186,7 @@ def test_no_more_tokens_than_learned_positions():
   [
     ('num_heads', 0, 'num_heads must be at least 1, got 0'),
     ('num_positions', -1, 'num_positions must be at least 0, got -1'),
-    ('dtype', 'float16', "'float32' or 'bfloat16'"),
+    ('dtype', 'float16', "'float16', .*'bfloat16', 'float32'"),
     ('norm', 'batch', "'layer' or 'rms', got 'batch'"),
     ('mlp_activations', ('swish',), 'swish'),
   ],

@@ -174,10 +174,10 @@ def test_special_ids_that_the_decoder_cannot_follow(tmp_path):
   huggingface.save_huggingface(tmp_path, V11, make_params(V11))
   generation = tmp_path / 'generation_config.json'
   generation.write_text('{"decoder_start_token_id": 2}')
-  with pytest.raises(ValueError, match='decoder_start_token_id is 2; the'):
+  with pytest.raises(ValueError, match='decoder_start_token_id is 2'):
     huggingface.load_huggingface(tmp_path)
   generation.write_text('{"eos_token_id": "</s>"}')
-  with pytest.raises(ValueError, match="eos_token_id is '</s>', expected a wh"):
+  with pytest.raises(ValueError, match="eos_token_id is '</s>'"):
     huggingface.load_huggingface(tmp_path)
   generation.unlink()
   edit_config(tmp_path, eos_token_id=2, pad_token_id=1)

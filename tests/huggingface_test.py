@@ -97,7 +97,8 @@ def test_round_trip_keeps_every_bit(model, tmp_path):
 @needs_safetensors
 def test_bfloat16_on_disk(tmp_path):
   params = make_params(V11)
-  huggingface.save_huggingface(tmp_path, V11, params, jnp.bfloat16)
+  narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+  huggingface.save_huggingface(tmp_path, V11, narrow)
   _, on_disk = huggingface.load_huggingface(tmp_path)
   _, loaded = huggingface.load_huggingface(tmp_path, np.float32)
 
@@ -219,27 +220,26 @@ def test_every_wrong_array_is_named(tmp_path):
   assert 'EncDecAttention.k.weight is [20, 12], expected [12, 20]' in text
 
 
-@needs_safetensors
-def test_two_embeddings_that_differ(tmp_path):
-  huggingface.save_huggingface(tmp_path, V11, make_params(V11))
+def other_alias(arrays):
+  arrays['encoder.embed_tokens.weight'] = arrays['shared.weight'] + 1
 
-  def add(arrays):
-    arrays['encoder.embed_tokens.weight'] = arrays['shared.weight'] + 1
 
-  edit(tmp_path, add)
-  with pytest.raises(ValueError, match=r'twice.*\[61, 20\] and shared.weight'):
-    huggingface.load_huggingface(tmp_path)
+def quantised(arrays):
+  arrays['shared.weight'] = arrays['shared.weight'].astype(np.int8)
 
 
 @needs_safetensors
-def test_whole_numbers_are_no_weights(tmp_path):
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    (other_alias, r'embed_tokens.weight \[61, 20\] and shared.weight'),
+    (quantised, 'shared.weight is I8'),
+  ],
+)
+def test_an_embedding_that_is_none(tmp_path, change, words):
   huggingface.save_huggingface(tmp_path, V11, make_params(V11))
-
-  def quantise(arrays):
-    arrays['shared.weight'] = arrays['shared.weight'].astype(np.int8)
-
-  edit(tmp_path, quantise)
-  with pytest.raises(ValueError, match='shared.weight is I8, expected one of'):
+  edit(tmp_path, change)
+  with pytest.raises(ValueError, match=words):
     huggingface.load_huggingface(tmp_path)
 
 
@@ -247,13 +247,10 @@ def test_whole_numbers_are_no_weights(tmp_path):
 @pytest.mark.parametrize(
   ('values', 'words'),
   [
-    (
-      {'model_type': 'bart'},
-      r"model_type is 'bart', expected one of \['gpt2', 'mt5', 't5'\]",
-    ),
-    ({'d_model': None}, 'd_model is None, expected a whole number'),
+    ({'model_type': 'bart'}, "model_type is 'bart', .*'t5'"),
+    ({'d_model': None}, 'd_model is None'),
     ({'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon is 1e-05.*has 1e-06'),
-    ({'feed_forward_proj': 'gelu'}, "feed_forward_proj is 'gelu', expected"),
+    ({'feed_forward_proj': 'gelu'}, "feed_forward_proj is 'gelu'"),
     ({'num_heads': 5}, r'SelfAttention.q.weight is \[12, 20\], .*\[20, 20\]'),
   ],
 )
@@ -266,10 +263,10 @@ def test_config_of_another_model(tmp_path, values, words):
 
 @needs_safetensors
 def test_broken_folders(tmp_path):
-  with pytest.raises(ValueError, match='config.json.* cannot be read: No such'):
+  with pytest.raises(ValueError, match='config.json'):
     huggingface.load_huggingface(tmp_path)
   (tmp_path / 'config.json').write_text('{')
-  with pytest.raises(ValueError, match='config.json.* is not JSON'):
+  with pytest.raises(ValueError, match='config.json.* JSON'):
     huggingface.load_huggingface(tmp_path)
   huggingface.save_huggingface(tmp_path, V11, make_params(V11))
   path = tmp_path / huggingface.WEIGHTS
@@ -279,7 +276,7 @@ def test_broken_folders(tmp_path):
     with pytest.raises(ValueError, match='model.safetensors.* cut short'):
       huggingface.load_huggingface(tmp_path)
   path.rename(tmp_path / 'pytorch_model.bin')
-  with pytest.raises(ValueError, match=r'has neither.*pytorch_model\.bin'):
+  with pytest.raises(ValueError, match=r'pytorch_model\.bin'):
     huggingface.load_huggingface(tmp_path)
 
 
@@ -291,7 +288,7 @@ def test_what_cannot_be_saved(tmp_path):
     del missing['decoder']['logits_dense']
     huggingface.save_huggingface(tmp_path, V11, missing)
   odd = dataclasses.replace(V11, mlp_activations=('linear', 'gelu'))
-  with pytest.raises(ValueError, match=r"no T5 whose .*\('linear', 'gelu'\)"):
+  with pytest.raises(ValueError, match=r"\('linear', 'gelu'\)"):
     huggingface.save_huggingface(tmp_path, odd, make_params(odd))
   assert not list(tmp_path.iterdir())
 

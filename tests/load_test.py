@@ -101,7 +101,7 @@ def test_bfloat16_and_dtypes(tmp_path, params):
 
 @pytest.mark.parametrize('dtype', ['int8', 'flot32', bool])
 def test_other_dtypes(orbax, dtype):
-  with pytest.raises(ValueError, match='dtype must be a floating one'):
+  with pytest.raises(ValueError, match='dtype'):
     checkpoints.load(orbax, dtype=dtype)
 
 
@@ -121,9 +121,9 @@ def test_device_dict_and_rule(orbax, params):
   assert isinstance(ruled['decoder']['decoder_norm']['scale'], jax.Array)
   assert isinstance(ruled['token_embedder']['embedding'], np.ndarray)
   del tree['decoder']['decoder_norm']
-  with pytest.raises(ValueError, match='none for decoder/decoder_norm/scale'):
+  with pytest.raises(ValueError, match='decoder/decoder_norm/scale'):
     checkpoints.load(orbax, sharding=tree)
-  with pytest.raises(ValueError, match="'cpu'; expected a jax Device"):
+  with pytest.raises(ValueError, match="'cpu'.* Device"):
     checkpoints.load(orbax, sharding='cpu')
 
 
@@ -192,7 +192,7 @@ def test_network_is_checked_before_anything_is_read(tmp_path, orbax):
   for path in copy.rglob('d/*'):
     if path.stat().st_size > 10_000:
       path.write_bytes(b'')
-  with pytest.raises(ValueError, match='emb_dim is 8, expected 16; wrong shap'):
+  with pytest.raises(ValueError, match='emb_dim is 8, expected 16'):
     checkpoints.load(orbax, other)
 
 
@@ -200,20 +200,20 @@ def test_broken_orbax(tmp_path, orbax):
   copy = tmp_path / 'copy'
   shutil.copytree(orbax, copy)
   (copy / '_METADATA').write_text('{"tree_metadata": {"(')
-  with pytest.raises(ValueError, match=r'_METADATA. is cut short or not what'):
+  with pytest.raises(ValueError, match='_METADATA'):
     checkpoints.load(copy)
   shutil.copytree(orbax, tmp_path / 'other')
   gone = [p for p in (tmp_path / 'other').rglob('d/*') if p.is_file()]
   for path in gone:
     path.write_bytes(path.read_bytes()[:100])
-  with pytest.raises(ValueError, match=r'the array \S+ cannot be read: '):
+  with pytest.raises(ValueError, match=r'array \S+ cannot be read'):
     checkpoints.load(tmp_path / 'other')
 
 
 def test_orbax_that_was_never_finished(tmp_path, orbax):
   unfinished = tmp_path / 'checkpoint_3.orbax-checkpoint-tmp-17'
   shutil.copytree(orbax, unfinished)
-  with pytest.raises(ValueError, match='was never finished'):
+  with pytest.raises(ValueError, match='never finished'):
     checkpoints.load(unfinished)
 
 
@@ -241,7 +241,7 @@ def test_huggingface_folder(tmp_path, params):
   other = t5.T5(t5.T5Config(**{**vars(CONFIG), 'mlp_dim': 13}))
   with pytest.raises(ValueError, match='mlp_dim .d_ff. is 12, expected 13'):
     checkpoints.load(tmp_path / 'hf', other)
-  with pytest.raises(ValueError, match='in a bucket; copy it to this machine'):
+  with pytest.raises(ValueError, match='file://.*bucket'):
     checkpoints.load(f'file://{tmp_path}/hf')
 
 
@@ -260,18 +260,18 @@ def test_id_of_the_hub(tmp_path, params, monkeypatch):
   monkeypatch.setattr(huggingface_fetch, 'fetch', fetch)
   assert_equal(checkpoints.load('someone/t5', NETWORK), params)
   assert_equal(checkpoints.load('hf', NETWORK), params)
-  with pytest.raises(ValueError, match='No such file or .* hub has no such'):
+  with pytest.raises(ValueError, match='someone/no-such-t5.* hub'):
     checkpoints.load('someone/no-such-t5')
   assert asked == ['someone/t5', 'someone/no-such-t5']
   # These are mistyped paths.
   for path in ('hf/modle', 'model.msgpack', '/a/b', './x/y', 'a/b/c'):
-    with pytest.raises(ValueError, match='No such file or folder.$'):
+    with pytest.raises(ValueError, match=f'{path}.*No such file or folder.$'):
       checkpoints.load(path)
   assert len(asked) == 2
 
 
 def test_folders_that_are_no_checkpoint(tmp_path, orbax):
-  with pytest.raises(ValueError, match="expected T5X's file .* found nothing"):
+  with pytest.raises(ValueError, match='found nothing'):
     checkpoints.load(tmp_path)
   for step in (5, 1000, 200):
     (tmp_path / f'checkpoint_{step}').mkdir()
@@ -283,9 +283,7 @@ def test_folders_that_are_no_checkpoint(tmp_path, orbax):
   )
   with pytest.raises(ValueError, match='The newest is .file://.*checkpoint_3'):
     checkpoints.load(f'file://{orbax.parent}')
-  with pytest.raises(ValueError, match='foo://x.* no address that TensorStore'):
+  with pytest.raises(ValueError, match='foo://x'):
     checkpoints.load('foo://x')
-  with pytest.raises(
-    ValueError, match='No checkpoint .*file:///nowhere/at-all'
-  ):
+  with pytest.raises(ValueError, match='file:///nowhere/at-all'):
     checkpoints.load('file:///nowhere/at-all')

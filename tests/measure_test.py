@@ -9,11 +9,12 @@ import rich.console
 
 from small_vocabulary import network
 from specdec_jax import infer, probs
+from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.measure import alpha, calibrate, calibration, memory
+from specdec_jax.measure import alpha, calibrate, calibration
 from specdec_jax.paper import reproduce
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
@@ -226,9 +227,9 @@ def test_what_does_not_fit_is_refused_before_loading(calibrated, monkeypatch):
   def loads():
     raise AssertionError('loaded')
 
-  monkeypatch.setattr(memory, 'device_bytes', lambda: 10_000)
+  monkeypatch.setattr(calibrate, 'device_bytes', lambda: 10_000)
   config = dataclasses.replace(calibrated[0], engine=loads)
-  with pytest.raises(memory.DoesNotFitError, match='target parameters'):
+  with pytest.raises(DoesNotFitError, match='target parameters'):
     calibrate.calibrate(config, quiet())
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from small_vocabulary import network
 from specdec_jax import partitioning
+from specdec_jax.checks.memory import GIB, DoesNotFitError, device_bytes, gib
 from specdec_jax.cli import gin_flags
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
@@ -105,10 +106,10 @@ def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip():
   # Caches of 24 layers: keys and values of 64 heads of 64, two bytes each.
   assert one.cross_attention == 24 * 2 * 4096 * 2 * 128
   plan = memory.Plan(xxl, published('small'), param_dtype='float32', gamma=7)
-  with pytest.raises(memory.DoesNotFitError, match=r'41\.48 GiB'):
-    memory.check_fits(plan, 32 * memory.GIB)
+  with pytest.raises(DoesNotFitError, match=r'41\.48 GiB'):
+    memory.check_fits(plan, 32 * GIB)
   half = dataclasses.replace(plan, param_dtype='bfloat16')
-  assert sum(memory.check_fits(half, 32 * memory.GIB).values()) < 23e9
+  assert sum(memory.check_fits(half, 32 * GIB).values()) < 23e9
 
 
 def test_bytes_of_calls_by_hand():
@@ -238,19 +239,19 @@ def test_the_error_says_part_by_part_what_is_missing():
   assert memory.check_fits(plan, needed) == parts
   with pytest.raises(ValueError) as caught:
     memory.check_fits(plan, needed - 1)
-  assert isinstance(caught.value, memory.DoesNotFitError)
+  assert isinstance(caught.value, DoesNotFitError)
   for name, size in parts.items():
-    assert f'{name} {memory.gib(size)}' in str(caught.value)
+    assert f'{name} {gib(size)}' in str(caught.value)
 
 
 def test_device_bytes():
-  assert memory.device_bytes() > 1 << 28
+  assert device_bytes() > 1 << 28
   device = types.SimpleNamespace(
     platform='gpu', memory_stats=lambda: {'bytes_limit': 7}
   )
-  assert memory.device_bytes(device) == 7
+  assert device_bytes(device) == 7
   device.memory_stats = lambda: None
-  assert memory.device_bytes(device) is None
+  assert device_bytes(device) is None
 
 
 def test_a_plan_says_what_is_wrong():

@@ -228,7 +228,7 @@ def test_dropout_only_with_a_key():
   ('field', 'value', 'words'),
   [
     ('num_heads', 0, 'at least 1, got 0'),
-    ('dtype', 'float16', "'float32' or 'bfloat16'"),
+    ('dtype', 'float16', "'float16', .*'bfloat16', 'float32'"),
     ('mlp_activations', ('swish',), 'swish'),
   ],
 )

@@ -15,7 +15,7 @@ from gpt2_test import write_folder
 from gpt_test import GPT2, T5X
 from specdec_jax import notebook
 from specdec_jax.checkpoints import save_t5x
-from specdec_jax.measure import memory
+from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.models.gpt import GPT
 from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 
@@ -71,8 +71,8 @@ def test_what_is_refused(trained_here, tokenizer, tmp_path, monkeypatch):
   described.write_text(json.dumps({'model_type': 'llama'}))
   with pytest.raises(ValueError, match=r"'llama', expected .*'gpt2', 'mt5'"):
     notebook.load(tmp_path)
-  monkeypatch.setattr(memory, 'device_bytes', lambda: 1 << 10)
-  with pytest.raises(memory.DoesNotFitError, match='target caches'):
+  monkeypatch.setattr(notebook.loading, 'device_bytes', lambda: 1 << 10)
+  with pytest.raises(DoesNotFitError, match='target caches'):
     notebook.load(path, network=network, tokenizer=tokenizer)
 
 

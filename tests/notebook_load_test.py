@@ -19,7 +19,7 @@ from specdec_jax.checkpoints import (
   huggingface_names,
   save_t5x,
 )
-from specdec_jax.measure import memory
+from specdec_jax.checks.memory import DoesNotFitError, gib
 from specdec_jax.models.t5 import T5
 from specdec_jax.notebook import Interactive, Trace
 from specdec_jax.text.tokenizer import train_tokenizer
@@ -196,8 +196,8 @@ def test_bad_input(files, networks, tokenizer, tmp_path, monkeypatch):
     notebook.load(files[1], **given)
   with pytest.raises(ValueError, match='no vocabulary'):
     notebook.load(files[0], network=target)
-  monkeypatch.setattr(memory, 'device_bytes', lambda: 1 << 10)
-  with pytest.raises(memory.DoesNotFitError, match='target parameters'):
+  monkeypatch.setattr(notebook.loading, 'device_bytes', lambda: 1 << 10)
+  with pytest.raises(DoesNotFitError, match='target parameters'):
     notebook.load(files[0], **given)
 
 
@@ -273,7 +273,7 @@ def test_it_shows_what_is_loaded(model, files, networks, monkeypatch):
       f'{config.num_heads} of {config.head_dim}',
       f'{count:,}',
       'float32',
-      memory.gib(4 * count),
+      gib(4 * count),
       jax.default_backend(),
       f'{small_vocabulary.VOCAB_SIZE} pieces',
       'gamma',

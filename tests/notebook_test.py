@@ -13,6 +13,7 @@ import sys
 import pytest
 
 import gin_models_test
+from specdec_jax.checks.memory import GIB
 from specdec_jax.measure import memory
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -137,7 +138,7 @@ def test_pairs_are_those_of_gin_and_fit_the_chip(
     chosen['draft_network'],
     param_dtype=chosen['network'].config.dtype,
   )
-  needed = sum(memory.plan_bytes(plan).values()) / memory.GIB
+  needed = sum(memory.plan_bytes(plan).values()) / GIB
   assert least_gib < needed < chip_gib
   for network, name in (
     (chosen['network'], target),

@@ -13,6 +13,7 @@ import rich.console
 
 from gpt_test import GPT2
 from small_vocabulary import network
+from specdec_jax.checks.memory import GIB
 from specdec_jax.cli import gin_flags
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import (
@@ -397,4 +398,4 @@ def test_the_slices_are_those_of_v4_and_lamda_is_never_made(tmp_path):
   # 16 chips hold it where 4 do not.
   shapes = memory.param_shapes(lamda, Placement('bfloat16', 'in_out'))
   held = memory.tree_bytes(shapes)
-  assert held / 16 < config.usable_gib * memory.GIB < held / 4
+  assert held / 16 < config.usable_gib * GIB < held / 4

@@ -18,7 +18,7 @@ from specdec_jax.checkpoints.load import (
   open_arrays,
 )
 from specdec_jax.checks.fields import check_types
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.names import check_choice
 from specdec_jax.files.locations import Location
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -51,11 +51,7 @@ class ConvertConfig:
 
   def __post_init__(self):
     check_types(self)
-    if self.format not in FORMATS:
-      raise ValueError(
-        f'format must be one of {FORMATS}, got {self.format!r}.'
-        f'{nearest(self.format, FORMATS, or_all=False)}'
-      )
+    check_choice('ConvertConfig.format', self.format, FORMATS)
     check_dtype(self.dtype)
     if '://' in self.output:
       raise ValueError(

@@ -15,10 +15,10 @@ from specdec_jax.checkpoints.huggingface_names import (
   HEAD_MODULE,
   Row,
   check_fixed,
-  check_word,
   read_sizes,
   shapes,
 )
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.gpt import GPT, LAYER_NORM_EPSILON, GPTConfig
 
 MODEL_TYPE = 'gpt2'
@@ -107,24 +107,14 @@ def table(config: GPTConfig) -> dict[str, Row]:
 def read_config(
   described: Mapping[str, Any], logits_via_embedding: bool, where: str
 ) -> GPTConfig:
-  """Returns the shape that config.json describes.
-
-  Args:
-    described: config.json.
-    logits_via_embedding: what the weights say of it.
-    where: the file's path, for messages.
-
-  Raises:
-    ValueError: a field is missing or differs from what is built in here; names
-      the field, what came and what was expected.
-  """
+  """Returns the shape that config.json describes; see `huggingface`."""
   sizes = read_sizes(described, FIELDS, where)
   inner = described.get('n_inner')
   if inner is not None:
     read_sizes(described, {'mlp_dim': 'n_inner'}, where)
   check_fixed(described, _FIXED, where)
   word = described.get('activation_function', 'gelu_new')
-  check_word(where, 'activation_function', word, tuple(_ACTIVATIONS))
+  check_choice(f'{where}: activation_function', word, _ACTIVATIONS)
   width, heads = sizes['emb_dim'], sizes['num_heads']
   if width % heads:
     raise ValueError(

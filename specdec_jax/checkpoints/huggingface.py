@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -23,21 +23,21 @@ from specdec_jax.checkpoints import gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.checkpoints.disk_arrays import (
-  Index,
   Params,
   Shardings,
   check_config_fits,
   load_arrays,
-  row_of,
 )
 from specdec_jax.checkpoints.huggingface_arrays import (
   CONFIG,
   INDEX,
   WEIGHTS,
   Stored,
+  View,
 )
 from specdec_jax.checkpoints.huggingface_names import Row, SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
@@ -56,14 +56,12 @@ _UNUSED = (
 _PREFIX = 'transformer.'
 # Causal masks, which older files hold.
 _MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
-T = TypeVar('T')
 
 
 def save_huggingface(
   folder: str | os.PathLike[str],
   config: T5Config,
   params: Params,
-  dtype: Any = None,
   max_shard_bytes: int = MAX_SHARD_BYTES,
   ids: SpecialIds = names.T5_IDS,
 ) -> None:
@@ -76,7 +74,6 @@ def save_huggingface(
     folder: made if needed; the weights and configuration in it are replaced.
     config: shape of the model.
     params: its parameters as a checkpoint has them, not as placed.
-    dtype: of the arrays on disk, e.g. jnp.bfloat16; None keeps theirs.
     max_shard_bytes: of the arrays in one file; what does not fit goes to
       several, and one array that is larger to a file of its own.
     ids: with a meaning of their own, T5's unless given.
@@ -95,14 +92,14 @@ def save_huggingface(
     )
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   table = names.table(config)
-  shards = _shards(table, flat, dtype, max_shard_bytes)
+  shards = _shards(table, flat, max_shard_bytes)
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / CONFIG).unlink(missing_ok=True)
   for file_name, members in shards.items():
-    _write_weights(folder / file_name, members, flat, dtype)
+    _write_weights(folder / file_name, members, flat)
   if len(shards) > 1:
-    _write_index(folder, shards, sum(_bytes(a, dtype) for a in flat.values()))
+    _write_index(folder, shards, sum(a.nbytes for a in flat.values()))
   # Those of an earlier save would be read instead, or beside.
   for old in folder.glob('model*.safetensors'):
     if old.name not in shards:
@@ -112,22 +109,18 @@ def save_huggingface(
   said = names.describe_ids(ids)
   files.write_json(folder / GENERATION, said, indent=2, sort_keys=True)
   embedding = flat['token_embedder/embedding']
-  described['torch_dtype'] = np.dtype(dtype or embedding.dtype).name
+  described['torch_dtype'] = np.dtype(embedding.dtype).name
   files.write_json(folder / CONFIG, described | said, indent=2, sort_keys=True)
 
 
-def _bytes(array: Any, dtype: Any) -> int:
-  return array.size * np.dtype(dtype or array.dtype).itemsize
-
-
 def _shards(
-  table: Mapping[str, Row], flat: Mapping[str, Any], dtype: Any, limit: int
+  table: Mapping[str, Row], flat: Mapping[str, Any], limit: int
 ) -> dict[str, dict[str, Row]]:
   """Returns file name -> the rows of `table` whose arrays it has, in order."""
   groups: list[dict[str, Row]] = [{}]
   filled = 0
   for name, row in table.items():
-    size = _bytes(flat[name], dtype)
+    size = flat[name].nbytes
     if groups[-1] and filled + size > limit:
       groups.append({})
       filled = 0
@@ -142,14 +135,11 @@ def _shards(
 
 
 def _write_weights(
-  path: pathlib.Path,
-  members: Mapping[str, Row],
-  flat: Mapping[str, Any],
-  dtype: Any,
+  path: pathlib.Path, members: Mapping[str, Row], flat: Mapping[str, Any]
 ) -> None:
   tensors = {}
   for name, row in members.items():
-    array = np.asarray(flat[name], dtype)
+    array = np.asarray(flat[name])
     # A transposed view would be written in the order of its memory.
     tensors[row.name] = np.ascontiguousarray(
       array.T if row.transposed else array
@@ -178,33 +168,6 @@ def _write_index(
   }
   index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
   files.write_json(folder / INDEX, index, indent=2, sort_keys=True)
-
-
-class _View:
-  """An array as T5X has it, by its row in a table of names; a `DiskArray`."""
-
-  def __init__(self, stored: Stored, row: Row):
-    self.shape = row.shape
-    self.dtype = stored.dtype
-    # Rows of the file; transposed, they are columns.
-    self.order: Literal['C', 'F'] = 'F' if row.transposed else 'C'
-    self.chunk = _turned(row_of(_turned(row.shape, row)), row)
-    self._stored = stored
-    self._row = row
-
-  def read_into(self, out: np.ndarray, index: Index) -> None:
-    index = _turned(index, self._row)
-    if self._row.third is not None:
-      *rest, last = index
-      first = self._row.third * self.shape[-1]
-      index = (*rest, slice(first + last.start, first + last.stop))
-    self._stored.read_into(out.T if self._row.transposed else out, index)
-    if self._row.scale != 1.0:
-      out[...] = out * self._row.scale
-
-
-def _turned(axes: tuple[T, ...], row: Row) -> tuple[T, ...]:
-  return axes[::-1] if row.transposed else axes
 
 
 def load_huggingface(
@@ -258,7 +221,7 @@ def load_huggingface(
     table = names.table(config, head_scaled)
   _check_stored(stored, table, source)
   _check_network(config, network, table, source)
-  found = {name: _View(stored[row.name], row) for name, row in table.items()}
+  found = {name: View(stored[row.name], row) for name, row in table.items()}
   return config, load_arrays(found, source, dtype, sharding)
 
 
@@ -287,7 +250,7 @@ def _is_gpt2(described: Mapping[str, Any], where: str) -> bool:
   """Raises ValueError unless config.json is a GPT-2's or a T5's."""
   word = described.get('model_type')
   known = (*names.MODEL_TYPES, gpt2_names.MODEL_TYPE)
-  names.check_word(where, 'model_type', word, known)
+  check_choice(f'{where}: model_type', word, known)
   return word == gpt2_names.MODEL_TYPE
 
 

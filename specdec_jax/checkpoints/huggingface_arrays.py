@@ -6,13 +6,14 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import Index, pieces, row_of, whole
+from specdec_jax.checkpoints.huggingface_names import Row
 
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
@@ -26,6 +27,7 @@ _FLOATS: dict[str, Any] = {
   'F16': np.float16,
   'BF16': jnp.bfloat16,
 }
+T = TypeVar('T')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,33 @@ class Stored:
 
   def read_into(self, out: np.ndarray, index: Index) -> None:
     out[...] = self.read(index)
+
+
+class View:
+  """An array as T5X has it, by its row in a table of names; a `DiskArray`."""
+
+  def __init__(self, stored: Stored, row: Row):
+    self.shape = row.shape
+    self.dtype = stored.dtype
+    # Rows of the file; transposed, they are columns.
+    self.order: Literal['C', 'F'] = 'F' if row.transposed else 'C'
+    self.chunk = _turned(row_of(_turned(row.shape, row)), row)
+    self._stored = stored
+    self._row = row
+
+  def read_into(self, out: np.ndarray, index: Index) -> None:
+    index = _turned(index, self._row)
+    if self._row.third is not None:
+      *rest, last = index
+      first = self._row.third * self.shape[-1]
+      index = (*rest, slice(first + last.start, first + last.stop))
+    self._stored.read_into(out.T if self._row.transposed else out, index)
+    if self._row.scale != 1.0:
+      out[...] = out * self._row.scale
+
+
+def _turned(axes: tuple[T, ...], row: Row) -> tuple[T, ...]:
+  return axes[::-1] if row.transposed else axes
 
 
 def same(one: Stored, other: Stored) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import jax
 
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -184,17 +184,7 @@ def describe(config: T5Config) -> dict[str, Any]:
 def read_config(
   described: Mapping[str, Any], logits_via_embedding: bool, where: str
 ) -> T5Config:
-  """Returns the shape that config.json describes.
-
-  Args:
-    described: config.json.
-    logits_via_embedding: what the weights say of it.
-    where: the file's path, for messages.
-
-  Raises:
-    ValueError: a field is missing or differs from what is built in here; names
-      the field, what came and what was expected.
-  """
+  """Returns the shape that config.json describes; see `huggingface`."""
   if described.get('num_decoder_layers') is None:
     layers = described.get('num_layers')  # as many as the encoder has
     described = {**described, 'num_decoder_layers': layers}
@@ -204,7 +194,7 @@ def read_config(
   if word is None:
     # What transformers takes where the file is silent.
     word = 'relu' if described['model_type'] == 't5' else 'gated-gelu'
-  check_word(where, 'feed_forward_proj', word, tuple(_FEED_FORWARD))
+  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD)
   return T5Config(
     **sizes,
     mlp_activations=_FEED_FORWARD[word],
@@ -236,18 +226,6 @@ def check_fixed(
       raise ValueError(
         f'{where}: {name} is {described[name]!r}; the network here has {value}.'
       )
-
-
-def check_word(
-  where: str, field: str, word: Any, known: tuple[str, ...]
-) -> None:
-  """Raises ValueError unless a field of config.json is a known word."""
-  if word in known:
-    return
-  raise ValueError(
-    f'{where}: {field} is {word!r}, expected one of {sorted(known)}.'
-    f'{nearest(str(word), known, or_all=False)}'
-  )
 
 
 class SpecialIds(NamedTuple):

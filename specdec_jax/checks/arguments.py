@@ -21,12 +21,6 @@ def check_number(name: str, value: Any, least: float) -> None:
     raise ValueError(f'{name} must be at least {least:g}, got {value}.')
 
 
-def check_numbers(least: float, **values: Any) -> None:
-  """`check_number` of several that may be no less than the same."""
-  for name, value in values.items():
-    check_number(name, value, least)
-
-
 def check_at_least(config: Any, **least: float) -> None:
   """Raises ValueError where a number of `config` is too small.
 
@@ -43,9 +37,8 @@ def check_all_at_least(config: Any, **least: float) -> None:
   """Raises ValueError where a sequence is empty or has too small a number."""
   for field, minimum in least.items():
     name, values = f'{type(config).__name__}.{field}', getattr(config, field)
-    if isinstance(values, int | float | str) or not values:
-      raise ValueError(f'{name} must be a sequence of numbers, got {values!r}.')
-    if not all(value >= minimum for value in values):
+    if not values or not all(value >= minimum for value in values):
       raise ValueError(
-        f'{name} must be at least {minimum:g}, got {tuple(values)}.'
+        f'{name} must be one or more numbers of at least {minimum:g}, got'
+        f' {tuple(values)}.'
       )

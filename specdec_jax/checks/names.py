@@ -1,7 +1,23 @@
-"""What somebody may have meant by a name that nothing knows."""
+"""Words that are not known, and what somebody may have meant by them."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
+
+
+def check_choice(name: str, value: Any, known: Collection[str]) -> None:
+  """Raises ValueError unless a value is one of some words.
+
+  Args:
+    name: what the message calls it.
+    value: what was given.
+    known: the words.
+  """
+  if value not in tuple(known):
+    raise ValueError(
+      f'{name} is {value!r}, expected one of {sorted(known)}.'
+      f'{nearest(str(value), known, or_all=False)}'
+    )
 
 
 def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:

@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -80,7 +80,7 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
   Raises:
     ValueError: gamma is below 1.
   """
-  check_numbers(1, **{'gamma of a cascade': gamma})
+  check_number('gamma of a cascade', gamma, 1)
 
   def init(params, inputs, max_length, prompt):
     # The last round of a draft may read past its end.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.drafters.ngram_table import NGramTable, from_arrays
 
 
@@ -49,12 +49,9 @@ def fit(
       f'order must be at least 1, got {order}. Order 1 is a unigram: no'
       ' context.'
     )
-  check_numbers(
-    1,
-    vocab_size=vocab_size,
-    max_continuations=max_continuations,
-    min_count=min_count,
-  )
+  check_number('vocab_size', vocab_size, 1)
+  check_number('max_continuations', max_continuations, 1)
+  check_number('min_count', min_count, 1)
   corpus = _flatten(sequences, vocab_size)
   # Of each token that is predicted: its place, and its context of the current
   # length as a number within its level. Level 0 is the empty context.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import probs
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.types import Draft
 
@@ -21,7 +21,7 @@ def uniform(vocab_size: int) -> Drafter:
   Raises:
     ValueError: `vocab_size` is below 1.
   """
-  check_numbers(1, vocab_size=vocab_size)
+  check_number('vocab_size', vocab_size, 1)
 
   def propose(params, state, context: Context):
     del params

@@ -11,7 +11,7 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
@@ -115,8 +115,8 @@ class Engine:
         or a model cannot be split as a placement says.
     """
     self.gamma = gamma
-    check_numbers(2, max_input_len=max_input_len)
-    check_numbers(1, max_decode_len=max_decode_len)
+    check_number('max_input_len', max_input_len, 2)
+    check_number('max_decode_len', max_decode_len, 1)
     check_drafter(draft, drafter)
     check_pair(target, draft, tokenizer)
     check_bos(bos_id, target.network)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import nearest
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.verify import check_lenience
@@ -50,7 +50,7 @@ class Options:
   lenience: float = 1.0
 
   def __post_init__(self):
-    check_numbers(0, min_length=self.min_length)
+    check_number('min_length', self.min_length, 0)
     check_lenience(self.lenience)
     if self.on_too_long not in ('error', 'truncate', 'report'):
       raise ValueError(
@@ -91,7 +91,7 @@ def check_gamma(gamma: int) -> None:
 
   Caches and logits grow with it, and nothing is won by so many.
   """
-  check_numbers(0, gamma=gamma)
+  check_number('gamma', gamma, 0)
   if gamma > MAX_GAMMA:
     raise ValueError(
       f'gamma must be {MAX_GAMMA} at most, got {gamma}. A round costs the more'

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.names import check_choice
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.options import check_gamma
 from specdec_jax.engine.padding import (
@@ -60,17 +61,15 @@ class PoolSettings:
 
   def __post_init__(self):
     check_types(self)
-    check_numbers(1, rows=self.rows, max_rounds=self.max_rounds)
-    for name in ('refill', 'read_rows'):
+    for name in ('rows', 'max_rounds', 'refill', 'read_rows'):
       if getattr(self, name) is not None:
-        check_numbers(1, **{name: getattr(self, name)})
-    if self.order not in ORDERS:
-      raise ValueError(f'order must be one of {ORDERS}, got {self.order!r}.')
+        check_number(name, getattr(self, name), 1)
+    check_choice('order', self.order, ORDERS)
     if self.gammas is not None:
       if not self.gammas:
         raise ValueError('gammas must name a number of rows, or be None.')
       for rows, gamma in self.gammas.items():
-        check_numbers(1, **{'rows of gammas': rows})
+        check_number('rows of gammas', rows, 1)
         check_gamma(gamma)
 
   def in_multiples_of(self, number: int) -> 'PoolSettings':

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_numbers
+from specdec_jax.checks.arguments import check_number
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.engine.completion import (
   Completion,
@@ -208,7 +208,7 @@ class TextBatch:
       inputs, _ = padded(encoded, batch, width)
     max_length = limits.max_decode_len
     if options.max_length is not None:
-      check_numbers(1, max_length=options.max_length)
+      check_number('max_length', options.max_length, 1)
       if options.max_length > max_length:
         raise ValueError(
           f"max_length = {options.max_length} is more than the engine's"

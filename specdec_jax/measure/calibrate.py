@@ -8,6 +8,7 @@ import rich.console
 
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.memory import device_bytes, gib
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import acceptance, calibration, memory
 from specdec_jax.measure.benchmark import (
@@ -90,7 +91,7 @@ def calibrate(
     ValueError: the pair does not fit, or no prompt can be decoded.
   """
   console = console or terminal()
-  parts = memory.check_fits(_plan(config), memory.device_bytes())
+  parts = memory.check_fits(_plan(config), device_bytes())
   with status(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(
@@ -253,13 +254,13 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
     console.print(
       f'{_rows(choice.rows)}: input {times["encoder"]["median"]:.2f} ms, a call'
       f' {times["call_1"]["median"]:.2f} ms of'
-      f' {memory.gib(costs["bytes_per_call"])} at'
+      f' {gib(costs["bytes_per_call"])} at'
       f' {costs["plain_gb_per_s"]:.1f} GB/s'
       f' ({100 * costs["bandwidth_fraction"]:.0f} % of a matrix-vector'
       " product's)"
     )
   needed = sum(record['memory_bytes'].values())
-  console.print(f'{memory.gib(needed)} of memory in all')
+  console.print(f'{gib(needed)} of memory in all')
   console.print(
     f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
     f' {rate["num_tokens"]} tokens at temperature {found.temperature:g}'

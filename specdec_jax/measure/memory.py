@@ -16,9 +16,7 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
-from specdec_jax.checks.memory import GIB as GIB
 from specdec_jax.checks.memory import DoesNotFitError, gib
-from specdec_jax.checks.memory import device_bytes as device_bytes
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, new_request

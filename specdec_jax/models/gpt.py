@@ -6,7 +6,7 @@ biases) are fields of the configuration. The parameter tree is T5X's; what T5X
 has no name for is called as Flax calls it. Two factors stand where T5X has
 them, in either family: the 1/sqrt(D) of attention scores is part of the query
 projection, and a shared embedding reads x / sqrt(M). A checkpoint of another
-convention moves them into its weights (`checkpoints.gpt2`).
+convention moves them into its weights (`checkpoints.gpt2_names`).
 """
 
 import dataclasses
@@ -69,7 +69,6 @@ class GPTConfig:
     check_types(self)
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
     layers.check_config(self, may_be_zero=('num_positions',))
-    layers.check_choice(self, 'norm', ('layer', 'rms'))
 
 
 def _norm(config: GPTConfig) -> nn.Module:
@@ -79,10 +78,6 @@ def _norm(config: GPTConfig) -> nn.Module:
   return nn.LayerNorm(
     epsilon=LAYER_NORM_EPSILON, dtype=config.dtype, use_fast_variance=False
   )
-
-
-def _dropout(config: GPTConfig) -> nn.Dropout:
-  return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,))
 
 
 class Layer(nn.Module):
@@ -109,7 +104,7 @@ class Layer(nn.Module):
       config.dtype,
       config.use_bias,
     )
-    self.dropout = _dropout(config)
+    self.dropout = layers.dropout(config.dropout_rate)
 
   def __call__(self, x, remember, read, deterministic):
     """Maps [B, S, M] to [B, S, M].
@@ -155,7 +150,7 @@ class Decoder(nn.Module):
       )
     self.layers = [Layer(config) for _ in range(config.num_layers)]
     self.decoder_norm = _norm(config)
-    self.dropout = _dropout(config)
+    self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
       self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
 
@@ -177,18 +172,11 @@ class Decoder(nn.Module):
 
   def empty_cache(self, batch: int, num_slots: int) -> kv_cache.KVCache:
     """A `KVCache` of `batch` rows that have read nothing."""
-    config = self.config
-    shape = (batch, config.num_heads, config.head_dim, num_slots)
-
-    def zeros():
-      return tuple(
-        jnp.zeros(shape, config.dtype) for _ in range(config.num_layers)
-      )
-
+    size = self.config.num_layers, batch, num_slots
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
     return kv_cache.KVCache(
-      keys=zeros(),
-      values=zeros(),
+      keys=kv_cache.empty_slots(self.config, *size),
+      values=kv_cache.empty_slots(self.config, *size),
       cross_keys=(),
       cross_values=(),
       cross_bias=None,

@@ -84,6 +84,14 @@ class KVCache:
     )
 
 
+def empty_slots(
+  config: Any, num_layers: int, batch: int, num_slots: int
+) -> tuple[jax.Array, ...]:
+  """Keys or values of layers that hold nothing, each zeros of [B, H, D, T]."""
+  shape = (batch, config.num_heads, config.head_dim, num_slots)
+  return tuple(jnp.zeros(shape, config.dtype) for _ in range(num_layers))
+
+
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   """Writes S slots a row, each row at its own place, in place under jit.
 

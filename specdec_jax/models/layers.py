@@ -17,9 +17,13 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.names import check_choice
+
 # No published model has a quarter of it, and each is a module of its own.
 MOST_LAYERS = 1024
 MOST = 2**31 - 1  # ids and places in arrays are int32
+DTYPES = ('float32', 'bfloat16')  # that networks compute in
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 _kernel_init = nn.initializers.variance_scaling(
@@ -162,15 +166,12 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
     if field.type not in (int, 'int'):
       continue
     most = MOST_LAYERS if field.name.endswith('_layers') else MOST
-    if value < least:
-      raise ValueError(
-        f'{kind}.{field.name} must be at least {least}, got {value}.'
-      )
+    check_number(f'{kind}.{field.name}', value, least)
     if value > most:
       raise ValueError(
         f'{kind}.{field.name} must be at most {most}, got {value}.'
       )
-  check_choice(config, 'dtype', ('float32', 'bfloat16'))
+  check_choice(f'{kind}.dtype', config.dtype, DTYPES)
   unknown = set(config.mlp_activations) - set(ACTIVATIONS)
   if unknown or not config.mlp_activations:
     raise ValueError(
@@ -179,14 +180,9 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
     )
 
 
-def check_choice(config: Any, name: str, known: tuple[str, str]) -> None:
-  """Raises ValueError unless a field of a configuration is one of two."""
-  value = getattr(config, name)
-  if value not in known:
-    raise ValueError(
-      f'{type(config).__name__}.{name} must be {known[0]!r} or {known[1]!r},'
-      f' got {value!r}.'
-    )
+def dropout(rate: float) -> nn.Dropout:
+  """T5X's: a number of the embedding is dropped at all positions at once."""
+  return nn.Dropout(rate, broadcast_dims=(-2,))
 
 
 class MLP(nn.Module):
@@ -217,9 +213,7 @@ class MLP(nn.Module):
         for n, f in zip(self.activations, factors, strict=True)
       ],
     )
-    hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(
-      hidden, deterministic=deterministic
-    )
+    hidden = dropout(self.dropout_rate)(hidden, deterministic=deterministic)
     return dense(self.features, name='wo')(hidden)
 
 

@@ -100,10 +100,6 @@ def _biases(stack, relative: np.ndarray, causal: bool) -> list[jax.Array]:
   return [of(stack)] * len(stack.layers)
 
 
-def _dropout(config: T5Config) -> nn.Dropout:
-  return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,))
-
-
 class EncoderLayer(nn.Module):
   """Self-attention and a feed-forward block, each with its residual."""
 
@@ -116,7 +112,7 @@ class EncoderLayer(nn.Module):
     self.attention = _attention(self.config)
     self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
     self.mlp = _mlp(self.config)
-    self.dropout = _dropout(self.config)
+    self.dropout = layers.dropout(self.config.dropout_rate)
 
   def __call__(self, x, bias, deterministic):
     """Maps [B, E, M] to [B, E, M]; bias is [B, H, E, E]."""
@@ -143,7 +139,7 @@ class Encoder(nn.Module):
       EncoderLayer(config) for _ in range(config.num_encoder_layers)
     ]
     self.encoder_norm = layers.RMSNorm(config.dtype)
-    self.dropout = _dropout(config)
+    self.dropout = layers.dropout(config.dropout_rate)
 
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
@@ -170,7 +166,7 @@ class DecoderLayer(nn.Module):
     self.encoder_decoder_attention = _attention(self.config)
     self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
     self.mlp = _mlp(self.config)
-    self.dropout = _dropout(self.config)
+    self.dropout = layers.dropout(self.config.dropout_rate)
 
   def __call__(self, x, remember, read, cross, deterministic):
     """Maps [B, S, M] to [B, S, M].
@@ -211,7 +207,7 @@ class Decoder(nn.Module):
       DecoderLayer(config) for _ in range(config.num_decoder_layers)
     ]
     self.decoder_norm = layers.RMSNorm(config.dtype)
-    self.dropout = _dropout(config)
+    self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
       self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
 
@@ -300,17 +296,10 @@ class EncoderDecoder(nn.Module):
   def prefill(self, inputs, max_length):
     encoded, bias = self.encode(inputs)
     cross_keys, cross_values = self.decoder.cross_kv(encoded)
-    config = self.config
-    shape = (inputs.shape[0], config.num_heads, config.head_dim, max_length)
-
-    def empty():
-      return tuple(
-        jnp.zeros(shape, config.dtype) for _ in range(config.num_decoder_layers)
-      )
-
+    size = self.config.num_decoder_layers, inputs.shape[0], max_length
     return kv_cache.KVCache(
-      keys=empty(),
-      values=empty(),
+      keys=kv_cache.empty_slots(self.config, *size),
+      values=kv_cache.empty_slots(self.config, *size),
       cross_keys=cross_keys,
       cross_values=cross_values,
       cross_bias=bias,

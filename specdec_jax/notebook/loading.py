@@ -13,6 +13,7 @@ from specdec_jax.checkpoints.huggingface import (
 )
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.load import is_huggingface, locate
+from specdec_jax.checks.memory import device_bytes
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.padding import SMALLEST_PROMPT
 from specdec_jax.engine.pair import check_vocabulary_size, load_model
@@ -307,4 +308,4 @@ def _check_memory(
     gamma=gamma,
     param_dtype=dtype,
   )
-  memory.check_fits(plan, memory.device_bytes())
+  memory.check_fits(plan, device_bytes())

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import rich.console
 
+from specdec_jax.checks.memory import gib
 from specdec_jax.engine import scoring
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine, Texts
@@ -184,7 +185,7 @@ def _facts(side: Side, params) -> dict[str, str]:
     **_sizes(side.network),
     'parameters': f'{sum(leaf.size for leaf in leaves):,}',
     'dtype': ', '.join(sorted({str(leaf.dtype) for leaf in leaves})),
-    'memory': memory.gib(memory.tree_bytes(leaves)),
+    'memory': gib(memory.tree_bytes(leaves)),
   }
 
 

@@ -11,11 +11,11 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import canvas, environment, record
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, grid
-from specdec_jax.measure.memory import DoesNotFitError
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper import plots, printed, report, tables, timeline, trace
 from specdec_jax.paper import table2_suite as table_suite

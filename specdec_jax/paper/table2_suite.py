@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.memory import device_bytes
 from specdec_jax.measure import memory
 from specdec_jax.measure.benchmark import (
   BenchmarkConfig,
@@ -106,7 +107,7 @@ def run(
   folder = config.output_dir
   if folder is None:
     raise ValueError('SuiteConfig.output_dir must name a folder, got None.')
-  limit = memory.device_bytes()
+  limit = device_bytes()
   found = read(config)
   todo = [row for row in rows(config) if row_name(row) not in found]
   for row in todo:

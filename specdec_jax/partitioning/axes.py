@@ -7,7 +7,7 @@ name which axes a parameter has, and by its field which a cache has.
 import dataclasses
 import re
 
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.names import check_choice
 
 # The two axes of a mesh: requests are split over the one, weights over the
 # other.
@@ -119,11 +119,7 @@ class LogicalAxes:
     value = getattr(self, name)
     if value is None:
       return
-    if value not in MESH_AXES:
-      raise ValueError(
-        f'LogicalAxes.{name} must be {DATA!r}, {MODEL!r} or None, got'
-        f' {value!r}.{nearest(str(value), MESH_AXES, or_all=False)}'
-      )
+    check_choice(f'LogicalAxes.{name}', value, MESH_AXES)
     tables = [axes for _, axes in (*_PARAMETERS, *CACHE.items())]
     if not any(name in axes for axes in tables):
       raise ValueError(

@@ -31,16 +31,16 @@ class Partition:
   axes: LogicalAxes
 
   def sharding(self, *axes: str | None) -> NamedSharding:
-    """Of an array of these logical axes; of none, whole on each device."""
+    """Where an array of these logical axes lies; without any, everywhere."""
     return NamedSharding(self.mesh, PartitionSpec(*self.axes.split(axes)))
 
   @property
   def row_multiple(self) -> int:
-    """Devices that share the rows of a request, which they must divide."""
+    """Devices that share the rows of a request; must divide their number."""
     return math.prod(self._sizes(('batch',)).values())
 
   def parameter(self, name: str) -> NamedSharding:
-    """Of a parameter, by its name; what `checkpoints.load` takes.
+    """Where a parameter lies, by its name; `checkpoints.load` takes this.
 
     Raises:
       ValueError: no rule knows it, or it is a joined kernel that would be

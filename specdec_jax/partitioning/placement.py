@@ -22,7 +22,9 @@ import numpy as np
 from jax.sharding import AxisType
 
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.layers import DTYPES
 from specdec_jax.partitioning.axes import (
   MESH_AXES,
   REPLICATED,
@@ -43,8 +45,6 @@ _JOINED = {
   'self_attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
   'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
 }
-# Those that networks compute in, see `models.layers.check_config`.
-_DTYPES = ('float32', 'bfloat16')
 _OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0}
 
 
@@ -79,16 +79,7 @@ class Placement:
 
   def __post_init__(self):
     check_types(self)
-    if self.dtype not in _DTYPES:
-      raise ValueError(
-        f'Placement.dtype must be one of {", ".join(map(repr, _DTYPES))}, got'
-        f' {self.dtype!r}. Nothing is quantised.'
-      )
-    if self.kernel_layout not in ('auto', 'in_out', 'out_in'):
-      raise ValueError(
-        "Placement.kernel_layout must be 'auto', 'in_out' or 'out_in', got"
-        f' {self.kernel_layout!r}.'
-      )
+    check_choice('Placement.dtype', self.dtype, DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       raise ValueError(
         'Placement.data and model are numbers of devices, one of them 0 for'

@@ -17,6 +17,7 @@ import rich.console
 
 from specdec_jax import analysis
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.memory import GIB
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
@@ -213,7 +214,7 @@ def _compile_loops(compiler, target, draft, params, plain, request):
 
 def _fits(config, params, state, programs) -> dict[str, Any]:
   """The most that a program of the pair holds, against what the chip has."""
-  usable = int(config.usable_gib * memory.GIB)
+  usable = int(config.usable_gib * GIB)
   loops = [programs[f'speculative_{name}'] for name in ('start', 'run')]
   refused = [p['refused'] for p in programs.values() if 'refused' in p]
   peak = None

@@ -5,7 +5,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.measure.memory import GIB
+from specdec_jax.checks.memory import GIB
 from specdec_jax.measure.table import Column, Table, say
 
 _Record = Mapping[str, Any]

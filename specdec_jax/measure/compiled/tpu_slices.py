@@ -16,6 +16,7 @@ import rich.console
 
 from specdec_jax import partitioning
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.memory import GIB, gib
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
@@ -126,7 +127,7 @@ def _check_row(
   params = PairParams(*map(_parameters, networks, placements, partitions))
   target, draft = map(partitioning.follow, networks, partitions)
   ours = partitions[0]
-  usable = int(config.usable_gib * memory.GIB)
+  usable = int(config.usable_gib * GIB)
   request = ours.request(_request(config, target))
   record, text = _compile(target, draft, params, request, ours, usable)
   found = collectives.find(text)
@@ -157,8 +158,7 @@ def _compile(target, draft, params, request, partition, usable):
   held = partitioning.shard_bytes(params)
   if held > usable:  # the compiler would say so too, after a long time
     text = (
-      f'{memory.gib(held)} of parameters on a chip of {memory.gib(usable)}; not'
-      ' compiled.'
+      f'{gib(held)} of parameters on a chip of {gib(usable)}; not compiled.'
     )
     return {'refused': text}, ''
   lowered = jax.jit(
