@@ -1,7 +1,7 @@
 """How a run decodes: its ways, and how many tokens a calibration says pay."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import rich.console
 
@@ -85,7 +85,6 @@ def pays(gammas: Mapping[int, int] | None) -> bool:
 
 
 def decodings(
-  names: Sequence[str],
   config: DecodeConfig | TaskConfig,
   engine: Engine,
   gammas: Mapping[int, int] | None,
@@ -94,7 +93,6 @@ def decodings(
   """The ways of decoding of a run by their names, with what was chosen.
 
   Args:
-    names: 'plain', 'speculative' or both, in turn.
     config: of the run.
     engine: that decodes.
     gammas: what `choose_gammas` gave.
@@ -113,5 +111,5 @@ def decodings(
       lenience=config.lenience,
       slots=slots,
     )
-    for name in names
+    for name in config.ways
   }

@@ -166,8 +166,7 @@ def _evaluate(
       }
       for source, own, done in zip(sources, references, greedy, strict=True)
     ]
-    extra = {name: text() for name, text in beside.items()}
-    contents = results.contents(records, summary, extra)
+    contents = results.contents(records, summary, beside)
     folder.leave(contents) if failed else folder.finish(contents)
   console.print(table(summary))
   if failed:

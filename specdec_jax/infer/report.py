@@ -227,8 +227,8 @@ def print_results(
   """Prints the table of `summary`; agreement and failed lines below it."""
   console.print(table(summary))
   for message in _notes(summary):
-    _say(console, message)
-  _say(
+    say(console, message)
+  say(
     console,
     f'Results are in {output_dir}.'
     if output_dir
@@ -283,5 +283,6 @@ def print_examples(
   console.print(Table('Examples', ['input', *modes], rows))
 
 
-def _say(console: rich.console.Console, message: str) -> None:
+def say(console: rich.console.Console, message: str) -> None:
+  """Prints text as it is, without markup."""
   console.print(message, markup=False, highlight=False, soft_wrap=True)

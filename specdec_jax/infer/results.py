@@ -6,7 +6,7 @@ the marker `NAME.COMPLETED` there is no finished result of that name.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,13 +199,23 @@ def counts(completion: Completion) -> dict[str, Any]:
 def contents(
   records: Sequence[Mapping[str, Any]],
   summary: Mapping[str, Any],
-  extra: Mapping[str, str],
+  beside: Mapping[str, Callable[[], str]],
+  name: str = PREDICTIONS,
+  prefix: str = '',
 ) -> dict[str, str]:
-  """File name -> text of all files of a run, but for the marker."""
+  """File name -> text of all files of a run, but for the marker.
+
+  Args:
+    records: one an example.
+    summary: of the run.
+    beside: more files: name -> function of its text.
+    name: of the file of records.
+    prefix: of the names of all others.
+  """
   return {
-    PREDICTIONS: json_lines(records),
-    **extra,
-    SUMMARY: indented(summary),
+    name: json_lines(records),
+    **{f'{prefix}{other}': text() for other, text in beside.items()},
+    f'{prefix}{SUMMARY}': indented(summary),
   }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine, Model, load_model
 from specdec_jax.engine.schedule import Settings
-from specdec_jax.infer.report import PLAIN, SPECULATIVE
+from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
@@ -16,7 +16,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.verify import check_lenience
 
 # Whom to ask for what: the ways of decoding that run, in turn.
-WAYS = {
+_WAYS = {
   'both': (PLAIN, SPECULATIVE),
   PLAIN: (PLAIN,),
   SPECULATIVE: (SPECULATIVE,),
@@ -93,7 +93,7 @@ class DecodeConfig:
       if getattr(self, name) is not None:
         check.path(name)
     check.flags('overwrite', 'require_agreement', 'deterministic')
-    check.choice('mode', WAYS)
+    check.choice('mode', _WAYS)
     check.choice('on_too_long', ('error', 'truncate'))
     check.choice('batching', BATCHINGS)
     check.at_least(0, 'num_shown', 'seed')
@@ -102,6 +102,15 @@ class DecodeConfig:
     check.sampling()
     check_types(self)
     check_lenience(self.lenience)
+
+  @property
+  def ways(self) -> tuple[str, ...]:
+    """Of decoding, in turn."""
+    return _WAYS[self.mode]
+
+  def plainly(self) -> 'DecodeConfig':
+    """This run without the drafter's help."""
+    return dataclasses.replace(self, mode=PLAIN)
 
   @property
   def rows(self) -> int:
@@ -204,7 +213,7 @@ class TaskConfig:
       check.path('calibration')
     check.flags('overwrite', 'include_all_inputs', 'deterministic')
     check.choice('mode', TASK_MODES)
-    check.choice('decoding', WAYS)
+    check.choice('decoding', _WAYS)
     check.choice('batching', BATCHINGS)
     check.at_least(0, 'seed', 'shard_id', 'prompt_from_targets')
     check.at_least(
@@ -261,6 +270,15 @@ class TaskConfig:
   def index(self, number: int) -> int:
     """The index in the task of the shard's example `number`."""
     return number * self.num_shards + self.shard_id
+
+  @property
+  def ways(self) -> tuple[str, ...]:
+    """Of decoding, in turn, or of scoring."""
+    return (SCORING,) if self.mode == SCORE else _WAYS[self.decoding]
+
+  def plainly(self) -> 'TaskConfig':
+    """This run without the drafter's help."""
+    return dataclasses.replace(self, decoding=PLAIN)
 
   @property
   def rows(self) -> int:
