@@ -60,7 +60,6 @@ def test_without_seqio_the_error_says_what_to_do(monkeypatch, pairs):
   for call in (
     lambda: tasks.splits('any'),
     lambda: tasks.token_lists('any', 'train'),
-    lambda: tasks.register_tsv('any', {}, 'vocab.model'),
     lambda: seqio_tasks.to_seqio(pairs),
     lambda: tasks.metrics('any'),
     lambda: tasks.examples('wmt_t2t_ende_v003', 'test'),
@@ -80,7 +79,10 @@ def test_without_seqio_the_error_says_what_to_do(monkeypatch, pairs):
 def test_a_task_gives_the_ids_of_its_file(tokenizer, tmp_path):
   pairs = tmp_path / 'pairs.tsv'
   pairs.write_text(''.join(f'{s}\t{t}\n' for s, t in PAIRS), 'utf-8')
-  tasks.register_tsv('specdec_test', {'train': pairs}, tokenizer.path)
+  import seqio
+
+  task = LocalTask('specdec_test', {'train': pairs}, tokenizer.path)
+  seqio.TaskRegistry.add_provider(task.name, seqio_tasks.to_seqio(task))
   assert tasks.splits('specdec_test') == ['train']
   sources, targets = tasks.token_lists('specdec_test', 'train')
   encode = tokenizer.encode
@@ -90,8 +92,6 @@ def test_a_task_gives_the_ids_of_its_file(tokenizer, tmp_path):
     ValueError, match="'specdec_tset'. Nearest known: specdec_test"
   ):
     tasks.splits('specdec_tset')
-  with pytest.raises(ValueError, match="no file 'nowhere.tsv'"):
-    tasks.register_tsv('another', {'train': 'nowhere.tsv'}, tokenizer.path)
 
 
 @quiet

@@ -1,5 +1,6 @@
 """Numbers that a caller gave, held against the least that they may be."""
 
+import itertools
 import numbers
 from typing import Any
 
@@ -48,4 +49,23 @@ def check_all_at_least(config: Any, **least: float) -> None:
     if not all(value >= minimum for value in values):
       raise ValueError(
         f'{name} must be at least {minimum:g}, got {tuple(values)}.'
+      )
+
+
+def check_increasing(config: Any, **least: int) -> None:
+  """Raises ValueError where a sequence is empty, too small, or falls anywhere.
+
+  Args:
+    config: a dataclass.
+    **least: field -> what its first number is at least; each of the others is
+      larger than the one before.
+  """
+  for field, minimum in least.items():
+    values = getattr(config, field)
+    if not values or any(
+      low >= high for low, high in itertools.pairwise((minimum - 1, *values))
+    ):
+      raise ValueError(
+        f'{type(config).__name__}.{field} is {values}; expected increasing'
+        f' lengths >= {minimum}.'
       )

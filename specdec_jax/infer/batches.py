@@ -108,7 +108,7 @@ class Decoding:
 
   @property
   def load(self) -> Load | None:
-    """Of continuous batching."""
+    """How full the rows of continuous batching were in the last run."""
     return getattr(self._decoder, 'load', None)
 
   def warmup(self, items: Sequence[Item]) -> float:

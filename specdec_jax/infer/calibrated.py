@@ -12,16 +12,6 @@ from specdec_jax.infer.settings import DecodeConfig, TaskConfig
 from specdec_jax.measure import calibration
 
 
-def load(config: DecodeConfig | TaskConfig) -> calibration.Calibration | None:
-  """The run's calibration, if it has one; before any model is loaded.
-
-  Raises:
-    calibration.CalibrationError: the file is missing or broken.
-  """
-  path = config.calibration
-  return None if path is None else calibration.load(path)
-
-
 def choose_gammas(
   measured: calibration.Calibration | None,
   config: DecodeConfig | TaskConfig,
@@ -31,7 +21,7 @@ def choose_gammas(
   """Sets the engine's gamma as it was measured to be best, if it was.
 
   Args:
-    measured: what `load` gave.
+    measured: the run's calibration, if it has one.
     config: of the run.
     engine: whose `gamma` is set where speculation pays.
     console: is told what was chosen.

@@ -10,6 +10,7 @@ from typing import Any
 import rich.console
 import rich.progress
 
+from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
@@ -53,15 +54,9 @@ class EvaluateConfig:
   def __post_init__(self):
     check_types(self)
     object.__setattr__(self, 'temperatures', tuple(self.temperatures))
-    if self.batch_size < 1:
-      raise ValueError(
-        f'EvaluateConfig.batch_size must be at least 1, got {self.batch_size}.'
-      )
-    if self.max_sources is not None and self.max_sources < 1:
-      raise ValueError(
-        'EvaluateConfig.max_sources must be at least 1 or None, got'
-        f' {self.max_sources}.'
-      )
+    check_at_least(self, batch_size=1)
+    if self.max_sources is not None:
+      check_at_least(self, max_sources=1)
     if self.temperatures[:1] != (0.0,):
       raise ValueError(
         'EvaluateConfig.temperatures must begin with 0.0, at which BLEU is'

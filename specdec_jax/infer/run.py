@@ -27,7 +27,7 @@ from specdec_jax.infer import (
 from specdec_jax.infer.line_source import Lines
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig, settings_of
 from specdec_jax.infer.task_source import Task, results_name
-from specdec_jax.measure import progress
+from specdec_jax.measure import calibration, progress
 from specdec_jax.text import tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -188,7 +188,9 @@ def _run(
     console: as of `decode`.
     who: which of the processes of the run.
   """
-  measured = calibrated.load(source.config)
+  measured = None
+  if source.config.calibration is not None:  # before any model is loaded
+    measured = calibration.load(source.config.calibration)
   with progress.status(console, 'Loading models'):
     engine = source.engine()
   gammas = None
