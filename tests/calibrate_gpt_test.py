@@ -30,7 +30,10 @@ def prompts(folder):
   return str(path)
 
 
-@pytest.fixture(scope='module', params=FAMILIES)
+@pytest.fixture(
+  scope='module',
+  params=['GPT-2', pytest.param('T5X', marks=pytest.mark.slow)],
+)
 def calibrated(request, folder, tokenizer, prompts):
   """The configuration, and the requests that the acceptance rate is of."""
   network = GPT(FAMILIES[request.param])

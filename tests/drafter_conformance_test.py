@@ -98,7 +98,16 @@ DRAFTERS = {
     (DRAFT.params, CHEAPER.params),
   ),
 }
-every_drafter = pytest.mark.parametrize('name', DRAFTERS)
+every_drafter = pytest.mark.parametrize(
+  'name',
+  [
+    # Of the tables the quick run has one order.
+    pytest.param(
+      name, marks=pytest.mark.slow if name in ('unigram', 'trigram') else ()
+    )
+    for name in DRAFTERS
+  ],
+)
 
 
 def request_of(rows, gamma, sampling, slots=LENGTH, **changes):

@@ -84,7 +84,13 @@ def test_parameters_and_caches_of_a_model(dtype):
   assert memory.cache_bytes(model, 3, 7, 64) == nbytes(cache)
 
 
-@pytest.mark.parametrize('size', PUBLISHED)
+@pytest.mark.parametrize(
+  'size',
+  [
+    pytest.param(size, marks=[] if size == 'small' else pytest.mark.slow)
+    for size in PUBLISHED
+  ],
+)
 def test_sizes_of_t5(size):
   assert memory.param_bytes(published(size), 'bfloat16') == 2 * PUBLISHED[size]
 
