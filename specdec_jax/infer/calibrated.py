@@ -7,7 +7,7 @@ import rich.console
 
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import report
-from specdec_jax.infer.batches import Decoding, Way
+from specdec_jax.infer.batches import Decoding, Scoring, Way
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig
 from specdec_jax.measure import calibration
 
@@ -74,32 +74,33 @@ def pays(gammas: Mapping[int, int] | None) -> bool:
   return gammas is None or any(gammas.values())
 
 
-def decodings(
+def ways(
   config: DecodeConfig | TaskConfig,
   engine: Engine,
   gammas: Mapping[int, int] | None,
-  log_probs: bool = True,
 ) -> dict[str, Way]:
-  """The ways of decoding of a run by their names, with what was chosen.
+  """The ways of a run by their names, with what was chosen.
 
   Args:
     config: of the run.
-    engine: that decodes.
+    engine: that decodes or scores.
     gammas: what `choose_gammas` gave.
-    log_probs: whether log-probabilities are wanted.
   """
   slots = config.slots
   if slots is not None and gammas is not None:
     slots = dataclasses.replace(slots, gammas=gammas)
-  return {
-    name: Decoding(
+
+  def way(name: str) -> Way:
+    if name == report.SCORING:
+      return Scoring(engine)
+    return Decoding(
       engine,
       name == report.SPECULATIVE,
       config.sampling,
       config.seed,
-      log_probs=log_probs,
+      log_probs=config.log_probs,
       lenience=config.lenience,
       slots=slots,
     )
-    for name in config.ways
-  }
+
+  return {name: way(name) for name in config.ways}

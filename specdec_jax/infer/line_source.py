@@ -10,7 +10,7 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.engine.engine import Engine
-from specdec_jax.infer import batches, calibrated, report, results
+from specdec_jax.infer import batches, report, results
 from specdec_jax.infer.settings import DecodeConfig, by_rows
 from specdec_jax.text.lines import check_some, count_tokens, read_lines
 
@@ -49,12 +49,6 @@ class Lines:
     most = self._limit if self.config.on_too_long == 'error' else None
     self._lines = count_tokens(self._lines, engine.num_input_tokens, most)
     return engine
-
-  def ways(
-    self, engine: Engine, gammas: Mapping[int, int] | None
-  ) -> dict[str, batches.Way]:
-    """How they are decoded, by name."""
-    return calibrated.decodings(self.config, engine, gammas)
 
   def items(self) -> list[batches.Item]:
     """All lines that have something to read and no error."""

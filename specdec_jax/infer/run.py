@@ -252,7 +252,7 @@ def _decoded(
 ) -> shares.Modes | None:
   """All results of each way; None where another process writes them."""
   config = source.config
-  ways = source.ways(engine, gammas)
+  ways = calibrated.ways(config, engine, gammas)
 
   def run(items, folder, done):
     period = config.checkpoint_period

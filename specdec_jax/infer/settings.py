@@ -42,6 +42,11 @@ class _Rows:
     return self.batch_size
 
   @property
+  def log_probs(self) -> bool:
+    """Whether log-probabilities are wanted."""
+    return True
+
+  @property
   def slots(self) -> Settings | None:
     """Settings of continuous batching; None where batches are fixed."""
     if self.batching == FIXED:
@@ -252,6 +257,11 @@ class TaskConfig(_Rows):
   def ways(self) -> tuple[str, ...]:
     """The ways of decoding, in turn, or scoring."""
     return (SCORING,) if self.mode == SCORE else _WAYS[self.decoding]
+
+  @property
+  def log_probs(self) -> bool:
+    """Whether log-probabilities are wanted."""
+    return self.mode != PREDICT
 
   def plainly(self) -> 'TaskConfig':
     """This run without the drafter's help."""

@@ -12,13 +12,12 @@ from specdec_jax.checks import memory
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import (
   batches,
-  calibrated,
   examples,
   report,
   results,
   task_summary,
 )
-from specdec_jax.infer.settings import PREDICT, SCORE, TaskConfig, by_rows
+from specdec_jax.infer.settings import SCORE, TaskConfig, by_rows
 
 # Fields that decide no result, or by what they make: see `Task.identity`.
 _NOT_DECIDING = (
@@ -72,20 +71,82 @@ class Task:
       ValueError: nothing says how long an output may be, or the engine has
         another vocabulary.
     """
-    return _engine(self.config, self._found)
-
-  def ways(
-    self, engine: Engine, gammas: Mapping[int, int] | None
-  ) -> dict[str, batches.Way]:
-    """How they are decoded or scored, by name."""
-    if self.config.mode == SCORE:
-      return {report.SCORING: batches.Scoring(engine)}
-    with_log_probs = self.config.mode != PREDICT
-    return calibrated.decodings(self.config, engine, gammas, with_log_probs)
+    config = self.config
+    lengths = config.task_feature_lengths
+    if lengths is None:
+      lengths = {
+        feature: max(
+          (len(one.get(feature, ())) for one in self._found), default=2
+        )
+        for feature in (examples.INPUTS, examples.TARGETS)
+      }
+      if self._found and not lengths[examples.TARGETS] and config.mode != SCORE:
+        raise ValueError(
+          f'{_name(config)!r} has no targets, so nothing says how'
+          ' long an output may be: set task_feature_lengths (gin:'
+          " TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 128})."
+        )
+    options: dict[str, Any] = {
+      'max_input_len': max(2, lengths[examples.INPUTS]),
+      'max_decode_len': max(1, lengths[examples.TARGETS]),
+    }
+    if config.draft is not None and report.SPECULATIVE in config.ways:
+      options['draft'] = config.draft()
+    engine = config.engine(**options)
+    if engine.tokenizer.fingerprint != config.tokenizer.fingerprint:
+      raise ValueError(
+        f"The run's tokenizer {config.tokenizer.path!r} is not the engine's,"
+        f' {engine.tokenizer.path!r} (their fingerprints do).'
+      )
+    size = engine.target.vocab_size
+    for number, example in enumerate(self._found):
+      for feature in (examples.INPUTS, examples.TARGETS):
+        highest = max(_ids(example, feature), default=0)
+        if highest >= size:
+          raise ValueError(
+            f'{_name(config)!r}: {feature!r} of example'
+            f' {config.index(number)} holds the id {highest}, the target has'
+            f' {size}: the task was made for another vocabulary.'
+          )
+    return engine
 
   def items(self) -> list[batches.Item]:
     """All samples of those that are not broken."""
-    return _items(self.config, self._found)
+    config, count = self.config, len(self._found)
+    items: list[batches.Item] = []
+    if count:  # the largest number first: there may be very many
+      example_id(config.index(count - 1), config.num_decodes - 1)
+    memory.check_room(
+      f'{count} examples with {config.num_decodes} samples each',
+      count * config.num_decodes * _ITEM_BYTES,
+      memory.host_bytes(),
+      'Ask for fewer samples (num_decodes), or decode shard by shard'
+      ' (num_shards).',
+    )
+    for number, example in enumerate(self._found):
+      if examples.BROKEN in example:
+        continue
+      prompt = None
+      if config.prompt_from_targets:
+        prompt = _ids(example, examples.TARGETS)
+      elif config.prompt_feature is not None:
+        prompt = _ids(example, config.prompt_feature)
+      if prompt is not None:
+        # An output that began with its end would be over.
+        if prompt[-1:] == [config.tokenizer.eos_id]:
+          del prompt[-1]
+        prompt = prompt[: config.prompt_from_targets or None]
+      items += [
+        batches.Item(
+          number=number * config.num_decodes + sample,
+          source=_ids(example, examples.INPUTS),
+          example_id=example_id(config.index(number), sample),
+          prompt=prompt,
+          target=_ids(example, examples.TARGETS),
+        )
+        for sample in range(config.num_decodes)
+      ]
+    return items
 
   def identity(
     self, engine: Engine, gammas: Mapping[int, int] | None
@@ -218,81 +279,3 @@ def _is_ids(value: Any) -> bool:
 
 def _ids(example: examples.Example, feature: str) -> list[int]:
   return [int(token) for token in example.get(feature, ())]
-
-
-def _engine(config: TaskConfig, found: Sequence[examples.Example]) -> Engine:
-  """Makes the engine for the task's lengths and checks it against the task."""
-  lengths = config.task_feature_lengths
-  if lengths is None:
-    lengths = {
-      feature: max((len(one.get(feature, ())) for one in found), default=2)
-      for feature in (examples.INPUTS, examples.TARGETS)
-    }
-    if found and not lengths[examples.TARGETS] and config.mode != SCORE:
-      raise ValueError(
-        f'{_name(config)!r} has no targets, so nothing says how'
-        ' long an output may be: set task_feature_lengths (gin:'
-        " TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 128})."
-      )
-  options: dict[str, Any] = {
-    'max_input_len': max(2, lengths[examples.INPUTS]),
-    'max_decode_len': max(1, lengths[examples.TARGETS]),
-  }
-  if config.draft is not None and report.SPECULATIVE in config.ways:
-    options['draft'] = config.draft()
-  engine = config.engine(**options)
-  if engine.tokenizer.fingerprint != config.tokenizer.fingerprint:
-    raise ValueError(
-      f"The run's tokenizer {config.tokenizer.path!r} is not the engine's,"
-      f' {engine.tokenizer.path!r} (their fingerprints do).'
-    )
-  size = engine.target.vocab_size
-  for number, example in enumerate(found):
-    for feature in (examples.INPUTS, examples.TARGETS):
-      highest = max(_ids(example, feature), default=0)
-      if highest >= size:
-        raise ValueError(
-          f'{_name(config)!r}: {feature!r} of example'
-          f' {config.index(number)} holds the id {highest}, the target has'
-          f' {size}: the task was made for another vocabulary.'
-        )
-  return engine
-
-
-def _items(
-  config: TaskConfig, found: Sequence[examples.Example]
-) -> list[batches.Item]:
-  items: list[batches.Item] = []
-  if found:  # the largest number first: there may be very many
-    example_id(config.index(len(found) - 1), config.num_decodes - 1)
-  memory.check_room(
-    f'{len(found)} examples with {config.num_decodes} samples each',
-    len(found) * config.num_decodes * _ITEM_BYTES,
-    memory.host_bytes(),
-    'Ask for fewer samples (num_decodes), or decode shard by shard'
-    ' (num_shards).',
-  )
-  for number, example in enumerate(found):
-    if examples.BROKEN in example:
-      continue
-    prompt = None
-    if config.prompt_from_targets:
-      prompt = _ids(example, examples.TARGETS)
-    elif config.prompt_feature is not None:
-      prompt = _ids(example, config.prompt_feature)
-    if prompt is not None:
-      # An output that began with its end would be over.
-      if prompt[-1:] == [config.tokenizer.eos_id]:
-        del prompt[-1]
-      prompt = prompt[: config.prompt_from_targets or None]
-    items += [
-      batches.Item(
-        number=number * config.num_decodes + sample,
-        source=_ids(example, examples.INPUTS),
-        example_id=example_id(config.index(number), sample),
-        prompt=prompt,
-        target=_ids(example, examples.TARGETS),
-      )
-      for sample in range(config.num_decodes)
-    ]
-  return items
