@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import task_files
-from specdec_jax.text import metrics, seqio_tasks, t5_tasks, tasks
+from specdec_jax.text import metrics, t5_tasks, tasks
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import EOS_ID
 from task_files import DATA, PAIRS, T5_VOCAB, same, with_end
@@ -60,7 +60,6 @@ def test_without_seqio_the_error_says_what_to_do(monkeypatch, pairs):
   for call in (
     lambda: tasks.splits('any'),
     lambda: tasks.token_lists('any', 'train'),
-    lambda: seqio_tasks.to_seqio(pairs),
     lambda: tasks.metrics('any'),
     lambda: tasks.examples('wmt_t2t_ende_v003', 'test'),
   ):
@@ -82,7 +81,7 @@ def test_a_task_gives_the_ids_of_its_file(tokenizer, tmp_path):
   import seqio
 
   task = LocalTask('specdec_test', {'train': pairs}, tokenizer.path)
-  seqio.TaskRegistry.add_provider(task.name, seqio_tasks.to_seqio(task))
+  seqio.TaskRegistry.add_provider(task.name, task_files.to_seqio(task))
   assert tasks.splits('specdec_test') == ['train']
   sources, targets = tasks.token_lists('specdec_test', 'train')
   encode = tokenizer.encode
@@ -112,7 +111,7 @@ def test_seqio_gives_the_examples_of_a_local_task(lengths, monkeypatch):
     metrics=('rouge',),
   )
   monkeypatch.setattr(seqio.TaskRegistry, '_REGISTRY', {})
-  seqio.TaskRegistry.add_provider(task.name, seqio_tasks.to_seqio(task))
+  seqio.TaskRegistry.add_provider(task.name, task_files.to_seqio(task))
   there = list(tasks.examples(task.name, 'test', lengths))
   here = list(tasks.examples(task, 'test', lengths))
   assert len(there) == len(here) > 100
@@ -215,7 +214,7 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
     task = LocalTask(
       name, pairs.files, pairs.vocab_path, prefix=name, metrics=('bleu',)
     )
-    seqio.TaskRegistry.add_provider(name, seqio_tasks.to_seqio(task))
+    seqio.TaskRegistry.add_provider(name, task_files.to_seqio(task))
   seqio.MixtureRegistry.add(
     'specdec_both', [('specdec_one', 1), ('specdec_two', 1)]
   )
@@ -250,7 +249,7 @@ def test_a_seqio_task_keeps_texts_numbers_and_its_postprocessor(pairs):
   def share(targets, predictions):
     return {'share': sum(map(str.__eq__, targets, predictions)) / len(targets)}
 
-  inner = seqio_tasks.to_seqio(pairs)
+  inner = task_files.to_seqio(pairs)
   seqio.TaskRegistry.add(
     'specdec_labels',
     source=inner.source,

@@ -130,8 +130,12 @@ def _evaluate(
   }
   greedy = runs[0.0]
   outputs = [completion.text for completion in greedy]
-  errors = [done.error for own in runs.values() for done in own]
-  failed = errors[0] if all(errors) else None
+  failed = failures.all_failed(
+    [done.error for own in runs.values() for done in own],
+    len(sources),
+    engine.params,
+    config.output_dir,
+  )
   summary = {
     'kind': 'quality',
     'eval_file': config.eval_file,
@@ -165,8 +169,7 @@ def _evaluate(
     folder.leave(contents) if failed else folder.finish(contents)
   console.print(table(summary))
   if failed:
-    params, count = engine.params, len(sources)
-    raise failures.explained(failed, count, params, config.output_dir)
+    raise failed
   return summary
 
 

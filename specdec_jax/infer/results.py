@@ -36,7 +36,8 @@ def make_records(
   for name, mode in modes.items():
     for batch, ms in zip(mode.batches, mode.ms_per_token(), strict=True):
       for index in batch:
-        stats[index][name] = _stats(mode.completions[index], ms)
+        took = counts(mode.completions[index])
+        stats[index][name] = took | {'batch_ms_per_token': ms}
   # Both ways draw from one distribution, unless lenience makes the last one
   # lossy, as the record then says; the last one's text is kept.
   last = list(modes.values())[-1]
@@ -177,10 +178,6 @@ def total_log_prob(completion: Completion) -> float | None:
   total = sum(completion.log_probs)
   failed = completion.error or not math.isfinite(total)
   return None if failed else float(total)
-
-
-def _stats(completion: Completion, ms: float | None) -> dict[str, Any]:
-  return counts(completion) | {'batch_ms_per_token': ms}
 
 
 def counts(completion: Completion) -> dict[str, Any]:

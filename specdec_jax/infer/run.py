@@ -224,7 +224,10 @@ def _run(
       'input_broken_off': source.broken_off,
     },
   )
-  failed = failures.first_error(modes, source.broken)
+  came = [one.error for m in modes.values() for one in m.completions.values()]
+  failed = failures.all_failed(
+    [*came, *source.broken], len(records), engine.params, config.output_dir
+  )
   if folder is not None:
     contents = results.contents(
       records, summary, beside, folder.name, source.prefix
@@ -233,8 +236,7 @@ def _run(
   source.show(console, modes)
   report.print_results(console, summary, config.output_dir)
   if failed:
-    params, count = engine.params, len(records)
-    raise failures.explained(failed, count, params, config.output_dir)
+    raise failed
   results.check_whole(source.broken_off, config.output_dir)
   if complaint := source.complaint(summary):
     raise ValueError(complaint)

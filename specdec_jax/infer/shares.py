@@ -47,7 +47,7 @@ def each_its_own(
     whole: the folder of the result.
     begin: begins or goes on with a folder.
     items: of all processes.
-    every: how many of an example's there are.
+    every: samples of each example.
     run: decodes.
     who: this process.
 

@@ -5,7 +5,7 @@ nowhere else in the library.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from specdec_jax.checks.names import nearest
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text import t5_tasks
-from specdec_jax.text.local_tasks import LocalTask
 
 
 def import_seqio() -> tuple[Any, Any]:
@@ -34,31 +33,6 @@ def import_seqio() -> tuple[Any, Any]:
   return seqio, tensorflow
 
 
-def to_seqio(task: LocalTask) -> Any:
-  """The seqio task with the examples of a local one, for mixtures of tasks.
-
-  Fields of JSONL objects beyond the two sides do not go along.
-
-  Raises:
-    ValueError: seqio is not installed.
-  """
-  seqio, tf = import_seqio()
-  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec((), tf.string))
-
-  def read(split, shuffle_files, seed=None):
-    del shuffle_files, seed  # seqio shuffles examples itself
-
-    def generate():
-      for example in task.texts(split):
-        yield {feature: example[feature] for feature in signature}
-
-    return tf.data.Dataset.from_generator(generate, output_signature=signature)
-
-  source = seqio.FunctionDataSource(read, splits=tuple(task.files))
-  vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
-  return _seqio_task(task.name, source, [], vocabulary, task.metrics)
-
-
 def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   """The task as T5's own code has it."""
   seqio, tf = import_seqio()
@@ -77,22 +51,11 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   # seqio would begin to download what is not there.
   source = seqio.TfdsDataSource(described.tfds, read_only=True)
   vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=t5_tasks.EXTRA_IDS)
-  return _seqio_task(name, source, [two_sides], vocabulary, described.metrics)
-
-
-def _seqio_task(
-  name: str,
-  source: Any,
-  preprocessors: Sequence[Callable[..., Any]],
-  vocabulary: Any,
-  metric_names: Sequence[str],
-) -> Any:
-  seqio, _ = import_seqio()
   return seqio.Task(
     name,
     source=source,
     preprocessors=[
-      *preprocessors,
+      two_sides,
       seqio.preprocessors.tokenize,
       seqio.preprocessors.append_eos_after_trim,
     ],
@@ -100,7 +63,7 @@ def _seqio_task(
       feature: seqio.Feature(vocabulary, add_eos=True)
       for feature in ('inputs', 'targets')
     },
-    metric_fns=[metrics_lib.METRICS[metric] for metric in metric_names],
+    metric_fns=[metrics_lib.METRICS[metric] for metric in described.metrics],
   )
 
 
