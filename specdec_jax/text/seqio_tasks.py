@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checks.names import nearest
+from specdec_jax.checks.packages import package
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text import t5_tasks
 
@@ -21,16 +22,12 @@ def import_seqio() -> tuple[Any, Any]:
   Raises:
     ValueError: they are not installed.
   """
-  try:
-    import seqio
-    import tensorflow
-  except ImportError as error:
-    raise ValueError(
-      'seqio tasks need seqio and TensorFlow, which are not installed:'
-      " pip install -e '.[tasks]'. Local files need neither: give the path of"
-      ' one, such as source<TAB>target lines, in place of a task.'
-    ) from error
-  return seqio, tensorflow
+  otherwise = (
+    'Local files need neither: give the path of one, such as source<TAB>target'
+    ' lines, in place of a task.'
+  )
+  seqio = package('A seqio task', 'seqio', 'tasks', otherwise)
+  return seqio, package('A seqio task', 'tensorflow', 'tasks', otherwise)
 
 
 def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
