@@ -254,20 +254,13 @@ def _decoded(
 ) -> shares.Modes | None:
   """All results of each way; None where another process writes them."""
   config = source.config
-  ways = calibrated.ways(config, engine, gammas)
-
-  def run(items, folder, done):
-    period = config.checkpoint_period
-    return batches.run_all(
-      items,
-      ways,
-      config.rows,
-      period,
-      folder=folder,
-      done=done,
-      console=console,
-    )
-
+  run = functools.partial(
+    batches.run_all,
+    ways=calibrated.ways(config, engine, gammas),
+    rows=config.rows,
+    period=config.checkpoint_period,
+    console=console,
+  )
   items = source.items()
   begin = functools.partial(
     resume.Folder.begin, config=decides, overwrite=config.overwrite
