@@ -22,7 +22,7 @@ DRAFTER = small_model(DRAFT)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def histogram(rate, temperature, seed):
   """Rounds of all rows by what they accepted, int32[G + 1]."""
   request = calls.make_request(

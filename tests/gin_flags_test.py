@@ -231,9 +231,7 @@ def test_missing_files(folder):
 
 def test_a_run_file_of_another_script():
   load('--gin.PATH=x')
-  with pytest.raises(
-    ValueError, match='configure gin_flags_test.Unused'
-  ):
+  with pytest.raises(ValueError, match='configure gin_flags_test.Unused'):
     gin_flags.build(Unused)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import huggingface_parity as parity
 from specdec_jax import partitioning
-from specdec_jax.checkpoints import gpt2
-from specdec_jax.engine.job import padded
+from specdec_jax.checkpoints import huggingface
+from specdec_jax.engine.padding import padded
 from specdec_jax.models.gpt import GPT, GPTConfig
 
 pytestmark = parity.MARKS
@@ -122,7 +122,7 @@ def compare(model, config, params):
 def test_what_transformers_saves_is_read(name, tmp_path):
   model = their_model(CONFIGS[name])
   model.save_pretrained(tmp_path)
-  config, params = gpt2.load_gpt2(tmp_path)
+  config, params = huggingface.load_huggingface(tmp_path)
   assert dataclasses.replace(config, dropout_rate=0.0) == CONFIGS[name]
   parity.check_rows(compare(model, config, params))
 
@@ -141,7 +141,7 @@ def test_an_array_that_differs_is_seen(name, tmp_path):
   """The negative control: one array of ours is changed a little."""
   model = their_model(SMALL)
   model.save_pretrained(tmp_path)
-  config, params = gpt2.load_gpt2(tmp_path)
+  config, params = huggingface.load_huggingface(tmp_path)
   *path, last = name.split('/')
   module = params
   for part in path:

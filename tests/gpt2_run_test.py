@@ -7,7 +7,7 @@ import gin
 import pytest
 
 from gpt_test import GPT2
-from interactive_gpt_test import SIZE, gpt2_folder
+from notebook_gpt_test import SIZE, gpt2_folder
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.models.gpt import GPT

@@ -15,7 +15,7 @@ import pytest
 
 from gpt_test import GPT2, UNTIED, shapes
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import gpt2, gpt2_names
+from specdec_jax.checkpoints import gpt2_names, huggingface
 from specdec_jax.models.gpt import GPT
 
 pytestmark = pytest.mark.skipif(
@@ -67,7 +67,7 @@ def test_folder(config, prefix, tmp_path):
     arrays[f'{prefix}h.1.attn.bias'] = np.ones((1, 1, 160, 160), np.float32)
 
   arrays = write_folder(tmp_path, config, change)
-  found, params = gpt2.load_gpt2(tmp_path)
+  found, params = huggingface.load_huggingface(tmp_path)
   assert dataclasses.replace(found, dropout_rate=0.0) == config
   checkpoints.check_params(params, shapes(config))
   layer = params['decoder']['layers_1']
@@ -87,8 +87,10 @@ def test_folder(config, prefix, tmp_path):
 
 def test_folder_by_dtype_and_layout(tmp_path):
   write_folder(tmp_path)
-  _, params = gpt2.load_gpt2(tmp_path)
-  placed = gpt2.load_gpt2(tmp_path, jnp.bfloat16, jax.devices()[0])[1]
+  _, params = huggingface.load_huggingface(tmp_path)
+  placed = huggingface.load_huggingface(
+    tmp_path, jnp.bfloat16, jax.devices()[0]
+  )[1]
   for have, want in zip(
     jax.tree.leaves(placed), jax.tree.leaves(params), strict=True
   ):
@@ -99,7 +101,7 @@ def test_folder_by_dtype_and_layout(tmp_path):
 def test_folder_is_a_checkpoint(tmp_path):
   write_folder(tmp_path)
   params = checkpoints.load(tmp_path, GPT(GPT2))
-  _, expected = gpt2.load_gpt2(tmp_path)
+  _, expected = huggingface.load_huggingface(tmp_path)
   jax.tree.map(np.testing.assert_array_equal, params, expected)
   # Another number of heads has the same shapes.
   other = GPT(dataclasses.replace(GPT2, num_heads=4, head_dim=6))
@@ -131,4 +133,4 @@ def drop(name):
 def test_folders_that_are_none(change, described, words, tmp_path):
   write_folder(tmp_path, GPT2, change, **described)
   with pytest.raises(ValueError, match=words):
-    gpt2.load_gpt2(tmp_path)
+    huggingface.load_huggingface(tmp_path)

@@ -103,7 +103,7 @@ def test_published_shapes(name):
 def test_arrays_of_a_published_shape():
   """Names and shapes as they are in the published files."""
   table = names.table(PUBLISHED['ByT5 small'][1])
-  shapes = {name: row.shape for name, row in table.items()}
+  shapes = {row.name: row.stored_shape for row in table.values()}
   # 9 arrays a layer of the encoder, 14 of the decoder; embedding, head, and
   # a norm and a table of positions each.
   assert len(shapes) == 12 * 9 + 4 * 14 + 6
@@ -133,7 +133,7 @@ def test_an_mt5_folder_is_read_without_its_word_for_the_activation(tmp_path):
   [
     (
       {'model_type': 'umt5'},
-      r"model_type is 'umt5', expected one of \['mt5', 't5'\].* known: mt5",
+      r"model_type is 'umt5', expected one of \['gpt2', 'mt5', .* known: mt5",
     ),
     ({'model_type': None}, 'model_type is None, expected one of'),
     (
@@ -143,20 +143,20 @@ def test_an_mt5_folder_is_read_without_its_word_for_the_activation(tmp_path):
     ),
     (
       {'relative_attention_num_buckets': 64},
-      'relative_attention_num_buckets is 64; this T5 has 32',
+      'relative_attention_num_buckets is 64; .* 32',
     ),
     (
       {'relative_attention_max_distance': 256},
-      'relative_attention_max_distance is 256; this T5 has 128',
+      'relative_attention_max_distance is 256; .* 128',
     ),
     ({'num_layers': '6'}, "num_layers is '6', expected a whole number"),
-    ({'d_kv': 0}, 'head_dim must be at least 1, got 0'),
+    ({'d_kv': 0}, 'd_kv is 0, expected .* at least 1'),
   ],
 )
 def test_what_is_not_supported_is_named(values, words):
   config = PUBLISHED['Flan-T5 XL'][0] | values
   with pytest.raises(ValueError, match=words):
-    names.read_config(config, False, 'config.json')
+    huggingface.read_config(config, 'config.json')
 
 
 def test_special_ids_are_read_from_both_files(tmp_path):
@@ -218,7 +218,9 @@ def test_several_files(tmp_path):
   assert max(shard.stat().st_size for shard in shards) < 9000 + 2000
   index = json.loads((folder / 'model.safetensors.index.json').read_text())
   assert index['metadata']['total_size'] == total
-  assert set(index['weight_map']) == set(names.table(V11))
+  assert set(index['weight_map']) == {
+    row.name for row in names.table(V11).values()
+  }
   assert set(index['weight_map'].values()) == {s.name for s in shards}
   assert {s.name for s in shards} == {
     f'model-{i:05}-of-{len(shards):05}.safetensors'

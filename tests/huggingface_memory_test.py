@@ -12,9 +12,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from huggingface_test import V10, V11, assert_equal_trees, make_params
-from specdec_jax.checkpoints import huggingface, huggingface_arrays
+from specdec_jax.checkpoints import (
+  disk_arrays,
+  huggingface,
+  huggingface_arrays,
+)
 from specdec_jax.checkpoints import huggingface_names as names
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5 import T5, T5Config
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
@@ -34,7 +38,7 @@ def write(folder, **sizes):
   """A folder of constant arrays; returns bytes of all and of the largest."""
   config = T5Config(num_heads=8, head_dim=64, **sizes)
   params = jax.tree.map(
-    lambda leaf: np.full(leaf.shape, 0.5, np.float32), names.shapes(config)
+    lambda leaf: np.full(leaf.shape, 0.5, np.float32), names.shapes(T5(config))
   )
   huggingface.save_huggingface(folder, config, params)
   sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
@@ -118,12 +122,12 @@ def saved(request, tmp_path):
 def test_pieces_give_the_same_arrays(saved, tmp_path, monkeypatch):
   config, params = saved
   read = []
-  piece = huggingface_arrays.Stored._piece
-  monkeypatch.setattr(huggingface_arrays, '_PIECE_BYTES', 300)
+  piece = huggingface_arrays.Stored.read
+  monkeypatch.setattr(disk_arrays, 'PIECE_BYTES', 300)
   monkeypatch.setattr(
     huggingface_arrays.Stored,
-    '_piece',
-    lambda self, *args: read.append(self.name) or piece(self, *args),
+    'read',
+    lambda self, index: read.append(self.name) or piece(self, index),
   )
   _, loaded = huggingface.load_huggingface(tmp_path)
   assert_equal_trees(loaded, params)
@@ -154,9 +158,7 @@ def test_a_function_of_the_name_decides(saved, tmp_path):
     return jax.devices()[0] if name.endswith('scale') else None
 
   _, loaded = huggingface.load_huggingface(tmp_path, sharding=sharding)
-  assert sorted(seen) == sorted(
-    row.name for row in names.table(config).values()
-  )
+  assert sorted(seen) == sorted(names.table(config))
   assert loaded['encoder']['layers_0']['mlp']['wo']['kernel'].sharding == split
   assert isinstance(loaded['token_embedder']['embedding'], np.ndarray)
   assert isinstance(loaded['decoder']['decoder_norm']['scale'], jax.Array)
@@ -184,11 +186,11 @@ def sharding(name):
   return NamedSharding(mesh, P(None, 'model'))
 _, host = huggingface.load_huggingface(folder)
 pieces = []
-piece = huggingface_arrays.Stored._piece
-def counted(self, ranges, *rest):
-  pieces.append((self.name, ranges))
-  return piece(self, ranges, *rest)
-huggingface_arrays.Stored._piece = counted
+piece = huggingface_arrays.Stored.read
+def counted(self, index):
+  pieces.append((self.name, index))
+  return piece(self, index)
+huggingface_arrays.Stored.read = counted
 _, placed = huggingface.load_huggingface(folder, np.float16, sharding)
 # Those two are compared first, to see whether they are tied.
 pieces = [p for p in pieces if p[0] not in ('lm_head.weight', 'shared.weight')]

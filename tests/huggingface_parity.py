@@ -65,8 +65,8 @@ def module_pairs(config: T5Config) -> dict[str, str]:
   The embedding, which both stacks call, is among them once.
   """
   pairs = {
-    theirs.removesuffix('.weight'): row.name.rsplit('/', 1)[0]
-    for theirs, row in names.table(config).items()
+    row.name.removesuffix('.weight'): ours.rsplit('/', 1)[0]
+    for ours, row in names.table(config).items()
   }
   for stack in ('encoder', 'decoder'):
     for i in range(getattr(config, f'num_{stack}_layers')):

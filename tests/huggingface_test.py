@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.checkpoints import huggingface, huggingface_names
-from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5 import T5, T5Config
 
 needs_safetensors = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
@@ -41,7 +41,7 @@ def make_params(config):
     noise = rng.standard_normal(leaf.shape).astype(np.float32)
     return 1 + noise / 10 if len(leaf.shape) == 1 else noise / 4
 
-  return jax.tree.map(draw, huggingface_names.shapes(config))
+  return jax.tree.map(draw, huggingface_names.shapes(T5(config)))
 
 
 @pytest.fixture(scope='module', params=CONFIGS)
@@ -249,7 +249,7 @@ def test_whole_numbers_are_no_weights(tmp_path):
   [
     (
       {'model_type': 'bart'},
-      r"model_type is 'bart', expected one of \['mt5', 't5'\]",
+      r"model_type is 'bart', expected one of \['gpt2', 'mt5', 't5'\]",
     ),
     ({'d_model': None}, 'd_model is None, expected a whole number'),
     ({'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon is 1e-05.*has 1e-06'),

@@ -8,24 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import exact_laws
 import small_vocabulary
-import speculative_controls as controls
 import toy_models
 import toy_requests
+import verify_controls as controls
+import verify_laws
 from specdec_jax import analysis, verify
 from specdec_jax.decoding import speculative as loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.job import Frame, Job, Options
+from specdec_jax.engine.options import Options
+from specdec_jax.engine.text_batch import Limits, TextBatch
 from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 
 LEVELS = (1.0, 0.5, 0.3, 0.1)
 SIZE, GAMMA = 4, 2
-# As in speculative_law_test: float32 and uniforms of 23 bits; and a lot more.
+# As in verify_law_test: float32 and uniforms of 23 bits; and a lot more.
 EXACT, WRONG = 1e-6, 1e-3
 GREEDY, SAMPLED = SamplingConfig(0.0), SamplingConfig(1.0)
 
@@ -59,7 +60,7 @@ def lenient_law(target, draft, lenience):
 
 def shipped_law(target, draft, lenience, **options):
   """`exact.step_law` of a lenient step."""
-  return exact_laws.step_law(
+  return verify_laws.step_law(
     target, draft, GAMMA, SIZE, lenience=lenience, **options
   )
 
@@ -308,8 +309,9 @@ def test_lenience_that_is_no_number():
 
 def test_job_makes_one_program_of_all_lenience(tokenizer):
   def request(gamma, **options):
-    frame = Frame(24, 16, small_vocabulary.VOCAB_SIZE)
-    return Job(tokenizer, frame, ['a'], Options(**options), gamma).request
+    limits = Limits(24, 16, small_vocabulary.VOCAB_SIZE)
+    asked = Options(**options)
+    return TextBatch(tokenizer, limits, ['a'], asked, gamma).request
 
   assert request(3).lenience is request(3, lenience=1.0).lenience is None
   assert request(0, lenience=0.5).lenience is None, 'the plain loop has none'

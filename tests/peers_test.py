@@ -45,7 +45,9 @@ def make_model(config, seed):
     noise = rng.standard_normal(leaf.shape).astype(np.float32)
     return 1 + noise / 10 if len(leaf.shape) == 1 else noise / 3
 
-  return Model(T5(config), jax.tree.map(draw, huggingface_names.shapes(config)))
+  return Model(
+    T5(config), jax.tree.map(draw, huggingface_names.shapes(T5(config)))
+  )
 
 
 @pytest.fixture(scope='module')
@@ -232,7 +234,7 @@ def test_gin_file_of_the_demo(monkeypatch):
 
 def test_runs_as_a_file(tmp_path):
   """Where neither the repository nor scripts/ is on Python's path."""
-  script = str(ROOT / 'benchmarks' / 'peers.py')
+  script = str(ROOT / 'scripts' / 'peers.py')
   command = [sys.executable, script, '--gin_file=x']
   done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
   assert done.returncode == 2

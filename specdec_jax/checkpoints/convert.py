@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 
-from specdec_jax.checkpoints import orbax_params, t5x, t5x_sizes
+from specdec_jax.checkpoints import huggingface, orbax_params, t5x, t5x_sizes
+from specdec_jax.checkpoints.disk_arrays import Params, load_arrays
 from specdec_jax.checkpoints.load import (
   check_dtype,
   is_huggingface,
-  load_arrays,
-  load_huggingface,
   locate,
   open_arrays,
 )
@@ -98,12 +97,14 @@ def convert(config: ConvertConfig) -> str:
 
 def _load(
   config: ConvertConfig, location: Location
-) -> tuple[T5Config | None, t5x.Params]:
+) -> tuple[T5Config | None, Params]:
   """The parameters of a checkpoint, and its sizes for a format with them."""
   source, network = str(location), config.network
   sizes: Any = network.config if network else None
   if is_huggingface(location):
-    found, params = load_huggingface(location, network, config.dtype)
+    found, params = huggingface.load_huggingface(
+      location.path, config.dtype, network=network
+    )
     if isinstance(found, T5Config):
       sizes = sizes or found
     elif config.format == 'safetensors':
@@ -129,11 +130,9 @@ def _load(
 def _save_safetensors(
   output: pathlib.Path,
   sizes: T5Config,
-  params: t5x.Params,
+  params: Params,
   source: Location,
 ) -> None:
-  from specdec_jax.checkpoints import huggingface
-
   ids = huggingface.names.T5_IDS
   if is_huggingface(source):
     ids = huggingface.special_ids(source.path)

@@ -7,13 +7,16 @@ some 100 MiB, or one chunk of a file whose chunks are larger.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
+import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from specdec_jax import files
-from specdec_jax.checkpoints.huggingface_arrays import Layout, place
+from specdec_jax.checks import memory
 from specdec_jax.files.locations import (
   READ_SECONDS,
   STORE_ERRORS,
@@ -21,10 +24,18 @@ from specdec_jax.files.locations import (
   reading,
   reason,
 )
+from specdec_jax.models import sizes
 
 PIECE_BYTES = 128 << 20
 
+Params = dict[str, Any]
 Index = tuple[slice, ...]
+Layout: TypeAlias = jax.Device | Sharding
+# Of all arrays; by T5X's name of an array; or a nested dict, named as the
+# parameters. None leaves arrays on the host.
+Shardings: TypeAlias = (
+  Layout | Callable[[str], Layout | None] | Mapping[str, Any] | None
+)
 
 
 class DiskArray(Protocol):
@@ -36,6 +47,16 @@ class DiskArray(Protocol):
   @property
   def dtype(self) -> np.dtype: ...
 
+  @property
+  def chunk(self) -> tuple[int, ...]:
+    """Shape of the least that is worth reading; chunks begin at multiples."""
+    ...
+
+  @property
+  def order(self) -> Literal['C', 'F']:
+    """How what is read of it should lie in memory."""
+    ...
+
   def read_into(self, out: np.ndarray, index: Index) -> None:
     """Writes the part at `index` to `out`, in the dtype of `out`.
 
@@ -45,8 +66,51 @@ class DiskArray(Protocol):
     ...
 
 
+def load_arrays(
+  arrays: Mapping[str, DiskArray],
+  source: str,
+  dtype: Any = None,
+  sharding: Shardings = None,
+) -> Params:
+  """Reads arrays one after another, each to its place.
+
+  Args:
+    arrays: by T5X's names, with slashes.
+    source: of the arrays, for messages.
+    dtype: of the result; None keeps the file's.
+    sharding: None for NumPy arrays, or where each array goes.
+
+  Returns:
+    Nested dict of arrays.
+
+  Raises:
+    ValueError: no memory could hold them; `sharding` does not fit; one cannot
+      be read, with its name.
+  """
+  needed = sum(
+    math.prod(array.shape) * jnp.dtype(dtype or array.dtype).itemsize
+    for array in arrays.values()
+  )
+  memory.check_room(
+    f'The parameters of {source!r}',
+    needed,
+    _there(sharding),
+    'Take a smaller model, bfloat16, or more devices.',
+  )
+  if isinstance(sharding, Mapping):
+    sharding = flax.traverse_util.flatten_dict(dict(sharding), sep='/')
+  layouts = {n: _layout_of(sharding, n, a.shape) for n, a in arrays.items()}
+  flat = {}
+  for name, array in arrays.items():
+    try:
+      flat[name] = load_array(array, dtype, layouts[name])
+    except ValueError as error:
+      raise broken(source, name, str(error)) from error
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
 def load_array(
-  array: DiskArray, dtype: Any, layout: Layout | None
+  array: DiskArray, dtype: Any = None, layout: Layout | None = None
 ) -> np.ndarray | jax.Array:
   """Reads an array to its place.
 
@@ -59,107 +123,42 @@ def load_array(
   Raises:
     ValueError: it cannot be read; says why.
   """
-
-  def read(index: Index) -> np.ndarray:
-    parts = [part.stop - part.start for part in index]
-    out = np.empty(parts, array.dtype if dtype is None else dtype)
-    array.read_into(out, index)
-    return out
-
-  return place(read, array.shape, layout)
-
-
-class FileArray:
-  """An array inside a larger file, in C order, in one or more spans."""
-
-  def __init__(
-    self,
-    location: Location,
-    shape: Sequence[int],
-    dtype: np.dtype,
-    spans: Sequence[tuple[int, int]],
-  ):
-    """
-    Args:
-      location: the file.
-      shape: of the array.
-      dtype: of the file.
-      spans: (offset, size) in bytes of each part, in order.
-
-    Raises:
-      ValueError: the spans are not as long as the array.
-    """
-    self.shape = tuple(shape)
-    if not all(type(size) is int and size >= 0 for size in self.shape):
-      raise ValueError(f'an array of shape {list(shape)}')
-    self.dtype = dtype
-    self._location = location
-    self.spans = spans
-    have = sum(size for _, size in spans)
-    if have != math.prod(self.shape) * dtype.itemsize:
-      raise ValueError(
-        f'{dtype} {list(shape)} needs {math.prod(shape) * dtype.itemsize}'
-        f' bytes, found {have}'
-      )
-
-  def read_into(self, out: np.ndarray, index: Index) -> None:
-    if not self.shape:
-      number = self._read(0, self.dtype.itemsize)
-      out[...] = np.frombuffer(number, self.dtype)[0]
-      return
-    row = math.prod(self.shape[1:]) * self.dtype.itemsize
-    step = max(1, PIECE_BYTES // max(row, 1))
-    first = index[0].start
-    for start in range(first, index[0].stop, step):
-      stop = min(start + step, index[0].stop)
-      data = self._read(start * row, (stop - start) * row)
-      rows = np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
-      out[start - first : stop - first] = rows[(slice(None), *index[1:])]
-
-  def _read(self, start: int, size: int) -> bytes:
-    """Bytes of the array, which may lie in several spans."""
-    parts = []
-    for offset, length in self.spans:
-      if size > 0 and start < length:
-        part = self._location.read(offset + start, min(size, length - start))
-        if not part:
-          raise ValueError(f'{self._location} ends inside the array')
-        parts.append(part)
-        size -= len(part)
-        start = 0
-      else:
-        start -= length
-    return parts[0] if len(parts) == 1 else b''.join(parts)
+  if layout is None:
+    return _read(array, whole(array.shape), dtype)
+  sharding = _as_sharding(layout)
+  holders: dict[Any, list[jax.Device]] = {}
+  places = sharding.addressable_devices_indices_map(array.shape)
+  for device, index in places.items():
+    parts = zip(index or whole(array.shape), array.shape, strict=True)
+    bounds = tuple(part.indices(size)[:2] for part, size in parts)
+    holders.setdefault(bounds, []).append(device)
+  shards = []
+  for bounds, devices in holders.items():
+    host = _read(array, tuple(slice(*part) for part in bounds), dtype)
+    placed = [jax.device_put(host, device) for device in devices]
+    # Or the host's copies of several parts would be alive at once.
+    shards += jax.block_until_ready(placed)
+    del host
+  return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
-class StoredArray:
-  """An array of TensorStore's, chunked or not."""
+def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
+  """Reads a part of an array, piece by piece."""
+  shape = [part.stop - part.start for part in index]
+  dtype = array.dtype if dtype is None else dtype
+  out = np.empty(shape, dtype, array.order)
+  for piece in pieces(index, array.chunk, array.dtype.itemsize):
+    # The ellipsis makes a view even of what has no axis.
+    there: Any = [...]
+    for part, first in zip(piece, index, strict=True):
+      there += [slice(part.start - first.start, part.stop - first.start)]
+    array.read_into(out[tuple(there)], piece)
+  return out
 
-  def __init__(self, store: Any):
-    self.shape = tuple(store.shape)
-    self.dtype = np.dtype(store.dtype.numpy_dtype)
-    self._store = store
 
-  def read_into(self, out: np.ndarray, index: Index) -> None:
-    import tensorstore as ts
-
-    store = self._store
-    if out.dtype != self.dtype:
-      store = ts.cast(store, ts.dtype(out.dtype))
-    target = ts.array(out)
-    start = [part.start for part in index]
-    chunk = self._store.chunk_layout.read_chunk.shape
-    try:
-      for piece in pieces(index, chunk, self.dtype.itemsize):
-        there = tuple(
-          slice(part.start - low, part.stop - low)
-          for part, low in zip(piece, start, strict=True)
-        )
-        source = store[piece].translate_to[0] if piece else store
-        into = target[there].translate_to[0] if piece else target
-        into.write(source).result(timeout=READ_SECONDS)
-    except STORE_ERRORS as error:
-      raise ValueError(reason(error)) from error
+def whole(shape: Sequence[int]) -> Index:
+  """The index of all of an array."""
+  return tuple(slice(0, size) for size in shape)
 
 
 def pieces(
@@ -187,6 +186,164 @@ def pieces(
       [slice(max(b, part.start), min(b + size, part.stop)) for b in begin]
     )
   return itertools.product(*cuts)
+
+
+def row_of(shape: Sequence[int]) -> tuple[int, ...]:
+  """The `chunk` of an array in C order: one of its rows."""
+  return (1, *shape[1:]) if shape else ()
+
+
+def _layout_of(
+  sharding: Shardings, name: str, shape: tuple[int, ...]
+) -> Layout | None:
+  """Returns where the array `name` goes.
+
+  Raises:
+    ValueError: `sharding` is none of the kinds or lacks the name, or the shape
+      cannot be divided so.
+  """
+  layout: Any = sharding
+  if isinstance(sharding, Mapping):
+    if name not in sharding:
+      raise ValueError(f'The dict of shardings has none for {name}.')
+    layout = sharding[name]
+  elif callable(sharding):
+    layout = sharding(name)
+  if layout is None:
+    return None
+  if not isinstance(layout, jax.Device | Sharding):
+    raise ValueError(
+      f'sharding of {name} is {layout!r}; expected a jax Device or Sharding, a'
+      ' function from names to them, or None for NumPy arrays.'
+    )
+  try:
+    _as_sharding(layout).shard_shape(shape)
+  except ValueError as error:
+    raise ValueError(
+      f'{name} {list(shape)} cannot be laid out by {layout}: {error}'
+    ) from error
+  return layout
+
+
+def _as_sharding(layout: Layout) -> Sharding:
+  is_device = isinstance(layout, jax.Device)
+  return SingleDeviceSharding(layout) if is_device else layout
+
+
+def check_config_fits(
+  config: Any, what: str, dtype: Any = None, sharding: Shardings = None
+) -> None:
+  """Raises ValueError where no memory could hold a network's parameters.
+
+  By its configuration alone, before any of its arrays is thought of.
+  """
+  # What is unknown before the file is opened takes two bytes at least.
+  bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
+  sizes.check_params(config, bytes_each, _there(sharding), what)
+
+
+def _there(sharding: Shardings) -> int | None:
+  """Bytes that there are for parameters: of the host, or of all devices."""
+  return memory.host_bytes() if sharding is None else memory.all_bytes()
+
+
+def broken(source: str, name: str, why: str) -> ValueError:
+  """The error about an array that cannot be read."""
+  return ValueError(
+    f'{source!r}: the array {name} cannot be read: {why}. Its file is missing,'
+    ' cut short or corrupt; copy it again.'
+  )
+
+
+class FileArray:
+  """An array inside a larger file, in C order, in one or more spans."""
+
+  order: Literal['C'] = 'C'
+
+  def __init__(
+    self,
+    location: Location,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    spans: Sequence[tuple[int, int]],
+  ):
+    """
+    Args:
+      location: the file.
+      shape: of the array.
+      dtype: of the file.
+      spans: (offset, size) in bytes of each part, in order.
+
+    Raises:
+      ValueError: the spans are not as long as the array.
+    """
+    self.shape = tuple(shape)
+    if not all(type(size) is int and size >= 0 for size in self.shape):
+      raise ValueError(f'an array of shape {list(shape)}')
+    self.dtype = dtype
+    self.chunk = row_of(self.shape)
+    self._location = location
+    self.spans = spans
+    have = sum(size for _, size in spans)
+    if have != math.prod(self.shape) * dtype.itemsize:
+      raise ValueError(
+        f'{dtype} {list(shape)} needs {math.prod(shape) * dtype.itemsize}'
+        f' bytes, found {have}'
+      )
+
+  def read_into(self, out: np.ndarray, index: Index) -> None:
+    row = math.prod(self.shape[1:])
+    rows = index[0] if index else slice(0, 1)
+    data = self._read(
+      rows.start * row * self.dtype.itemsize,
+      (rows.stop - rows.start) * row * self.dtype.itemsize,
+    )
+    found = np.frombuffer(data, self.dtype)
+    if not index:
+      out[...] = found[0]
+      return
+    found = found.reshape(-1, *self.shape[1:])
+    out[...] = found[:, *index[1:]]
+
+  def _read(self, start: int, size: int) -> bytes:
+    """Bytes of the array, which may lie in several spans."""
+    parts = []
+    for offset, length in self.spans:
+      if size > 0 and start < length:
+        part = self._location.read(offset + start, min(size, length - start))
+        if not part:
+          raise ValueError(f'{self._location} ends inside the array')
+        parts.append(part)
+        size -= len(part)
+        start = 0
+      else:
+        start -= length
+    return parts[0] if len(parts) == 1 else b''.join(parts)
+
+
+class StoredArray:
+  """An array of TensorStore's, chunked or not."""
+
+  order: Literal['C'] = 'C'
+
+  def __init__(self, store: Any):
+    self.shape = tuple(store.shape)
+    self.dtype = np.dtype(store.dtype.numpy_dtype)
+    self.chunk = tuple(store.chunk_layout.read_chunk.shape)
+    self._store = store
+
+  def read_into(self, out: np.ndarray, index: Index) -> None:
+    import tensorstore as ts
+
+    source = self._store
+    if out.dtype != self.dtype:
+      source = ts.cast(source, ts.dtype(out.dtype))
+    if index:
+      source = source[index].translate_to[0]
+    try:
+      ts.array(out).write(source).result(timeout=READ_SECONDS)
+    except STORE_ERRORS as error:
+      raise ValueError(reason(error)) from error
 
 
 def _irregular(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

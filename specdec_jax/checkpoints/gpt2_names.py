@@ -5,27 +5,31 @@ and those of transformers' `GPT2LMHeadModel`. Kernels are [in, out] there too
 (transformers' Conv1D); query, key and value are one kernel, [M, 3 * M].
 """
 
-import functools
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.traverse_util
-import jax
 
-from specdec_jax.checkpoints.huggingface_names import check_word
+from specdec_jax.checkpoints.huggingface_names import (
+  HEAD_MODULE,
+  Row,
+  check_fixed,
+  check_word,
+  read_sizes,
+  shapes,
+)
 from specdec_jax.models.gpt import GPT, LAYER_NORM_EPSILON, GPTConfig
 
 MODEL_TYPE = 'gpt2'
 EMBEDDING = 'wte.weight'
-HEAD = 'lm_head.weight'
 
 # Module here: transformers' module.
 MODULES = {
   'decoder/token_embedder': 'wte',
   'decoder/position_embedder': 'wpe',
   'decoder/decoder_norm': 'ln_f',
-  'decoder/logits_dense': 'lm_head',
+  HEAD_MODULE: 'lm_head',
 }
 # The same inside decoder/layers_<i> and h.<i>.
 LAYER_MODULES = {
@@ -72,40 +76,10 @@ _FIXED = {
 }
 
 
-class Row(NamedTuple):
-  """Where an array of ours is in transformers' file.
-
-  Attributes:
-    name: transformers', without the prefix 'transformer.' that some have.
-    transposed: whether it is the transpose of ours.
-    third: which third of its last axis ours is; None is all of it.
-    scale: what its values are multiplied by.
-    shape: ours.
-  """
-
-  name: str
-  transposed: bool
-  third: int | None
-  scale: float
-  shape: tuple[int, ...]
-
-  @property
-  def stored_shape(self) -> tuple[int, ...]:
-    """The shape of the whole array in the file."""
-    *rest, last = self.shape[::-1] if self.transposed else self.shape
-    return (*rest, last if self.third is None else 3 * last)
-
-
-@functools.cache
-def shapes(config: GPTConfig) -> Any:
-  """Returns the parameters' tree of shapes."""
-  return jax.eval_shape(GPT(config).init, jax.random.key(0))
-
-
 def table(config: GPTConfig) -> dict[str, Row]:
   """Returns where each array of a model of `config` is; keys are our names."""
   rows = {}
-  flat = flax.traverse_util.flatten_dict(shapes(config), sep='/')
+  flat = flax.traverse_util.flatten_dict(shapes(GPT(config)), sep='/')
   for name, leaf in flat.items():
     module, kind = name.rsplit('/', 1)
     part = module.rsplit('/', 1)[1]
@@ -122,10 +96,10 @@ def table(config: GPTConfig) -> dict[str, Row]:
       scale = config.emb_dim**0.5
     rows[name] = Row(
       f'{theirs}.{_KINDS[kind]}',
-      module == 'decoder/logits_dense',
+      leaf.shape,
+      module == HEAD_MODULE,
       _THIRDS.get(part),
       scale,
-      leaf.shape,
     )
   return rows
 
@@ -141,28 +115,14 @@ def read_config(
     where: the file's path, for messages.
 
   Raises:
-    ValueError: it is no GPT-2, or a field is missing or differs from what is
-      built in here; names the field, what came and what was expected.
+    ValueError: a field is missing or differs from what is built in here; names
+      the field, what came and what was expected.
   """
-  check_word(where, 'model_type', described.get('model_type'), (MODEL_TYPE,))
-  sizes: dict[str, Any] = {
-    ours: described.get(theirs) for ours, theirs in FIELDS.items()
-  }
+  sizes = read_sizes(described, FIELDS, where)
   inner = described.get('n_inner')
-  for name, value in {
-    **sizes,
-    'n_inner': 1 if inner is None else inner,
-  }.items():
-    if type(value) is not int or value < 1:
-      raise ValueError(
-        f'{where}: {FIELDS.get(name, name)} is {value!r}, expected a whole'
-        ' number of at least 1.'
-      )
-  for name, value in _FIXED.items():
-    if described.get(name, value) != value:
-      raise ValueError(
-        f'{where}: {name} is {described[name]!r}; this GPT-2 has {value}.'
-      )
+  if inner is not None:
+    read_sizes(described, {'mlp_dim': 'n_inner'}, where)
+  check_fixed(described, _FIXED, where)
   word = described.get('activation_function', 'gelu_new')
   check_word(where, 'activation_function', word, tuple(_ACTIVATIONS))
   width, heads = sizes['emb_dim'], sizes['num_heads']

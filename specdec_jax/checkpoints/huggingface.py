@@ -1,14 +1,18 @@
-"""Hugging Face folders of T5 models: config.json and safetensors.
+"""Hugging Face folders of T5 and GPT-2: config.json and safetensors.
 
-What things are called there is in `huggingface_names`, how arrays are read in
-`huggingface_arrays`, and how a hub id becomes a folder in `huggingface_fetch`.
-The package safetensors comes with the extra `[huggingface]`.
+What things are called there is in `huggingface_names` and `gpt2_names`, where
+the arrays are in `huggingface_arrays`, and how a hub id becomes a folder in
+`huggingface_fetch`. Two factors of GPT-2's are moved into weights, see
+`models.gpt`: query projections are divided by sqrt(D), and the last norm is
+multiplied by sqrt(M) where the embedding is shared. The package safetensors
+comes with the extra `[huggingface]`.
 """
 
 import os
 import pathlib
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import flax.traverse_util
 import jax
@@ -18,20 +22,25 @@ from specdec_jax import files
 from specdec_jax.checkpoints import gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
+from specdec_jax.checkpoints.disk_arrays import (
+  Index,
+  Params,
+  Shardings,
+  check_config_fits,
+  load_arrays,
+  row_of,
+)
 from specdec_jax.checkpoints.huggingface_arrays import (
   CONFIG,
   INDEX,
   WEIGHTS,
-  Layouts,
   Stored,
 )
-from specdec_jax.checkpoints.huggingface_names import SpecialIds
+from specdec_jax.checkpoints.huggingface_names import Row, SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
-from specdec_jax.checks import memory
-from specdec_jax.models import sizes
-from specdec_jax.models.t5 import T5Config
-
-Params = dict[str, Any]
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.t5 import T5, T5Config
 
 GENERATION = 'generation_config.json'
 MAX_SHARD_BYTES = 5_000_000_000
@@ -43,6 +52,11 @@ _ALIASES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 _UNUSED = (
   'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 )
+# GPT-2's whole model, in files that were saved with an output layer.
+_PREFIX = 'transformer.'
+# Causal masks, which older files hold.
+_MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
+T = TypeVar('T')
 
 
 def save_huggingface(
@@ -74,7 +88,7 @@ def save_huggingface(
   """
   arrays.import_safetensors()
   described = names.describe(config)
-  check_params(params, names.shapes(config))
+  check_params(params, names.shapes(T5(config)))
   if max_shard_bytes < 1:
     raise ValueError(
       f'max_shard_bytes must be at least 1, got {max_shard_bytes}.'
@@ -86,7 +100,7 @@ def save_huggingface(
   folder.mkdir(parents=True, exist_ok=True)
   (folder / CONFIG).unlink(missing_ok=True)
   for file_name, members in shards.items():
-    _write_weights(folder / file_name, members, table, flat, dtype)
+    _write_weights(folder / file_name, members, flat, dtype)
   if len(shards) > 1:
     _write_index(folder, shards, sum(_bytes(a, dtype) for a in flat.values()))
   # Those of an earlier save would be read instead, or beside.
@@ -97,7 +111,7 @@ def save_huggingface(
     (folder / INDEX).unlink(missing_ok=True)
   said = names.describe_ids(ids)
   files.write_json(folder / GENERATION, said, indent=2, sort_keys=True)
-  embedding = flat[table[_EMBEDDING].name]
+  embedding = flat['token_embedder/embedding']
   described['torch_dtype'] = np.dtype(dtype or embedding.dtype).name
   files.write_json(folder / CONFIG, described | said, indent=2, sort_keys=True)
 
@@ -107,20 +121,17 @@ def _bytes(array: Any, dtype: Any) -> int:
 
 
 def _shards(
-  table: Mapping[str, names.Row],
-  flat: Mapping[str, Any],
-  dtype: Any,
-  limit: int,
-) -> dict[str, list[str]]:
-  """Returns file name -> names of its arrays, in order."""
-  groups: list[list[str]] = [[]]
+  table: Mapping[str, Row], flat: Mapping[str, Any], dtype: Any, limit: int
+) -> dict[str, dict[str, Row]]:
+  """Returns file name -> the rows of `table` whose arrays it has, in order."""
+  groups: list[dict[str, Row]] = [{}]
   filled = 0
   for name, row in table.items():
-    size = _bytes(flat[row.name], dtype)
+    size = _bytes(flat[name], dtype)
     if groups[-1] and filled + size > limit:
-      groups.append([])
+      groups.append({})
       filled = 0
-    groups[-1].append(name)
+    groups[-1][name] = row
     filled += size
   if len(groups) == 1:
     return {WEIGHTS: groups[0]}
@@ -132,17 +143,17 @@ def _shards(
 
 def _write_weights(
   path: pathlib.Path,
-  members: list[str],
-  table: Mapping[str, names.Row],
+  members: Mapping[str, Row],
   flat: Mapping[str, Any],
   dtype: Any,
 ) -> None:
   tensors = {}
-  for name in members:
-    row = table[name]
-    array = np.asarray(flat[row.name], dtype)
+  for name, row in members.items():
+    array = np.asarray(flat[name], dtype)
     # A transposed view would be written in the order of its memory.
-    tensors[name] = np.ascontiguousarray(array.T if row.transposed else array)
+    tensors[row.name] = np.ascontiguousarray(
+      array.T if row.transposed else array
+    )
   temporary = path.with_name(f'.{path.name}.tmp')
   try:
     temporary.touch()
@@ -158,32 +169,61 @@ def _write_weights(
 
 
 def _write_index(
-  folder: pathlib.Path, shards: Mapping[str, list[str]], total: int
+  folder: pathlib.Path, shards: Mapping[str, Mapping[str, Row]], total: int
 ) -> None:
-  weight_map = {n: shard for shard, members in shards.items() for n in members}
+  weight_map = {
+    row.name: shard
+    for shard, members in shards.items()
+    for row in members.values()
+  }
   index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
   files.write_json(folder / INDEX, index, indent=2, sort_keys=True)
+
+
+class _View:
+  """An array as T5X has it, by its row in a table of names; a `DiskArray`."""
+
+  def __init__(self, stored: Stored, row: Row):
+    self.shape = row.shape
+    self.dtype = stored.dtype
+    # Rows of the file; transposed, they are columns.
+    self.order: Literal['C', 'F'] = 'F' if row.transposed else 'C'
+    self.chunk = _turned(row_of(_turned(row.shape, row)), row)
+    self._stored = stored
+    self._row = row
+
+  def read_into(self, out: np.ndarray, index: Index) -> None:
+    index = _turned(index, self._row)
+    if self._row.third is not None:
+      *rest, last = index
+      first = self._row.third * self.shape[-1]
+      index = (*rest, slice(first + last.start, first + last.stop))
+    self._stored.read_into(out.T if self._row.transposed else out, index)
+    if self._row.scale != 1.0:
+      out[...] = out * self._row.scale
+
+
+def _turned(axes: tuple[T, ...], row: Row) -> tuple[T, ...]:
+  return axes[::-1] if row.transposed else axes
 
 
 def load_huggingface(
   folder: str | os.PathLike[str],
   dtype: Any = None,
-  sharding: Layouts = None,
+  sharding: Shardings = None,
+  network: LanguageModel | None = None,
   described: Mapping[str, Any] | None = None,
-) -> tuple[T5Config, Params]:
-  """Reads a folder of one or several safetensors files.
+) -> tuple[T5Config | GPTConfig, Params]:
+  """Reads a T5 or GPT-2 of one or several safetensors files.
 
   Whether the output layer is the embedding is read from the weights, since
-  transformers 5 writes `tie_word_embeddings: true` for every T5. Arrays are
-  read and placed one after another, so that no more than one is on the host
-  beside those that stay there.
+  transformers 5 writes `tie_word_embeddings: true` for every T5.
 
   Args:
     folder: with config.json and model.safetensors (or its shards).
     dtype: of the arrays returned; None keeps the files'.
-    sharding: None for NumPy arrays; a jax Device or Sharding for all arrays;
-      or a function from an array's name ('decoder/layers_0/mlp/wo/kernel') to
-      one of these.
+    sharding: see `disk_arrays.load_arrays`.
+    network: what the folder should hold; compared before an array is read.
     described: config.json, where it has been read.
 
   Returns:
@@ -191,52 +231,97 @@ def load_huggingface(
 
   Raises:
     ValueError: the package safetensors is missing; a file is missing or
-      broken; the architecture is no T5 that is supported; an array is
-      missing, unknown, there twice or of another shape, with its name and its
-      shapes; or it cannot be laid out by `sharding`.
+      broken; the architecture is none that is supported, or not `network`'s;
+      an array is missing, unknown, there twice or of another shape, with its
+      name and its shapes; or it cannot be laid out by `sharding`.
   """
+  source = os.fspath(folder)
+  if '://' in source:
+    raise ValueError(
+      f'{source!r} is a Hugging Face folder in a bucket; copy it to this'
+      ' machine first.'
+    )
   folder = pathlib.Path(folder)
   described = described or arrays.read_json(folder / CONFIG)
   stored = arrays.open_folder(folder)
-  _drop_aliases(stored, folder)
-  tied = _HEAD not in stored or _same(stored, _HEAD, _EMBEDDING)
-  scaled = _scales_output(described, tied)
-  if tied and scaled:
-    stored.pop(_HEAD, None)
-  elif _HEAD not in stored and _EMBEDDING in stored:
-    # T5 1.0 always rescales what a shared embedding reads, so a head that
-    # does not is a layer of its own here.
-    stored[_HEAD] = stored[_EMBEDDING]
-  config = names.read_config(
-    described, tied and scaled, os.fspath(folder / CONFIG)
-  )
-  check_room(config, folder, dtype, sharding)
-  special_ids(folder, described)
-  table = names.table(config)
-  shapes = {name: row.shape for name, row in table.items()}
-  check_stored(stored, shapes, folder)
-  layouts: dict[str, arrays.Layout | None] = {}
-  for name, row in table.items():
-    shape = row.shape[::-1] if row.transposed else row.shape
-    layouts[name] = arrays.layout_of(sharding, row.name, shape)
-  flat = {}
-  for name, row in table.items():
-    scale = config.emb_dim**-0.5 if name == _HEAD and scaled else 1.0
-    flat[row.name] = arrays.load(
-      stored[name], row.transposed, layouts[name], dtype, scale
-    )
-  return config, flax.traverse_util.unflatten_dict(flat, sep='/')
+  head_scaled = False
+  if _is_gpt2(described, source):
+    stored, tied = _tidy_gpt2(stored, source)
+  else:
+    tied, head_scaled = _tidy_t5(stored, described, source)
+    special_ids(folder, described)
+  config = read_config(described, os.fspath(folder / CONFIG), tied)
+  check_config_fits(config, f'The model of {source!r}', dtype, sharding)
+  if isinstance(config, GPTConfig):
+    table = gpt2_names.table(config)
+  else:
+    table = names.table(config, head_scaled)
+  _check_stored(stored, table, source)
+  _check_network(config, network, table, source)
+  found = {name: _View(stored[row.name], row) for name, row in table.items()}
+  return config, load_arrays(found, source, dtype, sharding)
 
 
-def check_room(
-  config: Any, folder: pathlib.Path, dtype: Any, sharding: Layouts
+def read_config(
+  described: Mapping[str, Any], where: str, tied: bool | None = None
+) -> T5Config | GPTConfig:
+  """Returns the shape that a config.json describes.
+
+  Args:
+    described: config.json.
+    where: its path, for messages.
+    tied: whether the output layer is the embedding, which the weights say;
+      None takes it as most models of the family have it.
+
+  Raises:
+    ValueError: the architecture is none that is supported; a field is missing
+      or differs from what the network here has built in.
+  """
+  gpt2 = _is_gpt2(described, where)
+  tied = gpt2 if tied is None else tied
+  read = gpt2_names.read_config if gpt2 else names.read_config
+  return read(described, tied, where)
+
+
+def _is_gpt2(described: Mapping[str, Any], where: str) -> bool:
+  """Raises ValueError unless config.json is a GPT-2's or a T5's."""
+  word = described.get('model_type')
+  known = (*names.MODEL_TYPES, gpt2_names.MODEL_TYPE)
+  names.check_word(where, 'model_type', word, known)
+  return word == gpt2_names.MODEL_TYPE
+
+
+def _check_stored(
+  stored: Mapping[str, Stored], table: Mapping[str, Row], source: str
 ) -> None:
-  """Raises ValueError where no memory could hold what config.json says."""
-  there = memory.host_bytes() if sharding is None else memory.all_bytes()
-  bytes_each = 2 if dtype is None else np.dtype(dtype).itemsize
-  sizes.check_params(
-    config, bytes_each, there, f'The model of {os.fspath(folder)!r}'
+  """Raises ValueError unless names and shapes are these, and types floats."""
+
+  def shaped(shape):
+    return jax.ShapeDtypeStruct(tuple(shape), np.float32)
+
+  check_params(
+    {name: shaped(array.shape) for name, array in stored.items()},
+    {row.name: shaped(row.stored_shape) for row in table.values()},
+    repr(source),
   )
+  arrays.check_floats(stored, source)
+
+
+def _check_network(
+  found: T5Config | GPTConfig,
+  network: LanguageModel | None,
+  table: Mapping[str, Row],
+  source: str,
+) -> None:
+  """Raises ValueError unless a folder's model is the one that is asked for."""
+  config = getattr(network, 'config', None)
+  if isinstance(config, type(found)):
+    gpt2 = isinstance(found, GPTConfig)
+    fields = gpt2_names.FIELDS if gpt2 else names.FIELDS
+    names.check_config(found, config, source, fields)
+  elif network is not None:
+    expected = jax.eval_shape(network.init, jax.random.key(0))
+    check_params(dict(table), expected, repr(source))
 
 
 def special_ids(
@@ -262,12 +347,6 @@ def special_ids(
   return names.read_ids(described, os.fspath(folder))
 
 
-def check_type(described: Mapping[str, Any], where: str) -> None:
-  """Raises ValueError unless config.json is a T5's or GPT-2's."""
-  known = (*names.MODEL_TYPES, gpt2_names.MODEL_TYPE)
-  names.check_word(where, 'model_type', described.get('model_type'), known)
-
-
 def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
   """Whether transformers divides what the output layer reads by sqrt(M)."""
   explicit = described.get('scale_decoder_outputs')  # transformers 5 writes it
@@ -278,42 +357,64 @@ def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
   return tied and described.get('tie_word_embeddings') is not False
 
 
-def check_stored(
-  stored: Mapping[str, Stored],
-  shapes: Mapping[str, tuple[int, ...]],
-  folder: pathlib.Path,
-) -> None:
-  """Raises ValueError unless names and shapes are these, and types floats."""
+def _tidy_t5(
+  stored: dict[str, Stored], described: Mapping[str, Any], source: str
+) -> tuple[bool, bool]:
+  """Leaves of a T5's arrays those that it reads, each under one name.
 
-  def shaped(shape):
-    return jax.ShapeDtypeStruct(tuple(shape), np.float32)
-
-  check_params(
-    {name: shaped(array.shape) for name, array in stored.items()},
-    {name: shaped(shape) for name, shape in shapes.items()},
-    repr(os.fspath(folder)),
-  )
-  arrays.check_floats(stored, folder)
-
-
-def _drop_aliases(stored: dict[str, Stored], folder: pathlib.Path) -> None:
-  """Leaves one of the embedding's names, and none that T5 does not read."""
+  Returns:
+    Whether the output layer is the embedding, and whether what an output layer
+    of its own reads is divided by sqrt(M).
+  """
   stored.pop(_UNUSED, None)
   for alias in _ALIASES:
     if alias not in stored:
       continue
     if _EMBEDDING not in stored:
       stored[_EMBEDDING] = stored[alias]
-    elif not _same(stored, alias, _EMBEDDING):
+    elif not arrays.same(stored[alias], stored[_EMBEDDING]):
       raise ValueError(
-        f'{os.fspath(folder)!r} has the embedding twice, and not the same one:'
+        f'{source!r} has the embedding twice, and not the same one:'
         f' {alias} {list(stored[alias].shape)} and {_EMBEDDING}'
         f' {list(stored[_EMBEDDING].shape)}.'
       )
     del stored[alias]
+  tied = _is_tied(stored, _EMBEDDING)
+  scaled = _scales_output(described, tied)
+  if tied and scaled:
+    stored.pop(_HEAD, None)
+  elif _HEAD not in stored and _EMBEDDING in stored:
+    # T5 1.0 always rescales what a shared embedding reads, so a head that
+    # does not is a layer of its own here.
+    stored[_HEAD] = stored[_EMBEDDING]
+  return tied and scaled, scaled
 
 
-def _same(stored: Mapping[str, Stored], one: str, other: str) -> bool:
-  if one not in stored or other not in stored:
-    return False
-  return arrays.same(stored[one], stored[other])
+def _tidy_gpt2(
+  stored: Mapping[str, Stored], source: str
+) -> tuple[dict[str, Stored], bool]:
+  """A GPT-2's arrays by their names without prefix, and without masks.
+
+  Returns:
+    The arrays, and whether the output layer is the embedding.
+  """
+  found: dict[str, Stored] = {}
+  for name, array in stored.items():
+    short = name.removeprefix(_PREFIX)
+    if _MASKS.fullmatch(short):
+      continue
+    if short in found:
+      raise ValueError(
+        f'{source!r} has {short} twice: with and without {_PREFIX!r} before it.'
+      )
+    found[short] = array
+  if tied := _is_tied(found, gpt2_names.EMBEDDING):
+    found.pop(_HEAD, None)
+  return found, tied
+
+
+def _is_tied(stored: Mapping[str, Stored], embedding: str) -> bool:
+  """Whether there is no output layer, or one that is the embedding."""
+  return _HEAD not in stored or (
+    embedding in stored and arrays.same(stored[_HEAD], stored[embedding])
+  )

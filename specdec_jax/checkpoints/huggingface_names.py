@@ -15,12 +15,14 @@ import flax.traverse_util
 import jax
 
 from specdec_jax.checks.names import nearest
+from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5, T5Config
 
+HEAD_MODULE = 'decoder/logits_dense'
 # T5X's module: transformers' module.
 MODULES = {
   'token_embedder': 'shared',
-  'decoder/logits_dense': 'lm_head',
+  HEAD_MODULE: 'lm_head',
   'encoder/encoder_norm': 'encoder.final_layer_norm',
   'decoder/decoder_norm': 'decoder.final_layer_norm',
   # Both have one table a stack; there it lives in the first layer.
@@ -66,7 +68,7 @@ LAYER_MODULES = {
 _TRANSPOSED = ('kernel', 'rel_embedding')
 
 # T5Config's field: config.json's.
-_FIELDS = {
+FIELDS = {
   'vocab_size': 'vocab_size',
   'emb_dim': 'd_model',
   'num_heads': 'num_heads',
@@ -96,29 +98,45 @@ _FIXED = {
 
 
 class Row(NamedTuple):
-  """What transformers' array is here.
+  """Where an array of T5X's is in a file of transformers'.
 
   Attributes:
-    name: T5X's, with slashes.
+    name: transformers'.
+    shape: T5X's.
     transposed: whether it is the transpose of T5X's.
-    shape: transformers'.
+    third: which third of its last axis T5X's is; None is all of it.
+    scale: what its values are multiplied by.
   """
 
   name: str
-  transposed: bool
   shape: tuple[int, ...]
+  transposed: bool
+  third: int | None = None
+  scale: float = 1.0
+
+  @property
+  def stored_shape(self) -> tuple[int, ...]:
+    """The shape of the whole array in the file."""
+    shape = self.shape[::-1] if self.transposed else self.shape
+    return shape if self.third is None else (*shape[:-1], 3 * shape[-1])
 
 
 @functools.cache
-def shapes(config: T5Config) -> Any:
+def shapes(network: T5 | GPT) -> Any:
   """Returns the parameters' tree of shapes."""
-  return jax.eval_shape(T5(config).init, jax.random.key(0))
+  return jax.eval_shape(network.init, jax.random.key(0))
 
 
-def table(config: T5Config) -> dict[str, Row]:
-  """Returns transformers' name of each array that a model of `config` has."""
+def table(config: T5Config, head_scaled: bool = False) -> dict[str, Row]:
+  """T5X's name of each array that a model of `config` has -> where it is.
+
+  Args:
+    config: of the model.
+    head_scaled: whether transformers divides what an output layer of its own
+      reads by sqrt(M); T5X does not, so that it becomes part of the kernel.
+  """
   rows = {}
-  flat = flax.traverse_util.flatten_dict(shapes(config), sep='/')
+  flat = flax.traverse_util.flatten_dict(shapes(T5(config)), sep='/')
   for name, leaf in flat.items():
     module, kind = name.rsplit('/', 1)
     if found := re.fullmatch(r'(\w+)/layers_(\d+)/(.+)', module):
@@ -127,8 +145,9 @@ def table(config: T5Config) -> dict[str, Row]:
     else:
       theirs = MODULES[module]
     transposed = kind in _TRANSPOSED
-    shape = leaf.shape[::-1] if transposed else leaf.shape
-    rows[f'{theirs}.weight'] = Row(name, transposed, shape)
+    scaled = head_scaled and module == HEAD_MODULE
+    scale = config.emb_dim**-0.5 if scaled else 1.0
+    rows[name] = Row(f'{theirs}.weight', leaf.shape, transposed, scale=scale)
   return rows
 
 
@@ -153,7 +172,7 @@ def describe(config: T5Config) -> dict[str, Any]:
     'architectures': ['T5ForConditionalGeneration'],
     'model_type': 't5',
     'is_encoder_decoder': True,
-    **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
+    **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
     'feed_forward_proj': words[config.mlp_activations],
     'dropout_rate': config.dropout_rate,
     # transformers scales the logits of a T5 by this, and by nothing else.
@@ -173,27 +192,14 @@ def read_config(
     where: the file's path, for messages.
 
   Raises:
-    ValueError: it is no T5 that is supported, or a field is missing or
-      differs from what is built in here; names the field, what came and what
-      was expected.
+    ValueError: a field is missing or differs from what is built in here; names
+      the field, what came and what was expected.
   """
-  check_word(where, 'model_type', described.get('model_type'), MODEL_TYPES)
   if described.get('num_decoder_layers') is None:
     layers = described.get('num_layers')  # as many as the encoder has
     described = {**described, 'num_decoder_layers': layers}
-  sizes: dict[str, Any] = {
-    ours: described.get(theirs) for ours, theirs in _FIELDS.items()
-  }
-  for ours, theirs in _FIELDS.items():
-    if type(sizes[ours]) is not int:
-      raise ValueError(
-        f'{where}: {theirs} is {sizes[ours]!r}, expected a whole number.'
-      )
-  for name, value in _FIXED.items():
-    if described.get(name, value) != value:
-      raise ValueError(
-        f'{where}: {name} is {described[name]!r}; this T5 has {value}.'
-      )
+  sizes = read_sizes(described, FIELDS, where)
+  check_fixed(described, _FIXED, where)
   word = described.get('feed_forward_proj')
   if word is None:
     # What transformers takes where the file is silent.
@@ -205,6 +211,31 @@ def read_config(
     dropout_rate=described.get('dropout_rate', 0.0),
     logits_via_embedding=logits_via_embedding,
   )
+
+
+def read_sizes(
+  described: Mapping[str, Any], fields: Mapping[str, str], where: str
+) -> dict[str, Any]:
+  """A configuration's sizes of config.json; the errors name its fields."""
+  sizes = {ours: described.get(theirs) for ours, theirs in fields.items()}
+  for ours, value in sizes.items():
+    if type(value) is not int or value < 1:
+      raise ValueError(
+        f'{where}: {fields[ours]} is {value!r}, expected a whole number of at'
+        ' least 1.'
+      )
+  return sizes
+
+
+def check_fixed(
+  described: Mapping[str, Any], fixed: Mapping[str, Any], where: str
+) -> None:
+  """Raises ValueError unless a model has what the network here has built in."""
+  for name, value in fixed.items():
+    if described.get(name, value) != value:
+      raise ValueError(
+        f'{where}: {name} is {described[name]!r}; the network here has {value}.'
+      )
 
 
 def check_word(
@@ -289,10 +320,7 @@ _NOT_COMPARED = ('dropout_rate', 'dtype')
 
 
 def check_config(
-  found: Any,
-  expected: Any,
-  source: str,
-  fields: Mapping[str, str] = _FIELDS,
+  found: Any, expected: Any, source: str, fields: Mapping[str, str] = FIELDS
 ) -> None:
   """Compares the shape that a checkpoint has with the one that is asked for.
 

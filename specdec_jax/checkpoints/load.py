@@ -1,34 +1,25 @@
 """Parameters from wherever they are: one function for every kind."""
 
-import math
 import os
-import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import orbax_params, scanned, t5x
-from specdec_jax.checkpoints.disk_arrays import DiskArray, load_array
-from specdec_jax.checkpoints.huggingface_arrays import (
-  CONFIG,
-  Layouts,
-  layout_of,
-  read_json,
+from specdec_jax.checkpoints.disk_arrays import (
+  DiskArray,
+  Params,
+  Shardings,
+  check_config_fits,
+  load_arrays,
 )
-from specdec_jax.checks import memory
+from specdec_jax.checkpoints.huggingface import load_huggingface
+from specdec_jax.checkpoints.huggingface_arrays import CONFIG
 from specdec_jax.files.locations import Location, few, open_location
-from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.t5 import T5Config
-
-Params = dict[str, Any]
-# Layouts of all arrays, or a nested dict of them named as the parameters.
-Shardings: TypeAlias = Layouts | Mapping[str, Any]
 
 T5X_FILE = 'checkpoint'
 _STEP = re.compile(r'checkpoint_(\d+)')
@@ -82,7 +73,7 @@ def load(
   check_network(network, dtype, sharding)
   location = locate(path)
   if is_huggingface(location):
-    return load_huggingface(location, network, dtype, sharding)[1]
+    return load_huggingface(location.path, dtype, sharding, network)[1]
   arrays = open_arrays(location, network)
   return load_arrays(arrays, str(location), dtype, sharding)
 
@@ -155,34 +146,6 @@ def open_arrays(
   return arrays
 
 
-def load_arrays(
-  arrays: Mapping[str, DiskArray],
-  source: str,
-  dtype: Any = None,
-  sharding: Shardings = None,
-) -> Params:
-  """Reads the arrays one after another; see `load`."""
-  needed = sum(
-    math.prod(array.shape) * jnp.dtype(dtype or array.dtype).itemsize
-    for array in arrays.values()
-  )
-  memory.check_room(
-    f'The parameters of {source!r}',
-    needed,
-    _there(sharding),
-    'Take a smaller model, bfloat16, or more devices.',
-  )
-  rule = _as_rule(sharding)
-  layouts = {n: layout_of(rule, n, a.shape) for n, a in arrays.items()}
-  flat = {}
-  for name, array in arrays.items():
-    try:
-      flat[name] = load_array(array, dtype, layouts[name])
-    except ValueError as error:
-      raise t5x.broken(source, name, str(error)) from error
-  return flax.traverse_util.unflatten_dict(flat, sep='/')
-
-
 def check_dtype(dtype: Any) -> None:
   """Raises ValueError unless `dtype` is None or a floating one."""
   try:
@@ -210,59 +173,8 @@ def check_network(
       f'Expected a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL), got'
       f' {network!r}.'
     )
-  # What is unknown before the file is opened takes two bytes at least.
-  bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
   config = getattr(network, 'config', None)
-  sizes.check_params(config, bytes_each, _there(sharding), 'The network')
-
-
-def _there(sharding: Shardings) -> int | None:
-  """Bytes that there are for parameters: of the host, or of all devices."""
-  return memory.host_bytes() if sharding is None else memory.all_bytes()
-
-
-def load_huggingface(
-  folder: Location,
-  network: LanguageModel | None = None,
-  dtype: Any = None,
-  sharding: Shardings = None,
-  described: Mapping[str, Any] | None = None,
-) -> tuple[T5Config | GPTConfig, Params]:
-  """Reads a Hugging Face folder and compares it with a network; see `load`.
-
-  `described` is its config.json, where it has been read.
-  """
-  from specdec_jax.checkpoints import (
-    gpt2,
-    gpt2_names,
-    huggingface,
-    huggingface_names,
-  )
-
-  if not os.path.isdir(folder.path):
-    raise ValueError(
-      f'{folder.path!r} is a Hugging Face folder in a bucket; copy it to this'
-      ' machine first.'
-    )
-  described = described or read_json(pathlib.Path(folder.path) / CONFIG)
-  rule = _as_rule(sharding)
-  found: T5Config | GPTConfig
-  fields = {}
-  if described.get('model_type') == gpt2_names.MODEL_TYPE:
-    found, params = gpt2.load_gpt2(folder.path, dtype, rule, described)
-    fields = {'fields': gpt2_names.FIELDS}
-  else:
-    huggingface.check_type(described, folder.path)
-    found, params = huggingface.load_huggingface(
-      folder.path, dtype, rule, described
-    )
-  config = getattr(network, 'config', None)
-  if isinstance(config, type(found)):
-    huggingface_names.check_config(found, config, folder.path, **fields)
-  elif network is not None:
-    expected = jax.eval_shape(network.init, jax.random.key(0))
-    t5x.check_params(params, expected, repr(folder.path))
-  return found, params
+  check_config_fits(config, 'The network', dtype, sharding)
 
 
 def _check_single(folder: Location) -> None:
@@ -292,17 +204,3 @@ def _may_be_on_the_hub(path: str | os.PathLike[str]) -> bool:
   return not path.endswith('.msgpack') and not os.path.isdir(
     os.path.dirname(path)
   )
-
-
-def _as_rule(sharding: Shardings) -> Any:
-  """A dict of layouts as a function from names; all else as it is."""
-  if not isinstance(sharding, Mapping):
-    return sharding
-  flat = flax.traverse_util.flatten_dict(dict(sharding), sep='/')
-
-  def rule(name: str) -> Any:
-    if name not in flat:
-      raise ValueError(f'The dict of shardings has none for {name}.')
-    return flat[name]
-
-  return rule

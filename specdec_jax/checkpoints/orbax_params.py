@@ -11,8 +11,12 @@ from typing import Any
 import jax
 
 from specdec_jax import files
-from specdec_jax.checkpoints.disk_arrays import DiskArray, open_stored
-from specdec_jax.checkpoints.t5x import Params, broken
+from specdec_jax.checkpoints.disk_arrays import (
+  DiskArray,
+  Params,
+  broken,
+  open_stored,
+)
 from specdec_jax.files.locations import Location
 
 METADATA = '_METADATA'

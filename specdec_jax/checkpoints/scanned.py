@@ -10,12 +10,16 @@ network with one a stack, all must be the same.
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
-from specdec_jax.checkpoints.t5x import broken
+from specdec_jax.checkpoints.disk_arrays import (
+  DiskArray,
+  Index,
+  broken,
+  load_array,
+)
 from specdec_jax.checkpoints.t5x_sizes import STACKED, differences
 
 _BIAS = 'relpos_bias/rel_embedding'
@@ -32,8 +36,7 @@ class _Held:
   def read(self, stack: DiskArray) -> np.ndarray:
     if self.stack is not stack or self.data is None:
       self.data = None  # the one before goes first
-      self.data = np.empty(stack.shape, stack.dtype)
-      stack.read_into(self.data, tuple(slice(0, n) for n in stack.shape))
+      self.data = cast(np.ndarray, load_array(stack))
       self.stack = stack
     return self.data
 
@@ -41,10 +44,12 @@ class _Held:
 class _Layer:
   """One layer of a stacked array."""
 
+  order: Literal['C'] = 'C'
+
   def __init__(
     self, stack: DiskArray, axis: int, number: int, shape: Shape, held: _Held
   ):
-    self.shape = shape
+    self.shape = self.chunk = shape
     self.dtype = stack.dtype
     self._stack = stack
     self._place = (slice(None),) * axis + (number,)

@@ -22,6 +22,8 @@ from specdec_jax.checkpoints import t5x_sizes
 from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   FileArray,
+  Params,
+  broken,
   open_stored,
 )
 from specdec_jax.checkpoints.t5x_msgpack import read_tree
@@ -33,8 +35,6 @@ _SHOWN = 8
 _DRIVERS = ('zarr', 'zarr3')
 _KVSTORES = ('file', 'gfile', 'gcs')
 _TENSORFLOW = b'model_checkpoint_path'
-
-Params = dict[str, Any]
 
 
 def save_t5x(
@@ -127,14 +127,6 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
         f'its folder has {list(array.shape)}, the file says {said}',
       )
   return {name: stored.get(name, leaf) for name, leaf in leaves.items()}
-
-
-def broken(source: str, name: str, why: str) -> ValueError:
-  """The error about an array that cannot be read."""
-  return ValueError(
-    f'{source!r}: the array {name} cannot be read: {why}. Its file is missing,'
-    ' cut short or corrupt; copy it again.'
-  )
 
 
 def check_params(params: Params, expected: Any, source: str = 'params') -> None:

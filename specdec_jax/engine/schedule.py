@@ -13,10 +13,10 @@ import numpy as np
 from specdec_jax.checks.arguments import check_numbers
 from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding.state import Request
-from specdec_jax.engine.job import (
+from specdec_jax.engine.options import check_gamma
+from specdec_jax.engine.padding import (
   SMALLEST_INPUT,
   SMALLEST_PROMPT,
-  check_gamma,
   next_power_of_two,
   rounded_up,
 )
@@ -25,7 +25,7 @@ ORDERS = ('shortest', 'given')
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class PoolSettings:
   """How texts go through the slots; none of it changes a greedy output.
 
   Attributes:
@@ -73,7 +73,7 @@ class Settings:
         check_numbers(1, **{'rows of gammas': rows})
         check_gamma(gamma)
 
-  def in_multiples_of(self, number: int) -> 'Settings':
+  def in_multiples_of(self, number: int) -> 'PoolSettings':
     """The same for devices that share the rows: each has as many of a pool.
 
     Of two pools that become one, the larger one's gamma stays: more rows make
@@ -89,7 +89,7 @@ class Settings:
 
 
 @dataclasses.dataclass
-class Load:
+class PoolStats:
   """What a run has made of the device so far.
 
   Attributes:
@@ -134,8 +134,8 @@ class Group:
   """Rows that were read together, and how many of them have had a slot.
 
   Attributes:
-    rows: of the job.
-    staged: what `Layout.admit` copies.
+    rows: of the batch.
+    staged: what `RowLayout.admit` copies.
     width: of the inputs that they have room for.
     taken: how many have had a slot.
   """
@@ -152,7 +152,7 @@ class Group:
 
 
 class Queue:
-  """The rows of a job in the order of decoding, in groups read together.
+  """The rows of a batch in the order of decoding, in groups read together.
 
   Attributes:
     groups: those that have not been read.
@@ -163,12 +163,12 @@ class Queue:
     self,
     request: Request,
     rows: Sequence[int],
-    settings: Settings,
+    settings: PoolSettings,
     multiple: int = 1,
   ):
-    """Rows are counted as `Job.rows` counts them.
+    """Rows are counted as `TextBatch.rows` counts them.
 
-    `multiple` is `Frame.batch_multiple`, which rounds up what is read together.
+    `multiple` is `Limits.batch_multiple`: of it as many are read together.
     """
     self._inputs = request.inputs.shape[1]
     self._prompts = request.prompt_width

@@ -15,7 +15,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import failures, results, resume
-from specdec_jax.measure import environment
+from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import metrics
@@ -136,8 +136,7 @@ def _evaluate(
     engine.params,
     config.output_dir,
   )
-  summary = {
-    'kind': 'quality',
+  values = {
     'eval_file': config.eval_file,
     'sources': len(sources),
     'references': sum(map(len, references)),
@@ -152,8 +151,8 @@ def _evaluate(
       {'temperature': temperature, **_count(completions)}
       for temperature, completions in runs.items()
     ],
-    'machine': environment.describe(),
   }
+  summary = Record('quality', values).to_json()
   if folder is not None:
     records = [
       {

@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine, Model, load_model
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
@@ -47,11 +47,11 @@ class _Rows:
     return True
 
   @property
-  def slots(self) -> Settings | None:
+  def slots(self) -> PoolSettings | None:
     """Settings of continuous batching; None where batches are fixed."""
     if self.batching == FIXED:
       return None
-    return Settings(rows=self.rows, deterministic=self.deterministic)
+    return PoolSettings(rows=self.rows, deterministic=self.deterministic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DecodeConfig(_Rows):
       see `Continuous`: with many lines it is quicker.
     sampling: how tokens are drawn, for every line the same.
     lenience: of speculative decoding, in (0, 1]; below 1 it is lossy: see
-      `job.Options`.
+      `engine.options.Options`.
     seed: with the line number, what all random numbers derive from.
     on_too_long: 'error' makes a line of more than `engine.max_input_len`
       tokens a record with an error; 'truncate' decodes its beginning.

@@ -18,6 +18,7 @@ from specdec_jax.infer import (
   task_summary,
 )
 from specdec_jax.infer.settings import SCORE, TaskConfig, by_rows
+from specdec_jax.measure.table import say
 
 # Fields that decide no result, or by what they make: see `Task.identity`.
 _NOT_DECIDING = (
@@ -198,7 +199,7 @@ class Task:
   ) -> None:
     """Says why there is no metric, if one is expected."""
     if self._unmeasured:
-      report.say(console, self._unmeasured)
+      say(console, self._unmeasured)
 
   def complaint(self, summary: Mapping[str, Any]) -> str | None:
     """What fails a run that has written its results."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from specdec_jax import analysis
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import autoregressive, speculative
@@ -18,7 +18,6 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.measure import calls, forced, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.rows import row
 from specdec_jax.measure.t5x_style import T5XStyle
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
@@ -50,9 +49,9 @@ class BenchmarkConfig:
     decode_lens: tokens of a run.
     temperatures: 0 is greedy.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
-      accepted with this probability, see `bench.forced`.
+      accepted with this probability, see `measure.forced`.
     t5x_style: whether a plain loop in T5X's style is timed as well, see
-      `bench.t5x_style`; the target is a `T5` then.
+      `measure.t5x_style`; the target is a `T5` then.
     call_sizes: m, tokens a call, for v(m).
     calls_a_run: calls in one timed loop.
     repeats: timed rounds, interleaved.
@@ -191,13 +190,11 @@ def _measure(
   config, pair: Pair, setting: Setting, advance, say
 ) -> dict[str, Any]:
   """Compiles and times all that belongs to one setting."""
-  rng = np.random.default_rng(config.seed)
-  inputs = rng.integers(
-    3, config.target.vocab_size, (setting.batch, setting.input_len)
-  )
   request = functools.partial(
     calls.make_request,
-    jnp.asarray(inputs, jnp.int32),
+    calls.random_inputs(
+      config.target, setting.batch, setting.input_len, config.seed
+    ),
     setting.decode_len,
     sampling=SamplingConfig(temperature=setting.temperature),
     seed=config.seed,
@@ -231,7 +228,7 @@ def _measure(
       if name.startswith('call_')
     },
     **facts,
-    'gammas': [row(setting.decode_len, median, r) for r in rows],
+    'gammas': [_of_gamma(setting.decode_len, median, row) for row in rows],
   }
 
 
@@ -311,4 +308,48 @@ def _in_ms(config, setting, seconds) -> dict[str, dict[str, float]]:
       values, 1e3 * scales.get(name, 1 / config.calls_a_run)
     )
     for name, values in seconds.items()
+  }
+
+
+def _of_gamma(
+  decode_len: int, median: dict[str, float], counted: dict[str, Any]
+) -> dict[str, Any]:
+  """One gamma: measured, predicted from its calls, predicted from its rate.
+
+  Args:
+    decode_len: tokens of a run.
+    median: times in ms: call_1, call_{gamma + 1}, draft_, round_,
+      speculative_{gamma}, and plain_loop, of one token.
+    counted: gamma, rounds, histogram, acceptance_rate of the timed run.
+
+  Returns:
+    `counted` and: cost_ratio, c as one proposal costs it inside a round, in
+    calls of the target over one token; cost_ratio_alone, with the drafter
+    alone on the machine; speculative_ms and predicted_ms, rounds times what
+    one costs; expected_speed_up by E(gamma, alpha) / (v(gamma + 1) + gamma c),
+    for independent acceptance; speed_up as measured against the plain loop;
+    t5x_style_speed_up against the one in T5X's style, None if it was not timed.
+  """
+  gamma = counted['gamma']
+  one, verify = median['call_1'], median[f'call_{gamma + 1}']
+  a_round = median[f'round_{gamma}']
+  # A drafter that hides in the target's noise costs nothing, never less.
+  cost_ratio = max(a_round - verify, 0.0) / gamma / one
+  measured = median[f'speculative_{gamma}']
+  predicted = counted['rounds'] * a_round
+  stock = median.get('t5x_style_loop')
+  # v is in calls; the plain loop's token costs its bookkeeping too.
+  factor = analysis.measured_walltime_factor(
+    counted['acceptance_rate'], gamma, cost_ratio, verify / one
+  )
+  return {
+    **counted,
+    'cost_ratio': cost_ratio,
+    'cost_ratio_alone': median[f'draft_{gamma}'] / gamma / one,
+    'speculative_ms': measured,
+    'predicted_ms': predicted,
+    'measured_over_predicted': measured / predicted,
+    'expected_speed_up': float(factor),
+    'speed_up': median['plain_loop'] * decode_len / measured,
+    't5x_style_speed_up': stock and stock * decode_len / measured,
   }

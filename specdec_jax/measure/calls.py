@@ -44,6 +44,15 @@ def decoder_bytes(
   return counted.weights + counted.self_attention + counted.cross_attention
 
 
+def random_inputs(
+  network: LanguageModel, batch: int, input_len: int, seed: int
+) -> jax.Array:
+  """Ids int32[B, E] to time a model with; none is special in the T5 family."""
+  rng = np.random.default_rng(seed)
+  ids = rng.integers(3, network.vocab_size, (batch, input_len))
+  return jnp.asarray(ids, jnp.int32)
+
+
 def make_request(
   inputs: jax.Array,
   slots: int,

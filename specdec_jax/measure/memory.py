@@ -54,31 +54,6 @@ def param_shapes(
   return jax.eval_shape(init)
 
 
-def param_bytes(network: LanguageModel, dtype: str = 'float32') -> int:
-  """Bytes of a model's parameters in `dtype`."""
-  return tree_bytes(param_shapes(network, partitioning.Placement(dtype)))
-
-
-def cache_bytes(
-  network: LanguageModel, batch: int, input_len: int, num_slots: int
-) -> int:
-  """Bytes of a model's caches.
-
-  Args:
-    network: whose computation's dtype is that of its caches.
-    batch: B.
-    input_len: E.
-    num_slots: T, such as `Request.cache_slots`.
-  """
-  inputs = jax.ShapeDtypeStruct((batch, input_len), jnp.int32)
-
-  def prefill(inputs):
-    params = network.init(jax.random.key(0))
-    return network.prefill(params, inputs, num_slots)
-
-  return tree_bytes(jax.eval_shape(prefill, inputs))
-
-
 def request_shapes(
   batch: int,
   input_len: int,

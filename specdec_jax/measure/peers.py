@@ -23,10 +23,10 @@ from specdec_jax.measure.peer_systems import (
   Pair,
   System,
 )
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import Cell, Column, Table, say
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -144,23 +144,19 @@ def compare(
   texts = texts[: config.num_lines]
   entrants = {name: _Entrant() for name in names}
 
-  def load(advance):
-    for name, entrant in entrants.items():
-      _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
-      advance()
-
-  def measure(advance):
-    for _ in range(config.repeats):
-      for entrant in entrants.values():
-        _guarded(entrant, _pass, entrant, texts)
-        advance()
-
   with tempfile.TemporaryDirectory() as folder:
     pair = _pair(config, pathlib.Path(folder))
-    with_progress(console, 'Loading', len(names), load)
+    with bar(console, 'Loading', len(names)) as advance:
+      for name, entrant in entrants.items():
+        _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
+        advance()
     if entrants[PLAIN].failure:
       raise ValueError(f'{PLAIN} failed: {entrants[PLAIN].failure}')
-    with_progress(console, 'Measuring', config.repeats * len(names), measure)
+    with bar(console, 'Measuring', config.repeats * len(names)) as advance:
+      for _ in range(config.repeats):
+        for entrant in entrants.values():
+          _guarded(entrant, _pass, entrant, texts)
+          advance()
   record = _record(config, pair.threads, texts, entrants)
   _print(console, record)
   if config.output_file:
@@ -310,13 +306,9 @@ def _version(package: str) -> str | None:
 def _print(console: rich.console.Console, record: Mapping[str, Any]) -> None:
   console.print(Table.from_json(record))
   versions = record['versions'].items()
-  _say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
+  say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
   for name, result in record['results'].items():
     if result['failure']:
-      _say(console, f'{name} failed: {result["failure"]}')
+      say(console, f'{name} failed: {result["failure"]}')
     elif changed := result['lines_that_changed']:
-      _say(console, f'{name}: {changed} lines changed from pass to pass')
-
-
-def _say(console: rich.console.Console, message: str) -> None:
-  console.print(message, markup=False, highlight=False, soft_wrap=True)
+      say(console, f'{name}: {changed} lines changed from pass to pass')

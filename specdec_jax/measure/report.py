@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import rich.console
-import rich.progress
 
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, num_steps
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
 
@@ -17,12 +16,8 @@ def show(
 ) -> Mapping[str, Any]:
   """Runs a benchmark behind a progress bar, prints its tables; its record."""
   console = console or terminal()
-  record = with_progress(
-    console,
-    'Measuring',
-    num_steps(config),
-    lambda bar: benchmark(config, bar, bar.say),
-  )
+  with bar(console, 'Measuring', num_steps(config)) as advance:
+    record = benchmark(config, advance, advance.say)
   for setting in record['settings']:
     console.print(times(record, setting))
     console.print(summary(record, setting))

@@ -5,20 +5,16 @@ import os
 import pathlib
 from typing import Any
 
-from specdec_jax.checkpoints import gpt2_names, huggingface_names
 from specdec_jax.checkpoints.huggingface import (
   GENERATION,
-  check_type,
+  load_huggingface,
+  read_config,
   special_ids,
 )
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
-from specdec_jax.checkpoints.load import (
-  is_huggingface,
-  load_huggingface,
-  locate,
-)
+from specdec_jax.checkpoints.load import is_huggingface, locate
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.job import SMALLEST_PROMPT
+from specdec_jax.engine.padding import SMALLEST_PROMPT
 from specdec_jax.engine.pair import check_vocabulary_size, load_model
 from specdec_jax.files.locations import Location
 from specdec_jax.measure import memory
@@ -168,7 +164,7 @@ class _Source:
     if is_huggingface(location) and os.path.isdir(location.path):
       folder = pathlib.Path(location.path)
       described = read_json(folder / CONFIG)
-      config = _config(described, os.fspath(folder / CONFIG))
+      config = read_config(described, os.fspath(folder / CONFIG))
       chosen = chosen or _network(config)
       tokenizer = _own_tokenizer(folder, config)
       ends = _ends(folder, described, config)
@@ -189,22 +185,15 @@ class _Source:
       path = self.location.path
       return load_model(network, path, self.tokenizer, placement)
     config, params = load_huggingface(
-      self.location,
-      self.given,
+      self.location.path,
       dtype,
       placement.shardings_of(network),
+      self.given,
       self.described,
     )
     if self.given is None:
       network = _in_dtype(_network(config), dtype)
     return Model(network, params, self.tokenizer)
-
-
-def _config(described: dict[str, Any], where: str) -> T5Config | GPTConfig:
-  check_type(described, where)
-  if described.get('model_type') == gpt2_names.MODEL_TYPE:
-    return gpt2_names.read_config(described, True, where)
-  return huggingface_names.read_config(described, False, where)
 
 
 def _network(config: T5Config | GPTConfig) -> T5 | GPT:

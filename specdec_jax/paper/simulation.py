@@ -2,7 +2,7 @@
 
 A token is proposed by one distribution; Algorithm 1 for another keeps it or
 draws a new one. How likely each token is to come in either way is known exactly
-(with lenience, see `speculative`). `simulate` shows that, and lets the shipped
+(with lenience, see `verify`). `simulate` shows that, and lets the shipped
 `verify` do it at random, many times.
 """
 
@@ -20,7 +20,7 @@ from scipy import special
 
 from specdec_jax import analysis, probs
 from specdec_jax.checks.fields import check_types
-from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import Cell, Column, Table, say
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper.speculative_execution import settle
 from specdec_jax.verify import check_lenience
@@ -97,7 +97,7 @@ def outcomes(
   draft_probs: Sequence[float] | np.ndarray,
   lenience: float = 1.0,
 ) -> Outcomes:
-  """The exact law of one proposal; Appendix A.1, and `speculative` on lenience.
+  """The exact law of one proposal; Appendix A.1, and `verify` on lenience.
 
   Args:
     target_probs: float[V], normalised here.
@@ -191,7 +191,7 @@ def simulate(
   console.print(_exact_table(config, exact))
   console.print(_measured_table(config, measured, errors, z_scores))
   for line in _notes(config, exact, record):
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, line)
   return record
 
 

@@ -8,7 +8,6 @@ a chip reads are counted from the shapes of its parts.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ import flax.traverse_util
 import jax
 import rich.console
 
-from specdec_jax import files, partitioning
+from specdec_jax import partitioning
 from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
@@ -24,8 +23,8 @@ from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives, tpu, tpu_report
-from specdec_jax.measure.compiled.tpu_check import load_done, settings_of
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.compiled.tpu_rows import compile_rows
+from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Partition, Placement
@@ -78,7 +77,7 @@ class SlicesConfig:
 
 def check(
   config: SlicesConfig, console: rich.console.Console | None = None
-) -> dict[str, Any]:
+) -> Record:
   """Compiles every pair for every slice, and writes the report.
 
   Args:
@@ -86,7 +85,7 @@ def check(
     console: for the table; stdout unless given.
 
   Returns:
-    What is in results.json: settings, and a record for each row.
+    What is in results.json: settings, and a result for each row.
 
   Raises:
     ValueError: libtpu is missing; a placement does not fit its slice or a
@@ -95,41 +94,27 @@ def check(
   console = console or terminal()
   devices = {name: tpu.describe_slice(name) for name in config.slices}
   kinds = {one[0].device_kind for one in devices.values()}
-  settings = settings_of(config, ', '.join(sorted(kinds)))
-  done = load_done(config.output_dir, settings, _key)
-  keys = [(pair, one) for pair in config.pairs for one in config.slices]
-
-  def results() -> dict[str, Any]:
-    return {
-      'settings': settings,
-      'rows': [done[key] for key in keys if key in done],
-      'missing': [' on '.join(key) for key in keys if key not in done],
-    }
-
-  def work(advance):
-    for key in keys:
-      # First, too: a run that goes on shows at once what there is.
-      _write(config.output_dir, results())
-      if key not in done:
-        done[key] = _check_row(config, *key, devices[key[1]])
-      advance()
-
-  with_progress(console, 'Compiling', len(keys), work)
-  _write(config.output_dir, results())
-  tpu_report.show_slices(console, results())
-  return results()
-
-
-def _key(row: Mapping[str, Any]) -> tuple[str, str]:
-  return row['pair'], row['slice']
-
-
-def _write(folder: str, results: dict[str, Any]) -> None:
-  files.write_json(os.path.join(folder, 'results.json'), results)
-  files.write_atomically(
-    os.path.join(folder, 'report.md'),
-    tpu_report.slices_markdown(results).encode(),
+  results = compile_rows(
+    config,
+    'tpu_slices',
+    ', '.join(sorted(kinds)),
+    {
+      _name(pair, one): functools.partial(
+        _check_row, config, pair, one, devices[one]
+      )
+      for pair in config.pairs
+      for one in config.slices
+    },
+    lambda row: _name(row['pair'], row['slice']),
+    tpu_report.slices_markdown,
+    console,
   )
+  tpu_report.show_slices(console, results)
+  return results
+
+
+def _name(pair: str, topology: str) -> str:
+  return f'{pair} on {topology}'
 
 
 def _check_row(

@@ -1,6 +1,6 @@
 """`verify` as shipped: its law by statistics, its verdicts at the edges.
 
-speculative_law_test.py has the exact law.
+verify_law_test.py has the exact law.
 """
 
 import functools
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import speculative_controls as controls
 import toy_models
+import verify_controls as controls
 from specdec_jax import probs
-from specdec_jax import verify as speculative
+from specdec_jax import verify as shipped
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 from toy_models import joint_law
 
-_verify = jax.jit(speculative.verify)
-_verify_batch = jax.jit(speculative.verify_batch)
+_verify = jax.jit(shipped.verify)
+_verify_batch = jax.jit(shipped.verify_batch)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def _trigram(key, target, drawn_from, reported, length):
     length=length,
   )
   rows = jnp.stack([target[0], target[1][first], target[2][first, second]])
-  kept, next_token = jax.tree.leaves(speculative.verify(proposals, rows, key))
+  kept, next_token = jax.tree.leaves(shipped.verify(proposals, rows, key))
   # What the step left open, the target continues alone.
   token_1 = jnp.where(kept > 0, first, next_token)
   drawn = probs.sample(target[1][token_1], probs.draft_key(rest, 0))
@@ -175,7 +175,7 @@ def test_residual_without_mass_falls_back_to_the_target():
   draft, target_probs = _row(_random_draft(18), 0)
   draft = draft.replace(probs=target_probs[:_G], length=np.int32(_G))
   for kept in range(_G):
-    weights = speculative.next_token_weights(
+    weights = shipped.next_token_weights(
       draft, jnp.asarray(target_probs), jnp.int32(kept)
     )
     np.testing.assert_array_equal(weights, target_probs[kept])
@@ -270,7 +270,7 @@ def test_greedy_is_verify_with_one_hots():
   target[:, :_G][right] = draft.tokens[right]
   one_hots = np.eye(_V, dtype=np.float32)[target]
   keys = _keys(17)
-  greedy = jax.jit(speculative.verify_greedy_batch)(draft, target)
+  greedy = jax.jit(shipped.verify_greedy_batch)(draft, target)
   jax.tree.map(
     np.testing.assert_array_equal,
     greedy,
@@ -297,16 +297,16 @@ def test_greedy_by_hand():
     (0, [4, 5, 6, 7], (0, 4)),
   ]
   for length, target_tokens, expected in cases:
-    verdict = speculative.verify_greedy(
+    verdict = shipped.verify_greedy(
       draft.replace(length=jnp.int32(length)), jnp.array(target_tokens)
     )
     assert (verdict.num_accepted, verdict.next_token) == expected
   empty = Draft(jnp.zeros(0, jnp.int32), None, jnp.int32(0))
-  assert speculative.verify_greedy(empty, jnp.array([3])).next_token == 3
+  assert shipped.verify_greedy(empty, jnp.array([3])).next_token == 3
 
 
 def test_other_drafts_and_keys_do_not_recompile():
-  verify = jax.jit(lambda *args: speculative.verify_batch(*args))
+  verify = jax.jit(lambda *args: shipped.verify_batch(*args))
   for seed in range(3):
     draft, target_probs = _random_draft(seed)
     verify(draft, target_probs, _keys(seed))
@@ -315,10 +315,10 @@ def test_other_drafts_and_keys_do_not_recompile():
 
 def test_wrong_shapes_are_named():
   draft, target_probs = _row(_random_draft(0), 0)
-  verify = functools.partial(speculative.verify, key=jax.random.key(0))
+  verify = functools.partial(shipped.verify, key=jax.random.key(0))
   with pytest.raises(ValueError, match=r'target_probs must have shape \(4, V'):
     verify(draft, target_probs[:_G])
   with pytest.raises(ValueError, match='do both models have one vocabulary'):
     verify(draft, target_probs[:, :5])
   with pytest.raises(ValueError, match='target_tokens must have shape'):
-    speculative.verify_greedy(draft, jnp.zeros(2, jnp.int32))
+    shipped.verify_greedy(draft, jnp.zeros(2, jnp.int32))

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import speculative_controls as controls
-from exact_laws import step_law
+import verify_controls as controls
 from specdec_jax import verify
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 from toy_models import joint_law
+from verify_laws import step_law
 
 # What float32 and uniforms of 23 bits leave of "exact".
 _EXACT = 1e-6

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import toy_models
-from exact_laws import UNIFORM_GRID
 from specdec_jax.probs import SamplingConfig
+from verify_laws import UNIFORM_GRID
 
 
 def _extend(model, cache, tokens):

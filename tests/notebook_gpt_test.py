@@ -1,4 +1,4 @@
-"""Decoder-only pairs by `interactive.load`: how their texts begin and end."""
+"""Decoder-only pairs by `notebook.load`: how their texts begin and end."""
 
 import dataclasses
 import importlib.util
