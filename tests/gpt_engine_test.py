@@ -15,7 +15,7 @@ from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.infer import batches
 from specdec_jax.models.gpt import GPT
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.training import text
+from specdec_jax.training import pairs as pairs_lib
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.optimizer import OptimizerConfig
 from specdec_jax.training.run import TrainRun, train
@@ -163,9 +163,9 @@ def test_the_longest_line_is_that_which_the_engine_takes(engines, tokenizer):
 def test_lines_train_a_decoder_only_model(tokenizer, tmp_path):
   path = tmp_path / 'lines.txt'
   path.write_text('the red dog runs\n\na blue cat sleeps here\n' * 40)
-  lines = text.read_lines(path)
+  lines = pairs_lib.read_lines(path)
   assert len(lines) == 80
-  pairs = text.tokenise_lines(lines, tokenizer)
+  pairs = pairs_lib.tokenise_lines(lines, tokenizer)
   source, target = pairs[1]
   assert source.tolist() == [BOS]
   assert target.tolist() == tokenizer.encode('a blue cat sleeps here')
@@ -195,6 +195,6 @@ def loss_of(model, params, target):
 def test_lines_that_are_none(tmp_path):
   (tmp_path / 'empty.txt').write_text('\n \n')
   with pytest.raises(ValueError, match='no line with text'):
-    text.read_lines(tmp_path / 'empty.txt')
+    pairs_lib.read_lines(tmp_path / 'empty.txt')
   with pytest.raises(ValueError, match='missing.txt'):
-    text.read_lines(tmp_path / 'missing.txt')
+    pairs_lib.read_lines(tmp_path / 'missing.txt')

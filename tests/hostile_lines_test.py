@@ -25,7 +25,7 @@ from specdec_jax.infer import results, resume
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.text import lines as lines_lib
 from specdec_jax.text.local_tasks import LocalTask
-from specdec_jax.training import pairs, text
+from specdec_jax.training import pairs
 
 LENGTHS = {'inputs': 16, 'targets': 8}
 RIGHT = {
@@ -298,7 +298,7 @@ def test_a_run_goes_on_after_a_kill_with_strange_fields(
 # Training and measuring need every line: an error names file and line.
 READERS = {
   'pairs': ('tsv', pairs.read_tsv),
-  'text': ('txt', text.read_lines),
+  'text': ('txt', pairs.read_lines),
   'prompts': ('txt', lambda path: read_prompts(str(path), len)),
 }
 

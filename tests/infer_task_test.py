@@ -12,7 +12,7 @@ import small_vocabulary
 from specdec_jax import infer, probs
 from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.infer import resume, task
+from specdec_jax.infer import resume, task_source
 from specdec_jax.text import metrics
 
 LINES = [
@@ -199,11 +199,11 @@ def test_samples_belong_to_the_example(run):
 
 def test_example_ids_differ():
   pairs = [(i, j) for i in range(300) for j in range(20)]
-  assert len({task.example_id(*pair) for pair in pairs}) == len(pairs)
-  assert task.example_id(1 << 31, 0) == 1 << 31
-  assert task.example_id(5, 1) == 5 | 1 << 31
+  assert len({task_source.example_id(*pair) for pair in pairs}) == len(pairs)
+  assert task_source.example_id(1 << 31, 0) == 1 << 31
+  assert task_source.example_id(5, 1) == 5 | 1 << 31
   with pytest.raises(ValueError, match='more than 32 bits'):
-    task.example_id(1 << 31, 1)
+    task_source.example_id(1 << 31, 1)
 
 
 @pytest.mark.parametrize(

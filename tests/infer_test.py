@@ -56,6 +56,7 @@ class ReversingEngine:
   max_decode_len = 32
   bos_id = None
   gamma = 1
+  drafter = None
   fingerprints = types.MappingProxyType({'target': 'reversal'})
   params = PairParams({'w': np.zeros(1, np.float32)}, None)
 

@@ -216,7 +216,7 @@ def test_a_process_ends_with_the_one_that_watches_it(runner, tmp_path):
   code = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'
   script = tmp_path / 'waits.py'
   script.write_text(
-    'import sys\nfrom specdec_jax import processes\n'
+    'import sys\nfrom specdec_jax.infer import processes\n'
     f'def wait():\n  {code}\n'
     'sys.exit(processes.run(wait))\n'
   )
@@ -244,7 +244,7 @@ def joining(tmp_path):
   script = tmp_path / 'joining.py'
   script.write_text(
     'import sys\n'
-    'from specdec_jax import processes\n'
+    'from specdec_jax.infer import processes\n'
     'meeting = processes.Meeting(sys.argv[1], *map(int, sys.argv[2:]))\n'
     'def join():\n'
     '  try:\n'

@@ -39,7 +39,7 @@ class Translator:
   """Knows two sentences; hotter, fewer proposals are accepted."""
 
   tokenizer = Tokenizer()
-  gamma, max_decode_len = 3, 32
+  gamma, max_decode_len, params = 3, 32, None
 
   def __init__(self):
     self.calls = []

@@ -1,9 +1,11 @@
 """Small task files that two suites share, and what examples should be."""
 
+import os
 import pathlib
 
 import numpy as np
 
+from specdec_jax.text import metrics
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import EOS_ID
 
@@ -22,6 +24,37 @@ def pairs_task(folder, tokenizer):
   path = folder / 'pairs.tsv'
   path.write_text(''.join(f'{s}\t{t}\n' for s, t in PAIRS), 'utf-8')
   return LocalTask('pairs', {'test': path}, tokenizer.path, prefix=ENDE)
+
+
+def to_seqio(task):
+  """The seqio task with the examples of a local one."""
+  import seqio
+  import tensorflow as tf
+
+  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec((), tf.string))
+
+  def read(split, shuffle_files, seed=None):
+    del shuffle_files, seed  # seqio shuffles examples itself
+
+    def generate():
+      for example in task.texts(split):
+        yield {feature: example[feature] for feature in signature}
+
+    return tf.data.Dataset.from_generator(generate, output_signature=signature)
+
+  vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
+  return seqio.Task(
+    task.name,
+    source=seqio.FunctionDataSource(read, splits=tuple(task.files)),
+    preprocessors=[
+      seqio.preprocessors.tokenize,
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={
+      feature: seqio.Feature(vocabulary, add_eos=True) for feature in signature
+    },
+    metric_fns=[metrics.METRICS[name] for name in task.metrics],
+  )
 
 
 def with_end(tokenizer, text):

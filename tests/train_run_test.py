@@ -76,7 +76,7 @@ def test_another_configuration_does_not_go_on_in_the_folder(tmp_path, arrays):
     (dict(packing=data.PackingConfig((1.0,), (8,), 64)), 'packing.buckets'),
     (
       dict(training=dataclasses.replace(run.training, optimizer=adamw)),
-      'optimizer.learning_rate is 0.5, there it was 0.002',
+      'optimizer.learning_rate was 0.002, is 0.5',
     ),
     (dict(learning=training.Likelihood(z_loss=0.5)), 'learning.z_loss'),
   ):

@@ -13,9 +13,8 @@ import rich.console
 import small_vocabulary
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
-from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.infer import failures, quality, report
+from specdec_jax.infer import failures, quality
 
 TEXTS = ['the red dog', 'a cat', 'the old house']
 LENGTHS = {'inputs': 16, 'targets': 6}
@@ -118,19 +117,12 @@ def test_lines_that_are_all_too_long(start, make, tmp_path):
   assert 'NaN' not in str(found.value)
 
 
-def completion(error=None):
-  return Completion('', [], [], 'error' if error else 'stop', error=error)
-
-
 def test_one_that_came_is_enough():
-  def first(*errors, broken=()):
-    found = {i: completion(error) for i, error in enumerate(errors)}
-    modes = {'plain': report.Mode(completions=found)}
-    return failures.first_error(modes, broken)
+  def said(*errors):
+    return failures.all_failed(errors, 2, {}, None)
 
-  assert first('a', 'b') == 'a' and first(broken=['c']) == 'c'
-  assert first('a', broken=['c']) == 'a'
-  assert first() is first('a', None) is first(None, broken=['c']) is None
+  assert 'The first: a.' in str(said('a', 'b'))
+  assert said() is said('a', None) is said(None, 'c') is None
 
 
 def test_arrays_are_named_whatever_their_type():
@@ -152,7 +144,7 @@ def test_the_command_ends_with_status_2(monkeypatch, capsys):
   monkeypatch.setattr(gin_flags, 'load', lambda flags: None)
 
   def fails():
-    raise failures.explained('NaN', 3, {'w': jnp.array(jnp.nan)}, 'out')
+    raise failures.all_failed(['NaN'], 3, {'w': jnp.array(jnp.nan)}, 'out')
 
   assert gin_flags.main(fails, ['--gin_file=run.gin']) == 2
   said = capsys.readouterr().err

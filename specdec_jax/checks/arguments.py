@@ -1,5 +1,6 @@
 """Numbers that a caller gave, held against the least that they may be."""
 
+import itertools
 import numbers
 from typing import Any
 
@@ -41,4 +42,23 @@ def check_all_at_least(config: Any, **least: float) -> None:
       raise ValueError(
         f'{name} must be one or more numbers of at least {minimum:g}, got'
         f' {tuple(values)}.'
+      )
+
+
+def check_increasing(config: Any, **least: int) -> None:
+  """Raises ValueError where a sequence is empty, too small, or falls anywhere.
+
+  Args:
+    config: a dataclass.
+    **least: field -> what its first number is at least; each of the others is
+      larger than the one before.
+  """
+  for field, minimum in least.items():
+    values = getattr(config, field)
+    if not values or any(
+      low >= high for low, high in itertools.pairwise((minimum - 1, *values))
+    ):
+      raise ValueError(
+        f'{type(config).__name__}.{field} is {values}; expected increasing'
+        f' lengths >= {minimum}.'
       )

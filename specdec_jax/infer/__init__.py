@@ -6,8 +6,7 @@ it, and `decode_task` does it. Both can be killed and go on where they were.
 """
 
 from specdec_jax.infer.failures import AllFailedError
-from specdec_jax.infer.mixture import decode_task
-from specdec_jax.infer.run import decode
+from specdec_jax.infer.run import decode, decode_task
 from specdec_jax.infer.settings import (
   DecodeConfig,
   TaskConfig,

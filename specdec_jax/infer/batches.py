@@ -108,7 +108,7 @@ class Decoding:
 
   @property
   def pool_stats(self) -> PoolStats | None:
-    """Of continuous batching."""
+    """How full the rows of continuous batching were in the last run."""
     return getattr(self._decoder, 'stats', None)
 
   def warmup(self, items: Sequence[Item]) -> float:
@@ -205,23 +205,23 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
 
 def run_all(
   items: Sequence[Item],
+  folder: resume.Folder | None,
+  done: Mapping[int, Mapping[str, Any]],
+  *,
   ways: Mapping[str, Way],
   rows: int,
   period: int,
-  *,
-  folder: resume.Folder | None,
-  done: Mapping[int, Mapping[str, Any]],
   console: rich.console.Console,
 ) -> dict[str, report.Mode]:
   """Runs all items, batch by batch, each way in turn.
 
   Args:
     items: in order; what is in a batch depends on nothing else.
+    folder: where chunks are kept; None keeps none.
+    done: number -> chunk, as it was kept; these are not run again.
     ways: name -> way.
     rows: items of a batch; a way that is not `fixed` takes a chunk at once.
     period: batches of a chunk; each is kept when it is done.
-    folder: where chunks are kept; None keeps none.
-    done: number -> chunk, as it was kept; these are not run again.
     console: shows progress if it is a terminal.
 
   Returns:

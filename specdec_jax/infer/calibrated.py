@@ -1,25 +1,15 @@
 """How a run decodes: its ways, and how many tokens a calibration says pay."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import rich.console
 
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import report
-from specdec_jax.infer.batches import Decoding, Way
+from specdec_jax.infer.batches import Decoding, Scoring, Way
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig
 from specdec_jax.measure import calibration
-
-
-def load(config: DecodeConfig | TaskConfig) -> calibration.Calibration | None:
-  """The run's calibration, if it has one; before any model is loaded.
-
-  Raises:
-    calibration.CalibrationError: the file is missing or broken.
-  """
-  path = config.calibration
-  return None if path is None else calibration.load(path)
 
 
 def choose_gammas(
@@ -31,7 +21,7 @@ def choose_gammas(
   """Sets the engine's gamma as it was measured to be best, if it was.
 
   Args:
-    measured: what `load` gave.
+    measured: the run's calibration, if it has one.
     config: of the run.
     engine: whose `gamma` is set where speculation pays.
     console: is told what was chosen.
@@ -84,34 +74,33 @@ def pays(gammas: Mapping[int, int] | None) -> bool:
   return gammas is None or any(gammas.values())
 
 
-def decodings(
-  names: Sequence[str],
+def ways(
   config: DecodeConfig | TaskConfig,
   engine: Engine,
   gammas: Mapping[int, int] | None,
-  log_probs: bool = True,
 ) -> dict[str, Way]:
-  """The ways of decoding of a run by their names, with what was chosen.
+  """The ways of a run by their names, with what was chosen.
 
   Args:
-    names: 'plain', 'speculative' or both, in turn.
     config: of the run.
-    engine: that decodes.
+    engine: that decodes or scores.
     gammas: what `choose_gammas` gave.
-    log_probs: whether log-probabilities are wanted.
   """
   slots = config.slots
   if slots is not None and gammas is not None:
     slots = dataclasses.replace(slots, gammas=gammas)
-  return {
-    name: Decoding(
+
+  def way(name: str) -> Way:
+    if name == report.SCORING:
+      return Scoring(engine)
+    return Decoding(
       engine,
       name == report.SPECULATIVE,
       config.sampling,
       config.seed,
-      log_probs=log_probs,
+      log_probs=config.log_probs,
       lenience=config.lenience,
       slots=slots,
     )
-    for name in names
-  }
+
+  return {name: way(name) for name in config.ways}

@@ -1,12 +1,10 @@
 """Runs of which nothing came: they fail, and say why where it can be found."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from specdec_jax.infer import report
 
 _NAMED = 5  # arrays in a message
 
@@ -15,32 +13,26 @@ class AllFailedError(ValueError):
   """Not one example of a run could be decoded."""
 
 
-def first_error(
-  modes: Mapping[str, report.Mode], broken: Sequence[str] = ()
-) -> str | None:
-  """The first error, where nothing else came; None where something did.
+def all_failed(
+  errors: Sequence[str | None],
+  count: int,
+  params: Any,
+  output_dir: str | None,
+) -> AllFailedError | None:
+  """What to raise when all is written, of a run of which nothing came.
 
   Args:
-    modes: what was decoded.
-    broken: of examples that could not be tried.
-  """
-  came = [one.error for m in modes.values() for one in m.completions.values()]
-  errors = [*came, *broken]
-  return errors[0] if all(errors) and errors else None
-
-
-def explained(
-  error: str, count: int, params: Any, output_dir: str | None
-) -> AllFailedError:
-  """What to raise of a run of which nothing came.
-
-  Args:
-    error: the first one.
+    errors: of all that was tried or could not be, None where it came.
     count: examples of the run.
     params: the engine's parameters, looked through for the reason: one read
       of all of them, paid by a run that has failed.
-    output_dir: where the results were left, or None.
+    output_dir: where the results are left, or None.
+
+  Returns:
+    The error, which quotes the first one; None where something came.
   """
+  if not errors or not all(errors):
+    return None
   found = nonfinite(params)
   why = ''
   if found:
@@ -56,9 +48,9 @@ def explained(
       f' What came is in {output_dir!r} to be looked at, not marked as'
       ' COMPLETED; another start makes it anew.'
     )
+  first = str(errors[0]).rstrip('.')
   return AllFailedError(
-    f'None of {count} could be decoded. The first: {error.rstrip(".")}.'
-    f'{why}{left}'
+    f'None of {count} could be decoded. The first: {first}.{why}{left}'
   )
 
 

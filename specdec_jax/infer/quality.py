@@ -9,6 +9,7 @@ from typing import Any
 
 import rich.console
 
+from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
@@ -53,15 +54,9 @@ class EvaluateConfig:
   def __post_init__(self):
     check_types(self)
     object.__setattr__(self, 'temperatures', tuple(self.temperatures))
-    if self.batch_size < 1:
-      raise ValueError(
-        f'EvaluateConfig.batch_size must be at least 1, got {self.batch_size}.'
-      )
-    if self.max_sources is not None and self.max_sources < 1:
-      raise ValueError(
-        'EvaluateConfig.max_sources must be at least 1 or None, got'
-        f' {self.max_sources}.'
-      )
+    check_at_least(self, batch_size=1)
+    if self.max_sources is not None:
+      check_at_least(self, max_sources=1)
     if self.temperatures[:1] != (0.0,):
       raise ValueError(
         'EvaluateConfig.temperatures must begin with 0.0, at which BLEU is'
@@ -135,8 +130,12 @@ def _evaluate(
   }
   greedy = runs[0.0]
   outputs = [completion.text for completion in greedy]
-  errors = [done.error for own in runs.values() for done in own]
-  failed = errors[0] if all(errors) else None
+  failed = failures.all_failed(
+    [done.error for own in runs.values() for done in own],
+    len(sources),
+    engine.params,
+    config.output_dir,
+  )
   values = {
     'eval_file': config.eval_file,
     'sources': len(sources),
@@ -165,13 +164,11 @@ def _evaluate(
       }
       for source, own, done in zip(sources, references, greedy, strict=True)
     ]
-    extra = {name: text() for name, text in beside.items()}
-    contents = results.contents(records, summary, extra)
+    contents = results.contents(records, summary, beside)
     folder.leave(contents) if failed else folder.finish(contents)
   console.print(table(summary))
   if failed:
-    params, count = engine.params, len(sources)
-    raise failures.explained(failed, count, params, config.output_dir)
+    raise failed
   return summary
 
 

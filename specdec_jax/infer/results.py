@@ -6,7 +6,7 @@ the marker `NAME.COMPLETED` there is no finished result of that name.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ def make_records(
   for name, mode in modes.items():
     for batch, ms in zip(mode.batches, mode.ms_per_token(), strict=True):
       for index in batch:
-        stats[index][name] = _stats(mode.completions[index], ms)
+        took = counts(mode.completions[index])
+        stats[index][name] = took | {'batch_ms_per_token': ms}
   # Both ways draw from one distribution, unless lenience makes the last one
   # lossy, as the record then says; the last one's text is kept.
   last = list(modes.values())[-1]
@@ -179,10 +180,6 @@ def total_log_prob(completion: Completion) -> float | None:
   return None if failed else float(total)
 
 
-def _stats(completion: Completion, ms: float | None) -> dict[str, Any]:
-  return counts(completion) | {'batch_ms_per_token': ms}
-
-
 def counts(completion: Completion) -> dict[str, Any]:
   """What producing an output took, as JSON has it."""
   stats = completion.stats
@@ -199,13 +196,23 @@ def counts(completion: Completion) -> dict[str, Any]:
 def contents(
   records: Sequence[Mapping[str, Any]],
   summary: Mapping[str, Any],
-  extra: Mapping[str, str],
+  beside: Mapping[str, Callable[[], str]],
+  name: str = PREDICTIONS,
+  prefix: str = '',
 ) -> dict[str, str]:
-  """File name -> text of all files of a run, but for the marker."""
+  """File name -> text of all files of a run, but for the marker.
+
+  Args:
+    records: one an example.
+    summary: of the run.
+    beside: more files: name -> function of its text.
+    name: of the file of records.
+    prefix: of the names of all others.
+  """
   return {
-    PREDICTIONS: json_lines(records),
-    **extra,
-    SUMMARY: indented(summary),
+    name: json_lines(records),
+    **{f'{prefix}{other}': text() for other, text in beside.items()},
+    f'{prefix}{SUMMARY}': indented(summary),
   }
 
 

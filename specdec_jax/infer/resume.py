@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec_jax import files
@@ -75,7 +75,7 @@ class Folder:
     """
     self._make()
     with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
-      if self.finished and not overwrite and not self.missing():
+      if not overwrite and self.missing() == []:
         self.clean()
         raise ValueError(
           f'{str(self.path)!r} already holds finished results ({self.name});'
@@ -93,8 +93,8 @@ class Folder:
         f' {error.strerror or error}'
       ) from error
 
-  def missing(self) -> list[str]:
-    """Which finished results are gone.
+  def missing(self) -> list[str] | None:
+    """Which finished results are gone; None where none were finished.
 
     The marker of a version without checksums is empty: then the main file is
     all that is asked for.
@@ -102,6 +102,8 @@ class Folder:
     Raises:
       ValueError: a result is not what was finished, or the marker is broken.
     """
+    if not self.finished:
+      return None
     if self._marker.is_file() and not self._marker.stat().st_size:
       return [] if (self.path / self.name).exists() else [self.name]
     try:
@@ -322,14 +324,8 @@ class Folder:
     """Takes back that the results are finished; they are made anew."""
     self._marker.unlink(missing_ok=True)
 
-  def make_again(self, config: Mapping[str, Any]) -> None:
-    """Takes back finished results of which some are gone, and says so.
-
-    Raises:
-      ValueError: those that are there come from another `config`.
-    """
-    gone = self.missing()
-    self.check_finished(config)
+  def make_again(self, gone: Iterable[str]) -> None:
+    """Takes back finished results of which some are gone, and says so."""
     _say(
       f'{str(self.path)!r} held finished results, of which'
       f' {", ".join(gone)} is gone: all are made anew'

@@ -1,32 +1,41 @@
-"""The run over lines: in, both ways of decoding batch by batch, results out."""
+"""The run: over lines, a task, or each task of a mixture.
 
-import collections
+Where examples come from and what the results say of them is a source's
+business (`line_source`, `task_source`). All else is the same for both: models,
+calibration, what a killed run left, decoding, and the files at the end.
+"""
+
 import dataclasses
-import hashlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
 
-from specdec_jax import files
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import (
   batches,
   calibrated,
+  examples,
   failures,
   processes,
   report,
   results,
   resume,
+  shares,
 )
-from specdec_jax.infer.settings import WAYS, DecodeConfig, by_rows, settings_of
-from specdec_jax.measure import progress
-from specdec_jax.text.lines import Line, check_some, count_tokens, read_lines
+from specdec_jax.infer.line_source import Lines
+from specdec_jax.infer.settings import DecodeConfig, TaskConfig, settings_of
+from specdec_jax.infer.task_source import Task, results_name
+from specdec_jax.measure import calibration, progress
+from specdec_jax.text import tasks
+
+Beside = Mapping[str, Callable[[], str]]
 
 
 def decode(
   config: DecodeConfig,
-  beside: Mapping[str, Callable[[], str]] | None = None,
+  beside: Beside | None = None,
   console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
   """Decodes a file of lines, writes the results and prints a report.
@@ -51,128 +60,232 @@ def decode(
       could be decoded; what came is left without a marker.
     OSError: the results could not be written, such as on a full disk.
   """
-  if not processes.current().alone:
+  who = processes.current()
+  if not who.alone:
     raise ValueError(
       'Several processes decode a task or a file of examples together: give'
       ' gin/runs/infer.gin. A run over lines is one process.'
     )
   console = console or rich.console.Console()
   if config.output_dir is None:
-    return _decode(config, None, beside or {}, console)
+    return _run(Lines(config), None, None, beside or {}, console, who)
   folder = resume.Folder(config.output_dir, results.PREDICTIONS)
   with folder.claimed(config.overwrite):
-    return _decode(config, folder, beside or {}, console)
+    gone = None if config.overwrite else folder.missing()
+    return _run(Lines(config), folder, gone, beside or {}, console, who)
 
 
-def _decode(
-  config: DecodeConfig,
-  folder: resume.Folder | None,
-  beside: Mapping[str, Callable[[], str]],
-  console: rich.console.Console,
+def decode_task(
+  config: TaskConfig,
+  beside: Beside | None = None,
+  console: rich.console.Console | None = None,
 ) -> dict[str, Any]:
-  """`decode` to a folder of its own."""
-  lines, broken_off = files.until_broken(read_lines(config.input_file))
-  check_some(config.input_file, lines)
-  measured = calibrated.load(config)
-  with progress.status(console, 'Loading models'):
-    engine = config.engine()
-  gammas = calibrated.choose_gammas(measured, config, engine, console)
-  if not calibrated.pays(gammas):
-    config = dataclasses.replace(config, mode=report.PLAIN)
-  limit = engine.max_input_len
-  most = limit if config.on_too_long == 'error' else None
-  lines = count_tokens(lines, engine.num_input_tokens, most)
-  decides = _identity(config, engine, lines, gammas)
-  done: resume.Chunks = {}
-  if folder is not None:
-    if folder.finished and not config.overwrite:
-      folder.make_again(decides)
-    done = folder.begin(decides, config.overwrite)
-  modes = batches.run_all(
-    _items(lines),
-    calibrated.decodings(WAYS[config.mode], config, engine, gammas),
-    config.batch_size,
-    config.checkpoint_period,
-    folder=folder,
-    done=done,
-    console=console,
+  """Decodes or scores a task, or the tasks of a mixture one after another.
+
+  The results of each are `<task>-<mode>.jsonl-SSSSS-of-NNNNN` in
+  `config.output_dir`, and under the same name with an ending more:
+  `.summary.json`, `.config.json` (what decided them), those of `beside`, and
+  the marker `.COMPLETED`, which comes last. A run that was killed goes on where
+  it was. The models are loaded once, unless `config.task_feature_lengths` is
+  None and the longest examples of a mixture's tasks differ.
+
+  Args:
+    config: the run.
+    beside: as of `decode`, for each task.
+    console: as of `decode`.
+
+  Returns:
+    The summary: `report.summarise`'s, of kind 'task', with 'metrics' (and as
+    'unmeasured' why the usual one is not among them, or None). Of a mixture, of
+    kind 'mixture', 'tasks' with the summary of each by its name.
+
+  Raises:
+    ValueError: a bad task, file, shard or output folder, or models that do not
+      fit, before anything is compiled. When all is written: a file that broke
+      off (see `files.BrokenOff`), also if the run is started again; or a metric
+      of the task's own that failed. As AllFailedError: of no example anything
+      came; it is left without a marker.
+    OSError: results could not be written; what is done is kept.
+  """
+  console = console or rich.console.Console()
+  names = tasks.tasks_of(config.mixture_or_task_name)
+  if len(names) == 1:
+    return _one_task(config, beside or {}, console)
+  shared = dataclasses.replace(
+    config,
+    engine=_Kept(config.engine),
+    draft=config.draft and functools.cache(config.draft),
   )
-  failed = failures.first_error(modes, [x.error for x in lines if x.error])
-  records = results.make_records(lines, modes, limit)
+  summaries = {}
+  for name in names:
+    console.print(f'Task {name}', markup=False, highlight=False)
+    one = dataclasses.replace(shared, mixture_or_task_name=name)
+    summaries[str(name)] = _one_task(one, beside or {}, console)
+  return {
+    'kind': 'mixture',
+    'mixture': str(config.mixture_or_task_name),
+    'tasks': summaries,
+  }
+
+
+class _Kept:
+  """Makes an engine anew only where other lengths are asked for."""
+
+  def __init__(self, make: Callable[..., Engine]):
+    self._make = make
+    self._lengths: tuple[int, int] | None = None
+    self._engine: Engine | None = None
+
+  def __call__(self, **options) -> Engine:
+    lengths = options['max_input_len'], options['max_decode_len']
+    if self._engine is None or self._lengths != lengths:
+      self._engine = None  # its memory is free before another one's is taken
+      self._engine, self._lengths = self._make(**options), lengths
+    return self._engine
+
+
+def _one_task(
+  config: TaskConfig, beside: Beside, console: rich.console.Console
+) -> dict[str, Any]:
+  found = examples.find(
+    config.mixture_or_task_name, config.split, config.tokenizer
+  )
+  config = dataclasses.replace(config, mixture_or_task_name=found)
+  folder = resume.Folder(config.output_dir, results_name(config))
+  who = processes.current()
+  own = folder
+  if who.index:
+    own = folder.share(who.index, who.count)
+    console.quiet = True  # the first process speaks for all
+  # Finished results that are kept are looked at again once it is known whether
+  # they are of this very configuration.
+  with own.claimed(overwrite=True):
+    gone = None if config.overwrite else folder.missing()
+    # All have looked before the first process changes anything.
+    shares.meet(f'{folder.name} seen', who)
+    if who.index == 0 and config.overwrite:
+      folder.reopen()
+    shares.meet(folder.name, who)
+    return _run(Task(config), folder, gone, beside, console, who)
+
+
+def _run(
+  source: Lines | Task,
+  folder: resume.Folder | None,
+  gone: Sequence[str] | None,
+  beside: Beside,
+  console: rich.console.Console,
+  who: processes.Processes,
+) -> dict[str, Any]:
+  """Decodes what a source has, in a folder that is claimed.
+
+  Args:
+    source: the examples; its `config` is the run.
+    folder: of the results; None keeps none.
+    gone: which results are gone of those that the folder finished and that are
+      to be kept; None if there are no such.
+    beside: as of `decode`.
+    console: as of `decode`.
+    who: which of the processes of the run.
+  """
+  measured = None
+  if source.config.calibration is not None:  # before any model is loaded
+    measured = calibration.load(source.config.calibration)
+  with progress.status(console, 'Loading models'):
+    engine = source.engine()
+  gammas = None
+  if report.SPECULATIVE in source.config.ways:
+    _ = engine.drafter  # raises, saying so, if there is none
+    gammas = calibrated.choose_gammas(measured, source.config, engine, console)
+    if not calibrated.pays(gammas):
+      source.config = source.config.plainly()
+  config = source.config
+  decides = source.identity(engine, gammas)
+  if folder is not None and gone is not None:
+    folder.check_finished(decides)
+    if not gone:
+      summary = _kept(source, folder, console, who)
+      results.check_whole(source.broken_off, config.output_dir)
+      return summary
+    if who.index == 0:
+      folder.make_again(gone)
+    shares.meet(f'{folder.name} again', who)
+  modes = _decoded(source, engine, gammas, decides, folder, console, who)
+  if modes is None:
+    results.check_whole(source.broken_off, config.output_dir)
+    return {'kind': 'share', 'process': [who.index, who.count]}
+  records = source.records(modes)
   summary = report.summarise(
     modes,
     config.sampling.greedy,
     {
-      **_context(config, engine, records, gammas),
-      'input_broken_off': broken_off,
+      **source.context(records, modes),
+      **settings_of(config, engine, gammas),
+      'input_broken_off': source.broken_off,
     },
   )
-  if folder is not None:
-    extra = {name: text() for name, text in beside.items()}
-    contents = results.contents(records, summary, extra)
-    folder.leave(contents) if failed else folder.finish(contents)
-  report.print_examples(
-    console, [line.text for line in lines], modes, config.num_shown
+  came = [one.error for m in modes.values() for one in m.completions.values()]
+  failed = failures.all_failed(
+    [*came, *source.broken], len(records), engine.params, config.output_dir
   )
+  if folder is not None:
+    contents = results.contents(
+      records, summary, beside, folder.name, source.prefix
+    )
+    folder.leave(contents) if failed else folder.finish(contents)
+  source.show(console, modes)
   report.print_results(console, summary, config.output_dir)
   if failed:
-    params, count = engine.params, len(records)
-    raise failures.explained(failed, count, params, config.output_dir)
-  results.check_whole(broken_off, config.output_dir)
-  differing = summary.get('agreement', {}).get('disagreements')
-  if config.require_agreement and differing and config.lenience == 1:
-    raise ValueError(
-      f'{len(differing)} greedy outputs differ between plain and speculative'
-      f' decoding, first at line {differing[0]["line"]}'
-    )
+    raise failed
+  results.check_whole(source.broken_off, config.output_dir)
+  if complaint := source.complaint(summary):
+    raise ValueError(complaint)
   return summary
 
 
-def _context(
-  config: DecodeConfig,
+def _decoded(
+  source: Lines | Task,
   engine: Engine,
-  records: Sequence[Mapping[str, Any]],
   gammas: Mapping[int, int] | None,
+  decides: Mapping[str, Any],
+  folder: resume.Folder | None,
+  console: rich.console.Console,
+  who: processes.Processes,
+) -> shares.Modes | None:
+  """All results of each way; None where another process writes them."""
+  config = source.config
+  run = functools.partial(
+    batches.run_all,
+    ways=calibrated.ways(config, engine, gammas),
+    rows=config.rows,
+    period=config.checkpoint_period,
+    console=console,
+  )
+  items = source.items()
+  begin = functools.partial(
+    resume.Folder.begin, config=decides, overwrite=config.overwrite
+  )
+  if folder is None:
+    return run(items, None, {})
+  if who.alone:
+    return run(items, folder, begin(folder))
+  if engine.across_hosts:
+    return shares.in_lockstep(folder, begin, items, run, who)
+  every = config.rows // config.batch_size
+  return shares.each_its_own(folder, begin, items, every, run, who)
+
+
+def _kept(
+  source: Lines | Task,
+  folder: resume.Folder,
+  console: rich.console.Console,
+  who: processes.Processes,
 ) -> dict[str, Any]:
-  """What belongs to the summary of a run besides its measurements."""
-  reasons = [record['finish_reason'] for record in records]
-  return {
-    'input_file': config.input_file,
-    'lines': len(records),
-    'finish_reasons': dict(sorted(collections.Counter(reasons).items())),
-    'errors': [record['error'] for record in records if record['error']],
-    **settings_of(config, engine, gammas),
-  }
-
-
-def _items(lines: Sequence[Line]) -> list[batches.Item]:
-  """All lines that have something to read and no error."""
-  return [
-    batches.Item(index, line.text, example_id=index)
-    for index, line in enumerate(lines)
-    if line.num_tokens and not line.error
-  ]
-
-
-def _identity(
-  config: DecodeConfig,
-  engine: Engine,
-  lines: Sequence[Line],
-  gammas: Mapping[int, int] | None,
-) -> dict[str, Any]:
-  """Everything that decides the results, as JSON has it."""
-  texts = repr([(line.text, line.error) for line in lines])
-  return {
-    'lines': len(lines),
-    'lines_sha256': hashlib.sha256(texts.encode()).hexdigest(),
-    'mode': config.mode,
-    'batch_size': config.batch_size,
-    'batching': config.batching,
-    'sampling': dataclasses.asdict(config.sampling),
-    'lenience': config.lenience,
-    'seed': config.seed,
-    'on_too_long': config.on_too_long,
-    'checkpoint_period': config.checkpoint_period,
-    'gammas': by_rows(gammas),
-    **batches.engine_identity(engine),
-  }
+  """The summary of finished results."""
+  if who.index == 0:
+    folder.clean()
+  console.print(
+    f'{folder.name} is finished; it is kept. Set overwrite to True to make it'
+    ' anew.'
+  )
+  return folder.read_json(source.prefix + results.SUMMARY)

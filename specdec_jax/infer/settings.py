@@ -1,13 +1,13 @@
 """What a run of scripts/decode.py can be asked: over lines, or over a task."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine, Model, load_model
 from specdec_jax.engine.schedule import PoolSettings
-from specdec_jax.infer.report import PLAIN, SPECULATIVE
+from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
@@ -16,7 +16,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.verify import check_lenience
 
 # Whom to ask for what: the ways of decoding that run, in turn.
-WAYS = {
+_WAYS = {
   'both': (PLAIN, SPECULATIVE),
   PLAIN: (PLAIN,),
   SPECULATIVE: (SPECULATIVE,),
@@ -29,8 +29,33 @@ TASKS_OWN = 'task'  # metrics: those that the task names
 TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
 
 
+class _Rows:
+  """The rows of a configuration."""
+
+  batch_size: int
+  batching: str
+  deterministic: bool
+
+  @property
+  def rows(self) -> int:
+    """Rows that are decoded together."""
+    return self.batch_size
+
+  @property
+  def log_probs(self) -> bool:
+    """Whether log-probabilities are wanted."""
+    return True
+
+  @property
+  def slots(self) -> PoolSettings | None:
+    """Settings of continuous batching; None where batches are fixed."""
+    if self.batching == FIXED:
+      return None
+    return PoolSettings(rows=self.rows, deterministic=self.deterministic)
+
+
 @dataclasses.dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(_Rows):
   """One run of decoding a file of lines.
 
   Attributes:
@@ -87,35 +112,23 @@ class DecodeConfig:
 
   def __post_init__(self):
     check = _Check(self)
-    check.engine()
     check.path('input_file')
-    for name in ('output_dir', 'calibration'):
-      if getattr(self, name) is not None:
-        check.path(name)
-    check.flags('overwrite', 'require_agreement', 'deterministic')
-    check.choice('mode', WAYS)
+    check.choice('mode', _WAYS)
     check.choice('on_too_long', ('error', 'truncate'))
-    check.choice('batching', BATCHINGS)
-    check.at_least(0, 'num_shown', 'seed')
-    check.at_least(1, 'batch_size', 'checkpoint_period')
-    check.at_most(MOST_ROWS, 'batch_size')
-    check.sampling()
-    check_types(self)
-    check_lenience(self.lenience)
+    check.at_least(0, 'num_shown')
 
   @property
-  def rows(self) -> int:
-    """That are decoded together."""
-    return self.batch_size
+  def ways(self) -> tuple[str, ...]:
+    """The ways of decoding, in turn."""
+    return _WAYS[self.mode]
 
-  @property
-  def slots(self) -> PoolSettings | None:
-    """Of continuous batching; None where batches are fixed."""
-    return _slots(self)
+  def plainly(self) -> 'DecodeConfig':
+    """This run without the drafter's help."""
+    return dataclasses.replace(self, mode=PLAIN)
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskConfig:
+class TaskConfig(_Rows):
   """One run over a task, or over a file of examples, as T5X users know it.
 
   Attributes:
@@ -192,37 +205,20 @@ class TaskConfig:
 
   def __post_init__(self):
     check = _Check(self)
-    check.engine()
+    check.expect('split', bool(self.split), 'text')
     check.expect(
-      'draft', self.draft is None or callable(self.draft), 'a function or None'
+      'mixture_or_task_name', bool(self.mixture_or_task_name), 'text'
     )
-    check.text('split')
-    if not isinstance(self.mixture_or_task_name, LocalTask):
-      check.text('mixture_or_task_name')
-    check.path('output_dir')
-    if self.calibration is not None:
-      check.path('calibration')
-    check.flags('overwrite', 'include_all_inputs', 'deterministic')
     check.choice('mode', TASK_MODES)
-    check.choice('decoding', WAYS)
-    check.choice('batching', BATCHINGS)
-    check.at_least(0, 'seed', 'shard_id', 'prompt_from_targets')
-    check.at_least(
-      1, 'batch_size', 'num_decodes', 'num_shards', 'checkpoint_period'
-    )
-    check.at_most(MOST_ROWS, 'batch_size', 'num_decodes')
-    check.sampling()
-    check_types(self)
-    check_lenience(self.lenience)
+    check.choice('decoding', _WAYS)
+    check.at_least(0, 'shard_id', 'prompt_from_targets')
+    check.at_least(1, 'num_decodes', 'num_shards')
+    check.at_most(MOST_ROWS, 'num_decodes')
     if isinstance(self.metrics, list):
       object.__setattr__(self, 'metrics', tuple(self.metrics))
     check.expect(
       'metrics',
-      self.metrics in (None, TASKS_OWN)
-      or (
-        isinstance(self.metrics, tuple)
-        and all(isinstance(name, str) for name in self.metrics)
-      ),
+      self.metrics in (None, TASKS_OWN) or isinstance(self.metrics, tuple),
       f"names, as ('bleu',), {TASKS_OWN!r} (the task's own), or () for none",
     )
     check.expect(
@@ -235,8 +231,7 @@ class TaskConfig:
       'task_feature_lengths',
       lengths is None
       or (
-        isinstance(lengths, Mapping)
-        and {'inputs', 'targets'} <= set(lengths)
+        {'inputs', 'targets'} <= set(lengths)
         and all(type(v) is int and v >= 1 for v in lengths.values())
         and lengths['inputs'] >= 2
       ),
@@ -245,16 +240,12 @@ class TaskConfig:
     )
     check.expect(
       'prompt_feature',
-      self.prompt_feature is None
-      or (
-        isinstance(self.prompt_feature, str) and not self.prompt_from_targets
-      ),
+      self.prompt_feature is None or not self.prompt_from_targets,
       "a feature's name or None, and None where prompt_from_targets is set",
     )
-    scoring = self.mode == SCORE
     check.expect(
       'num_decodes',
-      not (scoring and self.num_decodes > 1),
+      self.mode != SCORE or self.num_decodes == 1,
       "1 in the mode 'score'",
     )
 
@@ -263,20 +254,23 @@ class TaskConfig:
     return number * self.num_shards + self.shard_id
 
   @property
-  def rows(self) -> int:
-    """That are decoded together: of each example, all samples."""
-    return self.batch_size * self.num_decodes
+  def ways(self) -> tuple[str, ...]:
+    """The ways of decoding, in turn, or scoring."""
+    return (SCORING,) if self.mode == SCORE else _WAYS[self.decoding]
 
   @property
-  def slots(self) -> PoolSettings | None:
-    """Of continuous batching; None where batches are fixed."""
-    return _slots(self)
+  def log_probs(self) -> bool:
+    """Whether log-probabilities are wanted."""
+    return self.mode != PREDICT
 
+  def plainly(self) -> 'TaskConfig':
+    """This run without the drafter's help."""
+    return dataclasses.replace(self, decoding=PLAIN)
 
-def _slots(config: DecodeConfig | TaskConfig) -> PoolSettings | None:
-  if config.batching == FIXED:
-    return None
-  return PoolSettings(rows=config.rows, deterministic=config.deterministic)
+  @property
+  def rows(self) -> int:
+    """Rows that are decoded together: of each example, all samples."""
+    return self.batch_size * self.num_decodes
 
 
 def by_rows(gammas: Mapping[int, int] | None) -> dict[str, int] | None:
@@ -327,8 +321,23 @@ def load_drafter(
 class _Check:
   """Says of a configuration's fields what was expected and what came."""
 
-  def __init__(self, config: Any):
+  def __init__(self, config: DecodeConfig | TaskConfig):
+    """Checks the types of all fields, and what both configurations have."""
     self._config = config
+    check_types(config)
+    for name in ('output_dir', 'calibration'):
+      if getattr(config, name) is not None:
+        self.path(name)
+    self.choice('batching', BATCHINGS)
+    self.at_least(0, 'seed')
+    self.at_least(1, 'batch_size', 'checkpoint_period')
+    self.at_most(MOST_ROWS, 'batch_size')
+    self.expect(
+      'sampling',
+      isinstance(config.sampling.temperature, int | float),
+      'a SamplingConfig with one temperature',
+    )
+    check_lenience(config.lenience)
 
   def expect(self, name: str, condition: bool, expected: str) -> None:
     """Raises ValueError unless `condition`."""
@@ -339,18 +348,10 @@ class _Check:
         f' {getattr(self._config, name)!r}'
       )
 
-  def engine(self) -> None:
-    self.expect('engine', callable(self._config.engine), 'a function')
-
-  def text(self, *names: str) -> None:
-    for name in names:
-      value = getattr(self._config, name)
-      self.expect(name, isinstance(value, str) and bool(value), 'text')
-
   def path(self, name: str) -> None:
+    """A path that is on this machine."""
     value = getattr(self._config, name)
-    ok = isinstance(value, str) and bool(value)
-    self.expect(name, ok, 'a path, as text')
+    self.expect(name, bool(value), 'a path, as text')
     self.expect(
       name,
       '://' not in value,
@@ -358,31 +359,20 @@ class _Check:
       ' bucket; copy the rest)',
     )
 
-  def flags(self, *names: str) -> None:
-    for name in names:
-      value = getattr(self._config, name)
-      self.expect(name, isinstance(value, bool), 'True or False')
-
-  def choice(self, name: str, known: Any) -> None:
+  def choice(self, name: str, known: Iterable[str]) -> None:
+    """One of the words that are known."""
     value = getattr(self._config, name)
     self.expect(name, value in tuple(known), f'one of {list(known)}')
 
   def at_least(self, least: int, *names: str) -> None:
+    """Python's own whole numbers, which JSON can hold, and large enough."""
     for name in names:
       value = getattr(self._config, name)
       ok = type(value) is int and value >= least
       self.expect(name, ok, f'a whole number >= {least}')
 
   def at_most(self, most: int, *names: str) -> None:
+    """Numbers that are small enough."""
     for name in names:
       value = getattr(self._config, name)
       self.expect(name, value <= most, f'a whole number <= {most}')
-
-  def sampling(self) -> None:
-    sampling = self._config.sampling
-    self.expect(
-      'sampling',
-      isinstance(sampling, SamplingConfig)
-      and isinstance(sampling.temperature, int | float),
-      'a SamplingConfig with one temperature',
-    )

@@ -27,13 +27,6 @@ Run = Callable[
 ]
 
 
-def folder_of(whole: resume.Folder, who: Processes) -> resume.Folder:
-  """Where a process keeps what it has decoded by itself."""
-  if who.alone:
-    return whole
-  return whole.share(who.index, who.count)
-
-
 def meet(what: str, who: Processes) -> None:
   """Waits until all processes have come here."""
   if not who.alone:
@@ -54,7 +47,7 @@ def each_its_own(
     whole: the folder of the result.
     begin: begins or goes on with a folder.
     items: of all processes.
-    every: how many of an example's there are.
+    every: samples of each example.
     run: decodes.
     who: this process.
 
@@ -62,11 +55,9 @@ def each_its_own(
     In the first process all that was decoded; in another None, once the first
     one has written the result.
   """
-  own = folder_of(whole, who)
+  own = whole.share(who.index, who.count)
   mine = [x for x in items if (x.number // every) % who.count == who.index]
   modes = run(mine, own, begin(own))
-  if who.alone:
-    return modes
   own.mark_decoded()
   if who.index:
     while not whole.finished:

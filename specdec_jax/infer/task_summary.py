@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checks.names import nearest
-from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import examples, report
-from specdec_jax.infer.settings import SCORE, TASKS_OWN, TaskConfig, settings_of
+from specdec_jax.infer.settings import SCORE, TASKS_OWN, TaskConfig
 from specdec_jax.text import metrics, tasks
 
 
@@ -90,10 +89,8 @@ def measured(
 
 def context(
   config: TaskConfig,
-  engine: Engine,
   records: Sequence[Mapping[str, Any]],
   found_metrics: Mapping[str, Any],
-  gammas: Mapping[int, int] | None,
 ) -> dict[str, Any]:
   """What belongs to the summary of a run besides its measurements."""
   errors = [
@@ -115,5 +112,4 @@ def context(
     'metrics': found_metrics,
     'mean_score': float(np.mean(scores)) if scores else None,
     'num_decodes': config.num_decodes,
-    **settings_of(config, engine, gammas),
   }

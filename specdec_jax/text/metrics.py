@@ -5,9 +5,10 @@ metric functions do. A target is a text, or several texts that are all right.
 sacrebleu and rouge_score come with the extra `[metrics]`.
 """
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from specdec_jax.checks.packages import package
 
 Target = str | Sequence[str]
 Metric = Callable[[Sequence[Target], Sequence[str]], dict[str, Any]]
@@ -34,7 +35,9 @@ def bleu(
     ValueError: sacrebleu is not installed, there is nothing to score, or there
       are not as many targets as predictions.
   """
-  bleu_metric = _import('sacrebleu.metrics', 'BLEU').BLEU(tokenize=tokenize)
+  bleu_metric = package('BLEU', 'sacrebleu.metrics', 'metrics').BLEU(
+    tokenize=tokenize
+  )
   references = _references(targets, predictions)
   # sacrebleu takes the n-th references of all predictions, None where a
   # prediction has fewer.
@@ -66,7 +69,7 @@ def rouge(
     ValueError: rouge_score is not installed, there is nothing to score, or
       there are not as many targets as predictions.
   """
-  scorer_module = _import('rouge_score.rouge_scorer', 'ROUGE')
+  scorer_module = package('ROUGE', 'rouge_score.rouge_scorer', 'metrics')
   scorer = scorer_module.RougeScorer(list(_ROUGE), use_stemmer=False)
   references = _references(targets, predictions)
   totals = dict.fromkeys(_ROUGE, 0.0)
@@ -120,14 +123,3 @@ def _references(
 
 def _lines(text: str) -> str:
   return text.replace(' . ', ' .\n')
-
-
-def _import(module: str, title: str) -> Any:
-  try:
-    return importlib.import_module(module)
-  except ImportError as error:
-    package = module.split('.')[0]
-    raise ValueError(
-      f'{title} needs the package {package}, which is not installed; it is in'
-      " the extra [metrics]: pip install -e '.[metrics]'."
-    ) from error

@@ -5,15 +5,15 @@ nowhere else in the library.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from specdec_jax.checks.names import nearest
+from specdec_jax.checks.packages import package
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text import t5_tasks
-from specdec_jax.text.local_tasks import LocalTask
 
 
 def import_seqio() -> tuple[Any, Any]:
@@ -22,41 +22,12 @@ def import_seqio() -> tuple[Any, Any]:
   Raises:
     ValueError: they are not installed.
   """
-  try:
-    import seqio
-    import tensorflow
-  except ImportError as error:
-    raise ValueError(
-      'seqio tasks need seqio and TensorFlow, which are not installed:'
-      " pip install -e '.[tasks]'. Local files need neither: give the path of"
-      ' one, such as source<TAB>target lines, in place of a task.'
-    ) from error
-  return seqio, tensorflow
-
-
-def to_seqio(task: LocalTask) -> Any:
-  """The seqio task with the examples of a local one, for mixtures of tasks.
-
-  Fields of JSONL objects beyond the two sides do not go along.
-
-  Raises:
-    ValueError: seqio is not installed.
-  """
-  seqio, tf = import_seqio()
-  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec((), tf.string))
-
-  def read(split, shuffle_files, seed=None):
-    del shuffle_files, seed  # seqio shuffles examples itself
-
-    def generate():
-      for example in task.texts(split):
-        yield {feature: example[feature] for feature in signature}
-
-    return tf.data.Dataset.from_generator(generate, output_signature=signature)
-
-  source = seqio.FunctionDataSource(read, splits=tuple(task.files))
-  vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
-  return _seqio_task(task.name, source, [], vocabulary, task.metrics)
+  otherwise = (
+    'Local files need neither: give the path of one, such as source<TAB>target'
+    ' lines, in place of a task.'
+  )
+  seqio = package('A seqio task', 'seqio', 'tasks', otherwise)
+  return seqio, package('A seqio task', 'tensorflow', 'tasks', otherwise)
 
 
 def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
@@ -77,22 +48,11 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   # seqio would begin to download what is not there.
   source = seqio.TfdsDataSource(described.tfds, read_only=True)
   vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=t5_tasks.EXTRA_IDS)
-  return _seqio_task(name, source, [two_sides], vocabulary, described.metrics)
-
-
-def _seqio_task(
-  name: str,
-  source: Any,
-  preprocessors: Sequence[Callable[..., Any]],
-  vocabulary: Any,
-  metric_names: Sequence[str],
-) -> Any:
-  seqio, _ = import_seqio()
   return seqio.Task(
     name,
     source=source,
     preprocessors=[
-      *preprocessors,
+      two_sides,
       seqio.preprocessors.tokenize,
       seqio.preprocessors.append_eos_after_trim,
     ],
@@ -100,7 +60,7 @@ def _seqio_task(
       feature: seqio.Feature(vocabulary, add_eos=True)
       for feature in ('inputs', 'targets')
     },
-    metric_fns=[metrics_lib.METRICS[metric] for metric in metric_names],
+    metric_fns=[metrics_lib.METRICS[metric] for metric in described.metrics],
   )
 
 

@@ -139,28 +139,6 @@ def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
   ]
 
 
-def register_tsv(
-  name: str,
-  files: Mapping[str, str | os.PathLike[str]],
-  vocab_path: str | os.PathLike[str],
-) -> None:
-  """Registers a seqio task over source<TAB>target lines.
-
-  Args:
-    name: of the task.
-    files: split -> UTF-8 file, such as {'train': 'pairs.tsv'}.
-    vocab_path: sentencepiece model of both sides.
-
-  Raises:
-    ValueError: seqio is not installed, a file is missing, or the name is
-      taken.
-  """
-  seqio, _ = seqio_tasks.import_seqio()
-  seqio.TaskRegistry.add_provider(
-    name, seqio_tasks.to_seqio(LocalTask(name, files, vocab_path, kind='tsv'))
-  )
-
-
 def splits(name: str | LocalTask) -> list[str]:
   """The task's training split and, if it has one, its held-out split.
 

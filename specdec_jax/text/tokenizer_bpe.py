@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.checks.packages import package
 from specdec_jax.files.locations import check_path
 from specdec_jax.text.tokenizer import MOST_BYTES, Tokenizer
 
@@ -75,7 +76,7 @@ class BpeTokenizer(Tokenizer):
       ValueError: the package tokenizers is not installed, a file is missing or
         broken, or there is no such token.
     """
-    tokenizers = _import_tokenizers()
+    tokenizers = package('Byte-level BPE', 'tokenizers', 'bpe')
     self.path = os.fspath(path)
     contents = _read(pathlib.Path(path))
     try:
@@ -172,14 +173,3 @@ def _fingerprint(said: dict[str, Any]) -> str:
   }
   text = json.dumps(decides, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _import_tokenizers() -> Any:
-  try:
-    import tokenizers
-  except ImportError as error:
-    raise ValueError(
-      'Byte-level BPE needs the package tokenizers, which is not installed:'
-      " pip install -e '.[bpe]'"
-    ) from error
-  return tokenizers

@@ -12,7 +12,7 @@ from specdec_jax.training.outputs import PLACEMENT, Decoder, OutputsConfig
 from specdec_jax.training.pairs import TokenPairs
 
 # An output that repeats itself counts as it is.
-WHOLE_OUTPUTS = OutputsConfig(max_ratio=2.0, max_extra=16, max_unfinished=0.0)
+_WHOLE_OUTPUTS = OutputsConfig(max_ratio=2.0, max_extra=16, max_unfinished=0.0)
 
 
 class Bleu:
@@ -24,20 +24,18 @@ class Bleu:
     tokenizer: Tokenizer,
     pairs: TokenPairs,
     number: int,
-    config: OutputsConfig = WHOLE_OUTPUTS,
   ):
     """
     Args:
       model: a `LanguageModel`.
       tokenizer: of the pairs.
-      pairs: sources and references; those too long for `config` are left out.
+      pairs: sources and references; those that are too long are left out.
       number: how many.
-      config: how sources are decoded, greedily.
     """
-    self._tokenizer, self._config = tokenizer, config
-    self._decoder = Decoder(model, config)
+    self._tokenizer = tokenizer
+    self._decoder = Decoder(model, _WHOLE_OUTPUTS)
     lengths = np.diff(pairs.inputs_offsets)
-    usable = (lengths > 0) & (lengths < config.widths[-1])
+    usable = (lengths > 0) & (lengths < _WHOLE_OUTPUTS.widths[-1])
     chosen = np.flatnonzero(usable)[:number]
     self._pairs = [pairs[i] for i in chosen[np.argsort(lengths[chosen])]]
 
@@ -45,8 +43,8 @@ class Bleu:
     """{'bleu': 0 to 100} of these parameters."""
     placed = partitioning.place(params, PLACEMENT)
     found = []
-    for at in range(0, len(self._pairs), self._config.batch_size):
-      batch = self._pairs[at : at + self._config.batch_size]
+    for at in range(0, len(self._pairs), _WHOLE_OUTPUTS.batch_size):
+      batch = self._pairs[at : at + _WHOLE_OUTPUTS.batch_size]
       sources = [source for source, _ in batch]
       found.append(self._decoder(placed, sources, range(len(batch))))
     texts = [

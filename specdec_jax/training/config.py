@@ -68,7 +68,6 @@ class TrainRun:
     eval_file: held-out data; None goes without.
     task: name of a seqio task with the splits 'train' and 'validation', or a
       `LocalTask` with them.
-    task_module: module to import first, which registers the task.
     task_feature_lengths: 'inputs', 'targets' -> length that a task's examples
       are cut to, their ends included; None cuts nothing.
     vocab_path: sentencepiece model. Where there is none yet, it is trained on
@@ -91,7 +90,6 @@ class TrainRun:
   train_file: str | None = None
   eval_file: str | None = None
   task: str | LocalTask | None = None
-  task_module: str | None = None
   task_feature_lengths: Mapping[str, int] | None = None
   vocab_path: str | None = None
   init_checkpoint_path: str | None = None

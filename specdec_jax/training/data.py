@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec_jax.checks.arguments import check_increasing
 from specdec_jax.checks.fields import check_types
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.pairs import TokenPairs
@@ -65,13 +66,7 @@ class PackingConfig:
         f'PackingConfig.weights is {self.weights}; expected weights >= 0, at'
         ' least one of them > 0.'
       )
-    if not self.buckets or any(
-      low >= high for low, high in itertools.pairwise((0, *self.buckets))
-    ):
-      raise ValueError(
-        f'PackingConfig.buckets is {self.buckets}; expected increasing'
-        ' lengths >= 1.'
-      )
+    check_increasing(self, buckets=1)
     if self.tokens_per_batch < self.buckets[-1]:
       raise ValueError(
         f'PackingConfig.tokens_per_batch is {self.tokens_per_batch}; expected'

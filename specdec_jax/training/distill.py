@@ -39,40 +39,32 @@ class Distillation:
 
   def loss(self, params, batch, key):
     """The weighted loss; `alpha` is reported beside it."""
-    draft_logits, target_logits, mask = self._logits(params, batch, key)
-    nats, alpha = losses.distillation(
-      draft_logits, target_logits, batch.targets, self.weights
-    )
-    total = jnp.sum(nats * mask)
-    return total, {
-      'loss': total,
-      'alpha': jnp.sum(alpha * mask),
-      'tokens': mask.sum(),
-    }
+    sums, _ = self._measured(params, batch, key)
+    return sums['loss'], sums
 
   def evaluate(self, params, batch):
     """The loss; `alpha`, the expected acceptance at temperature 1; and
     `agreement`, how often the argmaxes are the same (temperature 0)."""
-    draft_logits, target_logits, mask = self._logits(params, batch, None)
-    nats, alpha = losses.distillation(
-      draft_logits, target_logits, batch.targets, self.weights
-    )
-    agrees = draft_logits.argmax(axis=-1) == target_logits.argmax(axis=-1)
-    return {
-      'loss': jnp.sum(nats * mask),
-      'alpha': jnp.sum(alpha * mask),
-      'agreement': jnp.sum(agrees * mask),
-      'tokens': mask.sum(),
-    }
+    sums, agrees = self._measured(params, batch, None)
+    return sums | {'agreement': agrees}
 
-  def _logits(self, params, batch, key):
+  def _measured(self, params, batch, key):
+    """Sums over the tokens that count; and of those whose argmaxes agree."""
     decoder_inputs = losses.shift_right(batch.targets)
     draft = self.draft.logits(
       params, batch.inputs, decoder_inputs, dropout_key=key
-    )
+    ).astype(jnp.float32)
     target = self.target.logits(
       self.target_params, batch.inputs, decoder_inputs
     )
-    target = jax.lax.stop_gradient(target)
+    target = jax.lax.stop_gradient(target).astype(jnp.float32)
     mask = (batch.targets != PAD_ID).astype(jnp.float32)
-    return draft.astype(jnp.float32), target.astype(jnp.float32), mask
+    nats, alpha = losses.distillation(
+      draft, target, batch.targets, self.weights
+    )
+    agrees = draft.argmax(axis=-1) == target.argmax(axis=-1)
+    return {
+      'loss': jnp.sum(nats * mask),
+      'alpha': jnp.sum(alpha * mask),
+      'tokens': mask.sum(),
+    }, jnp.sum(agrees * mask)

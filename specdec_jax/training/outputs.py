@@ -2,12 +2,11 @@
 
 import dataclasses
 import hashlib
-import itertools
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import files, partitioning
+from specdec_jax.checks.arguments import (
+  check_all_at_least,
+  check_at_least,
+  check_increasing,
+)
 from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
@@ -66,36 +70,22 @@ class OutputsConfig:
 
   def __post_init__(self):
     check_types(self)
-    for name, least in (
-      ('num_examples', 0),
-      ('max_minutes', 0),
-      ('batch_size', 1),
-      ('chunk_batches', 1),
-      ('max_ratio', 0),
-      ('max_extra', 1),
-    ):
-      if getattr(self, name) < least:
-        raise ValueError(
-          f'OutputsConfig.{name} is {getattr(self, name)}; expected at least'
-          f' {least}.'
-        )
+    check_at_least(
+      self,
+      num_examples=0,
+      max_minutes=0.0,
+      batch_size=1,
+      chunk_batches=1,
+      max_ratio=0.0,
+      max_extra=1,
+    )
     if not 0 <= self.max_unfinished < 1:
       raise ValueError(
         f'OutputsConfig.max_unfinished is {self.max_unfinished}; expected a'
         ' share in [0, 1).'
       )
-    if not self.temperatures or min(self.temperatures) < 0:
-      raise ValueError(
-        f'OutputsConfig.temperatures is {self.temperatures}; expected one or'
-        ' more, each >= 0.'
-      )
-    if not self.widths or any(
-      low >= high for low, high in itertools.pairwise((1, *self.widths))
-    ):
-      raise ValueError(
-        f'OutputsConfig.widths is {self.widths}; expected increasing lengths'
-        ' >= 2.'
-      )
+    check_all_at_least(self, temperatures=0)
+    check_increasing(self, widths=2)
 
   def limit(self, source_length: int) -> int:
     """Tokens that the output of a source may have, its end included."""
@@ -252,7 +242,7 @@ def generate_outputs(
     else:
       progress.found(len(chunk))
     made.append(pairs)
-  pairs = concatenate(made)
+  pairs = TokenPairs.joined(made)
   if not len(pairs):
     raise ValueError(
       f'None of {len(sources)} outputs ended by itself; is the model trained?'
@@ -284,13 +274,6 @@ def _kept(name: str, of: str, log) -> TokenPairs | None:
   except files.BrokenFileError as error:
     log(f'{error}; it is made again')
     return None
-
-
-def concatenate(parts: Iterable[TokenPairs]) -> TokenPairs:
-  """All pairs of all parts, in order."""
-  parts = list(parts)
-  pairs = [part[i] for part in parts for i in range(len(part))]
-  return TokenPairs.from_lists([s for s, _ in pairs], [t for _, t in pairs])
 
 
 def digest(*trees: Any) -> str:

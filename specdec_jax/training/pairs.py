@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import PAD_ID, Tokenizer
 
 _ARRAYS = ('inputs', 'inputs_offsets', 'targets', 'targets_offsets')
 # What NumPy and the modules behind it raise for a file that is damaged.
@@ -73,11 +73,11 @@ class TokenPairs:
       )
     return cls(*_flatten(inputs), *_flatten(targets))
 
-  def joined(self, other: 'TokenPairs') -> 'TokenPairs':
-    """These pairs and then those of `other`."""
-    both = [pairs[i] for pairs in (self, other) for i in range(len(pairs))]
-    sources, targets = zip(*both, strict=True) if both else ((), ())
-    return TokenPairs.from_lists(sources, targets)
+  @classmethod
+  def joined(cls, parts: Iterable['TokenPairs']) -> 'TokenPairs':
+    """All pairs of all parts, in order."""
+    pairs = [part[i] for part in parts for i in range(len(part))]
+    return cls.from_lists([s for s, _ in pairs], [t for _, t in pairs])
 
   def to_bytes(self) -> bytes:
     """What the `.npz` file holds."""
@@ -143,6 +143,18 @@ def read_tsv(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
   return pairs
 
 
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+  """The lines of a UTF-8 file, plain or `.gz`, but for empty ones.
+
+  Raises:
+    ValueError: the file cannot be read, or has no line with text.
+  """
+  lines = [line for line in files.text_lines(path) if line.strip()]
+  if not lines:
+    raise ValueError(f'{os.fspath(path)!r} has no line with text.')
+  return lines
+
+
 def tokenise(
   pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer
 ) -> TokenPairs:
@@ -151,6 +163,16 @@ def tokenise(
     tokenizer.encode_batch([source for source, _ in pairs]),
     tokenizer.encode_batch([target for _, target in pairs]),
   )
+
+
+def tokenise_lines(lines: Sequence[str], tokenizer: Tokenizer) -> TokenPairs:
+  """Lines as targets of a decoder-only model, which looks at no source.
+
+  Each source is the start token alone, which every text begins with.
+  """
+  # Decoders begin with id 0, which pads as well (see `losses.shift_right`).
+  sources = [[PAD_ID]] * len(lines)
+  return TokenPairs.from_lists(sources, tokenizer.encode_batch(lines))
 
 
 def _flatten(

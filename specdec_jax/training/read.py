@@ -1,8 +1,8 @@
 """The data of a training run: files of text or ids, or a task."""
 
-import importlib
 import os
 
+from specdec_jax.text import tasks
 from specdec_jax.text.local_tasks import (
   FEATURES,
   LocalTask,
@@ -10,9 +10,14 @@ from specdec_jax.text.local_tasks import (
 )
 from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
-from specdec_jax.training import text
 from specdec_jax.training.config import TrainRun
-from specdec_jax.training.pairs import TokenPairs, read_tsv, tokenise
+from specdec_jax.training.pairs import (
+  TokenPairs,
+  read_lines,
+  read_tsv,
+  tokenise,
+  tokenise_lines,
+)
 
 
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:
@@ -35,7 +40,7 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
     pairs = read_tsv(run.train_file)
     sentences = [side for pair in pairs for side in pair]
   else:
-    sentences = text.read_lines(run.train_file)
+    sentences = read_lines(run.train_file)
   return train_tokenizer(sentences, run.vocab_path, run.model.vocab_size)
 
 
@@ -59,11 +64,6 @@ def pairs_of(
 
 def _task_pairs(run: TrainRun, task: str | LocalTask) -> list[TokenPairs]:
   """Training and, if the task has them, held-out pairs."""
-  # seqio brings TensorFlow; nothing else here needs it.
-  from specdec_jax.text import tasks
-
-  if run.task_module is not None:
-    importlib.import_module(run.task_module)
   lengths = run.task_feature_lengths or {}
   name = task.name if isinstance(task, LocalTask) else task
   check_feature_lengths(lengths, FEATURES, name)
@@ -86,7 +86,7 @@ def _read(run: TrainRun, path: str, tokenizer: Tokenizer | None) -> TokenPairs:
   if path.endswith('.npz') or tokenizer is None:
     return TokenPairs.load(path)
   if not run.model.has_encoder:
-    return text.tokenise_lines(text.read_lines(path), tokenizer)
+    return tokenise_lines(read_lines(path), tokenizer)
   return tokenise(read_tsv(path), tokenizer)
 
 

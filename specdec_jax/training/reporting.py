@@ -14,13 +14,11 @@ class Reporter:
   def __init__(
     self,
     steps: int,
-    max_minutes: float = 0.0,
     log: Callable[[str], None] | None = None,
   ):
     """
     Args:
       steps: of the whole run.
-      max_minutes: of the whole run, 0 for no limit.
       log: gets each line; by default standard error.
     """
     self._steps = steps

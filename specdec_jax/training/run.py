@@ -10,21 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import files
-from specdec_jax.checkpoints import load
+from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checks import memory
 from specdec_jax.engine import compilation_cache
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
 from specdec_jax.text import metrics
-from specdec_jax.training import bleu, slicing, trainer
+from specdec_jax.training import bleu, slicing
 from specdec_jax.training.config import FromTarget, TrainRun
 from specdec_jax.training.data import PackedBatches
 from specdec_jax.training.distill import Distillation
-from specdec_jax.training.outputs import (
-  digest,
-  generate_outputs,
-)
+from specdec_jax.training.outputs import digest, generate_outputs
 from specdec_jax.training.pairs import TokenPairs
 from specdec_jax.training.read import pairs_of, tokenizer_of
 from specdec_jax.training.settings import claim
@@ -85,7 +82,8 @@ def train(
       run, learning, objective.target_params, pairs, held_out, say
     )
     if learning.with_references:
-      made = made.joined(PackedBatches(pairs, run.packing).examples())
+      own = PackedBatches(pairs, run.packing).examples()
+      made = TokenPairs.joined([made, own])
     pairs = made
     # An output is one example: its source was joined before it was decoded.
     packing = dataclasses.replace(packing, weights=(1.0,))
@@ -116,7 +114,7 @@ def train(
   state = loop.train(params, os.path.join(run.model_dir, _STATES))
   params = loop.export_params(state)
   path = os.path.join(run.model_dir, MODEL_FILE)
-  trainer.export(path, params, int(state.step), jnp.dtype(run.export_dtype))
+  t5x.save_t5x(path, params, int(state.step), jnp.dtype(run.export_dtype))
   say(f'{path}: parameters after {int(state.step)} steps')
   return params
 

@@ -26,18 +26,16 @@ def claim(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> str:
     OSError: it cannot be written.
   """
   path = os.fspath(path)
-  text = json.dumps(settings, default=str, indent=2, sort_keys=True)
-  if not os.path.exists(path):
-    os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
-    files.write_atomically(path, f'{text}\n'.encode())
-    return text
-  same_run.check(
-    _read(path),
-    settings,
-    f'{path!r} belongs to a run of other settings',
-    'Continue it with its own, or choose another folder.',
-  )
-  return text
+  if os.path.exists(path):
+    same_run.check(
+      _read(path),
+      settings,
+      f'{path!r} belongs to a run of other settings',
+      'Continue it with its own, or choose another folder.',
+    )
+  else:
+    files.write_json(path, settings, indent=2, sort_keys=True, default=str)
+  return json.dumps(settings, indent=2, sort_keys=True, default=str)
 
 
 def _read(path: str) -> dict[str, Any]:

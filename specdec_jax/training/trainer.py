@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specdec_jax.checkpoints import orbax, t5x
+from specdec_jax.checkpoints import orbax
+from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
+from specdec_jax.models.base import Params
 from specdec_jax.text.tokenizer import PAD_ID
 from specdec_jax.training import losses, reporting
 from specdec_jax.training.data import Batch, PackedBatches
@@ -26,7 +28,6 @@ from specdec_jax.training.optimizer import (
   make_optimizer,
 )
 
-Params = Any
 Sums = dict[str, jax.Array]
 
 
@@ -119,15 +120,11 @@ class TrainConfig:
 
   def __post_init__(self):
     check_types(self)
-    if self.steps < 1 or self.eval_every < 1 or self.log_every < 1:
+    check_at_least(self, steps=1, eval_every=1, log_every=1, max_minutes=0.0)
+    if not 0 <= self.ema_decay < 1:
       raise ValueError(
-        f'TrainConfig has steps={self.steps}, eval_every={self.eval_every},'
-        f' log_every={self.log_every}; expected each >= 1.'
-      )
-    if not 0 <= self.ema_decay < 1 or self.max_minutes < 0:
-      raise ValueError(
-        f'TrainConfig has ema_decay={self.ema_decay} and max_minutes='
-        f'{self.max_minutes}; expected ema_decay in [0, 1) and minutes >= 0.'
+        f'TrainConfig.ema_decay is {self.ema_decay}; expected a share in'
+        ' [0, 1).'
       )
 
 
@@ -259,7 +256,7 @@ class Trainer:
       elapsed = float(extra['elapsed_s'])
     step = int(state.step)
     self.compile(state)
-    reporter = reporting.Reporter(config.steps, config.max_minutes, self._log)
+    reporter = reporting.Reporter(config.steps, self._log)
     clock = _Clock(elapsed)
     last_save = clock.elapsed_s
     with reporter:
@@ -320,13 +317,6 @@ class Trainer:
         means |= self._measure(params)
     if means:
       reporter.evaluation(step, means)
-
-
-def export(
-  path: str | os.PathLike[str], params: Params, step: int, dtype: Any = None
-) -> None:
-  """Writes trained parameters as a T5X checkpoint (see `t5x.save_t5x`)."""
-  t5x.save_t5x(path, params, step, dtype)
 
 
 class _Clock:

@@ -1,0 +1,116 @@
+"""Lines of a file as the examples of a run; see `run`."""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.console
+
+from specdec_jax import files
+from specdec_jax.engine.engine import Engine
+from specdec_jax.infer import batches, report, results
+from specdec_jax.infer.settings import DecodeConfig, by_rows
+from specdec_jax.text.lines import check_some, count_tokens, read_lines
+
+
+class Lines:
+  """The lines of a file.
+
+  Attributes:
+    config: the run; `run` sets its mode to plain where drafting does not pay.
+    broken_off: why the file could not be read to its end, or None.
+    prefix: of the names of all files but the results' own.
+  """
+
+  prefix = ''
+
+  def __init__(self, config: DecodeConfig):
+    """Reads them.
+
+    Raises:
+      ValueError: the file cannot be read, or none of its lines is text.
+    """
+    self.config = config
+    lines, self.broken_off = files.until_broken(read_lines(config.input_file))
+    check_some(config.input_file, lines)
+    self._lines, self._limit = lines, 0
+
+  @property
+  def broken(self) -> list[str]:
+    """Why single lines cannot be decoded."""
+    return [line.error for line in self._lines if line.error]
+
+  def engine(self) -> Engine:
+    """Makes the engine and counts the lines' tokens by it."""
+    engine = self.config.engine()
+    self._limit = engine.max_input_len
+    most = self._limit if self.config.on_too_long == 'error' else None
+    self._lines = count_tokens(self._lines, engine.num_input_tokens, most)
+    return engine
+
+  def items(self) -> list[batches.Item]:
+    """All lines that have something to read and no error."""
+    return [
+      batches.Item(index, line.text, example_id=index)
+      for index, line in enumerate(self._lines)
+      if line.num_tokens and not line.error
+    ]
+
+  def identity(
+    self, engine: Engine, gammas: Mapping[int, int] | None
+  ) -> dict[str, Any]:
+    """Everything that decides the results, as JSON has it."""
+    config = self.config
+    texts = repr([(line.text, line.error) for line in self._lines])
+    return {
+      'lines': len(self._lines),
+      'lines_sha256': hashlib.sha256(texts.encode()).hexdigest(),
+      'mode': config.mode,
+      'batch_size': config.batch_size,
+      'batching': config.batching,
+      'sampling': dataclasses.asdict(config.sampling),
+      'lenience': config.lenience,
+      'seed': config.seed,
+      'on_too_long': config.on_too_long,
+      'checkpoint_period': config.checkpoint_period,
+      'gammas': by_rows(gammas),
+      **batches.engine_identity(engine),
+    }
+
+  def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
+    """A record a line; see `results`."""
+    return results.make_records(self._lines, modes, self._limit)
+
+  def context(
+    self,
+    records: Sequence[Mapping[str, Any]],
+    modes: Mapping[str, report.Mode],
+  ) -> dict[str, Any]:
+    """What the summary says of the lines."""
+    reasons = [record['finish_reason'] for record in records]
+    return {
+      'input_file': self.config.input_file,
+      'lines': len(records),
+      'finish_reasons': dict(sorted(collections.Counter(reasons).items())),
+      'errors': [record['error'] for record in records if record['error']],
+    }
+
+  def show(
+    self, console: rich.console.Console, modes: Mapping[str, report.Mode]
+  ) -> None:
+    """Prints some of them, decoded."""
+    texts = [line.text for line in self._lines]
+    report.print_examples(console, texts, modes, self.config.num_shown)
+
+  def complaint(self, summary: Mapping[str, Any]) -> str | None:
+    """What fails a run that has written its results."""
+    differing = summary.get('agreement', {}).get('disagreements')
+    required = self.config.require_agreement and self.config.lenience == 1
+    if not (required and differing):
+      return None
+    return (
+      f'{len(differing)} greedy outputs differ between plain and speculative'
+      f' decoding, first at line {differing[0]["line"]}'
+    )
