@@ -18,7 +18,7 @@ import rich.console
 from specdec_jax import analysis
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import GIB
-from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
@@ -191,22 +191,23 @@ def _compile_loops(compiler, target, draft, params, plain, request):
     records by name; the speculative state's shapes; whether both states leave
     `run` as they came in, so that no later call compiles anything.
   """
-  drafter = small_model(draft)
   limit = compiler.place(jax.ShapeDtypeStruct((), jnp.int32))
   programs, steady = {}, True
-  for name, module, sides, weights, asked in (
-    ('plain', autoregressive, (target,), params.target, plain),
-    ('speculative', speculative, (target, drafter), params, request),
+  for name, loop, networks, weights, asked in (
+    ('plain', Loop(target), (target,), params._replace(draft=None), plain),
+    (
+      'speculative',
+      Loop(target, small_model(draft)),
+      (target, draft),
+      params,
+      request,
+    ),
   ):
-    networks = (target,) if name == 'plain' else (target, draft)
-    start, run = (
-      functools.partial(f, *sides) for f in (module.start, module.run)
-    )
     programs[f'{name}_start'], state = compiler.compile(
-      ('start', networks), start, weights, asked
+      ('start', networks), loop.start, weights, asked
     )
     programs[f'{name}_run'], after = compiler.compile(
-      ('run', networks), run, weights, asked, state, limit, donated=2
+      ('run', networks), loop.run, weights, asked, state, limit, donated=2
     )
     steady = steady and state == after
   return programs, state, steady
