@@ -9,8 +9,8 @@ import pytest
 
 import toy_models
 import toy_requests
-from specdec_jax.decoding import autoregressive
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import acceptance
@@ -119,13 +119,8 @@ def test_the_output_is_the_targets_own():
   request = make_request(1.0, rows=8)
   overlap = acceptance.decode(TARGET, small_model(DRAFT), PARAMS, request)
   request = dataclasses.replace(request, gamma=0)
-  plain = autoregressive.run(
-    TARGET,
-    TARGET.params,
-    request,
-    autoregressive.start(TARGET, TARGET.params, request),
-    jnp.int32(decode_state.NO_ROUND_LIMIT),
-  )
+  plain = Loop(TARGET)
+  plain = plain.run(PARAMS, request, plain.start(PARAMS, request))
   np.testing.assert_array_equal(
     decode_state.generation(request, overlap.state).tokens,
     decode_state.generation(request, plain).tokens,

@@ -277,7 +277,7 @@ def test_random_parameters_are_made_in_their_dtype():
   [
     ({'gammas': (4, 0)}, 'gammas must .* at least 1, got .4, 0.'),
     ({'repeats': 0}, 'repeats must be at least 1'),
-    ({'batches': 2}, 'batches: expected a sequence.*, got 2'),
+    ({'batches': 2}, 'batches: expected a sequence, each a whole number'),
     ({'forced_acceptance': 1.5}, r'must lie in \[0, 1\].*got 1.5'),
     ({'call_sizes': (2, 4)}, 'call_sizes must hold 1'),
   ],

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from gpt_engine_test import FAMILIES, make_engine
-from specdec_jax import infer
+from specdec_jax import infer, partitioning
 from specdec_jax.checkpoints import t5x
 from specdec_jax.cli import gin_flags
 from specdec_jax.measure import calibrate, calibration, memory
@@ -30,7 +30,10 @@ def prompts(folder):
   return str(path)
 
 
-@pytest.fixture(scope='module', params=FAMILIES)
+@pytest.fixture(
+  scope='module',
+  params=['GPT-2', pytest.param('T5X', marks=pytest.mark.slow)],
+)
 def calibrated(request, folder, tokenizer, prompts):
   """The configuration, and the requests that the acceptance rate is of."""
   network = GPT(FAMILIES[request.param])
@@ -90,7 +93,8 @@ def test_the_bytes_are_those_of_a_prompt_and_no_encoder(calibrated):
   # Of T5X's every head has a bias of its own, of GPT-2's all have one mask.
   masks = 1 if sizes.num_positions else sizes.num_heads
   cache = slots * per_slot + 4 * masks * 2 * slots + 4
-  parameters = memory.param_bytes(config.target)
+  shapes = memory.param_shapes(config.target, partitioning.Placement())
+  parameters = memory.tree_bytes(shapes)
   parts = record['memory_bytes']
   assert parts['target caches'] == parts['draft caches'] == cache
   assert parts['target parameters'] == parts['draft parameters'] == parameters

@@ -29,7 +29,7 @@ def pytest_configure(config):
   folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
   config.add_cleanup(folder.cleanup)
   os.environ['JAX_COMPILATION_CACHE_DIR'] = folder.name
-  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 
 @pytest.fixture(scope='module')

@@ -89,7 +89,7 @@ def test_bad_lines_a_full_disk_and_going_on(engine, tmp_path, monkeypatch):
   assert [path.name for path in done] == ['00000.json']
   kept = []
   monkeypatch.setattr(
-    files,
+    files.writing,
     'write_atomically',
     lambda path, data: (kept.append(os.fspath(path)), write(path, data)),
   )

@@ -17,7 +17,7 @@ from gpt_engine_test import BOS, FAMILIES, make_engine
 from small_vocabulary import WORDS
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.schedule import Load, Queue, Settings
+from specdec_jax.engine.schedule import PoolSettings, PoolStats, Queue
 from specdec_jax.probs import SamplingConfig
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
@@ -66,7 +66,7 @@ def engine(tokenizer):
 
 @pytest.fixture(scope='module')
 def decoder(engine):
-  return Continuous(engine, Settings(rows=4))
+  return Continuous(engine, PoolSettings(rows=4))
 
 
 @contextlib.contextmanager
@@ -102,15 +102,15 @@ def test_samples_do_not_depend_on_slots_or_neighbours(engine, decoder):
   have = decoder.generate(TEXTS, **SAMPLED)
   same(have, want)
   assert len({len(one.tokens) for one in want}) > 3
-  load = decoder.load
-  assert load.outputs == len(TEXTS)
+  stats = decoder.stats
+  assert stats.outputs == len(TEXTS)
   calls = sum(one.stats.num_target_calls for one in want)
-  assert load.live_rounds == calls
-  assert load.slot_rounds == 4 * load.rounds[GAMMA]
-  assert calls / load.slot_rounds == load.occupancy <= 1
-  assert 0 < load.host_fraction < 1
+  assert stats.live_rounds == calls
+  assert stats.slot_rounds == 4 * stats.rounds[GAMMA]
+  assert calls / stats.slot_rounds == stats.occupancy <= 1
+  assert 0 < stats.host_fraction < 1
   # Looked at when rows had finished, not at every round.
-  assert load.looks <= load.rounds[GAMMA]
+  assert stats.looks <= stats.rounds[GAMMA]
 
 
 def test_the_order_of_texts_changes_nothing(engine, decoder):
@@ -164,7 +164,7 @@ def test_invalid_logits_end_a_row_and_leave_its_slot_clean(tokenizer):
   texts = [text for text in make_texts(9, 1) if len(text) < 60]
   ill = [f'{text} {POISON}' if i < 2 else text for i, text in enumerate(texts)]
   # Both slots are ill at first; everything else follows in them.
-  small = Continuous(poisoned, Settings(rows=2, order='given'))
+  small = Continuous(poisoned, PoolSettings(rows=2, order='given'))
   have = small.generate(ill, max_length=8)
   want = Continuous(
     engine_of(make_t5(0), clean, tokenizer), small.settings
@@ -176,10 +176,12 @@ def test_invalid_logits_end_a_row_and_leave_its_slot_clean(tokenizer):
 
 @pytest.mark.slow
 def test_the_plain_loop_as_given(engine):
-  decoder = Continuous(engine, Settings(rows=4, order='given', max_rounds=3))
+  decoder = Continuous(
+    engine, PoolSettings(rows=4, order='given', max_rounds=3)
+  )
   want = engine.generate(TEXTS, speculative=False)
   same(decoder.generate(TEXTS, speculative=False), want)
-  assert set(decoder.load.rounds) == {0}
+  assert set(decoder.stats.rounds) == {0}
 
 
 @pytest.mark.slow
@@ -189,17 +191,17 @@ def test_prompts_and_stop_strings(engine):
   prompts = [whole[0].tokens[:2], [], whole[2].tokens[:5]]
   options = {'stop_ids': [], 'prompts': prompts, 'stop_strings': ['T', 'x']}
   want = engine.generate(texts, **options)
-  decoder = Continuous(engine, Settings(rows=2))
+  decoder = Continuous(engine, PoolSettings(rows=2))
   have = decoder.generate(texts, **options)
   assert [one.tokens for one in have] == [one.tokens for one in want]
   assert [one.text for one in have] == [one.text for one in want]
   assert 'stop_string' in {one.finish_reason for one in have}
   # Its slot is free then: these rounds would all be theirs otherwise.
-  early = decoder.load.live_rounds
+  early = decoder.stats.live_rounds
   assert early == sum(one.stats.num_target_calls for one in have)
   del options['stop_strings']
   decoder.generate(texts, **options)
-  assert early < decoder.load.live_rounds
+  assert early < decoder.stats.live_rounds
 
 
 @pytest.mark.slow
@@ -210,33 +212,35 @@ def test_decoder_only(family, tokenizer):
   texts = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house', 'x']
   sampling = SamplingConfig(temperature=[0.0, 1.0] * 3)
   want = engine.generate(texts, sampling=sampling)
-  decoder = Continuous(engine, Settings(rows=2))
+  decoder = Continuous(engine, PoolSettings(rows=2))
   same(decoder.generate(texts, sampling=sampling), want)
 
 
 @pytest.mark.slow
 def test_gamma_by_the_rows_that_are_left(engine):
   """Plainly while many run, then with a drafter, at temperature 0."""
-  decoder = Continuous(engine, Settings(gammas={8: 0, 4: 2, 1: GAMMA}))
+  decoder = Continuous(engine, PoolSettings(gammas={8: 0, 4: 2, 1: GAMMA}))
   want = engine.generate(TEXTS, speculative=False, stop_ids=STOPS)
   have = decoder.generate(TEXTS, stop_ids=STOPS)
   assert [one.tokens for one in have] == [one.tokens for one in want]
-  assert set(decoder.load.rounds) == {0, 2, GAMMA}, 'the pool never shrank'
+  assert set(decoder.stats.rounds) == {0, 2, GAMMA}, 'the pool never shrank'
   for one in have:
     assert sum(one.stats.histogram) == one.stats.num_target_calls
   assert sum(one.stats.num_tested for one in have) > 0
   # Few texts begin in a smaller pool.
   same(decoder.generate(TEXTS[:1]), engine.generate(TEXTS[:1]))
-  assert set(decoder.load.rounds) == {GAMMA}
+  assert set(decoder.stats.rounds) == {GAMMA}
 
 
 def test_gammas_and_samples(engine):
-  decoder = Continuous(engine, Settings(gammas={8: 0, 4: 2}))
+  decoder = Continuous(engine, PoolSettings(gammas={8: 0, 4: 2}))
   with pytest.raises(ValueError, match='changes with the number of running'):
     decoder.generate(TEXTS, **SAMPLED)
   # One gamma everywhere is as good as none.
-  Continuous(engine, Settings(gammas={8: 2, 4: 2})).generate([''], **SAMPLED)
-  free = Settings(gammas={8: 0, 4: 2}, deterministic=False)
+  Continuous(engine, PoolSettings(gammas={8: 2, 4: 2})).generate(
+    [''], **SAMPLED
+  )
+  free = PoolSettings(gammas={8: 0, 4: 2}, deterministic=False)
   Continuous(engine, free).generate([''], **SAMPLED)
 
 
@@ -257,7 +261,7 @@ def engine(**devices):
 
 want = [one.tokens for one in engine().generate(texts, **options)]
 for devices in ({'model': 2}, {'data': 2}):
-  decoder = suite.Continuous(engine(**devices), suite.Settings(rows=4))
+  decoder = suite.Continuous(engine(**devices), suite.PoolSettings(rows=4))
   have = decoder.generate(texts, **options)
   assert [one.tokens for one in have] == want, devices
   with suite.nothing_compiles():
@@ -296,15 +300,17 @@ def test_control_the_counter_counts():
 @pytest.mark.parametrize('order', ['shortest', 'given'])
 def test_warmup_compiles_for_smaller_pools(engine, order):
   """They are as wide as the last texts, and the first pool is narrow."""
-  decoder = Continuous(engine, Settings(gammas={6: 0, 2: GAMMA}, order=order))
+  decoder = Continuous(
+    engine, PoolSettings(gammas={6: 0, 2: GAMMA}, order=order)
+  )
   assert decoder.warmup(TEXTS, stop_ids=STOPS) > 0
   with nothing_compiles():
     decoder.generate(TEXTS, stop_ids=STOPS)
-  assert set(decoder.load.rounds) == {0, GAMMA}
+  assert set(decoder.stats.rounds) == {0, GAMMA}
 
 
 def test_warmup_compiles_what_is_needed(engine):
-  decoder = Continuous(engine, Settings(rows=2))
+  decoder = Continuous(engine, PoolSettings(rows=2))
   texts = TEXTS[:6]
   assert decoder.warmup([]) == 0.0
   assert decoder.warmup(texts, max_length=4) > 0
@@ -327,18 +333,22 @@ class FakeRequest:
 def test_queue():
   request = FakeRequest(9, 40, 3, 33, 5, 32, 64)
   rows = range(7)
-  queue = Queue(request, rows, Settings(rows=4))
+  queue = Queue(request, rows, PoolSettings(rows=4))
   # The shortest first; what is read together has one bucket.
   assert list(queue.groups) == [[2, 4], [0, 5], [3, 1], [6]]
   assert [queue.widths(group)[0] for group in queue.groups] == [32, 32, 64, 64]
-  given = Queue(request, rows, Settings(rows=4, order='given', read_rows=3))
+  given = Queue(request, rows, PoolSettings(rows=4, order='given', read_rows=3))
   assert list(given.groups) == [[0, 1, 2], [3, 4, 5], [6]]
   assert [given.widths(group)[0] for group in given.groups] == [64] * 3
 
 
-def test_load_before_any_round():
-  load = Load()
-  assert (load.occupancy, load.host_fraction, load.in_slot) == (1.0, 0.0, 0.0)
+def test_stats_before_any_round():
+  stats = PoolStats()
+  assert (stats.occupancy, stats.host_fraction, stats.in_slot) == (
+    1.0,
+    0.0,
+    0.0,
+  )
 
 
 @pytest.mark.parametrize(
@@ -356,4 +366,4 @@ def test_load_before_any_round():
 )
 def test_bad_settings(changes, message):
   with pytest.raises(ValueError, match=message):
-    Settings(**changes)
+    PoolSettings(**changes)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import toy_models
-from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
@@ -55,18 +55,12 @@ def make_request(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _plain(target, params, request):
-  state = autoregressive.start(target, params, request)
-  limit = decode_state.NO_ROUND_LIMIT
-  state = autoregressive.run(target, params, request, state, limit)
-  return decode_state.generation(request, state)
+  return Loop(target).decode(PairParams(params, None), request)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _speculative(target, drafter, params, request):
-  state = speculative.start(target, drafter, params, request)
-  limit = decode_state.NO_ROUND_LIMIT
-  state = speculative.run(target, drafter, params, request, state, limit)
-  return decode_state.generation(request, state)
+  return Loop(target, drafter).decode(params, request)
 
 
 def plain(target, request):
@@ -373,18 +367,16 @@ def test_other_values_do_not_recompile():
 def test_rounds_in_pieces_equal_rounds_at_once():
   target = random_markov(1, VOCAB, order=2)
   draft = random_markov(2, VOCAB, order=1)
-  drafter = small_model(draft)
+  loop = Loop(target, small_model(draft))
   params = PairParams(target.params, draft.params)
   request = make_request(batch=4, gamma=2, sampling=SAMPLED)
   want = speculate(target, draft, request)
 
   @jax.jit
   def two_rounds(state):
-    return speculative.run(target, drafter, params, request, state, 2)
+    return loop.run(params, request, state, 2)
 
-  state = jax.jit(functools.partial(speculative.start, target, drafter))(
-    params, request
-  )
+  state = jax.jit(loop.start)(params, request)
   while bool(jnp.any(state.running)):
     state = two_rounds(state)
   have = decode_state.generation(request, state)

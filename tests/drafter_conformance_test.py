@@ -17,8 +17,9 @@ import pytest
 import specdec_jax.verify as algorithm
 import toy_models
 import toy_requests
-from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.cascade import cascade
@@ -98,7 +99,16 @@ DRAFTERS = {
     (DRAFT.params, CHEAPER.params),
   ),
 }
-every_drafter = pytest.mark.parametrize('name', DRAFTERS)
+every_drafter = pytest.mark.parametrize(
+  'name',
+  [
+    # Of the tables the quick run has one order.
+    pytest.param(
+      name, marks=pytest.mark.slow if name in ('unigram', 'trigram') else ()
+    )
+    for name in DRAFTERS
+  ],
+)
 
 
 def request_of(rows, gamma, sampling, slots=LENGTH, **changes):
@@ -118,15 +128,12 @@ def _decode(drafter, params, request, wrong=False):
     return verdict.replace(num_accepted=more)
 
   pair = PairParams(TARGET.params, params)
-  state = speculative.start(TARGET, drafter, pair, request)
-  limit = decode_state.NO_ROUND_LIMIT
-  state = speculative.run(TARGET, drafter, pair, request, state, limit, judge)
-  return decode_state.generation(request, state)
+  return Loop(TARGET, drafter, judge).decode(pair, request)
 
 
 @toy_requests.quick_jit
 def _plain(request):
-  return autoregressive.decode(TARGET, TARGET.params, request)
+  return Loop(TARGET).decode(PairParams(TARGET.params, None), request)
 
 
 def p_value(tokens, sampling) -> float:
@@ -385,8 +392,8 @@ def test_control_a_stale_target_cache():
 
   @toy_requests.quick_jit
   def decode():
-    state = speculative.start(stale, drafter, pair, request)
-    state = speculative.run(stale, drafter, pair, request, state, 20)
+    loop = Loop(stale, drafter)
+    state = loop.run(pair, request, loop.start(pair, request), 20)
     return decode_state.generation(request, state)
 
   assert p_value(jax.device_get(decode().tokens), SAMPLINGS['t1']) < ALPHA

@@ -16,6 +16,7 @@ import pytest
 import toy_models
 import toy_requests
 from specdec_jax.decoding import speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
@@ -65,7 +66,7 @@ catch_up_draft = toy_requests.quick_jit(functools.partial(catch_up, DRAFT))
 @functools.partial(toy_requests.quick_jit, static_argnums=0)
 def _decode(drafter, params, request):
   pair = PairParams(TARGET.params, params)
-  return speculative.decode(TARGET, drafter, pair, request)
+  return Loop(TARGET, drafter).decode(pair, request)
 
 
 def decode(drafter, params, request):
@@ -198,8 +199,9 @@ def test_who_is_told_that_rounds_may_be_skipped():
     ),
   ):
     pair = PairParams(TARGET.params, params)
-    decode_of = functools.partial(speculative.decode, TARGET, drafter)
-    jax.eval_shape(decode_of, pair, request)  # it is known when traced
+    jax.eval_shape(
+      Loop(TARGET, drafter).decode, pair, request
+    )  # it is known when traced
   assert told.pop('alone') is False
   assert told == dict.fromkeys(['first', 'second', 'cheaper', 'nested'], True)
 
@@ -210,9 +212,9 @@ def test_first_of_skips_the_model_where_all_rows_copy():
   drafter = first_of(copy(), small_model(DRAFT))
   params = PairParams(target.params, ((), DRAFT.params))
   request = request_of(2, 3, SamplingConfig(0.0), 56, inputs=(2, 3, 4, 5))
-  run = toy_requests.quick_jit(speculative.decode, static_argnums=(0, 1))
+  run = toy_requests.quick_jit(Loop(target, drafter).decode)
   CALLS.clear()
-  result = jax.device_get(run(target, drafter, params, request))
+  result = jax.device_get(run(params, request))
   jax.effects_barrier()
   assert result.tokens[0, :6].tolist() == [2, 3, 4, 5, 2, 3]
   # The start token is in no input: the model is asked once, for three tokens.

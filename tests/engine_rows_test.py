@@ -7,8 +7,9 @@ import pytest
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.job import MAX_GAMMA, padded_rows
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.options import MAX_GAMMA
+from specdec_jax.engine.padding import padded_rows
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.probs import SamplingConfig
 
 TEXTS = WORDS.split()[:9]
@@ -113,7 +114,7 @@ def test_gammas_that_are_none(engine, gamma, message):
       gamma=gamma,
     )
   with pytest.raises(ValueError, match=message):
-    Settings(gammas={4: gamma})
+    PoolSettings(gammas={4: gamma})
   if gamma is not None:  # the engine's own
     with pytest.raises(ValueError, match=message):
       engine.request(TEXTS, gamma)

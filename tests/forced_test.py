@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import toy_models
-from specdec_jax.decoding import speculative
-from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import calls, forced
@@ -22,7 +21,7 @@ DRAFTER = small_model(DRAFT)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def histogram(rate, temperature, seed):
   """Rounds of all rows by what they accepted, int32[G + 1]."""
   request = calls.make_request(
@@ -32,16 +31,8 @@ def histogram(rate, temperature, seed):
     SamplingConfig(temperature=temperature),
     seed,
   )
-  state = speculative.start(TARGET, DRAFTER, PARAMS, request)
-  state = speculative.run(
-    TARGET,
-    DRAFTER,
-    PARAMS,
-    request,
-    state,
-    jnp.int32(decode_state.NO_ROUND_LIMIT),
-    forced.judge(rate),
-  )
+  loop = Loop(TARGET, DRAFTER, forced.judge(rate))
+  state = loop.run(PARAMS, request, loop.start(PARAMS, request))
   return jnp.stack([state.stats.num_accepted, state.stats.num_tested], 1)
 
 

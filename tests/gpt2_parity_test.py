@@ -10,7 +10,7 @@ import pytest
 import huggingface_parity as parity
 from specdec_jax import partitioning
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.engine.job import padded
+from specdec_jax.engine.padding import padded
 from specdec_jax.models.gpt import GPT, GPTConfig
 
 pytestmark = parity.MARKS

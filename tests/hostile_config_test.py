@@ -1,6 +1,7 @@
 """Configurations that nobody should write: one line each, and nothing run."""
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import memory as bench_memory
 from specdec_jax.models import sizes
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -317,7 +319,10 @@ def test_sizes_are_those_of_the_network(config):
   leaves = jax.tree.leaves(jax.eval_shape(network.init, jax.random.key(0)))
   assert sizes.num_params(config) == sum(leaf.size for leaf in leaves)
   input_len = 5 if network.has_encoder else 0
-  cache = bench_memory.cache_bytes(network, 3, input_len, 64)
+  inputs = jax.ShapeDtypeStruct((3, input_len), jnp.int32)
+  prefill = functools.partial(network.prefill, num_slots=64)
+  params = jax.eval_shape(network.init, jax.random.key(0))
+  cache = bench_memory.tree_bytes(jax.eval_shape(prefill, params, inputs))
   logits = 4 * 3 * 2 * config.vocab_size
   found = sizes.run_bytes(config, 3, input_len, 64, 2)
   # Masks, biases and lengths are not counted, and scores are small here.
@@ -364,7 +369,7 @@ def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
   for asked in (
     lambda: engine.generate(['a'] * 128),
     lambda: engine.warmup(['a'] * 128),
-    lambda: Continuous(engine, Settings(rows=4096)).generate(['a']),
+    lambda: Continuous(engine, PoolSettings(rows=4096)).generate(['a']),
     lambda: Engine(pair, tokenizer=Bytes(), max_decode_len=10**9),
   ):
     with pytest.raises(expected, match='of memory are needed'):

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from specdec_jax.checkpoints import huggingface_names as names
-from specdec_jax.decoding import autoregressive
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.t5 import T5, EncoderDecoder, T5Config
@@ -175,7 +176,7 @@ def first_difference(
 
 @functools.cache
 def _decode(network: LanguageModel) -> Any:
-  return jax.jit(functools.partial(autoregressive.decode, network))
+  return jax.jit(Loop(network).decode)
 
 
 def greedy(
@@ -202,7 +203,7 @@ def greedy(
     greedy=True,
     **prompts,
   )
-  done = jax.device_get(_decode(network)(params, request))
+  done = jax.device_get(_decode(network)(PairParams(params, None), request))
   rows = zip(done.tokens, done.length, strict=True)
   return [row[:length].tolist() for row, length in rows]
 

@@ -257,7 +257,10 @@ def test_run_goes_on_where_it_was(run, make, monkeypatch):
   assert run(seed=1, overwrite=True, **options)[2] != whole
 
 
-@pytest.mark.parametrize('options', [{}, {'batching': 'continuous'}])
+@pytest.mark.parametrize(
+  'options',
+  [{}, pytest.param({'batching': 'continuous'}, marks=pytest.mark.slow)],
+)
 def test_a_broken_example_stops_no_other(run, tmp_path, options):
   """It is in its place and says what it lacks."""
   lines = [json.dumps({'inputs': a, 'targets': b}) for a, b in LINES]

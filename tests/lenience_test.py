@@ -1,6 +1,5 @@
 """Lenience (Appendix A.5): its law by enumeration, its bound, the loops."""
 
-import functools
 import itertools
 
 import jax
@@ -14,11 +13,13 @@ import toy_requests
 import verify_controls as controls
 import verify_laws
 from specdec_jax import analysis, verify
-from specdec_jax.decoding import speculative as loop
+from specdec_jax.decoding import speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.job import Frame, Job, Options
+from specdec_jax.engine.options import Options
+from specdec_jax.engine.text_batch import Limits, TextBatch
 from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
@@ -215,7 +216,7 @@ def request_of(sampling, lenience, *, batch=8, slots=12, gamma=3):
 TARGET = toy_models.random_markov(0, VOCAB, scale=1.0)
 DRAFT = toy_models.random_markov(1, VOCAB, scale=1.0)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
-_decode = jax.jit(functools.partial(loop.decode, TARGET, small_model(DRAFT)))
+_decode = jax.jit(Loop(TARGET, small_model(DRAFT)).decode)
 
 
 def decode(*args, **options):
@@ -283,7 +284,9 @@ def test_without_lenience_nothing_is_computed_for_it():
   draft = Draft(jnp.zeros((8, 3), jnp.int32), None, jnp.full((8,), 3))
 
   def program(request):
-    return str(jax.make_jaxpr(loop.judge)(request, draft, logits, request.keys))
+    return str(
+      jax.make_jaxpr(speculative.judge)(request, draft, logits, request.keys)
+    )
 
   assert ' exp ' not in program(request), 'greedy decoding has no softmax'
   lenient = program(request_of(GREEDY, 0.5))
@@ -308,8 +311,9 @@ def test_lenience_that_is_no_number():
 
 def test_job_makes_one_program_of_all_lenience(tokenizer):
   def request(gamma, **options):
-    frame = Frame(24, 16, small_vocabulary.VOCAB_SIZE)
-    return Job(tokenizer, frame, ['a'], Options(**options), gamma).request
+    limits = Limits(24, 16, small_vocabulary.VOCAB_SIZE)
+    asked = Options(**options)
+    return TextBatch(tokenizer, limits, ['a'], asked, gamma).request
 
   assert request(3).lenience is request(3, lenience=1.0).lenience is None
   assert request(0, lenience=0.5).lenience is None, 'the plain loop has none'

@@ -68,8 +68,15 @@ MIB = 1 << 20
 
 
 @needs_proc
-@pytest.mark.parametrize('dtype', ['None', 'bfloat16'])
-@pytest.mark.parametrize('kind', ['stored', 'file'])
+@pytest.mark.parametrize(
+  'kind, dtype',
+  [
+    ('stored', 'bfloat16'),
+    ('file', 'None'),
+    pytest.param('stored', 'None', marks=pytest.mark.slow),
+    pytest.param('file', 'bfloat16', marks=pytest.mark.slow),
+  ],
+)
 def test_memory(tmp_path, kind, dtype):
   """Six arrays of 32 MiB: no more than two of them beside what is loaded."""
   path = tmp_path / 'checkpoint_1'

@@ -219,7 +219,7 @@ def test_decode_is_plain_where_speculation_does_not_pay(
 def test_decode_refuses_another_models_calibration(
   calibrated, make_engine, prompts
 ):
-  with pytest.raises(calibration.CalibrationError, match='the draft .measured'):
+  with pytest.raises(calibration.CalibrationError, match='draft was '):
     decode(calibrated[0].output_file, lambda: make_engine(seed=5), prompts)
 
 

@@ -75,19 +75,25 @@ def nbytes(tree) -> int:
   return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+def param_bytes(model, dtype):
+  return memory.tree_bytes(memory.param_shapes(model, Placement(dtype)))
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_parameters_and_caches_of_a_model(dtype):
+def test_parameters_of_a_model(dtype):
   model = t5.T5(dataclasses.replace(CONFIG, dtype=dtype))
-  params = placed(model, dtype)
-  assert memory.param_bytes(model, dtype) == nbytes(params)
-  prefill = jax.jit(model.prefill, static_argnums=2)
-  cache = prefill(params, jnp.ones((3, 7), jnp.int32), 64)
-  assert memory.cache_bytes(model, 3, 7, 64) == nbytes(cache)
+  assert param_bytes(model, dtype) == nbytes(placed(model, dtype))
 
 
-@pytest.mark.parametrize('size', PUBLISHED)
+@pytest.mark.parametrize(
+  'size',
+  [
+    pytest.param(size, marks=[] if size == 'small' else pytest.mark.slow)
+    for size in PUBLISHED
+  ],
+)
 def test_sizes_of_t5(size):
-  assert memory.param_bytes(published(size), 'bfloat16') == 2 * PUBLISHED[size]
+  assert param_bytes(published(size), 'bfloat16') == 2 * PUBLISHED[size]
 
 
 def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip():

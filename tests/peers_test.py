@@ -234,7 +234,7 @@ def test_gin_file_of_the_demo(monkeypatch):
 
 def test_runs_as_a_file(tmp_path):
   """Where neither the repository nor scripts/ is on Python's path."""
-  script = str(ROOT / 'benchmarks' / 'peers.py')
+  script = str(ROOT / 'scripts' / 'peers.py')
   command = [sys.executable, script, '--gin_file=x']
   done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
   assert done.returncode == 2

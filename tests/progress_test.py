@@ -5,20 +5,17 @@ import io
 import rich.console
 
 from specdec_jax.engine.completion import CompletionStats, total
-from specdec_jax.measure import report
+from specdec_jax.measure import progress
 
 
 def shown(**options) -> str:
   stream = io.StringIO()
   console = rich.console.Console(file=stream, width=100, **options)
 
-  def work(bar):
+  with progress.bar(console, 'Costs', 2) as bar:
     bar.say('Compiling, batch 1')
     bar._progress.refresh()  # or no time would have passed
     bar(2)
-    return 'done'
-
-  assert report.with_progress(console, 'Costs', 2, work) == 'done'
   return stream.getvalue()
 
 

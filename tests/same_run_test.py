@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from small_vocabulary import network
 from specdec_jax.files import same_run
-from specdec_jax.measure import alpha
-from specdec_jax.measure.compiled import tpu_check
+from specdec_jax.measure import alpha, record
 from specdec_jax.paper import printed, table2_suite
 
 
@@ -48,6 +48,7 @@ def test_a_message_stays_short():
 
 
 NO_RECORDS = ['', '{', 'null', '[]', '{}', '3', '{"settings": 1, "rows": 2}']
+NO_RECORDS += ['{"kind": "alpha", "settings": 1, "rows": 2}']
 
 
 @pytest.mark.parametrize('text', NO_RECORDS)
@@ -55,15 +56,15 @@ def test_a_record_that_is_none_is_named(tmp_path, text):
   """Wherever a measurement goes on with what it finds."""
   path = tmp_path / 'results.json'
   path.write_text(text)
-  with pytest.raises(ValueError, match='results.json.*another output folder'):
-    tpu_check.load_done(str(tmp_path), {'gamma': 1}, lambda row: row['name'])
+  with pytest.raises(ValueError, match='results.json.*Do that'):
+    record.earlier(path, 'alpha', {'a': 1}, lambda r: r['settings'], 'Do that.')
   fields = {field.name: None for field in dataclasses.fields(FakeAlpha)}
   config = FakeAlpha(**fields | {'output_file': str(path)})
   with pytest.raises(ValueError, match='results.json.*another output_file'):
     alpha._earlier(config)
   row = printed.TABLE2[0]
   config = table2_suite.SuiteConfig(
-    'tiny', None, {row.draft: None}, str(tmp_path)
+    'tiny', network(1), {row.draft: network(1)}, str(tmp_path)
   )
   table2_suite.row_path(str(tmp_path), row).write_text(text)
   with pytest.raises(

@@ -116,7 +116,7 @@ def test_a_wrong_verify_is_reported(monkeypatch):
   record, text = run()
   assert not record['agrees'] and 'WRONG' in text
   assert np.abs(record['z']['resampled']).max() > 20
-  monkeypatch.setattr(script.simulate, 'simulate', lambda config: record)
+  monkeypatch.setattr(simulation, 'simulate', lambda config: record)
   assert script.main(['--target=0.5,0.5', '--draft=0.5,0.5']) == 1
 
 

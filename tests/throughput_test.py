@@ -13,9 +13,8 @@ from continuous_test import engine_of, make_t5, make_texts
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import (
-  residency,
   throughput,
   throughput_picture,
   timed_runs,
@@ -148,7 +147,7 @@ def test_memory_is_seen_to_grow():
         self.kept.append(jnp.zeros((9,)))
         yield index, None
 
-  found = residency.watch(Leaking(None, Settings()), ['x'] * 600)
+  found = timed_runs.watch_memory(Leaking(None, PoolSettings()), ['x'] * 600)
   assert found['late']['buffers'] > found['early']['buffers'] + 200
   assert found['examples'] == 600
 

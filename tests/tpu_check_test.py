@@ -98,8 +98,10 @@ def test_a_small_pair_compiles_for_a_tpu(tmp_path):
   assert record['memory']['fits'] and record['state_keeps_its_shape']
   assert record['num_compiled'] == len(record['programs']) == 7
   run = record['programs']['speculative_run']
-  held = memory.param_bytes(TARGET, 'bfloat16')
-  held += memory.param_bytes(DRAFT, 'bfloat16')
+  placement = Placement('bfloat16')
+  held = memory.tree_bytes(
+    [memory.param_shapes(model, placement) for model in (TARGET, DRAFT)]
+  )
   # Both models are held, and what the chip pads.
   assert held < run['arguments_bytes'] < record['memory']['peak_bytes']
   assert run['in_place_bytes'] >= record['memory']['target_cache_bytes']

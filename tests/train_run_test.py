@@ -290,6 +290,7 @@ BLEU_EXAMPLES = 4
 """
 
 
+@pytest.mark.slow
 def test_script_goes_on_after_a_kill(tmp_path):
   """From text, with a vocabulary of its own, through a SIGKILL, to a file."""
   rng = random.Random(0)

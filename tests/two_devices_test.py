@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from specdec_jax.engine.schedule import Queue, Settings
+from specdec_jax.engine.schedule import PoolSettings, Queue
 
 TESTS = pathlib.Path(__file__).parent
 FLAGS = '--xla_backend_optimization_level=0'
@@ -26,7 +26,7 @@ import jax, small_vocabulary
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.partitioning import Placement
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 
 warnings.simplefilter('error')
 folder = pathlib.Path(sys.argv[1])
@@ -44,7 +44,7 @@ decoder = Continuous(engine, settings)
 have = [one.tokens for one in decoder.generate(texts, **options)]
 assert have == want
 gammas = settings.gammas or {3: engine.gamma}
-assert set(decoder.load.rounds) == set(gammas.values()), decoder.load
+assert set(decoder.stats.rounds) == set(gammas.values()), decoder.stats
 print('the same')
 """
 
@@ -59,7 +59,7 @@ from specdec_jax.engine import scoring
 from specdec_jax.text import tokenizer
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 
 folder, address, count, index = sys.argv[1:]
 
@@ -76,7 +76,7 @@ def decode():
     cache_folder=folder + '/xla')
   texts = ['the red dog runs', 'a cat']
   options = {'stop_ids': [], 'stop_strings': ['AA']}
-  for decoder in (engine, Continuous(engine, Settings(rows=2))):
+  for decoder in (engine, Continuous(engine, PoolSettings(rows=2))):
     for done in decoder.generate(texts, **options):
       print('found', done.tokens, done.finish_reason)
   print('found', list(engine.stream(texts[1], **options)))
@@ -127,9 +127,9 @@ def slow(settings):
 @pytest.mark.parametrize(
   'settings',
   [
-    'Settings(gammas={4: 2, 1: 3})',
-    slow('Settings(gammas={3: 0, 1: 2})'),
-    slow('Settings(rows=3, read_rows=1)'),
+    'PoolSettings(gammas={4: 2, 1: 3})',
+    slow('PoolSettings(gammas={3: 0, 1: 2})'),
+    slow('PoolSettings(rows=3, read_rows=1)'),
   ],
 )
 def test_pools_that_two_devices_do_not_divide(settings, tmp_path):
@@ -155,7 +155,7 @@ def test_pools_that_two_devices_do_not_divide(settings, tmp_path):
   ],
 )
 def test_pools_are_multiples_of_the_devices(devices, rows, gammas, become):
-  settings = Settings(rows=rows, gammas=gammas).in_multiples_of(devices)
+  settings = PoolSettings(rows=rows, gammas=gammas).in_multiples_of(devices)
   assert (settings.rows, settings.gammas) == become
 
 
@@ -164,5 +164,8 @@ def test_what_is_read_together_is_one_too():
     inputs = np.ones((5, 4), np.int32)
     prompt_width, first_length = 1, 1
 
-  for settings, together in ((Settings(rows=2), 2), (Settings(read_rows=3), 4)):
+  for settings, together in (
+    (PoolSettings(rows=2), 2),
+    (PoolSettings(read_rows=3), 4),
+  ):
     assert Queue(Rows(), range(5), settings, 2).read_rows == together

@@ -94,6 +94,8 @@ def _described(hint: Any) -> str:
     return 'a dict'
   if kind in _SEQUENCES:
     items = [_described(item) for item in inside if item is not Ellipsis]
+    if len(items) == 1:
+      return f'a sequence, each {items[0]}'
     return f'a sequence ({", ".join(items)})' if items else 'a sequence'
   if kind is os.PathLike:
     return 'a path'

@@ -11,7 +11,6 @@ from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.models.base import LanguageModel, Params, read_prompt
-from specdec_jax.types import Generation
 
 
 def start(
@@ -47,27 +46,3 @@ def step(
       num_rounds=num_rounds, histogram=num_rounds[:, None]
     ),
   )
-
-
-def run(
-  target: LanguageModel,
-  params: Params,
-  request: Request,
-  state: DecodeState,
-  max_rounds: jax.Array | int,
-) -> DecodeState:
-  """Runs rounds until every row is finished or `max_rounds` (int32[]) ran."""
-
-  def one_round(state):
-    return step(target, params, request, state)
-
-  return decode_state.run_rounds(one_round, state, max_rounds)
-
-
-def decode(
-  target: LanguageModel, params: Params, request: Request
-) -> Generation:
-  """The whole generation: what the other functions do, as one program."""
-  state = start(target, params, request)
-  state = run(target, params, request, state, decode_state.NO_ROUND_LIMIT)
-  return decode_state.generation(request, state)

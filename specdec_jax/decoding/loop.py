@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 
 from specdec_jax.decoding import autoregressive, speculative
-from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.models.base import LanguageModel
@@ -13,19 +14,21 @@ from specdec_jax.types import Generation
 
 
 class Loop(NamedTuple):
-  """Calls the speculative loop, or without a drafter the plain one.
+  """The speculative loop, or without a drafter the plain one.
 
   Attributes:
     target: whose distribution the output has.
     drafter: None for the plain loop, to which the parameters' `draft` is
       nothing.
+    judge: what accepts proposals; for measurements that force it.
   """
 
   target: LanguageModel
   drafter: Drafter | None = None
+  judge: Judge = speculative.judge
 
   def start(self, params: PairParams, request: Request) -> DecodeState:
-    """The state before the first round."""
+    """Reads the inputs; the state before the first round."""
     if self.drafter is None:
       return autoregressive.start(self.target, params.target, request)
     return speculative.start(self.target, self.drafter, params, request)
@@ -36,26 +39,25 @@ class Loop(NamedTuple):
     """One round."""
     if self.drafter is None:
       return autoregressive.step(self.target, params.target, request, state)
-    return speculative.step(self.target, self.drafter, params, request, state)
+    return speculative.step(
+      self.target, self.drafter, params, request, state, self.judge
+    )
 
   def run(
     self,
     params: PairParams,
     request: Request,
     state: DecodeState,
-    max_rounds: jax.Array | int,
+    max_rounds: jax.Array | int = decode_state.NO_ROUND_LIMIT,
   ) -> DecodeState:
     """Rounds until every row is finished or `max_rounds` (int32[]) ran."""
-    if self.drafter is None:
-      return autoregressive.run(
-        self.target, params.target, request, state, max_rounds
-      )
-    return speculative.run(
-      self.target, self.drafter, params, request, state, max_rounds
-    )
+
+    def one_round(state):
+      return self.step(params, request, state)
+
+    return decode_state.run_rounds(one_round, state, max_rounds)
 
   def decode(self, params: PairParams, request: Request) -> Generation:
-    """The whole generation."""
-    if self.drafter is None:
-      return autoregressive.decode(self.target, params.target, request)
-    return speculative.decode(self.target, self.drafter, params, request)
+    """The whole generation: what the other functions do, as one program."""
+    state = self.run(params, request, self.start(params, request))
+    return decode_state.generation(request, state)

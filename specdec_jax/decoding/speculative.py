@@ -12,7 +12,7 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
-from specdec_jax.types import Draft, Generation, Verdict
+from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import near_argmax, verify_batch, verify_greedy_batch
 
 
@@ -156,30 +156,3 @@ def _count(state: DecodeState, draft: Draft, verdict: Verdict):
     num_accepted=stats.num_accepted + num_accepted * running,
     histogram=stats.histogram + rounds * running[:, None],
   )
-
-
-def run(
-  target: LanguageModel,
-  drafter: Drafter,
-  params: PairParams,
-  request: Request,
-  state: DecodeState,
-  max_rounds: jax.Array | int,
-  judge: Judge = judge,
-) -> DecodeState:
-  """Runs rounds until every row is finished or `max_rounds` (int32[]) ran."""
-
-  def one_round(state):
-    return step(target, drafter, params, request, state, judge)
-
-  return decode_state.run_rounds(one_round, state, max_rounds)
-
-
-def decode(
-  target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
-) -> Generation:
-  """The whole generation: what the other functions do, as one program."""
-  state = start(target, drafter, params, request)
-  limit = decode_state.NO_ROUND_LIMIT
-  state = run(target, drafter, params, request, state, limit)
-  return decode_state.generation(request, state)

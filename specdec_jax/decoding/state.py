@@ -70,7 +70,12 @@ class Request:
 
     Rounded up to the buckets of attention, which then differ by a factor.
     """
-    return -(-(self.prompt_width + self.slots + self.gamma) // 64) * 64
+    return whole_buckets(self.prompt_width + self.slots + self.gamma)
+
+
+def whole_buckets(tokens: int) -> int:
+  """The least multiple of 64 that is not below `tokens`."""
+  return tokens + -tokens % 64
 
 
 def new_request(
@@ -179,6 +184,14 @@ class DecodeState:
     """int32[B], the token that the target has not read yet."""
     index = self.visible_length[:, None] - 1
     return jnp.take_along_axis(self.tokens, index, axis=1)[:, 0]
+
+  def with_reasons(self, reasons: np.ndarray) -> 'DecodeState':
+    """The state with the host's finish reasons, int32[B].
+
+    They go where the old ones were, or the next run would be compiled anew.
+    """
+    placed = jax.device_put(reasons, self.finish_reason.sharding)
+    return self.replace(finish_reason=placed)
 
 
 def start(request: Request, target_cache: Any, drafter_state: Any):

@@ -38,10 +38,9 @@ class Context:
     gamma: static, how many tokens to propose at most.
     greedy: static, every row takes the argmax: no probabilities are needed.
     forbids_stops: static, whether `min_length` is in use.
-    skips_rounds: static, whether the drafter is not asked every round, or what
-      is committed may be another's draft: `cascade` and `first_of` say so to
-      those that they are made of. One with a cache then looks first for what
-      it missed; otherwise it has missed nothing.
+    skips_rounds: static, whether rounds may have passed without asking the
+      drafter: `cascade` and `first_of` set it for those that they are made of.
+      One with a cache then first reads the committed tokens that it lacks.
   """
 
   tokens: jax.Array
@@ -71,8 +70,8 @@ class Drafter(NamedTuple):
       draft must be forgotten. Called once a round after `propose`. Inside
       `cascade` and `first_of` (see `Context.skips_rounds`) it may name fewer
       tokens than before, or follow rounds without a proposal.
-    name: what it does, with what decides its proposals beside its parameters;
-      so that a run is not gone on with, nor a calibration used, by another.
+    name: tells it from others of the same parameters, by what it does and its
+      settings: no run is resumed, and no calibration used, under another name.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]

@@ -1,10 +1,10 @@
 """Any `LanguageModel` as a drafter, with its own encoder and caches.
 
-After a fully accepted draft the drafter has not read its own last proposal:
-it owes its cache one token. Rather than pay a call for it, every round starts
-by feeding each row's last two committed tokens at once; where nothing was owed
-this writes the same values again. Inside of another drafter a model may owe
-more: its cache's own length says how much, and it reads that first.
+After a fully accepted draft the drafter has not read its own last proposal: its
+cache lacks one token. Rather than pay a call for it, every round starts by
+feeding each row's last two committed tokens at once; where none is lacking this
+writes the same values again. Inside of another drafter a cache may lack more:
+its own length says how many, and these are read first.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Continuous batching: many texts through an engine, a fixed number at once.
 
-The host side of `decoding.slots`; `slot_pass` has one pass of the texts.
+The host side of `decoding.pool`; `pool_run` takes texts through a pool once.
 """
 
 import time
@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from specdec_jax.decoding.layout import Programs
+from specdec_jax.decoding.row_layout import PoolPrograms
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine, Texts
-from specdec_jax.engine.job import Job
-from specdec_jax.engine.schedule import Load, Settings
-from specdec_jax.engine.slot_pass import Part, Pass
+from specdec_jax.engine.pool_run import PoolRun, Rehearsal
+from specdec_jax.engine.schedule import PoolSettings, PoolStats
+from specdec_jax.engine.text_batch import TextBatch
 
 
 class Continuous:
@@ -24,14 +24,14 @@ class Continuous:
   Attributes:
     engine: whose models decode.
     settings: how.
-    load: of the run that was begun last.
+    stats: of the run that was begun last.
   """
 
-  def __init__(self, engine: Engine, settings: Settings | None = None):
+  def __init__(self, engine: Engine, settings: PoolSettings | None = None):
     self.engine = engine
-    self.settings = settings or Settings()
-    self.load = Load()
-    self._programs: dict[Any, Programs] = {}
+    self.settings = settings or PoolSettings()
+    self.stats = PoolStats()
+    self._programs: dict[Any, PoolPrograms] = {}
     self._warm: set[Any] = set()
 
   def generate(
@@ -61,12 +61,12 @@ class Continuous:
     Nothing is kept of what has been yielded. Arguments and errors as of
     `generate`.
     """
-    job = self._job(texts, speculative, options)
-    self.load = Load()
-    yield from sorted(job.passed_over.items())
-    if job.rows:
-      one = self._pass(job)
-      self.load = one.load
+    batch = self._text_batch(texts, speculative, options)
+    self.stats = PoolStats()
+    yield from sorted(batch.passed_over.items())
+    if batch.rows:
+      one = self._pool_run(batch)
+      self.stats = one.stats
       yield from one.completions()
 
   def warmup(
@@ -74,49 +74,51 @@ class Continuous:
   ) -> float:
     """Compiles what `generate` of such texts needs; seconds, 0.0 if nothing."""
     begin = time.perf_counter()
-    job = self._job(texts, speculative, options)
-    if not job.rows:
+    batch = self._text_batch(texts, speculative, options)
+    if not batch.rows:
       return 0.0
-    one = self._pass(job)
+    one = self._pool_run(batch)
     if one.shapes in self._warm:
       return 0.0
-    for part in one.rehearsals():
-      rehearsal = self._pass(job, part)
-      for _ in rehearsal.completions():
+    for rehearsal in one.rehearsals():
+      small = self._pool_run(batch, rehearsal)
+      for _ in small.completions():
         pass
-    rehearsal.rehearse_smaller_pools()
+    small.rehearse_smaller_pools()
     self._warm.add(one.shapes)
     return time.perf_counter() - begin
 
-  def _job(self, texts: Texts, speculative: bool, options) -> Job:
+  def _text_batch(self, texts: Texts, speculative: bool, options) -> TextBatch:
     if options.get('on_too_long') != 'truncate':
       options = {**options, 'on_too_long': 'report'}
-    job = self.engine.job(texts, speculative, **options)
+    batch = self.engine.text_batch(texts, speculative, **options)
     gammas = self.settings.gammas or {}
     varied = speculative and len(set(gammas.values())) > 1
-    sampled = not job.options.sampling.greedy
+    sampled = not batch.options.sampling.greedy
     if varied and sampled and self.settings.deterministic:
       raise ValueError(
         f'gammas = {dict(gammas)} changes with the number of running rows, and'
         ' samples at a temperature above 0 would change with it. Give all the'
         ' same gamma, set temperature 0, or deterministic=False.'
       )
-    return job
+    return batch
 
-  def _pass(self, job: Job, part: Part | None = None) -> Pass:
+  def _pool_run(
+    self, batch: TextBatch, rehearsal: Rehearsal | None = None
+  ) -> PoolRun:
     length = self.engine.max_decode_len
-    made = Pass(self._compiled, job, self.settings, length, part)
+    made = PoolRun(self._compiled, batch, self.settings, length, rehearsal)
     _, buckets, num_slots, rows = made.shapes
     inputs = max((inputs for inputs, _ in buckets), default=1)
-    self.engine.check_room(rows, inputs, num_slots, job.request.gamma)
+    self.engine.room.check(rows, inputs, num_slots, batch.request.gamma)
     return made
 
   def _compiled(
     self, speculative: bool, prompted: bool, example: Request
-  ) -> Programs:
+  ) -> PoolPrograms:
     key: Any = speculative, prompted, jax.tree.structure(example)
     key = *key, example.inputs.shape[0]
     if key not in self._programs:
       loop, params = self.engine.loop(speculative)
-      self._programs[key] = Programs(loop, params, example, prompted)
+      self._programs[key] = PoolPrograms(loop, params, example, prompted)
     return self._programs[key]

@@ -1,13 +1,11 @@
-"""Strings in, strings out: owns jit, donation and the compiled programs."""
+"""Strings in, strings out: the engine, of a target and perhaps a drafter."""
 
-import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
@@ -22,15 +20,8 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.completion import Completion, Text, without_stop_id
-from specdec_jax.engine.job import (
-  STOP_STRING_ROUNDS,
-  Frame,
-  Job,
-  Seen,
-  check_gamma,
-  options_of,
-  without_end,
-)
+from specdec_jax.engine.loop_programs import LoopPrograms
+from specdec_jax.engine.options import check_gamma, options_of
 from specdec_jax.engine.pair import (
   Model,
   Room,
@@ -40,7 +31,13 @@ from specdec_jax.engine.pair import (
   joined,
   load_model,
 )
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.engine.text_batch import (
+  STOP_STRING_ROUNDS,
+  Limits,
+  RowsSoFar,
+  TextBatch,
+  without_end,
+)
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason
 
@@ -68,6 +65,11 @@ class Engine:
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
     bos_id: what a decoder-only target's texts begin with; None is nothing.
+    target: the target's network; over several devices, as `follow` gives it.
+    params: of both, as they are placed; the drafter's None if there is none.
+    room: whether a run could fit into the memory that there is.
+    across_hosts: whether all processes must ask the same of it at the same
+      time.
   """
 
   def __init__(
@@ -123,20 +125,21 @@ class Engine:
     draft_placement, partition, draft_partition = partitioning.share_devices(
       placement, draft_placement
     )
-    self._placement, self._partition = placement, partition
-    self._room = Room(
+    self._partition = partition
+    self.across_hosts = placement.across_hosts
+    self.room = Room(
       [target] if draft is None else [target, draft],
       placement.dtype,
       memory.device_bytes() if partition is None else memory.all_bytes(),
     )
-    self.check_room(1, 1, max_decode_len, gamma)
+    self.room.check(1, 1, max_decode_len, gamma)
     self.tokenizer = tokenizer
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
     self.bos_id = bos_id
-    self._target = partitioning.follow(target.network, partition)
-    self._target_params = partitioning.place(target.params, placement)
-    self._drafter = drafter
+    self.target = partitioning.follow(target.network, partition)
+    self.params = PairParams(partitioning.place(target.params, placement), None)
+    self._loops = {False: (Loop(self.target), self.params)}
     self.fingerprints = {'target': fingerprint(target.params)}
     if draft is not None:
       self.fingerprints['draft'] = fingerprint(draft.params)
@@ -144,15 +147,14 @@ class Engine:
         # Two drafters without parameters differ by what they do.
         name = drafter.name or drafter.propose.__qualname__
         self.fingerprints['draft'] += f' {name}'
-      self._draft_params = partitioning.place_parts(
-        draft.params, draft_placement
+      self.params = self.params._replace(
+        draft=partitioning.place_parts(draft.params, draft_placement)
       )
-      self._drafter = drafter or small_model(
+      drafter = drafter or small_model(
         partitioning.follow(draft.network, draft_partition)
       )
-    self._programs: dict[Any, Callable[..., Any]] = {}
-    self._rows: set[int] = set()  # of any of them
-    self._states: dict[Any, DecodeState] = {}  # shapes only
+      self._loops[True] = Loop(self.target, drafter), self.params
+    self._programs = LoopPrograms(self._loops, self.room, partition)
 
   @property
   def gamma(self) -> int:
@@ -169,51 +171,28 @@ class Engine:
     self._gamma = value
 
   @property
-  def target(self) -> LanguageModel:
-    """The target's network; over several devices, as `follow` gives it."""
-    return self._target
-
-  @property
   def drafter(self) -> Drafter:
     """The drafter.
 
     Raises:
       ValueError: there is none.
     """
-    if self._drafter is None:
-      raise ValueError(_NO_DRAFTER)
-    return self._drafter
-
-  @property
-  def across_hosts(self) -> bool:
-    """Whether all processes must ask the same of it at the same time."""
-    return self._placement.across_hosts
-
-  @property
-  def params(self) -> PairParams:
-    """The parameters of both, as they are placed; without a drafter, None."""
-    draft = None if self._drafter is None else self._draft_params
-    return PairParams(self._target_params, draft)
-
-  def check_room(
-    self, batch: int, input_len: int, num_slots: int, gamma: int
-  ) -> None:
-    """Raises ValueError where no memory could hold such a run; see `Room`."""
-    self._room.check(batch, input_len, num_slots, gamma)
+    drafter: Any = self.loop(True)[0].drafter
+    return drafter
 
   def loop(self, speculative: bool) -> tuple[Loop, PairParams]:
-    """A loop with its models, and their parameters as it takes them.
+    """One of the two loops, and the parameters that it takes.
 
     Raises:
       ValueError: it is the speculative one, and there is no drafter.
     """
-    if speculative:
-      return Loop(self.target, self.drafter), self.params
-    return Loop(self.target), PairParams(self._target_params, None)
+    if speculative not in self._loops:
+      raise ValueError(_NO_DRAFTER)
+    return self._loops[speculative]
 
   def input_ids(self, text: str | Sequence[int]) -> list[int]:
     """A text, or ids with or without their end, as the target reads it."""
-    first, last = self._frame.around(self.tokenizer)
+    first, last = self._limits.around(self.tokenizer)
     return [*first, *without_end(self.tokenizer, text), *last]
 
   def num_input_tokens(self, text: str) -> int:
@@ -222,7 +201,7 @@ class Engine:
     A decoder with a `bos_id` reads that of an empty text, and goes on.
     """
     ids = self.input_ids(text)
-    first, last = self._frame.around(self.tokenizer)
+    first, last = self._limits.around(self.tokenizer)
     return len(ids) if first or len(ids) > len(last) else 0
 
   def request(
@@ -240,10 +219,10 @@ class Engine:
     """
     gamma = self.gamma if gamma is None else gamma
     check_gamma(gamma)
-    job = Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
-    if len(job.rows) < len(texts):
+    batch = self._batch_of(texts, gamma, options)
+    if len(batch.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
-    return job.request
+    return batch.request
 
   @property
   def num_programs(self) -> int:
@@ -253,9 +232,9 @@ class Engine:
   def warmup(
     self, texts: Texts, *, speculative: bool = True, **options
   ) -> float:
-    """Compiles what `generate` would need, were there no program yet.
+    """Compiles the programs of as few rows as hold these texts.
 
-    Where it has been called, a time is that of no more rows than are needed.
+    `generate` then takes these and no larger ones, so that it can be timed.
 
     Args:
       texts: as for `generate`; only their number and lengths matter.
@@ -267,10 +246,11 @@ class Engine:
     """
     before = self.num_programs
     begin = time.perf_counter()
-    job = self.job(texts, speculative, **options)
-    if job.rows:
-      for name in ('start', 'run') if job.options.stop_strings else ('decode',):
-        self._program(name, job.request, speculative)
+    batch = self.text_batch(texts, speculative, **options)
+    if batch.rows:
+      whole = not batch.options.stop_strings
+      for name in ('decode',) if whole else ('start', 'run'):
+        self._programs.get(name, batch.request, speculative)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
@@ -293,17 +273,18 @@ class Engine:
       ValueError: an option is out of range, or a text is longer than
         `max_input_len` and `on_too_long` is 'error'.
     """
-    job = self.job(texts, speculative, **options)
-    if not job.rows:
-      return job.completions()
-    if job.options.stop_strings:
-      for state, _ in self._advance(job, speculative, STOP_STRING_ROUNDS):
+    batch = self.text_batch(texts, speculative, **options)
+    if not batch.rows:
+      return batch.completions()
+    if batch.options.stop_strings:
+      for state, _ in self._advance(batch, speculative, STOP_STRING_ROUNDS):
         last = state
-      found = _generation(job.request, last)
+      found = _generation(batch.request, last)
     else:
-      self._fit(job, speculative, 'decode')
-      found = self._program('decode', job.request, speculative)(job.request)
-    return job.completions(partitioning.on_host(found))
+      self._programs.fit(batch, speculative, 'decode')
+      decode = self._programs.get('decode', batch.request, speculative)
+      found = decode(batch.request)
+    return batch.completions(partitioning.on_host(found))
 
   def stream(
     self, text: str, *, speculative: bool = True, **options
@@ -322,128 +303,73 @@ class Engine:
     Raises:
       ValueError: as for `generate`, or the target's logits became invalid.
     """
-    job = self.job([text], speculative, **options)
+    batch = self.text_batch([text], speculative, **options)
     shown = ''
-    if not job.rows:
+    if not batch.rows:
       return
-    for state, seen in self._advance(job, speculative, rounds=1):
+    for state, seen in self._advance(batch, speculative, rounds=1):
       reason = seen.finish_reason[0]
       if reason == FinishReason.INVALID:
-        found = partitioning.on_host(_generation(job.request, state))
-        raise ValueError(job.completions(found)[0].error)
-      tokens = without_stop_id(job.produced(0, seen), reason)
-      output = Text(self.tokenizer, tokens, job.options.stop_strings)
+        found = partitioning.on_host(_generation(batch.request, state))
+        raise ValueError(batch.completions(found)[0].error)
+      tokens = without_stop_id(batch.produced(0, seen), reason)
+      output = Text(self.tokenizer, tokens, batch.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
       if len(ready) > len(shown):
         yield ready[len(shown) :]
         shown = ready
 
-  def job(self, texts: Texts, speculative: bool, **options) -> Job:
+  def text_batch(self, texts: Texts, speculative: bool, **options) -> TextBatch:
     """What `generate` works on, for a scheduler that runs the loops itself.
 
     Raises:
       ValueError: as `generate`.
     """
-    if speculative and self._drafter is None:
-      raise ValueError(_NO_DRAFTER)
-    gamma = self.gamma if speculative else 0
-    return Job(self.tokenizer, self._frame, texts, options_of(**options), gamma)
+    self.loop(speculative)  # raises where there is no drafter
+    return self._batch_of(texts, self.gamma if speculative else 0, options)
+
+  def _batch_of(
+    self, texts: Texts, gamma: int, options: Mapping[str, Any]
+  ) -> TextBatch:
+    asked = options_of(**options)
+    return TextBatch(self.tokenizer, self._limits, texts, asked, gamma)
 
   @property
-  def _frame(self) -> Frame:
-    return Frame(
+  def _limits(self) -> Limits:
+    return Limits(
       self.max_input_len,
       self.max_decode_len,
-      self._target.vocab_size,
-      self._target.has_encoder,
+      self.target.vocab_size,
+      self.target.has_encoder,
       self.bos_id,
       self._partition.row_multiple if self._partition else 1,
     )
 
   def _advance(
-    self, job, speculative, rounds
-  ) -> Iterator[tuple[DecodeState, Seen]]:
+    self, batch, speculative, rounds
+  ) -> Iterator[tuple[DecodeState, RowsSoFar]]:
     """Yields the state every `rounds` rounds, and what the host sees of it.
 
     The host looks for stop strings in between.
     """
-    self._fit(job, speculative, 'start')
-    state = self._program('start', job.request, speculative)(job.request)
-    run = self._program('run', job.request, speculative)
+    self._programs.fit(batch, speculative, 'start')
+    start = self._programs.get('start', batch.request, speculative)
+    state = start(batch.request)
+    run = self._programs.get('run', batch.request, speculative)
     while True:
-      state = run(job.request, state, np.int32(rounds))
+      state = run(batch.request, state, np.int32(rounds))
       parts = state.tokens, state.length, state.finish_reason
-      seen = Seen(*partitioning.on_host(parts))
-      if job.options.stop_strings:
-        seen = job.stop_at_strings(seen)
-        where = state.finish_reason.sharding
-        reasons = jax.device_put(seen.finish_reason, where)
-        state = state.replace(finish_reason=reasons)
+      seen = RowsSoFar(*partitioning.on_host(parts))
+      if batch.options.stop_strings:
+        rows = range(len(batch.rows))
+        produced = {row: batch.produced(row, seen) for row in rows}
+        reasons = batch.with_stop_strings(seen.finish_reason, produced)
+        seen = seen._replace(finish_reason=reasons)
+        state = state.with_reasons(reasons)
       yield state, seen
       if np.all(seen.finish_reason != FinishReason.RUNNING):
         return
 
-  def _fit(self, job: Job, speculative: bool, name: str) -> None:
-    """Gives a job as many rows as a program has that there is already.
-
-    Its own if it can be, and not more than twice these, which cost less than
-    to compile another.
-    """
-    least = job.num_rows
-    for rows in sorted(self._rows):
-      if least <= rows <= 2 * least:
-        request = job.request_in(rows)
-        if (name, (speculative, _shapes(request))) in self._programs:
-          job.request = request
-          return
-
-  def _program(self, name: str, request: Request, speculative: bool):
-    """A compiled function of a loop, for this kind and shape of request.
-
-    Args:
-      name: 'decode', or 'start' and then 'run', of `Loop`.
-      request: what it will be called with, the parameters bound.
-      speculative: which loop.
-    """
-    key = (speculative, _shapes(request))
-    if (name, key) not in self._programs:
-      rows, width = request.inputs.shape
-      self.check_room(rows, width, request.cache_slots, request.gamma)
-      loop, params = self.loop(speculative)
-      functions: dict[str, Callable[..., Any]] = {
-        'decode': loop.decode,
-        'start': loop.start,
-        'run': loop.run,
-      }
-      args: list[Any] = [params, request]
-      options: dict[str, Any] = {}
-      if name == 'run':
-        args += [self._states[key], jax.ShapeDtypeStruct((), jnp.int32)]
-        # The state is donated: the caches are updated where they are.
-        options['donate_argnums'] = 2
-      if self._partition is not None:
-        args[1] = self._partition.request(request)
-        if name == 'run':
-          options['out_shardings'] = partitioning.shardings(args[2])
-        elif name == 'decode':  # what the host reads, whole on each device
-          options['out_shardings'] = self._partition.sharding()
-      lowered = jax.jit(functions[name], **options).lower(*args)
-      compiled = lowered.compile()
-      if name == 'start':
-        self._states[key] = partitioning.described(
-          lowered.out_info, self._partition and compiled.output_shardings
-        )
-      program = functools.partial(compiled, params)
-      self._programs[name, key] = program
-      self._rows.add(request.inputs.shape[0])
-    return self._programs[name, key]
-
 
 # One program, where its operations one by one took milliseconds a call.
 _generation = jax.jit(decode_state.generation)
-
-
-def _shapes(request: Request):
-  """What a program was compiled for, as a dictionary key."""
-  leaves, tree = jax.tree.flatten(request)
-  return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -28,7 +28,7 @@ class Model:
 
   Attributes:
     network: a `LanguageModel`, such as `T5(config)`; None for a drafter that
-      is none.
+      is no network.
     params: its parameters, as a checkpoint has them or already placed.
     tokenizer: the model's own, to check a pair by; None takes it on trust.
     parts: of a drafter that is made of several, see `joined`.
@@ -79,8 +79,8 @@ def joined(models: Sequence[Model]) -> Model:
 class Room:
   """Whether what a pair holds in a run fits beside its parameters.
 
-  What is counted is what is needed at least: a run that passes may still be
-  refused by the device, one that does not could not have run.
+  Counts the least that is needed: what is refused could not have run, but what
+  passes may still be too much for the device.
   """
 
   def __init__(
@@ -155,6 +155,13 @@ def check_pair(
   """
   for part in () if draft is None else draft.parts:
     check_pair(target, part, tokenizer)
+  proposes = None if draft is None else draft.network
+  if proposes is not None and proposes.vocab_size != target.network.vocab_size:
+    raise ValueError(
+      f"The draft's vocabulary is {proposes.vocab_size} and the target's"
+      f' {target.network.vocab_size}. Both must be the same; pad the smaller'
+      " embedding to the larger one's rows."
+    )
   sides = (
     {'target': target} if draft is None else {'target': target, 'draft': draft}
   )
@@ -171,20 +178,14 @@ def check_pair(
     if side.network is None:
       continue  # a drafter that is no language model
     check_vocabulary_size(name, side.network.vocab_size, tokenizer)
-  if draft is None or draft.network is None:
+  if proposes is None:
     return
-  if draft.network.vocab_size != target.network.vocab_size:
-    raise ValueError(
-      f"The draft's vocabulary is {draft.network.vocab_size} and the target's"
-      f' {target.network.vocab_size}. Both must be the same; pad the smaller'
-      " embedding to the larger one's rows."
-    )
-  if draft.network.has_encoder and not target.network.has_encoder:
+  if proposes.has_encoder and not target.network.has_encoder:
     raise ValueError(
       'The draft has an encoder and the target has none: there is no input that'
       ' it could read. Take a decoder-only drafter.'
     )
-  if target.network.has_encoder and not draft.network.has_encoder:
+  if target.network.has_encoder and not proposes.has_encoder:
     warnings.warn(
       'The draft is decoder-only and the target has an encoder: the drafter'
       ' sees the output so far and nothing of the input. Outputs are right all'

@@ -14,10 +14,10 @@ from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
 from specdec_jax.decoding.state import Request
-from specdec_jax.engine.job import (
+from specdec_jax.engine.options import check_gamma
+from specdec_jax.engine.padding import (
   SMALLEST_INPUT,
   SMALLEST_PROMPT,
-  check_gamma,
   next_power_of_two,
   rounded_up,
 )
@@ -26,7 +26,7 @@ ORDERS = ('shortest', 'given')
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class PoolSettings:
   """How texts go through the slots; none of it changes a greedy output.
 
   Attributes:
@@ -72,7 +72,7 @@ class Settings:
         check_number('rows of gammas', rows, 1)
         check_gamma(gamma)
 
-  def in_multiples_of(self, number: int) -> 'Settings':
+  def in_multiples_of(self, number: int) -> 'PoolSettings':
     """The same for devices that share the rows: each has as many of a pool.
 
     Of two pools that become one, the larger one's gamma stays: more rows make
@@ -88,13 +88,13 @@ class Settings:
 
 
 @dataclasses.dataclass
-class Load:
-  """What a run has made of the device so far.
+class PoolStats:
+  """Times and counts of one run through a pool, so far.
 
   Attributes:
     seconds: wall time.
-    host_seconds: of it, how long the device had nothing to do: from an answer
-      until it had been given its next work.
+    host_seconds: of these, when the device had nothing to do: from each answer
+      of it until its next work was given.
     looks: how often the host was asked.
     rounds: gamma -> rounds that ran.
     live_rounds: sum over rounds of the rows that were running.
@@ -114,17 +114,17 @@ class Load:
 
   @property
   def occupancy(self) -> float:
-    """Running rows / slots, on the average over rounds; 1 before any."""
+    """Running rows / slots, the mean over rounds; 1 before any."""
     return self.live_rounds / self.slot_rounds if self.slot_rounds else 1.0
 
   @property
   def host_fraction(self) -> float:
-    """Of the time, the part in which the device waited for the host."""
+    """The part of the time in which the device waited for the host."""
     return self.host_seconds / self.seconds if self.seconds else 0.0
 
   @property
   def in_slot(self) -> float:
-    """Mean seconds that a text had a slot, until its output was known."""
+    """Mean seconds from a text's slot until its output was known."""
     return self.slot_seconds / self.outputs if self.outputs else 0.0
 
 
@@ -133,8 +133,8 @@ class Group:
   """Rows that were read together, and how many of them have had a slot.
 
   Attributes:
-    rows: of the job.
-    staged: what `Layout.admit` copies.
+    rows: of the batch.
+    staged: what `RowLayout.admit` copies.
     width: of the inputs that they have room for.
     taken: how many have had a slot.
   """
@@ -151,7 +151,7 @@ class Group:
 
 
 class Queue:
-  """The rows of a job in the order of decoding, in groups read together.
+  """The rows of a batch in the order of decoding, in groups read together.
 
   Attributes:
     groups: those that have not been read.
@@ -162,12 +162,12 @@ class Queue:
     self,
     request: Request,
     rows: Sequence[int],
-    settings: Settings,
+    settings: PoolSettings,
     multiple: int = 1,
   ):
-    """Rows are counted as `Job.rows` counts them.
+    """Rows are counted as `TextBatch.rows` counts them.
 
-    `multiple` is `Frame.batch_multiple`, which rounds up what is read together.
+    `multiple` is `Limits.batch_multiple`: of it as many are read together.
     """
     self._inputs = request.inputs.shape[1]
     self._prompts = request.prompt_width

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax import partitioning, probs
-from specdec_jax.engine.job import next_power_of_two, padded, padded_rows
+from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
 from specdec_jax.models.base import START_ID, LanguageModel, Params
 
 _SMALLEST = 16  # tokens of the shortest program

@@ -24,7 +24,7 @@ from specdec_jax.engine.completion import (
 )
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.schedule import Load, Settings
+from specdec_jax.engine.schedule import PoolSettings, PoolStats
 from specdec_jax.infer import report, resume
 from specdec_jax.measure import environment
 from specdec_jax.probs import SamplingConfig
@@ -55,14 +55,14 @@ class Way(Protocol):
   Attributes:
     fixed: whether each of its runs takes a batch of the same size; otherwise
       it takes any number of items at once.
-    load: of the last run, where it knows.
+    pool_stats: of the last run, where it knows.
   """
 
   @property
   def fixed(self) -> bool: ...
 
   @property
-  def load(self) -> Load | None: ...
+  def pool_stats(self) -> PoolStats | None: ...
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles what `run` needs; seconds, 0.0 if nothing was to be done."""
@@ -93,7 +93,7 @@ class Decoding:
   seed: int
   log_probs: bool = True
   lenience: float = 1.0
-  slots: Settings | None = None
+  slots: PoolSettings | None = None
 
   @functools.cached_property
   def _decoder(self) -> Engine | Continuous:
@@ -107,9 +107,9 @@ class Decoding:
     return self.slots is None
 
   @property
-  def load(self) -> Load | None:
+  def pool_stats(self) -> PoolStats | None:
     """Of continuous batching."""
-    return getattr(self._decoder, 'load', None)
+    return getattr(self._decoder, 'stats', None)
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles the engine's program for such a batch."""
@@ -140,7 +140,7 @@ class Scoring:
   """Scores each item's target; the result looks as if it had been decoded."""
 
   fixed = True
-  load = None
+  pool_stats = None
 
   def __init__(self, engine: Engine):
     self._engine = engine
@@ -285,9 +285,9 @@ def _run_batch(
   start = time.perf_counter()
   completions = way.run(padded)
   mode.seconds.append(time.perf_counter() - start)
-  if way.load is not None:
-    mode.live_rounds += way.load.live_rounds
-    mode.slot_rounds += way.load.slot_rounds
+  if way.pool_stats is not None:
+    mode.live_rounds += way.pool_stats.live_rounds
+    mode.slot_rounds += way.pool_stats.slot_rounds
   numbers = [item.number for item in batch]
   mode.batches.append(numbers)
   mode.completions.update(zip(numbers, completions, strict=False))

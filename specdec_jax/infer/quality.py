@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import failures, results, resume
-from specdec_jax.measure import environment
+from specdec_jax.measure.progress import bar
+from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import metrics
@@ -137,8 +137,7 @@ def _evaluate(
   outputs = [completion.text for completion in greedy]
   errors = [done.error for own in runs.values() for done in own]
   failed = errors[0] if all(errors) else None
-  summary = {
-    'kind': 'quality',
+  values = {
     'eval_file': config.eval_file,
     'sources': len(sources),
     'references': sum(map(len, references)),
@@ -153,8 +152,8 @@ def _evaluate(
       {'temperature': temperature, **_count(completions)}
       for temperature, completions in runs.items()
     ],
-    'machine': environment.describe(),
   }
+  summary = Record('quality', values).to_json()
   if folder is not None:
     records = [
       {
@@ -233,22 +232,18 @@ def _decode(
   found: dict[int, Completion] = {}
   size = config.batch_size
   batches = [order[at : at + size] for at in range(0, len(order), size)]
-  for batch in rich.progress.track(
-    batches,
-    f'Temperature {temperature:g}',
-    console=console,
-    transient=True,
-    disable=not console.is_terminal,
-  ):
-    # A shorter last batch would compile anew; its last source fills it up.
-    padded = [*batch, *[batch[-1]] * (size - len(batch))]
-    completions = engine.generate(
-      [sources[index] for index in padded],
-      sampling=SamplingConfig(temperature=temperature),
-      seed=config.seed,
-      example_ids=padded,
-      on_too_long='report',
-      log_probs=False,
-    )
-    found.update(zip(batch, completions, strict=False))
+  with bar(console, f'Temperature {temperature:g}', len(batches)) as advance:
+    for batch in batches:
+      # A shorter last batch would compile anew; its last source fills it up.
+      padded = [*batch, *[batch[-1]] * (size - len(batch))]
+      completions = engine.generate(
+        [sources[index] for index in padded],
+        sampling=SamplingConfig(temperature=temperature),
+        seed=config.seed,
+        example_ids=padded,
+        on_too_long='report',
+        log_probs=False,
+      )
+      found.update(zip(batch, completions, strict=False))
+      advance()
   return [found[index] for index in range(len(sources))]

@@ -12,8 +12,8 @@ from typing import Any
 import rich.console
 
 from specdec_jax.engine.completion import Completion, CompletionStats, total
-from specdec_jax.measure import environment
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.table import Column, Table, say
 
 PLAIN, SPECULATIVE = 'plain', 'speculative'
 SCORING = 'scoring'
@@ -95,7 +95,7 @@ def summarise(
     context: what else belongs to the record, such as counts of lines;
       'lenience' at least.
   """
-  summary = {'kind': 'decode', **context}
+  summary = dict(context)
   summary['lossless'] = SPECULATIVE not in modes or summary['lenience'] == 1
   for name, mode in modes.items():
     summary[name] = _summarise_mode(mode)
@@ -113,8 +113,7 @@ def summarise(
     summary['speed_up'] = total[0] / total[1] if all(total) else None
     if greedy:
       summary['agreement'] = _agreement(plain, speculative)
-  summary['machine'] = environment.describe()
-  return summary
+  return Record('decode', summary).to_json()
 
 
 def _summarise_mode(mode: Mode) -> dict[str, Any]:
@@ -227,8 +226,8 @@ def print_results(
   """Prints the table of `summary`; agreement and failed lines below it."""
   console.print(table(summary))
   for message in _notes(summary):
-    _say(console, message)
-  _say(
+    say(console, message)
+  say(
     console,
     f'Results are in {output_dir}.'
     if output_dir
@@ -281,7 +280,3 @@ def print_examples(
     for index in indices
   ]
   console.print(Table('Examples', ['input', *modes], rows))
-
-
-def _say(console: rich.console.Console, message: str) -> None:
-  console.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine, Model, load_model
-from specdec_jax.engine.schedule import Settings
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.infer.report import PLAIN, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
@@ -49,7 +49,7 @@ class DecodeConfig:
       see `Continuous`: with many lines it is quicker.
     sampling: how tokens are drawn, for every line the same.
     lenience: of speculative decoding, in (0, 1]; below 1 it is lossy: see
-      `job.Options`.
+      `engine.options.Options`.
     seed: with the line number, what all random numbers derive from.
     on_too_long: 'error' makes a line of more than `engine.max_input_len`
       tokens a record with an error; 'truncate' decodes its beginning.
@@ -109,7 +109,7 @@ class DecodeConfig:
     return self.batch_size
 
   @property
-  def slots(self) -> Settings | None:
+  def slots(self) -> PoolSettings | None:
     """Of continuous batching; None where batches are fixed."""
     return _slots(self)
 
@@ -268,15 +268,15 @@ class TaskConfig:
     return self.batch_size * self.num_decodes
 
   @property
-  def slots(self) -> Settings | None:
+  def slots(self) -> PoolSettings | None:
     """Of continuous batching; None where batches are fixed."""
     return _slots(self)
 
 
-def _slots(config: DecodeConfig | TaskConfig) -> Settings | None:
+def _slots(config: DecodeConfig | TaskConfig) -> PoolSettings | None:
   if config.batching == FIXED:
     return None
-  return Settings(rows=config.rows, deterministic=config.deterministic)
+  return PoolSettings(rows=config.rows, deterministic=config.deterministic)
 
 
 def by_rows(gammas: Mapping[int, int] | None) -> dict[str, int] | None:

@@ -31,6 +31,7 @@ from specdec_jax.infer.settings import (
   by_rows,
 )
 from specdec_jax.measure import progress
+from specdec_jax.measure.table import say
 
 # Fields that decide no result, or by what they make: see `_identity`.
 _NOT_DECIDING = (
@@ -169,7 +170,7 @@ def _decode(
   folder.leave(contents) if failed else folder.finish(contents)
   report.print_results(console, summary, config.output_dir)
   if unmeasured:
-    console.print(unmeasured, markup=False, highlight=False, soft_wrap=True)
+    say(console, unmeasured)
   if failed:
     params, count = engine.params, len(records)
     raise failures.explained(failed, count, params, config.output_dir)

@@ -26,14 +26,17 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine.completion import CompletionStats
+from specdec_jax.engine.engine import Engine
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import FinishReason
 from specdec_jax.verify import near_argmax
 
 
 @struct.dataclass
 class Overlap:
-  """A plain decode and what its drafter would have been worth.
+  """A plain decode, and beta of its drafter at each token.
 
   Attributes:
     state: the decode.
@@ -140,7 +143,7 @@ class Rate:
 
 
 class Rates(NamedTuple):
-  """What a drafter's proposals would have been worth.
+  """Acceptance rates of a drafter, and how often it proposes.
 
   Attributes:
     alpha: of the tokens that there was a proposal for, the mean beta; None if
@@ -251,7 +254,7 @@ def of_outputs(
 
 
 def _texts(request: Request) -> list[bytes]:
-  """What tells the texts of a batch: what is read of each, without padding."""
+  """A name for each text of a batch: the ids that are read, without padding."""
   inputs = np.asarray(request.inputs)
   texts = [np.trim_zeros(row, 'b').tobytes() for row in inputs]
   if request.prompt is None:
@@ -260,3 +263,84 @@ def _texts(request: Request) -> list[bytes]:
   rows = zip(np.asarray(request.prompt), lengths, strict=True)
   prompts = [row[:length].tobytes() for row, length in rows]
   return [b'|'.join(both) for both in zip(texts, prompts, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """Texts to measure an engine's acceptance rates by.
+
+  Attributes:
+    engine: with a drafter.
+    texts: at least one, as `read_prompts` gives them.
+    sampling: of both models.
+    num_tokens: after which no batch is begun.
+    batch_size: texts decoded together.
+    seed: of the samples.
+    lenience: l of Appendix A.5.
+    truncate: whether a text too long for the engine is cut; else it is an
+      error.
+  """
+
+  engine: Engine
+  texts: Sequence[str]
+  sampling: SamplingConfig
+  num_tokens: int
+  batch_size: int
+  seed: int
+  lenience: float = 1.0
+  truncate: bool = False
+
+  def _batches(self) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
+    """Yields texts, and what the engine is asked of them.
+
+    Above temperature 0 they begin anew for ever, as other examples.
+    """
+    number = 0
+    while True:
+      for start in range(0, len(self.texts), self.batch_size):
+        part = self.texts[start : start + self.batch_size]
+        yield (
+          part,
+          {
+            'sampling': self.sampling,
+            'seed': self.seed,
+            'example_ids': range(number, number + len(part)),
+            'lenience': self.lenience,
+            'on_too_long': 'truncate' if self.truncate else 'error',
+          },
+        )
+        number += len(part)
+      if self.sampling.greedy:
+        return
+
+  def rates(self, advance: Callable[[int], None]) -> Rates:
+    """Corollary 3.6 on tokens of the target's own, whatever the lenience.
+
+    Args:
+      advance: called with the tokens of each batch.
+
+    Raises:
+      ValueError: as `Engine.request` and `of_outputs`.
+    """
+    engine = self.engine
+    requests = (
+      engine.request(part, gamma=1, **options)
+      for part, options in self._batches()
+    )
+    return of_outputs(
+      engine.target,
+      engine.drafter,
+      engine.params,
+      requests,
+      self.num_tokens,
+      advance,
+    )
+
+  def real_runs(self) -> list[CompletionStats]:
+    """Counts of each output of the engine's speculative loop."""
+    done: list[CompletionStats] = []
+    for part, options in self._batches():
+      done += [one.stats for one in self.engine.generate(part, **options)]
+      if sum(stats.num_tokens for stats in done) >= self.num_tokens:
+        break
+    return done

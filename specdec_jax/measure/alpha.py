@@ -1,9 +1,8 @@
 """Acceptance rates of a pair: Corollary 3.6, and as real runs show them."""
 
 import dataclasses
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -11,13 +10,13 @@ import rich.console
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import nearest
-from specdec_jax.engine.completion import CompletionStats
+from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
-from specdec_jax.files import same_run
 from specdec_jax.measure import acceptance
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.acceptance import Workload
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import SPLIT, read_prompts
-from specdec_jax.measure.record import Record
+from specdec_jax.measure.record import Record, earlier
 from specdec_jax.measure.table import Cell, Column, Table
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper import printed
@@ -100,7 +99,7 @@ class MeasureAlphaConfig:
 
   @property
   def settings(self) -> dict[str, Any]:
-    """What a record was measured with, but for the models, as JSON has it."""
+    """The settings of a record as JSON, all but the models."""
     source = self.input_file
     return {
       'target': self.target,
@@ -118,95 +117,9 @@ class MeasureAlphaConfig:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-  """What is decoded to measure by.
-
-  Attributes:
-    engine: with a drafter.
-    texts: at least one, as `read_prompts` gives them.
-    sampling: of both models.
-    num_tokens: after which no batch is begun.
-    batch_size: texts decoded together.
-    seed: of the samples.
-    lenience: l of Appendix A.5.
-    truncate: as in `MeasureAlphaConfig`.
-  """
-
-  engine: Engine
-  texts: Sequence[str]
-  sampling: SamplingConfig
-  num_tokens: int
-  batch_size: int
-  seed: int
-  lenience: float = 1.0
-  truncate: bool = False
-
-  def batches(self) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
-    """Yields texts, and what the engine is asked of them.
-
-    Above temperature 0 they begin anew for ever, as other examples.
-    """
-    number = 0
-    while True:
-      for start in range(0, len(self.texts), self.batch_size):
-        part = self.texts[start : start + self.batch_size]
-        yield (
-          part,
-          {
-            'sampling': self.sampling,
-            'seed': self.seed,
-            'example_ids': range(number, number + len(part)),
-            'lenience': self.lenience,
-            'on_too_long': 'truncate' if self.truncate else 'error',
-          },
-        )
-        number += len(part)
-      if self.sampling.greedy:
-        return
-
-
-def overlap_rates(
-  work: Workload, advance: Callable[[int], None] = lambda count: None
-) -> acceptance.Rates:
-  """Corollary 3.6 on tokens that the target generates.
-
-  They are the target's own at any lenience.
-
-  Args:
-    work: what is decoded.
-    advance: called with the tokens of each batch, for a progress bar.
-
-  Raises:
-    ValueError: as `Engine.request` and `bench.alpha.of_outputs`.
-  """
-  engine = work.engine
-  requests = (
-    engine.request(part, gamma=1, **options) for part, options in work.batches()
-  )
-  return acceptance.of_outputs(
-    engine.target,
-    engine.drafter,
-    engine.params,
-    requests,
-    work.num_tokens,
-    advance,
-  )
-
-
-def _real_runs(work: Workload) -> list[CompletionStats]:
-  """What each speculative decode took, of at least `num_tokens` tokens."""
-  done: list[CompletionStats] = []
-  for part, options in work.batches():
-    done += [one.stats for one in work.engine.generate(part, **options)]
-    if sum(stats.num_tokens for stats in done) >= work.num_tokens:
-      break
-  return done
-
-
 def measure_alpha(
   config: MeasureAlphaConfig, console: rich.console.Console | None = None
-) -> Mapping[str, Any]:
+) -> Record:
   """Measures both rates at every temperature; prints rows as in Table 3.
 
   Returns:
@@ -222,52 +135,37 @@ def measure_alpha(
       that is to be shown is one of other settings.
   """
   console = console or terminal()
-  record: Mapping[str, Any] | None
   record = _earlier(config) if config.reuse else None
   if record is None:
-    per_engine = (
-      len(config.temperatures) * len(config.leniences) * config.num_tokens
-    )
-    rows = with_progress(
-      console,
-      'Tokens',
-      len(config.engines) * per_engine,
-      lambda advance: [
+    settings = len(config.temperatures) * len(config.leniences)
+    steps = len(config.engines) * settings * config.num_tokens
+    with bar(console, 'Tokens', steps) as advance:
+      rows = [
         row for name in config.engines for row in _rows(config, name, advance)
-      ],
-    )
-    made = Record('alpha', {'settings': config.settings, 'rows': rows})
+      ]
+    record = Record('alpha', {'settings': config.settings, 'rows': rows})
     if config.output_file:
-      made.save(config.output_file)
-    record = made
+      record.save(config.output_file)
   console.print(table(record))
   return record
 
 
-def _earlier(config: MeasureAlphaConfig) -> dict[str, Any] | None:
+def _earlier(config: MeasureAlphaConfig) -> Record | None:
   """The record of `output_file`; None if there is no such file."""
-  path = config.output_file
-  if path is None or not os.path.exists(path):
+  if config.output_file is None:
     return None
-  what_to_do = 'Remove it, or name another output_file.'
-  try:
-    with open(path, encoding='utf-8') as stream:
-      record = json.load(stream)
-    # Older ones have it in their rows only.
-    gamma = record['rows'][0].get('gamma')
-    had = {'gamma': gamma, **record.get('settings', {})}
-  except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-    raise ValueError(
-      f'{path!r} is no record of acceptance rates ({error!r}). {what_to_do}'
-    ) from error
-  wanted = config.settings
-  same_run.check(
-    {key: had.get(key) for key in wanted},
-    wanted,
-    f'{path!r} was measured with other settings',
-    what_to_do,
+
+  def settings(record: Record) -> dict[str, Any]:
+    # Older ones have their gamma in their rows only.
+    return {'gamma': record['rows'][0].get('gamma'), **record['settings']}
+
+  return earlier(
+    config.output_file,
+    'alpha',
+    config.settings,
+    settings,
+    'Remove it, or name another output_file.',
   )
-  return record
 
 
 def _rows(
@@ -310,8 +208,8 @@ def _row(
     lenience,
     config.truncate,
   )
-  rates = overlap_rates(work, advance)
-  done = _real_runs(work)
+  rates = work.rates(advance)
+  done = work.real_runs()
   observed = None
   if any(stats.num_tested for stats in done):
     observed = acceptance.ratio(
@@ -319,10 +217,6 @@ def _row(
       [stats.num_tested for stats in done],
       [texts[number % len(texts)] for number in range(len(done))],
     )
-  calls = acceptance.ratio(
-    [stats.num_tokens for stats in done],
-    [stats.num_target_calls for stats in done],
-  )
   return {
     'temperature': temperature,
     'lenience': lenience,
@@ -335,7 +229,7 @@ def _row(
     'observed': observed and observed.mean,
     'observed_standard_error': observed and observed.standard_error,
     'gamma': config.gamma,
-    'tokens_per_call': calls.mean,
+    'tokens_per_call': total(done).tokens_per_call,
   }
 
 

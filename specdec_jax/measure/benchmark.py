@@ -8,17 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from specdec_jax import analysis
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
-from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.measure import calls, forced, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.rows import row
 from specdec_jax.measure.t5x_style import T5XStyle
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.t5 import T5
@@ -50,9 +49,9 @@ class BenchmarkConfig:
     decode_lens: tokens of a run.
     temperatures: 0 is greedy.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
-      accepted with this probability, see `bench.forced`.
+      accepted with this probability, see `measure.forced`.
     t5x_style: whether a plain loop in T5X's style is timed as well, see
-      `bench.t5x_style`; the target is a `T5` then.
+      `measure.t5x_style`; the target is a `T5` then.
     call_sizes: m, tokens a call, for v(m).
     calls_a_run: calls in one timed loop.
     repeats: timed rounds, interleaved.
@@ -156,7 +155,7 @@ def benchmark(
 
 
 def described(config: BenchmarkConfig) -> dict[str, Any]:
-  """What a record says of its benchmark, beside the points of its grid."""
+  """The settings that all points of a benchmark's grid share."""
   # What a drafter of another kind is made of says nothing of the target's.
   own = None if config.drafter is not None else config.draft_params
   given = (config.target_params, own)
@@ -191,13 +190,11 @@ def _measure(
   config, pair: Pair, setting: Setting, advance, say
 ) -> dict[str, Any]:
   """Compiles and times all that belongs to one setting."""
-  rng = np.random.default_rng(config.seed)
-  inputs = rng.integers(
-    3, config.target.vocab_size, (setting.batch, setting.input_len)
-  )
   request = functools.partial(
     calls.make_request,
-    jnp.asarray(inputs, jnp.int32),
+    calls.random_inputs(
+      config.target, setting.batch, setting.input_len, config.seed
+    ),
     setting.decode_len,
     sampling=SamplingConfig(temperature=setting.temperature),
     seed=config.seed,
@@ -231,7 +228,7 @@ def _measure(
       if name.startswith('call_')
     },
     **facts,
-    'gammas': [row(setting.decode_len, median, r) for r in rows],
+    'gammas': [_of_gamma(setting.decode_len, median, row) for row in rows],
   }
 
 
@@ -243,14 +240,11 @@ def _prepare_calls(
   functions: dict[str, timing.Prepare],
 ) -> dict[str, Any]:
   """Adds the plain loop and what is called once; returns facts of it."""
-  params, plain = pair.params.target, request(gamma=0)
+  params, plain = pair.params, request(gamma=0)
 
   def loop(model):
-    start, run = (
-      functools.partial(f, model)
-      for f in (autoregressive.start, autoregressive.run)
-    )
-    return calls.loop(start, run, params, plain)
+    one = Loop(model)
+    return calls.loop(one.start, one.run, params._replace(draft=None), plain)
 
   functions['encoder'] = calls.encoder_call(pair, plain)
   functions['plain_loop'], compile_seconds = loop(pair.target)
@@ -264,7 +258,7 @@ def _prepare_calls(
     functions['draft_encoder'] = calls.start_of_drafter(pair, plain)
   return {
     'compile_seconds': {'plain': compile_seconds},
-    'bytes_per_call': calls.decoder_bytes(config.target, params, plain),
+    'bytes_per_call': calls.decoder_bytes(config.target, params.target, plain),
   }
 
 
@@ -277,14 +271,14 @@ def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
   )
   functions[f'round_{gamma}'] = calls.pair_rounds(pair, request, repeats)
 
+  own = Loop(pair.target, pair.drafter)
+
   def start(params, request):
-    return speculative.start(pair.target, pair.drafter, params[0], request)
+    return own.start(params[0], request)
 
   def run(params, request, state, rounds):
-    judge = speculative.judge if rate is None else forced.judge(params[1])
-    return speculative.run(
-      pair.target, pair.drafter, params[0], request, state, rounds, judge
-    )
+    loop = own if rate is None else own._replace(judge=forced.judge(params[1]))
+    return loop.run(params[0], request, state, rounds)
 
   params = (pair.params, jnp.float32(0.0 if rate is None else rate))
   prepare, compile_seconds = calls.loop(start, run, params, request)
@@ -311,4 +305,48 @@ def _in_ms(config, setting, seconds) -> dict[str, dict[str, float]]:
       values, 1e3 * scales.get(name, 1 / config.calls_a_run)
     )
     for name, values in seconds.items()
+  }
+
+
+def _of_gamma(
+  decode_len: int, median: dict[str, float], counted: dict[str, Any]
+) -> dict[str, Any]:
+  """One gamma: measured, predicted from its calls, predicted from its rate.
+
+  Args:
+    decode_len: tokens of a run.
+    median: times in ms: call_1, call_{gamma + 1}, draft_, round_,
+      speculative_{gamma}, and plain_loop, of one token.
+    counted: gamma, rounds, histogram, acceptance_rate of the timed run.
+
+  Returns:
+    `counted` and: cost_ratio, c as one proposal costs it inside a round, in
+    calls of the target over one token; cost_ratio_alone, with the drafter
+    alone on the machine; speculative_ms and predicted_ms, rounds times what
+    one costs; expected_speed_up by E(gamma, alpha) / (v(gamma + 1) + gamma c),
+    for independent acceptance; speed_up as measured against the plain loop;
+    t5x_style_speed_up against the one in T5X's style, None if it was not timed.
+  """
+  gamma = counted['gamma']
+  one, verify = median['call_1'], median[f'call_{gamma + 1}']
+  a_round = median[f'round_{gamma}']
+  # A drafter that hides in the target's noise costs nothing, never less.
+  cost_ratio = max(a_round - verify, 0.0) / gamma / one
+  measured = median[f'speculative_{gamma}']
+  predicted = counted['rounds'] * a_round
+  stock = median.get('t5x_style_loop')
+  # v is in calls; the plain loop's token costs its bookkeeping too.
+  factor = analysis.measured_walltime_factor(
+    counted['acceptance_rate'], gamma, cost_ratio, verify / one
+  )
+  return {
+    **counted,
+    'cost_ratio': cost_ratio,
+    'cost_ratio_alone': median[f'draft_{gamma}'] / gamma / one,
+    'speculative_ms': measured,
+    'predicted_ms': predicted,
+    'measured_over_predicted': measured / predicted,
+    'expected_speed_up': float(factor),
+    'speed_up': median['plain_loop'] * decode_len / measured,
+    't5x_style_speed_up': stock and stock * decode_len / measured,
   }

@@ -10,7 +10,7 @@ from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import device_bytes, gib
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import alpha, calibration, memory
+from specdec_jax.measure import acceptance, calibration, memory
 from specdec_jax.measure.benchmark import (
   LEAST_DECODE_LEN,
   BenchmarkConfig,
@@ -19,7 +19,7 @@ from specdec_jax.measure.benchmark import (
 )
 from specdec_jax.measure.calibration import Calibration, Choice, Measured
 from specdec_jax.measure.environment import describe
-from specdec_jax.measure.progress import status, with_progress
+from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
@@ -103,28 +103,18 @@ def calibrate(
       ' more: of one there is no telling how sure its acceptance rate is.'
     )
   costs = _costs(config, engine)
-  measured = with_progress(
-    console,
-    'Costs',
-    num_steps(costs),
-    lambda bar: benchmark(costs, bar, bar.say),
-  )
-  rates = with_progress(
-    console,
-    'Tokens',
+  with bar(console, 'Costs', num_steps(costs)) as advance:
+    measured = benchmark(costs, advance, advance.say)
+  work = acceptance.Workload(
+    engine,
+    texts,
+    SamplingConfig(temperature=config.temperature),
     config.num_tokens,
-    lambda bar: alpha.overlap_rates(
-      alpha.Workload(
-        engine,
-        texts,
-        SamplingConfig(temperature=config.temperature),
-        config.num_tokens,
-        _ALPHA_BATCH,
-        config.seed,
-      ),
-      bar,
-    ),
+    _ALPHA_BATCH,
+    config.seed,
   )
+  with bar(console, 'Tokens', config.num_tokens) as advance:
+    rates = work.rates(advance)
   found = _conclude(config, engine, measured, rates, parts)
   _print(console, found)
   if config.output_file:
@@ -223,7 +213,7 @@ def _unproposed(share: float) -> str:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-  """What was chosen for each number of rows, and what every gamma is worth.
+  """The gamma chosen for each number of rows, and the factor of every gamma.
 
   Args:
     found: a calibration, as its file has it.

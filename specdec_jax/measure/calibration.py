@@ -1,20 +1,19 @@
-"""What was measured of a pair on a machine, and the gamma that follows.
+"""A calibration: the best gamma for a pair on a machine, as it was measured.
 
 Written by scripts/calibrate.py, read by scripts/decode.py. It holds for the
 models and the device that it was made with, and for nothing else.
 """
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from specdec_jax import analysis, files
+from specdec_jax import analysis
 from specdec_jax.files import same_run
 from specdec_jax.measure import environment
+from specdec_jax.measure import record as records
 
 _KIND = 'calibration'
 _DRAWS = 2000  # of the measured values, for the interval of the speed-up
@@ -35,7 +34,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What speculation is worth for so many rows at once.
+  """The best gamma for a number of rows, and its expected speed-up.
 
   Attributes:
     rows: that are decoded together.
@@ -54,7 +53,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """What speculation is worth here.
+  """The best gamma for each number of rows, for one pair on one device.
 
   Attributes:
     fingerprints: 'target' and 'draft' -> what `checkpoints.fingerprint` gives
@@ -80,7 +79,7 @@ class Calibration:
     return (larger or self.choices)[0 if larger else -1]
 
   def gammas(self, rows: int) -> dict[int, int]:
-    """`schedule.Settings.gammas` for so many rows: its own and fewer."""
+    """`schedule.PoolSettings.gammas` for so many rows: its own and fewer."""
     fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
     return fewer | {rows: self.at(rows).gamma}
 
@@ -99,7 +98,8 @@ class Calibration:
 
   def save(self, path: str) -> None:
     """Writes it as JSON; makes its folder."""
-    files.write_json(path, {'kind': _KIND, **dataclasses.asdict(self)})
+    # `record` has the machine.
+    records.Record(_KIND, dataclasses.asdict(self), {}).save(path)
 
 
 def load(path: str) -> Calibration:
@@ -109,22 +109,15 @@ def load(path: str) -> Calibration:
     CalibrationError: the file is missing, broken or of another kind.
   """
   try:
-    found = json.loads(pathlib.Path(path).read_text('utf-8'))
-    if found.pop('kind') != _KIND:
-      raise KeyError('kind')
+    found = dict(records.load(path, _KIND).content)
     found['choices'] = tuple(_choice(**one) for one in found['choices'])
     if not found['choices']:
       raise ValueError('no choices')
     return Calibration(**found)
-  except OSError as error:
-    raise CalibrationError(
-      f'The calibration {path!r} cannot be read: {error.strerror}. Expected'
-      ' a file that scripts/calibrate.py wrote.'
-    ) from error
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+  except (ValueError, LookupError, TypeError) as error:
     raise CalibrationError(
       f'{path!r} is no calibration. Expected a file that scripts/calibrate.py'
-      f' wrote, found: {error}.'
+      f' wrote, found: {error}'
     ) from error
 
 

@@ -37,11 +37,20 @@ def decoder_bytes(
 ) -> int:
   """Bytes that one call of a decoder over one token must read at least.
 
-  Of `memory.call_bytes` all but what is a row's own token: its embedding, and
-  what is written.
+  `memory.call_bytes` without the embedding of the token, and without what is
+  written.
   """
   counted = memory.call_bytes(model, params, request)
   return counted.weights + counted.self_attention + counted.cross_attention
+
+
+def random_inputs(
+  network: LanguageModel, batch: int, input_len: int, seed: int
+) -> jax.Array:
+  """Ids int32[B, E] to time a model with; none is special in the T5 family."""
+  rng = np.random.default_rng(seed)
+  ids = rng.integers(3, network.vocab_size, (batch, input_len))
+  return jnp.asarray(ids, jnp.int32)
 
 
 def make_request(
@@ -138,7 +147,7 @@ def target_calls(
 
 
 def encoder_call(pair: Pair, request: Request) -> Prepare:
-  """What reads the input, once.
+  """Prepares the call that reads the input, once.
 
   It is the target's encoder, and the keys and values made of it; without an
   encoder one call of the decoder over the prompt.
@@ -154,7 +163,7 @@ def encoder_call(pair: Pair, request: Request) -> Prepare:
 
 
 def start_of_drafter(pair: Pair, request: Request) -> Prepare:
-  """A drafter's `init`: of a small model, what reads its input."""
+  """Prepares a drafter's `init`; a small model reads its input there."""
   run = functools.partial(
     pair.init,
     pair.params.draft,

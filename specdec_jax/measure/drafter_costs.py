@@ -26,7 +26,7 @@ from specdec_jax.drafters.uniform import uniform
 from specdec_jax.measure import calls, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
 from specdec_jax.measure.ngram import outputs
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
@@ -104,16 +104,13 @@ def drafter_costs(
   """
   console = console or terminal()
   pairs, corpus = _pairs(config)
-  measured = with_progress(
-    console,
-    'Measuring',
-    len(config.temperatures) * config.repeats,
-    lambda advance: [
+  steps = len(config.temperatures) * config.repeats
+  with bar(console, 'Measuring', steps) as advance:
+    measured = [
       row
       for temperature in config.temperatures
       for row in _measure(config, pairs, temperature, advance)
-    ],
-  )
+    ]
   record = _record(config, measured, corpus)
   console.print(Table.from_json(record))
   console.print(f'n-grams of {corpus}')
@@ -224,11 +221,10 @@ def _measure(
 
 
 def _request(config: DrafterCostsConfig, temperature: float) -> Request:
-  inputs = np.random.default_rng(config.seed).integers(
-    3, config.target.vocab_size, (config.batch, config.input_len)
-  )
   return calls.make_request(
-    jnp.asarray(inputs, jnp.int32),
+    calls.random_inputs(
+      config.target, config.batch, config.input_len, config.seed
+    ),
     config.decode_len,
     config.gamma,
     SamplingConfig(temperature=temperature),

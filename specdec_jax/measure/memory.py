@@ -26,7 +26,7 @@ from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 
 # What cross-attention's keys and values were made with, once, by `prefill`.
-ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
+_ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
 _TABLE = 'embedder/embedding'  # of tokens or positions; a call reads rows of it
 
 
@@ -50,31 +50,6 @@ def param_shapes(
     return partitioning.place(network.init(jax.random.key(0)), placement)
 
   return jax.eval_shape(init)
-
-
-def param_bytes(network: LanguageModel, dtype: str = 'float32') -> int:
-  """Bytes of a model's parameters in `dtype`."""
-  return tree_bytes(param_shapes(network, partitioning.Placement(dtype)))
-
-
-def cache_bytes(
-  network: LanguageModel, batch: int, input_len: int, num_slots: int
-) -> int:
-  """Bytes of a model's caches.
-
-  Args:
-    network: whose computation's dtype is that of its caches.
-    batch: B.
-    input_len: E.
-    num_slots: T, such as `Request.cache_slots`.
-  """
-  inputs = jax.ShapeDtypeStruct((batch, input_len), jnp.int32)
-
-  def prefill(inputs):
-    params = network.init(jax.random.key(0))
-    return network.prefill(params, inputs, num_slots)
-
-  return tree_bytes(jax.eval_shape(prefill, inputs))
 
 
 def request_shapes(
@@ -151,19 +126,7 @@ def call_bytes(
     request: batch, input or prompt, and slots of the run.
     num_tokens: m, tokens a row that the call reads.
   """
-  flat = {
-    name: leaf
-    for name, leaf in _flat(params).items()
-    if not name.startswith('encoder/')
-  }
-  tables = {name: leaf for name, leaf in flat.items() if _TABLE in name}
-  weights = [
-    leaf
-    for name, leaf in flat.items()
-    if name not in tables and not any(part in name for part in ONCE)
-  ]
-  if not any('logits_dense/' in name for name in flat):
-    weights.append(_token_table(flat))  # it is the output layer, too
+  tables = [leaf for name, leaf in _flat(params).items() if _TABLE in name]
   cache: kv_cache.KVCache = jax.eval_shape(
     lambda *args: network.prefill(args[0], args[1], request.cache_slots),
     params,
@@ -176,14 +139,33 @@ def call_bytes(
     for position in range(first, first + request.slots)
   ]
   per_slot = tree_bytes((cache.keys, cache.values)) // cache.num_slots
-  rows = sum(_leaf_bytes(table) // table.shape[0] for table in tables.values())
+  rows = sum(_leaf_bytes(table) // table.shape[0] for table in tables)
   return CallBytes(
-    weights=tree_bytes(weights),
+    weights=tree_bytes(decoder_weights(params)),
     embeddings=request.inputs.shape[0] * num_tokens * rows,
     self_attention=per_slot * sum(attended) // len(attended),
     cross_attention=tree_bytes((cache.cross_keys, cache.cross_values)),
     written=per_slot * num_tokens,
   )
+
+
+def decoder_weights(params: Params) -> list[Any]:
+  """Leaves that each call of a decoder reads whole.
+
+  Not the encoder, nor what cross-attention's keys and values were made with; a
+  table of embeddings only where it is the output layer, too.
+  """
+  flat = _flat(params)
+  weights = [
+    leaf
+    for name, leaf in flat.items()
+    if not name.startswith('encoder/')
+    and _TABLE not in name
+    and not any(part in name for part in _ONCE)
+  ]
+  if not any('logits_dense/' in name for name in flat):
+    weights.append(_token_table(flat))
+  return weights
 
 
 def _flat(params: Params) -> dict[str, Any]:

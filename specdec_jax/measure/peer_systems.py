@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 
 from specdec_jax.checkpoints import huggingface
+from specdec_jax.engine.completion import decode
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tokenizer import Tokenizer
@@ -49,56 +50,68 @@ class System(NamedTuple):
   load: Callable[['Pair'], Generate]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-  """Two models, and what is made of them once for all systems.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairConfig:
+  """Two models, and how every system decodes with them.
 
   Attributes:
     target: a T5 with its parameters as the checkpoint has them.
-    draft: likewise.
+    draft: a smaller one with the same vocabulary, likewise.
     tokenizer: of both.
     gamma: proposals a round of this project's speculative loop.
-    max_input_len: tokens of an input, its end included.
-    max_decode_len: tokens of an output, its end included.
-    assistant_tokens: proposals a round of transformers' assistant; None is its
-      own default.
+    assistant_tokens: proposals a round of transformers' assistant; None leaves
+      its default.
     lookup_tokens: proposals a round of transformers' prompt lookup.
-    threads: of torch and CTranslate2.
-    folder: where converted models go.
+    max_input_len: tokens of an input, its end included; longer ones are cut.
+    max_decode_len: tokens of an output, its end included.
   """
 
   target: Model
   draft: Model
   tokenizer: Tokenizer
-  gamma: int
-  max_input_len: int
-  max_decode_len: int
-  assistant_tokens: int | None
-  lookup_tokens: int
+  gamma: int = 4
+  assistant_tokens: int | None = None
+  lookup_tokens: int = 3
+  max_input_len: int = 128
+  max_decode_len: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+  """Two models, and what is made of them once for all systems.
+
+  Attributes:
+    config: the models, and how they decode.
+    threads: of torch and CTranslate2.
+    folder: where converted models go.
+  """
+
+  config: PairConfig
   threads: int
   folder: pathlib.Path
 
   @functools.cached_property
   def engine(self) -> Engine:
     """This project's engine, of both its loops."""
+    config = self.config
     return Engine(
-      self.target,
-      self.draft,
-      tokenizer=self.tokenizer,
-      gamma=self.gamma,
-      max_input_len=self.max_input_len,
-      max_decode_len=self.max_decode_len,
+      config.target,
+      config.draft,
+      tokenizer=config.tokenizer,
+      gamma=config.gamma,
+      max_input_len=config.max_input_len,
+      max_decode_len=config.max_decode_len,
     )
 
   @functools.cached_property
   def target_folder(self) -> pathlib.Path:
     """The target as a Hugging Face folder."""
-    return self._export(self.target, 'target')
+    return self._export(self.config.target, 'target')
 
   @functools.cached_property
   def draft_folder(self) -> pathlib.Path:
     """The draft as a Hugging Face folder."""
-    return self._export(self.draft, 'draft')
+    return self._export(self.config.draft, 'draft')
 
   def _export(self, model: Model, name: str) -> pathlib.Path:
     if not isinstance(model.network, T5):
@@ -113,18 +126,18 @@ class Pair:
   def ctranslate2_folder(self) -> pathlib.Path:
     """The target as CTranslate2 has it, in float32."""
     folder = self.folder / 'ctranslate2'
-    _convert(self.target_folder, folder, self.tokenizer)
+    _convert(self.target_folder, folder, self.config.tokenizer)
     return folder
 
   def encode(self, text: str) -> list[int]:
     """Ids of an input as `Engine` cuts and ends it."""
-    ids = self.tokenizer.encode(text)[: self.max_input_len - 1]
-    return [*ids, self.tokenizer.eos_id]
+    tokenizer = self.config.tokenizer
+    ids = tokenizer.encode(text)[: self.config.max_input_len - 1]
+    return [*ids, tokenizer.eos_id]
 
   def decode(self, tokens: Sequence[int]) -> str:
     """Text of ids, without those that only pad the model's vocabulary."""
-    size = self.tokenizer.vocab_size
-    return self.tokenizer.decode(token for token in tokens if token < size)
+    return decode(self.config.tokenizer, tokens)
 
 
 def _own(pair: Pair, speculative: bool) -> Generate:
@@ -154,15 +167,17 @@ def _transformers(
   options: dict[str, Any] = {}
   if assisted:
     assistant = _load_transformers(pair.draft_folder)
-    if pair.assistant_tokens is not None:
-      assistant.generation_config.num_assistant_tokens = pair.assistant_tokens
+    if pair.config.assistant_tokens is not None:
+      assistant.generation_config.num_assistant_tokens = (
+        pair.config.assistant_tokens
+      )
     options['assistant_model'] = assistant
   if with_mask:
     # Of the start token. Without it each round of version 5.23 feeds the whole
     # prefix to the assistant again, onto a cache that holds it already.
     options['decoder_attention_mask'] = torch.ones((1, 1), dtype=torch.long)
   if lookup:
-    options['prompt_lookup_num_tokens'] = pair.lookup_tokens
+    options['prompt_lookup_num_tokens'] = pair.config.lookup_tokens
   calls = [0]
 
   def count(*_):
@@ -178,7 +193,7 @@ def _transformers(
       attention_mask=torch.ones_like(inputs),
       do_sample=False,
       num_beams=1,
-      max_new_tokens=pair.max_decode_len,
+      max_new_tokens=pair.config.max_decode_len,
       **options,
     )
     tokens = sequence[0, 1:].tolist()  # the start token is no output
@@ -218,14 +233,14 @@ def _ctranslate2(pair: Pair, compute_type: str) -> Generate:
     inter_threads=1,
     intra_threads=pair.threads,
   )
-  pieces = _Vocabulary(pair.tokenizer)
+  pieces = _Vocabulary(pair.config.tokenizer)
 
   def generate(text: str) -> Output:
     (done,) = translator.translate_batch(
       [[pieces.of_id(token) for token in pair.encode(text)]],
       beam_size=1,
       max_input_length=0,  # the input was cut already
-      max_decoding_length=pair.max_decode_len,
+      max_decoding_length=pair.config.max_decode_len,
       min_decoding_length=0,
       return_end_token=True,
     )

@@ -12,7 +12,6 @@ from typing import Any
 import rich.console
 
 from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.engine.engine import Model
 from specdec_jax.measure import timing
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.peer_systems import (
@@ -21,14 +20,14 @@ from specdec_jax.measure.peer_systems import (
   Generate,
   Output,
   Pair,
+  PairConfig,
   System,
 )
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import Cell, Column, Table, say
 from specdec_jax.measure.table import console as terminal
-from specdec_jax.text.tokenizer import Tokenizer
 
 INSTALL = "pip install -e '.[peers]'"
 # Versions that a result must be read with; transformers' assistant adapts its
@@ -46,24 +45,15 @@ _VERSIONS = (
 _PAUSE_SECONDS = 0.3
 
 
-@dataclasses.dataclass(frozen=True)
-class PeersConfig:
-  """One comparison: batch 1, float32, greedy.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeersConfig(PairConfig):
+  """One comparison of a `PairConfig`: batch 1, float32, greedy.
 
   Attributes:
-    target: a T5 and its parameters.
-    draft: a smaller one with the same vocabulary.
-    tokenizer: of both.
     input_file: UTF-8 text, one input a line.
     num_lines: how many of its lines are used; None is all.
     systems: names out of `peer_systems.SYSTEMS`; this project's plain loop,
       which the others are compared with, is always among them.
-    gamma: proposals a round of this project's speculative loop.
-    assistant_tokens: proposals a round of transformers' assistant; None leaves
-      its default.
-    lookup_tokens: proposals a round of transformers' prompt lookup.
-    max_input_len: tokens of an input, its end included; longer ones are cut.
-    max_decode_len: tokens of an output, its end included.
     repeats: timed passes over all lines, interleaved.
     threads: of torch and CTranslate2; None is one for each core that this
       process may use, as JAX takes them.
@@ -74,17 +64,9 @@ class PeersConfig:
     ValueError: a number is too small, or a system is not known.
   """
 
-  target: Model
-  draft: Model
-  tokenizer: Tokenizer
   input_file: str
   num_lines: int | None = None
   systems: Sequence[str] = tuple(SYSTEMS)
-  gamma: int = 4
-  assistant_tokens: int | None = None
-  lookup_tokens: int = 3
-  max_input_len: int = 128
-  max_decode_len: int = 128
   repeats: int = 5
   threads: int | None = None
   output_file: str | None = None
@@ -144,24 +126,21 @@ def compare(
   texts = texts[: config.num_lines]
   entrants = {name: _Entrant() for name in names}
 
-  def load(advance):
-    for name, entrant in entrants.items():
-      _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
-      advance()
-
-  def measure(advance):
-    for _ in range(config.repeats):
-      for entrant in entrants.values():
-        _guarded(entrant, _pass, entrant, texts)
-        advance()
-
   with tempfile.TemporaryDirectory() as folder:
-    pair = _pair(config, pathlib.Path(folder))
-    with_progress(console, 'Loading', len(names), load)
+    threads = config.threads or describe()['cores']
+    pair = Pair(config, threads, pathlib.Path(folder))
+    with bar(console, 'Loading', len(names)) as advance:
+      for name, entrant in entrants.items():
+        _guarded(entrant, _load, SYSTEMS[name], pair, entrant, texts)
+        advance()
     if entrants[PLAIN].failure:
       raise ValueError(f'{PLAIN} failed: {entrants[PLAIN].failure}')
-    with_progress(console, 'Measuring', config.repeats * len(names), measure)
-  record = _record(config, pair.threads, texts, entrants)
+    with bar(console, 'Measuring', config.repeats * len(names)) as advance:
+      for _ in range(config.repeats):
+        for entrant in entrants.values():
+          _guarded(entrant, _pass, entrant, texts)
+          advance()
+  record = _record(config, threads, texts, entrants)
   _print(console, record)
   if config.output_file:
     record.save(config.output_file)
@@ -177,17 +156,6 @@ def _check_packages(names: Sequence[str]) -> None:
       f'The peers need packages that are not installed: {", ".join(missing)}.'
       f' Install them by {INSTALL}, or choose fewer systems.'
     )
-
-
-def _pair(config: PeersConfig, folder: pathlib.Path) -> Pair:
-  shared = {field.name for field in dataclasses.fields(Pair)}
-  values = {
-    field.name: getattr(config, field.name)
-    for field in dataclasses.fields(config)
-    if field.name in shared
-  }
-  threads = config.threads or describe()['cores']
-  return Pair(**values | {'folder': folder, 'threads': threads})
 
 
 def _guarded(entrant: _Entrant, function: Callable, *args: Any) -> None:
@@ -310,13 +278,9 @@ def _version(package: str) -> str | None:
 def _print(console: rich.console.Console, record: Mapping[str, Any]) -> None:
   console.print(Table.from_json(record))
   versions = record['versions'].items()
-  _say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
+  say(console, ', '.join(f'{name} {v or "absent"}' for name, v in versions))
   for name, result in record['results'].items():
     if result['failure']:
-      _say(console, f'{name} failed: {result["failure"]}')
+      say(console, f'{name} failed: {result["failure"]}')
     elif changed := result['lines_that_changed']:
-      _say(console, f'{name}: {changed} lines changed from pass to pass')
-
-
-def _say(console: rich.console.Console, message: str) -> None:
-  console.print(message, markup=False, highlight=False, soft_wrap=True)
+      say(console, f'{name}: {changed} lines changed from pass to pass')

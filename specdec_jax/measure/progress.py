@@ -4,8 +4,7 @@ On a terminal only: a pipe gets nothing of it.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import rich.console
 import rich.progress
@@ -33,13 +32,9 @@ class Bar:
     self._progress.update(self._task, description=phase)
 
 
-def with_progress(
-  console: rich.console.Console,
-  label: str,
-  total: int,
-  work: Callable[[Bar], Any],
-) -> Any:
-  """Returns work(bar), behind a bar where the console is a terminal."""
+@contextlib.contextmanager
+def bar(console: rich.console.Console, label: str, total: int) -> Iterator[Bar]:
+  """A bar of `total` steps, while the block runs."""
   progress = rich.progress.Progress(
     rich.progress.SpinnerColumn(),  # it moves while the first step compiles
     *rich.progress.Progress.get_default_columns(),
@@ -49,4 +44,4 @@ def with_progress(
     disable=not console.is_terminal,
   )
   with progress:
-    return work(Bar(progress, progress.add_task(label, total=total)))
+    yield Bar(progress, progress.add_task(label, total=total))

@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.files import same_run
 from specdec_jax.measure import environment
 
 # Of the form of a file; those of before there were versions are read as 1.
@@ -92,3 +93,38 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
     )
   machine = found.pop('machine', {})
   return Record(kind, found, machine)
+
+
+def earlier(
+  path: str | os.PathLike[str],
+  kind: str,
+  settings: Mapping[str, Any],
+  had: Callable[[Record], Mapping[str, Any]],
+  what_to_do: str,
+) -> Record | None:
+  """The record that an earlier run of these settings left, if there is one.
+
+  Args:
+    path: where it would be.
+    kind: that it must have.
+    settings: of this run.
+    had: the settings that a record was made with; further ones do not count.
+    what_to_do: a sentence for the user whose file is another one.
+
+  Raises:
+    ValueError: the file is no such record, or one of other settings.
+  """
+  path = os.fspath(path)
+  if not os.path.exists(path):
+    return None
+  try:
+    found = load(path, kind)
+    before = had(found)
+    before = {name: before.get(name) for name in settings}
+  except (ValueError, TypeError, LookupError, AttributeError) as error:
+    raise ValueError(
+      f'{path!r} is no record of such a run ({error!r}). {what_to_do}'
+    ) from error
+  what = f'{path!r} was measured with other settings'
+  same_run.check(before, settings, what, what_to_do)
+  return found

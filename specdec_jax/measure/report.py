@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import rich.console
-import rich.progress
 
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, num_steps
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
 
@@ -17,12 +16,8 @@ def show(
 ) -> Mapping[str, Any]:
   """Runs a benchmark behind a progress bar, prints its tables; its record."""
   console = console or terminal()
-  record = with_progress(
-    console,
-    'Measuring',
-    num_steps(config),
-    lambda bar: benchmark(config, bar, bar.say),
-  )
+  with bar(console, 'Measuring', num_steps(config)) as advance:
+    record = benchmark(config, advance, advance.say)
   for setting in record['settings']:
     console.print(times(record, setting))
     console.print(summary(record, setting))
@@ -30,7 +25,7 @@ def show(
 
 
 def forced_note(record: Mapping[str, Any]) -> str:
-  """What every table and plot of forced acceptance has to say; else ''."""
+  """The remark on forced acceptance in a title; '' where it was real."""
   rate = record['forced_acceptance']
   if rate is None:
     return ''
@@ -38,7 +33,7 @@ def forced_note(record: Mapping[str, Any]) -> str:
 
 
 def title(record: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
-  """What one setting's numbers are of."""
+  """The title of one setting's tables."""
   return (
     f'{record["name"]}: {record["weights"]} weights{forced_note(record)}; batch'
     f' {setting["batch"]}, input {setting["input_len"]}, output'
@@ -48,7 +43,7 @@ def title(record: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
 
 
 def times(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
-  """Everything that was timed in one setting."""
+  """All times of one setting."""
   columns: list[Column | str] = [
     'what',
     *(Column(name, '.3f') for name in ('median ms', 'min', 'max')),
@@ -70,7 +65,7 @@ def times(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
 
 
 def summary(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
-  """What one setting says: costs, and for each gamma what it is worth."""
+  """Costs in one setting, and for each gamma its speed-up."""
   plain = setting['times_ms']['plain_loop']['median']
   rows = [
     ['plain loop, ms a token', f'{plain:.2f}'],

@@ -193,6 +193,11 @@ def plain_markdown(text: str) -> str:
   return flat.replace('&', '&amp;').replace('<', '&lt;')
 
 
+def say(console: rich.console.Console, sentence: str) -> None:
+  """Prints a sentence as it is; it may hold what rich takes for markup."""
+  console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
 def console() -> rich.console.Console:
   """Standard output, as wide as COLUMNS or the terminal says.
 

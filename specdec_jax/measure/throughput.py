@@ -15,9 +15,9 @@ from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.schedule import Settings
-from specdec_jax.measure import calibration, residency
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.engine.schedule import PoolSettings
+from specdec_jax.measure import calibration
+from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.measure.table import console as terminal
@@ -26,6 +26,7 @@ from specdec_jax.measure.timed_runs import (
   read_examples,
   run_continuous,
   run_fixed,
+  watch_memory,
 )
 from specdec_jax.probs import SamplingConfig
 
@@ -48,10 +49,10 @@ class ThroughputConfig:
     batch_size: B, rows decoded together.
     speculative: whether the drafter helps in all four ways.
     temperature: of the target.
-    refill: `Settings.refill`.
-    max_rounds: `Settings.max_rounds`.
+    refill: `PoolSettings.refill`.
+    max_rounds: `PoolSettings.max_rounds`.
     pools: smaller numbers of rows that the last ones may move to, with the
-      engine's gamma; see `Settings.gammas`. Only where `speculative` is set.
+      engine's gamma; see `PoolSettings.gammas`. Only with `speculative`.
     repeats: interleaved rounds of the four ways.
     looks: pairs (max_rounds, refill) that are compared, on `sweep_examples`.
     sweep_batches: batch sizes of the plot; empty leaves it out.
@@ -75,7 +76,7 @@ class ThroughputConfig:
   speculative: bool = True
   temperature: float = 0.0
   refill: int | None = None
-  max_rounds: int = Settings.max_rounds
+  max_rounds: int = PoolSettings.max_rounds
   pools: Sequence[int] = ()
   repeats: int = 3
   looks: Sequence[Sequence[int]] = ()
@@ -96,8 +97,8 @@ class ThroughputConfig:
       check_all_at_least(self, sweep_batches=1)
     self.settings(SHORTEST)  # raises where a number of it is too small
 
-  def settings(self, way: str, **changes) -> Settings:
-    """Of one of the two continuous ways."""
+  def settings(self, way: str, **changes) -> PoolSettings:
+    """Returns the settings of GIVEN or SHORTEST, with `changes`."""
     order = 'given' if way == GIVEN else 'shortest'
     values: dict[str, Any] = {
       'rows': self.batch_size,
@@ -105,7 +106,7 @@ class ThroughputConfig:
       'max_rounds': self.max_rounds,
       'order': order,
     }
-    return Settings(**(values | changes))
+    return PoolSettings(**(values | changes))
 
 
 def measure_throughput(
@@ -144,14 +145,10 @@ def measure_throughput(
     # the slots have their whole width from the start.
     decoder = Continuous(engine, config.settings(GIVEN))
     many = texts[: config.memory_examples]
-    memory = residency.watch(decoder, many, **options)
+    memory = watch_memory(decoder, many, **options)
   some = texts[: config.num_examples]
-  rounds = with_progress(
-    console,
-    'Ways',
-    4 * config.repeats,
-    lambda advance: _ways(config, engine, some, options, advance),
-  )
+  with bar(console, 'Ways', 4 * config.repeats) as advance:
+    rounds = _ways(config, engine, some, options, advance)
   values: dict[str, Any] = {
     'examples': len(some),
     'batch_size': config.batch_size,
@@ -162,12 +159,9 @@ def measure_throughput(
     'ratios': _ratios(rounds),
   }
   values['looks'] = _looks(config, engine, texts, options)
-  values['sweep'] = with_progress(
-    console,
-    'Batch sizes',
-    len(config.sweep_batches) * (2 if chosen is None else 3),
-    lambda advance: _sweep(config, engine, texts, options, chosen, advance),
-  )
+  steps = len(config.sweep_batches) * (2 if chosen is None else 3)
+  with bar(console, 'Batch sizes', steps) as advance:
+    values['sweep'] = _sweep(config, engine, texts, options, chosen, advance)
   if memory is not None:
     values['memory'] = memory
   record = Record('throughput', values)
@@ -235,7 +229,7 @@ def _ratios(rounds) -> dict[str, dict[str, Any]]:
 
 
 def _looks(config, engine, texts, options) -> list[dict[str, Any]]:
-  """What it costs to look more often, and what more seldom."""
+  """Records of runs where the host looks more often, or more seldom."""
   found = []
   for max_rounds, refill in config.looks:
     changes = {'max_rounds': max_rounds, 'refill': refill}

@@ -72,7 +72,7 @@ def plot_throughput(
 
 
 def _pools(sweep: Sequence[Mapping[str, Any]]) -> str:
-  """What lifts the curve of gamma by rows; '' where there is none."""
+  """Why the curve of gamma by rows is above; '' where there is none."""
   largest = max(row['batch_size'] for row in sweep)
   full = {
     row['mode']: row['occupancy']

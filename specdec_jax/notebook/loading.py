@@ -15,7 +15,7 @@ from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.load import is_huggingface, locate
 from specdec_jax.checks.memory import device_bytes
 from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.engine.job import SMALLEST_PROMPT
+from specdec_jax.engine.padding import SMALLEST_PROMPT
 from specdec_jax.engine.pair import check_vocabulary_size, load_model
 from specdec_jax.files.locations import Location
 from specdec_jax.measure import memory

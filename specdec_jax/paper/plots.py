@@ -56,76 +56,39 @@ class Point(NamedTuple):
   forced_acceptance: float | None = None
 
 
-def _rates(highest: float) -> np.ndarray:
-  return np.linspace(0, highest, 191)
+def gamma_curves(closed_form: Callable[..., Any], *ratio: float) -> list[Curve]:
+  """A closed form over alpha in [0, 1], a curve for each of `GAMMAS`.
 
-
-def _gamma_curves(
-  gammas: Sequence[int], closed_form: Callable[..., Any], *args: float
-) -> list[Curve]:
-  """closed_form(alpha, gamma, *args) over alpha in [0, 1]."""
-  rates = _rates(1.0)
+  Args:
+    closed_form: a function of `analysis`: alpha, gamma, `ratio` -> value.
+    *ratio: c or c-hat, where it takes one.
+  """
+  rates = np.linspace(0, 1, 191)
   return [
-    Curve(gamma, rates, np.asarray(closed_form(rates, gamma, *args)))
-    for gamma in gammas
+    Curve(gamma, rates, np.asarray(closed_form(rates, gamma, *ratio)))
+    for gamma in GAMMAS
   ]
 
 
-def expected_tokens_curves(gammas: Sequence[int] = GAMMAS) -> list[Curve]:
-  """Returns Eq. 1 over alpha in [0, 1], a curve for each gamma."""
-  return _gamma_curves(gammas, analysis.expected_tokens)
+def optimal_gamma_curves() -> list[Curve]:
+  """The best gamma over alpha in [0, MAX_RATE], a curve for each c.
 
-
-def walltime_curves(
-  gammas: Sequence[int] = GAMMAS, cost_ratio: float = 0.0
-) -> list[Curve]:
-  """Returns Theorem 3.8 over alpha in [0, 1], a curve for each gamma."""
-  return _gamma_curves(gammas, analysis.walltime_factor, cost_ratio)
-
-
-def operations_curves(
-  gammas: Sequence[int] = GAMMAS, operations_ratio: float = 0.0
-) -> list[Curve]:
-  """Returns Theorem 3.11 over alpha in [0, 1], a curve for each gamma."""
-  return _gamma_curves(gammas, analysis.operations_factor, operations_ratio)
-
-
-def optimal_gamma_curves(
-  cost_ratios: Sequence[float] = COST_RATIOS,
-  max_gamma: int = MAX_GAMMA,
-  call_cost: Sequence[float] | None = None,
-) -> list[Curve]:
-  """Returns the best gamma over alpha in [0, MAX_RATE], a curve for each c.
-
-  Section 3.5 of the paper.
-
-  Args:
-    cost_ratios: c.
-    max_gamma: the largest gamma that is considered.
-    call_cost: v(1)..v(max_gamma + 1), measured; None takes all as 1.
+  Section 3.5 of the paper; target calls of any length cost the same.
   """
-  rates = _rates(MAX_RATE)
-  costs = None if call_cost is None else np.asarray(call_cost, np.float32)
+  rates = np.linspace(0, MAX_RATE, 191)
   return [
-    Curve(
-      cost,
-      rates,
-      np.asarray(analysis.optimal_gamma(rates, cost, max_gamma, costs)),
-    )
-    for cost in cost_ratios
+    Curve(c, rates, np.asarray(analysis.optimal_gamma(rates, c, MAX_GAMMA)))
+    for c in COST_RATIOS
   ]
 
 
 def plot_expected_tokens(
-  path: str | os.PathLike[str],
-  gammas: Sequence[int] = GAMMAS,
-  points: Sequence[Point] = (),
+  path: str | os.PathLike[str], points: Sequence[Point] = ()
 ) -> None:
   """Figure 2: expected tokens a round over alpha, and measured ones.
 
   Args:
     path: of the PNG; replaced whole or not at all.
-    gammas: a curve each.
     points: measured tokens a call of the target; `parameter` is gamma.
 
   Raises:
@@ -134,8 +97,8 @@ def plot_expected_tokens(
 
   def draw(figure):
     axes = figure.subplots()
-    _draw_curves(axes, expected_tokens_curves(gammas), _gamma_label)
-    _draw_points(axes, points, gammas)
+    _draw_curves(axes, gamma_curves(analysis.expected_tokens), _gamma_label)
+    _draw_points(axes, points, GAMMAS)
     _finish(
       axes,
       'tokens a call of the target',
@@ -147,61 +110,41 @@ def plot_expected_tokens(
 
 
 def plot_optimal_gamma(
-  path: str | os.PathLike[str],
-  cost_ratios: Sequence[float] = COST_RATIOS,
-  points: Sequence[Point] = (),
-  *,
-  max_gamma: int = MAX_GAMMA,
-  call_cost: Sequence[float] | None = None,
+  path: str | os.PathLike[str], points: Sequence[Point] = ()
 ) -> None:
   """Figure 3: the best gamma over alpha, for several c.
 
   Args:
     path: of the PNG; replaced whole or not at all.
-    cost_ratios: a curve each.
     points: the best gamma that was measured; `parameter` is c.
-    max_gamma: the largest gamma that is considered.
-    call_cost: v(1)..v(max_gamma + 1), measured; None takes all as 1, as the
-      paper does. The title says which.
 
   Raises:
-    ValueError: matplotlib is not installed, or `call_cost` is too short.
+    ValueError: matplotlib is not installed.
   """
-  curves = optimal_gamma_curves(cost_ratios, max_gamma, call_cost)
-  label = r'optimal $\gamma$'
-  if any(np.any(curve.values == max_gamma) for curve in curves):
-    label += f' (at most {max_gamma})'
-  title = 'Figure 3: target calls of any length cost the same'
-  if call_cost is not None:
-    title = 'Figure 3: with the measured costs of target calls'
 
   def draw(figure):
     axes = figure.subplots()
-    _draw_curves(axes, curves, lambda cost: f'c = {cost:g}', steps=True)
-    _draw_points(axes, points, cost_ratios)
-    _finish(axes, label, points, title)
+    _draw_curves(
+      axes, optimal_gamma_curves(), lambda cost: f'c = {cost:g}', steps=True
+    )
+    _draw_points(axes, points, COST_RATIOS)
+    title = 'Figure 3: target calls of any length cost the same'
+    _finish(axes, r'optimal $\gamma$', points, title)
 
   save(path, draw)
 
 
 def plot_tradeoff(
   path: str | os.PathLike[str],
-  gammas: Sequence[int] = GAMMAS,
   speed_points: Sequence[Point] = (),
   operations_points: Sequence[Point] = (),
-  *,
-  cost_ratio: float = 0.0,
-  operations_ratio: float = 0.0,
 ) -> None:
-  """Figure 4: speed-up, and increase of arithmetic, over alpha.
+  """Figure 4: speed-up, and increase of arithmetic, over alpha; c = c-hat = 0.
 
   Args:
     path: of the PNG; replaced whole or not at all.
-    gammas: a curve each.
     speed_points: measured speed-ups; `parameter` is gamma.
     operations_points: measured increases; `parameter` is gamma.
-    cost_ratio: c; the paper has 0.
-    operations_ratio: c-hat; the paper has 0.
 
   Raises:
     ValueError: matplotlib is not installed.
@@ -209,25 +152,24 @@ def plot_tradeoff(
 
   def draw(figure):
     left, right = figure.subplots(1, 2)
-    _draw_curves(left, walltime_curves(gammas, cost_ratio), _gamma_label)
-    _draw_points(left, speed_points, gammas)
+    speed = gamma_curves(analysis.walltime_factor, 0.0)
+    _draw_curves(left, speed, _gamma_label)
+    _draw_points(left, speed_points, GAMMAS)
     _finish(
       left,
       'times faster than plain decoding',
       speed_points,
-      f'Figure 4, speed: Theorem 3.8, c = {cost_ratio:g}'
+      'Figure 4, speed: Theorem 3.8, c = 0'
       + ('\npoints: measured, each with its own c' if speed_points else ''),
     )
-    _draw_curves(
-      right, operations_curves(gammas, operations_ratio), _gamma_label
-    )
-    _draw_points(right, operations_points, gammas)
+    operations = gamma_curves(analysis.operations_factor, 0.0)
+    _draw_curves(right, operations, _gamma_label)
+    _draw_points(right, operations_points, GAMMAS)
     _finish(
       right,
       'times the arithmetic of plain decoding',
       operations_points,
-      rf'Figure 4, operations: Theorem 3.11, $\hat{{c}}$ ='
-      f' {operations_ratio:g}',
+      r'Figure 4, operations: Theorem 3.11, $\hat{c}$ = 0',
       free='upper right',
     )
 

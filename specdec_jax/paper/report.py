@@ -154,7 +154,7 @@ class Comparison:
 
   @property
   def about(self) -> str:
-    """What the values are, and how many rows were measured."""
+    """The quantity, the number of measured rows, and the caption."""
     measured = sum(row.measured is not None for row in self.rows)
     said = f'{self.quantity}; {measured} of {len(self.rows)} rows measured.'
     return f'{said} {self.caption}'.rstrip()

@@ -154,7 +154,7 @@ class _Work:
     self._engine: Engine | None = None
 
   def _placed(self) -> list[MeasureAlphaConfig]:
-    """What is to be measured, each with a file for its record."""
+    """The measurements of acceptance, each with a file for its record."""
     found = []
     for make in self.config.alphas:
       one = make()

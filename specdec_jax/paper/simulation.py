@@ -1,8 +1,8 @@
-"""The little experiment behind Appendix A.1: what becomes of one proposal.
+"""The experiment behind Appendix A.1: what becomes of one proposal.
 
 A token is proposed by one distribution; Algorithm 1 for another keeps it or
 draws a new one. How likely each token is to come in either way is known exactly
-(with lenience, see `speculative`). `simulate` shows that, and lets the shipped
+(with lenience, see `verify`). `simulate` shows that, and lets the shipped
 `verify` do it at random, many times.
 """
 
@@ -20,7 +20,7 @@ from scipy import special
 
 from specdec_jax import analysis, probs
 from specdec_jax.checks.fields import check_types
-from specdec_jax.measure.table import Cell, Column, Table
+from specdec_jax.measure.table import Cell, Column, Table, say
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.paper.speculative_execution import settle
 from specdec_jax.verify import check_lenience
@@ -97,7 +97,7 @@ def outcomes(
   draft_probs: Sequence[float] | np.ndarray,
   lenience: float = 1.0,
 ) -> Outcomes:
-  """The exact law of one proposal; Appendix A.1, and `speculative` on lenience.
+  """The exact law of one proposal; Appendix A.1, and `verify` on lenience.
 
   Args:
     target_probs: float[V], normalised here.
@@ -191,12 +191,12 @@ def simulate(
   console.print(_exact_table(config, exact))
   console.print(_measured_table(config, measured, errors, z_scores))
   for line in _notes(config, exact, record):
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(console, line)
   return record
 
 
 def standard_error(expected: np.ndarray, num_samples: int) -> np.ndarray:
-  """Of a frequency among `num_samples` draws of the given probability."""
+  """Standard error of a frequency in `num_samples` draws of a probability."""
   return np.sqrt(expected * np.maximum(1 - expected, 0) / num_samples)
 
 
@@ -263,7 +263,7 @@ def _measured_table(config, measured, errors, z_scores) -> Table:
 
 
 def _notes(config, exact: Outcomes, record) -> list[str]:
-  """What the tables do not say."""
+  """Sentences below the tables."""
   beta = exact.acceptance_prob
   error = float(standard_error(np.asarray(beta), config.num_samples))
   share = float(np.sum(record['measured']['accepted']))

@@ -5,7 +5,6 @@ stopped goes on where it was. The target's parameters are drawn once.
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -13,7 +12,6 @@ from typing import Any
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import device_bytes
-from specdec_jax.files import same_run
 from specdec_jax.measure import memory
 from specdec_jax.measure.benchmark import (
   BenchmarkConfig,
@@ -22,6 +20,7 @@ from specdec_jax.measure.benchmark import (
   grid,
 )
 from specdec_jax.measure.measured_pair import random_params
+from specdec_jax.measure.record import Record, earlier
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement, place
@@ -75,7 +74,7 @@ def records_of(output_dir: str) -> str:
 
 
 def row_name(row: printed.Table2Row | printed.Table4Row) -> str:
-  """Such as 'ende-t5_small-T0'."""
+  """The name of a row, such as 'ende-t5_small-T0'."""
   return f'{row.task}-{row.draft}-T{row.temperature}'
 
 
@@ -91,7 +90,7 @@ def row_path(output_dir: str | None, row: printed.Table2Row) -> pathlib.Path:
 
 def run(
   config: SuiteConfig, say: Callable[[str], None] = print
-) -> dict[str, Any]:
+) -> dict[str, Record]:
   """Measures every row that has no record yet.
 
   Args:
@@ -132,43 +131,35 @@ def run(
   return read(config)
 
 
-def read(config: SuiteConfig) -> dict[str, Any]:
+def read(config: SuiteConfig) -> dict[str, Record]:
   """Returns the records that the suite has left so far.
 
   Raises:
     ValueError: one is of other settings.
   """
-  return {
-    row_name(row): _record(config, row)
-    for row in rows(config)
-    if row_path(config.output_dir, row).exists()
-  }
+  found = {row_name(row): _record(config, row) for row in rows(config)}
+  return {name: one for name, one in found.items() if one is not None}
 
 
-def _record(config: SuiteConfig, row: printed.Table2Row) -> dict[str, Any]:
-  """A row's record, if it is of this suite."""
-  path = row_path(config.output_dir, row)
-  try:
-    record = json.loads(path.read_text('utf-8'))
-    (setting,) = record['settings']
-    (measured,) = setting['gammas']
-    had = {**record, **setting, 'gamma': measured['gamma']}
-  except (OSError, ValueError, TypeError, LookupError) as error:
-    raise ValueError(
-      f'{str(path)!r} is no record of a row ({error}). Remove it, or choose'
-      ' another folder.'
-    ) from error
+def _record(config: SuiteConfig, row: printed.Table2Row) -> Record | None:
+  """A row's record, if there is one."""
   benchmarked = _benchmark(config, row, None)
   (point,) = grid(benchmarked)
   wanted = {**described(benchmarked), **point._asdict(), 'gamma': row.gamma}
-  same_run.check(
-    {key: had[key] for key in wanted if key in had},
+
+  def settings(record: Record) -> dict[str, Any]:
+    (setting,) = record['settings']
+    (measured,) = setting['gammas']
     # What older records do not say, their name stands for.
-    {key: wanted[key] for key in wanted if key in had},
-    f'{str(path)!r} was measured with other settings',
+    return {**wanted, **record, **setting, 'gamma': measured['gamma']}
+
+  return earlier(
+    row_path(config.output_dir, row),
+    'benchmark',
+    wanted,
+    settings,
     'Remove it, or choose another folder.',
   )
-  return record
 
 
 def _plan(config: SuiteConfig, row: printed.Table2Row) -> memory.Plan:

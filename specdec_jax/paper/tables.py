@@ -64,7 +64,7 @@ def table2(
   """Table 2: walltime against the plain loop.
 
   Args:
-    records: of `suite.read`.
+    records: of `table2_suite.read`.
     rows: of the paper, that are to be shown.
     missing: why a row has no record.
   """

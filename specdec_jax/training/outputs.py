@@ -16,7 +16,8 @@ import numpy as np
 
 from specdec_jax import files, partitioning
 from specdec_jax.checks.fields import check_types
-from specdec_jax.decoding import autoregressive
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
@@ -138,11 +139,12 @@ class Decoder:
       An output for each source.
     """
     request = self._request(sources, ids, temperature)
-    state = _start(self._model, params, request)
+    loop, pair = Loop(self._model), PairParams(params, None)
+    state = _start(loop, pair, request)
     rounds = jnp.int32(_ROUNDS_A_LOOK)
     allowed = int(self._config.max_unfinished * len(sources))
     while np.sum(np.asarray(state.running)) > allowed:
-      state = _run(self._model, params, request, state, rounds)
+      state = _run(loop, pair, request, state, rounds)
     tokens, length, reason = jax.device_get(
       (state.tokens, state.length, state.finish_reason)
     )
@@ -179,8 +181,8 @@ class Decoder:
 
 
 # Compiled once for a model and a shape, whoever decodes.
-_start = jax.jit(autoregressive.start, static_argnums=0)
-_run = jax.jit(autoregressive.run, static_argnums=0, donate_argnums=3)
+_start = jax.jit(Loop.start, static_argnums=0)
+_run = jax.jit(Loop.run, static_argnums=0, donate_argnums=3)
 
 
 def generate_outputs(

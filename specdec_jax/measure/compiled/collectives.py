@@ -16,11 +16,6 @@ _COLLECTIVE = re.compile(
   r'(-start)?\('
 )
 _SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
-_CALLED = re.compile(
-  r'(?:body|condition|calls|called_computations|to_apply|true_computation'
-  r'|false_computation)=\{?%?([\w.-]+)'
-)
-_BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ENTRY = re.compile(r'^ENTRY %?([\w.-]+)', re.MULTILINE)
 _BITS = re.compile(r'\D+(\d+)')
@@ -64,15 +59,12 @@ def _walk(
   for line in known.get(name, []):
     if found := _COLLECTIVE.match(line):
       yield _collective(found, times, looped)
-    called = set(_CALLED.findall(line))
-    for branches in _BRANCHES.findall(line):
-      called |= {part.strip().lstrip('%') for part in branches.split(',')}
     inner, inside = times, looped
     if ' while(' in line:
       trips = _TRIPS.search(line)
       # The rounds are the one loop that ends when its rows are finished.
       inner, inside = (times * int(trips[1]), looped) if trips else (1, True)
-    for one in called:
+    for one in program_text.called_by(line):
       yield from _walk(known, one, inner, inside)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterator
 
@@ -10,7 +11,10 @@ _INSTRUCTION = re.compile(
   r'^\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\](?:\{([^}]*)\})?\S* '
   r'([\w-]+)\(%?([\w.-]*)(,?)'
 )
-_CALLED = re.compile(r'(?:body|condition|calls|to_apply)=%?([\w.-]+)')
+_CALLED = re.compile(
+  r'(?:body|condition|calls|called_computations|to_apply|true_computation'
+  r'|false_computation)=\{?%?([\w.-]+)'
+)
 _BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # Traffic with the host; on a TPU a callback is a pair of these.
@@ -108,10 +112,7 @@ def inspect(text: str, weights: Collection[tuple[int, ...]]) -> Findings:
 def _summarise(found: list[tuple[int, _Instruction]]) -> WeightCopies:
   sizes = {True: 0, False: 0}
   for itemsize, one in found:
-    count = itemsize
-    for size in one.shape:
-      count *= size
-    sizes[one.looped] += count
+    sizes[one.looped] += itemsize * math.prod(one.shape)
   return WeightCopies(len(found), sizes[False], sizes[True])
 
 
@@ -132,6 +133,14 @@ def computations(text: str) -> dict[str, list[str]]:
   return found
 
 
+def called_by(line: str) -> set[str]:
+  """Names of the computations that an instruction calls."""
+  names = set(_CALLED.findall(line))
+  for branches in _BRANCHES.findall(line):
+    names |= {part.strip().lstrip('%') for part in branches.split(',')}
+  return names
+
+
 def _instructions(text: str) -> Iterator[_Instruction]:
   """All instructions outside fusions, by computation."""
   known = computations(text)
@@ -140,9 +149,7 @@ def _instructions(text: str) -> Iterator[_Instruction]:
   fused: set[str] = set()
   for name, lines in known.items():
     for line in lines:
-      names = set(_CALLED.findall(line))
-      for branches in _BRANCHES.findall(line):
-        names |= {part.strip().lstrip('%') for part in branches.split(',')}
+      names = called_by(line)
       called[name] |= names
       if ' while(' in line:
         bodies |= names

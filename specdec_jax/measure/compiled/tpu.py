@@ -100,8 +100,9 @@ class Compiler:
       donated: indices of arguments to update in place, as `jax.jit` counts.
 
     Returns:
-      The program's record, bytes and `hlo.Findings`, or `refused` alone where
-      the chip cannot hold it; and the shapes of its result, on the chip.
+      The program's record, bytes and `program_text.Findings`, or `refused`
+      alone where the chip cannot hold it; and the shapes of its result, on the
+      chip.
     """
     leaves, tree = jax.tree.flatten((params, args))
     key = (key, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
@@ -127,8 +128,8 @@ def record_of(
     params: shapes of the parameters, with shardings.
 
   Returns:
-    Bytes of a chip and `hlo.Findings`, or `refused` alone where a chip cannot
-    hold it; and the program's text.
+    Bytes of a chip and `program_text.Findings`, or `refused` alone where a chip
+    cannot hold it; and the program's text.
   """
   begin = time.perf_counter()
   try:

@@ -8,32 +8,27 @@ check, for it counts what is prefetched on the chip as well.
 
 import dataclasses
 import functools
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import rich.console
 
-from specdec_jax import analysis, files
+from specdec_jax import analysis
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import GIB
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.files import same_run
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import tpu, tpu_report
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.compiled.tpu_rows import compile_rows
+from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
-
-# What `_key` tells -> the record of a row.
-_Done = dict[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +78,7 @@ def check(
   config: TpuCheckConfig,
   rows: Sequence[printed.Table2Row],
   console: rich.console.Console | None = None,
-) -> dict[str, Any]:
+) -> Record:
   """Compiles every row that has no result yet, and writes the report.
 
   Args:
@@ -92,7 +87,7 @@ def check(
     console: for the table; stdout unless given.
 
   Returns:
-    What is in results.json: settings, and a record for each row.
+    What is in results.json: settings, and a result for each row.
 
   Raises:
     ValueError: libtpu is missing; a row names a draft or task that `config`
@@ -100,35 +95,22 @@ def check(
   """
   console = console or terminal()
   _check_rows(config, rows)
-  device = tpu.describe_chip()
-  settings = settings_of(config, f'{device.device_kind}, {tpu.TOPOLOGY}')
-  done = load_done(config.output_dir, settings, _key)
-  compiler = tpu.Compiler(device)
-
-  def work(advance):
-    for row in rows:
-      # First, too: a run that goes on shows at once what there is.
-      _write(config, _results(settings, rows, done))
-      key = _key(row._asdict())
-      if key not in done:
-        done[key] = _check_row(config, row, compiler)
-      advance()
-
-  with_progress(console, 'Compiling', len(rows), work)
-  results = _results(settings, rows, done)
-  _write(config, results)
+  chip = tpu.describe_chip()
+  compiler = tpu.Compiler(chip)
+  results = compile_rows(
+    config,
+    'tpu_check',
+    f'{chip.device_kind}, {tpu.TOPOLOGY}',
+    {
+      _name(row._asdict()): functools.partial(_check_row, config, row, compiler)
+      for row in rows
+    },
+    _name,
+    tpu_report.markdown,
+    console,
+  )
   tpu_report.show(console, results)
   return results
-
-
-def _results(
-  settings: dict[str, Any], rows: Sequence[printed.Table2Row], done: _Done
-) -> dict[str, Any]:
-  """What is there, and the names of the rows that are not."""
-  keys = [_key(row._asdict()) for row in rows]
-  missing = [' '.join(map(str, key)) for key in keys if key not in done]
-  found = [done[key] for key in keys if key in done]
-  return {'settings': settings, 'rows': found, 'missing': missing}
 
 
 def _check_rows(
@@ -147,60 +129,10 @@ def _check_rows(
         )
 
 
-def settings_of(config: Any, device: str) -> dict[str, Any]:
-  """What decides the results, as it is read back from their file."""
-  settings = dataclasses.asdict(config)
-  del settings['output_dir']
-  settings['device'] = device
-  settings |= tpu.versions()
-  return json.loads(json.dumps(settings))  # tuples as they are read back
-
-
-def load_done(
-  folder: str,
-  settings: dict[str, Any],
-  key: Callable[[Mapping[str, Any]], Any],
-) -> dict[Any, dict[str, Any]]:
-  """Rows that an earlier run of the same settings finished, by their `key`.
-
-  Raises:
-    ValueError: the folder holds results of other settings.
-  """
-  os.makedirs(folder, exist_ok=True)
-  path = os.path.join(folder, 'results.json')
-  if not os.path.exists(path):
-    return {}
-  what_to_do = 'Choose another output folder, or move that file away.'
-  try:
-    with open(path, encoding='utf-8') as stream:
-      results = json.load(stream)
-    earlier = results['settings']
-    done = {key(record): record for record in results['rows']}
-  except (OSError, ValueError, TypeError, LookupError) as error:
-    raise ValueError(
-      f'{path} holds no results ({error!r}). {what_to_do}'
-    ) from error
-  same_run.check(
-    {name: earlier.get(name) for name in settings},
-    settings,
-    f'{path} holds results of other settings',
-    what_to_do,
-  )
-  return done
-
-
-def _write(config: TpuCheckConfig, results: dict[str, Any]) -> None:
-  folder = config.output_dir
-  files.write_json(os.path.join(folder, 'results.json'), results)
-  files.write_atomically(
-    os.path.join(folder, 'report.md'), tpu_report.markdown(results).encode()
-  )
-
-
-def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-  """What tells a row from others, of the row or of its record."""
+def _name(row: Mapping[str, Any]) -> str:
+  """The name of a row, from the row or from its result."""
   names = ('task', 'draft', 'temperature', 'gamma', 'acceptance_rate')
-  return tuple(row[name] for name in names)
+  return ' '.join(str(row[name]) for name in names)
 
 
 def _check_row(

@@ -1,4 +1,4 @@
-"""The report of `bench.tpu_check`: a table on the terminal, and report.md."""
+"""The report of `tpu_check`: a table on the terminal, and report.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import rich.console
 
 from specdec_jax.checks.memory import GIB
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import Column, Table, say
 
 _Record = Mapping[str, Any]
 # Name of a column -> its cell in the row of a record. Blanks at the end of a
@@ -243,7 +243,7 @@ def _if_compiled(record: _Record, text: str) -> str | None:
 
 
 def _exchanged(record: _Record, op: str | None, field: str) -> str | None:
-  """Of a round; None is every kind without a column of its own."""
+  """Sum over the exchanges of a round; op None is all without a column."""
   kinds = record['exchanged']['round']
   own = ('all-reduce', 'all-gather')
   wanted = [k for k in kinds if (k == op if op else k not in own)]
@@ -253,7 +253,7 @@ def _exchanged(record: _Record, op: str | None, field: str) -> str | None:
 
 
 def slices_markdown(results: _Record) -> str:
-  """The report of `bench.tpu_slices`, from what results.json holds."""
+  """The report of `tpu_slices`, from what results.json holds."""
   settings, rows = results['settings'], results['rows']
   refused = [row for row in rows if 'refused' in row['program']]
   lines = [
@@ -309,4 +309,4 @@ def show(console: rich.console.Console, results: _Record) -> None:
   }
   console.print(table(columns, results['rows'], results['settings']['name']))
   for text in _refusals(results['rows']):
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, text)

@@ -8,25 +8,23 @@ a chip reads are counted from the shapes of its parts.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import flax.traverse_util
 import jax
 import rich.console
 
-from specdec_jax import files, partitioning
+from specdec_jax import partitioning
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import GIB, gib
-from specdec_jax.decoding import speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives, tpu, tpu_report
-from specdec_jax.measure.compiled.tpu_check import load_done, settings_of
-from specdec_jax.measure.progress import with_progress
+from specdec_jax.measure.compiled.tpu_rows import compile_rows
+from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Partition, Placement
@@ -79,7 +77,7 @@ class SlicesConfig:
 
 def check(
   config: SlicesConfig, console: rich.console.Console | None = None
-) -> dict[str, Any]:
+) -> Record:
   """Compiles every pair for every slice, and writes the report.
 
   Args:
@@ -87,7 +85,7 @@ def check(
     console: for the table; stdout unless given.
 
   Returns:
-    What is in results.json: settings, and a record for each row.
+    What is in results.json: settings, and a result for each row.
 
   Raises:
     ValueError: libtpu is missing; a placement does not fit its slice or a
@@ -96,41 +94,27 @@ def check(
   console = console or terminal()
   devices = {name: tpu.describe_slice(name) for name in config.slices}
   kinds = {one[0].device_kind for one in devices.values()}
-  settings = settings_of(config, ', '.join(sorted(kinds)))
-  done = load_done(config.output_dir, settings, _key)
-  keys = [(pair, one) for pair in config.pairs for one in config.slices]
-
-  def results() -> dict[str, Any]:
-    return {
-      'settings': settings,
-      'rows': [done[key] for key in keys if key in done],
-      'missing': [' on '.join(key) for key in keys if key not in done],
-    }
-
-  def work(advance):
-    for key in keys:
-      # First, too: a run that goes on shows at once what there is.
-      _write(config.output_dir, results())
-      if key not in done:
-        done[key] = _check_row(config, *key, devices[key[1]])
-      advance()
-
-  with_progress(console, 'Compiling', len(keys), work)
-  _write(config.output_dir, results())
-  tpu_report.show_slices(console, results())
-  return results()
-
-
-def _key(row: Mapping[str, Any]) -> tuple[str, str]:
-  return row['pair'], row['slice']
-
-
-def _write(folder: str, results: dict[str, Any]) -> None:
-  files.write_json(os.path.join(folder, 'results.json'), results)
-  files.write_atomically(
-    os.path.join(folder, 'report.md'),
-    tpu_report.slices_markdown(results).encode(),
+  results = compile_rows(
+    config,
+    'tpu_slices',
+    ', '.join(sorted(kinds)),
+    {
+      _name(pair, one): functools.partial(
+        _check_row, config, pair, one, devices[one]
+      )
+      for pair in config.pairs
+      for one in config.slices
+    },
+    lambda row: _name(row['pair'], row['slice']),
+    tpu_report.slices_markdown,
+    console,
   )
+  tpu_report.show_slices(console, results)
+  return results
+
+
+def _name(pair: str, topology: str) -> str:
+  return f'{pair} on {topology}'
 
 
 def _check_row(
@@ -178,7 +162,7 @@ def _compile(target, draft, params, request, partition, usable):
     )
     return {'refused': text}, ''
   lowered = jax.jit(
-    functools.partial(speculative.decode, target, small_model(draft)),
+    Loop(target, small_model(draft)).decode,
     out_shardings=partition.sharding(),
     keep_unused=True,
   ).lower(params, request)
@@ -207,15 +191,7 @@ def _request(config: SlicesConfig, network: LanguageModel) -> Request:
 
 def _call_bytes(network: Any, params: Any, request: Request) -> int:
   """Bytes that a chip reads in a call: its weights and all of its caches."""
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
-  tied = network.config.logits_via_embedding
-  weights = [
-    leaf
-    for name, leaf in flat.items()
-    if not name.startswith('encoder/')
-    and not any(part in name for part in memory.ONCE)
-    and ('embedder/' not in name or (tied and 'token_embedder/' in name))
-  ]
+  weights = memory.decoder_weights(params)
   cache = jax.eval_shape(
     lambda *args: network.network.prefill(*args, request.cache_slots),
     params,

@@ -1,4 +1,4 @@
-"""One pass of many texts through a fixed number of slots, seen by the host.
+"""One run of many texts through a pool of slots, as the host directs it.
 
 Texts queue, slots are filled as rows finish, completions come out. While the
 device decodes, the host prepares what is next and turns what is finished into
@@ -15,84 +15,78 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax.decoding import slots
-from specdec_jax.decoding.layout import Programs
-from specdec_jax.decoding.slots import Look, Pool
-from specdec_jax.decoding.state import Request
+from specdec_jax.decoding.pool import Pool, PoolView, take_rows
+from specdec_jax.decoding.row_layout import PoolPrograms
+from specdec_jax.decoding.state import Request, whole_buckets
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.job import STOP_STRING_ROUNDS, Job
-from specdec_jax.engine.schedule import Group, Load, Queue, Settings
-from specdec_jax.types import FinishReason
+from specdec_jax.engine.schedule import Group, PoolSettings, PoolStats, Queue
+from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS, TextBatch
 
 # (speculative, with prompts, rows without text) -> what is compiled for such.
-Compiled = Callable[[bool, bool, Request], Programs]
+Compiled = Callable[[bool, bool, Request], PoolPrograms]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-  """A few of a job's texts, to go through its programs with.
+class Rehearsal:
+  """A few of a batch's texts, a token each, to compile its programs with.
 
   Attributes:
-    rows: of the job.
-    max_length: their limits, instead of the job's.
+    rows: of the batch.
     size: of the pool, which they do not leave.
   """
 
   rows: Sequence[int]
-  max_length: Sequence[int]
   size: int
 
 
-class Pass:
-  """One pass of a job's texts through the slots."""
+class PoolRun:
+  """One run of a batch's texts through the slots."""
 
   def __init__(
     self,
     compiled: Compiled,
-    job: Job,
-    settings: Settings,
+    batch: TextBatch,
+    settings: PoolSettings,
     max_decode_len: int,
-    part: Part | None = None,
+    rehearsal: Rehearsal | None = None,
   ):
     """Decides shapes and order.
 
     Args:
       compiled: gives the programs.
-      job: the texts; its gamma is the default one, 0 for the plain loop.
+      batch: the texts; its gamma is the default one, 0 for the plain loop.
       settings: how they go through.
       max_decode_len: that the caches have room for.
-      part: what of the job; None is all.
+      rehearsal: what to do instead of all of it; None is all.
     """
-    if job.options.stop_strings:
+    if batch.options.stop_strings:
       few = min(settings.max_rounds, STOP_STRING_ROUNDS)
       settings = dataclasses.replace(settings, max_rounds=few)
-    settings = settings.in_multiples_of(job.batch_multiple)
-    self._compiled, self._job, self._settings = compiled, job, settings
-    self.load = Load()
-    rows: Sequence[int] = range(len(job.rows))
-    request: Any = job.request
+    settings = settings.in_multiples_of(batch.batch_multiple)
+    self._compiled, self._batch, self._settings = compiled, batch, settings
+    self.stats = PoolStats()
+    rows: Sequence[int] = range(len(batch.rows))
+    request: Any = batch.request
     host = jax.tree.map(np.asarray, request.replace(keys=None))
-    if part is not None:
-      rows = part.rows
-      limits = host.max_length.copy()
-      limits[list(rows)] = part.max_length
-      host = host.replace(max_length=limits)
+    if rehearsal is not None:
+      rows = rehearsal.rows
+      host = host.replace(max_length=np.ones_like(host.max_length))
     self._request: Any = host.replace(keys=request.keys)
-    self._gammas = {settings.rows: job.request.gamma}
-    if settings.gammas is not None and job.request.gamma:
+    self._gammas = {settings.rows: batch.request.gamma}
+    if settings.gammas is not None and batch.request.gamma:
       self._gammas = dict(settings.gammas)
     self._room = max(self._gammas.values())  # for proposals
     tokens = host.prompt_width + max_decode_len
-    self._num_slots = -(-(tokens + self._room) // 64) * 64  # of the caches
+    self._num_slots = whole_buckets(tokens + self._room)  # of the caches
     # The largest pool, unless all fit into a smaller one.
     sizes = [size for size in self._gammas if size >= len(rows)]
     self._size = min(sizes, default=max(self._gammas))
     self._sizes = list(self._gammas)
-    if part is not None:
-      self._size, self._sizes = part.size, [part.size]
+    if rehearsal is not None:
+      self._size, self._sizes = rehearsal.size, [rehearsal.size]
     settings = dataclasses.replace(settings, rows=self._size)
     self._refill = min(settings.refill or max(1, self._size // 8), self._size)
-    self._queue = Queue(self._request, rows, settings, job.batch_multiple)
+    self._queue = Queue(self._request, rows, settings, batch.batch_multiple)
     self._staged: collections.deque[Group] = collections.deque()
     self._owners: list[int | None] = [None] * self._size
     self._since: dict[int, float] = {}  # row -> when it got its slot
@@ -101,14 +95,14 @@ class Pass:
 
   @property
   def shapes(self) -> Any:
-    """What the programs that are needed depend on."""
+    """What decides which programs are needed."""
     rows = [row for group in self._queue.groups for row in group]
     buckets = tuple(sorted({self._queue.bucket(row) for row in rows}))
     tree = jax.tree.structure(self._request)
     return tree, buckets, self._num_slots, self._size
 
-  def rehearsals(self) -> list[Part]:
-    """Small passes that go through every program of the first pool.
+  def rehearsals(self) -> list[Rehearsal]:
+    """Small runs that go through every program of the first pool.
 
     The last one has texts of all widths.
     """
@@ -116,10 +110,10 @@ class Pass:
     rows = [row for group in self._queue.groups for row in group]
     first = {bucket(row): row for row in reversed(rows)}
     chosen = [first[bucket] for bucket in sorted(first)]
-    parts = [Part([row], [1], size) for row in chosen]
+    found = [Rehearsal([row], size) for row in chosen]
     if len(chosen) > 1:
-      parts.append(Part(chosen, [1] * len(chosen), size))
-    return parts
+      found.append(Rehearsal(chosen, size))
+    return found
 
   def rehearse_smaller_pools(self) -> None:
     """Goes through their programs; to be called when all texts are finished.
@@ -137,35 +131,36 @@ class Pass:
     start = time.perf_counter()
     self._begin()
     done: list[tuple[int, int]] = []
-    look: Any = None
+    view: Any = None
     while True:
       self._fill()
       self._shrink()
-      running = any(row is not None for row in self._owners)
+      running = bool(self._running())
       coming = self._advance() if running else None
       # From here on until the answer the device is busy.
       if running and self._num_staged() <= 2 * self._refill:
         self._stage()
       for row, slot in done:
-        one = self._job.completion(look.generation, slot)
-        yield self._job.rows[row], one
+        one = self._batch.completion(view.generation, slot)
+        yield self._batch.rows[row], one
       if coming is None:
         return
-      look = jax.device_get(coming)
+      view = jax.device_get(coming)
       self._answered = time.perf_counter()
-      if self._job.options.stop_strings:
-        look = self._stop_at_strings(look)
-      done = self._harvest(look)
-      self.load.seconds = time.perf_counter() - start
+      if self._batch.options.stop_strings:
+        view = self._stop_at_strings(view)
+      done = self._harvest(view)
+      self.stats.seconds = time.perf_counter() - start
 
   def _begin(self) -> None:
     """An empty pool, wide enough for the texts that come first.
 
-    As given, any text of the job may come next, also in a rehearsal.
+    In the order given these may be of any width, and a rehearsal, which has
+    only some of them, must begin as wide as the run that it is for.
     """
     ahead: Sequence[int] = self._queue.groups[0]
     if self._settings.order == 'given':
-      ahead = range(len(self._job.rows))
+      ahead = range(len(self._batch.rows))
     self._width = self._queue.widths(ahead)[0]
     self._pool_width = self._width
     self._use(self._gammas[self._size])
@@ -190,7 +185,7 @@ class Pass:
     static = self._static
     static['slots'] -= 1
     count = self._queue.read_rows
-    rows: Any = slots.take(self._request, np.zeros((count,), np.int32))
+    rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
     return rows.replace(
       inputs=np.zeros((count, width), np.int32),
       max_length=np.zeros((count,), np.int32),
@@ -212,7 +207,7 @@ class Pass:
   def _busy(self) -> None:
     """The device has something to do again."""
     if self._answered is not None:
-      self.load.host_seconds += time.perf_counter() - self._answered
+      self.stats.host_seconds += time.perf_counter() - self._answered
       self._answered = None
 
   def _stage(self) -> bool:
@@ -225,7 +220,7 @@ class Pass:
     self._width = max(self._width, width)
     # A shorter last group would compile anew.
     filled = [*rows, *[rows[0]] * (queue.read_rows - len(rows))]
-    request: Any = slots.take(self._request, np.array(filled))
+    request: Any = take_rows(self._request, np.array(filled))
     static = self._static
     static['slots'] -= prompt_width
     request = request.replace(inputs=request.inputs[:, :width], **static)
@@ -237,7 +232,7 @@ class Pass:
 
   def _fill(self) -> None:
     """Gives free slots to rows that have been read."""
-    free = [slot for slot, row in enumerate(self._owners) if row is None]
+    free = self._free()
     while free and (self._staged or self._stage()):
       group = self._staged[0]
       empty = self._empty_row(group.width)
@@ -272,6 +267,9 @@ class Pass:
     """Whether nothing is left to fill a free slot."""
     return not self._staged and not self._queue.groups
 
+  def _free(self) -> list[int]:
+    return [slot for slot, row in enumerate(self._owners) if row is None]
+
   def _running(self) -> list[int]:
     return [slot for slot, row in enumerate(self._owners) if row is not None]
 
@@ -281,8 +279,7 @@ class Pass:
     sizes = [size for size in self._sizes if size >= len(running)]
     if not self._is_last or not running or min(sizes) >= self._size:
       return
-    free = [slot for slot, row in enumerate(self._owners) if row is None]
-    self._move([*running, *free][: min(sizes)])
+    self._move([*running, *self._free()][: min(sizes)])
 
   def _move(self, kept: Sequence[int]) -> None:
     """Goes on with the slots `kept` alone, in the pool of that size."""
@@ -294,7 +291,7 @@ class Pass:
       self._use(gamma)
       self._pool = self._programs.with_drafter(self._pool, self._room)
 
-  def _advance(self) -> Look:
+  def _advance(self) -> PoolView:
     """Begins the next rounds."""
     enough = self._refill
     if self._is_last:
@@ -302,47 +299,44 @@ class Pass:
       smaller = [size for size in self._sizes if size < self._size]
       enough = running - max(smaller, default=0)
     gamma = self._gammas[self._size]
-    self._pool, look = self._programs.run(
+    self._pool, view = self._programs.run(
       self._pool,
       np.int32(self._settings.max_rounds),
       np.int32(enough),
       gamma,
     )
     self._busy()
-    return look
+    return view
 
-  def _stop_at_strings(self, look: Look) -> Look:
+  def _stop_at_strings(self, view: PoolView) -> PoolView:
     """Ends the running rows whose text holds a stop string."""
-    generation = look.generation
-    reason = np.array(generation.finish_reason)
-    for slot in self._running():
-      tokens = generation.tokens[slot, : generation.length[slot]]
-      running = reason[slot] == FinishReason.RUNNING
-      if running and self._job.has_stop_string(tokens):
-        reason[slot] = FinishReason.STOP_STRING
-    state = self._pool.state
-    # Where it was, or the next run would be compiled anew.
-    placed = jax.device_put(reason, state.finish_reason.sharding)
-    state = dataclasses.replace(state, finish_reason=placed)
+    generation = view.generation
+    produced: Any = {
+      slot: generation.tokens[slot, : generation.length[slot]]
+      for slot in self._running()
+    }
+    # On the host, as all of the view.
+    reasons: Any = generation.finish_reason
+    reasons = self._batch.with_stop_strings(reasons, produced)
+    state = self._pool.state.with_reasons(reasons)
     self._pool = dataclasses.replace(self._pool, state=state)
-    ended: Any = reason  # on the host, as all of the look
-    generation = dataclasses.replace(generation, finish_reason=ended)
-    return dataclasses.replace(look, generation=generation)
+    generation = dataclasses.replace(generation, finish_reason=reasons)
+    return dataclasses.replace(view, generation=generation)
 
-  def _harvest(self, look: Look) -> list[tuple[int, int]]:
+  def _harvest(self, view: PoolView) -> list[tuple[int, int]]:
     """Rows that have finished, with the slots that they leave."""
-    load, gamma = self.load, self._gammas[self._size]
-    rounds = int(look.num_rounds)
-    load.looks += 1
-    load.rounds[gamma] = load.rounds.get(gamma, 0) + rounds
-    load.live_rounds += int(look.live_rounds)
-    load.slot_rounds += rounds * self._size
+    stats, gamma = self.stats, self._gammas[self._size]
+    rounds = int(view.num_rounds)
+    stats.looks += 1
+    stats.rounds[gamma] = stats.rounds.get(gamma, 0) + rounds
+    stats.live_rounds += int(view.live_rounds)
+    stats.slot_rounds += rounds * self._size
     done = []
-    for slot, is_free in enumerate(slots.is_free(look)):
+    for slot, is_free in enumerate(view.is_free):
       row = self._owners[slot]
       if is_free and row is not None:
         done.append((row, slot))
         self._owners[slot] = None
-        load.outputs += 1
-        load.slot_seconds += time.perf_counter() - self._since.pop(row)
+        stats.outputs += 1
+        stats.slot_seconds += time.perf_counter() - self._since.pop(row)
     return done

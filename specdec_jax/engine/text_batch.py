@@ -1,14 +1,13 @@
-"""A batch of texts on its way through the engine: options, ids, results."""
+"""A batch of texts on its way through an engine: ids, request, results."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.names import nearest
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.engine.completion import (
   Completion,
@@ -17,19 +16,24 @@ from specdec_jax.engine.completion import (
   from_generation,
   passed_over,
 )
+from specdec_jax.engine.options import Options
+from specdec_jax.engine.padding import (
+  SMALLEST_INPUT,
+  SMALLEST_PROMPT,
+  next_power_of_two,
+  padded,
+  padded_rows,
+  rounded_up,
+)
 from specdec_jax.models.base import START_ID
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation
-from specdec_jax.verify import check_lenience
 
-SMALLEST_INPUT = 32
-SMALLEST_PROMPT = 8
-MAX_GAMMA = 256
-STOP_STRING_ROUNDS = 4  # between two looks of the host for a stop string
+STOP_STRING_ROUNDS = 4  # after which the host looks for a stop string
 
 
-class Frame(NamedTuple):
+class Limits(NamedTuple):
   """What is the same for all texts of an engine.
 
   Attributes:
@@ -66,82 +70,7 @@ def without_end(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
   return ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """What `generate` and `stream` may be asked.
-
-  Attributes:
-    sampling: temperature, top-k, top-p. Temperature may be one for each text.
-    seed: with the example's id, what all its random numbers derive from.
-    example_ids: of the texts, 0, 1, ... by default. A text's sample depends on
-      its id, not on its place in a batch or on its neighbours.
-    stop_ids: ids that end an output; None is the tokenizer's end of sequence.
-    stop_strings: strings that end an output; they are not part of its text.
-    min_length: tokens before a stop id is allowed.
-    max_length: tokens of an output at most; None is the engine's maximum.
-    on_too_long: what a too long input does: 'error' raises, 'truncate' keeps
-      its beginning, 'report' gives a completion with an error, as it then does
-      for ids outside the vocabulary.
-    log_probs: whether log-probabilities are wanted.
-    prompts: ids that the output of each text begins with, behind the decoder's
-      start token; they are read, not produced, and no part of the result. None
-      is none.
-    lenience: in (0, 1]; less than 1 accepts more of the drafter's proposals
-      and is lossy: a token may come up to 1 / lenience times as often as it
-      should, or at temperature 0 have `lenience` of the best one's probability.
-      See `speculative`; the plain loop has no use for it.
-  """
-
-  sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-  seed: int = 0
-  example_ids: Sequence[int] | None = None
-  stop_ids: Sequence[int] | None = None
-  stop_strings: Sequence[str] = ()
-  min_length: int = 0
-  max_length: int | None = None
-  on_too_long: str = 'error'
-  log_probs: bool = True
-  prompts: Sequence[Sequence[int]] | None = None
-  lenience: float = 1.0
-
-  def __post_init__(self):
-    check_number('min_length', self.min_length, 0)
-    check_lenience(self.lenience)
-    if self.on_too_long not in ('error', 'truncate', 'report'):
-      raise ValueError(
-        "on_too_long must be 'error', 'truncate' or 'report', got"
-        f' {self.on_too_long!r}.'
-      )
-    if isinstance(self.stop_strings, str) or '' in self.stop_strings:
-      raise ValueError(
-        'stop_strings must be a sequence of strings, none of them empty, got'
-        f' {self.stop_strings!r}.'
-      )
-
-
-_BEAM_SEARCH = ('num_beams', 'beam_size', 'beam_width')
-
-
-def options_of(**named) -> Options:
-  """Makes `Options`.
-
-  Raises:
-    ValueError: a name that they have not, or a value out of range.
-  """
-  known = [field.name for field in dataclasses.fields(Options)]
-  for name in named:
-    if name in _BEAM_SEARCH:
-      raise ValueError(
-        f'{name}: there is no speculative beam search (Appendix A.4 of the'
-        ' paper) here. Outputs are greedy or sampled; for several of a text'
-        ' give it several times, with other example_ids.'
-      )
-    if name not in known:
-      raise ValueError(f'There is no option {name!r}.{nearest(name, known)}')
-  return Options(**named)
-
-
-class Seen(NamedTuple):
+class RowsSoFar(NamedTuple):
   """What the host sees of a `DecodeState` between two runs of rounds.
 
   Attributes:
@@ -155,7 +84,7 @@ class Seen(NamedTuple):
   finish_reason: np.ndarray
 
 
-class Job:
+class TextBatch:
   """One batch of texts on its way through the engine.
 
   Attributes:
@@ -163,12 +92,13 @@ class Job:
     rows: indices of the texts that are decoded.
     request: what is asked of the loops, one row for each of these and some
       more; missing where there are none.
+    passed_over: index -> completion of the texts that are not decoded at all.
   """
 
   def __init__(
     self,
     tokenizer: Tokenizer,
-    frame: Frame,
+    limits: Limits,
     texts: Sequence[str | Sequence[int]],
     options: Options,
     gamma: int,
@@ -176,9 +106,9 @@ class Job:
     _check_texts(texts)
     self.options = options
     self._tokenizer = tokenizer
-    self._frame = frame
+    self._limits = limits
     self._num_texts = len(texts)
-    self._passed_over: dict[int, Completion] = {}
+    self.passed_over: dict[int, Completion] = {}
     inputs = [self._encode(i, text) for i, text in enumerate(texts)]
     self.rows = [i for i, ids in enumerate(inputs) if ids]
     if self.rows:
@@ -193,20 +123,20 @@ class Job:
 
   def _encode(self, index: int, text: str | Sequence[int]) -> list[int]:
     """Ids as the model reads them; empty where nothing is to be decoded."""
-    tokenizer, frame = self._tokenizer, self._frame
-    limit = frame.max_input_len
+    tokenizer, limits = self._tokenizer, self._limits
+    limit = limits.max_input_len
     if not isinstance(text, str):
       try:
         text = self._checked(f'Text {index}', text)
       except ValueError as error:
         if self.options.on_too_long != 'report':
           raise
-        self._passed_over[index] = passed_over('error', str(error))
+        self.passed_over[index] = passed_over('error', str(error))
         return []
     ids = without_end(tokenizer, text)
-    first, last = frame.around(tokenizer)
+    first, last = limits.around(tokenizer)
     if not ids and not first:
-      self._passed_over[index] = passed_over('empty')
+      self.passed_over[index] = passed_over('empty')
       return []
     room = limit - len(first) - len(last)
     if len(ids) > room and self.options.on_too_long != 'truncate':
@@ -218,7 +148,7 @@ class Job:
       )
       if self.options.on_too_long == 'error':
         raise ValueError(message)
-      self._passed_over[index] = passed_over('error', message)
+      self.passed_over[index] = passed_over('error', message)
       return []
     return [*first, *ids[:room], *last]
 
@@ -229,7 +159,7 @@ class Job:
       ValueError: one is outside the vocabulary.
     """
     found = [int(token) for token in ids]
-    size = self._frame.vocab_size
+    size = self._limits.vocab_size
     for token in found:
       if not 0 <= token < size:
         raise ValueError(
@@ -240,7 +170,7 @@ class Job:
   def _prompts(self, encoded) -> list[list[int]] | None:
     """What the decoder of each row begins with; None is the start token."""
     prompts = self.options.prompts
-    if not self._frame.has_encoder:
+    if not self._limits.has_encoder:
       if prompts is not None:
         raise ValueError(
           'This model has no encoder: its texts are its prompts. Put what the'
@@ -258,7 +188,7 @@ class Job:
 
   def request_in(self, batch: int) -> Request:
     """What is asked, in so many rows: `num_rows`, or more without a text."""
-    frame, options = self._frame, self.options
+    limits, options = self._limits, self.options
     encoded, gamma = self._encoded, self._gamma
     # Arrays of the host: a program's call moves them to the device together.
     prompt: Any = None
@@ -268,15 +198,15 @@ class Job:
       # One more than a power of two: the last token is read by the first round.
       longest = max(map(len, prompts)) - 1
       width = max(SMALLEST_PROMPT, next_power_of_two(longest))
-      if not frame.has_encoder:  # the texts, which are no longer than this
-        width = min(width, frame.max_input_len - 1)
+      if not limits.has_encoder:  # the texts, which are no longer than this
+        width = min(width, limits.max_input_len - 1)
       prompt, prompt_length = padded(prompts, batch, 1 + width)
     inputs: Any = np.zeros((batch, 1), np.int32)
-    if frame.has_encoder:
+    if limits.has_encoder:
       width = max(SMALLEST_INPUT, next_power_of_two(max(map(len, encoded))))
-      width = min(width, frame.max_input_len)
+      width = min(width, limits.max_input_len)
       inputs, _ = padded(encoded, batch, width)
-    max_length = frame.max_decode_len
+    max_length = limits.max_decode_len
     if options.max_length is not None:
       check_number('max_length', options.max_length, 1)
       if options.max_length > max_length:
@@ -294,7 +224,7 @@ class Job:
       inputs,
       self._keys(batch),
       self._sampling(batch),
-      slots=frame.max_decode_len,
+      slots=limits.max_decode_len,
       gamma=gamma,
       stop_ids=self._stop_ids(),
       min_length=options.min_length,
@@ -339,30 +269,32 @@ class Job:
       ids = [self._tokenizer.eos_id]
     return self._checked('stop_ids', ids)
 
-  def produced(self, row: int, seen: Seen) -> np.ndarray:
+  def produced(self, row: int, seen: RowsSoFar) -> np.ndarray:
     """The tokens that a row has produced."""
     first: Any = self.request.prompt_length
     begin = 1 if first is None else first[row]
     return seen.tokens[row, begin : seen.length[row]]
 
-  def has_stop_string(self, tokens: Any) -> bool:
-    """Whether the text of produced tokens holds a stop string."""
-    text = Text(self._tokenizer, tokens, self.options.stop_strings)
-    return text.has_stop_string
+  def with_stop_strings(
+    self, reasons: np.ndarray, produced: Mapping[int, np.ndarray]
+  ) -> np.ndarray:
+    """Finish reasons, int32[B], with those of rows that hold a stop string.
 
-  def stop_at_strings(self, seen: Seen) -> Seen:
-    """Finishes the running rows whose text holds a stop string."""
-    reason = seen.finish_reason.copy()
-    for row in range(len(self.rows)):
-      if reason[row] != FinishReason.RUNNING:
-        continue
-      if self.has_stop_string(self.produced(row, seen)):
-        reason[row] = FinishReason.STOP_STRING
-    return seen._replace(finish_reason=reason)
+    Args:
+      reasons: int32[B], before.
+      produced: row -> its tokens so far, of the rows that have a text.
+    """
+    reasons = np.array(reasons)
+    for row, tokens in produced.items():
+      if reasons[row] == FinishReason.RUNNING:
+        text = Text(self._tokenizer, tokens, self.options.stop_strings)
+        if text.has_stop_string:
+          reasons[row] = FinishReason.STOP_STRING
+    return reasons
 
   def completions(self, generation=None) -> list[Completion]:
     """Results in the order of the texts."""
-    found = dict(self._passed_over)
+    found = dict(self.passed_over)
     for row, index in enumerate(self.rows):
       found[index] = self.completion(generation, row)
     return [found[i] for i in range(self._num_texts)]
@@ -376,38 +308,8 @@ class Job:
 
   @property
   def batch_multiple(self) -> int:
-    """`Frame.batch_multiple` of the engine's."""
-    return self._frame.batch_multiple
-
-  @property
-  def passed_over(self) -> dict[int, Completion]:
-    """Index -> completion of the texts that are not decoded at all."""
-    return dict(self._passed_over)
-
-
-def padded(
-  encoded: Sequence[Sequence[int]], batch: int, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """int32[batch, width], 0 behind each end, and the lengths, 1 at least."""
-  array = np.zeros((batch, width), np.int32)
-  length = np.ones((batch,), np.int32)
-  for row, ids in enumerate(encoded):
-    array[row, : len(ids)] = ids
-    length[row] = len(ids)
-  return array, length
-
-
-def check_gamma(gamma: int) -> None:
-  """Raises ValueError unless it is a number of proposals that a round may have.
-
-  Caches and logits grow with it, and nothing is won by so many.
-  """
-  check_number('gamma', gamma, 0)
-  if gamma > MAX_GAMMA:
-    raise ValueError(
-      f'gamma must be {MAX_GAMMA} at most, got {gamma}. A round costs the more'
-      ' the longer its draft is; scripts/calibrate.py measures what pays.'
-    )
+    """`Limits.batch_multiple` of the engine's."""
+    return self._limits.batch_multiple
 
 
 def _check_texts(texts: Any) -> None:
@@ -428,23 +330,3 @@ def _check_texts(texts: Any) -> None:
         f' {index} is {text!r}. One text of ids is a list in a list, such as'
         ' [[5, 6, 7]].'
       )
-
-
-def padded_rows(number: int) -> int:
-  """Rows of a batch of so many texts: 1, 2, 4, 6, 8, 12, 16, 24, 32, ...
-
-  Few sizes, so that few programs are compiled; and few rows without a text.
-  """
-  whole = next_power_of_two(number)
-  between = 3 * whole // 4
-  return between if number <= between and whole > 4 else whole
-
-
-def next_power_of_two(number: int) -> int:
-  """The least power of two that is not below `number`."""
-  return 1 << max(number - 1, 0).bit_length()
-
-
-def rounded_up(number: int, multiple: int) -> int:
-  """The least multiple of `multiple` that is not below `number`."""
-  return number + -number % multiple

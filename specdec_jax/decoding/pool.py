@@ -2,9 +2,9 @@
 
 A `Pool` is a request and a state of B rows, each at its own place in its own
 output. Rows that have read their inputs (`read`) are copied into free slots
-(`Layout.admit`), and `run` does rounds of the loops' own steps until some rows
-are finished. No shape changes when a row does, so nothing recompiles. Where a
-row lies in all these arrays is `layout`'s.
+(`RowLayout.admit`), and `run` does rounds of the loops' own steps until some
+rows are finished. No shape changes when a row does, so nothing recompiles.
+`row_layout` knows where a row lies in all these arrays.
 """
 
 import jax
@@ -44,7 +44,7 @@ class Pool:
 
 
 @struct.dataclass
-class Look:
+class PoolView:
   """What the host sees between two runs of rounds.
 
   Attributes:
@@ -58,8 +58,13 @@ class Look:
   num_rounds: jax.Array
   live_rounds: jax.Array
 
+  @property
+  def is_free(self) -> jax.Array:
+    """bool[B], rows that are finished, or never began."""
+    return self.generation.finish_reason != FinishReason.RUNNING
 
-def take(request: Request, rows: np.ndarray) -> Request:
+
+def take_rows(request: Request, rows: np.ndarray) -> Request:
   """The rows int[K] of a request; the other fields are those of the whole."""
   changes = {
     name: getattr(request, name)[rows]
@@ -72,7 +77,7 @@ def take(request: Request, rows: np.ndarray) -> Request:
 
 
 def read(loop: Loop, params: PairParams, request: Request) -> Pool:
-  """Reads inputs and prompts: rows as `Layout.admit` takes them."""
+  """Reads inputs and prompts: rows as `RowLayout.admit` takes them."""
   state = loop.start(params, request)
   request = request.replace(
     prompt=None,
@@ -90,7 +95,7 @@ def run(
   max_rounds: jax.Array,
   enough: jax.Array,
   gamma: int,
-) -> tuple[Pool, Look]:
+) -> tuple[Pool, PoolView]:
   """Rounds of the loop's step, for as long as the host is not needed.
 
   Args:
@@ -124,8 +129,8 @@ def run(
     going_on, one_round, (zero, zero, pool.state)
   )
   generation = decode_state.generation(pool.request, state)
-  look = Look(generation, num_rounds, live_rounds)
-  return pool.replace(state=state), look
+  view = PoolView(generation, num_rounds, live_rounds)
+  return pool.replace(state=state), view
 
 
 def with_drafter(loop: Loop, params: PairParams, pool: Pool, gamma: int):
@@ -149,11 +154,6 @@ def with_drafter(loop: Loop, params: PairParams, pool: Pool, gamma: int):
   # The caches keep their slots.
   request = request.replace(gamma=gamma, slots=slots - gamma - 1)
   return Pool(request, state)
-
-
-def is_free(look: Look) -> np.ndarray:
-  """bool[B], of a look on the host: rows that are finished, or never began."""
-  return np.asarray(look.generation.finish_reason) != FinishReason.RUNNING
 
 
 def _typed(leaf: jax.Array) -> jax.Array:

@@ -21,10 +21,10 @@ from drafter_conformance_test import (
   VOCAB,
   request_of,
 )
-from specdec_jax.decoding import slots
+from specdec_jax.decoding import pool as decode_pool
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.layout import Layout
 from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.row_layout import RowLayout
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.probs import SamplingConfig
@@ -73,7 +73,7 @@ def prompted(gamma):
 
 def empty(asked):
   """Rows without text, as wide as those that `asked` is of."""
-  row = slots.take(asked, np.zeros((GROUP,), np.int32))
+  row = decode_pool.take_rows(asked, np.zeros((GROUP,), np.int32))
   return row.replace(
     inputs=row.inputs * 0,
     max_length=row.max_length * 0,
@@ -113,25 +113,25 @@ class Pooled:
       slots=asked.cache_slots - asked.gamma - asked.prompt_width
     )
     example = empty(asked)
-    layout = Layout(loop, params, example, asked.prompt is not None)
+    layout = RowLayout(loop, params, example, asked.prompt is not None)
     self.layout = layout
-    rows = toy_requests.quick_jit(functools.partial(slots.read, loop))(
+    rows = toy_requests.quick_jit(functools.partial(decode_pool.read, loop))(
       params, example
     )
     self.row = layout.only(rows, np.zeros((1,), np.int32))
     self.pool = layout.repeated(self.row, SIZE)
     self._read = toy_requests.quick_jit(
-      lambda rows: layout.staged(slots.read(loop, params, rows), self.row)
+      lambda rows: layout.staged(decode_pool.read(loop, params, rows), self.row)
     )
     self._admit = toy_requests.quick_jit(layout.admit, donate_argnums=0)
     self.run = toy_requests.quick_jit(
-      functools.partial(slots.run, loop, params),
+      functools.partial(decode_pool.run, loop, params),
       static_argnums=3,
       donate_argnums=0,
     )
 
   def read(self, rows):
-    return self._read(slots.take(self.asked, np.array(rows)))
+    return self._read(decode_pool.take_rows(self.asked, np.array(rows)))
 
   def admit(self, staged, first, free):
     places = np.zeros((SIZE,), np.int32)
@@ -158,12 +158,12 @@ class Pooled:
         owners[slot] = row
       if not any(row is not None for row in owners):
         return found
-      self.pool, look = self.run(self.pool, next(rounds), 1, gamma)
-      look = jax.device_get(look)
-      assert look.live_rounds <= look.num_rounds * SIZE
+      self.pool, view = self.run(self.pool, next(rounds), 1, gamma)
+      view = jax.device_get(view)
+      assert view.live_rounds <= view.num_rounds * SIZE
       for slot, row in enumerate(owners):
-        if row is not None and slots.is_free(look)[slot]:
-          found[row] = look.generation, slot
+        if row is not None and view.is_free[slot]:
+          found[row] = view.generation, slot
           owners[slot] = None
 
 
@@ -262,26 +262,26 @@ def test_a_drafter_that_comes_later(name):
   plain.pool, _ = plain.run(plain.pool, 3, SIZE, 0)
   loop = Loop(TARGET, drafter)
   pool = toy_requests.quick_jit(
-    functools.partial(slots.with_drafter, loop), static_argnums=2
+    functools.partial(decode_pool.with_drafter, loop), static_argnums=2
   )(params, plain.pool, GAMMA)
   run = toy_requests.quick_jit(
-    functools.partial(slots.run, loop), static_argnums=4
+    functools.partial(decode_pool.run, loop), static_argnums=4
   )
-  pool, look = run(params, pool, 100, SIZE, GAMMA)
-  look = jax.device_get(look)
+  pool, view = run(params, pool, 100, SIZE, GAMMA)
+  view = jax.device_get(view)
   want = fixed(Loop(TARGET), PairParams(TARGET_PARAMS, None), asked)
   for slot, row in ((0, 0), (2, 3)):
     length = want.length[row]
-    assert look.generation.length[slot] == length
+    assert view.generation.length[slot] == length
     np.testing.assert_array_equal(
-      look.generation.tokens[slot, :length], want.tokens[row, :length]
+      view.generation.tokens[slot, :length], want.tokens[row, :length]
     )
-    rounds = look.generation.stats.num_rounds[slot]
-    assert look.generation.stats.histogram[slot].sum() == rounds
+    rounds = view.generation.stats.num_rounds[slot]
+    assert view.generation.stats.histogram[slot].sum() == rounds
   if name == 'small_model':
-    assert look.num_rounds < LENGTH - 3, 'nothing was accepted'
+    assert view.num_rounds < LENGTH - 3, 'nothing was accepted'
   with pytest.raises(ValueError, match='a loop with a drafter'):
-    slots.with_drafter(Loop(TARGET), params, plain.pool, GAMMA)
+    decode_pool.with_drafter(Loop(TARGET), params, plain.pool, GAMMA)
 
 
 def test_gamma_may_change_between_runs():
@@ -293,12 +293,12 @@ def test_gamma_may_change_between_runs():
   pooled.admit(pooled.read([0, 3]), 0, [0, 2])
   gammas = rounds_of(1, GAMMA)
   for _ in range(9):
-    pooled.pool, look = pooled.run(pooled.pool, 2, SIZE, next(gammas))
+    pooled.pool, view = pooled.run(pooled.pool, 2, SIZE, next(gammas))
   want = fixed(loop, params, asked)
   for slot, row in ((0, 0), (2, 3)):
     length = want.length[row]
     np.testing.assert_array_equal(
-      np.asarray(look.generation.tokens)[slot, :length],
+      np.asarray(view.generation.tokens)[slot, :length],
       want.tokens[row, :length],
     )
 
@@ -309,9 +309,9 @@ def test_layout_of_a_network():
   target = jax.eval_shape(network.init, jax.random.key(0))
   loop, params = Loop(network), PairParams(target, None)
   asked = request(0)
-  layout = Layout(loop, params, empty(asked), prompted=False)
+  layout = RowLayout(loop, params, empty(asked), prompted=False)
   row = jax.eval_shape(
-    functools.partial(slots.read, loop), params, empty(asked)
+    functools.partial(decode_pool.read, loop), params, empty(asked)
   )
   named = {
     jax.tree_util.keystr(path): layout.axes[i]
@@ -338,4 +338,4 @@ def test_a_state_with_two_axes_of_rows_is_refused():
 
   loop, params = Square(TARGET), PairParams(TARGET_PARAMS, None)
   with pytest.raises(ValueError, match='one axis of rows at most'):
-    Layout(loop, params, empty(request(0)), prompted=False)
+    RowLayout(loop, params, empty(request(0)), prompted=False)

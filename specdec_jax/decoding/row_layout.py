@@ -1,8 +1,8 @@
 """Where a row lies in the arrays of a `Pool`, and how it is put there.
 
-What of a state belongs to a row is not guessed: it is the axis along which a
-leaf grows with the batch. A leaf without one, such as a position bias, is the
-same for all rows. So any `Drafter` and any `LanguageModel` will do.
+An array's axis of rows is the one along which it grows with the batch, which is
+found by tracing two batch sizes. An array without one, such as a position bias,
+is the same for all rows. So any `Drafter` and any `LanguageModel` will do.
 """
 
 import functools
@@ -14,21 +14,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specdec_jax.decoding import slots
+from specdec_jax.decoding import pool as decode_pool
 from specdec_jax.decoding.loop import Loop
-from specdec_jax.decoding.slots import Pool
+from specdec_jax.decoding.pool import Pool
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 
 _SHARED = None  # the axis of a leaf that belongs to no row
 
 
-class Layout:
+class RowLayout:
   """Which axis of each leaf of a `Pool` counts its rows.
 
-  Found by comparing the shapes of two batch sizes. Of a target's cache that
-  has read no prompt, the slots hold nothing; they are not copied row by row
-  from what was read, but made empty.
+  A target's cache that has read no prompt holds nothing in its slots: these are
+  not copied from what was read, but made empty.
   """
 
   def __init__(
@@ -45,14 +44,12 @@ class Layout:
     Raises:
       ValueError: an array grows with the batch in two axes.
     """
-
     size = request.inputs.shape[0]
 
     def leaves(batch):
-      rows = np.zeros((batch,), np.int32)
-      pool = jax.eval_shape(
-        functools.partial(slots.read, loop), params, slots.take(request, rows)
-      )
+      rows = decode_pool.take_rows(request, np.zeros((batch,), np.int32))
+      read = functools.partial(decode_pool.read, loop)
+      pool = jax.eval_shape(read, params, rows)
       return jax.tree.leaves(pool), pool
 
     few, pool = leaves(size)
@@ -164,15 +161,15 @@ class Layout:
     )
 
 
-class Programs:
+class PoolPrograms:
   """Jitted functions of one loop, with their parameters bound."""
 
   def __init__(
     self, loop: Loop, params: PairParams, example: Request, prompted: bool
   ):
-    """As `Layout`."""
-    layout = Layout(loop, params, example, prompted)
-    read = functools.partial(slots.read, loop)
+    """As `RowLayout`."""
+    layout = RowLayout(loop, params, example, prompted)
+    read = functools.partial(decode_pool.read, loop)
 
     def staged(params, request, empty_row):
       return layout.staged(read(params, request), empty_row)
@@ -184,7 +181,7 @@ class Programs:
     self.widened = jax.jit(layout.widened)
     self._only = jax.jit(layout.only)
     self.with_drafter = bound(
-      functools.partial(slots.with_drafter, loop), static_argnums=2
+      functools.partial(decode_pool.with_drafter, loop), static_argnums=2
     )
     self._read_rows = bound(read)
     self._layout, self._loop, self._bound = layout, loop, bound
@@ -200,10 +197,10 @@ class Programs:
     return self._only(rows, np.zeros((1,), np.int32))
 
   def _hold(self, placed: Any, whole: Any = None) -> None:
-    """Keeps the pool where it is; what the host sees is on each device.
+    """Makes the programs that return a pool keep it on the same devices.
 
     Otherwise each program might leave it elsewhere, and the next one be
-    compiled for that.
+    compiled for that. What the host sees is whole on each device.
     """
     self._held = placed is not None
     pool: dict[str, Any] = {}
@@ -216,7 +213,7 @@ class Programs:
     # The pool is donated: it is updated where it is.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
     self.run = self._bound(
-      functools.partial(slots.run, self._loop),
+      functools.partial(decode_pool.run, self._loop),
       static_argnums=4,
       donate_argnums=1,
       **both,

@@ -1,0 +1,40 @@
+"""Few shapes: what rows, widths and arrays of ids are rounded up to."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SMALLEST_INPUT = 32
+SMALLEST_PROMPT = 8
+
+
+def padded(
+  encoded: Sequence[Sequence[int]], batch: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """int32[batch, width], 0 behind each end, and the lengths, 1 at least."""
+  array = np.zeros((batch, width), np.int32)
+  length = np.ones((batch,), np.int32)
+  for row, ids in enumerate(encoded):
+    array[row, : len(ids)] = ids
+    length[row] = len(ids)
+  return array, length
+
+
+def padded_rows(number: int) -> int:
+  """Rows of a batch of so many texts: 1, 2, 4, 6, 8, 12, 16, 24, 32, ...
+
+  Few sizes, so that few programs are compiled; and few rows without a text.
+  """
+  whole = next_power_of_two(number)
+  between = 3 * whole // 4
+  return between if number <= between and whole > 4 else whole
+
+
+def next_power_of_two(number: int) -> int:
+  """The least power of two that is not below `number`."""
+  return 1 << max(number - 1, 0).bit_length()
+
+
+def rounded_up(number: int, multiple: int) -> int:
+  """The least multiple of `multiple` that is not below `number`."""
+  return number + -number % multiple
