@@ -21,7 +21,7 @@ from specdec_jax.cli import gin_flags
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine, Model
 from specdec_jax.engine.schedule import PoolSettings
-from specdec_jax.measure import memory as bench_memory
+from specdec_jax.measure import memory as counted
 from specdec_jax.models import sizes
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
@@ -320,9 +320,9 @@ def test_sizes_are_those_of_the_network(config):
   assert sizes.num_params(config) == sum(leaf.size for leaf in leaves)
   input_len = 5 if network.has_encoder else 0
   inputs = jax.ShapeDtypeStruct((3, input_len), jnp.int32)
-  prefill = functools.partial(network.prefill, num_slots=64)
+  prefill = functools.partial(network.prefill, max_length=64)
   params = jax.eval_shape(network.init, jax.random.key(0))
-  cache = bench_memory.tree_bytes(jax.eval_shape(prefill, params, inputs))
+  cache = counted.tree_bytes(jax.eval_shape(prefill, params, inputs))
   logits = 4 * 3 * 2 * config.vocab_size
   found = sizes.run_bytes(config, 3, input_len, 64, 2)
   # Masks, biases and lengths are not counted, and scores are small here.

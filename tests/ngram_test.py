@@ -385,10 +385,10 @@ def test_settings(tmp_path):
     settings |= {change: 0 if change == 'order' else []}
     with pytest.raises(ValueError, match=message):
       fitting.FitNgramConfig(tokenizer=None, output_file='x', **settings)
-  with pytest.raises(ValueError, match=r"write \['a.txt'\]"):
+  with pytest.raises(ValueError, match=r"Write \['a.txt'\]"):
     fitting.FitNgramConfig(None, 'a.txt', 'x')
   for start_id in ('0', 0.5, -1):
-    with pytest.raises(ValueError, match='start_id must be None or an id'):
+    with pytest.raises(ValueError, match=f'start_id.*{start_id!r}'):
       fitting.FitNgramConfig(None, ['a'], 'x', start_id=start_id)
   for output_file in ('', str(tmp_path)):
     with pytest.raises(ValueError, match='must be the path of a file'):

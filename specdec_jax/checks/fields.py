@@ -39,8 +39,15 @@ def check_types(config: Any) -> None:
       raise ValueError(
         f'{type(config).__name__}.{field.name}: expected'
         f' {_described(hints[field.name])}, got {_shortened(value)}'
-        f' ({type(value).__name__}).'
+        f' ({type(value).__name__}).{_hint(value, hints[field.name])}'
       )
+
+
+def _hint(value: Any, hint: Any) -> str:
+  """What to do where a text stands for several: in brackets it is one."""
+  if isinstance(value, str) and _is_a([value], hint):
+    return f' Write [{_shortened(value)}].'
+  return ''
 
 
 def _is_a(value: Any, hint: Any) -> bool:

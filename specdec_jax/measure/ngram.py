@@ -72,17 +72,10 @@ class FitNgramConfig:
         ' no token before; order 2 is a bigram.'
       )
     check_at_least(self, order=1, max_continuations=1, min_count=1)
-    for name in ('train_files', 'valid_files'):
-      value = getattr(self, name)
-      if isinstance(value, str):
-        raise ValueError(
-          f'{name} must be a sequence of paths, got one string; write'
-          f' [{value!r}].'
-        )
     if not self.train_files:
       raise ValueError('train_files names no file to fit to.')
     first = self.start_id
-    if first is not None and (type(first) is not int or first < 0):
+    if first is not None and first < 0:
       raise ValueError(f'start_id must be None or an id, got {first!r}.')
     if not self.output_file or os.path.isdir(self.output_file):
       raise ValueError(
