@@ -250,7 +250,9 @@ def test_samples_of_one_text_are_one_observation():
   assert acceptance.ratio(hits, tries, ['a'] * 100).standard_error is None
 
 
-@pytest.mark.parametrize('prompted', [False, True])
+@pytest.mark.parametrize(
+  'prompted', [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_texts_are_told_by_what_is_read(prompted):
   """By inputs or prompts, with another padding in another batch."""
 

@@ -29,7 +29,9 @@ def assert_equal(loaded, params):
 
 
 @needs_fixtures
-@pytest.mark.parametrize('kind', ['tensorstore', 'orbax'])
+@pytest.mark.parametrize(
+  'kind', ['tensorstore', pytest.param('orbax', marks=pytest.mark.slow)]
+)
 def test_what_t5x_wrote(monkeypatch, kind):
   path = FIXTURES / kind / 'checkpoint_0'
   with fake_bucket.serve(FIXTURES, monkeypatch) as server:

@@ -73,7 +73,11 @@ def three_hundred(tmp_path_factory):
 
 @linux
 @pytest.mark.parametrize(
-  ('how', 'dtype'), [('host', 'float32'), ('device', 'float16')]
+  ('how', 'dtype'),
+  [
+    ('device', 'float16'),
+    pytest.param('host', 'float32', marks=pytest.mark.slow),
+  ],
 )
 def test_peak_of_host_memory(three_hundred, how, dtype):
   folder, total, largest = three_hundred
