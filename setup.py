@@ -45,7 +45,7 @@ setuptools.setup(
     'tensorstore>=0.1.70',
   ],
   extras_require={
-    # seqio brings TensorFlow (about 3 GB); only tasks.py and its users need it.
+    # seqio brings TensorFlow (about 3 GB); only text/seqio_tasks.py needs it.
     'tasks': ['seqio>=0.0.18', 'tensorflow>=2.16', 'tensorflow-text>=2.16'],
     'tpu': ['jax[tpu]>=0.9'],
     'cuda': ['jax[cuda12]>=0.9'],

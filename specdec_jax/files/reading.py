@@ -25,7 +25,6 @@ _CHUNK = 1 << 16
 _PIECE = 1 << 12
 _SHOWN = 200  # bytes that stand for a line that is too long
 _PATIENCE_MS = 2000
-_NO_TEXT = '\ufffd'  # U+FFFD REPLACEMENT CHARACTER
 T = TypeVar('T')
 
 

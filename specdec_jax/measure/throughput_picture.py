@@ -17,7 +17,7 @@ def plot_throughput(
 
   Args:
     path: of the PNG; replaced whole or not at all.
-    record: of `measure.measure_throughput`, with a sweep.
+    record: of `throughput.measure_throughput`, with a sweep.
 
   Raises:
     ValueError: matplotlib is not installed, or the record has no sweep.

@@ -165,7 +165,7 @@ def table3(records: Records) -> Comparison:
   """Table 3: acceptance rates; those measured here, then the paper's others.
 
   Args:
-    records: of `measure.measure_alpha`. A row that stands in for one of the
+    records: of `alpha.measure_alpha`. A row that stands in for one of the
       paper's has that one's value beside it.
   """
   values = {
@@ -207,7 +207,7 @@ def table5(records: Records) -> Comparison:
   """Table 5: alpha by lenience; likewise.
 
   Args:
-    records: of `measure.measure_alpha`. The paper's table is at temperature 1;
+    records: of `alpha.measure_alpha`. The paper's table is at temperature 1;
       its text has temperature 0 as well.
   """
   values = {
@@ -250,7 +250,7 @@ def _rates(
   """Rows of acceptance rates; behind them the paper's that have no stand-in.
 
   Args:
-    measured: rows of `measure.measure_alpha`'s records.
+    measured: rows of `alpha.measure_alpha`'s records.
     values: of the paper, by what `names` name.
     names: of the columns that tell rows apart.
     details: names of further ones.
