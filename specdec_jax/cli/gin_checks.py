@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -217,25 +217,34 @@ def _macro(value: Any) -> str:
   return ''
 
 
-def check_complete(shipped: pathlib.Path) -> None:
+def check_complete(
+  shipped: pathlib.Path,
+  written: Callable[[str], str] = lambda name: f'--gin.{name}=...',
+) -> None:
   """Raises ValueError for macros without a value, or that need themselves.
 
   gin's own check names one that is required, by an internal name, and follows a
-  circle until the stack is full.
+  circle until the stack is full. A required macro that nothing refers to any
+  more, since a binding took its place, may stay without a value.
 
   Args:
     shipped: folder of the gin files that export macros.
+    written: how a name is written on the command line.
   """
   check_circles()
+  used = {r.config_key[0] for r in _references() if r.config_key[1] == _MACRO}
   required = []
   for (scope, selector), values in sorted(_config().items()):
     for parameter, value in values.items():
-      if repr(value) == _REQUIRED:
-        is_macro = selector == _MACRO
+      if repr(value) != _REQUIRED:
+        continue
+      if selector != _MACRO:
         full = f'{scope}/{selector}' if scope else selector
-        required.append(scope if is_macro else f'{full}.{parameter}')
+        required.append(f'{full}.{parameter}')
+      elif scope in used:
+        required.append(scope)
   if required:
-    wanted = ' '.join(f'--gin.{name}=...' for name in required)
+    wanted = ' '.join(written(name) for name in required)
     raise ValueError(f'Required and not given: {wanted}')
   defined = {scope for scope, selector in _config() if selector == _MACRO}
   for reference in _references():

@@ -25,4 +25,6 @@ def find(path: str) -> str:
   if not parts or parts[0] not in _FOLDERS or '..' in parts:
     return path
   shipped = ROOT / path
-  return str(shipped) if not os.path.lexists(path) and shipped.exists() else path
+  return (
+    str(shipped) if not os.path.lexists(path) and shipped.exists() else path
+  )

@@ -29,6 +29,9 @@ from specdec_jax.infer import report, resume
 from specdec_jax.measure import environment
 from specdec_jax.probs import SamplingConfig
 
+# Of the number that an example's random numbers derive from.
+_KEY_BITS = 32
+
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -85,6 +88,7 @@ class Decoding:
     log_probs: whether log-probabilities are wanted.
     lenience: of the speculative way; below 1 it is lossy.
     slots: of continuous batching; None decodes fixed batches.
+    stop_strings: that end an output.
   """
 
   engine: Engine
@@ -94,6 +98,7 @@ class Decoding:
   log_probs: bool = True
   lenience: float = 1.0
   slots: PoolSettings | None = None
+  stop_strings: Sequence[str] = ()
 
   @functools.cached_property
   def _decoder(self) -> Engine | Continuous:
@@ -131,6 +136,8 @@ class Decoding:
       options['prompts'] = [item.prompt or [] for item in items]
     if self.lenience != 1:
       options['lenience'] = self.lenience
+    if self.stop_strings:
+      options['stop_strings'] = tuple(self.stop_strings)
     if not self.log_probs:
       options['log_probs'] = False
     return options
@@ -187,6 +194,25 @@ def _scored(item: Item, score: scoring.Score) -> Completion:
     finish_reason='scored',
     stats=CompletionStats(num_tokens=len(item.target), num_target_calls=1),
   )
+
+
+def example_id(index: int, sample: int) -> int:
+  """What the random numbers of one sample of one example derive from.
+
+  The bits of `sample` are counted from above, those of `index` from below: all
+  pairs that fit differ, and the first sample is the same however many there
+  are.
+
+  Raises:
+    ValueError: the two do not fit into 32 bits.
+  """
+  if index.bit_length() + sample.bit_length() > _KEY_BITS:
+    raise ValueError(
+      f'Sample {sample} of example {index}: the two numbers have more than'
+      f' {_KEY_BITS} bits. Ask for fewer samples (num_decodes) or give other'
+      ' samples another seed.'
+    )
+  return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
 def engine_identity(engine: Engine) -> dict[str, Any]:

@@ -29,9 +29,9 @@ _NOT_DECIDING = (
   'overwrite',
   'metrics',
   'calibration',
+  'stdout',
 )
 _ITEM_BYTES = 256  # of a sample at least, until it is written
-_KEY_BITS = 32  # of the number that an example's random numbers derive from
 
 
 class Task:
@@ -116,7 +116,7 @@ class Task:
     config, count = self.config, len(self._found)
     items: list[batches.Item] = []
     if count:  # the largest number first: there may be very many
-      example_id(config.index(count - 1), config.num_decodes - 1)
+      batches.example_id(config.index(count - 1), config.num_decodes - 1)
     memory.check_room(
       f'{count} examples with {config.num_decodes} samples each',
       count * config.num_decodes * _ITEM_BYTES,
@@ -141,7 +141,7 @@ class Task:
         batches.Item(
           number=number * config.num_decodes + sample,
           source=_ids(example, examples.INPUTS),
-          example_id=example_id(config.index(number), sample),
+          example_id=batches.example_id(config.index(number), sample),
           prompt=prompt,
           target=_ids(example, examples.TARGETS),
         )
@@ -218,25 +218,6 @@ def results_name(config: TaskConfig) -> str:
 
 def _name(config: TaskConfig) -> str:
   return examples.name_of(config.mixture_or_task_name)
-
-
-def example_id(index: int, sample: int) -> int:
-  """What the random numbers of one sample of one example derive from.
-
-  The bits of `sample` are counted from above, those of `index` from below: all
-  pairs that fit differ, and the first sample is the same however many there
-  are.
-
-  Raises:
-    ValueError: the two do not fit into 32 bits.
-  """
-  if index.bit_length() + sample.bit_length() > _KEY_BITS:
-    raise ValueError(
-      f'Sample {sample} of example {index}: the two numbers have more than'
-      f' {_KEY_BITS} bits. Ask for fewer samples (num_decodes) or give other'
-      ' samples another seed.'
-    )
-  return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
 def _examples(config: TaskConfig) -> tuple[list[examples.Example], str | None]:
