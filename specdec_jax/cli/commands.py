@@ -41,7 +41,7 @@ def benchmark() -> None:
 
 
 def calibrate() -> None:
-  """Says whether speculation pays for a pair here, and with which gamma.
+  """Says whether speculation pays here for a pair, with which gamma.
 
     specdec calibrate --target google/flan-t5-xl --draft google/flan-t5-small \\
       prompts.txt --output-file calibration.json
@@ -58,7 +58,7 @@ def calibrate() -> None:
 
 
 def compile_check() -> None:
-  """Compiles for TPU v4 without a TPU; counts memory, bytes and exchanges.
+  """Compiles for TPU v4 without one; counts memory and bytes.
 
   Table 2 on one chip:
 
@@ -86,7 +86,7 @@ def compile_check() -> None:
 
 
 def convert() -> None:
-  """Writes a checkpoint of any kind anew: for Orbax, Hugging Face or T5X.
+  """Writes a checkpoint anew: for Orbax, Hugging Face or T5X.
 
     specdec convert --target t5_1_1_small/checkpoint_1000000 \\
       --output-dir outputs/t5_1_1_small --format safetensors
@@ -103,7 +103,7 @@ def convert() -> None:
 
 
 def decode() -> None:
-  """Decodes text speculatively, plainly, or both ways in turn, compared.
+  """Decodes text speculatively, plainly, or both ways, compared.
 
     specdec decode --target google/flan-t5-xl --draft google/flan-t5-small \\
       input.txt > output.txt
@@ -127,7 +127,7 @@ def decode() -> None:
 
 
 def demo() -> None:
-  """Translates English to German by the pair that is shipped, both ways.
+  """Translates English to German by the shipped pair, both ways.
 
     specdec demo
 
@@ -178,7 +178,7 @@ def fit_ngram() -> None:
 
 
 def measure() -> None:
-  """Measures what a run file says: costs, acceptance, throughput, quality.
+  """Measures costs, acceptance, throughput or quality.
 
     specdec measure --gin_file=gin/runs/alpha_demo.gin
 
@@ -235,7 +235,7 @@ def peers() -> None:
 
 
 def reproduce() -> None:
-  """Writes tables and figures of the paper beside what is measured here.
+  """Writes the paper's tables beside what is measured here.
 
     specdec reproduce --gin_file=gin/runs/table1.gin \\
       --gin.OUTPUT_DIR=outputs/table1
@@ -286,7 +286,7 @@ def throughput() -> None:
 
 
 def train() -> None:
-  """Trains a model, distils a drafter from a target, or fits an n-gram table.
+  """Trains a model, distils a drafter, or fits an n-gram table.
 
     specdec train --gin_file=gin/runs/train.gin \\
       --gin.OUTPUT_DIR=FOLDER --gin.TRAIN_FILE=FILE --gin.VOCAB_PATH=FILE

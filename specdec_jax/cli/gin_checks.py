@@ -81,6 +81,20 @@ def configured() -> list[str]:
   return sorted({name for _, name in _configured() if name not in _INTERNAL})
 
 
+def used_macros() -> set[str]:
+  """Returns the macros that something refers to."""
+  return {r.config_key[0] for r in _references() if r.config_key[1] == _MACRO}
+
+
+def given_macros() -> dict[str, Any]:
+  """Returns the macros that have a value, as gin holds it."""
+  return {
+    scope: values['value']
+    for (scope, selector), values in _config().items()
+    if selector == _MACRO and 'value' in values
+  }
+
+
 def check_includes(gin_file: str, places: Sequence[str]) -> None:
   """Raises ValueError for a file that includes itself, by others or directly.
 
@@ -232,7 +246,7 @@ def check_complete(
     written: how a name is written on the command line.
   """
   check_circles()
-  used = {r.config_key[0] for r in _references() if r.config_key[1] == _MACRO}
+  used = used_macros()
   required = []
   for (scope, selector), values in sorted(_config().items()):
     for parameter, value in values.items():

@@ -38,7 +38,12 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import gin
 
 from specdec_jax.checks.names import nearest
-from specdec_jax.cli import gin_checks, gin_old_paths, plain_flags
+from specdec_jax.cli import (
+  gin_checks,
+  gin_old_macros,
+  gin_old_paths,
+  plain_flags,
+)
 from specdec_jax.files import shipped
 
 if TYPE_CHECKING:
@@ -199,10 +204,12 @@ def parse_flags(
 def _parser(
   description: str | None, command: str, plain: Sequence[plain_flags.Flag]
 ) -> '_Parser':
+  places = [f'[{name}]' for name in plain_flags.places(plain)]
   parser = _Parser(
-    prog=f'specdec {command}' if command else None,
+    usage=' '.join(['specdec', command or 'COMMAND', *places, '[FLAGS]']),
     description=description,
     formatter_class=_Help,
+    add_help=False,
     allow_abbrev=False,
   )
   plain_flags.add(parser, plain)
@@ -230,6 +237,9 @@ def _parser(
     help='folders that are searched for gin files',
   )
   more = parser.add_argument_group('more')
+  more.add_argument(
+    '-h', '--help', action='help', help='show this and do nothing'
+  )
   more.add_argument(
     '--traceback', action='store_true', help='show where an error came from'
   )
@@ -286,8 +296,13 @@ def load(flags: Flags) -> None:
     except _GIN_ERRORS as error:
       raise ValueError(f'{gin_file}: {gin_checks.explain(error)}') from error
   gin_checks.check_scopes()
+  used = gin_checks.used_macros()
+  for name, value in gin_checks.given_macros().items():
+    if (new := gin_old_macros.new_name(name, used)) != name:
+      gin.bind_parameter(f'{new}/gin.macro.value', value)
   known = gin_checks.Known()
   for name, value in flags.bindings:
+    name = gin_old_macros.new_name(name, used)
     _check_written(name, flags, known)
     known.check(name)
     try:

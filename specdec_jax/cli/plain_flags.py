@@ -255,13 +255,19 @@ def dashed(arg: str, flags: Iterable[Flag]) -> str:
   return f'{new}{equals}{value}' if known else arg
 
 
+def places(flags: Iterable[Flag]) -> list[str]:
+  """The names of what has no dashes."""
+  return [f.names[0] for f in flags if not f.names[0].startswith('-')]
+
+
 def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
   """Adds the flags to a parser; `bindings` reads what was given."""
-  group = parser.add_argument_group('options')
+  inputs = parser.add_argument_group('inputs')
+  group = parser.add_argument_group('flags without gin')
   for number, flag in enumerate(flags):
     if not flag.names[0].startswith('-'):
       # The name of a place is its `dest`.
-      parser.add_argument(flag.names[0], nargs='?', help=flag.help)
+      inputs.add_argument(flag.names[0], nargs='?', help=flag.help)
     elif flag.kind is bool:
       group.add_argument(
         *flag.names, dest=f'plain_{number}', action='store_true', help=flag.help

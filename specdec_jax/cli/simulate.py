@@ -2,12 +2,6 @@
 
   specdec simulate --target=0.5,0.3,0.2 --draft=0.2,0.3,0.5
 
-  --target=A,B,...   the target's probabilities
-  --draft=A,B,...    the drafter's, over the same tokens
-  --num_samples=N    proposals of the check, a million by default
-  --lenience=L       in (0, 1]; below 1 more is accepted, and it is lossy
-  --seed=N           of the check
-
 The exit status is 1 where the check fails, 2 for bad input.
 """
 
@@ -50,11 +44,32 @@ def parse(argv: Sequence[str]) -> 'simulation.SimulateConfig':
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument('--target', type=_numbers)
-  parser.add_argument('--draft', type=_numbers)
-  parser.add_argument('--num_samples', type=int)
-  parser.add_argument('--lenience', type=float)
-  parser.add_argument('--seed', type=int)
+  parser.add_argument(
+    '--target',
+    type=_numbers,
+    metavar='A,B,...',
+    help="the target's probabilities",
+  )
+  parser.add_argument(
+    '--draft',
+    type=_numbers,
+    metavar='A,B,...',
+    help="the drafter's, over the same tokens",
+  )
+  parser.add_argument(
+    '--num_samples',
+    '--num-samples',
+    type=int,
+    metavar='N',
+    help='proposals of the check, a million by default',
+  )
+  parser.add_argument(
+    '--lenience',
+    type=float,
+    metavar='L',
+    help='in (0, 1]; below 1 more is accepted, and it is lossy',
+  )
+  parser.add_argument('--seed', type=int, metavar='N', help='of the check')
   try:
     args, unknown = parser.parse_known_args(argv)
   except argparse.ArgumentError as error:
