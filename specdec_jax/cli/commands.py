@@ -299,6 +299,21 @@ def train() -> None:
   _chosen('train', {'.TrainRun': _train, '.FitNgramConfig': fit_ngram})
 
 
+def try_() -> None:
+  """Fetches a pair, checks it, and decodes a sample both ways.
+
+    specdec try google/flan-t5-xl google/flan-t5-small --output-file try.json
+
+    specdec try outputs/my_target google/flan-t5-small mine.tsv --prefix ''
+
+  A first look: is it quicker here, how much is accepted, do all outputs agree,
+  and how good are they? FILE may have examples of your own.
+  """
+  from specdec_jax import infer
+
+  infer.look(_build(infer.TryConfig))
+
+
 def _train() -> None:
   from specdec_jax import training
 
@@ -369,6 +384,7 @@ class Command:
 COMMANDS = {
   'demo': Command(demo, 'gin/runs/demo.gin'),
   'decode': Command(decode, 'gin/runs/decode.gin'),
+  'try': Command(try_, 'gin/runs/try.gin'),
   'score': Command(score, 'gin/runs/score.gin'),
   'calibrate': Command(calibrate, 'gin/runs/calibrate.gin'),
   'measure': Command(measure),

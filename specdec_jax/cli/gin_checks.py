@@ -83,7 +83,19 @@ def configured() -> list[str]:
 
 def used_macros() -> set[str]:
   """Returns the macros that something refers to."""
-  return {r.config_key[0] for r in _references() if r.config_key[1] == _MACRO}
+  return set(_uses())
+
+
+def _uses() -> dict[str, set[str]]:
+  """Returns macro -> the macros that refer to it; '' stands for all else."""
+  found: dict[str, set[str]] = {}
+  for (scope, selector), values in _config().items():
+    for reference in gin.config.iterate_references(values):
+      macro, kind = reference.config_key
+      if kind == _MACRO:
+        by = scope if selector == _MACRO else ''
+        found.setdefault(macro, set()).add(by)
+  return found
 
 
 def given_macros() -> dict[str, Any]:
@@ -246,7 +258,7 @@ def check_complete(
     written: how a name is written on the command line.
   """
   check_circles()
-  used = used_macros()
+  used = _uses()
   required = []
   for (scope, selector), values in sorted(_config().items()):
     for parameter, value in values.items():
@@ -256,7 +268,9 @@ def check_complete(
         full = f'{scope}/{selector}' if scope else selector
         required.append(f'{full}.{parameter}')
       elif scope in used:
-        required.append(scope)
+        # One that only gives another macro its value is asked for by its name.
+        (only,) = used[scope] if len(used[scope]) == 1 else ('',)
+        required.append(only or scope)
   if required:
     wanted = ' '.join(written(name) for name in required)
     raise ValueError(f'Required and not given: {wanted}')

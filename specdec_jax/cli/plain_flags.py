@@ -211,6 +211,12 @@ FLAGS = (
     (*_PAIR, 'convert'),
   ),
   Flag(
+    ('--prefix',),
+    'PREFIX',
+    "put before each input; 'translate English to German: ' for the sample",
+    ('try',),
+  ),
+  Flag(
     ('--format',),
     'FORMAT',
     'what is written: orbax, safetensors (a Hugging Face folder) or t5x',
@@ -294,7 +300,7 @@ def bindings(
   for number, flag in enumerate(flags):
     name = flag.names[0]
     given = getattr(args, f'plain_{number}', getattr(args, name, None))
-    if not given:
+    if given is None or given is False:
       continue
     if isinstance(given, str):
       given = [given]

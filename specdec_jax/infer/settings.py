@@ -13,6 +13,7 @@ from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 from specdec_jax.verify import check_lenience
 
 # Whom to ask for what: the ways of decoding that run, in turn.
@@ -356,6 +357,29 @@ def load_drafter(
       " without one (--mode plain, in gin DECODING = 'plain')."
     )
   return load_model(network, path, tokenizer, placement)
+
+
+def open_tokenizer(
+  path: str | None = None, target: Callable[[], Model] | None = None
+) -> Tokenizer:
+  """Opens the vocabulary of a run.
+
+  Args:
+    path: for `tokenizer_bpe.open_vocabulary`; None is the target's own.
+    target: makes the target; called where there is no path.
+
+  Raises:
+    ValueError: it cannot be read, or the target has none.
+  """
+  if path is not None:
+    return open_vocabulary(path)
+  model = None if target is None else target()
+  if model is None or model.tokenizer is None:
+    of = '' if model is None else f' of {model.name!r}'
+    raise ValueError(
+      f'No vocabulary{of} is known: give one (--vocab, in gin VOCAB_PATH).'
+    )
+  return model.tokenizer
 
 
 class _Check:
