@@ -11,8 +11,9 @@ import rich.console
 import small_vocabulary
 from specdec_jax import infer, probs
 from specdec_jax.engine import scoring
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import resume, task_source
+from specdec_jax.models.model import Model
 from specdec_jax.text import metrics
 
 LINES = [
@@ -153,7 +154,7 @@ def test_metrics_of_both_ways_on_all_references(run, tmp_path, monkeypatch):
 
 def test_scores_of_targets(run, make, tokenizer):
   summary, records, _ = run(
-    mode='score', include_all_inputs=True, draft=never, decoding='both'
+    mode='score', include_all_inputs=True, drafter=never, decoding='both'
   )
   pairs = [
     [[*tokenizer.encode(text), 1] for text in texts]
@@ -337,10 +338,10 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
   with pytest.raises(ValueError, match="draft's vocabulary is 300"):
     run(other, decoding='speculative')
   assert small.engine.num_programs == 0
-  run(small, decoding='plain', draft=never)
+  run(small, decoding='plain', drafter=never)
   with pytest.raises(AssertionError, match='was made'):
-    run(small, decoding='speculative', draft=never)
-  with pytest.raises(ValueError, match='give its network .* DRAFT'):
+    run(small, decoding='speculative', drafter=never)
+  with pytest.raises(ValueError, match='give its checkpoint .* DRAFT'):
     infer.load_drafter()
 
 
@@ -361,7 +362,7 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
     ('task_feature_lengths', {'inputs': 5}),
     ('task_feature_lengths', {'inputs': 5, 'targets': '8'}),
     ('split', ''),
-    ('draft', 'small'),
+    ('drafter', 'small'),
     ('sampling', 1.0),
     ('include_all_inputs', 'no'),
     ('metrics', 5),

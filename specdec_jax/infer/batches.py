@@ -122,11 +122,13 @@ class Decoding:
   def _options(self, items: Sequence[Item]) -> dict[str, Any]:
     options: dict[str, Any] = {
       'speculative': self.speculative,
-      'sampling': self.sampling,
+      **dataclasses.asdict(self.sampling),
       'seed': self.seed,
       'example_ids': [item.example_id for item in items],
       'on_too_long': 'truncate',  # where it is an error, no such item is left
     }
+    if self.slots is None:
+      options['batch_size'] = max(1, len(items))
     if any(item.prompt is not None for item in items):
       options['prompts'] = [item.prompt or [] for item in items]
     if self.lenience != 1:

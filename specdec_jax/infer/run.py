@@ -114,7 +114,7 @@ def decode_task(
   shared = dataclasses.replace(
     config,
     engine=_Kept(config.engine),
-    draft=config.draft and functools.cache(config.draft),
+    drafter=config.drafter and functools.cache(config.drafter),
   )
   summaries = {}
   for name in names:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.engine.engine import Engine, Model, load_model
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.partitioning import Placement
+from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
@@ -138,7 +140,7 @@ class TaskConfig(_Rows):
     mixture_or_task_name: of a task, see `text.tasks`; or a local task;
       or the path of a file, see `examples.find`.
     output_dir: where the results go; see `infer.decode_task`.
-    draft: makes the drafter that `engine` is called with, where anything is
+    drafter: makes the drafter that `engine` is called with, where anything is
       decoded speculatively; None leaves it to `engine`.
     task_feature_lengths: feature -> tokens at most, its end included: longer
       'inputs' and 'targets' are cut, and an output has at most as many tokens
@@ -181,7 +183,7 @@ class TaskConfig(_Rows):
   tokenizer: Tokenizer
   mixture_or_task_name: str | LocalTask
   output_dir: str
-  draft: Callable[[], Model] | None = None
+  drafter: Callable[[], Drafter | Model] | None = None
   task_feature_lengths: Mapping[str, int] | None = None
   split: str = 'test'
   mode: str = PREDICT
@@ -299,23 +301,25 @@ def settings_of(
 
 
 def load_drafter(
-  network: LanguageModel | None = None,
-  path: str | None = None,
-  tokenizer: Tokenizer | None = None,
-  placement: Placement | None = None,
+  path: str | None = None, network: LanguageModel | None = None, **options
 ) -> Model:
-  """`engine.load_model` for a drafter that a run file may leave out.
+  """Loads a drafter that a run file may leave out, by `engine.load`.
+
+  Args:
+    path: of its checkpoint; None where it was left out.
+    network: as of `engine.load`.
+    **options: likewise.
 
   Raises:
-    ValueError: it was left out; or as `engine.load_model`.
+    ValueError: it was left out; or as `engine.load`.
   """
-  if network is None or path is None:
+  if path is None:
     raise ValueError(
-      'Speculative decoding needs a drafter: give its network (gin: DRAFT) and'
-      ' its checkpoint (DRAFT_CHECKPOINT_PATH), or set decoding (DECODING) to'
-      " 'plain'."
+      'Speculative decoding needs a drafter: give its checkpoint (gin:'
+      ' DRAFT_CHECKPOINT_PATH) and, unless that describes itself, its network'
+      " (DRAFT); or set decoding (DECODING) to 'plain'."
     )
-  return load_model(network, path, tokenizer, placement)
+  return load(path, network, **options)
 
 
 class _Check:

@@ -10,6 +10,7 @@ import rich.console
 
 from specdec_jax.checks import memory
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import example_id
 from specdec_jax.infer import (
   batches,
   examples,
@@ -24,14 +25,13 @@ from specdec_jax.measure.table import say
 _NOT_DECIDING = (
   'engine',
   'tokenizer',
-  'draft',
+  'drafter',
   'output_dir',
   'overwrite',
   'metrics',
   'calibration',
 )
 _ITEM_BYTES = 256  # of a sample at least, until it is written
-_KEY_BITS = 32  # of the number that an example's random numbers derive from
 
 
 class Task:
@@ -91,8 +91,8 @@ class Task:
       'max_input_len': max(2, lengths[examples.INPUTS]),
       'max_decode_len': max(1, lengths[examples.TARGETS]),
     }
-    if config.draft is not None and report.SPECULATIVE in config.ways:
-      options['draft'] = config.draft()
+    if config.drafter is not None and report.SPECULATIVE in config.ways:
+      options['drafter'] = config.drafter()
     engine = config.engine(**options)
     if engine.tokenizer.fingerprint != config.tokenizer.fingerprint:
       raise ValueError(
@@ -218,25 +218,6 @@ def results_name(config: TaskConfig) -> str:
 
 def _name(config: TaskConfig) -> str:
   return examples.name_of(config.mixture_or_task_name)
-
-
-def example_id(index: int, sample: int) -> int:
-  """What the random numbers of one sample of one example derive from.
-
-  The bits of `sample` are counted from above, those of `index` from below: all
-  pairs that fit differ, and the first sample is the same however many there
-  are.
-
-  Raises:
-    ValueError: the two do not fit into 32 bits.
-  """
-  if index.bit_length() + sample.bit_length() > _KEY_BITS:
-    raise ValueError(
-      f'Sample {sample} of example {index}: the two numbers have more than'
-      f' {_KEY_BITS} bits. Ask for fewer samples (num_decodes) or give other'
-      ' samples another seed.'
-    )
-  return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
 def _examples(config: TaskConfig) -> tuple[list[examples.Example], str | None]:

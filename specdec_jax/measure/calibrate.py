@@ -141,7 +141,6 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
     config.target,
     drafter=engine.drafter,
     target_params=engine.params.target,
-    draft_params=engine.params.draft,
     placement=config.placement,
     gammas=(min(4, config.max_gamma),),
     batches=tuple(sorted(set(config.batches))),
