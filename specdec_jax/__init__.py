@@ -2,71 +2,97 @@
 
 A drafter proposes a `Draft`, the target extends its cache over it in one call,
 `verify` returns a `Verdict`, and the caches rewind to what was kept.
+
+  target = specdec_jax.load('google/flan-t5-xl', dtype='bfloat16')
+  draft = specdec_jax.load('google/flan-t5-small', dtype='bfloat16')
+  engine = specdec_jax.Engine(target, draft)
+  for done in engine.generate(['Translate to German: Good morning!']):
+    print(done.text, done.stats.acceptance_rate)
 """
+# ruff: noqa: F401
 
-from specdec_jax.checkpoints import (
-  check_params,
-  load,
-  save_orbax,
-)
-from specdec_jax.drafters.base import Context, Drafter
-from specdec_jax.drafters.cascade import cascade
-from specdec_jax.drafters.copy import copy
-from specdec_jax.drafters.first_of import first_of
-from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_fit import fit as fit_ngram_table
-from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.drafters.ngram_table import load as load_ngram_table
-from specdec_jax.drafters.small_model import small_model
-from specdec_jax.drafters.uniform import uniform
-from specdec_jax.engine.completion import Completion, CompletionStats
-from specdec_jax.engine.engine import Engine, Model, joined, load_model
-from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.gpt import GPT, GPTConfig
-from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.partitioning import Placement
-from specdec_jax.probs import SamplingConfig
-from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import (
-  DecodeStats,
-  Draft,
-  FinishReason,
-  Generation,
-  Verdict,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-  'Completion',
-  'CompletionStats',
-  'Context',
-  'DecodeStats',
-  'Draft',
-  'Drafter',
-  'Engine',
-  'FinishReason',
-  'GPT',
-  'GPTConfig',
-  'Generation',
-  'LanguageModel',
-  'Model',
-  'NGramTable',
-  'Placement',
-  'SamplingConfig',
-  'T5',
-  'T5Config',
-  'Tokenizer',
-  'Verdict',
-  'cascade',
-  'check_params',
-  'copy',
-  'first_of',
-  'fit_ngram_table',
-  'joined',
-  'load',
-  'load_model',
-  'load_ngram_table',
-  'ngram',
-  'save_orbax',
-  'small_model',
-  'uniform',
-]
+if TYPE_CHECKING:  # for editors; at run time a name is imported when used
+  from specdec_jax.checkpoints import check_params, save_orbax
+  from specdec_jax.drafters.base import Context, Drafter
+  from specdec_jax.drafters.cascade import cascade
+  from specdec_jax.drafters.ngram import ngram
+  from specdec_jax.drafters.ngram_fit import fit as fit_ngram_table
+  from specdec_jax.drafters.ngram_table import NGramTable
+  from specdec_jax.drafters.ngram_table import load as load_ngram_table
+  from specdec_jax.drafters.prompt_lookup import prompt_lookup
+  from specdec_jax.drafters.small_model import small_model
+  from specdec_jax.drafters.uniform import uniform
+  from specdec_jax.drafters.with_fallback import with_fallback
+  from specdec_jax.engine.completion import Completion, CompletionStats
+  from specdec_jax.engine.engine import Engine
+  from specdec_jax.engine.loading import load
+  from specdec_jax.models.base import LanguageModel
+  from specdec_jax.models.gpt import GPT, GPTConfig
+  from specdec_jax.models.model import Model
+  from specdec_jax.models.t5 import T5, T5Config
+  from specdec_jax.partitioning import Placement
+  from specdec_jax.probs import SamplingConfig
+  from specdec_jax.text.tokenizer import Tokenizer
+  from specdec_jax.types import (
+    DecodeStats,
+    Draft,
+    FinishReason,
+    Generation,
+    Verdict,
+  )
+
+# Name -> its module, and what it is called there where that differs. `import
+# specdec_jax` alone is quick: JAX is imported with the first name.
+_PLACES = {
+  'Completion': 'engine.completion',
+  'CompletionStats': 'engine.completion',
+  'Context': 'drafters.base',
+  'DecodeStats': 'types',
+  'Draft': 'types',
+  'Drafter': 'drafters.base',
+  'Engine': 'engine.engine',
+  'FinishReason': 'types',
+  'GPT': 'models.gpt',
+  'GPTConfig': 'models.gpt',
+  'Generation': 'types',
+  'LanguageModel': 'models.base',
+  'Model': 'models.model',
+  'NGramTable': 'drafters.ngram_table',
+  'Placement': 'partitioning',
+  'SamplingConfig': 'probs',
+  'T5': 'models.t5',
+  'T5Config': 'models.t5',
+  'Tokenizer': 'text.tokenizer',
+  'Verdict': 'types',
+  'cascade': 'drafters.cascade',
+  'check_params': 'checkpoints',
+  'fit_ngram_table': 'drafters.ngram_fit:fit',
+  'load': 'engine.loading',
+  'load_ngram_table': 'drafters.ngram_table:load',
+  'ngram': 'drafters.ngram',
+  'prompt_lookup': 'drafters.prompt_lookup',
+  'save_orbax': 'checkpoints',
+  'small_model': 'drafters.small_model',
+  'uniform': 'drafters.uniform',
+  'with_fallback': 'drafters.with_fallback',
+}
+
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _PLACES:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  module, _, there = _PLACES[name].partition(':')
+  found = getattr(
+    importlib.import_module(f'{__name__}.{module}'), there or name
+  )
+  globals()[name] = found
+  return found
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

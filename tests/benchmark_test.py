@@ -226,9 +226,9 @@ def test_t5x_style_is_for_a_t5():
 def test_drafters_without_a_network():
   """What they need is placed and nothing is drawn for them."""
   table = fit([[0, 3, 4, 5]], 2, 50)
-  config = tiny(drafter=ngram(50), draft=None, draft_params=table)
+  config = tiny(drafter=ngram(table), draft=None)
   pair = measured_pair.make_pair(
-    NETWORK, None, None, table, partitioning.Placement(), 0, config.drafter
+    NETWORK, None, None, None, partitioning.Placement(), 0, config.drafter
   )
   assert pair.drafter is config.drafter
   assert isinstance(pair.params.draft.ids, jax.Array)
@@ -237,8 +237,8 @@ def test_drafters_without_a_network():
   (setting,) = record['settings']
   (row,) = setting['gammas']
   assert row['cost_ratio_alone'] > 0
-  with pytest.raises(ValueError, match='drafter needs draft_params'):
-    tiny(drafter=ngram(50))
+  with pytest.raises(ValueError, match='a drafter was given, which has its'):
+    tiny(drafter=ngram(table), draft_params=table)
 
 
 def test_the_grid_is_every_combination():

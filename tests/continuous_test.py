@@ -16,9 +16,9 @@ import small_vocabulary
 from gpt_engine_test import BOS, FAMILIES, make_engine
 from small_vocabulary import WORDS
 from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings, PoolStats, Queue
-from specdec_jax.probs import SamplingConfig
+from specdec_jax.models.model import Model
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
 POISON = 'Q'
@@ -39,7 +39,7 @@ TEMPERATURES = [float(i % 3 > 0) for i in range(len(TEXTS))]
 # Random weights seldom end by themselves.
 STOPS = list(range(3, small_vocabulary.VOCAB_SIZE, 8))
 SAMPLED = {
-  'sampling': SamplingConfig(temperature=TEMPERATURES),
+  'temperature': TEMPERATURES,
   'seed': 5,
   'stop_ids': STOPS,
 }
@@ -116,11 +116,11 @@ def test_samples_do_not_depend_on_slots_or_neighbours(engine, decoder):
 def test_the_order_of_texts_changes_nothing(engine, decoder):
   """Neither is anything compiled anew."""
   want = decoder.generate(TEXTS, **SAMPLED)
-  reverse = SamplingConfig(temperature=TEMPERATURES[::-1])
+  reverse = TEMPERATURES[::-1]
   with nothing_compiles():
     again = decoder.generate(
       TEXTS[::-1],
-      **SAMPLED | {'sampling': reverse},
+      **SAMPLED | {'temperature': reverse},
       example_ids=range(len(TEXTS))[::-1],
     )
   same(again[::-1], want)
@@ -210,10 +210,10 @@ def test_decoder_only(family, tokenizer):
   engine = make_engine(FAMILIES[family], tokenizer)
   assert BOS == engine.bos_id
   texts = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house', 'x']
-  sampling = SamplingConfig(temperature=[0.0, 1.0] * 3)
-  want = engine.generate(texts, sampling=sampling)
+  sampling = [0.0, 1.0] * 3
+  want = engine.generate(texts, temperature=sampling)
   decoder = Continuous(engine, PoolSettings(rows=2))
-  same(decoder.generate(texts, sampling=sampling), want)
+  same(decoder.generate(texts, temperature=sampling), want)
 
 
 @pytest.mark.slow

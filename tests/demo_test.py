@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from specdec_jax import T5, Engine, T5Config, Tokenizer, load_model
+from specdec_jax import T5, Engine, T5Config, Tokenizer, load
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / 'demo'
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 def models():
   tokenizer = Tokenizer(DEMO / 'vocab.model')
   pair = [
-    load_model(T5(T5Config(tokenizer.vocab_size, **size)), DEMO / name)
+    load(DEMO / name, T5(T5Config(tokenizer.vocab_size, **size)))
     for size, name in ((TARGET, 'target.msgpack'), (DRAFT, 'draft.msgpack'))
   ]
   return *pair, tokenizer

@@ -23,13 +23,13 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.cascade import cascade
-from specdec_jax.drafters.copy import copy
-from specdec_jax.drafters.first_of import first_of
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.uniform import uniform
+from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
 
 VOCAB = 5
@@ -78,24 +78,24 @@ DRAFTERS = {
   'small_model': (small_model(DRAFT), DRAFT.params),
   'small_model_is_target': (small_model(TARGET), TARGET.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
-  'unigram': (ngram(VOCAB), TABLES[1]),
-  'bigram': (ngram(VOCAB), TABLES[2]),
-  'trigram': (ngram(VOCAB), TABLES[3]),
-  'copy': (copy(), ()),
+  'unigram': (ngram(TABLES[1]), TABLES[1]),
+  'bigram': (ngram(TABLES[2]), TABLES[2]),
+  'trigram': (ngram(TABLES[3]), TABLES[3]),
+  'prompt_lookup': (prompt_lookup(), ()),
   'uniform': (uniform(VOCAB), ()),
-  'cascade': (cascade(DRAFT, ngram(VOCAB)), (DRAFT.params, TABLES[2])),
+  'cascade': (cascade(DRAFT, ngram(TABLES[2])), (DRAFT.params, TABLES[2])),
   'cascade_of_models': (
     cascade(DRAFT, small_model(CHEAPER), gamma=3),
     (DRAFT.params, CHEAPER.params),
   ),
   # Of pairs, so that rows change from copying to asking and back.
-  'first_of': (
-    first_of(copy(min_match=2), small_model(DRAFT)),
+  'with_fallback': (
+    with_fallback(prompt_lookup(min_match=2), small_model(DRAFT)),
     ((), DRAFT.params),
   ),
   # The first has a cache, and often no proposal.
-  'first_of_models': (
-    first_of(_short_drafts(DRAFT, 2), small_model(CHEAPER)),
+  'with_fallback_of_models': (
+    with_fallback(_short_drafts(DRAFT, 2), small_model(CHEAPER)),
     (DRAFT.params, CHEAPER.params),
   ),
 }
@@ -229,7 +229,7 @@ def test_control_draft_probs_standardised_otherwise_than_drawn():
   assert decode_p_value(wrong, DRAFT.params, GAMMA, SAMPLINGS['t1']) < ALPHA
 
 
-@pytest.mark.parametrize('name', ['bigram', 'cascade', 'first_of'])
+@pytest.mark.parametrize('name', ['bigram', 'cascade', 'with_fallback'])
 def test_control_probabilities_flatter_than_those_it_drew_from(name):
   """Of drafters that make their rows themselves."""
   honest, params = DRAFTERS[name]
@@ -306,7 +306,7 @@ def test_no_drafter_drops_what_it_has_drawn(name):
   """Nor are its probabilities those of a draw that it saw."""
   drops, lengths = _drops_a_drawn_token(*DRAFTERS[name])
   assert not drops
-  if name in ('short_drafts', 'copy', 'unigram', 'bigram', 'trigram'):
+  if name in ('short_drafts', 'prompt_lookup', 'unigram', 'bigram', 'trigram'):
     assert len(lengths) > 1  # or nothing was looked at
 
 

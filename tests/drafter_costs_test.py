@@ -35,7 +35,7 @@ def test_every_drafter_beside_one_target(folder, tokenizer):
   assert [row['drafter'] for row in record['measured']] == [
     'unigram',
     'bigram',
-    'copy',
+    'prompt_lookup',
     'uniform',
     'small_model',
   ]

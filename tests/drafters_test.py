@@ -20,12 +20,12 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
-from specdec_jax.drafters.copy import copy
-from specdec_jax.drafters.first_of import first_of
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import catch_up, small_model
 from specdec_jax.drafters.uniform import uniform
+from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 
@@ -82,7 +82,7 @@ MIXED = SamplingConfig([0.0, 0.6, 1.0, 1.7], top_k=4)
 @pytest.mark.parametrize(
   ('cheaper', 'params'),
   [
-    (ngram(VOCAB), TABLE),
+    (ngram(TABLE), TABLE),
     (small_model(DRAFT), DRAFT.params),
   ],
   ids=['bigram', 'model'],
@@ -155,7 +155,7 @@ def test_no_call_is_wasted_after_a_draft_that_was_accepted():
   request = request_of(1, 3, SamplingConfig(0.0), 40)
   for drafter, params in (
     (small_model(twin), twin.params),
-    (first_of(silent(), small_model(twin)), ((), twin.params)),
+    (with_fallback(silent(), small_model(twin)), ((), twin.params)),
   ):
     stats = decode(drafter, params, request).stats
     assert stats.histogram.tolist() == [[0, 0, 0, 10]]
@@ -191,10 +191,10 @@ def test_who_is_told_that_rounds_may_be_skipped():
   both = (DRAFT.params, DRAFT.params)
   for drafter, params in (
     (spy('alone'), DRAFT.params),
-    (first_of(spy('first'), spy('second')), both),
+    (with_fallback(spy('first'), spy('second')), both),
     (cascade(DRAFT, spy('cheaper')), both),
     (
-      first_of(copy(), first_of(silent(), spy('nested'))),
+      with_fallback(prompt_lookup(), with_fallback(silent(), spy('nested'))),
       ((), ((), DRAFT.params)),
     ),
   ):
@@ -206,10 +206,10 @@ def test_who_is_told_that_rounds_may_be_skipped():
   assert told == dict.fromkeys(['first', 'second', 'cheaper', 'nested'], True)
 
 
-def test_first_of_skips_the_model_where_all_rows_copy():
+def test_with_fallback_skips_the_model_where_all_rows_copy():
   """Once the text is in its cycle, the model is not called any more."""
   target = repeating()
-  drafter = first_of(copy(), small_model(DRAFT))
+  drafter = with_fallback(prompt_lookup(), small_model(DRAFT))
   params = PairParams(target.params, ((), DRAFT.params))
   request = request_of(2, 3, SamplingConfig(0.0), 56, inputs=(2, 3, 4, 5))
   run = toy_requests.quick_jit(Loop(target, drafter).decode)
@@ -222,7 +222,7 @@ def test_first_of_skips_the_model_where_all_rows_copy():
   assert result.stats.num_rounds[0] < 20
 
 
-def test_first_of_takes_what_each_row_has():
+def test_with_fallback_takes_what_each_row_has():
   """One row copies, the other has nothing to copy: the model's tokens."""
   inputs = jnp.array([[2, 3, 4, 5], [0, 0, 0, 0]])
   request = request_of(2, 3, SamplingConfig(1.0), 20, inputs=inputs[0])
@@ -231,7 +231,7 @@ def test_first_of_takes_what_each_row_has():
   context = speculative.context_of(
     request, tokens, jnp.array([2, 2]), request.keys
   )
-  both = first_of(copy(), small_model(DRAFT))
+  both = with_fallback(prompt_lookup(), small_model(DRAFT))
   params = ((), DRAFT.params)
   state = both.init(params, inputs, 64, None)
   draft, _ = toy_requests.quick_jit(both.propose)(params, state, context)
@@ -248,8 +248,8 @@ def test_first_of_takes_what_each_row_has():
   np.testing.assert_array_equal(draft.probs[1], other.probs[1])
 
 
-def test_first_of_two_deterministic_drafters_states_no_probabilities():
-  both = first_of(copy(min_match=2), copy())
+def test_with_fallback_two_deterministic_drafters_states_no_probabilities():
+  both = with_fallback(prompt_lookup(min_match=2), prompt_lookup())
   request = request_of(1, 2, SamplingConfig(1.0), 20, inputs=(4, 5, 1))
   tokens = jnp.zeros((1, 65), jnp.int32).at[:, 1].set(4)
   context = speculative.context_of(

@@ -19,9 +19,10 @@ from specdec_jax.probs import SamplingConfig
 VOCAB, STOP, GAMMA = 4, 1, 3
 MODEL = toy_models.random_markov(0, VOCAB)
 CORPUS = [[0, *np.random.default_rng(0).integers(0, VOCAB, 200)]]
+TABLE = fit(CORPUS, 2, VOCAB)
 DRAFTERS = {
   'small_model': (small_model(MODEL), MODEL.params),
-  'ngram': (ngram(VOCAB), fit(CORPUS, 2, VOCAB)),
+  'ngram': (ngram(TABLE), TABLE),
   'cascade': (cascade(MODEL, uniform(VOCAB)), (MODEL.params, ())),
 }
 

@@ -12,14 +12,14 @@ from small_vocabulary import VOCAB_SIZE, network
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.cascade import cascade
-from specdec_jax.drafters.copy import copy
-from specdec_jax.drafters.first_of import first_of
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine import engine
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.drafters.with_fallback import with_fallback
+from specdec_jax.engine.engine import Engine
 from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 
 TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
@@ -51,24 +51,20 @@ def parts(tokenizer):
     'target': model(TARGET),
     'draft': model(DRAFT),
     'decoder only': model(DECODER_ONLY),
-    'copy': Model(None, ()),
-    'bigram': Model(
-      None, fit([[0, *tokenizer.encode(text), 1] for text in TEXTS], 2, 288)
+    'bigram': fit(
+      [[0, *tokenizer.encode(text), 1] for text in TEXTS], 2, VOCAB_SIZE
     ),
   }
 
 
-def joined(parts, *names):
-  return engine.joined([parts[name] for name in names])
-
-
-# name -> the drafter and the names of what it is made of
+# name -> what makes the drafter
 DRAFTERS = {
-  'first_of': (first_of(copy(), small_model(DRAFT)), ('copy', 'draft')),
-  'cascade': (cascade(DRAFT, ngram(VOCAB_SIZE)), ('draft', 'bigram')),
-  'copy': (copy(), ('copy',)),
-  'bigram': (ngram(VOCAB_SIZE), ('bigram',)),
-  'decoder only': (None, ('decoder only',)),
+  'small_model': lambda parts: small_model(parts['draft']),
+  'with_fallback': lambda parts: with_fallback(prompt_lookup(), parts['draft']),
+  'cascade': lambda parts: cascade(parts['draft'], ngram(parts['bigram'])),
+  'prompt_lookup': lambda parts: prompt_lookup(),
+  'bigram': lambda parts: ngram(parts['bigram']),
+  'decoder only': lambda parts: parts['decoder only'],
 }
 
 
@@ -83,16 +79,13 @@ def plain(parts, tokenizer):
 @pytest.mark.filterwarnings('ignore:The draft is decoder-only')
 @pytest.mark.parametrize('name', DRAFTERS)
 def test_greedy_outputs_are_the_targets_own(parts, tokenizer, plain, name):
-  drafter, names = DRAFTERS[name]
-  draft = joined(parts, *names) if len(names) > 1 else parts[names[0]]
   made = Engine(
     parts['target'],
-    draft,
+    DRAFTERS[name](parts),
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=32,
     max_decode_len=24,
-    drafter=drafter,
   )
   found = made.generate(TEXTS)
   assert [one.tokens for one in found] == plain
@@ -114,9 +107,8 @@ def test_parts_of_a_drafter_are_checked_as_a_drafter_is(parts, tokenizer):
   def make(part):
     return Engine(
       parts['target'],
-      engine.joined([parts['copy'], part]),
+      with_fallback(prompt_lookup(), part),
       tokenizer=tokenizer,
-      drafter=first_of(copy(), small_model(part.network or DRAFT)),
     )
 
   with pytest.warns(UserWarning, match='The draft is decoder-only'):
@@ -128,21 +120,29 @@ def test_parts_of_a_drafter_are_checked_as_a_drafter_is(parts, tokenizer):
 
 
 def test_a_table_of_another_vocabulary(parts, tokenizer):
-  def make(draft):
-    return Engine(
-      parts['target'],
-      draft,
-      tokenizer=tokenizer,
-      drafter=ngram(VOCAB_SIZE),
-    )
+  def make(drafter):
+    return Engine(parts['target'], drafter, tokenizer=tokenizer)
 
-  make(parts['bigram'])  # the control
+  make(ngram(parts['bigram']))  # the control
   other = fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint='another')
   table = 'table of the draft was fitted for another vocabulary'
   with pytest.raises(ValueError, match=table):
-    make(Model(None, other))
+    make(ngram(other))
   with pytest.raises(ValueError, match=table):
-    make(engine.joined([parts['draft'], Model(None, other)]))
+    make(cascade(parts['draft'], ngram(other)))
+
+
+def test_a_small_model_is_itself_however_it_is_given(parts, tokenizer):
+  """Its calibrations and runs are one drafter's; another's are not."""
+  prints = [
+    Engine(parts['target'], given, tokenizer=tokenizer).fingerprints['draft']
+    for given in (
+      parts['draft'],
+      small_model(parts['draft']),
+      with_fallback(prompt_lookup(), parts['draft']),
+    )
+  ]
+  assert prints[0] == prints[1] != prints[2]
 
 
 @pytest.fixture
@@ -168,15 +168,15 @@ def demo_engine(tmp_path):
 
 
 def test_what_the_runs_of_the_demo_are_made_of(demo_engine):
-  made = demo_engine('FIRST_OF')
-  assert made.drafter.name == 'first_of(copy(4, 2), small_model)'
+  made = demo_engine('FALLBACK')
+  assert made.drafter.name == 'with_fallback(prompt_lookup(4, 2), small_model)'
   assert made.params.draft[0] == () and 'decoder' in made.params.draft[1]
   made = demo_engine('CASCADE')
   assert made.drafter.name == 'cascade(ngram, 2)'
   network, table = made.params.draft
   assert 'decoder' in network and table.order == 2
   made = demo_engine('COPY')
-  assert (made.drafter.name, made.params.draft) == ('copy(4, 2)', ())
+  assert (made.drafter.name, made.params.draft) == ('prompt_lookup(4, 2)', ())
   made = demo_engine('NGRAM')
   assert (made.drafter.name, made.params.draft.order) == ('ngram', 2)
 

@@ -6,14 +6,14 @@ import pytest
 
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import MAX_GAMMA
 from specdec_jax.engine.padding import padded_rows
 from specdec_jax.engine.schedule import PoolSettings
-from specdec_jax.probs import SamplingConfig
+from specdec_jax.models.model import Model
 
 TEXTS = WORDS.split()[:9]
-SAMPLED = {'sampling': SamplingConfig(temperature=1.0), 'speculative': False}
+SAMPLED = {'temperature': 1.0, 'speculative': False}
 
 
 @pytest.fixture

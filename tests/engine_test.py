@@ -14,16 +14,16 @@ import pytest
 import small_vocabulary
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
-from specdec_jax.drafters.copy import copy
 from specdec_jax.engine import compilation_cache
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import tokenizer as tokenizer_lib
 
 MAX_INPUT, MAX_OUTPUT = 24, 16
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 POISON = 'Q'  # its embedding is NaN in the poisoned engine
-SAMPLED = SamplingConfig(temperature=1.0)
+SAMPLED = dict(temperature=1.0)
 
 
 def make_t5(seed: int, layers: int, vocab_size: int = VOCAB_SIZE) -> Model:
@@ -170,7 +170,7 @@ def test_max_length(engine, speculative):
 
 
 def test_a_sample_depends_on_its_id_alone(engine):
-  options = dict(sampling=SAMPLED, seed=5, stop_ids=[])
+  options = dict(SAMPLED, seed=5, stop_ids=[])
   ids = [70, 1, 12, 3]
   together = engine.generate(TEXTS, example_ids=ids, **options)
   turned = engine.generate(TEXTS[::-1], example_ids=ids[::-1], **options)
@@ -179,9 +179,7 @@ def test_a_sample_depends_on_its_id_alone(engine):
   assert alone[0].tokens == together[2].tokens
   other = engine.generate([TEXTS[2]], example_ids=[13], **options)
   assert other[0].tokens != alone[0].tokens
-  again = engine.generate(
-    [TEXTS[2]], example_ids=[12], sampling=SAMPLED, seed=6
-  )
+  again = engine.generate([TEXTS[2]], example_ids=[12], **SAMPLED, seed=6)
   assert again[0].tokens != alone[0].tokens
   options['speculative'] = False
   plain = []
@@ -206,14 +204,14 @@ def test_unknown_options_are_named(engine):
 
 
 def test_a_temperature_for_each_text(engine):
-  mixed = SamplingConfig(temperature=[0.0, 1.0, 1.0, 0.0])
+  mixed = [0.0, 1.0, 1.0, 0.0]
   greedy = engine.generate(TEXTS)
-  have = engine.generate(TEXTS, sampling=mixed, seed=1)
+  have = engine.generate(TEXTS, temperature=mixed, seed=1)
   assert have[0].tokens == greedy[0].tokens
   assert have[3].tokens == greedy[3].tokens
   assert have[2].tokens != greedy[2].tokens
   with pytest.raises(ValueError, match='2 values for 4 examples'):
-    engine.generate(TEXTS, sampling=SamplingConfig(temperature=[0.0, 1.0]))
+    engine.generate(TEXTS, temperature=[0.0, 1.0])
 
 
 @pytest.fixture
@@ -232,9 +230,8 @@ def compilations():
 
 def test_other_values_do_not_recompile(engine, compilations):
   def decode(texts, seed, **sampling):
-    config = SamplingConfig(**sampling)
     for speculative in (True, False):
-      options = dict(sampling=config, seed=seed, speculative=speculative)
+      options = dict(sampling, seed=seed, speculative=speculative)
       engine.generate(texts, **options)
 
   jax.jit(lambda x: x * 3.14159)(1.0)
@@ -304,24 +301,25 @@ def test_bad_pairs(tokenizer, folder):
     Engine(target, draft, tokenizer=tokenizer)
   with pytest.raises(ValueError, match='begins with id 0 by itself'):
     Engine(target, tokenizer=tokenizer, bos_id=5)
-  with pytest.raises(ValueError, match=r"'copy\(4, 1\)' came without `draft`"):
-    Engine(target, tokenizer=tokenizer, drafter=copy())
-  with pytest.raises(ValueError, match='`drafter` must say what proposes'):
-    Engine(target, Model(None, ()), tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='drafter, such as prompt_lookup'):
+    Engine(target, target.network, tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='target such as specdec_jax.load'):
+    Engine(target.network, tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='There is no vocabulary'):
+    Engine(target)
   with pytest.raises(ValueError, match='gamma must be at least 0, got -1'):
     Engine(target, target, tokenizer=tokenizer, gamma=-1)
   with pytest.raises(ValueError, match='max_decode_len must be at least 1'):
     Engine(target, tokenizer=tokenizer, max_decode_len=0)
   plain = Engine(target, tokenizer=tokenizer)
   with pytest.raises(ValueError, match='needs a drafter'):
-    plain.generate(['a'])
+    plain.generate(['a'], speculative=True)
   assert plain.num_programs == 0
 
 
 @pytest.mark.parametrize(
   'options, message',
   [
-    (dict(stop_strings='end'), 'stop_strings must be a sequence'),
     (dict(stop_strings=['']), 'stop_strings must be a sequence'),
     (dict(stop_ids=[VOCAB_SIZE]), 'stop_ids holds 288'),
     (dict(min_length=-1), 'min_length must be at least 0'),

@@ -10,7 +10,8 @@ import pytest
 
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax.engine.completion import Text
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from toy_models import MarkovModel
 
 SCRIPT = 'the dog <end> grün 5€ 😀 a cat'

@@ -14,6 +14,7 @@ import pytest
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine import engine
+from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
@@ -186,8 +187,8 @@ def test_families_share_a_vocabulary_and_others_are_refused(alone, tokenizer):
   sizes = {name: network.vocab_size for name, network in alone.items()}
   of_t5 = {n for n, size in sizes.items() if size == 32128}
   assert of_t5 == {n for n in SIZES if not n.startswith(('mt5', 'madlad'))}
-  target = engine.Model(alone['mt5_xl'], {})
-  draft = engine.Model(alone['t5_1_1_small'], {})
+  target = Model(alone['mt5_xl'], {})
+  draft = Model(alone['t5_1_1_small'], {})
   with pytest.raises(ValueError, match='32128 .*250112'):
     engine.Engine(target, draft, tokenizer=tokenizer)
 
@@ -220,7 +221,7 @@ def load_run(name, tokenizer, folder, **macros):
   flags.append(f'--gin.INFER_OUTPUT_DIR={folder}')
   gin_flags.load(gin_flags.parse_flags(flags))
   sides = [
-    gin.get_bindings('target/engine.load_model'),
+    gin.get_bindings('target/engine.load'),
     gin.get_bindings('draft/infer.load_drafter'),
   ]
   gamma = gin.query_parameter('GAMMA/gin.macro.value')

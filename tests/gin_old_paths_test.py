@@ -17,6 +17,8 @@ from specdec_jax.cli import gin_flags, gin_old_paths
 # of each run that they describe one of all its values. Made of the files of
 # 0.1; names of classes and functions are not in it, so that they may change.
 MADE = pathlib.Path(__file__).with_suffix('.json')
+# Arguments that have another name since 0.1.
+RENAMED = {'drafter': 'draft'}
 
 
 def _resolved(value, scopes=()):
@@ -58,7 +60,7 @@ def _without_defaults(function, given, scopes):
   known = inspect.signature(function).parameters
   found = {name: _resolved(value, scopes) for name, value in given.items()}
   return {
-    name: value
+    RENAMED.get(name, name): value
     for name, value in sorted(found.items())
     if value != _resolved(known[name].default)
   }

@@ -98,7 +98,7 @@ def test_the_run_is_gpt2s(pair, tmp_path):
   flags += [f'--gin.{s}_PATH={tmp_path / s}' for s in ('TARGET', 'DRAFT')]
   gin_flags.load(gin_flags.parse_flags(flags))
   for side, layers in (('target', 48), ('draft', 12)):
-    bound = gin.get_bindings(f'{side}/engine.load_model')
+    bound = gin.get_bindings(f'{side}/engine.load')
     assert type(bound['network']) is GPT
     assert bound['network'].config.num_layers == layers
     assert bound['path'] == str(tmp_path / side.upper())

@@ -11,10 +11,10 @@ import rich.console
 from gpt_test import GPT2, T5X, logits_of, make
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import infer, probs
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import batches
 from specdec_jax.models.gpt import GPT
-from specdec_jax.probs import SamplingConfig
+from specdec_jax.models.model import Model
 from specdec_jax.training import pairs as pairs_lib
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.optimizer import OptimizerConfig
@@ -82,11 +82,11 @@ def test_other_texts_do_not_recompile(engines):
 
 def test_unconditional_samples_differ_by_their_ids(engines):
   engine = engines['GPT-2']
-  sampling = SamplingConfig(temperature=1.0, top_k=40)
-  found = engine.generate([''] * 4, sampling=sampling)
+  sampling = dict(temperature=1.0, top_k=40)
+  found = engine.generate([''] * 4, **sampling)
   assert len({tuple(c.tokens) for c in found}) == 4
   order = [3, 1, 0, 2]
-  again = engine.generate([''] * 4, sampling=sampling, example_ids=order)
+  again = engine.generate([''] * 4, **sampling, example_ids=order)
   assert [c.tokens for c in again] == [found[i].tokens for i in order]
 
 

@@ -19,11 +19,12 @@ from specdec_jax.checks import memory
 from specdec_jax.checks.fields import check_types
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import memory as counted
 from specdec_jax.models import sizes
 from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 
 NAN = float('nan')
@@ -361,14 +362,14 @@ def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
   expected = Compiled if there is None else memory.DoesNotFitError
   engine = Engine(pair, pair, tokenizer=Bytes(), gamma=4)
   with pytest.raises(expected):
-    engine.generate(['a'] * 128, speculative=False)
+    engine.generate(['a'] * 128, speculative=False, batch_size=128)
   if there is None:
     return
   with pytest.raises(Compiled):
     engine.generate(['a'], speculative=False)
   for asked in (
-    lambda: engine.generate(['a'] * 128),
-    lambda: engine.warmup(['a'] * 128),
+    lambda: engine.generate(['a'] * 128, batch_size=128),
+    lambda: engine.warmup(['a'] * 128, batch_size=128),
     lambda: Continuous(engine, PoolSettings(rows=4096)).generate(['a']),
     lambda: Engine(pair, tokenizer=Bytes(), max_decode_len=10**9),
   ):

@@ -123,13 +123,13 @@ def test_a_model_of_the_hub(model, tmp_path, monkeypatch):
       notebook.load('someone/other', **lengths)
   here = notebook.load(model, **lengths)
   # The same weights and vocabulary as in the folder.
-  assert there.engine.fingerprints == here.engine.fingerprints
-  assert there.engine.tokenizer.fingerprint == here.engine.tokenizer.fingerprint
+  assert there.fingerprints == here.fingerprints
+  assert there.tokenizer.fingerprint == here.tokenizer.fingerprint
   (done,) = there.generate(['the old house'])
   assert done.tokens
   # What was fetched is found again without the hub; what was not is not.
   point_at('http://127.0.0.1:9', monkeypatch)
   again = notebook.load(MODEL, **lengths)
-  assert again.engine.fingerprints == here.engine.fingerprints
+  assert again.fingerprints == here.fingerprints
   with pytest.raises(ValueError, match='hub cannot be reached'):
     notebook.load('someone/other', **lengths)

@@ -23,15 +23,15 @@ def files(tmp_path):
   return found
 
 
-def run(make, tokenizer, name, out, lengths=LENGTHS, draft=None):
+def run(make, tokenizer, name, out, lengths=LENGTHS, drafter=None):
   config = infer.TaskConfig(
     make,
     tokenizer,
     name,
     str(out),
-    draft=draft,
+    drafter=drafter,
     task_feature_lengths=lengths,
-    decoding='plain' if draft is None else 'speculative',
+    decoding='plain' if drafter is None else 'speculative',
     batch_size=2,
   )
   return infer.decode_task(
@@ -79,5 +79,5 @@ def test_the_drafter_is_loaded_once(files, tokenizer, tmp_path, monkeypatch):
   monkeypatch.setattr(
     tasks, 'tasks_of', lambda name: files if name == 'both' else [name]
   )
-  run(make, tokenizer, 'both', tmp_path / 'out', draft=draft)
+  run(make, tokenizer, 'both', tmp_path / 'out', drafter=draft)
   assert len(loaded) == len(make.asked) == 1

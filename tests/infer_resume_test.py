@@ -132,7 +132,8 @@ from specdec_jax.files import writing
 from specdec_jax.text import tokenizer as tokenizer_lib
 from specdec_jax.engine.completion import Completion
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 
 folder, out, kind, fatal, stage = sys.argv[1:]
 jax.config.update('jax_compilation_cache_dir', folder + '/xla')

@@ -11,8 +11,10 @@ import rich.console
 import small_vocabulary
 from specdec_jax import infer, probs
 from specdec_jax.engine import scoring
-from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.infer import batches, resume
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import example_id
+from specdec_jax.infer import resume
+from specdec_jax.models.model import Model
 from specdec_jax.text import metrics
 
 LINES = [
@@ -153,7 +155,7 @@ def test_metrics_of_both_ways_on_all_references(run, tmp_path, monkeypatch):
 
 def test_scores_of_targets(run, make, tokenizer):
   summary, records, _ = run(
-    mode='score', include_all_inputs=True, draft=never, decoding='both'
+    mode='score', include_all_inputs=True, drafter=never, decoding='both'
   )
   pairs = [
     [[*tokenizer.encode(text), 1] for text in texts]
@@ -199,11 +201,11 @@ def test_samples_belong_to_the_example(run):
 
 def test_example_ids_differ():
   pairs = [(i, j) for i in range(300) for j in range(20)]
-  assert len({batches.example_id(*pair) for pair in pairs}) == len(pairs)
-  assert batches.example_id(1 << 31, 0) == 1 << 31
-  assert batches.example_id(5, 1) == 5 | 1 << 31
+  assert len({example_id(*pair) for pair in pairs}) == len(pairs)
+  assert example_id(1 << 31, 0) == 1 << 31
+  assert example_id(5, 1) == 5 | 1 << 31
   with pytest.raises(ValueError, match='more than 32 bits'):
-    batches.example_id(1 << 31, 1)
+    example_id(1 << 31, 1)
 
 
 @pytest.mark.parametrize(
@@ -337,9 +339,9 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
   with pytest.raises(ValueError, match="draft's vocabulary is 300"):
     run(other, decoding='speculative')
   assert small.engine.num_programs == 0
-  run(small, decoding='plain', draft=never)
+  run(small, decoding='plain', drafter=never)
   with pytest.raises(AssertionError, match='was made'):
-    run(small, decoding='speculative', draft=never)
+    run(small, decoding='speculative', drafter=never)
   with pytest.raises(ValueError, match='--draft, in gin DRAFT_CHECKPOINT_PATH'):
     infer.load_drafter()
 
@@ -361,7 +363,7 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
     ('task_feature_lengths', {'inputs': 5}),
     ('task_feature_lengths', {'inputs': 5, 'targets': '8'}),
     ('split', ''),
-    ('draft', 'small'),
+    ('drafter', 'small'),
     ('sampling', 1.0),
     ('include_all_inputs', 'no'),
     ('metrics', 5),

@@ -70,8 +70,7 @@ class ReversingEngine:
     words = len(self.tokenizer.encode(text))
     return words and words + 1  # its end
 
-  def warmup(self, texts, *, speculative, sampling, **options):
-    assert isinstance(sampling, SamplingConfig)
+  def warmup(self, texts, *, speculative, **options):
     shape = (speculative, len(texts))
     if shape in self.warm:
       return 0.0
@@ -83,12 +82,15 @@ class ReversingEngine:
     texts,
     *,
     speculative,
-    sampling,
     seed,
     example_ids,
     on_too_long,
+    batch_size,
     lenience=1.0,
+    **sampling,
   ):
+    assert batch_size == len(texts)
+    SamplingConfig(**sampling)
     self.lenience = lenience
     self.lossless = lenience == 1 or not speculative
     self.calls.append((speculative, list(texts), list(example_ids)))

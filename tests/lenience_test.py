@@ -17,9 +17,10 @@ from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import Options
 from specdec_jax.engine.text_batch import Limits, TextBatch
+from specdec_jax.models.model import Model
 from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft

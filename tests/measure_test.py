@@ -11,10 +11,11 @@ from small_vocabulary import network
 from specdec_jax import infer, probs
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
-from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram_fit import fit
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import alpha, calibrate, calibration
+from specdec_jax.models.model import Model
 from specdec_jax.paper import reproduce
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
@@ -111,11 +112,10 @@ def test_a_drafter_without_a_network_is_calibrated(
     pair = make_engine()
     return Engine(
       Model(pair.target, pair.params.target),
-      Model(None, ()),
+      prompt_lookup(),
       tokenizer=tokenizer,
       max_input_len=24,
       max_decode_len=16,
-      drafter=copy(),
     )
 
   console = quiet()
@@ -289,12 +289,11 @@ def test_drafters_of_every_kind_beside_one_target(
     drafts = make_engine()
     return Engine(
       Model(drafts.target, drafts.params.target),
-      Model(None, ()),
+      prompt_lookup(),
       tokenizer=tokenizer,
       gamma=2,
       max_input_len=4,  # cuts both texts
       max_decode_len=16,
-      drafter=copy(),
     )
 
   output_file = folder / 'drafters.json'
@@ -420,7 +419,7 @@ def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences):
     'demo drafter': 'small_model',
     'unigram': 'ngram',
     'bigram': 'ngram',
-    'copy': 'copy(4, 1)',
+    'copy': 'prompt_lookup(4, 1)',
     'uniform': 'uniform',
   }
   assert [made[n].params.draft.order for n in ('unigram', 'bigram')] == [1, 2]

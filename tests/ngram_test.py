@@ -132,7 +132,9 @@ def context_of(texts, sampling, gamma, min_length=0, stop=-1):
   )
 
 
-propose = jax.jit(ngram(VOCAB + 3).propose)
+@jax.jit
+def propose(table, state, context):
+  return ngram(table, VOCAB + 3).propose(table, state, context)
 
 
 def test_greedy_proposals_follow_the_first_guess():

@@ -17,9 +17,9 @@ import rich.console
 import small_vocabulary
 from specdec_jax.checkpoints import huggingface_names
 from specdec_jax.cli import gin_flags
-from specdec_jax.engine.engine import Model
 from specdec_jax.measure import peer_systems, peers
 from specdec_jax.measure.peer_systems import PLAIN, Output, System
+from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -209,7 +209,7 @@ def test_rows_come_and_go(name):
   assert len(set(want.length.tolist())) > 2, 'rows should end apart'
 
 
-@some('small_model', 'cascade_of_models', 'first_of')
+@some('small_model', 'cascade_of_models', 'with_fallback')
 def test_rows_with_prompts(name):
   drafter, draft = DRAFTERS[name]
   loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
@@ -250,7 +250,7 @@ def test_control_a_row_that_is_not_copied_whole():
     check(found, want)
 
 
-@some('small_model', 'cascade_of_models', 'copy', 'first_of')
+@some('small_model', 'cascade_of_models', 'prompt_lookup', 'with_fallback')
 def test_a_drafter_that_comes_later(name):
   """Plainly for some rounds, then with a drafter: the same greedy tokens."""
   drafter, draft = DRAFTERS[name]

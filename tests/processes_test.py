@@ -26,7 +26,8 @@ import small_vocabulary
 from specdec_jax import infer, partitioning, probs
 from specdec_jax.infer import processes
 from specdec_jax.text import tokenizer as tokenizer_lib
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 
 folder, out, address, count, index, fatal, placed = sys.argv[1:]
 count, index, fatal = int(count), int(index), int(fatal)

@@ -44,12 +44,10 @@ class Translator:
   def __init__(self):
     self.calls = []
 
-  def generate(
-    self, texts, *, sampling, seed, example_ids, on_too_long, log_probs
-  ):
-    assert on_too_long == 'report' and not log_probs
-    self.calls.append((sampling.temperature, texts, example_ids))
-    return [self._complete(text, sampling.greedy) for text in texts]
+  def generate(self, texts, *, temperature, example_ids, **options):
+    assert options['on_too_long'] == 'report' and not options['log_probs']
+    self.calls.append((temperature, texts, example_ids))
+    return [self._complete(text, temperature == 0) for text in texts]
 
   def _complete(self, text, greedy):
     if text not in TRANSLATIONS:

@@ -13,7 +13,7 @@ import rich.console
 
 from small_vocabulary import network
 from specdec_jax import analysis
-from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.measure import canvas
 from specdec_jax.measure.benchmark import BenchmarkConfig
 from specdec_jax.paper import plots, report, timeline
@@ -329,7 +329,7 @@ def test_figure_5_needs_one_setting_and_a_drafter():
     config(draft=network(1), batches=(1, 2))
   with pytest.raises(ValueError, match='got 1 settings, draft = None, drafter'):
     config()
-  assert config(drafter=copy(), draft_params=()).costs.drafter.name
+  assert config(drafter=prompt_lookup()).costs.drafter.name
 
 
 def test_without_matplotlib(monkeypatch, tmp_path):

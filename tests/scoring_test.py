@@ -9,8 +9,9 @@ import small_vocabulary
 import toy_models
 from specdec_jax import probs
 from specdec_jax.engine import scoring
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog runs', 'a cat', 'the old house sings here there the dog']
 
@@ -43,7 +44,7 @@ def test_what_decoding_reports(engine, speculative):
   done = engine.generate(
     TEXTS,
     speculative=speculative,
-    sampling=probs.SamplingConfig(temperature=1.0),
+    temperature=1.0,
     seed=3,
   )
   inputs = [[*engine.tokenizer.encode(t), 1] for t in TEXTS]

@@ -9,15 +9,16 @@ import pytest
 
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import checkpoints, notebook, partitioning
-from specdec_jax.drafters.copy import copy
-from specdec_jax.engine.engine import Engine, Model, load_model
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives
 from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning import LogicalAxes, Placement
 from specdec_jax.partitioning.following import Following
-from specdec_jax.probs import SamplingConfig
 
 SIZES = dict(
   vocab_size=VOCAB_SIZE, emb_dim=48, num_heads=8, head_dim=4, mlp_dim=80
@@ -45,7 +46,7 @@ TEXTS = [
 ]
 LENGTH = 24
 GREEDY = dict(min_length=LENGTH)  # random models stop too soon to show much
-SAMPLED = GREEDY | dict(sampling=SamplingConfig(top_k=20), seed=3)
+SAMPLED = GREEDY | dict(temperature=1.0, top_k=20, seed=3)
 WAYS = {'plain': False, 'speculative': True}
 
 
@@ -256,8 +257,7 @@ def test_caches_follow_their_models(family, engines, alone):
 def test_a_drafter_without_a_model(family, tokenizer, alone):
   engine = Engine(
     models(family)[0],
-    Model(None, ()),
-    drafter=copy(),
+    prompt_lookup(),
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=32,
@@ -275,18 +275,18 @@ def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path, engines):
   path = tmp_path / 'checkpoint'
   checkpoints.save_orbax(path, target.params)
   placement = PRESETS['both']
-  loaded = load_model(target.network, path, placement=placement)
-  assert jax.tree.structure(loaded.params) == jax.tree.structure(target.params)
+  loaded = partitioning.read_parts(load(path, target.network), placement)
+  assert jax.tree.structure(loaded) == jax.tree.structure(target.params)
   for leaf, whole in zip(
-    jax.tree.leaves(loaded.params),
+    jax.tree.leaves(loaded),
     jax.tree.leaves(target.params),
     strict=True,
   ):
     np.testing.assert_array_equal(np.asarray(leaf), whole)
-  kernel = loaded.params['decoder']['layers_0']['mlp']['wo']['kernel']
+  kernel = loaded['decoder']['layers_0']['mlp']['wo']['kernel']
   assert kernel.addressable_shards[0].data.shape == (80 // 4, 48)
   # Placing them then moves nothing.
-  placed = partitioning.place(loaded.params, placement)
+  placed = partitioning.place(loaded, placement)
   again = placed['decoder']['layers_0']['mlp']['wo']['kernel']
   assert pointers(again) == pointers(kernel)
 
@@ -306,9 +306,9 @@ def test_a_notebooks_pair_is_split(family, tokenizer, tmp_path, engines, alone):
     max_input_len=32,
     max_decode_len=LENGTH,
   )
-  mlp = loaded.engine.params.target['decoder']['layers_0']['mlp']
+  mlp = loaded.params.target['decoder']['layers_0']['mlp']
   assert mlp['wo']['kernel'].addressable_shards[0].data.shape == (80 // 4, 48)
-  assert loaded.engine.bos_id == engines().bos_id
+  assert loaded.bos_id == engines().bos_id
   found = loaded.generate(TEXTS, **GREEDY)
   assert tokens_of(found) == tokens_of(alone['speculative'])
 

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import BpeTokenizer, open_vocabulary
 from toy_models import random_markov

@@ -15,10 +15,10 @@ import rich.console
 import small_vocabulary
 import toy_models
 from specdec_jax.cli import gin_flags
-from specdec_jax.engine.engine import Engine, Model
-from specdec_jax.paper import trace, trace_page
-from specdec_jax.paper.trace import Round
-from specdec_jax.probs import SamplingConfig
+from specdec_jax.engine import trace, trace_page
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.trace import Round
+from specdec_jax.models.model import Model
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GAMMA, MAX_OUTPUT = 3, 12
@@ -72,8 +72,8 @@ def check(engine, text, **options) -> list[Round[int]]:
 
 def test_sampled_rounds_are_those_of_the_decode(tokenizer):
   engine = make_engine(tokenizer, noise=2.0)
-  sampled = SamplingConfig(temperature=1.0)
-  rounds = check(engine, TEXT, sampling=sampled, seed=1, stop_ids=[])
+  sampled = dict(temperature=1.0)
+  rounds = check(engine, TEXT, **sampled, seed=1, stop_ids=[])
   accepted = {one.num_accepted for one in rounds}
   assert len(accepted) > 1, 'choose a seed that both accepts and rejects'
 

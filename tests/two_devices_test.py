@@ -24,7 +24,8 @@ _POOLS = """
 import pathlib, sys, warnings
 import jax, small_vocabulary
 from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.engine.schedule import PoolSettings
 
@@ -58,7 +59,8 @@ from specdec_jax.infer import processes
 from specdec_jax.engine import scoring
 from specdec_jax.text import tokenizer
 from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from specdec_jax.engine.schedule import PoolSettings
 
 folder, address, count, index = sys.argv[1:]

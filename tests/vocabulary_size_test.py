@@ -7,8 +7,9 @@ import pytest
 import small_vocabulary
 import toy_models
 from specdec_jax import notebook
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import check_vocabulary_size
+from specdec_jax.models.model import Model
 
 
 def vocabulary(size):
@@ -57,5 +58,5 @@ def test_nothing_is_compiled_or_read_for_a_foreign_one(tokenizer, tmp_path):
     Engine(Model(chain, chain.params), tokenizer=tokenizer)
   (tmp_path / 'model').write_bytes(b'no checkpoint')
   network = small_vocabulary.network(1, size)
-  with pytest.raises(ValueError, match=f'target has a vocabulary of {size}'):
+  with pytest.raises(ValueError, match=f'model has a vocabulary of {size}'):
     notebook.load(tmp_path / 'model', network=network, tokenizer=tokenizer)

@@ -13,8 +13,9 @@ import rich.console
 import small_vocabulary
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import failures, quality
+from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog', 'a cat', 'the old house']
 LENGTHS = {'inputs': 16, 'targets': 6}

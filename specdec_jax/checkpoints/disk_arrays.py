@@ -230,16 +230,17 @@ def _as_sharding(layout: Layout) -> Sharding:
   return SingleDeviceSharding(layout) if is_device else layout
 
 
-def check_config_fits(
-  config: Any, what: str, dtype: Any = None, sharding: Shardings = None
-) -> None:
+def check_config_fits(config: Any, what: str, dtype: Any = None) -> None:
   """Raises ValueError where no memory could hold a network's parameters.
 
-  By its configuration alone, before any of its arrays is thought of.
+  By its configuration alone, before any of its arrays is thought of, and so
+  before it is known whether they go to the host or to the devices.
   """
   # What is unknown before the file is opened takes two bytes at least.
   bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
-  sizes.check_params(config, bytes_each, _there(sharding), what)
+  there = memory.host_bytes(), memory.all_bytes()
+  most = None if None in there else max(size or 0 for size in there)
+  sizes.check_params(config, bytes_each, most, what)
 
 
 def _there(sharding: Shardings) -> int | None:

@@ -23,6 +23,7 @@ from specdec_jax.checkpoints import gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.checkpoints.disk_arrays import (
+  DiskArray,
   Params,
   Shardings,
   check_config_fits,
@@ -175,28 +176,51 @@ def load_huggingface(
   dtype: Any = None,
   sharding: Shardings = None,
   network: LanguageModel | None = None,
-  described: Mapping[str, Any] | None = None,
 ) -> tuple[T5Config | GPTConfig, Params]:
   """Reads a T5 or GPT-2 of one or several safetensors files.
-
-  Whether the output layer is the embedding is read from the weights, since
-  transformers 5 writes `tie_word_embeddings: true` for every T5.
 
   Args:
     folder: with config.json and model.safetensors (or its shards).
     dtype: of the arrays returned; None keeps the files'.
     sharding: see `disk_arrays.load_arrays`.
     network: what the folder should hold; compared before an array is read.
-    described: config.json, where it has been read.
 
   Returns:
     The model's shape, and a nested dict of arrays named as T5X does.
 
   Raises:
+    ValueError: as `open_huggingface`; or an array is broken, or cannot be laid
+      out by `sharding`.
+  """
+  config, found = open_huggingface(folder, network, dtype=dtype)
+  return config, load_arrays(found, os.fspath(folder), dtype, sharding)
+
+
+def open_huggingface(
+  folder: str | os.PathLike[str],
+  network: LanguageModel | None = None,
+  described: Mapping[str, Any] | None = None,
+  dtype: Any = None,
+) -> tuple[T5Config | GPTConfig, dict[str, DiskArray]]:
+  """Finds the arrays of a T5 or GPT-2 without reading them.
+
+  Whether the output layer is the embedding is seen from the weights, since
+  transformers 5 writes `tie_word_embeddings: true` for every T5.
+
+  Args:
+    folder: with config.json and model.safetensors (or its shards).
+    network: what the folder should hold.
+    described: config.json, where it has been read.
+    dtype: that the arrays will have, to see whether they can fit in memory.
+
+  Returns:
+    The model's shape, and its arrays by the names that T5X gives them.
+
+  Raises:
     ValueError: the package safetensors is missing; a file is missing or
       broken; the architecture is none that is supported, or not `network`'s;
       an array is missing, unknown, there twice or of another shape, with its
-      name and its shapes; or it cannot be laid out by `sharding`.
+      name and its shapes.
   """
   source = os.fspath(folder)
   if '://' in source:
@@ -214,15 +238,16 @@ def load_huggingface(
     tied, head_scaled = _tidy_t5(stored, described, source)
     special_ids(folder, described)
   config = read_config(described, os.fspath(folder / CONFIG), tied)
-  check_config_fits(config, f'The model of {source!r}', dtype, sharding)
+  check_config_fits(config, f'The model of {source!r}', dtype)
   if isinstance(config, GPTConfig):
     table = gpt2_names.table(config)
   else:
     table = names.table(config, head_scaled)
   _check_stored(stored, table, source)
   _check_network(config, network, table, source)
-  found = {name: View(stored[row.name], row) for name, row in table.items()}
-  return config, load_arrays(found, source, dtype, sharding)
+  return config, {
+    name: View(stored[row.name], row) for name, row in table.items()
+  }
 
 
 def read_config(

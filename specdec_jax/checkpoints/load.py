@@ -1,7 +1,9 @@
 """Parameters from wherever they are: one function for every kind."""
 
+import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import flax.traverse_util
@@ -16,10 +18,12 @@ from specdec_jax.checkpoints.disk_arrays import (
   check_config_fits,
   load_arrays,
 )
-from specdec_jax.checkpoints.huggingface import load_huggingface
+from specdec_jax.checkpoints.huggingface import open_huggingface
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.t5 import T5Config
 
 T5X_FILE = 'checkpoint'
 _STEP = re.compile(r'checkpoint_(\d+)')
@@ -69,13 +73,54 @@ def load(
       the model differs); `dtype` is not a floating one, or `sharding` does not
       fit.
   """
+  opened = open_checkpoint(path, network, dtype=dtype)
+  return opened.read(dtype, sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """A checkpoint whose arrays have been found and checked, but not read.
+
+  Attributes:
+    source: where it is.
+    arrays: by the names that T5X gives them.
+    config: the shape of its model, where the checkpoint describes it.
+  """
+
+  source: str
+  arrays: Mapping[str, DiskArray]
+  config: T5Config | GPTConfig | None = None
+
+  def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
+    """Reads the arrays; arguments, result and errors are those of `load`."""
+    return load_arrays(self.arrays, self.source, dtype, sharding)
+
+
+def open_checkpoint(
+  path: str | os.PathLike[str],
+  network: LanguageModel | None = None,
+  *,
+  described: Mapping[str, Any] | None = None,
+  dtype: Any = None,
+) -> Opened:
+  """Finds the arrays of a checkpoint of whichever kind.
+
+  Args:
+    path: as of `load`.
+    network: likewise.
+    described: config.json of a Hugging Face folder, where it has been read.
+    dtype: that the arrays will have, to see whether they can fit in memory.
+
+  Raises:
+    ValueError: as `load`, but for what is seen only when arrays are read.
+  """
   check_dtype(dtype)
-  check_network(network, dtype, sharding)
+  check_network(network, dtype)
   location = locate(path)
   if is_huggingface(location):
-    return load_huggingface(location.path, dtype, sharding, network)[1]
-  arrays = open_arrays(location, network)
-  return load_arrays(arrays, str(location), dtype, sharding)
+    config, found = open_huggingface(location.path, network, described, dtype)
+    return Opened(location.path, found, config)
+  return Opened(str(location), open_arrays(location, network))
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -158,9 +203,7 @@ def check_dtype(dtype: Any) -> None:
     )
 
 
-def check_network(
-  network: LanguageModel | None, dtype: Any = None, sharding: Shardings = None
-) -> None:
+def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
   """Checks a network before any of its arrays is thought of; see `load`.
 
   Raises:
@@ -174,7 +217,7 @@ def check_network(
       f' {network!r}.'
     )
   config = getattr(network, 'config', None)
-  check_config_fits(config, 'The network', dtype, sharding)
+  check_config_fits(config, 'The network', dtype)
 
 
 def _check_single(folder: Location) -> None:

@@ -99,11 +99,16 @@ def _uses() -> dict[str, set[str]]:
 
 
 def given_macros() -> dict[str, Any]:
-  """Returns the macros that have a value, as gin holds it."""
-  return {
-    scope: values['value']
+  """Returns the macros that have a value, not None, as gin holds it."""
+  values = {
+    scope: values.get('value')
     for (scope, selector), values in _config().items()
-    if selector == _MACRO and 'value' in values
+    if selector == _MACRO
+  }
+  return {
+    name: value
+    for name, value in values.items()
+    if value is not None and repr(value) != _REQUIRED
   }
 
 
@@ -251,7 +256,8 @@ def check_complete(
 
   gin's own check names one that is required, by an internal name, and follows a
   circle until the stack is full. A required macro that nothing refers to any
-  more, since a binding took its place, may stay without a value.
+  more, since a binding took its place, may stay without a value: it is taken
+  out.
 
   Args:
     shipped: folder of the gin files that export macros.
@@ -271,6 +277,8 @@ def check_complete(
         # One that only gives another macro its value is asked for by its name.
         (only,) = used[scope] if len(used[scope]) == 1 else ('',)
         required.append(only or scope)
+      else:
+        del _config()[scope, selector]
   if required:
     wanted = ' '.join(written(name) for name in required)
     raise ValueError(f'Required and not given: {wanted}')

@@ -130,7 +130,7 @@ PATHS = {
   'gin/runs/demo_copy.gin': _with_drafter('COPY', MIN_MATCH='1'),
   'gin/runs/demo_ngram.gin': _with_drafter('NGRAM', NGRAM_FILE=_REQUIRED),
   'gin/runs/demo_cascade.gin': _with_drafter('CASCADE', NGRAM_FILE=_REQUIRED),
-  'gin/runs/demo_first_of.gin': _with_drafter('FIRST_OF'),
+  'gin/runs/demo_first_of.gin': _with_drafter('FALLBACK'),
   'gin/runs/table2_base.gin': Moved('gin/runs/table2_cpu.gin'),
   'gin/runs/table2_demo.gin': Moved(
     'gin/runs/table2_cpu.gin', {'SUITE': '%DEMO', 'REPEATS': '15'}

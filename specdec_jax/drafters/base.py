@@ -13,6 +13,7 @@ import jax
 from flax import struct
 
 from specdec_jax import probs
+from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingParams
 from specdec_jax.types import Draft
 
@@ -39,8 +40,8 @@ class Context:
     greedy: static, every row takes the argmax: no probabilities are needed.
     forbids_stops: static, whether `min_length` is in use.
     skips_rounds: static, whether rounds may have passed without asking the
-      drafter: `cascade` and `first_of` set it for those that they are made of.
-      One with a cache then first reads the committed tokens that it lacks.
+      drafter: `cascade` and `with_fallback` set it for those that they are made
+      of. One with a cache then first reads the committed tokens that it lacks.
   """
 
   tokens: jax.Array
@@ -67,17 +68,23 @@ class Drafter(NamedTuple):
       with gamma >= 1. The `Draft` keeps the rule that its class states.
     commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
       committed now (the start token counted); whatever was read of a longer
-      draft must be forgotten. Called once a round after `propose`. Inside
-      `cascade` and `first_of` (see `Context.skips_rounds`) it may name fewer
-      tokens than before, or follow rounds without a proposal.
+      draft must be forgotten. Called once a round after `propose`. Inside of
+      another drafter (see `Context.skips_rounds`) it may name fewer tokens than
+      before, or follow rounds without a proposal.
     name: tells it from others of the same parameters, by what it does and its
       settings: no run is resumed, and no calibration used, under another name.
+    params: what `init` and `propose` take as parameters: a table, a tuple of
+      those of its parts, () of one that has none. A `Model` stands for its
+      parameters, which an engine reads and places.
+    models: the models that it asks, to check that they fit a target.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
   propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
   commit: Callable[[DrafterState, jax.Array], DrafterState]
   name: str = ''
+  params: Any = ()
+  models: tuple[Model, ...] = ()
 
 
 def is_finished(length: jax.Array) -> jax.Array:

@@ -23,8 +23,9 @@ from specdec_jax.drafters.base import (
   forbid_early_stops,
   is_finished,
 )
-from specdec_jax.drafters.small_model import catch_up, read_last
+from specdec_jax.drafters.small_model import as_drafter, catch_up, read_last
 from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 from specdec_jax.verify import verify_batch, verify_greedy_batch
 
@@ -65,7 +66,9 @@ class _Rounds:
   drafter: DrafterState
 
 
-def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
+def cascade(
+  model: Model | LanguageModel, drafter: Drafter | Model, gamma: int = 2
+) -> Drafter:
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
   Its parameters are the pair (the model's, the cheaper drafter's). What the
@@ -74,13 +77,20 @@ def cascade(model: LanguageModel, drafter: Drafter, gamma: int = 2) -> Drafter:
 
   Args:
     model: that the draft is sampled from.
-    drafter: the cheaper one.
+    drafter: the cheaper one; a model is made one by `small_model`.
     gamma: its proposals a round.
 
   Raises:
     ValueError: gamma is below 1.
   """
   check_number('gamma of a cascade', gamma, 1)
+  drafter = as_drafter(drafter)
+  if isinstance(model, Model):
+    made = cascade(model.network, drafter, gamma)
+    return made._replace(
+      params=(model, drafter.params),
+      models=(model.without_params(), *drafter.models),
+    )
 
   def init(params, inputs, max_length, prompt):
     # The last round of a draft may read past its end.

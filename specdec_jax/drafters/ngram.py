@@ -21,27 +21,29 @@ from specdec_jax.types import Draft
 _PIVOTS = 32  # tokens of a node that one step of a search looks at
 
 
-def ngram(vocab_size: int) -> Drafter:
-  """Returns a drafter whose parameters are an `NGramTable` of any order.
+def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
+  """Returns a drafter that looks in an n-gram table of any order.
 
   It proposes gamma tokens; fewer only where a stop id is not allowed yet and
   nothing else is known to follow.
 
   Args:
-    vocab_size: V, the width of the target's logits. It may be larger than the
-      table's, for an embedding that is padded.
+    table: its parameters.
+    vocab_size: V, the width of the target's logits, which may be larger than
+      the table's vocabulary, for an embedding that is padded. None is as large.
 
   Raises:
-    ValueError: the table's vocabulary is larger, at trace time.
+    ValueError: the table's vocabulary is larger.
   """
+  width = table.vocab_size if vocab_size is None else vocab_size
+  if table.vocab_size > width:
+    raise ValueError(
+      f'The n-gram table is for a vocabulary of {table.vocab_size}, the'
+      f' drafter was made for the {width} logits of its target; an id has to'
+      ' mean the same token to both.'
+    )
 
   def propose(table: NGramTable, state, context: Context):
-    if table.vocab_size > vocab_size:
-      raise ValueError(
-        f'The n-gram table is for a vocabulary of {table.vocab_size}, the'
-        f' drafter was made for the {vocab_size} logits of its target; an id'
-        ' has to mean the same token to both.'
-      )
     size = table.order - 1  # of a context
     # Nearest token first, as the table is read.
     index = context.length[:, None] - 1 - jnp.arange(size)
@@ -64,12 +66,12 @@ def ngram(vocab_size: int) -> Drafter:
 
     steps = jnp.arange(context.gamma)
     _, (tokens, ids, rows, possible) = lax.scan(one, recent, steps)
-    dense = None if rows is None else _dense(ids, rows, vocab_size)
+    dense = None if rows is None else _dense(ids, rows, width)
     # What follows an impossible proposal is none either.
     length = jnp.sum(jnp.cumprod(possible.astype(jnp.int32), axis=0), axis=0)
     return Draft(tokens.T, dense, length.astype(jnp.int32)), state
 
-  return Drafter(lambda *_: (), propose, lambda state, _: state, 'ngram')
+  return Drafter(lambda *_: (), propose, lambda state, _: state, 'ngram', table)
 
 
 def longest_known(

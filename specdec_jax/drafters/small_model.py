@@ -19,13 +19,18 @@ from specdec_jax.drafters.base import (
   forbid_early_stops,
 )
 from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
+_NAME = 'small_model'
 _AT_ONCE = 8  # tokens a call that catches up
 
 
-def small_model(model: LanguageModel) -> Drafter:
+def small_model(model: Model | LanguageModel) -> Drafter:
   """Returns a drafter that samples its proposals from `model`, one by one.
+
+  Of a network alone the drafter has no parameters: `init` and `propose` then
+  get them from their caller, not from an engine.
 
   A round costs gamma calls of the model: one over two tokens, the others over
   one. After rounds that it sat out, inside of another drafter, it costs one
@@ -34,6 +39,10 @@ def small_model(model: LanguageModel) -> Drafter:
   beside an encoder-decoder sees what the decoder has produced, and nothing of
   the input.
   """
+
+  if isinstance(model, Model):
+    made = small_model(model.network)
+    return made._replace(params=model, models=(model.without_params(),))
 
   def draw_next(logits, context, index):
     logits = forbid_early_stops(logits, context, index)
@@ -69,7 +78,29 @@ def small_model(model: LanguageModel) -> Drafter:
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
   init = functools.partial(read_prompt, model)
-  return Drafter(init, propose, commit, 'small_model')
+  return Drafter(init, propose, commit, _NAME)
+
+
+def as_drafter(given: Drafter | Model) -> Drafter:
+  """A drafter as it is; a model as `small_model` makes one of it.
+
+  Raises:
+    ValueError: it is neither.
+  """
+  if isinstance(given, Model):
+    return small_model(given)
+  if not isinstance(given, Drafter):
+    raise ValueError(
+      'Expected a drafter, such as prompt_lookup(), or a small Model, such as'
+      f' specdec_jax.load gives; got {given!r}.'
+    )
+  return given
+
+
+def alone(drafter: Drafter) -> Model | None:
+  """The model that `small_model` made a drafter of; None of any other."""
+  made = isinstance(drafter.params, Model) and drafter.name == _NAME
+  return drafter.params if made else None
 
 
 def read_last(model: LanguageModel, params, cache, tokens, length, more=0):

@@ -1,5 +1,6 @@
 """Strings in, strings out: an engine, its options, and continuous batching."""
 
-from specdec_jax.engine.engine import Engine, Model, joined, load_model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
 
-__all__ = ['Engine', 'Model', 'joined', 'load_model']
+__all__ = ['Engine', 'load']

@@ -4,7 +4,7 @@ The host side of `decoding.pool`; `pool_run` takes texts through a pool once.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import jax
 from specdec_jax.decoding.row_layout import PoolPrograms
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.engine import Engine, Texts
 from specdec_jax.engine.pool_run import PoolRun, Rehearsal
 from specdec_jax.engine.schedule import PoolSettings, PoolStats
 from specdec_jax.engine.text_batch import TextBatch
@@ -27,7 +26,8 @@ class Continuous:
     stats: of the run that was begun last.
   """
 
-  def __init__(self, engine: Engine, settings: PoolSettings | None = None):
+  def __init__(self, engine: Any, settings: PoolSettings | None = None):
+    """Takes an `Engine`, and how its texts go through the slots."""
     self.engine = engine
     self.settings = settings or PoolSettings()
     self.stats = PoolStats()
@@ -35,7 +35,7 @@ class Continuous:
     self._warm: set[Any] = set()
 
   def generate(
-    self, texts: Texts, *, speculative: bool = True, **options
+    self, texts: Sequence[Any], *, speculative: bool = True, **options
   ) -> list[Completion]:
     """`Engine.generate` of any number of texts: a completion each, in order.
 
@@ -54,14 +54,24 @@ class Continuous:
     return [found[index] for index in range(len(texts))]
 
   def run(
-    self, texts: Texts, *, speculative: bool = True, **options
+    self, texts: Sequence[Any], *, speculative: bool = True, **options
   ) -> Iterator[tuple[int, Completion]]:
     """Yields index and completion of each text as soon as it is finished.
 
     Nothing is kept of what has been yielded. Arguments and errors as of
     `generate`.
     """
-    batch = self._text_batch(texts, speculative, options)
+    yield from self._run(self._text_batch(texts, speculative, options))
+
+  def completions(
+    self, batch: TextBatch, speculative: bool
+  ) -> list[Completion]:
+    """Takes a batch through that an engine has made."""
+    self._check(batch, speculative)
+    found = dict(self._run(batch))
+    return [found[index] for index in sorted(found)]
+
+  def _run(self, batch: TextBatch) -> Iterator[tuple[int, Completion]]:
     self.stats = PoolStats()
     yield from sorted(batch.passed_over.items())
     if batch.rows:
@@ -70,11 +80,16 @@ class Continuous:
       yield from one.completions()
 
   def warmup(
-    self, texts: Texts, *, speculative: bool = True, **options
+    self, texts: Sequence[Any], *, speculative: bool = True, **options
   ) -> float:
     """Compiles what `generate` of such texts needs; seconds, 0.0 if nothing."""
-    begin = time.perf_counter()
     batch = self._text_batch(texts, speculative, options)
+    return self.warm_up(batch, speculative)
+
+  def warm_up(self, batch: TextBatch, speculative: bool) -> float:
+    """`warmup` for a batch that an engine has made."""
+    begin = time.perf_counter()
+    self._check(batch, speculative)
     if not batch.rows:
       return 0.0
     one = self._pool_run(batch)
@@ -88,10 +103,17 @@ class Continuous:
     self._warm.add(one.shapes)
     return time.perf_counter() - begin
 
-  def _text_batch(self, texts: Texts, speculative: bool, options) -> TextBatch:
+  def _text_batch(
+    self, texts: Sequence[Any], speculative: bool, options
+  ) -> TextBatch:
     if options.get('on_too_long') != 'truncate':
       options = {**options, 'on_too_long': 'report'}
-    batch = self.engine.text_batch(texts, speculative, **options)
+    batch: TextBatch = self.engine.text_batch(texts, speculative, **options)
+    self._check(batch, speculative)
+    return batch
+
+  def _check(self, batch: TextBatch, speculative: bool) -> None:
+    """Raises ValueError where samples would depend on their neighbours."""
     gammas = self.settings.gammas or {}
     varied = speculative and len(set(gammas.values())) > 1
     sampled = not batch.options.sampling.greedy
@@ -101,7 +123,6 @@ class Continuous:
         ' samples at a temperature above 0 would change with it. Give all the'
         ' same gamma, set temperature 0, or deterministic=False.'
       )
-    return batch
 
   def _pool_run(
     self, batch: TextBatch, rehearsal: Rehearsal | None = None

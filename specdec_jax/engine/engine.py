@@ -1,15 +1,15 @@
 """Strings in, strings out: the engine, of a target and perhaps a drafter."""
 
+import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.decoding import state as decode_state
@@ -17,35 +17,43 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine import compilation_cache
+from specdec_jax.drafters.small_model import as_drafter
+from specdec_jax.engine import compilation_cache, scoring, trace
 from specdec_jax.engine.completion import Completion, Text, without_stop_id
+from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.loop_programs import LoopPrograms
-from specdec_jax.engine.options import check_gamma, options_of
+from specdec_jax.engine.options import (
+  Options,
+  check_gamma,
+  options_of,
+  repeated,
+)
 from specdec_jax.engine.pair import (
-  Model,
   Room,
   check_bos,
-  check_drafter,
   check_pair,
-  joined,
-  load_model,
+  models_of,
+  own_vocabulary,
+  placed_pair,
 )
+from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.engine.text_batch import (
   STOP_STRING_ROUNDS,
   Limits,
   RowsSoFar,
   TextBatch,
+  check_texts,
   without_end,
 )
+from specdec_jax.engine.trace_view import Trace
+from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 from specdec_jax.types import FinishReason
 
-__all__ = ['Engine', 'Model', 'Texts', 'joined', 'load_model']
-
 _NO_DRAFTER = (
-  'Speculative decoding needs a drafter: give Engine a `draft` model, or call'
-  ' with speculative=False.'
+  'Speculative decoding needs a drafter: Engine(target, drafter), or call with'
+  ' speculative=False.'
 )
 Texts = Sequence[str | Sequence[int]]
 
@@ -64,8 +72,12 @@ class Engine:
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
+    batch_size: texts that are decoded together at most.
     bos_id: what a decoder-only target's texts begin with; None is nothing.
+    stop_ids: ids that end an output unless a call gives others.
     target: the target's network; over several devices, as `follow` gives it.
+    models: 'target', and 'draft' where a small model proposes -> the model
+      that was given, without its parameters.
     params: of both, as they are placed; the drafter's None if there is none.
     room: whether a run could fit into the memory that there is.
     across_hosts: whether all processes must ask the same of it at the same
@@ -75,14 +87,14 @@ class Engine:
   def __init__(
     self,
     target: Model,
-    draft: Model | None = None,
+    drafter: Drafter | Model | None = None,
     *,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     gamma: int = 4,
     max_input_len: int = 128,
     max_decode_len: int = 128,
+    batch_size: int = 32,
     bos_id: int | None = None,
-    drafter: Drafter | None = None,
     placement: partitioning.Placement | None = None,
     draft_placement: partitioning.Placement | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
@@ -91,19 +103,22 @@ class Engine:
 
     Args:
       target: the model whose distribution the output has.
-      draft: the small model that proposes; None for plain decoding only. A
-        decoder-only one sees nothing of an encoder's input; that is said by a
-        warning.
-      tokenizer: of both.
+      drafter: what proposes: any `Drafter`, or a small model (see
+        `small_model`); None for plain decoding only. A decoder-only model sees
+        nothing of an encoder's input; that is said by a warning.
+      tokenizer: of both, or its path, see `open_vocabulary`; None is the
+        target's own.
       gamma: proposals a round at most, static.
       max_input_len: tokens of the longest input.
       max_decode_len: tokens of the longest output.
+      batch_size: texts that are decoded together at most. Of more, a finished
+        one makes room for the next.
       bos_id: put in front of each text of a decoder-only target, which then
-        generates from nothing where the text is empty. None puts nothing.
-      drafter: made by `small_model` of `draft` unless given; with it, `draft`
-        holds what the drafter's `init` and `propose` take as parameters.
+        generates from nothing where the text is empty. None is what the
+        target's folder says, or nothing.
       placement: dtype and layout of the target's parameters, and the devices
-        that they and the rows of a batch are split over.
+        that they and the rows of a batch are split over. A dtype that the
+        target was loaded with goes before its own.
       draft_placement: of the drafter's, on the same devices; None is as the
         target's, but for all of the drafter on each device.
       cache_folder: of compiled programs; None is the user's cache folder.
@@ -111,24 +126,38 @@ class Engine:
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
         or too large for any memory, `bos_id` is no id or the target begins by
-        itself, a drafter and its parameters do not come together, or devices
-        or a model cannot be split as a placement says.
+        itself, there is no tokenizer, a checkpoint is broken, or devices or a
+        model cannot be split as a placement says.
     """
     self.gamma = gamma
     check_number('max_input_len', max_input_len, 2)
     check_number('max_decode_len', max_decode_len, 1)
-    check_drafter(draft, drafter)
-    check_pair(target, draft, tokenizer)
+    check_number('batch_size', batch_size, 1)
+    if not isinstance(target, Model):
+      raise ValueError(
+        'Expected a target such as specdec_jax.load gives, or Model(network,'
+        f' params); got {target!r}.'
+      )
+    drafter = None if drafter is None else as_drafter(drafter)
+    if tokenizer is None:
+      tokenizer = own_vocabulary(target)
+    elif isinstance(tokenizer, str | os.PathLike):
+      tokenizer = open_vocabulary(tokenizer)
+    check_pair(target, drafter, tokenizer)
+    bos_id = target.bos_id if bos_id is None else bos_id
     check_bos(bos_id, target.network)
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
-    draft_placement, partition, draft_partition = partitioning.share_devices(
+    if target.dtype is not None:
+      placement = dataclasses.replace(placement, dtype=target.dtype)
+    draft_placement, partition, _ = partitioning.share_devices(
       placement, draft_placement
     )
     self._partition = partition
     self.across_hosts = placement.across_hosts
     self.room = Room(
-      [target] if draft is None else [target, draft],
+      target,
+      drafter,
       placement.dtype,
       memory.device_bytes() if partition is None else memory.all_bytes(),
     )
@@ -136,25 +165,19 @@ class Engine:
     self.tokenizer = tokenizer
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
+    self.batch_size = batch_size
     self.bos_id = bos_id
-    self.target = partitioning.follow(target.network, partition)
-    self.params = PairParams(partitioning.place(target.params, placement), None)
-    self._loops = {False: (Loop(self.target), self.params)}
-    self.fingerprints = {'target': fingerprint(target.params)}
-    if draft is not None:
-      self.fingerprints['draft'] = fingerprint(draft.params)
-      if drafter is not None:
-        # Two drafters without parameters differ by what they do.
-        name = drafter.name or drafter.propose.__qualname__
-        self.fingerprints['draft'] += f' {name}'
-      self.params = self.params._replace(
-        draft=partitioning.place_parts(draft.params, draft_placement)
-      )
-      drafter = drafter or small_model(
-        partitioning.follow(draft.network, draft_partition)
-      )
-      self._loops[True] = Loop(self.target, drafter), self.params
+    self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
+    self.models = models_of(target, drafter)
+    pair = placed_pair(target, drafter, placement, draft_placement)
+    self.target, self.params = pair.target, pair.params
+    self.fingerprints = pair.fingerprints
+    plain = PairParams(self.params.target, None)
+    self._loops = {False: (Loop(self.target), plain)}
+    if pair.drafter is not None:
+      self._loops[True] = Loop(self.target, pair.drafter), self.params
     self._programs = LoopPrograms(self._loops, self.room, partition)
+    self._pools: dict[int, Continuous] = {}  # by their rows
 
   @property
   def gamma(self) -> int:
@@ -172,7 +195,7 @@ class Engine:
 
   @property
   def drafter(self) -> Drafter:
-    """The drafter.
+    """The drafter, its parameters as they are placed.
 
     Raises:
       ValueError: there is none.
@@ -217,9 +240,7 @@ class Engine:
     Raises:
       ValueError: as `generate`; or a text is empty.
     """
-    gamma = self.gamma if gamma is None else gamma
-    check_gamma(gamma)
-    batch = self._batch_of(texts, gamma, options)
+    batch = self._batch_of(texts, self._gamma_of(gamma), options_of(options))
     if len(batch.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
     return batch.request
@@ -230,7 +251,7 @@ class Engine:
     return len(self._programs)
 
   def warmup(
-    self, texts: Texts, *, speculative: bool = True, **options
+    self, texts: Texts, *, speculative: bool | None = None, **options
   ) -> float:
     """Compiles the programs of as few rows as hold these texts.
 
@@ -246,7 +267,12 @@ class Engine:
     """
     before = self.num_programs
     begin = time.perf_counter()
+    size = options.pop('batch_size', None)
+    speculative = self._speculates(speculative)
     batch = self.text_batch(texts, speculative, **options)
+    pool = self._pool(batch, size)
+    if pool is not None:
+      return pool.warm_up(batch, speculative)
     if batch.rows:
       whole = not batch.options.stop_strings
       for name in ('decode',) if whole else ('start', 'run'):
@@ -254,26 +280,73 @@ class Engine:
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
-    self, texts: Texts, *, speculative: bool = True, **options
+    self,
+    texts: Texts,
+    *,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_length: int | None = None,
+    min_length: int = 0,
+    num_samples: int = 1,
+    stop_strings: str | Sequence[str] = (),
+    stop_ids: Sequence[int] | None = None,
+    seed: int = 0,
+    gamma: int | None = None,
+    speculative: bool | None = None,
+    batch_size: int | None = None,
+    **options: Any,
   ) -> list[Completion]:
-    """Decodes a batch of texts.
+    """Decodes texts; where the drafter helps, as the target alone would.
 
     Args:
       texts: any number, as strings or as ids with or without their end of
-        sequence; they are decoded together.
-      speculative: whether the drafter helps; the output distribution is the
-        same.
-      **options: the fields of `Options`, such as `sampling`, `seed`,
-        `stop_strings`, `min_length`, `max_length`.
+        sequence.
+      temperature: 0 is greedy; one for all texts or one for each.
+      top_k: samples from the k likeliest tokens only; 0 is off.
+      top_p: samples from the likeliest tokens only that together have this
+        probability; 1 is off.
+      max_length: tokens of an output at most; None is `max_decode_len`.
+      min_length: tokens before an end is allowed.
+      num_samples: outputs of each text.
+      stop_strings: strings that end an output; they are not part of it.
+      stop_ids: ids that end an output; None is the engine's `stop_ids`.
+      seed: of all random numbers. A sample depends on it, on the place of its
+        text among `texts` and on its own number, not on what is decoded beside
+        it.
+      gamma: proposals a round at most; None is the engine's.
+      speculative: whether the drafter helps; None is yes if there is one.
+      batch_size: texts that are decoded together; None is the engine's. Of
+        more, a finished one makes room for the next.
+      **options: rarer ones, see `Options`: `example_ids`, `prompts`,
+        `on_too_long`, `log_probs`, `lenience`; and names that others use, such
+        as `max_new_tokens`, `num_return_sequences` and `stop`.
 
     Returns:
-      A `Completion` for each text, in order. An empty text gives an empty one.
+      A `Completion` for each sample of each text, in order: of `num_samples`
+      = 2 both of the first text, then both of the second. An empty text gives
+      an empty one.
 
     Raises:
-      ValueError: an option is out of range, or a text is longer than
-        `max_input_len` and `on_too_long` is 'error'.
+      ValueError: an option is out of range or not known, or a text is longer
+        than `max_input_len` and `on_too_long` is 'error'.
     """
-    batch = self.text_batch(texts, speculative, **options)
+    named = {
+      'temperature': temperature,
+      'top_k': top_k,
+      'top_p': top_p,
+      'max_length': max_length,
+      'min_length': min_length,
+      'num_samples': num_samples,
+      'stop_strings': stop_strings,
+      'stop_ids': stop_ids,
+      'seed': seed,
+    }
+    speculative = self._speculates(speculative)
+    batch = self.text_batch(texts, speculative, gamma=gamma, **named, **options)
+    pool = self._pool(batch, batch_size)
+    if pool is not None:
+      return pool.completions(batch, speculative)
     if not batch.rows:
       return batch.completions()
     if batch.options.stop_strings:
@@ -286,8 +359,33 @@ class Engine:
       found = decode(batch.request)
     return batch.completions(partitioning.on_host(found))
 
+  def _speculates(self, asked: bool | None) -> bool:
+    return True in self._loops if asked is None else asked
+
+  def _gamma_of(self, asked: int | None) -> int:
+    if asked is None:
+      return self.gamma
+    check_gamma(asked)
+    return asked
+
+  def _pool(self, batch: TextBatch, rows: int | None) -> Continuous | None:
+    """What takes a batch through, if it is more than `rows`."""
+    if rows is None:
+      rows = self.batch_size
+    check_number('batch_size', rows, 1)
+    if len(batch.rows) <= rows:
+      return None
+    if rows not in self._pools:
+      self._pools[rows] = Continuous(self, PoolSettings(rows=rows))
+    return self._pools[rows]
+
   def stream(
-    self, text: str, *, speculative: bool = True, **options
+    self,
+    text: str,
+    *,
+    gamma: int | None = None,
+    speculative: bool | None = None,
+    **options: Any,
   ) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.
 
@@ -297,13 +395,21 @@ class Engine:
 
     Args:
       text: the input.
+      gamma: as for `generate`.
       speculative: as for `generate`.
       **options: as for `generate`.
 
     Raises:
-      ValueError: as for `generate`, or the target's logits became invalid.
+      ValueError: as for `generate`, several samples are asked for, or the
+        target's logits became invalid.
     """
-    batch = self.text_batch([text], speculative, **options)
+    speculative = self._speculates(speculative)
+    batch = self.text_batch([text], speculative, gamma=gamma, **options)
+    if len(batch.rows) > 1:
+      raise ValueError(
+        f'stream gives one output, but num_samples is {len(batch.rows)}: take'
+        ' generate, or stream once for each example_ids.'
+      )
     shown = ''
     if not batch.rows:
       return
@@ -319,19 +425,81 @@ class Engine:
         yield ready[len(shown) :]
         shown = ready
 
-  def text_batch(self, texts: Texts, speculative: bool, **options) -> TextBatch:
+  def score(self, texts: Texts, targets: Texts) -> list[scoring.Score]:
+    """The target's log-probability of each output, given its text.
+
+    Args:
+      texts: strings, or ids with or without their end of sequence.
+      targets: strings, whose end of sequence counts; or ids as they are.
+
+    Returns:
+      A `scoring.Score` for each; natural logarithms, temperature 1.
+
+    Raises:
+      ValueError: as `scoring.score`, or one string came instead of several.
+    """
+    for name, value in (('texts', texts), ('targets', targets)):
+      if isinstance(value, str):
+        raise ValueError(
+          f'{name} must be a sequence of strings, got one string: {value!r}.'
+        )
+    end = self.tokenizer.eos_id
+    if end not in self.stop_ids:
+      end = self.stop_ids[0]
+    outputs = [
+      [*self.tokenizer.encode(one), end]
+      if isinstance(one, str)
+      else [int(token) for token in one]
+      for one in targets
+    ]
+    inputs = [self.input_ids(text) for text in texts]
+    return scoring.score(self.target, self.params.target, inputs, outputs)
+
+  def trace(self, text: str, **options: Any) -> Trace:
+    """Decodes one text and says what became of each proposal.
+
+    Compiles programs of its own.
+
+    Args:
+      text: the input.
+      **options: as for `generate`, `gamma` too.
+
+    Returns:
+      The rounds; it shows itself on a terminal (rich) and in a notebook.
+
+    Raises:
+      ValueError: as `generate`, or there is no drafter.
+    """
+    rounds = trace.record(self, text, **options)
+    spelled = trace.spell(rounds, self.tokenizer)
+    return Trace(text, spelled, options.get('lenience', 1.0))
+
+  def text_batch(
+    self,
+    texts: Texts,
+    speculative: bool,
+    *,
+    gamma: int | None = None,
+    **options: Any,
+  ) -> TextBatch:
     """What `generate` works on, for a scheduler that runs the loops itself.
 
     Raises:
       ValueError: as `generate`.
     """
     self.loop(speculative)  # raises where there is no drafter
-    return self._batch_of(texts, self.gamma if speculative else 0, options)
+    gamma = self._gamma_of(gamma)
+    return self._batch_of(
+      texts, gamma if speculative else 0, options_of(options)
+    )
 
-  def _batch_of(
-    self, texts: Texts, gamma: int, options: Mapping[str, Any]
-  ) -> TextBatch:
-    asked = options_of(**options)
+  def _batch_of(self, texts: Texts, gamma: int, asked: Options) -> TextBatch:
+    check_texts(texts)
+    if asked.stop_ids is None:
+      asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
+    times = asked.num_samples
+    asked = asked.of_samples(len(texts))
+    texts = texts if times == 1 else repeated(texts, times)
     return TextBatch(self.tokenizer, self._limits, texts, asked, gamma)
 
   @property

@@ -1,79 +1,89 @@
-"""A network with its parameters, and whether a target and its drafter fit."""
+"""Whether a target and its drafter fit: each other, a tokenizer, the memory."""
 
-import dataclasses
-import os
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import checkpoints, partitioning
+from specdec_jax import partitioning
+from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
+from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
+from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
 from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import SENTENCEPIECE, TOKENIZER
 
 # 100 sentinels, and padding to a multiple of 1,024.
 _MOST_MORE_IDS = 100 + 1023
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """A network and its parameters.
+class PlacedPair(NamedTuple):
+  """What the loops take of a target and its drafter.
 
   Attributes:
-    network: a `LanguageModel`, such as `T5(config)`; None for a drafter that
-      is no network.
-    params: its parameters, as a checkpoint has them or already placed.
-    tokenizer: the model's own, to check a pair by; None takes it on trust.
-    parts: of a drafter that is made of several, see `joined`.
+    target: the target's network; over several devices, as `follow` gives it.
+    drafter: None if there is none.
+    params: of both, as they are placed; the drafter's None if there is none.
+    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
+      loaded, and of a drafter that is no small model its name.
   """
 
-  network: Any
-  params: Any
-  tokenizer: Tokenizer | None = None
-  parts: tuple['Model', ...] = ()
+  target: LanguageModel
+  drafter: Drafter | None
+  params: PairParams
+  fingerprints: dict[str, str]
 
 
-def load_model(
-  network: LanguageModel,
-  path: str | os.PathLike[str],
-  tokenizer: Tokenizer | None = None,
-  placement: partitioning.Placement | None = None,
-) -> Model:
-  """Loads a checkpoint and checks it against its network.
+def placed_pair(
+  target: Model,
+  drafter: Drafter | None,
+  placement: partitioning.Placement,
+  draft_placement: partitioning.Placement,
+) -> PlacedPair:
+  """Reads what has not been read, and puts it on the devices.
 
-  Args:
-    network: such as `T5(config)`.
-    path: of a checkpoint, of any kind that `checkpoints.load` knows.
-    tokenizer: the model's own, to check a pair by.
-    placement: that the engine will have, and its dtype. Where it has several
-      devices, each array goes straight to its shards; else `Engine` moves it.
+  The drafter first: it is quickly read, and what is wrong with it known.
 
   Raises:
-    ValueError: the checkpoint is missing or broken, or an array is missing,
-      unknown or of another shape, or cannot be split as the placement says.
+    ValueError: a checkpoint is broken, or cannot be split as a placement says.
   """
-  checkpoints.check_network(network)
-  how: dict[str, Any] = {}
-  if placement is not None:
-    sharding = placement.shardings_of(network)
-    how = {'dtype': placement.dtype, 'sharding': sharding}
-  return Model(network, checkpoints.load(path, network, **how), tokenizer)
+  params = PairParams(None, None)
+  prints = {}
+  if drafter is not None:
+    read = partitioning.read_parts(drafter.params, draft_placement)
+    prints['draft'] = fingerprint(read)
+    small = alone(drafter)
+    if small is None:
+      # Two drafters without parameters differ by what they do.
+      prints['draft'] += f' {drafter.name or drafter.propose.__qualname__}'
+    else:
+      follows = partitioning.follow(small.network, draft_placement.partition())
+      drafter = small_model(follows)
+    read = partitioning.place_parts(read, draft_placement)
+    drafter = drafter._replace(params=read)
+    params = params._replace(draft=read)
+  read = partitioning.read_parts(target, placement)
+  prints = {'target': fingerprint(read)} | prints
+  params = params._replace(target=partitioning.place(read, placement))
+  network = partitioning.follow(target.network, placement.partition())
+  return PlacedPair(network, drafter, params, prints)
 
 
-def joined(models: Sequence[Model]) -> Model:
-  """What a drafter that is made of several takes: the parameters of each.
+def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
+  """'target', and 'draft' where one model alone proposes -> the model.
 
-  For `cascade` and `first_of`, whose own code says which network is whose.
+  Without their parameters.
   """
-  params = tuple(model.params for model in models)
-  return Model(None, params, parts=tuple(models))
+  found = {'target': target.without_params()}
+  small = None if drafter is None else alone(drafter)
+  return found if small is None else found | {'draft': small.without_params()}
 
 
 class Room:
@@ -84,22 +94,25 @@ class Room:
   """
 
   def __init__(
-    self, models: Sequence[Model], param_dtype: str, there: int | None
+    self,
+    target: Model,
+    drafter: Drafter | None,
+    param_dtype: str,
+    there: int | None,
   ):
     """
     Args:
-      models: the target, and the drafter's if it has one.
+      target: the target.
+      drafter: None if there is none.
       param_dtype: of the parameters on the devices.
       there: bytes of all devices that they are on; None is not known.
     """
-    every = [*models]
-    for model in every:
-      every += model.parts
-    found = [getattr(model.network, 'config', None) for model in every]
+    models = (target, *(drafter.models if drafter else ()))
+    found = [getattr(model.network, 'config', None) for model in models]
     self._configs = [config for config in found if sizes.is_known(config)]
-    leaves = jax.tree.leaves([model.params for model in models])
+    leaves = jax.tree.leaves((target, drafter.params if drafter else ()))
     itemsize = jnp.dtype(param_dtype).itemsize
-    self._params = sum(np.size(leaf) for leaf in leaves) * itemsize
+    self._params = sum(map(_size, leaves)) * itemsize
     self._there = there
 
   def check(
@@ -131,66 +144,93 @@ class Room:
     )
 
 
-def check_drafter(draft: Model | None, drafter: Drafter | None) -> None:
-  """Raises ValueError unless a drafter and its parameters come together."""
-  if draft is None and drafter is not None:
+def _size(leaf: Any) -> int:
+  return leaf.num_params if isinstance(leaf, Model) else np.size(leaf)
+
+
+def own_vocabulary(model: Model) -> Tokenizer:
+  """A model's own tokenizer.
+
+  Raises:
+    ValueError: it came without one.
+  """
+  tokenizer: Tokenizer | None = model.tokenizer
+  if tokenizer is None:
     raise ValueError(
-      f'The drafter {drafter.name!r} came without `draft`, which holds its'
-      ' parameters. One that has none, such as copy, takes'
-      ' draft=Model(None, ()).'
+      f'There is no vocabulary ({SENTENCEPIECE}, or {TOKENIZER} of GPT-2)'
+      f' beside {model.name or repr(model)!r}; give it: tokenizer=, the path of'
+      " a sentencepiece model or of a folder with GPT-2's (gin: VOCAB_PATH)."
     )
-  if draft is not None and draft.network is None and drafter is None:
-    raise ValueError(
-      '`draft` has no network, so `drafter` must say what proposes, such as'
-      ' copy() or ngram(vocab_size).'
-    )
+  return tokenizer
 
 
 def check_pair(
-  target: Model, draft: Model | None, tokenizer: Tokenizer
+  target: Model, drafter: Drafter | None, tokenizer: Tokenizer
 ) -> None:
-  """Raises ValueError unless both models speak the tokenizer's ids.
+  """Raises ValueError unless target and drafter speak the tokenizer's ids.
 
   Warns of a drafter that does not see what the target reads.
   """
-  for part in () if draft is None else draft.parts:
-    check_pair(target, part, tokenizer)
-  proposes = None if draft is None else draft.network
-  if proposes is not None and proposes.vocab_size != target.network.vocab_size:
-    raise ValueError(
-      f"The draft's vocabulary is {proposes.vocab_size} and the target's"
-      f' {target.network.vocab_size}. Both must be the same; pad the smaller'
-      " embedding to the larger one's rows."
-    )
-  sides = (
-    {'target': target} if draft is None else {'target': target, 'draft': draft}
-  )
-  for name, side in sides.items():
-    if isinstance(side.params, NGramTable):
-      check_vocabulary(f'of the {name}', side.params, tokenizer)
-    own = side.tokenizer
-    if own is not None and own.fingerprint != tokenizer.fingerprint:
-      raise ValueError(
-        f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
-        ' (their fingerprints do). Drafter and target must share one: an'
-        ' id has to mean the same token to both.'
-      )
-    if side.network is None:
-      continue  # a drafter that is no language model
-    check_vocabulary_size(name, side.network.vocab_size, tokenizer)
-  if proposes is None:
+  for model in drafter.models if drafter else ():
+    _check_draft(target, model)
+  _check_side('target', target, tokenizer)
+  if target.network.has_encoder and target.stop_ids:
+    # A decoder-only model may have learned to end by any id.
+    _check_end(target, tokenizer)
+  if drafter is None:
     return
-  if proposes.has_encoder and not target.network.has_encoder:
+  for table in jax.tree.leaves(drafter.params, is_leaf=_is_table):
+    if _is_table(table):
+      check_vocabulary('of the draft', table, tokenizer)
+  for model in drafter.models:
+    _check_side('draft', model, tokenizer)
+
+
+def _is_table(value: Any) -> bool:
+  return isinstance(value, NGramTable)
+
+
+def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:
+  own = model.tokenizer
+  if own is not None and own.fingerprint != tokenizer.fingerprint:
+    raise ValueError(
+      f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
+      ' (their fingerprints do). Drafter and target must share one: an id has'
+      " to mean the same token to both. Take a drafter of the target's family."
+    )
+  check_vocabulary_size(name, model.network.vocab_size, tokenizer)
+
+
+def _check_draft(target: Model, draft: Model) -> None:
+  sizes_of = draft.network.vocab_size, target.network.vocab_size
+  if sizes_of[0] != sizes_of[1]:
+    names = ' and '.join(repr(one.name) for one in (draft, target) if one.name)
+    raise ValueError(
+      f"The draft's vocabulary is {sizes_of[0]} and the target's {sizes_of[1]}"
+      f'{f" ({names})" if names else ""}. Both must be the same, an id has to'
+      " mean the same token to both: take a drafter of the target's family, or"
+      " pad the smaller embedding to the larger one's rows."
+    )
+  if draft.network.has_encoder and not target.network.has_encoder:
     raise ValueError(
       'The draft has an encoder and the target has none: there is no input that'
       ' it could read. Take a decoder-only drafter.'
     )
-  if target.network.has_encoder and not proposes.has_encoder:
+  if target.network.has_encoder and not draft.network.has_encoder:
     warnings.warn(
       'The draft is decoder-only and the target has an encoder: the drafter'
       ' sees the output so far and nothing of the input. Outputs are right all'
       ' the same.',
-      stacklevel=3,
+      stacklevel=4,
+    )
+
+
+def _check_end(target: Model, tokenizer: Tokenizer) -> None:
+  if tokenizer.eos_id not in target.stop_ids:
+    raise ValueError(
+      f'{tokenizer.path!r} ends a sequence with id {tokenizer.eos_id},'
+      f' {target.name!r} with {", ".join(map(str, target.stop_ids))}'
+      ' (eos_token_id in its folder): it is the vocabulary of another model.'
     )
 
 

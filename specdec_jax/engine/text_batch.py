@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_number
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.engine.completion import (
   Completion,
@@ -103,7 +102,7 @@ class TextBatch:
     options: Options,
     gamma: int,
   ):
-    _check_texts(texts)
+    check_texts(texts)
     self.options = options
     self._tokenizer = tokenizer
     self._limits = limits
@@ -208,7 +207,6 @@ class TextBatch:
       inputs, _ = padded(encoded, batch, width)
     max_length = limits.max_decode_len
     if options.max_length is not None:
-      check_number('max_length', options.max_length, 1)
       if options.max_length > max_length:
         raise ValueError(
           f"max_length = {options.max_length} is more than the engine's"
@@ -312,7 +310,7 @@ class TextBatch:
     return self._limits.batch_multiple
 
 
-def _check_texts(texts: Any) -> None:
+def check_texts(texts: Any) -> None:
   """Raises ValueError unless it is a sequence of texts or of their ids."""
   if isinstance(texts, str):
     raise ValueError(

@@ -29,9 +29,6 @@ from specdec_jax.infer import report, resume
 from specdec_jax.measure import environment
 from specdec_jax.probs import SamplingConfig
 
-# Of the number that an example's random numbers derive from.
-_KEY_BITS = 32
-
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -127,11 +124,13 @@ class Decoding:
   def _options(self, items: Sequence[Item]) -> dict[str, Any]:
     options: dict[str, Any] = {
       'speculative': self.speculative,
-      'sampling': self.sampling,
+      **dataclasses.asdict(self.sampling),
       'seed': self.seed,
       'example_ids': [item.example_id for item in items],
       'on_too_long': 'truncate',  # where it is an error, no such item is left
     }
+    if self.slots is None:
+      options['batch_size'] = max(1, len(items))
     if any(item.prompt is not None for item in items):
       options['prompts'] = [item.prompt or [] for item in items]
     if self.lenience != 1:
@@ -194,25 +193,6 @@ def _scored(item: Item, score: scoring.Score) -> Completion:
     finish_reason='scored',
     stats=CompletionStats(num_tokens=len(item.target), num_target_calls=1),
   )
-
-
-def example_id(index: int, sample: int) -> int:
-  """What the random numbers of one sample of one example derive from.
-
-  The bits of `sample` are counted from above, those of `index` from below: all
-  pairs that fit differ, and the first sample is the same however many there
-  are.
-
-  Raises:
-    ValueError: the two do not fit into 32 bits.
-  """
-  if index.bit_length() + sample.bit_length() > _KEY_BITS:
-    raise ValueError(
-      f'Sample {sample} of example {index}: the two numbers have more than'
-      f' {_KEY_BITS} bits. Ask for fewer samples (num_decodes) or give other'
-      ' samples another seed.'
-    )
-  return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
 def engine_identity(engine: Engine) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import example_id
 from specdec_jax.infer import batches, report, results
 from specdec_jax.infer.settings import DecodeConfig, by_rows
 from specdec_jax.text.lines import check_some, count_tokens, read_lines
@@ -45,9 +46,9 @@ class Lines:
   def engine(self) -> Engine:
     """Makes the engine and counts the lines' tokens by it."""
     config, options = self.config, {}
-    if config.draft is not None and report.SPECULATIVE in config.ways:
+    if config.drafter is not None and report.SPECULATIVE in config.ways:
       # First: where it was left out, no target need be read.
-      options['draft'] = config.draft()
+      options['drafter'] = config.drafter()
     engine = config.engine(**options)
     self._limit = engine.max_input_len
     most = self._limit if self.config.on_too_long == 'error' else None
@@ -61,7 +62,7 @@ class Lines:
       batches.Item(
         index * count + sample,
         line.text,
-        example_id=batches.example_id(index, sample),
+        example_id=example_id(index, sample),
       )
       for index, line in enumerate(self._lines)
       if line.num_tokens and not line.error

@@ -17,7 +17,6 @@ from specdec_jax.infer import failures, results, resume
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
-from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import metrics
 from specdec_jax.training.pairs import read_tsv
 
@@ -235,11 +234,12 @@ def _decode(
       padded = [*batch, *[batch[-1]] * (size - len(batch))]
       completions = engine.generate(
         [sources[index] for index in padded],
-        sampling=SamplingConfig(temperature=temperature),
+        temperature=temperature,
         seed=config.seed,
         example_ids=padded,
         on_too_long='report',
         log_probs=False,
+        batch_size=size,
       )
       found.update(zip(batch, completions, strict=False))
       advance()

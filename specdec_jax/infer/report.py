@@ -237,7 +237,7 @@ def print_results(
     say(console, message)
   if output_dir:
     say(console, f'Results are in {output_dir}.')
-  elif not printed:
+  elif not printed and summary['kind'] != 'task':
     say(console, 'No output folder was given, so no results were kept.')
 
 

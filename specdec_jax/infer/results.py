@@ -172,15 +172,22 @@ def as_list(value: Any) -> list[Any]:
   return value if isinstance(value, list) else [value]
 
 
-def print_outputs(records: Sequence[Mapping[str, Any]]) -> None:
+def print_outputs(
+  records: Sequence[Mapping[str, Any]], num_samples: int = 1
+) -> None:
   """Prints the outputs of records, or their scores, a line for each.
 
   An output that has line breaks gets spaces in their place; where none came
   the line is empty. A reader that has seen enough ends it.
+
+  Args:
+    records: one for each input, see `make_records` and `task_records`.
+    num_samples: lines of each.
   """
   try:
     for record in records:
-      for value in as_list(record.get('prediction', record.get('score'))):
+      values = as_list(record.get('prediction', record.get('score')))
+      for value in values * (num_samples if len(values) == 1 else 1):
         text = '' if value is None else files.writable(str(value))
         print(' '.join(text.splitlines()))
     sys.stdout.flush()

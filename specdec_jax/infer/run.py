@@ -114,7 +114,7 @@ def decode_task(
   shared = dataclasses.replace(
     config,
     engine=_Kept(config.engine),
-    draft=config.draft and functools.cache(config.draft),
+    drafter=config.drafter and functools.cache(config.drafter),
   )
   summaries = {}
   for name in names:
@@ -217,7 +217,8 @@ def _run(
     if not gone:
       summary = _kept(source, folder, console, who)
       if config.prints_outputs and who.index == 0:
-        results.print_outputs(folder.read_json_lines(folder.name))
+        found = folder.read_json_lines(folder.name)
+        results.print_outputs(found, config.rows // config.batch_size)
       results.check_whole(source.broken_off, config.output_dir)
       return summary
     if who.index == 0:
@@ -247,7 +248,7 @@ def _run(
     )
     folder.leave(contents) if failed else folder.finish(contents)
   if config.prints_outputs:
-    results.print_outputs(records)
+    results.print_outputs(records, config.rows // config.batch_size)
   else:
     source.show(console, modes)
   report.print_results(

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.engine.engine import Engine, Model, load_model
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.partitioning import Placement
+from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
@@ -69,7 +71,7 @@ class DecodeConfig(_Rows):
 
   Attributes:
     engine: makes the engine; called after all that is cheap was checked.
-    draft: makes the drafter that `engine` is called with, where anything is
+    drafter: makes the drafter that `engine` is called with, where anything is
       decoded speculatively; None leaves it to `engine`.
     input_file: UTF-8 text, one example a line, plain or `.gz`, or a named
       pipe; '-' reads stdin. See `files.lines`.
@@ -127,7 +129,7 @@ class DecodeConfig(_Rows):
   num_samples: int = 1
   stop_strings: Sequence[str] = ()
   stdout: str = REPORT
-  draft: Callable[[], Model] | None = None
+  drafter: Callable[[], Drafter | Model] | None = None
 
   def __post_init__(self):
     check = _Check(self)
@@ -177,7 +179,7 @@ class TaskConfig(_Rows):
       or the path of a file, see `examples.find`.
     output_dir: where the results go, see `infer.decode_task`; None writes
       nothing.
-    draft: makes the drafter that `engine` is called with, where anything is
+    drafter: makes the drafter that `engine` is called with, where anything is
       decoded speculatively; None leaves it to `engine`.
     task_feature_lengths: feature -> tokens at most, its end included: longer
       'inputs' and 'targets' are cut, and an output has at most as many tokens
@@ -221,7 +223,7 @@ class TaskConfig(_Rows):
   tokenizer: Tokenizer
   mixture_or_task_name: str | LocalTask
   output_dir: str | None
-  draft: Callable[[], Model] | None = None
+  drafter: Callable[[], Drafter | Model] | None = None
   task_feature_lengths: Mapping[str, int] | None = None
   split: str = 'test'
   mode: str = PREDICT
@@ -340,23 +342,26 @@ def settings_of(
 
 
 def load_drafter(
-  network: LanguageModel | None = None,
-  path: str | None = None,
-  tokenizer: Tokenizer | None = None,
-  placement: Placement | None = None,
+  path: str | None = None, network: LanguageModel | None = None, **options
 ) -> Model:
-  """`engine.load_model` for a drafter that a run file may leave out.
+  """Loads a drafter that a run file may leave out, by `engine.load`.
+
+  Args:
+    path: of its checkpoint; None where it was left out.
+    network: as of `engine.load`.
+    **options: likewise.
 
   Raises:
-    ValueError: it was left out; or as `engine.load_model`.
+    ValueError: it was left out; or as `engine.load`.
   """
-  if network is None or path is None:
+  if path is None:
     raise ValueError(
       'Speculative decoding needs a drafter: give its checkpoint (--draft, in'
-      ' gin DRAFT_CHECKPOINT_PATH) and its network (gin: DRAFT), or decode'
-      " without one (--mode plain, in gin DECODING = 'plain')."
+      ' gin DRAFT_CHECKPOINT_PATH) and, unless that describes itself, its'
+      ' network (DRAFT); or decode without one (--mode plain, in gin DECODING ='
+      " 'plain')."
     )
-  return load_model(network, path, tokenizer, placement)
+  return load(path, network, **options)
 
 
 def open_tokenizer(

@@ -10,6 +10,7 @@ import rich.console
 
 from specdec_jax.checks import memory
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import example_id
 from specdec_jax.infer import (
   batches,
   examples,
@@ -24,7 +25,7 @@ from specdec_jax.measure.table import say
 _NOT_DECIDING = (
   'engine',
   'tokenizer',
-  'draft',
+  'drafter',
   'output_dir',
   'overwrite',
   'metrics',
@@ -91,8 +92,8 @@ class Task:
       'max_input_len': max(2, lengths[examples.INPUTS]),
       'max_decode_len': max(1, lengths[examples.TARGETS]),
     }
-    if config.draft is not None and report.SPECULATIVE in config.ways:
-      options['draft'] = config.draft()
+    if config.drafter is not None and report.SPECULATIVE in config.ways:
+      options['drafter'] = config.drafter()
     engine = config.engine(**options)
     if engine.tokenizer.fingerprint != config.tokenizer.fingerprint:
       raise ValueError(
@@ -116,7 +117,7 @@ class Task:
     config, count = self.config, len(self._found)
     items: list[batches.Item] = []
     if count:  # the largest number first: there may be very many
-      batches.example_id(config.index(count - 1), config.num_decodes - 1)
+      example_id(config.index(count - 1), config.num_decodes - 1)
     memory.check_room(
       f'{count} examples with {config.num_decodes} samples each',
       count * config.num_decodes * _ITEM_BYTES,
@@ -141,7 +142,7 @@ class Task:
         batches.Item(
           number=number * config.num_decodes + sample,
           source=_ids(example, examples.INPUTS),
-          example_id=batches.example_id(config.index(number), sample),
+          example_id=example_id(config.index(number), sample),
           prompt=prompt,
           target=_ids(example, examples.TARGETS),
         )

@@ -302,7 +302,7 @@ class Workload:
         yield (
           part,
           {
-            'sampling': self.sampling,
+            **dataclasses.asdict(self.sampling),
             'seed': self.seed,
             'example_ids': range(number, number + len(part)),
             'lenience': self.lenience,
@@ -340,7 +340,10 @@ class Workload:
     """Counts of each output of the engine's speculative loop."""
     done: list[CompletionStats] = []
     for part, options in self._batches():
-      done += [one.stats for one in self.engine.generate(part, **options)]
+      done += [
+        one.stats
+        for one in self.engine.generate(part, batch_size=len(part), **options)
+      ]
       if sum(stats.num_tokens for stats in done) >= self.num_tokens:
         break
     return done

@@ -39,7 +39,7 @@ class BenchmarkConfig:
     draft: a drafter's network; without it and `drafter` the target is timed
       alone.
     target_params: its parameters; None draws random ones on the device.
-    draft_params: likewise; or what `drafter` takes, () where it takes nothing.
+    draft_params: of `draft`, likewise.
     weights: what is said of them where results are shown; None is 'random' if
       neither model's are given, else 'given'.
     placement: layout and dtype of both.
@@ -58,11 +58,11 @@ class BenchmarkConfig:
     seed: of parameters, inputs and sampling.
     output_file: JSON; None writes nothing.
     name: of the record.
-    drafter: any drafter, in the place of `small_model` of `draft`.
+    drafter: any drafter, with its parameters, in the place of `draft`.
 
   Raises:
-    ValueError: a number is out of its range, there is a drafter without its
-      parameters, or a loop in T5X's style of what is no `T5`.
+    ValueError: a number is out of its range, there are parameters for a drafter
+      that has its own, or a loop in T5X's style of what is no `T5`.
   """
 
   target: LanguageModel
@@ -88,10 +88,10 @@ class BenchmarkConfig:
 
   def __post_init__(self):
     check_types(self)
-    if self.drafter is not None and self.draft_params is None:
+    if self.drafter is not None and self.draft_params is not None:
       raise ValueError(
-        'BenchmarkConfig.drafter needs draft_params, what it takes as'
-        ' parameters: () where it takes nothing, such as `copy`.'
+        'BenchmarkConfig.draft_params are those of `draft`, but a drafter was'
+        ' given, which has its own: leave one of them out.'
       )
     check_all_at_least(
       self, gammas=1, batches=1, input_lens=1, decode_lens=LEAST_DECODE_LEN

@@ -25,6 +25,7 @@ from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.table import Column, Table, say
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 
@@ -38,8 +39,9 @@ class CalibrateConfig:
   Attributes:
     engine: makes the engine, with a drafter; called after the memory it needs
       was held against what the device has.
-    target: the target's network, of which the memory is planned.
-    draft: the drafter's; None where it has none.
+    target: the target's network, of which the memory is planned; of a `Model`
+      its network is taken.
+    draft: the drafter's, likewise; None where it has none.
     input_file: the user's own prompts, one a line.
     num_tokens: of the target's own, behind alpha.
     temperature: at which alpha and the costs are measured.
@@ -76,6 +78,10 @@ class CalibrateConfig:
 
   def __post_init__(self):
     check_types(self)
+    for name in ('target', 'draft'):
+      value = getattr(self, name)
+      if isinstance(value, Model):
+        object.__setattr__(self, name, value.network)
     check_at_least(self, num_tokens=1, temperature=0.0, input_len=1)
     check_all_at_least(self, batches=1)
     check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)
@@ -142,7 +148,6 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
     config.target,
     drafter=engine.drafter,
     target_params=engine.params.target,
-    draft_params=engine.params.draft,
     placement=config.placement,
     gammas=(min(4, config.max_gamma),),
     batches=tuple(sorted(set(config.batches))),

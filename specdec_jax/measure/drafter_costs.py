@@ -19,9 +19,9 @@ from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.drafters.copy import copy
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.measure import calls, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
@@ -123,9 +123,7 @@ def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
   """name -> one target with each drafter, and what the n-grams are of."""
   vocab_size = config.target.vocab_size
   sequences, corpus = _corpus(config)
-  drafters: dict[str, tuple[Drafter, Any]] = {
-    _NOTHING: (_nothing(), jnp.int32(3))
-  }
+  drafters = {_NOTHING: _nothing()}
   for order, name in ((1, 'unigram'), (2, 'bigram')):
     table = fit(
       sequences,
@@ -133,25 +131,22 @@ def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
       vocab_size,
       max_continuations=config.max_continuations,
     )
-    drafters[name] = (ngram(vocab_size), table)
-  drafters['copy'] = (copy(), ())
-  drafters['uniform'] = (uniform(vocab_size), ())
+    drafters[name] = ngram(table)
+  drafters['prompt_lookup'] = prompt_lookup()
+  drafters['uniform'] = uniform(vocab_size)
 
   own = random_params(config.target, config.seed, config.placement.dtype)
   own = partitioning.place(own, config.placement)
 
-  def pair(draft, params, drafter=None):
+  def pair(draft, drafter=None):
     # Of parameters that are placed already nothing is copied.
     return make_pair(
-      config.target, draft, own, params, config.placement, config.seed, drafter
+      config.target, draft, own, None, config.placement, config.seed, drafter
     )
 
-  found = {
-    name: pair(None, params, drafter)
-    for name, (drafter, params) in drafters.items()
-  }
+  found = {name: pair(None, drafter) for name, drafter in drafters.items()}
   if config.small is not None:
-    found['small_model'] = pair(config.small, None)
+    found['small_model'] = pair(config.small)
   return found, corpus
 
 
@@ -188,7 +183,10 @@ def _nothing() -> Drafter:
     length = jnp.full(shape[:1], context.gamma, jnp.int32)
     return Draft(jnp.full(shape, token), None, length), state
 
-  return Drafter(lambda *_: (), propose, lambda state, _: state)
+  token = jnp.int32(3)
+  return Drafter(
+    lambda *_: (), propose, lambda state, _: state, _NOTHING, token
+  )
 
 
 def _measure(

@@ -99,10 +99,11 @@ def make_pair(
     target: the target's network.
     draft: a drafter's; not looked at where `drafter` is given.
     target_params: of `target`; None draws them.
-    draft_params: of `draft`, likewise; or what `drafter` takes.
+    draft_params: of `draft`, likewise.
     placement: of both.
     seed: of what is drawn.
-    drafter: any; None is `small_model` of `draft`, if there is one.
+    drafter: any, with its parameters; None is `small_model` of `draft`, if
+      there is one.
   """
 
   def placed(network, params, seed) -> Any:
@@ -111,6 +112,7 @@ def make_pair(
     return partitioning.place(params, placement)
 
   if drafter is not None:
+    draft_params = partitioning.read_parts(drafter.params, placement)
     draft_params = partitioning.place_parts(draft_params, placement)
   elif draft is not None:
     drafter = small_model(draft)

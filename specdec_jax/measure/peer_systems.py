@@ -18,7 +18,8 @@ import sentencepiece
 
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.engine.completion import decode
-from specdec_jax.engine.engine import Engine, Model
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tokenizer import Tokenizer
 

@@ -28,7 +28,6 @@ from specdec_jax.measure.timed_runs import (
   run_fixed,
   watch_memory,
 )
-from specdec_jax.probs import SamplingConfig
 
 FIXED_RANDOM, FIXED_SORTED = 'fixed, random order', 'fixed, sorted'
 GIVEN, SHORTEST = 'continuous, random order', 'continuous'
@@ -136,7 +135,7 @@ def measure_throughput(
   )
   options: dict[str, Any] = {
     'speculative': config.speculative,
-    'sampling': SamplingConfig(temperature=config.temperature),
+    'temperature': config.temperature,
     'seed': config.seed,
   }
   memory = None

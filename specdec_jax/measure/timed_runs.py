@@ -123,6 +123,7 @@ def run_fixed(
     filled = [*batch, *[batch[-1]] * (rows - len(batch))]
     return [texts[index] for index in filled], {
       'example_ids': filled,
+      'batch_size': rows,
       **options,
     }
 

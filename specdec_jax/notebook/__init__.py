@@ -8,7 +8,6 @@ trace, a trace its rounds; as text on a terminal, as HTML in a notebook.
 """
 
 from specdec_jax.notebook.loading import load
-from specdec_jax.notebook.model import Interactive, Side
-from specdec_jax.notebook.show import Trace
+from specdec_jax.notebook.model import Interactive
 
-__all__ = ['Interactive', 'Side', 'Trace', 'load']
+__all__ = ['Interactive', 'load']

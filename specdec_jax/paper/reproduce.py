@@ -12,14 +12,15 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import DoesNotFitError
+from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.trace_page import html_page
 from specdec_jax.measure import canvas, environment, record
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, grid
 from specdec_jax.measure.table import console as terminal
-from specdec_jax.paper import plots, printed, report, tables, timeline, trace
+from specdec_jax.paper import plots, printed, report, tables, timeline
 from specdec_jax.paper import table2_suite as table_suite
-from specdec_jax.paper.trace_page import html_page
 
 ITEMS = tuple(
   [f'table{i}' for i in range(1, 6)] + [f'figure{i}' for i in range(1, 6)]

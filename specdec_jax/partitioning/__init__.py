@@ -14,6 +14,7 @@ from specdec_jax.partitioning.placement import (
   lay_out,
   place,
   place_parts,
+  read_parts,
   share_devices,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
   'on_host',
   'place',
   'place_parts',
+  'read_parts',
   'shard_bytes',
   'share_devices',
   'shardings',

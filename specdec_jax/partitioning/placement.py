@@ -25,6 +25,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.layers import DTYPES
+from specdec_jax.models.model import Model
 from specdec_jax.partitioning.axes import (
   MESH_AXES,
   REPLICATED,
@@ -214,7 +215,8 @@ def place_parts(params: Any, placement: Placement = Placement()) -> Any:
   """`place` of each model in a pytree; other arrays keep their dtype.
 
   Args:
-    params: of a drafter: a model's parameters, a table, or a tuple of these.
+    params: of a drafter: a model's parameters, a table, or a tuple of these;
+      `read_parts` has read them.
     placement: of the models; what is none is whole on each device.
 
   Raises:
@@ -234,6 +236,29 @@ def place_parts(params: Any, placement: Placement = Placement()) -> Any:
     return jax.device_put(array, partition.sharding())
 
   return jax.tree.map(part, params, is_leaf=is_model)
+
+
+def read_parts(params: Any, placement: Placement = Placement()) -> Any:
+  """Reads the parameters of each `Model` in a pytree, which keeps the rest.
+
+  Over several devices each array goes straight to its shards, else to the host.
+
+  Args:
+    params: a model, or of a drafter.
+    placement: that they will be placed by.
+
+  Raises:
+    ValueError: a checkpoint is broken, or cannot be split as the placement
+      says.
+  """
+
+  def part(value):
+    if not isinstance(value, Model):
+      return value
+    sharding = placement.shardings_of(value.network)
+    return value.read(placement.dtype, sharding)
+
+  return jax.tree.map(part, params)
 
 
 def lay_out(params: Params, placement: Placement) -> Params:

@@ -7,7 +7,7 @@ of a model is escaped.
 import html
 from collections.abc import Sequence
 
-from specdec_jax.paper.trace import (
+from specdec_jax.engine.trace import (
   ACCEPTED,
   MEANING,
   REJECTED,

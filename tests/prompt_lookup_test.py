@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.drafters.base import Context
-from specdec_jax.drafters.copy import copy
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.probs import SamplingConfig
 
 SLOTS, INPUT_LEN, GAMMA = 40, 14, 5
@@ -80,7 +80,7 @@ def test_follows_the_rule(max_match, min_match):
   texts = [
     np.append(0, rng.integers(2, n, rng.integers(0, 30))) for n in limits
   ]
-  found = propose(copy(max_match, min_match), inputs, texts)
+  found = propose(prompt_lookup(max_match, min_match), inputs, texts)
   sizes = set()
   for row, ids, text in zip(found, inputs, texts, strict=True):
     want = reference(ids.tolist(), text.tolist(), GAMMA, max_match, min_match)
@@ -127,19 +127,22 @@ CASES = {
 def test_cases():
   inputs = [case[0] for case in CASES.values()]
   texts = [case[1] for case in CASES.values()]
-  found = propose(copy(), inputs, texts)
+  found = propose(prompt_lookup(), inputs, texts)
   want = {name: case[2] for name, case in CASES.items()}
   assert dict(zip(CASES, found, strict=True)) == want
 
 
 def test_min_match():
   inputs = [[5, 6, 7, 8]] * 2
-  assert propose(copy(4, 2), inputs, [[0, 6], [0, 5, 6]], 1) == [[], [7]]
+  assert propose(prompt_lookup(4, 2), inputs, [[0, 6], [0, 5, 6]], 1) == [
+    [],
+    [7],
+  ]
 
 
 def test_a_decoder_only_model_copies_from_its_prompt():
   """Its inputs are one column of zeros; the prompt is in the context."""
-  drafter = copy()
+  drafter = prompt_lookup()
   state = drafter.init((), jnp.zeros((1, 1), jnp.int32), SLOTS, None)
   assert state.shape == (1, 1)
   assert propose(drafter, [[]], [[5, 6, 7, 5]]) == [[6, 7, 5, 6, 7]]
@@ -148,4 +151,4 @@ def test_a_decoder_only_model_copies_from_its_prompt():
 @pytest.mark.parametrize('bad', [(1, 2), (0, 0), (3, 0)])
 def test_numbers_that_make_no_sense(bad):
   with pytest.raises(ValueError, match='1 <= min_match <= max_match'):
-    copy(*bad)
+    prompt_lookup(*bad)

@@ -14,7 +14,7 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.types import Draft
 
 
-def copy(max_match: int = 4, min_match: int = 1) -> Drafter:
+def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
   """Returns a deterministic drafter that copies; its parameters are ().
 
   Of all places whose last tokens are the row's own last tokens the one with
@@ -22,11 +22,11 @@ def copy(max_match: int = 4, min_match: int = 1) -> Drafter:
   one in the output: a text that is made of another seldom repeats itself. Of
   places in the input the first is taken, where a text says what it is about
   and a summary takes its words from; of those in the output the last, since
-  what was said just now is what goes on. (Prompt lookup as others have it
+  what was said just now is what goes on. (Others' prompt lookup
   searches the decoder's ids only and takes the first place.) A match of one
   token is continued only where all its places go on alike: a token that was
-  followed by different ones says next to nothing, and a guess keeps `first_of`
-  from asking its second drafter.
+  followed by different ones says next to nothing, and a guess keeps
+  `with_fallback` from asking its second drafter.
 
   A copy of the output that reaches its end goes on with what it has copied, as
   a repeating text does; one of the input proposes no more than is left of it.
@@ -43,7 +43,7 @@ def copy(max_match: int = 4, min_match: int = 1) -> Drafter:
   """
   if not 1 <= min_match <= max_match:
     raise ValueError(
-      'copy needs 1 <= min_match <= max_match, got'
+      'prompt_lookup needs 1 <= min_match <= max_match, got'
       f' min_match = {min_match}, max_match = {max_match}.'
     )
 
@@ -57,7 +57,7 @@ def copy(max_match: int = 4, min_match: int = 1) -> Drafter:
     tokens, length = jax.vmap(one)(inputs, context.tokens, context.length)
     return Draft(tokens, None, length), inputs
 
-  name = f'copy({max_match}, {min_match})'
+  name = f'prompt_lookup({max_match}, {min_match})'
   return Drafter(init, propose, lambda inputs, _: inputs, name)
 
 

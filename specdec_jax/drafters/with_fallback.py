@@ -1,4 +1,4 @@
-"""Two drafters as one: the first where it has a proposal, else the second."""
+"""Two drafters as one: the first where it has a proposal, else its fallback."""
 
 import dataclasses
 
@@ -13,12 +13,14 @@ from specdec_jax.drafters.base import (
   DrafterState,
   is_finished,
 )
+from specdec_jax.drafters.small_model import as_drafter
+from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
 
 @struct.dataclass
-class FirstOfState:
-  """What `first_of` keeps.
+class FallbackState:
+  """What `with_fallback` keeps.
 
   Attributes:
     first: the first drafter's own.
@@ -35,17 +37,22 @@ class FirstOfState:
   finished: jax.Array
 
 
-def first_of(first: Drafter, second: Drafter) -> Drafter:
+def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   """Returns a drafter that asks `second` only where `first` has nothing.
 
   Where every unfinished row of a batch has a draft of the first, such as
-  `copy`, the second is not run at all. Its parameters are the pair (of the
-  first, of the second).
+  `prompt_lookup`, the second is not run at all. Its parameters are the pair
+  (of the first, of the second).
+
+  Args:
+    first: that is always asked.
+    second: its fallback; a model is made a drafter by `small_model`.
   """
+  second = as_drafter(second)
 
   def init(params, inputs, max_length, prompt):
     batch = inputs.shape[:1]
-    return FirstOfState(
+    return FallbackState(
       first=first.init(params[0], inputs, max_length, prompt),
       second=second.init(params[1], inputs, max_length, prompt),
       length=jnp.zeros(batch, jnp.int32),
@@ -53,7 +60,7 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
       finished=jnp.zeros(batch, bool),
     )
 
-  def propose(params, state: FirstOfState, context: Context):
+  def propose(params, state: FallbackState, context: Context):
     # The second is not asked every round, and of the first's the draft is not
     # always the one that is verified.
     context = dataclasses.replace(context, skips_rounds=True)
@@ -72,7 +79,7 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
     _, other, second_state = lax.while_loop(
       lambda carry: ~carry[0], ask, (enough, nothing, state.second)
     )
-    state = FirstOfState(
+    state = FallbackState(
       first=first_state,
       second=second_state,
       length=context.length,
@@ -81,7 +88,7 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
     )
     return _choose(has_draft, draft, other), state
 
-  def commit(state: FirstOfState, length: jax.Array):
+  def commit(state: FallbackState, length: jax.Array):
     # Where the draft was the other's, a drafter may have read one of its own
     # instead: it is right up to the token that was the last before.
     known = jnp.minimum(length, state.length + 1)
@@ -94,8 +101,15 @@ def first_of(first: Drafter, second: Drafter) -> Drafter:
       finished=is_finished(length),
     )
 
-  name = f'first_of({first.name}, {second.name})'
-  return Drafter(init, propose, commit, name)
+  name = f'with_fallback({first.name}, {second.name})'
+  return Drafter(
+    init,
+    propose,
+    commit,
+    name,
+    params=(first.params, second.params),
+    models=(*first.models, *second.models),
+  )
 
 
 def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:

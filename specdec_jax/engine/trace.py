@@ -9,7 +9,7 @@ is underlined, and where there is no colour brackets say it.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import rich.console
@@ -19,7 +19,7 @@ import rich.text
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.engine.completion import Text, decode, from_generation
-from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import options_of
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import Draft, FinishReason
 
@@ -96,15 +96,18 @@ class Round(Generic[Token]):
     return judged + unused
 
 
-def record(engine: Engine, text: str, **options) -> list[Round[int]]:
+def record(
+  engine: Any, text: str, gamma: int | None = None, **options: Any
+) -> list[Round[int]]:
   """Decodes one text speculatively and returns its rounds, as ids.
 
   The rounds are those of the engine's loop. Compiles programs of its own, for
   they return the draft as well.
 
   Args:
-    engine: with a drafter.
+    engine: an `Engine` with a drafter.
     text: the input.
+    gamma: proposals a round; None is the engine's.
     **options: as for `Engine.request`. With `stop_strings` the last round
       goes on past the string, as it was computed.
 
@@ -119,7 +122,8 @@ def record(engine: Engine, text: str, **options) -> list[Round[int]]:
   sides = (engine.target, engine.drafter)
   if not engine.tokenizer.encode(text):
     return []
-  request = engine.request([text], **options)
+  request = engine.request([text], gamma, **options)
+  stop_strings = options_of(options).stop_strings
   start = jax.jit(functools.partial(speculative.start, *sides))
   step = jax.jit(functools.partial(_step, *sides), donate_argnums=2)
   state = start(engine.params, request)
@@ -152,9 +156,7 @@ def record(engine: Engine, text: str, **options) -> list[Round[int]]:
       )
     )
     length, num_accepted = len(output), int(seen['num_accepted'])
-    shown = Text(
-      engine.tokenizer, output[first:], options.get('stop_strings', ())
-    )
+    shown = Text(engine.tokenizer, output[first:], stop_strings)
     if seen['reason'] != FinishReason.RUNNING or shown.has_stop_string:
       return rounds
 

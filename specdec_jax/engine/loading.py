@@ -1,0 +1,161 @@
+"""From a path, or an id of the Hugging Face hub, to a model."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_jax.checkpoints.huggingface import read_config, special_ids
+from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
+from specdec_jax.checkpoints.load import (
+  is_huggingface,
+  locate,
+  open_checkpoint,
+)
+from specdec_jax.checks.names import check_choice
+from specdec_jax.engine.pair import check_vocabulary_size
+from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.layers import DTYPES
+from specdec_jax.models.model import Model
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import (
+  SENTENCEPIECE,
+  TOKENIZER,
+  VOCAB,
+  BpeTokenizer,
+  open_vocabulary,
+)
+
+Path = str | os.PathLike[str]
+
+
+def load(
+  path: Path,
+  network: LanguageModel | None = None,
+  *,
+  tokenizer: Tokenizer | Path | None = None,
+  dtype: str | None = None,
+) -> Model:
+  """Loads a model: a network, its parameters, and its vocabulary.
+
+  Hugging Face folders, or their ids on the hub, tell their sizes and hold their
+  vocabulary; other checkpoints need the network, and an engine of them a
+  tokenizer:
+
+    load('google/flan-t5-xl', dtype='bfloat16')
+    load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
+
+  Arrays are found and checked here. They are read when an engine is made of the
+  model, straight to its devices.
+
+  Args:
+    path: of a checkpoint, of any kind that `checkpoints.load` knows.
+    network: such as `T5(config)`, compared with the checkpoint; needed unless
+      its folder describes itself.
+    tokenizer: or a path for `tokenizer_bpe.open_vocabulary`; None is the one in
+      the folder, if there is one.
+    dtype: of parameters and computation, 'float32' or 'bfloat16'. None leaves
+      the computation to `network` (float32 without it) and the parameters to
+      the engine's placement.
+
+  Raises:
+    ValueError: the checkpoint is missing, of no kind that is known, or not
+      `network`'s; it does not describe itself and no network was given; or its
+      vocabulary cannot be read.
+  """
+  if dtype is not None:
+    check_choice('dtype', dtype, DTYPES)
+  location = locate(path)
+  described: dict[str, Any] = {}
+  config: T5Config | GPTConfig | None = None
+  if is_huggingface(location) and '://' not in location.path:
+    folder = pathlib.Path(location.path)
+    described = read_json(folder / CONFIG)
+    config = read_config(described, os.fspath(folder / CONFIG))
+    tokenizer = tokenizer or _own_tokenizer(folder, config)
+  elif network is None and not is_huggingface(location):
+    raise ValueError(
+      f'{os.fspath(path)!r} does not say which sizes its model has: give'
+      ' network=T5(T5Config(...)) or GPT(GPTConfig(...)) (gin: TARGET, or DRAFT'
+      ' of a drafter). gin/models has the published ones.'
+    )
+  if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+    tokenizer = open_vocabulary(tokenizer)
+  sizes = network or config
+  if tokenizer is not None and sizes is not None:
+    check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+  opened = open_checkpoint(location.path, network, described=described)
+  if network is None and opened.config is not None:
+    # Of what is there: whether the output layer is the embedding.
+    config = dataclasses.replace(opened.config, dtype=dtype or 'float32')
+    network = _network(config)
+  elif dtype is not None and isinstance(network, T5 | GPT):
+    network = _network(dataclasses.replace(network.config, dtype=dtype))
+  assert network is not None
+  return Model(
+    network,
+    None,
+    tokenizer,
+    name=os.fspath(path),
+    dtype=dtype,
+    bos_id=None if config is None else _first_id(described, config, tokenizer),
+    stop_ids=() if config is None else _ends(folder, described, config),
+    reader=opened.read,
+  )
+
+
+def _network(config: T5Config | GPTConfig) -> T5 | GPT:
+  return T5(config) if isinstance(config, T5Config) else GPT(config)
+
+
+def _own_tokenizer(
+  folder: pathlib.Path, config: T5Config | GPTConfig
+) -> Tokenizer | None:
+  names = [SENTENCEPIECE]
+  if isinstance(config, GPTConfig):  # T5's tokenizer.json is no BPE
+    names += [TOKENIZER, VOCAB]
+  if any((folder / name).exists() for name in names):
+    return open_vocabulary(folder)
+  return None
+
+
+def _ends(
+  folder: pathlib.Path,
+  described: Mapping[str, Any],
+  config: T5Config | GPTConfig,
+) -> tuple[int, ...]:
+  """Ids that end an output; of GPT-2 none where its folder names none."""
+  if isinstance(config, T5Config):
+    return special_ids(folder, described).eos
+  said = {name: value for name, value in described.items() if value is not None}
+  # What has no encoder has no start of its own.
+  said = {'eos_token_id': []} | said | {'decoder_start_token_id': START_ID}
+  found = special_ids(folder, said).eos
+  # transformers writes GPT-2's own for any size of vocabulary.
+  return tuple(token for token in found if token < config.vocab_size)
+
+
+def _first_id(
+  described: Mapping[str, Any],
+  config: T5Config | GPTConfig,
+  tokenizer: Tokenizer | None,
+) -> int | None:
+  """What a decoder-only model's texts begin with, as its folder says."""
+  if isinstance(config, T5Config):
+    return None
+  said = described.get('bos_token_id')
+  if type(said) is int and 0 <= said < config.vocab_size:
+    return said
+  return None if tokenizer is None else first_id(tokenizer)
+
+
+def first_id(tokenizer: Tokenizer) -> int:
+  """What texts of a decoder-only model begin with if nothing says it.
+
+  GPT-2's end of sequence where the vocabulary is of its kind, else id 0, as for
+  models trained here and T5X's.
+  """
+  return tokenizer.eos_id if isinstance(tokenizer, BpeTokenizer) else START_ID
