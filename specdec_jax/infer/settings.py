@@ -342,14 +342,16 @@ def settings_of(
 
 
 def load_drafter(
-  path: str | None = None, network: LanguageModel | None = None, **options
+  path: str | None = None,
+  network: LanguageModel | None = None,
+  dtype: str | None = None,
 ) -> Model:
   """Loads a drafter that a run file may leave out, by `engine.load`.
 
   Args:
     path: of its checkpoint; None where it was left out.
     network: as of `engine.load`.
-    **options: likewise.
+    dtype: likewise.
 
   Raises:
     ValueError: it was left out; or as `engine.load`.
@@ -361,7 +363,7 @@ def load_drafter(
       ' network (DRAFT); or decode without one (--mode plain, in gin DECODING ='
       " 'plain')."
     )
-  return load(path, network, **options)
+  return load(path, network, dtype=dtype)
 
 
 def open_tokenizer(
