@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import pathlib
-import re
 
 import gin
 import pytest

@@ -32,7 +32,8 @@ _CONFIG = 'config.json'
 _DECODED = 'decoded.json'
 _CHUNK = re.compile(r'\d{5,}\.json')
 _SHARE = '.process-'
-_ANEW = 'Give another folder, or set overwrite to True to make them anew'
+_OVERWRITE = 'overwrite (--overwrite, in gin OVERWRITE = True)'
+_ANEW = f'Give another folder, or {_OVERWRITE} to make them anew'
 
 Chunks = dict[int, Any]
 
@@ -359,7 +360,7 @@ class Folder:
       before,
       config,
       f'{str(self.path)!r} holds {what} of another configuration ({self.name})',
-      'Give another folder, the same configuration, or set overwrite to True',
+      f'Give another folder, the same configuration, or {_OVERWRITE}',
     )
 
 

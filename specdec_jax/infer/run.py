@@ -304,7 +304,7 @@ def _kept(
   if who.index == 0:
     folder.clean()
   console.print(
-    f'{folder.name} is finished; it is kept. Set overwrite to True to make it'
-    ' anew.'
+    f'{folder.name} is finished; it is kept. Overwrite it (--overwrite, in gin'
+    ' OVERWRITE = True) to make it anew.'
   )
   return folder.read_json(source.prefix + results.SUMMARY)
