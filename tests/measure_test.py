@@ -1,6 +1,7 @@
 """Calibration and acceptance rates of a small random pair, end to end."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -27,6 +28,8 @@ def make_engine(tokenizer):
   """Of two models of one size, so that less is to be compiled."""
   init = network(1).init
 
+  # One object, so that its programs are traced and compiled once.
+  @functools.cache
   def make(seed=0):
     return Engine(
       Model(network(1), init(jax.random.key(seed))),

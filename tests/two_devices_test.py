@@ -12,7 +12,7 @@ import pytest
 from specdec_jax.engine.schedule import PoolSettings, Queue
 
 TESTS = pathlib.Path(__file__).parent
-FLAGS = '--xla_backend_optimization_level=0'
+FLAGS = f'{os.environ.get("XLA_FLAGS", "")} --xla_backend_optimization_level=0'
 ENVIRONMENT = os.environ | {
   'XLA_FLAGS': FLAGS,
   'JAX_PLATFORMS': 'cpu',
