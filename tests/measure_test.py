@@ -159,12 +159,13 @@ def with_gammas(calibrated, tmp_path):
 
 def test_decode_takes_gamma_from_it(with_gammas, make_engine, prompts):
   path = with_gammas(1, 2)
-  summary, text = decode(path, make_engine, prompts)
+  alone = {'mode': 'speculative'}
+  summary, text = decode(path, make_engine, prompts, **alone)
   assert summary['gamma'] == 1 and summary['gammas'] == {'1': 1}
   assert 'gamma = 1 by the calibration' in text
-  summary, text = decode(path, make_engine, prompts, batch_size=2)
+  summary, text = decode(path, make_engine, prompts, batch_size=2, **alone)
   assert summary['gamma'] == 2 and summary['gammas'] == {'2': 2}
-  summary, text = decode(path, make_engine, prompts, batch_size=4)
+  summary, text = decode(path, make_engine, prompts, batch_size=4, **alone)
   assert 'made for up to 3 rows at once, not 4' in text
 
 
