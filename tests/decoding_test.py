@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import toy_models
+import toy_requests
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
@@ -34,8 +35,7 @@ def make_request(
   ids=None,
   inputs=None,
 ):
-  key = jax.random.key(seed)
-  ids = jnp.arange(batch) if ids is None else jnp.asarray(ids)
+  ids = np.asarray(range(batch) if ids is None else ids, np.int32)
   limits = slots if max_length is None else max_length
   if inputs is None:
     inputs = np.tile(np.arange(1, 4), (batch, 1))
@@ -43,12 +43,17 @@ def make_request(
   inputs = np.pad(inputs, ((0, 0), (0, 5 - np.shape(inputs)[1])))
   stop_ids = (*stop_ids, *[-1] * (4 - len(stop_ids)))
   return decode_state.Request(
-    inputs=jnp.asarray(inputs, jnp.int32),
-    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids),
+    # Made by NumPy, which compiles nothing for each shape.
+    inputs=jnp.asarray(np.asarray(inputs, np.int32)),
+    keys=toy_requests.keys_of(jax.random.key(seed), ids),
     sampling=sampling.params(batch),
-    stop_ids=jnp.asarray(stop_ids, jnp.int32),
-    min_length=jnp.broadcast_to(jnp.int32(min_length), (batch,)),
-    max_length=jnp.broadcast_to(jnp.asarray(limits, jnp.int32), (batch,)),
+    stop_ids=jnp.asarray(np.asarray(stop_ids, np.int32)),
+    min_length=jnp.asarray(
+      np.broadcast_to(np.asarray(min_length, np.int32), (batch,))
+    ),
+    max_length=jnp.asarray(
+      np.broadcast_to(np.asarray(limits, np.int32), (batch,))
+    ),
     slots=slots,
     gamma=gamma,
     greedy=sampling.greedy,
@@ -321,9 +326,10 @@ def test_counts_add_up():
 def test_log_probs_are_the_models_own():
   """Of temperature 1 and unfiltered, whatever the sampling was."""
   target = random_markov(1, VOCAB, order=2)
+  draft = random_markov(2, VOCAB, order=1)
   sampling = SamplingConfig(temperature=0.5, top_k=3)
   result = speculate(
-    target, target, make_request(gamma=3, sampling=sampling, max_length=8)
+    target, draft, make_request(gamma=3, sampling=sampling, max_length=8)
   )
   prefix, inputs = [0], (1, 2, 3)
   for i in range(result.length[0]):
@@ -352,8 +358,9 @@ def test_logits_that_are_no_distribution_end_the_row(bad, gamma):
 
 def test_other_values_do_not_recompile():
   target = random_markov(1, VOCAB, order=2)
-  drafter = model_drafter(target)
-  params = PairParams(target.params, target.params)
+  draft = random_markov(2, VOCAB, order=1)
+  drafter = model_drafter(draft)
+  params = PairParams(target.params, draft.params)
   rng = np.random.default_rng(0)
   sizes = []
   for seed, sampling, limit in [
