@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from small_vocabulary import VOCAB_SIZE
+from small_vocabulary import VOCAB_SIZE, weights
 from specdec_jax import checkpoints, notebook, partitioning
 from specdec_jax.drafters.copy import copy
 from specdec_jax.engine.engine import Engine, Model, load_model
@@ -83,8 +83,7 @@ def network_of(family, **changes):
 def models(family):
   """A target, and a drafter that often agrees with it, but not always."""
   network = NETWORKS[family]
-  params = network.init(jax.random.key(0))
-  params = jax.tree.map(np.asarray, params)
+  params = weights(network, 0)
   # Its first layer alone.
   layers = 'num_decoder_layers' if family == 't5' else 'num_layers'
   shallow = dict(params, decoder=dict(params['decoder']))
