@@ -1,5 +1,6 @@
 """What all suites share: how programs are compiled, folders, a tokenizer."""
 
+import gc
 import os
 import tempfile
 
@@ -30,6 +31,15 @@ def pytest_configure(config):
   config.add_cleanup(folder.cleanup)
   os.environ['JAX_COMPILATION_CACHE_DIR'] = folder.name
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+
+
+def pytest_collection_finish():
+  """Takes what was imported out of the collector's sight, as it stays.
+
+  Each of its passes would go through all of it: 6 % of the run's time.
+  """
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture(scope='module')

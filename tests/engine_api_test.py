@@ -1,4 +1,4 @@
-"""What people guess of the API: names, samples, many texts, models from paths."""
+"""What people guess of the API: names, samples, many texts, paths."""
 
 import importlib.util
 import inspect
