@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +20,8 @@ TARGET = toy_models.random_markov(1, VOCAB, scale=1.0)
 DRAFT = toy_models.random_markov(2, VOCAB, scale=1.0)
 OTHER = toy_models.random_markov(3, VOCAB, scale=1.0)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
+DRAFTER = small_model(DRAFT)
+decode = toy_requests.quick_jit(acceptance.decode, static_argnums=(0, 1))
 
 
 def make_request(temperature, seed=0, rows=ROWS, stop_id=-1):
@@ -62,7 +63,7 @@ def test_alpha_is_the_mean_overlap(temperature):
   """Within 4 standard errors; another drafter's must be outside of them."""
   rate = acceptance.of_outputs(
     TARGET,
-    small_model(DRAFT),
+    DRAFTER,
     PARAMS,
     iter([make_request(temperature)]),
     num_tokens=1,
@@ -82,7 +83,7 @@ def test_lenient_alpha(temperature):
   """At 0 the share of choices near the best, else within 4 errors."""
   request = make_request(temperature).replace(lenience=jnp.float32(0.3))
   rate = acceptance.of_outputs(
-    TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
+    TARGET, DRAFTER, PARAMS, iter([request]), num_tokens=1
   ).alpha
   if temperature:
     expected = exact_alpha(DRAFT, temperature, 0.3)
@@ -101,9 +102,7 @@ def test_lenient_alpha(temperature):
 
 def test_greedy_alpha_is_the_share_of_equal_choices():
   request = make_request(0.0, rows=3)
-  overlap = jax.jit(
-    lambda p, r: acceptance.decode(TARGET, small_model(DRAFT), p, r)
-  )(PARAMS, request)
+  overlap = decode(TARGET, DRAFTER, PARAMS, request)
   token, expected = 0, []
   for _ in range(SLOTS):
     choice = np.argmax(TARGET.logits_after([token]))
@@ -117,13 +116,11 @@ def test_greedy_alpha_is_the_share_of_equal_choices():
 def test_the_output_is_the_targets_own():
   """The drafter is asked, but never heard."""
   request = make_request(1.0, rows=8)
-  overlap = acceptance.decode(TARGET, small_model(DRAFT), PARAMS, request)
+  overlap = decode(TARGET, DRAFTER, PARAMS, request)
   request = dataclasses.replace(request, gamma=0)
-  plain = Loop(TARGET)
-  plain = plain.run(PARAMS, request, plain.start(PARAMS, request))
+  plain = toy_requests.quick_jit(Loop(TARGET).decode)(PARAMS, request)
   np.testing.assert_array_equal(
-    decode_state.generation(request, overlap.state).tokens,
-    decode_state.generation(request, plain).tokens,
+    decode_state.generation(request, overlap.state).tokens, plain.tokens
   )
 
 
@@ -140,9 +137,7 @@ def test_behind_a_prompt_only_what_is_produced_counts():
   length = np.array([1, 2, 4])
   request = prompted(make_request(0.0, rows=3), prompt, length)
   request = request.replace(max_length=jnp.array([SLOTS, 9, SLOTS]))
-  overlap = jax.jit(
-    lambda p, r: acceptance.decode(TARGET, small_model(DRAFT), p, r)
-  )(PARAMS, request)
+  overlap = decode(TARGET, DRAFTER, PARAMS, request)
   for row, count in enumerate((SLOTS, 9, SLOTS)):
     token, expected = prompt[row, length[row] - 1], []
     for _ in range(count):
@@ -152,7 +147,7 @@ def test_behind_a_prompt_only_what_is_produced_counts():
       token = choice
     np.testing.assert_array_equal(overlap.betas[row, :count], expected)
   rates = acceptance.of_outputs(
-    TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
+    TARGET, DRAFTER, PARAMS, iter([request]), num_tokens=1
   )
   assert rates.proposes.num_tokens == 2 * SLOTS + 9
   want = np.concatenate([overlap.betas[0], overlap.betas[1, :9]])
@@ -178,10 +173,10 @@ def test_what_was_not_proposed_counts_in_no_acceptance_rate():
     rates = acceptance.of_outputs(
       TARGET, drafter, PARAMS, iter([request]), num_tokens=1
     )
-    return rates, acceptance.decode(TARGET, drafter, PARAMS, request)
+    return rates, decode(TARGET, drafter, PARAMS, request)
 
   (always, all_of), (halves, half) = (
-    of(make(DRAFT)) for make in (small_model, every_other)
+    of(drafter) for drafter in (DRAFTER, every_other(DRAFT))
   )
   assert always.proposes.mean == 1 and always.overall == always.alpha
   # The first token follows the start token alone: length 1.
@@ -196,12 +191,12 @@ def test_what_was_not_proposed_counts_in_no_acceptance_rate():
 
 def test_a_drafter_that_never_proposes_has_no_alpha():
   def silent(params, state, context):
-    draft, state = small_model(DRAFT).propose(params, state, context)
+    draft, state = DRAFTER.propose(params, state, context)
     return draft.replace(length=draft.length * 0), state
 
   rates = acceptance.of_outputs(
     TARGET,
-    small_model(DRAFT)._replace(propose=silent),
+    DRAFTER._replace(propose=silent),
     PARAMS,
     iter([make_request(1.0, rows=4)]),
     num_tokens=1,
@@ -214,7 +209,7 @@ def test_batches_end_when_enough_was_generated():
   counted = []
   rate = acceptance.of_outputs(
     TARGET,
-    small_model(DRAFT),
+    DRAFTER,
     PARAMS,
     (make_request(1.0, seed, rows=4) for seed in range(100)),
     num_tokens=3 * 4 * SLOTS - 1,
@@ -227,7 +222,7 @@ def test_batches_end_when_enough_was_generated():
 def test_rows_that_stop_count_what_they_produced():
   request = make_request(1.0, rows=64, stop_id=2)
   rate = acceptance.of_outputs(
-    TARGET, small_model(DRAFT), PARAMS, iter([request]), num_tokens=1
+    TARGET, DRAFTER, PARAMS, iter([request]), num_tokens=1
   ).alpha
   assert 64 <= rate.num_tokens < 64 * SLOTS
 
@@ -273,7 +268,7 @@ def test_texts_are_told_by_what_is_read(prompted):
 
   def error(ids):
     return acceptance.of_outputs(
-      TARGET, small_model(DRAFT), PARAMS, batches(ids), 10_000
+      TARGET, DRAFTER, PARAMS, batches(ids), 10_000
     ).overall.standard_error
 
   two, four = ([[2, 3], [3, 2]] * 2, [[2, 3], [3, 2], [3, 3], [2, 2]])
@@ -283,4 +278,4 @@ def test_texts_are_told_by_what_is_read(prompted):
 
 def test_nothing_generated_is_an_error():
   with pytest.raises(ValueError, match='got 0 outputs of 0 tokens'):
-    acceptance.of_outputs(TARGET, small_model(DRAFT), PARAMS, iter(()), 10)
+    acceptance.of_outputs(TARGET, DRAFTER, PARAMS, iter(()), 10)

@@ -1,5 +1,6 @@
 """What all suites share: how programs are compiled, folders, a tokenizer."""
 
+import gc
 import os
 import tempfile
 
@@ -30,6 +31,16 @@ def pytest_configure(config):
   config.add_cleanup(folder.cleanup)
   os.environ['JAX_COMPILATION_CACHE_DIR'] = folder.name
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+
+
+def pytest_collection_finish():
+  """Garbage is collected less often: traces make many objects, few cycles.
+
+  What was imported stays, so the collector need not go through it.
+  """
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope='module')

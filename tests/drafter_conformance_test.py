@@ -73,14 +73,23 @@ def _short_drafts(model, step=1) -> Drafter:
 
 TABLES = {order: _table(order) for order in (1, 2, 3)}
 
+
+def table_drafter(table) -> Drafter:
+  """Without the table, which is given apart: a key of compiled programs."""
+  return ngram(table)._replace(params=())
+
+
+# One program for both: their tables are its arguments.
+_SMALL = small_model(DRAFT)
+
 # name -> (drafter, its parameters)
 DRAFTERS = {
-  'small_model': (small_model(DRAFT), DRAFT.params),
-  'small_model_is_target': (small_model(TARGET), TARGET.params),
+  'small_model': (_SMALL, DRAFT.params),
+  'small_model_is_target': (_SMALL, TARGET.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
-  'unigram': (ngram(TABLES[1]), TABLES[1]),
-  'bigram': (ngram(TABLES[2]), TABLES[2]),
-  'trigram': (ngram(TABLES[3]), TABLES[3]),
+  'unigram': (table_drafter(TABLES[1]), TABLES[1]),
+  'bigram': (table_drafter(TABLES[2]), TABLES[2]),
+  'trigram': (table_drafter(TABLES[3]), TABLES[3]),
   'prompt_lookup': (prompt_lookup(), ()),
   'uniform': (uniform(VOCAB), ()),
   'cascade': (cascade(DRAFT, ngram(TABLES[2])), (DRAFT.params, TABLES[2])),
@@ -99,16 +108,24 @@ DRAFTERS = {
     (DRAFT.params, CHEAPER.params),
   ),
 }
-every_drafter = pytest.mark.parametrize(
-  'name',
-  [
-    # Of the tables the quick run has one order.
-    pytest.param(
-      name, marks=pytest.mark.slow if name in ('unigram', 'trigram') else ()
-    )
-    for name in DRAFTERS
-  ],
-)
+
+
+def _drafters(slow):
+  return pytest.mark.parametrize(
+    'name',
+    [
+      pytest.param(name, marks=pytest.mark.slow if name in slow else ())
+      for name in DRAFTERS
+    ],
+  )
+
+
+# Of the tables the quick run has one order.
+_TABLES = {'unigram', 'trigram'}
+every_drafter = _drafters(slow=_TABLES)
+# What compiles longest. The quick run has their parts, and of themselves the
+# state after every acceptance count and greedy equality in a ragged batch.
+every_kind = _drafters(slow=_TABLES | {'cascade_of_models', 'first_of_models'})
 
 
 def request_of(rows, gamma, sampling, slots=LENGTH, **changes):
@@ -158,7 +175,7 @@ SAMPLINGS = {
 }
 
 
-@every_drafter
+@every_kind
 def test_sampled_output_has_the_targets_law(name):
   """chi-squared on the joint law of 4 tokens, stop id and ends included."""
   drafter, params = DRAFTERS[name]
@@ -167,7 +184,7 @@ def test_sampled_output_has_the_targets_law(name):
     assert found > ALPHA, name
 
 
-@every_drafter
+@every_kind
 def test_control_every_drafter_is_rejected_often_enough(name):
   """The test above would see too kind a verdict, whatever the drafter."""
   drafter, params = DRAFTERS[name]
@@ -229,7 +246,16 @@ def test_control_draft_probs_standardised_otherwise_than_drawn():
   assert decode_p_value(wrong, DRAFT.params, GAMMA, SAMPLINGS['t1']) < ALPHA
 
 
-@pytest.mark.parametrize('name', ['bigram', 'cascade', 'with_fallback'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'bigram',
+    *(
+      pytest.param(n, marks=pytest.mark.slow)
+      for n in ('cascade', 'with_fallback')
+    ),
+  ],
+)
 def test_control_probabilities_flatter_than_those_it_drew_from(name):
   """Of drafters that make their rows themselves."""
   honest, params = DRAFTERS[name]
@@ -293,7 +319,10 @@ ENDS = {
 every_end = pytest.mark.parametrize('rule', ENDS)
 
 
-@every_end
+@pytest.mark.parametrize(
+  'rule',
+  ['_unsure', pytest.param('_behind', marks=pytest.mark.slow), '_unlikely'],
+)
 def test_where_a_draft_may_end(rule):
   """Before a draw or behind a token; the control drops what it has drawn."""
   drafter, is_right = ENDS[rule]
@@ -301,7 +330,7 @@ def test_where_a_draft_may_end(rule):
   assert (found > ALPHA) == is_right
 
 
-@every_drafter
+@every_kind
 def test_no_drafter_drops_what_it_has_drawn(name):
   """Nor are its probabilities those of a draw that it saw."""
   drops, lengths = _drops_a_drawn_token(*DRAFTERS[name])
@@ -399,7 +428,7 @@ def test_control_a_stale_target_cache():
   assert p_value(jax.device_get(decode().tokens), SAMPLINGS['t1']) < ALPHA
 
 
-@every_drafter
+@every_kind
 def test_greedy_equality_at_batch_1(name):
   """A proposal a round, from the start token to the last slot."""
   _check_greedy(name, request_of(1, 1, SamplingConfig(0.0), 62))
@@ -436,7 +465,7 @@ def _check_greedy(name, request):
   return have
 
 
-@every_drafter
+@every_kind
 def test_does_not_recompile(name):
   """Other temperatures, filters, budgets: the program of the law's tests."""
   drafter, params = DRAFTERS[name]

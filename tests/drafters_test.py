@@ -59,6 +59,19 @@ def request_of(rows, gamma, sampling, slots, inputs=(2, 3), **changes):
   )
 
 
+@functools.partial(toy_requests.quick_jit, static_argnums=(0, 3))
+def init_of(drafter, params, inputs, slots):
+  return drafter.init(params, inputs, slots, None)
+
+
+@functools.partial(toy_requests.quick_jit, static_argnums=0)
+def propose_of(drafter, params, state, context):
+  return drafter.propose(params, state, context)
+
+
+context_of = toy_requests.quick_jit(speculative.context_of)
+extend_draft = toy_requests.quick_jit(DRAFT.extend)
+rewind_draft = toy_requests.quick_jit(DRAFT.rewind)
 propose_small = toy_requests.quick_jit(small_model(DRAFT).propose)
 catch_up_draft = toy_requests.quick_jit(functools.partial(catch_up, DRAFT))
 
@@ -228,15 +241,13 @@ def test_with_fallback_takes_what_each_row_has():
   request = request_of(2, 3, SamplingConfig(1.0), 20, inputs=inputs[0])
   request = request.replace(inputs=inputs)
   tokens = jnp.zeros((2, 65), jnp.int32).at[:, 1].set(3)
-  context = speculative.context_of(
-    request, tokens, jnp.array([2, 2]), request.keys
-  )
+  context = context_of(request, tokens, jnp.array([2, 2]), request.keys)
   both = with_fallback(prompt_lookup(), small_model(DRAFT))
   params = ((), DRAFT.params)
-  state = both.init(params, inputs, 64, None)
-  draft, _ = toy_requests.quick_jit(both.propose)(params, state, context)
+  state = init_of(both, params, inputs, 64)
+  draft, _ = propose_of(both, params, state, context)
   alone = small_model(DRAFT)
-  cache = alone.init(DRAFT.params, inputs, 64, None)
+  cache = init_of(alone, DRAFT.params, inputs, 64)
   context = context.replace(skips_rounds=True)
   other, _ = propose_small(DRAFT.params, cache, context)
   assert draft.length.tolist() == [2, 3]
@@ -252,12 +263,10 @@ def test_with_fallback_two_deterministic_drafters_states_no_probabilities():
   both = with_fallback(prompt_lookup(min_match=2), prompt_lookup())
   request = request_of(1, 2, SamplingConfig(1.0), 20, inputs=(4, 5, 1))
   tokens = jnp.zeros((1, 65), jnp.int32).at[:, 1].set(4)
-  context = speculative.context_of(
-    request, tokens, jnp.array([2]), request.keys
-  )
+  context = context_of(request, tokens, jnp.array([2]), request.keys)
   params = ((), ())
-  state = both.init(params, request.inputs, 64, None)
-  draft, _ = both.propose(params, state, context)
+  state = init_of(both, params, request.inputs, 64)
+  draft, _ = propose_of(both, params, state, context)
   assert draft.probs is None
   assert draft.tokens.tolist() == [[5, 1]] and draft.length.tolist() == [2]
 
@@ -269,15 +278,15 @@ def test_a_model_reads_what_it_missed(held):
   tokens = jnp.asarray(np.random.default_rng(0).integers(2, VOCAB, (rows, 30)))
   request = request_of(rows, 3, SamplingConfig(1.0), 20)
   empty = DRAFT.prefill(DRAFT.params, request.inputs, 24)
-  _, full = DRAFT.extend(DRAFT.params, empty, tokens[:, :22])
-  late = DRAFT.rewind(full, jnp.minimum(held, length - 1))
+  _, full = extend_draft(DRAFT.params, empty, tokens[:, :22])
+  late = rewind_draft(full, jnp.minimum(held, length - 1))
   reached = catch_up_draft(DRAFT.params, late, tokens, length)
   assert (length - 2 <= reached.length).all()
   np.testing.assert_array_equal(
-    reached.tokens, DRAFT.rewind(full, reached.length).tokens
+    reached.tokens, rewind_draft(full, reached.length).tokens
   )
-  context = speculative.context_of(request, tokens, length, request.keys)
-  missed_nothing = DRAFT.rewind(full, length - 1)
+  context = context_of(request, tokens, length, request.keys)
+  missed_nothing = rewind_draft(full, length - 1)
   want, _ = propose_small(DRAFT.params, missed_nothing, context)
   context = context.replace(skips_rounds=True)
   have, _ = propose_small(DRAFT.params, late, context)
@@ -290,7 +299,7 @@ def test_uniform_draws_every_id_alike():
   request = request_of(rows, 2, SamplingConfig(0.3), 20)
   tokens = jnp.zeros((rows, 65), jnp.int32)
   length = jnp.ones((rows,), jnp.int32)
-  context = speculative.context_of(request, tokens, length, request.keys)
+  context = context_of(request, tokens, length, request.keys)
   drafter = uniform(VOCAB)
   draft, _ = jax.jit(drafter.propose)((), (), context)
   np.testing.assert_allclose(draft.probs, 1 / VOCAB)

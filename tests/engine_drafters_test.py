@@ -175,6 +175,11 @@ def test_what_the_runs_of_the_demo_are_made_of(demo_engine):
   assert made.drafter.name == 'cascade(ngram, 2)'
   network, table = made.params.draft
   assert 'decoder' in network and table.order == 2
+
+
+@pytest.mark.slow
+def test_what_the_simple_runs_of_the_demo_are_made_of(demo_engine):
+  """The two drafters are parts of those above."""
   made = demo_engine('COPY')
   assert (made.drafter.name, made.params.draft) == ('prompt_lookup(4, 2)', ())
   made = demo_engine('NGRAM')

@@ -66,9 +66,9 @@ def test_the_ends_are_exact():
 
 def test_a_seed_decides():
   rate = jnp.float32(0.5)
-  same = [np.asarray(histogram(rate, 1.0, 7)) for _ in range(2)]
+  same = [np.asarray(histogram(rate, 1.0, 0)) for _ in range(2)]
   np.testing.assert_array_equal(*same)
-  assert (same[0] != np.asarray(histogram(rate, 1.0, 8))).any()
+  assert (same[0] != np.asarray(histogram(rate, 1.0, 1))).any()
 
 
 @pytest.mark.parametrize('rate', [-0.1, 1.5])

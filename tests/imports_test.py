@@ -141,6 +141,8 @@ class Refuse:
     if name.split('.')[0] in {TASKS_ONLY | {'gin', 'torch'}!r}:
       raise ImportError(name + ' must not be imported here')
 sys.meta_path.insert(0, Refuse())
+import specdec_jax
+assert 'jax' not in sys.modules, 'a command must answer --help at once'
 for name in {names!r}:
   importlib.import_module(name)
 """

@@ -1,6 +1,7 @@
 """Calibration and acceptance rates of a small random pair, end to end."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -28,6 +29,8 @@ def make_engine(tokenizer):
   """Of two models of one size, so that less is to be compiled."""
   init = network(1).init
 
+  # One object, so that its programs are traced and compiled once.
+  @functools.cache
   def make(seed=0):
     return Engine(
       Model(network(1), init(jax.random.key(seed))),
@@ -168,12 +171,13 @@ def with_gammas(calibrated, tmp_path):
 
 def test_decode_takes_gamma_from_it(with_gammas, make_engine, prompts):
   path = with_gammas(1, 2)
-  summary, text = decode(path, make_engine, prompts)
+  alone = {'mode': 'speculative'}
+  summary, text = decode(path, make_engine, prompts, **alone)
   assert summary['gamma'] == 1 and summary['gammas'] == {'1': 1}
   assert 'gamma = 1 by the calibration' in text
-  summary, text = decode(path, make_engine, prompts, batch_size=2)
+  summary, text = decode(path, make_engine, prompts, batch_size=2, **alone)
   assert summary['gamma'] == 2 and summary['gammas'] == {'2': 2}
-  summary, text = decode(path, make_engine, prompts, batch_size=4)
+  summary, text = decode(path, make_engine, prompts, batch_size=4, **alone)
   assert 'made for up to 3 rows at once, not 4' in text
 
 
@@ -388,10 +392,18 @@ ENDE = gin_flags.ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'
 
 @pytest.mark.skipif(not ENDE.exists(), reason='needs ../shared/data/ende')
 @pytest.mark.parametrize(
-  ('run', 'leniences'),
-  [('table3_stand_in', (1.0,)), ('table5_stand_in', (1.0, 0.5, 0.3, 0.1))],
+  ('run', 'leniences', 'made'),
+  [
+    # A model, and one that needs none; the others are slow.
+    ('table3_stand_in', (1.0,), ('demo drafter', 'unigram')),
+    pytest.param(
+      *('table3_stand_in', (1.0,), ('bigram', 'copy', 'uniform')),
+      marks=pytest.mark.slow,
+    ),
+    ('table5_stand_in', (1.0, 0.5, 0.3, 0.1), ()),
+  ],
 )
-def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences):
+def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences, made):
   """What these run files measure with the demo's target."""
   monkeypatch.chdir(gin_flags.ROOT)
   vocabulary = Tokenizer('demo/vocab.model')
@@ -413,15 +425,17 @@ def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences):
   assert set(config.engines) == names
   if run != 'table3_stand_in':
     return  # it includes the other, whose engines are made below
-  made = {name: make() for name, make in config.engines.items()}
-  kinds = {name: one.drafter.name for name, one in made.items()}
-  assert kinds == {
+  engines = {name: config.engines[name]() for name in made}
+  kinds = {
     'demo drafter': 'small_model',
     'unigram': 'ngram',
     'bigram': 'ngram',
     'copy': 'prompt_lookup(4, 1)',
     'uniform': 'uniform',
   }
-  assert [made[n].params.draft.order for n in ('unigram', 'bigram')] == [1, 2]
-  targets = {one.fingerprints['target'] for one in made.values()}
+  for name, engine in engines.items():
+    assert engine.drafter.name == kinds[name]
+    if kinds[name] == 'ngram':
+      assert engine.params.draft.order == 1 + (name == 'bigram')
+  targets = {one.fingerprints['target'] for one in engines.values()}
   assert len(targets) == 1

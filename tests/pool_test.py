@@ -194,8 +194,11 @@ def some(*names):
   return pytest.mark.parametrize('name', [first, *slow])
 
 
-# What `short_drafts` proposes depends on the place in the batch, on purpose.
-@some(*(name for name in DRAFTERS if name != 'short_drafts'))
+# What these propose depends on the place in the batch, on purpose.
+_BY_PLACE = ('short_drafts', 'with_fallback_of_models')
+
+
+@some(*(name for name in DRAFTERS if name not in _BY_PLACE))
 def test_rows_come_and_go(name):
   drafter, draft = DRAFTERS[name]
   loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))

@@ -46,8 +46,8 @@ class Counted(Engine):
 def small(**options):
   def model(layers, seed):
     network = small_vocabulary.network(layers)
-    return Model(network, network.init(jax.random.key(seed)))
-  return Counted(model(2, 0), model(1, 1), tokenizer=tokenizer, gamma=2,
+    return Model(network, small_vocabulary.weights(network, seed))
+  return Counted(model(1, 0), model(1, 1), tokenizer=tokenizer, gamma=2,
                  cache_folder=folder + '/xla', placement=placement, **options)
 
 def decode():

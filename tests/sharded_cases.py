@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from small_vocabulary import VOCAB_SIZE
+from small_vocabulary import VOCAB_SIZE, weights
 from specdec_jax import checkpoints, notebook, partitioning
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine.engine import Engine
@@ -48,6 +48,23 @@ LENGTH = 24
 GREEDY = dict(min_length=LENGTH)  # random models stop too soon to show much
 SAMPLED = GREEDY | dict(temperature=1.0, top_k=20, seed=3)
 WAYS = {'plain': False, 'speculative': True}
+# The quick run has each preset and each way.
+presets_and_ways = pytest.mark.parametrize(
+  ('preset', 'way'),
+  [
+    ('tensor parallel', 'speculative'),
+    ('data parallel', 'plain'),
+    ('both', 'speculative'),
+    *(
+      pytest.param(*other, marks=pytest.mark.slow)
+      for other in (
+        ('tensor parallel', 'plain'),
+        ('data parallel', 'speculative'),
+        ('both', 'plain'),
+      )
+    ),
+  ],
+)
 
 
 # A decoder-only model has one quick test of its own; its others are slow.
@@ -67,8 +84,7 @@ def network_of(family, **changes):
 def models(family):
   """A target, and a drafter that often agrees with it, but not always."""
   network = NETWORKS[family]
-  params = network.init(jax.random.key(0))
-  params = jax.tree.map(np.asarray, params)
+  params = weights(network, 0)
   # Its first layer alone.
   layers = 'num_decoder_layers' if family == 't5' else 'num_layers'
   shallow = dict(params, decoder=dict(params['decoder']))
@@ -119,8 +135,7 @@ def tokens_of(completions):
   return [completion.tokens for completion in completions]
 
 
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('preset', PRESETS)
+@presets_and_ways
 def test_greedy_tokens_are_those_of_one_device(preset, way, engines, alone):
   engine = engines(preset)
   found = engine.generate(TEXTS, speculative=WAYS[way], **GREEDY)
@@ -178,8 +193,7 @@ def weights_of(engine):
   }
 
 
-@pytest.mark.parametrize('way', WAYS)
-@pytest.mark.parametrize('preset', PRESETS)
+@presets_and_ways
 def test_exchanges_of_a_round_are_few(preset, way, family, engines):
   engine = engines(preset)
   found = exchanges(engine, WAYS[way])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from small_vocabulary import weights
 from specdec_jax.models import t5
 from specdec_jax.training.slicing import sliced
 
@@ -26,7 +27,7 @@ TIED = dataclasses.replace(
 
 def make(config):
   """Parameters whose norm scales are not all 1, so that folding matters."""
-  params = t5.T5(config).init(jax.random.key(0))
+  params = weights(t5.T5(config), 0)
   rng = np.random.default_rng(0)
 
   def other_scale(path, leaf):
@@ -38,8 +39,8 @@ def make(config):
 
 
 def logits(config, params):
-  inputs = jax.random.randint(jax.random.key(1), (2, 7), 1, 40)
-  targets = jax.random.randint(jax.random.key(2), (2, 5), 1, 40)
+  rng = np.random.default_rng(1)
+  inputs, targets = rng.integers(1, 40, (2, 7)), rng.integers(1, 40, (2, 5))
   return jax.jit(t5.T5(config).logits)(params, inputs, targets)
 
 

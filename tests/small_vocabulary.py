@@ -2,6 +2,9 @@
 
 import io
 
+import jax
+import numpy as np
+
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.text import tokenizer as tokenizer_lib
 
@@ -53,3 +56,17 @@ def network(num_decoder_layers: int, vocab_size: int = VOCAB_SIZE) -> T5:
       mlp_dim=32,
     )
   )
+
+
+def weights(network, seed: int):
+  """Random ones for a process that is to start soon: nothing is compiled."""
+  rng = np.random.default_rng(seed)
+
+  def draw(path, leaf):
+    if path[-1].key == 'scale':
+      return np.ones(leaf.shape, np.float32)
+    spread = leaf.shape[0] ** -0.5 if path[-1].key == 'kernel' else 1.0
+    return spread * rng.standard_normal(leaf.shape, np.float32)
+
+  shapes = jax.eval_shape(network.init, jax.random.key(0))
+  return jax.tree_util.tree_map_with_path(draw, shapes)

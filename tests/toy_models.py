@@ -84,6 +84,15 @@ class MarkovModel:
       )
     self.params = {'table': jnp.asarray(table), 'offset': jnp.asarray(offset)}
 
+  def __eq__(self, other):
+    """Chains of one size are one program: their tables are its arguments."""
+    if type(self) is not MarkovModel or type(other) is not MarkovModel:
+      return self is other  # what a subclass does is not known here
+    return (self.vocab_size, self.order) == (other.vocab_size, other.order)
+
+  def __hash__(self):
+    return hash((type(self), self.vocab_size, self.order))
+
   @property
   def has_encoder(self) -> bool:
     """True: inputs shift the logits of their row."""

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax.decoding.state import Request
 
@@ -13,19 +14,24 @@ quick_jit = functools.partial(
 )
 
 
+@jax.jit
+def keys_of(key, ids):
+  """Random numbers of each example."""
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
+
+
 def request_of(
   rows, gamma, sampling, slots, *, inputs, seed, stop_ids=(-1,), **changes
 ):
   """All rows with the same inputs, each with random numbers of its own."""
   request = Request(
-    inputs=jnp.tile(jnp.array(inputs, jnp.int32), (rows, 1)),
-    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-      jax.random.key(seed), jnp.arange(rows)
-    ),
+    # Made by NumPy, which compiles nothing for each shape.
+    inputs=jnp.asarray(np.tile(np.array(inputs, np.int32), (rows, 1))),
+    keys=keys_of(jax.random.key(seed), np.arange(rows, dtype=np.int32)),
     sampling=sampling.params(rows),
-    stop_ids=jnp.array(stop_ids, jnp.int32),
-    min_length=jnp.zeros((rows,), jnp.int32),
-    max_length=jnp.full((rows,), slots, jnp.int32),
+    stop_ids=jnp.asarray(np.array(stop_ids, np.int32)),
+    min_length=jnp.asarray(np.zeros(rows, np.int32)),
+    max_length=jnp.asarray(np.full(rows, slots, np.int32)),
     slots=slots,
     gamma=gamma,
     greedy=sampling.greedy,

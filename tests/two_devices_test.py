@@ -12,7 +12,7 @@ import pytest
 from specdec_jax.engine.schedule import PoolSettings, Queue
 
 TESTS = pathlib.Path(__file__).parent
-FLAGS = '--xla_backend_optimization_level=0'
+FLAGS = f'{os.environ.get("XLA_FLAGS", "")} --xla_backend_optimization_level=0'
 ENVIRONMENT = os.environ | {
   'XLA_FLAGS': FLAGS,
   'JAX_PLATFORMS': 'cpu',
@@ -22,7 +22,7 @@ ENVIRONMENT = os.environ | {
 # Pools of one row and of three, which two devices do not divide.
 _POOLS = """
 import pathlib, sys, warnings
-import jax, small_vocabulary
+import small_vocabulary
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
@@ -33,7 +33,8 @@ warnings.simplefilter('error')
 folder = pathlib.Path(sys.argv[1])
 tokenizer = small_vocabulary.train(folder)
 network = small_vocabulary.network(1)
-models = [Model(network, network.init(jax.random.key(i))) for i in range(2)]
+weights = [small_vocabulary.weights(network, i) for i in range(2)]
+models = [Model(network, one) for one in weights]
 engine = Engine(
   *models, tokenizer=tokenizer, max_input_len=32, max_decode_len=12,
   placement=Placement(data=2), cache_folder=folder / 'xla')
@@ -53,7 +54,7 @@ print('the same')
 # What the host reads between rounds, and scores, of rows of two processes.
 _PROCESSES = """
 import sys
-import jax, small_vocabulary
+import small_vocabulary
 from specdec_jax import partitioning
 from specdec_jax.infer import processes
 from specdec_jax.engine import scoring
@@ -71,7 +72,8 @@ def decode():
     processes.join(processes.Meeting(address, int(count), int(index)))
     placement = partitioning.Placement(data=2, across_hosts=True)
   network = small_vocabulary.network(1)
-  models = [Model(network, network.init(jax.random.key(i))) for i in range(2)]
+  weights = [small_vocabulary.weights(network, i) for i in range(2)]
+  models = [Model(network, one) for one in weights]
   engine = Engine(
     *models, tokenizer=tokenizer.Tokenizer(folder + '/vocab.model'), gamma=2,
     max_input_len=32, max_decode_len=8, placement=placement,

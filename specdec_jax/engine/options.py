@@ -24,6 +24,11 @@ _USUAL_NAMES = {
   'stop': 'stop_strings',
   'stop_token_ids': 'stop_ids',
 }
+# Names that have no other here, and what to do instead.
+_INSTEAD = {
+  'sampling': 'give temperature, top_k and top_p by themselves.',
+  'do_sample': 'temperature says it; 0 is greedy, anything above samples.',
+}
 _BEAM_SEARCH = ('num_beams', 'beam_size', 'beam_width')
 
 
@@ -163,10 +168,8 @@ def options_of(named: Mapping[str, Any]) -> Options:
         ' paper) here. Outputs are greedy or sampled; num_samples gives several'
         ' of a text.'
       )
-    if name == 'do_sample':
-      raise ValueError(
-        'do_sample: temperature says it; 0 is greedy, anything above samples.'
-      )
+    if name in _INSTEAD:
+      raise ValueError(f'{name}: {_INSTEAD[name]}')
     if name not in _USUAL_NAMES:
       raise ValueError(f'There is no option {name!r}.{nearest(name, defaults)}')
     own = _USUAL_NAMES[name]

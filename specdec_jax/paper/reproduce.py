@@ -19,7 +19,14 @@ from specdec_jax.measure import canvas, environment, record
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, grid
 from specdec_jax.measure.table import console as terminal
-from specdec_jax.paper import plots, printed, report, tables, timeline
+from specdec_jax.paper import (
+  plots,
+  printed,
+  report,
+  tables,
+  timeline,
+  trace_picture,
+)
 from specdec_jax.paper import table2_suite as table_suite
 
 ITEMS = tuple(
@@ -209,6 +216,8 @@ class _Work:
     page = html_page(rounds, source=self.config.text)
     path = self._figure('figure1.html', 'Figure 1: one generation, as a page')
     files.write_atomically(path, page.encode())
+    path = self._figure('figure1.png', 'Figure 1: one generation')
+    trace_picture.plot_trace(path, rounds, self.config.text)
 
   def figure2(self):
     path = self._figure('figure2.png', 'Figure 2: expected tokens a round')

@@ -1,0 +1,211 @@
+"""The speed-up over gamma: measured on real text, beside what was predicted.
+
+Each repetition decodes the same lines plainly and then with every gamma, so
+that whatever slows the machine for a while slows all of them.
+"""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import rich.console
+
+from specdec_jax.checks.arguments import check_all_at_least, check_at_least
+from specdec_jax.checks.fields import check_types
+from specdec_jax.engine.engine import Engine
+from specdec_jax.measure import calibration
+from specdec_jax.measure.canvas import PALETTE, save
+from specdec_jax.measure.progress import bar
+from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import console as terminal
+
+_PLAIN = 0  # gamma of the plain loop
+
+
+@dataclasses.dataclass(frozen=True)
+class GammaCurveConfig:
+  """A measurement of the speed-up over gamma.
+
+  Attributes:
+    engine: makes the engine, with a drafter; called after all cheap checks.
+    input_file: the prompts, one per line; they are decoded one at a time.
+    calibration: path of a file that `specdec calibrate` wrote for this pair on
+      this machine; it holds the prediction. None shows no prediction.
+    gammas: proposals per round.
+    num_lines: how many lines are decoded; None is all of them.
+    repeats: timed repetitions.
+    output_file: path of the record, JSON; None writes none.
+    plot_file: path of the picture, PNG; None draws none.
+
+  Raises:
+    ValueError: a number is too small.
+  """
+
+  engine: Callable[[], Engine]
+  input_file: str
+  calibration: str | None = None
+  gammas: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8)
+  num_lines: int | None = None
+  repeats: int = 5
+  output_file: str | None = None
+  plot_file: str | None = None
+
+  def __post_init__(self):
+    check_types(self)
+    check_all_at_least(self, gammas=1)
+    check_at_least(self, repeats=1)
+    if self.num_lines is not None:
+      check_at_least(self, num_lines=1)
+
+
+def gamma_curve(
+  config: GammaCurveConfig, console: rich.console.Console | None = None
+) -> Record:
+  """Times every gamma; prints a table, writes the record and the picture.
+
+  Returns:
+    The record: its table as `Table.to_json` has it, and `points`: for each
+    gamma its speed-up (median, least and most over the repetitions) and the
+    predicted one.
+
+  Raises:
+    ValueError: the prompts cannot be decoded, or the calibration is of another
+      pair or machine.
+  """
+  console = console or terminal()
+  chosen = config.calibration and calibration.load(config.calibration)
+  engine = config.engine()
+  if chosen:
+    chosen.check(engine.fingerprints)
+  texts = read_prompts(
+    config.input_file, engine.num_input_tokens, engine.max_input_len
+  )[: config.num_lines]
+  gammas = [_PLAIN, *dict.fromkeys(config.gammas)]
+  seconds: dict[int, list[float]] = {gamma: [] for gamma in gammas}
+  with bar(console, 'Compiling', len(gammas) * (config.repeats + 1)) as advance:
+    for number in range(config.repeats + 1):
+      for gamma in gammas:
+        took = _decode(engine, texts, gamma)
+        if number:  # the first one compiled
+          seconds[gamma].append(took)
+        advance()
+      advance.say('Measuring')
+  factors = chosen.at(1).factors if chosen else ()
+  points = [_point(gamma, seconds, factors) for gamma in gammas[1:]]
+  record = _record(config, points, len(texts))
+  console.print(Table.from_json(record))
+  if config.output_file:
+    record.save(config.output_file)
+  if config.plot_file:
+    plot_gamma_curve(config.plot_file, record)
+  return record
+
+
+def _decode(engine: Engine, texts: Sequence[str], gamma: int) -> float:
+  """Seconds that the texts take, one at a time."""
+  begin = time.perf_counter()
+  for text in texts:
+    engine.generate([text], gamma=gamma, speculative=gamma != _PLAIN)
+  return time.perf_counter() - begin
+
+
+def _point(
+  gamma: int,
+  seconds: Mapping[int, Sequence[float]],
+  factors: Sequence[float],
+) -> dict[str, Any]:
+  pairs = zip(seconds[_PLAIN], seconds[gamma], strict=True)
+  found = sorted(plain / one for plain, one in pairs)
+  return {
+    'gamma': gamma,
+    'speed_up': statistics.median(found),
+    'least': found[0],
+    'most': found[-1],
+    'predicted': factors[gamma] if gamma < len(factors) else None,
+  }
+
+
+def _record(
+  config: GammaCurveConfig, points: Sequence[Mapping[str, Any]], lines: int
+) -> Record:
+  columns = (
+    'gamma',
+    Column('speed-up', '.2f'),
+    'least to most',
+    Column('predicted', '.2f'),
+  )
+  rows = [
+    [
+      one['gamma'],
+      one['speed_up'],
+      f'{one["least"]:.2f} to {one["most"]:.2f}',
+      one['predicted'],
+    ]
+    for one in points
+  ]
+  title = (
+    f'Speed-up over gamma: {lines} lines of {config.input_file}, one at a time,'
+    f' {config.repeats} repetitions'
+  )
+  table = Table(title, columns, rows).to_json()
+  return Record('table', table | {'points': list(points)})
+
+
+def plot_gamma_curve(
+  path: str | os.PathLike[str], record: Mapping[str, Any]
+) -> None:
+  """Draws the measured points with their spread, and the predicted curve.
+
+  Args:
+    path: path of the PNG; replaced whole or not at all.
+    record: what `gamma_curve` returned.
+
+  Raises:
+    ValueError: matplotlib is not installed.
+    OSError: the file cannot be written.
+  """
+  points = record['points']
+
+  def draw(figure):
+    axes = figure.subplots()
+    gammas = [one['gamma'] for one in points]
+    middle = [one['speed_up'] for one in points]
+    spread = [
+      [one['speed_up'] - one['least'] for one in points],
+      [one['most'] - one['speed_up'] for one in points],
+    ]
+    axes.axhline(1, color='#888888', linewidth=1)
+    axes.annotate(
+      'plain decoding', (gammas[-1], 1.02), ha='right', color='#666'
+    )
+    known = [one for one in points if one['predicted'] is not None]
+    if known:
+      axes.plot(
+        [one['gamma'] for one in known],
+        [one['predicted'] for one in known],
+        color=PALETTE[1],
+        linestyle='--',
+        label='predicted from measured costs and acceptance',
+      )
+    axes.errorbar(
+      gammas,
+      middle,
+      yerr=spread,
+      color=PALETTE[0],
+      marker='o',
+      capsize=3,
+      label='measured: median, least and most',
+    )
+    axes.set_xlabel('gamma: tokens proposed per round')
+    axes.set_ylabel('speed-up over plain decoding')
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(gammas)
+    axes.legend(loc='lower center')
+    axes.set_title(record['machine']['device'])
+
+  save(path, draw)

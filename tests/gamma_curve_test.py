@@ -1,0 +1,88 @@
+"""The curve of the speed-up over gamma, and the picture of a trace."""
+
+import io
+
+import jax
+import matplotlib.image
+import pytest
+import rich.console
+
+import small_vocabulary
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.trace import Round
+from specdec_jax.measure import calibration, gamma_curve
+from specdec_jax.measure.calibration import (
+  Calibration,
+  CalibrationError,
+  Choice,
+)
+from specdec_jax.models.model import Model
+from specdec_jax.paper.trace_picture import plot_trace
+
+
+def quiet():
+  return rich.console.Console(file=io.StringIO(), width=100)
+
+
+@pytest.fixture(scope='module')
+def engine(tokenizer):
+  network = small_vocabulary.network(1)
+  model = Model(network, network.init(jax.random.key(0)))
+  return Engine(
+    model, model, tokenizer=tokenizer, max_input_len=16, max_decode_len=8
+  )
+
+
+def save_calibration(path, fingerprints):
+  one = Choice(1, 1, 1.5, (1.4, 1.6), (1.0, 1.5, 1.25))
+  device = gamma_curve.Record('', {}).machine['device']
+  Calibration(fingerprints, device, 0.0, [one], {}).save(str(path))
+  assert calibration.load(str(path)).at(1).factors == one.factors
+
+
+def test_measured_beside_predicted(engine, tmp_path):
+  (tmp_path / 'lines.txt').write_text('the red dog\na cat sleeps\nx\n')
+  save_calibration(tmp_path / 'calibration.json', engine.fingerprints)
+  plot = tmp_path / 'curve.png'
+  config = gamma_curve.GammaCurveConfig(
+    lambda: engine,
+    str(tmp_path / 'lines.txt'),
+    str(tmp_path / 'calibration.json'),
+    gammas=(1, 3),
+    num_lines=2,
+    repeats=2,
+    output_file=str(tmp_path / 'curve.json'),
+    plot_file=str(plot),
+  )
+  record = gamma_curve.gamma_curve(config, quiet())
+  assert [one['gamma'] for one in record['points']] == [1, 3]
+  assert [one['predicted'] for one in record['points']] == [1.5, None]
+  for one in record['points']:
+    assert 0 < one['least'] <= one['speed_up'] <= one['most']
+  assert '2 lines of' in record['title']
+  assert matplotlib.image.imread(plot).shape[1] > 600
+  # The same record gives the same picture.
+  before = plot.read_bytes()
+  gamma_curve.plot_gamma_curve(plot, record)
+  assert plot.read_bytes() == before
+
+  save_calibration(tmp_path / 'calibration.json', {'target': 'another'})
+  with pytest.raises(CalibrationError, match='made for something else'):
+    gamma_curve.gamma_curve(config, quiet())
+
+
+def test_a_trace_in_colour(tmp_path):
+  """What is struck or underlined changes the picture, not only the colour."""
+  path = tmp_path / 'trace.png'
+  shown = [
+    Round([' Das', ' $x$'], 1, ' \x1b[31m'),
+    Round([' .', '</s>'], 2, None),
+  ]
+  plot_trace(path, shown, 'The old house')
+  one = matplotlib.image.imread(path)
+  plot_trace(
+    path, [Round([' Das', ' $x$'], 2, ' \x1b[31m'), shown[1]], 'The old house'
+  )
+  other = matplotlib.image.imread(path)
+  grey, grey_other = one[..., :3].mean(-1), other[..., :3].mean(-1)
+  assert one.shape == other.shape and abs(grey - grey_other).max() > 0.3
