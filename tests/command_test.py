@@ -136,7 +136,7 @@ def test_a_plain_flag_is_a_macro():
   }
   assert bindings('score', 'pairs.tsv', '--target=T') == {
     'CHECKPOINT_PATH': "'T'",
-    'MIXTURE_OR_TASK_NAME': "'pairs.tsv'",
+    'INPUT_FILE': "'pairs.tsv'",
   }
 
 
@@ -191,6 +191,19 @@ def test_an_old_macro_binds_the_new_one(folder, capfd, file, old, new, own):
     assert str(error).startswith('Required and not given'), error
   assert gin.query_parameter(f'{new}/gin.macro.value') == value
   assert capfd.readouterr().err == f'{name} is now {new}\n'
+
+
+def test_outputs_go_to_stdout_where_a_file_is_given_plainly():
+  def of(*flags, file='gin/runs/demo.gin'):
+    gin_flags.load(gin_flags.parse_flags(flags, None, 'demo', file))
+    return gin.query_parameter('STDOUT/gin.macro.value')
+
+  assert of() == of('--gin.INPUT_FILE=a') == 'report'
+  assert of('a') == of('--input=a') == of('-', '--mode=plain') == 'outputs'
+  assert of('a', '--gin.STDOUT=report') == 'report'
+  # A run file may have no such macro.
+  flags = ['a', '--gin_file=gin/runs/alpha_demo.gin']
+  gin_flags.load(gin_flags.parse_flags(flags, None, 'demo'))
 
 
 def test_t5x_names_stay():

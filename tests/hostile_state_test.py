@@ -372,7 +372,7 @@ def test_a_result_that_was_changed_is_refused(
   break_file(path, how)
   changed = path.read_bytes()
   for _ in range(2):
-    with pytest.raises(ValueError, match='overwrite to True') as found:
+    with pytest.raises(ValueError, match='--overwrite, in gin') as found:
       runs(finished)
     assert str(path) in str(found.value) and runs.decoded == []
     assert path.read_bytes() == changed

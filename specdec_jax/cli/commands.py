@@ -116,7 +116,7 @@ def decode() -> None:
 
   A run file that configures `infer.TaskConfig` is over a task or a file of
   examples, as with T5X's infer.py; others are over lines of text
-  (`infer.DecodeConfig`). In those that are shipped the report goes to stdout.
+  (`infer.DecodeConfig`). Where FILE is not given the report goes to stdout.
   """
   from specdec_jax import infer
 
@@ -133,9 +133,10 @@ def demo() -> None:
 
     echo 'Where can I buy a ticket?' | specdec demo -
 
-  FILE has English sentences, one per line; without it 48 of the pair's own are
-  taken. The report goes to stdout: some outputs, calls and time of plain and of
-  speculative decoding, and whether all outputs agree.
+  Without FILE it translates 48 sentences that are shipped. The report has some
+  outputs, calls and time of plain and of speculative decoding, and whether all
+  outputs agree. FILE has English sentences of yours, one per line; outputs then
+  go to stdout, a line for each, and the report to stderr.
   """
   decode()
 
@@ -188,6 +189,7 @@ def measure() -> None:
 
     alpha_demo       how often the target accepts the drafter's tokens
     benchmark_base   calls and both loops; also benchmark_demo
+    gamma_demo       the speed-up at each gamma, beside the predicted one
     throughput_demo  a data set: continuous batching, batch sizes
     drafter_costs    what a draft costs, for each kind of drafter
     eval             BLEU and acceptance on a test set
@@ -202,12 +204,26 @@ def measure() -> None:
       '.SuiteConfig': accelerator,
       '.MeasureAlphaConfig': measure_alpha,
       '.BenchmarkConfig': benchmark,
+      '.GammaCurveConfig': gamma_curve,
       '.ThroughputConfig': throughput,
       '.DrafterCostsConfig': drafter_costs,
       '.EvaluateConfig': evaluate,
       '.PeersConfig': peers,
     },
   )
+
+
+def gamma_curve() -> None:
+  """Measures the speed-up at each gamma, beside what a calibration predicts.
+
+    specdec measure --gin_file=gin/runs/gamma_demo.gin \\
+      --gin.CALIBRATION=calibration.json --gin.PLOT_FILE=speed_up.png
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import gamma_curve
+
+  gamma_curve.gamma_curve(_build(gamma_curve.GammaCurveConfig))
 
 
 def measure_alpha() -> None:

@@ -81,6 +81,7 @@ class Flags:
     meeting: of several processes; None is one process.
     written: macro -> the plain flag that bound it.
     command: whose flags these are; '' has no plain ones.
+    also: (macro, gin value) pairs, for where the gin files have the macro.
   """
 
   gin_files: tuple[str, ...]
@@ -90,6 +91,7 @@ class Flags:
   meeting: 'processes.Meeting | None' = None
   written: Mapping[str, str] = dataclasses.field(default_factory=dict)
   command: str = ''
+  also: tuple[tuple[str, str], ...] = ()
 
 
 def main(
@@ -198,6 +200,7 @@ def parse_flags(
     meeting=_meeting(args),
     written={macro: name for macro, (name, _) in given.items()},
     command=command,
+    also=tuple((m, repr(v)) for m, v in plain_flags.also(args, plain)),
   )
 
 
@@ -301,6 +304,9 @@ def load(flags: Flags) -> None:
     if (new := gin_old_macros.new_name(name, used)) != name:
       gin.bind_parameter(f'{new}/gin.macro.value', value)
   known = gin_checks.Known()
+  for name, value in flags.also:
+    if name in known.macros:
+      gin.parse_config(f'{name} = {value}')
   for name, value in flags.bindings:
     name = gin_old_macros.new_name(name, used)
     _check_written(name, flags, known)

@@ -29,6 +29,8 @@ class Flag:
     commands: that have it.
     kind: str, int, float, bool (a switch), or tuple (given again for each one).
     choices: the words that it may be; none is any.
+    also: macro -> what it is then, where the run file has that macro and nobody
+      says otherwise.
   """
 
   names: tuple[str, ...]
@@ -37,6 +39,7 @@ class Flag:
   commands: tuple[str, ...]
   kind: type = str
   choices: tuple[str, ...] = ()
+  also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def metavar(self) -> str:
@@ -76,14 +79,18 @@ FLAGS = (
   Flag(
     ('FILE',),
     'INPUT_FILE',
-    "text, a line for each input, plain or .gz; '-' is stdin",
-    ('decode', 'demo', 'calibrate', 'try'),
+    "text, a line for each input, plain or .gz; '-' is stdin. Outputs go to"
+    ' stdout then, the report to stderr',
+    _TEXTS,
+    also={'STDOUT': 'outputs'},
   ),
+  Flag(('FILE',), 'INPUT_FILE', 'text, a prompt per line', ('calibrate',)),
   Flag(
     ('FILE',),
-    'MIXTURE_OR_TASK_NAME',
-    "inputs<TAB>targets a line (.tsv), or .jsonl with 'inputs' and 'targets'",
-    ('score',),
+    'INPUT_FILE',
+    "inputs<TAB>targets on each line (.tsv), or .jsonl with 'inputs' and"
+    " 'targets'",
+    ('score', 'try'),
   ),
   Flag(
     ('--target', '--model', '--target-model'),
@@ -105,7 +112,19 @@ FLAGS = (
     " left out, the target's own",
     _PAIR,
   ),
-  Flag(('--input', '--input-file'), 'INPUT_FILE', 'the same as FILE', _ENGINE),
+  Flag(
+    ('--input', '--input-file'),
+    'INPUT_FILE',
+    'the same as FILE',
+    _TEXTS,
+    also={'STDOUT': 'outputs'},
+  ),
+  Flag(
+    ('--input', '--input-file'),
+    'INPUT_FILE',
+    'the same as FILE',
+    ('calibrate',),
+  ),
   Flag(
     ('--output-dir', '--output'),
     'OUTPUT_DIR',
@@ -288,6 +307,23 @@ def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
       )
 
 
+def also(
+  args: argparse.Namespace, flags: Sequence[Flag]
+) -> list[tuple[str, str]]:
+  """Macros and what they are where nobody says otherwise."""
+  return [
+    (macro, value)
+    for number, flag in enumerate(flags)
+    if _given(args, number, flag) is not None
+    for macro, value in flag.also.items()
+  ]
+
+
+def _given(args: argparse.Namespace, number: int, flag: Flag) -> Any:
+  """What was given: a text, several, or True; None or False is nothing."""
+  return getattr(args, f'plain_{number}', getattr(args, flag.names[0], None))
+
+
 def bindings(
   args: argparse.Namespace, flags: Sequence[Flag]
 ) -> Mapping[str, tuple[str, Any]]:
@@ -299,7 +335,7 @@ def bindings(
   found: dict[str, tuple[str, Any]] = {}
   for number, flag in enumerate(flags):
     name = flag.names[0]
-    given = getattr(args, f'plain_{number}', getattr(args, name, None))
+    given = _given(args, number, flag)
     if given is None or given is False:
       continue
     if isinstance(given, str):
