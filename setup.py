@@ -10,9 +10,12 @@ METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
 TEST = ['pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE]
 
+# In the wheel -> here. No package `gin` at the top: that is gin-config's.
+SHIPPED = {f'specdec_jax.shipped.{name}': name for name in ('gin', 'demo')}
+
 setuptools.setup(
   name='specdec_jax',
-  version='0.1.0',
+  version='0.2.0',
   description='Lossless speculative decoding for T5-style models in JAX.',
   long_description=pathlib.Path(__file__)
   .with_name('README.md')
@@ -30,9 +33,15 @@ setuptools.setup(
     'Topic :: Scientific/Engineering :: Artificial Intelligence',
   ],
   python_requires='>=3.11',
-  packages=setuptools.find_packages(include=['specdec_jax', 'specdec_jax.*']),
+  packages=[
+    *setuptools.find_packages(include=['specdec_jax', 'specdec_jax.*']),
+    *SHIPPED,
+  ],
+  # The folders gin/ and demo/, as specdec_jax/files/shipped.py finds them.
+  package_dir=SHIPPED,
+  package_data={name: ['**/*'] for name in SHIPPED},
+  entry_points={'console_scripts': ['specdec=specdec_jax.cli.main:main']},
   install_requires=[
-    'absl-py>=2.0',
     'flax>=0.12',
     'gin-config>=0.5',
     'jax>=0.9',

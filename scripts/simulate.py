@@ -1,77 +1,8 @@
-"""What becomes of one proposal: the exact law, and a Monte Carlo check of it.
+"""`simulate` of specdec_jax/cli/simulate.py, which has its --help."""
 
-  python scripts/simulate.py --target=0.5,0.3,0.2 --draft=0.2,0.3,0.5
-
-  --target=A,B,...   the target's probabilities
-  --draft=A,B,...    the drafter's, over the same tokens
-  --num_samples=N    proposals of the check, a million by default
-  --lenience=L       in (0, 1]; below 1 more is accepted, and it is lossy
-  --seed=N           of the check
-
-The exit status is 1 where the check fails, 2 for bad input.
-"""
-
-import argparse
 import sys
-from collections.abc import Sequence
 
-from specdec_jax.checks.names import nearest
-from specdec_jax.paper import simulation
-
-_FLAGS = ('--target', '--draft', '--num_samples', '--lenience', '--seed')
-
-
-def main(argv: Sequence[str]) -> int:
-  """Runs the experiment that the command line describes; the exit status."""
-  try:
-    record = simulation.simulate(parse(argv))
-  except ValueError as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  return 0 if record['agrees'] else 1
-
-
-def parse(argv: Sequence[str]) -> simulation.SimulateConfig:
-  """Reads the command line.
-
-  Raises:
-    ValueError: an unknown or missing flag, or a value that is none.
-  """
-  parser = argparse.ArgumentParser(
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
-  parser.add_argument('--target', type=_numbers)
-  parser.add_argument('--draft', type=_numbers)
-  parser.add_argument('--num_samples', type=int)
-  parser.add_argument('--lenience', type=float)
-  parser.add_argument('--seed', type=int)
-  try:
-    args, unknown = parser.parse_known_args(argv)
-  except argparse.ArgumentError as error:
-    raise ValueError(str(error)) from error
-  if unknown:
-    name = unknown[0].split('=')[0]
-    raise ValueError(f'Unknown argument {name!r}.{nearest(name, _FLAGS)}')
-  given = {name: v for name, v in vars(args).items() if v is not None}
-  for name in ('target', 'draft'):
-    if name not in given:
-      raise ValueError(
-        f'--{name} is missing; expected probabilities, as --{name}=0.5,0.3,0.2'
-      )
-  return simulation.SimulateConfig(**given)
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-  try:
-    return tuple(float(part) for part in text.split(','))
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f'expected probabilities with commas between them, got {text!r}'
-    ) from error
-
+from specdec_jax.cli import simulate
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv[1:]))
+  sys.exit(simulate.main(sys.argv[1:]))

@@ -13,6 +13,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'calibration'  as scripts/calibrate.py writes it
   'alpha'        as scripts/measure_alpha.py writes it
   'throughput'   as scripts/throughput.py writes it
+  'try'          as `specdec try --output-file FILE` writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
             as scripts/reproduce.py and scripts/peers.py write it
 """
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from specdec_jax import files
-from specdec_jax.infer import quality, report
+from specdec_jax.infer import first_look, quality, report
 from specdec_jax.measure import alpha, record, throughput
 from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
@@ -164,6 +165,10 @@ def _alpha(found: Record) -> list[str | Table]:
   return [f'{found.where}.', alpha.table(found)]
 
 
+def _try(found: Record) -> list[str | Table]:
+  return [f'{found.where}.', report.table(found), *first_look.sentences(found)]
+
+
 # Kind of a record -> the paragraphs that show it.
 _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'decode': _decode,
@@ -173,6 +178,7 @@ _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'calibration': _calibration,
   'alpha': _alpha,
   'throughput': _throughput,
+  'try': _try,
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import gin
 import jax
 import numpy as np
 import pytest
@@ -140,14 +141,14 @@ def test_the_run_file_takes_a_decoder_only_pair(tmp_path, monkeypatch):
   ):
     flags += [f'--gin.{side}=%{name.upper()}', f'--gin.{side}_PATH={path}']
   gin_flags.load(gin_flags.parse_flags(flags))
-  config = gin_flags.build(calibrate.CalibrateConfig)
-  assert not config.target.has_encoder and not config.draft.has_encoder
-  for model, path in zip(
-    (config.target, config.draft), paths.values(), strict=True
-  ):
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+  for name, path in paths.items():
+    macro = gin.query_parameter(f'{name.upper()}/gin.macro.value')
+    network = macro.scoped_configurable_fn()
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, 'float32'), shapes)
     t5x.save_t5x(path, params, step=1)
+  config = gin_flags.build(calibrate.CalibrateConfig)
+  assert not config.target.has_encoder and not config.draft.has_encoder
   engine = config.engine()
   assert engine.target == config.target
   assert engine.bos_id == 0

@@ -181,7 +181,7 @@ def test_script(tmp_path):
   save(tmp_path / 'in', 't5x', CONFIG, params)
   flags = [
     f'--gin.CHECKPOINT_PATH={tmp_path}/in',
-    f'--gin.OUTPUT={tmp_path}/out',
+    f'--gin.OUTPUT_DIR={tmp_path}/out',
     '--gin.FORMAT=safetensors',
   ]
   done = script(*flags)
@@ -189,7 +189,10 @@ def test_script(tmp_path):
   assert 'parameters of T5Config(vocab_size=24, emb_dim=8' in done.stdout
   assert_equal(checkpoints.load(tmp_path / 'out', t5.T5(CONFIG)), params)
   network = ['--gin_file=gin/models/t5_1_1/small.gin']
-  network += ['--gin.NETWORK=%T5_1_1_SMALL', f'--gin.OUTPUT={tmp_path}/other']
+  network += [
+    '--gin.TARGET=%T5_1_1_SMALL',
+    f'--gin.OUTPUT_DIR={tmp_path}/other',
+  ]
   done = script(*flags, *network)
   assert done.returncode != 0
   assert 'vocab_size is 24, expected 32128, emb_dim is 8' in done.stderr

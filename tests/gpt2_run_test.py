@@ -55,8 +55,8 @@ def test_lines_and_examples_are_decoded_alike(pair, tmp_path):
   eos = BpeTokenizer(pair[0]).eos_id
   load(
     ['runs/gpt2'],
-    TARGET_PATH=pair[0],
-    DRAFT_PATH=pair[1],
+    CHECKPOINT_PATH=pair[0],
+    DRAFT_CHECKPOINT_PATH=pair[1],
     INPUT_FILE=lines,
     INFER_OUTPUT_DIR=tmp_path / 'lines',
     BATCH_SIZE=4,

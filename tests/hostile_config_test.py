@@ -440,7 +440,7 @@ def test_includes_that_meet_again_are_no_circle(folder):
     (['infer.mode=score'], ['--gin.MODE=VALUE', 'TaskConfig.mode']),
     (['infer.TaskConfig.mod=score'], ['mod']),
     (['mode=score'], ['--gin.MODE=VALUE']),
-    (['output_dir=x'], ['--gin.INFER_OUTPUT_DIR=VALUE']),
+    (['output_dir=x'], ['--gin.OUTPUT_DIR=VALUE']),
     (['run/probs.SamplingConfig.top_k=1'], ['--gin.TOP_K=VALUE']),
     (['tokenizer.path=x'], ['--gin.VOCAB_PATH=VALUE']),
     (['BATCH_SISE=3'], ['Nearest known: BATCH_SIZE']),

@@ -296,7 +296,7 @@ def test_what_cannot_be_saved(tmp_path):
 def test_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'safetensors', None)
   (tmp_path / 'config.json').write_text('{}')
-  command = r"pip install -e '\.\[huggingface\]'"
+  command = r"pip install 'specdec_jax\[huggingface\]'"
   with pytest.raises(ValueError, match=command):
     huggingface.load_huggingface(tmp_path)
   with pytest.raises(ValueError, match=command):

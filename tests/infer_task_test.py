@@ -12,7 +12,8 @@ import small_vocabulary
 from specdec_jax import infer, probs
 from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine
-from specdec_jax.infer import resume, task_source
+from specdec_jax.engine.options import example_id
+from specdec_jax.infer import resume
 from specdec_jax.models.model import Model
 from specdec_jax.text import metrics
 
@@ -200,11 +201,11 @@ def test_samples_belong_to_the_example(run):
 
 def test_example_ids_differ():
   pairs = [(i, j) for i in range(300) for j in range(20)]
-  assert len({task_source.example_id(*pair) for pair in pairs}) == len(pairs)
-  assert task_source.example_id(1 << 31, 0) == 1 << 31
-  assert task_source.example_id(5, 1) == 5 | 1 << 31
+  assert len({example_id(*pair) for pair in pairs}) == len(pairs)
+  assert example_id(1 << 31, 0) == 1 << 31
+  assert example_id(5, 1) == 5 | 1 << 31
   with pytest.raises(ValueError, match='more than 32 bits'):
-    task_source.example_id(1 << 31, 1)
+    example_id(1 << 31, 1)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,7 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
   run(small, decoding='plain', drafter=never)
   with pytest.raises(AssertionError, match='was made'):
     run(small, decoding='speculative', drafter=never)
-  with pytest.raises(ValueError, match='give its checkpoint .* DRAFT'):
+  with pytest.raises(ValueError, match='--draft, in gin DRAFT_CHECKPOINT_PATH'):
     infer.load_drafter()
 
 

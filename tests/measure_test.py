@@ -90,8 +90,20 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
   assert found.record['acceptance_rate']['num_tokens'] >= 20
   assert set(found.record['memory_bytes']) > {'target parameters'}
   for one, name in zip(found.choices, ('1 row:', '3 rows:'), strict=True):
-    said = 'gamma = ' if one.gamma else 'speculation does not pay'
-    assert f'{name} {said}' in text
+    said = 'pays here: gamma = ' if one.gamma else 'does not pay'
+    if one.gamma and one.interval[0] < 1:
+      said = 'may pay here: gamma = '
+    # The verdict comes before all tables.
+    assert f'{name} speculation {said}' in text.partition('Chosen here')[0]
+
+
+@pytest.mark.parametrize(
+  'first, speed_up, expected', [(0.0, 1.5, 1), (2.0, 2.0, 4), (3.1, 2.0, 7)]
+)
+def test_from_which_length_on_it_pays(first, speed_up, expected):
+  """A call takes 1 ms: at a speed-up of 2 a token wins half of one."""
+  times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': first}}
+  assert calibrate.least_length(times, speed_up) == expected
 
 
 def test_a_drafter_without_a_network_is_calibrated(

@@ -184,7 +184,9 @@ def test_missing_package_is_named_with_its_command(config, monkeypatch):
     PLAIN: system(log, PLAIN),
     'x': System(('json', 'no_such_package'), never_loads),
   }
-  message = r"not installed: no_such_package\..*pip install -e '\.\[peers\]'"
+  message = (
+    r"not installed: no_such_package\..*pip install 'specdec_jax\[peers\]'"
+  )
   with pytest.raises(ValueError, match=message):
     run(config, monkeypatch, systems, log)
   assert not log

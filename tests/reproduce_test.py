@@ -334,7 +334,7 @@ def test_figure_5_needs_one_setting_and_a_drafter():
 
 def test_without_matplotlib(monkeypatch, tmp_path):
   monkeypatch.setitem(sys.modules, 'matplotlib', None)
-  with pytest.raises(ValueError, match=r"pip install -e '\.\[plots\]'"):
+  with pytest.raises(ValueError, match=r"pip install 'specdec_jax\[plots\]'"):
     plots.plot_expected_tokens(tmp_path / 'figure.png')
   assert not list(tmp_path.iterdir())
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import rich.console
 
-import simulate as script
 import toy_models
 from specdec_jax import analysis, verify
+from specdec_jax.cli import simulate as script
 from specdec_jax.paper import simulation
 from specdec_jax.paper.simulation import SimulateConfig
 

@@ -87,7 +87,7 @@ def test_the_summary_says_what_to_install(run, pairs, tokenizer, monkeypatch):
   assert summary['metrics'] == {'plain': {}}
   for said in (summary['unmeasured'], printed):
     assert 'sacrebleu, which is not installed' in said
-    assert "pip install -e '.[metrics]'" in said
+    assert "pip install 'specdec_jax[metrics]'" in said
   # Who names it cannot do without; that is said before anything is loaded.
   own = LocalTask('own', {'test': pairs}, tokenizer.path, metrics=('bleu',))
   for task, options in ((pairs, {'metrics': ('bleu',)}), (own, {})):

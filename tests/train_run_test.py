@@ -218,19 +218,19 @@ def test_a_local_task_is_trained_on(tmp_path):
   ('name', 'macros', 'vocab_size'),
   [
     ('train', ['VOCAB_PATH'], 8000),
-    ('distill', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 8000),
+    ('distill', ['VOCAB_PATH', 'CHECKPOINT_PATH'], 8000),
     ('train_lm', ['VOCAB_PATH'], 8000),
-    ('distill_lm', ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'], 8000),
+    ('distill_lm', ['VOCAB_PATH', 'CHECKPOINT_PATH'], 8000),
     ('finetune', ['EVAL_FILE', 'VOCAB_PATH'], 8000),
     (
       'distill_summ',
-      ['VOCAB_PATH', 'EVAL_FILE', 'TARGET_CHECKPOINT_PATH'],
+      ['VOCAB_PATH', 'EVAL_FILE', 'CHECKPOINT_PATH'],
       8000,
     ),
     ('train --gin.MODEL=%T5_1_1_21M', ['VOCAB_PATH'], 32128),
     (
       'distill --gin.TARGET=%T5_1_1_BASE --gin.DRAFT=%T5_1_1_SMALL',
-      ['VOCAB_PATH', 'TARGET_CHECKPOINT_PATH'],
+      ['VOCAB_PATH', 'CHECKPOINT_PATH'],
       32128,
     ),
   ],
@@ -238,10 +238,10 @@ def test_a_local_task_is_trained_on(tmp_path):
 def test_gin_files(name, macros, vocab_size, tmp_path):
   path = tmp_path / 'pairs.tsv'
   path.write_text('a\tb\n')
-  given = ['MODEL_DIR', 'TRAIN_FILE', *macros]
+  given = ['OUTPUT_DIR', 'TRAIN_FILE', *macros]
   name, *sizes = name.split()
   flags = [f'--gin_file=gin/runs/{name}.gin', *sizes]
-  with pytest.raises(ValueError, match='Required and not given: .*MODEL_DIR'):
+  with pytest.raises(ValueError, match='Required and not given: .*OUTPUT_DIR'):
     gin_flags.load(gin_flags.parse_flags(flags))
   flags += [f'--gin.{macro}={path}' for macro in given]
   try:

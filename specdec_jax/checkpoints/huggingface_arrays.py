@@ -221,6 +221,6 @@ def import_safetensors() -> Any:
   except ImportError as error:
     raise ValueError(
       'Hugging Face folders need the package safetensors, which is not'
-      " installed: pip install -e '.[huggingface]'"
+      " installed: pip install 'specdec_jax[huggingface]'"
     ) from error
   return safetensors

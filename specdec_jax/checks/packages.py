@@ -21,5 +21,5 @@ def package(what: str, module: str, extra: str, otherwise: str = '') -> Any:
   except ImportError as error:
     raise ValueError(
       f'{what} needs the package {module.split(".")[0]}, which is not'
-      f" installed: pip install -e '.[{extra}]'. {otherwise}".rstrip()
+      f" installed: pip install 'specdec_jax[{extra}]'. {otherwise}".rstrip()
     ) from error

@@ -1,19 +1,20 @@
-"""What can be run: a function a command, whose docstring is its `--help`.
+"""What can be run: a function for each command, whose docstring is its --help.
 
-`python scripts/NAME.py` is `run('NAME')`. Each command takes T5X's flags, see
-`gin_flags`; the macros of a run are listed in the header of its gin file.
-What a command needs is imported when it runs.
+`specdec NAME` runs those of `COMMANDS`; `python scripts/NAME.py` runs those of
+`SCRIPTS`, by their old names. Each takes T5X's flags, see `gin_flags`, and some
+take plain ones, see `plain_flags`; the macros of a run are listed in the header
+of its gin file. What a command needs is imported when it runs.
 """
 
-from collections.abc import Sequence
-
-from specdec_jax.cli import gin_checks, gin_flags
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def accelerator() -> None:
   """Measures Table 2 in forced-acceptance mode on one GPU or TPU.
 
-    python scripts/accelerator.py --gin_file=gin/runs/accelerator.gin \\
+    specdec measure --gin_file=gin/runs/accelerator.gin \\
       --gin.OUTPUT_DIR=benchmarks/results/accelerator
 
   Leaves a record for each row in the records/ of OUTPUT_DIR and goes on where
@@ -24,177 +25,49 @@ def accelerator() -> None:
   from specdec_jax.paper import table2_suite
 
   compilation_cache.enable(None)
-  table2_suite.run(gin_flags.build(table2_suite.SuiteConfig))
+  table2_suite.run(_build(table2_suite.SuiteConfig))
 
 
 def benchmark() -> None:
   """Measures calls and loops of a pair of models on this machine.
 
-    python scripts/benchmark.py --gin_file=gin/runs/benchmark_base.gin
+    specdec measure --gin_file=gin/runs/benchmark_base.gin
 
   The table goes to stdout.
   """
   from specdec_jax.measure import benchmark, report
 
-  report.show(gin_flags.build(benchmark.BenchmarkConfig))
+  report.show(_build(benchmark.BenchmarkConfig))
 
 
 def calibrate() -> None:
-  """Measures what speculation is worth for a pair on this machine.
+  """Says whether speculation pays here for a pair, with which gamma.
 
-    python scripts/calibrate.py --gin_file=gin/runs/calibrate_demo.gin \\
-      --gin.OUTPUT_FILE=calibration.json
+    specdec calibrate --target google/flan-t5-xl --draft google/flan-t5-small \\
+      prompts.txt --output-file calibration.json
 
-  `decode` takes the file by --gin.CALIBRATION=calibration.json. The tables go
-  to stdout.
+    specdec calibrate --gin_file=gin/runs/calibrate_demo.gin
+
+  FILE has prompts of your own, one per line. The verdict comes first, the
+  tables that it rests on after it, all to stdout. `specdec decode` takes what
+  was measured by --calibration calibration.json.
   """
   from specdec_jax.measure import calibrate
 
-  calibrate.calibrate(gin_flags.build(calibrate.CalibrateConfig))
+  calibrate.calibrate(_build(calibrate.CalibrateConfig))
 
 
-def convert_checkpoint() -> None:
-  """Writes a checkpoint of any kind anew: for Orbax, Hugging Face or T5X.
-
-    python scripts/convert_checkpoint.py \\
-      --gin_file=gin/runs/convert_checkpoint.gin \\
-      --gin.CHECKPOINT_PATH=FOLDER --gin.OUTPUT=FOLDER --gin.FORMAT=safetensors
-
-  A line about it goes to stdout.
-  """
-  from specdec_jax.checkpoints import convert
-
-  print(convert.convert(gin_flags.build(convert.ConvertConfig)))
-
-
-def decode() -> None:
-  """Decodes text plainly and speculatively: lines, or a task as with T5X.
-
-    python scripts/decode.py --gin_file=gin/runs/demo.gin
-
-    python scripts/decode.py --gin_file=gin/models/demo/pair.gin \\
-      --gin_file=gin/runs/infer.gin --gin.MIXTURE_OR_TASK_NAME=... ...
-
-  A run file that configures `infer.TaskConfig` is over a task or a file of
-  examples; others are over lines of text (`infer.DecodeConfig`), which both
-  ways decode, and are compared. A run that was killed goes on when it is
-  started again. The report goes to stdout.
-  """
-  from specdec_jax import infer
-
-  beside = {'operative_config.gin': gin_flags.operative_config}
-  if any(name.endswith('.TaskConfig') for name in gin_checks.configured()):
-    infer.decode_task(gin_flags.build(infer.TaskConfig), beside)
-  else:
-    infer.decode(gin_flags.build(infer.DecodeConfig), beside)
-
-
-def drafter_costs() -> None:
-  """Measures what a draft costs, for every drafter beside one target.
-
-    python scripts/drafter_costs.py --gin_file=gin/runs/drafter_costs.gin
-
-  The table goes to stdout.
-  """
-  from specdec_jax.measure import drafter_costs
-
-  drafter_costs.drafter_costs(gin_flags.build(drafter_costs.DrafterCostsConfig))
-
-
-def evaluate() -> None:
-  """Scores a pair on a test set: BLEU, and how often drafts are accepted.
-
-    python scripts/evaluate.py --gin_file=gin/runs/eval.gin \\
-      --gin.EVAL_FILE=FILE
-
-  The report goes to stdout.
-  """
-  from specdec_jax.infer import quality
-
-  quality.evaluate(
-    gin_flags.build(quality.EvaluateConfig),
-    beside={'operative_config.gin': gin_flags.operative_config},
-  )
-
-
-def fit_ngram() -> None:
-  """Fits an n-gram table: a drafter without a network.
-
-    python scripts/fit_ngram.py --gin_file=gin/runs/fit_ngram.gin \\
-      --gin.TRAIN_FILES="['text.txt']" --gin.OUTPUT_FILE=bigram.npz
-
-  What it holds goes to stdout.
-  """
-  from specdec_jax.measure import ngram
-
-  ngram.fit_ngram(gin_flags.build(ngram.FitNgramConfig))
-
-
-def measure_alpha() -> None:
-  """Measures a pair's acceptance rate: Corollary 3.6 on the target's tokens.
-
-    python scripts/measure_alpha.py --gin_file=gin/runs/alpha_demo.gin
-
-  The table goes to stdout.
-  """
-  from specdec_jax.measure import alpha
-
-  alpha.measure_alpha(gin_flags.build(alpha.MeasureAlphaConfig))
-
-
-def peers() -> None:
-  """Times this project beside transformers and CTranslate2 on equal weights.
-
-    python scripts/peers.py --gin_file=gin/runs/peers_demo.gin
-
-  Needs the extra: pip install -e '.[peers]'. The table goes to stdout.
-  """
-  from specdec_jax.measure import peers
-
-  peers.compare(gin_flags.build(peers.PeersConfig))
-
-
-def reproduce() -> None:
-  """Writes tables and figures of the paper beside what is measured here.
-
-    python scripts/reproduce.py --gin_file=gin/runs/table2.gin \\
-      --gin.OUTPUT_DIR=outputs/table2
-
-  The tables go to stdout.
-  """
-  from specdec_jax.paper import reproduce
-
-  for path in reproduce.reproduce(gin_flags.build(reproduce.ReproduceConfig)):
-    print(path)
-
-
-def throughput() -> None:
-  """Measures data-set decoding: full slots beside fixed batches; batch sizes.
-
-    python scripts/throughput.py --gin_file=gin/runs/throughput_demo.gin \\
-      --gin.OUTPUT_FILE=throughput.json --gin.PLOT_FILE=throughput.png
-
-  The tables go to stdout.
-  """
-  from specdec_jax.measure import throughput, throughput_picture
-
-  config = gin_flags.build(throughput.ThroughputConfig)
-  record = throughput.measure_throughput(config)
-  if config.plot_file:
-    throughput_picture.plot_throughput(config.plot_file, record)
-
-
-def tpu_check() -> None:
-  """Compiles for TPU v4 without a TPU; counts memory, bytes and exchanges.
+def compile_check() -> None:
+  """Compiles for TPU v4 without one; counts memory and bytes.
 
   Table 2 on one chip:
 
-    python scripts/tpu_check.py --gin_file=gin/runs/tpu_check.gin \\
+    specdec compile-check --gin_file=gin/runs/tpu_check.gin \\
       --gin.OUTPUT_DIR=outputs/tpu_v4
 
   Models that are split over slices of 4 and 16 chips:
 
-    python scripts/tpu_check.py --gin_file=gin/runs/tpu_slices.gin \\
+    specdec compile-check --gin_file=gin/runs/tpu_slices.gin \\
       --gin.OUTPUT_DIR=outputs/tpu_v4_slices
 
   results.json and report.md go to the output folder.
@@ -206,48 +79,363 @@ def tpu_check() -> None:
 
   # With libtpu installed JAX would look for a TPU here, and wait for it.
   jax.config.update('jax_platforms', 'cpu')
-  slices = f'{tpu_slices.__name__}.{tpu_slices.SlicesConfig.__name__}'
-  if slices in gin_checks.configured():
-    tpu_slices.check(gin_flags.build(tpu_slices.SlicesConfig))
+  if _is_configured('.SlicesConfig'):
+    tpu_slices.check(_build(tpu_slices.SlicesConfig))
   else:
-    tpu_check.check(gin_flags.build(tpu_check.TpuCheckConfig), printed.TABLE2)
+    tpu_check.check(_build(tpu_check.TpuCheckConfig), printed.TABLE2)
 
 
-def train() -> None:
-  """Trains a model, or distils a drafter from a target.
+def convert() -> None:
+  """Writes a checkpoint anew: for Orbax, Hugging Face or T5X.
 
-    python scripts/train.py --gin_file=gin/runs/train.gin \\
-      --gin.MODEL_DIR=FOLDER --gin.TRAIN_FILE=FILE --gin.VOCAB_PATH=FILE
+    specdec convert --target t5_1_1_small/checkpoint_1000000 \\
+      --output-dir outputs/t5_1_1_small --format safetensors
 
-  The same command goes on where a killed run was. Progress goes to stderr.
+    specdec convert --gin_file=gin/models/t5_1_1/small.gin \\
+      --gin_file=gin/runs/convert_checkpoint.gin --target FOLDER \\
+      --gin.TARGET=%T5_1_1_SMALL --output-dir FOLDER --format orbax
+
+  A line about it goes to stdout.
   """
-  from specdec_jax import training
+  from specdec_jax.checkpoints import convert
 
-  training.train(
-    gin_flags.build(training.TrainRun),
-    beside={'operative_config.gin': gin_flags.operative_config},
+  print(convert.convert(_build(convert.ConvertConfig)))
+
+
+def decode() -> None:
+  """Decodes text speculatively, plainly, or both ways, compared.
+
+    specdec decode --target google/flan-t5-xl --draft google/flan-t5-small \\
+      input.txt > output.txt
+
+    echo 'Good morning!' | specdec decode --gin_file=gin/runs/demo.gin -
+
+  FILE has an input per line. Outputs go to stdout in the order of the inputs, a
+  line for each, and the report to stderr; with --output-dir all of it is kept,
+  and a run that was killed goes on when it is started again.
+
+  A run file that configures `infer.TaskConfig` is over a task or a file of
+  examples, as with T5X's infer.py; others are over lines of text
+  (`infer.DecodeConfig`). In those that are shipped the report goes to stdout.
+  """
+  from specdec_jax import infer
+
+  if _is_configured('.TaskConfig'):
+    infer.decode_task(_build(infer.TaskConfig), _beside())
+  else:
+    infer.decode(_build(infer.DecodeConfig), _beside())
+
+
+def demo() -> None:
+  """Translates English to German by the shipped pair, both ways.
+
+    specdec demo
+
+    echo 'Where can I buy a ticket?' | specdec demo -
+
+  FILE has English sentences, one per line; without it 48 of the pair's own are
+  taken. The report goes to stdout: some outputs, calls and time of plain and of
+  speculative decoding, and whether all outputs agree.
+  """
+  decode()
+
+
+def drafter_costs() -> None:
+  """Measures what a draft costs, for every drafter beside one target.
+
+    specdec measure --gin_file=gin/runs/drafter_costs.gin
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import drafter_costs
+
+  drafter_costs.drafter_costs(_build(drafter_costs.DrafterCostsConfig))
+
+
+def evaluate() -> None:
+  """Scores a pair on a test set: BLEU, and how often drafts are accepted.
+
+    specdec measure --gin_file=gin/runs/eval.gin --gin.EVAL_FILE=FILE
+
+  The report goes to stdout.
+  """
+  from specdec_jax.infer import quality
+
+  quality.evaluate(_build(quality.EvaluateConfig), beside=_beside())
+
+
+def fit_ngram() -> None:
+  """Fits an n-gram table: a drafter without a network.
+
+    specdec train --gin_file=gin/runs/fit_ngram.gin \\
+      --gin.TRAIN_FILES="['text.txt']" --gin.OUTPUT_FILE=bigram.npz
+
+  What it holds goes to stdout.
+  """
+  from specdec_jax.measure import ngram
+
+  ngram.fit_ngram(_build(ngram.FitNgramConfig))
+
+
+def measure() -> None:
+  """Measures costs, acceptance, throughput or quality.
+
+    specdec measure --gin_file=gin/runs/alpha_demo.gin
+
+    specdec measure --gin_file=gin/runs/benchmark_base.gin
+
+  Run files, in gin/runs/, and what each measures:
+
+    alpha_demo       how often the target accepts the drafter's tokens
+    benchmark_base   calls and both loops; also benchmark_demo
+    throughput_demo  a data set: continuous batching, batch sizes
+    drafter_costs    what a draft costs, for each kind of drafter
+    eval             BLEU and acceptance on a test set
+    peers_demo       transformers and CTranslate2 on the same weights
+    accelerator      all of Table 2 on one GPU or TPU
+
+  Their headers say what they need and how long they take. Tables go to stdout.
+  """
+  _chosen(
+    'measure',
+    {
+      '.SuiteConfig': accelerator,
+      '.MeasureAlphaConfig': measure_alpha,
+      '.BenchmarkConfig': benchmark,
+      '.ThroughputConfig': throughput,
+      '.DrafterCostsConfig': drafter_costs,
+      '.EvaluateConfig': evaluate,
+      '.PeersConfig': peers,
+    },
   )
 
 
-_COMMANDS = (
+def measure_alpha() -> None:
+  """Measures a pair's acceptance rate: Corollary 3.6 on the target's tokens.
+
+    specdec measure --gin_file=gin/runs/alpha_demo.gin
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import alpha
+
+  alpha.measure_alpha(_build(alpha.MeasureAlphaConfig))
+
+
+def peers() -> None:
+  """Times this project beside transformers and CTranslate2 on equal weights.
+
+    specdec measure --gin_file=gin/runs/peers_demo.gin
+
+  Needs the extra: pip install 'specdec_jax[peers]'. The table goes to stdout.
+  """
+  from specdec_jax.measure import peers
+
+  peers.compare(_build(peers.PeersConfig))
+
+
+def reproduce() -> None:
+  """Writes the paper's tables beside what is measured here.
+
+    specdec reproduce --gin_file=gin/runs/table1.gin \\
+      --gin.OUTPUT_DIR=outputs/table1
+
+    specdec reproduce --gin_file=gin/runs/trace_demo.gin \\
+      --gin.OUTPUT_DIR=outputs/trace
+
+  The tables go to stdout.
+  """
+  from specdec_jax.paper import reproduce
+
+  for path in reproduce.reproduce(_build(reproduce.ReproduceConfig)):
+    print(path)
+
+
+def score() -> None:
+  """Scores given outputs: the target's log-probability of each.
+
+    specdec score --target google/flan-t5-xl pairs.tsv
+
+    specdec score --gin_file=gin/models/demo/target.gin \\
+      --gin_file=gin/runs/score.gin --gin.TARGET=%DEMO_TARGET \\
+      --target demo/target.msgpack --vocab demo/vocab.model pairs.tsv
+
+  FILE has an example per line. The scores, in nats, go to stdout in the same
+  order, a line for each, and the report to stderr; with --output-dir all of it
+  is kept, as T5X's infer.py does in the mode 'score'.
+  """
+  from specdec_jax import infer
+
+  infer.decode_task(_build(infer.TaskConfig), _beside())
+
+
+def throughput() -> None:
+  """Measures data-set decoding: full slots beside fixed batches; batch sizes.
+
+    specdec measure --gin_file=gin/runs/throughput_demo.gin \\
+      --gin.OUTPUT_FILE=throughput.json --gin.PLOT_FILE=throughput.png
+
+  The tables go to stdout.
+  """
+  from specdec_jax.measure import throughput, throughput_picture
+
+  config = _build(throughput.ThroughputConfig)
+  record = throughput.measure_throughput(config)
+  if config.plot_file:
+    throughput_picture.plot_throughput(config.plot_file, record)
+
+
+def train() -> None:
+  """Trains a model, distils a drafter, or fits an n-gram table.
+
+    specdec train --gin_file=gin/runs/train.gin \\
+      --gin.OUTPUT_DIR=FOLDER --gin.TRAIN_FILE=FILE --gin.VOCAB_PATH=FILE
+
+    specdec train --gin_file=gin/runs/fit_ngram.gin \\
+      --gin.TRAIN_FILES="['text.txt']" --gin.OUTPUT_FILE=bigram.npz
+
+  The same command goes on where a killed run was. Progress goes to stderr.
+  """
+  _chosen('train', {'.TrainRun': _train, '.FitNgramConfig': fit_ngram})
+
+
+def try_() -> None:
+  """Fetches a pair, checks it, and decodes a sample both ways.
+
+    specdec try google/flan-t5-xl google/flan-t5-small --output-file try.json
+
+    specdec try outputs/my_target google/flan-t5-small mine.tsv --prefix ''
+
+  A first look: is it quicker here, how much is accepted, do all outputs agree,
+  and how good are they? FILE may have examples of your own.
+  """
+  from specdec_jax import infer
+
+  infer.look(_build(infer.TryConfig))
+
+
+def _train() -> None:
+  from specdec_jax import training
+
+  training.train(_build(training.TrainRun), beside=_beside())
+
+
+def _build(cls: type) -> Any:
+  from specdec_jax.cli import gin_flags
+
+  return gin_flags.build(cls)
+
+
+def _beside() -> dict[str, Callable[[], str]]:
+  """What goes into an output folder beside the results."""
+  from specdec_jax.cli import gin_flags
+
+  return {'operative_config.gin': gin_flags.operative_config}
+
+
+def _is_configured(ending: str) -> bool:
+  from specdec_jax.cli import gin_checks
+
+  return any(name.endswith(ending) for name in gin_checks.configured())
+
+
+def _chosen(name: str, functions: dict[str, Callable[[], None]]) -> None:
+  """Calls the function of the configuration that the run file has.
+
+  Raises:
+    ValueError: it has none of them, or is a run of another command.
+  """
+  others = {'.ReproduceConfig': 'reproduce', '.TaskConfig': 'decode'}
+  others |= {'.DecodeConfig': 'decode', '.CalibrateConfig': 'calibrate'}
+  for ending, other in others.items():
+    if _is_configured(ending):
+      raise ValueError(
+        f'This run file is one of `specdec {other}`, not of `specdec {name}`.'
+      )
+  for ending, function in functions.items():
+    if _is_configured(ending):
+      return function()
+  known = ', '.join(ending.removeprefix('.') for ending in functions)
+  raise ValueError(
+    f'The gin files configure none of {known}, of which `specdec {name}` needs'
+    f' one. `specdec {name} --help` names run files that do.'
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """A command of `specdec`.
+
+  Attributes:
+    function: does it, when gin's configuration is loaded.
+    run_file: which it takes where no --gin_file is given; None requires one.
+  """
+
+  function: Callable[[], None]
+  run_file: str | None = None
+
+  @property
+  def summary(self) -> str:
+    """The first line of its help."""
+    return str(self.function.__doc__).partition('\n')[0].rstrip('.')
+
+
+# Name -> command, in the order of --help. `simulate` has flags of its own.
+COMMANDS = {
+  'demo': Command(demo, 'gin/runs/demo.gin'),
+  'decode': Command(decode, 'gin/runs/decode.gin'),
+  'try': Command(try_, 'gin/runs/try.gin'),
+  'score': Command(score, 'gin/runs/score.gin'),
+  'calibrate': Command(calibrate, 'gin/runs/calibrate.gin'),
+  'measure': Command(measure),
+  'train': Command(train),
+  'convert': Command(convert, 'gin/runs/convert_checkpoint.gin'),
+  'reproduce': Command(reproduce),
+  'compile-check': Command(compile_check),
+}
+_SCRIPTS = (
   accelerator,
   benchmark,
-  calibrate,
-  convert_checkpoint,
-  decode,
   drafter_costs,
   evaluate,
   fit_ngram,
   measure_alpha,
   peers,
-  reproduce,
   throughput,
-  tpu_check,
-  train,
 )
-COMMANDS = {function.__name__: function for function in _COMMANDS}
+# Name of a script -> command; its run file is always given.
+SCRIPTS = {
+  **{function.__name__: Command(function) for function in _SCRIPTS},
+  **{
+    name: dataclasses.replace(COMMANDS[name], run_file=None)
+    for name in ('calibrate', 'decode', 'reproduce', 'train')
+  },
+  'convert_checkpoint': Command(convert),
+  'tpu_check': Command(compile_check),
+}
+# What somebody may type who knows the scripts -> the command.
+SAID_OTHERWISE = {
+  'accelerator': 'measure',
+  'benchmark': 'measure',
+  'convert_checkpoint': 'convert',
+  'distill': 'train',
+  'drafter_costs': 'measure',
+  'evaluate': 'measure',
+  'fit_ngram': 'train',
+  'generate': 'decode',
+  'infer': 'decode',
+  'measure_alpha': 'measure',
+  'peers': 'measure',
+  'throughput': 'measure',
+  'tpu_check': 'compile-check',
+  'translate': 'decode',
+}
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
-  """Runs the command `name` with `argv`, or the process's; the exit status."""
-  return gin_flags.main(COMMANDS[name], argv)
+  """Runs the command of a script with `argv`, or the process's; the status."""
+  from specdec_jax.cli import gin_flags
+
+  said = SAID_OTHERWISE.get(name, name)
+  plain = said if said in ('calibrate', 'convert', 'decode') else ''
+  return gin_flags.main(SCRIPTS[name].function, argv, plain)

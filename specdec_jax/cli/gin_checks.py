@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -79,6 +79,37 @@ def _configured() -> set[tuple[str, str]]:
 def configured() -> list[str]:
   """Returns the full name of each function or class that is configured."""
   return sorted({name for _, name in _configured() if name not in _INTERNAL})
+
+
+def used_macros() -> set[str]:
+  """Returns the macros that something refers to."""
+  return set(_uses())
+
+
+def _uses() -> dict[str, set[str]]:
+  """Returns macro -> the macros that refer to it; '' stands for all else."""
+  found: dict[str, set[str]] = {}
+  for (scope, selector), values in _config().items():
+    for reference in gin.config.iterate_references(values):
+      macro, kind = reference.config_key
+      if kind == _MACRO:
+        by = scope if selector == _MACRO else ''
+        found.setdefault(macro, set()).add(by)
+  return found
+
+
+def given_macros() -> dict[str, Any]:
+  """Returns the macros that have a value, not None, as gin holds it."""
+  values = {
+    scope: values.get('value')
+    for (scope, selector), values in _config().items()
+    if selector == _MACRO
+  }
+  return {
+    name: value
+    for name, value in values.items()
+    if value is not None and repr(value) != _REQUIRED
+  }
 
 
 def check_includes(gin_file: str, places: Sequence[str]) -> None:
@@ -217,25 +248,39 @@ def _macro(value: Any) -> str:
   return ''
 
 
-def check_complete(shipped: pathlib.Path) -> None:
+def check_complete(
+  shipped: pathlib.Path,
+  written: Callable[[str], str] = lambda name: f'--gin.{name}=...',
+) -> None:
   """Raises ValueError for macros without a value, or that need themselves.
 
   gin's own check names one that is required, by an internal name, and follows a
-  circle until the stack is full.
+  circle until the stack is full. A required macro that nothing refers to any
+  more, since a binding took its place, may stay without a value: it is taken
+  out.
 
   Args:
     shipped: folder of the gin files that export macros.
+    written: how a name is written on the command line.
   """
   check_circles()
+  used = _uses()
   required = []
   for (scope, selector), values in sorted(_config().items()):
     for parameter, value in values.items():
-      if repr(value) == _REQUIRED:
-        is_macro = selector == _MACRO
+      if repr(value) != _REQUIRED:
+        continue
+      if selector != _MACRO:
         full = f'{scope}/{selector}' if scope else selector
-        required.append(scope if is_macro else f'{full}.{parameter}')
+        required.append(f'{full}.{parameter}')
+      elif scope in used:
+        # One that only gives another macro its value is asked for by its name.
+        (only,) = used[scope] if len(used[scope]) == 1 else ('',)
+        required.append(only or scope)
+      else:
+        del _config()[scope, selector]
   if required:
-    wanted = ' '.join(f'--gin.{name}=...' for name in required)
+    wanted = ' '.join(written(name) for name in required)
     raise ValueError(f'Required and not given: {wanted}')
   defined = {scope for scope, selector in _config() if selector == _MACRO}
   for reference in _references():

@@ -1,4 +1,4 @@
-"""Command line shared by the scripts: gin files and bindings, as in T5X.
+"""Command line shared by all commands: gin files and bindings, as in T5X.
 
   --gin_file=FILE           a gin file; repeatable, later files override
   --gin.NAME=VALUE          a macro (INPUT_FILE) or a binding (scope/fn.param)
@@ -19,6 +19,8 @@ A command is a function whose docstring is its --help, see `commands`:
   def decode() -> None:
     config = gin_flags.build(infer.DecodeConfig)
     ...
+
+It may have flags without gin as well, see `plain_flags`.
 """
 
 import argparse
@@ -30,29 +32,25 @@ import pathlib
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import gin
 
 from specdec_jax.checks.names import nearest
-from specdec_jax.cli import gin_checks, gin_old_paths
-from specdec_jax.infer import processes
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-_FLAGS = (
-  '--gin_file',
-  '--gin.NAME=VALUE',
-  '--gin_bindings',
-  '--gin_search_paths',
-  '--traceback',
-  '--multiprocess',
-  '--coordinator_address',
-  '--process_count',
-  '--process_index',
-  '--help',
+from specdec_jax.cli import (
+  gin_checks,
+  gin_old_macros,
+  gin_old_paths,
+  plain_flags,
 )
+from specdec_jax.files import shipped
+
+if TYPE_CHECKING:
+  from specdec_jax.infer import processes
+
+ROOT = shipped.ROOT  # the folder that holds gin/
+
 _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
 # What gin raises for a file or binding that it cannot take.
 _GIN_ERRORS = (
@@ -81,17 +79,24 @@ class Flags:
     search_paths: folders given by --gin_search_paths.
     traceback: whether errors keep their traceback.
     meeting: of several processes; None is one process.
+    written: macro -> the plain flag that bound it.
+    command: whose flags these are; '' has no plain ones.
   """
 
   gin_files: tuple[str, ...]
   bindings: tuple[tuple[str, str], ...]
   search_paths: tuple[str, ...]
   traceback: bool
-  meeting: processes.Meeting | None = None
+  meeting: 'processes.Meeting | None' = None
+  written: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  command: str = ''
 
 
 def main(
-  function: Callable[[], int | None], argv: Sequence[str] | None = None
+  function: Callable[[], int | None],
+  argv: Sequence[str] | None = None,
+  command: str = '',
+  run_file: str | None = None,
 ) -> int:
   """Loads the configuration, calls `function` and returns the exit status.
 
@@ -103,12 +108,17 @@ def main(
     function: takes nothing and returns a status, None for 0; it fetches what
       it needs by `build`.
     argv: arguments after the program's name; those of the process by default.
+    command: whose plain flags it has; '' has none.
+    run_file: where no --gin_file is given; None requires one.
   """
   argv = sys.argv[1:] if argv is None else list(argv)
   description = inspect.getdoc(function)
 
+  def parsed() -> Flags:
+    return parse_flags(argv, description, command, run_file)
+
   def configured() -> int:
-    flags = parse_flags(argv, description)
+    flags = parsed()
     if flags.meeting is not None:
       processes.join(flags.meeting)
     load(flags)
@@ -118,9 +128,11 @@ def main(
     return _complaining(configured, '--traceback' in argv)
 
   try:
-    meeting = parse_flags(argv, description).meeting
+    meeting = parsed().meeting
   except ValueError:
     return complaining()
+  from specdec_jax.infer import processes
+
   if meeting:
     return processes.run(complaining)
   with processes.ending_on_sigterm():
@@ -142,50 +154,119 @@ def _complaining(function: Callable[[], int], traceback: bool) -> int:
     return 2
 
 
-def parse_flags(argv: Sequence[str], description: str | None = None) -> Flags:
+def parse_flags(
+  argv: Sequence[str],
+  description: str | None = None,
+  command: str = '',
+  run_file: str | None = None,
+) -> Flags:
   """Reads the command line; touches no file and no gin state.
 
   Args:
     argv: arguments after the program's name.
     description: what --help says first.
+    command: whose plain flags it may have; '' has none.
+    run_file: where no --gin_file is given; None requires one.
 
   Raises:
-    ValueError: an unknown flag, a binding without `=`, or no --gin_file.
+    ValueError: an unknown flag, a wrong value, a binding without `=`, or no
+      --gin_file.
   """
-  parser = _Parser(
-    description=description,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
+  plain = plain_flags.of(command)
+  parser = _parser(description, command, plain)
+  args, unknown = parser.parse_known_args(
+    [_rewrite(plain_flags.dashed(arg, plain)) for arg in argv]
   )
-  parser.add_argument('--gin_file', action='append', default=[])
-  parser.add_argument('--gin_bindings', action='append', default=[])
-  parser.add_argument('--gin_search_paths', default='')
-  parser.add_argument('--traceback', action='store_true')
-  parser.add_argument('--multiprocess', action='store_true')
-  parser.add_argument('--coordinator_address')
-  parser.add_argument('--process_count', type=int)
-  parser.add_argument('--process_index', type=int)
-  args, unknown = parser.parse_known_args([_rewrite(arg) for arg in argv])
   if unknown:
     name = unknown[0].split('=')[0]
-    raise ValueError(f'Unknown argument {name!r}.{nearest(name, _FLAGS)}')
-  if not args.gin_file:
+    known = [*parser._option_string_actions, '--gin.NAME=VALUE']  # noqa: SLF001
+    raise ValueError(f'Unknown argument {name!r}.{nearest(name, known)}')
+  gin_files = args.gin_file or ([run_file] if run_file else [])
+  if not gin_files:
     raise ValueError(
       'No --gin_file was given. Expected the path of a run, such as'
       ' --gin_file=gin/runs/demo.gin.'
     )
+  given = plain_flags.bindings(args, plain)
+  # What gin says goes last, and so first.
+  bindings = [(macro, repr(value)) for macro, (_, value) in given.items()]
   return Flags(
-    gin_files=tuple(args.gin_file),
-    bindings=tuple(_parse_binding(text) for text in args.gin_bindings),
+    gin_files=tuple(gin_files),
+    bindings=(*bindings, *map(_parse_binding, args.gin_bindings)),
     search_paths=tuple(filter(None, args.gin_search_paths.split(','))),
     traceback=args.traceback,
     meeting=_meeting(args),
+    written={macro: name for macro, (name, _) in given.items()},
+    command=command,
   )
 
 
-def _meeting(args: argparse.Namespace) -> processes.Meeting | None:
+def _parser(
+  description: str | None, command: str, plain: Sequence[plain_flags.Flag]
+) -> '_Parser':
+  places = [f'[{name}]' for name in plain_flags.places(plain)]
+  parser = _Parser(
+    usage=' '.join(['specdec', command or 'COMMAND', *places, '[FLAGS]']),
+    description=description,
+    formatter_class=_Help,
+    add_help=False,
+    allow_abbrev=False,
+  )
+  plain_flags.add(parser, plain)
+  gin_group = parser.add_argument_group('gin, as with T5X')
+  gin_group.add_argument(
+    '--gin_file',
+    action='append',
+    default=[],
+    metavar='FILE',
+    help='a run file; repeatable, later ones override'
+    + (', in the place of the usual one' if plain else ''),
+  )
+  gin_group.add_argument(
+    '--gin_bindings',
+    action='append',
+    default=[],
+    metavar='NAME=VALUE',
+    help='a macro of the run file, or function.parameter; also written'
+    ' --gin.NAME=VALUE',
+  )
+  gin_group.add_argument(
+    '--gin_search_paths',
+    default='',
+    metavar='A,B',
+    help='folders that are searched for gin files',
+  )
+  more = parser.add_argument_group('more')
+  more.add_argument(
+    '-h', '--help', action='help', help='show this and do nothing'
+  )
+  more.add_argument(
+    '--traceback', action='store_true', help='show where an error came from'
+  )
+  more.add_argument(
+    '--multiprocess',
+    action='store_true',
+    help='one of several processes of a TPU pod, of Slurm or of Open MPI',
+  )
+  more.add_argument(
+    '--coordinator_address',
+    metavar='HOST:PORT',
+    help='one of several processes anywhere else: the address of the first',
+  )
+  more.add_argument(
+    '--process_count', type=int, metavar='N', help='how many there are'
+  )
+  more.add_argument(
+    '--process_index', type=int, metavar='I', help='which one this is, from 0'
+  )
+  return parser
+
+
+def _meeting(args: argparse.Namespace) -> 'processes.Meeting | None':
   found = (args.coordinator_address, args.process_count, args.process_index)
   if args.multiprocess or any(value is not None for value in found):
+    from specdec_jax.infer import processes
+
     return processes.Meeting(*found)
   return None
 
@@ -215,8 +296,14 @@ def load(flags: Flags) -> None:
     except _GIN_ERRORS as error:
       raise ValueError(f'{gin_file}: {gin_checks.explain(error)}') from error
   gin_checks.check_scopes()
+  used = gin_checks.used_macros()
+  for name, value in gin_checks.given_macros().items():
+    if (new := gin_old_macros.new_name(name, used)) != name:
+      gin.bind_parameter(f'{new}/gin.macro.value', value)
   known = gin_checks.Known()
   for name, value in flags.bindings:
+    name = gin_old_macros.new_name(name, used)
+    _check_written(name, flags, known)
     known.check(name)
     try:
       gin.parse_config(f'{name} = {value}')
@@ -226,8 +313,24 @@ def load(flags: Flags) -> None:
         f'{known.hint(name)}'
       ) from error
     known.check_effect(name)
-  gin_checks.check_complete(ROOT / 'gin')
+  gin_checks.check_complete(
+    ROOT / 'gin', lambda name: plain_flags.spelling(flags.command, name)
+  )
   gin.finalize()
+
+
+def _check_written(name: str, flags: Flags, known: gin_checks.Known) -> None:
+  """Raises ValueError for a plain flag that the run file has no use for."""
+  if name in flags.written and name not in known.macros:
+    has = [
+      flag.names[0]
+      for flag in plain_flags.of(flags.command)
+      if flag.macro in known.macros
+    ]
+    raise ValueError(
+      f'{flags.written[name]} is nothing that {", ".join(flags.gin_files)} can'
+      f' be told: it has no macro {name}. Known: {", ".join(sorted(has))}.'
+    )
 
 
 def _is_no_place_of_many(record: logging.LogRecord) -> bool:
@@ -248,7 +351,7 @@ def build(cls: type[_T]) -> _T:
     found = ', '.join(gin_checks.configured()) or 'nothing'
     raise ValueError(
       f'The gin files do not configure {cls.__module__}.{cls.__qualname__},'
-      f' which this script needs; they configure {found}. Is it the'
+      f' which this command needs; they configure {found}. Is it the'
       ' right run file?'
     ) from error
   try:
@@ -267,6 +370,16 @@ def build(cls: type[_T]) -> _T:
 def operative_config() -> str:
   """Returns every value that was in force, defaults included, as gin text."""
   return gin.operative_config_str()
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+  """Names of one flag with commas between them, its value behind the last."""
+
+  def _format_action_invocation(self, action: argparse.Action) -> str:
+    if not action.option_strings or action.nargs == 0:
+      return super()._format_action_invocation(action)
+    value = self._format_args(action, str(action.metavar))
+    return f'{", ".join(action.option_strings)} {value}'
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ from typing import Any
 from specdec_jax.checkpoints.huggingface import read_config, special_ids
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.load import (
+  check_network,
   is_huggingface,
   locate,
   open_checkpoint,
@@ -68,6 +69,7 @@ def load(
   """
   if dtype is not None:
     check_choice('dtype', dtype, DTYPES)
+  check_network(network, dtype)
   location = locate(path)
   described: dict[str, Any] = {}
   config: T5Config | GPTConfig | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.files import shipped
 
 _SCHEME = '://'
 _FEW = 8
@@ -30,11 +31,14 @@ _ADVICE = (
 
 
 def open_location(path: str | os.PathLike[str]) -> 'Location':
-  """Returns the place that a path or a URL (`gs://bucket/folder`) names."""
+  """Returns the place that a path or a URL (`gs://bucket/folder`) names.
+
+  Of a shipped file, see `shipped.find`.
+  """
   check_path(path)
   text = os.fspath(path)
   if _SCHEME not in text:
-    return Location(text)
+    return Location(shipped.find(text))
   import tensorstore
 
   try:

@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from specdec_jax.files import shipped
+
 MAX_LINE = 4 << 20  # bytes of a line; a longer one is that line's error
 # Of a pipe, which may have no end; a file has one.
 MAX_PIPE = 1 << 30  # bytes
@@ -132,6 +134,7 @@ def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
   if path == '-':
     yield sys.stdin.buffer, True
     return
+  path = shipped.find(path)
   mode = os.stat(path).st_mode
   if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
     raise ValueError(

@@ -3,21 +3,27 @@
 `DecodeConfig` describes a run over lines, which compares both ways of decoding,
 and `decode` does it. `TaskConfig` describes a run over a task as T5X users know
 it, and `decode_task` does it. Both can be killed and go on where they were.
+`look` is a first look at a pair.
 """
 
 from specdec_jax.infer.failures import AllFailedError
+from specdec_jax.infer.first_look import TryConfig, look
 from specdec_jax.infer.run import decode, decode_task
 from specdec_jax.infer.settings import (
   DecodeConfig,
   TaskConfig,
   load_drafter,
+  open_tokenizer,
 )
 
 __all__ = [
   'AllFailedError',
   'DecodeConfig',
   'TaskConfig',
+  'TryConfig',
   'decode',
   'decode_task',
   'load_drafter',
+  'look',
+  'open_tokenizer',
 ]

@@ -85,6 +85,7 @@ class Decoding:
     log_probs: whether log-probabilities are wanted.
     lenience: of the speculative way; below 1 it is lossy.
     slots: of continuous batching; None decodes fixed batches.
+    stop_strings: that end an output.
   """
 
   engine: Engine
@@ -94,6 +95,7 @@ class Decoding:
   log_probs: bool = True
   lenience: float = 1.0
   slots: PoolSettings | None = None
+  stop_strings: Sequence[str] = ()
 
   @functools.cached_property
   def _decoder(self) -> Engine | Continuous:
@@ -133,6 +135,8 @@ class Decoding:
       options['prompts'] = [item.prompt or [] for item in items]
     if self.lenience != 1:
       options['lenience'] = self.lenience
+    if self.stop_strings:
+      options['stop_strings'] = tuple(self.stop_strings)
     if not self.log_probs:
       options['log_probs'] = False
     return options

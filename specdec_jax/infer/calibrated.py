@@ -101,6 +101,7 @@ def ways(
       log_probs=config.log_probs,
       lenience=config.lenience,
       slots=slots,
+      stop_strings=getattr(config, 'stop_strings', ()),
     )
 
   return {name: way(name) for name in config.ways}

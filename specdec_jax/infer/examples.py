@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.files import shipped
 from specdec_jax.text import local_tasks, tasks
 from specdec_jax.text.local_tasks import BROKEN, LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
   """
   if isinstance(task, LocalTask):
     return _checked(task, tokenizer)
+  task = shipped.find(task)
   kind = pathlib.Path(task.removesuffix('.gz')).suffix.removeprefix('.')
   if not os.path.isfile(task):
     if os.sep in task or kind in local_tasks.KINDS:

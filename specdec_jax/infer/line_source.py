@@ -10,6 +10,7 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import example_id
 from specdec_jax.infer import batches, report, results
 from specdec_jax.infer.settings import DecodeConfig, by_rows
 from specdec_jax.text.lines import check_some, count_tokens, read_lines
@@ -44,7 +45,11 @@ class Lines:
 
   def engine(self) -> Engine:
     """Makes the engine and counts the lines' tokens by it."""
-    engine = self.config.engine()
+    config, options = self.config, {}
+    if config.drafter is not None and report.SPECULATIVE in config.ways:
+      # First: where it was left out, no target need be read.
+      options['drafter'] = config.drafter()
+    engine = config.engine(**options)
     self._limit = engine.max_input_len
     most = self._limit if self.config.on_too_long == 'error' else None
     self._lines = count_tokens(self._lines, engine.num_input_tokens, most)
@@ -52,10 +57,16 @@ class Lines:
 
   def items(self) -> list[batches.Item]:
     """All lines that have something to read and no error."""
+    count = self.config.num_samples
     return [
-      batches.Item(index, line.text, example_id=index)
+      batches.Item(
+        index * count + sample,
+        line.text,
+        example_id=example_id(index, sample),
+      )
       for index, line in enumerate(self._lines)
       if line.num_tokens and not line.error
+      for sample in range(count)
     ]
 
   def identity(
@@ -64,6 +75,10 @@ class Lines:
     """Everything that decides the results, as JSON has it."""
     config = self.config
     texts = repr([(line.text, line.error) for line in self._lines])
+    later = {  # than the runs that earlier versions left unfinished
+      'num_samples': config.num_samples if config.num_samples > 1 else None,
+      'stop_strings': list(config.stop_strings) or None,
+    }
     return {
       'lines': len(self._lines),
       'lines_sha256': hashlib.sha256(texts.encode()).hexdigest(),
@@ -77,11 +92,14 @@ class Lines:
       'checkpoint_period': config.checkpoint_period,
       'gammas': by_rows(gammas),
       **batches.engine_identity(engine),
+      **{name: value for name, value in later.items() if value},
     }
 
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
     """A record a line; see `results`."""
-    return results.make_records(self._lines, modes, self._limit)
+    return results.make_records(
+      self._lines, modes, self._limit, self.config.num_samples
+    )
 
   def context(
     self,
@@ -89,7 +107,11 @@ class Lines:
     modes: Mapping[str, report.Mode],
   ) -> dict[str, Any]:
     """What the summary says of the lines."""
-    reasons = [record['finish_reason'] for record in records]
+    reasons = [
+      reason
+      for record in records
+      for reason in results.as_list(record['finish_reason'])
+    ]
     return {
       'input_file': self.config.input_file,
       'lines': len(records),
@@ -101,7 +123,8 @@ class Lines:
     self, console: rich.console.Console, modes: Mapping[str, report.Mode]
   ) -> None:
     """Prints some of them, decoded."""
-    texts = [line.text for line in self._lines]
+    count = self.config.num_samples
+    texts = [line.text for line in self._lines for _ in range(count)]
     report.print_examples(console, texts, modes, self.config.num_shown)
 
   def complaint(self, summary: Mapping[str, Any]) -> str | None:

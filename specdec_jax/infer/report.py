@@ -222,17 +222,23 @@ def print_results(
   console: rich.console.Console,
   summary: Mapping[str, Any],
   output_dir: str | None,
+  printed: bool = False,
 ) -> None:
-  """Prints the table of `summary`; agreement and failed lines below it."""
+  """Prints the table of `summary`; agreement and failed lines below it.
+
+  Args:
+    console: where it goes.
+    summary: see `summarise`.
+    output_dir: where the results are; None is nowhere.
+    printed: whether the outputs were.
+  """
   console.print(table(summary))
   for message in _notes(summary):
     say(console, message)
-  say(
-    console,
-    f'Results are in {output_dir}.'
-    if output_dir
-    else 'No output folder was given, so no results were kept.',
-  )
+  if output_dir:
+    say(console, f'Results are in {output_dir}.')
+  elif not printed and summary['kind'] != 'task':
+    say(console, 'No output folder was given, so no results were kept.')
 
 
 def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:

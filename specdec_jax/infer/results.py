@@ -6,6 +6,8 @@ the marker `NAME.COMPLETED` there is no finished result of that name.
 
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,35 +25,47 @@ SUMMARY = 'summary.json'
 
 
 def make_records(
-  lines: Sequence[Line], modes: Mapping[str, report.Mode], limit: int
+  lines: Sequence[Line],
+  modes: Mapping[str, report.Mode],
+  limit: int,
+  num_samples: int = 1,
 ) -> list[dict[str, Any]]:
-  """Returns one JSON object a line, in the order of the input.
+  """Returns one JSON object for each line, in the order of the input.
 
   Args:
     lines: with their tokens counted.
-    modes: what was decoded, by line index.
+    modes: what was decoded, by the number of the item: samples of a line lie
+      together.
     limit: tokens of a line that were decoded at most, its end included.
+    num_samples: of a line; above 1 what is of samples is a list.
   """
-  stats: list[dict[str, Any]] = [{} for _ in lines]
+  took: dict[int, dict[str, Any]] = {}
   for name, mode in modes.items():
     for batch, ms in zip(mode.batches, mode.ms_per_token(), strict=True):
-      for index in batch:
-        took = counts(mode.completions[index])
-        stats[index][name] = took | {'batch_ms_per_token': ms}
+      for number in batch:
+        own = counts(mode.completions[number]) | {'batch_ms_per_token': ms}
+        took.setdefault(number, {})[name] = own
   # Both ways draw from one distribution, unless lenience makes the last one
   # lossy, as the record then says; the last one's text is kept.
   last = list(modes.values())[-1]
-  return [
-    _record(i, line, limit, last.completions.get(i), stats[i])
-    for i, line in enumerate(lines)
-  ]
+  records = []
+  for i, line in enumerate(lines):
+    numbers = range(i * num_samples, (i + 1) * num_samples)
+    stats = {
+      name: _one_or_all([took[number][name] for number in numbers])
+      for name in took.get(numbers[0], {})
+    }
+    found = [last.completions.get(number) for number in numbers]
+    kept = [completion for completion in found if completion is not None]
+    records.append(_record(i, line, limit, kept, stats))
+  return records
 
 
 def _record(
   index: int,
   line: Line,
   limit: int,
-  completion: Completion | None,
+  completions: Sequence[Completion],
   stats: dict[str, Any],
 ) -> dict[str, Any]:
   record: dict[str, Any] = {
@@ -65,15 +79,17 @@ def _record(
     'error': line.error,
     'stats': stats,
   }
-  if completion is not None:
-    error = completion.error
+  if completions:
+    errors = [one.error for one in completions if one.error]
     record |= {
-      'prediction': None if error else completion.text,
-      'prediction_tokens': list(completion.tokens),
-      'log_prob': total_log_prob(completion),
-      'finish_reason': completion.finish_reason,
-      'lossless': completion.lossless,
-      'error': f'line {index + 1}: {error}' if error else None,
+      'prediction': _one_or_all(
+        [None if one.error else one.text for one in completions]
+      ),
+      'prediction_tokens': _one_or_all([list(c.tokens) for c in completions]),
+      'log_prob': _one_or_all([total_log_prob(one) for one in completions]),
+      'finish_reason': _one_or_all([one.finish_reason for one in completions]),
+      'lossless': all(one.lossless for one in completions),
+      'error': f'line {index + 1}: {errors[0]}' if errors else None,
     }
   return record
 
@@ -149,6 +165,35 @@ def _prediction(
 def _one_or_all(values: list[Any]) -> Any:
   """The value if there is one, as T5X has it, else all of them."""
   return values[0] if len(values) == 1 else values
+
+
+def as_list(value: Any) -> list[Any]:
+  """The inverse of what a record does with one value."""
+  return value if isinstance(value, list) else [value]
+
+
+def print_outputs(
+  records: Sequence[Mapping[str, Any]], num_samples: int = 1
+) -> None:
+  """Prints the outputs of records, or their scores, a line for each.
+
+  An output that has line breaks gets spaces in their place; where none came
+  the line is empty. A reader that has seen enough ends it.
+
+  Args:
+    records: one for each input, see `make_records` and `task_records`.
+    num_samples: lines of each.
+  """
+  try:
+    for record in records:
+      values = as_list(record.get('prediction', record.get('score')))
+      for value in values * (num_samples if len(values) == 1 else 1):
+        text = '' if value is None else files.writable(str(value))
+        print(' '.join(text.splitlines()))
+    sys.stdout.flush()
+  except BrokenPipeError:
+    # What Python would flush at its end has nowhere to go.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def plain(value: Any) -> Any:

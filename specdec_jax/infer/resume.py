@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from specdec_jax import files
@@ -32,7 +32,8 @@ _CONFIG = 'config.json'
 _DECODED = 'decoded.json'
 _CHUNK = re.compile(r'\d{5,}\.json')
 _SHARE = '.process-'
-_ANEW = 'Give another folder, or set overwrite to True to make them anew'
+_OVERWRITE = 'overwrite (--overwrite, in gin OVERWRITE = True)'
+_ANEW = f'Give another folder, or {_OVERWRITE} to make them anew'
 
 Chunks = dict[int, Any]
 
@@ -141,9 +142,18 @@ class Folder:
     Raises:
       ValueError: it cannot be read, or is not JSON.
     """
+    return self._parsed(name, json.loads)
+
+  def read_json_lines(self, name: str) -> list[Any]:
+    """Likewise, a file with a value on each line."""
+    return self._parsed(
+      name, lambda text: [json.loads(line) for line in text.split('\n') if line]
+    )
+
+  def _parsed(self, name: str, parse: Callable[[str], Any]) -> Any:
     path = self.path / name
     try:
-      return json.loads(path.read_text('utf-8'))
+      return parse(path.read_text('utf-8'))
     except (OSError, ValueError, RecursionError) as error:
       raise ValueError(
         f'{str(path)!r}, a finished result, cannot be read as JSON: {error}.'
@@ -350,7 +360,7 @@ class Folder:
       before,
       config,
       f'{str(self.path)!r} holds {what} of another configuration ({self.name})',
-      'Give another folder, the same configuration, or set overwrite to True',
+      f'Give another folder, the same configuration, or {_OVERWRITE}',
     )
 
 

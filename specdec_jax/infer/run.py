@@ -46,8 +46,8 @@ def decode(
     config: the run.
     beside: more files for the output folder: name -> function of its text,
       called when the engine exists (a configuration that was in force).
-    console: where the report goes; stdout by default. Progress is shown only
-      on a terminal.
+    console: where the report goes; by default stdout, or stderr where
+      `config.stdout` is 'outputs'. Progress is shown only on a terminal.
 
   Returns:
     The summary, see `report.summarise`.
@@ -66,7 +66,7 @@ def decode(
       'Several processes decode a task or a file of examples together: give'
       ' gin/runs/infer.gin. A run over lines is one process.'
     )
-  console = console or rich.console.Console()
+  console = console or _console(config)
   if config.output_dir is None:
     return _run(Lines(config), None, None, beside or {}, console, who)
   folder = resume.Folder(config.output_dir, results.PREDICTIONS)
@@ -107,7 +107,7 @@ def decode_task(
       came; it is left without a marker.
     OSError: results could not be written; what is done is kept.
   """
-  console = console or rich.console.Console()
+  console = console or _console(config)
   names = tasks.tasks_of(config.mixture_or_task_name)
   if len(names) == 1:
     return _one_task(config, beside or {}, console)
@@ -126,6 +126,10 @@ def decode_task(
     'mixture': str(config.mixture_or_task_name),
     'tasks': summaries,
   }
+
+
+def _console(config: DecodeConfig | TaskConfig) -> rich.console.Console:
+  return rich.console.Console(stderr=config.prints_outputs)
 
 
 class _Kept:
@@ -151,8 +155,15 @@ def _one_task(
     config.mixture_or_task_name, config.split, config.tokenizer
   )
   config = dataclasses.replace(config, mixture_or_task_name=found)
-  folder = resume.Folder(config.output_dir, results_name(config))
   who = processes.current()
+  if config.output_dir is None:
+    if not who.alone:
+      raise ValueError(
+        'Several processes of one run need a folder for the results: give'
+        ' output_dir (gin: OUTPUT_DIR).'
+      )
+    return _run(Task(config), None, None, beside, console, who)
+  folder = resume.Folder(config.output_dir, results_name(config))
   own = folder
   if who.index:
     own = folder.share(who.index, who.count)
@@ -205,6 +216,9 @@ def _run(
     folder.check_finished(decides)
     if not gone:
       summary = _kept(source, folder, console, who)
+      if config.prints_outputs and who.index == 0:
+        found = folder.read_json_lines(folder.name)
+        results.print_outputs(found, config.rows // config.batch_size)
       results.check_whole(source.broken_off, config.output_dir)
       return summary
     if who.index == 0:
@@ -233,8 +247,13 @@ def _run(
       records, summary, beside, folder.name, source.prefix
     )
     folder.leave(contents) if failed else folder.finish(contents)
-  source.show(console, modes)
-  report.print_results(console, summary, config.output_dir)
+  if config.prints_outputs:
+    results.print_outputs(records, config.rows // config.batch_size)
+  else:
+    source.show(console, modes)
+  report.print_results(
+    console, summary, config.output_dir, config.prints_outputs
+  )
   if failed:
     raise failed
   results.check_whole(source.broken_off, config.output_dir)
@@ -285,7 +304,7 @@ def _kept(
   if who.index == 0:
     folder.clean()
   console.print(
-    f'{folder.name} is finished; it is kept. Set overwrite to True to make it'
-    ' anew.'
+    f'{folder.name} is finished; it is kept. Overwrite it (--overwrite, in gin'
+    ' OVERWRITE = True) to make it anew.'
   )
   return folder.read_json(source.prefix + results.SUMMARY)

@@ -1,7 +1,7 @@
 """What a run of scripts/decode.py can be asked: over lines, or over a task."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import check_types
@@ -15,6 +15,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer_bpe import open_vocabulary
 from specdec_jax.verify import check_lenience
 
 # Whom to ask for what: the ways of decoding that run, in turn.
@@ -29,6 +30,8 @@ MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
 BATCHINGS = (FIXED, CONTINUOUS)
 TASKS_OWN = 'task'  # metrics: those that the task names
 TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
+# What goes to stdout: the report; or the outputs, and the report to stderr.
+REPORT, OUTPUTS = 'report', 'outputs'
 
 
 class _Rows:
@@ -37,6 +40,7 @@ class _Rows:
   batch_size: int
   batching: str
   deterministic: bool
+  stdout: str
 
   @property
   def rows(self) -> int:
@@ -47,6 +51,11 @@ class _Rows:
   def log_probs(self) -> bool:
     """Whether log-probabilities are wanted."""
     return True
+
+  @property
+  def prints_outputs(self) -> bool:
+    """Whether stdout is for the outputs."""
+    return self.stdout == OUTPUTS
 
   @property
   def slots(self) -> PoolSettings | None:
@@ -62,6 +71,8 @@ class DecodeConfig(_Rows):
 
   Attributes:
     engine: makes the engine; called after all that is cheap was checked.
+    drafter: makes the drafter that `engine` is called with, where anything is
+      decoded speculatively; None leaves it to `engine`.
     input_file: UTF-8 text, one example a line, plain or `.gz`, or a named
       pipe; '-' reads stdin. See `files.lines`.
     output_dir: where the results go; None writes nothing.
@@ -90,12 +101,16 @@ class DecodeConfig(_Rows):
       it. At temperature 0 no output does. Otherwise the last rows of continuous
       batching keep their gamma, though another would pay.
     checkpoint_period: batches that a killed run may have to repeat.
+    num_samples: outputs of each line; above 1 a record has lists of them.
+    stop_strings: texts that end an output and are no part of it.
+    stdout: 'report', or 'outputs': these then go to stdout, a line for each in
+      the order of the input, and the report to stderr.
 
   Raises:
     ValueError: a value is outside its range.
   """
 
-  engine: Callable[[], Engine]
+  engine: Callable[..., Engine]
   input_file: str = '-'
   output_dir: str | None = None
   overwrite: bool = False
@@ -111,6 +126,10 @@ class DecodeConfig(_Rows):
   calibration: str | None = None
   deterministic: bool = True
   checkpoint_period: int = 100
+  num_samples: int = 1
+  stop_strings: Sequence[str] = ()
+  stdout: str = REPORT
+  drafter: Callable[[], Drafter | Model] | None = None
 
   def __post_init__(self):
     check = _Check(self)
@@ -118,11 +137,30 @@ class DecodeConfig(_Rows):
     check.choice('mode', _WAYS)
     check.choice('on_too_long', ('error', 'truncate'))
     check.at_least(0, 'num_shown')
+    check.at_least(1, 'num_samples')
+    check.at_most(MOST_ROWS, 'num_samples')
+    check.expect(
+      'num_samples',
+      self.num_samples == 1 or not self.sampling.greedy,
+      '1 at temperature 0, where all samples are the same',
+    )
+    texts = self.stop_strings
+    check.expect(
+      'stop_strings',
+      not isinstance(texts, str)
+      and all(isinstance(text, str) and text for text in texts),
+      'texts, none of them empty',
+    )
 
   @property
   def ways(self) -> tuple[str, ...]:
     """The ways of decoding, in turn."""
     return _WAYS[self.mode]
+
+  @property
+  def rows(self) -> int:
+    """Rows that are decoded together: of each line, all samples."""
+    return self.batch_size * self.num_samples
 
   def plainly(self) -> 'DecodeConfig':
     """This run without the drafter's help."""
@@ -139,7 +177,8 @@ class TaskConfig(_Rows):
     tokenizer: of the models, for files of text.
     mixture_or_task_name: of a task, see `text.tasks`; or a local task;
       or the path of a file, see `examples.find`.
-    output_dir: where the results go; see `infer.decode_task`.
+    output_dir: where the results go, see `infer.decode_task`; None writes
+      nothing.
     drafter: makes the drafter that `engine` is called with, where anything is
       decoded speculatively; None leaves it to `engine`.
     task_feature_lengths: feature -> tokens at most, its end included: longer
@@ -174,6 +213,7 @@ class TaskConfig(_Rows):
       without it says which package to install); () or None is none. Examples
       without a target do not count.
     overwrite: as of `DecodeConfig`.
+    stdout: as of `DecodeConfig`; scores in the mode 'score'.
 
   Raises:
     ValueError: a value is outside its range.
@@ -182,7 +222,7 @@ class TaskConfig(_Rows):
   engine: Callable[..., Engine]
   tokenizer: Tokenizer
   mixture_or_task_name: str | LocalTask
-  output_dir: str
+  output_dir: str | None
   drafter: Callable[[], Drafter | Model] | None = None
   task_feature_lengths: Mapping[str, int] | None = None
   split: str = 'test'
@@ -204,6 +244,7 @@ class TaskConfig(_Rows):
   include_all_inputs: bool = False
   metrics: tuple[str, ...] | str | None = TASKS_OWN
   overwrite: bool = False
+  stdout: str = REPORT
 
   def __post_init__(self):
     check = _Check(self)
@@ -301,25 +342,51 @@ def settings_of(
 
 
 def load_drafter(
-  path: str | None = None, network: LanguageModel | None = None, **options
+  path: str | None = None,
+  network: LanguageModel | None = None,
+  dtype: str | None = None,
 ) -> Model:
   """Loads a drafter that a run file may leave out, by `engine.load`.
 
   Args:
     path: of its checkpoint; None where it was left out.
     network: as of `engine.load`.
-    **options: likewise.
+    dtype: likewise.
 
   Raises:
     ValueError: it was left out; or as `engine.load`.
   """
   if path is None:
     raise ValueError(
-      'Speculative decoding needs a drafter: give its checkpoint (gin:'
-      ' DRAFT_CHECKPOINT_PATH) and, unless that describes itself, its network'
-      " (DRAFT); or set decoding (DECODING) to 'plain'."
+      'Speculative decoding needs a drafter: give its checkpoint (--draft, in'
+      ' gin DRAFT_CHECKPOINT_PATH) and, unless that describes itself, its'
+      ' network (DRAFT); or decode without one (--mode plain, in gin DECODING ='
+      " 'plain')."
     )
-  return load(path, network, **options)
+  return load(path, network, dtype=dtype)
+
+
+def open_tokenizer(
+  path: str | None = None, target: Callable[[], Model] | None = None
+) -> Tokenizer:
+  """Opens the vocabulary of a run.
+
+  Args:
+    path: for `tokenizer_bpe.open_vocabulary`; None is the target's own.
+    target: makes the target; called where there is no path.
+
+  Raises:
+    ValueError: it cannot be read, or the target has none.
+  """
+  if path is not None:
+    return open_vocabulary(path)
+  model = None if target is None else target()
+  if model is None or model.tokenizer is None:
+    of = '' if model is None else f' of {model.name!r}'
+    raise ValueError(
+      f'No vocabulary{of} is known: give one (--vocab, in gin VOCAB_PATH).'
+    )
+  return model.tokenizer
 
 
 class _Check:
@@ -333,6 +400,7 @@ class _Check:
       if getattr(config, name) is not None:
         self.path(name)
     self.choice('batching', BATCHINGS)
+    self.choice('stdout', (REPORT, OUTPUTS))
     self.at_least(0, 'seed')
     self.at_least(1, 'batch_size', 'checkpoint_period')
     self.at_most(MOST_ROWS, 'batch_size')

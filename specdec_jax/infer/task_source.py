@@ -30,6 +30,7 @@ _NOT_DECIDING = (
   'overwrite',
   'metrics',
   'calibration',
+  'stdout',
 )
 _ITEM_BYTES = 256  # of a sample at least, until it is written
 

@@ -1,6 +1,7 @@
 """Calibration: costs and acceptance of a pair here, and the gamma they give."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ from specdec_jax.measure.calibration import Calibration, Choice, Measured
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import Column, Table, say
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 
@@ -37,8 +39,9 @@ class CalibrateConfig:
   Attributes:
     engine: makes the engine, with a drafter; called after the memory it needs
       was held against what the device has.
-    target: the target's network, of which the memory is planned.
-    draft: the drafter's; None where it has none.
+    target: the target's network, of which the memory is planned; of a `Model`
+      its network is taken.
+    draft: the drafter's, likewise; None where it has none.
     input_file: the user's own prompts, one a line.
     num_tokens: of the target's own, behind alpha.
     temperature: at which alpha and the costs are measured.
@@ -75,6 +78,10 @@ class CalibrateConfig:
 
   def __post_init__(self):
     check_types(self)
+    for name in ('target', 'draft'):
+      value = getattr(self, name)
+      if isinstance(value, Model):
+        object.__setattr__(self, name, value.network)
     check_at_least(self, num_tokens=1, temperature=0.0, input_len=1)
     check_all_at_least(self, batches=1)
     check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)
@@ -243,9 +250,50 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
   ]
 
 
+def verdicts(found: Calibration) -> list[str]:
+  """Whether speculation pays, a sentence for each number of rows."""
+  record: Any = found.record
+  said = []
+  for choice, costs in zip(found.choices, record['costs'], strict=True):
+    rows = f'{_rows(choice.rows)}: '
+    if not choice.gamma:
+      said.append(
+        f'{rows}speculation does not pay here: no gamma is expected to be'
+        ' quicker than plain decoding.'
+      )
+      continue
+    low, high = choice.interval
+    pays = 'pays' if low >= 1.0 else 'may pay'
+    length = least_length(costs['times_ms'], choice.expected_speed_up)
+    said.append(
+      f'{rows}speculation {pays} here: gamma = {choice.gamma}, expected'
+      f' speed-up {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for'
+      f' outputs of {length} tokens or more.'
+    )
+  return said
+
+
+def least_length(
+  times_ms: Mapping[str, Mapping[str, float]], speed_up: float
+) -> int:
+  """Tokens of an output from which on a speed-up above 1 pays.
+
+  The drafter reads the input first, which takes as long for any output.
+
+  Args:
+    times_ms: as a benchmark's record has them.
+    speed_up: of a token.
+  """
+  first = times_ms.get('draft_encoder', {'median': 0.0})['median']
+  won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
+  return max(1, math.ceil(first / won))
+
+
 def _print(console: rich.console.Console, found: Calibration) -> None:
   record: Any = found.record
   rate = record['acceptance_rate']
+  for verdict in verdicts(found):
+    say(console, verdict)
   for table in tables(dataclasses.asdict(found)):
     console.print(table)
   for choice, costs in zip(found.choices, record['costs'], strict=True):
@@ -265,20 +313,6 @@ def _print(console: rich.console.Console, found: Calibration) -> None:
     f' {rate["num_tokens"]} tokens at temperature {found.temperature:g}'
     + _unproposed(rate['proposes'])
   )
-  for choice in found.choices:
-    rows = f'{_rows(choice.rows)}: '
-    if not choice.gamma:
-      console.print(
-        f'{rows}speculation does not pay here: no gamma is expected to be'
-        ' quicker than plain decoding.'
-      )
-      continue
-    low, high = choice.interval
-    doubt = ' (it may not pay)' if low < 1.0 else ''
-    console.print(
-      f'{rows}gamma = {choice.gamma}: expected speed-up'
-      f' {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}){doubt}'
-    )
 
 
 def _rows(count: int) -> str:

@@ -76,6 +76,6 @@ def load_matplotlib() -> Any:
   except ImportError as error:
     raise ValueError(
       'Plots need matplotlib, which is not installed. Install the extra:'
-      " pip install -e '.[plots]'"
+      " pip install 'specdec_jax[plots]'"
     ) from error
   return matplotlib

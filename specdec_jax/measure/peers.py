@@ -29,7 +29,7 @@ from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Cell, Column, Table, say
 from specdec_jax.measure.table import console as terminal
 
-INSTALL = "pip install -e '.[peers]'"
+INSTALL = "pip install 'specdec_jax[peers]'"
 # Versions that a result must be read with; transformers' assistant adapts its
 # confidence threshold only where scikit-learn is installed.
 _VERSIONS = (

@@ -42,10 +42,7 @@ def describe_slice(topology: str) -> list[Any]:
     ValueError: libtpu is not installed, or refuses.
   """
   if importlib.util.find_spec('libtpu') is None:
-    raise ValueError(
-      "libtpu is not installed: pip install 'specdec_jax[tpu]', or in a copy of"
-      " the repository pip install -e '.[tpu]'."
-    )
+    raise ValueError("libtpu is not installed: pip install 'specdec_jax[tpu]'")
   for name, value in _DESCRIPTION.items():
     os.environ.setdefault(name, value)
   try:

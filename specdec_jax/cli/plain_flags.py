@@ -1,0 +1,318 @@
+"""Flags for people who have no gin: each is another way to write a macro.
+
+`specdec decode --gamma 7` is `specdec decode --gin.GAMMA=7`: there is one way
+of configuration, and operative_config.gin shows it. Where no --gin_file is
+given, a command takes a run file of its own.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from specdec_jax.checks.names import nearest
+
+_TEXTS = ('decode', 'demo')
+_ENGINE = ('decode', 'demo', 'calibrate')
+_PAIR = ('decode', 'score', 'calibrate', 'try')
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+  """A flag, and the macro that it binds.
+
+  Attributes:
+    names: the first is shown first; the others are what else people try. A
+      name without dashes is a place on the command line.
+    macro: that it gives a value.
+    help: what it is, on a line.
+    commands: that have it.
+    kind: str, int, float, bool (a switch), or tuple (given again for each one).
+    choices: the words that it may be; none is any.
+  """
+
+  names: tuple[str, ...]
+  macro: str
+  help: str
+  commands: tuple[str, ...]
+  kind: type = str
+  choices: tuple[str, ...] = ()
+
+  @property
+  def metavar(self) -> str:
+    """What --help calls the value."""
+    if self.choices:
+      return '|'.join(self.choices)
+    return {int: 'N', float: 'X'}.get(self.kind, 'TEXT')
+
+  def value(self, name: str, text: str) -> Any:
+    """The value that a text on the command line stands for.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if self.choices and text not in self.choices:
+      raise ValueError(
+        f'{name} is {text!r}, expected one of {list(self.choices)}.'
+        f'{nearest(text, self.choices, or_all=False)}'
+      )
+    if self.kind not in (int, float):
+      return text
+    try:
+      return self.kind(text)
+    except ValueError as error:
+      what = 'a whole number' if self.kind is int else 'a number'
+      raise ValueError(f'{name} is {text!r}, expected {what}.') from error
+
+
+FLAGS = (
+  Flag(
+    ('TARGET',),
+    'CHECKPOINT_PATH',
+    'the large model: a folder, a file or an id of the Hugging Face hub',
+    ('try',),
+  ),
+  Flag(('DRAFT',), 'DRAFT_CHECKPOINT_PATH', 'the small model', ('try',)),
+  Flag(
+    ('FILE',),
+    'INPUT_FILE',
+    "text, a line for each input, plain or .gz; '-' is stdin",
+    ('decode', 'demo', 'calibrate', 'try'),
+  ),
+  Flag(
+    ('FILE',),
+    'MIXTURE_OR_TASK_NAME',
+    "inputs<TAB>targets a line (.tsv), or .jsonl with 'inputs' and 'targets'",
+    ('score',),
+  ),
+  Flag(
+    ('--target', '--model', '--target-model'),
+    'CHECKPOINT_PATH',
+    'the model whose outputs are wanted: a folder, a file or an id of the'
+    ' Hugging Face hub',
+    ('decode', 'score', 'calibrate', 'convert'),
+  ),
+  Flag(
+    ('--draft', '--drafter', '--draft-model', '--assistant-model'),
+    'DRAFT_CHECKPOINT_PATH',
+    'the small model that proposes tokens',
+    ('decode', 'calibrate'),
+  ),
+  Flag(
+    ('--vocab', '--tokenizer', '--vocabulary'),
+    'VOCAB_PATH',
+    'a sentencepiece model, or a folder that holds a vocabulary; where it is'
+    " left out, the target's own",
+    _PAIR,
+  ),
+  Flag(('--input', '--input-file'), 'INPUT_FILE', 'the same as FILE', _ENGINE),
+  Flag(
+    ('--output-dir', '--output'),
+    'OUTPUT_DIR',
+    'a folder for the results, which are kept there; a run that was killed goes'
+    ' on in it',
+    ('decode', 'demo', 'score'),
+  ),
+  Flag(
+    ('--output-dir', '--output'),
+    'OUTPUT_DIR',
+    'a new folder; for the format t5x a new file',
+    ('convert',),
+  ),
+  Flag(
+    ('--output-file', '--output'),
+    'OUTPUT_FILE',
+    'a file for what was measured; `specdec decode --calibration` takes it',
+    ('calibrate',),
+  ),
+  Flag(
+    ('--output-file', '--output'),
+    'OUTPUT_FILE',
+    'a file for the record of what was measured',
+    ('try',),
+  ),
+  Flag(
+    ('--mode',),
+    'DECODING',
+    'which loops decode; both are compared',
+    _TEXTS,
+    choices=('speculative', 'plain', 'both'),
+  ),
+  Flag(
+    ('--gamma', '--num-speculative-tokens', '--num-assistant-tokens'),
+    'GAMMA',
+    'tokens that the drafter proposes per round',
+    ('decode', 'demo', 'try'),
+    kind=int,
+  ),
+  Flag(
+    ('--temperature',),
+    'TEMPERATURE',
+    '0 is greedy; above it outputs are sampled',
+    _ENGINE,
+    kind=float,
+  ),
+  Flag(
+    ('--top-k',),
+    'TOP_K',
+    'samples come from the K most likely tokens; 0 is all',
+    _TEXTS,
+    kind=int,
+  ),
+  Flag(
+    ('--top-p',),
+    'TOP_P',
+    'samples come from the most likely tokens that have this probability'
+    ' together; 1 is all',
+    _TEXTS,
+    kind=float,
+  ),
+  Flag(
+    ('--seed',), 'SEED', 'of the samples', (*_TEXTS, 'score', 'try'), kind=int
+  ),
+  Flag(
+    ('--max-length', '--max-new-tokens', '--max-tokens', '--max-decode-len'),
+    'MAX_DECODE_LEN',
+    'tokens of an output at most',
+    ('decode', 'calibrate', 'try'),
+    kind=int,
+  ),
+  Flag(
+    ('--max-input-length', '--max-input-len'),
+    'MAX_INPUT_LEN',
+    'tokens of an input at most; a longer one is an error of its line',
+    ('decode', 'calibrate', 'try'),
+    kind=int,
+  ),
+  Flag(
+    ('--batch-size',),
+    'BATCH_SIZE',
+    'inputs that are decoded together',
+    (*_TEXTS, 'score'),
+    kind=int,
+  ),
+  Flag(
+    ('--num-samples', '--num-return-sequences', '--num-decodes'),
+    'NUM_SAMPLES',
+    'outputs for each input',
+    ('decode',),
+    kind=int,
+  ),
+  Flag(
+    ('--calibration',),
+    'CALIBRATION',
+    'a file of `specdec calibrate`, which chooses gamma',
+    _TEXTS,
+  ),
+  Flag(
+    ('--dtype',),
+    'DTYPE',
+    'of parameters and computation, such as float32 or bfloat16',
+    (*_PAIR, 'convert'),
+  ),
+  Flag(
+    ('--prefix',),
+    'PREFIX',
+    "put before each input; 'translate English to German: ' for the sample",
+    ('try',),
+  ),
+  Flag(
+    ('--format',),
+    'FORMAT',
+    'what is written: orbax, safetensors (a Hugging Face folder) or t5x',
+    ('convert',),
+    choices=('orbax', 'safetensors', 't5x'),
+  ),
+  Flag(
+    ('--stop', '--stop-string', '--stop-strings'),
+    'STOP_STRINGS',
+    'text that ends an output and is no part of it; may be given several times',
+    ('decode',),
+    kind=tuple,
+  ),
+  Flag(
+    ('--overwrite',),
+    'OVERWRITE',
+    'replaces the results in the output folder',
+    (*_TEXTS, 'score'),
+    kind=bool,
+  ),
+)
+
+
+def of(command: str) -> list[Flag]:
+  """The flags of a command."""
+  return [flag for flag in FLAGS if command in flag.commands]
+
+
+def spelling(command: str, macro: str) -> str:
+  """How a macro is written on the command line of a command."""
+  for flag in of(command):
+    if flag.macro == macro:
+      return flag.names[0]
+  return f'--gin.{macro}=...'
+
+
+def dashed(arg: str, flags: Iterable[Flag]) -> str:
+  """--max_length as --max-length, if that is one of the flags."""
+  name, equals, value = arg.partition('=')
+  new = name.replace('_', '-')
+  known = any(new in flag.names for flag in flags)
+  return f'{new}{equals}{value}' if known else arg
+
+
+def places(flags: Iterable[Flag]) -> list[str]:
+  """The names of what has no dashes."""
+  return [f.names[0] for f in flags if not f.names[0].startswith('-')]
+
+
+def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
+  """Adds the flags to a parser; `bindings` reads what was given."""
+  inputs = parser.add_argument_group('inputs')
+  group = parser.add_argument_group('flags without gin')
+  for number, flag in enumerate(flags):
+    if not flag.names[0].startswith('-'):
+      # The name of a place is its `dest`.
+      inputs.add_argument(flag.names[0], nargs='?', help=flag.help)
+    elif flag.kind is bool:
+      group.add_argument(
+        *flag.names, dest=f'plain_{number}', action='store_true', help=flag.help
+      )
+    else:
+      group.add_argument(
+        *flag.names,
+        dest=f'plain_{number}',
+        action='append',
+        metavar=flag.metavar,
+        help=flag.help,
+      )
+
+
+def bindings(
+  args: argparse.Namespace, flags: Sequence[Flag]
+) -> Mapping[str, tuple[str, Any]]:
+  """Macro -> how it was written and its value, of the flags that were given.
+
+  Raises:
+    ValueError: a value is wrong, or two flags say different things.
+  """
+  found: dict[str, tuple[str, Any]] = {}
+  for number, flag in enumerate(flags):
+    name = flag.names[0]
+    given = getattr(args, f'plain_{number}', getattr(args, name, None))
+    if given is None or given is False:
+      continue
+    if isinstance(given, str):
+      given = [given]
+    value: Any = True
+    if given is not True:
+      values = [flag.value(name, text) for text in given]
+      value = tuple(values) if flag.kind is tuple else values[-1]
+    if flag.macro in found and found[flag.macro][1] != value:
+      other, before = found[flag.macro]
+      raise ValueError(
+        f'{other} is {before!r} and {name} is {value!r}, which mean the same;'
+        ' give one of them.'
+      )
+    found[flag.macro] = name, value
+  return found

@@ -1,0 +1,30 @@
+"""What travels with the library: the gin files and the demo pair.
+
+In a checkout they are the folders gin/ and demo/ at its top; an installed wheel
+has them in `specdec_jax/shipped/`. Paths such as 'demo/target.msgpack' mean the
+same in both, from any working folder.
+"""
+
+import os
+import pathlib
+
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+_IN_WHEEL = _PACKAGE / 'shipped'
+# The folder that holds gin/ and demo/.
+ROOT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
+_FOLDERS = ('gin', 'demo')
+
+
+def find(path: str) -> str:
+  """Returns a path as it is, or the shipped file that it means.
+
+  Args:
+    path: from the working folder, which goes first; absolute; or an address.
+  """
+  parts = pathlib.PurePath(path).parts
+  if not parts or parts[0] not in _FOLDERS or '..' in parts:
+    return path
+  shipped = ROOT / path
+  return (
+    str(shipped) if not os.path.lexists(path) and shipped.exists() else path
+  )

@@ -1,0 +1,153 @@
+"""`specdec decode`, `score` and `try` on Hugging Face folders, without gin."""
+
+import importlib.util
+import io
+import json
+import shutil
+import sys
+
+import gin
+import jax
+import pytest
+
+import small_vocabulary
+import update_readme
+from specdec_jax.checkpoints import huggingface
+from specdec_jax.cli import main
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
+from specdec_jax.infer import results
+from specdec_jax.measure import record
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec('safetensors') is None,
+  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
+)
+LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
+LENGTHS = ['--max-length', '12', '--max-input-length', '32', '--gamma', '3']
+
+
+@pytest.fixture(scope='module')
+def pair(folder, tokenizer):
+  """Flags of two folders that describe themselves, random weights in them."""
+  for seed, (name, layers) in enumerate((('large', 2), ('small', 1))):
+    network = small_vocabulary.network(layers)
+    params = network.init(jax.random.key(seed))
+    huggingface.save_huggingface(folder / name, network.config, params)
+    shutil.copy(tokenizer.path, folder / name / 'spiece.model')
+  (folder / 'in.txt').write_text('\n'.join(LINES) + '\n')
+  return [str(folder / 'large'), str(folder / 'small')]
+
+
+@pytest.fixture
+def run(capsys, pair, tmp_path, monkeypatch):
+  """Runs a command line; its status, lines of stdout, and stderr."""
+  monkeypatch.chdir(tmp_path)
+
+  def run(*argv):
+    status = main.main([*argv, '--gin.DTYPE=float32'])
+    shown = capsys.readouterr()
+    return status, shown.out.splitlines(), shown.err
+
+  yield run
+  gin.clear_config()
+
+
+@pytest.fixture(scope='module')
+def expected(pair):
+  """Greedy outputs of the engine itself."""
+  engine = Engine(load(pair[0]), max_input_len=32, max_decode_len=12)
+  found = engine.generate(LINES, speculative=False)
+  return [' '.join(done.text.splitlines()) for done in found]
+
+
+def test_outputs_are_lines_of_stdout(run, pair, folder, expected, monkeypatch):
+  flags = ['--target', pair[0], '--draft', pair[1], *LENGTHS]
+  status, out, err = run('decode', *flags, str(folder / 'in.txt'))
+  assert status == 0, err
+  assert out == expected and out[1] == ''
+  assert 'acceptance rate' in err and 'plain' not in err
+  stdin = io.TextIOWrapper(io.BytesIO('\n'.join(LINES).encode()))
+  monkeypatch.setattr(sys, 'stdin', stdin)
+  status, out, err = run('decode', *flags, '-', '--mode=both')
+  assert status == 0 and out == expected
+  assert 'speed-up' in err and '3 of 3' in err
+
+
+def test_a_folder_is_kept_and_shown_again(run, pair, folder, tmp_path):
+  flags = ['--target', pair[0], '--draft', pair[1], *LENGTHS]
+  flags += ['--num-samples', '3', '--temperature', '1', '--seed', '4']
+  flags += [str(folder / 'in.txt'), '--output-dir', 'out', '--batch-size', '2']
+  status, out, err = run('decode', *flags)
+  assert status == 0, err
+  assert len(out) == 3 * len(LINES) and out[3:6] == [''] * 3
+  assert len(set(out[:3])) == 3
+  text = (tmp_path / 'out' / 'predictions.jsonl').read_text()
+  records = [json.loads(line) for line in text.splitlines()]
+  assert [' '.join(t.splitlines()) for t in records[0]['prediction']] == out[:3]
+  assert len(records[2]['stats']['speculative']) == 3
+  config = (tmp_path / 'out' / 'operative_config.gin').read_text()
+  assert 'NUM_SAMPLES = 3' in config and 'TEMPERATURE = 1.0' in config
+  again, nothing, err = run('decode', *flags)
+  assert again == 2 and nothing == [] and '--overwrite' in err
+  again, others, err = run('decode', *flags, '--seed', '5', '--overwrite')
+  assert again == 0 and others[3:6] == [''] * 3 and others != out
+
+
+def test_a_stop_string_and_what_needs_no_drafter(run, pair, folder, expected):
+  stop = expected[0][1:3]
+  flags = ['--target', pair[0], '--mode', 'plain', str(folder / 'in.txt')]
+  status, out, err = run('decode', *flags, *LENGTHS, '--stop', stop)
+  assert status == 0, err
+  assert out == [line.partition(stop)[0] for line in expected]
+  status, out, err = run('decode', '--target', pair[0], str(folder / 'in.txt'))
+  assert status == 2 and '--draft' in err and '--mode plain' in err
+  status, out, err = run('decode', *flags, '--num-samples=2', '--temperature=0')
+  assert status == 2 and 'num_samples' in err and 'temperature' in err
+
+
+def test_scores_are_lines_of_stdout(run, pair, tmp_path):
+  (tmp_path / 'pairs.tsv').write_text('a dog\tthe cat\nno target\na\tb\n')
+  status, out, err = run('score', '--target', pair[0], 'pairs.tsv')
+  assert status == 0, err
+  assert out[1] == '' and float(out[0]) < 0 and float(out[2]) < 0
+  assert 'Mean log-probability' in err and 'has no tokens' in err
+  flags = ['--output-dir=out', 'pairs.tsv']
+  assert run('score', '--target', pair[0], *flags)[1] == out
+  assert (tmp_path / 'out/pairs-score.jsonl-00000-of-00001').exists()
+
+
+def test_a_first_look_leaves_a_record(run, pair, tmp_path):
+  (tmp_path / 'mine.tsv').write_text('the dog\ta b\na cat\tc d\n')
+  flags = ['mine.tsv', '--prefix', '', '--output-file', 'try.json', *LENGTHS]
+  status, out, err = run('try', *pair, *flags)
+  text = '\n'.join(out)
+  assert status == 0, err
+  assert 'speed-up' in text and '2 of 2 outputs agree' in text
+  found = record.load('try.json', 'try')
+  assert (found['target'], found['draft']) == tuple(pair)
+  assert found['agreement']['compared'] == 2 and found['gamma'] == 3
+  block = '<!-- results: try.json | x -->\n<!-- /results -->\n'
+  shown = update_readme.fill(block, tmp_path)
+  assert 'acceptance rate' in shown and 'outputs agree' in shown
+
+
+def test_a_reader_that_has_seen_enough(monkeypatch, tmp_path):
+  """Of a pipe, as `| head -1`: no error and no trace."""
+
+  class Closed(io.StringIO):
+    def write(self, text):
+      raise BrokenPipeError
+
+    def fileno(self):
+      return handle.fileno()
+
+  with open(tmp_path / 'x', 'w') as handle:
+    monkeypatch.setattr(sys, 'stdout', Closed())
+    results.print_outputs([{'prediction': 'a\nb'}])
+
+
+def test_line_breaks_do_not_break_lines(capsys):
+  records = [{'prediction': ['a\nb', None]}, {'prediction': ''}, {'score': 1.5}]
+  results.print_outputs(records, num_samples=2)
+  assert capsys.readouterr().out == 'a b\n\n\n\n1.5\n1.5\n'

@@ -1,0 +1,95 @@
+"""What travels with the library: found from any folder, and in the wheel."""
+
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from specdec_jax import files
+from specdec_jax.files import shipped
+from specdec_jax.files.locations import open_location
+from specdec_jax.text.tokenizer import Tokenizer
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def test_shipped_files_are_found_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  inputs = ROOT / 'demo' / 'input.txt'
+  assert shipped.find('demo/input.txt') == str(inputs)
+  first = next(files.text_lines('demo/input.txt'))
+  assert first == inputs.read_text('utf-8').splitlines()[0]
+  assert open_location('demo/vocab.model').exists()
+  assert Tokenizer('demo/vocab.model').vocab_size == 8000
+  for path in ('demo/none.txt', 'other/input.txt', '/demo/input.txt', '-', ''):
+    assert shipped.find(path) == path
+  assert shipped.find('demo/../setup.py') == 'demo/../setup.py'
+  assert shipped.find('gs://demo/input.txt') == 'gs://demo/input.txt'
+
+
+def test_the_working_folder_goes_first(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'demo').mkdir()
+  (tmp_path / 'demo' / 'input.txt').write_text('mine\n')
+  assert list(files.text_lines('demo/input.txt')) == ['mine']
+  (tmp_path / 'demo' / 'input.txt').unlink()
+  (tmp_path / 'demo' / 'input.txt').symlink_to('gone')  # theirs, and broken
+  assert shipped.find('demo/input.txt') == 'demo/input.txt'
+
+
+LOADED = """
+from specdec_jax.cli import gin_flags, main
+from specdec_jax.files import shipped
+assert gin_flags.ROOT.name == 'shipped', gin_flags.ROOT
+gin_flags.load(gin_flags.parse_flags(['--gin_file=gin/runs/demo.gin']))
+found = shipped.find('demo/vocab.model')
+assert found == str(shipped.ROOT / 'demo' / 'vocab.model')
+"""
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('setuptools') is None, reason='needs setuptools'
+)
+def test_the_package_holds_what_a_checkout_has(tmp_path):
+  """What setup.py puts into a wheel, used from an empty folder."""
+  tree = tmp_path / 'tree'
+  tree.mkdir()
+  for name in ('setup.py', 'README.md', 'LICENSE', 'pyproject.toml'):
+    shutil.copy(ROOT / name, tree)
+  ignored = shutil.ignore_patterns('__pycache__')
+  for name in ('specdec_jax', 'gin', 'demo'):
+    shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+  built = tmp_path / 'built'
+  done = subprocess.run(
+    [sys.executable, 'setup.py', '-q', 'build_py', f'--build-lib={built}'],
+    cwd=tree,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert [path.name for path in built.iterdir()] == ['specdec_jax']  # no `gin`
+  for name in ('gin', 'demo'):
+    for path in (tree / name).rglob('*'):
+      copy = built / 'specdec_jax' / 'shipped' / path.relative_to(tree)
+      assert path.is_dir() or copy.read_bytes() == path.read_bytes()
+  (tmp_path / 'empty').mkdir()
+  done = subprocess.run(
+    [sys.executable, '-c', LOADED],
+    cwd=tmp_path / 'empty',
+    env=os.environ | {'PYTHONPATH': str(built)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+
+
+def test_the_command_is_installed():
+  setup = (ROOT / 'setup.py').read_text()
+  place = re.search(r"'specdec=([\w.]+):(\w+)'", setup)
+  assert callable(getattr(importlib.import_module(place[1]), place[2]))
