@@ -187,7 +187,7 @@ def test_what_the_simple_runs_of_the_demo_are_made_of(demo_engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('run', ['FIRST_OF', 'CASCADE'])
+@pytest.mark.parametrize('run', ['FALLBACK', 'CASCADE'])
 def test_runs_of_the_demo(demo_engine, run):
   made = demo_engine(run)
   texts = ['Can you tell me where the nearest bakery is?']
