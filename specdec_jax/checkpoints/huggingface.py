@@ -39,7 +39,7 @@ from specdec_jax.checkpoints.huggingface_arrays import (
 from specdec_jax.checkpoints.huggingface_names import Row, SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -308,7 +308,7 @@ def _check_network(
     fields = gpt2_names.FIELDS if gpt2 else names.FIELDS
     names.check_config(found, config, source, fields)
   elif network is not None:
-    expected = jax.eval_shape(network.init, jax.random.key(0))
+    expected = param_shapes(network)
     check_params(dict(table), expected, repr(source))
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.traverse_util
-import jax
 
 from specdec_jax.checks.names import check_choice
+from specdec_jax.models.base import param_shapes
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -124,7 +124,7 @@ class Row(NamedTuple):
 @functools.cache
 def shapes(network: T5 | GPT) -> Any:
   """Returns the parameters' tree of shapes."""
-  return jax.eval_shape(network.init, jax.random.key(0))
+  return param_shapes(network)
 
 
 def table(config: T5Config, head_scaled: bool = False) -> dict[str, Row]:

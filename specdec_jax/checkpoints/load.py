@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.traverse_util
-import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import orbax_params, scanned, t5x
@@ -21,7 +20,7 @@ from specdec_jax.checkpoints.disk_arrays import (
 from specdec_jax.checkpoints.huggingface import open_huggingface
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG
 from specdec_jax.files.locations import Location, few, open_location
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 
@@ -182,7 +181,7 @@ def open_arrays(
         ' whose shapes tell how to cut them.'
       )
     return arrays
-  expected = jax.eval_shape(network.init, jax.random.key(0))
+  expected = param_shapes(network)
   if scanned.is_scanned(arrays):
     shapes = t5x.shapes_of(flax.traverse_util.flatten_dict(expected, sep='/'))
     heads = getattr(getattr(network, 'config', None), 'num_heads', None)

@@ -1,5 +1,6 @@
 """The `LanguageModel` contract: what a target and a model drafter both are."""
 
+import functools
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -101,3 +102,20 @@ def read_prompt(
   if prompt is not None and prompt.shape[1] > 1:
     _, cache = model.extend(params, cache, prompt[:, :-1])
   return cache
+
+
+def param_shapes(network: LanguageModel) -> Params:
+  """Names, shapes and dtypes of a network's parameters, as `init` gives them.
+
+  Tracing takes a third of a second for 20 layers: equal networks share it.
+  """
+  kept: Any = network
+  try:
+    return _param_shapes(kept)
+  except TypeError:  # somebody's own, which cannot be a key
+    return _param_shapes.__wrapped__(kept)
+
+
+@functools.lru_cache(maxsize=16)
+def _param_shapes(network: Any) -> Params:
+  return jax.eval_shape(network.init, jax.random.key(0))

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import LanguageModel, Params, param_shapes
 
 
 class Model:
@@ -99,7 +99,7 @@ class Model:
     """How many numbers the parameters are; nothing is read."""
     params = self._params
     if params is None:
-      params = jax.eval_shape(self.network.init, jax.random.key(0))
+      params = param_shapes(self.network)
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
   def without_params(self) -> 'Model':

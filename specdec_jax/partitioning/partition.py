@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import LanguageModel, Params, param_shapes
 from specdec_jax.partitioning.axes import Axes, LogicalAxes, axes_of_parameter
 
 # Fields of a `Request` that are the same for all of its rows.
@@ -60,7 +60,7 @@ class Partition:
     if heads is not None:
       # The joined heads of a kernel may divide where heads themselves do not.
       self._check_shape('attention', ('heads',), (heads,))
-    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    shapes = param_shapes(network)
     for name, leaf in _flat(shapes).items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)
 
