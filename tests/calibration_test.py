@@ -83,7 +83,7 @@ def test_other_models_are_refused_by_name():
   make().check({'target': 'aa', 'draft': 'bb'})
   with pytest.raises(
     calibration.CalibrationError,
-    match="draft was 'bb', is 'cc'.*scripts/calibrate.py",
+    match="draft was 'bb', is 'cc'.*specdec calibrate",
   ):
     make().check({'target': 'aa', 'draft': 'cc'})
 

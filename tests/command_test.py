@@ -80,6 +80,7 @@ def test_help_of_a_command_describes_every_flag(capsys, name):
     (['decode', '--tempertaure', '1'], ['Nearest known: --temperature']),
     (['decode', '--tempertaure=1'], ['Nearest known: --temperature']),
     (['decode', '--gamma', 'x'], ["--gamma is 'x', expected a whole number"]),
+    (['calibrate', '--batch-sizes', '1,x'], ['whole numbers with commas']),
     (['decode', '--top-p', 'x'], ["--top-p is 'x', expected a number"]),
     (['decode', '--mode', 'speculativ'], ['Nearest known: speculative']),
     (['decode', 'a.txt', 'b.txt'], ["Unknown argument 'b.txt'"]),
@@ -134,6 +135,7 @@ def test_a_plain_flag_is_a_macro():
     'STOP_STRINGS': "('.', '%X')",
     'GAMMA': '3',  # what gin says goes first
   }
+  assert bindings('calibrate', '--batch-sizes=1,4') == {'BATCHES': '(1, 4)'}
   assert bindings('score', 'pairs.tsv', '--target=T') == {
     'CHECKPOINT_PATH': "'T'",
     'INPUT_FILE': "'pairs.tsv'",

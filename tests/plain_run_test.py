@@ -12,7 +12,7 @@ import pytest
 
 import small_vocabulary
 import update_readme
-from specdec_jax.checkpoints import huggingface
+from specdec_jax.checkpoints import huggingface, huggingface_fetch
 from specdec_jax.cli import main
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
@@ -117,7 +117,7 @@ def test_scores_are_lines_of_stdout(run, pair, tmp_path):
   assert (tmp_path / 'out/pairs-score.jsonl-00000-of-00001').exists()
 
 
-def test_a_first_look_leaves_a_record(run, pair, tmp_path):
+def test_a_first_look_leaves_a_record(run, pair, tmp_path, monkeypatch):
   (tmp_path / 'mine.tsv').write_text('the dog\ta b\na cat\tc d\n')
   flags = ['mine.tsv', '--prefix', '', '--output-file', 'try.json', *LENGTHS]
   status, out, err = run('try', *pair, *flags)
@@ -127,6 +127,12 @@ def test_a_first_look_leaves_a_record(run, pair, tmp_path):
   found = record.load('try.json', 'try')
   assert (found['target'], found['draft']) == tuple(pair)
   assert found['agreement']['compared'] == 2 and found['gamma'] == 3
+  # An id of the hub is fetched first.
+  ids = {'someone/large': pair[0], 'someone/small': pair[1]}
+  monkeypatch.setattr(huggingface_fetch, 'fetch', ids.__getitem__)
+  status, out, err = run('try', *ids, *flags[:3], *LENGTHS)
+  assert status == 0, err
+  assert 'someone/large with someone/small' in '\n'.join(out)
   block = '<!-- results: try.json | x -->\n<!-- /results -->\n'
   shown = update_readme.fill(block, tmp_path)
   assert 'acceptance rate' in shown and 'outputs agree' in shown

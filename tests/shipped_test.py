@@ -14,6 +14,7 @@ import pytest
 from specdec_jax import files
 from specdec_jax.files import shipped
 from specdec_jax.files.locations import open_location
+from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -27,6 +28,8 @@ def test_shipped_files_are_found_from_any_folder(tmp_path, monkeypatch):
   assert first == inputs.read_text('utf-8').splitlines()[0]
   assert open_location('demo/vocab.model').exists()
   assert Tokenizer('demo/vocab.model').vocab_size == 8000
+  task = LocalTask('x', {'test': 'demo/sample.tsv'}, 'demo/vocab.model')
+  assert all(example['targets'] for example in task.texts('test'))
   for path in ('demo/none.txt', 'other/input.txt', '/demo/input.txt', '-', ''):
     assert shipped.find(path) == path
   assert shipped.find('demo/../setup.py') == 'demo/../setup.py'

@@ -7,7 +7,7 @@ given, a command takes a run file of its own.
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.names import nearest
@@ -27,7 +27,8 @@ class Flag:
     macro: that it gives a value.
     help: what it is, on a line.
     commands: that have it.
-    kind: str, int, float, bool (a switch), or tuple (given again for each one).
+    kind: str, int, float, bool (a switch), tuple (given again for each one), or
+      list (whole numbers with commas between them).
     choices: the words that it may be; none is any.
     also: macro -> what it is then, where the run file has that macro and nobody
       says otherwise.
@@ -46,7 +47,7 @@ class Flag:
     """What --help calls the value."""
     if self.choices:
       return '|'.join(self.choices)
-    return {int: 'N', float: 'X'}.get(self.kind, 'TEXT')
+    return {int: 'N', float: 'X', list: 'N,N'}.get(self.kind, 'TEXT')
 
   def value(self, name: str, text: str) -> Any:
     """The value that a text on the command line stands for.
@@ -59,13 +60,22 @@ class Flag:
         f'{name} is {text!r}, expected one of {list(self.choices)}.'
         f'{nearest(text, self.choices, or_all=False)}'
       )
-    if self.kind not in (int, float):
+    kinds: dict[type, tuple[Callable[[str], Any], str]] = {
+      int: (int, 'a whole number'),
+      float: (float, 'a number'),
+      list: (_numbers, 'whole numbers with commas between them'),
+    }
+    if self.kind not in kinds:
       return text
+    read, what = kinds[self.kind]
     try:
-      return self.kind(text)
+      return read(text)
     except ValueError as error:
-      what = 'a whole number' if self.kind is int else 'a number'
       raise ValueError(f'{name} is {text!r}, expected {what}.') from error
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  return tuple(int(part) for part in text.split(','))
 
 
 FLAGS = (
@@ -209,6 +219,20 @@ FLAGS = (
     'inputs that are decoded together',
     (*_TEXTS, 'score'),
     kind=int,
+  ),
+  Flag(
+    ('--batch-sizes',),
+    'BATCHES',
+    'numbers of inputs that are decoded together, a gamma for each',
+    ('calibrate',),
+    kind=list,
+  ),
+  Flag(
+    ('--batching',),
+    'BATCHING',
+    "'continuous' gives the place of an input that is finished to the next one",
+    (*_TEXTS, 'score'),
+    choices=('fixed', 'continuous'),
   ),
   Flag(
     ('--num-samples', '--num-return-sequences', '--num-decodes'),

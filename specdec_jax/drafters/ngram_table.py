@@ -133,7 +133,7 @@ def load(
   except OSError as error:
     raise ValueError(
       f'No n-gram table could be read at {path!r}: {error.strerror}. Expected'
-      ' a file that scripts/fit_ngram.py wrote.'
+      ' a file that `specdec train` wrote with gin/runs/fit_ngram.gin.'
     ) from error
   except (
     AttributeError,
@@ -145,7 +145,7 @@ def load(
   ) as error:
     raise ValueError(
       f'{path!r} is not a whole n-gram table: {error}. Expected a file that'
-      ' scripts/fit_ngram.py wrote.'
+      ' `specdec train` wrote with gin/runs/fit_ngram.gin.'
     ) from error
   if vocabulary is not None:
     check_vocabulary(repr(os.fspath(path)), table, vocabulary)
@@ -225,5 +225,5 @@ def check_vocabulary(
       f' {table.vocab_size} pieces, tokenizer'
       f' {table.fingerprint[:16] or "unknown"}; expected'
       f' {vocabulary.vocab_size}, tokenizer {vocabulary.fingerprint[:16]}.'
-      ' Fit it anew with scripts/fit_ngram.py.'
+      ' Fit it anew: `specdec train --gin_file=gin/runs/fit_ngram.gin`.'
     )

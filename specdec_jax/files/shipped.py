@@ -15,12 +15,13 @@ ROOT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 _FOLDERS = ('gin', 'demo')
 
 
-def find(path: str) -> str:
+def find(path: str | os.PathLike[str]) -> str:
   """Returns a path as it is, or the shipped file that it means.
 
   Args:
     path: from the working folder, which goes first; absolute; or an address.
   """
+  path = os.fspath(path)
   parts = pathlib.PurePath(path).parts
   if not parts or parts[0] not in _FOLDERS or '..' in parts:
     return path

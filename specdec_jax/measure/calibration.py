@@ -1,6 +1,6 @@
 """A calibration: the best gamma for a pair on a machine, as it was measured.
 
-Written by scripts/calibrate.py, read by scripts/decode.py. It holds for the
+Written by `specdec calibrate`, read by `specdec decode`. It holds for the
 models and the device that it was made with, and for nothing else.
 """
 
@@ -93,7 +93,7 @@ class Calibration:
     if differs:
       raise CalibrationError(
         f'This calibration was made for something else: {"; ".join(differs)}.'
-        ' Run scripts/calibrate.py with these models on this machine.'
+        ' Run `specdec calibrate` with these models on this machine.'
       )
 
   def save(self, path: str) -> None:
@@ -116,7 +116,7 @@ def load(path: str) -> Calibration:
     return Calibration(**found)
   except (ValueError, LookupError, TypeError) as error:
     raise CalibrationError(
-      f'{path!r} is no calibration. Expected a file that scripts/calibrate.py'
+      f'{path!r} is no calibration. Expected a file that `specdec calibrate`'
       f' wrote, found: {error}'
     ) from error
 

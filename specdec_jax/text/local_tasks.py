@@ -17,7 +17,7 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import nearest
-from specdec_jax.files import TextLine
+from specdec_jax.files import TextLine, shipped
 from specdec_jax.text import metrics
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
 
@@ -65,9 +65,13 @@ class LocalTask:
   def __post_init__(self):
     check_types(self)
     object.__setattr__(self, 'metrics', tuple(self.metrics))
-    missing = [path for path in self.files.values() if not os.path.isfile(path)]
+    missing = [
+      path
+      for path in self.files.values()
+      if not os.path.isfile(shipped.find(path))
+    ]
     vocabulary = os.fspath(self.vocab_path)
-    if '://' not in vocabulary and not os.path.exists(vocabulary):
+    if '://' not in vocabulary and not os.path.exists(shipped.find(vocabulary)):
       missing.append(vocabulary)
     if missing:
       raise ValueError(

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 
 from specdec_jax.checks.fields import check_types
+from specdec_jax.files import shipped
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training.data import PackingConfig
@@ -113,7 +114,7 @@ class TrainRun:
       )
     for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
       path = getattr(self, name)
-      if path is not None and not os.path.isfile(path):
+      if path is not None and not os.path.isfile(shipped.find(path)):
         raise ValueError(f'TrainRun.{name}: there is no file {path!r}.')
     if self.export_dtype not in ('float32', 'bfloat16'):
       raise ValueError(

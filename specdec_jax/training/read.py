@@ -2,6 +2,7 @@
 
 import os
 
+from specdec_jax.files import shipped
 from specdec_jax.text import tasks
 from specdec_jax.text.local_tasks import (
   FEATURES,
@@ -28,7 +29,7 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
   """
   if run.vocab_path is None:
     return None
-  if os.path.exists(run.vocab_path):
+  if os.path.exists(shipped.find(run.vocab_path)):
     return open_vocabulary(run.vocab_path)
   if run.train_file is None or run.train_file.endswith('.npz'):
     raise ValueError(
