@@ -177,6 +177,19 @@ def fit_ngram() -> None:
   ngram.fit_ngram(_build(ngram.FitNgramConfig))
 
 
+def gamma_curve() -> None:
+  """Measures the speed-up at each gamma, beside what a calibration predicts.
+
+    specdec measure --gin_file=gin/runs/gamma_demo.gin \\
+      --gin.CALIBRATION=calibration.json --gin.PLOT_FILE=speed_up.png
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import gamma_curve
+
+  gamma_curve.gamma_curve(_build(gamma_curve.GammaCurveConfig))
+
+
 def measure() -> None:
   """Measures costs, acceptance, throughput or quality.
 
@@ -188,6 +201,7 @@ def measure() -> None:
 
     alpha_demo       how often the target accepts the drafter's tokens
     benchmark_base   calls and both loops; also benchmark_demo
+    gamma_demo       the speed-up at each gamma, beside the predicted one
     throughput_demo  a data set: continuous batching, batch sizes
     drafter_costs    what a draft costs, for each kind of drafter
     eval             BLEU and acceptance on a test set
@@ -202,6 +216,7 @@ def measure() -> None:
       '.SuiteConfig': accelerator,
       '.MeasureAlphaConfig': measure_alpha,
       '.BenchmarkConfig': benchmark,
+      '.GammaCurveConfig': gamma_curve,
       '.ThroughputConfig': throughput,
       '.DrafterCostsConfig': drafter_costs,
       '.EvaluateConfig': evaluate,
