@@ -178,6 +178,19 @@ def fit_ngram() -> None:
   ngram.fit_ngram(_build(ngram.FitNgramConfig))
 
 
+def gamma_curve() -> None:
+  """Measures the speed-up at each gamma, beside what a calibration predicts.
+
+    specdec measure --gin_file=gin/runs/gamma_demo.gin \\
+      --gin.CALIBRATION=calibration.json --gin.PLOT_FILE=speed_up.png
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import gamma_curve
+
+  gamma_curve.gamma_curve(_build(gamma_curve.GammaCurveConfig))
+
+
 def measure() -> None:
   """Measures costs, acceptance, throughput or quality.
 

@@ -51,7 +51,7 @@ class Continuous:
       ValueError: an option is out of range.
     """
     found = dict(self.run(texts, speculative=speculative, **options))
-    return [found[index] for index in range(len(texts))]
+    return [found[index] for index in sorted(found)]
 
   def run(
     self, texts: Sequence[Any], *, speculative: bool = True, **options

@@ -34,11 +34,13 @@ def forced_note(record: Mapping[str, Any]) -> str:
 
 def title(record: Mapping[str, Any], setting: Mapping[str, Any]) -> str:
   """The title of one setting's tables."""
+  name, weights = record['name'], f'{record["weights"]} weights'
+  if weights not in name:
+    name = f'{name}: {weights}'
   return (
-    f'{record["name"]}: {record["weights"]} weights{forced_note(record)}; batch'
-    f' {setting["batch"]}, input {setting["input_len"]}, output'
-    f' {setting["decode_len"]} tokens, temperature'
-    f' {setting["temperature"]:g}'
+    f'{name}{forced_note(record)}; batch {setting["batch"]}, input'
+    f' {setting["input_len"]}, output {setting["decode_len"]} tokens,'
+    f' temperature {setting["temperature"]:g}'
   )
 
 

@@ -1,0 +1,176 @@
+"""Every command in README and docs/ is run, or says what it needs.
+
+A block of bash or Python stands under one of these lines:
+
+  <!-- command: NAME -->  .ci/run runs it, in a new environment
+  <!-- run -->            .ci/run runs it: the slow tests of this file named
+                          'quick'
+  <!-- run: slow -->      the slow suite runs it, for it takes minutes
+  <!-- needs: WHAT -->    not run: it needs what is not everywhere
+
+The gin files and macros of all commands are looked up, whatever is marked, and
+also those inside of a sentence.
+"""
+
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+from typing import NamedTuple
+
+import gin
+import pytest
+
+from specdec_jax.cli import commands, gin_flags
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+_BLOCK = re.compile(
+  r'(?:<!-- (?P<mark>[^>]*?) -->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)```',
+  re.DOTALL,
+)
+_INLINE = re.compile(r'(?<!`)`((?:specdec|python scripts/)[^`]+)`(?!`)')
+MARKS = r'(command: \w+|run|run: slow|needs: .+)'
+
+
+class Block(NamedTuple):
+  """A block of code of a document."""
+
+  document: pathlib.Path
+  mark: str
+  kind: str
+  text: str
+
+  @property
+  def name(self) -> str:
+    line = next(iter(self.text.split('\n')))
+    return f'{self.document.stem}: {line[:40]}'
+
+
+BLOCKS = [
+  Block(path, found['mark'] or '', found['kind'], found['text'])
+  for path in DOCUMENTS
+  for found in _BLOCK.finditer(path.read_text())
+]
+
+
+def commands_of(text: str) -> list[list[str]]:
+  """The command lines of this project in a text of a shell."""
+  joined = re.sub(r'\\\n\s*|\n  +', ' ', text)
+  found = []
+  for line in joined.splitlines():
+    for part in re.split(r'\||&&', line):
+      # What a shell would put in: words of these names.
+      part = re.sub(r'\$\w+', 'x', part)
+      if part.count("'") % 2:  # a command inside of another's quotes
+        part = part.replace("'", '')
+      words = shlex.split(part, comments=True)
+      while words and words[0] in ('.venv/bin/python', 'python', 'python3'):
+        words = words[1:]
+      if words and words[0].removeprefix('.venv/bin/') == 'specdec':
+        found.append(['specdec', *words[1:]])
+      elif words and re.fullmatch(r'scripts/\w+\.py', words[0]):
+        found.append(words)
+  return found
+
+
+ALL_COMMANDS = [
+  pytest.param(words, id=' '.join(words)[:70])
+  for path in DOCUMENTS
+  for text in (
+    *(b.text for b in BLOCKS if b.document == path and b.kind == 'bash'),
+    *(re.sub(r'\s+', ' ', t) for t in _INLINE.findall(path.read_text())),
+  )
+  for words in commands_of(text)
+]
+
+
+def test_there_are_documents():
+  assert len(DOCUMENTS) >= 9 and len(BLOCKS) >= 12 and len(ALL_COMMANDS) >= 20
+  for path in DOCUMENTS:
+    for link in re.findall(r'\]\(((?!http)[^)#]+)\)', path.read_text()):
+      assert (path.parent / link).exists(), f'{path.name} links to {link}'
+
+
+@pytest.mark.parametrize('block', BLOCKS, ids=lambda block: block.name)
+def test_a_block_says_whether_it_runs(block):
+  assert re.fullmatch(MARKS, block.mark), 'see this file'
+
+
+@pytest.mark.parametrize('words', ALL_COMMANDS)
+def test_a_command_is_known(words, tmp_path, monkeypatch, capsys):
+  """Its name, its run file, its flags and its macros."""
+  program, *flags = words
+  if '...' in flags:
+    flags = flags[: flags.index('...')]
+  if '--coordinator_address=HOST_OF_0:1234' in flags:
+    flags = [flag.replace('=I', '=0') for flag in flags]
+  if program == 'specdec':
+    assert flags, 'a command of specdec'
+    name, *flags = flags
+    if name == '--help':
+      return
+    if name == 'simulate' or '--help' in flags or not flags:
+      assert name in (*commands.COMMANDS, 'simulate')
+      return
+    command = commands.COMMANDS[name]
+  else:
+    name = pathlib.Path(program).stem
+    assert (ROOT / program).is_file()
+    command = commands.SCRIPTS[name]
+  monkeypatch.chdir(tmp_path)
+  try:
+    parsed = gin_flags.parse_flags(flags, None, name, command.run_file)
+    gin_flags.load(parsed)
+  except ValueError as error:  # where a sentence gives but a part of it
+    assert str(error).startswith('Required and not given'), error
+  finally:
+    gin.clear_config()
+
+
+def test_control_a_command_that_is_wrong_is_seen(tmp_path, monkeypatch):
+  wrong = ['specdec', 'measure', '--gin_file=gin/runs/nothing.gin']
+  with pytest.raises(AssertionError, match='was not found'):
+    test_a_command_is_known(wrong, tmp_path, monkeypatch, None)
+  wrong = ['specdec', 'demo', '--gama=4']
+  with pytest.raises(AssertionError, match='gamma'):
+    test_a_command_is_known(wrong, tmp_path, monkeypatch, None)
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+  """A folder with what a reader has: the repository's, and the command."""
+  folder = tmp_path_factory.mktemp('reader')
+  for name in ('demo', 'gin', 'benchmarks', 'scripts'):
+    (folder / name).symlink_to(ROOT / name)
+  (folder / 'bin').mkdir()
+  command = folder / 'bin' / 'specdec'
+  command.write_text(f'#!/bin/sh\nexec {sys.executable} -m specdec_jax "$@"\n')
+  command.chmod(0o755)
+  return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'block',
+  [block for block in BLOCKS if block.mark in ('run', 'run: slow')],
+  ids=lambda b: f'{"quick" if b.mark == "run" else "minutes"}, {b.name}',
+)
+def test_a_block_runs(block, place):
+  """In the order of a document, in one folder: one may need another's files."""
+  path = f'{place / "bin"}{os.pathsep}{os.environ["PATH"]}'
+  arguments = {
+    'bash': ['bash', '-euo', 'pipefail', '-c', block.text],
+    'python': [sys.executable, '-c', block.text],
+  }[block.kind]
+  done = subprocess.run(
+    arguments,
+    cwd=place,
+    env=os.environ | {'PATH': path, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    stdin=subprocess.DEVNULL,
+  )
+  assert done.returncode == 0, done.stderr
