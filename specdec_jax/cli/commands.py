@@ -226,19 +226,6 @@ def measure() -> None:
   )
 
 
-def gamma_curve() -> None:
-  """Measures the speed-up at each gamma, beside what a calibration predicts.
-
-    specdec measure --gin_file=gin/runs/gamma_demo.gin \\
-      --gin.CALIBRATION=calibration.json --gin.PLOT_FILE=speed_up.png
-
-  The table goes to stdout.
-  """
-  from specdec_jax.measure import gamma_curve
-
-  gamma_curve.gamma_curve(_build(gamma_curve.GammaCurveConfig))
-
-
 def measure_alpha() -> None:
   """Measures a pair's acceptance rate: Corollary 3.6 on the target's tokens.
 
