@@ -18,6 +18,8 @@ from specdec_jax.cli import gin_flags
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import (
   collectives,
+  compiler,
+  pair_check,
   program_text,
   tpu,
   tpu_check,
@@ -68,22 +70,23 @@ def settings(tmp_path, **options):
 
 def check(config, rows):
   console = rich.console.Console(record=True, width=160)
-  results = tpu_check.check(config, rows, console)
+  results = pair_check.check(config, rows, console)
   return results, console.export_text()
 
 
 @functools.cache
 def cpu_compiler():
-  return tpu.Compiler(jax.devices('cpu')[0])
+  return compiler.Compiler(jax.devices('cpu')[0])
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
   """The host's own device as the chip; all else is as with libtpu."""
-  monkeypatch.setattr(tpu, 'describe_chip', lambda: jax.devices('cpu')[0])
+  device = jax.devices('cpu')[:1]
+  monkeypatch.setattr(tpu, 'describe_slice', lambda topology: device)
   # One for all tests: they compile the same programs.
   shared = cpu_compiler()
-  monkeypatch.setattr(tpu, 'Compiler', lambda device: shared)
+  monkeypatch.setattr(pair_check, 'Compiler', lambda *_, **__: shared)
   versions = {'jax': jax.__version__, 'libtpu': 'none'}
   monkeypatch.setattr(tpu, 'versions', lambda: versions)
 
@@ -94,7 +97,7 @@ def test_a_small_pair_compiles_for_a_tpu(tmp_path):
     warnings.simplefilter('ignore')  # libtpu's own
     results, _ = check(settings(tmp_path), ROWS[1:])
   (record,) = results['rows']
-  assert results['settings']['device'].startswith('TPU v4')
+  assert results['settings']['compiled_for'].startswith('TPU v4')
   assert record['memory']['fits'] and record['state_keeps_its_shape']
   assert record['num_compiled'] == len(record['programs']) == 7
   run = record['programs']['speculative_run']
@@ -114,16 +117,16 @@ def test_a_small_pair_compiles_for_a_tpu(tmp_path):
 @needs_libtpu
 def test_what_no_chip_can_hold_is_refused():
   huge = t5.T5(dataclasses.replace(CONFIG, vocab_size=100_000_000))
-  compiler = tpu.Compiler(tpu.describe_chip())
-  params = compiler.place(
+  for_tpu = compiler.Compiler(tpu.describe_slice('v4:2x2x1')[0])
+  params = for_tpu.place(
     memory.param_shapes(huge, Placement('bfloat16', 'in_out'))
   )
-  tokens = compiler.place(jax.ShapeDtypeStruct((1, 8), jnp.int32))
+  tokens = for_tpu.place(jax.ShapeDtypeStruct((1, 8), jnp.int32))
 
   def prefill(params, tokens):
     return huge.prefill(params, tokens, 64)
 
-  record, _ = compiler.compile('prefill', prefill, params, tokens)
+  record, _ = for_tpu.compile('prefill', prefill, params, tokens)
   assert list(record) == ['refused'] and '30.75G' in record['refused']
 
 
@@ -162,10 +165,11 @@ def test_results_report_and_restart(tmp_path, on_cpu, monkeypatch):
 
 def test_a_pair_that_does_not_fit_is_said_so(tmp_path, on_cpu):
   config = settings(tmp_path, **CPU_PAIR, usable_gib=1e-6)
-  results, _ = check(config, CPU_ROWS[:1])
+  results, told = check(config, CPU_ROWS[:1])
   record = results['rows'][0]['memory']
   assert not record['fits'] and record['peak_bytes'] > record['usable_bytes']
   assert '| NO |' in (tmp_path / 'out/report.md').read_text()
+  assert f'does not fit: it needs {record["peak_bytes"]:,} bytes' in told
 
 
 _PROGRAM = """\
@@ -274,12 +278,12 @@ def test_a_callback_waits_for_the_host():
 def test_errors_name_what_is_missing(tmp_path, monkeypatch):
   other = ROWS[0]._replace(draft='t5_base')
   with pytest.raises(ValueError, match="no 't5_base', .*; it has t5_small"):
-    tpu_check.check(settings(tmp_path), [other])
+    pair_check.check(settings(tmp_path), [other])
   with pytest.raises(ValueError, match=r"input_lens\['ende'\] must be posit"):
     settings(tmp_path, input_lens={'ende': 0})
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ValueError, match=r"install 'specdec_jax\[tpu\]'"):
-    tpu_check.check(settings(tmp_path), ROWS)
+    pair_check.check(settings(tmp_path), ROWS)
 
 
 def test_the_run_file_has_every_pair_of_table_2(tmp_path):
@@ -359,7 +363,7 @@ def test_slices_report_and_restart(tmp_path, slice_on_cpu, monkeypatch):
   def refuse(*args):
     raise AssertionError('compiled again')
 
-  monkeypatch.setattr(tpu, 'record_of', refuse)
+  monkeypatch.setattr(compiler, 'record_of', refuse)
   assert check_slices(config)[0] == results
   with pytest.raises(ValueError, match='other settings: gamma was'):
     check_slices(slices(tmp_path, pairs=pairs, gamma=2))
@@ -368,7 +372,7 @@ def test_slices_report_and_restart(tmp_path, slice_on_cpu, monkeypatch):
 def test_weights_that_cannot_fit_are_not_compiled(
   tmp_path, slice_on_cpu, monkeypatch
 ):
-  monkeypatch.setattr(tpu, 'record_of', None)
+  monkeypatch.setattr(compiler, 'record_of', None)
   results, _ = check_slices(slices(tmp_path, usable_gib=1e-6))
   (record,) = results['rows']
   assert not record['fits'] and 'of parameters' in record['program']['refused']

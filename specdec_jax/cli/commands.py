@@ -58,14 +58,14 @@ def calibrate() -> None:
 
 
 def compile_check() -> None:
-  """Compiles for TPU v4 without one; counts memory and bytes.
+  """Compiles for a GPU or TPU without one; counts kernels and bytes.
 
-  Table 2 on one chip:
+  Table 2 on one H200:
 
-    specdec compile-check --gin_file=gin/runs/tpu_check.gin \\
-      --gin.OUTPUT_DIR=outputs/tpu_v4
+    specdec compile-check --gin_file=gin/runs/compile_check.gin \\
+      --gin.DEVICE="'h200'" --gin.OUTPUT_DIR=outputs/h200
 
-  Models that are split over slices of 4 and 16 chips:
+  Models that are split over slices of 4 and 16 TPU chips:
 
     specdec compile-check --gin_file=gin/runs/tpu_slices.gin \\
       --gin.OUTPUT_DIR=outputs/tpu_v4_slices
@@ -74,15 +74,17 @@ def compile_check() -> None:
   """
   import jax
 
-  from specdec_jax.measure.compiled import tpu_check, tpu_slices
+  from specdec_jax.measure.compiled import pair_check, tpu_check, tpu_slices
   from specdec_jax.paper import printed
 
-  # With libtpu installed JAX would look for a TPU here, and wait for it.
+  # With a plug-in installed JAX would look for its device here, and wait.
   jax.config.update('jax_platforms', 'cpu')
   if _is_configured('.SlicesConfig'):
     tpu_slices.check(_build(tpu_slices.SlicesConfig))
-  else:
-    tpu_check.check(_build(tpu_check.TpuCheckConfig), printed.TABLE2)
+    return
+  old = _is_configured('.TpuCheckConfig')
+  kind = tpu_check.TpuCheckConfig if old else pair_check.PairCheckConfig
+  pair_check.check(_build(kind), printed.TABLE2)
 
 
 def convert() -> None:

@@ -17,8 +17,6 @@ _COLLECTIVE = re.compile(
 )
 _SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_ENTRY = re.compile(r'^ENTRY %?([\w.-]+)', re.MULTILINE)
-_BITS = re.compile(r'\D+(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +45,8 @@ def find(text: str) -> list[Collective]:
   Of a conditional all branches are counted: it is an upper bound. So is what
   the loop of rounds counts, in whose condition and body alike it looks.
   """
-  entry = _ENTRY.search(text)
-  if entry is None:
-    return []
-  return list(_walk(program_text.computations(text), entry[1], 1, False))
+  entry = program_text.entry(text)
+  return list(_walk(program_text.computations(text), entry, 1, False))
 
 
 def _walk(
@@ -78,15 +74,10 @@ def _collective(found: re.Match, times: int, looped: bool) -> Collective:
     tuple(int(size) for size in dims.split(',') if size) for _, dims in parts
   )
   sizes = (
-    math.prod(shape) * _itemsize(dtype)
+    math.prod(shape) * program_text.itemsize(dtype)
     for shape, (dtype, _) in zip(shapes, parts, strict=True)
   )
   return Collective(found[2], shapes, int(sum(sizes)), times, looped)
-
-
-def _itemsize(dtype: str) -> float:
-  bits = _BITS.match(dtype)
-  return int(bits[1]) / 8 if bits else 1
 
 
 def of_weights(

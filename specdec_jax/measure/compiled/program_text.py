@@ -15,7 +15,14 @@ _CALLED = re.compile(
   r'(?:body|condition|calls|called_computations|to_apply|true_computation'
   r'|false_computation)=\{?%?([\w.-]+)'
 )
+_LOOP = re.compile(r'(condition|body)=%?([\w.-]+)')
 _BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
+_ENTRY = re.compile(r'^ENTRY %?([\w.-]+)', re.MULTILINE)
+_OPERATION = re.compile(r'^\s+(?:ROOT )?%?([\w.-]+) = ')
+_OP = re.compile(r'\s*([\w-]+)\(')
+_SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
+_NAME = re.compile(r'%([\w.-]+)')
+_BITS = re.compile(r'\D+(\d+)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # Traffic with the host; on a TPU a callback is a pair of these.
 _HOST = re.compile(
@@ -139,6 +146,73 @@ def called_by(line: str) -> set[str]:
   for branches in _BRANCHES.findall(line):
     names |= {part.strip().lstrip('%') for part in branches.split(',')}
   return names
+
+
+def entry(text: str) -> str:
+  """Name of the computation that a program begins with; '' without one."""
+  found = _ENTRY.search(text)
+  return found[1] if found else ''
+
+
+def loop_parts(line: str) -> list[str]:
+  """Names of the condition and of the body of a loop."""
+  parts = dict(_LOOP.findall(line))
+  return [parts['condition'], parts['body']]
+
+
+def itemsize(dtype: str) -> float:
+  """Bytes of a number, from its name in a program."""
+  bits = _BITS.match(dtype)
+  return int(bits[1]) / 8 if bits else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """A line of a computation.
+
+  Attributes:
+    name: of its result.
+    parts: dtype and shape of the result, or of each part of a tuple.
+    op: such as 'fusion'.
+    operands: names.
+    text: the line.
+  """
+
+  name: str
+  parts: tuple[tuple[str, tuple[int, ...]], ...]
+  op: str
+  operands: tuple[str, ...]
+  text: str
+
+
+def operation(line: str) -> Operation | None:
+  """Reads a line of a computation; None if it is of another form."""
+  head = _OPERATION.match(line)
+  if head is None:
+    return None
+  end = _past(line, head.end())
+  found = _OP.match(line, end)
+  if found is None:
+    return None
+  inside = line[found.end() : _past(line, found.end() - 1)]
+  parts = tuple(
+    (dtype, tuple(int(size) for size in dims.split(',') if size))
+    for dtype, dims in _SHAPE.findall(line[head.end() : end])
+  )
+  return Operation(head[1], parts, found[1], tuple(_NAME.findall(inside)), line)
+
+
+def _past(line: str, begin: int) -> int:
+  """Where the word, or what is in brackets, ends that begins there."""
+  depth = 0
+  for place in range(begin, len(line)):
+    letter = line[place]
+    if letter == ' ' and depth == 0:
+      return place
+    depth += (letter in '([{') - (letter in ')]}')
+    if letter == ')' and depth == 0:
+      return place + 1
+  return len(line)
 
 
 def _instructions(text: str) -> Iterator[_Instruction]:

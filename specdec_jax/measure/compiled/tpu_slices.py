@@ -22,8 +22,8 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
-from specdec_jax.measure.compiled import collectives, tpu, tpu_report
-from specdec_jax.measure.compiled.tpu_rows import compile_rows
+from specdec_jax.measure.compiled import collectives, compiler, report, tpu
+from specdec_jax.measure.compiled.rows import compile_rows
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
@@ -97,7 +97,7 @@ def check(
   results = compile_rows(
     config,
     'tpu_slices',
-    ', '.join(sorted(kinds)),
+    {'compiled_for': ', '.join(sorted(kinds))} | tpu.versions(),
     {
       _name(pair, one): functools.partial(
         _check_row, config, pair, one, devices[one]
@@ -106,10 +106,10 @@ def check(
       for one in config.slices
     },
     lambda row: _name(row['pair'], row['slice']),
-    tpu_report.slices_markdown,
+    report.slices_markdown,
     console,
   )
-  tpu_report.show_slices(console, results)
+  report.show_slices(console, results)
   return results
 
 
@@ -154,7 +154,7 @@ def _check_row(
 
 
 def _compile(target, draft, params, request, partition, usable):
-  """`tpu.record_of` the whole generation, unless its weights cannot fit."""
+  """A record of the whole generation, unless its weights cannot fit."""
   held = partitioning.shard_bytes(params)
   if held > usable:  # the compiler would say so too, after a long time
     text = (
@@ -166,7 +166,7 @@ def _compile(target, draft, params, request, partition, usable):
     out_shardings=partition.sharding(),
     keep_unused=True,
   ).lower(params, request)
-  return tpu.record_of(lowered, jax.tree.leaves(params))
+  return compiler.record_of(lowered, jax.tree.leaves(params))
 
 
 def _parameters(

@@ -9,7 +9,6 @@ from typing import Any
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.measure.compiled import tpu
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record, earlier
 
@@ -17,7 +16,7 @@ from specdec_jax.measure.record import Record, earlier
 def compile_rows(
   config: Any,
   kind: str,
-  device: str,
+  compiled_for: Mapping[str, str],
   rows: Mapping[str, Callable[[], dict[str, Any]]],
   name_of: Callable[[Mapping[str, Any]], str],
   markdown: Callable[[Mapping[str, Any]], str],
@@ -29,7 +28,8 @@ def compile_rows(
     config: a dataclass with an `output_dir`; all else of it decides the
       results.
     kind: of the record.
-    device: what is compiled for.
+    compiled_for: a device by that name, and versions of what compiles; they
+      decide as well.
     rows: name -> what compiles a row and returns its result.
     name_of: the name of a result.
     markdown: the report of a record.
@@ -41,7 +41,7 @@ def compile_rows(
   Raises:
     ValueError: the folder holds results of other settings.
   """
-  settings = dataclasses.asdict(config) | {'device': device} | tpu.versions()
+  settings = dataclasses.asdict(config) | dict(compiled_for)
   folder = settings.pop('output_dir')
   settings = json.loads(json.dumps(settings))  # tuples as they are read back
   os.makedirs(folder, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The report of `tpu_check`: a table on the terminal, and report.md."""
+"""Reports of what was compiled: a table on the terminal, and report.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,6 +79,99 @@ def _total(
   )
 
 
+def _launched(part: str, name: str) -> Callable[[_Record], str | None]:
+  """A count of the 'token', of the draft's 'step' or of the 'round'."""
+
+  def show(record):
+    costs = record['costs'][part]
+    return None if costs is None else f'{costs[name]:,}'
+
+  return show
+
+
+def _per_layer(part: str, layers: str) -> Callable[[_Record], str | None]:
+  def show(record):
+    costs = record['costs'][part]
+    if costs is None:
+      return None
+    return f'{costs["layer_kernels"] / record[layers]:.1f}'
+
+  return show
+
+
+def _ms(part: str, name: str = 'ms') -> Callable[[_Record], str | None]:
+  def show(record):
+    costs = record['costs'][part]
+    return None if costs is None else f'{costs[name]:.2f}'
+
+  return show
+
+
+def _factor(over: str) -> Callable[[_Record], str | None]:
+  def show(record):
+    factor = record['walltime_factor'].get(over)
+    return None if factor is None else f'{factor:.2f}'
+
+  return show
+
+
+def _mb(part: str, name: str) -> Callable[[_Record], str | None]:
+  def show(record):
+    costs = record['costs'][part]
+    return None if costs is None else f'{costs[f"{name}_bytes"] / 1e6:,.1f}'
+
+  return show
+
+
+# Of a token of the plain loop, of a draft step, of a round: blanks as above.
+_KERNELS = _PAIR | {
+  'kernels per token': _launched('token', 'kernels'),
+  'and in branches': _launched('token', 'branch_kernels'),
+  'conditionals': _launched('token', 'conditionals'),
+  'per layer': _per_layer('token', 'target_layers'),
+  'per draft step': _launched('step', 'kernels'),
+  'and in branches ': _launched('step', 'branch_kernels'),
+  'conditionals ': _launched('step', 'conditionals'),
+  'per layer ': _per_layer('step', 'draft_layers'),
+  'per round': _launched('round', 'kernels'),
+  'and in branches  ': _launched('round', 'branch_kernels'),
+  'conditionals  ': _launched('round', 'conditionals'),
+}
+_TIMES = _PAIR | {
+  'alpha': lambda r: f'{r["acceptance_rate"]:.2f}',
+  'token, ms': _ms('token'),
+  'by bytes': _ms('token', 'bytes_ms'),
+  "T5X's token": _ms('T5X'),
+  'draft step, ms': _ms('step'),
+  'by bytes ': _ms('step', 'bytes_ms'),
+  'round, ms': _ms('round'),
+  'by bytes  ': _ms('round', 'bytes_ms'),
+  'factor': _factor('plain'),
+  'over T5X': _factor('T5X'),
+  'by bytes alone': _factor('bytes'),
+  "paper's speed-up": lambda r: f'{r["speedup"]:.1f}',
+}
+_WRITTEN = _PAIR | {
+  'read per round, GB': lambda r: _gb(r['costs']['round']['read_bytes']),
+  'written, MB': _mb('round', 'written'),
+  'of it copies of caches': _mb('round', 'copied'),
+  'of it weights': _mb('round', 'rewritten'),
+  'written per token, MB': _mb('token', 'written'),
+  'into caches': _mb('token', 'updated'),
+  'weights copied or relaid once per run, MB': lambda r: (
+    f'{_once(r, "rewritten_bytes") / 1e6:,.1f}'
+  ),
+}
+
+
+def _once(record: _Record, name: str) -> int:
+  """Bytes that both programs of the speculative loop move before its rounds."""
+  programs = (
+    record['programs'][f'speculative_{part}'] for part in ('start', 'run')
+  )
+  return sum(program['launched']['once'][name] for program in programs)
+
+
 _FALLBACKS = _PAIR | {
   'programs': lambda r: str(sum(n in r['programs'] for n in _LOOPS)),
   'state keeps its shape': lambda r: (
@@ -96,6 +189,11 @@ _FALLBACKS = _PAIR | {
     _total(r, 'relaid_weights', 'looped_bytes', ['speculative_run'])
   ),
 }
+
+_FALLBACKS_ON_GPU = {
+  name: _FALLBACKS[name]
+  for name in (*_PAIR, 'programs', 'state keeps its shape', 'state in place')
+} | {'weights in float32': _FALLBACKS['weights in float32']}
 
 
 def _in_place(record: _Record) -> str | None:
@@ -125,15 +223,19 @@ def _markdown(columns: _Columns, rows: Sequence[_Record]) -> list[str]:
 
 
 def _heading(settings: Mapping[str, Any], what: str) -> list[str]:
-  """The lines that both reports begin with; `what`: the device is to them."""
+  """The lines that all reports begin with; `what`: the device is to them."""
+  of = ', '.join(
+    f'{name} {settings[name]}'
+    for name in ('jax', 'libtpu', 'jax_cuda12_plugin')
+    if name in settings
+  )
   return [
     f'# {settings["name"]}',
     '',
-    'Compiled, not run: no TPU was there. Written by `scripts/tpu_check.py`'
-    ' from `results.json`.',
+    'Compiled, not run: no such device was there. Written by `specdec'
+    ' compile-check` from `results.json`.',
     '',
-    f'- {what}: {settings["device"]}; jax {settings["jax"]}, libtpu'
-    f' {settings["libtpu"]}.',
+    f'- {what}: {settings["compiled_for"]}; {of}.',
   ]
 
 
@@ -146,8 +248,9 @@ def _missing(names: Sequence[str]) -> list[str]:
 def markdown(results: _Record) -> str:
   """The report, from what results.json holds."""
   settings, rows = results['settings'], results['rows']
+  parts = _gpu_parts if results['kind'] == 'gpu_check' else _tpu_parts
   lines = [
-    *_heading(settings, 'For one chip of'),
+    *_heading(settings, 'For one'),
     f'- Memory that programs may use: {settings["usable_gib"]:.2f} GiB;'
     f' bandwidth taken as {settings["gb_per_s"]:.0f} GB/s.',
     f'- Batch {settings["batch"]}, {settings["param_dtype"]} parameters,'
@@ -159,6 +262,52 @@ def markdown(results: _Record) -> str:
     ),
     *_missing(results['missing']),
     '',
+    *parts(settings, rows),
+    '',
+    *_refusals(rows),
+  ]
+  return '\n'.join(lines).rstrip() + '\n'
+
+
+def _gpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
+  return [
+    '## Kernels',
+    '',
+    'What is launched per token of the plain loop, per draft step and per round'
+    ' with all its steps. Of a conditional the branch with most kernels is'
+    ' taken; it also waits for the host. Kernels in a layer are per layer.',
+    '',
+    *_markdown(_KERNELS, rows),
+    '## What kernels and bytes predict',
+    '',
+    f'A time is bytes over bandwidth, {settings["kernel_us"]:g} microseconds a'
+    f' kernel and {settings["conditional_us"]:g} a conditional: estimates, not'
+    ' measured. The factor is that over the plain loop, with the alpha of the'
+    " paper's Table 2 and i.i.d. acceptance. T5X's own loop is taken to launch"
+    f' {settings["t5x_kernels"]} kernels per token and to move the same bytes.',
+    '',
+    *_markdown(_TIMES, rows),
+    '## Bytes beside what must be read',
+    '',
+    'What a kernel only updates, as a cache, is counted by what it changes.'
+    ' Weights are those that a kernel reads and writes in another form.',
+    '',
+    *_markdown(_WRITTEN, rows),
+    '## Memory of the pair, GiB',
+    '',
+    "The peak is the compiler's, of the larger of the two speculative programs,"
+    ' both models held.',
+    '',
+    *_markdown(_MEMORY, rows),
+    '## Recompilation and fallbacks',
+    '',
+    *_STATE,
+    *_markdown(_FALLBACKS_ON_GPU, rows),
+  ]
+
+
+def _tpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
+  return [
     '## What the bytes predict',
     '',
     'c and v are ratios of bytes moved, counted from the shapes of parameters'
@@ -183,16 +332,18 @@ def markdown(results: _Record) -> str:
     *_markdown(_BYTES, rows),
     '## Recompilation and fallbacks',
     '',
-    'A run needs the programs counted here, `start` and `run` of each loop. The'
-    ' state leaves `run` in the shape in which it came, so a further call'
-    ' compiles nothing; sampling, seed and lengths are arguments.',
-    '',
+    *_STATE,
     *_markdown(_FALLBACKS, rows),
     f'Custom calls in the programs: {_custom_calls(rows)}.',
-    '',
-    *_refusals(rows),
   ]
-  return '\n'.join(lines).rstrip() + '\n'
+
+
+_STATE = [
+  'A run needs the programs counted here, `start` and `run` of each loop. The'
+  ' state leaves `run` in the shape in which it came, so a further call'
+  ' compiles nothing; sampling, seed and lengths are arguments.',
+  '',
+]
 
 
 def _custom_calls(rows: Sequence[_Record]) -> str:
@@ -207,7 +358,16 @@ def _custom_calls(rows: Sequence[_Record]) -> str:
 
 def _refusals(rows: Sequence[_Record]) -> list[str]:
   texts = {text for row in rows for text in row['memory']['refused']}
-  return [f'Refused by the compiler: {text}' for text in sorted(texts)]
+  lines = [f'Refused by the compiler: {text}' for text in sorted(texts)]
+  for row in rows:
+    sizes = row['memory']
+    if not sizes['fits'] and sizes['peak_bytes'] is not None:
+      lines.append(
+        f'{row["task"]} with {row["draft"]} does not fit: it needs'
+        f' {sizes["peak_bytes"]:,} bytes, and {sizes["usable_bytes"]:,} can be'
+        ' used.'
+      )
+  return list(dict.fromkeys(lines))
 
 
 _ON_SLICE: dict[str, Callable[[_Record], str | None]] = {
@@ -300,13 +460,22 @@ def show_slices(console: rich.console.Console, results: _Record) -> None:
 
 def show(console: rich.console.Console, results: _Record) -> None:
   """Prints the main table, and what does not fit."""
+  rows = results['rows']
+  for part in tables(results):
+    console.print(part)
+  for text in _refusals(rows):
+    say(console, text)
+
+
+def tables(results: _Record) -> list[Table]:
+  """What is shown of a check of pairs: one table, or two of a GPU."""
+  memory = {name: _MEMORY[name] for name in ('peak GiB', 'fits')}
+  name, rows = results['settings']['name'], results['rows']
+  if results['kind'] == 'gpu_check':
+    return [table(_TIMES | memory, rows, name), table(_KERNELS, rows)]
   columns = {**_PAIR, 'alpha': _SPEED['alpha'], 'c': _SPEED['c']}
   columns |= {
     'predicted': _SPEED['predicted factor'],
     'paper': _SPEED["paper's speed-up"],
-    'peak GiB': _MEMORY['peak GiB'],
-    'fits': _MEMORY['fits'],
   }
-  console.print(table(columns, results['rows'], results['settings']['name']))
-  for text in _refusals(results['rows']):
-    say(console, text)
+  return [table(columns | memory, rows, name)]

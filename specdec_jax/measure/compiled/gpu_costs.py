@@ -1,0 +1,76 @@
+"""What kernels and bytes of a GPU's programs predict of their time."""
+
+from typing import Any
+
+from specdec_jax import analysis
+from specdec_jax.measure import memory
+from specdec_jax.paper import printed
+
+
+def predict(
+  config: Any, row: printed.Table2Row, params, request, programs
+) -> dict[str, Any]:
+  """Times of a token and of a round, and the factor that follows.
+
+  A time is bytes over bandwidth, and a cost for each kernel and conditional.
+  What a kernel writes is counted once: the next one finds it in the cache.
+
+  Args:
+    config: a `PairCheckConfig`.
+    row: of Table 2.
+    params: shapes of the parameters of both models.
+    request: likewise of the speculative loop's request.
+    programs: records of 'plain_run' and 'speculative_run'.
+
+  Returns:
+    The row's 'costs': of a 'token' of the plain loop, of a 'round', of a draft
+    'step' (its kernels alone; None where the program has no loop of them) and
+    of a token of 'T5X', None unless it is known; the 'walltime_factor' over the
+    plain loop, over T5X, and by bytes alone.
+  """
+  draft = config.drafts[row.draft]
+  one, several = (
+    memory.call_bytes(config.target, params.target, request, size).total
+    for size in (1, row.gamma + 1)
+  )
+  proposals = memory.draft_round_bytes(draft, params.draft, request)
+  plain, spec = (
+    programs[name]['launched'] for name in ('plain_run', 'speculative_run')
+  )
+  costs: dict[str, Any] = {
+    'token': _cost(config, one, plain['round']),
+    'round': _cost(config, several + proposals, spec['round']),
+    'step': spec.get('step'),
+    'T5X': None,
+  }
+  if costs['step']:
+    costs['step'] = _cost(config, proposals / row.gamma, costs['step'])
+  if config.t5x_kernels:
+    costs['T5X'] = _cost(config, one, {'kernels': config.t5x_kernels})
+  tokens = float(analysis.expected_tokens(row.acceptance_rate, row.gamma))
+  round_ms = costs['round']['ms']
+  factors = {'plain': tokens * costs['token']['ms'] / round_ms}
+  if costs['T5X']:
+    factors['T5X'] = tokens * costs['T5X']['ms'] / round_ms
+  factors['bytes'] = tokens * one / (several + proposals)
+  return {'costs': costs, 'walltime_factor': factors}
+
+
+def _cost(config: Any, read: float, launched: dict[str, Any]) -> dict[str, Any]:
+  """What some kernels take, in milliseconds, and of what that is made.
+
+  Args:
+    config: a `PairCheckConfig`.
+    read: bytes of weights and caches that they read.
+    launched: `kernels.summary` of them.
+  """
+  count = launched['kernels'] + launched.get('branch_kernels', 0)
+  waits = launched.get('conditionals', 0)
+  written = launched.get('written_bytes', 0) + launched.get('updated_bytes', 0)
+  starting = count * config.kernel_us + waits * config.conditional_us
+  moving = (read + written) / config.gb_per_s / 1e3
+  return dict(launched) | {
+    'read_bytes': read,
+    'bytes_ms': moving / 1e3,
+    'ms': (starting + moving) / 1e3,
+  }
