@@ -138,7 +138,8 @@ def call_bytes(
     min(size for size in sizes if size >= position + num_tokens)
     for position in range(first, first + request.slots)
   ]
-  per_slot = tree_bytes((cache.keys, cache.values)) // cache.num_slots
+  slots = (cache.keys, cache.values, cache.joined)
+  per_slot = tree_bytes(slots) // cache.num_slots
   rows = sum(_leaf_bytes(table) // table.shape[0] for table in tables)
   return CallBytes(
     weights=tree_bytes(decoder_weights(params)),
@@ -292,7 +293,7 @@ def _reading_bytes(
   """Bytes of the largest temporaries of an encoder, or of reading a prompt."""
   flat = _flat(params)
   emb_dim = _token_table(flat).shape[1]
-  heads = cache.keys[0].shape[1]
+  heads = cache.num_heads
   hidden = sum(  # of one feed-forward block: what goes in, its factors
     leaf.size
     for name, leaf in flat.items()

@@ -9,7 +9,7 @@ cost, beside what speculation brings.
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.models import layers, t5
+from specdec_jax.models import kv_cache, layers, t5
 
 
 def one_hot_write(
@@ -26,6 +26,9 @@ def one_hot_write(
 
 class _Module(t5.EncoderDecoder):
   """The network with T5X's way through embedding and cache."""
+
+  def prefill(self, inputs, max_length):
+    return kv_cache.apart(super().prefill(inputs, max_length))
 
   def extend(self, cache, tokens):
     table = self.token_embedder.embedding.astype(self.config.dtype)

@@ -10,7 +10,6 @@ convention moves them into its weights (`checkpoints.gpt2_names`).
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal, cast
 
 import jax
@@ -107,27 +106,27 @@ class Layer(nn.Module):
     self.dropout = layers.dropout(config.dropout_rate)
 
   def __call__(self, x, remember, read, deterministic):
-    """Maps [B, S, M] to [B, S, M].
+    """Maps [B, S, M] to [B, S, M], and says what was attended to.
 
     Args:
       x: [B, S, M].
-      remember: maps this call's keys and values, each [B, S, H, D], to those
-        that are attended to, each [B, H, D, T].
-      read: attention over them, (queries, keys, values) -> [B, S, H * D].
+      remember: maps this call's keys and values, each [B, S, H, D], to what is
+        attended to, `kv_cache.Kept`.
+      read: attention over it, (queries, kept) -> [B, S, H * D].
       deterministic: whether dropout is off.
 
     Returns:
-      [B, S, M], and the keys and values that were attended to.
+      [B, S, M], and what was attended to.
     """
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
     queries, keys, values = attention.project_qkv(normed)
-    keys, values = remember(keys, values)
-    mixed = attention.out(read(queries, keys, values))
+    kept = remember(keys, values)
+    mixed = attention.out(read(queries, kept))
     x = x + self.dropout(mixed, deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
     x = x + self.dropout(hidden, deterministic=deterministic)
-    return x, keys, values
+    return x, kept
 
 
 class Decoder(nn.Module):
@@ -158,11 +157,11 @@ class Decoder(nn.Module):
     """Teacher-forced logits float32[B, S, V] of tokens int32[B, S]."""
     position = np.arange(tokens.shape[1])
     bias = self._score_bias(position[None, :] - position[:, None])
-    read = functools.partial(layers.attend, bias=bias[None])
+    read = kv_cache.reader(bias[None])
     x = self._embed(tokens, position)
     x = self.dropout(x, deterministic=deterministic)
     for layer in self.layers:
-      x, _, _ = layer(
+      x, _ = layer(
         x,
         kv_cache.without_cache,
         read,
@@ -175,8 +174,7 @@ class Decoder(nn.Module):
     size = self.config.num_layers, batch, num_slots
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
     return kv_cache.KVCache(
-      keys=kv_cache.empty_slots(self.config, *size),
-      values=kv_cache.empty_slots(self.config, *size),
+      **kv_cache.empty_slots(self.config, *size),
       cross_keys=(),
       cross_values=(),
       cross_bias=None,
@@ -193,8 +191,8 @@ class Decoder(nn.Module):
     kept = []
     for i, layer in enumerate(self.layers):
       remember = cache.remember(i, kv_cache.write)
-      x, *keys_values = layer(x, remember, reads[i], True)
-      kept.append(keys_values)
+      x, memory = layer(x, remember, reads[i], True)
+      kept.append(memory)
     cache = cache.grown(kept, num_queries)
     return self._head(x, True), cache
 

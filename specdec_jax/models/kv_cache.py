@@ -7,7 +7,8 @@ where one stacked array would be sliced and copied.
 Keys and values are stored (head, head_dim, slot). On a CPU the products of a
 few queries with that layout cost a quarter of those with (head, slot,
 head_dim), because the slots are the vector lanes; `scripts/benchmark.py`
-measures it.
+measures it. On a GPU both are one array, (head, slot, head_dim): one write, and
+a token's numbers lie side by side.
 """
 
 import functools
@@ -19,8 +20,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from specdec_jax.models import layers
+from specdec_jax.models import backend, layers
 
+# What a layer attends to: keys and values, or the one array of both.
+Kept = tuple[jax.Array, ...]
 # (buffer, new, start) -> buffer; see `write`.
 Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -30,8 +33,8 @@ class KVCache:
   """Everything a decoder remembers of a batch.
 
   Attributes:
-    keys: a tuple over layers of [B, H, D, T].
-    values: a tuple over layers of [B, H, D, T].
+    keys: a tuple over layers of [B, H, D, T]; empty where they are joined.
+    values: likewise.
     cross_keys: a tuple over layers of [B, H, D, E]; empty in a decoder-only
       model.
     cross_values: likewise.
@@ -44,6 +47,8 @@ class KVCache:
       where it is the mask alone.
     length: int32[B], tokens held. Slots from `length` on are dead: they are
       overwritten before any query can see them.
+    joined: on a GPU, a tuple over layers of [2, B, H, T, D], keys and values.
+    joined: on a GPU, a tuple over layers of [2, B, H, T, D], keys and values.
   """
 
   keys: tuple[jax.Array, ...]
@@ -53,20 +58,33 @@ class KVCache:
   cross_bias: jax.Array | None
   position_bias: tuple[jax.Array, ...]
   length: jax.Array
+  joined: tuple[jax.Array, ...] = ()
 
   @property
   def num_slots(self) -> int:
     """T, the tokens a row can hold."""
-    return self.keys[0].shape[-1]
+    return self.position_bias[0].shape[-1] // 2
+
+  @property
+  def num_layers(self) -> int:
+    """How many layers the decoder has."""
+    return len(self.joined or self.keys)
+
+  @property
+  def num_heads(self) -> int:
+    """H."""
+    return self.joined[0].shape[2] if self.joined else self.keys[0].shape[1]
 
   def rewind(self, length: jax.Array) -> 'KVCache':
     """Returns the cache with only the first `length` (int32[B]) tokens."""
     return self.replace(length=length)
 
-  def remember(self, layer: int, write: Write) -> Callable[..., Any]:
+  def remember(self, layer: int, write: Write) -> Callable[..., Kept]:
     """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
 
     def written(keys, values):
+      if self.joined:
+        return (write_joined(self.joined[layer], keys, values, self.length),)
       return (
         write(self.keys[layer], keys, self.length),
         write(self.values[layer], values, self.length),
@@ -74,22 +92,44 @@ class KVCache:
 
     return written
 
-  def grown(
-    self, kept: Sequence[Sequence[jax.Array]], num_tokens: int
-  ) -> 'KVCache':
+  def grown(self, kept: Sequence[Kept], num_tokens: int) -> 'KVCache':
     """The cache with what `remember` gave each layer: S tokens more a row."""
+    length = self.length + num_tokens
+    if self.joined:
+      (joined,) = zip(*kept, strict=True)
+      return self.replace(joined=joined, length=length)
     keys, values = zip(*kept, strict=True)
-    return self.replace(
-      keys=keys, values=values, length=self.length + num_tokens
-    )
+    return self.replace(keys=keys, values=values, length=length)
 
 
 def empty_slots(
   config: Any, num_layers: int, batch: int, num_slots: int
-) -> tuple[jax.Array, ...]:
-  """Keys or values of layers that hold nothing, each zeros of [B, H, D, T]."""
-  shape = (batch, config.num_heads, config.head_dim, num_slots)
-  return tuple(jnp.zeros(shape, config.dtype) for _ in range(num_layers))
+) -> dict[str, tuple[jax.Array, ...]]:
+  """The fields of a `KVCache` for keys and values that are not there yet."""
+  width = config.num_heads, config.head_dim
+  if backend.on_gpu():
+    shape = (2, batch, width[0], num_slots, width[1])
+    return {
+      'keys': (),
+      'values': (),
+      'joined': _zeros(config, num_layers, shape),
+    }
+  shape = (batch, *width, num_slots)
+  return {
+    name: _zeros(config, num_layers, shape) for name in ('keys', 'values')
+  }
+
+
+def _zeros(config: Any, count: int, shape: tuple[int, ...]) -> Kept:
+  return tuple(jnp.zeros(shape, config.dtype) for _ in range(count))
+
+
+def apart(cache: KVCache) -> KVCache:
+  """The cache with keys and values in arrays of their own, as on a CPU."""
+  keys, values = (
+    tuple(both[i].swapaxes(2, 3) for both in cache.joined) for i in range(2)
+  )
+  return cache.replace(keys=keys, values=values, joined=()) if keys else cache
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -112,6 +152,23 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   # bshd -> bhds: the slot axis is last in the buffer.
   slots = new.transpose(0, 2, 3, 1).astype(buffer.dtype)
   return jax.vmap(one_row)(buffer, slots, start)
+
+
+def write_joined(
+  buffer: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array
+) -> jax.Array:
+  """`write` of keys and values, each [B, S, H, D], into [2, B, H, T, D]."""
+  zero = jnp.zeros((), start.dtype)
+  # bshd -> bhsd, behind which of both it is.
+  slots = jnp.stack([keys, values]).swapaxes(2, 3).astype(buffer.dtype)
+  if buffer.shape[1] == 1:  # mapped over rows it would be a scatter
+    first = (zero, zero, zero, start[0], zero)
+    return lax.dynamic_update_slice(buffer, slots, first)
+
+  def one_row(row, slots, first):
+    return lax.dynamic_update_slice(row, slots, (zero, zero, first, zero))
+
+  return jax.vmap(one_row, (1, 1, 0), 1)(buffer, slots, start)
 
 
 def read_position_bias(
@@ -142,8 +199,11 @@ def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the prefixes of the cache that attention may be restricted to.
 
   They double from 128, so that a step pays for at most twice its live slots;
-  below that, cutting a prefix out costs more than attending over all of it.
+  below that, cutting a prefix out costs more than attending over all of it. On
+  an accelerator the conditional costs more than the slots.
   """
+  if not backend.on_cpu():
+    return (num_slots,)
   sizes = []
   size = 128
   while size < num_slots:
@@ -154,7 +214,7 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 
 def bucketed_reads(
   cache: KVCache, num_queries: int
-) -> list[Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]:
+) -> list[Callable[[jax.Array, Kept], jax.Array]]:
   """Attention of each layer over the shortest bucket with every live slot.
 
   Only the read is inside the switch: a switch around the write as well would
@@ -166,8 +226,7 @@ def bucketed_reads(
     num_queries: S, this call's tokens a row.
 
   Returns:
-    For each layer (queries [B, S, H, D], keys, values, each [B, H, D, T]) ->
-    [B, S, H * D].
+    For each layer (queries [B, S, H, D], what it has `kept`) -> [B, S, H * D].
   """
   sizes = buckets(cache.num_slots)
   needed = jnp.max(cache.length) + num_queries
@@ -180,16 +239,28 @@ def bucketed_reads(
 
   branches = [functools.partial(attend_prefix, size) for size in sizes]
 
-  def reader(position_bias):
+  def of_bias(position_bias):
     bias = read_position_bias(position_bias, cache.length, num_queries)
     if len(branches) == 1:
-      return functools.partial(layers.attend, bias=bias)
-    return lambda queries, keys, values: lax.switch(
-      index, branches, queries, keys, values, bias
+      return reader(bias)
+    return lambda queries, kept: lax.switch(
+      index, branches, queries, *kept, bias
     )
 
-  readers = [reader(position_bias) for position_bias in cache.position_bias]
-  return readers * (len(cache.keys) // len(readers))
+  readers = [of_bias(position_bias) for position_bias in cache.position_bias]
+  return readers * (cache.num_layers // len(readers))
+
+
+def reader(bias: jax.Array) -> Callable[[jax.Array, Kept], jax.Array]:
+  """`layers.attend` over what a layer has kept, keys and values or both."""
+
+  def read(queries, kept):
+    if len(kept) == 1:
+      ((keys, values),) = kept
+      return layers.attend(queries, keys, values, bias, 'td')
+    return layers.attend(queries, *kept, bias)
+
+  return read
 
 
 def slots_last(x: jax.Array) -> jax.Array:
@@ -197,8 +268,6 @@ def slots_last(x: jax.Array) -> jax.Array:
   return x.transpose(0, 2, 3, 1)
 
 
-def without_cache(
-  keys: jax.Array, values: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def without_cache(keys: jax.Array, values: jax.Array) -> Kept:
   """`KVCache.remember` where there is none: this call's alone."""
   return slots_last(keys), slots_last(values)

@@ -19,6 +19,7 @@ from jax import lax
 
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import check_choice
+from specdec_jax.models import backend
 
 # No published model has a quarter of it, and each is a module of its own.
 MOST_LAYERS = 1024
@@ -39,7 +40,7 @@ def precision(dtype: str) -> lax.Precision:
 
 
 def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
-  """Returns x @ kernel.T with the kernel as the left operand.
+  """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
 
   XLA on a CPU packs the right operand of a small product at each call. Here
   that is the few activations, not the weights; the barriers keep XLA from
@@ -54,6 +55,13 @@ def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
   """
   rows = x.reshape(-1, x.shape[-1])
   count = rows.shape[0]
+  if backend.on_gpu() and count == 1:
+    # One kernel; of a product XLA makes two, the second one adds up parts.
+    product = jnp.sum(kernel.astype(jnp.float32) * rows.astype(jnp.float32), 1)
+    return product.astype(x.dtype).reshape(*x.shape[:-1], kernel.shape[0])
+  if not backend.on_cpu():
+    exact = precision(str(x.dtype))
+    return jnp.einsum('...i,oi->...o', x, kernel, precision=exact)
   if 1 < count <= 16:
     # 4, 8 and 16 rows cost 1.3, 1.6 and 2.2 times one row; what lies between
     # costs more than the next of these (12 rows: 2.9 times).
@@ -218,7 +226,11 @@ class MLP(nn.Module):
 
 
 def attend(
-  queries: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  bias: jax.Array,
+  slots: str = 'dt',
 ) -> jax.Array:
   """Attention of S queries over T slots; the softmax is in float32.
 
@@ -227,21 +239,22 @@ def attend(
     keys: [B, H, D, T].
     values: [B, H, D, T].
     bias: float32, broadcastable to [B, H, S, T], added to the scores.
+    slots: 'td' where keys and values are [B, H, T, D].
 
   Returns:
     [B, S, H * D].
   """
   num_queries = queries.shape[1]
-  if num_queries == 1:
+  if num_queries == 1 and backend.on_cpu():
     # XLA on a CPU takes three to five times as long over one query as over
     # two (it turns the products into scalar loops), so ask twice.
     queries = jnp.concatenate([queries, queries], axis=1)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
   exact = precision(str(queries.dtype))
-  scores = jnp.einsum('bshd,bhdt->bhst', queries, keys, precision=exact)
+  scores = jnp.einsum(f'bshd,bh{slots}->bhst', queries, keys, precision=exact)
   weights = jax.nn.softmax(scores.astype(jnp.float32) + bias, axis=-1)
   weights = weights.astype(values.dtype)
-  mixed = jnp.einsum('bhst,bhdt->bshd', weights, values, precision=exact)
+  mixed = jnp.einsum(f'bhst,bh{slots}->bshd', weights, values, precision=exact)
   return mixed[:, :num_queries].reshape(*mixed.shape[:1], num_queries, -1)
 
 

@@ -5,7 +5,6 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 """
 
 import dataclasses
-import functools
 from typing import cast
 
 import jax
@@ -169,21 +168,21 @@ class DecoderLayer(nn.Module):
     self.dropout = layers.dropout(self.config.dropout_rate)
 
   def __call__(self, x, remember, read, cross, deterministic):
-    """Maps [B, S, M] to [B, S, M].
+    """Maps [B, S, M] to [B, S, M], and says what was attended to.
 
     Args:
       x: [B, S, M].
-      remember: maps this call's keys and values, each [B, S, H, D], to those
-        that are attended to, each [B, H, D, T].
-      read: attention over them, (queries, keys, values) -> [B, S, H * D].
+      remember: maps this call's keys and values, each [B, S, H, D], to what is
+        attended to, `kv_cache.Kept`.
+      read: attention over it, (queries, kept) -> [B, S, H * D].
       cross: keys and values [B, H, D, E] and their bias.
       deterministic: whether dropout is off.
     """
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
     queries, keys, values = attention.project_qkv(normed)
-    keys, values = remember(keys, values)
-    mixed = read(queries, keys, values)
+    kept = remember(keys, values)
+    mixed = read(queries, kept)
     x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
     normed = self.pre_cross_attention_layer_norm(x)
     attention = self.encoder_decoder_attention
@@ -191,7 +190,7 @@ class DecoderLayer(nn.Module):
     x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
     x = x + self.dropout(hidden, deterministic=deterministic)
-    return x, keys, values
+    return x, kept
 
 
 class Decoder(nn.Module):
@@ -244,8 +243,8 @@ class Decoder(nn.Module):
     x = self.dropout(x, deterministic=deterministic)
     cross = zip(*self.cross_kv(encoded), strict=True)
     for layer, bias, kv in zip(self.layers, biases, cross, strict=True):
-      read = functools.partial(layers.attend, bias=bias[None])
-      x, _, _ = layer(
+      read = kv_cache.reader(bias[None])
+      x, _ = layer(
         x,
         kv_cache.without_cache,
         read,
@@ -262,8 +261,8 @@ class Decoder(nn.Module):
     for i, layer in enumerate(self.layers):
       cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
       remember = cache.remember(i, write)
-      x, *keys_values = layer(x, remember, reads[i], cross, True)
-      kept.append(keys_values)
+      x, memory = layer(x, remember, reads[i], cross, True)
+      kept.append(memory)
     cache = cache.grown(kept, num_queries)
     return self._head(x, embedder, True), cache
 
@@ -298,8 +297,7 @@ class EncoderDecoder(nn.Module):
     cross_keys, cross_values = self.decoder.cross_kv(encoded)
     size = self.config.num_decoder_layers, inputs.shape[0], max_length
     return kv_cache.KVCache(
-      keys=kv_cache.empty_slots(self.config, *size),
-      values=kv_cache.empty_slots(self.config, *size),
+      **kv_cache.empty_slots(self.config, *size),
       cross_keys=cross_keys,
       cross_values=cross_values,
       cross_bias=bias,

@@ -23,6 +23,7 @@ from jax.sharding import AxisType
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
+from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.model import Model
@@ -56,7 +57,8 @@ class Placement:
   Attributes:
     dtype: of the parameters on the device: 'float32' or 'bfloat16'.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'auto'
-      for out_in on one CPU whose caches cannot hold the model, else in_out.
+      for out_in on one GPU, or on one CPU whose caches cannot hold the model,
+      else in_out.
     join_projections: whether query, key and value of self-attention, and both
       input layers of a gated MLP, become one product each, unless it is split.
     data: devices that share the rows of a request; 0 is as many as `model`
@@ -100,7 +102,9 @@ class Placement:
     """Returns whether the kernels of this model are stored [out, in]."""
     if self.kernel_layout != 'auto':
       return self.kernel_layout == 'out_in'
-    if jax.default_backend() != 'cpu' or not self.on_one_device:
+    if backend.on_gpu() and self.on_one_device:
+      return True
+    if not backend.on_cpu() or not self.on_one_device:
       return False
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     return sum(sizes) * jnp.dtype(self.dtype).itemsize > _CACHED_BYTES

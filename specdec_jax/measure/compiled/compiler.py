@@ -72,7 +72,7 @@ class Compiler:
     leaves = jax.tree.leaves(params)
     record, text = record_of(lowered, leaves)
     if self._counts_kernels:
-      caches = {leaf.shape for leaf in jax.tree.leaves(args) if leaf.ndim == 4}
+      caches = {leaf.shape for leaf in jax.tree.leaves(args) if leaf.ndim >= 4}
       found = kernels.find(text, _whole_weights(leaves), caches)
       record['launched'] = dict(kernels.by_loop(found))
     return record, shapes

@@ -30,6 +30,7 @@ from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.measure.compiled.rows import compile_rows
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
+from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
@@ -130,18 +131,21 @@ def check(
   is_gpu = isinstance(devices.find(config.device), devices.Gpu)
   compiler = Compiler(device, counts_kernels=is_gpu)
   check_row = _check_on_gpu if is_gpu else _check_on_tpu
-  results = compile_rows(
-    config,
-    'gpu_check' if is_gpu else 'tpu_check',
-    compiled_for,
-    {
-      _name(row._asdict()): functools.partial(check_row, config, row, compiler)
-      for row in rows
-    },
-    _name,
-    report.markdown,
-    console,
-  )
+  with backend.compiled_for('gpu' if is_gpu else 'tpu'):
+    results = compile_rows(
+      config,
+      'gpu_check' if is_gpu else 'tpu_check',
+      compiled_for,
+      {
+        _name(row._asdict()): functools.partial(
+          check_row, config, row, compiler
+        )
+        for row in rows
+      },
+      _name,
+      report.markdown,
+      console,
+    )
   report.show(console, results)
   return results
 
@@ -202,7 +206,7 @@ def _compile_row(
   config: PairCheckConfig, row: printed.Table2Row, compiler: Compiler
 ) -> _Compiled:
   target, draft = config.target, config.drafts[row.draft]
-  placement = Placement(config.param_dtype, 'in_out')
+  placement = Placement(config.param_dtype)
   params = PairParams(
     *(
       compiler.place(memory.param_shapes(n, placement)) for n in (target, draft)
@@ -225,8 +229,8 @@ def _compile_row(
   result = row._asdict() | {
     'input_len': config.input_lens[row.task],
     'decode_len': config.decode_lens[row.task],
-    'target_layers': len(state.target_cache.keys),
-    'draft_layers': len(state.drafter_state.keys),
+    'target_layers': state.target_cache.num_layers,
+    'draft_layers': state.drafter_state.num_layers,
     'programs': programs,
     'state_keeps_its_shape': steady,
     'memory': _fits(config, params, state, programs),

@@ -26,6 +26,7 @@ from specdec_jax.measure.compiled import collectives, compiler, report, tpu
 from specdec_jax.measure.compiled.rows import compile_rows
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
+from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Partition, Placement
 
@@ -94,21 +95,22 @@ def check(
   console = console or terminal()
   devices = {name: tpu.describe_slice(name) for name in config.slices}
   kinds = {one[0].device_kind for one in devices.values()}
-  results = compile_rows(
-    config,
-    'tpu_slices',
-    {'compiled_for': ', '.join(sorted(kinds))} | tpu.versions(),
-    {
-      _name(pair, one): functools.partial(
-        _check_row, config, pair, one, devices[one]
-      )
-      for pair in config.pairs
-      for one in config.slices
-    },
-    lambda row: _name(row['pair'], row['slice']),
-    report.slices_markdown,
-    console,
-  )
+  with backend.compiled_for('tpu'):
+    results = compile_rows(
+      config,
+      'tpu_slices',
+      {'compiled_for': ', '.join(sorted(kinds))} | tpu.versions(),
+      {
+        _name(pair, one): functools.partial(
+          _check_row, config, pair, one, devices[one]
+        )
+        for pair in config.pairs
+        for one in config.slices
+      },
+      lambda row: _name(row['pair'], row['slice']),
+      report.slices_markdown,
+      console,
+    )
   report.show_slices(console, results)
   return results
 
