@@ -241,6 +241,9 @@ def bucketed_reads(
 
   def of_bias(position_bias):
     bias = read_position_bias(position_bias, cache.length, num_queries)
+    if backend.on_gpu():
+      # Read once a call, or each layer has a kernel to read it again.
+      bias = lax.optimization_barrier(bias)
     if len(branches) == 1:
       return reader(bias)
     return lambda queries, kept: lax.switch(
