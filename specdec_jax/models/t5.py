@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax import lax
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import kv_cache, layers
+from specdec_jax.models import backend, kv_cache, layers
 from specdec_jax.models.base import Params
 
 
@@ -218,10 +219,14 @@ class Decoder(nn.Module):
 
   def cross_kv(self, encoded):
     """Returns each layer's cross-attention keys and values, [B, H, D, E]."""
-    pairs = [
-      layer.encoder_decoder_attention.project_kv(encoded)
-      for layer in self.layers
-    ]
+    pairs = []
+    for layer in self.layers:
+      pair = layer.encoder_decoder_attention.project_kv(encoded)
+      if backend.on_gpu():
+        # One after the other: XLA would copy all layers' kernels into one
+        # array, for one product.
+        encoded, pair = lax.optimization_barrier((encoded, pair))
+      pairs.append(pair)
     keys = tuple(kv_cache.slots_last(pair[0]) for pair in pairs)
     values = tuple(kv_cache.slots_last(pair[1]) for pair in pairs)
     return keys, values

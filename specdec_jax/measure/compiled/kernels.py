@@ -33,7 +33,7 @@ class Kernel:
     times: how often it runs in a run of the program, or in one round of the
       loop whose number of rounds is not known.
     in_branch: whether it is in the branch of a conditional; of the branches
-      that one is counted which launches the most.
+      that one is counted which launches the least.
     in_layer: whether a layer of a network is what it computes.
     conditional: whether it is one, and no kernel.
     written: bytes of new arrays.
@@ -41,6 +41,8 @@ class Kernel:
     rewritten: bytes of `written` that are a weight in another form: copied,
       relaid, converted, joined to others, or each element multiplied.
     copied: bytes of `written` that are all of a cache.
+    most: of a conditional, kernels of the branch that launches the most, as
+      often as they run.
   """
 
   name: str
@@ -53,6 +55,7 @@ class Kernel:
   updated: int = 0
   rewritten: int = 0
   copied: int = 0
+  most: int = 0
 
 
 def find(
@@ -104,13 +107,15 @@ class _Walk:
       if one.op == 'while':
         yield from self._loop(one, place)
       elif one.op == 'conditional':
-        yield Kernel(one.name, *place, conditional=True)
         inside = place._replace(in_branch=True)
         branches = [
           list(self._walk(name, inside))
           for name in sorted(program_text.called_by(one.text))
         ]
-        yield from max(branches, key=num_launched, default=[])
+        branches.sort(key=num_launched)
+        most = num_launched(branches[-1])
+        yield Kernel(one.name, *place, conditional=True, most=most)
+        yield from branches[0]
       elif one.op == 'call':
         for name in program_text.called_by(one.text):
           yield from self._walk(name, place)
@@ -204,6 +209,7 @@ def summary(found: Collection[Kernel]) -> dict[str, Any]:
   return {
     'kernels': num_launched([one for one in kernels if not one.in_branch]),
     'branch_kernels': num_launched([one for one in kernels if one.in_branch]),
+    'most_branch_kernels': sum(one.most for one in found),
     'conditionals': sum(one.times for one in found if one.conditional),
     'layer_kernels': num_launched([one for one in kernels if one.in_layer]),
     **{f'{name}_bytes': size for name, size in sums.items()},
@@ -220,16 +226,18 @@ def by_loop(found: Collection[Kernel]) -> Mapping[str, dict[str, Any]]:
   """
   inside: dict[str, list[Kernel]] = collections.defaultdict(list)
   for one in found:
-    if len(one.loops) > 1:
+    if len(one.loops) > 1 and not one.in_branch:
       inside[one.loops[1]].append(one)
   parts = {
     'once': [one for one in found if not one.loops],
     'round': [one for one in found if one.loops],
   }
   if inside:
-    step = max(inside.values(), key=num_launched)
-    trips = min(one.times for one in step)
+    name = max(inside, key=lambda name: num_launched(inside[name]))
+    trips = min(one.times for one in inside[name])
     parts['step'] = [
-      dataclasses.replace(one, times=one.times // trips) for one in step
+      dataclasses.replace(one, times=one.times // trips, most=one.most // trips)
+      for one in found
+      if one.loops[1:2] == (name,)
     ]
   return {name: summary(part) for name, part in parts.items() if part}

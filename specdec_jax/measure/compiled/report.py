@@ -126,15 +126,18 @@ def _mb(part: str, name: str) -> Callable[[_Record], str | None]:
 # Of a token of the plain loop, of a draft step, of a round: blanks as above.
 _KERNELS = _PAIR | {
   'kernels per token': _launched('token', 'kernels'),
-  'and in branches': _launched('token', 'branch_kernels'),
+  'in branches, least': _launched('token', 'branch_kernels'),
+  'most': _launched('token', 'most_branch_kernels'),
   'conditionals': _launched('token', 'conditionals'),
   'per layer': _per_layer('token', 'target_layers'),
   'per draft step': _launched('step', 'kernels'),
-  'and in branches ': _launched('step', 'branch_kernels'),
+  'in branches, least ': _launched('step', 'branch_kernels'),
+  'most ': _launched('step', 'most_branch_kernels'),
   'conditionals ': _launched('step', 'conditionals'),
   'per layer ': _per_layer('step', 'draft_layers'),
   'per round': _launched('round', 'kernels'),
-  'and in branches  ': _launched('round', 'branch_kernels'),
+  'in branches, least  ': _launched('round', 'branch_kernels'),
+  'most  ': _launched('round', 'most_branch_kernels'),
   'conditionals  ': _launched('round', 'conditionals'),
 }
 _TIMES = _PAIR | {
@@ -274,16 +277,18 @@ def _gpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     '## Kernels',
     '',
     'What is launched per token of the plain loop, per draft step and per round'
-    ' with all its steps. Of a conditional the branch with most kernels is'
-    ' taken; it also waits for the host. Kernels in a layer are per layer.',
+    ' with all its steps. A conditional takes one of its branches and waits for'
+    ' the host. Kernels in a layer are per layer.',
     '',
     *_markdown(_KERNELS, rows),
     '## What kernels and bytes predict',
     '',
     f'A time is bytes over bandwidth, {settings["kernel_us"]:g} microseconds a'
     f' kernel and {settings["conditional_us"]:g} a conditional: estimates, not'
-    ' measured. The factor is that over the plain loop, with the alpha of the'
-    " paper's Table 2 and i.i.d. acceptance. T5X's own loop is taken to launch"
+    ' measured. Of a conditional it is the branch of the fewest kernels, that'
+    ' of no top-k and no top-p. The factor is over the plain loop, with the'
+    " alpha of the paper's Table 2 and i.i.d. acceptance. T5X's own loop is"
+    ' taken to launch'
     f' {settings["t5x_kernels"]} kernels per token and to move the same bytes.',
     '',
     *_markdown(_TIMES, rows),
