@@ -106,15 +106,12 @@ def empty_slots(
   config: Any, num_layers: int, batch: int, num_slots: int
 ) -> dict[str, tuple[jax.Array, ...]]:
   """The fields of a `KVCache` for keys and values that are not there yet."""
-  width = config.num_heads, config.head_dim
+  heads, head_dim = config.num_heads, config.head_dim
   if backend.on_gpu():
-    shape = (2, batch, width[0], num_slots, width[1])
-    return {
-      'keys': (),
-      'values': (),
-      'joined': _zeros(config, num_layers, shape),
-    }
-  shape = (batch, *width, num_slots)
+    joined = (2, batch, heads, num_slots, head_dim)
+    both = _zeros(config, num_layers, joined)
+    return {'keys': (), 'values': (), 'joined': both}
+  shape = (batch, heads, head_dim, num_slots)
   return {
     name: _zeros(config, num_layers, shape) for name in ('keys', 'values')
   }
@@ -259,9 +256,10 @@ def reader(bias: jax.Array) -> Callable[[jax.Array, Kept], jax.Array]:
 
   def read(queries, kept):
     if len(kept) == 1:
-      ((keys, values),) = kept
-      return layers.attend(queries, keys, values, bias, 'td')
-    return layers.attend(queries, *kept, bias)
+      joined = kept[0]
+      return layers.attend(queries, joined[0], joined[1], bias, 'td')
+    keys, values = kept
+    return layers.attend(queries, keys, values, bias)
 
   return read
 

@@ -1,0 +1,132 @@
+"""What is traced for a GPU computes what is traced for a CPU.
+
+It runs on the CPU here: the programs differ, not what they mean.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt_test import GPT2
+from gpt_test import T5X as GPT_T5X
+from models_test import OWN_BIAS, T5_1_0, T5_1_1
+from specdec_jax import partitioning
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.measure.t5x_style import T5XStyle
+from specdec_jax.models import backend, gpt, t5
+from specdec_jax.partitioning import Placement
+from specdec_jax.probs import SamplingConfig
+from toy_requests import quick_jit, request_of
+
+NETWORKS = {
+  't5_1_1': t5.T5(T5_1_1),
+  't5_1_0': t5.T5(T5_1_0),
+  'own_bias': t5.T5(OWN_BIAS),
+  't5x_style': T5XStyle(T5_1_1),
+  'gpt2': gpt.GPT(GPT2),
+  'gpt_t5x': gpt.GPT(GPT_T5X),
+}
+INPUTS = (5, 7, 11, 3, 0)
+
+
+def on(kind, network):
+  """Its parameters, as they are placed on such a device."""
+  params = network.init(jax.random.key(0))
+  with backend.compiled_for(kind):
+    return partitioning.place(params)
+
+
+def logits_of_calls(kind, network, batch, slots):
+  """Logits of calls of 3, 1 and 4 tokens; the last is after a rewind."""
+  params = on(kind, network)
+  rng = np.random.default_rng(0)
+  tokens = jnp.asarray(rng.integers(2, 60, (batch, 8)).astype(np.int32))
+  inputs = jnp.asarray(np.tile(np.array(INPUTS, np.int32), (batch, 1)))
+
+  def calls(params, inputs, tokens):
+    cache = network.prefill(params, inputs, slots)
+    first, cache = network.extend(params, cache, tokens[:, :3])
+    second, cache = network.extend(params, cache, tokens[:, 3:4])
+    length = cache.length - jnp.arange(batch)  # each row at its own place
+    cache = network.rewind(cache, length)
+    third, cache = network.extend(params, cache, tokens[:, 4:])
+    return jnp.concatenate([first, second, third], 1), cache
+
+  with backend.compiled_for(kind):
+    return quick_jit(calls)(params, inputs, tokens)
+
+
+@pytest.mark.parametrize(
+  ('name', 'batch'),
+  [
+    ('t5_1_1', 1),
+    ('t5_1_1', 3),
+    ('own_bias', 3),
+    ('t5x_style', 1),
+    ('gpt2', 1),
+    ('gpt_t5x', 3),
+  ],
+)
+def test_logits_are_the_same(name, batch):
+  network = NETWORKS[name]
+  want, _ = logits_of_calls('cpu', network, batch, 150)
+  have, cache = logits_of_calls('gpu', network, batch, 150)
+  np.testing.assert_allclose(have, want, rtol=2e-4, atol=2e-4)
+  # One array of a layer, but where T5X's own writing is what is compared.
+  assert bool(cache.joined) == (name != 't5x_style')
+  assert bool(cache.keys) == (name == 't5x_style')
+  assert cache.num_slots == 150 and cache.num_layers == 2
+
+
+def decode(kind, target, draft, batch, temperature=0.0):
+  sampling = SamplingConfig(temperature=temperature)
+  request = request_of(batch, 3, sampling, 140, inputs=INPUTS, seed=1)
+  loop = Loop(target, small_model(draft))
+  params = PairParams(on(kind, target), on(kind, draft))
+  with backend.compiled_for(kind):
+    return loop, params, request
+
+
+@pytest.mark.parametrize(('name', 'batch'), [('t5_1_1', 1), ('gpt_t5x', 2)])
+def test_loops_give_the_same_tokens(name, batch):
+  target, draft = NETWORKS[name], NETWORKS['t5_1_0']
+  made = {}
+  for kind in ('cpu', 'gpu'):
+    loop, params, request = decode(kind, target, draft, batch)
+    with backend.compiled_for(kind):
+      made[kind] = quick_jit(loop.decode)(params, request)
+  for have, want in zip(made['gpu'].tokens, made['cpu'].tokens, strict=True):
+    np.testing.assert_array_equal(have, want)
+  counts = [jax.tree.leaves(one.stats) for one in made.values()]
+  for have, want in zip(*counts, strict=True):
+    np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'expected'), [('gpu', 0), ('tpu', 0), ('cpu', 1)]
+)
+def test_a_greedy_round_has_conditionals_on_a_cpu_alone(kind, expected):
+  """Of 150 slots a CPU has two buckets; and what is traced is traced anew."""
+  target = NETWORKS['t5_1_1']
+  loop, params, request = decode(kind, target, target, 1)
+  with backend.compiled_for(kind):
+    text = jax.jit(loop.decode).lower(params, request).as_text()
+  assert ('stablehlo.case' in text) == bool(expected)
+
+
+def test_kernels_are_out_in_on_one_gpu():
+  network = NETWORKS['t5_1_1']
+  names = [
+    jax.tree_util.keystr(path)
+    for path, _ in jax.tree_util.tree_leaves_with_path(on('gpu', network))
+  ]
+  assert any('kernel_out_in' in name for name in names)
+  assert not any(name.endswith("'kernel']") for name in names)
+  split = dataclasses.replace(Placement(), model=2)
+  with backend.compiled_for('gpu'):
+    assert not split.transposes(network.init(jax.random.key(0)))
