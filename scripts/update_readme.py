@@ -13,6 +13,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'calibration'  as scripts/calibrate.py writes it
   'alpha'        as scripts/measure_alpha.py writes it
   'throughput'   as scripts/throughput.py writes it
+  'gpu_check'    as `specdec compile-check` writes it, for a GPU
   'try'          as `specdec try --output-file FILE` writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
             as scripts/reproduce.py and scripts/peers.py write it
@@ -29,6 +30,7 @@ from specdec_jax.infer import first_look, quality, report
 from specdec_jax.measure import alpha, record, throughput
 from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
+from specdec_jax.measure.compiled import report as compiled_report
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Table
 
@@ -165,6 +167,23 @@ def _alpha(found: Record) -> list[str | Table]:
   return [f'{found.where}.', alpha.table(found)]
 
 
+def _gpu_check(found: Record) -> list[str | Table]:
+  settings = found['settings']
+  lengths = ', '.join(
+    f'{task} {length} input and {settings["decode_lens"][task]} output tokens'
+    for task, length in settings['input_lens'].items()
+  )
+  return [
+    f'One {settings["compiled_for"]}, compiled for and not run; batch'
+    f' {settings["batch"]}, {settings["param_dtype"]}; {lengths}; JAX'
+    f' {settings["jax"]}. Times are predicted: {settings["kernel_us"]:g}'
+    f' microseconds per kernel, {settings["conditional_us"]:g} per conditional,'
+    f' bytes at {settings["gb_per_s"]:,.0f} GB/s; T5X by'
+    f' {settings["t5x_kernels"]} kernels per token.',
+    *compiled_report.tables(found),
+  ]
+
+
 def _try(found: Record) -> list[str | Table]:
   return [f'{found.where}.', report.table(found), *first_look.sentences(found)]
 
@@ -178,6 +197,7 @@ _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'calibration': _calibration,
   'alpha': _alpha,
   'throughput': _throughput,
+  'gpu_check': _gpu_check,
   'try': _try,
 }
 
