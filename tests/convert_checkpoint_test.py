@@ -152,7 +152,10 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
   ('changes', 'words'),
   [
     (dict(format='safetensor'), "'safetensor', .* Nearest known: safetensors"),
-    (dict(dtype='bfloat61'), "dtype must be a floating one.* 'bfloat61'"),
+    (
+      dict(dtype='bfloat61'),
+      "dtype must be a floating-point type.* 'bfloat61'",
+    ),
     (dict(output='gs://b/x'), 'output must be on this machine'),
   ],
 )
