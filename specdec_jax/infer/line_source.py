@@ -19,15 +19,15 @@ class Lines:
   """The lines of a file.
 
   Attributes:
-    config: the run; `run` sets its mode to plain where drafting does not pay.
+    config: the run; `run` sets its mode to plain if drafting does not pay.
     broken_off: why the file could not be read to its end, or None.
-    prefix: of the names of all files but the results' own.
+    prefix: prefix of the names of all files except the results' file.
   """
 
   prefix = ''
 
   def __init__(self, config: DecodeConfig):
-    """Reads them.
+    """Reads the lines.
 
     Raises:
       ValueError: the file cannot be read, or none of its lines is text.
@@ -39,11 +39,11 @@ class Lines:
 
   @property
   def broken(self) -> list[str]:
-    """Why single lines cannot be decoded."""
+    """The errors of lines that cannot be decoded."""
     return [line.error for line in self._lines if line.error]
 
   def engine(self) -> Engine:
-    """Makes the engine and counts the lines' tokens by it."""
+    """Makes the engine, and counts the lines' tokens with it."""
     engine = self.config.engine()
     self._limit = engine.max_input_len
     most = self._limit if self.config.on_too_long == 'error' else None
@@ -61,7 +61,7 @@ class Lines:
   def identity(
     self, engine: Engine, gammas: Mapping[int, int] | None
   ) -> dict[str, Any]:
-    """Everything that decides the results, as JSON has it."""
+    """Everything that decides the results, as JSON values."""
     config = self.config
     texts = repr([(line.text, line.error) for line in self._lines])
     return {
@@ -80,7 +80,7 @@ class Lines:
     }
 
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
-    """A record a line; see `results`."""
+    """One record per line; see `results`."""
     return results.make_records(self._lines, modes, self._limit)
 
   def context(
@@ -88,7 +88,7 @@ class Lines:
     records: Sequence[Mapping[str, Any]],
     modes: Mapping[str, report.Mode],
   ) -> dict[str, Any]:
-    """What the summary says of the lines."""
+    """The summary's entries about the lines."""
     reasons = [record['finish_reason'] for record in records]
     return {
       'input_file': self.config.input_file,
@@ -100,12 +100,12 @@ class Lines:
   def show(
     self, console: rich.console.Console, modes: Mapping[str, report.Mode]
   ) -> None:
-    """Prints some of them, decoded."""
+    """Prints some of the decoded lines."""
     texts = [line.text for line in self._lines]
     report.print_examples(console, texts, modes, self.config.num_shown)
 
   def complaint(self, summary: Mapping[str, Any]) -> str | None:
-    """What fails a run that has written its results."""
+    """Why the run fails after its results are written, or None."""
     differing = summary.get('agreement', {}).get('disagreements')
     required = self.config.require_agreement and self.config.lenience == 1
     if not (required and differing):

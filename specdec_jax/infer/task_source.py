@@ -21,7 +21,8 @@ from specdec_jax.infer import (
 from specdec_jax.infer.settings import SCORE, TaskConfig, by_rows
 from specdec_jax.measure.table import say
 
-# Fields that decide no result, or by what they make: see `Task.identity`.
+# Fields that do not decide results, or only by the objects that they make,
+# which `Task.identity` describes.
 _NOT_DECIDING = (
   'engine',
   'tokenizer',
@@ -31,25 +32,24 @@ _NOT_DECIDING = (
   'metrics',
   'calibration',
 )
-_ITEM_BYTES = 256  # of a sample at least, until it is written
+_ITEM_BYTES = 256  # the least memory of a sample, until it is written
 
 
 class Task:
   """The examples of a task that was found, or of a file.
 
   Attributes:
-    config: the run; `run` sets its decoding to plain where drafting does not
-      pay.
+    config: the run; `run` sets its decoding to plain if drafting does not pay.
     broken_off: why a file could not be read to its end, or None.
-    prefix: of the names of all files but the results' own.
+    prefix: prefix of the names of all files except the results' file.
   """
 
   def __init__(self, config: TaskConfig):
-    """Reads them.
+    """Reads the examples.
 
     Raises:
       ValueError: they cannot be read, all of them are broken, or a metric that
-        was named is not known.
+        was named is unknown.
     """
     self.config = config
     self.prefix = f'{results_name(config)}.'
@@ -61,7 +61,7 @@ class Task:
 
   @property
   def broken(self) -> list[str]:
-    """Why single examples cannot be decoded."""
+    """The errors of examples that cannot be decoded."""
     found = [one.get(examples.BROKEN) for one in self._found]
     return [error for error in found if error]
 
@@ -69,7 +69,7 @@ class Task:
     """Makes the engine for the task's lengths and checks it against the task.
 
     Raises:
-      ValueError: nothing says how long an output may be, or the engine has
+      ValueError: it is unknown how long an output may be, or the engine has
         another vocabulary.
     """
     config = self.config
@@ -112,7 +112,7 @@ class Task:
     return engine
 
   def items(self) -> list[batches.Item]:
-    """All samples of those that are not broken."""
+    """An item for each sample of each example that is not broken."""
     config, count = self.config, len(self._found)
     items: list[batches.Item] = []
     if count:  # the largest number first: there may be very many
@@ -133,7 +133,7 @@ class Task:
       elif config.prompt_feature is not None:
         prompt = _ids(example, config.prompt_feature)
       if prompt is not None:
-        # An output that began with its end would be over.
+        # Without its end: an output that begins with it would be over.
         if prompt[-1:] == [config.tokenizer.eos_id]:
           del prompt[-1]
         prompt = prompt[: config.prompt_from_targets or None]
@@ -152,7 +152,7 @@ class Task:
   def identity(
     self, engine: Engine, gammas: Mapping[int, int] | None
   ) -> dict[str, Any]:
-    """Everything that decides the results, as JSON has it."""
+    """Everything that decides the results, as JSON values."""
     config = self.config
     digest = hashlib.sha256()
     for example in self._found:
@@ -177,7 +177,7 @@ class Task:
     }
 
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
-    """A record an example; see `results`."""
+    """One record per example; see `results`."""
     return results.task_records(self._found, modes, self.config)
 
   def context(
@@ -185,7 +185,7 @@ class Task:
     records: Sequence[Mapping[str, Any]],
     modes: Mapping[str, report.Mode],
   ) -> dict[str, Any]:
-    """What the summary says of the examples: metrics, counts, errors."""
+    """The summary's entries about the examples: metrics, counts, errors."""
     measured, self._metric_failed = task_summary.measured(
       self._functions, self._found, modes, self.config
     )
@@ -202,7 +202,7 @@ class Task:
       say(console, self._unmeasured)
 
   def complaint(self, summary: Mapping[str, Any]) -> str | None:
-    """What fails a run that has written its results."""
+    """Why the run fails after its results are written, or None."""
     if self._metric_failed is None:
       return None
     return (
@@ -211,7 +211,7 @@ class Task:
 
 
 def results_name(config: TaskConfig) -> str:
-  """The file of results, named as T5X names it; its task was found."""
+  """The name of the file of results, as in T5X; `find` has made the task."""
   shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
   return f'{_name(config)}-{config.mode}.jsonl-{shard}'
 
@@ -221,7 +221,7 @@ def _name(config: TaskConfig) -> str:
 
 
 def _examples(config: TaskConfig) -> tuple[list[examples.Example], str | None]:
-  """`examples.load`, where what lacks a feature that is needed is broken."""
+  """`examples.load`; examples that lack a needed feature count as broken."""
   found, broken_off = examples.load(
     config.mixture_or_task_name,
     config.split,

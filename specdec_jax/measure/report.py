@@ -68,7 +68,7 @@ def summary(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
   """The costs in one setting, and the speed-up for each gamma."""
   plain = setting['times_ms']['plain_loop']['median']
   rows = [
-    ['plain loop, ms a token', f'{plain:.2f}'],
+    ['plain loop, ms per token', f'{plain:.2f}'],
     [
       "of a matrix-vector product's bandwidth",
       f'{setting["bandwidth_fraction"]:.0%}',
