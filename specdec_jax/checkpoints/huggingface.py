@@ -273,7 +273,7 @@ def read_config(
 
 
 def _is_gpt2(described: Mapping[str, Any], where: str) -> bool:
-  """Whether config.json is of a GPT-2; raises ValueError if of no T5 either."""
+  """Whether config.json is of a GPT-2, not of a T5; else raises ValueError."""
   word = described.get('model_type')
   known = (*names.MODEL_TYPES, gpt2_names.MODEL_TYPE)
   check_choice(f'{where}: model_type', word, known)
