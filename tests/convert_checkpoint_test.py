@@ -118,7 +118,7 @@ def test_nothing_is_overwritten(tmp_path, target):
   config = convert.ConvertConfig(
     str(tmp_path / 'in'), str(tmp_path / 'in'), target
   )
-  with pytest.raises(ValueError, match='is there already; name another outpu'):
+  with pytest.raises(ValueError, match='exists already; name another outpu'):
     convert.convert(config)
 
 

@@ -75,7 +75,7 @@ def convert(config: ConvertConfig) -> str:
   output = pathlib.Path(config.output)
   if output.exists():
     raise ValueError(
-      f'{config.output!r} is there already; name another output or remove it.'
+      f'{config.output!r} exists already; name another output or remove it.'
     )
   location = locate(config.checkpoint_path)
   sizes, params = _load(config, location)

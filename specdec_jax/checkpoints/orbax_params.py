@@ -48,7 +48,7 @@ def save_orbax(folder: str | os.PathLike[str], params: Params) -> None:
     os.rmdir(folder)
   if os.path.exists(folder):
     raise ValueError(
-      f'{folder!r} is there already; name a new folder or remove it.'
+      f'{folder!r} exists already; name a new folder or remove it.'
     )
   import orbax.checkpoint as ocp
 

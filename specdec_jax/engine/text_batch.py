@@ -63,7 +63,7 @@ class Limits(NamedTuple):
 
 
 def without_end(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
-  """Ids of a text, or those given, without their end of sequence."""
+  """The ids of a text, or the given ids, without an end of sequence."""
   if isinstance(text, str):
     return tokenizer.encode(text)
   ids = [int(token) for token in text]

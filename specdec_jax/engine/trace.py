@@ -45,7 +45,7 @@ _MARKS = {
   UNUSED: ('[~', '~]'),
   TARGET: ('{+', '+}'),
 }
-_INCOMPLETE = '\ufffd'  # stands for bytes that are no whole character
+_INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
 
 
 @dataclasses.dataclass(frozen=True)

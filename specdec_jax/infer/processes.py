@@ -25,7 +25,7 @@ _CHILD = 'SPECDEC_JAX_CHILD'
 _ENDED = (
   'error: another process of this run has ended, never came, or cannot be'
   ' reached; if it ended, its own message says why. Start all of them again, as'
-  ' many as --process_count says: what is finished is kept.'
+  ' many as --process_count says: finished work is kept.'
 )
 # The exit status that shells report for a process ended by SIGTERM.
 TERMINATED = 128 + signal.SIGTERM

@@ -80,7 +80,7 @@ def run_bytes(
 def check_params(
   config: Any, bytes_each: int, there: int | None, what: str
 ) -> None:
-  """Refuses a network whose parameters no memory could hold.
+  """Raises an error for a network whose parameters do not fit into memory.
 
   Args:
     config: configuration of the network; one that `is_known` does not know is

@@ -53,7 +53,7 @@ class LogicalAxes:
   """The mesh axis that each logical axis is split over; None is not split.
 
   The mesh axes are 'data' and 'model'. The defaults are Megatron's tensor
-  parallelism, with requests split besides. Each block of a layer (attention,
+  parallelism, with requests split as well. Each block of a layer (attention,
   MLP) begins with kernels that are split by their outputs and ends with a
   kernel that is split by its inputs, so that it needs only one all-reduce, at
   its end. That makes two all-reduces per layer, and three in a decoder layer

@@ -91,7 +91,7 @@ class CrossEntropy:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-  """A run.
+  """The settings of a run of the training loop.
 
   Attributes:
     steps: length of the run and of the learning-rate curve.
