@@ -1,4 +1,4 @@
-"""Compiling for a TPU that is not there: libtpu needs only its description."""
+"""Compiles for a TPU that is not there: libtpu needs only its description."""
 
 import dataclasses
 import importlib.metadata
@@ -14,17 +14,17 @@ from jax.experimental import topologies
 
 from specdec_jax.measure.compiled import program_text
 
-# libtpu asks a cloud machine's metadata server what it runs on unless told.
+# Without these, libtpu asks a cloud machine's metadata server for its machine.
 _DESCRIPTION = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v4-8',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # Nothing runs on the chip: it need not be ours alone.
+  # Nothing runs on the chip, so other processes may use libtpu too.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
-TOPOLOGY = 'v4:2x2x1'  # the least there is; one of its four chips is used
+TOPOLOGY = 'v4:2x2x1'  # the smallest slice; one of its four chips is used
 _CHIP = 'megacore'  # both cores of a v4 chip as one device
-_LEAST_WEIGHT = 1 << 16  # elements; smaller arrays are not worth a word
+_LEAST_WEIGHT = 1 << 16  # elements; smaller arrays are ignored
 
 
 def describe_chip() -> Any:
@@ -39,7 +39,7 @@ def describe_slice(topology: str) -> list[Any]:
     topology: such as 'v4:2x2x4'.
 
   Raises:
-    ValueError: libtpu is not installed, or refuses.
+    ValueError: libtpu is not installed, or does not know the topology.
   """
   if importlib.util.find_spec('libtpu') is None:
     raise ValueError("libtpu is not installed: pip install 'specdec_jax[tpu]'")
@@ -58,12 +58,12 @@ def describe_slice(topology: str) -> list[Any]:
 
 
 def versions() -> dict[str, str]:
-  """Versions of what compiles."""
+  """Versions of the packages that compile."""
   return {name: importlib.metadata.version(name) for name in ('jax', 'libtpu')}
 
 
 class Compiler:
-  """Compiles for one chip, from shapes alone; what was compiled is kept."""
+  """Compiles for one chip, from shapes alone; keeps the results."""
 
   def __init__(self, device: Any):
     self._sharding = jax.sharding.SingleDeviceSharding(device)
@@ -75,7 +75,7 @@ class Compiler:
     return len(self._found)
 
   def place(self, tree: Any) -> Any:
-    """The same shapes, on the chip."""
+    """The same shapes, with shardings on the chip."""
 
     def on_chip(leaf):
       return jax.ShapeDtypeStruct(
@@ -87,18 +87,18 @@ class Compiler:
   def compile(
     self, key: Any, function: Callable, params: Any, *args: Any, donated=()
   ) -> tuple[dict[str, Any], Any]:
-    """Compiles a function unless that was done for such arguments.
+    """Compiles a function, unless it was compiled for such arguments already.
 
     Args:
-      key: what tells the function from others, such as its networks.
+      key: tells the function from others, for example by its networks.
       function: (params, *args) -> ...
       params: `ShapeDtypeStruct`s on the chip, see `place`.
-      *args: likewise.
+      *args: `ShapeDtypeStruct`s on the chip, see `place`.
       donated: indices of arguments to update in place, as `jax.jit` counts.
 
     Returns:
-      The program's record, bytes and `program_text.Findings`, or `refused`
-      alone where the chip cannot hold it; and the shapes of its result, on the
+      The program's record, with bytes and `program_text.Findings`, or only
+      `refused` if the chip cannot hold it; and the shapes of its result, on the
       chip.
     """
     leaves, tree = jax.tree.flatten((params, args))
@@ -108,7 +108,7 @@ class Compiler:
     return self._found[key]
 
   def _compile(self, function, params, args, donated):
-    # What a program does not read is still there: both models stay loaded.
+    # Unused arguments count too: both models stay loaded.
     jitted = jax.jit(function, donate_argnums=donated, keep_unused=True)
     lowered = jitted.lower(params, *args)
     shapes = self.place(lowered.out_info)
@@ -118,14 +118,14 @@ class Compiler:
 def record_of(
   lowered: Any, params: Sequence[Any]
 ) -> tuple[dict[str, Any], str]:
-  """Compiles a program and says what it needs.
+  """Compiles a program and returns what it needs.
 
   Args:
-    lowered: of `jax.jit(...).lower(...)`.
+    lowered: result of `jax.jit(...).lower(...)`.
     params: shapes of the parameters, with shardings.
 
   Returns:
-    Bytes of a chip and `program_text.Findings`, or `refused` alone where a chip
+    Bytes per chip and `program_text.Findings`, or only `refused` if a chip
     cannot hold it; and the program's text.
   """
   begin = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What Table 2 would need and give on a TPU v4, found out without one.
+"""What Table 2 would need and give on a TPU v4, computed without one.
 
 For each row of Table 2 both loops are compiled as `Engine` would run them, and
-single calls beside them. Memory is the compiler's word. Bytes that a call moves
-are counted from shapes; the compiler's own figure stands beside them as a
-check, for it counts what is prefetched on the chip as well.
+single calls as well. The memory is what the compiler reports. The bytes that a
+call moves are counted from shapes. The compiler's own figure is shown only as a
+check, because it also counts what is prefetched on the chip.
 """
 
 import dataclasses
@@ -33,19 +33,19 @@ from specdec_jax.partitioning import Placement
 
 @dataclasses.dataclass(frozen=True)
 class TpuCheckConfig:
-  """What to compile, and what the chip has.
+  """What to compile, and the chip's memory and bandwidth.
 
   Attributes:
     target: the network that decides.
     drafts: name of a row's draft -> network.
     input_lens: task -> E.
-    decode_lens: task -> tokens of a run at most.
-    output_dir: where results.json and report.md go.
+    decode_lens: task -> the most tokens of a run.
+    output_dir: folder of results.json and report.md.
     batch: B.
-    param_dtype: of the parameters on the chip.
+    param_dtype: dtype of the parameters on the chip.
     usable_gib: memory of a chip that programs may use.
-    gb_per_s: bandwidth of its memory, 1e9 bytes a second.
-    name: of the report.
+    gb_per_s: bandwidth of its memory, 1e9 bytes per second.
+    name: name of the report.
 
   Raises:
     ValueError: a number is too small.
@@ -83,11 +83,11 @@ def check(
 
   Args:
     config: what to compile for.
-    rows: pairs, such as `paper.TABLE2`.
-    console: for the table; stdout unless given.
+    rows: rows of Table 2, such as `printed.TABLE2`.
+    console: for the table; None is stdout.
 
   Returns:
-    What is in results.json: settings, and a result for each row.
+    The contents of results.json: settings, and a result for each row.
 
   Raises:
     ValueError: libtpu is missing; a row names a draft or task that `config`
@@ -138,7 +138,7 @@ def _name(row: Mapping[str, Any]) -> str:
 def _check_row(
   config: TpuCheckConfig, row: printed.Table2Row, compiler: tpu.Compiler
 ) -> dict[str, Any]:
-  """Compiles all that a row needs and counts its bytes."""
+  """Compiles all programs that a row needs, and counts bytes."""
   target, draft = config.target, config.drafts[row.draft]
   placement = Placement(config.param_dtype, 'in_out')
   params = PairParams(
@@ -185,11 +185,11 @@ def _check_row(
 
 
 def _compile_loops(compiler, target, draft, params, plain, request):
-  """Both loops, each a `start` and a `run`.
+  """Compiles both loops, each as a `start` and a `run`.
 
   Returns:
-    records by name; the speculative state's shapes; whether both states leave
-    `run` as they came in, so that no later call compiles anything.
+    Records by name; the speculative state's shapes; whether `run` returns
+    states with the shapes that it took, so that later calls compile nothing.
   """
   limit = compiler.place(jax.ShapeDtypeStruct((), jnp.int32))
   programs, steady = {}, True
@@ -214,7 +214,7 @@ def _compile_loops(compiler, target, draft, params, plain, request):
 
 
 def _fits(config, params, state, programs) -> dict[str, Any]:
-  """The most that a program of the pair holds, against what the chip has."""
+  """The largest memory of the pair's programs, compared with the chip's."""
   usable = int(config.usable_gib * GIB)
   loops = [programs[f'speculative_{name}'] for name in ('start', 'run')]
   refused = [p['refused'] for p in programs.values() if 'refused' in p]
@@ -234,7 +234,7 @@ def _fits(config, params, state, programs) -> dict[str, Any]:
 
 
 def _predict(config, row, params, request, programs) -> dict[str, Any]:
-  """Bytes of the calls, and what they make speculation worth."""
+  """Bytes of the calls, and the speed-up that they predict."""
   draft = config.drafts[row.draft]
   count = functools.partial(memory.call_bytes, config.target, params.target)
   counted = {
