@@ -429,7 +429,7 @@ def test_finished_lines(runs, tmp_path, how, capsys):
     with pytest.raises(same_run.OtherRunError, match='seed was 0, is 1'):
       runs.lines(out, seed=1)
     runs.lines(out)
-    assert 'predictions.jsonl is gone' in capsys.readouterr().err
+    assert 'predictions.jsonl is missing' in capsys.readouterr().err
   assert len(runs.decoded) == len(TEXTS) and predictions(path) == before
   with pytest.raises(ValueError, match='already holds finished results'):
     runs.lines(out)

@@ -199,7 +199,11 @@ FLAGS = (
     kind=float,
   ),
   Flag(
-    ('--seed',), 'SEED', 'of the samples', (*_TEXTS, 'score', 'try'), kind=int
+    ('--seed',),
+    'SEED',
+    'the seed of the samples',
+    (*_TEXTS, 'score', 'try'),
+    kind=int,
   ),
   Flag(
     ('--max-length', '--max-new-tokens', '--max-tokens', '--max-decode-len'),

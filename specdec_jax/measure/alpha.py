@@ -262,7 +262,7 @@ def table(record: Mapping[str, Any]) -> Table:
       lambda row: with_error(row['observed'], row['observed_standard_error']),
     ),
     (
-      Column('tokens a call', '.2f'),
+      Column('tokens per call', '.2f'),
       lambda row: row.get('tokens_per_call'),
     ),
     (Column('tokens', ','), lambda row: row['num_tokens']),

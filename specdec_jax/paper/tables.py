@@ -19,7 +19,7 @@ _FORMS = {
   'error': '.4f',
   'proposes': '.3f',
   'observed': '.3f',
-  'tokens a call': '.3f',
+  'tokens per call': '.3f',
 }
 
 Records = Sequence[Mapping[str, Any]]
@@ -178,7 +178,7 @@ def table3(records: Records) -> Comparison:
     'proposes',
     'observed',
     'gamma',
-    'tokens a call',
+    'tokens per call',
     'tokens',
   )
   lossless = [
@@ -197,7 +197,7 @@ def table3(records: Records) -> Comparison:
       ' others. Measured: mean acceptance probability of proposals; error: its'
       ' standard error over texts; proposes: of the tokens, the share that'
       ' there was a proposal for. Observed: accepted over tested proposals of'
-      ' real runs with this gamma; tokens a call: of the target, in these runs.'
+      ' real runs with this gamma; tokens per call: of the target, in these runs.'
     ),
     forms=_FORMS,
   )
@@ -268,7 +268,7 @@ def _rates(
       'proposes': row.get('proposes', 1.0),
       'observed': row.get('observed'),
       'gamma': row.get('gamma'),
-      'tokens a call': row.get('tokens_per_call'),
+      'tokens per call': row.get('tokens_per_call'),
       'tokens': row['num_tokens'],
     }
     shown.append(
