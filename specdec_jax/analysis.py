@@ -1,15 +1,15 @@
-"""Closed forms of Leviathan et al. 2023: what speculation should be worth.
+"""Closed forms of Leviathan et al. 2023: what speculation should gain.
 
 The paper's symbols: alpha is `acceptance_rate`, gamma is `gamma`, c is
 `cost_ratio`, c-hat is `operations_ratio`, l is `lenience`, p is `target_probs`,
-q is `draft_probs`. Equations, theorems and sections are the paper's; v(m) is
-not in the paper: the time of a target call over m tokens in units of a call
-over one (`call_cost`; the paper takes it as 1 throughout).
+q is `draft_probs`. Equations, theorems and sections are the paper's. Only v(m)
+is not in the paper: the time of a target call over m tokens in units of a call
+over one token (`call_cost`; the paper assumes 1 for every m).
 
 All functions take numbers or arrays of any shapes that broadcast, compute in
-the arrays' own float type (float32 where there is none) and can be jitted,
-mapped and differentiated. Values out of range are a ValueError wherever they
-are known; under a transformation they are not, and are not looked at.
+the arrays' own float type (float32 if they have none) and can be jitted, mapped
+and differentiated. Values out of range raise a ValueError if they are known;
+under a transformation they are not known, and so are not checked.
 """
 
 import functools
@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-# A range in words, and whether numbers are in it; NaN is in none of them.
+# A range in words, and a test whether numbers are in it; NaN is in no range.
 _Range = tuple[str, Callable[[np.ndarray], np.ndarray]]
 _RATE: _Range = ('in [0, 1]', lambda x: (x >= 0) & (x <= 1))
 _COST: _Range = ('finite and >= 0', lambda x: (x >= 0) & (x < np.inf))
@@ -37,8 +37,8 @@ def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
   """Tokens that one step yields on average, E(alpha, gamma); Eq. 1.
 
   (1 - alpha^(gamma + 1)) / (1 - alpha), computed as the sum that it stands for,
-  1 + alpha + ... + alpha^gamma: exact at alpha = 1, where it is gamma + 1, and
-  with all derivatives there and at 0.
+  1 + alpha + ... + alpha^gamma. So it is exact at alpha = 1, where it is
+  gamma + 1, and all its derivatives are right there and at 0.
 
   Args:
     acceptance_rate: float[...] in [0, 1].
@@ -74,7 +74,7 @@ def acceptance_prob(
 
   Args:
     target_probs: float[..., V], standardised.
-    draft_probs: float[..., V], standardised likewise.
+    draft_probs: float[..., V], standardised in the same way.
 
   Returns:
     float[...] in [0, 1].
@@ -89,7 +89,7 @@ def acceptance_prob(
 def rejection_acceptance_prob(
   target_probs: ArrayLike, draft_probs: ArrayLike
 ) -> jax.Array:
-  """What plain rejection sampling would accept, for comparison; A.2.
+  """The acceptance probability of plain rejection sampling, to compare; A.2.
 
   1 / M with M = max p / q; never above `acceptance_prob`. It is 0 as soon as
   the draft leaves out one token of the target.
@@ -106,15 +106,16 @@ def rejection_acceptance_prob(
 def lenient_acceptance_prob(
   target_probs: ArrayLike, draft_probs: ArrayLike, lenience: ArrayLike
 ) -> jax.Array:
-  """beta where a proposal is held against lenience * q; A.5.
+  """beta with lenience, where p is compared with lenience * q; A.5.
 
-  sum min(p / l, q). Lenience 1 is `acceptance_prob`; less of it accepts more
-  and is lossy: a token may be drawn with up to p / l. Lenience 0 accepts all.
+  sum min(p / l, q). Lenience 1 gives `acceptance_prob`; a smaller lenience
+  accepts more and is lossy: a token may be drawn with a probability of up to
+  p / l. Lenience 0 accepts all.
 
-  This is the form for sampling. One-hot rows, at temperature 0, are not
-  changed by any lenience > 0: there, the paper compares the target's
-  probabilities before the argmax, accepting a token where its probability is
-  at least l * max(p) (the inequality is printed the other way round).
+  This is the form for sampling. For the one-hot rows of temperature 0, no
+  lenience > 0 changes anything: there, the paper compares the target's
+  probabilities before the argmax and accepts a token whose probability is at
+  least l * max(p) (the inequality is printed the other way round).
 
   Shapes and errors are those of `acceptance_prob`; lenience is float[...] in
   [0, 1], or a ValueError.
@@ -142,7 +143,7 @@ def walltime_factor(
     cost_ratio: float[...], >= 0, time of a draft call in target calls.
 
   Returns:
-    float[...]: 1 at gamma = 0, less than 1 where speculation is slower.
+    float[...]: 1 at gamma = 0, less than 1 if speculation is slower.
 
   Raises:
     ValueError: a value is out of range, or gamma is not whole.
@@ -156,7 +157,7 @@ def measured_walltime_factor(
   cost_ratio: ArrayLike,
   call_cost: ArrayLike,
 ) -> jax.Array:
-  """Theorem 3.8 with what a long call costs: E / (v(gamma + 1) + gamma c).
+  """Theorem 3.8 with the cost of a long call: E / (v(gamma + 1) + gamma c).
 
   Arguments and errors are those of `walltime_factor`, and `call_cost` is
   v(gamma + 1), float[...] > 0: the time of a target call over gamma + 1 tokens
@@ -183,9 +184,9 @@ def improves(acceptance_rate: ArrayLike, cost_ratio: ArrayLike) -> jax.Array:
 def lowest_factor(
   acceptance_rate: ArrayLike, cost_ratio: ArrayLike
 ) -> jax.Array:
-  """What the best gamma gives at least, (1 + alpha) / (1 + c); Corollary 3.9.
+  """The least that the best gamma gives, (1 + alpha) / (1 + c); Corollary 3.9.
 
-  It is the walltime factor of gamma = 1; above 1 where `improves`.
+  It is the walltime factor of gamma = 1; above 1 if `improves` is true.
 
   Arguments and errors are those of `walltime_factor`.
   """
@@ -196,12 +197,12 @@ def lowest_factor(
 def operations_factor(
   acceptance_rate: ArrayLike, gamma: ArrayLike, operations_ratio: ArrayLike
 ) -> jax.Array:
-  """How many times more arithmetic it takes; Theorem 3.11.
+  """How many times more arithmetic speculation takes; Theorem 3.11.
 
   (gamma c-hat + gamma + 1) / E.
 
   Arguments and errors are those of `walltime_factor`, and `operations_ratio` is
-  float[...] >= 0: operations per token of the drafter in those of the target.
+  float[...] >= 0: the drafter's operations per token / the target's.
   Returns float[...], >= 1.
   """
   tokens, steps, ratio = _aligned(
@@ -218,18 +219,19 @@ def optimal_gamma(
   max_gamma: int,
   call_cost: ArrayLike | None = None,
 ) -> jax.Array:
-  """The gamma of the largest walltime factor; Section 3.5.
+  """The gamma with the largest walltime factor; Section 3.5.
 
   Args:
     acceptance_rate: float[...] in [0, 1].
     cost_ratio: float[...], >= 0.
     max_gamma: the largest gamma to consider.
     call_cost: float[..., M], M > max_gamma; `call_cost[..., m - 1]` is v(m),
-      so the first is 1. None is 1 for all, Theorem 3.8.
+      so the first value is 1. None is 1 for every m, as in Theorem 3.8.
 
   Returns:
-    int32[...]: the smallest of the best. 0 is plain decoding: speculation does
-    not pay. `max_gamma` itself may mean that a larger one is better still.
+    int32[...]: the smallest of the best gammas. 0 is plain decoding:
+    speculation does not pay. If it is `max_gamma`, a larger gamma may be better
+    still.
 
   Raises:
     ValueError: a value is out of range, or `call_cost` is too short or not
@@ -255,12 +257,12 @@ def optimal_gamma(
 def oracle_factor(
   acceptance_rate: ArrayLike, cost_ratio: ArrayLike
 ) -> jax.Array:
-  """What no choice of gamma can exceed; the oracle of Section 3.5.
+  """The factor that no choice of gamma can exceed; the oracle of Section 3.5.
 
   The oracle sets gamma to the number of proposals that will be accepted. So a
-  step yields 1 / (1 - alpha) tokens, for one target call and the draft calls
-  of all but one of them: 1 / (1 - alpha + alpha c). Where c >= 1 it never
-  drafts, and the factor is 1.
+  step yields 1 / (1 - alpha) tokens, and takes one target call and a draft call
+  for each of these tokens but one: 1 / (1 - alpha + alpha c). If c >= 1 it
+  never drafts, and the factor is 1.
 
   Arguments and errors are those of `walltime_factor`. Returns float[...], >= 1;
   infinite at alpha = 1, c = 0.
@@ -271,10 +273,11 @@ def oracle_factor(
 
 @functools.partial(jax.jit, static_argnames='num_bits')
 def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
-  """The sum of the first `count` powers of `rate`, from 1 on; float[...]."""
-  # By the bits of `count` from the top: from m to 2 m powers, then one more
-  # where the bit is set. Only additions and products of what is >= 0, so
-  # nothing cancels, as the quotient of Eq. 1 does near 1.
+  """1 + rate + rate^2 + ..., the first `count` powers; float[...]."""
+  # Goes through the bits of `count` from the top: each bit doubles the number
+  # of powers, and adds one power if the bit is set. There are only sums and
+  # products of numbers >= 0, so nothing cancels, as the quotient of Eq. 1 does
+  # near alpha = 1.
   total, power = jnp.zeros_like(rate), jnp.ones_like(rate)
   for bit in reversed(range(num_bits)):
     total, power = total * (1 + power), power * power
@@ -294,7 +297,7 @@ def _rate_and_cost(
 
 
 def _cost_curve(call_cost: ArrayLike, num_costs: int) -> jax.Array:
-  """v(1) ... v(num_costs) of float[..., M]."""
+  """v(1) ... v(num_costs), checked, from float[..., M]."""
   costs = _real('call_cost', call_cost, _POSITIVE)
   if costs.ndim == 0 or costs.shape[-1] < num_costs:
     raise ValueError(
@@ -360,7 +363,7 @@ def _num_bits(whole: ArrayLike) -> int:
 
 
 def _aligned(*arrays: jax.Array) -> list[jax.Array]:
-  """Broadcast, and of the one float type that the floats among them have."""
+  """The arrays, broadcast and converted to the float type of the floats."""
   floats = [array for array in arrays if _is(array, jnp.floating)]
   dtype = jnp.result_type(*floats)
   return jnp.broadcast_arrays(*(array.astype(dtype) for array in arrays))
@@ -393,6 +396,6 @@ def _distributions(
 
 
 def _as_rate(total: jax.Array) -> jax.Array:
-  """`total` without the rounding that took it out of [0, 1]."""
-  # The gradient stays that of `total`: a clip would stop it at both ends.
+  """`total`, clipped to [0, 1], which rounding may have left."""
+  # The gradient stays that of `total`: a plain clip would stop it at both ends.
   return total + lax.stop_gradient(jnp.clip(total, 0, 1) - total)

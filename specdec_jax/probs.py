@@ -21,13 +21,13 @@ from jax import lax
 
 _FLOAT32 = np.finfo(np.float32)
 
-# Purposes of the random numbers of one row in one round, see `draft_key`.
+# What the random numbers of one row in one round are for, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
 
 
 @struct.dataclass
 class SamplingParams:
-  """`SamplingConfig` as arrays: other values do not recompile.
+  """`SamplingConfig` as arrays: changing the values does not recompile.
 
   Attributes:
     temperature: float32[B], 0 is argmax.
@@ -46,8 +46,8 @@ class SamplingConfig:
 
   Attributes:
     temperature: one number for all examples or one for each; 0 is argmax.
-    top_k: only the k likeliest tokens and those tied with the k-th; 0 is off.
-    top_p: only the likeliest tokens that together reach this probability after
+    top_k: keeps the k likeliest tokens and those tied with the k-th; 0 is off.
+    top_p: keeps the likeliest tokens that together reach this probability after
       top-k, and those tied with the last of them; 1 is off.
 
   Raises:
@@ -83,7 +83,7 @@ class SamplingConfig:
         f'temperature has {temperature.size} values for {batch} examples; '
         'give one number for all of them or one for each'
       )
-    # Arrays of the host: a program's call moves them, all at once.
+    # NumPy arrays: the call of a program moves them to the device together.
     from_host: Any = SamplingParams
     made: SamplingParams = from_host(
       temperature=np.broadcast_to(temperature, (batch,)),
@@ -109,8 +109,8 @@ def standardise(
     top_p: float32[] in (0, 1]; 1 is off and costs nothing at run time.
 
   Returns:
-    float32[V] that sums to 1 within rounding; without meaning (NaN, mostly)
-    where `valid_logits` is False.
+    float32[V] that sums to 1 within rounding; meaningless (mostly NaN) if
+    `valid_logits` is False.
   """
   logits = logits.astype(jnp.float32)
   # Only the threshold passes through the conditionals: a vocabulary-sized
@@ -139,10 +139,10 @@ def standardise(
 
 
 def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
-  """`standardise` over float[B, S, V]; each example has its temperature.
+  """`standardise` over float[B, S, V]; each example has its own temperature.
 
-  top_k and top_p are not mapped, so their conditionals stay conditionals;
-  under a mapped predicate XLA would compute both sides.
+  top_k and top_p are not mapped over, so their conditionals stay conditionals;
+  with a mapped predicate XLA would compute both branches.
   """
   over_positions = jax.vmap(standardise, in_axes=(0, None, None, None))
   over_examples = jax.vmap(over_positions, in_axes=(0, 0, None, None))
@@ -204,16 +204,16 @@ def inverse_cdf(probs: jax.Array, uniforms: jax.Array) -> jax.Array:
 
   The vocabulary is laid out as a table of about sqrt(V) columns (column-wise
   sums are the vectorised ones). The first uniform chooses a column, the second
-  a token in it, so only 2 sqrt(V) numbers are summed cumulatively. Two
-  independent numbers rather than the remainder of one, because one float32
-  uniform has 2^23 values: too few for a long tail of rare tokens.
+  a token in it, so only 2 sqrt(V) numbers are summed cumulatively. It takes two
+  independent uniforms, rather than one and its remainder, because one float32
+  uniform has only 2^23 values: too few for a long tail of rare tokens.
 
   Args:
     probs: float32[V], >= 0; need not sum to 1.
     uniforms: float32[2] in [0, 1).
 
   Returns:
-    int32[]: an id of positive probability where there is one.
+    int32[]: an id of positive probability if there is one.
   """
   size = probs.shape[0]
   columns = num_columns(size)
@@ -239,7 +239,7 @@ def greedy_token(logits: jax.Array) -> jax.Array:
     logits: float[..., V].
 
   Returns:
-    int32[...]: always an id, any where the logits hold NaN.
+    int32[...]: always a valid id; an arbitrary one if the logits hold NaN.
   """
   last = logits.shape[-1] - 1
   indices = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -273,13 +273,13 @@ def forbid(
   where: jax.Array,
   ids: jax.Array | None = None,
 ) -> jax.Array:
-  """Masks some tokens in some rows by -inf.
+  """Masks some tokens in some rows with -inf.
 
   Args:
     logits: float[..., V].
     token_ids: int32[K]; ids outside the vocabulary are ignored.
     where: bool[...], the rows to mask them in.
-    ids: int32[..., V], which token each logit is of; None is 0..V-1.
+    ids: int32[..., V], the token that each logit belongs to; None is 0..V-1.
 
   Returns:
     float[..., V].
@@ -297,13 +297,15 @@ def forbid_early_stops(
   min_length: jax.Array,
   ids: jax.Array | None = None,
 ) -> jax.Array:
-  """Masks stop ids where a row is too short to end: one rule for both sides.
+  """Masks stop ids where a row is too short to end.
+
+  Target and drafter both use this one rule.
 
   Args:
-    logits: float[B, S, V], of S tokens that follow one another.
-    stop_ids: int32[K]; -1 fills up.
-    produced: int32[B], tokens that each row has before the first of them.
-    min_length: int32[B], tokens that it must have before a stop id.
+    logits: float[B, S, V], logits of S consecutive tokens.
+    stop_ids: int32[K]; padded with -1.
+    produced: int32[B], tokens that each row has before the first of the S.
+    min_length: int32[B], tokens that a row must have before a stop id.
     ids: int32[B, S, V] as in `forbid`.
 
   Returns:
@@ -316,9 +318,9 @@ def forbid_early_stops(
 def valid_logits(logits: jax.Array) -> jax.Array:
   """Whether each row of float[..., V] can be turned into a distribution.
 
-  False where the row holds NaN or +inf, or where every token is masked, by
-  -inf or by the lowest finite float. NaN is looked for by itself: on a CPU the
-  maximum of a long row does not tell it.
+  False if the row holds NaN or +inf, or if every token is masked, with -inf or
+  with the lowest finite float. NaN is looked for separately: on a CPU the
+  maximum of a long row does not show it.
   """
   logits = logits.astype(jnp.float32)
   maximum = jnp.max(logits, axis=-1)
@@ -326,8 +328,8 @@ def valid_logits(logits: jax.Array) -> jax.Array:
   return in_range & ~jnp.any(jnp.isnan(logits), axis=-1)
 
 
-# The random numbers of one row in one round all derive from one key, by these
-# three functions and nowhere else. The plain loop samples its token with
+# The random numbers of one row in one round all derive from one key, through
+# these three functions and nowhere else. The plain loop samples its token with
 # `resample_key`, and so does `verify` when there was nothing to verify:
 # speculation with gamma = 0 is the plain loop bit for bit.
 
@@ -338,7 +340,7 @@ def draft_key(key: jax.Array, index: int | jax.Array) -> jax.Array:
 
 
 def accept_key(key: jax.Array) -> jax.Array:
-  """Key for the decisions to accept, r_1 ... r_gamma of Algorithm 1."""
+  """Key for the accept decisions, r_1 ... r_gamma of Algorithm 1."""
   return jax.random.fold_in(key, _ACCEPT)
 
 
@@ -350,8 +352,9 @@ def resample_key(key: jax.Array) -> jax.Array:
 def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
   """Inverse CDF of unnormalised float32[N]; int32[]."""
   # A parallel cumulative sum need not be monotone in floating point, and may
-  # grow where a weight is 0. So such an entry can never be chosen; and as
-  # uniform < 1, the largest sum always exceeds the bound: one entry is found.
+  # grow where a weight is 0. The `where` makes sure that an entry of weight 0
+  # is never chosen; and as uniform < 1, the largest sum always exceeds the
+  # bound, so that some entry is found.
   cumulative = jnp.where(weights > 0, jnp.cumsum(weights), 0.0)
   bound = uniform * jnp.max(cumulative)
   return jnp.argmax(cumulative > bound).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The small pytrees that every layer speaks: `Draft`, `Verdict`, and results.
+"""The small pytrees that all rooms exchange: `Draft`, `Verdict`, and results.
 
 Dimension key, used in every docstring of the library:
   B batch, S tokens in a call, T cache slots, E encoder positions, G gamma,
@@ -13,16 +13,17 @@ from flax import struct
 
 @struct.dataclass
 class Draft:
-  """What a drafter proposes: up to gamma tokens a row.
+  """What a drafter proposes: up to gamma tokens per row.
 
-  **What keeps the output lossless**, and all that does: each x_i was drawn from
-  its row of `probs`; and whether position i is proposed depends on
-  x_1..x_{i-1} and the distributions up to i alone, never on x_i itself. So a
-  drafter may end its draft before it draws, where it is unsure, or behind what
-  it drew, as behind a stop id, which stays in it. It must not draw a token and
-  then drop it: let p be (.9, .1) and q (.5, .5). A drafter that drops each 1
-  leaves 0 to be accepted as often as it is drawn, .5, and the target to draw
-  by itself in the other half: 0 comes with .5 + .5 * .9 = .95.
+  **The output is lossless** under two conditions, which suffice: each x_i was
+  drawn from its row of `probs`; and whether position i is proposed depends only
+  on x_1..x_{i-1} and the distributions up to i, never on x_i itself. So a
+  drafter may end its draft before it draws a token, if it is unsure, or after a
+  token, for example after a stop id, which stays in the draft. It must not draw
+  a token and then drop it. An example: let p be (.9, .1) and q (.5, .5). If the
+  drafter drops every 1 that it draws, token 0 is drawn and accepted half of the
+  time, and in the other half the target draws by itself: 0 comes with
+  probability .5 + .5 * .9 = .95 instead of .9.
 
   Attributes:
     tokens: int32[B, G], the proposals x_1..x_gamma of Algorithm 1.
@@ -30,7 +31,7 @@ class Draft:
       was sampled from; None means one-hot at `tokens` (a deterministic
       drafter, or greedy decoding).
     length: int32[B], how many of the G positions were really proposed, by the
-      rule above; what lies behind is neither verified nor counted.
+      rule above; later positions are neither verified nor counted.
   """
 
   tokens: jax.Array
@@ -65,14 +66,14 @@ class FinishReason(enum.IntEnum):
 
 @struct.dataclass
 class DecodeStats:
-  """Counts of one decode; every field is a row's own.
+  """Counts of one decode; every field has one entry per row.
 
   Attributes:
     num_rounds: int32[B], calls of the target while the row was unfinished.
-    num_tested: int32[B], proposals that verification judged: the accepted
-      ones and, where there was one, the first that was rejected.
+    num_tested: int32[B], proposals that verification judged: the accepted ones
+      and, in each round, the first rejected one if there was any.
     num_accepted: int32[B], proposals accepted.
-    histogram: int32[B, G + 1], rounds by the number of accepted proposals.
+    histogram: int32[B, G + 1], how many rounds accepted 0, 1, ..., G proposals.
   """
 
   num_rounds: jax.Array
@@ -86,12 +87,12 @@ class Generation:
   """What a decoding loop returns.
 
   Attributes:
-    tokens: int32[B, L], the produced tokens, a stop id included; 0 behind
+    tokens: int32[B, L], the produced tokens, a stop id included; 0 past
       `length`.
     length: int32[B], tokens produced.
     log_probs: float32[B, L], the target model's log-probability (natural
       logarithm, temperature 1, nothing filtered) of each produced token; 0
-      behind `length`.
+      past `length`.
     finish_reason: int32[B], a `FinishReason`.
     stats: the counts.
   """

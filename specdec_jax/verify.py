@@ -7,19 +7,20 @@ r_i is `uniforms[i - 1]`, n is `num_accepted`, p' is `next_token_weights`.
 **Guarantee.** The emitted tokens have exactly the target's distribution
 (Appendix A.1) if
 
-- each proposal was drawn from the `draft.probs` that come with it. That these
-  came from another model or another temperature is no matter;
-- whether position i was proposed, i <= `draft.length`, was decided by
-  x_1..x_{i-1} and the distributions up to i alone, never by x_i itself. A draft
-  may end before a draw or behind what was drawn; a token that was drawn and
-  then dropped is not rejected here, and its residual is never drawn from.
+- each proposal was drawn from the `draft.probs` that come with it. They may
+  come from any model and any temperature;
+- whether position i was proposed, i <= `draft.length`, was decided only by
+  x_1..x_{i-1} and the distributions up to i, never by x_i itself. A draft may
+  end before a draw or after a drawn token. But a token that was drawn and then
+  dropped is not rejected here, so that its residual is never drawn from.
 
 **A proposal of draft probability 0** contradicts its own `draft.probs`. It is
 handled as if the draft had ended before it: the target draws that token by
-itself. So the distribution still holds exactly if the *other* proposals were
-drawn from `draft.probs`, and holds for a drafter that never states a positive
-probability. Rejecting instead would draw from the residual, and accepting
-would take the drafter's choice unchecked; both are wrong distributions.
+itself. So the output still has exactly the target's distribution if the *other*
+proposals were drawn from `draft.probs`, and also with a drafter that never
+states a positive probability. Rejecting the proposal instead would draw from
+the residual, and accepting it would take the drafter's choice unchecked; both
+would give a wrong distribution.
 
 **Lenience** l of Appendix A.5 gives the guarantee up for more accepted
 proposals: q is multiplied by l before it is compared with p, and only there. A
@@ -29,12 +30,13 @@ each token comes
   accepted with    a = min(q, p / l), in sum beta,
   resampled with   (1 - beta) / d max(0, p - q), where d = sum max(0, p - q).
 
-No more than p - q is resampled where p > q: d = 1 - beta + sum max(0, a - p),
-so the quotient is at most 1. There both together are at most p; elsewhere only
-a comes. So **no token comes more often than p / l**. There is no such bound
-from below. At l = 1 they are p. And no other residual is nearer to p in total
-variation: what was accepted beyond p, sum max(0, a - p), no residual takes
-back, and this one adds nothing beyond p. (norm(max(0, p - l q)) would.)
+Where p > q, at most p - q is resampled: d = 1 - beta + sum max(0, a - p), so
+the quotient (1 - beta) / d is at most 1. There the sum of both is at most p;
+elsewhere it is a alone. So **no token comes more often than p / l**. There is
+no such bound from below. At l = 1 the sum is p. And no other residual comes
+nearer to p in total variation: no residual can take back what was accepted
+beyond p, sum max(0, a - p), and this residual adds nothing beyond p (as
+norm(max(0, p - l q)) would).
 """
 
 import math
@@ -57,14 +59,14 @@ def verify(
   """Decides how much of a draft is kept and draws the token after it.
 
   Args:
-    draft: of one sequence: tokens int32[G], probs float32[G, V] or None for
-      one-hot, length int32[]. What lies past `length` is not looked at.
-    target_probs: float32[G + 1, V], row i given the first i proposals.
+    draft: draft of one sequence: tokens int32[G], probs float32[G, V] or None
+      for one-hot, length int32[]. Proposals past `length` are ignored.
+    target_probs: float32[G + 1, V]; row i is given the first i proposals.
     key: PRNG key of this row and round; consumed through `accept_key` and
       `resample_key`.
-    lenience: float32[] in (0, 1], see the top of this file; other values do
-      not recompile. None is 1, lossless. One-hot rows of the target leave
-      nothing to be lenient about: see `verify_greedy` for these.
+    lenience: float32[] in (0, 1], see the top of this file; changing the value
+      does not recompile. None is 1, lossless. If the target's rows are one-hot,
+      lenience changes nothing: see `verify_greedy` for these.
 
   Returns:
     Verdict: num_accepted int32[] <= length, next_token int32[].
@@ -77,7 +79,7 @@ def verify(
     accept_key(key), draft.tokens.shape, jnp.float32
   )
   if lenience is not None:
-    uniforms = lenience * uniforms  # as r l q < p has it
+    uniforms = lenience * uniforms  # the test becomes r l q < p
   num_accepted = count_accepted(draft, target_probs, uniforms)
   weights = next_token_weights(draft, target_probs, num_accepted)
   return Verdict(num_accepted, sample(weights, resample_key(key)))
@@ -90,9 +92,10 @@ def count_accepted(
   gamma = draft.tokens.shape[0]
   target_prob = _value_of(target_probs[:gamma], draft.tokens, 0.0)
   draft_prob = _draft_prob(draft)
-  # Strictly less, for `uniforms` are in [0, 1) and can be 0: then "<=" would
-  # accept a token that the target never emits. Equal probabilities are always
-  # accepted, as they must be. No division, so nothing is special about 0.
+  # Strictly less, because `uniforms` are in [0, 1) and can be 0: then "<="
+  # would accept a token that the target never emits. Equal probabilities are
+  # always accepted, as they must be. Without a division, 0 needs no special
+  # case.
   accepted = (draft_prob > 0) & (uniforms * draft_prob < target_prob)
   proposed = jnp.arange(gamma) < draft.length
   return _first_false(accepted & proposed)
@@ -103,10 +106,10 @@ def next_token_weights(
 ) -> jax.Array:
   """p' of Algorithm 1 at row n, not normalised; float32[V].
 
-  max(0, p - q) after a rejection. The target's own row where nothing was
-  rejected: every proposal was accepted, or (see the top of this file) the
-  next one has draft probability 0. Also where the residual's mass rounds to 0,
-  which takes p = q, and then a rejection has no probability either.
+  It is max(0, p - q) after a rejection, and the target's own row if nothing was
+  rejected: every proposal was accepted, or (see the top of this file) the next
+  one has draft probability 0. It is also the target's own row if the residual's
+  mass rounds to 0; that needs p = q, where a rejection has probability 0 too.
   """
   gamma, vocab_size = draft.tokens.shape[0], target_probs.shape[-1]
   target_row = target_probs[num_accepted]
@@ -128,17 +131,18 @@ def next_token_weights(
 def verify_greedy(
   draft: Draft, target_tokens: jax.Array, near: jax.Array | None = None
 ) -> Verdict:
-  """`verify` where the target takes the argmax: no softmax, no randomness.
+  """`verify` for a target that takes the argmax: no softmax, no randomness.
 
-  Without `near` equal to `verify` with the one-hot rows of `target_tokens`,
+  Without `near` this equals `verify` with the one-hot rows of `target_tokens`,
   whatever the drafter's probabilities are.
 
   Args:
-    draft: of one sequence: tokens int32[G], length int32[]; probs is unused.
-    target_tokens: int32[G + 1], the target's argmax given the first i
-      proposals.
-    near: bool[G], proposals that pass for the argmax, by `near_argmax`; this
-      is lenience at temperature 0. None is none of them.
+    draft: draft of one sequence: tokens int32[G], length int32[]; probs is
+      unused.
+    target_tokens: int32[G + 1]; entry i is the target's argmax given the first
+      i proposals.
+    near: bool[G], proposals that are accepted like the argmax, from
+      `near_argmax`; this is lenience at temperature 0. None is none of them.
 
   Returns:
     Verdict: num_accepted int32[] <= length, next_token int32[].
@@ -165,16 +169,16 @@ def near_argmax(
 ) -> jax.Array:
   """Whether p(x) >= l max(p), p before it is standardised; A.5.
 
-  The paper prints the inequality the other way round, which would refuse the
+  The paper prints the inequality the other way round, which would reject the
   argmax itself. A quotient of two probabilities needs no softmax.
 
   Args:
     tokens: int32[..., G]; an id outside the vocabulary is never near.
-    logits: float[..., G, V], the target's where each token is proposed.
+    logits: float[..., G, V], the target's logits at the place of each token.
     lenience: float32[] in (0, 1]; at 1 only ties with the argmax are near.
 
   Returns:
-    bool[..., G]; False where the row's logits are NaN or all masked.
+    bool[..., G]; False if the logits at that place are NaN or all masked.
   """
   logits = logits.astype(jnp.float32)
   chosen = _value_of(logits, tokens, -jnp.inf)
@@ -207,8 +211,8 @@ def check_lenience(lenience: float) -> None:
   value = float(lenience) if is_number else math.nan
   if not np.finfo(np.float32).tiny <= value <= 1:  # NaN fails as well.
     raise ValueError(
-      'lenience must be in (0, 1]: 1 is lossless, and with l no token comes'
-      f' more than 1 / l times as often as it should; got {lenience!r}'
+      'lenience must be in (0, 1]: 1 is lossless, and with lenience l no token'
+      f' comes more than 1 / l times as often as it should; got {lenience!r}'
     )
 
 

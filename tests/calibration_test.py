@@ -99,7 +99,9 @@ def test_another_device_is_refused_by_name():
 def test_what_is_no_calibration_is_refused(tmp_path, content):
   path = tmp_path / 'x.json'
   path.write_text(content)
-  with pytest.raises(calibration.CalibrationError, match='is no calibration'):
+  with pytest.raises(
+    calibration.CalibrationError, match='is not a calibration'
+  ):
     calibration.load(str(path))
 
 

@@ -119,7 +119,7 @@ def there_twice(_):
     (cut_behind(b'token_embedder'), 'optimizer/target/token_embedder/embed'),
     (lambda whole: whole + b'abc', '3 bytes too many'),
     (there_twice, 'optimizer/target/a'),
-    (lambda _: b'PK\x03\x04 some archive', 'no T5X checkpoint'),
+    (lambda _: b'PK\x03\x04 some archive', 'not a T5X checkpoint'),
     (tree(params={}), "['params']"),
     (tree(version=0, optimizer={'target': {}}), 'version 0'),
     (tree(version=1, optimizer={'target': {}}), 'version 1'),

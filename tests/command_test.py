@@ -63,11 +63,20 @@ def test_help_of_a_command_describes_every_flag(capsys, name):
   examples = re.findall(rf'^  (?:echo .* \| )?specdec {name}\b', out, re.M)
   assert len(examples) >= 2
   assert max(map(len, out.splitlines())) <= 80
-  parser = gin_flags._parser(None, name, plain_flags.of(name))
+  parser = gin_flags._parser(None, name, plain_flags.of(name), {})
   for action in parser._actions:
     assert action.help and len(action.help) > 5, action
     for option in action.option_strings:
       assert option in out
+
+
+def test_help_says_what_is_the_default(capsys):
+  out = ' '.join(run(capsys, 'decode', '--help')[1].split())
+  assert 'proposes per round (default: 4)' in out
+  assert "compared (default: 'speculative')" in out
+  assert 'default: None' not in out
+  text = "A = 3  # so\nB = %A\nC = None\nd.A = 5\nE = ('a', 'b')\n"
+  assert plain_flags.defaults(text) == {'A': '3', 'E': "('a', 'b')"}
 
 
 @pytest.mark.parametrize(

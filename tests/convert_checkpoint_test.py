@@ -118,7 +118,7 @@ def test_nothing_is_overwritten(tmp_path, target):
   config = convert.ConvertConfig(
     str(tmp_path / 'in'), str(tmp_path / 'in'), target
   )
-  with pytest.raises(ValueError, match='is there already; name another outpu'):
+  with pytest.raises(ValueError, match='exists already; name another outpu'):
     convert.convert(config)
 
 
@@ -152,7 +152,10 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
   ('changes', 'words'),
   [
     (dict(format='safetensor'), "'safetensor', .* Nearest known: safetensors"),
-    (dict(dtype='bfloat61'), "dtype must be a floating one.* 'bfloat61'"),
+    (
+      dict(dtype='bfloat61'),
+      "dtype must be a floating-point type.* 'bfloat61'",
+    ),
     (dict(output='gs://b/x'), 'output must be on this machine'),
   ],
 )

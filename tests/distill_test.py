@@ -271,9 +271,9 @@ class TestGenerateOutputs:
     with pytest.raises(Killed):
       self.generate(path, config)
     calls.clear()
-    with pytest.raises(ValueError, match='of other settings: outputs.seed was'):
+    with pytest.raises(ValueError, match='other settings: outputs.seed was'):
       self.generate(path, dataclasses.replace(config, seed=1))
-    with pytest.raises(ValueError, match='of other settings: params was'):
+    with pytest.raises(ValueError, match='other settings: params was'):
       self.generate(path, config, target_params(2))
     # Of 8 batches in chunks of 2, 2 chunks were whole.
     found = self.generate(path, config)

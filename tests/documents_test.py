@@ -49,6 +49,9 @@ class Block(NamedTuple):
     return f'{self.document.stem}: {line[:40]}'
 
 
+# What a result block is made by: it writes numbers, and is not run again.
+_MADE_BY = re.compile(r'<!-- results:.*?<!-- /results -->', re.DOTALL)
+
 BLOCKS = [
   Block(path, found['mark'] or '', found['kind'], found['text'])
   for path in DOCUMENTS
@@ -81,7 +84,10 @@ ALL_COMMANDS = [
   for path in DOCUMENTS
   for text in (
     *(b.text for b in BLOCKS if b.document == path and b.kind == 'bash'),
-    *(re.sub(r'\s+', ' ', t) for t in _INLINE.findall(path.read_text())),
+    *(
+      re.sub(r'\s+', ' ', t)
+      for t in _INLINE.findall(_MADE_BY.sub('', path.read_text()))
+    ),
   )
   for words in commands_of(text)
 ]
@@ -120,6 +126,8 @@ def test_a_command_is_known(words, tmp_path, monkeypatch, capsys):
     name = pathlib.Path(program).stem
     assert (ROOT / program).is_file()
     command = commands.SCRIPTS[name]
+  if not flags:
+    return
   monkeypatch.chdir(tmp_path)
   try:
     parsed = gin_flags.parse_flags(flags, None, name, command.run_file)

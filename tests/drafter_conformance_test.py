@@ -125,7 +125,9 @@ _TABLES = {'unigram', 'trigram'}
 every_drafter = _drafters(slow=_TABLES)
 # What compiles longest. The quick run has their parts, and of themselves the
 # state after every acceptance count and greedy equality in a ragged batch.
-every_kind = _drafters(slow=_TABLES | {'cascade_of_models', 'first_of_models'})
+every_kind = _drafters(
+  slow=_TABLES | {'cascade_of_models', 'with_fallback_of_models'}
+)
 
 
 def request_of(rows, gamma, sampling, slots=LENGTH, **changes):

@@ -12,7 +12,7 @@ import small_vocabulary
 import specdec_jax
 from specdec_jax import Engine, Model, Tokenizer, load
 from specdec_jax.checkpoints import huggingface, save_t5x
-from specdec_jax.engine.options import Options, example_id
+from specdec_jax.engine.options import Options, example_id, options_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXTS = ['the red dog runs', 'a cat', 'the old house sings here there']
@@ -63,13 +63,14 @@ def test_the_signature_names_what_people_look_for():
 
 
 def test_names_that_others_use(engine):
-  want = engine.generate(TEXTS, max_length=5, stop_strings=['z!'])
-  have = engine.generate(TEXTS, max_new_tokens=5, stop='z!')
+  want = engine.generate(TEXTS, max_length=5)
+  have = engine.generate(TEXTS, max_new_tokens=5)
   assert tokens_of(have) == tokens_of(want) and len(want[0].tokens) == 5
-  sampled = engine.generate(TEXTS, temperature=1.0, num_samples=2)
-  same = engine.generate(TEXTS, temperature=1.0, num_return_sequences=2)
-  assert tokens_of(same) == tokens_of(sampled)
-  with pytest.raises(ValueError, match='max_tokens is max_length here'):
+  named = {'stop': '!', 'num_return_sequences': 2, 'stop_token_ids': [7]}
+  assert options_of(named) == Options(
+    stop_strings=('!',), num_samples=2, stop_ids=[7]
+  )
+  with pytest.raises(ValueError, match='max_tokens is called max_length here'):
     engine.generate(TEXTS, max_tokens=5, max_length=6)
   with pytest.raises(ValueError, match='temperature says it'):
     engine.generate(TEXTS, do_sample=True)

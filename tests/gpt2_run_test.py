@@ -20,7 +20,7 @@ pytestmark = [
       importlib.util.find_spec(name) is None
       for name in ('tokenizers', 'safetensors')
     ),
-    reason="needs both: pip install -e '.[huggingface,bpe]'",
+    reason="needs both: pip install 'specdec_jax[huggingface,bpe]'",
   ),
 ]
 SIZES = {

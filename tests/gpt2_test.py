@@ -20,7 +20,7 @@ from specdec_jax.models.gpt import GPT
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install -e '.[huggingface]'",
+  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 DESCRIBED = {
   'model_type': 'gpt2',

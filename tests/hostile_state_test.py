@@ -250,7 +250,7 @@ def test_a_broken_configuration_is_made_again_with_its_chunks(
   break_file(path, how)
   runs(out)
   said = capsys.readouterr().err
-  assert said.count('\n') == 1 and f'{path} ' in said and 'thrown away' in said
+  assert said.count('\n') == 1 and f'{path} ' in said and 'are removed' in said
   assert len(runs.decoded) == len(TEXTS) and results(out) == whole
 
 
@@ -357,7 +357,7 @@ def test_a_result_that_is_gone_is_made_anew(
   (finished / f'{NAME}{ending}').unlink()
   runs(finished)
   said = capsys.readouterr().err
-  assert f'{NAME}{ending} is gone' in said and said.count('\n') == 1
+  assert f'{NAME}{ending} is missing' in said and said.count('\n') == 1
   assert len(runs.decoded) == len(TEXTS) and results(finished) == whole
   runs(finished)
   assert runs.decoded == []
@@ -429,7 +429,7 @@ def test_finished_lines(runs, tmp_path, how, capsys):
     with pytest.raises(same_run.OtherRunError, match='seed was 0, is 1'):
       runs.lines(out, seed=1)
     runs.lines(out)
-    assert 'predictions.jsonl is gone' in capsys.readouterr().err
+    assert 'predictions.jsonl is missing' in capsys.readouterr().err
   assert len(runs.decoded) == len(TEXTS) and predictions(path) == before
   with pytest.raises(ValueError, match='already holds finished results'):
     runs.lines(out)

@@ -15,7 +15,7 @@ from specdec_jax.models.t5 import T5Config
 
 needs_safetensors = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install -e '.[huggingface]'",
+  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 
 

@@ -81,7 +81,7 @@ def test_errors_say_what_to_do(hub):
     (errors.GatedRepoError(), r"gives 'a/b' at 'v1' only .*`hf auth login`"),
     (errors.RepositoryNotFoundError(), r"no public model 'a/b' at 'v1'"),
     (errors.RevisionNotFoundError(), r"'a/b' of the hub has no revision 'v1'"),
-    (errors.HFValidationError('slashes'), r"'a/b' is no id .*\(slashes\)"),
+    (errors.HFValidationError('slashes'), r"'a/b' is not an id .*\(slashes\)"),
     (ConnectionError('no route'), r'cannot be reached \(Conn.*: no route\)'),
     (RuntimeError('proxy'), r'cannot be reached \(RuntimeError: proxy\)'),
   ]

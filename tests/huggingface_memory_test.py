@@ -22,7 +22,7 @@ from specdec_jax.models.t5 import T5, T5Config
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install -e '.[huggingface]'",
+  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 linux = pytest.mark.skipif(
   not pathlib.Path('/proc/self/status').exists(),

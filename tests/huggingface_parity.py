@@ -30,7 +30,7 @@ MARKS = [
       importlib.util.find_spec(name) is None
       for name in ('transformers', 'torch', 'safetensors')
     ),
-    reason="needs transformers and torch: pip install -e '.[parity]'",
+    reason="needs transformers and torch: pip install 'specdec_jax[parity]'",
   ),
   pytest.mark.filterwarnings('ignore'),  # those of torch and transformers
 ]

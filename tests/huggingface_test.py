@@ -15,7 +15,7 @@ from specdec_jax.models.t5 import T5, T5Config
 
 needs_safetensors = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install -e '.[huggingface]'",
+  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 # H * D is not M, and neither H nor the layers of the stacks are equal.
 V11 = T5Config(

@@ -103,7 +103,7 @@ def test_a_local_task_of_another_vocabulary(tmp_path, tokenizer):
 
 @pytest.mark.skipif(
   importlib.util.find_spec('tokenizers') is None,
-  reason="needs tokenizers: pip install -e '.[bpe]'",
+  reason="needs tokenizers: pip install 'specdec_jax[bpe]'",
 )
 def test_files_for_the_vocabulary_of_gpt2(tmp_path, tokenizer):
   path = write(tmp_path, 'a.tsv', 'a red dog\tthe dogs\n')

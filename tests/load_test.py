@@ -218,7 +218,7 @@ def test_orbax_that_was_never_finished(tmp_path, orbax):
 
 
 def test_save_orbax_refuses(tmp_path, orbax, params):
-  with pytest.raises(ValueError, match='is there already'):
+  with pytest.raises(ValueError, match='exists already'):
     checkpoints.save_orbax(orbax, params)
   with pytest.raises(ValueError, match='no parameters to save'):
     checkpoints.save_orbax(tmp_path / 'x', {})

@@ -17,7 +17,7 @@ from task_files import DATA, ENDE, PAIRS, T5_VOCAB, with_end
 
 needs_tokenizers = pytest.mark.skipif(
   importlib.util.find_spec('tokenizers') is None,
-  reason="needs tokenizers: pip install -e '.[bpe]'",
+  reason="needs tokenizers: pip install 'specdec_jax[bpe]'",
 )
 needs_data = pytest.mark.skipif(
   not T5_VOCAB.is_file(), reason=f'needs {DATA} with the vocabulary of T5'

@@ -184,6 +184,7 @@ def test_decode_takes_gamma_from_it(with_gammas, make_engine, prompts):
 SAMPLED = {'sampling': probs.SamplingConfig(temperature=1.0)}
 
 
+@pytest.mark.slow  # a task's, below, are quick
 def test_gamma_by_the_rows_that_are_left(with_gammas, make_engine, prompts):
   """Three rows decode plainly, the last one with a drafter: the same text."""
   path = with_gammas(2, 0)

@@ -100,5 +100,5 @@ def test_a_missing_package_is_named_with_its_extra(
     if name.split('.')[0] == package:
       monkeypatch.delitem(sys.modules, name)
   monkeypatch.setitem(sys.modules, package, None)
-  with pytest.raises(ValueError, match=rf"{package}.*'\.\[metrics\]'"):
+  with pytest.raises(ValueError, match=rf"{package}.*'specdec_jax\[metrics\]'"):
     metric(['a'], ['a'])

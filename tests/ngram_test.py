@@ -208,7 +208,7 @@ def test_another_width_than_the_targets():
     ({'sequences': [[0], []]}, '1 tokens in 2 sequences'),
     (
       {'order': 4, 'sequences': [[0, 5, 6]]},
-      'all contexts of 3 tokens or more are empty.*order 3 at most',
+      'no contexts of 3 tokens or more.*order 3 at most',
     ),
     (
       {'order': 3, 'min_count': 2, 'sequences': [[0, 5, 6], [0, 5, 7]]},

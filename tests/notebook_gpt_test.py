@@ -29,7 +29,7 @@ needs_gpt2 = pytest.mark.skipif(
     importlib.util.find_spec(name) is None
     for name in ('tokenizers', 'safetensors')
   ),
-  reason="needs both: pip install -e '.[huggingface,bpe]'",
+  reason="needs both: pip install 'specdec_jax[huggingface,bpe]'",
 )
 
 

@@ -30,7 +30,7 @@ LENGTHS = {'max_input_len': 32, 'max_decode_len': 12}
 
 needs_safetensors = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install -e '.[huggingface]'",
+  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 
 

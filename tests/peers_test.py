@@ -245,7 +245,7 @@ def test_runs_as_a_file(tmp_path):
 
 @pytest.mark.skipif(
   any(importlib.util.find_spec(name) is None for name in PEERS),
-  reason="needs the peers: pip install -e '.[peers]'",
+  reason="needs the peers: pip install 'specdec_jax[peers]'",
 )
 @pytest.mark.filterwarnings('ignore')  # those of torch and transformers
 def test_every_peer_says_the_same_tokens(config):

@@ -340,5 +340,5 @@ def test_a_state_with_two_axes_of_rows_is_refused():
       return state.replace(drafter_state=jnp.zeros((batch, batch)))
 
   loop, params = Square(TARGET), PairParams(TARGET_PARAMS, None)
-  with pytest.raises(ValueError, match='one axis of rows at most'):
+  with pytest.raises(ValueError, match='at most one axis of rows'):
     RowLayout(loop, params, empty(request(0)), prompted=False)

@@ -183,7 +183,8 @@ def predictions(found):
   return [json.loads(line)['prediction_tokens'] for line in lines.splitlines()]
 
 
-@pytest.mark.parametrize('victim', [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # one process that is killed goes on in infer_resume_test
+@pytest.mark.parametrize('victim', [0, 1])
 def test_a_killed_process_ends_the_others(runner, whole, tmp_path, victim):
   """In 30 s, with a message; what was finished is not decoded again.
 

@@ -131,7 +131,7 @@ def test_where_nothing_was_measured_all_rows_are_there():
     (dict(measured=1.0, not_measured='x'), 'needs either a measured value'),
     (dict(measured=1.0, spread=(1.1, 2.0)), 'spread must enclose'),
     (dict(measured=1.0, forced_acceptance=1.5), r'in \[0, 1\], got 1.5'),
-    (dict(not_measured='x', forced_acceptance=0.5), 'was not measured'),
+    (dict(not_measured='x', forced_acceptance=0.5), 'but no measured value'),
   ],
 )
 def test_a_row_must_be_whole(options, message):
@@ -175,7 +175,7 @@ def test_write(tmp_path):
   assert '![Figure 2](figure2.png)' in text
   assert '\n[Figure 1](trace.html)' in text
   assert '| device | a \\| b |' in text
-  with pytest.raises(ValueError, match='names of their own'):
+  with pytest.raises(ValueError, match='must have different names'):
     report.write(folder, [make_table()] * 2, title='x', machine={})
 
 

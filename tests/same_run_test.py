@@ -68,7 +68,7 @@ def test_a_record_that_is_none_is_named(tmp_path, text):
   )
   table2_suite.row_path(str(tmp_path), row).write_text(text)
   with pytest.raises(
-    ValueError, match=f'{table2_suite.row_name(row)}.*no record'
+    ValueError, match=f'{table2_suite.row_name(row)}.*not a record'
   ):
     table2_suite.read(config)
 

@@ -71,7 +71,7 @@ def test_measurements_keep_records_of_their_own(tmp_path):
   config = reproduce.ReproduceConfig(
     ['table3'], str(tmp_path), alphas=[make, make]
   )
-  with pytest.raises(ValueError, match='expected different names'):
+  with pytest.raises(ValueError, match='different names'):
     reproduce.reproduce(config, rich.console.Console(quiet=True))
 
 

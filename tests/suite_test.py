@@ -168,7 +168,7 @@ def test_table_3_has_the_papers_value_beside_what_stands_in():
     0.19,
   )
   assert first.details['stands in for'] == 't5_xxl_ende, bigram'
-  assert (first.details['proposes'], first.details['tokens a call']) == (
+  assert (first.details['proposes'], first.details['tokens per call']) == (
     0.9,
     1.2,
   )

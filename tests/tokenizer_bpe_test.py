@@ -15,7 +15,7 @@ from toy_models import random_markov
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('tokenizers') is None,
-  reason="needs tokenizers: pip install -e '.[bpe]'",
+  reason="needs tokenizers: pip install 'specdec_jax[bpe]'",
 )
 END = '<|endoftext|>'
 TEXTS = ['the red dog', ' the dog', 'grün 5€ 😀\n\ta', END, '']

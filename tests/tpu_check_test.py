@@ -51,7 +51,7 @@ CPU_ROWS = [row._replace(temperature=0) for row in ROWS]
 CPU_PAIR = {'target': network(1), 'drafts': {'t5_small': network(1)}}
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
-  reason="needs libtpu, the extra [tpu]: pip install -e '.[tpu]'",
+  reason="needs libtpu, the extra [tpu]: pip install 'specdec_jax[tpu]'",
 )
 
 

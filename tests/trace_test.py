@@ -179,7 +179,7 @@ def test_without_colour_marks_say_it(monkeypatch):
     assert '2   [-<script>x</script>-] {+"laut"+} [~& so~]' in text
     assert '\u202e' not in text and '\u21b5' in text
     assert "{+the target's own token+}" in text
-    said = '6 of 8 judged proposals accepted, 1 more behind a rejection'
+    said = '6 of 8 judged proposals accepted, 1 more after a rejection'
     assert f'9 tokens in 4 calls of the target; {said}' in text
 
 

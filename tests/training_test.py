@@ -357,7 +357,7 @@ class TestTrainer:
     loop, params, _ = make_trainer(steps=1)
     loop.train(params, tmp_path)
     loop, params, _ = make_trainer('muon')
-    with pytest.raises(ValueError, match='not one of this model and optim'):
+    with pytest.raises(ValueError, match='belongs to another model or optim'):
       loop.train(params, tmp_path)
 
   def test_a_time_budget_ends_the_run_and_its_curve(self, monkeypatch):

@@ -123,7 +123,7 @@ def test_a_benchmark(tmp_path):
   record |= {'forced_acceptance': 0.75, 'settings': [setting]}
   text = fill(tmp_path, record | {'machine': MACHINE})
   assert 'base: random weights, acceptance forced to 0.75; batch 1' in text
-  assert '| plain loop, ms a token | 20.81 |' in text
+  assert '| plain loop, ms per token | 20.81 |' in text
   assert '| v(4) | 1.18 |' in text and 'v(1)' not in text
   assert '| gamma 3: loop over its rounds, as measured apart | +4.0% |' in text
   assert '| gamma 3: speed-up | 1.70 |' in text

@@ -1,4 +1,4 @@
-"""A checkpoint of any kind, written anew in one of three."""
+"""Converts a checkpoint of any kind to one of three formats."""
 
 import contextlib
 import dataclasses
@@ -34,13 +34,14 @@ class ConvertConfig:
     output: a new folder; a new file for 't5x'.
     format: 'orbax' for this library, 'safetensors' for Hugging Face's, 't5x'
       for a single msgpack file.
-    network: `T5(config)` of the checkpoint. Needed for scanned stacks, and
-      where activations are not those of T5 1.0 or 1.1; None reads the sizes
-      from the checkpoint.
-    dtype: of the arrays that are written, e.g. 'bfloat16'; None keeps theirs.
+    network: `T5(config)` of the checkpoint. Needed for scanned stacks, and if
+      the activations are not those of T5 1.0 or 1.1; None reads the sizes from
+      the checkpoint.
+    dtype: dtype of the arrays that are written, e.g. 'bfloat16'; None keeps
+      theirs.
 
   Raises:
-    ValueError: `format` or `dtype` is not known, or `output` is an address.
+    ValueError: `format` or `dtype` is unknown, or `output` is an address.
   """
 
   checkpoint_path: str
@@ -61,20 +62,20 @@ class ConvertConfig:
 
 
 def convert(config: ConvertConfig) -> str:
-  """Converts a checkpoint; its output is whole or not there.
+  """Converts a checkpoint; the output is written whole or not at all.
 
   Returns:
-    A line about what was written.
+    A line that says what was written.
 
   Raises:
-    ValueError: `output` is there already, or the checkpoint cannot be read or
-      is not that of the network.
+    ValueError: `output` exists already, or the checkpoint cannot be read or
+      does not fit the network.
     OSError: the disk is full or the folder not writable.
   """
   output = pathlib.Path(config.output)
   if output.exists():
     raise ValueError(
-      f'{config.output!r} is there already; name another output or remove it.'
+      f'{config.output!r} exists already; name another output or remove it.'
     )
   location = locate(config.checkpoint_path)
   sizes, params = _load(config, location)
@@ -94,7 +95,7 @@ def convert(config: ConvertConfig) -> str:
 def _load(
   config: ConvertConfig, location: Location
 ) -> tuple[T5Config | None, Params]:
-  """The parameters of a checkpoint, and its sizes for a format with them."""
+  """The parameters, and the sizes if the format needs them (safetensors)."""
   source, network = str(location), config.network
   sizes: Any = network.config if network else None
   if is_huggingface(location):
@@ -117,7 +118,7 @@ def _load(
     return None, params
   if not isinstance(sizes, T5Config):
     raise ValueError(
-      f'{source!r} is no T5; expected one for the format safetensors. Write'
+      f'{source!r} is not a T5; the format safetensors is only for T5. Write'
       ' it as t5x or orbax.'
     )
   return sizes, params

@@ -1,7 +1,7 @@
-"""Arrays that are still on disk: read in pieces, straight to where they go.
+"""Arrays that are still on disk: read in pieces, straight to their places.
 
-No more than a piece of an array is held beside what is returned: a piece is
-some 100 MiB, or one chunk of a file whose chunks are larger.
+Besides the result, at most one piece of an array is held in memory: some
+100 MiB, or one chunk of a file whose chunks are larger.
 """
 
 import itertools
@@ -31,8 +31,8 @@ PIECE_BYTES = 128 << 20
 Params = dict[str, Any]
 Index = tuple[slice, ...]
 Layout: TypeAlias = jax.Device | Sharding
-# Of all arrays; by T5X's name of an array; or a nested dict, named as the
-# parameters. None leaves arrays on the host.
+# One for all arrays; a function of an array's T5X name; or a nested dict like
+# the parameters. None leaves arrays on the host.
 Shardings: TypeAlias = (
   Layout | Callable[[str], Layout | None] | Mapping[str, Any] | None
 )
@@ -49,19 +49,20 @@ class DiskArray(Protocol):
 
   @property
   def chunk(self) -> tuple[int, ...]:
-    """Shape of the least that is worth reading; chunks begin at multiples."""
+    """Shape of the smallest part worth reading; chunks begin at multiples."""
     ...
 
   @property
   def order(self) -> Literal['C', 'F']:
-    """How what is read of it should lie in memory."""
+    """The memory order that parts should be read into."""
     ...
 
   def read_into(self, out: np.ndarray, index: Index) -> None:
     """Writes the part at `index` to `out`, in the dtype of `out`.
 
     Raises:
-      ValueError: the file is missing, cut short or corrupt; says why.
+      ValueError: the file is missing, cut short or corrupt; the message says
+        why.
     """
     ...
 
@@ -75,17 +76,17 @@ def load_arrays(
   """Reads arrays one after another, each to its place.
 
   Args:
-    arrays: by T5X's names, with slashes.
-    source: of the arrays, for messages.
-    dtype: of the result; None keeps the file's.
+    arrays: T5X's name, with slashes -> array.
+    source: where the arrays come from, for messages.
+    dtype: dtype of the result; None keeps the file's.
     sharding: None for NumPy arrays, or where each array goes.
 
   Returns:
     Nested dict of arrays.
 
   Raises:
-    ValueError: no memory could hold them; `sharding` does not fit; one cannot
-      be read, with its name.
+    ValueError: the arrays do not fit into memory; `sharding` does not fit; or
+      an array cannot be read (the message names it).
   """
   needed = sum(
     math.prod(array.shape) * jnp.dtype(dtype or array.dtype).itemsize
@@ -115,13 +116,14 @@ def load_array(
   """Reads an array to its place.
 
   Args:
-    array: of any shape.
-    dtype: of the result; None keeps the file's.
+    array: an array of any shape.
+    dtype: dtype of the result; None keeps the file's.
     layout: None for a NumPy array, or a JAX Device or Sharding. A shard that
-      several devices have is read once, and one is on the host at a time.
+      several devices have is read once, and only one shard at a time is on the
+      host.
 
   Raises:
-    ValueError: it cannot be read; says why.
+    ValueError: the array cannot be read; the message says why.
   """
   if layout is None:
     return _read(array, whole(array.shape), dtype)
@@ -136,7 +138,7 @@ def load_array(
   for bounds, devices in holders.items():
     host = _read(array, tuple(slice(*part) for part in bounds), dtype)
     placed = [jax.device_put(host, device) for device in devices]
-    # Or the host's copies of several parts would be alive at once.
+    # Waits, so that the host never has copies of several parts together.
     shards += jax.block_until_ready(placed)
     del host
   return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
@@ -148,7 +150,7 @@ def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
   dtype = array.dtype if dtype is None else dtype
   out = np.empty(shape, dtype, array.order)
   for piece in pieces(index, array.chunk, array.dtype.itemsize):
-    # The ellipsis makes a view even of what has no axis.
+    # With the ellipsis even an array without axes gives a view.
     there: Any = [...]
     for part, first in zip(piece, index, strict=True):
       there += [slice(part.start - first.start, part.stop - first.start)]
@@ -157,14 +159,14 @@ def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
 
 
 def whole(shape: Sequence[int]) -> Index:
-  """The index of all of an array."""
+  """The index of a whole array."""
   return tuple(slice(0, size) for size in shape)
 
 
 def pieces(
   index: Index, chunk: Sequence[int], itemsize: int
 ) -> Iterator[Index]:
-  """Cuts a part of an array along its chunks, so that none is read twice.
+  """Cuts a part of an array along chunks, so that no chunk is read twice.
 
   Args:
     index: the part.
@@ -172,7 +174,7 @@ def pieces(
     itemsize: bytes of an element.
 
   Yields:
-    Parts of at most PIECE_BYTES, but no smaller than a chunk.
+    Parts of at most PIECE_BYTES, or of one chunk if that is larger.
   """
   shape = [max(1, size) for size in chunk]
   for axis in reversed(range(len(shape))):
@@ -199,8 +201,8 @@ def _layout_of(
   """Returns where the array `name` goes.
 
   Raises:
-    ValueError: `sharding` is none of the kinds or lacks the name, or the shape
-      cannot be divided so.
+    ValueError: `sharding` is of no known kind or lacks the name, or the shape
+      cannot be divided in this way.
   """
   layout: Any = sharding
   if isinstance(sharding, Mapping):
@@ -231,12 +233,13 @@ def _as_sharding(layout: Layout) -> Sharding:
 
 
 def check_config_fits(config: Any, what: str, dtype: Any = None) -> None:
-  """Raises ValueError where no memory could hold a network's parameters.
+  """Raises ValueError if a network's parameters cannot fit into any memory.
 
-  By its configuration alone, before any of its arrays is thought of, and so
-  before it is known whether they go to the host or to the devices.
+  It needs only the configuration, so that it can be called before any array is
+  made or found, and before it is known whether arrays go to the host or to the
+  devices.
   """
-  # What is unknown before the file is opened takes two bytes at least.
+  # Before the file is opened a dtype is unknown, but takes at least two bytes.
   bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
   there = memory.host_bytes(), memory.all_bytes()
   most = None if None in there else max(size or 0 for size in there)
@@ -244,12 +247,12 @@ def check_config_fits(config: Any, what: str, dtype: Any = None) -> None:
 
 
 def _there(sharding: Shardings) -> int | None:
-  """Bytes that there are for parameters: of the host, or of all devices."""
+  """Bytes of memory for parameters: of the host, or of all devices."""
   return memory.host_bytes() if sharding is None else memory.all_bytes()
 
 
 def broken(source: str, name: str, why: str) -> ValueError:
-  """The error about an array that cannot be read."""
+  """The error for an array that cannot be read."""
   return ValueError(
     f'{source!r}: the array {name} cannot be read: {why}. Its file is missing,'
     ' cut short or corrupt; copy it again.'
@@ -271,12 +274,12 @@ class FileArray:
     """
     Args:
       location: the file.
-      shape: of the array.
-      dtype: of the file.
+      shape: shape of the array.
+      dtype: dtype of the array in the file.
       spans: (offset, size) in bytes of each part, in order.
 
     Raises:
-      ValueError: the spans are not as long as the array.
+      ValueError: the spans together do not have the size of the array.
     """
     self.shape = tuple(shape)
     if not all(type(size) is int and size >= 0 for size in self.shape):
@@ -307,7 +310,7 @@ class FileArray:
     out[...] = found[:, *index[1:]]
 
   def _read(self, start: int, size: int) -> bytes:
-    """Bytes of the array, which may lie in several spans."""
+    """The `size` bytes of the array from `start` on, maybe in several spans."""
     parts = []
     for offset, length in self.spans:
       if size > 0 and start < length:
@@ -323,7 +326,7 @@ class FileArray:
 
 
 class StoredArray:
-  """An array of TensorStore's, chunked or not."""
+  """A TensorStore array, chunked or not."""
 
   order: Literal['C'] = 'C'
 
@@ -348,9 +351,9 @@ class StoredArray:
 
 
 def _irregular(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-  """What lies among local arrays and is no file: name -> why, of one at most.
+  """The first array whose local folder has something that is not a file.
 
-  TensorStore would wait for a pipe.
+  TensorStore would wait for a pipe. The result is {name: why}, or {}.
   """
   seen = set()
   for name, spec in specs.items():
@@ -368,20 +371,22 @@ def open_stored(
   specs: Mapping[str, Mapping[str, Any]],
   complain: Callable[[str, str], ValueError],
 ) -> dict[str, StoredArray]:
-  """Opens arrays of TensorStore's, all at once, without reading them.
+  """Opens TensorStore arrays, all at the same time, without reading them.
 
   Args:
     specs: name -> driver and kvstore.
-    complain: makes the error out of a name and what is wrong with it.
+    complain: makes an error from an array's name and what is wrong with it.
 
   Raises:
-    ValueError: by `complain`, for the first that cannot be opened.
+    ValueError: the error from `complain`, for the first array that cannot be
+      opened.
   """
   import tensorstore as ts
 
   for name, why in _irregular(specs).items():
     raise complain(name, why)
-  # A missing chunk would read as zeros. T5X and Orbax write those too.
+  # By default a missing chunk would read as zeros. T5X and Orbax write all
+  # chunks, also those of zeros, so a missing one is an error.
   strict = {'fill_missing_data_reads': False}
   opening = {}
   for name, spec in specs.items():

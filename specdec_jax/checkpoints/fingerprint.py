@@ -1,4 +1,4 @@
-"""What identifies a model's parameters, wherever and however they are."""
+"""Identifies a model's parameters, whatever their place, dtype and sharding."""
 
 import hashlib
 from typing import Any
@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SAMPLED = 64  # values of an array that are looked at
+_SAMPLED = 64  # about how many values of an array are used
 
 
 def fingerprint(params: Any) -> str:
-  """Identifies a model's parameters as a checkpoint has them.
+  """Identifies a model's parameters, as a checkpoint has them, by a string.
 
-  Names, shapes and some values of every array, as bfloat16 where they are no
-  whole numbers: another shape, another training run or another step of it gives
-  another string. Whether they were read as float32 or as bfloat16 does not
-  matter: what is rounded to bfloat16 stays when it is rounded again.
+  It depends on names, shapes and some values of every array; floating-point
+  values are rounded to bfloat16. Another shape, another training run or another
+  step of the run gives another string. Whether the values were read as float32
+  or as bfloat16 does not matter, because rounding them again changes nothing.
 
   Args:
     params: a pytree of arrays, on the host, on a device or in shards.
@@ -26,7 +26,7 @@ def fingerprint(params: Any) -> str:
   for path, leaf in flat:
     digest.update(f'{jax.tree_util.keystr(path)}{leaf.shape}'.encode())
     stride = max(1, leaf.size // _SAMPLED)
-    # By index: to flatten a shard would gather it.
+    # By index, because flattening a sharded array would gather it.
     index = np.unravel_index(np.arange(0, leaf.size, stride), leaf.shape)
     some = np.asarray(leaf[index])
     if jnp.issubdtype(some.dtype, jnp.floating):

@@ -1,7 +1,7 @@
-"""What GPT-2 is called by Hugging Face: arrays and config.json.
+"""Hugging Face's names for GPT-2: arrays and config.json.
 
-`MODULES` and `LAYER_MODULES` are the whole difference between the names here
-and those of transformers' `GPT2LMHeadModel`. Kernels are [in, out] there too
+`MODULES` and `LAYER_MODULES` are all differences between the names here and
+those of transformers' `GPT2LMHeadModel`. Kernels are [in, out] there too
 (transformers' Conv1D); query, key and value are one kernel, [M, 3 * M].
 """
 
@@ -48,7 +48,7 @@ _KINDS = {
   'scale': 'weight',
   'bias': 'bias',
 }
-# Which third of the joined kernel and bias.
+# Which third of the joined kernel and bias a projection is.
 _THIRDS = {'query': 0, 'key': 1, 'value': 2}
 
 # GPTConfig's field: config.json's.
@@ -59,7 +59,8 @@ FIELDS = {
   'num_layers': 'n_layer',
   'num_positions': 'n_positions',
 }
-# config.json's activation_function: ours. Its plain `gelu` is another function.
+# config.json's activation_function: ours. Its plain `gelu` is a different
+# function, and so is not supported.
 _ACTIVATIONS = {
   'gelu_new': 'gelu',
   'gelu_pytorch_tanh': 'gelu',
@@ -67,7 +68,7 @@ _ACTIVATIONS = {
   'silu': 'silu',
   'swish': 'silu',
 }
-# What the network here has built in; config.json may leave these out.
+# Values that the network here has built in; config.json may leave them out.
 _FIXED = {
   'layer_norm_epsilon': LAYER_NORM_EPSILON,
   'scale_attn_weights': True,
@@ -92,7 +93,7 @@ def table(config: GPTConfig) -> dict[str, Row]:
       # GPT-2 divides scores by sqrt(D); here that is part of the projection.
       scale = config.head_dim**-0.5
     elif part == 'decoder_norm' and config.logits_via_embedding:
-      # The output layer here divides what it reads by sqrt(M), GPT-2's not.
+      # The output layer here divides its input by sqrt(M); GPT-2's does not.
       scale = config.emb_dim**0.5
     rows[name] = Row(
       f'{theirs}.{_KINDS[kind]}',

@@ -1,11 +1,11 @@
 """Hugging Face folders of T5 and GPT-2: config.json and safetensors.
 
-What things are called there is in `huggingface_names` and `gpt2_names`, where
-the arrays are in `huggingface_arrays`, and how a hub id becomes a folder in
-`huggingface_fetch`. Two factors of GPT-2's are moved into weights, see
-`models.gpt`: query projections are divided by sqrt(D), and the last norm is
-multiplied by sqrt(M) where the embedding is shared. The package safetensors
-comes with the extra `[huggingface]`.
+`huggingface_names` and `gpt2_names` know their names, `huggingface_arrays`
+finds and reads their arrays, and `huggingface_fetch` gets a folder from the hub
+by its id. Two factors of GPT-2 are moved into weights, see `models.gpt`: query
+projections are divided by sqrt(D), and the last norm is multiplied by sqrt(M)
+if the embedding is shared. The package safetensors comes with the extra
+`[huggingface]`.
 """
 
 import os
@@ -53,7 +53,7 @@ _ALIASES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 _UNUSED = (
   'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 )
-# GPT-2's whole model, in files that were saved with an output layer.
+# Prefix of all GPT-2 names in files that were saved with an output layer.
 _PREFIX = 'transformer.'
 # Causal masks, which older files hold.
 _MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
@@ -68,20 +68,20 @@ def save_huggingface(
 ) -> None:
   """Writes a folder that transformers' `from_pretrained` reads.
 
-  config.json is written last: where it is, the rest is whole. One file's
-  arrays are copied at a time.
+  config.json is written last: if it exists, everything else is complete. The
+  arrays of one file at a time are copied.
 
   Args:
-    folder: made if needed; the weights and configuration in it are replaced.
+    folder: made if needed; weights and configuration in it are replaced.
     config: shape of the model.
     params: its parameters as a checkpoint has them, not as placed.
-    max_shard_bytes: of the arrays in one file; what does not fit goes to
-      several, and one array that is larger to a file of its own.
-    ids: with a meaning of their own, T5's unless given.
+    max_shard_bytes: the most bytes of arrays per file. If there are more, there
+      are several files; an array that is larger gets a file of its own.
+    ids: the special ids; T5's unless given.
 
   Raises:
-    ValueError: the package safetensors is missing, `params` are not those of
-      `config`, or transformers has no word for its activations.
+    ValueError: the package safetensors is missing, `params` do not fit
+      `config`, or transformers has no name for its activations.
     OSError: the disk is full or the folder not writable.
   """
   arrays.import_safetensors()
@@ -101,7 +101,7 @@ def save_huggingface(
     _write_weights(folder / file_name, members, flat)
   if len(shards) > 1:
     _write_index(folder, shards, sum(a.nbytes for a in flat.values()))
-  # Those of an earlier save would be read instead, or beside.
+  # Files of an earlier save would be read instead of these, or besides them.
   for old in folder.glob('model*.safetensors'):
     if old.name not in shards:
       old.unlink()
@@ -141,7 +141,7 @@ def _write_weights(
   tensors = {}
   for name, row in members.items():
     array = np.asarray(flat[name])
-    # A transposed view would be written in the order of its memory.
+    # Without a copy a transposed view would be written in its memory order.
     tensors[row.name] = np.ascontiguousarray(
       array.T if row.transposed else array
     )
@@ -149,7 +149,7 @@ def _write_weights(
   try:
     temporary.touch()
     mode = temporary.stat().st_mode
-    # transformers refuses a file that does not say whose it is.
+    # transformers refuses a file that does not name its framework.
     arrays.import_safetensors().numpy.save_file(
       tensors, temporary, metadata={'format': 'pt'}
     )
@@ -180,17 +180,18 @@ def load_huggingface(
   """Reads a T5 or GPT-2 of one or several safetensors files.
 
   Args:
-    folder: with config.json and model.safetensors (or its shards).
-    dtype: of the arrays returned; None keeps the files'.
+    folder: folder with config.json and model.safetensors (or its shards).
+    dtype: dtype of the arrays returned; None keeps the files'.
     sharding: see `disk_arrays.load_arrays`.
-    network: what the folder should hold; compared before an array is read.
+    network: network that the folder should hold; compared before arrays are
+      read.
 
   Returns:
-    The model's shape, and a nested dict of arrays named as T5X does.
+    The model's shape, and a nested dict of arrays with T5X's names.
 
   Raises:
-    ValueError: as `open_huggingface`; or an array is broken, or cannot be laid
-      out by `sharding`.
+    ValueError: as for `open_huggingface`; or an array is broken, or cannot be
+      laid out by `sharding`.
   """
   config, found = open_huggingface(folder, network, dtype=dtype)
   return config, load_arrays(found, os.fspath(folder), dtype, sharding)
@@ -204,23 +205,23 @@ def open_huggingface(
 ) -> tuple[T5Config | GPTConfig, dict[str, DiskArray]]:
   """Finds the arrays of a T5 or GPT-2 without reading them.
 
-  Whether the output layer is the embedding is seen from the weights, since
+  Whether the output layer is the embedding is decided by the weights, because
   transformers 5 writes `tie_word_embeddings: true` for every T5.
 
   Args:
-    folder: with config.json and model.safetensors (or its shards).
-    network: what the folder should hold.
-    described: config.json, where it has been read.
-    dtype: that the arrays will have, to see whether they can fit in memory.
+    folder: folder with config.json and model.safetensors (or its shards).
+    network: network that the folder should hold.
+    described: config.json, if it has been read already.
+    dtype: dtype that the arrays will have, to check that they fit in memory.
 
   Returns:
-    The model's shape, and its arrays by the names that T5X gives them.
+    The model's shape, and its arrays by their T5X names.
 
   Raises:
-    ValueError: the package safetensors is missing; a file is missing or
-      broken; the architecture is none that is supported, or not `network`'s;
-      an array is missing, unknown, there twice or of another shape, with its
-      name and its shapes.
+    ValueError: the package safetensors is missing; a file is missing or broken;
+      the architecture is not supported, or not `network`'s; or an array is
+      missing, unknown, there twice or of another shape (the message has its
+      name and shapes).
   """
   source = os.fspath(folder)
   if '://' in source:
@@ -258,12 +259,12 @@ def read_config(
   Args:
     described: config.json.
     where: its path, for messages.
-    tied: whether the output layer is the embedding, which the weights say;
-      None takes it as most models of the family have it.
+    tied: whether the output layer is the embedding, as the weights show; None
+      assumes what most models of the family have.
 
   Raises:
-    ValueError: the architecture is none that is supported; a field is missing
-      or differs from what the network here has built in.
+    ValueError: the architecture is not supported; or a field is missing, or
+      differs from what the network here has built in.
   """
   gpt2 = _is_gpt2(described, where)
   tied = gpt2 if tied is None else tied
@@ -272,7 +273,7 @@ def read_config(
 
 
 def _is_gpt2(described: Mapping[str, Any], where: str) -> bool:
-  """Raises ValueError unless config.json is a GPT-2's or a T5's."""
+  """Whether config.json is of a GPT-2, not of a T5; else raises ValueError."""
   word = described.get('model_type')
   known = (*names.MODEL_TYPES, gpt2_names.MODEL_TYPE)
   check_choice(f'{where}: model_type', word, known)
@@ -282,7 +283,7 @@ def _is_gpt2(described: Mapping[str, Any], where: str) -> bool:
 def _check_stored(
   stored: Mapping[str, Stored], table: Mapping[str, Row], source: str
 ) -> None:
-  """Raises ValueError unless names and shapes are these, and types floats."""
+  """Raises ValueError unless names and shapes fit, and dtypes are floats."""
 
   def shaped(shape):
     return jax.ShapeDtypeStruct(tuple(shape), np.float32)
@@ -301,7 +302,7 @@ def _check_network(
   table: Mapping[str, Row],
   source: str,
 ) -> None:
-  """Raises ValueError unless a folder's model is the one that is asked for."""
+  """Raises ValueError unless a folder's model fits the network."""
   config = getattr(network, 'config', None)
   if isinstance(config, type(found)):
     gpt2 = isinstance(found, GPTConfig)
@@ -315,28 +316,28 @@ def _check_network(
 def special_ids(
   folder: str | os.PathLike[str], described: Mapping[str, Any] | None = None
 ) -> SpecialIds:
-  """Reads which ids start, end and fill the sequences of a folder's model.
+  """Reads which ids start, end and pad the sequences of a folder's model.
 
   Args:
-    folder: with config.json, and perhaps generation_config.json.
-    described: config.json, where it has been read.
+    folder: folder with config.json, and perhaps generation_config.json.
+    described: config.json, if it has been read already.
 
   Raises:
-    ValueError: config.json is missing or broken, an id is no number, or the
+    ValueError: config.json is missing or broken, an id is not a number, or the
       decoder starts with another id than 0.
   """
   folder = pathlib.Path(folder)
   described = described or arrays.read_json(folder / CONFIG)
   if (folder / GENERATION).exists():
     given = arrays.read_json(folder / GENERATION)
-    # Generation follows this file where it says something.
+    # Its values take precedence for generation.
     given = {key: value for key, value in given.items() if value is not None}
     described = {**described, **given}
   return names.read_ids(described, os.fspath(folder))
 
 
 def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
-  """Whether transformers divides what the output layer reads by sqrt(M)."""
+  """Whether transformers divides the input of the output layer by sqrt(M)."""
   explicit = described.get('scale_decoder_outputs')  # transformers 5 writes it
   if explicit is not None:
     return bool(explicit)
@@ -348,11 +349,11 @@ def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
 def _tidy_t5(
   stored: dict[str, Stored], described: Mapping[str, Any], source: str
 ) -> tuple[bool, bool]:
-  """Leaves of a T5's arrays those that it reads, each under one name.
+  """Keeps, in `stored`, the arrays that a T5 reads, each under one name.
 
   Returns:
-    Whether the output layer is the embedding, and whether what an output layer
-    of its own reads is divided by sqrt(M).
+    Whether the output layer is the embedding, and whether the input of the
+    output layer is divided by sqrt(M).
   """
   stored.pop(_UNUSED, None)
   for alias in _ALIASES:
@@ -372,8 +373,8 @@ def _tidy_t5(
   if tied and scaled:
     stored.pop(_HEAD, None)
   elif _HEAD not in stored and _EMBEDDING in stored:
-    # T5 1.0 always rescales what a shared embedding reads, so a head that
-    # does not is a layer of its own here.
+    # A shared embedding always rescales its input here, as in T5 1.0. So an
+    # output layer that does not rescale becomes a separate layer here.
     stored[_HEAD] = stored[_EMBEDDING]
   return tied and scaled, scaled
 
@@ -381,7 +382,7 @@ def _tidy_t5(
 def _tidy_gpt2(
   stored: Mapping[str, Stored], source: str
 ) -> tuple[dict[str, Stored], bool]:
-  """A GPT-2's arrays by their names without prefix, and without masks.
+  """A GPT-2's arrays without masks, by their names without the prefix.
 
   Returns:
     The arrays, and whether the output layer is the embedding.

@@ -19,8 +19,8 @@ CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 INDEX = f'{WEIGHTS}.index.json'
 _SHOWN = 8
-_JSON_BYTES = 64 << 20  # the index of the largest models has 1 MiB
-# safetensors' names of the types.
+_JSON_BYTES = 64 << 20  # limit; the index of the largest models has 1 MiB
+# safetensors' names of dtypes.
 _FLOATS: dict[str, Any] = {
   'F64': np.float64,
   'F32': np.float32,
@@ -34,14 +34,14 @@ T = TypeVar('T')
 class Stored:
   """An array of a safetensors file, a `DiskArray`.
 
-  The files are mapped into memory, and what is mapped counts as this process's
-  memory until it is unmapped: so each piece opens its file anew.
+  The files are mapped into memory, and mapped pages count as this process's
+  memory until they are unmapped: so each piece opens its file again.
 
   Attributes:
     path: the file.
-    name: of the array in it.
-    shape: of the array.
-    kind: safetensors' name of its type, such as 'BF16'.
+    name: name of the array in the file.
+    shape: shape of the array.
+    kind: safetensors' name of its dtype, such as 'BF16'.
   """
 
   path: str
@@ -53,7 +53,7 @@ class Stored:
 
   @property
   def dtype(self) -> np.dtype:
-    """Of the arrays that `check_floats` lets pass."""
+    """The dtype; only for arrays that `check_floats` accepts."""
     return np.dtype(_FLOATS[self.kind])
 
   @property
@@ -64,7 +64,7 @@ class Stored:
     """Returns a part of the array.
 
     Raises:
-      ValueError: the file has changed or gone since it was opened.
+      ValueError: the file was changed or removed since it was opened.
     """
     with opened(self.path) as file:
       return file.get_slice(self.name)[index]
@@ -74,12 +74,15 @@ class Stored:
 
 
 class View:
-  """An array as T5X has it, by its row in a table of names; a `DiskArray`."""
+  """A `DiskArray` that gives a stored array the shape and values of T5X.
+
+  Its row in a table of names says how the stored array differs.
+  """
 
   def __init__(self, stored: Stored, row: Row):
     self.shape = row.shape
     self.dtype = stored.dtype
-    # Rows of the file; transposed, they are columns.
+    # A chunk is a row in the file; if transposed, it is a column here.
     self.order: Literal['C', 'F'] = 'F' if row.transposed else 'C'
     self.chunk = _turned(row_of(_turned(row.shape, row)), row)
     self._stored = stored
@@ -109,17 +112,17 @@ def same(one: Stored, other: Stored) -> bool:
 
 
 def open_folder(folder: pathlib.Path) -> dict[str, Stored]:
-  """Returns name -> array of all of a folder's safetensors files.
+  """Returns name -> array, for all safetensors files of a folder.
 
   Raises:
-    ValueError: a file is missing or broken, or an array there twice.
+    ValueError: a file is missing or broken, or two files have the same array.
   """
   import_safetensors()
   found: dict[str, Stored] = {}
   for file_name in _weight_files(folder):
     path = os.fspath(folder / file_name)
     with opened(path) as file:
-      for name in file.keys():  # noqa: SIM118  it is no dict
+      for name in file.keys():  # noqa: SIM118  it is not a dict
         array = file.get_slice(name)
         shape = tuple(array.get_shape())
         stored = Stored(path, name, shape, array.get_dtype())
@@ -149,7 +152,7 @@ def opened(path: str) -> Iterator[Any]:
   """Opens a safetensors file.
 
   Raises:
-    ValueError: it is missing, cut short, or no such file.
+    ValueError: it is missing, cut short, or not a safetensors file.
   """
   files.check_regular(path)
   safetensors = import_safetensors()
@@ -157,8 +160,8 @@ def opened(path: str) -> Iterator[Any]:
     file = safetensors.safe_open(path, framework='numpy')
   except (OSError, safetensors.SafetensorError) as error:
     raise ValueError(
-      f'{path!r} is missing, cut short or no safetensors file ({error}); copy'
-      ' it again.'
+      f'{path!r} is missing, cut short or not a safetensors file ({error});'
+      ' copy it again.'
     ) from error
   with file:
     yield file
@@ -192,7 +195,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object.
 
   Raises:
-    ValueError: the file is missing, no regular one, too large, or holds
+    ValueError: the file is missing, not a regular file, too large, or holds
       something else.
   """
   try:
@@ -205,12 +208,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
     raise ValueError(f'{os.fspath(path)!r} is not JSON: {error}.') from error
   if not isinstance(value, dict):
-    raise ValueError(f'{os.fspath(path)!r} is no JSON object.')
+    raise ValueError(f'{os.fspath(path)!r} is not a JSON object.')
   return value
 
 
 def import_safetensors() -> Any:
-  """Returns the package.
+  """Returns the package safetensors.
 
   Raises:
     ValueError: it is not installed.

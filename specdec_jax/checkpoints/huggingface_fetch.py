@@ -1,7 +1,7 @@
-"""From an id on the Hugging Face hub to a local folder.
+"""Fetches a model from the Hugging Face hub to a local folder.
 
-The package huggingface_hub is optional; it keeps what it has fetched in its
-own cache, and needs the network only for what is not there.
+The package huggingface_hub is optional; it keeps files that it has fetched in
+its own cache, and needs the network only for files that are not there.
 """
 
 import pathlib
@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, INDEX, WEIGHTS
 
-# Weights of other frameworks, some as large again, stay where they are.
+# The files that are fetched; weights for other frameworks are not.
 PATTERNS = (
   CONFIG,
   'generation_config.json',
@@ -25,8 +25,9 @@ PATTERNS = (
 
 
 def fetch(hub_id: str, revision: str | None = None) -> pathlib.Path:
-  """Returns a local folder with a model of the hub, to be read by
-  `huggingface.load_huggingface`.
+  """Returns a local folder with a model from the hub.
+
+  `huggingface.load_huggingface` reads such a folder.
 
   Args:
     hub_id: such as 'google/flan-t5-small'.
@@ -45,8 +46,8 @@ def fetch(hub_id: str, revision: str | None = None) -> pathlib.Path:
     )
   except errors.GatedRepoError as error:
     raise ValueError(
-      f'The hub gives {at} only to those who have agreed to its terms: do so on'
-      " the model's page, then `hf auth login`."
+      f'The hub gives {at} only to users who have agreed to its terms: agree on'
+      " the model's page, then run `hf auth login`."
     ) from error
   except errors.RepositoryNotFoundError as error:
     raise ValueError(
@@ -60,10 +61,10 @@ def fetch(hub_id: str, revision: str | None = None) -> pathlib.Path:
     ) from error
   except errors.HFValidationError as error:
     raise ValueError(
-      f"{hub_id!r} is no id of the hub, such as 'google/flan-t5-small', and no"
-      f' folder here ({error}).'
+      f"{hub_id!r} is not an id of the hub, such as 'google/flan-t5-small', and"
+      f' not a folder here ({error}).'
     ) from error
-  except Exception as error:  # those of its HTTP client have no common base
+  except Exception as error:  # errors of its HTTP client have no common base
     why = next(iter(str(error).splitlines()), '')
     raise ValueError(
       f'{at} could not be fetched: the hub cannot be reached'

@@ -1,7 +1,7 @@
-"""What T5 models are called by Hugging Face: arrays and config.json.
+"""Hugging Face's names for T5 models: arrays and config.json.
 
-`MODULES` and `LAYER_MODULES` are the whole difference between T5X's names and
-those of transformers' `T5ForConditionalGeneration`. Every parameter is called
+`MODULES` and `LAYER_MODULES` are all differences between T5X's names and those
+of transformers' `T5ForConditionalGeneration`. Every parameter is called
 `weight` there; kernels are [out, in] and the relative bias [buckets, H].
 """
 
@@ -25,7 +25,7 @@ MODULES = {
   HEAD_MODULE: 'lm_head',
   'encoder/encoder_norm': 'encoder.final_layer_norm',
   'decoder/decoder_norm': 'decoder.final_layer_norm',
-  # Both have one table a stack; there it lives in the first layer.
+  # Both have one table per stack; transformers keeps it in the first layer.
   'encoder/relpos_bias': (
     'encoder.block.0.layer.0.SelfAttention.relative_attention_bias'
   ),
@@ -78,7 +78,7 @@ FIELDS = {
   'mlp_dim': 'd_ff',
 }
 # config.json's feed_forward_proj: T5Config.mlp_activations. transformers'
-# plain `gelu` is another function than T5X's, but `gated-gelu` is not.
+# plain `gelu` differs from T5X's, but its `gated-gelu` does not.
 _FEED_FORWARD = {
   'relu': ('relu',),
   'silu': ('silu',),
@@ -87,9 +87,9 @@ _FEED_FORWARD = {
   'gated-silu': ('silu', 'linear'),
   'gated-gelu': ('gelu', 'linear'),
 }
-# What names their classes; T5 1.1, Flan-T5, ByT5, UL2 and MADLAD-400 are 't5'.
+# config.json's model_type; T5 1.1, Flan-T5, ByT5, UL2 and MADLAD-400 are 't5'.
 MODEL_TYPES = ('t5', 'mt5')
-# What the network here has built in; config.json may leave these out.
+# Values that the network here has built in; config.json may leave them out.
 _FIXED = {
   'layer_norm_epsilon': 1e-6,
   'relative_attention_num_buckets': 32,
@@ -98,14 +98,15 @@ _FIXED = {
 
 
 class Row(NamedTuple):
-  """Where an array of T5X's is in a file of transformers'.
+  """Where an array of T5X is in a file of transformers.
 
   Attributes:
-    name: transformers'.
-    shape: T5X's.
-    transposed: whether it is the transpose of T5X's.
-    third: which third of its last axis T5X's is; None is all of it.
-    scale: what its values are multiplied by.
+    name: transformers' name.
+    shape: T5X's shape.
+    transposed: whether the array in the file is the transpose of T5X's.
+    third: which third of the file's last axis T5X's array is; None is all of
+      it.
+    scale: the file's values are multiplied by this.
   """
 
   name: str
@@ -128,12 +129,12 @@ def shapes(network: T5 | GPT) -> Any:
 
 
 def table(config: T5Config, head_scaled: bool = False) -> dict[str, Row]:
-  """T5X's name of each array that a model of `config` has -> where it is.
+  """T5X's name of each array of a model -> where it is.
 
   Args:
-    config: of the model.
-    head_scaled: whether transformers divides what an output layer of its own
-      reads by sqrt(M); T5X does not, so that it becomes part of the kernel.
+    config: configuration of the model.
+    head_scaled: whether transformers divides the input of a separate output
+      layer by sqrt(M); T5X does not, so the factor becomes part of the kernel.
   """
   rows = {}
   flat = flax.traverse_util.flatten_dict(shapes(T5(config)), sep='/')
@@ -152,10 +153,10 @@ def table(config: T5Config, head_scaled: bool = False) -> dict[str, Row]:
 
 
 def describe(config: T5Config) -> dict[str, Any]:
-  """Returns config.json of a model, but for ids and dtype.
+  """Returns config.json of a model, except for ids and dtype.
 
   Raises:
-    ValueError: transformers has no T5 of its activations or relative biases.
+    ValueError: transformers has no T5 with its activations or relative biases.
   """
   words = {value: key for key, value in _FEED_FORWARD.items()}
   if config.mlp_activations not in words:
@@ -165,7 +166,7 @@ def describe(config: T5Config) -> dict[str, Any]:
     )
   if config.bias_per_layer:
     raise ValueError(
-      "transformers' T5 has one relative bias a stack; a model with"
+      "transformers' T5 has one relative bias per stack; a model with"
       ' bias_per_layer cannot be written for it. Choose another format.'
     )
   return {
@@ -175,7 +176,7 @@ def describe(config: T5Config) -> dict[str, Any]:
     **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
     'feed_forward_proj': words[config.mlp_activations],
     'dropout_rate': config.dropout_rate,
-    # transformers scales the logits of a T5 by this, and by nothing else.
+    # Only this decides whether transformers scales the logits of a T5.
     'tie_word_embeddings': config.logits_via_embedding,
     **_FIXED,
   }
@@ -192,7 +193,7 @@ def read_config(
   check_fixed(described, _FIXED, where)
   word = described.get('feed_forward_proj')
   if word is None:
-    # What transformers takes where the file is silent.
+    # transformers' defaults.
     word = 'relu' if described['model_type'] == 't5' else 'gated-gelu'
   check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD)
   return T5Config(
@@ -206,7 +207,7 @@ def read_config(
 def read_sizes(
   described: Mapping[str, Any], fields: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-  """A configuration's sizes of config.json; the errors name its fields."""
+  """The sizes for a configuration, from config.json; errors name its fields."""
   sizes = {ours: described.get(theirs) for ours, theirs in fields.items()}
   for ours, value in sizes.items():
     if type(value) is not int or value < 1:
@@ -220,7 +221,7 @@ def read_sizes(
 def check_fixed(
   described: Mapping[str, Any], fixed: Mapping[str, Any], where: str
 ) -> None:
-  """Raises ValueError unless a model has what the network here has built in."""
+  """Raises ValueError if a model differs from what the network has built in."""
   for name, value in fixed.items():
     if described.get(name, value) != value:
       raise ValueError(
@@ -229,14 +230,15 @@ def check_fixed(
 
 
 class SpecialIds(NamedTuple):
-  """Ids with a meaning of their own.
+  """Ids with a special meaning.
 
   Attributes:
-    decoder_start: what the decoder reads first; 0, as in all of T5X.
-    eos: those that end an output; T5 has 1, MADLAD-400 has 2.
-    pad: what transformers fills rows with. Here it is always 0, as in T5X:
-      padding is masked, so that logits do not depend on it. Where 0 is the
-      unknown piece (MADLAD-400), T5X's encoder does not see that either.
+    decoder_start: the id that the decoder reads first; 0, as always in T5X.
+    eos: ids that end an output; T5 has 1, MADLAD-400 has 2.
+    pad: the id that transformers pads rows with. This library always pads with
+      0, as T5X does: padding is masked, so that logits do not depend on it. If
+      0 is the unknown piece (MADLAD-400), encoders here and in T5X ignore that
+      piece too.
   """
 
   decoder_start: int
@@ -248,7 +250,7 @@ T5_IDS = SpecialIds(decoder_start=0, eos=(1,), pad=0)
 
 
 def describe_ids(ids: SpecialIds) -> dict[str, Any]:
-  """Returns what config.json says of special ids; see `read_ids`."""
+  """Returns config.json's entries for special ids; see `read_ids`."""
   return {
     'decoder_start_token_id': ids.decoder_start,
     'eos_token_id': ids.eos[0] if len(ids.eos) == 1 else list(ids.eos),
@@ -257,15 +259,15 @@ def describe_ids(ids: SpecialIds) -> dict[str, Any]:
 
 
 def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
-  """Returns the special ids that config.json names, T5's where it is silent.
+  """Returns the special ids that config.json names; T5's if it names none.
 
   Args:
     described: config.json, updated by generation_config.json.
     where: their folder, for messages.
 
   Raises:
-    ValueError: an id is no whole number, or the decoder starts with another
-      one than 0.
+    ValueError: an id is not a whole number, or the decoder starts with another
+      id than 0.
   """
 
   def given(name: str, default: Any) -> Any:
@@ -288,32 +290,32 @@ def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
   if start != 0:
     raise ValueError(
       f'{where}: decoder_start_token_id is {start}; the decoder here starts'
-      ' with 0, as every T5 does that T5X trained.'
+      ' with 0, as in every T5 that T5X trained.'
     )
   return SpecialIds(start, ends, pad)
 
 
-# What a checkpoint does not decide: how it is trained on and computed with.
+# Fields that a checkpoint does not decide: how to train it, how to compute.
 _NOT_COMPARED = ('dropout_rate', 'dtype')
 
 
 def check_config(
   found: Any, expected: Any, source: str, fields: Mapping[str, str] = FIELDS
 ) -> None:
-  """Compares the shape that a checkpoint has with the one that is asked for.
+  """Compares a checkpoint's configuration with the expected one.
 
-  `dropout_rate` and `dtype` are not compared: they are no part of a
+  `dropout_rate` and `dtype` are not compared: they are not part of a
   checkpoint.
 
   Args:
-    found: what the checkpoint says.
-    expected: what it should be.
+    found: the checkpoint's configuration.
+    expected: the expected configuration.
     source: where the checkpoint is, for the message.
-    fields: what config.json calls them, where it calls them otherwise.
+    fields: our names of fields -> config.json's.
 
   Raises:
-    ValueError: names each field that differs, with both values, and what
-      config.json calls it.
+    ValueError: they differ; the message has each field that differs, with both
+      values and config.json's name of the field.
   """
   problems = []
   for field in dataclasses.fields(found):

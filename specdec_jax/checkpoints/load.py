@@ -1,4 +1,4 @@
-"""Parameters from wherever they are: one function for every kind."""
+"""Loads parameters from checkpoints of every known kind."""
 
 import dataclasses
 import os
@@ -40,37 +40,39 @@ def load(
   dtype: Any = None,
   sharding: Shardings = None,
 ) -> Params:
-  """Loads the parameters of a checkpoint, of whichever kind it is.
+  """Loads the parameters of a checkpoint of any known kind.
 
-  Known are T5X's msgpack file with all arrays inside; T5X's folder of such a
-  file and TensorStore's arrays; Orbax's folder, of parameters or of T5X's
-  training state; Hugging Face's folder, or its name on the hub. An optimiser's
-  state is not read. Stacks that were trained as a scan become single layers.
+  Known kinds are T5X's msgpack file with all arrays inside; T5X's folder with
+  such a file and TensorStore's arrays; Orbax's folder of parameters, or of
+  T5X's training state; a Hugging Face folder, or its id on the hub. An
+  optimiser's state is not read. Stacks that were trained as a scan become
+  single layers.
 
-  Arrays go to their dtype and device one after another: the host holds what
-  stays there, and beside it at most twice the largest array. Missing bytes are
-  always seen; changed ones only where arrays have a checksum, which are those
-  that gzip compressed, as T5X does: not Orbax's, nor those inside a msgpack or
-  safetensors file, nor what was compressed by blosc or zstd.
+  Arrays go to their dtype and device one after another: the host holds the
+  arrays that stay there, and besides them at most twice the largest array.
+  Missing bytes are always noticed. Changed bytes are noticed only in arrays
+  with a checksum: these are arrays compressed by gzip, as T5X does; not Orbax's
+  arrays, nor those inside a msgpack or safetensors file, nor those compressed
+  by blosc or zstd.
 
   Args:
     path: a file or folder, `gs://bucket/folder`, or an id of the hub.
     network: such as `T5(config)`: names and shapes are compared with its own
       before anything is read. Needed for scanned stacks.
-    dtype: of the arrays returned; None keeps the file's.
+    dtype: dtype of the arrays returned; None keeps the file's.
     sharding: None for NumPy arrays on the host; a JAX Device or Sharding; a
       nested dict of these, or a function from names
       ('decoder/layers_0/mlp/wo/kernel') to them.
 
   Returns:
-    Nested dict of arrays, named as T5X names them.
+    Nested dict of arrays, with T5X's names.
 
   Raises:
-    ValueError: nothing is there, or nothing that is known; no memory could
-      hold it (gives the bytes needed and there); an array is missing, unknown,
-      there twice, of another shape or broken (names it, and the sizes in which
-      the model differs); `dtype` is not a floating one, or `sharding` does not
-      fit.
+    ValueError: nothing is there, or nothing of a known kind; it does not fit
+      into memory (the message has the bytes needed and available); an array is
+      missing, unknown, there twice, of another shape or broken (the message
+      names it, and the sizes in which the model differs); `dtype` is not a
+      floating-point type, or `sharding` does not fit.
   """
   opened = open_checkpoint(path, network, dtype=dtype)
   return opened.read(dtype, sharding)
@@ -81,9 +83,9 @@ class Opened:
   """A checkpoint whose arrays have been found and checked, but not read.
 
   Attributes:
-    source: where it is.
-    arrays: by the names that T5X gives them.
-    config: the shape of its model, where the checkpoint describes it.
+    source: where the checkpoint is.
+    arrays: T5X's name -> array.
+    config: the shape of its model, if the checkpoint describes it.
   """
 
   source: str
@@ -102,16 +104,17 @@ def open_checkpoint(
   described: Mapping[str, Any] | None = None,
   dtype: Any = None,
 ) -> Opened:
-  """Finds the arrays of a checkpoint of whichever kind.
+  """Finds the arrays of a checkpoint of any known kind, without reading them.
 
   Args:
-    path: as of `load`.
-    network: likewise.
-    described: config.json of a Hugging Face folder, where it has been read.
-    dtype: that the arrays will have, to see whether they can fit in memory.
+    path: as for `load`.
+    network: as for `load`.
+    described: config.json of a Hugging Face folder, if it has been read.
+    dtype: dtype that the arrays will have, to check that they fit in memory.
 
   Raises:
-    ValueError: as `load`, but for what is seen only when arrays are read.
+    ValueError: as for `load`, except errors that show only when arrays are
+      read.
   """
   check_dtype(dtype)
   check_network(network, dtype)
@@ -123,10 +126,10 @@ def open_checkpoint(
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-  """Returns the file or folder of one checkpoint; fetches what is on the hub.
+  """Returns the file or folder of one checkpoint; fetches it if on the hub.
 
   Raises:
-    ValueError: there is none, or there are several.
+    ValueError: there is no checkpoint, or there are several.
   """
   location = open_location(path)
   if not location.exists():
@@ -150,7 +153,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
 
 
 def is_huggingface(location: Location) -> bool:
-  """Whether this is a folder of Hugging Face's."""
+  """Whether this is a Hugging Face folder."""
   return location.is_folder() and CONFIG in location.names()
 
 
@@ -160,7 +163,7 @@ def open_arrays(
   """Finds the parameters of a T5X or Orbax checkpoint without reading them.
 
   Raises:
-    ValueError: as `load`.
+    ValueError: as for `load`.
   """
   source = str(location)
   if not location.is_folder():
@@ -178,7 +181,7 @@ def open_arrays(
     if scanned.is_scanned(arrays):
       raise ValueError(
         f'{source!r} has all layers of a stack in one array; give the network,'
-        ' whose shapes tell how to cut them.'
+        ' whose shapes say how to cut such an array into layers.'
       )
     return arrays
   expected = param_shapes(network)
@@ -191,22 +194,22 @@ def open_arrays(
 
 
 def check_dtype(dtype: Any) -> None:
-  """Raises ValueError unless `dtype` is None or a floating one."""
+  """Raises ValueError unless `dtype` is None or a floating-point type."""
   try:
     known = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
   except TypeError:
     known = False
   if not known:
     raise ValueError(
-      f"dtype must be a floating one, such as 'bfloat16', got {dtype!r}."
+      f"dtype must be a floating-point type, such as 'bfloat16', got {dtype!r}."
     )
 
 
 def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
-  """Checks a network before any of its arrays is thought of; see `load`.
+  """Checks a network before any of its arrays is made or found; see `load`.
 
   Raises:
-    ValueError: it is none, or no memory could hold it.
+    ValueError: it is not a network, or does not fit into any memory.
   """
   if network is None:
     return
@@ -233,16 +236,16 @@ def _check_single(folder: Location) -> None:
       f' {str(newest)!r}.'
     )
   raise ValueError(
-    f'{str(folder)!r} is no checkpoint: expected {_KINDS} in it, found'
+    f'{str(folder)!r} is not a checkpoint: expected {_KINDS} in it, found'
     f' {few(names)}.'
   )
 
 
 def _may_be_on_the_hub(path: str | os.PathLike[str]) -> bool:
-  """Whether a path that leads nowhere looks like an id of the hub."""
+  """Whether a path that does not exist looks like an id of the hub."""
   if not isinstance(path, str) or not _HUB_ID.fullmatch(path):
     return False
-  # A mistyped name beside other files is a path.
+  # A name in a folder that exists is a mistyped path.
   return not path.endswith('.msgpack') and not os.path.isdir(
     os.path.dirname(path)
   )

@@ -1,7 +1,7 @@
-"""Training states in a folder, by Orbax: the last few, each whole or absent.
+"""Training states in a folder, saved by Orbax: the last few of a run.
 
-Orbax is imported when a store is opened: it takes seconds, and decoding needs
-none of it.
+Each state is saved whole or not at all. Orbax is imported only when a store is
+opened: the import takes seconds, and decoding does not need it.
 """
 
 import os
@@ -16,8 +16,8 @@ class StateStore:
   def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
     """
     Args:
-      folder: made if needed; holds one folder a saved step.
-      keep: how many of the latest states stay.
+      folder: made if needed; holds one folder per saved step.
+      keep: how many of the latest states are kept.
     """
     import orbax.checkpoint as ocp
 
@@ -36,11 +36,11 @@ class StateStore:
     )
 
   def latest_step(self) -> int | None:
-    """The last step that was saved whole, None without any."""
+    """The last step that was saved completely; None if there is none."""
     return self._manager.latest_step()
 
   def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-    """Saves a pytree of arrays, and a small dict of plain values beside it."""
+    """Saves a pytree of arrays, and a small dict of plain values."""
     self._manager.save(
       step,
       args=self._ocp.args.Composite(
@@ -52,13 +52,13 @@ class StateStore:
     self._manager.wait_until_finished()
 
   def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-    """The latest state, and what was saved beside it.
+    """The latest state, and the dict that was saved with it.
 
     Args:
-      like: a state of the same structure, shapes and dtypes.
+      like: a state with the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: nothing is saved, or a state of another structure.
+      ValueError: no state is saved, or one with another structure.
     """
     step = self.latest_step()
     if step is None:
@@ -77,12 +77,12 @@ class StateStore:
       )
     except (ValueError, KeyError, TypeError) as error:
       raise ValueError(
-        f'The state of step {step} in {self._folder!r} is not one of this'
-        ' model and optimiser; continue it with its own configuration, or'
-        f' train in another folder. ({error})'
+        f'The state of step {step} in {self._folder!r} belongs to another model'
+        ' or optimiser; continue it with its own configuration, or train in'
+        f' another folder. ({error})'
       ) from error
     return found['state'], found['extra']
 
   def close(self) -> None:
-    """Frees what Orbax holds."""
+    """Frees Orbax's resources."""
     self._manager.close()

@@ -1,6 +1,6 @@
-"""Parameters in a folder, by Orbax; and the training states that T5X writes so.
+"""Parameters in Orbax's format; also in T5X's training states of that format.
 
-Orbax writes. Reading goes through TensorStore, as for T5X's own format: arrays
+Orbax writes them. TensorStore reads them, as it does T5X's own format: arrays
 are found in `_METADATA`, and only those of the parameters are opened.
 """
 
@@ -20,9 +20,9 @@ from specdec_jax.checkpoints.disk_arrays import (
 from specdec_jax.files.locations import Location
 
 METADATA = '_METADATA'
-# What T5X, and Orbax itself, call a tree inside a checkpoint.
+# Names that T5X, and Orbax itself, give a tree inside a checkpoint.
 _ITEMS = ('state', 'default')
-_METADATA_BYTES = 256 << 20  # Orbax writes some 200 bytes an array
+_METADATA_BYTES = 256 << 20  # limit; Orbax writes some 200 bytes per array
 _TEMPORARY = '.orbax-checkpoint-tmp'
 # Parameters inside a larger tree: T5X's training state, flax's variables.
 _PARAMS = ('target', 'params')
@@ -34,7 +34,7 @@ def save_orbax(folder: str | os.PathLike[str], params: Params) -> None:
   Each process of a run writes its own shards.
 
   Args:
-    folder: made here; it must not be there yet, or be empty.
+    folder: made here; it must not exist yet, or be empty.
     params: nested dict of arrays, NumPy's or JAX's.
 
   Raises:
@@ -48,12 +48,12 @@ def save_orbax(folder: str | os.PathLike[str], params: Params) -> None:
     os.rmdir(folder)
   if os.path.exists(folder):
     raise ValueError(
-      f'{folder!r} is there already; name a new folder or remove it.'
+      f'{folder!r} exists already; name a new folder or remove it.'
     )
   import orbax.checkpoint as ocp
 
   os.makedirs(os.path.dirname(folder), exist_ok=True)
-  # It writes to a folder of a temporary name and renames that at the end.
+  # Orbax writes to a folder with a temporary name and renames it at the end.
   with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
     checkpointer.save(folder, args=ocp.args.StandardSave(params))
 
@@ -62,18 +62,21 @@ def open_orbax(folder: Location) -> dict[str, DiskArray]:
   """Finds the parameters of a checkpoint without reading them.
 
   Args:
-    folder: with `_METADATA` in it, or in its folder `state` or `default`.
+    folder: folder with `_METADATA` in it, or in its folder `state` or
+      `default`.
 
   Returns:
     name -> array, names with slashes.
 
   Raises:
-    ValueError: the folder was not finished, its tree has no parameters, or an
-      array is missing; names the array.
+    ValueError: writing the folder was not finished, its tree has no parameters,
+      or an array is missing (the message names it).
   """
   source = str(folder)
   if _TEMPORARY in source:
-    raise ValueError(f'{source!r} was never finished; load another checkpoint.')
+    raise ValueError(
+      f'Writing {source!r} was never finished; load another checkpoint.'
+    )
   folder = _item(folder) or folder
   described, keys = _read_metadata(folder)
   names = _parameters(keys, source)
@@ -90,7 +93,7 @@ def open_orbax(folder: Location) -> dict[str, DiskArray]:
 
 
 def is_orbax(folder: Location) -> bool:
-  """Whether a folder holds such a checkpoint."""
+  """Whether a folder holds an Orbax checkpoint."""
   return _item(folder) is not None
 
 
@@ -106,7 +109,7 @@ def _item(folder: Location) -> Location | None:
 
 
 def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
-  """What `_METADATA` holds, and the path in the tree of each array."""
+  """The contents of `_METADATA`, and each array's path in the tree."""
   location = folder.child(METADATA)
   try:
     files.check_size(str(location), location.size(), _METADATA_BYTES)
@@ -132,7 +135,7 @@ def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
 
 
 def _parameters(keys: list[list[str]], source: str) -> dict[str, str]:
-  """Names of parameters -> what Orbax calls their arrays."""
+  """Names of parameters -> Orbax's names of their arrays."""
   trees: dict[str, dict[str, str]] = {}
   for parts in keys:
     trees.setdefault(parts[0], {})['/'.join(parts[1:])] = '.'.join(parts)

@@ -1,11 +1,11 @@
-"""Stacks of layers that T5X trained as a scan, as one array a layer.
+"""Cuts stacks of layers that T5X trained as a scan into one array per layer.
 
 In `scalable_t5` a stack's layers are one module, `encoder/encoder` or
-`encoder/layers`, and each parameter has an axis more: the second
-(`param_scan_axis=1`), or the first in models that were scanned over it.
-Kernels of attention are [M, H, D] and [H, D, M] there, without the layers.
-Each layer has a relative bias of its own (`T5Config.bias_per_layer`); for a
-network with one a stack, all must be the same.
+`encoder/layers`, and each parameter has one more axis, that of the layers: the
+second (`param_scan_axis=1`), or the first in models that were scanned over it.
+Without that axis, kernels of attention are [M, H, D] and [H, D, M] there. Each
+layer has its own relative bias (`T5Config.bias_per_layer`); for a network with
+one bias per stack, all of them must be the same.
 """
 
 import itertools
@@ -28,14 +28,14 @@ Shape = tuple[int, ...]
 
 
 class _Held:
-  """The stacked array that was read last, whole."""
+  """Keeps the stacked array that was read last, whole."""
 
   stack: DiskArray | None = None
   data: np.ndarray | None = None
 
   def read(self, stack: DiskArray) -> np.ndarray:
     if self.stack is not stack or self.data is None:
-      self.data = None  # the one before goes first
+      self.data = None  # frees the previous one before reading
       self.data = cast(np.ndarray, load_array(stack))
       self.stack = stack
     return self.data
@@ -61,7 +61,7 @@ class _Layer:
 
 
 def is_scanned(arrays: Mapping[str, Any]) -> bool:
-  """Whether some of the names are those of a stack."""
+  """Whether some of the arrays are stacked."""
   return any(STACKED.fullmatch(name) for name in arrays)
 
 
@@ -73,17 +73,17 @@ def unroll(
 ) -> dict[str, DiskArray]:
   """Replaces each stacked array by its layers.
 
-  Layers of one array follow each other: it is read once, for the first.
+  The layers of one array follow each other, so that it is read only once.
 
   Args:
-    arrays: by T5X's names; those outside of stacks stay as they are.
-    expected: shape of each parameter of the network that will have them.
+    arrays: T5X's name -> array; arrays outside of stacks stay as they are.
+    expected: name -> shape, for each parameter of the network.
     num_heads: H, for kernels that have heads on an axis; None if unknown.
-    source: of the arrays, for messages.
+    source: where the arrays come from, for messages.
 
   Raises:
-    ValueError: an array's layers are on no axis, on two that cannot be told
-      apart, or there twice; names it, with both shapes.
+    ValueError: an array's layers are on no axis, or on either of two axes, or
+      an array is there twice; the message names it, with both shapes.
   """
   stacks = {}
   found: dict[str, DiskArray] = {}
@@ -98,7 +98,7 @@ def unroll(
     array = arrays[name]
     if name not in axes:
       layers: dict[str, DiskArray] = {name: array}  # for the check of names
-    elif f'{stack}/{inner}' in expected:  # the relative bias, one a stack
+    elif f'{stack}/{inner}' in expected:  # the relative bias, one per stack
       _check_shared(array, axes[name], name, source)
       bias = f'{stack}/{_BIAS}'
       layers = {bias: _Layer(array, axes[name], 0, expected[bias], held)}
@@ -140,12 +140,12 @@ def _axes(
   num_heads: int | None,
   source: str,
 ) -> dict[str, int]:
-  """The layers' axis in each stacked array; one and the same in all."""
+  """The layers' axis in each stacked array; it is the same in all of them."""
   possible: dict[str, set[int]] = {}
   for name, (stack, inner) in stacks.items():
     alone = f'{stack}/layers_0/{inner}'
     if inner == _BIAS and alone not in expected:
-      alone = f'{stack}/{inner}'  # one a stack
+      alone = f'{stack}/{inner}'  # one per stack
     if alone not in expected:
       continue
     shape, count = arrays[name].shape, _count(expected, stack)
@@ -171,7 +171,7 @@ def _axes(
     raise ValueError(
       f'{source!r}: the layers of {name}, {list(arrays[name].shape)}, may be'
       ' on its first or its second axis, and the other stacked arrays do not'
-      ' tell which.'
+      ' show which.'
       if common
       else f'{source!r}: the layers are on the first axis in some stacked'
       f' arrays and on the second in others: {possible}.'
@@ -193,7 +193,7 @@ def _as_stored(
 
 
 def _count(expected: Mapping[str, Shape], stack: str) -> int:
-  """Layers that the network has in a stack."""
+  """How many layers the network has in a stack."""
   return len(
     {
       name.split('/')[1]

@@ -2,9 +2,10 @@
 
 The tree is {'version': 3, 'optimizer': {'target': parameters, 'state':
 {'step', 'param_states'}}}. Parameter names are T5X's, so nothing is renamed. A
-leaf is an array inside the file, or the specification of one in a folder
-beside it, of which only driver and path are believed: the bucket may be a
-dummy, the path begins at the checkpoint, and the rest stands in the folder.
+leaf is an array inside the file, or the specification of an array in a folder
+beside it. Only driver and path are taken from a specification: its bucket may
+be a dummy, the path is relative to the checkpoint, and everything else is in
+the array's folder.
 """
 
 import os
@@ -48,9 +49,9 @@ def save_t5x(
   Args:
     path: the file; its folder is made if needed.
     params: nested dict of arrays.
-    step: number of updates they have had.
-    dtype: of the floating-point arrays on disk, e.g. jnp.bfloat16; None keeps
-      theirs.
+    step: number of updates that the parameters have had.
+    dtype: dtype of the floating-point arrays on disk, e.g. jnp.bfloat16; None
+      keeps theirs.
 
   Raises:
     OSError: the disk is full or the folder not writable.
@@ -87,8 +88,9 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
     name -> array, names with slashes.
 
   Raises:
-    ValueError: the file is missing, cut short or no T5X checkpoint, or an
-      array's folder is missing or not what the file says; names the array.
+    ValueError: the file is missing, cut short or not a T5X checkpoint; or an
+      array's folder is missing or does not fit the file (the message names the
+      array).
   """
   source = str(location)
   if location.read(0, len(_TENSORFLOW)) == _TENSORFLOW:
@@ -139,8 +141,9 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
     source: where `params` came from, for the message.
 
   Raises:
-    ValueError: names each parameter that is missing, unknown, or of another
-      shape, with both shapes, and the sizes of a T5 that differ.
+    ValueError: they differ; the message has each parameter that is missing,
+      unknown, or of another shape, with both shapes, and the sizes of a T5 that
+      differ.
   """
   have = flax.traverse_util.flatten_dict(params, sep='/')
   want = flax.traverse_util.flatten_dict(expected, sep='/')
@@ -173,11 +176,11 @@ def _target(tree: Any, source: str) -> Any:
   except (KeyError, TypeError, IndexError) as error:
     if not isinstance(tree, dict):
       raise ValueError(
-        f'{source!r} is cut short or no T5X checkpoint: expected a tree, found'
-        f' {type(tree).__name__}.'
+        f'{source!r} is cut short or not a T5X checkpoint: expected a tree,'
+        f' found {type(tree).__name__}.'
       ) from error
     raise ValueError(
-      f'{source!r} is a msgpack file but no T5X checkpoint: expected'
+      f'{source!r} is a msgpack file but not a T5X checkpoint: expected'
       f' optimizer/target inside, found {sorted(tree)[:_SHOWN]}.'
     ) from error
   if tree.get('version', 0) not in _READABLE:

@@ -1,9 +1,9 @@
 """The tree in a T5X msgpack file, without the bytes of its arrays.
 
-The msgpack package makes a copy of each array that it meets, of the optimiser's
+The msgpack package would copy each array in the file, those of the optimiser
 too. Here only headers are read (https://github.com/msgpack/msgpack spec.md),
-and an array becomes the place where its bytes lie. Arrays are flax's extension
-types: (shape, name of the dtype, bytes), see `flax.serialization`.
+and for each array only the place of its bytes is kept. Arrays are flax's
+extension types: (shape, name of the dtype, bytes), see `flax.serialization`.
 """
 
 import struct
@@ -18,7 +18,7 @@ _WINDOW = 1 << 16
 _DEEPEST = 64
 _NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
 _CHUNKED = '__msgpack_chunked_array__'
-# What a header that is none can lead to.
+# Errors that bytes can lead to which are read as a header and are not one.
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
@@ -55,8 +55,8 @@ def read_tree(location: Location) -> Any:
   """Returns the file's tree, each array as a `FileArray` that is not read.
 
   Raises:
-    ValueError: the file is cut short, has more than one tree or is no msgpack;
-      names the entry where it went wrong.
+    ValueError: the file is cut short, has more than one tree or is not msgpack;
+      the message names the entry where reading failed.
   """
   scanner = _Scanner(location)
   try:
@@ -66,7 +66,7 @@ def read_tree(location: Location) -> Any:
   except _WRONG as error:
     place = '/'.join(scanner.path)
     raise ValueError(
-      f'{str(location)!r} ({scanner.size} bytes) is cut short or no T5X'
+      f'{str(location)!r} ({scanner.size} bytes) is cut short or not a T5X'
       f' checkpoint ({f"at {place}: " if place else ""}{error}); copy it again.'
     ) from error
   return tree
@@ -152,7 +152,7 @@ class _Scanner:
     return span
 
   def _take(self, size: int) -> bytes:
-    """The next bytes; whole windows of the file are fetched for them."""
+    """The next bytes; the file is read in whole windows."""
     if self.position + size > self.size:
       raise ValueError(f'it ends at byte {self.position + size}')
     start, data = self._window
@@ -169,7 +169,7 @@ class _Scanner:
 
 
 def _joined(location: Location, chunked: dict[str, Any]) -> FileArray:
-  """An array that flax has cut, since msgpack holds 2 GiB at most."""
+  """An array that flax has cut into chunks: msgpack holds at most 2 GiB."""
   shape = [chunked['shape'][str(i)] for i in range(len(chunked['shape']))]
   parts = [chunked['chunks'][str(i)] for i in range(len(chunked['chunks']))]
   spans = [span for part in parts for span in part.spans]

@@ -1,4 +1,4 @@
-"""The sizes of a T5 that the shapes of its arrays tell."""
+"""Infers the sizes of a T5 from the shapes of its arrays."""
 
 import math
 import re
@@ -17,10 +17,11 @@ _ACTIVATIONS = 'len(mlp_activations)'
 
 
 def sizes(shapes: Shapes) -> dict[str, Any]:
-  """Fields of `T5Config` -> what the shapes say, without those they do not.
+  """Fields of `T5Config` -> their values, for the fields that shapes decide.
 
   Args:
-    shapes: by T5X's names; stacked layers may be on the first or second axis.
+    shapes: T5X's name -> shape; stacked layers may be on the first or second
+      axis.
   """
   found: dict[str, Any] = {}
   if len(shape := shapes.get(_EMBEDDING, ())) == 2:
@@ -50,7 +51,7 @@ def sizes(shapes: Shapes) -> dict[str, Any]:
 
 
 def differences(found: Shapes, expected: Shapes) -> str:
-  """Names each field that the two differ in, with both values."""
+  """Lists each field in which the two differ, with both values."""
   there, here = sizes(found), sizes(expected)
   return ', '.join(
     f'{field} is {there[field]}, expected {here[field]}'
@@ -60,9 +61,9 @@ def differences(found: Shapes, expected: Shapes) -> str:
 
 
 def infer_config(shapes: Shapes, source: str) -> T5Config:
-  """The configuration of a checkpoint that has none beside it.
+  """The configuration of a checkpoint that comes without one.
 
-  What shapes do not tell is as in the published models: a gated MLP is
+  What shapes do not decide is taken from the published models: a gated MLP has
   T5 1.1's `gelu`, a plain one T5 1.0's `relu`.
 
   Raises:
@@ -75,7 +76,7 @@ def infer_config(shapes: Shapes, source: str) -> T5Config:
     return T5Config(**found, mlp_activations=gated)
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(
-      f'The sizes of the T5 in {source!r} cannot be told by its arrays'
+      f'The sizes of the T5 in {source!r} cannot be inferred from its arrays'
       f' ({error}); give its network.'
     ) from error
 

@@ -1,1 +1,1 @@
-"""Checks of what users give: numbers, kinds of values, names."""
+"""Checks of values that users give: numbers, types, names, memory."""

@@ -1,4 +1,4 @@
-"""Numbers that a caller gave, held against the least that they may be."""
+"""Checks that numbers given by a caller are not too small."""
 
 import itertools
 import numbers
@@ -6,28 +6,29 @@ from typing import Any
 
 
 def check_number(name: str, value: Any, least: float) -> None:
-  """Raises ValueError where a number is too small.
+  """Raises ValueError if a number is too small.
 
   Args:
-    name: what the message calls it.
-    value: what was given.
-    least: an int asks for a whole number.
+    name: name of the value, for the message.
+    value: the value that was given.
+    least: the least value allowed; if it is an int, only whole numbers are.
   """
   if isinstance(least, int) and (
     not isinstance(value, numbers.Integral) or isinstance(value, bool)
   ):
     raise ValueError(f'{name} must be a whole number, got {value!r}.')
-  # The other way round a NaN would pass.
+  # Written like this, a NaN fails; `value < least` would let it pass.
   if not value >= least:
     raise ValueError(f'{name} must be at least {least:g}, got {value}.')
 
 
 def check_at_least(config: Any, **least: float) -> None:
-  """Raises ValueError where a number of `config` is too small.
+  """Raises ValueError if a number of `config` is too small.
 
   Args:
     config: a dataclass.
-    **least: field -> the least that it may be; an int asks for whole numbers.
+    **least: field -> its least value; if that is an int, only whole numbers
+      are allowed.
   """
   for field, minimum in least.items():
     name = f'{type(config).__name__}.{field}'
@@ -35,7 +36,7 @@ def check_at_least(config: Any, **least: float) -> None:
 
 
 def check_all_at_least(config: Any, **least: float) -> None:
-  """Raises ValueError where a sequence is empty or has too small a number."""
+  """Raises ValueError if a sequence is empty or has too small a number."""
   for field, minimum in least.items():
     name, values = f'{type(config).__name__}.{field}', getattr(config, field)
     if not values or not all(value >= minimum for value in values):
@@ -46,12 +47,12 @@ def check_all_at_least(config: Any, **least: float) -> None:
 
 
 def check_increasing(config: Any, **least: int) -> None:
-  """Raises ValueError where a sequence is empty, too small, or falls anywhere.
+  """Raises ValueError if a sequence is empty, too small, or not increasing.
 
   Args:
     config: a dataclass.
-    **least: field -> what its first number is at least; each of the others is
-      larger than the one before.
+    **least: field -> the least value of its first number; each further number
+      must be larger than the one before.
   """
   for field, minimum in least.items():
     values = getattr(config, field)

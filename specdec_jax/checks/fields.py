@@ -1,4 +1,4 @@
-"""Whether the fields of a configuration are of the types that it declares."""
+"""Checks that the fields of a configuration have the types it declares."""
 
 import collections.abc
 import dataclasses
@@ -21,16 +21,16 @@ _SEQUENCES = (tuple, list, collections.abc.Sequence)
 def check_types(config: Any) -> None:
   """Checks the fields of a dataclass by their annotations.
 
-  A whole number is a number, True is not, and NaN is none; a list may stand for
-  a tuple. What is inside a mapping, and classes that are neither built in nor
-  dataclasses, are left to whoever uses them: they may be protocols.
+  A whole number counts as a number; True and NaN do not. A list is accepted
+  for a tuple. Not checked are the contents of mappings, and classes that are
+  neither built in nor dataclasses: these may be protocols.
 
   Args:
-    config: an instance, as in its `__post_init__`.
+    config: an instance; call this from its `__post_init__`.
 
   Raises:
-    ValueError: a field is of another type; says which, what was expected and
-      what came.
+    ValueError: a field has another type; the message names the field, the
+      expected type and the value.
   """
   hints = typing.get_type_hints(type(config))
   for field in dataclasses.fields(config):
@@ -44,7 +44,7 @@ def check_types(config: Any) -> None:
 
 
 def _hint(value: Any, hint: Any) -> str:
-  """What to do where a text stands for several: in brackets it is one."""
+  """Advice if one text was given where a sequence of texts is expected."""
   if isinstance(value, str) and _is_a([value], hint):
     return f' Write [{_shortened(value)}].'
   return ''
@@ -79,7 +79,7 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
-  # Arrays are no `Sequence`s.
+  # Looks at methods, because arrays are not `Sequence`s.
   has_items = hasattr(value, '__len__') and hasattr(value, '__getitem__')
   if not has_items or isinstance(value, str | bytes | collections.abc.Mapping):
     return False
@@ -110,7 +110,7 @@ def _described(hint: Any) -> str:
 
 
 def _either(words: list[str]) -> str:
-  """'a, b or c'."""
+  """Joins words as 'a, b or c'."""
   return ' or '.join(filter(None, [', '.join(words[:-1]), words[-1]]))
 
 

@@ -1,4 +1,4 @@
-"""The memory that there is, and the error where something needs more."""
+"""How much memory there is, and the error if something needs more."""
 
 import os
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 import jax
 
 GIB = 2**30
-# Of a container; the machine may have more.
+# The memory limit of a container; the machine may have more.
 _CONTAINER = pathlib.Path('/sys/fs/cgroup/memory.max')
 
 
@@ -15,16 +15,16 @@ class DoesNotFitError(ValueError):
 
 
 def check_room(what: str, needed: int, there: int | None, advice: str) -> None:
-  """Refuses what no memory could hold, before any of it is taken.
+  """Raises an error if something cannot fit into memory, before it is made.
 
   Args:
-    what: needs it, as the beginning of a sentence.
-    needed: bytes.
-    there: bytes that there are; None is not known and refuses nothing.
+    what: what needs the memory, as the beginning of a sentence.
+    needed: bytes that it needs.
+    there: bytes that there are; None is unknown, and never raises.
     advice: what to do, as a sentence.
 
   Raises:
-    DoesNotFitError: more is needed; gives both numbers.
+    DoesNotFitError: more is needed; the message gives both numbers.
   """
   if there is not None and needed > there:
     raise DoesNotFitError(
@@ -41,7 +41,7 @@ def host_bytes() -> int | None:
     return None  # not a Unix
   try:
     return min(size, int(_CONTAINER.read_text()))
-  except (OSError, ValueError):  # there is none, or it is 'max'
+  except (OSError, ValueError):  # there is no such file, or it says 'max'
     return size
 
 
@@ -49,11 +49,11 @@ def device_bytes(device: jax.Device | None = None) -> int | None:
   """Bytes that the device's memory has for this process.
 
   Args:
-    device: the first one unless given.
+    device: the device; None is the first one.
 
   Returns:
-    Of an accelerator the limit of its allocator, None if it names none; of a
-    CPU the machine's memory.
+    For an accelerator the limit of its allocator, None if that is unknown; for
+    a CPU the machine's memory.
   """
   device = device or jax.devices()[0]
   if device.platform != 'cpu':
@@ -62,9 +62,9 @@ def device_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def all_bytes() -> int | None:
-  """Bytes of all devices of all processes; None if one does not say."""
+  """Bytes of all devices of all processes; None if one of them is unknown."""
   devices = jax.devices()
-  if devices[0].platform == 'cpu':  # those of a process share its machine
+  if devices[0].platform == 'cpu':  # a process's CPU devices share its memory
     size = host_bytes()
     return size and size * len({device.process_index for device in devices})
   sizes = [device_bytes(device) for device in devices]
@@ -72,7 +72,7 @@ def all_bytes() -> int | None:
 
 
 def gib(size: int) -> str:
-  """Bytes as text, in GiB, or MiB below a tenth of one."""
+  """Bytes as text: in GiB, or below a tenth of a GiB in MiB."""
   return (
     f'{size / GIB:.2f} GiB' if size >= GIB / 10 else f'{size / 2**20:.2f} MiB'
   )

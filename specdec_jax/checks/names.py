@@ -1,4 +1,4 @@
-"""Words that are not known, and what somebody may have meant by them."""
+"""Errors for unknown names, with the known names that are near."""
 
 import difflib
 from collections.abc import Collection, Iterable
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def check_choice(name: str, value: Any, known: Collection[str]) -> None:
-  """Raises ValueError unless a value is one of some words.
+  """Raises ValueError unless a value is one of the known words.
 
   Args:
-    name: what the message calls it.
-    value: what was given.
+    name: name of the value, for the message.
+    value: the value that was given.
     known: the words.
   """
   if value not in tuple(known):
@@ -24,9 +24,9 @@ def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:
   """Says which of the known names are near, for the end of a message.
 
   Args:
-    name: that came; another case of letters is still near.
-    known: names.
-    or_all: whether all of them are said where none is near.
+    name: the name that was given; upper and lower case do not matter.
+    known: the known names.
+    or_all: whether to list all known names if none is near.
 
   Returns:
     ' Nearest known: a, b.', ' Known: a, b, c, d.', or nothing.

@@ -1,20 +1,21 @@
-"""Packages that not everybody needs, imported where they are used."""
+"""Imports optional packages where they are used."""
 
 import importlib
 from typing import Any
 
 
 def package(what: str, module: str, extra: str, otherwise: str = '') -> Any:
-  """Imports a module of a package that an extra brings.
+  """Imports a module of a package that comes with an extra of this library.
 
   Args:
-    what: needs it, the beginning of a sentence.
+    what: what needs the package, as the beginning of a sentence.
     module: such as 'rouge_score.rouge_scorer'.
-    extra: of this library.
-    otherwise: a sentence on how to do without.
+    extra: name of the extra.
+    otherwise: a sentence that says how to do without the package.
 
   Raises:
-    ValueError: it is not installed; says how to.
+    ValueError: the package is not installed; the message says how to install
+      it.
   """
   try:
     return importlib.import_module(module)

@@ -162,7 +162,7 @@ def parse_flags(
   command: str = '',
   run_file: str | None = None,
 ) -> Flags:
-  """Reads the command line; touches no file and no gin state.
+  """Reads the command line; touches no gin state, and no file but for --help.
 
   Args:
     argv: arguments after the program's name.
@@ -175,7 +175,10 @@ def parse_flags(
       --gin_file.
   """
   plain = plain_flags.of(command)
-  parser = _parser(description, command, plain)
+  defaults: Mapping[str, str] = {}
+  if run_file and {'-h', '--help'} & set(argv):
+    defaults = plain_flags.defaults((ROOT / run_file).read_text('utf-8'))
+  parser = _parser(description, command, plain, defaults)
   args, unknown = parser.parse_known_args(
     [_rewrite(plain_flags.dashed(arg, plain)) for arg in argv]
   )
@@ -205,7 +208,10 @@ def parse_flags(
 
 
 def _parser(
-  description: str | None, command: str, plain: Sequence[plain_flags.Flag]
+  description: str | None,
+  command: str,
+  plain: Sequence[plain_flags.Flag],
+  defaults: Mapping[str, str],
 ) -> '_Parser':
   places = [f'[{name}]' for name in plain_flags.places(plain)]
   parser = _Parser(
@@ -215,7 +221,7 @@ def _parser(
     add_help=False,
     allow_abbrev=False,
   )
-  plain_flags.add(parser, plain)
+  plain_flags.add(parser, plain, defaults)
   gin_group = parser.add_argument_group('gin, as with T5X')
   gin_group.add_argument(
     '--gin_file',

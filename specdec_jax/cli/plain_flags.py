@@ -7,11 +7,13 @@ given, a command takes a run file of its own.
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.names import nearest
 
+_NOTHING = ('None', 'False', '()', "''")
 _TEXTS = ('decode', 'demo')
 _ENGINE = ('decode', 'demo', 'calibrate')
 _PAIR = ('decode', 'score', 'calibrate', 'try')
@@ -197,7 +199,11 @@ FLAGS = (
     kind=float,
   ),
   Flag(
-    ('--seed',), 'SEED', 'of the samples', (*_TEXTS, 'score', 'try'), kind=int
+    ('--seed',),
+    'SEED',
+    'the seed of the samples',
+    (*_TEXTS, 'score', 'try'),
+    kind=int,
   ),
   Flag(
     ('--max-length', '--max-new-tokens', '--max-tokens', '--max-decode-len'),
@@ -309,8 +315,24 @@ def places(flags: Iterable[Flag]) -> list[str]:
   return [f.names[0] for f in flags if not f.names[0].startswith('-')]
 
 
-def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
-  """Adds the flags to a parser; `bindings` reads what was given."""
+def defaults(text: str) -> dict[str, str]:
+  """Macro -> its value in the text of a run file, where that is a literal."""
+  found = re.findall(r'^([A-Z]\w*) = ([^%@\s].*?)(?: +#.*)?$', text, re.M)
+  return {name: value for name, value in found if value not in _NOTHING}
+
+
+def add(
+  parser: argparse.ArgumentParser,
+  flags: Sequence[Flag],
+  known: Mapping[str, str],
+) -> None:
+  """Adds the flags to a parser; `bindings` reads what was given.
+
+  Args:
+    parser: to add to.
+    flags: of one command.
+    known: macro -> its value where the flag is not given, for --help.
+  """
   inputs = parser.add_argument_group('inputs')
   group = parser.add_argument_group('flags without gin')
   for number, flag in enumerate(flags):
@@ -327,8 +349,12 @@ def add(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
         dest=f'plain_{number}',
         action='append',
         metavar=flag.metavar,
-        help=flag.help,
+        help=flag.help + _default(known.get(flag.macro)),
       )
+
+
+def _default(value: str | None) -> str:
+  return '' if value is None else f' (default: {value})'.replace('%', '%%')
 
 
 def also(

@@ -1,7 +1,7 @@
-"""The plain loop: one call of the target a token.
+"""The plain loop: one call of the target per token.
 
 It is the baseline that every speed-up is measured against, so it is as fast as
-this library can make it, and the oracle of the tests.
+this library can make it. The tests compare other outputs with its output.
 """
 
 import jax

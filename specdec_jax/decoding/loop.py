@@ -1,4 +1,4 @@
-"""One of the two loops with its models: what an engine and a pool run."""
+"""One of the two loops with its models, as engines and pools run it."""
 
 from typing import NamedTuple
 
@@ -14,13 +14,14 @@ from specdec_jax.types import Generation
 
 
 class Loop(NamedTuple):
-  """The speculative loop, or without a drafter the plain one.
+  """The speculative loop, or the plain loop if there is no drafter.
 
   Attributes:
-    target: whose distribution the output has.
-    drafter: None for the plain loop, to which the parameters' `draft` is
-      nothing.
-    judge: what accepts proposals; for measurements that force it.
+    target: the model whose distribution the output has.
+    drafter: the drafter; None for the plain loop, which ignores
+      `PairParams.draft`.
+    judge: decides which proposals are accepted; another function than the
+      default is for measurements that force the acceptance.
   """
 
   target: LanguageModel
@@ -28,7 +29,7 @@ class Loop(NamedTuple):
   judge: Judge = speculative.judge
 
   def start(self, params: PairParams, request: Request) -> DecodeState:
-    """Reads the inputs; the state before the first round."""
+    """Reads the inputs and returns the state before the first round."""
     if self.drafter is None:
       return autoregressive.start(self.target, params.target, request)
     return speculative.start(self.target, self.drafter, params, request)
@@ -36,7 +37,7 @@ class Loop(NamedTuple):
   def step(
     self, params: PairParams, request: Request, state: DecodeState
   ) -> DecodeState:
-    """One round."""
+    """Runs one round."""
     if self.drafter is None:
       return autoregressive.step(self.target, params.target, request, state)
     return speculative.step(
@@ -50,7 +51,7 @@ class Loop(NamedTuple):
     state: DecodeState,
     max_rounds: jax.Array | int = decode_state.NO_ROUND_LIMIT,
   ) -> DecodeState:
-    """Rounds until every row is finished or `max_rounds` (int32[]) ran."""
+    """Runs rounds until all rows are finished, or `max_rounds` (int32[])."""
 
     def one_round(state):
       return self.step(params, request, state)
@@ -58,6 +59,6 @@ class Loop(NamedTuple):
     return decode_state.run_rounds(one_round, state, max_rounds)
 
   def decode(self, params: PairParams, request: Request) -> Generation:
-    """The whole generation: what the other functions do, as one program."""
+    """The whole generation: `start`, all rounds and the result together."""
     state = self.run(params, request, self.start(params, request))
     return decode_state.generation(request, state)

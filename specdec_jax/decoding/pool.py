@@ -2,9 +2,9 @@
 
 A `Pool` is a request and a state of B rows, each at its own place in its own
 output. Rows that have read their inputs (`read`) are copied into free slots
-(`RowLayout.admit`), and `run` does rounds of the loops' own steps until some
-rows are finished. No shape changes when a row does, so nothing recompiles.
-`row_layout` knows where a row lies in all these arrays.
+(`RowLayout.admit`), and `run` does rounds of the loop's own step until some
+rows are finished. A slot that gets another row changes no shape, so nothing
+recompiles. `row_layout` knows where a row lies in all these arrays.
 """
 
 import jax
@@ -34,9 +34,9 @@ class Pool:
   """B rows that are being decoded.
 
   Attributes:
-    request: what is asked of each; `prompt` is None, for it has been read, but
-      `prompt_length` is there.
-    state: how far they are.
+    request: the request of each row; `prompt` is None, because prompts have
+      been read, but `prompt_length` is there.
+    state: how far the rows are.
   """
 
   request: Request
@@ -48,7 +48,7 @@ class PoolView:
   """What the host sees between two runs of rounds.
 
   Attributes:
-    generation: of the B rows, finished or not.
+    generation: the output of the B rows so far, finished or not.
     num_rounds: int32[], rounds that ran.
     live_rounds: int32[], the sum over these rounds of the rows that were not
       finished.
@@ -65,7 +65,7 @@ class PoolView:
 
 
 def take_rows(request: Request, rows: np.ndarray) -> Request:
-  """The rows int[K] of a request; the other fields are those of the whole."""
+  """The request with only its rows int[K]; fields without rows stay as is."""
   changes = {
     name: getattr(request, name)[rows]
     for name in _BATCHED
@@ -77,7 +77,7 @@ def take_rows(request: Request, rows: np.ndarray) -> Request:
 
 
 def read(loop: Loop, params: PairParams, request: Request) -> Pool:
-  """Reads inputs and prompts: rows as `RowLayout.admit` takes them."""
+  """Reads inputs and prompts; returns rows for `RowLayout.admit`."""
   state = loop.start(params, request)
   request = request.replace(
     prompt=None,
@@ -96,19 +96,20 @@ def run(
   enough: jax.Array,
   gamma: int,
 ) -> tuple[Pool, PoolView]:
-  """Rounds of the loop's step, for as long as the host is not needed.
+  """Runs rounds of the loop's step, for as long as the host is not needed.
 
   Args:
     loop: plain or speculative.
-    params: of both models.
-    pool: the rows; a finished one idles until it is replaced.
-    max_rounds: int32[], after which the host looks in any case.
-    enough: int32[], rows that must have finished for the host to be asked.
-      Where fewer are running it is asked when all have.
-    gamma: static, proposals a round; at most those the pool has room for.
+    params: the parameters of both models.
+    pool: the rows; a finished row idles until it is replaced.
+    max_rounds: int32[], rounds after which the host looks in any case.
+    enough: int32[], the host looks once this many rows have finished. If fewer
+      rows are running, it looks once all of them have.
+    gamma: static, proposals per round; at most as many as the pool has room
+      for.
 
   Returns:
-    The pool behind the last round, and what the host sees of it.
+    The pool after the last round, and what the host sees of it.
   """
   request = pool.request.replace(gamma=gamma)
   live_before = jnp.sum(pool.state.running)
@@ -136,7 +137,8 @@ def run(
 def with_drafter(loop: Loop, params: PairParams, pool: Pool, gamma: int):
   """Gives a drafter to rows that the plain loop has decoded so far.
 
-  It reads their inputs again, and all that they have as if it were a prompt.
+  The drafter reads the rows' inputs, and all their tokens so far as if these
+  were a prompt.
   """
   request, state = pool.request, pool.state
   if loop.drafter is None:
@@ -157,7 +159,7 @@ def with_drafter(loop: Loop, params: PairParams, pool: Pool, gamma: int):
 
 
 def _typed(leaf: jax.Array) -> jax.Array:
-  """Without a weak type, which a round would lose and compile anew for."""
+  """The array without a weak type: a round would lose it, and so recompile."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
     return leaf  # keys
   return lax.convert_element_type(leaf, leaf.dtype)

@@ -1,8 +1,8 @@
 """Where a row lies in the arrays of a `Pool`, and how it is put there.
 
-An array's axis of rows is the one along which it grows with the batch, which is
-found by tracing two batch sizes. An array without one, such as a position bias,
-is the same for all rows. So any `Drafter` and any `LanguageModel` will do.
+An array's axis of rows is the one that grows with the batch; it is found by
+tracing two batch sizes. An array without such an axis, such as a position bias,
+is the same for all rows. So this works for any `Drafter` and `LanguageModel`.
 """
 
 import functools
@@ -24,10 +24,10 @@ _SHARED = None  # the axis of a leaf that belongs to no row
 
 
 class RowLayout:
-  """Which axis of each leaf of a `Pool` counts its rows.
+  """The axis of each leaf of a `Pool` that counts the rows.
 
-  A target's cache that has read no prompt holds nothing in its slots: these are
-  not copied from what was read, but made empty.
+  A target's cache that has read no prompt holds nothing in its slots: these
+  leaves are not copied from the rows that were read, but emptied.
   """
 
   def __init__(
@@ -36,9 +36,9 @@ class RowLayout:
     """Traces `read` on rows of a request without prompts; computes nothing.
 
     Args:
-      loop: whose state it is.
-      params: of both models.
-      request: of rows without text, as many as are read at once.
+      loop: the loop whose state it is.
+      params: the parameters of both models.
+      request: a request of rows without text, as many as are read together.
       prompted: whether rows will have prompts.
 
     Raises:
@@ -106,15 +106,15 @@ class RowLayout:
     places: jax.Array,
     count: jax.Array,
   ) -> Pool:
-    """Copies rows into slots, in place where the pool is donated.
+    """Copies rows into slots, in place if the pool is donated.
 
     Args:
-      pool: its rows in `places` are lost.
-      staged: of K rows.
+      pool: the pool; its rows in `places` are lost.
+      staged: leaves of K rows, from `staged`.
       empty_row: a row that has read nothing.
       first: int32[], the first of the K rows to copy.
-      places: int32[B], the slots where it and those behind it go.
-      count: int32[], how many.
+      places: int32[B], the slots that this row and the ones after it go to.
+      count: int32[], how many rows to copy.
     """
     leaves, tree = jax.tree.flatten(pool)
     empty = jax.tree.leaves(empty_row)
@@ -135,7 +135,7 @@ class RowLayout:
     return tree.unflatten(lax.fori_loop(0, count, one, leaves))
 
   def repeated(self, empty_row: Pool, batch: int) -> Pool:
-    """A pool of free slots."""
+    """A pool of `batch` free slots."""
     leaves, tree = jax.tree.flatten(empty_row)
     return tree.unflatten(
       leaf if axis is _SHARED else jnp.repeat(leaf, batch, axis)
@@ -143,7 +143,7 @@ class RowLayout:
     )
 
   def widened(self, pool: Pool, empty_row: Pool) -> Pool:
-    """The pool with room for longer inputs, as long as `empty_row`'s."""
+    """The pool with room for longer inputs, as wide as those of `empty_row`."""
     leaves, tree = jax.tree.flatten(pool)
     return tree.unflatten(
       leaf if axis is _SHARED else _widened(leaf, row, axis)
@@ -153,7 +153,7 @@ class RowLayout:
     )
 
   def only(self, pool: Pool, rows: jax.Array) -> Pool:
-    """The rows int32[K] alone."""
+    """The pool with only its rows int32[K]."""
     leaves, tree = jax.tree.flatten(pool)
     return tree.unflatten(
       leaf if axis is _SHARED else jnp.take(leaf, rows, axis)
@@ -167,7 +167,7 @@ class PoolPrograms:
   def __init__(
     self, loop: Loop, params: PairParams, example: Request, prompted: bool
   ):
-    """As `RowLayout`."""
+    """Takes the arguments of `RowLayout`; `example` is its `request`."""
     layout = RowLayout(loop, params, example, prompted)
     read = functools.partial(decode_pool.read, loop)
 
@@ -188,7 +188,7 @@ class PoolPrograms:
     self._hold(None)
 
   def empty_row(self, request: Request) -> Pool:
-    """One row that has read nothing; `request` is of rows without text."""
+    """One row that has read nothing; `request` must be of rows without text."""
     rows = self._read_rows(request)
     placed = jax.tree.map(lambda leaf: leaf.sharding, rows)
     kinds = [s for s in jax.tree.leaves(placed) if isinstance(s, NamedSharding)]
@@ -197,10 +197,11 @@ class PoolPrograms:
     return self._only(rows, np.zeros((1,), np.int32))
 
   def _hold(self, placed: Any, whole: Any = None) -> None:
-    """Makes the programs that return a pool keep it on the same devices.
+    """Makes the programs that return a pool leave it where it was.
 
-    Otherwise each program might leave it elsewhere, and the next one be
-    compiled for that. What the host sees is whole on each device.
+    Otherwise each program might lay the pool out differently over the devices,
+    and the next program would be compiled for that layout. The arrays that the
+    host looks at are whole on each device.
     """
     self._held = placed is not None
     pool: dict[str, Any] = {}
@@ -210,7 +211,7 @@ class PoolPrograms:
     layout = self._layout
     self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
     self.smaller = jax.jit(layout.only, **pool)
-    # The pool is donated: it is updated where it is.
+    # The pool is donated, so that it is updated in place.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
     self.run = self._bound(
       functools.partial(decode_pool.run, self._loop),
@@ -221,7 +222,7 @@ class PoolPrograms:
 
 
 def _axis(few: Any, many: Any) -> int | None:
-  """The axis in which two shapes differ, None where they are equal."""
+  """The axis in which two shapes differ; None if they are equal."""
   differ = [
     axis
     for axis, sizes in enumerate(zip(few.shape, many.shape, strict=True))
@@ -229,14 +230,14 @@ def _axis(few: Any, many: Any) -> int | None:
   ]
   if len(differ) > 1:
     raise ValueError(
-      f'An array of {few.shape} is {many.shape} for twice as many rows: a state'
-      ' must have one axis of rows at most.'
+      f'An array of shape {few.shape} has shape {many.shape} for twice as many'
+      ' rows: an array of a state must have at most one axis of rows.'
     )
   return differ[0] if differ else _SHARED
 
 
 def _widened(leaf: jax.Array, row: jax.Array, axis: int) -> jax.Array:
-  """`leaf` as large as `row` in all other axes, filled up from it."""
+  """`leaf`, filled up from `row` to the size of `row` in all other axes."""
   if leaf.shape == (
     *row.shape[:axis],
     leaf.shape[axis],

@@ -48,7 +48,8 @@ def judge(
   verdict = verify_batch(draft, target_probs, keys, request.lenience)
   if request.lenience is None:
     return verdict
-  # One-hot rows leave nothing to be lenient about: temperature 0 among others.
+  # At temperature 0 the target's rows are one-hot, which lenience cannot
+  # change: these rows are judged by their logits.
   one_hot = functools.partial(jnp.where, request.sampling.temperature == 0)
   return jax.tree.map(one_hot, _judge_greedy(request, draft, logits), verdict)
 
@@ -83,7 +84,7 @@ def step(
   adjusted = decode_state.forbid_early_stops(logits, request, state)
   verdict = judge(request, draft, adjusted, keys)
 
-  # Append x_1..x_n, t; what either side read beyond them is forgotten.
+  # Append x_1..x_n, t; both sides forget what they read beyond these tokens.
   stats = _count(state, draft, verdict)
   tokens = _kept_tokens(draft, verdict)
   count = verdict.num_accepted + 1
@@ -98,7 +99,7 @@ def step(
 def context_of(
   request: Request, tokens: jax.Array, length: jax.Array, keys: jax.Array
 ) -> Context:
-  """What a drafter may look at: see `Context` for the arrays."""
+  """The `Context` that a drafter sees in this request; see there."""
   return Context(
     tokens=tokens,
     length=length,
@@ -113,7 +114,7 @@ def context_of(
 
 
 def _propose(drafter, params, request, state, keys):
-  """The drafter's proposal, cut to what could still be used of it."""
+  """The drafter's proposal, cut to the tokens that could still be used."""
   if request.gamma == 0:
     batch = state.length.shape[0]
     empty = jnp.zeros((batch, 0), jnp.int32)
@@ -122,8 +123,8 @@ def _propose(drafter, params, request, state, keys):
   draft, drafter_state = drafter.propose(
     params.draft, state.drafter_state, context
   )
-  # Nothing follows a stop id, and the target adds a token of its own to what
-  # the budget leaves. Past these a proposal is not one, in any count.
+  # No token follows a stop id, and one token of the remaining budget is the
+  # target's own. Proposals beyond that are cut off, and not counted anywhere.
   stops = decode_state.is_stop(request, draft.tokens)
   until_stop = jnp.where(
     jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, request.gamma
@@ -134,7 +135,7 @@ def _propose(drafter, params, request, state, keys):
 
 
 def _kept_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
-  """x_1..x_n, t and then whatever, int32[B, G + 1]."""
+  """x_1..x_n, t and then meaningless tokens, int32[B, G + 1]."""
   padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
   position = jnp.arange(padded.shape[1])
   at_end = position == verdict.num_accepted[:, None]

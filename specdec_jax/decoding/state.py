@@ -1,4 +1,4 @@
-"""What a decode carries from round to round, and when a row stops."""
+"""The state that a decode carries from round to round; when a row stops."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,25 +18,26 @@ NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
 
 @struct.dataclass
 class Request:
-  """What is asked of a decode. Other values of the arrays do not recompile.
+  """What a decode is asked for. Changing the arrays' values does not recompile.
 
   Attributes:
-    inputs: int32[B, E], 0 behind each row's end.
-    keys: PRNG keys [B], each of (seed, example); rounds derive theirs.
+    inputs: int32[B, E], 0 past each row's end.
+    keys: PRNG keys [B], made from (seed, example); each round's are derived
+      from them.
     sampling: temperature, top-k, top-p.
-    stop_ids: int32[K], ids that end a row; -1 fills up.
+    stop_ids: int32[K], ids that end a row; padded with -1.
     min_length: int32[B], tokens before a stop id is allowed.
     max_length: int32[B], tokens after which a row stops; 0 for a row that
       only fills up the batch. At most `slots`.
     slots: static, the tokens that the state has room for.
-    gamma: static, proposals a round at most.
+    gamma: static, the most proposals per round.
     greedy: static, every temperature is 0: no softmax, no noise.
     forbids_stops: static, whether `min_length` is in use.
     with_log_probs: static, whether log-probabilities are wanted.
     prompt: int32[B, P], the tokens that the decoder begins with, the start
       token first; None is the start token (id 0) alone.
-    prompt_length: int32[B], 1..P; None where `prompt` is.
-    lenience: float32[] in (0, 1], see `speculative`; None is 1, lossless.
+    prompt_length: int32[B], 1..P; None if `prompt` is None.
+    lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
   """
 
   inputs: jax.Array
@@ -61,14 +62,14 @@ class Request:
 
   @property
   def first_length(self) -> jax.Array | int:
-    """Tokens of a row's prompt, int32[B]: what it has before it produces."""
+    """Tokens of each row's prompt, int32[B]: its length before it produces."""
     return 1 if self.prompt_length is None else self.prompt_length
 
   @property
   def cache_slots(self) -> int:
-    """T: prompt, output, and a whole draft past the last token.
+    """T: slots for prompt, output, and a whole draft past the last token.
 
-    Rounded up to the buckets of attention, which then differ by a factor.
+    Rounded up to a multiple of 64, see `whole_buckets`.
     """
     return whole_buckets(self.prompt_width + self.slots + self.gamma)
 
@@ -90,19 +91,20 @@ def new_request(
   max_length: Any = None,
   **others: Any,
 ) -> Request:
-  """A `Request` with what all rows share said once; arrays of the host.
+  """A `Request`, with NumPy arrays; values that all rows share are given once.
 
   Args:
-    inputs: int32[B, E], 0 behind each row's end.
+    inputs: int32[B, E], 0 past each row's end.
     keys: PRNG keys [B], see `example_keys`.
-    sampling: of all rows, or with a temperature for each.
+    sampling: sampling of all rows; its temperature may be one for each row.
     slots: the tokens that the state has room for.
-    gamma: proposals a round at most; 0 for the plain loop.
+    gamma: the most proposals per round; 0 for the plain loop.
     stop_ids: ids that end a row.
-    min_length: of all rows or of each, int[B].
-    max_length: likewise; None is `slots`.
+    min_length: as in `Request`: one number for all rows, or int[B].
+    max_length: as in `Request`: one number for all rows, or int[B]; None is
+      `slots`.
     **others: further fields, as they are; also `greedy` and `forbids_stops`,
-      which otherwise follow from the above.
+      which otherwise follow from the arguments above.
   """
   batch = inputs.shape[0]
   # Few widths, so that few programs are compiled.
@@ -131,7 +133,7 @@ def new_request(
 
 
 def example_keys(seed: int, ids: Any) -> jax.Array:
-  """PRNG keys [B] of (seed, example), for the examples' numbers uint32[B]."""
+  """PRNG keys [B] from the seed and the examples' numbers, uint32[B]."""
   return _fold_in_all(np.uint32(seed & 0xFFFFFFFF), ids)
 
 
@@ -146,14 +148,14 @@ class DecodeState:
   """The loop's carry; donated, so that it is updated in place.
 
   Attributes:
-    tokens: int32[B, T + 1], committed tokens from the start token on, the
-      prompt's first; without meaning behind `length`.
-    length: int32[B], committed tokens, the prompt's and start token counted.
-    log_probs: float32[B, T + 1], the target's, of each token; [B, 0] if they
-      are not wanted.
+    tokens: int32[B, T + 1], committed tokens: the start token, the rest of the
+      prompt, the output so far. Past `length` they mean nothing.
+    length: int32[B], committed tokens, the prompt and its start token counted.
+    log_probs: float32[B, T + 1], the target's log-probability of each token;
+      [B, 0] if they are not wanted.
     finish_reason: int32[B], a `FinishReason`.
-    target_cache: holds all committed tokens but the last.
-    drafter_state: the drafter's own; None in the plain loop.
+    target_cache: the target's cache, of all committed tokens but the last.
+    drafter_state: the drafter's own state; None in the plain loop.
     stats: the counts so far.
   """
 
@@ -172,10 +174,11 @@ class DecodeState:
 
   @property
   def visible_length(self) -> jax.Array:
-    """int32[B], `length`, but 1 in a finished row.
+    """int32[B], `length`, except that it is 1 in a finished row.
 
-    Finished rows go on computing with the batch. Back at their first slot they
-    overwrite nothing live and do not lengthen anybody's attention.
+    Finished rows go on computing with the batch. With length 1 they work on
+    their first slots, overwrite nothing that is in use, and do not lengthen the
+    attention of other rows.
     """
     return jnp.where(self.running, self.length, 1)
 
@@ -188,14 +191,15 @@ class DecodeState:
   def with_reasons(self, reasons: np.ndarray) -> 'DecodeState':
     """The state with the host's finish reasons, int32[B].
 
-    They go where the old ones were, or the next run would be compiled anew.
+    They are put on the same devices as the old ones; otherwise the next run
+    would be compiled again.
     """
     placed = jax.device_put(reasons, self.finish_reason.sharding)
     return self.replace(finish_reason=placed)
 
 
 def start(request: Request, target_cache: Any, drafter_state: Any):
-  """Returns the `DecodeState` before the first round: each row's prompt."""
+  """Returns the `DecodeState` before the first round: it holds the prompts."""
   batch = request.inputs.shape[0]
   width = request.cache_slots + 1
   zeros = jnp.zeros((batch,), jnp.int32)
@@ -221,7 +225,7 @@ def start(request: Request, target_cache: Any, drafter_state: Any):
 
 
 def round_keys(request: Request, state: DecodeState) -> jax.Array:
-  """PRNG keys [B] of this round: of (seed, example, the row's own round)."""
+  """PRNG keys [B] of this round, from seed, example and the row's own round."""
   return jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds)
 
 
@@ -247,7 +251,7 @@ def _produced(request: Request, state: DecodeState) -> jax.Array:
 
 
 def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
-  """bool[...], whether each of int32[...] is a stop id."""
+  """bool[...], whether each of the tokens int32[...] is a stop id."""
   return jnp.any(tokens[..., None] == request.stop_ids, axis=-1)
 
 
@@ -260,15 +264,15 @@ def append(
 ) -> DecodeState:
   """Commits the first `count` tokens of each running row, and stops rows.
 
-  A row ends behind its first stop id, at `max_length`, or where the logits
-  that a token was chosen from cannot be a distribution.
+  A row ends after its first stop id, at `max_length`, or if the logits that a
+  token was chosen from cannot be a distribution.
 
   Args:
     request: the limits.
-    state: before.
+    state: the state before.
     tokens: int32[B, S].
     count: int32[B], 1..S.
-    logits: float32[B, S, V], the target's own, that each token follows from.
+    logits: float32[B, S, V], the target's own logits of each token.
 
   Returns:
     The state with tokens, log_probs, length and finish_reason updated; caches
@@ -294,7 +298,7 @@ def append(
     new = probs.log_prob_of(logits, tokens)
     log_probs = _write_rows(log_probs, new, state.length)
   return state.replace(
-    # What is written behind `count` is overwritten by the next round.
+    # The next round overwrites tokens that are written past `count`.
     tokens=_write_rows(state.tokens, tokens, state.length),
     log_probs=log_probs,
     length=state.length + count,
@@ -311,7 +315,7 @@ def run_rounds(step, state: DecodeState, max_rounds: jax.Array | int):
     max_rounds: int32[], for a caller that streams.
 
   Returns:
-    The state behind the last round.
+    The state after the last round.
   """
 
   def unfinished(carry):
@@ -330,7 +334,7 @@ def _write_rows(buffer, new, first):
 
 
 def generation(request: Request, state: DecodeState) -> Generation:
-  """Returns the result: without the prompt, zeros behind each end."""
+  """Returns the result: without the prompt, zeros past each end."""
   tokens, log_probs = state.tokens, state.log_probs
   length = _produced(request, state)
   live = jnp.arange(request.slots) < length[:, None]
@@ -347,7 +351,7 @@ def generation(request: Request, state: DecodeState) -> Generation:
 
 
 def _from(request: Request, buffer: jax.Array) -> jax.Array:
-  """[B, slots] of `buffer`, from behind each row's prompt on."""
+  """The part [B, slots] of `buffer` that follows each row's prompt."""
   if request.prompt_length is None:
     return buffer[:, 1 : request.slots + 1]
   index = request.prompt_length[:, None] + jnp.arange(request.slots)

@@ -1,9 +1,9 @@
 """The `Drafter` contract: pure functions plus a state pytree of their own.
 
-The speculative loop knows nothing else of a drafter. What keeps the output
-lossless is the rule of `Draft`: a drafter says truthfully what it drew from,
-and never drops a token for what the token turned out to be. For the rest a new
-one needs only to be fast and often right.
+The speculative loop knows nothing else of a drafter. The output is lossless if
+the drafter keeps the rule of `Draft`: it truthfully returns the distributions
+that it drew from, and never drops a token because of what was drawn. Apart from
+that, a new drafter only needs to be fast and often right.
 """
 
 from collections.abc import Callable
@@ -25,23 +25,24 @@ class Context:
   """What a drafter may look at when it proposes.
 
   Attributes:
-    tokens: int32[B, N], the decoder's committed tokens from the start token
-      on, its prompt's first; without meaning behind `length`.
+    tokens: int32[B, N], the decoder's committed tokens: the start token, the
+      rest of the prompt, the output so far. Past `length` they mean nothing.
     length: int32[B], committed tokens of a row, the start token counted, so
-      at least 1. A finished row shows 1.
-    keys: PRNG keys [B] of this row and round; proposals derive theirs by
-      `probs.draft_key`.
-    sampling: how the target is sampled; a drafter may do otherwise as long as
-      it returns the probabilities it really drew from.
-    stop_ids: int32[K], ids that end a row; -1 fills up.
-    min_length: int32[B], tokens behind the start token, the prompt's
-      included, before a stop id is allowed.
-    gamma: static, how many tokens to propose at most.
+      at least 1. A finished row has 1 here.
+    keys: PRNG keys [B] of each row in this round; `probs.draft_key` derives the
+      key of each proposal.
+    sampling: how the target is sampled; a drafter may sample differently as
+      long as it returns the probabilities it really drew from.
+    stop_ids: int32[K], ids that end a row; padded with -1.
+    min_length: int32[B], tokens after the start token, the prompt's included,
+      before a stop id is allowed.
+    gamma: static, the most tokens to propose.
     greedy: static, every row takes the argmax: no probabilities are needed.
     forbids_stops: static, whether `min_length` is in use.
-    skips_rounds: static, whether rounds may have passed without asking the
-      drafter: `cascade` and `with_fallback` set it for those that they are made
-      of. One with a cache then first reads the committed tokens that it lacks.
+    skips_rounds: static, whether there may have been rounds in which the
+      drafter was not asked: `cascade` and `with_fallback` set it for the
+      drafters that they are made of. A drafter with a cache then first reads
+      the committed tokens that its cache lacks.
   """
 
   tokens: jax.Array
@@ -61,22 +62,24 @@ class Drafter(NamedTuple):
 
   Attributes:
     init: (params, inputs int32[B, E], max_length, prompt) -> state. Reads the
-      inputs; `max_length` is the decoder slots that the run may use, `prompt`
-      int32[B, P] what the decoder begins with, or None (see `Request`). The
-      first context holds the prompt, so only a drafter with a cache reads it.
-    propose: (params, state, context) -> (Draft, state). Called once a round
-      with gamma >= 1. The `Draft` keeps the rule that its class states.
-    commit: (state, length int32[B]) -> state. The verdict: `length` tokens are
-      committed now (the start token counted); whatever was read of a longer
-      draft must be forgotten. Called once a round after `propose`. Inside of
-      another drafter (see `Context.skips_rounds`) it may name fewer tokens than
-      before, or follow rounds without a proposal.
-    name: tells it from others of the same parameters, by what it does and its
-      settings: no run is resumed, and no calibration used, under another name.
-    params: what `init` and `propose` take as parameters: a table, a tuple of
-      those of its parts, () of one that has none. A `Model` stands for its
-      parameters, which an engine reads and places.
-    models: the models that it asks, to check that they fit a target.
+      inputs; `max_length` is the number of decoder slots that the run may use;
+      `prompt`, int32[B, P] or None, is what the decoder begins with (see
+      `Request`). The first context holds the prompt too, so only a drafter with
+      a cache needs to read it here.
+    propose: (params, state, context) -> (Draft, state). Called once per round
+      with gamma >= 1. The `Draft` must keep the rule that its class states.
+    commit: (state, length int32[B]) -> state. Called once per round after
+      `propose`, with the verdict: `length` tokens are committed now (the start
+      token counted), and whatever was read of a longer draft must be forgotten.
+      Inside another drafter (see `Context.skips_rounds`) `length` may be
+      smaller than before, and there may have been no proposal before it.
+    name: what the drafter does, and its settings. It tells apart drafters with
+      the same parameters: a run is not resumed, and a calibration is not used,
+      with a drafter of another name.
+    params: the parameters that `init` and `propose` take: a table, a tuple of
+      the parameters of its parts, or () if there are none. A `Model` stands for
+      its parameters, which an engine reads and places.
+    models: the models that the drafter asks, to check that they fit a target.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
@@ -88,9 +91,9 @@ class Drafter(NamedTuple):
 
 
 def is_finished(length: jax.Array) -> jax.Array:
-  """bool[B], of the `length` that a `commit` is told.
+  """bool[B], the rows that are finished, from the `length` given to `commit`.
 
-  A finished row shows 1. After a round a running one shows 2 at least.
+  A finished row has length 1. After a round a running row has at least 2.
   """
   return length <= 1
 
@@ -101,13 +104,13 @@ def forbid_early_stops(
   index: jax.Array | int = 0,
   ids: jax.Array | None = None,
 ) -> jax.Array:
-  """Masks stop ids as the target does, in logits of proposals `index` on.
+  """Masks stop ids as the target does, in the logits of S proposals.
 
   Args:
     logits: float[B, S, V].
-    context: says whether and how long they are forbidden.
-    index: of the first of the S proposals.
-    ids: int32[B, S, V], which token each logit is of; None is 0..V-1.
+    context: says whether stop ids are forbidden, and for how long.
+    index: number of the first of the S proposals.
+    ids: int32[B, S, V], the token that each logit belongs to; None is 0..V-1.
 
   Returns:
     float[B, S, V].
@@ -121,16 +124,16 @@ def forbid_early_stops(
 
 
 def draw(logits: jax.Array, context: Context, index: jax.Array | int):
-  """Draws proposal `index` of each row as the target is sampled.
+  """Draws proposal `index` of each row, sampled as the target is.
 
   Args:
-    logits: float[B, V], of any V tokens.
+    logits: float[B, V], logits of any V tokens.
     context: gives sampling and keys.
-    index: of the proposal; its keys are consumed.
+    index: number of the proposal; its keys are consumed.
 
   Returns:
-    int32[B], places among the V, and the distributions float32[B, V] that they
-    come from, None when greedy.
+    int32[B], indices into the V logits, and the distributions float32[B, V]
+    that they were drawn from, None when greedy.
   """
   if context.greedy:
     return probs.greedy_token(logits), None

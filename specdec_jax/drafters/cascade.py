@@ -1,10 +1,11 @@
 """A drafter accelerated by a cheaper drafter (Section 6 of the paper).
 
-Speculation inside the drafter: the cheaper one proposes, the model verifies in
-one call, and rounds go on until the model has gamma tokens. They are exactly
-what the model alone would have drawn, so `Draft.probs` are its own
-distributions, and the target's distribution holds whatever the cheaper one
-does. It pays where the drafting itself takes time.
+This is speculation inside the drafter: the cheaper drafter proposes, the model
+verifies in one call, and rounds go on until the model has gamma tokens. These
+have exactly the distribution of tokens drawn by the model alone. So
+`Draft.probs` are the model's own distributions, and the output keeps the
+target's distribution whatever the cheaper drafter does. A cascade pays if the
+drafting itself takes time.
 """
 
 import dataclasses
@@ -32,11 +33,11 @@ from specdec_jax.verify import verify_batch, verify_greedy_batch
 
 @struct.dataclass
 class CascadeState:
-  """What `cascade` keeps.
+  """The state of a `cascade`.
 
   Attributes:
-    cache: the model's.
-    drafter: the cheaper drafter's own.
+    cache: the model's cache.
+    drafter: the state of the cheaper drafter.
     finished: bool[B], rows that need no draft any more.
   """
 
@@ -51,11 +52,12 @@ class _Rounds:
 
   Attributes:
     number: int32[], rounds so far.
-    tokens: int32[B, N], committed tokens and the draft's behind them.
-    rows: float32[B, G + g + 1, V], of the draft's; None when greedy.
+    tokens: int32[B, N], committed tokens, followed by those of the draft.
+    rows: float32[B, G + g + 1, V], distributions of the draft's tokens; None
+      when greedy.
     done: int32[B], tokens of the draft so far.
     cache: as in `CascadeState`.
-    drafter: likewise.
+    drafter: as in `CascadeState`.
   """
 
   number: jax.Array
@@ -71,14 +73,15 @@ def cascade(
 ) -> Drafter:
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
-  Its parameters are the pair (the model's, the cheaper drafter's). What the
-  outer verdict rejects was already committed inside: the cheaper drafter is
-  told by `Context.skips_rounds`, and takes a `commit` to fewer tokens.
+  Its parameters are the pair (the model's, the cheaper drafter's). Tokens that
+  the target rejects were already committed to the cheaper drafter. It learns by
+  `Context.skips_rounds` that this may happen, and by a `commit` of fewer tokens
+  that it did.
 
   Args:
-    model: that the draft is sampled from.
-    drafter: the cheaper one; a model is made one by `small_model`.
-    gamma: its proposals a round.
+    model: the model that the draft is sampled from.
+    drafter: the cheaper drafter; `small_model` makes one of a model.
+    gamma: proposals of the cheaper drafter per round.
 
   Raises:
     ValueError: gamma is below 1.
@@ -119,7 +122,7 @@ def cascade(
     room = jnp.maximum(goal - now.done - 1, 0)
     draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
 
-    # Written at `done`: what lies behind `count` is overwritten or cut off.
+    # Written at `done`: tokens past `count` are overwritten or cut off later.
     write = jax.vmap(lax.dynamic_update_slice)
     tokens = write(now.tokens, draft.tokens, (length,))
     logits, cache = read_last(
@@ -171,7 +174,7 @@ def cascade(
       None if last.rows is None else last.rows[:, :size],
       goal,
     )
-    # Behind the draft's last token but one lie guesses that were rejected.
+    # After the draft's last token but one come guesses that were rejected.
     cache = model.rewind(last.cache, length + last.done - 1)
     return draft, CascadeState(cache, last.drafter, state.finished)
 
@@ -187,7 +190,7 @@ def cascade(
 
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):
-  """The verdict, and the rows float32[B, g + 1, V] that it drew from."""
+  """The verdict, and the distributions float32[B, g + 1, V] behind it."""
   if context.greedy:
     return verify_greedy_batch(draft, probs.greedy_token(logits)), None
   rows = probs.standardise_batch(logits, context.sampling)

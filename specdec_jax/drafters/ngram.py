@@ -1,8 +1,9 @@
 """Unigram, bigram and longer n-grams as drafters: a table, no network.
 
-The continuation of the longest known end of the text is proposed: at
-temperature 0 the most frequent one, otherwise one that is drawn from the
-standardised frequencies. The table (`ngram_table`) is looked up on the device.
+Looks for the longest end of the text that the table knows, and proposes a
+continuation of it: at temperature 0 the most frequent one, otherwise one drawn
+from the standardised frequencies. The table (`ngram_table`) is looked up on the
+device.
 """
 
 import jax
@@ -18,22 +19,22 @@ from specdec_jax.drafters.base import (
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.types import Draft
 
-_PIVOTS = 32  # tokens of a node that one step of a search looks at
+_PIVOTS = 32  # children of a node that one step of a search looks at
 
 
 def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
   """Returns a drafter that looks in an n-gram table of any order.
 
-  It proposes gamma tokens; fewer only where a stop id is not allowed yet and
+  It proposes gamma tokens; fewer only if a stop id is not allowed yet and
   nothing else is known to follow.
 
   Args:
-    table: its parameters.
-    vocab_size: V, the width of the target's logits, which may be larger than
-      the table's vocabulary, for an embedding that is padded. None is as large.
+    table: the drafter's parameters.
+    vocab_size: V, the width of the target's logits; it may be larger than the
+      table's vocabulary if the embedding is padded. None is the table's.
 
   Raises:
-    ValueError: the table's vocabulary is larger.
+    ValueError: the table's vocabulary is larger than `vocab_size`.
   """
   width = table.vocab_size if vocab_size is None else vocab_size
   if table.vocab_size > width:
@@ -57,7 +58,7 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
         logits[:, None], context, index, ids[:, None]
       )[:, 0]
       possible = jnp.max(logits, axis=1) > -jnp.inf
-      # A row without any entry proposes nothing; it must only not become NaN.
+      # A row without any entry proposes nothing; this only avoids NaN there.
       logits = jnp.where(possible[:, None], logits, 0.0)
       choice, rows = draw(logits, context, index)
       token = jnp.take_along_axis(ids, choice[:, None], axis=1)
@@ -67,7 +68,7 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     steps = jnp.arange(context.gamma)
     _, (tokens, ids, rows, possible) = lax.scan(one, recent, steps)
     dense = None if rows is None else _dense(ids, rows, width)
-    # What follows an impossible proposal is none either.
+    # The draft ends before its first impossible proposal.
     length = jnp.sum(jnp.cumprod(possible.astype(jnp.int32), axis=0), axis=0)
     return Draft(tokens.T, dense, length.astype(jnp.int32)), state
 
@@ -77,15 +78,15 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
 def longest_known(
   table: NGramTable, recent: jax.Array, known: jax.Array
 ) -> jax.Array:
-  """The context that is the longest end of a text that the table has.
+  """The longest context of the table that the text of each row ends with.
 
   Args:
-    table: of order n.
+    table: a table of order n.
     recent: int32[B, n - 1], the last tokens, the nearest first.
     known: int32[B], how many of them are tokens.
 
   Returns:
-    int32[B], 0 for the empty context.
+    int32[B], numbers of contexts; 0 is the empty context.
   """
   node = jnp.zeros(recent.shape[0], jnp.int32)
   going = node == 0
@@ -104,8 +105,8 @@ def first_guess(table: NGramTable, node: jax.Array) -> jax.Array:
 def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
   """The child of `node` for `token`, both int32[B], and whether there is one.
 
-  A search among sorted tokens that narrows by `_PIVOTS` a step: three steps
-  for the 32,000 children of a root, where halving takes fifteen.
+  Searches sorted tokens; each step narrows the range by a factor of `_PIVOTS`:
+  three steps for the 32,000 children of a root, where halving takes fifteen.
   """
   low, end = table.children[node], table.children[node + 1]
   while fanout > 1:
@@ -120,7 +121,7 @@ def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
 
 
 def _continuations(table: NGramTable, node: jax.Array, context: Context):
-  """ids int32[B, K] that follow, and their logits, -inf behind the last."""
+  """Ids int32[B, K] that follow, and their logits, -inf past the last one."""
   most = table.max_continuations
   if context.greedy and not context.forbids_stops:
     most = 1  # they are sorted
@@ -133,10 +134,10 @@ def _continuations(table: NGramTable, node: jax.Array, context: Context):
 
 
 def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:
-  """float32[B, G, V] of int32[G, B, K] and float32[G, B, K]."""
+  """Rows float32[B, G, V] from ids int32[G, B, K] and float32[G, B, K]."""
 
   def one(ids, row):
-    # Added, not set: what fills up a row repeats an id, with probability 0.
+    # Added, not set: the padding of a row repeats an id, with probability 0.
     return jnp.zeros((vocab_size,), row.dtype).at[ids].add(row)
 
   return jax.vmap(jax.vmap(one), in_axes=1)(ids, rows)

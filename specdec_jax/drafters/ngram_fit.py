@@ -1,7 +1,8 @@
 """Fits an `NGramTable`: counts what follows each context.
 
-Contexts of one more token are numbered by (number of the shorter one, token),
-so that a sorted list of these pairs is the next level of the table's tree.
+Contexts with one more token are ordered by (number of the shorter context,
+token), so that the sorted list of these pairs is the next level of the table's
+tree.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,25 +25,26 @@ def fit(
 ) -> NGramTable:
   """Counts what follows each context of up to `order` - 1 tokens.
 
-  Every token of a sequence but its first is predicted, so a sequence begins
+  Every token of a sequence but its first is predicted, so a sequence must begin
   with what a decoder begins with (T5's start token 0). Contexts never reach
-  over the start of a sequence. Memory is some 50 bytes a token of the corpus.
+  past the start of a sequence. It takes some 50 bytes of memory per token of
+  the corpus.
 
   Args:
-    sequences: ids, one sequence each; read once.
+    sequences: the sequences of ids; read once.
     order: n >= 1.
     vocab_size: V; ids lie in [0, V).
-    max_continuations: entries kept of a context, the most frequent; ties go to
-      the smaller id.
-    min_count: contexts seen less often are left out, but for the empty one.
-    fingerprint: of the tokenizer, kept for `load`.
+    max_continuations: entries kept per context, the most frequent ones; ties go
+      to the smaller id.
+    min_count: contexts seen less often are left out, except the empty one.
+    fingerprint: fingerprint of the tokenizer, kept for `load`.
 
   Returns:
-    The table; arrays of the host.
+    The table, with NumPy arrays.
 
   Raises:
     ValueError: a number is below 1, an id is outside the vocabulary, or the
-      corpus is too small: no context of some length is left.
+      corpus is too small: for some length no context is left.
   """
   if order < 1:
     raise ValueError(
@@ -53,8 +55,9 @@ def fit(
   check_number('max_continuations', max_continuations, 1)
   check_number('min_count', min_count, 1)
   corpus = _flatten(sequences, vocab_size)
-  # Of each token that is predicted: its place, and its context of the current
-  # length as a number within its level. Level 0 is the empty context.
+  # For each token that is predicted: its place in the corpus, and the number of
+  # its context within the current level, that is among the contexts of the
+  # current length. Level 0 is the empty context.
   place = np.flatnonzero(corpus.position > 0)
   node = np.zeros(len(place), np.int64)
   levels = [_Level(np.zeros(1, np.int64), np.zeros(1, np.int64))]
@@ -85,10 +88,10 @@ def fit(
 
 
 class _Corpus(NamedTuple):
-  """All sequences in a row."""
+  """All sequences, one after the other."""
 
   tokens: np.ndarray  # int64[N]
-  position: np.ndarray  # int64[N], of a token in its sequence
+  position: np.ndarray  # int64[N], place of each token in its sequence
   num_sequences: int
 
 
@@ -96,13 +99,13 @@ class _Level(NamedTuple):
   """The contexts of one length, ordered by parent and then token."""
 
   tokens: np.ndarray  # [N]
-  parents: np.ndarray  # [N], within the level before
+  parents: np.ndarray  # [N], numbers within the level before
 
 
 class _Continuations(NamedTuple):
   counts: np.ndarray  # [N], entries of each context
   ids: np.ndarray  # [sum of counts]
-  log_probs: np.ndarray  # likewise
+  log_probs: np.ndarray  # [sum of counts]
 
 
 def _flatten(sequences, vocab_size: int) -> _Corpus:
@@ -126,17 +129,17 @@ def _deeper(
   depth: int,
   min_count: int,
 ) -> tuple[_Level, np.ndarray, np.ndarray]:
-  """The contexts of `depth` tokens: one more in front of each shorter one.
+  """The contexts of `depth` tokens: shorter ones with one more token in front.
 
   Args:
     corpus: all tokens.
-    place: where the tokens stand that have a context of `depth` - 1.
-    node: of each, the number of that context.
+    place: places of the tokens that have a context of `depth` - 1 tokens.
+    node: for each of these tokens, the number of that context.
     depth: >= 1.
     min_count: contexts seen less often are left out.
 
   Returns:
-    The contexts, and `place` and `node` of the tokens that have one of them.
+    The new contexts, and `place` and `node` of the tokens that have one.
   """
   reaches = corpus.position[place] >= depth
   place, node = place[reaches], node[reaches]
@@ -156,14 +159,14 @@ def _deeper(
 def _continuations(
   corpus: _Corpus, place: np.ndarray, node: np.ndarray, size: int, most: int
 ) -> _Continuations:
-  """The most frequent tokens behind each of `size` contexts.
+  """The most frequent tokens after each of `size` contexts.
 
   Args:
     corpus: all tokens.
-    place: where the tokens that are predicted stand.
-    node: of each, its context, 0..size - 1; every context has one.
+    place: places of the tokens that are predicted.
+    node: for each of them its context, 0..size - 1; every context has a token.
     size: number of contexts.
-    most: entries kept of each.
+    most: entries kept per context.
   """
   base = int(corpus.tokens.max()) + 1
   key, counts = np.unique(
@@ -199,11 +202,11 @@ def _too_small(corpus: _Corpus, depth: int, min_count: int) -> str:
   )
   if not depth:
     return (
-      f'{held}; nothing follows a start token, so that even the empty context'
-      ' has no continuation. Give more text.'
+      f'{held}; no token follows a start token, so even the empty context has'
+      ' no continuation. Give more text.'
     )
   return (
-    f'{held}: all contexts of {depth} tokens or more are empty (none of them'
+    f'{held}: there are no contexts of {depth} tokens or more (none of them'
     f' was seen min_count = {min_count} times). Give more text, a smaller'
     f' min_count, or order {depth} at most.'
   )

@@ -1,14 +1,15 @@
 """N-gram tables: what follows a context, kept compactly, for every order.
 
 A table of order n knows contexts of up to n - 1 tokens: order 1 is a unigram,
-order 2 a bigram. Contexts form a tree that is read backwards, from the last
-token on, so that the longest known end of any text is found by walking down
-from the root (the empty context) until no child fits. Nothing is V x V: memory
-grows with the contexts that the corpus holds.
+order 2 a bigram. Contexts form a tree that is read backwards, beginning with
+the last token, so that the longest known end of any text is found by walking
+down from the root (the empty context) until no child fits. No array is V x V:
+memory grows with the number of contexts that the corpus holds.
 
     context 0 is the root; those of one token follow, then those of two, ...
-    children[i]:children[i + 1]  the contexts with one more token in front of i
-    tokens[i]                    that token; sorted among the children of one
+    children[i]:children[i + 1]  contexts that put one more token in front of i
+    tokens[i]                    the token that i puts in front of its parent;
+                                 sorted among the children of one parent
     starts[i]:starts[i + 1]      the entries of i in ids and log_probs, the
                                  likeliest first
 """
@@ -37,7 +38,7 @@ _ARRAYS = {
 
 
 class Vocabulary(Protocol):
-  """What a table must have been fitted with; a `Tokenizer` is one."""
+  """The vocabulary that a table is fitted with; a `Tokenizer` is one."""
 
   vocab_size: int
   fingerprint: str
@@ -48,16 +49,16 @@ class NGramTable:
   """The parameters of the `ngram` drafter; see the module for the layout.
 
   Attributes:
-    tokens: int32[N], of each context, the token in front of its parent's.
+    tokens: int32[N], for each context the token in front of its parent's.
     children: int32[N + 1].
     starts: int32[N + 1].
     ids: int32[C], tokens that follow.
     log_probs: float32[C], natural logarithms of their relative frequencies.
     order: static, n.
-    vocab_size: static, all ids are below.
+    vocab_size: static, larger than all ids.
     fanouts: static, the most children of a context of 0, 1, ... n - 2 tokens.
     max_continuations: static, the most entries of a context.
-    fingerprint: static, of the tokenizer; '' if there was none.
+    fingerprint: static, fingerprint of the tokenizer; '' if there was none.
   """
 
   tokens: jax.Array
@@ -79,7 +80,7 @@ class NGramTable:
 
   @property
   def num_bytes(self) -> int:
-    """What the arrays take on the device."""
+    """Bytes of the arrays on the device."""
     return sum(getattr(self, name).nbytes for name in _ARRAYS)
 
   def save(self, path: str | os.PathLike[str]) -> None:
@@ -106,12 +107,12 @@ class NGramTable:
 def load(
   path: str | os.PathLike[str], vocabulary: Vocabulary | None = None
 ) -> NGramTable:
-  """Reads what `NGramTable.save` wrote; arrays of the host.
+  """Reads a table that `NGramTable.save` wrote; gives NumPy arrays.
 
   Args:
-    path: of the `.npz` file.
-    vocabulary: that the table must have been fitted with; None takes it on
-      trust.
+    path: path of the `.npz` file.
+    vocabulary: the vocabulary that the table must have been fitted with; None
+      does not check it.
 
   Raises:
     ValueError: the file is missing or broken, or belongs to another
@@ -119,11 +120,11 @@ def load(
   """
   path = os.fspath(path)
   try:
-    # NumPy would leave a file that it opened and refused open.
+    # Opened here, because NumPy does not close a file that it refuses.
     with open(path, 'rb') as stream:
-      # Of another file NumPy would say how to load it unsafely.
+      # For other files NumPy's error would say how to load them unsafely.
       if not zipfile.is_zipfile(stream):
-        raise ValueError('it is no .npz archive')
+        raise ValueError('it is not an .npz archive')
     with open(path, 'rb') as stream, np.load(stream) as archive:
       about = json.loads(str(archive['about']))
       arrays = {name: archive[name] for name in _ARRAYS}
@@ -153,7 +154,7 @@ def load(
 
 
 def _edges(children: np.ndarray, order: int) -> list[int]:
-  """Where the contexts of 0, 1, ... order - 1 tokens begin, and their end."""
+  """Where the contexts of 0, 1, ... order - 1 tokens begin, and the end."""
   edges = [0, 1]
   for _ in range(order - 1):
     edges.append(int(children[edges[-1]]))
@@ -163,10 +164,10 @@ def _edges(children: np.ndarray, order: int) -> list[int]:
 def from_arrays(
   arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]
 ) -> NGramTable:
-  """A table of the arrays of the module's docstring, on the host.
+  """Makes a table, on the host, from the arrays that the module describes.
 
   Args:
-    arrays: the five of them, of any integer and floating types.
+    arrays: the five arrays, of any integer and floating types.
     about: order, vocab_size and fingerprint.
 
   Raises:
@@ -182,7 +183,7 @@ def from_arrays(
     bounds = arrays[name]
     fits = bounds.shape == (size + 1,) and bounds[0] == first
     if not fits or bounds[-1] != end or np.any(np.diff(bounds) < 0):
-      raise ValueError(f'{name} does not divide up what it points into')
+      raise ValueError(f'{name} does not divide up the array it points into')
   if arrays['log_probs'].shape != arrays['ids'].shape:
     raise ValueError('ids and log_probs differ in length')
   for name in ('tokens', 'ids'):
@@ -214,9 +215,9 @@ def check_vocabulary(
   """Raises ValueError unless a table has the ids of a vocabulary.
 
   Args:
-    which: table it is, for the message.
-    table: to be used.
-    vocabulary: of the models beside it.
+    which: name of the table, for the message.
+    table: the table to be used.
+    vocabulary: vocabulary of the models that it is used with.
   """
   same = table.fingerprint in ('', vocabulary.fingerprint)
   if not same or table.vocab_size != vocabulary.vocab_size:
@@ -225,5 +226,5 @@ def check_vocabulary(
       f' {table.vocab_size} pieces, tokenizer'
       f' {table.fingerprint[:16] or "unknown"}; expected'
       f' {vocabulary.vocab_size}, tokenizer {vocabulary.fingerprint[:16]}.'
-      ' Fit it anew: `specdec train --gin_file=gin/runs/fit_ngram.gin`.'
+      ' Fit it again: `specdec train --gin_file=gin/runs/fit_ngram.gin`.'
     )

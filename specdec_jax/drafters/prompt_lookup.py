@@ -1,8 +1,8 @@
-"""Copying as a drafter: the text goes on as it did where it last read so.
+"""Copying as a drafter: proposes what followed the same words before.
 
-The longest match of the last tokens is looked for in the encoder's input and
-in what has been committed (a decoder-only model's prompt is part of it).
-Section 3.6 of the paper proposes it for outputs that repeat their input.
+The longest match of the last tokens is looked for in the encoder's input and in
+the committed tokens (a decoder-only model's prompt is part of these). Section
+3.6 of the paper proposes it for outputs that repeat their input.
 """
 
 import functools
@@ -17,26 +17,28 @@ from specdec_jax.types import Draft
 def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
   """Returns a deterministic drafter that copies; its parameters are ().
 
-  Of all places whose last tokens are the row's own last tokens the one with
-  the longest match is continued. Among equals a place in the input goes before
-  one in the output: a text that is made of another seldom repeats itself. Of
-  places in the input the first is taken, where a text says what it is about
-  and a summary takes its words from; of those in the output the last, since
-  what was said just now is what goes on. (Others' prompt lookup
-  searches the decoder's ids only and takes the first place.) A match of one
-  token is continued only where all its places go on alike: a token that was
-  followed by different ones says next to nothing, and a guess keeps
-  `with_fallback` from asking its second drafter.
+  It looks at all places where the tokens before the place are also the row's
+  last tokens, and copies from the place with the longest match. If matches are
+  equally long, a place in the input is preferred to one in the output: a text
+  that is made from another text seldom repeats itself. Among places in the
+  input the first is taken, because a text says early what it is about and
+  summaries take their words from there; among places in the output the last,
+  because a text continues what it said just now. (Other libraries' prompt
+  lookup searches only the decoder's ids and takes the first place.) A match of
+  one token is used only if the same token follows at all its places: otherwise
+  it says next to nothing, and a guess would keep `with_fallback` from asking
+  its second drafter.
 
-  A copy of the output that reaches its end goes on with what it has copied, as
-  a repeating text does; one of the input proposes no more than is left of it.
-  Without a match nothing is proposed. An end that is copied with the rest, such
-  as that of an input, is accepted without saving a call.
+  A copy from the output that reaches the output's end goes on with what it has
+  copied, as a repeating text does; a copy from the input proposes no more than
+  is left of the input. Without a match nothing is proposed. An end of sequence
+  that is copied with the rest, such as that of the input, saves no call even if
+  it is accepted.
 
   Args:
-    max_match: tokens that are compared at most; matches of more are equal.
-    min_match: tokens that must match. 1 finds most to copy; of 2 or more fewer
-      proposals are made, and more of them accepted.
+    max_match: the most tokens that are compared; longer matches count as equal.
+    min_match: tokens that must match. 1 finds the most to copy; with 2 or more,
+      fewer proposals are made, and a larger part of them is accepted.
 
   Raises:
     ValueError: not 1 <= min_match <= max_match.
@@ -62,7 +64,10 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
 
 
 def _propose(max_match, min_match, gamma, inputs, tokens, length):
-  """int32[gamma] and int32[] of one row: inputs [E], tokens [N], length []."""
+  """Tokens int32[gamma] and length int32[] of one row's draft.
+
+  The row has inputs int32[E], tokens int32[N] and length int32[].
+  """
   back = length - 1 - jnp.arange(max_match)
   recent = jnp.where(back >= 0, tokens[jnp.maximum(back, 0)], -1)
   end = jnp.max(jnp.where(inputs != 0, jnp.arange(1, inputs.size + 1), 0))
@@ -75,7 +80,7 @@ def _propose(max_match, min_match, gamma, inputs, tokens, length):
 
   steps = jnp.arange(gamma)
   from_input = inputs.at[input_place + steps].get(mode='clip')
-  # An earlier place than the end, so the period is 1 at least.
+  # `place` is before the end, so the period is at least 1.
   from_output = tokens[place + steps % jnp.maximum(length - place, 1)]
   use_input = input_match >= match
   proposed = jnp.where(use_input, from_input, from_output)
@@ -88,18 +93,18 @@ def _propose(max_match, min_match, gamma, inputs, tokens, length):
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:
-  """How many of `recent` stand in front of each place, int32[N].
+  """How many tokens of `recent` stand right before each place, int32[N].
 
   Args:
     text: int32[N].
-    end: int32[], the tokens of it that mean anything; 0 from there on.
+    end: int32[], number of tokens in `text`; places from there on get 0.
     recent: int32[M], the nearest token first; -1 where there is none.
   """
   place = jnp.arange(text.size)
   running = place < end
   matched = jnp.zeros(text.size, jnp.int32)
   for back in range(recent.size):
-    # Of the token `back + 1` places earlier.
+    # Compares the token `back + 1` places earlier.
     same = jnp.roll(text, back + 1) == recent[back]
     running = running & same & (place > back)
     matched = matched + running

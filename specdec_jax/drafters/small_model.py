@@ -1,10 +1,10 @@
 """Any `LanguageModel` as a drafter, with its own encoder and caches.
 
 After a fully accepted draft the drafter has not read its own last proposal: its
-cache lacks one token. Rather than pay a call for it, every round starts by
-feeding each row's last two committed tokens at once; where none is lacking this
-writes the same values again. Inside of another drafter a cache may lack more:
-its own length says how many, and these are read first.
+cache lacks one token. Rather than pay a call for that token, every round starts
+by feeding each row's last two committed tokens in one call; if no token is
+missing, this writes the same values again. Inside another drafter a cache may
+lack more tokens: its length says how many, and they are read first.
 """
 
 import functools
@@ -23,21 +23,21 @@ from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
 _NAME = 'small_model'
-_AT_ONCE = 8  # tokens a call that catches up
+_AT_ONCE = 8  # tokens per call that catches up
 
 
 def small_model(model: Model | LanguageModel) -> Drafter:
   """Returns a drafter that samples its proposals from `model`, one by one.
 
-  Of a network alone the drafter has no parameters: `init` and `propose` then
-  get them from their caller, not from an engine.
+  Made from a network instead of a `Model`, the drafter has no parameters:
+  `init` and `propose` then get them from their caller, not from an engine.
 
   A round costs gamma calls of the model: one over two tokens, the others over
-  one. After rounds that it sat out, inside of another drafter, it costs one
-  more for each `_AT_ONCE` tokens that it missed. The model may be of another
-  kind than the target, as long as both have one vocabulary: a decoder-only one
-  beside an encoder-decoder sees what the decoder has produced, and nothing of
-  the input.
+  one token. After rounds in which it was not asked, inside another drafter, a
+  round costs one call more for each `_AT_ONCE` tokens that it missed. The model
+  may be of another kind than the target, as long as both have one vocabulary: a
+  decoder-only drafter of an encoder-decoder target sees what the decoder has
+  produced, and nothing of the input.
   """
 
   if isinstance(model, Model):
@@ -73,8 +73,8 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     return Draft(tokens, rows, length), cache
 
   def commit(cache, length):
-    # The last committed token is never read yet; of a fully accepted draft
-    # the one before it is not either.
+    # The last committed token has never been read yet; after a fully accepted
+    # draft the one before it has not been read either.
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
   init = functools.partial(read_prompt, model)
@@ -82,65 +82,66 @@ def small_model(model: Model | LanguageModel) -> Drafter:
 
 
 def as_drafter(given: Drafter | Model) -> Drafter:
-  """A drafter as it is; a model as `small_model` makes one of it.
+  """Returns a drafter as it is, and a model as a `small_model` drafter.
 
   Raises:
-    ValueError: it is neither.
+    ValueError: it is neither a drafter nor a model.
   """
   if isinstance(given, Model):
     return small_model(given)
   if not isinstance(given, Drafter):
     raise ValueError(
       'Expected a drafter, such as prompt_lookup(), or a small Model, such as'
-      f' specdec_jax.load gives; got {given!r}.'
+      f' specdec_jax.load returns; got {given!r}.'
     )
   return given
 
 
 def alone(drafter: Drafter) -> Model | None:
-  """The model that `small_model` made a drafter of; None of any other."""
+  """The model of a `small_model` drafter; None for any other drafter."""
   made = isinstance(drafter.params, Model) and drafter.name == _NAME
   return drafter.params if made else None
 
 
 def read_last(model: LanguageModel, params, cache, tokens, length, more=0):
-  """One call over each row's last two committed tokens and `more` behind them.
+  """Reads each row's last two committed tokens, and `more`, in one call.
 
   Args:
-    model: whose cache it is.
+    model: the model whose cache it is.
     params: its parameters.
-    cache: what it holds is right; it lacks the last two tokens at most.
+    cache: a cache of committed tokens, which lacks at most the last two.
     tokens: int32[B, N], committed tokens, and `more` proposed ones.
-    length: int32[B], how many are committed.
+    length: int32[B], how many tokens are committed.
     more: static, proposed tokens that are read as well.
 
   Returns:
-    Logits float32[B, more + 1, V] of what follows the last committed token and
-    each of the proposed ones; the cache, of length `length` + more.
+    Logits float32[B, more + 1, V] of the tokens that follow the last committed
+    token and each of the proposed ones; the cache, of length `length` + more.
   """
   start = jnp.maximum(length - 2, 0)
   index = start[:, None] + jnp.arange(2 + more)
   fed = jnp.take_along_axis(tokens, index, axis=1)
   logits, cache = model.extend(params, model.rewind(cache, start), fed)
-  # The last committed token is the second that was fed, but the first in a row
-  # that holds only its start token. There the last that was fed is noise, and
-  # is overwritten by the next call.
+  # The last committed token is the second of the tokens read here, but the
+  # first in a row that holds only its start token. In such a row the last token
+  # read is meaningless, and the next call overwrites it.
   place = (length - 1 - start)[:, None] + jnp.arange(1 + more)
   logits = jnp.take_along_axis(logits, place[..., None], axis=1)
   return logits, model.rewind(cache, length + more)
 
 
 def catch_up(model: LanguageModel, params, cache, tokens, length):
-  """Reads what a cache lacks, but for what `read_last` reads.
+  """Reads the tokens that a cache lacks, except those that `read_last` reads.
 
-  As many calls of the model as the row that lacks most needs, often none.
+  Calls the model as often as the row that lacks the most tokens needs, often
+  not at all.
 
   Args:
-    model: whose cache it is.
+    model: the model whose cache it is.
     params: its parameters.
-    cache: what it holds is right; of at least `_AT_ONCE` slots.
+    cache: a cache of committed tokens, with at least `_AT_ONCE` slots.
     tokens: int32[B, N], committed tokens.
-    length: int32[B], how many there are.
+    length: int32[B], how many tokens are committed.
 
   Returns:
     The cache, of length `length` - 2 or more.
@@ -150,8 +151,8 @@ def catch_up(model: LanguageModel, params, cache, tokens, length):
     return jnp.any(cache.length < length - 2)
 
   def read(cache):
-    # Near the end some are read again, with the same values, rather than
-    # slots used behind the last committed token.
+    # Near the end some tokens are read again, with the same values, rather than
+    # slots used past the last committed token.
     start = jnp.minimum(cache.length, jnp.maximum(length - _AT_ONCE, 0))
     index = start[:, None] + jnp.arange(_AT_ONCE)
     fed = jnp.take_along_axis(tokens, index, axis=1)

@@ -1,4 +1,4 @@
-"""Random tokens as a drafter: the floor that others are measured against."""
+"""Random tokens as a drafter: the floor to measure other drafters against."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from specdec_jax.types import Draft
 def uniform(vocab_size: int) -> Drafter:
   """Returns a drafter of uniformly random tokens; its parameters are ().
 
-  Section 3.6 of the paper: it guarantees some improvement for every target. At
-  temperature 0 one in V is accepted, above that sum(min(target_probs, 1 / V)).
+  Section 3.6 of the paper: it guarantees some improvement for every target. The
+  acceptance probability is 1 / V at temperature 0, and above temperature 0 it
+  is sum(min(target_probs, 1 / V)).
 
   Args:
     vocab_size: V, the width of the target's logits.

@@ -1,4 +1,4 @@
-"""Two drafters as one: the first where it has a proposal, else its fallback."""
+"""Two drafters as one: the first if it has a proposal, else its fallback."""
 
 import dataclasses
 
@@ -20,13 +20,13 @@ from specdec_jax.types import Draft
 
 @struct.dataclass
 class FallbackState:
-  """What `with_fallback` keeps.
+  """The state of a `with_fallback` drafter.
 
   Attributes:
-    first: the first drafter's own.
-    second: the second one's.
-    length: int32[B], committed tokens when they were asked.
-    by_first: bool[B], whose draft was the first one's.
+    first: the first drafter's state.
+    second: the second drafter's state.
+    length: int32[B], committed tokens when the drafters were last asked.
+    by_first: bool[B], rows whose last draft came from the first drafter.
     finished: bool[B], rows that need no draft any more.
   """
 
@@ -38,15 +38,15 @@ class FallbackState:
 
 
 def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
-  """Returns a drafter that asks `second` only where `first` has nothing.
+  """Returns a drafter that asks `second` only where `first` proposes nothing.
 
-  Where every unfinished row of a batch has a draft of the first, such as
-  `prompt_lookup`, the second is not run at all. Its parameters are the pair
-  (of the first, of the second).
+  If every unfinished row of a batch has a draft from the first drafter, such as
+  `prompt_lookup`, the second is not run at all. The parameters are the pair
+  (the first drafter's, the second's).
 
   Args:
-    first: that is always asked.
-    second: its fallback; a model is made a drafter by `small_model`.
+    first: the drafter that is always asked.
+    second: its fallback; `small_model` makes a drafter of a model.
   """
   second = as_drafter(second)
 
@@ -61,8 +61,8 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     )
 
   def propose(params, state: FallbackState, context: Context):
-    # The second is not asked every round, and of the first's the draft is not
-    # always the one that is verified.
+    # The second drafter is not asked every round, and the first one's draft is
+    # not always the one that is verified.
     context = dataclasses.replace(context, skips_rounds=True)
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
@@ -73,8 +73,8 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
       _, _, second_state = carry
       return True, *second.propose(params[1], second_state, context)
 
-    # A loop of one turn or none, for the cache's sake: it is updated in place,
-    # where a conditional would copy it.
+    # A loop of one turn or none, because it updates the cache in place; a
+    # conditional would copy it.
     enough = jnp.all(has_draft | state.finished)
     _, other, second_state = lax.while_loop(
       lambda carry: ~carry[0], ask, (enough, nothing, state.second)
@@ -89,8 +89,9 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     return _choose(has_draft, draft, other), state
 
   def commit(state: FallbackState, length: jax.Array):
-    # Where the draft was the other's, a drafter may have read one of its own
-    # instead: it is right up to the token that was the last before.
+    # If a row's draft came from the other drafter, this drafter may have read a
+    # draft of its own. Its state is then right only up to the token that was
+    # the last one before the round.
     known = jnp.minimum(length, state.length + 1)
     return dataclasses.replace(
       state,
@@ -113,7 +114,7 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
 
 
 def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:
-  """Rows of `one` where bool[B] is set, else of `other`."""
+  """Rows of `one` where bool[B] is True, else of `other`."""
   known = [d.probs for d in (one, other) if d.probs is not None]
   rows = None
   if known:
@@ -129,7 +130,7 @@ def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:
 
 
 def _dense(draft: Draft, vocab_size: int) -> jax.Array:
-  """float32[B, G, V]; one-hot of a deterministic drafter."""
+  """Probabilities float32[B, G, V]; one-hot for a deterministic drafter."""
   if draft.probs is not None:
     return draft.probs
   return jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)

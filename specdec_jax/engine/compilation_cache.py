@@ -28,7 +28,7 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
     folder: where compiled programs are kept; None is `default_folder()`.
 
   Returns:
-    The folder in use; None where it cannot be made, which only costs time.
+    The folder in use; None if it cannot be made, which costs only time.
   """
   chosen = jax.config.values.get('jax_compilation_cache_dir')
   if chosen and folder is None:
@@ -41,6 +41,6 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   except OSError:
     return None
   jax.config.update('jax_compilation_cache_dir', str(path))
-  # JAX looks once whether there is a cache, at the first compilation.
+  # JAX looks only once, at the first compilation, whether there is a cache.
   compilation_cache.reset_cache()
   return path

@@ -9,7 +9,7 @@ import numpy as np
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation
 
-_INCOMPLETE = '\ufffd'  # what a tokenizer shows for bytes that are no character
+_INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
 
 _REASONS = {
   FinishReason.STOP: 'stop',
@@ -28,7 +28,7 @@ class CompletionStats:
     num_target_calls: calls of the target.
     num_tested: proposals that verification judged.
     num_accepted: proposals accepted.
-    histogram: rounds by the number of accepted proposals.
+    histogram: how many rounds accepted 0, 1, 2, ... proposals.
   """
 
   num_tokens: int = 0
@@ -39,18 +39,18 @@ class CompletionStats:
 
   @property
   def acceptance_rate(self) -> float | None:
-    """Accepted among judged proposals: alpha; None if none was judged."""
+    """Accepted / judged proposals: alpha; None if none was judged."""
     return self.num_accepted / self.num_tested if self.num_tested else None
 
   @property
   def tokens_per_call(self) -> float | None:
-    """Tokens a call of the target; None if there was no call."""
+    """Tokens per call of the target; None if there was no call."""
     calls = self.num_target_calls
     return self.num_tokens / calls if calls else None
 
 
 def total(stats: Iterable[CompletionStats]) -> CompletionStats:
-  """What producing all these outputs took."""
+  """The sum of the counts of several outputs."""
   every = list(stats)
   histograms = (one.histogram for one in every)
   return CompletionStats(
@@ -58,7 +58,7 @@ def total(stats: Iterable[CompletionStats]) -> CompletionStats:
     num_target_calls=sum(one.num_target_calls for one in every),
     num_tested=sum(one.num_tested for one in every),
     num_accepted=sum(one.num_accepted for one in every),
-    # Of another gamma it has another width.
+    # Histograms of different gammas have different widths.
     histogram=tuple(map(sum, itertools.zip_longest(*histograms, fillvalue=0))),
   )
 
@@ -68,7 +68,7 @@ class Completion:
   """One decoded text.
 
   Attributes:
-    text: without stop ids and stop strings.
+    text: the text, without stop ids and stop strings.
     tokens: the produced ids, a stop id included.
     log_probs: the target's log-probability of each token, natural logarithm,
       temperature 1, nothing filtered; empty if not asked for.
@@ -76,7 +76,7 @@ class Completion:
       was no input), or 'error'.
     stats: the counts.
     error: what went wrong, with finish_reason 'error'.
-    lossless: whether it has the target's own distribution; False where
+    lossless: whether the output has the target's own distribution; False if
       speculative decoding was lenient.
   """
 
@@ -95,7 +95,7 @@ def passed_over(reason: str, error: str | None = None) -> Completion:
 
 
 def no_distribution(place: str = '') -> str:
-  """The error about logits that no probabilities follow from."""
+  """The error message for logits that give no probabilities."""
   return (
     "The target's logits were not a distribution (NaN, infinite or all"
     f' masked){place}; check its parameters and dtype.'
@@ -130,12 +130,16 @@ def from_generation(
 
 
 def without_stop_id(tokens, reason: int):
-  """The tokens that have text; a stop id of the caller's may be a word."""
+  """The tokens to turn into text, without a final stop id.
+
+  The tokenizer does not always hide it: a stop id that the caller chose may be
+  an ordinary word.
+  """
   return tokens[:-1] if reason == FinishReason.STOP else tokens
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-  """Text of tokens; ids that pad the model's vocabulary give none."""
+  """The text of tokens; ids beyond the tokenizer's vocabulary give no text."""
   return tokenizer.decode(
     [token for token in tokens if token < tokenizer.vocab_size]
   )
@@ -145,9 +149,10 @@ class Text:
   """The text of an output that may still grow.
 
   Attributes:
-    final: the text if nothing follows: up to the stop string that is complete
-      first, so that it does not depend on how many tokens came at once.
-    has_stop_string: whether there is one.
+    final: the text if nothing follows. It ends before the stop string that is
+      completed first, so it does not depend on how many tokens arrived
+      together.
+    has_stop_string: whether the text holds a stop string.
   """
 
   def __init__(
@@ -182,8 +187,8 @@ def cut_at_stop_string(
 ) -> Completion:
   """Ends a completion at its first stop string.
 
-  A round may go on past it, so tokens are cut to the fewest that show it. The
-  counts stay: they say what was computed.
+  A round may produce tokens past it, so the tokens are cut to the fewest whose
+  text holds it. The counts stay: they say what was computed.
   """
   if not stop_strings:
     return completion

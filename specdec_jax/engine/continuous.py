@@ -1,6 +1,6 @@
-"""Continuous batching: many texts through an engine, a fixed number at once.
+"""Continuous batching: an engine decodes many texts, a fixed number at a time.
 
-The host side of `decoding.pool`; `pool_run` takes texts through a pool once.
+The host side of `decoding.pool`; `pool_run` is one run of texts through a pool.
 """
 
 import time
@@ -18,16 +18,16 @@ from specdec_jax.engine.text_batch import TextBatch
 
 
 class Continuous:
-  """Decodes any number of texts with an engine, `settings.rows` at once.
+  """Decodes any number of texts with an engine, `settings.rows` at a time.
 
   Attributes:
-    engine: whose models decode.
-    settings: how.
-    stats: of the run that was begun last.
+    engine: the engine whose models decode.
+    settings: how the texts go through the slots.
+    stats: times and counts of the run that was started last.
   """
 
   def __init__(self, engine: Any, settings: PoolSettings | None = None):
-    """Takes an `Engine`, and how its texts go through the slots."""
+    """Takes an `Engine`, and the settings of the pool."""
     self.engine = engine
     self.settings = settings or PoolSettings()
     self.stats = PoolStats()
@@ -37,15 +37,17 @@ class Continuous:
   def generate(
     self, texts: Sequence[Any], *, speculative: bool = True, **options
   ) -> list[Completion]:
-    """`Engine.generate` of any number of texts: a completion each, in order.
+    """`Engine.generate` for any number of texts: one completion each, in order.
 
-    A text that cannot be decoded gives a completion with an error and the
-    others go on, as if `on_too_long` were 'report'; it may be 'truncate'.
+    A text that cannot be decoded gives a completion with an error and the other
+    texts go on, as with `on_too_long='report'`. The only other value that
+    `on_too_long` can have here is 'truncate'.
 
     Args:
       texts: as for `Engine.generate`.
-      speculative: likewise.
-      **options: likewise. Stop strings are looked for between rounds.
+      speculative: as for `Engine.generate`.
+      **options: as for `Engine.generate`. Stop strings are looked for between
+        rounds.
 
     Raises:
       ValueError: an option is out of range.
@@ -58,15 +60,15 @@ class Continuous:
   ) -> Iterator[tuple[int, Completion]]:
     """Yields index and completion of each text as soon as it is finished.
 
-    Nothing is kept of what has been yielded. Arguments and errors as of
-    `generate`.
+    A completion that has been yielded is not kept. Arguments and errors are
+    those of `generate`.
     """
     yield from self._run(self._text_batch(texts, speculative, options))
 
   def completions(
     self, batch: TextBatch, speculative: bool
   ) -> list[Completion]:
-    """Takes a batch through that an engine has made."""
+    """Decodes a batch that an engine has made: a completion for each text."""
     self._check(batch, speculative)
     found = dict(self._run(batch))
     return [found[index] for index in sorted(found)]
@@ -82,7 +84,10 @@ class Continuous:
   def warmup(
     self, texts: Sequence[Any], *, speculative: bool = True, **options
   ) -> float:
-    """Compiles what `generate` of such texts needs; seconds, 0.0 if nothing."""
+    """Compiles what `generate` needs for texts like these.
+
+    Returns the seconds that it took; 0.0 if everything had been compiled.
+    """
     batch = self._text_batch(texts, speculative, options)
     return self.warm_up(batch, speculative)
 
@@ -113,7 +118,7 @@ class Continuous:
     return batch
 
   def _check(self, batch: TextBatch, speculative: bool) -> None:
-    """Raises ValueError where samples would depend on their neighbours."""
+    """Raises ValueError if samples would depend on their neighbours."""
     gammas = self.settings.gammas or {}
     varied = speculative and len(set(gammas.values())) > 1
     sampled = not batch.options.sampling.greedy

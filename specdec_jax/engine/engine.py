@@ -1,4 +1,4 @@
-"""Strings in, strings out: the engine, of a target and perhaps a drafter."""
+"""Strings in, strings out: an engine with a target and perhaps a drafter."""
 
 import dataclasses
 import os
@@ -61,26 +61,28 @@ Texts = Sequence[str | Sequence[int]]
 class Engine:
   """Decodes texts with a target, plainly or with a drafter's help.
 
-  A program is compiled for a kind of request and a number of rows: 1, 2, 4, 6,
-  8, 12, 16, 24, 32, ..., rounded up to a multiple of the devices that share
-  them. Texts get the least that holds them, unless that has not been compiled
-  and there is a program of up to twice as many. Which it is changes no sample.
+  A program is compiled for each kind of request and each number of rows: 1, 2,
+  4, 6, 8, 12, 16, 24, 32, ..., rounded up to a multiple of the devices that
+  share the rows. Texts go through the smallest program that holds them; if that
+  one has not been compiled yet, through a compiled one of up to twice as many
+  rows, if there is one. Samples do not depend on which program is used.
 
   Attributes:
-    tokenizer: text to ids and back.
+    tokenizer: turns text into ids and back.
     fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
-    batch_size: texts that are decoded together at most.
-    bos_id: what a decoder-only target's texts begin with; None is nothing.
+    batch_size: the most texts that are decoded together.
+    bos_id: the id that a decoder-only target's texts begin with; None is none.
     stop_ids: ids that end an output unless a call gives others.
     target: the target's network; over several devices, as `follow` gives it.
-    models: 'target', and 'draft' where a small model proposes -> the model
-      that was given, without its parameters.
-    params: of both, as they are placed; the drafter's None if there is none.
-    room: whether a run could fit into the memory that there is.
-    across_hosts: whether all processes must ask the same of it at the same
+    models: 'target', and 'draft' if a small model proposes -> the model that
+      was given, without its parameters.
+    params: the parameters of both, as they are placed; the drafter's are None
+      if there is no drafter.
+    room: checks whether a run could fit into the memory of the devices.
+    across_hosts: whether all processes must make the same calls at the same
       time.
   """
 
@@ -103,31 +105,33 @@ class Engine:
 
     Args:
       target: the model whose distribution the output has.
-      drafter: what proposes: any `Drafter`, or a small model (see
-        `small_model`); None for plain decoding only. A decoder-only model sees
-        nothing of an encoder's input; that is said by a warning.
-      tokenizer: of both, or its path, see `open_vocabulary`; None is the
-        target's own.
-      gamma: proposals a round at most, static.
+      drafter: what proposes tokens: any `Drafter`, or a small model (see
+        `small_model`); None for plain decoding only. A decoder-only drafter of
+        a target with an encoder sees nothing of the input; a warning says so.
+      tokenizer: the tokenizer of both, or its path, see `open_vocabulary`; None
+        is the target's own.
+      gamma: the most proposals per round, static.
       max_input_len: tokens of the longest input.
       max_decode_len: tokens of the longest output.
-      batch_size: texts that are decoded together at most. Of more, a finished
-        one makes room for the next.
-      bos_id: put in front of each text of a decoder-only target, which then
-        generates from nothing where the text is empty. None is what the
-        target's folder says, or nothing.
+      batch_size: the most texts that are decoded together. If there are more,
+        each finished text makes room for the next.
+      bos_id: id put in front of each text of a decoder-only target, which can
+        then also decode an empty text. None is the id that the target's folder
+        gives, if any.
       placement: dtype and layout of the target's parameters, and the devices
         that they and the rows of a batch are split over. A dtype that the
-        target was loaded with goes before its own.
-      draft_placement: of the drafter's, on the same devices; None is as the
-        target's, but for all of the drafter on each device.
-      cache_folder: of compiled programs; None is the user's cache folder.
+        target was loaded with overrides the placement's.
+      draft_placement: the same for the drafter's parameters, on the same
+        devices; None is the target's placement, except that each device holds
+        the whole drafter.
+      cache_folder: folder of compiled programs; None is the user's cache
+        folder.
 
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
-        or too large for any memory, `bos_id` is no id or the target begins by
-        itself, there is no tokenizer, a checkpoint is broken, or devices or a
-        model cannot be split as a placement says.
+        or too large for any memory, `bos_id` is not an id or the target has an
+        encoder and so needs none, there is no tokenizer, a checkpoint is
+        broken, or devices or a model cannot be split as a placement says.
     """
     self.gamma = gamma
     check_number('max_input_len', max_input_len, 2)
@@ -135,7 +139,7 @@ class Engine:
     check_number('batch_size', batch_size, 1)
     if not isinstance(target, Model):
       raise ValueError(
-        'Expected a target such as specdec_jax.load gives, or Model(network,'
+        'Expected a target such as specdec_jax.load returns, or Model(network,'
         f' params); got {target!r}.'
       )
     drafter = None if drafter is None else as_drafter(drafter)
@@ -181,10 +185,11 @@ class Engine:
 
   @property
   def gamma(self) -> int:
-    """Proposals a round at most; it may be set between calls.
+    """The most proposals per round; it may be set between calls.
 
     Raises:
-      ValueError: it is set to what is no number of proposals.
+      ValueError: it is set to a value that is not a possible number of
+        proposals.
     """
     return self._gamma
 
@@ -195,33 +200,36 @@ class Engine:
 
   @property
   def drafter(self) -> Drafter:
-    """The drafter, its parameters as they are placed.
+    """The drafter, with its parameters as they are placed.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no drafter.
     """
     drafter: Any = self.loop(True)[0].drafter
     return drafter
 
   def loop(self, speculative: bool) -> tuple[Loop, PairParams]:
-    """One of the two loops, and the parameters that it takes.
+    """The speculative or the plain loop, and the parameters that it takes.
 
     Raises:
-      ValueError: it is the speculative one, and there is no drafter.
+      ValueError: the speculative loop is asked for, and there is no drafter.
     """
     if speculative not in self._loops:
       raise ValueError(_NO_DRAFTER)
     return self._loops[speculative]
 
   def input_ids(self, text: str | Sequence[int]) -> list[int]:
-    """A text, or ids with or without their end, as the target reads it."""
+    """The ids of a text as the target reads them.
+
+    The text may also be given as ids, with or without their end of sequence.
+    """
     first, last = self._limits.around(self.tokenizer)
     return [*first, *without_end(self.tokenizer, text), *last]
 
   def num_input_tokens(self, text: str) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.
 
-    A decoder with a `bos_id` reads that of an empty text, and goes on.
+    Of an empty text, a decoder-only target with a `bos_id` reads that id.
     """
     ids = self.input_ids(text)
     first, last = self._limits.around(self.tokenizer)
@@ -230,15 +238,15 @@ class Engine:
   def request(
     self, texts: Texts, gamma: int | None = None, **options
   ) -> Request:
-    """What `generate` would ask of the loops, for a caller that runs its own.
+    """The `Request` that `generate` would make, for a caller with its own loop.
 
     Args:
-      texts: none of them empty.
-      gamma: proposals a round; None is the engine's.
+      texts: the texts, none of them empty.
+      gamma: proposals per round; None is the engine's.
       **options: as for `generate`.
 
     Raises:
-      ValueError: as `generate`; or a text is empty.
+      ValueError: as for `generate`; or a text is empty.
     """
     batch = self._batch_of(texts, self._gamma_of(gamma), options_of(options))
     if len(batch.rows) < len(texts):
@@ -253,9 +261,10 @@ class Engine:
   def warmup(
     self, texts: Texts, *, speculative: bool | None = None, **options
   ) -> float:
-    """Compiles the programs of as few rows as hold these texts.
+    """Compiles the smallest programs that hold these texts.
 
-    `generate` then takes these and no larger ones, so that it can be timed.
+    `generate` then uses these programs and no larger ones, so that it can be
+    timed.
 
     Args:
       texts: as for `generate`; only their number and lengths matter.
@@ -263,7 +272,7 @@ class Engine:
       **options: as for `generate`.
 
     Returns:
-      Seconds that it took; 0.0 where everything had been compiled.
+      Seconds that it took; 0.0 if everything had been compiled.
     """
     before = self.num_programs
     begin = time.perf_counter()
@@ -297,39 +306,39 @@ class Engine:
     batch_size: int | None = None,
     **options: Any,
   ) -> list[Completion]:
-    """Decodes texts; where the drafter helps, as the target alone would.
+    """Decodes texts; with the drafter's help, as the target alone would.
 
     Args:
       texts: any number, as strings or as ids with or without their end of
         sequence.
-      temperature: 0 is greedy; one for all texts or one for each.
-      top_k: samples from the k likeliest tokens only; 0 is off.
-      top_p: samples from the likeliest tokens only that together have this
+      temperature: one for all texts or one for each; 0 is greedy.
+      top_k: samples only from the k likeliest tokens; 0 is off.
+      top_p: samples only from the likeliest tokens that together have this
         probability; 1 is off.
-      max_length: tokens of an output at most; None is `max_decode_len`.
-      min_length: tokens before an end is allowed.
-      num_samples: outputs of each text.
+      max_length: the most tokens of an output; None is `max_decode_len`.
+      min_length: tokens that an output must have before it may end.
+      num_samples: outputs per text.
       stop_strings: strings that end an output; they are not part of it.
       stop_ids: ids that end an output; None is the engine's `stop_ids`.
-      seed: of all random numbers. A sample depends on it, on the place of its
-        text among `texts` and on its own number, not on what is decoded beside
-        it.
-      gamma: proposals a round at most; None is the engine's.
-      speculative: whether the drafter helps; None is yes if there is one.
-      batch_size: texts that are decoded together; None is the engine's. Of
-        more, a finished one makes room for the next.
-      **options: rarer ones, see `Options`: `example_ids`, `prompts`,
-        `on_too_long`, `log_probs`, `lenience`; and names that others use, such
-        as `max_new_tokens`, `num_return_sequences` and `stop`.
+      seed: seed of all random numbers. A sample depends on the seed, on the
+        place of its text among `texts` and on the sample's number, not on the
+        texts that are decoded beside it.
+      gamma: the most proposals per round; None is the engine's.
+      speculative: whether the drafter helps; None is yes if there is a drafter.
+      batch_size: texts that are decoded together; None is the engine's. If
+        there are more, each finished text makes room for the next.
+      **options: rarer options, see `Options`: `example_ids`, `prompts`,
+        `on_too_long`, `log_probs`, `lenience`; and names from other libraries,
+        such as `max_new_tokens`, `num_return_sequences` and `stop`.
 
     Returns:
-      A `Completion` for each sample of each text, in order: of `num_samples`
-      = 2 both of the first text, then both of the second. An empty text gives
-      an empty one.
+      A `Completion` for each sample of each text, in order: with `num_samples`
+      = 2, both of the first text, then both of the second. An empty text gives
+      an empty completion.
 
     Raises:
-      ValueError: an option is out of range or not known, or a text is longer
-        than `max_input_len` and `on_too_long` is 'error'.
+      ValueError: an option is out of range or unknown, or a text is longer than
+        `max_input_len` and `on_too_long` is 'error'.
     """
     named = {
       'temperature': temperature,
@@ -369,7 +378,7 @@ class Engine:
     return asked
 
   def _pool(self, batch: TextBatch, rows: int | None) -> Continuous | None:
-    """What takes a batch through, if it is more than `rows`."""
+    """The pool for a batch of more than `rows` texts; None if it has fewer."""
     if rows is None:
       rows = self.batch_size
     check_number('batch_size', rows, 1)
@@ -389,9 +398,9 @@ class Engine:
   ) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.
 
-    What has been yielded never changes: a piece ends before a character whose
-    bytes have not all come, and before what may become a stop string. The
-    pieces together are `generate`'s text.
+    Text that has been yielded never changes: a piece ends before a character
+    whose bytes are not complete, and before text that may become a stop string.
+    The pieces together are the text of `generate`.
 
     Args:
       text: the input.
@@ -430,13 +439,15 @@ class Engine:
 
     Args:
       texts: strings, or ids with or without their end of sequence.
-      targets: strings, whose end of sequence counts; or ids as they are.
+      targets: strings, whose end of sequence is scored too; or ids, scored as
+        they are.
 
     Returns:
-      A `scoring.Score` for each; natural logarithms, temperature 1.
+      A `scoring.Score` for each output; natural logarithms, temperature 1.
 
     Raises:
-      ValueError: as `scoring.score`, or one string came instead of several.
+      ValueError: as for `scoring.score`, or one string was given instead of a
+        sequence of strings.
     """
     for name, value in (('texts', texts), ('targets', targets)):
       if isinstance(value, str):
@@ -462,13 +473,13 @@ class Engine:
 
     Args:
       text: the input.
-      **options: as for `generate`, `gamma` too.
+      **options: as for `generate`, including `gamma`.
 
     Returns:
-      The rounds; it shows itself on a terminal (rich) and in a notebook.
+      The rounds, as an object that a terminal (rich) and a notebook can show.
 
     Raises:
-      ValueError: as `generate`, or there is no drafter.
+      ValueError: as for `generate`, or there is no drafter.
     """
     rounds = trace.record(self, text, **options)
     spelled = trace.spell(rounds, self.tokenizer)
@@ -482,12 +493,12 @@ class Engine:
     gamma: int | None = None,
     **options: Any,
   ) -> TextBatch:
-    """What `generate` works on, for a scheduler that runs the loops itself.
+    """The batch that `generate` works on, for a scheduler with its own loops.
 
     Raises:
-      ValueError: as `generate`.
+      ValueError: as for `generate`.
     """
-    self.loop(speculative)  # raises where there is no drafter
+    self.loop(speculative)  # raises if there is no drafter
     gamma = self._gamma_of(gamma)
     return self._batch_of(
       texts, gamma if speculative else 0, options_of(options)
@@ -516,9 +527,9 @@ class Engine:
   def _advance(
     self, batch, speculative, rounds
   ) -> Iterator[tuple[DecodeState, RowsSoFar]]:
-    """Yields the state every `rounds` rounds, and what the host sees of it.
+    """Yields the state after every `rounds` rounds, and the host's copy of it.
 
-    The host looks for stop strings in between.
+    In between the host looks for stop strings.
     """
     self._programs.fit(batch, speculative, 'start')
     start = self._programs.get('start', batch.request, speculative)
@@ -539,5 +550,5 @@ class Engine:
         return
 
 
-# One program, where its operations one by one took milliseconds a call.
+# Jitted: run one by one, its operations took milliseconds per call.
 _generation = jax.jit(decode_state.generation)

@@ -1,4 +1,4 @@
-"""From a path, or an id of the Hugging Face hub, to a model."""
+"""Loads a model from a path, or from an id of the Hugging Face hub."""
 
 import dataclasses
 import os
@@ -42,9 +42,9 @@ def load(
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
-  Hugging Face folders, or their ids on the hub, tell their sizes and hold their
-  vocabulary; other checkpoints need the network, and an engine of them a
-  tokenizer:
+  A Hugging Face folder, or its id on the hub, says which sizes its model has
+  and holds its vocabulary. For other checkpoints give the network, and a
+  tokenizer here or to the engine:
 
     load('google/flan-t5-xl', dtype='bfloat16')
     load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
@@ -53,18 +53,18 @@ def load(
   model, straight to its devices.
 
   Args:
-    path: of a checkpoint, of any kind that `checkpoints.load` knows.
+    path: path of a checkpoint, of any kind that `checkpoints.load` knows.
     network: such as `T5(config)`, compared with the checkpoint; needed unless
-      its folder describes itself.
-    tokenizer: or a path for `tokenizer_bpe.open_vocabulary`; None is the one in
-      the folder, if there is one.
-    dtype: of parameters and computation, 'float32' or 'bfloat16'. None leaves
-      the computation to `network` (float32 without it) and the parameters to
-      the engine's placement.
+      the checkpoint is a Hugging Face folder, which describes itself.
+    tokenizer: the tokenizer, or a path for `tokenizer_bpe.open_vocabulary`;
+      None is the one in the folder, if there is one.
+    dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
+      leaves the computation to `network` (float32 without it) and the
+      parameters to the engine's placement.
 
   Raises:
-    ValueError: the checkpoint is missing, of no kind that is known, or not
-      `network`'s; it does not describe itself and no network was given; or its
+    ValueError: the checkpoint is missing, of an unknown kind, or does not fit
+      `network`; it does not describe itself and no network was given; or its
       vocabulary cannot be read.
   """
   if dtype is not None:
@@ -82,7 +82,7 @@ def load(
     raise ValueError(
       f'{os.fspath(path)!r} does not say which sizes its model has: give'
       ' network=T5(T5Config(...)) or GPT(GPTConfig(...)) (gin: TARGET, or DRAFT'
-      ' of a drafter). gin/models has the published ones.'
+      ' for a drafter). gin/models has the published sizes.'
     )
   if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
     tokenizer = open_vocabulary(tokenizer)
@@ -91,7 +91,7 @@ def load(
     check_vocabulary_size('model', sizes.vocab_size, tokenizer)
   opened = open_checkpoint(location.path, network, described=described)
   if network is None and opened.config is not None:
-    # Of what is there: whether the output layer is the embedding.
+    # The arrays themselves say whether the output layer is the embedding.
     config = dataclasses.replace(opened.config, dtype=dtype or 'float32')
     network = _network(config)
   elif dtype is not None and isinstance(network, T5 | GPT):
@@ -129,14 +129,14 @@ def _ends(
   described: Mapping[str, Any],
   config: T5Config | GPTConfig,
 ) -> tuple[int, ...]:
-  """Ids that end an output; of GPT-2 none where its folder names none."""
+  """Ids that end an output; none for a GPT-2 whose folder names none."""
   if isinstance(config, T5Config):
     return special_ids(folder, described).eos
   said = {name: value for name, value in described.items() if value is not None}
-  # What has no encoder has no start of its own.
+  # A model without an encoder has no decoder start id of its own.
   said = {'eos_token_id': []} | said | {'decoder_start_token_id': START_ID}
   found = special_ids(folder, said).eos
-  # transformers writes GPT-2's own for any size of vocabulary.
+  # transformers writes GPT-2's end id (50256) for any size of vocabulary.
   return tuple(token for token in found if token < config.vocab_size)
 
 
@@ -145,7 +145,7 @@ def _first_id(
   config: T5Config | GPTConfig,
   tokenizer: Tokenizer | None,
 ) -> int | None:
-  """What a decoder-only model's texts begin with, as its folder says."""
+  """The id that a decoder-only model's texts begin with, as its folder says."""
   if isinstance(config, T5Config):
     return None
   said = described.get('bos_token_id')
@@ -155,9 +155,9 @@ def _first_id(
 
 
 def first_id(tokenizer: Tokenizer) -> int:
-  """What texts of a decoder-only model begin with if nothing says it.
+  """The id that texts of a decoder-only model begin with by default.
 
-  GPT-2's end of sequence where the vocabulary is of its kind, else id 0, as for
-  models trained here and T5X's.
+  The end of sequence if the vocabulary is a BPE one like GPT-2's, else id 0,
+  as for models trained here and those of T5X.
   """
   return tokenizer.eos_id if isinstance(tokenizer, BpeTokenizer) else START_ID

@@ -1,4 +1,4 @@
-"""The compiled programs of both loops: when one is made, and when shared."""
+"""The compiled programs of both loops: when one is made, and when reused."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -27,22 +27,23 @@ class LoopPrograms:
     """
     Args:
       loops: speculative or not -> a loop, and its parameters as placed.
-      room: that a program must fit into.
-      partition: of rows and parameters over devices; None is one device.
+      room: the memory that a program must fit into.
+      partition: how rows and parameters are split over devices; None is one
+        device.
     """
     self._loops, self._room, self._partition = loops, room, partition
     self._programs: dict[Any, Callable[..., Any]] = {}
-    self._rows: set[int] = set()  # of any of them
+    self._rows: set[int] = set()  # numbers of rows that have a program
     self._states: dict[Any, DecodeState] = {}  # shapes only
 
   def __len__(self) -> int:
     return len(self._programs)
 
   def fit(self, batch: TextBatch, speculative: bool, name: str) -> None:
-    """Gives a batch as many rows as a program has that there is already.
+    """Gives a batch as many rows as a compiled program has, if one is near.
 
-    Its own if it can be, and not more than twice these, which cost less than
-    to compile another.
+    That is the smallest program of at least as many rows as the batch needs
+    and at most twice as many: those extra rows cost less than a compilation.
     """
     least = batch.num_rows
     for rows in sorted(self._rows):
@@ -58,7 +59,7 @@ class LoopPrograms:
     """A compiled function of a loop, with the parameters bound.
 
     Args:
-      name: 'decode', or 'start' and then 'run', of `Loop`.
+      name: a method of `Loop`: 'decode', or 'start' and after it 'run'.
       request: what it will be called with.
       speculative: which loop.
 
@@ -90,7 +91,7 @@ class LoopPrograms:
       args[1] = self._partition.request(request)
       if name == 'run':
         options['out_shardings'] = partitioning.shardings(args[2])
-      elif name == 'decode':  # what the host reads, whole on each device
+      elif name == 'decode':  # the host reads it: the whole on each device
         options['out_shardings'] = self._partition.sharding()
     lowered = jax.jit(functions[name], **options).lower(*args)
     compiled = lowered.compile()
@@ -102,6 +103,6 @@ class LoopPrograms:
 
 
 def _shapes(request: Request):
-  """What a program was compiled for, as a dictionary key."""
+  """Structure, shapes and dtypes of a request, as a dictionary key."""
   leaves, tree = jax.tree.flatten(request)
   return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -11,7 +11,7 @@ from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
 _KEY_BITS = 32  # of the number that an example's random numbers derive from
-# What others call them.
+# Names of these options in other libraries.
 _USUAL_NAMES = {
   'max_new_tokens': 'max_length',
   'max_tokens': 'max_length',
@@ -34,31 +34,34 @@ _BEAM_SEARCH = ('num_beams', 'beam_size', 'beam_width')
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What `generate` and `stream` may be asked.
+  """The options of `generate` and `stream`.
 
   Attributes:
     temperature: one for all texts or one for each; 0 is greedy.
-    top_k: only the k likeliest tokens, see `SamplingConfig`; 0 is off.
-    top_p: only the likeliest tokens of this probability together; 1 is off.
-    max_length: tokens of an output at most; None is the engine's maximum.
-    min_length: tokens before a stop id is allowed.
-    num_samples: outputs of each text, one after the other.
+    top_k: samples only from the k likeliest tokens, see `SamplingConfig`; 0 is
+      off.
+    top_p: samples only from the likeliest tokens that together have this
+      probability; 1 is off.
+    max_length: the most tokens of an output; None is the engine's maximum.
+    min_length: tokens that an output must have before a stop id is allowed.
+    num_samples: outputs per text; they follow one another in the result.
     stop_strings: strings that end an output; they are not part of its text.
     stop_ids: ids that end an output; None is the engine's.
-    seed: with the example's id, what all its random numbers derive from.
-    example_ids: of the texts, 0, 1, ... by default. A text's sample depends on
-      its id, not on its place in a batch or on its neighbours.
-    prompts: ids that the output of each text begins with, behind the decoder's
-      start token; they are read, not produced, and no part of the result. None
-      is none.
-    on_too_long: what a too long input does: 'error' raises, 'truncate' keeps
-      its beginning, 'report' gives a completion with an error, as it then does
-      for ids outside the vocabulary.
+    seed: all random numbers of an example derive from this seed and the
+      example's id.
+    example_ids: ids of the texts; 0, 1, ... by default. A text's sample depends
+      on its id, not on its place in a batch or on its neighbours.
+    prompts: ids that the output of each text begins with, after the decoder's
+      start token. They are read, not produced, and are not part of the result.
+      None is no prompts.
+    on_too_long: what happens to an input that is too long: 'error' raises,
+      'truncate' keeps its beginning, 'report' gives a completion with an error
+      (and does so for ids outside the vocabulary too).
     log_probs: whether log-probabilities are wanted.
     lenience: in (0, 1]; less than 1 accepts more of the drafter's proposals
       and is lossy: a token may come up to 1 / lenience times as often as it
-      should, or at temperature 0 have `lenience` of the best one's probability.
-      See `speculative`; the plain loop has no use for it.
+      should; at temperature 0 a token may have only `lenience` times the
+      probability of the best token. See `verify`; the plain loop ignores it.
 
   Raises:
     ValueError: a value is outside its range.
@@ -105,10 +108,12 @@ class Options:
     return SamplingConfig(self.temperature, self.top_k, self.top_p)
 
   def of_samples(self, num_texts: int) -> 'Options':
-    """What is asked of each sample, where each text stands `num_samples` times.
+    """The options for texts that are each repeated `num_samples` times.
+
+    Values that are given per text are repeated with them.
 
     Raises:
-      ValueError: what is given for each text is of another number.
+      ValueError: an index and a sample number do not fit into one example id.
     """
     if self.num_samples == 1:
       return self
@@ -130,16 +135,16 @@ class Options:
 
 
 def repeated(values: Sequence[Any], times: int) -> list[Any]:
-  """Each of the values `times` times, one after the other."""
+  """Each value `times` times, before the next value: a, a, b, b, ..."""
   return [value for value in values for _ in range(times)]
 
 
 def example_id(index: int, sample: int) -> int:
-  """What the random numbers of one sample of one example derive from.
+  """The id that the random numbers of one sample of one example derive from.
 
-  The bits of `sample` are counted from above, those of `index` from below: all
-  pairs that fit differ, and the first sample is the same however many there
-  are.
+  The bits of `sample` are filled in from the highest bit down, those of `index`
+  from the lowest bit up: so all pairs that fit have different ids, and the
+  first sample's id does not depend on how many samples there are.
 
   Raises:
     ValueError: the two do not fit into 32 bits.
@@ -154,10 +159,11 @@ def example_id(index: int, sample: int) -> int:
 
 
 def options_of(named: Mapping[str, Any]) -> Options:
-  """Makes `Options`; takes the names that others give them as well.
+  """Makes `Options`; accepts the names that other libraries use as well.
 
   Raises:
-    ValueError: a name that they have not, or twice, or a value out of range.
+    ValueError: a name is unknown, an option is given twice, or a value is out
+      of range.
   """
   defaults = {one.name: one.default for one in dataclasses.fields(Options)}
   found = {name: named[name] for name in defaults if name in named}
@@ -166,7 +172,7 @@ def options_of(named: Mapping[str, Any]) -> Options:
       raise ValueError(
         f'{name}: there is no speculative beam search (Appendix A.4 of the'
         ' paper) here. Outputs are greedy or sampled; num_samples gives several'
-        ' of a text.'
+        ' outputs per text.'
       )
     if name in _INSTEAD:
       raise ValueError(f'{name}: {_INSTEAD[name]}')
@@ -174,19 +180,21 @@ def options_of(named: Mapping[str, Any]) -> Options:
       raise ValueError(f'There is no option {name!r}.{nearest(name, defaults)}')
     own = _USUAL_NAMES[name]
     if found.get(own, defaults[own]) != defaults[own]:
-      raise ValueError(f'{name} is {own} here, which was given as well.')
+      raise ValueError(
+        f'{name} is called {own} here, and {own} was given as well.'
+      )
     found[own] = named[name]
   return Options(**found)
 
 
 def check_gamma(gamma: int) -> None:
-  """Raises ValueError unless it is a number of proposals that a round may have.
+  """Raises ValueError unless a round may have `gamma` proposals.
 
-  Caches and logits grow with it, and nothing is won by so many.
+  Caches and logits grow with gamma, and more than `MAX_GAMMA` gain nothing.
   """
   check_number('gamma', gamma, 0)
   if gamma > MAX_GAMMA:
     raise ValueError(
-      f'gamma must be {MAX_GAMMA} at most, got {gamma}. A round costs the more'
-      ' the longer its draft is; specdec calibrate measures what pays.'
+      f'gamma must be {MAX_GAMMA} at most, got {gamma}. The longer its draft,'
+      ' the more a round costs; specdec calibrate measures which gamma pays.'
     )

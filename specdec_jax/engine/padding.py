@@ -1,4 +1,4 @@
-"""Few shapes: what rows, widths and arrays of ids are rounded up to."""
+"""Rounds up rows, widths and arrays of ids, so that there are few shapes."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,10 @@ SMALLEST_PROMPT = 8
 def padded(
   encoded: Sequence[Sequence[int]], batch: int, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """int32[batch, width], 0 behind each end, and the lengths, 1 at least."""
+  """The ids as int32[batch, width], padded with 0, and their lengths.
+
+  Each length is at least 1, also that of a row without ids.
+  """
   array = np.zeros((batch, width), np.int32)
   length = np.ones((batch,), np.int32)
   for row, ids in enumerate(encoded):
@@ -21,9 +24,10 @@ def padded(
 
 
 def padded_rows(number: int) -> int:
-  """Rows of a batch of so many texts: 1, 2, 4, 6, 8, 12, 16, 24, 32, ...
+  """Rows of a batch for `number` texts: 1, 2, 4, 6, 8, 12, 16, 24, 32, ...
 
-  Few sizes, so that few programs are compiled; and few rows without a text.
+  There are few sizes, so that few programs are compiled; and they lie close
+  enough that few rows stay without a text.
   """
   whole = next_power_of_two(number)
   between = 3 * whole // 4

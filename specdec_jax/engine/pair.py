@@ -1,4 +1,4 @@
-"""Whether a target and its drafter fit: each other, a tokenizer, the memory."""
+"""Checks that target and drafter fit: each other, a tokenizer, the memory."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -25,14 +25,15 @@ _MOST_MORE_IDS = 100 + 1023
 
 
 class PlacedPair(NamedTuple):
-  """What the loops take of a target and its drafter.
+  """A target and its drafter on their devices, as the loops take them.
 
   Attributes:
     target: the target's network; over several devices, as `follow` gives it.
-    drafter: None if there is none.
-    params: of both, as they are placed; the drafter's None if there is none.
+    drafter: the drafter, or None.
+    params: the parameters of both, as they are placed; the drafter's are None
+      if there is no drafter.
     fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
-      loaded, and of a drafter that is no small model its name.
+      loaded; that of a drafter that is not a small model ends with its name.
   """
 
   target: LanguageModel
@@ -47,9 +48,9 @@ def placed_pair(
   placement: partitioning.Placement,
   draft_placement: partitioning.Placement,
 ) -> PlacedPair:
-  """Reads what has not been read, and puts it on the devices.
+  """Reads parameters that have not been read, and puts all on the devices.
 
-  The drafter first: it is quickly read, and what is wrong with it known.
+  The drafter comes first: it is read quickly, so its errors show early.
 
   Raises:
     ValueError: a checkpoint is broken, or cannot be split as a placement says.
@@ -61,7 +62,7 @@ def placed_pair(
     prints['draft'] = fingerprint(read)
     small = alone(drafter)
     if small is None:
-      # Two drafters without parameters differ by what they do.
+      # Drafters without parameters are told apart by what they do.
       prints['draft'] += f' {drafter.name or drafter.propose.__qualname__}'
     else:
       follows = partitioning.follow(small.network, draft_placement.partition())
@@ -77,9 +78,9 @@ def placed_pair(
 
 
 def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
-  """'target', and 'draft' where one model alone proposes -> the model.
+  """The models without their parameters, by 'target' and 'draft'.
 
-  Without their parameters.
+  There is a 'draft' only if a small model alone is the drafter.
   """
   found = {'target': target.without_params()}
   small = None if drafter is None else alone(drafter)
@@ -87,10 +88,10 @@ def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
 
 
 class Room:
-  """Whether what a pair holds in a run fits beside its parameters.
+  """Checks whether the arrays of a run fit beside the pair's parameters.
 
-  Counts the least that is needed: what is refused could not have run, but what
-  passes may still be too much for the device.
+  Counts the least memory that is needed: a run that is refused could not have
+  worked, but a run that passes may still be too large for the device.
   """
 
   def __init__(
@@ -103,9 +104,9 @@ class Room:
     """
     Args:
       target: the target.
-      drafter: None if there is none.
-      param_dtype: of the parameters on the devices.
-      there: bytes of all devices that they are on; None is not known.
+      drafter: the drafter, or None.
+      param_dtype: dtype of the parameters on the devices.
+      there: bytes of all devices that the parameters are on; None is unknown.
     """
     models = (target, *(drafter.models if drafter else ()))
     found = [getattr(model.network, 'config', None) for model in models]
@@ -118,16 +119,17 @@ class Room:
   def check(
     self, batch: int, input_len: int, num_slots: int, gamma: int
   ) -> None:
-    """Checks a run before anything of it is made.
+    """Checks a run before any of its arrays is made.
 
     Args:
       batch: B.
       input_len: E.
       num_slots: T, of the caches.
-      gamma: proposals a round; 0 is plain.
+      gamma: proposals per round; 0 is plain.
 
     Raises:
-      memory.DoesNotFitError: no memory could hold it; says what of.
+      memory.DoesNotFitError: the run does not fit; the message says what was
+        asked for.
     """
     needed = sum(
       sizes.run_bytes(config, batch, input_len, num_slots, gamma + 1)
@@ -152,14 +154,15 @@ def own_vocabulary(model: Model) -> Tokenizer:
   """A model's own tokenizer.
 
   Raises:
-    ValueError: it came without one.
+    ValueError: the model came without a tokenizer.
   """
   tokenizer: Tokenizer | None = model.tokenizer
   if tokenizer is None:
     raise ValueError(
-      f'There is no vocabulary ({SENTENCEPIECE}, or {TOKENIZER} of GPT-2)'
-      f' beside {model.name or repr(model)!r}; give it: tokenizer=, the path of'
-      " a sentencepiece model or of a folder with GPT-2's (gin: VOCAB_PATH)."
+      f'There is no vocabulary ({SENTENCEPIECE}, or {TOKENIZER} for GPT-2)'
+      f' beside {model.name or repr(model)!r}; give one with tokenizer=, the'
+      " path of a sentencepiece model or of a folder with GPT-2's vocabulary"
+      ' (gin: VOCAB_PATH).'
     )
   return tokenizer
 
@@ -167,15 +170,15 @@ def own_vocabulary(model: Model) -> Tokenizer:
 def check_pair(
   target: Model, drafter: Drafter | None, tokenizer: Tokenizer
 ) -> None:
-  """Raises ValueError unless target and drafter speak the tokenizer's ids.
+  """Raises ValueError unless target and drafter use the tokenizer's ids.
 
-  Warns of a drafter that does not see what the target reads.
+  Warns if the drafter does not see the input that the target reads.
   """
   for model in drafter.models if drafter else ():
     _check_draft(target, model)
   _check_side('target', target, tokenizer)
   if target.network.has_encoder and target.stop_ids:
-    # A decoder-only model may have learned to end by any id.
+    # Only for an encoder: a decoder-only model may have learned any end id.
     _check_end(target, tokenizer)
   if drafter is None:
     return
@@ -195,8 +198,9 @@ def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:
   if own is not None and own.fingerprint != tokenizer.fingerprint:
     raise ValueError(
       f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
-      ' (their fingerprints do). Drafter and target must share one: an id has'
-      " to mean the same token to both. Take a drafter of the target's family."
+      ' (their fingerprints do). Drafter and target must share one tokenizer:'
+      ' an id has to mean the same token to both. Take a drafter of the'
+      " target's family."
     )
   check_vocabulary_size(name, model.network.vocab_size, tokenizer)
 
@@ -207,14 +211,14 @@ def _check_draft(target: Model, draft: Model) -> None:
     names = ' and '.join(repr(one.name) for one in (draft, target) if one.name)
     raise ValueError(
       f"The draft's vocabulary is {sizes_of[0]} and the target's {sizes_of[1]}"
-      f'{f" ({names})" if names else ""}. Both must be the same, an id has to'
-      " mean the same token to both: take a drafter of the target's family, or"
-      " pad the smaller embedding to the larger one's rows."
+      f'{f" ({names})" if names else ""}. Both must be the same, because an id'
+      " has to mean the same token to both: take a drafter of the target's"
+      " family, or pad the smaller embedding to the larger one's rows."
     )
   if draft.network.has_encoder and not target.network.has_encoder:
     raise ValueError(
       'The draft has an encoder and the target has none: there is no input that'
-      ' it could read. Take a decoder-only drafter.'
+      ' the encoder could read. Take a decoder-only drafter.'
     )
   if target.network.has_encoder and not draft.network.has_encoder:
     warnings.warn(
@@ -235,30 +239,31 @@ def _check_end(target: Model, tokenizer: Tokenizer) -> None:
 
 
 def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
-  """Raises ValueError unless a network's ids can be those of a tokenizer.
+  """Raises ValueError unless a network's vocabulary size fits a tokenizer's.
 
-  A network may have some more: T5 has 128 (100 sentinels, and padding), mT5
-  112, MADLAD-400 512; others are padded to a multiple of up to 1,024.
+  A network may have some ids more: T5 has 128 more (100 sentinels, and
+  padding), mT5 112, MADLAD-400 512; other networks are padded to a multiple of
+  up to 1,024.
 
   Args:
-    name: of the network, for the message.
-    size: ids that it has.
-    tokenizer: its own, or that of another model.
+    name: name of the network, for the message.
+    size: ids that the network has.
+    tokenizer: its own tokenizer, or that of another model.
   """
   more = size - tokenizer.vocab_size
   if 0 <= more <= _MOST_MORE_IDS:
     return
   raise ValueError(
     f'The {name} has a vocabulary of {size}, the tokenizer one of'
-    f' {tokenizer.vocab_size}; they do not belong together. Expected are as'
-    f' many ids as pieces, or up to {_MOST_MORE_IDS} more (sentinels, padding):'
-    f' take the vocabulary that the {name} was trained with, or give the'
-    ' network the sizes of its checkpoint.'
+    f' {tokenizer.vocab_size}; they do not belong together. A network has'
+    f' as many ids as its tokenizer, or up to {_MOST_MORE_IDS} more (sentinels,'
+    f' padding): take the vocabulary that the {name} was trained with, or give'
+    ' the network the sizes of its checkpoint.'
   )
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:
-  """Raises ValueError where texts cannot begin with an id."""
+  """Raises ValueError if the target's texts cannot begin with `bos_id`."""
   if bos_id is None:
     return
   if network.has_encoder:

@@ -1,9 +1,9 @@
 """One run of many texts through a pool of slots, as the host directs it.
 
 Texts queue, slots are filled as rows finish, completions come out. While the
-device decodes, the host prepares what is next and turns what is finished into
-text. What it decides depends on the texts and on the device's answers alone,
-never on a clock, so that hosts that see the same decide alike.
+device decodes, the host prepares the next texts and turns finished tokens into
+text. Its decisions depend only on the texts and on the device's answers, never
+on a clock, so that all hosts of a run decide alike.
 """
 
 import collections
@@ -22,17 +22,17 @@ from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.schedule import Group, PoolSettings, PoolStats, Queue
 from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS, TextBatch
 
-# (speculative, with prompts, rows without text) -> what is compiled for such.
+# (speculative, with prompts, rows without text) -> the programs for these.
 Compiled = Callable[[bool, bool, Request], PoolPrograms]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-  """A few of a batch's texts, a token each, to compile its programs with.
+  """A short run to compile a batch's programs: a few texts, one token each.
 
   Attributes:
-    rows: of the batch.
-    size: of the pool, which they do not leave.
+    rows: rows of the batch that take part.
+    size: slots of the pool; the rehearsal uses no other pool.
   """
 
   rows: Sequence[int]
@@ -55,9 +55,9 @@ class PoolRun:
     Args:
       compiled: gives the programs.
       batch: the texts; its gamma is the default one, 0 for the plain loop.
-      settings: how they go through.
-      max_decode_len: that the caches have room for.
-      rehearsal: what to do instead of all of it; None is all.
+      settings: how the texts go through the slots.
+      max_decode_len: tokens of an output that the caches have room for.
+      rehearsal: decodes only the rows of this rehearsal; None is all texts.
     """
     if batch.options.stop_strings:
       few = min(settings.max_rounds, STOP_STRING_ROUNDS)
@@ -95,16 +95,16 @@ class PoolRun:
 
   @property
   def shapes(self) -> Any:
-    """What decides which programs are needed."""
+    """The shapes that decide which programs are needed."""
     rows = [row for group in self._queue.groups for row in group]
     buckets = tuple(sorted({self._queue.bucket(row) for row in rows}))
     tree = jax.tree.structure(self._request)
     return tree, buckets, self._num_slots, self._size
 
   def rehearsals(self) -> list[Rehearsal]:
-    """Small runs that go through every program of the first pool.
+    """Small runs that together use every program of the first pool.
 
-    The last one has texts of all widths.
+    There is one for each width; the last has texts of all widths.
     """
     bucket, size = self._queue.bucket, self._size
     rows = [row for group in self._queue.groups for row in group]
@@ -116,10 +116,10 @@ class PoolRun:
     return found
 
   def rehearse_smaller_pools(self) -> None:
-    """Goes through their programs; to be called when all texts are finished.
+    """Uses the programs of the smaller pools; call it after all texts are done.
 
-    A pool becomes smaller when nothing is left to be read, so that it is then
-    as wide as the widest text.
+    A pool becomes smaller only when no text is left to be read, so by then it
+    is as wide as the widest text.
     """
     for size in sorted(self._gammas, reverse=True):
       if size < self._size:
@@ -137,7 +137,7 @@ class PoolRun:
       self._shrink()
       running = bool(self._running())
       coming = self._advance() if running else None
-      # From here on until the answer the device is busy.
+      # The device is busy from here until its answer.
       if running and self._num_staged() <= 2 * self._refill:
         self._stage()
       for row, slot in done:
@@ -153,10 +153,11 @@ class PoolRun:
       self.stats.seconds = time.perf_counter() - start
 
   def _begin(self) -> None:
-    """An empty pool, wide enough for the texts that come first.
+    """Makes an empty pool, wide enough for the texts that come first.
 
-    In the order given these may be of any width, and a rehearsal, which has
-    only some of them, must begin as wide as the run that it is for.
+    With order 'given', the first texts may be of any width, so the pool is as
+    wide as the widest of all. A rehearsal has only some of the texts, but must
+    begin as wide as the run that it prepares.
     """
     ahead: Sequence[int] = self._queue.groups[0]
     if self._settings.order == 'given':
@@ -168,7 +169,7 @@ class PoolRun:
     self._pool: Pool = self._programs.repeated(row, self._size)
 
   def _use(self, gamma: int) -> None:
-    """Programs of the plain loop where gamma is 0, else of the other one."""
+    """Chooses the loop's programs: plain if gamma is 0, else speculative."""
     self._speculative = gamma > 0
     prompted = self._request.prompt is not None
     example = self._example(self._request.inputs.shape[1])
@@ -176,12 +177,12 @@ class PoolRun:
 
   @property
   def _static(self) -> dict[str, int]:
-    """What gives every request the same number of slots, but for prompts."""
+    """What gives all requests without prompts the same number of slots."""
     gamma = self._room if self._speculative else 0
     return {'gamma': gamma, 'slots': self._num_slots - gamma}
 
   def _example(self, width: int) -> Request:
-    """Rows without text, as many as are read at once."""
+    """Rows without text, as many as are read together."""
     static = self._static
     static['slots'] -= 1
     count = self._queue.read_rows
@@ -218,7 +219,7 @@ class PoolRun:
     rows = queue.groups.popleft()
     width, prompt_width = queue.widths(rows)
     self._width = max(self._width, width)
-    # A shorter last group would compile anew.
+    # Filled up: a shorter last group would need a program of its own.
     filled = [*rows, *[rows[0]] * (queue.read_rows - len(rows))]
     request: Any = take_rows(self._request, np.array(filled))
     static = self._static
@@ -274,7 +275,7 @@ class PoolRun:
     return [slot for slot, row in enumerate(self._owners) if row is not None]
 
   def _shrink(self) -> None:
-    """Moves the last rows to a smaller pool, if one is allowed that fits."""
+    """Moves the last rows to a smaller pool, if they fit into one."""
     running = self._running()
     sizes = [size for size in self._sizes if size >= len(running)]
     if not self._is_last or not running or min(sizes) >= self._size:
@@ -282,7 +283,7 @@ class PoolRun:
     self._move([*running, *self._free()][: min(sizes)])
 
   def _move(self, kept: Sequence[int]) -> None:
-    """Goes on with the slots `kept` alone, in the pool of that size."""
+    """Keeps only the slots `kept`, in a pool of their number."""
     before, gamma = self._gammas[self._size], self._gammas[len(kept)]
     self._owners = [self._owners[slot] for slot in kept]
     self._size = len(kept)
@@ -292,7 +293,7 @@ class PoolRun:
       self._pool = self._programs.with_drafter(self._pool, self._room)
 
   def _advance(self) -> PoolView:
-    """Begins the next rounds."""
+    """Starts the next rounds on the device."""
     enough = self._refill
     if self._is_last:
       running = len(self._running())
@@ -315,7 +316,7 @@ class PoolRun:
       slot: generation.tokens[slot, : generation.length[slot]]
       for slot in self._running()
     }
-    # On the host, as all of the view.
+    # NumPy arrays on the host, as everything in the view.
     reasons: Any = generation.finish_reason
     reasons = self._batch.with_stop_strings(reasons, produced)
     state = self._pool.state.with_reasons(reasons)
@@ -324,7 +325,7 @@ class PoolRun:
     return dataclasses.replace(view, generation=generation)
 
   def _harvest(self, view: PoolView) -> list[tuple[int, int]]:
-    """Rows that have finished, with the slots that they leave."""
+    """Frees the slots of finished rows; returns (row, slot) of each."""
     stats, gamma = self.stats, self._gammas[self._size]
     rounds = int(view.num_rounds)
     stats.looks += 1

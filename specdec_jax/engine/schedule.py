@@ -1,4 +1,4 @@
-"""Which texts are decoded at once, and in which order they come.
+"""Which texts are decoded together, and in which order.
 
 The part of continuous batching that needs no device; see `continuous`.
 """
@@ -27,25 +27,26 @@ ORDERS = ('shortest', 'given')
 
 @dataclasses.dataclass(frozen=True)
 class PoolSettings:
-  """How texts go through the slots; none of it changes a greedy output.
+  """How texts go through the slots; no setting changes a greedy output.
 
   Attributes:
-    rows: B, slots; texts that are decoded at once.
+    rows: B, slots; texts that are decoded together.
     max_rounds: N, rounds after which the host looks in any case.
-    refill: finished rows that make the host look before; None is an eighth of
-      the rows. Fewer keep the slots fuller and take more of the host.
-    read_rows: texts that are read at once, ahead of a free slot; None is half
+    refill: the host looks earlier once this many rows have finished; None is an
+      eighth of the rows. A smaller number keeps the slots fuller and takes more
+      of the host's time.
+    read_rows: texts that are read together, before a slot is free; None is half
       of the rows.
-    order: which text is next: 'shortest' by its length in tokens, so that rows
-      that decode together are alike and half of the texts are soon done; or as
-      'given', for texts whose order matters.
-    gammas: rows -> gamma: at the end, when nothing is left to fill free slots,
+    order: which text is next: 'shortest' takes the text of the fewest tokens,
+      so that rows that decode together are alike and half of the texts are soon
+      done; 'given' keeps the order of the texts.
+    gammas: rows -> gamma: at the end, when no text is left to fill free slots,
       the rows still running move to the smallest of these pools that holds
-      them, and go on with its gamma; 0 decodes plainly. The largest takes the
-      place of `rows`. See `Calibration.gammas`. None is the engine's
-      gamma and one pool.
-    deterministic: whether a sample must not depend on how many others there
-      were; then `gammas` may only differ at temperature 0.
+      them, and go on with its gamma; 0 decodes plainly. The largest pool
+      replaces `rows`. See `Calibration.gammas`. None is one pool with the
+      engine's gamma.
+    deterministic: whether a sample must not depend on how many other rows were
+      running; then `gammas` may only differ at temperature 0.
 
   Raises:
     ValueError: a value is outside its range.
@@ -73,10 +74,10 @@ class PoolSettings:
         check_gamma(gamma)
 
   def in_multiples_of(self, number: int) -> 'PoolSettings':
-    """The same for devices that share the rows: each has as many of a pool.
+    """The same with rows rounded up: `number` devices share them evenly.
 
-    Of two pools that become one, the larger one's gamma stays: more rows make
-    a call dearer, so that it rather proposes too little.
+    If two pools become equal, the larger one's gamma stays: it was chosen for
+    more rows, whose calls cost more, so it rather proposes too few tokens.
     """
     gammas = self.gammas
     if gammas is not None:
@@ -93,14 +94,15 @@ class PoolStats:
 
   Attributes:
     seconds: wall time.
-    host_seconds: of these, when the device had nothing to do: from each answer
-      of it until its next work was given.
-    looks: how often the host was asked.
+    host_seconds: the part of it in which the device had nothing to do: from
+      each answer of the device until the host gave it its next work.
+    looks: how often the host looked at the device's results.
     rounds: gamma -> rounds that ran.
     live_rounds: sum over rounds of the rows that were running.
     slot_rounds: sum over rounds of the slots.
     outputs: texts that were finished.
-    slot_seconds: sum over them of the time from a slot to the output.
+    slot_seconds: sum over these texts of the time from getting a slot to the
+      output.
   """
 
   seconds: float = 0.0
@@ -114,7 +116,7 @@ class PoolStats:
 
   @property
   def occupancy(self) -> float:
-    """Running rows / slots, the mean over rounds; 1 before any."""
+    """Running rows / slots, the mean over rounds; 1 before the first round."""
     return self.live_rounds / self.slot_rounds if self.slot_rounds else 1.0
 
   @property
@@ -124,7 +126,7 @@ class PoolStats:
 
   @property
   def in_slot(self) -> float:
-    """Mean seconds from a text's slot until its output was known."""
+    """Mean seconds from when a text gets a slot until its output is known."""
     return self.slot_seconds / self.outputs if self.outputs else 0.0
 
 
@@ -133,10 +135,10 @@ class Group:
   """Rows that were read together, and how many of them have had a slot.
 
   Attributes:
-    rows: of the batch.
-    staged: what `RowLayout.admit` copies.
-    width: of the inputs that they have room for.
-    taken: how many have had a slot.
+    rows: rows of the batch.
+    staged: the rows as read, which `RowLayout.admit` copies into slots.
+    width: width of the inputs that the staged rows have room for.
+    taken: how many of the rows have had a slot.
   """
 
   rows: list[int]
@@ -146,7 +148,7 @@ class Group:
 
   @property
   def left(self) -> int:
-    """How many wait for one."""
+    """How many rows wait for a slot."""
     return len(self.rows) - self.taken
 
 
@@ -154,8 +156,8 @@ class Queue:
   """The rows of a batch in the order of decoding, in groups read together.
 
   Attributes:
-    groups: those that have not been read.
-    read_rows: how many are read together.
+    groups: groups of rows that have not been read.
+    read_rows: how many rows are read together.
   """
 
   def __init__(
@@ -165,9 +167,10 @@ class Queue:
     settings: PoolSettings,
     multiple: int = 1,
   ):
-    """Rows are counted as `TextBatch.rows` counts them.
+    """Rows are numbered by their place in `TextBatch.rows`.
 
-    `multiple` is `Limits.batch_multiple`: of it as many are read together.
+    The number of rows that are read together is rounded up to `multiple`, which
+    is `Limits.batch_multiple`.
     """
     self._inputs = request.inputs.shape[1]
     self._prompts = request.prompt_width
@@ -183,7 +186,7 @@ class Queue:
     for row in rows:
       last_group = self.groups[-1] if self.groups else []
       full = len(last_group) in (0, self.read_rows)
-      # As given, a group is as wide as its longest.
+      # With order 'given', a group is as wide as its longest text.
       if full or (sort and self.bucket(last_group[0]) != self.bucket(row)):
         self.groups.append([row])
       else:
@@ -193,7 +196,7 @@ class Queue:
     return self.bucket(row), int(self._length[row] + self._prompt[row])
 
   def bucket(self, row: int) -> tuple[int, int]:
-    """Widths of the arrays that its input and its prompt are read in."""
+    """Widths of the arrays that a row's input and prompt are read in."""
     width = next_power_of_two(max(SMALLEST_INPUT, int(self._length[row])))
     prompt = int(self._prompt[row]) - 1
     if self._prompts > 1:
@@ -201,6 +204,6 @@ class Queue:
     return min(width, self._inputs), min(1 + prompt, self._prompts)
 
   def widths(self, rows: Sequence[int]) -> tuple[int, int]:
-    """Those that hold all of these rows."""
+    """Widths of input and prompt that hold all of these rows."""
     inputs, prompts = zip(*map(self.bucket, rows), strict=True)
     return max(inputs), max(prompts)

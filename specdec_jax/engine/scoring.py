@@ -19,25 +19,25 @@ from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
 from specdec_jax.models.base import START_ID, LanguageModel, Params
 
 _SMALLEST = 16  # tokens of the shortest program
-# Positions read in one call: the logits of a whole batch of long outputs would
-# take gigabytes.
+# Positions read in one call. Not all of them together: the logits of a batch of
+# long outputs would take gigabytes.
 _BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-  """What a model thinks of one output.
+  """The log-probabilities that a model gives to one output.
 
   Attributes:
-    log_probs: of each token, natural logarithm, temperature 1, nothing
-      filtered.
+    log_probs: log-probability of each token, natural logarithm, temperature 1,
+      nothing filtered.
   """
 
   log_probs: tuple[float, ...]
 
   @property
   def total(self) -> float:
-    """log probability of the whole output given its input, in nats."""
+    """Log-probability of the whole output given its input, in nats."""
     return float(sum(self.log_probs))
 
 
@@ -49,22 +49,22 @@ def score(
 ) -> list[Score]:
   """Scores each output given its input: log prob(targets | inputs).
 
-  Lengths are rounded up to a power of two, and rows as an engine does it, so
-  few programs are compiled.
+  Lengths are rounded up to a power of two, and the number of rows as in an
+  engine, so that few programs are compiled.
 
   Args:
     network: such as `T5(config)`.
     params: its parameters, as a checkpoint has them or placed.
-    inputs: ids of each input as the model reads them: with their end of
-      sequence for an encoder, and none of them empty without one.
-    targets: ids of each output; an end of sequence that is there counts.
+    inputs: ids of each input as the model reads them: for a model with an
+      encoder with their end of sequence; for a decoder-only model not empty.
+    targets: ids of each output; an end of sequence among them is scored too.
 
   Returns:
-    A `Score` for each example. Logits that are no distribution give NaN.
+    A `Score` for each example. Logits that are not a distribution give NaN.
 
   Raises:
     ValueError: the numbers of inputs and outputs differ, an id is outside the
-      vocabulary, or a decoder-only model has nothing to begin with.
+      vocabulary, or a decoder-only model's input is empty.
   """
   _check(network, inputs, targets)
   if not inputs:
@@ -84,7 +84,7 @@ def shapes(
   inputs: Sequence[Sequence[int]],
   targets: Sequence[Sequence[int]],
 ) -> tuple[int, ...]:
-  """What the program depends on that `score` runs for these examples."""
+  """The sizes that decide which program `score` runs for these examples."""
   _, rows = _rows(network, inputs, targets)
   encoded = inputs if network.has_encoder else [[]]
   return padded_rows(len(inputs)), _width(encoded), _width(rows, 1)
@@ -95,10 +95,11 @@ def _rows(
   inputs: Sequence[Sequence[int]],
   targets: Sequence[Sequence[int]],
 ) -> tuple[list[int], list[list[int]]]:
-  """What the decoder reads and then produces, and where producing begins.
+  """The decoder's ids, read and then produced, and where producing begins.
 
-  An encoder-decoder begins with its start token, a decoder-only model with the
-  input; the last token of either is read for the first of the output.
+  The decoder of an encoder-decoder begins with its start token, a decoder-only
+  model with the input. The logits after the last of these tokens are those of
+  the first output token.
   """
   firsts = [[START_ID] if network.has_encoder else [*ids] for ids in inputs]
   return (
@@ -111,7 +112,9 @@ def _rows(
 def _log_probs(
   network: LanguageModel, params: Params, inputs: jax.Array, rows: jax.Array
 ) -> jax.Array:
-  """float32[B, S], log-probabilities of rows int32[B, S + 1] but their first.
+  """Log-probabilities float32[B, S] of all but the first id of each row.
+
+  The rows are int32[B, S + 1].
 
   S is a power of two of at least `_SMALLEST`: a whole number of blocks.
   """
@@ -134,7 +137,7 @@ def _log_probs(
 
 
 def _padded(rows: Sequence[Sequence[int]], begin: int = 0) -> Any:
-  """int32[B, begin + S] of rows of ids, 0 behind each end."""
+  """Rows of ids as int32[B, begin + S], padded with 0."""
   width = begin + _width(rows, begin)
   return padded(rows, padded_rows(len(rows)), width)[0]
 

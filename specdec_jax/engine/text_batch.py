@@ -29,7 +29,7 @@ from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation
 
-STOP_STRING_ROUNDS = 4  # after which the host looks for a stop string
+STOP_STRING_ROUNDS = 4  # rounds after which the host looks for a stop string
 
 
 class Limits(NamedTuple):
@@ -38,10 +38,10 @@ class Limits(NamedTuple):
   Attributes:
     max_input_len: tokens that an input may have, its end included.
     max_decode_len: tokens that an output may have, its end included.
-    vocab_size: of the network; ids past the tokenizer's have no text.
-    has_encoder: where False, the decoder begins with the text itself.
-    bos_id: then put in front of each text; None is nothing.
-    batch_multiple: what the number of rows is rounded up to.
+    vocab_size: ids of the network; ids past the tokenizer's have no text.
+    has_encoder: if False, the decoder begins with the text itself.
+    bos_id: without an encoder, the id put in front of each text; None is none.
+    batch_multiple: the number of rows is rounded up to a multiple of this.
   """
 
   max_input_len: int
@@ -52,9 +52,10 @@ class Limits(NamedTuple):
   batch_multiple: int = 1
 
   def around(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids before and behind a text as the target reads it.
+    """Ids before and after a text as the target reads it.
 
-    For an encoder it ends; where a text ends, a decoder goes on.
+    An encoder's text ends with the end of sequence. A decoder's does not: the
+    decoder continues the text.
     """
     if self.has_encoder:
       return [], [tokenizer.eos_id]
@@ -62,7 +63,7 @@ class Limits(NamedTuple):
 
 
 def without_end(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
-  """Ids of a text, or those given, without their end of sequence."""
+  """The ids of a text, or the given ids, without an end of sequence."""
   if isinstance(text, str):
     return tokenizer.encode(text)
   ids = [int(token) for token in text]
@@ -87,11 +88,11 @@ class TextBatch:
   """One batch of texts on its way through the engine.
 
   Attributes:
-    options: what is asked of them.
+    options: what the caller asked for.
     rows: indices of the texts that are decoded.
-    request: what is asked of the loops, one row for each of these and some
-      more; missing where there are none.
-    passed_over: index -> completion of the texts that are not decoded at all.
+    request: what the loops are asked: one row for each of these texts, and
+      padding rows. There is no such attribute if no text is decoded.
+    passed_over: index -> completion of each text that is not decoded at all.
   """
 
   def __init__(
@@ -117,11 +118,11 @@ class TextBatch:
 
   @property
   def num_rows(self) -> int:
-    """Of the request, unless it is given more."""
+    """The least number of rows of the request."""
     return rounded_up(padded_rows(len(self.rows)), self.batch_multiple)
 
   def _encode(self, index: int, text: str | Sequence[int]) -> list[int]:
-    """Ids as the model reads them; empty where nothing is to be decoded."""
+    """Ids as the model reads them; empty if the text is not to be decoded."""
     tokenizer, limits = self._tokenizer, self._limits
     limit = limits.max_input_len
     if not isinstance(text, str):
@@ -155,7 +156,7 @@ class TextBatch:
     """Ids as a list of ints.
 
     Raises:
-      ValueError: one is outside the vocabulary.
+      ValueError: an id is outside the vocabulary.
     """
     found = [int(token) for token in ids]
     size = self._limits.vocab_size
@@ -167,13 +168,13 @@ class TextBatch:
     return found
 
   def _prompts(self, encoded) -> list[list[int]] | None:
-    """What the decoder of each row begins with; None is the start token."""
+    """Ids that each decoder row begins with; None is only the start token."""
     prompts = self.options.prompts
     if not self._limits.has_encoder:
       if prompts is not None:
         raise ValueError(
-          'This model has no encoder: its texts are its prompts. Put what the'
-          ' output shall begin with at the end of the text.'
+          'This model has no encoder: its texts are its prompts. Put the words'
+          ' that the output is to begin with at the end of the text.'
         )
       return encoded
     if prompts is None:
@@ -186,10 +187,10 @@ class TextBatch:
     return [[START_ID, *ids] for ids in found]
 
   def request_in(self, batch: int) -> Request:
-    """What is asked, in so many rows: `num_rows`, or more without a text."""
+    """The request with `batch` rows: `num_rows` or more, the rest padding."""
     limits, options = self._limits, self.options
     encoded, gamma = self._encoded, self._gamma
-    # Arrays of the host: a program's call moves them to the device together.
+    # NumPy arrays: the call of a program moves them to the device together.
     prompt: Any = None
     prompt_length: Any = None
     prompts = self._prompts(encoded)
@@ -197,7 +198,7 @@ class TextBatch:
       # One more than a power of two: the last token is read by the first round.
       longest = max(map(len, prompts)) - 1
       width = max(SMALLEST_PROMPT, next_power_of_two(longest))
-      if not limits.has_encoder:  # the texts, which are no longer than this
+      if not limits.has_encoder:  # prompts are texts, which have this limit
         width = min(width, limits.max_input_len - 1)
       prompt, prompt_length = padded(prompts, batch, 1 + width)
     inputs: Any = np.zeros((batch, 1), np.int32)
@@ -213,7 +214,7 @@ class TextBatch:
           f' max_decode_len = {max_length}.'
         )
       max_length = options.max_length
-    lenience: Any = None  # another program than that of any number
+    lenience: Any = None  # its program differs from that of all numbers
     if gamma and options.lenience != 1:
       lenience = np.asarray(options.lenience, np.float32)
     budgets = np.zeros((batch,), np.int32)
@@ -227,7 +228,7 @@ class TextBatch:
       stop_ids=self._stop_ids(),
       min_length=options.min_length,
       max_length=budgets,
-      # Of all texts, also of those that are not decoded.
+      # From all texts, including those that are not decoded.
       greedy=options.sampling.greedy,
       with_log_probs=options.log_probs,
       prompt=prompt,
@@ -276,11 +277,11 @@ class TextBatch:
   def with_stop_strings(
     self, reasons: np.ndarray, produced: Mapping[int, np.ndarray]
   ) -> np.ndarray:
-    """Finish reasons, int32[B], with those of rows that hold a stop string.
+    """Finish reasons, int32[B], after looking for stop strings.
 
     Args:
       reasons: int32[B], before.
-      produced: row -> its tokens so far, of the rows that have a text.
+      produced: row -> its tokens so far, for the rows that have a text.
     """
     reasons = np.array(reasons)
     for row, tokens in produced.items():
@@ -298,7 +299,7 @@ class TextBatch:
     return [found[i] for i in range(self._num_texts)]
 
   def completion(self, generation: Generation, row: int) -> Completion:
-    """One row of a `Generation` on the host, whichever it was decoded in."""
+    """The completion of one row of a `Generation` on the host."""
     one = from_generation(generation, row, self._tokenizer)
     if self.request.lenience is not None:
       one = dataclasses.replace(one, lossless=False)
@@ -306,12 +307,12 @@ class TextBatch:
 
   @property
   def batch_multiple(self) -> int:
-    """`Limits.batch_multiple` of the engine's."""
+    """`Limits.batch_multiple` of the engine."""
     return self._limits.batch_multiple
 
 
 def check_texts(texts: Any) -> None:
-  """Raises ValueError unless it is a sequence of texts or of their ids."""
+  """Raises ValueError unless it is a sequence of strings or lists of ids."""
   if isinstance(texts, str):
     raise ValueError(
       f'texts must be a sequence of strings, got one string: {texts!r}.'

@@ -2,8 +2,8 @@
 
 `record` decodes one text and keeps what the drafter proposed, `spell` turns the
 ids into text, `print_trace` shows them on a terminal and `trace_page` in a
-browser. No mark is colour alone: what was rejected is struck, the target's own
-is underlined, and where there is no colour brackets say it.
+browser. No mark is by colour alone: rejected tokens are struck through, the
+target's own are underlined, and without colour there are brackets.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ ACCEPTED, REJECTED, UNUSED, TARGET = 'accepted', 'rejected', 'unused', 'target'
 MEANING = {
   ACCEPTED: 'proposed by the drafter and accepted',
   REJECTED: 'proposed and rejected',
-  UNUSED: 'proposed behind a rejection, so not judged',
+  UNUSED: 'proposed after a rejection, so not judged',
   TARGET: "the target's own token",
 }
 _STYLE = {
@@ -38,14 +38,14 @@ _STYLE = {
   UNUSED: 'dim strike',
   TARGET: 'bold blue underline',
 }
-# Where there is no colour: the notation of wdiff, and one more.
+# Without colour: the notation of wdiff, and one mark more.
 _MARKS = {
   ACCEPTED: ('', ''),
   REJECTED: ('[-', '-]'),
   UNUSED: ('[~', '~]'),
   TARGET: ('{+', '+}'),
 }
-_INCOMPLETE = '\ufffd'  # stands for bytes that are no whole character
+_INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Round(Generic[Token]):
   """One round of Algorithm 1, as ids (`record`) or as text (`spell`).
 
   Attributes:
-    proposed: x_1..x_gamma; fewer where the drafter or the budget ended.
+    proposed: x_1..x_gamma; fewer if the drafter or the row's budget ended.
     num_accepted: n, the leading proposals that were kept.
-    next_token: t, the target's own; None behind an accepted stop id.
+    next_token: t, the target's own token; None after an accepted stop id.
   """
 
   proposed: Sequence[Token]
@@ -89,7 +89,7 @@ class Round(Generic[Token]):
     kinds = [ACCEPTED] * num_accepted + [REJECTED]
     kinds += [UNUSED] * (len(self.proposed) - num_accepted - 1)
     found = list(zip(kinds, self.proposed, strict=False))
-    # What was not judged comes last: a line reads as text up to there.
+    # Tokens that were not judged come last: a line reads as text up to there.
     judged, unused = found[: num_accepted + 1], found[num_accepted + 1 :]
     if self.next_token is not None:
       judged.append((TARGET, self.next_token))
@@ -101,19 +101,19 @@ def record(
 ) -> list[Round[int]]:
   """Decodes one text speculatively and returns its rounds, as ids.
 
-  The rounds are those of the engine's loop. Compiles programs of its own, for
-  they return the draft as well.
+  The rounds are those of the engine's loop. Compiles programs of its own,
+  which return the draft as well.
 
   Args:
     engine: an `Engine` with a drafter.
     text: the input.
-    gamma: proposals a round; None is the engine's.
+    gamma: proposals per round; None is the engine's.
     **options: as for `Engine.request`. With `stop_strings` the last round
-      goes on past the string, as it was computed.
+      keeps the tokens that it produced past the string.
 
   Returns:
-    The rounds; their `kept` tokens, one after the other, are the output, a
-    stop id included. Empty for an input without tokens.
+    The rounds; their `kept` tokens, put together, are the output, a stop id
+    included. Empty for an input without tokens.
 
   Raises:
     ValueError: as for `Engine.request`, there is no drafter, or the target's
@@ -162,7 +162,7 @@ def record(
 
 
 def _step(target, drafter, params, request, state):
-  """`speculative.step`, and the draft that it judged."""
+  """Runs `speculative.step`; returns the draft that it judged as well."""
   drafts = []
 
   def judge(request, draft, *rest):
@@ -178,11 +178,11 @@ def spell(
 ) -> list[Round[str]]:
   """Returns the same rounds with each token as the text that it adds.
 
-  A token that ends inside a character adds nothing, which shows as U+FFFD
-  later; the end of sequence and padding show as '</s>' and '<pad>'.
+  A token that ends inside a character adds nothing, which is later shown as
+  U+FFFD; the end of sequence and padding become '</s>' and '<pad>'.
 
   Args:
-    rounds: of `record`.
+    rounds: the rounds as ids, from `record`.
     tokenizer: the engine's.
   """
   spelled = []
@@ -205,7 +205,7 @@ def _pieces(
   pieces = []
   text = decode(tokenizer, before).rstrip(_INCOMPLETE)
   for end, token in enumerate(ids, start=1):
-    # Of the whole text, for a piece alone would lose the blank before it.
+    # Decodes the whole text: a piece alone would lose the blank before it.
     longer = decode(tokenizer, [*before, *ids[:end]]).rstrip(_INCOMPLETE)
     pieces.append(special.get(token, longer[len(text) :]))
     text = longer
@@ -218,7 +218,7 @@ def summary(rounds: Sequence[Round]) -> str:
   accepted = sum(one.num_accepted for one in rounds)
   tested = sum(one.num_tested for one in rounds)
   unused = sum(len(one.proposed) for one in rounds) - tested
-  behind = f', {unused} more behind a rejection not judged' if unused else ''
+  behind = f', {unused} more after a rejection not judged' if unused else ''
   return (
     f'{tokens} tokens in {len(rounds)} calls of the target; {accepted} of'
     f' {tested} judged proposals accepted{behind}.'
@@ -230,7 +230,7 @@ def print_trace(
   rounds: Sequence[Round[str]],
   title: str = 'Accepted and rejected proposals',
 ) -> None:
-  """Prints a line a round; by marks where the console shows no colour."""
+  """Prints one line per round; with marks if the console shows no colour."""
   coloured = console.color_system is not None and not console.no_color
   show = _coloured if coloured else _marked
   grid = rich.table.Table.grid(padding=(0, 2))
@@ -249,7 +249,7 @@ def print_trace(
 
 
 def shown(piece: str) -> tuple[str, str]:
-  """Returns the blank before a piece, and the rest as one line can show it.
+  """Returns the blank before a piece, and the rest made fit for one line.
 
   Control characters become U+FFFD: an output must not steer a terminal.
   """

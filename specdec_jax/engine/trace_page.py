@@ -1,7 +1,7 @@
 """The trace of one generation as a self-contained HTML page.
 
-No script, and nothing from elsewhere: the page forbids itself both. All text
-of a model is escaped.
+It has no script and loads nothing from elsewhere; its security policy forbids
+both. All text of a model is escaped.
 """
 
 import html
@@ -29,7 +29,7 @@ def html_page(
   """Returns the page, for a light or a dark screen.
 
   Args:
-    rounds: of `spell`.
+    rounds: the rounds as text, from `spell`.
     title: heading and title of the page.
     source: the input text; shown if given.
     note: shown under the heading if given, such as how it was decoded.
@@ -100,7 +100,7 @@ _PAGE = """<!DOCTYPE html>
 </html>
 """
 
-# The text before <del> and <ins> is for readers of the screen aloud alone.
+# The text before <del> and <ins> is only for screen readers.
 _CSS = """:root {
   --paper: #ffffff; --ink: #1b1f24; --line: #d0d7de; --quiet: #59636e;
   --accepted: #116329; --rejected: #b3141d; --target: #0a4bb5;

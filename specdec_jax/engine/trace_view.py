@@ -12,7 +12,7 @@ import rich.text
 from specdec_jax.engine import trace, trace_page
 from specdec_jax.engine.trace import Round
 
-# Heights of a trace's frame: of a row, of what is around the rows, the most.
+# Heights of a trace's frame: one row, everything around the rows, the maximum.
 _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
 
 
@@ -22,8 +22,8 @@ class Trace:
 
   Attributes:
     source: the input.
-    rounds: in order, as text.
-    lenience: that they were accepted with; below 1 the output is lossy.
+    rounds: the rounds in order, as text.
+    lenience: lenience of the decode; below 1 the output is lossy.
   """
 
   source: str
@@ -47,7 +47,7 @@ class Trace:
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> rich.console.RenderResult:
-    """The lines of `trace.print_trace`, as that console would show them."""
+    """The lines of `trace.print_trace`, as the given console shows them."""
     system: Any = console.color_system
     page = rich.console.Console(
       file=io.StringIO(),

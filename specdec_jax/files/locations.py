@@ -1,6 +1,6 @@
 """Folders and files of a checkpoint, on this machine or in a bucket.
 
-What lies in a bucket is read through TensorStore's key-value stores, so that
+Files in a bucket are read through TensorStore's key-value stores, so that
 `gs://` needs no other package. TensorStore is imported when it is needed.
 """
 
@@ -14,18 +14,18 @@ from specdec_jax.files import shipped
 
 _SCHEME = '://'
 _FEW = 8
-# What TensorStore raises for what is not there, not allowed or broken.
+# Errors that TensorStore raises for missing, forbidden or broken data.
 STORE_ERRORS = (ValueError, RuntimeError, OSError, NotImplementedError)
-# TensorStore itself would try 32 times, for a quarter of an hour. The first
-# question, mostly what is there, tells whether there is a network; later a read
-# may meet a busy minute.
+# By default TensorStore would try 32 times, for a quarter of an hour. The first
+# request, mostly a listing, shows whether there is a network at all: it has few
+# retries. A later read may meet a busy minute: it has more.
 _FIRST = {'max_retries': 3, 'initial_delay': '1s', 'max_delay': '4s'}
 _READING = {'max_retries': 8, 'initial_delay': '1s', 'max_delay': '16s'}
-FIRST_SECONDS = 60  # in which an answer must come, or none will
-READ_SECONDS = 600
+FIRST_SECONDS = 60  # timeout of the first request
+READ_SECONDS = 600  # timeout of a read
 _ADVICE = (
-  'Check the address, the network and who may read it (`gcloud auth'
-  ' application-default login` where a bucket is not public), or copy it to'
+  'Check the address, the network and the access rights (`gcloud auth'
+  ' application-default login` for a bucket that is not public), or copy it to'
   ' this machine.'
 )
 
@@ -45,14 +45,14 @@ def open_location(path: str | os.PathLike[str]) -> 'Location':
     spec = tensorstore.KvStore.Spec(text).to_json()
   except ValueError as error:
     raise ValueError(
-      f'{text!r} is no address that TensorStore knows ({reason(error)});'
+      f'{text!r} is not an address that TensorStore knows ({reason(error)});'
       ' expected a path, gs://bucket/folder or file:///folder.'
     ) from error
   return RemoteLocation(text, spec)
 
 
 def check_path(path: Any) -> None:
-  """Raises ValueError for what names no place: a number, or nothing."""
+  """Raises ValueError for a value that cannot be a path: a number, or ''."""
   if not isinstance(path, str | os.PathLike) or not os.fspath(path):
     raise ValueError(
       'Expected a path as text, or an address such as gs://bucket/folder; got'
@@ -76,7 +76,7 @@ class Location:
     return os.path.isdir(self.path)
 
   def names(self) -> set[str]:
-    """What is directly in the folder."""
+    """Names of the files and folders directly in the folder."""
     return set(os.listdir(self.path))
 
   def child(self, name: str) -> 'Location':
@@ -89,23 +89,24 @@ class Location:
     """Bytes of the file.
 
     Raises:
-      ValueError: it is a pipe, a device or a folder; so do the next two.
+      ValueError: it is a pipe, a device or a folder; `read` and `read_all`
+        raise this too.
     """
     files.check_regular(self.path)
     return os.path.getsize(self.path)
 
   def read(self, offset: int, size: int) -> bytes:
-    """Those bytes of the file, fewer at its end."""
+    """The `size` bytes from `offset` on; fewer at the end of the file."""
     files.check_regular(self.path)
     with open(self.path, 'rb') as stream:
       stream.seek(offset)
       return stream.read(size)
 
   def read_all(self, most: int) -> bytes:
-    """The whole file, which has `most` bytes at most.
+    """The whole file, which may have at most `most` bytes.
 
     Raises:
-      ValueError: it has more.
+      ValueError: it has more bytes.
     """
     return files.read_small(self.path, most)
 
@@ -115,12 +116,12 @@ class Location:
 
 
 class RemoteLocation(Location):
-  """The same in a bucket, or wherever TensorStore's drivers reach."""
+  """A `Location` in a bucket, or wherever else TensorStore's drivers reach."""
 
   def __init__(self, url: str, spec: dict[str, Any]):
     super().__init__(url.rstrip('/'))
     self._spec = {**spec, 'path': spec.get('path', '').rstrip('/')}
-    # Asked once: a listing takes a bucket some time.
+    # Kept, because listing a bucket takes some time.
     self._names: set[str] | None = None
     self._size: int | None = None
 
@@ -145,7 +146,7 @@ class RemoteLocation(Location):
     return RemoteLocation(os.path.dirname(self.path), spec)
 
   def size(self) -> int:
-    """Bytes of the object; found by bisection, since stores do not tell it."""
+    """Bytes of the object; found by bisection, as stores do not give them."""
     if self._size is None:
       above = 1
       while self._holds(above - 1):
@@ -175,7 +176,7 @@ class RemoteLocation(Location):
     return {**self._spec, 'path': f'{self._spec["path"]}/'}
 
   def _holds(self, position: int) -> bool:
-    """Whether the object has a byte there."""
+    """Whether the object has a byte at this position."""
     return bool(self._read(position, position + 1))
 
   def _read(self, start: int, stop: int | None, first: bool = False) -> bytes:
@@ -190,7 +191,7 @@ class RemoteLocation(Location):
   def _ask(
     self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
   ) -> Any:
-    """The store's answer, None where nothing is; `first` waits less for it."""
+    """The store's answer, None if nothing is there; `first` waits less long."""
     import tensorstore
 
     context = _context(_FIRST) if first else reading()
@@ -220,7 +221,7 @@ def _context(retries: dict[str, Any]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-  """One line of a message of TensorStore's, without its specification."""
+  """The first line of a TensorStore error, without the specification in it."""
   if isinstance(error, TimeoutError):
     return 'no answer came'
   lines = str(error).partition(' [')[0].splitlines()
@@ -228,7 +229,7 @@ def reason(error: BaseException) -> str:
 
 
 def few(names: Any) -> str:
-  """The first of some names, for a message."""
+  """The first few of many names, for a message."""
   names = sorted(names)
   more = f' and {len(names) - _FEW} more' if len(names) > _FEW else ''
   return ', '.join(names[:_FEW]) + more if names else 'nothing'

@@ -1,7 +1,7 @@
-"""Text by line, of files and pipes that may be broken, hostile or without end.
+"""Reads text line by line, from files and pipes that may be broken or endless.
 
-Lines say by themselves what is wrong with them, and neither a line nor a file
-without an end is held in memory.
+A line that is wrong has an error that says why. Neither an endless line nor an
+endless file is kept in memory.
 """
 
 import codecs
@@ -16,31 +16,32 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from specdec_jax.files import shipped
 
-MAX_LINE = 4 << 20  # bytes of a line; a longer one is that line's error
-# Of a pipe, which may have no end; a file has one.
+MAX_LINE = 4 << 20  # most bytes of a line; a longer line has an error
+# Limits of a pipe, which may have no end (a file has one).
 MAX_PIPE = 1 << 30  # bytes
 MAX_PIPE_LINES = 10_000_000
-# Text packs 3 to 20 times smaller; what gzip can do at most is a thousand.
+# Most times that a .gz file may grow: text packs 3 to 20 times smaller, and
+# gzip a thousand times at most.
 MAX_RATIO = 200
-_FREE = 16 << 20  # unpacked bytes from which on the ratio counts
+_FREE = 16 << 20  # up to so many unpacked bytes the ratio does not matter
 _CHUNK = 1 << 16
 _PIECE = 1 << 12
-_SHOWN = 200  # bytes that stand for a line that is too long
+_SHOWN = 200  # bytes kept of a line that is too long
 _PATIENCE_MS = 2000
 T = TypeVar('T')
 
 
 class BrokenOff(ValueError):
-  """A file that cannot be read to its end, though lines of it could."""
+  """A file that cannot be read to its end, although some of its lines could."""
 
 
 class TextLine(NamedTuple):
   """A line of a text file.
 
   Attributes:
-    text: what the file has; U+FFFD stands for bytes that are no UTF-8, and of a
-      line that is too long this is the beginning.
-    error: why it cannot be used, or None.
+    text: the text in the file; U+FFFD stands for bytes that are not UTF-8. If
+      the line is too long, only its beginning.
+    error: why the line cannot be used, or None.
   """
 
   text: str
@@ -50,18 +51,19 @@ class TextLine(NamedTuple):
 def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
   """Yields the lines of a text file, plain or `.gz`, or of a pipe.
 
-  Only a line feed ends a line; a last one without it counts. A byte order mark
-  at the beginning and carriage returns before line feeds are no text. Whatever
-  comes, little of it is held at a time: see `MAX_LINE`, `MAX_PIPE`,
-  `MAX_PIPE_LINES` and `MAX_RATIO`.
+  Only a line feed ends a line; a last line without a line feed counts. A byte
+  order mark at the beginning and carriage returns before line feeds are left
+  out. Whatever the input is, only little of it is held at a time: see
+  `MAX_LINE`, `MAX_PIPE`, `MAX_PIPE_LINES` and `MAX_RATIO`.
 
   Args:
     path: a file or a named pipe; '-' is stdin.
 
   Raises:
-    ValueError: nothing can be read there, or it is more than the bounds allow.
-    BrokenOff: it cannot be read on after the lines so far, such as compressed
-      data that are damaged or cut short; the line it breaks off in is lost.
+    ValueError: nothing can be read there, or it is more than the limits allow.
+    BrokenOff: after the lines so far the rest cannot be read, for example
+      because compressed data are damaged or cut short; the line in which the
+      file breaks off is lost.
   """
   path = os.fspath(path)
   number = 0
@@ -83,7 +85,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
     if number:
       raise BrokenOff(
         f'{path!r} could not be read on after line {number}: {why}. It is'
-        ' damaged or cut short; copy it again from where it came.'
+        ' damaged or cut short; copy it again from its source.'
       ) from error
     raise ValueError(
       f'{path!r} could not be read as text: {why}. Expected UTF-8 text, plain'
@@ -92,10 +94,10 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
 
 
 def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
-  """Yields the texts of `lines`, where all of them must be right.
+  """Yields the texts of `lines`; every line must be usable.
 
   Raises:
-    ValueError: as `lines`; or a line cannot be used, with its number.
+    ValueError: as for `lines`; or a line cannot be used, with its number.
   """
   for number, line in enumerate(lines(path), 1):
     if line.error is not None:
@@ -104,10 +106,12 @@ def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def until_broken(found: Iterator[T]) -> tuple[list[T], str | None]:
-  """All that comes of a file before it breaks off, and why it did.
+  """All items read from a file before it breaks off, and why it broke off.
+
+  The reason is None if the file was read to its end.
 
   Raises:
-    ValueError: as `lines`; also where nothing came before it broke off.
+    ValueError: as for `lines`; also if the file breaks off before any item.
   """
   kept: list[T] = []
   try:
@@ -121,16 +125,17 @@ def until_broken(found: Iterator[T]) -> tuple[list[T], str | None]:
 
 
 def writable(text: str) -> str:
-  """A text that can be written: U+FFFD in the place of lone surrogates.
+  """The text with U+FFFD in place of lone surrogates; it can be written.
 
-  They stand for no character, and no UTF-8 holds them; JSON's escapes do.
+  Lone surrogates are not characters. UTF-8 cannot hold them, but JSON's escapes
+  can.
   """
   return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
-  """A file or pipe to be read, and whether it is one that may have no end."""
+  """A stream to read, and whether it is a pipe, which may have no end."""
   if path == '-':
     yield sys.stdin.buffer, True
     return
@@ -145,7 +150,7 @@ def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
     with open(path, 'rb', buffering=0) as stream:
       yield stream, False
     return
-  # Opened so, it does not wait for a writer, of whom there may be none.
+  # Non-blocking: otherwise `open` would wait for a writer, maybe forever.
   handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
   with os.fdopen(handle, 'rb', buffering=0) as stream:
     something = select.poll()
@@ -173,26 +178,26 @@ def _bounded(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
 
 def _endless(path: str, most: str) -> ValueError:
   return ValueError(
-    f'More than {most} came from {path!r}, which may have no end; what is that'
-    ' much belongs in a file.'
+    f'More than {most} came from {path!r}, which may have no end; put so much'
+    ' text in a file.'
   )
 
 
 def _unpacked(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
-  """The contents of gzip data, all that lie before a damaged place."""
+  """Unpacks gzip data, up to the place where they are damaged."""
   inflate = None
   taken, given = 0, 0
   for data in chunks:
     taken += len(data)
     while data:
       if inflate is not None and inflate.eof:
-        data = data.lstrip(b'\0')  # may pad a member
+        data = data.lstrip(b'\0')  # padding of a member
         if not data:
           break
       if inflate is None or inflate.eof:
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
       piece = b'-' * _PIECE
-      # A full piece may be followed by more, of nothing but what was taken.
+      # After a full piece more may follow, even if all data have been taken.
       while not inflate.eof and (data or len(piece) == _PIECE):
         before = inflate.copy()
         try:
@@ -204,7 +209,7 @@ def _unpacked(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
         if given > _FREE + MAX_RATIO * taken:
           raise ValueError(
             f'{path!r} unpacks to more than {MAX_RATIO} times its size, which'
-            ' text does not; unpack it (gunzip) if it is right.'
+            ' text does not do; if the file is right, unpack it with gunzip.'
           )
         yield piece
         data = inflate.unconsumed_tail
@@ -215,7 +220,7 @@ def _unpacked(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
 
 
 def _byte_by_byte(inflate: Any, data: bytes) -> Iterator[bytes]:
-  """What can be unpacked before a damaged place."""
+  """Unpacks data byte by byte, up to the place where they are damaged."""
   piece = b'-'
   with contextlib.suppress(zlib.error):
     while data or piece:
@@ -225,7 +230,7 @@ def _byte_by_byte(inflate: Any, data: bytes) -> Iterator[bytes]:
 
 
 def _split(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, int]]:
-  """Each line's first `MAX_LINE` + 1 bytes, and how many it has."""
+  """Each line's first `MAX_LINE` + 1 bytes, and how many bytes it has."""
   line, size = bytearray(), 0
   for chunk in chunks:
     for at, piece in enumerate(chunk.split(b'\n')):

@@ -1,4 +1,4 @@
-"""Whether a path is a file at all, and no larger than what it should be."""
+"""Checks that a path is a regular file, and not larger than it should be."""
 
 import os
 import stat
@@ -13,17 +13,17 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-  """Raises ValueError for what is there and no file, or no folder of files.
+  """Raises ValueError if something at `path` is not a regular file.
 
-  To read a pipe or a socket waits for whoever writes it, and a device may have
-  no end. What is missing passes: to open it says so.
+  Reading a pipe or a socket would wait for its writer, and a device may have no
+  end. A missing file raises nothing here: opening it will.
   """
   try:
     mode = os.stat(path).st_mode
   except OSError:
     return
   if not stat.S_ISREG(mode):
-    kind = _KINDS.get(stat.S_IFMT(mode), 'no file')
+    kind = _KINDS.get(stat.S_IFMT(mode), 'not a file')
     raise ValueError(
       f'{os.fspath(path)!r} is {kind}; expected a regular file. Copy its'
       ' contents to one.'
@@ -31,11 +31,11 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def check_all_regular(folder: str | os.PathLike[str]) -> None:
-  """`check_regular` for all that lies in a folder, links to folders apart."""
+  """`check_regular` for all files below a folder; skips links to folders."""
   try:
     entries = list(os.scandir(folder))
   except OSError:
-    return  # to open what should be there says so
+    return  # opening the files will raise
   for entry in entries:
     if entry.is_dir(follow_symlinks=False):
       check_all_regular(entry.path)
@@ -48,10 +48,11 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
 
   Args:
     path: the file.
-    most: bytes that it may have.
+    most: the most bytes that it may have.
 
   Raises:
-    ValueError: it is no regular file, or larger; gives both sizes.
+    ValueError: it is not a regular file, or is larger; then the message gives
+      both sizes.
     OSError: it is missing or may not be read.
   """
   check_regular(path)
@@ -65,5 +66,5 @@ def check_size(what: str | os.PathLike[str], size: int, most: int) -> None:
   if size > most:
     raise ValueError(
       f'{os.fspath(what)!r} has {size} bytes, expected at most {most}: it is'
-      ' another file than its name says.'
+      ' not the kind of file that its name says.'
     )

@@ -1,27 +1,28 @@
-"""Whether what lies on disk is of this very run: one comparison for all.
+"""Checks whether files on disk belong to this run, by comparing settings.
 
-A run writes what decides its result beside it, as JSON. Who finds such a
-description compares it with his own; where they differ, nothing is mixed.
+A run writes the settings that decide its result beside the result, as JSON. A
+later run compares these settings with its own; if they differ, it raises an
+error instead of mixing results.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-_SHOWN = 5  # differences in a message
-_LONGEST = 200  # characters of a value in it
+_SHOWN = 5  # most differences in a message
+_LONGEST = 200  # most characters of a value in a message
 
 
 class OtherRunError(ValueError):
-  """What was found is of another run; the text says what differs."""
+  """Files that were found belong to another run; the text says what differs."""
 
 
 def differences(before: Any, now: Any, name: str = '') -> list[str]:
-  """Says where two JSON values differ, one text a place with both values.
+  """Lists where two JSON values differ, each with its place and both values.
 
-  Tuples are lists here, as in a file, and what JSON does not know is its text.
-  A key that is missing is as one of None: a setting that came later and is not
-  in use changes nothing.
+  Both are first converted to JSON: tuples become lists, and objects that JSON
+  does not know become text. A missing key equals a key with None, so that a
+  new setting that is not in use makes no difference.
   """
   return _differences(_plain(before), _plain(now), name)
 
@@ -29,13 +30,13 @@ def differences(before: Any, now: Any, name: str = '') -> list[str]:
 def check(
   before: Any, now: Mapping[str, Any], what: str, what_to_do: str
 ) -> None:
-  """Raises OtherRunError unless what was found is of this run.
+  """Raises OtherRunError unless the settings that were found are this run's.
 
   Args:
     before: the settings that were found.
-    now: this run's.
-    what: where which settings were found, the beginning of a sentence.
-    what_to_do: sentences for the user.
+    now: this run's settings.
+    what: which settings were found and where, as the beginning of a sentence.
+    what_to_do: sentences that tell the user what to do.
   """
   if not (found := differences(before, now)):
     return

@@ -1,4 +1,4 @@
-"""Writing whole or not at all, and checksums that are kept with the data."""
+"""Writes files whole or not at all, with checksums that are kept in them."""
 
 import contextlib
 import hashlib
@@ -7,14 +7,14 @@ import os
 import tempfile
 from typing import Any
 
-_SEAL = b'sha256 '  # begins the line above what is sealed
+_SEAL = b'sha256 '  # begins the first line of a sealed file
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-  """Replaces `path` by `data`; a crash or a full disk leaves the old file.
+  """Replaces the file with `data`; after a crash the old file is still there.
 
-  The bytes go to a temporary file in the same folder, reach the disk, and are
-  then renamed onto `path`.
+  The bytes are written to a temporary file in the same folder; when they are on
+  the disk, it is renamed to `path`.
 
   Raises:
     OSError: the folder is missing or not writable, or the disk is full.
@@ -29,7 +29,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
       stream.write(data)
       stream.flush()
       os.fsync(stream.fileno())
-    # mkstemp makes files private; a result is as readable as any other file.
+    # mkstemp makes files private; results should have the usual permissions.
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(temporary, 0o666 & ~umask)
@@ -41,36 +41,36 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 class BrokenFileError(ValueError):
-  """A sealed file is not as it was written; the text names it and says why."""
+  """A sealed file is missing or was changed; the text names it and says why."""
 
 
 def write_sealed(
   path: str | os.PathLike[str], data: bytes, of: str = ''
 ) -> None:
-  """Writes `data` below a line with their checksum, whole or not at all.
+  """Writes a line with a checksum, then `data`; whole or not at all.
 
   Args:
-    path: is replaced.
-    data: any.
-    of: what they are a part of. It counts in the checksum without being
-      written: a sealed file of something else does not pass for this one.
+    path: the file; it is replaced.
+    data: any bytes.
+    of: a text that says what the data belong to. It is part of the checksum,
+      but not written, so that a sealed file of something else is not accepted.
 
   Raises:
-    OSError: as `write_atomically`.
+    OSError: as for `write_atomically`.
   """
   write_atomically(path, _seal(data, of) + b'\n' + data)
 
 
 def read_sealed(path: str | os.PathLike[str], of: str = '') -> bytes:
-  """What `write_sealed` wrote.
+  """Reads data that `write_sealed` wrote.
 
   Raises:
-    BrokenFileError: the file is missing or cannot be read, has no checksum, or
-      one that does not fit.
+    BrokenFileError: the file is missing or cannot be read, or it has no
+      checksum, or a wrong one.
   """
   path = os.fspath(path)
   if os.path.exists(path) and not os.path.isfile(path):
-    raise BrokenFileError(f'{path} is no file')  # a pipe would be waited for
+    raise BrokenFileError(f'{path} is not a file')  # reading a pipe would wait
   try:
     with open(path, 'rb') as stream:
       found = stream.read()
@@ -105,10 +105,10 @@ def write_json(
   """Writes a value as JSON, whole or not at all; makes its folder.
 
   Args:
-    path: is replaced.
-    value: what `json.dumps` takes.
-    indent: blanks a level.
-    **options: further ones of `json.dumps`, such as sort_keys.
+    path: the file; it is replaced.
+    value: any value that `json.dumps` accepts.
+    indent: spaces per level.
+    **options: further options of `json.dumps`, such as sort_keys.
 
   Raises:
     OSError: the folder cannot be made or written, or the disk is full.

@@ -1,9 +1,9 @@
-"""Decoding files of lines, and tasks; what scripts/decode.py runs.
+"""Decodes files of lines, and tasks, for scripts/decode.py.
 
-`DecodeConfig` describes a run over lines, which compares both ways of decoding,
-and `decode` does it. `TaskConfig` describes a run over a task as T5X users know
-it, and `decode_task` does it. Both can be killed and go on where they were.
-`look` is a first look at a pair.
+`DecodeConfig` describes a run over lines, which compares plain and speculative
+decoding, and `decode` runs it. `TaskConfig` describes a run over a task as T5X
+users know it, and `decode_task` runs it. Both can be killed and resumed. `look`
+is a first look at a pair.
 """
 
 from specdec_jax.infer.failures import AllFailedError

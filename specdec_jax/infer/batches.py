@@ -1,7 +1,7 @@
-"""The loop over batches: every way in turn, finished chunks kept.
+"""The loop over batches: runs all ways alternately, keeps finished chunks.
 
-A way is plain decoding, speculative decoding or scoring. All of them give
-`Completion`s, so one loop, one kind of chunk and one summary serve them.
+A way is plain decoding, speculative decoding or scoring. All ways return
+`Completion`s, so that they share one loop, one kind of chunk and one summary.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class Item:
   Attributes:
     number: its place among the results.
     source: the input, as text or as ids.
-    example_id: what its random numbers derive from, with the seed.
+    example_id: its random numbers derive from this and the seed.
     prompt: ids that the output begins with; None is none.
-    target: ids that are scored.
+    target: ids to score.
   """
 
   number: int
@@ -53,9 +53,9 @@ class Way(Protocol):
   """One way from items to results.
 
   Attributes:
-    fixed: whether each of its runs takes a batch of the same size; otherwise
-      it takes any number of items at once.
-    pool_stats: of the last run, where it knows.
+    fixed: whether each run takes a batch of the same size; otherwise a run
+      takes any number of items.
+    pool_stats: stats of the last run in a pool; None if there is no pool.
   """
 
   @property
@@ -65,7 +65,7 @@ class Way(Protocol):
   def pool_stats(self) -> PoolStats | None: ...
 
   def warmup(self, items: Sequence[Item]) -> float:
-    """Compiles what `run` needs; seconds, 0.0 if nothing was to be done."""
+    """Compiles what `run` needs; returns seconds, 0.0 if it needs nothing."""
     ...
 
   def run(self, items: Sequence[Item]) -> list[Completion]:
@@ -78,14 +78,14 @@ class Decoding:
   """Plain or speculative decoding by an engine.
 
   Attributes:
-    engine: that decodes.
+    engine: the engine that decodes.
     speculative: whether its drafter helps.
     sampling: how tokens are drawn.
-    seed: with an item's `example_id`, what its random numbers derive from.
+    seed: an item's random numbers derive from this and its `example_id`.
     log_probs: whether log-probabilities are wanted.
-    lenience: of the speculative way; below 1 it is lossy.
-    slots: of continuous batching; None decodes fixed batches.
-    stop_strings: that end an output.
+    lenience: lenience of speculative decoding; below 1 it is lossy.
+    slots: settings of continuous batching; None decodes fixed batches.
+    stop_strings: strings that end an output.
   """
 
   engine: Engine
@@ -114,7 +114,7 @@ class Decoding:
     return getattr(self._decoder, 'stats', None)
 
   def warmup(self, items: Sequence[Item]) -> float:
-    """Compiles the engine's program for such a batch."""
+    """Compiles the engine's program for a batch like this."""
     return self._decoder.warmup(_sources(items), **self._options(items))
 
   def run(self, items: Sequence[Item]) -> list[Completion]:
@@ -127,7 +127,7 @@ class Decoding:
       **dataclasses.asdict(self.sampling),
       'seed': self.seed,
       'example_ids': [item.example_id for item in items],
-      'on_too_long': 'truncate',  # where it is an error, no such item is left
+      'on_too_long': 'truncate',  # if it is an error, such items are left out
     }
     if self.slots is None:
       options['batch_size'] = max(1, len(items))
@@ -143,7 +143,7 @@ class Decoding:
 
 
 class Scoring:
-  """Scores each item's target; the result looks as if it had been decoded."""
+  """Scores each item's target; results have the form of decoded outputs."""
 
   fixed = True
   pool_stats = None
@@ -155,7 +155,7 @@ class Scoring:
     self._known: set[tuple[int, ...]] = set()
 
   def warmup(self, items: Sequence[Item]) -> float:
-    """Compiles and runs the program for such a batch."""
+    """Compiles and runs the program for a batch like this."""
     shape = scoring.shapes(self._network, *self._pairs(items))
     if shape in self._known:
       return 0.0
@@ -173,7 +173,7 @@ class Scoring:
     ]
 
   def _pairs(self, items: Sequence[Item]) -> tuple[list[Any], list[Any]]:
-    inputs: list[Any] = _sources(items)  # an encoder's end by themselves
+    inputs: list[Any] = _sources(items)  # those for an encoder have their end
     if not self._network.has_encoder:
       inputs = [self._engine.input_ids(source) for source in inputs]
     return inputs, [item.target for item in items]
@@ -196,7 +196,7 @@ def _scored(item: Item, score: scoring.Score) -> Completion:
 
 
 def engine_identity(engine: Engine) -> dict[str, Any]:
-  """What of an engine decides its outputs, as JSON has it."""
+  """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
   return {
     'models': dict(engine.fingerprints),
@@ -219,15 +219,15 @@ def run_all(
   period: int,
   console: rich.console.Console,
 ) -> dict[str, report.Mode]:
-  """Runs all items, batch by batch, each way in turn.
+  """Runs all items, batch by batch, with all ways alternately.
 
   Args:
-    items: in order; what is in a batch depends on nothing else.
-    folder: where chunks are kept; None keeps none.
-    done: number -> chunk, as it was kept; these are not run again.
+    items: the items in order, which alone decides the batches.
+    folder: folder that chunks are kept in; None keeps none.
+    done: number -> chunk that was kept; these chunks are not run again.
     ways: name -> way.
-    rows: items of a batch; a way that is not `fixed` takes a chunk at once.
-    period: batches of a chunk; each is kept when it is done.
+    rows: items per batch; if no way is `fixed`, a batch is a whole chunk.
+    period: batches per chunk; each chunk is kept when it is done.
     console: shows progress if it is a terminal.
 
   Returns:
@@ -276,15 +276,16 @@ def run_all(
 def _run_batch(
   way: Way, batch: Sequence[Item], rows: int, mode: report.Mode
 ) -> None:
-  """Runs one batch one way and adds what came to `mode`."""
+  """Runs one batch with one way and adds the results to `mode`."""
   padded = list(batch)
   if way.fixed:
-    # A shorter last batch would compile anew; its last item fills it up.
+    # Filled up with its last item: a shorter last batch would need another
+    # program.
     padded += [batch[-1]] * (rows - len(batch))
   seconds = way.warmup(padded)
   mode.compile_seconds += seconds
   if seconds > 0 and way.fixed:
-    # The first run of a program also pays for what is compiled around it.
+    # Not timed: the first run also compiles the code around the program.
     way.run(padded)
   if mode.first_output_seconds is None:
     mode.first_output_seconds = environment.seconds_since_start()

@@ -1,4 +1,4 @@
-"""How a run decodes: its ways, and how many tokens a calibration says pay."""
+"""The ways of a run, and its gammas by a calibration."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,18 +18,18 @@ def choose_gammas(
   engine: Engine,
   console: rich.console.Console,
 ) -> Mapping[int, int] | None:
-  """Sets the engine's gamma as it was measured to be best, if it was.
+  """Sets the engine's gamma to the best one of a calibration, if there is one.
 
   Args:
-    measured: the run's calibration, if it has one.
-    config: of the run.
-    engine: whose `gamma` is set where speculation pays.
-    console: is told what was chosen.
+    measured: the run's calibration, or None.
+    config: configuration of the run.
+    engine: the engine; its `gamma` is set if speculation pays.
+    console: gets lines about the choice.
 
   Returns:
-    Rows -> gamma: for as many rows as are decoded together, and where the
-    batching is continuous also for fewer, as are left at its end; 0 decodes
-    plainly. None without a calibration.
+    Rows -> gamma: for the rows that are decoded together, and with continuous
+    batching also for fewer rows, which are left at its end; 0 decodes plainly.
+    None without a calibration.
 
   Raises:
     calibration.CalibrationError: it is of other models or of another device.
@@ -70,7 +70,7 @@ def choose_gammas(
 
 
 def pays(gammas: Mapping[int, int] | None) -> bool:
-  """Whether anything is to be decoded with the drafter's help."""
+  """Whether any number of rows is to be decoded with the drafter's help."""
   return gammas is None or any(gammas.values())
 
 
@@ -79,12 +79,12 @@ def ways(
   engine: Engine,
   gammas: Mapping[int, int] | None,
 ) -> dict[str, Way]:
-  """The ways of a run by their names, with what was chosen.
+  """The ways of a run by their names, with the chosen gammas.
 
   Args:
-    config: of the run.
-    engine: that decodes or scores.
-    gammas: what `choose_gammas` gave.
+    config: configuration of the run.
+    engine: the engine that decodes or scores.
+    gammas: result of `choose_gammas`.
   """
   slots = config.slots
   if slots is not None and gammas is not None:

@@ -1,8 +1,8 @@
 """Examples of a run over a task: of a registered task, or of a file.
 
-An example is a dict as `tasks.examples` gives it: ids of 'inputs' and
-'targets', their texts as 'inputs_pretokenized' and 'targets_pretokenized', and
-whatever else comes along. A file needs no TensorFlow.
+An example is a dict from `tasks.examples`: ids of 'inputs' and 'targets', their
+texts as 'inputs_pretokenized' and 'targets_pretokenized', and any other
+features. A file needs no TensorFlow.
 """
 
 import itertools
@@ -26,14 +26,14 @@ Example = Mapping[str, Any]
 
 
 def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
-  """A local task for the path of a file; another name or task as it is.
+  """Makes a local task for the path of a file; returns other tasks as they are.
 
   Args:
     task: the name of a task, a local task, or the path of a file: `.tsv`
-      (inputs<TAB>targets), `.jsonl` ('inputs' and 'targets'), else an input a
-      line; each of them also as `.gz`.
-    split: what the file counts as.
-    tokenizer: of the models, for a file.
+      (inputs<TAB>targets), `.jsonl` ('inputs' and 'targets'), otherwise one
+      input per line; each of them also as `.gz`.
+    split: the split that a file is used as.
+    tokenizer: the models' tokenizer, for a file.
 
   Raises:
     ValueError: it looks like a path, but there is no such file; or a local task
@@ -48,7 +48,7 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
       if os.path.exists(task):
         raise ValueError(
           f'{task!r} is a folder, a pipe or a device. Examples are read from a'
-          ' file: a run that goes on reads them again.'
+          ' file, because a resumed run reads them again.'
         )
       raise ValueError(
         f'There is no file of examples {task!r}. Expected the path of one'
@@ -68,7 +68,7 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
 
 
 def _checked(task: LocalTask, tokenizer: Tokenizer) -> LocalTask:
-  """The task; raises ValueError where it would give other ids."""
+  """The task; raises ValueError if it would give ids of another vocabulary."""
   other = open_vocabulary(task.vocab_path)
   if other.fingerprint != tokenizer.fingerprint:
     raise ValueError(
@@ -86,7 +86,7 @@ def _checked(task: LocalTask, tokenizer: Tokenizer) -> LocalTask:
 
 
 def name_of(task: str | LocalTask) -> str:
-  """What results are called after."""
+  """The name that results are named after."""
   name = task.name if isinstance(task, LocalTask) else task
   return name.replace(os.sep, '_')
 
@@ -103,17 +103,16 @@ def load(
 
   Args:
     task: as `find` returns it.
-    split: of the task.
-    lengths: feature -> tokens at most, its end included; None cuts nothing.
-    tokenizer: of the models, for T5's own tasks.
-    shard_id: examples whose index leaves this remainder divided by
-      `num_shards` are this shard's.
-    num_shards: see `shard_id`.
+    split: split of the task.
+    lengths: feature -> the most tokens, its end included; None cuts nothing.
+    tokenizer: the models' tokenizer, for T5's own tasks.
+    shard_id: the shard has the examples with index % `num_shards` == shard_id.
+    num_shards: how many shards there are.
 
   Returns:
-    The examples, where one that is broken has a `BROKEN`, if others are not;
-    and why the file could not be read to its end, or None if it could. Then
-    these are the examples before that.
+    The examples, in which a broken one has a `BROKEN`; and why the file could
+    not be read to its end (then the examples are those before that place), or
+    None if it could.
 
   Raises:
     ValueError: there is no such task, split or data, or all of the shard's
@@ -128,7 +127,7 @@ def load(
 
 
 def check_some(found: Sequence[Example]) -> None:
-  """Raises ValueError where all examples are broken: then the task is."""
+  """Raises ValueError if all examples are broken: the task is wrong."""
   if found and all(BROKEN in example for example in found):
     raise ValueError(found[0][BROKEN])
 
@@ -139,6 +138,6 @@ def texts(example: Example) -> dict[str, Any]:
 
 
 def reference(example: Example) -> Any:
-  """The right text, or a list of several; None where there is none."""
+  """The correct text, or a list of several; None if there is none."""
   found = example.get(_REFERENCES)
   return found or example.get(TARGETS + _PRETOKENIZED) or None

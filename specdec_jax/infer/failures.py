@@ -1,4 +1,4 @@
-"""Runs of which nothing came: they fail, and say why where it can be found."""
+"""Errors for runs in which nothing could be decoded, with the likely reason."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_NAMED = 5  # arrays in a message
+_NAMED = 5  # most arrays in a message
 
 
 class AllFailedError(ValueError):
-  """Not one example of a run could be decoded."""
+  """No example of a run could be decoded."""
 
 
 def all_failed(
@@ -19,17 +19,18 @@ def all_failed(
   params: Any,
   output_dir: str | None,
 ) -> AllFailedError | None:
-  """What to raise when all is written, of a run of which nothing came.
+  """The error to raise after all is written, if nothing could be decoded.
 
   Args:
-    errors: of all that was tried or could not be, None where it came.
+    errors: error of each example; None for one that was decoded.
     count: examples of the run.
-    params: the engine's parameters, looked through for the reason: one read
-      of all of them, paid by a run that has failed.
-    output_dir: where the results are left, or None.
+    params: the engine's parameters, which are searched for the reason. It takes
+      one read of all of them, but only in a run that has failed.
+    output_dir: folder that the results were written to, or None.
 
   Returns:
-    The error, which quotes the first one; None where something came.
+    The error, which quotes the first of `errors`; None if something was
+    decoded.
   """
   if not errors or not all(errors):
     return None
@@ -45,8 +46,8 @@ def all_failed(
   left = ''
   if output_dir is not None:
     left = (
-      f' What came is in {output_dir!r} to be looked at, not marked as'
-      ' COMPLETED; another start makes it anew.'
+      f' The records are in {output_dir!r} for inspection, not marked as'
+      ' COMPLETED; another start makes them again.'
     )
   first = str(errors[0]).rstrip('.')
   return AllFailedError(
@@ -55,9 +56,10 @@ def all_failed(
 
 
 def nonfinite(params: Any) -> list[str]:
-  """Names of the arrays that hold a NaN or an infinity, with how many.
+  """Names of the arrays that hold NaN or infinite values, with their numbers.
 
-  Of an array that lies on several hosts this one looks through its own part.
+  Of an array that is split over several hosts only this host's part is
+  searched.
   """
   found = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -20,15 +20,15 @@ class Lines:
   """The lines of a file.
 
   Attributes:
-    config: the run; `run` sets its mode to plain where drafting does not pay.
+    config: the run; `run` sets its mode to plain if drafting does not pay.
     broken_off: why the file could not be read to its end, or None.
-    prefix: of the names of all files but the results' own.
+    prefix: prefix of the names of all files except the results' file.
   """
 
   prefix = ''
 
   def __init__(self, config: DecodeConfig):
-    """Reads them.
+    """Reads the lines.
 
     Raises:
       ValueError: the file cannot be read, or none of its lines is text.
@@ -40,14 +40,14 @@ class Lines:
 
   @property
   def broken(self) -> list[str]:
-    """Why single lines cannot be decoded."""
+    """The errors of lines that cannot be decoded."""
     return [line.error for line in self._lines if line.error]
 
   def engine(self) -> Engine:
-    """Makes the engine and counts the lines' tokens by it."""
+    """Makes the engine, and counts the lines' tokens with it."""
     config, options = self.config, {}
     if config.drafter is not None and report.SPECULATIVE in config.ways:
-      # First: where it was left out, no target need be read.
+      # First: if it was left out, the target need not be read.
       options['drafter'] = config.drafter()
     engine = config.engine(**options)
     self._limit = engine.max_input_len
@@ -72,7 +72,7 @@ class Lines:
   def identity(
     self, engine: Engine, gammas: Mapping[int, int] | None
   ) -> dict[str, Any]:
-    """Everything that decides the results, as JSON has it."""
+    """Everything that decides the results, as JSON values."""
     config = self.config
     texts = repr([(line.text, line.error) for line in self._lines])
     later = {  # than the runs that earlier versions left unfinished
@@ -96,7 +96,7 @@ class Lines:
     }
 
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
-    """A record a line; see `results`."""
+    """One record per line; see `results`."""
     return results.make_records(
       self._lines, modes, self._limit, self.config.num_samples
     )
@@ -106,7 +106,7 @@ class Lines:
     records: Sequence[Mapping[str, Any]],
     modes: Mapping[str, report.Mode],
   ) -> dict[str, Any]:
-    """What the summary says of the lines."""
+    """The summary's entries about the lines."""
     reasons = [
       reason
       for record in records
@@ -122,13 +122,13 @@ class Lines:
   def show(
     self, console: rich.console.Console, modes: Mapping[str, report.Mode]
   ) -> None:
-    """Prints some of them, decoded."""
+    """Prints some of the decoded lines."""
     count = self.config.num_samples
     texts = [line.text for line in self._lines for _ in range(count)]
     report.print_examples(console, texts, modes, self.config.num_shown)
 
   def complaint(self, summary: Mapping[str, Any]) -> str | None:
-    """What fails a run that has written its results."""
+    """Why the run fails after its results are written, or None."""
     differing = summary.get('agreement', {}).get('disagreements')
     required = self.config.require_agreement and self.config.lenience == 1
     if not (required and differing):

@@ -1,4 +1,4 @@
-"""A lock on a file that goes with the process, however that ends."""
+"""A lock on a file that is released with the process, however it ends."""
 
 import contextlib
 import os
@@ -15,10 +15,10 @@ except ImportError:  # not on Windows
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, what: str) -> Iterator[None]:
-  """Holds a lock that goes with the process, however that ends.
+  """Holds a lock that is released with the process, however it ends.
 
   Raises:
-    ValueError: another process has it; says which.
+    ValueError: another process has the lock; the message says which.
   """
   with _open_locked(path, what) as lock:
     lock.truncate(0)
@@ -45,7 +45,7 @@ def _open_locked(path: pathlib.Path, what: str) -> TextIO:
       ) from error
     except OSError:
       return lock  # a file system without locks
-    # Whoever had it may have removed the file after it was opened here.
+    # The last holder may have removed the file after it was opened here.
     with contextlib.suppress(FileNotFoundError):
       if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
         return lock

@@ -1,8 +1,8 @@
 """Several processes of one run, joined by `jax.distributed`.
 
-JAX watches them: where one ends without saying so, or never comes, it aborts
-the others, which print a trace of its internals then. So each process that was
-started has a child that does the work, and ends with one line of its own.
+JAX watches them: if one ends without saying so, or never comes, JAX aborts the
+others, which then print a trace of its internals. So each process that is
+started leaves the work to a child process, and ends with one line of its own.
 """
 
 import contextlib
@@ -16,22 +16,22 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-# After so long without a sign of life a process counts as dead.
+# A process that gives no sign of life for so long counts as dead.
 _HEARTBEAT_S = 10
 _JOIN_S = 300
-# The exit status of a process that ends because of another one.
+# The exit status of a process that ends because another one ended.
 PEER_ENDED = 3
 _CHILD = 'SPECDEC_JAX_CHILD'
 _ENDED = (
   'error: another process of this run has ended, never came, or cannot be'
   ' reached; if it ended, its own message says why. Start all of them again, as'
-  ' many as --process_count says: what is finished is kept.'
+  ' many as --process_count says: finished work is kept.'
 )
-# The exit status that shells give to what SIGTERM ended.
+# The exit status that shells report for a process ended by SIGTERM.
 TERMINATED = 128 + signal.SIGTERM
 _TERMINATED = (
-  'error: ended by SIGTERM. What was finished on disk is kept: start the same'
-  ' command again, and a run that keeps its results in a folder goes on from'
+  'error: ended by SIGTERM. Finished results on disk are kept: start the same'
+  ' command again, and a run that keeps its results in a folder is resumed'
   ' there.'
 )
 
@@ -41,8 +41,8 @@ class Processes:
   """Which of how many processes this one is.
 
   Attributes:
-    index: from 0; the first one writes what belongs to all.
-    count: of all processes.
+    index: from 0; process 0 writes the files that belong to all.
+    count: number of all processes.
   """
 
   index: int = 0
@@ -50,7 +50,7 @@ class Processes:
 
   @property
   def alone(self) -> bool:
-    """Whether there are no others."""
+    """Whether there are no other processes."""
     return self.count == 1
 
 
@@ -59,14 +59,14 @@ class Meeting:
   """How the processes find each other; T5X's flags.
 
   Attributes:
-    coordinator_address: host:port of the first process; None is found out, as
-      are the others, on TPU pods and under Slurm or Open MPI.
-    process_count: how many there are.
-    process_index: which one this is, from 0.
-    join_seconds: to wait for the others.
+    coordinator_address: host:port of the first process. If this and the next
+      two are None, JAX finds them out, on TPU pods and under Slurm or Open MPI.
+    process_count: how many processes there are.
+    process_index: which of them this is, from 0.
+    join_seconds: how long to wait for the other processes.
 
   Raises:
-    ValueError: some of the three are missing, or out of range.
+    ValueError: some of the first three are missing, or one is out of range.
   """
 
   coordinator_address: str | None = None
@@ -85,7 +85,7 @@ class Meeting:
     if len(missing) not in (0, len(given)):
       raise ValueError(
         f'Missing: {", ".join(missing)}. Give all of {", ".join(given)}, or'
-        ' --multiprocess alone where they can be found out.'
+        ' only --multiprocess if JAX can find them out.'
       )
     if address is None or count is None or self.process_index is None:
       return
@@ -105,7 +105,7 @@ class Meeting:
 
 
 def run(function: Callable[[], int]) -> int:
-  """Calls `function`, which joins the others, where their end is noticed.
+  """Calls `function`, which joins other processes, and notices if one ends.
 
   Returns:
     The exit status: the function's, or `PEER_ENDED` with a message on stderr.
@@ -119,7 +119,7 @@ def run(function: Callable[[], int]) -> int:
     print(f'{error}\n{_ENDED}', file=sys.stderr)
     status = PEER_ENDED
   if status:
-    # JAX would wait at its exit for processes that go on.
+    # A normal exit of JAX would wait for the processes that go on.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -128,18 +128,19 @@ def run(function: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-  """Inside, SIGTERM ends this process at once, with one line on stderr.
+  """Inside, SIGTERM ends this process immediately, with one line on stderr.
 
-  A compiled program may run for minutes, in which Python calls no handler, so a
-  thread ends the process. Nothing is tidied up: what is on disk is whole at any
-  moment, and the next start removes what is left over.
+  A compiled program may run for minutes, during which Python calls no signal
+  handler, so a thread ends the process. Nothing is cleaned up: files on disk
+  are whole at any moment, and the next start removes leftovers.
   """
   if threading.current_thread() is not threading.main_thread():
-    yield  # signals are the main thread's
+    yield  # only the main thread may handle signals
     return
   reader, writer = os.pipe()
   os.set_blocking(writer, False)
-  # C code writes a signal's number here when it comes, Python's handler or not.
+  # When a signal comes, C code writes its number to this pipe, even while
+  # Python runs no handler.
   handler = signal.signal(signal.SIGTERM, lambda number, frame: None)
   before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
@@ -162,18 +163,18 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def current() -> Processes:
-  """This process among those that were joined; alone where none were."""
+  """This process among those that were joined; `Processes()` if none were."""
   if not jax.distributed.is_initialized():
     return Processes()
   return Processes(jax.process_index(), jax.process_count())
 
 
 def join(meeting: Meeting) -> None:
-  """Joins the other processes; to be called before anything else of JAX.
+  """Joins the other processes; call it before any other use of JAX.
 
   Raises:
-    ValueError: nothing says how to find them, or there are not as many as the
-      flags say. Where they do not come, JAX aborts this process.
+    ValueError: the others cannot be found, or there are not as many as the
+      flags say. If they do not come, JAX aborts this process.
   """
   flags = (
     meeting.coordinator_address,
@@ -184,7 +185,8 @@ def join(meeting: Meeting) -> None:
     f'Waiting for the other processes, {meeting.join_seconds} s at most.',
     file=sys.stderr,
   )
-  # Inside of JAX no handler of Python's would run: an interrupt ends at once.
+  # Python runs no handler inside JAX's code; with the default action an
+  # interrupt ends the process immediately.
   handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
     jax.distributed.initialize(
@@ -194,8 +196,8 @@ def join(meeting: Meeting) -> None:
     )
   except (RuntimeError, ValueError) as error:
     raise ValueError(
-      f'The processes could not be joined: {str(error).rstrip(".")}. Where'
-      ' --multiprocess does not find out how, give --coordinator_address,'
+      f'The processes could not be joined: {str(error).rstrip(".")}. If'
+      ' --multiprocess cannot find the others, give --coordinator_address,'
       ' --process_count and --process_index.'
     ) from error
   finally:
@@ -216,10 +218,11 @@ def _watched() -> int:
     stdin=subprocess.PIPE,
   )
   signal.signal(signal.SIGINT, lambda number, _: child.send_signal(number))
-  # The child ends with this process: JAX takes SIGTERM there for a warning.
+  # Handled here, because JAX in the child takes SIGTERM only as a warning; the
+  # child ends with this process.
   with ending_on_sigterm():
     status = child.wait()
-  if status == -signal.SIGTERM:  # it came to both
+  if status == -signal.SIGTERM:  # both processes got the signal
     print(_TERMINATED, file=sys.stderr)
   if status == -signal.SIGABRT:
     print(_ENDED, file=sys.stderr)
@@ -228,10 +231,10 @@ def _watched() -> int:
 
 
 def _end_with_parent() -> None:
-  """Ends this process when the one that watches it is killed."""
+  """Ends this process when its parent, which watches it, is killed."""
 
   def wait():
-    os.read(0, 1)  # nothing comes, until the other end is gone
+    os.read(0, 1)  # returns only when the parent has ended
     os._exit(1)
 
   threading.Thread(target=wait, daemon=True).start()

@@ -1,6 +1,6 @@
-"""How good a pair is: BLEU of its translations, and how often drafts are kept.
+"""The quality of a pair: BLEU of its translations, and its acceptance rates.
 
-`EvaluateConfig` describes a run of scripts/evaluate.py, `evaluate` does it.
+`EvaluateConfig` describes a run of scripts/evaluate.py, `evaluate` runs it.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ class EvaluateConfig:
 
   Attributes:
     engine: makes the engine, with a drafter; called after all cheap checks.
-    eval_file: UTF-8 TSV, plain or `.gz`. All lines of one source are its
-      references, the first of them the only one of the single-reference score.
-    output_dir: where translations and numbers go; None writes nothing.
+    eval_file: UTF-8 TSV, plain or `.gz`. The targets of all lines with the same
+      source are its references; the single-reference score uses only the first.
+    output_dir: folder of translations and numbers; None writes nothing.
     overwrite: whether finished results in `output_dir` may be replaced.
     batch_size: sources decoded together.
-    temperatures: at which the acceptance rate is counted; 0 comes first, its
-      outputs are scored.
-    max_sources: only the first so many distinct sources; None is all.
-    seed: with the source's number, what all random numbers derive from.
+    temperatures: temperatures at which acceptance is counted. The first must be
+      0; its outputs are scored.
+    max_sources: uses only the first so many distinct sources; None is all.
+    seed: all random numbers derive from this and the source's number.
 
   Raises:
     ValueError: a value is outside its range.
@@ -86,17 +86,18 @@ def evaluate(
 
   Args:
     config: the evaluation.
-    beside: more files for the output folder: name -> function of its text.
-    console: where the report goes; stdout by default.
+    beside: more files for the output folder: name -> function that returns its
+      text.
+    console: where the report goes; None is stdout.
 
   Returns:
     The summary, of kind 'quality': 'bleu' (all references), 'bleu_single' (the
-    first of each source) and, for each temperature, what drafting gave.
+    first of each source) and, for each temperature, the counts of drafting.
 
   Raises:
-    ValueError: sacrebleu is missing, or the file or output folder is bad. As
-      failures.AllFailedError: no source could be decoded; what came is left
-      without a marker.
+    ValueError: sacrebleu is missing, or the file or output folder is bad. If no
+      source could be decoded, it is a failures.AllFailedError; the records are
+      written without the marker.
     OSError: the results could not be written.
   """
   console = console or rich.console.Console()
@@ -120,7 +121,7 @@ def _evaluate(
   beside: Mapping[str, Callable[[], str]],
   console: rich.console.Console,
 ) -> dict[str, Any]:
-  """`evaluate` of sources with their references."""
+  """`evaluate` for sources with their references."""
   engine = config.engine()
   sources, references = list(grouped), list(grouped.values())
   runs = {
@@ -179,7 +180,7 @@ def _bleu(
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-  """The numbers of a summary of kind 'quality'."""
+  """A table of the numbers in a summary of kind 'quality'."""
   rows: list[list[str | None]] = [
     ['distinct sources', f'{summary["sources"]:,}'],
     ['references', f'{summary["references"]:,}'],
@@ -195,7 +196,7 @@ def table(summary: Mapping[str, Any]) -> Table:
     rows += [
       [f'acceptance rate, {at}', None if rate is None else f'{rate:.3f}'],
       [
-        f'tokens a call of the target, {at}',
+        f'tokens per call of the target, {at}',
         None if per_call is None else f'{per_call:.2f}',
       ],
       [f'tokens, {at}', f'{part["tokens"]:,}'],
@@ -230,7 +231,8 @@ def _decode(
   batches = [order[at : at + size] for at in range(0, len(order), size)]
   with bar(console, f'Temperature {temperature:g}', len(batches)) as advance:
     for batch in batches:
-      # A shorter last batch would compile anew; its last source fills it up.
+      # Filled up with its last source: a shorter last batch would need another
+      # program.
       padded = [*batch, *[batch[-1]] * (size - len(batch))]
       completions = engine.generate(
         [sources[index] for index in padded],

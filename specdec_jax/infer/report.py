@@ -44,7 +44,7 @@ class Mode:
   slot_rounds: int = 0
 
   def ms_per_token(self) -> list[float | None]:
-    """Milliseconds a token, for each batch; None where it made no token."""
+    """Milliseconds per token, for each batch; None where it made no token."""
     counts = [
       sum(self.completions[index].stats.num_tokens for index in batch)
       for batch in self.batches
@@ -165,7 +165,7 @@ def _agreement(plain: Mode, speculative: Mode) -> dict[str, Any]:
 METRICS = (
   ('tokens', 'tokens', ','),
   ('calls of the target', 'target_calls', ','),
-  ('tokens a call', 'tokens_per_call', '.2f'),
+  ('tokens per call', 'tokens_per_call', '.2f'),
   ('acceptance rate', 'acceptance_rate', '.3f'),
   ('ms/token, median', 'ms_per_token_median', '.2f'),
   ('ms/token, total', 'ms_per_token', '.2f'),

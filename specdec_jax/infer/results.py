@@ -1,7 +1,7 @@
-"""Results out: JSON records of lines and of a task's examples.
+"""Makes results: JSON records of lines and of a task's examples.
 
-They are written by `resume.Folder`, the marker last, as T5X leaves it: without
-the marker `NAME.COMPLETED` there is no finished result of that name.
+`resume.Folder` writes them, and the marker last, as in T5X: without the marker
+`NAME.COMPLETED` there is no finished result of that name.
 """
 
 import json
@@ -30,14 +30,14 @@ def make_records(
   limit: int,
   num_samples: int = 1,
 ) -> list[dict[str, Any]]:
-  """Returns one JSON object for each line, in the order of the input.
+  """Returns one JSON object per line, in the order of the input.
 
   Args:
-    lines: with their tokens counted.
-    modes: what was decoded, by the number of the item: samples of a line lie
-      together.
-    limit: tokens of a line that were decoded at most, its end included.
-    num_samples: of a line; above 1 what is of samples is a list.
+    lines: the lines, with their tokens counted.
+    modes: results of each way, by the number of the item: the samples of a line
+      lie together.
+    limit: the most tokens of a line that were read, its end included.
+    num_samples: samples per line; if there are several, fields are lists.
   """
   took: dict[int, dict[str, Any]] = {}
   for name, mode in modes.items():
@@ -45,8 +45,8 @@ def make_records(
       for number in batch:
         own = counts(mode.completions[number]) | {'batch_ms_per_token': ms}
         took.setdefault(number, {})[name] = own
-  # Both ways draw from one distribution, unless lenience makes the last one
-  # lossy, as the record then says; the last one's text is kept.
+  # The text of the last way is kept. All ways draw from the same distribution,
+  # unless lenience makes the last one lossy; then the record says so.
   last = list(modes.values())[-1]
   records = []
   for i, line in enumerate(lines):
@@ -99,14 +99,14 @@ def task_records(
   modes: Mapping[str, report.Mode],
   config: TaskConfig,
 ) -> list[dict[str, Any]]:
-  """Returns one JSON object an example, with the fields that T5X writes.
+  """Returns one JSON object per example, with the fields that T5X writes.
 
-  Nothing in them depends on time or on how often the run was started.
+  The records do not depend on time or on how often the run was started.
 
   Args:
-    examples: of the run.
-    modes: what came, by the number of the item: samples of an example lie
-      together.
+    examples: the run's examples.
+    modes: results of each way, by the number of the item; the samples of an
+      example follow one another.
     config: the run.
   """
   count = config.num_decodes
@@ -130,7 +130,7 @@ def task_records(
 
 
 def _of(example: Example, mode: report.Mode, index: int) -> Completion:
-  """What came of an example; of a broken one, why it was passed over."""
+  """The result of an example; for a broken one, its error."""
   if BROKEN in example:
     return passed_over('error', example[BROKEN])
   return mode.completions[index]
@@ -139,8 +139,8 @@ def _of(example: Example, mode: report.Mode, index: int) -> Completion:
 def _prediction(
   found: Mapping[str, Sequence[Completion]], with_aux: bool
 ) -> dict[str, Any]:
-  # Both ways draw from one distribution, unless lenience makes the last one
-  # lossy, as the record then says; the last one's text is kept.
+  # The text of the last way is kept. All ways draw from the same distribution,
+  # unless lenience makes the last one lossy; then the record says so.
   kept = list(found.values())[-1]
   record: dict[str, Any] = {
     'prediction': _one_or_all([None if c.error else c.text for c in kept]),
@@ -163,7 +163,7 @@ def _prediction(
 
 
 def _one_or_all(values: list[Any]) -> Any:
-  """The value if there is one, as T5X has it, else all of them."""
+  """The value if there is only one, as in T5X, else the list of values."""
   return values[0] if len(values) == 1 else values
 
 
@@ -197,11 +197,11 @@ def print_outputs(
 
 
 def plain(value: Any) -> Any:
-  """Whatever came along with an example, as strict JSON and UTF-8 have it.
+  """Converts any value of an example to strict JSON and UTF-8.
 
-  What they cannot hold must not keep results from being written: NaN and
-  infinity are null, bytes that are no text and lone surrogates U+FFFD, an
-  object of another kind is its `str`.
+  Values that JSON cannot hold are replaced, so that results can always be
+  written: NaN and infinity by null, bytes that are not text and lone surrogates
+  by U+FFFD, other objects by their `str`.
   """
   if isinstance(value, Mapping):
     return {plain(str(key)): plain(item) for key, item in value.items()}
@@ -219,14 +219,14 @@ def plain(value: Any) -> Any:
 
 
 def total_log_prob(completion: Completion) -> float | None:
-  """log probability of an output in nats; None if it is not finite."""
+  """Log-probability of an output in nats; None if it is not finite."""
   total = sum(completion.log_probs)
   failed = completion.error or not math.isfinite(total)
   return None if failed else float(total)
 
 
 def counts(completion: Completion) -> dict[str, Any]:
-  """What producing an output took, as JSON has it."""
+  """What producing an output took, as JSON values."""
   stats = completion.stats
   return {
     'num_tokens': stats.num_tokens,
@@ -245,14 +245,14 @@ def contents(
   name: str = PREDICTIONS,
   prefix: str = '',
 ) -> dict[str, str]:
-  """File name -> text of all files of a run, but for the marker.
+  """File name -> text, for all files of a run except the marker.
 
   Args:
-    records: one an example.
-    summary: of the run.
-    beside: more files: name -> function of its text.
-    name: of the file of records.
-    prefix: of the names of all others.
+    records: one record per example.
+    summary: summary of the run.
+    beside: more files: name -> function that returns its text.
+    name: name of the file of records.
+    prefix: prefix of the names of all other files.
   """
   return {
     name: json_lines(records),
@@ -262,7 +262,7 @@ def contents(
 
 
 def json_lines(records: Sequence[Mapping[str, Any]]) -> str:
-  """A JSON object a line; see `plain`."""
+  """One JSON object per line; see `plain`."""
   texts = [
     json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + '\n'
     for record in records
@@ -271,13 +271,13 @@ def json_lines(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def indented(value: Any) -> str:
-  """JSON for people; see `plain`."""
+  """Indented JSON, for readers; see `plain`."""
   shown = plain(value)
   return json.dumps(shown, ensure_ascii=False, allow_nan=False, indent=2) + '\n'
 
 
 def check_whole(broken_off: str | None, output_dir: str | None) -> None:
-  """Raises ValueError, when all is written, for an input that broke off."""
+  """Raises ValueError, after all is written, for an input that broke off."""
   if broken_off is not None:
     where = 'decoded' if output_dir is None else f'in {output_dir!r}'
-    raise ValueError(f'{broken_off} What came before is {where}.')
+    raise ValueError(f'{broken_off} Everything before that is {where}.')

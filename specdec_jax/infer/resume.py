@@ -1,14 +1,15 @@
-"""A run that can be killed at any moment and started again.
+"""A run that can be killed at any moment and resumed.
 
-What a run has finished lies in `NAME.parts/` of its output folder, a file for
-each chunk of batches, beside what decides its output (`config.json`). Each file
-is written whole or not at all, under a checksum of itself and of what it is a
-part of, so a restart finds whole chunks of this run and decodes the others.
-What does not fit its checksum is named and made again: a chunk alone, all of
-them where it is `config.json`. So it is with what versions without checksums
-left, whose chunks nothing vouches for. Results are merged at the end, the
-marker `NAME.COMPLETED` last: it holds the size and checksum of each of them.
-Meanwhile `.NAME.lock` keeps other processes out; a killed one lets go of it.
+Finished work lies in `NAME.parts/` of the output folder: a file for each chunk
+of batches, and `config.json` with everything that decides the output. Each file
+is written whole or not at all, with a checksum of its content and of the run it
+belongs to. So a resumed run finds its whole chunks and decodes the others. A
+chunk that does not fit its checksum is reported and made again; if
+`config.json` does not, all chunks are. The same holds for files of versions
+without checksums. Results are merged at the end. The marker `NAME.COMPLETED` is
+written last: it holds the size and checksum of each result. Meanwhile
+`.NAME.lock` keeps other processes out; if a process is killed, its lock is
+released.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ _DECODED = 'decoded.json'
 _CHUNK = re.compile(r'\d{5,}\.json')
 _SHARE = '.process-'
 _OVERWRITE = 'overwrite (--overwrite, in gin OVERWRITE = True)'
-_ANEW = f'Give another folder, or {_OVERWRITE} to make them anew'
+_ANEW = f'Give another folder, or {_OVERWRITE} to make them again'
 
 Chunks = dict[int, Any]
 
@@ -43,7 +44,8 @@ class Folder:
 
   Attributes:
     path: the folder; other runs may share it.
-    name: of the main file of results; no other run in the folder has it.
+    name: name of the main file of results; other runs in the folder must have
+      other names.
   """
 
   def __init__(self, path: str, name: str):
@@ -53,16 +55,16 @@ class Folder:
     self._marker = self.path / f'{name}.COMPLETED'
     self._config = self.path / f'{name}.config.json'
     self._lock = self.path / f'.{name}.lock'
-    self._begun: Any = None  # with which configuration, as JSON has it
+    self._begun: Any = None  # configuration of the run, as JSON values
 
   def share(self, index: int, count: int) -> 'Folder':
-    """Where one of several processes keeps what it has decoded by itself."""
+    """The folder in which one of several processes keeps its own chunks."""
     name = f'{self.name}{_SHARE}{index:05}-of-{count:05}'
     return Folder(str(self.path), name)
 
   @property
   def finished(self) -> bool:
-    """Whether it holds finished results."""
+    """Whether the folder holds finished results."""
     return self._marker.exists()
 
   @contextlib.contextmanager
@@ -70,9 +72,9 @@ class Folder:
     """Makes the folder and keeps other processes from writing these results.
 
     Raises:
-      ValueError: it cannot be made or written, it holds finished results and
-        `overwrite` is not set, or another process is writing them. Finished
-        results of which some are gone are none.
+      ValueError: the folder cannot be made or written, it holds finished
+        results and `overwrite` is not set, or another process is writing them.
+        Results of which some files are missing do not count as finished.
     """
     self._make()
     with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
@@ -95,13 +97,13 @@ class Folder:
       ) from error
 
   def missing(self) -> list[str] | None:
-    """Which finished results are gone; None where none were finished.
+    """The finished results whose files are missing; None without a marker.
 
-    The marker of a version without checksums is empty: then the main file is
-    all that is asked for.
+    The marker of a version without checksums is empty: then only the main file
+    is looked for.
 
     Raises:
-      ValueError: a result is not what was finished, or the marker is broken.
+      ValueError: a result was changed after the run, or the marker is broken.
     """
     if not self.finished:
       return None
@@ -111,8 +113,8 @@ class Folder:
       finished = json.loads(files.read_sealed(self._marker, self.name))
     except files.BrokenFileError as error:
       raise ValueError(
-        f'{error}. So it is not known whether the results beside it are those'
-        f' that were finished. {_ANEW}'
+        f'{error}. So it is unknown whether the results in this folder are'
+        f' complete and unchanged. {_ANEW}'
       ) from error
     gone = []
     for name, known in finished.items():
@@ -122,8 +124,8 @@ class Folder:
         raise ValueError(
           f'{str(self.path / name)!r} was changed after the run was finished:'
           f' it had {known["bytes"]} bytes of sha256 {known["sha256"][:12]},'
-          f' has {found["bytes"]} of {found["sha256"][:12]}. Put it back as it'
-          f' was, or make all results anew. {_ANEW}'
+          f' has {found["bytes"]} of {found["sha256"][:12]}. Restore the file,'
+          f' or make all results again. {_ANEW}'
         )
     return gone
 
@@ -137,7 +139,7 @@ class Folder:
       ) from error
 
   def read_json(self, name: str) -> Any:
-    """A JSON file of finished results.
+    """Reads a JSON file of finished results.
 
     Raises:
       ValueError: it cannot be read, or is not JSON.
@@ -167,15 +169,15 @@ class Folder:
       self._refuse_other(before, config, 'finished results')
 
   def begin(self, config: Mapping[str, Any], overwrite: bool) -> Chunks:
-    """Starts the run, or goes on with it.
+    """Starts the run, or resumes it.
 
     Args:
-      config: everything that decides the output, as JSON has it.
-      overwrite: whether what another configuration left may be thrown away.
+      config: everything that decides the output, as JSON values.
+      overwrite: whether chunks of another configuration may be removed.
 
     Returns:
-      The chunks that are done: number -> content. Those that are broken were
-      named on stderr and removed.
+      The chunks that are done: number -> content. Broken chunks were reported
+      on stderr and removed.
 
     Raises:
       ValueError: an unfinished run of another configuration is there.
@@ -192,22 +194,23 @@ class Folder:
         files.write_sealed(
           self._parts / _CONFIG, json.dumps(self._begun).encode(), self.name
         )
-      # Until this start has made all chunks, other processes wait for them.
+      # Other processes then wait until this process has made all its chunks.
       (self._parts / _DECODED).unlink(missing_ok=True)
       return self._chunks()
 
   def _known(self) -> Any:
-    """What the chunks that are there were begun with; None if nobody knows."""
+    """The configuration of the chunks that are there; None if it is unknown."""
     path = self._parts / _CONFIG
-    # Chunks without a configuration are what a kill left of a removal.
+    # Without both there is nothing to resume. Chunks without a configuration
+    # are left if a removal was killed; they are reported below.
     if not (path.exists() or self._chunk_files()):
       return None
     try:
       return json.loads(files.read_sealed(path, self.name))
     except files.BrokenFileError as error:
       _say(
-        f'{error}. It says what the chunks beside it are of: they are thrown'
-        ' away, and all is decoded again'
+        f'{error}. Without it, it is unknown which run the chunks belong to:'
+        ' they are removed, and everything is decoded again'
       )
       return None
 
@@ -229,24 +232,25 @@ class Folder:
     return found
 
   def chunk(self, number: int) -> Any:
-    """What was kept as chunk `number` of this run.
+    """The content of chunk `number` of this run.
 
     Raises:
-      files.BrokenFileError: it, or the configuration, is missing or broken.
+      files.BrokenFileError: the chunk, or the configuration, is missing or
+        broken.
     """
     return json.loads(
       files.read_sealed(self._part(number), self._seal_of(number))
     )
 
   def keep(self, number: int, content: Any) -> None:
-    """Writes chunk `number`, counted from 0; what JSON can hold.
+    """Writes chunk `number`, counted from 0; `content` must be JSON values.
 
     Raises:
-      OSError: it could not be written; the chunks before it are there.
+      OSError: it could not be written; earlier chunks are kept.
     """
     part = self._part(number)
     with _explained(part):
-      # The library's own file: Python's NaN may come back as it went.
+      # Not strict JSON, which has no NaN: only this library reads the file.
       data = json.dumps(content).encode()
       files.write_sealed(part, data, self._seal_of(number))
 
@@ -257,7 +261,7 @@ class Folder:
       contents: file name -> text.
 
     Raises:
-      OSError: a file could not be written; the marker is not there then.
+      OSError: a file could not be written; then there is no marker.
     """
     contents = dict(contents)
     if self._begun is not None:
@@ -271,7 +275,9 @@ class Folder:
     self.clean()
 
   def leave(self, contents: Mapping[str, str]) -> None:
-    """Writes the results of a run that failed: no marker, to be made again.
+    """Writes the results of a failed run, without the marker.
+
+    They are made again when the run is started again.
 
     Raises:
       OSError: a file could not be written.
@@ -280,7 +286,7 @@ class Folder:
     self.clean()
 
   def _write(self, contents: Mapping[str, bytes]) -> None:
-    # While old files turn into new ones, the folder is not a finished result.
+    # Removes the marker while old files are replaced by new ones.
     self.reopen()
     for name, data in contents.items():
       with self._writing(self.path / name):
@@ -289,36 +295,36 @@ class Folder:
   @contextlib.contextmanager
   def _writing(self, path: pathlib.Path) -> Iterator[None]:
     with _explained(path):
-      # What a killed `write_atomically` had not renamed.
+      # Temporary files of a `write_atomically` that was killed.
       for torn in path.parent.glob(f'.{glob.escape(path.name)}.*.tmp'):
         torn.unlink()
       yield
 
   def mark_decoded(self) -> None:
-    """Says that all chunks are there, for `decoded` of another process."""
+    """Marks that all chunks are there, for `decoded` in another process."""
     count = json.dumps(len(self._chunk_files())).encode()
     path = self._parts / _DECODED
     with _explained(path):
       files.write_sealed(path, count, self._seal_of(_DECODED))
 
   def decoded(self, like: 'Folder') -> list[Any] | None:
-    """All chunks of a run like another; None while there are fewer."""
+    """All chunks, for the same run as `like`; None while some are missing."""
     self._begun = like._begun
     try:
       path = self._parts / _DECODED
       count = json.loads(files.read_sealed(path, self._seal_of(_DECODED)))
       return [self.chunk(number) for number in range(count)]
     except files.BrokenFileError:
-      return None  # its own process makes it again
+      return None  # the process that owns it makes it again
 
   def discard(self) -> None:
     """Removes the chunks."""
     shutil.rmtree(self._parts, ignore_errors=True)
 
   def clean(self) -> None:
-    """Removes what no finished run needs: chunks, and those of processes.
+    """Removes files that a finished run does not need, such as chunks.
 
-    What a kill left between the marker and this goes at the next start.
+    If a run is killed before this, the next start removes them.
     """
     self.discard()
     name = glob.escape(self.name)
@@ -326,19 +332,19 @@ class Folder:
       shutil.rmtree(parts, ignore_errors=True)
     for lock in self.path.glob(f'.{name}{_SHARE}*.lock'):
       with contextlib.suppress(ValueError, OSError), locked(lock, ''):
-        pass  # it is free, so whoever had it was killed
+        pass  # it is free, so the process that had it was killed
     for torn in self.path.glob(f'.{name}.COMPLETED.*.tmp'):
       torn.unlink(missing_ok=True)
 
   def reopen(self) -> None:
-    """Takes back that the results are finished; they are made anew."""
+    """Removes the marker: the results no longer count as finished."""
     self._marker.unlink(missing_ok=True)
 
   def make_again(self, gone: Iterable[str]) -> None:
-    """Takes back finished results of which some are gone, and says so."""
+    """Reopens finished results of which some are missing, with a warning."""
     _say(
       f'{str(self.path)!r} held finished results, of which'
-      f' {", ".join(gone)} is gone: all are made anew'
+      f' {", ".join(gone)} is missing: all are made again'
     )
     self.reopen()
 
@@ -346,9 +352,9 @@ class Folder:
     return self._parts / f'{number:05}.json'
 
   def _seal_of(self, part: int | str) -> str:
-    """What a file of the chunks is a part of: this run, this place in it."""
+    """The text that seals a file of the chunks: this run, and its part."""
     if self._begun is None:
-      # Another process has begun it.
+      # Another process has started the run.
       data = files.read_sealed(self._parts / _CONFIG, self.name)
       self._begun = json.loads(data)
     return f'{self.name} {part} {json.dumps(self._begun, sort_keys=True)}'
@@ -373,7 +379,7 @@ def _described(data: bytes) -> dict[str, Any]:
 
 
 def _remove(path: pathlib.Path) -> None:
-  """Removes a file, or what is in its place."""
+  """Removes a file, or a folder in its place."""
   if path.is_dir() and not path.is_symlink():
     shutil.rmtree(path)
   else:
@@ -382,7 +388,7 @@ def _remove(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _explained(path: pathlib.Path) -> Iterator[None]:
-  """Says of an OSError which file it was and what to do."""
+  """Adds to an OSError which file could not be written, and what to do."""
   try:
     yield
   except OSError as error:

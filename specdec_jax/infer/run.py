@@ -1,8 +1,8 @@
-"""The run: over lines, a task, or each task of a mixture.
+"""Runs over lines, over a task, or over each task of a mixture.
 
-Where examples come from and what the results say of them is a source's
-business (`line_source`, `task_source`). All else is the same for both: models,
-calibration, what a killed run left, decoding, and the files at the end.
+A source (`line_source`, `task_source`) reads the examples and makes their
+records. Everything else is the same for both: models, calibration, resuming a
+killed run, decoding, and the files at the end.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def decode(
 ) -> dict[str, Any]:
   """Decodes a file of lines, writes the results and prints a report.
 
-  A run that was killed goes on where it was; see `resume`.
+  A run that was killed is resumed; see `resume`.
 
   Args:
     config: the run.
@@ -53,12 +53,12 @@ def decode(
     The summary, see `report.summarise`.
 
   Raises:
-    ValueError: a bad input file or output folder, or no line that is right,
-      before the engine is made; or, after everything was written and printed,
-      greedy outputs that differ, where `config.require_agreement` is set, or an
-      input that broke off (see `files.BrokenOff`). As AllFailedError: no line
-      could be decoded; what came is left without a marker.
-    OSError: the results could not be written, such as on a full disk.
+    ValueError: before the engine is made: the input file or the output folder
+      is bad, or no line is text. After everything was written and printed:
+      greedy outputs differ although `config.require_agreement` is set, or the
+      input broke off (see `files.BrokenOff`). If no line could be decoded, it
+      is an AllFailedError; the records are written without the marker.
+    OSError: the results could not be written, for example on a full disk.
   """
   who = processes.current()
   if not who.alone:
@@ -82,30 +82,31 @@ def decode_task(
 ) -> dict[str, Any]:
   """Decodes or scores a task, or the tasks of a mixture one after another.
 
-  The results of each are `<task>-<mode>.jsonl-SSSSS-of-NNNNN` in
-  `config.output_dir`, and under the same name with an ending more:
-  `.summary.json`, `.config.json` (what decided them), those of `beside`, and
-  the marker `.COMPLETED`, which comes last. A run that was killed goes on where
-  it was. The models are loaded once, unless `config.task_feature_lengths` is
-  None and the longest examples of a mixture's tasks differ.
+  The results of each task are `<task>-<mode>.jsonl-SSSSS-of-NNNNN` in
+  `config.output_dir`. Further files have that name with another ending:
+  `.summary.json`, `.config.json` (everything that decided the results), the
+  files of `beside`, and the marker `.COMPLETED`, which is written last. A run
+  that was killed is resumed. The models are loaded once, unless
+  `config.task_feature_lengths` is None and the longest examples of a mixture's
+  tasks differ.
 
   Args:
     config: the run.
-    beside: as of `decode`, for each task.
-    console: as of `decode`.
+    beside: as for `decode`; written for each task.
+    console: as for `decode`.
 
   Returns:
-    The summary: `report.summarise`'s, of kind 'task', with 'metrics' (and as
-    'unmeasured' why the usual one is not among them, or None). Of a mixture, of
-    kind 'mixture', 'tasks' with the summary of each by its name.
+    The summary from `report.summarise`, of kind 'task', with 'metrics' (and
+    'unmeasured': why the usual metric is missing, or None). For a mixture, a
+    dict of kind 'mixture', whose 'tasks' has each task's summary by its name.
 
   Raises:
-    ValueError: a bad task, file, shard or output folder, or models that do not
-      fit, before anything is compiled. When all is written: a file that broke
-      off (see `files.BrokenOff`), also if the run is started again; or a metric
-      of the task's own that failed. As AllFailedError: of no example anything
-      came; it is left without a marker.
-    OSError: results could not be written; what is done is kept.
+    ValueError: before anything is compiled: a bad task, file, shard or output
+      folder, or models that do not fit. After everything was written: the file
+      broke off (see `files.BrokenOff`), also if the run is started again; or
+      one of the task's own metrics failed. If no example could be decoded, it
+      is an AllFailedError; the records are written without the marker.
+    OSError: results could not be written; finished work is kept.
   """
   console = console or _console(config)
   names = tasks.tasks_of(config.mixture_or_task_name)
@@ -133,7 +134,7 @@ def _console(config: DecodeConfig | TaskConfig) -> rich.console.Console:
 
 
 class _Kept:
-  """Makes an engine anew only where other lengths are asked for."""
+  """Keeps an engine; makes another one only if other lengths are needed."""
 
   def __init__(self, make: Callable[..., Engine]):
     self._make = make
@@ -143,7 +144,7 @@ class _Kept:
   def __call__(self, **options) -> Engine:
     lengths = options['max_input_len'], options['max_decode_len']
     if self._engine is None or self._lengths != lengths:
-      self._engine = None  # its memory is free before another one's is taken
+      self._engine = None  # frees its memory before the next one takes memory
       self._engine, self._lengths = self._make(**options), lengths
     return self._engine
 
@@ -167,12 +168,12 @@ def _one_task(
   own = folder
   if who.index:
     own = folder.share(who.index, who.count)
-    console.quiet = True  # the first process speaks for all
-  # Finished results that are kept are looked at again once it is known whether
-  # they are of this very configuration.
+    console.quiet = True  # only the first process prints
+  # Finished results are kept here; `_run` checks later whether they have this
+  # configuration.
   with own.claimed(overwrite=True):
     gone = None if config.overwrite else folder.missing()
-    # All have looked before the first process changes anything.
+    # All processes look before the first one changes anything.
     shares.meet(f'{folder.name} seen', who)
     if who.index == 0 and config.overwrite:
       folder.reopen()
@@ -188,16 +189,16 @@ def _run(
   console: rich.console.Console,
   who: processes.Processes,
 ) -> dict[str, Any]:
-  """Decodes what a source has, in a folder that is claimed.
+  """Decodes the examples of a source, in a folder that is claimed.
 
   Args:
     source: the examples; its `config` is the run.
-    folder: of the results; None keeps none.
-    gone: which results are gone of those that the folder finished and that are
-      to be kept; None if there are no such.
-    beside: as of `decode`.
-    console: as of `decode`.
-    who: which of the processes of the run.
+    folder: folder of the results; None writes none.
+    gone: files that are missing from finished results that are to be kept; None
+      if there are no such results.
+    beside: as for `decode`.
+    console: as for `decode`.
+    who: which of the run's processes this is.
   """
   measured = None
   if source.config.calibration is not None:  # before any model is loaded
@@ -206,7 +207,7 @@ def _run(
     engine = source.engine()
   gammas = None
   if report.SPECULATIVE in source.config.ways:
-    _ = engine.drafter  # raises, saying so, if there is none
+    _ = engine.drafter  # raises if there is no drafter
     gammas = calibrated.choose_gammas(measured, source.config, engine, console)
     if not calibrated.pays(gammas):
       source.config = source.config.plainly()
@@ -271,7 +272,7 @@ def _decoded(
   console: rich.console.Console,
   who: processes.Processes,
 ) -> shares.Modes | None:
-  """All results of each way; None where another process writes them."""
+  """All results of each way; None if another process writes them."""
   config = source.config
   run = functools.partial(
     batches.run_all,
@@ -305,6 +306,6 @@ def _kept(
     folder.clean()
   console.print(
     f'{folder.name} is finished; it is kept. Overwrite it (--overwrite, in gin'
-    ' OVERWRITE = True) to make it anew.'
+    ' OVERWRITE = True) to make it again.'
   )
   return folder.read_json(source.prefix + results.SUMMARY)

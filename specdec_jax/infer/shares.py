@@ -1,9 +1,10 @@
 """A run that several processes share: who decodes what, and the one result.
 
-Where each has models of its own, it decodes every n-th example by programs of
-its own. Where one model is split over the devices of all, they decode the same
-examples in lockstep. Chunks lie in the output folder, which all of them must
-see; the first one writes what one process alone would have written.
+If each process has its own models, it decodes every n-th example with its own
+programs. If one model is split over the devices of all processes, they decode
+the same examples in lockstep. Chunks lie in the output folder, which all
+processes must see; the first process writes the result, which is the same as
+that of a single process.
 """
 
 import time
@@ -15,20 +16,20 @@ from jax.experimental import multihost_utils
 from specdec_jax.infer import batches, report, resume
 from specdec_jax.infer.processes import Processes
 
-_LOOK_S = 0.2  # between two looks for what another process has finished
+_LOOK_S = 0.2  # time between two looks whether another process has finished
 
 Modes = dict[str, report.Mode]
-# `resume.Folder.begin`, given what decides the result.
+# `resume.Folder.begin` with its other arguments bound.
 Begin = Callable[[resume.Folder], resume.Chunks]
-# Decodes items but those of the chunks that are there, keeps chunks in a folder
-# or nowhere.
+# Decodes the items that are not in the given chunks; keeps chunks in a folder,
+# or nowhere if that is None.
 Run = Callable[
   [Sequence[batches.Item], resume.Folder | None, resume.Chunks], Modes
 ]
 
 
 def meet(what: str, who: Processes) -> None:
-  """Waits until all processes have come here."""
+  """Waits until all processes have called it."""
   if not who.alone:
     multihost_utils.sync_global_devices(what)
 
@@ -41,19 +42,19 @@ def each_its_own(
   run: Run,
   who: Processes,
 ) -> Modes | None:
-  """Decodes a process's items: all samples of every n-th example.
+  """Decodes the items of one process: all samples of every n-th example.
 
   Args:
     whole: the folder of the result.
-    begin: begins or goes on with a folder.
-    items: of all processes.
-    every: samples of each example.
-    run: decodes.
+    begin: starts or resumes the run in a folder.
+    items: the items of all processes.
+    every: samples per example.
+    run: decodes items.
     who: this process.
 
   Returns:
-    In the first process all that was decoded; in another None, once the first
-    one has written the result.
+    In the first process the results of all processes; in another process None,
+    after the first has written the result.
   """
   own = whole.share(who.index, who.count)
   mine = [x for x in items if (x.number // every) % who.count == who.index]
@@ -82,14 +83,15 @@ def in_lockstep(
   run: Run,
   who: Processes,
 ) -> Modes | None:
-  """Decodes all items in every process; the first one alone keeps chunks.
+  """Decodes all items in every process; only the first process keeps chunks.
 
-  Arguments and what is returned are those of `each_its_own`.
+  Arguments and result are those of `each_its_own`.
   """
   first = who.index == 0
   done = begin(whole) if first else {}
-  # A chunk may be kept between two looks: the first one's look counts. Behind
-  # a chunk that was broken all are decoded again: one number says which.
+  # The chunks that the first process has found count, because it may keep
+  # another one before the other processes look. After a missing or broken chunk
+  # all chunks are decoded again, so one number says which are kept.
   whole_ones = next(n for n in range(len(done) + 1) if n not in done)
   count = int(multihost_utils.broadcast_one_to_all(np.int32(whole_ones)))
   chunk = done.__getitem__ if first else whole.chunk

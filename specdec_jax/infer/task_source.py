@@ -21,7 +21,8 @@ from specdec_jax.infer import (
 from specdec_jax.infer.settings import SCORE, TaskConfig, by_rows
 from specdec_jax.measure.table import say
 
-# Fields that decide no result, or by what they make: see `Task.identity`.
+# Fields that do not decide results, or only by the objects that they make,
+# which `Task.identity` describes.
 _NOT_DECIDING = (
   'engine',
   'tokenizer',
@@ -32,25 +33,24 @@ _NOT_DECIDING = (
   'calibration',
   'stdout',
 )
-_ITEM_BYTES = 256  # of a sample at least, until it is written
+_ITEM_BYTES = 256  # the least memory of a sample, until it is written
 
 
 class Task:
   """The examples of a task that was found, or of a file.
 
   Attributes:
-    config: the run; `run` sets its decoding to plain where drafting does not
-      pay.
+    config: the run; `run` sets its decoding to plain if drafting does not pay.
     broken_off: why a file could not be read to its end, or None.
-    prefix: of the names of all files but the results' own.
+    prefix: prefix of the names of all files except the results' file.
   """
 
   def __init__(self, config: TaskConfig):
-    """Reads them.
+    """Reads the examples.
 
     Raises:
       ValueError: they cannot be read, all of them are broken, or a metric that
-        was named is not known.
+        was named is unknown.
     """
     self.config = config
     self.prefix = f'{results_name(config)}.'
@@ -62,7 +62,7 @@ class Task:
 
   @property
   def broken(self) -> list[str]:
-    """Why single examples cannot be decoded."""
+    """The errors of examples that cannot be decoded."""
     found = [one.get(examples.BROKEN) for one in self._found]
     return [error for error in found if error]
 
@@ -70,7 +70,7 @@ class Task:
     """Makes the engine for the task's lengths and checks it against the task.
 
     Raises:
-      ValueError: nothing says how long an output may be, or the engine has
+      ValueError: it is unknown how long an output may be, or the engine has
         another vocabulary.
     """
     config = self.config
@@ -113,7 +113,7 @@ class Task:
     return engine
 
   def items(self) -> list[batches.Item]:
-    """All samples of those that are not broken."""
+    """An item for each sample of each example that is not broken."""
     config, count = self.config, len(self._found)
     items: list[batches.Item] = []
     if count:  # the largest number first: there may be very many
@@ -134,7 +134,7 @@ class Task:
       elif config.prompt_feature is not None:
         prompt = _ids(example, config.prompt_feature)
       if prompt is not None:
-        # An output that began with its end would be over.
+        # Without its end: an output that begins with it would be over.
         if prompt[-1:] == [config.tokenizer.eos_id]:
           del prompt[-1]
         prompt = prompt[: config.prompt_from_targets or None]
@@ -153,7 +153,7 @@ class Task:
   def identity(
     self, engine: Engine, gammas: Mapping[int, int] | None
   ) -> dict[str, Any]:
-    """Everything that decides the results, as JSON has it."""
+    """Everything that decides the results, as JSON values."""
     config = self.config
     digest = hashlib.sha256()
     for example in self._found:
@@ -178,7 +178,7 @@ class Task:
     }
 
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
-    """A record an example; see `results`."""
+    """One record per example; see `results`."""
     return results.task_records(self._found, modes, self.config)
 
   def context(
@@ -186,7 +186,7 @@ class Task:
     records: Sequence[Mapping[str, Any]],
     modes: Mapping[str, report.Mode],
   ) -> dict[str, Any]:
-    """What the summary says of the examples: metrics, counts, errors."""
+    """The summary's entries about the examples: metrics, counts, errors."""
     measured, self._metric_failed = task_summary.measured(
       self._functions, self._found, modes, self.config
     )
@@ -203,7 +203,7 @@ class Task:
       say(console, self._unmeasured)
 
   def complaint(self, summary: Mapping[str, Any]) -> str | None:
-    """What fails a run that has written its results."""
+    """Why the run fails after its results are written, or None."""
     if self._metric_failed is None:
       return None
     return (
@@ -212,7 +212,7 @@ class Task:
 
 
 def results_name(config: TaskConfig) -> str:
-  """The file of results, named as T5X names it; its task was found."""
+  """The name of the file of results, as in T5X; `find` has made the task."""
   shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
   return f'{_name(config)}-{config.mode}.jsonl-{shard}'
 
@@ -222,7 +222,7 @@ def _name(config: TaskConfig) -> str:
 
 
 def _examples(config: TaskConfig) -> tuple[list[examples.Example], str | None]:
-  """`examples.load`, where what lacks a feature that is needed is broken."""
+  """`examples.load`; examples that lack a needed feature count as broken."""
   found, broken_off = examples.load(
     config.mixture_or_task_name,
     config.split,

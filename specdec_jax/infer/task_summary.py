@@ -1,4 +1,4 @@
-"""What a run over a task says of its results: metrics, and its summary."""
+"""Metrics and summary of a run over a task."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from specdec_jax.text import metrics, tasks
 def measures(
   config: TaskConfig, found: Sequence[examples.Example]
 ) -> tuple[list[metrics.Metric], str | None]:
-  """The metric functions, and what keeps the usual one from being there.
+  """The metric functions, and why the usual metric is missing, or None.
 
-  Those that somebody named are tried, so that a lack shows early.
+  Metrics that a user named are tried, so that a missing package shows early.
 
   Raises:
-    ValueError: a metric that was named is not known, or its package missing.
+    ValueError: a metric that was named is unknown, or its package is missing.
   """
   task = config.mixture_or_task_name
   if config.mode == SCORE or config.metrics is None:
@@ -66,8 +66,8 @@ def measured(
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
   """Metrics of each way, on the first sample of each example with a target.
 
-  And why a function of the task's own failed, or None: what was decoded must
-  be written all the same.
+  Also returns why one of the task's own functions failed, or None. It does not
+  raise, because the decoded results must be written in any case.
   """
   targets = _with_targets(found)
   failed = None
@@ -82,7 +82,7 @@ def measured(
     for function in functions:
       try:
         by_way[name] |= function(list(targets.values()), predictions)
-      except Exception as error:  # somebody else's code may raise anything
+      except Exception as error:  # a task's own code may raise anything
         failed = f'A metric of the task failed: {type(error).__name__}: {error}'
   return by_way, failed
 
@@ -92,7 +92,7 @@ def context(
   records: Sequence[Mapping[str, Any]],
   found_metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """What belongs to the summary of a run besides its measurements."""
+  """The entries of a run's summary besides its measurements."""
   errors = [
     f'example {config.index(number)}: {record["error"]}'
     for number, record in enumerate(records)

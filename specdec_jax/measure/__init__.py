@@ -1,1 +1,1 @@
-"""All measuring: calls and loops, acceptance, calibration, memory, programs."""
+"""All measurements: calls, loops, acceptance, calibration, memory, programs."""

@@ -1,12 +1,12 @@
-"""The acceptance rate of a pair: Corollary 3.6 on tokens of the target's own.
+"""The acceptance rate of a pair: Corollary 3.6 on the target's own tokens.
 
 The target decodes; at each step the drafter proposes one token for the same
-place, and the overlap of both distributions, sum of min, is the chance that it
-would have been accepted (beta). Their mean is alpha. No proposal is ever used,
-so that any drafter is measured over exactly the same prefixes.
+place, and the overlap of both distributions, sum of min, is the probability
+that it would have been accepted (beta). The mean of these is alpha. No proposal
+is ever used, so that all drafters are measured over exactly the same prefixes.
 
-A drafter may have nothing to propose, as `copy` without a match. Such places
-count in no acceptance rate; how many there are is a rate of its own.
+A drafter may have nothing to propose, as `prompt_lookup` without a match. Such
+places do not count in acceptance rates; how many there are is a separate rate.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ class Overlap:
   """A plain decode, and beta of its drafter at each token.
 
   Attributes:
-    state: the decode.
-    betas: float32[B, L], acceptance probability at each produced token; without
-      meaning behind a row's end and where nothing was proposed.
+    state: the state of the decode.
+    betas: float32[B, L], acceptance probability at each produced token;
+      meaningless past a row's end and where nothing was proposed.
     proposed: bool[B, L], whether there was a proposal.
   """
 
@@ -56,10 +56,10 @@ def decode(
   """Decodes plainly and records beta at every token.
 
   Args:
-    target: whose tokens they are.
-    drafter: any; it is asked for one token a step.
-    params: of both.
-    request: with gamma 1.
+    target: the model that decodes.
+    drafter: any drafter; it is asked for one token per step.
+    params: the parameters of both.
+    request: a request with gamma 1.
   """
   state = speculative.start(target, drafter, params, request)
   shape = request.inputs.shape[0], request.slots
@@ -89,8 +89,8 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   tokens = jax.vmap(probs.sample)(
     target_probs, jax.vmap(probs.resample_key)(keys)
   )
-  # A round a token, whatever prompt stands before them. What a finished row
-  # writes lies behind its end, or past the array.
+  # One round per token, so the round's number is the token's place, whatever
+  # the prompt is. A finished row writes past its end, or past the array.
   place = jnp.arange(beta.shape[0]), state.stats.num_rounds
   one = jnp.ones_like(tokens)
   running = state.running.astype(jnp.int32)
@@ -126,14 +126,15 @@ def _beta(request, draft, logits, target_probs):
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-  """A mean over tokens as it was measured.
+  """A measured mean over tokens.
 
   Attributes:
-    mean: of them.
-    standard_error: of it, with texts as the units that are independent: tokens
-      of one output are not, nor are samples of one text. None of one text.
-    num_tokens: behind it.
-    num_outputs: behind it.
+    mean: the mean.
+    standard_error: its standard error. The independent units are texts: tokens
+      of one output are not independent, nor are samples of one text. None if
+      there was only one text.
+    num_tokens: how many tokens were measured.
+    num_outputs: how many outputs these tokens belong to.
   """
 
   mean: float
@@ -146,11 +147,11 @@ class Rates(NamedTuple):
   """Acceptance rates of a drafter, and how often it proposes.
 
   Attributes:
-    alpha: of the tokens that there was a proposal for, the mean beta; None if
-      there never was one.
-    proposes: of all tokens, the share that there was a proposal for.
-    overall: of all tokens, the mean beta, 0 where nothing was proposed: what
-      the closed forms of the paper take, for which every place has a proposal.
+    alpha: mean beta of the tokens that had a proposal; None if no token had
+      one.
+    proposes: share of all tokens that had a proposal.
+    overall: mean beta of all tokens, 0 where nothing was proposed. The paper's
+      closed forms need this rate: they assume a proposal at every place.
   """
 
   alpha: Rate | None
@@ -163,15 +164,16 @@ def ratio(
   tries: Sequence[float],
   texts: Sequence[Hashable] | None = None,
 ) -> Rate:
-  """Returns sum(hits) / sum(tries), one entry an output, and its error.
+  """Returns sum(hits) / sum(tries), with its standard error.
 
-  The error is that of a ratio of sums over independent texts: the residuals
-  hits - alpha * tries (Cochran, Sampling Techniques, Eq. 6.13).
+  The error is that of a ratio of sums over independent texts, from the
+  residuals hits - alpha * tries (Cochran, Sampling Techniques, Eq. 6.13).
 
   Args:
-    hits: of an output.
-    tries: of it.
-    texts: what tells the outputs of one text; None is a text each.
+    hits: hits of each output.
+    tries: tries of each output.
+    texts: identifies the text of each output; None is a different text for
+      each.
 
   Raises:
     ValueError: there is nothing to divide by.
@@ -213,10 +215,10 @@ def of_outputs(
     target: as for `decode`.
     drafter: as for `decode`.
     params: as for `decode`.
-    requests: batches of one shape, until enough was generated or they end;
-      rows with `max_length` 0 only fill up a batch.
-    num_tokens: after which no batch is begun.
-    advance: called with the tokens of each batch, for a progress bar.
+    requests: batches of one shape; they are decoded until there are enough
+      tokens. Rows with `max_length` 0 only fill up a batch.
+    num_tokens: once there are so many tokens, no further batch is begun.
+    advance: called with the number of tokens of each batch, for a progress bar.
 
   Raises:
     ValueError: nothing was generated, or the target's logits were invalid.
@@ -254,7 +256,7 @@ def of_outputs(
 
 
 def _texts(request: Request) -> list[bytes]:
-  """A name for each text of a batch: the ids that are read, without padding."""
+  """A key for each text of a batch: the ids that are read, without padding."""
   inputs = np.asarray(request.inputs)
   texts = [np.trim_zeros(row, 'b').tobytes() for row in inputs]
   if request.prompt is None:
@@ -267,17 +269,17 @@ def _texts(request: Request) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Texts to measure an engine's acceptance rates by.
+  """An engine, and the texts to measure its acceptance rates with.
 
   Attributes:
-    engine: with a drafter.
-    texts: at least one, as `read_prompts` gives them.
-    sampling: of both models.
-    num_tokens: after which no batch is begun.
+    engine: an engine with a drafter.
+    texts: at least one text, as `read_prompts` returns them.
+    sampling: sampling of both models.
+    num_tokens: once there are so many tokens, no further batch is begun.
     batch_size: texts decoded together.
-    seed: of the samples.
+    seed: seed of the samples.
     lenience: l of Appendix A.5.
-    truncate: whether a text too long for the engine is cut; else it is an
+    truncate: whether a text too long for the engine is cut; otherwise it is an
       error.
   """
 
@@ -291,9 +293,10 @@ class Workload:
   truncate: bool = False
 
   def _batches(self) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
-    """Yields texts, and what the engine is asked of them.
+    """Yields batches of texts, and the engine's options for them.
 
-    Above temperature 0 they begin anew for ever, as other examples.
+    Above temperature 0 the texts are repeated forever, each time with other
+    example ids.
     """
     number = 0
     while True:
@@ -314,13 +317,13 @@ class Workload:
         return
 
   def rates(self, advance: Callable[[int], None]) -> Rates:
-    """Corollary 3.6 on tokens of the target's own, whatever the lenience.
+    """Corollary 3.6 on the target's own tokens, whatever the lenience.
 
     Args:
-      advance: called with the tokens of each batch.
+      advance: called with the number of tokens of each batch.
 
     Raises:
-      ValueError: as `Engine.request` and `of_outputs`.
+      ValueError: as for `Engine.request` and `of_outputs`.
     """
     engine = self.engine
     requests = (

@@ -1,4 +1,4 @@
-"""Acceptance rates of a pair: Corollary 3.6, and as real runs show them."""
+"""Acceptance rates of a pair: by Corollary 3.6, and in real runs."""
 
 import dataclasses
 import os
@@ -30,29 +30,30 @@ class MeasureAlphaConfig:
   """A measurement of acceptance rates of one target with some drafters.
 
   Attributes:
-    engines: name of a drafter, for the table -> what makes the target's engine
-      with it; called when it is measured.
-    input_file: UTF-8 text, one prompt a line; or a task over local files, whose
-      split 'test' is taken. Where they are too few for `num_tokens` a
-      temperature above 0 goes through them again, each time with other random
-      numbers; greedy outputs would only repeat.
+    engines: name of a drafter, for the table -> function that makes the
+      target's engine with it; called when it is measured.
+    input_file: UTF-8 text, one prompt per line; or a task over local files,
+      whose split 'test' is taken. If there are too few prompts for
+      `num_tokens`, a temperature above 0 goes through them again, each time
+      with other random numbers; greedy outputs would only repeat.
     target: name of the target, for the table.
-    name: of its record, where that lies among others.
-    truncate: whether a text longer than the engine's `max_input_len` is cut
-      there; else it is left out. With a short one, beginnings of texts that a
-      decoder-only target goes on from.
-    num_tokens: of the target's own, to measure over.
+    name: name of the record, to tell it from others in the same folder.
+    truncate: whether a text longer than the engine's `max_input_len` is cut;
+      otherwise it is left out. With a short `max_input_len`, a decoder-only
+      target continues the beginnings of texts.
+    num_tokens: how many of the target's own tokens to measure.
     temperatures: rows of the table, for each lenience.
     leniences: in (0, 1]; 1 is the lossless Algorithm 1, less is Table 5.
     batch_size: prompts decoded together.
-    seed: of the samples.
-    gamma: proposals a round of the real runs.
+    seed: seed of the samples.
+    gamma: proposals per round in the real runs.
     output_file: JSON; None writes nothing.
-    reuse: whether an `output_file` that is there is shown, and nothing is
-      measured. Its settings must be these; that the models are, is on trust.
-    paper_target: of the paper's Table 3, that this target stands in for.
-    paper_drafts: name of a drafter -> the paper's that it stands in for; of
-      others the paper has nothing.
+    reuse: whether an existing `output_file` is shown instead of measuring. Its
+      settings must be the same; that the models are the same is not checked.
+    paper_target: the target of the paper's Table 3 that this target stands in
+      for.
+    paper_drafts: name of a drafter -> the paper's drafter that it stands in
+      for; drafters that are not named have no value of the paper.
 
   Raises:
     ValueError: a number is too small, there is no engine, or a name is not in
@@ -83,8 +84,8 @@ class MeasureAlphaConfig:
       check_lenience(lenience)
     if not isinstance(self.engines, Mapping) or not self.engines:
       raise ValueError(
-        'MeasureAlphaConfig.engines must map names of drafters to what makes'
-        f' an engine with them, got {self.engines!r}.'
+        'MeasureAlphaConfig.engines must map names of drafters to functions'
+        f' that make an engine with them, got {self.engines!r}.'
       )
     pairs = {f'{row.target} {row.draft}' for row in printed.TABLE3}
     for name, draft in self.paper_drafts.items():
@@ -99,7 +100,7 @@ class MeasureAlphaConfig:
 
   @property
   def settings(self) -> dict[str, Any]:
-    """The settings of a record as JSON, all but the models."""
+    """The settings of a record as JSON, except the models."""
     source = self.input_file
     return {
       'target': self.target,
@@ -123,16 +124,16 @@ def measure_alpha(
   """Measures both rates at every temperature; prints rows as in Table 3.
 
   Returns:
-    The record: rows of target, draft, temperature, lenience; alpha over the
-    proposals of Corollary 3.6 and its standard error, None where nothing was
-    proposed; proposes, the share of tokens that there was a proposal for;
-    tokens and outputs behind these; observed and its standard error, accepted
-    over tested proposals of real runs of gamma; tokens_per_call, of the target
-    in these runs; paper, target and draft of the paper's row or None.
+    The record. Each of its rows has target, draft, temperature and lenience;
+    alpha by Corollary 3.6 and its standard error, None if nothing was proposed;
+    proposes, the share of tokens that had a proposal; the numbers of tokens and
+    outputs measured; observed (accepted / tested proposals in real runs with
+    gamma) and its standard error; tokens_per_call, tokens per call of the
+    target in these runs; paper, target and draft of the paper's row, or None.
 
   Raises:
-    ValueError: no prompt can be decoded, the models are broken, or a record
-      that is to be shown is one of other settings.
+    ValueError: no prompt can be decoded, the models are broken, or a record to
+      be shown has other settings.
   """
   console = console or terminal()
   record = _earlier(config) if config.reuse else None
@@ -156,7 +157,7 @@ def _earlier(config: MeasureAlphaConfig) -> Record | None:
     return None
 
   def settings(record: Record) -> dict[str, Any]:
-    # Older ones have their gamma in their rows only.
+    # Older records have their gamma only in their rows.
     return {'gamma': record['rows'][0].get('gamma'), **record['settings']}
 
   return earlier(
@@ -234,10 +235,10 @@ def _row(
 
 
 def table(record: Mapping[str, Any]) -> Table:
-  """Rows as in the paper's Table 3, with the errors it does not print.
+  """Rows as in the paper's Table 3, with errors, which the paper lacks.
 
   Args:
-    record: of `measure_alpha`; older ones lack what was measured later.
+    record: record of `measure_alpha`; older records lack some values.
   """
   rows = record['rows']
   lossy = any(row.get('lenience', 1) != 1 for row in rows)
@@ -251,7 +252,7 @@ def table(record: Mapping[str, Any]) -> Table:
       lambda row: row['lenience'] if lossy else None,
     ),
     ('alpha', lambda row: with_error(row['alpha'], row['standard_error'])),
-    # Of drafters that always propose there is nothing to say.
+    # Left out if all drafters always propose.
     (
       Column('proposes', '.3f'),
       lambda row: row['proposes'] if silent else None,
@@ -261,7 +262,7 @@ def table(record: Mapping[str, Any]) -> Table:
       lambda row: with_error(row['observed'], row['observed_standard_error']),
     ),
     (
-      Column('tokens a call', '.2f'),
+      Column('tokens per call', '.2f'),
       lambda row: row.get('tokens_per_call'),
     ),
     (Column('tokens', ','), lambda row: row['num_tokens']),
@@ -279,8 +280,8 @@ def table(record: Mapping[str, Any]) -> Table:
 
 
 def with_error(mean: float | None, error: float | None) -> str | None:
-  """A rate and its error as text; None where there is none."""
+  """A rate and its error as text; None if there is no rate."""
   if mean is None:
     return None
-  # Of one text there is none.
+  # A single text gives no error.
   return f'{mean:.3f}' + ('' if error is None else f' ± {error:.3f}')

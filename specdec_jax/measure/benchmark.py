@@ -1,4 +1,4 @@
-"""A benchmark: calls, both loops, and what the calls say of the loops."""
+"""A benchmark: times of calls and of both loops, and predictions from calls."""
 
 import dataclasses
 import functools
@@ -24,45 +24,47 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 
-LEAST_DECODE_LEN = 32  # of a shorter run little but its start would be timed
+LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
-  """What to measure, at random tokens that never stop before their budget.
+  """What to measure, with random input tokens; no run stops before its budget.
 
-  Every combination of the sequences is one setting; all that is timed for one
-  setting is timed in turns.
+  Every combination of the sequences is one setting; everything timed for one
+  setting is timed alternately.
 
   Attributes:
     target: the network to time.
-    draft: a drafter's network; without it and `drafter` the target is timed
-      alone.
-    target_params: its parameters; None draws random ones on the device.
-    draft_params: of `draft`, likewise.
-    weights: what is said of them where results are shown; None is 'random' if
-      neither model's are given, else 'given'.
+    draft: a drafter's network; without `draft` and `drafter` only the target is
+      timed.
+    target_params: the target's parameters; None draws random ones on the
+      device.
+    draft_params: parameters of `draft`; None draws random ones on the device.
+    weights: how results describe the parameters; None is 'random' if neither
+      model's are given, else 'given'.
     placement: layout and dtype of both.
-    gammas: proposals a round.
+    gammas: proposals per round.
     batches: B.
-    input_lens: E; without an encoder the prompt's, behind the start token.
-    decode_lens: tokens of a run.
+    input_lens: E; without an encoder the prompt's tokens after the start token.
+    decode_lens: tokens per run.
     temperatures: 0 is greedy.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
       accepted with this probability, see `measure.forced`.
     t5x_style: whether a plain loop in T5X's style is timed as well, see
-      `measure.t5x_style`; the target is a `T5` then.
-    call_sizes: m, tokens a call, for v(m).
+      `measure.t5x_style`; only for a target that is a `T5`.
+    call_sizes: m, tokens per call, for v(m).
     calls_a_run: calls in one timed loop.
     repeats: timed rounds, interleaved.
-    seed: of parameters, inputs and sampling.
+    seed: seed of parameters, inputs and sampling.
     output_file: JSON; None writes nothing.
-    name: of the record.
-    drafter: any drafter, with its parameters, in the place of `draft`.
+    name: name of the record.
+    drafter: any drafter, with its parameters, instead of `draft`.
 
   Raises:
-    ValueError: a number is out of its range, there are parameters for a drafter
-      that has its own, or a loop in T5X's style of what is no `T5`.
+    ValueError: a number is out of its range, `draft_params` are given for a
+      drafter that has its own parameters, or `t5x_style` is set and the target
+      is not a `T5`.
   """
 
   target: LanguageModel
@@ -106,13 +108,13 @@ class BenchmarkConfig:
       )
     if 1 not in self.call_sizes:
       raise ValueError(
-        'BenchmarkConfig.call_sizes must hold 1, what the others are divided'
-        f' by, got {tuple(self.call_sizes)}.'
+        'BenchmarkConfig.call_sizes must hold 1, because the times of all'
+        f' others are divided by its time, got {tuple(self.call_sizes)}.'
       )
 
 
 class Setting(NamedTuple):
-  """One point of the grid."""
+  """One combination of batch, lengths and temperature."""
 
   batch: int
   input_len: int
@@ -130,10 +132,11 @@ def benchmark(
   Args:
     config: what to measure.
     advance: called after each of `num_steps(config)` rounds.
-    say: told what goes on: the first round comes a minute after the start.
+    say: gets a text that says what is going on, because the first round may
+      come only a minute after the start.
 
   Returns:
-    The record: times in ms as median, min and max over interleaved rounds.
+    The record, with times in ms: median, min and max over interleaved rounds.
   """
   say('Placing the models')
   pair = make_pair(
@@ -156,7 +159,7 @@ def benchmark(
 
 def described(config: BenchmarkConfig) -> dict[str, Any]:
   """The settings that all points of a benchmark's grid share."""
-  # What a drafter of another kind is made of says nothing of the target's.
+  # Parameters of another kind of drafter are not weights of `draft`.
   own = None if config.drafter is not None else config.draft_params
   given = (config.target_params, own)
   any_given = any(params is not None for params in given)
@@ -189,7 +192,7 @@ def num_steps(config: BenchmarkConfig) -> int:
 def _measure(
   config, pair: Pair, setting: Setting, advance, say
 ) -> dict[str, Any]:
-  """Compiles and times all that belongs to one setting."""
+  """Compiles and times everything of one setting."""
   request = functools.partial(
     calls.make_request,
     calls.random_inputs(
@@ -239,7 +242,10 @@ def _prepare_calls(
   gammas: Sequence[int],
   functions: dict[str, timing.Prepare],
 ) -> dict[str, Any]:
-  """Adds the plain loop and what is called once; returns facts of it."""
+  """Adds the plain loop and the single calls to `functions`.
+
+  Returns their compile times, and the bytes of a call.
+  """
   params, plain = pair.params, request(gamma=0)
 
   def loop(model):
@@ -263,7 +269,7 @@ def _prepare_calls(
 
 
 def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
-  """Adds one gamma's rounds and its loop; returns what the loop counts."""
+  """Adds one gamma's rounds and loop to `functions`; returns loop counts."""
   gamma, rate = request.gamma, config.forced_acceptance
   repeats = config.calls_a_run
   functions[f'draft_{gamma}'] = calls.pair_rounds(
@@ -295,7 +301,11 @@ def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
 
 
 def _in_ms(config, setting, seconds) -> dict[str, dict[str, float]]:
-  """Median, least and most: of one call, one round, one token or one run."""
+  """Times in ms, as `timing.summarise` gives them.
+
+  They are per call, per round, per token (plain loops) or per run (speculative
+  loops).
+  """
   scales = {'matvec': 1.0, 'encoder': 1.0, 'draft_encoder': 1.0}
   for name in ('plain_loop', 't5x_style_loop'):
     scales[name] = 1 / setting.decode_len
@@ -311,31 +321,32 @@ def _in_ms(config, setting, seconds) -> dict[str, dict[str, float]]:
 def _of_gamma(
   decode_len: int, median: dict[str, float], counted: dict[str, Any]
 ) -> dict[str, Any]:
-  """One gamma: measured, predicted from its calls, predicted from its rate.
+  """One gamma: what was measured, and predictions from calls and from alpha.
 
   Args:
-    decode_len: tokens of a run.
-    median: times in ms: call_1, call_{gamma + 1}, draft_, round_,
-      speculative_{gamma}, and plain_loop, of one token.
+    decode_len: tokens per run.
+    median: times in ms: call_1, call_{gamma + 1}, draft_{gamma}, round_{gamma},
+      speculative_{gamma}, and plain_loop, which is per token.
     counted: gamma, rounds, histogram, acceptance_rate of the timed run.
 
   Returns:
-    `counted` and: cost_ratio, c as one proposal costs it inside a round, in
-    calls of the target over one token; cost_ratio_alone, with the drafter
-    alone on the machine; speculative_ms and predicted_ms, rounds times what
-    one costs; expected_speed_up by E(gamma, alpha) / (v(gamma + 1) + gamma c),
-    for independent acceptance; speed_up as measured against the plain loop;
-    t5x_style_speed_up against the one in T5X's style, None if it was not timed.
+    `counted` and: cost_ratio, which is c, the cost of one proposal inside a
+    round, in calls of the target over one token; cost_ratio_alone, the same if
+    only the drafter runs; speculative_ms, measured, and predicted_ms, the
+    number of rounds times the cost of a round; expected_speed_up by
+    E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance;
+    speed_up, measured, against the plain loop; t5x_style_speed_up, against the
+    loop in T5X's style, None if it was not timed.
   """
   gamma = counted['gamma']
   one, verify = median['call_1'], median[f'call_{gamma + 1}']
   a_round = median[f'round_{gamma}']
-  # A drafter that hides in the target's noise costs nothing, never less.
+  # A drafter whose cost is lost in the target's noise counts as 0, not less.
   cost_ratio = max(a_round - verify, 0.0) / gamma / one
   measured = median[f'speculative_{gamma}']
   predicted = counted['rounds'] * a_round
   stock = median.get('t5x_style_loop')
-  # v is in calls; the plain loop's token costs its bookkeeping too.
+  # v is in calls; a token of the plain loop also costs bookkeeping.
   factor = analysis.measured_walltime_factor(
     counted['acceptance_rate'], gamma, cost_ratio, verify / one
   )

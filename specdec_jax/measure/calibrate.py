@@ -123,9 +123,9 @@ def calibrate(
   with bar(console, 'Tokens', config.num_tokens) as advance:
     rates = work.rates(advance)
   found = _conclude(config, engine, measured, rates, parts)
-  _print(console, found)
-  if config.output_file:
+  if config.output_file:  # first: whoever reads stdout may leave early
     found.save(config.output_file)
+  _print(console, found)
   return found
 
 

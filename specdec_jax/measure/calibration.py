@@ -1,4 +1,4 @@
-"""A calibration: the best gamma for a pair on a machine, as it was measured.
+"""A calibration: the best gamma for a pair on a machine, from measurements.
 
 Written by `specdec calibrate`, read by `specdec decode`. It holds for the
 models and the device that it was made with, and for nothing else.
@@ -16,7 +16,7 @@ from specdec_jax.measure import environment
 from specdec_jax.measure import record as records
 
 _KIND = 'calibration'
-_DRAWS = 2000  # of the measured values, for the interval of the speed-up
+_DRAWS = 2000  # random draws for the interval of the speed-up
 _INTERVAL = (2.5, 97.5)  # percent
 
 
@@ -26,7 +26,7 @@ class CalibrationError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """A value and the standard error of it."""
+  """A value and its standard error."""
 
   value: float
   error: float
@@ -37,10 +37,10 @@ class Choice:
   """The best gamma for a number of rows, and its expected speed-up.
 
   Attributes:
-    rows: that are decoded together.
-    gamma: with the largest expected speed-up; 0 where none is above 1.
-    expected_speed_up: at that gamma, 1 at gamma 0.
-    interval: of the expected speed-up, 95 %.
+    rows: rows that are decoded together.
+    gamma: the gamma with the largest expected speed-up; 0 if none is above 1.
+    expected_speed_up: expected speed-up at that gamma; 1 at gamma 0.
+    interval: 95 % interval of the expected speed-up.
     factors: the expected speed-up at gamma 0, 1, ....
   """
 
@@ -56,12 +56,13 @@ class Calibration:
   """The best gamma for each number of rows, for one pair on one device.
 
   Attributes:
-    fingerprints: 'target' and 'draft' -> what `checkpoints.fingerprint` gives
-      for its parameters.
+    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of its
+      parameters.
     device: `environment.describe()['device']`.
-    temperature: at which the acceptance rate was measured.
-    choices: for each number of rows that was measured, in ascending order.
-    record: everything that was measured, for people and reports.
+    temperature: temperature at which the acceptance rate was measured.
+    choices: the choice for each number of rows that was measured, in ascending
+      order.
+    record: everything that was measured, for readers and reports.
   """
 
   fingerprints: Mapping[str, str]
@@ -71,20 +72,22 @@ class Calibration:
   record: Mapping[str, Any]
 
   def at(self, rows: int) -> Choice:
-    """That for the next larger number measured; beyond all, for the largest.
+    """The choice for a number of rows.
 
-    More rows make a call dearer, so that it rather proposes too little.
+    It is that of the next larger number that was measured, or of the largest.
+    More rows make a call more expensive, so that this rather proposes too few
+    tokens.
     """
     larger = [one for one in self.choices if one.rows >= rows]
     return (larger or self.choices)[0 if larger else -1]
 
   def gammas(self, rows: int) -> dict[int, int]:
-    """`schedule.PoolSettings.gammas` for so many rows: its own and fewer."""
+    """`schedule.PoolSettings.gammas` for `rows` rows, and for fewer of them."""
     fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
     return fewer | {rows: self.at(rows).gamma}
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
-    """Raises CalibrationError unless models and device are those measured."""
+    """Raises CalibrationError if it is of other models or another device."""
     device = environment.describe()['device']
     differs = same_run.differences(
       {**self.fingerprints, 'device': self.device},
@@ -97,13 +100,13 @@ class Calibration:
       )
 
   def save(self, path: str) -> None:
-    """Writes it as JSON; makes its folder."""
-    # `record` has the machine.
+    """Writes the calibration as JSON; makes its folder."""
+    # Without a machine of its own: `record` has it.
     records.Record(_KIND, dataclasses.asdict(self), {}).save(path)
 
 
 def load(path: str) -> Calibration:
-  """Reads what `Calibration.save` wrote.
+  """Reads a calibration that `Calibration.save` wrote.
 
   Raises:
     CalibrationError: the file is missing, broken or of another kind.
@@ -116,7 +119,7 @@ def load(path: str) -> Calibration:
     return Calibration(**found)
   except (ValueError, LookupError, TypeError) as error:
     raise CalibrationError(
-      f'{path!r} is no calibration. Expected a file that `specdec calibrate`'
+      f'{path!r} is not a calibration. Expected a file that `specdec calibrate`'
       f' wrote, found: {error}'
     ) from error
 
@@ -137,9 +140,9 @@ def choose_gamma(
   Args:
     acceptance_rate: alpha.
     cost_ratio: c.
-    call_cost: v(1), v(2), ...; gamma is at most one less than there are.
-    rows: of which these are the costs.
-    seed: of the draws behind the interval, which is that of normal errors.
+    call_cost: v(1), v(2), ...; gamma is less than the number of these.
+    rows: the number of rows that these costs were measured with.
+    seed: seed of the draws for the interval, which assumes normal errors.
   """
   gammas = np.arange(len(call_cost))
   values = np.array([cost.value for cost in call_cost])

@@ -1,4 +1,4 @@
-"""The cost of single calls: bytes that a call must read, and its time."""
+"""The costs of single calls: the bytes that a call must read, and its time."""
 
 import functools
 import time
@@ -20,11 +20,11 @@ from specdec_jax.measure.timing import Prepare
 from specdec_jax.models.base import START_ID, LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 
-_MATRIX = (6144, 8192)  # 192 MiB of float32: no cache holds it
+_MATRIX = (6144, 8192)  # 192 MiB of float32: more than any cache
 
 
 def matvec() -> tuple[Prepare, int]:
-  """A plain matrix-vector product, and the bytes that it streams."""
+  """A matrix-vector product, and the bytes that it reads from memory."""
   matrix = jnp.ones(_MATRIX, jnp.float32)
   vector = jnp.ones((_MATRIX[1], 1), jnp.float32)
   product = jax.jit(jnp.matmul)
@@ -35,10 +35,10 @@ def matvec() -> tuple[Prepare, int]:
 def decoder_bytes(
   model: LanguageModel, params: Params, request: Request
 ) -> int:
-  """Bytes that one call of a decoder over one token must read at least.
+  """The least bytes that one call of a decoder over one token must read.
 
-  `memory.call_bytes` without the embedding of the token, and without what is
-  written.
+  It is `memory.call_bytes` without the token's embedding, and without the bytes
+  that are written.
   """
   counted = memory.call_bytes(model, params, request)
   return counted.weights + counted.self_attention + counted.cross_attention
@@ -47,7 +47,7 @@ def decoder_bytes(
 def random_inputs(
   network: LanguageModel, batch: int, input_len: int, seed: int
 ) -> jax.Array:
-  """Ids int32[B, E] to time a model with; none is special in the T5 family."""
+  """Random ids int32[B, E] to time a model with, none of them special in T5."""
   rng = np.random.default_rng(seed)
   ids = rng.integers(3, network.vocab_size, (batch, input_len))
   return jnp.asarray(ids, jnp.int32)
@@ -65,12 +65,12 @@ def make_request(
 
   Args:
     inputs: int32[B, E].
-    slots: tokens of a run.
-    gamma: proposals a round.
-    sampling: of both models.
-    seed: of the samples.
-    has_encoder: the target's; without one the inputs are prompts, behind the
-      start token.
+    slots: tokens per run.
+    gamma: proposals per round.
+    sampling: sampling of both models.
+    seed: seed of the samples.
+    has_encoder: whether the target has an encoder; without one the inputs are
+      prompts, after the start token.
   """
   batch = inputs.shape[0]
   prompt = length = None
@@ -87,22 +87,22 @@ def make_request(
     prompt=prompt,
     prompt_length=length,
   )
-  return jax.device_put(request)  # no time of a run goes into moving it
+  return jax.device_put(request)  # so that runs need no time to move it
 
 
 def loop(
   start: Callable, run: Callable, params: Any, request: Request
 ) -> tuple[Prepare, float]:
-  """A whole decoding loop, prefill apart.
+  """A whole decoding loop, without its prefill.
 
   Args:
     start: (params, request) -> state.
     run: (params, request, state, rounds) -> state.
-    params: of the loop.
-    request: what to decode.
+    params: parameters of the loop.
+    request: the request to decode.
 
   Returns:
-    what prepares a run, and the seconds that compiling it took.
+    A function that prepares a run, and the seconds that compiling took.
   """
   limit = jnp.int32(decode_state.NO_ROUND_LIMIT)
   state = jax.block_until_ready(jax.jit(start)(params, request))
@@ -123,8 +123,8 @@ def target_calls(
 ) -> Prepare:
   """`repeats` calls over `num_tokens` tokens each, in one compiled loop.
 
-  The cache stands behind half of the run's output, and is rewound after each
-  call as a rejection would do it; each call's tokens come from the one before.
+  The cache is at half of the run's output, and is rewound after each call, as
+  after a rejection; each call's tokens come from the call before.
   """
 
   model, params = pair.target, pair.params.target
@@ -147,10 +147,10 @@ def target_calls(
 
 
 def encoder_call(pair: Pair, request: Request) -> Prepare:
-  """Prepares the call that reads the input, once.
+  """Prepares the one call that reads the input.
 
-  It is the target's encoder, and the keys and values made of it; without an
-  encoder one call of the decoder over the prompt.
+  It runs the target's encoder, and makes the keys and values of its output;
+  without an encoder it is one call of the decoder over the prompt.
   """
   run = functools.partial(
     pair.prefill,
@@ -179,15 +179,15 @@ def pair_rounds(
 ) -> Prepare:
   """`repeats` rounds in one compiled loop: gamma proposals, then the target.
 
-  A round is what one costs inside the speculative loop, without the loop's own
-  bookkeeping. It is more than the sum of its calls measured alone, since each
-  model finds the caches of the processor filled by the other. All of a draft
-  is made, whether or not the target's verdict looks at it.
+  A round costs what it costs inside the speculative loop, without the loop's
+  own bookkeeping. That is more than the sum of its calls measured alone, since
+  each model finds the processor's caches filled by the other model. The whole
+  draft is made, even if the target's verdict does not need all of it.
 
   Args:
     pair: both models.
     request: gives gamma and the sampling.
-    repeats: rounds.
+    repeats: number of rounds.
     with_target: False leaves the target out.
   """
   drafter, target = pair.drafter, pair.target
@@ -199,8 +199,8 @@ def pair_rounds(
 
   def rounds(params, cache, state, tokens):
     def propose(round_number, state, tokens):
-      # Keys of the round, as the loop has them: a draw that looks at nothing
-      # else would be the same in every round, and be made once.
+      # Each round has its own keys, as in the loop: a draw that depends on
+      # nothing else would otherwise be made only once for all rounds.
       keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(
         request.keys, round_number
       )
@@ -219,9 +219,10 @@ def pair_rounds(
         logits, cache = target.extend(params.target, cache, fed)
         last = judge(request, draft, logits, keys).next_token[:, None]
       state = drafter.commit(state, half)
-      # The next round reads what this one chose: none can be left out.
+      # The next round reads this round's token, so that the compiler cannot
+      # leave out a round.
       tokens = lax.dynamic_update_slice(tokens, last, (0, half[0] - 1))
-      # So is the draft: the compiler would drop proposals that nothing reads.
+      # The draft is returned, or the compiler would drop unused proposals.
       return cache, state, tokens, draft
 
     _, shapes, _ = jax.eval_shape(propose, 0, state, tokens)

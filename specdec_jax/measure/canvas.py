@@ -1,8 +1,8 @@
-"""What all plots share: colours, style, and PNG files by matplotlib.
+"""What all plots share: colours, style, and PNG files made by matplotlib.
 
-The same values give the same bytes, whatever the user's own settings of
-matplotlib are. Colours are those of Okabe and Ito, told apart in every form of
-colour blindness.
+The same values give the same bytes, whatever the user's own matplotlib settings
+are. The colours are those of Okabe and Ito, which can be told apart with every
+form of colour blindness.
 """
 
 import io
@@ -30,7 +30,7 @@ _DPI = 150
 
 
 def wrapped(title: str, width: int) -> str:
-  """Returns a title in lines; what it says of force begins a line."""
+  """Wraps a title into lines; a remark on forced acceptance begins a line."""
   lines = title.replace(' (forced', '\n(forced').splitlines()
   return '\n'.join(textwrap.fill(line, width) for line in lines)
 
@@ -43,9 +43,9 @@ def save(
   """Draws a figure and writes it as PNG, whole or not at all.
 
   Args:
-    path: of the PNG, in a folder that is there.
-    draw: is given a `matplotlib.figure.Figure`. What the user's own settings
-      of matplotlib say does not matter.
+    path: path of the PNG, in a folder that exists.
+    draw: gets a `matplotlib.figure.Figure` to draw on; the user's own
+      matplotlib settings have no effect on it.
     size: width and height, inches.
 
   Raises:
@@ -57,7 +57,7 @@ def save(
   with matplotlib.rc_context():
     matplotlib.rcdefaults()
     matplotlib.rcParams.update(_STYLE)
-    # Without pyplot: no window system is looked for, no global state is left.
+    # Without pyplot, which would look for a window system and keep state.
     figure = matplotlib.figure.Figure(figsize=size, layout='constrained')
     draw(figure)
     figure.savefig(stream, format='png', dpi=_DPI, metadata={'Software': None})
@@ -65,7 +65,7 @@ def save(
 
 
 def load_matplotlib() -> Any:
-  """Returns the module, with what draws without a window.
+  """Returns the module matplotlib, with `matplotlib.figure` imported.
 
   Raises:
     ValueError: it is not installed.

@@ -1,7 +1,7 @@
-"""What drafting costs: every drafter of Section 3.6 beside the same target.
+"""What drafting costs: every drafter of Section 3.6, with the same target.
 
-The target's weights and the small model's are random, which does not change
-the time. N-gram tables are as large as those of a real text.
+The weights of the target and of the small model are random, which does not
+change the times. N-gram tables are as large as those of real text.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
 from specdec_jax.types import Draft
 
-_NOTHING = 'nothing'  # the drafter that the others are compared with
-_NOISE = (160_000, 16)  # sequences and their length, where there is no text
+_NOTHING = 'nothing'  # the drafter that all others are compared with
+_NOISE = (160_000, 16)  # random sequences and their length, if there is no text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,22 +45,23 @@ class DrafterCostsConfig:
   """A measurement of what a draft costs, in calls of the target.
 
   Attributes:
-    target: its network.
-    small: the small model's; None leaves it out.
-    train_files: that the n-gram tables are fitted to, as `FitNgramConfig` says.
-      Where one is missing, ids by Zipf's law are; the record says which.
+    target: the target's network.
+    small: the small model's network; None leaves it out.
+    train_files: files that the n-gram tables are fitted to, see
+      `FitNgramConfig`. If one is missing, the tables are fitted to random ids
+      drawn by Zipf's law; the record says which was used.
     vocab_path: sentencepiece model of these files.
-    field: of JSON records, its output.
-    max_continuations: entries kept of a context.
+    field: field of JSON records that holds the output.
+    max_continuations: entries kept per context.
     placement: layout and dtype of both models.
-    gamma: proposals a round.
+    gamma: proposals per round.
     temperatures: 0 is greedy.
     batch: rows decoded together.
     input_len: E, tokens of an input.
-    decode_len: tokens of a run.
+    decode_len: tokens per run.
     calls_a_run: calls or rounds in one timed loop.
     repeats: timed rounds, interleaved.
-    seed: of parameters, inputs and sampling.
+    seed: seed of parameters, inputs and sampling.
     output_file: JSON; None writes nothing.
 
   Raises:
@@ -94,13 +95,14 @@ class DrafterCostsConfig:
 def drafter_costs(
   config: DrafterCostsConfig, console: rich.console.Console | None = None
 ) -> Mapping[str, Any]:
-  """Times drafts alone and inside of rounds; prints and writes a table.
+  """Times drafts alone and inside rounds; prints and writes a table.
 
   Returns:
-    The record: its table as `Table.to_json` has it, the corpus of the
-    n-grams, and `measured`: per drafter and temperature, c (one proposal, in
-    calls of the target over one token) alone and inside of a round, with its
-    standard error, what gamma proposals add to a call, and times in ms.
+    The record: its table in the form of `Table.to_json`, the corpus of the
+    n-grams, and `measured`. That has per drafter and temperature: c (the cost
+    of one proposal, in calls of the target over one token) alone, and inside a
+    round with its standard error; the cost of a whole draft in such calls; and
+    times in ms.
   """
   console = console or terminal()
   pairs, corpus = _pairs(config)
@@ -120,7 +122,7 @@ def drafter_costs(
 
 
 def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
-  """name -> one target with each drafter, and what the n-grams are of."""
+  """Name -> the target with that drafter; and a text about the n-grams."""
   vocab_size = config.target.vocab_size
   sequences, corpus = _corpus(config)
   drafters = {_NOTHING: _nothing()}
@@ -139,7 +141,7 @@ def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
   own = partitioning.place(own, config.placement)
 
   def pair(draft, drafter=None):
-    # Of parameters that are placed already nothing is copied.
+    # The target's parameters are placed already, so they are not copied.
     return make_pair(
       config.target, draft, own, None, config.placement, config.seed, drafter
     )
@@ -151,7 +153,7 @@ def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
 
 
 def _corpus(config: DrafterCostsConfig) -> tuple[list[list[int]], str]:
-  """Ids as a decoder has them, and what they are."""
+  """Sequences of ids as a decoder has them, and a text that describes them."""
   paths = [*config.train_files, config.vocab_path]
   missing = [path for path in paths if not os.path.isfile(path)]
   if config.train_files and not missing:
@@ -176,7 +178,7 @@ def _corpus(config: DrafterCostsConfig) -> tuple[list[list[int]], str]:
 
 
 def _nothing() -> Drafter:
-  """Proposes one and the same token, its parameter, at no cost."""
+  """A drafter that always proposes one token, its parameter, at no cost."""
 
   def propose(token, state, context):
     shape = context.length.size, context.gamma
@@ -195,7 +197,7 @@ def _measure(
   temperature: float,
   advance: Callable[[], None],
 ) -> list[dict[str, Any]]:
-  """Everything at one temperature, in turns."""
+  """Measures everything at one temperature, alternately."""
   request = _request(config, temperature)
   repeats = config.calls_a_run
   functions = {'call': calls.target_calls(pairs[_NOTHING], request, 1, repeats)}
@@ -237,11 +239,11 @@ def _row(
   seconds: Mapping[str, Sequence[float]],
   times: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """One drafter: what its draft takes alone, and adds to a round."""
+  """One drafter: the cost of its draft alone, and what it adds to a round."""
   call = times['call']['median']
   alone = times[f'draft {name}']['median']
-  # Of rounds that ran one behind the other: what slows the machine for a while
-  # is in both.
+  # Compares rounds that ran one after the other: if something slows the machine
+  # for a while, it slows both.
   without = seconds[f'round {_NOTHING}']
   pairs = zip(seconds[f'round {name}'], without, strict=True)
   added = timing.summarise(

@@ -1,4 +1,4 @@
-"""What a measurement must be read with: device, versions, load."""
+"""Describes the machine of a measurement: device, versions, load."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import jax
 
 
 def describe() -> dict[str, Any]:
-  """Returns what a measurement must be read with: device, cores, versions."""
+  """Returns device, cores, versions and load, to be kept with a measurement."""
   device = jax.devices()[0]
   return {
     'device': device.device_kind if device.platform != 'cpu' else _cpu_name(),
@@ -25,11 +25,12 @@ def describe() -> dict[str, Any]:
 
 
 def seconds_since_start() -> float | None:
-  """Seconds since this process began, imports included; None if not known."""
+  """Seconds since this process began, imports included; None if unknown."""
   stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
   if not (stat.exists() and uptime.exists()):
     return None  # not a Linux
-  # Behind the name, which is in brackets and may hold blanks: field 22 of all.
+  # Field 22 of the file. Counted from after the process's name, which is in
+  # brackets and may hold blanks.
   fields = stat.read_text().rpartition(')')[2].split()
   began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
   return float(uptime.read_text().split()[0]) - began
@@ -45,5 +46,8 @@ def _cpu_name() -> str:
 
 
 def _load_average() -> float | None:
-  """Processes that wanted a core over the last minute, ours included."""
+  """Mean number of processes that wanted a core in the last minute.
+
+  It includes this process.
+  """
   return round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None

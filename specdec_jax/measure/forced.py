@@ -1,9 +1,10 @@
-"""Forced acceptance: a pair's true walltime at an acceptance rate not its own.
+"""Forced acceptance: the walltime that a pair would have at a given alpha.
 
-Where fine-tuned checkpoints cannot be had, models of the real size with random
-weights do all of their work, and then each proposal is accepted with a given
-probability, independently, as Section 3.1 of the paper models it. The output
-means nothing; the time is that of a pair whose acceptance rate this is.
+It is for models whose fine-tuned checkpoints are not available. Models of the
+real size, with random weights, do all their work, and then each proposal is
+accepted with a given probability, independently, as Section 3.1 of the paper
+models it. The output is meaningless; the time is that of a pair with this
+acceptance rate.
 """
 
 import jax
@@ -15,15 +16,15 @@ from specdec_jax.decoding.speculative import Judge
 
 
 def judge(acceptance_rate: jax.Array) -> Judge:
-  """Returns a judge that does Algorithm 1's work, then accepts by lot.
+  """Returns a judge that does Algorithm 1's work, but accepts at random.
 
   Args:
     acceptance_rate: float32[], alpha; a traced value does not recompile.
   """
 
   def by_lot(request, draft, logits, keys):
-    # Its token follows from the whole of the real verdict, so that no part of
-    # that work can be left out.
+    # The token depends on the complete real verdict, so that the compiler
+    # cannot leave out any part of that work.
     verdict = speculative.judge(request, draft, logits, keys)
     num_accepted = jax.vmap(_draw, in_axes=(0, 0, None, None))(
       keys, draft.length, acceptance_rate, request.gamma
@@ -34,8 +35,8 @@ def judge(acceptance_rate: jax.Array) -> Judge:
 
 
 def _draw(key, length, acceptance_rate, gamma):
-  """Proposals of one row before the first that is refused, int32[]."""
-  # A key of its own: the real verdict has consumed `accept_key`.
+  """Proposals of one row before the first that is rejected, int32[]."""
+  # Needs another key, because the real verdict has consumed `accept_key`.
   own = jax.random.fold_in(probs.accept_key(key), 1)
   accepted = jax.random.uniform(own, (gamma,)) < acceptance_rate
   accepted &= jnp.arange(gamma) < length

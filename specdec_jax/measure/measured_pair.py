@@ -1,4 +1,4 @@
-"""The pair that is measured: given parameters, or random ones made in place."""
+"""The pair to be measured, with given parameters or random ones."""
 
 import dataclasses
 import functools
@@ -20,16 +20,16 @@ from specdec_jax.partitioning import Placement
 def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
   """Draws parameters on the device, array by array, in their final dtype.
 
-  A T5-XXL never exists in float32: the most that is ever held beside the
-  result is one array.
+  So a T5-XXL in bfloat16 never exists in float32: besides the result, at most
+  one more array is held.
 
   Args:
-    network: whose `init` tells names and shapes.
-    seed: of the draw.
+    network: the network; its `init` gives names and shapes.
+    seed: seed of the draw.
     dtype: 'float32' or 'bfloat16'.
 
   Returns:
-    The tree that `network.init` would give; matrices are normal with variance
+    A tree like that of `network.init`; matrices are normal with variance
     1 / rows, so that activations keep their size, and scales are 1.
   """
   shapes = jax.eval_shape(network.init, jax.random.key(0))
@@ -63,19 +63,19 @@ class Pair:
 
   @functools.cached_property
   def prefill(self) -> Callable:
-    """The target's `read_prompt`, jitted once for all that is measured.
+    """The target's `read_prompt`, jitted once for all measurements.
 
-    Slots are static; without a prompt it is the target's own `prefill`.
+    Slots are static; without a prompt it is the target's `prefill`.
     """
     reads = functools.partial(read_prompt, self.target)
     return jax.jit(reads, static_argnums=2)
 
   @functools.cached_property
   def init(self) -> Callable:
-    """The drafter's, likewise.
+    """The drafter's `init`, jitted once for all measurements.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no drafter.
     """
     if self.drafter is None:
       raise ValueError(
@@ -93,17 +93,17 @@ def make_pair(
   seed: int,
   drafter: Drafter | None = None,
 ) -> Pair:
-  """Places given parameters, and draws those of a network that are not given.
+  """Places the given parameters, and draws those that are not given.
 
   Args:
     target: the target's network.
-    draft: a drafter's; not looked at where `drafter` is given.
-    target_params: of `target`; None draws them.
-    draft_params: of `draft`, likewise.
-    placement: of both.
-    seed: of what is drawn.
-    drafter: any, with its parameters; None is `small_model` of `draft`, if
-      there is one.
+    draft: a drafter's network; ignored if `drafter` is given.
+    target_params: parameters of `target`; None draws them.
+    draft_params: parameters of `draft`; None draws them.
+    placement: placement of both.
+    seed: seed of the parameters that are drawn.
+    drafter: any drafter, with its parameters; None is `small_model` of `draft`,
+      if there is one.
   """
 
   def placed(network, params, seed) -> Any:

@@ -1,6 +1,6 @@
 """Bytes, counted from shapes: what a run holds, and what a call must move.
 
-Nothing here makes an array of a model: parameters and caches are known from
+No array of a model is made here: the shapes of parameters and caches come from
 `jax.eval_shape`, so that a pair that does not fit is refused before it loads.
 """
 
@@ -25,13 +25,13 @@ from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 
-# What cross-attention's keys and values were made with, once, by `prefill`.
+# Kernels of cross-attention's keys and values, which only `prefill` reads.
 _ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
-_TABLE = 'embedder/embedding'  # of tokens or positions; a call reads rows of it
+_TABLE = 'embedder/embedding'  # tokens or positions; a call reads some rows
 
 
 def tree_bytes(tree: Any) -> int:
-  """Bytes of all leaves, arrays or `ShapeDtypeStruct`s; keys count nothing."""
+  """Bytes of all leaves, arrays or `ShapeDtypeStruct`s, except PRNG keys."""
   return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -44,7 +44,7 @@ def _leaf_bytes(leaf: Any) -> int:
 def param_shapes(
   network: LanguageModel, placement: partitioning.Placement
 ) -> Params:
-  """`ShapeDtypeStruct`s of a model's parameters as `placement` lays them."""
+  """`ShapeDtypeStruct`s of a model's parameters, laid out by `placement`."""
 
   def init():
     return partitioning.place(network.init(jax.random.key(0)), placement)
@@ -65,11 +65,11 @@ def request_shapes(
   Args:
     batch: B.
     input_len: E.
-    decode_len: tokens of a run at most.
-    gamma: proposals a round; 0 for the plain loop.
-    greedy: temperature 0; else any other.
-    has_encoder: the target's; without one the E tokens of the input are a
-      prompt, behind the start token.
+    decode_len: the most tokens of a run.
+    gamma: proposals per round; 0 for the plain loop.
+    greedy: whether the temperature is 0.
+    has_encoder: whether the target has an encoder; without one the E tokens of
+      the input are a prompt, after the start token.
   """
 
   def make():
@@ -90,15 +90,15 @@ def request_shapes(
 
 
 class CallBytes(NamedTuple):
-  """Bytes that one call of a decoder must move at least.
+  """The least bytes that one call of a decoder must move.
 
   Attributes:
-    weights: every parameter of the decoder but those that cross-attention's
-      keys and values were made with, and the output layer.
-    embeddings: the rows of the call's tokens, and of their positions where
-      these are learned.
-    self_attention: keys and values of the bucket attended to, the mean over a
-      run that fills its slots.
+    weights: the output layer, and every parameter of the decoder except the
+      kernels of cross-attention's keys and values.
+    embeddings: the rows of the call's tokens, and of their positions if these
+      are learned.
+    self_attention: keys and values of the bucket that is attended to, as a mean
+      over a run that fills its slots.
     cross_attention: keys and values of the input; 0 without an encoder.
     written: keys and values of the call's tokens.
   """
@@ -111,7 +111,7 @@ class CallBytes(NamedTuple):
 
   @property
   def total(self) -> int:
-    """All of them."""
+    """The sum of all of these."""
     return sum(self)
 
 
@@ -124,7 +124,7 @@ def call_bytes(
     network: the model, whose cache is a `KVCache`.
     params: its parameters as placed, arrays or `ShapeDtypeStruct`s.
     request: batch, input or prompt, and slots of the run.
-    num_tokens: m, tokens a row that the call reads.
+    num_tokens: m, tokens per row that the call reads.
   """
   tables = [leaf for name, leaf in _flat(params).items() if _TABLE in name]
   cache: kv_cache.KVCache = jax.eval_shape(
@@ -151,10 +151,10 @@ def call_bytes(
 
 
 def decoder_weights(params: Params) -> list[Any]:
-  """Leaves that each call of a decoder reads whole.
+  """The parameters that each call of a decoder reads completely.
 
-  Not the encoder, nor what cross-attention's keys and values were made with; a
-  table of embeddings only where it is the output layer, too.
+  That excludes the encoder and the kernels of cross-attention's keys and
+  values, and a table of embeddings unless it is also the output layer.
   """
   flat = _flat(params)
   weights = [
@@ -170,12 +170,12 @@ def decoder_weights(params: Params) -> list[Any]:
 
 
 def _flat(params: Params) -> dict[str, Any]:
-  """'decoder/layers_0/mlp/wo/kernel' and so on -> leaf."""
+  """Names such as 'decoder/layers_0/mlp/wo/kernel' -> leaf."""
   return flax.traverse_util.flatten_dict(params, sep='/')
 
 
 def _token_table(flat: dict[str, Any]) -> Any:
-  """[V, M], wherever the model keeps it."""
+  """The table [V, M] of token embeddings, wherever the model keeps it."""
   (table,) = (leaf for n, leaf in flat.items() if f'token_{_TABLE}' in n)
   return table
 
@@ -185,8 +185,8 @@ def draft_round_bytes(
 ) -> int:
   """Bytes that gamma proposals of a small model move.
 
-  One call over the last two committed tokens and gamma - 1 over one; see
-  `drafters.small_model`.
+  That is one call over the last two committed tokens and gamma - 1 calls over
+  one token; see `drafters.small_model`.
   """
   first, other = (
     call_bytes(network, params, request, size).total for size in (2, 1)
@@ -196,17 +196,17 @@ def draft_round_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """A run whose memory is to be known before anything is loaded.
+  """A run whose memory is counted before anything is loaded.
 
   Attributes:
     target: the model that decides.
     draft: the model that proposes; None for plain decoding.
     batch: B.
-    input_len: E; without an encoder the prompt's, behind the start token.
-    decode_len: tokens of a run at most.
-    gamma: proposals a round; 0 without a draft.
-    greedy: temperature 0.
-    param_dtype: of the parameters on the device.
+    input_len: E; without an encoder the prompt's tokens after the start token.
+    decode_len: the most tokens of a run.
+    gamma: proposals per round; ignored without a draft.
+    greedy: whether the temperature is 0.
+    param_dtype: dtype of the parameters on the device.
 
   Raises:
     ValueError: a number is too small.
@@ -229,13 +229,13 @@ class Plan:
 def plan_bytes(plan: Plan) -> dict[str, int]:
   """What a run holds on the device, part by part.
 
-  The working set is an estimate from the largest arrays of a step and of what
-  reads the input, an encoder or else the decoder; all else is exact but for a
-  device's padding. What loading holds beside it, such as a checkpoint in the
-  host's memory, is not counted.
+  The working set is an estimate from the largest arrays of a step, and of the
+  encoder (or else the decoder) that reads the input. Everything else is exact,
+  except for padding by the device. Memory that only loading needs, such as a
+  checkpoint in the host's memory, is not counted.
 
   Returns:
-    name of the part -> bytes.
+    Name of the part -> bytes.
 
   Raises:
     ValueError: prompt, output and draft need more slots than a model has
@@ -280,7 +280,7 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
 
 def _working_set(plan: Plan, request: Request, reading: int) -> int:
   """Bytes of the largest temporaries, of a step or of reading the input."""
-  # Logits of a call as they come, masked, standardised and as logarithms.
+  # Four forms of a call's logits: raw, masked, standardised, as logarithms.
   rows = 4 * (request.gamma + 1)
   if not plan.greedy:
     rows += 2 * request.gamma  # the draft's distributions, stacked
@@ -294,7 +294,7 @@ def _reading_bytes(
   flat = _flat(params)
   emb_dim = _token_table(flat).shape[1]
   heads = cache.num_heads
-  hidden = sum(  # of one feed-forward block: what goes in, its factors
+  hidden = sum(  # kernels of one feed-forward block
     leaf.size
     for name, leaf in flat.items()
     if 'decoder/layers_0/mlp/' in name and 'kernel' in name
@@ -304,29 +304,29 @@ def _reading_bytes(
   encoder = 0
   if network.has_encoder:
     scores = heads * input_len**2
-    # The relative bias, shared by the batch; scores, weights and a temporary of
-    # the softmax between them for each row.
+    # The relative bias, shared by the batch; and for each row the scores, the
+    # weights and a temporary array of the softmax between them.
     encoder = scores * (1 + 3 * batch) + batch * input_len * per_token
   read = batch * (request.prompt_width - 1)
-  # Of every slot. Rows are at places of their own, and so is their bias.
+  # Scores over all slots. Each row is at its own place and has its own bias.
   biases = cache.position_bias[0].shape[0]
   prompt = read * (request.cache_slots * (biases + 3 * heads) + per_token)
   return 4 * max(encoder, prompt)
 
 
 def check_fits(plan: Plan, limit: int | None) -> dict[str, int]:
-  """Refuses a run that the device's memory cannot hold.
+  """Raises an error for a run that the device's memory cannot hold.
 
   Args:
     plan: the run.
-    limit: bytes that there are, as `device_bytes` says; None is not known and
-      refuses nothing.
+    limit: bytes of the device, from `device_bytes`; None is unknown, and never
+      raises.
 
   Returns:
-    What `plan_bytes` counts.
+    The result of `plan_bytes`.
 
   Raises:
-    DoesNotFitError: more is needed; it says what of.
+    DoesNotFitError: more is needed; the message lists what needs how much.
   """
   parts = plan_bytes(plan)
   needed = sum(parts.values())

@@ -1,4 +1,4 @@
-"""Fits an n-gram drafter to text or to what a target produced."""
+"""Fits an n-gram drafter to text, or to a target's own outputs."""
 
 import dataclasses
 import functools
@@ -25,30 +25,32 @@ from specdec_jax.text.local_tasks import json_object
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.pairs import TokenPairs, read_tsv
 
-_BLOCK = 8192  # tokens that are scored together
+_BLOCK = 8192  # tokens that are scored in one call
 
 
 @dataclasses.dataclass(frozen=True)
 class FitNgramConfig:
-  """An n-gram table and what it is fitted to.
+  """An n-gram table and the files that it is fitted to.
 
-  Files are told apart by their name, `.gz` or not: `.jsonl` has records, such
-  as predictions.jsonl of scripts/decode.py or the -predict.jsonl-00000-of-00001
-  of a task; `.tsv` is source<TAB>target, whose
-  targets count; `.npz` has arrays of `TokenPairs`, likewise; anything else is
-  text, one output a line.
+  The ending of a file's name says what it is (with or without `.gz`): `.jsonl`
+  has records, such as predictions.jsonl of scripts/decode.py or the
+  -predict.jsonl-00000-of-00001 of a task; `.tsv` has source<TAB>target lines,
+  and `.npz` arrays of `TokenPairs`, of which the targets are used; any other
+  file is text, one output per line.
 
   Attributes:
-    tokenizer: of the target.
-    train_files: fitted to.
+    tokenizer: the target's tokenizer.
+    train_files: files to fit the table to.
     output_file: the table, `.npz`.
     order: n; 1 is a unigram, 2 a bigram.
-    field: of a record, its output: text, or the ids that were produced.
-    start_id: what the target's decoder begins with, 0 in the T5 family; None is
-      nothing.
-    max_continuations: entries kept of a context.
+    field: field of a record that holds its output: text, or the ids that were
+      produced.
+    start_id: id that the target's decoder begins with, 0 in the T5 family; None
+      is none.
+    max_continuations: entries kept per context.
     min_count: contexts seen less often are left out.
-    valid_files: held-out outputs to score the first guess on; none scores none.
+    valid_files: held-out outputs to score the table's first guess on; may be
+      empty.
 
   Raises:
     ValueError: a number is too small, or there is no file.
@@ -68,8 +70,8 @@ class FitNgramConfig:
     check_types(self)
     if self.order == 0:
       raise ValueError(
-        'order must be at least 1, got 0. Order 1 is a unigram, which looks at'
-        ' no token before; order 2 is a bigram.'
+        'order must be at least 1, got 0. Order 1 is a unigram, which ignores'
+        ' the tokens before; order 2 is a bigram.'
       )
     check_at_least(self, order=1, max_continuations=1, min_count=1)
     if not self.train_files:
@@ -102,7 +104,7 @@ def fit_ngram(
       f'start_id is {config.start_id}, outside the vocabulary of {size}.'
     )
   first = [] if config.start_id is None else [config.start_id]
-  # Read before the fit: a missing file shows at once.
+  # Read before the fit, so that a missing file shows immediately.
   held_out = [[*first, *ids] for f in config.valid_files for ids in read(f)]
   table = fit(
     ([*first, *ids] for f in config.train_files for ids in read(f)),
@@ -121,18 +123,18 @@ def fit_ngram(
 def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
   """Yields the ids of each output of a file, its end included.
 
-  Ids that were produced are taken as they are; one that was cut short has no
-  end.
+  Ids that were produced are taken as they are; an output that was cut short has
+  no end.
 
   Args:
     path: see `FitNgramConfig`.
     tokenizer: for text.
-    field: of JSON records.
+    field: field of JSON records that holds the output.
 
   Raises:
     ValueError: the file cannot be read, or a record lacks the field.
   """
-  # A task's results end in their shard.
+  # The name of a task's results ends with the shard.
   name = re.sub(r'-\d{5}-of-\d{5}$', '', path.removesuffix('.gz'))
   end = [tokenizer.eos_id]
   if name.endswith('.npz'):
@@ -153,11 +155,11 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
 
 
 def score(table: NGramTable, sequences: Sequence[Sequence[int]]) -> float:
-  """The share of tokens that are the table's first guess, on the device.
+  """The share of tokens that are the table's first guess, found on the device.
 
   Args:
-    table: to look up in.
-    sequences: ids, each from its start token on; the first is not guessed.
+    table: the table.
+    sequences: ids, each beginning with the start token, which is not guessed.
 
   Raises:
     ValueError: there is no token to guess.
@@ -193,7 +195,7 @@ def _guess(table: NGramTable, recent: jax.Array, known: jax.Array):
 
 
 def _values(where: str, line: str, field: str) -> list[Any]:
-  """The outputs of one record: one, or several samples."""
+  """The outputs of one record: one output, or several samples."""
   record = json_object(line, where)
   if field not in record:
     names = nearest(field, record)

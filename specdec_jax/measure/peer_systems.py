@@ -1,10 +1,11 @@
-"""The systems that `scripts/peers.py` sets side by side.
+"""The systems that `scripts/peers.py` compares.
 
-Each is a function of a `Pair` in `SYSTEMS`. It loads what it needs, untimed,
-and returns a function that maps one text to an `Output`. All read the same
-weights: transformers through a folder that this project saves, CTranslate2
-through its converter of that folder. All tokenise and turn ids into text by the
-same tokenizer, in the time that is measured, since `Engine` does so too.
+Each entry of `SYSTEMS` has a function of a `Pair`. It loads what it needs,
+untimed, and returns a function that maps one text to an `Output`. All systems
+read the same weights: transformers from a folder that this project saves,
+CTranslate2 from that folder through its converter. All use the same tokenizer,
+for ids and for text, and its time is measured too, because `Engine` includes
+it.
 """
 
 import dataclasses
@@ -25,11 +26,11 @@ from specdec_jax.text.tokenizer import Tokenizer
 
 
 class Output(NamedTuple):
-  """What a system made of one text.
+  """A system's output for one text.
 
   Attributes:
     tokens: the produced ids, the end of sequence included.
-    target_calls: calls of the target's decoder; None where nothing counts them.
+    target_calls: calls of the target's decoder; None if they are not counted.
   """
 
   tokens: list[int]
@@ -43,8 +44,8 @@ class System(NamedTuple):
   """One system.
 
   Attributes:
-    packages: what it imports beyond this project's own requirements.
-    load: Pair -> what decodes one text.
+    packages: packages that it needs beyond this project's own requirements.
+    load: Pair -> function that decodes one text.
   """
 
   packages: tuple[str, ...]
@@ -57,13 +58,13 @@ class PairConfig:
 
   Attributes:
     target: a T5 with its parameters as the checkpoint has them.
-    draft: a smaller one with the same vocabulary, likewise.
-    tokenizer: of both.
-    gamma: proposals a round of this project's speculative loop.
-    assistant_tokens: proposals a round of transformers' assistant; None leaves
-      its default.
-    lookup_tokens: proposals a round of transformers' prompt lookup.
-    max_input_len: tokens of an input, its end included; longer ones are cut.
+    draft: a smaller T5 with the same vocabulary, and its parameters.
+    tokenizer: the tokenizer of both.
+    gamma: proposals per round of this project's speculative loop.
+    assistant_tokens: proposals per round of transformers' assistant; None
+      leaves its default.
+    lookup_tokens: proposals per round of transformers' prompt lookup.
+    max_input_len: tokens of an input, its end included; longer inputs are cut.
     max_decode_len: tokens of an output, its end included.
   """
 
@@ -79,12 +80,12 @@ class PairConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """Two models, and what is made of them once for all systems.
+  """Two models, and everything that is made from them once for all systems.
 
   Attributes:
     config: the models, and how they decode.
-    threads: of torch and CTranslate2.
-    folder: where converted models go.
+    threads: threads of torch and CTranslate2.
+    folder: folder for converted models.
   """
 
   config: PairConfig
@@ -93,7 +94,7 @@ class Pair:
 
   @functools.cached_property
   def engine(self) -> Engine:
-    """This project's engine, of both its loops."""
+    """This project's engine, for both of its loops."""
     config = self.config
     return Engine(
       config.target,
@@ -125,19 +126,19 @@ class Pair:
 
   @functools.cached_property
   def ctranslate2_folder(self) -> pathlib.Path:
-    """The target as CTranslate2 has it, in float32."""
+    """The target in CTranslate2's format, in float32."""
     folder = self.folder / 'ctranslate2'
     _convert(self.target_folder, folder, self.config.tokenizer)
     return folder
 
   def encode(self, text: str) -> list[int]:
-    """Ids of an input as `Engine` cuts and ends it."""
+    """Ids of an input, cut and ended as `Engine` does it."""
     tokenizer = self.config.tokenizer
     ids = tokenizer.encode(text)[: self.config.max_input_len - 1]
     return [*ids, tokenizer.eos_id]
 
   def decode(self, tokens: Sequence[int]) -> str:
-    """Text of ids, without those that only pad the model's vocabulary."""
+    """Text of ids, without ids that only pad the model's vocabulary."""
     return decode(self.config.tokenizer, tokens)
 
 
@@ -174,8 +175,8 @@ def _transformers(
       )
     options['assistant_model'] = assistant
   if with_mask:
-    # Of the start token. Without it each round of version 5.23 feeds the whole
-    # prefix to the assistant again, onto a cache that holds it already.
+    # A mask of the start token. Without it version 5.23 feeds the whole prefix
+    # to the assistant again in each round, although its cache holds it already.
     options['decoder_attention_mask'] = torch.ones((1, 1), dtype=torch.long)
   if lookup:
     options['prompt_lookup_num_tokens'] = pair.config.lookup_tokens
@@ -197,7 +198,7 @@ def _transformers(
       max_new_tokens=pair.config.max_decode_len,
       **options,
     )
-    tokens = sequence[0, 1:].tolist()  # the start token is no output
+    tokens = sequence[0, 1:].tolist()  # without the start token
     pair.decode(tokens)
     return Output(tokens, calls[0] - before)
 
@@ -212,9 +213,9 @@ def _load_transformers(folder: pathlib.Path) -> Any:
   model = transformers.T5ForConditionalGeneration.from_pretrained(
     folder, dtype=torch.float32
   ).eval()
-  # `generate` of version 5.23 sizes the decoder's cache by the encoder's layers
-  # and fails where the decoder has more. The stacks hold copies of the
-  # configuration, so nothing else changes.
+  # `generate` of version 5.23 takes the size of the decoder's cache from the
+  # encoder's layers, and fails if the decoder has more. The stacks hold copies
+  # of the configuration, so nothing else changes.
   model.config.num_layers = model.config.num_decoder_layers
   return model
 
@@ -255,7 +256,7 @@ def _ctranslate2(pair: Pair, compute_type: str) -> Generate:
 def _convert(
   source: pathlib.Path, folder: pathlib.Path, tokenizer: Tokenizer
 ) -> None:
-  """Converts a Hugging Face folder by CTranslate2's own converter."""
+  """Converts a Hugging Face folder with CTranslate2's own converter."""
   import transformers
   from ctranslate2 import converters
 
@@ -267,13 +268,14 @@ def _convert(
     def load_tokenizer(self, *_, **__):
       return _Vocabulary(tokenizer)
 
-  # It rescales what any output layer reads, since transformers 5 calls every T5
-  # tied. That is one positive factor for all logits: greedy tokens stay.
+  # The converter rescales the input of every output layer, because transformers
+  # 5 calls every T5 tied. That multiplies all logits by one positive factor, so
+  # greedy tokens stay the same.
   Converter(os.fspath(source)).convert(os.fspath(folder), force=True)
 
 
 class _Vocabulary:
-  """What CTranslate2's converter asks of a transformers tokenizer."""
+  """The part of a transformers tokenizer that CTranslate2's converter needs."""
 
   def __init__(self, tokenizer: Tokenizer):
     processor = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
@@ -284,7 +286,7 @@ class _Vocabulary:
     self.unk_token = self._pieces[tokenizer.unk_id]
 
   def get_vocab(self) -> dict[str, int]:
-    """Piece -> id; the converter names what pads the model's vocabulary."""
+    """Piece -> id; the converter names the ids that pad the vocabulary."""
     return self._ids
 
   def convert_ids_to_tokens(self, token: int) -> str:

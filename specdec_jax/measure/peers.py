@@ -1,4 +1,4 @@
-"""Peers side by side: interleaved repeats over the same lines, one table."""
+"""Compares peers: interleaved repeats over the same lines, one table."""
 
 import dataclasses
 import importlib.metadata
@@ -40,8 +40,8 @@ _VERSIONS = (
   'sentencepiece',
   'scikit-learn',
 )
-# OpenMP's threads spin for up to 0.2 s after their work; nobody else's time
-# should pay for that.
+# OpenMP's threads spin for up to 0.2 s after their work; the pause keeps that
+# out of the next system's time.
 _PAUSE_SECONDS = 0.3
 
 
@@ -50,18 +50,18 @@ class PeersConfig(PairConfig):
   """One comparison of a `PairConfig`: batch 1, float32, greedy.
 
   Attributes:
-    input_file: UTF-8 text, one input a line.
+    input_file: UTF-8 text, one input per line.
     num_lines: how many of its lines are used; None is all.
-    systems: names out of `peer_systems.SYSTEMS`; this project's plain loop,
-      which the others are compared with, is always among them.
+    systems: names from `peer_systems.SYSTEMS`; this project's plain loop, with
+      which all others are compared, is always included.
     repeats: timed passes over all lines, interleaved.
-    threads: of torch and CTranslate2; None is one for each core that this
-      process may use, as JAX takes them.
+    threads: threads of torch and CTranslate2; None is one for each core that
+      this process may use, as in JAX.
     output_file: JSON; None writes nothing.
-    name: of the record.
+    name: name of the record.
 
   Raises:
-    ValueError: a number is too small, or a system is not known.
+    ValueError: a number is too small, or a system is unknown.
   """
 
   input_file: str
@@ -81,7 +81,7 @@ class PeersConfig(PairConfig):
     unknown = [name for name in self.systems if name not in SYSTEMS]
     if unknown or isinstance(self.systems, str):
       raise ValueError(
-        f'PeersConfig.systems must be names out of {list(SYSTEMS)}, got'
+        f'PeersConfig.systems must be names from {list(SYSTEMS)}, got'
         f' {self.systems!r}.'
       )
 
@@ -91,8 +91,9 @@ class _Entrant:
   """One system in this comparison.
 
   Attributes:
-    outputs: of each line, from the untimed pass.
-    seconds: of each timed pass over all lines.
+    generate: decodes one text; None before it is loaded.
+    outputs: output of each line, from the untimed pass.
+    seconds: time of each timed pass over all lines.
     changed: lines whose tokens differed between two passes.
     failure: why it could not finish, or None.
   """
@@ -109,14 +110,14 @@ def compare(
 ) -> Record:
   """Times all systems in one process, prints the table, writes the JSON.
 
-  A system that fails is reported with its reason; the others go on.
+  If a system fails, its reason is reported and the other systems go on.
 
   Returns:
     The record. It is of kind 'table', so that README can show it.
 
   Raises:
     ValueError: a package is missing, the input has no line to decode, or this
-      project's plain loop failed, without which nothing can be compared.
+      project's plain loop failed, with which all others are compared.
   """
   console = console or terminal()
   names = [name for name in SYSTEMS if name in {PLAIN, *config.systems}]
@@ -148,7 +149,7 @@ def compare(
 
 
 def _check_packages(names: Sequence[str]) -> None:
-  """Raises ValueError for packages that the chosen systems need."""
+  """Raises ValueError if packages that the chosen systems need are missing."""
   needed = dict.fromkeys(p for name in names for p in SYSTEMS[name].packages)
   missing = [p for p in needed if importlib.util.find_spec(p) is None]
   if missing:
@@ -159,19 +160,19 @@ def _check_packages(names: Sequence[str]) -> None:
 
 
 def _guarded(entrant: _Entrant, function: Callable, *args: Any) -> None:
-  """Calls `function` for a system that has not failed; notes if it does."""
+  """Calls `function` unless the system has failed; records a new failure."""
   if entrant.failure:
     return
   try:
     function(*args)
-  except Exception as error:  # whatever a peer raises is its result
+  except Exception as error:  # any error of a peer is part of the result
     entrant.failure = f'{type(error).__name__}: {error}'.strip()
 
 
 def _load(
   system: System, pair: Pair, entrant: _Entrant, texts: Sequence[str]
 ) -> None:
-  """Loads a system and runs it once over all lines: compiles, warms caches."""
+  """Loads a system and runs it once over all lines, to compile and warm up."""
   entrant.generate = system.load(pair)
   entrant.outputs = [entrant.generate(text) for text in texts]
 

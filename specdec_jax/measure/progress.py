@@ -1,7 +1,4 @@
-"""What people see while they wait: progress bars, and what goes on.
-
-On a terminal only: a pipe gets nothing of it.
-"""
+"""Shows progress bars, and what is going on, on terminals only."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +17,7 @@ def status(
 
 
 class Bar:
-  """Moves a progress bar, and names what goes on."""
+  """Moves a progress bar, and says what is going on."""
 
   def __init__(self, progress: rich.progress.Progress, task):
     self._progress, self._task = progress, task
@@ -34,7 +31,7 @@ class Bar:
 
 @contextlib.contextmanager
 def bar(console: rich.console.Console, label: str, total: int) -> Iterator[Bar]:
-  """A bar of `total` steps, while the block runs."""
+  """A bar of `total` steps, shown while the block runs."""
   progress = rich.progress.Progress(
     rich.progress.SpinnerColumn(),  # it moves while the first step compiles
     *rich.progress.Progress.get_default_columns(),

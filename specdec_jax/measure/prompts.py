@@ -6,7 +6,7 @@ from specdec_jax import files
 from specdec_jax.text.lines import Line, count_tokens
 from specdec_jax.text.local_tasks import LocalTask
 
-SPLIT = 'test'  # of a task
+SPLIT = 'test'  # the split of a task that is read
 
 
 def read_prompts(
@@ -17,11 +17,11 @@ def read_prompts(
   """Returns the texts that can be decoded, in their order.
 
   Args:
-    source: path of UTF-8 text, one prompt a line; or a task, whose inputs of
+    source: path of UTF-8 text, one prompt per line; or a task, whose inputs of
       the split 'test' are taken, each text once.
-    count: tokens of a text as it is read, such as `Engine.num_input_tokens`.
-    limit: tokens of a text as it is read; longer ones are left out. None is
-      no limit.
+    count: counts the tokens of a text, such as `Engine.num_input_tokens`.
+    limit: the most tokens of a text; longer texts are left out. None is no
+      limit.
 
   Raises:
     ValueError: the file cannot be read, a line of it is not UTF-8 or has more
@@ -32,18 +32,19 @@ def read_prompts(
     lines = [Line(text) for text in files.text_lines(source)]
   else:
     name = str(source.files.get(SPLIT))
-    # Where a text has several references it is there several times.
+    # A text with several references is there several times.
     texts = dict.fromkeys(one['inputs'] for one in source.texts(SPLIT))
     lines = [Line(text) for text in texts]
   counted = count_tokens(lines, count, limit)
-  # From nothing any text may follow, so that says little of a pair.
+  # Empty texts are left out: any output may follow, which says little about a
+  # pair.
   found = [
     line.text
     for line in counted
     if line.text and line.num_tokens and not line.error
   ]
   if not found:
-    most = '' if limit is None else f' of at most {limit} tokens a line'
+    most = '' if limit is None else f' of at most {limit} tokens per line'
     raise ValueError(
       f'{name!r} has no line that can be decoded: expected UTF-8 text{most},'
       f' found {len(lines)} lines that are empty or too long.'

@@ -1,4 +1,4 @@
-"""What was measured, with the machine that it holds for: JSON files of it."""
+"""Records: JSON files of measurements, with the machine that was measured."""
 
 import dataclasses
 import json
@@ -10,18 +10,18 @@ from specdec_jax import files
 from specdec_jax.files import same_run
 from specdec_jax.measure import environment
 
-# Of the form of a file; those of before there were versions are read as 1.
+# Version of the file format; files without a version are read as 1.
 VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Record(Mapping[str, Any]):
-  """One measurement; a mapping of all that its file holds.
+  """One measurement; a mapping of everything in its file.
 
   Attributes:
     kind: what was measured, such as 'alpha'.
-    content: name -> number, or whatever JSON has; settings are among them.
-    machine: `environment.describe()` of where.
+    content: name -> JSON value: results and settings.
+    machine: `environment.describe()` of the machine.
   """
 
   kind: str
@@ -31,7 +31,7 @@ class Record(Mapping[str, Any]):
   )
 
   def to_json(self) -> dict[str, Any]:
-    """All of it, as its file has it."""
+    """The whole record, as in its file."""
     machine = {'machine': dict(self.machine)} if self.machine else {}
     head = {'kind': self.kind, 'version': VERSION}
     return head | dict(self.content) | machine
@@ -55,7 +55,7 @@ class Record(Mapping[str, Any]):
     )
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes it as JSON, whole or not at all; makes its folder.
+    """Writes the record as JSON, whole or not at all; makes its folder.
 
     Raises:
       OSError: the folder cannot be made or written.
@@ -65,14 +65,14 @@ class Record(Mapping[str, Any]):
 
 
 def load(path: str | os.PathLike[str], *kinds: str) -> Record:
-  """Reads what `Record.save` wrote.
+  """Reads a record that `Record.save` wrote.
 
   Args:
     path: the file.
-    *kinds: those that are expected; none expects any.
+    *kinds: the kinds that are expected; without them any kind is.
 
   Raises:
-    ValueError: it is missing or broken, or of another kind or version.
+    ValueError: the file is missing or broken, or of another kind or version.
   """
   path = os.fspath(path)
   try:
@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
   if kind is None or (kinds and kind not in kinds):
     expected = f'a kind of {sorted(kinds)}' if kinds else 'a kind'
     raise ValueError(
-      f'{path!r} is no such record: expected {expected}, got {kind!r}.'
+      f'{path!r} is not such a record: expected {expected}, got {kind!r}.'
     )
   if (version := found.pop('version', VERSION)) != VERSION:
     raise ValueError(
@@ -102,17 +102,18 @@ def earlier(
   had: Callable[[Record], Mapping[str, Any]],
   what_to_do: str,
 ) -> Record | None:
-  """The record that an earlier run of these settings left, if there is one.
+  """The record that an earlier run with these settings left, or None.
 
   Args:
-    path: where it would be.
-    kind: that it must have.
-    settings: of this run.
-    had: the settings that a record was made with; further ones do not count.
-    what_to_do: a sentence for the user whose file is another one.
+    path: where the record would be.
+    kind: the kind that it must have.
+    settings: settings of this run.
+    had: returns the settings that a record was made with; settings that this
+      run does not have are ignored.
+    what_to_do: a sentence that tells the user what to do with another file.
 
   Raises:
-    ValueError: the file is no such record, or one of other settings.
+    ValueError: the file is not such a record, or has other settings.
   """
   path = os.fspath(path)
   if not os.path.exists(path):
@@ -123,7 +124,7 @@ def earlier(
     before = {name: before.get(name) for name in settings}
   except (ValueError, TypeError, LookupError, AttributeError) as error:
     raise ValueError(
-      f'{path!r} is no record of such a run ({error!r}). {what_to_do}'
+      f'{path!r} is not a record of such a run ({error!r}). {what_to_do}'
     ) from error
   what = f'{path!r} was measured with other settings'
   same_run.check(before, settings, what, what_to_do)

@@ -1,4 +1,4 @@
-"""A benchmark's record as tables in the terminal."""
+"""Shows a benchmark's record as tables in the terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from specdec_jax.measure.table import console as terminal
 def show(
   config: BenchmarkConfig, console: rich.console.Console | None = None
 ) -> Mapping[str, Any]:
-  """Runs a benchmark behind a progress bar, prints its tables; its record."""
+  """Runs a benchmark with a progress bar, prints tables; returns its record."""
   console = console or terminal()
   with bar(console, 'Measuring', num_steps(config)) as advance:
     record = benchmark(config, advance, advance.say)
@@ -25,7 +25,7 @@ def show(
 
 
 def forced_note(record: Mapping[str, Any]) -> str:
-  """The remark on forced acceptance in a title; '' where it was real."""
+  """The remark on forced acceptance in a title; '' if acceptance was real."""
   rate = record['forced_acceptance']
   if rate is None:
     return ''
@@ -67,10 +67,10 @@ def times(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
 
 
 def summary(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
-  """Costs in one setting, and for each gamma its speed-up."""
+  """The costs in one setting, and the speed-up for each gamma."""
   plain = setting['times_ms']['plain_loop']['median']
   rows = [
-    ['plain loop, ms a token', f'{plain:.2f}'],
+    ['plain loop, ms per token', f'{plain:.2f}'],
     [
       "of a matrix-vector product's bandwidth",
       f'{setting["bandwidth_fraction"]:.0%}',

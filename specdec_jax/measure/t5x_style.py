@@ -1,9 +1,9 @@
 """A T5 that decodes as T5X does, for comparison only.
 
-T5X multiplies a one-hot row by the whole embedding table at every step, writes
-the cache by a one-hot rewrite of all of it, and attends over all of it. The
-logits are the same; the time is not. A speed-up against it holds what these
-cost, beside what speculation brings.
+At every step T5X multiplies a one-hot row by the whole embedding table, writes
+the cache by rewriting all of it with a one-hot mask, and attends over all of
+it. The logits are the same as here; the time is not. A speed-up against T5X's
+style includes the cost of these, besides the gain from speculation.
 """
 
 import jax
@@ -15,7 +15,7 @@ from specdec_jax.models import kv_cache, layers, t5
 def one_hot_write(
   buffer: jax.Array, new: jax.Array, start: jax.Array
 ) -> jax.Array:
-  """`kv_cache.write` by a rewrite of the whole buffer."""
+  """`kv_cache.write`, done by rewriting the whole buffer."""
   slots = buffer.shape[-1]
   places = start[:, None] + jnp.arange(new.shape[1])
   chosen = jax.nn.one_hot(places, slots, dtype=buffer.dtype)  # [B, S, T]
@@ -25,7 +25,7 @@ def one_hot_write(
 
 
 class _Module(t5.EncoderDecoder):
-  """The network with T5X's way through embedding and cache."""
+  """The network with T5X's way of embedding tokens and writing the cache."""
 
   def prefill(self, inputs, max_length):
     return kv_cache.apart(super().prefill(inputs, max_length))
@@ -41,7 +41,7 @@ class _Module(t5.EncoderDecoder):
 
 
 class T5XStyle(t5.T5):
-  """`T5`, slowly; takes its parameters."""
+  """A slower `T5` with the same parameters."""
 
   @property
   def _module(self) -> _Module:

@@ -1,7 +1,8 @@
-"""One table for all that is shown: on a console, as Markdown, CSV and JSON.
+"""One table class for all outputs: console, Markdown, CSV and JSON.
 
-A cell is text, a number, or None for what was not measured. Numbers stay
-numbers until they are shown: a column says how, the CSV has all their digits.
+A cell is text, a number, or None for a value that was not measured. Numbers
+stay numbers until they are shown: a column says how to show them, and the CSV
+has all their digits.
 """
 
 import csv
@@ -21,7 +22,7 @@ import rich.text
 Cell = str | int | float | None
 
 _NUMBER = re.compile(r'[-+\d.,%]+')
-_NO_EDGE = 10_000  # characters; nothing that is shown is as wide
+_NO_EDGE = 10_000  # characters; wider than any output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Column:
   """How the cells of a column are shown.
 
   Attributes:
-    header: its name.
-    form: of numbers, such as '.2f'; '' shows three digits of a float.
-    unit: of its numbers, shown behind the name.
-    align: 'left' or 'right'; '' is right where all cells show as numbers.
-    missing: what None is shown as.
+    header: name of the column.
+    form: format of numbers, such as '.2f'; '' shows three digits of a float.
+    unit: unit of its numbers, shown after the name.
+    align: 'left' or 'right'; '' is right if all cells look like numbers.
+    missing: text shown for None.
   """
 
   header: str
@@ -63,10 +64,10 @@ class Table:
   """Rows under columns.
 
   Attributes:
-    title: above it; '' is none.
-    columns: each a `Column`, or a header alone.
-    rows: a cell for each column.
-    notes: sentences below it.
+    title: title above the table; '' is none.
+    columns: each a `Column`, or only a header.
+    rows: rows with a cell for each column.
+    notes: sentences below the table.
 
   Raises:
     ValueError: a row has another number of cells than there are columns.
@@ -104,7 +105,7 @@ class Table:
     ]
 
   def said(self) -> 'Table':
-    """Without the columns of which nothing was measured."""
+    """The table without columns in which nothing was measured."""
     kept = [
       i
       for i in range(len(self.columns))
@@ -131,7 +132,7 @@ class Table:
     return '\n'.join(f'| {" | ".join(row)} |' for row in (header, rule, *body))
 
   def csv(self) -> str:
-    """The table as CSV, numbers unrounded; what is missing is empty."""
+    """The table as CSV, numbers unrounded; missing values are empty."""
     stream = io.StringIO(newline='')
     writer = csv.writer(stream, lineterminator='\n')
     writer.writerows([self.header, *self.rows])
@@ -144,14 +145,14 @@ class Table:
 
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> 'Table':
-    """A table of texts, from what `to_json` gave."""
+    """A table of texts, from the result of `to_json`."""
     columns, rows = value['columns'], value['rows']
     return cls(value['title'], columns, rows, value.get('notes', ()))
 
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> rich.console.RenderResult:
-    """For `console.print`: without columns of which nothing was measured."""
+    """For `console.print`; leaves out columns in which nothing was measured."""
     table = self.said()
     shown = table._rich()
     wanted = rich.measure.Measurement.get(console, options, shown)
@@ -162,10 +163,10 @@ class Table:
       yield rich.text.Text(note)
 
   def _rich(self, narrow: bool = False) -> rich.table.Table:
-    """If `narrow`, texts give way to the width, numbers do not."""
+    """The table for rich; if `narrow`, texts are folded, numbers are not."""
     shown = rich.table.Table(
       title=rich.text.Text(self.title) if self.title else None,
-      show_lines=narrow,  # or folded rows would run together
+      show_lines=narrow,  # without lines, folded rows would run together
     )
     texts = self.texts
     for i, column in enumerate(self._columns):
@@ -182,26 +183,26 @@ class Table:
         no_wrap=right and narrow,
       )
     for row in texts:
-      # Text, not str: an output may hold what rich takes for markup.
+      # Text, not str: rich would take parts of an output for markup.
       shown.add_row(*map(rich.text.Text, row))
     return shown
 
 
 def plain_markdown(text: str) -> str:
-  """Text on one line that Markdown and HTML leave as it is."""
+  """The text on one line, escaped for Markdown and HTML."""
   flat = ' '.join(text.split()).replace('\\', '\\\\')
   return flat.replace('&', '&amp;').replace('<', '&lt;')
 
 
 def say(console: rich.console.Console, sentence: str) -> None:
-  """Prints a sentence as it is; it may hold what rich takes for markup."""
+  """Prints a sentence as it is, without interpreting it as rich's markup."""
   console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def console() -> rich.console.Console:
   """Standard output, as wide as COLUMNS or the terminal says.
 
-  A pipe has no edge to fold at, unless COLUMNS gives it one.
+  Output to a pipe is not folded, unless COLUMNS is set.
   """
   shown = rich.console.Console()
   given = os.environ.get('COLUMNS', '').isdigit()

@@ -1,7 +1,8 @@
-"""Throughput and latency of a data set: fixed batches against full slots.
+"""Throughput and latency of a data set: fixed against continuous batches.
 
-Four ways through the same texts, interleaved: fixed batches in random order and
-sorted by length, continuous batching in random order and the shortest first.
+Measures four ways to decode the same texts, interleaved: fixed batches in
+random order, fixed batches sorted by length, continuous batching in random
+order, and continuous batching with the shortest texts first.
 """
 
 import dataclasses
@@ -40,26 +41,27 @@ class ThroughputConfig:
 
   Attributes:
     engine: makes the engine, with a drafter; called after all cheap checks.
-    input_file: a text a line, plain or `.gz`; of a line with tabs the first
+    input_file: one text per line, plain or `.gz`; of a line with tabs the first
       column.
-    num_examples: texts of a run.
+    num_examples: texts per run.
     join_weights: join_weights[k] is proportional to the number of examples that
-      join k + 1 neighbouring lines, as in training; they are ragged then.
+      join k + 1 neighbouring lines, as in training, so that lengths differ
+      more.
     batch_size: B, rows decoded together.
     speculative: whether the drafter helps in all four ways.
-    temperature: of the target.
+    temperature: temperature of the target.
     refill: `PoolSettings.refill`.
     max_rounds: `PoolSettings.max_rounds`.
-    pools: smaller numbers of rows that the last ones may move to, with the
+    pools: sizes of smaller pools that the last rows may move to, with the
       engine's gamma; see `PoolSettings.gammas`. Only with `speculative`.
     repeats: interleaved rounds of the four ways.
-    looks: pairs (max_rounds, refill) that are compared, on `sweep_examples`.
-    sweep_batches: batch sizes of the plot; empty leaves it out.
-    sweep_examples: texts of a run there, or B * 16 where that is more.
+    looks: pairs (max_rounds, refill) to compare, with `sweep_examples` texts.
+    sweep_batches: batch sizes of the plot; empty leaves the plot out.
+    sweep_examples: texts per run of the plot; B * 16 if that is more.
     calibration: file of scripts/calibrate.py for several numbers of rows, for a
-      third curve; None leaves it out.
-    memory_examples: texts of a run that watches memory; 0 leaves it out.
-    seed: of order, joining and samples.
+      third curve; None leaves the curve out.
+    memory_examples: texts of a run that watches memory; 0 leaves this run out.
+    seed: seed of order, joining and samples.
     output_file: JSON; None writes nothing.
     plot_file: PNG of the sweep; None draws nothing.
 
@@ -94,7 +96,7 @@ class ThroughputConfig:
     check_all_at_least(self, join_weights=0)
     if self.sweep_batches:
       check_all_at_least(self, sweep_batches=1)
-    self.settings(SHORTEST)  # raises where a number of it is too small
+    self.settings(SHORTEST)  # raises if one of its numbers is too small
 
   def settings(self, way: str, **changes) -> PoolSettings:
     """Returns the settings of GIVEN or SHORTEST, with `changes`."""
@@ -114,11 +116,11 @@ def measure_throughput(
   """Measures what `config` asks for, prints it, writes the record.
 
   Returns:
-    The record: 'ways' (each the medians over rounds), 'ratios' of them, round
-    by round against each other, 'looks', 'sweep', 'memory', 'machine'.
+    The record: 'ways' (medians over rounds for each way), 'ratios' between
+    them, round by round, 'looks', 'sweep', 'memory', 'machine'.
 
   Raises:
-    ValueError: nothing can be decoded, or a calibration is of other models.
+    ValueError: nothing can be decoded, or the calibration is of other models.
     OSError: the record could not be written.
   """
   console = console or terminal()
@@ -140,8 +142,8 @@ def measure_throughput(
   }
   memory = None
   if config.memory_examples:
-    # First, or what others have given back would hide what it takes. As given,
-    # the slots have their whole width from the start.
+    # Measured first: memory that other runs have freed would hide its growth.
+    # With order 'given', the slots have their full width from the start.
     decoder = Continuous(engine, config.settings(GIVEN))
     many = texts[: config.memory_examples]
     memory = watch_memory(decoder, many, **options)
@@ -171,7 +173,7 @@ def measure_throughput(
 
 
 def _ways(config, engine, texts, options, advance) -> dict[str, list[Any]]:
-  """Way -> the records of its runs, one a round."""
+  """Way -> the records of its runs, one per round."""
   rows = config.batch_size
   changes: dict[str, Any] = {}
   if config.pools and config.speculative:
@@ -205,10 +207,10 @@ def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ratios(rounds) -> dict[str, dict[str, Any]]:
-  """Throughput and latency of full slots over those of fixed batches.
+  """Throughput and latency of continuous batching over those of fixed batches.
 
-  Each is the median over rounds, with the least and the most: what is compared
-  ran one after the other.
+  Each ratio is the median over rounds, with minimum and maximum: runs of the
+  same round, which ran one after the other, are compared.
   """
 
   def ratio(key, one, other):
@@ -228,7 +230,7 @@ def _ratios(rounds) -> dict[str, dict[str, Any]]:
 
 
 def _looks(config, engine, texts, options) -> list[dict[str, Any]]:
-  """Records of runs where the host looks more often, or more seldom."""
+  """Records of runs in which the host looks more often, or less often."""
   found = []
   for max_rounds, refill in config.looks:
     changes = {'max_rounds': max_rounds, 'refill': refill}
@@ -256,7 +258,7 @@ def _sweep(config, engine, texts, options, chosen, advance):
   return found
 
 
-# Of a run: how it is shown, and its value.
+# Columns of a run, and the names of their values in its record.
 _COLUMNS: tuple[tuple[Column, str], ...] = (
   (Column('tokens/s', '.1f'), 'tokens_per_second'),
   (Column('median latency', '.2f', unit='s'), 'median_latency'),
@@ -266,10 +268,10 @@ _COLUMNS: tuple[tuple[Column, str], ...] = (
 
 
 def tables(record: Mapping[str, Any]) -> list[Table]:
-  """The ways, their ratios, how often the host looks, and batch sizes."""
+  """Tables of the ways, their ratios, the host's looks, and batch sizes."""
 
   def runs(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Each row: what it is of, then the numbers of its run."""
+    """A table of runs: each row has the names' values, then its numbers."""
     columns: list[Column | str] = [*names, *(column for column, _ in _COLUMNS)]
     return Table('', columns, [[*of, *_cells(row)] for *of, row in rows])
 

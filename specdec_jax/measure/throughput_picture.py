@@ -1,4 +1,4 @@
-"""The trade of throughput for latency as the batch grows, as a picture."""
+"""A picture of how throughput and latency grow with the batch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ _MARKERS = ('o', 's', '^')
 def plot_throughput(
   path: str | os.PathLike[str], record: Mapping[str, Any]
 ) -> None:
-  """Throughput and time in a slot over batch size, a line for each mode.
+  """Draws throughput and time in a slot over batch size, a line for each mode.
 
   Args:
-    path: of the PNG; replaced whole or not at all.
-    record: of `throughput.measure_throughput`, with a sweep.
+    path: path of the PNG; replaced whole or not at all.
+    record: record of `throughput.measure_throughput`, with a sweep.
 
   Raises:
     ValueError: matplotlib is not installed, or the record has no sweep.
@@ -72,7 +72,7 @@ def plot_throughput(
 
 
 def _pools(sweep: Sequence[Mapping[str, Any]]) -> str:
-  """Why the curve of gamma by rows is above; '' where there is none."""
+  """Why the curve of gamma by rows is above; '' if there is no such curve."""
   largest = max(row['batch_size'] for row in sweep)
   full = {
     row['mode']: row['occupancy']

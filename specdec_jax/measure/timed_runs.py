@@ -1,7 +1,8 @@
-"""Runs through many texts with a clock: fixed batches, and full slots.
+"""Timed runs through many texts: fixed batches, and continuous batching.
 
-Latency is one thing for both: from the start of a run, when all texts are
-there, until a text's output is. `watch_memory` looks whether memory grows.
+Latency means the same for both: the time from the start of a run, when all
+texts are there, until a text's output is there. `watch_memory` measures whether
+memory grows.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from specdec_jax.engine.completion import Completion, CompletionStats, total
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 
-_EVERY = 50  # completions between two looks
+_EVERY = 50  # completions between two looks at memory
 
 
 @dataclasses.dataclass
@@ -29,14 +30,15 @@ class Timed:
   """One run through all texts.
 
   Attributes:
-    seconds: of the run.
+    seconds: time of the run.
     latency: seconds from its start to each completion, in order of arrival.
-    num_tokens: that were produced.
-    occupancy: rows that were running / rows computed, over rounds.
-    host_fraction: of the time that the device waited for the host; None in
+    num_tokens: tokens that were produced.
+    occupancy: running rows / computed rows, summed over rounds.
+    host_fraction: part of the time in which the device waited for the host;
+      None in fixed batches.
+    in_slot: mean seconds from when a text gets a slot to its output; None in
       fixed batches.
-    in_slot: mean seconds from a text's slot to its output; None in fixed ones.
-    accepted: of the proposals, those accepted; None where there were none.
+    accepted: share of the proposals that was accepted; None without proposals.
   """
 
   seconds: float
@@ -48,7 +50,7 @@ class Timed:
   accepted: float | None = None
 
   def record(self) -> dict[str, Any]:
-    """Its numbers as JSON has them; times in seconds."""
+    """The numbers of the run as JSON values; times in seconds."""
     count = len(self.latency)
     return {
       'seconds': self.seconds,
@@ -71,16 +73,18 @@ def read_examples(
   join_weights: Sequence[float],
   seed: int,
 ) -> list[str]:
-  """Ragged texts in random order: joined lines, none too long for the engine.
+  """Texts of different lengths in random order, none too long for the engine.
+
+  Each text is one line, or several lines joined.
 
   Args:
-    path: a text a line, plain or `.gz`; of a line with tabs the first column.
-      Where it has too few, it is gone through again in another order.
-    engine: that will decode them.
-    count: texts.
+    path: one text per line, plain or `.gz`; of a line with tabs the first
+      column. If it has too few lines, they are used again in another order.
+    engine: the engine that will decode the texts.
+    count: how many texts.
     join_weights: join_weights[k] is proportional to the number of texts that
       join k + 1 neighbouring lines.
-    seed: of order and joining.
+    seed: seed of order and joining.
 
   Raises:
     ValueError: the file cannot be read, or nothing in it can be decoded.
@@ -111,7 +115,7 @@ def read_examples(
 def run_fixed(
   engine: Engine, texts: Sequence[str], rows: int, sort: bool, **options
 ) -> Timed:
-  """Batches of `rows` texts, one after the other; all compiled before."""
+  """Decodes batches of `rows` texts, one after the other, after compiling."""
   order = list(range(len(texts)))
   if sort:
     lengths = [len(engine.input_ids(text)) for text in texts]
@@ -119,7 +123,7 @@ def run_fixed(
   batches = [order[at : at + rows] for at in range(0, len(order), rows)]
 
   def arguments(batch):
-    # A shorter last batch would compile anew.
+    # Filled up: a shorter last batch would need another program.
     filled = [*batch, *[batch[-1]] * (rows - len(batch))]
     return [texts[index] for index in filled], {
       'example_ids': filled,
@@ -149,7 +153,7 @@ def run_fixed(
 def run_continuous(
   decoder: Continuous, texts: Sequence[str], **options
 ) -> Timed:
-  """All texts through the slots; all compiled before."""
+  """Decodes all texts by continuous batching, after compiling."""
   decoder.warmup(texts, **options)
   found = decoder.run(texts, **options)
   timed, _ = _timed(completion for _, completion in found)
@@ -163,7 +167,7 @@ def run_continuous(
 
 
 def _timed(found: Iterable[Completion]) -> tuple[Timed, int]:
-  """Takes completions as they come; also the calls of the target in all."""
+  """Times completions as they come; also returns all calls of the target."""
   latency: list[float] = []
   done: list[CompletionStats] = []
   start = time.perf_counter()
@@ -181,20 +185,19 @@ def _timed(found: Iterable[Completion]) -> tuple[Timed, int]:
 def watch_memory(
   decoder: Continuous, texts: Sequence[str], **options
 ) -> dict[str, Any]:
-  """Decodes texts, keeps nothing, and looks at memory on the way.
+  """Decodes texts, keeps no output, and looks at memory on the way.
 
-  Buffers come and go between two rounds, so the most that was seen in the
-  second fifth of the run is compared with the most in the last.
+  Buffers come and go between two rounds, so the result has the maxima that were
+  seen in the second fifth of the run and in the last.
 
   Args:
     decoder: its `run` is watched; it is warmed up first.
-    texts: some hundred at least.
-    **options: of `Continuous.run`.
+    texts: at least some hundred texts.
+    **options: options of `Continuous.run`.
 
   Returns:
     'examples'; 'early' and 'late', each with 'resident_bytes' of the process
-    (None where it cannot be known), 'buffers', arrays that are alive, and
-    'buffer_bytes'.
+    (None if unknown), 'buffers', the number of live arrays, and 'buffer_bytes'.
   """
   decoder.warmup(texts, **options)
   seen: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Interleaved timing: A B C A B C, medians, so that noise meets all alike."""
+"""Interleaved timing: A B C A B C, medians, so that noise affects all alike."""
 
 import math
 import statistics
@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-# () -> the run to time; what it needs afresh, such as a donated state, is made
-# before the clock starts.
+# () -> the run to time. It makes what each run needs afresh, such as a donated
+# state, before the clock starts.
 Prepare = Callable[[], Callable[[], Any]]
 
 
@@ -18,15 +18,15 @@ def interleave(
   repeats: int,
   advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-  """Times each function once a round, `repeats` rounds, after one warm-up.
+  """Times each function once per round, in `repeats` rounds, after a warm-up.
 
   Args:
-    functions: name -> what prepares a run, untimed, and returns it.
+    functions: name -> function that prepares a run, untimed, and returns it.
     repeats: timed rounds.
     advance: called after each round, to move a progress bar.
 
   Returns:
-    name -> seconds of each round.
+    Name -> seconds of each round.
   """
   for prepare in functions.values():
     jax.block_until_ready(prepare()())
@@ -42,14 +42,15 @@ def interleave(
 
 
 def summarise(seconds: list[float], scale: float = 1.0) -> dict[str, float]:
-  """Median, least and most of measured times, each multiplied by `scale`.
+  """Median, minimum and maximum of measured times, multiplied by `scale`.
 
-  `error` is the median's standard error as for normal noise, from the median
-  absolute deviation, which one disturbed round does not move.
+  `error` is the median's standard error, assuming normal noise. It is computed
+  from the median absolute deviation, which a single disturbed round does not
+  change.
   """
   median = statistics.median(seconds)
   deviation = statistics.median(abs(value - median) for value in seconds)
-  # 1.4826 MAD estimates sigma; a median's error is sqrt(pi / 2) of a mean's.
+  # 1.4826 MAD estimates sigma; a median's error is sqrt(pi / 2) times a mean's.
   error = 1.2533 * 1.4826 * deviation / math.sqrt(len(seconds))
   return {
     'median': median * scale,

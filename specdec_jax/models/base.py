@@ -1,4 +1,4 @@
-"""The `LanguageModel` contract: what a target and a model drafter both are."""
+"""The `LanguageModel` contract, of targets and of models that draft."""
 
 import functools
 from typing import Any, Protocol, TypeVar
@@ -7,14 +7,14 @@ import jax
 
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
-START_ID = 0  # what the decoder of every encoder-decoder begins with
+START_ID = 0  # id that the decoder of every encoder-decoder begins with
 
 
 class LanguageModel(Protocol[Cache]):
   """Pure functions over explicit pytrees; nothing is kept between calls.
 
-  A cache is opaque to the loops but for `length`: int32[B], the tokens that
-  each row's cache holds. What lies past `length` is never seen again.
+  A cache is opaque to the loops except for `length`: int32[B], the tokens that
+  each row's cache holds. Slots past `length` are never read.
   """
 
   @property
@@ -24,16 +24,16 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def has_encoder(self) -> bool:
-    """Whether an encoder reads the inputs; without one the prompt holds them.
+    """Whether an encoder reads the inputs; otherwise the prompt holds them.
 
-    The decoder of an encoder-decoder begins with its start token and, where
-    one is wanted, a prompt. A decoder-only model begins with its prompt, whose
-    first token is the start token.
+    The decoder of an encoder-decoder begins with its start token and, if the
+    caller wants one, a prompt. A decoder-only model begins with its prompt,
+    whose first token takes the place of the start token.
     """
     ...
 
   def init(self, key: jax.Array) -> Params:
-    """Random parameters; their names and shapes are what a checkpoint has."""
+    """Random parameters, with the names and shapes that a checkpoint has."""
     ...
 
   def prefill(
@@ -43,8 +43,8 @@ class LanguageModel(Protocol[Cache]):
 
     Args:
       params: the model's parameters.
-      inputs: int32[B, E], tokens of the input, 0 behind each row's end. A
-        decoder-only model looks at B alone.
+      inputs: int32[B, E], tokens of the input, 0 past each row's end. A
+        decoder-only model uses only B.
       max_length: T, the decoder slots to allocate, for the whole run.
 
     Returns:
@@ -55,9 +55,9 @@ class LanguageModel(Protocol[Cache]):
   def extend(
     self, params: Params, cache: Cache, tokens: jax.Array
   ) -> tuple[jax.Array, Cache]:
-    """Reads S more tokens a row, each row at its own place.
+    """Reads S more tokens per row, each row at its own place.
 
-    The caller sees to it that `cache.length + S` never exceeds the slots.
+    The caller makes sure that `cache.length + S` never exceeds the slots.
 
     Args:
       params: the model's parameters.
@@ -65,13 +65,13 @@ class LanguageModel(Protocol[Cache]):
       tokens: int32[B, S], S >= 1.
 
     Returns:
-      Logits, float32[B, S, V], of the token that follows each one, and the
-      cache with `length` grown by S.
+      Logits, float32[B, S, V], of the token that follows each of these, and
+      the cache with `length` grown by S.
     """
     ...
 
   def rewind(self, cache: Cache, length: jax.Array) -> Cache:
-    """Forgets all but the first `length` (int32[B]) tokens of a row, O(1)."""
+    """Forgets all but the first `length` (int32[B]) tokens per row, in O(1)."""
     ...
 
 
@@ -82,21 +82,21 @@ def read_prompt(
   max_length: int,
   prompt: jax.Array | None = None,
 ) -> Cache:
-  """A cache that has read the inputs, and of each row's prompt all it may.
+  """A cache that has read the inputs, and each prompt but its last token.
 
-  The last token of a prompt is read by the first round, with the logits that
-  are wanted then. Rows are ragged: what a shorter one has read past its end
-  lies behind the length that the loop rewinds to, and is never seen.
+  The last token of a prompt is read by the first round, which needs its logits.
+  Prompts differ in length: a shorter row reads padding past its prompt, but
+  that lies past the length that the loop rewinds to, and is never used.
 
   Args:
     model: a `LanguageModel`.
     params: its parameters.
-    inputs: int32[B, E], 0 behind each row's end.
+    inputs: int32[B, E], 0 past each row's end.
     max_length: T, the decoder slots to allocate.
     prompt: int32[B, P], P < T; None is the start token alone.
 
   Returns:
-    A cache of `length` P - 1 in every row.
+    A cache with `length` P - 1 in every row.
   """
   cache = model.prefill(params, inputs, max_length)
   if prompt is not None and prompt.shape[1] > 1:

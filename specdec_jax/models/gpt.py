@@ -1,12 +1,13 @@
 """Decoder-only models, GPT-2's and T5X's: sizes, network, `LanguageModel`.
 
-One stack serves two families. What GPT-2 does (learned positions, LayerNorm,
-biases) and what T5X's decoder-only network does (relative bias, RMS norm, no
-biases) are fields of the configuration. The parameter tree is T5X's; what T5X
-has no name for is called as Flax calls it. Two factors stand where T5X has
-them, in either family: the 1/sqrt(D) of attention scores is part of the query
-projection, and a shared embedding reads x / sqrt(M). A checkpoint of another
-convention moves them into its weights (`checkpoints.gpt2_names`).
+One stack serves two families. Fields of the configuration choose between what
+GPT-2 has (learned positions, LayerNorm, biases) and what T5X's decoder-only
+network has (relative bias, RMS norm, no biases). The parameter tree is T5X's;
+parameters that T5X has no name for have Flax's names. Two factors are applied
+as in T5X, in both families: the 1/sqrt(D) of attention scores is part of the
+query projection, and a shared embedding reads x / sqrt(M). For checkpoints of
+another convention the factors are moved into the weights
+(`checkpoints.gpt2_names`).
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ LAYER_NORM_EPSILON = 1e-5  # GPT-2's
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-  """Shape of a decoder-only model; what is not given is as in GPT-2.
+  """Shape of a decoder-only model; the defaults are GPT-2's.
 
   Attributes:
     vocab_size: V, rows of the embedding.
@@ -37,17 +38,17 @@ class GPTConfig:
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('gelu',), the tanh form, in GPT-2; ('gelu', 'linear') is
       a gated gelu.
-    num_positions: rows of learned position embeddings, which are the tokens
-      that a row can have at most; 0 has T5's relative bias instead, and any
-      number of tokens.
+    num_positions: rows of learned position embeddings, which is also the most
+      tokens that a sequence can have; 0 is T5's relative bias instead, which
+      allows any number of tokens.
     norm: 'layer' (LayerNorm with a bias, epsilon 1e-5) or 'rms' (T5's).
     use_bias: whether projections have biases; the output layer has none.
     logits_via_embedding: whether the output layer is the embedding.
     dropout_rate: used in training only.
-    dtype: of the computation, 'float32' or 'bfloat16'.
+    dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:
-    ValueError: a size is too small, or a name is not known.
+    ValueError: a size is too small, or a name is unknown.
   """
 
   vocab_size: int
@@ -73,7 +74,7 @@ class GPTConfig:
 def _norm(config: GPTConfig) -> nn.Module:
   if config.norm == 'rms':
     return layers.RMSNorm(config.dtype)
-  # The fast variance loses digits where the mean is large.
+  # Flax's fast variance loses digits if the mean is large.
   return nn.LayerNorm(
     epsilon=LAYER_NORM_EPSILON, dtype=config.dtype, use_fast_variance=False
   )
@@ -110,9 +111,9 @@ class Layer(nn.Module):
 
     Args:
       x: [B, S, M].
-      remember: maps this call's keys and values, each [B, S, H, D], to what is
-        attended to, `kv_cache.Kept`.
-      read: attention over it, (queries, kept) -> [B, S, H * D].
+      remember: maps this call's keys and values, each [B, S, H, D], to those
+        that are attended to, `kv_cache.Kept`.
+      read: attention over these, (queries, kept) -> [B, S, H * D].
       deterministic: whether dropout is off.
 
     Returns:
@@ -204,7 +205,7 @@ class Decoder(nn.Module):
     return x
 
   def _score_bias(self, relative: np.ndarray) -> jax.Array:
-    """Causal mask and relative bias in one, float32[H or 1, ...].
+    """Causal mask and relative bias added together, float32[H or 1, ...].
 
     Args:
       relative: int[...], slot - query position.
@@ -217,7 +218,7 @@ class Decoder(nn.Module):
   def _head(self, x, deterministic):
     x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
     if self.config.logits_via_embedding:
-      # As T5X rescales what its shared embedding reads.
+      # T5X rescales the input of its shared embedding in this way.
       logits = self.token_embedder.attend(x / np.sqrt(self.config.emb_dim))
     else:
       logits = self.logits_dense(x)
@@ -243,7 +244,7 @@ class GPT:
 
   @property
   def has_encoder(self) -> bool:
-    """False: what is to be continued is the prompt."""
+    """False: the model continues its prompt."""
     return False
 
   def init(self, key: jax.Array) -> Params:
@@ -262,8 +263,9 @@ class GPT:
 
     Args:
       params: the parameters.
-      inputs: not looked at; here so that objectives need not ask.
-      decoder_inputs: int32[B, S], the targets shifted right behind the token
+      inputs: ignored; accepted so that training objectives can treat all models
+        alike.
+      decoder_inputs: int32[B, S], the targets shifted right, after the token
         that texts begin with.
       dropout_key: turns dropout on; consumed.
 
@@ -271,7 +273,7 @@ class GPT:
       float32[B, S, V].
 
     Raises:
-      ValueError: S is more than the learned positions.
+      ValueError: S exceeds the number of learned positions.
     """
     del inputs
     self._check_length(decoder_inputs.shape[1])
@@ -285,7 +287,7 @@ class GPT:
     """Returns an empty `KVCache` of inputs' B rows and `max_length` slots.
 
     Raises:
-      ValueError: `max_length` is more than the learned positions.
+      ValueError: `max_length` exceeds the number of learned positions.
     """
     self._check_length(max_length)
     return self._apply(

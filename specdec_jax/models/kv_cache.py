@@ -1,8 +1,8 @@
-"""A fixed-shape key/value cache: many tokens a row, a length a row, a rewind.
+"""A fixed-shape key/value cache: each row has a length, and can be rewound.
 
-One shape from the first step to the last, so that nothing recompiles. A layer
-is an array of its own: XLA then updates each in place inside a `while_loop`,
-where one stacked array would be sliced and copied.
+The shape stays the same from the first step to the last, so that nothing
+recompiles. Each layer has its own array: XLA then updates it in place inside a
+`while_loop`, while one stacked array would be sliced and copied.
 
 Keys and values are stored (head, head_dim, slot). On a CPU the products of a
 few queries with that layout cost a quarter of those with (head, slot,
@@ -37,18 +37,19 @@ class KVCache:
     values: likewise.
     cross_keys: a tuple over layers of [B, H, D, E]; empty in a decoder-only
       model.
-    cross_values: likewise.
+    cross_values: a tuple over layers of [B, H, D, E]; empty in a decoder-only
+      model.
     cross_bias: float32[B, 1, 1, E], 0 at inputs and very negative at padding;
       None in a decoder-only model.
-    position_bias: a tuple over layers, or of one array for all of them, of
-      float32[H, 2 * T], what a query at position i adds to its scores over
-      slots 0..T-1, read from T - 1 - i on; very negative where a slot lies
-      behind the query. It is causal mask and relative bias in one; [1, 2 * T]
-      where it is the mask alone.
-    length: int32[B], tokens held. Slots from `length` on are dead: they are
-      overwritten before any query can see them.
-    joined: on a GPU, a tuple over layers of [2, B, H, T, D], keys and values.
-    joined: on a GPU, a tuple over layers of [2, B, H, T, D], keys and values.
+    position_bias: a tuple over layers, or of one array for all layers, of
+      float32[H, 2 * T]: causal mask and relative bias added together. A query
+      at position i adds T of these numbers, beginning with number T - 1 - i, to
+      its scores over slots 0..T-1; they are very negative for slots after the
+      query. The shape is [1, 2 * T] if it is the mask alone.
+    length: int32[B], tokens held. Slots from `length` on are not in use: they
+      are overwritten before any query can see them.
+    joined: on a GPU, keys and values in one array: a tuple over layers of
+      [2, B, H, T, D]; else empty.
   """
 
   keys: tuple[jax.Array, ...]
@@ -93,7 +94,7 @@ class KVCache:
     return written
 
   def grown(self, kept: Sequence[Kept], num_tokens: int) -> 'KVCache':
-    """The cache with what `remember` gave each layer: S tokens more a row."""
+    """The cache after `remember` in each layer: S tokens longer per row."""
     length = self.length + num_tokens
     if self.joined:
       (joined,) = zip(*kept, strict=True)
@@ -130,7 +131,7 @@ def apart(cache: KVCache) -> KVCache:
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  """Writes S slots a row, each row at its own place, in place under jit.
+  """Writes S slots per row, each row at its own place; in place under jit.
 
   Args:
     buffer: [B, H, D, T].
@@ -174,7 +175,8 @@ def read_position_bias(
   """Returns the score bias of the next `num_queries` tokens of each row.
 
   Args:
-    position_bias: float32[H or 1, 2 * T], one of `KVCache`'s.
+    position_bias: float32[H or 1, 2 * T], one array of
+      `KVCache.position_bias`.
     length: int32[B], tokens that each row already holds.
     num_queries: S.
 
@@ -195,9 +197,9 @@ def read_position_bias(
 def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the prefixes of the cache that attention may be restricted to.
 
-  They double from 128, so that a step pays for at most twice its live slots;
-  below that, cutting a prefix out costs more than attending over all of it. On
-  an accelerator the conditional costs more than the slots.
+  Their sizes double, so that a step pays for at most twice the slots in use.
+  They begin at 128: cutting out a shorter prefix costs more than attending over
+  all of it. On an accelerator there is one: a conditional costs more there.
   """
   if not backend.on_cpu():
     return (num_slots,)
@@ -212,18 +214,19 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 def bucketed_reads(
   cache: KVCache, num_queries: int
 ) -> list[Callable[[jax.Array, Kept], jax.Array]]:
-  """Attention of each layer over the shortest bucket with every live slot.
+  """Each layer's attention over the shortest bucket with all slots in use.
 
-  Only the read is inside the switch: a switch around the write as well would
-  copy the cache. A finished row is rewound to length 0 by the loops, so the
-  bucket follows the longest unfinished row.
+  Only the read is inside the switch: with the write inside too, the switch
+  would copy the cache. The loops rewind a finished row to length 0, so the
+  bucket depends on the longest unfinished row.
 
   Args:
-    cache: before this call's tokens.
-    num_queries: S, this call's tokens a row.
+    cache: the cache before this call's tokens.
+    num_queries: S, tokens per row in this call.
 
   Returns:
-    For each layer (queries [B, S, H, D], what it has `kept`) -> [B, S, H * D].
+    For each layer a function (queries [B, S, H, D], what the layer has `kept`)
+    -> [B, S, H * D].
   """
   sizes = buckets(cache.num_slots)
   needed = jnp.max(cache.length) + num_queries
@@ -270,5 +273,5 @@ def slots_last(x: jax.Array) -> jax.Array:
 
 
 def without_cache(keys: jax.Array, values: jax.Array) -> Kept:
-  """`KVCache.remember` where there is none: this call's alone."""
+  """`KVCache.remember` without a cache: only this call's keys and values."""
   return slots_last(keys), slots_last(values)

@@ -1,9 +1,9 @@
-"""Linen blocks of all networks; parameters are named as T5X names them.
+"""Linen blocks of all networks; parameters have T5X's names.
 
-Facts that set the T5 family apart from other Transformers: attention scores
-are not divided by sqrt(head_dim) (it is folded into the initialisation, and
-for other families into their weights), the norm is RMS without a bias, and no
-Dense has a bias unless it is asked for one.
+The T5 family differs from other Transformers in this: attention scores are not
+divided by sqrt(head_dim) (the factor is folded into the initialisation, and for
+other families into their weights), the norm is RMS without a bias, and no Dense
+has a bias unless the network asks for it.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models import backend
 
-# No published model has a quarter of it, and each is a module of its own.
+# No published model has a quarter of this, and each layer is a module to build.
 MOST_LAYERS = 1024
 MOST = 2**31 - 1  # ids and places in arrays are int32
-DTYPES = ('float32', 'bfloat16')  # that networks compute in
+DTYPES = ('float32', 'bfloat16')  # dtypes that networks compute in
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 _kernel_init = nn.initializers.variance_scaling(
@@ -33,7 +33,10 @@ _kernel_init = nn.initializers.variance_scaling(
 
 
 def precision(dtype: str) -> lax.Precision:
-  """Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU."""
+  """The precision of products of `dtype`.
+
+  Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU.
+  """
   if jnp.dtype(dtype) == jnp.float32:
     return lax.Precision.HIGHEST
   return lax.Precision.DEFAULT
@@ -42,9 +45,9 @@ def precision(dtype: str) -> lax.Precision:
 def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
   """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
 
-  XLA on a CPU packs the right operand of a small product at each call. Here
-  that is the few activations, not the weights; the barriers keep XLA from
-  folding the transposes away and turning the operands round again.
+  On a CPU, XLA packs the right operand of a small product at each call. Here
+  the right operand is the few activations, not the weights. The barriers keep
+  XLA from folding the transposes away and exchanging the operands again.
 
   Args:
     kernel: [out, in].
@@ -63,8 +66,8 @@ def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
     exact = precision(str(x.dtype))
     return jnp.einsum('...i,oi->...o', x, kernel, precision=exact)
   if 1 < count <= 16:
-    # 4, 8 and 16 rows cost 1.3, 1.6 and 2.2 times one row; what lies between
-    # costs more than the next of these (12 rows: 2.9 times).
+    # 4, 8 and 16 rows cost 1.3, 1.6 and 2.2 times one row; a number in between
+    # costs more than the next larger of these (12 rows: 2.9 times).
     wider = max(4, 1 << (count - 1).bit_length())
     rows = jnp.pad(rows, ((0, wider - count), (0, 0)))
   columns = lax.optimization_barrier(rows.T)
@@ -75,9 +78,9 @@ def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
 class Dense(nn.Module):
   """The one matrix product of the library; without a bias in the T5 family.
 
-  The parameter is `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
-  [out, in], where `partitioning.place` has laid it out for a CPU; and `bias`,
-  [out], with `use_bias`.
+  The parameters are `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
+  [out, in], if `partitioning.place` has laid it out for a CPU; and with
+  `use_bias` also `bias`, [out].
   """
 
   features: int
@@ -121,7 +124,7 @@ class Embed(nn.Module):
     )
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Maps int32[...] to [..., features] by a gather."""
+    """Maps int32[...] to [..., features] with a gather."""
     return jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
@@ -158,14 +161,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
-  """Checks the fields that the sizes of all networks share.
+  """Checks the fields that the configurations of all networks share.
 
   Args:
     config: a dataclass with `mlp_activations` and `dtype`.
-    may_be_zero: names of whole numbers that need not be 1.
+    may_be_zero: names of the whole numbers that may be 0; all others must be at
+      least 1.
 
   Raises:
-    ValueError: a size is too small or too large, or a name is not known.
+    ValueError: a size is too small or too large, or a name is unknown.
   """
   kind = type(config).__name__
   for field in dataclasses.fields(config):
@@ -189,7 +193,7 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
 
 
 def dropout(rate: float) -> nn.Dropout:
-  """T5X's: a number of the embedding is dropped at all positions at once."""
+  """T5X's dropout: an embedding dimension is dropped at all positions alike."""
   return nn.Dropout(rate, broadcast_dims=(-2,))
 
 
@@ -246,8 +250,8 @@ def attend(
   """
   num_queries = queries.shape[1]
   if num_queries == 1 and backend.on_cpu():
-    # XLA on a CPU takes three to five times as long over one query as over
-    # two (it turns the products into scalar loops), so ask twice.
+    # On a CPU, XLA takes three to five times as long for one query as for two
+    # (it turns the products into scalar loops), so the query is doubled.
     queries = jnp.concatenate([queries, queries], axis=1)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
   exact = precision(str(queries.dtype))
@@ -259,7 +263,7 @@ def attend(
 
 
 class Attention(nn.Module):
-  """Multi-head attention whose keys and values the caller holds."""
+  """Multi-head attention; the caller keeps the keys and values."""
 
   num_heads: int
   head_dim: int
@@ -271,7 +275,7 @@ class Attention(nn.Module):
     width = self.num_heads * self.head_dim
     dense = functools.partial(Dense, dtype=self.dtype, use_bias=self.use_bias)
 
-    # The 1/sqrt(head_dim) that T5 does not apply to its scores.
+    # Includes the 1/sqrt(head_dim) that T5 does not apply to its scores.
     def query_init(*args):
       return _kernel_init(*args) / np.sqrt(self.head_dim)
 
@@ -295,7 +299,7 @@ class Attention(nn.Module):
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
     """Maps [B, S, M] to queries, keys and values, each [B, S, H, D].
 
-    One product where `partitioning.place` joined the three kernels.
+    It is one product if `partitioning.place` joined the three kernels.
     """
     if not self.has_variable('params', 'qkv'):
       return self.project_query(x), *self.project_kv(x)
@@ -310,9 +314,10 @@ def relative_position_bucket(
 ) -> np.ndarray:
   """Returns T5's bucket of each (key position - query position).
 
-  Half of the buckets are exact, the others grow logarithmically up to
-  `max_distance`; a bidirectional stack splits them between the two signs.
-  Computed by numpy at trace time, since positions are static.
+  Half of the buckets stand for one distance each, the others grow
+  logarithmically up to `max_distance`; a bidirectional stack splits the buckets
+  between the two signs. Computed with NumPy at trace time, since positions are
+  static.
   """
   offset = np.zeros_like(relative_position)
   distance = -relative_position
@@ -323,8 +328,8 @@ def relative_position_bucket(
   else:
     distance = np.maximum(distance, 0)
   max_exact = num_buckets // 2
-  # In float32 and with its epsilon, as T5X rounds it; distance 0 takes the
-  # exact branch, so what its logarithm would be does not matter.
+  # In float32 and with its epsilon, to round as T5X does; distance 0 takes the
+  # exact branch, so its logarithm does not matter.
   ratio = np.maximum(distance, 1).astype(np.float32) / max_exact
   ratio += np.finfo(np.float32).eps
   scale = (num_buckets - max_exact) / np.log(max_distance / max_exact)
@@ -334,7 +339,7 @@ def relative_position_bucket(
 
 
 class RelativeBias(nn.Module):
-  """One table of relative position biases, shared by a stack's layers."""
+  """A table of relative position biases, for one layer or a whole stack."""
 
   num_heads: int
   bidirectional: bool

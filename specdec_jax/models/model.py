@@ -1,4 +1,4 @@
-"""A network with its parameters: what an engine is made of."""
+"""A network with its parameters; engines are made from these."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from specdec_jax.models.base import LanguageModel, Params, param_shapes
 
 
 class Model:
-  """A network, its parameters, and what is known of its text.
+  """A network, its parameters, and what is known about its text.
 
-  `specdec_jax.load` makes one of a checkpoint. Its arrays are found and checked
-  then, and read when somebody needs them: an engine reads them straight to
-  where they shall lie, and keeps no second copy.
+  `specdec_jax.load` makes a `Model` from a checkpoint. The arrays are found and
+  checked then, but read only when they are needed: an engine reads them
+  straight to their places on the devices, and keeps no second copy.
 
   Attributes:
     network: a `LanguageModel`, such as `T5(config)`.
-    tokenizer: the model's own; None where nothing is known of it.
-    name: where it came from.
-    dtype: of parameters on the device, where one was asked for; None leaves it
-      to the engine's `Placement`.
-    bos_id: what texts of a decoder-only model begin with; None is nothing.
-    stop_ids: ids that end an output, as the checkpoint says; () where it does
-      not.
+    tokenizer: the model's own tokenizer; None if it is unknown.
+    name: where the model came from.
+    dtype: dtype of the parameters on the device, if one was asked for; None
+      leaves it to the engine's `Placement`.
+    bos_id: id that texts of a decoder-only model begin with; None is none.
+    stop_ids: ids that end an output, as the checkpoint says; () if it does not
+      say.
   """
 
   def __init__(
@@ -38,18 +38,18 @@ class Model:
     stop_ids: Sequence[int] = (),
     reader: Callable[[Any, Any], Params] | None = None,
   ):
-    """Keeps what it is given; an engine checks it.
+    """Stores its arguments; an engine checks them.
 
     Args:
-      network: as of the class, and so the others.
+      network: see the class.
       params: a nested dict of arrays, as a checkpoint has them or placed.
       tokenizer: see the class.
       name: see the class.
       dtype: see the class.
       bos_id: see the class.
       stop_ids: see the class.
-      reader: `(dtype, sharding) -> params`, in the place of `params`: reads
-        them, see `checkpoints.load`.
+      reader: `(dtype, sharding) -> params`, given instead of `params`: reads
+        the parameters, see `checkpoints.load`.
     """
     self.network = network
     self.tokenizer = tokenizer
@@ -66,44 +66,45 @@ class Model:
 
   @property
   def params(self) -> Params:
-    """The parameters on the host, read once; or those that were given.
+    """The parameters that were given; else they are read once, to the host.
 
     Raises:
-      ValueError: as `read`.
+      ValueError: as for `read`.
     """
     if self._params is None:
       self._params = self.read(self.dtype)
     return self._params
 
   def read(self, dtype: Any = None, sharding: Any = None) -> Params:
-    """The parameters that are there, or as they are read now; not kept.
+    """The parameters that are there; else reads them without keeping them.
 
     Args:
-      dtype: of what is read; None keeps the checkpoint's.
-      sharding: where what is read shall lie, see `checkpoints.load`.
+      dtype: dtype to read the parameters in; None keeps the checkpoint's.
+      sharding: where to put the parameters that are read, see
+        `checkpoints.load`.
 
     Raises:
-      ValueError: there are none, or the checkpoint is broken.
+      ValueError: there are no parameters, or the checkpoint is broken.
     """
     if self._params is not None:
       return self._params
     if self._reader is None:
       raise ValueError(
-        f'{self!r} has no parameters. Expected Model(network, params), or what'
-        ' specdec_jax.load gives.'
+        f'{self!r} has no parameters. Expected Model(network, params), or a'
+        ' model from specdec_jax.load.'
       )
     return self._reader(dtype, sharding)
 
   @property
   def num_params(self) -> int:
-    """How many numbers the parameters are; nothing is read."""
+    """How many numbers the parameters have; reads nothing."""
     params = self._params
     if params is None:
       params = param_shapes(self.network)
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
   def without_params(self) -> 'Model':
-    """The same to remember it by, without its parameters."""
+    """The same model without its parameters, to remember what it was."""
     return Model(
       self.network,
       None,

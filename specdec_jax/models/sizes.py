@@ -1,7 +1,7 @@
-"""What a network takes, by arithmetic from its configuration alone.
+"""The memory that a network takes, computed from its configuration alone.
 
-`jax.eval_shape` gives the same, and more, by tracing every layer. This is for
-what must be refused before anything is made of a configuration.
+`jax.eval_shape` gives the same, and more, by tracing every layer. The functions
+here are for checks that must refuse a configuration before it is used.
 """
 
 from typing import Any, TypeGuard
@@ -12,16 +12,16 @@ from specdec_jax.checks import memory
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 
-_BUCKETS = 32  # of T5's relative bias
+_BUCKETS = 32  # buckets of T5's relative bias
 
 
 def is_known(config: Any) -> TypeGuard[T5Config | GPTConfig]:
-  """Whether a configuration is of a network that is counted here."""
+  """Whether this module can count the network of a configuration."""
   return isinstance(config, T5Config | GPTConfig)
 
 
 def num_params(config: T5Config | GPTConfig) -> int:
-  """Numbers that the parameters of a network have."""
+  """How many numbers the parameters of a network have."""
   width = config.emb_dim
   per_projection = width * config.num_heads * config.head_dim
   attention = 4 * per_projection
@@ -52,17 +52,17 @@ def run_bytes(
   num_slots: int,
   num_tokens: int,
 ) -> int:
-  """Bytes that a run of a network holds at least beside its parameters.
+  """The least bytes that a run of a network holds beside its parameters.
 
-  Keys and values; and the larger of a call's logits and one layer's scores
-  over the input.
+  Counts keys and values, and the larger of two arrays: a call's logits, and one
+  encoder layer's scores over the input.
 
   Args:
-    config: of the network.
+    config: configuration of the network.
     batch: B.
-    input_len: E; without an encoder it is not looked at.
+    input_len: E; ignored without an encoder.
     num_slots: T, of the caches.
-    num_tokens: S, that a call reads.
+    num_tokens: S, tokens that a call reads.
   """
   layers, scores = 0, 0
   if isinstance(config, T5Config):
@@ -80,16 +80,17 @@ def run_bytes(
 def check_params(
   config: Any, bytes_each: int, there: int | None, what: str
 ) -> None:
-  """Refuses a network whose parameters no memory could hold.
+  """Raises an error for a network whose parameters do not fit into memory.
 
   Args:
-    config: of the network; of another kind than here, it is not looked at.
+    config: configuration of the network; one that `is_known` does not know is
+      not checked.
     bytes_each: bytes of one number.
-    there: bytes that there are, None if unknown.
+    there: bytes of the memory, None if unknown.
     what: the network, for the message.
 
   Raises:
-    memory.DoesNotFitError: they need more; gives both.
+    memory.DoesNotFitError: the parameters need more bytes than there are.
   """
   if not is_known(config):
     return

@@ -1,4 +1,4 @@
-"""T5 1.0 and 1.1: sizes, network, and the `LanguageModel` that they make.
+"""T5 1.0 and 1.1: sizes, network, and the `LanguageModel` made from them.
 
 The parameter tree is T5X's, so that a T5X checkpoint loads without renaming.
 Layers are unrolled: a scanned stack would copy its weights at each step.
@@ -33,12 +33,12 @@ class T5Config:
     mlp_activations: ('relu',) in T5 1.0, ('gelu', 'linear') in T5 1.1.
     dropout_rate: used in training only.
     logits_via_embedding: True in T5 1.0 (the output layer is the embedding).
-    bias_per_layer: True where each layer has a relative bias of its own, as in
-      T5X's `scalable_t5` and in UMT5; else a stack's layers share one.
-    dtype: of the computation, 'float32' or 'bfloat16'.
+    bias_per_layer: True if each layer has a relative bias of its own, as in
+      T5X's `scalable_t5` and in UMT5; otherwise a stack's layers share one.
+    dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:
-    ValueError: a size is not positive, or a name is not known.
+    ValueError: a size is not positive, or a name is unknown.
   """
 
   vocab_size: int
@@ -81,12 +81,12 @@ def _relative_bias(config: T5Config, bidirectional: bool):
 
 
 def _biases(stack, relative: np.ndarray, causal: bool) -> list[jax.Array]:
-  """What each layer of a stack adds to its scores, float32[H, ...].
+  """The bias that each layer of a stack adds to its scores, float32[H, ...].
 
   Args:
     stack: an encoder or decoder.
     relative: int[...], key - query position.
-    causal: whether what lies behind the query is masked.
+    causal: whether keys after the query are masked.
   """
 
   def of(owner):
@@ -173,9 +173,9 @@ class DecoderLayer(nn.Module):
 
     Args:
       x: [B, S, M].
-      remember: maps this call's keys and values, each [B, S, H, D], to what is
-        attended to, `kv_cache.Kept`.
-      read: attention over it, (queries, kept) -> [B, S, H * D].
+      remember: maps this call's keys and values, each [B, S, H, D], to those
+        that are attended to, `kv_cache.Kept`.
+      read: attention over these, (queries, kept) -> [B, S, H * D].
       cross: keys and values [B, H, D, E] and their bias.
       deterministic: whether dropout is off.
     """
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
   def _head(self, x, embedder, deterministic):
     x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
     if self.config.logits_via_embedding:
-      # T5 1.0 rescales what its shared embedding reads.
+      # T5 1.0 rescales the input of its shared embedding.
       logits = embedder.attend(x / np.sqrt(self.config.emb_dim))
     else:
       logits = self.logits_dense(x)

@@ -1,10 +1,10 @@
-"""A pair in a notebook: what T5X's InteractiveModel is to its users.
+"""A target and its drafter in a notebook, like T5X's InteractiveModel.
 
   model = notebook.load('google/flan-t5-xl', 'google/flan-t5-small')
   model.generate(['Translate to German: Good morning!'])
 
-Whatever is last in a cell shows itself: the model what was loaded and its last
-trace, a trace its rounds; as text on a terminal, as HTML in a notebook.
+The last value of a cell is shown: for a model what was loaded and its last
+trace, for a trace its rounds; as text on a terminal, as HTML in a notebook.
 """
 
 from specdec_jax.notebook.loading import load

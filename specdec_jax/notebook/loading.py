@@ -1,4 +1,4 @@
-"""From paths to a pair that can be asked."""
+"""Loads a target and its drafter from paths, for a notebook."""
 
 from specdec_jax.checks.memory import device_bytes
 from specdec_jax.engine.loading import Path, first_id
@@ -28,34 +28,35 @@ def load(
   max_input_len: int = 128,
   max_decode_len: int = 128,
 ) -> Interactive:
-  """Loads a target, and a drafter for it, ready to be asked.
+  """Loads a target, and a drafter for it, as an object that can be asked.
 
-  Hugging Face folders, or their ids on the hub, tell their sizes and hold
-  their vocabulary; other checkpoints need both:
+  A Hugging Face folder, or its id on the hub, says which sizes its model has
+  and holds its vocabulary; other checkpoints need both as arguments:
 
     load('t5x/checkpoint_1000000', network=T5(T5Config(...)),
          tokenizer='vocab.model')
 
-  All that can be wrong but the arrays themselves is found before they are
+  All errors except those in the arrays themselves are found before arrays are
   read. Texts of a decoder-only target begin with the id that its folder names
-  (bos_token_id); else with the vocabulary's end of sequence if that is GPT-2's,
-  and with id 0, as models trained here and T5X's do, if it is sentencepiece's.
+  (bos_token_id). If it names none, they begin with the vocabulary's end of
+  sequence if that is a BPE one like GPT-2's, and with id 0, as for models
+  trained here and those of T5X, if it is a sentencepiece one.
 
   Args:
     target: a checkpoint of any kind that `checkpoints.load` knows.
-    draft: that of a small model which proposes; None for plain decoding.
-    network: the target's; needed unless its folder describes itself, and
-      compared with the checkpoint.
-    draft_network: the drafter's, likewise.
-    tokenizer: of both, or a path for `tokenizer_bpe.open_vocabulary`; None is
-      the one in the target's folder.
-    dtype: of parameters and computation, 'float32' or 'bfloat16'. None is
+    draft: checkpoint of a small model which proposes; None for plain decoding.
+    network: the target's network; needed unless its folder describes itself,
+      and compared with the checkpoint.
+    draft_network: the same for the drafter.
+    tokenizer: the tokenizer of both, or a path for
+      `tokenizer_bpe.open_vocabulary`; None is the one in the target's folder.
+    dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None is
       that of `network`, and float32 without it.
-    placement: of the target over several devices, such as
-      `Placement(model=0)` for all there are; its own dtype is not looked at.
-      The drafter is whole on each. None is one device, whose memory is held
-      against what is needed.
-    gamma: proposals a round at most.
+    placement: how the target is split over several devices, such as
+      `Placement(model=0)` for all devices; its dtype is ignored. The drafter is
+      whole on each device. None is one device; then its memory is compared with
+      what is needed.
+    gamma: the most proposals per round.
     max_input_len: tokens of the longest input, its end included.
     max_decode_len: tokens of the longest output, its end included.
 
@@ -68,7 +69,7 @@ def load(
     raise ValueError('draft_network was given without draft, its checkpoint.')
   if dtype is None:
     dtype = getattr(getattr(network, 'config', None), 'dtype', 'float32')
-  # Of the hub: the drafter is quickly there, and what is wrong with it known.
+  # The drafter first: it is fetched quickly from the hub, so errors show early.
   small = None
   if draft is not None:
     small = load_model(draft, draft_network, dtype=dtype)
@@ -98,17 +99,17 @@ def _check_memory(
   input_len: int,
   decode_len: int,
 ) -> None:
-  """Raises DoesNotFitError where one text would be too much.
+  """Raises DoesNotFitError if not even one text fits into memory.
 
-  And ValueError where a model has too few positions for the shortest one.
+  Raises ValueError if a model has too few positions for the shortest text.
   """
   large, small = target.network, None if draft is None else draft.network
   if not isinstance(large, T5 | GPT) or not isinstance(small, T5 | GPT | None):
     return  # a network of the caller's own
   if not large.has_encoder:
-    longest = input_len - 1  # behind the first token
+    longest = input_len - 1  # after the first token
     for network in (large, small):
-      # Where positions are few, the longest text that they leave room for.
+      # With few positions, the longest text that they leave room for.
       if isinstance(network, GPT) and network.config.num_positions:
         room = network.config.num_positions // 64 * 64 - 1 - decode_len
         longest = min(longest, room - (gamma if small else 0))

@@ -1,4 +1,4 @@
-"""The engine of a notebook: it shows itself, and its last trace."""
+"""The engine of a notebook, which can show itself and its last trace."""
 
 import jax
 import rich.console
@@ -15,16 +15,16 @@ from specdec_jax.notebook.show import Facts
 
 
 class Interactive(Engine):
-  """An engine that is asked by hand; `notebook.load` makes it.
+  """An engine for interactive use; `notebook.load` makes it.
 
   Attributes:
-    last_trace: of the last call of `trace`; None before it.
+    last_trace: result of the last call of `trace`; None before the first.
   """
 
   last_trace: Trace | None = None
 
   def trace(self, text: str, **options) -> Trace:
-    """As `Engine.trace`; it is kept as `last_trace`."""
+    """`Engine.trace`; the result is kept as `last_trace`."""
     self.last_trace = super().trace(text, **options)
     return self.last_trace
 

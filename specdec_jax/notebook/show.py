@@ -1,4 +1,4 @@
-"""How a loaded pair shows itself: as text, and as HTML."""
+"""Shows a loaded pair as text, and as HTML."""
 
 import dataclasses
 import html
@@ -13,11 +13,11 @@ from specdec_jax.measure.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-  """What is to be said of a loaded pair.
+  """The facts to show about a loaded pair.
 
   Attributes:
     models: 'target' and perhaps 'draft' -> name of a fact -> its value.
-    both: name -> value of what holds for both.
+    both: name of a fact about the whole pair -> its value.
   """
 
   models: Mapping[str, Mapping[str, str]]
@@ -25,7 +25,7 @@ class Facts:
 
   @property
   def rows(self) -> list[list[str]]:
-    """Name and a value of each model, '-' where it has none."""
+    """Each fact's name and its value for each model, '-' if it has none."""
     names = dict.fromkeys(name for one in self.models.values() for name in one)
     return [
       [name, *(one.get(name, '-') for one in self.models.values())]

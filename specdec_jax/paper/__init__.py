@@ -1,1 +1,1 @@
-"""The paper beside this project: its numbers, tables and figures."""
+"""The paper's numbers, tables and figures, compared with this project's."""

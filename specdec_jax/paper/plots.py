@@ -1,7 +1,7 @@
 """Figures 2, 3 and 4 with measured points over them, and tables as plots.
 
-The curves are `specdec_jax.analysis`; `*_curves` return them as numbers. Lines
-differ in their dashes as well as in their colours.
+The curves come from `specdec_jax.analysis`; `*_curves` return them as numbers.
+Lines differ in their dashes as well as in their colours.
 """
 
 import os
@@ -20,7 +20,7 @@ _RATE_LABEL = r'acceptance rate $\alpha$'
 
 GAMMAS = (1, 3, 5, 7, 10)
 COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
-# Where the optimum still lies below `MAX_GAMMA` for every cost ratio above.
+# Up to this rate the optimum is below `MAX_GAMMA` for all `COST_RATIOS`.
 MAX_RATE, MAX_GAMMA = 0.95, 64
 
 
@@ -43,10 +43,11 @@ class Point(NamedTuple):
 
   Attributes:
     acceptance_rate: alpha.
-    value: in the unit of the figure.
-    label: written apart, with a line to it.
-    parameter: of the curve that it belongs to; None for none of them.
-    forced_acceptance: as in `report.Row`; drawn hollow, and said in the title.
+    value: the value, in the unit of the figure.
+    label: text beside the figure's curves, with a line to the point.
+    parameter: parameter of the curve that the point belongs to, or None.
+    forced_acceptance: as in `report.Row`. Such a point is drawn hollow, and the
+      title says so.
   """
 
   acceptance_rate: float
@@ -57,11 +58,11 @@ class Point(NamedTuple):
 
 
 def gamma_curves(closed_form: Callable[..., Any], *ratio: float) -> list[Curve]:
-  """A closed form over alpha in [0, 1], a curve for each of `GAMMAS`.
+  """A closed form over alpha in [0, 1], one curve for each of `GAMMAS`.
 
   Args:
     closed_form: a function of `analysis`: alpha, gamma, `ratio` -> value.
-    *ratio: c or c-hat, where it takes one.
+    *ratio: c or c-hat, if the function takes one.
   """
   rates = np.linspace(0, 1, 191)
   return [
@@ -71,7 +72,7 @@ def gamma_curves(closed_form: Callable[..., Any], *ratio: float) -> list[Curve]:
 
 
 def optimal_gamma_curves() -> list[Curve]:
-  """The best gamma over alpha in [0, MAX_RATE], a curve for each c.
+  """The best gamma over alpha in [0, MAX_RATE], one curve for each c.
 
   Section 3.5 of the paper; target calls of any length cost the same.
   """
@@ -85,11 +86,11 @@ def optimal_gamma_curves() -> list[Curve]:
 def plot_expected_tokens(
   path: str | os.PathLike[str], points: Sequence[Point] = ()
 ) -> None:
-  """Figure 2: expected tokens a round over alpha, and measured ones.
+  """Figure 2: expected tokens per round over alpha, and measured ones.
 
   Args:
-    path: of the PNG; replaced whole or not at all.
-    points: measured tokens a call of the target; `parameter` is gamma.
+    path: path of the PNG; replaced whole or not at all.
+    points: measured tokens per call of the target; `parameter` is gamma.
 
   Raises:
     ValueError: matplotlib is not installed.
@@ -101,7 +102,7 @@ def plot_expected_tokens(
     _draw_points(axes, points, GAMMAS)
     _finish(
       axes,
-      'tokens a call of the target',
+      'tokens per call of the target',
       points,
       'Figure 2: expected tokens, Eq. 1',
     )
@@ -115,8 +116,8 @@ def plot_optimal_gamma(
   """Figure 3: the best gamma over alpha, for several c.
 
   Args:
-    path: of the PNG; replaced whole or not at all.
-    points: the best gamma that was measured; `parameter` is c.
+    path: path of the PNG; replaced whole or not at all.
+    points: the best gammas that were measured; `parameter` is c.
 
   Raises:
     ValueError: matplotlib is not installed.
@@ -142,7 +143,7 @@ def plot_tradeoff(
   """Figure 4: speed-up, and increase of arithmetic, over alpha; c = c-hat = 0.
 
   Args:
-    path: of the PNG; replaced whole or not at all.
+    path: path of the PNG; replaced whole or not at all.
     speed_points: measured speed-ups; `parameter` is gamma.
     operations_points: measured increases; `parameter` is gamma.
 
@@ -179,12 +180,12 @@ def plot_tradeoff(
 def plot_comparison(
   path: str | os.PathLike[str], table: report.Comparison
 ) -> None:
-  """A table as a plot: paper, predicted and measured, a line each row.
+  """A table as a plot: paper, predicted and measured, one line per row.
 
   Args:
-    path: of the PNG; replaced whole or not at all.
-    table: such as Table 2; where nothing is won there is a line. A row that
-      was not measured says so in its own.
+    path: path of the PNG; replaced whole or not at all.
+    table: such as Table 2; a vertical line marks `table.even`, where nothing is
+      gained. In a row that was not measured the plot says so.
 
   Raises:
     ValueError: matplotlib is not installed.
@@ -216,7 +217,7 @@ def plot_comparison(
 
 
 def _draw_measured(axes, table: report.Comparison) -> None:
-  """Filled where acceptance was real, hollow where it was forced."""
+  """Draws measured values: filled for real acceptance, hollow for forced."""
   shift = 0.22
   for forced in (False, True):
     found = [
@@ -300,8 +301,11 @@ def _draw_points(axes, points: Sequence[Point], parameters) -> None:
 
 
 def _draw_labels(axes, points: Sequence[Point]) -> None:
-  """One above the other, left of where curves rise, with a line to each."""
-  # The one furthest to the right is on top: no two lines cross.
+  """Writes labels one above the other, left of the steep part of the curves.
+
+  A line leads from each label to its point.
+  """
+  # The point furthest to the right has the top label: no two lines cross.
   for index, point in enumerate(reversed(points)):
     axes.annotate(
       point.label,

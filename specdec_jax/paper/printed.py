@@ -1,12 +1,12 @@
-"""The numbers that Leviathan et al. 2023 print, row by row, as printed.
+"""The numbers of the tables of Leviathan et al. 2023, as printed there.
 
 Source: "Fast Inference from Transformers via Speculative Decoding", ICML 2023,
-arXiv:2211.17192. Nothing here is computed, and nothing was measured by this
-project. Rates have the two decimals of the paper, factors its one or two.
+arXiv:2211.17192. No number here is computed or was measured by this project.
+As in the paper, rates have two decimals, and factors one or two.
 
 Names of tasks and models: `ende` is WMT English to German, `cnndm` is CNN/DM
 summarisation; `t5_small`, `t5_base` and `t5_large` are T5 1.1, as is the target
-`t5_xxl`. A temperature of 0 is argmax, of 1 standard sampling.
+`t5_xxl`. Temperature 0 is argmax, temperature 1 is standard sampling.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,9 @@ class Table1Row(NamedTuple):
 
   Attributes:
     acceptance_rate: alpha.
-    gamma: proposals a step.
-    operations_factor: OPERATIONS, how many times the baseline's.
-    walltime_factor: SPEED, how many times the baseline's.
+    gamma: proposals per step.
+    operations_factor: OPERATIONS, in multiples of the baseline.
+    walltime_factor: SPEED, in multiples of the baseline.
   """
 
   acceptance_rate: float
@@ -35,7 +35,7 @@ class Table2Row(NamedTuple):
     task: 'ende' or 'cnndm'.
     draft: M_q.
     temperature: 0 or 1.
-    gamma: proposals a step.
+    gamma: proposals per step.
     acceptance_rate: alpha.
     speedup: SPEED, against T5X's decoding.
   """
@@ -52,9 +52,9 @@ class Table3Row(NamedTuple):
   """Table 3: alpha on 10,000 tokens that the target generated.
 
   Attributes:
-    target: M_p; T5-XXL with its task, as it was fine-tuned.
+    target: M_p; for T5-XXL with the task that it was fine-tuned for.
     draft: M_q.
-    temperature: 0 or 1; LaMDA's outputs passed a top-40 filter as well.
+    temperature: 0 or 1; LaMDA's outputs were filtered by top-40 as well.
     acceptance_rate: alpha.
   """
 
@@ -65,13 +65,13 @@ class Table3Row(NamedTuple):
 
 
 class Table4Row(NamedTuple):
-  """Table 4: Table 2 beside what Theorem 3.8 expects.
+  """Table 4: Table 2 compared with what Theorem 3.8 expects.
 
   Attributes:
     task: 'ende' or 'cnndm'.
     draft: M_q.
     temperature: 0 or 1.
-    gamma: proposals a step.
+    gamma: proposals per step.
     acceptance_rate: alpha.
     cost_ratio: c, estimated from profiler traces.
     expected: EXP, the walltime factor of Theorem 3.8.
@@ -93,7 +93,7 @@ class Table5Row(NamedTuple):
 
   Attributes:
     draft: M_q.
-    lenience: l; 1 is none.
+    lenience: l; 1 is no lenience.
     acceptance_rate: alpha.
   """
 

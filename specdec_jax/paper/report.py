@@ -1,8 +1,8 @@
 """Side by side: what the paper says, what is predicted, what was measured.
 
 A `Comparison` is data; its `table` is for readers, `unrounded` for programs,
-and `write` leaves a folder with report.md and a CSV and a JSON of each. Forced
-acceptance is said wherever a number of it stands.
+and `write` makes a folder with report.md, and a CSV and a JSON file for each
+comparison. Every number that was measured with forced acceptance is marked.
 """
 
 import collections
@@ -23,25 +23,25 @@ VALUES = ('paper', 'predicted', 'measured')
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One row: what it is of, and the three values.
+  """One row: its keys and the three values.
 
   Attributes:
     keys: what tells the row from others, such as {'task': 'ende', 'gamma': 7};
       the same names in all rows of a comparison.
     paper: the paper's value; None if it has none.
-    predicted: by the closed forms; None if nothing can be predicted.
-    measured: None if it was not measured.
-    spread: lowest and highest measured value, such as of the repeats.
-    not_measured: why; needed where `measured` is None.
-    forced_acceptance: the rate at which proposals were accepted whatever they
-      were, with random weights; None for real acceptance.
-    details: further columns behind `measured`; a row may lack some.
+    predicted: value from the closed forms; None if there is no prediction.
+    measured: the measured value; None if it was not measured.
+    spread: lowest and highest measured value, such as among the repeats.
+    not_measured: why there is no measured value; needed if `measured` is None.
+    forced_acceptance: the rate at which proposals were accepted at random,
+      whatever they were, with random weights; None for real acceptance.
+    details: further columns after `measured`; a row may lack some of them.
     notes: anything else.
 
   Raises:
     ValueError: `measured` and `not_measured` are both given or both missing,
-      the spread does not enclose it, or forced acceptance lies outside [0, 1]
-      or belongs to no measured value.
+      the spread does not enclose `measured`, or forced acceptance is outside
+      [0, 1] or given without a measured value.
   """
 
   keys: Mapping[str, Cell]
@@ -71,8 +71,8 @@ class Row:
     rate = self.forced_acceptance
     if rate is not None and self.measured is None:
       raise ValueError(
-        f'Row {dict(self.keys)} says forced_acceptance = {rate} of a value that'
-        ' was not measured.'
+        f'Row {dict(self.keys)} has forced_acceptance = {rate}, but no measured'
+        ' value.'
       )
     if rate is not None and not 0 <= rate <= 1:
       raise ValueError(f'forced_acceptance must lie in [0, 1], got {rate}.')
@@ -87,19 +87,19 @@ class Row:
 
   @property
   def remarks(self) -> str:
-    """The notes, behind what must not be overlooked."""
+    """The notes, after the mark of forced acceptance if there is any."""
     parts = [forced_label(self.forced_acceptance), self.notes]
     return '; '.join(part for part in parts if part)
 
   @property
   def measured_over_predicted(self) -> float | None:
-    """How far the prediction holds; None where one of both is missing."""
+    """How far the prediction holds; None if either value is missing."""
     if self.measured is None or not self.predicted:
       return None
     return self.measured / self.predicted
 
   def measured_text(self, decimals: int) -> str | None:
-    """The measured value with its spread; says if it was forced."""
+    """The measured value with its spread; marked if acceptance was forced."""
     if self.measured is None:
       return None
     text = f'{self.measured:.{decimals}f}'
@@ -114,14 +114,14 @@ class Comparison:
   """Rows of one quantity.
 
   Attributes:
-    name: of its files, such as 'table2'.
+    name: name of its files, such as 'table2'.
     title: such as 'Table 2: walltime improvement'.
     quantity: what the three values are, with their unit.
-    rows: at least one.
-    decimals: of the values where they are shown; the CSV has them all.
-    caption: a sentence or more under the title.
+    rows: at least one row.
+    decimals: decimals of the values in tables; the CSV has all digits.
+    caption: one or more sentences under the title.
     forms: name of a detail -> how its numbers are shown, as `Column.form`.
-    even: the value at which nothing is won or lost; a picture marks it.
+    even: the value at which nothing is gained or lost; a picture marks it.
 
   Raises:
     ValueError: there is no row, or rows differ in their keys.
@@ -144,7 +144,7 @@ class Comparison:
       if list(row.keys) != want:
         raise ValueError(
           f'Rows of {self.name!r} must have the same keys, got'
-          f' {list(row.keys)} behind {want}.'
+          f' {list(row.keys)} after {want}.'
         )
 
   @property
@@ -167,15 +167,15 @@ class Comparison:
 
   @property
   def listed(self) -> list[Row]:
-    """The rows that a reader is shown: those measured, or all if none is."""
+    """The rows that readers see: the measured rows, or all if none was."""
     measured = [row for row in self.rows if row.measured is not None]
     return measured or list(self.rows)
 
   def table(self, *, remarks: bool = False) -> Table:
-    """The listed rows; what became of the others is a line.
+    """The listed rows as a table; notes say why other rows were not measured.
 
     Args:
-      remarks: whether there is a column of them.
+      remarks: whether there is a column of remarks.
     """
     form = f'.{self.decimals}f'
     columns: list[Column | str] = [
@@ -203,7 +203,7 @@ class Comparison:
     return Table(self.full_title, columns, body, notes)
 
   def _not_measured(self) -> list[str]:
-    """A line for each reason why rows were not measured."""
+    """One line for each reason why rows were not measured."""
     reasons = collections.Counter(
       row.not_measured for row in self.rows if row.not_measured
     )
@@ -216,7 +216,7 @@ class Comparison:
     ]
 
   def unrounded(self) -> Table:
-    """All rows, all digits."""
+    """A table of all rows, with all digits."""
     columns = [
       *self.rows[0].keys,
       *VALUES,
@@ -242,7 +242,7 @@ class Comparison:
     return Table(self.full_title, columns, body)
 
   def markdown(self) -> str:
-    """Its part of a report."""
+    """The comparison's part of a report."""
     shown = self.table(remarks=True)
     parts = [
       f'## {plain_markdown(self.full_title)}',
@@ -260,10 +260,10 @@ def forced_label(rate: float | None) -> str:
 
 
 def titled(title: str, rates: Sequence[float | None]) -> str:
-  """A title that says which of its values were measured by force.
+  """The title, with a remark if values were measured with forced acceptance.
 
   Args:
-    title: without that.
+    title: the title without the remark.
     rates: `forced_acceptance` of each value; None for real acceptance.
   """
   forced = [rate for rate in rates if rate is not None]
@@ -279,7 +279,10 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
 
 
 def agreement(compared: Comparison) -> str:
-  """One sentence on measured against predicted; '' where nothing has both."""
+  """One sentence that compares measured and predicted values.
+
+  It is '' if no row has both.
+  """
   found = [row.measured_over_predicted for row in compared.rows]
   ratios = [ratio for ratio in found if ratio is not None]
   if not ratios:
@@ -299,17 +302,19 @@ def write(
   machine: Mapping[str, Any],
   figures: Mapping[str, str] | None = None,
 ) -> list[pathlib.Path]:
-  """Writes report.md, and CSV and JSON a comparison, each whole or not at all.
+  """Writes report.md, and a CSV and a JSON file for each comparison.
+
+  Each file is written whole or not at all.
 
   Args:
-    output_dir: is made if it is not there.
+    output_dir: the folder; it is made if it does not exist.
     comparisons: in the order of the report; may be empty if there are figures.
-    title: of the report.
-    machine: `environment.describe()` of where it was measured.
-    figures: file name in `output_dir` -> what it shows.
+    title: title of the report.
+    machine: `environment.describe()` of the machine that measured.
+    figures: file name in `output_dir` -> what the figure shows.
 
   Returns:
-    The files; report.md is the last, so that it names none that is missing.
+    The files; report.md is the last, so that all files it names exist.
 
   Raises:
     ValueError: two comparisons have one name.
@@ -317,7 +322,7 @@ def write(
   """
   names = [one.name for one in comparisons]
   if len(set(names)) < len(names):
-    raise ValueError(f'Tables must have names of their own, got {names}.')
+    raise ValueError(f'Tables must have different names, got {names}.')
   folder = pathlib.Path(output_dir)
   folder.mkdir(parents=True, exist_ok=True)
   parts = [f'# {plain_markdown(title)}\n']
@@ -330,7 +335,7 @@ def write(
     written += [path, shown]
     parts.append(one.markdown())
   for name, meaning in (figures or {}).items():
-    # Alone in brackets a picture would show; a page only a link.
+    # Pictures are shown in the report; pages are linked.
     mark = '!' if name.endswith('.png') else ''
     parts.append(f'{mark}[{plain_markdown(meaning)}]({name})\n')
   of = [[str(key), str(value)] for key, value in machine.items()]

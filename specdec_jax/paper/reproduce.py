@@ -1,4 +1,4 @@
-"""The run of scripts/reproduce.py: what is measured, what it leaves."""
+"""The run of scripts/reproduce.py: measures tables and figures, writes them."""
 
 import dataclasses
 import functools
@@ -39,32 +39,35 @@ _NEEDS = {
   'figure5': ('engine', 'costs'),
 }
 _PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5'}
-_NO_RECORDS = {'figure1', 'figure5'}  # of one generation, made anew each time
+# They show one generation, which is decoded again each time.
+_NO_RECORDS = {'figure1', 'figure5'}
 
 
 @dataclasses.dataclass(frozen=True)
 class ReproduceConfig:
-  """Tables and figures of the paper, and what stands beside them.
+  """Which tables and figures of the paper to compare, and with what.
 
   Attributes:
-    items: of `ITEMS`, in the order of the report.
-    output_dir: gets report.md, a CSV a table, pictures and pages.
-    records_dir: keeps what was measured, a file a row or target, where these
-      name none of their own; None is `records` in output_dir.
-    measure: whether what has no record is measured; else only what there are
-      records of is shown.
+    items: tables and figures, from `ITEMS`, in the order of the report.
+    output_dir: folder that gets report.md, a CSV for each table, pictures and
+      pages.
+    records_dir: folder of the records of measurements: a file for each row of
+      the suite, and for each of `alphas` that names no file of its own; None is
+      `records` in output_dir.
+    measure: whether to measure what has no record; if False, the tables show
+      only the records that exist.
     suite: what Tables 2 and 4 and the points of Figure 4 are measured with.
-    alphas: measurements of acceptance rates for Tables 3 and 5, called where
-      they are measured; else these tables show all that `records_dir` has. Of
-      several, each has a name of its own.
-    engine: whose generation is the trace of Figures 1 and 5.
-    costs: the call costs of the same pair, for Figure 5; its gammas are the
-      rows above the plain one.
-    text: that is decoded in Figures 1 and 5.
+    alphas: functions that return the measurements of acceptance rates for
+      Tables 3 and 5, each with another name; called only if `measure` is True.
+      Without them these tables show all records in `records_dir`.
+    engine: returns the engine whose generation Figures 1 and 5 show.
+    costs: measurement of the call costs of the same pair, for Figure 5; its
+      gammas are the rows above the plain one.
+    text: the text that is decoded in Figures 1 and 5.
 
   Raises:
-    ValueError: an item is unknown, or what it needs is missing; nothing is to
-      be measured and an item keeps no record.
+    ValueError: an item is unknown, or a field that it needs is missing; or
+      `measure` is False and an item keeps no record.
   """
 
   items: Sequence[str]
@@ -121,12 +124,12 @@ def reproduce(
     The files that were written; report.md is the last.
 
   Raises:
-    ValueError: matplotlib is missing where a picture is to be drawn; nothing
-      was measured then.
+    ValueError: a picture is to be drawn and matplotlib is missing; this is
+      raised before anything is measured.
   """
   console = console or terminal()
   if _PICTURES & set(config.items):
-    canvas.load_matplotlib()  # or hours later there would be none
+    canvas.load_matplotlib()  # fails now, not after hours of measuring
   os.makedirs(config.output_dir, exist_ok=True)
   work = _Work(config, console)
   for item in config.items:
@@ -148,7 +151,7 @@ def _path(config: ReproduceConfig, name: str) -> pathlib.Path:
 
 
 class _Work:
-  """Collects tables and figures; what two items need is measured once."""
+  """Collects tables and figures; measures only once what several items need."""
 
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):
     self.config = config
@@ -162,7 +165,7 @@ class _Work:
     self._engine: Engine | None = None
 
   def _placed(self) -> list[MeasureAlphaConfig]:
-    """The measurements of acceptance, each with a file for its record."""
+    """The measurements of acceptance rates, each with a file for its record."""
     found = []
     for make in self.config.alphas:
       one = make()
@@ -173,8 +176,8 @@ class _Work:
     paths = [one.output_file for one in found]
     if len(set(paths)) < len(paths):
       raise ValueError(
-        'ReproduceConfig.alphas need records of their own, expected different'
-        f' names, got {paths}.'
+        'ReproduceConfig.alphas must have different records: give them'
+        f' different names, got {paths}.'
       )
     return found
 
@@ -182,7 +185,7 @@ class _Work:
   def _alphas(self) -> list[Mapping[str, Any]]:
     if self._to_measure:
       return [measure_alpha(one, self.console) for one in self._to_measure]
-    # Whatever is there: a record says of itself what it is of.
+    # All records in the folder: each says what it was measured for.
     paths = sorted(pathlib.Path(self._records_dir).glob('*.json'))
     found = [record.load(path) for path in paths]
     return [one for one in found if one.kind == 'alpha']
@@ -220,7 +223,7 @@ class _Work:
     trace_picture.plot_trace(path, rounds, self.config.text)
 
   def figure2(self):
-    path = self._figure('figure2.png', 'Figure 2: expected tokens a round')
+    path = self._figure('figure2.png', 'Figure 2: expected tokens per round')
     plots.plot_expected_tokens(path)
 
   def figure3(self):
@@ -260,7 +263,7 @@ class _Work:
     times = timeline.CallTimes(
       setting['times_ms']['encoder']['median'],
       setting['times_ms']['draft_encoder']['median'],
-      # A drafter may cost less than what can be measured beside noise.
+      # A drafter may cost less than the noise of the measurement.
       max(0.0, setting['gammas'][0]['cost_ratio'] * one),
       {int(size): ratio * one for size, ratio in setting['call_cost'].items()},
     )
@@ -268,11 +271,11 @@ class _Work:
     timeline.plot_timeline(path, runs, times)
 
   def machine(self) -> dict[str, Any]:
-    """Where the records were measured; this machine if there are none."""
+    """The machines of the records; this machine if there are no records."""
     records: list[Mapping[str, Any]] = []
     if self._suite:
       records += self._suite[0].values()
-    if '_alphas' in self.__dict__:  # they were asked for
+    if '_alphas' in self.__dict__:  # an item has used them
       records += self._alphas
     machines = [record['machine'] for record in records]
     if not machines:
@@ -293,7 +296,7 @@ class _Work:
     return table_suite.rows(self.config.suite)
 
   def _records(self) -> tuple[dict[str, Any], str]:
-    """The suite's records, and why those that are missing are missing."""
+    """The suite's records, and the reason why other rows have none."""
     config = self.config.suite
     assert config is not None  # checked by the config
     if self._suite is None:

@@ -1,9 +1,9 @@
 """The experiment behind Appendix A.1: what becomes of one proposal.
 
-A token is proposed by one distribution; Algorithm 1 for another keeps it or
-draws a new one. How likely each token is to come in either way is known exactly
-(with lenience, see `verify`). `simulate` shows that, and lets the shipped
-`verify` do it at random, many times.
+A token is drawn from the drafter's distribution; Algorithm 1 then accepts it,
+or rejects it and draws another one. The exact probabilities of both outcomes
+are known for each token (with lenience, see `verify`). `simulate` shows them,
+and compares them with many random runs of the library's own `verify`.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from specdec_jax.paper.speculative_execution import settle
 from specdec_jax.verify import check_lenience
 
 MAX_SAMPLES = 10**9  # counts are int32
-# A right `verify` fails the check for one seed in a million.
+# A correct `verify` fails the check for one seed in a million.
 ALPHA = 1e-6
-_CHUNK_ENTRIES = 1 << 21  # probabilities that are looked at together
+_CHUNK_ENTRIES = 1 << 21  # probabilities that are processed together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,14 @@ class SimulateConfig:
 
   Attributes:
     target: the target's probabilities; V numbers that sum to 1 within 0.001.
-    draft: the drafter's, over the same tokens.
+    draft: the drafter's probabilities, over the same tokens.
     num_samples: proposals of the Monte Carlo check.
     lenience: in (0, 1], 1 is lossless.
-    seed: of the Monte Carlo check.
+    seed: seed of the Monte Carlo check.
 
   Raises:
-    ValueError: these are no two distributions over the same tokens, or a number
-      is out of range.
+    ValueError: `target` and `draft` are not two distributions over the same
+      tokens, or a number is out of range.
   """
 
   target: Sequence[float]
@@ -71,11 +71,12 @@ class SimulateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-  """Exact probabilities of what becomes of one proposal.
+  """Exact probabilities of the outcomes of one proposal, for each token.
 
   Attributes:
-    accepted: float64[V], that the token is proposed and kept.
-    resampled: float64[V], that it replaces a proposal which was not.
+    accepted: float64[V], probability that the token is proposed and kept.
+    resampled: float64[V], probability that the token replaces a rejected
+      proposal.
   """
 
   accepted: np.ndarray
@@ -83,12 +84,12 @@ class Outcomes:
 
   @property
   def total(self) -> np.ndarray:
-    """float64[V], the distribution of what is emitted."""
+    """float64[V], the distribution of the emitted token."""
     return self.accepted + self.resampled
 
   @property
   def acceptance_prob(self) -> float:
-    """beta."""
+    """beta, the probability that the proposal is accepted."""
     return float(self.accepted.sum())
 
 
@@ -97,24 +98,24 @@ def outcomes(
   draft_probs: Sequence[float] | np.ndarray,
   lenience: float = 1.0,
 ) -> Outcomes:
-  """The exact law of one proposal; Appendix A.1, and `verify` on lenience.
+  """The exact law of one proposal; Appendix A.1, and `verify` for lenience.
 
   Args:
     target_probs: float[V], normalised here.
-    draft_probs: float[V], normalised here.
+    draft_probs: float[V], normalised here too.
     lenience: in (0, 1].
   """
   target, draft = _normalised(target_probs), _normalised(draft_probs)
   accepted = np.minimum(draft, target / lenience)
   residual = np.maximum(target - draft, 0)
   mass = residual.sum()
-  # Without a residual both are equal, and nothing is ever rejected.
+  # Without a residual both distributions are equal, and nothing is rejected.
   rejected = max(1 - accepted.sum(), 0) if mass > 0 else 0.0
   return Outcomes(accepted, residual * (rejected / (mass or 1.0)))
 
 
 def measure(config: SimulateConfig) -> np.ndarray:
-  """Counts int64[2, V] of tokens accepted and resampled, by `verify`."""
+  """Runs `verify`; counts of accepted and resampled tokens, int64[2, V]."""
   size = len(config.target)
   lenience = None
   if config.lenience != 1:
@@ -132,7 +133,7 @@ def measure(config: SimulateConfig) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames='chunk')
 def _count(target_probs, draft_probs, lenience, key, num_samples, chunk):
-  """int32[2 V + 1]: accepted, resampled, and what fills up the last chunk."""
+  """Counts int32[2 V + 1]: accepted, resampled, padding of the last chunk."""
   size = target_probs.shape[0]
 
   def cell(index):
@@ -159,9 +160,9 @@ def simulate(
 
   Returns:
     The record: 'exact' and 'measured' with lists 'accepted', 'resampled' and
-    'total' of V numbers each; 'z' with the same, in standard errors;
-    'acceptance_prob'; 'p_value' of a chi-squared test over all 2 V outcomes;
-    'agrees', whether that is above `ALPHA`.
+    'total' of V numbers each; 'z' with the same lists of differences, in
+    standard errors; 'acceptance_prob'; 'p_value' of a chi-squared test over all
+    2 V outcomes; 'agrees', whether that p-value is at least `ALPHA`.
   """
   console = console or terminal()
   exact = outcomes(config.target, config.draft, config.lenience)
@@ -203,7 +204,10 @@ def standard_error(expected: np.ndarray, num_samples: int) -> np.ndarray:
 def z_score(
   measured: np.ndarray, expected: np.ndarray, error: np.ndarray
 ) -> np.ndarray:
-  """The deviation in standard errors; infinite for what cannot happen."""
+  """The deviation in standard errors; infinite where the error is 0.
+
+  Where error and deviation are both 0, the result is 0.
+  """
   deviation = measured - expected
   impossible = np.copysign(np.inf, deviation)
   certain = np.where(np.abs(deviation) < 1e-12, 0.0, impossible)
@@ -211,7 +215,7 @@ def z_score(
 
 
 def _by_outcome(pair: np.ndarray) -> dict[str, np.ndarray]:
-  """Rows of accepted and resampled, and their sum."""
+  """The rows accepted and resampled by name, and their sum."""
   return {'accepted': pair[0], 'resampled': pair[1], 'total': pair.sum(axis=0)}
 
 
@@ -287,9 +291,9 @@ def _notes(config, exact: Outcomes, record) -> list[str]:
 def chi_squared_p_value(observed, expected_probs) -> float:
   """p-value of Pearson's chi-squared test of counts against probabilities.
 
-  Cells of expected count below 5 are pooled, the least likely first, so that
-  the statistic has its asymptotic law. An observation of probability 0 gives
-  p = 0.
+  Cells with expected counts below 5 are pooled, the least likely first, so that
+  the statistic has its asymptotic law. If something with probability 0 was
+  observed, p is 0.
 
   Args:
     observed: int[...], counts.
@@ -313,7 +317,7 @@ def chi_squared_p_value(observed, expected_probs) -> float:
     return 0.0
   expected = expected * (observed.sum() / expected.sum())
   order = np.argsort(expected)
-  # As many of the least likely as it takes to reach 5, and all below 5.
+  # Pools all cells below 5, and as many of the least likely as reach 5.
   pooled = max(
     int(np.sum(expected < 5)),
     int(np.searchsorted(np.cumsum(expected[order]), 5)) + 1,

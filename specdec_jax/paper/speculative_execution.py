@@ -1,17 +1,19 @@
 """Stochastic speculative execution of two functions: Section 6 of the paper.
 
-f(x) is a distribution over a finite set, and g goes on from a sample of it:
+f(x) is a distribution over a finite set, and g continues with a sample of it:
 y = g(s) with s drawn from f(x). Both are slow, and g cannot begin before f has
-ended. Where a cheap f_approx comes near to f, g begins on a sample of *that*
-while f runs. Then the sample is verified as a proposal of one token would be:
-it is kept, with all that g has done, or g begins anew on another one. Either
-way the sample has exactly f's distribution (Appendix A.1). The early start is
-kept with probability sum min(f, f_approx), `analysis.acceptance_prob`; then y
-takes as long as the longer of f and g (behind f_approx), not as both together.
+ended. If there is a cheap f_approx that is close to f, g can begin with a
+sample of f_approx while f runs. Then the sample is verified like a proposal of
+one token: it is kept, with all that g has done, or it is replaced, and g begins
+again with the new sample. Either way the sample has exactly f's distribution
+(Appendix A.1). The early start is kept with probability sum min(f, f_approx),
+`analysis.acceptance_prob`; then y takes, after f_approx, as long as the slower
+of f and g, not as long as both together.
 
-A particle hops along a ring of charges. The energy of a site is a sum over all
-of them, or nearly so over the nearest; what follows a hop, here only the new
-site, may be a costly relaxation:
+An example: a particle hops along a ring of charges. The energy of a site is a
+sum over all charges (f), and approximately a sum over the nearest charges
+(f_approx). The step after a hop (g) is here only the new site; it could be a
+costly relaxation:
 
 >>> import jax
 >>> import jax.numpy as jnp
@@ -56,7 +58,7 @@ from specdec_jax.verify import verify
 
 @struct.dataclass
 class Outcome:
-  """What a speculative execution gives.
+  """The result of a speculative execution.
 
   Attributes:
     value: g of the sample.
@@ -79,12 +81,12 @@ def speculate(
   """y = g(sample of f(x)) as one JAX program; to be jitted by the caller.
 
   f(x) and the early g do not depend on each other, so XLA may overlap them. g
-  runs once more only where the guess was refused; under `vmap` that is always,
-  because a mapped condition computes both sides.
+  runs a second time only if the guess was rejected; under `vmap` it always runs
+  twice, because a mapped condition computes both branches.
 
   Args:
     f: x -> float[V], probabilities; only their shape is checked.
-    f_approx: x -> float[V], likewise.
+    f_approx: x -> float[V], probabilities; only their shape is checked.
     g: int32[] -> a pytree of arrays.
     x: any pytree.
     key: PRNG key; consumed.
@@ -114,26 +116,25 @@ def speculate_in_threads(
   """y = g(sample of f(x)) for Python functions that run at the same time.
 
   f and the early g run in the executor, f_approx and the second g in the
-  caller's thread. A g that began on a refused guess is not waited for, and what
-  it returns or raises is dropped; so g must have no effects that matter.
-  Threads help where both release the interpreter's lock, as array libraries and
-  input and output do; for others give a `ProcessPoolExecutor`.
+  caller's thread. If the guess is rejected, the early g is not waited for, and
+  its result or exception is dropped; so g must not have side effects. Threads
+  help if f and g release the interpreter's lock, as array libraries and input
+  and output do; for other functions give a `ProcessPoolExecutor`.
 
   Args:
-    f: x -> V probabilities, anything that NumPy takes for a vector.
-    f_approx: x -> V probabilities, likewise.
+    f: x -> V probabilities, anything that NumPy accepts as a vector.
+    f_approx: x -> V probabilities, anything that NumPy accepts as a vector.
     g: an index, as int -> anything.
     x: anything.
     key: PRNG key; consumed. It gives the same sample as in `speculate`.
-    executor: with two workers or more; None makes one for this call.
+    executor: executor with at least two workers; None makes one for this call.
 
   Returns:
     `Outcome` of a value, an int and a bool.
 
   Raises:
-    ValueError: f or f_approx does not give a distribution, or not over the same
-      set.
-    Exception: what f, f_approx, or g on the sample raises.
+    ValueError: f and f_approx do not return distributions over the same set.
+    Exception: any exception of f, of f_approx, or of g for the final sample.
   """
   if executor is None:
     own = concurrent.futures.ThreadPoolExecutor(max_workers=2)
@@ -153,7 +154,7 @@ def speculate_in_threads(
       return Outcome(early.result(), guess, True)
     return Outcome(g(int(sample)), int(sample), False)
   finally:
-    early.cancel()  # where it has not begun yet; else nothing
+    early.cancel()  # does nothing if it has begun
 
 
 def settle(
@@ -163,20 +164,20 @@ def settle(
   key: jax.Array,
   lenience: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Algorithm 1 for one proposal: the guess, or what replaces it.
+  """Algorithm 1 for one proposal: the guess, or the token that replaces it.
 
   Args:
     guess: int32[], drawn from `draft_probs`.
     target_probs: float[V].
     draft_probs: float[V].
-    key: PRNG key; consumed, but for `probs.draft_key`.
+    key: PRNG key; consumed, except for `probs.draft_key`.
     lenience: as for `verify`.
 
   Returns:
     The sample int32[] of `target_probs`, and bool[], whether it is the guess.
 
   Raises:
-    ValueError: the shapes are not one vector's.
+    ValueError: the probabilities are not two vectors of the same length.
   """
   shapes = jnp.shape(target_probs), jnp.shape(draft_probs)
   if len(shapes[0]) != 1 or shapes[0] != shapes[1]:
@@ -187,7 +188,7 @@ def settle(
   target_row = jnp.asarray(target_probs, jnp.float32)
   draft_row = jnp.asarray(draft_probs, jnp.float32)
   draft = Draft(jnp.asarray(guess)[None], draft_row[None], jnp.int32(1))
-  # The second row would be the law of a token behind the proposal.
+  # The second row would be the distribution of the token after the proposal.
   verdict = verify(draft, jnp.stack([target_row] * 2), key, lenience)
   accepted = verdict.num_accepted == 1
   return jnp.where(accepted, draft.tokens[0], verdict.next_token), accepted

@@ -1,7 +1,7 @@
-"""All rows of the paper's Table 2 in forced-acceptance mode, on one device.
+"""All rows of the paper's Table 2 with forced acceptance, on one device.
 
-Each row is a benchmark of its own and leaves a file, so that a suite that was
-stopped goes on where it was. The target's parameters are drawn once.
+Each row is a benchmark with its own file, so that a suite that was stopped can
+be resumed. The target's parameters are drawn once for all rows.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ class SuiteConfig:
   """A suite: Table 2's gammas, temperatures and rates for these models.
 
   Attributes:
-    name: of the pair's sizes, for reports.
-    target: in the place of T5-XXL.
-    drafts: 't5_small', 't5_base' and 't5_large' -> what stands in its place;
+    name: name of the pair's sizes, for reports.
+    target: network used in place of T5-XXL.
+    drafts: 't5_small', 't5_base' and 't5_large' -> network used in its place;
       rows of a drafter that is not named are left out.
-    output_dir: a JSON file a row; to be set before `run`.
+    output_dir: folder that gets a JSON file per row; must be set for `run`.
     placement: layout and dtype of all models.
     input_len: E.
-    decode_len: tokens of a run.
+    decode_len: tokens per run.
     repeats: timed rounds, interleaved.
     calls_a_run: calls in one timed loop.
-    seed: of parameters, inputs and acceptance.
+    seed: seed of parameters, inputs and acceptance.
 
   Raises:
     ValueError: a drafter has no row in Table 2.
@@ -69,7 +69,7 @@ class SuiteConfig:
 
 
 def records_of(output_dir: str) -> str:
-  """The folder of records beside a report, `SuiteConfig.output_dir`."""
+  """The folder of a report's records, for `SuiteConfig.output_dir`."""
   return os.path.join(output_dir, 'records')
 
 
@@ -79,7 +79,7 @@ def row_name(row: printed.Table2Row | printed.Table4Row) -> str:
 
 
 def rows(config: SuiteConfig) -> list[printed.Table2Row]:
-  """Table 2's rows whose drafter is there."""
+  """Table 2's rows whose drafter is in `config.drafts`."""
   return [row for row in printed.TABLE2 if row.draft in config.drafts]
 
 
@@ -95,14 +95,14 @@ def run(
 
   Args:
     config: the suite.
-    say: told a line for each row.
+    say: gets a line for each row.
 
   Returns:
-    row_name -> its record, those found included.
+    row_name -> its record, including records that were found.
 
   Raises:
-    DoesNotFitError: before anything is made.
-    ValueError: there is no folder, or it has a record of other settings.
+    DoesNotFitError: memory is too small; raised before anything is made.
+    ValueError: no folder is given, or it has a record with other settings.
   """
   folder = config.output_dir
   if folder is None:
@@ -132,10 +132,10 @@ def run(
 
 
 def read(config: SuiteConfig) -> dict[str, Record]:
-  """Returns the records that the suite has left so far.
+  """Returns the records that the suite has written so far.
 
   Raises:
-    ValueError: one is of other settings.
+    ValueError: a record has other settings.
   """
   found = {row_name(row): _record(config, row) for row in rows(config)}
   return {name: one for name, one in found.items() if one is not None}
@@ -150,7 +150,7 @@ def _record(config: SuiteConfig, row: printed.Table2Row) -> Record | None:
   def settings(record: Record) -> dict[str, Any]:
     (setting,) = record['settings']
     (measured,) = setting['gammas']
-    # What older records do not say, their name stands for.
+    # Settings that older records lack are taken to be the wanted ones.
     return {**wanted, **record, **setting, 'gamma': measured['gamma']}
 
   return earlier(

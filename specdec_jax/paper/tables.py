@@ -1,4 +1,4 @@
-"""The paper's tables, row by row beside what is predicted and was measured."""
+"""The paper's tables, row by row with predicted and measured values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,17 +19,17 @@ _FORMS = {
   'error': '.4f',
   'proposes': '.3f',
   'observed': '.3f',
-  'tokens a call': '.3f',
+  'tokens per call': '.3f',
 }
 
 Records = Sequence[Mapping[str, Any]]
 
 
 def table1() -> list[Comparison]:
-  """Table 1: the speed and the arithmetic operations, each a table."""
+  """Table 1 as two tables: speed, and arithmetic operations."""
 
   def compare(name: str, title: str, quantity: str, factor) -> Comparison:
-    """`factor`: of what the paper prints, also a function of `analysis`."""
+    """`factor` names a field of `Table1Row` and a function of `analysis`."""
     closed_form = getattr(analysis, factor)
     rows = [
       Row(
@@ -64,8 +64,8 @@ def table2(
   """Table 2: walltime against the plain loop.
 
   Args:
-    records: of `table2_suite.read`.
-    rows: of the paper, that are to be shown.
+    records: the records, as `table2_suite.read` returns them.
+    rows: rows of the paper to show.
     missing: why a row has no record.
   """
   shown = []
@@ -165,8 +165,8 @@ def table3(records: Records) -> Comparison:
   """Table 3: acceptance rates; those measured here, then the paper's others.
 
   Args:
-    records: of `alpha.measure_alpha`. A row that stands in for one of the
-      paper's has that one's value beside it.
+    records: records of `alpha.measure_alpha`. A row that stands in for a row of
+      the paper is shown with the paper's value.
   """
   values = {
     (row.target, row.draft, row.temperature): row.acceptance_rate
@@ -178,7 +178,7 @@ def table3(records: Records) -> Comparison:
     'proposes',
     'observed',
     'gamma',
-    'tokens a call',
+    'tokens per call',
     'tokens',
   )
   lossless = [
@@ -197,18 +197,18 @@ def table3(records: Records) -> Comparison:
       ' others. Measured: mean acceptance probability of proposals; error: its'
       ' standard error over texts; proposes: of the tokens, the share that'
       ' there was a proposal for. Observed: accepted over tested proposals of'
-      ' real runs with this gamma; tokens a call: of the target, in these runs.'
+      ' real runs with this gamma; tokens per call: of the target, in these runs.'
     ),
     forms=_FORMS,
   )
 
 
 def table5(records: Records) -> Comparison:
-  """Table 5: alpha by lenience; likewise.
+  """Table 5: alpha by lenience; those measured here, then the paper's others.
 
   Args:
-    records: of `alpha.measure_alpha`. The paper's table is at temperature 1;
-      its text has temperature 0 as well.
+    records: records of `alpha.measure_alpha`. The paper's table has only
+      temperature 1; its text describes temperature 0 as well.
   """
   values = {
     ('t5_xxl_ende', row.draft, 1, row.lenience): row.acceptance_rate
@@ -247,13 +247,13 @@ def _rates(
   names: Sequence[str],
   details: Sequence[str],
 ) -> list[Row]:
-  """Rows of acceptance rates; behind them the paper's that have no stand-in.
+  """Rows of acceptance rates, then the paper's rows that have no stand-in.
 
   Args:
     measured: rows of `alpha.measure_alpha`'s records.
-    values: of the paper, by what `names` name.
-    names: of the columns that tell rows apart.
-    details: names of further ones.
+    values: the paper's values, by the values of the columns `names`.
+    names: names of the columns that tell rows apart.
+    details: names of further columns.
   """
   shown, stood_in_for = [], set()
   for row in measured:
@@ -264,11 +264,11 @@ def _rates(
     known = {
       'stands in for': ', '.join(pair) if key in values else None,
       'error': row.get('standard_error'),
-      # Older records are of drafters that always propose.
+      # Older records lack it; their drafters always propose.
       'proposes': row.get('proposes', 1.0),
       'observed': row.get('observed'),
       'gamma': row.get('gamma'),
-      'tokens a call': row.get('tokens_per_call'),
+      'tokens per call': row.get('tokens_per_call'),
       'tokens': row['num_tokens'],
     }
     shown.append(

@@ -1,7 +1,7 @@
 """Figure 5: when the encoders, the drafter and the target run.
 
-A row is one run: with gamma proposals a round, or plain (gamma 0). Widths are
-measured times; what is drawn is that the calls follow each other.
+A row is one run: with gamma proposals per round, or plain (gamma 0). The width
+of a call is its measured time; the calls are drawn one after the other.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ _HEIGHTS = {
   DRAFT: 0.42,
   TARGET: 0.7,
 }
-_DRAWN = 0.92  # of a call's time; the rest is a gap
-_MOST_COUNTS = 40  # rounds of a row whose tokens can be written into blocks
+_DRAWN = 0.92  # drawn part of a call's time; the rest is a gap
+_MOST_COUNTS = 40  # most rounds of a row whose token counts are written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,13 @@ class CallTimes:
   """Measured times of one pair on one machine, milliseconds.
 
   Attributes:
-    target_encoder_ms: the target's encoder, once an input.
-    draft_encoder_ms: the drafter's, likewise; 0 for one that has none.
+    target_encoder_ms: the target's encoder, once per input.
+    draft_encoder_ms: the drafter's encoder, once per input; 0 without one.
     draft_ms: a draft call over one token.
     target_ms: m -> a target call over m tokens.
 
   Raises:
-    ValueError: a time is negative, or a target call takes none.
+    ValueError: a time is negative, or that of a target call is 0.
   """
 
   target_encoder_ms: float
@@ -68,7 +68,7 @@ class Run:
   """One row of the figure.
 
   Attributes:
-    gamma: proposals a round; 0 is plain decoding.
+    gamma: proposals per round; 0 is plain decoding.
     tokens_per_round: tokens that each round yielded, 1..gamma + 1.
     forced_acceptance: as in `report.Row`.
 
@@ -104,10 +104,10 @@ class Block(NamedTuple):
   """One call.
 
   Attributes:
-    kind: one of the four above.
-    begin_ms: since the start.
+    kind: TARGET_ENCODER, DRAFT_ENCODER, DRAFT or TARGET.
+    begin_ms: when the call begins, since the start.
     width_ms: how long it takes.
-    num_tokens: that the output grew by; 0 for all but target calls.
+    num_tokens: tokens by which the output grew; 0 for all but target calls.
   """
 
   kind: str
@@ -151,17 +151,18 @@ def plot_timeline(
 ) -> None:
   """Draws a row for each run; the paper has gamma 7, gamma 3 and plain.
 
-  A target call shows how many tokens it added, a row how many it made and how
-  long that took.
+  On each target call stands how many tokens it added, and at the end of a row
+  how many tokens it made and how long that took.
 
   Args:
-    path: of the PNG; replaced whole or not at all.
+    path: path of the PNG; replaced whole or not at all.
     runs: from top to bottom.
-    times: of the pair.
-    title: forced acceptance is added to it.
+    times: the measured times of the pair.
+    title: the title; a remark is added if acceptance was forced.
 
   Raises:
-    ValueError: there is no run, a time is missing, or matplotlib is.
+    ValueError: there is no run, a time is missing, or matplotlib is not
+      installed.
   """
   if not runs:
     raise ValueError('A timeline needs at least one run, got none.')
@@ -210,12 +211,12 @@ def _draw_row(axes, at: int, row: Sequence[Block]) -> None:
     height = _HEIGHTS[kind]
     axes.broken_barh(
       # A gap shows where a call ends. White edges of a fixed width would hide
-      # the short calls altogether.
+      # short calls completely.
       [(block.begin_ms, _DRAWN * block.width_ms) for block in calls],
       (at - height / 2, height),
       facecolor=colour,
       linewidth=0,
-      snap=False,  # or some of equal calls would be a pixel wider
+      snap=False,  # with it, some of several equal calls are a pixel wider
       label=kind,
     )
   counted = [block for block in row if block.num_tokens]

@@ -1,7 +1,8 @@
-"""Logical axes: what each dimension of an array is, and what it is split over.
+"""Logical axes: names of an array's dimensions, and how each of them is split.
 
-The names are T5X's. A network does not know them: the tables below say by its
-name which axes a parameter has, and by its field which a cache has.
+The names are T5X's. A network does not know them: the tables below give the
+axes of a parameter by the parameter's name, and the axes of a cache's array by
+its field.
 """
 
 import dataclasses
@@ -9,14 +10,14 @@ import re
 
 from specdec_jax.checks.names import check_choice
 
-# The two axes of a mesh: requests are split over the one, weights over the
-# other.
+# The two axes of a mesh: requests are split over the first, weights over the
+# second.
 DATA, MODEL = 'data', 'model'
 MESH_AXES = (DATA, MODEL)
 
 Axes = tuple[str | None, ...]
 
-# What a parameter's name ends in -> its axes.
+# The end of a parameter's name -> its axes.
 _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('token_embedder/embedding', ('vocab', 'embed')),
   ('position_embedder/embedding', ('abspos_buckets', 'embed')),
@@ -35,7 +36,7 @@ _RULES = tuple(
   (re.compile(f'(.*/)?{ending}'), axes) for ending, axes in _PARAMETERS
 )
 
-# A field of `KVCache` -> the axes of its arrays, see there.
+# A field of `KVCache` -> the axes of its arrays; see `KVCache`.
 CACHE: dict[str, Axes] = {
   'keys': ('batch', 'heads', 'kv', 'length'),
   'values': ('batch', 'heads', 'kv', 'length'),
@@ -50,42 +51,44 @@ CACHE: dict[str, Axes] = {
 
 @dataclasses.dataclass(frozen=True)
 class LogicalAxes:
-  """What each logical axis is split over: 'data', 'model' or None, nothing.
+  """The mesh axis that each logical axis is split over; None is not split.
 
-  The defaults are Megatron's tensor parallelism with requests beside it: each
-  block of a layer (attention, MLP) begins with kernels that are split by their
-  outputs and ends with one that is split by its inputs, so that it needs one
-  all-reduce, at its end: two a layer, and three in a decoder layer with
-  cross-attention, whose queries are made of the whole sum that self-attention
-  ends with. To keep cross-attention whole on each device would save the third,
-  and read a seventh of the decoder's weights on each for it (XXL's).
+  The mesh axes are 'data' and 'model'. The defaults are Megatron's tensor
+  parallelism, with requests split as well. Each block of a layer (attention,
+  MLP) begins with kernels that are split by their outputs and ends with a
+  kernel that is split by its inputs, so that it needs only one all-reduce, at
+  its end. That makes two all-reduces per layer, and three in a decoder layer
+  with cross-attention, whose queries need the complete sum that self-attention
+  ends with. Keeping cross-attention whole on each device would save the third,
+  but each device would read all its weights: a seventh of the decoder's (XXL).
 
   Attributes:
-    batch: rows of a request. Over 'data': rows have nothing to do with each
-      other, so nothing is exchanged but whether all are finished.
-    embed: M. Over nothing: it is what every block reads whole; split, each
-      kernel would have to be gathered, or each product be added up twice.
-    heads: H, of caches and relative biases. Over 'model': a head attends by
-      itself, so that its keys and values stay where they are made.
-    kv: D. Over nothing: the scores of a head are a sum over it.
-    joined_kv: H * D, the heads of a kernel. Over 'model', as `heads`: it is
-      the same dimension before it is cut into heads.
-    mlp: width of the feed-forward block. Over 'model': its activations are
-      taken number by number.
-    vocab: V. Over 'model': the embedding and the output layer are the largest
-      arrays there are. Costs a sum of the rows that are looked up, and one
-      gathering of the logits.
-    relpos_buckets: over nothing: a table of 32 columns.
-    abspos_buckets: learned positions. Over nothing: a row of them is read.
-    length: slots of a cache, positions of an input. Over nothing: rows write
-      at places of their own, which may be on any device.
-    layers: over nothing: each layer is an array of its own, so there is no
-      such dimension; and of devices that hold a layer each, all but one would
-      wait.
+    batch: rows of a request. Split over 'data': rows are independent, so the
+      only exchange is whether all rows are finished.
+    embed: M. Not split: every block reads all of it; if it were split, each
+      kernel would have to be gathered, or each product summed twice.
+    heads: H, of caches and relative biases. Split over 'model': each head
+      attends by itself, so its keys and values stay where they are made.
+    kv: D. Not split: the scores of a head are a sum over it.
+    joined_kv: H * D, the heads of a kernel. Split over 'model', like `heads`:
+      it is the same dimension before it is cut into heads.
+    mlp: width of the feed-forward block. Split over 'model': its activations
+      are elementwise.
+    vocab: V. Split over 'model': the embedding and the output layer are the
+      largest arrays. The split costs a sum of the rows that are looked up, and
+      one gathering of the logits.
+    relpos_buckets: buckets of relative positions. Not split: a table has only
+      32 columns.
+    abspos_buckets: learned positions. Not split: only a row of them is read.
+    length: slots of a cache, positions of an input. Not split: each row writes
+      at its own place, which could be on any device.
+    layers: layers of a stack. Not split: each layer is an array of its own, so
+      no array has this dimension; and if each device held one layer, all
+      devices but one would wait.
 
   Raises:
-    ValueError: a mesh axis is not known; two axes of one array are split over
-      the same one; `heads` and `joined_kv` differ; no array has the axis.
+    ValueError: a mesh axis is unknown; two axes of one array are split over the
+      same mesh axis; `heads` and `joined_kv` differ; no array has the axis.
   """
 
   batch: str | None = DATA
@@ -105,15 +108,15 @@ class LogicalAxes:
       self._check_known(field.name)
     if self.heads != self.joined_kv:
       raise ValueError(
-        'LogicalAxes.heads and joined_kv are one dimension, after and before'
-        f' it is cut into heads: give both the same, got {self.heads!r} and'
-        f' {self.joined_kv!r}.'
+        'LogicalAxes.heads and joined_kv are the same dimension, after and'
+        ' before it is cut into heads: give both the same value, got'
+        f' {self.heads!r} and {self.joined_kv!r}.'
       )
     for name, axes in (*_PARAMETERS, *CACHE.items()):
       self._check_distinct(name, axes)
 
   def split(self, axes: Axes) -> Axes:
-    """The mesh axis of each logical one."""
+    """The mesh axis of each logical axis."""
     return tuple(None if name is None else getattr(self, name) for name in axes)
 
   def _check_known(self, name: str) -> None:
@@ -141,8 +144,8 @@ class LogicalAxes:
       taken[mesh_axis] = name
 
 
-# Each device has all of the model: for a drafter. Split, each layer of each of
-# its gamma calls a round would wait for all-reduces.
+# Each device has the whole model: for a drafter. If it were split, each layer
+# would wait for all-reduces in each of the drafter's gamma calls per round.
 REPLICATED = LogicalAxes(heads=None, joined_kv=None, mlp=None, vocab=None)
 
 
@@ -150,7 +153,7 @@ def axes_of_parameter(name: str) -> Axes:
   """Logical axes of a parameter, such as 'decoder/layers_0/mlp/wo/kernel'.
 
   Raises:
-    ValueError: no rule knows it.
+    ValueError: no rule covers it.
   """
   stored, transposed = re.subn('kernel_out_in$', 'kernel', name)
   for pattern, axes in _RULES:
@@ -158,6 +161,6 @@ def axes_of_parameter(name: str) -> Axes:
       return axes[::-1] if transposed else axes
   endings = [ending for ending, _ in _PARAMETERS]
   raise ValueError(
-    f'No rule says which axes the parameter {name!r} has; those there are for'
+    f'No rule says which axes the parameter {name!r} has; there are rules for'
     f' names that end in {", ".join(endings)}.'
   )

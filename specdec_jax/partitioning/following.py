@@ -1,4 +1,4 @@
-"""A language model whose caches and logits lie as its parameters do."""
+"""A language model whose caches and logits are split like its parameters."""
 
 import dataclasses
 from typing import Any
@@ -13,14 +13,15 @@ from specdec_jax.partitioning.partition import Partition, described
 
 
 def follow(network: Any, partition: Partition | None) -> Any:
-  """Returns the network with its caches split as its parameters are.
+  """Returns the network with its caches split like its parameters.
 
   Args:
     network: a `LanguageModel`.
-    partition: None, of one device, returns the network itself.
+    partition: the partition; None is one device, and returns the network
+      itself.
 
   Raises:
-    ValueError: the network cannot be split so.
+    ValueError: the network cannot be split in this way.
   """
   if partition is None:
     return network
@@ -30,13 +31,14 @@ def follow(network: Any, partition: Partition | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-  """A `LanguageModel`, see `models.base`, that says where its arrays are.
+  """A `LanguageModel`, see `models.base`, that tells XLA where its arrays are.
 
-  XLA would find most of it by itself. What it is told cannot change with what
-  surrounds a call: caches are split by heads and rows, so that a round never
-  moves them, and logits come whole to each device, in one exchange a call.
-  Verification and sampling then are each device's own; over a split vocabulary
-  each of their reductions would be an exchange, and sums would round otherwise.
+  XLA would find most of these places by itself, but might choose others when
+  the code around a call changes. Here caches are always split by heads and
+  rows, so that a round never moves them, and logits are gathered whole on each
+  device, in one exchange per call. Each device then verifies and samples by
+  itself. Over a split vocabulary each reduction of verification and sampling
+  would be an exchange, and sums would round differently.
   """
 
   network: Any
@@ -65,8 +67,8 @@ class Following:
 
   def extend(self, params, cache, tokens):
     logits, cache = self.network.extend(params, cache, tokens)
-    # Made split, and only then whole: asked for whole rows alone, XLA puts the
-    # output layer's kernel together instead.
+    # First split, and only then whole: if it were asked for whole rows at once,
+    # XLA would gather the output layer's kernel instead.
     logits = self._at(logits, ('batch', None, 'vocab'))
     return self._at(logits, ('batch', None, None)), self._held(cache)
 
@@ -74,7 +76,7 @@ class Following:
     return self.network.rewind(cache, length)
 
   def cache_shapes(self, cache: Any) -> Any:
-    """`ShapeDtypeStruct`s of a `KVCache`, or of its shapes, as it is placed."""
+    """`ShapeDtypeStruct`s of a cache (or of its shapes), with shardings."""
     return self._with_fields(cache, described)
 
   def _held(self, cache):
@@ -91,7 +93,7 @@ class Following:
     return self.partition.sharding(*(() if one_row else axes))
 
   def _with_fields(self, cache, function):
-    """Calls a function of each array and its sharding; keeps the tree."""
+    """Applies a function to each array and its sharding; keeps the tree."""
     fields = {
       name: jax.tree.map(
         lambda x, axes=axes: function(x, self._sharding(x, axes)),

@@ -1,4 +1,4 @@
-"""A mesh of devices, and which part of what each of them has."""
+"""A mesh of devices, and which part of each array a device has."""
 
 import dataclasses
 import math
@@ -24,41 +24,44 @@ class Partition:
 
   Attributes:
     mesh: the devices, with the axes 'data' and 'model'.
-    axes: what is split over them.
+    axes: which dimensions are split over these axes.
   """
 
   mesh: Mesh
   axes: LogicalAxes
 
   def sharding(self, *axes: str | None) -> NamedSharding:
-    """Where an array of these logical axes lies; without any, everywhere."""
+    """The sharding of an array with these logical axes.
+
+    Without axes, the array is whole on each device.
+    """
     return NamedSharding(self.mesh, PartitionSpec(*self.axes.split(axes)))
 
   @property
   def row_multiple(self) -> int:
-    """Devices that share the rows of a request; must divide their number."""
+    """Devices that share a request's rows; must divide the number of rows."""
     return math.prod(self._sizes(('batch',)).values())
 
   def parameter(self, name: str) -> NamedSharding:
-    """Where a parameter lies, by its name; `checkpoints.load` takes this.
+    """The sharding of a parameter, by its name, as `checkpoints.load` needs it.
 
     Raises:
-      ValueError: no rule knows it, or it is a joined kernel that would be
+      ValueError: no rule covers it, or it is a joined kernel that would be
         split.
     """
     sharding = self.sharding(*axes_of_parameter(name))
     if _JOINED.fullmatch(name) and self._sizes(axes_of_parameter(name)):
       raise ValueError(
-        f'{name} joins several projections to one product, which cannot be'
+        f'{name} joins several projections into one product, which cannot be'
         ' split by heads; place the parameters as the checkpoint has them.'
       )
     return sharding
 
   def check(self, network: LanguageModel) -> None:
-    """Raises ValueError unless a network's arrays can be split so."""
+    """Raises ValueError unless a network's arrays can be split in this way."""
     heads = getattr(getattr(network, 'config', None), 'num_heads', None)
     if heads is not None:
-      # The joined heads of a kernel may divide where heads themselves do not.
+      # The devices may divide a kernel's H * D and yet not divide H.
       self._check_shape('attention', ('heads',), (heads,))
     shapes = param_shapes(network)
     for name, leaf in _flat(shapes).items():
@@ -68,23 +71,23 @@ class Partition:
     """Moves parameters to their shards.
 
     Args:
-      params: arrays of the host, of which each device gets its part alone, or
-        of JAX.
+      params: NumPy arrays, of which each device gets only its part, or JAX
+        arrays.
 
     Raises:
-      ValueError: an array cannot be split so.
+      ValueError: an array cannot be split in this way.
     """
     return self._with_names(params, _put)
 
   def shapes(self, params: Params) -> Params:
-    """`ShapeDtypeStruct`s of parameters, or of their shapes, as placed."""
+    """`ShapeDtypeStruct`s of parameters (or of shapes), with shardings."""
     return self._with_names(params, _described)
 
   def request(self, request: Any) -> Any:
     """`ShapeDtypeStruct`s of a `Request`, its rows split by batch.
 
     Raises:
-      ValueError: the rows cannot be split so.
+      ValueError: the rows cannot be split in this way.
     """
 
     def placed(path, leaf):
@@ -97,7 +100,7 @@ class Partition:
     return jax.tree_util.tree_map_with_path(placed, request)
 
   def _with_names(self, params, function):
-    """Calls a function of each array and its sharding; keeps the tree."""
+    """Applies a function to each array and its sharding; keeps the tree."""
     placed = {}
     for name, leaf in _flat(params).items():
       sharding = self.parameter(name)
@@ -106,7 +109,7 @@ class Partition:
     return flax.traverse_util.unflatten_dict(placed, sep='/')
 
   def _sizes(self, axes: Axes) -> dict[int, int]:
-    """Dimension -> parts it is split into; those that stay whole are not."""
+    """Dimension -> parts it is split into; whole dimensions are left out."""
     found = enumerate(self.axes.split(axes))
     sizes = {i: self.mesh.shape[name] for i, name in found if name}
     return {i: size for i, size in sizes.items() if size > 1}
@@ -123,21 +126,22 @@ class Partition:
 
 
 def described(tree: Any, shardings: Any = None) -> Any:
-  """`ShapeDtypeStruct`s of a tree of shapes, placed by a tree of shardings."""
+  """`ShapeDtypeStruct`s of a tree of shapes, with a tree of shardings."""
   if shardings is None:
     return jax.tree.map(_described, tree)
   return jax.tree.map(_described, tree, shardings)
 
 
 def shardings(tree: Any) -> Any:
-  """The sharding of each array, or of each shape."""
+  """The sharding of each array or shape in a tree."""
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def on_host(tree: Any) -> Any:
-  """Arrays of the host; what processes hold parts of, whole in each of them.
+  """The tree as NumPy arrays.
 
-  All processes must then call it at the same time.
+  Arrays whose parts lie in several processes come whole to each process; then
+  all processes must call this at the same time.
   """
 
   def whole(leaf):
@@ -160,7 +164,7 @@ def _described(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def _put(value: Any, sharding: NamedSharding) -> jax.Array:
   if isinstance(value, jax.Array):
     return jax.device_put(value, sharding)
-  # No device, and of several processes none, is given more than its part.
+  # No device, and no process, is given more than its part.
   host = np.asarray(value)
   return jax.make_array_from_callback(
     host.shape, sharding, lambda index: host[index]
@@ -168,7 +172,7 @@ def _put(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def shard_bytes(tree: Any) -> int:
-  """Bytes of a tree on one device, of arrays or shapes with shardings."""
+  """Bytes per device of a tree of arrays, or of shapes with shardings."""
 
   def size(leaf):
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):

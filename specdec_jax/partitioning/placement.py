@@ -1,15 +1,15 @@
 """How parameters are laid out, and over which devices.
 
 Checkpoints keep T5X's layout: kernels of [in, out], one for each projection.
-Two things are decided here, and only here; `models.layers` takes whichever
-names it is given:
+Two things are decided here, and only here; `models.layers` accepts either
+choice and knows it by the parameters' names:
 
-- A model that is larger than the CPU's caches is read as [out, in] there, so
-  that XLA does not pack its weights at each call (`layers.dense_out_in`). One
-  that the caches hold is quicker as it is: to pack it costs less than what the
-  small products of the other way cost each.
-- Projections that read the same input are joined to one product, wherever it
-  is not split: a call of a small model is made of the starting of its products.
+- On a CPU, a model that is larger than the CPU's caches is stored as [out, in],
+  so that XLA does not pack its weights at each call (`layers.dense_out_in`). A
+  model that fits into the caches is quicker as it is: packing it costs less
+  than the [out, in] form adds to each small product.
+- Projections that read the same input are joined into one product, unless the
+  product is split: most of a small model's call is the starting of products.
 """
 
 import dataclasses
@@ -37,11 +37,12 @@ from specdec_jax.partitioning.partition import Partition
 # Last-level caches of today's CPUs hold 16 to 64 MiB of a model.
 _CACHED_BYTES = 64 << 20
 
-# Module: what joins its kernels, in order, and their axis. A joined kernel is
-# not split: equal parts of query | key | value are not parts of heads, and each
-# layer would exchange activations to set them right. Kernels woven together by
-# device would do, but would have to be rewoven for another number of devices;
-# to start one product instead of three is nothing beside an all-reduce.
+# Module -> name of its joined kernel, the kernels joined, in order, and their
+# axis. A joined kernel is not split: equal parts of query | key | value do not
+# contain whole heads, and each layer would exchange activations to put them
+# right. Interleaving the kernels by device would work, but depends on the
+# number of devices; and starting one product instead of three saves next to
+# nothing compared with an all-reduce.
 _JOINED = {
   'attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
   'self_attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
@@ -55,7 +56,7 @@ class Placement:
   """Where and how a model's parameters live.
 
   Attributes:
-    dtype: of the parameters on the device: 'float32' or 'bfloat16'.
+    dtype: dtype of the parameters on the device: 'float32' or 'bfloat16'.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'auto'
       for out_in on one GPU, or on one CPU whose caches cannot hold the model,
       else in_out.
@@ -64,12 +65,13 @@ class Placement:
     data: devices that share the rows of a request; 0 is as many as `model`
       leaves.
     model: devices that share the weights; 0 is as many as `data` leaves.
-    axes: what is split over these.
-    across_hosts: whether the devices of all processes are one mesh, which then
-      must do everything together; else each process has its own.
+    axes: which dimensions are split over these devices.
+    across_hosts: whether the devices of all processes form one mesh; the
+      processes must then do everything together. Otherwise each process has its
+      own mesh.
 
   Raises:
-    ValueError: a value is not known, or a number is too small.
+    ValueError: a value is unknown, or a number is too small.
   """
 
   dtype: str = 'float32'
@@ -85,8 +87,8 @@ class Placement:
     check_choice('Placement.dtype', self.dtype, DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       raise ValueError(
-        'Placement.data and model are numbers of devices, one of them 0 for'
-        f' what the other leaves; got {self.data} and {self.model}.'
+        'Placement.data and model are numbers of devices; one of them may be 0,'
+        f' for all that the other leaves; got {self.data} and {self.model}.'
       )
 
   @property
@@ -95,7 +97,7 @@ class Placement:
     return self.data == self.model == 1
 
   def replicated(self) -> 'Placement':
-    """The same with all of the model on each device, as for a drafter."""
+    """The same with the whole model on each device, as for a drafter."""
     return dataclasses.replace(self, axes=REPLICATED)
 
   def transposes(self, params: Params) -> bool:
@@ -112,7 +114,7 @@ class Placement:
   def joins(self, axis: str) -> bool:
     """Returns whether kernels with this output axis are joined."""
     over = getattr(self.axes, axis)
-    # 0 is not known yet to be 1; then they stay apart as well.
+    # 0 may turn out to be 1 device or more, so kernels stay apart then too.
     whole = over is None or getattr(self, over) == 1
     return self.join_projections and whole
 
@@ -120,13 +122,13 @@ class Placement:
     """The mesh of these devices, and what is split over it.
 
     Args:
-      devices: to choose from, the first ones; those of JAX unless given.
+      devices: devices to choose from; the first ones are taken. None is JAX's.
 
     Returns:
-      None on one device.
+      The partition; None on one device.
 
     Raises:
-      ValueError: the mesh does not divide the devices.
+      ValueError: the mesh's size does not divide the number of devices.
     """
     if self.on_one_device:
       return None
@@ -153,10 +155,10 @@ class Placement:
   def shardings_of(self, network: LanguageModel) -> Any:
     """Where `checkpoints.load` puts parameters; None leaves them on the host.
 
-    That is for one device, to which `place` moves them.
+    It is None for one device; `place` then moves the parameters to it.
 
     Raises:
-      ValueError: the network cannot be split so.
+      ValueError: the network cannot be split in this way.
     """
     partition = self.partition()
     if partition is None:
@@ -168,17 +170,18 @@ class Placement:
 def share_devices(
   target: Placement, draft: Placement | None
 ) -> tuple[Placement, Partition | None, Partition | None]:
-  """What a target and its drafter are placed by.
+  """The placement of a drafter, on the devices of its target.
 
   Args:
-    target: of the target.
-    draft: of the drafter; None is all of it on each of the target's devices.
+    target: placement of the target.
+    draft: placement of the drafter; None is the whole drafter on each of the
+      target's devices.
 
   Returns:
     The drafter's placement, and the partition of each.
 
   Raises:
-    ValueError: they are meant for different devices.
+    ValueError: the two placements are for different devices.
   """
   draft = target.replicated() if draft is None else draft
   ours, theirs = target.partition(), draft.partition()
@@ -186,9 +189,9 @@ def share_devices(
   if meshes[0] != meshes[1]:
     shapes = [f'data={one.data}, model={one.model}' for one in (target, draft)]
     raise ValueError(
-      'A round is one program, and all of a program runs on one mesh, so that'
-      f' target ({shapes[0]}) and drafter ({shapes[1]}) must have the same. A'
-      ' drafter that is not to be split has all of itself on each device:'
+      'A round is one program, and all of a program runs on one mesh, so'
+      f' target ({shapes[0]}) and drafter ({shapes[1]}) must have the same'
+      ' mesh. A drafter that is not to be split is whole on each device: give'
       ' axes=REPLICATED, or leave draft_placement None.'
     )
   return draft, ours, theirs
@@ -198,14 +201,14 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   """Returns the parameters on their devices, in their dtype and layout.
 
   Args:
-    params: a nested dict of arrays as a checkpoint has them. It may already
+    params: a nested dict of arrays as a checkpoint has them. They may already
       be placed; then only the dtype changes.
-    placement: the decision.
+    placement: where and how to place them.
 
   Returns:
-    The same tree, but for kernels: `kernel` [in, out] is `kernel_out_in`
-    [out, in] if the placement says so, and joined projections have one kernel
-    under the name of `layers` for it.
+    The same tree, except for kernels: `kernel` [in, out] becomes
+    `kernel_out_in` [out, in] if the placement says so, and joined projections
+    have one kernel, under the name that `layers` has for it.
 
   Raises:
     ValueError: an array cannot be split as the placement says.
@@ -216,15 +219,15 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
 
 
 def place_parts(params: Any, placement: Placement = Placement()) -> Any:
-  """`place` of each model in a pytree; other arrays keep their dtype.
+  """Applies `place` to each model in a pytree; other arrays keep their dtype.
 
   Args:
-    params: of a drafter: a model's parameters, a table, or a tuple of these;
-      `read_parts` has read them.
-    placement: of the models; what is none is whole on each device.
+    params: parameters of a drafter, as `read_parts` returns them: a model's
+      parameters, a table, or a tuple of these.
+    placement: placement of the models; other arrays are whole on each device.
 
   Raises:
-    ValueError: as `place`.
+    ValueError: as for `place`.
   """
   partition = placement.partition()
 
@@ -243,13 +246,14 @@ def place_parts(params: Any, placement: Placement = Placement()) -> Any:
 
 
 def read_parts(params: Any, placement: Placement = Placement()) -> Any:
-  """Reads the parameters of each `Model` in a pytree, which keeps the rest.
+  """Reads the parameters of each `Model` in a pytree; the rest stays as it is.
 
-  Over several devices each array goes straight to its shards, else to the host.
+  With several devices each array goes straight to its shards, otherwise to the
+  host.
 
   Args:
-    params: a model, or of a drafter.
-    placement: that they will be placed by.
+    params: a model, or the parameters of a drafter.
+    placement: the placement that `place` will use.
 
   Raises:
     ValueError: a checkpoint is broken, or cannot be split as the placement
@@ -297,7 +301,7 @@ def _lay_out(
 
 
 def _cast(value: Any, placement: Placement) -> Any:
-  """To the dtype; on one device also to it, for a mesh where it is."""
+  """The array in the placement's dtype; moved only if there is one device."""
   if placement.on_one_device:
     return jnp.asarray(value, placement.dtype)
   return value.astype(placement.dtype)

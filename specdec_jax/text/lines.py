@@ -1,6 +1,6 @@
-"""Lines of text in: read from a file, checked one by one, fitted to the engine.
+"""Input lines: read from a file, checked one by one, their tokens counted.
 
-A line that cannot be decoded carries an `error`; it never stops the others.
+A line that cannot be decoded has an `error`; it never stops the other lines.
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ class Line:
   """One line of the input.
 
   Attributes:
-    text: what the file had; U+FFFD stands for bytes that are no UTF-8. Of a
-      line of more than `files.MAX_LINE` bytes, its beginning.
-    num_tokens: of the whole text as the target reads it; 0 for a line without
-      anything to read, which passes through, and before `count_tokens`.
+    text: the text in the file; U+FFFD stands for bytes that are not UTF-8. If
+      the line has more than `files.MAX_LINE` bytes, only its beginning.
+    num_tokens: tokens of the whole text as the target reads it; 0 before
+      `count_tokens`, and for a line without anything to read, which gives an
+      empty output.
     error: why the line cannot be decoded, or None.
   """
 
@@ -27,9 +28,9 @@ class Line:
 
 
 def read_lines(path: str) -> Iterator[Line]:
-  """Reads one example a line; see `files.lines`, also for what it raises.
+  """Reads one example per line; raises the errors of `files.lines`.
 
-  Invalid UTF-8 or too many bytes give that line an `error`.
+  A line with invalid UTF-8 or too many bytes gets an `error`.
 
   Args:
     path: a file, plain or `.gz`, or a named pipe; '-' is stdin.
@@ -39,10 +40,10 @@ def read_lines(path: str) -> Iterator[Line]:
 
 
 def check_some(path: str, lines: Sequence[Line]) -> None:
-  """Raises ValueError where all lines of a file are broken: then it is."""
+  """Raises ValueError if all lines of a file are broken: the file is wrong."""
   if lines and all(line.error for line in lines):
     raise ValueError(
-      f'{path!r} has no line of text; expected UTF-8, one example a line.'
+      f'{path!r} has no line of text; expected UTF-8, one example per line.'
       f' {lines[0].error}.'
     )
 
@@ -50,11 +51,11 @@ def check_some(path: str, lines: Sequence[Line]) -> None:
 def count_tokens(
   lines: Sequence[Line], count: Callable[[str], int], limit: int | None
 ) -> list[Line]:
-  """Returns `lines` with `num_tokens`, those over the limit with an error.
+  """Returns the lines with `num_tokens`, and an error if they are too long.
 
   Args:
-    lines: as read.
-    count: tokens of a text as it is read, such as `Engine.num_input_tokens`.
+    lines: the lines as read.
+    count: counts the tokens of a text, such as `Engine.num_input_tokens`.
     limit: tokens that a line may have; None is no limit.
   """
 
@@ -66,8 +67,8 @@ def count_tokens(
       return line
     return dataclasses.replace(
       line,
-      error=f'line {number}: {line.num_tokens} tokens (its end included), the'
-      f" maximum is {limit}; shorten it, or set on_too_long to 'truncate'",
+      error=f'line {number}: {line.num_tokens} tokens (its end included); the'
+      f" maximum is {limit}. Shorten it, or set on_too_long to 'truncate'",
     )
 
   return [counted(index + 1, line) for index, line in enumerate(lines)]

@@ -1,8 +1,8 @@
 """Tasks over local files: lines of text, TSV or JSONL. They need no seqio.
 
-An example is what the same task in seqio gives: the text of a side, prefix
-included, as `inputs_pretokenized` or `targets_pretokenized`, and its ids, cut
-to a length that the end-of-sequence id still fits in.
+Examples are as those of the same task in seqio: `inputs_pretokenized` and
+`targets_pretokenized` are the texts, prefix included; `inputs` and `targets`
+are their ids, cut so that the end-of-sequence id still fits into the length.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from specdec_jax.text.tokenizer_bpe import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
-BROKEN = '<broken>'  # why a line is no example
-# What an example says by these names does not come from fields so called.
+BROKEN = '<broken>'  # key of an example: why its line is broken
+# Keys that this module sets; a line's fields with these names are left out.
 _OWN = frozenset((*FEATURES, 'references', BROKEN))
-_MOST_SAID = 1000  # characters of why a line is broken
-_MOST_NAMES = 100  # of fields, to find the nearest in
+_MOST_SAID = 1000  # most characters of the reason why a line is broken
+_MOST_NAMES = 100  # most field names that are searched for the nearest one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,22 +35,23 @@ class LocalTask:
   """A task whose examples are the lines of files.
 
   Attributes:
-    name: of the task, as its output files are called.
+    name: name of the task; its output files are named after it.
     files: split -> UTF-8 file, plain or `.gz`.
-    vocab_path: of both sides: a sentencepiece model, also `gs://bucket/file`,
-      or a folder with GPT-2's vocabulary; see `tokenizer_bpe.open_vocabulary`.
+    vocab_path: the vocabulary of both sides: a sentencepiece model, also
+      `gs://bucket/file`, or a folder with GPT-2's vocabulary; see
+      `tokenizer_bpe.open_vocabulary`.
     kind: what a line is: 'txt' an input; 'tsv' source<TAB>target, or a source
-      alone; 'jsonl' an object. None goes by the ending of the file's name.
+      alone; 'jsonl' an object. None is the ending of the file's name.
     prefix: put before each input, such as 'summarize: '.
-    inputs_field: of a JSONL object, its input.
-    targets_field: of a JSONL object, its target: a text, or a list of texts
-      that are all right, of which the first is the target. None if there is
-      none. The object's other texts and numbers go along as they are, but
-      for fields called as an example's own: 'references' and the two sides.
+    inputs_field: the field of a JSONL object with its input.
+    targets_field: the field of a JSONL object with its target: a text, or a
+      list of texts that are all correct, of which the first is the target. None
+      if there are no targets. The object's other texts and numbers are kept as
+      they are, except fields named 'inputs', 'targets' or 'references'.
     metrics: names of `metrics.METRICS`.
 
   Raises:
-    ValueError: a file is missing, or a kind of file or a metric is not known.
+    ValueError: a file is missing, or a kind of file or a metric is unknown.
   """
 
   name: str
@@ -101,19 +102,20 @@ class LocalTask:
     """The examples of a split before they are tokenised.
 
     Args:
-      split: one of `files`.
-      keep_broken: whether a line that is not of its format is an example with
-        `BROKEN`, which says why, and itself as 'inputs'.
+      split: a key of `files`.
+      keep_broken: whether a line with a wrong format gives an example whose
+        `BROKEN` says why, and whose 'inputs' is the line; otherwise it raises.
 
     Returns:
       Dicts with 'inputs' (prefix included), 'targets' ('' if there is none),
-      'references' (a list of texts) if the target is a list, and whatever else
-      a JSONL object has.
+      'references' (a list of texts) if the target is a list, and the other
+      fields of a JSONL object.
 
     Raises:
-      ValueError: there is no such split; a file cannot be read; a line is not
-        of its format, with its number.
-      files.BrokenOff: the file cannot be read on after the examples so far.
+      ValueError: there is no such split; a file cannot be read; a line has a
+        wrong format (the message has its number).
+      files.BrokenOff: after the examples so far, the rest of the file cannot be
+        read.
     """
     if split not in self.files:
       raise ValueError(
@@ -130,7 +132,7 @@ class LocalTask:
       except ValueError as error:
         if not keep_broken:
           raise
-        # It quotes what the line has, such as names of fields.
+        # The message quotes parts of the line, such as names of fields.
         why = files.writable(str(error)[:_MOST_SAID])
         yield {'inputs': line.text, 'targets': '', BROKEN: why}
       else:
@@ -161,8 +163,8 @@ class LocalTask:
         names = list(found)[:_MOST_NAMES]
         raise ValueError(
           f'{place} has no field {field!r} for'
-          f' {feature}.{nearest(field, names)} Another one is named by'
-          f' LocalTask.{feature}_field.'
+          f' {feature}.{nearest(field, names)} LocalTask.{feature}_field names'
+          ' another field.'
         )
       text = found[field]
       if feature == 'targets' and isinstance(text, list) and text:
@@ -198,7 +200,7 @@ class LocalTask:
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
     tokenizer = open_vocabulary(self.vocab_path)
-    # Complains now, not at the first example.
+    # Called here, so that errors show now, not at the first example.
     texts = self.texts(split, keep_broken)
 
     def generate():
@@ -222,7 +224,7 @@ class LocalTask:
 def check_feature_lengths(
   lengths: Mapping[str, int], features: Iterable[str], task: str
 ) -> None:
-  """Raises ValueError for a feature that a task has not, or a bad length."""
+  """Raises ValueError for a feature that a task lacks, or for a bad length."""
   features = list(features)
   for feature, length in lengths.items():
     if feature not in features:
@@ -238,7 +240,11 @@ def check_feature_lengths(
 
 
 def json_object(line: str, place: str) -> dict[str, Any]:
-  """The JSON object of a line; raises ValueError, naming the place."""
+  """The JSON object of a line.
+
+  Raises:
+    ValueError: the line is not a JSON object; the message names the place.
+  """
   try:
     found = json.loads(line)
   except RecursionError as error:

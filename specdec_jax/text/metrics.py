@@ -1,7 +1,7 @@
-"""BLEU and ROUGE of predictions, by the packages that define them.
+"""BLEU and ROUGE of predictions, computed by the packages that define them.
 
 A metric takes targets and predictions and returns a dict of numbers, as seqio's
-metric functions do. A target is a text, or several texts that are all right.
+metric functions do. A target is a text, or several texts that are all correct.
 sacrebleu and rouge_score come with the extra `[metrics]`.
 """
 
@@ -21,7 +21,7 @@ def bleu(
   predictions: Sequence[str],
   tokenize: str = '13a',
 ) -> dict[str, Any]:
-  """Corpus BLEU by sacrebleu, with its settings unchanged.
+  """Corpus BLEU by sacrebleu, with its default settings.
 
   Args:
     targets: one or more references for each prediction.
@@ -29,7 +29,7 @@ def bleu(
     tokenize: sacrebleu's tokenization; its own default is '13a'.
 
   Returns:
-    {'bleu': 0 to 100, 'bleu_signature': sacrebleu's own}.
+    {'bleu': 0 to 100, 'bleu_signature': sacrebleu's signature}.
 
   Raises:
     ValueError: sacrebleu is not installed, there is nothing to score, or there
@@ -54,9 +54,10 @@ def rouge(
 ) -> dict[str, float]:
   """Mean ROUGE F-measures by rouge_score, without stemming.
 
-  T5's own metric is the median of resampled means: the same up to their noise,
-  here without it. As there, ` . ` ends a sentence as a line break does, for
-  rougeLsum. Of several targets the best one counts, for each of the measures.
+  T5's own metric is the median of resampled means: the same number except for
+  the noise of resampling. As in T5, ` . ` ends a sentence for rougeLsum, like a
+  line break. If there are several targets, the best one counts, for each of the
+  measures.
 
   Args:
     targets: one or more references for each prediction.
@@ -83,12 +84,12 @@ def rouge(
 def t5_bleu(
   targets: Sequence[Target], predictions: Sequence[str]
 ) -> dict[str, Any]:
-  """`bleu` as the T5 paper's numbers have it: international tokenization."""
+  """`bleu` as in the T5 paper's numbers: with international tokenization."""
   return bleu(targets, predictions, tokenize='intl')
 
 
 def lack(metric: Metric) -> str | None:
-  """Why a metric of this module cannot be had here: its package is missing."""
+  """Why a metric is unavailable (its package is missing); None if it is not."""
   try:
     metric(['a'], ['a'])
   except ValueError as error:
@@ -96,7 +97,7 @@ def lack(metric: Metric) -> str | None:
   return None
 
 
-# What a configuration can name.
+# The metrics that a configuration can name.
 METRICS: Mapping[str, Metric] = {
   'bleu': bleu,
   't5_bleu': t5_bleu,

@@ -1,7 +1,7 @@
-"""seqio's side of tasks: making them, and seeing that they can be read.
+"""Tasks that need seqio: makes them, and checks that they can be read.
 
-seqio brings TensorFlow, so it is imported when a function here is called, and
-nowhere else in the library.
+seqio imports TensorFlow, so it is imported only when a function here is called,
+and nowhere else in the library.
 """
 
 import os
@@ -23,15 +23,15 @@ def import_seqio() -> tuple[Any, Any]:
     ValueError: they are not installed.
   """
   otherwise = (
-    'Local files need neither: give the path of one, such as source<TAB>target'
-    ' lines, in place of a task.'
+    'Local files need no such package: instead of a task give the path of a'
+    ' file, such as one of source<TAB>target lines.'
   )
   seqio = package('A seqio task', 'seqio', 'tasks', otherwise)
   return seqio, package('A seqio task', 'tensorflow', 'tasks', otherwise)
 
 
 def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
-  """The task as T5's own code has it."""
+  """The seqio task that T5's own code defines under this name."""
   seqio, tf = import_seqio()
   described = t5_tasks.TASKS[name]
   path = os.fspath(vocab_path or t5_tasks.VOCAB)
@@ -45,7 +45,7 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
 
     return dataset.map(sides, num_parallel_calls=tf.data.AUTOTUNE)
 
-  # seqio would begin to download what is not there.
+  # Otherwise seqio would begin to download data that are missing.
   source = seqio.TfdsDataSource(described.tfds, read_only=True)
   vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=t5_tasks.EXTRA_IDS)
   return seqio.Task(
@@ -65,7 +65,7 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
 
 
 def check_prepared(source: Any) -> None:
-  """Raises ValueError where seqio would begin to download for hours."""
+  """Raises ValueError if seqio would begin a download of hours."""
   seqio, _ = import_seqio()
   if not isinstance(source, seqio.TfdsDataSource):
     return
@@ -85,14 +85,14 @@ def check_prepared(source: Any) -> None:
     problem = f'cannot be loaded ({error})'
   raise ValueError(
     f"TensorFlow Datasets' {loader.name} {problem}. Get them by: {command}."
-    ' Data that lie elsewhere are found by the environment variable'
+    ' If the data are in another folder, name it in the environment variable'
     ' TFDS_DATA_DIR.'
   )
 
 
 def check_split(task: Any, split: str) -> None:
-  """Raises ValueError where a seqio task has no such split."""
-  # What follows in brackets, as in 'test[:1%]', is for TFDS to read.
+  """Raises ValueError if a seqio task has no such split."""
+  # TFDS reads the part in brackets, as in 'test[:1%]'.
   if split.split('[')[0] not in task.splits:
     raise ValueError(
       f'The task {task.name!r} has no split'
@@ -101,7 +101,7 @@ def check_split(task: Any, split: str) -> None:
 
 
 def check_vocabularies(task: Any) -> None:
-  """Raises ValueError where a vocabulary of a seqio task is out of reach."""
+  """Raises ValueError if a vocabulary of a seqio task cannot be reached."""
   _, tf = import_seqio()
   for feature in task.output_features.values():
     path = getattr(feature.vocabulary, 'sentencepiece_model_file', None)
@@ -117,7 +117,7 @@ def check_vocabularies(task: Any) -> None:
 
 
 def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
-  """An example of seqio as ids, text, numbers and lists of text."""
+  """A seqio example, converted to ids, text, numbers and lists of text."""
   found: dict[str, Any] = {'targets': np.zeros(0, np.int32)}
   for key, value in example.items():
     if isinstance(value, bytes):

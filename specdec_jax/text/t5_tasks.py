@@ -1,4 +1,4 @@
-"""The tasks of T5 that are known without its code: names, data and prefixes.
+"""The tasks of T5 that need none of its code: names, data and prefixes.
 
 Names, prefixes and metrics are those of T5's own task definitions (Raffel et
 al. 2020, appendix D); the data are TensorFlow Datasets'.
@@ -17,8 +17,8 @@ class T5Task(NamedTuple):
     tfds: dataset, its configuration and version.
     inputs: TFDS's feature that is the input; None is an empty input.
     targets: TFDS's feature that is the target.
-    prefix: before each input.
-    metrics: of `metrics.METRICS`.
+    prefix: put before each input.
+    metrics: names of `metrics.METRICS`.
   """
 
   tfds: str
@@ -36,8 +36,8 @@ TASKS = {
     'translate English to German: ',
     ('t5_bleu',),
   ),
-  # T5 used 3.1.0, which TFDS no longer makes. Since then: no space before the
-  # full stops of the targets (ROUGE does not see it), and two more features.
+  # T5 used 3.1.0, which TFDS no longer makes. 3.4.0 differs: no space before
+  # the full stops of the targets (ROUGE ignores it), and two more features.
   'cnn_dailymail_v002': T5Task(
     'cnn_dailymail:3.4.0', 'article', 'highlights', 'summarize: ', ('rouge',)
   ),

@@ -1,10 +1,11 @@
 """Tasks: named sources of examples, from seqio or from local files.
 
 T5's translation, its summarisation and lm1b are known by the names that T5's
-own code gives them, and read what TensorFlow Datasets (TFDS) has prepared. A
-module that registers seqio tasks of the same name goes before them.
+own code gives them, and read data that TensorFlow Datasets (TFDS) has prepared.
+If a module registers a seqio task of the same name, that task is used instead.
 
-What needs seqio is in `seqio_tasks.py`. Local tasks (`local_tasks.py`) do not.
+Code that needs seqio is in `seqio_tasks.py`. Local tasks (`local_tasks.py`) do
+not need it.
 """
 
 import functools
@@ -33,7 +34,7 @@ def register(task: LocalTask) -> None:
   """Makes a local task known by its name.
 
   Raises:
-    ValueError: another local task or one of T5's has that name.
+    ValueError: another local task or a task of T5 has that name.
   """
   if task.name in t5_tasks.TASKS or _local.get(task.name, task) != task:
     raise ValueError(f'There already is another task {task.name!r}.')
@@ -50,19 +51,21 @@ def examples(
   """The examples of a task or mixture, in its order, once.
 
   Args:
-    name: of a seqio task or mixture, of a task of T5 or of a local one; or a
-      local task itself. A mixture's examples are those of its tasks in turn.
+    name: name of a seqio task or mixture, of a task of T5 or of a local task;
+      or a local task itself. A mixture's examples are those of its first task,
+      then those of its second, and so on.
     split: such as 'test'.
-    task_feature_lengths: feature -> ids at most, with the end-of-sequence id;
-      longer ones are cut. None, and features that are not named, cut nothing.
-    vocab_path: sentencepiece model, for the tasks of T5 alone: the others say
-      theirs. None is T5's own, which is read over the network.
-    keep_broken: of a local task, as of `LocalTask.texts`.
+    task_feature_lengths: feature -> most ids, the end-of-sequence id included;
+      longer examples are cut. None, and features that are not named, cut
+      nothing.
+    vocab_path: sentencepiece model, only for the tasks of T5: other tasks have
+      their own. None is T5's vocabulary, which is read over the network.
+    keep_broken: as for `LocalTask.texts`; only for local tasks.
 
   Returns:
-    Dicts with 'inputs' and 'targets', int32[n] that end as the task lets them
-    end (a target without text is int32[0]; then there is nothing to compare a
-    prediction with); their texts 'inputs_pretokenized' and
+    Dicts with 'inputs' and 'targets', int32[n], with an end-of-sequence id if
+    the task adds one (a target without text is int32[0]: there is nothing to
+    compare a prediction with); their texts 'inputs_pretokenized' and
     'targets_pretokenized'; and the task's other features that are text,
     numbers, or lists of text.
 
@@ -94,7 +97,7 @@ def examples(
 
 
 def tasks_of(name: str | LocalTask) -> list[str | LocalTask]:
-  """The tasks of a seqio mixture, by name; any other name or task alone."""
+  """The names of a seqio mixture's tasks; else the given name or task alone."""
   if find_local(name) is not None or not _is_registered(str(name)):
     return [name]
   seqio, _ = seqio_tasks.import_seqio()
@@ -102,14 +105,14 @@ def tasks_of(name: str | LocalTask) -> list[str | LocalTask]:
 
 
 def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
-  """What a task measures its predictions by.
+  """The metrics of a task.
 
   Args:
-    name: as of `examples`, but no mixture of several tasks.
+    name: as for `examples`, but not a mixture of several tasks.
 
   Returns:
-    Functions of the targets' and the predictions' texts that give dicts; they
-    run a seqio task's postprocessor first, without an example.
+    Functions of the targets' and the predictions' texts that return dicts; for
+    a seqio task they first run its postprocessor, without an example.
 
   Raises:
     ValueError: there is no such task, or seqio is needed and not installed.
@@ -169,8 +172,8 @@ def token_lists(
     Two lists of int32[n], without the end-of-sequence id.
 
   Raises:
-    ValueError: seqio is needed and not installed, or the task is not of this
-      kind.
+    ValueError: seqio is needed and not installed, or the task lacks one of the
+      two features.
   """
   local = find_local(name)
   if local is not None:
@@ -185,7 +188,7 @@ def token_lists(
         f' {sorted(features)}.'
       )
     ends = {key: features[key].vocabulary.eos_id for key in FEATURES}
-    # Lengths are the caller's business: nothing is cut here.
+    # Nothing is cut here: the caller decides about lengths.
     found = task.get_dataset(None, split, shuffle=False).as_numpy_iterator()
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
   for example in found:
@@ -211,12 +214,12 @@ def _task(name: str) -> Any:
 
 
 def find_local(name: str | LocalTask) -> LocalTask | None:
-  """The local task itself or of that name; None for any other."""
+  """The local task that is given, or has that name; None if there is none."""
   return name if isinstance(name, LocalTask) else _local.get(name)
 
 
 def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
-  """The seqio task or mixture of that name, one of T5's included."""
+  """The seqio task or mixture of that name, tasks of T5 included."""
   try:
     seqio, _ = seqio_tasks.import_seqio()
   except ValueError as error:

@@ -1,11 +1,11 @@
-"""Text to token ids and back, by sentencepiece.
+"""Turns text into token ids and back, with sentencepiece.
 
 Ids follow T5's convention: 0 pads, 1 ends a sequence, 2 is unknown, there is
-no begin-of-sequence. Others end with another id and may have a padding of their
-own (MADLAD-400: 0 is unknown, 1 pads, 2 ends). Rows are filled with 0 all the
-same, and encoders do not see it, as in T5X: so 0 must be no text.
-sentencepiece is imported when a tokenizer is made, so that work on
-pre-tokenised arrays needs none.
+no begin-of-sequence. Other vocabularies may have another end and a padding id
+of their own (MADLAD-400: 0 is unknown, 1 pads, 2 ends). Rows are padded with 0
+nevertheless, and encoders ignore id 0, as in T5X: so id 0 must not be text.
+sentencepiece is imported only when a tokenizer is made, so that work on
+pre-tokenised arrays does not need it.
 """
 
 import hashlib
@@ -20,28 +20,28 @@ from specdec_jax.files.locations import open_location
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
-# The largest vocabulary in use, of 256,000 pieces, has 5 MiB.
+# For comparison: the largest vocabulary in use, of 256,000 pieces, has 5 MiB.
 MOST_BYTES = 256 << 20
 
 
 class Tokenizer:
-  """A sentencepiece model whose id 0 is no text.
+  """A sentencepiece model whose id 0 is not text.
 
   Attributes:
     vocab_size: number of pieces, V.
-    pad_id, eos_id, unk_id: special ids. `pad_id` is 0, what rows are filled
-      with, whatever the model's own training filled them with.
-    fingerprint: sha256 (hex) of the model file's bytes. Two models that share
-      a vocabulary share it.
+    pad_id, eos_id, unk_id: special ids. `pad_id` is 0, with which rows are
+      padded, whatever the vocabulary's own padding id is.
+    fingerprint: sha256 (hex) of the model file's bytes. It is the same for two
+      models that share a vocabulary.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Loads a model file, of this machine or `gs://bucket/file`.
+    """Loads a model file, on this machine or `gs://bucket/file`.
 
     Raises:
-      ValueError: the file is missing, unreadable, no regular file, larger than
-        MOST_BYTES or no sentencepiece model, or its id 0 is text, or it has no
-        end-of-sequence piece.
+      ValueError: the file is missing, unreadable, not a regular file, larger
+        than MOST_BYTES or not a sentencepiece model; or its id 0 is text, or it
+        has no end-of-sequence piece.
     """
     sentencepiece = _import_sentencepiece()
     self.path = os.fspath(path)
@@ -59,7 +59,7 @@ class Tokenizer:
     except (RuntimeError, TypeError) as error:
       raise ValueError(
         f'{self.path!r} ({len(proto)} bytes) is not a whole sentencepiece'
-        ' model; copy it again from where it came.'
+        ' model; copy it again from its source.'
       ) from error
     self.vocab_size: int = self._processor.vocab_size()
     self.pad_id: int = PAD_ID
@@ -80,14 +80,14 @@ class Tokenizer:
     return self._processor.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """`encode` of each text, by several threads."""
+    """Applies `encode` to each text, with several threads."""
     return self._processor.encode(list(texts))
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of `ids`; padding and end-of-sequence give no text.
+    """The text of `ids`; padding and end-of-sequence give no text.
 
     Raises:
-      ValueError: an id lies outside [0, vocab_size).
+      ValueError: an id is outside [0, vocab_size).
     """
     kept = []
     for token in ids:
@@ -113,10 +113,11 @@ def train_tokenizer(
   Args:
     sentences: text, one sentence each.
     path: where the `.model` file goes; replaced whole or not at all.
-    vocab_size: number of pieces, with the 256 byte pieces and 3 special ones.
+    vocab_size: number of pieces, the 256 byte pieces and 3 special ones
+      included.
 
   Raises:
-    ValueError: the sentences do not allow that many pieces.
+    ValueError: there is too little text for that many pieces.
   """
   sentencepiece = _import_sentencepiece()
   proto = io.BytesIO()
@@ -132,8 +133,9 @@ def train_tokenizer(
       eos_id=EOS_ID,
       unk_id=UNK_ID,
       bos_id=-1,
-      # Threads split the sum of expected counts, whose order decides its
-      # rounding: a fixed number keeps the file the same on every machine.
+      # The number of threads decides the order in which expected counts are
+      # summed, and so their rounding. A fixed number gives the same file on
+      # every machine.
       num_threads=4,
       minloglevel=2,
     )

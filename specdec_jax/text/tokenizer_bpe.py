@@ -1,4 +1,4 @@
-"""Byte-level BPE, as GPT-2 has it: text to token ids and back.
+"""Byte-level BPE, as in GPT-2: turns text into token ids and back.
 
 The package tokenizers, which comes with the extra `[bpe]`, is imported when a
 tokenizer is made.
@@ -22,15 +22,15 @@ SENTENCEPIECE = 'spiece.model'  # in the folders of all T5s
 
 
 def open_vocabulary(path: str | os.PathLike[str]) -> Tokenizer:
-  """Loads a vocabulary of either kind.
+  """Loads a sentencepiece or a BPE vocabulary.
 
   Args:
     path: a sentencepiece model, also `gs://bucket/file`; or a .json file of the
-      package tokenizers; or a folder with spiece.model, tokenizer.json, or
-      vocab.json and merges.txt, of which the first is taken.
+      package tokenizers; or a folder with spiece.model, or tokenizer.json, or
+      vocab.json and merges.txt; the first that exists is taken.
 
   Raises:
-    ValueError: the folder has none of them; or as `Tokenizer` or
+    ValueError: the folder has none of these files; or as for `Tokenizer` or
       `BpeTokenizer`.
   """
   check_path(path)
@@ -49,17 +49,17 @@ def open_vocabulary(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 class BpeTokenizer(Tokenizer):
-  """A vocabulary of the package tokenizers, in place of a sentencepiece one.
+  """A vocabulary of the package tokenizers, with the methods of `Tokenizer`.
 
-  There is no id that pads: `pad_id` is the end of sequence, which has no text.
-  What looks like a special token in a text is text.
+  There is no padding id of its own: `pad_id` is the end of sequence, which has
+  no text. If a text contains the name of a special token, it is read as text.
 
   Attributes:
-    vocab_size: V, the largest id and one.
-    pad_id, eos_id, unk_id: the id of the end of sequence. With GPT-2 a text
-      begins with it as well: it is what `Engine.bos_id` should be.
-    fingerprint: sha256 (hex) of what decides the ids of a text; files of other
-      kinds, or other formatting, that say the same share it.
+    vocab_size: V, the largest id plus one.
+    pad_id, eos_id, unk_id: the id of the end of sequence. GPT-2's texts begin
+      with it as well, so `Engine.bos_id` should be this id.
+    fingerprint: sha256 (hex) of everything that decides the ids of a text. It
+      is the same for files of other kinds or formatting that give the same ids.
   """
 
   def __init__(
@@ -68,8 +68,8 @@ class BpeTokenizer(Tokenizer):
     """Loads a vocabulary.
 
     Args:
-      path: a tokenizer.json, or a folder with one, or else with vocab.json and
-        merges.txt.
+      path: a tokenizer.json, or a folder with tokenizer.json or else with
+        vocab.json and merges.txt.
       eos_token: the token that ends a sequence.
 
     Raises:
@@ -85,13 +85,13 @@ class BpeTokenizer(Tokenizer):
     except Exception as error:
       raise ValueError(
         f'{self.path!r} is not a whole vocabulary of byte-level BPE ({error});'
-        ' copy it again from where it came.'
+        ' copy it again from its source.'
       ) from error
     eos_id = processor.token_to_id(eos_token)
     if eos_id is None:
       raise ValueError(
-        f'{self.path!r} has no token {eos_token!r}; name the one that ends a'
-        ' sequence by eos_token.'
+        f'{self.path!r} has no token {eos_token!r}; give the token that ends a'
+        ' sequence as eos_token.'
       )
     processor.no_padding()
     processor.no_truncation()
@@ -106,7 +106,7 @@ class BpeTokenizer(Tokenizer):
     return self._processor.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """`encode` of each text, by several threads."""
+    """Applies `encode` to each text, with several threads."""
     found = self._processor.encode_batch(list(texts), add_special_tokens=False)
     return [one.ids for one in found]
 
@@ -150,12 +150,12 @@ def _make(tokenizers: Any, contents: dict[str, bytes], eos_token: str) -> Any:
 
 
 def _fingerprint(said: dict[str, Any]) -> str:
-  """Hashes a tokenizer.json, but for what decides no id.
+  """Hashes the parts of a tokenizer.json that decide ids.
 
-  That are the decoder, the post-processor and how special tokens are found in a
-  text, which is not done here.
+  Left out are the decoder, the post-processor and how special tokens are found
+  in a text, because this class does not look for them.
   """
-  # Some files say '' where others say nothing.
+  # Some files have '' where others have no entry.
   model = {name: value for name, value in said['model'].items() if value}
   model['merges'] = [
     merge.split(' ') if isinstance(merge, str) else merge

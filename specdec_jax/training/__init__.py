@@ -1,6 +1,6 @@
-"""Training by optax; what scripts/train.py runs.
+"""Training with optax, for scripts/train.py.
 
-`TrainRun` describes a run, `train` does it.
+`TrainRun` describes a run, `train` runs it.
 """
 
 from specdec_jax.training.config import FromTarget, Likelihood, TrainRun

@@ -1,4 +1,4 @@
-"""BLEU of greedy outputs while a model is trained."""
+"""BLEU of a model's greedy outputs during its training."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.outputs import PLACEMENT, Decoder, OutputsConfig
 from specdec_jax.training.pairs import TokenPairs
 
-# An output that repeats itself counts as it is.
+# Outputs that repeat themselves are kept, and count as they are.
 _WHOLE_OUTPUTS = OutputsConfig(max_ratio=2.0, max_extra=16, max_unfinished=0.0)
 
 
@@ -28,9 +28,9 @@ class Bleu:
     """
     Args:
       model: a `LanguageModel`.
-      tokenizer: of the pairs.
-      pairs: sources and references; those that are too long are left out.
-      number: how many.
+      tokenizer: the tokenizer of the pairs.
+      pairs: sources and references; pairs that are too long are left out.
+      number: how many pairs are used.
     """
     self._tokenizer = tokenizer
     self._decoder = Decoder(model, _WHOLE_OUTPUTS)
@@ -40,7 +40,7 @@ class Bleu:
     self._pairs = [pairs[i] for i in chosen[np.argsort(lengths[chosen])]]
 
   def __call__(self, params: Params) -> dict[str, float]:
-    """{'bleu': 0 to 100} of these parameters."""
+    """Returns {'bleu': 0 to 100} for these parameters."""
     placed = partitioning.place(params, PLACEMENT)
     found = []
     for at in range(0, len(self._pairs), _WHOLE_OUTPUTS.batch_size):

@@ -1,4 +1,4 @@
-"""What a training run is: its settings, checked."""
+"""The settings of a training run, checked."""
 
 import dataclasses
 import os
@@ -29,17 +29,17 @@ class FromTarget:
   Attributes:
     target: the model to follow.
     checkpoint_path: its parameters, a single-file T5X checkpoint.
-    weights: of the loss's terms.
-    slice_target: begin with a slice of the target, where there is no
+    weights: weights of the loss's terms.
+    slice_target: whether to begin with a slice of the target if there is no
       checkpoint to begin with; see `slicing.sliced`.
-    outputs: how the target's own outputs for the data's sources are made;
-      None takes the data's targets as they are.
-    with_references: train on the data's own targets as well as on the outputs:
-      more to learn from where there is no time for many outputs.
-    num_eval_outputs: how many are made of the held-out sources.
-    outputs_folder: where outputs are kept, or found; None is a folder in
-      `TrainRun.model_dir`.
-    only_outputs: end when the outputs exist.
+    outputs: how the target's own outputs for the data's sources are made; None
+      takes the data's targets instead.
+    with_references: whether to train on the data's targets as well as on the
+      outputs: more to learn from if there is no time for many outputs.
+    num_eval_outputs: how many outputs are made for the held-out sources.
+    outputs_folder: folder that outputs are written to, or found in; None is a
+      folder in `TrainRun.model_dir`.
+    only_outputs: whether to end when the outputs exist.
   """
 
   target: LanguageModel
@@ -57,28 +57,29 @@ class FromTarget:
 class TrainRun:
   """One run of training.
 
-  Data is a UTF-8 file (`.gz` or not) of source<TAB>target lines, or for a
-  decoder-only model of lines of text; a `.npz` file as `TokenPairs.save` writes
-  it; or a seqio task.
+  The data are a UTF-8 file (`.gz` or not) of source<TAB>target lines, or of
+  lines of text for a decoder-only model; a `.npz` file as `TokenPairs.save`
+  writes it; or a task.
 
   Attributes:
-    model: what is trained, such as a T5 or a GPT.
-    model_dir: gets the parameters (model.msgpack, a T5X checkpoint), the
-      states that a killed run goes on from, and what else belongs to the run.
-    train_file: data, unless there is a task.
-    eval_file: held-out data; None goes without.
+    model: the network to train, such as a T5 or a GPT.
+    model_dir: folder that gets the parameters (model.msgpack, a T5X
+      checkpoint), the states from which a killed run is resumed, and the other
+      files of the run.
+    train_file: training data, unless there is a task.
+    eval_file: held-out data; None is none.
     task: name of a seqio task with the splits 'train' and 'validation', or a
-      `LocalTask` with them.
+      `LocalTask` with these splits.
     task_feature_lengths: 'inputs', 'targets' -> length that a task's examples
       are cut to, their ends included; None cuts nothing.
-    vocab_path: sentencepiece model. Where there is none yet, it is trained on
-      both sides of `train_file`. Only text needs one.
+    vocab_path: sentencepiece model. If it does not exist yet, it is trained on
+      both sides of `train_file`. Only text needs a vocabulary.
     init_checkpoint_path: parameters to begin with, a single-file T5X
-      checkpoint; None begins with random ones.
+      checkpoint; None begins with random parameters.
     packing: how pairs become batches.
     training: length, optimiser, evaluation.
-    learning: from what.
-    export_dtype: of the parameters in model.msgpack.
+    learning: what the model learns from: the data, or another model.
+    export_dtype: dtype of the parameters in model.msgpack.
     bleu_examples: held-out sources that are decoded at each evaluation, for
       BLEU; 0 is none.
 
@@ -129,5 +130,5 @@ class TrainRun:
       raise ValueError(
         'TrainRun.vocab_path: text and BLEU need the path of a sentencepiece'
         ' model, which is trained there if it does not exist; only .npz files'
-        ' and tasks go without.'
+        ' and tasks need none.'
       )

@@ -1,7 +1,7 @@
 """The batches that a training run sees: pairs joined, padded, in buckets.
 
-An example may join several pairs, and gets its one end-of-sequence id when it
-is joined.
+An example may join several pairs; it gets one end-of-sequence id, after it is
+joined.
 """
 
 import bisect
@@ -21,11 +21,11 @@ from specdec_jax.training.pairs import TokenPairs
 
 
 class Batch(NamedTuple):
-  """Padded rows in N parts; a row that is all padding carries no weight.
+  """Padded rows in N parts; a row that is all padding has no weight.
 
   Attributes:
     inputs: int32[N, B, L], source ids, end of sequence, padding.
-    targets: int32[N, B, S], likewise.
+    targets: int32[N, B, S], target ids, end of sequence, padding.
   """
 
   inputs: Any
@@ -38,17 +38,18 @@ class PackingConfig:
 
   Attributes:
     weights: weights[k] is proportional to the number of examples that join
-      k + 1 pairs. Joining is plain concatenation: what a text of several
-      sentences looks like to the model.
-    buckets: increasing lengths, the only ones a batch may have; an example
-      takes the smallest that holds its source and its target. One program is
-      compiled for each.
-    tokens_per_batch: a batch has about so many places on each side.
-    tokens_per_part: a batch is computed in parts of about so many places,
-      whose gradients are summed. On a CPU the logits of a part then stay in
-      its cache; a GPU or TPU takes a whole batch at once (0).
-    max_targets: where > 0, batches have at most so many target places, for data
-      whose targets are much shorter than its sources; 0 is as many as sources.
+      k + 1 pairs. Joining is plain concatenation: to the model it looks like a
+      text of several sentences.
+    buckets: increasing lengths, the only ones a batch may have; an example goes
+      into the smallest bucket that holds its source and its target. One program
+      is compiled for each bucket.
+    tokens_per_batch: about how many places a batch has on each side.
+    tokens_per_part: about how many places a part of a batch has; a batch is
+      computed part by part, and the gradients are summed. On a CPU the logits
+      of a part then stay in its cache; 0 is one part, the whole batch, for a
+      GPU or TPU.
+    max_targets: if > 0, the most target places per row, for data whose targets
+      are much shorter than its sources; 0 is as many as source places.
     seed: decides order and joining. Together with the step it decides a batch.
   """
 
@@ -95,13 +96,13 @@ class _Plan(NamedTuple):
 
 
 class PackedBatches:
-  """Length-bucketed batches; batch `step` depends on (seed, step) alone.
+  """Length-bucketed batches; batch `step` depends only on seed and step.
 
   An epoch shuffles the pairs, joins neighbours, and sorts examples into
-  buckets. What does not fill a batch moves on to the next longer bucket; what
-  is left in the longest is dropped for that epoch, or kept in a batch with
-  empty rows where the caller needs every pair (evaluation) or has no full
-  batch at all.
+  buckets. Examples that do not fill a batch move on to the next longer bucket.
+  Those left in the longest bucket are dropped for that epoch, or kept in a
+  batch with empty rows if the caller needs every pair (evaluation) or there is
+  no full batch at all.
   """
 
   def __init__(
@@ -132,20 +133,20 @@ class PackedBatches:
         f' {config.target_places(config.buckets[-1])} target tokens with their'
         ' ends).'
       )
-    # One plan is a few MB; the current epoch and the last suffice.
+    # One plan is a few MB; it is enough to keep the current and the last epoch.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
     self._starts = [0]
 
   def shape(self, length: int) -> tuple[int, int, int]:
-    """(N, B, L) of the sources of a bucket's batch."""
+    """The shape (N, B, L) of the sources of a bucket's batch."""
     budget = self._config.tokens_per_batch
     rows = max(1, (self._config.tokens_per_part or budget) // length)
     return max(1, budget // (rows * length)), rows, length
 
   def shapes(self) -> list[Batch]:
-    """Shapes of both sides of the first epoch's batches, one a bucket.
+    """Shapes of both sides of the first epoch's batches, one per bucket.
 
-    A later epoch may add one.
+    A later epoch may have a bucket that the first one does not use.
     """
     lengths = {length for length, _ in self._plan(0).batches}
     return [self._shapes(length) for length in sorted(lengths)]
@@ -169,7 +170,7 @@ class PackedBatches:
     return self._gather(number, step - self._starts[number])
 
   def examples(self, number: int = 0) -> TokenPairs:
-    """The examples of one epoch, in random order: pairs that are joined."""
+    """The examples of one epoch in random order: the joined pairs."""
     plan = self._plan(number)
     order, bounds = plan.order, plan.bounds
     joined = [
@@ -204,7 +205,7 @@ class PackedBatches:
     return _Plan(order, bounds, batches)
 
   def _join(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Where examples begin in `order`, and its end; none is too long."""
+    """Where examples begin in `order`, and the end; no example is too long."""
     weights = np.asarray(self._config.weights, np.float64)
     sizes = 1 + rng.choice(
       len(weights), size=len(order), p=weights / weights.sum()
@@ -217,7 +218,7 @@ class PackedBatches:
     target = np.concatenate([[0], np.cumsum(self._target_lengths[order])])
     longest = self._config.buckets[-1]
     room = longest - 1, self._config.target_places(longest) - 1
-    # Where joined pairs are too long, the example is cut apart again.
+    # If joined pairs are too long, the example is split into its pairs again.
     bounds = np.flatnonzero(starts)
     for begin, end in itertools.pairwise(bounds):
       if (
@@ -245,7 +246,7 @@ class PackedBatches:
   def _leftover(
     self, examples: np.ndarray, lengths: np.ndarray
   ) -> list[tuple[int, np.ndarray]]:
-    """Batches that are not full, in the longest bucket they need."""
+    """Batches that may not be full, in the bucket of the longest example."""
     index = int(np.searchsorted(self._config.buckets, lengths.max()))
     length = self._config.buckets[index]
     rows = math.prod(self.shape(length)[:2])

@@ -1,7 +1,7 @@
-"""Distillation: a drafter that proposes what its target would say.
+"""Distillation: a drafter learns to propose what its target would say.
 
-The sequences should be the target's own outputs (`outputs.generate_outputs`):
-these are what a drafter continues when it is used.
+The training sequences should be the target's own outputs
+(`outputs.generate_outputs`), because a drafter in use continues such outputs.
 """
 
 from typing import Any
@@ -25,9 +25,10 @@ class Distillation:
   Attributes:
     draft: the model that learns.
     target: the model to follow, of the same vocabulary.
-    target_params: its parameters, constant; a part of the pytree, so that they
-      are arguments of the compiled step and not literals in it.
-    weights: of the terms of `losses.distillation`.
+    target_params: the target's parameters, constant. They are part of the
+      pytree, so that they are arguments of the compiled step and not literals
+      in it.
+    weights: weights of the terms of `losses.distillation`.
   """
 
   draft: Any = flax.struct.field(pytree_node=False)
@@ -38,18 +39,18 @@ class Distillation:
   )
 
   def loss(self, params, batch, key):
-    """The weighted loss; `alpha` is reported beside it."""
+    """The weighted loss; `alpha` is reported as well."""
     sums, _ = self._measured(params, batch, key)
     return sums['loss'], sums
 
   def evaluate(self, params, batch):
-    """The loss; `alpha`, the expected acceptance at temperature 1; and
+    """The loss; `alpha`, the expected acceptance rate at temperature 1; and
     `agreement`, how often the argmaxes are the same (temperature 0)."""
     sums, agrees = self._measured(params, batch, None)
     return sums | {'agreement': agrees}
 
   def _measured(self, params, batch, key):
-    """Sums over the tokens that count; and of those whose argmaxes agree."""
+    """Sums over the tokens that count, and how many argmaxes agree."""
     decoder_inputs = losses.shift_right(batch.targets)
     draft = self.draft.logits(
       params, batch.inputs, decoder_inputs, dropout_key=key

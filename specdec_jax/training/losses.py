@@ -1,4 +1,4 @@
-"""Losses over logits, summed over tokens that count."""
+"""Losses over logits, for each token."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from specdec_jax.text.tokenizer import PAD_ID
 
 
 def shift_right(targets: jax.Array) -> jax.Array:
-  """Decoder inputs int32[B, S] for targets int32[B, S]: id 0 starts a row."""
+  """Decoder inputs int32[B, S] from targets int32[B, S]; rows start with 0."""
   return jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
 
 
@@ -51,8 +51,8 @@ def _cross_entropy_fwd(logits, targets, label_smoothing, z_loss):
 
 
 def _cross_entropy_bwd(label_smoothing, z_loss, saved, cotangent):
-  # Written out so that the gradient over [B, S, V] is one fused pass. The one
-  # that autodiff finds scatters into a zero array of that size first.
+  # Written out so that the gradient over [B, S, V] is one fused pass. The
+  # gradient from autodiff first scatters into a zero array of that size.
   logits, targets, normaliser = saved
   probs = jnp.exp(logits - normaliser[..., None])
   scale = (1.0 + 2.0 * z_loss * normaliser)[..., None]
@@ -67,12 +67,12 @@ cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 @dataclasses.dataclass(frozen=True)
 class DistillationWeights:
-  """What a drafter is asked for; see `distillation`.
+  """The weights of the terms of a drafter's loss; see `distillation`.
 
   Attributes:
-    kl: of the forward divergence D(target || draft).
-    cross_entropy: of the negative log-likelihood of the sequence.
-    total_variation: of 1 - alpha, the rejection rate.
+    kl: weight of the forward divergence D(target || draft).
+    cross_entropy: weight of the negative log-likelihood of the sequence.
+    total_variation: weight of 1 - alpha, the rejection rate.
   """
 
   kl: float = 1.0
@@ -96,7 +96,7 @@ def distillation(
   tokens: jax.Array,
   weights: DistillationWeights,
 ) -> tuple[jax.Array, jax.Array]:
-  """What the drafter's distribution misses of the target's, at each token.
+  """How far the drafter's distribution is from the target's, at each token.
 
   The total variation is 1 - sum_x min(target(x), draft(x)), the probability
   that a proposal is rejected (Leviathan et al. 2023, Corollary 3.6). Only the
@@ -106,7 +106,7 @@ def distillation(
     draft_logits: float32[B, S, V].
     target_logits: float32[B, S, V].
     tokens: int32[B, S], the sequence itself.
-    weights: of the three terms.
+    weights: weights of the three terms.
 
   Returns:
     The weighted sum, float32[B, S], nats; and alpha, float32[B, S], the
@@ -120,7 +120,7 @@ def _distillation_fwd(draft_logits, target_logits, tokens, weights):
   target_norm = jax.nn.logsumexp(target_logits, axis=-1)
   draft = draft_logits - draft_norm[..., None]
   target = target_logits - target_norm[..., None]
-  # Three sums of one pass over [B, S, V].
+  # Three sums in one pass over [B, S, V].
   overlap = jnp.exp(jnp.minimum(draft, target))
   alpha = jnp.sum(overlap, axis=-1)
   behind = jnp.sum(jnp.where(draft < target, overlap, 0.0), axis=-1)

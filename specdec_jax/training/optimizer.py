@@ -1,7 +1,7 @@
 """Optimisers and the learning-rate curve.
 
 The optimisers here have learning rate 1: the train step scales their update by
-`learning_rate(config, step, progress)`, so that a curve may follow the wall
+`learning_rate(config, step, progress)`, so that the curve can follow the wall
 clock without recompiling.
 """
 
@@ -36,7 +36,8 @@ class OptimizerConfig:
     name: 'adamw', or 'muon' (orthogonalised momentum, Jordan et al. 2024) for
       kernels with AdamW for embeddings, logits and norms.
     learning_rate: peak, reached after `warmup_steps`.
-    curve: from the peak to zero over the run: 'cosine', 'linear', 'constant'.
+    curve: 'cosine' or 'linear' goes from the peak to zero over the run;
+      'constant' stays at the peak.
     weight_decay: decoupled, on matrices only.
     max_grad_norm: gradients are scaled down to this global norm; 0 is off.
   """
@@ -66,7 +67,7 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
-  """Rate for `step` (from 0) when `progress` in [0, 1] of the run is done."""
+  """The rate for `step` (from 0); `progress` in [0, 1] of the run is done."""
   warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
   progress = min(max(progress, 0.0), 1.0)
   if config.curve == 'cosine':
@@ -95,8 +96,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
       adam_b1=config.b1,
       adam_b2=config.b2,
       muon_weight_dimension_numbers=_muon_dimensions,
-      # Updates of root mean square 0.2, what AdamW's have: one peak rate then
-      # serves both halves.
+      # Makes the root mean square of updates 0.2, as AdamW's: one peak rate
+      # then serves both kinds of parameters.
       consistent_rms=0.2,
     )
   if config.max_grad_norm > 0:

@@ -1,4 +1,4 @@
-"""A model's own outputs over many sources, by the plain decoding loop."""
+"""A model's own outputs for many sources, made by the plain decoding loop."""
 
 import dataclasses
 import hashlib
@@ -30,9 +30,9 @@ from specdec_jax.training.pairs import TokenPairs
 from specdec_jax.training.settings import claim
 from specdec_jax.types import FinishReason
 
-# Dozens of rows a call: what packing a kernel costs is shared by all of them.
+# A call has dozens of rows, which share the cost of packing a kernel.
 PLACEMENT = partitioning.Placement(kernel_layout='in_out')
-_ROUNDS_A_LOOK = 4  # between two looks of the host for unfinished rows
+_ROUNDS_A_LOOK = 4  # rounds between two looks of the host for unfinished rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +40,21 @@ class OutputsConfig:
   """How outputs are generated.
 
   Attributes:
-    num_examples: sources to decode, at most; 0 is all.
-    max_minutes: where > 0, no chunk is begun after so long. Batches come in
-      random order, so that what exists then is a fair sample.
-    temperatures: batches take these in turn; 0 is greedy.
+    num_examples: the most sources to decode; 0 is all.
+    max_minutes: if > 0, no chunk is begun after this time. Batches come in
+      random order, so that the outputs made until then are a fair sample.
+    temperatures: batches take these alternately; 0 is greedy.
     batch_size: rows decoded together, of similar source lengths.
-    widths: increasing lengths of a batch of sources, ends included, one program
-      each. A source that is longer than the last is left out.
-    max_ratio, max_extra: an output may have max_ratio tokens for each of its
-      source's and max_extra more.
-    max_unfinished: a batch ends, and its other rows with it, when at most this
-      share of its rows is unfinished: a row that repeats itself does not hold
-      up the others.
-    chunk_batches: batches in one file; a run that is killed loses at most so
-      many.
-    seed: with the example's number, what its random numbers derive from.
+    widths: increasing lengths of a batch of sources, ends included; one program
+      is compiled for each. A source longer than the last width is left out.
+    max_ratio, max_extra: an output may have max_ratio tokens per token of its
+      source, and max_extra more.
+    max_unfinished: a batch ends when at most this share of its rows is
+      unfinished, and these rows are cut off: a row that repeats itself does not
+      hold up the others.
+    chunk_batches: batches per file; a run that is killed loses at most so many.
+    seed: the random numbers of an example derive from this seed and the
+      example's number.
   """
 
   num_examples: int = 0
@@ -96,8 +96,8 @@ class Output(NamedTuple):
   """One output.
 
   Attributes:
-    tokens: int32[n], without its end of sequence.
-    ended: whether it ended by itself, not by a limit.
+    tokens: int32[n], without the end of sequence.
+    ended: whether the output ended by itself, not by a limit.
   """
 
   tokens: np.ndarray
@@ -105,7 +105,7 @@ class Output(NamedTuple):
 
 
 class Decoder:
-  """Greedy or sampled outputs of sources of ids, batch by batch."""
+  """Makes greedy or sampled outputs for sources of ids, batch by batch."""
 
   def __init__(self, model: LanguageModel, config: OutputsConfig):
     self._model, self._config = model, config
@@ -117,12 +117,12 @@ class Decoder:
     ids: Sequence[int],
     temperature: float = 0.0,
   ) -> list[Output]:
-    """Outputs of at most `batch_size` sources, each shorter than `widths[-1]`.
+    """Decodes at most `batch_size` sources, each shorter than `widths[-1]`.
 
     Args:
-      params: as `partitioning.place` gives them.
+      params: the parameters, as `partitioning.place` returns them.
       sources: int32[n], each without its end of sequence.
-      ids: the examples' numbers; their random numbers derive from them.
+      ids: the examples' numbers, from which their random numbers derive.
       temperature: 0 is greedy.
 
     Returns:
@@ -139,7 +139,7 @@ class Decoder:
       (state.tokens, state.length, state.finish_reason)
     )
     ended = reason == FinishReason.STOP
-    ends = length - ended  # the end of sequence is no part of it
+    ends = length - ended  # leaves out the end of sequence
     return [
       Output(tokens[row, 1 : ends[row]], bool(ended[row]))
       for row in range(len(sources))
@@ -170,7 +170,7 @@ class Decoder:
     return jax.device_put(request)  # it is used several times
 
 
-# Compiled once for a model and a shape, whoever decodes.
+# Jitted here, so that all `Decoder`s of a model and a shape share a program.
 _start = jax.jit(Loop.start, static_argnums=0)
 _run = jax.jit(Loop.run, static_argnums=0, donate_argnums=3)
 
@@ -183,29 +183,29 @@ def generate_outputs(
   config: OutputsConfig = OutputsConfig(),
   log: Callable[[str], None] = print,
 ) -> TokenPairs:
-  """Pairs of each source with the model's own output.
+  """Makes pairs of each source with the model's own output for it.
 
-  Pairs go to `path` as `TokenPairs.save` writes them. Until all exist, chunks
-  lie in a folder beside it, and a run that was killed goes on from the last.
-  A chunk counts under its checksum, see `files.write_sealed`, which is also of
-  its number and of all that decides it: a damaged one, one of another run, or
-  one that an earlier version left without a checksum is named and made again.
-  An output that does not end by itself is left out, so that every pair may get
-  its end of sequence as those of other data do.
+  The pairs are written to `path` by `TokenPairs.save`. Until all exist, chunks
+  lie in a folder beside it, and a run that was killed is resumed after the last
+  chunk. Each chunk is sealed with a checksum (see `files.write_sealed`) that
+  also covers its number and everything that decides its contents. A chunk that
+  is damaged, of another run, or from an earlier version without checksums is
+  reported and made again. An output that does not end by itself is left out, so
+  that every pair can get its end of sequence, as the pairs of other data do.
 
   Args:
     model: a `LanguageModel`.
     params: its parameters, as a checkpoint has them.
-    sources: examples in random order; their targets are not looked at.
+    sources: examples in random order; their targets are ignored.
     path: the `.npz` file; if it exists, it is only read.
-    config: how.
+    config: how outputs are generated.
     log: gets lines of progress.
 
   Returns:
-    The pairs, in an order of their own.
+    The pairs, in another order than the sources.
 
   Raises:
-    ValueError: `path` was written by another model, other sources or another
+    ValueError: `path` was written with another model, other sources or another
       `config`, or is damaged; or no output ended by itself.
   """
   path = os.fspath(path)
@@ -253,7 +253,10 @@ def generate_outputs(
 
 
 def _claim(path: str, settings: dict[str, Any], log) -> str:
-  """`claim`; of the settings of chunks, which vouch for themselves, anew."""
+  """Calls `claim`; a broken settings file is replaced if there are only chunks.
+
+  Chunks do not need it: each is sealed with the settings.
+  """
   known = f'{path}.settings.json'
   try:
     return claim(known, settings)
@@ -266,7 +269,7 @@ def _claim(path: str, settings: dict[str, Any], log) -> str:
 
 
 def _kept(name: str, of: str, log) -> TokenPairs | None:
-  """A chunk; None if it is not there, or broken, which is said."""
+  """A chunk; None if it is missing, or broken, which is logged."""
   if not os.path.lexists(name):
     return None
   try:
@@ -321,7 +324,7 @@ def _one_chunk(decoder, params, sources, chunk, first, config):
 
 
 class _Progress:
-  """A line every so often: how far, how fast, how long still."""
+  """Logs how far, how fast and how much is left, every 15 seconds at most."""
 
   def __init__(self, total: int, max_minutes: float, log):
     self._total, self._log = total, log
@@ -335,11 +338,11 @@ class _Progress:
     return time.monotonic() - self._start >= self._end_s
 
   def found(self, batches: int) -> None:
-    """Notes batches of an earlier run."""
+    """Counts batches of an earlier run."""
     self._found += batches
 
   def chunk(self, batches: int, pairs: int, tokens: int) -> None:
-    """Notes new ones."""
+    """Counts batches that were made now."""
     self._batches += batches
     self._pairs += pairs
     self._tokens += tokens

@@ -7,8 +7,9 @@ A `.npz` file of pre-tokenised pairs holds four arrays:
   targets         int32[sum of target lengths]
   targets_offsets int64[N + 1]
 
-without end-of-sequence ids and padding: an example may join several pairs, and
-gets its one end-of-sequence id when it is joined. Reading one needs NumPy only.
+They have no end-of-sequence ids and no padding: an example may join several
+pairs, and gets one end-of-sequence id after it is joined. Reading such a file
+needs only NumPy.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from specdec_jax import files
 from specdec_jax.text.tokenizer import PAD_ID, Tokenizer
 
 _ARRAYS = ('inputs', 'inputs_offsets', 'targets', 'targets_offsets')
-# What NumPy and the modules behind it raise for a file that is damaged.
+# Errors that NumPy and the modules it uses raise for a damaged file.
 _BROKEN = (
   ValueError,
   EOFError,
@@ -37,7 +38,7 @@ _BROKEN = (
 
 @dataclasses.dataclass(frozen=True)
 class TokenPairs:
-  """N pairs of ragged id sequences in four flat arrays (see the module)."""
+  """N pairs of id sequences of any lengths in four flat arrays; see above."""
 
   inputs: np.ndarray
   inputs_offsets: np.ndarray
@@ -61,10 +62,10 @@ class TokenPairs:
     inputs: Sequence[Iterable[int]],
     targets: Sequence[Iterable[int]],
   ) -> 'TokenPairs':
-    """Flattens equally many source and target sequences.
+    """Flattens source and target sequences, as many of each.
 
     Raises:
-      ValueError: there are more of one than of the other.
+      ValueError: there are more sources than targets, or fewer.
     """
     if len(inputs) != len(targets):
       raise ValueError(
@@ -80,7 +81,7 @@ class TokenPairs:
     return cls.from_lists([s for s, _ in pairs], [t for _, t in pairs])
 
   def to_bytes(self) -> bytes:
-    """What the `.npz` file holds."""
+    """The contents of the `.npz` file."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{n: getattr(self, n) for n in _ARRAYS})
     return buffer.getvalue()
@@ -91,7 +92,7 @@ class TokenPairs:
 
   @classmethod
   def from_bytes(cls, data: bytes) -> 'TokenPairs':
-    """The inverse of `to_bytes`, of bytes that are known to be whole."""
+    """The inverse of `to_bytes`, for bytes that are known to be undamaged."""
     with np.load(io.BytesIO(data)) as archive:
       return cls(**{name: archive[name] for name in _ARRAYS})
 
@@ -105,7 +106,7 @@ class TokenPairs:
     """
     path = os.fspath(path)
     try:
-      # NumPy would leave a file that it opened and refused open.
+      # Opened here, because NumPy does not close a file that it refuses.
       with open(path, 'rb') as stream, np.load(stream) as archive:
         missing = [name for name in _ARRAYS if name not in archive]
         if missing:
@@ -128,7 +129,7 @@ def read_tsv(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
   """Source and target text of a UTF-8 TSV file, plain or `.gz`.
 
   Raises:
-    ValueError: the file cannot be read, or a line has not two columns.
+    ValueError: the file cannot be read, or a line does not have two columns.
   """
   path = os.fspath(path)
   pairs = []
@@ -144,7 +145,7 @@ def read_tsv(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-  """The lines of a UTF-8 file, plain or `.gz`, but for empty ones.
+  """The lines of a UTF-8 file, plain or `.gz`, without empty lines.
 
   Raises:
     ValueError: the file cannot be read, or has no line with text.
@@ -166,11 +167,11 @@ def tokenise(
 
 
 def tokenise_lines(lines: Sequence[str], tokenizer: Tokenizer) -> TokenPairs:
-  """Lines as targets of a decoder-only model, which looks at no source.
+  """Lines as targets of a decoder-only model, which ignores sources.
 
-  Each source is the start token alone, which every text begins with.
+  Each source is only the start token, which every text begins with.
   """
-  # Decoders begin with id 0, which pads as well (see `losses.shift_right`).
+  # Decoders begin with id 0, the padding id (see `losses.shift_right`).
   sources = [[PAD_ID]] * len(lines)
   return TokenPairs.from_lists(sources, tokenizer.encode_batch(lines))
 

@@ -22,10 +22,10 @@ from specdec_jax.training.pairs import (
 
 
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:
-  """The vocabulary of a run, trained where there is none yet.
+  """The vocabulary of a run; trains it if it does not exist yet.
 
   Raises:
-    ValueError: there is none, and no text to train it on.
+    ValueError: it does not exist, and there is no text to train it on.
   """
   if run.vocab_path is None:
     return None
@@ -34,7 +34,7 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
   if run.train_file is None or run.train_file.endswith('.npz'):
     raise ValueError(
       f'There is no vocabulary at {run.vocab_path!r}, and none can be trained:'
-      ' that takes a train_file of text.'
+      ' training it needs a train_file of text.'
     )
   os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
   if run.model.has_encoder:
@@ -51,7 +51,7 @@ def pairs_of(
   """Training and held-out pairs.
 
   Raises:
-    ValueError: data cannot be read, or is not of the model's vocabulary.
+    ValueError: data cannot be read, or has ids outside the model's vocabulary.
   """
   if run.task is not None:
     found = _task_pairs(run, run.task)

@@ -1,4 +1,4 @@
-"""What a training run tells: a progress bar on a terminal, lines elsewhere."""
+"""Progress of a training run: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ import rich.progress
 
 
 class Reporter:
-  """Collects step metrics between lines. Use as a context."""
+  """Collects step metrics between lines. Use it as a context manager."""
 
   def __init__(
     self,
@@ -18,7 +18,7 @@ class Reporter:
   ):
     """
     Args:
-      steps: of the whole run.
+      steps: steps of the whole run.
       log: gets each line; by default standard error.
     """
     self._steps = steps
@@ -46,7 +46,7 @@ class Reporter:
       self._bar.stop()
 
   def say(self, text: str) -> None:
-    """One line."""
+    """Writes one line."""
     if self._log is not None:
       self._log(text)
     elif self._bar is not None:
@@ -62,7 +62,7 @@ class Reporter:
     norm: float,
     progress: float,
   ) -> None:
-    """Notes one step's sums over tokens."""
+    """Adds one step's sums over tokens."""
     for name, value in sums.items():
       self._sums[name] = self._sums.get(name, 0.0) + value
     self._rate, self._norm = rate, norm
@@ -75,7 +75,7 @@ class Reporter:
       )
 
   def line(self, step: int, elapsed_s: float, epochs: float) -> None:
-    """Reports what was noted since the last line."""
+    """Reports the means over all steps since the last line."""
     tokens = max(self._sums.get('tokens', 0.0), 1.0)
     seconds = max(time.monotonic() - self._since, 1e-9)
     means = ' '.join(

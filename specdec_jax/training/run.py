@@ -31,8 +31,8 @@ MODEL_FILE = 'model.msgpack'
 _STATES = 'train_states'
 _OUTPUTS = 'outputs'
 _RANDOM = 'random'
-# What is held out is decoded both ways: agreement is about the one, the
-# acceptance rate at temperature 1 about the other.
+# Held-out sources are decoded greedily, for the agreement of argmaxes, and
+# sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 
 
@@ -41,20 +41,21 @@ def train(
   beside: Mapping[str, Callable[[], str]] | None = None,
   log: Callable[[str], None] | None = None,
 ) -> Params | None:
-  """Trains, from where an earlier try in the same folder was killed.
+  """Trains; if an earlier run in the same folder was killed, it is resumed.
 
   Args:
-    run: what.
-    beside: more files for the folder: name -> function of its text.
-    log: gets lines of progress; by default standard error.
+    run: the run.
+    beside: more files to write to the folder: name -> function that returns its
+      text.
+    log: gets lines of progress; None is standard error.
 
   Returns:
-    The parameters, which are also in `model_dir`; None where only outputs were
+    The parameters, which are also in `model_dir`; None if only outputs were
     asked for.
 
   Raises:
-    ValueError: data, checkpoint or vocabulary do not fit, before anything is
-      compiled; or the folder holds a run of other settings.
+    ValueError: data, checkpoint or vocabulary do not fit (raised before
+      anything is compiled); or the folder holds a run with other settings.
     FloatingPointError: the loss is no longer finite.
   """
   say = log or _to_stderr
@@ -124,10 +125,10 @@ def _to_stderr(line: str) -> None:
 
 
 def _first_params(run: TrainRun) -> tuple[Params, str]:
-  """Parameters to begin with, and where they are from."""
+  """Parameters to begin with, and a text that says where they come from."""
   key = jax.random.key(run.training.seed)
   if run.init_checkpoint_path is None:
-    # Beside the parameters, their gradients.
+    # Room for the parameters and their gradients.
     config, there = getattr(run.model, 'config', None), memory.host_bytes()
     sizes.check_params(config, 2 * 4, there, 'The model to train')
     return run.model.init(key), _RANDOM
@@ -153,7 +154,7 @@ def _sliced(target: Any, target_params: Params, model: Any) -> Params:
 def _distillation(
   model: LanguageModel, learning: FromTarget
 ) -> tuple[Distillation, dict[str, Any]]:
-  """What is minimised, and what is to be the same when a run goes on."""
+  """The objective, and the settings that must be the same in a resumed run."""
   if learning.target.vocab_size != model.vocab_size:
     raise ValueError(
       f'The target has a vocabulary of {learning.target.vocab_size}, the model'
@@ -174,7 +175,7 @@ def _distillation(
 
 
 def _outputs(run, learning, target_params, pairs, held_out, say):
-  """The target's own outputs for the sources of both."""
+  """The target's outputs for the training and for the held-out sources."""
   folder = learning.outputs_folder or os.path.join(run.model_dir, _OUTPUTS)
   os.makedirs(folder, exist_ok=True)
   for_eval = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What a folder's unfinished work was begun with, so that nothing is mixed."""
+"""The settings of a folder's unfinished work, so that runs are not mixed."""
 
 import json
 import os
@@ -14,24 +14,24 @@ def claim(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> str:
 
   Args:
     path: a JSON file; its folder is made if needed.
-    settings: nested dicts of JSON values: all that decides the result.
+    settings: nested dicts of JSON values: everything that decides the result.
 
   Returns:
-    The settings as one text: what is made with them may be sealed with it.
+    The settings as one text, with which results can be sealed.
 
   Raises:
     same_run.OtherRunError: the file holds other settings; each is named with
       both values.
     files.BrokenFileError: the file holds no settings at all.
-    OSError: it cannot be written.
+    OSError: the file cannot be written.
   """
   path = os.fspath(path)
   if os.path.exists(path):
     same_run.check(
       _read(path),
       settings,
-      f'{path!r} belongs to a run of other settings',
-      'Continue it with its own, or choose another folder.',
+      f'{path!r} belongs to a run with other settings',
+      'Continue that run with its own settings, or choose another folder.',
     )
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
@@ -51,7 +51,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def _broken(path: str, why: str) -> files.BrokenFileError:
   return files.BrokenFileError(
-    f'{path!r} {why}, so it is not known what the work beside it was begun'
-    ' with. If you know that it is of these settings, remove this file;'
-    ' otherwise choose another folder.'
+    f'{path!r} {why}, so the settings of the work in this folder are unknown.'
+    ' If you know that it was begun with the present settings, remove this'
+    ' file; otherwise choose another folder.'
   )

@@ -1,11 +1,11 @@
 """A smaller T5 cut out of a larger one, for a drafter to begin with.
 
-A drafter that starts at random must learn the task anew; one that starts as a
-slice of its target knows it already and learns only to do with less. Slicing
-is that of Ashkboos et al. 2024 (SliceGPT): a norm without a mean commutes with
-rotations once its scale is folded into the kernels behind it, so the residual
-stream can be rotated to its leading directions and the others left out. Of the
-layers, evenly spaced ones are kept.
+A drafter with random parameters must learn the task from nothing; a slice of
+its target already knows the task, and only learns to manage with less. The
+slicing is that of Ashkboos et al. 2024 (SliceGPT): a norm without a mean
+commutes with rotations once its scale is folded into the kernels after it, so
+the residual stream can be rotated to its leading directions and the other
+directions left out. Of the layers, evenly spaced ones are kept.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ def sliced(target_params: Params, target: T5Config, draft: T5Config) -> Params:
   """Returns parameters of `draft` that are a slice of the target's.
 
   Args:
-    target_params: of a T5 of `target`'s sizes.
+    target_params: parameters of a T5 with `target`'s sizes.
     target: the sizes to cut from.
-    draft: the sizes to cut to: a narrower `emb_dim`, fewer layers; the rest is
-      the target's.
+    draft: the sizes to cut to: a smaller `emb_dim`, fewer layers; all other
+      sizes are the target's.
 
   Returns:
-    float32 parameters, named as T5X names them.
+    float32 parameters with T5X's names.
 
   Raises:
     ValueError: the sizes do not allow it.
@@ -90,11 +90,11 @@ _DECODER_NORMS = {
   'pre_cross_attention_layer_norm': 'encoder_decoder_attention',
   'pre_mlp_layer_norm': 'mlp',
 }
-_WRITERS = ('out', 'wo')  # to the residual stream; all others read it
+_WRITERS = ('out', 'wo')  # write to the residual stream; all others read it
 
 
 def _turned(name: str, kernel: np.ndarray, directions: np.ndarray):
-  """A kernel that reads, or writes, the sliced stream."""
+  """The kernel, changed to read from, or write to, the sliced stream."""
   return kernel @ directions if name in _WRITERS else directions.T @ kernel
 
 
@@ -133,7 +133,7 @@ def _fold_decoder(params: Params) -> list[Tree]:
 
 
 def _folded_head(params: Params) -> np.ndarray:
-  """What maps the normed stream to logits, the last scale folded in: [M, V]."""
+  """The kernel [M, V] that gives logits, with the last scale folded in."""
   decoder = params['decoder']
   if 'logits_dense' in decoder:
     kernel = decoder['logits_dense']['kernel']
@@ -147,8 +147,8 @@ def _leading_directions(
 ) -> np.ndarray:
   """The `size` directions of the stream that are read and written most: [M, m].
 
-  Each matrix that touches the stream counts alike, whatever its norm; the two
-  tables count as much as all layers together.
+  Each matrix that reads or writes the stream has the same weight, whatever its
+  norm; the embedding and the output layer together weigh as much as all layers.
   """
   embedding = params['token_embedder']['embedding']
   head = _folded_head(params)
@@ -165,7 +165,7 @@ def _leading_directions(
 
 
 def _gram(rows: np.ndarray) -> np.ndarray:
-  """Rows' second moment [M, M], of trace 1."""
+  """The second moment [M, M] of the rows, scaled to trace 1."""
   product = rows.T.astype(np.float64) @ rows
   return product / np.trace(product)
 
@@ -183,7 +183,7 @@ def _check(target: T5Config, draft: T5Config) -> None:
     if ours != theirs:
       raise ValueError(
         f'A drafter sliced from its target has the same {name}; got {ours}, the'
-        f' target has {theirs}. Change it or begin at random.'
+        f' target has {theirs}. Change it, or begin with random parameters.'
       )
   for name in ('emb_dim', 'num_encoder_layers', 'num_decoder_layers'):
     ours, theirs = getattr(draft, name), getattr(target, name)

@@ -34,8 +34,8 @@ Sums = dict[str, jax.Array]
 class Objective(Protocol):
   """What is minimised, and what is measured on held-out data.
 
-  Both return sums over the tokens that count, 'tokens' (how many) among them;
-  every other entry is reported divided by it.
+  Both methods return sums over the tokens that count. The entry 'tokens' is
+  their number; every other entry is reported divided by it.
   """
 
   def loss(
@@ -91,20 +91,22 @@ class CrossEntropy:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-  """A run.
+  """The settings of a run of the training loop.
 
   Attributes:
     steps: length of the run and of the learning-rate curve.
-    max_minutes: where > 0, the run also ends after so much training time (over
-      all resumes), and the curve follows whichever is further on, so that it
-      ends at zero on a machine of unknown speed too.
-    eval_every, log_every: steps.
-    checkpoint_minutes: time between saved states; 0 saves at the end only.
-    checkpoint_steps: steps between saved states as well; 0 is off.
-    ema_decay: where > 0, an exponential moving average of the parameters is
-      kept, evaluated and exported. Its decay starts low: min(decay,
+    max_minutes: if > 0, the run also ends after this training time (the sum
+      over all resumed runs), and the curve follows the steps or the time,
+      whichever is further on, so that it ends at zero on a machine of any
+      speed.
+    eval_every, log_every: steps between evaluations, and between log lines.
+    checkpoint_minutes: time between saved states; 0 does not save by time.
+    checkpoint_steps: steps between saved states; 0 does not save by steps. The
+      last state is always saved.
+    ema_decay: if > 0, an exponential moving average of the parameters is kept,
+      evaluated and exported. Its decay starts low: min(decay,
       (1 + step) / (10 + step)).
-    seed: of initialisation and dropout.
+    seed: seed of initialisation and dropout.
     optimizer: see `OptimizerConfig`.
   """
 
@@ -130,12 +132,12 @@ class TrainConfig:
 
 @flax.struct.dataclass
 class TrainState:
-  """What a run needs to go on. The step is also the position in the data.
+  """The state that a run is resumed from; `step` is also the place in the data.
 
   Attributes:
     step: int32[], updates done.
     params: float32 parameters.
-    opt_state: of the optimiser.
+    opt_state: state of the optimiser.
     ema: moving average of `params`, or None.
   """
 
@@ -148,8 +150,8 @@ class TrainState:
 class Trainer:
   """Trains `params` for an objective.
 
-  The gradient is one program for each batch shape; the update, which may be
-  the longer one to compile, is one program for all.
+  The gradient is one program for each batch shape; the update, which may take
+  longer to compile, is one program for all shapes.
   """
 
   def __init__(
@@ -167,9 +169,9 @@ class Trainer:
       config: the run.
       train_data: batches to learn from.
       valid_data: held-out batches.
-      log: gets each line; by default standard error.
-      measure: what else to report of parameters at an evaluation. Its time is
-        not counted as training time.
+      log: gets each line; None is standard error.
+      measure: gives more numbers to report at an evaluation, from the
+        parameters. Its time is not counted as training time.
     """
     self.config = config
     self._measure = measure
@@ -194,11 +196,11 @@ class Trainer:
     )
 
   def export_params(self, state: TrainState) -> Params:
-    """What the run is for: the average where one is kept."""
+    """The result of the run: the average, or without one the parameters."""
     return state.params if state.ema is None else state.ema
 
   def compile(self, state: TrainState) -> None:
-    """Compiles the programs of the run, so that its clock does not pay."""
+    """Compiles the programs of the run, outside its training time."""
     key = jax.random.key(0)
     params = self.export_params(state)
     for shapes in self._train_data.shapes():
@@ -235,9 +237,9 @@ class Trainer:
     """Runs to the end, from the last saved state in `folder` if there is one.
 
     Args:
-      params: where a new run starts.
-      folder: for saved states; None saves nothing.
-      stop_after: leave after this step as if killed (no last save).
+      params: the parameters that a new run starts with.
+      folder: folder of saved states; None saves nothing.
+      stop_after: ends after this step as if the run were killed (no last save).
 
     Returns:
       The final state.
@@ -251,7 +253,7 @@ class Trainer:
     store = orbax.StateStore(folder) if folder is not None else None
     if store is not None and store.latest_step() is not None:
       state, extra = store.restore(state)
-      # Orbax pins arrays to their device, which is another program to jit.
+      # Orbax pins arrays to their device, for which jit would compile again.
       state = jax.tree.map(lambda x: jnp.array(np.asarray(x)), state)
       elapsed = float(extra['elapsed_s'])
     step = int(state.step)
@@ -331,7 +333,7 @@ class _Clock:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """What is done inside does not count."""
+    """A context whose time does not count."""
     begin = time.monotonic()
     yield
     self._start += time.monotonic() - begin
@@ -342,7 +344,7 @@ def _batch_like(shapes: Batch) -> Batch:
 
 
 def _gradient(objective, params, batch, key):
-  """Gradient of the mean loss over the tokens of all N parts, and the sums."""
+  """The gradient of the mean loss over the tokens of all N parts; the sums."""
 
   def one_part(carry, part):
     batch, key = part

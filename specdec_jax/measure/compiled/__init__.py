@@ -1,1 +1,1 @@
-"""Programs compiled for devices that are not there, and counted."""
+"""Compiles programs for devices that are not there, and counts their costs."""

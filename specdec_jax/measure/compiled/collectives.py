@@ -1,4 +1,4 @@
-"""What the devices of a compiled program exchange, from its text."""
+"""Finds what the devices of a compiled program exchange, from its text."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec_jax.measure.compiled import program_text
 
-# A `-done` half is the end of what its `-start` began.
+# A `-done` instruction is not counted: its `-start` is.
 _COLLECTIVE = re.compile(
   r'^\s+(?:ROOT )?%?[\w.-]+ = (\(?.*?) (all-reduce|all-gather|reduce-scatter'
   r'|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)'
@@ -25,10 +25,10 @@ class Collective:
 
   Attributes:
     op: such as 'all-reduce'.
-    shapes: of what a device has afterwards.
-    bytes: of these.
-    times: how often it runs, in a run of the program or in one round of the
-      loop whose number of rounds is not known.
+    shapes: shapes of the arrays that a device has afterwards.
+    bytes: bytes of these arrays.
+    times: how often it runs: per run of the program, or per round of the loop
+      whose number of rounds is unknown.
     looped: whether it is in that loop.
   """
 
@@ -42,8 +42,8 @@ class Collective:
 def find(text: str) -> list[Collective]:
   """Reads the text of an optimised program, `compiled.as_text()`.
 
-  Of a conditional all branches are counted: it is an upper bound. So is what
-  the loop of rounds counts, in whose condition and body alike it looks.
+  All branches of a conditional are counted, and both the condition and the body
+  of the loop of rounds. So the result is an upper bound.
   """
   entry = program_text.entry(text)
   return list(_walk(program_text.computations(text), entry, 1, False))
@@ -58,7 +58,8 @@ def _walk(
     inner, inside = times, looped
     if ' while(' in line:
       trips = _TRIPS.search(line)
-      # The rounds are the one loop that ends when its rows are finished.
+      # Only the loop of rounds has no known number of turns: it ends when its
+      # rows are finished.
       inner, inside = (times * int(trips[1]), looped) if trips else (1, True)
     for one in program_text.called_by(line):
       yield from _walk(known, one, inner, inside)
@@ -67,7 +68,7 @@ def _walk(
 def _collective(found: re.Match, times: int, looped: bool) -> Collective:
   parts = _SHAPE.findall(found[1])
   if found[3] and found[2] != 'all-reduce' and len(parts) > 1:
-    # (what goes in, what comes out, and a device's own flags).
+    # The shapes are (inputs, outputs, flags of the device); keeps the outputs.
     parts = [part for part in parts if part[1]]
     parts = parts[len(parts) // 2 :]
   shapes = tuple(
@@ -83,10 +84,10 @@ def _collective(found: re.Match, times: int, looped: bool) -> Collective:
 def of_weights(
   found: Iterable[Collective], weights: Collection[tuple[int, ...]]
 ) -> list[Collective]:
-  """Those that put a whole weight together.
+  """The exchanges that put a whole weight together.
 
   Args:
-    found: see `find`.
+    found: the exchanges, from `find`.
     weights: whole shapes of the parameters that are split.
   """
   known = {_trimmed(shape) for shape in weights}
@@ -99,12 +100,12 @@ def of_weights(
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-  """Sizes in any order: a weight may be gathered as its transpose."""
+  """The sizes in sorted order: a weight may be gathered as its transpose."""
   return tuple(sorted(size for size in shape if size > 1))
 
 
 def totals(found: Iterable[Collective]) -> dict[str, dict[str, Any]]:
-  """Count and bytes by kind, of those outside of the rounds and of a round."""
+  """Count and bytes by kind, outside of rounds ('once') and per round."""
   sums: dict[str, dict[str, Any]] = {'once': {}, 'round': {}}
   for one in found:
     kinds = sums['round' if one.looped else 'once']

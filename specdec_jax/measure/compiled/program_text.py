@@ -1,4 +1,4 @@
-"""What the text of a compiled program says of fallbacks and copied weights."""
+"""Finds fallbacks and copies of weights in the text of a compiled program."""
 
 import collections
 import dataclasses
@@ -24,13 +24,13 @@ _SHAPE = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
 _NAME = re.compile(r'%([\w.-]+)')
 _BITS = re.compile(r'\D+(\d+)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
-# Traffic with the host; on a TPU a callback is a pair of these.
+# Transfers to and from the host; on a TPU a callback is a pair of these.
 _HOST = re.compile(
   r' (?:infeed|outfeed)\(|is_host_transfer=true'
   r'|custom_call_target="[^"]*callback[^"]*"'
 )
-# What hands a parameter on without computing: an operand made by one of these
-# is a weight, not an activation that happens to have a weight's shape.
+# Instructions that pass a parameter on without computing: an operand made by
+# one of these is a weight, not an activation that only has a weight's shape.
 _CARRIERS = frozenset(
   ['parameter', 'get-tuple-element', 'bitcast', 'copy', 'copy-done']
   + ['slice-done', 'custom-call']
@@ -42,9 +42,9 @@ class WeightCopies:
   """Copies of whole weights that a program makes.
 
   Attributes:
-    count: instructions.
-    once_bytes: made once a run of the program.
-    looped_bytes: made in each round of a loop.
+    count: how many instructions make copies.
+    once_bytes: bytes copied once per run of the program.
+    looped_bytes: bytes copied in each round of a loop.
   """
 
   count: int = 0
@@ -57,8 +57,8 @@ class Findings:
   """What was found in a program.
 
   Attributes:
-    custom_calls: name -> how many.
-    host_transfers: instructions that wait for the host.
+    custom_calls: name -> how many calls.
+    host_transfers: how many instructions wait for the host.
     float32_weights: weights converted to float32 in memory.
     relaid_weights: weights copied to another layout in memory.
   """
@@ -76,7 +76,7 @@ class _Instruction:
   shape: tuple[int, ...]
   layout: str
   op: str
-  operand: str  # the first
+  operand: str  # the first operand
   only_operand: bool
   looped: bool
 
@@ -85,12 +85,11 @@ def inspect(text: str, weights: Collection[tuple[int, ...]]) -> Findings:
   """Reads the text of an optimised program.
 
   Args:
-    text: of `compiled.as_text()`.
-    weights: shapes of the matrices that are to stay as they are.
+    text: text from `compiled.as_text()`.
+    weights: shapes of the matrices that should not be copied.
 
   Returns:
-    What it says. What a fusion computes on the way is not memory, and does not
-    count.
+    The findings. Values inside a fusion are not in memory, and do not count.
   """
   weights = set(weights)
   known: dict[str, _Instruction] = {}
@@ -124,7 +123,7 @@ def _summarise(found: list[tuple[int, _Instruction]]) -> WeightCopies:
 
 
 def _order(layout: str) -> str:
-  """The order of dimensions alone: `1,0` of `1,0:T(8,128)(2,1)S(3)`."""
+  """Only the order of dimensions: `1,0` for `1,0:T(8,128)(2,1)S(3)`."""
   return layout.partition(':')[0]
 
 

@@ -9,8 +9,8 @@ from specdec_jax.checks.memory import GIB
 from specdec_jax.measure.table import Column, Table, say
 
 _Record = Mapping[str, Any]
-# Name of a column -> its cell in the row of a record. Blanks at the end of a
-# name tell columns apart that are called the same.
+# Name of a column -> its cell in the row of a record. Trailing blanks tell
+# columns with the same name apart.
 _Columns = Mapping[str, Callable[[_Record], str | None]]
 
 
@@ -200,7 +200,7 @@ _FALLBACKS_ON_GPU = {
 
 
 def _in_place(record: _Record) -> str | None:
-  """Whether the speculative loop updates its caches where they are."""
+  """Whether the speculative loop updates its caches in place."""
   program = record['programs']['speculative_run']
   sizes = record['memory']
   caches = sizes['target_cache_bytes'] + sizes['draft_cache_bytes']
@@ -210,7 +210,7 @@ def _in_place(record: _Record) -> str | None:
 
 
 def table(columns: _Columns, rows: Sequence[_Record], title: str = '') -> Table:
-  """A line for each row; its first two columns say what it is of."""
+  """A table with a line for each row; its first two columns are texts."""
   return Table(
     title,
     [
@@ -226,7 +226,7 @@ def _markdown(columns: _Columns, rows: Sequence[_Record]) -> list[str]:
 
 
 def _heading(settings: Mapping[str, Any], what: str) -> list[str]:
-  """The lines that all reports begin with; `what`: the device is to them."""
+  """The lines that all reports begin with; `what` introduces the device."""
   of = ', '.join(
     f'{name} {settings[name]}'
     for name in ('jax', 'libtpu', 'jax_cuda12_plugin')
@@ -249,7 +249,7 @@ def _missing(names: Sequence[str]) -> list[str]:
 
 
 def markdown(results: _Record) -> str:
-  """The report, from what results.json holds."""
+  """The report, made from the contents of results.json."""
   settings, rows = results['settings'], results['rows']
   parts = _gpu_parts if results['kind'] == 'gpu_check' else _tpu_parts
   lines = [
@@ -408,7 +408,7 @@ def _if_compiled(record: _Record, text: str) -> str | None:
 
 
 def _exchanged(record: _Record, op: str | None, field: str) -> str | None:
-  """Sum over the exchanges of a round; op None is all without a column."""
+  """Sum over the exchanges of a round; None is all kinds without a column."""
   kinds = record['exchanged']['round']
   own = ('all-reduce', 'all-gather')
   wanted = [k for k in kinds if (k == op if op else k not in own)]
@@ -418,7 +418,7 @@ def _exchanged(record: _Record, op: str | None, field: str) -> str | None:
 
 
 def slices_markdown(results: _Record) -> str:
-  """The report of `tpu_slices`, from what results.json holds."""
+  """The report of `tpu_slices`, made from the contents of results.json."""
   settings, rows = results['settings'], results['rows']
   refused = [row for row in rows if 'refused' in row['program']]
   lines = [
@@ -464,7 +464,7 @@ def show_slices(console: rich.console.Console, results: _Record) -> None:
 
 
 def show(console: rich.console.Console, results: _Record) -> None:
-  """Prints the main table, and what does not fit."""
+  """Prints the main table, and the errors for what does not fit."""
   rows = results['rows']
   for part in tables(results):
     console.print(part)
@@ -473,7 +473,7 @@ def show(console: rich.console.Console, results: _Record) -> None:
 
 
 def tables(results: _Record) -> list[Table]:
-  """What is shown of a check of pairs: one table, or two of a GPU."""
+  """Tables of a check of pairs: one for a TPU, two for a GPU."""
   memory = {name: _MEMORY[name] for name in ('peak GiB', 'fits')}
   name, rows = results['settings']['name'], results['rows']
   if results['kind'] == 'gpu_check':

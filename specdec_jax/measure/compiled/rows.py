@@ -1,4 +1,4 @@
-"""Compiles row after row into a folder, and goes on where it was stopped."""
+"""Compiles row after row; results go to a folder, so that it can be resumed."""
 
 import dataclasses
 import json
@@ -22,28 +22,29 @@ def compile_rows(
   markdown: Callable[[Mapping[str, Any]], str],
   console: rich.console.Console,
 ) -> Record:
-  """Compiles what has no result yet; writes results.json and report.md.
+  """Compiles rows that have no result yet; writes results.json and report.md.
 
   Args:
-    config: a dataclass with an `output_dir`; all else of it decides the
+    config: a dataclass with an `output_dir`; all its other fields decide the
       results.
-    kind: of the record.
-    compiled_for: a device by that name, and versions of what compiles; they
-      decide as well.
-    rows: name -> what compiles a row and returns its result.
-    name_of: the name of a result.
-    markdown: the report of a record.
+    kind: kind of the record.
+    compiled_for: the device, under that name, and versions of the packages that
+      compile; part of the settings.
+    rows: name -> function that compiles a row and returns its result.
+    name_of: returns the name of a result.
+    markdown: returns the report of a record.
     console: shows progress.
 
   Returns:
-    What is in results.json: 'settings', 'rows' and 'missing', names.
+    The contents of results.json: 'settings', 'rows' and 'missing', the names of
+    rows without results.
 
   Raises:
     ValueError: the folder holds results of other settings.
   """
   settings = dataclasses.asdict(config) | dict(compiled_for)
   folder = settings.pop('output_dir')
-  settings = json.loads(json.dumps(settings))  # tuples as they are read back
+  settings = json.loads(json.dumps(settings))  # tuples become lists
   os.makedirs(folder, exist_ok=True)
   path = os.path.join(folder, 'results.json')
   done: dict[str, dict[str, Any]] = {}
@@ -69,7 +70,7 @@ def compile_rows(
 
   with bar(console, 'Compiling', len(rows)) as advance:
     for name, compile_row in rows.items():
-      # First, too: a run that goes on shows at once what there is.
+      # Also before the first row, so that a resumed run shows what it has.
       write()
       if name not in done:
         done[name] = compile_row()

@@ -1,9 +1,9 @@
-"""What models that are split over a TPU slice need and exchange, without one.
+"""What models split over a TPU slice need and exchange, computed without one.
 
 For each pair and slice the speculative program is compiled as `Engine` runs it,
-from shapes with shardings alone: no array of a model is ever made. Memory is
-the compiler's word, exchanges are read from the program's text, and bytes that
-a chip reads are counted from the shapes of its parts.
+only from shapes with shardings: no array of a model is ever made. The memory is
+what the compiler reports, exchanges are read from the program's text, and bytes
+that a chip reads are counted from the shapes of its parts.
 """
 
 import dataclasses
@@ -33,19 +33,19 @@ from specdec_jax.partitioning import Partition, Placement
 
 @dataclasses.dataclass(frozen=True)
 class SlicesConfig:
-  """What to compile, and for what.
+  """What to compile, and for which slices.
 
   Attributes:
     pairs: name -> (target, draft), two networks.
     slices: topology, such as 'v4:2x2x1' -> placement of the target on it. The
       drafter is whole on each chip.
-    output_dir: where results.json and report.md go.
+    output_dir: folder of results.json and report.md.
     batch: B.
     input_len: tokens of an input, or of a prompt.
-    decode_len: tokens of a run at most.
-    gamma: proposals a round.
+    decode_len: the most tokens of a run.
+    gamma: proposals per round.
     usable_gib: memory of a chip that programs may use.
-    name: of the report.
+    name: name of the report.
 
   Raises:
     ValueError: a number is too small.
@@ -83,10 +83,10 @@ def check(
 
   Args:
     config: what to compile.
-    console: for the table; stdout unless given.
+    console: for the table; None is stdout.
 
   Returns:
-    What is in results.json: settings, and a result for each row.
+    The contents of results.json: settings, and a result for each row.
 
   Raises:
     ValueError: libtpu is missing; a placement does not fit its slice or a
@@ -122,7 +122,7 @@ def _name(pair: str, topology: str) -> str:
 def _check_row(
   config: SlicesConfig, pair: str, topology: str, devices: list[Any]
 ) -> dict[str, Any]:
-  """Compiles one program and counts."""
+  """Compiles one program, and counts bytes and exchanges."""
   networks, placement = config.pairs[pair], config.slices[topology]
   placements = (placement, placement.replicated())
   partitions: Any = [one.partition(devices) for one in placements]
@@ -156,7 +156,7 @@ def _check_row(
 
 
 def _compile(target, draft, params, request, partition, usable):
-  """A record of the whole generation, unless its weights cannot fit."""
+  """A record of the whole generation, unless its weights do not fit."""
   held = partitioning.shard_bytes(params)
   if held > usable:  # the compiler would say so too, after a long time
     text = (
@@ -192,7 +192,7 @@ def _request(config: SlicesConfig, network: LanguageModel) -> Request:
 
 
 def _call_bytes(network: Any, params: Any, request: Request) -> int:
-  """Bytes that a chip reads in a call: its weights and all of its caches."""
+  """Bytes that a chip reads per call: its parts of weights and all caches."""
   weights = memory.decoder_weights(params)
   cache = jax.eval_shape(
     lambda *args: network.network.prefill(*args, request.cache_slots),
