@@ -108,7 +108,7 @@ def empty_slots(
 ) -> dict[str, tuple[jax.Array, ...]]:
   """The fields of a `KVCache` for keys and values that are not there yet."""
   heads, head_dim = config.num_heads, config.head_dim
-  if backend.on_gpu():
+  if backend.ways().joins_cache:
     joined = (2, batch, heads, num_slots, head_dim)
     both = _zeros(config, num_layers, joined)
     return {'keys': (), 'values': (), 'joined': both}
@@ -201,7 +201,7 @@ def buckets(num_slots: int) -> tuple[int, ...]:
   They begin at 128: cutting out a shorter prefix costs more than attending over
   all of it. On an accelerator there is one: a conditional costs more there.
   """
-  if not backend.on_cpu():
+  if not backend.ways().has_buckets:
     return (num_slots,)
   sizes = []
   size = 128
@@ -241,8 +241,8 @@ def bucketed_reads(
 
   def of_bias(position_bias):
     bias = read_position_bias(position_bias, cache.length, num_queries)
-    if backend.on_gpu():
-      # Read once a call, or each layer has a kernel to read it again.
+    if backend.ways().orders_layers:
+      # Read once per call; else each layer has a kernel that reads it again.
       bias = lax.optimization_barrier(bias)
     if len(branches) == 1:
       return reader(bias)

@@ -58,11 +58,11 @@ def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
   """
   rows = x.reshape(-1, x.shape[-1])
   count = rows.shape[0]
-  if backend.on_gpu() and count == 1:
-    # One kernel; of a product XLA makes two, the second one adds up parts.
+  if count == 1 and backend.ways().sums_row:
+    # One kernel. XLA makes two of a product: the second adds partial sums.
     product = jnp.sum(kernel.astype(jnp.float32) * rows.astype(jnp.float32), 1)
     return product.astype(x.dtype).reshape(*x.shape[:-1], kernel.shape[0])
-  if not backend.on_cpu():
+  if not backend.ways().turns_operands:
     exact = precision(str(x.dtype))
     return jnp.einsum('...i,oi->...o', x, kernel, precision=exact)
   if 1 < count <= 16:
@@ -249,7 +249,7 @@ def attend(
     [B, S, H * D].
   """
   num_queries = queries.shape[1]
-  if num_queries == 1 and backend.on_cpu():
+  if num_queries == 1 and backend.ways().doubles_query:
     # On a CPU, XLA takes three to five times as long for one query as for two
     # (it turns the products into scalar loops), so the query is doubled.
     queries = jnp.concatenate([queries, queries], axis=1)

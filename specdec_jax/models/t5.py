@@ -222,9 +222,8 @@ class Decoder(nn.Module):
     pairs = []
     for layer in self.layers:
       pair = layer.encoder_decoder_attention.project_kv(encoded)
-      if backend.on_gpu():
-        # One after the other: XLA would copy all layers' kernels into one
-        # array, for one product.
+      if backend.ways().orders_layers:
+        # Else XLA copies all layers' kernels into one array, for one product.
         encoded, pair = lax.optimization_barrier((encoded, pair))
       pairs.append(pair)
     keys = tuple(kv_cache.slots_last(pair[0]) for pair in pairs)

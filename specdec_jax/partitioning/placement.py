@@ -104,10 +104,10 @@ class Placement:
     """Returns whether the kernels of this model are stored [out, in]."""
     if self.kernel_layout != 'auto':
       return self.kernel_layout == 'out_in'
-    if backend.on_gpu() and self.on_one_device:
-      return True
-    if not backend.on_cpu() or not self.on_one_device:
+    if not self.on_one_device:
       return False
+    if backend.kind() != 'cpu':
+      return backend.ways().prefers_out_in
     sizes = [leaf.size for leaf in jax.tree.leaves(params)]
     return sum(sizes) * jnp.dtype(self.dtype).itemsize > _CACHED_BYTES
 
