@@ -197,7 +197,8 @@ def table3(records: Records) -> Comparison:
       ' others. Measured: mean acceptance probability of proposals; error: its'
       ' standard error over texts; proposes: of the tokens, the share that'
       ' there was a proposal for. Observed: accepted over tested proposals of'
-      ' real runs with this gamma; tokens per call: of the target, in these runs.'
+      ' real runs with this gamma; tokens per call: of the target, in these'
+      ' runs.'
     ),
     forms=_FORMS,
   )
