@@ -1,4 +1,4 @@
-"""Compiling from shapes alone, and what is recorded of a program."""
+"""Compiles programs from shapes alone, and records what they need."""
 
 import dataclasses
 import math
@@ -10,15 +10,15 @@ import jax
 
 from specdec_jax.measure.compiled import kernels, program_text
 
-_LEAST_WEIGHT = 1 << 16  # elements; smaller arrays are not worth a word
+_LEAST_WEIGHT = 1 << 16  # elements; smaller arrays are ignored
 
 
 class Compiler:
-  """Compiles for one device; what was compiled is kept.
+  """Compiles for one device; keeps the results.
 
   Args:
-    device: that is described.
-    counts_kernels: whether a record has `kernels.by_loop`, as of a GPU.
+    device: the described device.
+    counts_kernels: whether records have `kernels.by_loop`, as for a GPU.
   """
 
   def __init__(self, device: Any, counts_kernels: bool = False):
@@ -32,7 +32,7 @@ class Compiler:
     return len(self._found)
 
   def place(self, tree: Any) -> Any:
-    """The same shapes, on the device."""
+    """The same shapes, with shardings on the device."""
 
     def on_device(leaf):
       return jax.ShapeDtypeStruct(
@@ -44,18 +44,18 @@ class Compiler:
   def compile(
     self, key: Any, function: Callable, params: Any, *args: Any, donated=()
   ) -> tuple[dict[str, Any], Any]:
-    """Compiles a function unless that was done for such arguments.
+    """Compiles a function, unless it was compiled for such arguments already.
 
     Args:
-      key: what tells the function from others, such as its networks.
+      key: tells the function from others, for example by its networks.
       function: (params, *args) -> ...
       params: `ShapeDtypeStruct`s on the device, see `place`.
-      *args: likewise.
+      *args: `ShapeDtypeStruct`s on the device, see `place`.
       donated: indices of arguments to update in place, as `jax.jit` counts.
 
     Returns:
-      The program's record, bytes and `program_text.Findings`, or `refused`
-      alone where the device cannot hold it; and the shapes of its result, on
+      The program's record, with bytes and `program_text.Findings`, or only
+      `refused` if the device cannot hold it; and the shapes of its result, on
       the device.
     """
     leaves, tree = jax.tree.flatten((params, args))
@@ -65,7 +65,7 @@ class Compiler:
     return self._found[key]
 
   def _compile(self, function, params, args, donated):
-    # What a program does not read is still there: both models stay loaded.
+    # Unused arguments count too: both models stay loaded.
     jitted = jax.jit(function, donate_argnums=donated, keep_unused=True)
     lowered = jitted.lower(params, *args)
     shapes = self.place(lowered.out_info)
@@ -81,15 +81,15 @@ class Compiler:
 def record_of(
   lowered: Any, params: Sequence[Any]
 ) -> tuple[dict[str, Any], str]:
-  """Compiles a program and says what it needs.
+  """Compiles a program and returns what it needs.
 
   Args:
-    lowered: of `jax.jit(...).lower(...)`.
+    lowered: result of `jax.jit(...).lower(...)`.
     params: shapes of the parameters, with shardings.
 
   Returns:
-    Bytes of a device and `program_text.Findings`, or `refused` alone where it
-    cannot hold it; and the program's text.
+    Bytes per device and `program_text.Findings`, or only `refused` if the
+    device cannot hold it; and the program's text.
   """
   begin = time.perf_counter()
   try:

@@ -1,4 +1,4 @@
-"""Compiling for a GPU that is not there: XLA needs only its numbers.
+"""Compiles for a GPU that is not there: XLA needs only its numbers.
 
 No driver is asked for anything, so kernels are chosen by rules instead of by
 trial: products that a GPU at hand would give to cuBLAS may come out as
@@ -29,7 +29,7 @@ def describe(gpu: Gpu) -> Any:
   """The GPU as a device to compile for.
 
   Raises:
-    ValueError: the CUDA compiler is not installed, or refuses.
+    ValueError: the CUDA compiler is not installed, or does not know it.
   """
   if importlib.util.find_spec(_PLUGIN) is None:
     raise ValueError(
@@ -56,7 +56,7 @@ def describe(gpu: Gpu) -> Any:
 
 
 def versions() -> dict[str, str]:
-  """Versions of what compiles."""
+  """Versions of the packages that compile."""
   return {
     name: importlib.metadata.version(name.replace('_', '-'))
     for name in ('jax', _PLUGIN)

@@ -1,11 +1,11 @@
-"""What Table 2 would need and give on a device, found out without one.
+"""What Table 2 would need and give on a GPU or TPU, computed without one.
 
-For each row of Table 2 both loops are compiled as `Engine` would run them.
-Memory is the compiler's word. Bytes that a call moves are counted from shapes.
-Of a GPU the kernels of a token and of a round are counted as well: there they
-cost more than the bytes of a small model. Of a TPU the compiler's own figure of
-the bytes of single calls stands beside, as a check, for it counts what is
-prefetched on the chip as well.
+For each row of Table 2 both loops are compiled as `Engine` would run them. The
+memory is what the compiler reports. The bytes that a call moves are counted
+from shapes. For a GPU, kernels per token and per round are counted too: for a
+small model they cost more than its bytes. For a TPU, single calls are compiled
+as well. The compiler's own figure of their bytes is shown only as a check,
+because it also counts what is prefetched on the chip.
 """
 
 import dataclasses
@@ -38,25 +38,25 @@ from specdec_jax.partitioning import Placement
 
 @dataclasses.dataclass(frozen=True)
 class PairCheckConfig:
-  """What to compile, and for what.
+  """What to compile, and for which device.
 
   Attributes:
     target: the network that decides.
     drafts: name of a row's draft -> network.
     input_lens: task -> E.
-    decode_lens: task -> tokens of a run at most.
-    output_dir: where results.json and report.md go.
+    decode_lens: task -> the most tokens of a run.
+    output_dir: folder of results.json and report.md.
     batch: B.
-    param_dtype: of the parameters on the device.
+    param_dtype: dtype of the parameters on the device.
     usable_gib: memory of the device that programs may use; None is what
       `devices.KNOWN` says.
-    gb_per_s: bandwidth of it, 1e9 bytes a second; likewise.
-    name: of the report.
-    device: of `devices.KNOWN`.
-    kernel_us: microseconds that a kernel of a GPU takes beside its bytes.
-    conditional_us: likewise a conditional, for which the host is waited for.
-    t5x_kernels: that T5X's own greedy loop takes per token of the target on a
-      GPU; 0 compares with nothing.
+    gb_per_s: bandwidth of its memory, 1e9 bytes per second; None likewise.
+    name: name of the report.
+    device: name of the device in `devices.KNOWN`.
+    kernel_us: microseconds per kernel of a GPU, beside the time of its bytes.
+    conditional_us: microseconds per conditional, which waits for the host.
+    t5x_kernels: kernels of T5X's own greedy loop per token of the target; 0
+      compares with nothing.
 
   Raises:
     ValueError: a number is too small, or the device is not known.
@@ -114,11 +114,11 @@ def check(
 
   Args:
     config: what to compile for.
-    rows: pairs, such as `paper.TABLE2`.
-    console: for the table; stdout unless given.
+    rows: rows of Table 2, such as `printed.TABLE2`.
+    console: for the table; None is stdout.
 
   Returns:
-    What is in results.json: settings, and a result for each row.
+    The contents of results.json: settings, and a result for each row.
 
   Raises:
     ValueError: the device's compiler is missing; a row names a draft or task
@@ -151,7 +151,7 @@ def check(
 
 
 def _describe(name: str) -> tuple[Any, dict[str, str]]:
-  """The device, and what it and its compiler are."""
+  """The device, its name and the versions of its compiler."""
   described = devices.find(name)
   if isinstance(described, devices.Gpu):
     return gpu.describe(described), {
@@ -189,10 +189,10 @@ class _Compiled(NamedTuple):
 
   Attributes:
     params: shapes of the parameters, on the device.
-    request: likewise of the speculative loop's request.
-    state: likewise of its state.
+    request: shapes of the speculative loop's request.
+    state: shapes of its state.
     programs: name -> record.
-    result: what is told of them on every device.
+    result: the part of a row's result that all devices have.
   """
 
   params: PairParams
@@ -272,11 +272,11 @@ def _check_on_tpu(
 
 
 def _compile_loops(compiler, target, draft, params, plain, request):
-  """Both loops, each a `start` and a `run`.
+  """Compiles both loops, each as a `start` and a `run`.
 
   Returns:
-    records by name; the speculative state's shapes; whether both states leave
-    `run` as they came in, so that no later call compiles anything.
+    Records by name; the speculative state's shapes; whether `run` returns
+    states with the shapes that it took, so that later calls compile nothing.
   """
   limit = compiler.place(jax.ShapeDtypeStruct((), jnp.int32))
   programs, steady = {}, True
@@ -301,7 +301,7 @@ def _compile_loops(compiler, target, draft, params, plain, request):
 
 
 def _fits(config, params, state, programs) -> dict[str, Any]:
-  """The most that a program of the pair holds, against what the chip has."""
+  """The largest memory of the pair's programs, compared with the device's."""
   usable = int(config.usable_gib * GIB)
   loops = [programs[f'speculative_{name}'] for name in ('start', 'run')]
   refused = [p['refused'] for p in programs.values() if 'refused' in p]
@@ -321,7 +321,7 @@ def _fits(config, params, state, programs) -> dict[str, Any]:
 
 
 def _predict(config, row, params, request, programs) -> dict[str, Any]:
-  """Bytes of the calls, and what they make speculation worth."""
+  """Bytes of the calls, and the speed-up that they predict."""
   draft = config.drafts[row.draft]
   count = functools.partial(memory.call_bytes, config.target, params.target)
   counted = {

@@ -1,4 +1,4 @@
-"""Compiling for a TPU that is not there: libtpu needs only its description."""
+"""Compiles for a TPU that is not there: libtpu needs only its description."""
 
 import importlib.metadata
 import importlib.util
@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-# libtpu asks a cloud machine's metadata server what it runs on unless told.
+# Without these, libtpu asks a cloud machine's metadata server for its machine.
 _DESCRIPTION = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v4-8',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # Nothing runs on the chip: it need not be ours alone.
+  # Nothing runs on the chip, so other processes may use libtpu too.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 _CHIP = 'megacore'  # both cores of a v4 chip as one device
@@ -26,7 +26,7 @@ def describe_slice(topology: str) -> list[Any]:
     topology: such as 'v4:2x2x4'.
 
   Raises:
-    ValueError: libtpu is not installed, or refuses.
+    ValueError: libtpu is not installed, or does not know the topology.
   """
   if importlib.util.find_spec('libtpu') is None:
     raise ValueError("libtpu is not installed: pip install 'specdec_jax[tpu]'")
@@ -45,5 +45,5 @@ def describe_slice(topology: str) -> list[Any]:
 
 
 def versions() -> dict[str, str]:
-  """Versions of what compiles."""
+  """Versions of the packages that compile."""
   return {name: importlib.metadata.version(name) for name in ('jax', 'libtpu')}

@@ -11,9 +11,9 @@ class TpuCheckConfig(PairCheckConfig):
 
   Attributes:
     usable_gib: memory of a chip that programs may use.
-    gb_per_s: bandwidth of its memory, 1e9 bytes a second.
-    name: of the report.
-    device: of `devices.KNOWN`.
+    gb_per_s: bandwidth of its memory, 1e9 bytes per second.
+    name: name of the report.
+    device: name of the device in `devices.KNOWN`.
   """
 
   usable_gib: float | None = 30.75
