@@ -109,6 +109,7 @@ def test_a_small_pair_compiles_for_a_tpu(tmp_path):
   assert held < run['arguments_bytes'] < record['memory']['peak_bytes']
   assert run['in_place_bytes'] >= record['memory']['target_cache_bytes']
   assert run['host_transfers'] == run['float32_weights']['count'] == 0
+  assert run['relaid_weights']['looped_bytes'] == 0
   # A check, not the truth: the compiler counts what is prefetched as well.
   for name, counted in record['bytes_counted'].items():
     assert counted < record['bytes_xla'][name] < 10 * counted
