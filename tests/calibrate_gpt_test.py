@@ -33,7 +33,9 @@ def prompts(folder):
 
 @pytest.fixture(
   scope='module',
-  params=['GPT-2', pytest.param('T5X', marks=pytest.mark.slow)],
+  params=[
+    pytest.param(one, marks=pytest.mark.slow) for one in ('GPT-2', 'T5X')
+  ],
 )
 def calibrated(request, folder, tokenizer, prompts):
   """The configuration, and the requests that the acceptance rate is of."""

@@ -9,6 +9,7 @@ from small_vocabulary import network
 from specdec_jax.measure import drafter_costs as costs
 
 
+@pytest.mark.slow  # how costs are told apart is tested below
 def test_every_drafter_beside_one_target(folder, tokenizer):
   """A tiny target; the tables of a file of the same vocabulary."""
   text = folder / 'text.txt'

@@ -99,7 +99,9 @@ def test_samples_of_each_text(engine):
     list(engine.stream(TEXTS[0], num_samples=2))
 
 
-@pytest.mark.parametrize('speculative', [True, False])
+@pytest.mark.parametrize(
+  'speculative', [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_more_texts_than_rows(engine, speculative):
   """Rows come and go, and it changes no token, greedy or sampled."""
   texts = [*TEXTS, '', *TEXTS[::-1], 'x']

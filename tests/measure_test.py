@@ -106,6 +106,7 @@ def test_from_which_length_on_it_pays(first, speed_up, expected):
   assert calibrate.least_length(times, speed_up) == expected
 
 
+@pytest.mark.slow  # a small model is calibrated above
 def test_a_drafter_without_a_network_is_calibrated(
   make_engine, tokenizer, prompts
 ):
@@ -250,6 +251,7 @@ def test_what_does_not_fit_is_refused_before_loading(calibrated, monkeypatch):
     calibrate.calibrate(config, quiet())
 
 
+@pytest.mark.slow  # alpha_test has the law of each kind
 def test_alpha_of_both_kinds_agree(make_engine, prompts, tmp_path):
   """Observed and Corollary 3.6, within 4 of their standard errors."""
   path = tmp_path / 'alpha.json'
