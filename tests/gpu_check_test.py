@@ -27,7 +27,7 @@ DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
 ROW = printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 3.4)
 needs_cuda = pytest.mark.skipif(
   importlib.util.find_spec('jax_cuda12_plugin') is None,
-  reason="needs CUDA's compiler, the extra [cuda]: pip install -e '.[cuda]'",
+  reason="needs CUDA's compiler: pip install 'specdec_jax[cuda]'",
 )
 
 

@@ -52,8 +52,8 @@ class Continuous:
     Raises:
       ValueError: an option is out of range.
     """
-    found = dict(self.run(texts, speculative=speculative, **options))
-    return [found[index] for index in sorted(found)]
+    batch = self._text_batch(texts, speculative, options)
+    return self.completions(batch, speculative)
 
   def run(
     self, texts: Sequence[Any], *, speculative: bool = True, **options
@@ -63,17 +63,20 @@ class Continuous:
     A completion that has been yielded is not kept. Arguments and errors are
     those of `generate`.
     """
-    yield from self._run(self._text_batch(texts, speculative, options))
+    batch = self._text_batch(texts, speculative, options)
+    yield from self._run(batch, speculative)
 
   def completions(
     self, batch: TextBatch, speculative: bool
   ) -> list[Completion]:
     """Decodes a batch that an engine has made: a completion for each text."""
-    self._check(batch, speculative)
-    found = dict(self._run(batch))
+    found = dict(self._run(batch, speculative))
     return [found[index] for index in sorted(found)]
 
-  def _run(self, batch: TextBatch) -> Iterator[tuple[int, Completion]]:
+  def _run(
+    self, batch: TextBatch, speculative: bool
+  ) -> Iterator[tuple[int, Completion]]:
+    self._check(batch, speculative)
     self.stats = PoolStats()
     yield from sorted(batch.passed_over.items())
     if batch.rows:
@@ -114,7 +117,6 @@ class Continuous:
     if options.get('on_too_long') != 'truncate':
       options = {**options, 'on_too_long': 'report'}
     batch: TextBatch = self.engine.text_batch(texts, speculative, **options)
-    self._check(batch, speculative)
     return batch
 
   def _check(self, batch: TextBatch, speculative: bool) -> None:

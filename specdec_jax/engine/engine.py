@@ -505,12 +505,12 @@ class Engine:
     )
 
   def _batch_of(self, texts: Texts, gamma: int, asked: Options) -> TextBatch:
-    check_texts(texts)
     if asked.stop_ids is None:
       asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
-    times = asked.num_samples
-    asked = asked.of_samples(len(texts))
-    texts = texts if times == 1 else repeated(texts, times)
+    if asked.num_samples > 1:
+      check_texts(texts)  # as `TextBatch` does, before they are repeated
+      number, times = len(texts), asked.num_samples
+      texts, asked = repeated(texts, times), asked.of_samples(number)
     return TextBatch(self.tokenizer, self._limits, texts, asked, gamma)
 
   @property

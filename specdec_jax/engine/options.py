@@ -1,6 +1,7 @@
 """What a caller may ask of an engine, checked before anything is compiled."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ class Options:
         f' {self.stop_strings!r}.'
       )
 
-  @property
+  @functools.cached_property
   def sampling(self) -> SamplingConfig:
     """Temperature, top-k and top-p."""
     return SamplingConfig(self.temperature, self.top_k, self.top_p)

@@ -298,16 +298,22 @@ def _gpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     ' Weights are those that a kernel reads and writes in another form.',
     '',
     *_markdown(_WRITTEN, rows),
+    *_memory(rows),
+    '## Recompilation and fallbacks',
+    '',
+    *_STATE,
+    *_markdown(_FALLBACKS_ON_GPU, rows),
+  ]
+
+
+def _memory(rows: Sequence[_Record]) -> list[str]:
+  return [
     '## Memory of the pair, GiB',
     '',
     "The peak is the compiler's, of the larger of the two speculative programs,"
     ' both models held.',
     '',
     *_markdown(_MEMORY, rows),
-    '## Recompilation and fallbacks',
-    '',
-    *_STATE,
-    *_markdown(_FALLBACKS_ON_GPU, rows),
   ]
 
 
@@ -323,12 +329,7 @@ def _tpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     ' decoding, another baseline than the plain loop here.',
     '',
     *_markdown(_SPEED, rows),
-    '## Memory of the pair, GiB',
-    '',
-    "The peak is the compiler's, of the larger of the two speculative programs,"
-    ' both models held.',
-    '',
-    *_markdown(_MEMORY, rows),
+    *_memory(rows),
     '## Bytes of a call, GB',
     '',
     "XLA's figure for the same call is a check, not what the call moves: it"
