@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding import autoregressive, beam_search, speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.decoding.state import DecodeState, Request
@@ -60,5 +60,8 @@ class Loop(NamedTuple):
 
   def decode(self, params: PairParams, request: Request) -> Generation:
     """The whole generation: `start`, all rounds and the result together."""
+    if request.beams is not None:
+      network = self.drafter and self.drafter.network
+      return beam_search.decode(self.target, network, params, request)
     state = self.run(params, request, self.start(params, request))
     return decode_state.generation(request, state)

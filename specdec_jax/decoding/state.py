@@ -10,6 +10,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.types import DecodeStats, FinishReason, Generation
 
@@ -38,6 +39,8 @@ class Request:
       token first; None is the start token (id 0) alone.
     prompt_length: int32[B], 1..P; None if `prompt` is None.
     lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
+    beams: what a beam search is asked for; None is none. Keys and sampling then
+      do not matter.
   """
 
   inputs: jax.Array
@@ -54,6 +57,7 @@ class Request:
   prompt: jax.Array | None = None
   prompt_length: jax.Array | None = None
   lenience: jax.Array | None = None
+  beams: BeamSettings | None = None
 
   @property
   def prompt_width(self) -> int:
@@ -69,9 +73,14 @@ class Request:
   def cache_slots(self) -> int:
     """T: slots for prompt, output, and a whole draft past the last token.
 
-    Rounded up to a multiple of 64, see `whole_buckets`.
+    In a beam search each position has a slot for every beam, and so has the
+    last of the prompt's. Rounded up to a multiple of 64, see `whole_buckets`.
     """
-    return whole_buckets(self.prompt_width + self.slots + self.gamma)
+    needed = self.prompt_width + self.slots + self.gamma
+    if self.beams is not None:
+      levels = self.beams.width * (self.slots + 1)
+      needed = self.prompt_width + levels + self.beams.draft_width * self.gamma
+    return whole_buckets(needed)
 
 
 def whole_buckets(tokens: int) -> int:

@@ -5,6 +5,8 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from specdec_jax.models.tree import Tree
+
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
 START_ID = 0  # id that the decoder of every encoder-decoder begins with
@@ -53,7 +55,11 @@ class LanguageModel(Protocol[Cache]):
     ...
 
   def extend(
-    self, params: Params, cache: Cache, tokens: jax.Array
+    self,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    tree: Tree | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Reads S more tokens per row, each row at its own place.
 
@@ -61,8 +67,9 @@ class LanguageModel(Protocol[Cache]):
 
     Args:
       params: the model's parameters.
-      cache: from `prefill`, `extend` or `rewind`.
+      cache: from `prefill`, `extend`, `rewind` or `keep`.
       tokens: int32[B, S], S >= 1.
+      tree: how the tokens hang together; None is one after another.
 
     Returns:
       Logits, float32[B, S, V], of the token that follows each of these, and
@@ -72,6 +79,19 @@ class LanguageModel(Protocol[Cache]):
 
   def rewind(self, cache: Cache, length: jax.Array) -> Cache:
     """Forgets all but the first `length` (int32[B]) tokens per row, in O(1)."""
+    ...
+
+  def keep(self, cache: Cache, length: jax.Array, slots: jax.Array) -> Cache:
+    """Keeps the first `length` (int32[B]) slots per row and some later ones.
+
+    Args:
+      cache: from `extend` with a tree.
+      length: int32[B].
+      slots: int32[B, N], >= length, the slots whose tokens are to follow.
+
+    Returns:
+      The cache with `length` + N tokens.
+    """
     ...
 
 

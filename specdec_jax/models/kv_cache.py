@@ -21,6 +21,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax.models import backend, layers
+from specdec_jax.models.tree import Tree
 
 # What a layer attends to: keys and values, or the one array of both.
 Kept = tuple[jax.Array, ...]
@@ -80,6 +81,26 @@ class KVCache:
     """Returns the cache with only the first `length` (int32[B]) tokens."""
     return self.replace(length=length)
 
+  def keep(self, length: jax.Array, slots: jax.Array) -> 'KVCache':
+    """Moves the tokens in some slots together, behind the first ones.
+
+    Args:
+      length: int32[B], how many slots of each row stay as they are.
+      slots: int32[B, N], >= length: what they hold is moved to slots
+        length..length + N - 1.
+
+    Returns:
+      The cache with `length` + N tokens in every row.
+    """
+    moved = {
+      name: tuple(
+        _move_slots(buffer, slots, length, rows, axis)
+        for buffer in getattr(self, name)
+      )
+      for name, rows, axis in _SLOT_AXES
+    }
+    return self.replace(**moved, length=length + slots.shape[1])
+
   def remember(self, layer: int, write: Write) -> Callable[..., Kept]:
     """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
 
@@ -101,6 +122,20 @@ class KVCache:
       return self.replace(joined=joined, length=length)
     keys, values = zip(*kept, strict=True)
     return self.replace(keys=keys, values=values, length=length)
+
+
+# Of each of a cache's buffers: the axis of its rows, and that of its slots.
+_SLOT_AXES = (('keys', 0, 3), ('values', 0, 3), ('joined', 1, 3))
+
+
+def _move_slots(
+  buffer: jax.Array, slots: jax.Array, start: jax.Array, rows: int, axis: int
+) -> jax.Array:
+  def one_row(row, chosen, first):
+    moved = jnp.take(row, chosen, axis=axis - 1)
+    return lax.dynamic_update_slice_in_dim(row, moved, first, axis - 1)
+
+  return jax.vmap(one_row, (rows, 0, 0), rows)(buffer, slots, start)
 
 
 def empty_slots(
@@ -194,6 +229,23 @@ def read_position_bias(
   return jax.vmap(jax.vmap(one_query, out_axes=1))(positions)
 
 
+def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
+  """`read_position_bias` of tokens that see only their ancestors.
+
+  Args:
+    position_bias: float32[H or 1, 2 * T].
+    tree: how the S tokens hang together.
+
+  Returns:
+    float32[B, H or 1, S, T].
+  """
+  num_slots = position_bias.shape[-1] // 2
+  behind = tree.positions[:, :, None] - tree.slot_positions[:, None, :]
+  place = num_slots - 1 - jnp.clip(behind, 0, num_slots - 1)
+  bias = jnp.moveaxis(jnp.take(position_bias, place, axis=1), 0, 1)
+  return jnp.where(tree.visible[:, None], bias, layers.MASKED)
+
+
 def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the prefixes of the cache that attention may be restricted to.
 
@@ -212,7 +264,7 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 
 
 def bucketed_reads(
-  cache: KVCache, num_queries: int
+  cache: KVCache, num_queries: int, tree: Tree | None = None
 ) -> list[Callable[[jax.Array, Kept], jax.Array]]:
   """Each layer's attention over the shortest bucket with all slots in use.
 
@@ -223,6 +275,7 @@ def bucketed_reads(
   Args:
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
+    tree: how these hang together; None is one after another.
 
   Returns:
     For each layer a function (queries [B, S, H, D], what the layer has `kept`)
@@ -240,7 +293,10 @@ def bucketed_reads(
   branches = [functools.partial(attend_prefix, size) for size in sizes]
 
   def of_bias(position_bias):
-    bias = read_position_bias(position_bias, cache.length, num_queries)
+    if tree is None:
+      bias = read_position_bias(position_bias, cache.length, num_queries)
+    else:
+      bias = read_tree_bias(position_bias, tree)
     if backend.ways().orders_layers:
       # Read once per call; else each layer has a kernel that reads it again.
       bias = lax.optimization_barrier(bias)

@@ -257,10 +257,10 @@ class Decoder(nn.Module):
       )
     return self._head(x, embedder, deterministic)
 
-  def extend(self, x, embedder, cache, write=kv_cache.write):
+  def extend(self, x, embedder, cache, write=kv_cache.write, tree=None):
     """Logits [B, S, V] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
-    reads = kv_cache.bucketed_reads(cache, num_queries)
+    reads = kv_cache.bucketed_reads(cache, num_queries, tree)
     kept = []
     for i, layer in enumerate(self.layers):
       cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
@@ -309,9 +309,9 @@ class EncoderDecoder(nn.Module):
       length=jnp.zeros(inputs.shape[:1], jnp.int32),
     )
 
-  def extend(self, cache, tokens):
+  def extend(self, cache, tokens, tree=None):
     embedded = self.token_embedder(tokens)
-    return self.decoder.extend(embedded, self.token_embedder, cache)
+    return self.decoder.extend(embedded, self.token_embedder, cache, tree=tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,12 +376,16 @@ class T5:
       {'params': params}, inputs, max_length, method='prefill'
     )
 
-  def extend(self, params, cache, tokens):
+  def extend(self, params, cache, tokens, tree=None):
     """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
     return self._module.apply(
-      {'params': params}, cache, tokens, method='extend'
+      {'params': params}, cache, tokens, tree, method='extend'
     )
 
   def rewind(self, cache, length):
     """Forgets all but the first `length` (int32[B]) tokens of each row."""
     return cache.rewind(length)
+
+  def keep(self, cache, length, slots):
+    """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
+    return cache.keep(length, slots)

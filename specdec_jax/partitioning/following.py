@@ -65,8 +65,8 @@ class Following:
   def prefill(self, params, inputs, max_length):
     return self._held(self.network.prefill(params, inputs, max_length))
 
-  def extend(self, params, cache, tokens):
-    logits, cache = self.network.extend(params, cache, tokens)
+  def extend(self, params, cache, tokens, tree=None):
+    logits, cache = self.network.extend(params, cache, tokens, tree)
     # First split, and only then whole: if it were asked for whole rows at once,
     # XLA would gather the output layer's kernel instead.
     logits = self._at(logits, ('batch', None, 'vocab'))
@@ -74,6 +74,9 @@ class Following:
 
   def rewind(self, cache, length):
     return self.network.rewind(cache, length)
+
+  def keep(self, cache, length, slots):
+    return self._held(self.network.keep(cache, length, slots))
 
   def cache_shapes(self, cache: Any) -> Any:
     """`ShapeDtypeStruct`s of a cache (or of its shapes), with shardings."""
