@@ -1,4 +1,4 @@
-"""Beam search, plain and speculative (Appendix A.4), in one jitted `while_loop`.
+"""Beam search, plain and speculative (Appendix A.4), in one `while_loop`.
 
 All beams of a row share its one cache, which grows by K slots a level and is
 never reordered: each beam knows the slots of its ancestors. The encoder is read
@@ -334,7 +334,10 @@ def _propose(
     jnp.repeat(positions, width, axis=1),
     jnp.concatenate([state.previous.visible, roots.visible], axis=1),
   )
-  score, parents, tokens = widen(state.live.score, logits[:, width:])
+  limits = _limits(request)
+  beaten = beams.is_beaten(settings, limits, state.live, state.finished)
+  score = jnp.where(beaten, beams.ABSENT, state.live.score)
+  score, parents, tokens = widen(score, logits[:, width:])
   visible = _gather(roots.visible, parents)
 
   def one_level(carry, depth):
@@ -468,14 +471,20 @@ def _replay(
       finish_reason=reason.astype(jnp.int32),
     )
 
-    # Which nodes the next live beams are, if each of them is one.
+    # Which nodes the next live beams are, if each that matters is one.
     last = jnp.take_along_axis(live.tokens, live.length[..., None] - 1, axis=2)
     same = child_tokens[:, None, :] == last
     same &= child_parents[:, None, :] == _gather(place, parents)[..., None]
-    holds = jnp.all(jnp.any(same, axis=2), axis=1)
+    found = jnp.any(same, axis=2)
+    beaten = beams.is_beaten(settings, limits, live, finished)
+    held = going_on & jnp.all(found | beaten, axis=1) & after.running
+    # What would follow a beam that is no node is not known: it is dropped.
+    dropped = held[:, None] & ~found
+    score = jnp.where(dropped, beams.ABSENT, live.score)
+    exists = live.exists & ~dropped
+    after = after.replace(live=live.replace(score=score, exists=exists))
     next_place = jnp.argmax(same, axis=2).astype(jnp.int32)
     state = _where(going_on, after, state)
-    held = going_on & holds & state.running
     return (state, held, next_place), (held, node)
 
   place = jnp.broadcast_to(jnp.arange(width), (batch, width))

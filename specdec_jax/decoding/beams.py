@@ -220,6 +220,26 @@ def advance(
   return next_live, finished, jnp.take_along_axis(parents, chosen, axis=1)
 
 
+def is_beaten(
+  settings: BeamSettings,
+  limits: Limits,
+  live: Hypotheses,
+  finished: Hypotheses,
+) -> jax.Array:
+  """Live beams that no longer matter, bool[B, K].
+
+  However one of them goes on, it cannot score more than all K finished beams
+  do. Neither can any continuation that ranks below it, so the search finds the
+  same finished beams whatever becomes of it.
+  """
+  most = (limits.first_length + limits.max_length)[:, None]
+  if settings.rule is Rule.T5X:
+    most = most + 1  # T5X counts one more than a beam can have
+  worst = jnp.min(finished.score, axis=1, keepdims=True)
+  beaten = worst > live.score / _penalty(settings, limits, most)
+  return beaten & jnp.all(finished.exists, axis=1, keepdims=True)
+
+
 def is_over(
   settings: BeamSettings,
   limits: Limits,
@@ -227,18 +247,12 @@ def is_over(
   finished: Hypotheses,
 ) -> jax.Array:
   """bool[B], rows whose finished beams cannot change any more."""
-  first, most = limits.first_length[:, None], limits.max_length[:, None]
-  length = live.length[:, :1]
+  at_end = live.length[:, 0] - limits.first_length >= limits.max_length
   if settings.rule is Rule.T5X:
-    length = first + most + 1  # T5X counts one more than a beam can have
-  best = live.score[:, -1:] / _penalty(settings, limits, length)
-  worst = jnp.min(finished.score, axis=1, keepdims=True)
-  worst = jnp.where(finished.exists, worst, ABSENT)
-  if settings.rule is Rule.T5X:
-    beaten = jnp.all(worst > best, axis=1)
-  else:
-    beaten = jnp.all(worst >= best, axis=1)
-  return beaten | (live.length[:, 0] - limits.first_length >= limits.max_length)
+    return at_end | is_beaten(settings, limits, live, finished)[:, -1]
+  best = live.score[:, -1] / _penalty(settings, limits, live.length)[:, -1]
+  worst = jnp.min(finished.score, axis=1)
+  return at_end | (jnp.all(finished.exists, axis=1) & (worst >= best))
 
 
 def result(live: Hypotheses, finished: Hypotheses) -> Hypotheses:
