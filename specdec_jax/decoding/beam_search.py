@@ -117,7 +117,9 @@ def start(
   zeros = jnp.zeros((batch,), jnp.int32)
 
   def read(model, model_params):
-    return read_prompt(model, model_params, inputs, slots, prompt)
+    return read_prompt(
+      model, model_params, inputs, slots, prompt, request.longest
+    )
 
   return BeamState(
     live=live,

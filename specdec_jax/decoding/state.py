@@ -70,13 +70,18 @@ class Request:
     return 1 if self.prompt_length is None else self.prompt_length
 
   @property
+  def longest(self) -> int:
+    """Tokens of the longest sequence: prompt, output and a whole draft."""
+    return self.prompt_width + self.slots + self.gamma
+
+  @property
   def cache_slots(self) -> int:
     """T: slots for prompt, output, and a whole draft past the last token.
 
     In a beam search each position has a slot for every beam, and so has the
     last of the prompt's. Rounded up to a multiple of 64, see `whole_buckets`.
     """
-    needed = self.prompt_width + self.slots + self.gamma
+    needed = self.longest
     if self.beams is not None:
       levels = self.beams.width * (self.slots + 1)
       needed = self.prompt_width + levels + self.beams.draft_width * self.gamma

@@ -286,13 +286,13 @@ class GPT:
     )
     return cast(jax.Array, logits)
 
-  def prefill(self, params, inputs, max_length):
+  def prefill(self, params, inputs, max_length, longest=None):
     """Returns an empty `KVCache` of inputs' B rows and `max_length` slots.
 
     Raises:
-      ValueError: `max_length` exceeds the number of learned positions.
+      ValueError: a sequence would exceed the number of learned positions.
     """
-    self._check_length(max_length)
+    self._check_length(longest or max_length)
     return self._apply(
       params, inputs.shape[0], max_length, method='empty_cache'
     )

@@ -62,8 +62,9 @@ class Following:
   def logits(self, *args, **options):
     return self.network.logits(*args, **options)
 
-  def prefill(self, params, inputs, max_length):
-    return self._held(self.network.prefill(params, inputs, max_length))
+  def prefill(self, params, inputs, max_length, longest=None):
+    cache = self.network.prefill(params, inputs, max_length, longest)
+    return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
     logits, cache = self.network.extend(params, cache, tokens, tree)
