@@ -205,7 +205,7 @@ def test_a_task(engine, beams, lines, tokenizer, tmp_path):
       decoding='plain',
       mode='predict_with_aux',
       num_decodes=3,
-      beams=infer.Beams('beam', num_beams=3),
+      beams=infer.Beams('beam'),
       **more,
     )
     console = rich.console.Console(file=io.StringIO())
