@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 
+import jax
 import pytest
 import rich.console
 
@@ -179,7 +180,18 @@ def test_another_program_has_other_counts(line, instead, name, difference):
   assert after - before == difference
 
 
+@pytest.fixture
+def _nothing_is_kept():
+  """A program for a device that is not there cannot be read from a cache."""
+  name = 'jax_persistent_cache_min_compile_time_secs'
+  before = getattr(jax.config, name)
+  jax.config.update(name, 1e9)
+  yield
+  jax.config.update(name, before)
+
+
 @needs_cuda
+@pytest.mark.usefixtures('_nothing_is_kept')
 def test_a_small_pair_compiles_for_a_gpu(tmp_path):
   results, shown = check(settings(tmp_path))
   (record,) = results['rows']
@@ -209,6 +221,7 @@ def _within(budgets, costs):
 
 
 @needs_cuda
+@pytest.mark.usefixtures('_nothing_is_kept')
 def test_sampling_does_not_wait_for_the_host(tmp_path):
   results, _ = check(settings(tmp_path), SAMPLED)
   _within(SAMPLED_BUDGETS, results['rows'][0]['costs'])
