@@ -32,6 +32,7 @@ NETWORKS = {
   'gpt_t5x': gpt.GPT(GPT_T5X),
 }
 INPUTS = (5, 7, 11, 3, 0)
+GREEDY = SamplingConfig(0.0)
 
 
 def on(kind, network):
@@ -83,8 +84,7 @@ def test_logits_are_the_same(name, batch):
   assert cache.num_slots == 150 and cache.num_layers == 2
 
 
-def decode(kind, target, draft, batch, temperature=0.0):
-  sampling = SamplingConfig(temperature=temperature)
+def decode(kind, target, draft, batch, sampling=GREEDY):
   request = request_of(batch, 3, sampling, 140, inputs=INPUTS, seed=1)
   loop = Loop(target, small_model(draft))
   params = PairParams(on(kind, target), on(kind, draft))

@@ -1,4 +1,4 @@
-"""What is done only for one kind of device, decided here for all networks.
+"""What is done only for one kind of device, decided here for all others.
 
 On a CPU a product of one row is slow, slots should be the vector lanes, and
 work that a conditional avoids is time saved. On a GPU or TPU each such trick
@@ -15,7 +15,7 @@ _described = jax.make_user_context('')  # where it differs, JAX traces again
 
 
 class Ways(NamedTuple):
-  """How networks compute on a kind of device.
+  """How networks compute, and tokens are sampled, on a kind of device.
 
   Attributes:
     doubles_query: attention of one query computes two of it.
@@ -26,6 +26,9 @@ class Ways(NamedTuple):
     joins_cache: a layer's keys and values are one array, slots before numbers.
     orders_layers: barriers keep XLA from joining work of several layers.
     prefers_out_in: on one device kernels are always [out, in].
+    samples_by_need: sampling does as little work as it can: conditionals leave
+      out what is off, and searches halve. Otherwise what is off is no part of
+      the program, and sampling takes as few operations as it can.
   """
 
   doubles_query: bool = False
@@ -35,10 +38,16 @@ class Ways(NamedTuple):
   joins_cache: bool = False
   orders_layers: bool = False
   prefers_out_in: bool = False
+  samples_by_need: bool = False
 
 
 _WAYS = {
-  'cpu': Ways(doubles_query=True, has_buckets=True, turns_operands=True),
+  'cpu': Ways(
+    doubles_query=True,
+    has_buckets=True,
+    turns_operands=True,
+    samples_by_need=True,
+  ),
   'gpu': Ways(
     sums_row=True, joins_cache=True, orders_layers=True, prefers_out_in=True
   ),
@@ -51,7 +60,7 @@ def kind() -> str:
 
 
 def ways() -> Ways:
-  """How networks compute on that device."""
+  """How things are done on that device."""
   return _WAYS.get(kind(), Ways())
 
 
