@@ -170,12 +170,15 @@ def write_joined(
   # bshd -> bhsd, behind which of both it is.
   slots = jnp.stack([keys, values]).swapaxes(2, 3).astype(buffer.dtype)
   if backend.ways().flattens_cache:
-    heads = np.arange(buffer[..., 0, 0].size).reshape(buffer.shape[:3])
-    first = heads * buffer.shape[3] + start[:, None]
+    both, batch, heads, num_slots, size = buffer.shape
+    rows = np.arange(batch * heads).reshape(batch, heads) * num_slots
+    first = rows + start[:, None]
     places = first[..., None] + np.arange(slots.shape[3])
-    # Behind a mapped slice update XLA would relay some layers' caches.
-    flat = buffer.reshape(-1, buffer.shape[-1])
-    flat = flat.at[places].set(
+    which = np.arange(both)[:, None, None, None]
+    # Behind a mapped slice update XLA would relay some layers' caches; and out
+    # of one array [2 * B * H * T, D] it would copy the keys before it reads.
+    flat = buffer.reshape(both, -1, size)
+    flat = flat.at[which, places].set(
       slots, mode='promise_in_bounds', unique_indices=True
     )
     return flat.reshape(buffer.shape)
