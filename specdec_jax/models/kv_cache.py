@@ -172,8 +172,8 @@ def write_joined(
   if backend.ways().flattens_cache:
     both, batch, heads, num_slots, size = buffer.shape
     rows = np.arange(batch * heads).reshape(batch, heads) * num_slots
-    first = rows + start[:, None]
-    places = first[..., None] + np.arange(slots.shape[3])
+    begin = rows + start[:, None]
+    places = begin[..., None] + np.arange(slots.shape[3])
     which = np.arange(both)[:, None, None, None]
     # Behind a mapped slice update XLA would relay some layers' caches; and out
     # of one array [2 * B * H * T, D] it would copy the keys before it reads.

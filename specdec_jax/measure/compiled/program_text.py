@@ -104,7 +104,9 @@ def inspect(
   """
   weights, caches = set(weights), set(caches)
   known: dict[str, _Instruction] = {}
-  widened, relaid, moved = [], [], []
+  widened: list[tuple[float, _Instruction]] = []
+  relaid: list[tuple[float, _Instruction]] = []
+  moved: list[tuple[float, _Instruction]] = []
   for one in _instructions(text):
     known[one.name] = one
     source = known.get(one.operand)
@@ -134,7 +136,7 @@ def _relays(one: _Instruction, source: _Instruction) -> bool:
   return one.op == 'copy' and _order(one.layout) != _order(source.layout)
 
 
-def _summarise(found: list[tuple[float, _Instruction]]) -> WeightCopies:
+def _summarise(found: Collection[tuple[float, _Instruction]]) -> WeightCopies:
   sizes = {True: 0, False: 0}
   for size, one in found:
     sizes[one.looped] += int(size * math.prod(one.shape))
