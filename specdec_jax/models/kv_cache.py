@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -26,6 +27,7 @@ from specdec_jax.models import backend, layers
 Kept = tuple[jax.Array, ...]
 # (buffer, new, start) -> buffer; see `write`.
 Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+_AT_ONCE = 32  # rows that are written without a loop over them
 
 
 @struct.dataclass
@@ -149,6 +151,14 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
   # bshd -> bhds: the slot axis is last in the buffer.
   slots = new.transpose(0, 2, 3, 1).astype(buffer.dtype)
+  if backend.ways().writes_by_row:
+
+    def next_row(row, buffer):
+      one = lax.dynamic_slice_in_dim(slots, row, 1)
+      place = (row, zero, zero, start[row])
+      return lax.dynamic_update_slice(buffer, one, place)
+
+    return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
   return jax.vmap(one_row)(buffer, slots, start)
 
 
@@ -159,6 +169,19 @@ def write_joined(
   zero = jnp.zeros((), start.dtype)
   # bshd -> bhsd, behind which of both it is.
   slots = jnp.stack([keys, values]).swapaxes(2, 3).astype(buffer.dtype)
+  if backend.ways().flattens_cache:
+    both, batch, heads, num_slots, size = buffer.shape
+    rows = np.arange(batch * heads).reshape(batch, heads) * num_slots
+    begin = rows + start[:, None]
+    places = begin[..., None] + np.arange(slots.shape[3])
+    which = np.arange(both)[:, None, None, None]
+    # Behind a mapped slice update XLA would relay some layers' caches; and out
+    # of one array [2 * B * H * T, D] it would copy the keys before it reads.
+    flat = buffer.reshape(both, -1, size)
+    flat = flat.at[which, places].set(
+      slots, mode='promise_in_bounds', unique_indices=True
+    )
+    return flat.reshape(buffer.shape)
   if buffer.shape[1] == 1:  # mapped over rows it would be a scatter
     first = (zero, zero, zero, start[0], zero)
     return lax.dynamic_update_slice(buffer, slots, first)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from specdec_jax.models import backend
 from specdec_jax.models.base import Params
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.partitioning.axes import CACHE
@@ -66,7 +67,8 @@ class Following:
     return self._held(self.network.prefill(params, inputs, max_length))
 
   def extend(self, params, cache, tokens):
-    logits, cache = self.network.extend(params, cache, tokens)
+    with backend.split():
+      logits, cache = self.network.extend(params, cache, tokens)
     # First split, and only then whole: if it were asked for whole rows at once,
     # XLA would gather the output layer's kernel instead.
     logits = self._at(logits, ('batch', None, 'vocab'))
