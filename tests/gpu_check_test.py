@@ -192,6 +192,21 @@ def _nothing_is_kept():
 
 @needs_cuda
 @pytest.mark.usefixtures('_nothing_is_kept')
+def test_rows_are_written_by_one_kernel_a_layer_and_no_cache_is_copied(
+  tmp_path,
+):
+  results, _ = check(settings(tmp_path, batch=4))
+  (record,) = results['rows']
+  costs, programs = record['costs'], record['programs']
+  for name, most in BUDGETS_OF_FOUR.items():
+    part, count = name.split()
+    assert costs[part][count] <= most, name
+  for name in ('plain_run', 'speculative_run'):
+    assert programs[name]['launched']['once']['copied_bytes'] == 0
+
+
+@needs_cuda
+@pytest.mark.usefixtures('_nothing_is_kept')
 def test_a_small_pair_compiles_for_a_gpu(tmp_path):
   results, shown = check(settings(tmp_path))
   (record,) = results['rows']
@@ -277,4 +292,18 @@ SAMPLED_BUDGETS = BUDGETS | {
   'token kernels': 56,
   'step kernels': 35,
   'round kernels': 190,
+}
+
+# Of four rows. Counted: 42, 21 and 134.
+BUDGETS_OF_FOUR = {
+  'token kernels': 45,
+  'token conditionals': 0,
+  'token copied_bytes': 0,
+  'step kernels': 23,
+  'step conditionals': 0,
+  'step copied_bytes': 0,
+  'round kernels': 145,
+  'round conditionals': 0,
+  'round copied_bytes': 0,
+  'round rewritten_bytes': 0,
 }

@@ -86,6 +86,33 @@ def dense_out_in(
   return product.T[:count].reshape(*x.shape[:-1], kernel.shape[0])
 
 
+def dense_in_out(
+  kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
+) -> jax.Array:
+  """Returns x @ kernel.
+
+  Args:
+    kernel: [in, out].
+    x: [..., in].
+    result_dtype: of the result; None is that of the operands.
+
+  Returns:
+    [..., out].
+  """
+  matmul = functools.partial(
+    jnp.matmul,
+    precision=precision(str(x.dtype)),
+    preferred_element_type=result_dtype,
+  )
+  least = backend.ways().least_rows
+  if least == 1 or x.size != x.shape[-1]:
+    return matmul(x, kernel)
+  rows = jnp.pad(x.reshape(1, -1), ((0, least - 1), (0, 0)))
+  # Else XLA sees that the other rows are not needed.
+  product = matmul(lax.optimization_barrier(rows), kernel)
+  return product[:1].reshape(*x.shape[:-1], kernel.shape[1])
+
+
 class Dense(nn.Module):
   """The one matrix product of the library; without a bias in the T5 family.
 
@@ -117,12 +144,7 @@ class Dense(nn.Module):
     else:
       shape = (x.shape[-1], self.features)
       kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
-      product = jnp.matmul(
-        x,
-        kernel.astype(self.dtype),
-        precision=precision(self.dtype),
-        preferred_element_type=self.result_dtype,
-      )
+      product = dense_in_out(kernel.astype(self.dtype), x, self.result_dtype)
     if not self.use_bias:
       return product
     zeros = nn.initializers.zeros
@@ -334,7 +356,10 @@ class Attention(nn.Module):
 
   def project_query(self, x: jax.Array) -> jax.Array:
     """Maps [B, S, M] to queries [B, S, H, D]."""
-    return self._heads(self.query(x))
+    queries = self.query(x)
+    if backend.ways().holds_queries:
+      queries = lax.optimization_barrier(queries)
+    return self._heads(queries)
 
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
     """Maps [B, S, M] to queries, keys and values, each [B, S, H, D].
