@@ -193,6 +193,19 @@ def gamma_curve() -> None:
   gamma_curve.gamma_curve(_build(gamma_curve.GammaCurveConfig))
 
 
+def beam_grid() -> None:
+  """Measures beam search, plain and speculative, over gamma and widths.
+
+    specdec measure --gin_file=gin/runs/beams_demo.gin \\
+      --gin.OUTPUT_FILE=beams.json
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import beam_grid
+
+  beam_grid.beam_grid(_build(beam_grid.BeamGridConfig))
+
+
 def measure() -> None:
   """Measures costs, acceptance, throughput or quality.
 
@@ -205,6 +218,7 @@ def measure() -> None:
     alpha_demo       how often the target accepts the drafter's tokens
     benchmark_base   calls and both loops; also benchmark_demo
     gamma_demo       the speed-up at each gamma, beside the predicted one
+    beams_demo       beam search, plain and with each gamma and draft width
     throughput_demo  a data set: continuous batching, batch sizes
     drafter_costs    what a draft costs, for each kind of drafter
     eval             BLEU and acceptance on a test set
@@ -220,6 +234,7 @@ def measure() -> None:
       '.MeasureAlphaConfig': measure_alpha,
       '.BenchmarkConfig': benchmark,
       '.GammaCurveConfig': gamma_curve,
+      '.BeamGridConfig': beam_grid,
       '.ThroughputConfig': throughput,
       '.DrafterCostsConfig': drafter_costs,
       '.EvaluateConfig': evaluate,
