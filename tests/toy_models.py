@@ -103,8 +103,11 @@ class MarkovModel:
     del key
     return self.params
 
-  def prefill(self, params, inputs: jax.Array, max_length: int) -> MarkovCache:
+  def prefill(
+    self, params, inputs: jax.Array, max_length: int, longest=None
+  ) -> MarkovCache:
     """An empty cache of `max_length` slots for inputs int32[B, E]."""
+    del longest
     batch = inputs.shape[0]
     present = (inputs != 0)[..., None]
     return MarkovCache(
