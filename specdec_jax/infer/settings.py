@@ -46,7 +46,7 @@ class Beams:
 
   Attributes:
     decoder: 'beam', or 'sample', which is greedy at temperature 0.
-    num_beams: width of the search.
+    num_beams: width of the search; of a task it is `num_decodes`.
     alpha: T5X's exponent of its brevity penalty.
     length_penalty: that of transformers, with its rules; None is T5X's.
     draft_beams: beams of the drafter; None is twice as many.
@@ -367,11 +367,9 @@ class TaskConfig(_Rows):
       self.mode != SCORE or self.num_decodes == 1,
       "1 in the mode 'score'",
     )
-    check.expect(
-      'num_decodes',
-      not self.beams.searches or self.num_decodes == self.beams.num_beams,
-      f'the width of the beam search, {self.beams.num_beams}',
-    )
+    if self.beams.searches:
+      beams = dataclasses.replace(self.beams, num_beams=self.num_decodes)
+      object.__setattr__(self, 'beams', beams)
 
   def index(self, number: int) -> int:
     """The index in the task of the shard's example `number`."""
