@@ -70,17 +70,30 @@ def compile_check() -> None:
     specdec compile-check --gin_file=gin/runs/tpu_slices.gin \\
       --gin.OUTPUT_DIR=outputs/tpu_v4_slices
 
+  Beam search, plain and speculative, on one H200:
+
+    specdec compile-check --gin_file=gin/runs/compile_check_beams.gin \\
+      --gin.OUTPUT_DIR=outputs/h200_beams
+
   results.json and report.md go to the output folder.
   """
   import jax
 
-  from specdec_jax.measure.compiled import pair_check, tpu_check, tpu_slices
+  from specdec_jax.measure.compiled import (
+    beam_check,
+    pair_check,
+    tpu_check,
+    tpu_slices,
+  )
   from specdec_jax.paper import printed
 
   # With a plug-in installed JAX would look for its device here, and wait.
   jax.config.update('jax_platforms', 'cpu')
   if _is_configured('.SlicesConfig'):
     tpu_slices.check(_build(tpu_slices.SlicesConfig))
+    return
+  if _is_configured('.BeamCheckConfig'):
+    beam_check.check(_build(beam_check.BeamCheckConfig))
     return
   old = _is_configured('.TpuCheckConfig')
   kind = tpu_check.TpuCheckConfig if old else pair_check.PairCheckConfig
