@@ -24,7 +24,7 @@ from specdec_jax import probs
 from specdec_jax.decoding import beams
 from specdec_jax.decoding.beams import Hypotheses, Limits
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import NO_ROUND_LIMIT, Request, run_rounds
+from specdec_jax.decoding.state import Request
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.models.tree import Tree
 from specdec_jax.types import DecodeStats, FinishReason, Generation
@@ -193,22 +193,6 @@ def step(
     draft_cache=draft_cache,
     used=jnp.where(state.running, kept, state.used),
   )
-
-
-def decode(
-  target: LanguageModel,
-  drafter: LanguageModel | None,
-  params: PairParams,
-  request: Request,
-  max_rounds: jax.Array | int = NO_ROUND_LIMIT,
-) -> Generation:
-  """The whole search; see `generation` for the result."""
-
-  def one_round(state):
-    return step(target, drafter, params, request, state)
-
-  state = start(target, drafter, params, request)
-  return generation(request, run_rounds(one_round, state, max_rounds))
 
 
 def generation(request: Request, state: BeamState) -> Generation:

@@ -477,6 +477,67 @@ def show_slices(console: rich.console.Console, results: _Record) -> None:
   console.print(table(columns, results['rows'], results['settings']['name']))
 
 
+def beams_table(results: _Record) -> Table:
+  """What a call of each search costs, and what speculation would give."""
+  rows = results['rows']
+  plain = [
+    row['cost']['ms'] for row in rows if row['width'] and not row['gamma']
+  ]
+  cells = []
+  for row in rows:
+    cost, gamma = row['cost'], row['gamma']
+    factor = row['levels'] * plain[0] / cost['ms'] if gamma and plain else None
+    cells.append(
+      [
+        row['width'] or None,
+        gamma or None,
+        row['draft_beams'] or None,
+        cost['kernels'] + cost['branch_kernels'],
+        cost['conditionals'],
+        cost['read_bytes'] / 1e9,
+        (cost['written_bytes'] + cost['updated_bytes']) / 1e6,
+        cost['bytes_ms'],
+        cost['ms'],
+        row['levels'] if gamma else None,
+        factor,
+      ]
+    )
+  columns = (
+    Column('beams', missing='greedy'),
+    Column('gamma', missing='plain'),
+    "drafter's beams",
+    'kernels',
+    'conditionals',
+    Column('read', '.3f', 'GB'),
+    Column('written', '.1f', 'MB'),
+    Column('by bytes', '.2f', 'ms'),
+    Column('call', '.2f', 'ms'),
+    Column('levels a call', '.2f'),
+    Column('predicted factor', '.2f'),
+  )
+  return Table(results['settings']['name'], columns, cells)
+
+
+def beams_markdown(results: _Record) -> str:
+  """The report of `beam_check`, made from the contents of results.json."""
+  settings = results['settings']
+  lines = [
+    *_heading(settings, 'For one'),
+    f'- Batch 1, {settings["param_dtype"]} parameters; {settings["input_len"]}'
+    f' input tokens, up to {settings["decode_len"]} output tokens.',
+    f'- Levels a call: measured with another pair, {settings["levels_file"]}.',
+    *_missing(results['missing']),
+    '',
+    'A call is one of the target with all that a round does beside it: bytes'
+    f' at {settings["gb_per_s"]:,.0f} GB/s, {settings["kernel_us"]:g}'
+    f' microseconds a kernel and {settings["conditional_us"]:g} a conditional,'
+    ' which are estimates. The factor is over the plain beam search.',
+    '',
+    beams_table(results).markdown(),
+  ]
+  return '\n'.join(lines) + '\n'
+
+
 def show(console: rich.console.Console, results: _Record) -> None:
   """Prints the main table, and the errors for what does not fit."""
   rows = results['rows']
