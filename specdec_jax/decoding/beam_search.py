@@ -420,11 +420,10 @@ def _replay(
   gamma = request.gamma
   # The last level has no children: no level after it can hold.
   none = jnp.full((batch, 1, draft_width), -1, jnp.int32)
-  children = (
-    jnp.concatenate([draft.tokens, none], axis=1),
-    jnp.concatenate([draft.parents, none], axis=1),
+  children = tuple(
+    jnp.concatenate([nodes, none], axis=1).swapaxes(0, 1)
+    for nodes in (draft.tokens, draft.parents)
   )
-  children = tuple(x.swapaxes(0, 1) for x in children)
 
   def one_level(carry, inputs):
     state, going_on, place = carry
