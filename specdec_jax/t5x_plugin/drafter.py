@@ -49,8 +49,8 @@ def network_of(module: Any, what: str = 'module') -> T5:
   if 'vocab_size' not in sizes or 'dtype' not in sizes:
     raise ValueError(
       f'The {what} is {type(module).__name__}, whose sizes are unknown.'
-      ' Expected a T5, such as t5x.examples.t5.network.Transformer, whose config says'
-      ' vocab_size, emb_dim, num_heads and so on.'
+      ' Expected a T5, such as t5x.examples.t5.network.Transformer, whose'
+      ' config says vocab_size, emb_dim, num_heads and so on.'
     )
   sizes['dtype'] = jnp.dtype(sizes['dtype']).name
   sizes['dropout_rate'] = 0.0
