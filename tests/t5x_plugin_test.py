@@ -389,7 +389,9 @@ def test_what_is_no_pair():
 
 
 def test_a_module_with_other_parameters():
-  with pytest.raises(ValueError, match='missing.*layers_0.*unknown.*scan_lay'):
+  with pytest.raises(
+    ValueError, match='missing.*layers_0.*unknown.*scalable_t5'
+  ):
     drafter.network_of(Transformer(TARGET, renamed=True))
 
 

@@ -42,11 +42,14 @@ def network_of(module: Any, what: str = 'module') -> T5:
     ValueError: it is another kind of module.
   """
   theirs = getattr(module, 'config', None)
-  fields = [field.name for field in dataclasses.fields(T5Config)]
+  fields = dataclasses.fields(T5Config)
   sizes = {
-    name: getattr(theirs, name) for name in fields if hasattr(theirs, name)
+    field.name: getattr(theirs, field.name)
+    for field in fields
+    if hasattr(theirs, field.name)
   }
-  if 'vocab_size' not in sizes or 'dtype' not in sizes:
+  needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+  if not needed | {'dtype'} <= sizes.keys():
     raise ValueError(
       f'The {what} is {type(module).__name__}, whose sizes are unknown.'
       ' Expected a T5, such as t5x.examples.t5.network.Transformer, whose'
@@ -54,19 +57,15 @@ def network_of(module: Any, what: str = 'module') -> T5:
     )
   sizes['dtype'] = jnp.dtype(sizes['dtype']).name
   sizes['dropout_rate'] = 0.0
-  found = _shapes(module)
-  problem: ValueError | None = None
-  for per_layer in (False, True):
-    network = T5(T5Config(**sizes | {'bias_per_layer': per_layer}))
-    try:
-      checkpoints.check_params(found, param_shapes(network), f'the {what}')
-      return network
-    except ValueError as error:
-      problem = problem or error
-  raise ValueError(
-    f"{problem} A module can speculate if it is a T5 as in T5X's examples/t5,"
-    " with a layer's parameters for each layer (scan_layers=False)."
-  ) from problem
+  network = T5(T5Config(**sizes))
+  try:
+    checkpoints.check_params(_shapes(module), param_shapes(network), what)
+  except ValueError as error:
+    raise ValueError(
+      f"{error} Modules that fit are those of T5X's examples/t5; those of"
+      ' examples/scalable_t5 have other shapes.'
+    ) from error
+  return network
 
 
 def check_vocabularies(target: T5, draft: T5) -> None:
