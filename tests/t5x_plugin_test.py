@@ -252,7 +252,7 @@ def test_an_output_begins_with_its_prompt():
   check_greedy(tokens, first=(2, LENGTH - 1, 0))
 
 
-@pytest.mark.parametrize('hard_limit, steps', [(None, 4), (3, 3), (9, 4)])
+@pytest.mark.parametrize('hard_limit, steps', [(None, 4), (3, 3)])
 def test_steps_are_counted_after_the_prompt(hard_limit, steps):
   model = plugged(
     greedy(max_decode_steps=4, max_decode_steps_hard_limit=hard_limit)
@@ -281,9 +281,9 @@ def test_samples_have_keys_and_an_order():
 @pytest.mark.parametrize(
   'sampling, values, rescale',
   [
+    (probs.SamplingConfig(0.7, top_k=5), {'topk': 5}, False),
     (probs.SamplingConfig(0.7, top_k=5), {'topk': 5}, True),
     (probs.SamplingConfig(1.3, top_p=0.8), {'topp': 0.8}, True),
-    (probs.SamplingConfig(1.3, top_p=0.8), {'topp': 0.8}, False),
   ],
 )
 def test_scores_are_of_what_was_drawn_from(sampling, values, rescale):
@@ -300,19 +300,11 @@ def test_scores_are_of_what_was_drawn_from(sampling, values, rescale):
   np.testing.assert_allclose(scores, expected, rtol=1e-3)
 
 
-def test_each_example_has_its_temperature():
-  """Up to 1e-4 it is the argmax, as for T5X."""
-  values = greedy(temperature=np.array([1e-4, 2.0, 0.0], np.float32))
-  settings = {'num_decodes': 2, 'return_all_decodes': True}
-  tokens, _ = predict(plugged(values), **settings)
-  sure, _ = predict(plugged())
-  for row in (0, 2):
-    np.testing.assert_array_equal(tokens[row], [sure[row]] * 2)
-  assert (tokens[1, 0] != tokens[1, 1]).any()
-
-
 def test_decoder_params_reach_the_decode_function():
-  """They may be traced, as T5X's callers may do with them."""
+  """They may be traced, as T5X's callers may do; one temperature a row.
+
+  Up to 1e-4 it is the argmax, as for T5X.
+  """
 
   @jax.jit
   def run(temperature, topk):
@@ -320,12 +312,19 @@ def test_decoder_params_reach_the_decode_function():
       weights('target'),
       batch(),
       decoder_params={'temperature': temperature, 'topk': topk},
+      num_decodes=2,
+      return_all_decodes=True,
       flax_mutables={'drafter': weights('draft')},
     )[0]
 
-  np.testing.assert_array_equal(run(0.0, 0), predict(plugged())[0])
-  assert (run(2.0, 0) != run(0.0, 0)).any()
-  np.testing.assert_array_equal(run(2.0, 1), run(0.0, 0))
+  sure, _ = predict(plugged())
+  warm = np.array([1e-4, 2.0, 0.0], np.float32)
+  tokens = np.asarray(run(warm, 0))
+  for row in (0, 2):
+    np.testing.assert_array_equal(tokens[row], [sure[row]] * 2)
+  assert (tokens[1, 0] != tokens[1, 1]).any()
+  tokens = np.asarray(run(warm, 1))
+  np.testing.assert_array_equal(tokens[:, 0], sure)
 
 
 def test_one_key_only():
