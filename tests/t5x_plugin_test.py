@@ -215,6 +215,17 @@ def test_greedy_tokens_are_the_targets():
   assert (raw < -0.1).all()
 
 
+def test_an_output_ends_with_the_end_of_the_vocabulary():
+  whole, _ = predict(plugged())
+  model = plugged()
+  end = int(whole[0, 5])
+  model.output_vocabulary = types.SimpleNamespace(eos_id=end)
+  tokens, _ = predict(model)
+  behind = np.cumsum(whole == end, axis=1) - (whole == end) > 0
+  np.testing.assert_array_equal(tokens, np.where(behind, 0, whole))
+  assert behind[0, -1]
+
+
 def test_it_is_speculation():
   """Fewer rounds than tokens, and the drafter's own parameters decide."""
 
