@@ -171,7 +171,7 @@ def check_decode_fn(decode_fn: Any) -> None:
     raise ValueError(
       f"decode_fn is T5X's {theirs} (its default is beam_search), which does"
       ' not speculate. Bind models.EncoderDecoderModel.decode_fn ='
-      f' {ours}; with t5x_plugin.temperature_sample.temperature = 0.0 it is greedy.'
+      f' {ours}; t5x_plugin.temperature_sample is greedy with temperature 0.0.'
     )
 
 
