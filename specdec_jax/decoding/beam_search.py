@@ -117,7 +117,8 @@ def start(
   zeros = jnp.zeros((batch,), jnp.int32)
 
   def read(model, model_params):
-    return read_prompt(model, model_params, inputs, slots, prompt)
+    positions = request.num_positions
+    return read_prompt(model, model_params, inputs, slots, prompt, positions)
 
   return BeamState(
     live=live,

@@ -76,11 +76,16 @@ class Request:
     In a beam search each position has a slot for every beam, and so has the
     last of the prompt's. Rounded up to a multiple of 64, see `whole_buckets`.
     """
-    needed = self.prompt_width + self.slots + self.gamma
-    if self.beams is not None:
-      levels = self.beams.width * (self.slots + 1)
-      needed = self.prompt_width + levels + self.beams.draft_width * self.gamma
-    return whole_buckets(needed)
+    if self.beams is None:
+      return self.num_positions
+    levels = self.beams.width * (self.slots + 1)
+    draft = self.beams.draft_width * self.gamma
+    return whole_buckets(self.prompt_width + levels + draft)
+
+  @property
+  def num_positions(self) -> int:
+    """Tokens of the longest sequence, rounded up in the same way."""
+    return whole_buckets(self.prompt_width + self.slots + self.gamma)
 
 
 def whole_buckets(tokens: int) -> int:

@@ -39,7 +39,11 @@ class LanguageModel(Protocol[Cache]):
     ...
 
   def prefill(
-    self, params: Params, inputs: jax.Array, max_length: int
+    self,
+    params: Params,
+    inputs: jax.Array,
+    max_length: int,
+    num_positions: int | None = None,
   ) -> Cache:
     """Reads the inputs once and returns a cache ready for decoding.
 
@@ -48,6 +52,8 @@ class LanguageModel(Protocol[Cache]):
       inputs: int32[B, E], tokens of the input, 0 past each row's end. A
         decoder-only model uses only B.
       max_length: T, the decoder slots to allocate, for the whole run.
+      num_positions: the most tokens that a sequence will have, where several
+        share the slots of a row, see `Tree`; None is T.
 
     Returns:
       A cache with `length` 0 in every row.
@@ -101,6 +107,7 @@ def read_prompt(
   inputs: jax.Array,
   max_length: int,
   prompt: jax.Array | None = None,
+  num_positions: int | None = None,
 ) -> Cache:
   """A cache that has read the inputs, and each prompt but its last token.
 
@@ -114,11 +121,12 @@ def read_prompt(
     inputs: int32[B, E], 0 past each row's end.
     max_length: T, the decoder slots to allocate.
     prompt: int32[B, P], P < T; None is the start token alone.
+    num_positions: as for `prefill`.
 
   Returns:
     A cache with `length` P - 1 in every row.
   """
-  cache = model.prefill(params, inputs, max_length)
+  cache = model.prefill(params, inputs, max_length, num_positions)
   if prompt is not None and prompt.shape[1] > 1:
     _, cache = model.extend(params, cache, prompt[:, :-1])
   return cache

@@ -286,13 +286,13 @@ class GPT:
     )
     return cast(jax.Array, logits)
 
-  def prefill(self, params, inputs, max_length):
+  def prefill(self, params, inputs, max_length, num_positions=None):
     """Returns an empty `KVCache` of inputs' B rows and `max_length` slots.
 
     Raises:
-      ValueError: `max_length` exceeds the number of learned positions.
+      ValueError: a sequence may exceed the number of learned positions.
     """
-    self._check_length(max_length)
+    self._check_length(max_length if num_positions is None else num_positions)
     return self._apply(
       params, inputs.shape[0], max_length, method='empty_cache'
     )

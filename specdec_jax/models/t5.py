@@ -370,8 +370,9 @@ class T5:
     )
     return cast(jax.Array, logits)
 
-  def prefill(self, params, inputs, max_length):
+  def prefill(self, params, inputs, max_length, num_positions=None):
     """Runs the encoder once; returns a `KVCache` with `length` 0."""
+    del num_positions  # relative ones have no end
     return self._module.apply(
       {'params': params}, inputs, max_length, method='prefill'
     )

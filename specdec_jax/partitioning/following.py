@@ -62,8 +62,9 @@ class Following:
   def logits(self, *args, **options):
     return self.network.logits(*args, **options)
 
-  def prefill(self, params, inputs, max_length):
-    return self._held(self.network.prefill(params, inputs, max_length))
+  def prefill(self, params, inputs, max_length, num_positions=None):
+    args = params, inputs, max_length, num_positions
+    return self._held(self.network.prefill(*args))
 
   def extend(self, params, cache, tokens, tree=None):
     logits, cache = self.network.extend(params, cache, tokens, tree)
