@@ -4,13 +4,18 @@ Everything here is for one row of logits unless its name ends in `_batch`.
 Speculative sampling compares two distributions *after* temperature, top-k and
 top-p (Leviathan et al. 2023, Section 2.2), so both models go through the one
 `standardise` below. Nothing sorts or scans the whole vocabulary: at V = 32128
-on a CPU that costs more than the rest of the sampling together.
+on a CPU that costs more than the rest of the sampling together, and on a GPU a
+sort takes a kernel for each of its many passes.
+
+A CPU does as little work as it can, other devices take as few operations as
+they can: `backend.Ways.samples_by_need`. Tokens have the same law either way,
+and the same random numbers give the same tokens up to rounding.
 """
 
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +24,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from specdec_jax.models import backend
+
 _FLOAT32 = np.finfo(np.float32)
 
 _BLOCK = 128  # logits that `top_tokens` looks at together
@@ -26,20 +33,25 @@ _BLOCK = 128  # logits that `top_tokens` looks at together
 # What the random numbers of one row in one round are for, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
 
+_WIDE = 6  # bits that a pass of a wide search decides
+
 
 @struct.dataclass
 class SamplingParams:
   """`SamplingConfig` as arrays: changing the values does not recompile.
 
+  On a device where conditionals are dear (see `backend.Ways`), turning top-k or
+  top-p on or off does.
+
   Attributes:
     temperature: float32[B], 0 is argmax.
-    top_k: int32[], shared by the batch, 0 is off.
-    top_p: float32[], shared by the batch, 1 is off.
+    top_k: int32[], shared by the batch, 0 is off; or None, off.
+    top_p: float32[], shared by the batch, 1 is off; or None, off.
   """
 
   temperature: jax.Array
-  top_k: jax.Array
-  top_p: jax.Array
+  top_k: jax.Array | None
+  top_p: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +99,21 @@ class SamplingConfig:
       )
     # NumPy arrays: the call of a program moves them to the device together.
     from_host: Any = SamplingParams
+    by_need = backend.ways().samples_by_need
+    top_k, top_p = np.asarray(self.top_k, np.int32), np.float32(self.top_p)
     made: SamplingParams = from_host(
       temperature=np.broadcast_to(temperature, (batch,)),
-      top_k=np.asarray(self.top_k, np.int32),
-      top_p=np.asarray(self.top_p, np.float32),
+      top_k=top_k if by_need or top_k > 0 else None,
+      top_p=np.asarray(top_p) if by_need or top_p < 1 else None,
     )
     return made
 
 
 def standardise(
-  logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+  logits: jax.Array,
+  temperature: jax.Array,
+  top_k: jax.Array | None,
+  top_p: jax.Array | None,
 ) -> jax.Array:
   """The distribution that tokens are drawn from, for one row of logits.
 
@@ -107,8 +124,9 @@ def standardise(
   Args:
     logits: float[V]; -inf masks a token.
     temperature: float32[], >= 0.
-    top_k: int32[]; 0 is off and costs nothing at run time.
-    top_p: float32[] in (0, 1]; 1 is off and costs nothing at run time.
+    top_k: int32[]; 0 is off and, where there are conditionals, costs nothing at
+      run time; None is off and costs nothing anywhere.
+    top_p: float32[] in (0, 1]; 1 and None are off likewise.
 
   Returns:
     float32[V] that sums to 1 within rounding; meaningless (mostly NaN) if
@@ -117,27 +135,39 @@ def standardise(
   logits = logits.astype(jnp.float32)
   # Only the threshold passes through the conditionals: a vocabulary-sized
   # result would be copied out of them even when they have nothing to do.
-  logit_threshold = lax.cond(
-    (top_k > 0) & (top_k < logits.size),
-    lambda: largest_threshold(logits, jnp.ones_like(logits), top_k),
-    lambda: jnp.float32(-jnp.inf),
-  )
-  scaled = (logits - jnp.max(logits)) / jnp.where(
+  logit_threshold = jnp.float32(-jnp.inf)
+  if top_k is not None:
+    logit_threshold = _where_on(
+      (top_k > 0) & (top_k < logits.size),
+      lambda: largest_threshold(logits, jnp.ones_like(logits), top_k),
+      -jnp.inf,
+    )
+  scaled = (logits - _maximum(logits)) / jnp.where(
     temperature > 0, temperature, 1.0
   )
   weights = jnp.where(logits >= logit_threshold, jnp.exp(scaled), 0.0)
-  weight_threshold = lax.cond(
-    top_p < 1,
-    lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
-    lambda: jnp.float32(0.0),
-  )
-  weights = jnp.where(weights >= weight_threshold, weights, 0.0)
+  if top_p is not None:
+    weight_threshold = _where_on(
+      top_p < 1,
+      lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
+      0.0,
+    )
+    weights = jnp.where(weights >= weight_threshold, weights, 0.0)
   argmax_one_hot = lax.iota(jnp.int32, logits.size) == greedy_token(logits)
   return jnp.where(
     temperature > 0,
     weights / jnp.sum(weights),
     argmax_one_hot.astype(jnp.float32),
   )
+
+
+def _where_on(
+  on: jax.Array, threshold: Callable[[], jax.Array], off: float
+) -> jax.Array:
+  """`threshold()`, float32[], if bool[] is True, else `off`."""
+  if backend.ways().samples_by_need:
+    return lax.cond(on, threshold, lambda: jnp.float32(off))
+  return jnp.where(on, threshold(), jnp.float32(off))
 
 
 def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
@@ -172,6 +202,11 @@ def largest_threshold(
     float32[].
   """
   mass = jnp.asarray(mass).astype(jnp.float32)
+  # Ordered images of -inf and of the float after +inf.
+  low, high = jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800001)
+  if not backend.ways().samples_by_need:
+    low = _search_widely(values, weights, mass, low, high)
+    return jnp.minimum(_ordered_float(low), _maximum(values))
 
   def halve(_, bracket):
     low, high = bracket
@@ -181,10 +216,28 @@ def largest_threshold(
     reached = jnp.sum(above) >= mass
     return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
 
-  # Ordered images of -inf and of the float after +inf.
-  bracket = (jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800001))
-  low, _ = lax.fori_loop(0, 32, halve, bracket)
+  low, _ = lax.fori_loop(0, 32, halve, (low, high))
   return jnp.minimum(_ordered_float(low), jnp.max(values))
+
+
+def _search_widely(values, weights, mass, low, high) -> jax.Array:
+  """`low` of the search in `largest_threshold`, in few passes; uint32[].
+
+  A pass looks at 2^6 places between `low` and `high` at once, rather than at
+  one. No loop: on a GPU one would cost more kernels than its passes.
+  """
+  bits = 32
+  while bits:
+    decided = min(bits, _WIDE)
+    bits -= decided
+    steps = lax.iota(jnp.uint32, 1 << decided) << bits
+    places = _ordered_float(low + steps)
+    above = jnp.where(values >= places[:, None], weights, jnp.float32(0.0))
+    reached = (jnp.sum(above, axis=1) >= mass) & (steps < high - low)
+    # The first is where the search is already.
+    count = jnp.sum(reached[1:].astype(jnp.uint32))
+    low = low + (count << bits)
+  return low
 
 
 def sample(probs: jax.Array, key: jax.Array) -> jax.Array:
@@ -234,8 +287,8 @@ def num_columns(vocab_size: int) -> int:
 def greedy_token(logits: jax.Array) -> jax.Array:
   """argmax over the last axis, the first index on ties.
 
-  Two plain reductions, because XLA's argmax is one reduction over pairs and
-  takes seven times as long on a CPU.
+  On a CPU two plain reductions: XLA's argmax is one reduction over pairs, which
+  takes seven times as long there.
 
   Args:
     logits: float[..., V].
@@ -243,6 +296,8 @@ def greedy_token(logits: jax.Array) -> jax.Array:
   Returns:
     int32[...]: always a valid id; an arbitrary one if the logits hold NaN.
   """
+  if not backend.ways().samples_by_need:
+    return lax.argmax(logits, logits.ndim - 1, jnp.int32)
   last = logits.shape[-1] - 1
   indices = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
   at_maximum = logits == jnp.max(logits, axis=-1, keepdims=True)
@@ -277,6 +332,14 @@ def top_tokens(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   return values, jnp.take_along_axis(ids, index, axis=-1)
 
 
+def _maximum(values: jax.Array) -> jax.Array:
+  """The largest of float[..., V]; where sampling is not by need, NaN shows."""
+  if backend.ways().samples_by_need:
+    return jnp.max(values, axis=-1)
+  token = greedy_token(values)  # which is asked for, too
+  return jnp.take_along_axis(values, token[..., None], -1, mode='clip')[..., 0]
+
+
 def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
   """log softmax(logits)[token], in nats, without the log-softmax itself.
 
@@ -291,7 +354,7 @@ def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     float32[...].
   """
   logits = logits.astype(jnp.float32)
-  maximum = jnp.max(logits, axis=-1, keepdims=True)
+  maximum = _maximum(logits)[..., None]
   total = jnp.sum(jnp.exp(logits - maximum), axis=-1)
   chosen = jnp.take_along_axis(logits, tokens[..., None], -1, mode='clip')
   return (chosen - maximum)[..., 0] - jnp.log(total)
@@ -349,17 +412,19 @@ def valid_logits(logits: jax.Array) -> jax.Array:
   """Whether each row of float[..., V] can be turned into a distribution.
 
   False if the row holds NaN or +inf, or if every token is masked, with -inf or
-  with the lowest finite float. NaN is looked for separately: on a CPU the
-  maximum of a long row does not show it.
+  with the lowest finite float.
   """
   logits = logits.astype(jnp.float32)
-  maximum = jnp.max(logits, axis=-1)
+  maximum = _maximum(logits)
   in_range = (maximum > _FLOAT32.min) & (maximum < jnp.inf)
+  if not backend.ways().samples_by_need:
+    return in_range
+  # On a CPU the maximum of a long row does not show NaN.
   return in_range & ~jnp.any(jnp.isnan(logits), axis=-1)
 
 
 # The random numbers of one row in one round all derive from one key, through
-# these three functions and nowhere else. The plain loop samples its token with
+# these functions and nowhere else. The plain loop samples its token with
 # `resample_key`, and so does `verify` when there was nothing to verify:
 # speculation with gamma = 0 is the plain loop bit for bit.
 
@@ -379,8 +444,47 @@ def resample_key(key: jax.Array) -> jax.Array:
   return jax.random.fold_in(key, _RESAMPLE)
 
 
+def draft_uniforms(key: jax.Array, gamma: int) -> jax.Array:
+  """What `sample` would draw with `draft_key` 0 to gamma - 1, all at once.
+
+  Returns:
+    float32[gamma, 2], for `inverse_cdf`.
+  """
+  return _uniforms(key, _FIRST_DRAFT, gamma, 2)
+
+
+def verdict_uniforms(key: jax.Array, gamma: int) -> tuple[jax.Array, jax.Array]:
+  """What `accept_key` and `resample_key` are for, drawn at once.
+
+  Returns:
+    r_1 ... r_gamma, float32[gamma]; and float32[2], for `inverse_cdf`.
+  """
+  accept, resample = _uniforms(key, _ACCEPT, 2, max(gamma, 2))
+  return accept[:gamma], resample[:2]
+
+
+def _uniforms(key: jax.Array, first: int, count: int, width: int) -> jax.Array:
+  """float32[count, width]: `width` for each purpose from `first` on."""
+  keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+    key, np.arange(first, first + count, dtype=np.int32)
+  )
+
+  def draw(key):
+    return jax.random.uniform(key, (width,), jnp.float32)
+
+  return jax.vmap(draw)(keys)
+
+
 def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
   """Inverse CDF of unnormalised float32[N]; int32[]."""
+  if not backend.ways().samples_by_need:
+    # A sum for each entry: quadratic, and one operation. These sums of the same
+    # terms, some of them left out, are monotone, and equal where a weight is 0.
+    size = weights.shape[0]
+    up_to = np.tri(size, dtype=bool)
+    cumulative = jnp.sum(jnp.where(up_to, weights, jnp.float32(0.0)), axis=1)
+    below = cumulative <= uniform * cumulative[-1]
+    return jnp.minimum(jnp.sum(below, dtype=jnp.int32), size - 1)
   # A parallel cumulative sum need not be monotone in floating point, and may
   # grow where a weight is 0. The `where` makes sure that an entry of weight 0
   # is never chosen; and as uniform < 1, the largest sum always exceeds the

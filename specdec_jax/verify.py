@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.probs import accept_key, resample_key, sample
+from specdec_jax.probs import inverse_cdf, verdict_uniforms
 from specdec_jax.types import Draft, Verdict
 
 
@@ -62,8 +62,7 @@ def verify(
     draft: draft of one sequence: tokens int32[G], probs float32[G, V] or None
       for one-hot, length int32[]. Proposals past `length` are ignored.
     target_probs: float32[G + 1, V]; row i is given the first i proposals.
-    key: PRNG key of this row and round; consumed through `accept_key` and
-      `resample_key`.
+    key: PRNG key of this row and round; consumed through `verdict_uniforms`.
     lenience: float32[] in (0, 1], see the top of this file; changing the value
       does not recompile. None is 1, lossless. If the target's rows are one-hot,
       lenience changes nothing: see `verify_greedy` for these.
@@ -75,14 +74,12 @@ def verify(
     ValueError: the shapes do not fit, at trace time.
   """
   _check_shapes(draft, target_probs)
-  uniforms = jax.random.uniform(
-    accept_key(key), draft.tokens.shape, jnp.float32
-  )
+  uniforms, own = verdict_uniforms(key, draft.tokens.shape[0])
   if lenience is not None:
     uniforms = lenience * uniforms  # the test becomes r l q < p
   num_accepted = count_accepted(draft, target_probs, uniforms)
   weights = next_token_weights(draft, target_probs, num_accepted)
-  return Verdict(num_accepted, sample(weights, resample_key(key)))
+  return Verdict(num_accepted, inverse_cdf(weights, own))
 
 
 def count_accepted(

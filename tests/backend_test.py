@@ -1,4 +1,4 @@
-"""What is traced for a GPU computes what is traced for a CPU.
+"""What is traced for a GPU or TPU computes what is traced for a CPU.
 
 It runs on the CPU here: the programs differ, not what they mean.
 """
@@ -18,7 +18,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.t5x_style import T5XStyle
-from specdec_jax.models import backend, gpt, t5
+from specdec_jax.models import backend, gpt, kv_cache, t5
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 from toy_requests import quick_jit, request_of
@@ -32,6 +32,7 @@ NETWORKS = {
   'gpt_t5x': gpt.GPT(GPT_T5X),
 }
 INPUTS = (5, 7, 11, 3, 0)
+GREEDY = SamplingConfig(0.0)
 
 
 def on(kind, network):
@@ -77,14 +78,15 @@ def test_logits_are_the_same(name, batch):
   want, _ = logits_of_calls('cpu', network, batch, 150)
   have, cache = logits_of_calls('gpu', network, batch, 150)
   np.testing.assert_allclose(have, want, rtol=2e-4, atol=2e-4)
+  on_tpu, _ = logits_of_calls('tpu', network, batch, 150)
+  np.testing.assert_allclose(on_tpu, want, rtol=2e-4, atol=2e-4)
   # One array of a layer, but where T5X's own writing is what is compared.
   assert bool(cache.joined) == (name != 't5x_style')
   assert bool(cache.keys) == (name == 't5x_style')
   assert cache.num_slots == 150 and cache.num_layers == 2
 
 
-def decode(kind, target, draft, batch, temperature=0.0):
-  sampling = SamplingConfig(temperature=temperature)
+def decode(kind, target, draft, batch, sampling=GREEDY):
   request = request_of(batch, 3, sampling, 140, inputs=INPUTS, seed=1)
   loop = Loop(target, small_model(draft))
   params = PairParams(on(kind, target), on(kind, draft))
@@ -96,15 +98,16 @@ def decode(kind, target, draft, batch, temperature=0.0):
 def test_loops_give_the_same_tokens(name, batch):
   target, draft = NETWORKS[name], NETWORKS['t5_1_0']
   made = {}
-  for kind in ('cpu', 'gpu'):
+  for kind in ('cpu', 'gpu', 'tpu'):
     loop, params, request = decode(kind, target, draft, batch)
     with backend.compiled_for(kind):
       made[kind] = quick_jit(loop.decode)(params, request)
-  for have, want in zip(made['gpu'].tokens, made['cpu'].tokens, strict=True):
-    np.testing.assert_array_equal(have, want)
-  counts = [jax.tree.leaves(one.stats) for one in made.values()]
-  for have, want in zip(*counts, strict=True):
-    np.testing.assert_array_equal(have, want)
+  wanted = made.pop('cpu')
+  for one in made.values():
+    np.testing.assert_array_equal(one.tokens, wanted.tokens)
+    counts = map(jax.tree.leaves, (one.stats, wanted.stats))
+    for have, want in zip(*counts, strict=True):
+      np.testing.assert_array_equal(have, want)
 
 
 @pytest.mark.parametrize(
@@ -130,3 +133,33 @@ def test_kernels_are_out_in_on_one_gpu():
   split = dataclasses.replace(Placement(), model=2)
   with backend.compiled_for('gpu'):
     assert not split.transposes(network.init(jax.random.key(0)))
+
+
+@pytest.mark.parametrize('batch', [1, 3, 40])
+def test_caches_are_written_the_same(batch):
+  """Each row at its own place, 40 of them in a loop over some at once."""
+  heads, slots, size, new = 2, 9, 4, 3
+  rng = np.random.default_rng(0)
+
+  def numbers(*shape):
+    return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
+  keys, values = (numbers(batch, new, heads, size) for _ in range(2))
+  start = jnp.asarray(rng.integers(0, slots - new + 1, batch), jnp.int32)
+  apart = numbers(batch, heads, size, slots)
+  joined = numbers(2, batch, heads, slots, size)
+  for kind, write, args in (
+    ('tpu', kv_cache.write, (apart, keys, start)),
+    ('gpu', kv_cache.write_joined, (joined, keys, values, start)),
+  ):
+    want = quick_jit(write)(*args)
+    with backend.compiled_for(kind):
+      have = quick_jit(write)(*args)
+    np.testing.assert_array_equal(have, want)
+    # It is another program, unless rows and heads may be on several devices.
+    with backend.compiled_for(kind):
+      text = jax.jit(write).lower(*args).as_text()
+      with backend.split():
+        split = jax.jit(write).lower(*args).as_text()
+    mapped = jax.jit(write).lower(*args).as_text()
+    assert mapped == split != text

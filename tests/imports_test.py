@@ -13,9 +13,9 @@ LIBRARY = ROOT / 'specdec_jax'
 
 # From the bottom up: a module imports from its own room and from those below.
 # A new room of the library needs a place here. `paper.printed` is data, and
-# lies below what compares itself with it.
+# lies below what compares itself with it; `models.backend` knows only devices.
 ROOMS = (
-  ('types', 'checks', 'files', 'paper.printed'),
+  ('types', 'checks', 'files', 'paper.printed', 'models.backend'),
   # Algorithm 1 and its closed forms
   ('probs', 'verify', 'analysis'),
   ('models',),

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import re
 import warnings
 
 import jax
@@ -25,7 +26,7 @@ from specdec_jax.measure.compiled import (
   tpu_check,
   tpu_slices,
 )
-from specdec_jax.models import gpt, t5
+from specdec_jax.models import backend, gpt, t5
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
 
@@ -116,6 +117,43 @@ def test_a_small_pair_compiles_for_a_tpu(tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.parametrize('batch', [1, 4])
+def test_a_greedy_round_relays_nothing_and_loops_over_no_rows(tmp_path, batch):
+  config = settings(tmp_path, batch=batch)
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # libtpu's own
+    results, _ = check(config, CPU_ROWS[:1])
+  programs = results['rows'][0]['programs']
+  for name in ('plain_run', 'speculative_run'):
+    assert programs[name]['relaid_weights']['count'] == 0
+    assert programs[name]['relaid_caches']['looped_bytes'] == 0
+  # Its gathers of biases, and writes of the tokens and of their logarithms;
+  # each layer's keys and values were a loop, too.
+  loops = programs['speculative_run']['row_loops']
+  assert loops <= (3 if batch == 1 else 6)
+
+
+@needs_libtpu
+def test_no_product_of_a_call_is_without_the_matrix_unit():
+  """Of one row XLA makes sums; one call of the target has 13 products."""
+  chip = tpu.describe_slice('v4:2x2x1')[0]
+  placement = Placement('bfloat16')
+  with backend.compiled_for('tpu'), warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # libtpu's own
+    for_tpu = compiler.Compiler(chip)
+    params = for_tpu.place(memory.param_shapes(TARGET, placement))
+    inputs, token = (
+      for_tpu.place(jax.ShapeDtypeStruct((1, n), jnp.int32)) for n in (8, 1)
+    )
+    cache = for_tpu.place(
+      jax.eval_shape(lambda *a: TARGET.prefill(*a, 64), params, inputs)
+    )
+    lowered = jax.jit(TARGET.extend).lower(params, cache, token)
+    text = lowered.compile().as_text()
+  assert len(re.findall(r' convolution\(.*dot_general', text)) >= 13
+
+
+@needs_libtpu
 def test_what_no_chip_can_hold_is_refused():
   huge = t5.T5(dataclasses.replace(CONFIG, vocab_size=100_000_000))
   for_tpu = compiler.Compiler(tpu.describe_slice('v4:2x2x1')[0])
@@ -187,6 +225,10 @@ HloModule jit_run, is_scheduled=true
   %w.t = bf16[512,256]{0,1:T(8,128)(2,1)} copy(%w)
   %w.near = bf16[512,256]{1,0:T(8,128)(2,1)S(3)} copy(%w)
   %two = f32[512,256]{1,0} fusion(%w, %w.t), kind=kLoop, calls=%fused_convert
+  %c.n = bf16[1,2,64,32]{3,1,2,0} copy(%c)
+  %c.m = bf16[1,2,64,32]{3,2,1,0} copy(%c.n)
+  %rows = (s32[]) while(%i), condition=%cond, body=%body, \
+metadata={op_name="jit(run)/while/body/vmap()/scatter"}
   %call = s32[] custom-call(%i), custom_call_target="AllocateBuffer"
   ROOT %out = (s32[], bf16[512,256]{1,0}) tuple(%call, %w)
 }
@@ -210,6 +252,11 @@ def test_a_program_is_read_for_copies_of_weights():
   size = 512 * 256
   assert found.float32_weights == program_text.WeightCopies(1, 4 * size, 0)
   assert found.relaid_weights == program_text.WeightCopies(1, 0, 2 * size)
+  # The one whose operand is known; caches are not asked for here.
+  assert found.row_loops == 1 and found.relaid_caches.count == 0
+  caches = program_text.inspect(_PROGRAM, [(512, 256)], [(1, 2, 64, 32)])
+  cache = 2 * 2 * 64 * 32
+  assert caches.relaid_caches == program_text.WeightCopies(1, 0, cache)
   assert found.custom_calls == {'AllocateBuffer': 1}
   assert found.host_transfers == 1
   none = program_text.inspect(_PROGRAM, [(256, 512)])

@@ -127,20 +127,31 @@ def forbid_early_stops(
   )
 
 
-def draw(logits: jax.Array, context: Context, index: jax.Array | int):
-  """Draws proposal `index` of each row, sampled as the target is.
+def draft_uniforms(context: Context) -> jax.Array | None:
+  """The random numbers of all proposals, for `draw`: consumes their keys.
+
+  Returns:
+    float32[G, B, 2]; None when greedy.
+  """
+  if context.greedy:
+    return None
+  over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None), out_axes=1)
+  return over_rows(context.keys, context.gamma)
+
+
+def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
+  """Draws one proposal of each row, sampled as the target is.
 
   Args:
     logits: float[B, V], logits of any V tokens.
-    context: gives sampling and keys.
-    index: number of the proposal; its keys are consumed.
+    context: says how to sample.
+    uniforms: float32[B, 2], the proposal's part of `draft_uniforms`.
 
   Returns:
     int32[B], indices into the V logits, and the distributions float32[B, V]
     that they were drawn from, None when greedy.
   """
-  if context.greedy:
+  if uniforms is None:
     return probs.greedy_token(logits), None
   rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
-  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, index)
-  return jax.vmap(probs.sample)(rows, keys), rows
+  return jax.vmap(probs.inverse_cdf)(rows, uniforms), rows

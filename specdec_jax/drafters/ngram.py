@@ -13,6 +13,7 @@ from jax import lax
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
+  draft_uniforms,
   draw,
   forbid_early_stops,
 )
@@ -50,7 +51,8 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     index = context.length[:, None] - 1 - jnp.arange(size)
     recent = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
 
-    def one(recent, index):
+    def one(recent, place):
+      index, uniforms = place
       known = context.length + index
       node = longest_known(table, recent, known)
       ids, logits = _continuations(table, node, context)
@@ -60,12 +62,12 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
       possible = jnp.max(logits, axis=1) > -jnp.inf
       # A row without any entry proposes nothing; this only avoids NaN there.
       logits = jnp.where(possible[:, None], logits, 0.0)
-      choice, rows = draw(logits, context, index)
+      choice, rows = draw(logits, context, uniforms)
       token = jnp.take_along_axis(ids, choice[:, None], axis=1)
       recent = jnp.concatenate([token, recent], axis=1)[:, :size]
       return recent, (token[:, 0], ids, rows, possible)
 
-    steps = jnp.arange(context.gamma)
+    steps = jnp.arange(context.gamma), draft_uniforms(context)
     _, (tokens, ids, rows, possible) = lax.scan(one, recent, steps)
     dense = None if rows is None else _dense(ids, rows, width)
     # The draft ends before its first impossible proposal.

@@ -15,6 +15,7 @@ from jax import lax
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
+  draft_uniforms,
   draw,
   forbid_early_stops,
 )
@@ -44,9 +45,9 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     made = small_model(model.network)
     return made._replace(params=model, models=(model.without_params(),))
 
-  def draw_next(logits, context, index):
+  def draw_next(logits, context, index, uniforms):
     logits = forbid_early_stops(logits, context, index)
-    return draw(logits[:, 0], context, index)
+    return draw(logits[:, 0], context, uniforms)
 
   def propose(params, cache, context: Context):
     if context.skips_rounds:
@@ -54,16 +55,21 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     logits, cache = read_last(
       model, params, cache, context.tokens, context.length
     )
-    token, row = draw_next(logits, context, 0)
+    uniforms = draft_uniforms(context)
+    own, others = None, None
+    if uniforms is not None:
+      own, others = uniforms[0], uniforms[1:]
+    token, row = draw_next(logits, context, 0, own)
 
-    def one_more(carry, index):
+    def one_more(carry, place):
+      index, own = place
       cache, token = carry
       logits, cache = model.extend(params, cache, token[:, None])
-      token, row = draw_next(logits, context, index)
+      token, row = draw_next(logits, context, index, own)
       return (cache, token), (token, row)
 
     (cache, _), (more_tokens, more_rows) = lax.scan(
-      one_more, (cache, token), jnp.arange(1, context.gamma)
+      one_more, (cache, token), (jnp.arange(1, context.gamma), others)
     )
     tokens = jnp.concatenate([token[:, None], more_tokens.T], axis=1)
     rows = None

@@ -1,9 +1,10 @@
-"""What is done only for one kind of device, decided here for all networks.
+"""What is done only for one kind of device, decided here for all others.
 
 On a CPU a product of one row is slow, slots should be the vector lanes, and
 work that a conditional avoids is time saved. On a GPU or TPU each such trick
 costs a kernel, and a conditional waits for the host. On a GPU each kernel has a
-price, whatever its size: the fewer, the better.
+price, whatever its size: the fewer, the better. A TPU has a unit for products
+of matrices, and chooses layouts of its own.
 """
 
 import contextlib
@@ -11,11 +12,13 @@ from typing import NamedTuple
 
 import jax
 
-_described = jax.make_user_context('')  # where it differs, JAX traces again
+# Where one of these differs, JAX traces again.
+_described = jax.make_user_context('')
+_split = jax.make_user_context(False)
 
 
 class Ways(NamedTuple):
-  """How networks compute on a kind of device.
+  """How networks compute, and tokens are sampled, on a kind of device.
 
   Attributes:
     doubles_query: attention of one query computes two of it.
@@ -26,6 +29,18 @@ class Ways(NamedTuple):
     joins_cache: a layer's keys and values are one array, slots before numbers.
     orders_layers: barriers keep XLA from joining work of several layers.
     prefers_out_in: on one device kernels are always [out, in].
+    samples_by_need: sampling does as little work as it can: conditionals leave
+      out what is off, and searches halve. Otherwise what is off is no part of
+      the program, and sampling takes as few operations as it can.
+    flattens_cache: a joined cache is written as an array of rows of D numbers:
+      one kernel, which cannot ask for another layout of the cache.
+    writes_by_row: slots-last caches are written row after row. All rows at once
+      are a scatter, which a TPU runs as a loop over them with ten operations a
+      row; and it would keep slots in lanes, where a write touches every tile.
+    least_rows: products with [in, out] kernels have as many rows at least. A
+      TPU computes a product of one row without its matrix unit.
+    holds_queries: a barrier behind the queries' product. Without it a TPU's
+      compiler relays their kernel at each run, for queries by heads.
   """
 
   doubles_query: bool = False
@@ -35,13 +50,29 @@ class Ways(NamedTuple):
   joins_cache: bool = False
   orders_layers: bool = False
   prefers_out_in: bool = False
+  samples_by_need: bool = False
+  flattens_cache: bool = False
+  writes_by_row: bool = False
+  least_rows: int = 1
+  holds_queries: bool = False
 
 
 _WAYS = {
-  'cpu': Ways(doubles_query=True, has_buckets=True, turns_operands=True),
-  'gpu': Ways(
-    sums_row=True, joins_cache=True, orders_layers=True, prefers_out_in=True
+  'cpu': Ways(
+    doubles_query=True,
+    has_buckets=True,
+    turns_operands=True,
+    samples_by_need=True,
   ),
+  'gpu': Ways(
+    sums_row=True,
+    joins_cache=True,
+    orders_layers=True,
+    prefers_out_in=True,
+    flattens_cache=True,
+  ),
+  # Eight rows are a tile of a TPU: they cost what one does.
+  'tpu': Ways(writes_by_row=True, least_rows=8, holds_queries=True),
 }
 
 
@@ -51,8 +82,12 @@ def kind() -> str:
 
 
 def ways() -> Ways:
-  """How networks compute on that device."""
-  return _WAYS.get(kind(), Ways())
+  """How things are done on that device."""
+  found = _WAYS.get(kind(), Ways())
+  if not _split.value:
+    return found
+  # Such writes would gather the rows and heads of all devices.
+  return found._replace(flattens_cache=False, writes_by_row=False)
 
 
 def compiled_for(described: str) -> contextlib.AbstractContextManager[object]:
@@ -62,3 +97,8 @@ def compiled_for(described: str) -> contextlib.AbstractContextManager[object]:
     described: its kind, as `jax.default_backend` would name it.
   """
   return _described(described)
+
+
+def split() -> contextlib.AbstractContextManager[object]:
+  """Traces for arrays whose rows and heads may be split over devices."""
+  return _split(True)

@@ -152,7 +152,7 @@ class Decoder(nn.Module):
     self.decoder_norm = _norm(config)
     self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
-      self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
+      self.logits_dense = layers.head(config.vocab_size, config.dtype)
 
   def __call__(self, tokens, deterministic=True):
     """Teacher-forced logits float32[B, S, V] of tokens int32[B, S]."""
@@ -221,11 +221,8 @@ class Decoder(nn.Module):
   def _head(self, x, deterministic):
     x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
     if self.config.logits_via_embedding:
-      # T5X rescales the input of its shared embedding in this way.
-      logits = self.token_embedder.attend(x / np.sqrt(self.config.emb_dim))
-    else:
-      logits = self.logits_dense(x)
-    return logits.astype(jnp.float32)
+      return self.token_embedder.attend(x)
+    return self.logits_dense(x)
 
 
 @dataclasses.dataclass(frozen=True)

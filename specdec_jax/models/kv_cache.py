@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -27,6 +28,7 @@ from specdec_jax.models.tree import Tree
 Kept = tuple[jax.Array, ...]
 # (buffer, new, start) -> buffer; see `write`.
 Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+_AT_ONCE = 32  # rows that are written without a loop over them
 
 
 @struct.dataclass
@@ -92,14 +94,18 @@ class KVCache:
     Returns:
       The cache with `length` + N tokens in every row.
     """
-    moved = {
-      name: tuple(
-        _move_slots(buffer, slots, length, rows, axis)
-        for buffer in getattr(self, name)
-      )
-      for name, rows, axis in _SLOT_AXES
-    }
-    return self.replace(**moved, length=length + slots.shape[1])
+    here = slots[:, None, None]
+
+    def taken(buffer):  # [B, N, H, D]
+      return jnp.take_along_axis(buffer, here, axis=3).transpose(0, 3, 1, 2)
+
+    kept: list[Kept] = []
+    for both in self.joined:
+      keys, values = (taken(one.swapaxes(2, 3)) for one in both)
+      kept.append((write_joined(both, keys, values, length),))
+    for pair in zip(self.keys, self.values, strict=True):
+      kept.append(tuple(write(one, taken(one), length) for one in pair))
+    return self.replace(length=length).grown(kept, slots.shape[1])
 
   def remember(self, layer: int, write: Write) -> Callable[..., Kept]:
     """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
@@ -122,20 +128,6 @@ class KVCache:
       return self.replace(joined=joined, length=length)
     keys, values = zip(*kept, strict=True)
     return self.replace(keys=keys, values=values, length=length)
-
-
-# Of each of a cache's buffers: the axis of its rows, and that of its slots.
-_SLOT_AXES = (('keys', 0, 3), ('values', 0, 3), ('joined', 1, 3))
-
-
-def _move_slots(
-  buffer: jax.Array, slots: jax.Array, start: jax.Array, rows: int, axis: int
-) -> jax.Array:
-  def one_row(row, chosen, first):
-    moved = jnp.take(row, chosen, axis=axis - 1)
-    return lax.dynamic_update_slice_in_dim(row, moved, first, axis - 1)
-
-  return jax.vmap(one_row, (rows, 0, 0), rows)(buffer, slots, start)
 
 
 def empty_slots(
@@ -184,6 +176,14 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
   # bshd -> bhds: the slot axis is last in the buffer.
   slots = new.transpose(0, 2, 3, 1).astype(buffer.dtype)
+  if backend.ways().writes_by_row:
+
+    def next_row(row, buffer):
+      one = lax.dynamic_slice_in_dim(slots, row, 1)
+      place = (row, zero, zero, start[row])
+      return lax.dynamic_update_slice(buffer, one, place)
+
+    return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
   return jax.vmap(one_row)(buffer, slots, start)
 
 
@@ -194,6 +194,19 @@ def write_joined(
   zero = jnp.zeros((), start.dtype)
   # bshd -> bhsd, behind which of both it is.
   slots = jnp.stack([keys, values]).swapaxes(2, 3).astype(buffer.dtype)
+  if backend.ways().flattens_cache:
+    both, batch, heads, num_slots, size = buffer.shape
+    rows = np.arange(batch * heads).reshape(batch, heads) * num_slots
+    begin = rows + start[:, None]
+    places = begin[..., None] + np.arange(slots.shape[3])
+    which = np.arange(both)[:, None, None, None]
+    # Behind a mapped slice update XLA would relay some layers' caches; and out
+    # of one array [2 * B * H * T, D] it would copy the keys before it reads.
+    flat = buffer.reshape(both, -1, size)
+    flat = flat.at[which, places].set(
+      slots, mode='promise_in_bounds', unique_indices=True
+    )
+    return flat.reshape(buffer.shape)
   if buffer.shape[1] == 1:  # mapped over rows it would be a scatter
     first = (zero, zero, zero, start[0], zero)
     return lax.dynamic_update_slice(buffer, slots, first)

@@ -42,7 +42,9 @@ def precision(dtype: str) -> lax.Precision:
   return lax.Precision.DEFAULT
 
 
-def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
+def dense_out_in(
+  kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
+) -> jax.Array:
   """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
 
   On a CPU, XLA packs the right operand of a small product at each call. Here
@@ -52,27 +54,63 @@ def dense_out_in(kernel: jax.Array, x: jax.Array) -> jax.Array:
   Args:
     kernel: [out, in].
     x: [..., in].
+    result_dtype: dtype of the result; None is x's.
 
   Returns:
     [..., out].
   """
+  result_dtype = result_dtype or str(x.dtype)
   rows = x.reshape(-1, x.shape[-1])
   count = rows.shape[0]
   if count == 1 and backend.ways().sums_row:
     # One kernel. XLA makes two of a product: the second adds partial sums.
     product = jnp.sum(kernel.astype(jnp.float32) * rows.astype(jnp.float32), 1)
-    return product.astype(x.dtype).reshape(*x.shape[:-1], kernel.shape[0])
+    return product.astype(result_dtype).reshape(*x.shape[:-1], kernel.shape[0])
   if not backend.ways().turns_operands:
     exact = precision(str(x.dtype))
-    return jnp.einsum('...i,oi->...o', x, kernel, precision=exact)
+    return jnp.einsum(
+      '...i,oi->...o',
+      x,
+      kernel,
+      precision=exact,
+      preferred_element_type=result_dtype,
+    )
   if 1 < count <= 16:
     # 4, 8 and 16 rows cost 1.3, 1.6 and 2.2 times one row; a number in between
     # costs more than the next larger of these (12 rows: 2.9 times).
     wider = max(4, 1 << (count - 1).bit_length())
     rows = jnp.pad(rows, ((0, wider - count), (0, 0)))
   columns = lax.optimization_barrier(rows.T)
-  product = lax.optimization_barrier(kernel @ columns)
+  product = jnp.matmul(kernel, columns, preferred_element_type=result_dtype)
+  product = lax.optimization_barrier(product)
   return product.T[:count].reshape(*x.shape[:-1], kernel.shape[0])
+
+
+def dense_in_out(
+  kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
+) -> jax.Array:
+  """Returns x @ kernel.
+
+  Args:
+    kernel: [in, out].
+    x: [..., in].
+    result_dtype: of the result; None is that of the operands.
+
+  Returns:
+    [..., out].
+  """
+  matmul = functools.partial(
+    jnp.matmul,
+    precision=precision(str(x.dtype)),
+    preferred_element_type=result_dtype,
+  )
+  least = backend.ways().least_rows
+  if least == 1 or x.size != x.shape[-1]:
+    return matmul(x, kernel)
+  rows = jnp.pad(x.reshape(1, -1), ((0, least - 1), (0, 0)))
+  # Else XLA sees that the other rows are not needed.
+  product = matmul(lax.optimization_barrier(rows), kernel)
+  return product[:1].reshape(*x.shape[:-1], kernel.shape[1])
 
 
 class Dense(nn.Module):
@@ -81,12 +119,20 @@ class Dense(nn.Module):
   The parameters are `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
   [out, in], if `partitioning.place` has laid it out for a CPU; and with
   `use_bias` also `bias`, [out].
+
+  Attributes:
+    features: out.
+    dtype: dtype of the operands.
+    kernel_init: initialises the kernel.
+    use_bias: whether there is a bias.
+    result_dtype: dtype of the result; None is `dtype`.
   """
 
   features: int
   dtype: str = 'float32'
   kernel_init: nn.initializers.Initializer = _kernel_init
   use_bias: bool = False
+  result_dtype: str | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -94,18 +140,24 @@ class Dense(nn.Module):
     x = x.astype(self.dtype)
     if self.has_variable('params', 'kernel_out_in'):
       kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
-      product = dense_out_in(kernel.astype(self.dtype), x)
+      product = dense_out_in(kernel.astype(self.dtype), x, self.result_dtype)
     else:
       shape = (x.shape[-1], self.features)
       kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
-      product = jnp.matmul(
-        x, kernel.astype(self.dtype), precision=precision(self.dtype)
-      )
+      product = dense_in_out(kernel.astype(self.dtype), x, self.result_dtype)
     if not self.use_bias:
       return product
     zeros = nn.initializers.zeros
     bias = self.param('bias', zeros, (self.features,), jnp.float32)
     return product + bias.astype(self.dtype)
+
+
+def head(vocab_size: int, dtype: str) -> Dense:
+  """The output layer: operands of `dtype`, logits in float32, as T5X's.
+
+  Logits rounded to bfloat16 would have ties that the model does not have.
+  """
+  return Dense(vocab_size, dtype, result_dtype='float32')
 
 
 class Embed(nn.Module):
@@ -128,11 +180,21 @@ class Embed(nn.Module):
     return jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
 
   def attend(self, x: jax.Array) -> jax.Array:
-    """Maps [..., features] to logits [..., vocab_size]."""
-    embedding = self.embedding.astype(self.dtype)
-    return jnp.einsum(
-      '...m,vm->...v', x, embedding, precision=precision(self.dtype)
+    """Maps [..., features] to logits float32[..., vocab_size].
+
+    T5 1.0 and T5X divide by sqrt(features).
+    """
+    scale = np.sqrt(self.features)
+    # Scaled first, x would be rounded to bfloat16 once more.
+    scale_first = self.dtype == 'float32'
+    logits = jnp.einsum(
+      '...m,vm->...v',
+      x / scale if scale_first else x,
+      self.embedding.astype(self.dtype),
+      precision=precision(self.dtype),
+      preferred_element_type=jnp.float32,
     )
+    return logits if scale_first else logits / scale
 
 
 class RMSNorm(nn.Module):
@@ -294,7 +356,10 @@ class Attention(nn.Module):
 
   def project_query(self, x: jax.Array) -> jax.Array:
     """Maps [B, S, M] to queries [B, S, H, D]."""
-    return self._heads(self.query(x))
+    queries = self.query(x)
+    if backend.ways().holds_queries:
+      queries = lax.optimization_barrier(queries)
+    return self._heads(queries)
 
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
     """Maps [B, S, M] to queries, keys and values, each [B, S, H, D].

@@ -209,7 +209,7 @@ class Decoder(nn.Module):
     self.decoder_norm = layers.RMSNorm(config.dtype)
     self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
-      self.logits_dense = layers.Dense(config.vocab_size, config.dtype)
+      self.logits_dense = layers.head(config.vocab_size, config.dtype)
 
   def position_bias(self, num_slots: int):
     """Returns `KVCache.position_bias`, each float32[H, 2 * num_slots]."""
@@ -233,11 +233,8 @@ class Decoder(nn.Module):
   def _head(self, x, embedder, deterministic):
     x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
     if self.config.logits_via_embedding:
-      # T5 1.0 rescales the input of its shared embedding.
-      logits = embedder.attend(x / np.sqrt(self.config.emb_dim))
-    else:
-      logits = self.logits_dense(x)
-    return logits.astype(jnp.float32)
+      return embedder.attend(x)
+    return self.logits_dense(x)
 
   def __call__(self, x, embedder, encoded, cross_bias, deterministic):
     """Teacher-forced logits [B, S, V] of embedded tokens [B, S, M]."""

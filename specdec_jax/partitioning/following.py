@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from specdec_jax.models import backend
 from specdec_jax.models.base import Params
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.partitioning.axes import CACHE
@@ -67,7 +68,8 @@ class Following:
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
-    logits, cache = self.network.extend(params, cache, tokens, tree)
+    with backend.split():
+      logits, cache = self.network.extend(params, cache, tokens, tree)
     # First split, and only then whole: if it were asked for whole rows at once,
     # XLA would gather the output layer's kernel instead.
     logits = self._at(logits, ('batch', None, 'vocab'))
@@ -77,7 +79,9 @@ class Following:
     return self.network.rewind(cache, length)
 
   def keep(self, cache, length, slots):
-    return self._held(self.network.keep(cache, length, slots))
+    with backend.split():
+      cache = self.network.keep(cache, length, slots)
+    return self._held(cache)
 
   def cache_shapes(self, cache: Any) -> Any:
     """`ShapeDtypeStruct`s of a cache (or of its shapes), with shardings."""

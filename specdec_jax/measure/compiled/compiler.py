@@ -70,22 +70,25 @@ class Compiler:
     lowered = jitted.lower(params, *args)
     shapes = self.place(lowered.out_info)
     leaves = jax.tree.leaves(params)
-    record, text = record_of(lowered, leaves)
+    caches = {leaf.shape for leaf in jax.tree.leaves(args) if leaf.ndim >= 4}
+    record, text = record_of(lowered, leaves, caches)
     if self._counts_kernels:
-      caches = {leaf.shape for leaf in jax.tree.leaves(args) if leaf.ndim >= 4}
       found = kernels.find(text, _whole_weights(leaves), caches)
       record['launched'] = dict(kernels.by_loop(found))
     return record, shapes
 
 
 def record_of(
-  lowered: Any, params: Sequence[Any]
+  lowered: Any,
+  params: Sequence[Any],
+  caches: Collection[tuple[int, ...]] = (),
 ) -> tuple[dict[str, Any], str]:
   """Compiles a program and returns what it needs.
 
   Args:
     lowered: result of `jax.jit(...).lower(...)`.
     params: shapes of the parameters, with shardings.
+    caches: shapes of the caches that it updates.
 
   Returns:
     Bytes per device and `program_text.Findings`, or only `refused` if the
@@ -100,7 +103,7 @@ def record_of(
     return {'refused': str(error).splitlines()[0]}, ''
   seconds = time.perf_counter() - begin
   text = compiled.as_text() or ''
-  findings = program_text.inspect(text, _whole_weights(params))
+  findings = program_text.inspect(text, _whole_weights(params), caches)
   costs = compiled.cost_analysis() or {}
   record = {
     'compile_seconds': seconds,

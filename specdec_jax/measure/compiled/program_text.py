@@ -29,6 +29,8 @@ _HOST = re.compile(
   r' (?:infeed|outfeed)\(|is_host_transfer=true'
   r'|custom_call_target="[^"]*callback[^"]*"'
 )
+# What a TPU computes in a loop over its rows, many small operations each.
+_ROW_LOOP = re.compile(r' while\(.*op_name="[^"]*/(scatter|gather)"')
 # Instructions that pass a parameter on without computing: an operand made by
 # one of these is a weight, not an activation that only has a weight's shape.
 _CARRIERS = frozenset(
@@ -39,7 +41,7 @@ _CARRIERS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class WeightCopies:
-  """Copies of whole weights that a program makes.
+  """Copies of whole weights or caches that a program makes.
 
   Attributes:
     count: how many instructions make copies.
@@ -61,12 +63,16 @@ class Findings:
     host_transfers: how many instructions wait for the host.
     float32_weights: weights converted to float32 in memory.
     relaid_weights: weights copied to another layout in memory.
+    relaid_caches: caches likewise.
+    row_loops: how many scatters and gathers became loops over rows.
   """
 
   custom_calls: dict[str, int]
   host_transfers: int
   float32_weights: WeightCopies
   relaid_weights: WeightCopies
+  relaid_caches: WeightCopies = WeightCopies()
+  row_loops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,30 +87,39 @@ class _Instruction:
   looped: bool
 
 
-def inspect(text: str, weights: Collection[tuple[int, ...]]) -> Findings:
+def inspect(
+  text: str,
+  weights: Collection[tuple[int, ...]],
+  caches: Collection[tuple[int, ...]] = (),
+) -> Findings:
   """Reads the text of an optimised program.
 
   Args:
     text: text from `compiled.as_text()`.
     weights: shapes of the matrices that should not be copied.
+    caches: shapes of the arrays that should be updated where they are.
 
   Returns:
     The findings. Values inside a fusion are not in memory, and do not count.
   """
-  weights = set(weights)
+  weights, caches = set(weights), set(caches)
   known: dict[str, _Instruction] = {}
-  widened, relaid = [], []
+  widened: list[tuple[float, _Instruction]] = []
+  relaid: list[tuple[float, _Instruction]] = []
+  moved: list[tuple[float, _Instruction]] = []
   for one in _instructions(text):
     known[one.name] = one
     source = known.get(one.operand)
+    if one.shape in caches and source is not None and _relays(one, source):
+      moved.append((itemsize(one.dtype), one))
     if one.shape not in weights or source is None or not one.only_operand:
       continue
     if source.op not in _CARRIERS or source.shape != one.shape:
       continue
     if one.dtype == 'f32' and source.dtype == 'bf16':
       widened.append((4, one))
-    elif one.op == 'copy' and _order(one.layout) != _order(source.layout):
-      relaid.append((4 if one.dtype == 'f32' else 2, one))
+    elif _relays(one, source):
+      relaid.append((itemsize(one.dtype), one))
   return Findings(
     custom_calls=dict(
       sorted(collections.Counter(_TARGET.findall(text)).items())
@@ -112,13 +127,19 @@ def inspect(text: str, weights: Collection[tuple[int, ...]]) -> Findings:
     host_transfers=sum(1 for _ in _HOST.finditer(text)),
     float32_weights=_summarise(widened),
     relaid_weights=_summarise(relaid),
+    relaid_caches=_summarise(moved),
+    row_loops=sum(1 for _ in _ROW_LOOP.finditer(text)),
   )
 
 
-def _summarise(found: list[tuple[int, _Instruction]]) -> WeightCopies:
+def _relays(one: _Instruction, source: _Instruction) -> bool:
+  return one.op == 'copy' and _order(one.layout) != _order(source.layout)
+
+
+def _summarise(found: Collection[tuple[float, _Instruction]]) -> WeightCopies:
   sizes = {True: 0, False: 0}
-  for itemsize, one in found:
-    sizes[one.looped] += itemsize * math.prod(one.shape)
+  for size, one in found:
+    sizes[one.looped] += int(size * math.prod(one.shape))
   return WeightCopies(len(found), sizes[False], sizes[True])
 
 

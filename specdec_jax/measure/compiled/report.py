@@ -191,6 +191,15 @@ _FALLBACKS = _PAIR | {
   'in each round, GB': lambda r: _gb(
     _total(r, 'relaid_weights', 'looped_bytes', ['speculative_run'])
   ),
+  'caches relaid once a run, GiB': lambda r: _gib(
+    _total(r, 'relaid_caches', 'once_bytes', ['speculative_run'])
+  ),
+  'in each round, GB ': lambda r: _gb(
+    _total(r, 'relaid_caches', 'looped_bytes', ['speculative_run'])
+  ),
+  'loops over rows': lambda r: str(
+    r['programs']['speculative_run'].get('row_loops', 0)
+  ),
 }
 
 _FALLBACKS_ON_GPU = {
@@ -339,6 +348,10 @@ def _tpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     '## Recompilation and fallbacks',
     '',
     *_STATE,
+    'A scatter or gather that became a loop over rows runs ten small'
+    ' operations a row; a cache is relaid for the layout that the compiler'
+    ' prefers inside of the loop.',
+    '',
     *_markdown(_FALLBACKS, rows),
     f'Custom calls in the programs: {_custom_calls(rows)}.',
   ]
