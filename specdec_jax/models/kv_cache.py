@@ -94,17 +94,24 @@ class KVCache:
     Returns:
       The cache with `length` + N tokens in every row.
     """
-    here = slots[:, None, None]
-
-    def taken(buffer):  # [B, N, H, D]
-      return jnp.take_along_axis(buffer, here, axis=3).transpose(0, 3, 1, 2)
-
+    last, before_last = slots[:, None, None], slots[:, None, :, None]
     kept: list[Kept] = []
     for both in self.joined:
-      keys, values = (taken(one.swapaxes(2, 3)) for one in both)
+      # bhnd -> bnhd
+      keys, values = (
+        jnp.take_along_axis(one, before_last, axis=2).swapaxes(1, 2)
+        for one in both
+      )
       kept.append((write_joined(both, keys, values, length),))
     for pair in zip(self.keys, self.values, strict=True):
-      kept.append(tuple(write(one, taken(one), length) for one in pair))
+      # bhdn -> bnhd
+      moved = (
+        jnp.take_along_axis(one, last, axis=3).transpose(0, 3, 1, 2)
+        for one in pair
+      )
+      kept.append(
+        tuple(write(*args, length) for args in zip(pair, moved, strict=True))
+      )
     return self.replace(length=length).grown(kept, slots.shape[1])
 
   def remember(self, layer: int, write: Write) -> Callable[..., Kept]:
