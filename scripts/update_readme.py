@@ -115,7 +115,7 @@ def _quality(summary: Record) -> list[str | Table]:
     f' {summary["references"]:,} references ({several:,} have several), gamma'
     f' {summary["gamma"]}; {summary.where}.',
     quality.table(summary),
-    'BLEU is of greedy outputs. Signatures of sacrebleu: with all references'
+    'BLEU is of greedy outputs unless beams are named. Signatures of sacrebleu: with all references'
     f' `{summary["bleu"]["signature"]}`, with the first one'
     f' `{summary["bleu_single"]["signature"]}`.',
   ]

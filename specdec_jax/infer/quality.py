@@ -187,7 +187,7 @@ def _evaluate(
 
 
 def _search(engine, sources, references, config, console) -> dict[str, Any]:
-  """BLEU and counts of the beam search; how many searches agree in all beams."""
+  """BLEU and counts of the beam search, and how many searches agree."""
   width = config.beams.num_beams
   plain, drafted = (
     _decode(
