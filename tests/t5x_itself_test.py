@@ -13,6 +13,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,19 @@ models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample
 decoding.temperature_sample.temperature = 0.0
 """
 
+STOCK_BEAMS = """
+from t5x import decoding
+from t5x import models
+include 't5x/configs/runs/infer.gin'
+NUM_DECODES = 1
+models.EncoderDecoderModel:
+  decode_fn = @decoding.beam_search
+  default_decoder_params = @models.DecoderParams()
+models.DecoderParams:
+  num_decodes = %NUM_DECODES
+  return_all_decodes = True
+"""
+
 SPECULATIVE = """
 include '{root}/gin/t5x/speculative.gin'
 draft/network.T5Config:
@@ -149,7 +163,12 @@ def files(folder):
   sizes = '\n'.join(
     f'network.T5Config.{name} = {value!r}' for name, value in SIZES.items()
   )
-  for name, run in (('stock', STOCK), ('speculative', SPECULATIVE)):
+  runs = {
+    'stock': STOCK,
+    'stock_beams': STOCK_BEAMS,
+    'speculative': SPECULATIVE,
+  }
+  for name, run in runs.items():
     text = (MODEL + run + TASK_OF_RUN).format(
       folder=folder,
       root=ROOT,
@@ -163,7 +182,8 @@ def files(folder):
 
 def infer(files, name, mode, *bindings, **env):
   """Runs t5x.infer, once; returns the files that it wrote, by name."""
-  output = files / f'{name}_{mode}_{len(bindings)}'
+  bound = zlib.crc32(' '.join(bindings).encode())
+  output = files / f'{name}_{mode}_{bound}'
   command = [sys.executable, '-m', 't5x.infer', f'--gin_file={name}.gin']
   command += [
     f"--gin.INFER_OUTPUT_DIR='{output}'",
@@ -212,17 +232,10 @@ def test_infer_splits_both_models(files):
 @pytest.mark.parametrize('width', [1, 4])
 def test_infer_searches_as_t5x_does(files, width):
   """T5X's default: the same beams in the same files, scores to 1e-4."""
-  bindings = (f'DecoderParams.num_decodes={width}',) + (
-    'DecoderParams.return_all_decodes=True',
-  )
-  theirs = infer(
-    files, 'stock', 'predict_with_aux',
-    *bindings, 'EncoderDecoderModel.decode_fn=@decoding.beam_search',
-  )  # fmt: skip
-  ours = infer(
-    files, 'speculative', 'predict_with_aux', *bindings,
-    'DECODE_FN=@t5x_plugin.beam_search', 'GAMMA=2', 'NUM_DECODES=7',
-  )  # fmt: skip
+  mode, wide = 'predict_with_aux', f'NUM_DECODES={width}'
+  theirs = infer(files, 'stock_beams', mode, wide)
+  bindings = ('DECODE_FN=@t5x_plugin.beam_search', 'RETURN_ALL_DECODES=True')
+  ours = infer(files, 'speculative', mode, wide, *bindings)
   assert theirs.keys() == ours.keys()
   name = 'little-predict_with_aux.jsonl-00000-of-00001'
   for each in zip(*(f[name].splitlines() for f in (theirs, ours)), strict=True):
