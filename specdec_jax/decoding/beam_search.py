@@ -44,6 +44,24 @@ class Level:
 
 
 @struct.dataclass
+class Known:
+  """What the target has said of live beams that it has read already.
+
+  A level that does not hold mostly misses one beam. The others were nodes of
+  the tree, so the next draft need not guess what follows them.
+
+  Attributes:
+    beams: bool[B, K], which live beams these are.
+    values: float32[B, K, C], log-probabilities of their `candidates`.
+    ids: int32[B, K, C].
+  """
+
+  beams: jax.Array
+  values: jax.Array
+  ids: jax.Array
+
+
+@struct.dataclass
 class BeamState:
   """The loop's carry; donated, so that it is updated in place.
 
@@ -56,6 +74,7 @@ class BeamState:
     places: int32[B, T], each slot's place in its sequence.
     previous: the level before that of the live beams. The drafter has not read
       it if all its proposals were accepted, and reads it again otherwise.
+    known: what the drafter is told of the live beams.
     finish_reason: int32[B], a `FinishReason`.
     target_cache: the target's cache.
     draft_cache: the drafter's; None in the plain search.
@@ -68,6 +87,7 @@ class BeamState:
   used: jax.Array
   places: jax.Array
   previous: Level
+  known: Known
   finish_reason: jax.Array
   target_cache: Any
   draft_cache: Any
@@ -102,7 +122,8 @@ def start(
   request: Request,
 ) -> BeamState:
   """Both models read the inputs; returns the state before the first round."""
-  width, slots = _settings(request).width, request.cache_slots
+  settings = _settings(request)
+  width, slots = settings.width, request.cache_slots
   batch = request.inputs.shape[0]
   inputs, prompt = request.inputs, request.prompt
   first = jnp.zeros((batch,), jnp.int32) + request.first_length
@@ -131,6 +152,11 @@ def start(
       tokens=jnp.zeros((batch, width), jnp.int32),
       # Each its own slot: a softmax over nothing is not a number.
       visible=slot == (used[:, None] - width + jnp.arange(width))[..., None],
+    ),
+    known=Known(
+      beams=jnp.zeros((batch, width), bool),
+      values=jnp.zeros((batch, width, settings.num_candidates), jnp.float32),
+      ids=jnp.zeros((batch, width, settings.num_candidates), jnp.int32),
     ),
     finish_reason=jnp.where(
       request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
@@ -304,12 +330,11 @@ def _propose(
     tree = Tree(positions, places, visible)
     return drafter.extend(params.draft, cache, tokens, tree)
 
-  def widen(score, logits):
+  def guess(logits):
     # A beam that ends is no live beam.
     every = jnp.ones(logits.shape[:2], bool)
     count = min(draft_width, logits.shape[-1])
-    values, ids = beams.candidates(logits, count, every, request.stop_ids)
-    return beams.widen(score, values, ids, draft_width)
+    return beams.candidates(logits, count, every, request.stop_ids)
 
   # The level before the roots too: nothing is owed then, see `small_model`.
   cache = drafter.rewind(state.draft_cache, used - width)
@@ -323,7 +348,9 @@ def _propose(
   limits = _limits(request)
   beaten = beams.is_beaten(settings, limits, state.live, state.finished)
   score = jnp.where(beaten, beams.ABSENT, state.live.score)
-  score, parents, tokens = widen(score, logits[:, width:])
+  guessed = guess(logits[:, width:])
+  following = _told(state.known, guessed, request.stop_ids)
+  score, parents, tokens = beams.widen(score, *following, draft_width)
   visible = _gather(roots.visible, parents)
 
   def one_level(carry, depth):
@@ -332,7 +359,7 @@ def _propose(
     visible = _with_own(ancestors, begin, draft_width)
     positions = jnp.broadcast_to(place + 1 + depth, tokens.shape)
     logits, cache = read(cache, tokens, positions, visible)
-    score, parents, more = widen(score, logits)
+    score, parents, more = beams.widen(score, *guess(logits), draft_width)
     carry = cache, score, more, _gather(visible, parents)
     return carry, (tokens, visible, parents)
 
@@ -354,6 +381,22 @@ def _propose(
     visible=stacked(more_visible, visible),
   )
   return state.replace(draft_cache=cache), draft
+
+
+def _told(known: Known, guessed, stop_ids: jax.Array):
+  """`candidates` of the live beams: the target's where it has said them."""
+  ends = jnp.any(known.ids[..., None] == stop_ids, axis=-1)
+  said = jnp.where(ends, -jnp.inf, known.values), known.ids
+  count = max(guessed[0].shape[-1], said[0].shape[-1])
+
+  def padded(array, value):
+    missing = count - array.shape[-1]
+    return jnp.pad(array, ((0, 0), (0, 0), (0, missing)), constant_values=value)
+
+  return tuple(
+    jnp.where(known.beams[..., None], padded(one, value), padded(other, value))
+    for one, other, value in zip(said, guessed, (-jnp.inf, 0), strict=True)
+  )
 
 
 def _levels(request: Request, state: BeamState, used: jax.Array):
@@ -387,7 +430,7 @@ def _nodes(roots: Level, draft: DraftTree):
 
 def _candidates(request: Request, state, logits: jax.Array, level: jax.Array):
   """`beams.candidates` of every node of the call."""
-  count = min(_settings(request).num_candidates, logits.shape[-1])
+  count = _settings(request).num_candidates
   produced = (
     state.live.length[:, :1] - jnp.asarray(request.first_length)[..., None]
   )
@@ -420,11 +463,10 @@ def _replay(
   gamma = request.gamma
   # The last level has no children: no level after it can hold.
   none = jnp.full((batch, 1, draft_width), -1, jnp.int32)
-  children = (
-    jnp.concatenate([draft.tokens, none], axis=1),
-    jnp.concatenate([draft.parents, none], axis=1),
+  children = tuple(
+    jnp.concatenate([nodes, none], axis=1).swapaxes(0, 1)
+    for nodes in (draft.tokens, draft.parents)
   )
-  children = tuple(x.swapaxes(0, 1) for x in children)
 
   def one_level(carry, inputs):
     state, going_on, place = carry
@@ -470,6 +512,9 @@ def _replay(
     exists = live.exists & ~dropped
     after = after.replace(live=live.replace(score=score, exists=exists))
     next_place = jnp.argmax(same, axis=2).astype(jnp.int32)
+    next_node = width + depth * draft_width + next_place
+    known = Known(found, _gather(values, next_node), _gather(ids, next_node))
+    after = after.replace(known=known)
     state = _where(going_on, after, state)
     return (state, held, next_place), (held, node)
 

@@ -321,7 +321,8 @@ class TextBatch:
 
   def _beams_of(self, generation: Generation, row: int) -> list[Completion]:
     """The best `num_samples` beams of a row, the best one last."""
-    width, number = self.request.beams.width, self.options.num_samples
+    width = self.options.num_beams or 1
+    number = self.options.num_samples
     last = (row + 1) * width
     rows = range(last - number, last)
     return [from_generation(generation, i, self._tokenizer) for i in rows]

@@ -128,7 +128,9 @@ def call_bytes(
   """
   tables = [leaf for name, leaf in _flat(params).items() if _TABLE in name]
   cache: kv_cache.KVCache = jax.eval_shape(
-    lambda *args: network.prefill(args[0], args[1], request.cache_slots),
+    lambda *args: network.prefill(
+      *args, request.cache_slots, request.num_positions
+    ),
     params,
     request.inputs,
   )
