@@ -266,8 +266,8 @@ SEARCHES = [
   PLAIN,
   Search(3, 2, 3),
   Search(2, 3, 4, stop_ids=(1, 4)),
-  Search(3, 0, 3, Rule.TRANSFORMERS),
-  Search(3, 3, 5, Rule.TRANSFORMERS),
+  Search(3, 0, 3, Rule.TRANSFORMERS, (5,)),
+  Search(3, 3, 5, Rule.TRANSFORMERS, (5,)),
 ]
 PENALTIES = {Rule.T5X: (0.0, 0.6, 1.0), Rule.TRANSFORMERS: (0.0, 1.0, 2.0)}
 
@@ -343,12 +343,13 @@ def check_oracle(one, found, penalty, stop_ids):
 @pytest.mark.parametrize('one', SEARCHES, ids=str)
 def test_beams_are_those_of_the_oracle(one):
   """Ragged rows: prompts, limits, least lengths, a row that fills up."""
+  ended = 0
   for penalty in PENALTIES[one.rule]:
     for stop_ids in (one.stop_ids, tuple(2 + i for i in one.stop_ids)):
       changed = one._replace(stop_ids=stop_ids)
       found = toy_search(changed, penalty)
       check_counts(found, one.gamma)
-      assert check_oracle(one, found, penalty, stop_ids) > 0
+      ended += check_oracle(one, found, penalty, stop_ids)
       # A beam's score is made of its tokens' log-probabilities.
       best = found.log_probs[0, -1].sum()
       assert best == pytest.approx(
@@ -360,6 +361,7 @@ def test_beams_are_those_of_the_oracle(one):
         ),
         abs=1e-4,
       )
+  assert ended > len(INPUTS)
 
 
 def test_a_row_is_the_same_alone_and_among_others():
