@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 from specdec_jax import files
 from specdec_jax.infer import first_look, quality, report
-from specdec_jax.measure import alpha, record, throughput
+from specdec_jax.measure import alpha, beam_grid, record, throughput
 from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
 from specdec_jax.measure.compiled import report as compiled_report
@@ -115,7 +115,8 @@ def _quality(summary: Record) -> list[str | Table]:
     f' {summary["references"]:,} references ({several:,} have several), gamma'
     f' {summary["gamma"]}; {summary.where}.',
     quality.table(summary),
-    'BLEU is of greedy outputs unless beams are named. Signatures of sacrebleu: with all references'
+    'BLEU is of greedy outputs unless beams are named. Signatures of'
+    ' sacrebleu: with all references'
     f' `{summary["bleu"]["signature"]}`, with the first one'
     f' `{summary["bleu_single"]["signature"]}`.',
   ]
@@ -195,7 +196,9 @@ def _beam_check(found: Record) -> list[str | Table]:
     f' {settings["conditional_us"]:g} per conditional, bytes at'
     f' {settings["gb_per_s"]:,.0f} GB/s. Levels a call are those of'
     f' `{settings["levels_file"]}`; the factor is over the plain beam search.',
-    compiled_report.beams_table(found),
+    compiled_report.beams_table(
+      found, beam_grid.levels_a_call(ROOT / settings['levels_file'])
+    ),
   ]
 
 

@@ -5,6 +5,7 @@ whatever slows the machine for a while slows all of them.
 """
 
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,11 @@ class Setting(NamedTuple):
   gamma: int = 0
   draft_beams: int = 0
 
+  @classmethod
+  def of(cls, found: Mapping[str, Any]) -> 'Setting':
+    """The setting that a dictionary of results is of."""
+    return cls(*(found[name] for name in cls._fields))
+
 
 @dataclasses.dataclass
 class _Found:
@@ -128,7 +134,7 @@ def beam_grid(
   return record
 
 
-def levels_a_call(path: str) -> dict[Setting, float]:
+def levels_a_call(path: str | os.PathLike[str]) -> dict[Setting, float]:
   """What a record of `beam_grid` says of each of its speculative settings.
 
   Raises:
@@ -141,9 +147,7 @@ def levels_a_call(path: str) -> dict[Setting, float]:
       ' measure --gin_file=gin/runs/beams_demo.gin` wrote.'
     )
   return {
-    Setting(one['width'], one['gamma'], one['draft_beams']): one['levels']
-    for one in found['points']
-    if one['gamma']
+    Setting.of(one): one['levels'] for one in found['points'] if one['gamma']
   }
 
 
@@ -218,13 +222,15 @@ def _costs(
     draft_beams=widest.draft_beams,
   )
   functions = {
-    (model, size): calls.target_calls(pairs[model], request, size, _CALLS_A_RUN)
+    f'{model} {size}': calls.target_calls(
+      pairs[model], request, size, _CALLS_A_RUN
+    )
     for model, size in sorted(sizes)
   }
   seconds = timing.interleave(functions, repeats + 1, advance)
   return {
-    name: statistics.median(values) / _CALLS_A_RUN
-    for name, values in seconds.items()
+    (model, size): statistics.median(seconds[f'{model} {size}']) / _CALLS_A_RUN
+    for model, size in sorted(sizes)
   }
 
 

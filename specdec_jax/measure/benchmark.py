@@ -259,8 +259,8 @@ def _prepare_calls(
   functions['plain_loop'], compile_seconds = loop(pair.target)
   for width in config.beam_widths:
     settings = BeamSettings(jnp.float32(0.6), width, draft_width=width)
-    name, asked = f'beams_{width}_loop', plain.replace(beams=settings)
-    functions[name], _ = loop(pair.target, asked)
+    asked = dataclasses.replace(plain, beams=settings)
+    functions[f'beams_{width}_loop'], _ = loop(pair.target, asked)
   for size in sorted({*config.call_sizes, *(gamma + 1 for gamma in gammas)}):
     functions[f'call_{size}'] = calls.target_calls(
       pair, request(gamma=size), size, config.calls_a_run

@@ -8,7 +8,7 @@ pair has been measured to have.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,8 +41,8 @@ class BeamCheckConfig:
     target: the network that decides.
     draft: the drafter's network.
     settings: (gamma, beams of the drafter) of each speculative search.
-    levels_file: a record of `beam_grid`, by gin/runs/beams_demo.gin,
-      that has the levels a call of these settings.
+    levels_file: a record of `beam_grid`, by gin/runs/beams_demo.gin, of whose
+      levels a call the report takes those of these settings.
     output_dir: folder of results.json and report.md.
     width: K, beams.
     input_len: E.
@@ -57,7 +57,7 @@ class BeamCheckConfig:
 
   Raises:
     ValueError: a number is too small, the device is no GPU that is known, or
-      the levels of a setting have not been measured.
+      `levels_file` is no such record.
   """
 
   target: LanguageModel
@@ -87,21 +87,12 @@ class BeamCheckConfig:
       )
     if self.gb_per_s is None:
       object.__setattr__(self, 'gb_per_s', described.bytes_per_s / 1e9)
-    levels = levels_a_call(self.levels_file)
-    missing = [one for one in self._speculative() if one not in levels]
-    if missing:
-      raise ValueError(
-        f'{self.levels_file!r} does not say how many levels a call accepts with'
-        f' {", ".join(map(str, missing))}; it has'
-        f' {", ".join(map(str, levels))}. Measure them too.'
-      )
-
-  def _speculative(self) -> list[Setting]:
-    return [Setting(self.width, *one) for one in self.settings]
+    levels_a_call(self.levels_file)
 
   def searches(self) -> list[Setting]:
     """All that is compiled: the greedy loop and the plain search first."""
-    return [Setting(0), Setting(self.width), *self._speculative()]
+    speculative = [Setting(self.width, *one) for one in self.settings]
+    return [Setting(0), Setting(self.width), *speculative]
 
 
 def check(
@@ -127,21 +118,19 @@ def check(
       'beam_check',
       {'compiled_for': described.name} | gpu.versions(),
       {
-        str(one): functools.partial(
-          _compile_search, config, one, levels.get(one, 1.0), compiler
-        )
+        str(one): functools.partial(_compile_search, config, one, compiler)
         for one in config.searches()
       },
-      lambda row: str(Setting(*(row[name] for name in Setting._fields))),
-      report.beams_markdown,
+      lambda row: str(Setting.of(row)),
+      lambda found: report.beams_markdown(found, levels),
       console,
     )
-  console.print(report.beams_table(results))
+  console.print(report.beams_table(results, levels))
   return results
 
 
 def _compile_search(
-  config: BeamCheckConfig, one: Setting, levels: float, compiler: Compiler
+  config: BeamCheckConfig, one: Setting, compiler: Compiler
 ) -> dict[str, Any]:
   """Compiles one search, and predicts what a call and its proposals take."""
   networks = {'target': config.target, 'draft': config.draft}
@@ -157,9 +146,8 @@ def _compile_search(
   if one.width:
     penalty: Any = jax.ShapeDtypeStruct((), jnp.float32)
     own = one.draft_beams or one.width
-    request = request.replace(
-      beams=BeamSettings(penalty, one.width, draft_width=own)
-    )
+    settings = BeamSettings(penalty, one.width, draft_width=own)
+    request = dataclasses.replace(request, beams=settings)
   request = compiler.place(request)
   loop = Loop(config.target, small_model(config.draft) if one.gamma else None)
   both = PairParams(params['target'], params.get('draft'))
@@ -177,9 +165,8 @@ def _compile_search(
   if one.gamma:
     moved += read('draft', 2 * one.width)
     moved += (one.gamma - 1) * read('draft', one.draft_beams)
-  launched: Mapping[str, Any] = program['launched']['round']
+  launched = program['launched']['round']
   return one._asdict() | {
-    'levels': levels,
     'cost': gpu_costs.cost(config, moved, launched),
     'program': program,
   }

@@ -6,6 +6,7 @@ from typing import Any
 import rich.console
 
 from specdec_jax.checks.memory import GIB
+from specdec_jax.measure.beam_grid import Setting
 from specdec_jax.measure.table import Column, Table, say
 
 _Record = Mapping[str, Any]
@@ -477,8 +478,13 @@ def show_slices(console: rich.console.Console, results: _Record) -> None:
   console.print(table(columns, results['rows'], results['settings']['name']))
 
 
-def beams_table(results: _Record) -> Table:
-  """What a call of each search costs, and what speculation would give."""
+def beams_table(results: _Record, levels: Mapping[Setting, float]) -> Table:
+  """What a call of each search costs, and what speculation would give.
+
+  Args:
+    results: the contents of results.json.
+    levels: levels a call of each setting, as far as they were measured.
+  """
   rows = results['rows']
   plain = [
     row['cost']['ms'] for row in rows if row['width'] and not row['gamma']
@@ -486,7 +492,8 @@ def beams_table(results: _Record) -> Table:
   cells = []
   for row in rows:
     cost, gamma = row['cost'], row['gamma']
-    factor = row['levels'] * plain[0] / cost['ms'] if gamma and plain else None
+    held = levels.get(Setting.of(row))
+    factor = held * plain[0] / cost['ms'] if held and plain else None
     cells.append(
       [
         row['width'] or None,
@@ -498,7 +505,7 @@ def beams_table(results: _Record) -> Table:
         (cost['written_bytes'] + cost['updated_bytes']) / 1e6,
         cost['bytes_ms'],
         cost['ms'],
-        row['levels'] if gamma else None,
+        held,
         factor,
       ]
     )
@@ -518,8 +525,8 @@ def beams_table(results: _Record) -> Table:
   return Table(results['settings']['name'], columns, cells)
 
 
-def beams_markdown(results: _Record) -> str:
-  """The report of `beam_check`, made from the contents of results.json."""
+def beams_markdown(results: _Record, levels: Mapping[Setting, float]) -> str:
+  """The report of `beam_check`; see `beams_table`."""
   settings = results['settings']
   lines = [
     *_heading(settings, 'For one'),
@@ -533,7 +540,7 @@ def beams_markdown(results: _Record) -> str:
     f' microseconds a kernel and {settings["conditional_us"]:g} a conditional,'
     ' which are estimates. The factor is over the plain beam search.',
     '',
-    beams_table(results).markdown(),
+    beams_table(results, levels).markdown(),
   ]
   return '\n'.join(lines) + '\n'
 
