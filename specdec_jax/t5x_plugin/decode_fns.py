@@ -145,6 +145,9 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
   """T5X's `decoding.beam_search`, by speculative decoding: the same beams.
 
+  Only behind a prompt of L - 1 tokens T5X repeats the last of them; here the
+  search finds that one token.
+
   Args:
     inputs: int32[B, L], as for `temperature_sample`.
     cache: not used; the search makes its own.
