@@ -14,6 +14,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'alpha'        as scripts/measure_alpha.py writes it
   'throughput'   as scripts/throughput.py writes it
   'gpu_check'    as `specdec compile-check` writes it, for a GPU
+  'beam_check'   likewise, of gin/runs/compile_check_beams.gin
   'try'          as `specdec try --output-file FILE` writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
             as scripts/reproduce.py and scripts/peers.py write it
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 from specdec_jax import files
 from specdec_jax.infer import first_look, quality, report
-from specdec_jax.measure import alpha, record, throughput
+from specdec_jax.measure import alpha, beam_grid, record, throughput
 from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
 from specdec_jax.measure.compiled import report as compiled_report
@@ -114,7 +115,8 @@ def _quality(summary: Record) -> list[str | Table]:
     f' {summary["references"]:,} references ({several:,} have several), gamma'
     f' {summary["gamma"]}; {summary.where}.',
     quality.table(summary),
-    'BLEU is of greedy outputs. Signatures of sacrebleu: with all references'
+    'BLEU is of greedy outputs unless beams are named. Signatures of'
+    ' sacrebleu: with all references'
     f' `{summary["bleu"]["signature"]}`, with the first one'
     f' `{summary["bleu_single"]["signature"]}`.',
   ]
@@ -184,6 +186,22 @@ def _gpu_check(found: Record) -> list[str | Table]:
   ]
 
 
+def _beam_check(found: Record) -> list[str | Table]:
+  settings = found['settings']
+  return [
+    f'One {settings["compiled_for"]}, compiled for and not run; batch 1,'
+    f' {settings["param_dtype"]}; {settings["input_len"]} input and'
+    f' {settings["decode_len"]} output tokens; JAX {settings["jax"]}. Times are'
+    f' predicted: {settings["kernel_us"]:g} microseconds per kernel,'
+    f' {settings["conditional_us"]:g} per conditional, bytes at'
+    f' {settings["gb_per_s"]:,.0f} GB/s. Levels a call are those of'
+    f' `{settings["levels_file"]}`; the factor is over the plain beam search.',
+    compiled_report.beams_table(
+      found, beam_grid.levels_a_call(ROOT / settings['levels_file'])
+    ),
+  ]
+
+
 def _try(found: Record) -> list[str | Table]:
   return [f'{found.where}.', report.table(found), *first_look.sentences(found)]
 
@@ -198,6 +216,7 @@ _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'alpha': _alpha,
   'throughput': _throughput,
   'gpu_check': _gpu_check,
+  'beam_check': _beam_check,
   'try': _try,
 }
 

@@ -28,6 +28,8 @@ from specdec_jax.models import backend
 
 _FLOAT32 = np.finfo(np.float32)
 
+_BLOCK = 128  # logits that `top_tokens` looks at together
+
 # What the random numbers of one row in one round are for, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
 
@@ -300,6 +302,34 @@ def greedy_token(logits: jax.Array) -> jax.Array:
   indices = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
   at_maximum = logits == jnp.max(logits, axis=-1, keepdims=True)
   return jnp.min(jnp.where(at_maximum, indices, last), axis=-1)
+
+
+def top_tokens(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The `count` largest logits and their ids; the first ids on ties.
+
+  Of a long row, the largest of each 128 logits are looked at first: the ones
+  looked for lie in the `count` blocks with the largest maxima.
+
+  Args:
+    logits: float[..., V].
+    count: static, at most V.
+
+  Returns:
+    float[..., count] and int32[..., count], from the largest on.
+  """
+  size = logits.shape[-1]
+  if size <= 4 * _BLOCK * count:
+    return lax.top_k(logits, count)
+  padding = [(0, 0)] * (logits.ndim - 1) + [(0, -size % _BLOCK)]
+  blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
+  blocks = blocks.reshape(*logits.shape[:-1], -1, _BLOCK)
+  _, chosen = lax.top_k(jnp.max(blocks, axis=-1), count)
+  chosen = jnp.sort(chosen, axis=-1)  # the first ids stay the first
+  few = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
+  ids = chosen[..., None] * _BLOCK + jnp.arange(_BLOCK)
+  few, ids = (x.reshape(*logits.shape[:-1], -1) for x in (few, ids))
+  values, index = lax.top_k(few, count)
+  return values, jnp.take_along_axis(ids, index, axis=-1)
 
 
 def _maximum(values: jax.Array) -> jax.Array:

@@ -95,6 +95,7 @@ class Generation:
       past `length`.
     finish_reason: int32[B], a `FinishReason`.
     stats: the counts.
+    scores: float32[B], of beams only: what they are sorted by.
   """
 
   tokens: jax.Array
@@ -102,3 +103,4 @@ class Generation:
   log_probs: jax.Array
   finish_reason: jax.Array
   stats: DecodeStats
+  scores: jax.Array | None = None

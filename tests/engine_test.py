@@ -197,10 +197,6 @@ def test_unknown_options_are_named(engine):
     engine.generate(TEXTS, temprature=1.0)
   with pytest.raises(ValueError, match="'min_lenght'. Nearest known: min_leng"):
     engine.generate(TEXTS, min_lenght=1)
-  with pytest.raises(
-    ValueError, match='num_beams: there is no speculative bea'
-  ):
-    engine.generate(TEXTS, num_beams=4)
 
 
 def test_a_temperature_for_each_text(engine):

@@ -218,8 +218,8 @@ def check_rows(rows: list[list]) -> None:
   assert len({token for row in rows for token in row}) > 5, rows
 
 
-def their_greedy(model: Any, inputs: np.ndarray) -> list[list]:
-  """Tokens of `generate`, without the start and what follows an end."""
+def generate(model: Any, inputs: np.ndarray, **options) -> Any:
+  """What a T5's `generate` returns for inputs int32[B, E]."""
   import torch
 
   # Version 5.23 sizes the decoder's cache by the encoder's layers.
@@ -227,15 +227,19 @@ def their_greedy(model: Any, inputs: np.ndarray) -> list[list]:
   model.config.num_layers = model.config.num_decoder_layers
   try:
     tokens = torch.tensor(inputs).long()
-    generated = model.generate(
+    return model.generate(
       input_ids=tokens,
       attention_mask=(tokens != 0).long(),
       do_sample=False,
-      num_beams=1,
-      max_new_tokens=BUDGET,
+      **options,
     )
   finally:
     model.config.num_layers = kept
+
+
+def their_greedy(model: Any, inputs: np.ndarray) -> list[list]:
+  """Tokens of `generate`, without the start and what follows an end."""
+  generated = generate(model, inputs, num_beams=1, max_new_tokens=BUDGET)
   rows = generated[:, 1:].tolist()
   return [row[: row.index(1) + 1] if 1 in row else row for row in rows]
 

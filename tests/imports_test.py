@@ -30,6 +30,7 @@ ROOMS = (
   ('infer',),
   ('paper',),
   ('notebook',),
+  ('t5x_plugin',),
   ('cli', '__main__'),
 )
 DEPTH = {name: depth for depth, names in enumerate(ROOMS) for name in names}

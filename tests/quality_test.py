@@ -14,6 +14,7 @@ from specdec_jax.engine.completion import (
   passed_over,
 )
 from specdec_jax.infer import quality, results
+from specdec_jax.infer.settings import Beams
 
 pytest.importorskip('sacrebleu', reason='sacrebleu is in the extra [test]')
 
@@ -54,6 +55,23 @@ class Translator:
       return passed_over('error', f'{text} is too long')
     stats = CompletionStats(10, 4, 8, 6 if greedy else 2, (1, 1, 1, 1))
     return Completion(TRANSLATIONS[text], [5] * 10, [], 'stop', stats)
+
+
+class Searcher(Translator):
+  """Its beams are two, the better one last; drafting changes one of `worse`."""
+
+  def __init__(self, worse=5):
+    super().__init__()
+    self._worse = worse
+
+  def generate(self, texts, *, temperature=0.0, num_samples=1, **options):
+    found = super().generate(texts, temperature=temperature, **options)
+    if num_samples == 1:
+      return found
+    assert options['num_beams'] == 2 == num_samples and options['alpha'] == 0.5
+    drafted = [self._worse] if options['speculative'] else [5]
+    other = Completion('Nein.', drafted, [], 'stop')
+    return [one for best in found for one in (other, best)]
 
 
 def run(tmp_path, engine, lines=LINES, **options):
@@ -109,3 +127,16 @@ def test_errors(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match='sacrebleu, which is not installed'):
     run(tmp_path, engine)
   assert engine.calls == [] and not (tmp_path / 'out').exists()
+
+
+def test_beams_are_scored_beside_greedy_outputs(tmp_path):
+  beams = Beams('beam', num_beams=2, alpha=0.5)
+  summary = run(tmp_path, Searcher(), beams=beams)
+  search = summary['beams']
+  # The best beams are the greedy outputs here.
+  assert search['bleu'] == summary['bleu'] and search['alpha'] == 0.5
+  assert search['agree'] == summary['sources'] == 3
+  shown = [row[0] for row in quality.table(summary).texts]
+  assert 'BLEU, 2 beams, all references' in shown
+  other = run(tmp_path, Searcher(worse=6), beams=beams, overwrite=True)
+  assert other['beams']['agree'] == 0

@@ -103,8 +103,11 @@ class MarkovModel:
     del key
     return self.params
 
-  def prefill(self, params, inputs: jax.Array, max_length: int) -> MarkovCache:
+  def prefill(
+    self, params, inputs: jax.Array, max_length: int, longest=None
+  ) -> MarkovCache:
     """An empty cache of `max_length` slots for inputs int32[B, E]."""
+    del longest
     batch = inputs.shape[0]
     present = (inputs != 0)[..., None]
     return MarkovCache(
@@ -114,22 +117,22 @@ class MarkovModel:
     )
 
   def extend(
-    self, params, cache: MarkovCache, tokens: jax.Array
+    self, params, cache: MarkovCache, tokens: jax.Array, tree=None
   ) -> tuple[jax.Array, MarkovCache]:
     """Writes tokens int32[B, S] at `cache.length`; float32[B, S, V], cache.
 
     A write past the last slot is clamped as `dynamic_update_slice` does it,
-    over slots that are live.
+    over slots that are live. In a `tree` a token whose parent is not the only
+    visible token at its place reads as NaN.
     """
-
-    def write(row, new, start):
-      return lax.dynamic_update_slice(row, new, (start,))
-
-    slots = jax.vmap(write)(cache.tokens, tokens, cache.length)
+    slots = _write(cache.tokens, tokens, cache.length)
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = cache.length[:, None] + steps
     context = tuple(
-      _read(slots, positions - back) for back in reversed(range(self.order))
+      _read(slots, positions - back)
+      if tree is None
+      else _read_ancestor(slots, tree, back)
+      for back in reversed(range(self.order))
     )
     bad = functools.reduce(
       jnp.logical_or, [(t < 0) | (t >= self.vocab_size) for t in context]
@@ -144,6 +147,13 @@ class MarkovModel:
     kept = slots < length[:, None]
     tokens = jnp.where(kept, cache.tokens, _UNWRITTEN)
     return MarkovCache(tokens, length, cache.offset)
+
+  def keep(self, cache: MarkovCache, length, slots) -> MarkovCache:
+    """Moves what is in slots int32[B, N] to `length` int32[B] and on."""
+    moved = jnp.take_along_axis(cache.tokens, slots, axis=1)
+    tokens = _write(cache.tokens, moved, length)
+    kept = MarkovCache(tokens, length + slots.shape[1], cache.offset)
+    return self.rewind(kept, kept.length)
 
   def logits_after(
     self, tokens: Sequence[int], inputs: Sequence[int] = ()
@@ -264,9 +274,24 @@ def assert_chi_squared(observed, expected_probs, alpha: float) -> None:
 _standardise = jax.jit(probs.standardise_batch)
 
 
+@jax.vmap
+def _write(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+  return lax.dynamic_update_slice(row, new, (start,))
+
+
 def _read(slots: jax.Array, positions: jax.Array) -> jax.Array:
   """Tokens at int32[B, S]: 0 before the start, unwritten past the end."""
   size = slots.shape[1]
   tokens = jnp.take_along_axis(slots, jnp.clip(positions, 0, size - 1), 1)
   tokens = jnp.where(positions < size, tokens, _UNWRITTEN)
   return jnp.where(positions < 0, 0, tokens)
+
+
+def _read_ancestor(slots: jax.Array, tree, back: int) -> jax.Array:
+  """Of each token of a tree, the ancestor so many places before; [B, S]."""
+  place = tree.positions - back
+  there = tree.slot_positions[:, None] == place[..., None]
+  there &= tree.visible
+  token = jnp.sum(jnp.where(there, slots[:, None], 0), axis=2)
+  token = jnp.where(jnp.sum(there, axis=2) == 1, token, _UNWRITTEN)
+  return jnp.where(place < 0, 0, token)

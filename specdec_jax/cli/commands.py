@@ -70,17 +70,30 @@ def compile_check() -> None:
     specdec compile-check --gin_file=gin/runs/tpu_slices.gin \\
       --gin.OUTPUT_DIR=outputs/tpu_v4_slices
 
+  Beam search, plain and speculative, on one H200:
+
+    specdec compile-check --gin_file=gin/runs/compile_check_beams.gin \\
+      --gin.OUTPUT_DIR=outputs/h200_beams
+
   results.json and report.md go to the output folder.
   """
   import jax
 
-  from specdec_jax.measure.compiled import pair_check, tpu_check, tpu_slices
+  from specdec_jax.measure.compiled import (
+    beam_check,
+    pair_check,
+    tpu_check,
+    tpu_slices,
+  )
   from specdec_jax.paper import printed
 
   # With a plug-in installed JAX would look for its device here, and wait.
   jax.config.update('jax_platforms', 'cpu')
   if _is_configured('.SlicesConfig'):
     tpu_slices.check(_build(tpu_slices.SlicesConfig))
+    return
+  if _is_configured('.BeamCheckConfig'):
+    beam_check.check(_build(beam_check.BeamCheckConfig))
     return
   old = _is_configured('.TpuCheckConfig')
   kind = tpu_check.TpuCheckConfig if old else pair_check.PairCheckConfig
@@ -193,6 +206,19 @@ def gamma_curve() -> None:
   gamma_curve.gamma_curve(_build(gamma_curve.GammaCurveConfig))
 
 
+def beam_grid() -> None:
+  """Measures beam search, plain and speculative, over gamma and widths.
+
+    specdec measure --gin_file=gin/runs/beams_demo.gin \\
+      --gin.OUTPUT_FILE=beams.json
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import beam_grid
+
+  beam_grid.beam_grid(_build(beam_grid.BeamGridConfig))
+
+
 def measure() -> None:
   """Measures costs, acceptance, throughput or quality.
 
@@ -205,6 +231,7 @@ def measure() -> None:
     alpha_demo       how often the target accepts the drafter's tokens
     benchmark_base   calls and both loops; also benchmark_demo
     gamma_demo       the speed-up at each gamma, beside the predicted one
+    beams_demo       beam search, plain and with each gamma and draft width
     throughput_demo  a data set: continuous batching, batch sizes
     drafter_costs    what a draft costs, for each kind of drafter
     eval             BLEU and acceptance on a test set
@@ -220,6 +247,7 @@ def measure() -> None:
       '.MeasureAlphaConfig': measure_alpha,
       '.BenchmarkConfig': benchmark,
       '.GammaCurveConfig': gamma_curve,
+      '.BeamGridConfig': beam_grid,
       '.ThroughputConfig': throughput,
       '.DrafterCostsConfig': drafter_costs,
       '.EvaluateConfig': evaluate,

@@ -248,6 +248,28 @@ FLAGS = (
     kind=int,
   ),
   Flag(
+    ('--num-beams', '--beams', '--beam-size'),
+    'NUM_BEAMS',
+    'a beam search of this width; its best output, or --num-samples of them',
+    _TEXTS,
+    kind=int,
+    also={'DECODER': 'beam'},
+  ),
+  Flag(
+    ('--alpha',),
+    'ALPHA',
+    "length penalty of a beam search, as T5X's brevity penalty",
+    _TEXTS,
+    kind=float,
+  ),
+  Flag(
+    ('--length-penalty',),
+    'LENGTH_PENALTY',
+    'that of transformers instead, with its rules',
+    ('decode',),
+    kind=float,
+  ),
+  Flag(
     ('--calibration',),
     'CALIBRATION',
     'a file of `specdec calibrate`, which chooses gamma',

@@ -1,13 +1,13 @@
 """One of the two loops with its models, as engines and pools run it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from specdec_jax.decoding import autoregressive, speculative
+from specdec_jax.decoding import autoregressive, beam_search, speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import Judge, PairParams
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.types import Generation
@@ -15,6 +15,8 @@ from specdec_jax.types import Generation
 
 class Loop(NamedTuple):
   """The speculative loop, or the plain loop if there is no drafter.
+
+  A request for beams is a beam search: its states are `beam_search.BeamState`s.
 
   Attributes:
     target: the model whose distribution the output has.
@@ -28,16 +30,20 @@ class Loop(NamedTuple):
   drafter: Drafter | None = None
   judge: Judge = speculative.judge
 
-  def start(self, params: PairParams, request: Request) -> DecodeState:
+  def start(self, params: PairParams, request: Request) -> Any:
     """Reads the inputs and returns the state before the first round."""
+    if request.beams is not None:
+      return beam_search.start(self.target, self._network, params, request)
     if self.drafter is None:
       return autoregressive.start(self.target, params.target, request)
     return speculative.start(self.target, self.drafter, params, request)
 
-  def step(
-    self, params: PairParams, request: Request, state: DecodeState
-  ) -> DecodeState:
+  def step(self, params: PairParams, request: Request, state: Any) -> Any:
     """Runs one round."""
+    if request.beams is not None:
+      return beam_search.step(
+        self.target, self._network, params, request, state
+      )
     if self.drafter is None:
       return autoregressive.step(self.target, params.target, request, state)
     return speculative.step(
@@ -48,9 +54,9 @@ class Loop(NamedTuple):
     self,
     params: PairParams,
     request: Request,
-    state: DecodeState,
+    state: Any,
     max_rounds: jax.Array | int = decode_state.NO_ROUND_LIMIT,
-  ) -> DecodeState:
+  ) -> Any:
     """Runs rounds until all rows are finished, or `max_rounds` (int32[])."""
 
     def one_round(state):
@@ -61,4 +67,11 @@ class Loop(NamedTuple):
   def decode(self, params: PairParams, request: Request) -> Generation:
     """The whole generation: `start`, all rounds and the result together."""
     state = self.run(params, request, self.start(params, request))
+    if request.beams is not None:
+      return beam_search.generation(request, state)
     return decode_state.generation(request, state)
+
+  @property
+  def _network(self) -> LanguageModel | None:
+    """The drafter's network, whose beams a beam search is proposed."""
+    return self.drafter and self.drafter.network

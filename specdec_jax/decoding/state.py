@@ -10,6 +10,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.types import DecodeStats, FinishReason, Generation
 
@@ -34,10 +35,15 @@ class Request:
     greedy: static, every temperature is 0: no softmax, no noise.
     forbids_stops: static, whether `min_length` is in use.
     with_log_probs: static, whether log-probabilities are wanted.
+    log_probs_as_drawn: static, whether they are those of the distribution that
+      tokens are drawn from, after temperature, top-k and top-p (0.0 where it is
+      one-hot); otherwise those of the model itself.
     prompt: int32[B, P], the tokens that the decoder begins with, the start
       token first; None is the start token (id 0) alone.
     prompt_length: int32[B], 1..P; None if `prompt` is None.
     lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
+    beams: what a beam search is asked for; None is none. Keys and sampling then
+      do not matter.
   """
 
   inputs: jax.Array
@@ -51,9 +57,11 @@ class Request:
   greedy: bool = struct.field(pytree_node=False)
   forbids_stops: bool = struct.field(pytree_node=False, default=False)
   with_log_probs: bool = struct.field(pytree_node=False, default=True)
+  log_probs_as_drawn: bool = struct.field(pytree_node=False, default=False)
   prompt: jax.Array | None = None
   prompt_length: jax.Array | None = None
   lenience: jax.Array | None = None
+  beams: BeamSettings | None = None
 
   @property
   def prompt_width(self) -> int:
@@ -66,12 +74,22 @@ class Request:
     return 1 if self.prompt_length is None else self.prompt_length
 
   @property
+  def longest(self) -> int:
+    """Tokens of the longest sequence: prompt, output and a whole draft."""
+    return self.prompt_width + self.slots + self.gamma
+
+  @property
   def cache_slots(self) -> int:
     """T: slots for prompt, output, and a whole draft past the last token.
 
-    Rounded up to a multiple of 64, see `whole_buckets`.
+    In a beam search each position has a slot for every beam, and so has the
+    last of the prompt's. Rounded up to a multiple of 64, see `whole_buckets`.
     """
-    return whole_buckets(self.prompt_width + self.slots + self.gamma)
+    needed = self.longest
+    if self.beams is not None:
+      levels = self.beams.width * (self.slots + 1)
+      needed = self.prompt_width + levels + self.beams.draft_width * self.gamma
+    return whole_buckets(needed)
 
 
 def whole_buckets(tokens: int) -> int:
@@ -151,8 +169,8 @@ class DecodeState:
     tokens: int32[B, T + 1], committed tokens: the start token, the rest of the
       prompt, the output so far. Past `length` they mean nothing.
     length: int32[B], committed tokens, the prompt and its start token counted.
-    log_probs: float32[B, T + 1], the target's log-probability of each token;
-      [B, 0] if they are not wanted.
+    log_probs: float32[B, T + 1], the target's log-probability of each token
+      (see `Request.log_probs_as_drawn`); [B, 0] if they are not wanted.
     finish_reason: int32[B], a `FinishReason`.
     target_cache: the target's cache, of all committed tokens but the last.
     drafter_state: the drafter's own state; None in the plain loop.
@@ -295,7 +313,7 @@ def append(
   reason = jnp.where(invalid, FinishReason.INVALID, reason)
   log_probs = state.log_probs
   if request.with_log_probs:
-    new = probs.log_prob_of(logits, tokens)
+    new = _log_probs(request, logits, tokens)
     log_probs = _write_rows(log_probs, new, state.length)
   return state.replace(
     # The next round overwrites tokens that are written past `count`.
@@ -304,6 +322,15 @@ def append(
     length=state.length + count,
     finish_reason=jnp.where(state.running, reason, state.finish_reason),
   )
+
+
+def _log_probs(request: Request, logits: jax.Array, tokens: jax.Array):
+  """float32[B, S], of tokens [B, S] and their logits [B, S, V]."""
+  if not request.log_probs_as_drawn:
+    return probs.log_prob_of(logits, tokens)
+  drawn_from = probs.standardise_batch(logits, request.sampling)
+  index = tokens[..., None]
+  return jnp.log(jnp.take_along_axis(drawn_from, index, axis=-1)[..., 0])
 
 
 def run_rounds(step, state: DecodeState, max_rounds: jax.Array | int):

@@ -13,6 +13,7 @@ import jax
 from flax import struct
 
 from specdec_jax import probs
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingParams
 from specdec_jax.types import Draft
@@ -80,6 +81,8 @@ class Drafter(NamedTuple):
       the parameters of its parts, or () if there are none. A `Model` stands for
       its parameters, which an engine reads and places.
     models: the models that the drafter asks, to check that they fit a target.
+    network: the one network whose likeliest tokens are proposed; None if the
+      drafter is something else, which no beam search can use.
   """
 
   init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
@@ -88,6 +91,7 @@ class Drafter(NamedTuple):
   name: str = ''
   params: Any = ()
   models: tuple[Model, ...] = ()
+  network: LanguageModel | None = None
 
 
 def is_finished(length: jax.Array) -> jax.Array:

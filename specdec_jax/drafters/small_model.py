@@ -84,7 +84,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
   init = functools.partial(read_prompt, model)
-  return Drafter(init, propose, commit, _NAME)
+  return Drafter(init, propose, commit, _NAME, network=model)
 
 
 def as_drafter(given: Drafter | Model) -> Drafter:

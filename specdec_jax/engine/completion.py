@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import FinishReason, Generation
+from specdec_jax.types import DecodeStats, FinishReason, Generation
 
 _INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
 
@@ -24,7 +24,8 @@ class CompletionStats:
   """What producing one output took.
 
   Attributes:
-    num_tokens: tokens produced, a stop id included.
+    num_tokens: tokens produced, a stop id included; of a beam search, its
+      levels. The best beam has the counts of the search, the others have none.
     num_target_calls: calls of the target.
     num_tested: proposals that verification judged.
     num_accepted: proposals accepted.
@@ -78,6 +79,9 @@ class Completion:
     error: what went wrong, with finish_reason 'error'.
     lossless: whether the output has the target's own distribution; False if
       speculative decoding was lenient.
+    score: of a beam: its log-probability with the length penalty; None of any
+      other output. Where a search finished fewer beams than it was asked for,
+      an output is empty, with the score -1e7.
   """
 
   text: str
@@ -87,6 +91,7 @@ class Completion:
   stats: CompletionStats = CompletionStats()
   error: str | None = None
   lossless: bool = True
+  score: float | None = None
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
@@ -110,7 +115,9 @@ def from_generation(
   tokens = [int(token) for token in generation.tokens[row, :length]]
   reason = FinishReason(int(generation.finish_reason[row]))
   stats = generation.stats
-  error = None
+  error = score = None
+  if generation.scores is not None:
+    score = float(generation.scores[row])
   if reason == FinishReason.INVALID:
     error = no_distribution(f' at token {length}')
   return Completion(
@@ -119,14 +126,20 @@ def from_generation(
     log_probs=[float(x) for x in generation.log_probs[row, :length]],
     finish_reason=_REASONS[reason],
     stats=CompletionStats(
-      num_tokens=length,
+      num_tokens=length if score is None else _levels(stats, row),
       num_target_calls=int(stats.num_rounds[row]),
       num_tested=int(stats.num_tested[row]),
       num_accepted=int(stats.num_accepted[row]),
       histogram=tuple(int(count) for count in stats.histogram[row]),
     ),
     error=error,
+    score=score,
   )
+
+
+def _levels(stats: DecodeStats, row: int) -> int:
+  """Levels of a beam search: one a call, and one for each that held."""
+  return int(stats.num_rounds[row]) + int(stats.num_accepted[row])
 
 
 def without_stop_id(tokens, reason: int):

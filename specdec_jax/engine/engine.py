@@ -30,6 +30,7 @@ from specdec_jax.engine.options import (
 )
 from specdec_jax.engine.pair import (
   Room,
+  check_beam_drafter,
   check_bos,
   check_pair,
   models_of,
@@ -277,6 +278,8 @@ class Engine:
     before = self.num_programs
     begin = time.perf_counter()
     size = options.pop('batch_size', None)
+    if options_of(options).num_beams is not None:
+      texts = texts[: self._rows_of(size)]  # the others come in batches
     speculative = self._speculates(speculative)
     batch = self.text_batch(texts, speculative, **options)
     pool = self._pool(batch, size)
@@ -300,6 +303,7 @@ class Engine:
     num_samples: int = 1,
     stop_strings: str | Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
+    num_beams: int | None = None,
     seed: int = 0,
     gamma: int | None = None,
     speculative: bool | None = None,
@@ -320,6 +324,10 @@ class Engine:
       num_samples: outputs per text.
       stop_strings: strings that end an output; they are not part of it.
       stop_ids: ids that end an output; None is the engine's `stop_ids`.
+      num_beams: a beam search of this width, with T5X's length penalty
+        (`alpha`, 0.6 by default) or that of transformers (`length_penalty`);
+        None is none. `num_samples` says how many of its beams are returned,
+        from the worst to the best, as T5X sorts them.
       seed: seed of all random numbers. A sample depends on the seed, on the
         place of its text among `texts` and on the sample's number, not on the
         texts that are decoded beside it.
@@ -328,7 +336,8 @@ class Engine:
       batch_size: texts that are decoded together; None is the engine's. If
         there are more, each finished text makes room for the next.
       **options: rarer options, see `Options`: `example_ids`, `prompts`,
-        `on_too_long`, `log_probs`, `lenience`; and names from other libraries,
+        `on_too_long`, `log_probs`, `lenience`, `alpha`, `length_penalty`,
+        `draft_beams`; and names from other libraries,
         such as `max_new_tokens`, `num_return_sequences` and `stop`.
 
     Returns:
@@ -349,10 +358,14 @@ class Engine:
       'num_samples': num_samples,
       'stop_strings': stop_strings,
       'stop_ids': stop_ids,
+      'num_beams': num_beams,
       'seed': seed,
     }
     speculative = self._speculates(speculative)
     batch = self.text_batch(texts, speculative, gamma=gamma, **named, **options)
+    if num_beams is not None and len(batch.rows) > self._rows_of(batch_size):
+      options |= named | {'gamma': gamma, 'speculative': speculative}
+      return self._in_turn(texts, self._rows_of(batch_size), options)
     pool = self._pool(batch, batch_size)
     if pool is not None:
       return pool.completions(batch, speculative)
@@ -377,11 +390,29 @@ class Engine:
     check_gamma(asked)
     return asked
 
+  def _rows_of(self, asked: int | None) -> int:
+    rows = self.batch_size if asked is None else asked
+    check_number('batch_size', rows, 1)
+    return rows
+
+  def _in_turn(
+    self, texts: Texts, rows: int, options: dict[str, Any]
+  ) -> list[Completion]:
+    """`generate` of more texts than `rows`, batch after batch."""
+    found = []
+    for at in range(0, len(texts), rows):
+      part = {
+        name: value[at : at + rows]
+        if name in ('prompts', 'example_ids') and value is not None
+        else value
+        for name, value in options.items()
+      }
+      found += self.generate(texts[at : at + rows], **part)
+    return found
+
   def _pool(self, batch: TextBatch, rows: int | None) -> Continuous | None:
     """The pool for a batch of more than `rows` texts; None if it has fewer."""
-    if rows is None:
-      rows = self.batch_size
-    check_number('batch_size', rows, 1)
+    rows = self._rows_of(rows)
     if len(batch.rows) <= rows:
       return None
     if rows not in self._pools:
@@ -414,6 +445,11 @@ class Engine:
     """
     speculative = self._speculates(speculative)
     batch = self.text_batch([text], speculative, gamma=gamma, **options)
+    if batch.options.num_beams is not None:
+      raise ValueError(
+        'stream: no beam of a beam search is known before its end; take'
+        ' generate, or leave num_beams out.'
+      )
     if len(batch.rows) > 1:
       raise ValueError(
         f'stream gives one output, but num_samples is {len(batch.rows)}: take'
@@ -498,16 +534,17 @@ class Engine:
     Raises:
       ValueError: as for `generate`.
     """
-    self.loop(speculative)  # raises if there is no drafter
+    loop, _ = self.loop(speculative)  # raises if there is no drafter
     gamma = self._gamma_of(gamma)
-    return self._batch_of(
-      texts, gamma if speculative else 0, options_of(options)
-    )
+    asked = options_of(options)
+    if asked.num_beams is not None and speculative:
+      check_beam_drafter(loop.drafter)
+    return self._batch_of(texts, gamma if speculative else 0, asked)
 
   def _batch_of(self, texts: Texts, gamma: int, asked: Options) -> TextBatch:
     if asked.stop_ids is None:
       asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
-    if asked.num_samples > 1:
+    if asked.num_samples > 1 and asked.num_beams is None:
       check_texts(texts)  # as `TextBatch` does, before they are repeated
       number, times = len(texts), asked.num_samples
       texts, asked = repeated(texts, times), asked.of_samples(number)

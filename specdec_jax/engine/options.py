@@ -2,11 +2,15 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import nearest
+from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.verify import check_lenience
 
@@ -24,13 +28,18 @@ _USUAL_NAMES = {
   'n': 'num_samples',
   'stop': 'stop_strings',
   'stop_token_ids': 'stop_ids',
+  'beam_size': 'num_beams',
+  'beam_width': 'num_beams',
+  'brevity_penalty': 'alpha',
 }
 # Names that have no other here, and what to do instead.
 _INSTEAD = {
   'sampling': 'give temperature, top_k and top_p by themselves.',
   'do_sample': 'temperature says it; 0 is greedy, anything above samples.',
+  'early_stopping': 'a beam search ends as T5X ends it, or with length_penalty'
+  ' as transformers does where early_stopping is False.',
 }
-_BEAM_SEARCH = ('num_beams', 'beam_size', 'beam_width')
+_ALPHA = 0.6  # of T5's papers and of T5X
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +68,14 @@ class Options:
       'truncate' keeps its beginning, 'report' gives a completion with an error
       (and does so for ids outside the vocabulary too).
     log_probs: whether log-probabilities are wanted.
+    num_beams: a beam search of this width, see `decoding.beams`; None is none.
+      `num_samples` outputs come of it, the best one last.
+    alpha: of a beam search: T5X's exponent of its brevity penalty, score =
+      log_prob / ((5 + tokens) / 6) ** alpha; None is 0.6 unless
+      `length_penalty` is given.
+    length_penalty: of a beam search as transformers has it: score = log_prob /
+      tokens ** length_penalty.
+    draft_beams: beams of the drafter; None is 2 * `num_beams`.
     lenience: in (0, 1]; less than 1 accepts more of the drafter's proposals
       and is lossy: a token may come up to 1 / lenience times as often as it
       should; at temperature 0 a token may have only `lenience` times the
@@ -82,6 +99,10 @@ class Options:
   on_too_long: str = 'error'
   log_probs: bool = True
   lenience: float = 1.0
+  num_beams: int | None = None
+  alpha: float | None = None
+  length_penalty: float | None = None
+  draft_beams: int | None = None
 
   def __post_init__(self):
     _ = self.sampling
@@ -102,6 +123,71 @@ class Options:
         'stop_strings must be a sequence of strings, none of them empty, got'
         f' {self.stop_strings!r}.'
       )
+    self._check_beams()
+
+  def _check_beams(self) -> None:
+    if self.num_beams is None:
+      for name in ('alpha', 'length_penalty', 'draft_beams'):
+        if getattr(self, name) is not None:
+          raise ValueError(
+            f'{name} = {getattr(self, name)!r} is of a beam search: give'
+            ' num_beams too.'
+          )
+      return
+    check_number('num_beams', self.num_beams, 1)
+    beams = f'a beam search (num_beams = {self.num_beams})'
+    instead = 'leave num_beams out, or '
+    if not self.sampling.greedy:
+      raise ValueError(
+        f'temperature = {self.temperature!r}: {beams} draws nothing;'
+        f' {instead}set the temperature to 0.'
+      )
+    if self.lenience != 1:
+      raise ValueError(
+        f'lenience = {self.lenience!r}: {beams} is exact; {instead}set lenience'
+        ' to 1.'
+      )
+    if self.stop_strings:
+      raise ValueError(
+        f'stop_strings = {self.stop_strings!r}: {beams} ends at ids;'
+        f' {instead}give stop_ids.'
+      )
+    if self.num_samples > self.num_beams:
+      raise ValueError(
+        f'num_samples = {self.num_samples}: {beams} has {self.num_beams}'
+        ' outputs at most; ask for fewer, or for more beams.'
+      )
+    if self.alpha is not None and self.length_penalty is not None:
+      raise ValueError(
+        f'alpha = {self.alpha!r} (T5X) and length_penalty ='
+        f' {self.length_penalty!r} (transformers) are two rules; give one.'
+      )
+    for name in ('alpha', 'length_penalty'):
+      value = getattr(self, name)
+      if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f'{name} must be a number >= 0, got {value!r}.')
+    if self.draft_beams is not None:
+      check_number('draft_beams', self.draft_beams, self.num_beams)
+
+  def beam_settings(self, num_ends: int) -> BeamSettings | None:
+    """What the loops are asked for; None without a beam search.
+
+    Args:
+      num_ends: how many ids end an output.
+    """
+    if self.num_beams is None:
+      return None
+    rule, penalty = Rule.TRANSFORMERS, self.length_penalty
+    if penalty is None:
+      rule, penalty = Rule.T5X, _ALPHA if self.alpha is None else self.alpha
+    number: Any = np.float32(penalty)
+    return BeamSettings(
+      penalty=number,
+      width=self.num_beams,
+      draft_width=self.draft_beams or 2 * self.num_beams,
+      num_ends=num_ends,
+      rule=rule,
+    )
 
   @functools.cached_property
   def sampling(self) -> SamplingConfig:
@@ -169,12 +255,6 @@ def options_of(named: Mapping[str, Any]) -> Options:
   defaults = {one.name: one.default for one in dataclasses.fields(Options)}
   found = {name: named[name] for name in defaults if name in named}
   for name in named.keys() - defaults.keys():
-    if name in _BEAM_SEARCH:
-      raise ValueError(
-        f'{name}: there is no speculative beam search (Appendix A.4 of the'
-        ' paper) here. Outputs are greedy or sampled; num_samples gives several'
-        ' outputs per text.'
-      )
     if name in _INSTEAD:
       raise ValueError(f'{name}: {_INSTEAD[name]}')
     if name not in _USUAL_NAMES:

@@ -262,6 +262,18 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
   )
 
 
+def check_beam_drafter(drafter: Drafter | None) -> None:
+  """Raises ValueError unless the drafter can propose beams."""
+  if drafter is not None and drafter.network is None:
+    raise ValueError(
+      f'The drafter {drafter.name or drafter.propose.__qualname__!r} cannot'
+      ' speculate on a beam search: a level of the search is only accepted if'
+      ' all of its beams were proposed, and this drafter knows one continuation'
+      ' and no probabilities of others, so the target would call as often as'
+      ' without it. Take a small model, or call with speculative=False.'
+    )
+
+
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   """Raises ValueError if the target's texts cannot begin with `bos_id`."""
   if bos_id is None:

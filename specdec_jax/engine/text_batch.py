@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.engine.completion import (
   Completion,
@@ -234,7 +235,21 @@ class TextBatch:
       prompt=prompt,
       prompt_length=prompt_length,
       lenience=lenience,
+      beams=self._beams(gamma),
     )
+
+  def _beams(self, gamma: int) -> BeamSettings | None:
+    settings = self.options.beam_settings(len(self._stop_ids()))
+    if settings is None:
+      return None
+    if settings.num_candidates > self._limits.vocab_size:
+      raise ValueError(
+        f'num_beams = {settings.width}: a step looks at'
+        f' {settings.num_candidates} tokens, the vocabulary has'
+        f' {self._limits.vocab_size}. Take fewer beams.'
+      )
+    # One program for all plain searches.
+    return settings if gamma else settings.replace(draft_width=settings.width)
 
   def _keys(self, batch: int) -> jax.Array:
     ids = self.options.example_ids
@@ -293,10 +308,24 @@ class TextBatch:
 
   def completions(self, generation=None) -> list[Completion]:
     """Results in the order of the texts."""
+    if self.options.num_beams is not None:
+      number = self.options.num_samples
+      of_texts = {i: [one] * number for i, one in self.passed_over.items()}
+      for row, index in enumerate(self.rows):
+        of_texts[index] = self._beams_of(generation, row)
+      return [one for i in range(self._num_texts) for one in of_texts[i]]
     found = dict(self.passed_over)
     for row, index in enumerate(self.rows):
       found[index] = self.completion(generation, row)
     return [found[i] for i in range(self._num_texts)]
+
+  def _beams_of(self, generation: Generation, row: int) -> list[Completion]:
+    """The best `num_samples` beams of a row, the best one last."""
+    width = self.options.num_beams or 1
+    number = self.options.num_samples
+    last = (row + 1) * width
+    rows = range(last - number, last)
+    return [from_generation(generation, i, self._tokenizer) for i in rows]
 
   def completion(self, generation: Generation, row: int) -> Completion:
     """The completion of one row of a `Generation` on the host."""

@@ -119,11 +119,17 @@ def record(
     ValueError: as for `Engine.request`, there is no drafter, or the target's
       logits were invalid.
   """
+  asked = options_of(options)
+  if asked.num_beams is not None:
+    raise ValueError(
+      'trace shows the proposals of one output, and a beam search has several:'
+      ' leave num_beams out.'
+    )
   sides = (engine.target, engine.drafter)
   if not engine.tokenizer.encode(text):
     return []
   request = engine.request([text], gamma, **options)
-  stop_strings = options_of(options).stop_strings
+  stop_strings = asked.stop_strings
   start = jax.jit(functools.partial(speculative.start, *sides))
   step = jax.jit(functools.partial(_step, *sides), donate_argnums=2)
   state = start(engine.params, request)

@@ -10,6 +10,7 @@ from specdec_jax.infer.failures import AllFailedError
 from specdec_jax.infer.first_look import TryConfig, look
 from specdec_jax.infer.run import decode, decode_task
 from specdec_jax.infer.settings import (
+  Beams,
   DecodeConfig,
   TaskConfig,
   load_drafter,
@@ -18,6 +19,7 @@ from specdec_jax.infer.settings import (
 
 __all__ = [
   'AllFailedError',
+  'Beams',
   'DecodeConfig',
   'TaskConfig',
   'TryConfig',

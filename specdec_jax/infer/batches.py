@@ -86,6 +86,8 @@ class Decoding:
     lenience: lenience of speculative decoding; below 1 it is lossy.
     slots: settings of continuous batching; None decodes fixed batches.
     stop_strings: strings that end an output.
+    beams: options of a beam search; none is none.
+    num_outputs: how many items follow one another that have one source.
   """
 
   engine: Engine
@@ -96,6 +98,8 @@ class Decoding:
   lenience: float = 1.0
   slots: PoolSettings | None = None
   stop_strings: Sequence[str] = ()
+  beams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  num_outputs: int = 1
 
   @functools.cached_property
   def _decoder(self) -> Engine | Continuous:
@@ -115,11 +119,17 @@ class Decoding:
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles the engine's program for a batch like this."""
+    items = self._searched(items)
     return self._decoder.warmup(_sources(items), **self._options(items))
 
   def run(self, items: Sequence[Item]) -> list[Completion]:
     """Decodes the items together."""
+    items = self._searched(items)
     return self._decoder.generate(_sources(items), **self._options(items))
+
+  def _searched(self, items: Sequence[Item]) -> Sequence[Item]:
+    """One beam search gives all outputs of a source."""
+    return items[:: self.num_outputs] if self.beams else items
 
   def _options(self, items: Sequence[Item]) -> dict[str, Any]:
     options: dict[str, Any] = {
@@ -139,6 +149,8 @@ class Decoding:
       options['stop_strings'] = tuple(self.stop_strings)
     if not self.log_probs:
       options['log_probs'] = False
+    if self.beams:
+      options |= {**self.beams, 'num_samples': self.num_outputs}
     return options
 
 

@@ -102,6 +102,8 @@ def ways(
       lenience=config.lenience,
       slots=slots,
       stop_strings=getattr(config, 'stop_strings', ()),
+      beams=config.beams.options,
+      num_outputs=config.num_outputs,
     )
 
   return {name: way(name) for name in config.ways}

@@ -57,7 +57,7 @@ class Lines:
 
   def items(self) -> list[batches.Item]:
     """All lines that have something to read and no error."""
-    count = self.config.num_samples
+    count = self.config.num_outputs
     return [
       batches.Item(
         index * count + sample,
@@ -78,6 +78,7 @@ class Lines:
     later = {  # than the runs that earlier versions left unfinished
       'num_samples': config.num_samples if config.num_samples > 1 else None,
       'stop_strings': list(config.stop_strings) or None,
+      'beams': config.beams.identity,
     }
     return {
       'lines': len(self._lines),
@@ -98,7 +99,7 @@ class Lines:
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
     """One record per line; see `results`."""
     return results.make_records(
-      self._lines, modes, self._limit, self.config.num_samples
+      self._lines, modes, self._limit, self.config.num_outputs
     )
 
   def context(
@@ -123,7 +124,7 @@ class Lines:
     self, console: rich.console.Console, modes: Mapping[str, report.Mode]
   ) -> None:
     """Prints some of the decoded lines."""
-    count = self.config.num_samples
+    count = self.config.num_outputs
     texts = [line.text for line in self._lines for _ in range(count)]
     report.print_examples(console, texts, modes, self.config.num_shown)
 

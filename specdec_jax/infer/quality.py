@@ -14,6 +14,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import failures, results, resume
+from specdec_jax.infer.settings import Beams
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
@@ -36,6 +37,8 @@ class EvaluateConfig:
       0; its outputs are scored.
     max_sources: uses only the first so many distinct sources; None is all.
     seed: all random numbers derive from this and the source's number.
+    beams: a beam search is scored too, the best beam of each source, plain and
+      speculative.
 
   Raises:
     ValueError: a value is outside its range.
@@ -49,6 +52,7 @@ class EvaluateConfig:
   temperatures: tuple[float, ...] = (0.0, 1.0)
   max_sources: int | None = None
   seed: int = 0
+  beams: Beams = Beams()
 
   def __post_init__(self):
     check_types(self)
@@ -82,7 +86,8 @@ def evaluate(
 ) -> dict[str, Any]:
   """Translates a test set, scores it, counts accepted drafts, writes results.
 
-  All decoding is speculative; greedy outputs are those of the plain loop.
+  All decoding is speculative; greedy outputs are those of the plain loop. A
+  beam search is made plainly, too, and its beams are compared.
 
   Args:
     config: the evaluation.
@@ -125,7 +130,14 @@ def _evaluate(
   engine = config.engine()
   sources, references = list(grouped), list(grouped.values())
   runs = {
-    temperature: _decode(engine, sources, temperature, config, console)
+    temperature: _decode(
+      engine,
+      sources,
+      config,
+      console,
+      f'Temperature {temperature:g}',
+      temperature=temperature,
+    )
     for temperature in config.temperatures
   }
   greedy = runs[0.0]
@@ -152,6 +164,8 @@ def _evaluate(
       for temperature, completions in runs.items()
     ],
   }
+  if config.beams.searches:
+    values['beams'] = _search(engine, sources, references, config, console)
   summary = Record('quality', values).to_json()
   if folder is not None:
     records = [
@@ -170,6 +184,40 @@ def _evaluate(
   if failed:
     raise failed
   return summary
+
+
+def _search(engine, sources, references, config, console) -> dict[str, Any]:
+  """BLEU and counts of the beam search, and how many searches agree."""
+  width = config.beams.num_beams
+  plain, drafted = (
+    _decode(
+      engine,
+      sources,
+      config,
+      console,
+      'Beams, speculative' if speculative else 'Beams',
+      width,
+      speculative=speculative,
+      **config.beams.options,
+    )
+    for speculative in (False, True)
+  )
+  best = drafted[width - 1 :: width]  # the best beam is the last
+  outputs = [completion.text for completion in best]
+  agree = [
+    all(
+      plain[index].tokens == drafted[index].tokens
+      for index in range(at, at + width)
+    )
+    for at in range(0, len(plain), width)
+  ]
+  return {
+    **dataclasses.asdict(config.beams),
+    'bleu': _bleu(outputs, references),
+    'bleu_single': _bleu(outputs, [own[:1] for own in references]),
+    'agree': sum(agree),
+    **_count(best),
+  }
 
 
 def _bleu(
@@ -201,6 +249,17 @@ def table(summary: Mapping[str, Any]) -> Table:
       ],
       [f'tokens, {at}', f'{part["tokens"]:,}'],
     ]
+  if search := summary.get('beams'):
+    name = f'{search["num_beams"]} beams'
+    rows += [
+      [f'BLEU, {name}, all references', f'{search["bleu"]["score"]:.1f}'],
+      [f'BLEU, {name}, first only', f'{search["bleu_single"]["score"]:.1f}'],
+      [f'levels per call of the target, {name}', f'{search["per_call"]:.2f}'],
+      [
+        f'searches with the same {name}, plain and speculative',
+        f'{search["agree"]:,} of {summary["sources"]:,}',
+      ],
+    ]
   return Table('', ['', Column('measured', align='right')], rows)
 
 
@@ -219,30 +278,44 @@ def _count(completions: Sequence[Completion]) -> dict[str, Any]:
 def _decode(
   engine: Engine,
   sources: Sequence[str],
-  temperature: float,
   config: EvaluateConfig,
   console: rich.console.Console,
+  name: str,
+  outputs: int = 1,
+  **options,
 ) -> list[Completion]:
-  """Decodes all sources speculatively, those of similar length together."""
+  """Decodes all sources, those of similar length together.
+
+  Args:
+    engine: decodes speculatively, unless `options` say otherwise.
+    sources: the texts.
+    config: the evaluation.
+    console: shows the progress.
+    name: of the run, to be shown.
+    outputs: completions of each source, which follow one another.
+    **options: of `Engine.generate`.
+  """
   lengths = [len(engine.tokenizer.encode(source)) for source in sources]
   order = sorted(range(len(sources)), key=lambda index: lengths[index])
-  found: dict[int, Completion] = {}
+  found: dict[int, list[Completion]] = {}
   size = config.batch_size
   batches = [order[at : at + size] for at in range(0, len(order), size)]
-  with bar(console, f'Temperature {temperature:g}', len(batches)) as advance:
+  with bar(console, name, len(batches)) as advance:
     for batch in batches:
       # Filled up with its last source: a shorter last batch would need another
       # program.
       padded = [*batch, *[batch[-1]] * (size - len(batch))]
       completions = engine.generate(
         [sources[index] for index in padded],
-        temperature=temperature,
         seed=config.seed,
         example_ids=padded,
         on_too_long='report',
         log_probs=False,
         batch_size=size,
+        num_samples=outputs,
+        **options,
       )
-      found.update(zip(batch, completions, strict=False))
+      for at, index in enumerate(batch):
+        found[index] = completions[at * outputs : (at + 1) * outputs]
       advance()
-  return [found[index] for index in range(len(sources))]
+  return [one for index in range(len(sources)) for one in found[index]]

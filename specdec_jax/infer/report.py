@@ -193,6 +193,8 @@ def table(summary: Mapping[str, Any]) -> Table:
     rows.append([title, *shown])
 
   for title, key, form in METRICS:
+    if summary.get('beams'):  # a level of a search is a token of each beam
+      title = title.replace('token', 'level')
     add(title, form, [summary[name][key] for name in names])
   measured = summary.get('metrics') or {}
   for metric in {key: None for own in measured.values() for key in own}:
@@ -254,8 +256,8 @@ def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
     differing = agreement['disagreements']
     compared = agreement['compared']
     notes.append(
-      'Greedy outputs that agree token for token:'
-      f' {compared - len(differing)} of {compared}.'
+      f'{"Beams" if summary.get("beams") else "Greedy outputs"} that agree'
+      f' token for token: {compared - len(differing)} of {compared}.'
     )
     notes += [
       f'  line {item["line"]} differs from token {item["position"]} on:'

@@ -91,6 +91,8 @@ def _record(
       'lossless': all(one.lossless for one in completions),
       'error': f'line {index + 1}: {errors[0]}' if errors else None,
     }
+    if any(one.score is not None for one in completions):
+      record['score'] = _one_or_all([_score(one) for one in completions])
   return record
 
 
@@ -109,7 +111,7 @@ def task_records(
       example follow one another.
     config: the run.
   """
-  count = config.num_decodes
+  count = config.num_outputs
   records = []
   for number, example in enumerate(examples):
     inputs = dict(example if config.include_all_inputs else texts(example))
@@ -149,7 +151,7 @@ def _prediction(
   if not all(one.lossless for one in kept):
     record['lossless'] = False
   if with_aux:
-    scores = _one_or_all([total_log_prob(one) for one in kept])
+    scores = _one_or_all([_score(one) for one in kept])
     record['score'] = scores
     record['aux'] = {
       'scores': scores,
@@ -160,6 +162,13 @@ def _prediction(
       },
     }
   return record
+
+
+def _score(completion: Completion) -> float | None:
+  """What beams are sorted by; of other outputs the log-probability."""
+  if completion.score is None or completion.error:
+    return total_log_prob(completion)
+  return completion.score
 
 
 def _one_or_all(values: list[Any]) -> Any:

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.names import check_choice
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
+from specdec_jax.engine.options import options_of
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
@@ -29,9 +31,65 @@ FIXED, CONTINUOUS = 'fixed', 'continuous'
 MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
 BATCHINGS = (FIXED, CONTINUOUS)
 TASKS_OWN = 'task'  # metrics: those that the task names
+SAMPLE, BEAM = 'sample', 'beam'
+DECODERS = (SAMPLE, BEAM)
 TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
+# What a beam search leaves no choice of.
+_WITH_BEAMS = {'lenience': 1.0, 'batching': FIXED, 'calibration': None}
 # What goes to stdout: the report; or the outputs, and the report to stderr.
 REPORT, OUTPUTS = 'report', 'outputs'
+
+
+@dataclasses.dataclass(frozen=True)
+class Beams:
+  """Whether outputs come of a beam search, and of which.
+
+  Attributes:
+    decoder: 'beam', or 'sample', which is greedy at temperature 0.
+    num_beams: width of the search; of a task it is `num_decodes`.
+    alpha: T5X's exponent of its brevity penalty.
+    length_penalty: that of transformers, with its rules; None is T5X's.
+    draft_beams: beams of the drafter; None is twice as many.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  decoder: str = 'sample'
+  num_beams: int = 4
+  alpha: float = 0.6
+  length_penalty: float | None = None
+  draft_beams: int | None = None
+
+  def __post_init__(self):
+    check_types(self)
+    check_choice('Beams.decoder', self.decoder, DECODERS)
+    if self.searches:
+      options_of(self.options)
+
+  @property
+  def searches(self) -> bool:
+    """Whether it is a beam search."""
+    return self.decoder == BEAM
+
+  @property
+  def options(self) -> dict[str, Any]:
+    """What an engine is told; nothing without a beam search."""
+    if not self.searches:
+      return {}
+    options: dict[str, Any] = {'num_beams': self.num_beams}
+    if self.length_penalty is None:
+      options['alpha'] = self.alpha
+    else:
+      options['length_penalty'] = self.length_penalty
+    if self.draft_beams is not None:
+      options['draft_beams'] = self.draft_beams
+    return options
+
+  @property
+  def identity(self) -> dict[str, Any] | None:
+    """What decides the results, as JSON values; None without a search."""
+    return dataclasses.asdict(self) if self.searches else None
 
 
 class _Rows:
@@ -39,6 +97,7 @@ class _Rows:
 
   batch_size: int
   batching: str
+  beams: Beams
   deterministic: bool
   stdout: str
 
@@ -102,6 +161,8 @@ class DecodeConfig(_Rows):
       batching keep their gamma, though another would pay.
     checkpoint_period: batches that a killed run may have to repeat.
     num_samples: outputs of each line; above 1 a record has lists of them.
+    beams: whether they come of a beam search. They are its best `num_samples`
+      beams then, from the worst to the best.
     stop_strings: texts that end an output and are no part of it.
     stdout: 'report', or 'outputs': these then go to stdout, a line for each in
       the order of the input, and the report to stderr.
@@ -130,6 +191,7 @@ class DecodeConfig(_Rows):
   stop_strings: Sequence[str] = ()
   stdout: str = REPORT
   drafter: Callable[[], Drafter | Model] | None = None
+  beams: Beams = Beams()
 
   def __post_init__(self):
     check = _Check(self)
@@ -139,11 +201,15 @@ class DecodeConfig(_Rows):
     check.at_least(0, 'num_shown')
     check.at_least(1, 'num_samples')
     check.at_most(MOST_ROWS, 'num_samples')
-    check.expect(
-      'num_samples',
-      self.num_samples == 1 or not self.sampling.greedy,
-      '1 at temperature 0, where all samples are the same',
-    )
+    if self.beams.searches:
+      check.at_most(self.beams.num_beams, 'num_samples')
+      check.expect('stop_strings', not self.stop_strings, 'none with beams')
+    else:
+      check.expect(
+        'num_samples',
+        self.num_samples == 1 or not self.sampling.greedy,
+        '1 at temperature 0, where all samples are the same',
+      )
     texts = self.stop_strings
     check.expect(
       'stop_strings',
@@ -158,9 +224,14 @@ class DecodeConfig(_Rows):
     return _WAYS[self.mode]
 
   @property
+  def num_outputs(self) -> int:
+    """Outputs of each line."""
+    return self.num_samples
+
+  @property
   def rows(self) -> int:
-    """Rows that are decoded together: of each line, all samples."""
-    return self.batch_size * self.num_samples
+    """Outputs that are decoded together: of each line, all."""
+    return self.batch_size * self.num_outputs
 
   def plainly(self) -> 'DecodeConfig':
     """This run without the drafter's help."""
@@ -191,7 +262,10 @@ class TaskConfig(_Rows):
       compares them, and the predictions are the speculative ones.
     batch_size: examples decoded together.
     batching: as of `DecodeConfig`; scores come in fixed batches.
-    num_decodes: samples of each example.
+    num_decodes: samples of each example, or the width of a beam search.
+    beams: whether outputs come of a beam search, `num_decodes` wide.
+    return_all_decodes: of a beam search, whether all beams are outputs, from
+      the worst to the best, or only the best one. Of samples all are.
     prompt_from_targets: with so many of its targets' first tokens each output
       begins.
     prompt_feature: a feature whose tokens each output begins with; 'targets' is
@@ -245,6 +319,8 @@ class TaskConfig(_Rows):
   metrics: tuple[str, ...] | str | None = TASKS_OWN
   overwrite: bool = False
   stdout: str = REPORT
+  beams: Beams = Beams()
+  return_all_decodes: bool = False
 
   def __post_init__(self):
     check = _Check(self)
@@ -291,6 +367,9 @@ class TaskConfig(_Rows):
       self.mode != SCORE or self.num_decodes == 1,
       "1 in the mode 'score'",
     )
+    if self.beams.searches:
+      beams = dataclasses.replace(self.beams, num_beams=self.num_decodes)
+      object.__setattr__(self, 'beams', beams)
 
   def index(self, number: int) -> int:
     """The index in the task of the shard's example `number`."""
@@ -311,9 +390,16 @@ class TaskConfig(_Rows):
     return dataclasses.replace(self, decoding=PLAIN)
 
   @property
+  def num_outputs(self) -> int:
+    """Outputs of each example."""
+    if self.beams.searches and not self.return_all_decodes:
+      return 1
+    return self.num_decodes
+
+  @property
   def rows(self) -> int:
-    """Rows that are decoded together: of each example, all samples."""
-    return self.batch_size * self.num_decodes
+    """Outputs that are decoded together: of each example, all."""
+    return self.batch_size * self.num_outputs
 
 
 def by_rows(gammas: Mapping[int, int] | None) -> dict[str, int] | None:
@@ -332,6 +418,7 @@ def settings_of(
   return {
     'batch_size': config.batch_size,
     'sampling': dataclasses.asdict(config.sampling),
+    **({'beams': config.beams.identity} if config.beams.searches else {}),
     'lenience': config.lenience,
     'seed': config.seed,
     'gamma': engine.gamma,
@@ -410,6 +497,13 @@ class _Check:
       'a SamplingConfig with one temperature',
     )
     check_lenience(config.lenience)
+    if config.beams.searches:
+      for name, wanted in _WITH_BEAMS.items():
+        own = getattr(config, name)
+        self.expect(name, own == wanted, f'{wanted!r} in a beam search')
+      self.expect(
+        'sampling', config.sampling.greedy, 'temperature 0 with beams'
+      )
 
   def expect(self, name: str, condition: bool, expected: str) -> None:
     """Raises ValueError unless `condition`."""

@@ -117,10 +117,10 @@ class Task:
     config, count = self.config, len(self._found)
     items: list[batches.Item] = []
     if count:  # the largest number first: there may be very many
-      example_id(config.index(count - 1), config.num_decodes - 1)
+      example_id(config.index(count - 1), config.num_outputs - 1)
     memory.check_room(
-      f'{count} examples with {config.num_decodes} samples each',
-      count * config.num_decodes * _ITEM_BYTES,
+      f'{count} examples with {config.num_outputs} outputs each',
+      count * config.num_outputs * _ITEM_BYTES,
       memory.host_bytes(),
       'Ask for fewer samples (num_decodes), or decode shard by shard'
       ' (num_shards).',
@@ -140,13 +140,13 @@ class Task:
         prompt = prompt[: config.prompt_from_targets or None]
       items += [
         batches.Item(
-          number=number * config.num_decodes + sample,
+          number=number * config.num_outputs + sample,
           source=_ids(example, examples.INPUTS),
           example_id=example_id(config.index(number), sample),
           prompt=prompt,
           target=_ids(example, examples.TARGETS),
         )
-        for sample in range(config.num_decodes)
+        for sample in range(config.num_outputs)
       ]
     return items
 
@@ -165,6 +165,11 @@ class Task:
       for field in dataclasses.fields(config)
       if field.name not in _NOT_DECIDING
     }
+    # Runs that earlier versions left unfinished do not have these.
+    del kept['beams'], kept['return_all_decodes']
+    if config.beams.searches:
+      kept['beams'] = config.beams.identity
+      kept['return_all_decodes'] = config.return_all_decodes
     kept['mixture_or_task_name'] = _name(config)
     kept['sampling'] = dataclasses.asdict(config.sampling)
     if kept['task_feature_lengths'] is not None:

@@ -74,9 +74,11 @@ def measured(
   if not targets:
     return {}, None
   by_way: dict[str, dict[str, Any]] = {}
+  count = config.num_outputs
+  best = count - 1 if config.beams.searches else 0  # beams: the last one
   for name, mode in modes.items():
     predictions = [
-      mode.completions[number * config.num_decodes].text for number in targets
+      mode.completions[number * count + best].text for number in targets
     ]
     by_way[name] = {}
     for function in functions:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from specdec_jax import analysis
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
+from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
@@ -51,6 +52,7 @@ class BenchmarkConfig:
     temperatures: 0 is greedy.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
       accepted with this probability, see `measure.forced`.
+    beam_widths: K of plain beam searches that are timed as well.
     t5x_style: whether a plain loop in T5X's style is timed as well, see
       `measure.t5x_style`; only for a target that is a `T5`.
     call_sizes: m, tokens per call, for v(m).
@@ -79,6 +81,7 @@ class BenchmarkConfig:
   decode_lens: Sequence[int] = (120,)
   temperatures: Sequence[float] = (0.0,)
   forced_acceptance: float | None = None
+  beam_widths: Sequence[int] = ()
   t5x_style: bool = False
   call_sizes: Sequence[int] = (1, 2, 4, 8)
   calls_a_run: int = 20
@@ -98,7 +101,7 @@ class BenchmarkConfig:
     check_all_at_least(
       self, gammas=1, batches=1, input_lens=1, decode_lens=LEAST_DECODE_LEN
     )
-    check_all_at_least(self, temperatures=0, call_sizes=1)
+    check_all_at_least(self, temperatures=0, call_sizes=1, beam_widths=1)
     check_at_least(self, calls_a_run=1, repeats=1)
     forced.check_rate(self.forced_acceptance)
     if self.t5x_style and not isinstance(self.target, T5):
@@ -248,12 +251,16 @@ def _prepare_calls(
   """
   params, plain = pair.params, request(gamma=0)
 
-  def loop(model):
+  def loop(model, asked=plain):
     one = Loop(model)
-    return calls.loop(one.start, one.run, params._replace(draft=None), plain)
+    return calls.loop(one.start, one.run, params._replace(draft=None), asked)
 
   functions['encoder'] = calls.encoder_call(pair, plain)
   functions['plain_loop'], compile_seconds = loop(pair.target)
+  for width in config.beam_widths:
+    settings = BeamSettings(jnp.float32(0.6), width, draft_width=width)
+    asked = dataclasses.replace(plain, beams=settings)
+    functions[f'beams_{width}_loop'], _ = loop(pair.target, asked)
   for size in sorted({*config.call_sizes, *(gamma + 1 for gamma in gammas)}):
     functions[f'call_{size}'] = calls.target_calls(
       pair, request(gamma=size), size, config.calls_a_run
@@ -303,12 +310,13 @@ def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
 def _in_ms(config, setting, seconds) -> dict[str, dict[str, float]]:
   """Times in ms, as `timing.summarise` gives them.
 
-  They are per call, per round, per token (plain loops) or per run (speculative
-  loops).
+  They are per call, per round, per token (plain loops; of a beam search per
+  level) or per run (speculative loops).
   """
   scales = {'matvec': 1.0, 'encoder': 1.0, 'draft_encoder': 1.0}
-  for name in ('plain_loop', 't5x_style_loop'):
-    scales[name] = 1 / setting.decode_len
+  for name in seconds:
+    if name.endswith('_loop'):
+      scales[name] = 1 / setting.decode_len
   scales |= {n: 1.0 for n in seconds if n.startswith('speculative_')}
   return {
     name: timing.summarise(

@@ -128,7 +128,9 @@ def call_bytes(
   """
   tables = [leaf for name, leaf in _flat(params).items() if _TABLE in name]
   cache: kv_cache.KVCache = jax.eval_shape(
-    lambda *args: network.prefill(args[0], args[1], request.cache_slots),
+    lambda params, inputs: network.prefill(
+      params, inputs, request.cache_slots, request.longest
+    ),
     params,
     request.inputs,
   )

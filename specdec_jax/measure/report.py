@@ -78,6 +78,14 @@ def summary(record: Mapping[str, Any], setting: Mapping[str, Any]) -> Table:
     ['compile, plain loop, s', f'{setting["compile_seconds"]["plain"]:.1f}'],
   ]
   rows += [
+    [
+      f'{name.replace("_", " ")}, a level',
+      f'{found["median"] / plain:.2f} tokens',
+    ]
+    for name, found in setting['times_ms'].items()
+    if name.startswith('beams_')
+  ]
+  rows += [
     [f'v({size})', f'{cost:.2f}']
     for size, cost in setting['call_cost'].items()
     if size != '1'

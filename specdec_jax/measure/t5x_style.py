@@ -30,13 +30,13 @@ class _Module(t5.EncoderDecoder):
   def prefill(self, inputs, max_length):
     return kv_cache.apart(super().prefill(inputs, max_length))
 
-  def extend(self, cache, tokens):
+  def extend(self, cache, tokens, tree=None):
     table = self.token_embedder.embedding.astype(self.config.dtype)
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
     exact = layers.precision(self.config.dtype)
     embedded = jnp.matmul(rows, table, precision=exact)
     return self.decoder.extend(
-      embedded, self.token_embedder, cache, one_hot_write
+      embedded, self.token_embedder, cache, one_hot_write, tree
     )
 
 

@@ -5,6 +5,8 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from specdec_jax.models.tree import Tree
+
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
 START_ID = 0  # id that the decoder of every encoder-decoder begins with
@@ -37,7 +39,11 @@ class LanguageModel(Protocol[Cache]):
     ...
 
   def prefill(
-    self, params: Params, inputs: jax.Array, max_length: int
+    self,
+    params: Params,
+    inputs: jax.Array,
+    max_length: int,
+    longest: int | None = None,
   ) -> Cache:
     """Reads the inputs once and returns a cache ready for decoding.
 
@@ -46,6 +52,8 @@ class LanguageModel(Protocol[Cache]):
       inputs: int32[B, E], tokens of the input, 0 past each row's end. A
         decoder-only model uses only B.
       max_length: T, the decoder slots to allocate, for the whole run.
+      longest: tokens of the longest sequence, where several share the slots;
+        None is `max_length`.
 
     Returns:
       A cache with `length` 0 in every row.
@@ -53,7 +61,11 @@ class LanguageModel(Protocol[Cache]):
     ...
 
   def extend(
-    self, params: Params, cache: Cache, tokens: jax.Array
+    self,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    tree: Tree | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Reads S more tokens per row, each row at its own place.
 
@@ -61,8 +73,9 @@ class LanguageModel(Protocol[Cache]):
 
     Args:
       params: the model's parameters.
-      cache: from `prefill`, `extend` or `rewind`.
+      cache: from `prefill`, `extend`, `rewind` or `keep`.
       tokens: int32[B, S], S >= 1.
+      tree: how the tokens hang together; None is one after another.
 
     Returns:
       Logits, float32[B, S, V], of the token that follows each of these, and
@@ -74,6 +87,19 @@ class LanguageModel(Protocol[Cache]):
     """Forgets all but the first `length` (int32[B]) tokens per row, in O(1)."""
     ...
 
+  def keep(self, cache: Cache, length: jax.Array, slots: jax.Array) -> Cache:
+    """Keeps the first `length` (int32[B]) slots per row and some later ones.
+
+    Args:
+      cache: from `extend` with a tree.
+      length: int32[B].
+      slots: int32[B, N], >= length, the slots whose tokens are to follow.
+
+    Returns:
+      The cache with `length` + N tokens.
+    """
+    ...
+
 
 def read_prompt(
   model: LanguageModel[Cache],
@@ -81,6 +107,7 @@ def read_prompt(
   inputs: jax.Array,
   max_length: int,
   prompt: jax.Array | None = None,
+  longest: int | None = None,
 ) -> Cache:
   """A cache that has read the inputs, and each prompt but its last token.
 
@@ -94,11 +121,12 @@ def read_prompt(
     inputs: int32[B, E], 0 past each row's end.
     max_length: T, the decoder slots to allocate.
     prompt: int32[B, P], P < T; None is the start token alone.
+    longest: as of `LanguageModel.prefill`.
 
   Returns:
     A cache with `length` P - 1 in every row.
   """
-  cache = model.prefill(params, inputs, max_length)
+  cache = model.prefill(params, inputs, max_length, longest)
   if prompt is not None and prompt.shape[1] > 1:
     _, cache = model.extend(params, cache, prompt[:, :-1])
   return cache

@@ -183,11 +183,14 @@ class Decoder(nn.Module):
       length=jnp.zeros((batch,), jnp.int32),
     )
 
-  def extend(self, cache, tokens):
+  def extend(self, cache, tokens, tree=None):
     """Logits float32[B, S, V] and the cache grown by tokens int32[B, S]."""
     num_queries = tokens.shape[1]
-    reads = kv_cache.bucketed_reads(cache, num_queries)
-    positions = cache.length[:, None] + jnp.arange(num_queries)
+    reads = kv_cache.bucketed_reads(cache, num_queries, tree)
+    if tree is None:
+      positions = cache.length[:, None] + jnp.arange(num_queries)
+    else:
+      positions = tree.positions
     x = self._embed(tokens, positions)
     kept = []
     for i, layer in enumerate(self.layers):
@@ -280,24 +283,28 @@ class GPT:
     )
     return cast(jax.Array, logits)
 
-  def prefill(self, params, inputs, max_length):
+  def prefill(self, params, inputs, max_length, longest=None):
     """Returns an empty `KVCache` of inputs' B rows and `max_length` slots.
 
     Raises:
-      ValueError: `max_length` exceeds the number of learned positions.
+      ValueError: a sequence would exceed the number of learned positions.
     """
-    self._check_length(max_length)
+    self._check_length(longest or max_length)
     return self._apply(
       params, inputs.shape[0], max_length, method='empty_cache'
     )
 
-  def extend(self, params, cache, tokens):
+  def extend(self, params, cache, tokens, tree=None):
     """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
-    return self._apply(params, cache, tokens, method='extend')
+    return self._apply(params, cache, tokens, tree, method='extend')
 
   def rewind(self, cache, length):
     """Forgets all but the first `length` (int32[B]) tokens of each row."""
     return cache.rewind(length)
+
+  def keep(self, cache, length, slots):
+    """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
+    return cache.keep(length, slots)
 
   def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
     return Decoder(self.config).apply(

@@ -22,6 +22,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax.models import backend, layers
+from specdec_jax.models.tree import Tree
 
 # What a layer attends to: keys and values, or the one array of both.
 Kept = tuple[jax.Array, ...]
@@ -81,6 +82,37 @@ class KVCache:
   def rewind(self, length: jax.Array) -> 'KVCache':
     """Returns the cache with only the first `length` (int32[B]) tokens."""
     return self.replace(length=length)
+
+  def keep(self, length: jax.Array, slots: jax.Array) -> 'KVCache':
+    """Moves the tokens in some slots together, behind the first ones.
+
+    Args:
+      length: int32[B], how many slots of each row stay as they are.
+      slots: int32[B, N], >= length: what they hold is moved to slots
+        length..length + N - 1.
+
+    Returns:
+      The cache with `length` + N tokens in every row.
+    """
+    last, before_last = slots[:, None, None], slots[:, None, :, None]
+    kept: list[Kept] = []
+    for both in self.joined:
+      # bhnd -> bnhd
+      keys, values = (
+        jnp.take_along_axis(one, before_last, axis=2).swapaxes(1, 2)
+        for one in both
+      )
+      kept.append((write_joined(both, keys, values, length),))
+    for pair in zip(self.keys, self.values, strict=True):
+      # bhdn -> bnhd
+      moved = (
+        jnp.take_along_axis(one, last, axis=3).transpose(0, 3, 1, 2)
+        for one in pair
+      )
+      kept.append(
+        tuple(write(*args, length) for args in zip(pair, moved, strict=True))
+      )
+    return self.replace(length=length).grown(kept, slots.shape[1])
 
   def remember(self, layer: int, write: Write) -> Callable[..., Kept]:
     """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
@@ -217,6 +249,23 @@ def read_position_bias(
   return jax.vmap(jax.vmap(one_query, out_axes=1))(positions)
 
 
+def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
+  """`read_position_bias` of tokens that see only their ancestors.
+
+  Args:
+    position_bias: float32[H or 1, 2 * T].
+    tree: how the S tokens hang together.
+
+  Returns:
+    float32[B, H or 1, S, T].
+  """
+  num_slots = position_bias.shape[-1] // 2
+  behind = tree.positions[:, :, None] - tree.slot_positions[:, None, :]
+  place = num_slots - 1 - jnp.clip(behind, 0, num_slots - 1)
+  bias = jnp.moveaxis(jnp.take(position_bias, place, axis=1), 0, 1)
+  return jnp.where(tree.visible[:, None], bias, layers.MASKED)
+
+
 def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the prefixes of the cache that attention may be restricted to.
 
@@ -235,7 +284,7 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 
 
 def bucketed_reads(
-  cache: KVCache, num_queries: int
+  cache: KVCache, num_queries: int, tree: Tree | None = None
 ) -> list[Callable[[jax.Array, Kept], jax.Array]]:
   """Each layer's attention over the shortest bucket with all slots in use.
 
@@ -246,6 +295,7 @@ def bucketed_reads(
   Args:
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
+    tree: how these hang together; None is one after another.
 
   Returns:
     For each layer a function (queries [B, S, H, D], what the layer has `kept`)
@@ -263,7 +313,10 @@ def bucketed_reads(
   branches = [functools.partial(attend_prefix, size) for size in sizes]
 
   def of_bias(position_bias):
-    bias = read_position_bias(position_bias, cache.length, num_queries)
+    if tree is None:
+      bias = read_position_bias(position_bias, cache.length, num_queries)
+    else:
+      bias = read_tree_bias(position_bias, tree)
     if backend.ways().orders_layers:
       # Read once per call; else each layer has a kernel that reads it again.
       bias = lax.optimization_barrier(bias)

@@ -85,19 +85,32 @@ def _biases(stack, relative: np.ndarray, causal: bool) -> list[jax.Array]:
 
   Args:
     stack: an encoder or decoder.
-    relative: int[...], key - query position.
+    relative: int[...], key - query position; if not causal int[2 * E - 1], all
+      that there are, from the least on, and the result is [H, E, E].
     causal: whether keys after the query are masked.
   """
 
   def of(owner):
     if not causal:
-      return owner.relpos_bias(relative)
+      return _of_pairs(owner.relpos_bias(relative))
     bias = owner.relpos_bias(np.minimum(relative, 0))
     return jnp.where(relative > 0, layers.MASKED, bias)
 
   if stack.config.bias_per_layer:
     return [of(layer) for layer in stack.layers]
   return [of(stack)] * len(stack.layers)
+
+
+def _of_pairs(of_distances: jax.Array) -> jax.Array:
+  """The bias of each (query, key), [H, E, E], from that of each distance.
+
+  The places are computed in the program. Buckets of all pairs, known at trace
+  time, would be a constant of E * E numbers in it.
+  """
+  size = (of_distances.shape[1] + 1) // 2
+  shape = (size, size)
+  query, key = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+  return jnp.take(of_distances, key - query + size - 1, axis=1, mode='clip')
 
 
 class EncoderLayer(nn.Module):
@@ -143,9 +156,8 @@ class Encoder(nn.Module):
 
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
-    position = np.arange(x.shape[1])
-    relative = position[None, :] - position[:, None]
     x = self.dropout(x, deterministic=deterministic)
+    relative = np.arange(1 - x.shape[1], x.shape[1])
     biases = _biases(self, relative, causal=False)
     for layer, bias in zip(self.layers, biases, strict=True):
       x = layer(x, bias[None] + padding_bias, deterministic)
@@ -254,10 +266,10 @@ class Decoder(nn.Module):
       )
     return self._head(x, embedder, deterministic)
 
-  def extend(self, x, embedder, cache, write=kv_cache.write):
+  def extend(self, x, embedder, cache, write=kv_cache.write, tree=None):
     """Logits [B, S, V] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
-    reads = kv_cache.bucketed_reads(cache, num_queries)
+    reads = kv_cache.bucketed_reads(cache, num_queries, tree)
     kept = []
     for i, layer in enumerate(self.layers):
       cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
@@ -306,9 +318,9 @@ class EncoderDecoder(nn.Module):
       length=jnp.zeros(inputs.shape[:1], jnp.int32),
     )
 
-  def extend(self, cache, tokens):
+  def extend(self, cache, tokens, tree=None):
     embedded = self.token_embedder(tokens)
-    return self.decoder.extend(embedded, self.token_embedder, cache)
+    return self.decoder.extend(embedded, self.token_embedder, cache, tree=tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,18 +379,23 @@ class T5:
     )
     return cast(jax.Array, logits)
 
-  def prefill(self, params, inputs, max_length):
+  def prefill(self, params, inputs, max_length, longest=None):
     """Runs the encoder once; returns a `KVCache` with `length` 0."""
+    del longest  # relative positions have no end
     return self._module.apply(
       {'params': params}, inputs, max_length, method='prefill'
     )
 
-  def extend(self, params, cache, tokens):
+  def extend(self, params, cache, tokens, tree=None):
     """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
     return self._module.apply(
-      {'params': params}, cache, tokens, method='extend'
+      {'params': params}, cache, tokens, tree, method='extend'
     )
 
   def rewind(self, cache, length):
     """Forgets all but the first `length` (int32[B]) tokens of each row."""
     return cache.rewind(length)
+
+  def keep(self, cache, length, slots):
+    """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
+    return cache.keep(length, slots)

@@ -63,12 +63,13 @@ class Following:
   def logits(self, *args, **options):
     return self.network.logits(*args, **options)
 
-  def prefill(self, params, inputs, max_length):
-    return self._held(self.network.prefill(params, inputs, max_length))
+  def prefill(self, params, inputs, max_length, longest=None):
+    cache = self.network.prefill(params, inputs, max_length, longest)
+    return self._held(cache)
 
-  def extend(self, params, cache, tokens):
+  def extend(self, params, cache, tokens, tree=None):
     with backend.split():
-      logits, cache = self.network.extend(params, cache, tokens)
+      logits, cache = self.network.extend(params, cache, tokens, tree)
     # First split, and only then whole: if it were asked for whole rows at once,
     # XLA would gather the output layer's kernel instead.
     logits = self._at(logits, ('batch', None, 'vocab'))
@@ -76,6 +77,11 @@ class Following:
 
   def rewind(self, cache, length):
     return self.network.rewind(cache, length)
+
+  def keep(self, cache, length, slots):
+    with backend.split():
+      cache = self.network.keep(cache, length, slots)
+    return self._held(cache)
 
   def cache_shapes(self, cache: Any) -> Any:
     """`ShapeDtypeStruct`s of a cache (or of its shapes), with shardings."""

@@ -14,7 +14,7 @@ from specdec_jax.models.base import LanguageModel, Params, param_shapes
 from specdec_jax.partitioning.axes import Axes, LogicalAxes, axes_of_parameter
 
 # Fields of a `Request` that are the same for all of its rows.
-_SHARED = ('.stop_ids', '.top_k', '.top_p', '.lenience')
+_SHARED = ('.stop_ids', '.top_k', '.top_p', '.lenience', '.penalty')
 _JOINED = re.compile(r'(.*/)?(qkv|wi_joined)/\w+')
 
 

@@ -38,15 +38,15 @@ def predict(
     programs[name]['launched'] for name in ('plain_run', 'speculative_run')
   )
   costs: dict[str, Any] = {
-    'token': _cost(config, one, plain['round']),
-    'round': _cost(config, several + proposals, spec['round']),
+    'token': cost(config, one, plain['round']),
+    'round': cost(config, several + proposals, spec['round']),
     'step': spec.get('step'),
     'T5X': None,
   }
   if costs['step']:
-    costs['step'] = _cost(config, proposals / row.gamma, costs['step'])
+    costs['step'] = cost(config, proposals / row.gamma, costs['step'])
   if config.t5x_kernels:
-    costs['T5X'] = _cost(config, one, {'kernels': config.t5x_kernels})
+    costs['T5X'] = cost(config, one, {'kernels': config.t5x_kernels})
   tokens = float(analysis.expected_tokens(row.acceptance_rate, row.gamma))
   round_ms = costs['round']['ms']
   factors = {'plain': tokens * costs['token']['ms'] / round_ms}
@@ -56,7 +56,7 @@ def predict(
   return {'costs': costs, 'walltime_factor': factors}
 
 
-def _cost(config: Any, read: float, launched: dict[str, Any]) -> dict[str, Any]:
+def cost(config: Any, read: float, launched: dict[str, Any]) -> dict[str, Any]:
   """What some kernels take, in milliseconds, and of what that is made.
 
   Args:

@@ -1,0 +1,292 @@
+"""One level of beam search: pure functions of scores, as T5X computes them.
+
+T5X keeps K live beams, sorted from the worst to the best, and the K best
+finished ones. Of all continuations of the live beams it takes the 2 K best:
+those that end compete with the finished ones, by their score, and the K best of
+the others are the next live beams. `transformers` differs in four things, see
+`Rule`.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from specdec_jax import probs
+
+# T5X's "minus infinity": log-probability of a beam that is not there.
+ABSENT = -1.0e7
+
+
+class Rule(enum.Enum):
+  """Whose beam search it is.
+
+  With T5X's, a finished beam of n tokens, its prompt and its end counted, has
+  the score log_prob / ((5 + n) / 6) ** penalty. Any of the 2 K best
+  continuations may end a beam, a beam that is cut off has not finished, and the
+  search goes on until no live beam could still beat a finished one, however
+  long it became.
+
+  With that of Hugging Face's transformers (`early_stopping=False`), the score
+  is log_prob / n ** penalty, n without the prompt. Only the K best
+  continuations may end a beam, a beam that is cut off counts as finished, and
+  the search goes on until no live beam, as long as it is now, beats a finished
+  one.
+  """
+
+  T5X = 't5x'
+  TRANSFORMERS = 'transformers'
+
+
+@struct.dataclass
+class BeamSettings:
+  """What a beam search is asked for, beside its `Request`.
+
+  Attributes:
+    penalty: float32[], the exponent of the `Rule`'s length penalty, >= 0.
+    width: static, K, live beams.
+    draft_width: static, U, beams of the drafter.
+    num_ends: static, how many ids end a beam.
+    rule: static, whose beam search it is.
+  """
+
+  penalty: jax.Array
+  width: int = struct.field(pytree_node=False)
+  draft_width: int = struct.field(pytree_node=False)
+  num_ends: int = struct.field(pytree_node=False, default=1)
+  rule: Rule = struct.field(pytree_node=False, default=Rule.T5X)
+
+  @property
+  def num_candidates(self) -> int:
+    """C, continuations that are looked at: K of them do not end a beam."""
+    return max(2, 1 + self.num_ends) * self.width
+
+
+@struct.dataclass
+class Hypotheses:
+  """K sequences a row, sorted from the worst to the best.
+
+  Attributes:
+    tokens: int32[B, K, W], the prompt and its start token first.
+    log_probs: float32[B, K, W], the target's log-probability of each token.
+    length: int32[B, K], tokens, the prompt's counted.
+    score: float32[B, K]: of live beams the log-probability of all tokens behind
+      the prompt, of finished ones that with the length penalty.
+    exists: bool[B, K], whether there is such a sequence.
+  """
+
+  tokens: jax.Array
+  log_probs: jax.Array
+  length: jax.Array
+  score: jax.Array
+  exists: jax.Array
+
+
+@struct.dataclass
+class Limits:
+  """Where the beams of each row must end.
+
+  Attributes:
+    stop_ids: int32[N], padded with -1.
+    first_length: int32[B], tokens of the prompt.
+    max_length: int32[B], tokens that may follow it.
+  """
+
+  stop_ids: jax.Array
+  first_length: jax.Array
+  max_length: jax.Array
+
+
+def start(tokens: jax.Array, length: jax.Array, width: int) -> Hypotheses:
+  """K live beams, of which one is there: the prompt, int32[B, W]."""
+  batch = tokens.shape[0]
+  repeated = jnp.repeat(tokens[:, None], width, axis=1)
+  first = jnp.full((width,), ABSENT, jnp.float32).at[-1].set(0.0)
+  return Hypotheses(
+    tokens=repeated,
+    log_probs=jnp.zeros(repeated.shape, jnp.float32),
+    length=jnp.broadcast_to(length[:, None], (batch, width)),
+    score=jnp.broadcast_to(first, (batch, width)),
+    exists=jnp.broadcast_to(first == 0, (batch, width)),
+  )
+
+
+def none_finished(live: Hypotheses) -> Hypotheses:
+  """K places for finished beams, all of them free."""
+  zeros = jax.tree.map(jnp.zeros_like, live)
+  return zeros.replace(score=jnp.full_like(live.score, ABSENT))
+
+
+def candidates(
+  logits: jax.Array, count: int, forbidden: jax.Array, stop_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The likeliest tokens after each of N nodes, and their log-probabilities.
+
+  Args:
+    logits: float32[B, N, V].
+    count: C, how many.
+    forbidden: bool[B, N], the nodes after which no beam may end. The other
+      tokens keep their probabilities, as in transformers.
+    stop_ids: int32[K].
+
+  Returns:
+    float32[B, N, C] and int32[B, N, C], from the likeliest on.
+  """
+  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  allowed = probs.forbid(logits, stop_ids, forbidden)
+  values, ids = probs.top_tokens(allowed, count)
+  return values - total, ids
+
+
+def widen(
+  score: jax.Array, values: jax.Array, ids: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The best continuations of some beams, from the best on.
+
+  Args:
+    score: float32[B, K], log-probabilities of the beams.
+    values: float32[B, K, C], those of each beam's `candidates`.
+    ids: int32[B, K, C].
+    width: how many continuations.
+
+  Returns:
+    Their log-probabilities, float32[B, width], the numbers of the beams that
+    they continue, int32[B, width], and their tokens, int32[B, width].
+  """
+  batch, _, count = values.shape
+  flat = (score[..., None] + values).reshape(batch, -1)
+  best, index = lax.top_k(flat, width)
+  tokens = jnp.take_along_axis(ids.reshape(batch, -1), index, axis=1)
+  return best, index // count, tokens
+
+
+def advance(
+  settings: BeamSettings,
+  limits: Limits,
+  live: Hypotheses,
+  finished: Hypotheses,
+  values: jax.Array,
+  ids: jax.Array,
+) -> tuple[Hypotheses, Hypotheses, jax.Array]:
+  """One level: every live beam of a row becomes one token longer.
+
+  Args:
+    settings: width and rule.
+    limits: where beams end.
+    live: the live beams, all of a row equally long.
+    finished: the finished beams.
+    values: float32[B, K, C], log-probabilities of each beam's `candidates`.
+    ids: int32[B, K, C].
+
+  Returns:
+    The live and the finished beams after the level, and the number of the beam
+    that each live one continues, int32[B, K].
+  """
+  width = settings.width
+  total, parents, tokens = widen(
+    live.score, values, ids, settings.num_candidates
+  )
+  alone = total - jnp.take_along_axis(live.score, parents, axis=1)
+  longer = _gather(live, parents)
+  place = jnp.arange(longer.tokens.shape[-1]) == longer.length[..., None]
+  ends = jnp.any(tokens[..., None] == limits.stop_ids, axis=-1)
+  finishes = ends
+  if settings.rule is Rule.TRANSFORMERS:
+    produced = live.length[:, :1] - limits.first_length[:, None]
+    ends = ends | (produced + 1 >= limits.max_length[:, None])
+    finishes = ends & (jnp.arange(settings.num_candidates) < width)
+  longer = longer.replace(
+    tokens=jnp.where(place, tokens[..., None], longer.tokens),
+    log_probs=jnp.where(place, alone[..., None], longer.log_probs),
+    length=longer.length + 1,
+    score=total + ends * ABSENT,
+    exists=total > ABSENT / 2,
+  )
+  _, chosen = lax.top_k(longer.score, width)
+  chosen = jnp.flip(chosen, axis=1)
+  next_live = _gather(longer, chosen)
+
+  score = total / _penalty(settings, limits, longer.length)
+  ended = longer.replace(
+    score=score + ~finishes * ABSENT, exists=finishes & longer.exists
+  )
+  both = jax.tree.map(
+    lambda *two: jnp.concatenate(two, axis=1), finished, ended
+  )
+  _, best = lax.top_k(both.score, width)
+  finished = _gather(both, jnp.flip(best, axis=1))
+  return next_live, finished, jnp.take_along_axis(parents, chosen, axis=1)
+
+
+def is_beaten(
+  settings: BeamSettings,
+  limits: Limits,
+  live: Hypotheses,
+  finished: Hypotheses,
+) -> jax.Array:
+  """Live beams that no longer matter, bool[B, K].
+
+  However one of them goes on, it cannot score more than all K finished beams
+  do. Neither can any continuation that ranks below it, so the search finds the
+  same finished beams whatever becomes of it.
+  """
+  most = (limits.first_length + limits.max_length)[:, None]
+  if settings.rule is Rule.T5X:
+    most = most + 1  # T5X counts one more than a beam can have
+  worst = jnp.min(finished.score, axis=1, keepdims=True)
+  beaten = worst > live.score / _penalty(settings, limits, most)
+  return beaten & jnp.all(finished.exists, axis=1, keepdims=True)
+
+
+def is_over(
+  settings: BeamSettings,
+  limits: Limits,
+  live: Hypotheses,
+  finished: Hypotheses,
+) -> jax.Array:
+  """bool[B], rows whose finished beams cannot change any more."""
+  at_end = live.length[:, 0] - limits.first_length >= limits.max_length
+  if settings.rule is Rule.T5X:
+    return at_end | is_beaten(settings, limits, live, finished)[:, -1]
+  best = live.score[:, -1] / _penalty(settings, limits, live.length)[:, -1]
+  worst = jnp.min(finished.score, axis=1)
+  return at_end | (jnp.all(finished.exists, axis=1) & (worst >= best))
+
+
+def result(live: Hypotheses, finished: Hypotheses) -> Hypotheses:
+  """The finished beams; of a row that has none, the live ones."""
+  some = jnp.any(finished.exists, axis=1)
+
+  def choose(one, other):
+    return jnp.where(some.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+
+  return jax.tree.map(choose, finished, live)
+
+
+def _penalty(
+  settings: BeamSettings, limits: Limits, length: jax.Array
+) -> jax.Array:
+  """What a log-probability is divided by, float32[B, ...].
+
+  Args:
+    settings: rule and exponent.
+    limits: says how long the prompts are.
+    length: int32[B, ...], tokens of the beams, start token and prompt counted.
+  """
+  if settings.rule is Rule.T5X:
+    base = (5.0 + (length - 1)) / 6.0
+  else:
+    base = (length - limits.first_length[:, None]).astype(jnp.float32)
+  return jnp.power(base, settings.penalty)
+
+
+def _gather(beams: Hypotheses, index: jax.Array) -> Hypotheses:
+  """The beams with numbers int32[B, N]."""
+
+  def chosen(values):
+    place = index.reshape(*index.shape, *(1,) * (values.ndim - 2))
+    return jnp.take_along_axis(values, place, axis=1)
+
+  return jax.tree.map(chosen, beams)

@@ -1,0 +1,43 @@
+"""T5X itself speculates: what its gin files name in place of T5X's own.
+
+  MODEL = @t5x_plugin.EncoderDecoderModel()
+
+See docs/from-t5x.md, and `gin/t5x/speculative.gin`, which has all bindings. The
+classes derive from T5X's; T5X is imported when one of them is first used.
+"""
+
+import functools
+from typing import Any
+
+from specdec_jax.t5x_plugin.decode_fns import (
+  beam_search,
+  temperature_sample,
+)
+from specdec_jax.t5x_plugin.drafter import restore_drafter
+
+__all__ = [
+  'EncoderDecoderModel',
+  'InteractiveModel',
+  'beam_search',
+  'restore_drafter',
+  'temperature_sample',
+]
+
+
+def __getattr__(name: str) -> Any:
+  if name not in ('EncoderDecoderModel', 'InteractiveModel'):
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  return _class_of(name)
+
+
+@functools.cache
+def _class_of(name: str) -> Any:
+  from specdec_jax.t5x_plugin import interactive, model
+
+  bases = {
+    'EncoderDecoderModel': (model.Speculates, 'models'),
+    'InteractiveModel': (interactive.RestoresDrafter, 'interactive_model'),
+  }
+  ours, module = bases[name]
+  theirs = getattr(model.import_t5x(module), name)
+  return type(name, (ours, theirs), {'__module__': __name__})

@@ -1,0 +1,274 @@
+"""T5X's decode functions, with its names and arguments, that speculate.
+
+T5X gives a decode function `tokens_to_logits`, which reads one token a call.
+`t5x_plugin.EncoderDecoderModel` gives it a `Pair` in that place: both models,
+their parameters and the inputs, all that a whole loop needs. Bindings of gin
+and `decoder_params` reach these functions as they reach T5X's.
+
+A decode function added here is also added to `DECODE_FNS`, at the end.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import Request
+from specdec_jax.engine.options import Options
+from specdec_jax.probs import SamplingConfig, SamplingParams
+
+MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to here
+
+
+class Pair(NamedTuple):
+  """Both models and what they read.
+
+  Attributes:
+    loop: the target and its drafter.
+    params: the parameters of both.
+    inputs: int32[B, E], 0 past each row's end.
+    gamma: proposals per round.
+    has_prompt: whether outputs begin with what a decode function is given as
+      `inputs`, as T5X calls them; otherwise only their shape is used.
+  """
+
+  loop: Loop
+  params: PairParams
+  inputs: jax.Array
+  gamma: int
+  has_prompt: bool
+
+
+def temperature_sample(
+  inputs: jax.Array,
+  cache: Any,
+  tokens_to_logits: Pair,
+  eos_id: int,
+  decode_rng: jax.Array | None = None,
+  num_decodes: int = 1,
+  temperature: float | jax.Array = 1.0,
+  topk: int = 1,
+  topp: float = 0.0,
+  cache_offset: int = 0,
+  max_decode_steps: int | jax.Array | None = None,
+  max_decode_steps_hard_limit: int | None = None,
+  rescale_log_probs: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+  """T5X's `decoding.temperature_sample`, by speculative decoding.
+
+  At temperature 0 the tokens are T5X's. Above it they have T5X's distribution,
+  but are other samples: each decode of each example has a key of its own. What
+  calls back in each of T5X's steps is not there, since a step here is a round
+  of several tokens.
+
+  Args:
+    inputs: int32[B, L], 0 first, then each row's prompt (see
+      `Pair.has_prompt`), then 0.
+    cache: not used; the loop makes its own.
+    tokens_to_logits: a `Pair`.
+    eos_id: id that ends an output.
+    decode_rng: a PRNG key; None is that of seed 0.
+    num_decodes: samples of each example.
+    temperature: a number or float[B]; up to 1e-4 it is the argmax.
+    topk: 0 is off.
+    topp: 0.0 is off.
+    cache_offset: not used.
+    max_decode_steps: the most tokens after the prompt.
+    max_decode_steps_hard_limit: bounds `max_decode_steps`, if that is given.
+    rescale_log_probs: whether scores are of the distribution after temperature,
+      top-k and top-p, so 0.0 at temperature 0; otherwise the model's own.
+
+  Returns:
+    Tokens int32[B, num_decodes, L], each row its prompt and what follows, 0
+    past the end; and their scores float32[B, num_decodes], the sum of the log-
+    probabilities of the tokens after the prompt. The best score is the last.
+
+  Raises:
+    ValueError: `topk` and `topp` are both given, or `max_decode_steps` is more
+      than L.
+  """
+  del cache, cache_offset  # arguments that T5X gives to any decode function
+  pair = tokens_to_logits
+  sampling, greedy = _sampling(inputs.shape[0], temperature, topk, topp)
+  steps = _steps(inputs.shape[1], max_decode_steps, max_decode_steps_hard_limit)
+
+  def each(rows):
+    return jnp.repeat(rows, num_decodes, axis=0)
+
+  prompt = each(inputs)
+  produced = _prompt_length(prompt, pair) - 1
+  request = Request(
+    inputs=each(pair.inputs),
+    keys=_keys(decode_rng, prompt.shape[0]),
+    sampling=sampling.replace(temperature=each(sampling.temperature)),
+    stop_ids=jnp.array([eos_id], jnp.int32),
+    min_length=jnp.zeros(prompt.shape[:1], jnp.int32),
+    max_length=jnp.minimum(steps, prompt.shape[1] - produced),
+    slots=prompt.shape[1],
+    gamma=pair.gamma,
+    greedy=greedy,
+    with_log_probs=not (greedy and rescale_log_probs),
+    log_probs_as_drawn=rescale_log_probs,
+    prompt=prompt if pair.has_prompt else None,
+    prompt_length=produced + 1 if pair.has_prompt else None,
+  )
+  done = pair.loop.decode(pair.params, request)
+  tokens, scores = done.tokens, jnp.zeros(prompt.shape[:1])
+  if request.with_log_probs:
+    scores = jnp.sum(done.log_probs, axis=1)
+  if pair.has_prompt:
+    tokens = _after_prompt(prompt, produced, tokens)
+
+  shape = (inputs.shape[0], num_decodes)
+  tokens, scores = tokens.reshape(*shape, -1), scores.reshape(shape)
+  order = jnp.argsort(scores, axis=1)
+  return (
+    jnp.take_along_axis(tokens, order[..., None], axis=1),
+    jnp.take_along_axis(scores, order, axis=1),
+  )
+
+
+def beam_search(
+  inputs: jax.Array,
+  cache: Any,
+  tokens_to_logits: Pair,
+  eos_id: int,
+  num_decodes: int = 4,
+  alpha: float = 0.6,
+  max_decode_len: int | None = None,
+  decode_rng: jax.Array | None = None,
+  cache_offset: int = 0,
+  draft_beams: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """T5X's `decoding.beam_search`, by speculative decoding: the same beams.
+
+  Only behind a prompt of L - 1 tokens T5X repeats the last of them; here the
+  search finds that one token.
+
+  Args:
+    inputs: int32[B, L], as for `temperature_sample`.
+    cache: not used; the search makes its own.
+    tokens_to_logits: a `Pair`.
+    eos_id: id that ends a beam.
+    num_decodes: K, the width of the search.
+    alpha: exponent of the brevity penalty, >= 0.
+    max_decode_len: length of the outputs, prompt included; None is L.
+    decode_rng: not used; a search draws nothing.
+    cache_offset: not used.
+    draft_beams: beams of the drafter; None is 2 K.
+
+  Returns:
+    Tokens int32[B, K, L], each row its prompt and what follows, 0 past the end;
+    and their scores float32[B, K], the best one last. Where a search finishes
+    fewer beams, the first are 0 and their scores -1e7, as in T5X.
+
+  Raises:
+    ValueError: a number is too small or too large.
+  """
+  del cache, decode_rng, cache_offset
+  pair = tokens_to_logits
+  options = Options(num_beams=num_decodes, alpha=alpha, draft_beams=draft_beams)
+  length = inputs.shape[1] if max_decode_len is None else max_decode_len
+  prompt = _of_length(inputs, length)
+  batch = prompt.shape[0]
+  produced = _prompt_length(prompt, pair) - 1
+  request = Request(
+    inputs=pair.inputs,
+    keys=_keys(None, batch),
+    sampling=SamplingConfig(0.0).params(batch),
+    stop_ids=jnp.array([eos_id], jnp.int32),
+    min_length=jnp.zeros((batch,), jnp.int32),
+    max_length=length - produced,
+    slots=length,
+    gamma=pair.gamma,
+    greedy=True,
+    with_log_probs=False,
+    prompt=prompt if pair.has_prompt else None,
+    prompt_length=produced + 1 if pair.has_prompt else None,
+    beams=options.beam_settings(num_ends=1),
+  )
+  done = pair.loop.decode(pair.params, request)
+  tokens = done.tokens
+  if pair.has_prompt:
+    each = [jnp.repeat(rows, num_decodes, 0) for rows in (prompt, produced)]
+    tokens = _after_prompt(*each, tokens)
+    tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
+  scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
+  return tokens.reshape(batch, num_decodes, length), scores
+
+
+def _of_length(inputs: jax.Array, length: int) -> jax.Array:
+  """int32[B, length]: `inputs` without its last tokens, or with zeros."""
+  padding = max(0, length - inputs.shape[1])
+  return jnp.pad(inputs, ((0, 0), (0, padding)))[:, :length]
+
+
+def _sampling(batch: int, temperature, topk, topp):
+  """The `SamplingParams` of T5X's arguments, and whether all rows are greedy.
+
+  Arguments may be traced; whether they are 0 is then known only in the run.
+  """
+  known = [not isinstance(value, jax.core.Tracer) for value in (topk, topp)]
+  if all(known) and topk and topp:
+    raise ValueError(
+      'T5X samples by topk or by topp, not by both; got topk'
+      f' {topk} and topp {topp}. Bind one of them to 0 (topk is 1 by default).'
+    )
+  greedy = False
+  if not isinstance(temperature, jax.core.Tracer):
+    greedy = bool(np.all(np.asarray(temperature) <= MIN_TEMPERATURE))
+  warm = jnp.asarray(temperature, jnp.float32)
+  warm = jnp.where(warm > MIN_TEMPERATURE, warm, 0.0)
+  top_p = jnp.asarray(topp, jnp.float32)
+  return (
+    SamplingParams(
+      temperature=jnp.broadcast_to(warm, (batch,)),
+      top_k=jnp.asarray(topk, jnp.int32),
+      top_p=jnp.where(top_p > 0, top_p, 1.0),
+    ),
+    greedy,
+  )
+
+
+def _steps(length: int, steps, hard_limit):
+  """The most tokens after a prompt, int32[] or int32[B]; see there."""
+  if steps is None:
+    return length
+  if hard_limit:
+    steps = jnp.minimum(steps, hard_limit)
+  if not isinstance(steps, jax.core.Tracer) and np.any(steps > length):
+    raise ValueError(
+      f'max_decode_steps is {steps}, but the outputs have {length} tokens; give'
+      ' at most as many, or a longer length of targets.'
+    )
+  return steps
+
+
+def _prompt_length(prompt: jax.Array, pair: Pair):
+  """int32[B], tokens of each prompt, its start token counted."""
+  if not pair.has_prompt:
+    return jnp.ones(prompt.shape[:1], jnp.int32)
+  return 1 + jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
+
+
+def _keys(rng: jax.Array | None, rows: int) -> jax.Array:
+  """A key for each row, from T5X's one for the batch."""
+  if rng is None:
+    rng = jax.random.key(0)
+  elif not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    rng = jax.random.wrap_key_data(rng)
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, jnp.arange(rows))
+
+
+def _after_prompt(prompt: jax.Array, produced: jax.Array, tokens: jax.Array):
+  """Each row's prompt without its start token, then its tokens; [B, L]."""
+  place = jnp.arange(tokens.shape[1]) - produced[:, None]
+  moved = jnp.take_along_axis(tokens, jnp.maximum(place, 0), axis=1)
+  start = jnp.pad(prompt[:, 1:], ((0, 0), (0, 1)))
+  return jnp.where(place < 0, start, moved)
+
+
+DECODE_FNS = (temperature_sample, beam_search)

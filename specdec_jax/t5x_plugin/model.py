@@ -1,0 +1,186 @@
+"""What `t5x_plugin.EncoderDecoderModel` adds to T5X's model of that name."""
+
+import functools
+import importlib
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import flax
+import jax
+
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.t5x_plugin import drafter
+from specdec_jax.t5x_plugin.decode_fns import DECODE_FNS, Pair
+
+Variables = Mapping[str, Any]
+
+
+def import_t5x(module: str) -> Any:
+  """Imports a module of T5X.
+
+  Raises:
+    ValueError: T5X is not installed.
+  """
+  try:
+    return importlib.import_module(f't5x.{module}')
+  except ImportError as error:
+    raise ValueError(
+      f't5x.{module} cannot be imported: {error}. The plug-in for T5X needs'
+      ' T5X, which no registry has; see https://github.com/google-research/t5x.'
+    ) from error
+
+
+class Speculates:
+  """Decodes by speculation; in all else it is the T5X model that it is given.
+
+  The base of `t5x_plugin.EncoderDecoderModel`, whose other base is T5X's class.
+  """
+
+  decode_fn: Any  # these are T5X's
+  output_vocabulary: Any
+  _default_decoder_params: Any
+
+  def __init__(self, model: Any, draft_module: Any, gamma: int = 4):
+    """Takes over all that `model` has.
+
+    Args:
+      model: T5X's `EncoderDecoderModel`, with a decode function of this
+        package.
+      draft_module: the drafter, a module such as the model's own.
+      gamma: tokens that the drafter proposes per round.
+
+    Raises:
+      ValueError: `model` or a module is of another kind, their vocabularies
+        differ, or the decode function does not speculate.
+    """
+    if not isinstance(model, import_t5x('models').EncoderDecoderModel):
+      raise ValueError(
+        'model must be a t5x.models.EncoderDecoderModel, got'
+        f' {type(model).__name__}.'
+      )
+    check_number('gamma', gamma, 1)
+    check_decode_fn(model.decode_fn)
+    target = drafter.network_of(model.module)
+    draft = drafter.network_of(draft_module, 'draft_module')
+    drafter.check_vocabularies(target, draft)
+    vars(self).update(vars(model))
+    self.draft_module = draft_module
+    self._model = model
+    self._gamma = gamma
+    self._loop = Loop(target, small_model(draft))
+
+  def get_initial_variables(self, *args: Any, **kwargs: Any) -> Variables:
+    """T5X's variables of the target, and the drafter's collection."""
+    theirs = self._model.get_initial_variables(*args, **kwargs)
+    ours = drafter.variables(self._model, self.draft_module, *args, **kwargs)
+    return flax.core.freeze({**theirs, **ours})
+
+  def predict_batch(
+    self,
+    params: Variables,
+    batch: Mapping[str, jax.Array],
+    rng: jax.Array | None = None,
+    flax_mutables: Variables | None = None,
+  ) -> jax.Array:
+    """The tokens of `predict_batch_with_aux`."""
+    return self.predict_batch_with_aux(
+      params, batch, rng, flax_mutables=flax_mutables
+    )[0]
+
+  def predict_batch_with_aux(
+    self,
+    params: Variables,
+    batch: Mapping[str, jax.Array],
+    rng: jax.Array | None = None,
+    decoder_params: MutableMapping[str, Any] | None = None,
+    return_all_decodes: bool | None = None,
+    num_decodes: int | None = None,
+    prompt_with_targets: bool = False,
+    flax_mutables: Variables | None = None,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Decodes a batch; arguments and results are T5X's, but for the last.
+
+    Args:
+      params: the target's parameters.
+      batch: `encoder_input_tokens` int32[B, E], and `decoder_input_tokens`
+        int32[B, L], whose shape is that of the outputs.
+      rng: key of the samples.
+      decoder_params: further arguments of the decode function.
+      return_all_decodes: whether to return all of an example's decodes.
+      num_decodes: decodes of each example.
+      prompt_with_targets: whether outputs begin with the targets.
+      flax_mutables: has the drafter's parameters. T5X passes its train state's
+        to whatever has an argument of this name.
+
+    Returns:
+      Tokens int32[B, L] and `scores` float32[B]; with all decodes
+      int32[B, num_decodes, L] and float32[B, num_decodes], the best one last.
+
+    Raises:
+      ValueError: there are no drafter's parameters, or `rng` is given twice.
+    """
+    defaults = self._default_decoder_params
+    if return_all_decodes is None:
+      return_all_decodes = defaults.return_all_decodes
+    if num_decodes is None:
+      num_decodes = defaults.num_decodes
+    decoder_params = dict(decoder_params or {})
+    if rng is not None:
+      if decoder_params.get('decode_rng') is not None:
+        raise ValueError(
+          'Expected one PRNG key, got both `rng` and'
+          " decoder_params['decode_rng']; give one of them."
+        )
+      decoder_params['decode_rng'] = rng
+    eos_id = self.output_vocabulary.eos_id or 1
+    decoder_params.setdefault('eos_id', eos_id)
+
+    prompt = batch['decoder_input_tokens']
+    if prompt_with_targets:  # without its end, which would end the output
+      prompt = prompt * (prompt != eos_id)
+    decodes, scores = self.decode_fn(
+      inputs=prompt,
+      cache={},
+      tokens_to_logits=Pair(
+        loop=self._loop,
+        params=PairParams(params, _drafter_params(flax_mutables)),
+        inputs=batch['encoder_input_tokens'],
+        gamma=self._gamma,
+        has_prompt=prompt_with_targets,
+      ),
+      num_decodes=num_decodes,
+      cache_offset=0,
+      **decoder_params,
+    )
+    if return_all_decodes:
+      return decodes, {'scores': scores}
+    return decodes[:, -1], {'scores': scores[:, -1]}
+
+
+def check_decode_fn(decode_fn: Any) -> None:
+  """Raises ValueError unless a decode function, as gin wraps it, is ours."""
+  inner = decode_fn
+  while isinstance(inner, functools.partial) or hasattr(inner, '__wrapped__'):
+    inner = getattr(inner, '__wrapped__', None) or inner.func
+  if inner not in DECODE_FNS:
+    ours = ' or '.join(f'@t5x_plugin.{fn.__name__}' for fn in DECODE_FNS)
+    theirs = getattr(inner, '__name__', inner)
+    raise ValueError(
+      f"decode_fn is T5X's {theirs} (its default is beam_search), which does"
+      ' not speculate. Bind models.EncoderDecoderModel.decode_fn ='
+      f' {ours}; t5x_plugin.temperature_sample is greedy with temperature 0.0.'
+    )
+
+
+def _drafter_params(flax_mutables: Variables | None) -> Variables:
+  if not flax_mutables or drafter.COLLECTION not in flax_mutables:
+    raise ValueError(
+      "The train state has no drafter's parameters. Expected them in"
+      f' flax_mutables[{drafter.COLLECTION!r}], where restoring puts them with'
+      ' utils.RestoreCheckpointConfig.state_transformation_fns ='
+      ' [@t5x_plugin.restore_drafter].'
+    )
+  return flax_mutables[drafter.COLLECTION]

@@ -1,0 +1,241 @@
+"""Beam search through the engine, a run of lines, and a task: as people ask."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+import small_vocabulary
+from specdec_jax import infer, probs
+from specdec_jax.decoding.beams import Rule
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import Options, options_of
+from specdec_jax.models.model import Model
+
+TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
+
+
+@pytest.fixture(scope='module')
+def models():
+  found = []
+  for seed, layers in ((0, 2), (1, 1)):
+    network = small_vocabulary.network(layers)
+    found.append(Model(network, network.init(jax.random.key(seed))))
+  return found
+
+
+@pytest.fixture(scope='module')
+def engine(models, tokenizer):
+  return Engine(
+    *models, tokenizer=tokenizer, gamma=2, max_input_len=16, max_decode_len=8
+  )
+
+
+@pytest.fixture(scope='module')
+def beams(engine):
+  """All three beams of each text, by the plain search."""
+  return engine.generate(TEXTS, num_beams=3, num_samples=3, speculative=False)
+
+
+def outputs(completions):
+  return [(one.tokens, one.finish_reason) for one in completions]
+
+
+def test_beams_come_from_the_worst_to_the_best(engine, beams):
+  assert len(beams) == 3 * len(TEXTS)
+  assert [one.finish_reason for one in beams[3:6]] == ['empty'] * 3
+  for at in (0, 6, 9):
+    scores = [one.score for one in beams[at : at + 3]]
+    assert scores == sorted(scores)
+    found = {tuple(one.tokens) for one in beams[at : at + 3]}
+    assert len(found) == 3
+  for number in (1, 2):
+    fewer = engine.generate(
+      TEXTS, num_beams=3, num_samples=number, speculative=False
+    )
+    best = [beams[at + 3 - number + i] for at in (0, 3, 6, 9)
+            for i in range(number)]  # fmt: skip
+    assert outputs(fewer) == outputs(best)
+
+
+def test_the_score_is_the_log_probability_with_the_penalty(engine, beams):
+  """Of a finished beam; the engine's own `score` says what its tokens have."""
+  options = {'num_beams': 3, 'num_samples': 3, 'speculative': False}
+  texts = TEXTS[:1]
+  for penalty, of in (
+    ({'alpha': 0.0}, lambda n: 1.0),
+    ({'alpha': 1.0}, lambda n: (5 + n) / 6),
+    ({'length_penalty': 2.0}, lambda n: n**2.0),
+  ):
+    for one in engine.generate(texts, **options, **penalty):
+      (scored,) = engine.score(texts, [one.tokens])
+      np.testing.assert_allclose(one.log_probs, scored.log_probs, atol=1e-4)
+      if 'alpha' in penalty and one.finish_reason != 'stop':
+        continue  # T5X gives live beams their log-probability
+      expected = sum(one.log_probs) / of(len(one.tokens))
+      np.testing.assert_allclose(one.score, expected, atol=1e-4)
+
+
+def test_speculation_finds_the_same_beams(engine, beams):
+  for more in ({}, {'gamma': 1, 'draft_beams': 3}):
+    found = engine.generate(TEXTS, num_beams=3, num_samples=3, **more)
+    assert outputs(found) == outputs(beams)
+    np.testing.assert_allclose(
+      [one.score for one in found if one.score is not None],
+      [one.score for one in beams if one.score is not None],
+      atol=1e-4,
+    )
+  best = found[2]
+  assert best.stats.num_tokens >= best.stats.num_target_calls > 0
+  assert found[1].stats.num_target_calls == 0  # one search, counted once
+
+
+def test_batches_do_not_change_beams(engine, beams):
+  for rows in (1, 2):
+    found = engine.generate(
+      TEXTS, num_beams=3, num_samples=3, batch_size=rows, speculative=False
+    )
+    assert outputs(found) == outputs(beams)
+  prompts = [[5], [], [6, 7, 8], [9]]
+  options = {'num_beams': 2, 'speculative': False, 'prompts': prompts}
+  whole = engine.generate(TEXTS, **options)
+  parts = engine.generate(TEXTS, **options, batch_size=3)
+  assert outputs(whole) == outputs(parts)
+
+
+def test_warming_up_compiles_what_is_used(engine):
+  engine.warmup(TEXTS[:1], num_beams=2, speculative=False)
+  before = engine.num_programs
+  engine.generate(TEXTS[:1], num_beams=2, alpha=0.1, speculative=False)
+  assert engine.num_programs == before
+
+
+def test_names_of_others():
+  assert options_of({'beam_size': 3}).num_beams == 3
+  asked = options_of({'num_beams': 2, 'num_return_sequences': 2})
+  assert asked.num_samples == 2
+  settings = asked.beam_settings(1)
+  assert settings.rule is Rule.T5X and settings.draft_width == 4
+  np.testing.assert_allclose(settings.penalty, 0.6)
+  assert settings.num_candidates == 4
+  hf = Options(num_beams=2, length_penalty=1.0).beam_settings(2)
+  assert hf.rule is Rule.TRANSFORMERS and hf.num_candidates == 6
+
+
+@pytest.mark.parametrize(
+  ('options', 'said'),
+  [
+    ({'num_beams': 0}, 'num_beams must be at least 1'),
+    ({'num_beams': 4000}, 'a step looks at 8000 tokens'),
+    ({'num_beams': 2, 'temperature': 1.0}, 'set the temperature to 0'),
+    ({'num_beams': 2, 'lenience': 0.5}, 'set lenience to 1'),
+    ({'num_beams': 2, 'num_samples': 3}, 'has 2 outputs at most'),
+    ({'num_beams': 2, 'stop_strings': 'x'}, 'give stop_ids'),
+    ({'num_beams': 2, 'draft_beams': 1}, 'draft_beams must be at least 2'),
+    ({'num_beams': 2, 'alpha': -1.0}, 'alpha must be a number >= 0'),
+    ({'num_beams': 2, 'alpha': 1.0, 'length_penalty': 1.0}, 'are two rules'),
+    ({'alpha': 1.0}, 'give num_beams too'),
+    ({'num_beams': 2, 'early_stopping': True}, 'as T5X ends it'),
+  ],
+)
+def test_what_is_refused(engine, options, said):
+  before = engine.num_programs
+  with pytest.raises(ValueError, match=said):
+    engine.generate(TEXTS, **options)
+  assert engine.num_programs == before
+
+
+def test_what_knows_no_beams(engine, models, tokenizer):
+  with pytest.raises(ValueError, match='no beam of a beam search is known'):
+    list(engine.stream(TEXTS[0], num_beams=2))
+  with pytest.raises(ValueError, match='a beam search has several'):
+    engine.trace(TEXTS[0], num_beams=2)
+  copies = Engine(
+    models[0], prompt_lookup(), tokenizer=tokenizer,
+    max_input_len=16, max_decode_len=8,
+  )  # fmt: skip
+  with pytest.raises(ValueError, match='knows one continuation'):
+    copies.generate(TEXTS, num_beams=2)
+
+
+@pytest.fixture
+def lines(tmp_path):
+  path = tmp_path / 'in.txt'
+  path.write_text('\n'.join(TEXTS) + '\n')
+  return str(path)
+
+
+def test_a_run_over_lines(engine, beams, lines, tmp_path):
+  config = infer.DecodeConfig(
+    engine=lambda **_: engine,
+    input_file=lines,
+    output_dir=str(tmp_path / 'out'),
+    batch_size=2,
+    num_samples=2,
+    require_agreement=True,
+    beams=infer.Beams('beam', num_beams=3),
+  )
+  console = rich.console.Console(file=io.StringIO())
+  summary = infer.decode(config, console=console)
+  assert summary['agreement']['disagreements'] == []
+  assert summary['beams']['num_beams'] == 3
+  text = (tmp_path / 'out/predictions.jsonl').read_text()
+  records = [json.loads(line) for line in text.splitlines()]
+  want = [beams[at + 1 : at + 3] for at in (0, 6, 9)]
+  have = [records[i] for i in (0, 2, 3)]
+  for record, own in zip(have, want, strict=True):
+    assert record['prediction_tokens'] == [one.tokens for one in own]
+    np.testing.assert_allclose(
+      record['score'], [one.score for one in own], atol=1e-4
+    )
+
+
+def test_a_task(engine, beams, lines, tokenizer, tmp_path):
+  def run(name, **more):
+    config = infer.TaskConfig(
+      lambda **_: engine,
+      tokenizer,
+      lines,
+      str(tmp_path / name),
+      task_feature_lengths={'inputs': 16, 'targets': 8},
+      decoding='plain',
+      mode='predict_with_aux',
+      num_decodes=3,
+      beams=infer.Beams('beam'),
+      **more,
+    )
+    console = rich.console.Console(file=io.StringIO())
+    infer.decode_task(config, console=console)
+    (path,) = (tmp_path / name).glob('*.jsonl-*-of-*1')
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+  best, every = run('best'), run('all', return_all_decodes=True)
+  assert best[0]['prediction_tokens'] == beams[2].tokens
+  np.testing.assert_allclose(best[0]['score'], beams[2].score, atol=1e-4)
+  assert every[-1]['prediction_tokens'] == [one.tokens for one in beams[9:]]
+  np.testing.assert_allclose(
+    every[-1]['aux']['scores'], [one.score for one in beams[9:]], atol=1e-4
+  )
+
+
+@pytest.mark.parametrize(
+  ('options', 'said'),
+  [
+    ({'batching': 'continuous'}, "'fixed' in a beam search"),
+    ({'lenience': 0.5}, '1.0 in a beam search'),
+    ({'sampling': probs.SamplingConfig(1.0)}, 'temperature 0 with beams'),
+    ({'num_samples': 4}, 'a whole number <= 3'),
+    ({'stop_strings': ('x',)}, 'none with beams'),
+  ],
+)
+def test_what_a_run_refuses(engine, options, said):
+  with pytest.raises(ValueError, match=said):
+    infer.DecodeConfig(
+      engine=lambda: engine, beams=infer.Beams('beam', num_beams=3), **options
+    )
+  with pytest.raises(ValueError, match='Beams.decoder'):
+    infer.Beams('beams')

@@ -1,0 +1,218 @@
+"""Parity with transformers' beam search: tokens, scores, all beams of a row."""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gpt2_parity_test
+import huggingface_parity as parity
+import huggingface_parity_test
+from specdec_jax import partitioning
+from specdec_jax.checkpoints import huggingface
+from specdec_jax.decoding.beams import BeamSettings, Rule
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import example_keys, new_request
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine.padding import padded
+from specdec_jax.models.gpt import GPT
+from specdec_jax.models.t5 import T5
+from specdec_jax.probs import SamplingConfig
+
+pytestmark = parity.MARKS
+
+SLOTS = 20
+PENALTIES = (0.0, 1.0, 2.0)
+
+
+class Pair(NamedTuple):
+  """A model of transformers, ours, and what both read."""
+
+  theirs: Any
+  network: Any
+  params: PairParams
+  rows: list[np.ndarray]
+
+  @property
+  def is_t5(self):
+    return isinstance(self.network, T5)
+
+
+@functools.cache
+def pair_of(name, folder):
+  if name == 'GPT-2':
+    model = gpt2_parity_test.their_model(gpt2_parity_test.SMALL)
+    rows = gpt2_parity_test.prompts(gpt2_parity_test.SMALL.vocab_size)
+  else:
+    model = huggingface_parity_test.their_model(name).eval()
+    inputs = parity.make_batch(model.config.vocab_size).inputs
+    rows = [row[row != 0] for row in inputs]
+  model.save_pretrained(folder / name)
+  config, params = huggingface.load_huggingface(folder / name)
+  rng = np.random.default_rng(0)
+
+  def moved(leaf):
+    noise = rng.standard_normal(leaf.shape).astype(np.float32)
+    return leaf + 0.05 * noise * np.std(leaf)
+
+  drafts = jax.tree.map(moved, jax.device_get(params))
+  return Pair(
+    model,
+    (GPT if name == 'GPT-2' else T5)(config),
+    PairParams(*map(partitioning.place, (params, drafts))),
+    rows,
+  )
+
+
+@pytest.fixture
+def pair(request, folder):
+  return pair_of(request.param, folder)
+
+
+def their_beams(pair, width, penalty, ends, length, least):
+  """Of each row all (tokens, score), from the worst to the best."""
+  import torch
+
+  options = dict(
+    num_beams=width,
+    num_return_sequences=width,
+    length_penalty=penalty,
+    early_stopping=False,
+    eos_token_id=list(ends),
+    max_new_tokens=length,
+    min_new_tokens=least,
+    return_dict_in_generate=True,
+    output_scores=True,
+  )
+  if pair.is_t5:
+    inputs, _ = padded(pair.rows, len(pair.rows), max(map(len, pair.rows)))
+    made = [parity.generate(pair.theirs, inputs, **options)]
+    begins = [1] * len(pair.rows)
+  else:
+    begins = list(map(len, pair.rows))
+    made = []
+    for row in pair.rows:  # a batch would be padded at its left
+      tokens = torch.tensor(row[None]).long()
+      made.append(
+        pair.theirs.generate(
+          input_ids=tokens,
+          attention_mask=torch.ones_like(tokens),
+          do_sample=False,
+          pad_token_id=0,
+          **options,
+        )
+      )
+  sequences = itertools.chain(*(one.sequences.tolist() for one in made))
+  scores = itertools.chain(*(one.sequences_scores.tolist() for one in made))
+  beams = list(zip(sequences, scores, strict=True))
+  rows = []
+  for i, begin in enumerate(begins):
+    found = []
+    for tokens, score in beams[i * width : (i + 1) * width]:
+      new = tokens[begin : begin + length]
+      ended = [at for at, token in enumerate(new) if token in ends]
+      found.append((new[: ended[0] + 1] if ended else new, score))
+    rows.append(found[::-1])
+  return rows
+
+
+@functools.cache
+def program(network, is_speculative):
+  loop = Loop(network, small_model(network) if is_speculative else None)
+  return jax.jit(loop.decode)
+
+
+def our_beams(pair, width, penalty, ends, length, least, gamma):
+  count = len(pair.rows)
+  filled, lengths = padded(pair.rows, count, max(map(len, pair.rows)))
+  prompts = dict(prompt=filled, prompt_length=lengths)
+  request = new_request(
+    filled if pair.is_t5 else np.zeros((count, 1), np.int32),
+    example_keys(0, np.arange(count, dtype=np.uint32)),
+    SamplingConfig(0.0),
+    slots=SLOTS,
+    gamma=gamma,
+    stop_ids=ends,
+    max_length=length,
+    min_length=least,
+    forbids_stops=True,
+    beams=BeamSettings(
+      penalty=jnp.float32(penalty),
+      width=width,
+      draft_width=width + 1,
+      num_ends=len(ends),
+      rule=Rule.TRANSFORMERS,
+    ),
+    **({} if pair.is_t5 else prompts),
+  )
+  run = program(pair.network, gamma > 0)
+  params = pair.params if gamma else pair.params._replace(draft=None)
+  done = jax.device_get(run(params, request))
+  beams = [
+    (tokens[:n].tolist(), float(score))
+    for tokens, n, score in zip(
+      done.tokens, done.length, done.scores, strict=True
+    )
+  ]
+  rows = [beams[i * width : (i + 1) * width] for i in range(count)]
+  return rows, done.stats
+
+
+def likely_ends(rows):
+  """Tokens that beams have, neither the first nor the last: they end early."""
+  inner = [t for row in rows for tokens, _ in row for t in tokens[3:-3]]
+  ids, counts = np.unique(inner, return_counts=True)
+  return ids[np.argsort(-counts, kind='stable')].tolist()
+
+
+@pytest.mark.parametrize(
+  ('pair', 'width', 'gamma', 'num_ends'),
+  [
+    ('1.0 tied', 2, 0, 1),
+    ('1.1 gated', 4, 2, 1),
+    ('GPT-2', 4, 2, 2),
+    *(
+      pytest.param(*other, marks=pytest.mark.slow)
+      for other in (
+        ('1.0 tied', 4, 3, 2),
+        ('1.1 gated', 2, 0, 1),
+        ('1.1 gated', 4, 0, 2),
+        ('GPT-2', 2, 0, 1),
+        ('GPT-2', 4, 0, 1),
+        ('GPT-2', 2, 3, 1),
+      )
+    ),
+  ],
+  indirect=['pair'],
+)
+def test_beams_are_those_of_transformers(pair, width, gamma, num_ends):
+  def compare(penalty, ends, length=SLOTS, least=0):
+    case = width, penalty, ends, length, least
+    want = their_beams(pair, *case)
+    have, stats = our_beams(pair, *case, gamma)
+    for row, (ours, theirs) in enumerate(zip(have, want, strict=True)):
+      where = f'{case}, row {row}: {ours}, there {theirs}'
+      assert [t for t, _ in ours] == [t for t, _ in theirs], where
+      np.testing.assert_allclose(
+        [s for _, s in ours], [s for _, s in theirs], atol=1e-4, err_msg=where
+      )
+    assert np.any(stats.num_accepted) == (gamma > 0)
+    return want
+
+  # Ends that hardly come: beams of all lengths are those that are cut off.
+  rare = tuple(range(1, 1 + num_ends))
+  whole = compare(1.0, rare)
+  likely = likely_ends(whole)
+  lengths = set()
+  cases = [dict(penalty=penalty) for penalty in PENALTIES]
+  cases += [dict(penalty=1.0, length=7), dict(penalty=0.0, length=12, least=9)]
+  for i, case in enumerate(cases):
+    ends = tuple(likely[i % 2 : i % 2 + num_ends])
+    for row in compare(ends=ends, **case):
+      lengths |= {len(tokens) for tokens, _ in row}
+  assert len(lengths) > 4 and min(lengths) < SLOTS

@@ -1,0 +1,256 @@
+"""Several continuations in one call: each token sees its ancestors alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gpt_test
+import models_test
+from small_vocabulary import weights
+from specdec_jax import partitioning
+from specdec_jax.models import backend, tree
+from specdec_jax.models.gpt import GPT
+from specdec_jax.models.t5 import T5
+from specdec_jax.partitioning import Placement
+from specdec_jax.partitioning.following import follow
+from specdec_jax.probs import valid_logits
+from toy_requests import quick_jit
+
+NETWORKS = {
+  't5': T5(models_test.T5_1_1),
+  'own_bias': T5(models_test.OWN_BIAS),
+  'gpt2': GPT(gpt_test.GPT2),
+  'gpt_t5x': GPT(gpt_test.T5X),
+}
+# Two children of the last token of the cache, and what hangs on them.
+#        0   1  2  3  4  5  6  7
+PARENTS = (-1, -1, 0, 0, 1, 3, 3, 4)
+CHAIN = (-1, 0, 1)
+PATH = (0, 3, 6)
+SLOTS = 140  # more than the first bucket of a CPU
+HELD = (3, 7, 5)  # tokens of each row before the tree
+TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+both_ways = pytest.mark.parametrize(
+  ('name', 'kind'),
+  [
+    ('t5', 'cpu'),
+    ('own_bias', 'gpu'),
+    ('gpt2', 'cpu'),
+    ('gpt_t5x', 'gpu'),
+    *(
+      pytest.param(*other, marks=pytest.mark.slow)
+      for other in (
+        ('t5', 'gpu'),
+        ('own_bias', 'cpu'),
+        ('gpt2', 'gpu'),
+        ('gpt_t5x', 'cpu'),
+      )
+    ),
+  ],
+)
+
+
+def path_to(parents, node):
+  """The numbers of a node's ancestors and its own, from the first on."""
+  return () if node < 0 else (*path_to(parents, parents[node]), node)
+
+
+class Case:
+  """A network that has read a prefix in ragged rows, and calls behind it."""
+
+  def __init__(self, name, kind, wrap=lambda network: network):
+    network = NETWORKS[name]
+    self.kind, self.network = kind, wrap(network)
+    with backend.compiled_for(kind):
+      self.params = partitioning.place(weights(network, 0))
+    batch = len(HELD)
+    self.prefix = models_test.tokens(1, batch, max(HELD))
+    self.nodes = models_test.tokens(2, batch, len(PARENTS))
+    self.held = jnp.asarray(HELD, jnp.int32)
+    self.cache = self.start()
+
+  def jitted(self, function):
+    """The function as a program for its kind of device."""
+    program = quick_jit(function)
+
+    def run(*args):
+      with backend.compiled_for(self.kind):
+        return program(*args)
+
+    return run
+
+  def start(self):
+    inputs = models_test.ragged_inputs()
+
+    def read(params, inputs, prefix, held):
+      cache = self.network.prefill(params, inputs, SLOTS)
+      _, cache = self.network.extend(params, cache, prefix)
+      return self.network.rewind(cache, held)
+
+    read = self.jitted(read)
+    return read(self.params, inputs, self.prefix, self.held)
+
+  def extend(self, cache, tokens, made=None):
+    return self.calls(self.params, cache, tokens, made)
+
+  @functools.cached_property
+  def calls(self):
+    return self.jitted(self.network.extend)
+
+  @functools.cached_property
+  def keep(self):
+    return self.jitted(self.network.keep)
+
+  def tree(self, parents=PARENTS):
+    return tree.static_tree(parents, self.held, SLOTS)
+
+  @functools.cached_property
+  def of_tree(self):
+    """Logits of the tree's nodes, and the cache that has read them."""
+    return self.extend(self.cache, self.nodes, self.tree())
+
+  @functools.cached_property
+  def of_paths(self):
+    """Logits of each node at the end of a chain of its ancestors."""
+    # All chains are equally long, so that there is one program: what follows a
+    # node in its chain does not reach it.
+    depth = max(len(path_to(PARENTS, n)) for n in range(len(PARENTS)))
+    logits = []
+    for node in range(len(PARENTS)):
+      path = path_to(PARENTS, node)
+      filled = path + (0,) * (depth - len(path))
+      found, _ = self.extend(self.cache, self.nodes[:, filled])
+      logits.append(found[:, len(path) - 1])
+    return jnp.stack(logits, axis=1)
+
+
+@functools.cache
+def case(name, kind):
+  return Case(name, kind)
+
+
+@both_ways
+def test_nodes_are_the_ends_of_their_chains(name, kind):
+  one = case(name, kind)
+  assert bool(one.cache.joined) == (kind == 'gpu')
+  logits, cache = one.of_tree
+  np.testing.assert_array_equal(cache.length, one.held + len(PARENTS))
+  np.testing.assert_allclose(logits, one.of_paths, **TOLERANCE)
+  np.testing.assert_array_equal(
+    np.argmax(logits, axis=2), np.argmax(one.of_paths, axis=2)
+  )
+
+
+@both_ways
+def test_a_kept_path_is_a_chain_from_then_on(name, kind):
+  one = case(name, kind)
+  _, cache = one.of_tree
+  after = models_test.tokens(3, len(HELD), len(CHAIN))
+  # Also behind another path that is as long, which must show.
+  made = {}
+  for path in (PATH, (1, 4, 7)):
+    slots = one.held[:, None] + jnp.asarray(path, jnp.int32)
+    kept = one.keep(cache, one.held, slots)
+    np.testing.assert_array_equal(kept.length, one.held + len(path))
+    made[path], _ = one.extend(kept, after)
+  _, chain = one.extend(one.cache, one.nodes[:, PATH])
+  want, _ = one.extend(chain, after)
+  np.testing.assert_allclose(made[PATH], want, **TOLERANCE)
+  other = np.abs(made[1, 4, 7] - want).max(axis=(1, 2))
+  assert np.all(other > 1e-2)
+
+
+@both_ways
+def test_a_chain_is_a_tree(name, kind):
+  one = case(name, kind)
+  tokens = one.nodes[:, : len(CHAIN)]
+  want, want_cache = one.extend(one.cache, tokens)
+  have, cache = one.extend(one.cache, tokens, one.tree(CHAIN))
+  np.testing.assert_allclose(have, want, **TOLERANCE)
+  for left, right in zip(
+    jax.tree.leaves(cache), jax.tree.leaves(want_cache), strict=True
+  ):
+    np.testing.assert_allclose(left, right, **TOLERANCE)
+
+
+@both_ways
+def test_controls_wrong_parents_and_places_show(name, kind):
+  """Where the tree is another one, the logits of what it moves differ."""
+  one = case(name, kind)
+  logits, _ = one.of_tree
+  # The last node hangs on node 2 instead of 4, which is as deep.
+  moved, _ = one.extend(one.cache, one.nodes, one.tree((*PARENTS[:-1], 2)))
+  changed = np.abs(moved - logits).max(axis=(0, 2))
+  assert changed[-1] > 1e-2
+  np.testing.assert_allclose(moved[:, :-1], logits[:, :-1], **TOLERANCE)
+  right = one.tree()
+  for wrong in (
+    # A chain's places: nodes on one level have different ones.
+    right.replace(positions=one.held[:, None] + jnp.arange(len(PARENTS))),
+    # All of the past and of the call before it, as in a chain.
+    right.replace(
+      visible=jnp.arange(SLOTS)
+      <= (one.held[:, None] + jnp.arange(len(PARENTS)))[..., None]
+    ),
+  ):
+    found, _ = one.extend(one.cache, one.nodes, wrong)
+    assert np.abs(found - logits).max() > 1e-2
+
+
+@pytest.mark.parametrize('name', ['own_bias', 'gpt_t5x'])
+def test_control_wrong_places_of_slots_show(name):
+  """A relative bias reads where the ancestors are, not their slots."""
+  one = case(name, 'gpu')
+  wrong = one.tree().replace(
+    slot_positions=jnp.broadcast_to(jnp.arange(SLOTS), (len(HELD), SLOTS))
+  )
+  found, _ = one.extend(one.cache, one.nodes, wrong)
+  assert np.abs(found - one.of_tree[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize('name', ['t5', 'gpt2'])
+def test_split_over_devices(name):
+  """Through what holds the caches of a split model; here over one device."""
+
+  def wrap(network):
+    return follow(network, Placement(model=1).partition())
+
+  one = Case(name, 'cpu', wrap)
+  logits, cache = one.of_tree
+  np.testing.assert_allclose(logits, case(name, 'cpu').of_paths, **TOLERANCE)
+  slots = one.held[:, None] + jnp.asarray(PATH, jnp.int32)
+  kept = one.keep(cache, one.held, slots)
+  have, _ = one.extend(kept, one.nodes[:, :3])
+  plain = case(name, 'cpu')
+  _, chain = plain.extend(plain.cache, plain.nodes[:, PATH])
+  want, _ = plain.extend(chain, plain.nodes[:, :3])
+  np.testing.assert_allclose(have, want, **TOLERANCE)
+
+
+def test_what_no_token_sees_does_not_matter():
+  """Slots behind the tree hold anything, even what is no number."""
+  one = case('t5', 'cpu')
+  logits, _ = one.of_tree
+  behind = jnp.arange(SLOTS) >= (one.held + len(PARENTS))[:, None]
+  dirty = one.cache.replace(
+    keys=tuple(jnp.where(behind[:, None, None], 1e6, x) for x in one.cache.keys)
+  )
+  found, _ = one.extend(dirty, one.nodes, one.tree())
+  assert bool(jnp.all(valid_logits(found)))
+  np.testing.assert_allclose(found, logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+  ('parents', 'message'),
+  [
+    ((0,), 'Token 0 of a tree has parent 0'),
+    ((-1, 2, 0), 'Token 1 of a tree has parent 2'),
+    ((-1, -2), 'Token 1 of a tree has parent -2'),
+  ],
+)
+def test_parents_come_first(parents, message):
+  with pytest.raises(ValueError, match=message):
+    tree.static_tree(parents, jnp.asarray(HELD), SLOTS)
