@@ -349,8 +349,8 @@ def _propose(
   beaten = beams.is_beaten(settings, limits, state.live, state.finished)
   score = jnp.where(beaten, beams.ABSENT, state.live.score)
   guessed = guess(logits[:, width:])
-  following = _told(state.known, guessed, request.stop_ids)
-  score, parents, tokens = beams.widen(score, *following, draft_width)
+  values, ids = _told(state.known, guessed, request.stop_ids)
+  score, parents, tokens = beams.widen(score, values, ids, draft_width)
   visible = _gather(roots.visible, parents)
 
   def one_level(carry, depth):
@@ -359,7 +359,8 @@ def _propose(
     visible = _with_own(ancestors, begin, draft_width)
     positions = jnp.broadcast_to(place + 1 + depth, tokens.shape)
     logits, cache = read(cache, tokens, positions, visible)
-    score, parents, more = beams.widen(score, *guess(logits), draft_width)
+    values, ids = guess(logits)
+    score, parents, more = beams.widen(score, values, ids, draft_width)
     carry = cache, score, more, _gather(visible, parents)
     return carry, (tokens, visible, parents)
 
@@ -393,10 +394,12 @@ def _told(known: Known, guessed, stop_ids: jax.Array):
     missing = count - array.shape[-1]
     return jnp.pad(array, ((0, 0), (0, 0), (0, missing)), constant_values=value)
 
-  return tuple(
-    jnp.where(known.beams[..., None], padded(one, value), padded(other, value))
-    for one, other, value in zip(said, guessed, (-jnp.inf, 0), strict=True)
-  )
+  def chosen(one, other, padding):
+    here = known.beams[..., None]
+    return jnp.where(here, padded(one, padding), padded(other, padding))
+
+  values = chosen(said[0], guessed[0], -jnp.inf)
+  return values, chosen(said[1], guessed[1], 0)
 
 
 def _levels(request: Request, state: BeamState, used: jax.Array):

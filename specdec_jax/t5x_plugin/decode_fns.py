@@ -193,8 +193,9 @@ def beam_search(
   done = pair.loop.decode(pair.params, request)
   tokens = done.tokens
   if pair.has_prompt:
-    each = [jnp.repeat(rows, num_decodes, 0) for rows in (prompt, produced)]
-    tokens = _after_prompt(*each, tokens)
+    produced = jnp.repeat(produced, num_decodes)
+    prompt = jnp.repeat(prompt, num_decodes, axis=0)
+    tokens = _after_prompt(prompt, produced, tokens)
     tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
   scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
   return tokens.reshape(batch, num_decodes, length), scores
