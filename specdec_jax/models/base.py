@@ -126,7 +126,9 @@ def read_prompt(
   Returns:
     A cache with `length` P - 1 in every row.
   """
-  cache = model.prefill(params, inputs, max_length, longest)
+  # A network that knows no trees need not take the argument.
+  most = {} if longest is None else {'longest': longest}
+  cache = model.prefill(params, inputs, max_length, **most)
   if prompt is not None and prompt.shape[1] > 1:
     _, cache = model.extend(params, cache, prompt[:, :-1])
   return cache
