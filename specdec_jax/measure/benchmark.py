@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import analysis
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
+from specdec_jax.checks.arguments import (
+  check_all_at_least,
+  check_at_least,
+  check_number,
+)
 from specdec_jax.checks.fields import check_types
 from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.decoding.loop import Loop
@@ -101,7 +105,9 @@ class BenchmarkConfig:
     check_all_at_least(
       self, gammas=1, batches=1, input_lens=1, decode_lens=LEAST_DECODE_LEN
     )
-    check_all_at_least(self, temperatures=0, call_sizes=1, beam_widths=1)
+    check_all_at_least(self, temperatures=0, call_sizes=1)
+    for width in self.beam_widths:
+      check_number('BenchmarkConfig.beam_widths', width, 1)
     check_at_least(self, calls_a_run=1, repeats=1)
     forced.check_rate(self.forced_acceptance)
     if self.t5x_style and not isinstance(self.target, T5):
