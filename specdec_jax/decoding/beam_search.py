@@ -199,7 +199,7 @@ def step(
   # Its own search on its own scores, as far as its live beams are nodes.
   valid = probs.valid_logits(logits)
   state, chosen, num_held = _replay(
-    request, state, draft, roots, used, values, ids, valid
+    request, state, draft, used, values, ids, valid
   )
 
   # Both keep the nodes that were live beams.
@@ -442,7 +442,7 @@ def _candidates(request: Request, state, logits: jax.Array, level: jax.Array):
 
 
 def _replay(
-  request: Request, state, draft: DraftTree, roots, used, values, ids, valid
+  request: Request, state, draft: DraftTree, used, values, ids, valid
 ):
   """The target's own search over the nodes that it has read.
 
@@ -450,9 +450,8 @@ def _replay(
     request: the limits.
     state: the state before.
     draft: the nodes, G levels of U.
-    roots: the K live beams, as nodes.
-    used: int32[B], the slot of the first root.
-    values: float32[B, N, C], `candidates` of all nodes, the roots first.
+    used: int32[B], the slot of the first live beam's node.
+    values: float32[B, N, C], `candidates` of all nodes, the live beams first.
     ids: int32[B, N, C].
     valid: bool[B, N], whether a node's logits give probabilities.
 

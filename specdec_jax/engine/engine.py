@@ -47,6 +47,7 @@ from specdec_jax.engine.text_batch import (
   without_end,
 )
 from specdec_jax.engine.trace_view import Trace
+from specdec_jax.models.backend import kind
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
@@ -278,9 +279,10 @@ class Engine:
     before = self.num_programs
     begin = time.perf_counter()
     size = options.pop('batch_size', None)
-    if options_of(options).num_beams is not None:
+    num_beams = options_of(options).num_beams
+    if num_beams is not None:
       texts = texts[: self._rows_of(size)]  # the others come in batches
-    speculative = self._speculates(speculative)
+    speculative = self._speculates(speculative, num_beams)
     batch = self.text_batch(texts, speculative, **options)
     pool = self._pool(batch, size)
     if pool is not None:
@@ -332,7 +334,8 @@ class Engine:
         place of its text among `texts` and on the sample's number, not on the
         texts that are decoded beside it.
       gamma: the most proposals per round; None is the engine's.
-      speculative: whether the drafter helps; None is yes if there is a drafter.
+      speculative: whether the drafter helps; None is yes if there is a drafter,
+        but no for beams on a CPU, where they are slower with it.
       batch_size: texts that are decoded together; None is the engine's. If
         there are more, each finished text makes room for the next.
       **options: rarer options, see `Options`: `example_ids`, `prompts`,
@@ -361,9 +364,11 @@ class Engine:
       'num_beams': num_beams,
       'seed': seed,
     }
-    speculative = self._speculates(speculative)
+    asked = options_of(options | named)
+    speculative = self._speculates(speculative, asked.num_beams)
     batch = self.text_batch(texts, speculative, gamma=gamma, **named, **options)
-    if num_beams is not None and len(batch.rows) > self._rows_of(batch_size):
+    searches = asked.num_beams is not None
+    if searches and len(batch.rows) > self._rows_of(batch_size):
       options |= named | {'gamma': gamma, 'speculative': speculative}
       return self._in_turn(texts, self._rows_of(batch_size), options)
     pool = self._pool(batch, batch_size)
@@ -381,8 +386,14 @@ class Engine:
       found = decode(batch.request)
     return batch.completions(partitioning.on_host(found))
 
-  def _speculates(self, asked: bool | None) -> bool:
-    return True in self._loops if asked is None else asked
+  def _speculates(
+    self, asked: bool | None, num_beams: int | None = None
+  ) -> bool:
+    if asked is not None:
+      return asked
+    # A CPU's call over a tree of beams costs more than it saves, see
+    # docs/beam-search.md.
+    return True in self._loops and (num_beams is None or kind() != 'cpu')
 
   def _gamma_of(self, asked: int | None) -> int:
     if asked is None:
