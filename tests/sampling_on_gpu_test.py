@@ -66,7 +66,14 @@ def _on_a_gpu():
     yield
 
 
-@pytest.mark.parametrize('name', ['small_model', 'trigram', 'cascade'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'small_model',
+    pytest.param('trigram', marks=pytest.mark.slow),
+    pytest.param('cascade', marks=pytest.mark.slow),
+  ],
+)
 def test_sampled_output_has_the_targets_law(name):
   has_the_targets_law(name)
 
