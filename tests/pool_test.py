@@ -22,7 +22,6 @@ from drafter_conformance_test import (
   request_of,
 )
 from specdec_jax.decoding import pool as decode_pool
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.row_layout import RowLayout
 from specdec_jax.decoding.speculative import PairParams
@@ -93,15 +92,7 @@ def sampled():
 
 def fixed(loop, params, asked):
   """All rows in one batch."""
-
-  @toy_requests.quick_jit
-  def decode(asked):
-    state = loop.start(params, asked)
-    limit = decode_state.NO_ROUND_LIMIT
-    step = functools.partial(loop.step, params, asked)
-    state = decode_state.run_rounds(step, state, limit)
-    return decode_state.generation(asked, state)
-
+  decode = toy_requests.quick_jit(functools.partial(loop.decode, params))
   return jax.device_get(decode(asked))
 
 

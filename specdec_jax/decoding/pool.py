@@ -13,11 +13,13 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.types import FinishReason, Generation
+from specdec_jax.drafters.base import encoded_for
+from specdec_jax.types import Draft, FinishReason, Generation
 
 _BATCHED = (
   'inputs',
@@ -52,11 +54,13 @@ class PoolView:
     num_rounds: int32[], rounds that ran.
     live_rounds: int32[], the sum over these rounds of the rows that were not
       finished.
+    draft: what was judged in the last round; None if nothing is.
   """
 
   generation: Generation
   num_rounds: jax.Array
   live_rounds: jax.Array
+  draft: Draft | None = None
 
   @property
   def is_free(self) -> jax.Array:
@@ -71,8 +75,11 @@ def take_rows(request: Request, rows: np.ndarray) -> Request:
     for name in _BATCHED
     if getattr(request, name) is not None
   }
-  temperature = request.sampling.temperature[rows]
-  sampling = request.sampling.replace(temperature=temperature)
+  if request.stop_ids.ndim > 1:
+    changes['stop_ids'] = request.stop_ids[rows]
+  sampling = jax.tree.map(
+    lambda leaf: leaf[rows] if leaf.ndim else leaf, request.sampling
+  )
   return request.replace(**changes, sampling=sampling)
 
 
@@ -95,6 +102,7 @@ def run(
   max_rounds: jax.Array,
   enough: jax.Array,
   gamma: int,
+  simply: bool = False,
 ) -> tuple[Pool, PoolView]:
   """Runs rounds of the loop's step, for as long as the host is not needed.
 
@@ -107,30 +115,42 @@ def run(
       rows are running, it looks once all of them have.
     gamma: static, proposals per round; at most as many as the pool has room
       for.
+    simply: static, every running row is greedy, has no `min_length`, and its
+      log-probabilities are not wanted, whatever the pool has room for.
 
   Returns:
     The pool after the last round, and what the host sees of it.
   """
   request = pool.request.replace(gamma=gamma)
+  if simply:
+    request = request.replace(
+      greedy=True, forbids_stops=False, with_log_probs=False
+    )
   live_before = jnp.sum(pool.state.running)
   enough = jnp.minimum(enough, live_before)
 
+  def step(state):
+    return loop.step(params, request, state)
+
   def going_on(carry):
-    num_rounds, _, state = carry
+    num_rounds, _, (state, _) = carry
     finished = live_before - jnp.sum(state.running)
     return (num_rounds < max_rounds) & (finished < enough)
 
   def one_round(carry):
-    num_rounds, live_rounds, state = carry
+    num_rounds, live_rounds, (state, _) = carry
     live_rounds += jnp.sum(state.running, dtype=jnp.int32)
-    return num_rounds + 1, live_rounds, loop.step(params, request, state)
+    return num_rounds + 1, live_rounds, step(state)
 
   zero = jnp.int32(0)
-  num_rounds, live_rounds, state = lax.while_loop(
-    going_on, one_round, (zero, zero, pool.state)
+  nothing = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(step, pool.state)[1]
+  )
+  num_rounds, live_rounds, (state, draft) = lax.while_loop(
+    going_on, one_round, (zero, zero, (pool.state, nothing))
   )
   generation = decode_state.generation(pool.request, state)
-  view = PoolView(generation, num_rounds, live_rounds)
+  view = PoolView(generation, num_rounds, live_rounds, draft)
   return pool.replace(state=state), view
 
 
@@ -145,16 +165,30 @@ def with_drafter(loop: Loop, params: PairParams, pool: Pool, gamma: int):
     raise ValueError('with_drafter needs a loop with a drafter.')
   slots = request.cache_slots
   known = state.tokens[:, :slots]
-  drafter_state = loop.drafter.init(params.draft, request.inputs, slots, known)
+  inputs = request.inputs
+  encoded = encoded_for(loop.drafter, loop.target, params.target, inputs)
+  drafter_state = loop.drafter.begin(
+    params.draft, inputs, slots, known, encoded
+  )
+  features = None
+  if loop.drafter.reads_features:
+    # The plain loop did not keep any. From the next round on there are some.
+    features = speculative.no_features(
+      loop.target, params.target, state.target_cache
+    )
   histogram = state.stats.histogram
   more = gamma + 1 - histogram.shape[1]
-  histogram = jnp.pad(histogram, ((0, 0), (0, more)))
-  state = state.replace(
-    drafter_state=drafter_state,
-    stats=state.stats.replace(histogram=histogram),
-  )
   # The caches keep their slots.
-  request = request.replace(gamma=gamma, slots=slots - gamma - 1)
+  request = request.replace(gamma=gamma, tree=loop.drafter.tree)
+  request = request.replace(slots=slots - request.draft_slots - 1)
+  nothing = jnp.zeros_like(state.stats.num_accepted)
+  stats = state.stats.replace(
+    histogram=jnp.pad(histogram, ((0, 0), (0, more))),
+    num_passed=nothing if request.judges_blocks else None,
+  )
+  state = state.replace(
+    drafter_state=drafter_state, stats=stats, features=features
+  )
   return Pool(request, state)
 
 

@@ -19,6 +19,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import Pool
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
+from specdec_jax.models import backend
 
 _SHARED = None  # the axis of a leaf that belongs to no row
 
@@ -70,9 +71,14 @@ class RowLayout:
   def _has_slots(loop, params, request):
     """Whether each leaf of the target's cache has an axis of slots."""
 
+    # Of a tree several nodes share a place of the sequence.
+    most = {} if request.tree is None else {'longest': request.longest}
+
     def cache(size):
       return jax.eval_shape(
-        lambda params, inputs: loop.target.prefill(params, inputs, size),
+        lambda params, inputs: loop.target.prefill(
+          params, inputs, size, **most
+        ),
         params.target,
         request.inputs,
       )
@@ -175,7 +181,9 @@ class PoolPrograms:
       return layout.staged(read(params, request), empty_row)
 
     def bound(function, **options):
-      return functools.partial(jax.jit(function, **options), params)
+      told = backend.compiler_options()
+      jitted = jax.jit(function, compiler_options=told, **options)
+      return functools.partial(jitted, params)
 
     self.read = bound(staged)
     self.widened = jax.jit(layout.widened)
@@ -215,7 +223,7 @@ class PoolPrograms:
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
     self.run = self._bound(
       functools.partial(decode_pool.run, self._loop),
-      static_argnums=4,
+      static_argnums=(4, 5),
       donate_argnums=1,
       **both,
     )

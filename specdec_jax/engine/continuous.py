@@ -120,7 +120,12 @@ class Continuous:
     return batch
 
   def _check(self, batch: TextBatch, speculative: bool) -> None:
-    """Raises ValueError if samples would depend on their neighbours."""
+    """Raises ValueError for beams, or samples that depend on neighbours."""
+    if batch.options.num_beams is not None:
+      raise ValueError(
+        f'num_beams = {batch.options.num_beams}: no place of a beam search is'
+        ' given to another text while it runs; take Engine.generate.'
+      )
     gammas = self.settings.gammas or {}
     varied = speculative and len(set(gammas.values())) > 1
     sampled = not batch.options.sampling.greedy
@@ -138,7 +143,7 @@ class Continuous:
     made = PoolRun(self._compiled, batch, self.settings, length, rehearsal)
     _, buckets, num_slots, rows = made.shapes
     inputs = max((inputs for inputs, _ in buckets), default=1)
-    self.engine.room.check(rows, inputs, num_slots, batch.request.gamma)
+    self.engine.room.check(rows, inputs, num_slots, batch.request.draft_slots)
     return made
 
   def _compiled(

@@ -9,21 +9,18 @@ on a clock, so that all hosts of a run decide alike.
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from specdec_jax.decoding.pool import Pool, PoolView, take_rows
-from specdec_jax.decoding.row_layout import PoolPrograms
-from specdec_jax.decoding.state import Request, whole_buckets
+from specdec_jax.decoding.pool import PoolView, take_rows
+from specdec_jax.decoding.state import whole_buckets
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.schedule import Group, PoolSettings, PoolStats, Queue
+from specdec_jax.engine.schedule import PoolSettings, PoolStats, Queue
+from specdec_jax.engine.slots import Compiled, Group, Slots
 from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS, TextBatch
-
-# (speculative, with prompts, rows without text) -> the programs for these.
-Compiled = Callable[[bool, bool, Request], PoolPrograms]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +60,7 @@ class PoolRun:
       few = min(settings.max_rounds, STOP_STRING_ROUNDS)
       settings = dataclasses.replace(settings, max_rounds=few)
     settings = settings.in_multiples_of(batch.batch_multiple)
-    self._compiled, self._batch, self._settings = compiled, batch, settings
+    self._batch, self._settings = batch, settings
     self.stats = PoolStats()
     rows: Sequence[int] = range(len(batch.rows))
     request: Any = batch.request
@@ -75,9 +72,10 @@ class PoolRun:
     self._gammas = {settings.rows: batch.request.gamma}
     if settings.gammas is not None and batch.request.gamma:
       self._gammas = dict(settings.gammas)
-    self._room = max(self._gammas.values())  # for proposals
+    most = max(self._gammas.values())  # that there is room for
     tokens = host.prompt_width + max_decode_len
-    self._num_slots = whole_buckets(tokens + self._room)  # of the caches
+    room = host.replace(gamma=most).draft_slots
+    self._num_slots = whole_buckets(tokens + room)  # of the caches
     # The largest pool, unless all fit into a smaller one.
     sizes = [size for size in self._gammas if size >= len(rows)]
     self._size = min(sizes, default=max(self._gammas))
@@ -87,11 +85,16 @@ class PoolRun:
     settings = dataclasses.replace(settings, rows=self._size)
     self._refill = min(settings.refill or max(1, self._size // 8), self._size)
     self._queue = Queue(self._request, rows, settings, batch.batch_multiple)
-    self._staged: collections.deque[Group] = collections.deque()
-    self._owners: list[int | None] = [None] * self._size
+    self._staged: collections.deque[Group[int]] = collections.deque()
+    self._slots: Slots[int] = Slots(
+      compiled,
+      self._request,
+      self._num_slots,
+      most,
+      self._queue.read_rows,
+    )
     self._since: dict[int, float] = {}  # row -> when it got its slot
     self._answered: float | None = None
-    self._empty_rows: dict[tuple[bool, int], Pool] = {}
 
   @property
   def shapes(self) -> Any:
@@ -135,7 +138,7 @@ class PoolRun:
     while True:
       self._fill()
       self._shrink()
-      running = bool(self._running())
+      running = bool(self._slots.running)
       coming = self._advance() if running else None
       # The device is busy from here until its answer.
       if running and self._num_staged() <= 2 * self._refill:
@@ -162,45 +165,8 @@ class PoolRun:
     ahead: Sequence[int] = self._queue.groups[0]
     if self._settings.order == 'given':
       ahead = range(len(self._batch.rows))
-    self._width = self._queue.widths(ahead)[0]
-    self._pool_width = self._width
-    self._use(self._gammas[self._size])
-    row = self._empty_row(self._width)
-    self._pool: Pool = self._programs.repeated(row, self._size)
-
-  def _use(self, gamma: int) -> None:
-    """Chooses the loop's programs: plain if gamma is 0, else speculative."""
-    self._speculative = gamma > 0
-    prompted = self._request.prompt is not None
-    example = self._example(self._request.inputs.shape[1])
-    self._programs = self._compiled(self._speculative, prompted, example)
-
-  @property
-  def _static(self) -> dict[str, int]:
-    """What gives all requests without prompts the same number of slots."""
-    gamma = self._room if self._speculative else 0
-    return {'gamma': gamma, 'slots': self._num_slots - gamma}
-
-  def _example(self, width: int) -> Request:
-    """Rows without text, as many as are read together."""
-    static = self._static
-    static['slots'] -= 1
-    count = self._queue.read_rows
-    rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
-    return rows.replace(
-      inputs=np.zeros((count, width), np.int32),
-      max_length=np.zeros((count,), np.int32),
-      prompt=None,
-      prompt_length=None,
-      **static,
-    )
-
-  def _empty_row(self, width: int) -> Pool:
-    key = self._speculative, width
-    if key not in self._empty_rows:
-      row = self._programs.empty_row(self._example(width))
-      self._empty_rows[key] = row
-    return self._empty_rows[key]
+    width = self._queue.widths(ahead)[0]
+    self._slots.begin(self._size, width, self._gammas[self._size] > 0)
 
   def _num_staged(self) -> int:
     return sum(group.left for group in self._staged)
@@ -218,48 +184,22 @@ class PoolRun:
       return False
     rows = queue.groups.popleft()
     width, prompt_width = queue.widths(rows)
-    self._width = max(self._width, width)
     # Filled up: a shorter last group would need a program of its own.
     filled = [*rows, *[rows[0]] * (queue.read_rows - len(rows))]
     request: Any = take_rows(self._request, np.array(filled))
-    static = self._static
-    static['slots'] -= prompt_width
-    request = request.replace(inputs=request.inputs[:, :width], **static)
+    request = request.replace(inputs=request.inputs[:, :width])
     if request.prompt is not None:
       request = request.replace(prompt=request.prompt[:, :prompt_width])
-    staged = self._programs.read(request, self._empty_row(self._width))
-    self._staged.append(Group(rows, staged, self._width))
+    self._staged.append(self._slots.read(request, rows))
     return True
 
   def _fill(self) -> None:
     """Gives free slots to rows that have been read."""
-    free = self._free()
-    while free and (self._staged or self._stage()):
+    while self._slots.free and (self._staged or self._stage()):
       group = self._staged[0]
-      empty = self._empty_row(group.width)
-      if group.width > self._pool_width:
-        self._pool = self._programs.widened(self._pool, empty)
-        self._pool_width = group.width
-      count = min(len(free), group.left)
-      places = np.zeros((self._size,), np.int32)
-      places[:count] = free[:count]
-      first = group.taken
-      self._pool = self._programs.admit(
-        self._pool,
-        group.staged,
-        empty,
-        np.int32(first),
-        places,
-        np.int32(count),
-      )
+      rows = self._slots.admit(group)
       self._busy()
-      for slot, row in zip(
-        free, group.rows[first : first + count], strict=False
-      ):
-        self._owners[slot] = row
-        self._since[row] = time.perf_counter()
-      del free[:count]
-      group.taken += count
+      self._since |= dict.fromkeys(rows, time.perf_counter())
       if not group.left:
         self._staged.popleft()
 
@@ -268,44 +208,31 @@ class PoolRun:
     """Whether nothing is left to fill a free slot."""
     return not self._staged and not self._queue.groups
 
-  def _free(self) -> list[int]:
-    return [slot for slot, row in enumerate(self._owners) if row is None]
-
-  def _running(self) -> list[int]:
-    return [slot for slot, row in enumerate(self._owners) if row is not None]
-
   def _shrink(self) -> None:
     """Moves the last rows to a smaller pool, if they fit into one."""
-    running = self._running()
+    running, free = self._slots.running, self._slots.free
     sizes = [size for size in self._sizes if size >= len(running)]
     if not self._is_last or not running or min(sizes) >= self._size:
       return
-    self._move([*running, *self._free()][: min(sizes)])
+    self._move([*running, *free][: min(sizes)])
 
   def _move(self, kept: Sequence[int]) -> None:
     """Keeps only the slots `kept`, in a pool of their number."""
     before, gamma = self._gammas[self._size], self._gammas[len(kept)]
-    self._owners = [self._owners[slot] for slot in kept]
     self._size = len(kept)
-    self._pool = self._programs.smaller(self._pool, np.array(kept, np.int32))
+    self._slots.keep(kept)
     if not before and gamma:
-      self._use(gamma)
-      self._pool = self._programs.with_drafter(self._pool, self._room)
+      self._slots.give_drafter()
 
   def _advance(self) -> PoolView:
     """Starts the next rounds on the device."""
     enough = self._refill
     if self._is_last:
-      running = len(self._running())
+      running = len(self._slots.running)
       smaller = [size for size in self._sizes if size < self._size]
       enough = running - max(smaller, default=0)
     gamma = self._gammas[self._size]
-    self._pool, view = self._programs.run(
-      self._pool,
-      np.int32(self._settings.max_rounds),
-      np.int32(enough),
-      gamma,
-    )
+    view = self._slots.run(self._settings.max_rounds, enough, gamma)
     self._busy()
     return view
 
@@ -314,13 +241,12 @@ class PoolRun:
     generation = view.generation
     produced: Any = {
       slot: generation.tokens[slot, : generation.length[slot]]
-      for slot in self._running()
+      for slot in self._slots.running
     }
     # NumPy arrays on the host, as everything in the view.
     reasons: Any = generation.finish_reason
     reasons = self._batch.with_stop_strings(reasons, produced)
-    state = self._pool.state.with_reasons(reasons)
-    self._pool = dataclasses.replace(self._pool, state=state)
+    self._slots.set_reasons(reasons)
     generation = dataclasses.replace(generation, finish_reason=reasons)
     return dataclasses.replace(view, generation=generation)
 
@@ -332,12 +258,8 @@ class PoolRun:
     stats.rounds[gamma] = stats.rounds.get(gamma, 0) + rounds
     stats.live_rounds += int(view.live_rounds)
     stats.slot_rounds += rounds * self._size
-    done = []
-    for slot, is_free in enumerate(view.is_free):
-      row = self._owners[slot]
-      if is_free and row is not None:
-        done.append((row, slot))
-        self._owners[slot] = None
-        stats.outputs += 1
-        stats.slot_seconds += time.perf_counter() - self._since.pop(row)
+    done = self._slots.release(view)
+    now = time.perf_counter()
+    stats.outputs += len(done)
+    stats.slot_seconds += sum(now - self._since.pop(row) for row, _ in done)
     return done

@@ -6,7 +6,6 @@ The part of continuous batching that needs no device; see `continuous`.
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -128,28 +127,6 @@ class PoolStats:
   def in_slot(self) -> float:
     """Mean seconds from when a text gets a slot until its output is known."""
     return self.slot_seconds / self.outputs if self.outputs else 0.0
-
-
-@dataclasses.dataclass
-class Group:
-  """Rows that were read together, and how many of them have had a slot.
-
-  Attributes:
-    rows: rows of the batch.
-    staged: the rows as read, which `RowLayout.admit` copies into slots.
-    width: width of the inputs that the staged rows have room for.
-    taken: how many of the rows have had a slot.
-  """
-
-  rows: list[int]
-  staged: Any
-  width: int
-  taken: int = 0
-
-  @property
-  def left(self) -> int:
-    """How many rows wait for a slot."""
-    return len(self.rows) - self.taken
 
 
 class Queue:

@@ -1,0 +1,233 @@
+"""Runs a server: uvicorn around the application, its log, its end."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.packages import package
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
+from specdec_jax.serving.app import Application
+from specdec_jax.serving.gate import LOG
+from specdec_jax.serving.scheduler import Scheduler
+from specdec_jax.serving.settings import ServeSettings
+
+_KEYS = 'SPECDEC_API_KEYS'
+_LAST_SECONDS = 5  # in which the ends of what was cut off are sent
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+  """What `specdec serve` is configured by.
+
+  Attributes:
+    engine: makes the engine, of a drafter if it is given one.
+    settings: of the server.
+    drafter: makes the drafter; None where the engine has its own.
+    draft_path: of the drafter's checkpoint; None is no drafter.
+
+  Raises:
+    ValueError: a value has the wrong type.
+  """
+
+  engine: Callable[..., Engine]
+  settings: ServeSettings = ServeSettings()
+  drafter: Callable[[], Drafter | Model] | None = None
+  draft_path: str | None = None
+
+  def __post_init__(self):
+    check_types(self)
+
+
+def serve(config: ServeConfig) -> None:
+  """Serves until SIGTERM or SIGINT.
+
+  It listens at once, and is ready when everything is compiled. A signal makes
+  it refuse what is new and finish what it has taken, see `drain_seconds`.
+
+  Raises:
+    ValueError: a value is out of range, packages of the extra [serve] are not
+      installed, or the keys cannot be read.
+    OSError: the port is taken.
+  """
+  settings = config.settings
+  for name in ('uvicorn', 'starlette', 'prometheus_client'):
+    package('A server', name, 'serve')  # before models are loaded
+  keys = api_keys(settings.api_key_file)
+  options = {}
+  if config.drafter is not None and config.draft_path is not None:
+    options['drafter'] = config.drafter()
+  engine = config.engine(**options)
+  name = settings.model_name or engine.models['target'].name or 'target'
+  with _logging(), _signals():
+    server = Server(Scheduler(engine, settings), name, keys)
+    asyncio.run(server.run())
+
+
+def api_keys(path: str | None) -> list[str]:
+  """The keys of a file or, without one, of the environment; [] is none.
+
+  Raises:
+    ValueError: there is no such file, or no key in it; or the environment's
+      text is not empty and holds no key.
+  """
+  if path is None:
+    given = os.environ.get(_KEYS, '')
+    keys = [key.strip() for key in given.split(',') if key.strip()]
+    if given and not keys:  # somebody thinks that the server is locked
+      raise ValueError(f'Expected keys in {_KEYS}, found none; unset it.')
+    return keys
+  try:
+    lines = pathlib.Path(path).read_text('utf-8').splitlines()
+  except (OSError, UnicodeDecodeError) as error:
+    raise ValueError(f'No keys could be read from {path!r}: {error}') from error
+  keys = [line.strip() for line in lines if line.strip()]
+  if not keys:
+    raise ValueError(f'Expected a key on each line of {path!r}, found none.')
+  return keys
+
+
+class Server:
+  """A scheduler behind HTTP.
+
+  Attributes:
+    application: what answers.
+    port: at which it listens.
+  """
+
+  def __init__(self, scheduler: Scheduler, name: str, keys: Sequence[str] = ()):
+    """
+    Raises:
+      ValueError: packages of the extra [serve] are not installed.
+      OSError: the port is taken.
+    """
+    self.application = Application(scheduler, name, keys)
+    self._scheduler, self._settings = scheduler, scheduler.settings
+    uvicorn = package('A server', 'uvicorn', 'serve')
+    settings = self._settings
+    family = socket.AF_INET6 if ':' in settings.host else socket.AF_INET
+    address = settings.host, settings.port
+    self._socket = socket.create_server(address, family=family)
+    self.port: int = self._socket.getsockname()[1]
+    self._uvicorn = uvicorn.Server(
+      uvicorn.Config(
+        self.application.asgi,
+        lifespan='off',
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=settings.max_connections,
+        timeout_graceful_shutdown=int(settings.drain_seconds) + _LAST_SECONDS,
+      )
+    )
+    self._shutdown = self._uvicorn.shutdown
+    self._uvicorn.shutdown = self._drain
+
+  async def run(self) -> None:
+    """Serves until a signal, or `stop`.
+
+    Raises:
+      RuntimeError: the scheduler failed.
+    """
+    self._scheduler.start()
+    watch = asyncio.create_task(self._watch())
+    try:
+      await self._uvicorn.serve([self._socket])
+    finally:
+      watch.cancel()
+      self._scheduler.stop()
+      await asyncio.to_thread(self._scheduler.join)
+      self.application.metrics.close()
+      _say('stopped')
+    if self._scheduler.failure is not None:
+      raise RuntimeError(f'The scheduler failed: {self._scheduler.failure}')
+
+  def stop(self) -> None:
+    """Ends it as a signal does; any thread may call it."""
+    self._uvicorn.should_exit = True
+
+  async def _watch(self) -> None:
+    """Says when it is ready; ends it if it fails."""
+    begin = time.perf_counter()
+    url = f'http://{self._settings.host}:{self.port}'
+    _say('listening', url=url, model=self.application.name)
+    is_ready = False
+    while self._scheduler.failure is None:
+      if not is_ready and self._scheduler.takes_rows:
+        is_ready = True
+        _say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
+      await asyncio.sleep(0.1)
+    self.stop()
+
+  async def _drain(self, sockets: Any = None) -> None:
+    """Finishes what was taken, within a limit."""
+    self._scheduler.refuse('The server is stopping. Try again later.')
+    _say('stopping', rows=self._scheduler.num_rows)
+    loop = asyncio.get_running_loop()
+    loop.call_later(self._settings.drain_seconds, self._scheduler.stop)
+    await self._shutdown(sockets)
+
+
+def _say(event: str, **said: Any) -> None:
+  LOG.info(event, extra={'said': said})
+
+
+class _Lines(logging.Formatter):
+  """A log of JSON objects, one a line."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    """One line."""
+    line = {
+      'time': round(record.created, 3),
+      'level': record.levelname,
+      'event': record.getMessage(),
+      **getattr(record, 'said', {}),
+    }
+    if record.exc_info:
+      line['error'] = self.formatException(record.exc_info)
+    return json.dumps(line)
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+  """Inside, the log goes to stderr."""
+  handler = logging.StreamHandler(sys.stderr)
+  handler.setFormatter(_Lines())
+  loggers = [logging.getLogger(name) for name in (LOG.name, 'uvicorn.error')]
+  for logger in loggers:
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+  loggers[1].setLevel(logging.WARNING)  # it says in words what we say in JSON
+  try:
+    yield
+  finally:
+    for logger in loggers:
+      logger.removeHandler(handler)
+      logger.propagate = True
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+  """Inside, uvicorn is the only one that hears of SIGTERM.
+
+  Commands end at once at SIGTERM, by a thread that is woken by this number; a
+  server has something to finish.
+  """
+  before = signal.set_wakeup_fd(-1)
+  try:
+    yield
+  finally:
+    signal.set_wakeup_fd(before)

@@ -1,0 +1,523 @@
+"""Requests that come at any time, through the slots of one engine.
+
+One thread directs the device. Between two looks at it, finished and cancelled
+rows leave their slots and the rows that have waited longest get them. Nothing
+here knows of HTTP.
+"""
+
+import collections
+import dataclasses
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specdec_jax.decoding.pool import PoolView
+from specdec_jax.decoding.row_layout import PoolPrograms
+from specdec_jax.decoding.state import (
+  BLOCK,
+  TOKEN,
+  Request,
+  whole_buckets,
+)
+from specdec_jax.engine.completion import Text
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.slots import Slots
+from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS
+from specdec_jax.engine.trace import Round
+from specdec_jax.models import backend
+from specdec_jax.serving.rows import News, Row, read_together
+from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.types import FinishReason
+
+_LOG = logging.getLogger(__name__)
+_READ_TOGETHER = 4  # rows, where several wait
+_NOT_READY = 'The server is not ready yet: it compiles.'
+_SHRINK_AFTER = 16  # looks at a pool that is larger than it need be
+_STOP_IDS = 8  # that each row has room for, if the engine has no more
+_TIMED = 64  # finished rows that the time of a place in the queue is taken from
+
+
+class Busy(Exception):
+  """The queue is full.
+
+  Attributes:
+    retry_after: seconds after which there may be room.
+  """
+
+  def __init__(self, message: str, retry_after: int):
+    super().__init__(message)
+    self.retry_after = retry_after
+
+
+class Stopped(Exception):
+  """The server does not take requests: it is stopping, or has failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+  """What the host saw of the pool: outputs, and the slots that they are in.
+
+  Later the rows may be in other slots, or in none.
+  """
+
+  view: Any = None
+  done: Sequence[tuple[Row, int]] = ()
+  running: Sequence[tuple[Any, int]] = ()  # only those that stream
+
+
+class Scheduler:
+  """Decodes rows as they come; a thread of its own directs the device.
+
+  Attributes:
+    engine: the engine whose models decode.
+    settings: sizes and limits.
+    is_ready: whether all programs have been compiled.
+    failure: what ended the thread; None if it is well.
+  """
+
+  def __init__(self, engine: Engine, settings: ServeSettings):
+    """Starts nothing; call `start`.
+
+    Raises:
+      ValueError: the slots cannot fit into memory, or the engine splits rows
+        over devices.
+    """
+    self.engine, self.settings = engine, settings
+    self.is_ready = False
+    self.failure: str | None = None
+    self._waiting: collections.deque[Row] = collections.deque()
+    self._taken: set[Row] = set()  # rows that have not heard their last news
+    self._changed = threading.Condition()
+    self._refuses: str | None = _NOT_READY
+    self._ends = False
+    self._speculative = settings.speculative
+    if self._speculative is None:
+      self._speculative = engine.has_drafter
+    gammas = settings.gammas or {settings.rows: engine.gamma}
+    room = max(engine.gamma, *gammas.values()) if self._speculative else 0
+    self._rooms = sorted(settings.sizes)
+    self._gammas = gammas
+    self._finished: collections.deque[float] = collections.deque(maxlen=_TIMED)
+    self._too_large = 0  # looks since the pool had to be as large as it is
+    self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
+    self._texts = self._all_widths()
+    self._shapes = [self._short(text) for text in self._texts]
+    if self._shapes[0].batch.batch_multiple > 1:
+      raise ValueError(
+        'Expected an engine that splits its models over devices, or has one;'
+        ' got one that splits rows, which a pool of one row cannot be. Leave'
+        ' data out of its Placement.'
+      )
+    prompt_width = max(one.batch.request.prompt_width for one in self._shapes)
+    self._width = max(one.batch.request.inputs.shape[1] for one in self._shapes)
+    example = self._request([self._shapes[-1]])
+    draft_slots = dataclasses.replace(example, gamma=room).draft_slots
+    num_slots = whole_buckets(
+      prompt_width + engine.max_decode_len + draft_slots
+    )
+    engine.room.check(settings.rows, self._width, num_slots, draft_slots)
+    self._slots: Slots[Row] = Slots(
+      self._programs, example, num_slots, room, _READ_TOGETHER
+    )
+    self._thread = threading.Thread(target=self._run, daemon=True)
+
+  # What other threads call.
+
+  def start(self) -> None:
+    """Begins to compile, and then to decode."""
+    self._thread.start()
+
+  def row(
+    self,
+    text: Any,
+    tell: Callable[[News], None],
+    streams: bool = False,
+    plain: bool = False,
+    shows_rounds: bool = False,
+    **options: Any,
+  ) -> Row:
+    """Makes a row of a text and options of `Engine.generate`.
+
+    Args:
+      text: the input.
+      tell: see `Row`.
+      streams: see `Row`.
+      plain: `Row.is_plain`; only of greedy rows, since a sample would depend on
+        the rows beside it.
+      shows_rounds: see `Row`.
+      **options: of `Engine.generate`.
+
+    Raises:
+      ValueError: as `Engine.generate`.
+    """
+    speculative = bool(self._speculative)
+    search = None
+    if options.get('num_beams') is not None:
+      speculative = speculative and backend.ways().drafts_beams
+      search = functools.partial(
+        self.engine.generate, [text], speculative=speculative, **options
+      )
+    batch = self.engine.text_batch([text], speculative, **options)
+    count = np.sum(batch.request.stop_ids >= 0) if batch.rows else 0
+    if count > self._num_stops:
+      raise ValueError(
+        f'stop_ids has {count} entries, {self._num_stops} at most are served.'
+      )
+    deadline = time.monotonic() + self.settings.max_seconds
+    row = Row(batch, tell, streams, deadline, search, plain, shows_rounds)
+    if plain and not row.is_simple:
+      raise ValueError(
+        'Only greedy rows without log-probabilities are decoded plainly beside'
+        f' others; got {batch.options.sampling}.'
+      )
+    return row
+
+  def submit(self, rows: Sequence[Row]) -> None:
+    """Queues rows, all of them or none; those without a text end at once.
+
+    Raises:
+      Busy: there is no room for all of them.
+      Stopped: no rows are taken.
+    """
+    with self._changed:
+      if self._refuses is not None:
+        raise Stopped(self._refuses)
+      most, waiting = self.settings.max_waiting, len(self._waiting)
+      if waiting + len(rows) > most:
+        raise Busy(
+          f'{waiting} outputs wait, and {len(rows)} more would be more than'
+          f' {most}. Try again later.',
+          self._retry_after(),
+        )
+      decoded = [row for row in rows if row.batch.rows]
+      self._taken.update(decoded)
+      self._waiting.extend(decoded)
+      self._changed.notify()
+    for row in rows:
+      if not row.batch.rows:
+        nothing = News(completion=row.batch.passed_over[0])
+        row.tell(News(beams=row.search()) if row.search else nothing)
+
+  def cancel(self, rows: Iterable[Row]) -> None:
+    """Ends rows whose outputs nobody wants any more; they hear nothing."""
+    with self._changed:
+      for row in rows:
+        row.is_cancelled = True
+        self._taken.discard(row)
+      self._changed.notify()
+
+  def refuse(self, why: str) -> None:
+    """Takes no more rows; those that were taken go on."""
+    with self._changed:
+      if self._refuses is None or not self.is_ready:
+        self._refuses = why
+
+  def stop(self) -> None:
+    """Ends all rows with the error 'stopped', and the thread."""
+    self.refuse('The server is stopping.')
+    with self._changed:
+      self._ends = True
+      self._changed.notify()
+
+  def join(self) -> None:
+    """Waits for the thread to end."""
+    self._thread.join()
+
+  @property
+  def speculates(self) -> bool:
+    """Whether a drafter helps."""
+    return bool(self._speculative)
+
+  @property
+  def takes_rows(self) -> bool:
+    """Whether it is ready, and not stopping."""
+    return self._refuses is None
+
+  @property
+  def num_waiting(self) -> int:
+    """Rows without a slot."""
+    return len(self._waiting)
+
+  @property
+  def num_running(self) -> int:
+    """Rows that have a slot."""
+    return len(self._slots.running) if self.is_ready else 0
+
+  @property
+  def num_rows(self) -> int:
+    """Rows that were taken and are not done."""
+    return self.num_waiting + self.num_running
+
+  def _retry_after(self) -> int:
+    times = self._finished
+    if len(times) < 2:
+      return 1
+    each = (times[-1] - times[0]) / (len(times) - 1)
+    return max(1, min(60, math.ceil(each * len(self._waiting))))
+
+  # What the thread of the scheduler does.
+
+  def _run(self) -> None:
+    error = 'stopped'
+    try:
+      self._warm_up()
+      with self._changed:
+        self.is_ready = not self._ends
+        if self._refuses == _NOT_READY:  # else it was told to take none
+          self._refuses = None
+      self._decode()
+    except Exception as failure:
+      _LOG.exception('The scheduler failed.')
+      self.failure, error = repr(failure), 'failed'
+    self.is_ready = False
+    if self.failure is not None:
+      self.refuse('The server has failed; see its log.')
+    with self._changed:
+      self._waiting.clear()
+      left = list(self._taken)
+    for row in left:
+      self._tell(row, News(error=error))
+
+  def _decode(self) -> None:
+    look = _Look()
+    slots = self._slots
+    while True:
+      with self._changed:
+        while not (slots.running or self._waiting or self._ends or look.done):
+          self._changed.wait()
+        ends = self._ends
+      if not ends:
+        self._drop_waiting()
+        self._resize()
+        self._fill()
+      coming = self._advance() if slots.running and not ends else None
+      # The device is busy from here until its answer.
+      for row, slot in look.done:
+        self._end(row, look.view, slot)
+      for row, slot in look.running:
+        self._tell_so_far(row, look.view, slot)
+      if ends:
+        return
+      look = _Look()
+      if coming is not None:
+        look = self._look(jax.device_get(coming))
+
+  def _drop_waiting(self) -> None:
+    """Takes rows out of the queue that are not wanted, or too late."""
+    now = time.monotonic()
+    with self._changed:
+      late = [row for row in self._waiting if row.deadline <= now]
+      if late or any(row.is_cancelled for row in self._waiting):
+        self._waiting = collections.deque(
+          row
+          for row in self._waiting
+          if not row.is_cancelled and row.deadline > now
+        )
+    for row in late:
+      self._tell(row, News(error='deadline'))
+
+  def _resize(self) -> None:
+    """Takes the smallest pool that is enough; a smaller one after a while."""
+    slots = self._slots
+    size, wanted = len(slots.owners), len(slots.running) + len(self._waiting)
+    fits = min((s for s in self._rooms if s >= wanted), default=self._rooms[-1])
+    self._too_large = self._too_large + 1 if fits < size else 0
+    idle = not slots.running
+    if fits > size or fits < size and (idle or self._too_large > _SHRINK_AFTER):
+      slots.resize(fits)
+      self._too_large = 0
+
+  def _fill(self) -> None:
+    """Gives free slots to the rows that have waited longest.
+
+    A beam search has none, and is done when it is its turn.
+    """
+    while free := len(self._slots.free):
+      most = _READ_TOGETHER if free > 1 else 1
+      with self._changed:
+        count = min(most, free, len(self._waiting))
+        rows = [self._waiting.popleft() for _ in range(count)]
+        searches = [i for i, row in enumerate(rows) if row.search is not None]
+        if searches:  # what comes after it, after it
+          first = max(1, searches[0])
+          self._waiting.extendleft(reversed(rows[first:]))
+          rows = rows[:first]
+      if not rows:
+        return
+      if rows[0].search is not None:
+        best_first = rows[0].search()[::-1]
+        self._tell(rows[0], News(beams=best_first))
+        return  # others go on before the next one
+      count = len(rows)
+      filled = [rows[0]] * (_READ_TOGETHER - count) if count > 1 else []
+      group = self._slots.read(self._request([*rows, *filled]), rows)
+      self._slots.admit(group)
+
+  def _advance(self) -> PoolView:
+    """Starts the next rounds."""
+    rows = [row for row in self._slots.owners if row is not None]
+    # One round at a time where somebody watches.
+    rounds = 1 if any(row.streams for row in rows) else STOP_STRING_ROUNDS
+    simply = all(row.is_simple for row in rows)
+    size = len(self._slots.owners)
+    plainly = all(row.is_plain for row in rows)
+    self._gamma = self._gamma_of(size, simply, plainly)
+    return self._slots.run(rounds, 1, self._gamma, simply)
+
+  def _gamma_of(self, size: int, simply: bool, plainly: bool) -> int:
+    """Samples depend on gamma, so theirs does not depend on the traffic."""
+    if not self._speculative or (plainly and size == 1):
+      return 0
+    larger = [rows for rows in self._gammas if rows >= size]
+    known = self._gammas[min(larger, default=max(self._gammas))]
+    return known if simply else self.engine.gamma
+
+  def _look(self, view: PoolView) -> '_Look':
+    """Frees slots; says whose outputs are done, and whose go on."""
+    found = view.generation
+    now = time.monotonic()
+    reasons: Any = np.array(found.finish_reason)
+    for slot in self._slots.running:
+      row: Any = self._slots.owners[slot]
+      rounds = int(found.stats.num_rounds[slot])
+      row.num_drafted += self._gamma * (rounds - row.num_rounds)
+      row.num_rounds = rounds
+      if row.deadline <= now and reasons[slot] == FinishReason.RUNNING:
+        self._tell(row, News(error='deadline'))
+        row.is_cancelled = True
+      if row.is_cancelled:
+        reasons[slot] = FinishReason.LENGTH
+      elif row.batch.options.stop_strings:
+        produced: Any = found.tokens[slot, : found.length[slot]]
+        one = reasons[slot : slot + 1]
+        one[:] = row.batch.with_stop_strings(one, {0: produced})
+    if not np.array_equal(reasons, found.finish_reason):
+      self._slots.set_reasons(reasons)
+      found = dataclasses.replace(found, finish_reason=reasons)
+      view = dataclasses.replace(view, generation=found)
+    done = self._slots.release(view)
+    running = [(self._slots.owners[slot], slot) for slot in self._slots.running]
+    return _Look(
+      view,
+      [(row, slot) for row, slot in done if not row.is_cancelled],
+      [(row, slot) for row, slot in running if row and row.streams],
+    )
+
+  def _end(self, row: Row, view: PoolView, slot: int) -> None:
+    """Tells a row its whole output."""
+    self._finished.append(time.monotonic())
+    found = view.generation
+    one = row.batch.completion(found, slot)
+    log_probs = one.log_probs if row.batch.options.log_probs else []
+    news = News(
+      one.text[len(row.told) :],
+      one.tokens[row.num_told :],
+      log_probs[row.num_told :],
+      completion=one,
+      num_drafted=row.num_drafted,
+      round=self._round(row, view, slot),
+    )
+    self._tell(row, news)
+
+  def _tell_so_far(self, row: Row, view: PoolView, slot: int) -> None:
+    """Tells a row what is new, of the text that will not change."""
+    found = view.generation
+    tokens: Any = found.tokens[slot, : found.length[slot]]
+    stops = row.batch.options.stop_strings
+    text = Text(self.engine.tokenizer, tokens, stops).stable
+    log_probs: Any = found.log_probs[slot, row.num_told : len(tokens)]
+    news = News(
+      text[len(row.told) :],
+      tokens[row.num_told :].tolist(),
+      log_probs.tolist() if row.batch.options.log_probs else [],
+      round=self._round(row, view, slot),
+    )
+    row.told, row.num_told = text, len(tokens)
+    self._tell(row, news)
+
+  def _round(self, row: Row, view: PoolView, slot: int) -> Round[int] | None:
+    """What the last round brought a row; between two looks there was one."""
+    if not row.shows_rounds:
+      return None
+    return row.round_of(view, slot, self._verification == BLOCK)
+
+  def _tell(self, row: Row, news: News) -> None:
+    if row.is_cancelled:
+      return
+    if news.is_last:
+      self._taken.discard(row)
+    try:
+      row.tell(news)
+    except RuntimeError:  # the loop of its listener has ended
+      self.cancel([row])
+
+  # Requests and programs.
+
+  def _programs(self, speculative: bool, prompted: bool, example: Request):
+    loop, params = self.engine.loop(speculative)
+    return PoolPrograms(loop, params, example, prompted)
+
+  def _request(self, rows: Sequence[Row]) -> Request:
+    return read_together(rows, self._num_stops, self._verification)
+
+  def _all_widths(self) -> list[list[int]]:
+    """A text of each width that texts are read in, the widest last."""
+    engine, found = self.engine, {}
+    most = engine.max_input_len - len(engine.input_ids([]))
+    some_id = engine.tokenizer.vocab_size - 1
+    for length in sorted({most, *(1 << n for n in range(most.bit_length()))}):
+      text = [some_id] * length
+      request = self._short(text).batch.request
+      found[request.inputs.shape[1], request.prompt_width] = text
+    return list(found.values())
+
+  def _short(self, text: Sequence[int]) -> Row:
+    return self.row(text, lambda news: None, max_length=1)
+
+  @property
+  def _verification(self) -> str:
+    """How sampled drafts are judged: the same for all rows."""
+    engine = self.engine
+    branches = engine.has_drafter and engine.drafter.tree is not None
+    return TOKEN if branches else BLOCK
+
+  def _warm_up(self) -> None:
+    """Uses each program that traffic may need, twice.
+
+    What is compiled depends on where arrays come from, too: so the second time
+    everything follows upon everything.
+    """
+    slots = self._slots
+    slots.begin(self._rooms[0], self._width, bool(self._speculative))
+    for _ in range(2):
+      for size in self._rooms:
+        slots.resize(size)
+        for row in self._shapes:
+          if self._ends:
+            return
+          for count in (1, _READ_TOGETHER):
+            slots.admit(slots.read(self._request([row] * count), [row]))
+            slots.clear()
+        for simply, plainly in ((True, False), (False, False), (True, True)):
+          gamma = self._gamma_of(size, simply, plainly)
+          jax.device_get(slots.run(1, 1, gamma, simply))
+          slots.clear()
+        for other in self._rooms:
+          slots.resize(other)
+          slots.resize(size)
+    slots.resize(self._rooms[0])
+    for width in self.settings.beams:
+      for text in self._texts:
+        options: dict[str, Any] = dict(
+          num_beams=width, num_samples=width, max_length=1
+        )
+        row = self.row(text, lambda news: None, **options)
+        if row.search is not None:
+          row.search()

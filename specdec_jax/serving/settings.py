@@ -1,0 +1,98 @@
+"""What a server is told: its address, sizes and limits."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import check_types
+from specdec_jax.engine.options import check_gamma
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeSettings:
+  """How requests are taken and decoded.
+
+  Attributes:
+    host: the address to listen at; this machine alone unless told otherwise.
+    port: its port; 0 is any that is free.
+    model_name: what requests call the model; None is the target's name.
+    rows: outputs that are decoded together.
+    gammas: rows -> gamma of greedy requests, by the rows of the pool; see
+      `Calibration.gammas`. None is the engine's gamma. Samples always have the
+      engine's, so that they do not depend on the traffic.
+    speculative: whether the drafter helps; None is yes if there is one.
+    beams: widths of the beam searches that are served, as programs for them are
+      compiled before; the others wait while one runs.
+    max_waiting: outputs that may wait; more are answered by 429.
+    max_outputs: outputs that a request may ask for: prompts times n.
+    max_connections: connections at a time; more are answered by 503.
+    max_seconds: after so many a request ends with an error, wherever it is.
+    max_body: bytes of a request.
+    body_seconds: after so many a request must have come.
+    drain_seconds: when it is told to stop, a server decodes what it has taken
+      for so many; what is left ends with an error.
+    api_key_file: a file with a key a line; one must come with each request.
+      Without a file they are those of the environment's SPECDEC_API_KEYS, with
+      commas between them; without any, no key is asked for.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  host: str = '127.0.0.1'
+  port: int = 8000
+  model_name: str | None = None
+  rows: int = 16
+  gammas: Mapping[int, int] | None = None
+  speculative: bool | None = None
+  beams: tuple[int, ...] = ()
+  max_waiting: int = 256
+  max_outputs: int = 64
+  max_connections: int = 1024
+  max_seconds: float = 60.0
+  max_body: int = 1 << 20
+  body_seconds: float = 10.0
+  drain_seconds: float = 30.0
+  api_key_file: str | None = None
+
+  def __post_init__(self):
+    check_types(self)
+    for name in (
+      'rows',
+      'max_waiting',
+      'max_outputs',
+      'max_connections',
+      'max_body',
+    ):
+      check_number(name, getattr(self, name), 1)
+    for width in self.beams:
+      check_number('a width of beams', width, 1)
+    if not 0 <= self.port < 1 << 16:
+      raise ValueError(f'port must be in [0, 65535], got {self.port}.')
+    for name in ('max_seconds', 'body_seconds', 'drain_seconds'):
+      if not getattr(self, name) > 0:
+        raise ValueError(
+          f'{name} must be more than 0 seconds, got {getattr(self, name)!r}.'
+        )
+    for rows, gamma in (self.gammas or {}).items():
+      check_number('rows of gammas', rows, 1)
+      check_gamma(gamma)
+      check_number('gamma of a server', gamma, 1)
+
+  @property
+  def most_outputs(self) -> int:
+    """Outputs that a request may ask for, and that may wait."""
+    return min(self.max_outputs, self.max_waiting)
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Rows of the pools: 1, 4, 16, ... and `rows`.
+
+    A pool has as many rows as it needs: a single client must not wait for the
+    computation of rows without a text.
+    """
+    found, size = [self.rows], 1
+    while size < self.rows:
+      found.append(size)
+      size *= 4
+    return tuple(sorted(found))

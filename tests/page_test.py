@@ -1,0 +1,141 @@
+"""The server's page in a real browser without a screen."""
+
+import shutil
+
+import pytest
+
+from scheduler_test import TEXTS, engine, wait_until
+from serve_test import LIMITS, NAME, easy, serving
+from specdec_jax.serving.run import Server
+from specdec_jax.serving.scheduler import Scheduler
+
+__all__ = ['easy', 'engine']  # fixtures
+selenium = pytest.importorskip('selenium', reason='needs selenium')
+webdriver = pytest.importorskip('selenium.webdriver')
+CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="needs Debian's packages chromium and chromium-driver",
+  ),
+]
+PHONE, DESK = (390, 844), (1200, 1000)
+
+
+@pytest.fixture(scope='module')
+def url(engine):
+  scheduler = Scheduler(engine, LIMITS)
+  with serving(Server(scheduler, NAME)) as made:
+    wait_until(lambda: scheduler.takes_rows)
+    yield f'http://127.0.0.1:{made.port}'
+
+
+@pytest.fixture
+def browser(tmp_path):
+  options = webdriver.ChromeOptions()
+  options.binary_location = CHROMIUM
+  for flag in (
+    'headless', 'no-sandbox', 'disable-gpu', 'disable-quic', 'no-first-run',
+    'disable-background-networking', 'disable-component-update',
+    'disable-sync', f'user-data-dir={tmp_path}',
+  ):  # fmt: skip
+    options.add_argument(f'--{flag}')
+  options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+  service = webdriver.ChromeService(executable_path=DRIVER)
+  made = webdriver.Chrome(options=options, service=service)
+  yield made
+  made.quit()
+
+
+def opened(browser, url, size=DESK, scheme='light'):
+  """The page, ready, at a size of the screen, light or dark."""
+  browser.set_window_size(*size)
+  media = [{'name': 'prefers-color-scheme', 'value': scheme}]
+  browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': media})
+  browser.get(url)
+  wait_until(lambda: 'ready' in at(browser, 'state').text)
+
+
+def at(browser, name):
+  return browser.find_element('id', name)
+
+
+def write(browser, name, text):
+  field = at(browser, name)
+  field.clear()
+  field.send_keys(text)
+
+
+def parts(browser):
+  found = at(browser, 'output').find_elements('tag name', 'span')
+  return [(one.get_attribute('class'), one.text) for one in found]
+
+
+def cells(browser):
+  rows = at(browser, 'rows').find_elements('tag name', 'tr')
+  return [
+    [cell.text for cell in row.find_elements('tag name', 'td')] for row in rows
+  ]
+
+
+def test_an_output_with_its_rounds(browser, url, engine, easy):
+  opened(browser, url)
+  write(browser, 'text', easy)
+  write(browser, 'most', '20')
+  at(browser, 'go').click()
+  wait_until(lambda: cells(browser))
+  (done,) = engine.generate([easy], max_length=20)
+  want = [part for one in engine.trace(easy, max_length=20).rounds
+          for part in one.parts]  # fmt: skip
+  assert [kind for kind, _ in parts(browser)] == [kind for kind, _ in want]
+  (row,) = cells(browser)
+  assert row[1:3] == [str(len(done.tokens)), str(done.stats.num_target_calls)]
+  at(browser, 'show').click()
+  shown = at(browser, 'output').text
+  assert at(browser, 'output').get_attribute('class') == 'hide'
+  at(browser, 'show').click()
+  assert len(at(browser, 'output').text) > len(shown)
+  # Nothing but the server was asked, and nothing failed.
+  assert not browser.get_log('browser')
+
+
+def test_beside_plain_decoding(browser, url, easy):
+  opened(browser, url)
+  write(browser, 'text', easy)
+  write(browser, 'most', '20')
+  at(browser, 'compare').click()
+  wait_until(lambda: len(cells(browser)) == 2)
+  fast, slow = cells(browser)
+  assert int(slow[2]) == int(slow[1]) == int(fast[1]) > int(fast[2])
+  assert 'times as fast' in at(browser, 'verdict').text
+  # A sample would depend on the traffic, so it is not decoded plainly.
+  write(browser, 'temperature', '1')
+  assert not at(browser, 'compare').is_enabled()
+
+
+def test_an_error_is_shown(browser, url):
+  opened(browser, url)
+  write(browser, 'text', 'Q' * 99)
+  at(browser, 'go').click()
+  wait_until(lambda: at(browser, 'message').text)
+  assert '40 at most' in at(browser, 'message').text
+  assert at(browser, 'go').is_enabled()
+  assert not at(browser, 'key').is_displayed()  # none is needed
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('size', [PHONE, DESK])
+def test_it_fits_a_screen(browser, url, size, scheme):
+  opened(browser, url, size, scheme)
+  write(browser, 'text', TEXTS[0])
+  at(browser, 'go').click()
+  wait_until(lambda: cells(browser))
+  script = 'return document.documentElement.scrollWidth - innerWidth'
+  assert browser.execute_script(script) <= 0
+  back = browser.execute_script(
+    'return getComputedStyle(document.body).backgroundColor'
+  )
+  light = sum(int(x) for x in back[4:-1].split(',')[:3]) > 3 * 128
+  assert light == (scheme == 'light')
+  wait_until(lambda: at(browser, 'queue').find_elements('tag name', 'polyline'))

@@ -1,0 +1,298 @@
+"""Requests that come at any time; whoever shares the slots, a row is itself."""
+
+import dataclasses
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import small_vocabulary
+from continuous_test import make_texts, nothing_compiles
+from specdec_jax import probs
+from specdec_jax.decoding import state as decode_state
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.text_batch import TextBatch
+from specdec_jax.models.model import Model
+from specdec_jax.serving.scheduler import Busy, Scheduler, Stopped
+from specdec_jax.serving.settings import ServeSettings
+
+STOPS = tuple(range(3, small_vocabulary.VOCAB_SIZE, 36))
+TEXTS = [text for text in make_texts(24) if len(text) < 60]
+
+
+def model(seed):
+  network = small_vocabulary.network(1)
+  return Model(network, network.init(jax.random.key(seed)))
+
+
+@pytest.fixture(scope='module')
+def engine(tokenizer):
+  return Engine(
+    model(0),
+    model(1),
+    tokenizer=tokenizer,
+    gamma=3,
+    max_input_len=40,
+    max_decode_len=24,
+  )
+
+
+@pytest.fixture(scope='module')
+def scheduler(engine):
+  made = started(engine, rows=4, gammas={4: 2, 1: 3})
+  yield made
+  made.stop()
+  made.join()
+
+
+def started(engine, **settings):
+  made = Scheduler(engine, ServeSettings(**settings))
+  made.start()
+  while not made.is_ready:
+    assert made.failure is None, made.failure
+    time.sleep(0.01)
+  return made
+
+
+class Heard:
+  """What one row was told."""
+
+  def __init__(self, scheduler, text, streams=False, **options):
+    self.news, self._end = [], threading.Event()
+    self.row = scheduler.row(text, self._tell, streams, **options)
+
+  def _tell(self, news):
+    self.news.append(news)
+    if news.is_last:
+      self._end.set()
+
+  @property
+  def last(self):
+    assert self._end.wait(60)
+    return self.news[-1]
+
+  @property
+  def text(self):
+    return ''.join(one.text for one in self.news)
+
+  @property
+  def tokens(self):
+    return [token for one in self.news for token in one.tokens]
+
+
+def ask(scheduler, text, **options):
+  """A completion, alone."""
+  heard = Heard(scheduler, text, **options)
+  scheduler.submit([heard.row])
+  return heard.last.completion
+
+
+KINDS = (
+  {'stop_ids': STOPS, 'log_probs': False},
+  {'temperature': 1.0, 'stop_ids': STOPS},
+  {'temperature': 0.7, 'top_k': 9, 'min_length': 5, 'stop_ids': STOPS},
+  {'temperature': 1.3, 'top_p': 0.5, 'stop_strings': ['a', 'e']},
+  {'max_length': 7, 'stop_ids': ()},
+  {'temperature': 1.0, 'max_length': 11, 'stop_ids': (), 'log_probs': False},
+)
+
+
+@pytest.fixture(scope='module')
+def traffic(engine):
+  """(text, options, what the engine gives) of all kinds in turn."""
+  found = {}
+  for kind, options in enumerate(KINDS):
+    places = range(kind, len(TEXTS), len(KINDS))
+    asked = options | {'seed': kind}
+    texts = [TEXTS[i] for i in places]
+    want = engine.generate(texts, example_ids=[*places], **asked)
+    for i, one in zip(places, want, strict=True):
+      found[i] = TEXTS[i], asked | {'example_ids': [i]}, one
+  return [found[i] for i in sorted(found)]
+
+
+def same(have, want):
+  plain = dataclasses.replace
+  assert plain(have, log_probs=[], stats=want.stats) == plain(
+    want, log_probs=[]
+  )
+
+
+def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
+  """Greedy, drawn, short, long, with stops of their own, in one pool."""
+  reasons = {one.finish_reason for _, _, one in traffic}
+  assert reasons >= {'stop', 'length', 'stop_string'}
+  with nothing_compiles():
+    for text, asked, want in traffic[:6]:
+      same(ask(scheduler, text, **asked), want)
+    heard = [
+      Heard(scheduler, text, streams=i % 2 > 0, **asked)
+      for i, (text, asked, _) in enumerate(traffic)
+    ]
+    # In parts, while others run.
+    for at in range(0, len(heard), 3):
+      scheduler.submit([one.row for one in heard[at : at + 3]])
+      time.sleep(0.005)
+    for one in heard:
+      assert one.last.completion
+  for one, (_, asked, want) in zip(heard, traffic, strict=True):
+    same(one.last.completion, want)
+    assert (one.text, one.tokens) == (want.text, want.tokens)
+    if asked.get('log_probs', True):
+      have = [x for news in one.news for x in news.log_probs]
+      np.testing.assert_allclose(have, want.log_probs, atol=1e-4)
+  assert max(len(one.news) for one in heard) > 2, 'nothing was streamed'
+
+
+def test_a_sample_is_another_with_another_seed(scheduler):
+  """The control of the test above: the seed is heard."""
+  options = {'temperature': 1.0, 'stop_ids': ()}
+  found = {ask(scheduler, TEXTS[0], seed=s, **options).text for s in range(4)}
+  assert len(found) > 1
+
+
+def test_a_cancelled_row_frees_its_slot(engine, scheduler):
+  forever = [
+    Heard(scheduler, text, streams=True, stop_ids=()) for text in TEXTS[:4]
+  ]
+  scheduler.submit([one.row for one in forever])
+  scheduler.cancel([one.row for one in forever[:3]])
+  want = engine.generate([TEXTS[5]])[0]
+  same(ask(scheduler, TEXTS[5]), want)
+  same(forever[3].last.completion, engine.generate([TEXTS[3]], stop_ids=())[0])
+  assert not any(one.is_last for heard in forever[:3] for one in heard.news)
+  wait_until(lambda: scheduler.num_running == 0)
+
+
+def wait_until(condition):
+  end = time.monotonic() + 600  # programs may have to be compiled
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.005)
+
+
+def test_deadlines_in_the_queue_and_in_a_slot(scheduler):
+  heard = [Heard(scheduler, text, stop_ids=()) for text in TEXTS[:8]]
+  for one in heard[1::2]:
+    one.row.deadline = 0.0
+  scheduler.submit([one.row for one in heard])
+  assert [one.last.error for one in heard] == [None, 'deadline'] * 4
+
+
+def test_first_come_first_served(scheduler):
+  """With equal lengths rows end in the order in which they came."""
+  ended = []
+  heard = []
+  for index, text in enumerate(TEXTS[:12]):
+    one = Heard(scheduler, text, stop_ids=(), max_length=3)
+    tell = one.row.tell
+    one.row.tell = lambda n, i=index, tell=tell: (ended.append(i), tell(n))
+    heard.append(one)
+  scheduler.submit([one.row for one in heard])
+  for one in heard:
+    assert one.last.completion
+  groups = [sorted(ended[at : at + 4]) for at in range(0, 12, 4)]
+  assert [i for group in groups for i in group] == list(range(12))
+
+
+def test_a_full_queue_refuses_and_a_stop_ends_what_waits(engine, monkeypatch):
+  small = started(engine, rows=1, max_waiting=2)
+  rows = [Heard(small, text) for text in TEXTS[:4]]
+  with pytest.raises(Busy, match='more than 2') as caught:
+    small.submit([one.row for one in rows])
+  assert caught.value.retry_after >= 1
+  small.submit([one.row for one in rows[:2]])
+  assert all(one.last.completion for one in rows[:2])
+  assert ask(small, '').finish_reason == 'empty'
+  # Told to stop, it takes nothing more; what it does not get to ends.
+  monkeypatch.setattr(small, '_fill', lambda: time.sleep(0.001))
+  small.submit([one.row for one in rows[2:]])
+  small.refuse('The server is stopping.')
+  with pytest.raises(Stopped, match='stopping'):
+    small.submit([rows[0].row])
+  small.stop()
+  small.join()
+  assert [one.last.error for one in rows[2:]] == ['stopped'] * 2
+
+
+def test_told_to_stop_while_it_compiles_it_takes_no_rows(engine, monkeypatch):
+  def begin(self):  # the rest of it would only take time
+    self._slots.begin(1, self._width, True)
+
+  monkeypatch.setattr(Scheduler, '_warm_up', begin)
+  made = Scheduler(engine, ServeSettings(rows=1))
+  made.refuse('The server is stopping.')
+  made.start()
+  while not made.is_ready:
+    assert made.failure is None, made.failure
+    time.sleep(0.01)
+  with pytest.raises(Stopped, match='stopping'):
+    made.submit([])
+  made.stop()
+  made.join()
+
+
+def test_a_failure_ends_all_rows(engine, monkeypatch):
+  made = started(engine, rows=1)
+
+  def fail(*_):
+    raise RuntimeError('no device')
+
+  monkeypatch.setattr(made, '_look', fail)
+  heard = [Heard(made, text) for text in TEXTS[:3]]
+  made.submit([one.row for one in heard])
+  assert [one.last.error for one in heard] == ['failed'] * 3
+  made.join()
+  assert 'no device' in made.failure and not made.is_ready
+  with pytest.raises(Stopped, match='failed'):
+    made.submit([heard[0].row])
+
+
+def test_each_row_has_top_k_and_top_p_of_its_own():
+  """As in a batch of its own with these values for all."""
+  rng = np.random.default_rng(0)
+  logits = rng.normal(size=(4, 2, 50)).astype(np.float32)
+  asked = [(0, 1.0), (3, 1.0), (0, 0.4), (9, 0.7)]
+  shared = [
+    probs.standardise_batch(
+      logits[i : i + 1], probs.SamplingConfig(0.8, *one).params(1)
+    )
+    for i, one in enumerate(asked)
+  ]
+  top_k, top_p = zip(*asked, strict=True)
+  each = probs.SamplingParams(
+    np.full((4,), 0.8, np.float32), np.array(top_k), np.array(top_p, 'f4')
+  )
+  have = jax.jit(probs.standardise_batch)(logits, each)
+  np.testing.assert_allclose(have, np.concatenate(shared), atol=1e-6)
+  assert len({int(np.sum(np.asarray(one) > 0)) for one in shared}) == 4
+
+
+def test_each_row_has_stop_ids_of_its_own():
+  stop_ids = np.array([[3, -1], [4, 5]])
+  logits = np.zeros((2, 2, 8), np.float32)
+  masked = probs.forbid_early_stops(
+    logits, stop_ids, np.array([0, 1]), np.array([1, 3])
+  )
+  where = np.argwhere(np.isneginf(np.asarray(masked))).tolist()
+  assert where == [[0, 0, 3], [1, 0, 4], [1, 0, 5], [1, 1, 4], [1, 1, 5]]
+  request = type('', (), {'stop_ids': jax.numpy.asarray(stop_ids)})
+  stops = decode_state.is_stop(request, np.array([[3, 4, 5], [3, 4, 5]]))
+  assert stops.tolist() == [[True, False, False], [False, True, True]]
+
+
+def test_rows_over_devices_are_refused(engine, monkeypatch):
+  monkeypatch.setattr(TextBatch, 'batch_multiple', 2)
+  with pytest.raises(ValueError, match='splits rows.*Placement'):
+    Scheduler(engine, ServeSettings())
+
+
+@pytest.mark.parametrize(
+  'wrong',
+  [{'rows': 0}, {'port': 70000}, {'max_seconds': 0.0}, {'gammas': {4: 0}}],
+)
+def test_settings(wrong):
+  with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix('s')):
+    ServeSettings(**wrong)
