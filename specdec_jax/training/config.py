@@ -3,10 +3,17 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import Any
 
+from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
+from specdec_jax.drafters.heads import Heads
 from specdec_jax.files import shipped
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import (
+  LanguageModel,
+  gives_features,
+  reads_encoder,
+)
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.losses import DistillationWeights
@@ -32,6 +39,7 @@ class FromTarget:
     weights: weights of the loss's terms.
     slice_target: whether to begin with a slice of the target if there is no
       checkpoint to begin with; see `slicing.sliced`.
+    slice_layers: which of the target's layers the slice has, see there.
     outputs: how the target's own outputs for the data's sources are made; None
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
@@ -40,17 +48,21 @@ class FromTarget:
     outputs_folder: folder that outputs are written to, or found in; None is a
       folder in `TrainRun.model_dir`.
     only_outputs: whether to end when the outputs exist.
+    head_decay: of heads, the weight of each head's loss divided by that of the
+      head before it.
   """
 
   target: LanguageModel
   checkpoint_path: str
   weights: DistillationWeights = DistillationWeights()
   slice_target: bool = False
+  slice_layers: str = 'spaced'
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
   num_eval_outputs: int = 512
   outputs_folder: str | None = None
   only_outputs: bool = False
+  head_decay: float = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +74,9 @@ class TrainRun:
   writes it; or a task.
 
   Attributes:
-    model: the network to train, such as a T5 or a GPT.
+    model: the network to train, such as a T5 or a GPT. A T5 without encoder
+      layers learns from a target, whose encoder it reads; so do `Heads` from
+      its features.
     model_dir: folder that gets the parameters (model.msgpack, a T5X
       checkpoint), the states from which a killed run is resumed, and the other
       files of the run.
@@ -76,6 +90,9 @@ class TrainRun:
       both sides of `train_file`. Only text needs a vocabulary.
     init_checkpoint_path: parameters to begin with, a single-file T5X
       checkpoint; None begins with random parameters.
+    init_model: the network of `init_checkpoint_path` where it has fewer layers
+      than `model`, which then begins as deep as it is and no wiser: see
+      `growing.grown`. None is `model`.
     packing: how pairs become batches.
     training: length, optimiser, evaluation.
     learning: what the model learns from: the data, or another model.
@@ -87,7 +104,7 @@ class TrainRun:
     ValueError: a value is outside its range.
   """
 
-  model: LanguageModel
+  model: LanguageModel | Heads
   model_dir: str
   train_file: str | None = None
   eval_file: str | None = None
@@ -95,6 +112,7 @@ class TrainRun:
   task_feature_lengths: Mapping[str, int] | None = None
   vocab_path: str | None = None
   init_checkpoint_path: str | None = None
+  init_model: LanguageModel | None = None
   packing: PackingConfig = PackingConfig()
   training: TrainConfig = TrainConfig()
   learning: Likelihood | FromTarget = Likelihood()
@@ -103,11 +121,19 @@ class TrainRun:
 
   def __post_init__(self):
     check_types(self)
+    self._check_encoder()
     if not self.model_dir or not isinstance(self.model_dir, str):
       raise ValueError(
         'TrainRun.model_dir: expected a folder to write to, got'
         f' {self.model_dir!r}.'
       )
+    if self.init_model is not None and self.init_checkpoint_path is None:
+      raise ValueError(
+        'TrainRun.init_model is the network of a checkpoint to grow from;'
+        ' expected an init_checkpoint_path as well, got None.'
+      )
+    if isinstance(self.model, Heads):
+      self._check_heads(self.model)
     if (self.train_file is None) == (self.task is None):
       raise ValueError(
         'TrainRun: expected either a train_file or a task, got'
@@ -132,3 +158,59 @@ class TrainRun:
         ' model, which is trained there if it does not exist; only .npz files'
         ' and tasks need none.'
       )
+
+  def _check_encoder(self) -> None:
+    if not reads_encoder(self.model):
+      return
+    if self.bleu_examples:
+      raise ValueError(
+        'TrainRun.bleu_examples: a model without an encoder decodes nothing by'
+        ' itself; expected 0.'
+      )
+    model: Any = self.model
+    wanted = model.config.encoded_dim
+    target: Any = getattr(self.learning, 'target', None)
+    found = None
+    if hasattr(target, 'encode') and not reads_encoder(target):
+      found = target.config.emb_dim
+    if found != wanted:
+      raise ValueError(
+        f'TrainRun.model has no encoder and reads one of width {wanted}; the'
+        f' target ({type(target).__name__}) has'
+        f' {"none" if found is None else found}. Expected learning=FromTarget'
+        ' with a T5 as target, and its emb_dim as encoder_dim.'
+      )
+
+  @property
+  def network(self) -> LanguageModel:
+    """The network whose texts are learnt: the target of heads, else `model`."""
+    if isinstance(self.model, Heads):
+      assert isinstance(self.learning, FromTarget)
+      return self.learning.target
+    return self.model
+
+  def _check_heads(self, heads: Heads) -> None:
+    learning = self.learning
+    if not isinstance(learning, FromTarget):
+      raise ValueError(
+        'TrainRun.learning: heads read the features of a target; expected a'
+        f' FromTarget, got {type(learning).__name__}.'
+      )
+    if not gives_features(learning.target):
+      raise ValueError(
+        'FromTarget.target: expected a network that gives its features, such'
+        f' as T5 or GPT, got {type(learning.target).__name__}.'
+      )
+    own = getattr(getattr(learning.target, 'config', None), 'emb_dim', None)
+    width = heads.config.emb_dim
+    if own not in (None, width):
+      raise ValueError(
+        f'HeadsConfig.emb_dim is {width}; expected {own}, that of the target.'
+      )
+    if learning.slice_target or self.bleu_examples:
+      raise ValueError(
+        'Heads write no texts and are no slice of a target: leave slice_target'
+        f' False and bleu_examples 0, got {learning.slice_target} and'
+        f' {self.bleu_examples}.'
+      )
+    check_at_least(learning, head_decay=0.0)

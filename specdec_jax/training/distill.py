@@ -10,6 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.models.base import reads_encoder
 from specdec_jax.text.tokenizer import PAD_ID
 from specdec_jax.training import losses
 from specdec_jax.training.losses import DistillationWeights
@@ -23,7 +24,7 @@ class Distillation:
   part: on a CPU the logits of both models stay in its cache.
 
   Attributes:
-    draft: the model that learns.
+    draft: the model that learns; it may read the target's encoder.
     target: the model to follow, of the same vocabulary.
     target_params: the target's parameters, constant. They are part of the
       pytree, so that they are arguments of the compiled step and not literals
@@ -52,11 +53,15 @@ class Distillation:
   def _measured(self, params, batch, key):
     """Sums over the tokens that count, and how many argmaxes agree."""
     decoder_inputs = losses.shift_right(batch.targets)
+    encoded = {}
+    if reads_encoder(self.draft):
+      found = self.target.encode(self.target_params, batch.inputs)
+      encoded = {'encoded': jax.lax.stop_gradient(found)}
     draft = self.draft.logits(
-      params, batch.inputs, decoder_inputs, dropout_key=key
+      params, batch.inputs, decoder_inputs, dropout_key=key, **encoded
     ).astype(jnp.float32)
     target = self.target.logits(
-      self.target_params, batch.inputs, decoder_inputs
+      self.target_params, batch.inputs, decoder_inputs, **encoded
     )
     target = jax.lax.stop_gradient(target).astype(jnp.float32)
     mask = (batch.targets != PAD_ID).astype(jnp.float32)

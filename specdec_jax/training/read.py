@@ -37,12 +37,12 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
       ' training it needs a train_file of text.'
     )
   os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
-  if run.model.has_encoder:
+  if run.network.has_encoder:
     pairs = read_tsv(run.train_file)
     sentences = [side for pair in pairs for side in pair]
   else:
     sentences = read_lines(run.train_file)
-  return train_tokenizer(sentences, run.vocab_path, run.model.vocab_size)
+  return train_tokenizer(sentences, run.vocab_path, run.network.vocab_size)
 
 
 def pairs_of(
@@ -59,7 +59,7 @@ def pairs_of(
     paths = (run.train_file, run.eval_file)
     found = [_read(run, path, tokenizer) for path in paths if path is not None]
   for pairs in found:
-    _check_ids(pairs, run.model.vocab_size)
+    _check_ids(pairs, run.network.vocab_size)
   return found[0], found[1] if len(found) > 1 else None
 
 
@@ -86,7 +86,7 @@ def _task_pairs(run: TrainRun, task: str | LocalTask) -> list[TokenPairs]:
 def _read(run: TrainRun, path: str, tokenizer: Tokenizer | None) -> TokenPairs:
   if path.endswith('.npz') or tokenizer is None:
     return TokenPairs.load(path)
-  if not run.model.has_encoder:
+  if not run.network.has_encoder:
     return tokenise_lines(read_lines(path), tokenizer)
   return tokenise(read_tsv(path), tokenizer)
 

@@ -11,16 +11,20 @@ import jax.numpy as jnp
 
 from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
+from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
+from specdec_jax.drafters import heads
+from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
 from specdec_jax.models import sizes
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import LanguageModel, Params, reads_encoder
 from specdec_jax.models.t5 import T5
 from specdec_jax.text import metrics
-from specdec_jax.training import bleu, slicing
+from specdec_jax.training import bleu, growing, slicing
 from specdec_jax.training.config import FromTarget, TrainRun
 from specdec_jax.training.data import PackedBatches
 from specdec_jax.training.distill import Distillation
+from specdec_jax.training.head_loss import HeadDistillation
 from specdec_jax.training.outputs import digest, generate_outputs
 from specdec_jax.training.pairs import TokenPairs
 from specdec_jax.training.read import pairs_of, tokenizer_of
@@ -66,7 +70,7 @@ def train(
   if isinstance(learning, FromTarget):
     objective, described = _distillation(run.model, learning)
     if start == _RANDOM and learning.slice_target:
-      params = _sliced(learning.target, objective.target_params, run.model)
+      params = _sliced(learning, objective.target_params, run.model)
   else:
     described = dataclasses.asdict(learning)
     objective = CrossEntropy(run.model, **described)
@@ -115,7 +119,15 @@ def train(
   state = loop.train(params, os.path.join(run.model_dir, _STATES))
   params = loop.export_params(state)
   path = os.path.join(run.model_dir, MODEL_FILE)
-  t5x.save_t5x(path, params, int(state.step), jnp.dtype(run.export_dtype))
+  step, dtype = int(state.step), jnp.dtype(run.export_dtype)
+  if isinstance(run.model, Heads):
+    target = fingerprint(objective.target_params)
+    heads.save(path, params, target, step, dtype)
+  else:
+    about = None
+    if reads_encoder(run.model):
+      about = {'target': fingerprint(objective.target_params)}
+    t5x.save_t5x(path, params, step, dtype, about)
   say(f'{path}: parameters after {int(state.step)} steps')
   return params
 
@@ -132,7 +144,11 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
     config, there = getattr(run.model, 'config', None), memory.host_bytes()
     sizes.check_params(config, 2 * 4, there, 'The model to train')
     return run.model.init(key), _RANDOM
-  return _load_for(run.model, run.init_checkpoint_path)
+  if run.init_model is None:
+    return _load_for(run.model, run.init_checkpoint_path)
+  params, found = _load_for(run.init_model, run.init_checkpoint_path)
+  small, large = _t5('init_model', run.init_model), _t5('model', run.model)
+  return growing.grown(params, small.config, large.config), found
 
 
 def _load_for(model: Any, path: str) -> tuple[Params, str]:
@@ -140,22 +156,32 @@ def _load_for(model: Any, path: str) -> tuple[Params, str]:
   return params, digest(params)
 
 
-def _sliced(target: Any, target_params: Params, model: Any) -> Params:
+def _sliced(learning: FromTarget, target_params: Params, model: Any) -> Params:
   """The first parameters of a drafter that is a slice of its target."""
-  for network in (target, model):
-    if not isinstance(network, T5):
-      raise ValueError(
-        'slice_target cuts a T5 out of a T5, got'
-        f' {type(network).__name__}; set it to False to begin at random.'
-      )
-  return slicing.sliced(target_params, target.config, model.config)
+  target, draft = _t5('slice_target', learning.target), _t5('model', model)
+  return slicing.sliced(
+    target_params, target.config, draft.config, learning.slice_layers
+  )
+
+
+def _t5(option: str, network: Any) -> T5:
+  if not isinstance(network, T5):
+    raise ValueError(
+      f'{option}: only a T5 is cut out of, or grown from, a T5; got'
+      f' {type(network).__name__}. Leave slice_target False and init_model None'
+      ' to begin at random, or with a checkpoint of the same sizes.'
+    )
+  return network
 
 
 def _distillation(
-  model: LanguageModel, learning: FromTarget
-) -> tuple[Distillation, dict[str, Any]]:
+  model: LanguageModel | Heads, learning: FromTarget
+) -> tuple[Distillation | HeadDistillation, dict[str, Any]]:
   """The objective, and the settings that must be the same in a resumed run."""
-  if learning.target.vocab_size != model.vocab_size:
+  if (
+    not isinstance(model, Heads)
+    and learning.target.vocab_size != model.vocab_size
+  ):
     raise ValueError(
       f'The target has a vocabulary of {learning.target.vocab_size}, the model'
       f' to train one of {model.vocab_size}; both must share one.'
@@ -166,12 +192,15 @@ def _distillation(
     'target_params': found,
     'weights': dataclasses.asdict(learning.weights),
     'slice_target': learning.slice_target,
+    'slice_layers': learning.slice_layers,
     'with_references': learning.with_references,
   }
   params = jax.tree.map(jnp.asarray, params)
-  return Distillation(
-    model, learning.target, params, learning.weights
-  ), described
+  common = model, learning.target, params, learning.weights
+  if isinstance(model, Heads):
+    described['head_decay'] = learning.head_decay
+    return HeadDistillation(*common, learning.head_decay), described
+  return Distillation(*common), described
 
 
 def _outputs(run, learning, target_params, pairs, held_out, say):

@@ -5,7 +5,10 @@ its target already knows the task, and only learns to manage with less. The
 slicing is that of Ashkboos et al. 2024 (SliceGPT): a norm without a mean
 commutes with rotations once its scale is folded into the kernels after it, so
 the residual stream can be rotated to its leading directions and the other
-directions left out. Of the layers, evenly spaced ones are kept.
+directions left out. Of the layers, some are kept (`KEPT`).
+
+A drafter without an encoder reads the target's: its cross-attention's keys and
+values are then the target's own, and only its own stream is rotated.
 """
 
 from typing import Any
@@ -14,20 +17,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import Params
 from specdec_jax.models.t5 import T5Config
 
 Tree = dict[str, Any]
+KEPT = ('spaced', 'first', 'last')  # layers of a stack
 
 
-def sliced(target_params: Params, target: T5Config, draft: T5Config) -> Params:
+def sliced(
+  target_params: Params,
+  target: T5Config,
+  draft: T5Config,
+  kept: str = 'spaced',
+) -> Params:
   """Returns parameters of `draft` that are a slice of the target's.
 
   Args:
     target_params: parameters of a T5 with `target`'s sizes.
     target: the sizes to cut from.
-    draft: the sizes to cut to: a smaller `emb_dim`, fewer layers; all other
-      sizes are the target's.
+    draft: the sizes to cut to: a smaller `emb_dim`, fewer layers, or no encoder
+      (and the target's `emb_dim` as `encoded_dim`); all other sizes are the
+      target's.
+    kept: which layers are kept: evenly 'spaced' ones, the 'first' ones or the
+      'last' ones.
 
   Returns:
     float32 parameters with T5X's names.
@@ -35,23 +48,37 @@ def sliced(target_params: Params, target: T5Config, draft: T5Config) -> Params:
   Raises:
     ValueError: the sizes do not allow it.
   """
-  _check(target, draft)
+  _check(target, draft, kept)
   params = jax.tree.map(
     lambda leaf: np.asarray(leaf, np.float32), target_params
   )
-  encoder, decoder = _fold_encoder(params), _fold_decoder(params)
-  directions = _leading_directions(params, encoder, decoder, draft.emb_dim)
+  has_encoder = draft.num_encoder_layers > 0
+  encoder, decoder = _fold_encoder(params), _fold_decoder(params, has_encoder)
+  kernels = [
+    kernel if name in WRITERS else kernel.T
+    for layer in [*(encoder if has_encoder else ()), *decoder]
+    for block, kernels in layer.items()
+    for name, kernel in kernels.items()
+    if has_encoder or (block, name) not in _ENCODED
+  ]
+  directions = _leading_directions(params, kernels, draft.emb_dim)
   # The norm now sees draft.emb_dim of the target's emb_dim squares.
   scale = np.sqrt(target.emb_dim / draft.emb_dim, dtype=np.float32)
   norm = {'scale': np.full((draft.emb_dim,), scale)}
 
+  def turned(block, name, kernel):
+    if name in WRITERS:
+      return kernel @ directions
+    if not has_encoder and (block, name) in _ENCODED:
+      return kernel
+    return directions.T @ kernel
+
   def stack(folded, count, norms):
-    kept = np.linspace(0, len(folded) - 1, count).round().astype(int)
     layers = {}
-    for new, old in enumerate(kept):
+    for new, old in enumerate(_chosen(len(folded), count, kept)):
       layer = {
         block: {
-          name: {'kernel': _turned(name, kernel, directions)}
+          name: {'kernel': turned(block, name, kernel)}
           for name, kernel in kernels.items()
         }
         for block, kernels in folded[old].items()
@@ -63,17 +90,18 @@ def sliced(target_params: Params, target: T5Config, draft: T5Config) -> Params:
     'token_embedder': {
       'embedding': params['token_embedder']['embedding'] @ directions
     },
-    'encoder': {
-      'relpos_bias': params['encoder']['relpos_bias'],
-      'encoder_norm': dict(norm),
-      **stack(encoder, draft.num_encoder_layers, _ENCODER_NORMS),
-    },
     'decoder': {
       'relpos_bias': params['decoder']['relpos_bias'],
       'decoder_norm': dict(norm),
       **stack(decoder, draft.num_decoder_layers, _DECODER_NORMS),
     },
   }
+  if has_encoder:
+    result['encoder'] = {
+      'relpos_bias': params['encoder']['relpos_bias'],
+      'encoder_norm': dict(norm),
+      **stack(encoder, draft.num_encoder_layers, _ENCODER_NORMS),
+    }
   if not draft.logits_via_embedding:
     result['decoder']['logits_dense'] = {
       'kernel': directions.T @ _folded_head(params)
@@ -90,12 +118,20 @@ _DECODER_NORMS = {
   'pre_cross_attention_layer_norm': 'encoder_decoder_attention',
   'pre_mlp_layer_norm': 'mlp',
 }
-_WRITERS = ('out', 'wo')  # write to the residual stream; all others read it
+WRITERS = ('out', 'wo')  # write to the residual stream; all others read it
+# ... or the encoder's output.
+_ENCODED = tuple(
+  ('encoder_decoder_attention', name) for name in ('key', 'value')
+)
 
 
-def _turned(name: str, kernel: np.ndarray, directions: np.ndarray):
-  """The kernel, changed to read from, or write to, the sliced stream."""
-  return kernel @ directions if name in _WRITERS else directions.T @ kernel
+def _chosen(there: int, count: int, kept: str) -> list[int]:
+  """The layers that are kept of those that are there."""
+  if kept == 'first':
+    return list(range(count))
+  if kept == 'last':
+    return list(range(there - count, there))
+  return [round(x) for x in np.linspace(0, there - 1, count).tolist()]
 
 
 def _fold(layer: Tree, norms: dict[str, str]) -> Tree:
@@ -104,7 +140,7 @@ def _fold(layer: Tree, norms: dict[str, str]) -> Tree:
   for norm, block in norms.items():
     scale = layer[norm]['scale'][:, None]
     folded[block] = {
-      name: leaf['kernel'] if name in _WRITERS else scale * leaf['kernel']
+      name: leaf['kernel'] if name in WRITERS else scale * leaf['kernel']
       for name, leaf in layer[block].items()
     }
   return folded
@@ -119,15 +155,15 @@ def _fold_encoder(params: Params) -> list[Tree]:
   return [_fold(layer, _ENCODER_NORMS) for layer in _layers(params['encoder'])]
 
 
-def _fold_decoder(params: Params) -> list[Tree]:
+def _fold_decoder(params: Params, with_encoder: bool) -> list[Tree]:
   folded = []
-  encoded = params['encoder']['encoder_norm']['scale'][:, None]
+  # An encoder that is not cut keeps its last norm.
+  norm = params['encoder']['encoder_norm']['scale'][:, None]
+  encoded = norm if with_encoder else np.ones_like(norm)
   for layer in _layers(params['decoder']):
     one = _fold(layer, _DECODER_NORMS)
-    # Keys and values of cross-attention read the encoder's output.
-    for name in ('key', 'value'):
-      kernel = layer['encoder_decoder_attention'][name]['kernel']
-      one['encoder_decoder_attention'][name] = encoded * kernel
+    for block, name in _ENCODED:
+      one[block][name] = encoded * layer[block][name]['kernel']
     folded.append(one)
   return folded
 
@@ -143,21 +179,17 @@ def _folded_head(params: Params) -> np.ndarray:
 
 
 def _leading_directions(
-  params: Params, encoder: list[Tree], decoder: list[Tree], size: int
+  params: Params, kernels: list[np.ndarray], size: int
 ) -> np.ndarray:
   """The `size` directions of the stream that are read and written most: [M, m].
 
   Each matrix that reads or writes the stream has the same weight, whatever its
   norm; the embedding and the output layer together weigh as much as all layers.
+  `kernels` are those of the layers, [..., M].
   """
   embedding = params['token_embedder']['embedding']
   head = _folded_head(params)
-  total = sum(
-    _gram(kernel if name in _WRITERS else kernel.T)
-    for layer in [*encoder, *decoder]
-    for kernels in layer.values()
-    for name, kernel in kernels.items()
-  )
+  total = sum(_gram(kernel) for kernel in kernels)
   count = np.trace(total)
   total = total + count * (_gram(embedding) + _gram(head.T)) / 2
   _, vectors = np.linalg.eigh(total)
@@ -170,7 +202,14 @@ def _gram(rows: np.ndarray) -> np.ndarray:
   return product / np.trace(product)
 
 
-def _check(target: T5Config, draft: T5Config) -> None:
+def _check(target: T5Config, draft: T5Config, kept: str) -> None:
+  check_choice('kept (FromTarget.slice_layers)', kept, KEPT)
+  if not draft.num_encoder_layers and draft.encoded_dim != target.emb_dim:
+    raise ValueError(
+      'A drafter without an encoder, sliced from its target, reads an encoder'
+      f" of the target's emb_dim; got {draft.encoded_dim}, the target has"
+      f' {target.emb_dim}. Set encoder_dim to that.'
+    )
   for name in (
     'vocab_size',
     'num_heads',
