@@ -13,6 +13,7 @@ and the same random numbers give the same tokens up to rounding.
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ from specdec_jax.models import backend
 
 _FLOAT32 = np.finfo(np.float32)
 
-_BLOCK = 128  # logits that `top_tokens` looks at together
+_FEW_IDS = 16  # that tokens are compared with one by one
+_BLOCK, _LEAST_BLOCK = 128, 32  # logits that `top_tokens` looks at together
 
 # What the random numbers of one row in one round are for, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
@@ -45,8 +47,9 @@ class SamplingParams:
 
   Attributes:
     temperature: float32[B], 0 is argmax.
-    top_k: int32[], shared by the batch, 0 is off; or None, off.
-    top_p: float32[], shared by the batch, 1 is off; or None, off.
+    top_k: int32[], shared by the batch, or int32[B]; 0 is off, and None too.
+    top_p: float32[], shared by the batch, or float32[B]; 1 is off, and None
+      too. Either both are shared or none is.
   """
 
   temperature: jax.Array
@@ -114,6 +117,7 @@ def standardise(
   temperature: jax.Array,
   top_k: jax.Array | None,
   top_p: jax.Array | None,
+  asked: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> jax.Array:
   """The distribution that tokens are drawn from, for one row of logits.
 
@@ -127,6 +131,8 @@ def standardise(
     top_k: int32[]; 0 is off and, where there are conditionals, costs nothing at
       run time; None is off and costs nothing anywhere.
     top_p: float32[] in (0, 1]; 1 and None are off likewise.
+    asked: bool[], whether any row of a batch has top-k, and any top-p, where
+      they differ by row; None where they do not.
 
   Returns:
     float32[V] that sums to 1 within rounding; meaningless (mostly NaN) if
@@ -141,6 +147,7 @@ def standardise(
       (top_k > 0) & (top_k < logits.size),
       lambda: largest_threshold(logits, jnp.ones_like(logits), top_k),
       -jnp.inf,
+      asked[0],
     )
   scaled = (logits - _maximum(logits)) / jnp.where(
     temperature > 0, temperature, 1.0
@@ -151,6 +158,7 @@ def standardise(
       top_p < 1,
       lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
       0.0,
+      asked[1],
     )
     weights = jnp.where(weights >= weight_threshold, weights, 0.0)
   argmax_one_hot = lax.iota(jnp.int32, logits.size) == greedy_token(logits)
@@ -162,23 +170,41 @@ def standardise(
 
 
 def _where_on(
-  on: jax.Array, threshold: Callable[[], jax.Array], off: float
+  on: jax.Array,
+  threshold: Callable[[], jax.Array],
+  off: float,
+  asked: jax.Array | None,
 ) -> jax.Array:
-  """`threshold()`, float32[], if bool[] is True, else `off`."""
-  if backend.ways().samples_by_need:
+  """`threshold()`, float32[], if bool[] is True, else `off`.
+
+  Where `on` differs by row, `asked` says whether it is True in any: a
+  conditional of one row would compute both of its sides for all rows.
+  """
+
+  def chosen():
+    return jnp.where(on, threshold(), jnp.float32(off))
+
+  if not backend.ways().samples_by_need:
+    return chosen()
+  if asked is None:
     return lax.cond(on, threshold, lambda: jnp.float32(off))
-  return jnp.where(on, threshold(), jnp.float32(off))
+  return lax.cond(asked, chosen, lambda: jnp.float32(off))
 
 
 def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
   """`standardise` over float[B, S, V]; each example has its own temperature.
 
-  top_k and top_p are not mapped over, so their conditionals stay conditionals;
-  with a mapped predicate XLA would compute both branches.
+  What the conditionals of top_k and top_p ask is not mapped over, so that they
+  stay conditionals; with a mapped predicate XLA would compute both branches.
   """
-  over_positions = jax.vmap(standardise, in_axes=(0, None, None, None))
-  over_examples = jax.vmap(over_positions, in_axes=(0, 0, None, None))
-  return over_examples(logits, params.temperature, params.top_k, params.top_p)
+  top_k, top_p, by_row = params.top_k, params.top_p, None
+  asked: tuple[jax.Array | None, jax.Array | None] = None, None
+  if top_k is not None and top_p is not None and top_k.ndim:
+    by_row = 0
+    asked = jnp.any(top_k > 0), jnp.any(top_p < 1)
+  over_positions = jax.vmap(standardise, in_axes=(0, None, None, None, None))
+  over_examples = jax.vmap(over_positions, in_axes=(0, 0, by_row, by_row, None))
+  return over_examples(logits, params.temperature, top_k, top_p, asked)
 
 
 def largest_threshold(
@@ -304,32 +330,61 @@ def greedy_token(logits: jax.Array) -> jax.Array:
   return jnp.min(jnp.where(at_maximum, indices, last), axis=-1)
 
 
-def top_tokens(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def top_tokens(
+  logits: jax.Array,
+  count: int,
+  token_ids: jax.Array | None = None,
+  forbidden: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The `count` largest logits and their ids; the first ids on ties.
 
-  Of a long row, the largest of each 128 logits are looked at first: the ones
-  looked for lie in the `count` blocks with the largest maxima.
+  Of a long row, the largest of each block of logits are looked at first: the
+  ones looked for lie in the `count` blocks with the largest maxima, or in one
+  more for each forbidden token, which may be the largest of its block.
 
   Args:
     logits: float[..., V].
     count: static, at most V.
+    token_ids: int32[K], as in `forbid`; None is none.
+    forbidden: bool[...], the rows in which these are the last ones, as -inf.
 
   Returns:
-    float[..., count] and int32[..., count], from the largest on.
+    float[..., count] and int32[..., count], from the largest on; and
+    float[...], the largest logit of a row, forbidden ones too.
   """
-  size = logits.shape[-1]
-  if size <= 4 * _BLOCK * count:
-    return lax.top_k(logits, count)
-  padding = [(0, 0)] * (logits.ndim - 1) + [(0, -size % _BLOCK)]
-  blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
-  blocks = blocks.reshape(*logits.shape[:-1], -1, _BLOCK)
-  _, chosen = lax.top_k(jnp.max(blocks, axis=-1), count)
+  size, rows = logits.shape[-1], logits.shape[:-1]
+  if token_ids is None or forbidden is None:
+    token_ids = jnp.zeros((0,), jnp.int32)
+    forbidden = jnp.zeros(rows, bool)
+  block = _block_size(size)
+  needed = count + token_ids.shape[0]
+  if size <= 4 * block * needed:
+    allowed = forbid(logits, token_ids, forbidden)
+    return *lax.top_k(allowed, count), jnp.max(logits, axis=-1)
+  blocks = logits
+  if size % block:
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -size % block)]
+    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
+  blocks = blocks.reshape(*rows, -1, block)
+  maxima = jnp.max(blocks, axis=-1)
+  _, chosen = lax.top_k(maxima, needed)
   chosen = jnp.sort(chosen, axis=-1)  # the first ids stay the first
   few = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
-  ids = chosen[..., None] * _BLOCK + jnp.arange(_BLOCK)
-  few, ids = (x.reshape(*logits.shape[:-1], -1) for x in (few, ids))
+  ids = chosen[..., None] * block + jnp.arange(block)
+  few, ids = (x.reshape(*rows, -1) for x in (few, ids))
+  few = forbid(few, token_ids, forbidden, ids)
   values, index = lax.top_k(few, count)
-  return values, jnp.take_along_axis(ids, index, axis=-1)
+  ids = jnp.take_along_axis(ids, index, axis=-1)
+  return values, ids, jnp.max(maxima, axis=-1)
+
+
+def _block_size(size: int) -> int:
+  """A power of two that divides `size`: else a row would be copied to pad it.
+
+  It is `_BLOCK` where that divides it, or where only a small number does.
+  """
+  divisor = min(size & -size, _BLOCK)
+  return divisor if divisor >= _LEAST_BLOCK else _BLOCK
 
 
 def _maximum(values: jax.Array) -> jax.Array:
@@ -379,8 +434,20 @@ def forbid(
   """
   if ids is None:
     ids = lax.iota(jnp.int32, logits.shape[-1])
-  masked = jnp.any(ids[..., None] == token_ids, axis=-1) & where[..., None]
+  masked = is_one_of(ids, token_ids) & where[..., None]
   return jnp.where(masked, -jnp.inf, logits)
+
+
+def is_one_of(ids: jax.Array, token_ids: jax.Array) -> jax.Array:
+  """Which of int32[...] are among int32[K], or int32[..., K]; bool[...].
+
+  A few comparisons are no reduction: on a GPU that would be a kernel.
+  """
+  count = token_ids.shape[-1]
+  if count > _FEW_IDS:
+    return jnp.any(ids[..., None] == token_ids, axis=-1)
+  same = (ids == token_ids[..., i] for i in range(count))
+  return functools.reduce(jnp.logical_or, same, jnp.zeros(ids.shape, bool))
 
 
 def forbid_early_stops(
@@ -389,6 +456,7 @@ def forbid_early_stops(
   produced: jax.Array,
   min_length: jax.Array,
   ids: jax.Array | None = None,
+  places: Any = None,
 ) -> jax.Array:
   """Masks stop ids where a row is too short to end.
 
@@ -396,15 +464,21 @@ def forbid_early_stops(
 
   Args:
     logits: float[B, S, V], logits of S consecutive tokens.
-    stop_ids: int32[K]; padded with -1.
+    stop_ids: int32[K], or int32[B, K]; padded with -1.
     produced: int32[B], tokens that each row has before the first of the S.
     min_length: int32[B], tokens that a row must have before a stop id.
     ids: int32[B, S, V] as in `forbid`.
+    places: int[S], how many tokens are between these and each of the S; None is
+      0, 1, ..., one after another.
 
   Returns:
     float[B, S, V].
   """
-  before = produced[:, None] + jnp.arange(logits.shape[1])
+  if places is None:
+    places = jnp.arange(logits.shape[1])
+  before = produced[:, None] + places
+  if stop_ids.ndim > 1:
+    stop_ids = stop_ids[:, None, None]
   return forbid(logits, stop_ids, before < min_length[:, None], ids)
 
 

@@ -6,8 +6,11 @@ Dimension key, used in every docstring of the library:
 """
 
 import enum
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -32,11 +35,54 @@ class Draft:
       drafter, or greedy decoding).
     length: int32[B], how many of the G positions were really proposed, by the
       rule above; later positions are neither verified nor counted.
+    parents: static; None is a chain. Else the proposals branch, and G is the
+      number N of nodes of a tree (`tree_shape`), `parents` has each node's
+      parent, -1 for the last committed token, and `length` is the number of
+      levels that were proposed. A row of `probs` is what its node was drawn
+      from given its ancestors and its elder siblings, see `verify_tree`.
   """
 
   tokens: jax.Array
   probs: jax.Array | None
   length: jax.Array
+  parents: tuple[int, ...] | None = struct.field(
+    pytree_node=False, default=None
+  )
+
+
+@struct.dataclass
+class LengthRule:
+  """When a draft ends, see `drafters.length`; other values do not recompile.
+
+  Times are in calls of the target over one token, and what they are worth is
+  the number of tokens that would be decoded meanwhile.
+
+  Attributes:
+    confidences: float32[K], ascending, the bounds between bins of confidence,
+      the top probability of the drafter's distribution at temperature 1.
+    acceptance: float32[K + 1], acceptance probability in each bin.
+    worth: float32[G], x_i is proposed if the probability that it is kept is
+      above the i-th: what a longer call of the target costs.
+    worth_asking: float32[G], the drafter is asked for x_i if the probability
+      that it will be kept is expected to be above the i-th: what the drafter
+      and the target cost. x_1 is always asked for.
+    expected: float32[], acceptance probability where nothing is known yet.
+  """
+
+  confidences: jax.Array
+  acceptance: jax.Array
+  worth: jax.Array
+  worth_asking: jax.Array
+  expected: jax.Array
+
+  @property
+  def most(self) -> int:
+    """G, proposals of a draft at most."""
+    return self.worth.shape[0]
+
+  def to_json(self) -> dict[str, Any]:
+    """Its numbers, as JSON can hold them."""
+    return {name: np.asarray(one).tolist() for name, one in vars(self).items()}
 
 
 @struct.dataclass
@@ -48,10 +94,16 @@ class Verdict:
     next_token: int32[B], the token that follows them: resampled from the
       residual after a rejection, sampled from the target after a fully
       accepted draft.
+    path: int32[B, D], of a tree of D levels the nodes that are kept, from the
+      first on; meaningless past `num_accepted`. None of a chain.
+    num_passed: int32[B], of a draft judged as a whole: the leading proposals
+      that pass when each is judged by itself; None is `num_accepted`.
   """
 
   num_accepted: jax.Array
   next_token: jax.Array
+  path: jax.Array | None = None
+  num_passed: jax.Array | None = None
 
 
 class FinishReason(enum.IntEnum):
@@ -70,16 +122,81 @@ class DecodeStats:
 
   Attributes:
     num_rounds: int32[B], calls of the target while the row was unfinished.
-    num_tested: int32[B], proposals that verification judged: the accepted ones
-      and, in each round, the first rejected one if there was any.
+    num_tested: int32[B], proposals that Algorithm 1 judges: those that pass
+      and, in each round, the first that fails if there was any.
     num_accepted: int32[B], proposals accepted.
     histogram: int32[B, G + 1], how many rounds accepted 0, 1, ..., G proposals.
+    num_passed: int32[B], of drafts judged as a whole: proposals that pass
+      Algorithm 1's test. None is `num_accepted`: each was judged by itself.
+      Either way `num_passed` / `num_tested` estimates the acceptance rate.
+    fallback_rounds: int32[B], rounds in which the drafter rested; None where it
+      never does.
   """
 
   num_rounds: jax.Array
   num_tested: jax.Array
   num_accepted: jax.Array
   histogram: jax.Array
+  num_passed: jax.Array | None = None
+  fallback_rounds: jax.Array | None = None
+
+  @classmethod
+  def none(
+    cls,
+    batch: int,
+    gamma: int,
+    as_blocks: bool = False,
+    falls_back: bool = False,
+  ) -> 'DecodeStats':
+    """The counts before the first round.
+
+    Args:
+      batch: B.
+      gamma: G.
+      as_blocks: whether drafts are judged as a whole.
+      falls_back: whether the drafter may rest.
+    """
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return cls(
+      num_rounds=zeros,
+      num_tested=zeros,
+      num_accepted=zeros,
+      histogram=jnp.zeros((batch, gamma + 1), jnp.int32),
+      num_passed=zeros if as_blocks else None,
+      fallback_rounds=zeros if falls_back else None,
+    )
+
+  def after_round(
+    self,
+    running: jax.Array,
+    num_tested: jax.Array,
+    num_accepted: jax.Array,
+    num_passed: jax.Array | None = None,
+  ) -> 'DecodeStats':
+    """The counts after a speculative round; a finished row counts nothing.
+
+    Args:
+      running: bool[B], the rows that were unfinished before the round.
+      num_tested: int32[B], proposals that the round judged.
+      num_accepted: int32[B], those that it accepted.
+      num_passed: int32[B], as of `Verdict`; kept where it is counted.
+    """
+    counts = running.astype(jnp.int32)
+    passed = self.num_passed
+    if passed is not None:
+      more = num_accepted if num_passed is None else num_passed
+      passed = passed + more * counts
+    rounds = jax.nn.one_hot(
+      num_accepted, self.histogram.shape[1], dtype=jnp.int32
+    )
+    return DecodeStats(
+      num_rounds=self.num_rounds + counts,
+      num_tested=self.num_tested + num_tested * counts,
+      num_accepted=self.num_accepted + num_accepted * counts,
+      histogram=self.histogram + rounds * counts[:, None],
+      num_passed=passed,
+      fallback_rounds=self.fallback_rounds,
+    )
 
 
 @struct.dataclass

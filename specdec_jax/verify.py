@@ -73,7 +73,7 @@ def verify(
   Raises:
     ValueError: the shapes do not fit, at trace time.
   """
-  _check_shapes(draft, target_probs)
+  check_shapes(draft, target_probs)
   uniforms, own = verdict_uniforms(key, draft.tokens.shape[0])
   if lenience is not None:
     uniforms = lenience * uniforms  # the test becomes r l q < p
@@ -87,15 +87,15 @@ def count_accepted(
 ) -> jax.Array:
   """n of Algorithm 1: the proposals before the first that fails; int32[]."""
   gamma = draft.tokens.shape[0]
-  target_prob = _value_of(target_probs[:gamma], draft.tokens, 0.0)
-  draft_prob = _draft_prob(draft)
+  target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
+  proposed_with = draft_prob(draft)
   # Strictly less, because `uniforms` are in [0, 1) and can be 0: then "<="
   # would accept a token that the target never emits. Equal probabilities are
   # always accepted, as they must be. Without a division, 0 needs no special
   # case.
-  accepted = (draft_prob > 0) & (uniforms * draft_prob < target_prob)
+  accepted = (proposed_with > 0) & (uniforms * proposed_with < target_prob)
   proposed = jnp.arange(gamma) < draft.length
-  return _first_false(accepted & proposed)
+  return first_false(accepted & proposed)
 
 
 def next_token_weights(
@@ -113,14 +113,8 @@ def next_token_weights(
   if gamma == 0:
     return target_row
   index = jnp.minimum(num_accepted, gamma - 1)
-  if draft.probs is None:
-    draft_row = jax.nn.one_hot(
-      draft.tokens[index], vocab_size, dtype=jnp.float32
-    )
-  else:
-    draft_row = draft.probs[index]
-  residual = jnp.maximum(target_row - draft_row, 0.0)
-  rejected = (num_accepted < draft.length) & (_draft_prob(draft)[index] > 0)
+  residual = jnp.maximum(target_row - draft_rows(draft, index, vocab_size), 0.0)
+  rejected = (num_accepted < draft.length) & (draft_prob(draft)[index] > 0)
   use_residual = rejected & (jnp.sum(residual) > 0)
   return jnp.where(use_residual, residual, target_row)
 
@@ -157,7 +151,7 @@ def verify_greedy(
   matches = draft.tokens == target_tokens[:gamma]
   if near is not None:
     matches |= near
-  num_accepted = _first_false(matches & proposed)
+  num_accepted = first_false(matches & proposed)
   return Verdict(num_accepted, target_tokens[num_accepted])
 
 
@@ -178,7 +172,7 @@ def near_argmax(
     bool[..., G]; False if the logits at that place are NaN or all masked.
   """
   logits = logits.astype(jnp.float32)
-  chosen = _value_of(logits, tokens, -jnp.inf)
+  chosen = value_of(logits, tokens, -jnp.inf)
   return jnp.exp(chosen - jnp.max(logits, axis=-1)) >= lenience
 
 
@@ -213,29 +207,38 @@ def check_lenience(lenience: float) -> None:
     )
 
 
-def _first_false(flags: jax.Array) -> jax.Array:
+def first_false(flags: jax.Array) -> jax.Array:
   """Index of the first False in bool[G], G if there is none; int32[]."""
   ends = jnp.append(flags, False)
   return jnp.argmin(ends).astype(jnp.int32)
 
 
-def _value_of(
-  rows: jax.Array, tokens: jax.Array, otherwise: float
-) -> jax.Array:
+def value_of(rows: jax.Array, tokens: jax.Array, otherwise: float) -> jax.Array:
   """rows[..., i, tokens[..., i]], or `otherwise` outside the vocabulary."""
   in_range = (tokens >= 0) & (tokens < rows.shape[-1])
   chosen = jnp.take_along_axis(rows, tokens[..., None], axis=-1, mode='clip')
   return jnp.where(in_range, chosen[..., 0], otherwise)
 
 
-def _draft_prob(draft: Draft) -> jax.Array:
+def draft_rows(
+  draft: Draft, index: jax.Array | slice, vocab_size: int
+) -> jax.Array:
+  """q of the positions `index`; float32[..., V]."""
+  if draft.probs is None:
+    tokens = draft.tokens[index]
+    return jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32)
+  return draft.probs[index]
+
+
+def draft_prob(draft: Draft) -> jax.Array:
   """q_i(x_i) of every proposal; float32[G]."""
   if draft.probs is None:
     return jnp.ones(draft.tokens.shape, jnp.float32)
-  return _value_of(draft.probs, draft.tokens, 0.0)
+  return value_of(draft.probs, draft.tokens, 0.0)
 
 
-def _check_shapes(draft: Draft, target_probs: jax.Array) -> None:
+def check_shapes(draft: Draft, target_probs: jax.Array) -> None:
+  """Raises ValueError unless a draft of one sequence and its rows fit."""
   gamma = draft.tokens.shape[0]
   if target_probs.ndim != 2 or target_probs.shape[0] != gamma + 1:
     raise ValueError(

@@ -7,7 +7,6 @@ be found out.
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,43 +15,21 @@ import verify_controls as controls
 from specdec_jax import verify
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
-from toy_models import joint_law
-from verify_laws import step_law
+from verify_laws import ADVERSARIAL, constant, law_error, length_while, step_law
 
 # What float32 and uniforms of 23 bits leave of "exact".
 _EXACT = 1e-6
 # A wrong residual must miss by more than rounding could.
 _WRONG = 1e-3
 
-
-@pytest.fixture(autouse=True)
-def _strict():
-  with (
-    jax.numpy_rank_promotion('raise'),
-    jax.numpy_dtype_promotion('strict'),
-  ):
-    yield
-
-
-def _constant(row):
-  """The law that does not look at its prefix."""
-  row = np.asarray(row, np.float32)
-  return lambda prefix: row
-
-
-def _error(target, draft, gamma, vocab_size, **options):
-  """Largest difference between the law of a step and the target's."""
-  found = step_law(target, draft, gamma, vocab_size, **options)
-  assert found.sum() == pytest.approx(1, abs=1e-5)
-  expected = joint_law(target, gamma + 1, vocab_size)
-  return np.abs(found - expected).max()
+pytestmark = pytest.mark.usefixtures('strict')
 
 
 @pytest.mark.parametrize('vocab_size, gamma', [(1, 2), (6, 1), (6, 2)])
 def test_law_of_random_pairs(vocab_size, gamma):
   for seed in range(0, 4, 2):
     target, draft = controls.pair(seed, vocab_size)
-    assert _error(target, draft, gamma, vocab_size) < _EXACT
+    assert law_error(target, draft, gamma, vocab_size) < _EXACT
 
 
 @pytest.mark.parametrize(
@@ -70,37 +47,17 @@ def test_law_of_random_pairs(vocab_size, gamma):
 )
 def test_law_of_standardised_pairs(target_config, draft_config):
   target, draft = controls.pair(10, 6, draft_config, target_config)
-  assert _error(target, draft, 2, 6) < _EXACT
-
-
-_TINY = 1e-20
-_ADVERSARIAL = {
-  'draft misses a token of the target': ([0.2, 0.3, 0.5], [0.6, 0.4, 0.0]),
-  'target misses a token of the draft': ([0.6, 0.4, 0.0], [0.2, 0.3, 0.5]),
-  'equal': ([0.2, 0.3, 0.5], [0.2, 0.3, 0.5]),
-  'equal but for rounding': ([0.2, 0.3, 0.5], [0.2, 0.29999998, 0.50000006]),
-  'disjoint': ([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]),
-  'one-hot target': ([0.0, 1.0, 0.0], [0.2, 0.3, 0.5]),
-  'one-hot draft': ([0.2, 0.3, 0.5], [0.0, 1.0, 0.0]),
-  'same one-hot': ([0.0, 1.0, 0.0], [0.0, 1.0, 0.0]),
-  'different one-hots': ([0.0, 1.0, 0.0], [0.0, 0.0, 1.0]),
-  'tiny target': ([_TINY, 1.0, _TINY], [0.5, 0.25, 0.25]),
-  'tiny draft': ([0.5, 0.25, 0.25], [_TINY, 1.0, _TINY]),
-  'not normalised to the last bit': (
-    [0.2000002, 0.3, 0.5],
-    [0.6, 0.1, 0.2999998],
-  ),
-}
+  assert law_error(target, draft, 2, 6) < _EXACT
 
 
 @pytest.mark.parametrize('gamma', [1, 2])
-@pytest.mark.parametrize('case', _ADVERSARIAL)
+@pytest.mark.parametrize('case', ADVERSARIAL)
 def test_law_of_adversarial_pairs(case, gamma):
   # Tokens that neither side knows of fill the vocabulary up to V = 6.
   target, draft = (
-    _constant(np.pad(row, (0, 6 - len(row)))) for row in _ADVERSARIAL[case]
+    constant(np.pad(row, (0, 6 - len(row)))) for row in ADVERSARIAL[case]
   )
-  assert _error(target, draft, gamma, 6) < _EXACT
+  assert law_error(target, draft, gamma, 6) < _EXACT
 
 
 @pytest.mark.parametrize('length', [0, 1])
@@ -108,24 +65,10 @@ def test_law_of_adversarial_pairs(case, gamma):
 def test_law_of_a_draft_shorter_than_gamma(length, deterministic):
   config = SamplingConfig(0.0) if deterministic else SamplingConfig()
   target, draft = controls.pair(20, 6, config)
-  error = _error(
+  error = law_error(
     target, draft, 2, 6, length=length, deterministic=deterministic
   )
   assert error < _EXACT
-
-
-def _while(rule, see=0):
-  """How many of the leading positions a drafter proposes, by its tokens.
-
-  Position i is proposed where `rule` is true of the tokens before it, and with
-  `see` = 1 of its own as well.
-  """
-
-  def length(tokens):
-    flags = [rule(tokens[: i + see]) for i in range(len(tokens))]
-    return [*flags, False].index(False)
-
-  return length
 
 
 @pytest.mark.parametrize('gamma', [1, 2])
@@ -138,17 +81,17 @@ def test_law_of_a_drafter_that_decides_before_it_draws(gamma):
     # It stops behind a stop id, and keeps it.
     lambda before: 1 not in before,
   ):
-    length = _while(rule)
+    length = length_while(rule)
     drafts = itertools.product(range(vocab_size), repeat=gamma)
     assert gamma == 1 or len({length(tokens) for tokens in drafts}) > 1
-    error = _error(target, draft, gamma, vocab_size, length=length)
+    error = law_error(target, draft, gamma, vocab_size, length=length)
     assert error < _EXACT
 
 
 def test_law_of_deterministic_drafts():
   # One-hot probabilities and None are the same draft.
   target, draft = controls.pair(30, 6, SamplingConfig(0.0))
-  assert _error(target, draft, 2, 6, deterministic=True) < _EXACT
+  assert law_error(target, draft, 2, 6, deterministic=True) < _EXACT
   np.testing.assert_allclose(
     step_law(target, draft, 2, 6, deterministic=True),
     step_law(target, draft, 2, 6),
@@ -159,29 +102,29 @@ def test_law_of_deterministic_drafts():
 def test_law_of_gamma_zero():
   target, draft = controls.pair(40, 6)
   for deterministic in (False, True):
-    error = _error(target, draft, 0, 6, deterministic=deterministic)
+    error = law_error(target, draft, 0, 6, deterministic=deterministic)
     assert error < _EXACT
 
 
 # Reported, and drawn from: token 3 is half of what is proposed.
 _DENIES = (
-  _constant([0.5, 0.3, 0.2, 0, 0, 0]),
-  _constant([0.25, 0.15, 0.1, 0.5, 0, 0]),
+  constant([0.5, 0.3, 0.2, 0, 0, 0]),
+  constant([0.25, 0.15, 0.1, 0.5, 0, 0]),
 )
 
 
 def test_law_of_a_drafter_that_denies_its_own_token():
   # Always: it reports one-hot of token 0 and proposes something else.
   target, _ = controls.pair(50, 6)
-  reported, drawn = _constant(np.eye(6)[0]), _constant([0, 0.5, 0.5, 0, 0, 0])
-  assert _error(target, reported, 2, 6, drawn_from=drawn) < _EXACT
+  reported, drawn = constant(np.eye(6)[0]), constant([0, 0.5, 0.5, 0, 0, 0])
+  assert law_error(target, reported, 2, 6, drawn_from=drawn) < _EXACT
   # Sometimes: half of its proposals are token 3, which it reports as 0; the
   # other half come from the law it reports.
   reported, drawn = _DENIES
-  assert _error(target, reported, 2, 6, drawn_from=drawn) < _EXACT
+  assert law_error(target, reported, 2, 6, drawn_from=drawn) < _EXACT
   # And where it reports NaN, as if its model had broken.
-  broken = _constant([np.nan] * 6)
-  assert _error(target, broken, 2, 6, drawn_from=drawn) < _EXACT
+  broken = constant([np.nan] * 6)
+  assert law_error(target, broken, 2, 6, drawn_from=drawn) < _EXACT
 
 
 def test_a_token_of_target_probability_zero_is_never_accepted():
@@ -219,7 +162,7 @@ def test_equal_probabilities_are_always_accepted():
 def test_control_plain_target_as_residual(monkeypatch):
   controls.patch_weights(monkeypatch, controls.plain_target_as_residual)
   target, draft = controls.pair(0, 6)
-  assert _error(target, draft, 2, 6) > _WRONG
+  assert law_error(target, draft, 2, 6) > _WRONG
 
 
 @pytest.mark.parametrize('deterministic', [False, True])
@@ -228,21 +171,21 @@ def test_control_residual_after_short_draft(monkeypatch, deterministic):
   target, draft = controls.pair(
     20, 6, SamplingConfig(0.0 if deterministic else 1.0)
   )
-  error = _error(target, draft, 2, 6, length=1, deterministic=deterministic)
+  error = law_error(target, draft, 2, 6, length=1, deterministic=deterministic)
   assert error > _WRONG
 
 
 def test_control_draft_reported_otherwise_than_drawn():
   target, reported = controls.pair(0, 6)
   _, drawn = controls.pair(0, 6, SamplingConfig(0.7))
-  assert _error(target, reported, 2, 6, drawn_from=drawn) > _WRONG
+  assert law_error(target, reported, 2, 6, drawn_from=drawn) > _WRONG
 
 
 def test_control_a_drafter_that_drops_what_it_drew():
   # Of (.9, .1) and (.5, .5): each 1 that is drawn is dropped. Token 0 is then
   # accepted in one half, and drawn by the target with .9 in the other.
-  target, draft = _constant([0.9, 0.1]), _constant([0.5, 0.5])
-  drops = _while(lambda tokens: tokens[-1] == 0, see=1)
+  target, draft = constant([0.9, 0.1]), constant([0.5, 0.5])
+  drops = length_while(lambda tokens: tokens[-1] == 0, see=1)
   law = step_law(target, draft, 1, 2, length=drops)
   np.testing.assert_allclose(law.sum(axis=1), [0.95, 0.05], atol=1e-6)
   # The same drafts, none dropped.
@@ -253,14 +196,16 @@ def test_control_a_drafter_that_drops_what_it_drew():
 @pytest.mark.parametrize('gamma', [1, 2])
 def test_control_a_drafter_that_drops_unlikely_tokens(gamma):
   target, draft = controls.pair(20, 4)
-  drops = _while(lambda tokens: draft(tokens[:-1])[tokens[-1]] > 0.3, see=1)
-  assert _error(target, draft, gamma, 4, length=drops) > _WRONG
+  drops = length_while(
+    lambda tokens: draft(tokens[:-1])[tokens[-1]] > 0.3, see=1
+  )
+  assert law_error(target, draft, gamma, 4, length=drops) > _WRONG
 
 
 def test_control_a_stop_id_that_is_cut_off_its_draft():
   target, draft = controls.pair(20, 4)
-  cut_off = _while(lambda tokens: 1 not in tokens, see=1)
-  assert _error(target, draft, 2, 4, length=cut_off) > _WRONG
+  cut_off = length_while(lambda tokens: 1 not in tokens, see=1)
+  assert law_error(target, draft, 2, 4, length=cut_off) > _WRONG
 
 
 def test_control_denied_tokens_accepted_or_resampled(monkeypatch):
@@ -277,5 +222,5 @@ def test_control_denied_tokens_accepted_or_resampled(monkeypatch):
     return jnp.argmin(jnp.append(accepted, False))
 
   monkeypatch.setattr(verify, 'count_accepted', accept)
-  error = _error(target, reported, 2, 6, drawn_from=drawn)
+  error = law_error(target, reported, 2, 6, drawn_from=drawn)
   assert error > _WRONG

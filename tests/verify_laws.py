@@ -13,14 +13,55 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
-from specdec_jax import probs, verify
+from specdec_jax import probs, verify, verify_block
 from specdec_jax.types import Draft
 from toy_models import NextProbs, joint_law
 
 # `jax.random.uniform` in float32 returns k / 2^23 for integers k.
 UNIFORM_GRID = 2**23
+
+_TINY = 1e-20
+# Pairs (target, draft) of laws that do not look at their prefix.
+ADVERSARIAL = {
+  'draft misses a token of the target': ([0.2, 0.3, 0.5], [0.6, 0.4, 0.0]),
+  'target misses a token of the draft': ([0.6, 0.4, 0.0], [0.2, 0.3, 0.5]),
+  'equal': ([0.2, 0.3, 0.5], [0.2, 0.3, 0.5]),
+  'equal but for rounding': ([0.2, 0.3, 0.5], [0.2, 0.29999998, 0.50000006]),
+  'disjoint': ([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]),
+  'one-hot target': ([0.0, 1.0, 0.0], [0.2, 0.3, 0.5]),
+  'one-hot draft': ([0.2, 0.3, 0.5], [0.0, 1.0, 0.0]),
+  'same one-hot': ([0.0, 1.0, 0.0], [0.0, 1.0, 0.0]),
+  'different one-hots': ([0.0, 1.0, 0.0], [0.0, 0.0, 1.0]),
+  'tiny target': ([_TINY, 1.0, _TINY], [0.5, 0.25, 0.25]),
+  'tiny draft': ([0.5, 0.25, 0.25], [_TINY, 1.0, _TINY]),
+  'not normalised to the last bit': (
+    [0.2000002, 0.3, 0.5],
+    [0.6, 0.1, 0.2999998],
+  ),
+}
+
+
+def constant(row) -> NextProbs:
+  """The law that does not look at its prefix."""
+  row = np.asarray(row, np.float32)
+  return lambda prefix: row
+
+
+def length_while(rule, see=0):
+  """How many of the leading positions a drafter proposes, by its tokens.
+
+  Position i is proposed where `rule` is true of the tokens before it, and with
+  `see` = 1 of its own as well.
+  """
+
+  def length(tokens):
+    flags = [rule(tokens[: i + see]) for i in range(len(tokens))]
+    return [*flags, False].index(False)
+
+  return length
 
 
 def sampler_law(weights: jax.Array) -> jax.Array:
@@ -38,15 +79,15 @@ def sampler_law(weights: jax.Array) -> jax.Array:
     return probs.inverse_cdf(weights, jnp.stack([first, second]))
 
   def columns_up_to(column):
-    return _grid_count(lambda u: token(u, jnp.float32(0)) % columns <= column)
+    return grid_count(lambda u: token(u, jnp.float32(0)) % columns <= column)
 
   ends = jax.vmap(columns_up_to)(jnp.arange(columns))
   starts = jnp.append(jnp.zeros(1, jnp.int32), ends[:-1])
 
   def rows_up_to(column, row):
     # Any uniform of the column will do; an empty column has no weight below.
-    first = _grid_value(jnp.minimum(starts[column], UNIFORM_GRID - 1))
-    return _grid_count(lambda u: token(first, u) // columns <= row)
+    first = grid_value(jnp.minimum(starts[column], UNIFORM_GRID - 1))
+    return grid_count(lambda u: token(first, u) // columns <= row)
 
   over_columns = jax.vmap(rows_up_to, in_axes=(0, None))
   counts = jax.vmap(over_columns, in_axes=(None, 0))(
@@ -57,7 +98,23 @@ def sampler_law(weights: jax.Array) -> jax.Array:
   return law.reshape(-1)[:size]
 
 
-def step_law(
+def step_law(*args, **options) -> np.ndarray:
+  """The law that `step_outcomes` finds; its arguments."""
+  return step_outcomes(*args, **options)[0]
+
+
+def law_error(target: NextProbs, *args, **options) -> float:
+  """Largest difference between `step_law` and the target's law."""
+  return distance(step_law(target, *args, **options), target)
+
+
+def distance(law: np.ndarray, target: NextProbs) -> float:
+  """Largest difference between a joint law and the target's."""
+  assert law.sum() == pytest.approx(1, abs=1e-5)
+  return np.abs(law - joint_law(target, law.ndim, len(law))).max()
+
+
+def step_outcomes(
   target: NextProbs,
   draft: NextProbs,
   gamma: int,
@@ -67,7 +124,8 @@ def step_law(
   length: int | Callable[[tuple[int, ...]], int] | None = None,
   deterministic: bool = False,
   lenience: float = 1.0,
-) -> np.ndarray:
+  as_block: bool = False,
+) -> tuple[np.ndarray, float]:
   """Exact joint law of gamma + 1 tokens of which one step made the first.
 
   All V^gamma drafts are enumerated; for each, the shipped `count_accepted`,
@@ -88,9 +146,11 @@ def step_law(
     deterministic: report None as `Draft.probs`; `draft` is then only drawn
       from, and one-hot if the drafter is honest.
     lenience: l of Appendix A.5; below 1 the result is another law.
+    as_block: judge drafts as a whole, by the functions of `verify_block`.
 
   Returns:
-    float64[V, ..., V], gamma + 1 axes.
+    The law float64[V, ..., V], gamma + 1 axes, and the mean number of proposals
+    that the step keeps.
   """
   proposals = list(itertools.product(range(vocab_size), repeat=gamma))
   drawn = lengths = [gamma] * len(proposals)
@@ -99,20 +159,32 @@ def step_law(
   elif length is not None:
     drawn = lengths = [length] * len(proposals)
   mass = _draft_masses(proposals, drawn_from or draft, drawn, vocab_size)
+  drafts = _drafts(proposals, None if deterministic else draft, lengths)
+  rows = jnp.asarray(
+    [[target(t[:i]) for i in range(gamma + 1)] for t in proposals],
+    jnp.float32,
+  )
   # Passed on, so that a test which replaces one of them is not served the
   # compiled code of the other.
-  accepted, next_laws = _step_pieces(
-    _drafts(proposals, None if deterministic else draft, lengths),
-    jnp.asarray(
-      [[target(t[:i]) for i in range(gamma + 1)] for t in proposals],
-      jnp.float32,
-    ),
-    jnp.float32(lenience),
-    count_accepted=verify.count_accepted,
-    next_token_weights=verify.next_token_weights,
-  )
+  if as_block:
+    assert lenience == 1
+    accepted, next_laws = _block_pieces(
+      drafts,
+      rows,
+      count_accepted=verify_block.count_accepted,
+      next_token_weights=verify_block.next_token_weights,
+    )
+  else:
+    accepted, next_laws = _step_pieces(
+      drafts,
+      rows,
+      jnp.float32(lenience),
+      count_accepted=verify.count_accepted,
+      next_token_weights=verify.next_token_weights,
+    )
   accepted = np.asarray(accepted, np.float64) / UNIFORM_GRID
   next_laws = np.asarray(next_laws, np.float64)
+  ends_at = _last_holds(accepted) if as_block else _first_fails(accepted)
 
   @functools.cache
   def rest_law(prefix):
@@ -121,15 +193,27 @@ def step_law(
 
   law = np.zeros((vocab_size,) * (gamma + 1))
   for row, proposed in enumerate(proposals):
-    reached = mass[row]
     for kept in range(gamma + 1):
-      goes_on = accepted[row, kept] if kept < gamma else 0.0
       for token in range(vocab_size):
         prefix = proposed[:kept] + (token,)
-        stops = reached * (1 - goes_on) * next_laws[row, kept, token]
+        stops = mass[row] * ends_at[row, kept] * next_laws[row, kept, token]
         law[prefix] += stops * rest_law(prefix) if stops else 0.0
-      reached *= goes_on
-  return law
+  mean = float(mass @ ends_at @ np.arange(gamma + 1))
+  return law, mean
+
+
+def _first_fails(accepted: np.ndarray) -> np.ndarray:
+  """Probability of each n, where it is what comes before the first failure."""
+  reached = np.cumprod(accepted, axis=1)
+  start, end = np.ones((len(accepted), 1)), np.zeros((len(accepted), 1))
+  return np.hstack([start, reached]) - np.hstack([reached, end])
+
+
+def _last_holds(holds: np.ndarray) -> np.ndarray:
+  """Probability of each n, where it is the last test that holds."""
+  none_after = np.cumprod(1 - holds[:, ::-1], axis=1)[:, ::-1]
+  end = np.ones((len(holds), 1))
+  return np.hstack([none_after, end]) * np.hstack([end, holds])
 
 
 def _draft_masses(proposals, drawn_from, drawn, vocab_size) -> np.ndarray:
@@ -180,7 +264,7 @@ def _step_pieces(
         uniforms = jnp.zeros(gamma, jnp.float32).at[position].set(uniform)
         return count_accepted(draft, rows, lenience * uniforms) > position
 
-      return _grid_count(accepts)
+      return grid_count(accepts)
 
     def next_law(num_accepted):
       return sampler_law(next_token_weights(draft, rows, num_accepted))
@@ -193,17 +277,48 @@ def _step_pieces(
   return jax.vmap(one_draft)(drafts, target_probs)
 
 
-def _grid_value(index: jax.Array) -> jax.Array:
+@functools.partial(
+  jax.jit, static_argnames=('count_accepted', 'next_token_weights')
+)
+def _block_pieces(drafts, target_probs, *, count_accepted, next_token_weights):
+  """`_step_pieces`, of which test i alone decides whether n is i + 1 or 0."""
+  gamma = drafts.tokens.shape[1]
+
+  def one_draft(draft, rows):
+    kept = verify_block.kept_shares(draft, rows)
+
+    def through(position):
+      # At the largest uniform every other test fails that can fail.
+      def accepts(uniform):
+        others = jnp.full(gamma, 1 - 1 / UNIFORM_GRID, jnp.float32)
+        uniforms = others.at[position].set(uniform)
+        return count_accepted(draft, rows, kept, uniforms) > position
+
+      return grid_count(accepts)
+
+    def next_law(num_accepted):
+      weights = next_token_weights(draft, rows, kept, num_accepted)
+      return sampler_law(weights)
+
+    next_laws = jax.vmap(next_law)(jnp.arange(gamma + 1))
+    if gamma == 0:
+      return jnp.zeros(0, jnp.int32), next_laws
+    return jax.vmap(through)(jnp.arange(gamma)), next_laws
+
+  return jax.vmap(one_draft)(drafts, target_probs)
+
+
+def grid_value(index: jax.Array) -> jax.Array:
   return index.astype(jnp.float32) / UNIFORM_GRID
 
 
-def _grid_count(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def grid_count(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
   """How many uniforms of the grid satisfy `holds`, true up to some point."""
 
   def halve(_, bracket):
     low, high = bracket
     middle = (low + high + 1) // 2
-    enough = holds(_grid_value(middle - 1))
+    enough = holds(grid_value(middle - 1))
     return (
       jnp.where(enough, middle, low),
       jnp.where(enough, high, middle - 1),

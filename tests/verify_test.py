@@ -21,14 +21,7 @@ from toy_models import joint_law
 _verify = jax.jit(shipped.verify)
 _verify_batch = jax.jit(shipped.verify_batch)
 
-
-@pytest.fixture(autouse=True)
-def _strict():
-  with (
-    jax.numpy_rank_promotion('raise'),
-    jax.numpy_dtype_promotion('strict'),
-  ):
-    yield
+pytestmark = pytest.mark.usefixtures('strict')
 
 
 # --- The shipped `verify`, keys and sampler included, by statistics ---------

@@ -18,14 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.decoding import beams
 from specdec_jax.decoding.beams import Hypotheses, Limits
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request
-from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.decoding.state import Request, is_stop
+from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
 from specdec_jax.models.tree import Tree
 from specdec_jax.types import DecodeStats, FinishReason, Generation
 
@@ -126,7 +125,7 @@ def start(
   width, slots = settings.width, request.cache_slots
   batch = request.inputs.shape[0]
   inputs, prompt = request.inputs, request.prompt
-  first = jnp.zeros((batch,), jnp.int32) + request.first_length
+  first = _limits(request).first_length
   # K slots that nobody sees stand for the level before the first one.
   used = first - 1 + width
   slot = jnp.arange(slots)
@@ -135,11 +134,15 @@ def start(
   if prompt is not None:
     tokens = tokens.at[:, : request.prompt_width].set(prompt)
   live = beams.start(tokens, first, width)
-  zeros = jnp.zeros((batch,), jnp.int32)
+
+  encoded = None
+  if drafter is not None and reads_encoder(drafter):
+    encoded = target.encode(params.target, inputs)
 
   def read(model, model_params):
+    longest = request.longest
     return read_prompt(
-      model, model_params, inputs, slots, prompt, request.longest
+      model, model_params, inputs, slots, prompt, longest, encoded
     )
 
   return BeamState(
@@ -163,12 +166,7 @@ def start(
     ).astype(jnp.int32),
     target_cache=read(target, params.target),
     draft_cache=None if drafter is None else read(drafter, params.draft),
-    stats=DecodeStats(
-      num_rounds=zeros,
-      num_tested=zeros,
-      num_accepted=zeros,
-      histogram=jnp.zeros((batch, request.gamma + 1), jnp.int32),
-    ),
+    stats=DecodeStats.none(batch, request.gamma),
   )
 
 
@@ -194,13 +192,10 @@ def step(
   fed, visible = _nodes(roots, draft)
   tree = Tree(state.live.length[:, :1] - 1 + level, places, visible)
   logits, cache = target.extend(params.target, cache, fed, tree)
-  values, ids = _candidates(request, state, logits, level)
+  found = _candidates(request, state, logits, level)
 
   # Its own search on its own scores, as far as its live beams are nodes.
-  valid = probs.valid_logits(logits)
-  state, chosen, num_held = _replay(
-    request, state, draft, used, values, ids, valid
-  )
+  state, chosen, num_held = _replay(request, state, draft, used, *found)
 
   # Both keep the nodes that were live beams.
   kept = used + settings.width * (1 + num_held)
@@ -232,23 +227,17 @@ def generation(request: Request, state: BeamState) -> Generation:
   """
   found = beams.result(state.live, state.finished)
   batch, width, _ = found.tokens.shape
-  first = request.first_length
-  if not isinstance(first, int):
-    first = first[:, None]
+  first = _limits(request).first_length[:, None]
   length = jnp.where(found.exists, found.length - first, 0)
-  begin = jnp.broadcast_to(jnp.asarray(first), (batch, width))
-  index = begin[..., None] + jnp.arange(request.slots)
+  index = first[..., None] + jnp.arange(request.slots)
+  index = jnp.broadcast_to(index, (batch, width, request.slots))
 
   def behind_prompt(values):
     taken = jnp.take_along_axis(values, index, axis=2, mode='clip')
     live = jnp.arange(request.slots) < length[..., None]
     return jnp.where(live, taken, 0).reshape(batch * width, request.slots)
 
-  last = jnp.take_along_axis(
-    found.tokens, jnp.maximum(found.length - 1, 0)[..., None], axis=2
-  )[..., 0]
-  stopped = jnp.any(last[..., None] == request.stop_ids, axis=-1)
-  stopped &= length > 0
+  stopped = is_stop(request, found.last_token) & (length > 0)
   reason = jnp.where(stopped, FinishReason.STOP, FinishReason.LENGTH)
   invalid = state.finish_reason == FinishReason.INVALID
   reason = jnp.where(invalid[:, None], FinishReason.INVALID, reason)
@@ -286,8 +275,7 @@ def _limits(request: Request) -> Limits:
 def _places(request: Request, slot: jax.Array) -> jax.Array:
   """int32[B, T]: the prompt but its last token, then K slots a level."""
   width = _settings(request).width
-  first = jnp.zeros_like(request.max_length) + request.first_length
-  base = (first - 1)[:, None]
+  base = (_limits(request).first_length - 1)[:, None]
   # The first K slots behind the prompt are nobody's.
   level = (slot - base) // width - 1
   return jnp.where(slot < base, slot, base + level).astype(jnp.int32)
@@ -296,21 +284,14 @@ def _places(request: Request, slot: jax.Array) -> jax.Array:
 def _roots(request: Request, state: BeamState, used: jax.Array) -> Level:
   """The live beams' last tokens, as nodes in the next K slots."""
   width = _settings(request).width
-  index = state.live.length[..., None] - 1
-  tokens = jnp.take_along_axis(state.live.tokens, index, axis=2)[..., 0]
-  return Level(tokens, _with_own(state.ancestors, used, width))
+  visible = _with_own(state.ancestors, used, width)
+  return Level(state.live.last_token, visible)
 
 
 def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
   """Adds to bool[B, N, T] each node's own slot, begin int32[B] and on."""
   own = begin[:, None] + jnp.arange(count)
   return ancestors | (jnp.arange(ancestors.shape[-1]) == own[..., None])
-
-
-def _gather(values: jax.Array, index: jax.Array) -> jax.Array:
-  """values[b, index[b, n]], for [B, K, ...] and int32[B, N]."""
-  place = index.reshape(*index.shape, *(1,) * (values.ndim - 2))
-  return jnp.take_along_axis(values, place, axis=1)
 
 
 def _propose(
@@ -334,7 +315,7 @@ def _propose(
     # A beam that ends is no live beam.
     every = jnp.ones(logits.shape[:2], bool)
     count = min(draft_width, logits.shape[-1])
-    return beams.candidates(logits, count, every, request.stop_ids)
+    return beams.candidates(logits, count, every, request.stop_ids)[:2]
 
   # The level before the roots too: nothing is owed then, see `small_model`.
   cache = drafter.rewind(state.draft_cache, used - width)
@@ -351,42 +332,27 @@ def _propose(
   guessed = guess(logits[:, width:])
   values, ids = _told(state.known, guessed, request.stop_ids)
   score, parents, tokens = beams.widen(score, values, ids, draft_width)
-  visible = _gather(roots.visible, parents)
-
-  def one_level(carry, depth):
-    cache, score, tokens, ancestors = carry
+  visible = roots.visible
+  levels = []
+  # Unrolled: a loop would carry the cache, and copy it in and out.
+  for depth in range(request.gamma):
     begin = used + width + depth * draft_width
-    visible = _with_own(ancestors, begin, draft_width)
-    positions = jnp.broadcast_to(place + 1 + depth, tokens.shape)
-    logits, cache = read(cache, tokens, positions, visible)
-    values, ids = guess(logits)
-    score, parents, more = beams.widen(score, values, ids, draft_width)
-    carry = cache, score, more, _gather(visible, parents)
-    return carry, (tokens, visible, parents)
-
-  carry = cache, score, tokens, visible
-  carry, levels = lax.scan(one_level, carry, jnp.arange(request.gamma - 1))
-  cache, _, last, ancestors = carry
-  begin = used + width + (request.gamma - 1) * draft_width
-  visible = _with_own(ancestors, begin, draft_width)
-
-  def stacked(before, one):
-    return jnp.concatenate([before.swapaxes(0, 1), one[:, None]], axis=1)
-
-  more_tokens, more_visible, more_parents = levels
+    visible = _with_own(beams.gather(visible, parents), begin, draft_width)
+    levels.append((tokens, parents, visible))
+    if depth + 1 < request.gamma:
+      positions = jnp.broadcast_to(place + 1 + depth, tokens.shape)
+      logits, cache = read(cache, tokens, positions, visible)
+      values, ids = guess(logits)
+      score, parents, tokens = beams.widen(score, values, ids, draft_width)
   draft = DraftTree(
-    tokens=stacked(more_tokens, last),
-    parents=jnp.concatenate(
-      [parents[:, None], more_parents.swapaxes(0, 1)], axis=1
-    ),
-    visible=stacked(more_visible, visible),
+    *(jnp.stack(part, axis=1) for part in zip(*levels, strict=True))
   )
   return state.replace(draft_cache=cache), draft
 
 
 def _told(known: Known, guessed, stop_ids: jax.Array):
   """`candidates` of the live beams: the target's where it has said them."""
-  ends = jnp.any(known.ids[..., None] == stop_ids, axis=-1)
+  ends = probs.is_one_of(known.ids, stop_ids)
   said = jnp.where(ends, -jnp.inf, known.values), known.ids
   count = max(guessed[0].shape[-1], said[0].shape[-1])
 
@@ -434,9 +400,7 @@ def _nodes(roots: Level, draft: DraftTree):
 def _candidates(request: Request, state, logits: jax.Array, level: jax.Array):
   """`beams.candidates` of every node of the call."""
   count = _settings(request).num_candidates
-  produced = (
-    state.live.length[:, :1] - jnp.asarray(request.first_length)[..., None]
-  )
+  produced = state.live.length[:, :1] - _limits(request).first_length[:, None]
   early = produced + level < request.min_length[:, None]
   return beams.candidates(logits, count, early, request.stop_ids)
 
@@ -461,90 +425,94 @@ def _replay(
   """
   settings, limits = _settings(request), _limits(request)
   width, draft_width = settings.width, settings.draft_width
-  batch = used.shape[0]
-  gamma = request.gamma
-  # The last level has no children: no level after it can hold.
-  none = jnp.full((batch, 1, draft_width), -1, jnp.int32)
-  children = tuple(
-    jnp.concatenate([nodes, none], axis=1).swapaxes(0, 1)
-    for nodes in (draft.tokens, draft.parents)
-  )
-
-  def one_level(carry, inputs):
-    state, going_on, place = carry
-    depth, child_tokens, child_parents = inputs
-    # The number of each live beam's node among all nodes of the call.
-    begin = jnp.where(depth == 0, 0, width + (depth - 1) * draft_width)
-    node = begin + place
-    live, finished, parents = beams.advance(
-      settings,
-      limits,
-      state.live,
-      state.finished,
-      _gather(values, node),
-      _gather(ids, node),
-    )
-    is_valid = jnp.all(_gather(valid, node) | ~state.live.exists, axis=1)
-    over = beams.is_over(settings, limits, live, finished)
-    reason = jnp.where(over, FinishReason.STOP, state.finish_reason)
-    reason = jnp.where(is_valid, reason, FinishReason.INVALID)
+  batch, gamma = used.shape[0], request.gamma
+  found = values, ids, valid
+  after, going_on = _search_of(state), state.running
+  place = jnp.broadcast_to(jnp.arange(width), (batch, width))
+  of_live = tuple(part[:, :width] for part in found)
+  nodes, held_levels = [], []
+  for depth in range(gamma + 1):
     # Behind the call the nodes that are kept lie level by level.
-    first = used + depth * width
-    visible = _with_own(state.ancestors, first, width)
-    index = state.live.length[..., None] - 1
-    tokens = jnp.take_along_axis(state.live.tokens, index, axis=2)[..., 0]
-    after = state.replace(
-      live=live,
-      finished=finished,
-      ancestors=_gather(visible, parents),
-      previous=Level(tokens, visible),
-      finish_reason=reason.astype(jnp.int32),
-    )
+    before, first = after, used + depth * width
+    after, parents = _next_level(settings, limits, before, of_live, first)
+    if depth == gamma:  # it has no children: no level after it can hold
+      after = _where(going_on, after, before)
+      break
 
     # Which nodes the next live beams are, if each that matters is one.
-    last = jnp.take_along_axis(live.tokens, live.length[..., None] - 1, axis=2)
-    same = child_tokens[:, None, :] == last
-    same &= child_parents[:, None, :] == _gather(place, parents)[..., None]
-    found = jnp.any(same, axis=2)
-    beaten = beams.is_beaten(settings, limits, live, finished)
-    held = going_on & jnp.all(found | beaten, axis=1) & after.running
+    live = after.live
+    same = draft.tokens[:, depth, None] == live.last_token[..., None]
+    parent = beams.gather(place, parents)
+    same &= draft.parents[:, depth, None] == parent[..., None]
+    is_node = jnp.any(same, axis=2)
+    beaten = beams.is_beaten(settings, limits, live, after.finished)
+    held = going_on & jnp.all(is_node | beaten, axis=1) & after.running
     # What would follow a beam that is no node is not known: it is dropped.
-    dropped = held[:, None] & ~found
-    score = jnp.where(dropped, beams.ABSENT, live.score)
-    exists = live.exists & ~dropped
-    after = after.replace(live=live.replace(score=score, exists=exists))
-    next_place = jnp.argmax(same, axis=2).astype(jnp.int32)
-    next_node = width + depth * draft_width + next_place
-    known = Known(found, _gather(values, next_node), _gather(ids, next_node))
-    after = after.replace(known=known)
-    state = _where(going_on, after, state)
-    return (state, held, next_place), (held, node)
+    dropped = held[:, None] & ~is_node
+    live = live.replace(
+      score=jnp.where(dropped, beams.ABSENT, live.score),
+      exists=live.exists & ~dropped,
+    )
+    place = jnp.argmax(same, axis=2).astype(jnp.int32)
+    begin = width + depth * draft_width
+    of_live = tuple(
+      beams.gather(part[:, begin : begin + draft_width], place)
+      for part in found
+    )
+    after = after.replace(live=live, known=Known(is_node, *of_live[:2]))
+    after = _where(going_on, after, before)
+    nodes.append(begin + place)
+    held_levels.append(held)
+    going_on = held
 
-  place = jnp.broadcast_to(jnp.arange(width), (batch, width))
-  inputs = jnp.arange(gamma + 1), *children
-  (after, _, _), (held, nodes) = lax.scan(
-    one_level, (_search_of(state), state.running, place), inputs
-  )
-  num_held = jnp.sum(held, axis=0, dtype=jnp.int32)
+  num_held = sum(held_levels, jnp.zeros((batch,), jnp.int32))
   # How far proposals counted: those behind the end of a search do not.
   ended = ~after.running & state.running
   tested = jnp.minimum(num_held + 1, jnp.where(ended, num_held, gamma))
-  running = state.running.astype(jnp.int32)
-  stats = state.stats
-  rounds = jax.nn.one_hot(num_held, gamma + 1, dtype=jnp.int32)
-  stats = stats.replace(
-    num_rounds=stats.num_rounds + running,
-    num_tested=stats.num_tested + tested * running,
-    num_accepted=stats.num_accepted + num_held * running,
-    histogram=stats.histogram + rounds * running[:, None],
-  )
   state = after.replace(
     target_cache=state.target_cache,
     draft_cache=state.draft_cache,
     places=state.places,
-    stats=stats,
+    stats=state.stats.after_round(state.running, tested, num_held),
   )
-  return state, nodes[1:].swapaxes(0, 1).reshape(batch, gamma * width), num_held
+  chosen = jnp.concatenate(nodes or [jnp.zeros((batch, 0), jnp.int32)], axis=1)
+  return state, chosen, num_held
+
+
+def _next_level(
+  settings, limits: Limits, state: BeamState, of_live, first: jax.Array
+):
+  """One level of the target's own search, of which the next one knows nothing.
+
+  Args:
+    settings: width and rule.
+    limits: where beams end.
+    state: the part of a state that a level changes.
+    of_live: `candidates` of the live beams, with what says whether these are
+      probabilities.
+    first: int32[B], the slot of the first live beam's last token.
+
+  Returns:
+    The state after it, and the beams that the live ones continue, int32[B, K].
+  """
+  values, ids, valid = of_live
+  live, finished, parents = beams.advance(
+    settings, limits, state.live, state.finished, values, ids
+  )
+  is_valid = jnp.all(valid | ~state.live.exists, axis=1)
+  over = beams.is_over(settings, limits, live, finished)
+  reason = jnp.where(over, FinishReason.STOP, state.finish_reason)
+  reason = jnp.where(is_valid, reason, FinishReason.INVALID)
+  visible = _with_own(state.ancestors, first, settings.width)
+  after = state.replace(
+    live=live,
+    finished=finished,
+    ancestors=beams.gather(visible, parents),
+    previous=Level(state.live.last_token, visible),
+    known=state.known.replace(beams=jnp.zeros_like(state.known.beams)),
+    finish_reason=reason.astype(jnp.int32),
+  )
+  return after, parents
 
 
 def _search_of(state: BeamState) -> BeamState:

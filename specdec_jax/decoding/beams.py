@@ -83,6 +83,12 @@ class Hypotheses:
   score: jax.Array
   exists: jax.Array
 
+  @property
+  def last_token(self) -> jax.Array:
+    """int32[B, K], the last token of each sequence that has one."""
+    index = jnp.maximum(self.length - 1, 0)[..., None]
+    return jnp.take_along_axis(self.tokens, index, axis=2)[..., 0]
+
 
 @struct.dataclass
 class Limits:
@@ -121,7 +127,7 @@ def none_finished(live: Hypotheses) -> Hypotheses:
 
 def candidates(
   logits: jax.Array, count: int, forbidden: jax.Array, stop_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The likeliest tokens after each of N nodes, and their log-probabilities.
 
   Args:
@@ -132,12 +138,15 @@ def candidates(
     stop_ids: int32[K].
 
   Returns:
-    float32[B, N, C] and int32[B, N, C], from the likeliest on.
+    float32[B, N, C] and int32[B, N, C], from the likeliest on; and bool[B, N],
+    whether the logits can be turned into probabilities, as by
+    `probs.valid_logits`.
   """
-  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  allowed = probs.forbid(logits, stop_ids, forbidden)
-  values, ids = probs.top_tokens(allowed, count)
-  return values - total, ids
+  values, ids, maximum = probs.top_tokens(logits, count, stop_ids, forbidden)
+  # NaN where a logit is, where one is +inf, and where all are -inf.
+  total = jnp.sum(jnp.exp(logits - maximum[..., None]), axis=-1)
+  valid = jnp.isfinite(total) & (maximum > jnp.finfo(jnp.float32).min)
+  return values - (jnp.log(total) + maximum)[..., None], ids, valid
 
 
 def widen(
@@ -188,10 +197,10 @@ def advance(
   total, parents, tokens = widen(
     live.score, values, ids, settings.num_candidates
   )
-  alone = total - jnp.take_along_axis(live.score, parents, axis=1)
+  alone = total - gather(live.score, parents)
   longer = _gather(live, parents)
   place = jnp.arange(longer.tokens.shape[-1]) == longer.length[..., None]
-  ends = jnp.any(tokens[..., None] == limits.stop_ids, axis=-1)
+  ends = probs.is_one_of(tokens, limits.stop_ids)
   finishes = ends
   if settings.rule is Rule.TRANSFORMERS:
     produced = live.length[:, :1] - limits.first_length[:, None]
@@ -217,7 +226,7 @@ def advance(
   )
   _, best = lax.top_k(both.score, width)
   finished = _gather(both, jnp.flip(best, axis=1))
-  return next_live, finished, jnp.take_along_axis(parents, chosen, axis=1)
+  return next_live, finished, gather(parents, chosen)
 
 
 def is_beaten(
@@ -282,11 +291,12 @@ def _penalty(
   return jnp.power(base, settings.penalty)
 
 
+def gather(values: jax.Array, index: jax.Array) -> jax.Array:
+  """values[b, index[b, n]], for [B, K, ...] and int32[B, N]."""
+  place = index.reshape(*index.shape, *(1,) * (values.ndim - 2))
+  return jnp.take_along_axis(values, place, axis=1)
+
+
 def _gather(beams: Hypotheses, index: jax.Array) -> Hypotheses:
   """The beams with numbers int32[B, N]."""
-
-  def chosen(values):
-    place = index.reshape(*index.shape, *(1,) * (values.ndim - 2))
-    return jnp.take_along_axis(values, place, axis=1)
-
-  return jax.tree.map(chosen, beams)
+  return jax.tree.map(lambda values: gather(values, index), beams)

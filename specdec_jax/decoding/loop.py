@@ -10,7 +10,7 @@ from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.types import Generation
+from specdec_jax.types import Draft, Generation
 
 
 class Loop(NamedTuple):
@@ -38,14 +38,18 @@ class Loop(NamedTuple):
       return autoregressive.start(self.target, params.target, request)
     return speculative.start(self.target, self.drafter, params, request)
 
-  def step(self, params: PairParams, request: Request, state: Any) -> Any:
-    """Runs one round."""
+  def step(
+    self, params: PairParams, request: Request, state: Any
+  ) -> tuple[Any, Draft | None]:
+    """Runs one round; returns the state, and the draft if one was judged."""
     if request.beams is not None:
       return beam_search.step(
         self.target, self._network, params, request, state
-      )
+      ), None
     if self.drafter is None:
-      return autoregressive.step(self.target, params.target, request, state)
+      return autoregressive.step(
+        self.target, params.target, request, state
+      ), None
     return speculative.step(
       self.target, self.drafter, params, request, state, self.judge
     )
@@ -60,7 +64,7 @@ class Loop(NamedTuple):
     """Runs rounds until all rows are finished, or `max_rounds` (int32[])."""
 
     def one_round(state):
-      return self.step(params, request, state)
+      return self.step(params, request, state)[0]
 
     return decode_state.run_rounds(one_round, state, max_rounds)
 

@@ -6,14 +6,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.decoding import fallback, tree_round
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  check_chain,
+  check_features,
+  encoded_for,
+)
 from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import near_argmax, verify_batch, verify_greedy_batch
+from specdec_jax.verify_block import verify_block_batch
 
 
 class PairParams(NamedTuple):
@@ -23,7 +33,8 @@ class PairParams(NamedTuple):
   draft: Any
 
 
-# (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict.
+# (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict. Of a
+# tree the logits are those after the committed tokens and after each node.
 Judge = Callable[[Request, Draft, jax.Array, jax.Array], Verdict]
 
 
@@ -31,20 +42,71 @@ def start(
   target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
 ) -> DecodeState:
   """Both sides read the inputs; returns the state before the first round."""
+  if drafter.tree is not None and request.gamma:
+    tree_round.check(request, drafter.tree.cut(request.gamma))
   slots = request.cache_slots
   inputs, prompt = request.inputs, request.prompt
-  cache = read_prompt(target, params.target, inputs, slots, prompt)
-  drafter_state = drafter.init(params.draft, inputs, slots, prompt)
-  return decode_state.start(request, cache, drafter_state)
+  longest = None if request.tree is None else request.longest
+  encoded = encoded_for(drafter, target, params.target, inputs)
+  features = None
+  if drafter.reads_features:
+    check_features(target, drafter)
+    check_chain(drafter, 'What reads features of the target')
+    cache, features = _read_prompt(target, params.target, request, encoded)
+  else:
+    cache = read_prompt(
+      target, params.target, inputs, slots, prompt, longest, encoded
+    )
+  drafter_state = drafter.begin(params.draft, inputs, slots, prompt, encoded)
+  state = decode_state.start(request, cache, drafter_state)
+  return state.replace(features=features)
+
+
+def _read_prompt(
+  target: Any, params: Any, request: Request, encoded: jax.Array | None
+):
+  """The target's cache, and the features [B, M] that a first round reads."""
+  slots, prompt = request.cache_slots, request.prompt
+  cache = read_prompt(target, params, request.inputs, slots, encoded=encoded)
+  none = no_features(target, params, cache)
+  if prompt is None or request.prompt_width == 1:
+    return cache, none
+  _, features, cache = target.extend_with_features(
+    params, cache, prompt[:, :-1]
+  )
+  # The logits of its last token but one would give a prompt's last token.
+  place = jnp.broadcast_to(request.first_length - 2, none.shape[:1])
+  known = features_at(features, jnp.maximum(place, 0))
+  return cache, jnp.where(place[:, None] >= 0, known, none)
+
+
+def no_features(target: Any, params: Any, cache: Any) -> jax.Array:
+  """Zeros [B, M], of the shape and dtype of the target's features."""
+  token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
+  _, shape, _ = jax.eval_shape(
+    target.extend_with_features, params, cache, token
+  )
+  return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
+
+
+def features_at(features: jax.Array | None, place: jax.Array):
+  """Of each row's features [B, S, M] one, [B, M]; None stays None."""
+  if features is None:
+    return None
+  return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]
 
 
 def judge(
   request: Request, draft: Draft, logits: jax.Array, keys: jax.Array
 ) -> Verdict:
   """Number of accepted guesses n, and t drawn after them."""
+  if draft.parents is not None:
+    return tree_round.judge(request, draft, logits, keys)
   if request.greedy:
     return _judge_greedy(request, draft, logits)
   target_probs = probs.standardise_batch(logits, request.sampling)
+  if request.judges_blocks:
+    return verify_block_batch(draft, target_probs, keys)
   verdict = verify_batch(draft, target_probs, keys, request.lenience)
   if request.lenience is None:
     return verdict
@@ -68,36 +130,165 @@ def step(
   request: Request,
   state: DecodeState,
   judge: Judge = judge,
+) -> tuple[DecodeState, Draft]:
+  """One round of Algorithm 1: 1 to gamma + 1 tokens in every running row.
+
+  Returns:
+    The state after it, and the draft that was judged, without probabilities.
+  """
+  # Sample gamma guesses x_1..x_gamma from the drafter.
+  draft, drafter_state = propose(target, drafter, params, request, state)
+  state = verified(target, drafter, params, request, state, draft, judge)
+  # Both sides have forgotten what they read beyond the kept tokens.
+  kept = drafter.commit(drafter_state, state.visible_length)
+  return state.replace(drafter_state=kept), draft.replace(probs=None)
+
+
+def verified(
+  target: LanguageModel,
+  drafter: Drafter,
+  params: PairParams,
+  request: Request,
+  state: DecodeState,
+  draft: Draft,
+  judge: Judge = judge,
 ) -> DecodeState:
-  """One round of Algorithm 1: 1 to gamma + 1 tokens in every running row."""
+  """The target's part of a round: reads a draft, keeps what it accepts of it.
+
+  Where drafts end early and a call over more tokens takes longer, the call is
+  the narrowest of `call_widths` that holds the draft. `verdict_uniforms` begin
+  with the same numbers for any width: a sample does not depend on it, nor on
+  other rows.
+  """
   keys = decode_state.round_keys(request, state)
 
-  # Sample gamma guesses x_1..x_gamma from the drafter.
-  draft, drafter_state = _propose(drafter, params, request, state, keys)
+  def in_a_call(state: DecodeState, draft: Draft) -> DecodeState:
+    # Run the target on all of them in parallel, from where it was kept.
+    cache = target.rewind(state.target_cache, state.visible_length - 1)
+    fed = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
+    features = None
+    if draft.parents is not None:
+      slots = state.tokens.shape[1] - 1
+      logits, cache = tree_round.read(
+        target, params.target, cache, fed, slots, draft
+      )
+      adjusted = tree_round.forbid_early_stops(logits, request, state, draft)
+    else:
+      logits, features, cache = read(target, drafter, params.target, cache, fed)
+      adjusted = decode_state.forbid_early_stops(logits, request, state)
 
-  # Run the target on all of them in parallel, from where it was kept.
-  cache = target.rewind(state.target_cache, state.visible_length - 1)
-  fed = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
-  logits, cache = target.extend(params.target, cache, fed)
+    # Determine the number of accepted guesses n; draw t after them.
+    verdict = judge(request, draft, adjusted, keys)
+    if verdict.path is not None:
+      held = state.visible_length
+      cache = target.keep(cache, held, held[:, None] + verdict.path)
+      draft, verdict, logits = tree_round.as_chain(
+        request, draft, verdict, logits
+      )
 
-  # Determine the number of accepted guesses n; draw t after them.
-  adjusted = decode_state.forbid_early_stops(logits, request, state)
-  verdict = judge(request, draft, adjusted, keys)
+    # Append x_1..x_n, t.
+    passed = verdict.num_passed
+    tested = verdict.num_accepted if passed is None else passed
+    stats = state.stats.after_round(
+      state.running,
+      jnp.minimum(tested + 1, draft.length),
+      verdict.num_accepted,
+      passed,
+    )
+    rests = state.rests
+    if rests is not None and request.fallback is not None:
+      rests, stats = fallback.after_round(
+        request.fallback,
+        rests,
+        stats,
+        state.running,
+        draft.length,
+        verdict.num_accepted,
+      )
+    tokens = _kept_tokens(draft, verdict)
+    count = verdict.num_accepted + 1
+    state = decode_state.append(request, state, tokens, count, logits)
+    return state.replace(
+      target_cache=cache,
+      stats=stats,
+      features=features_at(features, verdict.num_accepted),
+      rests=rests,
+    )
 
-  # Append x_1..x_n, t; both sides forget what they read beyond these tokens.
-  stats = _count(state, draft, verdict)
-  tokens = _kept_tokens(draft, verdict)
-  count = verdict.num_accepted + 1
-  state = decode_state.append(request, state, tokens, count, logits)
-  return state.replace(
-    target_cache=cache,
-    drafter_state=drafter.commit(drafter_state, state.visible_length),
-    stats=stats,
-  )
+  widths = call_widths(request)
+  if len(widths) == 1:
+    return in_a_call(state, draft)
+  longest = jnp.max(jnp.where(state.running, draft.length, 0))
+  chosen = jnp.sum(longest >= jnp.array(widths))
+  for index, width in enumerate(widths):
+    # Loops of one turn or none, because they update the caches in place; a
+    # conditional would copy them.
+    cut = Draft(
+      draft.tokens[:, : width - 1],
+      None if draft.probs is None else draft.probs[:, : width - 1],
+      jnp.minimum(draft.length, width - 1),
+    )
+
+    def once(carry, cut=cut):
+      return jnp.bool_(False), in_a_call(carry[1], cut)
+
+    _, state = lax.while_loop(
+      lambda carry: carry[0], once, (chosen == index, state)
+    )
+  return state
+
+
+def call_widths(request: Request) -> tuple[int, ...]:
+  """Tokens per row of the calls of the target, one of which a round makes."""
+  adapts, rests = request.rule is not None, request.fallback is not None
+  return tuple(sorted(set(fallback.widths(request.gamma, adapts, rests))))
+
+
+def read(
+  target: LanguageModel,
+  drafter: Drafter,
+  params: Any,
+  cache: Any,
+  tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, Any]:
+  """The target's `extend`, with features [B, S, M] if the drafter reads them.
+
+  Args:
+    target: the target's network.
+    drafter: the drafter.
+    params: the target's parameters.
+    cache: the target's cache.
+    tokens: int32[B, S].
+
+  Returns:
+    Logits float32[B, S, V], features or None, and the cache.
+  """
+  if drafter.reads_features:
+    model: Any = target  # a FeatureModel
+    return model.extend_with_features(params, cache, tokens)
+  logits, cache = target.extend(params, cache, tokens)
+  return logits, None, cache
+
+
+def with_features(
+  context: Context,
+  target: Any,
+  drafter: Drafter,
+  params: Any,
+  features: jax.Array | None,
+) -> Context:
+  """The context with what a drafter that reads features is given besides."""
+  if not drafter.reads_features:
+    return context
+  return context.replace(features=features, target=target, target_params=params)
 
 
 def context_of(
-  request: Request, tokens: jax.Array, length: jax.Array, keys: jax.Array
+  request: Request,
+  tokens: jax.Array,
+  length: jax.Array,
+  keys: jax.Array,
+  room: jax.Array | None = None,
 ) -> Context:
   """The `Context` that a drafter sees in this request; see there."""
   return Context(
@@ -110,26 +301,60 @@ def context_of(
     gamma=request.gamma,
     greedy=request.greedy,
     forbids_stops=request.forbids_stops,
+    skips_rounds=request.fallback is not None,
+    rule=request.rule,
+    room=room,
   )
 
 
-def _propose(drafter, params, request, state, keys):
-  """The drafter's proposal, cut to the tokens that could still be used."""
+def propose(
+  target: LanguageModel,
+  drafter: Drafter,
+  params: PairParams,
+  request: Request,
+  state: DecodeState,
+) -> tuple[Draft, Any]:
+  """The drafter's proposal, cut to the tokens that could still be used.
+
+  Returns:
+    The draft, and the drafter's state, which has read it.
+  """
   if request.gamma == 0:
     batch = state.length.shape[0]
     empty = jnp.zeros((batch, 0), jnp.int32)
     return Draft(empty, None, state.length * 0), state.drafter_state
-  context = context_of(request, state.tokens, state.visible_length, keys)
-  draft, drafter_state = drafter.propose(
-    params.draft, state.drafter_state, context
+  keys = decode_state.round_keys(request, state)
+  # One token of the remaining budget is the target's own.
+  budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
+  rests = state.rests
+  if rests is not None:
+    budget = jnp.where(rests.left > 0, 0, budget)
+  room = None
+  if request.rule is not None:
+    room = jnp.where(state.running, budget, 0)
+  context = context_of(request, state.tokens, state.visible_length, keys, room)
+  context = with_features(
+    context, target, drafter, params.target, state.features
   )
-  # No token follows a stop id, and one token of the remaining budget is the
-  # target's own. Proposals beyond that are cut off, and not counted anywhere.
+
+  def ask(drafter_state):
+    return drafter.propose(params.draft, drafter_state, context)
+
+  if rests is None:
+    draft, drafter_state = ask(state.drafter_state)
+  else:
+    all_rest = ~jnp.any(state.running & (rests.left == 0))
+    draft, drafter_state = fallback.unless(all_rest, ask, state.drafter_state)
+  # No token follows a stop id. Proposals beyond that and beyond the budget are
+  # cut off, and not counted anywhere.
+  if draft.parents is not None:  # where a path ends, its verdict shows
+    tree_round.check(request, TreeShape(draft.parents))
+    length = jnp.minimum(draft.length, budget).astype(jnp.int32)
+    return draft.replace(length=length), drafter_state
   stops = decode_state.is_stop(request, draft.tokens)
   until_stop = jnp.where(
     jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, request.gamma
   )
-  budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
   length = jnp.minimum(jnp.minimum(draft.length, until_stop), budget)
   return draft.replace(length=length.astype(jnp.int32)), drafter_state
 
@@ -140,20 +365,3 @@ def _kept_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
   position = jnp.arange(padded.shape[1])
   at_end = position == verdict.num_accepted[:, None]
   return jnp.where(at_end, verdict.next_token[:, None], padded)
-
-
-def _count(state: DecodeState, draft: Draft, verdict: Verdict):
-  """`DecodeStats` after this round; a finished row counts nothing."""
-  running = state.running.astype(jnp.int32)
-  num_accepted = verdict.num_accepted
-  tested = jnp.minimum(num_accepted + 1, draft.length)
-  rounds = jax.nn.one_hot(
-    num_accepted, state.stats.histogram.shape[1], dtype=jnp.int32
-  )
-  stats = state.stats
-  return stats.replace(
-    num_rounds=stats.num_rounds + running,
-    num_tested=stats.num_tested + tested * running,
-    num_accepted=stats.num_accepted + num_accepted * running,
-    histogram=stats.histogram + rounds * running[:, None],
-  )

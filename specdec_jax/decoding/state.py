@@ -11,9 +11,18 @@ from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.decoding.beams import BeamSettings
+from specdec_jax.decoding.fallback import Fallback, Rests
 from specdec_jax.probs import SamplingConfig, SamplingParams
-from specdec_jax.types import DecodeStats, FinishReason, Generation
+from specdec_jax.tree_shape import TreeShape
+from specdec_jax.types import (
+  DecodeStats,
+  FinishReason,
+  Generation,
+  LengthRule,
+)
 
+# How a draft is judged: token by token, or as a whole.
+VERIFICATIONS = TOKEN, BLOCK = 'token', 'block'
 NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
 
 
@@ -26,12 +35,12 @@ class Request:
     keys: PRNG keys [B], made from (seed, example); each round's are derived
       from them.
     sampling: temperature, top-k, top-p.
-    stop_ids: int32[K], ids that end a row; padded with -1.
+    stop_ids: int32[K], ids that end a row, or int32[B, K]; padded with -1.
     min_length: int32[B], tokens before a stop id is allowed.
     max_length: int32[B], tokens after which a row stops; 0 for a row that
       only fills up the batch. At most `slots`.
     slots: static, the tokens that the state has room for.
-    gamma: static, the most proposals per round.
+    gamma: static, the most proposals per round; of a tree, its levels.
     greedy: static, every temperature is 0: no softmax, no noise.
     forbids_stops: static, whether `min_length` is in use.
     with_log_probs: static, whether log-probabilities are wanted.
@@ -42,8 +51,15 @@ class Request:
       token first; None is the start token (id 0) alone.
     prompt_length: int32[B], 1..P; None if `prompt` is None.
     lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
+    verification: static, 'token' (Algorithm 1) or 'block' (`verify_block`, for
+      drafts that are sampled and lossless).
     beams: what a beam search is asked for; None is none. Keys and sampling then
       do not matter.
+    tree: static, the tree that the drafter proposes (`Drafter.tree`), of which
+      a draft is the first `gamma` levels; None is a chain.
+    rule: when a draft ends whose length adapts, made for `gamma`; None is after
+      gamma tokens.
+    fallback: when the drafter rests, made for `gamma`; None is never.
   """
 
   inputs: jax.Array
@@ -61,7 +77,18 @@ class Request:
   prompt: jax.Array | None = None
   prompt_length: jax.Array | None = None
   lenience: jax.Array | None = None
+  verification: str = struct.field(pytree_node=False, default=TOKEN)
   beams: BeamSettings | None = None
+  rule: LengthRule | None = None
+  fallback: Fallback | None = None
+  tree: TreeShape | None = struct.field(pytree_node=False, default=None)
+
+  @property
+  def draft_slots(self) -> int:
+    """Slots that a whole draft takes."""
+    if self.tree is None or not self.gamma:
+      return self.gamma
+    return self.tree.cut(self.gamma).num_nodes
 
   @property
   def prompt_width(self) -> int:
@@ -72,6 +99,11 @@ class Request:
   def first_length(self) -> jax.Array | int:
     """Tokens of each row's prompt, int32[B]: its length before it produces."""
     return 1 if self.prompt_length is None else self.prompt_length
+
+  @property
+  def judges_blocks(self) -> bool:
+    """Whether drafts are judged as a whole."""
+    return self.gamma > 0 and self.verification == BLOCK and not self.greedy
 
   @property
   def longest(self) -> int:
@@ -85,7 +117,7 @@ class Request:
     In a beam search each position has a slot for every beam, and so has the
     last of the prompt's. Rounded up to a multiple of 64, see `whole_buckets`.
     """
-    needed = self.longest
+    needed = self.longest - self.gamma + self.draft_slots
     if self.beams is not None:
       levels = self.beams.width * (self.slots + 1)
       needed = self.prompt_width + levels + self.beams.draft_width * self.gamma
@@ -156,6 +188,12 @@ def example_keys(seed: int, ids: Any) -> jax.Array:
 
 
 @jax.jit
+def keys_of_rows(seeds: Any, ids: Any) -> jax.Array:
+  """`example_keys` of rows with a seed each: both are uint32[B]."""
+  return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), ids)
+
+
+@jax.jit
 def _fold_in_all(seed, ids):
   key = jax.random.key(seed)
   return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
@@ -175,6 +213,9 @@ class DecodeState:
     target_cache: the target's cache, of all committed tokens but the last.
     drafter_state: the drafter's own state; None in the plain loop.
     stats: the counts so far.
+    features: [B, M], the target's features for a drafter that reads them, see
+      `Context`; None for all others.
+    rests: whose drafter rests; None where none ever does.
   """
 
   tokens: jax.Array
@@ -184,6 +225,8 @@ class DecodeState:
   target_cache: Any
   drafter_state: Any
   stats: DecodeStats
+  features: jax.Array | None = None
+  rests: Rests | None = None
 
   @property
   def running(self) -> jax.Array:
@@ -233,12 +276,13 @@ def start(request: Request, target_cache: Any, drafter_state: Any):
     ).astype(jnp.int32),
     target_cache=target_cache,
     drafter_state=drafter_state,
-    stats=DecodeStats(
-      num_rounds=zeros,
-      num_tested=zeros,
-      num_accepted=zeros,
-      histogram=jnp.zeros((batch, request.gamma + 1), jnp.int32),
+    stats=DecodeStats.none(
+      batch,
+      request.gamma,
+      as_blocks=request.judges_blocks,
+      falls_back=request.fallback is not None,
     ),
+    rests=None if request.fallback is None else Rests.none(batch),
   )
 
 
@@ -248,14 +292,24 @@ def round_keys(request: Request, state: DecodeState) -> jax.Array:
 
 
 def forbid_early_stops(
-  logits: jax.Array, request: Request, state: DecodeState
+  logits: jax.Array,
+  request: Request,
+  state: DecodeState,
+  places: Any = None,
 ) -> jax.Array:
-  """Masks stop ids in logits [B, S, V] where `min_length` is not reached."""
+  """Masks stop ids in logits [B, S, V] where `min_length` is not reached.
+
+  Args:
+    logits: float[B, S, V].
+    request: the limits.
+    state: the state.
+    places: int[S] as in `probs.forbid_early_stops`.
+  """
   if not request.forbids_stops:
     return logits
   produced = _produced(request, state)
   return probs.forbid_early_stops(
-    logits, request.stop_ids, produced, request.min_length
+    logits, request.stop_ids, produced, request.min_length, places=places
   )
 
 
@@ -269,8 +323,14 @@ def _produced(request: Request, state: DecodeState) -> jax.Array:
 
 
 def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
-  """bool[...], whether each of the tokens int32[...] is a stop id."""
-  return jnp.any(tokens[..., None] == request.stop_ids, axis=-1)
+  """bool[...], whether each of the tokens int32[...] is a stop id.
+
+  If the rows have stop ids of their own, the tokens are int32[B, S].
+  """
+  stop_ids = request.stop_ids
+  if stop_ids.ndim > 1:
+    stop_ids = stop_ids[:, None]
+  return probs.is_one_of(tokens, stop_ids)
 
 
 def append(

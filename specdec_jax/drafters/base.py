@@ -13,10 +13,15 @@ import jax
 from flax import struct
 
 from specdec_jax import probs
-from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.base import (
+  FeatureModel,
+  LanguageModel,
+  gives_features,
+)
 from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingParams
-from specdec_jax.types import Draft
+from specdec_jax.tree_shape import TreeShape
+from specdec_jax.types import Draft, LengthRule
 
 DrafterState = Any  # a pytree that only its drafter understands
 
@@ -34,16 +39,26 @@ class Context:
       key of each proposal.
     sampling: how the target is sampled; a drafter may sample differently as
       long as it returns the probabilities it really drew from.
-    stop_ids: int32[K], ids that end a row; padded with -1.
+    stop_ids: int32[K], ids that end a row, or int32[B, K]; padded with -1.
     min_length: int32[B], tokens after the start token, the prompt's included,
       before a stop id is allowed.
-    gamma: static, the most tokens to propose.
+    gamma: static, the most tokens to propose; of a tree, the most levels.
     greedy: static, every row takes the argmax: no probabilities are needed.
     forbids_stops: static, whether `min_length` is in use.
     skips_rounds: static, whether there may have been rounds in which the
       drafter was not asked: `cascade` and `with_fallback` set it for the
       drafters that they are made of. A drafter with a cache then first reads
       the committed tokens that its cache lacks.
+    rule: when a draft ends, of a drafter that `adapts`; None is after gamma
+      tokens.
+    room: int32[B], proposals that each row has a use for; None where `rule` is.
+    features: [B, M], for a drafter that reads them: the target's last hidden
+      state whose logits gave the last committed token. The target has not read
+      that token itself yet: it is the end of `tokens` that the feature does not
+      know. Zeros where there is none: before the first token after a start
+      token, and in a row that was decoded plainly so far.
+    target: static, the target's network, given with `features`.
+    target_params: its parameters, given with `features`.
   """
 
   tokens: jax.Array
@@ -56,14 +71,20 @@ class Context:
   greedy: bool = struct.field(pytree_node=False)
   forbids_stops: bool = struct.field(pytree_node=False)
   skips_rounds: bool = struct.field(pytree_node=False, default=False)
+  rule: LengthRule | None = None
+  room: jax.Array | None = None
+  features: jax.Array | None = None
+  target: FeatureModel | None = struct.field(pytree_node=False, default=None)
+  target_params: Any = None
 
 
 class Drafter(NamedTuple):
   """A source of drafts.
 
   Attributes:
-    init: (params, inputs int32[B, E], max_length, prompt) -> state. Reads the
-      inputs; `max_length` is the number of decoder slots that the run may use;
+    init: (params, inputs int32[B, E], max_length, prompt) -> state; see `begin`
+      for one more argument of some. Reads the inputs; `max_length` is the
+      number of decoder slots that the run may use;
       `prompt`, int32[B, P] or None, is what the decoder begins with (see
       `Request`). The first context holds the prompt too, so only a drafter with
       a cache needs to read it here.
@@ -83,15 +104,69 @@ class Drafter(NamedTuple):
     models: the models that the drafter asks, to check that they fit a target.
     network: the one network whose likeliest tokens are proposed; None if the
       drafter is something else, which no beam search can use.
+    tree: the tree that is proposed, of which each draft is the first
+      `Context.gamma` levels (`TreeShape.cut`); None is a chain. The caches have
+      room for its nodes. After a round its drafter sees in `Context.tokens`
+      which path was kept.
+    reads_encoder: whether `init` takes a fifth argument, `encoded` float[B, E,
+      M]: what the target's encoder says of the inputs. The encoder then runs
+      once for both.
+    adapts: whether it follows `Context.rule`.
+    reads_features: whether it reads `Context.features`. The target must then
+      give them (`models.base.FeatureModel`).
+    made_for: fingerprints of the only target that the drafter, or a part of it,
+      was made for, see `checkpoints.fingerprint`.
   """
 
-  init: Callable[[Any, jax.Array, int, jax.Array | None], DrafterState]
+  init: Callable[..., DrafterState]
   propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
   commit: Callable[[DrafterState, jax.Array], DrafterState]
   name: str = ''
   params: Any = ()
   models: tuple[Model, ...] = ()
   network: LanguageModel | None = None
+  tree: TreeShape | None = None
+  reads_encoder: bool = False
+  adapts: bool = False
+  reads_features: bool = False
+  made_for: tuple[str, ...] = ()
+
+  def begin(
+    self,
+    params: Any,
+    inputs: jax.Array,
+    max_length: int,
+    prompt: jax.Array | None = None,
+    encoded: jax.Array | None = None,
+  ) -> DrafterState:
+    """`init`, with `encoded` if this drafter reads it."""
+    more = (encoded,) if self.reads_encoder else ()
+    return self.init(params, inputs, max_length, prompt, *more)
+
+
+def encoded_for(
+  drafter: 'Drafter | None', target: Any, params: Any, inputs: jax.Array
+) -> jax.Array | None:
+  """What the target's encoder says, if the drafter reads it; else None.
+
+  The target's own `prefill` takes it as well.
+  """
+  if drafter is None or not drafter.reads_encoder:
+    return None
+  encoded: jax.Array = target.encode(params, inputs)
+  return encoded
+
+
+def check_features(target: LanguageModel, drafter: Drafter) -> None:
+  """Raises ValueError if the drafter reads features that are not given."""
+  if drafter.reads_features and not gives_features(target):
+    raise ValueError(
+      f'The drafter {drafter.name!r} reads the last hidden state of its target,'
+      f' and {type(target).__name__} does not give it: expected a network with'
+      ' extend_with_features, embed and head, such as T5 and GPT. Take another'
+      ' drafter, such as a small model, or give the network these methods'
+      ' (models.base.FeatureModel).'
+    )
 
 
 def is_finished(length: jax.Array) -> jax.Array:
@@ -107,6 +182,7 @@ def forbid_early_stops(
   context: Context,
   index: jax.Array | int = 0,
   ids: jax.Array | None = None,
+  places: Any = None,
 ) -> jax.Array:
   """Masks stop ids as the target does, in the logits of S proposals.
 
@@ -115,6 +191,7 @@ def forbid_early_stops(
     context: says whether stop ids are forbidden, and for how long.
     index: number of the first of the S proposals.
     ids: int32[B, S, V], the token that each logit belongs to; None is 0..V-1.
+    places: int[S] as in `probs.forbid_early_stops`.
 
   Returns:
     float[B, S, V].
@@ -123,8 +200,18 @@ def forbid_early_stops(
     return logits
   produced = context.length - 1 + index
   return probs.forbid_early_stops(
-    logits, context.stop_ids, produced, context.min_length, ids
+    logits, context.stop_ids, produced, context.min_length, ids, places
   )
+
+
+def check_chain(drafter: Drafter, where: str) -> None:
+  """Raises ValueError if a drafter proposes a tree where that does not fit."""
+  if drafter.tree is not None:
+    raise ValueError(
+      f'{where} takes drafters of chains, one proposal a place, and'
+      f' {drafter.name!r} proposes a tree. Take a drafter without a tree here;'
+      ' one with a tree is given to an Engine by itself.'
+    )
 
 
 def draft_uniforms(context: Context) -> jax.Array | None:

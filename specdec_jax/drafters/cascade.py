@@ -21,11 +21,12 @@ from specdec_jax.drafters.base import (
   Context,
   Drafter,
   DrafterState,
+  check_chain,
   forbid_early_stops,
   is_finished,
 )
 from specdec_jax.drafters.small_model import as_drafter, catch_up, read_last
-from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 from specdec_jax.verify import verify_batch, verify_greedy_batch
@@ -84,10 +85,19 @@ def cascade(
     gamma: proposals of the cheaper drafter per round.
 
   Raises:
-    ValueError: gamma is below 1.
+    ValueError: gamma is below 1, or `drafter` reads the target's features or
+      proposes a tree.
   """
   check_number('gamma of a cascade', gamma, 1)
   drafter = as_drafter(drafter)
+  check_chain(drafter, 'cascade')
+  if drafter.reads_features:
+    raise ValueError(
+      f'The drafter {drafter.name!r} reads features of the target. In a cascade'
+      ' it proposes to a small model, several times for each call of the'
+      ' target, which then has none of them. Give it to the engine alone or in'
+      ' with_fallback.'
+    )
   if isinstance(model, Model):
     made = cascade(model.network, drafter, gamma)
     return made._replace(
@@ -95,13 +105,20 @@ def cascade(
       models=(model.without_params(), *drafter.models),
     )
 
-  def init(params, inputs, max_length, prompt):
+  def init(params, inputs, max_length, prompt, encoded=None):
     # The last round of a draft may read past its end.
     slots = max_length + gamma
     batch = inputs.shape[0]
     return CascadeState(
-      cache=read_prompt(model, params[0], inputs, slots, prompt),
-      drafter=drafter.init(params[1], inputs, slots, prompt),
+      cache=read_prompt(
+        model,
+        params[0],
+        inputs,
+        slots,
+        prompt,
+        encoded=encoded if reads_encoder(model) else None,
+      ),
+      drafter=drafter.begin(params[1], inputs, slots, prompt, encoded),
       finished=jnp.zeros((batch,), bool),
     )
 
@@ -117,6 +134,7 @@ def cascade(
       keys=keys,
       gamma=gamma,
       skips_rounds=True,
+      rule=None,
     )
     draft, drafter_state = drafter.propose(params[1], now.drafter, inner)
     room = jnp.maximum(goal - now.done - 1, 0)
@@ -186,7 +204,13 @@ def cascade(
       finished=is_finished(length),
     )
 
-  return Drafter(init, propose, commit, f'cascade({drafter.name}, {gamma})')
+  return Drafter(
+    init,
+    propose,
+    commit,
+    f'cascade({drafter.name}, {gamma})',
+    reads_encoder=reads_encoder(model) or drafter.reads_encoder,
+  )
 
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):

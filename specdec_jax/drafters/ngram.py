@@ -37,16 +37,13 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
   Raises:
     ValueError: the table's vocabulary is larger than `vocab_size`.
   """
-  width = table.vocab_size if vocab_size is None else vocab_size
-  if table.vocab_size > width:
-    raise ValueError(
-      f'The n-gram table is for a vocabulary of {table.vocab_size}, the'
-      f' drafter was made for the {width} logits of its target; an id has to'
-      ' mean the same token to both.'
-    )
+  width = check_width(table, vocab_size)
 
   def propose(table: NGramTable, state, context: Context):
     size = table.order - 1  # of a context
+    most = table.max_continuations
+    if context.greedy and not context.forbids_stops:
+      most = 1  # they are sorted
     # Nearest token first, as the table is read.
     index = context.length[:, None] - 1 - jnp.arange(size)
     recent = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
@@ -55,7 +52,7 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
       index, uniforms = place
       known = context.length + index
       node = longest_known(table, recent, known)
-      ids, logits = _continuations(table, node, context)
+      ids, logits = continuations(table, node, most)
       logits = forbid_early_stops(
         logits[:, None], context, index, ids[:, None]
       )[:, 0]
@@ -75,6 +72,22 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     return Draft(tokens.T, dense, length.astype(jnp.int32)), state
 
   return Drafter(lambda *_: (), propose, lambda state, _: state, 'ngram', table)
+
+
+def check_width(table: NGramTable, vocab_size: int | None) -> int:
+  """V, the width of the logits that a table drafts for.
+
+  Raises:
+    ValueError: the table's vocabulary is larger.
+  """
+  width = table.vocab_size if vocab_size is None else vocab_size
+  if table.vocab_size > width:
+    raise ValueError(
+      f'The n-gram table is for a vocabulary of {table.vocab_size}, the'
+      f' drafter was made for the {width} logits of its target; an id has to'
+      ' mean the same token to both.'
+    )
+  return width
 
 
 def longest_known(
@@ -122,11 +135,17 @@ def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
   return low, found & (low < end)
 
 
-def _continuations(table: NGramTable, node: jax.Array, context: Context):
-  """Ids int32[B, K] that follow, and their logits, -inf past the last one."""
-  most = table.max_continuations
-  if context.greedy and not context.forbids_stops:
-    most = 1  # they are sorted
+def continuations(table: NGramTable, node: jax.Array, most: int):
+  """The most frequent ids that follow, and their logits.
+
+  Args:
+    table: a table.
+    node: int32[B], numbers of contexts.
+    most: static, K.
+
+  Returns:
+    int32[B, K] and float32[B, K], sorted; -inf past the last one.
+  """
   place = jnp.arange(most)
   index = table.starts[node][:, None] + place
   live = index < table.starts[node + 1][:, None]

@@ -1,4 +1,7 @@
-"""Any `LanguageModel` as a drafter, with its own encoder and caches.
+"""Any `LanguageModel` as a drafter, with caches of its own.
+
+It reads the inputs by its own encoder, or, as a T5 without one, what the
+target's encoder says of them: then the inputs are encoded once for both.
 
 After a fully accepted draft the drafter has not read its own last proposal: its
 cache lacks one token. Rather than pay a call for that token, every round starts
@@ -7,11 +10,10 @@ missing, this writes the same values again. Inside another drafter a cache may
 lack more tokens: its length says how many, and they are read first.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 
+from specdec_jax.drafters import length as length_rules
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -19,12 +21,12 @@ from specdec_jax.drafters.base import (
   draw,
   forbid_early_stops,
 )
-from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
-_NAME = 'small_model'
-_AT_ONCE = 8  # tokens per call that catches up
+SMALL_MODEL = 'small_model'
+_AT_ONCE = 32, 8  # tokens per call that catches up, after long rests and short
 
 
 def small_model(model: Model | LanguageModel) -> Drafter:
@@ -34,8 +36,10 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   `init` and `propose` then get them from their caller, not from an engine.
 
   A round costs gamma calls of the model: one over two tokens, the others over
-  one token. After rounds in which it was not asked, inside another drafter, a
-  round costs one call more for each `_AT_ONCE` tokens that it missed. The model
+  one token. After rounds in which it was not asked, inside another drafter or
+  after a rest, a round costs a few calls more, see `catch_up_calls`. Where the
+  draft's length adapts, a round costs a call for each proposal that is looked
+  at, of the row that looks at the most. The model
   may be of another kind than the target, as long as both have one vocabulary: a
   decoder-only drafter of an encoder-decoder target sees what the decoder has
   produced, and nothing of the input.
@@ -55,6 +59,8 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     logits, cache = read_last(
       model, params, cache, context.tokens, context.length
     )
+    if context.rule is not None:
+      return adaptive(params, logits, cache, context)
     uniforms = draft_uniforms(context)
     own, others = None, None
     if uniforms is not None:
@@ -78,13 +84,36 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
 
+  def adaptive(params, logits, cache, context: Context):
+    def read(cache, token, index):
+      logits, cache = model.extend(params, cache, token[:, None])
+      return forbid_early_stops(logits, context, index)[:, 0], cache
+
+    def draw_one(logits, own):
+      return draw(logits, context, own)
+
+    first = forbid_early_stops(logits, context)[:, 0]
+    return length_rules.draft(first, cache, context, draw_one, read)
+
   def commit(cache, length):
     # The last committed token has never been read yet; after a fully accepted
     # draft the one before it has not been read either.
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
 
-  init = functools.partial(read_prompt, model)
-  return Drafter(init, propose, commit, _NAME, network=model)
+  def init(params, inputs, max_length, prompt=None, encoded=None):
+    return read_prompt(
+      model, params, inputs, max_length, prompt, encoded=encoded
+    )
+
+  return Drafter(
+    init,
+    propose,
+    commit,
+    SMALL_MODEL,
+    network=model,
+    reads_encoder=reads_encoder(model),
+    adapts=True,
+  )
 
 
 def as_drafter(given: Drafter | Model) -> Drafter:
@@ -105,32 +134,35 @@ def as_drafter(given: Drafter | Model) -> Drafter:
 
 def alone(drafter: Drafter) -> Model | None:
   """The model of a `small_model` drafter; None for any other drafter."""
-  made = isinstance(drafter.params, Model) and drafter.name == _NAME
+  made = isinstance(drafter.params, Model) and drafter.name == SMALL_MODEL
   return drafter.params if made else None
 
 
-def read_last(model: LanguageModel, params, cache, tokens, length, more=0):
-  """Reads each row's last two committed tokens, and `more`, in one call.
+def read_last(
+  model: LanguageModel, params, cache, tokens, length, more=0, behind=2
+):
+  """Reads each row's last committed tokens, and `more`, in one call.
 
   Args:
     model: the model whose cache it is.
     params: its parameters.
-    cache: a cache of committed tokens, which lacks at most the last two.
+    cache: a cache of committed tokens, which lacks at most the last `behind`.
     tokens: int32[B, N], committed tokens, and `more` proposed ones.
     length: int32[B], how many tokens are committed.
     more: static, proposed tokens that are read as well.
+    behind: static, committed tokens that are read, 2 or more.
 
   Returns:
     Logits float32[B, more + 1, V] of the tokens that follow the last committed
     token and each of the proposed ones; the cache, of length `length` + more.
   """
-  start = jnp.maximum(length - 2, 0)
-  index = start[:, None] + jnp.arange(2 + more)
+  start = jnp.maximum(length - behind, 0)
+  index = start[:, None] + jnp.arange(behind + more)
   fed = jnp.take_along_axis(tokens, index, axis=1)
   logits, cache = model.extend(params, model.rewind(cache, start), fed)
-  # The last committed token is the second of the tokens read here, but the
-  # first in a row that holds only its start token. In such a row the last token
-  # read is meaningless, and the next call overwrites it.
+  # The last committed token is the last of those, but an earlier one in a row
+  # that holds fewer, such as only its start token. In such a row the tokens
+  # behind it are meaningless, and the next call overwrites them.
   place = (length - 1 - start)[:, None] + jnp.arange(1 + more)
   logits = jnp.take_along_axis(logits, place[..., None], axis=1)
   return logits, model.rewind(cache, length + more)
@@ -140,29 +172,45 @@ def catch_up(model: LanguageModel, params, cache, tokens, length):
   """Reads the tokens that a cache lacks, except those that `read_last` reads.
 
   Calls the model as often as the row that lacks the most tokens needs, often
-  not at all.
+  not at all; see `catch_up_calls`.
 
   Args:
     model: the model whose cache it is.
     params: its parameters.
-    cache: a cache of committed tokens, with at least `_AT_ONCE` slots.
+    cache: a cache of committed tokens, with N - 1 slots or more.
     tokens: int32[B, N], committed tokens.
     length: int32[B], how many tokens are committed.
 
   Returns:
     The cache, of length `length` - 2 or more.
   """
+  for at_once, enough in zip(_AT_ONCE, (*_AT_ONCE[1:], 0), strict=True):
+    size = min(at_once, tokens.shape[1] - 1)
 
-  def lacks(cache):
-    return jnp.any(cache.length < length - 2)
+    def lacks(cache, enough=enough):
+      return jnp.any(cache.length + enough < length - 2)
 
-  def read(cache):
-    # Near the end some tokens are read again, with the same values, rather than
-    # slots used past the last committed token.
-    start = jnp.minimum(cache.length, jnp.maximum(length - _AT_ONCE, 0))
-    index = start[:, None] + jnp.arange(_AT_ONCE)
-    fed = jnp.take_along_axis(tokens, index, axis=1)
-    _, cache = model.extend(params, model.rewind(cache, start), fed)
-    return model.rewind(cache, jnp.minimum(start + _AT_ONCE, length - 1))
+    def read(cache, size=size):
+      # Near the end some tokens are read again, with the same values, rather
+      # than slots used past the last committed token.
+      start = jnp.minimum(cache.length, jnp.maximum(length - size, 0))
+      index = start[:, None] + jnp.arange(size)
+      fed = jnp.take_along_axis(tokens, index, axis=1)
+      _, cache = model.extend(params, model.rewind(cache, start), fed)
+      return model.rewind(cache, jnp.minimum(start + size, length - 1))
 
-  return lax.while_loop(lacks, read, cache)
+    cache = lax.while_loop(lacks, read, cache)
+  return cache
+
+
+def catch_up_calls(missed: int) -> int:
+  """Calls of the model that read what it missed, at most.
+
+  Args:
+    missed: rounds of a token each in which it was not asked.
+  """
+  calls = 0
+  for at_once, enough in zip(_AT_ONCE, (*_AT_ONCE[1:], 0), strict=True):
+    now = -(-max(missed - enough, 0) // at_once)
+    calls, missed = calls + now, max(missed - now * at_once, 0)
+  return calls

@@ -11,6 +11,7 @@ from specdec_jax.drafters.base import (
   Context,
   Drafter,
   DrafterState,
+  check_chain,
   is_finished,
 )
 from specdec_jax.drafters.small_model import as_drafter
@@ -47,14 +48,19 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   Args:
     first: the drafter that is always asked.
     second: its fallback; `small_model` makes a drafter of a model.
+
+  Raises:
+    ValueError: one of them proposes a tree.
   """
   second = as_drafter(second)
+  for drafter in (first, second):
+    check_chain(drafter, 'with_fallback')
 
-  def init(params, inputs, max_length, prompt):
+  def init(params, inputs, max_length, prompt, encoded=None):
     batch = inputs.shape[:1]
     return FallbackState(
-      first=first.init(params[0], inputs, max_length, prompt),
-      second=second.init(params[1], inputs, max_length, prompt),
+      first=first.begin(params[0], inputs, max_length, prompt, encoded),
+      second=second.begin(params[1], inputs, max_length, prompt, encoded),
       length=jnp.zeros(batch, jnp.int32),
       by_first=jnp.zeros(batch, bool),
       finished=jnp.zeros(batch, bool),
@@ -110,6 +116,9 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     name,
     params=(first.params, second.params),
     models=(*first.models, *second.models),
+    reads_encoder=first.reads_encoder or second.reads_encoder,
+    reads_features=first.reads_features or second.reads_features,
+    made_for=(*first.made_for, *second.made_for),
   )
 
 

@@ -8,6 +8,7 @@ of matrices, and chooses layouts of its own.
 """
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,11 @@ class Ways(NamedTuple):
       TPU computes a product of one row without its matrix unit.
     holds_queries: a barrier behind the queries' product. Without it a TPU's
       compiler relays their kernel at each run, for queries by heads.
+    narrows_calls: a call of the target is only as wide as the longest draft,
+      where drafts end early. On a GPU or TPU a wide call costs what a narrow
+      one does.
+    drafts_beams: an engine with a drafter speculates on a beam search unless it
+      is told not to. On a CPU a call over a tree costs more than it saves.
   """
 
   doubles_query: bool = False
@@ -55,6 +61,8 @@ class Ways(NamedTuple):
   writes_by_row: bool = False
   least_rows: int = 1
   holds_queries: bool = False
+  narrows_calls: bool = False
+  drafts_beams: bool = True
 
 
 _WAYS = {
@@ -63,6 +71,8 @@ _WAYS = {
     has_buckets=True,
     turns_operands=True,
     samples_by_need=True,
+    narrows_calls=True,
+    drafts_beams=False,
   ),
   'gpu': Ways(
     sums_row=True,
@@ -88,6 +98,29 @@ def ways() -> Ways:
     return found
   # Such writes would gather the rows and heads of all devices.
   return found._replace(flattens_cache=False, writes_by_row=False)
+
+
+def compiler_options() -> dict[str, str | bool]:
+  """What XLA is told beside a program, for `jax.jit` or `Lowered.compile`.
+
+  On a GPU XLA would share the terms of a sum among several blocks where a
+  product has few rows, write partial sums in float32, and add them up in
+  another kernel. A product with a kernel of 4096 columns is 256 blocks without
+  that, enough for all cores of a GPU.
+  """
+  options: dict[str, str | bool] = {'xla_gpu_experimental_force_split_k': '1'}
+  return options if kind() == 'gpu' and _are_known(*options.items()) else {}
+
+
+@functools.cache
+def _are_known(*options: tuple[str, str | bool]) -> bool:
+  """Whether this jaxlib's XLA has such options; any compiler reads them."""
+  lowered = jax.jit(lambda: 0).lower()
+  try:
+    lowered.compile(compiler_options=dict(options))
+  except jax.errors.JaxRuntimeError:
+    return False
+  return True
 
 
 def compiled_for(described: str) -> contextlib.AbstractContextManager[object]:

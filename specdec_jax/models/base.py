@@ -47,6 +47,10 @@ class LanguageModel(Protocol[Cache]):
   ) -> Cache:
     """Reads the inputs once and returns a cache ready for decoding.
 
+    A network with an encoder may also have `encode(params, inputs) -> [B, E,
+    M]`, and take its result here as `encoded`: then a drafter can read it too,
+    see `Drafter.reads_encoder`.
+
     Args:
       params: the model's parameters.
       inputs: int32[B, E], tokens of the input, 0 past each row's end. A
@@ -101,6 +105,50 @@ class LanguageModel(Protocol[Cache]):
     ...
 
 
+class FeatureModel(LanguageModel[Cache], Protocol[Cache]):
+  """A network that also gives its features, for drafters that read them.
+
+  The feature of a token is the last hidden state [M] that the output layer
+  reads, after the final norm: `head` makes of it the logits of the token that
+  follows.
+  """
+
+  def extend_with_features(
+    self,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    tree: Tree | None = None,
+  ) -> tuple[jax.Array, jax.Array, Cache]:
+    """As `extend`; returns the features [B, S, M] between the two."""
+    ...
+
+  def features(
+    self, params: Params, inputs: jax.Array, decoder_inputs: jax.Array
+  ) -> jax.Array:
+    """Teacher-forced features [B, S, M], for training.
+
+    Args:
+      params: the model's parameters.
+      inputs: int32[B, E], 0 past each row's end.
+      decoder_inputs: int32[B, S], the targets shifted right.
+    """
+    ...
+
+  def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+    """Maps tokens int32[...] to the decoder's embeddings [..., M]."""
+    ...
+
+  def head(self, params: Params, features: jax.Array) -> jax.Array:
+    """The output layer: maps features [..., M] to float32[..., V]."""
+    ...
+
+
+def gives_features(network: LanguageModel) -> bool:
+  """Whether a network is a `FeatureModel`."""
+  return callable(getattr(network, 'extend_with_features', None))
+
+
 def read_prompt(
   model: LanguageModel[Cache],
   params: Params,
@@ -108,6 +156,7 @@ def read_prompt(
   max_length: int,
   prompt: jax.Array | None = None,
   longest: int | None = None,
+  encoded: jax.Array | None = None,
 ) -> Cache:
   """A cache that has read the inputs, and each prompt but its last token.
 
@@ -122,16 +171,24 @@ def read_prompt(
     max_length: T, the decoder slots to allocate.
     prompt: int32[B, P], P < T; None is the start token alone.
     longest: as of `LanguageModel.prefill`.
+    encoded: float[B, E, M], what an encoder has said of the inputs; None leaves
+      it to the model.
 
   Returns:
     A cache with `length` P - 1 in every row.
   """
-  # A network that knows no trees need not take the argument.
-  most = {} if longest is None else {'longest': longest}
-  cache = model.prefill(params, inputs, max_length, **most)
+  # A network that knows none of these need not take the argument.
+  given: dict[str, Any] = {'longest': longest, 'encoded': encoded}
+  known = {name: value for name, value in given.items() if value is not None}
+  cache = model.prefill(params, inputs, max_length, **known)
   if prompt is not None and prompt.shape[1] > 1:
     _, cache = model.extend(params, cache, prompt[:, :-1])
   return cache
+
+
+def reads_encoder(network: Any) -> bool:
+  """Whether a network has no encoder of its own and reads a target's."""
+  return bool(getattr(network, 'reads_encoder', False))
 
 
 def param_shapes(network: LanguageModel) -> Params:

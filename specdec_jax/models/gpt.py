@@ -21,6 +21,7 @@ from flax import linen as nn
 from specdec_jax.checks.fields import check_types
 from specdec_jax.models import kv_cache, layers
 from specdec_jax.models.base import Params
+from specdec_jax.models.linen_model import LinenModel
 
 LAYER_NORM_EPSILON = 1e-5  # GPT-2's
 
@@ -156,6 +157,10 @@ class Decoder(nn.Module):
 
   def __call__(self, tokens, deterministic=True):
     """Teacher-forced logits float32[B, S, V] of tokens int32[B, S]."""
+    return self.head(self.features(tokens, deterministic))
+
+  def features(self, tokens, deterministic=True):
+    """Teacher-forced features [B, S, M]: what the output layer reads."""
     position = np.arange(tokens.shape[1])
     bias = self._score_bias(position[None, :] - position[:, None])
     read = kv_cache.reader(bias[None])
@@ -168,7 +173,7 @@ class Decoder(nn.Module):
         read,
         deterministic,
       )
-    return self._head(x, deterministic)
+    return self._last(x, deterministic)
 
   def empty_cache(self, batch: int, num_slots: int) -> kv_cache.KVCache:
     """A `KVCache` of `batch` rows that have read nothing."""
@@ -183,8 +188,14 @@ class Decoder(nn.Module):
       length=jnp.zeros((batch,), jnp.int32),
     )
 
-  def extend(self, cache, tokens, tree=None):
-    """Logits float32[B, S, V] and the cache grown by tokens int32[B, S]."""
+  def extend_with_features(self, cache, tokens, tree=None):
+    """Logits float32[B, S, V], features [B, S, M] and the grown cache.
+
+    Args:
+      cache: a `KVCache`.
+      tokens: int32[B, S].
+      tree: how they hang together; None is one after another.
+    """
     num_queries = tokens.shape[1]
     reads = kv_cache.bucketed_reads(cache, num_queries, tree)
     if tree is None:
@@ -198,11 +209,16 @@ class Decoder(nn.Module):
       x, memory = layer(x, remember, reads[i], True)
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
-    return self._head(x, True), cache
+    features = self._last(x, True)
+    return self.head(features), features, cache
+
+  def embed(self, tokens):
+    """Maps int32[...] to the embeddings of tokens alone, [..., M]."""
+    return self.token_embedder(tokens)
 
   def _embed(self, tokens: jax.Array, positions: Any) -> jax.Array:
     """[B, S, M] of tokens at positions int[S] or int[B, S]."""
-    x = self.token_embedder(tokens)
+    x = self.embed(tokens)
     if self.config.num_positions:
       x = x + self.position_embedder(positions)
     return x
@@ -218,15 +234,18 @@ class Decoder(nn.Module):
       bias = self.relpos_bias(np.minimum(relative, 0))
     return jnp.where(relative > 0, layers.MASKED, bias)
 
-  def _head(self, x, deterministic):
-    x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
+  def _last(self, x, deterministic):
+    return self.dropout(self.decoder_norm(x), deterministic=deterministic)
+
+  def head(self, features):
+    """The output layer: maps [..., M] to logits float32[..., V]."""
     if self.config.logits_via_embedding:
-      return self.token_embedder.attend(x)
-    return self.logits_dense(x)
+      return self.token_embedder.attend(features)
+    return self.logits_dense(features)
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT:
+class GPT(LinenModel):
   """A decoder-only model as a `LanguageModel`; see `models.base`.
 
   Parameters lie under 'decoder/', where T5X's decoder-only network has them.
@@ -236,11 +255,6 @@ class GPT:
 
   def __post_init__(self):
     check_types(self)
-
-  @property
-  def vocab_size(self) -> int:
-    """V, the width of the logits."""
-    return self.config.vocab_size
 
   @property
   def has_encoder(self) -> bool:
@@ -283,6 +297,19 @@ class GPT:
     )
     return cast(jax.Array, logits)
 
+  def features(
+    self, params: Params, inputs: Any, decoder_inputs: jax.Array
+  ) -> jax.Array:
+    """Teacher-forced features [B, S, M]: what `head` makes `logits` of.
+
+    Raises:
+      ValueError: S exceeds the number of learned positions.
+    """
+    del inputs
+    self._check_length(decoder_inputs.shape[1])
+    features = self._apply(params, decoder_inputs, method='features')
+    return cast(jax.Array, features)
+
   def prefill(self, params, inputs, max_length, longest=None):
     """Returns an empty `KVCache` of inputs' B rows and `max_length` slots.
 
@@ -293,18 +320,6 @@ class GPT:
     return self._apply(
       params, inputs.shape[0], max_length, method='empty_cache'
     )
-
-  def extend(self, params, cache, tokens, tree=None):
-    """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
-    return self._apply(params, cache, tokens, tree, method='extend')
-
-  def rewind(self, cache, length):
-    """Forgets all but the first `length` (int32[B]) tokens of each row."""
-    return cache.rewind(length)
-
-  def keep(self, cache, length, slots):
-    """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
-    return cache.keep(length, slots)
 
   def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
     return Decoder(self.config).apply(

@@ -24,6 +24,8 @@ class Model:
     bos_id: id that texts of a decoder-only model begin with; None is none.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
+    made_for: of a drafter that reads the target's encoder, the fingerprint of
+      the target that it was made for, as the checkpoint says; '' is unknown.
   """
 
   def __init__(
@@ -36,6 +38,7 @@ class Model:
     dtype: str | None = None,
     bos_id: int | None = None,
     stop_ids: Sequence[int] = (),
+    made_for: str = '',
     reader: Callable[[Any, Any], Params] | None = None,
   ):
     """Stores its arguments; an engine checks them.
@@ -48,6 +51,7 @@ class Model:
       dtype: see the class.
       bos_id: see the class.
       stop_ids: see the class.
+      made_for: see the class.
       reader: `(dtype, sharding) -> params`, given instead of `params`: reads
         the parameters, see `checkpoints.load`.
     """
@@ -57,6 +61,7 @@ class Model:
     self.dtype = dtype
     self.bos_id = bos_id
     self.stop_ids = tuple(stop_ids)
+    self.made_for = made_for
     self._params = params
     self._reader = reader
 
@@ -113,4 +118,5 @@ class Model:
       dtype=self.dtype,
       bos_id=self.bos_id,
       stop_ids=self.stop_ids,
+      made_for=self.made_for,
     )

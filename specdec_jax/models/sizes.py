@@ -34,8 +34,12 @@ def num_params(config: T5Config | GPTConfig) -> int:
     encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
     total += encoder * (attention + mlp + 2 * width)
     total += decoder * (2 * attention + mlp + 3 * width)
-    biases = encoder + decoder if config.bias_per_layer else 2
-    return total + 2 * width + biases * bias
+    # Cross-attention's keys and values may be of another width.
+    more = config.encoded_dim - width
+    total += decoder * 2 * more * config.num_heads * config.head_dim
+    stacks = 2 if encoder else 1
+    biases = encoder + decoder if config.bias_per_layer else stacks
+    return total + stacks * width + biases * bias
   norm = (2 if config.norm == 'layer' else 1) * width
   per_layer = attention + mlp + 2 * norm
   if config.use_bias:
@@ -67,7 +71,8 @@ def run_bytes(
   layers, scores = 0, 0
   if isinstance(config, T5Config):
     layers = config.num_decoder_layers
-    scores = 4 * batch * config.num_heads * input_len**2
+    if config.num_encoder_layers:
+      scores = 4 * batch * config.num_heads * input_len**2
     slots = num_slots + input_len
   else:
     layers, slots = config.num_layers, num_slots

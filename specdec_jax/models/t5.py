@@ -5,7 +5,7 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 """
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from specdec_jax.checks.fields import check_types
 from specdec_jax.models import backend, kv_cache, layers
 from specdec_jax.models.base import Params
+from specdec_jax.models.linen_model import LinenModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,8 @@ class T5Config:
     vocab_size: V, rows of the embedding (T5's own are padded to 32128).
     emb_dim: M.
     num_heads: H.
-    num_encoder_layers: layers of the encoder.
+    num_encoder_layers: layers of the encoder; 0 is a decoder alone, which reads
+      what another T5's encoder says, see `T5.reads_encoder`.
     num_decoder_layers: layers of the decoder.
     head_dim: D; H * D need not be M.
     mlp_dim: width of the feed-forward block.
@@ -36,9 +38,12 @@ class T5Config:
     bias_per_layer: True if each layer has a relative bias of its own, as in
       T5X's `scalable_t5` and in UMT5; otherwise a stack's layers share one.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
+    encoder_dim: of a decoder alone, the width of the encoder's output that it
+      reads; 0 is `emb_dim`, as with an encoder of its own.
 
   Raises:
-    ValueError: a size is not positive, or a name is unknown.
+    ValueError: a size is not positive, or a name is unknown; or `encoder_dim`
+      is given beside an encoder.
   """
 
   vocab_size: int
@@ -53,11 +58,23 @@ class T5Config:
   logits_via_embedding: bool = False
   bias_per_layer: bool = False
   dtype: str = 'float32'
+  encoder_dim: int = 0
 
   def __post_init__(self):
     check_types(self)
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
-    layers.check_config(self)
+    layers.check_config(self, ('num_encoder_layers', 'encoder_dim'))
+    if self.num_encoder_layers and self.encoder_dim:
+      raise ValueError(
+        f'T5Config.encoder_dim is {self.encoder_dim} beside'
+        f' {self.num_encoder_layers} encoder layers: it is of a decoder alone'
+        ' (num_encoder_layers = 0). Leave it out.'
+      )
+
+  @property
+  def encoded_dim(self) -> int:
+    """The width of the encoder's output that cross-attention reads."""
+    return self.encoder_dim or self.emb_dim
 
 
 def _attention(config: T5Config) -> layers.Attention:
@@ -242,14 +259,18 @@ class Decoder(nn.Module):
     values = tuple(kv_cache.slots_last(pair[1]) for pair in pairs)
     return keys, values
 
-  def _head(self, x, embedder, deterministic):
-    x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
-    if self.config.logits_via_embedding:
-      return embedder.attend(x)
-    return self.logits_dense(x)
+  def _last(self, x, deterministic):
+    """What the output layer reads, [B, S, M]."""
+    return self.dropout(self.decoder_norm(x), deterministic=deterministic)
 
-  def __call__(self, x, embedder, encoded, cross_bias, deterministic):
-    """Teacher-forced logits [B, S, V] of embedded tokens [B, S, M]."""
+  def head(self, features, embedder):
+    """The output layer: maps [..., M] to logits [..., V]."""
+    if self.config.logits_via_embedding:
+      return embedder.attend(features)
+    return self.logits_dense(features)
+
+  def __call__(self, x, encoded, cross_bias, deterministic):
+    """Teacher-forced features [B, S, M] of embedded tokens [B, S, M]."""
     position = np.arange(x.shape[1])
     relative = position[None, :] - position[:, None]
     biases = _biases(self, relative, causal=True)
@@ -264,10 +285,10 @@ class Decoder(nn.Module):
         (*kv, cross_bias),
         deterministic,
       )
-    return self._head(x, embedder, deterministic)
+    return self._last(x, deterministic)
 
-  def extend(self, x, embedder, cache, write=kv_cache.write, tree=None):
-    """Logits [B, S, V] and the cache grown by S embedded tokens."""
+  def extend(self, x, cache, write=kv_cache.write, tree=None):
+    """Features [B, S, M] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
     reads = kv_cache.bucketed_reads(cache, num_queries, tree)
     kept = []
@@ -277,7 +298,12 @@ class Decoder(nn.Module):
       x, memory = layer(x, remember, reads[i], cross, True)
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
-    return self._head(x, embedder, True), cache
+    return self._last(x, True), cache
+
+
+def _padding_bias(inputs: jax.Array) -> jax.Array:
+  """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
+  return jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
 
 
 class EncoderDecoder(nn.Module):
@@ -290,23 +316,30 @@ class EncoderDecoder(nn.Module):
     self.token_embedder = layers.Embed(
       config.vocab_size, config.emb_dim, config.dtype
     )
-    self.encoder = Encoder(config)
+    if config.num_encoder_layers:
+      self.encoder = Encoder(config)
     self.decoder = Decoder(config)
 
   def encode(self, inputs, deterministic=True):
-    padding_bias = jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
     embedded = self.token_embedder(inputs)
-    return self.encoder(embedded, padding_bias, deterministic), padding_bias
+    return self.encoder(embedded, _padding_bias(inputs), deterministic)
 
-  def __call__(self, inputs, decoder_inputs, deterministic=True):
-    encoded, bias = self.encode(inputs, deterministic)
+  def features(self, inputs, decoder_inputs, deterministic=True, encoded=None):
+    if encoded is None:
+      encoded = self.encode(inputs, deterministic)
     embedded = self.token_embedder(decoder_inputs)
-    return self.decoder(
-      embedded, self.token_embedder, encoded, bias, deterministic
+    bias = _padding_bias(inputs)
+    return self.decoder(embedded, encoded, bias, deterministic)
+
+  def __call__(self, inputs, decoder_inputs, deterministic=True, encoded=None):
+    return self.head(
+      self.features(inputs, decoder_inputs, deterministic, encoded)
     )
 
-  def prefill(self, inputs, max_length):
-    encoded, bias = self.encode(inputs)
+  def prefill(self, inputs, max_length, encoded=None):
+    if encoded is None:
+      encoded = self.encode(inputs)
+    bias = _padding_bias(inputs)
     cross_keys, cross_values = self.decoder.cross_kv(encoded)
     size = self.config.num_decoder_layers, inputs.shape[0], max_length
     return kv_cache.KVCache(
@@ -318,13 +351,20 @@ class EncoderDecoder(nn.Module):
       length=jnp.zeros(inputs.shape[:1], jnp.int32),
     )
 
-  def extend(self, cache, tokens, tree=None):
-    embedded = self.token_embedder(tokens)
-    return self.decoder.extend(embedded, self.token_embedder, cache, tree=tree)
+  def extend_with_features(self, cache, tokens, tree=None):
+    embedded = self.embed(tokens)
+    features, cache = self.decoder.extend(embedded, cache, tree=tree)
+    return self.head(features), features, cache
+
+  def embed(self, tokens):
+    return self.token_embedder(tokens)
+
+  def head(self, features):
+    return self.decoder.head(features, self.token_embedder)
 
 
 @dataclasses.dataclass(frozen=True)
-class T5:
+class T5(LinenModel):
   """A T5 as a `LanguageModel`; see `models.base` for the contract."""
 
   config: T5Config
@@ -337,19 +377,45 @@ class T5:
     return EncoderDecoder(self.config)
 
   @property
-  def vocab_size(self) -> int:
-    """V, the width of the logits."""
-    return self.config.vocab_size
+  def has_encoder(self) -> bool:
+    """True: an encoder reads the inputs, its own or another's."""
+    return True
 
   @property
-  def has_encoder(self) -> bool:
-    """True: an encoder reads the inputs."""
-    return True
+  def reads_encoder(self) -> bool:
+    """Whether it is a decoder alone, which must be given `encoded`."""
+    return self.config.num_encoder_layers == 0
 
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters, a nested dict with T5X's names."""
     token = jnp.ones((1, 1), jnp.int32)
-    return self._module.init(key, token, token)['params']
+    encoded = None
+    if self.reads_encoder:
+      encoded = jnp.ones((1, 1, self.config.encoded_dim), jnp.float32)
+    made = self._module.init(key, token, token, encoded=encoded)
+    return cast(Params, made['params'])
+
+  def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
+    """The encoder's output for inputs int32[B, E]: float[B, E, M]."""
+    self._check_encoded(None)
+    encoded = self._apply(params, inputs, method='encode')
+    return cast(jax.Array, encoded)
+
+  def _check_encoded(self, encoded: jax.Array | None) -> None:
+    if not self.reads_encoder:
+      return
+    width = self.config.encoded_dim
+    if encoded is None:
+      raise ValueError(
+        'This T5 has no encoder (num_encoder_layers is 0): expected the output'
+        f" [B, E, {width}] of its target's encoder, got none. It can only"
+        ' draft for that target.'
+      )
+    if encoded.shape[-1] != width:
+      raise ValueError(
+        f'This T5 reads an encoder of width {width}, got one of width'
+        f' {encoded.shape[-1]}: take the target that it was made for.'
+      )
 
   def logits(
     self,
@@ -357,6 +423,7 @@ class T5:
     inputs: jax.Array,
     decoder_inputs: jax.Array,
     dropout_key: jax.Array | None = None,
+    encoded: jax.Array | None = None,
   ) -> jax.Array:
     """Teacher-forced logits, as training and scoring need them.
 
@@ -365,37 +432,40 @@ class T5:
       inputs: int32[B, E], 0 is padding.
       decoder_inputs: int32[B, S], the targets shifted right, 0 first.
       dropout_key: turns dropout on; consumed.
+      encoded: float[B, E, M], what an encoder says of the inputs; None runs its
+        own.
 
     Returns:
       float32[B, S, V].
     """
+    self._check_encoded(encoded)
     rngs = None if dropout_key is None else {'dropout': dropout_key}
-    logits = self._module.apply(
-      {'params': params},
+    logits = self._apply(
+      params,
       inputs,
       decoder_inputs,
       deterministic=dropout_key is None,
+      encoded=encoded,
       rngs=rngs,
     )
     return cast(jax.Array, logits)
 
-  def prefill(self, params, inputs, max_length, longest=None):
-    """Runs the encoder once; returns a `KVCache` with `length` 0."""
+  def features(
+    self, params: Params, inputs: jax.Array, decoder_inputs: jax.Array
+  ) -> jax.Array:
+    """Teacher-forced features [B, S, M]: what `head` makes `logits` of."""
+    features = self._apply(params, inputs, decoder_inputs, method='features')
+    return cast(jax.Array, features)
+
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    """Runs the encoder once, unless `encoded` is what an encoder has said.
+
+    Returns:
+      A `KVCache` with `length` 0.
+    """
     del longest  # relative positions have no end
-    return self._module.apply(
-      {'params': params}, inputs, max_length, method='prefill'
-    )
+    self._check_encoded(encoded)
+    return self._apply(params, inputs, max_length, encoded, method='prefill')
 
-  def extend(self, params, cache, tokens, tree=None):
-    """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
-    return self._module.apply(
-      {'params': params}, cache, tokens, tree, method='extend'
-    )
-
-  def rewind(self, cache, length):
-    """Forgets all but the first `length` (int32[B]) tokens of each row."""
-    return cache.rewind(length)
-
-  def keep(self, cache, length, slots):
-    """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
-    return cache.keep(length, slots)
+  def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+    return self._module.apply({'params': params}, *args, **kwargs)

@@ -1,0 +1,252 @@
+"""When the drafter rests: a drafter that is mostly wrong costs little.
+
+Each row keeps an account, in calls of the target over one token: what its
+rounds cost, less the tokens that they made, which plain decoding would have
+made at one call each. Once the loss is above a limit the row's drafter rests:
+its rounds have no draft. After a while a round probes; if that loses again, the
+next rest is four times as long. How long the first one is follows from the
+costs: so long that a drafter that is always wrong takes a few hundredths of the
+time of any output of 128 tokens and more, its catching up counted.
+
+Decided from counts and known costs, never from a clock: a run that is started
+again, or that several processes share, decides alike, and a row does not depend
+on its neighbours. The drafter's work is left out while all running rows rest,
+and its cache then catches up by calls over several tokens each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from specdec_jax.drafters.small_model import catch_up_calls
+from specdec_jax.models import backend
+from specdec_jax.types import DecodeStats
+
+# Calls of the target over one token. With 1.5 a drafter that is right .7 of the
+# time would rest at once in one of eleven outputs, for nothing.
+_PATIENCE = 2.0
+_FIRST_REST = 32  # rounds, at least
+_GROWTH = 4  # of a rest, after a probe in vain
+_MOST_REST = 1 << 20  # as good as for ever
+_CREDIT = 4.0  # limits; what earlier gains are remembered of
+# What a drafter that is always wrong may take of an output's time; a hundredth
+# more is left for its reading of the input.
+_MOST_LOST = 0.04
+LEAST_OUTPUT = 128  # tokens, from which on that holds
+
+
+@struct.dataclass
+class Fallback:
+  """What speculation costs, and how much may be lost; values recompile nothing.
+
+  Attributes:
+    costs: float32[G + 1], time of a round with 0..G proposals, in calls of the
+      target over one token.
+    patience: float32[], the limit of a row's loss.
+    first_rest: int32[], rounds of a row's first rest.
+  """
+
+  costs: jax.Array
+  patience: jax.Array
+  first_rest: jax.Array
+
+
+def of_costs(
+  cost_ratio: float,
+  call_cost: Callable[[int], float],
+  gamma: int,
+  adapts: bool,
+) -> Fallback:
+  """The fallback of a pair with known costs.
+
+  Args:
+    cost_ratio: c.
+    call_cost: m -> v(m), for m up to gamma + 1.
+    gamma: proposals of a draft at most.
+    adapts: whether a draft may have fewer.
+  """
+  calls = [call_cost(width) for width in widths(gamma, adapts, rests=True)]
+  # Even a draft that ends before its first token has asked for that.
+  asked = [max(i, 1) if adapts else gamma for i in range(gamma + 1)]
+  costs: Any = np.asarray(calls, np.float32)
+  costs += np.float32(cost_ratio) * np.asarray(asked, np.float32)
+  made = of_round_costs(costs)
+  rest = _FIRST_REST
+  while rest < _MOST_REST and not _is_cheap(made, cost_ratio):
+    rest *= 2
+    made = made.replace(first_rest=np.int32(rest))
+  return made
+
+
+def of_round_costs(
+  costs: Any, patience: float = _PATIENCE, first_rest: int = _FIRST_REST
+) -> Fallback:
+  """A fallback of given numbers, see `Fallback`."""
+  made: Any = Fallback
+  found: Fallback = made(
+    np.asarray(costs, np.float32), np.float32(patience), np.int32(first_rest)
+  )
+  return found
+
+
+def _is_cheap(fallback: Fallback, cost_ratio: float) -> bool:
+  """Whether a drafter that is always wrong takes few hundredths of any output.
+
+  The longest outputs that are looked at have several probes; from then on the
+  share falls, or a rest is as good as for ever.
+  """
+  lost = most_lost(fallback, cost_ratio, 32 * LEAST_OUTPUT)
+  tokens = np.maximum(np.arange(len(lost)), LEAST_OUTPUT)
+  return bool(np.all(lost <= _MOST_LOST * tokens))
+
+
+def most_lost(
+  fallback: Fallback, cost_ratio: float, num_tokens: int
+) -> np.ndarray:
+  """What a drafter costs that is always wrong, whose rounds are the dearest.
+
+  Args:
+    fallback: the costs.
+    cost_ratio: c.
+    num_tokens: N, of the longest output.
+
+  Returns:
+    float64[N + 1], of outputs of 0..N tokens the time beyond that of plain
+    decoding, in calls of the target over one token; without what the drafter
+    takes to read the input. The calls that catch up make no logits and are
+    taken to cost two calls of the drafter each.
+  """
+  lost = np.zeros((num_tokens + 1,))
+  own = float(np.max(fallback.costs)) - 1
+  limit, rest = float(fallback.patience), int(fallback.first_rest)
+  if own <= 0:
+    return lost
+  loss, missed, token = 0.0, 0, 0
+  while token < num_tokens:
+    token += 1
+    lost[token:] += own + 2 * cost_ratio * catch_up_calls(missed)
+    loss, missed = loss + own, 0
+    if loss > limit:
+      loss, missed, token = limit, rest, token + rest
+      rest = min(rest * _GROWTH, _MOST_REST)
+  return lost
+
+
+def to_json(fallback: bool | Fallback) -> Any:
+  """What an engine's fallback is, as JSON can hold it."""
+  if isinstance(fallback, bool):
+    return fallback
+  return np.asarray(fallback.costs).tolist()
+
+
+def guessed(gamma: int, adapts: bool) -> Fallback:
+  """The fallback without a calibration.
+
+  A call of the drafter takes a fifth of one of the target; a token more in a
+  call a tenth of a call on a CPU, and nothing elsewhere.
+  """
+  slope = 0.1 if backend.ways().narrows_calls else 0.0
+  return of_costs(0.2, lambda size: 1 + slope * (size - 1), gamma, adapts)
+
+
+def widths(gamma: int, adapts: bool, rests: bool) -> list[int]:
+  """Tokens of the target's call in a round with 0..gamma proposals.
+
+  Where a longer call takes longer, it is one of a few widths, each of which is
+  compiled: a token alone where nothing is proposed, and 2, 4, 8, 16, ... if
+  drafts end early. On a CPU a call over two tokens took .77 to .98 of the time
+  of one over four, and that width made an adaptive length up to a tenth
+  quicker.
+  """
+  most = gamma + 1
+  if not backend.ways().narrows_calls or not (adapts or rests):
+    return [most] * most
+  if not adapts:
+    return [1, *[most] * gamma]
+  powers = [1 << i.bit_length() for i in range(1, most)]
+  return [1, *(min(width, most) for width in powers)]
+
+
+@struct.dataclass
+class Rests:
+  """The accounts of the rows.
+
+  Attributes:
+    loss: float32[B].
+    count: int32[B], rests in a row, without a gain between them.
+    left: int32[B], rounds that the drafter still rests.
+  """
+
+  loss: jax.Array
+  count: jax.Array
+  left: jax.Array
+
+  @classmethod
+  def none(cls, batch: int) -> 'Rests':
+    """The accounts before the first round."""
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return cls(zeros.astype(jnp.float32), zeros, zeros)
+
+
+def after_round(
+  fallback: Fallback,
+  rests: Rests,
+  stats: DecodeStats,
+  running: jax.Array,
+  length: jax.Array,
+  num_accepted: jax.Array,
+) -> tuple[Rests, DecodeStats]:
+  """The accounts and the counts after a round.
+
+  Args:
+    fallback: the costs.
+    rests: the accounts before.
+    stats: the counts after the round.
+    running: bool[B], rows that were unfinished before the round.
+    length: int32[B], proposals of the round.
+    num_accepted: int32[B], those that were accepted.
+  """
+  limit = fallback.patience
+  rested = rests.left > 0
+  lost = fallback.costs[length] - (num_accepted + 1)
+  loss = jnp.where(rested, rests.loss, rests.loss + lost)
+  begins = ~rested & (loss > limit)
+  first: Any = fallback.first_rest
+  rest = jnp.float32(first) * jnp.float32(_GROWTH) ** rests.count
+  rest = jnp.minimum(rest, _MOST_REST).astype(jnp.int32)
+  count = jnp.where(loss <= 0, 0, rests.count + begins)
+  after = Rests(
+    # At the limit: a probe that loses is followed by the next rest.
+    loss=jnp.clip(loss, -_CREDIT * limit, limit),
+    count=count,
+    left=jnp.where(begins, rest, jnp.maximum(rests.left - 1, 0)),
+  )
+  before: Any = stats.fallback_rounds
+  return after, stats.replace(fallback_rounds=before + (running & rested))
+
+
+def unless(
+  all_rest: jax.Array, ask: Callable[[Any], tuple[Any, Any]], drafter_state: Any
+) -> tuple[Any, Any]:
+  """`ask(drafter_state)`, or an empty draft and the state as it was.
+
+  A loop of one turn or none, because it updates the cache in place; a
+  conditional would copy it. On a GPU it waits for the host once a round, which
+  is less than gamma calls for nothing.
+  """
+  shapes, _ = jax.eval_shape(ask, drafter_state)
+  nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+  def once(carry):
+    _, _, state = carry
+    return True, *ask(state)
+
+  _, draft, drafter_state = lax.while_loop(
+    lambda carry: ~carry[0], once, (all_rest, nothing, drafter_state)
+  )
+  return draft, drafter_state

@@ -1,0 +1,282 @@
+"""Heads on the target's last hidden state as a drafter; no network of its own.
+
+Blockwise parallel decoding (Stern et al. 2018) and Medusa (Cai et al. 2024):
+head i predicts the token i places after the last committed one, from the hidden
+state that gave that token, and from the token itself. Conditioned heads also
+read the proposals before their own (Hydra, Ankner et al. 2024).
+
+Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), whose result
+goes through the target's own output layer. That layer and the embeddings e are
+the target's, read from its parameters and not copied. So heads of M = H add
+(3 M^2 + M) numbers each, where a matrix of its own would add M * V: at T5-XXL's
+size 50 million and 132 million. What is read in a round is another matter:
+heads that do not wait for each other read the output layer once for all,
+conditioned heads once for each, as a small model of that width would.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from specdec_jax.checkpoints import t5x
+from specdec_jax.checkpoints.load import locate, open_checkpoint
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  draft_uniforms,
+  draw,
+  forbid_early_stops,
+)
+from specdec_jax.models import layers
+from specdec_jax.models.base import Params
+from specdec_jax.types import Draft
+
+KIND = 'heads'
+_MADE_BY = '`specdec train --gin_file=gin/runs/train_heads.gin`'
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsConfig:
+  """Shape of some heads.
+
+  Attributes:
+    num_heads: the most tokens that they propose.
+    emb_dim: M, the target's.
+    hidden_dim: H, width inside a head.
+    conditioned: whether a head reads the proposals of those before it.
+
+  Raises:
+    ValueError: a number is below 1.
+  """
+
+  num_heads: int = 4
+  emb_dim: int = 512
+  hidden_dim: int = 512
+  conditioned: bool = True
+
+  def __post_init__(self):
+    check_types(self)
+    check_at_least(self, num_heads=1, emb_dim=1, hidden_dim=1)
+
+
+class _Head(nn.Module):
+  """One head: its residual block."""
+
+  config: HeadsConfig
+
+  @nn.compact
+  def __call__(self, features: jax.Array, embedded: jax.Array) -> jax.Array:
+    """Maps [..., M] and [..., n * M] to [..., M], for the output layer."""
+    dtype = str(features.dtype)
+    read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
+    wi = layers.Dense(self.config.hidden_dim, dtype, use_bias=True, name='wi')
+    # Begins as no change: every head says what the target's own layer said.
+    zeros = nn.initializers.zeros
+    wo = layers.Dense(self.config.emb_dim, dtype, zeros, name='wo')
+    return features + wo(nn.silu(wi(read)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+  """Pure functions of some heads; their parameters are a nested dict."""
+
+  config: HeadsConfig
+
+  def init(self, key: jax.Array) -> Params:
+    """Random float32 parameters: 'heads_0', 'heads_1', ... -> a head."""
+    features = jnp.zeros((1, self.config.emb_dim))
+    return {
+      f'heads_{i}': _Head(self.config).init(
+        jax.random.fold_in(key, i),
+        features,
+        jnp.zeros((1, self.num_read(i) * self.config.emb_dim)),
+      )['params']
+      for i in range(self.config.num_heads)
+    }
+
+  def num_read(self, index: int) -> int:
+    """How many tokens head `index` reads: the committed one and proposals."""
+    return 1 + index if self.config.conditioned else 1
+
+  def apply(
+    self, params: Params, index: int, features: jax.Array, embedded: jax.Array
+  ) -> jax.Array:
+    """What the target's output layer reads in the place of its own features.
+
+    Args:
+      params: as of `init`.
+      index: static, number of the head, from 0.
+      features: [..., M].
+      embedded: [..., n, M], n >= `num_read(index)`: embeddings of the last
+        committed token and of the proposals so far.
+
+    Returns:
+      [..., M].
+    """
+    size = self.num_read(index)
+    read = embedded[..., :size, :].reshape(*features.shape[:-1], -1)
+    own = {'params': params[f'heads_{index}']}
+    made: Any = _Head(self.config).apply(own, features, read)
+    return made
+
+
+def heads(
+  network: Heads, params: Params, made_for: tuple[str, ...] = ()
+) -> Drafter:
+  """Returns a drafter of heads on the target's features.
+
+  A round costs no call of any network, but the heads' own products and the
+  target's output layer (see the module). At temperature 0 each head proposes
+  its likeliest token, otherwise one drawn from its distribution. In the first
+  round after a start token alone there is no feature: the heads then read
+  zeros, as in training, and propose what often comes first.
+
+  Args:
+    network: the heads.
+    params: their parameters.
+    made_for: fingerprint of the target they were trained for; () is not
+      checked.
+  """
+  config = network.config
+
+  def propose(params, state, context: Context):
+    features, target = context.features, context.target
+    if features is None or target is None:
+      raise ValueError(
+        'Heads read features of the target, and this context has none: expected'
+        ' one of speculative.with_features.'
+      )
+    _check_width(config, features.shape[-1])
+    count = min(config.num_heads, context.gamma)
+    uniforms = draft_uniforms(context)
+
+    def draw_next(logits, index):
+      logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
+      return draw(
+        logits, context, None if uniforms is None else uniforms[index]
+      )
+
+    place = context.length[:, None] - 1
+    last = jnp.take_along_axis(context.tokens, place, axis=1)
+    embedded = target.embed(context.target_params, last)
+    drawn = []
+    if config.conditioned:
+      for i in range(count):
+        x = network.apply(params, i, features, embedded)
+        logits = target.head(context.target_params, x[:, None])[:, 0]
+        drawn.append(draw_next(logits, i))
+        if i + 1 < count:
+          own = target.embed(context.target_params, drawn[-1][0][:, None])
+          embedded = jnp.concatenate([embedded, own], axis=1)
+    else:
+      each = [
+        network.apply(params, i, features, embedded) for i in range(count)
+      ]
+      logits = target.head(context.target_params, jnp.stack(each, axis=1))
+      drawn = [draw_next(logits[:, i], i) for i in range(count)]
+    tokens = jnp.stack([token for token, _ in drawn], axis=1)
+    rows = None
+    if not context.greedy:
+      rows = jnp.stack([row for _, row in drawn], axis=1)
+    # Places that no head is there for mean nothing.
+    more = context.gamma - count
+    tokens = jnp.pad(tokens, ((0, 0), (0, more)))
+    if rows is not None:
+      rows = jnp.pad(rows, ((0, 0), (0, more), (0, 0)))
+    length = jnp.full(tokens.shape[:1], count, jnp.int32)
+    return Draft(tokens, rows, length), state
+
+  return Drafter(
+    lambda *_: (),
+    propose,
+    lambda state, _: state,
+    f'heads({config.num_heads}{", conditioned" * config.conditioned})',
+    params,
+    reads_features=True,
+    made_for=made_for,
+  )
+
+
+def save(
+  path: str | os.PathLike[str],
+  params: Params,
+  target_fingerprint: str,
+  step: int = 0,
+  dtype: Any = None,
+) -> None:
+  """Writes heads to a single file, as `checkpoints.save_t5x` does.
+
+  Args:
+    path: the file.
+    params: the heads' parameters.
+    target_fingerprint: `checkpoints.fingerprint` of the target's parameters.
+    step: number of updates that the parameters have had.
+    dtype: dtype on disk; None keeps the arrays'.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  about = {'kind': KIND, 'target': target_fingerprint}
+  t5x.save_t5x(path, params, step, dtype, about)
+
+
+def load(path: str | os.PathLike[str]) -> Drafter:
+  """Reads heads that `specdec train` wrote; their file says their sizes.
+
+  An engine refuses them beside another target than the one they were made for.
+
+  Args:
+    path: the file.
+
+  Raises:
+    ValueError: the file is missing, broken, or holds something else.
+  """
+  location = locate(path)
+  source = os.fspath(path)
+  if location.is_folder():
+    raise ValueError(
+      f'{source!r} is a folder; expected a file of heads, as {_MADE_BY} writes'
+      ' it.'
+    )
+  about = t5x.read_about(location)
+  if about.get('kind') != KIND or not isinstance(about.get('target'), str):
+    raise ValueError(
+      f'{source!r} holds no heads: expected a file that {_MADE_BY} wrote, which'
+      f' says so and names its target; this one says {about or "nothing"}. A'
+      ' model is read by specdec_jax.load.'
+    )
+  params = open_checkpoint(path).read()
+  network = Heads(_config_of(params, source))
+  shapes = jax.eval_shape(network.init, jax.random.key(0))
+  t5x.check_params(params, shapes, repr(source))
+  return heads(network, params, (about['target'],))
+
+
+def _config_of(params: Params, source: str) -> HeadsConfig:
+  """The shape of heads, from the shapes of their arrays."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  try:
+    hidden, width = flat['heads_0/wo/kernel'].shape
+    last = flat[f'heads_{len(params) - 1}/wi/kernel'].shape[0]
+  except (KeyError, ValueError) as error:
+    raise ValueError(
+      f'{source!r} has no whole heads: expected heads_0/wo/kernel [H, M] and so'
+      f' on, found {sorted(flat)[:4]}. Copy it again.'
+    ) from error
+  return HeadsConfig(len(params), width, hidden, last > 2 * width)
+
+
+def _check_width(config: HeadsConfig, width: int) -> None:
+  if config.emb_dim != width:
+    raise ValueError(
+      f'These heads were made for a target with emb_dim {config.emb_dim}, and'
+      f' this target has {width}. Train heads for it, with {_MADE_BY}, or take'
+      ' the target that they were made for.'
+    )

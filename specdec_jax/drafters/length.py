@@ -1,0 +1,184 @@
+"""A draft whose length is decided while it is made, in one device loop.
+
+How sure the drafter is, the top probability of its distribution, says how
+likely its next proposal is accepted (`LengthRule.acceptance`). A proposal is
+made only while it is worth its costs, and the drafter is asked for another one
+only while that one is expected to be worth its own. Each row stops for itself;
+the loop ends once all have stopped.
+
+**Nothing is lost.** Whether x_i is proposed depends on x_1..x_{i-1} and the
+distributions up to i; whether the drafter is asked again depends on x_i too,
+which stays in the draft. This is the rule of `Draft`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from specdec_jax import probs
+from specdec_jax.drafters.base import Context, draft_uniforms
+from specdec_jax.types import Draft, LengthRule
+
+# Without a calibration: a draft has at most so many proposals; a call of the
+# drafter is taken to cost .2 calls of the target, a token more in one of these
+# .1, and a call's time is worth 1.3 tokens.
+MOST = 5
+_WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
+_EXPECTED = 0.7
+_BINS = 10
+
+# (logits float[B, V], index, uniforms) -> int32[B] and their distributions; as
+# `base.draw`, of logits in which early stops are forbidden.
+Draw = Callable[[jax.Array, jax.Array | None], tuple[jax.Array, Any]]
+# (cache, the tokens int32[B] to read, the index of what follows them) -> logits
+# float[B, V], the cache
+Read = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+@struct.dataclass
+class _Drafting:
+  """The carry of the loop.
+
+  Attributes:
+    index: int32[], proposals that the drafter was asked for.
+    asks: bool[B], rows that ask for another one.
+    survival: float32[B], probability that all proposals so far are accepted.
+    cache: the drafter's.
+    tokens: int32[B, G].
+    rows: float32[B, G, V]; None when greedy.
+    length: int32[B], proposals that were made.
+  """
+
+  index: jax.Array
+  asks: jax.Array
+  survival: jax.Array
+  cache: Any
+  tokens: jax.Array
+  rows: jax.Array | None
+  length: jax.Array
+
+
+def plain_rule() -> LengthRule:
+  """The rule without a calibration.
+
+  A drafter is right more often than it is sure: a proposal is taken to be
+  accepted with the root of its confidence, or with .7 where that is not known.
+  It must be worth what it costs, by the costs above.
+  """
+  bounds: Any = np.arange(1, _BINS, dtype=np.float32) / _BINS
+  middles = (np.arange(_BINS) + 0.5) / _BINS
+  acceptance: Any = np.sqrt(middles).astype(np.float32)
+  worth: Any = np.full((MOST,), _WORTH, np.float32)
+  asking: Any = np.full((MOST,), _WORTH_ASKING, np.float32)
+  expected: Any = np.float32(_EXPECTED)
+  return LengthRule(bounds, acceptance, worth, asking, expected)
+
+
+def unsure_below(confidence: float, most: int = MOST) -> LengthRule:
+  """The rule that ends a draft where the drafter is less sure than that.
+
+  Args:
+    confidence: in [0, 1]; 0 proposes `most` tokens each time.
+    most: G, proposals of a draft at most.
+  """
+  nothing: Any = np.zeros((most,), np.float32)
+  bounds: Any = np.asarray([confidence], np.float32)
+  acceptance: Any = np.asarray([0.0, 1.0], np.float32)
+  expected: Any = np.float32(1.0)
+  return LengthRule(bounds, acceptance, nothing, nothing, expected)
+
+
+def draft(
+  logits: jax.Array, cache: Any, context: Context, draw: Draw, read: Read
+) -> tuple[Draft, Any]:
+  """Proposes tokens for as long as `context.rule` says.
+
+  Args:
+    logits: float[B, V] of the first proposal, early stops forbidden.
+    cache: of the drafter, which has read all committed tokens.
+    context: with a `rule` and `room`.
+    draw: draws a proposal.
+    read: reads a proposal; returns the logits of the next one.
+
+  Returns:
+    The draft; the cache, which has read all of it but perhaps the last token.
+  """
+  rule, room = context.rule, context.room
+  if rule is None or room is None:
+    raise ValueError('length.draft needs a context with a rule, got none.')
+  batch, vocab_size = logits.shape
+  size = context.gamma
+  uniforms = draft_uniforms(context)
+
+  def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
+    index = now.index
+    survival = now.survival * acceptance_of(rule, confidence_of(logits))
+    makes = now.asks & (survival > rule.worth[index])
+    own = None if uniforms is None else uniforms[index]
+    token, row = draw(logits, own)
+    rows = now.rows
+    if rows is not None:
+      rows = lax.dynamic_update_slice_in_dim(rows, row[:, None], index, 1)
+    length = now.length + makes
+    # Nothing follows a stop id.
+    ended = jnp.any(token[:, None] == context.stop_ids, axis=1)
+    expected = survival * rule.expected
+    worth_asking = (
+      expected > rule.worth_asking[jnp.minimum(index + 1, size - 1)]
+    )
+    return _Drafting(
+      index=index + 1,
+      asks=makes & ~ended & (length < room) & worth_asking,
+      survival=survival,
+      cache=now.cache,
+      tokens=lax.dynamic_update_slice_in_dim(
+        now.tokens, token[:, None], index, 1
+      ),
+      rows=rows,
+      length=length,
+    )
+
+  def one_more(now: _Drafting) -> _Drafting:
+    last = lax.dynamic_slice_in_dim(now.tokens, now.index - 1, 1, 1)[:, 0]
+    logits, cache = read(now.cache, last, now.index)
+    return propose(dataclasses.replace(now, cache=cache), logits)
+
+  first = _Drafting(
+    index=jnp.int32(0),
+    asks=room > 0,
+    survival=jnp.ones((batch,), jnp.float32),
+    cache=cache,
+    tokens=jnp.zeros((batch, size), jnp.int32),
+    rows=None
+    if context.greedy
+    else jnp.zeros((batch, size, vocab_size), jnp.float32),
+    length=jnp.zeros((batch,), jnp.int32),
+  )
+  last = lax.while_loop(
+    lambda now: (now.index < size) & jnp.any(now.asks),
+    one_more,
+    propose(first, logits),
+  )
+  return Draft(last.tokens, last.rows, last.length), last.cache
+
+
+def confidence_of(logits: jax.Array) -> jax.Array:
+  """The top probability of float[..., V] at temperature 1; float32[...].
+
+  The same at any temperature that is sampled at: at 0 all would be 1.
+  """
+  return jnp.exp(probs.log_prob_of(logits, probs.greedy_token(logits)))
+
+
+def acceptance_of(rule: LengthRule, confidence: jax.Array) -> jax.Array:
+  """The acceptance probability of float32[B] confidences by a rule's table."""
+  above = confidence[:, None] >= rule.confidences
+  # A sum over the few bins: a look-up would be an operation of its own.
+  chosen = jnp.sum(above, axis=1)[:, None] == jnp.arange(len(rule.acceptance))
+  return jnp.sum(jnp.where(chosen, rule.acceptance, 0.0), axis=1)

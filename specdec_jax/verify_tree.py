@@ -1,0 +1,228 @@
+"""Verification of proposals that branch: Algorithm 1 along a tree.
+
+Written for one sequence, then vmapped. From the last committed token down: the
+children of the node that was reached are tried in turn, the first that is
+accepted is the next node, and where none is, the target draws the token itself.
+One child each is Algorithm 1, with the same random numbers.
+
+**Guarantee.** Each node x comes with the distribution q that it was drawn from,
+*given its ancestors and its elder siblings*. At a node, p begins as the
+target's distribution. A child is accepted with probability min(1, p(x) / q(x));
+on rejection p becomes norm(max(0, p - q)), and the next child is tried. What is
+emitted has the law p at every step, for whatever q: so in the end it has the
+target's. Three kinds of children are this one rule:
+
+- drawn independently (SpecInfer's): q is the drafter's distribution for each;
+- drawn without replacement: q is the drafter's distribution without the elder
+  siblings, normalised again;
+- chosen, by rank or by a table (`Draft.probs` None): q is one-hot, the child is
+  accepted with p(x), and on rejection x is taken out of p.
+
+Children are tried in the order in which they were drawn: sorted by score, the
+first no longer comes from its q. For p = (.1, .3, .6) and q = (.6, .3, .1) two
+children drawn without replacement and sorted give (.154, .076, .770); two
+chosen ones that are taken for drawn ones give (.167, 0, .833).
+
+As in `verify`, a child of draft probability 0 was not proposed: it is passed
+over, and p stays as it is. Where p - q rounds to nothing, p stays too.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specdec_jax.probs import inverse_cdf, verdict_uniforms
+from specdec_jax.tree_shape import TreeShape
+from specdec_jax.types import Draft, Verdict
+
+
+def verify_tree(draft: Draft, target_probs: jax.Array, key: jax.Array):
+  """Decides which path of a tree is kept and draws the token after it.
+
+  Args:
+    draft: draft of one sequence, with `parents`: tokens int32[N], probs
+      float32[N, V] or None for chosen ones, length int32[], the levels that are
+      proposed.
+    target_probs: float32[N + 1, V]: given the committed tokens, and given these
+      and the path to each node.
+    key: PRNG key of this row and round, consumed by `verdict_uniforms`.
+
+  Returns:
+    Verdict with `path`.
+
+  Raises:
+    ValueError: the shapes do not fit, at trace time.
+  """
+  shape = shape_of(draft, target_probs.shape[0])
+  uniforms, own = verdict_uniforms(key, len(trials(shape)))
+  last, weights = walk(draft, target_probs, uniforms)
+  return verdict(shape, last, inverse_cdf(weights, own))
+
+
+def trials(shape: TreeShape) -> np.ndarray:
+  """int32[K, 2], level and rank of every child that a walk may have to try."""
+  found = np.stack([shape.levels, shape.ranks], axis=1)
+  return np.unique(found, axis=0)
+
+
+def walk(
+  draft: Draft, target_probs: jax.Array, uniforms: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The node that is reached, and what the next token is drawn from.
+
+  Args:
+    draft: as for `verify_tree`.
+    target_probs: as for `verify_tree`.
+    uniforms: float32[K], one for each of `trials`.
+
+  Returns:
+    int32[], the last accepted node, -1 if there is none; and float32[V], p
+    where the walk ended, not normalised.
+  """
+  shape = shape_of(draft, target_probs.shape[0])
+  children = jnp.asarray(shape.children)
+  levels = jnp.asarray(np.append(0, shape.levels))  # the root first
+
+  def one(carry, trial):
+    node, probs = carry
+    level, rank, uniform = trial
+    child = children[node + 1, rank]
+    offered = (levels[node + 1] == level - 1) & (level <= draft.length)
+    offered &= child >= 0
+    token, draft_row, draft_prob = _proposal(draft, child, probs.shape[0])
+    offered &= draft_prob > 0
+    # Strictly less, as in `verify`: a uniform may be 0.
+    target_prob = _value_at(probs, token)
+    accepted = offered & (uniform * draft_prob < target_prob)
+    left = jnp.where(offered, _residual(probs, draft_row), probs)
+    probs = jnp.where(accepted, target_probs[child + 1], left)
+    return (jnp.where(accepted, child, node), probs), None
+
+  places = jnp.asarray(trials(shape))
+  first = jnp.int32(-1), target_probs[0]
+  (last, probs), _ = lax.scan(
+    one, first, (places[:, 0], places[:, 1], uniforms)
+  )
+  return last, probs
+
+
+def verify_tree_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
+  """`verify_tree` for a target that takes the argmax.
+
+  Args:
+    draft: draft of one sequence: tokens int32[N], length int32[]; probs is
+      unused.
+    target_tokens: int32[N + 1], the target's argmax after the committed tokens,
+      and after each node.
+
+  Returns:
+    Verdict with `path`: the longest one of nothing but argmaxes.
+
+  Raises:
+    ValueError: the shapes do not fit, at trace time.
+  """
+  shape = shape_of(draft, target_tokens.shape[0])
+  levels = jnp.asarray(shape.levels)
+  before = target_tokens[np.array(shape.parents) + 1]
+  fails = (draft.tokens != before) | (levels > draft.length)
+  reached = ~jnp.any(jnp.asarray(shape.related) & fails[None, :], axis=1)
+  depth = jnp.where(reached, levels, 0)
+  node = jnp.argmax(depth).astype(jnp.int32)
+  last = jnp.where(depth[node] > 0, node, -1)
+  return verdict(shape, last, target_tokens[last + 1])
+
+
+def verify_tree_batch(
+  draft: Draft, target_probs: jax.Array, keys: jax.Array
+) -> Verdict:
+  """`verify_tree` for B sequences: target_probs float32[B, N + 1, V]."""
+  return jax.vmap(verify_tree)(draft, target_probs, keys)
+
+
+def verify_tree_greedy_batch(draft: Draft, target_tokens: jax.Array) -> Verdict:
+  """`verify_tree_greedy` for B sequences: target_tokens int32[B, N + 1]."""
+  return jax.vmap(verify_tree_greedy)(draft, target_tokens)
+
+
+def acceptance_by_rank(draft: Draft, target_probs: jax.Array) -> jax.Array:
+  """Probability that each child of the root is the one that is accepted.
+
+  Given the tokens of its elder siblings; their mean over many places is the
+  acceptance by rank that `best_tree` grows a tree by.
+
+  Args:
+    draft: as for `verify_tree`; only the root's children matter.
+    target_probs: float32[V], the target's distribution after the committed
+      tokens.
+
+  Returns:
+    float32[C], which sum to at most 1.
+  """
+  shape = TreeShape(draft.parents or ())
+  nodes = shape.children[0]
+  nodes = nodes[nodes >= 0]
+  found, probs, rest = [], target_probs, jnp.float32(1.0)
+  for node in nodes:
+    token, row, draft_prob = _proposal(draft, jnp.int32(node), probs.shape[0])
+    # What was not drawn from its row was not proposed.
+    offered = draft_prob > 0
+    overlap = jnp.sum(jnp.minimum(probs, row))
+    found.append(jnp.where(offered, rest * overlap, 0.0))
+    # Of its own token a child is averaged; the elder ones are what they are.
+    quotient = _value_at(probs, token) / jnp.where(offered, draft_prob, 1.0)
+    rest *= jnp.where(offered, 1 - jnp.minimum(quotient, 1.0), 1.0)
+    probs = jnp.where(offered, _residual(probs, row), probs)
+  return jnp.stack(found)
+
+
+def shape_of(draft: Draft, num_rows: int) -> TreeShape:
+  """The shape of a draft of one sequence that has `parents`.
+
+  Raises:
+    ValueError: it has none, or not as many nodes as parents, or the target has
+      not one row more.
+  """
+  shape = TreeShape(draft.parents or ())
+  if (
+    draft.tokens.shape != (shape.num_nodes,)
+    or num_rows != len(shape.parents) + 1
+  ):
+    raise ValueError(
+      f'A draft with {shape.num_nodes} parents needs as many tokens, and one'
+      f' row of the target more; got tokens of shape {draft.tokens.shape} and'
+      f' {num_rows} rows.'
+    )
+  return shape
+
+
+def verdict(shape: TreeShape, last: jax.Array, next_token: jax.Array):
+  """The verdict of a walk that ended at node `last`; -1 is the root."""
+  node = jnp.maximum(last, 0)
+  levels, paths = jnp.asarray(shape.levels), jnp.asarray(shape.paths)
+  number = jnp.where(last < 0, 0, levels[node])
+  return Verdict(number, next_token, path=paths[node])
+
+
+def _residual(probs: jax.Array, row: jax.Array) -> jax.Array:
+  """norm(max(0, p - q)); p itself if that rounds to nothing."""
+  residual = jnp.maximum(probs - row, 0.0)
+  mass = jnp.sum(residual)
+  return jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), probs)
+
+
+def _proposal(draft: Draft, node: jax.Array, vocab_size: int):
+  """A node's token, the row float32[V] it was drawn from, and its value."""
+  token = draft.tokens[node]
+  if draft.probs is None:
+    # Outside the vocabulary it is no proposal.
+    row = (lax.iota(jnp.int32, vocab_size) == token).astype(jnp.float32)
+  else:
+    row = draft.probs[node]
+  return token, row, _value_at(row, token)
+
+
+def _value_at(row: jax.Array, token: jax.Array) -> jax.Array:
+  """row[token], 0 outside the vocabulary."""
+  in_range = (token >= 0) & (token < row.shape[0])
+  return jnp.where(in_range, jnp.take(row, token, mode='clip'), 0.0)

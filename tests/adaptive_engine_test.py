@@ -1,0 +1,292 @@
+"""gamma = 'adaptive', fallback and monitor, as users ask an engine for them."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import rich.console
+
+import toy_models
+from small_vocabulary import VOCAB_SIZE, WORDS
+from specdec_jax import infer
+from specdec_jax.decoding.fallback import of_round_costs
+from specdec_jax.drafters.length import MOST, unsure_below
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.drafters.with_fallback import with_fallback
+from specdec_jax.engine.completion import CompletionStats, passed_over
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.monitor import Usual
+from specdec_jax.infer import batches, calibrated, report
+from specdec_jax.measure import calibration, environment
+from specdec_jax.measure.calibration import CalibrationError
+from specdec_jax.measure.lengths import Confidence, Prices
+from specdec_jax.models.model import Model
+
+TEXTS = WORDS.split()[:7]
+CHAIN = toy_models.random_markov(0, VOCAB_SIZE, scale=2.0)
+NOISE = toy_models.random_markov(1, VOCAB_SIZE, scale=1.0)
+NEAR = toy_models.MarkovModel(CHAIN.params['table'] + NOISE.params['table'])
+TARGET, DRAFT = Model(CHAIN, CHAIN.params), Model(NEAR, NEAR.params)
+
+
+def make(tokenizer, drafter=DRAFT, **options):
+  options = {'gamma': 'adaptive', 'max_decode_len': 20} | options
+  return Engine(TARGET, drafter, tokenizer=tokenizer, **options)
+
+
+@pytest.fixture(scope='module')
+def engine(tokenizer):
+  return make(tokenizer)
+
+
+def test_greedy_outputs_are_the_plain_ones(engine):
+  have = engine.generate(TEXTS[:2])
+  want = engine.generate(TEXTS[:2], speculative=False)
+  assert [one.tokens for one in have] == [one.tokens for one in want]
+  assert sum(one.stats.num_accepted for one in have) > 0
+  assert len(have[0].stats.histogram) == MOST + 1 == engine.gamma + 1
+
+
+@pytest.mark.slow
+def test_samples_do_not_depend_on_who_is_decoded_beside_them(tokenizer):
+  """Alone, together, and in a pool that others enter and leave."""
+  engine = make(tokenizer, gamma=unsure_below(0.4, 3), fallback=True)
+  options = {'temperature': 1.0, 'seed': 3, 'min_length': 12}
+  together = engine.generate(TEXTS, **options)
+  pooled = engine.generate(TEXTS, batch_size=2, **options)
+  (alone,) = engine.generate(
+    TEXTS[5:6], example_ids=[5], batch_size=1, **options
+  )
+  for one in (together[5], pooled[5]):
+    assert (one.tokens, one.stats) == (alone.tokens, alone.stats)
+  assert [one.tokens for one in together] == [one.tokens for one in pooled]
+  assert any(one.stats.fallback_rounds for one in together)
+
+
+def test_another_rule_is_the_same_program(engine):
+  engine.generate(TEXTS[:2], gamma=unsure_below(0.4))
+  programs = engine.num_programs
+  for confidence in (0.1, 0.9):
+    engine.generate(TEXTS[2:4], gamma=unsure_below(confidence))
+  assert engine.num_programs == programs
+  engine.generate(TEXTS[:2], gamma=MOST)
+  assert engine.num_programs == programs + 1
+
+
+def test_a_trace_shows_drafts_of_several_lengths(engine):
+  proposed = [
+    len(one.proposed) for one in engine.trace(TEXTS[0], min_length=20).rounds
+  ]
+  assert len(set(proposed)) > 1 and max(proposed) <= MOST
+
+
+@pytest.mark.parametrize(
+  'gamma, options, message',
+  [
+    ('adaptiv', {}, "a whole number >= 0 or 'adaptive', got 'adaptiv'"),
+    (
+      'adaptive',
+      {'num_beams': 2, 'speculative': True},
+      r'beam search \(num_beams = 2\) proposes whole levels',
+    ),
+  ],
+)
+def test_what_cannot_be_is_refused(engine, gamma, options, message):
+  with pytest.raises(ValueError, match=message):
+    engine.generate(TEXTS[:1], gamma=gamma, **options)
+  with pytest.raises(ValueError, match='adaptive'):
+    engine.gamma = 'adaptiv'
+
+
+@pytest.mark.parametrize(
+  'drafter', [prompt_lookup(), with_fallback(prompt_lookup(), DRAFT)]
+)
+def test_drafters_that_do_not_say_how_sure_they_are(tokenizer, drafter):
+  engine = make(tokenizer, drafter)
+  with pytest.raises(ValueError, match=r'drafter .*prompt_lookup.* how sure'):
+    engine.generate(TEXTS[:1])
+  assert engine.num_programs == 0
+  assert engine.generate(TEXTS[:1], gamma=2)[0].text
+
+
+# With a calibration.
+
+TABLE = Confidence((0.3,), (0.2, 0.8), (0.01, 0.01), (50, 50), 0.5)
+PRICES = Prices((0.1,) * 3, (0.25,) * 3, 1.7, 0.7)
+
+
+def calibration_of(engine, **changes):
+  choice = calibration.Choice(
+    1,
+    2,
+    1.5,
+    (1.4, 1.6),
+    (1.0, 1.3, 1.5),
+    prices=PRICES,
+    cost_ratio=0.1,
+    call_cost=tuple(1 + 0.1 * i for i in range(9)),
+    acceptance=0.6,
+  )
+  fields = {
+    'fingerprints': engine.fingerprints,
+    'device': environment.describe()['device'],
+    'temperature': 0.0,
+    'choices': (choice,),
+    'record': {},
+    'confidence': TABLE,
+    'spread': 0.1,
+  }
+  return calibration.Calibration(**fields | changes)
+
+
+def config_of(tmp_path, engine, found, **changes):
+  path, texts = tmp_path / 'calibration.json', tmp_path / 'input.txt'
+  found.save(str(path))
+  texts.write_text('\n'.join(TEXTS) + '\n')
+  return infer.DecodeConfig(
+    lambda: engine,
+    str(texts),
+    mode='speculative',
+    calibration=str(path),
+    **changes,
+  )
+
+
+def silent():
+  return rich.console.Console(record=True, width=200)
+
+
+def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
+  engine = make(tokenizer, fallback=True)
+  found, console = calibration_of(engine), silent()
+  config = config_of(tmp_path, engine, found)
+  summary = infer.decode(config, console=console)
+  assert engine.gamma == summary['gamma'] == 3
+  assert summary['rule'] == found.rule(1).to_json() == engine.rule.to_json()
+  # The costs of the calls that it really makes.
+  want = [1.1, 1.2, 1.5, 1.6]
+  np.testing.assert_allclose(engine.fallback.costs, want, rtol=1e-6)
+  assert summary['fallback'] == pytest.approx(want)
+  assert engine.usual == Usual(0.7, 0.1)
+  said = console.export_text()
+  assert 'gamma = 3 at most, adaptive by the calibration' in said
+  assert 'speed-up 1.70' in said and 'Acceptance over the run: ' in said
+  identity = json.dumps(batches.engine_identity(engine))
+  assert '"rule"' in identity and '"fallback"' in identity
+
+
+def test_a_number_and_a_calibration_is_the_best_number(tokenizer, tmp_path):
+  engine = make(tokenizer, gamma=5)
+  config = config_of(tmp_path, engine, calibration_of(engine))
+  infer.decode(config, console=silent())
+  assert engine.gamma == 2 and engine.rule is None
+  assert engine.usual == Usual(0.6, 0.1)
+  assert 'rule' not in batches.engine_identity(engine)
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    (
+      {'fingerprints': {'target': 'x', 'draft': 'y'}},
+      'something else: draft was',
+    ),
+    ({'device': 'abacus'}, "device was 'abacus'"),
+    ({'confidence': None}, 'table of confidence'),
+  ],
+)
+def test_a_calibration_of_something_else(tokenizer, tmp_path, changes, message):
+  engine = make(tokenizer)
+  config = config_of(tmp_path, engine, calibration_of(engine, **changes))
+  with pytest.raises(CalibrationError, match=message):
+    infer.decode(config, console=silent())
+  assert engine.num_programs == 0
+
+
+def test_another_temperature_is_not_compared(tokenizer, tmp_path):
+  engine = make(tokenizer)
+  found = calibration_of(engine, temperature=1.0)
+  config = config_of(tmp_path, engine, found)
+  measured = calibration.load(config.calibration)
+  calibrated.choose_gammas(measured, config, engine, silent())
+  assert engine.usual is None and engine.gamma == 3
+
+
+# The monitor.
+
+
+def stats(accepted, tested):
+  return CompletionStats(num_tested=tested, num_accepted=accepted)
+
+
+def test_z_of_an_output():
+  """Long ones differ as texts do, short ones as chance does."""
+  usual = Usual(0.75, 0.05)
+  assert usual.z_of(stats(0, 0)) is None
+  assert usual.z_of(stats(65_000, 100_000)) == pytest.approx(-2.0, abs=0.01)
+  assert usual.z_of(stats(0, 100_000)) == pytest.approx(-15.0, abs=0.1)
+  few = usual.z_of(stats(1, 4))
+  assert -3 < few < -0.8
+  assert usual.z_of(stats(75, 100)) == pytest.approx(0.0)
+
+
+def test_what_is_marked():
+  usual = Usual(0.75, 0.05)
+  one = passed_over('empty')
+  assert not usual.judged(one).out_of_distribution
+  marked = usual.judged(dataclasses.replace(one, stats=stats(10, 60)))
+  assert marked.out_of_distribution and marked.acceptance_z < -3
+
+
+def test_a_run_counts_what_is_marked_and_draws_it(tokenizer, tmp_path):
+  """A drafter that is far better in a calibration than on these texts."""
+  engine = make(tokenizer)
+  prices = Prices((-1.0,) * 3, (-1.0,) * 3, 1.7, 0.999)
+  choice = dataclasses.replace(calibration_of(engine).choices[0], prices=prices)
+  for spread, some in ((0.0, True), (10.0, False)):
+    found = calibration_of(engine, choices=(choice,), spread=spread)
+    console, out = silent(), tmp_path / str(some)
+    picture = tmp_path / f'{some}.png'
+    config = config_of(
+      tmp_path,
+      engine,
+      found,
+      output_dir=str(out),
+      plot_file=str(picture),
+    )
+    summary = infer.decode(config, console=console)
+    marked = summary[report.SPECULATIVE]['out_of_distribution']
+    records = [
+      json.loads(line)['stats'][report.SPECULATIVE]
+      for line in (out / 'predictions.jsonl').read_text().splitlines()
+    ]
+    assert marked == sum(one['out_of_distribution'] for one in records)
+    assert (marked > 0) == some
+    assert picture.read_bytes()[1:4] == b'PNG'
+    assert ('far from that of the calibration' in console.export_text()) == some
+
+
+def test_acceptance_over_a_run():
+  """In the order of the input, whatever the order of decoding was."""
+  mode = report.Mode()
+  for index in (3, 1, 0, 2):
+    one = passed_over('stop')
+    accepted = stats(10 * (index > 1), 10)
+    mode.completions[index] = dataclasses.replace(one, stats=accepted)
+  assert report.acceptance_over_run(mode) == [0.0, 0.0, 1.0, 1.0]
+  assert report.acceptance_over_run(mode, parts=2) == [0.0, 1.0]
+  assert report.acceptance_over_run(report.Mode()) == []
+
+
+@pytest.mark.parametrize('fallback', [True, of_round_costs(np.ones(3))])
+def test_costs_of_another_gamma_are_not_used(tokenizer, fallback):
+  """A `Fallback` is of one gamma; another one has guessed costs."""
+  engine = make(tokenizer, gamma=2, fallback=fallback)
+  for gamma in (2, 4):
+    request = engine.request(TEXTS[:1], gamma=gamma)
+    assert request.fallback.costs.shape == (gamma + 1,)
+  own = engine.request(TEXTS[:1]).fallback
+  assert (own is fallback) == (fallback is not True)
+  plain = engine.text_batch(TEXTS[:1], speculative=False).request
+  assert plain.fallback is None and plain.rule is None

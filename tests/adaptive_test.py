@@ -1,0 +1,258 @@
+"""A draft whose length adapts: its law, its rows, its programs, what it costs.
+
+`drafter_conformance_test` runs it through the demands on every drafter.
+"""
+
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toy_models
+import toy_requests
+import verify_controls
+from drafter_conformance_test import adaptive_rule
+from specdec_jax.decoding import speculative
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.pool import take_rows
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters import length
+from specdec_jax.drafters.base import Context
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models import backend
+from specdec_jax.probs import SamplingConfig
+from verify_laws import step_law
+
+VOCAB, GAMMA, ROWS = 5, 3, 6
+TARGET = toy_models.random_markov(1, VOCAB, order=2, scale=1.2, input_scale=1)
+_NOISE = toy_models.random_markov(2, VOCAB, order=2, scale=0.6).params['table']
+DRAFT = toy_models.MarkovModel(
+  TARGET.params['table'] + _NOISE, TARGET.params['offset']
+)
+PAIR = PairParams(TARGET.params, DRAFT.params)
+DRAFTER = small_model(DRAFT)
+INPUTS = np.random.default_rng(0).integers(1, VOCAB, (ROWS, 4))
+
+
+# Exact enumeration.
+
+
+def _lengths(draft, gamma, vocab_size, rule, stop_id=-1):
+  """How much of each of V^gamma drafts the shipped loop proposes.
+
+  Row by row it is made to draw the tokens of one of them.
+  """
+  proposals = list(itertools.product(range(vocab_size), repeat=gamma))
+  tokens = jnp.array(proposals)
+  logits = jnp.array(
+    [[np.log(draft(t[:i])) for i in range(gamma)] for t in proposals]
+  )
+  batch = len(proposals)
+  context = Context(
+    tokens=tokens,
+    length=jnp.ones((batch,), jnp.int32),
+    keys=jax.random.split(jax.random.key(0), batch),
+    sampling=SamplingConfig(1.0).params(batch),
+    stop_ids=jnp.array([stop_id]),
+    min_length=jnp.zeros((batch,), jnp.int32),
+    gamma=gamma,
+    greedy=False,
+    forbids_stops=False,
+    rule=jax.tree.map(jnp.asarray, rule),
+    room=jnp.full((batch,), gamma),
+  )
+
+  def draw(logits, place):
+    drawn = jnp.take_along_axis(tokens, place[:, None], axis=1)[:, 0]
+    return drawn, jax.nn.softmax(logits)
+
+  def read(cache, token, index):
+    del token
+    return logits[:, index], cache
+
+  # In place of random numbers, where they would be used.
+  places = jnp.tile(jnp.arange(gamma)[:, None], (1, batch))
+  with mock.patch.object(length, 'draft_uniforms', lambda context: places):
+    made, _ = length.draft(logits[:, 0], (), context, draw, read)
+  np.testing.assert_array_equal(made.tokens[:, 0], tokens[:, 0])
+  found = np.asarray(made.length)
+  return dict(zip(proposals, found.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+  'vocab_size, gamma',
+  [
+    pytest.param(6, 1, marks=pytest.mark.slow),
+    (6, 2),
+    pytest.param(4, 3, marks=pytest.mark.slow),
+  ],
+)
+def test_law_of_a_draft_that_ends_early(vocab_size, gamma):
+  """The joint law of gamma + 1 tokens, over all drafts and random numbers."""
+  target, draft = verify_controls.pair(20, vocab_size)
+  law = toy_models.joint_law(target, gamma + 1, vocab_size)
+  seen = set()
+  for rule in (adaptive_rule(gamma), length.unsure_below(0.4, gamma)):
+    lengths = _lengths(draft, gamma, vocab_size, rule)
+    seen |= set(lengths.values())
+    found = step_law(target, draft, gamma, vocab_size, length=lengths.get)
+    assert np.abs(found - law).max() < 1e-6
+  assert gamma == 1 or len(seen) > 1  # or no draft ended early
+
+
+@pytest.mark.parametrize('gamma', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_control_a_token_is_dropped_for_being_unlikely(gamma):
+  """The same decision, but after the draw: another law."""
+  target, draft = verify_controls.pair(20, 4)
+  law = toy_models.joint_law(target, gamma + 1, 4)
+  rule = length.unsure_below(0.0, gamma)
+  whole = _lengths(draft, gamma, 4, rule)
+  assert set(whole.values()) == {gamma}
+
+  def dropped(tokens):
+    unlikely = [draft(tokens[:i])[tokens[i]] < 0.3 for i in range(gamma)]
+    return [*unlikely, True].index(True)
+
+  found = step_law(target, draft, gamma, 4, length=dropped)
+  assert np.abs(found - law).max() > 0.01
+
+
+# The loops.
+
+
+def _request(rows, sampling, rule, slots=40, **changes):
+  request = toy_requests.request_of(
+    ROWS, rule.most, sampling, slots, inputs=(0,), seed=3, **changes
+  )
+  request = request.replace(inputs=jnp.asarray(INPUTS), rule=rule)
+  return take_rows(request, np.array(rows))
+
+
+@toy_requests.quick_jit
+def _decode(request):
+  return Loop(TARGET, DRAFTER).decode(PAIR, request)
+
+
+@toy_requests.quick_jit
+def _plain(request):
+  return Loop(TARGET).decode(PAIR, request.replace(gamma=0, rule=None))
+
+
+ALL = list(range(ROWS))
+RULE = adaptive_rule(GAMMA)
+
+
+def test_greedy_outputs_are_the_plain_ones():
+  request = _request(ALL, SamplingConfig(0.0), RULE)
+  have, want = _decode(request), _plain(request)
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  # Rounds that accepted none and several, or nothing was tested.
+  rounds = np.sum(have.stats.histogram, axis=0)
+  assert rounds[0] > 0 and sum(rounds[2:]) > 0
+
+
+@pytest.mark.parametrize(
+  'temperature', [0.0, pytest.param(1.0, marks=pytest.mark.slow)]
+)
+def test_a_row_does_not_depend_on_its_neighbours(temperature):
+  """Alone it makes narrower calls, and its loop ends earlier."""
+  sampling = SamplingConfig(temperature)
+  together = _decode(_request(ALL, sampling, RULE))
+  alone = [_decode(_request([row], sampling, RULE)) for row in ALL]
+  np.testing.assert_array_equal(
+    together.tokens, np.concatenate([one.tokens for one in alone])
+  )
+  for name in ('num_rounds', 'num_tested', 'num_accepted'):
+    np.testing.assert_array_equal(
+      getattr(together.stats, name),
+      np.concatenate([getattr(one.stats, name) for one in alone]),
+    )
+
+
+@pytest.mark.slow
+def test_narrow_calls_are_the_wide_one(monkeypatch):
+  """Tokens, counts and log-probabilities of calls of 1 and 4 tokens."""
+  request = _request(ALL, SamplingConfig(1.0), RULE, with_log_probs=True)
+  assert speculative.call_widths(request) == (1, 4)
+  assert speculative.call_widths(request.replace(rule=None)) == (4,)
+
+  def decode():
+    # A program of its own: jit knows nothing of the devices' ways.
+    return toy_requests.quick_jit(
+      lambda request: Loop(TARGET, DRAFTER).decode(PAIR, request)
+    )(request)
+
+  narrow = decode()
+  with backend.compiled_for('tpu'):
+    assert speculative.call_widths(request) == (4,)
+    wide = decode()
+  np.testing.assert_array_equal(narrow.tokens, wide.tokens)
+  np.testing.assert_allclose(narrow.log_probs, wide.log_probs, atol=1e-5)
+  np.testing.assert_array_equal(narrow.stats.histogram, wide.stats.histogram)
+
+
+def test_another_rule_and_other_texts_recompile_nothing():
+  request = _request(ALL, SamplingConfig(1.0), RULE)
+  _decode(request)
+  size = _decode._cache_size()
+  other = jax.tree.map(lambda leaf: leaf * 0.9, RULE)
+  changed = SamplingConfig([0.5, 2.0, 0.0, 1.0, 1.0, 1.0]).params(ROWS)
+  request = request.replace(rule=other, sampling=changed)
+  _decode(request.replace(inputs=request.inputs[::-1]))
+  assert _decode._cache_size() == size
+
+
+def test_a_fixed_gamma_has_no_loop_of_its_own():
+  """Without a rule the program is what it was."""
+  request = _request(ALL, SamplingConfig(0.0), RULE).replace(rule=None)
+  loop = Loop(TARGET, DRAFTER)
+  state = loop.start(PAIR, request)
+
+  def whiles(request):
+    step = jax.make_jaxpr(lambda state: loop.step(PAIR, request, state))(state)
+    return [eqn.primitive.name for eqn in step.eqns].count('while')
+
+  assert whiles(request) == 0
+  # One drafts, and one for each width of the target's call.
+  assert whiles(request.replace(rule=RULE)) == 1 + 3
+
+
+def test_what_is_sure_is_proposed_and_what_is_not_ends_the_draft():
+  """Confidences .9, .3: the plain rule proposes one token."""
+  logits = jnp.log(jnp.array([[[0.9, 0.1], [0.3, 0.7]], [[0.35, 0.65]] * 2]))
+  np.testing.assert_allclose(
+    length.confidence_of(logits), [[0.9, 0.7], [0.65, 0.65]], rtol=1e-5
+  )
+  rule = length.unsure_below(0.68, 4)
+  np.testing.assert_array_equal(
+    length.acceptance_of(rule, jnp.array([0.9, 0.68, 0.65])), [1, 1, 0]
+  )
+
+
+def test_the_plain_rule():
+  """The root of the confidence; two unsure places end a draft, one does not."""
+  rule = length.plain_rule()
+  assert rule.most == length.MOST == len(rule.worth_asking)
+  sure = jnp.array([0.04, 0.25, 0.81])
+  have = length.acceptance_of(rule, sure)
+  np.testing.assert_allclose(have, jnp.sqrt(sure), atol=0.05)
+  unsure = rule.acceptance[1]
+  assert rule.worth[0] < unsure and unsure * rule.expected < 0.39
+
+
+def test_each_price_ends_a_draft():
+  """What is worth less than it costs is not proposed, or not asked for."""
+  request = _request(ALL, SamplingConfig(0.0), RULE)
+
+  def accepted(**changes):
+    found = _decode(request.replace(rule=RULE.replace(**changes)))
+    return np.asarray(found.stats.num_tested)
+
+  never, always = jnp.ones((GAMMA,)), jnp.full((GAMMA,), -1.0)
+  assert not accepted(worth=never).any()
+  first = accepted(worth=always, worth_asking=never)
+  every = accepted(worth=always, worth_asking=always)
+  assert np.all(first > 0) and np.all(every >= first) and np.any(every > first)

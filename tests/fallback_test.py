@@ -1,0 +1,307 @@
+"""A drafter that rests where it is wrong: outputs, counts, costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import toy_models
+import toy_requests
+from drafter_conformance_test import adaptive_rule
+from specdec_jax.decoding import fallback, speculative
+from specdec_jax.decoding.fallback import Rests, of_round_costs
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.pool import take_rows
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.drafters.small_model import catch_up_calls, small_model
+from specdec_jax.drafters.with_fallback import with_fallback
+from specdec_jax.models import backend
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.types import DecodeStats
+
+VOCAB, GAMMA, ROWS = 5, 3, 4
+TARGET = toy_models.random_markov(1, VOCAB, order=2, scale=1.2, input_scale=1)
+# Never right: it says the opposite of the target.
+WRONG = toy_models.MarkovModel(
+  -4 * TARGET.params['table'], -4 * TARGET.params['offset']
+)
+DRAFTER = small_model(TARGET)
+INPUTS = np.random.default_rng(0).integers(1, VOCAB, (ROWS, 4))
+COSTS = jax.tree.map(
+  jnp.asarray, of_round_costs([1.0, 1.9, 1.9, 1.9], 1.5, first_rest=32)
+)
+RULE = adaptive_rule(GAMMA)
+
+
+def _request(slots, sampling, **changes):
+  request = toy_requests.request_of(
+    ROWS, GAMMA, sampling, slots, inputs=(0,), seed=3
+  )
+  given = {'inputs': jnp.asarray(INPUTS), 'fallback': COSTS}
+  return request.replace(**given | changes)
+
+
+@toy_requests.quick_jit
+def _decode(request, params):
+  return Loop(TARGET, DRAFTER).decode(
+    PairParams(TARGET.params, params), request
+  )
+
+
+@toy_requests.quick_jit
+def _plain(request):
+  request = request.replace(gamma=0, rule=None, fallback=None)
+  return Loop(TARGET).decode(PairParams(TARGET.params, None), request)
+
+
+GREEDY = SamplingConfig(0.0)
+
+
+# What it takes in all, counted.
+
+
+@struct.dataclass
+class Counted:
+  """A cache, and how many calls there were over 0, 1, 2, ... tokens."""
+
+  cache: toy_models.MarkovCache
+  calls: jax.Array
+
+  @property
+  def length(self):
+    return self.cache.length
+
+
+class Counting:
+  """A model that counts its calls by their tokens."""
+
+  has_encoder = True
+  vocab_size = VOCAB
+
+  def __init__(self, model):
+    self._model = model
+
+  def prefill(self, *args, **kwargs):
+    made = self._model.prefill(*args, **kwargs)
+    return Counted(made, jnp.zeros((64,), jnp.int32))
+
+  def extend(self, params, cache, tokens):
+    logits, after = self._model.extend(params, cache.cache, tokens)
+    return logits, Counted(after, cache.calls.at[tokens.shape[1]].add(1))
+
+  def rewind(self, cache, length):
+    return cache.replace(cache=self._model.rewind(cache.cache, length))
+
+
+LENGTHS = 128, 200, 256, 512
+# c, what a token more in a call adds, gamma: as measured on one core and on
+# two, and of a pair whose rounds cost much.
+PAIRS = {'near': (0.19, 0.02, 4), 'dear': (0.3, 0.12, 2), 'far': (0.3, 0.1, 4)}
+
+
+def counted(name, made):
+  """Time over that of plain decoding, of outputs of each length."""
+  cost, slope, gamma = PAIRS[name]
+  target, drafter = Counting(TARGET), Counting(WRONG)
+  loop = Loop(target, small_model(drafter))
+  request = toy_requests.request_of(
+    1, gamma, GREEDY, LENGTHS[-1], inputs=(2, 3), seed=0
+  ).replace(fallback=made)
+  pair = PairParams(TARGET.params, WRONG.params)
+
+  @toy_requests.quick_jit
+  def run(request):
+    return loop.run(pair, request, loop.start(pair, request))
+
+  v = 1 + slope * np.maximum(np.arange(64) - 1, 0)
+  # A call over 1 or 2 tokens; one that catches up makes no logits.
+  c = cost * np.where(np.arange(64) > 2, 2, 1)
+  times = []
+  for length in LENGTHS:
+    asked = request.replace(max_length=jnp.array([length], jnp.int32))
+    state = jax.device_get(run(asked))
+    assert state.length[0] - 1 == length
+    assert state.stats.num_accepted[0] == 0  # it is always wrong
+    # The drafter reads the input, which takes no longer than a call here.
+    time = 1 + state.target_cache.calls @ v + state.drafter_state.calls @ c
+    times.append(time / length)
+    lost = fallback.most_lost(made, cost, length)[length]
+    assert time - 1 - length <= lost + 1e-3
+    # No call was missed, so that this is what it says.
+    assert state.target_cache.calls.sum() == length
+    assert set(np.flatnonzero(state.target_cache.calls)) == {1, gamma + 1}
+  return np.array(times)
+
+
+def costs_of(name, **changes):
+  cost, slope, gamma = PAIRS[name]
+  made = fallback.of_costs(
+    cost, lambda size: 1 + slope * (size - 1), gamma, adapts=False
+  )
+  return made.replace(**changes)
+
+
+@pytest.mark.parametrize('name', PAIRS)
+def test_a_drafter_that_is_always_wrong_takes_a_twentieth(name):
+  assert np.all(counted(name, costs_of(name)) <= 1.05)
+
+
+@pytest.mark.parametrize('name', ['dear', 'far'])
+def test_control_shorter_rests_take_more(name, monkeypatch):
+  """Rests of 32, 64, 128, ... rounds; what was missed is read 8 at a time."""
+  monkeypatch.setattr(fallback, '_GROWTH', 2)
+  monkeypatch.setattr('specdec_jax.drafters.small_model._AT_ONCE', (8,))
+  changes = {'patience': np.float32(1.5), 'first_rest': np.int32(32)}
+  assert np.max(counted(name, costs_of(name, **changes))) > 1.05
+
+
+def test_the_first_rest_follows_from_the_costs():
+  rests = {name: int(costs_of(name).first_rest) for name in PAIRS}
+  assert 32 <= rests['near'] < rests['far'] < 1 << 20
+  # Of a draft that costs nothing nothing is lost, however short a rest is.
+  free = fallback.of_costs(0.0, lambda size: 1.0, 4, adapts=False)
+  assert free.first_rest == 32
+  assert not fallback.most_lost(free, 0.0, 99).any()
+
+
+def test_calls_that_catch_up():
+  """As many of 32 tokens as leave 8 or fewer, and then one of 8."""
+  found = {n: catch_up_calls(n) for n in (0, 1, 8, 9, 40, 41, 512)}
+  assert found == {0: 0, 1: 1, 8: 1, 9: 1, 40: 2, 41: 2, 512: 16}
+
+
+@pytest.mark.parametrize('rule', [None, RULE])
+def test_a_wrong_drafter_rests_and_the_output_is_the_plain_one(rule):
+  request = _request(200, GREEDY, rule=rule)
+  have, want = _decode(request, WRONG.params), _plain(request)
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  rested, rounds = have.stats.fallback_rounds, have.stats.num_rounds
+  np.testing.assert_array_less(rested, rounds)  # it probes
+  np.testing.assert_array_less(0.95 * np.asarray(rounds), rested)
+  # What was lost in all, in calls of the target, is under 5 %.
+  drafted = np.asarray(rounds - rested)
+  lost = np.asarray(rounds) + 0.9 * drafted - np.asarray(have.length)
+  assert np.all(lost < 0.05 * 200)
+
+
+def test_a_right_drafter_never_rests():
+  request = _request(100, GREEDY)
+  stats = _decode(request, TARGET.params).stats
+  assert not np.any(stats.fallback_rounds)
+  without = _decode(request.replace(fallback=None), TARGET.params).stats
+  assert without.fallback_rounds is None
+  np.testing.assert_array_equal(stats.histogram, without.histogram)
+
+
+def test_the_drafter_that_comes_back_knows_what_it_missed():
+  """After a rest of 32 tokens all its proposals are right again.
+
+  Rows come back at different times, or never rest.
+  """
+  loop = Loop(TARGET, DRAFTER)
+  request = _request(100, GREEDY)
+  pair = PairParams(TARGET.params, TARGET.params)
+  rests = Rests.none(ROWS).replace(left=jnp.array([0, 32, 5, 32]))
+
+  @toy_requests.quick_jit
+  def run(request):
+    state = loop.start(pair, request).replace(rests=rests)
+    return loop.run(pair, request, state)
+
+  state = run(request)
+  np.testing.assert_array_equal(state.stats.fallback_rounds, [0, 32, 5, 32])
+  # Order 2: with a slot missing it would be wrong, or not a number.
+  np.testing.assert_array_equal(
+    state.stats.num_tested, state.stats.num_accepted
+  )
+
+
+def test_a_row_rests_alone():
+  """Whether a neighbour rests changes no token and no count at T = 1."""
+  request = _request(150, SamplingConfig(1.0), rule=RULE)
+  request = request.replace(rule=RULE)
+  together = _decode(request, WRONG.params)
+  assert np.any(together.stats.fallback_rounds)
+  for row in range(ROWS):
+    alone = _decode(take_rows(request, np.array([row])), WRONG.params)
+    np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+    for name in ('num_rounds', 'num_tested', 'fallback_rounds'):
+      counts = getattr(alone.stats, name), getattr(together.stats, name)
+      assert counts[0][0] == counts[1][row]
+
+
+def test_a_run_in_parts_decides_as_a_whole_one():
+  """The accounts are in the state: a host may look in between."""
+  request = _request(90, SamplingConfig(1.0))
+  pair = PairParams(TARGET.params, WRONG.params)
+  loop = Loop(TARGET, DRAFTER)
+  run = toy_requests.quick_jit(lambda s, n: loop.run(pair, request, s, n))
+  first = jax.jit(lambda: loop.start(pair, request))()
+  whole, part = run(first, 1000), first
+  while bool(jnp.any(part.running)):
+    part = run(part, 7)
+  np.testing.assert_array_equal(whole.tokens, part.tokens)
+  jax.tree.map(np.testing.assert_array_equal, whole.rests, part.rests)
+  jax.tree.map(np.testing.assert_array_equal, whole.stats, part.stats)
+
+
+@pytest.mark.parametrize('name', ['prompt_lookup', 'with_fallback'])
+def test_any_drafter_may_rest(name):
+  drafter, params = {
+    'prompt_lookup': (prompt_lookup(), ()),
+    'with_fallback': (
+      with_fallback(prompt_lookup(), small_model(WRONG)),
+      ((), WRONG.params),
+    ),
+  }[name]
+  request = _request(100, SamplingConfig(0.0), rule=None)
+  loop = Loop(TARGET, drafter)
+  decode = toy_requests.quick_jit(loop.decode)
+  # With no patience each round that accepts little ends in a rest.
+  request = request.replace(fallback=COSTS.replace(patience=np.float32(0.01)))
+  found = decode(PairParams(TARGET.params, params), request)
+  np.testing.assert_array_equal(found.tokens, _plain(request).tokens)
+  assert np.any(found.stats.fallback_rounds)
+
+
+def test_the_account_of_a_row():
+  """Two bad rounds, a rest of 32, a bad probe, 128; gains end it."""
+  rests, stats = Rests.none(1), DecodeStats.none(1, GAMMA, falls_back=True)
+  running = jnp.array([True])
+  after = jax.jit(
+    lambda rests, n: fallback.after_round(
+      COSTS, rests, stats, running, jnp.array([3]), jnp.array([n])
+    )[0]
+  )
+
+  def rounds(rests, accepted):
+    for n in accepted:
+      rests = after(rests, n)
+    return rests
+
+  assert rounds(rests, [0]).left == 0
+  rests = rounds(rests, [0, 0])
+  assert rests.left == 32 and rests.count == 1 and rests.loss == 1.5
+  rests = rounds(rests, [0] * 32)  # nothing is drafted, nothing is lost
+  assert rests.left == 0 and rests.loss == 1.5
+  assert rounds(rests, [0]).left == 128
+  better = rounds(rests, [2])
+  assert better.left == 0 and better.count == 1
+  assert rounds(better, [3]).count == 0
+  # Gains are remembered, but not for ever.
+  assert rounds(better, [3] * 50).loss == -4 * 1.5
+
+
+def test_calls_of_a_round_that_rests():
+  """One token on a CPU; elsewhere there is one width."""
+  request = _request(10, GREEDY)
+  assert speculative.call_widths(request) == (1, GAMMA + 1)
+  assert speculative.call_widths(request.replace(rule=RULE)) == (1, 2, 4)
+  with backend.compiled_for('gpu'):
+    assert speculative.call_widths(request) == (GAMMA + 1,)
+  made = fallback.of_costs(0.2, lambda size: 1 + size / 10, 3, adapts=False)
+  np.testing.assert_allclose(made.costs, [1.7, 2.0, 2.0, 2.0], rtol=1e-6)
+  made = fallback.of_costs(0.2, lambda size: 1 + size / 10, 3, adapts=True)
+  np.testing.assert_allclose(made.costs, [1.3, 1.4, 1.8, 2.0], rtol=1e-6)

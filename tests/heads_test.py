@@ -1,0 +1,339 @@
+"""Heads on the target's features: their law, the features, files, refusals.
+
+That they are lossless in long runs, in pools and behind other drafters is for
+the suites of all drafters (`drafter_conformance_test`, `pool_test`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toy_models
+import toy_requests
+import verify_laws
+from small_vocabulary import VOCAB_SIZE, decoder_only, network
+from specdec_jax import checkpoints
+from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.decoding import speculative
+from specdec_jax.decoding.fallback import of_round_costs
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters import heads as heads_module
+from specdec_jax.drafters.base import Context
+from specdec_jax.drafters.cascade import cascade
+from specdec_jax.drafters.heads import Heads, HeadsConfig, heads
+from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.drafters.with_fallback import with_fallback
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
+from specdec_jax.probs import SamplingConfig
+
+VOCAB = 3
+GAMMA = 2
+TARGET = toy_models.random_markov(1, VOCAB, order=2, scale=1.2)
+T1 = SamplingConfig(1.0)
+HIDDEN = 4
+
+TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
+T5_TARGET = network(2)
+GPT_TARGET = decoder_only(2)
+
+
+def random_heads(
+  emb_dim: int, num_heads: int = GAMMA, conditioned: bool = True, size=1.0
+):
+  """Heads that change the features, unlike untrained ones."""
+  made = Heads(HeadsConfig(num_heads, emb_dim, HIDDEN, conditioned))
+  params = made.init(jax.random.key(3))
+  for i, head in enumerate(params.values()):
+    shape = head['wo']['kernel'].shape
+    noise = size * jax.random.normal(jax.random.key(i), shape)
+    head['wo']['kernel'] = noise
+    head['wi']['bias'] += 0.1
+  return made, params
+
+
+def in_numpy(params, index, features, tokens, conditioned):
+  """Head `index` after `tokens`, the committed one first; in plain words."""
+  head = jax.tree.map(np.asarray, params[f'heads_{index}'])
+  seen = tokens if conditioned else tokens[:1]
+  read = np.concatenate([features, *np.eye(VOCAB)[list(seen)]])
+  x = read @ head['wi']['kernel'] + head['wi']['bias']
+  logits = features + (x / (1 + np.exp(-x))) @ head['wo']['kernel']
+  weights = np.exp(logits - logits.max())
+  return weights / weights.sum()
+
+
+class TestLaw:
+  FEATURES = np.array([0.3, -0.7, 1.1], np.float32)
+  LAST = 2
+
+  @pytest.mark.parametrize('conditioned', [True, False])
+  def test_reported_and_drawn_as_computed(self, conditioned):
+    """Against NumPy; and what is drawn has the reported law, by chi-squared."""
+    made, params = random_heads(VOCAB, conditioned=conditioned)
+    drafts = self._drafts(made, params, 4000)
+    counts = np.zeros((VOCAB,) * GAMMA)
+    for tokens, rows in zip(*drafts, strict=True):
+      counts[tuple(tokens)] += 1
+      for i in range(GAMMA):
+        seen = (self.LAST, *tokens[:i])
+        want = in_numpy(params, i, self.FEATURES, seen, conditioned)
+        np.testing.assert_allclose(rows[i], want, atol=1e-5)
+    law = self._law(params, conditioned)
+    joint = toy_models.joint_law(law, GAMMA, VOCAB)
+    toy_models.assert_chi_squared(counts, joint, alpha=1e-3)
+
+    def flat(prefix):  # the control: not the law that they drew from
+      row = law(prefix) ** 0.8
+      return row / row.sum()
+
+    other = toy_models.joint_law(flat, GAMMA, VOCAB)
+    assert toy_models.chi_squared_p_value(counts, other) < 1e-3
+
+  def test_one_step_has_exactly_the_targets_law(self):
+    """By enumeration of drafts and uniforms; control: other probabilities."""
+    made, params = random_heads(VOCAB)
+    target = TARGET.next_probs(T1)
+    law = self._law(params, made.config.conditioned)
+    want = toy_models.joint_law(target, GAMMA + 1, VOCAB)
+    found = verify_laws.step_law(target, law, GAMMA, VOCAB)
+    np.testing.assert_allclose(found, want, atol=1e-6)
+
+    def flat(prefix):
+      row = law(prefix) ** 0.3
+      return row / row.sum()
+
+    wrong = verify_laws.step_law(target, flat, GAMMA, VOCAB, drawn_from=law)
+    assert np.abs(wrong - want).sum() > 1e-2
+
+  def _law(self, params, conditioned):
+    @functools.cache
+    def law(prefix):
+      seen = (self.LAST, *prefix)
+      return in_numpy(params, len(prefix), self.FEATURES, seen, conditioned)
+
+    return law
+
+  def _drafts(self, made, params, count):
+    """Tokens and rows of many drafts after the same feature and token."""
+    tokens = np.zeros((count, 8), np.int32)
+    tokens[:, 3] = self.LAST
+    context = Context(
+      tokens=jnp.asarray(tokens),
+      length=jnp.full(count, 4),
+      keys=jax.random.split(jax.random.key(0), count),
+      sampling=T1.params(count),
+      stop_ids=jnp.array([-1]),
+      min_length=jnp.zeros(count, jnp.int32),
+      gamma=GAMMA,
+      greedy=False,
+      forbids_stops=False,
+      features=jnp.tile(self.FEATURES, (count, 1)),
+      target=TARGET,
+      target_params=TARGET.params,
+    )
+    propose = toy_requests.quick_jit(heads(made, ()).propose)
+    draft, _ = jax.device_get(propose(params, (), context))
+    assert (draft.length == GAMMA).all()
+    return draft.tokens, draft.probs
+
+
+class TestFeatures:
+  """A `MarkovModel`'s features are its logits, known in closed form."""
+
+  PROMPT = np.array([[0, 2, 1], [0, 0, 0], [0, 1, 0], [0, 2, 2]], np.int32)
+  LENGTHS = np.array([3, 1, 2, 3], np.int32)
+
+  def _states(self, target, rounds=4, **changes):
+    made, params = random_heads(VOCAB)
+    request = toy_requests.request_of(
+      4,
+      GAMMA,
+      T1,
+      9,
+      inputs=(1, 2, 0),
+      seed=5,
+      prompt=jnp.asarray(self.PROMPT),
+      prompt_length=jnp.asarray(self.LENGTHS),
+      max_length=jnp.array([9, 9, 2, 9]),
+      **changes,
+    )
+    loop = Loop(target, heads(made, ()))
+    pair = PairParams(TARGET.params, params)
+    state = toy_requests.quick_jit(loop.start)(pair, request)
+    step = toy_requests.quick_jit(loop.step)
+    for _ in range(rounds):
+      yield jax.device_get(state)
+      state, _ = step(pair, request, state)
+
+  def _differences(self, target, **changes):
+    """How far each running row's feature is from what it should be."""
+    found = []
+    for state in self._states(target, **changes):
+      for row in np.flatnonzero(state.running):
+        tokens = state.tokens[row, : state.length[row]].tolist()
+        want = np.zeros(VOCAB)
+        if len(tokens) > 1:
+          want = TARGET.logits_after(tokens[:-1], (1, 2))
+        found.append(np.abs(state.features[row] - want).max())
+    assert len(found) > 8
+    return found
+
+  def test_they_gave_the_last_committed_token(self):
+    """After prompts of several lengths, none, and every acceptance."""
+    assert max(self._differences(TARGET)) < 1e-5
+
+  def test_they_are_there_when_a_drafter_has_rested(self):
+    dear = of_round_costs([1.0, 9.0, 9.0], patience=0.1)
+    dear = jax.tree.map(jnp.asarray, dear)
+    *_, last = self._states(TARGET, fallback=dear)
+    assert last.stats.fallback_rounds.max() > 0
+    assert max(self._differences(TARGET, fallback=dear)) < 1e-5
+
+  def test_control_features_of_the_token_before(self):
+    class Late(toy_models.MarkovModel):
+      def extend_with_features(self, *args):
+        logits, features, cache = super().extend_with_features(*args)
+        return logits, jnp.roll(features, 1, axis=1), cache
+
+    late = Late(np.asarray(TARGET.params['table']))
+    assert max(self._differences(late)) > 0.1
+
+  @pytest.mark.parametrize('target', [T5_TARGET, GPT_TARGET])
+  def test_of_a_network_are_what_its_logits_are_made_of(self, target):
+    params = target.init(jax.random.key(0))
+    inputs = jnp.array([[5, 6, 1, 0], [7, 1, 0, 0]])
+    tokens = jnp.array([[0, 5, 9], [0, 8, 3]])
+    cache = target.prefill(params, inputs, 8)
+    want, _ = target.extend(params, cache, tokens)
+    logits, features, after = target.extend_with_features(params, cache, tokens)
+    np.testing.assert_array_equal(logits, want)
+    assert (after.length == 3).all()
+    np.testing.assert_allclose(
+      target.head(params, features), want, rtol=1e-5, atol=1e-5
+    )
+    forced = target.features(params, inputs, tokens)
+    np.testing.assert_allclose(features, forced, rtol=1e-4, atol=1e-4)
+    embedded = params.get('decoder', {}).get('token_embedder')
+    embedded = embedded or params['token_embedder']
+    np.testing.assert_array_equal(
+      target.embed(params, tokens), embedded['embedding'][tokens]
+    )
+
+
+def engine_of(target, drafter, tokenizer, **changes):
+  limits = dict(gamma=3, max_input_len=32, max_decode_len=24)
+  return Engine(target, drafter, tokenizer=tokenizer, **(limits | changes))
+
+
+@pytest.fixture(scope='module', params=['t5', 'gpt'])
+def target(request):
+  made = {'t5': T5_TARGET, 'gpt': GPT_TARGET}[request.param]
+  params = made.init(jax.random.key(1))
+  return Model(made, params, bos_id=None if request.param == 't5' else 0)
+
+
+@pytest.fixture(scope='module')
+def saved(target, tmp_path_factory):
+  """A file of heads for that target."""
+  path = tmp_path_factory.mktemp('heads') / 'heads.msgpack'
+  _, params = random_heads(16, size=0.1)
+  heads_module.save(path, params, fingerprint(target.params))
+  return path
+
+
+class TestEngine:
+  def test_greedy_outputs_are_the_targets_own(self, target, saved, tokenizer):
+    """All at once, and in a pool of two rows that come and go."""
+    made = engine_of(target, heads_module.load(saved), tokenizer)
+    plain = [one.tokens for one in made.generate(TEXTS, speculative=False)]
+    found = made.generate(TEXTS)
+    assert [one.tokens for one in found] == plain
+    # Two heads, whatever gamma is.
+    assert all(len(one.stats.histogram) == 4 for one in found)
+    assert not any(one.stats.histogram[3] for one in found)
+    assert sum(one.stats.num_accepted for one in found) > 0
+    programs = made.num_programs
+    made.generate(TEXTS[::-1])
+    assert made.num_programs == programs
+    pooled = made.generate(TEXTS, batch_size=2)
+    assert [one.tokens for one in pooled] == plain
+
+  def test_behind_a_drafter_that_copies(self, target, saved, tokenizer):
+    drafter = with_fallback(prompt_lookup(), heads_module.load(saved))
+    assert drafter.reads_features
+    made = engine_of(target, drafter, tokenizer)
+    plain = [one.tokens for one in made.generate(TEXTS, speculative=False)]
+    assert [one.tokens for one in made.generate(TEXTS)] == plain
+
+
+class TestRefusals:
+  def test_heads_of_another_target(self, target, saved, tokenizer):
+    other = target.network.init(jax.random.key(2))
+    other = Model(target.network, other, name='other', bos_id=target.bos_id)
+    wanted, came = fingerprint(target.params), fingerprint(other.params)
+    message = f'(?s){wanted}.*other.*{came}.*train_heads'
+    for drafter in (
+      heads_module.load(saved),
+      with_fallback(prompt_lookup(), heads_module.load(saved)),
+    ):
+      with pytest.raises(ValueError, match=message):
+        engine_of(other, drafter, tokenizer)
+
+  def test_a_target_without_features(self, tokenizer):
+    class Blind:
+      vocab_size = VOCAB_SIZE
+      has_encoder = True
+
+    made, params = random_heads(16)
+    blind = Model(Blind(), {})
+    with pytest.raises(ValueError, match='Blind does not give it'):
+      engine_of(blind, heads(made, params), tokenizer)
+    with pytest.raises(ValueError, match='Blind does not give it'):
+      speculative.start(
+        Blind(), heads(made, ()), PairParams((), ()), _request()
+      )
+
+  def test_a_cascade(self):
+    made, params = random_heads(16)
+    with pytest.raises(ValueError, match='with_fallback'):
+      cascade(T5_TARGET, heads(made, params))
+
+  def test_another_width(self):
+    made, params = random_heads(VOCAB + 1)
+    loop = Loop(TARGET, heads(made, ()))
+    with pytest.raises(ValueError, match='emb_dim 4, and this target has 3'):
+      loop.decode(PairParams(TARGET.params, params), _request())
+
+  def test_files_of_something_else(self, tmp_path):
+    path = tmp_path / 'model.msgpack'
+    checkpoints.save_t5x(path, T5_TARGET.init(jax.random.key(0)), 1)
+    with pytest.raises(ValueError, match='holds no heads'):
+      heads_module.load(path)
+    heads_module.save(path, {'other': {'kernel': np.zeros((2, 2))}}, 'abc')
+    with pytest.raises(ValueError, match='no whole heads'):
+      heads_module.load(path)
+    with pytest.raises(ValueError, match='is a folder'):
+      (tmp_path / 'checkpoint').write_bytes(path.read_bytes())
+      heads_module.load(tmp_path)
+    with pytest.raises(ValueError, match='No checkpoint'):
+      heads_module.load(tmp_path / 'nothing.msgpack')
+
+
+def _request():
+  return toy_requests.request_of(1, GAMMA, T1, 4, inputs=(1, 2), seed=0)
+
+
+@pytest.mark.parametrize('conditioned', [True, False])
+def test_a_file_says_its_sizes(tmp_path, conditioned):
+  made, params = random_heads(16, 3, conditioned)
+  path = tmp_path / 'heads.msgpack'
+  heads_module.save(path, params, 'abc', step=7)
+  loaded = heads_module.load(path)
+  assert loaded.made_for == ('abc',)
+  assert loaded.name == heads(made, params).name
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, params)

@@ -1,0 +1,348 @@
+"""Recursive rejection over a tree, by exact enumeration, with controls.
+
+Chosen children that are taken for drawn ones, drawn ones that are sorted, and a
+residual that is forgotten must be found out.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toy_models
+import verify_controls as controls
+from specdec_jax import verify, verify_tree
+from specdec_jax.tree_shape import TreeShape, branching, chain
+from specdec_jax.types import Draft
+from tree_laws import independent, likeliest, step_law, without_replacement
+from verify_laws import constant, distance
+
+_EXACT = 2e-6
+_WRONG = 1e-3
+_P, _Q = (0.1, 0.3, 0.6), (0.6, 0.3, 0.1)
+
+SHAPES = {
+  'chain': chain(2),
+  'two': branching(2),
+  'three': branching(3),
+  'two levels': branching(2, (1,)),
+  # The younger child's subtree, and nodes that are not in levels.
+  'deep': TreeShape((-1, 0, -1, 2)),
+}
+ROWS = {
+  'independent': independent,
+  'without_replacement': without_replacement,
+  'chosen': likeliest,
+}
+every_kind = pytest.mark.parametrize('kind', ROWS)
+every_shape = pytest.mark.parametrize('shape', SHAPES)
+
+
+def _error(target, *args, **options):
+  return distance(step_law(target, *args, **options), target)
+
+
+@every_kind
+@every_shape
+def test_law_of_random_pairs(shape, kind):
+  for seed in (0, 2):
+    target, draft = controls.pair(seed, 3)
+    assert _error(target, draft, SHAPES[shape], 3, ROWS[kind]) < _EXACT
+
+
+@every_kind
+def test_law_of_a_wider_vocabulary(kind):
+  target, draft = controls.pair(4, 6)
+  assert _error(target, draft, branching(2), 6, ROWS[kind]) < _EXACT
+
+
+@every_kind
+def test_law_of_two_rounds(kind):
+  """The second step begins behind whatever the first one kept."""
+  target, draft = controls.pair(6, 3)
+  shape = branching(2, (1,))
+  assert _error(target, draft, shape, 3, ROWS[kind], rounds=2) < _EXACT
+
+
+def test_chosen_children_need_no_rows():
+  target, draft = controls.pair(0, 3)
+  shape = SHAPES['deep']
+  found = step_law(target, draft, shape, 3, likeliest, reported=False)
+  want = step_law(target, draft, shape, 3, likeliest)
+  np.testing.assert_allclose(found, want, atol=1e-9)
+
+
+@every_kind
+@pytest.mark.parametrize('length', [0, 1])
+def test_law_of_fewer_levels_than_the_tree_has(kind, length):
+  target, draft = controls.pair(8, 3)
+  shape = SHAPES['two levels']
+  error = _error(target, draft, shape, 3, ROWS[kind], length=length)
+  assert error < _EXACT
+
+
+@every_kind
+@pytest.mark.parametrize(
+  ('target', 'draft'),
+  [
+    ([0.2, 0.8, 0.0], [0.5, 0.0, 0.5]),
+    ([0.6, 0.4, 0.0], [0.0, 0.0, 1.0]),
+    ([0.2, 0.3, 0.5], [0.2, 0.3, 0.5]),
+    ([0.2, 0.3, 0.5], [0.2, 0.29999998, 0.50000006]),
+    ([0.0, 1.0, 0.0], [0.2, 0.3, 0.5]),
+    ([0.0, 1.0, 0.0], [0.0, 1.0, 0.0]),
+    ([1e-20, 1.0, 1e-20], [0.5, 0.25, 0.25]),
+  ],
+)
+def test_law_of_adversarial_pairs(target, draft, kind):
+  """Also where there are fewer tokens than children without replacement."""
+  pair = constant(target), constant(draft)
+  for shape in (branching(3), branching(2, 1)):
+    assert _error(*pair, shape, 3, ROWS[kind]) < _EXACT
+
+
+def test_law_of_drawn_and_chosen_siblings():
+  """The first child is drawn, the second is the likeliest of the others."""
+
+  def mixed(law, elder):
+    if not elder:
+      return law
+    return likeliest(without_replacement(law, elder), ())
+
+  target, draft = controls.pair(10, 4)
+  assert _error(target, draft, branching(2), 4, mixed) < _EXACT
+
+
+# --- Negative controls: each of these must be found out -------------------
+
+
+def test_control_chosen_children_taken_for_drawn_ones():
+  law = step_law(
+    constant(_P),
+    constant(_Q),
+    branching(2),
+    3,
+    likeliest,
+    change=lambda tokens, rows: (tokens, np.stack([_Q, _Q])),
+  )
+  np.testing.assert_allclose(law.sum(axis=1), (1 / 6, 0, 5 / 6), atol=1e-6)
+  right = step_law(constant(_P), constant(_Q), branching(2), 3, likeliest)
+  np.testing.assert_allclose(right.sum(axis=1), _P, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('rows', 'want'),
+  [
+    (without_replacement, (0.154, 0.076, 0.770)),
+    (independent, (0.140, 0.150, 0.710)),
+  ],
+)
+def test_control_drawn_children_that_are_sorted(rows, want):
+  def from_the_likeliest_on(tokens, made):
+    tokens = sorted(tokens)  # q falls with the id
+    elder = [tuple(tokens[:i]) for i in range(len(tokens))]
+    return tokens, np.stack([rows(np.array(_Q), ids) for ids in elder])
+
+  pair = constant(_P), constant(_Q), branching(2), 3, rows
+  law = step_law(*pair, change=from_the_likeliest_on)
+  np.testing.assert_allclose(law.sum(axis=1), want, atol=1e-3)
+  right = step_law(*pair)
+  np.testing.assert_allclose(right.sum(axis=1), _P, atol=1e-6)
+
+
+def test_control_elder_siblings_left_in_the_row():
+  """Drawn without replacement and reported as drawn independently."""
+  target, draft = controls.pair(0, 3)
+
+  def as_independent(tokens, rows):
+    return tokens, np.stack([rows[0], rows[0]])
+
+  shape = branching(2)
+  error = _error(
+    target, draft, shape, 3, without_replacement, change=as_independent
+  )
+  assert error > _WRONG
+
+
+@every_kind
+def test_control_no_residual(monkeypatch, kind):
+  monkeypatch.setattr(verify_tree, '_residual', lambda probs, row: probs)
+  monkeypatch.setattr(
+    verify_tree, 'walk', lambda *args, walk=verify_tree.walk: walk(*args)
+  )  # another function: compiled with the patch
+  target, draft = controls.pair(0, 3)
+  assert _error(target, draft, branching(2), 3, ROWS[kind]) > _WRONG
+
+
+# --- A chain, argmaxes, one row -------------------------------------------
+
+
+def _random_draft(seed, shape, vocab_size, kind):
+  """A draft of one sequence, its target's rows, and a key."""
+  rng = np.random.default_rng(seed)
+  probs = rng.dirichlet(np.ones(vocab_size), shape.num_nodes)
+  draft = Draft(
+    jnp.asarray(rng.integers(0, vocab_size, shape.num_nodes), jnp.int32),
+    None if kind == 'chosen' else jnp.asarray(probs, jnp.float32),
+    jnp.int32(rng.integers(0, shape.depth + 1)),
+    shape.parents,
+  )
+  rows = rng.dirichlet(np.ones(vocab_size), shape.num_nodes + 1)
+  return draft, jnp.asarray(rows, jnp.float32), jax.random.key(seed)
+
+
+@pytest.mark.parametrize('kind', ['drawn', 'chosen'])
+def test_a_chain_is_algorithm_1(kind):
+  """Bit for bit, from the same random numbers."""
+  one_tree, one_chain = jax.jit(verify_tree.verify_tree), jax.jit(verify.verify)
+  counts = set()
+  for seed in range(200):
+    draft, rows, key = _random_draft(seed, chain(4), 3, kind)
+    have = one_tree(draft, rows, key)
+    want = one_chain(draft.replace(parents=None), rows, key)
+    assert have.num_accepted == want.num_accepted
+    assert have.next_token == want.next_token
+    kept = int(have.num_accepted)
+    np.testing.assert_array_equal(have.path[:kept], np.arange(kept))
+    counts.add(kept)
+  assert counts >= {0, 1, 2}
+
+
+@every_shape
+def test_argmaxes_are_the_rows_at_temperature_0(shape):
+  """The greedy walk is recursive rejection of one-hot rows."""
+  shape = SHAPES[shape]
+  counts = set()
+  walk, greedy = map(
+    jax.jit, (verify_tree.verify_tree, verify_tree.verify_tree_greedy)
+  )
+  for seed in range(60):
+    draft, rows, key = _random_draft(seed, shape, 2, 'chosen')
+    one_hot = jax.nn.one_hot(jnp.argmax(rows, axis=1), 2)
+    want = walk(draft, one_hot, key)
+    have = greedy(draft, jnp.argmax(rows, axis=1))
+    levels = int(have.num_accepted)
+    counts.add(levels)
+    # Of equal siblings the greedy walk takes the one with the longer path.
+    tokens = np.asarray(draft.tokens)
+    siblings = [
+      tuple(tokens[line].tolist())
+      for line in map(np.flatnonzero, shape.related)
+    ]
+    if len(set(siblings)) < len(siblings):
+      assert levels >= want.num_accepted
+      continue
+    assert levels == want.num_accepted
+    assert have.next_token == want.next_token
+    np.testing.assert_array_equal(have.path[:levels], want.path[:levels])
+  assert counts == set(range(shape.depth + 1))
+
+
+def _three_children(seed, rows, size):
+  """The target's law and the drafter's, and drafts without replacement.
+
+  Returns:
+    float[V] twice, tokens int32[B, 3], and what each was drawn from.
+  """
+  rng = np.random.default_rng(seed)
+  target, law = rng.dirichlet(np.ones(size), 2)
+  tokens = np.zeros((rows, 3), np.int32)
+  made = np.zeros((rows, 3, size), np.float32)
+  for row in range(rows):
+    for child in range(3):
+      left = without_replacement(law, tuple(tokens[row, :child]))
+      tokens[row, child], made[row, child] = rng.choice(size, p=left), left
+  return target, law, tokens, made
+
+
+def _one_level(tokens, made):
+  rows, children = tokens.shape
+  parents = branching(children).parents
+  length = jnp.ones((rows,), jnp.int32)
+  return Draft(jnp.asarray(tokens), jnp.asarray(made), length, parents)
+
+
+@pytest.mark.parametrize('control', [False, True])
+def test_chi_squared_of_many_walks(control):
+  """The batch, with keys as the loops give them; without replacement."""
+  rows, size = 20_000, 5
+  target, law, tokens, made = _three_children(5, rows, size)
+  if control:  # tried from the likeliest on
+    order = np.argsort(-law[tokens], axis=1)
+    tokens = np.take_along_axis(tokens, order, axis=1)
+    made = np.take_along_axis(made, order[..., None], axis=1)
+  draft = _one_level(tokens, made)
+  probs = jnp.broadcast_to(jnp.asarray(target, jnp.float32), (rows, 4, size))
+  keys = jax.random.split(jax.random.key(1), rows)
+  found = jax.jit(verify_tree.verify_tree_batch)(draft, probs, keys)
+  first = np.where(
+    found.num_accepted > 0,
+    tokens[np.arange(rows), found.path[:, 0]],
+    found.next_token,
+  )
+  counts = np.bincount(first, minlength=size)
+  p_value = toy_models.chi_squared_p_value(counts, target)
+  assert (p_value < 1e-3) == control
+
+
+def test_acceptance_by_rank_is_that_of_the_walk():
+  """Its mean over drafts is how often each child is taken."""
+  rows, size = 20_000, 4
+  target, _, tokens, made = _three_children(3, rows, size)
+  draft = _one_level(tokens, made)
+  probs = jnp.asarray(target, jnp.float32)
+  shares = jax.vmap(verify_tree.acceptance_by_rank, in_axes=(0, None))
+  expected = shares(draft, probs).mean(axis=0)
+  found = verify_tree.verify_tree_batch(
+    draft,
+    jnp.broadcast_to(probs, (rows, 4, size)),
+    jax.random.split(jax.random.key(2), rows),
+  )
+  taken = np.where(found.num_accepted > 0, found.path[:, 0], 3)
+  have = np.bincount(taken, minlength=4)[:3] / rows
+  np.testing.assert_allclose(have, expected, atol=4 * 0.5 / rows**0.5)
+  assert expected[0] > expected[1] > 0
+
+
+# --- The shape ------------------------------------------------------------
+
+
+def test_a_shape_knows_its_nodes():
+  shape = branching(3, (2, 1), 1)
+  assert shape.parents == (-1, -1, -1, 0, 0, 1, 3, 4, 5)
+  assert shape.levels.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+  assert shape.ranks.tolist() == [0, 1, 2, 0, 1, 0, 0, 0, 0]
+  assert shape.paths[7].tolist() == [0, 4, 7]
+  assert shape.children[:3].tolist() == [[0, 1, 2], [3, 4, -1], [5, -1, -1]]
+  assert shape.branches and shape.depth == 3
+  shape.check_by_level('a drafter')
+  assert shape.cut(2).parents == (-1, -1, -1, 0, 0, 1)
+  assert shape.cut(3) is shape
+  with pytest.raises(ValueError, match='a drafter makes a tree level by level'):
+    TreeShape((-1, 0, -1)).check_by_level('a drafter')
+  assert TreeShape((-1, 0, -1)).cut(1).parents == (-1, -1)
+  assert chain(3).parents == (-1, 0, 1) and not chain(3).branches
+
+
+@pytest.mark.parametrize(
+  ('parents', 'message'),
+  [
+    ((), 'needs 1 to 256 nodes, got 0'),
+    ((-1,) * 257, 'needs 1 to 256 nodes, got 257'),
+    ((0,), 'Node 0 of a tree has parent 0'),
+    ((-1, -2), 'Node 1 of a tree has parent -2'),
+  ],
+)
+def test_what_is_no_shape(parents, message):
+  with pytest.raises(ValueError, match=message):
+    TreeShape(parents)
+
+
+def test_a_draft_that_is_not_its_shape():
+  draft, rows, key = _random_draft(0, branching(2), 3, 'drawn')
+  with pytest.raises(ValueError, match='2 parents needs as many tokens'):
+    verify_tree.verify_tree(draft, rows[:-1], key)
+  with pytest.raises(ValueError, match='got tokens of shape'):
+    verify_tree.verify_tree_greedy(
+      draft.replace(parents=(-1,)), jnp.zeros((3,), jnp.int32)
+    )
