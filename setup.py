@@ -8,7 +8,15 @@ PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
 METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
-TEST = ['pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE]
+SERVE = [
+  'prometheus_client>=0.20',
+  'starlette>=0.40',
+  'uvicorn>=0.30',
+]
+TEST = [
+  *('pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE),
+  *('openai>=1.40', 'httpx>=0.27', *SERVE),  # the server and its client
+]
 
 # In the wheel -> here. No package `gin` at the top: that is gin-config's.
 SHIPPED = {f'specdec_jax.shipped.{name}': name for name in ('gin', 'demo')}
@@ -39,7 +47,10 @@ setuptools.setup(
   ],
   # The folders gin/ and demo/, as specdec_jax/files/shipped.py finds them.
   package_dir=SHIPPED,
-  package_data={name: ['**/*'] for name in SHIPPED},
+  package_data={
+    **{name: ['**/*'] for name in SHIPPED},
+    'specdec_jax.serving': ['page.html'],
+  },
   entry_points={'console_scripts': ['specdec=specdec_jax.cli.main:main']},
   install_requires=[
     'flax>=0.12',
@@ -64,8 +75,11 @@ setuptools.setup(
     'bpe': ['tokenizers>=0.20'],
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
+    'serve': SERVE,
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
+    # The server's page in Debian's Chromium.
+    'browser': ['selenium>=4.20'],
     'test': TEST,
     'dev': [*TEST, 'mypy>=1.10', 'ruff>=0.6'],
   },

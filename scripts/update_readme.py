@@ -31,6 +31,7 @@ from specdec_jax.infer import first_look, quality, report
 from specdec_jax.measure import alpha, beam_grid, record, throughput
 from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
+from specdec_jax.measure.compiled import beams_report
 from specdec_jax.measure.compiled import report as compiled_report
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Table
@@ -196,7 +197,7 @@ def _beam_check(found: Record) -> list[str | Table]:
     f' {settings["conditional_us"]:g} per conditional, bytes at'
     f' {settings["gb_per_s"]:,.0f} GB/s. Levels a call are those of'
     f' `{settings["levels_file"]}`; the factor is over the plain beam search.',
-    compiled_report.beams_table(
+    beams_report.table(
       found, beam_grid.levels_a_call(ROOT / settings['levels_file'])
     ),
   ]

@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors; at run time a name is imported when used
   from specdec_jax.checkpoints import check_params, save_orbax
   from specdec_jax.drafters.base import Context, Drafter
+  from specdec_jax.drafters.best_tree import best_tree
   from specdec_jax.drafters.cascade import cascade
+  from specdec_jax.drafters.heads import load as load_heads
   from specdec_jax.drafters.ngram import ngram
   from specdec_jax.drafters.ngram_fit import fit as fit_ngram_table
   from specdec_jax.drafters.ngram_table import NGramTable
   from specdec_jax.drafters.ngram_table import load as load_ngram_table
+  from specdec_jax.drafters.ngram_tree import ngram_tree
   from specdec_jax.drafters.prompt_lookup import prompt_lookup
+  from specdec_jax.drafters.prompt_lookup_tree import prompt_lookup_tree
   from specdec_jax.drafters.small_model import small_model
+  from specdec_jax.drafters.small_model_tree import small_model_tree
   from specdec_jax.drafters.uniform import uniform
   from specdec_jax.drafters.with_fallback import with_fallback
   from specdec_jax.engine.completion import Completion, CompletionStats
@@ -36,6 +41,7 @@ if TYPE_CHECKING:  # for editors; at run time a name is imported when used
   from specdec_jax.partitioning import Placement
   from specdec_jax.probs import SamplingConfig
   from specdec_jax.text.tokenizer import Tokenizer
+  from specdec_jax.tree_shape import TreeShape, branching
   from specdec_jax.types import (
     DecodeStats,
     Draft,
@@ -66,16 +72,23 @@ _PLACES = {
   'T5': 'models.t5',
   'T5Config': 'models.t5',
   'Tokenizer': 'text.tokenizer',
+  'TreeShape': 'tree_shape',
   'Verdict': 'types',
+  'best_tree': 'drafters.best_tree',
+  'branching': 'tree_shape',
   'cascade': 'drafters.cascade',
   'check_params': 'checkpoints',
   'fit_ngram_table': 'drafters.ngram_fit:fit',
   'load': 'engine.loading',
+  'load_heads': 'drafters.heads:load',
   'load_ngram_table': 'drafters.ngram_table:load',
   'ngram': 'drafters.ngram',
+  'ngram_tree': 'drafters.ngram_tree',
   'prompt_lookup': 'drafters.prompt_lookup',
+  'prompt_lookup_tree': 'drafters.prompt_lookup_tree',
   'save_orbax': 'checkpoints',
   'small_model': 'drafters.small_model',
+  'small_model_tree': 'drafters.small_model_tree',
   'uniform': 'drafters.uniform',
   'with_fallback': 'drafters.with_fallback',
 }

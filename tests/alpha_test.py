@@ -13,6 +13,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import acceptance
+from specdec_jax.measure.overlap import decode as decode_with_betas
 from specdec_jax.probs import SamplingConfig
 
 VOCAB, SLOTS, ROWS = 6, 24, 512
@@ -21,7 +22,7 @@ DRAFT = toy_models.random_markov(2, VOCAB, scale=1.0)
 OTHER = toy_models.random_markov(3, VOCAB, scale=1.0)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
 DRAFTER = small_model(DRAFT)
-decode = toy_requests.quick_jit(acceptance.decode, static_argnums=(0, 1))
+decode = toy_requests.quick_jit(decode_with_betas, static_argnums=(0, 1))
 
 
 def make_request(temperature, seed=0, rows=ROWS, stop_id=-1):

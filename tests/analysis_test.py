@@ -13,15 +13,7 @@ import pytest
 from specdec_jax import analysis, verify
 from specdec_jax.types import Draft
 
-
-@pytest.fixture(autouse=True)
-def _strict():
-  with (
-    jax.numpy_rank_promotion('raise'),
-    jax.numpy_dtype_promotion('strict'),
-  ):
-    yield
-
+pytestmark = pytest.mark.usefixtures('strict')
 
 RATES = np.linspace(0, 1, 21, dtype=np.float32)
 COSTS = np.array([0, 0.01, 0.05, 0.1, 0.3, 0.8, 1, 2], np.float32)

@@ -12,6 +12,7 @@ import small_vocabulary
 from specdec_jax import infer, probs
 from specdec_jax.decoding.beams import Rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import Options, options_of
 from specdec_jax.models.model import Model
@@ -107,6 +108,14 @@ def test_batches_do_not_change_beams(engine, beams):
   whole = engine.generate(TEXTS, **options)
   parts = engine.generate(TEXTS, **options, batch_size=3)
   assert outputs(whole) == outputs(parts)
+  # What is given for each text goes with it, also where nothing is compiled.
+  options |= {'temperature': [0.0] * 4, 'example_ids': [7, 8, 9, 10]}
+  engine.warmup(TEXTS, **options, batch_size=2)
+  before = engine.num_programs
+  assert outputs(engine.generate(TEXTS, **options, batch_size=2)) == outputs(
+    whole
+  )
+  assert engine.num_programs == before
 
 
 def test_warming_up_compiles_what_is_used(engine):
@@ -156,6 +165,8 @@ def test_what_knows_no_beams(engine, models, tokenizer):
     list(engine.stream(TEXTS[0], num_beams=2))
   with pytest.raises(ValueError, match='a beam search has several'):
     engine.trace(TEXTS[0], num_beams=2)
+  with pytest.raises(ValueError, match='take Engine.generate'):
+    Continuous(engine).generate(TEXTS, num_beams=2)
   copies = Engine(
     models[0], prompt_lookup(), tokenizer=tokenizer,
     max_input_len=16, max_decode_len=8,

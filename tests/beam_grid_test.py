@@ -10,6 +10,7 @@ import pytest
 import rich.console
 
 import small_vocabulary
+from compiled_pair import CONFIG, DRAFT, TARGET
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import beam_grid, report
 from specdec_jax.measure.beam_grid import Setting
@@ -17,17 +18,6 @@ from specdec_jax.measure.benchmark import BenchmarkConfig
 from specdec_jax.measure.compiled import beam_check
 from specdec_jax.models import t5
 from specdec_jax.models.model import Model
-
-CONFIG = t5.T5Config(
-  vocab_size=512,
-  emb_dim=256,
-  num_heads=2,
-  head_dim=64,
-  num_encoder_layers=1,
-  num_decoder_layers=2,
-  mlp_dim=512,
-  dtype='bfloat16',
-)
 
 
 def quiet():
@@ -113,8 +103,8 @@ def test_a_level_is_timed_beside_a_token():
 
 def config(measured, tmp_path, settings, **options):
   return beam_check.BeamCheckConfig(
-    t5.T5(CONFIG),
-    t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1)),
+    TARGET,
+    DRAFT,
     settings,
     str(measured[1]),
     str(tmp_path / 'out'),

@@ -43,6 +43,15 @@ def pytest_collection_finish():
   gc.set_threshold(50_000)
 
 
+@pytest.fixture
+def strict():
+  """No rank and no dtype is promoted silently."""
+  import jax  # comes after its settings
+
+  with jax.numpy_rank_promotion('raise'), jax.numpy_dtype_promotion('strict'):
+    yield
+
+
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   """A folder of the module's own."""

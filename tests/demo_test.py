@@ -16,11 +16,11 @@ TARGET = dict(
   emb_dim=128,
   num_heads=4,
   head_dim=32,
-  num_encoder_layers=3,
+  num_encoder_layers=9,
   num_decoder_layers=18,
   mlp_dim=384,
 )
-DRAFT = TARGET | {'num_decoder_layers': 1}
+DRAFT = TARGET | {'num_encoder_layers': 0, 'num_decoder_layers': 2}
 RAGGED = 7  # rows of different lengths that finish at their own times
 
 pytestmark = pytest.mark.skipif(

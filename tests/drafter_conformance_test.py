@@ -21,16 +21,22 @@ from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.base import Context, Drafter
+from specdec_jax.drafters.base import Context, Drafter, encoded_for
 from specdec_jax.drafters.cascade import cascade
+from specdec_jax.drafters.heads import Heads, HeadsConfig, heads
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
+from specdec_jax.drafters.ngram_tree import ngram_tree
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.drafters.prompt_lookup_tree import prompt_lookup_tree
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.tree_shape import TreeShape, branching
+from specdec_jax.types import LengthRule
 
 VOCAB = 5
 LENGTH = 4  # tokens whose joint law is tested: several rounds, V^4 cells
@@ -71,6 +77,29 @@ def _short_drafts(model, step=1) -> Drafter:
   return drafter._replace(propose=propose)
 
 
+def _adaptive(model) -> Drafter:
+  """`small_model` whose draft ends where the rule of `adaptive_rule` says."""
+  drafter = small_model(model)
+
+  def propose(params, state, context):
+    room = jnp.full_like(context.length, context.gamma)
+    context = context.replace(rule=adaptive_rule(context.gamma), room=room)
+    return drafter.propose(params, state, context)
+
+  return drafter._replace(propose=propose)
+
+
+def adaptive_rule(gamma: int) -> LengthRule:
+  """One that ends drafts of `DRAFT` at any place, before and behind a draw."""
+  return LengthRule(
+    confidences=jnp.array([0.35, 0.5]),
+    acceptance=jnp.array([0.2, 0.6, 0.9]),
+    worth=0.3 - 0.05 * jnp.arange(gamma),
+    worth_asking=0.3 - 0.05 * jnp.arange(gamma),
+    expected=jnp.float32(0.6),
+  )
+
+
 TABLES = {order: _table(order) for order in (1, 2, 3)}
 
 
@@ -79,19 +108,40 @@ def table_drafter(table) -> Drafter:
   return ngram(table)._replace(params=())
 
 
+# 8 nodes: the younger child of the root has one child, the elder has two.
+TREE = branching(2, (2, 1), 1)
+
+
+def _heads(conditioned: bool) -> tuple[Drafter, dict]:
+  """Random heads, of which two propose something else than the target."""
+  network = Heads(HeadsConfig(2, VOCAB, 6, conditioned))
+  params = network.init(jax.random.key(7))
+  for i, head in enumerate(params.values()):
+    shape = head['wo']['kernel'].shape
+    head['wo']['kernel'] = jax.random.normal(jax.random.key(i), shape)
+  return heads(network, ()), params
+
+
 # One program for both: their tables are its arguments.
 _SMALL = small_model(DRAFT)
+
+ON_ENCODER = toy_models.MarkovOnEncoder(np.asarray(DRAFT.params['table']))
 
 # name -> (drafter, its parameters)
 DRAFTERS = {
   'small_model': (_SMALL, DRAFT.params),
   'small_model_is_target': (_SMALL, TARGET.params),
+  'on_encoder': (small_model(ON_ENCODER), ON_ENCODER.params),
+  'adaptive': (_adaptive(DRAFT), DRAFT.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
   'unigram': (table_drafter(TABLES[1]), TABLES[1]),
   'bigram': (table_drafter(TABLES[2]), TABLES[2]),
   'trigram': (table_drafter(TABLES[3]), TABLES[3]),
   'prompt_lookup': (prompt_lookup(), ()),
   'uniform': (uniform(VOCAB), ()),
+  # Two heads for a gamma of three.
+  'heads': _heads(conditioned=True),
+  'heads_apart': _heads(conditioned=False),
   'cascade': (cascade(DRAFT, ngram(TABLES[2])), (DRAFT.params, TABLES[2])),
   'cascade_of_models': (
     cascade(DRAFT, small_model(CHEAPER), gamma=3),
@@ -107,7 +157,35 @@ DRAFTERS = {
     with_fallback(_short_drafts(DRAFT, 2), small_model(CHEAPER)),
     (DRAFT.params, CHEAPER.params),
   ),
+  'tree': (small_model_tree(DRAFT, TREE), DRAFT.params),
+  'tree_independent': (
+    small_model_tree(DRAFT, TREE, 'independent'),
+    DRAFT.params,
+  ),
+  'tree_chosen': (small_model_tree(DRAFT, TREE, 'chosen'), DRAFT.params),
+  'ngram_tree': (
+    ngram_tree(TABLES[3], TREE)._replace(params=()),
+    TABLES[3],
+  ),
+  'lookup_tree': (prompt_lookup_tree(2, 3), ()),
+  # As parts of others.
+  'with_fallback_on_encoder': (
+    with_fallback(
+      prompt_lookup(min_match=2), cascade(ON_ENCODER, ngram(TABLES[2]))
+    ),
+    ((), (ON_ENCODER.params, TABLES[2])),
+  ),
 }
+
+
+def _begin(drafter):
+  """Reads the inputs, or what the target's encoder says of them."""
+
+  def begin(params, inputs, slots, prompt):
+    encoded = encoded_for(drafter, TARGET, TARGET.params, inputs)
+    return drafter.begin(params, inputs, slots, prompt, encoded)
+
+  return toy_requests.quick_jit(begin, static_argnums=2)
 
 
 def _drafters(slow):
@@ -120,13 +198,20 @@ def _drafters(slow):
   )
 
 
-# Of the tables the quick run has one order.
-_TABLES = {'unigram', 'trigram'}
+# Of the tables the quick run has one order, of the heads one kind, of the trees
+# of a model that are drawn one.
+_TABLES = {'unigram', 'trigram', 'heads_apart', 'tree_independent'}
 every_drafter = _drafters(slow=_TABLES)
 # What compiles longest. The quick run has their parts, and of themselves the
 # state after every acceptance count and greedy equality in a ragged batch.
 every_kind = _drafters(
-  slow=_TABLES | {'cascade_of_models', 'with_fallback_of_models'}
+  slow=_TABLES
+  | {
+    'cascade_of_models',
+    'with_fallback_of_models',
+    'with_fallback_on_encoder',
+    'tree_chosen',
+  }
 )
 
 
@@ -143,11 +228,30 @@ def _decode(drafter, params, request, wrong=False):
 
   def judge(request, draft, logits, keys):
     verdict = speculative.judge(request, draft, logits, keys)
+    if verdict.path is not None:
+      return _one_more_node(draft, verdict, wrong)
     more = jnp.minimum(verdict.num_accepted + wrong, draft.length)
     return verdict.replace(num_accepted=more)
 
+  request = request.replace(tree=drafter.tree)
   pair = PairParams(TARGET.params, params)
   return Loop(TARGET, drafter, judge).decode(pair, request)
+
+
+def _one_more_node(draft, verdict, wrong):
+  """If `wrong`, the verdict with the first child of the last node."""
+  shape = TreeShape(draft.parents)
+  number = verdict.num_accepted
+  last = jnp.take_along_axis(
+    verdict.path, jnp.maximum(number - 1, 0)[:, None], axis=1
+  )[:, 0]
+  child = jnp.asarray(shape.children)[jnp.where(number > 0, last + 1, 0), 0]
+  goes_on = wrong & (child >= 0) & (number < draft.length)
+  paths = jnp.asarray(shape.paths)[jnp.maximum(child, 0)]
+  return verdict.replace(
+    num_accepted=number + goes_on,
+    path=jnp.where(goes_on[:, None], paths, verdict.path),
+  )
 
 
 @toy_requests.quick_jit
@@ -252,6 +356,7 @@ def test_control_draft_probs_standardised_otherwise_than_drawn():
   'name',
   [
     'bigram',
+    'heads',
     *(
       pytest.param(n, marks=pytest.mark.slow)
       for n in ('cascade', 'with_fallback')
@@ -337,7 +442,8 @@ def test_no_drafter_drops_what_it_has_drawn(name):
   """Nor are its probabilities those of a draw that it saw."""
   drops, lengths = _drops_a_drawn_token(*DRAFTERS[name])
   assert not drops
-  if name in ('short_drafts', 'prompt_lookup', 'unigram', 'bigram', 'trigram'):
+  shorter = {'adaptive', 'short_drafts', 'unigram', 'bigram', 'trigram'}
+  if name in shorter | {'prompt_lookup', 'lookup_tree'}:
     assert len(lengths) > 1  # or nothing was looked at
 
 
@@ -363,7 +469,7 @@ def _drops_a_drawn_token(drafter, params):
   request = request_of(1, GAMMA, SAMPLINGS['t1'], stop_ids=(0, 2, 3, 4))
   prompt = jnp.array([[0, 2, 3, 3, 4, 2]])
   inputs = request.inputs
-  init = toy_requests.quick_jit(drafter.init, static_argnums=2)
+  init = _begin(drafter)
   state = init(params, inputs, 24, prompt)
   base = _context(request, jnp.pad(prompt, ((0, 0), (0, 18))), [1])
   base = base.replace(greedy=False, forbids_stops=True)
@@ -393,9 +499,10 @@ def _drops_a_drawn_token(drafter, params):
 def _depends_on_its_own_token(drafts) -> bool:
   """Of drafts [N, ...] of one drafter in one state, on the host."""
   seen = {}
-  for row, proposed in enumerate(drafts.length):
+  for row, length in enumerate(drafts.length):
     tokens = drafts.tokens[row].tolist()
-    for i in range(min(proposed + 1, GAMMA)):
+    proposed = _num_nodes(drafts, length)
+    for i in range(min(proposed + 1, len(tokens))):
       goes_on = i < proposed
       law = None
       if goes_on:
@@ -406,6 +513,22 @@ def _depends_on_its_own_token(drafts) -> bool:
       if goes_on and not np.allclose(first, law, atol=1e-5):
         return True
   return False
+
+
+def _num_nodes(draft, length) -> int:
+  """Proposals of `length` levels; of a chain, as many."""
+  if draft.parents is None:
+    return int(length)
+  return int(np.sum(TreeShape(draft.parents).levels <= length))
+
+
+def _path(draft, count) -> list[int]:
+  """The first `count` proposals; of a tree, the last path of so many."""
+  if draft.parents is None or not count:
+    return list(range(count))
+  shape = TreeShape(draft.parents)
+  last = np.flatnonzero(shape.levels == count)[-1]
+  return shape.paths[last][:count].tolist()
 
 
 def test_control_a_stale_target_cache():
@@ -494,7 +617,7 @@ def test_state_after_every_acceptance_count(name):
   request = request_of(2, GAMMA, SamplingConfig(0.0), slots)
   inputs = request.inputs.at[1].set(0)
   rng = np.random.default_rng(0)
-  init = toy_requests.quick_jit(drafter.init, static_argnums=2)
+  init = _begin(drafter)
   propose, commit = (
     toy_requests.quick_jit(drafter.propose),
     toy_requests.quick_jit(drafter.commit),
@@ -518,12 +641,14 @@ def test_state_after_every_acceptance_count(name):
       draft, used = propose(params, used, context)
       for row, length in enumerate(lengths):
         again = fresh(row, tokens, length)
-        proposed = int(draft.length[row])
-        assert proposed == int(again.length[row]) <= GAMMA
+        levels = int(draft.length[row])
+        assert levels == int(again.length[row]) <= GAMMA
+        proposed = _num_nodes(draft, levels)
         have = np.asarray(draft.tokens)[row, :proposed]
         want = np.asarray(again.tokens)[row, :proposed]
         np.testing.assert_array_equal(have, want)
-        kept = [*have[:count], rng.integers(2, VOCAB)]
+        path = _path(draft, min(count, levels))
+        kept = [*have[path], rng.integers(2, VOCAB)]
         tokens[row, length : length + len(kept)] = kept
         lengths[row] += len(kept)
       used = commit(used, jnp.array(lengths))
@@ -557,4 +682,13 @@ def _context(request, tokens, lengths):
     gamma=request.gamma,
     greedy=True,
     forbids_stops=False,
+    # Of heads: the last but one token, in the place of a feature.
+    features=jax.nn.one_hot(_before_last(tokens, lengths), VOCAB),
+    target=TARGET,
+    target_params=TARGET.params,
   )
+
+
+def _before_last(tokens, lengths):
+  place = np.maximum(np.asarray(lengths) - 2, 0)[:, None]
+  return np.take_along_axis(np.asarray(tokens), place, axis=1)[:, 0]

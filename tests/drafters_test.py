@@ -271,14 +271,14 @@ def test_with_fallback_two_deterministic_drafters_states_no_probabilities():
   assert draft.tokens.tolist() == [[5, 1]] and draft.length.tolist() == [2]
 
 
-@pytest.mark.parametrize('held', [0, 1, 5, 17, 18])
+@pytest.mark.parametrize('held', [0, 1, 5, 28, 36, 53])
 def test_a_model_reads_what_it_missed(held):
-  """Ragged debts of 0 to 18 tokens; then it is as one that missed nothing."""
-  rows, length = 3, jnp.array([20, 2, 11])
-  tokens = jnp.asarray(np.random.default_rng(0).integers(2, VOCAB, (rows, 30)))
-  request = request_of(rows, 3, SamplingConfig(1.0), 20)
-  empty = DRAFT.prefill(DRAFT.params, request.inputs, 24)
-  _, full = extend_draft(DRAFT.params, empty, tokens[:, :22])
+  """Ragged debts of 0 to 53 tokens; then it is as one that missed nothing."""
+  rows, length = 3, jnp.array([55, 2, 11])
+  tokens = jnp.asarray(np.random.default_rng(0).integers(2, VOCAB, (rows, 65)))
+  request = request_of(rows, 3, SamplingConfig(1.0), 55)
+  empty = DRAFT.prefill(DRAFT.params, request.inputs, 59)
+  _, full = extend_draft(DRAFT.params, empty, tokens[:, :57])
   late = rewind_draft(full, jnp.minimum(held, length - 1))
   reached = catch_up_draft(DRAFT.params, late, tokens, length)
   assert (length - 2 <= reached.length).all()

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import pytest
 
-from small_vocabulary import VOCAB_SIZE, network
+from small_vocabulary import VOCAB_SIZE, decoder_only, network
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.cascade import cascade
@@ -18,7 +18,6 @@ from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.engine import Engine
-from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -27,16 +26,7 @@ TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
 TARGET = network(2)
 DRAFT = network(1)
 # It has no encoder: of an encoder-decoder target it sees the output alone.
-DECODER_ONLY = GPT(
-  GPTConfig(
-    vocab_size=VOCAB_SIZE,
-    emb_dim=16,
-    num_heads=2,
-    num_layers=1,
-    head_dim=8,
-    mlp_dim=32,
-  )
-)
+DECODER_ONLY = decoder_only(1)
 
 
 @pytest.fixture(scope='module')
@@ -95,7 +85,11 @@ def test_greedy_outputs_are_the_targets_own(parts, tokenizer, plain, name):
 def test_a_decoder_only_drafter_of_another_vocabulary(parts, tokenizer):
   config = dataclasses.replace(DECODER_ONLY.config, vocab_size=VOCAB_SIZE + 1)
   with pytest.raises(ValueError, match='vocabulary is 289 and the target'):
-    Engine(parts['target'], Model(GPT(config), {}), tokenizer=tokenizer)
+    Engine(
+      parts['target'],
+      Model(type(DECODER_ONLY)(config), {}),
+      tokenizer=tokenizer,
+    )
 
 
 def test_an_encoder_that_has_nothing_to_read(parts, tokenizer):

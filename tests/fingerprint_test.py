@@ -40,8 +40,8 @@ def test_the_dtype_they_are_read_in_does_not_matter(dtype, tmp_path):
 
 
 def test_those_of_a_committed_record():
-  """Made when float32 values went in: the demo's are bfloat16 on disk."""
-  path = gin_flags.ROOT / 'benchmarks/results/calibration_demo.json'
+  """The pair that was measured is the one that is shipped."""
+  path = gin_flags.ROOT / 'benchmarks/results/gamma_demo_calibration.json'
   for side, want in calibration.load(path).fingerprints.items():
     params = checkpoints.load(gin_flags.ROOT / f'demo/{side}.msgpack')
     assert fingerprint(params) == want

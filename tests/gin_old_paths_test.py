@@ -16,6 +16,12 @@ from specdec_jax.cli import gin_flags, gin_old_macros, gin_old_paths
 # of each run that they describe one of all its values. Made of the files of
 # 0.1; names of classes and functions are not in it, so that they may change.
 MADE = pathlib.Path(__file__).with_suffix('.json')
+# The demo pair is another one now; with these sizes it is that of 0.1.
+DEMO_OF_0_1 = (
+  '--gin.demo_target/t5.T5Config.num_encoder_layers=3',
+  '--gin.demo_draft/t5.T5Config.num_encoder_layers=3',
+  '--gin.demo_draft/t5.T5Config.num_decoder_layers=1',
+)
 # Arguments that have another name since 0.1.
 RENAMED = {'drafter': 'draft'}
 
@@ -83,6 +89,10 @@ def made_of(path, was):
     flags.insert(0, '--gin_file=gin/runs/demo.gin')
   if path == 'gin/models/demo_pair.gin':
     flags.append('--gin.GAMMA=4')
+  demo = [name for name in ('DEMO_TARGET', 'DEMO_DRAFT') if name in was]
+  flags += [
+    flag for flag in DEMO_OF_0_1 if any(n.lower() in flag for n in demo)
+  ]
   for name in was:
     if was[name] == _digest(_resolved(f'given-{name}')):
       flags.append(f'--gin.{name}=given-{name}')

@@ -1,6 +1,5 @@
 """Compiling for a GPU that is not there, and counting what is launched."""
 
-import dataclasses
 import importlib.util
 import json
 
@@ -8,23 +7,11 @@ import jax
 import pytest
 import rich.console
 
+from compiled_pair import DRAFT, TARGET
 from specdec_jax.cli import gin_flags
 from specdec_jax.measure.compiled import devices, gpu, kernels, pair_check
-from specdec_jax.models import t5
 from specdec_jax.paper import printed
 
-CONFIG = t5.T5Config(
-  vocab_size=512,
-  emb_dim=256,
-  num_heads=2,
-  head_dim=64,
-  num_encoder_layers=1,
-  num_decoder_layers=2,
-  mlp_dim=512,
-  dtype='bfloat16',
-)
-TARGET = t5.T5(CONFIG)
-DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
 ROW = printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 3.4)
 SAMPLED = ROW._replace(temperature=1)
 needs_cuda = pytest.mark.skipif(

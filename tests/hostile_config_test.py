@@ -191,6 +191,8 @@ WRONG_NUMBERS = ('x', 1.5, NAN, None, True, [1], 0, -1, 10**15, 2**64)
 @pytest.mark.parametrize('field', SIZES)
 @pytest.mark.parametrize('value', WRONG_NUMBERS, ids=repr)
 def test_sizes_of_a_network(field, value):
+  if (field, value) == ('num_encoder_layers', 0):
+    return  # a decoder alone
   with pytest.raises(ValueError, match=f'T5Config.{field}'):
     T5Config(**{**SIZES, field: value})
 
@@ -354,7 +356,7 @@ def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
   class Compiled(Exception):
     pass
 
-  def compile_(*_):
+  def compile_(*_, **__):
     raise Compiled
 
   monkeypatch.setattr(memory, 'host_bytes', lambda: there)

@@ -73,6 +73,8 @@ class Reversing:
   drafter, gamma, max_input_len, max_decode_len = None, 2, 16, 8
   params = PairParams({'w': np.zeros(1)}, None)
   fingerprints, across_hosts, bos_id = {}, False, None
+  rule, fallback, usual = None, False, None
+  has_drafter = False
 
   def __init__(self, tokenizer):
     self.tokenizer = tokenizer

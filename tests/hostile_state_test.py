@@ -38,6 +38,8 @@ class Says:
   drafter, gamma, max_input_len, max_decode_len = None, 2, 24, 12
   params = PairParams({'w': np.zeros(1)}, None)
   across_hosts, bos_id = False, None
+  rule, fallback, usual = None, False, None
+  has_drafter = False
   fingerprints = types.MappingProxyType({})
 
   def __init__(self, tokenizer):

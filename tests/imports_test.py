@@ -15,9 +15,16 @@ LIBRARY = ROOT / 'specdec_jax'
 # A new room of the library needs a place here. `paper.printed` is data, and
 # lies below what compares itself with it; `models.backend` knows only devices.
 ROOMS = (
-  ('types', 'checks', 'files', 'paper.printed', 'models.backend'),
+  (
+    'types',
+    'tree_shape',
+    'checks',
+    'files',
+    'paper.printed',
+    'models.backend',
+  ),
   # Algorithm 1 and its closed forms
-  ('probs', 'verify', 'analysis'),
+  ('probs', 'verify', 'verify_block', 'verify_tree', 'analysis'),
   ('models',),
   ('partitioning',),
   ('checkpoints',),
@@ -31,6 +38,7 @@ ROOMS = (
   ('paper',),
   ('notebook',),
   ('t5x_plugin',),
+  ('serving',),
   ('cli', '__main__'),
 )
 DEPTH = {name: depth for depth, names in enumerate(ROOMS) for name in names}
@@ -128,7 +136,8 @@ def test_every_folder_is_a_package():
 def test_nothing_loose():
   """Only the mathematics and the public API lie outside of a room."""
   loose = {path.stem for path in LIBRARY.glob('*.py')}
-  mathematics = {'types', 'probs', 'verify', 'analysis'}
+  mathematics = {'types', 'probs', 'verify', 'verify_block', 'analysis'}
+  mathematics |= {'tree_shape', 'verify_tree'}
   assert loose == mathematics | {'__init__', '__main__'}
 
 

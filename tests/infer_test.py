@@ -54,7 +54,9 @@ class ReversingEngine:
 
   max_input_len = MAX_INPUT_LEN
   max_decode_len = 32
-  bos_id = None
+  bos_id = rule = usual = None
+  has_drafter = False
+  fallback = False
   gamma = 1
   drafter = None
   fingerprints = types.MappingProxyType({'target': 'reversal'})

@@ -60,7 +60,7 @@ def lenient_law(target, draft, lenience):
 
 
 def shipped_law(target, draft, lenience, **options):
-  """`exact.step_law` of a lenient step."""
+  """`step_law` of a lenient step."""
   return verify_laws.step_law(
     target, draft, GAMMA, SIZE, lenience=lenience, **options
   )

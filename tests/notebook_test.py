@@ -70,21 +70,16 @@ def test_it_is_stored_as_if_it_had_never_run(notebook, cells):
   reason='demo/target.msgpack, the demo pair, is not there',
 )
 @pytest.mark.slow  # cells are parsed above; what they call has tests of its own
-@pytest.mark.parametrize('target', ['demo draft', 'demo'])
-def test_it_runs_with_the_demo_pair(cells, target):
-  """The small model is quickly its own target."""
+def test_it_runs_with_the_demo_pair(cells):
   code = json.dumps(list(cells.values()))
-  if target == 'demo draft':
-    for name, other in (
-      ('target.ms', 'draft.ms'),
-      ('demo(18)', 'demo(1)'),
-      # Of the large ones only memory is computed, here of one layer; the whole
-      # ones are in a test below.
-      ('2048, 32, 24', '2048, 32, 1'),
-      ('4096, 64, 24', '4096, 64, 1'),
-    ):
-      assert code.count(name) == 1
-      code = code.replace(name, other)
+  # Of the large ones only memory is computed, here of one layer; the whole ones
+  # are in a test below.
+  for name, other in (
+    ('2048, 32, 24', '2048, 32, 1'),
+    ('4096, 64, 24', '4096, 64, 1'),
+  ):
+    assert code.count(name) == 1
+    code = code.replace(name, other)
   done = subprocess.run(
     [sys.executable, '-c', RUNNER, code],
     cwd=NOTEBOOK.parent,

@@ -264,3 +264,23 @@ def test_every_peer_says_the_same_tokens(config):
     results['transformers plain']['target_calls'] == results[PLAIN]['tokens']
   )
   assert record['versions']['torch']
+
+
+@pytest.mark.skipif(
+  any(importlib.util.find_spec(name) is None for name in PEERS),
+  reason="needs the peers: pip install 'specdec_jax[peers]'",
+)
+@pytest.mark.filterwarnings('ignore')
+def test_an_assistant_without_an_encoder_reads_the_targets(config):
+  """The target's own decoder as drafter: each of its proposals is right."""
+  decoder = {k: v for k, v in config.target.params.items() if k != 'encoder'}
+  alone = T5(dataclasses.replace(TARGET, num_encoder_layers=0))
+  names = ('transformers assistant + mask', 'specdec_jax speculative')
+  draft = Model(alone, decoder)
+  shared = dataclasses.replace(config, draft=draft, systems=names)
+  record = peers.compare(shared, rich.console.Console(file=io.StringIO()))
+  results = record['results']
+  assert not [r['failure'] for r in results.values() if r['failure']]
+  for name in names:
+    calls, tokens = (results[name][k] for k in ('target_calls', 'tokens'))
+    assert calls <= tokens / 3 + 2 * results[name]['lines'], name

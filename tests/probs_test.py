@@ -16,14 +16,7 @@ _standardise_batch = jax.jit(probs.standardise_batch)
 _inverse_cdf = jax.jit(probs.inverse_cdf)
 _ALMOST_ONE = 1 - 2.0**-24
 
-
-@pytest.fixture(autouse=True)
-def _strict():
-  with (
-    jax.numpy_rank_promotion('raise'),
-    jax.numpy_dtype_promotion('strict'),
-  ):
-    yield
+pytestmark = pytest.mark.usefixtures('strict')
 
 
 def _standardise(logits, config):

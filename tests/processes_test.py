@@ -156,6 +156,7 @@ def test_two_processes_make_one_result(runner, whole, tmp_path):
   assert [num_batches(said) for _, said, *_ in ended] == [3 + 1, 3 + 1]
 
 
+@pytest.mark.slow
 def test_one_model_over_the_devices_of_two_processes(runner, whole, tmp_path):
   """In lockstep, as one process decodes."""
   ended = runner(tmp_path, 2, placed='split')

@@ -153,7 +153,9 @@ def operations(jaxpr):
       yield from operations(inner)
 
 
-@pytest.mark.parametrize('kind', ['gpu', 'tpu', 'cpu'])
+@pytest.mark.parametrize(
+  'kind', ['gpu', pytest.param('tpu', marks=pytest.mark.slow), 'cpu']
+)
 @pytest.mark.parametrize(
   'config',
   [SamplingConfig(1.0), SamplingConfig(0.7, top_k=40, top_p=0.9)],

@@ -5,6 +5,7 @@ import io
 import jax
 import numpy as np
 
+from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.text import tokenizer as tokenizer_lib
 
@@ -56,6 +57,11 @@ def network(num_decoder_layers: int, vocab_size: int = VOCAB_SIZE) -> T5:
       mlp_dim=32,
     )
   )
+
+
+def decoder_only(num_layers: int) -> GPT:
+  """A decoder-only network of that width."""
+  return GPT(GPTConfig(VOCAB_SIZE, 16, 2, num_layers, head_dim=8, mlp_dim=32))
 
 
 def weights(network, seed: int):

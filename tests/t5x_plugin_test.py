@@ -293,8 +293,13 @@ def test_samples_have_keys_and_an_order():
   'sampling, values, rescale',
   [
     (probs.SamplingConfig(0.7, top_k=5), {'topk': 5}, False),
-    (probs.SamplingConfig(0.7, top_k=5), {'topk': 5}, True),
-    (probs.SamplingConfig(1.3, top_p=0.8), {'topp': 0.8}, True),
+    *(
+      pytest.param(*other, True, marks=pytest.mark.slow)
+      for other in (
+        (probs.SamplingConfig(0.7, top_k=5), {'topk': 5}),
+        (probs.SamplingConfig(1.3, top_p=0.8), {'topp': 0.8}),
+      )
+    ),
   ],
 )
 def test_scores_are_of_what_was_drawn_from(sampling, values, rescale):

@@ -103,17 +103,23 @@ class MarkovModel:
     del key
     return self.params
 
+  def encode(self, params, inputs: jax.Array) -> jax.Array:
+    """What each input adds to the logits of its row, float32[B, E, V]."""
+    present = (inputs != 0)[..., None]
+    return jnp.where(present, params['offset'][inputs], 0.0)
+
   def prefill(
-    self, params, inputs: jax.Array, max_length: int, longest=None
+    self, params, inputs: jax.Array, max_length: int, longest=None, encoded=None
   ) -> MarkovCache:
     """An empty cache of `max_length` slots for inputs int32[B, E]."""
     del longest
     batch = inputs.shape[0]
-    present = (inputs != 0)[..., None]
+    if encoded is None:
+      encoded = self.encode(params, inputs)
     return MarkovCache(
       tokens=jnp.full((batch, max_length), _UNWRITTEN, jnp.int32),
       length=jnp.zeros((batch,), jnp.int32),
-      offset=jnp.sum(jnp.where(present, params['offset'][inputs], 0.0), 1),
+      offset=jnp.sum(encoded, 1),
     )
 
   def extend(
@@ -140,6 +146,21 @@ class MarkovModel:
     logits = params['table'][context] + cache.offset[:, None, :]
     cache = MarkovCache(slots, cache.length + tokens.shape[1], cache.offset)
     return jnp.where(bad[..., None], jnp.nan, logits), cache
+
+  def extend_with_features(self, params, cache: MarkovCache, tokens, tree=None):
+    """As `extend`; the features [B, S, V] are the logits themselves."""
+    logits, cache = self.extend(params, cache, tokens, tree)
+    return logits, logits, cache
+
+  def embed(self, params, tokens: jax.Array) -> jax.Array:
+    """One-hot rows float32[..., V] of tokens int32[...]."""
+    del params
+    return jax.nn.one_hot(tokens, self.vocab_size)
+
+  def head(self, params, features: jax.Array) -> jax.Array:
+    """The features [..., V] themselves."""
+    del params
+    return features
 
   def rewind(self, cache: MarkovCache, length: jax.Array) -> MarkovCache:
     """Forgets the slots from `length` int32[B] on."""
@@ -192,6 +213,15 @@ class MarkovModel:
     """Joint law of the first `length` generated tokens; float64[V, ..., V]."""
     next_probs = self.next_probs(config, inputs)
     return joint_law(next_probs, length, self.vocab_size, stop_ids)
+
+
+class MarkovOnEncoder(MarkovModel):
+  """A chain that reads another chain's inputs, and has none of its own."""
+
+  reads_encoder = True
+
+  def encode(self, params, inputs):
+    raise AssertionError('expected the target to encode the inputs')
 
 
 def random_markov(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
+from compiled_pair import CONFIG, DRAFT, TARGET
 from gpt_test import GPT2
 from small_vocabulary import network
 from specdec_jax.checks.memory import GIB
@@ -30,18 +31,6 @@ from specdec_jax.models import backend, gpt, t5
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
 
-CONFIG = t5.T5Config(
-  vocab_size=512,
-  emb_dim=256,
-  num_heads=2,
-  head_dim=64,
-  num_encoder_layers=1,
-  num_decoder_layers=2,
-  mlp_dim=512,
-  dtype='bfloat16',
-)
-TARGET = t5.T5(CONFIG)
-DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
 # The same programs, so that tests compile them once.
 ROWS = [
   printed.Table2Row('ende', 't5_small', 1, 3, alpha, 3.4)

@@ -62,7 +62,11 @@ def check(engine, text, **options) -> list[Round[int]]:
   stats = want.stats
   assert len(rounds) == stats.num_target_calls
   assert sum(one.num_accepted for one in rounds) == stats.num_accepted
-  assert sum(one.num_tested for one in rounds) == stats.num_tested
+  if any(one.as_block for one in rounds):
+    assert all(one.num_tested == len(one.proposed) for one in rounds)
+    assert stats.num_passed is not None
+  else:
+    assert sum(one.num_tested for one in rounds) == stats.num_tested
   counts = [0] * (engine.gamma + 1)
   for one in rounds:
     counts[one.num_accepted] += 1
@@ -70,9 +74,10 @@ def check(engine, text, **options) -> list[Round[int]]:
   return rounds
 
 
-def test_sampled_rounds_are_those_of_the_decode(tokenizer):
+@pytest.mark.parametrize('verification', ['token', 'block'])
+def test_sampled_rounds_are_those_of_the_decode(tokenizer, verification):
   engine = make_engine(tokenizer, noise=2.0)
-  sampled = dict(temperature=1.0)
+  sampled = dict(temperature=1.0, verification=verification)
   rounds = check(engine, TEXT, **sampled, seed=1, stop_ids=[])
   accepted = {one.num_accepted for one in rounds}
   assert len(accepted) > 1, 'choose a seed that both accepts and rejects'

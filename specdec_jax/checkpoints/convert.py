@@ -15,6 +15,7 @@ from specdec_jax.checkpoints.load import (
   check_dtype,
   is_huggingface,
   locate,
+  made_for,
   open_arrays,
 )
 from specdec_jax.checks.fields import check_types
@@ -80,12 +81,14 @@ def convert(config: ConvertConfig) -> str:
   location = locate(config.checkpoint_path)
   sizes, params = _load(config, location)
   output.parent.mkdir(parents=True, exist_ok=True)
+  target = made_for(location)
   if sizes is not None:
-    _save_safetensors(output, sizes, params, location)
+    _save_safetensors(output, sizes, params, location, target)
   elif config.format == 'orbax':
     orbax_params.save_orbax(output, params)
   else:
-    t5x.save_t5x(output, params, step=0)
+    about = {'target': target} if target else None
+    t5x.save_t5x(output, params, step=0, about=about)
   leaves = jax.tree.leaves(params)
   total = sum(leaf.size for leaf in leaves)
   of = f' of {sizes}' if sizes else ''
@@ -129,6 +132,7 @@ def _save_safetensors(
   sizes: T5Config,
   params: Params,
   source: Location,
+  target: str,
 ) -> None:
   ids = huggingface.names.T5_IDS
   if is_huggingface(source):
@@ -137,7 +141,9 @@ def _save_safetensors(
   with contextlib.suppress(FileNotFoundError):
     shutil.rmtree(unfinished)
   try:
-    huggingface.save_huggingface(unfinished, sizes, params, ids=ids)
+    huggingface.save_huggingface(
+      unfinished, sizes, params, ids=ids, made_for=target
+    )
     os.rename(unfinished, output)
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -8,7 +8,7 @@ of transformers' `T5ForConditionalGeneration`. Every parameter is called
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -77,6 +77,10 @@ FIELDS = {
   'head_dim': 'd_kv',
   'mlp_dim': 'd_ff',
 }
+# Entries of ours, of a decoder that reads its target's encoder.
+MADE_FOR = 'specdec_made_for'
+_ENCODER_DIM = 'specdec_encoder_dim'
+_READS_ENCODER = (MADE_FOR, _ENCODER_DIM)
 # config.json's feed_forward_proj: T5Config.mlp_activations. transformers'
 # plain `gelu` differs from T5X's, but its `gated-gelu` does not.
 _FEED_FORWARD = {
@@ -179,6 +183,7 @@ def describe(config: T5Config) -> dict[str, Any]:
     # Only this decides whether transformers scales the logits of a T5.
     'tie_word_embeddings': config.logits_via_embedding,
     **_FIXED,
+    **({} if config.num_encoder_layers else {_ENCODER_DIM: config.encoded_dim}),
   }
 
 
@@ -189,7 +194,13 @@ def read_config(
   if described.get('num_decoder_layers') is None:
     layers = described.get('num_layers')  # as many as the encoder has
     described = {**described, 'num_decoder_layers': layers}
-  sizes = read_sizes(described, FIELDS, where)
+  alone = any(name in described for name in _READS_ENCODER)
+  sizes = read_sizes(
+    described, FIELDS, where, ('num_encoder_layers',) if alone else ()
+  )
+  width = described.get(_ENCODER_DIM, sizes['emb_dim'])
+  if width != sizes['emb_dim']:
+    sizes['encoder_dim'] = width
   check_fixed(described, _FIXED, where)
   word = described.get('feed_forward_proj')
   if word is None:
@@ -205,15 +216,19 @@ def read_config(
 
 
 def read_sizes(
-  described: Mapping[str, Any], fields: Mapping[str, str], where: str
+  described: Mapping[str, Any],
+  fields: Mapping[str, str],
+  where: str,
+  may_be_zero: Sequence[str] = (),
 ) -> dict[str, Any]:
   """The sizes for a configuration, from config.json; errors name its fields."""
   sizes = {ours: described.get(theirs) for ours, theirs in fields.items()}
   for ours, value in sizes.items():
-    if type(value) is not int or value < 1:
+    least = 0 if ours in may_be_zero else 1
+    if type(value) is not int or value < least:
       raise ValueError(
         f'{where}: {fields[ours]} is {value!r}, expected a whole number of at'
-        ' least 1.'
+        f' least {least}.'
       )
   return sizes
 

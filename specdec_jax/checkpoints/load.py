@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +19,10 @@ from specdec_jax.checkpoints.disk_arrays import (
   load_arrays,
 )
 from specdec_jax.checkpoints.huggingface import open_huggingface
-from specdec_jax.checkpoints.huggingface_arrays import CONFIG
+from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
+from specdec_jax.checkpoints.huggingface_names import MADE_FOR
 from specdec_jax.files.locations import Location, few, open_location
-from specdec_jax.models.base import LanguageModel, param_shapes
+from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
 
@@ -86,11 +88,13 @@ class Opened:
     source: where the checkpoint is.
     arrays: T5X's name -> array.
     config: the shape of its model, if the checkpoint describes it.
+    made_for: see `Model.made_for`.
   """
 
   source: str
   arrays: Mapping[str, DiskArray]
   config: T5Config | GPTConfig | None = None
+  made_for: str = ''
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
@@ -121,8 +125,27 @@ def open_checkpoint(
   location = locate(path)
   if is_huggingface(location):
     config, found = open_huggingface(location.path, network, described, dtype)
-    return Opened(location.path, found, config)
-  return Opened(str(location), open_arrays(location, network))
+    return Opened(location.path, found, config, made_for(location, described))
+  target = made_for(location) if reads_encoder(network) else ''
+  arrays = open_arrays(location, network)
+  return Opened(str(location), arrays, made_for=target)
+
+
+def made_for(
+  location: Location, described: Mapping[str, Any] | None = None
+) -> str:
+  """The target that a drafter was made for, see `Model.made_for`.
+
+  Args:
+    location: from `locate`.
+    described: config.json of a Hugging Face folder, if it has been read.
+  """
+  if not location.is_folder():
+    return t5x.made_for(location)
+  if not is_huggingface(location):
+    return ''  # Orbax's and T5X's folders do not say
+  described = described or read_json(pathlib.Path(location.path) / CONFIG)
+  return str(described.get(MADE_FOR, ''))
 
 
 def locate(path: str | os.PathLike[str]) -> Location:

@@ -43,6 +43,7 @@ def save_t5x(
   params: Params,
   step: int,
   dtype: Any = None,
+  about: Mapping[str, str] | None = None,
 ) -> None:
   """Writes parameters to the single file `path`, whole or not at all.
 
@@ -52,6 +53,9 @@ def save_t5x(
     step: number of updates that the parameters have had.
     dtype: dtype of the floating-point arrays on disk, e.g. jnp.bfloat16; None
       keeps theirs.
+    about: what else the file is to say, for `read_about`, such as 'target',
+      the `fingerprint` of the only target that a drafter is for; readers of
+      T5X's format do not look at it.
 
   Raises:
     OSError: the disk is full or the folder not writable.
@@ -63,16 +67,29 @@ def save_t5x(
       array = array.astype(dtype)
     return array
 
-  tree = {
+  tree: dict[str, Any] = {
     'version': VERSION,
     'optimizer': {
       'target': jax.tree.map(to_disk, params),
       'state': {'step': np.asarray(step, np.int32), 'param_states': {}},
     },
   }
+  if about is not None:
+    tree['about'] = dict(about)
   path = os.fspath(path)
   os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
   files.write_atomically(path, flax.serialization.msgpack_serialize(tree))
+
+
+def read_about(location: Location) -> dict[str, Any]:
+  """What `save_t5x` was told to write beside the parameters; {} is nothing.
+
+  Raises:
+    ValueError: the file is missing, cut short, or not msgpack.
+  """
+  tree = read_tree(location)
+  about = tree.get('about') if isinstance(tree, dict) else None
+  return about if isinstance(about, dict) else {}
 
 
 def open_t5x(location: Location) -> dict[str, DiskArray]:
@@ -129,6 +146,12 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
         f'its folder has {list(array.shape)}, the file says {said}',
       )
   return {name: stored.get(name, leaf) for name, leaf in leaves.items()}
+
+
+def made_for(location: Location) -> str:
+  """Fingerprint of the target that a drafter is for; '' if it does not say."""
+  found = read_about(location).get('target')
+  return found if isinstance(found, str) else ''
 
 
 def check_params(params: Params, expected: Any, source: str = 'params') -> None:

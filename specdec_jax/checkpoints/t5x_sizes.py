@@ -31,8 +31,10 @@ def sizes(shapes: Shapes) -> dict[str, Any]:
   layers: dict[str, set[int]] = {}
   for stack, number, inner, shape in _in_layers(shapes, found.get('emb_dim')):
     layers.setdefault(stack, set()).add(number)
-    if inner == 'attention/query/kernel' and len(shape) == 2:
+    if inner.endswith('attention/query/kernel') and len(shape) == 2:
       found['head_dim'] = shape[1]
+    if inner == 'encoder_decoder_attention/key/kernel' and len(shape) == 2:
+      found['encoder_dim'] = shape[0]
     if re.fullmatch(r'mlp/wi(_0)?/kernel', inner) and len(shape) == 2:
       found['mlp_dim'] = shape[1]
       found[_ACTIVATIONS] = 2 if '_0' in inner else 1
@@ -41,6 +43,12 @@ def sizes(shapes: Shapes) -> dict[str, Any]:
       found['bias_per_layer'] = True
   for stack, numbers in layers.items():
     found[f'num_{stack}_layers'] = len(numbers)
+  if 'decoder' in layers:
+    found.setdefault('num_encoder_layers', 0)
+  if found.get('num_encoder_layers') or found.get('encoder_dim') == found.get(
+    'emb_dim'
+  ):
+    found.pop('encoder_dim', None)
   for stack in ('decoder', 'encoder'):
     if len(shape := shapes.get(stack + _HEADS, ())) == 2:
       found['num_heads'] = shape[0]

@@ -156,6 +156,26 @@ def demo() -> None:
   decode()
 
 
+def distil() -> None:
+  """Makes a drafter for a T5 of your own, from texts alone.
+
+    specdec distil --target my_t5 --texts inputs.txt --output-dir my_drafter
+
+    specdec distil --gin_file=gin/models/demo/target.gin \\
+      --gin_file=gin/runs/own_drafter.gin --gin.TARGET=%DEMO_TARGET \\
+      --target demo/target.msgpack --vocab demo/vocab.model \\
+      --texts inputs.txt --output-dir my_drafter --minutes 10
+
+  The target decodes the texts, one a line; a part of its decoder, which reads
+  its encoder, learns what it said; and the pair is calibrated on texts that
+  were held out. The same command goes on where one was stopped. What the
+  drafter is worth goes to stdout, progress to stderr.
+  """
+  from specdec_jax import infer
+
+  infer.distil(_build(infer.DistilConfig))
+
+
 def drafter_costs() -> None:
   """Measures what a draft costs, for every drafter beside one target.
 
@@ -206,6 +226,19 @@ def gamma_curve() -> None:
   gamma_curve.gamma_curve(_build(gamma_curve.GammaCurveConfig))
 
 
+def compare_methods() -> None:
+  """Measures ways to speculate beside each other.
+
+    specdec measure --gin_file=gin/runs/methods_demo.gin \\
+      --gin.PLOT_FILE=methods.png
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import methods
+
+  methods.compare_methods(_build(methods.MethodsConfig))
+
+
 def beam_grid() -> None:
   """Measures beam search, plain and speculative, over gamma and widths.
 
@@ -217,6 +250,18 @@ def beam_grid() -> None:
   from specdec_jax.measure import beam_grid
 
   beam_grid.beam_grid(_build(beam_grid.BeamGridConfig))
+
+
+def predict_trees() -> None:
+  """Tokens a call of trees: predicted from acceptance by rank, and measured.
+
+    specdec measure --gin_file=gin/runs/trees_demo.gin
+
+  The table goes to stdout.
+  """
+  from specdec_jax.measure import tree_prediction
+
+  tree_prediction.predict_trees(_build(tree_prediction.TreePredictionConfig))
 
 
 def measure() -> None:
@@ -231,6 +276,8 @@ def measure() -> None:
     alpha_demo       how often the target accepts the drafter's tokens
     benchmark_base   calls and both loops; also benchmark_demo
     gamma_demo       the speed-up at each gamma, beside the predicted one
+    methods_demo     ways to speculate: tokens a call, time, speed-up
+    trees_demo       trees of proposals: tokens a call, predicted and real
     beams_demo       beam search, plain and with each gamma and draft width
     throughput_demo  a data set: continuous batching, batch sizes
     drafter_costs    what a draft costs, for each kind of drafter
@@ -247,6 +294,8 @@ def measure() -> None:
       '.MeasureAlphaConfig': measure_alpha,
       '.BenchmarkConfig': benchmark,
       '.GammaCurveConfig': gamma_curve,
+      '.MethodsConfig': compare_methods,
+      '.TreePredictionConfig': predict_trees,
       '.BeamGridConfig': beam_grid,
       '.ThroughputConfig': throughput,
       '.DrafterCostsConfig': drafter_costs,
@@ -313,6 +362,23 @@ def score() -> None:
   from specdec_jax import infer
 
   infer.decode_task(_build(infer.TaskConfig), _beside())
+
+
+def serve() -> None:
+  """Serves a pair by HTTP, as OpenAI's completions.
+
+    specdec serve
+
+    specdec serve --target google/flan-t5-xl --draft google/flan-t5-small
+
+  Without --target it serves the shipped pair, which translates English to
+  German. It listens to this machine alone unless --host says otherwise; docs/
+  serve.md describes the requests. The log goes to stderr, a JSON object a line.
+  SIGTERM makes it finish what it has taken, and end.
+  """
+  from specdec_jax import serving
+
+  serving.serve(_build(serving.ServeConfig))
 
 
 def throughput() -> None:
@@ -432,9 +498,11 @@ COMMANDS = {
   'decode': Command(decode, 'gin/runs/decode.gin'),
   'try': Command(try_, 'gin/runs/try.gin'),
   'score': Command(score, 'gin/runs/score.gin'),
+  'serve': Command(serve, 'gin/runs/serve.gin'),
   'calibrate': Command(calibrate, 'gin/runs/calibrate.gin'),
   'measure': Command(measure),
   'train': Command(train),
+  'distil': Command(distil, 'gin/runs/own_drafter.gin'),
   'convert': Command(convert, 'gin/runs/convert_checkpoint.gin'),
   'reproduce': Command(reproduce),
   'compile-check': Command(compile_check),
@@ -464,7 +532,7 @@ SAID_OTHERWISE = {
   'accelerator': 'measure',
   'benchmark': 'measure',
   'convert_checkpoint': 'convert',
-  'distill': 'train',
+  'distill': 'distil',
   'drafter_costs': 'measure',
   'evaluate': 'measure',
   'fit_ngram': 'train',

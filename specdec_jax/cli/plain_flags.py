@@ -16,7 +16,7 @@ from specdec_jax.checks.names import nearest
 _NOTHING = ('None', 'False', '()', "''")
 _TEXTS = ('decode', 'demo')
 _ENGINE = ('decode', 'demo', 'calibrate')
-_PAIR = ('decode', 'score', 'calibrate', 'try')
+_PAIR = ('decode', 'score', 'calibrate', 'try', 'distil', 'serve')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Flag:
     macro: that it gives a value.
     help: what it is, on a line.
     commands: that have it.
-    kind: str, int, float, bool (a switch), tuple (given again for each one), or
-      list (whole numbers with commas between them).
+    kind: str, int, float, bool (a switch), tuple (given again for each one),
+      list (whole numbers with commas between them), or int | str (gamma).
     choices: the words that it may be; none is any.
     also: macro -> what it is then, where the run file has that macro and nobody
       says otherwise.
@@ -40,16 +40,17 @@ class Flag:
   macro: str
   help: str
   commands: tuple[str, ...]
-  kind: type = str
+  kind: Any = str
   choices: tuple[str, ...] = ()
-  also: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def metavar(self) -> str:
     """What --help calls the value."""
     if self.choices:
       return '|'.join(self.choices)
-    return {int: 'N', float: 'X', list: 'N,N'}.get(self.kind, 'TEXT')
+    shown = {int: 'N', float: 'X', list: 'N,N', int | str: 'N|adaptive'}
+    return shown.get(self.kind, 'TEXT')
 
   def value(self, name: str, text: str) -> Any:
     """The value that a text on the command line stands for.
@@ -62,10 +63,11 @@ class Flag:
         f'{name} is {text!r}, expected one of {list(self.choices)}.'
         f'{nearest(text, self.choices, or_all=False)}'
       )
-    kinds: dict[type, tuple[Callable[[str], Any], str]] = {
+    kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
       int: (int, 'a whole number'),
       float: (float, 'a number'),
       list: (_numbers, 'whole numbers with commas between them'),
+      int | str: (_gamma, "a whole number, or 'adaptive'"),
     }
     if self.kind not in kinds:
       return text
@@ -74,6 +76,10 @@ class Flag:
       return read(text)
     except ValueError as error:
       raise ValueError(f'{name} is {text!r}, expected {what}.') from error
+
+
+def _gamma(text: str) -> int | str:
+  return text if text == 'adaptive' else int(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -109,13 +115,81 @@ FLAGS = (
     'CHECKPOINT_PATH',
     'the model whose outputs are wanted: a folder, a file or an id of the'
     ' Hugging Face hub',
-    ('decode', 'score', 'calibrate', 'convert'),
+    ('decode', 'score', 'calibrate', 'convert', 'distil'),
+  ),
+  Flag(
+    ('--texts', '--input', '--input-file'),
+    'INPUT_FILE',
+    'inputs as the target gets them, one a line, plain or .gz',
+    ('distil',),
   ),
   Flag(
     ('--draft', '--drafter', '--draft-model', '--assistant-model'),
     'DRAFT_CHECKPOINT_PATH',
     'the small model that proposes tokens',
     ('decode', 'calibrate'),
+  ),
+  Flag(
+    ('--target', '--model', '--target-model'),
+    'CHECKPOINT_PATH',
+    'the model whose outputs are wanted, as of `specdec decode`; the shipped'
+    ' pair if it is left out',
+    ('serve',),
+    # What the shipped pair needs, and others do not.
+    also={
+      'DRAFT_CHECKPOINT_PATH': None,
+      'MODEL_NAME': None,
+      'TARGET': None,
+      'DRAFT': None,
+      'VOCAB_PATH': None,
+    },
+  ),
+  Flag(
+    ('--draft', '--drafter', '--draft-model', '--assistant-model'),
+    'DRAFT_CHECKPOINT_PATH',
+    'the small model that proposes tokens',
+    ('serve',),
+    also={'DRAFT': None},
+  ),
+  Flag(
+    ('--host',),
+    'HOST',
+    'the address to listen at; 0.0.0.0 is all of this machine',
+    ('serve',),
+  ),
+  Flag(('--port',), 'PORT', 'its port', ('serve',), kind=int),
+  Flag(
+    ('--model-name', '--served-model-name'),
+    'MODEL_NAME',
+    'what requests call the model',
+    ('serve',),
+  ),
+  Flag(
+    ('--rows', '--max-num-seqs'),
+    'ROWS',
+    'outputs that are decoded together',
+    ('serve',),
+    kind=int,
+  ),
+  Flag(
+    ('--beams',),
+    'BEAMS',
+    'widths of the beam searches that are served',
+    ('serve',),
+    kind=list,
+  ),
+  Flag(
+    ('--max-waiting',),
+    'MAX_WAITING',
+    'outputs that may wait; more are answered by 429',
+    ('serve',),
+    kind=int,
+  ),
+  Flag(
+    ('--api-key-file',),
+    'API_KEY_FILE',
+    'a file with a key a line, one of which each request needs',
+    ('serve',),
   ),
   Flag(
     ('--vocab', '--tokenizer', '--vocabulary'),
@@ -142,7 +216,7 @@ FLAGS = (
     'OUTPUT_DIR',
     'a folder for the results, which are kept there; a run that was killed goes'
     ' on in it',
-    ('decode', 'demo', 'score'),
+    ('decode', 'demo', 'score', 'distil'),
   ),
   Flag(
     ('--output-dir', '--output'),
@@ -172,9 +246,10 @@ FLAGS = (
   Flag(
     ('--gamma', '--num-speculative-tokens', '--num-assistant-tokens'),
     'GAMMA',
-    'tokens that the drafter proposes per round',
-    ('decode', 'demo', 'try'),
-    kind=int,
+    "a number, or 'adaptive', for as long as it is sure enough: tokens that the"
+    ' drafter proposes per round',
+    ('decode', 'demo', 'try', 'serve'),
+    kind=int | str,
   ),
   Flag(
     ('--temperature',),
@@ -209,14 +284,35 @@ FLAGS = (
     ('--max-length', '--max-new-tokens', '--max-tokens', '--max-decode-len'),
     'MAX_DECODE_LEN',
     'tokens of an output at most',
-    ('decode', 'calibrate', 'try'),
+    ('decode', 'calibrate', 'try', 'distil', 'serve'),
     kind=int,
   ),
   Flag(
     ('--max-input-length', '--max-input-len'),
     'MAX_INPUT_LEN',
-    'tokens of an input at most; a longer one is an error of its line',
-    ('decode', 'calibrate', 'try'),
+    'tokens of an input at most; a longer one is an error',
+    ('decode', 'calibrate', 'try', 'serve'),
+    kind=int,
+  ),
+  Flag(
+    ('--max-input-length', '--max-input-len'),
+    'MAX_INPUT_LEN',
+    'tokens of an input at most; longer ones are left out',
+    ('distil',),
+    kind=int,
+  ),
+  Flag(
+    ('--minutes',),
+    'MINUTES',
+    'of training; the learning rate ends at zero with them',
+    ('distil',),
+    kind=float,
+  ),
+  Flag(
+    ('--num-layers',),
+    'NUM_LAYERS',
+    "layers of the target's decoder that become the drafter",
+    ('distil',),
     kind=int,
   ),
   Flag(
@@ -274,6 +370,13 @@ FLAGS = (
     'CALIBRATION',
     'a file of `specdec calibrate`, which chooses gamma',
     _TEXTS,
+  ),
+  Flag(
+    ('--fallback',),
+    'DRAFTER_RESTS',
+    'lets the drafter rest where a text shows that it is not worth its time',
+    _TEXTS,
+    kind=bool,
   ),
   Flag(
     ('--dtype',),
@@ -381,7 +484,7 @@ def _default(value: str | None) -> str:
 
 def also(
   args: argparse.Namespace, flags: Sequence[Flag]
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, Any]]:
   """Macros and what they are where nobody says otherwise."""
   return [
     (macro, value)

@@ -27,9 +27,13 @@ class CompletionStats:
     num_tokens: tokens produced, a stop id included; of a beam search, its
       levels. The best beam has the counts of the search, the others have none.
     num_target_calls: calls of the target.
-    num_tested: proposals that verification judged.
+    num_tested: proposals that Algorithm 1 judges.
     num_accepted: proposals accepted.
     histogram: how many rounds accepted 0, 1, 2, ... proposals.
+    num_passed: where drafts were judged as a whole: of the tested proposals,
+      those that pass Algorithm 1's test; None elsewhere: `num_accepted`.
+    fallback_rounds: rounds in which the drafter rested, because its proposals
+      were not worth their time.
   """
 
   num_tokens: int = 0
@@ -37,11 +41,18 @@ class CompletionStats:
   num_tested: int = 0
   num_accepted: int = 0
   histogram: tuple[int, ...] = ()
+  num_passed: int | None = None
+  fallback_rounds: int = 0
+
+  @property
+  def passed(self) -> int:
+    """Of the tested proposals, those that pass Algorithm 1's test."""
+    return self.num_accepted if self.num_passed is None else self.num_passed
 
   @property
   def acceptance_rate(self) -> float | None:
-    """Accepted / judged proposals: alpha; None if none was judged."""
-    return self.num_accepted / self.num_tested if self.num_tested else None
+    """Passed / tested proposals: alpha; None if none was tested."""
+    return self.passed / self.num_tested if self.num_tested else None
 
   @property
   def tokens_per_call(self) -> float | None:
@@ -54,6 +65,7 @@ def total(stats: Iterable[CompletionStats]) -> CompletionStats:
   """The sum of the counts of several outputs."""
   every = list(stats)
   histograms = (one.histogram for one in every)
+  as_blocks = any(one.num_passed is not None for one in every)
   return CompletionStats(
     num_tokens=sum(one.num_tokens for one in every),
     num_target_calls=sum(one.num_target_calls for one in every),
@@ -61,6 +73,8 @@ def total(stats: Iterable[CompletionStats]) -> CompletionStats:
     num_accepted=sum(one.num_accepted for one in every),
     # Histograms of different gammas have different widths.
     histogram=tuple(map(sum, itertools.zip_longest(*histograms, fillvalue=0))),
+    num_passed=sum(one.passed for one in every) if as_blocks else None,
+    fallback_rounds=sum(one.fallback_rounds for one in every),
   )
 
 
@@ -82,6 +96,10 @@ class Completion:
     score: of a beam: its log-probability with the length penalty; None of any
       other output. Where a search finished fewer beams than it was asked for,
       an output is empty, with the score -1e7.
+    acceptance_z: how many standard deviations the acceptance rate is above
+      that of the calibration's texts; None without a calibration.
+    out_of_distribution: whether that is more than 3, either way: the text is of
+      another kind than those of the calibration.
   """
 
   text: str
@@ -92,6 +110,8 @@ class Completion:
   error: str | None = None
   lossless: bool = True
   score: float | None = None
+  acceptance_z: float | None = None
+  out_of_distribution: bool = False
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
@@ -115,6 +135,7 @@ def from_generation(
   tokens = [int(token) for token in generation.tokens[row, :length]]
   reason = FinishReason(int(generation.finish_reason[row]))
   stats = generation.stats
+  passed = stats.num_passed
   error = score = None
   if generation.scores is not None:
     score = float(generation.scores[row])
@@ -131,6 +152,10 @@ def from_generation(
       num_tested=int(stats.num_tested[row]),
       num_accepted=int(stats.num_accepted[row]),
       histogram=tuple(int(count) for count in stats.histogram[row]),
+      num_passed=None if passed is None else int(passed[row]),
+      fallback_rounds=(
+        0 if stats.fallback_rounds is None else int(stats.fallback_rounds[row])
+      ),
     ),
     error=error,
     score=score,

@@ -13,6 +13,7 @@ from specdec_jax import partitioning
 from specdec_jax.checks import memory
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
@@ -22,14 +23,16 @@ from specdec_jax.engine import compilation_cache, scoring, trace
 from specdec_jax.engine.completion import Completion, Text, without_stop_id
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.loop_programs import LoopPrograms
+from specdec_jax.engine.monitor import Usual
 from specdec_jax.engine.options import (
   Options,
-  check_gamma,
+  as_gamma,
   options_of,
   repeated,
 )
 from specdec_jax.engine.pair import (
   Room,
+  check_adapts,
   check_beam_drafter,
   check_bos,
   check_pair,
@@ -40,6 +43,7 @@ from specdec_jax.engine.pair import (
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.engine.text_batch import (
   STOP_STRING_ROUNDS,
+  Ends,
   Limits,
   RowsSoFar,
   TextBatch,
@@ -47,17 +51,18 @@ from specdec_jax.engine.text_batch import (
   without_end,
 )
 from specdec_jax.engine.trace_view import Trace
-from specdec_jax.models.backend import kind
+from specdec_jax.models import backend
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
-from specdec_jax.types import FinishReason
+from specdec_jax.types import FinishReason, Generation, LengthRule
 
 _NO_DRAFTER = (
   'Speculative decoding needs a drafter: Engine(target, drafter), or call with'
   ' speculative=False.'
 )
 Texts = Sequence[str | Sequence[int]]
+Gamma = int | str | LengthRule | None  # None is the engine's
 
 
 class Engine:
@@ -86,6 +91,8 @@ class Engine:
     room: checks whether a run could fit into the memory of the devices.
     across_hosts: whether all processes must make the same calls at the same
       time.
+    usual: the acceptance of a calibration's texts, which completions are
+      compared with; None does not compare.
   """
 
   def __init__(
@@ -94,7 +101,7 @@ class Engine:
     drafter: Drafter | Model | None = None,
     *,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
-    gamma: int = 4,
+    gamma: int | str | LengthRule = 4,
     max_input_len: int = 128,
     max_decode_len: int = 128,
     batch_size: int = 32,
@@ -102,6 +109,7 @@ class Engine:
     placement: partitioning.Placement | None = None,
     draft_placement: partitioning.Placement | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
+    fallback: bool | Fallback = False,
   ):
     """Checks that the pair fits and puts its parameters on the device.
 
@@ -112,7 +120,9 @@ class Engine:
         a target with an encoder sees nothing of the input; a warning says so.
       tokenizer: the tokenizer of both, or its path, see `open_vocabulary`; None
         is the target's own.
-      gamma: the most proposals per round, static.
+      gamma: the most proposals per round, static; or 'adaptive': a draft ends
+        where the drafter is not sure enough, see `drafters.length`; or the rule
+        of a calibration that says where.
       max_input_len: tokens of the longest input.
       max_decode_len: tokens of the longest output.
       batch_size: the most texts that are decoded together. If there are more,
@@ -128,6 +138,9 @@ class Engine:
         the whole drafter.
       cache_folder: folder of compiled programs; None is the user's cache
         folder.
+      fallback: whether the drafter rests where a text's acceptance makes it
+        slower than plain decoding, see `decoding.fallback`; True goes by
+        guessed costs, a `Fallback` (of `Choice.fallback`) by measured ones.
 
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
@@ -135,7 +148,8 @@ class Engine:
         encoder and so needs none, there is no tokenizer, a checkpoint is
         broken, or devices or a model cannot be split as a placement says.
     """
-    self.gamma = gamma
+    self.gamma, self.fallback = gamma, fallback
+    self.usual: Usual | None = None
     check_number('max_input_len', max_input_len, 2)
     check_number('max_decode_len', max_decode_len, 1)
     check_number('batch_size', batch_size, 1)
@@ -167,7 +181,7 @@ class Engine:
       placement.dtype,
       memory.device_bytes() if partition is None else memory.all_bytes(),
     )
-    self.room.check(1, 1, max_decode_len, gamma)
+    self.room.check(1, 1, max_decode_len, self.gamma)
     self.tokenizer = tokenizer
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
@@ -189,16 +203,36 @@ class Engine:
   def gamma(self) -> int:
     """The most proposals per round; it may be set between calls.
 
+    What it may be set to is what the engine can be made with.
+
     Raises:
-      ValueError: it is set to a value that is not a possible number of
-        proposals.
+      ValueError: it is set to something else.
     """
     return self._gamma
 
   @gamma.setter
-  def gamma(self, value: int) -> None:
-    check_gamma(value)
-    self._gamma = value
+  def gamma(self, value: int | str | LengthRule) -> None:
+    self._gamma, self._rule = as_gamma(value)
+
+  def _fallback_of(
+    self, gamma: int, rule: LengthRule | None
+  ) -> Fallback | None:
+    """The engine's fallback for a gamma; measured costs are of its own."""
+    if not self.fallback or not gamma:
+      return None
+    if self.fallback is True or len(self.fallback.costs) != gamma + 1:
+      return guessed(gamma, rule is not None)
+    return self.fallback
+
+  @property
+  def rule(self) -> LengthRule | None:
+    """When a draft ends, if gamma was set to 'adaptive' or to a rule."""
+    return self._rule
+
+  @property
+  def has_drafter(self) -> bool:
+    """Whether there is a drafter."""
+    return True in self._loops
 
   @property
   def drafter(self) -> Drafter:
@@ -237,9 +271,7 @@ class Engine:
     first, last = self._limits.around(self.tokenizer)
     return len(ids) if first or len(ids) > len(last) else 0
 
-  def request(
-    self, texts: Texts, gamma: int | None = None, **options
-  ) -> Request:
+  def request(self, texts: Texts, gamma: Gamma = None, **options) -> Request:
     """The `Request` that `generate` would make, for a caller with its own loop.
 
     Args:
@@ -250,7 +282,7 @@ class Engine:
     Raises:
       ValueError: as for `generate`; or a text is empty.
     """
-    batch = self._batch_of(texts, self._gamma_of(gamma), options_of(options))
+    batch = self._batch_of(texts, *self._gamma_of(gamma), options_of(options))
     if len(batch.rows) < len(texts):
       raise ValueError('Engine.request takes no empty text; leave it out.')
     return batch.request
@@ -279,18 +311,17 @@ class Engine:
     before = self.num_programs
     begin = time.perf_counter()
     size = options.pop('batch_size', None)
-    num_beams = options_of(options).num_beams
-    if num_beams is not None:
-      texts = texts[: self._rows_of(size)]  # the others come in batches
-    speculative = self._speculates(speculative, num_beams)
-    batch = self.text_batch(texts, speculative, **options)
+    gamma = options.pop('gamma', None)
+    asked = options_of(options)
+    speculative = self._speculates(speculative, asked)
+    batch = self._text_batch(texts, speculative, gamma, asked)
     pool = self._pool(batch, size)
     if pool is not None:
       return pool.warm_up(batch, speculative)
-    if batch.rows:
+    for part in batch.parts(self._rows_of(size)):
       whole = not batch.options.stop_strings
       for name in ('decode',) if whole else ('start', 'run'):
-        self._programs.get(name, batch.request, speculative)
+        self._programs.get(name, part.request, speculative)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
@@ -307,7 +338,7 @@ class Engine:
     stop_ids: Sequence[int] | None = None,
     num_beams: int | None = None,
     seed: int = 0,
-    gamma: int | None = None,
+    gamma: Gamma = None,
     speculative: bool | None = None,
     batch_size: int | None = None,
     **options: Any,
@@ -333,7 +364,7 @@ class Engine:
       seed: seed of all random numbers. A sample depends on the seed, on the
         place of its text among `texts` and on the sample's number, not on the
         texts that are decoded beside it.
-      gamma: the most proposals per round; None is the engine's.
+      gamma: as for the engine; None is the engine's.
       speculative: whether the drafter helps; None is yes if there is a drafter,
         but no for beams on a CPU, where they are slower with it.
       batch_size: texts that are decoded together; None is the engine's. If
@@ -365,66 +396,47 @@ class Engine:
       'seed': seed,
     }
     asked = options_of(options | named)
-    speculative = self._speculates(speculative, asked.num_beams)
-    batch = self.text_batch(texts, speculative, gamma=gamma, **named, **options)
-    searches = asked.num_beams is not None
-    if searches and len(batch.rows) > self._rows_of(batch_size):
-      options |= named | {'gamma': gamma, 'speculative': speculative}
-      return self._in_turn(texts, self._rows_of(batch_size), options)
+    speculative = self._speculates(speculative, asked)
+    batch = self._text_batch(texts, speculative, gamma, asked)
     pool = self._pool(batch, batch_size)
     if pool is not None:
       return pool.completions(batch, speculative)
-    if not batch.rows:
-      return batch.completions()
+    parts = batch.parts(self._rows_of(batch_size))
+    return batch.completions(
+      *((part, self._decoded(part, speculative)) for part in parts)
+    )
+
+  def _decoded(self, batch: TextBatch, speculative: bool) -> Generation:
+    """What came of a batch that is decoded together, on the host."""
     if batch.options.stop_strings:
       for state, _ in self._advance(batch, speculative, STOP_STRING_ROUNDS):
         last = state
-      found = _generation(batch.request, last)
-    else:
-      self._programs.fit(batch, speculative, 'decode')
-      decode = self._programs.get('decode', batch.request, speculative)
-      found = decode(batch.request)
-    return batch.completions(partitioning.on_host(found))
+      return partitioning.on_host(_generation(batch.request, last))
+    self._programs.fit(batch, speculative, 'decode')
+    decode = self._programs.get('decode', batch.request, speculative)
+    return partitioning.on_host(decode(batch.request))
 
-  def _speculates(
-    self, asked: bool | None, num_beams: int | None = None
-  ) -> bool:
-    if asked is not None:
-      return asked
-    # A CPU's call over a tree of beams costs more than it saves, see
-    # docs/beam-search.md.
-    return True in self._loops and (num_beams is None or kind() != 'cpu')
+  def _speculates(self, told: bool | None, asked: Options) -> bool:
+    if told is not None:
+      return told
+    drafts = asked.num_beams is None or backend.ways().drafts_beams
+    return self.has_drafter and drafts
 
-  def _gamma_of(self, asked: int | None) -> int:
-    if asked is None:
-      return self.gamma
-    check_gamma(asked)
-    return asked
+  def _gamma_of(self, asked: Gamma) -> tuple[int, LengthRule | None]:
+    return (self._gamma, self._rule) if asked is None else as_gamma(asked)
 
   def _rows_of(self, asked: int | None) -> int:
     rows = self.batch_size if asked is None else asked
     check_number('batch_size', rows, 1)
     return rows
 
-  def _in_turn(
-    self, texts: Texts, rows: int, options: dict[str, Any]
-  ) -> list[Completion]:
-    """`generate` of more texts than `rows`, batch after batch."""
-    found = []
-    for at in range(0, len(texts), rows):
-      part = {
-        name: value[at : at + rows]
-        if name in ('prompts', 'example_ids') and value is not None
-        else value
-        for name, value in options.items()
-      }
-      found += self.generate(texts[at : at + rows], **part)
-    return found
-
   def _pool(self, batch: TextBatch, rows: int | None) -> Continuous | None:
-    """The pool for a batch of more than `rows` texts; None if it has fewer."""
+    """The pool for a batch of more than `rows` texts; None if it has fewer.
+
+    None for a beam search, too: of more texts, one batch follows another.
+    """
     rows = self._rows_of(rows)
-    if len(batch.rows) <= rows:
+    if len(batch.rows) <= rows or batch.options.num_beams is not None:
       return None
     if rows not in self._pools:
       self._pools[rows] = Continuous(self, PoolSettings(rows=rows))
@@ -434,7 +446,7 @@ class Engine:
     self,
     text: str,
     *,
-    gamma: int | None = None,
+    gamma: Gamma = None,
     speculative: bool | None = None,
     **options: Any,
   ) -> Iterator[str]:
@@ -454,9 +466,10 @@ class Engine:
       ValueError: as for `generate`, several samples are asked for, or the
         target's logits became invalid.
     """
-    speculative = self._speculates(speculative)
-    batch = self.text_batch([text], speculative, gamma=gamma, **options)
-    if batch.options.num_beams is not None:
+    asked = options_of(options)
+    speculative = self._speculates(speculative, asked)
+    batch = self._text_batch([text], speculative, gamma, asked)
+    if asked.num_beams is not None:
       raise ValueError(
         'stream: no beam of a beam search is known before its end; take'
         ' generate, or leave num_beams out.'
@@ -473,7 +486,7 @@ class Engine:
       reason = seen.finish_reason[0]
       if reason == FinishReason.INVALID:
         found = partitioning.on_host(_generation(batch.request, state))
-        raise ValueError(batch.completions(found)[0].error)
+        raise ValueError(batch.completion(found, 0).error)
       tokens = without_stop_id(batch.produced(0, seen), reason)
       output = Text(self.tokenizer, tokens, batch.options.stop_strings)
       ready = output.final if reason != FinishReason.RUNNING else output.stable
@@ -537,7 +550,7 @@ class Engine:
     texts: Texts,
     speculative: bool,
     *,
-    gamma: int | None = None,
+    gamma: Gamma = None,
     **options: Any,
   ) -> TextBatch:
     """The batch that `generate` works on, for a scheduler with its own loops.
@@ -545,21 +558,32 @@ class Engine:
     Raises:
       ValueError: as for `generate`.
     """
+    return self._text_batch(texts, speculative, gamma, options_of(options))
+
+  def _text_batch(
+    self, texts: Texts, speculative: bool, gamma: Gamma, asked: Options
+  ) -> TextBatch:
     loop, _ = self.loop(speculative)  # raises if there is no drafter
-    gamma = self._gamma_of(gamma)
-    asked = options_of(options)
+    most, rule = self._gamma_of(gamma)
+    if not speculative:
+      most, rule = 0, None
     if asked.num_beams is not None and speculative:
       check_beam_drafter(loop.drafter)
-    return self._batch_of(texts, gamma if speculative else 0, asked)
+    return self._batch_of(texts, most, rule, asked)
 
-  def _batch_of(self, texts: Texts, gamma: int, asked: Options) -> TextBatch:
+  def _batch_of(
+    self, texts: Texts, gamma: int, rule: LengthRule | None, asked: Options
+  ) -> TextBatch:
+    if rule is not None:
+      check_adapts(self.drafter, asked.num_beams)
     if asked.stop_ids is None:
       asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
     if asked.num_samples > 1 and asked.num_beams is None:
       check_texts(texts)  # as `TextBatch` does, before they are repeated
       number, times = len(texts), asked.num_samples
       texts, asked = repeated(texts, times), asked.of_samples(number)
-    return TextBatch(self.tokenizer, self._limits, texts, asked, gamma)
+    ends = Ends(rule, self._fallback_of(gamma, rule))
+    return TextBatch(self.tokenizer, self._limits, texts, asked, gamma, ends)
 
   @property
   def _limits(self) -> Limits:
@@ -570,6 +594,8 @@ class Engine:
       self.target.has_encoder,
       self.bos_id,
       self._partition.row_multiple if self._partition else 1,
+      self.usual,
+      self.drafter.tree if self.has_drafter else None,
     )
 
   def _advance(

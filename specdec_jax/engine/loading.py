@@ -105,6 +105,7 @@ def load(
     dtype=dtype,
     bos_id=None if config is None else _first_id(described, config, tokenizer),
     stop_ids=() if config is None else _ends(folder, described, config),
+    made_for=opened.made_for,
     reader=opened.read,
   )
 

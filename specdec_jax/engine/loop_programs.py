@@ -13,6 +13,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.engine.pair import Room
 from specdec_jax.engine.text_batch import TextBatch
+from specdec_jax.models import backend
 
 
 class LoopPrograms:
@@ -69,7 +70,7 @@ class LoopPrograms:
     key = (speculative, _shapes(request))
     if (name, key) not in self._programs:
       rows, width = request.inputs.shape
-      self._room.check(rows, width, request.cache_slots, request.gamma)
+      self._room.check(rows, width, request.cache_slots, request.draft_slots)
       self._programs[name, key] = self._compile(name, request, key)
       self._rows.add(rows)
     return self._programs[name, key]
@@ -94,7 +95,7 @@ class LoopPrograms:
       elif name == 'decode':  # the host reads it: the whole on each device
         options['out_shardings'] = self._partition.sharding()
     lowered = jax.jit(functions[name], **options).lower(*args)
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=backend.compiler_options())
     if name == 'start':
       self._states[key] = partitioning.described(
         lowered.out_info, self._partition and compiled.output_shardings

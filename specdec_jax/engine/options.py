@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.names import check_choice, nearest
 from specdec_jax.decoding.beams import BeamSettings, Rule
+from specdec_jax.decoding.state import BLOCK, VERIFICATIONS
+from specdec_jax.drafters.length import plain_rule
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.types import LengthRule
 from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
+ADAPTIVE = 'adaptive'  # a draft ends where its drafter is not sure enough
 _KEY_BITS = 32  # of the number that an example's random numbers derive from
 # Names of these options in other libraries.
 _USUAL_NAMES = {
@@ -80,6 +84,10 @@ class Options:
       and is lossy: a token may come up to 1 / lenience times as often as it
       should; at temperature 0 a token may have only `lenience` times the
       probability of the best token. See `verify`; the plain loop ignores it.
+    verification: how sampled drafts are judged, losslessly either way: 'token',
+      by the paper's Algorithm 1, or 'block', as a whole, which keeps more of
+      them (see `verify_block`). None is 'block', and 'token' where `lenience`
+      is below 1. At temperature 0 both are the same.
 
   Raises:
     ValueError: a value is outside its range.
@@ -99,6 +107,7 @@ class Options:
   on_too_long: str = 'error'
   log_probs: bool = True
   lenience: float = 1.0
+  verification: str | None = None
   num_beams: int | None = None
   alpha: float | None = None
   length_penalty: float | None = None
@@ -123,7 +132,26 @@ class Options:
         'stop_strings must be a sequence of strings, none of them empty, got'
         f' {self.stop_strings!r}.'
       )
+    self._check_verification()
     self._check_beams()
+
+  def _check_verification(self) -> None:
+    if self.verification is None:
+      return
+    check_choice('verification', self.verification, VERIFICATIONS)
+    if self.judges_blocks and self.lenience != 1:
+      raise ValueError(
+        f"verification = 'block' with lenience = {self.lenience!r}: a draft is"
+        ' judged as a whole without loss only, and lenience is a rule for'
+        " single tokens. Leave lenience at 1, or take verification = 'token'."
+      )
+
+  @property
+  def judges_blocks(self) -> bool:
+    """Whether sampled drafts are judged as a whole."""
+    if self.verification is None:
+      return self.lenience == 1
+    return self.verification == BLOCK
 
   def _check_beams(self) -> None:
     if self.num_beams is None:
@@ -266,6 +294,29 @@ def options_of(named: Mapping[str, Any]) -> Options:
       )
     found[own] = named[name]
   return Options(**found)
+
+
+def as_gamma(value: int | str | LengthRule) -> tuple[int, LengthRule | None]:
+  """The most proposals of a round, and the rule that may end a draft earlier.
+
+  Args:
+    value: a number of proposals; or 'adaptive', see `length.plain_rule`; or a
+      rule, as `Calibration.rule` gives it.
+
+  Raises:
+    ValueError: it is none of these.
+  """
+  if isinstance(value, LengthRule):
+    return value.most, value
+  if not isinstance(value, str):
+    check_gamma(value)
+    return value, None
+  if value != ADAPTIVE:
+    raise ValueError(
+      f'gamma must be a whole number >= 0 or {ADAPTIVE!r}, got {value!r}.'
+    )
+  rule = plain_rule()
+  return rule.most, rule
 
 
 def check_gamma(gamma: int) -> None:

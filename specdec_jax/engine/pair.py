@@ -11,11 +11,11 @@ from specdec_jax import partitioning
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.base import Drafter, check_features
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
-from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.models.base import START_ID, LanguageModel, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import SENTENCEPIECE, TOKENIZER
@@ -53,10 +53,12 @@ def placed_pair(
   The drafter comes first: it is read quickly, so its errors show early.
 
   Raises:
-    ValueError: a checkpoint is broken, or cannot be split as a placement says.
+    ValueError: a checkpoint is broken, or cannot be split as a placement says;
+      or the drafter was made for another target.
   """
   params = PairParams(None, None)
   prints = {}
+  asked = drafter  # what it was made for is lost where it is made anew
   if drafter is not None:
     read = partitioning.read_parts(drafter.params, draft_placement)
     prints['draft'] = fingerprint(read)
@@ -72,9 +74,25 @@ def placed_pair(
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
+  if asked is not None:
+    _check_made_for(asked, target, prints['target'])
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
+
+
+def _check_made_for(drafter: Drafter, target: Model, found: str) -> None:
+  """Raises ValueError if a drafter was made for a target not `found` here."""
+  models = (model.made_for for model in drafter.models if model.made_for)
+  for wanted in (*drafter.made_for, *models):
+    if wanted != found:
+      raise ValueError(
+        f'The drafter {drafter.name!r} was made for the target with fingerprint'
+        f' {wanted}, and this one ({target.name or "no name"}) has {found}: its'
+        ' proposals would be wrong nearly always. Take the target that it was'
+        ' made for, or train a drafter for this one (specdec distil;'
+        ' gin/runs/train_heads.gin).'
+      )
 
 
 def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
@@ -117,7 +135,7 @@ class Room:
     self._there = there
 
   def check(
-    self, batch: int, input_len: int, num_slots: int, gamma: int
+    self, batch: int, input_len: int, num_slots: int, draft_slots: int
   ) -> None:
     """Checks a run before any of its arrays is made.
 
@@ -125,14 +143,14 @@ class Room:
       batch: B.
       input_len: E.
       num_slots: T, of the caches.
-      gamma: proposals per round; 0 is plain.
+      draft_slots: proposals per round, all nodes of a tree; 0 is plain.
 
     Raises:
       memory.DoesNotFitError: the run does not fit; the message says what was
         asked for.
     """
     needed = sum(
-      sizes.run_bytes(config, batch, input_len, num_slots, gamma + 1)
+      sizes.run_bytes(config, batch, input_len, num_slots, draft_slots + 1)
       for config in self._configs
     )
     memory.check_room(
@@ -174,6 +192,16 @@ def check_pair(
 
   Warns if the drafter does not see the input that the target reads.
   """
+  if reads_encoder(target.network):
+    raise ValueError(
+      f"{target.name or 'The target'!r} is a decoder that reads another model's"
+      ' encoder (num_encoder_layers is 0): it can draft for that model, and'
+      ' decode nothing by itself. Take a target with an encoder.'
+    )
+  if drafter is not None:
+    check_features(target.network, drafter)
+    if drafter.reads_encoder:
+      _check_encoder(target, drafter)
   for model in drafter.models if drafter else ():
     _check_draft(target, model)
   _check_side('target', target, tokenizer)
@@ -229,6 +257,30 @@ def _check_draft(target: Model, draft: Model) -> None:
     )
 
 
+def _check_encoder(target: Model, drafter: Drafter) -> None:
+  """Raises ValueError unless the drafter can read the target's encoder."""
+  if not hasattr(target.network, 'encode'):
+    raise ValueError(
+      "The draft has no encoder and reads its target's, but"
+      f' {type(target.network).__name__} has none. Take the T5 that the draft'
+      ' was made for, or another draft.'
+    )
+  # Of a network of somebody's own no width is known.
+  found = getattr(getattr(target.network, 'config', None), 'emb_dim', None)
+  for model in drafter.models:
+    if not reads_encoder(model.network):
+      continue
+    wanted = getattr(
+      getattr(model.network, 'config', None), 'encoded_dim', None
+    )
+    if None not in (wanted, found) and wanted != found:
+      raise ValueError(
+        f'The draft reads an encoder of width {wanted}, the target has one of'
+        f' width {found}: it was made for another target. Take that one, or'
+        ' distil a drafter for this target (specdec distil).'
+      )
+
+
 def _check_end(target: Model, tokenizer: Tokenizer) -> None:
   if tokenizer.eos_id not in target.stop_ids:
     raise ValueError(
@@ -264,6 +316,12 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
 
 def check_beam_drafter(drafter: Drafter | None) -> None:
   """Raises ValueError unless the drafter can propose beams."""
+  if drafter is not None and drafter.tree is not None:
+    raise ValueError(
+      f'The drafter {drafter.name!r} proposes a tree for one output, and a beam'
+      ' search has a tree of its own, whose width is draft_beams. Take'
+      ' small_model of the same model, or call with speculative=False.'
+    )
   if drafter is not None and drafter.network is None:
     raise ValueError(
       f'The drafter {drafter.name or drafter.propose.__qualname__!r} cannot'
@@ -271,6 +329,21 @@ def check_beam_drafter(drafter: Drafter | None) -> None:
       ' all of its beams were proposed, and this drafter knows one continuation'
       ' and no probabilities of others, so the target would call as often as'
       ' without it. Take a small model, or call with speculative=False.'
+    )
+
+
+def check_adapts(drafter: Drafter, num_beams: int | None) -> None:
+  """Raises ValueError unless the length of a drafter's draft can adapt."""
+  if num_beams is not None:
+    raise ValueError(
+      f"gamma = 'adaptive': a beam search (num_beams = {num_beams}) proposes"
+      ' whole levels; give gamma as a number, or call with speculative=False.'
+    )
+  if not drafter.adapts:
+    raise ValueError(
+      f"gamma = 'adaptive': the drafter {drafter.name!r} does not say"
+      ' how sure it is before it draws a token; a small model does. Take one,'
+      ' or give gamma as a number.'
     )
 
 

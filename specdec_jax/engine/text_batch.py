@@ -1,5 +1,6 @@
 """A batch of texts on its way through an engine: ids, request, results."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,8 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.decoding import tree_round
 from specdec_jax.decoding.beams import BeamSettings
-from specdec_jax.decoding.state import Request, example_keys, new_request
+from specdec_jax.decoding.fallback import Fallback
+from specdec_jax.decoding.state import (
+  BLOCK,
+  TOKEN,
+  Request,
+  example_keys,
+  new_request,
+)
 from specdec_jax.engine.completion import (
   Completion,
   Text,
@@ -16,6 +25,7 @@ from specdec_jax.engine.completion import (
   from_generation,
   passed_over,
 )
+from specdec_jax.engine.monitor import Usual
 from specdec_jax.engine.options import Options
 from specdec_jax.engine.padding import (
   SMALLEST_INPUT,
@@ -28,7 +38,8 @@ from specdec_jax.engine.padding import (
 from specdec_jax.models.base import START_ID
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import FinishReason, Generation
+from specdec_jax.tree_shape import TreeShape
+from specdec_jax.types import FinishReason, Generation, LengthRule
 
 STOP_STRING_ROUNDS = 4  # rounds after which the host looks for a stop string
 
@@ -43,6 +54,8 @@ class Limits(NamedTuple):
     has_encoder: if False, the decoder begins with the text itself.
     bos_id: without an encoder, the id put in front of each text; None is none.
     batch_multiple: the number of rows is rounded up to a multiple of this.
+    usual: the acceptance of a calibration's texts; None is unknown.
+    tree: the tree that the drafter proposes; None is a chain.
   """
 
   max_input_len: int
@@ -51,6 +64,8 @@ class Limits(NamedTuple):
   has_encoder: bool = True
   bos_id: int | None = None
   batch_multiple: int = 1
+  usual: Usual | None = None
+  tree: TreeShape | None = None
 
   def around(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids before and after a text as the target reads it.
@@ -61,6 +76,13 @@ class Limits(NamedTuple):
     if self.has_encoder:
       return [], [tokenizer.eos_id]
     return [] if self.bos_id is None else [self.bos_id], []
+
+
+class Ends(NamedTuple):
+  """Where drafts end before gamma, and drafters rest; see `Request`."""
+
+  rule: LengthRule | None = None
+  fallback: Fallback | None = None
 
 
 def without_end(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
@@ -103,6 +125,7 @@ class TextBatch:
     texts: Sequence[str | Sequence[int]],
     options: Options,
     gamma: int,
+    ends: Ends | None = None,
   ):
     check_texts(texts)
     self.options = options
@@ -114,7 +137,7 @@ class TextBatch:
     self.rows = [i for i, ids in enumerate(inputs) if ids]
     if self.rows:
       self._encoded = [inputs[i] for i in self.rows]
-      self._gamma = gamma
+      self._gamma, self._ends = gamma, ends or Ends()
       self.request = self.request_in(self.num_rows)
 
   @property
@@ -220,7 +243,7 @@ class TextBatch:
       lenience = np.asarray(options.lenience, np.float32)
     budgets = np.zeros((batch,), np.int32)
     budgets[: len(encoded)] = max_length
-    return new_request(
+    request = new_request(
       inputs,
       self._keys(batch),
       self._sampling(batch),
@@ -235,8 +258,23 @@ class TextBatch:
       prompt=prompt,
       prompt_length=prompt_length,
       lenience=lenience,
+      verification=self._verification,
       beams=self._beams(gamma),
+      **self._ends._asdict(),
+      tree=limits.tree if gamma else None,
     )
+    if request.tree is not None:
+      tree_round.check(request, request.tree.cut(gamma))
+    return request
+
+  @property
+  def _verification(self) -> str:
+    # Greedy programs have no such choice: they stay the same ones.
+    options = self.options
+    as_blocks = options.judges_blocks and not options.sampling.greedy
+    if self._limits.tree is not None and options.verification is None:
+      return TOKEN  # blocks are chains
+    return BLOCK if as_blocks else TOKEN
 
   def _beams(self, gamma: int) -> BeamSettings | None:
     settings = self.options.beam_settings(len(self._stop_ids()))
@@ -306,18 +344,39 @@ class TextBatch:
           reasons[row] = FinishReason.STOP_STRING
     return reasons
 
-  def completions(self, generation=None) -> list[Completion]:
-    """Results in the order of the texts."""
-    if self.options.num_beams is not None:
-      number = self.options.num_samples
-      of_texts = {i: [one] * number for i, one in self.passed_over.items()}
-      for row, index in enumerate(self.rows):
-        of_texts[index] = self._beams_of(generation, row)
-      return [one for i in range(self._num_texts) for one in of_texts[i]]
-    found = dict(self.passed_over)
-    for row, index in enumerate(self.rows):
-      found[index] = self.completion(generation, row)
-    return [found[i] for i in range(self._num_texts)]
+  def parts(self, most: int) -> list['TextBatch']:
+    """Batches of at most `most` of the texts each; none if none is decoded."""
+    if 0 < len(self.rows) <= most:
+      return [self]
+    found = []
+    for at in range(0, len(self.rows), most):
+      part = copy.copy(self)
+      part.rows = self.rows[at : at + most]
+      part._encoded = self._encoded[at : at + most]
+      part.request = part.request_in(part.num_rows)
+      found.append(part)
+    return found
+
+  def completions(self, *parts: 'tuple[TextBatch, Generation]'):
+    """Results in the order of the texts: `num_samples` of each beam search.
+
+    Args:
+      *parts: the decoded `parts`, and what came of each, on the host; none if
+        no text was decoded.
+
+    Returns:
+      A list of `Completion`s.
+    """
+    searches = self.options.num_beams is not None
+    number = self.options.num_samples if searches else 1
+    found = {i: [one] * number for i, one in self.passed_over.items()}
+    for part, generation in parts:
+      for row, index in enumerate(part.rows):
+        if searches:
+          found[index] = part._beams_of(generation, row)
+        else:
+          found[index] = [part.completion(generation, row)]
+    return [one for i in range(self._num_texts) for one in found[i]]
 
   def _beams_of(self, generation: Generation, row: int) -> list[Completion]:
     """The best `num_samples` beams of a row, the best one last."""
@@ -332,6 +391,8 @@ class TextBatch:
     one = from_generation(generation, row, self._tokenizer)
     if self.request.lenience is not None:
       one = dataclasses.replace(one, lossless=False)
+    if self._limits.usual is not None and self._gamma:
+      one = self._limits.usual.judged(one)
     return cut_at_stop_string(one, self._tokenizer, self.options.stop_strings)
 
   @property

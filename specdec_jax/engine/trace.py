@@ -18,10 +18,11 @@ import rich.text
 
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.drafters.base import check_chain
 from specdec_jax.engine.completion import Text, decode, from_generation
 from specdec_jax.engine.options import options_of
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import Draft, FinishReason
+from specdec_jax.types import FinishReason
 
 Token = TypeVar('Token')
 
@@ -56,11 +57,13 @@ class Round(Generic[Token]):
     proposed: x_1..x_gamma; fewer if the drafter or the row's budget ended.
     num_accepted: n, the leading proposals that were kept.
     next_token: t, the target's own token; None after an accepted stop id.
+    as_block: whether the draft was judged as a whole.
   """
 
   proposed: Sequence[Token]
   num_accepted: int
   next_token: Token | None
+  as_block: bool = False
 
   def __post_init__(self):
     if not 0 <= self.num_accepted <= len(self.proposed):
@@ -80,17 +83,18 @@ class Round(Generic[Token]):
   @property
   def num_tested(self) -> int:
     """Proposals that verification judged."""
-    return min(self.num_accepted + 1, len(self.proposed))
+    most = len(self.proposed)
+    return most if self.as_block else min(self.num_accepted + 1, most)
 
   @property
   def parts(self) -> list[tuple[str, Token]]:
     """Each token with what became of it, in the order of the figure."""
-    num_accepted = self.num_accepted
-    kinds = [ACCEPTED] * num_accepted + [REJECTED]
-    kinds += [UNUSED] * (len(self.proposed) - num_accepted - 1)
-    found = list(zip(kinds, self.proposed, strict=False))
+    num_rejected = self.num_tested - self.num_accepted
+    kinds = [ACCEPTED] * self.num_accepted + [REJECTED] * num_rejected
+    kinds += [UNUSED] * (len(self.proposed) - self.num_tested)
+    found = list(zip(kinds, self.proposed, strict=True))
     # Tokens that were not judged come last: a line reads as text up to there.
-    judged, unused = found[: num_accepted + 1], found[num_accepted + 1 :]
+    judged, unused = found[: self.num_tested], found[self.num_tested :]
     if self.next_token is not None:
       judged.append((TARGET, self.next_token))
     return judged + unused
@@ -126,12 +130,13 @@ def record(
       ' leave num_beams out.'
     )
   sides = (engine.target, engine.drafter)
+  check_chain(engine.drafter, 'trace')
   if not engine.tokenizer.encode(text):
     return []
   request = engine.request([text], gamma, **options)
   stop_strings = asked.stop_strings
   start = jax.jit(functools.partial(speculative.start, *sides))
-  step = jax.jit(functools.partial(_step, *sides), donate_argnums=2)
+  step = jax.jit(functools.partial(speculative.step, *sides), donate_argnums=2)
   state = start(engine.params, request)
   first = length = int(state.length[0])
   num_accepted = 0  # so far
@@ -159,6 +164,7 @@ def record(
         seen['proposed'][: seen['num_proposed']].tolist(),
         accepted,
         new[accepted] if len(new) > accepted else None,
+        request.judges_blocks,
       )
     )
     length, num_accepted = len(output), int(seen['num_accepted'])
@@ -167,20 +173,10 @@ def record(
       return rounds
 
 
-def _step(target, drafter, params, request, state):
-  """Runs `speculative.step`; returns the draft that it judged as well."""
-  drafts = []
-
-  def judge(request, draft, *rest):
-    drafts.append(Draft(draft.tokens, None, draft.length))
-    return speculative.judge(request, draft, *rest)
-
-  state = speculative.step(target, drafter, params, request, state, judge)
-  return state, drafts[0]
-
-
 def spell(
-  rounds: Sequence[Round[int]], tokenizer: Tokenizer
+  rounds: Sequence[Round[int]],
+  tokenizer: Tokenizer,
+  context: Sequence[int] = (),
 ) -> list[Round[str]]:
   """Returns the same rounds with each token as the text that it adds.
 
@@ -190,16 +186,17 @@ def spell(
   Args:
     rounds: the rounds as ids, from `record`.
     tokenizer: the engine's.
+    context: the ids before the first round.
   """
   spelled = []
-  before: list[int] = []
+  before: list[int] = [*context]
   for one in rounds:
     proposed = _pieces(tokenizer, before, one.proposed)
     next_token = None
     if one.next_token is not None:
-      context = [*before, *one.proposed[: one.num_accepted]]
-      next_token = _pieces(tokenizer, context, [one.next_token])[0]
-    spelled.append(Round(proposed, one.num_accepted, next_token))
+      kept = [*before, *one.proposed[: one.num_accepted]]
+      next_token = _pieces(tokenizer, kept, [one.next_token])[0]
+    spelled.append(Round(proposed, one.num_accepted, next_token, one.as_block))
     before += one.kept
   return spelled
 

@@ -3,11 +3,12 @@
 `DecodeConfig` describes a run over lines, which compares plain and speculative
 decoding, and `decode` runs it. `TaskConfig` describes a run over a task as T5X
 users know it, and `decode_task` runs it. Both can be killed and resumed. `look`
-is a first look at a pair.
+is a first look at a pair, and `distil` makes a drafter for a target.
 """
 
 from specdec_jax.infer.failures import AllFailedError
 from specdec_jax.infer.first_look import TryConfig, look
+from specdec_jax.infer.own_drafter import DistilConfig, distil
 from specdec_jax.infer.run import decode, decode_task
 from specdec_jax.infer.settings import (
   Beams,
@@ -21,10 +22,12 @@ __all__ = [
   'AllFailedError',
   'Beams',
   'DecodeConfig',
+  'DistilConfig',
   'TaskConfig',
   'TryConfig',
   'decode',
   'decode_task',
+  'distil',
   'load_drafter',
   'look',
   'open_tokenizer',

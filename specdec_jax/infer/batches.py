@@ -15,6 +15,7 @@ import jax
 import rich.console
 import rich.progress
 
+from specdec_jax.decoding import fallback
 from specdec_jax.engine import scoring
 from specdec_jax.engine.completion import (
   Completion,
@@ -84,6 +85,7 @@ class Decoding:
     seed: an item's random numbers derive from this and its `example_id`.
     log_probs: whether log-probabilities are wanted.
     lenience: lenience of speculative decoding; below 1 it is lossy.
+    verification: how sampled drafts are judged, see `engine.options.Options`.
     slots: settings of continuous batching; None decodes fixed batches.
     stop_strings: strings that end an output.
     beams: options of a beam search; none is none.
@@ -96,6 +98,7 @@ class Decoding:
   seed: int
   log_probs: bool = True
   lenience: float = 1.0
+  verification: str | None = None
   slots: PoolSettings | None = None
   stop_strings: Sequence[str] = ()
   beams: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -145,6 +148,8 @@ class Decoding:
       options['prompts'] = [item.prompt or [] for item in items]
     if self.lenience != 1:
       options['lenience'] = self.lenience
+    if self.verification is not None:
+      options['verification'] = self.verification
     if self.stop_strings:
       options['stop_strings'] = tuple(self.stop_strings)
     if not self.log_probs:
@@ -210,6 +215,11 @@ def _scored(item: Item, score: scoring.Score) -> Completion:
 def engine_identity(engine: Engine) -> dict[str, Any]:
   """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
+  more: dict[str, Any] = {}  # than earlier versions had
+  if engine.rule is not None:
+    more['rule'] = engine.rule.to_json()
+  if engine.fallback:
+    more['fallback'] = fallback.to_json(engine.fallback)
   return {
     'models': dict(engine.fingerprints),
     'dtype': sorted({str(leaf.dtype) for leaf in leaves}),
@@ -218,6 +228,7 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     'max_input_len': engine.max_input_len,
     'max_decode_len': engine.max_decode_len,
     'bos_id': engine.bos_id,
+    **more,
   }
 
 

@@ -20,6 +20,8 @@ def choose_gammas(
 ) -> Mapping[int, int] | None:
   """Sets the engine's gamma to the best one of a calibration, if there is one.
 
+  Of an engine whose gamma is 'adaptive', to the rule of the calibration.
+
   Args:
     measured: the run's calibration, or None.
     config: configuration of the run.
@@ -36,8 +38,15 @@ def choose_gammas(
   """
   if measured is None:
     return None
-  measured.check(engine.fingerprints)
   sampling, rows = config.sampling, config.rows
+  tree = engine.drafter.tree if engine.has_drafter else None
+  if tree is not None:
+    # A tree is of the same model; its fingerprint ends with its name.
+    measured.check({k: v.split()[0] for k, v in engine.fingerprints.items()})
+    engine.gamma = tree.depth
+    console.print(f'A tree of {tree.num_nodes} nodes on {tree.depth} levels.')
+    return {rows: tree.depth}
+  measured.check(engine.fingerprints)
   if measured.temperature != sampling.temperature:
     console.print(
       f'The calibration was made at temperature {measured.temperature:g}, not'
@@ -52,11 +61,27 @@ def choose_gammas(
   gammas = {rows: measured.at(rows).gamma}
   if config.slots is not None and (sampling.greedy or not config.deterministic):
     gammas = measured.gammas(rows)
-  if pays(gammas):
+  rule = None
+  if pays(gammas) and engine.rule is not None:
+    rule = measured.rule(rows)
+    gammas = {size: rule.most if gamma else 0 for size, gamma in gammas.items()}
+    engine.gamma = rule
+  elif pays(gammas):
     engine.gamma = max(gammas.values())
+  if measured.temperature == sampling.temperature and config.lenience == 1:
+    engine.usual = measured.usual(rows, rule is not None)
+  if engine.fallback and pays(gammas):
+    choice = measured.at(rows)
+    costs = choice.fallback(engine.gamma, engine.rule is not None)
+    engine.fallback = costs or True
   for size, gamma in sorted(gammas.items(), reverse=True):
     where = f' for {size} rows' if len(gammas) > 1 else ''
-    if gamma:
+    if gamma and rule is not None:
+      console.print(
+        f'gamma = {gamma} at most{where}, adaptive by the calibration, expected'
+        f' speed-up {_adaptive_speed_up(measured, size):.2f}'
+      )
+    elif gamma:
       console.print(
         f'gamma = {gamma}{where} by the calibration, expected speed-up'
         f' {measured.at(size).expected_speed_up:.2f}'
@@ -67,6 +92,11 @@ def choose_gammas(
         ' plainly.'
       )
   return gammas
+
+
+def _adaptive_speed_up(measured: calibration.Calibration, rows: int) -> float:
+  prices = measured.at(rows).prices
+  return 1.0 if prices is None else prices.expected_speed_up
 
 
 def pays(gammas: Mapping[int, int] | None) -> bool:
@@ -100,6 +130,7 @@ def ways(
       config.seed,
       log_probs=config.log_probs,
       lenience=config.lenience,
+      verification=config.verification,
       slots=slots,
       stop_strings=getattr(config, 'stop_strings', ()),
       beams=config.beams.options,

@@ -9,10 +9,11 @@ from typing import Any
 import rich.console
 
 from specdec_jax import files
+from specdec_jax.decoding.state import BLOCK
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import example_id
 from specdec_jax.infer import batches, report, results
-from specdec_jax.infer.settings import DecodeConfig, by_rows
+from specdec_jax.infer.settings import DecodeConfig, as_blocks, by_rows
 from specdec_jax.text.lines import check_some, count_tokens, read_lines
 
 
@@ -79,6 +80,7 @@ class Lines:
       'num_samples': config.num_samples if config.num_samples > 1 else None,
       'stop_strings': list(config.stop_strings) or None,
       'beams': config.beams.identity,
+      'verification': BLOCK if as_blocks(config, engine) else None,
     }
     return {
       'lines': len(self._lines),

@@ -270,6 +270,7 @@ def _count(completions: Sequence[Completion]) -> dict[str, Any]:
     'target_calls': took.num_target_calls,
     'tested': took.num_tested,
     'accepted': took.num_accepted,
+    'passed': took.passed,
     'acceptance_rate': took.acceptance_rate,
     'per_call': took.tokens_per_call,
   }

@@ -5,6 +5,7 @@ block is generated from, so every number has one source.
 """
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -126,6 +127,9 @@ def _summarise_mode(mode: Mode) -> dict[str, Any]:
     'tokens_per_call': took.tokens_per_call,
     'acceptance_rate': took.acceptance_rate,
     'histogram': list(took.histogram),
+    'fallback_rounds': took.fallback_rounds,
+    'out_of_distribution': _num_marked(mode),
+    'acceptance_over_run': acceptance_over_run(mode),
     'ms_per_token': 1e3 * seconds / tokens if tokens else None,
     'ms_per_token_median': _median([ms for ms in mode.ms_per_token() if ms]),
     'seconds': seconds,
@@ -135,6 +139,57 @@ def _summarise_mode(mode: Mode) -> dict[str, Any]:
       mode.live_rounds / mode.slot_rounds if mode.slot_rounds else None
     ),
   }
+
+
+def _num_marked(mode: Mode) -> int | None:
+  """Outputs whose acceptance is not usual; None if that is not known."""
+  done = mode.completions.values()
+  if all(one.acceptance_z is None for one in done):
+    return None
+  return sum(one.out_of_distribution for one in done)
+
+
+def acceptance_over_run(mode: Mode, parts: int = 40) -> list[float | None]:
+  """Acceptance rates of up to so many parts of a run, in the input's order."""
+  done = [mode.completions[index].stats for index in sorted(mode.completions)]
+  parts = min(parts, len(done))
+  ends = [len(done) * i // parts for i in range(parts + 1)] if parts else []
+  return [
+    total(done[begin:end]).acceptance_rate
+    for begin, end in itertools.pairwise(ends)
+  ]
+
+
+def _bars(rates: Sequence[float | None]) -> str:
+  """A character for each rate, the higher the fuller."""
+  heights = '▁▂▃▄▅▆▇█'
+  return ''.join(
+    ' ' if rate is None else heights[min(7, int(8 * rate))] for rate in rates
+  )
+
+
+def _monitored(found: Mapping[str, Any]) -> list[str]:
+  """What the acceptance over a speculative run says."""
+  notes = []
+  rates = found.get('acceptance_over_run') or []
+  known = [rate for rate in rates if rate is not None]
+  if len(known) > 1:
+    notes.append(
+      f'Acceptance over the run: {_bars(rates)} ({min(known):.2f} to'
+      f' {max(known):.2f}).'
+    )
+  if marked := found.get('out_of_distribution'):
+    notes.append(
+      f'Outputs whose acceptance is far from that of the calibration: {marked}.'
+      ' Their texts are of another kind: calibrate with such texts, or train'
+      ' the drafter on them.'
+    )
+  if rested := found.get('fallback_rounds'):
+    notes.append(
+      f'The drafter rested in {rested} of {found["target_calls"]} rounds, where'
+      ' its proposals were not worth their time.'
+    )
+  return notes
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -266,6 +321,7 @@ def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
     ]
   if summary.get('mean_score') is not None:
     notes.append(f'Mean log-probability: {summary["mean_score"]:.4f} nats.')
+  notes += _monitored(summary.get(SPECULATIVE, {}))
   if errors := summary.get('errors'):
     what = 'Examples' if summary['kind'] == 'task' else 'Lines'
     notes.append(f'{what} that could not be decoded: {len(errors)}.')

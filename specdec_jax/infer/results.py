@@ -237,13 +237,21 @@ def total_log_prob(completion: Completion) -> float | None:
 def counts(completion: Completion) -> dict[str, Any]:
   """What producing an output took, as JSON values."""
   stats = completion.stats
+  more: dict[str, Any] = {}  # where there is something to say
+  if stats.fallback_rounds:
+    more['fallback_rounds'] = stats.fallback_rounds
+  if completion.acceptance_z is not None:
+    more['acceptance_z'] = completion.acceptance_z
+    more['out_of_distribution'] = completion.out_of_distribution
   return {
     'num_tokens': stats.num_tokens,
     'num_target_calls': stats.num_target_calls,
     'num_accepted': stats.num_accepted,
     'num_tested': stats.num_tested,
+    'num_passed': stats.passed,
     'acceptance_rate': stats.acceptance_rate,
     'histogram': list(stats.histogram),
+    **more,
   }
 
 

@@ -14,6 +14,7 @@ import rich.console
 
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import (
+  acceptance_picture,
   batches,
   calibrated,
   examples,
@@ -28,6 +29,7 @@ from specdec_jax.infer.line_source import Lines
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig, settings_of
 from specdec_jax.infer.task_source import Task, results_name
 from specdec_jax.measure import calibration, progress
+from specdec_jax.measure.canvas import load_matplotlib
 from specdec_jax.text import tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -200,6 +202,9 @@ def _run(
     console: as for `decode`.
     who: which of the run's processes this is.
   """
+  plot_file = getattr(source.config, 'plot_file', None)
+  if plot_file is not None:
+    load_matplotlib()  # raises where it is missing
   measured = None
   if source.config.calibration is not None:  # before any model is loaded
     measured = calibration.load(source.config.calibration)
@@ -248,6 +253,9 @@ def _run(
       records, summary, beside, folder.name, source.prefix
     )
     folder.leave(contents) if failed else folder.finish(contents)
+  if plot_file is not None and report.SPECULATIVE in modes:
+    own = modes[report.SPECULATIVE]
+    acceptance_picture.plot(plot_file, own, engine.usual)
   if config.prints_outputs:
     results.print_outputs(records, config.rows // config.batch_size)
   else:

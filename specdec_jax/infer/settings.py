@@ -6,6 +6,8 @@ from typing import Any
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
+from specdec_jax.decoding import fallback
+from specdec_jax.decoding.state import BLOCK
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
@@ -18,7 +20,6 @@ from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
-from specdec_jax.verify import check_lenience
 
 # Whom to ask for what: the ways of decoding that run, in turn.
 _WAYS = {
@@ -99,7 +100,10 @@ class _Rows:
   batching: str
   beams: Beams
   deterministic: bool
+  lenience: float
+  sampling: SamplingConfig
   stdout: str
+  verification: str | None
 
   @property
   def rows(self) -> int:
@@ -110,6 +114,12 @@ class _Rows:
   def log_probs(self) -> bool:
     """Whether log-probabilities are wanted."""
     return True
+
+  @property
+  def judges_blocks(self) -> bool:
+    """Whether drafts are judged as a whole: none are at temperature 0."""
+    asked = {'lenience': self.lenience, 'verification': self.verification}
+    return not self.sampling.greedy and options_of(asked).judges_blocks
 
   @property
   def prints_outputs(self) -> bool:
@@ -147,6 +157,8 @@ class DecodeConfig(_Rows):
     sampling: how tokens are drawn, for every line the same.
     lenience: of speculative decoding, in (0, 1]; below 1 it is lossy: see
       `engine.options.Options`.
+    verification: how sampled drafts are judged, likewise: 'token', 'block', or
+      None, which is 'block' unless lenience is below 1.
     seed: with the line number, what all random numbers derive from.
     on_too_long: 'error' makes a line of more than `engine.max_input_len`
       tokens a record with an error; 'truncate' decodes its beginning.
@@ -166,6 +178,7 @@ class DecodeConfig(_Rows):
     stop_strings: texts that end an output and are no part of it.
     stdout: 'report', or 'outputs': these then go to stdout, a line for each in
       the order of the input, and the report to stderr.
+    plot_file: a PNG of the acceptance over the run; None draws none.
 
   Raises:
     ValueError: a value is outside its range.
@@ -180,6 +193,7 @@ class DecodeConfig(_Rows):
   batching: str = FIXED
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
   lenience: float = 1.0
+  verification: str | None = None
   seed: int = 0
   on_too_long: str = 'error'
   num_shown: int = 5
@@ -192,10 +206,13 @@ class DecodeConfig(_Rows):
   stdout: str = REPORT
   drafter: Callable[[], Drafter | Model] | None = None
   beams: Beams = Beams()
+  plot_file: str | None = None
 
   def __post_init__(self):
     check = _Check(self)
     check.path('input_file')
+    if self.plot_file is not None:
+      check.path('plot_file')
     check.choice('mode', _WAYS)
     check.choice('on_too_long', ('error', 'truncate'))
     check.at_least(0, 'num_shown')
@@ -272,6 +289,7 @@ class TaskConfig(_Rows):
       what T5X calls prompt_with_targets.
     sampling: how tokens are drawn, for every example the same.
     lenience: as of `DecodeConfig`.
+    verification: likewise.
     seed: with the example's index and the sample's, what all random numbers
       derive from.
     calibration: as of `DecodeConfig`.
@@ -309,6 +327,7 @@ class TaskConfig(_Rows):
   prompt_feature: str | None = None
   sampling: SamplingConfig = SamplingConfig(temperature=0.0)
   lenience: float = 1.0
+  verification: str | None = None
   seed: int = 0
   calibration: str | None = None
   deterministic: bool = True
@@ -409,6 +428,12 @@ def by_rows(gammas: Mapping[int, int] | None) -> dict[str, int] | None:
   return {str(rows): gamma for rows, gamma in gammas.items()}
 
 
+def as_blocks(config: DecodeConfig | TaskConfig, engine: Engine) -> bool:
+  """Whether a run judges drafts as a whole: not those that branch."""
+  branches = engine.has_drafter and engine.drafter.tree is not None
+  return config.judges_blocks and not branches
+
+
 def settings_of(
   config: DecodeConfig | TaskConfig,
   engine: Engine,
@@ -420,8 +445,11 @@ def settings_of(
     'sampling': dataclasses.asdict(config.sampling),
     **({'beams': config.beams.identity} if config.beams.searches else {}),
     'lenience': config.lenience,
+    **({'verification': BLOCK} if as_blocks(config, engine) else {}),
     'seed': config.seed,
     'gamma': engine.gamma,
+    'rule': None if engine.rule is None else engine.rule.to_json(),
+    'fallback': fallback.to_json(engine.fallback),
     'gammas': by_rows(gammas),
     'max_input_len': engine.max_input_len,
     'max_decode_len': engine.max_decode_len,
@@ -496,7 +524,9 @@ class _Check:
       isinstance(config.sampling.temperature, int | float),
       'a SamplingConfig with one temperature',
     )
-    check_lenience(config.lenience)
+    options_of(
+      {'lenience': config.lenience, 'verification': config.verification}
+    )
     if config.beams.searches:
       for name, wanted in _WITH_BEAMS.items():
         own = getattr(config, name)

@@ -9,6 +9,7 @@ import numpy as np
 import rich.console
 
 from specdec_jax.checks import memory
+from specdec_jax.decoding.state import BLOCK
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import example_id
 from specdec_jax.infer import (
@@ -18,7 +19,7 @@ from specdec_jax.infer import (
   results,
   task_summary,
 )
-from specdec_jax.infer.settings import SCORE, TaskConfig, by_rows
+from specdec_jax.infer.settings import SCORE, TaskConfig, as_blocks, by_rows
 from specdec_jax.measure.table import say
 
 # Fields that do not decide results, or only by the objects that they make,
@@ -166,7 +167,9 @@ class Task:
       if field.name not in _NOT_DECIDING
     }
     # Runs that earlier versions left unfinished do not have these.
-    del kept['beams'], kept['return_all_decodes']
+    del kept['beams'], kept['return_all_decodes'], kept['verification']
+    if as_blocks(config, engine):
+      kept['verification'] = BLOCK
     if config.beams.searches:
       kept['beams'] = config.beams.identity
       kept['return_all_decodes'] = config.return_all_decodes

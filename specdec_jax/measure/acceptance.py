@@ -1,11 +1,7 @@
 """The acceptance rate of a pair: Corollary 3.6 on the target's own tokens.
 
-The target decodes; at each step the drafter proposes one token for the same
-place, and the overlap of both distributions, sum of min, is the probability
-that it would have been accepted (beta). The mean of these is alpha. No proposal
-is ever used, so that all drafters are measured over exactly the same prefixes.
-
-A drafter may have nothing to propose, as `prompt_lookup` without a match. Such
+The mean of the acceptance probabilities that `overlap.decode` finds is alpha. A
+drafter may have nothing to propose, as `prompt_lookup` without a match. Such
 places do not count in acceptance rates; how many there are is a separate rate.
 """
 
@@ -15,113 +11,25 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import lax
 
-from specdec_jax import analysis, probs
-from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.drafters.base import Drafter
+from specdec_jax.decoding.state import Request
+from specdec_jax.drafters.base import Drafter, check_chain
+from specdec_jax.drafters.small_model_tree import tree_of
 from specdec_jax.engine.completion import CompletionStats
 from specdec_jax.engine.engine import Engine
+from specdec_jax.measure.overlap import decode
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.tree_shape import branching
 from specdec_jax.types import FinishReason
-from specdec_jax.verify import near_argmax
 
-
-@struct.dataclass
-class Overlap:
-  """A plain decode, and beta of its drafter at each token.
-
-  Attributes:
-    state: the state of the decode.
-    betas: float32[B, L], acceptance probability at each produced token;
-      meaningless past a row's end and where nothing was proposed.
-    proposed: bool[B, L], whether there was a proposal.
-  """
-
-  state: DecodeState
-  betas: jax.Array
-  proposed: jax.Array
-
-
-def decode(
-  target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
-) -> Overlap:
-  """Decodes plainly and records beta at every token.
-
-  Args:
-    target: the model that decodes.
-    drafter: any drafter; it is asked for one token per step.
-    params: the parameters of both.
-    request: a request with gamma 1.
-  """
-  state = speculative.start(target, drafter, params, request)
-  shape = request.inputs.shape[0], request.slots
-  first = Overlap(state, jnp.zeros(shape), jnp.zeros(shape, bool))
-
-  def body(carry):
-    return _step(target, drafter, params, request, carry)
-
-  return lax.while_loop(lambda carry: jnp.any(carry.state.running), body, first)
-
-
-def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
-  state = carry.state
-  keys = decode_state.round_keys(request, state)
-  context = speculative.context_of(
-    request, state.tokens, state.visible_length, keys
-  )
-  draft, drafter_state = drafter.propose(
-    params.draft, state.drafter_state, context
-  )
-  cache = target.rewind(state.target_cache, state.visible_length - 1)
-  logits, cache = target.extend(params.target, cache, state.last_token[:, None])
-  adjusted = decode_state.forbid_early_stops(logits, request, state)
-  target_probs = probs.standardise_batch(adjusted, request.sampling)[:, 0]
-  beta = _beta(request, draft, adjusted, target_probs)
-
-  tokens = jax.vmap(probs.sample)(
-    target_probs, jax.vmap(probs.resample_key)(keys)
-  )
-  # One round per token, so the round's number is the token's place, whatever
-  # the prompt is. A finished row writes past its end, or past the array.
-  place = jnp.arange(beta.shape[0]), state.stats.num_rounds
-  one = jnp.ones_like(tokens)
-  running = state.running.astype(jnp.int32)
-  after = decode_state.append(request, state, tokens[:, None], one, logits)
-  stats = state.stats
-  after = after.replace(
-    target_cache=cache,
-    drafter_state=drafter.commit(drafter_state, after.visible_length),
-    stats=stats.replace(num_rounds=stats.num_rounds + running),
-  )
-  return Overlap(
-    after,
-    carry.betas.at[place].set(beta, mode='drop'),
-    carry.proposed.at[place].set(draft.length > 0, mode='drop'),
-  )
-
-
-def _beta(request, draft, logits, target_probs):
-  """Acceptance probability of each row's first proposal, float32[B]."""
-  proposed = draft.tokens[:, :1]
-  lenience = 1.0 if request.lenience is None else request.lenience
-  if draft.probs is None:
-    beta = jnp.take_along_axis(target_probs, proposed, axis=1)[:, 0]
-    beta = jnp.minimum(beta / lenience, 1.0)
-  else:
-    rows = draft.probs[:, 0]
-    beta = analysis.lenient_acceptance_prob(target_probs, rows, lenience)
-  if request.lenience is None:
-    return beta
-  near = near_argmax(proposed, logits, request.lenience)[:, 0]
-  return jnp.where(request.sampling.temperature == 0, near, beta)
+_NOT_FINITE = (
+  'An acceptance probability is not finite: the logits of the target or of the'
+  ' drafter are NaN or infinite. Check both checkpoints.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +51,20 @@ class Rate:
   num_outputs: int
 
 
+class Output(NamedTuple):
+  """What was measured at each token of an output.
+
+  Attributes:
+    betas: float[N], acceptance probabilities.
+    confidences: float[N], how sure the drafter was.
+    text: identifies the text that it is of.
+  """
+
+  betas: np.ndarray
+  confidences: np.ndarray
+  text: Hashable
+
+
 class Rates(NamedTuple):
   """Acceptance rates of a drafter, and how often it proposes.
 
@@ -152,11 +74,16 @@ class Rates(NamedTuple):
     proposes: share of all tokens that had a proposal.
     overall: mean beta of all tokens, 0 where nothing was proposed. The paper's
       closed forms need this rate: they assume a proposal at every place.
+    outputs: what was measured at each token; empty for a drafter that does not
+      adapt.
+    spread: standard deviation of texts' own rates, of infinitely many tokens.
   """
 
   alpha: Rate | None
   proposes: Rate
   overall: Rate
+  outputs: Sequence[Output] = ()
+  spread: float = 0.0
 
 
 def ratio(
@@ -201,6 +128,87 @@ def ratio(
   return Rate(float(mean), error, int(total), outputs)
 
 
+class RankRates(NamedTuple):
+  """Acceptance of each child of a tree's root.
+
+  Attributes:
+    ranks: by rank, over all tokens; `best_tree` takes their means.
+    places: of each output float[L, C], at each of its tokens; `tokens_per_call`
+      of `best_tree` takes them.
+  """
+
+  ranks: list[Rate]
+  places: list[np.ndarray]
+
+
+class _Measured(NamedTuple):
+  """An output's tokens: a row of an `Overlap` up to its end, and its text."""
+
+  betas: np.ndarray
+  proposed: np.ndarray
+  confidences: np.ndarray
+  text: bytes
+
+
+def _outputs(
+  target, drafter, params, requests, num_tokens, advance
+) -> Iterator[_Measured]:
+  """Decodes until there are enough tokens; arguments as of `of_outputs`."""
+  program: Any = jax.jit(functools.partial(decode, target, drafter))
+  count = 0
+  for request in requests:
+    overlap = jax.device_get(program(params, request))
+    lengths = overlap.state.stats.num_rounds
+    texts = _texts(request)
+    for row in np.flatnonzero(lengths):
+      end = lengths[row]
+      one = _Measured(
+        overlap.betas[row, :end],
+        overlap.proposed[row, :end],
+        overlap.confidences[row, :end],
+        texts[row],
+      )
+      invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
+      if invalid or not np.all(np.isfinite(one.betas[one.proposed])):
+        raise ValueError(_NOT_FINITE)
+      yield one
+    count += int(lengths.sum())
+    advance(int(lengths.sum()))
+    if count >= num_tokens:
+      return
+
+
+def of_ranks(
+  target: LanguageModel,
+  drafter: Drafter,
+  params: PairParams,
+  requests: Iterator[Request],
+  num_tokens: int,
+  advance: Callable[[int], None] = lambda count: None,
+) -> RankRates:
+  """Acceptance by rank, for `best_tree`: of each child of a tree's root.
+
+  At every token of the target's own outputs the drafter proposes the first
+  level of its tree. Arguments as of `of_outputs`; the drafter proposes a tree.
+
+  Raises:
+    ValueError: as for `of_outputs`, or the drafter proposes no tree.
+  """
+  if drafter.tree is None:
+    raise ValueError(
+      f'Acceptance by rank is of trees, and {drafter.name!r} proposes a chain:'
+      ' expected a drafter such as small_model_tree(model, branching(8)).'
+    )
+  asked = target, drafter, params, requests, num_tokens, advance
+  places, texts = [], []
+  for one in _outputs(*asked):
+    places.append(np.where(one.proposed[:, None], one.betas, 0.0))
+    texts.append(one.text)
+  tokens = [len(rows) for rows in places]
+  hits = np.transpose([rows.sum(axis=0) for rows in places])
+  return RankRates([ratio(rank, tokens, texts) for rank in hits], places)
+
+
 def of_outputs(
   target: LanguageModel,
   drafter: Drafter,
@@ -221,38 +229,60 @@ def of_outputs(
     advance: called with the number of tokens of each batch, for a progress bar.
 
   Raises:
-    ValueError: nothing was generated, or the target's logits were invalid.
+    ValueError: nothing was generated, the target's logits were invalid, or the
+      drafter proposes a tree.
   """
-  program: Any = jax.jit(functools.partial(decode, target, drafter))
-  hits: list[float] = []
-  proposals: list[int] = []
-  tokens: list[int] = []
-  texts: list[bytes] = []
-  for request in requests:
-    overlap = jax.device_get(program(params, request))
-    lengths = overlap.state.stats.num_rounds
-    read = _texts(request)
-    for row in np.flatnonzero(lengths):
-      proposed = overlap.proposed[row, : lengths[row]]
-      betas = overlap.betas[row, : lengths[row]][proposed]
-      invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
-      if invalid or not np.all(np.isfinite(betas)):
-        raise ValueError(
-          'An acceptance probability is not finite: the logits of the target'
-          ' or of the drafter are NaN or infinite. Check both checkpoints.'
-        )
-      hits.append(float(betas.sum()))
-      proposals.append(len(betas))
-      tokens.append(int(lengths[row]))
-      texts.append(read[row])
-    advance(int(lengths.sum()))
-    if sum(tokens) >= num_tokens:
-      break
+  check_chain(drafter, 'The acceptance rate alpha (of trees: rates_by_rank)')
+  asked = target, drafter, params, requests, num_tokens, advance
+  hits, squares, proposals, tokens, texts = [], [], [], [], []
+  outputs: list[Output] = []
+  for one in _outputs(*asked):
+    betas = one.betas[one.proposed]
+    hits.append(float(betas.sum()))
+    squares.append(float(np.square(betas).sum()))
+    proposals.append(len(betas))
+    tokens.append(len(one.betas))
+    texts.append(one.text)
+    if drafter.adapts:
+      sure = one.confidences[one.proposed]
+      outputs.append(Output(betas, sure, one.text))
   return Rates(
     proposes=ratio(proposals, tokens, texts),
     overall=ratio(hits, tokens, texts),
     alpha=ratio(hits, proposals, texts) if any(proposals) else None,
+    outputs=outputs,
+    spread=_spread(hits, squares, proposals, texts),
   )
+
+
+def _spread(
+  hits: Sequence[float],
+  squares: Sequence[float],
+  tries: Sequence[int],
+  texts: Sequence[Hashable],
+) -> float:
+  """Standard deviation between texts, without what chance adds to each.
+
+  Args:
+    hits: sum of the betas of each output.
+    squares: sum of their squares.
+    tries: their number.
+    texts: the text of each output.
+  """
+  sums: dict[Hashable, np.ndarray] = {}
+  for text, *own in zip(texts, hits, squares, tries, strict=True):
+    sums[text] = sums.get(text, np.zeros(3)) + own
+  several = [one for one in sums.values() if one[2] > 1]
+  if len(several) < 2:
+    return 0.0
+  total, square, count = np.array(several).T
+  rates = total / count
+  mean = total.sum() / count.sum()
+  seen = np.sum(count * (rates - mean) ** 2) / count.sum()
+  seen *= len(count) / (len(count) - 1)
+  # Of each text's mean, from how its own tokens vary; weighted likewise.
+  within = np.maximum(square - count * rates**2, 0.0) / (count - 1)
+  return float(np.sqrt(max(0.0, seen - within.sum() / count.sum())))
 
 
 def _texts(request: Request) -> list[bytes]:
@@ -316,6 +346,11 @@ class Workload:
       if self.sampling.greedy:
         return
 
+  def requests(self, gamma: int) -> Iterator[Request]:
+    """Batches of the texts; above temperature 0 without an end."""
+    for part, options in self._batches():
+      yield self.engine.request(part, gamma=gamma, **options)
+
   def rates(self, advance: Callable[[int], None]) -> Rates:
     """Corollary 3.6 on the target's own tokens, whatever the lenience.
 
@@ -325,28 +360,54 @@ class Workload:
     Raises:
       ValueError: as for `Engine.request` and `of_outputs`.
     """
+    return of_outputs(*self._of_engine(advance))
+
+  def rates_by_rank(
+    self, advance: Callable[[int], None], ranks: int | None = None
+  ) -> RankRates:
+    """`of_ranks` on the target's own tokens.
+
+    Args:
+      advance: called with the number of tokens of each batch.
+      ranks: so many tokens for each place, where the drafter is a small model;
+        None is the first level of the drafter's own tree.
+
+    Raises:
+      ValueError: as for `Engine.request` and `of_ranks`.
+    """
+    target, drafter, params, requests, *rest = self._of_engine(advance)
+    if ranks is not None:
+      shape = branching(ranks)
+      drafter = tree_of(drafter, shape)
+      requests = (
+        request.replace(tree=shape, verification=decode_state.TOKEN)
+        for request in requests
+      )
+    return of_ranks(target, drafter, params, requests, *rest)
+
+  def _of_engine(self, advance: Callable[[int], None]):
+    """What `of_outputs` and `of_ranks` take."""
     engine = self.engine
-    requests = (
-      engine.request(part, gamma=1, **options)
-      for part, options in self._batches()
-    )
-    return of_outputs(
+    return (
       engine.target,
       engine.drafter,
       engine.params,
-      requests,
+      self.requests(1),
       self.num_tokens,
       advance,
     )
 
   def real_runs(self) -> list[CompletionStats]:
-    """Counts of each output of the engine's speculative loop."""
+    """Counts of each output of the speculative loop, by Algorithm 1."""
     done: list[CompletionStats] = []
     for part, options in self._batches():
-      done += [
-        one.stats
-        for one in self.engine.generate(part, batch_size=len(part), **options)
-      ]
+      found = self.engine.generate(
+        part,
+        batch_size=len(part),
+        verification=decode_state.TOKEN,
+        **options,
+      )
+      done += [one.stats for one in found]
       if sum(stats.num_tokens for stats in done) >= self.num_tokens:
         break
     return done

@@ -214,7 +214,7 @@ def _row(
   observed = None
   if any(stats.num_tested for stats in done):
     observed = acceptance.ratio(
-      [stats.num_accepted for stats in done],
+      [stats.passed for stats in done],
       [stats.num_tested for stats in done],
       [texts[number % len(texts)] for number in range(len(done))],
     )

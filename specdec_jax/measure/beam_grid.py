@@ -22,7 +22,7 @@ from specdec_jax.measure.measured_pair import Pair
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record, load
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import Column, Table, between, show
 from specdec_jax.measure.table import console as terminal
 
 _CALLS_A_RUN = 20
@@ -128,9 +128,7 @@ def beam_grid(
     costs = _costs(engine, texts, settings, config.repeats, advance)
   points = [_point(one, found, costs, len(texts)) for one in settings]
   record = _record(config, points, len(texts))
-  console.print(Table.from_json(record))
-  if config.output_file:
-    record.save(config.output_file)
+  show(console, record, config.output_file)
   return record
 
 
@@ -310,7 +308,7 @@ def _record(
       one['call_ms'],
       one['line_ms'],
       one['speed_up'] if one['gamma'] else None,
-      f'{one["least"]:.2f} to {one["most"]:.2f}' if one['gamma'] else None,
+      between(one['least'], one['most']) if one['gamma'] else None,
       one['predicted'],
     ]
     for one in points
@@ -333,8 +331,8 @@ def _record(
     f'Beam search, alpha {config.alpha:g}: {lines} lines of'
     f' {config.input_file}, one at a time, {config.repeats} repetitions'
   )
-  table = Table(title, columns, rows, notes).to_json()
-  return Record('table', table | {'points': list(points), 'choices': choices})
+  table = Table(title, columns, rows, notes)
+  return table.record(points=list(points), choices=choices)
 
 
 def _verdict(choice: Mapping[str, Any]) -> str:

@@ -10,8 +10,15 @@ import rich.console
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import device_bytes, gib
+from specdec_jax.decoding import fallback
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import acceptance, calibration, memory
+from specdec_jax.measure import (
+  acceptance,
+  calibration,
+  lengths,
+  memory,
+  trees,
+)
 from specdec_jax.measure.benchmark import (
   LEAST_DECODE_LEN,
   BenchmarkConfig,
@@ -30,6 +37,7 @@ from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 
 _ALPHA_BATCH = 8  # rows; the acceptance rate does not depend on it
+_SHORT_OUTPUTS = 16, 64  # tokens; what a wrong drafter costs there is said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +61,8 @@ class CalibrateConfig:
     repeats: timed rounds, interleaved.
     calls_a_run: calls in one timed loop.
     placement: as the engine's.
+    tree_nodes: of trees of proposals that are timed, the most nodes of each;
+      empty measures no trees. For drafters that are a small model.
     seed: of the samples.
     output_file: JSON for decode.py; None writes nothing.
 
@@ -72,6 +82,7 @@ class CalibrateConfig:
   max_gamma: int = 16
   repeats: int = 9
   calls_a_run: int = 20
+  tree_nodes: Sequence[int] = ()
   placement: Placement = Placement()
   seed: int = 0
   output_file: str | None = None
@@ -84,6 +95,8 @@ class CalibrateConfig:
         object.__setattr__(self, name, value.network)
     check_at_least(self, num_tokens=1, temperature=0.0, input_len=1)
     check_all_at_least(self, batches=1)
+    if self.tree_nodes:
+      check_all_at_least(self, tree_nodes=1)
     check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)
     # One round has no spread, and so no error.
     check_at_least(self, repeats=2, calls_a_run=1)
@@ -123,6 +136,9 @@ def calibrate(
   with bar(console, 'Tokens', config.num_tokens) as advance:
     rates = work.rates(advance)
   found = _conclude(config, engine, measured, rates, parts)
+  if config.tree_nodes:
+    with bar(console, 'Trees', config.num_tokens) as advance:
+      found = _with_trees(config, work, found, advance)
   if config.output_file:  # first: whoever reads stdout may leave early
     found.save(config.output_file)
   _print(console, found)
@@ -165,11 +181,18 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
 def _conclude(config, engine, measured, rates, parts) -> Calibration:
   rate = rates.overall
   assert rate.standard_error is not None  # of two texts or more
+  confidence = lengths.table(rates.outputs) if rates.outputs else None
+  if config.max_gamma < lengths.LEAST_GAMMA:
+    confidence = None  # the calls of a draft that adapts were not measured
   return Calibration(
     fingerprints=engine.fingerprints,
     device=describe()['device'],
     temperature=config.temperature,
-    choices=tuple(_choice(config, x, rate) for x in measured['settings']),
+    choices=tuple(
+      _choice(config, one, rates, confidence) for one in measured['settings']
+    ),
+    confidence=confidence,
+    spread=rates.spread,
     record={
       'acceptance_rate': {
         'alpha': rate.mean,
@@ -185,8 +208,25 @@ def _conclude(config, engine, measured, rates, parts) -> Calibration:
   )
 
 
-def _choice(config, setting, rate) -> Choice:
-  """The gamma that the costs of one number of rows give."""
+def _with_trees(config, work, found: Calibration, advance) -> Calibration:
+  """The calibration with acceptance by rank, and the trees that pay best."""
+  by_rank = work.rates_by_rank(advance, trees.RANKS)
+  choices = []
+  for choice in found.choices:
+    costs = choice.cost_ratio, choice.call_cost
+    best = trees.choose(
+      work.engine, by_rank, config.tree_nodes, choice.rows, costs, config
+    )
+    choices.append(dataclasses.replace(choice, tree=best))
+  ranks = tuple(
+    Measured(rate.mean, rate.standard_error) for rate in by_rank.ranks
+  )
+  return dataclasses.replace(found, choices=tuple(choices), ranks=ranks)
+
+
+def _choice(config, setting, rates, confidence) -> Choice:
+  """The gamma, and the prices, that the costs of one number of rows give."""
+  rate = rates.overall
   (row,) = setting['gammas']
   times = setting['times_ms']
   one = times['call_1']['median']
@@ -200,16 +240,33 @@ def _choice(config, setting, rate) -> Choice:
     times[name]['error'] for name in (f'round_{gamma}', f'call_{gamma + 1}')
   ]
   # The closed forms know of no place without a proposal: there beta is 0.
-  return calibration.choose_gamma(
+  costs = [cost(size) for size in range(1, config.max_gamma + 2)]
+  choice = calibration.choose_gamma(
     Measured(rate.mean, rate.standard_error),
     Measured(
       row['cost_ratio'],
       (errors[0] ** 2 + errors[1] ** 2) ** 0.5 / gamma / one,
     ),
-    [cost(size) for size in range(1, config.max_gamma + 2)],
+    costs,
     setting['batch'],
     config.seed,
   )
+  alpha = rates.overall if rates.alpha is None else rates.alpha
+  choice = dataclasses.replace(
+    choice,
+    acceptance=lengths.acceptance_at(choice.gamma, rates.outputs, alpha.mean),
+    cost_ratio=row['cost_ratio'],
+    call_cost=tuple(one.value for one in costs),
+  )
+  if confidence is None:
+    return choice
+  prices = lengths.best_prices(
+    confidence,
+    rates.outputs,
+    row['cost_ratio'],
+    [one.value for one in costs],
+  )
+  return dataclasses.replace(choice, prices=prices)
 
 
 def _unproposed(share: float) -> str:
@@ -244,10 +301,36 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
       line += [costs['call_cost'][str(line[0] + 1)], factor]
   c = Column('c', '.3f')
   header = ('rows at once', c, 'gamma', 'expected speed-up')
-  return [
+  made = [
     Table('Chosen here', header, chosen),
     Table('What gamma is worth here', columns, by_gamma),
   ]
+  return [*made, *_confidence_table(found.get('confidence'))]
+
+
+def _confidence_table(found: Mapping[str, Any] | None) -> list[Table]:
+  if found is None:
+    return []
+  bounds = [0.0, *found['bounds'], 1.0]
+  measured = zip(
+    bounds[:-1],
+    bounds[1:],
+    found['acceptance'],
+    found['errors'],
+    found['tokens'],
+    strict=True,
+  )
+  lines = [
+    [f'{low:.3f} to {high:.3f}', rate, error, tokens]
+    for low, high, rate, error, tokens in measured
+  ]
+  header = (
+    'confidence of the drafter',
+    Column('acceptance', '.3f'),
+    Column('error', '.3f'),
+    'tokens',
+  )
+  return [Table('How sure is sure enough', header, lines)]
 
 
 def verdicts(found: Calibration) -> list[str]:
@@ -263,14 +346,45 @@ def verdicts(found: Calibration) -> list[str]:
       )
       continue
     low, high = choice.interval
+    adapts = ''
+    if choice.prices is not None:
+      adapts = (
+        " With gamma = 'adaptive' it is expected to be"
+        f' {choice.prices.expected_speed_up:.2f}.'
+      )
+    if choice.tree is not None:
+      tree = choice.tree
+      adapts += (
+        f' The best tree has {len(tree.parents)} nodes:'
+        f' {tree.tokens_per_call:.2f} tokens a call, expected speed-up'
+        f' {tree.expected_speed_up:.2f}.'
+      )
     pays = 'pays' if low >= 1.0 else 'may pay'
     length = least_length(costs['times_ms'], choice.expected_speed_up)
     said.append(
       f'{rows}speculation {pays} here: gamma = {choice.gamma}, expected'
       f' speed-up {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for'
-      f' outputs of {length} tokens or more.'
+      f' outputs of {length} tokens or more.{adapts}'
+      f'{_when_wrong(choice, costs["times_ms"])}'
     )
   return said
+
+
+def _when_wrong(choice: Choice, times_ms: Mapping[str, Any]) -> str:
+  """What a drafter costs that is always wrong, if it may rest."""
+  made = choice.fallback(choice.gamma, adapts=False)
+  if made is None or choice.cost_ratio is None:
+    return ''
+  lost = fallback.most_lost(made, choice.cost_ratio, fallback.LEAST_OUTPUT)
+  lost += _first(times_ms) / times_ms['call_1']['median']
+  shares = [
+    f'{lost[tokens] / tokens:.0%} of {tokens} tokens'
+    for tokens in (*_SHORT_OUTPUTS, fallback.LEAST_OUTPUT)
+  ]
+  return (
+    ' A text that the drafter is always wrong for takes longer, if it may rest'
+    f' (--fallback), by {", ".join(shares)}.'
+  )
 
 
 def least_length(
@@ -284,9 +398,13 @@ def least_length(
     times_ms: as a benchmark's record has them.
     speed_up: of a token.
   """
-  first = times_ms.get('draft_encoder', {'median': 0.0})['median']
   won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
-  return max(1, math.ceil(first / won))
+  return max(1, math.ceil(_first(times_ms) / won))
+
+
+def _first(times_ms: Mapping[str, Mapping[str, float]]) -> float:
+  """What the drafter takes to read an input."""
+  return times_ms.get('draft_encoder', {'median': 0.0})['median']
 
 
 def _print(console: rich.console.Console, found: Calibration) -> None:

@@ -5,15 +5,22 @@ models and the device that it was made with, and for nothing else.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specdec_jax import analysis
+from specdec_jax.decoding import fallback
+from specdec_jax.decoding.fallback import Fallback
+from specdec_jax.engine.monitor import Usual
 from specdec_jax.files import same_run
 from specdec_jax.measure import environment
 from specdec_jax.measure import record as records
+from specdec_jax.measure.lengths import Confidence, Prices, rule_of
+from specdec_jax.measure.trees import TreeChoice
+from specdec_jax.tree_shape import TreeShape
+from specdec_jax.types import LengthRule
 
 _KIND = 'calibration'
 _DRAWS = 2000  # random draws for the interval of the speed-up
@@ -42,6 +49,11 @@ class Choice:
     expected_speed_up: expected speed-up at that gamma; 1 at gamma 0.
     interval: 95 % interval of the expected speed-up.
     factors: the expected speed-up at gamma 0, 1, ....
+    prices: of a draft whose length adapts; None where the drafter does not.
+    cost_ratio: c; None in a calibration of an earlier version.
+    call_cost: v(1), v(2), ...; empty in one.
+    acceptance: accepted / judged proposals at that gamma; None in one.
+    tree: the best tree of proposals; None where none was measured.
   """
 
   rows: int
@@ -49,6 +61,24 @@ class Choice:
   expected_speed_up: float
   interval: tuple[float, float]
   factors: tuple[float, ...]
+  prices: Prices | None = None
+  cost_ratio: float | None = None
+  call_cost: tuple[float, ...] = ()
+  acceptance: float | None = None
+  tree: TreeChoice | None = None
+
+  def fallback(self, gamma: int, adapts: bool) -> Fallback | None:
+    """When the drafter rests, by these costs; None if they do not say.
+
+    Args:
+      gamma: proposals at most.
+      adapts: whether drafts may end early.
+    """
+    if self.cost_ratio is None or gamma + 1 > len(self.call_cost):
+      return None
+    return fallback.of_costs(
+      self.cost_ratio, lambda size: self.call_cost[size - 1], gamma, adapts
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +93,11 @@ class Calibration:
     choices: the choice for each number of rows that was measured, in ascending
       order.
     record: everything that was measured, for readers and reports.
+    confidence: confidence -> acceptance, of a drafter whose drafts can adapt.
+    spread: standard deviation of the acceptance between texts; None in a
+      calibration of an earlier version.
+    ranks: acceptance of the likeliest, second, ... of several tokens that are
+      proposed for one place; empty where no trees were measured.
   """
 
   fingerprints: Mapping[str, str]
@@ -70,6 +105,56 @@ class Calibration:
   temperature: float
   choices: Sequence[Choice]
   record: Mapping[str, Any]
+  confidence: Confidence | None = None
+  spread: float | None = None
+  ranks: Sequence[Measured] = ()
+
+  def tree(self, rows: int = 1) -> TreeShape:
+    """The tree that pays best with so many rows, for `small_model_tree`.
+
+    Raises:
+      CalibrationError: the calibration has measured none.
+    """
+    found = self.at(rows).tree
+    if found is None:
+      raise CalibrationError(
+        'A tree without a shape takes that of a calibration, and this one has'
+        ' measured no trees. Give a shape (branching, best_tree), or run'
+        " `specdec calibrate` with --gin.TREE_NODES='(4, 8, 16)' and a small"
+        ' model as the drafter.'
+      )
+    return TreeShape(found.parents)
+
+  def usual(self, rows: int, adapts: bool) -> Usual | None:
+    """The acceptance of the texts that were measured; None if unknown.
+
+    Args:
+      rows: rows that are decoded together.
+      adapts: whether drafts end early by `rule`.
+    """
+    choice = self.at(rows)
+    mean = choice.acceptance
+    if adapts:
+      mean = None if choice.prices is None else choice.prices.acceptance
+    if mean is None or self.spread is None:
+      return None
+    return Usual(mean, self.spread)
+
+  def rule(self, rows: int) -> LengthRule:
+    """When a draft ends whose length adapts, with so many rows.
+
+    Raises:
+      CalibrationError: the calibration does not know.
+    """
+    prices = self.at(rows).prices
+    if self.confidence is None or prices is None:
+      raise CalibrationError(
+        "gamma = 'adaptive' needs a calibration with a table of confidence, and"
+        ' this one has none: it is of an earlier version, or of a drafter that'
+        ' does not say how sure it is. Run `specdec calibrate` again, with a'
+        ' small model as the drafter.'
+      )
+    return rule_of(self.confidence, prices)
 
   def at(self, rows: int) -> Choice:
     """The choice for a number of rows.
@@ -114,6 +199,9 @@ def load(path: str) -> Calibration:
   try:
     found = dict(records.load(path, _KIND).content)
     found['choices'] = tuple(_choice(**one) for one in found['choices'])
+    if found.get('confidence') is not None:
+      found['confidence'] = _tuples(Confidence, found['confidence'])
+    found['ranks'] = tuple(Measured(**one) for one in found.get('ranks', ()))
     if not found['choices']:
       raise ValueError('no choices')
     return Calibration(**found)
@@ -124,8 +212,33 @@ def load(path: str) -> Calibration:
     ) from error
 
 
-def _choice(interval, factors, **rest) -> Choice:
-  return Choice(interval=tuple(interval), factors=tuple(factors), **rest)
+def tree_of(path: str | None, rows: int = 1) -> TreeShape:
+  """`Calibration.tree` of a file, for run files.
+
+  Raises:
+    CalibrationError: as `load` and `Calibration.tree`; or there is no file.
+  """
+  if path is None:
+    raise CalibrationError(
+      'A tree without a shape takes that of a calibration, and there is none:'
+      ' give CALIBRATION, a file of `specdec calibrate` with TREE_NODES.'
+    )
+  return load(path).tree(rows)
+
+
+def _choice(prices=None, tree=None, **rest) -> Choice:
+  if prices is not None:
+    prices = _tuples(Prices, prices)
+  if tree is not None:
+    tree = _tuples(TreeChoice, tree)
+  return _tuples(Choice, rest | {'prices': prices, 'tree': tree})
+
+
+def _tuples(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+  """A dataclass from JSON, whose lists are tuples."""
+  return kind(
+    **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+  )
 
 
 def choose_gamma(

@@ -12,8 +12,16 @@ from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.speculative import context_of, judge
+from specdec_jax.decoding.speculative import (
+  context_of,
+  features_at,
+  judge,
+  no_features,
+  read,
+  with_features,
+)
 from specdec_jax.decoding.state import Request, example_keys, new_request
+from specdec_jax.drafters.base import check_chain
 from specdec_jax.measure import memory
 from specdec_jax.measure.measured_pair import Pair
 from specdec_jax.measure.timing import Prepare
@@ -170,6 +178,7 @@ def start_of_drafter(pair: Pair, request: Request) -> Prepare:
     request.inputs,
     request.cache_slots,
     request.prompt,
+    pair.encoded(request.inputs),
   )
   return lambda: run
 
@@ -193,48 +202,68 @@ def pair_rounds(
   drafter, target = pair.drafter, pair.target
   if drafter is None:
     raise ValueError('pair_rounds needs a pair with a drafter, got none.')
+  check_chain(drafter, 'The measurement of rounds')
   batch = request.inputs.shape[0]
   produced = request.prompt_width - 1 + max(request.slots // 2, 2)
   half = jnp.full((batch,), produced, jnp.int32)
 
   def rounds(params, cache, state, tokens):
-    def propose(round_number, state, tokens):
+    def propose(round_number, state, tokens, features):
       # Each round has its own keys, as in the loop: a draw that depends on
       # nothing else would otherwise be made only once for all rounds.
       keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(
         request.keys, round_number
       )
-      context = context_of(request, tokens, half, keys)
+      context = with_features(
+        context_of(request, tokens, half, keys),
+        target,
+        drafter,
+        params.target,
+        features,
+      )
       return keys, *drafter.propose(params.draft, state, context)
 
     def body(round_number, carry):
-      cache, state, tokens, _ = carry
-      keys, draft, state = propose(round_number, state, tokens)
+      cache, state, tokens, features, _ = carry
+      keys, draft, state = propose(round_number, state, tokens, features)
       last = draft.tokens[:, :1]
       if with_target:
         cache = target.rewind(cache, half - 1)
         fed = jnp.concatenate(
           [tokens[:, half[0] - 1][:, None], draft.tokens], 1
         )
-        logits, cache = target.extend(params.target, cache, fed)
+        logits, features, cache = read(
+          target, drafter, params.target, cache, fed
+        )
+        features = features_at(features, jnp.zeros_like(half))
         last = judge(request, draft, logits, keys).next_token[:, None]
       state = drafter.commit(state, half)
       # The next round reads this round's token, so that the compiler cannot
       # leave out a round.
       tokens = lax.dynamic_update_slice(tokens, last, (0, half[0] - 1))
       # The draft is returned, or the compiler would drop unused proposals.
-      return cache, state, tokens, draft
+      return cache, state, tokens, features, draft
 
-    _, shapes, _ = jax.eval_shape(propose, 0, state, tokens)
+    features = None
+    if drafter.reads_features:
+      features = no_features(target, params.target, cache)
+    _, shapes, _ = jax.eval_shape(propose, 0, state, tokens, features)
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    carry = (cache, state, tokens, nothing)
-    return lax.fori_loop(0, repeats, body, carry)[2:]
+    carry = (cache, state, tokens, features, nothing)
+    _, _, *made = lax.fori_loop(0, repeats, body, carry)
+    return made
 
   slots = request.cache_slots
   cache = ()
-  if with_target:
+  if with_target or drafter.reads_features:
     cache = pair.prefill(pair.params.target, request.inputs, slots)
-  state = pair.init(pair.params.draft, request.inputs, slots, request.prompt)
+  state = pair.init(
+    pair.params.draft,
+    request.inputs,
+    slots,
+    request.prompt,
+    pair.encoded(request.inputs),
+  )
   tokens = jnp.ones((batch, slots + 1), jnp.int32)
   args = (pair.params, cache, state, tokens)
   compiled = jax.jit(rounds).lower(*args).compile()

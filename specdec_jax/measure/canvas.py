@@ -8,7 +8,7 @@ form of colour blindness.
 import io
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from specdec_jax import files
@@ -33,6 +33,20 @@ def wrapped(title: str, width: int) -> str:
   """Wraps a title into lines; a remark on forced acceptance begins a line."""
   lines = title.replace(' (forced', '\n(forced').splitlines()
   return '\n'.join(textwrap.fill(line, width) for line in lines)
+
+
+def whiskers(
+  values: Sequence[float], intervals: Sequence[Sequence[float]]
+) -> list[list[float]]:
+  """How far each interval reaches below and above its value.
+
+  As matplotlib wants errors: a list of lengths below, and one of those above.
+  """
+  both = list(zip(values, intervals, strict=True))
+  return [
+    [value - low for value, (low, _) in both],
+    [high - value for value, (_, high) in both],
+  ]
 
 
 def save(

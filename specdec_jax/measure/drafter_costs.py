@@ -28,7 +28,7 @@ from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
 from specdec_jax.measure.ngram import outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import Column, Table, show
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.partitioning import Placement
@@ -114,10 +114,8 @@ def drafter_costs(
       for row in _measure(config, pairs, temperature, advance)
     ]
   record = _record(config, measured, corpus)
-  console.print(Table.from_json(record))
+  show(console, record, config.output_file)
   console.print(f'n-grams of {corpus}')
-  if config.output_file:
-    record.save(config.output_file)
   return record
 
 
@@ -305,12 +303,11 @@ def _record(
     'repeats',
     'seed',
   )
-  values = {
-    'measured': list(measured),
-    'ngrams': corpus,
-    'settings': {name: getattr(config, name) for name in names},
-  }
-  return Record('table', Table(title, columns, rows).to_json() | values)
+  return Table(title, columns, rows).record(
+    measured=list(measured),
+    ngrams=corpus,
+    settings={name: getattr(config, name) for name in names},
+  )
 
 
 def _count(network: LanguageModel) -> str:

@@ -17,11 +17,11 @@ from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import calibration
-from specdec_jax.measure.canvas import PALETTE, save
+from specdec_jax.measure.canvas import PALETTE, save, whiskers
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import Column, Table, between, show
 from specdec_jax.measure.table import console as terminal
 
 _PLAIN = 0  # gamma of the plain loop
@@ -98,9 +98,7 @@ def gamma_curve(
   factors = chosen.at(1).factors if chosen else ()
   points = [_point(gamma, seconds, factors) for gamma in gammas[1:]]
   record = _record(config, points, len(texts))
-  console.print(Table.from_json(record))
-  if config.output_file:
-    record.save(config.output_file)
+  show(console, record, config.output_file)
   if config.plot_file:
     plot_gamma_curve(config.plot_file, record)
   return record
@@ -143,7 +141,7 @@ def _record(
     [
       one['gamma'],
       one['speed_up'],
-      f'{one["least"]:.2f} to {one["most"]:.2f}',
+      between(one['least'], one['most']),
       one['predicted'],
     ]
     for one in points
@@ -152,8 +150,7 @@ def _record(
     f'Speed-up over gamma: {lines} lines of {config.input_file}, one at a time,'
     f' {config.repeats} repetitions'
   )
-  table = Table(title, columns, rows).to_json()
-  return Record('table', table | {'points': list(points)})
+  return Table(title, columns, rows).record(points=list(points))
 
 
 def plot_gamma_curve(
@@ -175,10 +172,7 @@ def plot_gamma_curve(
     axes = figure.subplots()
     gammas = [one['gamma'] for one in points]
     middle = [one['speed_up'] for one in points]
-    spread = [
-      [one['speed_up'] - one['least'] for one in points],
-      [one['most'] - one['speed_up'] for one in points],
-    ]
+    spread = [(one['least'], one['most']) for one in points]
     axes.axhline(1, color='#888888', linewidth=1)
     axes.annotate('plain decoding', (gammas[0], 0.94), color='#666666')
     known = [one for one in points if one['predicted'] is not None]
@@ -193,7 +187,7 @@ def plot_gamma_curve(
     axes.errorbar(
       gammas,
       middle,
-      yerr=spread,
+      yerr=whiskers(middle, spread),
       color=PALETTE[0],
       marker='o',
       capsize=3,

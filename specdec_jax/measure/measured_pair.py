@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specdec_jax import partitioning
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.base import Drafter, encoded_for
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models.base import LanguageModel, Params, read_prompt
 from specdec_jax.partitioning import Placement
@@ -81,7 +81,11 @@ class Pair:
       raise ValueError(
         'This pair has no drafter: give BenchmarkConfig a draft or a drafter.'
       )
-    return jax.jit(self.drafter.init, static_argnums=2)
+    return jax.jit(self.drafter.begin, static_argnums=2)
+
+  def encoded(self, inputs: jax.Array) -> jax.Array | None:
+    """What `init` takes last: see `drafters.base.encoded_for`."""
+    return encoded_for(self.drafter, self.target, self.params.target, inputs)
 
 
 def make_pair(

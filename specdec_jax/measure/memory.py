@@ -22,7 +22,12 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, new_request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models import kv_cache
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.base import (
+  LanguageModel,
+  Params,
+  read_prompt,
+  reads_encoder,
+)
 from specdec_jax.probs import SamplingConfig
 
 # Kernels of cross-attention's keys and values, which only `prefill` reads.
@@ -127,12 +132,23 @@ def call_bytes(
     num_tokens: m, tokens per row that the call reads.
   """
   tables = [leaf for name, leaf in _flat(params).items() if _TABLE in name]
+  encoded = None
+  if reads_encoder(network):
+    alone: Any = network
+    width = alone.config.encoded_dim
+    encoded = jax.ShapeDtypeStruct((*request.inputs.shape, width), jnp.float32)
   cache: kv_cache.KVCache = jax.eval_shape(
-    lambda params, inputs: network.prefill(
-      params, inputs, request.cache_slots, request.longest
+    lambda params, inputs, encoded: read_prompt(
+      network,
+      params,
+      inputs,
+      request.cache_slots,
+      longest=request.longest,
+      encoded=encoded,
     ),
     params,
     request.inputs,
+    encoded,
   )
   sizes = kv_cache.buckets(request.cache_slots)
   first = request.prompt_width - 1
@@ -304,7 +320,7 @@ def _reading_bytes(
   per_token = hidden // emb_dim + 2 * emb_dim
   batch, input_len = request.inputs.shape
   encoder = 0
-  if network.has_encoder:
+  if network.has_encoder and not reads_encoder(network):
     scores = heads * input_len**2
     # The relative bias, shared by the batch; and for each row the scores, the
     # weights and a temporary array of the softmax between them.

@@ -20,6 +20,7 @@ import sentencepiece
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.engine.completion import decode
 from specdec_jax.engine.engine import Engine
+from specdec_jax.models.base import reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tokenizer import Tokenizer
@@ -169,6 +170,9 @@ def _transformers(
   options: dict[str, Any] = {}
   if assisted:
     assistant = _load_transformers(pair.draft_folder)
+    if reads_encoder(pair.config.draft.network):
+      # It has none of its own; `generate` asks it for what the target's says.
+      assistant.encoder = target.encoder
     if pair.config.assistant_tokens is not None:
       assistant.generation_config.num_assistant_tokens = (
         pair.config.assistant_tokens

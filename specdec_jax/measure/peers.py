@@ -207,21 +207,20 @@ def _record(
     ' interleaved passes'
   )
   rows = [_row(name, result) for name, result in results.items()]
-  values = Table(title, _COLUMNS, rows).to_json() | {
-    'name': config.name,
-    'results': results,
-    'input_file': config.input_file,
-    'lines': len(texts),
-    'gamma': config.gamma,
-    'assistant_tokens': config.assistant_tokens,
-    'lookup_tokens': config.lookup_tokens,
-    'max_input_len': config.max_input_len,
-    'max_decode_len': config.max_decode_len,
-    'repeats': config.repeats,
-    'threads': threads,
-    'versions': {name: _version(name) for name in _VERSIONS},
-  }
-  return Record('table', values)
+  return Table(title, _COLUMNS, rows).record(
+    name=config.name,
+    results=results,
+    input_file=config.input_file,
+    lines=len(texts),
+    gamma=config.gamma,
+    assistant_tokens=config.assistant_tokens,
+    lookup_tokens=config.lookup_tokens,
+    max_input_len=config.max_input_len,
+    max_decode_len=config.max_decode_len,
+    repeats=config.repeats,
+    threads=threads,
+    versions={name: _version(name) for name in _VERSIONS},
+  )
 
 
 def _result(entrant: _Entrant, reference: _Entrant) -> dict[str, Any]:

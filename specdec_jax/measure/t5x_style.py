@@ -27,17 +27,16 @@ def one_hot_write(
 class _Module(t5.EncoderDecoder):
   """The network with T5X's way of embedding tokens and writing the cache."""
 
-  def prefill(self, inputs, max_length):
-    return kv_cache.apart(super().prefill(inputs, max_length))
+  def prefill(self, inputs, max_length, encoded=None):
+    return kv_cache.apart(super().prefill(inputs, max_length, encoded))
 
-  def extend(self, cache, tokens, tree=None):
+  def extend_with_features(self, cache, tokens, tree=None):
     table = self.token_embedder.embedding.astype(self.config.dtype)
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
     exact = layers.precision(self.config.dtype)
     embedded = jnp.matmul(rows, table, precision=exact)
-    return self.decoder.extend(
-      embedded, self.token_embedder, cache, one_hot_write, tree
-    )
+    features, cache = self.decoder.extend(embedded, cache, one_hot_write, tree)
+    return self.head(features), features, cache
 
 
 class T5XStyle(t5.T5):

@@ -19,6 +19,8 @@ import rich.measure
 import rich.table
 import rich.text
 
+from specdec_jax.measure.record import Record
+
 Cell = str | int | float | None
 
 _NUMBER = re.compile(r'[-+\d.,%]+')
@@ -143,6 +145,10 @@ class Table:
     shown = {'title': self.title, 'columns': self.header, 'rows': self.texts}
     return shown | ({'notes': list(self.notes)} if self.notes else {})
 
+  def record(self, **measured: Any) -> Record:
+    """The table as a record, which documents can show, and what it is of."""
+    return Record('table', self.to_json() | measured)
+
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> 'Table':
     """A table of texts, from the result of `to_json`."""
@@ -192,6 +198,24 @@ def plain_markdown(text: str) -> str:
   """The text on one line, escaped for Markdown and HTML."""
   flat = ' '.join(text.split()).replace('\\', '\\\\')
   return flat.replace('&', '&amp;').replace('<', '&lt;')
+
+
+def show(
+  console: rich.console.Console, record: Record, path: str | None
+) -> None:
+  """Prints the table of a record, and saves the record unless `path` is None.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  console.print(Table.from_json(record))
+  if path:
+    record.save(path)
+
+
+def between(low: float, high: float) -> str:
+  """An interval as the text of a cell, with two digits."""
+  return f'{low:.2f} to {high:.2f}'
 
 
 def say(console: rich.console.Console, sentence: str) -> None:

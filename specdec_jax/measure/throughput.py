@@ -20,7 +20,7 @@ from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import calibration
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import Column, Table, between
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.timed_runs import (
   Timed,
@@ -277,7 +277,7 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
 
   def ratio(values: Sequence[float]) -> str:
     middle, low, high = values
-    return f'{middle:.2f} ({low:.2f} to {high:.2f})'
+    return f'{middle:.2f} ({between(low, high)})'
 
   found = [
     runs(['way'], record['ways'].items()),

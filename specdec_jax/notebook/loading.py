@@ -3,6 +3,7 @@
 from specdec_jax.checks.memory import device_bytes
 from specdec_jax.engine.loading import Path, first_id
 from specdec_jax.engine.loading import load as load_model
+from specdec_jax.engine.options import as_gamma
 from specdec_jax.engine.padding import SMALLEST_PROMPT
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import memory
@@ -13,6 +14,7 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.notebook.model import Interactive
 from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.types import LengthRule
 
 
 def load(
@@ -24,7 +26,7 @@ def load(
   tokenizer: Tokenizer | Path | None = None,
   dtype: str | None = None,
   placement: Placement | None = None,
-  gamma: int = 4,
+  gamma: int | str | LengthRule = 4,
   max_input_len: int = 128,
   max_decode_len: int = 128,
 ) -> Interactive:
@@ -56,7 +58,7 @@ def load(
       `Placement(model=0)` for all devices; its dtype is ignored. The drafter is
       whole on each device. None is one device; then its memory is compared with
       what is needed.
-    gamma: the most proposals per round.
+    gamma: as of `Engine`: proposals per round, or 'adaptive'.
     max_input_len: tokens of the longest input, its end included.
     max_decode_len: tokens of the longest output, its end included.
 
@@ -76,7 +78,8 @@ def load(
   large = load_model(target, network, tokenizer=tokenizer, dtype=dtype)
   own_vocabulary(large)  # before its memory is counted
   if placement is None or placement.on_one_device:
-    _check_memory(large, small, dtype, gamma, max_input_len, max_decode_len)
+    most, _ = as_gamma(gamma)
+    _check_memory(large, small, dtype, most, max_input_len, max_decode_len)
   bos_id = large.bos_id
   if bos_id is None and large.tokenizer and not large.network.has_encoder:
     bos_id = first_id(large.tokenizer)

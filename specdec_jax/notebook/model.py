@@ -35,7 +35,7 @@ class Interactive(Engine):
     both = {
       'device': f'{jax.default_backend()}, {environment.describe()["device"]}',
       'tokenizer': f'{tokenizer.path}, {tokenizer.vocab_size} pieces',
-      'gamma': str(self.gamma),
+      'gamma': f'{self.gamma} at most' if self.rule else str(self.gamma),
       'longest input': f'{self.max_input_len} tokens',
       'longest output': f'{self.max_decode_len} tokens',
     }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax import analysis
-from specdec_jax.measure.canvas import PALETTE, save, wrapped
+from specdec_jax.measure.canvas import PALETTE, save, whiskers, wrapped
 from specdec_jax.paper import report
 
 _DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)))
@@ -230,14 +230,10 @@ def _draw_measured(axes, table: report.Comparison) -> None:
       continue
     values = [value for value, _, _ in found]
     spreads = [spread or (value, value) for value, spread, _ in found]
-    errors = [
-      [value - low for value, (low, _) in zip(values, spreads, strict=True)],
-      [high - value for value, (_, high) in zip(values, spreads, strict=True)],
-    ]
     axes.errorbar(
       values,
       [at for _, _, at in found],
-      xerr=errors,
+      xerr=whiskers(values, spreads),
       fmt='o',
       color=PALETTE[2],
       markerfacecolor='white' if forced else PALETTE[2],

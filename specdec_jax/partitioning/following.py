@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from specdec_jax.models import backend
-from specdec_jax.models.base import Params
+from specdec_jax.models.base import Params, reads_encoder
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.partitioning.axes import CACHE
 from specdec_jax.partitioning.partition import Partition, described
@@ -54,6 +54,10 @@ class Following:
     return self.network.has_encoder
 
   @property
+  def reads_encoder(self) -> bool:
+    return reads_encoder(self.network)
+
+  @property
   def config(self) -> Any:
     return self.network.config
 
@@ -63,17 +67,37 @@ class Following:
   def logits(self, *args, **options):
     return self.network.logits(*args, **options)
 
-  def prefill(self, params, inputs, max_length, longest=None):
-    cache = self.network.prefill(params, inputs, max_length, longest)
+  def encode(self, params, inputs):
+    return self.network.encode(params, inputs)
+
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    more = {} if encoded is None else {'encoded': encoded}
+    cache = self.network.prefill(params, inputs, max_length, longest, **more)
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
     with backend.split():
       logits, cache = self.network.extend(params, cache, tokens, tree)
-    # First split, and only then whole: if it were asked for whole rows at once,
-    # XLA would gather the output layer's kernel instead.
-    logits = self._at(logits, ('batch', None, 'vocab'))
-    return self._at(logits, ('batch', None, None)), self._held(cache)
+    return self._gathered(logits), self._held(cache)
+
+  def extend_with_features(self, params, cache, tokens, tree=None):
+    with backend.split():
+      logits, features, cache = self.network.extend_with_features(
+        params, cache, tokens, tree
+      )
+    features = self._at(features, ('batch', None, 'embed'))
+    return self._gathered(logits), features, self._held(cache)
+
+  def features(self, *args):
+    return self.network.features(*args)
+
+  def embed(self, params, tokens):
+    with backend.split():
+      return self.network.embed(params, tokens)
+
+  def head(self, params, features):
+    with backend.split():
+      return self._gathered(self.network.head(params, features))
 
   def rewind(self, cache, length):
     return self.network.rewind(cache, length)
@@ -86,6 +110,12 @@ class Following:
   def cache_shapes(self, cache: Any) -> Any:
     """`ShapeDtypeStruct`s of a cache (or of its shapes), with shardings."""
     return self._with_fields(cache, described)
+
+  def _gathered(self, logits):
+    # First split, and only then whole: if it were asked for whole rows at once,
+    # XLA would gather the output layer's kernel instead.
+    logits = self._at(logits, ('batch', None, 'vocab'))
+    return self._at(logits, ('batch', None, None))
 
   def _held(self, cache):
     if not isinstance(cache, KVCache):

@@ -12,9 +12,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specdec_jax.models.base import LanguageModel, Params, param_shapes
 from specdec_jax.partitioning.axes import Axes, LogicalAxes, axes_of_parameter
+from specdec_jax.types import LengthRule
 
 # Fields of a `Request` that are the same for all of its rows.
-_SHARED = ('.stop_ids', '.top_k', '.top_p', '.lenience', '.penalty')
+_SHARED = (
+  '.stop_ids',
+  '.top_k',
+  '.top_p',
+  '.lenience',
+  '.penalty',
+  *(f'.rule.{field.name}' for field in dataclasses.fields(LengthRule)),
+  '.fallback.costs',
+  '.fallback.patience',
+)
 _JOINED = re.compile(r'(.*/)?(qkv|wi_joined)/\w+')
 
 

@@ -23,7 +23,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
 from specdec_jax.measure.beam_grid import Setting, levels_a_call
-from specdec_jax.measure.compiled import devices, gpu, gpu_costs, report
+from specdec_jax.measure.compiled import beams_report, devices, gpu, gpu_costs
 from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.measure.compiled.rows import compile_rows
 from specdec_jax.measure.record import Record
@@ -122,10 +122,10 @@ def check(
         for one in config.searches()
       },
       lambda row: str(Setting.of(row)),
-      lambda found: report.beams_markdown(found, levels),
+      lambda found: beams_report.markdown(found, levels),
       console,
     )
-  console.print(report.beams_table(results, levels))
+  console.print(beams_report.table(results, levels))
   return results
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from specdec_jax.measure.compiled import kernels, program_text
+from specdec_jax.models import backend
 
 _LEAST_WEIGHT = 1 << 16  # elements; smaller arrays are ignored
 
@@ -96,7 +97,7 @@ def record_of(
   """
   begin = time.perf_counter()
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=backend.compiler_options())
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise

@@ -1,4 +1,7 @@
-"""Reports of what was compiled: a table on the terminal, and report.md."""
+"""Reports of what was compiled: a table on the terminal, and report.md.
+
+Those of pairs; `slices_report` and `beams_report` are made of the same parts.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,20 +9,22 @@ from typing import Any
 import rich.console
 
 from specdec_jax.checks.memory import GIB
-from specdec_jax.measure.beam_grid import Setting
 from specdec_jax.measure.table import Column, Table, say
 
-_Record = Mapping[str, Any]
-# Name of a column -> its cell in the row of a record. Trailing blanks tell
-# columns with the same name apart.
-_Columns = Mapping[str, Callable[[_Record], str | None]]
+Results = Mapping[str, Any]
+# The row of a record -> its cell in a column.
+Show = Callable[[Results], str | None]
+# By the names of columns. Trailing blanks tell those with the same name apart.
+Columns = dict[str, Show]
 
 
-def _gb(size: float | None) -> str | None:
+def in_gb(size: float | None) -> str | None:
+  """A size as a cell, in units of 10^9 bytes."""
   return None if size is None else f'{size / 1e9:.3f}'
 
 
-def _gib(size: float | None) -> str | None:
+def in_gib(size: float | None) -> str | None:
+  """A size as a cell, in units of 2^30 bytes."""
   return None if size is None else f'{size / GIB:.2f}'
 
 
@@ -27,7 +32,7 @@ def _ratio(part: float | None, whole: float | None) -> str | None:
   return None if part is None or whole is None else f'{part / whole:.4f}'
 
 
-_PAIR: dict[str, Callable[[_Record], str | None]] = {
+_PAIR: Columns = {
   'task': lambda r: r['task'],
   'draft': lambda r: r['draft'],
   'T': lambda r: f'{r["temperature"]:g}',
@@ -44,22 +49,22 @@ _SPEED = _PAIR | {
 }
 _MEMORY = _PAIR | {
   'fits': lambda r: 'yes' if r['memory']['fits'] else 'NO',
-  'peak GiB': lambda r: _gib(r['memory']['peak_bytes']),
-  'target parameters': lambda r: _gib(r['memory']['target_parameter_bytes']),
-  'draft parameters': lambda r: _gib(r['memory']['draft_parameter_bytes']),
-  'target caches': lambda r: _gib(r['memory']['target_cache_bytes']),
-  'draft caches': lambda r: _gib(r['memory']['draft_cache_bytes']),
-  'temporaries of the loop': lambda r: _gib(
+  'peak GiB': lambda r: in_gib(r['memory']['peak_bytes']),
+  'target parameters': lambda r: in_gib(r['memory']['target_parameter_bytes']),
+  'draft parameters': lambda r: in_gib(r['memory']['draft_parameter_bytes']),
+  'target caches': lambda r: in_gib(r['memory']['target_cache_bytes']),
+  'draft caches': lambda r: in_gib(r['memory']['draft_cache_bytes']),
+  'temporaries of the loop': lambda r: in_gib(
     r['programs']['speculative_run'].get('temporaries_bytes')
   ),
 }
 _BYTES = _PAIR | {
-  'target, 1 token': lambda r: _gb(r['bytes_counted']['target_call_1']),
-  'XLA': lambda r: _gb(r['bytes_xla']['target_call_1']),
-  'target, gamma + 1': lambda r: _gb(r['bytes_counted']['target_call_n']),
-  'XLA ': lambda r: _gb(r['bytes_xla']['target_call_n']),
-  'draft, 1 token': lambda r: _gb(r['bytes_counted']['draft_call_1']),
-  'XLA  ': lambda r: _gb(r['bytes_xla']['draft_call_1']),
+  'target, 1 token': lambda r: in_gb(r['bytes_counted']['target_call_1']),
+  'XLA': lambda r: in_gb(r['bytes_xla']['target_call_1']),
+  'target, gamma + 1': lambda r: in_gb(r['bytes_counted']['target_call_n']),
+  'XLA ': lambda r: in_gb(r['bytes_xla']['target_call_n']),
+  'draft, 1 token': lambda r: in_gb(r['bytes_counted']['draft_call_1']),
+  'XLA  ': lambda r: in_gb(r['bytes_xla']['draft_call_1']),
   'c by XLA': lambda r: _ratio(
     r['bytes_xla']['draft_call_1'], r['bytes_xla']['target_call_1']
   ),
@@ -70,7 +75,7 @@ _LOOPS = ('plain_start', 'plain_run', 'speculative_start', 'speculative_run')
 
 
 def _total(
-  record: _Record, finding: str, field: str, names: Sequence[str] = _LOOPS
+  record: Results, finding: str, field: str, names: Sequence[str] = _LOOPS
 ) -> int:
   """Sums a finding over the programs of the loops, or over those of `names`."""
   return sum(
@@ -80,46 +85,36 @@ def _total(
   )
 
 
-def _launched(part: str, name: str) -> Callable[[_Record], str | None]:
-  """A count of the 'token', of the draft's 'step' or of the 'round'."""
+def _of(part: str, text: Callable[[Results, Results], str]) -> Show:
+  """Text of the costs of a 'token', of the draft's 'step' or of a 'round'."""
 
   def show(record):
     costs = record['costs'][part]
-    return None if costs is None else f'{costs[name]:,}'
+    return None if costs is None else text(costs, record)
 
   return show
 
 
-def _per_layer(part: str, layers: str) -> Callable[[_Record], str | None]:
-  def show(record):
-    costs = record['costs'][part]
-    if costs is None:
-      return None
-    return f'{costs["layer_kernels"] / record[layers]:.1f}'
-
-  return show
+def _launched(part: str, name: str) -> Show:
+  return _of(part, lambda costs, _: f'{costs[name]:,}')
 
 
-def _ms(part: str, name: str = 'ms') -> Callable[[_Record], str | None]:
-  def show(record):
-    costs = record['costs'][part]
-    return None if costs is None else f'{costs[name]:.2f}'
-
-  return show
+def _per_layer(part: str, layers: str) -> Show:
+  return _of(part, lambda costs, r: f'{costs["layer_kernels"] / r[layers]:.1f}')
 
 
-def _factor(over: str) -> Callable[[_Record], str | None]:
+def _ms(part: str, name: str = 'ms') -> Show:
+  return _of(part, lambda costs, _: f'{costs[name]:.2f}')
+
+
+def _mb(part: str, name: str) -> Show:
+  return _of(part, lambda costs, _: f'{costs[f"{name}_bytes"] / 1e6:,.1f}')
+
+
+def _factor(over: str) -> Show:
   def show(record):
     factor = record['walltime_factor'].get(over)
     return None if factor is None else f'{factor:.2f}'
-
-  return show
-
-
-def _mb(part: str, name: str) -> Callable[[_Record], str | None]:
-  def show(record):
-    costs = record['costs'][part]
-    return None if costs is None else f'{costs[f"{name}_bytes"] / 1e6:,.1f}'
 
   return show
 
@@ -156,7 +151,7 @@ _TIMES = _PAIR | {
   "paper's speed-up": lambda r: f'{r["speedup"]:.1f}',
 }
 _WRITTEN = _PAIR | {
-  'read per round, GB': lambda r: _gb(r['costs']['round']['read_bytes']),
+  'read per round, GB': lambda r: in_gb(r['costs']['round']['read_bytes']),
   'written, MB': _mb('round', 'written'),
   'of it copies of caches': _mb('round', 'copied'),
   'of it weights': _mb('round', 'rewritten'),
@@ -168,7 +163,7 @@ _WRITTEN = _PAIR | {
 }
 
 
-def _once(record: _Record, name: str) -> int:
+def _once(record: Results, name: str) -> int:
   """Bytes that both programs of the speculative loop move before its rounds."""
   programs = (
     record['programs'][f'speculative_{part}'] for part in ('start', 'run')
@@ -186,16 +181,16 @@ _FALLBACKS = _PAIR | {
     sum(p.get('host_transfers', 0) for p in r['programs'].values())
   ),
   'weights in float32': lambda r: str(_total(r, 'float32_weights', 'count')),
-  'weights relaid once a run, GiB': lambda r: _gib(
+  'weights relaid once a run, GiB': lambda r: in_gib(
     _total(r, 'relaid_weights', 'once_bytes', ['speculative_run'])
   ),
-  'in each round, GB': lambda r: _gb(
+  'in each round, GB': lambda r: in_gb(
     _total(r, 'relaid_weights', 'looped_bytes', ['speculative_run'])
   ),
-  'caches relaid once a run, GiB': lambda r: _gib(
+  'caches relaid once a run, GiB': lambda r: in_gib(
     _total(r, 'relaid_caches', 'once_bytes', ['speculative_run'])
   ),
-  'in each round, GB ': lambda r: _gb(
+  'in each round, GB ': lambda r: in_gb(
     _total(r, 'relaid_caches', 'looped_bytes', ['speculative_run'])
   ),
   'loops over rows': lambda r: str(
@@ -209,7 +204,7 @@ _FALLBACKS_ON_GPU = {
 } | {'weights in float32': _FALLBACKS['weights in float32']}
 
 
-def _in_place(record: _Record) -> str | None:
+def _in_place(record: Results) -> str | None:
   """Whether the speculative loop updates its caches in place."""
   program = record['programs']['speculative_run']
   sizes = record['memory']
@@ -219,7 +214,7 @@ def _in_place(record: _Record) -> str | None:
   return 'yes' if program['in_place_bytes'] >= caches else 'NO'
 
 
-def table(columns: _Columns, rows: Sequence[_Record], title: str = '') -> Table:
+def table(columns: Columns, rows: Sequence[Results], title: str = '') -> Table:
   """A table with a line for each row; its first two columns are texts."""
   return Table(
     title,
@@ -231,11 +226,12 @@ def table(columns: _Columns, rows: Sequence[_Record], title: str = '') -> Table:
   )
 
 
-def _markdown(columns: _Columns, rows: Sequence[_Record]) -> list[str]:
+def lines_of(columns: Columns, rows: Sequence[Results]) -> list[str]:
+  """The table in Markdown, and the empty line after it."""
   return [table(columns, rows).markdown(), '']
 
 
-def _heading(settings: Mapping[str, Any], what: str) -> list[str]:
+def heading(settings: Mapping[str, Any], what: str) -> list[str]:
   """The lines that all reports begin with; `what` introduces the device."""
   of = ', '.join(
     f'{name} {settings[name]}'
@@ -252,18 +248,19 @@ def _heading(settings: Mapping[str, Any], what: str) -> list[str]:
   ]
 
 
-def _missing(names: Sequence[str]) -> list[str]:
+def missing(names: Sequence[str]) -> list[str]:
+  """A line on the rows that are not there yet; none if all are."""
   if not names:
     return []
   return [f'- {len(names)} not compiled yet: {", ".join(names)}.']
 
 
-def markdown(results: _Record) -> str:
+def markdown(results: Results) -> str:
   """The report, made from the contents of results.json."""
   settings, rows = results['settings'], results['rows']
   parts = _gpu_parts if results['kind'] == 'gpu_check' else _tpu_parts
   lines = [
-    *_heading(settings, 'For one'),
+    *heading(settings, 'For one'),
     f'- Memory that programs may use: {settings["usable_gib"]:.2f} GiB;'
     f' bandwidth taken as {settings["gb_per_s"]:.0f} GB/s.',
     f'- Batch {settings["batch"]}, {settings["param_dtype"]} parameters,'
@@ -273,7 +270,7 @@ def markdown(results: _Record) -> str:
       f' {settings["decode_lens"][task]} output tokens.'
       for task, length in settings['input_lens'].items()
     ),
-    *_missing(results['missing']),
+    *missing(results['missing']),
     '',
     *parts(settings, rows),
     '',
@@ -282,7 +279,7 @@ def markdown(results: _Record) -> str:
   return '\n'.join(lines).rstrip() + '\n'
 
 
-def _gpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
+def _gpu_parts(settings: Results, rows: Sequence[Results]) -> list[str]:
   return [
     '## Kernels',
     '',
@@ -290,7 +287,7 @@ def _gpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     ' with all its steps. A conditional takes one of its branches and waits for'
     ' the host. Kernels in a layer are per layer.',
     '',
-    *_markdown(_KERNELS, rows),
+    *lines_of(_KERNELS, rows),
     '## What kernels and bytes predict',
     '',
     f'A time is bytes over bandwidth, {settings["kernel_us"]:g} microseconds a'
@@ -301,33 +298,33 @@ def _gpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     ' taken to launch'
     f' {settings["t5x_kernels"]} kernels per token and to move the same bytes.',
     '',
-    *_markdown(_TIMES, rows),
+    *lines_of(_TIMES, rows),
     '## Bytes beside what must be read',
     '',
     'What a kernel only updates, as a cache, is counted by what it changes.'
     ' Weights are those that a kernel reads and writes in another form.',
     '',
-    *_markdown(_WRITTEN, rows),
+    *lines_of(_WRITTEN, rows),
     *_memory(rows),
     '## Recompilation and fallbacks',
     '',
     *_STATE,
-    *_markdown(_FALLBACKS_ON_GPU, rows),
+    *lines_of(_FALLBACKS_ON_GPU, rows),
   ]
 
 
-def _memory(rows: Sequence[_Record]) -> list[str]:
+def _memory(rows: Sequence[Results]) -> list[str]:
   return [
     '## Memory of the pair, GiB',
     '',
     "The peak is the compiler's, of the larger of the two speculative programs,"
     ' both models held.',
     '',
-    *_markdown(_MEMORY, rows),
+    *lines_of(_MEMORY, rows),
   ]
 
 
-def _tpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
+def _tpu_parts(settings: Results, rows: Sequence[Results]) -> list[str]:
   return [
     '## What the bytes predict',
     '',
@@ -338,14 +335,14 @@ def _tpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     " without other costs would reach. The paper's speed-up is against T5X's"
     ' decoding, another baseline than the plain loop here.',
     '',
-    *_markdown(_SPEED, rows),
+    *lines_of(_SPEED, rows),
     *_memory(rows),
     '## Bytes of a call, GB',
     '',
     "XLA's figure for the same call is a check, not what the call moves: it"
     ' counts what is prefetched on the chip again.',
     '',
-    *_markdown(_BYTES, rows),
+    *lines_of(_BYTES, rows),
     '## Recompilation and fallbacks',
     '',
     *_STATE,
@@ -353,7 +350,7 @@ def _tpu_parts(settings: _Record, rows: Sequence[_Record]) -> list[str]:
     ' operations a row; a cache is relaid for the layout that the compiler'
     ' prefers inside of the loop.',
     '',
-    *_markdown(_FALLBACKS, rows),
+    *lines_of(_FALLBACKS, rows),
     f'Custom calls in the programs: {_custom_calls(rows)}.',
   ]
 
@@ -366,7 +363,7 @@ _STATE = [
 ]
 
 
-def _custom_calls(rows: Sequence[_Record]) -> str:
+def _custom_calls(rows: Sequence[Results]) -> str:
   names = {
     name
     for row in rows
@@ -376,7 +373,7 @@ def _custom_calls(rows: Sequence[_Record]) -> str:
   return ', '.join(f'`{name}`' for name in sorted(names)) or 'none'
 
 
-def _refusals(rows: Sequence[_Record]) -> list[str]:
+def _refusals(rows: Sequence[Results]) -> list[str]:
   texts = {text for row in rows for text in row['memory']['refused']}
   lines = [f'Refused by the compiler: {text}' for text in sorted(texts)]
   for row in rows:
@@ -390,162 +387,7 @@ def _refusals(rows: Sequence[_Record]) -> list[str]:
   return list(dict.fromkeys(lines))
 
 
-_ON_SLICE: dict[str, Callable[[_Record], str | None]] = {
-  'pair': lambda r: r['pair'],
-  'slice': lambda r: r['slice'],
-  'data x model': lambda r: ' x '.join(str(n) for n in r['mesh'].values()),
-}
-_SLICE_MEMORY = _ON_SLICE | {
-  'fits': lambda r: 'yes' if r['fits'] else 'NO',
-  'peak GiB': lambda r: _gib(r['program'].get('peak_bytes')),
-  'target, whole': lambda r: _gib(r['target_bytes']),
-  'target': lambda r: _gib(r['target_chip_bytes']),
-  'draft': lambda r: _gib(r['draft_chip_bytes']),
-  'temporaries': lambda r: _gib(r['program'].get('temporaries_bytes')),
-}
-_SLICE_STEP = _ON_SLICE | {
-  'target call, GB': lambda r: _gb(r['target_call_bytes']),
-  'draft call, GB': lambda r: _gb(r['draft_call_bytes']),
-  'all-reduces': lambda r: _exchanged(r, 'all-reduce', 'count'),
-  'their MB': lambda r: _exchanged(r, 'all-reduce', 'bytes'),
-  'all-gathers': lambda r: _exchanged(r, 'all-gather', 'count'),
-  'their MB ': lambda r: _exchanged(r, 'all-gather', 'bytes'),
-  'others': lambda r: _exchanged(r, None, 'count'),
-  'weights gathered': lambda r: _if_compiled(r, str(r['weights_gathered'])),
-  'compiled in, s': lambda r: _if_compiled(
-    r, f'{r["program"].get("compile_seconds", 0):.0f}'
-  ),
-}
-
-
-def _if_compiled(record: _Record, text: str) -> str | None:
-  return None if 'refused' in record['program'] else text
-
-
-def _exchanged(record: _Record, op: str | None, field: str) -> str | None:
-  """Sum over the exchanges of a round; None is all kinds without a column."""
-  kinds = record['exchanged']['round']
-  own = ('all-reduce', 'all-gather')
-  wanted = [k for k in kinds if (k == op if op else k not in own)]
-  total = sum(kinds[kind][field] for kind in wanted)
-  text = str(total) if field == 'count' else f'{total / 1e6:.3f}'
-  return _if_compiled(record, text)
-
-
-def slices_markdown(results: _Record) -> str:
-  """The report of `tpu_slices`, made from the contents of results.json."""
-  settings, rows = results['settings'], results['rows']
-  refused = [row for row in rows if 'refused' in row['program']]
-  lines = [
-    *_heading(settings, 'For'),
-    f'- Memory of a chip that programs may use: {settings["usable_gib"]:.2f}'
-    ' GiB.',
-    f'- Batch {settings["batch"]}, {settings["input_len"]} input tokens, up to'
-    f' {settings["decode_len"]} output tokens, gamma {settings["gamma"]},'
-    ' sampled.',
-    '- The target is split over all chips of `model`, the drafter is whole on'
-    ' each. One program holds the whole generation.',
-    *_missing(results['missing']),
-    '',
-    '## Memory of a chip, GiB',
-    '',
-    "The peak is the compiler's. Parameters are a chip's part of them.",
-    '',
-    *_markdown(_SLICE_MEMORY, rows),
-    '## A round: what a chip reads, and what the chips exchange',
-    '',
-    'Bytes of a call are counted: the weights of the decoder on a chip, and its'
-    ' part of all caches. A round is one call of the target over gamma + 1'
-    ' tokens and gamma of the drafter. Exchanges are those of the compiled'
-    ' round, bytes being what a chip has afterwards.',
-    '',
-    *_markdown(_SLICE_STEP, rows),
-    *(
-      f'{row["pair"]} does not fit on {row["slice"]}:'
-      f' {row["program"]["refused"]}\n'
-      for row in refused
-    ),
-  ]
-  return '\n'.join(lines).rstrip() + '\n'
-
-
-def show_slices(console: rich.console.Console, results: _Record) -> None:
-  """Prints memory and exchanges of each row."""
-  names = ('all-reduces', 'all-gathers', 'weights gathered')
-  columns = {**_ON_SLICE, 'fits': _SLICE_MEMORY['fits']}
-  columns['peak GiB'] = _SLICE_MEMORY['peak GiB']
-  columns |= {name: _SLICE_STEP[name] for name in names}
-  console.print(table(columns, results['rows'], results['settings']['name']))
-
-
-def beams_table(results: _Record, levels: Mapping[Setting, float]) -> Table:
-  """What a call of each search costs, and what speculation would give.
-
-  Args:
-    results: the contents of results.json.
-    levels: levels a call of each setting, as far as they were measured.
-  """
-  rows = results['rows']
-  plain = [
-    row['cost']['ms'] for row in rows if row['width'] and not row['gamma']
-  ]
-  cells = []
-  for row in rows:
-    cost, gamma = row['cost'], row['gamma']
-    held = levels.get(Setting.of(row))
-    factor = held * plain[0] / cost['ms'] if held and plain else None
-    cells.append(
-      [
-        row['width'] or None,
-        gamma or None,
-        row['draft_beams'] or None,
-        cost['kernels'] + cost['branch_kernels'],
-        cost['conditionals'],
-        cost['read_bytes'] / 1e9,
-        (cost['written_bytes'] + cost['updated_bytes']) / 1e6,
-        cost['bytes_ms'],
-        cost['ms'],
-        held,
-        factor,
-      ]
-    )
-  columns = (
-    Column('beams', missing='greedy'),
-    Column('gamma', missing='plain'),
-    "drafter's beams",
-    'kernels',
-    'conditionals',
-    Column('read', '.3f', 'GB'),
-    Column('written', '.1f', 'MB'),
-    Column('by bytes', '.2f', 'ms'),
-    Column('call', '.2f', 'ms'),
-    Column('levels a call', '.2f'),
-    Column('predicted factor', '.2f'),
-  )
-  return Table(results['settings']['name'], columns, cells)
-
-
-def beams_markdown(results: _Record, levels: Mapping[Setting, float]) -> str:
-  """The report of `beam_check`; see `beams_table`."""
-  settings = results['settings']
-  lines = [
-    *_heading(settings, 'For one'),
-    f'- Batch 1, {settings["param_dtype"]} parameters; {settings["input_len"]}'
-    f' input tokens, up to {settings["decode_len"]} output tokens.',
-    f'- Levels a call: measured with another pair, {settings["levels_file"]}.',
-    *_missing(results['missing']),
-    '',
-    'A call is one of the target with all that a round does beside it: bytes'
-    f' at {settings["gb_per_s"]:,.0f} GB/s, {settings["kernel_us"]:g}'
-    f' microseconds a kernel and {settings["conditional_us"]:g} a conditional,'
-    ' which are estimates. The factor is over the plain beam search.',
-    '',
-    beams_table(results, levels).markdown(),
-  ]
-  return '\n'.join(lines) + '\n'
-
-
-def show(console: rich.console.Console, results: _Record) -> None:
+def show(console: rich.console.Console, results: Results) -> None:
   """Prints the main table, and the errors for what does not fit."""
   rows = results['rows']
   for part in tables(results):
@@ -554,7 +396,7 @@ def show(console: rich.console.Console, results: _Record) -> None:
     say(console, text)
 
 
-def tables(results: _Record) -> list[Table]:
+def tables(results: Results) -> list[Table]:
   """Tables of a check of pairs: one for a TPU, two for a GPU."""
   memory = {name: _MEMORY[name] for name in ('peak GiB', 'fits')}
   name, rows = results['settings']['name'], results['rows']

@@ -22,7 +22,12 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
-from specdec_jax.measure.compiled import collectives, compiler, report, tpu
+from specdec_jax.measure.compiled import (
+  collectives,
+  compiler,
+  slices_report,
+  tpu,
+)
 from specdec_jax.measure.compiled.rows import compile_rows
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
@@ -108,10 +113,10 @@ def check(
         for one in config.slices
       },
       lambda row: _name(row['pair'], row['slice']),
-      report.slices_markdown,
+      slices_report.markdown,
       console,
     )
-  report.show_slices(console, results)
+  slices_report.show(console, results)
   return results
 
 
