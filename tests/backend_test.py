@@ -113,7 +113,10 @@ def decode(kind, target, draft, batch, sampling=GREEDY):
     return loop, params, request
 
 
-@pytest.mark.parametrize(('name', 'batch'), [('t5_1_1', 1), ('gpt_t5x', 2)])
+@pytest.mark.parametrize(
+  ('name', 'batch'),
+  [('t5_1_1', 1), pytest.param('gpt_t5x', 2, marks=pytest.mark.slow)],
+)
 def test_loops_give_the_same_tokens(name, batch):
   target, draft = NETWORKS[name], NETWORKS['t5_1_0']
   made = {}

@@ -178,7 +178,6 @@ def t5x_search(t5x, name, gamma, draft_width):
   ('width', 'gamma', 'draft_width'),
   [
     (1, 2, 1),
-    (2, 3, 3),
     (4, 0, 4),
     (4, 3, 6),
     *(
@@ -188,6 +187,7 @@ def t5x_search(t5x, name, gamma, draft_width):
         (1, 3, 3),
         (2, 0, 2),
         (2, 2, 2),
+        (2, 3, 3),
         (4, 2, 4),
         (8, 0, 8),
         (8, 2, 8),

@@ -160,6 +160,7 @@ def test_the_longest_line_is_that_which_the_engine_takes(engines, tokenizer):
   assert (engine.num_input_tokens(''), without.num_input_tokens('')) == (1, 0)
 
 
+@pytest.mark.slow
 def test_lines_train_a_decoder_only_model(tokenizer, tmp_path):
   path = tmp_path / 'lines.txt'
   path.write_text('the red dog runs\n\na blue cat sleeps here\n' * 40)

@@ -10,7 +10,15 @@ from slicing_test import TARGET, logits, make
 from specdec_jax.training.growing import grown
 
 
-@pytest.mark.parametrize('layers', [(2, 3), (3, 3), (6, 7)])
+@pytest.mark.parametrize(
+  'layers',
+  [
+    (3, 3),
+    *(
+      pytest.param(other, marks=pytest.mark.slow) for other in ((2, 3), (6, 7))
+    ),
+  ],
+)
 def test_what_is_grown_computes_the_same(layers):
   large = dataclasses.replace(
     TARGET, num_encoder_layers=layers[0], num_decoder_layers=layers[1]

@@ -203,7 +203,9 @@ class TestFeatures:
     late = Late(np.asarray(TARGET.params['table']))
     assert max(self._differences(late)) > 0.1
 
-  @pytest.mark.parametrize('target', [T5_TARGET, GPT_TARGET])
+  @pytest.mark.parametrize(
+    'target', [pytest.param(T5_TARGET, marks=pytest.mark.slow), GPT_TARGET]
+  )
   def test_of_a_network_are_what_its_logits_are_made_of(self, target):
     params = target.init(jax.random.key(0))
     inputs = jnp.array([[5, 6, 1, 0], [7, 1, 0, 0]])
@@ -230,7 +232,9 @@ def engine_of(target, drafter, tokenizer, **changes):
   return Engine(target, drafter, tokenizer=tokenizer, **(limits | changes))
 
 
-@pytest.fixture(scope='module', params=['t5', 'gpt'])
+@pytest.fixture(
+  scope='module', params=['t5', pytest.param('gpt', marks=pytest.mark.slow)]
+)
 def target(request):
   made = {'t5': T5_TARGET, 'gpt': GPT_TARGET}[request.param]
   params = made.init(jax.random.key(1))

@@ -153,13 +153,20 @@ def operations(jaxpr):
       yield from operations(inner)
 
 
+PLAIN, FILTERED = SamplingConfig(1.0), SamplingConfig(0.7, top_k=40, top_p=0.9)
+
+
 @pytest.mark.parametrize(
-  'kind', ['gpu', pytest.param('tpu', marks=pytest.mark.slow), 'cpu']
-)
-@pytest.mark.parametrize(
-  'config',
-  [SamplingConfig(1.0), SamplingConfig(0.7, top_k=40, top_p=0.9)],
-  ids=['plain', 'filtered'],
+  ('config', 'kind'),
+  [
+    (PLAIN, 'gpu'),
+    (FILTERED, 'gpu'),
+    (FILTERED, 'cpu'),
+    *(
+      pytest.param(*other, marks=pytest.mark.slow)
+      for other in ((PLAIN, 'cpu'), (PLAIN, 'tpu'), (FILTERED, 'tpu'))
+    ),
+  ],
 )
 def test_a_sampled_round_does_not_wait_for_the_host(config, kind):
   """No conditional, no loop but the rounds' and the draft's, and no sort."""

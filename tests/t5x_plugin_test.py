@@ -263,7 +263,9 @@ def test_an_output_begins_with_its_prompt():
   check_greedy(tokens, first=(2, LENGTH - 1, 0))
 
 
-@pytest.mark.parametrize('hard_limit, steps', [(None, 4), (3, 3)])
+@pytest.mark.parametrize(
+  'hard_limit, steps', [(None, 4), pytest.param(3, 3, marks=pytest.mark.slow)]
+)
 def test_steps_are_counted_after_the_prompt(hard_limit, steps):
   model = plugged(
     greedy(max_decode_steps=4, max_decode_steps_hard_limit=hard_limit)

@@ -382,6 +382,7 @@ def slice_on_cpu(monkeypatch):
   monkeypatch.setattr(tpu, 'versions', lambda: versions)
 
 
+@pytest.mark.slow
 def test_slices_report_and_restart(tmp_path, slice_on_cpu, monkeypatch):
   decoder = gpt.GPT(dataclasses.replace(GPT2, num_positions=0, num_layers=1))
   pairs = {'no encoder': (decoder, decoder)}
@@ -425,6 +426,7 @@ def test_weights_that_cannot_fit_are_not_compiled(
     slices(tmp_path, slices={'v4:2x2x1': Placement()})
 
 
+@pytest.mark.slow
 def test_the_slices_are_those_of_v4_and_lamda_is_never_made(tmp_path):
   flags = ['--gin_file=gin/runs/tpu_slices.gin', f'--gin.OUTPUT_DIR={tmp_path}']
   gin_flags.load(gin_flags.parse_flags(flags))

@@ -74,7 +74,9 @@ def check(engine, text, **options) -> list[Round[int]]:
   return rounds
 
 
-@pytest.mark.parametrize('verification', ['token', 'block'])
+@pytest.mark.parametrize(
+  'verification', [pytest.param('token', marks=pytest.mark.slow), 'block']
+)
 def test_sampled_rounds_are_those_of_the_decode(tokenizer, verification):
   engine = make_engine(tokenizer, noise=2.0)
   sampled = dict(temperature=1.0, verification=verification)

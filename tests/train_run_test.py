@@ -110,6 +110,7 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, arrays):
     train(dataclasses.replace(run, model=wider))
 
 
+@pytest.mark.slow
 def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
   target = t5.T5(t5.T5Config(vocab_size=16, **(SIZE | {'emb_dim': 16})))
   params = target.init(jax.random.key(1))

@@ -289,7 +289,13 @@ class TestOptimizer:
 
 
 class TestTrainer:
-  @pytest.mark.parametrize('name', optimizer.OPTIMIZERS)
+  @pytest.mark.parametrize(
+    'name',
+    [
+      pytest.param(name, marks=[] if name == 'adamw' else pytest.mark.slow)
+      for name in optimizer.OPTIMIZERS
+    ],
+  )
   def test_loss_falls(self, name):
     loop, params, lines = make_trainer(name, steps=150, eval_every=150)
     before = loop.evaluate(params)

@@ -124,16 +124,13 @@ def test_rows_of_two_processes(tokenizer, folder):
   assert run(2) == [alone, alone]
 
 
-def slow(settings):
-  return pytest.param(settings, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'settings',
   [
     'PoolSettings(gammas={4: 2, 1: 3})',
-    slow('PoolSettings(gammas={3: 0, 1: 2})'),
-    slow('PoolSettings(rows=3, read_rows=1)'),
+    'PoolSettings(gammas={3: 0, 1: 2})',
+    'PoolSettings(rows=3, read_rows=1)',
   ],
 )
 def test_pools_that_two_devices_do_not_divide(settings, tmp_path):

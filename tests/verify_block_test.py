@@ -32,7 +32,16 @@ pytestmark = pytest.mark.usefixtures('strict')
 _error = functools.partial(law_error, as_block=True)
 
 
-@pytest.mark.parametrize('vocab_size, gamma', [(1, 2), (6, 1), (6, 2), (4, 3)])
+@pytest.mark.parametrize(
+  'vocab_size, gamma',
+  [
+    (6, 1),
+    (4, 3),
+    *(
+      pytest.param(*other, marks=pytest.mark.slow) for other in ((1, 2), (6, 2))
+    ),
+  ],
+)
 def test_law_and_length_of_random_pairs(vocab_size, gamma):
   for seed in range(0, 4, 2):
     target, draft = controls.pair(seed, vocab_size)
