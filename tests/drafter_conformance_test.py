@@ -34,6 +34,7 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
+from specdec_jax.models.fitted import Fitted
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.tree_shape import TreeShape, branching
 from specdec_jax.types import LengthRule
@@ -125,12 +126,18 @@ def _heads(conditioned: bool) -> tuple[Drafter, dict]:
 # One program for both: their tables are its arguments.
 _SMALL = small_model(DRAFT)
 
+# The target emits an id that the one lacks; the other has two of its own.
+NARROW = toy_models.random_markov(4, VOCAB - 1, order=2, scale=0.8)
+WIDE = toy_models.random_markov(5, VOCAB + 2, order=2, scale=0.8)
+
 ON_ENCODER = toy_models.MarkovOnEncoder(np.asarray(DRAFT.params['table']))
 
 # name -> (drafter, its parameters)
 DRAFTERS = {
   'small_model': (_SMALL, DRAFT.params),
   'small_model_is_target': (_SMALL, TARGET.params),
+  'fewer_ids': (small_model(Fitted(NARROW, VOCAB)), NARROW.params),
+  'more_ids': (small_model(Fitted(WIDE, VOCAB)), WIDE.params),
   'on_encoder': (small_model(ON_ENCODER), ON_ENCODER.params),
   'adaptive': (_adaptive(DRAFT), DRAFT.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
@@ -199,8 +206,14 @@ def _drafters(slow):
 
 
 # Of the tables the quick run has one order, of the heads one kind, of the trees
-# of a model that are drawn one.
-_TABLES = {'unigram', 'trigram', 'heads_apart', 'tree_independent'}
+# of a model that are drawn one, of the models with other ids one.
+_TABLES = {
+  'unigram',
+  'trigram',
+  'heads_apart',
+  'tree_independent',
+  'more_ids',
+}
 every_drafter = _drafters(slow=_TABLES)
 # What compiles longest. The quick run has their parts, and of themselves the
 # state after every acceptance count and greedy equality in a ragged batch.
@@ -320,6 +333,16 @@ def test_control_residual_replaced_by_target(monkeypatch):
   monkeypatch.setattr(algorithm, 'next_token_weights', wrong)
   drafter = small_model(DRAFT)  # a new object: compiled with the patch
   assert decode_p_value(drafter, DRAFT.params, GAMMA, SAMPLINGS['t1']) < ALPHA
+
+
+def test_control_a_target_that_is_cut_to_the_drafters_ids():
+  """Its other ids carry probability, padding or not."""
+  cut = Fitted(Fitted(TARGET, VOCAB - 1), VOCAB)
+  loop = Loop(cut, small_model(Fitted(NARROW, VOCAB)))
+  pair = PairParams(TARGET.params, NARROW.params)
+  request = request_of(ROWS, GAMMA, SAMPLINGS['t1'])
+  tokens = jax.device_get(toy_requests.quick_jit(loop.decode)(pair, request))
+  assert p_value(tokens.tokens, SAMPLINGS['t1']) < ALPHA
 
 
 def test_control_residual_after_a_shorter_draft(monkeypatch):
@@ -652,7 +675,9 @@ def test_state_after_every_acceptance_count(name):
         tokens[row, length : length + len(kept)] = kept
         lengths[row] += len(kept)
       used = commit(used, jnp.array(lengths))
-      _check_caches(used, tokens)
+      # An id that the drafter lacks was read as its last one.
+      most = (NARROW if name == 'fewer_ids' else WIDE).vocab_size - 1
+      _check_caches(used, np.minimum(tokens, most))
 
 
 def _check_caches(state, tokens):

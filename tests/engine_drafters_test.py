@@ -83,8 +83,12 @@ def test_greedy_outputs_are_the_targets_own(parts, tokenizer, plain, name):
 
 
 def test_a_decoder_only_drafter_of_another_vocabulary(parts, tokenizer):
-  config = dataclasses.replace(DECODER_ONLY.config, vocab_size=VOCAB_SIZE + 1)
-  with pytest.raises(ValueError, match='vocabulary is 289 and the target'):
+  more = VOCAB_SIZE + 2000
+  config = dataclasses.replace(DECODER_ONLY.config, vocab_size=more)
+  with (
+    pytest.warns(UserWarning, match='The draft is decoder-only'),
+    pytest.raises(ValueError, match='draft has a vocabulary of 2288, the'),
+  ):
     Engine(
       parts['target'],
       Model(type(DECODER_ONLY)(config), {}),
@@ -111,6 +115,30 @@ def test_parts_of_a_drafter_are_checked_as_a_drafter_is(parts, tokenizer):
   with pytest.raises(ValueError, match='vocabulary is 289 and the target'):
     make(Model(wider, {}))
   make(parts['draft'])  # the control
+
+
+@pytest.mark.parametrize('more', [0, 16])
+def test_heads_that_are_padded_differently(tokenizer, more):
+  """Target of 296 ids, drafter of 288 or 304; the target's outputs."""
+  made = network(1, VOCAB_SIZE + 8), network(1, VOCAB_SIZE + more)
+  target, draft = (
+    Model(net, net.init(jax.random.key(i))) for i, net in enumerate(made)
+  )
+  # The target likes an id that only padding has.
+  head = target.params['decoder']['logits_dense']['kernel']
+  target.params['decoder']['logits_dense']['kernel'] = head.at[:, -1].mul(3)
+  limits = dict(tokenizer=tokenizer, max_input_len=32, max_decode_len=24)
+  engine = Engine(target, draft, gamma=3, **limits)
+  plain = engine.generate(TEXTS, speculative=False)
+  assert any(VOCAB_SIZE + 7 in one.tokens for one in plain)
+  found = engine.generate(TEXTS)
+  assert [one.tokens for one in found] == [one.tokens for one in plain]
+  assert sum(one.stats.num_tested for one in found) > 0
+  # As a part of another drafter, if it is made to fit.
+  fitted = draft.with_vocabulary(VOCAB_SIZE + 8)
+  part = Engine(target, with_fallback(prompt_lookup(), fitted), **limits)
+  found = part.generate(TEXTS)
+  assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
 def test_a_table_of_another_vocabulary(parts, tokenizer):

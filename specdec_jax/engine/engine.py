@@ -36,6 +36,7 @@ from specdec_jax.engine.pair import (
   check_beam_drafter,
   check_bos,
   check_pair,
+  fitted,
   models_of,
   own_vocabulary,
   placed_pair,
@@ -158,7 +159,8 @@ class Engine:
         'Expected a target such as specdec_jax.load returns, or Model(network,'
         f' params); got {target!r}.'
       )
-    drafter = None if drafter is None else as_drafter(drafter)
+    if drafter is not None:
+      drafter = fitted(target, as_drafter(drafter))
     if tokenizer is None:
       tokenizer = own_vocabulary(target)
     elif isinstance(tokenizer, str | os.PathLike):

@@ -16,6 +16,7 @@ from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
 from specdec_jax.models.base import START_ID, LanguageModel, reads_encoder
+from specdec_jax.models.fitted import own_vocab_size
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import SENTENCEPIECE, TOKENIZER
@@ -185,6 +186,18 @@ def own_vocabulary(model: Model) -> Tokenizer:
   return tokenizer
 
 
+def fitted(target: Model, drafter: Drafter) -> Drafter:
+  """The drafter with its target's ids, if it is a small model alone.
+
+  Heads of one tokenizer may be padded differently. `check_pair` says whether
+  the sizes fit the tokenizer.
+  """
+  small = alone(drafter)
+  if small is None:
+    return drafter
+  return small_model(small.with_vocabulary(target.network.vocab_size))
+
+
 def check_pair(
   target: Model, drafter: Drafter | None, tokenizer: Tokenizer
 ) -> None:
@@ -230,7 +243,7 @@ def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:
       ' an id has to mean the same token to both. Take a drafter of the'
       " target's family."
     )
-  check_vocabulary_size(name, model.network.vocab_size, tokenizer)
+  check_vocabulary_size(name, own_vocab_size(model.network), tokenizer)
 
 
 def _check_draft(target: Model, draft: Model) -> None:
@@ -239,9 +252,11 @@ def _check_draft(target: Model, draft: Model) -> None:
     names = ' and '.join(repr(one.name) for one in (draft, target) if one.name)
     raise ValueError(
       f"The draft's vocabulary is {sizes_of[0]} and the target's {sizes_of[1]}"
-      f'{f" ({names})" if names else ""}. Both must be the same, because an id'
-      " has to mean the same token to both: take a drafter of the target's"
-      " family, or pad the smaller embedding to the larger one's rows."
+      f'{f" ({names})" if names else ""}. If both have the same tokenizer and'
+      ' differ in padding alone, make the drafter of'
+      f' model.with_vocabulary({sizes_of[1]}); an engine does so by itself with'
+      " a model that drafts alone. Otherwise take a drafter of the target's"
+      ' family: an id has to mean the same token to both.'
     )
   if draft.network.has_encoder and not target.network.has_encoder:
     raise ValueError(

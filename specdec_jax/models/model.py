@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from specdec_jax.models.base import LanguageModel, Params, param_shapes
+from specdec_jax.models.fitted import Fitted
 
 
 class Model:
@@ -110,13 +111,30 @@ class Model:
 
   def without_params(self) -> 'Model':
     """The same model without its parameters, to remember what it was."""
+    return self._with(self.network, None, None)
+
+  def with_vocabulary(self, vocab_size: int) -> 'Model':
+    """The same model for a target of `vocab_size` ids, see `models.fitted`.
+
+    For a drafter that shares the target's tokenizer but not its padding.
+    """
+    if vocab_size == self.network.vocab_size:
+      return self
+    network = self.network
+    if isinstance(network, Fitted):
+      network = network.network
+    fitted: Any = Fitted(network, vocab_size)
+    return self._with(fitted, self._params, self._reader)
+
+  def _with(self, network: LanguageModel, params: Any, reader: Any) -> 'Model':
     return Model(
-      self.network,
-      None,
+      network,
+      params,
       self.tokenizer,
       name=self.name,
       dtype=self.dtype,
       bos_id=self.bos_id,
       stop_ids=self.stop_ids,
       made_for=self.made_for,
+      reader=reader,
     )

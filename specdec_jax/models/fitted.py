@@ -1,0 +1,76 @@
+"""A drafter's network that has its target's ids.
+
+Heads are padded differently: T5's checkpoints have 32,128 rows and some that
+were trained further 32,100, for one tokenizer. The target is never cut: its
+padded ids carry probability, and its distribution is what comes out. So the
+drafter gives way. An id that the target lacks is not proposed; one that the
+drafter lacks has probability 0, and comes from the residual distribution.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.models.base import Params, reads_encoder
+
+
+def own_vocab_size(network: Any) -> int:
+  """Ids that a network has by itself."""
+  if isinstance(network, Fitted):
+    network = network.network
+  size: int = network.vocab_size
+  return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+  """A `LanguageModel`, see `models.base`, whose logits are of other ids.
+
+  Attributes:
+    network: the network as it is, of V ids.
+    vocab_size: W, ids of the logits: the first V of them are the network's, the
+      others are masked with -inf.
+  """
+
+  network: Any
+  vocab_size: int
+
+  @property
+  def has_encoder(self) -> bool:
+    return self.network.has_encoder
+
+  @property
+  def reads_encoder(self) -> bool:
+    return reads_encoder(self.network)
+
+  @property
+  def config(self) -> Any:
+    return self.network.config
+
+  def init(self, key: jax.Array) -> Params:
+    return self.network.init(key)
+
+  def prefill(self, params, inputs, max_length, longest=None, **encoded):
+    inputs = self._known(inputs)
+    return self.network.prefill(params, inputs, max_length, longest, **encoded)
+
+  def extend(self, params, cache, tokens, tree=None):
+    tokens = self._known(tokens)
+    logits, cache = self.network.extend(params, cache, tokens, tree)
+    more = max(0, self.vocab_size - self.network.vocab_size)
+    widths = [(0, 0)] * (logits.ndim - 1) + [(0, more)]
+    padded = jnp.pad(logits, widths, constant_values=-jnp.inf)
+    return padded[..., : self.vocab_size], cache
+
+  def rewind(self, cache, length):
+    return self.network.rewind(cache, length)
+
+  def keep(self, cache, length, slots):
+    return self.network.keep(cache, length, slots)
+
+  def _known(self, tokens):
+    # Any id will do for one that it has no embedding of; without one, the
+    # embedding and all that follows would be NaN.
+    return jnp.minimum(tokens, self.network.vocab_size - 1)
