@@ -21,6 +21,7 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
 from specdec_jax.files.locations import Location
+from specdec_jax.models.int8 import INT8
 from specdec_jax.models.t5 import T5, T5Config
 
 FORMATS = ('orbax', 'safetensors', 't5x')
@@ -55,6 +56,12 @@ class ConvertConfig:
     check_types(self)
     check_choice('ConvertConfig.format', self.format, FORMATS)
     check_dtype(self.dtype)
+    if self.dtype == INT8:
+      raise ValueError(
+        'dtype int8 is made when a model is loaded (load(path, dtype="int8"),'
+        ' specdec decode --dtype int8), from a checkpoint of any other dtype;'
+        " write it in 'bfloat16' or as it is."
+      )
     if '://' in self.output:
       raise ValueError(
         f'output must be on this machine, got {self.output!r}; copy it from'

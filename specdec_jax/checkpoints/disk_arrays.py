@@ -24,7 +24,7 @@ from specdec_jax.files.locations import (
   reading,
   reason,
 )
-from specdec_jax.models import sizes
+from specdec_jax.models import int8, sizes
 
 PIECE_BYTES = 128 << 20
 
@@ -78,7 +78,8 @@ def load_arrays(
   Args:
     arrays: T5X's name, with slashes -> array.
     source: where the arrays come from, for messages.
-    dtype: dtype of the result; None keeps the file's.
+    dtype: dtype of the result; None keeps the file's. 'int8' is that of
+      kernels, which come with their factors; see `models.int8`.
     sharding: None for NumPy arrays, or where each array goes.
 
   Returns:
@@ -89,8 +90,9 @@ def load_arrays(
       an array cannot be read (the message names it).
   """
   needed = sum(
-    math.prod(array.shape) * jnp.dtype(dtype or array.dtype).itemsize
-    for array in arrays.values()
+    math.prod(array.shape)
+    * jnp.dtype(_dtype_of(name, dtype) or array.dtype).itemsize
+    for name, array in arrays.items()
   )
   memory.check_room(
     f'The parameters of {source!r}',
@@ -104,10 +106,38 @@ def load_arrays(
   flat = {}
   for name, array in arrays.items():
     try:
-      flat[name] = load_array(array, dtype, layouts[name])
+      if _dtype_of(name, dtype) != int8.INT8:
+        flat[name] = load_array(array, _dtype_of(name, dtype), layouts[name])
+        continue
+      host = load_array(array)
     except ValueError as error:
       raise broken(source, name, str(error)) from error
+    # All rows of a kernel say what a factor is, so it is read as a whole.
+    kernel, scale = int8.quantise(host, f'{source!r}: {name}')
+    del host
+    flat[name] = _put(kernel, layouts[name])
+    scale_name = f'{name}_scale'
+    flat[scale_name] = _put(
+      scale, _layout_of(sharding, scale_name, scale.shape)
+    )
+    del kernel
   return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def _dtype_of(name: str, dtype: Any) -> Any:
+  """Dtype of one array: with 'int8' only kernels are of eight bits."""
+  if dtype != int8.INT8:
+    return dtype
+  return int8.INT8 if int8.is_kernel(name) else 'float32'
+
+
+def _put(array: np.ndarray, layout: Layout | None) -> np.ndarray | jax.Array:
+  """Moves an array of the host to its place."""
+  if layout is None:
+    return array
+  return jax.make_array_from_callback(
+    array.shape, _as_sharding(layout), lambda index: array[index]
+  )
 
 
 def load_array(

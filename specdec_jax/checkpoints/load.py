@@ -24,6 +24,7 @@ from specdec_jax.checkpoints.huggingface_names import MADE_FOR
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.int8 import INT8
 from specdec_jax.models.t5 import T5Config
 
 T5X_FILE = 'checkpoint'
@@ -217,14 +218,17 @@ def open_arrays(
 
 
 def check_dtype(dtype: Any) -> None:
-  """Raises ValueError unless `dtype` is None or a floating-point type."""
+  """Raises ValueError unless it is None, 'int8' or a floating-point type."""
   try:
-    known = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    known = dtype in (None, INT8) or jnp.issubdtype(
+      jnp.dtype(dtype), jnp.floating
+    )
   except TypeError:
     known = False
   if not known:
     raise ValueError(
-      f"dtype must be a floating-point type, such as 'bfloat16', got {dtype!r}."
+      "dtype must be a floating-point type, such as 'bfloat16', or 'int8'; got"
+      f' {dtype!r}.'
     )
 
 

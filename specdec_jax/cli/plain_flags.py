@@ -381,7 +381,7 @@ FLAGS = (
   Flag(
     ('--dtype',),
     'DTYPE',
-    'of parameters and computation, such as float32 or bfloat16',
+    'of parameters and computation: float32, bfloat16, or int8 kernels',
     (*_PAIR, 'convert'),
   ),
   Flag(

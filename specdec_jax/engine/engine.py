@@ -40,6 +40,7 @@ from specdec_jax.engine.pair import (
   models_of,
   own_vocabulary,
   placed_pair,
+  placement_of,
 )
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.engine.text_batch import (
@@ -172,6 +173,8 @@ class Engine:
     placement = placement or partitioning.Placement()
     if target.dtype is not None:
       placement = dataclasses.replace(placement, dtype=target.dtype)
+    if draft_placement is None and drafter is not None:
+      draft_placement = placement_of(drafter, placement)
     draft_placement, partition, _ = partitioning.share_devices(
       placement, draft_placement
     )

@@ -16,9 +16,11 @@ from specdec_jax.checkpoints.load import (
 )
 from specdec_jax.checks.names import check_choice
 from specdec_jax.engine.pair import check_vocabulary_size
+from specdec_jax.models import backend
 from specdec_jax.models.base import START_ID, LanguageModel
 from specdec_jax.models.gpt import GPT, GPTConfig
-from specdec_jax.models.layers import DTYPES
+from specdec_jax.models.int8 import INT8
+from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.text.tokenizer import Tokenizer
@@ -60,7 +62,9 @@ def load(
       None is the one in the folder, if there is one.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
       leaves the computation to `network` (float32 without it) and the
-      parameters to the engine's placement.
+      parameters to the engine's placement. 'int8' is that of kernels, made when
+      they are read, see `models.int8`; the computation is then in bfloat16, on
+      a CPU in float32.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
@@ -68,7 +72,7 @@ def load(
       vocabulary cannot be read.
   """
   if dtype is not None:
-    check_choice('dtype', dtype, DTYPES)
+    check_choice('dtype', dtype, PARAM_DTYPES)
   check_network(network, dtype)
   location = locate(path)
   described: dict[str, Any] = {}
@@ -92,10 +96,11 @@ def load(
   opened = open_checkpoint(location.path, network, described=described)
   if network is None and opened.config is not None:
     # The arrays themselves say whether the output layer is the embedding.
-    config = dataclasses.replace(opened.config, dtype=dtype or 'float32')
+    config = dataclasses.replace(opened.config, dtype=_computes_in(dtype))
     network = _network(config)
   elif dtype is not None and isinstance(network, T5 | GPT):
-    network = _network(dataclasses.replace(network.config, dtype=dtype))
+    computes_in = _computes_in(dtype)
+    network = _network(dataclasses.replace(network.config, dtype=computes_in))
   assert network is not None
   return Model(
     network,
@@ -108,6 +113,13 @@ def load(
     made_for=opened.made_for,
     reader=opened.read,
   )
+
+
+def _computes_in(dtype: str | None) -> str:
+  """The dtype of the computation, from that of the parameters."""
+  if dtype != INT8:
+    return dtype or 'float32'
+  return 'float32' if backend.kind() == 'cpu' else 'bfloat16'
 
 
 def _network(config: T5Config | GPTConfig) -> T5 | GPT:

@@ -1,5 +1,6 @@
 """Checks that target and drafter fit: each other, a tokenizer, the memory."""
 
+import dataclasses
 import warnings
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
 from specdec_jax.models.base import START_ID, LanguageModel, reads_encoder
 from specdec_jax.models.fitted import own_vocab_size
+from specdec_jax.models.int8 import INT8
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import SENTENCEPIECE, TOKENIZER
@@ -75,7 +77,8 @@ def placed_pair(
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
-  if asked is not None:
+  # Rounded to eight bits, a target is not known by its numbers any more.
+  if asked is not None and placement.dtype != INT8:
     _check_made_for(asked, target, prints['target'])
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
@@ -196,6 +199,20 @@ def fitted(target: Model, drafter: Drafter) -> Drafter:
   if small is None:
     return drafter
   return small_model(small.with_vocabulary(target.network.vocab_size))
+
+
+def placement_of(
+  drafter: Drafter, placement: partitioning.Placement
+) -> partitioning.Placement:
+  """Where a drafter goes: whole, to each of the target's devices.
+
+  Its parameters have the dtype that its model was loaded with, else the
+  target's.
+  """
+  small = alone(drafter)
+  dtype = None if small is None else small.dtype
+  whole = placement.replicated()
+  return dataclasses.replace(whole, dtype=dtype or placement.dtype)
 
 
 def check_pair(

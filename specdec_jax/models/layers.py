@@ -19,12 +19,13 @@ from jax import lax
 
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend
+from specdec_jax.models import backend, int8
 
 # No published model has a quarter of this, and each layer is a module to build.
 MOST_LAYERS = 1024
 MOST = 2**31 - 1  # ids and places in arrays are int32
 DTYPES = ('float32', 'bfloat16')  # dtypes that networks compute in
+PARAM_DTYPES = (*DTYPES, int8.INT8)  # dtypes that parameters are kept in
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 _kernel_init = nn.initializers.variance_scaling(
@@ -43,7 +44,10 @@ def precision(dtype: str) -> lax.Precision:
 
 
 def dense_out_in(
-  kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
+  kernel: jax.Array,
+  x: jax.Array,
+  result_dtype: str | None = None,
+  scale: jax.Array | None = None,
 ) -> jax.Array:
   """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
 
@@ -55,6 +59,7 @@ def dense_out_in(
     kernel: [out, in].
     x: [..., in].
     result_dtype: dtype of the result; None is x's.
+    scale: float32[out], a factor of each output; None is none.
 
   Returns:
     [..., out].
@@ -64,8 +69,14 @@ def dense_out_in(
   count = rows.shape[0]
   if count == 1 and backend.ways().sums_row:
     # One kernel. XLA makes two of a product: the second adds partial sums.
-    product = jnp.sum(kernel.astype(jnp.float32) * rows.astype(jnp.float32), 1)
+    terms = kernel.astype(jnp.float32) * rows.astype(jnp.float32)
+    if scale is not None:  # of the terms: XLA would not fuse it behind the sum
+      terms *= scale[:, None]
+    product = jnp.sum(terms, 1)
     return product.astype(result_dtype).reshape(*x.shape[:-1], kernel.shape[0])
+  if scale is not None:
+    product = dense_out_in(kernel, x, 'float32')
+    return (product * scale).astype(result_dtype)
   if not backend.ways().turns_operands:
     exact = precision(str(x.dtype))
     return jnp.einsum(
@@ -87,7 +98,10 @@ def dense_out_in(
 
 
 def dense_in_out(
-  kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
+  kernel: jax.Array,
+  x: jax.Array,
+  result_dtype: str | None = None,
+  scale: jax.Array | None = None,
 ) -> jax.Array:
   """Returns x @ kernel.
 
@@ -95,10 +109,14 @@ def dense_in_out(
     kernel: [in, out].
     x: [..., in].
     result_dtype: of the result; None is that of the operands.
+    scale: float32[out], a factor of each output; None is none.
 
   Returns:
     [..., out].
   """
+  if scale is not None:
+    product = dense_in_out(kernel, x, 'float32')
+    return (product * scale).astype(result_dtype or x.dtype)
   matmul = functools.partial(
     jnp.matmul,
     precision=precision(str(x.dtype)),
@@ -117,8 +135,9 @@ class Dense(nn.Module):
   """The one matrix product of the library; without a bias in the T5 family.
 
   The parameters are `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
-  [out, in], if `partitioning.place` has laid it out for a CPU; and with
-  `use_bias` also `bias`, [out].
+  [out, in], if `partitioning.place` has laid it out for a CPU; with `use_bias`
+  also `bias`, [out]; and of a kernel of eight bits `kernel_scale`, [out], see
+  `int8`.
 
   Attributes:
     features: out.
@@ -138,13 +157,17 @@ class Dense(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., in] to [..., features]."""
     x = x.astype(self.dtype)
+    scale: jax.Array | None = None
+    if self.has_variable('params', int8.SCALE):
+      scale = self.get_variable('params', int8.SCALE)
     if self.has_variable('params', 'kernel_out_in'):
       kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
-      product = dense_out_in(kernel.astype(self.dtype), x, self.result_dtype)
+      dense = dense_out_in
     else:
       shape = (x.shape[-1], self.features)
       kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
-      product = dense_in_out(kernel.astype(self.dtype), x, self.result_dtype)
+      dense = dense_in_out
+    product = dense(kernel.astype(self.dtype), x, self.result_dtype, scale)
     if not self.use_bias:
       return product
     zeros = nn.initializers.zeros

@@ -155,6 +155,8 @@ def axes_of_parameter(name: str) -> Axes:
   Raises:
     ValueError: no rule covers it.
   """
+  if name.endswith('/kernel_scale'):
+    return axes_of_parameter(name.removesuffix('_scale'))[-1:]
   stored, transposed = re.subn('kernel_out_in$', 'kernel', name)
   for pattern, axes in _RULES:
     if pattern.fullmatch(stored):

@@ -23,9 +23,9 @@ from jax.sharding import AxisType
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend
+from specdec_jax.models import backend, int8
 from specdec_jax.models.base import LanguageModel, Params
-from specdec_jax.models.layers import DTYPES
+from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning.axes import (
   MESH_AXES,
@@ -48,7 +48,7 @@ _JOINED = {
   'self_attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
   'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
 }
-_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0}
+_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0, int8.SCALE: 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Placement:
   """Where and how a model's parameters live.
 
   Attributes:
-    dtype: dtype of the parameters on the device: 'float32' or 'bfloat16'.
+    dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
+      'int8', which is that of kernels; the rest is then float32.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'auto'
       for out_in on one GPU, or on one CPU whose caches cannot hold the model,
       else in_out.
@@ -84,7 +85,7 @@ class Placement:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('Placement.dtype', self.dtype, DTYPES)
+    check_choice('Placement.dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       raise ValueError(
         'Placement.data and model are numbers of devices; one of them may be 0,'
@@ -264,13 +265,17 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
     if not isinstance(value, Model):
       return value
     sharding = placement.shardings_of(value.network)
-    return value.read(placement.dtype, sharding)
+    found = value.read(placement.dtype, sharding)
+    # What was given, and not read, is still as it was.
+    return int8.rounded(found) if placement.dtype == int8.INT8 else found
 
   return jax.tree.map(part, params)
 
 
 def lay_out(params: Params, placement: Placement) -> Params:
   """`place` without moving anything to the devices of a mesh."""
+  if placement.dtype == int8.INT8:
+    params = int8.rounded(params)
   return _lay_out(params, placement, placement.transposes(params), '')
 
 
@@ -302,9 +307,12 @@ def _lay_out(
 
 def _cast(value: Any, placement: Placement) -> Any:
   """The array in the placement's dtype; moved only if there is one device."""
+  dtype = placement.dtype
+  if dtype == int8.INT8:  # only kernels are, and these are already
+    dtype = value.dtype if value.dtype == jnp.int8 else 'float32'
   if placement.on_one_device:
-    return jnp.asarray(value, placement.dtype)
-  return value.astype(placement.dtype)
+    return jnp.asarray(value, dtype)
+  return value.astype(dtype)
 
 
 def _concatenate(kernels: Sequence[Any], axis: int) -> Any:

@@ -1,0 +1,98 @@
+"""Kernels of eight bits: integers with one factor for each output.
+
+A kernel [in, out] becomes `kernel`, int8[in, out], and `kernel_scale`,
+float32[out]: the numbers of an output are rounded to multiples of its largest
+absolute value over 127. A product is computed with the integers in the dtype of
+the computation, and multiplied by the factors afterwards. Embeddings, norms and
+biases stay as they are.
+
+A target of eight bits is another model than the one it was made of, and
+speculation is exact on its distribution. A drafter of eight bits changes no
+output.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+INT8 = 'int8'
+KERNEL, SCALE = 'kernel', 'kernel_scale'
+_MOST = 127  # symmetric: -128 is not used
+_ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
+
+
+def is_kernel(name: str) -> bool:
+  """Whether a parameter of this name, with slashes, is a product's kernel."""
+  return name.rpartition('/')[2] == KERNEL
+
+
+def quantise(kernel: Any, name: str) -> tuple[Any, Any]:
+  """Rounds a kernel to eight bits.
+
+  Args:
+    kernel: float[in, out], of NumPy or JAX; of NumPy some rows at a time are
+      made float32.
+    name: what it is called, for the message.
+
+  Returns:
+    int8[in, out] and its factors, float32[out]; 1 where an output has only
+    zeros.
+
+  Raises:
+    ValueError: a number is not finite; those of a traced array are not seen.
+  """
+  if isinstance(kernel, np.ndarray):
+    return _on_host(kernel, name)
+  largest = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=0)
+  if not isinstance(largest, jax.core.Tracer):
+    _check_finite(np.asarray(largest), name)
+  scale = jnp.where(largest > 0, largest / _MOST, 1.0)
+  rounded = jnp.rint(kernel.astype(jnp.float32) / scale)
+  return rounded.astype(jnp.int8), scale
+
+
+def rounded(params: Mapping[str, Any], module: str = '') -> dict[str, Any]:
+  """Parameters whose kernels are of eight bits; those that are already stay.
+
+  Raises:
+    ValueError: as for `quantise`.
+  """
+  found = {
+    name: rounded(value, f'{module}{name}/')
+    if isinstance(value, Mapping)
+    else value
+    for name, value in params.items()
+  }
+  kernel = found.get(KERNEL)
+  if kernel is not None and jnp.issubdtype(kernel.dtype, jnp.floating):
+    found[KERNEL], found[SCALE] = quantise(kernel, f'{module}{KERNEL}')
+  return found
+
+
+def _on_host(kernel: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+  step = max(1, _ROWS_BYTES // (4 * max(1, kernel.shape[1])))
+  pieces = [slice(i, i + step) for i in range(0, len(kernel), step)]
+  largest = np.zeros(kernel.shape[1], np.float32)
+  for piece in pieces:
+    # NaN stays, as in the other form.
+    found = np.abs(kernel[piece].astype(np.float32)).max(0)
+    largest = np.maximum(largest, found)
+  _check_finite(largest, name)
+  scale = np.where(largest > 0, largest / np.float32(_MOST), np.float32(1))
+  rounded = np.empty(kernel.shape, np.int8)
+  for piece in pieces:
+    rounded[piece] = np.rint(kernel[piece].astype(np.float32) / scale)
+  return rounded, scale
+
+
+def _check_finite(largest: np.ndarray, name: str) -> None:
+  bad = np.flatnonzero(~np.isfinite(largest))
+  if bad.size:
+    raise ValueError(
+      f'{name or "A kernel"} has numbers that are not finite, such as in output'
+      f' {bad[0]} ({bad.size} of {largest.size} outputs): no factor of eight'
+      ' bits fits them. The checkpoint is broken, or training diverged.'
+    )

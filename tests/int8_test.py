@@ -1,0 +1,177 @@
+"""Kernels of eight bits: what is rounded, where, and what comes of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+import small_vocabulary
+from specdec_jax.checkpoints import convert
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
+from specdec_jax.files.shipped import find
+from specdec_jax.models import backend, int8, layers
+from specdec_jax.models.model import Model
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.partitioning.axes import axes_of_parameter
+from specdec_jax.partitioning.placement import Placement, place
+
+TEXTS = ['the old house sings', 'a red dog', 'cat cat', 'blue tree runs here']
+
+
+def kernel(shape=(64, 40), seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=shape).astype(np.float32) * np.arange(shape[1])
+
+
+@pytest.mark.parametrize('made', [np.asarray, jnp.asarray])
+def test_rounded_to_a_127th_of_the_largest(made):
+  want = kernel()  # output 0 has only zeros
+  found, scale = int8.quantise(made(want), 'it')
+  assert found.dtype == jnp.int8 and scale.dtype == jnp.float32
+  again = np.asarray(found, np.float32) * np.asarray(scale)
+  step = np.abs(want).max(0) / 127
+  assert (np.abs(again - want) <= step * 0.501).all()
+  assert np.abs(np.asarray(found)[:, 1:]).max(0).min() == 127
+  assert scale[0] == 1 and not np.asarray(found)[:, 0].any()
+
+
+def test_a_host_and_a_device_round_alike(monkeypatch):
+  monkeypatch.setattr(int8, '_ROWS_BYTES', 40 * 4 * 7)  # pieces of 7 rows
+  ours, theirs = (
+    int8.quantise(made(kernel()), '') for made in (np.asarray, jnp.asarray)
+  )
+  # XLA multiplies by 1 / 127.
+  np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-7)
+  np.testing.assert_allclose(
+    ours[0].astype(int), np.asarray(theirs[0], int), atol=1
+  )
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf])
+@pytest.mark.parametrize('made', [np.asarray, jnp.asarray])
+def test_numbers_that_are_not_finite(bad, made):
+  broken = kernel()
+  broken[3, 7] = bad
+  with pytest.raises(ValueError, match='layers_0/wo.* output 7 .1 of 40 out'):
+    int8.quantise(made(broken), 'layers_0/wo/kernel')
+
+
+def test_traced_for_shapes_alone():
+  net = small_vocabulary.network(1)
+  shapes = jax.eval_shape(
+    lambda: place(net.init(jax.random.key(0)), Placement('int8'))
+  )
+  mlp = shapes['decoder']['layers_0']['mlp']
+  assert mlp['wo']['kernel'].dtype == jnp.int8
+
+
+@pytest.mark.parametrize('layout', ['in_out', 'out_in'])
+@pytest.mark.parametrize('kind', ['cpu', 'gpu', 'tpu'])
+@pytest.mark.parametrize('rows', [1, 3])
+def test_a_product_is_that_of_the_rounded_numbers(layout, kind, rows):
+  x = jnp.asarray(kernel((rows, 64), 1))
+  dense = layers.Dense(40)
+  params = {'kernel': kernel()}
+  found, scale = int8.quantise(params['kernel'], '')
+  want = np.asarray(x) @ (found.astype(np.float32) * scale)
+  with backend.compiled_for(kind):
+    placed = place(params, Placement('int8', kernel_layout=layout))
+    assert len(placed) == 2
+    have = dense.apply({'params': placed}, x)
+  np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-3)
+  # Control: the factors matter.
+  without = {n: v for n, v in placed.items() if n != int8.SCALE}
+  assert np.abs(dense.apply({'params': without}, x) - want).max() > 1
+
+
+@pytest.mark.parametrize('joins', [True, False])
+@pytest.mark.parametrize('layout', ['in_out', 'out_in'])
+def test_read_from_a_file_or_rounded_in_memory(layout, joins):
+  size = dict(vocab_size=8000, emb_dim=128, num_heads=4, head_dim=32)
+  net = T5(
+    T5Config(num_encoder_layers=0, num_decoder_layers=2, mlp_dim=384, **size)
+  )
+  placement = Placement('int8', kernel_layout=layout, join_projections=joins)
+  path = find('demo/draft.msgpack')
+  read = load(path, net, dtype='int8').read('int8')
+  kept = place(load(path, net).read('bfloat16'), placement)
+  jax.tree.map(np.testing.assert_array_equal, place(read, placement), kept)
+  for name, leaf in flatten_dict(read, sep='/').items():
+    is_kernel = name.endswith('/kernel')
+    assert leaf.dtype == ('int8' if is_kernel else 'float32'), name
+
+
+def test_bytes_of_a_published_size():
+  """T5 1.1 base: kernels take half of bfloat16's bytes, and 4 an output."""
+  net = T5(
+    T5Config(
+      vocab_size=32128,
+      emb_dim=768,
+      num_heads=12,
+      head_dim=64,
+      num_encoder_layers=12,
+      num_decoder_layers=12,
+      mlp_dim=2048,
+    )
+  )
+
+  def kernels(dtype):
+    made = jax.eval_shape(
+      lambda: place(net.init(jax.random.key(0)), Placement(dtype))
+    )
+    flat = jax.tree_util.tree_flatten_with_path(made)[0]
+    return sum(
+      leaf.size * leaf.dtype.itemsize
+      for path, leaf in flat
+      if 'kernel' in jax.tree_util.keystr(path)
+    )
+
+  assert kernels('int8') <= 0.51 * kernels('bfloat16')
+
+
+def test_factors_are_split_as_outputs_are():
+  assert axes_of_parameter('a/mlp/wi_0/kernel_scale') == ('mlp',)
+  assert axes_of_parameter('a/mlp/wo/kernel_scale') == ('embed',)
+
+
+def model(seed, dtype=None):
+  net = small_vocabulary.network(2)
+  return Model(net, net.init(jax.random.key(seed)), dtype=dtype)
+
+
+def test_each_of_a_pair_for_itself(tokenizer):
+  """A drafter of eight bits changes no output; a target has its own."""
+  limits = dict(
+    tokenizer=tokenizer, gamma=3, max_input_len=32, max_decode_len=24
+  )
+  outputs = {}
+  for target in ('float32', 'int8'):
+    for draft in ('float32', 'int8'):
+      pair = model(0, target), model(1, draft)
+      engine = Engine(*pair, **limits)
+      for side, dtype in (('target', target), ('draft', draft)):
+        held = {
+          str(x.dtype) for x in jax.tree.leaves(engine.params._asdict()[side])
+        }
+        assert ('int8' in held) == (dtype == 'int8'), side
+      found = [one.tokens for one in engine.generate(TEXTS)]
+      plain = engine.generate(TEXTS, speculative=False)
+      assert found == [one.tokens for one in plain]
+      outputs[target, draft] = found
+  assert outputs['float32', 'float32'] == outputs['float32', 'int8']
+  assert outputs['int8', 'float32'] == outputs['int8', 'int8']
+  # Another model than the one of floats: its calibrations are its own.
+  prints = [
+    Engine(model(0, dtype), **limits).fingerprints['target']
+    for dtype in ('float32', 'int8')
+  ]
+  assert prints[0] != prints[1]
+
+
+def test_what_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="'int4', expected one of"):
+    load(find('demo/draft.msgpack'), dtype='int4')
+  with pytest.raises(ValueError, match='int8 is made when a model is loaded'):
+    convert.ConvertConfig(checkpoint_path='in', output='out', dtype='int8')
