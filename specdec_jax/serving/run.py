@@ -50,6 +50,13 @@ class ServeConfig:
   def __post_init__(self):
     check_types(self)
 
+  def load(self) -> Engine:
+    """Makes the engine."""
+    options = {}
+    if self.drafter is not None and self.draft_path is not None:
+      options['drafter'] = self.drafter()
+    return self.engine(**options)
+
 
 def serve(config: ServeConfig) -> None:
   """Serves until SIGTERM or SIGINT.
@@ -66,10 +73,7 @@ def serve(config: ServeConfig) -> None:
   for name in ('uvicorn', 'starlette', 'prometheus_client'):
     package('A server', name, 'serve')  # before models are loaded
   keys = api_keys(settings.api_key_file)
-  options = {}
-  if config.drafter is not None and config.draft_path is not None:
-    options['drafter'] = config.drafter()
-  engine = config.engine(**options)
+  engine = config.load()
   name = settings.model_name or engine.models['target'].name or 'target'
   with _logging(), _signals():
     server = Server(Scheduler(engine, settings), name, keys)
