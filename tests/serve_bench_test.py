@@ -120,8 +120,8 @@ def settings(engine, **changes):
   serve = ServeConfig(lambda: engine, ServeSettings(rows=1))
   return bench.BenchServeConfig(
     serve,
-    'demo/input.txt',
     **{
+      'input_file': 'demo/input.txt',
       'texts': 4,
       'texts_in_turn': 2,
       'clients': 2,
@@ -170,22 +170,14 @@ def test_a_measurement_of_a_server_that_runs(record, folder):
   assert 'as it is' in shown and '2 clients' in shown
 
 
-def test_goodput_counts_what_is_in_time(engine, url, folder):
-  """The control: no answer is good if none can be."""
-  config = settings(
-    engine,
-    input_file=str(folder / 'texts'),
-    url=url,
-    openai_clients=0,
-    repeats=1,
-    first_limit=1e-9,
-    shares=(0.5,),
-  )
-  console = rich.console.Console(quiet=True)
-  found = bench.bench_serve(config, [], console)['ways']['as it is']
-  assert found['rates'][0]['goodput'] == 0 and found['openai'] is None
-  never = bench_report.tables({**_numbers(found)})
-  assert len(never) == 3
+def test_goodput_counts_what_is_in_time(engine, url):
+  """All of it, or nothing: the limits decide."""
+  for limit, good in ((600.0, 1.0), (1e-9, 0.0)):
+    config = settings(engine, first_limit=limit, between_limit=600.0)
+    one = bench._Bench(config, engine, bench.Way(), TEXTS, url, lambda: None)
+    found = one._rate(0.5, 20.0)
+    assert found['good_share'] == good and (found['goodput'] > 0) == bool(good)
+    assert found['requests'] == 10 and found['errors'] == 0
 
 
 def _numbers(way):

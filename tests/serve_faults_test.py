@@ -1,6 +1,6 @@
 """What clients do to a server, and what others notice of it: nothing.
 
-The quick forms are of a toy engine in this process; the slow ones of the shipped
+The quick forms are of a toy engine in this process; the slow ones of the demo
 pair, by `specdec serve`.
 """
 

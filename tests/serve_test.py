@@ -5,10 +5,8 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import random
 import re
 import socket
-import string
 import threading
 import time
 

@@ -382,7 +382,7 @@ def serve() -> None:
 
 
 def bench_serve() -> None:
-  """Measures a server beside the library: times, throughput, goodput.
+  """Measures a server: first token, between, throughput, goodput.
 
     specdec bench-serve
 
