@@ -26,6 +26,9 @@ from specdec_jax.serving.settings import ServeSettings
 
 _KEYS = 'SPECDEC_API_KEYS'
 _LAST_SECONDS = 5  # in which the ends of what was cut off are sent
+# Until an idle connection is closed. Clients' pools close theirs after 5 to 60
+# seconds; were the server first, a request that is just sent would be lost.
+_IDLE_SECONDS = 75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +139,7 @@ class Server:
         access_log=False,
         server_header=False,
         limit_concurrency=settings.max_connections,
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=int(settings.drain_seconds) + _LAST_SECONDS,
       )
     )
