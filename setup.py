@@ -9,13 +9,15 @@ HUGGINGFACE = ['safetensors>=0.4.3']
 METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
 SERVE = [
+  'httptools>=0.6',  # uvicorn takes it where it is there
   'prometheus_client>=0.20',
   'starlette>=0.40',
   'uvicorn>=0.30',
 ]
+LOAD = ['aiohttp>=3.10', *PLOTS]
 TEST = [
   *('pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE),
-  *('openai>=1.40', 'httpx>=0.27', *SERVE),  # the server and its client
+  *('openai>=1.40', 'httpx>=0.27', *SERVE, *LOAD),  # the server, its clients
 ]
 
 # In the wheel -> here. No package `gin` at the top: that is gin-config's.
@@ -76,6 +78,8 @@ setuptools.setup(
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
     'serve': SERVE,
+    # Clients of a server, for `specdec bench-serve`.
+    'load': LOAD,
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
     # The server's page in Debian's Chromium.

@@ -13,6 +13,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'calibration'  as scripts/calibrate.py writes it
   'alpha'        as scripts/measure_alpha.py writes it
   'throughput'   as scripts/throughput.py writes it
+  'serving'      as `specdec bench-serve` writes it
   'gpu_check'    as `specdec compile-check` writes it, for a GPU
   'beam_check'   likewise, of gin/runs/compile_check_beams.gin
   'try'          as `specdec try --output-file FILE` writes it
@@ -35,6 +36,7 @@ from specdec_jax.measure.compiled import beams_report
 from specdec_jax.measure.compiled import report as compiled_report
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Table
+from specdec_jax.serving import bench_report as serving_report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ('README.md', 'demo/README.md', 'benchmarks/README.md')
@@ -161,6 +163,17 @@ def _throughput(found: Record) -> list[str | Table]:
   return parts
 
 
+def _serving(found: Record) -> list[str | Table]:
+  return [
+    f'{found["rows"]} rows, gamma {found["gamma"]}, temperature 0; an answer is'
+    f' good if its first token comes within {found["first_limit"]:g} s and the'
+    f' others {found["between_limit"]:g} s apart; {found.where}, which the'
+    ' server shares with its clients. Times are medians, or medians / 95 % /'
+    ' 99 %.',
+    *serving_report.tables(found),
+  ]
+
+
 def _table(found: Record) -> list[str | Table]:
   shown = Table.from_json(found)
   return [f'{shown.title} ({found.where}):', shown, *shown.notes]
@@ -216,6 +229,7 @@ _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'calibration': _calibration,
   'alpha': _alpha,
   'throughput': _throughput,
+  'serving': _serving,
   'gpu_check': _gpu_check,
   'beam_check': _beam_check,
   'try': _try,

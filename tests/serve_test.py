@@ -5,10 +5,8 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import random
 import re
 import socket
-import string
 import threading
 import time
 
@@ -547,88 +545,6 @@ def test_bodies_that_are_large_or_slow(url):
       answer += part
   assert answer.startswith(b'HTTP/1.1 408')
   assert httpx.get(f'{url}/health').status_code == 200
-
-
-def malformed(rng):
-  """A body that is wrong in one of many ways; bytes."""
-  names = [
-    *BAD,
-    'prompt',
-    'n',
-    'max_tokens',
-    'stop',
-    'stream',
-    'seed',
-    'top_p',
-    'temperature',
-    'stream_options',
-    'logprobs',
-    'echo',
-    'model',
-  ]
-  values = [
-    None, True, -1, 0, 10**30, 1e308, -0.0, 2.5, '', '\ud800', 'x' * 5000, [],
-    [[]], [[1], 'a'], [None], {}, {'a': [1]}, [1e9], ['a', 1], [10**20],
-    float('nan'), float('inf'),
-  ]  # fmt: skip
-  body = {'prompt': rng.choice([TEXTS[0], [5, 6], ['a', 'b']])}
-  for _ in range(rng.randint(1, 3)):
-    name = rng.choice(names) or rng.choice(string.ascii_letters)
-    body[name] = rng.choice(values)
-  data = json.dumps(body).encode()
-  way = rng.randrange(6)
-  if way == 0:
-    data = data[: rng.randrange(len(data))]
-  elif way == 1:
-    at = rng.randrange(len(data))
-    data = data[:at] + bytes(rng.choices(range(256), k=3)) + data[at:]
-  elif way == 2:
-    depth = rng.choice([10, 10_000, 200_000])
-    data = b'{"prompt": ' + b'[' * depth + b']' * depth + b'}'
-  elif way == 3:
-    data = json.dumps(rng.choice(values)).encode()
-  return data
-
-
-def fuzz(url, scheduler, count):
-  rng = random.Random(0)
-  statuses = {}
-  with httpx.Client(timeout=300) as http:
-    for _ in range(count):
-      data = malformed(rng)
-      answer = http.post(f'{url}/v1/completions', content=data)
-      code = answer.status_code
-      statuses[code] = statuses.get(code, 0) + 1
-      # Some say nothing wrong after all.
-      assert code in (200, 400, 404), (data[:300], answer.text)
-      if code != 200:
-        assert answer.json()['error']['message']
-  assert statuses[400] > 0.7 * count
-  wait_until(lambda: not scheduler.num_rows)
-
-
-def test_malformed_bodies(url, scheduler):
-  with nothing_compiles():
-    fuzz(url, scheduler, 100)
-
-
-@pytest.mark.slow
-def test_many_malformed_bodies(url, scheduler):
-  fuzz(url, scheduler, 1000)
-
-
-@pytest.mark.slow
-def test_a_thousand_clients_that_leave(url, scheduler, client, engine):
-  want = engine.generate([TEXTS[4]], max_length=16)[0].text
-  body = {'prompt': TEXTS[0], 'stream': True, 'max_tokens': 24, 'n': 4}
-  with httpx.Client(timeout=300) as http:
-    for index in range(1000):
-      with http.stream('POST', f'{url}/v1/completions', json=body) as answer:
-        next(answer.iter_raw())
-      if index % 50 == 0:
-        have = create(client, TEXTS[4], temperature=0)
-        assert have.choices[0].text == want
-  wait_until(lambda: not scheduler.num_rows)
 
 
 def test_many_clients_at_once(client, engine, scheduler):

@@ -381,6 +381,38 @@ def serve() -> None:
   serving.serve(_build(serving.ServeConfig))
 
 
+def bench_serve() -> None:
+  """Measures a server: first token, between, throughput, goodput.
+
+    specdec bench-serve
+
+    specdec bench-serve --output-file serving.json \\
+      --gin.CALIBRATION=calibration.json --gin.PLOT_FILE=serving.png
+
+    specdec bench-serve --url http://127.0.0.1:8000
+
+  It starts the server itself, in a process of its own for each way to decode,
+  unless --url names one that runs; models and flags are those of `specdec
+  serve`. Needs the extra: pip install 'specdec_jax[serve,load]'. The tables go
+  to stdout.
+  """
+  import pathlib
+  import sys
+  import tempfile
+
+  from specdec_jax.cli import gin_flags
+  from specdec_jax.serving import bench, bench_report
+
+  config = _build(bench.BenchServeConfig)
+  with tempfile.TemporaryDirectory() as folder:
+    same = pathlib.Path(folder, 'serve.gin')
+    same.write_text(gin_flags.whole_config(), 'utf-8')
+    command = [sys.executable, '-m', 'specdec_jax', 'serve']
+    record = bench.bench_serve(config, [*command, f'--gin_file={same}'])
+  if config.plot_file:
+    bench_report.plot_serving(config.plot_file, record)
+
+
 def throughput() -> None:
   """Measures data-set decoding: full slots beside fixed batches; batch sizes.
 
@@ -499,6 +531,7 @@ COMMANDS = {
   'try': Command(try_, 'gin/runs/try.gin'),
   'score': Command(score, 'gin/runs/score.gin'),
   'serve': Command(serve, 'gin/runs/serve.gin'),
+  'bench-serve': Command(bench_serve, 'gin/runs/bench_serve_demo.gin'),
   'calibrate': Command(calibrate, 'gin/runs/calibrate.gin'),
   'measure': Command(measure),
   'train': Command(train),
@@ -530,6 +563,7 @@ SCRIPTS = {
 # What somebody may type who knows the scripts -> the command.
 SAID_OTHERWISE = {
   'accelerator': 'measure',
+  'bench_serve': 'bench-serve',
   'benchmark': 'measure',
   'convert_checkpoint': 'convert',
   'distill': 'distil',

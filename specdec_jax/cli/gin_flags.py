@@ -384,6 +384,11 @@ def operative_config() -> str:
   return gin.operative_config_str()
 
 
+def whole_config() -> str:
+  """Returns everything that was configured, for another process."""
+  return gin.config_str()
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
   """Names of one flag with commas between them, its value behind the last."""
 

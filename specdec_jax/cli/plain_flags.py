@@ -16,7 +16,8 @@ from specdec_jax.checks.names import nearest
 _NOTHING = ('None', 'False', '()', "''")
 _TEXTS = ('decode', 'demo')
 _ENGINE = ('decode', 'demo', 'calibrate')
-_PAIR = ('decode', 'score', 'calibrate', 'try', 'distil', 'serve')
+_SERVER = ('serve', 'bench-serve')
+_PAIR = ('decode', 'score', 'calibrate', 'try', 'distil', *_SERVER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ FLAGS = (
     'CHECKPOINT_PATH',
     'the model whose outputs are wanted, as of `specdec decode`; the shipped'
     ' pair if it is left out',
-    ('serve',),
+    _SERVER,
     # What the shipped pair needs, and others do not.
     also={
       'DRAFT_CHECKPOINT_PATH': None,
@@ -148,7 +149,7 @@ FLAGS = (
     ('--draft', '--drafter', '--draft-model', '--assistant-model'),
     'DRAFT_CHECKPOINT_PATH',
     'the small model that proposes tokens',
-    ('serve',),
+    _SERVER,
     also={'DRAFT': None},
   ),
   Flag(
@@ -162,27 +163,27 @@ FLAGS = (
     ('--model-name', '--served-model-name'),
     'MODEL_NAME',
     'what requests call the model',
-    ('serve',),
+    _SERVER,
   ),
   Flag(
     ('--rows', '--max-num-seqs'),
     'ROWS',
     'outputs that are decoded together',
-    ('serve',),
+    _SERVER,
     kind=int,
   ),
   Flag(
     ('--beams',),
     'BEAMS',
     'widths of the beam searches that are served',
-    ('serve',),
+    _SERVER,
     kind=list,
   ),
   Flag(
     ('--max-waiting',),
     'MAX_WAITING',
     'outputs that may wait; more are answered by 429',
-    ('serve',),
+    _SERVER,
     kind=int,
   ),
   Flag(
@@ -190,6 +191,12 @@ FLAGS = (
     'API_KEY_FILE',
     'a file with a key a line, one of which each request needs',
     ('serve',),
+  ),
+  Flag(
+    ('--url',),
+    'URL',
+    'of a server that runs already, which is measured as it is',
+    ('bench-serve',),
   ),
   Flag(
     ('--vocab', '--tokenizer', '--vocabulary'),
@@ -234,7 +241,7 @@ FLAGS = (
     ('--output-file', '--output'),
     'OUTPUT_FILE',
     'a file for the record of what was measured',
-    ('try',),
+    ('try', 'bench-serve'),
   ),
   Flag(
     ('--mode',),
@@ -248,7 +255,7 @@ FLAGS = (
     'GAMMA',
     "a number, or 'adaptive', for as long as it is sure enough: tokens that the"
     ' drafter proposes per round',
-    ('decode', 'demo', 'try', 'serve'),
+    ('decode', 'demo', 'try', *_SERVER),
     kind=int | str,
   ),
   Flag(
@@ -284,14 +291,14 @@ FLAGS = (
     ('--max-length', '--max-new-tokens', '--max-tokens', '--max-decode-len'),
     'MAX_DECODE_LEN',
     'tokens of an output at most',
-    ('decode', 'calibrate', 'try', 'distil', 'serve'),
+    ('decode', 'calibrate', 'try', 'distil', *_SERVER),
     kind=int,
   ),
   Flag(
     ('--max-input-length', '--max-input-len'),
     'MAX_INPUT_LEN',
     'tokens of an input at most; a longer one is an error',
-    ('decode', 'calibrate', 'try', 'serve'),
+    ('decode', 'calibrate', 'try', *_SERVER),
     kind=int,
   ),
   Flag(

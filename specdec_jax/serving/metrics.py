@@ -31,6 +31,8 @@ class Metrics:
     self._client = client = package('A server', 'prometheus_client', 'serve')
     self.registry = client.CollectorRegistry()
     self._scheduler = scheduler
+    # CPU seconds and resident bytes of the process, where the system says them.
+    client.ProcessCollector(registry=self.registry)
 
     def made(kind: str, name: str, text: str, *labels: str, **more) -> Any:
       cls = getattr(client, kind)
