@@ -76,6 +76,7 @@ setuptools.setup(
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
     'serve': SERVE,
+    'ray': [*SERVE, 'ray[serve]>=2.44'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
     # The server's page in Debian's Chromium.

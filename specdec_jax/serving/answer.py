@@ -289,6 +289,7 @@ def _speculative_metrics(
   """What speculation did for a request, in the words of vLLM."""
   counts = total(one.stats for one in completions)
   steps, accepted = counts.num_target_calls, counts.num_accepted
+  rested = counts.fallback_rounds
   return {
     'speculative_decoding': {
       'mean_acceptance_length': 1 + accepted / steps if steps else 1.0,
@@ -298,5 +299,6 @@ def _speculative_metrics(
       'num_accepted_draft_tokens': accepted,
       'num_draft_tokens': num_drafted,
       'num_spec_tokens': len(counts.histogram) - 1,
+      **({'fallback_rounds': rested} if rested else {}),
     }
   }
