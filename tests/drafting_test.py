@@ -27,7 +27,8 @@ from specdec_jax.measure.calibration import (
 from specdec_jax.serving import drafting
 from specdec_jax.serving.settings import ServeSettings
 
-TEXTS = sorted(make_texts(40), key=len)[:12]
+TEXTS = sorted(make_texts(40), key=len)[:10]
+MIXED = KINDS[0], KINDS[2]  # greedy, and drawn
 CONFIDENCE = 0.03  # which the drafter has at some places
 SHORT = 4  # tokens, from which on the calibration says that a draft pays
 
@@ -46,7 +47,7 @@ def engine(tokenizer):
 
 @pytest.fixture(scope='module')
 def traffic(engine):
-  return traffic_of(engine, TEXTS)
+  return traffic_of(engine, TEXTS, MIXED)
 
 
 def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
@@ -64,6 +65,7 @@ def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
   finally:
     scheduler.stop()
     scheduler.join()
+  early = 0
   for end, (_, asked, want) in zip(ends, traffic, strict=True):
     same(end.completion, want)
     stats = end.completion.stats
@@ -75,19 +77,16 @@ def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
     assert stats.num_tested <= end.num_drafted
     awake = stats.num_target_calls - stats.fallback_rounds
     assert end.num_drafted <= awake * engine.gamma
+    early += awake * engine.gamma - end.num_drafted
   assert any(one.completion.stats.fallback_rounds for one in ends)
-  adapted = [
-    one.completion.stats.num_target_calls * engine.gamma - one.num_drafted
-    for one in ends
-    if not one.completion.stats.fallback_rounds
-  ]
-  assert any(adapted), 'no draft ended early'
+  # More than the three that the budget of an output cuts off at its end.
+  assert early > 3 * len(ends), 'no draft ended early'
 
 
 def test_samples_depend_on_where_drafts_end(engine, traffic):
   """The control: so they cannot have the gamma that suits the traffic."""
-  asked = KINDS[1] | {'seed': 1}
-  places = range(1, len(TEXTS), len(KINDS))
+  asked = MIXED[1] | {'seed': 1}
+  places = range(1, len(TEXTS), len(MIXED))
   found = engine.generate(
     [TEXTS[i] for i in places], gamma=1, example_ids=[*places], **asked
   )

@@ -99,11 +99,11 @@ KINDS = (
 )
 
 
-def traffic_of(engine, every):
+def traffic_of(engine, every, kinds=KINDS):
   """(text, options, what the engine gives) of all kinds in turn."""
   found = {}
-  for kind, options in enumerate(KINDS):
-    places = range(kind, len(every), len(KINDS))
+  for kind, options in enumerate(kinds):
+    places = range(kind, len(every), len(kinds))
     asked = options | {'seed': kind}
     texts = [every[i] for i in places]
     want = engine.generate(texts, example_ids=[*places], **asked)
