@@ -1,6 +1,7 @@
 """How a server drafts: by a calibration, with drafts that adapt, with rests."""
 
 import dataclasses
+import types
 
 import pytest
 
@@ -17,6 +18,7 @@ from scheduler_test import (
 )
 from specdec_jax.decoding import fallback
 from specdec_jax.drafters.length import unsure_below
+from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import environment
 from specdec_jax.measure.calibration import (
@@ -24,7 +26,9 @@ from specdec_jax.measure.calibration import (
   CalibrationError,
   Choice,
 )
-from specdec_jax.serving import drafting
+from specdec_jax.serving import answer, drafting
+from specdec_jax.serving.metrics import Metrics
+from specdec_jax.serving.rows import News
 from specdec_jax.serving.settings import ServeSettings
 
 TEXTS = sorted(make_texts(40), key=len)[:10]
@@ -81,6 +85,25 @@ def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
   assert any(one.completion.stats.fallback_rounds for one in ends)
   # More than the three that the budget of an output cuts off at its end.
   assert early > 3 * len(ends), 'no draft ended early'
+
+
+def test_rounds_of_rest_are_counted_by_themselves():
+  pytest.importorskip('prometheus_client', reason='needs the extra [serve]')
+  stats = CompletionStats(9, 6, 4, 3, (4, 1, 1), fallback_rounds=2)
+  end = News(completion=Completion('', [1] * 9, [], 'stop', stats))
+  end = dataclasses.replace(end, num_drafted=5)
+  idle = types.SimpleNamespace(num_running=0, num_waiting=0, is_ready=False)
+  metrics = Metrics(idle)
+  try:
+    metrics.ended(end)
+    said = metrics.text().decode()
+  finally:
+    metrics.close()
+  assert 'specdec:fallback_rounds_total 2.0' in said
+  assert 'specdec:spec_decode_num_drafts_total 4.0' in said
+  one = answer.speculative_metrics([end.completion], end.num_drafted)
+  assert one['speculative_decoding']['fallback_rounds'] == 2
+  assert one['speculative_decoding']['num_draft_tokens'] == 5
 
 
 def test_samples_depend_on_where_drafts_end(engine, traffic):

@@ -230,7 +230,7 @@ class Answer:
     speculates = any(len(one.stats.histogram) > 1 for one in every)
     if self.asked.searches or not speculates:
       return {}
-    return {'metrics': _speculative_metrics(every, drafted)}
+    return {'metrics': speculative_metrics(every, drafted)}
 
   def _counts(self) -> dict[str, Any]:
     outputs = sum(len(self._completion(i).tokens) for i in self._ends)
@@ -283,7 +283,7 @@ def _usage(num_prompt: int, num_output: int) -> dict[str, int]:
   }
 
 
-def _speculative_metrics(
+def speculative_metrics(
   completions: Sequence[Completion], num_drafted: int
 ) -> dict[str, Any]:
   """What speculation did for a request, in the words of vLLM."""
