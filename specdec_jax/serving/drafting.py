@@ -57,6 +57,7 @@ class Drafting:
       ValueError: gammas are longer than the drafts of an engine that adapts.
     """
     self._engine = engine
+    self._sampled = dataclasses.replace(self._own(engine.gamma), simply=False)
     pays = True
     self.least_length = 0
     if measured is None:
@@ -104,7 +105,7 @@ class Drafting:
     if not self.speculates or plainly:
       return RoundKind(0, simply)
     if not simply:
-      return dataclasses.replace(self._own(self._engine.gamma), simply=False)
+      return self._sampled
     larger = [rows for rows in self._greedy if rows >= size]
     return self._greedy[min(larger, default=max(self._greedy))]
 

@@ -26,6 +26,7 @@ from specdec_jax.serving.settings import ServeSettings, listening_socket
 NAME = 'specdec'  # of the application and its deployment, as Ray shows them
 _HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
 _LOOK_SECONDS = 0.1
+_LAST_SECONDS = 5.0  # that Ray takes to see that a replica has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +64,6 @@ class ReplicaSettings:
         )
 
 
-def check_installed() -> None:
-  """Raises ValueError unless the packages of the extra [ray] are there."""
-  package('A server with replicas', 'ray.serve', 'ray')
-
-
 def run(
   make: Callable[[], tuple[Scheduler, str]],
   settings: ServeSettings,
@@ -92,7 +88,6 @@ def run(
     OSError: the port is taken on this machine.
     RuntimeError: no replica could be started.
   """
-  check_installed()
   ray = package('A server with replicas', 'ray', 'ray')
   ray_serve = package('A server with replicas', 'ray.serve', 'ray')
   begin = time.perf_counter()
@@ -106,17 +101,18 @@ def run(
       ray_serve.start(http_options=address)
       say('listening', url=url, replicas=replicas.number)
       app = _deployment(ray_serve, make, settings, replicas, keys).bind()
-      started = _Started(ray_serve, app)
-      is_ready = False
-      while not told.wait(_LOOK_SECONDS):
-        if started.is_done and not is_ready:
-          is_ready = True
-          seconds = round(time.perf_counter() - begin, 3)
-          say('ready', url=url, seconds=seconds)
-      say('stopping')
-      _drain(ray_serve, settings)
+      try:
+        started = _Started(ray_serve, app)
+        is_ready = False
+        while not told.wait(_LOOK_SECONDS):
+          if started.is_done and not is_ready:
+            is_ready = True
+            seconds = round(time.perf_counter() - begin, 3)
+            say('ready', url=url, seconds=seconds)
+        say('stopping')
+      finally:
+        _end(ray_serve, settings)
   finally:
-    ray_serve.shutdown()
     ray.shutdown()
     say('stopped')
 
@@ -159,12 +155,17 @@ def _check_port(settings: ServeSettings) -> None:
   listening_socket(settings).close()
 
 
-def _drain(ray_serve: Any, settings: ServeSettings) -> None:
-  """Each replica finishes what it was given, within a limit."""
+def _end(ray_serve: Any, settings: ServeSettings) -> None:
+  """Each replica finishes what it was given, within a limit.
+
+  Where a cluster has other applications of Ray Serve, these go on.
+  """
   ray_serve.delete(NAME, _blocking=False)
-  until = time.monotonic() + settings.end_seconds
+  until = time.monotonic() + settings.end_seconds + _LAST_SECONDS
   while time.monotonic() < until and NAME in ray_serve.status().applications:
     time.sleep(_LOOK_SECONDS)
+  if not set(ray_serve.status().applications) - {NAME}:
+    ray_serve.shutdown()
 
 
 def _deployment(
