@@ -80,6 +80,7 @@ setuptools.setup(
     'serve': SERVE,
     # Clients of a server, for `specdec bench-serve`.
     'load': LOAD,
+    'ray': [*SERVE, 'ray[serve]>=2.44'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
     # The server's page in Debian's Chromium.

@@ -131,6 +131,8 @@ class DecodeStats:
       Either way `num_passed` / `num_tested` estimates the acceptance rate.
     fallback_rounds: int32[B], rounds in which the drafter rested; None where it
       never does.
+    num_drafted: int32[B], proposals of all drafts, cut to a row's budget; None
+      where drafts have gamma tokens each.
   """
 
   num_rounds: jax.Array
@@ -139,6 +141,7 @@ class DecodeStats:
   histogram: jax.Array
   num_passed: jax.Array | None = None
   fallback_rounds: jax.Array | None = None
+  num_drafted: jax.Array | None = None
 
   @classmethod
   def none(
@@ -147,6 +150,7 @@ class DecodeStats:
     gamma: int,
     as_blocks: bool = False,
     falls_back: bool = False,
+    counts_drafted: bool = False,
   ) -> 'DecodeStats':
     """The counts before the first round.
 
@@ -155,6 +159,7 @@ class DecodeStats:
       gamma: G.
       as_blocks: whether drafts are judged as a whole.
       falls_back: whether the drafter may rest.
+      counts_drafted: whether drafts may have fewer than gamma tokens.
     """
     zeros = jnp.zeros((batch,), jnp.int32)
     return cls(
@@ -164,6 +169,7 @@ class DecodeStats:
       histogram=jnp.zeros((batch, gamma + 1), jnp.int32),
       num_passed=zeros if as_blocks else None,
       fallback_rounds=zeros if falls_back else None,
+      num_drafted=zeros if counts_drafted else None,
     )
 
   def after_round(
@@ -172,6 +178,7 @@ class DecodeStats:
     num_tested: jax.Array,
     num_accepted: jax.Array,
     num_passed: jax.Array | None = None,
+    length: jax.Array | None = None,
   ) -> 'DecodeStats':
     """The counts after a speculative round; a finished row counts nothing.
 
@@ -180,12 +187,16 @@ class DecodeStats:
       num_tested: int32[B], proposals that the round judged.
       num_accepted: int32[B], those that it accepted.
       num_passed: int32[B], as of `Verdict`; kept where it is counted.
+      length: int32[B], proposals of the round, likewise.
     """
     counts = running.astype(jnp.int32)
     passed = self.num_passed
     if passed is not None:
       more = num_accepted if num_passed is None else num_passed
       passed = passed + more * counts
+    drafted = self.num_drafted
+    if drafted is not None and length is not None:
+      drafted = drafted + length * counts
     rounds = jax.nn.one_hot(
       num_accepted, self.histogram.shape[1], dtype=jnp.int32
     )
@@ -196,6 +207,7 @@ class DecodeStats:
       histogram=self.histogram + rounds * counts[:, None],
       num_passed=passed,
       fallback_rounds=self.fallback_rounds,
+      num_drafted=drafted,
     )
 
 

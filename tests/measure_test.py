@@ -103,7 +103,7 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
 def test_from_which_length_on_it_pays(first, speed_up, expected):
   """A call takes 1 ms: at a speed-up of 2 a token wins half of one."""
   times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': first}}
-  assert calibrate.least_length(times, speed_up) == expected
+  assert calibration.least_length(times, speed_up) == expected
 
 
 @pytest.mark.slow  # a small model is calibrated above

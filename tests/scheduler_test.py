@@ -47,8 +47,8 @@ def scheduler(engine):
   made.join()
 
 
-def started(engine, **settings):
-  made = Scheduler(engine, ServeSettings(**settings))
+def started(engine, measured=None, **settings):
+  made = Scheduler(engine, ServeSettings(**settings), measured)
   made.start()
   while not made.is_ready:
     assert made.failure is None, made.failure
@@ -99,18 +99,22 @@ KINDS = (
 )
 
 
-@pytest.fixture(scope='module')
-def traffic(engine):
+def traffic_of(engine, every, kinds=KINDS):
   """(text, options, what the engine gives) of all kinds in turn."""
   found = {}
-  for kind, options in enumerate(KINDS):
-    places = range(kind, len(TEXTS), len(KINDS))
+  for kind, options in enumerate(kinds):
+    places = range(kind, len(every), len(kinds))
     asked = options | {'seed': kind}
-    texts = [TEXTS[i] for i in places]
+    texts = [every[i] for i in places]
     want = engine.generate(texts, example_ids=[*places], **asked)
     for i, one in zip(places, want, strict=True):
-      found[i] = TEXTS[i], asked | {'example_ids': [i]}, one
+      found[i] = every[i], asked | {'example_ids': [i]}, one
   return [found[i] for i in sorted(found)]
+
+
+@pytest.fixture(scope='module')
+def traffic(engine):
+  return traffic_of(engine, TEXTS)
 
 
 def same(have, want):

@@ -53,6 +53,33 @@ def test_a_target_brings_nothing_of_the_demo():
   assert found['MODEL_NAME'] == 'x' and found['DRAFT'] is None
 
 
+def test_flags_of_drafts_and_of_replicas():
+  flags = ('--gamma', 'adaptive', '--fallback', '--calibration', 'here.json')
+  gin_flags.load(
+    gin_flags.parse_flags((*flags, '--replicas', '3'), None, 'serve', RUN_FILE)
+  )
+  try:
+    config = gin_flags.build(serving.ServeConfig)
+    assert gin.query_parameter('GAMMA/gin.macro.value') == 'adaptive'
+    assert gin.query_parameter('DRAFTER_RESTS/gin.macro.value') is True
+  finally:
+    gin.clear_config()
+  assert config.calibration == 'here.json' and config.replicas.number == 3
+
+
+def test_a_calibration_is_read_before_a_model(tmp_path):
+  pytest.importorskip('uvicorn', reason='needs the extra [serve]')
+  path = tmp_path / 'calibration.json'
+  path.write_text('{}')
+
+  def load(**_):
+    pytest.fail('a model was loaded')
+
+  config = serving.ServeConfig(load, calibration=str(path))
+  with pytest.raises(ValueError, match='is not a calibration'):
+    serving.serve(config)
+
+
 @pytest.mark.parametrize('name', ['uvicorn', 'starlette', 'prometheus_client'])
 def test_it_says_which_extra_is_missing(name, monkeypatch):
   """Before a model is loaded."""

@@ -51,6 +51,40 @@ print('the same')
 """
 
 
+# A server whose target is split over both.
+_SERVER = """
+import pathlib, sys, threading, warnings
+import small_vocabulary
+from scheduler_test import Heard, started
+from continuous_test import nothing_compiles
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
+from specdec_jax.partitioning import Placement
+
+warnings.simplefilter('error')
+folder = pathlib.Path(sys.argv[1])
+tokenizer = small_vocabulary.train(folder)
+network = small_vocabulary.network(1)
+weights = [small_vocabulary.weights(network, i) for i in range(2)]
+engine = Engine(
+  *(Model(network, one) for one in weights), tokenizer=tokenizer, gamma=2,
+  max_input_len=8, max_decode_len=12, placement=Placement(data=1, model=2),
+  cache_folder=folder / 'xla')
+texts = ['red', 'a cat', 'blue']
+kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
+want = [engine.generate([text], **kind)[0].tokens
+        for kind in kinds for text in texts]
+scheduler = started(engine, rows=2)
+with nothing_compiles():
+  heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
+  scheduler.submit([one.row for one in heard])
+  assert [one.last.completion.tokens for one in heard] == want
+scheduler.stop()
+scheduler.join()
+print('the same')
+"""
+
+
 # What the host reads between rounds, and scores, of rows of two processes.
 _PROCESSES = """
 import sys
@@ -134,9 +168,19 @@ def test_rows_of_two_processes(tokenizer, folder):
   ],
 )
 def test_pools_that_two_devices_do_not_divide(settings, tmp_path):
+  says_the_same(_POOLS, str(tmp_path), settings)
+
+
+@pytest.mark.slow
+def test_a_server_whose_target_two_devices_share(tmp_path):
+  says_the_same(_SERVER, str(tmp_path))
+
+
+def says_the_same(*command):
+  """Runs a script on two devices."""
   flags = f'{FLAGS} --xla_force_host_platform_device_count=2'
   done = subprocess.run(
-    [sys.executable, '-c', _POOLS, str(tmp_path), settings],
+    [sys.executable, '-c', *command],
     env=ENVIRONMENT | {'XLA_FLAGS': flags},
     capture_output=True,
     text=True,

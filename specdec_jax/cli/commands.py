@@ -371,14 +371,18 @@ def serve() -> None:
 
     specdec serve --target google/flan-t5-xl --draft google/flan-t5-small
 
+    specdec serve --replicas 2
+
   Without --target it serves the shipped pair, which translates English to
   German. It listens to this machine alone unless --host says otherwise; docs/
   serve.md describes the requests. The log goes to stderr, a JSON object a line.
   SIGTERM makes it finish what it has taken, and end.
   """
   from specdec_jax import serving
+  from specdec_jax.cli import gin_flags
 
-  serving.serve(_build(serving.ServeConfig))
+  remake = gin_flags.builder(serving.ServeConfig)
+  serving.serve(_build(serving.ServeConfig), remake)
 
 
 def bench_serve() -> None:

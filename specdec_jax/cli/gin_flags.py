@@ -26,6 +26,7 @@ It may have flags without gin as well, see `plain_flags`.
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import logging
 import pathlib
@@ -377,6 +378,17 @@ def build(cls: type[_T]) -> _T:
       f'{cls.__name__} cannot be made of the gin files: their values need each'
       ' other in too long a chain. Give some of them values of their own.'
     ) from error
+
+
+def builder(cls: type[_T]) -> Callable[[], _T]:
+  """`build(cls)` for another process, to which the loaded values are sent."""
+  return functools.partial(_built, cls, gin.config_str())
+
+
+def _built(cls: type[_T], config: str) -> _T:
+  gin.clear_config()
+  gin.parse_config(config)
+  return build(cls)
 
 
 def operative_config() -> str:

@@ -173,6 +173,13 @@ FLAGS = (
     kind=int,
   ),
   Flag(
+    ('--replicas',),
+    'REPLICAS',
+    'servers behind one address, kept by Ray Serve; 0 is one without Ray',
+    ('serve',),
+    kind=int,
+  ),
+  Flag(
     ('--beams',),
     'BEAMS',
     'widths of the beam searches that are served',
@@ -376,13 +383,13 @@ FLAGS = (
     ('--calibration',),
     'CALIBRATION',
     'a file of `specdec calibrate`, which chooses gamma',
-    _TEXTS,
+    (*_TEXTS, 'serve'),
   ),
   Flag(
     ('--fallback',),
     'DRAFTER_RESTS',
     'lets the drafter rest where a text shows that it is not worth its time',
-    _TEXTS,
+    (*_TEXTS, 'serve'),
     kind=bool,
   ),
   Flag(

@@ -15,11 +15,12 @@ from jax import lax
 
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
+from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import encoded_for
-from specdec_jax.types import Draft, FinishReason, Generation
+from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
 
 _BATCHED = (
   'inputs',
@@ -103,6 +104,7 @@ def run(
   enough: jax.Array,
   gamma: int,
   simply: bool = False,
+  ends: tuple[LengthRule | None, Fallback | None] | None = None,
 ) -> tuple[Pool, PoolView]:
   """Runs rounds of the loop's step, for as long as the host is not needed.
 
@@ -117,11 +119,16 @@ def run(
       for.
     simply: static, every running row is greedy, has no `min_length`, and its
       log-probabilities are not wanted, whatever the pool has room for.
+    ends: the rule and the fallback of these rounds, made for `gamma`; None is
+      those of the rows, made for theirs.
 
   Returns:
     The pool after the last round, and what the host sees of it.
   """
   request = pool.request.replace(gamma=gamma)
+  if ends is not None:
+    rule, fallback = ends
+    request = request.replace(rule=rule, fallback=fallback)
   if simply:
     request = request.replace(
       greedy=True, forbids_stops=False, with_log_probs=False

@@ -88,6 +88,12 @@ class RowLayout:
       lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
     )
 
+  def without_drafter(self, pool: Pool, empty_row: Pool) -> Pool:
+    """The rows as if their drafter had read nothing; so it need not."""
+    empty = self.repeated(empty_row, pool.request.inputs.shape[0]).state
+    state = pool.state.replace(drafter_state=empty.drafter_state)
+    return pool.replace(state=state)
+
   def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
     """The leaves that `admit` copies, as wide as those of `empty_row`."""
     parts = zip(
@@ -180,12 +186,16 @@ class PoolPrograms:
     def staged(params, request, empty_row):
       return layout.staged(read(params, request), empty_row)
 
+    def staged_plainly(params, request, empty_row):
+      pool = layout.without_drafter(read(params, request), empty_row)
+      return layout.staged(pool, empty_row)
+
     def bound(function, **options):
       told = backend.compiler_options()
       jitted = jax.jit(function, compiler_options=told, **options)
       return functools.partial(jitted, params)
 
-    self.read = bound(staged)
+    self.read, self.read_plainly = bound(staged), bound(staged_plainly)
     self.widened = jax.jit(layout.widened)
     self._only = jax.jit(layout.only)
     self.with_drafter = bound(

@@ -194,6 +194,7 @@ def verified(
       jnp.minimum(tested + 1, draft.length),
       verdict.num_accepted,
       passed,
+      draft.length,
     )
     rests = state.rests
     if rests is not None and request.fallback is not None:
@@ -301,7 +302,7 @@ def context_of(
     gamma=request.gamma,
     greedy=request.greedy,
     forbids_stops=request.forbids_stops,
-    skips_rounds=request.fallback is not None,
+    skips_rounds=request.skips_rounds or request.fallback is not None,
     rule=request.rule,
     room=room,
   )

@@ -60,6 +60,8 @@ class Request:
     rule: when a draft ends whose length adapts, made for `gamma`; None is after
       gamma tokens.
     fallback: when the drafter rests, made for `gamma`; None is never.
+    skips_rounds: static, whether a drafter may have missed rounds for another
+      reason than `fallback`: it then reads what it missed.
   """
 
   inputs: jax.Array
@@ -81,6 +83,7 @@ class Request:
   beams: BeamSettings | None = None
   rule: LengthRule | None = None
   fallback: Fallback | None = None
+  skips_rounds: bool = struct.field(pytree_node=False, default=False)
   tree: TreeShape | None = struct.field(pytree_node=False, default=None)
 
   @property
@@ -281,6 +284,7 @@ def start(request: Request, target_cache: Any, drafter_state: Any):
       request.gamma,
       as_blocks=request.judges_blocks,
       falls_back=request.fallback is not None,
+      counts_drafted=request.rule is not None or request.fallback is not None,
     ),
     rests=None if request.fallback is None else Rests.none(batch),
   )

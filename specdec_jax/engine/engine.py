@@ -219,9 +219,7 @@ class Engine:
   def gamma(self, value: int | str | LengthRule) -> None:
     self._gamma, self._rule = as_gamma(value)
 
-  def _fallback_of(
-    self, gamma: int, rule: LengthRule | None
-  ) -> Fallback | None:
+  def fallback_of(self, gamma: int, rule: LengthRule | None) -> Fallback | None:
     """The engine's fallback for a gamma; measured costs are of its own."""
     if not self.fallback or not gamma:
       return None
@@ -587,7 +585,7 @@ class Engine:
       check_texts(texts)  # as `TextBatch` does, before they are repeated
       number, times = len(texts), asked.num_samples
       texts, asked = repeated(texts, times), asked.of_samples(number)
-    ends = Ends(rule, self._fallback_of(gamma, rule))
+    ends = Ends(rule, self.fallback_of(gamma, rule))
     return TextBatch(self.tokenizer, self._limits, texts, asked, gamma, ends)
 
   @property

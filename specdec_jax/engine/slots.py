@@ -115,19 +115,25 @@ class Slots(Generic[_Owner]):
       self._empty_rows[key] = row
     return self._empty_rows[key]
 
-  def read(self, request: Request, rows: Sequence[_Owner]) -> Group[_Owner]:
+  def read(
+    self, request: Request, rows: Sequence[_Owner], plainly: bool = False
+  ) -> Group[_Owner]:
     """Begins to read rows, for `admit`.
 
     Args:
       request: of these rows, and perhaps more to fill it up; inputs and prompts
         are as wide as they are to be read.
       rows: their owners.
+      plainly: whether only the target reads them: greedy rows that will not be
+        drafted for. What is proposed to them all the same is rarely accepted.
     """
     static = self._static
     static['slots'] -= request.prompt_width
     self.width = max(self.width, request.inputs.shape[1])
     empty = self._empty_row(self.width)
-    staged = self._programs.read(request.replace(**static), empty)
+    programs = self._programs
+    read = programs.read_plainly if plainly else programs.read
+    staged = read(request.replace(**static), empty)
     return Group(rows, staged, self.width)
 
   def admit(self, group: Group[_Owner]) -> list[_Owner]:
@@ -189,12 +195,17 @@ class Slots(Generic[_Owner]):
     self._pool = self._programs.with_drafter(self._pool, self._room)
 
   def run(
-    self, max_rounds: int, enough: int, gamma: int, simply: bool = False
+    self,
+    max_rounds: int,
+    enough: int,
+    gamma: int,
+    simply: bool = False,
+    ends: Any = None,
   ) -> PoolView:
     """Starts the next rounds on the device, see `decoding.pool.run`."""
     rounds, finished = np.int32(max_rounds), np.int32(enough)
     self._pool, view = self._programs.run(
-      self._pool, rounds, finished, gamma, simply
+      self._pool, rounds, finished, gamma, simply, ends
     )
     return view
 

@@ -1,7 +1,6 @@
 """Calibration: costs and acceptance of a pair here, and the gamma they give."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -360,7 +359,9 @@ def verdicts(found: Calibration) -> list[str]:
         f' {tree.expected_speed_up:.2f}.'
       )
     pays = 'pays' if low >= 1.0 else 'may pay'
-    length = least_length(costs['times_ms'], choice.expected_speed_up)
+    length = calibration.least_length(
+      costs['times_ms'], choice.expected_speed_up
+    )
     said.append(
       f'{rows}speculation {pays} here: gamma = {choice.gamma}, expected'
       f' speed-up {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for'
@@ -376,7 +377,7 @@ def _when_wrong(choice: Choice, times_ms: Mapping[str, Any]) -> str:
   if made is None or choice.cost_ratio is None:
     return ''
   lost = fallback.most_lost(made, choice.cost_ratio, fallback.LEAST_OUTPUT)
-  lost += _first(times_ms) / times_ms['call_1']['median']
+  lost += calibration.first_ms(times_ms) / times_ms['call_1']['median']
   shares = [
     f'{lost[tokens] / tokens:.0%} of {tokens} tokens'
     for tokens in (*_SHORT_OUTPUTS, fallback.LEAST_OUTPUT)
@@ -385,26 +386,6 @@ def _when_wrong(choice: Choice, times_ms: Mapping[str, Any]) -> str:
     ' A text that the drafter is always wrong for takes longer, if it may rest'
     f' (--fallback), by {", ".join(shares)}.'
   )
-
-
-def least_length(
-  times_ms: Mapping[str, Mapping[str, float]], speed_up: float
-) -> int:
-  """Tokens of an output from which on a speed-up above 1 pays.
-
-  The drafter reads the input first, which takes as long for any output.
-
-  Args:
-    times_ms: as a benchmark's record has them.
-    speed_up: of a token.
-  """
-  won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
-  return max(1, math.ceil(_first(times_ms) / won))
-
-
-def _first(times_ms: Mapping[str, Mapping[str, float]]) -> float:
-  """What the drafter takes to read an input."""
-  return times_ms.get('draft_encoder', {'median': 0.0})['median']
 
 
 def _print(console: rich.console.Console, found: Calibration) -> None:

@@ -5,6 +5,7 @@ models and the device that it was made with, and for nothing else.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -166,6 +167,18 @@ class Calibration:
     larger = [one for one in self.choices if one.rows >= rows]
     return (larger or self.choices)[0 if larger else -1]
 
+  def least_length(self, rows: int) -> int:
+    """Tokens of an output from which on speculation pays; 0 if it never does.
+
+    Args:
+      rows: rows that are decoded together.
+    """
+    choice = self.at(rows)
+    if not choice.gamma:
+      return 0
+    costs = self.record['costs'][list(self.choices).index(choice)]
+    return least_length(costs['times_ms'], choice.expected_speed_up)
+
   def gammas(self, rows: int) -> dict[int, int]:
     """`schedule.PoolSettings.gammas` for `rows` rows, and for fewer of them."""
     fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
@@ -188,6 +201,26 @@ class Calibration:
     """Writes the calibration as JSON; makes its folder."""
     # Without a machine of its own: `record` has it.
     records.Record(_KIND, dataclasses.asdict(self), {}).save(path)
+
+
+def least_length(
+  times_ms: Mapping[str, Mapping[str, float]], speed_up: float
+) -> int:
+  """Tokens of an output from which on a speed-up above 1 pays.
+
+  The drafter reads the input first, which takes as long for any output.
+
+  Args:
+    times_ms: as a benchmark's record has them.
+    speed_up: of a token.
+  """
+  won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
+  return max(1, math.ceil(first_ms(times_ms) / won))
+
+
+def first_ms(times_ms: Mapping[str, Mapping[str, float]]) -> float:
+  """What the drafter takes to read an input, in a benchmark's record."""
+  return times_ms.get('draft_encoder', {'median': 0.0})['median']
 
 
 def load(path: str) -> Calibration:

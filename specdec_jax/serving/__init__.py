@@ -2,10 +2,11 @@
 
 `serve` runs one as `ServeConfig` says. `scheduler` decodes and knows no HTTP;
 `protocol` knows OpenAI's requests, `answer` its answers; `app` puts them
-together.
+together. `replicas` has several of them behind one address.
 """
 
+from specdec_jax.serving.replicas import ReplicaSettings
 from specdec_jax.serving.run import ServeConfig, serve
 from specdec_jax.serving.settings import ServeSettings
 
-__all__ = ['ServeConfig', 'ServeSettings', 'serve']
+__all__ = ['ReplicaSettings', 'ServeConfig', 'ServeSettings', 'serve']

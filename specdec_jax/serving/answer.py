@@ -230,7 +230,7 @@ class Answer:
     speculates = any(len(one.stats.histogram) > 1 for one in every)
     if self.asked.searches or not speculates:
       return {}
-    return {'metrics': _speculative_metrics(every, drafted)}
+    return {'metrics': speculative_metrics(every, drafted)}
 
   def _counts(self) -> dict[str, Any]:
     outputs = sum(len(self._completion(i).tokens) for i in self._ends)
@@ -283,12 +283,13 @@ def _usage(num_prompt: int, num_output: int) -> dict[str, int]:
   }
 
 
-def _speculative_metrics(
+def speculative_metrics(
   completions: Sequence[Completion], num_drafted: int
 ) -> dict[str, Any]:
   """What speculation did for a request, in the words of vLLM."""
   counts = total(one.stats for one in completions)
   steps, accepted = counts.num_target_calls, counts.num_accepted
+  rested = counts.fallback_rounds
   return {
     'speculative_decoding': {
       'mean_acceptance_length': 1 + accepted / steps if steps else 1.0,
@@ -298,5 +299,6 @@ def _speculative_metrics(
       'num_accepted_draft_tokens': accepted,
       'num_draft_tokens': num_drafted,
       'num_spec_tokens': len(counts.histogram) - 1,
+      **({'fallback_rounds': rested} if rested else {}),
     }
   }

@@ -177,15 +177,16 @@ def _ways(config: BenchServeConfig, engine: Engine) -> dict[str, Way]:
   if config.url is not None:
     speculates = settings.speculative is not False and has_drafter
     return {'as it is': Way((), speculates, settings.gammas)}
-  plain = Way(('--gin.SPECULATIVE=False',), False)
+  fixed = ('--gin.GAMMAS=None', '--gin.CALIBRATION=None')
+  plain = Way(('--gin.SPECULATIVE=False', *fixed), False)
   if not has_drafter:
     return {PLAIN: plain}
-  ways = {PLAIN: plain, SPECULATIVE: Way(('--gin.GAMMAS=None',))}
+  ways = {PLAIN: plain, SPECULATIVE: Way(fixed)}
   if config.calibration is not None:
     chosen = calibration.load(config.calibration)
     chosen.check(engine.fingerprints)
-    gammas = {r: max(1, g) for r, g in chosen.gammas(settings.rows).items()}
-    ways[BY_LOAD] = Way((f'--gin.GAMMAS={gammas}',), True, gammas)
+    told = '--gin.GAMMAS=None', f'--gin.CALIBRATION={config.calibration!r}'
+    ways[BY_LOAD] = Way(told, True, chosen.gammas(settings.rows))
   return ways
 
 
@@ -262,7 +263,7 @@ class _Bench:
     engine, count = self._engine, self._config.texts_in_turn
     options = dict(self._options)
     if self._way.gammas is not None:
-      options['gamma'] = self._way.gammas[min(self._way.gammas)]
+      options['gamma'] = max(1, self._way.gammas[min(self._way.gammas)])
     bodies, streams = self._bodies(count), self._bodies(count, True)
 
     async def in_turn() -> tuple[list[Any], list[load.Reply]]:

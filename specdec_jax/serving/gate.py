@@ -3,18 +3,17 @@
 import hashlib
 import hmac
 import json
-import logging
 import re
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from specdec_jax.serving.log import LOG
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import error_object
 from specdec_jax.serving.scheduler import Scheduler
 
-LOG = logging.getLogger('specdec_jax.serving')
 _REQUEST_ID = re.compile(r'[\w.:-]{1,64}', re.ASCII)
 
 

@@ -52,6 +52,9 @@ class Metrics:
       'Tokens accepted at each place of a draft.',
       'position',
     )
+    self._rested = made(
+      'Counter', 'fallback_rounds', 'Rounds in which the drafter rested.'
+    )
     self._tokens = made('Counter', 'generation_tokens', 'Tokens of outputs.')
     self._prompts = made('Counter', 'prompt_tokens', 'Tokens of prompts.')
     self.requests = made('Counter', 'requests', 'Answered.', 'status')
@@ -91,7 +94,9 @@ class Metrics:
     stats = news.completion.stats
     self._tokens.inc(len(news.completion.tokens))
     if news.num_drafted:
-      self._drafts.inc(stats.num_target_calls)
+      rested = stats.fallback_rounds
+      self._drafts.inc(stats.num_target_calls - rested)
+      self._rested.inc(rested)
       self._drafted.inc(news.num_drafted)
       self._accepted.inc(stats.num_accepted)
       for place in range(len(stats.histogram) - 1):

@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
-import json
-import logging
+import functools
+import math
 import os
 import pathlib
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,14 +16,17 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.packages import package
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.engine import Engine
+from specdec_jax.measure import calibration
+from specdec_jax.measure.calibration import Calibration
 from specdec_jax.models.model import Model
+from specdec_jax.serving import drafting, replicas
 from specdec_jax.serving.app import Application
-from specdec_jax.serving.gate import LOG
+from specdec_jax.serving.log import logging_to_stderr, say
+from specdec_jax.serving.replicas import ReplicaSettings
 from specdec_jax.serving.scheduler import Scheduler
-from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.serving.settings import ServeSettings, listening_socket
 
 _KEYS = 'SPECDEC_API_KEYS'
-_LAST_SECONDS = 5  # in which the ends of what was cut off are sent
 # Until an idle connection is closed. Clients' pools close theirs after 5 to 60
 # seconds; were the server first, a request that is just sent would be lost.
 _IDLE_SECONDS = 75
@@ -40,6 +41,10 @@ class ServeConfig:
     settings: of the server.
     drafter: makes the drafter; None where the engine has its own.
     draft_path: of the drafter's checkpoint; None is no drafter.
+    calibration: a file of `specdec calibrate`, which says how long drafts of
+      greedy outputs are and which outputs are too short for any, see
+      `drafting`; None is the engine's gamma.
+    replicas: how many servers there are, if there are several.
 
   Raises:
     ValueError: a value has the wrong type.
@@ -49,6 +54,8 @@ class ServeConfig:
   settings: ServeSettings = ServeSettings()
   drafter: Callable[[], Drafter | Model] | None = None
   draft_path: str | None = None
+  calibration: str | None = None
+  replicas: ReplicaSettings = ReplicaSettings()
 
   def __post_init__(self):
     check_types(self)
@@ -61,26 +68,61 @@ class ServeConfig:
     return self.engine(**options)
 
 
-def serve(config: ServeConfig) -> None:
+def serve(
+  config: ServeConfig, remake: Callable[[], ServeConfig] | None = None
+) -> None:
   """Serves until SIGTERM or SIGINT.
 
   It listens at once, and is ready when everything is compiled. A signal makes
   it refuse what is new and finish what it has taken, see `drain_seconds`.
 
+  Args:
+    config: what is served, and how.
+    remake: makes `config` in another process, where there are replicas; it is
+      sent there.
+
   Raises:
-    ValueError: a value is out of range, packages of the extra [serve] are not
-      installed, or the keys cannot be read.
+    ValueError: a value is out of range, packages of the extras [serve] or [ray]
+      are not installed, or the keys cannot be read.
     OSError: the port is taken.
+    RuntimeError: no replica could be started.
   """
   settings = config.settings
   for name in ('uvicorn', 'starlette', 'prometheus_client'):
     package('A server', name, 'serve')  # before models are loaded
   keys = api_keys(settings.api_key_file)
+  _calibration_of(config)  # before models are loaded, too
+  with logging_to_stderr(), _signals():
+    if config.replicas.number:
+      made = functools.partial(_remade, remake or (lambda: config))
+      replicas.run(made, settings, config.replicas, keys)
+    else:
+      server = Server(*scheduler_of(config), keys)
+      asyncio.run(server.run())
+
+
+def scheduler_of(config: ServeConfig) -> tuple[Scheduler, str]:
+  """Loads the models; returns a scheduler of them, and the model's name.
+
+  Raises:
+    ValueError: as `Engine`, `drafting.calibrate` and `Scheduler`.
+  """
+  measured = _calibration_of(config)
   engine = config.load()
-  name = settings.model_name or engine.models['target'].name or 'target'
-  with _logging(), _signals():
-    server = Server(Scheduler(engine, settings), name, keys)
-    asyncio.run(server.run())
+  name = config.settings.model_name or engine.models['target'].name or 'target'
+  if measured is not None:
+    drafting.calibrate(engine, config.settings, measured)
+  scheduler = Scheduler(engine, config.settings, measured)
+  say('loaded', model=name, **scheduler.drafting.said)
+  return scheduler, name
+
+
+def _calibration_of(config: ServeConfig) -> Calibration | None:
+  return calibration.load(config.calibration) if config.calibration else None
+
+
+def _remade(remake: Callable[[], ServeConfig]) -> tuple[Scheduler, str]:
+  return scheduler_of(remake())
 
 
 def api_keys(path: str | None) -> list[str]:
@@ -124,12 +166,7 @@ class Server:
     self._scheduler, self._settings = scheduler, scheduler.settings
     uvicorn = package('A server', 'uvicorn', 'serve')
     settings = self._settings
-    family = socket.AF_INET6 if ':' in settings.host else socket.AF_INET
-    address = settings.host, settings.port
-    self._socket = socket.create_server(address, family=family)
-    # Connections inherit it. asyncio sets it for sockets of its own only, and
-    # without it the second part of an answer waits for the client's ACK: 40 ms.
-    self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    self._socket = listening_socket(settings)
     self.port: int = self._socket.getsockname()[1]
     self._uvicorn = uvicorn.Server(
       uvicorn.Config(
@@ -140,7 +177,7 @@ class Server:
         server_header=False,
         limit_concurrency=settings.max_connections,
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=int(settings.drain_seconds) + _LAST_SECONDS,
+        timeout_graceful_shutdown=math.ceil(settings.end_seconds),
       )
     )
     self._shutdown = self._uvicorn.shutdown
@@ -161,7 +198,7 @@ class Server:
       self._scheduler.stop()
       await asyncio.to_thread(self._scheduler.join)
       self.application.metrics.close()
-      _say('stopped')
+      say('stopped')
     if self._scheduler.failure is not None:
       raise RuntimeError(f'The scheduler failed: {self._scheduler.failure}')
 
@@ -173,61 +210,22 @@ class Server:
     """Says when it is ready; ends it if it fails."""
     begin = time.perf_counter()
     url = f'http://{self._settings.host}:{self.port}'
-    _say('listening', url=url, model=self.application.name)
+    say('listening', url=url, model=self.application.name)
     is_ready = False
     while self._scheduler.failure is None:
       if not is_ready and self._scheduler.takes_rows:
         is_ready = True
-        _say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
+        say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
       await asyncio.sleep(0.1)
     self.stop()
 
   async def _drain(self, sockets: Any = None) -> None:
     """Finishes what was taken, within a limit."""
     self._scheduler.refuse('The server is stopping. Try again later.')
-    _say('stopping', rows=self._scheduler.num_rows)
+    say('stopping', rows=self._scheduler.num_rows)
     loop = asyncio.get_running_loop()
     loop.call_later(self._settings.drain_seconds, self._scheduler.stop)
     await self._shutdown(sockets)
-
-
-def _say(event: str, **said: Any) -> None:
-  LOG.info(event, extra={'said': said})
-
-
-class _Lines(logging.Formatter):
-  """A log of JSON objects, one a line."""
-
-  def format(self, record: logging.LogRecord) -> str:
-    """One line."""
-    line = {
-      'time': round(record.created, 3),
-      'level': record.levelname,
-      'event': record.getMessage(),
-      **getattr(record, 'said', {}),
-    }
-    if record.exc_info:
-      line['error'] = self.formatException(record.exc_info)
-    return json.dumps(line)
-
-
-@contextlib.contextmanager
-def _logging() -> Iterator[None]:
-  """Inside, the log goes to stderr."""
-  handler = logging.StreamHandler(sys.stderr)
-  handler.setFormatter(_Lines())
-  loggers = [logging.getLogger(name) for name in (LOG.name, 'uvicorn.error')]
-  for logger in loggers:
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-  loggers[1].setLevel(logging.WARNING)  # it says in words what we say in JSON
-  try:
-    yield
-  finally:
-    for logger in loggers:
-      logger.removeHandler(handler)
-      logger.propagate = True
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ here knows of HTTP.
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import threading
@@ -31,7 +32,9 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.slots import Slots
 from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS
 from specdec_jax.engine.trace import Round
+from specdec_jax.measure.calibration import Calibration
 from specdec_jax.models import backend
+from specdec_jax.serving.drafting import Drafting
 from specdec_jax.serving.rows import News, Row, read_together
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.types import FinishReason
@@ -78,16 +81,27 @@ class Scheduler:
   Attributes:
     engine: the engine whose models decode.
     settings: sizes and limits.
+    drafting: how long drafts are.
     is_ready: whether all programs have been compiled.
     failure: what ended the thread; None if it is well.
   """
 
-  def __init__(self, engine: Engine, settings: ServeSettings):
+  def __init__(
+    self,
+    engine: Engine,
+    settings: ServeSettings,
+    measured: Calibration | None = None,
+  ):
     """Starts nothing; call `start`.
 
+    Args:
+      engine: the engine whose models decode.
+      settings: sizes and limits.
+      measured: see `Drafting`.
+
     Raises:
-      ValueError: the slots cannot fit into memory, or the engine splits rows
-        over devices.
+      ValueError: the slots cannot fit into memory, the engine splits rows over
+        devices, or as `Drafting`.
     """
     self.engine, self.settings = engine, settings
     self.is_ready = False
@@ -97,13 +111,9 @@ class Scheduler:
     self._changed = threading.Condition()
     self._refuses: str | None = _NOT_READY
     self._ends = False
-    self._speculative = settings.speculative
-    if self._speculative is None:
-      self._speculative = engine.has_drafter
-    gammas = settings.gammas or {settings.rows: engine.gamma}
-    room = max(engine.gamma, *gammas.values()) if self._speculative else 0
+    self.drafting = Drafting(engine, settings, measured)
+    room = self.drafting.room
     self._rooms = sorted(settings.sizes)
-    self._gammas = gammas
     self._finished: collections.deque[float] = collections.deque(maxlen=_TIMED)
     self._too_large = 0  # looks since the pool had to be as large as it is
     self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
@@ -157,7 +167,7 @@ class Scheduler:
     Raises:
       ValueError: as `Engine.generate`.
     """
-    speculative = bool(self._speculative)
+    speculative = self.speculates
     search = None
     if options.get('num_beams') is not None:
       speculative = speculative and backend.ways().drafts_beams
@@ -177,6 +187,8 @@ class Scheduler:
         'Only greedy rows without log-probabilities are decoded plainly beside'
         f' others; got {batch.options.sampling}.'
       )
+    if row.is_simple and self.drafting.is_too_short(batch):
+      row.is_plain = True
     return row
 
   def submit(self, rows: Sequence[Row]) -> None:
@@ -233,7 +245,7 @@ class Scheduler:
   @property
   def speculates(self) -> bool:
     """Whether a drafter helps."""
-    return bool(self._speculative)
+    return self.drafting.speculates
 
   @property
   def takes_rows(self) -> bool:
@@ -357,8 +369,14 @@ class Scheduler:
         return  # others go on before the next one
       count = len(rows)
       filled = [rows[0]] * (_READ_TOGETHER - count) if count > 1 else []
-      group = self._slots.read(self._request([*rows, *filled]), rows)
-      self._slots.admit(group)
+      others = [row for row in self._slots.owners if row is not None]
+      plainly = self.drafting.reads_plainly and self._is_plain(rows + others)
+      request = self._request([*rows, *filled])
+      self._slots.admit(self._slots.read(request, rows, plainly))
+
+  def _is_plain(self, rows: Sequence[Row]) -> bool:
+    """Whether rows, all that are to run, need no drafter."""
+    return all(row.is_plain for row in rows)
 
   def _advance(self) -> PoolView:
     """Starts the next rounds."""
@@ -367,17 +385,9 @@ class Scheduler:
     rounds = 1 if any(row.streams for row in rows) else STOP_STRING_ROUNDS
     simply = all(row.is_simple for row in rows)
     size = len(self._slots.owners)
-    plainly = all(row.is_plain for row in rows)
-    self._gamma = self._gamma_of(size, simply, plainly)
-    return self._slots.run(rounds, 1, self._gamma, simply)
-
-  def _gamma_of(self, size: int, simply: bool, plainly: bool) -> int:
-    """Samples depend on gamma, so theirs does not depend on the traffic."""
-    if not self._speculative or (plainly and size == 1):
-      return 0
-    larger = [rows for rows in self._gammas if rows >= size]
-    known = self._gammas[min(larger, default=max(self._gammas))]
-    return known if simply else self.engine.gamma
+    kind = self.drafting.of(size, simply, self._is_plain(rows))
+    self._gamma = kind.gamma
+    return self._slots.run(rounds, 1, kind.gamma, simply, kind.ends)
 
   def _look(self, view: PoolView) -> '_Look':
     """Frees slots; says whose outputs are done, and whose go on."""
@@ -389,6 +399,8 @@ class Scheduler:
       rounds = int(found.stats.num_rounds[slot])
       row.num_drafted += self._gamma * (rounds - row.num_rounds)
       row.num_rounds = rounds
+      if found.stats.num_drafted is not None:
+        row.num_drafted = int(found.stats.num_drafted[slot])
       if row.deadline <= now and reasons[slot] == FinishReason.RUNNING:
         self._tell(row, News(error='deadline'))
         row.is_cancelled = True
@@ -465,7 +477,8 @@ class Scheduler:
     return PoolPrograms(loop, params, example, prompted)
 
   def _request(self, rows: Sequence[Row]) -> Request:
-    return read_together(rows, self._num_stops, self._verification)
+    request = read_together(rows, self._num_stops, self._verification)
+    return dataclasses.replace(request, skips_rounds=self.drafting.skips_rounds)
 
   def _all_widths(self) -> list[list[int]]:
     """A text of each width that texts are read in, the widest last."""
@@ -495,19 +508,22 @@ class Scheduler:
     everything follows upon everything.
     """
     slots = self._slots
-    slots.begin(self._rooms[0], self._width, bool(self._speculative))
+    slots.begin(self._rooms[0], self._width, self.speculates)
     for _ in range(2):
       for size in self._rooms:
         slots.resize(size)
         for row in self._shapes:
           if self._ends:
             return
-          for count in (1, _READ_TOGETHER):
-            slots.admit(slots.read(self._request([row] * count), [row]))
+          for count, plainly in itertools.product(
+            (1, _READ_TOGETHER), {False, self.drafting.reads_plainly}
+          ):
+            request = self._request([row] * count)
+            slots.admit(slots.read(request, [row], plainly))
             slots.clear()
         for simply, plainly in ((True, False), (False, False), (True, True)):
-          gamma = self._gamma_of(size, simply, plainly)
-          jax.device_get(slots.run(1, 1, gamma, simply))
+          kind = self.drafting.of(size, simply, plainly)
+          jax.device_get(slots.run(1, 1, kind.gamma, simply, kind.ends))
           slots.clear()
         for other in self._rooms:
           slots.resize(other)

@@ -1,11 +1,14 @@
 """What a server is told: its address, sizes and limits."""
 
 import dataclasses
+import socket
 from collections.abc import Mapping
 
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.options import check_gamma
+
+_LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +21,9 @@ class ServeSettings:
     model_name: what requests call the model; None is the target's name.
     rows: outputs that are decoded together.
     gammas: rows -> gamma of greedy requests, by the rows of the pool; see
-      `Calibration.gammas`. None is the engine's gamma. Samples always have the
-      engine's, so that they do not depend on the traffic.
+      `Calibration.gammas`. None is the engine's gamma, or a calibration's.
+      Samples always have the engine's, so that they do not depend on the
+      traffic.
     speculative: whether the drafter helps; None is yes if there is one.
     beams: widths of the beam searches that are served, as programs for them are
       compiled before; the others wait while one runs.
@@ -85,6 +89,11 @@ class ServeSettings:
     return min(self.max_outputs, self.max_waiting)
 
   @property
+  def end_seconds(self) -> float:
+    """Seconds that a server takes at most to end once it is told to."""
+    return self.drain_seconds + _LAST_SECONDS
+
+  @property
   def sizes(self) -> tuple[int, ...]:
     """Rows of the pools: 1, 4, 16, ... and `rows`.
 
@@ -96,3 +105,18 @@ class ServeSettings:
       found.append(size)
       size *= 4
     return tuple(sorted(found))
+
+
+def listening_socket(settings: ServeSettings) -> socket.socket:
+  """A socket that listens at the server's address.
+
+  Raises:
+    OSError: the port is taken.
+  """
+  family = socket.AF_INET6 if ':' in settings.host else socket.AF_INET
+  address = settings.host, settings.port
+  listening = socket.create_server(address, family=family)
+  # Connections inherit it. asyncio sets it for sockets of its own only, and
+  # without it the second part of an answer waits for the client's ACK: 40 ms.
+  listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  return listening

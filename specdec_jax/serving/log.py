@@ -1,0 +1,50 @@
+"""The log of a server: JSON objects on stderr, one a line."""
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+LOG = logging.getLogger('specdec_jax.serving')
+
+
+def say(event: str, **said: Any) -> None:
+  """Logs an event, and what there is to say of it."""
+  LOG.info(event, extra={'said': said})
+
+
+class _Lines(logging.Formatter):
+  """A log of JSON objects, one a line."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    """One line."""
+    line = {
+      'time': round(record.created, 3),
+      'level': record.levelname,
+      'event': record.getMessage(),
+      **getattr(record, 'said', {}),
+    }
+    if record.exc_info:
+      line['error'] = self.formatException(record.exc_info)
+    return json.dumps(line)
+
+
+@contextlib.contextmanager
+def logging_to_stderr() -> Iterator[None]:
+  """Inside, the log goes to stderr."""
+  handler = logging.StreamHandler(sys.stderr)
+  handler.setFormatter(_Lines())
+  loggers = [logging.getLogger(name) for name in (LOG.name, 'uvicorn.error')]
+  for logger in loggers:
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+  loggers[1].setLevel(logging.WARNING)  # it says in words what we say in JSON
+  try:
+    yield
+  finally:
+    for logger in loggers:
+      logger.removeHandler(handler)
+      logger.propagate = True

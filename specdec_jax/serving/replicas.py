@@ -1,0 +1,245 @@
+"""Several servers of one pair behind one address, kept by Ray Serve.
+
+Each replica is the application of `specdec serve` with a scheduler of its own,
+in a process of its own, on any machine of a Ray cluster. Ray's part is what is
+between them: the address, who gets which request, how many there are, and that
+one that has failed is started anew.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.packages import package
+from specdec_jax.serving.app import Application
+from specdec_jax.serving.log import logging_to_stderr, say
+from specdec_jax.serving.scheduler import Scheduler
+from specdec_jax.serving.settings import ServeSettings, listening_socket
+
+NAME = 'specdec'  # of the application and its deployment, as Ray shows them
+_HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
+_LOOK_SECONDS = 0.1
+_LAST_SECONDS = 5.0  # that Ray takes to see that a replica has ended
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaSettings:
+  """How many replicas there are, and what Ray reserves for each.
+
+  Attributes:
+    number: of replicas; 0 is one server without Ray.
+    most: of replicas, while more outputs are asked for than fewer can decode
+      together; None is `number`.
+    cpus: cores of each, which may be a fraction.
+    gpus: GPUs of each. JAX sees no others.
+    resources: what else a machine must have for each, by Ray's names, such as
+      {'TPU': 4}.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  number: int = 0
+  most: int | None = None
+  cpus: float = 1.0
+  gpus: float = 0.0
+  resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    check_types(self)
+    check_number('replicas', self.number, 0)
+    if self.most is not None:
+      check_number('the most replicas', self.most, max(self.number, 1))
+    for name in ('cpus', 'gpus'):
+      if getattr(self, name) < 0:
+        raise ValueError(
+          f'{name} of a replica must be 0 or more, got {getattr(self, name)!r}.'
+        )
+
+
+def run(
+  make: Callable[[], tuple[Scheduler, str]],
+  settings: ServeSettings,
+  replicas: ReplicaSettings,
+  keys: Sequence[str],
+) -> None:
+  """Serves by replicas until SIGTERM or SIGINT.
+
+  They are in the Ray cluster that there is (`RAY_ADDRESS`, or one that was
+  started on this machine); if there is none, Ray starts one of this machine
+  alone, which ends with this process.
+
+  Args:
+    make: makes a scheduler and the model's name, in the process of a replica;
+      Ray must be able to send it there.
+    settings: of the server.
+    replicas: how many there are.
+    keys: of which each request needs one.
+
+  Raises:
+    ValueError: Ray Serve is not installed, or the port is 0.
+    OSError: the port is taken on this machine.
+    RuntimeError: no replica could be started.
+  """
+  ray = package('A server with replicas', 'ray', 'ray')
+  ray_serve = package('A server with replicas', 'ray.serve', 'ray')
+  begin = time.perf_counter()
+  _check_port(settings)
+  # What JAX, the models and the drafter need is in the replicas alone.
+  ray.init(include_dashboard=False, configure_logging=False)
+  address = {'host': settings.host, 'port': settings.port}
+  url = f'http://{settings.host}:{settings.port}'
+  try:
+    with _told_to_end() as told:
+      ray_serve.start(http_options=address)
+      say('listening', url=url, replicas=replicas.number)
+      app = _deployment(ray_serve, make, settings, replicas, keys).bind()
+      try:
+        started = _Started(ray_serve, app)
+        is_ready = False
+        while not told.wait(_LOOK_SECONDS):
+          if started.is_done and not is_ready:
+            is_ready = True
+            seconds = round(time.perf_counter() - begin, 3)
+            say('ready', url=url, seconds=seconds)
+        say('stopping')
+      finally:
+        _end(ray_serve, settings)
+  finally:
+    ray.shutdown()
+    say('stopped')
+
+
+class _Started:
+  """The start of an application, which a thread waits for."""
+
+  def __init__(self, ray_serve: Any, app: Any):
+    self._begun = concurrent.futures.Future[None]()
+
+    def start() -> None:
+      try:
+        ray_serve.run(app, name=NAME, route_prefix='/')
+        self._begun.set_result(None)
+      except BaseException as error:
+        self._begun.set_exception(error)
+
+    threading.Thread(target=start, daemon=True).start()
+
+  @property
+  def is_done(self) -> bool:
+    """Whether all replicas take requests.
+
+    Raises:
+      RuntimeError: they do not, and will not.
+    """
+    if self._begun.done():
+      self._begun.result()
+      return True
+    return False
+
+
+def _check_port(settings: ServeSettings) -> None:
+  """Ray would say it in many lines, of a process of its own."""
+  if not settings.port:
+    raise ValueError(
+      'A server with replicas needs a port of its own, got 0: each machine'
+      ' listens at the same one.'
+    )
+  listening_socket(settings).close()
+
+
+def _end(ray_serve: Any, settings: ServeSettings) -> None:
+  """Each replica finishes what it was given, within a limit.
+
+  Where a cluster has other applications of Ray Serve, these go on.
+  """
+  ray_serve.delete(NAME, _blocking=False)
+  until = time.monotonic() + settings.end_seconds + _LAST_SECONDS
+  while time.monotonic() < until and NAME in ray_serve.status().applications:
+    time.sleep(_LOOK_SECONDS)
+  if not set(ray_serve.status().applications) - {NAME}:
+    ray_serve.shutdown()
+
+
+def _deployment(
+  ray_serve: Any,
+  make: Callable[[], tuple[Scheduler, str]],
+  settings: ServeSettings,
+  replicas: ReplicaSettings,
+  keys: Sequence[str],
+) -> Any:
+  """What Ray keeps running; it is sent to the machines as it is."""
+  made: list[Any] = []  # in a replica: the application, for Ray's builder
+
+  class Replica:
+    """One server: its scheduler, and the application that Ray calls."""
+
+    def __init__(self):
+      """Returns when everything is compiled: then Ray sends it requests."""
+      self._ends = contextlib.ExitStack()
+      self._ends.enter_context(logging_to_stderr())
+      self._scheduler, name = make()
+      application = Application(self._scheduler, name, keys)
+      made.append(application.asgi)
+      self._ends.callback(application.metrics.close)
+      self._scheduler.start()
+      self._ends.callback(self._scheduler.join)
+      self._ends.callback(self._scheduler.stop)
+      while not self._scheduler.takes_rows:
+        self.check_health()
+        time.sleep(_LOOK_SECONDS)
+      say('ready')
+
+    def check_health(self):
+      """Ray asks it; a replica that raises is replaced by another."""
+      if self._scheduler.failure is not None:
+        raise RuntimeError(f'The scheduler failed: {self._scheduler.failure}')
+
+    def __del__(self):
+      """Ray calls it when what was taken is done, or its time is over."""
+      self._ends.close()
+
+  amount: dict[str, Any] = {'num_replicas': replicas.number}
+  if replicas.most is not None and replicas.most > replicas.number:
+    amount = {
+      'autoscaling_config': {
+        'min_replicas': replicas.number,
+        'max_replicas': replicas.most,
+        'target_ongoing_requests': settings.rows,
+      }
+    }
+  return ray_serve.deployment(
+    ray_serve.ingress(lambda: made[0])(Replica),
+    name=NAME,
+    # It says itself that its queue is full.
+    max_ongoing_requests=settings.max_connections,
+    graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
+    graceful_shutdown_timeout_s=settings.end_seconds,
+    health_check_period_s=_HEALTH_SECONDS,
+    ray_actor_options={
+      'num_cpus': replicas.cpus,
+      'num_gpus': replicas.gpus,
+      'resources': dict(replicas.resources),
+    },
+    **amount,
+  )
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[threading.Event]:
+  """Inside, SIGTERM and SIGINT only set the event."""
+  told = threading.Event()
+  kinds = (signal.SIGTERM, signal.SIGINT)
+  before = [signal.signal(kind, lambda *_: told.set()) for kind in kinds]
+  try:
+    yield told
+  finally:
+    for kind, handler in zip(kinds, before, strict=True):
+      signal.signal(kind, handler)

@@ -1,0 +1,217 @@
+"""How a server drafts: by a calibration, with drafts that adapt, with rests."""
+
+import dataclasses
+import types
+
+import pytest
+
+from continuous_test import make_texts, nothing_compiles
+from scheduler_test import (
+  KINDS,
+  Heard,
+  ask,
+  model,
+  same,
+  started,
+  traffic_of,
+  wait_until,
+)
+from specdec_jax.decoding import fallback
+from specdec_jax.drafters.length import unsure_below
+from specdec_jax.engine.completion import Completion, CompletionStats
+from specdec_jax.engine.engine import Engine
+from specdec_jax.measure import environment
+from specdec_jax.measure.calibration import (
+  Calibration,
+  CalibrationError,
+  Choice,
+)
+from specdec_jax.serving import answer, drafting
+from specdec_jax.serving.metrics import Metrics
+from specdec_jax.serving.rows import News
+from specdec_jax.serving.settings import ServeSettings
+
+TEXTS = sorted(make_texts(40), key=len)[:10]
+MIXED = KINDS[0], KINDS[2]  # greedy, and drawn
+CONFIDENCE = 0.03  # which the drafter has at some places
+SHORT = 4  # tokens, from which on the calibration says that a draft pays
+
+
+def made(tokenizer, **options):
+  sizes = {'max_input_len': 16, 'max_decode_len': 24}
+  return Engine(model(0), model(1), tokenizer=tokenizer, **sizes, **options)
+
+
+@pytest.fixture(scope='module')
+def engine(tokenizer):
+  """Its drafts end early, and its drafter, which is mostly wrong, rests."""
+  costs = fallback.of_round_costs([1.0, 1.5, 1.5], first_rest=3)
+  return made(tokenizer, gamma=unsure_below(CONFIDENCE, 2), fallback=costs)
+
+
+@pytest.fixture(scope='module')
+def traffic(engine):
+  return traffic_of(engine, TEXTS, MIXED)
+
+
+def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
+  """Rows of all kinds are what they are alone, samples too."""
+  scheduler = started(engine, rows=2)
+  try:
+    heard = [
+      Heard(scheduler, text, streams=i % 2 > 0, **asked)
+      for i, (text, asked, _) in enumerate(traffic)
+    ]
+    with nothing_compiles():
+      for at in range(0, len(heard), 3):
+        scheduler.submit([one.row for one in heard[at : at + 3]])
+      ends = [one.last for one in heard]
+  finally:
+    scheduler.stop()
+    scheduler.join()
+  early = 0
+  for end, (_, asked, want) in zip(ends, traffic, strict=True):
+    same(end.completion, want)
+    stats = end.completion.stats
+    # As alone, to the round; the pool's histogram may be wider.
+    alone = dataclasses.replace(
+      want.stats, histogram=stats.histogram, num_passed=stats.num_passed
+    )
+    assert stats == alone, asked
+    assert stats.num_tested <= end.num_drafted
+    awake = stats.num_target_calls - stats.fallback_rounds
+    assert end.num_drafted <= awake * engine.gamma
+    early += awake * engine.gamma - end.num_drafted
+  assert any(one.completion.stats.fallback_rounds for one in ends)
+  # More than the three that the budget of an output cuts off at its end.
+  assert early > 3 * len(ends), 'no draft ended early'
+
+
+def test_rounds_of_rest_are_counted_by_themselves():
+  pytest.importorskip('prometheus_client', reason='needs the extra [serve]')
+  stats = CompletionStats(9, 6, 4, 3, (4, 1, 1), fallback_rounds=2)
+  end = News(completion=Completion('', [1] * 9, [], 'stop', stats))
+  end = dataclasses.replace(end, num_drafted=5)
+  idle = types.SimpleNamespace(num_running=0, num_waiting=0, is_ready=False)
+  metrics = Metrics(idle)
+  try:
+    metrics.ended(end)
+    said = metrics.text().decode()
+  finally:
+    metrics.close()
+  assert 'specdec:fallback_rounds_total 2.0' in said
+  assert 'specdec:spec_decode_num_drafts_total 4.0' in said
+  one = answer.speculative_metrics([end.completion], end.num_drafted)
+  assert one['speculative_decoding']['fallback_rounds'] == 2
+  assert one['speculative_decoding']['num_draft_tokens'] == 5
+
+
+def test_samples_depend_on_where_drafts_end(engine, traffic):
+  """The control: so they cannot have the gamma that suits the traffic."""
+  asked = MIXED[1] | {'seed': 1}
+  places = range(1, len(TEXTS), len(MIXED))
+  found = engine.generate(
+    [TEXTS[i] for i in places], gamma=1, example_ids=[*places], **asked
+  )
+  want = [traffic[i][2] for i in places]
+  assert [one.text for one in found] != [one.text for one in want]
+
+
+def calibration_of(engine, **changes):
+  """At one row three proposals pay, at two none; the drafter's start costs."""
+  times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': 2.0}}
+  choices = [
+    Choice(rows, gamma, speed_up, (1.0, 2.0), (1.0, speed_up))
+    for rows, gamma, speed_up in ((1, 3, 2.0), (2, 0, 1.0))
+  ]
+  values = {
+    'fingerprints': engine.fingerprints,
+    'device': environment.describe()['device'],
+    'temperature': 0.0,
+    'choices': tuple(choices),
+    'record': {'costs': [{'times_ms': times}] * 2},
+  }
+  return Calibration(**(values | changes))
+
+
+@pytest.fixture(scope='module')
+def simple(tokenizer):
+  return made(tokenizer, gamma=2)
+
+
+def test_a_calibration_says_what_is_drafted_for(simple):
+  measured = calibration_of(simple)
+  assert measured.least_length(1) == SHORT and measured.least_length(2) == 0
+  settings = ServeSettings(rows=2)
+  drafting.calibrate(simple, settings, measured)
+  scheduler = started(simple, measured=measured, rows=2)
+  greedy = {'log_probs': False, 'stop_ids': ()}
+  long = greedy | {'max_length': 16}
+  try:
+    with nothing_compiles():
+      short = Heard(scheduler, TEXTS[0], max_length=SHORT - 1, **greedy)
+      scheduler.submit([short.row])
+      assert short.last.num_drafted == 0
+      enough = Heard(scheduler, TEXTS[0], max_length=SHORT, **greedy)
+      scheduler.submit([enough.row])
+      assert enough.last.num_drafted > 0
+      # Two at a time are not drafted for; the one that is left is.
+      both = [Heard(scheduler, text, **long) for text in TEXTS[:2]]
+      longest = Heard(scheduler, TEXTS[2], **(greedy | {'max_length': 24}))
+      scheduler.submit([one.row for one in (*both, longest)])
+      ends = [one.last for one in (*both, longest)]
+      assert [one.num_drafted for one in ends[:2]] == [0, 0]
+      # A sample beside it: all rounds have the engine's gamma.
+      sampled = {'temperature': 1.0, 'stop_ids': (), 'seed': 5}
+      pair = [
+        Heard(scheduler, TEXTS[3], **sampled),
+        Heard(scheduler, TEXTS[4], max_length=SHORT - 1, **greedy),
+      ]
+      scheduler.submit([one.row for one in pair])
+      sample, beside = [one.last for one in pair]
+      assert sample.num_drafted == 2 * sample.completion.stats.num_target_calls
+      assert beside.num_drafted > 0
+      wait_until(lambda: not scheduler.num_rows)
+    want = simple.generate(TEXTS[:3], max_length=16, **greedy)
+    for heard, one in zip(both, want[:2], strict=True):
+      same(heard.last.completion, one)
+    assert ends[2].completion.tokens[:16] == want[2].tokens
+    assert short.last.completion.tokens == want[0].tokens[: SHORT - 1]
+    same(sample.completion, simple.generate([TEXTS[3]], **sampled)[0])
+    assert ask(scheduler, TEXTS[0], max_length=1).tokens == want[0].tokens[:1]
+  finally:
+    scheduler.stop()
+    scheduler.join()
+
+
+def test_where_no_draft_pays_the_drafter_is_left_out(simple):
+  measured = calibration_of(simple)
+  never = dataclasses.replace(measured, choices=measured.choices[1:])
+  said = drafting.Drafting(simple, ServeSettings(rows=2), never)
+  assert not said.speculates and said.room == 0
+  assert said.of(1, True, False).gamma == 0
+  told = ServeSettings(rows=2, speculative=True)
+  assert drafting.Drafting(simple, told, never).speculates
+
+
+def test_calibrations_of_something_else_are_refused(simple, tokenizer):
+  measured = calibration_of(simple)
+  settings = ServeSettings(rows=2)
+  other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
+  with pytest.raises(CalibrationError, match='made for something else'):
+    drafting.calibrate(simple, settings, other)
+  given = dataclasses.replace(settings, gammas={2: 3})
+  with pytest.raises(ValueError, match='one of the two'):
+    drafting.calibrate(simple, given, measured)
+  alone = Engine(model(0), tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='there is no drafter'):
+    drafting.calibrate(alone, settings, measured)
+
+
+def test_an_adaptive_engine_needs_what_a_calibration_knows(engine):
+  with pytest.raises(
+    CalibrationError, match='needs a calibration with a table'
+  ):
+    drafting.calibrate(engine, ServeSettings(), calibration_of(engine))
+  with pytest.raises(ValueError, match='has 9.*2 proposals at most'):
+    drafting.Drafting(engine, ServeSettings(gammas={16: 9}))

@@ -1,0 +1,224 @@
+"""Several servers behind one address, by Ray Serve."""
+
+import concurrent.futures
+import importlib.util
+import json
+import os
+import pathlib
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import urllib.error
+import urllib.request
+
+import gin
+import pytest
+
+from specdec_jax import serving
+from specdec_jax.cli import commands, gin_flags
+from specdec_jax.serving import replicas
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RUN_FILE = commands.COMMANDS['serve'].run_file
+PROMPTS = ('Good morning!', 'Where is it?', 'Thank you.')
+WAIT = 1200  # seconds, in which programs are compiled on any machine
+
+
+def test_what_a_replica_is_made_of_goes_to_another_process():
+  flags = ('--replicas', '2', '--rows', '3', '--gin.REPLICA_GPUS=1')
+  gin_flags.load(gin_flags.parse_flags(flags, None, 'serve', RUN_FILE))
+  try:
+    here = gin_flags.build(serving.ServeConfig)
+    sent = pickle.dumps(gin_flags.builder(serving.ServeConfig))
+    gin.clear_config()
+    there = pickle.loads(sent)()
+  finally:
+    gin.clear_config()
+  assert there.settings == here.settings and there.settings.rows == 3
+  assert there.replicas == serving.ReplicaSettings(2, gpus=1.0)
+  assert there.draft_path == here.draft_path
+
+
+def test_it_says_that_the_extra_is_missing(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'ray', None)
+  for name in ('uvicorn', 'starlette', 'prometheus_client'):
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+
+  def load(**_):
+    pytest.fail('a model was loaded')
+
+  config = serving.ServeConfig(load, replicas=serving.ReplicaSettings(2))
+  with pytest.raises(ValueError, match=r'replicas.*ray.*specdec_jax\[ray\]'):
+    serving.serve(config)
+
+
+@pytest.mark.parametrize(
+  'wrong, said',
+  [
+    ({'number': -1}, 'replicas'),
+    ({'number': 3, 'most': 2}, 'the most replicas'),
+    ({'number': 1, 'gpus': -1.0}, 'gpus'),
+  ],
+)
+def test_settings(wrong, said):
+  with pytest.raises(ValueError, match=said):
+    serving.ReplicaSettings(**wrong)
+
+
+def test_a_port_that_cannot_be_is_said_before_ray_starts(monkeypatch):
+  started = types.SimpleNamespace(init=lambda **_: pytest.fail('it started'))
+  monkeypatch.setattr(replicas, 'package', lambda *_: started)
+  two = serving.ReplicaSettings(2)
+  with pytest.raises(ValueError, match='port of its own, got 0'):
+    replicas.run(list, serving.ServeSettings(port=0), two, [])
+  with socket.create_server(('127.0.0.1', 0)) as taken:
+    settings = serving.ServeSettings(port=taken.getsockname()[1])
+    with pytest.raises(OSError, match='in use'):
+      replicas.run(list, settings, two, [])
+
+
+def demo_engine():
+  """The engine that `specdec serve` has."""
+  gin_flags.load(gin_flags.parse_flags([], None, 'serve', RUN_FILE))
+  try:
+    config = gin_flags.build(serving.ServeConfig)
+    return config.engine(drafter=config.drafter())
+  finally:
+    gin.clear_config()
+
+
+class Served:
+  """`specdec serve --replicas 2` in a process, and what it says."""
+
+  def __init__(self):
+    with socket.create_server(('127.0.0.1', 0)) as free:
+      port = free.getsockname()[1]
+    self.url = f'http://127.0.0.1:{port}'
+    flags = f'--replicas 2 --port {port} --rows 1 --max-input-length 8'
+    paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    self.process = subprocess.Popen(
+      [sys.executable, '-m', 'specdec_jax', 'serve', *flags.split()]
+      + ['--gin.REPLICA_CPUS=0.5'],
+      env=os.environ
+      | {'PYTHONPATH': ':'.join(paths), 'RAY_USAGE_STATS_ENABLED': '0'},
+      stderr=subprocess.PIPE,
+      stdout=subprocess.DEVNULL,
+      text=True,
+    )
+    self.lines = []
+    self._reader = threading.Thread(target=self._read)
+    self._reader.start()
+
+  def _read(self):
+    for line in self.process.stderr:
+      self.lines.append(line)
+
+  def until(self, condition):
+    end = time.monotonic() + WAIT
+    while not condition():
+      assert time.monotonic() < end, ''.join(self.lines)
+      assert self.process.poll() is None, ''.join(self.lines)
+      time.sleep(0.2)
+
+  @property
+  def is_ready(self):
+    """Whether the server says it, not a replica."""
+    return any(x.startswith('{') and '"ready"' in x for x in self.lines)
+
+  @property
+  def num_started(self):
+    """Replicas that were ready at some time."""
+    return sum('ServeReplica' in x and '"ready"' in x for x in self.lines)
+
+  @property
+  def replicas(self):
+    """The ids of their processes, which are this process's grandchildren."""
+    told = subprocess.run(
+      ['ps', '-eo', 'pid=,ppid=,args='], capture_output=True, text=True
+    ).stdout
+    rows = [line.split(None, 2) for line in told.splitlines()]
+    parents = {int(pid): int(parent) for pid, parent, *_ in rows}
+
+    def is_ours(pid):
+      while pid in parents:
+        if pid == self.process.pid:
+          return True
+        pid = parents[pid]
+      return False
+
+    found = [int(row[0]) for row in rows if 'ray::ServeReplica' in row[-1]]
+    return [pid for pid in found if is_ours(pid)]
+
+  def ask(self, prompt, **options):
+    """The text of an answer, or the status of an error."""
+    body = {'prompt': prompt, 'temperature': 0, 'max_tokens': 12} | options
+    try:
+      with urllib.request.urlopen(
+        f'{self.url}/v1/completions', json.dumps(body).encode()
+      ) as answer:
+        return json.load(answer)['choices'][0]['text']
+    except urllib.error.HTTPError as error:
+      with error:
+        return error.code
+
+  def end(self):
+    self.process.kill()
+    self.process.wait()
+    self._reader.join()
+    self.process.stderr.close()
+
+
+@pytest.mark.slow
+def test_two_replicas_one_of_which_is_killed():
+  if importlib.util.find_spec('ray') is None:
+    pytest.skip('needs the extra [ray]')
+  engine, sampled = demo_engine(), {'temperature': 1.0, 'seed': 3}
+  want = {one: engine.generate([one], max_length=12)[0].text for one in PROMPTS}
+  drawn = engine.generate(PROMPTS[:1], max_length=12, **sampled)[0].text
+  served = Served()
+  stop = threading.Event()
+  answers = []
+
+  def keep_asking(prompt):
+    while not stop.is_set():
+      answers.append((time.monotonic(), served.ask(prompt) == want[prompt]))
+
+  try:
+    served.until(lambda: served.is_ready)
+    assert len(served.replicas) == 2
+    assert {one: served.ask(one) for one in PROMPTS} == want
+    found = {served.ask(PROMPTS[0], **sampled) for _ in range(6)}
+    assert found == {drawn}, 'a sample is the same, whoever draws it'
+    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+      try:
+        clients = [pool.submit(keep_asking, prompt) for prompt in PROMPTS]
+        served.until(lambda: len(answers) > 10)
+        victim, other = served.replicas
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        # The other one goes on while a third is made.
+        served.until(lambda: served.num_started > 2)
+        back = time.monotonic()
+        served.until(lambda: any(t > back + 2 for t, _ in answers))
+        assert other in served.replicas and len(served.replicas) == 2
+      finally:
+        stop.set()
+      for client in clients:
+        client.result()
+    wrong = [t - killed for t, is_right in answers if not is_right]
+    # No more than what it was decoding, and soon after.
+    assert len(wrong) <= len(PROMPTS) and all(t < 30 for t in wrong), wrong
+    assert sum(killed < t < back for t, is_right in answers if is_right) > 3
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      last = pool.submit(served.ask, PROMPTS[0], max_tokens=60)
+      time.sleep(0.2)
+      served.process.send_signal(signal.SIGTERM)
+      assert served.process.wait(120) == 0
+      assert isinstance(last.result(), str), 'what was taken was not finished'
+  finally:
+    served.end()
