@@ -60,13 +60,13 @@ def rounded(params: Mapping[str, Any], module: str = '') -> dict[str, Any]:
   Raises:
     ValueError: as for `quantise`.
   """
-  found = {
+  found: dict[str, Any] = {
     name: rounded(value, f'{module}{name}/')
     if isinstance(value, Mapping)
     else value
     for name, value in params.items()
   }
-  kernel = found.get(KERNEL)
+  kernel: Any = found.get(KERNEL)
   if kernel is not None and jnp.issubdtype(kernel.dtype, jnp.floating):
     found[KERNEL], found[SCALE] = quantise(kernel, f'{module}{KERNEL}')
   return found
