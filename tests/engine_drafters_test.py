@@ -85,10 +85,7 @@ def test_greedy_outputs_are_the_targets_own(parts, tokenizer, plain, name):
 def test_a_decoder_only_drafter_of_another_vocabulary(parts, tokenizer):
   more = VOCAB_SIZE + 2000
   config = dataclasses.replace(DECODER_ONLY.config, vocab_size=more)
-  with (
-    pytest.warns(UserWarning, match='The draft is decoder-only'),
-    pytest.raises(ValueError, match='draft has a vocabulary of 2288, the'),
-  ):
+  with pytest.raises(ValueError, match='vocabulary is 2288 and the target'):
     Engine(
       parts['target'],
       Model(type(DECODER_ONLY)(config), {}),

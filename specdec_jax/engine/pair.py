@@ -192,13 +192,13 @@ def own_vocabulary(model: Model) -> Tokenizer:
 def fitted(target: Model, drafter: Drafter) -> Drafter:
   """The drafter with its target's ids, if it is a small model alone.
 
-  Heads of one tokenizer may be padded differently. `check_pair` says whether
-  the sizes fit the tokenizer.
+  Heads of one tokenizer may be padded differently. Vocabularies that differ by
+  more than that are left to `check_pair`.
   """
-  small = alone(drafter)
-  if small is None:
+  small, size = alone(drafter), target.network.vocab_size
+  if small is None or abs(small.network.vocab_size - size) > _MOST_MORE_IDS:
     return drafter
-  return small_model(small.with_vocabulary(target.network.vocab_size))
+  return small_model(small.with_vocabulary(size))
 
 
 def placement_of(
