@@ -68,10 +68,9 @@ def logits_of_calls(kind, network, batch, slots):
   [
     ('t5_1_1', 1),
     ('t5x_style', 1),
-    ('gpt2', 1),
     *(
-      pytest.param(name, 3, marks=pytest.mark.slow)
-      for name in ('t5_1_1', 'own_bias', 'gpt_t5x')
+      pytest.param(*other, marks=pytest.mark.slow)
+      for other in (('gpt2', 1), ('t5_1_1', 3), ('own_bias', 3), ('gpt_t5x', 3))
     ),
   ],
 )

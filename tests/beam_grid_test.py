@@ -83,6 +83,7 @@ def test_levels_need_their_own_record(tmp_path):
     beam_grid.levels_a_call(str(path))
 
 
+@pytest.mark.slow
 def test_a_level_is_timed_beside_a_token():
   small = dataclasses.replace(CONFIG, dtype='float32')
   config = BenchmarkConfig(

@@ -224,6 +224,11 @@ every_kind = _drafters(
     'with_fallback_of_models',
     'with_fallback_on_encoder',
     'tree_chosen',
+    # Their laws are enumerated in files of their own.
+    'adaptive',
+    'heads',
+    'lookup_tree',
+    'ngram_tree',
   }
 )
 

@@ -218,6 +218,7 @@ def test_the_drafter_that_comes_back_knows_what_it_missed():
   )
 
 
+@pytest.mark.slow
 def test_a_row_rests_alone():
   """Whether a neighbour rests changes no token and no count at T = 1."""
   request = _request(150, SamplingConfig(1.0), rule=RULE)

@@ -76,9 +76,10 @@ def three_hundred(tmp_path_factory):
   ('how', 'dtype'),
   [
     ('device', 'float16'),
-    pytest.param('host', 'float32', marks=pytest.mark.slow),
+    ('host', 'float32'),
   ],
 )
+@pytest.mark.slow
 def test_peak_of_host_memory(three_hundred, how, dtype):
   folder, total, largest = three_hundred
   seen = measure(folder, how, dtype)
@@ -87,6 +88,7 @@ def test_peak_of_host_memory(three_hundred, how, dtype):
 
 
 @linux
+@pytest.mark.slow
 def test_the_measurement_sees_a_file_that_is_held(three_hundred):
   folder, total, largest = three_hundred
   seen = measure(folder, 'at_once', 'float32')

@@ -291,6 +291,7 @@ def test_waiting_can_be_interrupted(joining):
   assert waits.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_process_counts_that_differ(joining):
   port = free_port()
   first, second = joining(port, 2, 0, 60), joining(port, 3, 1, 60)

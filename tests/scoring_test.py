@@ -39,7 +39,9 @@ def engine(network, params, tokenizer):
   )
 
 
-@pytest.mark.parametrize('speculative', [False, True])
+@pytest.mark.parametrize(
+  'speculative', [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_what_decoding_reports(engine, speculative):
   done = engine.generate(
     TEXTS,

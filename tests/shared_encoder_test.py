@@ -268,6 +268,7 @@ def test_rows_of_the_plain_loop_get_the_drafter():
   assert have.stats.num_tested.sum() > 0
 
 
+@pytest.mark.slow
 def test_what_the_encoder_says_reaches_the_draft():
   """The target's own chain is never rejected, unless it is deaf."""
   target = toy_models.random_markov(5, 5, order=2, scale=1.2, input_scale=1.0)

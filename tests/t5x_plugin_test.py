@@ -318,6 +318,7 @@ def test_scores_are_of_what_was_drawn_from(sampling, values, rescale):
   np.testing.assert_allclose(scores, expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_decoder_params_reach_the_decode_function():
   """They may be traced, as T5X's callers may do; one temperature a row.
 
@@ -353,6 +354,7 @@ def test_one_key_only():
     )
 
 
+@pytest.mark.slow
 def test_predict_batch_gives_the_tokens():
   model = plugged()
   tokens = model.predict_batch(

@@ -37,13 +37,13 @@ both_ways = pytest.mark.parametrize(
   ('name', 'kind'),
   [
     ('t5', 'cpu'),
-    ('own_bias', 'gpu'),
-    ('gpt2', 'cpu'),
     ('gpt_t5x', 'gpu'),
     *(
       pytest.param(*other, marks=pytest.mark.slow)
       for other in (
         ('t5', 'gpu'),
+        ('own_bias', 'gpu'),
+        ('gpt2', 'cpu'),
         ('own_bias', 'cpu'),
         ('gpt2', 'gpu'),
         ('gpt_t5x', 'cpu'),

@@ -125,6 +125,7 @@ def test_law_without_proposals():
   assert _error(target, draft, 0, 6) < _EXACT
 
 
+@pytest.mark.slow
 def test_equal_probabilities_are_all_accepted():
   rows = jnp.array([[0.1, 0.9], [0.7, 0.3], [0.2, 0.8]])
   draft = Draft(jnp.array([0, 1]), rows[:2], jnp.int32(2))
