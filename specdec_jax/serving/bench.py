@@ -84,7 +84,7 @@ class BenchServeConfig:
   openai_clients: int = 64
   repeats: int = 2
   shares: Sequence[float] = (0.3, 0.5, 0.7, 0.9)
-  seconds: float = 15.0
+  seconds: float = 12.0
   first_limit: float = 0.2
   between_limit: float = 0.02
   calibration: str | None = None
