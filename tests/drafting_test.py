@@ -31,14 +31,15 @@ from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.rows import News
 from specdec_jax.serving.settings import ServeSettings
 
-TEXTS = sorted(make_texts(40), key=len)[:10]
+WORDS = {word for text in make_texts(40) for word in text.split()}
+TEXTS = sorted(WORDS)[:10]
 MIXED = KINDS[0], KINDS[2]  # greedy, and drawn
 CONFIDENCE = 0.03  # which the drafter has at some places
 SHORT = 4  # tokens, from which on the calibration says that a draft pays
 
 
 def made(tokenizer, **options):
-  sizes = {'max_input_len': 16, 'max_decode_len': 24}
+  sizes = {'max_input_len': 8, 'max_decode_len': 24}
   return Engine(model(0), model(1), tokenizer=tokenizer, **sizes, **options)
 
 
