@@ -1,6 +1,5 @@
 """Parity with transformers' Llama, Qwen and Gemma, through their folders."""
 
-import dataclasses
 import functools
 
 import jax

@@ -17,6 +17,7 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.names import check_choice
 from specdec_jax.engine.pair import check_vocabulary_size
 from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config, Network, network_of
 from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.model import Model
@@ -124,7 +125,7 @@ def _ends(
   described: Mapping[str, Any],
   config: Config,
 ) -> tuple[int, ...]:
-  """Ids that end an output; none for a GPT-2 whose folder names none."""
+  """Ids that end an output; a decoder-only model may have none."""
   if isinstance(config, T5Config):
     return special_ids(folder, described).eos
   said = {name: value for name, value in described.items() if value is not None}
@@ -143,6 +144,8 @@ def _first_id(
   """The id that a decoder-only model's texts begin with, as its folder says."""
   if isinstance(config, T5Config):
     return None
+  if isinstance(config, CausalLMConfig) and isinstance(tokenizer, BpeTokenizer):
+    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
   said = described.get('bos_token_id')
   if type(said) is int and 0 <= said < config.vocab_size:
     return said

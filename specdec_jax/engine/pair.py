@@ -303,7 +303,7 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
     tokenizer: its own tokenizer, or that of another model.
   """
   more = size - tokenizer.vocab_size
-  if 0 <= more <= _MOST_MORE_IDS:
+  if tokenizer.least_size <= size and more <= _MOST_MORE_IDS:
     return
   raise ValueError(
     f'The {name} has a vocabulary of {size}, the tokenizer one of'
