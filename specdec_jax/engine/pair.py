@@ -303,7 +303,9 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
     tokenizer: its own tokenizer, or that of another model.
   """
   more = size - tokenizer.vocab_size
-  if tokenizer.least_size <= size and more <= _MOST_MORE_IDS:
+  # A tokenizer of somebody's own need not know it.
+  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
+  if least <= size and more <= _MOST_MORE_IDS:
     return
   raise ValueError(
     f'The {name} has a vocabulary of {size}, the tokenizer one of'
