@@ -97,6 +97,31 @@ def test_a_tree_of_proposals(tokenizer):
   assert sum(c.stats.num_accepted for c in have) > 0
 
 
+@pytest.mark.parametrize('more', [-3, 5])
+def test_a_drafter_with_other_padding(more, tokenizer):
+  """Its ids past the vocabulary are no text; the target's may have mass."""
+  config = FAMILIES['Gemma 3']
+  wide = dataclasses.replace(config, vocab_size=VOCAB_SIZE + 3)
+  other = dataclasses.replace(config, vocab_size=VOCAB_SIZE + 3 + more)
+  draft = Model(*make(other))
+  engine = Engine(
+    Model(*make(wide)), draft, tokenizer=tokenizer, gamma=2, bos_id=BOS,
+    max_input_len=16, max_decode_len=8,
+  )  # fmt: skip
+  have = engine.generate(TEXTS)
+  want = engine.generate(TEXTS, speculative=False)
+  assert [c.tokens for c in have] == [c.tokens for c in want]
+  params = engine.params.draft
+  network = engine.drafter.network
+  assert network.vocab_size == VOCAB_SIZE + 3
+  tokens = np.full((1, 2), VOCAB_SIZE + 2, np.int32)
+  cache = network.prefill(params, tokens, 4)
+  logits, _ = network.extend(params, cache, tokens)
+  assert logits.shape == (1, 2, VOCAB_SIZE + 3) and np.isfinite(logits).all()
+  mass = jax.nn.softmax(logits)[..., VOCAB_SIZE:]
+  assert (float(mass.sum()) > 0) == (more > 0)
+
+
 @pytest.mark.slow
 def test_beams(tokenizer):
   engine = make_engine(FAMILIES['Gemma 3'], tokenizer)

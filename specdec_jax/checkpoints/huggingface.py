@@ -1,16 +1,15 @@
 """Hugging Face folders: config.json and safetensors.
 
-`huggingface_names` (T5), `gpt2_names` and `causal_names` (Llama, Qwen, Gemma)
-know their names, `huggingface_arrays` finds and reads their arrays, and
-`huggingface_fetch` gets a folder from the hub by its id. Two factors of GPT-2
-are moved into weights, see `models.gpt`: query projections are divided by
-sqrt(D), and the last norm is multiplied by sqrt(M) if the embedding is shared.
-The package safetensors comes with the extra `[huggingface]`.
+`huggingface_names` (T5), `gpt2_names`, and `causal_names` with `causal_config`
+(Llama, Qwen, Gemma) know their names, `huggingface_arrays` finds and reads
+their arrays, and `huggingface_fetch` gets a folder from the hub by its id. Two
+factors of GPT-2 are moved into weights, see `models.gpt`: query projections are
+divided by sqrt(D), and the last norm is multiplied by sqrt(M) if the embedding
+is shared. The package safetensors comes with the extra `[huggingface]`.
 """
 
 import os
 import pathlib
-import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints import causal_names, gpt2_names
+from specdec_jax.checkpoints import causal_config, causal_names, gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.checkpoints.disk_arrays import (
@@ -50,16 +49,11 @@ GENERATION = 'generation_config.json'
 MAX_SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = 'shared.weight'
-_HEAD = 'lm_head.weight'
 # Other names of the embedding, and a table that no version of T5 reads.
 _ALIASES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 _UNUSED = (
   'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 )
-# Prefix of all GPT-2 names in files that were saved with an output layer.
-_PREFIX = 'transformer.'
-# Causal masks, which older files hold.
-_MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
 
 
 def save_huggingface(
@@ -244,7 +238,7 @@ def open_huggingface(
   tied, head_scaled = None, False
   family = _family(described, source)
   if family is gpt2_names:
-    stored, tied = _tidy_gpt2(stored, source)
+    stored, tied = gpt2_names.tidy(stored, source)
   elif family is causal_names:
     stored = causal_names.tidy(stored, described, source)
   else:
@@ -282,7 +276,7 @@ def read_config(
   """
   family = _family(described, where)
   if family is causal_names:
-    return causal_names.read_config(described, where)
+    return causal_config.read_config(described, where)
   if family is gpt2_names:
     tied = True if tied is None else tied
     return gpt2_names.read_config(described, tied, where)
@@ -294,7 +288,7 @@ def _family(described: Mapping[str, Any], where: str) -> ModuleType:
   families = {
     **dict.fromkeys(names.MODEL_TYPES, names),
     gpt2_names.MODEL_TYPE: gpt2_names,
-    **dict.fromkeys(causal_names.MODEL_TYPES, causal_names),
+    **dict.fromkeys(causal_config.MODEL_TYPES, causal_names),
   }
   word = described.get('model_type')
   check_choice(f'{where}: model_type', word, families)
@@ -329,7 +323,7 @@ def _check_network(
     fields = {
       T5Config: names.FIELDS,
       GPTConfig: gpt2_names.FIELDS,
-      CausalLMConfig: causal_names.FIELDS,
+      CausalLMConfig: causal_config.FIELDS,
     }
     names.check_config(found, config, source, fields[type(found)])
   elif network is not None:
@@ -392,42 +386,12 @@ def _tidy_t5(
         f' {list(stored[_EMBEDDING].shape)}.'
       )
     del stored[alias]
-  tied = _is_tied(stored, _EMBEDDING)
+  tied = arrays.has_no_head(stored, _EMBEDDING)
   scaled = _scales_output(described, tied)
   if tied and scaled:
-    stored.pop(_HEAD, None)
-  elif _HEAD not in stored and _EMBEDDING in stored:
+    stored.pop(arrays.HEAD, None)
+  elif arrays.HEAD not in stored and _EMBEDDING in stored:
     # A shared embedding always rescales its input here, as in T5 1.0. So an
     # output layer that does not rescale becomes a separate layer here.
-    stored[_HEAD] = stored[_EMBEDDING]
+    stored[arrays.HEAD] = stored[_EMBEDDING]
   return tied and scaled, scaled
-
-
-def _tidy_gpt2(
-  stored: Mapping[str, Stored], source: str
-) -> tuple[dict[str, Stored], bool]:
-  """A GPT-2's arrays without masks, by their names without the prefix.
-
-  Returns:
-    The arrays, and whether the output layer is the embedding.
-  """
-  found: dict[str, Stored] = {}
-  for name, array in stored.items():
-    short = name.removeprefix(_PREFIX)
-    if _MASKS.fullmatch(short):
-      continue
-    if short in found:
-      raise ValueError(
-        f'{source!r} has {short} twice: with and without {_PREFIX!r} before it.'
-      )
-    found[short] = array
-  if tied := _is_tied(found, gpt2_names.EMBEDDING):
-    found.pop(_HEAD, None)
-  return found, tied
-
-
-def _is_tied(stored: Mapping[str, Stored], embedding: str) -> bool:
-  """Whether there is no output layer, or one that is the embedding."""
-  return _HEAD not in stored or (
-    embedding in stored and arrays.same(stored[_HEAD], stored[embedding])
-  )

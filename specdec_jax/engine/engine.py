@@ -32,6 +32,7 @@ from specdec_jax.engine.options import (
 )
 from specdec_jax.engine.pair import (
   Room,
+  as_wide,
   check_adapts,
   check_beam_drafter,
   check_bos,
@@ -163,6 +164,8 @@ class Engine:
       tokenizer = own_vocabulary(target)
     elif isinstance(tokenizer, str | os.PathLike):
       tokenizer = open_vocabulary(tokenizer)
+    if drafter is not None:
+      drafter = as_wide(drafter, target, tokenizer)
     check_pair(target, drafter, tokenizer)
     bos_id = target.bos_id if bos_id is None else bos_id
     check_bos(bos_id, target.network)

@@ -290,6 +290,29 @@ def _check_end(target: Model, tokenizer: Tokenizer) -> None:
     )
 
 
+def as_wide(drafter: Drafter, target: Model, tokenizer: Tokenizer) -> Drafter:
+  """A small model's logits as wide as the target's, if only padding differs.
+
+  Other drafters, and those whose vocabulary does not fit, stay as they are.
+  """
+  size = target.network.vocab_size
+  small = alone(drafter)
+  if small is None or small.network.vocab_size == size:
+    return drafter
+  if not all(
+    _fits(one.network.vocab_size, tokenizer) for one in (small, target)
+  ):
+    return drafter
+  return small_model(small.resized(size))
+
+
+def _fits(size: int, tokenizer: Tokenizer) -> bool:
+  """Whether a network of so many ids may have this tokenizer."""
+  # A tokenizer of somebody's own need not know its least size.
+  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
+  return least <= size <= tokenizer.vocab_size + _MOST_MORE_IDS
+
+
 def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
   """Raises ValueError unless a network's vocabulary size fits a tokenizer's.
 
@@ -302,10 +325,7 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
     size: ids that the network has.
     tokenizer: its own tokenizer, or that of another model.
   """
-  more = size - tokenizer.vocab_size
-  # A tokenizer of somebody's own need not know it.
-  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
-  if least <= size and more <= _MOST_MORE_IDS:
+  if _fits(size, tokenizer):
     return
   raise ValueError(
     f'The {name} has a vocabulary of {size}, the tokenizer one of'

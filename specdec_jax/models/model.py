@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from specdec_jax.models.base import LanguageModel, Params, param_shapes
+from specdec_jax.models.resized import Resized
 
 
 class Model:
@@ -107,6 +108,13 @@ class Model:
     if params is None:
       params = param_shapes(self.network)
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+  def resized(self, vocab_size: int) -> 'Model':
+    """The same model with logits of another width, see `models.resized`."""
+    other = self.without_params()
+    other.network = Resized(self.network, vocab_size)
+    other._params, other._reader = self._params, self._reader
+    return other
 
   def without_params(self) -> 'Model':
     """The same model without its parameters, to remember what it was."""
