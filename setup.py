@@ -71,7 +71,7 @@ setuptools.setup(
     'cuda': ['jax[cuda12]>=0.9'],
     'plots': PLOTS,
     'huggingface': HUGGINGFACE,
-    # GPT-2's vocabulary; transformers brings it as well.
+    # Vocabularies of GPT-2, Llama, Qwen and Gemma; transformers brings it too.
     'bpe': ['tokenizers>=0.20'],
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from causal_lm_test import shapes
+from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.models import sizes
 
@@ -104,6 +105,31 @@ def test_gemma_has_a_global_layer_in_six(networks):
     kinds = [config.kinds[number] for number in config.kind_of]
     assert kinds.count('global') == layers
     assert kinds[5::6] == ['global'] * layers
+
+
+@pytest.mark.parametrize(
+  ('run', 'target', 'draft', 'ids'),
+  [
+    ('qwen_3', '32b', '0_6b', ('Qwen/Qwen3-32B', 'Qwen/Qwen3-0.6B')),
+    (
+      'gemma_3',
+      '27b',
+      '270m',
+      ('google/gemma-3-27b-it', 'google/gemma-3-270m-it'),
+    ),
+  ],
+)
+def test_runs(run, target, draft, ids, networks):
+  flags = [f'--gin_file=gin/runs/{run}.gin', '--gin.INPUT_FILE=x.txt']
+  gin.clear_config()
+  gin_flags.load(gin_flags.parse_flags(flags))
+  config = gin_flags.build(infer.DecodeConfig)
+  assert config.mode == 'both'
+  sides = ('target/engine.load', target), ('draft/infer.load_drafter', draft)
+  for (scope, size), path in zip(sides, ids, strict=True):
+    found = gin.get_bindings(scope)
+    assert found['network'] == networks[f'{run}_{size}']
+    assert (found['path'], found['dtype']) == (path, 'bfloat16')
 
 
 def test_sizes_of_one_shape(networks):

@@ -78,7 +78,7 @@ class KVCache:
 
   @property
   def num_heads(self) -> int:
-    """H."""
+    """Heads of keys and values."""
     return self.joined[0].shape[2] if self.joined else self.keys[0].shape[1]
 
   def rewind(self, length: jax.Array) -> 'KVCache':
