@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import huggingface_memory_test
 import specdec_jax
 import tokenizer_bpe_test
 from causal_lm_test import GEMMA2, GEMMA3, LLAMA, QWEN2, QWEN3, shapes
@@ -313,6 +314,30 @@ def test_null_is_what_transformers_takes_it_for(tmp_path):
   said.pop('head_dim')
   found = causal_config.read_config(said, 'config.json')
   assert (found.num_kv_heads, found.head_dim) == (6, 4)
+
+
+@pytest.mark.slow
+@huggingface_memory_test.linux
+@pytest.mark.parametrize(
+  ('how', 'dtype'),
+  [('device', 'float16'), ('device', 'float32'), ('host', 'float32')],
+)
+def test_peak_of_host_memory(how, dtype, tmp_path):
+  """No more than the model and twice its largest array."""
+  sizes = {'vocab_size': 40000, 'hidden_size': 512, 'intermediate_size': 2048}
+  sizes |= {'num_hidden_layers': 16, 'head_dim': 64}
+  fields = {theirs: ours for ours, theirs in causal_config.FIELDS.items()}
+  config = dataclasses.replace(
+    QWEN3, **{fields[name]: value for name, value in sizes.items()}
+  )
+  arrays = write_folder(tmp_path, 'qwen3', config=config, **sizes)
+  total = sum(array.nbytes for array in arrays.values())
+  largest = max(array.nbytes for array in arrays.values())
+  assert total > 300e6 and 3 * largest < total
+  seen = huggingface_memory_test.measure(tmp_path, how, dtype)
+  assert seen['loaded'] == total * np.dtype(dtype).itemsize // 4
+  slack = huggingface_memory_test.SLACK
+  assert seen['extra'] < 2 * largest + slack, seen
 
 
 # As the folders of the hub have it.
