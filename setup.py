@@ -72,7 +72,8 @@ setuptools.setup(
     'plots': PLOTS,
     'huggingface': HUGGINGFACE,
     # Vocabularies of GPT-2, Llama, Qwen and Gemma; transformers brings it too.
-    'bpe': ['tokenizers>=0.20'],
+    # jinja2 is for their chat templates.
+    'bpe': ['jinja2>=3.1', 'tokenizers>=0.20'],
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
     'serve': SERVE,

@@ -86,8 +86,8 @@ class BpeTokenizer(Tokenizer):
     tokenizers = package('Byte-level BPE', 'tokenizers', 'bpe')
     self.path = os.fspath(path)
     contents = _read(pathlib.Path(path))
-    settings = _settings(pathlib.Path(path))
-    eos_token = eos_token or _content(settings.get('eos_token')) or END
+    said = settings(pathlib.Path(path))
+    eos_token = eos_token or content(said.get('eos_token')) or END
     try:
       processor = _make(tokenizers, contents, eos_token)
     # The package raises plain Exceptions.
@@ -106,7 +106,8 @@ class BpeTokenizer(Tokenizer):
     processor.no_truncation()
     processor.encode_special_tokens = True
     self._processor = processor
-    self.bos_id = _first_id(processor, settings)
+    self._marked: Any = None  # of `encode_marked`
+    self.bos_id = _first_id(processor, said)
     self.vocab_size = 1 + max(processor.get_vocab().values())
     special = {
       one
@@ -121,13 +122,20 @@ class BpeTokenizer(Tokenizer):
     """Ids of `text`, without an end-of-sequence id."""
     return self._processor.encode(text, add_special_tokens=False).ids
 
+  def encode_marked(self, text: str) -> list[int]:
+    """`encode`, but names of special tokens are those tokens, for a chat."""
+    if self._marked is None:
+      tokenizers = package('Byte-level BPE', 'tokenizers', 'bpe')
+      self._marked = tokenizers.Tokenizer.from_str(self._processor.to_str())
+    return self._marked.encode(text, add_special_tokens=False).ids
+
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Applies `encode` to each text, with several threads."""
     found = self._processor.encode_batch(list(texts), add_special_tokens=False)
     return [one.ids for one in found]
 
 
-def _settings(path: pathlib.Path) -> dict[str, Any]:
+def settings(path: pathlib.Path) -> dict[str, Any]:
   """What a folder's tokenizer_config.json says; {} without one."""
   file = path / SETTINGS
   if not file.exists():
@@ -142,18 +150,18 @@ def _settings(path: pathlib.Path) -> dict[str, Any]:
   return said if isinstance(said, dict) else {}
 
 
-def _content(token: Any) -> str:
+def content(token: Any) -> str:
   """The text of a token in tokenizer_config.json; '' if there is none."""
   if isinstance(token, dict):
     token = token.get('content')
   return token if isinstance(token, str) else ''
 
 
-def _first_id(processor: Any, settings: dict[str, Any]) -> int | None:
+def _first_id(processor: Any, said: dict[str, Any]) -> int | None:
   """The id in front of a text: as the folder says, or as the file adds it."""
-  says = settings.get('add_bos_token')
+  says = said.get('add_bos_token')
   if says is not None:
-    token = _content(settings.get('bos_token'))
+    token = content(said.get('bos_token'))
     return processor.token_to_id(token) if says and token else None
   found = processor.encode('a', add_special_tokens=True)
   return found.ids[0] if found.special_tokens_mask[:1] == [1] else None
