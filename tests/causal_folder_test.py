@@ -15,6 +15,7 @@ import tokenizer_bpe_test
 from causal_lm_test import GEMMA2, GEMMA3, LLAMA, QWEN2, QWEN3, shapes
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import causal_config, causal_names, huggingface
+from specdec_jax.checkpoints.convert import ConvertConfig, convert
 from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.rope import Rope
 from specdec_jax.text.tokenizer_bpe import BpeTokenizer
@@ -177,6 +178,20 @@ def test_another_network_is_refused(tmp_path):
   other = CausalLM(dataclasses.replace(QWEN3, num_heads=3, num_kv_heads=1))
   with pytest.raises(ValueError, match=r'\(num_attention_heads\) is 6, exp'):
     checkpoints.load(tmp_path, other)
+
+
+def test_it_is_written_for_t5x_and_not_for_transformers(tmp_path):
+  write_folder(tmp_path / 'a', 'gemma3_text')
+  written = tmp_path / 'b.msgpack'
+  given = {'checkpoint_path': str(tmp_path / 'a')}
+  convert(ConvertConfig(**given, output=str(written), format='t5x'))
+  want = checkpoints.load(tmp_path / 'a')
+  have = checkpoints.load(written, CausalLM(GEMMA3))
+  jax.tree.map(np.testing.assert_array_equal, have, want)
+  with pytest.raises(ValueError, match='is not a T5; only a T5 is written'):
+    convert(
+      ConvertConfig(**given, output=str(tmp_path / 'c'), format='safetensors')
+    )
 
 
 def test_rope_as_transformers_5_writes_it(tmp_path):
