@@ -178,6 +178,8 @@ def read_config(described: Mapping[str, Any], where: str) -> CausalLMConfig:
   family = _FAMILIES[kind]
   known = {*FIELDS.values(), *_COMMON, *_NO_MATTER, *family.more}
   fixed = {**_FIXED, **family.fixed}
+  # Gemma 2's folders have this name as well.
+  fixed['sliding_window_size'] = text.get('sliding_window')
   _check_known(text, known | {*fixed}, where)
   text = _with_defaults(kind, text)
   check_fixed(text, fixed, where)
