@@ -73,8 +73,9 @@ setuptools.setup(
     'cuda': ['jax[cuda12]>=0.9'],
     'plots': PLOTS,
     'huggingface': HUGGINGFACE,
-    # GPT-2's vocabulary; transformers brings it as well.
-    'bpe': ['tokenizers>=0.20'],
+    # Vocabularies of GPT-2, Llama, Qwen and Gemma; transformers brings it too.
+    # jinja2 is for their chat templates.
+    'bpe': ['jinja2>=3.1', 'tokenizers>=0.20'],
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
     'serve': SERVE,

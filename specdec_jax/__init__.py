@@ -35,8 +35,10 @@ if TYPE_CHECKING:  # for editors; at run time a name is imported when used
   from specdec_jax.engine.engine import Engine
   from specdec_jax.engine.loading import load
   from specdec_jax.models.base import LanguageModel
+  from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
   from specdec_jax.models.gpt import GPT, GPTConfig
   from specdec_jax.models.model import Model
+  from specdec_jax.models.rope import Rope
   from specdec_jax.models.t5 import T5, T5Config
   from specdec_jax.partitioning import Placement
   from specdec_jax.probs import SamplingConfig
@@ -53,6 +55,8 @@ if TYPE_CHECKING:  # for editors; at run time a name is imported when used
 # Name -> its module, and what it is called there where that differs. `import
 # specdec_jax` alone is quick: JAX is imported with the first name.
 _PLACES = {
+  'CausalLM': 'models.causal_lm',
+  'CausalLMConfig': 'models.causal_lm',
   'Completion': 'engine.completion',
   'CompletionStats': 'engine.completion',
   'Context': 'drafters.base',
@@ -68,6 +72,7 @@ _PLACES = {
   'Model': 'models.model',
   'NGramTable': 'drafters.ngram_table',
   'Placement': 'partitioning',
+  'Rope': 'models.rope',
   'SamplingConfig': 'probs',
   'T5': 'models.t5',
   'T5Config': 'models.t5',

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from causal_lm_test import GEMMA3
 from gpt_test import GPT2
 from gpt_test import T5X as GPT_T5X
 from models_test import OWN_BIAS, T5_1_0, T5_1_1
@@ -18,7 +19,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.t5x_style import T5XStyle
-from specdec_jax.models import backend, gpt, kv_cache, t5
+from specdec_jax.models import backend, causal_lm, gpt, kv_cache, t5
 from specdec_jax.models.base import param_shapes
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
@@ -31,6 +32,7 @@ NETWORKS = {
   't5x_style': T5XStyle(T5_1_1),
   'gpt2': gpt.GPT(GPT2),
   'gpt_t5x': gpt.GPT(GPT_T5X),
+  'gemma3': causal_lm.CausalLM(GEMMA3),
 }
 INPUTS = (5, 7, 11, 3, 0)
 GREEDY = SamplingConfig(0.0)
@@ -68,6 +70,7 @@ def logits_of_calls(kind, network, batch, slots):
   [
     ('t5_1_1', 1),
     ('t5x_style', 1),
+    ('gemma3', 3),
     *(
       pytest.param(*other, marks=pytest.mark.slow)
       for other in (('gpt2', 1), ('t5_1_1', 3), ('own_bias', 3), ('gpt_t5x', 3))
@@ -84,7 +87,9 @@ def test_logits_are_the_same(name, batch):
   # One array of a layer, but where T5X's own writing is what is compared.
   assert bool(cache.joined) == (name != 't5x_style')
   assert bool(cache.keys) == (name == 't5x_style')
-  assert cache.num_slots == 150 and cache.num_layers == 2
+  assert cache.num_slots == 150 and cache.num_layers == {'gemma3': 4}.get(
+    name, 2
+  )
 
 
 def test_t5x_style_is_the_same_for_a_drafter_that_reads_features():

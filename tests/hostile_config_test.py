@@ -23,7 +23,9 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import memory as counted
 from specdec_jax.models import sizes
-from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.families import network_of
+from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -314,11 +316,15 @@ def configs():
   yield GPTConfig(
     **gpt, mlp_activations=('gelu', 'linear'), logits_via_embedding=False
   )
+  yield CausalLMConfig(**gpt, num_kv_heads=1, qkv_bias=True)
+  yield CausalLMConfig(
+    **gpt, num_kv_heads=1, qk_norm=True, post_norms=True, norm_offset=1.0
+  )
 
 
 @pytest.mark.parametrize('config', [*configs()], ids=lambda c: type(c).__name__)
 def test_sizes_are_those_of_the_network(config):
-  network = T5(config) if isinstance(config, T5Config) else GPT(config)
+  network = network_of(config)
   leaves = jax.tree.leaves(jax.eval_shape(network.init, jax.random.key(0)))
   assert sizes.num_params(config) == sum(leaf.size for leaf in leaves)
   input_len = 5 if network.has_encoder else 0

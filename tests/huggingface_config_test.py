@@ -133,7 +133,7 @@ def test_an_mt5_folder_is_read_without_its_word_for_the_activation(tmp_path):
   [
     (
       {'model_type': 'umt5'},
-      r"model_type is 'umt5', expected one of \['gpt2', 'mt5', .* known: mt5",
+      r"model_type is 'umt5', expected one of \['gemma2', .* known: mt5",
     ),
     ({'model_type': None}, 'model_type is None, expected one of'),
     (

@@ -180,7 +180,11 @@ def _decode(network: LanguageModel) -> Any:
 
 
 def greedy(
-  network: LanguageModel, params: Any, inputs: np.ndarray, **prompts
+  network: LanguageModel,
+  params: Any,
+  inputs: np.ndarray,
+  budget: int = BUDGET,
+  **prompts,
 ) -> list[list]:
   """Tokens of the plain loop, a list a row.
 
@@ -188,6 +192,7 @@ def greedy(
     network: the model.
     params: its parameters.
     inputs: int32[B, E], a column of zeros where it has no encoder.
+    budget: the most tokens a row.
     **prompts: `prompt` and `prompt_length` of a `Request`.
   """
   batch = len(inputs)
@@ -197,8 +202,8 @@ def greedy(
     sampling=SamplingConfig(0.0).params(batch),
     stop_ids=jnp.full((4,), EOS, jnp.int32),
     min_length=jnp.zeros((batch,), jnp.int32),
-    max_length=jnp.full((batch,), BUDGET, jnp.int32),
-    slots=BUDGET,
+    max_length=jnp.full((batch,), budget, jnp.int32),
+    slots=budget,
     gamma=0,
     greedy=True,
     **prompts,

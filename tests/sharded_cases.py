@@ -14,6 +14,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives
+from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
@@ -26,9 +27,19 @@ SIZES = dict(
 NETWORKS = {
   't5': T5(T5Config(**SIZES, num_encoder_layers=1, num_decoder_layers=2)),
   'gpt': GPT(GPTConfig(**SIZES, num_layers=2, num_positions=128)),
+  'causal': CausalLM(
+    CausalLMConfig(
+      **SIZES,
+      num_kv_heads=4,
+      num_layers=2,
+      qk_norm=True,
+      layer_kinds=('local', 'global'),
+      window=9,
+    )
+  ),
 }
 # Each ends with a product that is split by its inputs.
-BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2}
+BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2, 'causal': 2}
 PRESETS = {
   'tensor parallel': Placement(model=8),
   'data parallel': Placement(data=8),
@@ -214,13 +225,19 @@ def test_exchanges_of_a_round_are_few(preset, way, family, engines):
   assert not collectives.of_weights(found, weights_of(engine))
 
 
-@pytest.mark.parametrize('family', ['gpt'], indirect=True)
+@pytest.mark.parametrize('family', ['gpt', 'causal'], indirect=True)
 def test_a_decoder_only_model(family, engines, alone):
   """One preset and way of the two tests above."""
   test_greedy_tokens_are_those_of_one_device(
     'both', 'speculative', engines, alone
   )
   test_exchanges_of_a_round_are_few('both', 'speculative', family, engines)
+
+
+@pytest.mark.parametrize('family', ['causal'], indirect=True)
+def test_keys_that_fewer_heads_share(family, tokenizer):
+  with pytest.raises(ValueError, match='num_kv_heads: .* is 4 long, .* 8 dev'):
+    make_engine(family, tokenizer, PRESETS['tensor parallel'])
 
 
 @pytest.mark.parametrize('family', ['t5'], indirect=True)

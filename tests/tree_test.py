@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import causal_lm_test
 import gpt_test
 import models_test
 from small_vocabulary import weights
 from specdec_jax import partitioning
 from specdec_jax.models import backend, tree
+from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import Placement
@@ -24,6 +26,7 @@ NETWORKS = {
   'own_bias': T5(models_test.OWN_BIAS),
   'gpt2': GPT(gpt_test.GPT2),
   'gpt_t5x': GPT(gpt_test.T5X),
+  'gemma3': CausalLM(causal_lm_test.GEMMA3),
 }
 # Two children of the last token of the cache, and what hangs on them.
 #        0   1  2  3  4  5  6  7
@@ -38,6 +41,7 @@ both_ways = pytest.mark.parametrize(
   [
     ('t5', 'cpu'),
     ('gpt_t5x', 'gpu'),
+    ('gemma3', 'cpu'),
     *(
       pytest.param(*other, marks=pytest.mark.slow)
       for other in (
@@ -47,6 +51,7 @@ both_ways = pytest.mark.parametrize(
         ('own_bias', 'cpu'),
         ('gpt2', 'gpu'),
         ('gpt_t5x', 'cpu'),
+        ('gemma3', 'gpu'),
       )
     ),
   ],

@@ -116,7 +116,7 @@ def _load(
       sizes = sizes or found
     elif config.format == 'safetensors':
       raise ValueError(
-        f'{source!r} is a GPT-2; only a T5 is written as safetensors. Choose'
+        f'{source!r} is not a T5; only a T5 is written as safetensors. Choose'
         " 'orbax' or 't5x'."
       )
   else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.traverse_util
 
+from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints.huggingface_names import (
   HEAD_MODULE,
   Row,
@@ -23,6 +24,10 @@ from specdec_jax.models.gpt import GPT, LAYER_NORM_EPSILON, GPTConfig
 
 MODEL_TYPE = 'gpt2'
 EMBEDDING = 'wte.weight'
+# Prefix of all names in files that were saved with an output layer.
+_PREFIX = 'transformer.'
+# Causal masks, which older files hold.
+_MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
 
 # Module here: transformers' module.
 MODULES = {
@@ -103,6 +108,29 @@ def table(config: GPTConfig) -> dict[str, Row]:
       scale,
     )
   return rows
+
+
+def tidy(
+  stored: Mapping[str, arrays.Stored], source: str
+) -> tuple[dict[str, arrays.Stored], bool]:
+  """A GPT-2's arrays without masks, by their names without the prefix.
+
+  Returns:
+    The arrays, and whether the output layer is the embedding.
+  """
+  found: dict[str, arrays.Stored] = {}
+  for name, array in stored.items():
+    short = name.removeprefix(_PREFIX)
+    if _MASKS.fullmatch(short):
+      continue
+    if short in found:
+      raise ValueError(
+        f'{source!r} has {short} twice: with and without {_PREFIX!r} before it.'
+      )
+    found[short] = array
+  if tied := arrays.has_no_head(found, EMBEDDING):
+    found.pop(arrays.HEAD, None)
+  return found, tied
 
 
 def read_config(

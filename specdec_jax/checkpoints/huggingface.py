@@ -1,17 +1,17 @@
-"""Hugging Face folders of T5 and GPT-2: config.json and safetensors.
+"""Hugging Face folders: config.json and safetensors.
 
-`huggingface_names` and `gpt2_names` know their names, `huggingface_arrays`
-finds and reads their arrays, and `huggingface_fetch` gets a folder from the hub
-by its id. Two factors of GPT-2 are moved into weights, see `models.gpt`: query
-projections are divided by sqrt(D), and the last norm is multiplied by sqrt(M)
-if the embedding is shared. The package safetensors comes with the extra
-`[huggingface]`.
+`huggingface_names` (T5), `gpt2_names`, and `causal_names` with `causal_config`
+(Llama, Qwen, Gemma) know their names, `huggingface_arrays` finds and reads
+their arrays, and `huggingface_fetch` gets a folder from the hub by its id. Two
+factors of GPT-2 are moved into weights, see `models.gpt`: query projections are
+divided by sqrt(D), and the last norm is multiplied by sqrt(M) if the embedding
+is shared. The package safetensors comes with the extra `[huggingface]`.
 """
 
 import os
 import pathlib
-import re
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import flax.traverse_util
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints import gpt2_names
+from specdec_jax.checkpoints import causal_config, causal_names, gpt2_names
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.checkpoints.disk_arrays import (
@@ -40,6 +40,8 @@ from specdec_jax.checkpoints.huggingface_names import Row, SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import LanguageModel, param_shapes
+from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -47,16 +49,11 @@ GENERATION = 'generation_config.json'
 MAX_SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = 'shared.weight'
-_HEAD = 'lm_head.weight'
 # Other names of the embedding, and a table that no version of T5 reads.
 _ALIASES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 _UNUSED = (
   'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 )
-# Prefix of all GPT-2 names in files that were saved with an output layer.
-_PREFIX = 'transformer.'
-# Causal masks, which older files hold.
-_MASKS = re.compile(r'h\.\d+\.attn\.(masked_)?bias')
 
 
 def save_huggingface(
@@ -181,8 +178,8 @@ def load_huggingface(
   dtype: Any = None,
   sharding: Shardings = None,
   network: LanguageModel | None = None,
-) -> tuple[T5Config | GPTConfig, Params]:
-  """Reads a T5 or GPT-2 of one or several safetensors files.
+) -> tuple[Config, Params]:
+  """Reads a model of one or several safetensors files.
 
   Args:
     folder: folder with config.json and model.safetensors (or its shards).
@@ -207,11 +204,12 @@ def open_huggingface(
   network: LanguageModel | None = None,
   described: Mapping[str, Any] | None = None,
   dtype: Any = None,
-) -> tuple[T5Config | GPTConfig, dict[str, DiskArray]]:
-  """Finds the arrays of a T5 or GPT-2 without reading them.
+) -> tuple[Config, dict[str, DiskArray]]:
+  """Finds the arrays of a model without reading them.
 
-  Whether the output layer is the embedding is decided by the weights, because
-  transformers 5 writes `tie_word_embeddings: true` for every T5.
+  Whether the output layer of a T5 or GPT-2 is the embedding is decided by the
+  weights, because transformers 5 writes `tie_word_embeddings: true` for every
+  T5.
 
   Args:
     folder: folder with config.json and model.safetensors (or its shards).
@@ -237,9 +235,12 @@ def open_huggingface(
   folder = pathlib.Path(folder)
   described = described or arrays.read_json(folder / CONFIG)
   stored = arrays.open_folder(folder)
-  head_scaled = False
-  if _is_gpt2(described, source):
-    stored, tied = _tidy_gpt2(stored, source)
+  tied, head_scaled = None, False
+  family = _family(described, source)
+  if family is gpt2_names:
+    stored, tied = gpt2_names.tidy(stored, source)
+  elif family is causal_names:
+    stored = causal_names.tidy(stored, described, source)
   else:
     tied, head_scaled = _tidy_t5(stored, described, source)
     special_ids(folder, described)
@@ -247,6 +248,8 @@ def open_huggingface(
   check_config_fits(config, f'The model of {source!r}', dtype)
   if isinstance(config, GPTConfig):
     table = gpt2_names.table(config)
+  elif isinstance(config, CausalLMConfig):
+    table = causal_names.table(config)
   else:
     table = names.table(config, head_scaled)
   _check_stored(stored, table, source)
@@ -258,7 +261,7 @@ def open_huggingface(
 
 def read_config(
   described: Mapping[str, Any], where: str, tied: bool | None = None
-) -> T5Config | GPTConfig:
+) -> Config:
   """Returns the shape that a config.json describes.
 
   Args:
@@ -271,18 +274,25 @@ def read_config(
     ValueError: the architecture is not supported; or a field is missing, or
       differs from what the network here has built in.
   """
-  gpt2 = _is_gpt2(described, where)
-  tied = gpt2 if tied is None else tied
-  read = gpt2_names.read_config if gpt2 else names.read_config
-  return read(described, tied, where)
+  family = _family(described, where)
+  if family is causal_names:
+    return causal_config.read_config(described, where)
+  if family is gpt2_names:
+    tied = True if tied is None else tied
+    return gpt2_names.read_config(described, tied, where)
+  return names.read_config(described, bool(tied), where)
 
 
-def _is_gpt2(described: Mapping[str, Any], where: str) -> bool:
-  """Whether config.json is of a GPT-2, not of a T5; else raises ValueError."""
+def _family(described: Mapping[str, Any], where: str) -> ModuleType:
+  """The table of names of a config.json; ValueError if there is none."""
+  families = {
+    **dict.fromkeys(names.MODEL_TYPES, names),
+    gpt2_names.MODEL_TYPE: gpt2_names,
+    **dict.fromkeys(causal_config.MODEL_TYPES, causal_names),
+  }
   word = described.get('model_type')
-  known = (*names.MODEL_TYPES, gpt2_names.MODEL_TYPE)
-  check_choice(f'{where}: model_type', word, known)
-  return word == gpt2_names.MODEL_TYPE
+  check_choice(f'{where}: model_type', word, families)
+  return families[str(word)]
 
 
 def _check_stored(
@@ -302,7 +312,7 @@ def _check_stored(
 
 
 def _check_network(
-  found: T5Config | GPTConfig,
+  found: Config,
   network: LanguageModel | None,
   table: Mapping[str, Row],
   source: str,
@@ -310,9 +320,12 @@ def _check_network(
   """Raises ValueError unless a folder's model fits the network."""
   config = getattr(network, 'config', None)
   if isinstance(config, type(found)):
-    gpt2 = isinstance(found, GPTConfig)
-    fields = gpt2_names.FIELDS if gpt2 else names.FIELDS
-    names.check_config(found, config, source, fields)
+    fields = {
+      T5Config: names.FIELDS,
+      GPTConfig: gpt2_names.FIELDS,
+      CausalLMConfig: causal_config.FIELDS,
+    }
+    names.check_config(found, config, source, fields[type(found)])
   elif network is not None:
     expected = param_shapes(network)
     check_params(dict(table), expected, repr(source))
@@ -373,42 +386,12 @@ def _tidy_t5(
         f' {list(stored[_EMBEDDING].shape)}.'
       )
     del stored[alias]
-  tied = _is_tied(stored, _EMBEDDING)
+  tied = arrays.has_no_head(stored, _EMBEDDING)
   scaled = _scales_output(described, tied)
   if tied and scaled:
-    stored.pop(_HEAD, None)
-  elif _HEAD not in stored and _EMBEDDING in stored:
+    stored.pop(arrays.HEAD, None)
+  elif arrays.HEAD not in stored and _EMBEDDING in stored:
     # A shared embedding always rescales its input here, as in T5 1.0. So an
     # output layer that does not rescale becomes a separate layer here.
-    stored[_HEAD] = stored[_EMBEDDING]
+    stored[arrays.HEAD] = stored[_EMBEDDING]
   return tied and scaled, scaled
-
-
-def _tidy_gpt2(
-  stored: Mapping[str, Stored], source: str
-) -> tuple[dict[str, Stored], bool]:
-  """A GPT-2's arrays without masks, by their names without the prefix.
-
-  Returns:
-    The arrays, and whether the output layer is the embedding.
-  """
-  found: dict[str, Stored] = {}
-  for name, array in stored.items():
-    short = name.removeprefix(_PREFIX)
-    if _MASKS.fullmatch(short):
-      continue
-    if short in found:
-      raise ValueError(
-        f'{source!r} has {short} twice: with and without {_PREFIX!r} before it.'
-      )
-    found[short] = array
-  if tied := _is_tied(found, gpt2_names.EMBEDDING):
-    found.pop(_HEAD, None)
-  return found, tied
-
-
-def _is_tied(stored: Mapping[str, Stored], embedding: str) -> bool:
-  """Whether there is no output layer, or one that is the embedding."""
-  return _HEAD not in stored or (
-    embedding in stored and arrays.same(stored[_HEAD], stored[embedding])
-  )

@@ -17,6 +17,7 @@ from specdec_jax.checkpoints.huggingface_names import Row
 
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
+HEAD = 'lm_head.weight'  # the output layer's, in all families
 INDEX = f'{WEIGHTS}.index.json'
 _SHOWN = 8
 _JSON_BYTES = 64 << 20  # limit; the index of the largest models has 1 MiB
@@ -108,6 +109,13 @@ def same(one: Stored, other: Stored) -> bool:
   return one.shape == other.shape and all(
     np.array_equal(one.read(piece), other.read(piece))
     for piece in pieces(whole(one.shape), one.chunk, 8)
+  )
+
+
+def has_no_head(stored: Mapping[str, Stored], embedding: str) -> bool:
+  """Whether there is no output layer, or one that is the embedding."""
+  return HEAD not in stored or (
+    embedding in stored and same(stored[HEAD], stored[embedding])
   )
 
 

@@ -21,6 +21,7 @@ PATTERNS = (
   'merges.txt',
   'special_tokens_map.json',
   'added_tokens.json',
+  'chat_template*',
 )
 
 

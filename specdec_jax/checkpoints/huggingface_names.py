@@ -15,7 +15,7 @@ import flax.traverse_util
 
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import param_shapes
-from specdec_jax.models.gpt import GPT
+from specdec_jax.models.families import Network
 from specdec_jax.models.t5 import T5, T5Config
 
 HEAD_MODULE = 'decoder/logits_dense'
@@ -127,7 +127,7 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def shapes(network: T5 | GPT) -> Any:
+def shapes(network: Network) -> Any:
   """Returns the parameters' tree of shapes."""
   return param_shapes(network)
 

@@ -23,9 +23,8 @@ from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.huggingface_names import MADE_FOR
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
-from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.families import Config
 from specdec_jax.models.int8 import INT8
-from specdec_jax.models.t5 import T5Config
 
 T5X_FILE = 'checkpoint'
 _STEP = re.compile(r'checkpoint_(\d+)')
@@ -94,7 +93,7 @@ class Opened:
 
   source: str
   arrays: Mapping[str, DiskArray]
-  config: T5Config | GPTConfig | None = None
+  config: Config | None = None
   made_for: str = ''
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:

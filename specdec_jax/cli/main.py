@@ -14,9 +14,9 @@ _SIMULATE = 'simulate'
 _HEAD = """\
 usage: specdec COMMAND ...
 
-Speculative decoding of T5-style models and GPT-2 in JAX: a small model drafts,
-a large one checks several tokens in one call, and the output is exactly the
-large one's.
+Speculative decoding of T5-style and decoder-only models in JAX: a small model
+drafts, a large one checks several tokens in one call, and the output is exactly
+the large one's.
 
 commands:
 """

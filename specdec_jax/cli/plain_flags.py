@@ -358,6 +358,13 @@ FLAGS = (
     kind=int,
   ),
   Flag(
+    ('--chat',),
+    'CHAT',
+    "each line is a user's message, put into the target's chat template",
+    ('decode',),
+    kind=bool,
+  ),
+  Flag(
     ('--num-beams', '--beams', '--beam-size'),
     'NUM_BEAMS',
     'a beam search of this width; its best output, or --num-samples of them',

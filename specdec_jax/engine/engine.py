@@ -265,7 +265,7 @@ class Engine:
     first, last = self._limits.around(self.tokenizer)
     return [*first, *without_end(self.tokenizer, text), *last]
 
-  def num_input_tokens(self, text: str) -> int:
+  def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.
 
     Of an empty text, a decoder-only target with a `bos_id` reads that id.

@@ -18,11 +18,12 @@ from specdec_jax.checks.names import check_choice
 from specdec_jax.engine.pair import check_vocabulary_size
 from specdec_jax.models import backend
 from specdec_jax.models.base import START_ID, LanguageModel
-from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.families import Config, Network, network_of
 from specdec_jax.models.int8 import INT8
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
-from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import (
   SENTENCEPIECE,
@@ -76,7 +77,7 @@ def load(
   check_network(network, dtype)
   location = locate(path)
   described: dict[str, Any] = {}
-  config: T5Config | GPTConfig | None = None
+  config: Config | None = None
   if is_huggingface(location) and '://' not in location.path:
     folder = pathlib.Path(location.path)
     described = read_json(folder / CONFIG)
@@ -97,10 +98,10 @@ def load(
   if network is None and opened.config is not None:
     # The arrays themselves say whether the output layer is the embedding.
     config = dataclasses.replace(opened.config, dtype=_computes_in(dtype))
-    network = _network(config)
-  elif dtype is not None and isinstance(network, T5 | GPT):
+    network = network_of(config)
+  elif dtype is not None and isinstance(network, Network):
     computes_in = _computes_in(dtype)
-    network = _network(dataclasses.replace(network.config, dtype=computes_in))
+    network = network_of(dataclasses.replace(network.config, dtype=computes_in))
   assert network is not None
   return Model(
     network,
@@ -122,15 +123,9 @@ def _computes_in(dtype: str | None) -> str:
   return 'float32' if backend.kind() == 'cpu' else 'bfloat16'
 
 
-def _network(config: T5Config | GPTConfig) -> T5 | GPT:
-  return T5(config) if isinstance(config, T5Config) else GPT(config)
-
-
-def _own_tokenizer(
-  folder: pathlib.Path, config: T5Config | GPTConfig
-) -> Tokenizer | None:
+def _own_tokenizer(folder: pathlib.Path, config: Config) -> Tokenizer | None:
   names = [SENTENCEPIECE]
-  if isinstance(config, GPTConfig):  # T5's tokenizer.json is no BPE
+  if not isinstance(config, T5Config):  # T5's tokenizer.json is no BPE
     names += [TOKENIZER, VOCAB]
   if any((folder / name).exists() for name in names):
     return open_vocabulary(folder)
@@ -140,9 +135,9 @@ def _own_tokenizer(
 def _ends(
   folder: pathlib.Path,
   described: Mapping[str, Any],
-  config: T5Config | GPTConfig,
+  config: Config,
 ) -> tuple[int, ...]:
-  """Ids that end an output; none for a GPT-2 whose folder names none."""
+  """Ids that end an output; a decoder-only model may have none."""
   if isinstance(config, T5Config):
     return special_ids(folder, described).eos
   said = {name: value for name, value in described.items() if value is not None}
@@ -155,12 +150,14 @@ def _ends(
 
 def _first_id(
   described: Mapping[str, Any],
-  config: T5Config | GPTConfig,
+  config: Config,
   tokenizer: Tokenizer | None,
 ) -> int | None:
   """The id that a decoder-only model's texts begin with, as its folder says."""
   if isinstance(config, T5Config):
     return None
+  if isinstance(config, CausalLMConfig) and isinstance(tokenizer, BpeTokenizer):
+    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
   said = described.get('bos_token_id')
   if type(said) is int and 0 <= said < config.vocab_size:
     return said

@@ -322,6 +322,13 @@ def _check_end(target: Model, tokenizer: Tokenizer) -> None:
     )
 
 
+def _fits(size: int, tokenizer: Tokenizer) -> bool:
+  """Whether a network of so many ids may have this tokenizer."""
+  # A tokenizer of somebody's own need not know its least size.
+  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
+  return least <= size <= tokenizer.vocab_size + _MOST_MORE_IDS
+
+
 def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
   """Raises ValueError unless a network's vocabulary size fits a tokenizer's.
 
@@ -334,8 +341,7 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
     size: ids that the network has.
     tokenizer: its own tokenizer, or that of another model.
   """
-  more = size - tokenizer.vocab_size
-  if 0 <= more <= _MOST_MORE_IDS:
+  if _fits(size, tokenizer):
     return
   raise ValueError(
     f'The {name} has a vocabulary of {size}, the tokenizer one of'

@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -14,6 +15,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import example_id
 from specdec_jax.infer import batches, report, results
 from specdec_jax.infer.settings import DecodeConfig, as_blocks, by_rows
+from specdec_jax.text.chat import ChatTemplate, template_of
 from specdec_jax.text.lines import check_some, count_tokens, read_lines
 
 
@@ -38,6 +40,7 @@ class Lines:
     lines, self.broken_off = files.until_broken(read_lines(config.input_file))
     check_some(config.input_file, lines)
     self._lines, self._limit = lines, 0
+    self._read: Callable[[str], str | Sequence[int]] = str  # as it is
 
   @property
   def broken(self) -> list[str]:
@@ -53,7 +56,11 @@ class Lines:
     engine = config.engine(**options)
     self._limit = engine.max_input_len
     most = self._limit if self.config.on_too_long == 'error' else None
-    self._lines = count_tokens(self._lines, engine.num_input_tokens, most)
+    if config.chat:
+      self._read = functools.partial(_chat_ids, _template_of(engine), engine)
+    self._lines = count_tokens(
+      self._lines, lambda text: engine.num_input_tokens(self._read(text)), most
+    )
     return engine
 
   def items(self) -> list[batches.Item]:
@@ -62,7 +69,7 @@ class Lines:
     return [
       batches.Item(
         index * count + sample,
-        line.text,
+        self._read(line.text),
         example_id=example_id(index, sample),
       )
       for index, line in enumerate(self._lines)
@@ -81,6 +88,7 @@ class Lines:
       'stop_strings': list(config.stop_strings) or None,
       'beams': config.beams.identity,
       'verification': BLOCK if as_blocks(config, engine) else None,
+      'chat': config.chat,
     }
     return {
       'lines': len(self._lines),
@@ -140,3 +148,19 @@ class Lines:
       f'{len(differing)} greedy outputs differ between plain and speculative'
       f' decoding, first at line {differing[0]["line"]}'
     )
+
+
+def _template_of(engine: Engine) -> ChatTemplate:
+  template = template_of(engine.tokenizer)
+  if template is None:
+    raise ValueError(
+      f'{engine.tokenizer.path!r} has no chat template (chat_template.jinja, or'
+      ' an entry of tokenizer_config.json) beside its vocabulary. Leave --chat'
+      ' out (gin: CHAT), or take a model that was trained on chats.'
+    )
+  return template
+
+
+def _chat_ids(template: ChatTemplate, engine: Engine, text: str) -> list[int]:
+  """The ids of a chat of one message."""
+  return template.ids([{'role': 'user', 'content': text}], engine.bos_id)

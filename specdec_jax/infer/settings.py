@@ -176,6 +176,8 @@ class DecodeConfig(_Rows):
     beams: whether they come of a beam search. They are its best `num_samples`
       beams then, from the worst to the best.
     stop_strings: texts that end an output and are no part of it.
+    chat: whether each line is a user's message, which is put into the target's
+      chat template; see `text.chat`.
     stdout: 'report', or 'outputs': these then go to stdout, a line for each in
       the order of the input, and the report to stderr.
     plot_file: a PNG of the acceptance over the run; None draws none.
@@ -207,10 +209,16 @@ class DecodeConfig(_Rows):
   drafter: Callable[[], Drafter | Model] | None = None
   beams: Beams = Beams()
   plot_file: str | None = None
+  chat: bool = False
 
   def __post_init__(self):
     check = _Check(self)
     check.path('input_file')
+    check.expect(
+      'on_too_long',
+      not self.chat or self.on_too_long == 'error',
+      "'error' in a chat, whose messages end with what the template adds",
+    )
     if self.plot_file is not None:
       check.path('plot_file')
     check.choice('mode', _WAYS)

@@ -311,7 +311,9 @@ def _reading_bytes(
   """Bytes of the largest temporaries of an encoder, or of reading a prompt."""
   flat = _flat(params)
   emb_dim = _token_table(flat).shape[1]
-  heads = cache.num_heads
+  # Heads of queries; several may share one of the cache's.
+  config = getattr(network, 'config', None)
+  heads = getattr(config, 'num_heads', cache.num_heads)
   hidden = sum(  # kernels of one feed-forward block
     leaf.size
     for name, leaf in flat.items()

@@ -1,10 +1,11 @@
 """A drafter's network that has its target's ids.
 
-Heads are padded differently: T5's checkpoints have 32,128 rows and some that
-were trained further 32,100, for one tokenizer. The target is never cut: its
-padded ids carry probability, and its distribution is what comes out. So the
-drafter gives way. An id that the target lacks is not proposed; one that the
-drafter lacks has probability 0, and comes from the residual distribution.
+Heads of one tokenizer are padded differently: T5's checkpoints have 32,128 rows
+and some that were trained further 32,100, Gemma 3 has 262,144 or 262,208. The
+target is never cut: its padded ids carry probability, and its distribution is
+what comes out. So the drafter gives way. An id that the target lacks is not
+proposed; one that the drafter lacks has probability 0, and comes from the
+residual distribution.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class Fitted:
 
   @property
   def config(self) -> Any:
-    return self.network.config
+    return getattr(self.network, 'config', None)
 
   def init(self, key: jax.Array) -> Params:
     return self.network.init(key)

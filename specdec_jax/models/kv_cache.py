@@ -28,6 +28,7 @@ from specdec_jax.models.tree import Tree
 Kept = tuple[jax.Array, ...]
 # (buffer, new, start) -> buffer; see `write`.
 Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]  # as `layers.attend`
 _AT_ONCE = 32  # rows that are written without a loop over them
 
 
@@ -36,7 +37,8 @@ class KVCache:
   """Everything a decoder remembers of a batch.
 
   Attributes:
-    keys: a tuple over layers of [B, H, D, T]; empty where they are joined.
+    keys: a tuple over layers of [B, H, D, T]; empty where they are joined. H
+      is the number of heads of keys here, which heads of queries may share.
     values: likewise.
     cross_keys: a tuple over layers of [B, H, D, E]; empty in a decoder-only
       model.
@@ -76,7 +78,7 @@ class KVCache:
 
   @property
   def num_heads(self) -> int:
-    """H."""
+    """Heads of keys and values."""
     return self.joined[0].shape[2] if self.joined else self.keys[0].shape[1]
 
   def rewind(self, length: jax.Array) -> 'KVCache':
@@ -138,10 +140,22 @@ class KVCache:
 
 
 def empty_slots(
-  config: Any, num_layers: int, batch: int, num_slots: int
+  config: Any,
+  num_layers: int,
+  batch: int,
+  num_slots: int,
+  num_heads: int | None = None,
 ) -> dict[str, tuple[jax.Array, ...]]:
-  """The fields of a `KVCache` for keys and values that are not there yet."""
-  heads, head_dim = config.num_heads, config.head_dim
+  """The fields of a `KVCache` for keys and values that are not there yet.
+
+  Args:
+    config: of the network.
+    num_layers: layers of its decoder.
+    batch: B.
+    num_slots: T.
+    num_heads: heads of keys and values; None is as many as of queries.
+  """
+  heads, head_dim = num_heads or config.num_heads, config.head_dim
   if backend.ways().joins_cache:
     joined = (2, batch, heads, num_slots, head_dim)
     both = _zeros(config, num_layers, joined)
@@ -284,7 +298,11 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 
 
 def bucketed_reads(
-  cache: KVCache, num_queries: int, tree: Tree | None = None
+  cache: KVCache,
+  num_queries: int,
+  tree: Tree | None = None,
+  attend: Attend = layers.attend,
+  bias_of: Sequence[int] = (),
 ) -> list[Callable[[jax.Array, Kept], jax.Array]]:
   """Each layer's attention over the shortest bucket with all slots in use.
 
@@ -296,6 +314,9 @@ def bucketed_reads(
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
     tree: how these hang together; None is one after another.
+    attend: `layers.attend`, or with a scale or a softcap of its own.
+    bias_of: for each layer, the number of its array in `cache.position_bias`;
+      () is an array for each layer, or one for all.
 
   Returns:
     For each layer a function (queries [B, S, H, D], what the layer has `kept`)
@@ -306,7 +327,7 @@ def bucketed_reads(
   index = jnp.sum(jnp.asarray(sizes) < needed)
 
   def attend_prefix(size, queries, keys, values, bias):
-    return layers.attend(
+    return attend(
       queries, keys[..., :size], values[..., :size], bias[..., :size]
     )
 
@@ -321,24 +342,28 @@ def bucketed_reads(
       # Read once per call; else each layer has a kernel that reads it again.
       bias = lax.optimization_barrier(bias)
     if len(branches) == 1:
-      return reader(bias)
+      return reader(bias, attend)
     return lambda queries, kept: lax.switch(
       index, branches, queries, *kept, bias
     )
 
   readers = [of_bias(position_bias) for position_bias in cache.position_bias]
+  if bias_of:
+    return [readers[number] for number in bias_of]
   return readers * (cache.num_layers // len(readers))
 
 
-def reader(bias: jax.Array) -> Callable[[jax.Array, Kept], jax.Array]:
-  """`layers.attend` over what a layer has kept, keys and values or both."""
+def reader(
+  bias: jax.Array, attend: Attend = layers.attend
+) -> Callable[[jax.Array, Kept], jax.Array]:
+  """Attention over what a layer has kept, keys and values or both."""
 
   def read(queries, kept):
     if len(kept) == 1:
       joined = kept[0]
-      return layers.attend(queries, joined[0], joined[1], bias, 'td')
+      return attend(queries, joined[0], joined[1], bias, 'td')
     keys, values = kept
-    return layers.attend(queries, keys, values, bias)
+    return attend(queries, keys, values, bias)
 
   return read
 

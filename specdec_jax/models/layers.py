@@ -184,11 +184,19 @@ def head(vocab_size: int, dtype: str) -> Dense:
 
 
 class Embed(nn.Module):
-  """A token embedding that may also serve as the output layer (T5 1.0)."""
+  """A token embedding that may also serve as the output layer (T5 1.0).
+
+  Attributes:
+    vocab_size: V.
+    features: M.
+    dtype: dtype of the embeddings, and of the output layer's operands.
+    divides_logits: whether the output layer divides by sqrt(M).
+  """
 
   vocab_size: int
   features: int
   dtype: str = 'float32'
+  divides_logits: bool = True
 
   def setup(self):
     self.embedding = self.param(
@@ -207,7 +215,7 @@ class Embed(nn.Module):
 
     T5 1.0 and T5X divide by sqrt(features).
     """
-    scale = np.sqrt(self.features)
+    scale = np.sqrt(self.features) if self.divides_logits else 1.0
     # Scaled first, x would be rounded to bfloat16 once more.
     scale_first = self.dtype == 'float32'
     logits = jnp.einsum(
@@ -221,15 +229,25 @@ class Embed(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """Root mean square norm with a scale (T5X calls it LayerNorm)."""
+  """Root mean square norm with a scale (T5X calls it LayerNorm).
+
+  Attributes:
+    dtype: dtype of the result.
+    epsilon: added to the mean square.
+    offset: added to the scale; Gemma's scales are stored as differences from 1.
+  """
 
   dtype: str = 'float32'
   epsilon: float = 1e-6
+  offset: float = 0.0
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalises [..., M] in float32."""
-    scale = self.param('scale', nn.initializers.ones, (x.shape[-1],))
+    at_first = nn.initializers.constant(1.0 - self.offset)
+    scale = self.param('scale', at_first, (x.shape[-1],))
+    if self.offset:  # in float32: a bfloat16 near 1 is coarser than near 0
+      scale = scale.astype(jnp.float32) + self.offset
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
     normed = x * lax.rsqrt(mean_square + self.epsilon)
@@ -320,20 +338,26 @@ def attend(
   values: jax.Array,
   bias: jax.Array,
   slots: str = 'dt',
+  scale: float = 1.0,
+  softcap: float = 0.0,
 ) -> jax.Array:
   """Attention of S queries over T slots; the softmax is in float32.
 
   Args:
     queries: [B, S, H, D].
-    keys: [B, H, D, T].
-    values: [B, H, D, T].
+    keys: [B, K, D, T]; K divides H, and heads next to each other share keys.
+    values: [B, K, D, T].
     bias: float32, broadcastable to [B, H, S, T], added to the scores.
-    slots: 'td' where keys and values are [B, H, T, D].
+    slots: 'td' where keys and values are [B, K, T, D].
+    scale: scores are multiplied by this.
+    softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
 
   Returns:
     [B, S, H * D].
   """
   num_queries = queries.shape[1]
+  if keys.shape[1] != queries.shape[2]:
+    return _attend_shared(queries, keys, values, bias, slots, scale, softcap)
   if num_queries == 1 and backend.ways().doubles_query:
     # On a CPU, XLA takes three to five times as long for one query as for two
     # (it turns the products into scalar loops), so the query is doubled.
@@ -341,40 +365,88 @@ def attend(
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
   exact = precision(str(queries.dtype))
   scores = jnp.einsum(f'bshd,bh{slots}->bhst', queries, keys, precision=exact)
-  weights = jax.nn.softmax(scores.astype(jnp.float32) + bias, axis=-1)
+  scores = scores.astype(jnp.float32)
+  if scale != 1.0:
+    scores = scores * scale
+  if softcap:
+    scores = softcap * jnp.tanh(scores / softcap)
+  weights = jax.nn.softmax(scores + bias, axis=-1)
   weights = weights.astype(values.dtype)
   mixed = jnp.einsum(f'bhst,bh{slots}->bshd', weights, values, precision=exact)
   return mixed[:, :num_queries].reshape(*mixed.shape[:1], num_queries, -1)
 
 
+def _attend_shared(queries, keys, values, bias, slots, scale, softcap):
+  """`attend` where several heads share keys: as more queries of one head."""
+  batch, num_queries, heads, head_dim = queries.shape
+  kept = keys.shape[1]
+  group = heads // kept
+  queries = queries.reshape(batch, num_queries, kept, group, head_dim)
+  queries = jnp.moveaxis(queries, 3, 1).reshape(batch, -1, kept, head_dim)
+  if bias.shape[1] == 1:
+    bias = jnp.tile(bias, (1, 1, group, 1))
+  else:
+    bias = bias.reshape(bias.shape[0], kept, -1, bias.shape[3])
+  mixed = attend(queries, keys, values, bias, slots, scale, softcap)
+  mixed = mixed.reshape(batch, group, num_queries, kept, head_dim)
+  return jnp.moveaxis(mixed, 1, 3).reshape(batch, num_queries, -1)
+
+
 class Attention(nn.Module):
-  """Multi-head attention; the caller keeps the keys and values."""
+  """Multi-head attention; the caller keeps the keys and values.
+
+  Attributes:
+    num_heads: H.
+    head_dim: D.
+    features: M.
+    dtype: dtype of the computation.
+    use_bias: whether all projections have biases.
+    num_kv_heads: K, heads of keys and values; None is H.
+    qkv_bias: whether those of queries, keys and values have.
+    norm: makes the norms of each head's queries and keys; None is none.
+  """
 
   num_heads: int
   head_dim: int
   features: int
   dtype: str
   use_bias: bool = False
+  num_kv_heads: int | None = None
+  qkv_bias: bool = False
+  norm: Callable[[], nn.Module] | None = None
 
   def setup(self):
     width = self.num_heads * self.head_dim
-    dense = functools.partial(Dense, dtype=self.dtype, use_bias=self.use_bias)
+    kept = (self.num_kv_heads or self.num_heads) * self.head_dim
+    dense = functools.partial(
+      Dense, dtype=self.dtype, use_bias=self.use_bias or self.qkv_bias
+    )
 
     # Includes the 1/sqrt(head_dim) that T5 does not apply to its scores.
     def query_init(*args):
       return _kernel_init(*args) / np.sqrt(self.head_dim)
 
     self.query = dense(width, kernel_init=query_init)
-    self.key = dense(width)
-    self.value = dense(width)
-    self.qkv = dense(3 * width)
-    self.out = dense(self.features)
+    self.key = dense(kept)
+    self.value = dense(kept)
+    self.qkv = dense(width + 2 * kept)
+    self.out = Dense(self.features, self.dtype, use_bias=self.use_bias)
+    if self.norm is not None:
+      self.query_norm = self.norm()
+      self.key_norm = self.norm()
 
   def _heads(self, x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+    return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+  def _normed(
+    self, queries: jax.Array, keys: jax.Array, values: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    if self.norm is None:
+      return queries, keys, values
+    return self.query_norm(queries), self.key_norm(keys), values
 
   def project_kv(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Maps [B, S, M] to keys and values, each [B, S, H, D]."""
+    """Maps [B, S, M] to keys and values, each [B, S, K, D]."""
     return self._heads(self.key(x)), self._heads(self.value(x))
 
   def project_query(self, x: jax.Array) -> jax.Array:
@@ -385,13 +457,17 @@ class Attention(nn.Module):
     return self._heads(queries)
 
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Maps [B, S, M] to queries, keys and values, each [B, S, H, D].
+    """Maps [B, S, M] to queries [B, S, H, D], keys, values [B, S, K, D].
 
     It is one product if `partitioning.place` joined the three kernels.
     """
     if not self.has_variable('params', 'qkv'):
-      return self.project_query(x), *self.project_kv(x)
-    return tuple(self._heads(part) for part in jnp.split(self.qkv(x), 3, -1))
+      return self._normed(self.project_query(x), *self.project_kv(x))
+    joined = self.qkv(x)
+    width = self.num_heads * self.head_dim
+    kept = (joined.shape[-1] - width) // 2
+    parts = jnp.split(joined, [width, width + kept], -1)
+    return self._normed(*map(self._heads, parts))
 
 
 def relative_position_bucket(

@@ -9,20 +9,23 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 
 from specdec_jax.checks import memory
-from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5Config
 
 _BUCKETS = 32  # buckets of T5's relative bias
 
 
-def is_known(config: Any) -> TypeGuard[T5Config | GPTConfig]:
+def is_known(config: Any) -> TypeGuard[Config]:
   """Whether this module can count the network of a configuration."""
-  return isinstance(config, T5Config | GPTConfig)
+  return isinstance(config, Config)
 
 
-def num_params(config: T5Config | GPTConfig) -> int:
+def num_params(config: Config) -> int:
   """How many numbers the parameters of a network have."""
   width = config.emb_dim
+  if isinstance(config, CausalLMConfig):
+    return _num_params(config)
   per_projection = width * config.num_heads * config.head_dim
   attention = 4 * per_projection
   mlp = (len(config.mlp_activations) + 1) * width * config.mlp_dim
@@ -49,8 +52,24 @@ def num_params(config: T5Config | GPTConfig) -> int:
   return total + (config.num_positions * width or bias)
 
 
+def _num_params(config: CausalLMConfig) -> int:
+  width = config.emb_dim
+  queries = config.num_heads * config.head_dim
+  keys = config.num_kv_heads * config.head_dim
+  per_layer = 2 * width * (queries + keys)
+  per_layer += (len(config.mlp_activations) + 1) * width * config.mlp_dim
+  per_layer += (4 if config.post_norms else 2) * width
+  if config.qk_norm:
+    per_layer += 2 * config.head_dim
+  if config.qkv_bias:
+    per_layer += queries + 2 * keys
+  tables = 1 if config.logits_via_embedding else 2
+  vocabulary = tables * config.vocab_size * width
+  return vocabulary + config.num_layers * per_layer + width
+
+
 def run_bytes(
-  config: T5Config | GPTConfig,
+  config: Config,
   batch: int,
   input_len: int,
   num_slots: int,
@@ -76,7 +95,10 @@ def run_bytes(
     slots = num_slots + input_len
   else:
     layers, slots = config.num_layers, num_slots
-  width = config.num_heads * config.head_dim
+  heads = config.num_heads
+  if isinstance(config, CausalLMConfig):
+    heads = config.num_kv_heads
+  width = heads * config.head_dim
   per_slot = 2 * width * jnp.dtype(config.dtype).itemsize
   logits = 4 * batch * num_tokens * config.vocab_size
   return layers * batch * slots * per_slot + max(logits, scores)

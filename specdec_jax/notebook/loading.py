@@ -8,9 +8,10 @@ from specdec_jax.engine.padding import SMALLEST_PROMPT
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import memory
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.causal_lm import CausalLM
+from specdec_jax.models.families import Network
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.model import Model
-from specdec_jax.models.t5 import T5
 from specdec_jax.notebook.model import Interactive
 from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import Tokenizer
@@ -81,7 +82,11 @@ def load(
     most, _ = as_gamma(gamma)
     _check_memory(large, small, dtype, most, max_input_len, max_decode_len)
   bos_id = large.bos_id
-  if bos_id is None and large.tokenizer and not large.network.has_encoder:
+  # Of Llama, Qwen and Gemma the vocabulary says whether there is one.
+  is_older = not (
+    large.network.has_encoder or isinstance(large.network, CausalLM)
+  )
+  if bos_id is None and large.tokenizer and is_older:
     bos_id = first_id(large.tokenizer)
   return Interactive(
     large,
@@ -107,7 +112,7 @@ def _check_memory(
   Raises ValueError if a model has too few positions for the shortest text.
   """
   large, small = target.network, None if draft is None else draft.network
-  if not isinstance(large, T5 | GPT) or not isinstance(small, T5 | GPT | None):
+  if not isinstance(large, Network) or not isinstance(small, Network | None):
     return  # a network of the caller's own
   if not large.has_encoder:
     longest = input_len - 1  # after the first token

@@ -8,6 +8,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.trace_view import Trace
 from specdec_jax.measure import environment, memory
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
@@ -79,7 +80,7 @@ def _sizes(network: LanguageModel) -> dict[str, str]:
   config = getattr(network, 'config', None)
   if isinstance(config, T5Config):
     layers = f'{config.num_encoder_layers} + {config.num_decoder_layers}'
-  elif isinstance(config, GPTConfig):
+  elif isinstance(config, GPTConfig | CausalLMConfig):
     layers = str(config.num_layers)
   else:
     return {}

@@ -30,6 +30,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('wo/kernel', ('mlp', 'embed')),
   ('(out|wo)/bias', ('embed',)),
   ('logits_dense/kernel', ('embed', 'vocab')),
+  ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
 )
 _RULES = tuple(

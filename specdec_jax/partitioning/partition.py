@@ -69,10 +69,11 @@ class Partition:
 
   def check(self, network: LanguageModel) -> None:
     """Raises ValueError unless a network's arrays can be split in this way."""
-    heads = getattr(getattr(network, 'config', None), 'num_heads', None)
-    if heads is not None:
-      # The devices may divide a kernel's H * D and yet not divide H.
-      self._check_shape('attention', ('heads',), (heads,))
+    for name in ('num_heads', 'num_kv_heads'):
+      heads = getattr(getattr(network, 'config', None), name, None)
+      if heads is not None:
+        # The devices may divide a kernel's H * D and yet not divide H.
+        self._check_shape(f'attention, {name}', ('heads',), (heads,))
     shapes = param_shapes(network)
     for name, leaf in _flat(shapes).items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)

@@ -61,8 +61,8 @@ class Answer:
     self._queue: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
     self.num_prompt_tokens = sum(map(len, asked.prompt_ids))
     self._common = {
-      'id': f'cmpl-{secrets.token_hex(12)}',
-      'object': 'text_completion',
+      'id': f'{"chat" * asked.chat}cmpl-{secrets.token_hex(12)}',
+      'object': _object_of(asked),
       'created': int(time.time()),
       'model': model,
     }
@@ -194,6 +194,7 @@ class Answer:
     """One choice, or a piece of it; `tokens` follow those before."""
     asked = self.asked
     prompt = index // asked.n
+    is_first = index not in self._begun
     before = self._seen.setdefault(index, [])
     choice: dict[str, Any] = {
       'index': index,
@@ -207,7 +208,7 @@ class Answer:
       )
     if asked.return_token_ids:
       choice['token_ids'] = list(tokens)
-    if index not in self._begun:
+    if is_first:
       self._begun.add(index)
       if asked.return_token_ids:
         choice['prompt_token_ids'] = asked.prompt_ids[prompt]
@@ -217,6 +218,10 @@ class Answer:
           said = decode(self._engine.tokenizer, said)
         choice['text'] = said + text
     before.extend(tokens)
+    if asked.chat:
+      role = {'role': 'assistant'} if is_first else {}
+      message = {**role, 'content': choice.pop('text')}
+      choice['delta' if asked.stream else 'message'] = message
     return choice
 
   def _completion(self, index: int) -> Completion:
@@ -236,6 +241,13 @@ class Answer:
     outputs = sum(len(self._completion(i).tokens) for i in self._ends)
     counts = {'usage': _usage(self.num_prompt_tokens, outputs)}
     return counts | self._metrics_of_request()
+
+
+def _object_of(asked: Asked) -> str:
+  """OpenAI's word for an answer."""
+  if not asked.chat:
+    return 'text_completion'
+  return 'chat.completion.chunk' if asked.stream else 'chat.completion'
 
 
 def _event(body: Any) -> bytes:

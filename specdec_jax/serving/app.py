@@ -22,6 +22,7 @@ from specdec_jax.serving.protocol import (
 )
 from specdec_jax.serving.scheduler import Busy, Scheduler, Stopped
 from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.text.chat import ChatTemplate, template_of
 
 _LARGE = 1 << 14  # bytes of a body that another thread reads
 _PAGE = pathlib.Path(__file__).with_name('page.html')
@@ -60,6 +61,7 @@ class Application:
     self._settings: ServeSettings = scheduler.settings
     self.metrics = Metrics(scheduler)
     self._began = int(time.time())
+    self._template, self._no_chat = _template_of(self._engine, name)
     inner = applications.Starlette(
       routes=[
         route('/', self._page),
@@ -146,21 +148,23 @@ class Application:
     kind = 'text/plain; version=0.0.4; charset=utf-8'
     return self._responses.Response(self.metrics.text(), media_type=kind)
 
-  async def _chat(self, request: Any) -> Any:
-    raise BadRequest(
-      f'{self.name!r} has no chat template, so it cannot answer a chat. Send'
-      ' the text itself to /v1/completions.'
-    )
-
   # Completions.
 
+  async def _chat(self, request: Any) -> Any:
+    if self._template is None:
+      raise BadRequest(self._no_chat)
+    return await self._decoded(request, self._template)
+
   async def _completions(self, request: Any) -> Any:
+    return await self._decoded(request, None)
+
+  async def _decoded(self, request: Any, template: ChatTemplate | None) -> Any:
     data = await self._body(request)
     loop = asyncio.get_running_loop()
     if len(data) > _LARGE:
-      answer = await asyncio.to_thread(self._answer, data, loop)
+      answer = await asyncio.to_thread(self._answer, data, loop, template)
     else:
-      answer = self._answer(data, loop)
+      answer = self._answer(data, loop, template)
     state = request.scope['state']
     state['rows'] = answer.rows  # the gate ends them, whatever happens
     state['outputs'] = len(answer.rows)
@@ -183,9 +187,18 @@ class Application:
       whole.cancel()
       left.cancel()
 
-  def _answer(self, data: bytes, loop: asyncio.AbstractEventLoop) -> 'Answer':
+  def _answer(
+    self,
+    data: bytes,
+    loop: asyncio.AbstractEventLoop,
+    template: ChatTemplate | None,
+  ) -> 'Answer':
     body = protocol.parse_json(data)
-    asked = protocol.parse(body, self._engine, self._settings, self.name)
+    given = body, self._engine, self._settings, self.name
+    if template is None:
+      asked = protocol.parse(*given)
+    else:
+      asked = protocol.parse_chat(*given, template)
     return Answer(asked, self._scheduler, self.metrics, self.name, loop)
 
   async def _body(self, request: Any) -> bytes:
@@ -205,6 +218,18 @@ class Application:
         f'The body did not come within {seconds:g} seconds.', status=408
       ) from None
     return bytes(data)
+
+
+def _template_of(engine: Engine, name: str) -> tuple[ChatTemplate | None, str]:
+  """The chat template, and what a chat is told if there is none."""
+  try:
+    template = template_of(engine.tokenizer)
+  except ValueError as error:  # completions need none
+    return None, f'{name!r} cannot answer a chat: {error}'
+  return template, (
+    f'{name!r} has no chat template, so it cannot answer a chat. Send the text'
+    ' itself to /v1/completions.'
+  )
 
 
 async def _left(request: Any) -> None:

@@ -14,6 +14,7 @@ from specdec_jax.checks.names import nearest
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import example_id
 from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.text.chat import ChatTemplate
 
 _MAX_TOKENS = 16  # where none are asked for, as OpenAI has it
 _MOST_STOPS, _LONGEST_STOP = 16, 256
@@ -33,6 +34,17 @@ _OF_A_SEARCH = {
   'temperature': 0, 'top_p': 1, 'top_k': 0, 'stop': [], 'min_tokens': 0,
   'ignore_eos': False, 'stream': False, 'speculative': True,
 }  # fmt: skip
+
+
+# Fields of completions that a chat has not, or not with this meaning, and the
+# values that ask for nothing.
+_NOT_IN_A_CHAT: dict[str, tuple[Any, ...]] = {
+  'prompt': (None,),
+  'best_of': (None,),
+  'echo': (None, False),
+  'logprobs': (None, False),
+  'top_logprobs': (None, 0),
+}
 
 
 class BadRequest(Exception):
@@ -91,6 +103,7 @@ class Asked:
     return_rounds: whether a piece of a stream says what became of the draft.
     pace: how text is sent, one of PACES.
     plain: whether no drafter is wanted, see `Scheduler.row`.
+    chat: whether the answer is a message of a chat.
   """
 
   prompts: Sequence[str | Sequence[int]]
@@ -106,6 +119,7 @@ class Asked:
   return_rounds: bool
   pace: str
   plain: bool
+  chat: bool = False
 
   def of_each(self) -> list[tuple[int, dict[str, Any]]]:
     """Index of the prompt and options of each row, in order.
@@ -220,6 +234,37 @@ def parse(
     pace=fields.pace(),
     plain=fields.plain(greedy and log_probs is None),
   )
+
+
+def parse_chat(
+  body: Mapping[str, Any],
+  engine: Engine,
+  settings: ServeSettings,
+  model: str,
+  template: ChatTemplate,
+) -> Asked:
+  """Checks a request for the next message of a chat.
+
+  Raises:
+    BadRequest: a field is wrong or unknown.
+  """
+  fields = _Fields(body)
+  for name, values in _NOT_IN_A_CHAT.items():
+    if body.get(name) not in values:
+      raise fields.wrong(name, f'{json.dumps(values[-1])} in a chat')
+  longest = engine.max_decode_len
+  most = fields.whole('max_tokens', longest, 1, longest)
+  most = fields.whole('max_completion_tokens', most, 1, longest)
+  try:
+    ids = template.ids(fields.messages(), engine.bos_id)
+  except ValueError as error:
+    raise BadRequest(str(error)[:500], 'messages') from error
+  own = ('messages', 'max_completion_tokens', *_NOT_IN_A_CHAT)
+  rest = {name: value for name, value in body.items() if name not in own}
+  asked = parse(
+    rest | {'prompt': ids, 'max_tokens': most}, engine, settings, model
+  )
+  return dataclasses.replace(asked, chat=True)
 
 
 class _Fields:
@@ -405,6 +450,32 @@ class _Fields:
       )
     return value
 
+  def messages(self) -> list[dict[str, Any]]:
+    """Of a chat, at least one; parts of a content become one text."""
+    value = self._body.get('messages')
+    expected = 'a list of {"role": "user", "content": "..."}'
+    if not isinstance(value, list) or not value:
+      raise self.wrong('messages', expected)
+    found = []
+    for number, one in enumerate(value):
+      said = one.get('content') if isinstance(one, dict) else None
+      if isinstance(said, list) and all(map(_is_text, said)):
+        said = ''.join(part['text'] for part in said)
+      if not isinstance(said, str) or not isinstance(one.get('role'), str):
+        raise BadRequest(
+          f'messages: expected {expected}; got {_short(one)} as message'
+          f' {number}. Only text is read.',
+          'messages',
+        )
+      if others := set(one) - {'role', 'content', 'name'}:
+        raise BadRequest(
+          f'messages: message {number} has {_short(sorted(others)[0])}, which'
+          ' is not supported. Leave it out.',
+          'messages',
+        )
+      found.append({**one, 'content': said})
+    return found
+
   @staticmethod
   def ids(engine: Engine, index: int, prompt: Any) -> list[int]:
     """A prompt as the model reads it, which is not too long."""
@@ -425,6 +496,15 @@ class _Fields:
         code='context_length_exceeded',
       )
     return ids
+
+
+def _is_text(part: Any) -> bool:
+  """Whether a part of a message's content is a text."""
+  return (
+    isinstance(part, dict)
+    and part.get('type') == 'text'
+    and isinstance(part.get('text'), str)
+  )
 
 
 def _is_ids(value: Any) -> bool:

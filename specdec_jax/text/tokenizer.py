@@ -29,6 +29,7 @@ class Tokenizer:
 
   Attributes:
     vocab_size: number of pieces, V.
+    least_size: the least V of a network of this vocabulary.
     pad_id, eos_id, unk_id: special ids. `pad_id` is 0, with which rows are
       padded, whatever the vocabulary's own padding id is.
     fingerprint: sha256 (hex) of the model file's bytes. It is the same for two
@@ -62,6 +63,7 @@ class Tokenizer:
         ' model; copy it again from its source.'
       ) from error
     self.vocab_size: int = self._processor.vocab_size()
+    self.least_size: int = self.vocab_size
     self.pad_id: int = PAD_ID
     self.eos_id: int = self._processor.eos_id()
     self.unk_id: int = self._processor.unk_id()

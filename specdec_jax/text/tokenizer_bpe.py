@@ -1,4 +1,4 @@
-"""Byte-level BPE, as in GPT-2: turns text into token ids and back.
+"""BPE, as in GPT-2, Llama, Qwen and Gemma: text to token ids and back.
 
 The package tokenizers, which comes with the extra `[bpe]`, is imported when a
 tokenizer is made.
@@ -17,6 +17,8 @@ from specdec_jax.files.locations import check_path
 from specdec_jax.text.tokenizer import MOST_BYTES, Tokenizer
 
 TOKENIZER = 'tokenizer.json'
+SETTINGS = 'tokenizer_config.json'
+END = '<|endoftext|>'  # GPT-2's, where a folder does not say
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
 SENTENCEPIECE = 'spiece.model'  # in the folders of all T5s
 
@@ -56,21 +58,26 @@ class BpeTokenizer(Tokenizer):
 
   Attributes:
     vocab_size: V, the largest id plus one.
+    least_size: the least V of a network of this vocabulary: special tokens past
+      it are none that a text can have (Gemma's place of an image).
     pad_id, eos_id, unk_id: the id of the end of sequence. GPT-2's texts begin
       with it as well, so `Engine.bos_id` should be this id.
+    bos_id: the id that the vocabulary itself puts in front of a text; None is
+      none, as in GPT-2 and Qwen.
     fingerprint: sha256 (hex) of everything that decides the ids of a text. It
       is the same for files of other kinds or formatting that give the same ids.
   """
 
   def __init__(
-    self, path: str | os.PathLike[str], eos_token: str = '<|endoftext|>'
+    self, path: str | os.PathLike[str], eos_token: str | None = None
   ):
     """Loads a vocabulary.
 
     Args:
       path: a tokenizer.json, or a folder with tokenizer.json or else with
         vocab.json and merges.txt.
-      eos_token: the token that ends a sequence.
+      eos_token: the token that ends a sequence; None is what the folder's
+        tokenizer_config.json says, or else GPT-2's.
 
     Raises:
       ValueError: the package tokenizers is not installed, a file is missing or
@@ -79,6 +86,8 @@ class BpeTokenizer(Tokenizer):
     tokenizers = package('Byte-level BPE', 'tokenizers', 'bpe')
     self.path = os.fspath(path)
     contents = _read(pathlib.Path(path))
+    said = settings(pathlib.Path(path))
+    eos_token = eos_token or content(said.get('eos_token')) or END
     try:
       processor = _make(tokenizers, contents, eos_token)
     # The package raises plain Exceptions.
@@ -97,7 +106,15 @@ class BpeTokenizer(Tokenizer):
     processor.no_truncation()
     processor.encode_special_tokens = True
     self._processor = processor
+    self._marked: Any = None  # of `encode_marked`
+    self.bos_id = _first_id(processor, said)
     self.vocab_size = 1 + max(processor.get_vocab().values())
+    special = {
+      one
+      for one, token in processor.get_added_tokens_decoder().items()
+      if token.special
+    } - {eos_id, self.bos_id}
+    self.least_size = 1 + max(set(processor.get_vocab().values()) - special)
     self.eos_id = self.pad_id = self.unk_id = eos_id
     self.fingerprint = _fingerprint(json.loads(processor.to_str()))
 
@@ -105,10 +122,49 @@ class BpeTokenizer(Tokenizer):
     """Ids of `text`, without an end-of-sequence id."""
     return self._processor.encode(text, add_special_tokens=False).ids
 
+  def encode_marked(self, text: str) -> list[int]:
+    """`encode`, but names of special tokens are those tokens, for a chat."""
+    if self._marked is None:
+      tokenizers = package('Byte-level BPE', 'tokenizers', 'bpe')
+      self._marked = tokenizers.Tokenizer.from_str(self._processor.to_str())
+    return self._marked.encode(text, add_special_tokens=False).ids
+
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Applies `encode` to each text, with several threads."""
     found = self._processor.encode_batch(list(texts), add_special_tokens=False)
     return [one.ids for one in found]
+
+
+def settings(path: pathlib.Path) -> dict[str, Any]:
+  """What a folder's tokenizer_config.json says; {} without one."""
+  file = path / SETTINGS
+  if not file.exists():
+    return {}
+  try:
+    said = json.loads(files.read_small(file, MOST_BYTES))
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'{os.fspath(file)!r} cannot be read ({error}); copy it again from its'
+      ' source, or remove it.'
+    ) from error
+  return said if isinstance(said, dict) else {}
+
+
+def content(token: Any) -> str:
+  """The text of a token in tokenizer_config.json; '' if there is none."""
+  if isinstance(token, dict):
+    token = token.get('content')
+  return token if isinstance(token, str) else ''
+
+
+def _first_id(processor: Any, said: dict[str, Any]) -> int | None:
+  """The id in front of a text: as the folder says, or as the file adds it."""
+  says = said.get('add_bos_token')
+  if says is not None:
+    token = content(said.get('bos_token'))
+    return processor.token_to_id(token) if says and token else None
+  found = processor.encode('a', add_special_tokens=True)
+  return found.ids[0] if found.special_tokens_mask[:1] == [1] else None
 
 
 def _read(path: pathlib.Path) -> dict[str, bytes]:
