@@ -86,6 +86,7 @@ def test_greedy_is_speculative_is_teacher_forced(family, tokenizer):
     assert out == best[: len(out)].tolist()
 
 
+@pytest.mark.slow
 def test_a_tree_of_proposals(tokenizer):
   def tree(draft):
     return small_model_tree(draft, branching(1, 2, 1))
@@ -97,7 +98,7 @@ def test_a_tree_of_proposals(tokenizer):
   assert sum(c.stats.num_accepted for c in have) > 0
 
 
-@pytest.mark.parametrize('more', [-3, 5])
+@pytest.mark.parametrize('more', [-3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_drafter_with_other_padding(more, tokenizer):
   """Its ids past the vocabulary are no text; the target's may have mass."""
   config = FAMILIES['Gemma 3']
@@ -117,7 +118,8 @@ def test_a_drafter_with_other_padding(more, tokenizer):
   tokens = np.full((1, 2), VOCAB_SIZE + 2, np.int32)
   cache = network.prefill(params, tokens, 4)
   logits, _ = network.extend(params, cache, tokens)
-  assert logits.shape == (1, 2, VOCAB_SIZE + 3) and np.isfinite(logits).all()
+  assert logits.shape == (1, 2, VOCAB_SIZE + 3)
+  assert np.isfinite(logits[..., :VOCAB_SIZE]).all()
   mass = jax.nn.softmax(logits)[..., VOCAB_SIZE:]
   assert (float(mass.sum()) > 0) == (more > 0)
 
@@ -173,7 +175,9 @@ def law(network, params):
   return drawn.prod(1).reshape((SIZE,) * TOKENS)
 
 
-@pytest.mark.parametrize('family', ['Llama 3', 'Gemma 3'])
+@pytest.mark.parametrize(
+  'family', [pytest.param('Llama 3', marks=pytest.mark.slow), 'Gemma 3']
+)
 def test_samples_have_the_targets_law(family):
   config = dataclasses.replace(
     FAMILIES[family], vocab_size=SIZE, logit_softcap=2.0

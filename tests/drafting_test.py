@@ -55,6 +55,7 @@ def traffic(engine):
   return traffic_of(engine, TEXTS, MIXED)
 
 
+@pytest.mark.slow
 def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
   """Rows of all kinds are what they are alone, samples too."""
   scheduler = started(engine, rows=2)

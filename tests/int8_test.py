@@ -148,7 +148,7 @@ def test_each_of_a_pair_for_itself(tokenizer):
   )
   outputs = {}
   for target in ('float32', 'int8'):
-    for draft in ('float32', 'int8'):
+    for draft in ('float32', 'int8') if target == 'float32' else ('int8',):
       pair = model(0, target), model(1, draft)
       engine = Engine(*pair, **limits)
       for side, dtype in (('target', target), ('draft', draft)):
@@ -161,7 +161,6 @@ def test_each_of_a_pair_for_itself(tokenizer):
       assert found == [one.tokens for one in plain]
       outputs[target, draft] = found
   assert outputs['float32', 'float32'] == outputs['float32', 'int8']
-  assert outputs['int8', 'float32'] == outputs['int8', 'int8']
   # Another model than the one of floats: its calibrations are its own.
   prints = [
     Engine(model(0, dtype), **limits).fingerprints['target']

@@ -99,7 +99,7 @@ def test_bfloat16_and_dtypes(tmp_path, params):
   assert_equal(wide, jax.tree.map(lambda leaf: leaf.astype('float32'), narrow))
 
 
-@pytest.mark.parametrize('dtype', ['int8', 'flot32', bool])
+@pytest.mark.parametrize('dtype', ['int16', np.int8, 'flot32', bool])
 def test_other_dtypes(orbax, dtype):
   with pytest.raises(ValueError, match='dtype'):
     checkpoints.load(orbax, dtype=dtype)

@@ -373,7 +373,10 @@ def test_meshes_that_do_not_fit():
 
 def test_arrays_that_do_not_fit(family, tokenizer):
   for changes, message in (
-    ({'num_heads': 6}, "attention: its axis 'heads' is 6 long.* 8 devices"),
+    (
+      {'num_heads': 6},
+      "attention, num_heads: its axis 'heads' is 6 long.* 8 dev",
+    ),
     ({'mlp_dim': 90}, r"mlp/wi.*: its axis 'mlp' is 90 long.* 8 devices"),
   ):
     odd = network_of(family, **changes)
