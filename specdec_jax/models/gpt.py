@@ -21,7 +21,7 @@ from flax import linen as nn
 from specdec_jax.checks.fields import check_types
 from specdec_jax.models import kv_cache, layers
 from specdec_jax.models.base import Params
-from specdec_jax.models.linen_model import LinenModel
+from specdec_jax.models.linen_model import DecoderOnly
 
 LAYER_NORM_EPSILON = 1e-5  # GPT-2's
 
@@ -245,11 +245,8 @@ class Decoder(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT(LinenModel):
-  """A decoder-only model as a `LanguageModel`; see `models.base`.
-
-  Parameters lie under 'decoder/', where T5X's decoder-only network has them.
-  """
+class GPT(DecoderOnly):
+  """A decoder-only model as a `LanguageModel`; see `models.base`."""
 
   config: GPTConfig
 
@@ -257,14 +254,8 @@ class GPT(LinenModel):
     check_types(self)
 
   @property
-  def has_encoder(self) -> bool:
-    """False: the model continues its prompt."""
-    return False
-
-  def init(self, key: jax.Array) -> Params:
-    """Returns random float32 parameters, a nested dict with T5X's names."""
-    token = jnp.ones((1, 1), jnp.int32)
-    return {'decoder': Decoder(self.config).init(key, token)['params']}
+  def _decoder(self) -> Decoder:
+    return Decoder(self.config)
 
   def logits(
     self,
@@ -319,11 +310,6 @@ class GPT(LinenModel):
     self._check_length(longest or max_length)
     return self._apply(
       params, inputs.shape[0], max_length, method='empty_cache'
-    )
-
-  def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
-    return Decoder(self.config).apply(
-      {'params': params['decoder']}, *args, **kwargs
     )
 
   def _check_length(self, length: int) -> None:

@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import linen as nn
 
 from specdec_jax.models.base import Params
 
@@ -53,3 +55,29 @@ class LinenModel:
   def keep(self, cache, length, slots):
     """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
     return cache.keep(length, slots)
+
+
+class DecoderOnly(LinenModel):
+  """A `LinenModel` without an encoder.
+
+  Parameters lie under 'decoder/', where T5X's decoder-only network has them.
+  Heirs add `_decoder`, `prefill` and teacher-forced calls.
+  """
+
+  @property
+  def _decoder(self) -> nn.Module:
+    """The linen module."""
+    raise NotImplementedError
+
+  @property
+  def has_encoder(self) -> bool:
+    """False: the model continues its prompt."""
+    return False
+
+  def init(self, key: jax.Array) -> Params:
+    """Returns random float32 parameters, a nested dict with T5X's names."""
+    token = jnp.ones((1, 1), jnp.int32)
+    return {'decoder': self._decoder.init(key, token)['params']}
+
+  def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+    return self._decoder.apply({'params': params['decoder']}, *args, **kwargs)
