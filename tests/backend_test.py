@@ -3,7 +3,9 @@
 It runs on the CPU here: the programs differ, not what they mean.
 """
 
+import contextlib
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -187,5 +189,26 @@ def test_caches_are_written_the_same(batch):
       text = jax.jit(write).lower(*args).as_text()
       with backend.split():
         split = jax.jit(write).lower(*args).as_text()
-    mapped = jax.jit(write).lower(*args).as_text()
+    with backend.split():
+      mapped = jax.jit(write).lower(*args).as_text()
     assert mapped == split != text
+
+
+def copied_in_loops(target, split):
+  """How often a loop copies a layer's keys or values in a round."""
+  request = request_of(1, 0, GREEDY, 100, inputs=INPUTS, seed=0)
+  assert request.cache_slots <= 128, 'more slots are read by a conditional'
+  params = PairParams(on('cpu', target), None)
+  with backend.split() if split else contextlib.nullcontext():
+    lowered = jax.jit(Loop(target).decode).lower(params, request)
+  slots = rf'\d+,{target.config.num_heads},\d+,{request.cache_slots}'
+  loops, _, entry = lowered.compile().as_text().partition('\nENTRY')
+  assert f',{request.cache_slots}]' in entry
+  return len(re.findall(rf'\[{slots}\]\S* copy\(', loops))
+
+
+def test_a_token_copies_no_cache_on_a_cpu():
+  target = NETWORKS['t5_1_1']
+  assert not copied_in_loops(target, split=False)
+  # Written outside of a branch they are, several times.
+  assert copied_in_loops(target, split=True)

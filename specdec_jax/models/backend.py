@@ -38,6 +38,9 @@ class Ways(NamedTuple):
     writes_by_row: slots-last caches are written row after row. All rows at once
       are a scatter, which a TPU runs as a loop over them with ten operations a
       row; and it would keep slots in lanes, where a write touches every tile.
+    branches_write: a slots-last cache of one row is written in a branch. What
+      is in a branch is done once; outside XLA would write for the attention and
+      again for the cache, each time into a copy.
     least_rows: products with [in, out] kernels have as many rows at least. A
       TPU computes a product of one row without its matrix unit.
     holds_queries: a barrier behind the queries' product. Without it a TPU's
@@ -59,6 +62,7 @@ class Ways(NamedTuple):
   samples_by_need: bool = False
   flattens_cache: bool = False
   writes_by_row: bool = False
+  branches_write: bool = False
   least_rows: int = 1
   holds_queries: bool = False
   narrows_calls: bool = False
@@ -71,6 +75,7 @@ _WAYS = {
     has_buckets=True,
     turns_operands=True,
     samples_by_need=True,
+    branches_write=True,
     narrows_calls=True,
     drafts_beams=False,
   ),
@@ -97,7 +102,9 @@ def ways() -> Ways:
   if not _split.value:
     return found
   # Such writes would gather the rows and heads of all devices.
-  return found._replace(flattens_cache=False, writes_by_row=False)
+  return found._replace(
+    flattens_cache=False, writes_by_row=False, branches_write=False
+  )
 
 
 def compiler_options() -> dict[str, str | bool]:

@@ -205,7 +205,13 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
       return lax.dynamic_update_slice(buffer, one, place)
 
     return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
-  return jax.vmap(one_row)(buffer, slots, start)
+  write_all = jax.vmap(one_row)
+  if backend.ways().branches_write and len(slots) == 1:
+    # It is always written.
+    return lax.cond(
+      start[0] >= 0, write_all, lambda buffer, *_: buffer, buffer, slots, start
+    )
+  return write_all(buffer, slots, start)
 
 
 def write_joined(
