@@ -10,6 +10,8 @@ missing, this writes the same values again. Inside another drafter a cache may
 lack more tokens: its length says how many, and they are read first.
 """
 
+from typing import cast
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,7 +23,13 @@ from specdec_jax.drafters.base import (
   draw,
   forbid_early_stops,
 )
-from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
+from specdec_jax.models.base import (
+  FeatureModel,
+  LanguageModel,
+  gives_features,
+  read_prompt,
+  reads_encoder,
+)
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
@@ -159,12 +167,20 @@ def read_last(
   start = jnp.maximum(length - behind, 0)
   index = start[:, None] + jnp.arange(behind + more)
   fed = jnp.take_along_axis(tokens, index, axis=1)
-  logits, cache = model.extend(params, model.rewind(cache, start), fed)
+  cache = model.rewind(cache, start)
   # The last committed token is the last of those, but an earlier one in a row
   # that holds fewer, such as only its start token. In such a row the tokens
   # behind it are meaningless, and the next call overwrites them.
   place = (length - 1 - start)[:, None] + jnp.arange(1 + more)
-  logits = jnp.take_along_axis(logits, place[..., None], axis=1)
+  if gives_features(model):
+    # The output layer, often the largest product, is of the wanted tokens only.
+    whole = cast(FeatureModel, model)
+    _, features, cache = whole.extend_with_features(params, cache, fed)
+    features = jnp.take_along_axis(features, place[..., None], axis=1)
+    logits = whole.head(params, features)
+  else:
+    logits, cache = model.extend(params, cache, fed)
+    logits = jnp.take_along_axis(logits, place[..., None], axis=1)
   return logits, model.rewind(cache, length + more)
 
 

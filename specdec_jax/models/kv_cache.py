@@ -197,21 +197,19 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
 
   # bshd -> bhds: the slot axis is last in the buffer.
   slots = new.transpose(0, 2, 3, 1).astype(buffer.dtype)
+
+  def next_row(row, buffer):
+    one = lax.dynamic_slice_in_dim(slots, row, 1)
+    place = (row, zero, zero, start[row])
+    return lax.dynamic_update_slice(buffer, one, place)
+
   if backend.ways().writes_by_row:
-
-    def next_row(row, buffer):
-      one = lax.dynamic_slice_in_dim(slots, row, 1)
-      place = (row, zero, zero, start[row])
-      return lax.dynamic_update_slice(buffer, one, place)
-
     return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
-  write_all = jax.vmap(one_row)
   if backend.ways().branches_write and len(slots) == 1:
-    # It is always written.
-    return lax.cond(
-      start[0] >= 0, write_all, lambda buffer, *_: buffer, buffer, slots, start
-    )
-  return write_all(buffer, slots, start)
+    is_written = start[0] >= 0  # always
+    first_row = functools.partial(next_row, 0)
+    return lax.cond(is_written, first_row, lambda buffer: buffer, buffer)
+  return jax.vmap(one_row)(buffer, slots, start)
 
 
 def write_joined(
