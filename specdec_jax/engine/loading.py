@@ -17,11 +17,12 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.names import check_choice
 from specdec_jax.engine.pair import check_vocabulary_size
 from specdec_jax.models import backend
-from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.models.base import START_ID, LanguageModel, start_id
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config, Network, network_of
 from specdec_jax.models.int8 import INT8
 from specdec_jax.models.layers import PARAM_DTYPES
+from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.text.tokenizer import Tokenizer
@@ -125,7 +126,9 @@ def _computes_in(dtype: str | None) -> str:
 
 def _own_tokenizer(folder: pathlib.Path, config: Config) -> Tokenizer | None:
   names = [SENTENCEPIECE]
-  if not isinstance(config, T5Config):  # T5's tokenizer.json is no BPE
+  if isinstance(config, M2M100Config):
+    names = [TOKENIZER]  # without it, vocab.json is of another kind
+  elif not isinstance(config, T5Config):  # T5's tokenizer.json is no BPE
     names += [TOKENIZER, VOCAB]
   if any((folder / name).exists() for name in names):
     return open_vocabulary(folder)
@@ -138,8 +141,8 @@ def _ends(
   config: Config,
 ) -> tuple[int, ...]:
   """Ids that end an output; a decoder-only model may have none."""
-  if isinstance(config, T5Config):
-    return special_ids(folder, described).eos
+  if isinstance(config, T5Config | M2M100Config):
+    return special_ids(folder, described, start_id(config)).eos
   said = {name: value for name, value in described.items() if value is not None}
   # A model without an encoder has no decoder start id of its own.
   said = {'eos_token_id': []} | said | {'decoder_start_token_id': START_ID}
@@ -154,7 +157,7 @@ def _first_id(
   tokenizer: Tokenizer | None,
 ) -> int | None:
   """The id that a decoder-only model's texts begin with, as its folder says."""
-  if isinstance(config, T5Config):
+  if isinstance(config, T5Config | M2M100Config):
     return None
   if isinstance(config, CausalLMConfig) and isinstance(tokenizer, BpeTokenizer):
     return tokenizer.bos_id  # Qwen's config.json names one that it never reads
