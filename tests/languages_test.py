@@ -9,8 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+import specdec_jax
 from m2m100_test import SMALL, logits_of, make
 from small_vocabulary import sentences
+from specdec_jax.cli import main
 from specdec_jax.drafters.prompt_lookup import ends_of, prompt_lookup
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
@@ -215,3 +217,135 @@ def test_models_without_languages(vocabulary, tokenizer):
     Engine(model, source_lang='eng_Latn')
   with pytest.raises(ValueError, match='target_lang .* no tokens of languages'):
     Engine(model, max_decode_len=4).generate(['a'], target_lang='deu_Latn')
+
+
+def server_of(engine):
+  """`serve_test.asking_of`, where what it needs is installed."""
+  pytest.importorskip('httpx', reason='needs the extra [serve]')
+  pytest.importorskip('starlette', reason='needs the extra [serve]')
+  pytest.importorskip('openai', reason='needs the package openai')
+  import serve_test
+
+  return serve_test.asking_of(engine)
+
+
+def test_requests_name_their_languages(engine):
+  others = PAIR | {'target_lang': 'zho_Hans'}
+  want = [engine.generate(TEXTS[:1], **one)[0].tokens for one in (PAIR, others)]
+  assert want[0] != want[1]
+  body = {'prompt': TEXTS[0], 'temperature': 0, 'max_tokens': LENGTH}
+  body['return_token_ids'] = True
+  with server_of(engine) as ask:
+    have = [
+      ask('/v1/completions', body | one).json()['choices'][0]['token_ids']
+      for one in (PAIR, others)
+    ]
+    assert have == want
+    for asked, param, said in (
+      ({}, 'target_lang', 'target_lang is missing'),
+      ({'target_lang': 'deu_Latn'}, 'source_lang', 'source_lang is missing'),
+      (PAIR | {'source_lang': 'eng_Lat'}, 'source_lang', 'known: eng_Latn'),
+      (PAIR | {'target_lang': ['x']}, 'target_lang', 'expected a text'),
+    ):
+      answer = ask('/v1/completions', body | asked)
+      error = answer.json()['error']
+      assert answer.status_code == 400 and error['param'] == param
+      assert said in error['message']
+
+
+def save(folder, model, config):
+  """A folder as transformers writes it, with the vocabulary beside it."""
+  import flax.traverse_util
+  import safetensors.numpy
+
+  from specdec_jax.checkpoints import m2m100_names
+
+  table = m2m100_names.table(config)
+  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
+  arrays = {}
+  for name, row in table.items():
+    array = np.asarray(flat[name]) / np.float32(row.scale)
+    arrays[row.name] = np.ascontiguousarray(
+      array.T if row.transposed else array
+    )
+  write_vocabulary(folder)
+  safetensors.numpy.save_file(arrays, folder / 'model.safetensors')
+  fields = m2m100_names.FIELDS.items()
+  described = {theirs: getattr(config, ours) for ours, theirs in fields}
+  described |= {
+    'model_type': 'm2m_100',
+    'decoder_attention_heads': config.num_heads,
+    'decoder_ffn_dim': config.mlp_dim,
+    'decoder_start_token_id': 2,
+    'eos_token_id': 2,
+    'pad_token_id': 1,
+    'max_length': 200,
+    'scale_embedding': True,
+  }
+  (folder / 'config.json').write_text(json.dumps(described))
+  return described
+
+
+@pytest.fixture(scope='module')
+def saved(folder, vocabulary):
+  pytest.importorskip('safetensors', reason='needs safetensors')
+  place = folder / 'saved'
+  # Heads times their size is the width, as in all folders.
+  size = vocabulary.vocab_size + 2
+  config = dataclasses.replace(SMALL, vocab_size=size, head_dim=8)
+  model = Model(*make(config, seed=4))
+  return place, model, save(place, model, config)
+
+
+def test_a_folder_is_read(saved):
+  place, want, _ = saved
+  model = specdec_jax.load(place)
+  assert model.network == want.network
+  assert model.stop_ids == (2,) and model.bos_id is None
+  assert list(model.tokenizer.languages) == list(LANGUAGES)
+  for have, one in zip(
+    jax.tree.leaves(model.params), jax.tree.leaves(want.params), strict=True
+  ):
+    np.testing.assert_allclose(have, one, rtol=1e-6)
+
+
+def test_the_command(saved, tmp_path, capsys):
+  place, _, _ = saved
+  file = tmp_path / 'texts.txt'
+  file.write_text('the red dog\na cat\n')
+  flags = ['decode', '--target', str(place), '--draft', str(place)]
+  flags += ['--max-length', '8', '--max-input-length', '64', str(file)]
+  languages = ['--source_lang', 'eng_Latn', '--target-lang', 'deu_Latn']
+  main.main([*flags, *languages])
+  lines = capsys.readouterr().out.splitlines()
+  engine = Engine(specdec_jax.load(place), max_input_len=64, max_decode_len=8)
+  texts = ['the red dog', 'a cat']
+  want = [one.text for one in engine.generate(texts, **PAIR)]
+  assert lines == want and any(want)
+  assert main.main(flags)
+  assert 'source_lang is missing' in capsys.readouterr().err
+  assert main.main([*flags, '--source-lang', 'eng_Latin'])
+  assert 'Nearest known: eng_Latn' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('change', 'said'),
+  [
+    ({'normalize_before': False}, 'normalize_before = False'),
+    ({'decoder_ffn_dim': 7}, 'decoder_ffn_dim is 7; the network here has 40'),
+    ({'decoder_start_token_id': 2.5}, 'M2M100Config.start_id'),
+    ({'activation_function': 'gelu'}, 'activation_function'),
+    ({'tie_word_embeddings': False}, 'tie_word_embeddings is False'),
+    ({'encoder_attention_heads': 5, 'decoder_attention_heads': 5}, 'multiple'),
+    ({'d_model': None}, 'd_model'),
+    ({'forced_bos_token_id': 5}, 'forced_bos_token_id = 5'),
+  ],
+  ids=str,
+)
+def test_configurations_that_are_refused(change, said, saved, tmp_path):
+  place, _, described = saved
+  for file in place.iterdir():
+    (tmp_path / file.name).write_bytes(file.read_bytes())
+  (tmp_path / 'config.json').write_text(json.dumps(described | change))
+  with pytest.raises(ValueError, match=said):
+    specdec_jax.load(tmp_path)

@@ -223,7 +223,7 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     more['rule'] = engine.rule.to_json()
   if engine.fallback:
     more['fallback'] = fallback.to_json(engine.fallback)
-  if engine.languages().known:
+  if engine.source_lang or engine.target_lang:
     more['languages'] = [engine.source_lang, engine.target_lang]
   return {
     'models': dict(engine.fingerprints),
