@@ -324,6 +324,8 @@ class FakeRequest:
 
   prompt_width, first_length = 1, 1
 
+  pad_id = 0
+
   def __init__(self, *lengths):
     self.inputs = np.zeros((len(lengths), 64), np.int32)
     for row, length in enumerate(lengths):
