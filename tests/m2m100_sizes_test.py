@@ -73,11 +73,11 @@ def test_the_run(networks):
   gin.clear_config()
   gin_flags.load(gin_flags.parse_flags(flags))
   assert gin_flags.build(infer.DecodeConfig).mode == 'both'
-  found = gin.get_bindings('engine.Engine')
-  assert (found['source_lang'], found['target_lang']) == (
-    'eng_Latn',
-    'deu_Latn',
-  )
+  # Resolved, the engine's target would be loaded.
+  found = gin.get_bindings('engine.Engine', resolve_references=False)
+  for name, language in languages.items():
+    assert repr(found[name.lower()]) == f'%{name}'
+    assert gin.query_parameter(f'%{name}') == language
   sides = {
     'target/engine.load': ('nllb_3_3b', 'facebook/nllb-200-3.3B'),
     'draft/infer.load_drafter': (
