@@ -24,6 +24,7 @@ from specdec_jax.checkpoints import (
   causal_config,
   causal_names,
   gpt2_names,
+  lora,
   m2m100_names,
 )
 from specdec_jax.checkpoints import huggingface_arrays as arrays
@@ -211,6 +212,7 @@ def open_huggingface(
   network: LanguageModel | None = None,
   described: Mapping[str, Any] | None = None,
   dtype: Any = None,
+  adapter: str | os.PathLike[str] | None = None,
 ) -> tuple[Config, dict[str, DiskArray]]:
   """Finds the arrays of a model without reading them.
 
@@ -223,6 +225,7 @@ def open_huggingface(
     network: network that the folder should hold.
     described: config.json, if it has been read already.
     dtype: dtype that the arrays will have, to check that they fit in memory.
+    adapter: folder of a LoRA adapter that is merged, see `lora`; None is none.
 
   Returns:
     The model's shape, and its arrays by their T5X names.
@@ -253,6 +256,8 @@ def open_huggingface(
   else:
     tied, head_scaled = _tidy_t5(stored, described, source)
     special_ids(folder, described)
+  if adapter is not None:
+    stored = lora.adapted(stored, adapter, family is gpt2_names)
   config = read_config(described, os.fspath(folder / CONFIG), tied)
   check_config_fits(config, f'The model of {source!r}', dtype)
   if isinstance(config, GPTConfig):

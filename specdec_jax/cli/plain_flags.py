@@ -366,6 +366,18 @@ FLAGS = (
     kind=bool,
   ),
   Flag(
+    ('--adapter', '--lora', '--lora-path'),
+    'ADAPTER',
+    'a LoRA adapter of the large model, which is merged: a folder of PEFT',
+    ('decode', 'score', 'calibrate', 'try', *_SERVER),
+  ),
+  Flag(
+    ('--draft-adapter', '--draft-lora'),
+    'DRAFT_ADAPTER',
+    'likewise of the small model',
+    ('decode', 'calibrate', 'try', *_SERVER),
+  ),
+  Flag(
     ('--source-lang', '--src-lang'),
     'SOURCE_LANG',
     'language of the texts, such as eng_Latn, of a model that translates'

@@ -43,6 +43,7 @@ def load(
   *,
   tokenizer: Tokenizer | Path | None = None,
   dtype: str | None = None,
+  adapter: Path | None = None,
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
@@ -67,6 +68,8 @@ def load(
       parameters to the engine's placement. 'int8' is that of kernels, made when
       they are read, see `models.int8`; the computation is then in bfloat16, on
       a CPU in float32.
+    adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
+      merged into the parameters when they are read, see `checkpoints.lora`.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
@@ -95,7 +98,9 @@ def load(
   sizes = network or config
   if tokenizer is not None and sizes is not None:
     check_vocabulary_size('model', sizes.vocab_size, tokenizer)
-  opened = open_checkpoint(location.path, network, described=described)
+  opened = open_checkpoint(
+    location.path, network, described=described, adapter=adapter
+  )
   if network is None and opened.config is not None:
     # The arrays themselves say whether the output layer is the embedding.
     config = dataclasses.replace(opened.config, dtype=_computes_in(dtype))
