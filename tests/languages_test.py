@@ -2,23 +2,34 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import specdec_jax
 from m2m100_test import SMALL, logits_of, make
 from small_vocabulary import sentences
-from specdec_jax.cli import main
+from specdec_jax import probs, training
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.prompt_lookup import ends_of, prompt_lookup
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
+from specdec_jax.measure import acceptance
+from specdec_jax.models.m2m100 import M2M100
 from specdec_jax.models.model import Model
+from specdec_jax.serving.rows import Row, read_together
 from specdec_jax.text.tokenizer_bpe import BpeTokenizer
+from specdec_jax.tree_shape import branching
+from toy_models import assert_chi_squared, count_ngrams
+from toy_requests import quick_jit, request_of
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('tokenizers') is None,
@@ -131,20 +142,29 @@ def test_greedy_is_speculative_is_teacher_forced(engine):
   assert 0 < accepted < sum(one.stats.num_tested for one in have)
   for text, one in zip(TEXTS, have, strict=True):
     assert one.tokens == forced(engine, text, one.tokens)
-    alone = engine.generate([text], **PAIR)[0]
-    assert alone.tokens == one.tokens  # whatever stood beside it
   other = engine.generate(TEXTS, source_lang='eng_Latn', target_lang='zho_Hans')
   assert [one.tokens for one in other] != [one.tokens for one in have]
 
 
 def test_rows_that_come_and_go(engine):
   """Texts of several widths: the pool grows, and its padding stays padding."""
-  texts = [*TEXTS, LONG, *TEXTS[::-1]]
-  want = [engine.generate([text], **PAIR)[0].tokens for text in texts]
-  for order in ('shortest', 'given'):
-    pool = Continuous(engine, PoolSettings(rows=2, order=order))
-    have = pool.generate(texts, **PAIR)
-    assert [one.tokens for one in have] == want
+  asked = PAIR | {'speculative': False}
+  texts = [*TEXTS, LONG, TEXTS[0]]  # the last short one runs beside LONG
+  want = [engine.generate([text], **asked)[0].tokens for text in texts]
+  pool = Continuous(engine, PoolSettings(rows=2))
+  have = pool.generate(texts, **asked)
+  assert [one.tokens for one in have] == want
+
+
+def test_rows_of_several_widths_are_read_together(engine):
+  rows = [
+    Row(engine.text_batch([text], True, **PAIR), print)
+    for text in (TEXTS[0], LONG)
+  ]
+  length = len(engine.input_ids(TEXTS[0], 'eng_Latn'))
+  request = read_together(rows, 8, 'token')
+  assert request.inputs.shape == (2, 64)
+  assert (request.inputs[0, length:] == 1).all()
 
 
 def test_copies_of_the_input_end_where_the_text_does(vocabulary):
@@ -229,7 +249,9 @@ def server_of(engine):
   return serve_test.asking_of(engine)
 
 
-def test_requests_name_their_languages(engine):
+def test_requests_name_their_languages(vocabulary):
+  target, _ = models(vocabulary)
+  engine = Engine(target, max_input_len=32, max_decode_len=LENGTH)
   others = PAIR | {'target_lang': 'zho_Hans'}
   want = [engine.generate(TEXTS[:1], **one)[0].tokens for one in (PAIR, others)]
   assert want[0] != want[1]
@@ -253,99 +275,82 @@ def test_requests_name_their_languages(engine):
       assert said in error['message']
 
 
-def save(folder, model, config):
-  """A folder as transformers writes it, with the vocabulary beside it."""
-  import flax.traverse_util
-  import safetensors.numpy
+def test_a_drafter_with_other_padding_is_refused(vocabulary):
+  target, draft = models(vocabulary)
+  config = dataclasses.replace(draft.network.config, pad_id=0)
+  other = Model(M2M100(config), draft.params)
+  with pytest.raises(ValueError, match='draft ignores id 0 .* target id 1'):
+    Engine(target, other)
 
-  from specdec_jax.checkpoints import m2m100_names
 
-  table = m2m100_names.table(config)
-  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
-  arrays = {}
-  for name, row in table.items():
-    array = np.asarray(flat[name]) / np.float32(row.scale)
-    arrays[row.name] = np.ascontiguousarray(
-      array.T if row.transposed else array
+def test_training_pads_otherwise(tmp_path):
+  with pytest.raises(ValueError, match='model pads with id 1'):
+    training.TrainRun(
+      make(SMALL)[0], str(tmp_path), train_file='demo/input.txt'
     )
-  write_vocabulary(folder)
-  safetensors.numpy.save_file(arrays, folder / 'model.safetensors')
-  fields = m2m100_names.FIELDS.items()
-  described = {theirs: getattr(config, ours) for ours, theirs in fields}
-  described |= {
-    'model_type': 'm2m_100',
-    'decoder_attention_heads': config.num_heads,
-    'decoder_ffn_dim': config.mlp_dim,
-    'decoder_start_token_id': 2,
-    'eos_token_id': 2,
-    'pad_token_id': 1,
-    'max_length': 200,
-    'scale_embedding': True,
-  }
-  (folder / 'config.json').write_text(json.dumps(described))
-  return described
 
 
-@pytest.fixture(scope='module')
-def saved(folder, vocabulary):
-  pytest.importorskip('safetensors', reason='needs safetensors')
-  place = folder / 'saved'
-  # Heads times their size is the width, as in all folders.
-  size = vocabulary.vocab_size + 2
-  config = dataclasses.replace(SMALL, vocab_size=size, head_dim=8)
-  model = Model(*make(config, seed=4))
-  return place, model, save(place, model, config)
+def test_texts_of_a_report_are_told_apart(engine):
+  """Whatever the width that they were padded to."""
+  alone = engine.request(TEXTS[:1], **PAIR)
+  beside = engine.request([TEXTS[0], LONG], **PAIR)
+  assert alone.inputs.shape[1] < beside.inputs.shape[1]
+  (first,) = acceptance._texts(alone)
+  assert acceptance._texts(beside)[0] == first != acceptance._texts(beside)[1]
 
 
-def test_a_folder_is_read(saved):
-  place, want, _ = saved
-  model = specdec_jax.load(place)
-  assert model.network == want.network
-  assert model.stop_ids == (2,) and model.bos_id is None
-  assert list(model.tokenizer.languages) == list(LANGUAGES)
-  for have, one in zip(
-    jax.tree.leaves(model.params), jax.tree.leaves(want.params), strict=True
-  ):
-    np.testing.assert_allclose(have, one, rtol=1e-6)
+@pytest.mark.slow
+def test_a_tree_of_proposals(vocabulary):
+  target, draft = models(vocabulary)
+  engine = Engine(
+    target,
+    small_model_tree(draft, branching(1, 2, 1)),
+    max_input_len=64,
+    max_decode_len=LENGTH,
+  )
+  have = engine.generate(TEXTS, **PAIR)
+  want = engine.generate(TEXTS, speculative=False, **PAIR)
+  assert [one.tokens for one in have] == [one.tokens for one in want]
+  assert sum(one.stats.num_accepted for one in have) > 0
 
 
-def test_the_command(saved, tmp_path, capsys):
-  place, _, _ = saved
-  file = tmp_path / 'texts.txt'
-  file.write_text('the red dog\na cat\n')
-  flags = ['decode', '--target', str(place), '--draft', str(place)]
-  flags += ['--max-length', '8', '--max-input-length', '64', str(file)]
-  languages = ['--source_lang', 'eng_Latn', '--target-lang', 'deu_Latn']
-  main.main([*flags, *languages])
-  lines = capsys.readouterr().out.splitlines()
-  engine = Engine(specdec_jax.load(place), max_input_len=64, max_decode_len=8)
-  texts = ['the red dog', 'a cat']
-  want = [one.text for one in engine.generate(texts, **PAIR)]
-  assert lines == want and any(want)
-  assert main.main(flags)
-  assert 'source_lang is missing' in capsys.readouterr().err
-  assert main.main([*flags, '--source-lang', 'eng_Latin'])
-  assert 'Nearest known: eng_Latn' in capsys.readouterr().err
+SIZE, GAMMA, TOKENS, SAMPLES = 4, 2, 3, 4096
+INPUT = [3, 0, 2, 1, 1]  # padded
 
 
-@pytest.mark.parametrize(
-  ('change', 'said'),
-  [
-    ({'normalize_before': False}, 'normalize_before = False'),
-    ({'decoder_ffn_dim': 7}, 'decoder_ffn_dim is 7; the network here has 40'),
-    ({'decoder_start_token_id': 2.5}, 'M2M100Config.start_id'),
-    ({'activation_function': 'gelu'}, 'activation_function'),
-    ({'tie_word_embeddings': False}, 'tie_word_embeddings is False'),
-    ({'encoder_attention_heads': 5, 'decoder_attention_heads': 5}, 'multiple'),
-    ({'d_model': None}, 'd_model'),
-    ({'forced_bos_token_id': 5}, 'forced_bos_token_id = 5'),
-  ],
-  ids=str,
-)
-def test_configurations_that_are_refused(change, said, saved, tmp_path):
-  place, _, described = saved
-  for file in place.iterdir():
-    (tmp_path / file.name).write_bytes(file.read_bytes())
-  (tmp_path / 'config.json').write_text(json.dumps(described | change))
-  with pytest.raises(ValueError, match=said):
-    specdec_jax.load(tmp_path)
+def law(network, params):
+  """The law of the first tokens after a prompt, by teacher-forced logits."""
+  rows = np.array(list(itertools.product(range(SIZE), repeat=TOKENS)))
+  begin = np.tile([2, 3], (len(rows), 1))
+  read = np.concatenate([begin, rows[:, :-1]], 1).astype(np.int32)
+  inputs = np.tile(np.array(INPUT, np.int32), (len(rows), 1))
+  logits = logits_of(network, params, inputs, read)[:, 1:] / 2
+  each = np.asarray(jax.nn.softmax(logits, -1), np.float64)
+  drawn = np.take_along_axis(each, rows[..., None], -1)[..., 0]
+  return drawn.prod(1).reshape((SIZE,) * TOKENS)
+
+
+@pytest.mark.slow
+def test_samples_have_the_targets_law():
+  config = dataclasses.replace(SMALL, vocab_size=SIZE)
+  network, target = make(config)
+  _, draft = make(config, seed=1)
+  request = request_of(
+    SAMPLES,
+    GAMMA,
+    probs.SamplingConfig(2.0),
+    TOKENS,
+    inputs=INPUT,
+    seed=3,
+    prompt=jnp.asarray(np.tile([2, 3], (SAMPLES, 1)), jnp.int32),
+    prompt_length=jnp.full((SAMPLES,), 2, jnp.int32),
+    pad_id=1,
+  )
+  loop = Loop(network, small_model(Model(network, draft)))
+  found = quick_jit(loop.decode)(PairParams(target, draft), request)
+  assert 0 < found.stats.num_accepted.sum() < found.stats.num_tested.sum()
+  observed = count_ngrams(found.tokens[:, :TOKENS], SIZE)
+  assert_chi_squared(observed, law(network, target), alpha=1e-3)
+  # Negative control: it is not the drafter's.
+  with pytest.raises(AssertionError):
+    assert_chi_squared(observed, law(network, draft), alpha=1e-3)
