@@ -1,6 +1,7 @@
 """Parity with transformers' M2M-100, which is NLLB-200's too."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 
 import huggingface_parity as parity
+from small_vocabulary import sentences
 from specdec_jax import partitioning
 from specdec_jax.checkpoints import huggingface
+from specdec_jax.engine.languages import languages_of
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.m2m100 import M2M100
+from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 
 pytestmark = parity.MARKS
 
@@ -186,3 +190,32 @@ def test_an_array_that_differs_is_seen(name):
   module[last] = module[last] + (0.05 * noise).astype(np.float32)
   with pytest.raises(AssertionError, match='Logits differ'):
     check_logits(model, config, params)
+
+
+def test_texts_are_marked_as_transformers_marks_them(tmp_path):
+  import tokenizers
+  import transformers
+
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token='<unk>'))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=80,
+    special_tokens=['<s>', '<pad>', '</s>', '<unk>'],
+    show_progress=False,
+  )
+  made.train_from_iterator(sentences(), trainer)
+  words = json.loads(made.to_str())['model']
+  theirs = transformers.NllbTokenizer(
+    words['vocab'], [tuple(pair) for pair in words['merges']]
+  )
+  theirs.save_pretrained(tmp_path)
+  ours = BpeTokenizer(tmp_path)
+  assert len(ours.languages) == 202 and ours.bos_id is None
+  for language in ('fra_Latn', 'zho_Hans'):
+    theirs.src_lang = language
+    found = languages_of(ours, True, language, None)
+    for text in ('the red dog', ' a  cat'):
+      ids = ours.encode(text)
+      have = [*found.before_text(ids), *ids, ours.eos_id]
+      assert have == theirs(text).input_ids
+      assert ours.decode(have) == theirs.decode(have, skip_special_tokens=True)

@@ -308,9 +308,8 @@ class Engine:
     Of an empty text, a decoder-only target with a `bos_id` reads that id.
     """
     first, _ = self._limits.around(self.tokenizer)
-    if not first and not without_end(self.tokenizer, text):
-      return 0
-    return len(self.input_ids(text))
+    ids = without_end(self.tokenizer, text)
+    return len(self.input_ids(ids)) if first or ids else 0
 
   def request(self, texts: Texts, gamma: Gamma = None, **options) -> Request:
     """The `Request` that `generate` would make, for a caller with its own loop.

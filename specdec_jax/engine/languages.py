@@ -82,13 +82,18 @@ def languages_of(
     ('source_lang', source_lang),
     ('target_lang', target_lang),
   ):
+    if not isinstance(language, str | None):
+      raise ValueError(
+        f"{name} is {language!r}, expected a language's name, the same for all"
+        ' texts of a call.'
+      )
     if language is not None and not known:
       raise ValueError(
         f'{name} is {language!r}, but this model has no tokens of languages;'
         ' leave it out. (T5s are told in the text what to do.)'
       )
     if language is not None and language not in known:
-      near = nearest(str(language), known, or_all=False)
+      near = nearest(language, known, or_all=False)
       raise ValueError(
         f'{name} is {language!r}, which is none of the {len(known)} languages'
         f' of {tokenizer.path!r}.{near or f" One is {next(iter(known))!r}."}'
