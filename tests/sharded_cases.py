@@ -40,7 +40,12 @@ NETWORKS = {
   ),
 }
 NETWORKS['m2m100'] = M2M100(
-  M2M100Config(**SIZES, num_encoder_layers=1, num_decoder_layers=2)
+  M2M100Config(
+    **SIZES,
+    num_encoder_layers=1,
+    num_decoder_layers=2,
+    scale_embeddings=False,  # else its drafter would always be right
+  )
 )
 # Each ends with a product that is split by its inputs.
 BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2, 'causal': 2, 'm2m100': 3}
