@@ -73,7 +73,7 @@ setuptools.setup(
     'cuda': ['jax[cuda12]>=0.9'],
     'plots': PLOTS,
     'huggingface': HUGGINGFACE,
-    # Vocabularies of GPT-2, Llama, Qwen and Gemma; transformers brings it too.
+    # Vocabularies of GPT-2, Llama, Qwen, Gemma and NLLB; also in transformers.
     # jinja2 is for their chat templates.
     'bpe': ['jinja2>=3.1', 'tokenizers>=0.20'],
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for editors; at run time a name is imported when used
   from specdec_jax.models.base import LanguageModel
   from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
   from specdec_jax.models.gpt import GPT, GPTConfig
+  from specdec_jax.models.m2m100 import M2M100, M2M100Config
   from specdec_jax.models.model import Model
   from specdec_jax.models.rope import Rope
   from specdec_jax.models.t5 import T5, T5Config
@@ -69,6 +70,8 @@ _PLACES = {
   'GPTConfig': 'models.gpt',
   'Generation': 'types',
   'LanguageModel': 'models.base',
+  'M2M100': 'models.m2m100',
+  'M2M100Config': 'models.m2m100',
   'Model': 'models.model',
   'NGramTable': 'drafters.ngram_table',
   'Placement': 'partitioning',

@@ -322,7 +322,7 @@ def test_warmup_compiles_what_is_needed(engine):
 class FakeRequest:
   """Inputs of these lengths, in an array of 64."""
 
-  prompt_width, first_length = 1, 1
+  prompt_width, first_length, pad_id = 1, 1, 0
 
   def __init__(self, *lengths):
     self.inputs = np.zeros((len(lengths), 64), np.int32)

@@ -73,6 +73,7 @@ class Reversing:
   drafter, gamma, max_input_len, max_decode_len = None, 2, 16, 8
   params = PairParams({'w': np.zeros(1)}, None)
   fingerprints, across_hosts, bos_id = {}, False, None
+  source_lang = target_lang = None
   rule, fallback, usual = None, False, None
   has_drafter = False
 

@@ -38,6 +38,7 @@ class Says:
   drafter, gamma, max_input_len, max_decode_len = None, 2, 24, 12
   params = PairParams({'w': np.zeros(1)}, None)
   across_hosts, bos_id = False, None
+  source_lang = target_lang = None
   rule, fallback, usual = None, False, None
   has_drafter = False
   fingerprints = types.MappingProxyType({})

@@ -184,7 +184,7 @@ def greedy(
   params: Any,
   inputs: np.ndarray,
   budget: int = BUDGET,
-  **prompts,
+  **changes,
 ) -> list[list]:
   """Tokens of the plain loop, a list a row.
 
@@ -193,20 +193,19 @@ def greedy(
     params: its parameters.
     inputs: int32[B, E], a column of zeros where it has no encoder.
     budget: the most tokens a row.
-    **prompts: `prompt` and `prompt_length` of a `Request`.
+    **changes: fields of the `Request`, such as `prompt` and `prompt_length`.
   """
   batch = len(inputs)
   request = Request(
     inputs=jnp.asarray(inputs),
     keys=jax.random.split(jax.random.key(0), batch),
     sampling=SamplingConfig(0.0).params(batch),
-    stop_ids=jnp.full((4,), EOS, jnp.int32),
     min_length=jnp.zeros((batch,), jnp.int32),
     max_length=jnp.full((batch,), budget, jnp.int32),
     slots=budget,
     gamma=0,
     greedy=True,
-    **prompts,
+    **{'stop_ids': jnp.full((4,), EOS, jnp.int32)} | changes,
   )
   done = jax.device_get(_decode(network)(PairParams(params, None), request))
   rows = zip(done.tokens, done.length, strict=True)

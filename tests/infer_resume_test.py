@@ -175,7 +175,7 @@ class Python:
   drafter, gamma, max_input_len, max_decode_len = None, 2, 24, 12
   params = PairParams({'w': np.zeros(1)}, None)
   fingerprints, tokenizer, across_hosts = {}, tokenizer, False
-  bos_id = rule = usual = None
+  bos_id = rule = usual = source_lang = target_lang = None
   has_drafter = False
   fallback = False
 

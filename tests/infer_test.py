@@ -54,7 +54,7 @@ class ReversingEngine:
 
   max_input_len = MAX_INPUT_LEN
   max_decode_len = 32
-  bos_id = rule = usual = None
+  bos_id = rule = usual = source_lang = target_lang = None
   has_drafter = False
   fallback = False
   gamma = 1

@@ -10,11 +10,13 @@ import pytest
 
 from causal_lm_test import GEMMA3, QWEN2
 from gpt_test import GPT2, T5X
+from m2m100_test import SMALL as NLLB
 from small_vocabulary import network
 from specdec_jax import partitioning
 from specdec_jax.cli import gin_flags
 from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.gpt import GPT
+from specdec_jax.models.m2m100 import M2M100
 from specdec_jax.models.t5 import T5
 from specdec_jax.partitioning import LogicalAxes, Placement, place
 from specdec_jax.partitioning.axes import axes_of_parameter
@@ -124,6 +126,7 @@ NETWORKS = {
   'T5X decoder': GPT(T5X),
   'Qwen 2': CausalLM(QWEN2),
   'Gemma 3': CausalLM(GEMMA3),
+  'M2M-100': M2M100(NLLB),
 }
 
 

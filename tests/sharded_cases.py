@@ -16,6 +16,7 @@ from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.m2m100 import M2M100, M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning import LogicalAxes, Placement
@@ -38,8 +39,16 @@ NETWORKS = {
     )
   ),
 }
+NETWORKS['m2m100'] = M2M100(
+  M2M100Config(
+    **SIZES,
+    num_encoder_layers=1,
+    num_decoder_layers=2,
+    scale_embeddings=False,  # else its drafter would always be right
+  )
+)
 # Each ends with a product that is split by its inputs.
-BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2, 'causal': 2}
+BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2, 'causal': 2, 'm2m100': 3}
 PRESETS = {
   'tensor parallel': Placement(model=8),
   'data parallel': Placement(data=8),
@@ -97,7 +106,8 @@ def models(family):
   network = NETWORKS[family]
   params = weights(network, 0)
   # Its first layer alone.
-  layers = 'num_decoder_layers' if family == 't5' else 'num_layers'
+  has_encoder = network.has_encoder
+  layers = 'num_decoder_layers' if has_encoder else 'num_layers'
   shallow = dict(params, decoder=dict(params['decoder']))
   del shallow['decoder']['layers_1']
   draft = Model(network_of(family, **{layers: 1}), shallow)
@@ -106,7 +116,7 @@ def models(family):
 
 def begin(family):
   """What texts begin with; T5 does by itself."""
-  return None if family == 't5' else 0
+  return None if family in ('t5', 'm2m100') else 0
 
 
 def make_engine(family, tokenizer, placement=None, **changes):
@@ -225,8 +235,12 @@ def test_exchanges_of_a_round_are_few(preset, way, family, engines):
   assert not collectives.of_weights(found, weights_of(engine))
 
 
-@pytest.mark.parametrize('family', ['gpt', 'causal'], indirect=True)
-def test_a_decoder_only_model(family, engines, alone):
+@pytest.mark.parametrize(
+  'family',
+  ['gpt', 'causal', pytest.param('m2m100', marks=pytest.mark.slow)],
+  indirect=True,
+)
+def test_another_family(family, engines, alone):
   """One preset and way of the two tests above."""
   test_greedy_tokens_are_those_of_one_device(
     'both', 'speculative', engines, alone

@@ -6,7 +6,11 @@ A field that is neither read here nor known not to matter is refused.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax.checkpoints.huggingface_names import check_fixed, read_sizes
+from specdec_jax.checkpoints.huggingface_names import (
+  check_fixed,
+  check_known,
+  read_sizes,
+)
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.layers import MOST_LAYERS
@@ -180,7 +184,7 @@ def read_config(described: Mapping[str, Any], where: str) -> CausalLMConfig:
   fixed = {**_FIXED, **family.fixed}
   # Gemma 2's folders have this name as well.
   fixed['sliding_window_size'] = text.get('sliding_window')
-  _check_known(text, known | {*fixed}, where)
+  check_known(text, known | {*fixed}, where)
   text = _with_defaults(kind, text)
   check_fixed(text, fixed, where)
   sizes = read_sizes(text, FIELDS, where)
@@ -217,7 +221,7 @@ def _text_of(
   """The family of a text model, and the part of config.json about it."""
   if described.get('model_type') != _WITH_IMAGES:
     return described['model_type'], described
-  _check_known(described, _AROUND_TEXT | _NO_MATTER, where)
+  check_known(described, _AROUND_TEXT | _NO_MATTER, where)
   text = described.get('text_config')
   if not isinstance(text, Mapping):
     raise ValueError(f'{where}: text_config is {text!r}, expected an object.')
@@ -226,23 +230,6 @@ def _text_of(
     **text,
     'tie_word_embeddings': tied,
   }
-
-
-def _check_known(
-  described: Mapping[str, Any], known: set[str], where: str
-) -> None:
-  """Raises ValueError for a field that is not known, unless it is null."""
-  unknown = [
-    f'{name} = {value!r}'
-    for name, value in described.items()
-    if name not in known and value is not None
-  ]
-  if unknown:
-    raise ValueError(
-      f'{where}: {", ".join(unknown)}: the network here does not know this'
-      ' field, which may change what the model says. If it does not, remove it'
-      ' from config.json.'
-    )
 
 
 def _with_defaults(kind: str, text: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,7 +303,7 @@ def _rope(text: Mapping[str, Any], layer_type: str, where: str) -> Rope:
   said = _object(text, 'rope_parameters', where)
   theta = text['rope_theta']
   if any(word in said for word in _KINDS):
-    _check_known(said, set(_KINDS), f'{where}: rope_parameters')
+    check_known(said, set(_KINDS), f'{where}: rope_parameters')
     said = _object(said, layer_type, where)
   elif said and 'rope_local_base_freq' in text:
     raise ValueError(

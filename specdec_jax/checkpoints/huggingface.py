@@ -1,11 +1,12 @@
 """Hugging Face folders: config.json and safetensors.
 
-`huggingface_names` (T5), `gpt2_names`, and `causal_names` with `causal_config`
-(Llama, Qwen, Gemma) know their names, `huggingface_arrays` finds and reads
-their arrays, and `huggingface_fetch` gets a folder from the hub by its id. Two
-factors of GPT-2 are moved into weights, see `models.gpt`: query projections are
-divided by sqrt(D), and the last norm is multiplied by sqrt(M) if the embedding
-is shared. The package safetensors comes with the extra `[huggingface]`.
+`huggingface_names` (T5), `gpt2_names`, `m2m100_names`, and `causal_names` with
+`causal_config` (Llama, Qwen, Gemma) know their names, `huggingface_arrays`
+finds and reads their arrays, and `huggingface_fetch` gets a folder from the hub
+by its id. Two factors of GPT-2 are moved into weights, see `models.gpt`: query
+projections are divided by sqrt(D), as M2M-100's are, and the last norm is
+multiplied by sqrt(M) if the embedding is shared. The package safetensors comes
+with the extra `[huggingface]`.
 """
 
 import os
@@ -19,7 +20,13 @@ import jax
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints import causal_config, causal_names, gpt2_names
+from specdec_jax.checkpoints import (
+  causal_config,
+  causal_names,
+  gpt2_names,
+  lora,
+  m2m100_names,
+)
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.checkpoints.disk_arrays import (
@@ -43,6 +50,7 @@ from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.t5 import T5, T5Config
 
 GENERATION = 'generation_config.json'
@@ -204,6 +212,7 @@ def open_huggingface(
   network: LanguageModel | None = None,
   described: Mapping[str, Any] | None = None,
   dtype: Any = None,
+  adapter: str | os.PathLike[str] | None = None,
 ) -> tuple[Config, dict[str, DiskArray]]:
   """Finds the arrays of a model without reading them.
 
@@ -216,6 +225,7 @@ def open_huggingface(
     network: network that the folder should hold.
     described: config.json, if it has been read already.
     dtype: dtype that the arrays will have, to check that they fit in memory.
+    adapter: folder of a LoRA adapter that is merged, see `lora`; None is none.
 
   Returns:
     The model's shape, and its arrays by their T5X names.
@@ -241,15 +251,21 @@ def open_huggingface(
     stored, tied = gpt2_names.tidy(stored, source)
   elif family is causal_names:
     stored = causal_names.tidy(stored, described, source)
+  elif family is m2m100_names:
+    stored = m2m100_names.tidy(stored, source)
   else:
     tied, head_scaled = _tidy_t5(stored, described, source)
     special_ids(folder, described)
+  if adapter is not None:
+    stored = lora.adapted(stored, adapter, family is gpt2_names)
   config = read_config(described, os.fspath(folder / CONFIG), tied)
   check_config_fits(config, f'The model of {source!r}', dtype)
   if isinstance(config, GPTConfig):
     table = gpt2_names.table(config)
   elif isinstance(config, CausalLMConfig):
     table = causal_names.table(config)
+  elif isinstance(config, M2M100Config):
+    table = m2m100_names.table(config)
   else:
     table = names.table(config, head_scaled)
   _check_stored(stored, table, source)
@@ -277,6 +293,8 @@ def read_config(
   family = _family(described, where)
   if family is causal_names:
     return causal_config.read_config(described, where)
+  if family is m2m100_names:
+    return m2m100_names.read_config(described, where)
   if family is gpt2_names:
     tied = True if tied is None else tied
     return gpt2_names.read_config(described, tied, where)
@@ -289,6 +307,7 @@ def _family(described: Mapping[str, Any], where: str) -> ModuleType:
     **dict.fromkeys(names.MODEL_TYPES, names),
     gpt2_names.MODEL_TYPE: gpt2_names,
     **dict.fromkeys(causal_config.MODEL_TYPES, causal_names),
+    m2m100_names.MODEL_TYPE: m2m100_names,
   }
   word = described.get('model_type')
   check_choice(f'{where}: model_type', word, families)
@@ -324,6 +343,7 @@ def _check_network(
       T5Config: names.FIELDS,
       GPTConfig: gpt2_names.FIELDS,
       CausalLMConfig: causal_config.FIELDS,
+      M2M100Config: m2m100_names.FIELDS,
     }
     names.check_config(found, config, source, fields[type(found)])
   elif network is not None:
@@ -332,17 +352,20 @@ def _check_network(
 
 
 def special_ids(
-  folder: str | os.PathLike[str], described: Mapping[str, Any] | None = None
+  folder: str | os.PathLike[str],
+  described: Mapping[str, Any] | None = None,
+  start_id: int = 0,
 ) -> SpecialIds:
   """Reads which ids start, end and pad the sequences of a folder's model.
 
   Args:
     folder: folder with config.json, and perhaps generation_config.json.
     described: config.json, if it has been read already.
+    start_id: the id that the decoder must start with.
 
   Raises:
     ValueError: config.json is missing or broken, an id is not a number, or the
-      decoder starts with another id than 0.
+      decoder starts with another id.
   """
   folder = pathlib.Path(folder)
   described = described or arrays.read_json(folder / CONFIG)
@@ -351,7 +374,7 @@ def special_ids(
     # Its values take precedence for generation.
     given = {key: value for key, value in given.items() if value is not None}
     described = {**described, **given}
-  return names.read_ids(described, os.fspath(folder))
+  return names.read_ids(described, os.fspath(folder), start_id)
 
 
 def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:

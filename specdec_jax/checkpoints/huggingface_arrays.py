@@ -128,20 +128,30 @@ def open_folder(folder: pathlib.Path) -> dict[str, Stored]:
   import_safetensors()
   found: dict[str, Stored] = {}
   for file_name in _weight_files(folder):
-    path = os.fspath(folder / file_name)
-    with opened(path) as file:
-      for name in file.keys():  # noqa: SIM118  it is not a dict
-        array = file.get_slice(name)
-        shape = tuple(array.get_shape())
-        stored = Stored(path, name, shape, array.get_dtype())
-        if name in found:
-          first = found[name]
-          raise ValueError(
-            f'{os.fspath(folder)!r} has {name} twice: in'
-            f' {os.path.basename(first.path)} {list(first.shape)} and in'
-            f' {file_name} {list(shape)}.'
-          )
-        found[name] = stored
+    for name, stored in open_file(folder / file_name).items():
+      if name in found:
+        first = found[name]
+        raise ValueError(
+          f'{os.fspath(folder)!r} has {name} twice: in'
+          f' {os.path.basename(first.path)} {list(first.shape)} and in'
+          f' {file_name} {list(stored.shape)}.'
+        )
+      found[name] = stored
+  return found
+
+
+def open_file(path: pathlib.Path) -> dict[str, Stored]:
+  """Returns name -> array of one safetensors file.
+
+  Raises:
+    ValueError: the file is missing or broken.
+  """
+  found = {}
+  with opened(os.fspath(path)) as file:
+    for name in file.keys():  # noqa: SIM118  it is not a dict
+      array = file.get_slice(name)
+      shape = tuple(array.get_shape())
+      found[name] = Stored(os.fspath(path), name, shape, array.get_dtype())
   return found
 
 

@@ -244,16 +244,33 @@ def check_fixed(
       )
 
 
+def check_known(
+  described: Mapping[str, Any], known: set[str], where: str
+) -> None:
+  """Raises ValueError for a field that is not known, unless it is null."""
+  unknown = [
+    f'{name} = {value!r}'
+    for name, value in described.items()
+    if name not in known and value is not None
+  ]
+  if unknown:
+    raise ValueError(
+      f'{where}: {", ".join(unknown)}: the network here does not know this'
+      ' field, which may change what the model says. If it does not, remove it'
+      ' from config.json.'
+    )
+
+
 class SpecialIds(NamedTuple):
   """Ids with a special meaning.
 
   Attributes:
     decoder_start: the id that the decoder reads first; 0, as always in T5X.
     eos: ids that end an output; T5 has 1, MADLAD-400 has 2.
-    pad: the id that transformers pads rows with. This library always pads with
-      0, as T5X does: padding is masked, so that logits do not depend on it. If
-      0 is the unknown piece (MADLAD-400), encoders here and in T5X ignore that
-      piece too.
+    pad: the id that transformers pads rows with. T5s are padded with 0 here, as
+      in T5X: padding is masked, so that logits do not depend on it. If 0 is the
+      unknown piece (MADLAD-400), encoders here and in T5X ignore that piece
+      too.
   """
 
   decoder_start: int
@@ -273,16 +290,19 @@ def describe_ids(ids: SpecialIds) -> dict[str, Any]:
   }
 
 
-def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
+def read_ids(
+  described: Mapping[str, Any], where: str, start_id: int = 0
+) -> SpecialIds:
   """Returns the special ids that config.json names; T5's if it names none.
 
   Args:
     described: config.json, updated by generation_config.json.
     where: their folder, for messages.
+    start_id: the id that the decoder must start with.
 
   Raises:
     ValueError: an id is not a whole number, or the decoder starts with another
-      id than 0.
+      id.
   """
 
   def given(name: str, default: Any) -> Any:
@@ -302,10 +322,10 @@ def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
       raise ValueError(
         f'{where}: {name} is {value!r}, expected a whole number.'
       )
-  if start != 0:
+  if start != start_id:
     raise ValueError(
       f'{where}: decoder_start_token_id is {start}; the decoder here starts'
-      ' with 0, as in every T5 that T5X trained.'
+      f' with {start_id}, as in every model of this family.'
     )
   return SpecialIds(start, ends, pad)
 

@@ -107,6 +107,7 @@ def open_checkpoint(
   *,
   described: Mapping[str, Any] | None = None,
   dtype: Any = None,
+  adapter: str | os.PathLike[str] | None = None,
 ) -> Opened:
   """Finds the arrays of a checkpoint of any known kind, without reading them.
 
@@ -115,6 +116,7 @@ def open_checkpoint(
     network: as for `load`.
     described: config.json of a Hugging Face folder, if it has been read.
     dtype: dtype that the arrays will have, to check that they fit in memory.
+    adapter: folder of a LoRA adapter that is merged, see `lora`; None is none.
 
   Raises:
     ValueError: as for `load`, except errors that show only when arrays are
@@ -124,8 +126,16 @@ def open_checkpoint(
   check_network(network, dtype)
   location = locate(path)
   if is_huggingface(location):
-    config, found = open_huggingface(location.path, network, described, dtype)
+    config, found = open_huggingface(
+      location.path, network, described, dtype, adapter
+    )
     return Opened(location.path, found, config, made_for(location, described))
+  if adapter is not None:
+    raise ValueError(
+      f'{str(location)!r} is no Hugging Face folder, whose names an adapter'
+      f' ({os.fspath(adapter)!r}) goes by. Write it as one first (specdec'
+      ' convert --format safetensors).'
+    )
   target = made_for(location) if reads_encoder(network) else ''
   arrays = open_arrays(location, network)
   return Opened(str(location), arrays, made_for=target)

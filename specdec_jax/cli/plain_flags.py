@@ -17,6 +17,7 @@ _NOTHING = ('None', 'False', '()', "''")
 _TEXTS = ('decode', 'demo')
 _ENGINE = ('decode', 'demo', 'calibrate')
 _SERVER = ('serve', 'bench-serve')
+_TRANSLATES = ('decode', 'score', 'calibrate', 'try', *_SERVER)
 _PAIR = ('decode', 'score', 'calibrate', 'try', 'distil', *_SERVER)
 
 
@@ -363,6 +364,31 @@ FLAGS = (
     "each line is a user's message, put into the target's chat template",
     ('decode',),
     kind=bool,
+  ),
+  Flag(
+    ('--adapter', '--lora', '--lora-path'),
+    'ADAPTER',
+    'a LoRA adapter of the large model, which is merged: a folder of PEFT',
+    ('decode', 'score', 'calibrate', 'try', *_SERVER),
+  ),
+  Flag(
+    ('--draft-adapter', '--draft-lora'),
+    'DRAFT_ADAPTER',
+    'likewise of the small model',
+    ('decode', 'calibrate', 'try', *_SERVER),
+  ),
+  Flag(
+    ('--source-lang', '--src-lang'),
+    'SOURCE_LANG',
+    'language of the texts, such as eng_Latn, of a model that translates'
+    ' between many',
+    _TRANSLATES,
+  ),
+  Flag(
+    ('--target-lang', '--tgt-lang'),
+    'TARGET_LANG',
+    'language of the outputs, likewise',
+    _TRANSLATES,
   ),
   Flag(
     ('--num-beams', '--beams', '--beam-size'),

@@ -305,6 +305,7 @@ def context_of(
     skips_rounds=request.skips_rounds or request.fallback is not None,
     rule=request.rule,
     room=room,
+    pad_id=request.pad_id,
   )
 
 

@@ -31,7 +31,7 @@ class Request:
   """What a decode is asked for. Changing the arrays' values does not recompile.
 
   Attributes:
-    inputs: int32[B, E], 0 past each row's end.
+    inputs: int32[B, E], `pad_id` past each row's end.
     keys: PRNG keys [B], made from (seed, example); each round's are derived
       from them.
     sampling: temperature, top-k, top-p.
@@ -62,6 +62,8 @@ class Request:
     fallback: when the drafter rests, made for `gamma`; None is never.
     skips_rounds: static, whether a drafter may have missed rounds for another
       reason than `fallback`: it then reads what it missed.
+    pad_id: static, what inputs are padded with: `models.base.pad_id` of the
+      target.
   """
 
   inputs: jax.Array
@@ -85,6 +87,7 @@ class Request:
   fallback: Fallback | None = None
   skips_rounds: bool = struct.field(pytree_node=False, default=False)
   tree: TreeShape | None = struct.field(pytree_node=False, default=None)
+  pad_id: int = struct.field(pytree_node=False, default=0)
 
   @property
   def draft_slots(self) -> int:
@@ -147,7 +150,7 @@ def new_request(
   """A `Request`, with NumPy arrays; values that all rows share are given once.
 
   Args:
-    inputs: int32[B, E], 0 past each row's end.
+    inputs: int32[B, E], `pad_id` past each row's end.
     keys: PRNG keys [B], see `example_keys`.
     sampling: sampling of all rows; its temperature may be one for each row.
     slots: the tokens that the state has room for.

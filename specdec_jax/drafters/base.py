@@ -59,6 +59,7 @@ class Context:
       token, and in a row that was decoded plainly so far.
     target: static, the target's network, given with `features`.
     target_params: its parameters, given with `features`.
+    pad_id: static, what inputs are padded with, see `Request`.
   """
 
   tokens: jax.Array
@@ -76,6 +77,7 @@ class Context:
   features: jax.Array | None = None
   target: FeatureModel | None = struct.field(pytree_node=False, default=None)
   target_params: Any = None
+  pad_id: int = struct.field(pytree_node=False, default=0)
 
 
 class Drafter(NamedTuple):

@@ -52,7 +52,9 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
   def propose(params, inputs, context: Context):
     del params
     one = functools.partial(_propose, max_match, min_match, context.gamma)
-    tokens, length = jax.vmap(one)(inputs, context.tokens, context.length)
+    tokens, length = jax.vmap(one)(
+      inputs, ends_of(inputs, context), context.tokens, context.length
+    )
     return Draft(tokens, None, length), inputs
 
   name = f'prompt_lookup({max_match}, {min_match})'
@@ -68,12 +70,19 @@ def check_matches(what: str, max_match: int, min_match: int) -> None:
     )
 
 
-def _propose(max_match, min_match, gamma, inputs, tokens, length):
+def ends_of(inputs: jax.Array, context: Context) -> jax.Array:
+  """Tokens of each row's input, int32[B]; what follows is padding."""
+  places = jnp.arange(1, inputs.shape[1] + 1)
+  return jnp.max(jnp.where(inputs != context.pad_id, places, 0), axis=1)
+
+
+def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   """Tokens int32[gamma] and length int32[] of one row's draft.
 
-  The row has inputs int32[E], tokens int32[N] and length int32[].
+  The row has inputs int32[E] that end at int32[], tokens int32[N] and length
+  int32[].
   """
-  input_matches, matches, end = match_lengths(inputs, tokens, length, max_match)
+  input_matches, matches = match_lengths(inputs, end, tokens, length, max_match)
   input_place = jnp.argmax(input_matches)  # the first among equals
   input_match = input_matches[input_place]
   place = tokens.size - 1 - jnp.argmax(matches[::-1])  # the last
@@ -106,16 +115,15 @@ def copy_from(inputs, tokens, end, length, use_input, place, gamma):
   return jnp.where(use_input, from_input, from_output), room
 
 
-def match_lengths(inputs, tokens, length, max_match):
+def match_lengths(inputs, end, tokens, length, max_match):
   """How many of the last tokens stand before each place of input and output.
 
   Returns:
-    int32[E], int32[N], and the number of tokens of the input.
+    int32[E] and int32[N].
   """
   back = length - 1 - jnp.arange(max_match)
   recent = jnp.where(back >= 0, tokens[jnp.maximum(back, 0)], -1)
-  end = jnp.max(jnp.where(inputs != 0, jnp.arange(1, inputs.size + 1), 0))
-  return _matches(inputs, end, recent), _matches(tokens, length, recent), end
+  return _matches(inputs, end, recent), _matches(tokens, length, recent)
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.prompt_lookup import (
   check_matches,
   copy_from,
+  ends_of,
   match_lengths,
 )
 from specdec_jax.tree_shape import branching
@@ -49,16 +50,18 @@ def prompt_lookup_tree(
     del params
     levels = min(context.gamma, depth)
     one = functools.partial(_propose, copies, max_match, min_match, levels)
-    tokens, length = jax.vmap(one)(inputs, context.tokens, context.length)
+    tokens, length = jax.vmap(one)(
+      inputs, ends_of(inputs, context), context.tokens, context.length
+    )
     return Draft(tokens, None, length, shape.cut(levels).parents), inputs
 
   name = f'prompt_lookup_tree({copies}, {depth}, {max_match}, {min_match})'
   return Drafter(init, propose, lambda inputs, _: inputs, name, tree=shape)
 
 
-def _propose(copies, max_match, min_match, levels, inputs, tokens, length):
+def _propose(copies, max_match, min_match, levels, inputs, end, tokens, length):
   """Tokens int32[levels * copies] and length int32[] of one row's draft."""
-  in_input, in_output, end = match_lengths(inputs, tokens, length, max_match)
+  in_input, in_output = match_lengths(inputs, end, tokens, length, max_match)
   width = inputs.size + tokens.size
   # The first place in the input, else the last in the output.
   order = jnp.concatenate(

@@ -22,6 +22,7 @@ from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.engine import compilation_cache, scoring, trace
 from specdec_jax.engine.completion import Completion, Text, without_stop_id
 from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.languages import Languages, languages_of
 from specdec_jax.engine.loop_programs import LoopPrograms
 from specdec_jax.engine.monitor import Usual
 from specdec_jax.engine.options import (
@@ -54,6 +55,7 @@ from specdec_jax.engine.text_batch import (
 )
 from specdec_jax.engine.trace_view import Trace
 from specdec_jax.models import backend
+from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
@@ -85,6 +87,9 @@ class Engine:
     batch_size: the most texts that are decoded together.
     bos_id: the id that a decoder-only target's texts begin with; None is none.
     stop_ids: ids that end an output unless a call gives others.
+    source_lang: language of the texts unless a call gives another; None is
+      none. A model that translates between many needs one.
+    target_lang: that of the outputs, likewise.
     target: the target's network; over several devices, as `follow` gives it.
     models: 'target', and 'draft' if a small model proposes -> the model that
       was given, without its parameters.
@@ -112,6 +117,8 @@ class Engine:
     draft_placement: partitioning.Placement | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
     fallback: bool | Fallback = False,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
   ):
     """Checks that the pair fits and puts its parameters on the device.
 
@@ -143,12 +150,15 @@ class Engine:
       fallback: whether the drafter rests where a text's acceptance makes it
         slower than plain decoding, see `decoding.fallback`; True goes by
         guessed costs, a `Fallback` (of `Choice.fallback`) by measured ones.
+      source_lang: see the class; 'eng_Latn', for instance.
+      target_lang: see the class.
 
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
         or too large for any memory, `bos_id` is not an id or the target has an
-        encoder and so needs none, there is no tokenizer, a checkpoint is
-        broken, or devices or a model cannot be split as a placement says.
+        encoder and so needs none, there is no tokenizer, a language is not
+        known or the target has none, a checkpoint is broken, or devices or a
+        model cannot be split as a placement says.
     """
     self.gamma, self.fallback = gamma, fallback
     self.usual: Usual | None = None
@@ -169,6 +179,9 @@ class Engine:
     check_pair(target, drafter, tokenizer)
     bos_id = target.bos_id if bos_id is None else bos_id
     check_bos(bos_id, target.network)
+    languages_of(
+      tokenizer, target.network.has_encoder, source_lang, target_lang
+    )
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
     if target.dtype is not None:
@@ -192,6 +205,7 @@ class Engine:
     self.max_decode_len = max_decode_len
     self.batch_size = batch_size
     self.bos_id = bos_id
+    self.source_lang, self.target_lang = source_lang, target_lang
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = models_of(target, drafter)
     pair = placed_pair(target, drafter, placement, draft_placement)
@@ -257,22 +271,45 @@ class Engine:
       raise ValueError(_NO_DRAFTER)
     return self._loops[speculative]
 
-  def input_ids(self, text: str | Sequence[int]) -> list[int]:
+  def languages(
+    self, source_lang: str | None = None, target_lang: str | None = None
+  ) -> Languages:
+    """Tokens of these languages; where one is None, of the engine's.
+
+    Raises:
+      ValueError: a language is not known, or the target has none.
+    """
+    return languages_of(
+      self.tokenizer,
+      self.target.has_encoder,
+      source_lang or self.source_lang,
+      target_lang or self.target_lang,
+    )
+
+  def input_ids(
+    self, text: str | Sequence[int], source_lang: str | None = None
+  ) -> list[int]:
     """The ids of a text as the target reads them.
 
-    The text may also be given as ids, with or without their end of sequence.
+    The text may also be given as ids, with or without their end of sequence,
+    and with or without the token of their language.
+
+    Raises:
+      ValueError: as for `languages`; or `source_lang` is missing.
     """
     first, last = self._limits.around(self.tokenizer)
-    return [*first, *without_end(self.tokenizer, text), *last]
+    ids = without_end(self.tokenizer, text)
+    language = self.languages(source_lang).before_text(ids)
+    return [*first, *language, *ids, *last]
 
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.
 
     Of an empty text, a decoder-only target with a `bos_id` reads that id.
     """
-    ids = self.input_ids(text)
-    first, last = self._limits.around(self.tokenizer)
-    return len(ids) if first or len(ids) > len(last) else 0
+    first, _ = self._limits.around(self.tokenizer)
+    ids = without_end(self.tokenizer, text)
+    return len(self.input_ids(ids)) if first or ids else 0
 
   def request(self, texts: Texts, gamma: Gamma = None, **options) -> Request:
     """The `Request` that `generate` would make, for a caller with its own loop.
@@ -374,8 +411,8 @@ class Engine:
         there are more, each finished text makes room for the next.
       **options: rarer options, see `Options`: `example_ids`, `prompts`,
         `on_too_long`, `log_probs`, `lenience`, `alpha`, `length_penalty`,
-        `draft_beams`; and names from other libraries,
-        such as `max_new_tokens`, `num_return_sequences` and `stop`.
+        `draft_beams`, `source_lang`, `target_lang`; and names from other
+        libraries, such as `max_new_tokens`, `num_return_sequences` and `stop`.
 
     Returns:
       A `Completion` for each sample of each text, in order: with `num_samples`
@@ -497,13 +534,22 @@ class Engine:
         yield ready[len(shown) :]
         shown = ready
 
-  def score(self, texts: Texts, targets: Texts) -> list[scoring.Score]:
+  def score(
+    self,
+    texts: Texts,
+    targets: Texts,
+    *,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+  ) -> list[scoring.Score]:
     """The target's log-probability of each output, given its text.
 
     Args:
       texts: strings, or ids with or without their end of sequence.
       targets: strings, whose end of sequence is scored too; or ids, scored as
         they are.
+      source_lang: as for `generate`.
+      target_lang: as for `generate`.
 
     Returns:
       A `scoring.Score` for each output; natural logarithms, temperature 1.
@@ -526,8 +572,11 @@ class Engine:
       else [int(token) for token in one]
       for one in targets
     ]
-    inputs = [self.input_ids(text) for text in texts]
-    return scoring.score(self.target, self.params.target, inputs, outputs)
+    inputs = [self.input_ids(text, source_lang) for text in texts]
+    begin = self.languages(target_lang=target_lang).before_output(())
+    return scoring.score(
+      self.target, self.params.target, inputs, outputs, begin
+    )
 
   def trace(self, text: str, **options: Any) -> Trace:
     """Decodes one text and says what became of each proposal.
@@ -581,6 +630,11 @@ class Engine:
       check_adapts(self.drafter, asked.num_beams)
     if asked.stop_ids is None:
       asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
+    asked = dataclasses.replace(
+      asked,
+      source_lang=asked.source_lang or self.source_lang,
+      target_lang=asked.target_lang or self.target_lang,
+    )
     if asked.num_samples > 1 and asked.num_beams is None:
       check_texts(texts)  # as `TextBatch` does, before they are repeated
       number, times = len(texts), asked.num_samples
@@ -599,6 +653,8 @@ class Engine:
       self._partition.row_multiple if self._partition else 1,
       self.usual,
       self.drafter.tree if self.has_drafter else None,
+      start_id(self.target),
+      pad_id=pad_id(self.target),
     )
 
   def _advance(

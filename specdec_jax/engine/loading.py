@@ -17,11 +17,12 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.names import check_choice
 from specdec_jax.engine.pair import check_vocabulary_size
 from specdec_jax.models import backend
-from specdec_jax.models.base import START_ID, LanguageModel
+from specdec_jax.models.base import START_ID, LanguageModel, start_id
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config, Network, network_of
 from specdec_jax.models.int8 import INT8
 from specdec_jax.models.layers import PARAM_DTYPES
+from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.text.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ def load(
   *,
   tokenizer: Tokenizer | Path | None = None,
   dtype: str | None = None,
+  adapter: Path | None = None,
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
@@ -66,6 +68,8 @@ def load(
       parameters to the engine's placement. 'int8' is that of kernels, made when
       they are read, see `models.int8`; the computation is then in bfloat16, on
       a CPU in float32.
+    adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
+      merged into the parameters when they are read, see `checkpoints.lora`.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
@@ -94,7 +98,9 @@ def load(
   sizes = network or config
   if tokenizer is not None and sizes is not None:
     check_vocabulary_size('model', sizes.vocab_size, tokenizer)
-  opened = open_checkpoint(location.path, network, described=described)
+  opened = open_checkpoint(
+    location.path, network, described=described, adapter=adapter
+  )
   if network is None and opened.config is not None:
     # The arrays themselves say whether the output layer is the embedding.
     config = dataclasses.replace(opened.config, dtype=_computes_in(dtype))
@@ -125,7 +131,9 @@ def _computes_in(dtype: str | None) -> str:
 
 def _own_tokenizer(folder: pathlib.Path, config: Config) -> Tokenizer | None:
   names = [SENTENCEPIECE]
-  if not isinstance(config, T5Config):  # T5's tokenizer.json is no BPE
+  if isinstance(config, M2M100Config):
+    names = [TOKENIZER]  # without it, vocab.json is of another kind
+  elif not isinstance(config, T5Config):  # T5's tokenizer.json is no BPE
     names += [TOKENIZER, VOCAB]
   if any((folder / name).exists() for name in names):
     return open_vocabulary(folder)
@@ -138,8 +146,8 @@ def _ends(
   config: Config,
 ) -> tuple[int, ...]:
   """Ids that end an output; a decoder-only model may have none."""
-  if isinstance(config, T5Config):
-    return special_ids(folder, described).eos
+  if isinstance(config, T5Config | M2M100Config):
+    return special_ids(folder, described, start_id(config)).eos
   said = {name: value for name, value in described.items() if value is not None}
   # A model without an encoder has no decoder start id of its own.
   said = {'eos_token_id': []} | said | {'decoder_start_token_id': START_ID}
@@ -154,7 +162,7 @@ def _first_id(
   tokenizer: Tokenizer | None,
 ) -> int | None:
   """The id that a decoder-only model's texts begin with, as its folder says."""
-  if isinstance(config, T5Config):
+  if isinstance(config, T5Config | M2M100Config):
     return None
   if isinstance(config, CausalLMConfig) and isinstance(tokenizer, BpeTokenizer):
     return tokenizer.bos_id  # Qwen's config.json names one that it never reads

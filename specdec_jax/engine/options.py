@@ -35,6 +35,8 @@ _USUAL_NAMES = {
   'beam_size': 'num_beams',
   'beam_width': 'num_beams',
   'brevity_penalty': 'alpha',
+  'src_lang': 'source_lang',
+  'tgt_lang': 'target_lang',
 }
 # Names that have no other here, and what to do instead.
 _INSTEAD = {
@@ -68,6 +70,9 @@ class Options:
     prompts: ids that the output of each text begins with, after the decoder's
       start token. They are read, not produced, and are not part of the result.
       None is no prompts.
+    source_lang: language of the texts, of a model that translates between many,
+      such as 'eng_Latn'; None is the engine's.
+    target_lang: that of the outputs, likewise.
     on_too_long: what happens to an input that is too long: 'error' raises,
       'truncate' keeps its beginning, 'report' gives a completion with an error
       (and does so for ids outside the vocabulary too).
@@ -112,6 +117,8 @@ class Options:
   alpha: float | None = None
   length_penalty: float | None = None
   draft_beams: int | None = None
+  source_lang: str | None = None
+  target_lang: str | None = None
 
   def __post_init__(self):
     _ = self.sampling

@@ -9,13 +9,13 @@ SMALLEST_PROMPT = 8
 
 
 def padded(
-  encoded: Sequence[Sequence[int]], batch: int, width: int
+  encoded: Sequence[Sequence[int]], batch: int, width: int, pad_id: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The ids as int32[batch, width], padded with 0, and their lengths.
+  """The ids as int32[batch, width], padded, and their lengths.
 
   Each length is at least 1, also that of a row without ids.
   """
-  array = np.zeros((batch, width), np.int32)
+  array = np.full((batch, width), pad_id, np.int32)
   length = np.ones((batch,), np.int32)
   for row, ids in enumerate(encoded):
     array[row, : len(ids)] = ids

@@ -16,7 +16,12 @@ from specdec_jax.drafters.base import Drafter, check_features
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
-from specdec_jax.models.base import START_ID, LanguageModel, reads_encoder
+from specdec_jax.models.base import (
+  START_ID,
+  LanguageModel,
+  pad_id,
+  reads_encoder,
+)
 from specdec_jax.models.fitted import own_vocab_size
 from specdec_jax.models.int8 import INT8
 from specdec_jax.models.model import Model
@@ -279,6 +284,13 @@ def _check_draft(target: Model, draft: Model) -> None:
     raise ValueError(
       'The draft has an encoder and the target has none: there is no input that'
       ' the encoder could read. Take a decoder-only drafter.'
+    )
+  pads = pad_id(draft.network), pad_id(target.network)
+  if draft.network.has_encoder and pads[0] != pads[1]:
+    raise ValueError(
+      f'The draft ignores id {pads[0]} of the input, as padding, and the target'
+      f' id {pads[1]}: inputs are padded for the target. Take a drafter of the'
+      " target's family."
     )
   if target.network.has_encoder and not draft.network.has_encoder:
     warnings.warn(

@@ -151,8 +151,9 @@ class Queue:
     """
     self._inputs = request.inputs.shape[1]
     self._prompts = request.prompt_width
-    last = request.inputs.shape[1] - np.argmax(request.inputs[:, ::-1] != 0, 1)
-    self._length = np.where(np.any(request.inputs != 0, 1), last, 0)
+    is_token = np.asarray(request.inputs) != request.pad_id
+    last = request.inputs.shape[1] - np.argmax(is_token[:, ::-1], 1)
+    self._length = np.where(np.any(is_token, 1), last, 0)
     self._prompt = np.broadcast_to(request.first_length, self._length.shape)
     self.groups: collections.deque[list[int]] = collections.deque()
     read_rows = settings.read_rows or max(1, settings.rows // 2)

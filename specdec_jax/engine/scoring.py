@@ -16,7 +16,7 @@ from jax import lax
 
 from specdec_jax import partitioning, probs
 from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
-from specdec_jax.models.base import START_ID, LanguageModel, Params
+from specdec_jax.models.base import LanguageModel, Params, pad_id, start_id
 
 _SMALLEST = 16  # tokens of the shortest program
 # Positions read in one call. Not all of them together: the logits of a batch of
@@ -46,6 +46,7 @@ def score(
   params: Params,
   inputs: Sequence[Sequence[int]],
   targets: Sequence[Sequence[int]],
+  prompt: Sequence[int] = (),
 ) -> list[Score]:
   """Scores each output given its input: log prob(targets | inputs).
 
@@ -58,6 +59,8 @@ def score(
     inputs: ids of each input as the model reads them: for a model with an
       encoder with their end of sequence; for a decoder-only model not empty.
     targets: ids of each output; an end of sequence among them is scored too.
+    prompt: with an encoder, ids that every output begins with and that are not
+      scored, such as the token of a language.
 
   Returns:
     A `Score` for each example. Logits that are not a distribution give NaN.
@@ -69,9 +72,10 @@ def score(
   _check(network, inputs, targets)
   if not inputs:
     return []
-  begins, rows = _rows(network, inputs, targets)
+  begins, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
-  found = _log_probs(network, params, _padded(encoded), _padded(rows, 1))
+  padded_inputs = _padded(encoded, pad=pad_id(network))
+  found = _log_probs(network, params, padded_inputs, _padded(rows, 1))
   found = partitioning.on_host(found)
   return [
     Score(tuple(float(x) for x in row[begin : begin + len(ids)]))
@@ -83,9 +87,10 @@ def shapes(
   network: LanguageModel,
   inputs: Sequence[Sequence[int]],
   targets: Sequence[Sequence[int]],
+  prompt: Sequence[int] = (),
 ) -> tuple[int, ...]:
   """The sizes that decide which program `score` runs for these examples."""
-  _, rows = _rows(network, inputs, targets)
+  _, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]]
   return padded_rows(len(inputs)), _width(encoded), _width(rows, 1)
 
@@ -94,14 +99,16 @@ def _rows(
   network: LanguageModel,
   inputs: Sequence[Sequence[int]],
   targets: Sequence[Sequence[int]],
+  prompt: Sequence[int] = (),
 ) -> tuple[list[int], list[list[int]]]:
   """The decoder's ids, read and then produced, and where producing begins.
 
-  The decoder of an encoder-decoder begins with its start token, a decoder-only
-  model with the input. The logits after the last of these tokens are those of
-  the first output token.
+  The decoder of an encoder-decoder begins with its start token and the prompt,
+  a decoder-only model with the input. The logits after the last of these tokens
+  are those of the first output token.
   """
-  firsts = [[START_ID] if network.has_encoder else [*ids] for ids in inputs]
+  begin = [start_id(network), *prompt]
+  firsts = [begin if network.has_encoder else [*ids] for ids in inputs]
   return (
     [len(first) - 1 for first in firsts],
     [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)],
@@ -136,10 +143,10 @@ def _log_probs(
   return jnp.moveaxis(found, 0, 1).reshape(batch, width)
 
 
-def _padded(rows: Sequence[Sequence[int]], begin: int = 0) -> Any:
-  """Rows of ids as int32[B, begin + S], padded with 0."""
+def _padded(rows: Sequence[Sequence[int]], begin: int = 0, pad: int = 0) -> Any:
+  """Rows of ids as int32[B, begin + S]."""
   width = begin + _width(rows, begin)
-  return padded(rows, padded_rows(len(rows)), width)[0]
+  return padded(rows, padded_rows(len(rows)), width, pad)[0]
 
 
 def _width(rows: Sequence[Sequence[int]], begin: int = 0) -> int:

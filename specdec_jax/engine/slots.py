@@ -101,7 +101,7 @@ class Slots(Generic[_Owner]):
     count = self._read_rows
     rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
     return rows.replace(
-      inputs=np.zeros((count, width), np.int32),
+      inputs=np.full((count, width), rows.pad_id, np.int32),
       max_length=np.zeros((count,), np.int32),
       prompt=None,
       prompt_length=None,

@@ -25,6 +25,7 @@ from specdec_jax.engine.completion import (
   from_generation,
   passed_over,
 )
+from specdec_jax.engine.languages import languages_of
 from specdec_jax.engine.monitor import Usual
 from specdec_jax.engine.options import Options
 from specdec_jax.engine.padding import (
@@ -35,7 +36,7 @@ from specdec_jax.engine.padding import (
   padded_rows,
   rounded_up,
 )
-from specdec_jax.models.base import START_ID
+from specdec_jax.models.base import PAD_ID, START_ID
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.tree_shape import TreeShape
@@ -56,6 +57,8 @@ class Limits(NamedTuple):
     batch_multiple: the number of rows is rounded up to a multiple of this.
     usual: the acceptance of a calibration's texts; None is unknown.
     tree: the tree that the drafter proposes; None is a chain.
+    start_id: with an encoder, what its decoder begins with.
+    pad_id: with an encoder, what its inputs are padded with.
   """
 
   max_input_len: int
@@ -66,6 +69,8 @@ class Limits(NamedTuple):
   batch_multiple: int = 1
   usual: Usual | None = None
   tree: TreeShape | None = None
+  start_id: int = START_ID
+  pad_id: int = PAD_ID
 
   def around(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids before and after a text as the target reads it.
@@ -132,6 +137,9 @@ class TextBatch:
     self._tokenizer = tokenizer
     self._limits = limits
     self._num_texts = len(texts)
+    self._languages = languages_of(
+      tokenizer, limits.has_encoder, options.source_lang, options.target_lang
+    )
     self.passed_over: dict[int, Completion] = {}
     inputs = [self._encode(i, text) for i, text in enumerate(texts)]
     self.rows = [i for i, ids in enumerate(inputs) if ids]
@@ -162,6 +170,7 @@ class TextBatch:
     if not ids and not first:
       self.passed_over[index] = passed_over('empty')
       return []
+    first = [*first, *self._languages.before_text(ids)]
     room = limit - len(first) - len(last)
     if len(ids) > room and self.options.on_too_long != 'truncate':
       message = (
@@ -201,14 +210,18 @@ class TextBatch:
           ' that the output is to begin with at the end of the text.'
         )
       return encoded
+    languages = self._languages
     if prompts is None:
-      return None
+      if not languages.known:
+        return None
+      prompts = [()] * self._num_texts
     if len(prompts) != self._num_texts:
       raise ValueError(
         f'prompts has {len(prompts)} entries for {self._num_texts} texts.'
       )
     found = [self._checked(f'Prompt {i}', prompts[i]) for i in self.rows]
-    return [[START_ID, *ids] for ids in found]
+    first = self._limits.start_id
+    return [[first, *languages.before_output(ids), *ids] for ids in found]
 
   def request_in(self, batch: int) -> Request:
     """The request with `batch` rows: `num_rows` or more, the rest padding."""
@@ -221,7 +234,9 @@ class TextBatch:
     if prompts is not None:
       # One more than a power of two: the last token is read by the first round.
       longest = max(map(len, prompts)) - 1
-      width = max(SMALLEST_PROMPT, next_power_of_two(longest))
+      # A language alone is all that most prompts of translations are.
+      smallest = 1 if self._languages.known else SMALLEST_PROMPT
+      width = max(smallest, next_power_of_two(longest))
       if not limits.has_encoder:  # prompts are texts, which have this limit
         width = min(width, limits.max_input_len - 1)
       prompt, prompt_length = padded(prompts, batch, 1 + width)
@@ -229,7 +244,7 @@ class TextBatch:
     if limits.has_encoder:
       width = max(SMALLEST_INPUT, next_power_of_two(max(map(len, encoded))))
       width = min(width, limits.max_input_len)
-      inputs, _ = padded(encoded, batch, width)
+      inputs, _ = padded(encoded, batch, width, limits.pad_id)
     max_length = limits.max_decode_len
     if options.max_length is not None:
       if options.max_length > max_length:
@@ -262,6 +277,7 @@ class TextBatch:
       beams=self._beams(gamma),
       **self._ends._asdict(),
       tree=limits.tree if gamma else None,
+      pad_id=limits.pad_id,
     )
     if request.tree is not None:
       tree_round.check(request, request.tree.cut(gamma))

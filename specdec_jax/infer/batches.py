@@ -173,7 +173,7 @@ class Scoring:
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles and runs the program for a batch like this."""
-    shape = scoring.shapes(self._network, *self._pairs(items))
+    shape = scoring.shapes(self._network, *self._asked(items))
     if shape in self._known:
       return 0.0
     self._known.add(shape)
@@ -183,17 +183,20 @@ class Scoring:
 
   def run(self, items: Sequence[Item]) -> list[Completion]:
     """Scores the items together."""
-    pairs = self._pairs(items)
-    scores = scoring.score(self._network, self._params, *pairs)
+    asked = self._asked(items)
+    scores = scoring.score(self._network, self._params, *asked)
     return [
       _scored(item, score) for item, score in zip(items, scores, strict=True)
     ]
 
-  def _pairs(self, items: Sequence[Item]) -> tuple[list[Any], list[Any]]:
+  def _asked(self, items: Sequence[Item]) -> tuple[list[Any], ...]:
+    """Inputs, targets, and what all outputs begin with."""
     inputs: list[Any] = _sources(items)  # those for an encoder have their end
-    if not self._network.has_encoder:
+    languages = self._engine.languages()
+    if not self._network.has_encoder or languages.known:
       inputs = [self._engine.input_ids(source) for source in inputs]
-    return inputs, [item.target for item in items]
+    targets = [item.target for item in items]
+    return inputs, targets, languages.before_output(())
 
 
 def _sources(items: Sequence[Item]) -> list[Any]:
@@ -220,6 +223,8 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     more['rule'] = engine.rule.to_json()
   if engine.fallback:
     more['fallback'] = fallback.to_json(engine.fallback)
+  if engine.source_lang or engine.target_lang:
+    more['languages'] = [engine.source_lang, engine.target_lang]
   return {
     'models': dict(engine.fingerprints),
     'dtype': sorted({str(leaf.dtype) for leaf in leaves}),

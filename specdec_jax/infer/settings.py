@@ -468,6 +468,7 @@ def load_drafter(
   path: str | None = None,
   network: LanguageModel | None = None,
   dtype: str | None = None,
+  adapter: str | None = None,
 ) -> Model:
   """Loads a drafter that a run file may leave out, by `engine.load`.
 
@@ -475,6 +476,7 @@ def load_drafter(
     path: of its checkpoint; None where it was left out.
     network: as of `engine.load`.
     dtype: likewise.
+    adapter: likewise.
 
   Raises:
     ValueError: it was left out; or as `engine.load`.
@@ -486,7 +488,7 @@ def load_drafter(
       ' network (DRAFT); or decode without one (--mode plain, in gin DECODING ='
       " 'plain')."
     )
-  return load(path, network, dtype=dtype)
+  return load(path, network, dtype=dtype, adapter=adapter)
 
 
 def open_tokenizer(

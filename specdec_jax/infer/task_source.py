@@ -21,6 +21,7 @@ from specdec_jax.infer import (
 )
 from specdec_jax.infer.settings import SCORE, TaskConfig, as_blocks, by_rows
 from specdec_jax.measure.table import say
+from specdec_jax.text import tasks
 
 # Fields that do not decide results, or only by the objects that they make,
 # which `Task.identity` describes.
@@ -89,10 +90,16 @@ class Task:
           ' long an output may be: set task_feature_lengths (gin:'
           " TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 128})."
         )
+    # The token of a language stands before what the task says.
+    more = 1 if getattr(config.tokenizer, 'languages', {}) else 0
     options: dict[str, Any] = {
-      'max_input_len': max(2, lengths[examples.INPUTS]),
+      'max_input_len': max(2, lengths[examples.INPUTS] + more),
       'max_decode_len': max(1, lengths[examples.TARGETS]),
     }
+    task = tasks.find_local(config.mixture_or_task_name)
+    for name in ('source_lang', 'target_lang'):
+      if getattr(task, name, None) is not None:
+        options[name] = getattr(task, name)
     if config.drafter is not None and report.SPECULATIVE in config.ways:
       options['drafter'] = config.drafter()
     engine = config.engine(**options)

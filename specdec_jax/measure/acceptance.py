@@ -288,7 +288,12 @@ def _spread(
 def _texts(request: Request) -> list[bytes]:
   """A key for each text of a batch: the ids that are read, without padding."""
   inputs = np.asarray(request.inputs)
-  texts = [np.trim_zeros(row, 'b').tobytes() for row in inputs]
+  # Padding, too, may stand inside a text; what follows the text does not count.
+  ends = [np.flatnonzero(row != request.pad_id)[-1:] for row in inputs]
+  texts = [
+    row[: 1 + end.item() if end.size else 0].tobytes()
+    for row, end in zip(inputs, ends, strict=True)
+  ]
   if request.prompt is None:
     return texts
   lengths = np.asarray(request.prompt_length)

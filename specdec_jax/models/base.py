@@ -9,7 +9,8 @@ from specdec_jax.models.tree import Tree
 
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
-START_ID = 0  # id that the decoder of every encoder-decoder begins with
+START_ID = 0  # what decoders begin with, see `start_id`
+PAD_ID = 0  # what inputs are padded with, see `pad_id`
 
 
 class LanguageModel(Protocol[Cache]):
@@ -53,7 +54,7 @@ class LanguageModel(Protocol[Cache]):
 
     Args:
       params: the model's parameters.
-      inputs: int32[B, E], tokens of the input, 0 past each row's end. A
+      inputs: int32[B, E], tokens of the input, `pad_id` past each row's end. A
         decoder-only model uses only B.
       max_length: T, the decoder slots to allocate, for the whole run.
       longest: tokens of the longest sequence, where several share the slots;
@@ -130,7 +131,7 @@ class FeatureModel(LanguageModel[Cache], Protocol[Cache]):
 
     Args:
       params: the model's parameters.
-      inputs: int32[B, E], 0 past each row's end.
+      inputs: int32[B, E], `pad_id` past each row's end.
       decoder_inputs: int32[B, S], the targets shifted right.
     """
     ...
@@ -167,7 +168,7 @@ def read_prompt(
   Args:
     model: a `LanguageModel`.
     params: its parameters.
-    inputs: int32[B, E], 0 past each row's end.
+    inputs: int32[B, E], `pad_id` past each row's end.
     max_length: T, the decoder slots to allocate.
     prompt: int32[B, P], P < T; None is the start token alone.
     longest: as of `LanguageModel.prefill`.
@@ -189,6 +190,22 @@ def read_prompt(
 def reads_encoder(network: Any) -> bool:
   """Whether a network has no encoder of its own and reads a target's."""
   return bool(getattr(network, 'reads_encoder', False))
+
+
+def start_id(network: Any) -> int:
+  """The id that the decoder of a network with an encoder begins with.
+
+  It is 0 (T5's) unless the network has a `start_id` of its own.
+  """
+  return int(getattr(network, 'start_id', START_ID))
+
+
+def pad_id(network: Any) -> int:
+  """The id that an encoder's inputs are padded with, and that it ignores.
+
+  It is 0 (T5's) unless the network has a `pad_id` of its own.
+  """
+  return int(getattr(network, 'pad_id', PAD_ID))
 
 
 def param_shapes(network: LanguageModel) -> Params:

@@ -2,10 +2,11 @@
 
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.m2m100 import M2M100, M2M100Config
 from specdec_jax.models.t5 import T5, T5Config
 
-Config = T5Config | GPTConfig | CausalLMConfig
-Network = T5 | GPT | CausalLM
+Config = T5Config | GPTConfig | CausalLMConfig | M2M100Config
+Network = T5 | GPT | CausalLM | M2M100
 
 
 def network_of(config: Config) -> Network:
@@ -14,4 +15,6 @@ def network_of(config: Config) -> Network:
     return T5(config)
   if isinstance(config, GPTConfig):
     return GPT(config)
+  if isinstance(config, M2M100Config):
+    return M2M100(config)
   return CausalLM(config)

@@ -1,6 +1,6 @@
 """What the networks made of linen modules share: one call, one method."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -81,3 +81,112 @@ class DecoderOnly(LinenModel):
 
   def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
     return self._decoder.apply({'params': params['decoder']}, *args, **kwargs)
+
+
+class EncodesInputs(LinenModel):
+  """A `LinenModel` whose decoder reads what an encoder says of the inputs.
+
+  Heirs add `_module`, whose methods have the names that are called here. Their
+  configurations have `num_encoder_layers`, which is 0 of a decoder alone, and
+  `encoded_dim`, the width of the encoder's output.
+  """
+
+  @property
+  def _module(self) -> nn.Module:
+    """The linen module."""
+    raise NotImplementedError
+
+  @property
+  def has_encoder(self) -> bool:
+    """True: an encoder reads the inputs, its own or another's."""
+    return True
+
+  @property
+  def reads_encoder(self) -> bool:
+    """Whether it is a decoder alone, which must be given `encoded`."""
+    return self.config.num_encoder_layers == 0
+
+  def init(self, key: jax.Array) -> Params:
+    """Returns random float32 parameters, a nested dict with T5X's names."""
+    token = jnp.ones((1, 1), jnp.int32)
+    encoded = None
+    if self.reads_encoder:
+      encoded = jnp.ones((1, 1, self.config.encoded_dim), jnp.float32)
+    made = self._module.init(key, token, token, encoded=encoded)
+    return cast(Params, made['params'])
+
+  def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
+    """The encoder's output for inputs int32[B, E]: float[B, E, M]."""
+    self._check_encoded(None)
+    encoded = self._apply(params, inputs, method='encode')
+    return cast(jax.Array, encoded)
+
+  def _check_encoded(self, encoded: jax.Array | None) -> None:
+    if not self.reads_encoder:
+      return
+    width = self.config.encoded_dim
+    if encoded is None:
+      raise ValueError(
+        'This network has no encoder (num_encoder_layers is 0): expected the'
+        f" output [B, E, {width}] of its target's encoder, got none. It can"
+        ' only draft for that target.'
+      )
+    if encoded.shape[-1] != width:
+      raise ValueError(
+        f'This network reads an encoder of width {width}, got one of width'
+        f' {encoded.shape[-1]}: take the target that it was made for.'
+      )
+
+  def logits(
+    self,
+    params: Params,
+    inputs: jax.Array,
+    decoder_inputs: jax.Array,
+    dropout_key: jax.Array | None = None,
+    encoded: jax.Array | None = None,
+  ) -> jax.Array:
+    """Teacher-forced logits, as training and scoring need them.
+
+    Args:
+      params: the parameters.
+      inputs: int32[B, E], `pad_id` past each row's end.
+      decoder_inputs: int32[B, S], the targets shifted right, the start
+        token first.
+      dropout_key: turns dropout on; consumed.
+      encoded: float[B, E, M], what an encoder says of the inputs; None runs its
+        own.
+
+    Returns:
+      float32[B, S, V].
+    """
+    self._check_encoded(encoded)
+    rngs = None if dropout_key is None else {'dropout': dropout_key}
+    logits = self._apply(
+      params,
+      inputs,
+      decoder_inputs,
+      deterministic=dropout_key is None,
+      encoded=encoded,
+      rngs=rngs,
+    )
+    return cast(jax.Array, logits)
+
+  def features(
+    self, params: Params, inputs: jax.Array, decoder_inputs: jax.Array
+  ) -> jax.Array:
+    """Teacher-forced features [B, S, M]: what `head` makes `logits` of."""
+    features = self._apply(params, inputs, decoder_inputs, method='features')
+    return cast(jax.Array, features)
+
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    """Runs the encoder once, unless `encoded` is what an encoder has said.
+
+    Returns:
+      A `KVCache` with `length` 0.
+    """
+    del longest  # positions have no end
+    self._check_encoded(encoded)
+    return self._apply(params, inputs, max_length, encoded, method='prefill')
+
+  def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+    return self._module.apply({'params': params}, *args, **kwargs)

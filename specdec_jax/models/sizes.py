@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from specdec_jax.checks import memory
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
+from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.t5 import T5Config
 
 _BUCKETS = 32  # buckets of T5's relative bias
@@ -43,6 +44,13 @@ def num_params(config: Config) -> int:
     stacks = 2 if encoder else 1
     biases = encoder + decoder if config.bias_per_layer else stacks
     return total + stacks * width + biases * bias
+  if isinstance(config, M2M100Config):
+    encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
+    attention += 3 * config.num_heads * config.head_dim + width
+    mlp += len(config.mlp_activations) * config.mlp_dim + width
+    total += encoder * (attention + mlp + 4 * width)
+    total += decoder * (2 * attention + mlp + 6 * width)
+    return total + 4 * width
   norm = (2 if config.norm == 'layer' else 1) * width
   per_layer = attention + mlp + 2 * norm
   if config.use_bias:
@@ -88,7 +96,7 @@ def run_bytes(
     num_tokens: S, tokens that a call reads.
   """
   layers, scores = 0, 0
-  if isinstance(config, T5Config):
+  if isinstance(config, T5Config | M2M100Config):
     layers = config.num_decoder_layers
     if config.num_encoder_layers:
       scores = 4 * batch * config.num_heads * input_len**2

@@ -5,7 +5,6 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 """
 
 import dataclasses
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ from jax import lax
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.models import backend, kv_cache, layers
-from specdec_jax.models.base import Params
-from specdec_jax.models.linen_model import LinenModel
+from specdec_jax.models.linen_model import EncodesInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +73,10 @@ class T5Config:
   def encoded_dim(self) -> int:
     """The width of the encoder's output that cross-attention reads."""
     return self.encoder_dim or self.emb_dim
+
+
+def _norm(config: T5Config) -> nn.Module:
+  return layers.RMSNorm(config.dtype)
 
 
 def _attention(config: T5Config) -> layers.Attention:
@@ -138,9 +140,9 @@ class EncoderLayer(nn.Module):
   def setup(self):
     if self.config.bias_per_layer:
       self.relpos_bias = _relative_bias(self.config, bidirectional=True)
-    self.pre_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.pre_attention_layer_norm = _norm(self.config)
     self.attention = _attention(self.config)
-    self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.pre_mlp_layer_norm = _norm(self.config)
     self.mlp = _mlp(self.config)
     self.dropout = layers.dropout(self.config.dropout_rate)
 
@@ -168,7 +170,7 @@ class Encoder(nn.Module):
     self.layers = [
       EncoderLayer(config) for _ in range(config.num_encoder_layers)
     ]
-    self.encoder_norm = layers.RMSNorm(config.dtype)
+    self.encoder_norm = _norm(config)
     self.dropout = layers.dropout(config.dropout_rate)
 
   def __call__(self, x, padding_bias, deterministic):
@@ -189,11 +191,11 @@ class DecoderLayer(nn.Module):
   def setup(self):
     if self.config.bias_per_layer:
       self.relpos_bias = _relative_bias(self.config, bidirectional=False)
-    self.pre_self_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.pre_self_attention_layer_norm = _norm(self.config)
     self.self_attention = _attention(self.config)
-    self.pre_cross_attention_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.pre_cross_attention_layer_norm = _norm(self.config)
     self.encoder_decoder_attention = _attention(self.config)
-    self.pre_mlp_layer_norm = layers.RMSNorm(self.config.dtype)
+    self.pre_mlp_layer_norm = _norm(self.config)
     self.mlp = _mlp(self.config)
     self.dropout = layers.dropout(self.config.dropout_rate)
 
@@ -235,7 +237,7 @@ class Decoder(nn.Module):
     self.layers = [
       DecoderLayer(config) for _ in range(config.num_decoder_layers)
     ]
-    self.decoder_norm = layers.RMSNorm(config.dtype)
+    self.decoder_norm = _norm(config)
     self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
       self.logits_dense = layers.head(config.vocab_size, config.dtype)
@@ -301,11 +303,6 @@ class Decoder(nn.Module):
     return self._last(x, True), cache
 
 
-def _padding_bias(inputs: jax.Array) -> jax.Array:
-  """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
-  return jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
-
-
 class EncoderDecoder(nn.Module):
   """The linen module behind `t5.T5`."""
 
@@ -320,15 +317,19 @@ class EncoderDecoder(nn.Module):
       self.encoder = Encoder(config)
     self.decoder = Decoder(config)
 
+  def _padding_bias(self, inputs):
+    """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
+    return jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
+
   def encode(self, inputs, deterministic=True):
     embedded = self.token_embedder(inputs)
-    return self.encoder(embedded, _padding_bias(inputs), deterministic)
+    return self.encoder(embedded, self._padding_bias(inputs), deterministic)
 
   def features(self, inputs, decoder_inputs, deterministic=True, encoded=None):
     if encoded is None:
       encoded = self.encode(inputs, deterministic)
     embedded = self.token_embedder(decoder_inputs)
-    bias = _padding_bias(inputs)
+    bias = self._padding_bias(inputs)
     return self.decoder(embedded, encoded, bias, deterministic)
 
   def __call__(self, inputs, decoder_inputs, deterministic=True, encoded=None):
@@ -339,7 +340,7 @@ class EncoderDecoder(nn.Module):
   def prefill(self, inputs, max_length, encoded=None):
     if encoded is None:
       encoded = self.encode(inputs)
-    bias = _padding_bias(inputs)
+    bias = self._padding_bias(inputs)
     cross_keys, cross_values = self.decoder.cross_kv(encoded)
     size = self.config.num_decoder_layers, inputs.shape[0], max_length
     return kv_cache.KVCache(
@@ -364,7 +365,7 @@ class EncoderDecoder(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class T5(LinenModel):
+class T5(EncodesInputs):
   """A T5 as a `LanguageModel`; see `models.base` for the contract."""
 
   config: T5Config
@@ -375,97 +376,3 @@ class T5(LinenModel):
   @property
   def _module(self) -> EncoderDecoder:
     return EncoderDecoder(self.config)
-
-  @property
-  def has_encoder(self) -> bool:
-    """True: an encoder reads the inputs, its own or another's."""
-    return True
-
-  @property
-  def reads_encoder(self) -> bool:
-    """Whether it is a decoder alone, which must be given `encoded`."""
-    return self.config.num_encoder_layers == 0
-
-  def init(self, key: jax.Array) -> Params:
-    """Returns random float32 parameters, a nested dict with T5X's names."""
-    token = jnp.ones((1, 1), jnp.int32)
-    encoded = None
-    if self.reads_encoder:
-      encoded = jnp.ones((1, 1, self.config.encoded_dim), jnp.float32)
-    made = self._module.init(key, token, token, encoded=encoded)
-    return cast(Params, made['params'])
-
-  def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
-    """The encoder's output for inputs int32[B, E]: float[B, E, M]."""
-    self._check_encoded(None)
-    encoded = self._apply(params, inputs, method='encode')
-    return cast(jax.Array, encoded)
-
-  def _check_encoded(self, encoded: jax.Array | None) -> None:
-    if not self.reads_encoder:
-      return
-    width = self.config.encoded_dim
-    if encoded is None:
-      raise ValueError(
-        'This T5 has no encoder (num_encoder_layers is 0): expected the output'
-        f" [B, E, {width}] of its target's encoder, got none. It can only"
-        ' draft for that target.'
-      )
-    if encoded.shape[-1] != width:
-      raise ValueError(
-        f'This T5 reads an encoder of width {width}, got one of width'
-        f' {encoded.shape[-1]}: take the target that it was made for.'
-      )
-
-  def logits(
-    self,
-    params: Params,
-    inputs: jax.Array,
-    decoder_inputs: jax.Array,
-    dropout_key: jax.Array | None = None,
-    encoded: jax.Array | None = None,
-  ) -> jax.Array:
-    """Teacher-forced logits, as training and scoring need them.
-
-    Args:
-      params: the parameters.
-      inputs: int32[B, E], 0 is padding.
-      decoder_inputs: int32[B, S], the targets shifted right, 0 first.
-      dropout_key: turns dropout on; consumed.
-      encoded: float[B, E, M], what an encoder says of the inputs; None runs its
-        own.
-
-    Returns:
-      float32[B, S, V].
-    """
-    self._check_encoded(encoded)
-    rngs = None if dropout_key is None else {'dropout': dropout_key}
-    logits = self._apply(
-      params,
-      inputs,
-      decoder_inputs,
-      deterministic=dropout_key is None,
-      encoded=encoded,
-      rngs=rngs,
-    )
-    return cast(jax.Array, logits)
-
-  def features(
-    self, params: Params, inputs: jax.Array, decoder_inputs: jax.Array
-  ) -> jax.Array:
-    """Teacher-forced features [B, S, M]: what `head` makes `logits` of."""
-    features = self._apply(params, inputs, decoder_inputs, method='features')
-    return cast(jax.Array, features)
-
-  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
-    """Runs the encoder once, unless `encoded` is what an encoder has said.
-
-    Returns:
-      A `KVCache` with `length` 0.
-    """
-    del longest  # relative positions have no end
-    self._check_encoded(encoded)
-    return self._apply(params, inputs, max_length, encoded, method='prefill')
-
-  def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
-    return self._module.apply({'params': params}, *args, **kwargs)

@@ -10,6 +10,7 @@ from specdec_jax.measure import environment, memory
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.notebook.show import Facts
@@ -78,7 +79,7 @@ def _facts(model: Model, params) -> dict[str, str]:
 
 def _sizes(network: LanguageModel) -> dict[str, str]:
   config = getattr(network, 'config', None)
-  if isinstance(config, T5Config):
+  if isinstance(config, T5Config | M2M100Config):
     layers = f'{config.num_encoder_layers} + {config.num_decoder_layers}'
   elif isinstance(config, GPTConfig | CausalLMConfig):
     layers = str(config.num_layers)

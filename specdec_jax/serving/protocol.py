@@ -19,6 +19,7 @@ from specdec_jax.text.chat import ChatTemplate
 _MAX_TOKENS = 16  # where none are asked for, as OpenAI has it
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 PACES = ('rounds', 'even')
+_LANGUAGES = ('source_lang', 'target_lang')
 
 # Fields of OpenAI's that have no meaning here, and values that ask for nothing.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -188,7 +189,10 @@ def parse(
       f'{settings.most_outputs} outputs at most (prompts times n), not'
       f' {len(prompts)} * {n}',
     )
-  prompt_ids = [fields.ids(engine, *one) for one in enumerate(prompts)]
+  languages = fields.languages(engine)
+  prompt_ids = [
+    fields.ids(engine, *one, languages) for one in enumerate(prompts)
+  ]
   longest = engine.max_decode_len
   most = fields.whole('max_tokens', min(_MAX_TOKENS, longest), 1, longest)
   least = fields.whole('min_tokens', 0, 0, most)
@@ -213,12 +217,14 @@ def parse(
     'stop_strings': fields.stops(),
     'seed': seed,
     'log_probs': log_probs is not None,
+    **languages,
   }
   if fields.boolean('ignore_eos'):
     options['stop_ids'] = ()
   if searches:
     fields.check_search(settings.beams, n)
     options = {'max_length': most, 'num_beams': n, 'num_samples': n}
+    options |= languages
   return Asked(
     prompts=prompts,
     prompt_ids=prompt_ids,
@@ -274,7 +280,7 @@ class _Fields:
     'model', 'prompt', 'max_tokens', 'n', 'best_of', 'seed', 'stop', 'stream',
     'stream_options', 'temperature', 'top_p', 'top_k', 'min_tokens', 'logprobs',
     'echo', 'ignore_eos', 'return_token_ids', 'pace', 'user', 'use_beam_search',
-    'return_rounds', 'speculative', *_NEUTRAL,
+    'return_rounds', 'speculative', *_LANGUAGES, *_NEUTRAL,
   }  # fmt: skip
 
   def __init__(self, body: Mapping[str, Any]):
@@ -349,6 +355,21 @@ class _Fields:
     if not ok or not least <= value <= most:
       raise self.wrong(name, f'a number from {least:g} to {most:g}')
     return float(value)
+
+  def languages(self, engine: Engine) -> dict[str, str]:
+    """Those that are named, of models that translate between many."""
+    named = {name: self.text(name) for name in _LANGUAGES}
+    found = {name: one for name, one in named.items() if one is not None}
+    for name, one in found.items():
+      try:
+        engine.languages(**{name: one})
+      except ValueError as error:
+        raise BadRequest(str(error)[:500], name) from error
+    try:
+      engine.languages(**found).before_output(())
+    except ValueError as error:
+      raise BadRequest(str(error), 'target_lang') from error
+    return found
 
   def stops(self) -> tuple[str, ...]:
     """Texts that end an output."""
@@ -477,7 +498,9 @@ class _Fields:
     return found
 
   @staticmethod
-  def ids(engine: Engine, index: int, prompt: Any) -> list[int]:
+  def ids(
+    engine: Engine, index: int, prompt: Any, languages: Mapping[str, str]
+  ) -> list[int]:
     """A prompt as the model reads it, which is not too long."""
     size, most = engine.target.vocab_size, engine.max_input_len
     for token in prompt if isinstance(prompt, list) else ():
@@ -487,7 +510,10 @@ class _Fields:
           f' vocabulary: ids are from 0 to {size - 1}.',
           'prompt',
         )
-    ids = engine.input_ids(prompt)
+    try:
+      ids = engine.input_ids(prompt, languages.get('source_lang'))
+    except ValueError as error:
+      raise BadRequest(str(error), 'source_lang') from error
     if len(ids) > most:
       raise BadRequest(
         f'prompt {index} has {len(ids)} tokens (its end or start included); the'

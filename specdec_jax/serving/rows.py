@@ -127,7 +127,8 @@ def read_together(
 
   def widest(arrays: Sequence[Any]) -> np.ndarray:
     width = max(one.shape[-1] for one in arrays)
-    found = np.zeros((len(arrays), width), np.int32)
+    # What is past a prompt does not matter, past an input it does.
+    found = np.full((len(arrays), width), every[0].pad_id, np.int32)
     for row, one in zip(found, arrays, strict=True):
       row[: one.shape[-1]] = one
     return found

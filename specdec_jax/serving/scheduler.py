@@ -483,7 +483,8 @@ class Scheduler:
   def _all_widths(self) -> list[list[int]]:
     """A text of each width that texts are read in, the widest last."""
     engine, found = self.engine, {}
-    most = engine.max_input_len - len(engine.input_ids([]))
+    none = engine.input_ids([], self._any_languages.get('source_lang'))
+    most = engine.max_input_len - len(none)
     some_id = engine.tokenizer.vocab_size - 1
     for length in sorted({most, *(1 << n for n in range(most.bit_length()))}):
       text = [some_id] * length
@@ -492,7 +493,16 @@ class Scheduler:
     return list(found.values())
 
   def _short(self, text: Sequence[int]) -> Row:
-    return self.row(text, lambda news: None, max_length=1)
+    options = self._any_languages
+    return self.row(text, lambda news: None, max_length=1, **options)
+
+  @property
+  def _any_languages(self) -> dict[str, Any]:
+    """Languages for texts that nobody reads, if the model has any."""
+    known = list(self.engine.languages().known)[:1]
+    return {
+      f'{side}_lang': one for one in known for side in ('source', 'target')
+    }
 
   @property
   def _verification(self) -> str:
@@ -531,7 +541,7 @@ class Scheduler:
     slots.resize(self._rooms[0])
     for width in self.settings.beams:
       for text in self._texts:
-        options: dict[str, Any] = dict(
+        options = self._any_languages | dict(
           num_beams=width, num_samples=width, max_length=1
         )
         row = self.row(text, lambda news: None, **options)

@@ -49,6 +49,9 @@ class LocalTask:
       if there are no targets. The object's other texts and numbers are kept as
       they are, except fields named 'inputs', 'targets' or 'references'.
     metrics: names of `metrics.METRICS`.
+    source_lang: language of the inputs, of models that translate between many,
+      such as 'eng_Latn'; None is the engine's.
+    target_lang: that of the outputs, likewise.
 
   Raises:
     ValueError: a file is missing, or a kind of file or a metric is unknown.
@@ -62,6 +65,8 @@ class LocalTask:
   inputs_field: str = 'inputs'
   targets_field: str | None = 'targets'
   metrics: tuple[str, ...] = ()
+  source_lang: str | None = None
+  target_lang: str | None = None
 
   def __post_init__(self):
     check_types(self)

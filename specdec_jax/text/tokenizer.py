@@ -32,6 +32,8 @@ class Tokenizer:
     least_size: the least V of a network of this vocabulary.
     pad_id, eos_id, unk_id: special ids. `pad_id` is 0, with which rows are
       padded, whatever the vocabulary's own padding id is.
+    languages: name -> id of the token of each language that texts are marked
+      with; empty here.
     fingerprint: sha256 (hex) of the model file's bytes. It is the same for two
       models that share a vocabulary.
   """
@@ -67,6 +69,7 @@ class Tokenizer:
     self.pad_id: int = PAD_ID
     self.eos_id: int = self._processor.eos_id()
     self.unk_id: int = self._processor.unk_id()
+    self.languages: dict[str, int] = {}
     self.fingerprint = hashlib.sha256(proto).hexdigest()
     no_text = self._processor.is_control(0) or self._processor.is_unknown(0)
     if not no_text or self.eos_id < 0:

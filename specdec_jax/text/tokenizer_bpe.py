@@ -1,4 +1,4 @@
-"""BPE, as in GPT-2, Llama, Qwen and Gemma: text to token ids and back.
+"""BPE, as in GPT-2, Llama, Qwen, Gemma and NLLB: text to ids and back.
 
 The package tokenizers, which comes with the extra `[bpe]`, is imported when a
 tokenizer is made.
@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ SETTINGS = 'tokenizer_config.json'
 END = '<|endoftext|>'  # GPT-2's, where a folder does not say
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
 SENTENCEPIECE = 'spiece.model'  # in the folders of all T5s
+# Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
+_LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
 
 def open_vocabulary(path: str | os.PathLike[str]) -> Tokenizer:
@@ -64,6 +67,8 @@ class BpeTokenizer(Tokenizer):
       with it as well, so `Engine.bos_id` should be this id.
     bos_id: the id that the vocabulary itself puts in front of a text; None is
       none, as in GPT-2 and Qwen.
+    languages: name -> id of the token of each language, of the vocabularies of
+      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
     fingerprint: sha256 (hex) of everything that decides the ids of a text. It
       is the same for files of other kinds or formatting that give the same ids.
   """
@@ -110,11 +115,19 @@ class BpeTokenizer(Tokenizer):
     self.bos_id = _first_id(processor, said)
     self.vocab_size = 1 + max(processor.get_vocab().values())
     special = {
-      one
+      one: token.content
       for one, token in processor.get_added_tokens_decoder().items()
       if token.special
-    } - {eos_id, self.bos_id}
-    self.least_size = 1 + max(set(processor.get_vocab().values()) - special)
+    }
+    self.languages = {
+      found[1] or content: one
+      for one, content in sorted(special.items())
+      if (found := _LANGUAGE.fullmatch(content))
+    }
+    if self.bos_id in self.languages.values():
+      self.bos_id = None  # a language of many, which the caller chooses
+    not_text = special.keys() - {eos_id, self.bos_id}
+    self.least_size = 1 + max(set(processor.get_vocab().values()) - not_text)
     self.eos_id = self.pad_id = self.unk_id = eos_id
     self.fingerprint = _fingerprint(json.loads(processor.to_str()))
 

@@ -10,8 +10,10 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.files import shipped
 from specdec_jax.models.base import (
+  PAD_ID,
   LanguageModel,
   gives_features,
+  pad_id,
   reads_encoder,
 )
 from specdec_jax.text.local_tasks import LocalTask
@@ -122,6 +124,7 @@ class TrainRun:
   def __post_init__(self):
     check_types(self)
     self._check_encoder()
+    self._check_padding()
     if not self.model_dir or not isinstance(self.model_dir, str):
       raise ValueError(
         'TrainRun.model_dir: expected a folder to write to, got'
@@ -158,6 +161,16 @@ class TrainRun:
         ' model, which is trained there if it does not exist; only .npz files'
         ' and tasks need none.'
       )
+
+  def _check_padding(self) -> None:
+    target = getattr(self.learning, 'target', None)
+    for name, network in (('model', self.model), ('target', target)):
+      if pad_id(network) != PAD_ID:
+        raise ValueError(
+          f'TrainRun: the {name} pads with id {pad_id(network)}, and batches'
+          f' are padded with {PAD_ID} here: {type(network).__name__} cannot be'
+          ' trained, or followed in training.'
+        )
 
   def _check_encoder(self) -> None:
     if not reads_encoder(self.model):
