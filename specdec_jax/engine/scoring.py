@@ -16,7 +16,7 @@ from jax import lax
 
 from specdec_jax import partitioning, probs
 from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
-from specdec_jax.models.base import START_ID, LanguageModel, Params
+from specdec_jax.models.base import LanguageModel, Params, start_id
 
 _SMALLEST = 16  # tokens of the shortest program
 # Positions read in one call. Not all of them together: the logits of a batch of
@@ -101,7 +101,8 @@ def _rows(
   model with the input. The logits after the last of these tokens are those of
   the first output token.
   """
-  firsts = [[START_ID] if network.has_encoder else [*ids] for ids in inputs]
+  first = start_id(network)
+  firsts = [[first] if network.has_encoder else [*ids] for ids in inputs]
   return (
     [len(first) - 1 for first in firsts],
     [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)],

@@ -9,7 +9,7 @@ from specdec_jax.models.tree import Tree
 
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
-START_ID = 0  # id that the decoder of every encoder-decoder begins with
+START_ID = 0  # what decoders begin with, see `start_id`
 
 
 class LanguageModel(Protocol[Cache]):
@@ -189,6 +189,22 @@ def read_prompt(
 def reads_encoder(network: Any) -> bool:
   """Whether a network has no encoder of its own and reads a target's."""
   return bool(getattr(network, 'reads_encoder', False))
+
+
+def start_id(network: Any) -> int:
+  """The id that the decoder of a network with an encoder begins with.
+
+  It is 0 (T5's) unless the network has a `start_id` of its own.
+  """
+  return int(getattr(network, 'start_id', START_ID))
+
+
+def ends_inputs(network: Any) -> bool:
+  """Whether the end of sequence follows a text that an encoder reads.
+
+  It does, as in T5, unless the network says otherwise.
+  """
+  return bool(getattr(network, 'ends_inputs', True))
 
 
 def param_shapes(network: LanguageModel) -> Params:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.models.base import Params, reads_encoder
+from specdec_jax.models.base import Params, reads_encoder, start_id
 
 
 def own_vocab_size(network: Any) -> int:
@@ -45,6 +45,10 @@ class Fitted:
   @property
   def reads_encoder(self) -> bool:
     return reads_encoder(self.network)
+
+  @property
+  def start_id(self) -> int:
+    return start_id(self.network)
 
   @property
   def config(self) -> Any:

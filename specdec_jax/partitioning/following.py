@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from specdec_jax.models import backend
-from specdec_jax.models.base import Params, reads_encoder
+from specdec_jax.models.base import Params, ends_inputs, reads_encoder, start_id
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.partitioning.axes import CACHE
 from specdec_jax.partitioning.partition import Partition, described
@@ -56,6 +56,14 @@ class Following:
   @property
   def reads_encoder(self) -> bool:
     return reads_encoder(self.network)
+
+  @property
+  def start_id(self) -> int:
+    return start_id(self.network)
+
+  @property
+  def ends_inputs(self) -> bool:
+    return ends_inputs(self.network)
 
   @property
   def config(self) -> Any:
