@@ -1,13 +1,14 @@
 """Hugging Face folders: config.json and safetensors.
 
-`huggingface_names` (T5), `gpt2_names`, and `causal_names` with `causal_config`
-(Llama, Qwen, Gemma) know their names, `huggingface_arrays` finds and reads
-their arrays, and `huggingface_fetch` gets a folder from the hub by its id. Two
-factors of GPT-2 are moved into weights, see `models.gpt`: query projections are
-divided by sqrt(D), and the last norm is multiplied by sqrt(M) if the embedding
-is shared. The package safetensors comes with the extra `[huggingface]`.
+`huggingface_names` (T5), `gpt2_names`, `t5gemma_names`, and `causal_names` with
+`causal_config` (Llama, Qwen, Gemma) know their names, `huggingface_arrays`
+finds and reads their arrays, and `huggingface_fetch` gets a folder from the hub
+by its id. Two factors of GPT-2 are moved into weights, see `models.gpt`: query
+projections are divided by sqrt(D), and the last norm is multiplied by sqrt(M)
+if the embedding is shared. The package safetensors comes with the extra `[huggingface]`.
 """
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping
@@ -19,7 +20,12 @@ import jax
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints import causal_config, causal_names, gpt2_names
+from specdec_jax.checkpoints import (
+  causal_config,
+  causal_names,
+  gpt2_names,
+  t5gemma_names,
+)
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
 from specdec_jax.checkpoints.disk_arrays import (
@@ -44,6 +50,7 @@ from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5gemma import T5GemmaConfig
 
 GENERATION = 'generation_config.json'
 MAX_SHARD_BYTES = 5_000_000_000
@@ -241,12 +248,18 @@ def open_huggingface(
     stored, tied = gpt2_names.tidy(stored, source)
   elif family is causal_names:
     stored = causal_names.tidy(stored, described, source)
+  elif family is t5gemma_names:
+    stored = t5gemma_names.tidy(stored, described, source)
   else:
     tied, head_scaled = _tidy_t5(stored, described, source)
     special_ids(folder, described)
   config = read_config(described, os.fspath(folder / CONFIG), tied)
   check_config_fits(config, f'The model of {source!r}', dtype)
-  if isinstance(config, GPTConfig):
+  if isinstance(config, T5GemmaConfig):
+    start = special_ids(folder, described).decoder_start
+    config = dataclasses.replace(config, start_id=start)
+    table = t5gemma_names.table(config)
+  elif isinstance(config, GPTConfig):
     table = gpt2_names.table(config)
   elif isinstance(config, CausalLMConfig):
     table = causal_names.table(config)
@@ -277,6 +290,8 @@ def read_config(
   family = _family(described, where)
   if family is causal_names:
     return causal_config.read_config(described, where)
+  if family is t5gemma_names:
+    return t5gemma_names.read_config(described, where)
   if family is gpt2_names:
     tied = True if tied is None else tied
     return gpt2_names.read_config(described, tied, where)
@@ -289,6 +304,7 @@ def _family(described: Mapping[str, Any], where: str) -> ModuleType:
     **dict.fromkeys(names.MODEL_TYPES, names),
     gpt2_names.MODEL_TYPE: gpt2_names,
     **dict.fromkeys(causal_config.MODEL_TYPES, causal_names),
+    **dict.fromkeys(t5gemma_names.MODEL_TYPES, t5gemma_names),
   }
   word = described.get('model_type')
   check_choice(f'{where}: model_type', word, families)
@@ -324,6 +340,7 @@ def _check_network(
       T5Config: names.FIELDS,
       GPTConfig: gpt2_names.FIELDS,
       CausalLMConfig: causal_config.FIELDS,
+      T5GemmaConfig: causal_config.FIELDS,
     }
     names.check_config(found, config, source, fields[type(found)])
   elif network is not None:
@@ -351,6 +368,8 @@ def special_ids(
     # Its values take precedence for generation.
     given = {key: value for key, value in given.items() if value is not None}
     described = {**described, **given}
+  if described.get('model_type') in t5gemma_names.MODEL_TYPES:
+    described = t5gemma_names.with_ids(described)
   return names.read_ids(described, os.fspath(folder))
 
 

@@ -8,7 +8,7 @@ of transformers' `T5ForConditionalGeneration`. Every parameter is called
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -248,7 +248,8 @@ class SpecialIds(NamedTuple):
   """Ids with a special meaning.
 
   Attributes:
-    decoder_start: the id that the decoder reads first; 0, as always in T5X.
+    decoder_start: the id that the decoder reads first; 0 of a T5, as always in
+      T5X.
     eos: ids that end an output; T5 has 1, MADLAD-400 has 2.
     pad: the id that transformers pads rows with. This library always pads with
       0, as T5X does: padding is masked, so that logits do not depend on it. If
@@ -281,8 +282,8 @@ def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
     where: their folder, for messages.
 
   Raises:
-    ValueError: an id is not a whole number, or the decoder starts with another
-      id than 0.
+    ValueError: an id is not a whole number, or a T5's decoder starts with
+      another id than 0.
   """
 
   def given(name: str, default: Any) -> Any:
@@ -302,7 +303,7 @@ def read_ids(described: Mapping[str, Any], where: str) -> SpecialIds:
       raise ValueError(
         f'{where}: {name} is {value!r}, expected a whole number.'
       )
-  if start != 0:
+  if start != 0 and described.get('model_type', 't5') in MODEL_TYPES:
     raise ValueError(
       f'{where}: decoder_start_token_id is {start}; the decoder here starts'
       ' with 0, as in every T5 that T5X trained.'
@@ -333,16 +334,28 @@ def check_config(
       values and config.json's name of the field.
   """
   problems = []
-  for field in dataclasses.fields(found):
-    have, want = getattr(found, field.name), getattr(expected, field.name)
-    if field.name in _NOT_COMPARED or have == want:
-      continue
-    theirs = fields.get(field.name, field.name)
-    known_as = f' ({theirs})' if theirs != field.name else ''
-    problems.append(f'{field.name}{known_as} is {have!r}, expected {want!r}')
+  for path, have, want in _differences(found, expected):
+    name = path.rpartition('.')[2]
+    theirs = fields.get(name, name)
+    known_as = f' ({theirs})' if theirs != name else ''
+    problems.append(f'{path}{known_as} is {have!r}, expected {want!r}')
   if problems:
     raise ValueError(
       f'{source} is not a checkpoint of this model configuration:'
       f' {"; ".join(problems)}. Take the configuration of its size, or another'
       ' checkpoint.'
     )
+
+
+def _differences(
+  found: Any, expected: Any, prefix: str = ''
+) -> Iterator[tuple[str, Any, Any]]:
+  """Field, both values; of a stack within a model 'encoder.num_layers'."""
+  for field in dataclasses.fields(found):
+    have, want = getattr(found, field.name), getattr(expected, field.name)
+    if field.name in _NOT_COMPARED or have == want:
+      continue
+    if hasattr(have, 'num_layers'):
+      yield from _differences(have, want, f'{prefix}{field.name}.')
+    else:
+      yield f'{prefix}{field.name}', have, want

@@ -229,7 +229,7 @@ class Layer(nn.Module):
       self.post_self_attention_layer_norm = norm(config)
       self.post_mlp_layer_norm = norm(config)
 
-  def __call__(self, x, angles, remember, read):
+  def __call__(self, x, angles, remember, read, cross=()):
     """Maps [B, S, M] to [B, S, M], and says what was attended to.
 
     Args:
@@ -238,20 +238,22 @@ class Layer(nn.Module):
       remember: maps this call's keys and values, each [B, S, K, D], to those
         that are attended to, `kv_cache.Kept`.
       read: attention over these, (queries, kept) -> [B, S, H * D].
+      cross: with an encoder, keys and values [B, K, D, E] of what it says and
+        their bias [B, 1, 1, E], which `read` has beside.
 
     Returns:
       [B, S, M], and what was attended to.
     """
-    x, kept = self.attended(x, angles, remember, read)
+    x, kept = self.attended(x, angles, remember, read, cross)
     return self.fed_forward(x), kept
 
-  def attended(self, x, angles, remember, read):
+  def attended(self, x, angles, remember, read, cross=()):
     """The first half of a call."""
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
     queries, keys, values = attention.project_qkv(normed)
     kept = remember(rotate(keys, angles), values)
-    mixed = attention.out(read(rotate(queries, angles), kept))
+    mixed = attention.out(read(rotate(queries, angles), kept, *cross))
     if self.config.post_norms:
       mixed = self.post_self_attention_layer_norm(mixed)
     return x + mixed, kept

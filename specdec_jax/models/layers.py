@@ -332,6 +332,11 @@ class MLP(nn.Module):
     return dense(self.features, name='wo')(hidden)
 
 
+def padding_bias(inputs: jax.Array) -> jax.Array:
+  """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
+  return jnp.where(inputs > 0, 0.0, MASKED)[:, None, None, :]
+
+
 def attend(
   queries: jax.Array,
   keys: jax.Array,
@@ -408,9 +413,9 @@ def _attend_shared(queries, keys, values, bias, slots, scale, softcap, beside):
   group = heads // kept
   queries = queries.reshape(batch, num_queries, kept, group, head_dim)
   queries = jnp.moveaxis(queries, 3, 1).reshape(batch, -1, kept, head_dim)
-  if bias.shape[1] == 1:
+  if bias.shape[1:3] == (1, num_queries):
     bias = jnp.tile(bias, (1, 1, group, 1))
-  else:
+  elif bias.shape[1] != 1:  # else it is the same for all queries
     bias = bias.reshape(bias.shape[0], kept, -1, bias.shape[3])
   mixed = attend(queries, keys, values, bias, slots, scale, softcap, beside)
   mixed = mixed.reshape(batch, group, num_queries, kept, head_dim)

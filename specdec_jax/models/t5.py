@@ -301,11 +301,6 @@ class Decoder(nn.Module):
     return self._last(x, True), cache
 
 
-def _padding_bias(inputs: jax.Array) -> jax.Array:
-  """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
-  return jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
-
-
 class EncoderDecoder(nn.Module):
   """The linen module behind `t5.T5`."""
 
@@ -322,13 +317,13 @@ class EncoderDecoder(nn.Module):
 
   def encode(self, inputs, deterministic=True):
     embedded = self.token_embedder(inputs)
-    return self.encoder(embedded, _padding_bias(inputs), deterministic)
+    return self.encoder(embedded, layers.padding_bias(inputs), deterministic)
 
   def features(self, inputs, decoder_inputs, deterministic=True, encoded=None):
     if encoded is None:
       encoded = self.encode(inputs, deterministic)
     embedded = self.token_embedder(decoder_inputs)
-    bias = _padding_bias(inputs)
+    bias = layers.padding_bias(inputs)
     return self.decoder(embedded, encoded, bias, deterministic)
 
   def __call__(self, inputs, decoder_inputs, deterministic=True, encoded=None):
@@ -339,7 +334,7 @@ class EncoderDecoder(nn.Module):
   def prefill(self, inputs, max_length, encoded=None):
     if encoded is None:
       encoded = self.encode(inputs)
-    bias = _padding_bias(inputs)
+    bias = layers.padding_bias(inputs)
     cross_keys, cross_values = self.decoder.cross_kv(encoded)
     size = self.config.num_decoder_layers, inputs.shape[0], max_length
     return kv_cache.KVCache(
