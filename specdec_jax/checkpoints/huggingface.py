@@ -5,7 +5,8 @@
 finds and reads their arrays, and `huggingface_fetch` gets a folder from the hub
 by its id. Two factors of GPT-2 are moved into weights, see `models.gpt`: query
 projections are divided by sqrt(D), and the last norm is multiplied by sqrt(M)
-if the embedding is shared. The package safetensors comes with the extra `[huggingface]`.
+if the embedding is shared. The package safetensors comes with the extra
+`[huggingface]`.
 """
 
 import dataclasses

@@ -67,7 +67,7 @@ def _stack(gemma: Family, vocab_size: int, **fixed: Any) -> Family:
   return gemma._replace(
     defaults=defaults,
     more=(*gemma.more, *_OF_STACKS),
-    fixed={**gemma.fixed, **fixed},
+    fixed={**gemma.fixed, 'add_cross_attention': False, **fixed},
   )
 
 
@@ -105,6 +105,7 @@ def read_config(described: Mapping[str, Any], where: str) -> T5GemmaConfig:
   image_end = 0
   if merged:
     known = causal_config.AROUND_TEXT | causal_config.NO_MATTER
+    known = known | {'dropout_rate', 'vocab_size'}
     check_known(encoder, known, f'{where}: encoder')
     image_end = encoder.get(_END_INDEX) or 256_000
     encoder = _part(encoder, 'text_config', f'{where}: encoder')

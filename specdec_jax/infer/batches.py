@@ -28,6 +28,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings, PoolStats
 from specdec_jax.infer import report, resume
 from specdec_jax.measure import environment
+from specdec_jax.models.base import ends_inputs
 from specdec_jax.probs import SamplingConfig
 
 
@@ -191,7 +192,8 @@ class Scoring:
 
   def _pairs(self, items: Sequence[Item]) -> tuple[list[Any], list[Any]]:
     inputs: list[Any] = _sources(items)  # those for an encoder have their end
-    if not self._network.has_encoder:
+    network = self._network
+    if not (network.has_encoder and ends_inputs(network)):
       inputs = [self._engine.input_ids(source) for source in inputs]
     return inputs, [item.target for item in items]
 
