@@ -16,6 +16,7 @@ from specdec_jax.checkpoints import huggingface, t5gemma_names
 from specdec_jax.checkpoints.convert import ConvertConfig, convert
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.t5gemma import T5Gemma
+from specdec_jax.text.chat import ChatTemplate
 from t5gemma_test import ONE, TWO
 
 pytestmark = pytest.mark.skipif(
@@ -396,6 +397,16 @@ def test_a_folder_with_its_vocabulary(tmp_path):
   request = engine.request(['the red', [5, 6]])
   assert request.inputs[0, : len(own) + 2].tolist() == [266, *own, 0]
   assert request.inputs[1, :4].tolist() == [266, 5, 6, 0]
+  # A chat's template writes the first id itself.
+  pytest.importorskip('jinja2')
+  template = ChatTemplate(
+    '{{ bos_token }}{{ messages[0].content }}',
+    engine.tokenizer,
+    {'bos_token': '<bos>'},
+  )
+  said = [{'role': 'user', 'content': 'the red'}]
+  ids = template.ids(said, engine.bos_id)
+  assert engine.input_ids(ids) == [266, *own]
   # Nothing at all is a text as well.
   found = engine.generate(['', 'the red'])
   assert all(one.finish_reason in ('length', 'stop') for one in found)

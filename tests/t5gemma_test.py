@@ -11,6 +11,7 @@ import pytest
 import t5gemma_numpy
 from causal_lm_test import GEMMA2, GEMMA3
 from specdec_jax import partitioning
+from specdec_jax.measure import memory
 from specdec_jax.models import backend, sizes
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
@@ -213,6 +214,31 @@ def test_sizes_are_counted_without_a_network(config):
   for one in (config, untied, changed(config, 'decoder', post_norms=False)):
     leaves = jax.tree.leaves(param_shapes(T5Gemma(one)))
     assert sizes.num_params(one) == sum(leaf.size for leaf in leaves)
+
+
+@families
+def test_bytes_of_a_call(config):
+  """The encoder and what is read of it once are no part of a call."""
+  network, decoder = T5Gemma(config), config.decoder
+  request = memory.request_shapes(1, 16, 32, 2, greedy=True)
+  found = memory.call_bytes(network, param_shapes(network), request)
+  table = decoder.vocab_size * decoder.emb_dim
+  weights = sizes.num_params(config)
+  of_encoder = sum(
+    leaf.size for leaf in jax.tree.leaves(param_shapes(network)['encoder'])
+  )
+  keys = decoder.num_kv_heads * decoder.head_dim
+  once = 0 if config.merged_attention else 2 * config.encoded_dim * keys
+  assert found.weights == 4 * (weights - of_encoder - 3 * once)
+  assert found.cross_attention == 4 * 2 * 3 * keys * 16
+  assert found.weights > 4 * table  # which is the output layer
+  assert found.embeddings == 4 * decoder.emb_dim
+  plan = memory.Plan(
+    network, network, input_len=16, decode_len=32, gamma=2,
+    param_dtype='float32',
+  )  # fmt: skip
+  room = memory.check_fits(plan, None)
+  assert room['target parameters'] == 4 * weights
 
 
 @pytest.mark.parametrize(
