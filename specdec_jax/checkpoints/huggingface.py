@@ -47,9 +47,7 @@ from specdec_jax.checkpoints.huggingface_names import Row, SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import LanguageModel, param_shapes
-from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
-from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 
@@ -247,10 +245,8 @@ def open_huggingface(
   family = _family(described, source)
   if family is gpt2_names:
     stored, tied = gpt2_names.tidy(stored, source)
-  elif family is causal_names:
-    stored = causal_names.tidy(stored, described, source)
-  elif family is t5gemma_names:
-    stored = t5gemma_names.tidy(stored, described, source)
+  elif family is not names:
+    stored = family.tidy(stored, described, source)
   else:
     tied, head_scaled = _tidy_t5(stored, described, source)
     special_ids(folder, described)
@@ -259,15 +255,10 @@ def open_huggingface(
   if isinstance(config, T5GemmaConfig):
     start = special_ids(folder, described).decoder_start
     config = dataclasses.replace(config, start_id=start)
-    table = t5gemma_names.table(config)
-  elif isinstance(config, GPTConfig):
-    table = gpt2_names.table(config)
-  elif isinstance(config, CausalLMConfig):
-    table = causal_names.table(config)
-  else:
-    table = names.table(config, head_scaled)
+  scaled = {'head_scaled': True} if head_scaled else {}
+  table = family.table(config, **scaled)
   _check_stored(stored, table, source)
-  _check_network(config, network, table, source)
+  _check_network(config, network, table, source, family.FIELDS)
   return config, {
     name: View(stored[row.name], row) for name, row in table.items()
   }
@@ -333,17 +324,12 @@ def _check_network(
   network: LanguageModel | None,
   table: Mapping[str, Row],
   source: str,
+  fields: Mapping[str, str],
 ) -> None:
   """Raises ValueError unless a folder's model fits the network."""
   config = getattr(network, 'config', None)
   if isinstance(config, type(found)):
-    fields = {
-      T5Config: names.FIELDS,
-      GPTConfig: gpt2_names.FIELDS,
-      CausalLMConfig: causal_config.FIELDS,
-      T5GemmaConfig: causal_config.FIELDS,
-    }
-    names.check_config(found, config, source, fields[type(found)])
+    names.check_config(found, config, source, fields)
   elif network is not None:
     expected = param_shapes(network)
     check_params(dict(table), expected, repr(source))

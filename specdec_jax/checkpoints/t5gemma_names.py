@@ -20,6 +20,7 @@ from specdec_jax.checkpoints.causal_names import LAYER_MODULES as CAUSAL_MODULES
 from specdec_jax.checkpoints.huggingface_names import HEAD_MODULE, Row, shapes
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 
+FIELDS = causal_config.FIELDS
 ONE, TWO = MODEL_TYPES = 't5gemma', 't5gemma2'
 
 # Module here: transformers' module.

@@ -131,9 +131,6 @@ class CausalLMConfig:
     return tuple(map(self.kinds.index, repeated))
 
 
-# Parts of a stack, which `t5gemma` has two of.
-
-
 def norm(config: CausalLMConfig) -> layers.RMSNorm:
   """A norm of a stack."""
   return layers.RMSNorm(config.dtype, config.norm_epsilon, config.norm_offset)
