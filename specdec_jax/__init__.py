@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors; at run time a name is imported when used
   from specdec_jax.models.model import Model
   from specdec_jax.models.rope import Rope
   from specdec_jax.models.t5 import T5, T5Config
+  from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
   from specdec_jax.partitioning import Placement
   from specdec_jax.probs import SamplingConfig
   from specdec_jax.text.tokenizer import Tokenizer
@@ -79,6 +80,8 @@ _PLACES = {
   'SamplingConfig': 'probs',
   'T5': 'models.t5',
   'T5Config': 'models.t5',
+  'T5Gemma': 'models.t5gemma',
+  'T5GemmaConfig': 'models.t5gemma',
   'Tokenizer': 'text.tokenizer',
   'TreeShape': 'tree_shape',
   'Verdict': 'types',

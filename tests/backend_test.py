@@ -21,10 +21,18 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.t5x_style import T5XStyle
-from specdec_jax.models import backend, causal_lm, gpt, kv_cache, t5
+from specdec_jax.models import (
+  backend,
+  causal_lm,
+  gpt,
+  kv_cache,
+  t5,
+  t5gemma,
+)
 from specdec_jax.models.base import param_shapes
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from t5gemma_test import ONE, TWO
 from toy_requests import quick_jit, request_of
 
 NETWORKS = {
@@ -35,6 +43,8 @@ NETWORKS = {
   'gpt2': gpt.GPT(GPT2),
   'gpt_t5x': gpt.GPT(GPT_T5X),
   'gemma3': causal_lm.CausalLM(GEMMA3),
+  't5gemma': t5gemma.T5Gemma(ONE),
+  't5gemma2': t5gemma.T5Gemma(TWO),
 }
 INPUTS = (5, 7, 11, 3, 0)
 GREEDY = SamplingConfig(0.0)
@@ -75,7 +85,14 @@ def logits_of_calls(kind, network, batch, slots):
     ('gemma3', 3),
     *(
       pytest.param(*other, marks=pytest.mark.slow)
-      for other in (('gpt2', 1), ('t5_1_1', 3), ('own_bias', 3), ('gpt_t5x', 3))
+      for other in (
+        ('gpt2', 1),
+        ('t5_1_1', 3),
+        ('own_bias', 3),
+        ('gpt_t5x', 3),
+        ('t5gemma', 1),
+        ('t5gemma2', 3),
+      )
     ),
   ],
 )
@@ -89,9 +106,11 @@ def test_logits_are_the_same(name, batch):
   # One array of a layer, but where T5X's own writing is what is compared.
   assert bool(cache.joined) == (name != 't5x_style')
   assert bool(cache.keys) == (name == 't5x_style')
-  assert cache.num_slots == 150 and cache.num_layers == {'gemma3': 4}.get(
-    name, 2
-  )
+  assert cache.num_slots == 150 and cache.num_layers == {
+    'gemma3': 4,
+    't5gemma': 3,
+    't5gemma2': 3,
+  }.get(name, 2)
 
 
 def test_t5x_style_is_the_same_for_a_drafter_that_reads_features():

@@ -18,8 +18,10 @@ from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.m2m100 import M2M100
 from specdec_jax.models.t5 import T5
+from specdec_jax.models.t5gemma import T5Gemma
 from specdec_jax.partitioning import LogicalAxes, Placement, place
 from specdec_jax.partitioning.axes import axes_of_parameter
+from t5gemma_test import TWO
 
 PARAMS = {
   'dense': {'kernel': np.arange(6.0, dtype=np.float32).reshape(2, 3)},
@@ -127,6 +129,7 @@ NETWORKS = {
   'Qwen 2': CausalLM(QWEN2),
   'Gemma 3': CausalLM(GEMMA3),
   'M2M-100': M2M100(NLLB),
+  'T5Gemma 2': T5Gemma(TWO),
 }
 
 
@@ -134,15 +137,16 @@ NETWORKS = {
 @pytest.mark.parametrize('name', NETWORKS)
 def test_every_parameter_has_its_axes(name, layout):
   model = NETWORKS[name]
+  config = getattr(model.config, 'decoder', model.config)  # both are alike
   sizes = {
-    'embed': model.config.emb_dim,
-    'mlp': model.config.mlp_dim,
-    'vocab': model.config.vocab_size,
-    'heads': model.config.num_heads,
-    'joined_kv': model.config.num_heads * model.config.head_dim,
-    'kv': model.config.head_dim,
+    'embed': config.emb_dim,
+    'mlp': config.mlp_dim,
+    'vocab': config.vocab_size,
+    'heads': config.num_heads,
+    'joined_kv': config.num_heads * config.head_dim,
+    'kv': config.head_dim,
     'relpos_buckets': 32,
-    'abspos_buckets': getattr(model.config, 'num_positions', None),
+    'abspos_buckets': getattr(config, 'num_positions', None),
   }
   for join in (False, True):
     placement = Placement(kernel_layout=layout, join_projections=join)
@@ -153,8 +157,8 @@ def test_every_parameter_has_its_axes(name, layout):
     flat = flax.traverse_util.flatten_dict(jax.eval_shape(init), sep='/')
     joined = 0
     for path, leaf in flat.items():
-      heads = getattr(model.config, 'num_kv_heads', model.config.num_heads)
-      kept = {'joined_kv': heads * model.config.head_dim}
+      heads = getattr(config, 'num_kv_heads', config.num_heads)
+      kept = {'joined_kv': heads * config.head_dim}
       own = sizes | kept if '/key/' in path or '/value/' in path else sizes
       expected = tuple(own[axis] for axis in axes_of_parameter(path))
       if 'qkv' in path or 'wi_joined' in path:

@@ -19,6 +19,7 @@ from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.m2m100 import M2M100, M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 from specdec_jax.partitioning import LogicalAxes, Placement
 from specdec_jax.partitioning.following import Following
 
@@ -47,8 +48,20 @@ NETWORKS['m2m100'] = M2M100(
     scale_embeddings=False,  # else its drafter would always be right
   )
 )
+_STACK = NETWORKS['causal'].config
+NETWORKS['t5gemma'] = T5Gemma(T5GemmaConfig(_STACK, _STACK))
+NETWORKS['t5gemma2'] = T5Gemma(
+  T5GemmaConfig(_STACK, _STACK, merged_attention=True)
+)
 # Each ends with a product that is split by its inputs.
-BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2, 'causal': 2, 'm2m100': 3}
+BLOCKS_A_LAYER = {
+  't5': 3,
+  'gpt': 2,
+  'causal': 2,
+  'm2m100': 3,
+  't5gemma': 3,
+  't5gemma2': 2,
+}
 PRESETS = {
   'tensor parallel': Placement(model=8),
   'data parallel': Placement(data=8),
@@ -87,7 +100,7 @@ presets_and_ways = pytest.mark.parametrize(
 )
 
 
-# A decoder-only model has one quick test of its own; its others are slow.
+# Other families have a test of their own; their others are slow.
 @pytest.fixture(
   scope='module', params=['t5', pytest.param('gpt', marks=pytest.mark.slow)]
 )
@@ -97,7 +110,10 @@ def family(request):
 
 def network_of(family, **changes):
   network = NETWORKS[family]
-  return type(network)(dataclasses.replace(network.config, **changes))
+  config = network.config
+  if isinstance(config, T5GemmaConfig):
+    changes = {'decoder': dataclasses.replace(config.decoder, **changes)}
+  return type(network)(dataclasses.replace(config, **changes))
 
 
 @functools.cache
@@ -116,6 +132,8 @@ def models(family):
 
 def begin(family):
   """What texts begin with; T5 does by itself."""
+  if family.startswith('t5gemma'):
+    return 2
   return None if family in ('t5', 'm2m100') else 0
 
 
@@ -237,7 +255,13 @@ def test_exchanges_of_a_round_are_few(preset, way, family, engines):
 
 @pytest.mark.parametrize(
   'family',
-  ['gpt', 'causal', pytest.param('m2m100', marks=pytest.mark.slow)],
+  [
+    'gpt',
+    'causal',
+    pytest.param('m2m100', marks=pytest.mark.slow),
+    pytest.param('t5gemma', marks=pytest.mark.slow),
+    pytest.param('t5gemma2', marks=pytest.mark.slow),
+  ],
   indirect=True,
 )
 def test_another_family(family, engines, alone):
@@ -248,7 +272,7 @@ def test_another_family(family, engines, alone):
   test_exchanges_of_a_round_are_few('both', 'speculative', family, engines)
 
 
-@pytest.mark.parametrize('family', ['causal'], indirect=True)
+@pytest.mark.parametrize('family', ['causal', 't5gemma'], indirect=True)
 def test_keys_that_fewer_heads_share(family, tokenizer):
   with pytest.raises(ValueError, match='num_kv_heads: .* is 4 long, .* 8 dev'):
     make_engine(family, tokenizer, PRESETS['tensor parallel'])

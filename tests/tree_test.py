@@ -10,12 +10,14 @@ import pytest
 import causal_lm_test
 import gpt_test
 import models_test
+import t5gemma_test
 from small_vocabulary import weights
 from specdec_jax import partitioning
 from specdec_jax.models import backend, tree
 from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.t5 import T5
+from specdec_jax.models.t5gemma import T5Gemma
 from specdec_jax.partitioning import Placement
 from specdec_jax.partitioning.following import follow
 from specdec_jax.probs import valid_logits
@@ -27,6 +29,7 @@ NETWORKS = {
   'gpt2': GPT(gpt_test.GPT2),
   'gpt_t5x': GPT(gpt_test.T5X),
   'gemma3': CausalLM(causal_lm_test.GEMMA3),
+  't5gemma2': T5Gemma(t5gemma_test.TWO),
 }
 # Two children of the last token of the cache, and what hangs on them.
 #        0   1  2  3  4  5  6  7
@@ -52,6 +55,8 @@ both_ways = pytest.mark.parametrize(
         ('gpt2', 'gpu'),
         ('gpt_t5x', 'cpu'),
         ('gemma3', 'gpu'),
+        ('t5gemma2', 'cpu'),
+        ('t5gemma2', 'gpu'),
       )
     ),
   ],

@@ -38,7 +38,7 @@ _COMMON = {
 }
 # Fields that do not change what a model says: names, training, how transformers
 # computes, ids (read elsewhere), and the longest text that was trained on.
-_NO_MATTER = {
+NO_MATTER = {
   '_sliding_window_pattern',  # stands beside layer_types
   '_attn_implementation_autoset',
   '_name_or_path',
@@ -46,21 +46,28 @@ _NO_MATTER = {
   'attention_dropout',
   'bos_token_id',
   'cache_implementation',
+  'chunk_size_feed_forward',
   'dtype',
   'eos_token_id',
+  'id2label',
   'initializer_range',
   'is_decoder',
   'is_encoder_decoder',
+  'label2id',
   'max_position_embeddings',
   'model_type',
+  'output_attentions',
+  'output_hidden_states',
   'pad_token_id',
   'pretraining_tp',
+  'problem_type',
+  'return_dict',
   'torch_dtype',
   'transformers_version',
   'use_cache',
 }
 # Fields around `text_config` in folders of models that read images too.
-_AROUND_TEXT = {
+AROUND_TEXT = {
   'boi_token_index',
   'eoi_token_index',
   'image_token_index',
@@ -92,7 +99,7 @@ _ROPES: dict[str, dict[str, str]] = {
 }
 
 
-class _Family(NamedTuple):
+class Family(NamedTuple):
   """What is particular to a `model_type`.
 
   Attributes:
@@ -129,11 +136,11 @@ _GEMMA_MORE = (
 _NOT_CAUSAL = {'use_bidirectional_attention': False}
 # config.json's model_type: what is particular to it. Defaults are those of
 # transformers' configurations.
-_FAMILIES = {
-  'llama': _Family(),
-  'qwen2': _Family({'qkv_bias': True}, _QWEN, _WINDOWS),
-  'qwen3': _Family({'qk_norm': True}, _QWEN | {'head_dim': 128}, _WINDOWS),
-  'gemma2': _Family(
+FAMILIES = {
+  'llama': Family(),
+  'qwen2': Family({'qkv_bias': True}, _QWEN, _WINDOWS),
+  'qwen3': Family({'qk_norm': True}, _QWEN | {'head_dim': 128}, _WINDOWS),
+  'gemma2': Family(
     _GEMMA,
     _GEMMA_DEFAULTS
     | {
@@ -144,7 +151,7 @@ _FAMILIES = {
     (*_GEMMA_MORE, 'attn_logit_softcapping'),
     _NOT_CAUSAL,
   ),
-  'gemma3_text': _Family(
+  'gemma3_text': Family(
     _GEMMA | {'qk_norm': True},
     _GEMMA_DEFAULTS
     | {
@@ -162,13 +169,13 @@ _FAMILIES = {
   ),
 }
 _WITH_IMAGES = 'gemma3'  # its text_config is a gemma3_text
-MODEL_TYPES = (*_FAMILIES, _WITH_IMAGES)
+MODEL_TYPES = (*FAMILIES, _WITH_IMAGES)
 
 
 def is_tied(described: Mapping[str, Any]) -> bool:
   """Whether the output layer is the embedding, as config.json says."""
   kind, text = _text_of(described)
-  return bool(_with_defaults(kind, text)['tie_word_embeddings'])
+  return bool(_with_defaults(FAMILIES[kind], text)['tie_word_embeddings'])
 
 
 def read_config(described: Mapping[str, Any], where: str) -> CausalLMConfig:
@@ -179,13 +186,19 @@ def read_config(described: Mapping[str, Any], where: str) -> CausalLMConfig:
       know, or is itself unknown and might matter.
   """
   kind, text = _text_of(described, where)
-  family = _FAMILIES[kind]
-  known = {*FIELDS.values(), *_COMMON, *_NO_MATTER, *family.more}
+  return read_stack(text, FAMILIES[kind], where)
+
+
+def read_stack(
+  text: Mapping[str, Any], family: Family, where: str
+) -> CausalLMConfig:
+  """`read_config` of the part that describes one stack."""
+  known = {*FIELDS.values(), *_COMMON, *NO_MATTER, *family.more}
   fixed = {**_FIXED, **family.fixed}
   # Gemma 2's folders have this name as well.
   fixed['sliding_window_size'] = text.get('sliding_window')
   check_known(text, known | {*fixed}, where)
-  text = _with_defaults(kind, text)
+  text = _with_defaults(family, text)
   check_fixed(text, fixed, where)
   sizes = read_sizes(text, FIELDS, where)
   kinds = _layer_kinds(text, where)
@@ -221,7 +234,7 @@ def _text_of(
   """The family of a text model, and the part of config.json about it."""
   if described.get('model_type') != _WITH_IMAGES:
     return described['model_type'], described
-  check_known(described, _AROUND_TEXT | _NO_MATTER, where)
+  check_known(described, AROUND_TEXT | NO_MATTER, where)
   text = described.get('text_config')
   if not isinstance(text, Mapping):
     raise ValueError(f'{where}: text_config is {text!r}, expected an object.')
@@ -232,10 +245,9 @@ def _text_of(
   }
 
 
-def _with_defaults(kind: str, text: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(family: Family, text: Mapping[str, Any]) -> dict[str, Any]:
   """Fields with their values in transformers where they are left out."""
   said = {name: value for name, value in text.items() if value is not None}
-  family = _FAMILIES[kind]
   activation = (
     {} if 'hidden_activation' in family.more else {'hidden_act': 'silu'}
   )

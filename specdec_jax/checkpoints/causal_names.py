@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.traverse_util
 
+from specdec_jax.checkpoints import causal_config
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints.causal_config import is_tied
 from specdec_jax.checkpoints.huggingface_names import HEAD_MODULE, Row, shapes
@@ -23,6 +24,7 @@ _UNUSED = re.compile(
   r'.*rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*'
 )
 
+FIELDS = causal_config.FIELDS
 # Module here: transformers' module.
 MODULES = {
   'decoder/token_embedder': 'embed_tokens',

@@ -1,14 +1,15 @@
 """Hugging Face folders: config.json and safetensors.
 
-`huggingface_names` (T5), `gpt2_names`, `m2m100_names`, and `causal_names` with
-`causal_config` (Llama, Qwen, Gemma) know their names, `huggingface_arrays`
-finds and reads their arrays, and `huggingface_fetch` gets a folder from the hub
-by its id. Two factors of GPT-2 are moved into weights, see `models.gpt`: query
-projections are divided by sqrt(D), as M2M-100's are, and the last norm is
-multiplied by sqrt(M) if the embedding is shared. The package safetensors comes
-with the extra `[huggingface]`.
+`huggingface_names` (T5), `gpt2_names`, `m2m100_names`, `t5gemma_names`, and
+`causal_names` with `causal_config` (Llama, Qwen, Gemma) know their names,
+`huggingface_arrays` finds and reads their arrays, and `huggingface_fetch` gets
+a folder from the hub by its id. Two factors of GPT-2 are moved into weights,
+see `models.gpt`: query projections are divided by sqrt(D), as M2M-100's are,
+and the last norm is multiplied by sqrt(M) if the embedding is shared. The
+package safetensors comes with the extra `[huggingface]`.
 """
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from specdec_jax.checkpoints import (
   gpt2_names,
   lora,
   m2m100_names,
+  t5gemma_names,
 )
 from specdec_jax.checkpoints import huggingface_arrays as arrays
 from specdec_jax.checkpoints import huggingface_names as names
@@ -47,11 +49,9 @@ from specdec_jax.checkpoints.huggingface_names import Row, SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import LanguageModel, param_shapes
-from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
-from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5gemma import T5GemmaConfig
 
 GENERATION = 'generation_config.json'
 MAX_SHARD_BYTES = 5_000_000_000
@@ -249,10 +249,8 @@ def open_huggingface(
   family = _family(described, source)
   if family is gpt2_names:
     stored, tied = gpt2_names.tidy(stored, source)
-  elif family is causal_names:
-    stored = causal_names.tidy(stored, described, source)
-  elif family is m2m100_names:
-    stored = m2m100_names.tidy(stored, source)
+  elif family is not names:
+    stored = family.tidy(stored, described, source)
   else:
     tied, head_scaled = _tidy_t5(stored, described, source)
     special_ids(folder, described)
@@ -260,16 +258,13 @@ def open_huggingface(
     stored = lora.adapted(stored, adapter, family is gpt2_names)
   config = read_config(described, os.fspath(folder / CONFIG), tied)
   check_config_fits(config, f'The model of {source!r}', dtype)
-  if isinstance(config, GPTConfig):
-    table = gpt2_names.table(config)
-  elif isinstance(config, CausalLMConfig):
-    table = causal_names.table(config)
-  elif isinstance(config, M2M100Config):
-    table = m2m100_names.table(config)
-  else:
-    table = names.table(config, head_scaled)
+  if isinstance(config, T5GemmaConfig):
+    start = special_ids(folder, described, None).decoder_start
+    config = dataclasses.replace(config, start_id=start)
+  scaled = {'head_scaled': True} if head_scaled else {}
+  table = family.table(config, **scaled)
   _check_stored(stored, table, source)
-  _check_network(config, network, table, source)
+  _check_network(config, network, table, source, family.FIELDS)
   return config, {
     name: View(stored[row.name], row) for name, row in table.items()
   }
@@ -293,8 +288,6 @@ def read_config(
   family = _family(described, where)
   if family is causal_names:
     return causal_config.read_config(described, where)
-  if family is m2m100_names:
-    return m2m100_names.read_config(described, where)
   if family is gpt2_names:
     tied = True if tied is None else tied
     return gpt2_names.read_config(described, tied, where)
@@ -308,6 +301,7 @@ def _family(described: Mapping[str, Any], where: str) -> ModuleType:
     gpt2_names.MODEL_TYPE: gpt2_names,
     **dict.fromkeys(causal_config.MODEL_TYPES, causal_names),
     m2m100_names.MODEL_TYPE: m2m100_names,
+    **dict.fromkeys(t5gemma_names.MODEL_TYPES, t5gemma_names),
   }
   word = described.get('model_type')
   check_choice(f'{where}: model_type', word, families)
@@ -335,17 +329,12 @@ def _check_network(
   network: LanguageModel | None,
   table: Mapping[str, Row],
   source: str,
+  fields: Mapping[str, str],
 ) -> None:
   """Raises ValueError unless a folder's model fits the network."""
   config = getattr(network, 'config', None)
   if isinstance(config, type(found)):
-    fields = {
-      T5Config: names.FIELDS,
-      GPTConfig: gpt2_names.FIELDS,
-      CausalLMConfig: causal_config.FIELDS,
-      M2M100Config: m2m100_names.FIELDS,
-    }
-    names.check_config(found, config, source, fields[type(found)])
+    names.check_config(found, config, source, fields)
   elif network is not None:
     expected = param_shapes(network)
     check_params(dict(table), expected, repr(source))
@@ -354,14 +343,14 @@ def _check_network(
 def special_ids(
   folder: str | os.PathLike[str],
   described: Mapping[str, Any] | None = None,
-  start_id: int = 0,
+  start_id: int | None = 0,
 ) -> SpecialIds:
   """Reads which ids start, end and pad the sequences of a folder's model.
 
   Args:
     folder: folder with config.json, and perhaps generation_config.json.
     described: config.json, if it has been read already.
-    start_id: the id that the decoder must start with.
+    start_id: the id that the decoder must start with; None is any.
 
   Raises:
     ValueError: config.json is missing or broken, an id is not a number, or the
@@ -374,6 +363,8 @@ def special_ids(
     # Its values take precedence for generation.
     given = {key: value for key, value in given.items() if value is not None}
     described = {**described, **given}
+  if described.get('model_type') in t5gemma_names.MODEL_TYPES:
+    described = t5gemma_names.with_ids(described)
   return names.read_ids(described, os.fspath(folder), start_id)
 
 

@@ -8,7 +8,7 @@ of transformers' `T5ForConditionalGeneration`. Every parameter is called
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -265,7 +265,8 @@ class SpecialIds(NamedTuple):
   """Ids with a special meaning.
 
   Attributes:
-    decoder_start: the id that the decoder reads first; 0, as always in T5X.
+    decoder_start: the id that the decoder reads first; 0 of a T5, as always in
+      T5X.
     eos: ids that end an output; T5 has 1, MADLAD-400 has 2.
     pad: the id that transformers pads rows with. T5s are padded with 0 here, as
       in T5X: padding is masked, so that logits do not depend on it. If 0 is the
@@ -291,14 +292,14 @@ def describe_ids(ids: SpecialIds) -> dict[str, Any]:
 
 
 def read_ids(
-  described: Mapping[str, Any], where: str, start_id: int = 0
+  described: Mapping[str, Any], where: str, start_id: int | None = 0
 ) -> SpecialIds:
   """Returns the special ids that config.json names; T5's if it names none.
 
   Args:
     described: config.json, updated by generation_config.json.
     where: their folder, for messages.
-    start_id: the id that the decoder must start with.
+    start_id: the id that the decoder must start with; None is any.
 
   Raises:
     ValueError: an id is not a whole number, or the decoder starts with another
@@ -322,7 +323,7 @@ def read_ids(
       raise ValueError(
         f'{where}: {name} is {value!r}, expected a whole number.'
       )
-  if start != start_id:
+  if start_id is not None and start != start_id:
     raise ValueError(
       f'{where}: decoder_start_token_id is {start}; the decoder here starts'
       f' with {start_id}, as in every model of this family.'
@@ -353,16 +354,28 @@ def check_config(
       values and config.json's name of the field.
   """
   problems = []
-  for field in dataclasses.fields(found):
-    have, want = getattr(found, field.name), getattr(expected, field.name)
-    if field.name in _NOT_COMPARED or have == want:
-      continue
-    theirs = fields.get(field.name, field.name)
-    known_as = f' ({theirs})' if theirs != field.name else ''
-    problems.append(f'{field.name}{known_as} is {have!r}, expected {want!r}')
+  for path, have, want in _differences(found, expected):
+    name = path.rpartition('.')[2]
+    theirs = fields.get(name, name)
+    known_as = f' ({theirs})' if theirs != name else ''
+    problems.append(f'{path}{known_as} is {have!r}, expected {want!r}')
   if problems:
     raise ValueError(
       f'{source} is not a checkpoint of this model configuration:'
       f' {"; ".join(problems)}. Take the configuration of its size, or another'
       ' checkpoint.'
     )
+
+
+def _differences(
+  found: Any, expected: Any, prefix: str = ''
+) -> Iterator[tuple[str, Any, Any]]:
+  """Field, both values; of a stack within a model 'encoder.num_layers'."""
+  for field in dataclasses.fields(found):
+    have, want = getattr(found, field.name), getattr(expected, field.name)
+    if field.name in _NOT_COMPARED or have == want:
+      continue
+    if hasattr(have, 'num_layers'):
+      yield from _differences(have, want, f'{prefix}{field.name}.')
+    else:
+      yield f'{prefix}{field.name}', have, want

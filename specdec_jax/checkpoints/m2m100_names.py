@@ -144,7 +144,7 @@ def table(config: M2M100Config) -> dict[str, Row]:
 
 
 def tidy(
-  stored: Mapping[str, arrays.Stored], source: str
+  stored: Mapping[str, arrays.Stored], described: Mapping[str, Any], source: str
 ) -> dict[str, arrays.Stored]:
   """The arrays that are read, each under one name.
 

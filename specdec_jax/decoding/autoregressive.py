@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.models.base import LanguageModel, Params, read_prompt
+from specdec_jax.models.base import LanguageModel, Params, read_prompt, start_id
 
 
 def start(
@@ -20,7 +20,9 @@ def start(
   cache = read_prompt(
     target, params, request.inputs, request.cache_slots, request.prompt
   )
-  return decode_state.start(request, cache, drafter_state=None)
+  return decode_state.start(
+    request, start_id(target), cache, drafter_state=None
+  )
 
 
 def step(

@@ -21,10 +21,16 @@ from flax import struct
 
 from specdec_jax import probs
 from specdec_jax.decoding import beams
+from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import Hypotheses, Limits
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, is_stop
-from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
+from specdec_jax.models.base import (
+  LanguageModel,
+  read_prompt,
+  reads_encoder,
+  start_id,
+)
 from specdec_jax.models.tree import Tree
 from specdec_jax.types import DecodeStats, FinishReason, Generation
 
@@ -130,9 +136,9 @@ def start(
   used = first - 1 + width
   slot = jnp.arange(slots)
   behind = slot < (first - 1)[:, None]
-  tokens = jnp.zeros((batch, request.prompt_width + request.slots), jnp.int32)
-  if prompt is not None:
-    tokens = tokens.at[:, : request.prompt_width].set(prompt)
+  tokens = decode_state.first_tokens(
+    request, start_id(target), request.prompt_width + request.slots
+  )
   live = beams.start(tokens, first, width)
 
   encoded = None

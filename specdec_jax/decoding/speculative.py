@@ -19,7 +19,7 @@ from specdec_jax.drafters.base import (
   check_features,
   encoded_for,
 )
-from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.models.base import LanguageModel, read_prompt, start_id
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import near_argmax, verify_batch, verify_greedy_batch
@@ -58,7 +58,7 @@ def start(
       target, params.target, inputs, slots, prompt, longest, encoded
     )
   drafter_state = drafter.begin(params.draft, inputs, slots, prompt, encoded)
-  state = decode_state.start(request, cache, drafter_state)
+  state = decode_state.start(request, start_id(target), cache, drafter_state)
   return state.replace(features=features)
 
 

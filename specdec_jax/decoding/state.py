@@ -48,7 +48,7 @@ class Request:
       tokens are drawn from, after temperature, top-k and top-p (0.0 where it is
       one-hot); otherwise those of the model itself.
     prompt: int32[B, P], the tokens that the decoder begins with, the start
-      token first; None is the start token (id 0) alone.
+      token first; None is the start token alone, which the target knows.
     prompt_length: int32[B], 1..P; None if `prompt` is None.
     lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
     verification: static, 'token' (Algorithm 1) or 'block' (`verify_block`, for
@@ -265,14 +265,21 @@ class DecodeState:
     return self.replace(finish_reason=placed)
 
 
-def start(request: Request, target_cache: Any, drafter_state: Any):
-  """Returns the `DecodeState` before the first round: it holds the prompts."""
+def start(
+  request: Request, first: int, target_cache: Any, drafter_state: Any
+) -> DecodeState:
+  """The `DecodeState` before the first round: it holds the prompts.
+
+  Args:
+    request: what is asked for.
+    first: what rows without a prompt begin with, see `models.base.start_id`.
+    target_cache: of the target, which has read inputs and prompts.
+    drafter_state: of the drafter, likewise; None without one.
+  """
   batch = request.inputs.shape[0]
   width = request.cache_slots + 1
   zeros = jnp.zeros((batch,), jnp.int32)
-  tokens = jnp.zeros((batch, width), jnp.int32)
-  if request.prompt is not None:
-    tokens = tokens.at[:, : request.prompt_width].set(request.prompt)
+  tokens = first_tokens(request, first, width)
   return DecodeState(
     tokens=tokens,
     length=zeros + request.first_length,
@@ -291,6 +298,13 @@ def start(request: Request, target_cache: Any, drafter_state: Any):
     ),
     rests=None if request.fallback is None else Rests.none(batch),
   )
+
+
+def first_tokens(request: Request, first: int, width: int) -> jax.Array:
+  """int32[B, width]: the prompts, or the id `first` where there are none."""
+  tokens = jnp.zeros((request.inputs.shape[0], width), jnp.int32)
+  begin = first if request.prompt is None else request.prompt
+  return tokens.at[:, : request.prompt_width].set(begin)
 
 
 def round_keys(request: Request, state: DecodeState) -> jax.Array:

@@ -55,7 +55,7 @@ from specdec_jax.engine.text_batch import (
 )
 from specdec_jax.engine.trace_view import Trace
 from specdec_jax.models import backend
-from specdec_jax.models.base import pad_id, start_id
+from specdec_jax.models.base import ends_inputs, pad_id, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
@@ -85,7 +85,7 @@ class Engine:
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
     batch_size: the most texts that are decoded together.
-    bos_id: the id that a decoder-only target's texts begin with; None is none.
+    bos_id: the id that the texts that a target reads begin with; None is none.
     stop_ids: ids that end an output unless a call gives others.
     source_lang: language of the texts unless a call gives another; None is
       none. A model that translates between many needs one.
@@ -136,9 +136,9 @@ class Engine:
       max_decode_len: tokens of the longest output.
       batch_size: the most texts that are decoded together. If there are more,
         each finished text makes room for the next.
-      bos_id: id put in front of each text of a decoder-only target, which can
-        then also decode an empty text. None is the id that the target's folder
-        gives, if any.
+      bos_id: id put in front of each text of a target whose texts begin with
+        one (all but T5), which can then also decode an empty text. None is the
+        id that the target's folder gives, if any.
       placement: dtype and layout of the target's parameters, and the devices
         that they and the rows of a batch are split over. A dtype that the
         target was loaded with overrides the placement's.
@@ -305,7 +305,7 @@ class Engine:
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.
 
-    Of an empty text, a decoder-only target with a `bos_id` reads that id.
+    Of an empty text, a target with a `bos_id` reads that id.
     """
     first, _ = self._limits.around(self.tokenizer)
     ids = without_end(self.tokenizer, text)
@@ -654,7 +654,8 @@ class Engine:
       self.usual,
       self.drafter.tree if self.has_drafter else None,
       start_id(self.target),
-      pad_id=pad_id(self.target),
+      pad_id(self.target),
+      ends_inputs(self.target),
     )
 
   def _advance(

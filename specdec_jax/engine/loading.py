@@ -25,6 +25,7 @@ from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import (
   SENTENCEPIECE,
@@ -146,7 +147,7 @@ def _ends(
   config: Config,
 ) -> tuple[int, ...]:
   """Ids that end an output; a decoder-only model may have none."""
-  if isinstance(config, T5Config | M2M100Config):
+  if isinstance(config, T5Config | T5GemmaConfig | M2M100Config):
     return special_ids(folder, described, start_id(config)).eos
   said = {name: value for name, value in described.items() if value is not None}
   # A model without an encoder has no decoder start id of its own.
@@ -161,11 +162,14 @@ def _first_id(
   config: Config,
   tokenizer: Tokenizer | None,
 ) -> int | None:
-  """The id that a decoder-only model's texts begin with, as its folder says."""
+  """The id that texts begin with, as a folder says; T5's begin with none."""
   if isinstance(config, T5Config | M2M100Config):
     return None
-  if isinstance(config, CausalLMConfig) and isinstance(tokenizer, BpeTokenizer):
+  today = isinstance(config, CausalLMConfig | T5GemmaConfig)
+  if today and isinstance(tokenizer, BpeTokenizer):
     return tokenizer.bos_id  # Qwen's config.json names one that it never reads
+  if isinstance(config, T5GemmaConfig):
+    return config.start_id
   said = described.get('bos_token_id')
   if type(said) is int and 0 <= said < config.vocab_size:
     return said

@@ -17,10 +17,11 @@ from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
 from specdec_jax.models.base import (
-  START_ID,
   LanguageModel,
+  ends_inputs,
   pad_id,
   reads_encoder,
+  start_id,
 )
 from specdec_jax.models.fitted import own_vocab_size
 from specdec_jax.models.int8 import INT8
@@ -310,7 +311,7 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
       ' was made for, or another draft.'
     )
   # Of a network of somebody's own no width is known.
-  found = getattr(getattr(target.network, 'config', None), 'emb_dim', None)
+  found = getattr(getattr(target.network, 'config', None), 'encoded_dim', None)
   for model in drafter.models:
     if not reads_encoder(model.network):
       continue
@@ -401,10 +402,10 @@ def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   """Raises ValueError if the target's texts cannot begin with `bos_id`."""
   if bos_id is None:
     return
-  if network.has_encoder:
+  if network.has_encoder and ends_inputs(network):
     raise ValueError(
       f'bos_id is {bos_id!r}, but a target with an encoder begins with id'
-      f' {START_ID} by itself; leave it out.'
+      f' {start_id(network)} by itself; leave it out.'
     )
   if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
     raise ValueError(

@@ -53,12 +53,13 @@ class Limits(NamedTuple):
     max_decode_len: tokens that an output may have, its end included.
     vocab_size: ids of the network; ids past the tokenizer's have no text.
     has_encoder: if False, the decoder begins with the text itself.
-    bos_id: without an encoder, the id put in front of each text; None is none.
+    bos_id: the id put in front of each text that is read; None is none.
     batch_multiple: the number of rows is rounded up to a multiple of this.
     usual: the acceptance of a calibration's texts; None is unknown.
     tree: the tree that the drafter proposes; None is a chain.
     start_id: with an encoder, what its decoder begins with.
     pad_id: with an encoder, what its inputs are padded with.
+    ends_inputs: with an encoder, whether texts end with the end of sequence.
   """
 
   max_input_len: int
@@ -71,16 +72,19 @@ class Limits(NamedTuple):
   tree: TreeShape | None = None
   start_id: int = START_ID
   pad_id: int = PAD_ID
+  ends_inputs: bool = True
 
   def around(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids before and after a text as the target reads it.
 
-    An encoder's text ends with the end of sequence. A decoder's does not: the
-    decoder continues the text.
+    An encoder's text ends with the end of sequence, if it does in its family. A
+    decoder's does not: the decoder continues the text.
     """
-    if self.has_encoder:
-      return [], [tokenizer.eos_id]
-    return [] if self.bos_id is None else [self.bos_id], []
+    ends = self.has_encoder and self.ends_inputs
+    return (
+      [] if self.bos_id is None else [self.bos_id],
+      [tokenizer.eos_id] if ends else [],
+    )
 
 
 class Ends(NamedTuple):

@@ -28,6 +28,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings, PoolStats
 from specdec_jax.infer import report, resume
 from specdec_jax.measure import environment
+from specdec_jax.models.base import ends_inputs
 from specdec_jax.probs import SamplingConfig
 
 
@@ -192,8 +193,9 @@ class Scoring:
   def _asked(self, items: Sequence[Item]) -> tuple[list[Any], ...]:
     """Inputs, targets, and what all outputs begin with."""
     inputs: list[Any] = _sources(items)  # those for an encoder have their end
-    languages = self._engine.languages()
-    if not self._network.has_encoder or languages.known:
+    network, languages = self._network, self._engine.languages()
+    has_end = network.has_encoder and ends_inputs(network)
+    if not has_end or languages.known:
       inputs = [self._engine.input_ids(source) for source in inputs]
     targets = [item.target for item in items]
     return inputs, targets, languages.before_output(())

@@ -32,6 +32,7 @@ from specdec_jax.probs import SamplingConfig
 
 # Kernels of cross-attention's keys and values, which only `prefill` reads.
 _ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
+_ENCODER = 'encoder/'
 _TABLE = 'embedder/embedding'  # tokens or positions; a call reads some rows
 
 
@@ -131,7 +132,11 @@ def call_bytes(
     request: batch, input or prompt, and slots of the run.
     num_tokens: m, tokens per row that the call reads.
   """
-  tables = [leaf for name, leaf in _flat(params).items() if _TABLE in name]
+  tables = [
+    leaf
+    for name, leaf in _flat(params).items()
+    if _TABLE in name and not name.startswith(_ENCODER)
+  ]
   encoded = None
   if reads_encoder(network):
     alone: Any = network
@@ -178,7 +183,7 @@ def decoder_weights(params: Params) -> list[Any]:
   weights = [
     leaf
     for name, leaf in flat.items()
-    if not name.startswith('encoder/')
+    if not name.startswith(_ENCODER)
     and _TABLE not in name
     and not any(part in name for part in _ONCE)
   ]
@@ -193,8 +198,12 @@ def _flat(params: Params) -> dict[str, Any]:
 
 
 def _token_table(flat: dict[str, Any]) -> Any:
-  """The table [V, M] of token embeddings, wherever the model keeps it."""
-  (table,) = (leaf for n, leaf in flat.items() if f'token_{_TABLE}' in n)
+  """The decoder's table [V, M] of token embeddings, wherever it is kept."""
+  (table,) = (
+    leaf
+    for name, leaf in flat.items()
+    if f'token_{_TABLE}' in name and not name.startswith(_ENCODER)
+  )
   return table
 
 

@@ -208,6 +208,14 @@ def pad_id(network: Any) -> int:
   return int(getattr(network, 'pad_id', PAD_ID))
 
 
+def ends_inputs(network: Any) -> bool:
+  """Whether the end of sequence follows a text that an encoder reads.
+
+  It does, as in T5, unless the network says otherwise.
+  """
+  return bool(getattr(network, 'ends_inputs', True))
+
+
 def param_shapes(network: LanguageModel) -> Params:
   """Names, shapes and dtypes of a network's parameters, as `init` gives them.
 

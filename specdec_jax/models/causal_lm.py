@@ -9,6 +9,7 @@ and kernels are those of Hugging Face's files, no factor is moved into them.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 import jax
@@ -130,8 +131,74 @@ class CausalLMConfig:
     return tuple(map(self.kinds.index, repeated))
 
 
-def _norm(config: CausalLMConfig) -> layers.RMSNorm:
+def norm(config: CausalLMConfig) -> layers.RMSNorm:
+  """A norm of a stack."""
   return layers.RMSNorm(config.dtype, config.norm_epsilon, config.norm_offset)
+
+
+def embedder(config: CausalLMConfig) -> layers.Embed:
+  """The table of a stack's embeddings."""
+  return layers.Embed(
+    config.vocab_size, config.emb_dim, config.dtype, divides_logits=False
+  )
+
+
+def embed(
+  config: CausalLMConfig, table: layers.Embed, tokens: jax.Array
+) -> jax.Array:
+  """Maps int32[...] to what the first layer reads, [..., M]."""
+  x = table(tokens)
+  if config.scale_embeddings:
+    # Rounded to the dtype, as Gemma was trained.
+    x = x * jnp.asarray(np.sqrt(config.emb_dim), x.dtype)
+  return x
+
+
+def capped(config: CausalLMConfig, logits: jax.Array) -> jax.Array:
+  """Logits float32[..., V] with the configuration's softcap."""
+  cap = config.logit_softcap
+  return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def attend_of(config: CausalLMConfig) -> kv_cache.Attend:
+  """`layers.attend` with the configuration's scale and softcap."""
+  return functools.partial(
+    layers.attend,
+    scale=(config.query_scalar or config.head_dim) ** -0.5,
+    softcap=config.score_softcap,
+  )
+
+
+def angles_of(
+  config: CausalLMConfig, positions: jax.Array
+) -> list[tuple[jax.Array, ...]]:
+  """Each kind's `Rope.angles`."""
+  ropes = {'global': config.rope, 'local': config.local_rope or config.rope}
+  return [
+    ropes[kind].angles(positions, config.head_dim) for kind in config.kinds
+  ]
+
+
+def masks(config: CausalLMConfig, unseen: Mapping[str, Any]) -> list[jax.Array]:
+  """Each kind's mask, float32[1, ...], very negative at what is not seen.
+
+  Args:
+    config: the configuration.
+    unseen: kind -> bool[...].
+  """
+  return [
+    jnp.where(unseen[kind][None], np.float32(layers.MASKED), np.float32(0))
+    for kind in config.kinds
+  ]
+
+
+def causal_masks(
+  config: CausalLMConfig, relative: np.ndarray
+) -> list[jax.Array]:
+  """`masks` of a decoder, from int[...], slot - query position."""
+  after = relative > 0
+  local = after | (relative <= -config.window)
+  return masks(config, {'global': after, 'local': local})
 
 
 class Layer(nn.Module):
@@ -141,7 +208,7 @@ class Layer(nn.Module):
 
   def setup(self):
     config = self.config
-    self.pre_self_attention_layer_norm = _norm(config)
+    self.pre_self_attention_layer_norm = norm(config)
     self.self_attention = layers.Attention(
       config.num_heads,
       config.head_dim,
@@ -149,17 +216,17 @@ class Layer(nn.Module):
       config.dtype,
       num_kv_heads=config.num_kv_heads,
       qkv_bias=config.qkv_bias,
-      norm=functools.partial(_norm, config) if config.qk_norm else None,
+      norm=functools.partial(norm, config) if config.qk_norm else None,
     )
-    self.pre_mlp_layer_norm = _norm(config)
+    self.pre_mlp_layer_norm = norm(config)
     self.mlp = layers.MLP(
       config.emb_dim, config.mlp_dim, config.mlp_activations, 0.0, config.dtype
     )
     if config.post_norms:
-      self.post_self_attention_layer_norm = _norm(config)
-      self.post_mlp_layer_norm = _norm(config)
+      self.post_self_attention_layer_norm = norm(config)
+      self.post_mlp_layer_norm = norm(config)
 
-  def __call__(self, x, angles, remember, read):
+  def __call__(self, x, angles, remember, read, cross=()):
     """Maps [B, S, M] to [B, S, M], and says what was attended to.
 
     Args:
@@ -168,22 +235,32 @@ class Layer(nn.Module):
       remember: maps this call's keys and values, each [B, S, K, D], to those
         that are attended to, `kv_cache.Kept`.
       read: attention over these, (queries, kept) -> [B, S, H * D].
+      cross: with an encoder, keys and values [B, K, D, E] of what it says and
+        their bias [B, 1, 1, E], which `read` has beside.
 
     Returns:
       [B, S, M], and what was attended to.
     """
+    x, kept = self.attended(x, angles, remember, read, cross)
+    return self.fed_forward(x), kept
+
+  def attended(self, x, angles, remember, read, cross=()):
+    """The first half of a call."""
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
     queries, keys, values = attention.project_qkv(normed)
     kept = remember(rotate(keys, angles), values)
-    mixed = attention.out(read(rotate(queries, angles), kept))
+    mixed = attention.out(read(rotate(queries, angles), kept, *cross))
     if self.config.post_norms:
       mixed = self.post_self_attention_layer_norm(mixed)
-    x = x + mixed
+    return x + mixed, kept
+
+  def fed_forward(self, x):
+    """The second half of a call."""
     hidden = self.mlp(self.pre_mlp_layer_norm(x), True)
     if self.config.post_norms:
       hidden = self.post_mlp_layer_norm(hidden)
-    return x + hidden, kept
+    return x + hidden
 
 
 class Decoder(nn.Module):
@@ -193,11 +270,9 @@ class Decoder(nn.Module):
 
   def setup(self):
     config = self.config
-    self.token_embedder = layers.Embed(
-      config.vocab_size, config.emb_dim, config.dtype, divides_logits=False
-    )
+    self.token_embedder = embedder(config)
     self.layers = [Layer(config) for _ in range(config.num_layers)]
-    self.decoder_norm = _norm(config)
+    self.decoder_norm = norm(config)
     if not config.logits_via_embedding:
       self.logits_dense = layers.head(config.vocab_size, config.dtype)
 
@@ -210,10 +285,10 @@ class Decoder(nn.Module):
     position = np.arange(tokens.shape[1])
     relative = position[None, :] - position[:, None]
     reads = [
-      kv_cache.reader(mask[None], self._attend)
-      for mask in self._masks(relative)
+      kv_cache.reader(mask[None], attend_of(self.config))
+      for mask in causal_masks(self.config, relative)
     ]
-    angles = self._angles(jnp.arange(tokens.shape[1]))
+    angles = angles_of(self.config, jnp.arange(tokens.shape[1]))
     x = self.embed(tokens)
     for layer, kind in zip(self.layers, self.config.kind_of, strict=True):
       x, _ = layer(x, angles[kind], kv_cache.without_cache, reads[kind])
@@ -229,7 +304,7 @@ class Decoder(nn.Module):
       cross_keys=(),
       cross_values=(),
       cross_bias=None,
-      position_bias=tuple(self._masks(relative)),
+      position_bias=tuple(causal_masks(config, relative)),
       length=jnp.zeros((batch,), jnp.int32),
     )
 
@@ -244,13 +319,10 @@ class Decoder(nn.Module):
     num_queries = tokens.shape[1]
     kinds = self.config.kind_of
     reads = kv_cache.bucketed_reads(
-      cache, num_queries, tree, self._attend, kinds
+      cache, num_queries, tree, attend_of(self.config), kinds
     )
-    if tree is None:
-      positions = cache.length[:, None] + jnp.arange(num_queries)
-    else:
-      positions = tree.positions
-    angles = self._angles(positions)
+    positions = kv_cache.positions(cache, num_queries, tree)
+    angles = angles_of(self.config, positions)
     x = self.embed(tokens)
     kept = []
     for i, layer in enumerate(self.layers):
@@ -263,11 +335,7 @@ class Decoder(nn.Module):
 
   def embed(self, tokens):
     """Maps int32[...] to the embeddings of tokens, [..., M]."""
-    x = self.token_embedder(tokens)
-    if self.config.scale_embeddings:
-      # Rounded to the dtype, as Gemma was trained.
-      x = x * jnp.asarray(np.sqrt(self.config.emb_dim), x.dtype)
-    return x
+    return embed(self.config, self.token_embedder, tokens)
 
   def head(self, features):
     """The output layer: maps [..., M] to logits float32[..., V]."""
@@ -275,40 +343,7 @@ class Decoder(nn.Module):
       logits = self.token_embedder.attend(features)
     else:
       logits = self.logits_dense(features)
-    cap = self.config.logit_softcap
-    return cap * jnp.tanh(logits / cap) if cap else logits
-
-  @property
-  def _attend(self) -> kv_cache.Attend:
-    config = self.config
-    return functools.partial(
-      layers.attend,
-      scale=(config.query_scalar or config.head_dim) ** -0.5,
-      softcap=config.score_softcap,
-    )
-
-  def _angles(self, positions: jax.Array) -> list[tuple[jax.Array, ...]]:
-    """Each kind's `Rope.angles`."""
-    config = self.config
-    ropes = {'global': config.rope, 'local': config.local_rope or config.rope}
-    return [
-      ropes[kind].angles(positions, config.head_dim) for kind in config.kinds
-    ]
-
-  def _masks(self, relative: np.ndarray) -> list[jax.Array]:
-    """Each kind's mask, float32[1, ...], very negative at what is not seen.
-
-    Args:
-      relative: int[...], slot - query position.
-    """
-    unseen = {
-      'global': relative > 0,
-      'local': (relative > 0) | (relative <= -self.config.window),
-    }
-    return [
-      jnp.where(unseen[kind][None], np.float32(layers.MASKED), np.float32(0))
-      for kind in self.config.kinds
-    ]
+    return capped(self.config, logits)
 
 
 @dataclasses.dataclass(frozen=True)

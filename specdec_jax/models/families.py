@@ -4,9 +4,10 @@ from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.m2m100 import M2M100, M2M100Config
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 
-Config = T5Config | GPTConfig | CausalLMConfig | M2M100Config
-Network = T5 | GPT | CausalLM | M2M100
+Config = T5Config | GPTConfig | CausalLMConfig | M2M100Config | T5GemmaConfig
+Network = T5 | GPT | CausalLM | M2M100 | T5Gemma
 
 
 def network_of(config: Config) -> Network:
@@ -17,4 +18,6 @@ def network_of(config: Config) -> Network:
     return GPT(config)
   if isinstance(config, M2M100Config):
     return M2M100(config)
+  if isinstance(config, T5GemmaConfig):
+    return T5Gemma(config)
   return CausalLM(config)

@@ -198,10 +198,7 @@ class Decoder(nn.Module):
     """
     num_queries = tokens.shape[1]
     reads = kv_cache.bucketed_reads(cache, num_queries, tree)
-    if tree is None:
-      positions = cache.length[:, None] + jnp.arange(num_queries)
-    else:
-      positions = tree.positions
+    positions = kv_cache.positions(cache, num_queries, tree)
     x = self._embed(tokens, positions)
     kept = []
     for i, layer in enumerate(self.layers):

@@ -284,6 +284,15 @@ def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
   return jnp.where(tree.visible[:, None], bias, layers.MASKED)
 
 
+def positions(
+  cache: KVCache, num_queries: int, tree: Tree | None = None
+) -> jax.Array:
+  """Places in their sequences, int32[B, S], of the tokens of a call."""
+  if tree is not None:
+    return tree.positions
+  return cache.length[:, None] + jnp.arange(num_queries)
+
+
 def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the prefixes of the cache that attention may be restricted to.
 
@@ -307,7 +316,7 @@ def bucketed_reads(
   tree: Tree | None = None,
   attend: Attend = layers.attend,
   bias_of: Sequence[int] = (),
-) -> list[Callable[[jax.Array, Kept], jax.Array]]:
+) -> list[Callable[..., jax.Array]]:
   """Each layer's attention over the shortest bucket with all slots in use.
 
   Only the read is inside the switch: with the write inside too, the switch
@@ -324,15 +333,19 @@ def bucketed_reads(
 
   Returns:
     For each layer a function (queries [B, S, H, D], what the layer has `kept`)
-    -> [B, S, H * D].
+    -> [B, S, H * D], which also takes what `attend` has `beside`.
   """
   sizes = buckets(cache.num_slots)
   needed = jnp.max(cache.length) + num_queries
   index = jnp.sum(jnp.asarray(sizes) < needed)
 
-  def attend_prefix(size, queries, keys, values, bias):
+  def attend_prefix(size, queries, keys, values, bias, *beside):
     return attend(
-      queries, keys[..., :size], values[..., :size], bias[..., :size]
+      queries,
+      keys[..., :size],
+      values[..., :size],
+      bias[..., :size],
+      beside=beside,
     )
 
   branches = [functools.partial(attend_prefix, size) for size in sizes]
@@ -347,8 +360,8 @@ def bucketed_reads(
       bias = lax.optimization_barrier(bias)
     if len(branches) == 1:
       return reader(bias, attend)
-    return lambda queries, kept: lax.switch(
-      index, branches, queries, *kept, bias
+    return lambda queries, kept, *beside: lax.switch(
+      index, branches, queries, *kept, bias, *beside
     )
 
   readers = [of_bias(position_bias) for position_bias in cache.position_bias]
@@ -359,15 +372,15 @@ def bucketed_reads(
 
 def reader(
   bias: jax.Array, attend: Attend = layers.attend
-) -> Callable[[jax.Array, Kept], jax.Array]:
+) -> Callable[..., jax.Array]:
   """Attention over what a layer has kept, keys and values or both."""
 
-  def read(queries, kept):
+  def read(queries, kept, *beside):
     if len(kept) == 1:
       joined = kept[0]
-      return attend(queries, joined[0], joined[1], bias, 'td')
+      return attend(queries, joined[0], joined[1], bias, 'td', beside=beside)
     keys, values = kept
-    return attend(queries, keys, values, bias)
+    return attend(queries, keys, values, bias, beside=beside)
 
   return read
 

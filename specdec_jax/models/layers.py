@@ -332,6 +332,11 @@ class MLP(nn.Module):
     return dense(self.features, name='wo')(hidden)
 
 
+def padding_bias(inputs: jax.Array) -> jax.Array:
+  """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
+  return jnp.where(inputs > 0, 0.0, MASKED)[:, None, None, :]
+
+
 def attend(
   queries: jax.Array,
   keys: jax.Array,
@@ -340,6 +345,7 @@ def attend(
   slots: str = 'dt',
   scale: float = 1.0,
   softcap: float = 0.0,
+  beside: Sequence[jax.Array] = (),
 ) -> jax.Array:
   """Attention of S queries over T slots; the softmax is in float32.
 
@@ -351,43 +357,67 @@ def attend(
     slots: 'td' where keys and values are [B, K, T, D].
     scale: scores are multiplied by this.
     softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+    beside: keys [B, K, D, E], values [B, K, D, E] and bias [B, 1, 1, E] of more
+      slots under the same softmax; () is none.
 
   Returns:
     [B, S, H * D].
   """
   num_queries = queries.shape[1]
   if keys.shape[1] != queries.shape[2]:
-    return _attend_shared(queries, keys, values, bias, slots, scale, softcap)
+    return _attend_shared(
+      queries, keys, values, bias, slots, scale, softcap, beside
+    )
   if num_queries == 1 and backend.ways().doubles_query:
     # On a CPU, XLA takes three to five times as long for one query as for two
     # (it turns the products into scalar loops), so the query is doubled.
     queries = jnp.concatenate([queries, queries], axis=1)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
   exact = precision(str(queries.dtype))
-  scores = jnp.einsum(f'bshd,bh{slots}->bhst', queries, keys, precision=exact)
-  scores = scores.astype(jnp.float32)
-  if scale != 1.0:
-    scores = scores * scale
-  if softcap:
-    scores = softcap * jnp.tanh(scores / softcap)
-  weights = jax.nn.softmax(scores + bias, axis=-1)
-  weights = weights.astype(values.dtype)
-  mixed = jnp.einsum(f'bhst,bh{slots}->bshd', weights, values, precision=exact)
+
+  def scores_of(keys, bias, slots):
+    scores = jnp.einsum(f'bshd,bh{slots}->bhst', queries, keys, precision=exact)
+    scores = scores.astype(jnp.float32)
+    if scale != 1.0:
+      scores = scores * scale
+    if softcap:
+      scores = softcap * jnp.tanh(scores / softcap)
+    return scores + bias
+
+  def mixed_of(weights, values, slots):
+    return jnp.einsum(f'bhst,bh{slots}->bshd', weights, values, precision=exact)
+
+  # Scores are put side by side, not keys: these would be copied at each call.
+  parts = [(keys, values, bias, slots)]
+  if beside:
+    more_keys, more_values, more_bias = beside
+    parts.append((more_keys, more_values, more_bias, 'dt'))
+  scores = [scores_of(keys, bias, slots) for keys, _, bias, slots in parts]
+  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+  ends = [scores[0].shape[-1]] if beside else []
+  shares = jnp.split(weights.astype(values.dtype), ends, axis=-1)
+  mixed = functools.reduce(
+    jnp.add,
+    [
+      mixed_of(share, values, slots)
+      for share, (_, values, _, slots) in zip(shares, parts, strict=True)
+    ],
+  )
   return mixed[:, :num_queries].reshape(*mixed.shape[:1], num_queries, -1)
 
 
-def _attend_shared(queries, keys, values, bias, slots, scale, softcap):
+def _attend_shared(queries, keys, values, bias, slots, scale, softcap, beside):
   """`attend` where several heads share keys: as more queries of one head."""
   batch, num_queries, heads, head_dim = queries.shape
   kept = keys.shape[1]
   group = heads // kept
   queries = queries.reshape(batch, num_queries, kept, group, head_dim)
   queries = jnp.moveaxis(queries, 3, 1).reshape(batch, -1, kept, head_dim)
-  if bias.shape[1] == 1:
+  if bias.shape[1:3] == (1, num_queries):
     bias = jnp.tile(bias, (1, 1, group, 1))
-  else:
+  elif bias.shape[1] != 1:  # else it is the same for all queries
     bias = bias.reshape(bias.shape[0], kept, -1, bias.shape[3])
-  mixed = attend(queries, keys, values, bias, slots, scale, softcap)
+  mixed = attend(queries, keys, values, bias, slots, scale, softcap, beside)
   mixed = mixed.reshape(batch, group, num_queries, kept, head_dim)
   return jnp.moveaxis(mixed, 1, 3).reshape(batch, num_queries, -1)
 
@@ -438,23 +468,21 @@ class Attention(nn.Module):
   def _heads(self, x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, self.head_dim)
 
-  def _normed(
-    self, queries: jax.Array, keys: jax.Array, values: jax.Array
-  ) -> tuple[jax.Array, ...]:
-    if self.norm is None:
-      return queries, keys, values
-    return self.query_norm(queries), self.key_norm(keys), values
-
   def project_kv(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Maps [B, S, M] to keys and values, each [B, S, K, D]."""
-    return self._heads(self.key(x)), self._heads(self.value(x))
+    if self.has_variable('params', 'qkv'):
+      _, keys, values = self.project_qkv(x)
+      return keys, values
+    keys, values = self._heads(self.key(x)), self._heads(self.value(x))
+    return keys if self.norm is None else self.key_norm(keys), values
 
   def project_query(self, x: jax.Array) -> jax.Array:
     """Maps [B, S, M] to queries [B, S, H, D]."""
     queries = self.query(x)
     if backend.ways().holds_queries:
       queries = lax.optimization_barrier(queries)
-    return self._heads(queries)
+    queries = self._heads(queries)
+    return queries if self.norm is None else self.query_norm(queries)
 
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
     """Maps [B, S, M] to queries [B, S, H, D], keys, values [B, S, K, D].
@@ -462,12 +490,15 @@ class Attention(nn.Module):
     It is one product if `partitioning.place` joined the three kernels.
     """
     if not self.has_variable('params', 'qkv'):
-      return self._normed(self.project_query(x), *self.project_kv(x))
+      return self.project_query(x), *self.project_kv(x)
     joined = self.qkv(x)
     width = self.num_heads * self.head_dim
     kept = (joined.shape[-1] - width) // 2
     parts = jnp.split(joined, [width, width + kept], -1)
-    return self._normed(*map(self._heads, parts))
+    queries, keys, values = map(self._heads, parts)
+    if self.norm is not None:
+      queries, keys = self.query_norm(queries), self.key_norm(keys)
+    return queries, keys, values
 
 
 def relative_position_bucket(

@@ -13,6 +13,7 @@ from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5gemma import T5GemmaConfig
 
 _BUCKETS = 32  # buckets of T5's relative bias
 
@@ -24,9 +25,11 @@ def is_known(config: Any) -> TypeGuard[Config]:
 
 def num_params(config: Config) -> int:
   """How many numbers the parameters of a network have."""
-  width = config.emb_dim
   if isinstance(config, CausalLMConfig):
-    return _num_params(config)
+    return _of_stack(config) + _of_vocabulary(config)
+  if isinstance(config, T5GemmaConfig):
+    return _of_t5gemma(config)
+  width = config.emb_dim
   per_projection = width * config.num_heads * config.head_dim
   attention = 4 * per_projection
   mlp = (len(config.mlp_activations) + 1) * width * config.mlp_dim
@@ -60,7 +63,8 @@ def num_params(config: Config) -> int:
   return total + (config.num_positions * width or bias)
 
 
-def _num_params(config: CausalLMConfig) -> int:
+def _of_stack(config: CausalLMConfig) -> int:
+  """Numbers of a stack, without embeddings and output layer."""
   width = config.emb_dim
   queries = config.num_heads * config.head_dim
   keys = config.num_kv_heads * config.head_dim
@@ -71,9 +75,28 @@ def _num_params(config: CausalLMConfig) -> int:
     per_layer += 2 * config.head_dim
   if config.qkv_bias:
     per_layer += queries + 2 * keys
+  return config.num_layers * per_layer + width
+
+
+def _of_vocabulary(config: CausalLMConfig) -> int:
+  """Numbers of embeddings and output layer."""
   tables = 1 if config.logits_via_embedding else 2
-  vocabulary = tables * config.vocab_size * width
-  return vocabulary + config.num_layers * per_layer + width
+  return tables * config.vocab_size * config.emb_dim
+
+
+def _of_t5gemma(config: T5GemmaConfig) -> int:
+  encoder, decoder = config.encoder, config.decoder
+  total = _of_stack(encoder) + _of_stack(decoder) + _of_vocabulary(decoder)
+  if config.image_end_id:
+    total += config.emb_dim
+  if config.merged_attention:
+    return total
+  queries = 2 * decoder.emb_dim * decoder.num_heads
+  keys = 2 * config.encoded_dim * decoder.num_kv_heads
+  norms = (2 if decoder.post_norms else 1) * decoder.emb_dim
+  cross = (queries + keys) * decoder.head_dim + norms
+  own_table = config.vocab_size * config.encoded_dim
+  return total + decoder.num_layers * cross + own_table
 
 
 def run_bytes(
@@ -95,20 +118,26 @@ def run_bytes(
     num_slots: T, of the caches.
     num_tokens: S, tokens that a call reads.
   """
+  vocab_size = config.vocab_size
   layers, scores = 0, 0
+  slots = num_slots
+  if isinstance(config, T5GemmaConfig):
+    scores = 4 * batch * config.encoder.num_heads * input_len**2
+    slots += input_len
+    config = config.decoder
   if isinstance(config, T5Config | M2M100Config):
     layers = config.num_decoder_layers
     if config.num_encoder_layers:
       scores = 4 * batch * config.num_heads * input_len**2
-    slots = num_slots + input_len
+    slots += input_len
   else:
-    layers, slots = config.num_layers, num_slots
+    layers = config.num_layers
   heads = config.num_heads
   if isinstance(config, CausalLMConfig):
     heads = config.num_kv_heads
   width = heads * config.head_dim
   per_slot = 2 * width * jnp.dtype(config.dtype).itemsize
-  logits = 4 * batch * num_tokens * config.vocab_size
+  logits = 4 * batch * num_tokens * vocab_size
   return layers * batch * slots * per_slot + max(logits, scores)
 
 

@@ -319,7 +319,7 @@ class EncoderDecoder(nn.Module):
 
   def _padding_bias(self, inputs):
     """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
-    return jnp.where(inputs > 0, 0.0, layers.MASKED)[:, None, None, :]
+    return layers.padding_bias(inputs)
 
   def encode(self, inputs, deterministic=True):
     embedded = self.token_embedder(inputs)

@@ -13,6 +13,7 @@ from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.notebook.show import Facts
 
 
@@ -79,7 +80,10 @@ def _facts(model: Model, params) -> dict[str, str]:
 
 def _sizes(network: LanguageModel) -> dict[str, str]:
   config = getattr(network, 'config', None)
-  if isinstance(config, T5Config | M2M100Config):
+  if isinstance(config, T5GemmaConfig):
+    layers = f'{config.encoder.num_layers} + {config.decoder.num_layers}'
+    config = config.decoder
+  elif isinstance(config, T5Config | M2M100Config):
     layers = f'{config.num_encoder_layers} + {config.num_decoder_layers}'
   elif isinstance(config, GPTConfig | CausalLMConfig):
     layers = str(config.num_layers)

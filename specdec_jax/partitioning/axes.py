@@ -20,6 +20,7 @@ Axes = tuple[str | None, ...]
 # The end of a parameter's name -> its axes.
 _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('token_embedder/embedding', ('vocab', 'embed')),
+  ('image_end_embedding', ('embed',)),
   ('position_embedder/embedding', ('abspos_buckets', 'embed')),
   ('relpos_bias/rel_embedding', ('heads', 'relpos_buckets')),
   (r'(query|key|value|qkv)/kernel', ('embed', 'joined_kv')),

@@ -7,7 +7,13 @@ import jax
 from jax import lax
 
 from specdec_jax.models import backend
-from specdec_jax.models.base import Params, pad_id, reads_encoder, start_id
+from specdec_jax.models.base import (
+  Params,
+  ends_inputs,
+  pad_id,
+  reads_encoder,
+  start_id,
+)
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.partitioning.axes import CACHE
 from specdec_jax.partitioning.partition import Partition, described
@@ -64,6 +70,10 @@ class Following:
   @property
   def pad_id(self) -> int:
     return pad_id(self.network)
+
+  @property
+  def ends_inputs(self) -> bool:
+    return ends_inputs(self.network)
 
   @property
   def config(self) -> Any:

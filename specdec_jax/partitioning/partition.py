@@ -69,11 +69,15 @@ class Partition:
 
   def check(self, network: LanguageModel) -> None:
     """Raises ValueError unless a network's arrays can be split in this way."""
-    for name in ('num_heads', 'num_kv_heads'):
-      heads = getattr(getattr(network, 'config', None), name, None)
-      if heads is not None:
-        # The devices may divide a kernel's H * D and yet not divide H.
-        self._check_shape(f'attention, {name}', ('heads',), (heads,))
+    config = getattr(network, 'config', None)
+    # The stacks of an encoder-decoder may have shapes of their own.
+    stacks = [getattr(config, name, None) for name in ('encoder', 'decoder')]
+    for stack in (config, *stacks):
+      for name in ('num_heads', 'num_kv_heads'):
+        heads = getattr(stack, name, None)
+        if heads is not None:
+          # The devices may divide a kernel's H * D and yet not divide H.
+          self._check_shape(f'attention, {name}', ('heads',), (heads,))
     shapes = param_shapes(network)
     for name, leaf in _flat(shapes).items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)

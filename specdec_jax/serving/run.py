@@ -216,8 +216,8 @@ class Server:
     while self._scheduler.failure is None:
       if not is_ready and self._scheduler.takes_rows:
         is_ready = True
-        # What is there by now stays: half a million objects, which the collector
-        # would go through while requests wait.
+        # What is there by now stays: half a million objects, which would be
+        # gone through again and again while requests wait.
         gc.collect()
         gc.freeze()
         say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))

@@ -52,7 +52,7 @@ class Distillation:
 
   def _measured(self, params, batch, key):
     """Sums over the tokens that count, and how many argmaxes agree."""
-    decoder_inputs = losses.shift_right(batch.targets)
+    decoder_inputs = losses.shift_right(batch.targets, self.target)
     encoded = {}
     if reads_encoder(self.draft):
       found = self.target.encode(self.target_params, batch.inputs)

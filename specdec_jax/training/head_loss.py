@@ -51,7 +51,7 @@ class HeadDistillation:
 
   def _measured(self, params, batch):
     """Sums over tokens; of head i they are scaled to its own tokens."""
-    fed = losses.shift_right(batch.targets)
+    fed = losses.shift_right(batch.targets, self.target)
     features = self.target.features(self.target_params, batch.inputs, fed)
     wanted = self.target.head(self.target_params, features)
     embedded = self.target.embed(self.target_params, fed)

@@ -2,17 +2,22 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.text.tokenizer import PAD_ID
+from specdec_jax.models.base import start_id
 
 
-def shift_right(targets: jax.Array) -> jax.Array:
-  """Decoder inputs int32[B, S] from targets int32[B, S]; rows start with 0."""
-  return jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
+def shift_right(targets: jax.Array, model: Any) -> jax.Array:
+  """Decoder inputs int32[B, S] from targets int32[B, S].
+
+  Rows begin with the `start_id` of the model.
+  """
+  first = start_id(model)
+  return jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -82,7 +82,7 @@ class CrossEntropy:
     logits = self.model.logits(
       params,
       batch.inputs,
-      losses.shift_right(batch.targets),
+      losses.shift_right(batch.targets, self.model),
       dropout_key=key,
     )
     weights = (batch.targets != PAD_ID).astype(jnp.float32)
