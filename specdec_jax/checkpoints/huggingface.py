@@ -288,6 +288,10 @@ def read_config(
   family = _family(described, where)
   if family is causal_names:
     return causal_config.read_config(described, where)
+  if family is m2m100_names:
+    return m2m100_names.read_config(described, where)
+  if family is t5gemma_names:
+    return t5gemma_names.read_config(described, where)
   if family is gpt2_names:
     tied = True if tied is None else tied
     return gpt2_names.read_config(described, tied, where)
