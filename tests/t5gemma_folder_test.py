@@ -253,6 +253,9 @@ def test_it_is_written_for_t5x_and_not_for_transformers(kind, tmp_path):
   want = checkpoints.load(tmp_path / 'a')
   have = checkpoints.load(written, T5Gemma(DESCRIBED[kind][1]))
   jax.tree.map(np.testing.assert_array_equal, have, want)
+  # Its texts begin as those of the folder do.
+  again = specdec_jax.load(written, T5Gemma(DESCRIBED[kind][1]))
+  assert again.bos_id == specdec_jax.load(tmp_path / 'a').bos_id == 2
   with pytest.raises(ValueError, match='is not a T5; only a T5 is written'):
     convert(
       ConvertConfig(**given, output=str(tmp_path / 'c'), format='safetensors')

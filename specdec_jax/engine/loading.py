@@ -25,7 +25,7 @@ from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.models.t5gemma import T5GemmaConfig
+from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import (
   SENTENCEPIECE,
@@ -110,13 +110,18 @@ def load(
     computes_in = _computes_in(dtype)
     network = network_of(dataclasses.replace(network.config, dtype=computes_in))
   assert network is not None
+  bos_id = None
+  if config is not None:
+    bos_id = _first_id(described, config, tokenizer)
+  elif isinstance(network, T5Gemma):  # its texts begin with one in any file
+    bos_id = _first_id(described, network.config, tokenizer)
   return Model(
     network,
     None,
     tokenizer,
     name=os.fspath(path),
     dtype=dtype,
-    bos_id=None if config is None else _first_id(described, config, tokenizer),
+    bos_id=bos_id,
     stop_ids=() if config is None else _ends(folder, described, config),
     made_for=opened.made_for,
     reader=opened.read,

@@ -22,7 +22,7 @@ class Model:
     name: where the model came from.
     dtype: dtype of the parameters on the device, if one was asked for; None
       leaves it to the engine's `Placement`.
-    bos_id: id that texts of a decoder-only model begin with; None is none.
+    bos_id: id that texts that are read begin with; None is none, as in T5.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
     made_for: of a drafter that reads the target's encoder, the fingerprint of
