@@ -156,9 +156,9 @@ class Engine:
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
         or too large for any memory, `bos_id` is not an id or the target is a
-        T5, whose texts begin with none, there is no tokenizer, a language is not
-        known or the target has none, a checkpoint is broken, or devices or a
-        model cannot be split as a placement says.
+        T5, whose texts begin with none, there is no tokenizer, a language is
+        not known or the target has none, a checkpoint is broken, or devices or
+        a model cannot be split as a placement says.
     """
     self.gamma, self.fallback = gamma, fallback
     self.usual: Usual | None = None
