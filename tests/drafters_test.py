@@ -40,9 +40,9 @@ class Counted(toy_models.MarkovModel):
     super().__init__(toy_models.random_markov(seed, VOCAB, 2).params['table'])
     self.name = name
 
-  def extend(self, params, cache, tokens):
+  def extend(self, params, cache, tokens, tree=None):
     jax.debug.callback(lambda: CALLS.update([self.name]))
-    return super().extend(params, cache, tokens)
+    return super().extend(params, cache, tokens, tree)
 
 
 TARGET, DRAFT = Counted(1, 'target'), Counted(2, 'draft')

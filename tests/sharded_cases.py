@@ -122,8 +122,9 @@ def models(family):
   network = NETWORKS[family]
   params = weights(network, 0)
   # Its first layer alone.
-  has_encoder = network.has_encoder
-  layers = 'num_decoder_layers' if has_encoder else 'num_layers'
+  layers = 'num_decoder_layers'
+  if not hasattr(network.config, layers):
+    layers = 'num_layers'
   shallow = dict(params, decoder=dict(params['decoder']))
   del shallow['decoder']['layers_1']
   draft = Model(network_of(family, **{layers: 1}), shallow)

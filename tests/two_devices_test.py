@@ -207,7 +207,7 @@ def test_pools_are_multiples_of_the_devices(devices, rows, gammas, become):
 def test_what_is_read_together_is_one_too():
   class Rows:
     inputs = np.ones((5, 4), np.int32)
-    prompt_width, first_length = 1, 1
+    prompt_width, first_length, pad_id = 1, 1, 0
 
   for settings, together in (
     (PoolSettings(rows=2), 2),
