@@ -106,7 +106,8 @@ def test_read_from_a_file_or_rounded_in_memory(layout, joins):
 @pytest.mark.parametrize('joins', [True, False])
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
 def test_rounded_after_it_was_laid_out(layout, joins):
-  params = small_vocabulary.weights(small_vocabulary.network(1), 0)
+  found = small_vocabulary.weights(small_vocabulary.network(1), 0)
+  params = jax.tree.map(jnp.asarray, found)
   floats, rounded = (
     Placement(dtype, kernel_layout=layout, join_projections=joins)
     for dtype in ('float32', 'int8')
