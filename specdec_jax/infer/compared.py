@@ -11,6 +11,16 @@ from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
 
 
+def check(engine: Engine, other: Engine) -> None:
+  """Raises ValueError if the targets have different vocabularies."""
+  if engine.tokenizer.fingerprint != other.tokenizer.fingerprint:
+    raise ValueError(
+      'The target that is compared has the vocabulary'
+      f' {other.tokenizer.path!r}, and the one that is evaluated'
+      f' {engine.tokenizer.path!r}: expected one model in two forms.'
+    )
+
+
 def compare(
   engines: tuple[Engine, Engine],
   grouped: Mapping[str, Sequence[str]],
@@ -32,16 +42,7 @@ def compare(
     log-probability in nats, 'mean_difference' and 'largest_difference'; and the
     root mean square of the logits' difference over that of the other's logits,
     'logits_error'.
-
-  Raises:
-    ValueError: the tokenizers differ.
   """
-  ours, other = engines
-  if ours.tokenizer.fingerprint != other.tokenizer.fingerprint:
-    raise ValueError(
-      'The target that is compared has another vocabulary than the target that'
-      ' is evaluated: expected one model in two forms.'
-    )
   both = [
     (source, first, second)
     for source, first, second in zip(grouped, *greedy, strict=True)

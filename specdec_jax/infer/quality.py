@@ -132,6 +132,9 @@ def _evaluate(
 ) -> dict[str, Any]:
   """`evaluate` for sources with their references."""
   engine = config.engine()
+  other = config.compared() if config.compared else None
+  if other is not None:
+    compared.check(engine, other)
   sources, references = list(grouped), list(grouped.values())
   runs = {
     temperature: _decode(
@@ -170,8 +173,7 @@ def _evaluate(
   }
   if config.beams.searches:
     values['beams'] = _search(engine, sources, references, config, console)
-  if config.compared is not None:
-    other = config.compared()
+  if other is not None:
     name = 'The other target'
     options: dict[str, Any] = dict(temperature=0.0, speculative=False)
     plain = _decode(other, sources, config, console, name, **options)
@@ -275,6 +277,45 @@ def table(summary: Mapping[str, Any]) -> Table:
   if other := summary.get('compared'):
     rows += compared.rows(other)
   return Table('', ['', Column('measured', align='right')], rows)
+
+
+def side_by_side(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
+  """A table of several summaries of one test set, by their names.
+
+  Raises:
+    ValueError: they are of different sources, lengths of drafts or
+      temperatures.
+  """
+  same = {
+    (one['eval_file'], one['sources'], one['gamma'], *_temperatures(one))
+    for one in summaries.values()
+  }
+  if len(same) > 1:
+    raise ValueError(
+      'Expected evaluations of the same sources, gamma and temperatures beside'
+      f' each other, got {sorted(same, key=str)}.'
+    )
+  columns: list[str | Column] = ['']
+  for at in _temperatures(next(iter(summaries.values()))):
+    columns += [
+      Column(f'{name}, T = {at:g}', align='right')
+      for name in ('acceptance', 'tokens per call')
+    ]
+  rows: list[list[str | None]] = []
+  for name, one in summaries.items():
+    rows.append([name])
+    for part in one['drafting']:
+      rate, per_call = part['acceptance_rate'], part['per_call']
+      rows[-1] += [
+        None if rate is None else f'{rate:.3f}',
+        None if per_call is None else f'{per_call:.2f}',
+      ]
+    rows[-1].append(f'{one["bleu"]["score"]:.1f}')
+  return Table('', [*columns, Column('BLEU', align='right')], rows)
+
+
+def _temperatures(summary: Mapping[str, Any]) -> list[float]:
+  return [part['temperature'] for part in summary['drafting']]
 
 
 def _count(completions: Sequence[Completion]) -> dict[str, Any]:
