@@ -7,6 +7,7 @@ whose kernels have factors of outputs.
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -95,7 +96,7 @@ def convert(config: ConvertConfig) -> str:
       f'{config.output!r} exists already; name another output or remove it.'
     )
   location = locate(config.checkpoint_path)
-  opened = open_checkpoint(location.path, config.network)
+  opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
   if opened.is_rounded:
     raise ValueError(
       f'{str(location)!r} has kernels of eight bits, of which nothing else can'
@@ -114,10 +115,10 @@ def convert(config: ConvertConfig) -> str:
     orbax_params.save_orbax(output, params, about)
   else:
     t5x.save_t5x(output, params, step=0, about=about or None)
-  leaves = jax.tree.leaves(params)
-  total = sum(leaf.size for leaf in leaves)
+  total = sum(math.prod(one.shape) for one in opened.arrays.values())
   of = f' of {sizes}' if sizes else ''
-  return f'{config.output}: {len(leaves)} arrays, {total:,} parameters{of}'
+  count = len(jax.tree.leaves(params))
+  return f'{config.output}: {count} arrays, {total:,} parameters{of}'
 
 
 def _sizes(

@@ -19,7 +19,7 @@ from specdec_jax.checkpoints.disk_arrays import (
   is_rounded,
   load_arrays,
 )
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.fingerprint import fingerprint_on_disk
 from specdec_jax.checkpoints.huggingface import open_huggingface
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.huggingface_names import MADE_FOR
@@ -118,7 +118,7 @@ class Opened:
     """
     if self.is_rounded:
       return str(self.about.get(MADE_OF, ''))
-    return fingerprint(flax.traverse_util.unflatten_dict(self.arrays, sep='/'))
+    return fingerprint_on_disk(self.arrays)
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""

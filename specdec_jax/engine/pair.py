@@ -124,7 +124,7 @@ def _made_of(target: Model) -> str:
   """Fingerprint of a target before it was rounded; '' is unknown."""
   if target.made_of is not None:
     return target.made_of()
-  given = target.params
+  given = target.read()
   leaves = jax.tree.leaves(given)
   return '' if any(x.dtype == INT8 for x in leaves) else fingerprint(given)
 
