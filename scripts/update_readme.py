@@ -19,6 +19,9 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'try'          as `specdec try --output-file FILE` writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
             as scripts/reproduce.py and scripts/peers.py write it
+
+Several FILEs of kind 'quality', with commas between them, become one table; a
+row has the name of its file's folder.
 """
 
 import json
@@ -63,9 +66,9 @@ def fill(document: str, root: pathlib.Path, name: str = 'README.md') -> str:
     raise ValueError(f'{name} has no line <!-- results: FILE | COMMAND -->')
 
   def block(match: re.Match[str]) -> str:
-    path = root / match['file']
-    if path.exists():
-      text = _render(path)
+    paths = [root / name for name in match['file'].split(',')]
+    if all(path.exists() for path in paths):
+      text = _render(*paths)
     else:
       text = (
         f'Nothing has been measured yet; this fills it:\n`{match["command"]}`'
@@ -75,7 +78,12 @@ def fill(document: str, root: pathlib.Path, name: str = 'README.md') -> str:
   return _BLOCK.sub(block, document)
 
 
-def _render(path: pathlib.Path) -> str:
+def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
+  if others:
+    several = {
+      one.parent.name: record.load(one, 'quality') for one in (path, *others)
+    }
+    return quality.side_by_side(several).markdown()
   found = record.load(path, *_RENDERERS)
   parts = [
     part.markdown() if isinstance(part, Table) else part

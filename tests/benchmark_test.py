@@ -272,6 +272,16 @@ def test_random_parameters_are_made_in_their_dtype():
   assert 0.1 < float(jax.numpy.std(logits)) < 10.0
 
 
+def test_random_kernels_of_eight_bits():
+  placement = partitioning.Placement('int8')
+  pair = measured_pair.make_pair(NETWORK, None, None, None, placement, 0)
+  names = {leaf.dtype.name for leaf in jax.tree.leaves(pair.params)}
+  assert names == {'int8', 'float32'}
+  tokens = jax.numpy.ones((1, 4), jax.numpy.int32)
+  logits = jax.jit(NETWORK.logits)(pair.params.target, tokens, tokens)
+  assert 0.1 < float(jax.numpy.std(logits)) < 10.0
+
+
 @pytest.mark.parametrize(
   ('options', 'words'),
   [

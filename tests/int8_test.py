@@ -103,6 +103,21 @@ def test_read_from_a_file_or_rounded_in_memory(layout, joins):
     assert leaf.dtype == ('int8' if is_kernel else 'float32'), name
 
 
+@pytest.mark.parametrize('joins', [True, False])
+@pytest.mark.parametrize('layout', ['in_out', 'out_in'])
+def test_rounded_after_it_was_laid_out(layout, joins):
+  found = small_vocabulary.weights(small_vocabulary.network(1), 0)
+  params = jax.tree.map(jnp.asarray, found)
+  floats, rounded = (
+    Placement(dtype, kernel_layout=layout, join_projections=joins)
+    for dtype in ('float32', 'int8')
+  )
+  later = place(place(params, floats), rounded)
+  jax.tree.map(np.testing.assert_array_equal, later, place(params, rounded))
+  kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(later)}
+  assert kinds == {'int8', 'float32'}
+
+
 def test_bytes_of_a_published_size():
   """T5 1.1 base: kernels take half of bfloat16's bytes, and 4 an output."""
   net = T5(
@@ -172,5 +187,8 @@ def test_each_of_a_pair_for_itself(tokenizer):
 def test_what_is_refused(tmp_path):
   with pytest.raises(ValueError, match="'int4', expected one of"):
     load(find('demo/draft.msgpack'), dtype='int4')
-  with pytest.raises(ValueError, match='int8 is made when a model is loaded'):
-    convert.ConvertConfig(checkpoint_path='in', output='out', dtype='int8')
+  for kind in ('t5x', 'safetensors'):
+    with pytest.raises(
+      ValueError, match="only written in the format 'orbax', got"
+    ):
+      convert.ConvertConfig('in', 'out', kind, dtype='int8')

@@ -124,11 +124,11 @@ def test_lengths_share_programs(network, params):
     scoring.score(network, params, rows, rows)
 
   score(3, 9, 16)
-  before = scoring._log_probs._cache_size()
+  before = scoring._measured._cache_size()
   score(16, 2, 1, 4)
-  assert scoring._log_probs._cache_size() == before
+  assert scoring._measured._cache_size() == before
   score(17)
-  assert scoring._log_probs._cache_size() == before + 1
+  assert scoring._measured._cache_size() == before + 1
   assert scoring.shapes(network, [[5] * 17], [[5]]) == (1, 32, 16)
 
 

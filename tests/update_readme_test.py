@@ -158,6 +158,29 @@ def test_acceptance_rates(tmp_path):
   assert '| big | small | 1 | 0.700 ± 0.010 | 0.690 ± 0.020 | 12,000 |' in text
 
 
+def test_evaluations_beside_each_other(tmp_path):
+  drafting = [
+    {'temperature': 0.0, 'acceptance_rate': 0.75, 'per_call': 3.0},
+    {'temperature': 1.0, 'acceptance_rate': None, 'per_call': None},
+  ]
+  files = []
+  for name, changes in (('a', {}), ('b', {'bleu': {'score': 31.25}})):
+    one = {'kind': 'quality', 'eval_file': 'x.tsv', 'sources': 3, 'gamma': 4}
+    one |= {'bleu': {'score': 30.0}, 'drafting': drafting, 'machine': MACHINE}
+    (tmp_path / name).mkdir()
+    (tmp_path / name / 'summary.json').write_text(json.dumps(one | changes))
+    files.append(f'{name}/summary.json')
+  block = BLOCK.replace('r/{}', ','.join(files))
+  text = update_readme.fill(block, tmp_path)
+  assert '| a | 0.750 | 3.00 | - | - | 30.0 |' in text
+  assert '| b | 0.750 | 3.00 | - | - | 31.2 |' in text
+  (tmp_path / 'b' / 'summary.json').write_text(json.dumps(one | {'gamma': 5}))
+  with pytest.raises(ValueError, match='the same sources, gamma and temp'):
+    update_readme.fill(block, tmp_path)
+  (tmp_path / 'b' / 'summary.json').unlink()
+  assert 'Nothing has been measured' in update_readme.fill(block, tmp_path)
+
+
 def test_without_results_the_block_names_the_command(tmp_path):
   text = update_readme.fill(BLOCK.format('none.json'), tmp_path)
   assert 'Nothing has been measured yet' in text and '`make results`' in text
@@ -177,7 +200,8 @@ def test_blocks_of_the_repository_are_up_to_date(name):
   assert update_readme.fill(text, update_readme.ROOT, name) == text
   blocks = re.findall(r'<!-- results: (\S+) \|', text)
   assert blocks
-  assert all(path.startswith('benchmarks/results/') for path in blocks)
+  paths = [path for block in blocks for path in block.split(',')]
+  assert all(path.startswith('benchmarks/results/') for path in paths)
 
 
 def test_main(tmp_path, monkeypatch, capsys):

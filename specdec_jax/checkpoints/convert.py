@@ -1,7 +1,13 @@
-"""Converts a checkpoint of any kind to one of three formats."""
+"""Converts a checkpoint of any kind to one of three formats.
+
+Kernels of eight bits are written in Orbax's alone, whose arrays have any name
+and dtype. T5X's own format stays what T5X reads, and transformers has no T5
+whose kernels have factors of outputs.
+"""
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -10,13 +16,15 @@ from typing import Any
 import jax
 
 from specdec_jax.checkpoints import huggingface, orbax_params, t5x, t5x_sizes
-from specdec_jax.checkpoints.disk_arrays import Params, load_arrays
+from specdec_jax.checkpoints.disk_arrays import Params
 from specdec_jax.checkpoints.load import (
+  MADE_OF,
+  Opened,
   check_dtype,
   is_huggingface,
   locate,
   made_for,
-  open_arrays,
+  open_checkpoint,
 )
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
@@ -40,7 +48,8 @@ class ConvertConfig:
       the activations are not those of T5 1.0 or 1.1; None reads the sizes from
       the checkpoint.
     dtype: dtype of the arrays that are written, e.g. 'bfloat16'; None keeps
-      theirs.
+      theirs. 'int8', with 'orbax', is that of kernels: loading reads a quarter
+      of the bytes of float32 and rounds nothing.
 
   Raises:
     ValueError: `format` or `dtype` is unknown, or `output` is an address.
@@ -56,11 +65,12 @@ class ConvertConfig:
     check_types(self)
     check_choice('ConvertConfig.format', self.format, FORMATS)
     check_dtype(self.dtype)
-    if self.dtype == INT8:
+    if self.dtype == INT8 and self.format != 'orbax':
       raise ValueError(
-        'dtype int8 is made when a model is loaded (load(path, dtype="int8"),'
-        ' specdec decode --dtype int8), from a checkpoint of any other dtype;'
-        " write it in 'bfloat16' or as it is."
+        "dtype int8 is only written in the format 'orbax', got"
+        f' {self.format!r}, whose readers know no kernels with factors. Any'
+        ' checkpoint of floats is rounded when a model is loaded, too (specdec'
+        ' decode --dtype int8).'
       )
     if '://' in self.output:
       raise ValueError(
@@ -76,8 +86,8 @@ def convert(config: ConvertConfig) -> str:
     A line that says what was written.
 
   Raises:
-    ValueError: `output` exists already, or the checkpoint cannot be read or
-      does not fit the network.
+    ValueError: `output` exists already, or the checkpoint cannot be read, does
+      not fit the network or has kernels of eight bits.
     OSError: the disk is full or the folder not writable.
   """
   output = pathlib.Path(config.output)
@@ -86,52 +96,46 @@ def convert(config: ConvertConfig) -> str:
       f'{config.output!r} exists already; name another output or remove it.'
     )
   location = locate(config.checkpoint_path)
-  sizes, params = _load(config, location)
+  opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
+  if opened.is_rounded:
+    raise ValueError(
+      f'{str(location)!r} has kernels of eight bits, of which nothing else can'
+      ' be made; convert the checkpoint of floats that it was made of.'
+    )
+  sizes = _sizes(config, opened, str(location))
+  params = opened.read(config.dtype)
   output.parent.mkdir(parents=True, exist_ok=True)
   target = made_for(location)
+  about = {'target': target} if target else {}
   if sizes is not None:
     _save_safetensors(output, sizes, params, location, target)
   elif config.format == 'orbax':
-    orbax_params.save_orbax(output, params)
+    if config.dtype == INT8:
+      about[MADE_OF] = opened.made_of()
+    orbax_params.save_orbax(output, params, about)
   else:
-    about = {'target': target} if target else None
-    t5x.save_t5x(output, params, step=0, about=about)
-  leaves = jax.tree.leaves(params)
-  total = sum(leaf.size for leaf in leaves)
+    t5x.save_t5x(output, params, step=0, about=about or None)
+  total = sum(math.prod(one.shape) for one in opened.arrays.values())
   of = f' of {sizes}' if sizes else ''
-  return f'{config.output}: {len(leaves)} arrays, {total:,} parameters{of}'
+  count = len(jax.tree.leaves(params))
+  return f'{config.output}: {count} arrays, {total:,} parameters{of}'
 
 
-def _load(
-  config: ConvertConfig, location: Location
-) -> tuple[T5Config | None, Params]:
-  """The parameters, and the sizes if the format needs them (safetensors)."""
-  source, network = str(location), config.network
-  sizes: Any = network.config if network else None
-  if is_huggingface(location):
-    found, params = huggingface.load_huggingface(
-      location.path, config.dtype, network=network
-    )
-    if isinstance(found, T5Config):
-      sizes = sizes or found
-    elif config.format == 'safetensors':
-      raise ValueError(
-        f'{source!r} is not a T5; only a T5 is written as safetensors. Choose'
-        " 'orbax' or 't5x'."
-      )
-  else:
-    arrays = open_arrays(location, network)
-    if config.format == 'safetensors' and sizes is None:
-      sizes = t5x_sizes.infer_config(t5x.shapes_of(arrays), source)
-    params = load_arrays(arrays, source, config.dtype)
+def _sizes(
+  config: ConvertConfig, opened: Opened, source: str
+) -> T5Config | None:
+  """The sizes of the model if the format needs them, else None."""
   if config.format != 'safetensors':
-    return None, params
+    return None
+  sizes: Any = config.network.config if config.network else opened.config
+  if sizes is None:
+    sizes = t5x_sizes.infer_config(t5x.shapes_of(opened.arrays), source)
   if not isinstance(sizes, T5Config):
     raise ValueError(
-      f'{source!r} is not a T5; the format safetensors is only for T5. Write'
-      ' it as t5x or orbax.'
+      f'{source!r} is not a T5; only a T5 is written as safetensors. Choose'
+      " 'orbax' or 't5x'."
     )
-  return sizes, params
+  return sizes
 
 
 def _save_safetensors(

@@ -86,9 +86,16 @@ def load_arrays(
     Nested dict of arrays.
 
   Raises:
-    ValueError: the arrays do not fit into memory; `sharding` does not fit; or
-      an array cannot be read (the message names it).
+    ValueError: the arrays do not fit into memory; `sharding` does not fit;
+      kernels that are of eight bits already are to be of another dtype; or an
+      array cannot be read (the message names it).
   """
+  if is_rounded(arrays) and dtype not in (None, int8.INT8):
+    raise ValueError(
+      f'{source!r} has kernels of eight bits, which give no {jnp.dtype(dtype)}:'
+      " load it with dtype='int8' (--dtype int8), or load what it was converted"
+      ' from.'
+    )
   needed = sum(
     math.prod(array.shape)
     * jnp.dtype(_dtype_of(name, dtype) or array.dtype).itemsize
@@ -105,16 +112,24 @@ def load_arrays(
   layouts = {n: _layout_of(sharding, n, a.shape) for n, a in arrays.items()}
   flat = {}
   for name, array in arrays.items():
+    wanted = _dtype_of(name, dtype)
+    rounds = wanted == int8.INT8 != array.dtype
+    is_scale = int8.is_scale(name)
+    # All rows of a kernel say what a factor is, so it is read as a whole.
+    layout = None if rounds or is_scale else layouts[name]
     try:
-      if _dtype_of(name, dtype) != int8.INT8:
-        flat[name] = load_array(array, _dtype_of(name, dtype), layouts[name])
-        continue
-      host = load_array(array)
+      found = load_array(array, None if rounds else wanted, layout)
     except ValueError as error:
       raise broken(source, name, str(error)) from error
-    # All rows of a kernel say what a factor is, so it is read as a whole.
-    kernel, scale = int8.quantise(host, f'{source!r}: {name}')
-    del host
+    if is_scale:
+      host = np.asarray(found)
+      int8.check_scale(host, f'{source!r}: {name}')
+      found = _put(host, layouts[name])
+    if not rounds:
+      flat[name] = found
+      continue
+    kernel, scale = int8.quantise(found, f'{source!r}: {name}')
+    del found
     flat[name] = _put(kernel, layouts[name])
     scale_name = f'{name}_scale'
     flat[scale_name] = _put(
@@ -122,6 +137,11 @@ def load_arrays(
     )
     del kernel
   return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def is_rounded(arrays: Mapping[str, DiskArray]) -> bool:
+  """Whether kernels of these are of eight bits, as they are on disk."""
+  return any(array.dtype == int8.INT8 for array in arrays.values())
 
 
 def _dtype_of(name: str, dtype: Any) -> Any:

@@ -16,17 +16,20 @@ from specdec_jax.checkpoints.disk_arrays import (
   Params,
   Shardings,
   check_config_fits,
+  is_rounded,
   load_arrays,
 )
+from specdec_jax.checkpoints.fingerprint import fingerprint_on_disk
 from specdec_jax.checkpoints.huggingface import open_huggingface
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.huggingface_names import MADE_FOR
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
 from specdec_jax.models.families import Config
-from specdec_jax.models.int8 import INT8
+from specdec_jax.models.int8 import INT8, is_kernel
 
 T5X_FILE = 'checkpoint'
+MADE_OF = 'made_of'  # what Orbax's folder calls `Opened.made_of`
 _STEP = re.compile(r'checkpoint_(\d+)')
 _HUB_ID = re.compile(r'[\w-][\w.-]*(/[\w-][\w.-]*)?')
 _KINDS = (
@@ -61,7 +64,9 @@ def load(
     path: a file or folder, `gs://bucket/folder`, or an id of the hub.
     network: such as `T5(config)`: names and shapes are compared with its own
       before anything is read. Needed for scanned stacks.
-    dtype: dtype of the arrays returned; None keeps the file's.
+    dtype: dtype of the arrays returned; None keeps the file's. 'int8' is that
+      of kernels, which come with their factors, see `models.int8`; those that
+      `convert` wrote are read as they are, and in no other dtype.
     sharding: None for NumPy arrays on the host; a JAX Device or Sharding; a
       nested dict of these, or a function from names
       ('decoder/layers_0/mlp/wo/kernel') to them.
@@ -89,12 +94,31 @@ class Opened:
     arrays: T5X's name -> array.
     config: the shape of its model, if the checkpoint describes it.
     made_for: see `Model.made_for`.
+    about: what else an Orbax folder says, see `orbax_params.read_about`.
   """
 
   source: str
   arrays: Mapping[str, DiskArray]
   config: Config | None = None
   made_for: str = ''
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def is_rounded(self) -> bool:
+    """Whether its kernels are of eight bits on disk, by `convert`."""
+    return is_rounded(self.arrays)
+
+  def made_of(self) -> str:
+    """The `fingerprint` of the floats, as they are or were before rounding.
+
+    Of floats all arrays are read, one at a time; '' is unknown.
+
+    Raises:
+      ValueError: an array cannot be read.
+    """
+    if self.is_rounded:
+      return str(self.about.get(MADE_OF, ''))
+    return fingerprint_on_disk(self.arrays)
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
@@ -138,7 +162,7 @@ def open_checkpoint(
     )
   target = made_for(location) if reads_encoder(network) else ''
   arrays = open_arrays(location, network)
-  return Opened(str(location), arrays, made_for=target)
+  return Opened(str(location), arrays, None, target, _about(location))
 
 
 def made_for(
@@ -153,9 +177,16 @@ def made_for(
   if not location.is_folder():
     return t5x.made_for(location)
   if not is_huggingface(location):
-    return ''  # Orbax's and T5X's folders do not say
+    return str(_about(location).get('target', ''))
   described = described or read_json(pathlib.Path(location.path) / CONFIG)
   return str(described.get(MADE_FOR, ''))
+
+
+def _about(location: Location) -> Mapping[str, Any]:
+  """What an Orbax folder says beside its arrays; T5X's folders say nothing."""
+  if location.is_folder() and orbax_params.is_orbax(location):
+    return orbax_params.read_about(location)
+  return {}
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -205,11 +236,7 @@ def open_arrays(
     arrays = orbax_params.open_orbax(location)
   else:
     arrays = t5x.open_t5x(location.child(T5X_FILE))
-  for name, array in arrays.items():
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-      raise ValueError(
-        f'{source!r}: {name} is {array.dtype}, expected floating-point numbers.'
-      )
+  factors = _check_dtypes(arrays, source)
   if network is None:
     if scanned.is_scanned(arrays):
       raise ValueError(
@@ -222,8 +249,39 @@ def open_arrays(
     shapes = t5x.shapes_of(flax.traverse_util.flatten_dict(expected, sep='/'))
     heads = getattr(getattr(network, 'config', None), 'num_heads', None)
     arrays = scanned.unroll(arrays, shapes, heads, source)
-  t5x.check_params(arrays, expected, repr(source))
+  own = {name: arrays[name] for name in arrays.keys() - factors}
+  t5x.check_params(own, expected, repr(source))
   return arrays
+
+
+def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
+  """Checks that arrays are floats, or kernels of eight bits with factors.
+
+  Returns:
+    The names of the factors.
+
+  Raises:
+    ValueError: another array is not of floats, or factors and kernels do not
+      fit each other; the message names the array.
+  """
+  factors = set()
+  for name, array in arrays.items():
+    if array.dtype == INT8 and is_kernel(name) and len(array.shape) == 2:
+      factor = arrays.get(f'{name}_scale')
+      if factor is None or factor.shape != array.shape[1:]:
+        found = 'none' if factor is None else list(factor.shape)
+        raise ValueError(
+          f'{source!r}: {name} {list(array.shape)} is of eight bits, expected'
+          f' {name}_scale {list(array.shape[1:])} beside it, found {found}.'
+          ' Convert the checkpoint of floats again (specdec convert --dtype'
+          ' int8).'
+        )
+      factors.add(f'{name}_scale')
+    elif not jnp.issubdtype(array.dtype, jnp.floating):
+      raise ValueError(
+        f'{source!r}: {name} is {array.dtype}, expected floating-point numbers.'
+      )
+  return factors
 
 
 def check_dtype(dtype: Any) -> None:

@@ -6,6 +6,7 @@ are found in `_METADATA`, and only those of the parameters are opened.
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,7 +29,11 @@ _TEMPORARY = '.orbax-checkpoint-tmp'
 _PARAMS = ('target', 'params')
 
 
-def save_orbax(folder: str | os.PathLike[str], params: Params) -> None:
+def save_orbax(
+  folder: str | os.PathLike[str],
+  params: Params,
+  about: Mapping[str, str] | None = None,
+) -> None:
   """Writes parameters to a new folder, whole or not at all.
 
   Each process of a run writes its own shards.
@@ -36,6 +41,7 @@ def save_orbax(folder: str | os.PathLike[str], params: Params) -> None:
   Args:
     folder: made here; it must not exist yet, or be empty.
     params: nested dict of arrays, NumPy's or JAX's.
+    about: what else the folder is to say, for `read_about`.
 
   Raises:
     ValueError: the folder holds something, or there are no parameters.
@@ -55,7 +61,10 @@ def save_orbax(folder: str | os.PathLike[str], params: Params) -> None:
   os.makedirs(os.path.dirname(folder), exist_ok=True)
   # Orbax writes to a folder with a temporary name and renames it at the end.
   with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-    checkpointer.save(folder, args=ocp.args.StandardSave(params))
+    checkpointer.save(
+      folder,
+      args=ocp.args.StandardSave(params, custom_metadata=dict(about or {})),
+    )
 
 
 def open_orbax(folder: Location) -> dict[str, DiskArray]:
@@ -90,6 +99,17 @@ def open_orbax(folder: Location) -> dict[str, DiskArray]:
     driver = 'zarr3' if described.get('use_zarr3') else 'zarr'
     specs[name] = {'driver': driver, 'kvstore': kvstore}
   return dict(open_stored(specs, lambda n, why: broken(source, n, why)))
+
+
+def read_about(folder: Location) -> dict[str, Any]:
+  """What `save_orbax` was told to write beside the parameters; {} is nothing.
+
+  Raises:
+    ValueError: as for `open_orbax`.
+  """
+  described, _ = _read_metadata(_item(folder) or folder)
+  about = described.get('custom_metadata')
+  return about if isinstance(about, dict) else {}
 
 
 def is_orbax(folder: Location) -> bool:

@@ -120,10 +120,11 @@ def load(
     None,
     tokenizer,
     name=os.fspath(path),
-    dtype=dtype,
+    dtype=INT8 if opened.is_rounded and dtype is None else dtype,
     bos_id=bos_id,
     stop_ids=() if config is None else _ends(folder, described, config),
     made_for=opened.made_for,
+    made_of=opened.made_of,
     reader=opened.read,
   )
 

@@ -83,18 +83,33 @@ def placed_pair(
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
-  # Rounded to eight bits, a target is not known by its numbers any more.
-  if asked is not None and placement.dtype != INT8:
-    _check_made_for(asked, target, prints['target'])
+  if asked is not None:
+    _check_made_for(asked, target, prints['target'], placement.dtype)
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
 
 
-def _check_made_for(drafter: Drafter, target: Model, found: str) -> None:
-  """Raises ValueError if a drafter was made for a target not `found` here."""
+def _check_made_for(
+  drafter: Drafter, target: Model, found: str, dtype: str
+) -> None:
+  """Raises ValueError if a drafter was made for a target not `found` here.
+
+  A target of eight bits is also the one of floats that it was made of: its
+  features and its outputs are nearly the same.
+  """
   models = (model.made_for for model in drafter.models if model.made_for)
-  for wanted in (*drafter.made_for, *models):
+  wanted_ones = [one for one in (*drafter.made_for, *models) if one != found]
+  if wanted_ones and dtype == INT8:
+    found = _made_of(target)
+    if not found:
+      raise ValueError(
+        f'The drafter {drafter.name!r} was made for one target, and what this'
+        f' one of eight bits ({target.name or "no name"}) was made of is not'
+        " known. Load its checkpoint of floats with dtype='int8', or one that"
+        ' specdec convert wrote.'
+      )
+  for wanted in wanted_ones:
     if wanted != found:
       raise ValueError(
         f'The drafter {drafter.name!r} was made for the target with fingerprint'
@@ -103,6 +118,15 @@ def _check_made_for(drafter: Drafter, target: Model, found: str) -> None:
         ' made for, or train a drafter for this one (specdec distil;'
         ' gin/runs/train_heads.gin).'
       )
+
+
+def _made_of(target: Model) -> str:
+  """Fingerprint of a target before it was rounded; '' is unknown."""
+  if target.made_of is not None:
+    return target.made_of()
+  given = target.read()
+  leaves = jax.tree.leaves(given)
+  return '' if any(x.dtype == INT8 for x in leaves) else fingerprint(given)
 
 
 def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:

@@ -7,11 +7,12 @@ log-probability that decoding reports for the same tokens.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from specdec_jax import partitioning, probs
@@ -72,14 +73,58 @@ def score(
   _check(network, inputs, targets)
   if not inputs:
     return []
+  found = _of_each(_log_prob, (network,), (params,), inputs, targets, prompt)
+  return [Score(tuple(float(x) for x in row)) for row in found]
+
+
+def compare(
+  networks: tuple[LanguageModel, LanguageModel],
+  params: tuple[Params, Params],
+  inputs: Sequence[Sequence[int]],
+  targets: Sequence[Sequence[int]],
+  prompt: Sequence[int] = (),
+) -> list[dict[str, np.ndarray]]:
+  """Two networks that read the same outputs, as in `score`.
+
+  Args:
+    networks: of the same ids, such as one network with rounded parameters and
+      without.
+    params: the parameters of each.
+    inputs: as for `score`.
+    targets: likewise.
+    prompt: likewise.
+
+  Returns:
+    For each example arrays of one number a token: 'log_probs' of the first
+    network and 'other_log_probs'; and over the vocabulary the mean squares of
+    the first one's 'logits' and of the 'errors' of the other's, where the mean
+    of the logits of a position is taken off.
+
+  Raises:
+    ValueError: as for `score`.
+  """
+  for network in networks:
+    _check(network, inputs, targets)
+  if not inputs:
+    return []
+  return _of_each(_difference, networks, params, inputs, targets, prompt)
+
+
+def _of_each(measure, networks, params, inputs, targets, prompt) -> list[Any]:
+  """What `_measured` gives for the tokens of each target."""
+  network = networks[0]
   begins, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
   padded_inputs = _padded(encoded, pad=pad_id(network))
-  found = _log_probs(network, params, padded_inputs, _padded(rows, 1))
-  found = partitioning.on_host(found)
+  found = _measured(measure, networks, params, padded_inputs, _padded(rows, 1))
+  found = jax.tree.map(partitioning.on_host, found)
+
+  def of_target(row, begin, ids):
+    return jax.tree.map(lambda x: x[row, begin : begin + len(ids)], found)
+
   return [
-    Score(tuple(float(x) for x in row[begin : begin + len(ids)]))
-    for row, begin, ids in zip(found, begins, targets, strict=False)
+    of_target(*each)
+    for each in zip(range(len(targets)), begins, targets, strict=True)
   ]
 
 
@@ -115,32 +160,66 @@ def _rows(
   )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _log_probs(
-  network: LanguageModel, params: Params, inputs: jax.Array, rows: jax.Array
-) -> jax.Array:
-  """Log-probabilities float32[B, S] of all but the first id of each row.
+def _log_prob(logits: Sequence[jax.Array], following: jax.Array) -> jax.Array:
+  """Log-probability of each id that followed, of one network's logits."""
+  (own,) = logits
+  log_probs = probs.log_prob_of(own, following)
+  return jnp.where(probs.valid_logits(own), log_probs, jnp.nan)
 
-  The rows are int32[B, S + 1].
 
-  S is a power of two of at least `_SMALLEST`: a whole number of blocks.
+def _difference(
+  logits: Sequence[jax.Array], following: jax.Array
+) -> dict[str, jax.Array]:
+  """What `compare` returns, of each position."""
+  # A constant added to all logits of a position changes no probability.
+  first, second = (x - jnp.mean(x, -1, keepdims=True) for x in logits)
+  found = {
+    'logits': jnp.mean(jnp.square(first), -1),
+    'errors': jnp.mean(jnp.square(first - second), -1),
+  }
+  names = 'log_probs', 'other_log_probs'
+  scores = [_log_prob([one], following) for one in logits]
+  return found | dict(zip(names, scores, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measured(
+  measure: Callable[[Sequence[jax.Array], jax.Array], Any],
+  networks: Sequence[LanguageModel],
+  params: Sequence[Params],
+  inputs: jax.Array,
+  rows: jax.Array,
+) -> Any:
+  """What `measure` makes of the logits that predict each id of rows.
+
+  The rows are int32[B, S + 1]; the first id of each is not predicted. Results
+  are of [B, S]. S is a power of two of at least `_SMALLEST`: a whole number of
+  blocks.
   """
   batch, width = rows.shape[0], rows.shape[1] - 1
   block = min(width, _BLOCK)
 
-  def read(cache, pair):
-    logits, cache = network.extend(params, cache, pair[0])
-    log_probs = probs.log_prob_of(logits, pair[1])
-    valid = probs.valid_logits(logits)
-    return cache, jnp.where(valid, log_probs, jnp.nan)
+  def read(caches, pair):
+    each = [
+      network.extend(own, cache, pair[0])
+      for network, own, cache in zip(networks, params, caches, strict=True)
+    ]
+    logits, caches = zip(*each, strict=True)
+    return caches, measure(logits, pair[1])
 
   def in_blocks(tokens):
     return jnp.moveaxis(tokens.reshape(batch, width // block, block), 1, 0)
 
-  cache = network.prefill(params, inputs, -(-width // _BLOCK) * _BLOCK)
+  slots = -(-width // _BLOCK) * _BLOCK
+  caches = tuple(
+    network.prefill(own, inputs, slots)
+    for network, own in zip(networks, params, strict=True)
+  )
   pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
-  _, found = lax.scan(read, cache, pairs)
-  return jnp.moveaxis(found, 0, 1).reshape(batch, width)
+  _, found = lax.scan(read, caches, pairs)
+  return jax.tree.map(
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width), found
+  )
 
 
 def _padded(rows: Sequence[Sequence[int]], begin: int = 0, pad: int = 0) -> Any:

@@ -13,7 +13,7 @@ from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
-from specdec_jax.infer import failures, results, resume
+from specdec_jax.infer import compared, failures, results, resume
 from specdec_jax.infer.settings import Beams
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
@@ -39,6 +39,8 @@ class EvaluateConfig:
     seed: all random numbers derive from this and the source's number.
     beams: a beam search is scored too, the best beam of each source, plain and
       speculative.
+    compared: makes an engine whose target is compared, see `compared.compare`;
+      None compares nothing.
 
   Raises:
     ValueError: a value is outside its range.
@@ -53,6 +55,7 @@ class EvaluateConfig:
   max_sources: int | None = None
   seed: int = 0
   beams: Beams = Beams()
+  compared: Callable[[], Engine] | None = None
 
   def __post_init__(self):
     check_types(self)
@@ -97,7 +100,8 @@ def evaluate(
 
   Returns:
     The summary, of kind 'quality': 'bleu' (all references), 'bleu_single' (the
-    first of each source) and, for each temperature, the counts of drafting.
+    first of each source) and, for each temperature, the counts of drafting; and
+    'compared', if another target is.
 
   Raises:
     ValueError: sacrebleu is missing, or the file or output folder is bad. If no
@@ -128,6 +132,9 @@ def _evaluate(
 ) -> dict[str, Any]:
   """`evaluate` for sources with their references."""
   engine = config.engine()
+  other = config.compared() if config.compared else None
+  if other is not None:
+    compared.check(engine, other)
   sources, references = list(grouped), list(grouped.values())
   runs = {
     temperature: _decode(
@@ -166,6 +173,13 @@ def _evaluate(
   }
   if config.beams.searches:
     values['beams'] = _search(engine, sources, references, config, console)
+  if other is not None:
+    name = 'The other target'
+    options: dict[str, Any] = dict(temperature=0.0, speculative=False)
+    plain = _decode(other, sources, config, console, name, **options)
+    values['compared'] = compared.compare(
+      (engine, other), grouped, (greedy, plain), config.batch_size
+    ) | {'bleu': _bleu([done.text for done in plain], references)}
   summary = Record('quality', values).to_json()
   if folder is not None:
     records = [
@@ -260,7 +274,48 @@ def table(summary: Mapping[str, Any]) -> Table:
         f'{search["agree"]:,} of {summary["sources"]:,}',
       ],
     ]
+  if other := summary.get('compared'):
+    rows += compared.rows(other)
   return Table('', ['', Column('measured', align='right')], rows)
+
+
+def side_by_side(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
+  """A table of several summaries of one test set, by their names.
+
+  Raises:
+    ValueError: they are of different sources, lengths of drafts or
+      temperatures.
+  """
+  same = {
+    (one['eval_file'], one['sources'], one['gamma'], *_temperatures(one))
+    for one in summaries.values()
+  }
+  if len(same) > 1:
+    raise ValueError(
+      'Expected evaluations of the same sources, gamma and temperatures beside'
+      f' each other, got {sorted(same, key=str)}.'
+    )
+  columns: list[str | Column] = ['']
+  for at in _temperatures(next(iter(summaries.values()))):
+    columns += [
+      Column(f'{name}, T = {at:g}', align='right')
+      for name in ('acceptance', 'tokens per call')
+    ]
+  rows: list[list[str | None]] = []
+  for name, one in summaries.items():
+    rows.append([name])
+    for part in one['drafting']:
+      rate, per_call = part['acceptance_rate'], part['per_call']
+      rows[-1] += [
+        None if rate is None else f'{rate:.3f}',
+        None if per_call is None else f'{per_call:.2f}',
+      ]
+    rows[-1].append(f'{one["bleu"]["score"]:.1f}')
+  return Table('', [*columns, Column('BLEU', align='right')], rows)
+
+
+def _temperatures(summary: Mapping[str, Any]) -> list[float]:
+  return [part['temperature'] for part in summary['drafting']]
 
 
 def _count(completions: Sequence[Completion]) -> dict[str, Any]:

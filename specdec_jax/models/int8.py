@@ -20,6 +20,7 @@ import numpy as np
 
 INT8 = 'int8'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
+_OUT_IN = 'kernel_out_in'  # as `partitioning.place` may lay it out
 _MOST = 127  # symmetric: -128 is not used
 _ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
 
@@ -27,6 +28,11 @@ _ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
 def is_kernel(name: str) -> bool:
   """Whether a parameter of this name, with slashes, is a product's kernel."""
   return name.rpartition('/')[2] == KERNEL
+
+
+def is_scale(name: str) -> bool:
+  """Whether a parameter of this name, with slashes, is a kernel's factors."""
+  return name.rpartition('/')[2] == SCALE
 
 
 def quantise(kernel: Any, name: str) -> tuple[Any, Any]:
@@ -57,6 +63,10 @@ def quantise(kernel: Any, name: str) -> tuple[Any, Any]:
 def rounded(params: Mapping[str, Any], module: str = '') -> dict[str, Any]:
   """Parameters whose kernels are of eight bits; those that are already stay.
 
+  Args:
+    params: as a checkpoint has them, or as placed.
+    module: name of the module, with a slash behind it, for messages.
+
   Raises:
     ValueError: as for `quantise`.
   """
@@ -66,10 +76,24 @@ def rounded(params: Mapping[str, Any], module: str = '') -> dict[str, Any]:
     else value
     for name, value in params.items()
   }
-  kernel: Any = found.get(KERNEL)
-  if kernel is not None and jnp.issubdtype(kernel.dtype, jnp.floating):
-    found[KERNEL], found[SCALE] = quantise(kernel, f'{module}{KERNEL}')
+  for name in (KERNEL, _OUT_IN):
+    kernel: Any = found.get(name)
+    if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):
+      continue
+    turned = kernel.T if name == _OUT_IN else kernel
+    made, found[SCALE] = quantise(turned, f'{module}{name}')
+    found[name] = made.T if name == _OUT_IN else made
   return found
+
+
+def check_scale(scale: np.ndarray, name: str) -> None:
+  """Raises ValueError unless factors from a checkpoint, [out], can be right."""
+  if not (np.isfinite(scale) & (scale > 0)).all():
+    raise ValueError(
+      f'{name} has factors that are not finite or not above 0: the checkpoint'
+      ' is broken. Convert the one of floats again (specdec convert --dtype'
+      ' int8).'
+    )
 
 
 def _on_host(kernel: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:

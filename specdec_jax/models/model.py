@@ -25,6 +25,9 @@ class Model:
     bos_id: id that texts that are read begin with; None is none, as in T5.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
+    made_of: returns the `checkpoints.fingerprint` of the parameters before
+      their kernels are rounded to eight bits, '' if it is unknown; None if the
+      parameters were given.
     made_for: of a drafter that reads the target's encoder, the fingerprint of
       the target that it was made for, as the checkpoint says; '' is unknown.
   """
@@ -40,6 +43,7 @@ class Model:
     bos_id: int | None = None,
     stop_ids: Sequence[int] = (),
     made_for: str = '',
+    made_of: Callable[[], str] | None = None,
     reader: Callable[[Any, Any], Params] | None = None,
   ):
     """Stores its arguments; an engine checks them.
@@ -53,6 +57,7 @@ class Model:
       bos_id: see the class.
       stop_ids: see the class.
       made_for: see the class.
+      made_of: see the class.
       reader: `(dtype, sharding) -> params`, given instead of `params`: reads
         the parameters, see `checkpoints.load`.
     """
@@ -63,6 +68,7 @@ class Model:
     self.bos_id = bos_id
     self.stop_ids = tuple(stop_ids)
     self.made_for = made_for
+    self.made_of = made_of
     self._params = params
     self._reader = reader
 
@@ -136,5 +142,6 @@ class Model:
       bos_id=self.bos_id,
       stop_ids=self.stop_ids,
       made_for=self.made_for,
+      made_of=self.made_of if reader else None,
       reader=reader,
     )
