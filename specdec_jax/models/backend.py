@@ -9,13 +9,22 @@ of matrices, and chooses layouts of its own.
 
 import contextlib
 import functools
+import importlib.util
+import warnings
 from typing import NamedTuple
 
 import jax
 
+from specdec_jax.checks.names import check_choice
+
 # Where one of these differs, JAX traces again.
 _described = jax.make_user_context('')
 _split = jax.make_user_context(False)
+_kernels = jax.make_user_context('off')
+
+# Hand-written kernels (Pallas): none; where they can be had; or an error where
+# they cannot. 'interpreted' is 'forced' on any device, slowly, for tests.
+KERNELS = ('off', 'on', 'forced', 'interpreted')
 
 
 class Ways(NamedTuple):
@@ -105,6 +114,70 @@ def ways() -> Ways:
   return found._replace(
     flattens_cache=False, writes_by_row=False, branches_write=False
   )
+
+
+def kernels(setting: str) -> contextlib.AbstractContextManager[object]:
+  """Traces with hand-written kernels, or without: one of `KERNELS`.
+
+  Off unless it is said: no GPU has measured them yet.
+
+  Raises:
+    ValueError: it is none of these.
+  """
+  check_choice('The setting of hand-written kernels', setting, KERNELS)
+  return _kernels(setting)
+
+
+def wants_kernels() -> bool:
+  """Whether hand-written kernels are asked for at all."""
+  return bool(_kernels.value != 'off')
+
+
+def interprets_kernels() -> bool:
+  """Whether kernels are computed by XLA, operation after operation."""
+  return bool(_kernels.value == 'interpreted')
+
+
+def takes_kernel(name: str, refusal: str = '') -> bool:
+  """Whether a hand-written kernel is used for what is traced now.
+
+  If it could be had only elsewhere or for other shapes, this is said once.
+
+  Args:
+    name: of the kernel, for messages.
+    refusal: why it does not take these shapes; '' if it does.
+
+  Raises:
+    ValueError: the kernel is forced and cannot be had.
+  """
+  if not wants_kernels():
+    return False
+  reason = refusal or _lacks()
+  if not reason:
+    return True
+  message = f'The kernel of {name} cannot be had: {reason}.'
+  if _kernels.value != 'on':
+    raise ValueError(
+      f"{message} Set kernels to 'on', which does without it here, or 'off'."
+    )
+  _say_once(message + ' XLA computes this instead.')
+  return False
+
+
+def _lacks() -> str:
+  """Why kernels cannot be had for this device; '' if they can."""
+  if _split.value:
+    return 'rows and heads may be split over several devices'
+  if importlib.util.find_spec('jax.experimental.pallas.triton') is None:
+    return f'jax {jax.__version__} has no Pallas for GPUs'
+  if kind() != 'gpu' and not interprets_kernels():
+    return f'it is written for GPUs, and this is a {kind().upper()}'
+  return ''
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+  warnings.warn(message, stacklevel=2)
 
 
 def compiler_options() -> dict[str, str | bool]:

@@ -1,0 +1,99 @@
+"""What a decoder layer attends with: plain code, or a kernel of our own."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+
+from specdec_jax.models import backend, kv_cache, layers
+from specdec_jax.models.tree import Tree
+
+# Queries, keys and values of a call, each [B, S, H, D], to [B, S, H * D] and
+# what the layer has kept.
+Own = Callable[
+  [jax.Array, jax.Array, jax.Array], tuple[jax.Array, kv_cache.Kept]
+]
+Cross = Callable[[jax.Array], jax.Array]  # [B, S, H, D] -> [B, S, H * D]
+
+
+def in_turn(
+  remember: Callable[..., kv_cache.Kept], read: Callable[..., jax.Array]
+) -> Own:
+  """Self-attention that first keeps keys and values, and then reads all.
+
+  Args:
+    remember: maps this call's keys and values, each [B, S, H, D], to those
+      that are attended to.
+    read: attention over these, (queries, kept) -> [B, S, H * D].
+  """
+
+  def own(queries, keys, values):
+    kept = remember(keys, values)
+    return read(queries, kept), kept
+
+  return own
+
+
+def across(keys: jax.Array, values: jax.Array, bias: jax.Array) -> Cross:
+  """Attention to an encoder's output: [B, H, D, E] both, and [B, 1, 1, E]."""
+  return functools.partial(
+    layers.attend, keys=keys, values=values, bias=bias
+  )
+
+
+def steps(
+  cache: kv_cache.KVCache,
+  num_queries: int,
+  tree: Tree | None = None,
+  write: kv_cache.Write = kv_cache.write,
+) -> Iterator[tuple[Own, Cross]]:
+  """Both attentions of each layer over a cache.
+
+  Where `backend.kernels` wants it, each is one kernel (`attention_kernel`).
+
+  Args:
+    cache: the cache before this call's tokens.
+    num_queries: S, tokens per row in this call.
+    tree: how these hang together; None is one after another.
+    write: of a cache whose keys and values are apart.
+  """
+  reads = kv_cache.bucketed_reads(cache, num_queries, tree)
+  for i, read in enumerate(reads):
+    own = in_turn(cache.remember(i, write), read)
+    kv = cache.cross_keys[i], cache.cross_values[i], cache.cross_bias
+    cross = across(*kv)
+    if cache.joined and backend.wants_kernels():
+      own = _own_kernel(cache, i, tree, own)
+      cross = _cross_kernel(kv, cross)
+    yield own, cross
+
+
+def _own_kernel(cache, layer, tree, plain) -> Own:
+  # Imported only where it is used: it takes a second.
+  from specdec_jax.models import attention_kernel  # noqa: PLC0415
+
+  joined, biases = cache.joined[layer], cache.position_bias
+  bias = biases[layer % len(biases)]
+
+  def own(queries, keys, values):
+    refusal = 'the tokens are a tree' if tree is not None else ''
+    refusal = refusal or attention_kernel.refusal(queries, joined[0], False)
+    if not backend.takes_kernel('self-attention', refusal):
+      return plain(queries, keys, values)
+    args = joined, bias, cache.length
+    mixed, kept = attention_kernel.step(queries, keys, values, *args)
+    return mixed, (kept,)
+
+  return own
+
+
+def _cross_kernel(kv, plain) -> Cross:
+  from specdec_jax.models import attention_kernel  # noqa: PLC0415
+
+  def cross(queries):
+    refusal = attention_kernel.refusal(queries, kv[0], True)
+    if not backend.takes_kernel('cross-attention', refusal):
+      return plain(queries)
+    return attention_kernel.cross(queries, *kv)
+
+  return cross
