@@ -59,6 +59,9 @@ class Ways(NamedTuple):
       one does.
     drafts_beams: an engine with a drafter speculates on a beam search unless it
       is told not to. On a CPU a call over a tree costs more than it saves.
+    doubles_norm: the norm of one row is computed as that of two. XLA then makes
+      one kernel of norm, product and gate; of one row, whose sum is a scalar,
+      it makes four.
   """
 
   doubles_query: bool = False
@@ -76,6 +79,7 @@ class Ways(NamedTuple):
   holds_queries: bool = False
   narrows_calls: bool = False
   drafts_beams: bool = True
+  doubles_norm: bool = False
 
 
 _WAYS = {
@@ -94,6 +98,7 @@ _WAYS = {
     orders_layers=True,
     prefers_out_in=True,
     flattens_cache=True,
+    doubles_norm=True,
   ),
   # Eight rows are a tile of a TPU: they cost what one does.
   'tpu': Ways(writes_by_row=True, least_rows=8, holds_queries=True),

@@ -1,7 +1,7 @@
 """What a decoder layer attends with: plain code, or a kernel of our own."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -34,11 +34,9 @@ def in_turn(
   return own
 
 
-def across(keys: jax.Array, values: jax.Array, bias: jax.Array) -> Cross:
-  """Attention to an encoder's output: [B, H, D, E] both, and [B, 1, 1, E]."""
-  return functools.partial(
-    layers.attend, keys=keys, values=values, bias=bias
-  )
+def across(kept: Sequence[Any]) -> Cross:
+  """Attention to an encoder's output: [B, H, D, E] twice, and its bias."""
+  return lambda queries: layers.attend(queries, *kept)
 
 
 def steps(
@@ -61,7 +59,7 @@ def steps(
   for i, read in enumerate(reads):
     own = in_turn(cache.remember(i, write), read)
     kv = cache.cross_keys[i], cache.cross_values[i], cache.cross_bias
-    cross = across(*kv)
+    cross = across(kv)
     if cache.joined and backend.wants_kernels():
       own = _own_kernel(cache, i, tree, own)
       cross = _cross_kernel(kv, cross)

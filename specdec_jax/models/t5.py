@@ -273,12 +273,12 @@ class Decoder(nn.Module):
     relative = position[None, :] - position[:, None]
     biases = _biases(self, relative, causal=True)
     x = self.dropout(x, deterministic=deterministic)
-    cross = zip(*self.cross_kv(encoded), strict=True)
-    for layer, bias, kv in zip(self.layers, biases, cross, strict=True):
+    cross = self.cross_kv(encoded)
+    for layer, bias, *kv in zip(self.layers, biases, *cross, strict=True):
       own = decoder_attention.in_turn(
         kv_cache.without_cache, kv_cache.reader(bias[None])
       )
-      read = decoder_attention.across(*kv, cross_bias)
+      read = decoder_attention.across((*kv, cross_bias))
       x, _ = layer(x, own, read, deterministic)
     return self._last(x, deterministic)
 
