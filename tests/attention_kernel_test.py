@@ -12,6 +12,7 @@ import pytest
 import backend_test
 from backend_test import NETWORKS
 from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
+from specdec_jax.measure import environment
 from specdec_jax.models import attention_kernel, backend, kv_cache, layers
 from specdec_jax.models.base import param_shapes
 from toy_requests import quick_jit
@@ -205,8 +206,15 @@ def test_what_a_kernel_does_not_take_is_said_once_or_an_error():
     backend.kernels('yes')
 
 
-def test_kernels_are_off_unless_they_are_asked_for():
+def test_kernels_are_off_unless_they_are_asked_for(monkeypatch):
+  assert backend.kernel_setting() == 'off'
+  assert 'kernels' not in environment.describe()
+  monkeypatch.setenv('SPECDEC_KERNELS', 'on')
+  assert backend.kernel_setting() == environment.describe()['kernels'] == 'on'
   assert 'pallas_call' not in traced('off')
+  monkeypatch.setenv('SPECDEC_KERNELS', 'yes')
+  with pytest.raises(ValueError, match="SPECDEC_KERNELS .* is 'yes', expected"):
+    backend.kernel_setting()
   assert traced('on').count('pallas_call[') == 4  # two layers
   # On a CPU caches are of another form.
   assert 'pallas_call' not in traced('forced', kind='cpu')

@@ -116,7 +116,7 @@ def _call(kernel: Callable, args, results, aliases=None, updated=0):
     grid=(args[0].shape[0], args[0].shape[-2]),
     out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
     input_output_aliases=aliases or {},
-    interpret=backend.interprets_kernels(),
+    interpret=backend.kernel_setting() == 'interpreted',
     compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=2),
     # For `measure.compiled`, which else would count the whole cache.
     metadata={'updated_bytes': json.dumps(updated)} if updated else None,

@@ -10,6 +10,7 @@ of matrices, and chooses layouts of its own.
 import contextlib
 import functools
 import importlib.util
+import os
 import warnings
 from typing import NamedTuple
 
@@ -20,11 +21,12 @@ from specdec_jax.checks.names import check_choice
 # Where one of these differs, JAX traces again.
 _described = jax.make_user_context('')
 _split = jax.make_user_context(False)
-_kernels = jax.make_user_context('off')
+_kernels = jax.make_user_context('')
 
 # Hand-written kernels (Pallas): none; where they can be had; or an error where
 # they cannot. 'interpreted' is 'forced' on any device, slowly, for tests.
 KERNELS = ('off', 'on', 'forced', 'interpreted')
+_KERNELS = 'SPECDEC_KERNELS'  # in the environment: one of these
 
 
 class Ways(NamedTuple):
@@ -124,7 +126,8 @@ def ways() -> Ways:
 def kernels(setting: str) -> contextlib.AbstractContextManager[object]:
   """Traces with hand-written kernels, or without: one of `KERNELS`.
 
-  Off unless it is said: no GPU has measured them yet.
+  Outside of such a context the environment's SPECDEC_KERNELS says it; else they
+  are off: no GPU has measured them yet.
 
   Raises:
     ValueError: it is none of these.
@@ -133,14 +136,17 @@ def kernels(setting: str) -> contextlib.AbstractContextManager[object]:
   return _kernels(setting)
 
 
-def wants_kernels() -> bool:
-  """Whether hand-written kernels are asked for at all."""
-  return bool(_kernels.value != 'off')
+def kernel_setting() -> str:
+  """Which of `KERNELS` holds for what is traced now.
 
-
-def interprets_kernels() -> bool:
-  """Whether kernels are computed by XLA, operation after operation."""
-  return bool(_kernels.value == 'interpreted')
+  Raises:
+    ValueError: the environment says none of these.
+  """
+  if _kernels.value:
+    return str(_kernels.value)
+  setting = os.environ.get(_KERNELS) or 'off'
+  check_choice(f'{_KERNELS} of the environment', setting, KERNELS)
+  return setting
 
 
 def takes_kernel(name: str, refusal: str = '') -> bool:
@@ -155,13 +161,13 @@ def takes_kernel(name: str, refusal: str = '') -> bool:
   Raises:
     ValueError: the kernel is forced and cannot be had.
   """
-  if not wants_kernels():
+  if kernel_setting() == 'off':
     return False
   reason = refusal or _lacks()
   if not reason:
     return True
   message = f'The kernel of {name} cannot be had: {reason}.'
-  if _kernels.value != 'on':
+  if kernel_setting() != 'on':
     raise ValueError(
       f"{message} Set kernels to 'on', which does without it here, or 'off'."
     )
@@ -175,7 +181,7 @@ def _lacks() -> str:
     return 'rows and heads may be split over several devices'
   if importlib.util.find_spec('jax.experimental.pallas.triton') is None:
     return f'jax {jax.__version__} has no Pallas for GPUs'
-  if kind() != 'gpu' and not interprets_kernels():
+  if kind() != 'gpu' and kernel_setting() != 'interpreted':
     return f'it is written for GPUs, and this is a {kind().upper()}'
   return ''
 

@@ -60,7 +60,7 @@ def steps(
     own = in_turn(cache.remember(i, write), read)
     kv = cache.cross_keys[i], cache.cross_values[i], cache.cross_bias
     cross = across(kv)
-    if cache.joined and backend.wants_kernels():
+    if cache.joined and backend.kernel_setting() != 'off':
       own = _own_kernel(cache, i, tree, own)
       cross = _cross_kernel(kv, cross)
     yield own, cross
