@@ -33,26 +33,25 @@ _WARPS = 4
 _Running = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def refusal(queries: jax.Array, keys: jax.Array, slots_last: bool) -> str:
+def refusal(queries: jax.Array, kept: int, slots: int) -> str:
   """Why attention is not computed here; '' if it can be.
 
   Args:
     queries: [B, S, H, D].
-    keys: [B, K, D, T], or [B, K, T, D].
-    slots_last: which of both.
+    kept: heads of keys and values.
+    slots: T or E.
   """
   num_queries, heads, size = queries.shape[1:]
-  slots = keys.shape[3 if slots_last else 2]
   if num_queries > MOST_QUERIES:
     return f'{num_queries} queries are more than {MOST_QUERIES}'
-  if keys.shape[1] != heads:
-    return f'{heads} heads share the keys of {keys.shape[1]}'
+  if kept != heads:
+    return f'{heads} heads share the keys of {kept}'
   if size < _LEAST or size & (size - 1):
     return f'heads of {size} numbers: it must be a power of two from {_LEAST}'
   if slots < _LEAST:
     return f'{slots} slots are less than {_LEAST}'
-  if str(queries.dtype) not in _BLOCK or queries.dtype != keys.dtype:
-    return f'queries are {queries.dtype} and keys {keys.dtype}'
+  if str(queries.dtype) not in _BLOCK:
+    return f'it computes in {" or ".join(_BLOCK)}, not {queries.dtype}'
   return ''
 
 

@@ -163,7 +163,7 @@ def takes_kernel(name: str, refusal: str = '') -> bool:
   """
   if kernel_setting() == 'off':
     return False
-  reason = refusal or _lacks()
+  reason = _lacks() or refusal
   if not reason:
     return True
   message = f'The kernel of {name} cannot be had: {reason}.'

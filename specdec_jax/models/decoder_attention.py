@@ -1,6 +1,6 @@
 """What a decoder layer attends with: plain code, or a kernel of our own."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,59 +39,78 @@ def across(kept: Sequence[Any]) -> Cross:
   return lambda queries: layers.attend(queries, *kept)
 
 
-def steps(
+def own_steps(
   cache: kv_cache.KVCache,
   num_queries: int,
   tree: Tree | None = None,
   write: kv_cache.Write = kv_cache.write,
-) -> Iterator[tuple[Own, Cross]]:
-  """Both attentions of each layer over a cache.
+) -> list[Own]:
+  """Self-attention of each layer over a cache.
 
-  Where `backend.kernels` wants it, each is one kernel (`attention_kernel`).
+  Where `backend.kernels` wants it, it is one kernel (`attention_kernel`).
 
   Args:
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
     tree: how these hang together; None is one after another.
-    write: of a cache whose keys and values are apart.
+    write: of a cache whose keys and values are apart. What is not written as
+      here is no business of a kernel.
   """
   reads = kv_cache.bucketed_reads(cache, num_queries, tree)
-  for i, read in enumerate(reads):
-    own = in_turn(cache.remember(i, write), read)
-    kv = cache.cross_keys[i], cache.cross_values[i], cache.cross_bias
-    cross = across(kv)
-    if cache.joined and backend.kernel_setting() != 'off':
-      own = _own_kernel(cache, i, tree, own)
-      cross = _cross_kernel(kv, cross)
-    yield own, cross
+  plain = [
+    in_turn(cache.remember(i, write), read) for i, read in enumerate(reads)
+  ]
+  if backend.kernel_setting() == 'off' or write is not kv_cache.write:
+    return plain
+  return [
+    _own_kernel(cache, i, tree, instead) for i, instead in enumerate(plain)
+  ]
+
+
+def cross_steps(
+  cache: kv_cache.KVCache, write: kv_cache.Write = kv_cache.write
+) -> list[Cross]:
+  """Cross-attention of each layer; likewise."""
+  kept = [
+    (keys, values, cache.cross_bias)
+    for keys, values in zip(cache.cross_keys, cache.cross_values, strict=True)
+  ]
+  if backend.kernel_setting() == 'off' or write is not kv_cache.write:
+    return [across(one) for one in kept]
+  return [_cross_kernel(one, across(one)) for one in kept]
 
 
 def _own_kernel(cache, layer, tree, plain) -> Own:
   # Imported only where it is used: it takes a second.
   from specdec_jax.models import attention_kernel  # noqa: PLC0415
 
-  joined, biases = cache.joined[layer], cache.position_bias
+  biases = cache.position_bias
   bias = biases[layer % len(biases)]
 
   def own(queries, keys, values):
     refusal = 'the tokens are a tree' if tree is not None else ''
-    refusal = refusal or attention_kernel.refusal(queries, joined[0], False)
+    if not cache.joined:
+      refusal = 'keys and values are in arrays of their own'
+    refusal = refusal or attention_kernel.refusal(
+      queries, keys.shape[2], cache.num_slots
+    )
     if not backend.takes_kernel('self-attention', refusal):
       return plain(queries, keys, values)
-    args = joined, bias, cache.length
+    args = cache.joined[layer], bias, cache.length
     mixed, kept = attention_kernel.step(queries, keys, values, *args)
     return mixed, (kept,)
 
   return own
 
 
-def _cross_kernel(kv, plain) -> Cross:
+def _cross_kernel(kept, plain) -> Cross:
   from specdec_jax.models import attention_kernel  # noqa: PLC0415
 
   def cross(queries):
-    refusal = attention_kernel.refusal(queries, kv[0], True)
+    heads, slots = kept[0].shape[1], kept[0].shape[3]
+    refusal = attention_kernel.refusal(queries, heads, slots)
     if not backend.takes_kernel('cross-attention', refusal):
       return plain(queries)
-    return attention_kernel.cross(queries, *kv)
+    return attention_kernel.cross(queries, *kept)
 
   return cross

@@ -285,9 +285,10 @@ class Decoder(nn.Module):
   def extend(self, x, cache, write=kv_cache.write, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
-    steps = decoder_attention.steps(cache, num_queries, tree, write)
+    owns = decoder_attention.own_steps(cache, num_queries, tree, write)
+    crosses = decoder_attention.cross_steps(cache, write)
     kept = []
-    for layer, (own, cross) in zip(self.layers, steps, strict=True):
+    for layer, own, cross in zip(self.layers, owns, crosses, strict=True):
       x, memory = layer(x, own, cross, True)
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
