@@ -147,10 +147,16 @@ def _step(fresh, position_bias, length, joined, mixed, written, *, block):
 
   def older(number, running):
     first, slot, is_new = _place(number, block, slots)
+    is_used = is_new & (slot < start)
+    here = row, head, pl.ds(first, block), slice(None)
     keys, values = (
-      joined[i, row, head, pl.ds(first, block), :] for i in range(2)
+      # Interpreted, such a load takes no number that is known when traced.
+      triton.load(
+        joined.at[jnp.full((), i), *here], mask=is_used[:, None], other=0
+      )
+      for i in range(2)
     )
-    scores = scores_of(keys, slot, is_new & (slot < start))
+    scores = scores_of(keys, slot, is_used)
     return _more(running, scores, values, trans_b=False)
 
   running = lax.fori_loop(0, pl.cdiv(start, block), older, running)
