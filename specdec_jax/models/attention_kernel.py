@@ -1,14 +1,13 @@
 """A decoder's attention of a few queries in one kernel, for GPUs (Pallas).
 
-XLA makes four or five kernels of a step of self-attention, and two or three of
-cross-attention. Here each is one: a program for each row and head, which holds
-its queries as a tile, walks over the slots in blocks and keeps a running
-softmax (Milakov and Gimelshein, 2018). Self-attention also writes the new keys
-and values into the cache, and reads no slot that holds no token.
+Of several queries XLA makes five kernels of self-attention and three of
+cross-attention; of one query two, and one. Here each is one: a program for each
+row and head, which holds its queries as a tile of 16 rows, the least of a tensor
+core, walks over the slots in blocks and keeps a running softmax (Milakov and
+Gimelshein, 2018). Self-attention also writes the new keys and values into the
+cache, and reads no slot that holds no token.
 
-`layers.attend` says what is computed; `refusal` which shapes are taken. All
-numbers of queries use one tile of 16 rows, the least of a tensor core: a token
-has the same sums whether it is read alone or with others.
+`layers.attend` says what is computed; `refusal` which shapes are taken.
 """
 
 import functools
