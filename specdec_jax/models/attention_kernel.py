@@ -2,10 +2,10 @@
 
 Of several queries XLA makes five kernels of self-attention and three of
 cross-attention; of one query two, and one. Here each is one: a program for each
-row and head, which holds its queries as a tile of 16 rows, the least of a tensor
-core, walks over the slots in blocks and keeps a running softmax (Milakov and
-Gimelshein, 2018). Self-attention also writes the new keys and values into the
-cache, and reads no slot that holds no token.
+row and head, which holds its queries as a tile of 16 rows, the least of a
+tensor core, walks over the slots in blocks and keeps a running softmax (Milakov
+and Gimelshein, 2018). Self-attention also writes the new keys and values into
+the cache, and reads no slot that holds no token.
 
 `layers.attend` says what is computed; `refusal` which shapes are taken.
 """
