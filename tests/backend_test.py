@@ -26,6 +26,7 @@ from specdec_jax.models import (
   causal_lm,
   gpt,
   kv_cache,
+  layers,
   t5,
   t5gemma,
 )
@@ -111,6 +112,22 @@ def test_logits_are_the_same(name, batch):
     't5gemma': 3,
     't5gemma2': 3,
   }.get(name, 2)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_norm_of_one_row_is_the_same(dtype):
+  """It is computed as that of two rows: to the bit, and as another program."""
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(1, 1, 48)) * 100, dtype)
+  norm = layers.RMSNorm(dtype)
+  params = {'params': {'scale': jnp.asarray(rng.normal(size=48), 'float32')}}
+  made, texts = {}, {}
+  for kind in ('cpu', 'gpu'):
+    with backend.compiled_for(kind):
+      made[kind] = jax.jit(norm.apply)(params, x)
+      texts[kind] = jax.jit(norm.apply).lower(params, x).as_text()
+  np.testing.assert_array_equal(made['gpu'], made['cpu'])
+  assert 'tensor<2x48x' in texts['gpu'] and '2x48x' not in texts['cpu']
 
 
 def test_t5x_style_is_the_same_for_a_drafter_that_reads_features():

@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 
+from specdec_jax.models import backend
+
 
 def describe() -> dict[str, Any]:
   """Returns device, cores, versions and load, to be kept with a measurement."""
   device = jax.devices()[0]
+  kernels = backend.kernel_setting()
   return {
     'device': device.device_kind if device.platform != 'cpu' else _cpu_name(),
     'platform': device.platform,
@@ -21,6 +24,8 @@ def describe() -> dict[str, Any]:
     'jax': jax.__version__,
     'python': platform.python_version(),
     'load_average': _load_average(),
+    # Hand-written ones, where they are asked for.
+    **({} if kernels == 'off' else {'kernels': kernels}),
   }
 
 

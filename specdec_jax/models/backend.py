@@ -9,13 +9,24 @@ of matrices, and chooses layouts of its own.
 
 import contextlib
 import functools
+import importlib.util
+import os
+import warnings
 from typing import NamedTuple
 
 import jax
 
+from specdec_jax.checks.names import check_choice
+
 # Where one of these differs, JAX traces again.
 _described = jax.make_user_context('')
 _split = jax.make_user_context(False)
+_kernels = jax.make_user_context('')
+
+# Hand-written kernels (Pallas): none; where they can be had; or an error where
+# they cannot. 'interpreted' is 'forced' on any device, slowly, for tests.
+KERNELS = ('off', 'on', 'forced', 'interpreted')
+_KERNELS = 'SPECDEC_KERNELS'  # in the environment: one of these
 
 
 class Ways(NamedTuple):
@@ -50,6 +61,9 @@ class Ways(NamedTuple):
       one does.
     drafts_beams: an engine with a drafter speculates on a beam search unless it
       is told not to. On a CPU a call over a tree costs more than it saves.
+    doubles_norm: the norm of one row is computed as that of two. XLA then makes
+      one kernel of norm, product and gate; of one row, whose sum is a scalar,
+      it makes four.
   """
 
   doubles_query: bool = False
@@ -67,6 +81,7 @@ class Ways(NamedTuple):
   holds_queries: bool = False
   narrows_calls: bool = False
   drafts_beams: bool = True
+  doubles_norm: bool = False
 
 
 _WAYS = {
@@ -85,6 +100,7 @@ _WAYS = {
     orders_layers=True,
     prefers_out_in=True,
     flattens_cache=True,
+    doubles_norm=True,
   ),
   # Eight rows are a tile of a TPU: they cost what one does.
   'tpu': Ways(writes_by_row=True, least_rows=8, holds_queries=True),
@@ -105,6 +121,74 @@ def ways() -> Ways:
   return found._replace(
     flattens_cache=False, writes_by_row=False, branches_write=False
   )
+
+
+def kernels(setting: str) -> contextlib.AbstractContextManager[object]:
+  """Traces with hand-written kernels, or without: one of `KERNELS`.
+
+  Outside of such a context the environment's SPECDEC_KERNELS says it; else they
+  are off: no GPU has measured them yet.
+
+  Raises:
+    ValueError: it is none of these.
+  """
+  check_choice('The setting of hand-written kernels', setting, KERNELS)
+  return _kernels(setting)
+
+
+def kernel_setting() -> str:
+  """Which of `KERNELS` holds for what is traced now.
+
+  Raises:
+    ValueError: the environment says none of these.
+  """
+  if _kernels.value:
+    return str(_kernels.value)
+  setting = os.environ.get(_KERNELS) or 'off'
+  check_choice(f'{_KERNELS} of the environment', setting, KERNELS)
+  return setting
+
+
+def takes_kernel(name: str, refusal: str = '') -> bool:
+  """Whether a hand-written kernel is used for what is traced now.
+
+  If it could be had only elsewhere or for other shapes, this is said once.
+
+  Args:
+    name: of the kernel, for messages.
+    refusal: why it does not take these shapes; '' if it does.
+
+  Raises:
+    ValueError: the kernel is forced and cannot be had.
+  """
+  if kernel_setting() == 'off':
+    return False
+  reason = _lacks() or refusal
+  if not reason:
+    return True
+  message = f'The kernel of {name} cannot be had: {reason}.'
+  if kernel_setting() != 'on':
+    raise ValueError(
+      f"{message} Set kernels to 'on', which does without it here, or 'off'."
+    )
+  _say_once(message + ' XLA computes this instead.')
+  return False
+
+
+def _lacks() -> str:
+  """Why kernels cannot be had for this device; '' if they can."""
+  if _split.value:
+    return 'rows and heads may be split over several devices'
+  if importlib.util.find_spec('jax.experimental.pallas.triton') is None:
+    return f'jax {jax.__version__} has no Pallas for GPUs'
+  if kind() != 'gpu' and kernel_setting() != 'interpreted':
+    return f'it is written for GPUs, and this is a {kind().upper()}'
+  return ''
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+  warnings.warn(message, stacklevel=2)
 
 
 def compiler_options() -> dict[str, str | bool]:

@@ -19,7 +19,7 @@ import numpy as np
 from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import kv_cache, layers
+from specdec_jax.models import decoder_attention, kv_cache, layers
 from specdec_jax.models.base import Params
 from specdec_jax.models.linen_model import DecoderOnly
 
@@ -107,14 +107,12 @@ class Layer(nn.Module):
     )
     self.dropout = layers.dropout(config.dropout_rate)
 
-  def __call__(self, x, remember, read, deterministic):
+  def __call__(self, x, own, deterministic):
     """Maps [B, S, M] to [B, S, M], and says what was attended to.
 
     Args:
       x: [B, S, M].
-      remember: maps this call's keys and values, each [B, S, H, D], to those
-        that are attended to, `kv_cache.Kept`.
-      read: attention over these, (queries, kept) -> [B, S, H * D].
+      own: self-attention, a `decoder_attention.Own`.
       deterministic: whether dropout is off.
 
     Returns:
@@ -122,9 +120,8 @@ class Layer(nn.Module):
     """
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
-    queries, keys, values = attention.project_qkv(normed)
-    kept = remember(keys, values)
-    mixed = attention.out(read(queries, kept))
+    mixed, kept = own(*attention.project_qkv(normed))
+    mixed = attention.out(mixed)
     x = x + self.dropout(mixed, deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
     x = x + self.dropout(hidden, deterministic=deterministic)
@@ -163,16 +160,13 @@ class Decoder(nn.Module):
     """Teacher-forced features [B, S, M]: what the output layer reads."""
     position = np.arange(tokens.shape[1])
     bias = self._score_bias(position[None, :] - position[:, None])
-    read = kv_cache.reader(bias[None])
+    own = decoder_attention.in_turn(
+      kv_cache.without_cache, kv_cache.reader(bias[None])
+    )
     x = self._embed(tokens, position)
     x = self.dropout(x, deterministic=deterministic)
     for layer in self.layers:
-      x, _ = layer(
-        x,
-        kv_cache.without_cache,
-        read,
-        deterministic,
-      )
+      x, _ = layer(x, own, deterministic)
     return self._last(x, deterministic)
 
   def empty_cache(self, batch: int, num_slots: int) -> kv_cache.KVCache:
@@ -197,13 +191,12 @@ class Decoder(nn.Module):
       tree: how they hang together; None is one after another.
     """
     num_queries = tokens.shape[1]
-    reads = kv_cache.bucketed_reads(cache, num_queries, tree)
+    steps = decoder_attention.own_steps(cache, num_queries, tree)
     positions = kv_cache.positions(cache, num_queries, tree)
     x = self._embed(tokens, positions)
     kept = []
-    for i, layer in enumerate(self.layers):
-      remember = cache.remember(i, kv_cache.write)
-      x, memory = layer(x, remember, reads[i], True)
+    for layer, own in zip(self.layers, steps, strict=True):
+      x, memory = layer(x, own, True)
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
     features = self._last(x, True)

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax import lax
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import backend, kv_cache, layers
+from specdec_jax.models import backend, decoder_attention, kv_cache, layers
 from specdec_jax.models.linen_model import EncodesInputs
 
 
@@ -199,26 +199,22 @@ class DecoderLayer(nn.Module):
     self.mlp = _mlp(self.config)
     self.dropout = layers.dropout(self.config.dropout_rate)
 
-  def __call__(self, x, remember, read, cross, deterministic):
+  def __call__(self, x, own, cross, deterministic):
     """Maps [B, S, M] to [B, S, M], and says what was attended to.
 
     Args:
       x: [B, S, M].
-      remember: maps this call's keys and values, each [B, S, H, D], to those
-        that are attended to, `kv_cache.Kept`.
-      read: attention over these, (queries, kept) -> [B, S, H * D].
-      cross: keys and values [B, H, D, E] and their bias.
+      own: self-attention, a `decoder_attention.Own`.
+      cross: attention to the encoder's output, a `decoder_attention.Cross`.
       deterministic: whether dropout is off.
     """
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
-    queries, keys, values = attention.project_qkv(normed)
-    kept = remember(keys, values)
-    mixed = read(queries, kept)
+    mixed, kept = own(*attention.project_qkv(normed))
     x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
     normed = self.pre_cross_attention_layer_norm(x)
     attention = self.encoder_decoder_attention
-    mixed = layers.attend(attention.project_query(normed), *cross)
+    mixed = cross(attention.project_query(normed))
     x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
     hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
     x = x + self.dropout(hidden, deterministic=deterministic)
@@ -277,27 +273,23 @@ class Decoder(nn.Module):
     relative = position[None, :] - position[:, None]
     biases = _biases(self, relative, causal=True)
     x = self.dropout(x, deterministic=deterministic)
-    cross = zip(*self.cross_kv(encoded), strict=True)
-    for layer, bias, kv in zip(self.layers, biases, cross, strict=True):
-      read = kv_cache.reader(bias[None])
-      x, _ = layer(
-        x,
-        kv_cache.without_cache,
-        read,
-        (*kv, cross_bias),
-        deterministic,
+    cross = self.cross_kv(encoded)
+    for layer, bias, *kv in zip(self.layers, biases, *cross, strict=True):
+      own = decoder_attention.in_turn(
+        kv_cache.without_cache, kv_cache.reader(bias[None])
       )
+      read = decoder_attention.across((*kv, cross_bias))
+      x, _ = layer(x, own, read, deterministic)
     return self._last(x, deterministic)
 
   def extend(self, x, cache, write=kv_cache.write, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
-    reads = kv_cache.bucketed_reads(cache, num_queries, tree)
+    owns = decoder_attention.own_steps(cache, num_queries, tree, write)
+    crosses = decoder_attention.cross_steps(cache, write)
     kept = []
-    for i, layer in enumerate(self.layers):
-      cross = (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias)
-      remember = cache.remember(i, write)
-      x, memory = layer(x, remember, reads[i], cross, True)
+    for layer, own, cross in zip(self.layers, owns, crosses, strict=True):
+      x, memory = layer(x, own, cross, True)
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
     return self._last(x, True), cache

@@ -20,6 +20,8 @@ _NOTHING = frozenset(
 _CARRIERS = frozenset(['parameter', 'get-tuple-element'])
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}  # op -> the operand of it
 _LAYER = re.compile(r'op_name="[^"]*layers_(\d+)')
+# What a hand-written kernel says of an array that it changes where it is.
+_UPDATED = re.compile(r'updated_bytes\\22: \\22(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -137,6 +139,8 @@ class _Walk:
 
   def _written(self, one: Operation, around) -> dict[str, Any]:
     made: dict[str, int] = collections.Counter()
+    if one.op == 'custom-call' and (said := _UPDATED.search(one.text)):
+      made['updated'] += int(said[1])
     for part, source, operations in self._results(one, around):
       if source is not None and source.op in _UPDATES:
         operand = operations.get(source.operands[_UPDATES[source.op]])

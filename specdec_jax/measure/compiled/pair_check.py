@@ -20,6 +20,7 @@ import rich.console
 from specdec_jax import analysis
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import GIB
+from specdec_jax.checks.names import check_choice
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
@@ -57,9 +58,10 @@ class PairCheckConfig:
     conditional_us: microseconds per conditional, which waits for the host.
     t5x_kernels: kernels of T5X's own greedy loop per token of the target; 0
       compares with nothing.
+    kernels: hand-written kernels, 'off', 'on' or 'forced', see `backend`.
 
   Raises:
-    ValueError: a number is too small, or the device is not known.
+    ValueError: a number is too small, or the device or `kernels` is not known.
   """
 
   target: LanguageModel
@@ -76,9 +78,12 @@ class PairCheckConfig:
   kernel_us: float = 2.5
   conditional_us: float = 10.0
   t5x_kernels: int = 595
+  kernels: str = 'off'
 
   def __post_init__(self):
     check_types(self)
+    known = ('off', 'on', 'forced')  # what is interpreted is no kernel
+    check_choice(f'{_kind(self)}.kernels', self.kernels, known)
     described = devices.find(self.device)
     own = {
       'usable_gib': described.usable_bytes / GIB,
@@ -131,7 +136,8 @@ def check(
   is_gpu = isinstance(devices.find(config.device), devices.Gpu)
   compiler = Compiler(device, counts_kernels=is_gpu)
   check_row = _check_on_gpu if is_gpu else _check_on_tpu
-  with backend.compiled_for('gpu' if is_gpu else 'tpu'):
+  kind = 'gpu' if is_gpu else 'tpu'
+  with backend.compiled_for(kind), backend.kernels(config.kernels):
     results = compile_rows(
       config,
       'gpu_check' if is_gpu else 'tpu_check',

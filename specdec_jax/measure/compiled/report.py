@@ -265,6 +265,8 @@ def markdown(results: Results) -> str:
     f' bandwidth taken as {settings["gb_per_s"]:.0f} GB/s.',
     f'- Batch {settings["batch"]}, {settings["param_dtype"]} parameters,'
     f' computation in {settings["target"]["config"]["dtype"]}.',
+    # Records from before they could be chosen are those without.
+    f'- Hand-written kernels: {settings.get("kernels", "off")}.',
     *(
       f'- {task}: {length} input tokens, up to'
       f' {settings["decode_lens"][task]} output tokens.'

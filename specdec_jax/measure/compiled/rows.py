@@ -12,6 +12,9 @@ from specdec_jax import files
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record, earlier
 
+# What settings were before they could be chosen.
+_BEFORE = {'kernels': 'off'}
+
 
 def compile_rows(
   config: Any,
@@ -51,7 +54,7 @@ def compile_rows(
 
   def had(found: Record) -> dict[str, Any]:
     done.update((name_of(row), row) for row in found['rows'])
-    return found['settings']
+    return _BEFORE | found['settings']
 
   what_to_do = 'Choose another output folder, or move that file away.'
   earlier(path, kind, settings, had, what_to_do)
