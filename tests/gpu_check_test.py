@@ -154,6 +154,14 @@ def test_a_program_is_read_for_kernels():
     ('add(%a, %b)', 'add(%a, %b)\n  %x = s32[] bitcast(%a)', 'kernels', 0),
     ('copy(%cache)', 'bitcast(%cache)', 'copied_bytes', -_CACHE),
     ('"n":"6"', '"n":"5"', 'rewritten_bytes', -_WEIGHT),
+    # A hand-written kernel says what it changes of an array.
+    (
+      'add(%a, %b)',
+      'add(%a, %b)\n  %y = f32[8]{0} custom-call(%a), backend_config='
+      '{m = "{\\22updated_bytes\\22: \\22123\\22}"}',
+      'updated_bytes',
+      6 * 123,
+    ),
     # Without its update the fusion writes a whole cache.
     ('dynamic-update-slice(', 'select(', 'copied_bytes', _CACHE),
   ],
