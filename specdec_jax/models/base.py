@@ -1,5 +1,6 @@
 """The `LanguageModel` contract, of targets and of models that draft."""
 
+import dataclasses
 import functools
 from typing import Any, Protocol, TypeVar
 
@@ -214,6 +215,40 @@ def ends_inputs(network: Any) -> bool:
   It does, as in T5, unless the network says otherwise.
   """
   return bool(getattr(network, 'ends_inputs', True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+  """What a network says of itself, of one that computes around it.
+
+  Attributes:
+    network: the `LanguageModel` within.
+  """
+
+  network: Any
+
+  @property
+  def has_encoder(self) -> bool:
+    return bool(self.network.has_encoder)
+
+  @property
+  def reads_encoder(self) -> bool:
+    return reads_encoder(self.network)
+
+  @property
+  def start_id(self) -> int:
+    return start_id(self.network)
+
+  @property
+  def pad_id(self) -> int:
+    return pad_id(self.network)
+
+  @property
+  def ends_inputs(self) -> bool:
+    return ends_inputs(self.network)
+
+  def init(self, key: jax.Array) -> Params:
+    return self.network.init(key)
 
 
 def param_shapes(network: LanguageModel) -> Params:

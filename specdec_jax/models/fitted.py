@@ -11,10 +11,9 @@ residual distribution.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from specdec_jax.models.base import Params, pad_id, reads_encoder, start_id
+from specdec_jax.models.base import Around
 
 
 def own_vocab_size(network: Any) -> int:
@@ -26,7 +25,7 @@ def own_vocab_size(network: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fitted:
+class Fitted(Around):
   """A `LanguageModel`, see `models.base`, whose logits are of other ids.
 
   Attributes:
@@ -35,31 +34,11 @@ class Fitted:
       others are masked with -inf.
   """
 
-  network: Any
   vocab_size: int
-
-  @property
-  def has_encoder(self) -> bool:
-    return self.network.has_encoder
-
-  @property
-  def reads_encoder(self) -> bool:
-    return reads_encoder(self.network)
-
-  @property
-  def start_id(self) -> int:
-    return start_id(self.network)
-
-  @property
-  def pad_id(self) -> int:
-    return pad_id(self.network)
 
   @property
   def config(self) -> Any:
     return getattr(self.network, 'config', None)
-
-  def init(self, key: jax.Array) -> Params:
-    return self.network.init(key)
 
   def prefill(self, params, inputs, max_length, longest=None, **encoded):
     inputs = self._known(inputs)

@@ -340,9 +340,9 @@ class MLP(nn.Module):
     return dense(self.features, name='wo')(hidden)
 
 
-def padding_bias(inputs: jax.Array) -> jax.Array:
+def padding_bias(inputs: jax.Array, pad_id: int = 0) -> jax.Array:
   """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
-  return jnp.where(inputs > 0, 0.0, MASKED)[:, None, None, :]
+  return jnp.where(inputs != pad_id, 0.0, MASKED)[:, None, None, :]
 
 
 def attend(

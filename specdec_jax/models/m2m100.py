@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import layers, t5
+from specdec_jax.models import kv_cache, layers, t5
 from specdec_jax.models.linen_model import EncodesInputs
 
 LAYER_NORM_EPSILON = 1e-5
@@ -189,8 +189,7 @@ class EncoderDecoder(t5.EncoderDecoder):
     self.decoder = Decoder(config)
 
   def _padding_bias(self, inputs):
-    is_token = inputs != self.config.pad_id
-    return jnp.where(is_token, 0.0, layers.MASKED)[:, None, None, :]
+    return layers.padding_bias(inputs, self.config.pad_id)
 
   def encode(self, inputs, deterministic=True):
     is_token = inputs != self.config.pad_id
@@ -206,10 +205,7 @@ class EncoderDecoder(t5.EncoderDecoder):
     return self.decoder(embedded, encoded, bias, deterministic)
 
   def extend_with_features(self, cache, tokens, tree=None):
-    if tree is None:
-      place = cache.length[:, None] + jnp.arange(tokens.shape[1])
-    else:
-      place = tree.positions
+    place = kv_cache.positions(cache, tokens.shape[1], tree)
     features, cache = self.decoder.extend(
       self._at(tokens, place), cache, tree=tree
     )

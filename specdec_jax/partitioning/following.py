@@ -7,13 +7,7 @@ import jax
 from jax import lax
 
 from specdec_jax.models import backend
-from specdec_jax.models.base import (
-  Params,
-  ends_inputs,
-  pad_id,
-  reads_encoder,
-  start_id,
-)
+from specdec_jax.models.base import Around
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.partitioning.axes import CACHE
 from specdec_jax.partitioning.partition import Partition, described
@@ -37,7 +31,7 @@ def follow(network: Any, partition: Partition | None) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Following:
+class Following(Around):
   """A `LanguageModel`, see `models.base`, that tells XLA where its arrays are.
 
   XLA would find most of these places by itself, but might choose others when
@@ -48,7 +42,6 @@ class Following:
   would be an exchange, and sums would round differently.
   """
 
-  network: Any
   partition: Partition
 
   @property
@@ -56,31 +49,8 @@ class Following:
     return self.network.vocab_size
 
   @property
-  def has_encoder(self) -> bool:
-    return self.network.has_encoder
-
-  @property
-  def reads_encoder(self) -> bool:
-    return reads_encoder(self.network)
-
-  @property
-  def start_id(self) -> int:
-    return start_id(self.network)
-
-  @property
-  def pad_id(self) -> int:
-    return pad_id(self.network)
-
-  @property
-  def ends_inputs(self) -> bool:
-    return ends_inputs(self.network)
-
-  @property
   def config(self) -> Any:
     return self.network.config
-
-  def init(self, key: jax.Array) -> Params:
-    return self.network.init(key)
 
   def logits(self, *args, **options):
     return self.network.logits(*args, **options)
