@@ -60,11 +60,13 @@ def test_numbers_that_are_not_finite(bad, made):
 
 def test_traced_for_shapes_alone():
   net = small_vocabulary.network(1)
-  shapes = jax.eval_shape(
-    lambda: place(net.init(jax.random.key(0)), Placement('int8'))
-  )
-  mlp = shapes['decoder']['layers_0']['mlp']
-  assert mlp['wo']['kernel'].dtype == jnp.int8
+  for kind, dtype in (('tpu', 'int8'), ('cpu', 'float32')):
+    with backend.compiled_for(kind):
+      shapes = jax.eval_shape(
+        lambda: place(net.init(jax.random.key(0)), Placement('int8'))
+      )
+    mlp = shapes['decoder']['layers_0']['mlp']
+    assert mlp['wo']['kernel'].dtype == dtype
 
 
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
@@ -103,19 +105,29 @@ def test_read_from_a_file_or_rounded_in_memory(layout, joins):
     assert leaf.dtype == ('int8' if is_kernel else 'float32'), name
 
 
+@pytest.mark.parametrize('kind', ['cpu', 'gpu'])
 @pytest.mark.parametrize('joins', [True, False])
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
-def test_rounded_after_it_was_laid_out(layout, joins):
+def test_rounded_after_it_was_laid_out(layout, joins, kind):
   found = small_vocabulary.weights(small_vocabulary.network(1), 0)
   params = jax.tree.map(jnp.asarray, found)
   floats, rounded = (
     Placement(dtype, kernel_layout=layout, join_projections=joins)
     for dtype in ('float32', 'int8')
   )
-  later = place(place(params, floats), rounded)
-  jax.tree.map(np.testing.assert_array_equal, later, place(params, rounded))
+  with backend.compiled_for(kind):
+    later = place(place(params, floats), rounded)
+    once = place(params, rounded)
+    again = place(later, rounded)
+  jax.tree.map(np.testing.assert_array_equal, later, once)
+  jax.tree.map(np.testing.assert_array_equal, later, again)
   kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(later)}
-  assert kinds == {'int8', 'float32'}
+  assert kinds == {'float32', 'float32' if kind == 'cpu' else 'int8'}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(later):
+    if 'kernel' in str(path[-1]) and 'scale' not in str(path[-1]):
+      numbers = np.asarray(leaf, np.float32)
+      np.testing.assert_array_equal(numbers, np.rint(numbers))
+      assert np.abs(numbers).max() == 127
 
 
 def test_bytes_of_a_published_size():
@@ -133,9 +145,10 @@ def test_bytes_of_a_published_size():
   )
 
   def kernels(dtype):
-    made = jax.eval_shape(
-      lambda: place(net.init(jax.random.key(0)), Placement(dtype))
-    )
+    with backend.compiled_for('gpu'):
+      made = jax.eval_shape(
+        lambda: place(net.init(jax.random.key(0)), Placement(dtype))
+      )
     flat = jax.tree_util.tree_flatten_with_path(made)[0]
     return sum(
       leaf.size * leaf.dtype.itemsize
@@ -167,10 +180,9 @@ def test_each_of_a_pair_for_itself(tokenizer):
       pair = model(0, target), model(1, draft)
       engine = Engine(*pair, **limits)
       for side, dtype in (('target', target), ('draft', draft)):
-        held = {
-          str(x.dtype) for x in jax.tree.leaves(engine.params._asdict()[side])
-        }
-        assert ('int8' in held) == (dtype == 'int8'), side
+        held = flatten_dict(engine.params._asdict()[side], sep='/')
+        has_factors = any(name.endswith(int8.SCALE) for name in held)
+        assert has_factors == (dtype == 'int8'), side
       found = [one.tokens for one in engine.generate(TEXTS)]
       plain = engine.generate(TEXTS, speculative=False)
       assert found == [one.tokens for one in plain]

@@ -14,6 +14,7 @@ from m2m100_test import SMALL as NLLB
 from small_vocabulary import network
 from specdec_jax import partitioning
 from specdec_jax.cli import gin_flags
+from specdec_jax.models import backend
 from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.m2m100 import M2M100
@@ -43,14 +44,13 @@ def test_in_out_is_t5xs():
   assert jax.tree.map(np.shape, placed) == jax.tree.map(np.shape, PARAMS)
 
 
-def test_auto_follows_the_device_and_the_size():
-  """A model that a CPU's caches hold stays as T5X stores it."""
-  on_cpu = jax.default_backend() == 'cpu'
-  small = {'dense': {'kernel': jax.ShapeDtypeStruct((4096, 4095), 'float32')}}
-  large = {'dense': {'kernel': jax.ShapeDtypeStruct((4096, 4097), 'float32')}}
-  assert not Placement().transposes(small)
-  assert Placement().transposes(large) == on_cpu
-  assert not Placement('bfloat16').transposes(large)  # half the bytes
+def test_auto_follows_the_device():
+  """Only one GPU wants another layout than T5X's."""
+  for kind, wants in (('cpu', False), ('gpu', True), ('tpu', False)):
+    with backend.compiled_for(kind):
+      assert Placement().transposes == wants
+      assert not Placement(model=2).transposes
+      assert Placement(kernel_layout='out_in', model=2).transposes
 
 
 PROJECTIONS = {

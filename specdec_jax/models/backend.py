@@ -37,6 +37,8 @@ class Ways(NamedTuple):
     has_buckets: attention reads a prefix of the cache, chosen by a conditional.
     turns_operands: products with [out, in] kernels have the kernel on the left,
       and a number of rows that is a power of two.
+    holds_floats: kernels of eight bits are held as float32. The compiler would
+      make these in each call, before its loop.
     sums_row: a product of one row with such a kernel is a sum over the kernel.
     joins_cache: a layer's keys and values are one array, slots before numbers.
     orders_layers: barriers keep XLA from joining work of several layers.
@@ -69,6 +71,7 @@ class Ways(NamedTuple):
   doubles_query: bool = False
   has_buckets: bool = False
   turns_operands: bool = False
+  holds_floats: bool = False
   sums_row: bool = False
   joins_cache: bool = False
   orders_layers: bool = False
@@ -89,6 +92,7 @@ _WAYS = {
     doubles_query=True,
     has_buckets=True,
     turns_operands=True,
+    holds_floats=True,
     samples_by_need=True,
     branches_write=True,
     narrows_calls=True,

@@ -76,6 +76,8 @@ def rounded(params: Mapping[str, Any], module: str = '') -> dict[str, Any]:
     else value
     for name, value in params.items()
   }
+  if SCALE in found:  # perhaps held as float32, see `backend.Ways`
+    return found
   for name in (KERNEL, _OUT_IN):
     kernel: Any = found.get(name)
     if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):

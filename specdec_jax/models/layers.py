@@ -51,12 +51,12 @@ def dense_out_in(
 ) -> jax.Array:
   """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
 
-  On a CPU, XLA packs the right operand of a small product at each call. Here
-  the right operand is the few activations, not the weights. The barriers keep
-  XLA from folding the transposes away and exchanging the operands again.
+  On a CPU, XLA packs a right operand of this layout at each call. Here the right
+  operand is the few activations, not the weights. The barriers keep XLA from
+  folding the transposes away and exchanging the operands again.
 
   Args:
-    kernel: [out, in].
+    kernel: [out, in], such as an embedding that is the output layer, too.
     x: [..., in].
     result_dtype: dtype of the result; None is x's.
     scale: float32[out], a factor of each output; None is none.

@@ -34,9 +34,6 @@ from specdec_jax.partitioning.axes import (
 )
 from specdec_jax.partitioning.partition import Partition
 
-# Last-level caches of today's CPUs hold 16 to 64 MiB of a model.
-_CACHED_BYTES = 64 << 20
-
 # Module -> name of its joined kernel, the kernels joined, in order, and their
 # axis. A joined kernel is not split: equal parts of query | key | value do not
 # contain whole heads, and each layer would exchange activations to put them
@@ -59,8 +56,7 @@ class Placement:
     dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
       'int8', which is that of kernels; the rest is then float32.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'auto'
-      for out_in on one GPU, or on one CPU whose caches cannot hold the model,
-      else in_out.
+      for out_in on one GPU, else in_out.
     join_projections: whether query, key and value of self-attention, and both
       input layers of a gated MLP, become one product each, unless it is split.
     data: devices that share the rows of a request; 0 is as many as `model`
@@ -101,16 +97,12 @@ class Placement:
     """The same with the whole model on each device, as for a drafter."""
     return dataclasses.replace(self, axes=REPLICATED)
 
-  def transposes(self, params: Params) -> bool:
-    """Returns whether the kernels of this model are stored [out, in]."""
+  @property
+  def transposes(self) -> bool:
+    """Whether kernels are stored [out, in]."""
     if self.kernel_layout != 'auto':
       return self.kernel_layout == 'out_in'
-    if not self.on_one_device:
-      return False
-    if backend.kind() != 'cpu':
-      return backend.ways().prefers_out_in
-    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    return sum(sizes) * jnp.dtype(self.dtype).itemsize > _CACHED_BYTES
+    return self.on_one_device and backend.ways().prefers_out_in
 
   def joins(self, axis: str) -> bool:
     """Returns whether kernels with this output axis are joined."""
@@ -276,7 +268,7 @@ def lay_out(params: Params, placement: Placement) -> Params:
   """`place` without moving anything to the devices of a mesh."""
   if placement.dtype == int8.INT8:
     params = int8.rounded(params)
-  return _lay_out(params, placement, placement.transposes(params), '')
+  return _lay_out(params, placement, placement.transposes, '')
 
 
 def _lay_out(
@@ -309,7 +301,8 @@ def _cast(value: Any, placement: Placement) -> Any:
   """The array in the placement's dtype; moved only if there is one device."""
   dtype = placement.dtype
   if dtype == int8.INT8:  # only kernels are, and these are already
-    dtype = value.dtype if value.dtype == jnp.int8 else 'float32'
+    is_held = value.dtype == jnp.int8 and not backend.ways().holds_floats
+    dtype = value.dtype if is_held else 'float32'
   if placement.on_one_device:
     return jnp.asarray(value, dtype)
   return value.astype(dtype)
