@@ -26,7 +26,7 @@ from specdec_jax.measure import (
   t5x_style,
   timing,
 )
-from specdec_jax.models import kv_cache
+from specdec_jax.models import backend, kv_cache
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
@@ -275,7 +275,9 @@ def test_random_parameters_are_made_in_their_dtype():
 def test_random_kernels_of_eight_bits():
   placement = partitioning.Placement('int8')
   pair = measured_pair.make_pair(NETWORK, None, None, None, placement, 0)
-  names = {leaf.dtype.name for leaf in jax.tree.leaves(pair.params)}
+  with backend.compiled_for('gpu'):
+    on_gpu = measured_pair.make_pair(NETWORK, None, None, None, placement, 0)
+  names = {leaf.dtype.name for leaf in jax.tree.leaves(on_gpu.params)}
   assert names == {'int8', 'float32'}
   tokens = jax.numpy.ones((1, 4), jax.numpy.int32)
   logits = jax.jit(NETWORK.logits)(pair.params.target, tokens, tokens)
