@@ -59,6 +59,12 @@ def test_measured_beside_predicted(engine, tmp_path):
   assert [one['predicted'] for one in record['points']] == [1.5, None]
   for one in record['points']:
     assert 0 < one['least'] <= one['speed_up'] <= one['most']
+    found = engine.generate(['the red dog', 'a cat sleeps'], gamma=one['gamma'])
+    tokens, calls = (
+      sum(getattr(each.stats, name) for each in found)
+      for name in ('num_tokens', 'num_target_calls')
+    )
+    assert one['tokens_per_call'] == tokens / calls
   assert '2 lines of' in record['title']
   assert matplotlib.image.imread(plot).shape[1] > 600
   # The same record gives the same picture.

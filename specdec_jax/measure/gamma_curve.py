@@ -70,8 +70,8 @@ def gamma_curve(
 
   Returns:
     The record: its table as `Table.to_json` has it, and `points`: for each
-    gamma its speed-up (median, least and most over the repetitions) and the
-    predicted one.
+    gamma its tokens per call of the target, its speed-up (median, least and
+    most over the repetitions) and the predicted one.
 
   Raises:
     ValueError: the prompts cannot be decoded, or the calibration is of another
@@ -87,16 +87,19 @@ def gamma_curve(
   )[: config.num_lines]
   gammas = [_PLAIN, *dict.fromkeys(config.gammas)]
   seconds: dict[int, list[float]] = {gamma: [] for gamma in gammas}
+  per_call: dict[int, float] = {}
   with bar(console, 'Compiling', len(gammas) * (config.repeats + 1)) as advance:
     for number in range(config.repeats + 1):
       for gamma in gammas:
-        took = _decode(engine, texts, gamma)
+        took, per_call[gamma] = _decode(engine, texts, gamma)
         if number:  # the first one compiled
           seconds[gamma].append(took)
         advance()
       advance.say('Measuring')
   factors = chosen.at(1).factors if chosen else ()
-  points = [_point(gamma, seconds, factors) for gamma in gammas[1:]]
+  points = [
+    _point(gamma, per_call[gamma], seconds, factors) for gamma in gammas[1:]
+  ]
   record = _record(config, points, len(texts))
   show(console, record, config.output_file)
   if config.plot_file:
@@ -104,16 +107,22 @@ def gamma_curve(
   return record
 
 
-def _decode(engine: Engine, texts: Sequence[str], gamma: int) -> float:
-  """Seconds that the texts take, one at a time."""
+def _decode(
+  engine: Engine, texts: Sequence[str], gamma: int
+) -> tuple[float, float]:
+  """Seconds that the texts take, one at a time, and tokens per call."""
+  tokens, calls = 0, 0
   begin = time.perf_counter()
   for text in texts:
-    engine.generate([text], gamma=gamma, speculative=gamma != _PLAIN)
-  return time.perf_counter() - begin
+    (one,) = engine.generate([text], gamma=gamma, speculative=gamma != _PLAIN)
+    tokens += one.stats.num_tokens
+    calls += one.stats.num_target_calls
+  return time.perf_counter() - begin, tokens / calls
 
 
 def _point(
   gamma: int,
+  per_call: float,
   seconds: Mapping[int, Sequence[float]],
   factors: Sequence[float],
 ) -> dict[str, Any]:
@@ -121,6 +130,7 @@ def _point(
   found = sorted(plain / one for plain, one in pairs)
   return {
     'gamma': gamma,
+    'tokens_per_call': per_call,
     'speed_up': statistics.median(found),
     'least': found[0],
     'most': found[-1],
@@ -133,6 +143,7 @@ def _record(
 ) -> Record:
   columns = (
     'gamma',
+    Column('tokens per call', '.2f'),
     Column('speed-up', '.2f'),
     'least to most',
     Column('predicted', '.2f'),
@@ -140,6 +151,7 @@ def _record(
   rows = [
     [
       one['gamma'],
+      one['tokens_per_call'],
       one['speed_up'],
       between(one['least'], one['most']),
       one['predicted'],
