@@ -51,9 +51,9 @@ def dense_out_in(
 ) -> jax.Array:
   """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
 
-  On a CPU, XLA packs a right operand of this layout at each call. Here the right
-  operand is the few activations, not the weights. The barriers keep XLA from
-  folding the transposes away and exchanging the operands again.
+  On a CPU, XLA packs a right operand of this layout at each call. Here that is
+  the few activations, not the weights. The barriers keep XLA from folding the
+  transposes away and exchanging the operands again.
 
   Args:
     kernel: [out, in], such as an embedding that is the output layer, too.
