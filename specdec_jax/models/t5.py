@@ -286,7 +286,7 @@ class Decoder(nn.Module):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
     owns = decoder_attention.own_steps(cache, num_queries, tree, write)
-    crosses = decoder_attention.cross_steps(cache, write)
+    crosses = decoder_attention.cross_steps(cache, num_queries, write)
     kept = []
     for layer, own, cross in zip(self.layers, owns, crosses, strict=True):
       x, memory = layer(x, own, cross, True)
