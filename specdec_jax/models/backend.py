@@ -37,7 +37,8 @@ class Ways(NamedTuple):
     has_buckets: attention reads a prefix of the cache, chosen by a conditional.
     turns_operands: products with [out, in] kernels have the kernel on the left,
       and a number of rows that is a power of two.
-    sums_row: a product of one row with such a kernel is a sum over the kernel.
+    sums_row: a product of one row with such a kernel is a sum over the kernel,
+      and what is added to it, a bias or a residual, is one of the terms.
     joins_cache: a layer's keys and values are one array, slots before numbers.
     orders_layers: barriers keep XLA from joining work of several layers.
     prefers_out_in: on one device kernels are always [out, in].

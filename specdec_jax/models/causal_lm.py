@@ -251,17 +251,16 @@ class Layer(nn.Module):
     queries, keys, values = attention.project_qkv(normed)
     turned = [rotate(one, angles) for one in (queries, keys)]
     mixed, kept = own(*turned, values)
-    mixed = attention.out(mixed)
-    if self.config.post_norms:
-      mixed = self.post_self_attention_layer_norm(mixed)
-    return x + mixed, kept
+    if not self.config.post_norms:
+      return attention.out(mixed, x), kept
+    return x + self.post_self_attention_layer_norm(attention.out(mixed)), kept
 
   def fed_forward(self, x):
     """The second half of a call."""
-    hidden = self.mlp(self.pre_mlp_layer_norm(x), True)
-    if self.config.post_norms:
-      hidden = self.post_mlp_layer_norm(hidden)
-    return x + hidden
+    normed = self.pre_mlp_layer_norm(x)
+    if not self.config.post_norms:
+      return self.mlp(normed, True, x)
+    return x + self.post_mlp_layer_norm(self.mlp(normed, True))
 
 
 class Decoder(nn.Module):
