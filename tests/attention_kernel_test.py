@@ -13,23 +13,35 @@ import backend_test
 from backend_test import NETWORKS
 from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
 from specdec_jax.measure import environment
-from specdec_jax.models import attention_kernel, backend, kv_cache, layers
+from specdec_jax.models import (
+  attention_kernel,
+  backend,
+  kv_cache,
+  layers,
+  t5gemma,
+)
 from specdec_jax.models.base import param_shapes
+from specdec_jax.models.tree import static_tree
 from toy_requests import quick_jit
 
 # Rounding of sums in float32, of results in bfloat16.
 NEAR = {'float32': 2e-6, 'bfloat16': 2e-2}
-SHAPES = [  # B, S, H, D, slots
-  pytest.param((3, 5, 2, 16, 150), 'float32'),
-  pytest.param((2, 8, 2, 16, 40), 'bfloat16'),
+SHAPES = [  # B, S, H, K, D, slots
+  pytest.param((3, 5, 2, 2, 16, 150), 'float32'),
+  pytest.param((2, 8, 2, 2, 16, 40), 'bfloat16'),
+  pytest.param((2, 3, 6, 2, 16, 40), 'float32'),
+  pytest.param((1, 2, 2, 1, 64, 1100), 'float32'),  # programs share slots
   *(
     pytest.param(*other, marks=pytest.mark.slow)
     for other in (
-      ((1, 1, 2, 16, 16), 'float32'),
-      ((1, 16, 2, 32, 129), 'float32'),
-      ((2, 7, 3, 64, 64), 'float32'),
-      ((1, 1, 4, 64, 136), 'bfloat16'),
-      ((3, 16, 2, 64, 300), 'bfloat16'),
+      ((1, 1, 2, 2, 16, 16), 'float32'),
+      ((1, 16, 2, 2, 32, 129), 'float32'),
+      ((2, 7, 3, 3, 64, 64), 'float32'),
+      ((1, 1, 4, 4, 64, 136), 'bfloat16'),
+      ((3, 16, 2, 2, 64, 300), 'bfloat16'),
+      ((2, 100, 2, 2, 16, 130), 'float32'),  # two tiles, as of beams
+      ((2, 16, 14, 2, 64, 140), 'float32'),
+      ((1, 8, 4, 1, 256, 1100), 'bfloat16'),
     )
   ),
 ]
@@ -58,21 +70,37 @@ def same(have, want, dtype):
   np.testing.assert_allclose(have, want, rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
-def plain_step(queries, keys, values, joined, bias, length):
+def plain_step(
+  queries, keys, values, joined, bias, length, tree=None, beside=(), **scores
+):
   written = kv_cache.write_joined(joined, keys, values, length)
-  bias = kv_cache.read_position_bias(bias, length, queries.shape[1])
-  return layers.attend(queries, *written, bias, 'td'), written
+  if tree is None:
+    bias = kv_cache.read_position_bias(bias, length, queries.shape[1])
+  else:
+    bias = kv_cache.read_tree_bias(bias, tree)
+  return layers.attend(
+    queries, *written, bias, 'td', beside=beside, **scores
+  ), written
+
+
+def step_args(shape, dtype, heads_of_bias=None):
+  batch, num_queries, heads, kept, size, slots = shape
+  asked, new = ((batch, num_queries, count, size) for count in (heads, kept))
+  args = numbers(dtype, asked, new, new, (2, batch, kept, slots, size))
+  args[0] *= size**-0.5  # as networks scale them
+  args.append(position_bias(heads_of_bias or heads, slots))
+  args.append(lengths(batch, num_queries, slots))
+  return args
+
+
+def kernel_step(*args, **options):
+  with backend.compiled_for('gpu'), interpreted():
+    return quick_jit(functools.partial(attention_kernel.step, **options))(*args)
 
 
 def both_steps(shape, dtype, heads_of_bias=None):
-  batch, num_queries, heads, size, slots = shape
-  one = (batch, num_queries, heads, size)
-  args = numbers(dtype, one, one, one, (2, batch, heads, slots, size))
-  args.append(position_bias(heads_of_bias or heads, slots))
-  args.append(lengths(batch, num_queries, slots))
-  with backend.compiled_for('gpu'), interpreted():
-    have = quick_jit(attention_kernel.step)(*args)
-  return have, quick_jit(plain_step)(*args), args
+  args = step_args(shape, dtype, heads_of_bias)
+  return kernel_step(*args), quick_jit(plain_step)(*args), args
 
 
 @pytest.mark.parametrize(('shape', 'dtype'), SHAPES)
@@ -87,29 +115,84 @@ def test_a_step_writes_and_attends_as_the_plain_code(shape, dtype):
     same(mixed, wrong, dtype)
 
 
+def some_tree(num_queries, length, slots):
+  """Tokens that hang anywhere, and see some of the past alone, as beams do."""
+  rng = np.random.default_rng(1)
+  parents = [int(rng.integers(-1, i)) for i in range(num_queries)]
+  one = static_tree(parents, length, slots)
+  old = jnp.arange(slots) < length[:, None, None]
+  some = jnp.asarray(rng.random(one.visible.shape) < 0.5)
+  return one.replace(visible=one.visible & (some | ~old))
+
+
+@pytest.mark.parametrize(('shape', 'dtype'), SHAPES)
+def test_tokens_of_a_tree_see_their_ancestors(shape, dtype):
+  args = step_args(shape, dtype)
+  tree = some_tree(shape[1], args[-1], shape[-1])
+  mixed, written = kernel_step(*args, tree)
+  want, wanted = quick_jit(plain_step)(*args, tree)
+  same(mixed, want, dtype)
+  np.testing.assert_array_equal(written, wanted)
+  # Controls: places or ancestors of another tree.
+  ways = [{'slot_positions': tree.slot_positions + 1}]
+  if shape[0] > 1:
+    ways.append({'visible': jnp.roll(tree.visible, 1, 0)})
+  for other in ways:
+    wrong, _ = quick_jit(plain_step)(*args, tree.replace(**other))
+    with pytest.raises(AssertionError):
+      same(mixed, wrong, dtype)
+
+
+@pytest.mark.parametrize('is_tree', [False, True])
+@pytest.mark.parametrize(
+  ('shape', 'dtype'),
+  [
+    ((3, 4, 4, 2, 16, 40), 'float32'),
+    pytest.param((1, 3, 2, 1, 256, 600), 'bfloat16', marks=pytest.mark.slow),
+  ],
+)
+def test_scores_are_scaled_and_capped_and_see_an_encoder(shape, dtype, is_tree):
+  batch, num_queries, _, kept, size, slots = shape
+  args = step_args(shape, dtype, 1)
+  args += [some_tree(num_queries, args[-1], slots)] * is_tree
+  encoded = (batch, kept, size, 70)
+  beside = numbers(dtype, encoded, encoded)
+  held = jnp.asarray([70, 1, 33][:batch])
+  beside.append(layers.padding_bias(jnp.arange(70) < held[:, None]))
+  options = {'beside': tuple(beside), 'scale': 3.0, 'softcap': 2.0}
+  mixed, _ = kernel_step(*args, **options)
+
+  def plain(**changed):
+    plain = functools.partial(plain_step, **(options | changed))
+    return quick_jit(plain)(*args)[0]
+
+  same(mixed, plain(), dtype)
+  for control in ({'beside': ()}, {'scale': 1.0}, {'softcap': 0.0}):
+    with pytest.raises(AssertionError):
+      same(mixed, plain(**control), dtype)
+
+
 def test_a_mask_that_all_heads_share():
-  (mixed, _), (want, _), _ = both_steps((2, 3, 2, 16, 20), 'float32', 1)
+  (mixed, _), (want, _), _ = both_steps((2, 3, 2, 2, 16, 20), 'float32', 1)
   same(mixed, want, 'float32')
 
 
 def test_unused_slots_are_not_read():
-  shape = (2, 2, 2, 16, 150)
+  shape = (2, 2, 2, 2, 16, 150)
   (mixed, _), _, args = both_steps(shape, 'float32')
   queries, keys, values, joined, bias, length = args
   unused = jnp.arange(150) >= length[:, None]
   spoilt = jnp.where(unused[None, :, None, :, None], jnp.nan, joined)
-  with backend.compiled_for('gpu'), interpreted():
-    again, _ = quick_jit(attention_kernel.step)(
-      queries, keys, values, spoilt, bias, length
-    )
+  again, _ = kernel_step(queries, keys, values, spoilt, bias, length)
   same(again, mixed, 'float32')
 
 
 @pytest.mark.parametrize(('shape', 'dtype'), SHAPES)
 def test_cross_attention_leaves_padding_out(shape, dtype):
-  batch, num_queries, heads, size, slots = shape
-  kept = (batch, heads, size, slots)
-  args = numbers(dtype, (batch, num_queries, heads, size), kept, kept)
+  batch, num_queries, heads, kept, size, slots = shape
+  encoded = (batch, kept, size, slots)
+  args = numbers(dtype, (batch, num_queries, heads, size), encoded, encoded)
+  args[0] *= size**-0.5
   held = jnp.asarray([slots, 1, slots // 2][:batch])
   bias = layers.padding_bias(jnp.arange(slots) < held[:, None])
   with interpreted():
@@ -129,11 +212,18 @@ def _long_inputs(monkeypatch):
 
 
 def network(name, layers=2):
+  one = NETWORKS[name]
   sizes = {'head_dim': 16}
-  if NETWORKS[name].has_encoder:
+  if isinstance(one, t5gemma.T5Gemma):
+    stacks = {
+      stack: dataclasses.replace(getattr(one.config, stack), **sizes)
+      for stack in ('encoder', 'decoder')
+    }
+    return t5gemma.T5Gemma(dataclasses.replace(one.config, **stacks))
+  if one.has_encoder:
     sizes |= {'num_encoder_layers': 1, 'num_decoder_layers': layers}
-  config = dataclasses.replace(NETWORKS[name].config, **sizes)
-  return dataclasses.replace(NETWORKS[name], config=config)
+  config = dataclasses.replace(one.config, **sizes)
+  return dataclasses.replace(one, config=config)
 
 
 @pytest.mark.usefixtures('_long_inputs')
@@ -145,6 +235,9 @@ def network(name, layers=2):
     pytest.param('own_bias', 2, 3, marks=pytest.mark.slow),
     pytest.param('gpt2', 2, 3, marks=pytest.mark.slow),
     pytest.param('gpt_t5x', 2, 1, marks=pytest.mark.slow),
+    ('gemma3', 4, 3),
+    pytest.param('t5gemma', 3, 3, marks=pytest.mark.slow),
+    pytest.param('t5gemma2', 3, 3, marks=pytest.mark.slow),
   ],
 )
 def test_logits_are_the_same(name, layers, batch):
@@ -155,6 +248,41 @@ def test_logits_are_the_same(name, layers, batch):
   with interpreted():
     have, _ = calls()
   np.testing.assert_allclose(have, want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures('_long_inputs')
+@pytest.mark.parametrize(
+  'name',
+  [
+    'gpt_t5x',
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ('own_bias', 'gpt2', 'gemma3', 't5gemma', 't5gemma2')
+    ),
+  ],
+)
+def test_logits_of_a_tree_are_the_same(name):
+  one = network(name)
+  parents = (-1, -1, 0, 0, 1, 3)
+  made = {}
+
+  def call(params, inputs, tokens):
+    cache = one.prefill(params, inputs, 40)
+    _, cache = one.extend(params, cache, tokens[:, :5])
+    cache = one.rewind(cache, cache.length - jnp.arange(2))
+    tree = static_tree(parents, cache.length, 40)
+    return one.extend(params, cache, tokens[:, 5:], tree)[0]
+
+  params = backend_test.on('gpu', one)
+  rng = np.random.default_rng(0)
+  tokens = jnp.asarray(rng.integers(2, 60, (2, 11)).astype(np.int32))
+  inputs = jnp.asarray([backend_test.INPUTS] * 2, jnp.int32)
+  for setting in ('off', 'interpreted'):
+    with backend.kernels(setting), backend.compiled_for('gpu'):
+      text = str(jax.make_jaxpr(call)(params, inputs, tokens))
+      assert ('pallas_call' in text) == (setting != 'off')
+      made[setting] = quick_jit(call)(params, inputs, tokens)
+  np.testing.assert_allclose(*made.values(), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -204,10 +332,23 @@ def test_what_a_kernel_does_not_take_is_said_once_or_an_error():
     traced('forced', split=True)
   with pytest.raises(ValueError, match='for GPUs, and this is a CPU'):
     traced('forced', kind='cpu')
-  with pytest.raises(ValueError, match='none is written for this network'):
-    traced('forced', 'gemma3')
   with pytest.raises(ValueError, match="'yes', expected one of"):
     backend.kernels('yes')
+
+
+def test_a_long_prompt_is_no_step():
+  one = network('gpt_t5x')
+  params = param_shapes(one)
+
+  def call(params, tokens):
+    return one.extend(params, one.prefill(params, tokens, 140), tokens)
+
+  def taken(count):
+    tokens = jax.ShapeDtypeStruct((1, count), jnp.int32)
+    with backend.compiled_for('gpu'), backend.kernels('forced'):
+      return 'pallas_call' in str(jax.make_jaxpr(call)(params, tokens))
+
+  assert taken(128) and not taken(129)
 
 
 def test_kernels_are_off_unless_they_are_asked_for(monkeypatch):
@@ -225,12 +366,13 @@ def test_kernels_are_off_unless_they_are_asked_for(monkeypatch):
 @pytest.mark.parametrize(
   ('queries', 'kept', 'slots', 'dtype', 'reason'),
   [
-    ((1, 17, 2, 16), 2, 40, 'float32', '17 queries'),
-    ((1, 1, 4, 16), 2, 40, 'float32', 'heads share'),
+    ((1, 1, 3, 16), 2, 40, 'float32', 'heads cannot share'),
     ((1, 1, 2, 80), 2, 40, 'float32', 'power of two'),
+    ((1, 1, 2, 512), 2, 40, 'float32', 'to 256'),
     ((1, 1, 2, 16), 2, 15, 'float32', '15 slots'),
     ((1, 1, 2, 16), 2, 40, 'float16', 'float16'),
     ((1, 16, 2, 16), 2, 40, 'float32', ''),
+    ((1, 128, 8, 256), 2, 40, 'bfloat16', ''),
   ],
 )
 def test_shapes_that_are_refused(queries, kept, slots, dtype, reason):

@@ -128,6 +128,33 @@ def test_a_norm_of_one_row_is_the_same(dtype):
   assert 'tensor<2x48x' in texts['gpu'] and '2x48x' not in texts['cpu']
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('out', [48, 8])
+def test_what_is_added_to_a_product_of_one_row_is_the_same(dtype, out):
+  """A bias and a residual are terms of the sum, not kernels behind it."""
+  rng = np.random.default_rng(0)
+
+  def numbers(*shape):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+  kernel, x = numbers(out, 48), numbers(1, 1, 48)
+  added = numbers(out), numbers(1, 1, out)
+
+  def product(*added):
+    with backend.compiled_for(product.kind):
+      return jax.jit(layers.dense_out_in)(kernel, x, added=added)
+
+  product.kind = 'cpu'
+  want = np.asarray(product(*added), np.float32)
+  product.kind = 'gpu'
+  near = {'float32': 1e-5, 'bfloat16': 0.1}[dtype]
+  have = np.asarray(product(*added), np.float32)
+  np.testing.assert_allclose(have, want, rtol=near / 10, atol=near)
+  for one in added:  # Control: either is needed.
+    less = np.asarray(product(one), np.float32)
+    assert np.abs(less - want).max() > 1
+
+
 def test_t5x_style_is_the_same_for_a_drafter_that_reads_features():
   """Else heads would be timed beside a target of our own style."""
   network = NETWORKS['t5x_style']

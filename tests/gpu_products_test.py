@@ -12,16 +12,16 @@ from specdec_jax.models import backend, layers
 ROWS, SIZE = 8, 4096
 
 
-def written(name):
+def written(name, rows=ROWS):
   """Kernels of one product and a sum, and bytes that they write."""
   compiler = Compiler(gpu.describe(devices.find('h200')), counts_kernels=True)
   kernel, x = (
     compiler.place(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    for shape in ((SIZE, SIZE), (1, ROWS, SIZE))
+    for shape in ((SIZE, SIZE), (1, rows, SIZE))
   )
 
   def residual(kernel, x):
-    return x + layers.dense_out_in(kernel, x)
+    return layers.dense_out_in(kernel, x, added=[x])
 
   with backend.compiled_for('gpu'):
     record, _ = compiler.compile(name, residual, kernel, x)
@@ -39,3 +39,17 @@ def test_a_product_writes_no_partial_sums(monkeypatch):
   monkeypatch.setattr(backend, 'compiler_options', dict)
   _, size = written('split')
   assert size > 4 * result
+
+
+@needs_cuda
+@pytest.mark.usefixtures('_nothing_is_kept')
+def test_a_residual_of_one_row_is_no_kernel(monkeypatch):
+  assert written('one row', 1) == (1, SIZE * 2)
+  # Control: added behind the sum, it is.
+  plain = layers.dense_out_in
+
+  def behind(kernel, x, added):
+    return added[0] + plain(kernel, x)
+
+  monkeypatch.setattr(layers, 'dense_out_in', behind)
+  assert written('behind', 1)[0] == 2

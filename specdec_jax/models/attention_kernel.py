@@ -1,19 +1,24 @@
-"""A decoder's attention of a few queries in one kernel, for GPUs (Pallas).
+"""A decoder's attention of some queries in one kernel, for GPUs (Pallas).
 
 Of several queries XLA makes five kernels of self-attention and three of
-cross-attention; of one query two, and one. Here each is one: a program for each
-row and head, which holds its queries as a tile of 16 rows, the least of a
-tensor core, walks over the slots in blocks and keeps a running softmax (Milakov
-and Gimelshein, 2018). Self-attention also writes the new keys and values into
-the cache, and reads no slot that holds no token.
+cross-attention; of one query two, and one. Here each is one: a program holds
+the queries of all heads that share keys as rows of a tile, walks over the slots
+in blocks and keeps a running softmax (Milakov and Gimelshein, 2018).
+Self-attention also writes the new keys and values into the cache, and reads no
+slot that holds no token.
+
+Few heads over many slots would leave most of a GPU idle. Then several programs
+share the slots (Dao and others, flash-decoding, 2023), and XLA puts together
+what they have found: one kernel more, so that each must save as much.
 
 `layers.attend` says what is computed; `refusal` which shapes are taken.
 """
 
+import dataclasses
 import functools
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +27,105 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from specdec_jax.models import backend
-from specdec_jax.models.layers import precision
+from specdec_jax.models.layers import DTYPES, MASKED, precision
+from specdec_jax.models.tree import Tree
 
-MOST_QUERIES = 16  # rows of the tile
-_LEAST = 16  # of slots and of numbers a head, for a tensor core
-_BLOCK = {'bfloat16': 128, 'float32': 64}  # slots at once, at most
+MOST_QUERIES = 128  # of a row; of more XLA's own products are large
+_LEAST = 16  # rows, slots and numbers a head, for a tensor core
+_MOST_SIZE = 256  # numbers a head
+_ROWS = 64  # of a tile, at most
+_TILE = 8192  # numbers of a tile, at most: registers hold it
+_BLOCK_BYTES = 1 << 14  # of keys at once, at most
+_CORES = 132  # of an H100 or H200
+# Of keys and values, for a program that shares them. With two blocks of both
+# on their way (64 KiB) in each microsecond that memory takes, it is 4 of them:
+# more than the kernel that puts the parts together. T5 XXL has 64 heads of 128
+# KiB over 512 slots, which are not shared.
+_LEAST_BYTES = 1 << 18
+_MOST_PARTS = 8
 _WARPS = 4
 
 _Running = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class _Own(NamedTuple):
+  """What self-attention reads; `step` has the shapes."""
+
+  fresh: Any  # [B, S, H + 2 * K, D]: queries, keys and values
+  joined: Any
+  position_bias: Any
+  length: Any
+  tree: tuple[Any, ...] = ()  # as `Tree`
+  beside: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """How a call is shared among programs, of which `grid` has three numbers.
+
+  Attributes:
+    heads: H.
+    kept: K, heads of keys.
+    num_queries: S.
+    size: D.
+    block: slots at once.
+    parts: programs that share the slots.
+    scale: see `layers.attend`.
+    softcap: likewise.
+  """
+
+  heads: int
+  kept: int
+  num_queries: int
+  size: int
+  block: int
+  parts: int
+  scale: float
+  softcap: float
+
+  @property
+  def group(self) -> int:
+    """Heads of queries that share keys."""
+    return self.heads // self.kept
+
+  @property
+  def rows(self) -> int:
+    """Queries of a program, of all heads of a group."""
+    return _rows(self.num_queries * self.group, self.size)
+
+  @property
+  def tiles(self) -> int:
+    """Programs that share the queries of a group."""
+    return pl.cdiv(self.num_queries * self.group, self.rows)
+
+  def queries_of(self, kept: jax.Array, tile: jax.Array):
+    """The token and the head of each row of a tile, int32[rows] twice."""
+    row = tile * self.rows + jnp.arange(self.rows)
+    # Rows behind the last query repeat it: what is written twice is the same.
+    row = jnp.minimum(row, self.num_queries * self.group - 1)
+    return row // self.group, kept * self.group + row % self.group
 
 
 def refusal(queries: jax.Array, kept: int, slots: int) -> str:
   """Why attention is not computed here; '' if it can be.
 
   Args:
-    queries: [B, S, H, D].
+    queries: [B, S, H, D], S at most `MOST_QUERIES`.
     kept: heads of keys and values.
-    slots: T or E.
+    slots: T or E, the fewest where there are both.
   """
-  num_queries, heads, size = queries.shape[1:]
-  if num_queries > MOST_QUERIES:
-    return f'{num_queries} queries are more than {MOST_QUERIES}'
-  if kept != heads:
-    return f'{heads} heads share the keys of {kept}'
-  if size < _LEAST or size & (size - 1):
-    return f'heads of {size} numbers: it must be a power of two from {_LEAST}'
+  heads, size = queries.shape[2:]
+  if heads % kept:
+    return f'{heads} heads cannot share the keys of {kept}'
+  if not _LEAST <= size <= _MOST_SIZE or size & (size - 1):
+    return (
+      f'heads of {size} numbers: it must be a power of two from {_LEAST} to'
+      f' {_MOST_SIZE}'
+    )
   if slots < _LEAST:
     return f'{slots} slots are less than {_LEAST}'
-  if str(queries.dtype) not in _BLOCK:
-    return f'it computes in {" or ".join(_BLOCK)}, not {queries.dtype}'
+  if str(queries.dtype) not in DTYPES:
+    return f'it computes in {" or ".join(DTYPES)}, not {queries.dtype}'
   return ''
 
 
@@ -61,124 +136,257 @@ def step(
   joined: jax.Array,
   position_bias: jax.Array,
   length: jax.Array,
+  tree: Tree | None = None,
+  beside: Sequence[jax.Array] = (),
+  scale: float = 1.0,
+  softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
   """Writes S tokens into the cache, and attends to them and all before.
 
   Args:
     queries: [B, S, H, D].
-    keys: likewise, of the same tokens.
+    keys: [B, S, K, D], of the same tokens; K divides H.
     values: likewise.
-    joined: [2, B, H, T, D], keys and values of the tokens before.
+    joined: [2, B, K, T, D], keys and values of the tokens before.
     position_bias: float32[H or 1, 2 * T], as in `KVCache`.
     length: int32[B], tokens in the cache; length + S <= T.
+    tree: how the tokens hang together; None is one after another.
+    beside: of more slots, as `layers.attend` has them.
+    scale: of scores; likewise.
+    softcap: of scores; likewise.
 
   Returns:
     [B, S, H * D], and the cache with S tokens more: in place under jit.
   """
-  batch, num_queries, heads, size = queries.shape
+  batch, num_queries = queries.shape[:2]
   # XLA sees that these were the parts of one product.
   flat = [x.reshape(batch, num_queries, -1) for x in (queries, keys, values)]
   fresh = jnp.concatenate(flat, axis=-1)
-  fresh = fresh.reshape(batch, num_queries, 3, heads, size)
-  mixed, joined = _call(
-    functools.partial(_step, block=_block(joined.shape[3], queries.dtype)),
-    (fresh, position_bias, length, joined),
-    [jax.ShapeDtypeStruct(queries.shape, queries.dtype), joined],
-    aliases={3: 1},
-    updated=keys.nbytes + values.nbytes,
+  fresh = fresh.reshape(batch, num_queries, -1, queries.shape[3])
+  parts: tuple[Any, ...] = ()
+  if tree is not None:
+    # In memory a bool is a byte, which is what a kernel reads.
+    seen = tree.visible.astype(jnp.int8)
+    parts = tree.positions, tree.slot_positions, seen
+  own = _Own(fresh, joined, position_bias, length, parts, tuple(beside))
+  slots = [joined.shape[3], *(x.shape[3] for x in beside[:1])]
+  work = _work(queries, keys.shape[2], slots, scale, softcap)
+  *found, joined = _call(
+    _step, work, own, queries, joined, keys.nbytes + values.nbytes
   )
-  return mixed.reshape(batch, num_queries, -1), joined
+  return _together(found, queries), joined
 
 
 def cross(
-  queries: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  bias: jax.Array,
+  scale: float = 1.0,
+  softcap: float = 0.0,
 ) -> jax.Array:
   """`layers.attend` over an encoder's output: the bias is [B, 1, 1, E]."""
-  (mixed,) = _call(
-    functools.partial(_cross, block=_block(keys.shape[3], queries.dtype)),
-    (queries, keys, values, bias),
-    [jax.ShapeDtypeStruct(queries.shape, queries.dtype)],
+  slots = [keys.shape[3]]
+  work = _work(queries, keys.shape[1], slots, scale, softcap)
+  found = _call(_cross, work, (queries, keys, values, bias), queries)
+  return _together(found, queries)
+
+
+def _work(queries, kept: int, slots: list[int], scale, softcap) -> _Work:
+  batch, num_queries, heads, size = queries.shape
+  block = _BLOCK_BYTES // (size * queries.dtype.itemsize)
+  block = min(block, *(1 << (one.bit_length() - 1) for one in slots))
+  work = _Work(
+    heads, kept, num_queries, size, block, 1, float(scale), float(softcap)
   )
-  return mixed.reshape(*queries.shape[:2], -1)
+  idle = _CORES // (batch * kept * work.tiles)
+  read = 2 * sum(slots) * size * queries.dtype.itemsize
+  parts = min(idle, read // _LEAST_BYTES, _MOST_PARTS)
+  return dataclasses.replace(work, parts=max(parts, 1))
 
 
-def _block(slots: int, dtype: Any) -> int:
-  """Slots at once: a power of two."""
-  return min(_BLOCK[str(dtype)], 1 << (slots.bit_length() - 1))
+def _rows(count: int, size: int) -> int:
+  """Rows of a tile for so many queries: a power of two."""
+  least = max(_LEAST, 1 << (count - 1).bit_length())
+  return min(least, _ROWS, _TILE // size)
 
 
-def _call(kernel: Callable, args, results, aliases=None, updated=0):
-  """Runs a kernel for each row and head of args[0], [B, S, ..., H, D]."""
+def _call(kernel: Callable, work: _Work, args, queries, cache=None, updated=0):
+  """Runs a kernel for each row and head of keys.
+
+  Args:
+    kernel: (work, args, results).
+    work: how it is shared.
+    args: arrays; the cache is the second, if there is one.
+    queries: [B, S, H, D].
+    cache: what the kernel changes where it is.
+    updated: bytes that it writes there.
+
+  Returns:
+    What `_together` takes, and then the cache.
+  """
+  result = jax.ShapeDtypeStruct
+  shapes = [result(queries.shape, queries.dtype)]
+  if work.parts > 1:
+    shape = (work.parts, *queries.shape)
+    shapes = [result(shape, jnp.float32)]
+    shapes += [result(shape[:-1], jnp.float32)] * 2
+  if cache is not None:
+    shapes.append(result(cache.shape, cache.dtype))
+
+  def of_all(*refs):
+    kernel(work, refs[: len(args)], refs[len(args) :])
+
   return pl.pallas_call(
-    kernel,
-    grid=(args[0].shape[0], args[0].shape[-2]),
-    out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
-    input_output_aliases=aliases or {},
+    of_all,
+    grid=(queries.shape[0], work.kept, work.tiles * work.parts),
+    out_shape=shapes,
+    input_output_aliases={} if cache is None else {1: len(shapes) - 1},
     interpret=backend.kernel_setting() == 'interpreted',
     compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=2),
     # For `measure.compiled`, which else would count the whole cache.
     metadata={'updated_bytes': json.dumps(updated)} if updated else None,
+    name=kernel.__name__.strip('_'),
   )(*args)
 
 
-def _step(fresh, position_bias, length, joined, mixed, written, *, block):
-  """One row and head of `step`; fresh is [B, S, 3, H, D]."""
-  row, head = pl.program_id(0), pl.program_id(1)
-  num_queries, slots = fresh.shape[1], joined.shape[3]
-  bias_row = 0 if position_bias.shape[0] == 1 else head
-  start = length[row]
-  tile = jnp.arange(MOST_QUERIES)
-  # Rows behind the last query repeat it: what is written twice is the same.
-  token = jnp.minimum(tile, num_queries - 1)
-  queries, keys, values = (fresh[row, token, i, head, :] for i in range(3))
-  written[0, row, head, start + token, :] = keys
-  written[1, row, head, start + token, :] = values
+def _together(found: Sequence[jax.Array], queries: jax.Array) -> jax.Array:
+  """[B, S, H * D], from what `_call` returns for the queries."""
+  mixed, *rest = found
+  if rest:
+    most, total = rest
+    parts = range(len(mixed))
+    # Written out, it is one kernel; reductions would be some.
+    largest = functools.reduce(jnp.maximum, [most[i] for i in parts])
+    shares = [jnp.exp(most[i] - largest) for i in parts]
+    weights = [share * total[i] for i, share in enumerate(shares)]
+    whole = functools.reduce(jnp.add, weights)
+    scaled = [share[..., None] * mixed[i] for i, share in enumerate(shares)]
+    mixed = functools.reduce(jnp.add, scaled) / whole[..., None]
+  return mixed.astype(queries.dtype).reshape(*queries.shape[:2], -1)
 
-  def scores_of(keys, slot, is_seen):
-    place = slots - 1 - (start + token)[:, None] + slot[None, :]
-    scores = _product(queries, keys, trans_b=True)
-    scores += position_bias[bias_row, place]
+
+def _step(work: _Work, args, results):
+  """One program of `step`."""
+  own = _Own(*args)
+  row, kept, turn = (pl.program_id(i) for i in range(3))
+  tile, part = turn // work.parts, turn % work.parts
+  slots = own.joined.shape[3]
+  start = own.length[row]
+  token, head = work.queries_of(kept, tile)
+  queries = own.fresh[row, token, head, :]
+  bias_of = _bias_of(own, row, token, start, head)
+  written = results[-1]
+
+  def seen(scores, slot, is_seen):
+    scores = _shaped(work, scores) + bias_of(slot)
     return jnp.where(is_seen[None, :], scores, -jnp.inf)
 
-  running = _nothing_yet(queries)
-  scores = scores_of(keys, start + tile, tile < num_queries)
-  running = _more(running, scores, values, trans_b=False)
+  def new(first, running):
+    """The call's own tokens, which the cache does not hold yet."""
+    number = first + jnp.arange(count)
+    is_token = number < work.num_queries
+    number = jnp.minimum(number, work.num_queries - 1)
+    keys, values = (
+      own.fresh[row, number, work.heads + i * work.kept + kept, :]
+      for i in range(2)
+    )
 
-  def older(number, running):
-    first, slot, is_new = _place(number, block, slots)
+    @pl.when(turn == 0)
+    def _():
+      written[0, row, kept, start + number, :] = keys
+      written[1, row, kept, start + number, :] = values
+
+    scores = _product(queries, keys, trans_b=True)
+    scores = seen(scores, start + number, is_token)
+    return _more(running, scores, values, trans_b=False)
+
+  def older(i, running):
+    number = part + i * work.parts
+    first, slot, is_new = _place(number, work.block, slots)
     is_used = is_new & (slot < start)
-    here = row, head, pl.ds(first, block), slice(None)
+    here = row, kept, pl.ds(first, work.block), slice(None)
     keys, values = (
       # Interpreted, such a load takes no number that is known when traced.
       triton.load(
-        joined.at[jnp.full((), i), *here], mask=is_used[:, None], other=0
+        own.joined.at[jnp.full((), i), *here], mask=is_used[:, None], other=0
       )
       for i in range(2)
     )
-    scores = scores_of(keys, slot, is_used)
+    scores = seen(_product(queries, keys, trans_b=True), slot, is_used)
     return _more(running, scores, values, trans_b=False)
 
-  running = lax.fori_loop(0, pl.cdiv(start, block), older, running)
-  mixed[row, token, head, :] = _result(running, mixed.dtype)
+  count = min(work.block, max(_LEAST, 1 << (work.num_queries - 1).bit_length()))
+
+  def all_new(running):
+    for first in range(0, work.num_queries, count):
+      running = new(first, running)
+    return running
+
+  running = _nothing_yet(queries)
+  if work.parts == 1:
+    running = all_new(running)
+  else:
+    running = lax.cond(part == 0, all_new, lambda running: running, running)
+  blocks = _blocks_of(work, part, pl.cdiv(start, work.block))
+  running = lax.fori_loop(0, blocks, older, running)
+  if own.beside:
+    running = _encoded(work, own.beside, queries, row, kept, part, running)
+  _give(work, results, (row, token, head), part, running)
 
 
-def _cross(queries, keys, values, bias, mixed, *, block):
-  """One row and head of `cross`."""
-  row, head = pl.program_id(0), pl.program_id(1)
+def _cross(work: _Work, args, results):
+  """One program of `cross`."""
+  row, kept, turn = (pl.program_id(i) for i in range(3))
+  tile, part = turn // work.parts, turn % work.parts
+  token, head = work.queries_of(kept, tile)
+  rows, *encoded = args
+  queries = rows[row, token, head, :]
+  running = _nothing_yet(queries)
+  running = _encoded(work, encoded, queries, row, kept, part, running)
+  _give(work, results, (row, token, head), part, running)
+
+
+def _bias_of(own: _Own, row, token, start, head) -> Callable[..., jax.Array]:
+  """Maps slots int32[N] to the bias of the queries there, [rows, N]."""
+  slots = own.joined.shape[3]
+  bias_row = head if own.position_bias.shape[0] > 1 else jnp.zeros_like(head)
+
+  def of_chain(slot):
+    place = slots - 1 - (start + token)[:, None] + slot[None, :]
+    return own.position_bias[bias_row[:, None], place]
+
+  def of_tree(slot):
+    positions, slot_positions, visible = own.tree
+    behind = positions[row, token][:, None] - slot_positions[row, slot][None, :]
+    place = slots - 1 - jnp.clip(behind, 0, slots - 1)
+    bias = own.position_bias[bias_row[:, None], place]
+    is_visible = visible[row, token[:, None], slot[None, :]] != 0
+    return jnp.where(is_visible, bias, MASKED)
+
+  return of_tree if own.tree else of_chain
+
+
+def _encoded(work, encoded, queries, row, kept, part, running) -> _Running:
+  """Attention to an encoder's output, [B, K, D, E] twice, and its bias."""
+  keys, values, bias = encoded
   slots = keys.shape[3]
-  token = jnp.minimum(jnp.arange(MOST_QUERIES), queries.shape[1] - 1)
-  rows = queries[row, token, head, :]
 
-  def part(number, running):
-    first, _, is_new = _place(number, block, slots)
-    here = pl.ds(first, block)
-    scores = _product(rows, keys[row, head, :, here])
+  def some(i, running):
+    first, _, is_new = _place(part + i * work.parts, work.block, slots)
+    here = pl.ds(first, work.block)
+    scores = _shaped(work, _product(queries, keys[row, kept, :, here]))
     scores += bias[row, 0, 0, here][None, :]
     scores = jnp.where(is_new[None, :], scores, -jnp.inf)
-    return _more(running, scores, values[row, head, :, here], trans_b=True)
+    return _more(running, scores, values[row, kept, :, here], trans_b=True)
 
-  running = lax.fori_loop(0, pl.cdiv(slots, block), part, _nothing_yet(rows))
-  mixed[row, token, head, :] = _result(running, mixed.dtype)
+  blocks = _blocks_of(work, part, pl.cdiv(slots, work.block))
+  return lax.fori_loop(0, blocks, some, running)
+
+
+def _blocks_of(work: _Work, part, count):
+  """How many of `count` blocks a part has: every so many is its own."""
+  return count if work.parts == 1 else pl.cdiv(count - part, work.parts)
 
 
 def _place(number, block: int, slots: int):
@@ -189,6 +397,15 @@ def _place(number, block: int, slots: int):
   first = jnp.minimum(number * block, slots - block)
   slot = first + jnp.arange(block)
   return first, slot, slot >= number * block
+
+
+def _shaped(work: _Work, scores):
+  """Scores before their bias."""
+  if work.scale != 1.0:
+    scores = scores * work.scale
+  if work.softcap:
+    scores = work.softcap * jnp.tanh(scores / work.softcap)
+  return scores
 
 
 def _product(left, right, trans_b: bool = False):
@@ -215,6 +432,15 @@ def _more(running: _Running, scores, values, trans_b: bool) -> _Running:
   return new_most, total, mixed * shrunk[:, None] + more
 
 
-def _result(running: _Running, dtype: Any):
-  _, total, mixed = running
-  return (mixed / total[:, None]).astype(dtype)
+def _give(work: _Work, results, place, part, running: _Running) -> None:
+  """Writes what was found for the queries at a place."""
+  most, total, mixed = running
+  if work.parts == 1:
+    (result, *_) = results
+    result[(*place, slice(None))] = (mixed / total[:, None]).astype(
+      result.dtype
+    )
+    return
+  for one, found in zip(results, (mixed, most, total), strict=False):
+    whole = (slice(None),) * (found.ndim - 1)
+    one[(part, *place, *whole)] = found

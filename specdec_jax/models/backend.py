@@ -39,7 +39,8 @@ class Ways(NamedTuple):
       and a number of rows that is a power of two.
     holds_floats: kernels of eight bits are held as float32. The compiler would
       make these in each call, before its loop.
-    sums_row: a product of one row with such a kernel is a sum over the kernel.
+    sums_row: a product of one row with such a kernel is a sum over the kernel,
+      and what is added to it, a bias or a residual, is one of the terms.
     joins_cache: a layer's keys and values are one array, slots before numbers.
     orders_layers: barriers keep XLA from joining work of several layers.
     prefers_out_in: on one device kernels are always [out, in].

@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import kv_cache, layers
+from specdec_jax.models import decoder_attention, kv_cache, layers
 from specdec_jax.models.base import Params
 from specdec_jax.models.linen_model import DecoderOnly
 from specdec_jax.models.rope import Rope, rotate
@@ -160,13 +160,17 @@ def capped(config: CausalLMConfig, logits: jax.Array) -> jax.Array:
   return cap * jnp.tanh(logits / cap) if cap else logits
 
 
+def scores_of(config: CausalLMConfig) -> dict[str, Any]:
+  """The configuration's `scale` and `softcap` of `layers.attend`."""
+  return {
+    'scale': (config.query_scalar or config.head_dim) ** -0.5,
+    'softcap': config.score_softcap,
+  }
+
+
 def attend_of(config: CausalLMConfig) -> kv_cache.Attend:
-  """`layers.attend` with the configuration's scale and softcap."""
-  return functools.partial(
-    layers.attend,
-    scale=(config.query_scalar or config.head_dim) ** -0.5,
-    softcap=config.score_softcap,
-  )
+  """`layers.attend` with them."""
+  return functools.partial(layers.attend, **scores_of(config))
 
 
 def angles_of(
@@ -226,41 +230,37 @@ class Layer(nn.Module):
       self.post_self_attention_layer_norm = norm(config)
       self.post_mlp_layer_norm = norm(config)
 
-  def __call__(self, x, angles, remember, read, cross=()):
+  def __call__(self, x, angles, own):
     """Maps [B, S, M] to [B, S, M], and says what was attended to.
 
     Args:
       x: [B, S, M].
       angles: of this call's positions, see `Rope.angles`.
-      remember: maps this call's keys and values, each [B, S, K, D], to those
-        that are attended to, `kv_cache.Kept`.
-      read: attention over these, (queries, kept) -> [B, S, H * D].
-      cross: with an encoder, keys and values [B, K, D, E] of what it says and
-        their bias [B, 1, 1, E], which `read` has beside.
+      own: self-attention, a `decoder_attention.Own`.
 
     Returns:
       [B, S, M], and what was attended to.
     """
-    x, kept = self.attended(x, angles, remember, read, cross)
+    x, kept = self.attended(x, angles, own)
     return self.fed_forward(x), kept
 
-  def attended(self, x, angles, remember, read, cross=()):
+  def attended(self, x, angles, own):
     """The first half of a call."""
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
     queries, keys, values = attention.project_qkv(normed)
-    kept = remember(rotate(keys, angles), values)
-    mixed = attention.out(read(rotate(queries, angles), kept, *cross))
-    if self.config.post_norms:
-      mixed = self.post_self_attention_layer_norm(mixed)
-    return x + mixed, kept
+    turned = [rotate(one, angles) for one in (queries, keys)]
+    mixed, kept = own(*turned, values)
+    if not self.config.post_norms:
+      return attention.out(mixed, x), kept
+    return x + self.post_self_attention_layer_norm(attention.out(mixed)), kept
 
   def fed_forward(self, x):
     """The second half of a call."""
-    hidden = self.mlp(self.pre_mlp_layer_norm(x), True)
-    if self.config.post_norms:
-      hidden = self.post_mlp_layer_norm(hidden)
-    return x + hidden
+    normed = self.pre_mlp_layer_norm(x)
+    if not self.config.post_norms:
+      return self.mlp(normed, True, x)
+    return x + self.post_mlp_layer_norm(self.mlp(normed, True))
 
 
 class Decoder(nn.Module):
@@ -284,14 +284,17 @@ class Decoder(nn.Module):
     """Teacher-forced features [B, S, M]: what the output layer reads."""
     position = np.arange(tokens.shape[1])
     relative = position[None, :] - position[:, None]
-    reads = [
-      kv_cache.reader(mask[None], attend_of(self.config))
+    owns = [
+      decoder_attention.in_turn(
+        kv_cache.without_cache,
+        kv_cache.reader(mask[None], attend_of(self.config)),
+      )
       for mask in causal_masks(self.config, relative)
     ]
     angles = angles_of(self.config, jnp.arange(tokens.shape[1]))
     x = self.embed(tokens)
     for layer, kind in zip(self.layers, self.config.kind_of, strict=True):
-      x, _ = layer(x, angles[kind], kv_cache.without_cache, reads[kind])
+      x, _ = layer(x, angles[kind], owns[kind])
     return self.decoder_norm(x)
 
   def empty_cache(self, batch: int, num_slots: int) -> kv_cache.KVCache:
@@ -318,16 +321,15 @@ class Decoder(nn.Module):
     """
     num_queries = tokens.shape[1]
     kinds = self.config.kind_of
-    reads = kv_cache.bucketed_reads(
-      cache, num_queries, tree, attend_of(self.config), kinds
+    owns = decoder_attention.own_steps(
+      cache, num_queries, tree, bias_of=kinds, **scores_of(self.config)
     )
     positions = kv_cache.positions(cache, num_queries, tree)
     angles = angles_of(self.config, positions)
     x = self.embed(tokens)
     kept = []
-    for i, layer in enumerate(self.layers):
-      remember = cache.remember(i, kv_cache.write)
-      x, memory = layer(x, angles[kinds[i]], remember, reads[i])
+    for layer, kind, own in zip(self.layers, kinds, owns, strict=True):
+      x, memory = layer(x, angles[kind], own)
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
     features = self.decoder_norm(x)

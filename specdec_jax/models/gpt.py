@@ -11,6 +11,7 @@ another convention the factors are moved into the weights
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, cast
 
 import jax
@@ -121,10 +122,12 @@ class Layer(nn.Module):
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
     mixed, kept = own(*attention.project_qkv(normed))
-    mixed = attention.out(mixed)
-    x = x + self.dropout(mixed, deterministic=deterministic)
-    hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
-    x = x + self.dropout(hidden, deterministic=deterministic)
+    after = functools.partial(
+      layers.after, dropout=self.dropout, deterministic=deterministic
+    )
+    x = after(x, functools.partial(attention.out, mixed))
+    normed = self.pre_mlp_layer_norm(x)
+    x = after(x, functools.partial(self.mlp, normed, deterministic))
     return x, kept
 
 

@@ -335,8 +335,6 @@ def bucketed_reads(
     For each layer a function (queries [B, S, H, D], what the layer has `kept`)
     -> [B, S, H * D], which also takes what `attend` has `beside`.
   """
-  if attend is not layers.attend:  # else `decoder_attention` asks
-    backend.takes_kernel('self-attention', 'none is written for this network')
   sizes = buckets(cache.num_slots)
   needed = jnp.max(cache.length) + num_queries
   index = jnp.sum(jnp.asarray(sizes) < needed)

@@ -48,6 +48,7 @@ def dense_out_in(
   x: jax.Array,
   result_dtype: str | None = None,
   scale: jax.Array | None = None,
+  added: Sequence[jax.Array] = (),
 ) -> jax.Array:
   """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
 
@@ -60,18 +61,30 @@ def dense_out_in(
     x: [..., in].
     result_dtype: dtype of the result; None is x's.
     scale: float32[out], a factor of each output; None is none.
+    added: [out] or [..., out] each, added to the product.
 
   Returns:
     [..., out].
   """
   result_dtype = result_dtype or str(x.dtype)
+  is_sum = x.size == x.shape[-1] and backend.ways().sums_row
+  if added and not is_sum:
+    product = dense_out_in(kernel, x, result_dtype, scale)
+    return functools.reduce(_onto, added, product)
   rows = x.reshape(-1, x.shape[-1])
   count = rows.shape[0]
-  if count == 1 and backend.ways().sums_row:
+  if is_sum:
     # One kernel. XLA makes two of a product: the second adds partial sums.
     terms = kernel.astype(jnp.float32) * rows.astype(jnp.float32)
     if scale is not None:  # of the terms: XLA would not fuse it behind the sum
       terms *= scale[:, None]
+    if added:  # to one of the terms, for the same reason
+      more = functools.reduce(
+        jnp.add, [one.astype(jnp.float32) for one in added]
+      )
+      # A constant: what is computed would be a kernel of its own.
+      is_first = np.arange(terms.shape[1]) == 0
+      terms += jnp.where(is_first, more.reshape(-1, 1), 0)
     product = jnp.sum(terms, 1)
     return product.astype(result_dtype).reshape(*x.shape[:-1], kernel.shape[0])
   if scale is not None:
@@ -97,11 +110,16 @@ def dense_out_in(
   return product.T[:count].reshape(*x.shape[:-1], kernel.shape[0])
 
 
+def _onto(product: jax.Array, added: jax.Array) -> jax.Array:
+  return added.astype(product.dtype) + product
+
+
 def dense_in_out(
   kernel: jax.Array,
   x: jax.Array,
   result_dtype: str | None = None,
   scale: jax.Array | None = None,
+  added: Sequence[jax.Array] = (),
 ) -> jax.Array:
   """Returns x @ kernel.
 
@@ -110,10 +128,14 @@ def dense_in_out(
     x: [..., in].
     result_dtype: of the result; None is that of the operands.
     scale: float32[out], a factor of each output; None is none.
+    added: [out] or [..., out] each, added to the product.
 
   Returns:
     [..., out].
   """
+  if added:
+    product = dense_in_out(kernel, x, result_dtype, scale)
+    return functools.reduce(_onto, added, product)
   if scale is not None:
     product = dense_in_out(kernel, x, 'float32')
     return (product * scale).astype(result_dtype or x.dtype)
@@ -154,8 +176,10 @@ class Dense(nn.Module):
   result_dtype: str | None = None
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps [..., in] to [..., features]."""
+  def __call__(
+    self, x: jax.Array, residual: jax.Array | None = None
+  ) -> jax.Array:
+    """Maps [..., in] to [..., features], to which `residual` is added."""
     x = x.astype(self.dtype)
     scale: jax.Array | None = None
     if self.has_variable('params', int8.SCALE):
@@ -167,12 +191,15 @@ class Dense(nn.Module):
       shape = (x.shape[-1], self.features)
       kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
       dense = dense_in_out
-    product = dense(kernel.astype(self.dtype), x, self.result_dtype, scale)
-    if not self.use_bias:
-      return product
-    zeros = nn.initializers.zeros
-    bias = self.param('bias', zeros, (self.features,), jnp.float32)
-    return product + bias.astype(self.dtype)
+    added = []
+    if self.use_bias:
+      zeros = nn.initializers.zeros
+      bias = self.param('bias', zeros, (self.features,), jnp.float32)
+      added.append(bias.astype(self.dtype))
+    if residual is not None:
+      added.append(residual)
+    kernel = kernel.astype(self.dtype)
+    return dense(kernel, x, self.result_dtype, scale, added)
 
 
 def head(vocab_size: int, dtype: str) -> Dense:
@@ -308,6 +335,26 @@ def dropout(rate: float) -> nn.Dropout:
   return nn.Dropout(rate, broadcast_dims=(-2,))
 
 
+def after(
+  x: jax.Array,
+  block: Callable[..., jax.Array],
+  dropout: nn.Dropout,
+  deterministic: bool,
+) -> jax.Array:
+  """What follows a block: x and what it makes, less what is dropped of that.
+
+  Args:
+    x: [B, S, M], the residual.
+    block: maps a residual that its last product is to add, or None, to
+      [B, S, M].
+    dropout: of what the block makes.
+    deterministic: whether dropout is off.
+  """
+  if deterministic:
+    return block(residual=x)
+  return x + dropout(block(residual=None), deterministic=False)
+
+
 class MLP(nn.Module):
   """Feed-forward block: one activation (`wi`) or a gate (`wi_0`, `wi_1`)."""
 
@@ -319,8 +366,13 @@ class MLP(nn.Module):
   use_bias: bool = False
 
   @nn.compact
-  def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
-    """Maps [..., M] to [..., M]."""
+  def __call__(
+    self,
+    x: jax.Array,
+    deterministic: bool,
+    residual: jax.Array | None = None,
+  ) -> jax.Array:
+    """Maps [..., M] to [..., M], to which `residual` is added."""
     count = len(self.activations)
     dense = functools.partial(Dense, dtype=self.dtype, use_bias=self.use_bias)
     if self.has_variable('params', 'wi_joined'):
@@ -337,7 +389,7 @@ class MLP(nn.Module):
       ],
     )
     hidden = dropout(self.dropout_rate)(hidden, deterministic=deterministic)
-    return dense(self.features, name='wo')(hidden)
+    return dense(self.features, name='wo')(hidden, residual)
 
 
 def padding_bias(inputs: jax.Array, pad_id: int = 0) -> jax.Array:

@@ -5,6 +5,7 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -211,13 +212,16 @@ class DecoderLayer(nn.Module):
     attention = self.self_attention
     normed = self.pre_self_attention_layer_norm(x)
     mixed, kept = own(*attention.project_qkv(normed))
-    x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
+    after = functools.partial(
+      layers.after, dropout=self.dropout, deterministic=deterministic
+    )
+    x = after(x, functools.partial(attention.out, mixed))
     normed = self.pre_cross_attention_layer_norm(x)
     attention = self.encoder_decoder_attention
     mixed = cross(attention.project_query(normed))
-    x = x + self.dropout(attention.out(mixed), deterministic=deterministic)
-    hidden = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
-    x = x + self.dropout(hidden, deterministic=deterministic)
+    x = after(x, functools.partial(attention.out, mixed))
+    normed = self.pre_mlp_layer_norm(x)
+    x = after(x, functools.partial(self.mlp, normed, deterministic))
     return x, kept
 
 
@@ -286,7 +290,7 @@ class Decoder(nn.Module):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
     owns = decoder_attention.own_steps(cache, num_queries, tree, write)
-    crosses = decoder_attention.cross_steps(cache, write)
+    crosses = decoder_attention.cross_steps(cache, num_queries, write)
     kept = []
     for layer, own, cross in zip(self.layers, owns, crosses, strict=True):
       x, memory = layer(x, own, cross, True)

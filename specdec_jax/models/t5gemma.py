@@ -21,7 +21,7 @@ from jax import lax
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend, kv_cache, layers
+from specdec_jax.models import backend, decoder_attention, kv_cache, layers
 from specdec_jax.models.base import Params
 from specdec_jax.models.causal_lm import (
   CausalLMConfig,
@@ -34,6 +34,7 @@ from specdec_jax.models.causal_lm import (
   embedder,
   masks,
   norm,
+  scores_of,
 )
 from specdec_jax.models.linen_model import LinenModel
 
@@ -137,13 +138,16 @@ class Encoder(nn.Module):
       'global': jnp.zeros_like(relative, bool),
       'local': (relative < -before) | (relative > after),
     }
-    reads = [
-      kv_cache.reader(mask[None] + padding_bias, attend_of(stack))
+    owns = [
+      decoder_attention.in_turn(
+        kv_cache.without_cache,
+        kv_cache.reader(mask[None] + padding_bias, attend_of(stack)),
+      )
       for mask in masks(stack, unseen)
     ]
     angles = angles_of(stack, place)
     for layer, kind in zip(self.layers, stack.kind_of, strict=True):
-      x, _ = layer(x, angles[kind], kv_cache.without_cache, reads[kind])
+      x, _ = layer(x, angles[kind], owns[kind])
     return self.encoder_norm(x)
 
 
@@ -164,12 +168,12 @@ class CrossLayer(Layer):
     if config.post_norms:
       self.post_cross_attention_layer_norm = norm(config)
 
-  def __call__(self, x, angles, remember, read, cross=()):
-    """As `Layer`; `cross` is read by a block of its own."""
-    x, kept = self.attended(x, angles, remember, read)
+  def __call__(self, x, angles, own, cross=None):
+    """As `Layer`; `cross` is a `decoder_attention.Cross`."""
+    x, kept = self.attended(x, angles, own)
     attention = self.encoder_decoder_attention
     queries = attention.project_query(self.pre_cross_attention_layer_norm(x))
-    mixed = attention.out(attend_of(self.config)(queries, *cross))
+    mixed = attention.out(cross(queries))
     if self.config.post_norms:
       mixed = self.post_cross_attention_layer_norm(mixed)
     return self.fed_forward(x + mixed), kept
@@ -215,19 +219,29 @@ class Decoder(nn.Module):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     stack = self.config.decoder
     num_queries = x.shape[1]
-    reads = kv_cache.bucketed_reads(
-      cache, num_queries, tree, attend_of(stack), stack.kind_of
+    is_merged = self.config.merged_attention
+    scores = scores_of(stack)
+    owns = decoder_attention.own_steps(
+      cache,
+      num_queries,
+      tree,
+      bias_of=stack.kind_of,
+      sees_encoder=is_merged,
+      **scores,
+    )
+    # Behind the layer's own attention, unless that has seen the encoder.
+    crosses = (
+      [()] * len(owns)
+      if is_merged
+      else [
+        (one,)
+        for one in decoder_attention.cross_steps(cache, num_queries, **scores)
+      ]
     )
     angles = angles_of(stack, kv_cache.positions(cache, num_queries, tree))
     kept = []
     for i, layer in enumerate(self.layers):
-      x, memory = layer(
-        x,
-        angles[stack.kind_of[i]],
-        cache.remember(i, kv_cache.write),
-        reads[i],
-        (cache.cross_keys[i], cache.cross_values[i], cache.cross_bias),
-      )
+      x, memory = layer(x, angles[stack.kind_of[i]], owns[i], *crosses[i])
       kept.append(memory)
     return self.decoder_norm(x), cache.grown(kept, num_queries)
 
@@ -289,7 +303,8 @@ class EncoderDecoder(nn.Module):
   def features(self, inputs, decoder_inputs):
     """Teacher-forced features [B, S, M]."""
     cache = self.prefill(inputs, decoder_inputs.shape[1])
-    return self.decoder(self.embed(decoder_inputs), cache)[0]
+    with backend.kernels('off'):  # they have no gradient
+      return self.decoder(self.embed(decoder_inputs), cache)[0]
 
   def __call__(self, inputs, decoder_inputs):
     """Teacher-forced logits float32[B, S, V]."""
