@@ -95,7 +95,7 @@ def demo_engine():
 class Served:
   """`specdec serve --replicas 2` in a process, and what it says."""
 
-  def __init__(self):
+  def __init__(self, *more):
     with socket.create_server(('127.0.0.1', 0)) as free:
       port = free.getsockname()[1]
     self.url = f'http://127.0.0.1:{port}'
@@ -103,7 +103,7 @@ class Served:
     paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     self.process = subprocess.Popen(
       [sys.executable, '-m', 'specdec_jax', 'serve', *flags.split()]
-      + ['--gin.REPLICA_CPUS=0.5'],
+      + ['--gin.REPLICA_CPUS=0.5', *more],
       env=os.environ
       | {'PYTHONPATH': ':'.join(paths), 'RAY_USAGE_STATS_ENABLED': '0'},
       stderr=subprocess.PIPE,
@@ -166,11 +166,44 @@ class Served:
       with error:
         return error.code
 
+  def stream(self, prompt, **options):
+    """The lines of a stream, without the empty ones."""
+    body = {'prompt': prompt, 'temperature': 0, 'stream': True} | options
+    with urllib.request.urlopen(
+      f'{self.url}/v1/completions', json.dumps(body).encode()
+    ) as answer:
+      lines = answer.read().decode().splitlines()
+    return [line for line in lines if line]
+
   def end(self):
     self.process.kill()
     self.process.wait()
     self._reader.join()
     self.process.stderr.close()
+
+
+@pytest.mark.slow
+def test_what_is_left_when_the_time_is_over_ends_with_an_error():
+  if importlib.util.find_spec('ray') is None:
+    pytest.skip('needs the extra [ray]')
+  served = Served('--replicas', '1', '--gin.DRAIN_SECONDS=1.0')
+  # More than is done in a second, one after the other.
+  asked = {'n': 64, 'max_tokens': 120, 'ignore_eos': True}
+
+  try:
+    served.until(lambda: served.is_ready)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      whole = pool.submit(served.ask, PROMPTS[0], **asked)
+      stream = pool.submit(served.stream, PROMPTS[0], **asked)
+      time.sleep(1)
+      served.process.send_signal(signal.SIGTERM)
+      assert served.process.wait(120) == 0
+      assert whole.result() == 503
+      *_, last, done = stream.result()
+    assert done == 'data: [DONE]'
+    assert 'is stopping' in json.loads(last[6:])['error']['message']
+  finally:
+    served.end()
 
 
 @pytest.mark.slow

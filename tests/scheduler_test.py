@@ -150,6 +150,53 @@ def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
   assert max(len(one.news) for one in heard) > 2, 'nothing was streamed'
 
 
+def test_who_is_alone_has_a_pool_of_its_own(engine, scheduler, monkeypatch):
+  """As wide as its input, and read by its first call; then others come."""
+  slots, calls = scheduler._slots, []
+
+  def noted(name):
+    real = getattr(slots, name)
+
+    def call(*args, **options):
+      rounds = args[0] if name == 'run' else None
+      calls.append((name, rounds, slots._pool_width))
+      return real(*args, **options)
+
+    monkeypatch.setattr(slots, name, call)
+
+  for name in ('hold', 'read', 'run'):
+    noted(name)
+  asked = {'stop_ids': (), 'log_probs': False}
+  sampled = asked | {'temperature': 1.0, 'seed': 4}
+  texts = [text for text in TEXTS if engine.num_input_tokens(text) <= 32]
+  want = engine.generate(texts[:1], **asked)[0]
+  drawn = engine.generate(texts[1:2], **sampled)[0]
+  with nothing_compiles():
+    same(ask(scheduler, texts[0], **asked), want)
+    assert [one[0] for one in calls[:2]] == ['hold', 'run']
+    assert {one[2] for one in calls[2:]} <= {32}
+    alone = {rounds for name, rounds, _ in calls if name == 'run'}
+    assert len(alone) == 1 and min(alone) > 4, 'it is looked at seldom'
+    calls.clear()
+    first = Heard(scheduler, texts[0], streams=True, **asked)
+    later = Heard(scheduler, texts[1], **sampled)
+    tell = first.row.tell
+
+    def tell_and_submit(news):
+      tell(news)
+      if len(first.news) == 1:
+        scheduler.submit([later.row])
+
+    first.row.tell = tell_and_submit
+    scheduler.submit([first.row])
+    same(first.last.completion, want)
+    same(later.last.completion, drawn)
+  assert calls[0][0] == 'hold' and any(one[0] == 'read' for one in calls)
+  widths = [width for name, _, width in calls if name == 'run']
+  assert widths[1] == 32 and widths[-1] == 40, 'it was not moved'
+  assert {rounds for name, rounds, _ in calls if name == 'run'} <= {1, *alone}
+
+
 def test_a_sample_is_another_with_another_seed(scheduler):
   """The control of the test above: the seed is heard."""
   options = {'temperature': 1.0, 'stop_ids': ()}

@@ -89,9 +89,17 @@ class RowLayout:
     )
 
   def without_drafter(self, pool: Pool, empty_row: Pool) -> Pool:
-    """The rows as if their drafter had read nothing; so it need not."""
+    """The rows as if their drafter had read nothing; so it need not.
+
+    `empty_row` is at least as wide as the rows.
+    """
     empty = self.repeated(empty_row, pool.request.inputs.shape[0]).state
-    state = pool.state.replace(drafter_state=empty.drafter_state)
+    drafter_state = jax.tree.map(
+      lambda leaf, none: none[tuple(map(slice, leaf.shape))],
+      pool.state.drafter_state,
+      empty.drafter_state,
+    )
+    state = pool.state.replace(drafter_state=drafter_state)
     return pool.replace(state=state)
 
   def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
@@ -182,6 +190,9 @@ class PoolPrograms:
     """Takes the arguments of `RowLayout`; `example` is its `request`."""
     layout = RowLayout(loop, params, example, prompted)
     read = functools.partial(decode_pool.read, loop)
+    run = functools.partial(decode_pool.run, loop)
+    # Traced once for both programs that run rounds.
+    inner_run = jax.jit(run, static_argnums=(4, 5))
 
     def staged(params, request, empty_row):
       return layout.staged(read(params, request), empty_row)
@@ -189,6 +200,13 @@ class PoolPrograms:
     def staged_plainly(params, request, empty_row):
       pool = layout.without_drafter(read(params, request), empty_row)
       return layout.staged(pool, empty_row)
+
+    def begun(params, request, empty_row, max_rounds, gamma, simply, ends):
+      pool = read(params, request)
+      if empty_row is not None:
+        pool = layout.without_drafter(pool, empty_row)
+      enough = jnp.int32(1)
+      return inner_run(params, pool, max_rounds, enough, gamma, simply, ends)
 
     def bound(function, **options):
       told = backend.compiler_options()
@@ -202,8 +220,12 @@ class PoolPrograms:
       functools.partial(decode_pool.with_drafter, loop), static_argnums=2
     )
     self._read_rows = bound(read)
-    self._layout, self._loop, self._bound = layout, loop, bound
-    self._hold(None)
+    self._layout, self._bound = layout, bound
+    self._run, self._begun = run, begun
+    self._held = False
+    device = jax.tree.leaves(params)[0].sharding
+    if not isinstance(device, NamedSharding):
+      self._hold(device, device)
 
   def empty_row(self, request: Request) -> Pool:
     """One row that has read nothing; `request` must be of rows without text."""
@@ -214,29 +236,30 @@ class PoolPrograms:
       self._hold(placed, NamedSharding(kinds[0].mesh, PartitionSpec()))
     return self._only(rows, np.zeros((1,), np.int32))
 
-  def _hold(self, placed: Any, whole: Any = None) -> None:
+  def _hold(self, placed: Any, whole: Any) -> None:
     """Makes the programs that return a pool leave it where it was.
 
     Otherwise each program might lay the pool out differently over the devices,
-    and the next program would be compiled for that layout. The arrays that the
-    host looks at are whole on each device.
+    and the next program would be compiled for that layout; or, on one device,
+    for each mixture of arrays that the host has put there and others. The
+    arrays that the host looks at are whole on each device.
     """
-    self._held = placed is not None
-    pool: dict[str, Any] = {}
-    both: dict[str, Any] = {}
-    if self._held:
-      pool, both = {'out_shardings': placed}, {'out_shardings': (placed, whole)}
+    self._held = True
+    pool: dict[str, Any] = {'out_shardings': placed}
+    both: dict[str, Any] = {'out_shardings': (placed, whole)}
     layout = self._layout
     self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
     self.smaller = jax.jit(layout.only, **pool)
     # The pool is donated, so that it is updated in place.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
     self.run = self._bound(
-      functools.partial(decode_pool.run, self._loop),
+      self._run,
       static_argnums=(4, 5),
       donate_argnums=1,
       **both,
     )
+    # Reading and the first rounds of a row that has a pool of its own.
+    self.begin = self._bound(self._begun, static_argnums=(4, 5), **both)
 
 
 def _axis(few: Any, many: Any) -> int | None:

@@ -71,6 +71,7 @@ class Slots(Generic[_Owner]):
     self._num_slots, self._room = num_slots, room
     self._read_rows = read_rows
     self._empty_rows: dict[tuple[bool, int], Pool] = {}
+    self._unread: tuple[Request, bool] | None = None  # see `hold`
 
   def begin(self, size: int, width: int, speculative: bool) -> None:
     """Makes a pool of `size` free slots, for inputs of this width."""
@@ -127,21 +128,18 @@ class Slots(Generic[_Owner]):
       plainly: whether only the target reads them: greedy rows that will not be
         drafted for. What is proposed to them all the same is rarely accepted.
     """
-    static = self._static
-    static['slots'] -= request.prompt_width
+    request = self._in_slots(request)
     self.width = max(self.width, request.inputs.shape[1])
     empty = self._empty_row(self.width)
     programs = self._programs
     read = programs.read_plainly if plainly else programs.read
-    staged = read(request.replace(**static), empty)
+    staged = read(request, empty)
     return Group(rows, staged, self.width)
 
   def admit(self, group: Group[_Owner]) -> list[_Owner]:
     """Gives free slots to the next rows of a group; returns their owners."""
+    self._widen(group.width)
     empty = self._empty_row(group.width)
-    if group.width > self._pool_width:
-      self._pool = self._programs.widened(self._pool, empty)
-      self._pool_width = group.width
     free = self.free[: group.left]
     places = np.zeros((len(self.owners),), np.int32)
     places[: len(free)] = free
@@ -154,6 +152,35 @@ class Slots(Generic[_Owner]):
       self.owners[slot] = row
     group.taken += count
     return rows
+
+  def hold(
+    self, request: Request, owner: _Owner, plainly: bool = False
+  ) -> None:
+    """Gives a row the slot of a pool of one; the next `run` reads it.
+
+    That pool is the row itself, as wide as its input. What is here and in
+    `run` one call would be three with `read` and `admit`, and a copy.
+
+    Args:
+      request: of this row, as for `read`.
+      owner: the row's.
+      plainly: as for `read`.
+    """
+    self._unread = self._in_slots(request), plainly
+    self.owners = [owner]
+
+  def _in_slots(self, request: Request) -> Request:
+    """The request, of as many slots as all others have."""
+    static = self._static
+    static['slots'] -= request.prompt_width
+    return request.replace(**static)
+
+  def _widen(self, width: int) -> None:
+    """Makes room for inputs of this width."""
+    if width > self._pool_width:
+      empty = self._empty_row(width)
+      self._pool = self._programs.widened(self._pool, empty)
+      self._pool_width = width
 
   @property
   def free(self) -> list[int]:
@@ -174,6 +201,7 @@ class Slots(Generic[_Owner]):
     """Moves the rows to a pool of another size, in which they must fit."""
     if size == len(self.owners):
       return
+    self._widen(self.width)
     running = self.running
     free = size - len(running)
     self.keep([*running, *[0] * free])
@@ -204,6 +232,14 @@ class Slots(Generic[_Owner]):
   ) -> PoolView:
     """Starts the next rounds on the device, see `decoding.pool.run`."""
     rounds, finished = np.int32(max_rounds), np.int32(enough)
+    if self._unread is not None:
+      (request, plainly), self._unread = self._unread, None
+      empty = self._empty_row(self.width) if plainly else None
+      self._pool, view = self._programs.begin(
+        request, empty, rounds, gamma, simply, ends
+      )
+      self._pool_width = request.inputs.shape[1]
+      return view
     self._pool, view = self._programs.run(
       self._pool, rounds, finished, gamma, simply, ends
     )

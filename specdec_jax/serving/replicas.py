@@ -168,6 +168,12 @@ def _end(ray_serve: Any, settings: ServeSettings) -> None:
     ray_serve.shutdown()
 
 
+def _is_kept(ray_serve: Any) -> bool:
+  """Whether Ray Serve is to keep the application running."""
+  found = ray_serve.status().applications.get(NAME)
+  return found is not None and found.status != 'DELETING'
+
+
 def _deployment(
   ray_serve: Any,
   make: Callable[[], tuple[Scheduler, str]],
@@ -192,6 +198,7 @@ def _deployment(
       self._scheduler.start()
       self._ends.callback(self._scheduler.join)
       self._ends.callback(self._scheduler.stop)
+      threading.Thread(target=self._watch, daemon=True).start()
       while not self._scheduler.takes_rows:
         self.check_health()
         time.sleep(_LOOK_SECONDS)
@@ -201,6 +208,17 @@ def _deployment(
       """Ray asks it; a replica that raises is replaced by another."""
       if self._scheduler.failure is not None:
         raise RuntimeError(f'The scheduler failed: {self._scheduler.failure}')
+
+    def _watch(self):
+      """Ends what is left of its requests when the time to finish is over.
+
+      Ray tells a replica that it is to end only when it has none any more.
+      """
+      while _is_kept(ray_serve):
+        time.sleep(_HEALTH_SECONDS / 2)
+      self._scheduler.refuse('The server is stopping. Try again later.')
+      time.sleep(settings.drain_seconds)
+      self._scheduler.stop()
 
     def __del__(self):
       """Ray calls it when what was taken is done, or its time is over."""

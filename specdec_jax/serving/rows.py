@@ -145,16 +145,17 @@ def read_together(
     ids = one.stop_ids[one.stop_ids >= 0]
     row[: len(ids)] = ids
   changes: dict[str, Any] = {}
+  if len(rows) > 1:
+    changes['keys'] = keys_of_rows(
+      np.array([one.seed & 0xFFFFFFFF for one in asked], np.uint32),
+      np.array([(one.example_ids or [0])[0] for one in asked], np.uint32),
+    )
   if every[0].prompt is not None:
     changes['prompt'] = widest([r.prompt[0] for r in every])
     changes['prompt_length'] = joined('prompt_length')
   return dataclasses.replace(
     every[0],
     inputs=widest([r.inputs[0] for r in every]),
-    keys=keys_of_rows(
-      np.array([one.seed & 0xFFFFFFFF for one in asked], np.uint32),
-      np.array([(one.example_ids or [0])[0] for one in asked], np.uint32),
-    ),
     sampling=sampling,
     stop_ids=stops,
     min_length=joined('min_length'),

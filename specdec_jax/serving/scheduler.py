@@ -41,6 +41,7 @@ from specdec_jax.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
 _READ_TOGETHER = 4  # rows, where several wait
+_ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones are shorter
 _NOT_READY = 'The server is not ready yet: it compiles.'
 _SHRINK_AFTER = 16  # looks at a pool that is larger than it need be
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
@@ -372,7 +373,10 @@ class Scheduler:
       others = [row for row in self._slots.owners if row is not None]
       plainly = self.drafting.reads_plainly and self._is_plain(rows + others)
       request = self._request([*rows, *filled])
-      self._slots.admit(self._slots.read(request, rows, plainly))
+      if len(self._slots.owners) == 1 and rows[0].is_simple:
+        self._slots.hold(request, rows[0], plainly)
+      else:
+        self._slots.admit(self._slots.read(request, rows, plainly))
 
   def _is_plain(self, rows: Sequence[Row]) -> bool:
     """Whether rows, all that are to run, need no drafter."""
@@ -381,13 +385,21 @@ class Scheduler:
   def _advance(self) -> PoolView:
     """Starts the next rounds."""
     rows = [row for row in self._slots.owners if row is not None]
-    # One round at a time where somebody watches.
-    rounds = 1 if any(row.streams for row in rows) else STOP_STRING_ROUNDS
     simply = all(row.is_simple for row in rows)
     size = len(self._slots.owners)
     kind = self.drafting.of(size, simply, self._is_plain(rows))
     self._gamma = kind.gamma
+    rounds = self._rounds(rows, kind.gamma)
     return self._slots.run(rounds, 1, kind.gamma, simply, kind.ends)
+
+  def _rounds(self, rows: Sequence[Row], gamma: int) -> int:
+    """Rounds until the next look, in which nobody who comes gets a slot."""
+    if any(row.streams for row in rows):
+      return 1  # somebody watches
+    stops = any(row.batch.options.stop_strings for row in rows)
+    if stops or len(rows) + len(self._waiting) > 1:
+      return STOP_STRING_ROUNDS
+    return _ALONE_ROUNDS if gamma else 2 * _ALONE_ROUNDS
 
   def _look(self, view: PoolView) -> '_Look':
     """Frees slots; says whose outputs are done, and whose go on."""
@@ -520,21 +532,11 @@ class Scheduler:
     slots = self._slots
     slots.begin(self._rooms[0], self._width, self.speculates)
     for _ in range(2):
-      for size in self._rooms:
+      for size, row in itertools.product(self._rooms, self._shapes):
+        if self._ends:
+          return
         slots.resize(size)
-        for row in self._shapes:
-          if self._ends:
-            return
-          for count, plainly in itertools.product(
-            (1, _READ_TOGETHER), {False, self.drafting.reads_plainly}
-          ):
-            request = self._request([row] * count)
-            slots.admit(slots.read(request, [row], plainly))
-            slots.clear()
-        for simply, plainly in ((True, False), (False, False), (True, True)):
-          kind = self.drafting.of(size, simply, plainly)
-          jax.device_get(slots.run(1, 1, kind.gamma, simply, kind.ends))
-          slots.clear()
+        self._rehearse(size, row)
         for other in self._rooms:
           slots.resize(other)
           slots.resize(size)
@@ -547,3 +549,23 @@ class Scheduler:
         row = self.row(text, lambda news: None, **options)
         if row.search is not None:
           row.search()
+
+  def _rehearse(self, size: int, row: Row) -> None:
+    """Reads a row in each way that a pool of this size has, and runs rounds."""
+    slots, reads_plainly = self._slots, self.drafting.reads_plainly
+    for count in (1, _READ_TOGETHER) if size > 1 else (1,):
+      for plainly in {False, reads_plainly}:
+        slots.admit(slots.read(self._request([row] * count), [row], plainly))
+        slots.clear()
+    for simply, plainly in ((False, False), (True, False), (True, True)):
+      kind = self.drafting.of(size, simply, plainly)
+
+      def run(kind=kind):
+        jax.device_get(slots.run(1, 1, kind.gamma, kind.simply, kind.ends))
+
+      run()
+      if simply and size == 1:
+        slots.hold(self._request([row]), row, plainly and reads_plainly)
+        run()
+        run()
+      slots.clear()
