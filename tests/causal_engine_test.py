@@ -101,7 +101,7 @@ def test_a_tree_of_proposals(tokenizer):
 @pytest.mark.parametrize('more', [-3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_drafter_with_other_padding(more, tokenizer):
   """Its ids past the vocabulary are no text; the target's may have mass."""
-  config = FAMILIES['Gemma 3']
+  config = FAMILIES['Llama 3']
   wide = dataclasses.replace(config, vocab_size=VOCAB_SIZE + 3)
   other = dataclasses.replace(config, vocab_size=VOCAB_SIZE + 3 + more)
   draft = Model(*make(other))
@@ -116,8 +116,13 @@ def test_a_drafter_with_other_padding(more, tokenizer):
   network = engine.drafter.network
   assert network.vocab_size == VOCAB_SIZE + 3
   tokens = np.full((1, 2), VOCAB_SIZE + 2, np.int32)
-  cache = network.prefill(params, tokens, 4)
-  logits, _ = network.extend(params, cache, tokens)
+
+  @quick_jit
+  def call(params):
+    cache = network.prefill(params, tokens, 4)
+    return network.extend(params, cache, tokens)[0]
+
+  logits = call(params)
   assert logits.shape == (1, 2, VOCAB_SIZE + 3)
   assert np.isfinite(logits[..., :VOCAB_SIZE]).all()
   mass = jax.nn.softmax(logits)[..., VOCAB_SIZE:]
@@ -176,7 +181,7 @@ def law(network, params):
 
 
 @pytest.mark.parametrize(
-  'family', [pytest.param('Llama 3', marks=pytest.mark.slow), 'Gemma 3']
+  'family', ['Llama 3', pytest.param('Gemma 3', marks=pytest.mark.slow)]
 )
 def test_samples_have_the_targets_law(family):
   config = dataclasses.replace(

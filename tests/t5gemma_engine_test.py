@@ -66,9 +66,15 @@ def read_by(tokenizer, item):
 families = pytest.mark.parametrize('name', FAMILIES)
 
 
+@pytest.fixture(scope='module')
+def engines(tokenizer):
+  """Each made once: its programs are the dear part."""
+  return {name: make_engine(name, tokenizer) for name in FAMILIES}
+
+
 @families
-def test_greedy_is_speculative_is_teacher_forced(name, tokenizer):
-  engine = make_engine(name, tokenizer)
+def test_greedy_is_speculative_is_teacher_forced(name, engines, tokenizer):
+  engine = engines[name]
   have = engine.generate(TEXTS)
   want = engine.generate(TEXTS, speculative=False)
   assert [c.tokens for c in have] == [c.tokens for c in want]
@@ -86,9 +92,9 @@ def test_greedy_is_speculative_is_teacher_forced(name, tokenizer):
     assert out == best[: len(out)].tolist()
 
 
-def test_another_start_id_is_another_output(tokenizer):
+def test_another_start_id_is_another_output(engines, tokenizer):
   """The negative control: what the decoder begins with matters."""
-  engine = make_engine('T5Gemma', tokenizer)
+  engine = engines['T5Gemma']
   config = dataclasses.replace(FAMILIES['T5Gemma'], start_id=0)
   _, params = make(FAMILIES['T5Gemma'])
   other = Engine(
@@ -106,9 +112,11 @@ def test_another_start_id_is_another_output(tokenizer):
   assert [c.tokens for c in rest] == [tokens[4:10] for tokens in want]
 
 
-@families
-def test_scores_are_those_of_decoding(name, tokenizer):
-  engine = make_engine(name, tokenizer)
+@pytest.mark.parametrize(
+  'name', [pytest.param('T5Gemma', marks=pytest.mark.slow), 'T5Gemma 2']
+)
+def test_scores_are_those_of_decoding(name, engines):
+  engine = engines[name]
   outputs = engine.generate(TEXTS, log_probs=True)
   scores = engine.score(TEXTS, [c.tokens for c in outputs])
   for output, score in zip(outputs, scores, strict=True):
@@ -144,8 +152,8 @@ def test_a_tree_of_proposals(name, tokenizer):
 
 @pytest.mark.slow
 @families
-def test_beams(name, tokenizer):
-  engine = make_engine(name, tokenizer)
+def test_beams(name, engines):
+  engine = engines[name]
   have = engine.generate(TEXTS, num_beams=3, speculative=True)
   want = engine.generate(TEXTS, num_beams=3, speculative=False)
   assert [c.tokens for c in have] == [c.tokens for c in want]
@@ -153,8 +161,8 @@ def test_beams(name, tokenizer):
 
 @pytest.mark.slow
 @families
-def test_rows_that_come_and_go(name, tokenizer):
-  engine = make_engine(name, tokenizer)
+def test_rows_that_come_and_go(name, engines):
+  engine = engines[name]
   sampling = [0.0, 1.0, 0.0, 1.0, 0.0]
   want = engine.generate(TEXTS, temperature=sampling)
   have = Continuous(engine, PoolSettings(rows=2)).generate(
@@ -194,9 +202,9 @@ def law(network, params):
   return drawn.prod(1).reshape((SIZE,) * TOKENS)
 
 
-@pytest.mark.parametrize(
-  'name', [pytest.param('T5Gemma', marks=pytest.mark.slow), 'T5Gemma 2']
-)
+# In small: the law of Llama in causal_engine_test, by the same loop.
+@pytest.mark.slow
+@families
 def test_samples_have_the_targets_law(name):
   config = with_vocabulary(FAMILIES[name], SIZE)
   decoder = dataclasses.replace(config.decoder, logit_softcap=2.0)
