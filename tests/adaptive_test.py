@@ -76,7 +76,9 @@ def _lengths(draft, gamma, vocab_size, rule, stop_id=-1):
   # In place of random numbers, where they would be used.
   places = jnp.tile(jnp.arange(gamma)[:, None], (1, batch))
   with mock.patch.object(length, 'draft_uniforms', lambda context: places):
-    made, _ = length.draft(logits[:, 0], (), context, draw, read)
+    made = toy_requests.quick_jit(
+      lambda context: length.draft(logits[:, 0], (), context, draw, read)[0]
+    )(context)
   np.testing.assert_array_equal(made.tokens[:, 0], tokens[:, 0])
   found = np.asarray(made.length)
   return dict(zip(proposals, found.tolist(), strict=True))

@@ -66,14 +66,14 @@ def test_beams_come_from_the_worst_to_the_best(engine, beams):
 def test_the_score_is_the_log_probability_with_the_penalty(engine, beams):
   """Of a finished beam; the engine's own `score` says what its tokens have."""
   options = {'num_beams': 3, 'num_samples': 3, 'speculative': False}
-  texts = TEXTS[:1]
+  texts = TEXTS  # the number for which there are programs
   for penalty, of in (
     ({'alpha': 0.0}, lambda n: 1.0),
     ({'alpha': 1.0}, lambda n: (5 + n) / 6),
     ({'length_penalty': 2.0}, lambda n: n**2.0),
   ):
-    for one in engine.generate(texts, **options, **penalty):
-      (scored,) = engine.score(texts, [one.tokens])
+    for one in engine.generate(texts, **options, **penalty)[:3]:
+      (scored,) = engine.score(texts[:1], [one.tokens])
       np.testing.assert_allclose(one.log_probs, scored.log_probs, atol=1e-4)
       if 'alpha' in penalty and one.finish_reason != 'stop':
         continue  # T5X gives live beams their log-probability
@@ -189,7 +189,7 @@ def test_a_run_over_lines(engine, beams, lines, tmp_path):
     engine=lambda **_: engine,
     input_file=lines,
     output_dir=str(tmp_path / 'out'),
-    batch_size=2,
+    batch_size=4,
     num_samples=2,
     require_agreement=True,
     beams=infer.Beams('beam', num_beams=3),

@@ -178,7 +178,7 @@ def t5x_search(t5x, name, gamma, draft_width):
   ('width', 'gamma', 'draft_width'),
   [
     (4, 0, 4),
-    (4, 3, 6),
+    (2, 2, 2),
     *(
       pytest.param(*other, marks=pytest.mark.slow)
       for other in (
@@ -186,9 +186,9 @@ def t5x_search(t5x, name, gamma, draft_width):
         (1, 2, 1),
         (1, 3, 3),
         (2, 0, 2),
-        (2, 2, 2),
         (2, 3, 3),
         (4, 2, 4),
+        (4, 3, 6),
         (8, 0, 8),
         (8, 2, 8),
         (8, 3, 10),
@@ -491,13 +491,21 @@ def test_values_are_arguments_of_one_program():
   assert run._cache_size() == before
 
 
-def test_without_a_prompt_and_without_log_probabilities():
+@pytest.mark.parametrize('gamma', [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_without_a_prompt_and_without_log_probabilities(gamma):
   """The start token alone is what a prompt of one token is."""
   settings = settings_of(3, 3, 0.6)
   pair = PairParams(TARGET.params, near(TARGET))
   options = dict(slots=SLOTS, stop_ids=[1])
   have = search(
-    TARGET, OTHER, pair, INPUTS, settings, 2, with_log_probs=False, **options
+    TARGET,
+    OTHER,
+    pair,
+    INPUTS,
+    settings,
+    gamma,
+    with_log_probs=False,
+    **options,
   )
   want = search(
     TARGET,
@@ -505,7 +513,7 @@ def test_without_a_prompt_and_without_log_probabilities():
     pair,
     INPUTS,
     settings,
-    2,
+    gamma,
     prompt=np.zeros((len(INPUTS), 1), np.int32),
     prompt_length=np.ones((len(INPUTS),), np.int32),
     **options,

@@ -65,7 +65,11 @@ FAMILIES = {
   'Gemma 3': GEMMA3,
 }
 two_families = pytest.mark.parametrize(
-  'config', [LLAMA, GEMMA3], ids=['Llama 3', 'Gemma 3']
+  'config',
+  [
+    pytest.param(LLAMA, id='Llama 3', marks=pytest.mark.slow),
+    pytest.param(GEMMA3, id='Gemma 3'),
+  ],
 )
 
 # Compiled once a network and shape, not dispatched operation by operation.
@@ -156,8 +160,8 @@ def test_every_field_is_seen(family, change):
   [
     ('Llama 3', 'out_in', 'cpu'),
     ('Gemma 3', 'in_out', 'cpu'),
-    ('Qwen 2', 'out_in', 'cpu'),
-    ('Qwen 3', 'in_out', 'gpu'),
+    pytest.param('Qwen 2', 'out_in', 'cpu', marks=pytest.mark.slow),
+    pytest.param('Qwen 3', 'in_out', 'gpu', marks=pytest.mark.slow),
     ('Gemma 2', 'out_in', 'tpu'),
   ],
 )

@@ -58,9 +58,9 @@ def folder(tmp_path_factory):
   return tmp_path_factory.mktemp('module')
 
 
-@pytest.fixture(scope='module')
-def tokenizer(folder):
-  """A small one, its file in `folder`."""
+@pytest.fixture(scope='session')
+def tokenizer(tmp_path_factory):
+  """A small one, with a file; nobody changes it."""
   import small_vocabulary  # JAX comes after its settings
 
-  return small_vocabulary.train(folder)
+  return small_vocabulary.train(tmp_path_factory.mktemp('vocabulary'))

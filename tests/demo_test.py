@@ -101,6 +101,8 @@ def check_equal(models, oracle, texts, gamma, batch, **options):
   )
 
 
+# In small: the demo of `.ci/run`, which fails where outputs differ.
+@pytest.mark.slow
 def test_greedy_equals_plain(models, oracle, sources):
   # Sentences are short: with one bucket of slots there is half to compile.
   texts = sources[: 4 * RAGGED]

@@ -95,10 +95,9 @@ MIXED = SamplingConfig([0.0, 0.6, 1.0, 1.7], top_k=4)
 @pytest.mark.parametrize(
   ('cheaper', 'params'),
   [
-    (ngram(TABLE), TABLE),
-    (small_model(DRAFT), DRAFT.params),
+    pytest.param(ngram(TABLE), TABLE, id='bigram', marks=pytest.mark.slow),
+    pytest.param(small_model(DRAFT), DRAFT.params, id='model'),
   ],
-  ids=['bigram', 'model'],
 )
 def test_cascade_of_the_target_itself_is_always_accepted(cheaper, params):
   """Draft.probs are the model's own rows, at every temperature."""

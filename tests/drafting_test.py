@@ -108,6 +108,7 @@ def test_rounds_of_rest_are_counted_by_themselves():
   assert one['speculative_decoding']['num_draft_tokens'] == 5
 
 
+@pytest.mark.slow
 def test_samples_depend_on_where_drafts_end(engine, traffic):
   """The control: so they cannot have the gamma that suits the traffic."""
   asked = MIXED[1] | {'seed': 1}

@@ -67,7 +67,19 @@ def plain(parts, tokenizer):
 
 
 @pytest.mark.filterwarnings('ignore:The draft is decoder-only')
-@pytest.mark.parametrize('name', DRAFTERS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    'small_model',
+    'prompt_lookup',
+    'decoder only',
+    # In small in the conformance suite.
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ('with_fallback', 'cascade', 'bigram')
+    ),
+  ],
+)
 def test_greedy_outputs_are_the_targets_own(parts, tokenizer, plain, name):
   made = Engine(
     parts['target'],
@@ -114,7 +126,7 @@ def test_parts_of_a_drafter_are_checked_as_a_drafter_is(parts, tokenizer):
   make(parts['draft'])  # the control
 
 
-@pytest.mark.parametrize('more', [0, 16])
+@pytest.mark.parametrize('more', [0, pytest.param(16, marks=pytest.mark.slow)])
 def test_heads_that_are_padded_differently(tokenizer, more):
   """Target of 296 ids, drafter of 288 or 304; the target's outputs."""
   made = network(1, VOCAB_SIZE + 8), network(1, VOCAB_SIZE + more)

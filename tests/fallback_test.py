@@ -248,7 +248,10 @@ def test_a_run_in_parts_decides_as_a_whole_one():
   jax.tree.map(np.testing.assert_array_equal, whole.stats, part.stats)
 
 
-@pytest.mark.parametrize('name', ['prompt_lookup', 'with_fallback'])
+@pytest.mark.parametrize(
+  'name',
+  [pytest.param('prompt_lookup', marks=pytest.mark.slow), 'with_fallback'],
+)
 def test_any_drafter_may_rest(name):
   drafter, params = {
     'prompt_lookup': (prompt_lookup(), ()),

@@ -46,11 +46,21 @@ def networks(folder):
 
 
 @pytest.mark.parametrize('name', SIZES)
+def test_numbers_of_parameters(name, networks):
+  assert sizes.num_params(networks[name].config) == SIZES[name]
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=() if name == 'm2m100_418m' else pytest.mark.slow)
+    for name in SIZES
+  ],
+)
 def test_parameters_and_a_call(name, networks):
   """Whole networks, their caches and a call, as shapes alone."""
   network = networks[name]
   config = network.config
-  assert sizes.num_params(config) == SIZES[name]
   params = shapes(config)
   assert sum(leaf.size for leaf in jax.tree.leaves(params)) == SIZES[name]
   ids = jax.ShapeDtypeStruct((2, 16), 'int32')

@@ -110,7 +110,11 @@ def test_padding_does_not_matter_and_id_0_does():
 
 
 @pytest.mark.parametrize(
-  ('layout', 'kind'), [('out_in', 'cpu'), ('in_out', 'gpu')]
+  ('layout', 'kind'),
+  [
+    ('out_in', 'cpu'),
+    pytest.param('in_out', 'gpu', marks=pytest.mark.slow),
+  ],
 )
 def test_extend_in_pieces_equals_teacher_forcing(layout, kind):
   model, params = make(SMALL)

@@ -15,8 +15,11 @@ from jax.extend import core as jax_core
 
 from backend_test import NETWORKS, decode
 from drafter_conformance_test import (  # noqa: F401
+  SAMPLINGS,
   test_control_residual_replaced_by_target,
-  test_plain_output_has_the_targets_law,
+)
+from drafter_conformance_test import (
+  test_plain_output_has_the_targets_law as plain_has_the_targets_law,
 )
 from drafter_conformance_test import (
   test_sampled_output_has_the_targets_law as has_the_targets_law,
@@ -78,12 +81,25 @@ def test_sampled_output_has_the_targets_law(name):
   has_the_targets_law(name)
 
 
+@pytest.mark.parametrize(
+  'sampling',
+  [
+    pytest.param(name, marks=() if name == 'all' else pytest.mark.slow)
+    for name in SAMPLINGS
+  ],
+)
+def test_plain_output_has_the_targets_law(sampling):
+  plain_has_the_targets_law(sampling)
+
+
 def of_cpu(function, *args):
   with backend.compiled_for('cpu'):
     return np.asarray(quick_jit(function)(*args))
 
 
-@pytest.mark.parametrize('size', [1, 5, 2000])
+@pytest.mark.parametrize(
+  'size', [1, pytest.param(5, marks=pytest.mark.slow), 2000]
+)
 def test_both_ways_give_the_same(size):
   """The same thresholds to the last bit, tokens, and laws within rounding."""
   rng = np.random.default_rng(size)

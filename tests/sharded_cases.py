@@ -257,8 +257,8 @@ def test_exchanges_of_a_round_are_few(preset, way, family, engines):
 @pytest.mark.parametrize(
   'family',
   [
-    'gpt',
     'causal',
+    pytest.param('gpt', marks=pytest.mark.slow),
     pytest.param('m2m100', marks=pytest.mark.slow),
     pytest.param('t5gemma', marks=pytest.mark.slow),
     pytest.param('t5gemma2', marks=pytest.mark.slow),

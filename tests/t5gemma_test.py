@@ -28,6 +28,14 @@ _TWO = dataclasses.replace(GEMMA3, num_kv_heads=2, num_layers=3)
 TWO = T5GemmaConfig(_TWO, _TWO, merged_attention=True, image_end_id=7)
 FAMILIES = {'T5Gemma': ONE, 'T5Gemma 2': TWO}
 families = pytest.mark.parametrize('config', FAMILIES.values(), ids=FAMILIES)
+# What T5Gemma 2 shows for both: its attention alone reads encoder and decoder.
+one_is_slow = pytest.mark.parametrize(
+  'config',
+  [
+    pytest.param(ONE, id='T5Gemma', marks=pytest.mark.slow),
+    pytest.param(TWO, id='T5Gemma 2'),
+  ],
+)
 
 logits_of = jax.jit(T5Gemma.logits, static_argnums=0)
 extend = jax.jit(T5Gemma.extend, static_argnums=0)
@@ -139,7 +147,7 @@ def test_extend_in_pieces_equals_teacher_forcing(config, layout, kind):
   np.testing.assert_allclose(have, want, atol=5e-5 * np.abs(want).max())
 
 
-@families
+@one_is_slow
 def test_rows_at_their_own_places_and_rewound(config):
   network, params = make(config)
   inputs, fed = batch(3)
@@ -159,7 +167,7 @@ def test_rows_at_their_own_places_and_rewound(config):
   np.testing.assert_array_equal(cache.length, starts + 4)
 
 
-@families
+@one_is_slow
 def test_padding_does_not_show(config):
   network, params = make(config)
   inputs, fed = batch(4, (9, 3, 14), width=16)
@@ -172,7 +180,7 @@ def test_padding_does_not_show(config):
   assert np.abs(more - want)[1].max() > 1e-3 * np.abs(want).max()
 
 
-@families
+@one_is_slow
 def test_bfloat16_stays_close(config):
   network, params = make(config)
   half = T5Gemma(dataclasses.replace(config, dtype='bfloat16'))

@@ -183,7 +183,12 @@ def forced(tokens, rows=3):
   inputs = np.repeat(
     batch(rows)['encoder_input_tokens'], len(tokens) // rows, axis=0
   )
-  return ours(TARGET).logits(weights('target'), inputs, shifted)
+  return _logits(ours(TARGET), weights('target'), inputs, shifted)
+
+
+_logits = jax.jit(
+  lambda network, *args: network.logits(*args), static_argnums=0
+)
 
 
 def ends(tokens):

@@ -14,6 +14,7 @@ import verify_controls as controls
 from specdec_jax import verify, verify_tree
 from specdec_jax.tree_shape import TreeShape, branching, chain
 from specdec_jax.types import Draft
+from toy_requests import quick_jit
 from tree_laws import independent, likeliest, step_law, without_replacement
 from verify_laws import constant, distance
 
@@ -35,6 +36,15 @@ ROWS = {
   'chosen': likeliest,
 }
 every_kind = pytest.mark.parametrize('kind', ROWS)
+one_kind = pytest.mark.parametrize(
+  'kind',
+  [
+    pytest.param(
+      kind, marks=() if kind == 'without_replacement' else pytest.mark.slow
+    )
+    for kind in ROWS
+  ],
+)
 every_shape = pytest.mark.parametrize('shape', SHAPES)
 
 
@@ -63,13 +73,13 @@ def test_law_of_random_pairs(case, kind):
     assert _error(target, draft, SHAPES[case], 3, ROWS[kind]) < _EXACT
 
 
-@every_kind
+@one_kind
 def test_law_of_a_wider_vocabulary(kind):
   target, draft = controls.pair(4, 6)
   assert _error(target, draft, branching(2), 6, ROWS[kind]) < _EXACT
 
 
-@every_kind
+@one_kind
 def test_law_of_two_rounds(kind):
   """The second step begins behind whatever the first one kept."""
   target, draft = controls.pair(6, 3)
@@ -79,7 +89,7 @@ def test_law_of_two_rounds(kind):
 
 def test_chosen_children_need_no_rows():
   target, draft = controls.pair(0, 3)
-  shape = SHAPES['deep']
+  shape = SHAPES['two levels']
   found = step_law(target, draft, shape, 3, likeliest, reported=False)
   want = step_law(target, draft, shape, 3, likeliest)
   np.testing.assert_allclose(found, want, atol=1e-9)
@@ -305,8 +315,9 @@ def test_acceptance_by_rank_is_that_of_the_walk():
   draft = _one_level(tokens, made)
   probs = jnp.asarray(target, jnp.float32)
   shares = jax.vmap(verify_tree.acceptance_by_rank, in_axes=(0, None))
+  shares = quick_jit(shares)
   expected = shares(draft, probs).mean(axis=0)
-  found = verify_tree.verify_tree_batch(
+  found = quick_jit(verify_tree.verify_tree_batch)(
     draft,
     jnp.broadcast_to(probs, (rows, 4, size)),
     jax.random.split(jax.random.key(2), rows),
