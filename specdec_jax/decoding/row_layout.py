@@ -214,7 +214,6 @@ class PoolPrograms:
       return functools.partial(jitted, params)
 
     self.read, self.read_plainly = bound(staged), bound(staged_plainly)
-    self.widened = jax.jit(layout.widened)
     self._only = jax.jit(layout.only)
     self.with_drafter = bound(
       functools.partial(decode_pool.with_drafter, loop), static_argnums=2
@@ -250,6 +249,7 @@ class PoolPrograms:
     layout = self._layout
     self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
     self.smaller = jax.jit(layout.only, **pool)
+    self.widened = jax.jit(layout.widened, **pool)
     # The pool is donated, so that it is updated in place.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
     self.run = self._bound(
