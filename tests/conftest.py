@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -59,8 +60,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='session')
-def tokenizer(tmp_path_factory):
-  """A small one, with a file; nobody changes it."""
+def _tokenizer(tmp_path_factory):
   import small_vocabulary  # JAX comes after its settings
 
   return small_vocabulary.train(tmp_path_factory.mktemp('vocabulary'))
+
+
+@pytest.fixture(scope='module')
+def tokenizer(folder, _tokenizer):
+  """A small one that all modules share; a copy of its file is in `folder`."""
+  shutil.copy(_tokenizer.path, folder / 'vocab.model')
+  return _tokenizer
