@@ -50,6 +50,29 @@ def measured(tokenizer, tmp_path_factory):
   return beam_grid.beam_grid(config, quiet()), folder / 'beams.json'
 
 
+def test_a_drafter_that_reads_its_targets_encoder(tokenizer, tmp_path):
+  (tmp_path / 'lines.txt').write_text('the red dog\n')
+  network = small_vocabulary.network(1)
+  alone = t5.T5(dataclasses.replace(network.config, num_encoder_layers=0))
+  models = [Model(one, one.init(jax.random.key(0))) for one in (network, alone)]
+
+  def engine():
+    return Engine(
+      *models, tokenizer=tokenizer, max_input_len=16, max_decode_len=4
+    )
+
+  config = beam_grid.BeamGridConfig(
+    engine,
+    str(tmp_path / 'lines.txt'),
+    widths=(2,),
+    gammas=(1,),
+    draft_factors=(1,),
+    repeats=1,
+  )
+  record = beam_grid.beam_grid(config, quiet())
+  assert record['points'][-1]['predicted'] > 0
+
+
 def test_each_setting_beside_the_plain_search(measured):
   record, path = measured
   greedy, plain, one, three = record['points']

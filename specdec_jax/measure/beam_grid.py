@@ -15,6 +15,7 @@ import rich.console
 
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
+from specdec_jax.drafters.base import encoded_for
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import calls, timing
@@ -219,9 +220,15 @@ def _costs(
     num_beams=widest.width,
     draft_beams=widest.draft_beams,
   )
+  encoded = {
+    'target': None,
+    'draft': encoded_for(
+      drafter, engine.target, engine.params.target, request.inputs
+    ),
+  }
   functions = {
     f'{model} {size}': calls.target_calls(
-      pairs[model], request, size, _CALLS_A_RUN
+      pairs[model], request, size, _CALLS_A_RUN, encoded[model]
     )
     for model, size in sorted(sizes)
   }

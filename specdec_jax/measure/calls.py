@@ -127,12 +127,17 @@ def loop(
 
 
 def target_calls(
-  pair: Pair, request: Request, num_tokens: int, repeats: int
+  pair: Pair,
+  request: Request,
+  num_tokens: int,
+  repeats: int,
+  encoded: jax.Array | None = None,
 ) -> Prepare:
   """`repeats` calls over `num_tokens` tokens each, in one compiled loop.
 
   The cache is at half of the run's output, and is rewound after each call, as
-  after a rejection; each call's tokens come from the call before.
+  after a rejection; each call's tokens come from the call before. `encoded` is
+  what a decoder alone reads, see `drafters.base.encoded_for`.
   """
 
   model, params = pair.target, pair.params.target
@@ -148,7 +153,9 @@ def target_calls(
 
     return lax.fori_loop(0, repeats, body, (cache, tokens))[1]
 
-  cache = pair.prefill(params, request.inputs, request.cache_slots)
+  cache = pair.prefill(
+    params, request.inputs, request.cache_slots, encoded=encoded
+  )
   tokens = jnp.ones((request.inputs.shape[0], num_tokens), jnp.int32)
   compiled = jax.jit(calls).lower(params, cache, tokens).compile()
   return lambda: functools.partial(compiled, params, cache, tokens)
