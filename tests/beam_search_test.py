@@ -496,24 +496,11 @@ def test_without_a_prompt_and_without_log_probabilities(gamma):
   """The start token alone is what a prompt of one token is."""
   settings = settings_of(3, 3, 0.6)
   pair = PairParams(TARGET.params, near(TARGET))
+  args = TARGET, OTHER, pair, INPUTS, settings, gamma
   options = dict(slots=SLOTS, stop_ids=[1])
-  have = search(
-    TARGET,
-    OTHER,
-    pair,
-    INPUTS,
-    settings,
-    gamma,
-    with_log_probs=False,
-    **options,
-  )
+  have = search(*args, with_log_probs=False, **options)
   want = search(
-    TARGET,
-    OTHER,
-    pair,
-    INPUTS,
-    settings,
-    gamma,
+    *args,
     prompt=np.zeros((len(INPUTS), 1), np.int32),
     prompt_length=np.ones((len(INPUTS),), np.int32),
     **options,

@@ -13,7 +13,7 @@ import pytest
 
 import causal_lm_test
 import t5gemma_test
-from causal_lm_test import GEMMA2, GEMMA3, LLAMA, QWEN2, QWEN3
+from causal_lm_test import FAMILIES as DECODERS
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import probs
 from specdec_jax.decoding.loop import Loop
@@ -31,15 +31,7 @@ from t5gemma_test import ONE, TWO
 from toy_models import assert_chi_squared, count_ngrams
 from toy_requests import quick_jit, request_of
 
-FAMILIES = {
-  'Llama 3': LLAMA,
-  'Qwen 2': QWEN2,
-  'Qwen 3': QWEN3,
-  'Gemma 2': GEMMA2,
-  'Gemma 3': GEMMA3,
-  'T5Gemma': ONE,
-  'T5Gemma 2': TWO,
-}
+FAMILIES = DECODERS | {'T5Gemma': ONE, 'T5Gemma 2': TWO}
 ENCODED = ('T5Gemma', 'T5Gemma 2')
 # Texts and ids of several lengths; nothing at all is a text as well.
 TEXTS = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house sings here']

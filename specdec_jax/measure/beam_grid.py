@@ -220,15 +220,12 @@ def _costs(
     num_beams=widest.width,
     draft_beams=widest.draft_beams,
   )
-  encoded = {
-    'target': None,
-    'draft': encoded_for(
-      drafter, engine.target, engine.params.target, request.inputs
-    ),
-  }
+  encoded = encoded_for(
+    drafter, engine.target, engine.params.target, request.inputs
+  )
   functions = {
     f'{model} {size}': calls.target_calls(
-      pairs[model], request, size, _CALLS_A_RUN, encoded[model]
+      pairs[model], request, size, _CALLS_A_RUN, encoded
     )
     for model, size in sorted(sizes)
   }

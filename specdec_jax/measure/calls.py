@@ -137,7 +137,7 @@ def target_calls(
 
   The cache is at half of the run's output, and is rewound after each call, as
   after a rejection; each call's tokens come from the call before. `encoded` is
-  what a decoder alone reads, see `drafters.base.encoded_for`.
+  as of `models.base.read_prompt`.
   """
 
   model, params = pair.target, pair.params.target

@@ -15,6 +15,7 @@ import rich.console
 
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
+from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import calibration
 from specdec_jax.measure.canvas import PALETTE, save, whiskers
@@ -87,7 +88,7 @@ def gamma_curve(
   )[: config.num_lines]
   gammas = [_PLAIN, *dict.fromkeys(config.gammas)]
   seconds: dict[int, list[float]] = {gamma: [] for gamma in gammas}
-  per_call: dict[int, float] = {}
+  per_call: dict[int, float | None] = {}
   with bar(console, 'Compiling', len(gammas) * (config.repeats + 1)) as advance:
     for number in range(config.repeats + 1):
       for gamma in gammas:
@@ -109,20 +110,19 @@ def gamma_curve(
 
 def _decode(
   engine: Engine, texts: Sequence[str], gamma: int
-) -> tuple[float, float]:
+) -> tuple[float, float | None]:
   """Seconds that the texts take, one at a time, and tokens per call."""
-  tokens, calls = 0, 0
+  found = []
   begin = time.perf_counter()
   for text in texts:
-    (one,) = engine.generate([text], gamma=gamma, speculative=gamma != _PLAIN)
-    tokens += one.stats.num_tokens
-    calls += one.stats.num_target_calls
-  return time.perf_counter() - begin, tokens / calls
+    found += engine.generate([text], gamma=gamma, speculative=gamma != _PLAIN)
+  took = time.perf_counter() - begin
+  return took, total([one.stats for one in found]).tokens_per_call
 
 
 def _point(
   gamma: int,
-  per_call: float,
+  per_call: float | None,
   seconds: Mapping[int, Sequence[float]],
   factors: Sequence[float],
 ) -> dict[str, Any]:

@@ -268,11 +268,11 @@ def lay_out(params: Params, placement: Placement) -> Params:
   """`place` without moving anything to the devices of a mesh."""
   if placement.dtype == int8.INT8:
     params = int8.rounded(params)
-  return _lay_out(params, placement, placement.transposes, '')
+  return _lay_out(params, placement, '')
 
 
 def _lay_out(
-  params: Mapping[str, Any], placement: Placement, transposed: bool, module: str
+  params: Mapping[str, Any], placement: Placement, module: str
 ) -> Params:
   joined, parts, axis = _JOINED.get(module, ('', (), ''))
   if not all(part in params for part in parts) or (
@@ -283,13 +283,13 @@ def _lay_out(
   for name, value in params.items():
     if isinstance(value, Mapping):
       if name not in parts:
-        placed[name] = _lay_out(value, placement, transposed, name)
-    elif name == 'kernel' and transposed:
+        placed[name] = _lay_out(value, placement, name)
+    elif name == 'kernel' and placement.transposes:
       placed['kernel_out_in'] = _cast(value.T, placement)
     else:
       placed[name] = _cast(value, placement)
   if parts:
-    kernels = [_lay_out(params[p], placement, transposed, p) for p in parts]
+    kernels = [_lay_out(params[p], placement, p) for p in parts]
     placed[joined] = {
       name: _concatenate([k[name] for k in kernels], _OUT_AXIS[name])
       for name in kernels[0]
