@@ -17,6 +17,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'gpu_check'    as `specdec compile-check` writes it, for a GPU
   'beam_check'   likewise, of gin/runs/compile_check_beams.gin
   'try'          as `specdec try --output-file FILE` writes it
+  'methods' as `specdec measure --gin_file=gin/runs/methods.gin` writes it
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
             as scripts/reproduce.py and scripts/peers.py write it
 
@@ -233,6 +234,7 @@ _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'decode': _decode,
   'quality': _quality,
   'table': _table,
+  'methods': _table,
   'benchmark': _benchmark,
   'calibration': _calibration,
   'alpha': _alpha,

@@ -5,11 +5,13 @@ import functools
 import json
 
 import pytest
+import rich.console
 
 from specdec_jax import Engine
 from specdec_jax.measure.calibration import Calibration, Choice
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.methods import Method, MethodsConfig, compare_methods
+from specdec_jax.paper import reproduce
 from trace_test import chain
 
 
@@ -69,6 +71,33 @@ def test_a_better_drafter_has_more_tokens_a_call(tokenizer, lines, tmp_path):
     'good, by token',
     'bad',
   ]
+
+
+def test_reproduce_shows_all_pairs_in_one_table(tokenizer, lines, tmp_path):
+  quiet = rich.console.Console(quiet=True)
+  for name in ('one', 'two'):
+    config = _config(
+      tokenizer,
+      lines,
+      repeats=1,
+      temperatures=(0.0,),
+      name=f'Pair {name}',
+      output_file=str(tmp_path / 'records' / f'{name}.json'),
+    )
+    compare_methods(config, quiet)
+  asked = reproduce.ReproduceConfig(('methods',), str(tmp_path))
+  written = reproduce.reproduce(asked, quiet)
+  assert {'methods_one.png', 'methods_two.png', 'methods.csv'} <= {
+    path.name for path in written
+  }
+  report = written[-1].read_text()
+  assert report.count('| Pair one |') == report.count('| Pair two |') == 3
+
+
+def test_reproduce_says_how_to_measure_what_it_lacks(tmp_path):
+  asked = reproduce.ReproduceConfig(('methods',), str(tmp_path))
+  with pytest.raises(ValueError, match='gin/runs/methods.gin'):
+    reproduce.reproduce(asked, rich.console.Console(quiet=True))
 
 
 def test_a_mixed_input_has_rows_for_each_file(tokenizer, lines, tmp_path):

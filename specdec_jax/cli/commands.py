@@ -229,8 +229,9 @@ def gamma_curve() -> None:
 def compare_methods() -> None:
   """Measures ways to speculate beside each other.
 
-    specdec measure --gin_file=gin/runs/methods_demo.gin \\
-      --gin.PLOT_FILE=methods.png
+    specdec measure --gin_file=gin/runs/methods.gin \\
+      --gin.CHECKPOINT_PATH=target --gin.DRAFT_CHECKPOINT_PATH=draft \\
+      --gin.INPUT_FILE=prompts.txt
 
   The table goes to stdout.
   """
@@ -276,7 +277,8 @@ def measure() -> None:
     alpha_demo       how often the target accepts the drafter's tokens
     benchmark_base   calls and both loops; also benchmark_demo
     gamma_demo       the speed-up at each gamma, beside the predicted one
-    methods_demo     ways to speculate: tokens a call, time, speed-up
+    methods          ways to speculate: tokens a call, time, speed-up; also
+                     methods_demo
     trees_demo       trees of proposals: tokens a call, predicted and real
     beams_demo       beam search, plain and with each gamma and draft width
     throughput_demo  a data set: continuous batching, batch sizes

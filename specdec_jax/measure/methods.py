@@ -29,8 +29,9 @@ from specdec_jax.measure.table import Column, Table, between, show
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.types import LengthRule
 
+KIND = 'methods'  # of a record
+ALL = 'all'  # of several inputs
 _PLAIN = 'plain'
-_ALL = 'all'  # of several inputs
 _DRAWS = 2000  # of texts, for the interval of the speed-up
 _INTERVAL = (2.5, 97.5)  # percent
 
@@ -133,9 +134,9 @@ def compare_methods(
   """Times every way; prints a table, writes the record and the picture.
 
   Returns:
-    The record: its table as `Table.to_json` has it, and `rows`: of each method
-    and temperature its tokens a call, ms a token and speed-up, each with a 95 %
-    interval over texts.
+    The record: its table as `Table.to_json` has it, the name of the pair, and
+    `rows_measured`: of each input, method and temperature its tokens a call, ms
+    a token and speed-up, with 95 % intervals over texts.
 
   Raises:
     ValueError: the texts cannot be decoded, an engine cannot be made, a
@@ -187,7 +188,7 @@ def _texts(
   read = [one[:lines][: config.num_lines] for one in read]
   size = len(read[0])
   texts = [text for one in read for text in one]
-  everything = {_ALL: np.arange(len(texts))}
+  everything = {ALL: np.arange(len(texts))}
   if len(paths) == 1:
     return texts, everything
   return texts, everything | {
@@ -317,7 +318,9 @@ def _record(
     f'{config.name}: {lines} lines of {_named(config.input_file)}, one at a'
     f' time, {config.repeats} repetitions; intervals over texts'
   )
-  return Table(title, columns, cells).record(rows_measured=list(rows))
+  table = Table(title, columns, cells).to_json()
+  content = {'pair': config.name, 'rows_measured': list(rows)}
+  return Record(KIND, table | content)
 
 
 def _named(paths: str | Sequence[str]) -> str:
@@ -338,7 +341,7 @@ def plot_methods(
     OSError: the file cannot be written.
   """
   rows = [
-    row for row in record['rows_measured'] if row.get('input', _ALL) == _ALL
+    row for row in record['rows_measured'] if row.get('input', ALL) == ALL
   ]
   names = list(dict.fromkeys(row['method'] for row in rows))
   temperatures = list(dict.fromkeys(row['temperature'] for row in rows))

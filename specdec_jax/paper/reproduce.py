@@ -16,6 +16,7 @@ from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.trace_page import html_page
 from specdec_jax.measure import canvas, environment, record
+from specdec_jax.measure import methods as compared_methods
 from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, grid
 from specdec_jax.measure.table import console as terminal
@@ -30,7 +31,9 @@ from specdec_jax.paper import (
 from specdec_jax.paper import table2_suite as table_suite
 
 ITEMS = tuple(
-  [f'table{i}' for i in range(1, 6)] + [f'figure{i}' for i in range(1, 6)]
+  [f'table{i}' for i in range(1, 6)]
+  + [f'figure{i}' for i in range(1, 6)]
+  + ['methods']
 )
 _NEEDS = {
   'table2': ('suite',),
@@ -38,7 +41,7 @@ _NEEDS = {
   'figure1': ('engine',),
   'figure5': ('engine', 'costs'),
 }
-_PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5'}
+_PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5', 'methods'}
 # They show one generation, which is decoded again each time.
 _NO_RECORDS = {'figure1', 'figure5'}
 
@@ -48,7 +51,9 @@ class ReproduceConfig:
   """Which tables and figures of the paper to compare, and with what.
 
   Attributes:
-    items: tables and figures, from `ITEMS`, in the order of the report.
+    items: tables and figures, from `ITEMS`, in the order of the report;
+      'methods' is not of the paper: ways to speculate beside each other, one
+      table of all records of `methods.compare_methods` in `records_dir`.
     output_dir: folder that gets report.md, a CSV for each table, pictures and
       pages.
     records_dir: folder of the records of measurements: a file for each row of
@@ -185,10 +190,17 @@ class _Work:
   def _alphas(self) -> list[Mapping[str, Any]]:
     if self._to_measure:
       return [measure_alpha(one, self.console) for one in self._to_measure]
-    # All records in the folder: each says what it was measured for.
+    return list(self._kept('alpha').values())
+
+  @functools.cached_property
+  def _methods(self) -> dict[str, record.Record]:
+    return self._kept(compared_methods.KIND)
+
+  def _kept(self, kind: str) -> dict[str, record.Record]:
+    """All records of a kind, by file: each says what it was measured for."""
     paths = sorted(pathlib.Path(self._records_dir).glob('*.json'))
-    found = [record.load(path) for path in paths]
-    return [one for one in found if one.kind == 'alpha']
+    found = {path.stem: record.load(path) for path in paths}
+    return {name: one for name, one in found.items() if one.kind == kind}
 
   def table1(self):
     self.tables += tables.table1()
@@ -270,6 +282,19 @@ class _Work:
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     timeline.plot_timeline(path, runs, times)
 
+  def methods(self):
+    if not self._methods:
+      raise ValueError(
+        f'There is no record of ways to speculate in {self._records_dir!r}.'
+        ' Measure some first: specdec measure'
+        f' --gin_file=gin/runs/methods.gin --gin.OUTPUT_FILE='
+        f'{self._records_dir}/NAME.json'
+      )
+    self.tables.append(tables.methods(list(self._methods.values())))
+    for name, one in self._methods.items():
+      path = self._figure(f'methods_{name}.png', f'Speed-up, {one["pair"]}')
+      compared_methods.plot_methods(path, one)
+
   def machine(self) -> dict[str, Any]:
     """The machines of the records; this machine if there are no records."""
     records: list[Mapping[str, Any]] = []
@@ -277,6 +302,8 @@ class _Work:
       records += self._suite[0].values()
     if '_alphas' in self.__dict__:  # an item has used them
       records += self._alphas
+    if '_methods' in self.__dict__:
+      records += self._methods.values()
     machines = [record['machine'] for record in records]
     if not machines:
       return environment.describe()

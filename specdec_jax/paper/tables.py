@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import analysis
+from specdec_jax.measure.methods import ALL
 from specdec_jax.paper import printed, table2_suite
 from specdec_jax.paper.report import Comparison, Row
 
@@ -156,6 +157,42 @@ def table4(
       "Paper: its EXP. Predicted: Theorem 3.8 with the paper's alpha and c,"
       ' which its table rounds to two decimals.'
     ),
+    forms=_FORMS,
+    even=1.0,
+  )
+
+
+def methods(records: Records) -> Comparison:
+  """Ways to speculate, of which the paper has one: a fixed gamma, by token.
+
+  Args:
+    records: records of `methods.compare_methods`, one a pair. Of several inputs
+      all together are shown.
+  """
+  shown = [
+    Row(
+      {
+        'pair': record['pair'],
+        'T': row['temperature'],
+        'method': row['method'],
+      },
+      measured=row['speed_up'],
+      spread=tuple(row['speed_up_interval']),
+      details={
+        'tokens per call': row['tokens_per_call'],
+        'ms per token': row['ms_per_token'],
+      },
+    )
+    for record in records
+    for row in record['rows_measured']
+    if row['input'] == ALL
+  ]
+  return Comparison(
+    'methods',
+    'Ways to speculate',
+    'walltime of plain over speculative decoding',
+    shown,
+    caption='Spread: a 95 % interval over texts.',
     forms=_FORMS,
     even=1.0,
   )
