@@ -8,6 +8,7 @@ batch.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.models.fitted import Fitted
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.shortlist import cut, shortlisted
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.tree_shape import TreeShape, branching
 from specdec_jax.types import LengthRule
@@ -76,6 +79,16 @@ def _short_drafts(model, step=1) -> Drafter:
     return draft.replace(length=length.astype(jnp.int32)), state
 
   return drafter._replace(propose=propose)
+
+
+def _shortlist(size: int) -> tuple[Drafter, Any]:
+  """A small network that never proposes the first ids."""
+  network = GPT(
+    GPTConfig(VOCAB, 8, 2, 1, head_dim=4, mlp_dim=8, num_positions=64)
+  )
+  ids = range(VOCAB - size, VOCAB)
+  params = cut(network.init(jax.random.key(0)), ids, VOCAB)
+  return small_model(shortlisted(network, ids)), params
 
 
 def _adaptive(model) -> Drafter:
@@ -138,6 +151,7 @@ DRAFTERS = {
   'small_model_is_target': (_SMALL, TARGET.params),
   'fewer_ids': (small_model(Fitted(NARROW, VOCAB)), NARROW.params),
   'more_ids': (small_model(Fitted(WIDE, VOCAB)), WIDE.params),
+  'shortlist': _shortlist(VOCAB - 2),
   'on_encoder': (small_model(ON_ENCODER), ON_ENCODER.params),
   'adaptive': (_adaptive(DRAFT), DRAFT.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
@@ -224,6 +238,7 @@ every_kind = _drafters(
     'with_fallback_of_models',
     'with_fallback_on_encoder',
     'tree_chosen',
+    'shortlist',
     # Their laws are enumerated in files of their own.
     'adaptive',
     'heads',

@@ -193,6 +193,26 @@ def test_greedy_tokens_are_those_of_one_device(preset, way, engines, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('ids', [range(9), range(0, VOCAB_SIZE, 3)])
+def test_a_shortlist_is_whole_on_each_device(ids, family, tokenizer, alone):
+  """Also where the devices do not divide its ids."""
+  target, draft = models(family)
+  engine = Engine(
+    target,
+    draft.with_shortlist(ids),
+    tokenizer=tokenizer,
+    gamma=3,
+    max_input_len=32,
+    max_decode_len=LENGTH,
+    bos_id=begin(family),
+    placement=PRESETS['tensor parallel'],
+  )
+  found = engine.generate(TEXTS, **GREEDY)
+  assert tokens_of(found) == tokens_of(alone['plain'])
+  assert sum(one.stats.num_tested for one in found) > 0
+
+
+@pytest.mark.slow
 def test_samples_are_those_of_one_device(engines):
   want = engines().generate(TEXTS, **SAMPLED)
   have = engines('both').generate(TEXTS, **SAMPLED)

@@ -147,10 +147,9 @@ class MarkovModel:
     cache = MarkovCache(slots, cache.length + tokens.shape[1], cache.offset)
     return jnp.where(bad[..., None], jnp.nan, logits), cache
 
-  def extend_with_features(self, params, cache: MarkovCache, tokens, tree=None):
-    """As `extend`; the features [B, S, V] are the logits themselves."""
-    logits, cache = self.extend(params, cache, tokens, tree)
-    return logits, logits, cache
+  def extend_features(self, params, cache: MarkovCache, tokens, tree=None):
+    """As `extend`: the features [B, S, V] are the logits themselves."""
+    return self.extend(params, cache, tokens, tree)
 
   def embed(self, params, tokens: jax.Array) -> jax.Array:
     """One-hot rows float32[..., V] of tokens int32[...]."""

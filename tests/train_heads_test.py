@@ -60,9 +60,10 @@ def as_drafted(inputs, targets, late=0):
     cache = TARGET.prefill(target, row[None], 16)
     features, wanted = [np.zeros((1, 8), np.float32)], []
     for token in tokens[:-1]:
-      logits, feature, cache = TARGET.extend_with_features(
+      feature, cache = TARGET.extend_features(
         target, cache, jnp.array([[token]])
       )
+      logits = TARGET.head(target, feature)
       features.append(feature[0])
       wanted.append(np.asarray(jax.nn.softmax(logits[0, 0])))
     for place in range(len(wanted)):

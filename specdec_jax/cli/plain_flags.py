@@ -378,6 +378,13 @@ FLAGS = (
     ('decode', 'calibrate', 'try', *_SERVER),
   ),
   Flag(
+    ('--draft-shortlist',),
+    'DRAFT_SHORTLIST',
+    'texts like the outputs: the small model proposes their tokens alone, which'
+    ' is quicker where its vocabulary is large',
+    ('decode', 'calibrate', 'try', *_SERVER),
+  ),
+  Flag(
     ('--source-lang', '--src-lang'),
     'SOURCE_LANG',
     'language of the texts, such as eng_Latn, of a model that translates'

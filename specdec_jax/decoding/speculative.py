@@ -71,9 +71,7 @@ def _read_prompt(
   none = no_features(target, params, cache)
   if prompt is None or request.prompt_width == 1:
     return cache, none
-  _, features, cache = target.extend_with_features(
-    params, cache, prompt[:, :-1]
-  )
+  features, cache = target.extend_features(params, cache, prompt[:, :-1])
   # The logits of its last token but one would give a prompt's last token.
   place = jnp.broadcast_to(request.first_length - 2, none.shape[:1])
   known = features_at(features, jnp.maximum(place, 0))
@@ -83,9 +81,7 @@ def _read_prompt(
 def no_features(target: Any, params: Any, cache: Any) -> jax.Array:
   """Zeros [B, M], of the shape and dtype of the target's features."""
   token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
-  _, shape, _ = jax.eval_shape(
-    target.extend_with_features, params, cache, token
-  )
+  shape, _ = jax.eval_shape(target.extend_features, params, cache, token)
   return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
 
 
@@ -266,7 +262,8 @@ def read(
   """
   if drafter.reads_features:
     model: Any = target  # a FeatureModel
-    return model.extend_with_features(params, cache, tokens)
+    features, cache = model.extend_features(params, cache, tokens)
+    return model.head(params, features), features, cache
   logits, cache = target.extend(params, cache, tokens)
   return logits, None, cache
 

@@ -165,7 +165,7 @@ def check_features(target: LanguageModel, drafter: Drafter) -> None:
     raise ValueError(
       f'The drafter {drafter.name!r} reads the last hidden state of its target,'
       f' and {type(target).__name__} does not give it: expected a network with'
-      ' extend_with_features, embed and head, such as T5 and GPT. Take another'
+      ' extend_features, embed and head, such as T5 and GPT. Take another'
       ' drafter, such as a small model, or give the network these methods'
       ' (models.base.FeatureModel).'
     )

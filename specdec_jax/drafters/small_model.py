@@ -175,7 +175,7 @@ def read_last(
   if gives_features(model):
     # The output layer, often the largest product, is of the wanted tokens only.
     whole = cast(FeatureModel, model)
-    _, features, cache = whole.extend_with_features(params, cache, fed)
+    features, cache = whole.extend_features(params, cache, fed)
     features = jnp.take_along_axis(features, place[..., None], axis=1)
     logits = whole.head(params, features)
   else:

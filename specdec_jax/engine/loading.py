@@ -3,9 +3,11 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec_jax import files
 from specdec_jax.checkpoints.huggingface import read_config, special_ids
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.load import (
@@ -15,6 +17,7 @@ from specdec_jax.checkpoints.load import (
   open_checkpoint,
 )
 from specdec_jax.checks.names import check_choice
+from specdec_jax.drafters import ngram_table
 from specdec_jax.engine.pair import check_vocabulary_size
 from specdec_jax.models import backend
 from specdec_jax.models.base import START_ID, LanguageModel, start_id
@@ -45,6 +48,7 @@ def load(
   tokenizer: Tokenizer | Path | None = None,
   dtype: str | None = None,
   adapter: Path | None = None,
+  shortlist: Path | Sequence[int] | None = None,
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
@@ -71,11 +75,15 @@ def load(
       a CPU in float32.
     adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
       merged into the parameters when they are read, see `checkpoints.lora`.
+    shortlist: of a drafter, the only tokens that it proposes, see
+      `models.shortlist`: ids; or the path of texts like the outputs, one a
+      line, or of a table that `specdec train` fitted to such texts
+      (gin/runs/fit_ngram.gin), whose tokens they are. Ends are among them.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
-      `network`; it does not describe itself and no network was given; or its
-      vocabulary cannot be read.
+      `network`; it does not describe itself and no network was given; its
+      vocabulary cannot be read; or the shortlist cannot be used.
   """
   if dtype is not None:
     check_choice('dtype', dtype, PARAM_DTYPES)
@@ -115,7 +123,7 @@ def load(
     bos_id = _first_id(described, config, tokenizer)
   elif isinstance(network, T5Gemma):  # its texts begin with one in any file
     bos_id = _first_id(described, network.config, tokenizer)
-  return Model(
+  model = Model(
     network,
     None,
     tokenizer,
@@ -127,6 +135,32 @@ def load(
     made_of=opened.made_of,
     reader=opened.read,
   )
+  if shortlist is None:
+    return model
+  return model.with_shortlist(_ids(shortlist, tokenizer, model.stop_ids))
+
+
+def _ids(
+  shortlist: Path | Sequence[int],
+  tokenizer: Tokenizer | None,
+  ends: Sequence[int],
+) -> list[int]:
+  """The ids of a shortlist, and those that end an output."""
+  if tokenizer is not None:
+    ends = [*ends, tokenizer.eos_id]
+  if not isinstance(shortlist, str | os.PathLike):
+    return sorted({*shortlist, *ends})
+  if zipfile.is_zipfile(shortlist):
+    table = ngram_table.load(shortlist, tokenizer)
+    return sorted({*table.ids[: table.starts[1]].tolist(), *ends})
+  if tokenizer is None:
+    raise ValueError(
+      f'shortlist={os.fspath(shortlist)!r} is read as texts, and the drafter'
+      ' has no vocabulary beside it: give tokenizer=, or a table that'
+      ' `specdec train --gin_file=gin/runs/fit_ngram.gin` fitted to them.'
+    )
+  texts = list(files.text_lines(shortlist))
+  return sorted({*ends}.union(*tokenizer.encode_batch(texts)))
 
 
 def _computes_in(dtype: str | None) -> str:

@@ -469,6 +469,7 @@ def load_drafter(
   network: LanguageModel | None = None,
   dtype: str | None = None,
   adapter: str | None = None,
+  shortlist: str | None = None,
 ) -> Model:
   """Loads a drafter that a run file may leave out, by `engine.load`.
 
@@ -477,6 +478,7 @@ def load_drafter(
     network: as of `engine.load`.
     dtype: likewise.
     adapter: likewise.
+    shortlist: likewise.
 
   Raises:
     ValueError: it was left out; or as `engine.load`.
@@ -488,7 +490,7 @@ def load_drafter(
       ' network (DRAFT); or decode without one (--mode plain, in gin DECODING ='
       " 'plain')."
     )
-  return load(path, network, dtype=dtype, adapter=adapter)
+  return load(path, network, dtype=dtype, adapter=adapter, shortlist=shortlist)
 
 
 def open_tokenizer(

@@ -22,6 +22,7 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.measure import calls, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
@@ -31,6 +32,7 @@ from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table, show
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer_bpe import open_vocabulary
@@ -47,6 +49,8 @@ class DrafterCostsConfig:
   Attributes:
     target: the target's network.
     small: the small model's network; None leaves it out.
+    shortlist: ids that the small model's output layer has in a further row, see
+      `models.shortlist`; 0 leaves that row out.
     train_files: files that the n-gram tables are fitted to, see
       `FitNgramConfig`. If one is missing, the tables are fitted to random ids
       drawn by Zipf's law; the record says which was used.
@@ -70,6 +74,7 @@ class DrafterCostsConfig:
 
   target: LanguageModel
   small: LanguageModel | None = None
+  shortlist: int = 0
   train_files: Sequence[str] = ()
   vocab_path: str = ''
   field: str = 'target'
@@ -88,7 +93,12 @@ class DrafterCostsConfig:
   def __post_init__(self):
     check_types(self)
     check_at_least(self, max_continuations=1, gamma=1, batch=1, input_len=1)
-    check_at_least(self, decode_len=1, calls_a_run=1, repeats=1)
+    check_at_least(self, decode_len=1, calls_a_run=1, repeats=1, shortlist=0)
+    if self.shortlist and self.small is None:
+      raise ValueError(
+        f'DrafterCostsConfig.shortlist is {self.shortlist}, of a small model,'
+        ' and there is none: give small, or leave it 0.'
+      )
     check_all_at_least(self, temperatures=0)
 
 
@@ -147,6 +157,11 @@ def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
   found = {name: pair(None, drafter) for name, drafter in drafters.items()}
   if config.small is not None:
     found['small_model'] = pair(config.small)
+  if config.small is not None and config.shortlist:
+    params = found['small_model'].params.draft
+    ids = range(config.shortlist)  # which ones does not change the times
+    short = Model(config.small, params).with_shortlist(ids)
+    found[f'of {config.shortlist:,} ids'] = pair(None, small_model(short))
   return found, corpus
 
 

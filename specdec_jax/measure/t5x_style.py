@@ -30,13 +30,12 @@ class _Module(t5.EncoderDecoder):
   def prefill(self, inputs, max_length, encoded=None):
     return kv_cache.apart(super().prefill(inputs, max_length, encoded))
 
-  def extend_with_features(self, cache, tokens, tree=None):
+  def extend_features(self, cache, tokens, tree=None):
     table = self.token_embedder.embedding.astype(self.config.dtype)
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
     exact = layers.precision(self.config.dtype)
     embedded = jnp.matmul(rows, table, precision=exact)
-    features, cache = self.decoder.extend(embedded, cache, one_hot_write, tree)
-    return self.head(features), features, cache
+    return self.decoder.extend(embedded, cache, one_hot_write, tree)
 
 
 class T5XStyle(t5.T5):

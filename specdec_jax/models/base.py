@@ -115,14 +115,14 @@ class FeatureModel(LanguageModel[Cache], Protocol[Cache]):
   follows.
   """
 
-  def extend_with_features(
+  def extend_features(
     self,
     params: Params,
     cache: Cache,
     tokens: jax.Array,
     tree: Tree | None = None,
-  ) -> tuple[jax.Array, jax.Array, Cache]:
-    """As `extend`; returns the features [B, S, M] between the two."""
+  ) -> tuple[jax.Array, Cache]:
+    """As `extend`; features [B, S, M] in the place of logits."""
     ...
 
   def features(
@@ -148,7 +148,7 @@ class FeatureModel(LanguageModel[Cache], Protocol[Cache]):
 
 def gives_features(network: LanguageModel) -> bool:
   """Whether a network is a `FeatureModel`."""
-  return callable(getattr(network, 'extend_with_features', None))
+  return callable(getattr(network, 'extend_features', None))
 
 
 def read_prompt(

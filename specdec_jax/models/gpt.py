@@ -185,8 +185,8 @@ class Decoder(nn.Module):
       length=jnp.zeros((batch,), jnp.int32),
     )
 
-  def extend_with_features(self, cache, tokens, tree=None):
-    """Logits float32[B, S, V], features [B, S, M] and the grown cache.
+  def extend_features(self, cache, tokens, tree=None):
+    """Features [B, S, M] and the grown cache.
 
     Args:
       cache: a `KVCache`.
@@ -202,8 +202,7 @@ class Decoder(nn.Module):
       x, memory = layer(x, own, True)
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
-    features = self._last(x, True)
-    return self.head(features), features, cache
+    return self._last(x, True), cache
 
   def embed(self, tokens):
     """Maps int32[...] to the embeddings of tokens alone, [..., M]."""

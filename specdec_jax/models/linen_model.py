@@ -31,14 +31,12 @@ class LinenModel:
 
   def extend(self, params, cache, tokens, tree=None):
     """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
-    logits, _, cache = self.extend_with_features(params, cache, tokens, tree)
-    return logits, cache
+    features, cache = self.extend_features(params, cache, tokens, tree)
+    return self.head(params, features), cache
 
-  def extend_with_features(self, params, cache, tokens, tree=None):
-    """As `extend`; returns [B, S, M] after the logits."""
-    return self._apply(
-      params, cache, tokens, tree, method='extend_with_features'
-    )
+  def extend_features(self, params, cache, tokens, tree=None):
+    """As `extend`; features [B, S, M] in the place of logits."""
+    return self._apply(params, cache, tokens, tree, method='extend_features')
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
     """Maps int32[...] to the decoder's embeddings [..., M], no positions."""

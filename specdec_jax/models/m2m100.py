@@ -204,12 +204,9 @@ class EncoderDecoder(t5.EncoderDecoder):
     bias = self._padding_bias(inputs)
     return self.decoder(embedded, encoded, bias, deterministic)
 
-  def extend_with_features(self, cache, tokens, tree=None):
+  def extend_features(self, cache, tokens, tree=None):
     place = kv_cache.positions(cache, tokens.shape[1], tree)
-    features, cache = self.decoder.extend(
-      self._at(tokens, place), cache, tree=tree
-    )
-    return self.head(features), features, cache
+    return self.decoder.extend(self._at(tokens, place), cache, tree=tree)
 
   def embed(self, tokens):
     x = self.token_embedder(tokens)

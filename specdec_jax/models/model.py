@@ -7,6 +7,7 @@ import jax
 
 from specdec_jax.models.base import LanguageModel, Params, param_shapes
 from specdec_jax.models.fitted import Fitted
+from specdec_jax.models.shortlist import cut, shortlisted
 
 
 class Model:
@@ -131,6 +132,34 @@ class Model:
       network = network.network
     fitted: Any = Fitted(network, vocab_size)
     return self._with(fitted, self._params, self._reader)
+
+  def with_shortlist(self, ids: Sequence[int]) -> 'Model':
+    """The same model with an output layer of some ids, as a drafter.
+
+    Others are never proposed, see `models.shortlist`; the output of a target
+    that it drafts for has the same distribution all the same.
+
+    Args:
+      ids: ids to keep, in any order, such as those of texts like the outputs.
+
+    Raises:
+      ValueError: there is no id, or one that the model does not have; or its
+        network is not of this library.
+    """
+    network: Any = self.network
+    if isinstance(network, Fitted):
+      network = network.network
+    made: Any = shortlisted(network, ids)
+    reader = self._reader
+
+    def shorter(dtype: Any, sharding: Any) -> Params:
+      assert reader is not None
+      return cut(reader(dtype, sharding), ids, network.vocab_size)
+
+    given = self._params
+    if given is not None:
+      given = cut(given, ids, network.vocab_size)
+    return self._with(made, given, reader and shorter)
 
   def _with(self, network: LanguageModel, params: Any, reader: Any) -> 'Model':
     return Model(

@@ -348,10 +348,8 @@ class EncoderDecoder(nn.Module):
       length=jnp.zeros(inputs.shape[:1], jnp.int32),
     )
 
-  def extend_with_features(self, cache, tokens, tree=None):
-    embedded = self.embed(tokens)
-    features, cache = self.decoder.extend(embedded, cache, tree=tree)
-    return self.head(features), features, cache
+  def extend_features(self, cache, tokens, tree=None):
+    return self.decoder.extend(self.embed(tokens), cache, tree=tree)
 
   def embed(self, tokens):
     return self.token_embedder(tokens)

@@ -295,10 +295,9 @@ class EncoderDecoder(nn.Module):
       length=jnp.zeros((batch,), jnp.int32),
     )
 
-  def extend_with_features(self, cache, tokens, tree=None):
-    """Logits float32[B, S, V], features [B, S, M] and the grown cache."""
-    features, cache = self.decoder(self.embed(tokens), cache, tree)
-    return self.head(features), features, cache
+  def extend_features(self, cache, tokens, tree=None):
+    """Features [B, S, M] and the grown cache."""
+    return self.decoder(self.embed(tokens), cache, tree)
 
   def features(self, inputs, decoder_inputs):
     """Teacher-forced features [B, S, M]."""

@@ -33,6 +33,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('logits_dense/kernel', ('embed', 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
+  ('place', (None,)),  # of `models.shortlist`
 )
 _RULES = tuple(
   (re.compile(f'(.*/)?{ending}'), axes) for ending, axes in _PARAMETERS

@@ -68,13 +68,12 @@ class Following(Around):
       logits, cache = self.network.extend(params, cache, tokens, tree)
     return self._gathered(logits), self._held(cache)
 
-  def extend_with_features(self, params, cache, tokens, tree=None):
+  def extend_features(self, params, cache, tokens, tree=None):
     with backend.split():
-      logits, features, cache = self.network.extend_with_features(
+      features, cache = self.network.extend_features(
         params, cache, tokens, tree
       )
-    features = self._at(features, ('batch', None, 'embed'))
-    return self._gathered(logits), features, self._held(cache)
+    return self._at(features, ('batch', None, 'embed')), self._held(cache)
 
   def features(self, *args):
     return self.network.features(*args)

@@ -4,10 +4,8 @@ Checkpoints keep T5X's layout: kernels of [in, out], one for each projection.
 Two things are decided here, and only here; `models.layers` accepts either
 choice and knows it by the parameters' names:
 
-- On a CPU, a model that is larger than the CPU's caches is stored as [out, in],
-  so that XLA does not pack its weights at each call (`layers.dense_out_in`). A
-  model that fits into the caches is quicker as it is: packing it costs less
-  than the [out, in] form adds to each small product.
+- On one GPU kernels are stored as [out, in], so that a product with one row is
+  one kernel that reads whole rows of weights (`layers.dense_out_in`).
 - Projections that read the same input are joined into one product, unless the
   product is split: most of a small model's call is the starting of products.
 """
@@ -303,6 +301,8 @@ def _cast(value: Any, placement: Placement) -> Any:
   if dtype == int8.INT8:  # only kernels are, and these are already
     is_held = value.dtype == jnp.int8 and not backend.ways().holds_floats
     dtype = value.dtype if is_held else 'float32'
+  elif jnp.issubdtype(value.dtype, jnp.integer):  # no weights
+    dtype = value.dtype
   if placement.on_one_device:
     return jnp.asarray(value, dtype)
   return value.astype(dtype)

@@ -1,0 +1,165 @@
+"""A drafter's network whose output layer has some of its ids alone.
+
+The output layer is the largest product of a small network, half of a T5 1.1
+small's step and nine tenths of an mT5 small's, and nearly all tokens of one
+language and kind of text are of a few thousand ids. A drafter may leave out the
+others: they get probability 0, are never proposed, and come from the target or
+the residual distribution. Zhao et al., FR-Spec, 2025, do so with the most
+frequent ids; in machine translation such a list is a shortlist.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models import layers
+from specdec_jax.models.base import Around, Params
+from specdec_jax.models.families import Config, Network, network_of
+from specdec_jax.models.t5gemma import T5GemmaConfig
+
+# Parts of the parameters; the network's own lie under 'network'.
+_HEAD = 'head'  # the modules that the output layer reads, cut
+_PLACE = 'place'  # int32[V], where the cut layer has an id; K if it has not
+_OUTPUT, _EMBEDDING = 'logits_dense', 'token_embedder'
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortlisted(Around):
+  """A `FeatureModel`, see `models.base`, that gives logits of some ids.
+
+  Attributes:
+    network: the network as it is, of V ids, one of `models.families`.
+    num_ids: K, ids that its output layer keeps. The logits are of all V; those
+      of the others are `layers.MASKED`.
+  """
+
+  network: Network
+  num_ids: int
+
+  @property
+  def config(self) -> Config:
+    return self.network.config
+
+  @property
+  def vocab_size(self) -> int:
+    return self.network.vocab_size
+
+  def init(self, key: jax.Array) -> Params:
+    """Random parameters that keep the first K ids."""
+    return cut(self.network.init(key), np.arange(self.num_ids), self.vocab_size)
+
+  def prefill(self, params, inputs, max_length, longest=None, **encoded):
+    own = params['network']
+    return self.network.prefill(own, inputs, max_length, longest, **encoded)
+
+  def extend(self, params, cache, tokens, tree=None):
+    features, cache = self.extend_features(params, cache, tokens, tree)
+    return self.head(params, features), cache
+
+  def extend_features(self, params, cache, tokens, tree=None):
+    return self.network.extend_features(params['network'], cache, tokens, tree)
+
+  def embed(self, params, tokens):
+    return self.network.embed(params['network'], tokens)
+
+  def head(self, params, features):
+    small = network_of(_of_size(self.config, self.num_ids))
+    logits = small.head(params[_HEAD], features)
+    # Finite, but of probability 0: where nothing else is allowed, as where all
+    # of its ids are ends that come too early, there still is a distribution.
+    none = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
+    logits = jnp.pad(logits, none, constant_values=layers.MASKED)
+    return jnp.take(logits, params[_PLACE], axis=-1, mode='clip')
+
+  def rewind(self, cache, length):
+    return self.network.rewind(cache, length)
+
+  def keep(self, cache, length, slots):
+    return self.network.keep(cache, length, slots)
+
+
+def shortlisted(network: Any, ids: Sequence[int]) -> Shortlisted:
+  """The network with these ids alone; see `cut` for its parameters.
+
+  Args:
+    network: one of `models.families`.
+    ids: ids to keep, in any order.
+
+  Raises:
+    ValueError: the network is another one, or there is no id, or one is not
+      below V.
+  """
+  if not isinstance(network, Network):
+    raise ValueError(
+      f'A shortlist cuts the output layer of {Network}, whose parameters are'
+      f' known; got {type(network).__name__}. Leave it out for this drafter.'
+    )
+  known = np.unique(np.asarray(ids, np.int64))
+  if not len(known) or known[0] < 0 or known[-1] >= network.vocab_size:
+    raise ValueError(
+      f'A shortlist is one or more ids below {network.vocab_size}, the ids of'
+      f' the drafter; got {len(known)}'
+      + (f' from {known[0]} to {known[-1]}.' if len(known) else '.')
+    )
+  return Shortlisted(network, len(known))
+
+
+def cut(params: Params, ids: Any, vocab_size: int) -> Params:
+  """The parameters of a `Shortlisted`, from those of its network.
+
+  Args:
+    params: as a checkpoint has them.
+    ids: int[K], the ids to keep, in any order.
+    vocab_size: V.
+  """
+  ids = np.unique(np.asarray(ids))
+  head, rest = _apart(params, _OUTPUT)
+  if not head:  # the output layer is the embedding, which stays whole beside it
+    head, rest = _apart(params, _EMBEDDING)[0], params
+  place = np.full(vocab_size, len(ids), np.int32)
+  place[ids] = np.arange(len(ids))
+  return {'network': rest, _HEAD: _kept(head, ids), _PLACE: place}
+
+
+def _apart(params: Mapping[str, Any], module: str) -> tuple[Any, Any]:
+  """The modules of a name, where they lie, and all others; no encoder's."""
+  found, rest = {}, {}
+  for name, value in params.items():
+    if name == module:
+      found[name] = value
+    elif isinstance(value, Mapping) and name != 'encoder':
+      inner, rest[name] = _apart(value, module)
+      if inner:
+        found[name] = inner
+    else:
+      rest[name] = value
+  return found, rest
+
+
+def _kept(head: Mapping[str, Any], ids: np.ndarray) -> dict[str, Any]:
+  """The output layer's arrays, of some ids alone."""
+  return {
+    name: _kept(value, ids)
+    if isinstance(value, Mapping)
+    # A kernel is [M, V]; an embedding, and factors of eight bits, begin with V.
+    else value[:, ids]
+    if name == 'kernel'
+    else value[ids]
+    for name, value in head.items()
+  }
+
+
+def _of_size(config: Config, size: int) -> Config:
+  """The configuration of a network of `size` ids."""
+  changes: dict[str, Any] = {'vocab_size': size}
+  if isinstance(config, T5GemmaConfig):
+    stacks = ('encoder', 'decoder')
+    changes = {
+      name: dataclasses.replace(getattr(config, name), vocab_size=size)
+      for name in stacks
+    } | {'start_id': 0, 'image_end_id': 0}
+  return cast(Config, dataclasses.replace(config, **changes))

@@ -1,0 +1,191 @@
+"""A drafter's output layer of some ids: nothing else of it changes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from small_vocabulary import VOCAB_SIZE, weights
+from specdec_jax import checkpoints
+from specdec_jax.drafters import ngram_fit
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
+from specdec_jax.models import int8, layers
+from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
+from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.m2m100 import M2M100, M2M100Config
+from specdec_jax.models.model import Model
+from specdec_jax.models.shortlist import cut, shortlisted
+from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
+
+SIZES = dict(
+  vocab_size=VOCAB_SIZE, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=24
+)
+STACKS = dict(num_encoder_layers=1, num_decoder_layers=1)
+TIED = dict(logits_via_embedding=True)
+CAUSAL = CausalLMConfig(
+  **SIZES, num_kv_heads=1, num_layers=1, logit_softcap=2.0
+)
+NETWORKS = {
+  't5': T5(T5Config(**SIZES, **STACKS)),
+  't5_tied': T5(T5Config(**SIZES, **STACKS, **TIED)),
+  'gpt': GPT(GPTConfig(**SIZES, num_layers=1, logits_via_embedding=False)),
+  'gpt_tied': GPT(GPTConfig(**SIZES, num_layers=1)),
+  'causal': CausalLM(CAUSAL),
+  'm2m100': M2M100(M2M100Config(**SIZES, **STACKS)),
+  't5gemma': T5Gemma(T5GemmaConfig(CAUSAL, CAUSAL)),
+}
+IDS = [7, 3, 1, VOCAB_SIZE - 1, 3]
+KEPT = [1, 3, 7, VOCAB_SIZE - 1]
+INPUTS = jnp.array([[5, 6, 1, 0], [7, 1, 0, 0]])
+TOKENS = jnp.array([[0, 5, 9], [0, 8, 3]])
+TEXTS = ['one two', 'three', 'four five six', 'two two']
+
+
+def logits_of(network, params):
+  """Of three tokens at once, and then of one."""
+
+  @jax.jit
+  def read(params):
+    cache = network.prefill(params, INPUTS, 8)
+    first, cache = network.extend(params, cache, TOKENS)
+    second, _ = network.extend(params, cache, TOKENS[:, :1])
+    return jnp.concatenate([first, second], axis=1)
+
+  return np.asarray(read(params))
+
+
+@pytest.mark.parametrize('name', NETWORKS)
+def test_ids_that_are_kept_have_the_logits_that_they_had(name):
+  network = NETWORKS[name]
+  params = network.init(jax.random.key(0))
+  small = shortlisted(network, IDS)
+  want = logits_of(network, params)
+  have = logits_of(small, cut(params, IDS, VOCAB_SIZE))
+  np.testing.assert_allclose(have[..., KEPT], want[..., KEPT], atol=1e-5)
+  assert (np.delete(have, KEPT, axis=-1) == layers.MASKED).all()
+  other = logits_of(small, cut(params, [*IDS[:3], 9], VOCAB_SIZE))
+  # Control: it reads which they are.
+  assert (other[..., -1] == layers.MASKED).all() and (have[..., -1] > -99).all()
+
+
+@pytest.mark.parametrize('name', ['t5', 't5_tied'])
+def test_the_output_layer_is_not_kept_twice(name):
+  """Of a network whose layer is its embedding the cut one is beside it."""
+  network = NETWORKS[name]
+  params = network.init(jax.random.key(0))
+  made = cut(params, IDS, VOCAB_SIZE)
+  number = sum(leaf.size for leaf in jax.tree.leaves(params))
+  width = network.config.emb_dim
+  left = number - width * VOCAB_SIZE * (name == 't5')
+  found = sum(leaf.size for leaf in jax.tree.leaves(made))
+  assert found == left + width * len(KEPT) + VOCAB_SIZE
+  model = Model(network, None, reader=lambda dtype, sharding: params)
+  assert model.with_shortlist(IDS).num_params == found
+
+
+def test_of_eight_bits_the_factors_are_cut_as_well():
+  network = NETWORKS['t5']
+  params = int8.rounded(network.init(jax.random.key(0)))
+  have = logits_of(shortlisted(network, IDS), cut(params, IDS, VOCAB_SIZE))
+  want = logits_of(network, params)
+  np.testing.assert_allclose(have[..., KEPT], want[..., KEPT], atol=1e-5)
+
+
+@functools.cache
+def pair() -> tuple[Model, Model]:
+  big = T5(T5Config(**SIZES, num_encoder_layers=1, num_decoder_layers=2))
+  small = NETWORKS['t5']
+  return Model(big, weights(big, 1)), Model(small, weights(small, 1))
+
+
+def outputs(tokenizer, drafter, **options):
+  engine = Engine(
+    pair()[0], drafter, tokenizer=tokenizer, max_input_len=16, max_decode_len=12
+  )
+  return engine, engine.generate(TEXTS, **options)
+
+
+def test_greedy_outputs_are_the_targets(tokenizer):
+  target, draft = pair()
+  whole, want = outputs(tokenizer, draft, speculative=False)
+  said = {token for one in want for token in one.tokens}
+  engine, have = outputs(tokenizer, draft.with_shortlist(sorted(said)[:-2]))
+  assert [one.tokens for one in have] == [one.tokens for one in want]
+  tested = [sum(one.stats.num_tested for one in done) for done in (have, want)]
+  assert tested[0] > tested[1] == 0
+  assert engine.fingerprints['target'] == whole.fingerprints['target']
+  assert engine.fingerprints['draft'] != whole.fingerprints['draft']
+
+
+@pytest.mark.parametrize('options', [{'gamma': 'adaptive'}, {'num_beams': 2}])
+def test_other_ways_to_speculate_take_it(tokenizer, options):
+  _, draft = pair()
+  plain = {'speculative': False} | options
+  plain.pop('gamma', None)
+  _, want = outputs(tokenizer, draft, **plain)
+  _, have = outputs(tokenizer, draft.with_shortlist(range(0, 20)), **options)
+  assert [one.tokens for one in have] == [one.tokens for one in want]
+
+
+def test_a_head_padded_otherwise_is_cut_first(tokenizer):
+  _, draft = pair()
+  wider = draft.with_vocabulary(VOCAB_SIZE + 8).with_shortlist(IDS)
+  assert wider.network.vocab_size == VOCAB_SIZE
+  assert wider.with_vocabulary(VOCAB_SIZE + 8).network.vocab_size > VOCAB_SIZE
+
+
+class TestLoad:
+  """What `load` takes for a shortlist."""
+
+  @pytest.fixture
+  def path(self, tmp_path):
+    path = tmp_path / 'draft.msgpack'
+    checkpoints.save_t5x(path, pair()[1].params, step=0)
+    return path
+
+  def _ids(self, model) -> set[int]:
+    place = np.asarray(model.params['place'])
+    return set(np.flatnonzero(place < place.max()).tolist())
+
+  def test_ids(self, path, tokenizer):
+    model = load(path, NETWORKS['t5'], tokenizer=tokenizer, shortlist=[5, 9])
+    assert self._ids(model) == {5, 9, tokenizer.eos_id}
+
+  def test_texts(self, path, tokenizer, tmp_path):
+    texts = tmp_path / 'texts.txt'
+    texts.write_text('\n'.join(TEXTS))
+    model = load(path, NETWORKS['t5'], tokenizer=tokenizer, shortlist=texts)
+    wanted = {token for text in TEXTS for token in tokenizer.encode(text)}
+    assert self._ids(model) == wanted | {tokenizer.eos_id}
+
+  def test_a_table(self, path, tokenizer, tmp_path):
+    """Fitted to texts, the likeliest tokens of it; it needs no vocabulary."""
+    sequences = [[0, 5, 5, 9, 1], [0, 5, 9, 2]]
+    table = ngram_fit.fit(sequences, 1, VOCAB_SIZE, max_continuations=2)
+    table.save(tmp_path / 'table.npz')
+    model = load(path, NETWORKS['t5'], shortlist=tmp_path / 'table.npz')
+    assert self._ids(model) == {5, 9}
+
+  def test_texts_need_a_vocabulary(self, path, tmp_path):
+    texts = tmp_path / 'texts.txt'
+    texts.write_text('one')
+    with pytest.raises(ValueError, match='give tokenizer=, or a table'):
+      load(path, NETWORKS['t5'], shortlist=texts)
+
+
+@pytest.mark.parametrize('ids', [[], [-1, 3], [3, VOCAB_SIZE]])
+def test_ids_that_are_none(ids):
+  with pytest.raises(ValueError, match=f'ids below {VOCAB_SIZE}'):
+    pair()[1].with_shortlist(ids)
+
+
+def test_a_network_of_somebodys_own():
+  class Own:
+    vocab_size = 9
+
+  with pytest.raises(ValueError, match='got Own'):
+    shortlisted(Own(), [1])
