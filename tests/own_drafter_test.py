@@ -18,6 +18,7 @@ from specdec_jax.engine.loading import load
 from specdec_jax.infer import DistilConfig, distil, own_drafter
 from specdec_jax.measure import calibration
 from specdec_jax.models.model import Model
+from specdec_jax.models.shortlist import Shortlisted
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
@@ -85,10 +86,15 @@ def test_from_texts_to_a_calibrated_pair(
   assert 'speculation' in out and 'specdec decode --target' in out
   mine = load('mine')
   assert mine.network.reads_encoder
+  assert isinstance(mine.network, Shortlisted)
   assert mine.made_for == fingerprint(load(target).params)
   assert 'agreement' in err  # of the held-out texts
   held_out = (tmp_path / 'mine/held_out.txt').read_text().splitlines()
   assert 2 <= len(held_out) < len(set(TEXTS)) and set(held_out) < set(TEXTS)
+  place = np.asarray(mine.params['place'])
+  learned = set(TEXTS) - set(held_out)
+  read = {token for text in learned for token in tokenizer.encode(text)}
+  assert (place[sorted(read)] < mine.network.num_ids).all()
   found = calibration.load('mine/calibration.json')
 
   # The pair decodes as the target does, and the calibration is this pair's.

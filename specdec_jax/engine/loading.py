@@ -39,6 +39,7 @@ from specdec_jax.text.tokenizer_bpe import (
 )
 
 Path = str | os.PathLike[str]
+SHORTLIST = 'shortlist.npz'  # in the folder of a drafter
 
 
 def load(
@@ -78,7 +79,8 @@ def load(
     shortlist: of a drafter, the only tokens that it proposes, see
       `models.shortlist`: ids; or the path of texts like the outputs, one a
       line, or of a table that `specdec train` fitted to such texts
-      (gin/runs/fit_ngram.gin), whose tokens they are. Ends are among them.
+      (gin/runs/fit_ngram.gin), whose tokens they are. Ends are among them. None
+      is the folder's, if it has one, as those of `specdec distil` do.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
@@ -96,6 +98,8 @@ def load(
     described = read_json(folder / CONFIG)
     config = read_config(described, os.fspath(folder / CONFIG))
     tokenizer = tokenizer or _own_tokenizer(folder, config)
+    if shortlist is None and (folder / SHORTLIST).exists():
+      shortlist = folder / SHORTLIST
   elif network is None and not is_huggingface(location):
     raise ValueError(
       f'{os.fspath(path)!r} does not say which sizes its model has: give'

@@ -17,6 +17,7 @@ from specdec_jax.checkpoints import huggingface, huggingface_arrays
 from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
+from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.engine import loading
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import own_vocabulary
@@ -37,7 +38,7 @@ from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.optimizer import OptimizerConfig
 from specdec_jax.training.outputs import OutputsConfig
 from specdec_jax.training.pairs import TokenPairs
-from specdec_jax.training.run import MODEL_FILE
+from specdec_jax.training.run import MODEL_FILE, OUTPUTS
 from specdec_jax.training.slicing import KEPT
 from specdec_jax.training.trainer import TrainConfig
 
@@ -45,6 +46,7 @@ CALIBRATION = 'calibration.json'
 _TRAINING = 'training'
 _LEAST_TEXTS = 8
 _MOST_HELD_OUT = 512
+_SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
 _WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -108,7 +110,9 @@ def distil(
   """Makes the drafter, and says what it is worth here.
 
   Leaves in `output_dir`: config.json and model.safetensors, which
-  `specdec_jax.load` reads; calibration.json; held_out.txt, the texts that were
+  `specdec_jax.load` reads; shortlist.npz, the tokens of the texts and of what
+  the target said, if these are a small part of its vocabulary (see
+  `models.shortlist`); calibration.json; held_out.txt, the texts that were
   not learned from; the training's files in training/. The same call goes on
   where one was stopped.
 
@@ -136,6 +140,7 @@ def distil(
   files.write_atomically(held_out_file, lines.encode())
   train(_train_run(config, draft, training, learned, held_out, max(lengths)))
   _export(config, draft, training)
+  _export_shortlist(config, training)
   path = os.path.join(config.output_dir, CALIBRATION)
   found = _calibrate(config, draft, held_out_file, lengths, path, console)
   say(
@@ -293,6 +298,28 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
     made.read(config.export_dtype),
     made_for=made.made_for,
   )
+
+
+def _export_shortlist(config: DistilConfig, training: str) -> None:
+  """Writes the tokens that were seen: a name that is copied was in a text."""
+  tokenizer = own_vocabulary(config.target)
+  seen = [
+    TokenPairs.load(os.path.join(training, name))
+    for name in ('train.npz', os.path.join(OUTPUTS, 'train.npz'))
+  ]
+  ids = np.concatenate([seen[0].inputs, seen[1].targets])
+  ids = ids[ids < tokenizer.vocab_size]  # no padding of the output layer
+  size = tokenizer.vocab_size
+  table = fit(
+    [[0, *ids]],
+    1,
+    size,
+    max_continuations=size,
+    fingerprint=tokenizer.fingerprint,
+  )
+  path = os.path.join(config.output_dir, loading.SHORTLIST)
+  if len(table.ids) <= size * _SMALL_PART:
+    table.save(path)
 
 
 def _calibrate(config, draft, texts, lengths, path, console) -> Calibration:

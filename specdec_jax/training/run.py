@@ -33,7 +33,7 @@ from specdec_jax.training.trainer import CrossEntropy, Trainer
 
 MODEL_FILE = 'model.msgpack'
 _STATES = 'train_states'
-_OUTPUTS = 'outputs'
+OUTPUTS = 'outputs'
 _RANDOM = 'random'
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
@@ -205,7 +205,7 @@ def _distillation(
 
 def _outputs(run, learning, target_params, pairs, held_out, say):
   """The target's outputs for the training and for the held-out sources."""
-  folder = learning.outputs_folder or os.path.join(run.model_dir, _OUTPUTS)
+  folder = learning.outputs_folder or os.path.join(run.model_dir, OUTPUTS)
   os.makedirs(folder, exist_ok=True)
   for_eval = dataclasses.replace(
     learning.outputs,
