@@ -18,7 +18,7 @@ from specdec_jax.checkpoints import huggingface, t5x_msgpack
 from specdec_jax.files.locations import Location
 from specdec_jax.models import t5
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 
 CONFIG = t5.T5Config(
   vocab_size=16,

@@ -13,6 +13,7 @@ import pytest
 import rich.console
 
 import specdec_jax
+import tokenizer_m2m_test
 from languages_test import LANGUAGES, PAIR, vocabulary, write_vocabulary
 from m2m100_test import SMALL, make
 from specdec_jax import infer
@@ -21,6 +22,7 @@ from specdec_jax.cli import main
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tokenizer_m2m import M2MTokenizer
 
 __all__ = ['vocabulary']  # a fixture
 pytestmark = pytest.mark.skipif(
@@ -44,7 +46,6 @@ def save(folder, model, config):
     arrays[row.name] = np.ascontiguousarray(
       array.T if row.transposed else array
     )
-  write_vocabulary(folder)
   safetensors.numpy.save_file(arrays, folder / 'model.safetensors')
   fields = m2m100_names.FIELDS.items()
   described = {theirs: getattr(config, ours) for ours, theirs in fields}
@@ -69,7 +70,29 @@ def saved(folder, vocabulary):
   size = vocabulary.vocab_size + 2
   config = dataclasses.replace(SMALL, vocab_size=size, head_dim=8)
   model = Model(*make(config, seed=4))
+  write_vocabulary(place)
   return place, model, save(place, model, config)
+
+
+def test_a_folder_with_m2m100s_own_vocabulary(tmp_path):
+  """Without tokenizer.json; it has eight ids more than tokens."""
+  own = M2MTokenizer(tokenizer_m2m_test.write(tmp_path / 'm2m'))
+  size = own.vocab_size + 8
+  config = dataclasses.replace(SMALL, vocab_size=size, head_dim=8)
+  model = Model(*make(config, seed=4))
+  save(tmp_path / 'm2m', model, config)
+  found = specdec_jax.load(tmp_path / 'm2m')
+  assert found.tokenizer.fingerprint == own.fingerprint
+  limits = dict(max_input_len=32, max_decode_len=16)
+  engine = Engine(found, found, gamma=2, **limits)
+  english, german = (own.languages[name] for name in ('en', 'de'))
+  ids = own.encode('the red dog')
+  assert engine.input_ids('the red dog', 'en') == [english, *ids, 2]
+  (have,) = engine.generate(['the red dog'], source_lang='en', target_lang='de')
+  (want,) = engine.generate(
+    [[english, *ids, 2]], prompts=[[german]], speculative=False
+  )
+  assert have.tokens == want.tokens and have.tokens
 
 
 def test_a_folder_is_read(saved):

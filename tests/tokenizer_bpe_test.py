@@ -10,7 +10,8 @@ import pytest
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import BpeTokenizer, open_vocabulary
+from specdec_jax.text.tokenizer_bpe import BpeTokenizer
+from specdec_jax.text.vocabulary import open_vocabulary
 from toy_models import random_markov
 
 pytestmark = pytest.mark.skipif(

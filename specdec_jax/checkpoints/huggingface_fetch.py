@@ -16,6 +16,7 @@ PATTERNS = (
   'model*.safetensors',
   INDEX,
   'spiece.model',
+  'sentencepiece.bpe.model',  # M2M-100's
   'tokenizer*',
   'vocab.json',
   'merges.txt',

@@ -58,7 +58,7 @@ from specdec_jax.models import backend
 from specdec_jax.models.base import ends_inputs, pad_id, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 from specdec_jax.types import FinishReason, Generation, LengthRule
 
 _NO_DRAFTER = (

@@ -30,13 +30,9 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import (
-  SENTENCEPIECE,
-  TOKENIZER,
-  VOCAB,
-  BpeTokenizer,
-  open_vocabulary,
-)
+from specdec_jax.text.tokenizer_bpe import TOKENIZER, VOCAB, BpeTokenizer
+from specdec_jax.text.tokenizer_m2m import PIECES
+from specdec_jax.text.vocabulary import SENTENCEPIECE, open_vocabulary
 
 Path = str | os.PathLike[str]
 SHORTLIST = 'shortlist.npz'  # in the folder of a drafter
@@ -67,7 +63,7 @@ def load(
     path: path of a checkpoint, of any kind that `checkpoints.load` knows.
     network: such as `T5(config)`, compared with the checkpoint; needed unless
       the checkpoint is a Hugging Face folder, which describes itself.
-    tokenizer: the tokenizer, or a path for `tokenizer_bpe.open_vocabulary`;
+    tokenizer: the tokenizer, or a path for `vocabulary.open_vocabulary`;
       None is the one in the folder, if there is one.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
       leaves the computation to `network` (float32 without it) and the
@@ -177,7 +173,7 @@ def _computes_in(dtype: str | None) -> str:
 def _own_tokenizer(folder: pathlib.Path, config: Config) -> Tokenizer | None:
   names = [SENTENCEPIECE]
   if isinstance(config, M2M100Config):
-    names = [TOKENIZER]  # without it, vocab.json is of another kind
+    names = [TOKENIZER, PIECES]  # vocab.json alone is of another kind
   elif not isinstance(config, T5Config):  # T5's tokenizer.json is no BPE
     names += [TOKENIZER, VOCAB]
   if any((folder / name).exists() for name in names):

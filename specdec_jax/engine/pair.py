@@ -27,7 +27,8 @@ from specdec_jax.models.fitted import own_vocab_size
 from specdec_jax.models.int8 import INT8
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import SENTENCEPIECE, TOKENIZER
+from specdec_jax.text.tokenizer_bpe import TOKENIZER
+from specdec_jax.text.vocabulary import SENTENCEPIECE
 
 # 100 sentinels, and padding to a multiple of 1,024.
 _MOST_MORE_IDS = 100 + 1023

@@ -16,7 +16,7 @@ from specdec_jax.files import shipped
 from specdec_jax.text import local_tasks, tasks
 from specdec_jax.text.local_tasks import BROKEN, LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 
 INPUTS, TARGETS = 'inputs', 'targets'
 _PRETOKENIZED = '_pretokenized'

@@ -19,7 +19,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 
 # Whom to ask for what: the ways of decoding that run, in turn.
 _WAYS = {
@@ -499,7 +499,7 @@ def open_tokenizer(
   """Opens the vocabulary of a run.
 
   Args:
-    path: for `tokenizer_bpe.open_vocabulary`; None is the target's own.
+    path: for `vocabulary.open_vocabulary`; None is the target's own.
     target: makes the target; called where there is no path.
 
   Raises:

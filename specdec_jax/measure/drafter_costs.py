@@ -35,7 +35,7 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 from specdec_jax.types import Draft
 
 _NOTHING = 'nothing'  # the drafter that all others are compared with

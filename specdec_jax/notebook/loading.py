@@ -52,7 +52,7 @@ def load(
       and compared with the checkpoint.
     draft_network: the same for the drafter.
     tokenizer: the tokenizer of both, or a path for
-      `tokenizer_bpe.open_vocabulary`; None is the one in the target's folder.
+      `vocabulary.open_vocabulary`; None is the one in the target's folder.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None is
       that of `network`, and float32 without it.
     placement: how the target is split over several devices, such as

@@ -19,7 +19,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import nearest
 from specdec_jax.files import TextLine, shipped
 from specdec_jax.text import metrics
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
@@ -39,7 +39,7 @@ class LocalTask:
     files: split -> UTF-8 file, plain or `.gz`.
     vocab_path: the vocabulary of both sides: a sentencepiece model, also
       `gs://bucket/file`, or a folder with GPT-2's vocabulary; see
-      `tokenizer_bpe.open_vocabulary`.
+      `vocabulary.open_vocabulary`.
     kind: what a line is: 'txt' an input; 'tsv' source<TAB>target, or a source
       alone; 'jsonl' an object. None is the ending of the file's name.
     prefix: put before each input, such as 'summarize: '.

@@ -22,7 +22,7 @@ from specdec_jax.text.local_tasks import (
   LocalTask,
   check_feature_lengths,
 )
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 
 EVAL_SPLIT = 'validation'
 TRAIN_SPLIT = 'train'

@@ -46,24 +46,8 @@ class Tokenizer:
         than MOST_BYTES or not a sentencepiece model; or its id 0 is text, or it
         has no end-of-sequence piece.
     """
-    sentencepiece = _import_sentencepiece()
     self.path = os.fspath(path)
-    try:
-      proto = open_location(self.path).read_all(MOST_BYTES)
-    except OSError as error:
-      raise ValueError(
-        f'No tokenizer model could be read at {self.path!r}: {error.strerror}.'
-        ' Expected the path of a sentencepiece .model file.'
-      ) from error
-    try:
-      if not proto:
-        raise RuntimeError('the file is empty')
-      self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
-    except (RuntimeError, TypeError) as error:
-      raise ValueError(
-        f'{self.path!r} ({len(proto)} bytes) is not a whole sentencepiece'
-        ' model; copy it again from its source.'
-      ) from error
+    self._processor, proto = read_model(path)
     self.vocab_size: int = self._processor.vocab_size()
     self.least_size: int = self.vocab_size
     self.pad_id: int = PAD_ID
@@ -104,6 +88,32 @@ class Tokenizer:
       if token not in (self.pad_id, self.eos_id):
         kept.append(token)
     return self._processor.decode(kept)
+
+
+def read_model(path: str | os.PathLike[str]) -> tuple[Any, bytes]:
+  """A sentencepiece processor, and the bytes of its file.
+
+  Raises:
+    ValueError: as for `Tokenizer`, but of what the ids mean.
+  """
+  sentencepiece = _import_sentencepiece()
+  path = os.fspath(path)
+  try:
+    proto = open_location(path).read_all(MOST_BYTES)
+  except OSError as error:
+    raise ValueError(
+      f'No tokenizer model could be read at {path!r}: {error.strerror}.'
+      ' Expected the path of a sentencepiece .model file.'
+    ) from error
+  try:
+    if not proto:
+      raise RuntimeError('the file is empty')
+    return sentencepiece.SentencePieceProcessor(model_proto=proto), proto
+  except (RuntimeError, TypeError) as error:
+    raise ValueError(
+      f'{path!r} ({len(proto)} bytes) is not a whole sentencepiece'
+      ' model; copy it again from its source.'
+    ) from error
 
 
 def train_tokenizer(

@@ -14,43 +14,14 @@ from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checks.packages import package
-from specdec_jax.files.locations import check_path
 from specdec_jax.text.tokenizer import MOST_BYTES, Tokenizer
 
 TOKENIZER = 'tokenizer.json'
 SETTINGS = 'tokenizer_config.json'
 END = '<|endoftext|>'  # GPT-2's, where a folder does not say
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
-SENTENCEPIECE = 'spiece.model'  # in the folders of all T5s
 # Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
 _LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
-
-
-def open_vocabulary(path: str | os.PathLike[str]) -> Tokenizer:
-  """Loads a sentencepiece or a BPE vocabulary.
-
-  Args:
-    path: a sentencepiece model, also `gs://bucket/file`; or a .json file of the
-      package tokenizers; or a folder with spiece.model, or tokenizer.json, or
-      vocab.json and merges.txt; the first that exists is taken.
-
-  Raises:
-    ValueError: the folder has none of these files; or as for `Tokenizer` or
-      `BpeTokenizer`.
-  """
-  check_path(path)
-  place = pathlib.Path(path)
-  if not place.is_dir():
-    return BpeTokenizer(path) if place.suffix == '.json' else Tokenizer(path)
-  if (place / SENTENCEPIECE).exists():
-    return Tokenizer(place / SENTENCEPIECE)
-  if (place / TOKENIZER).exists() or (place / VOCAB).exists():
-    return BpeTokenizer(path)
-  raise ValueError(
-    f'No vocabulary could be read at {os.fspath(path)!r}: the folder has no'
-    f' {SENTENCEPIECE}, {TOKENIZER} or {VOCAB}. Give the path of a'
-    ' sentencepiece model, or a folder with one of these.'
-  )
 
 
 class BpeTokenizer(Tokenizer):

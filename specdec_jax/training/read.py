@@ -10,7 +10,7 @@ from specdec_jax.text.local_tasks import (
   check_feature_lengths,
 )
 from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
-from specdec_jax.text.tokenizer_bpe import open_vocabulary
+from specdec_jax.text.vocabulary import open_vocabulary
 from specdec_jax.training.config import TrainRun
 from specdec_jax.training.pairs import (
   TokenPairs,
