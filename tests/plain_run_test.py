@@ -16,7 +16,7 @@ from specdec_jax.checkpoints import huggingface, huggingface_fetch
 from specdec_jax.cli import main
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.infer import results
+from specdec_jax.infer import first_look, results
 from specdec_jax.measure import record
 
 pytestmark = pytest.mark.skipif(
@@ -136,6 +136,19 @@ def test_a_first_look_leaves_a_record(run, pair, tmp_path, monkeypatch):
   block = '<!-- results: try.json | x -->\n<!-- /results -->\n'
   shown = update_readme.fill(block, tmp_path)
   assert 'acceptance rate' in shown and 'outputs agree' in shown
+
+
+def test_a_first_look_with_a_shortlist(run, pair, tmp_path, monkeypatch):
+  (tmp_path / 'mine.tsv').write_text('the dog\ta b\na cat\tc d\n')
+  (tmp_path / 'texts.txt').write_text('the red dog\na blue cat\n')
+  flags = ['mine.tsv', '--prefix', '', '--output-file', 'try.json', *LENGTHS]
+  monkeypatch.setattr(first_look, '_MANY_IDS', 100)
+  status, out, err = run('try', *pair, *flags)
+  assert status == 0 and '--draft-shortlist TEXTS' in ' '.join(out), err
+  status, out, err = run('try', *pair, *flags, '--draft-shortlist=texts.txt')
+  assert status == 0 and '--draft-shortlist' not in ' '.join(out), err
+  found = record.load('try.json', 'try')
+  assert 3 < found['draft_ids'] < 40 and not found['agreement']['disagreements']
 
 
 def test_a_reader_that_has_seen_enough(monkeypatch, tmp_path):

@@ -15,7 +15,10 @@ from specdec_jax.infer.settings import TASKS_OWN, TaskConfig
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import say
 from specdec_jax.models.model import Model
+from specdec_jax.models.shortlist import Shortlisted
 from specdec_jax.text.local_tasks import LocalTask
+
+_MANY_IDS = 100_000  # of an output layer: more than T5's, as mT5 and Gemma have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,7 @@ def look(
   names = {
     'target': config.target.name or 'target',
     'draft': config.drafter.name or 'draft',
+    'draft_ids': _num_ids(config.drafter),
   }
   head = ('kind', 'version', 'machine')
   measured = {k: value for k, value in summary.items() if k not in head}
@@ -124,4 +128,19 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
       'It does not pay here as it is: `specdec calibrate` says whether another'
       ' gamma does.'
     )
+  if (found.get('draft_ids') or 0) >= _MANY_IDS:
+    said.append(
+      f'The output layer of {found["draft"]} has {found["draft_ids"]:,} ids,'
+      ' most of the work of a proposal: with --draft-shortlist TEXTS it keeps'
+      ' those of texts like the outputs.'
+    )
   return said
+
+
+def _num_ids(drafter: Drafter | Model) -> int | None:
+  """Ids of a model's output layer; None of another drafter."""
+  if not isinstance(drafter, Model):
+    return None
+  if isinstance(drafter.network, Shortlisted):
+    return drafter.network.num_ids
+  return drafter.network.vocab_size
