@@ -28,6 +28,7 @@ from specdec_jax.models import (
   gpt,
   kv_cache,
   layers,
+  products,
   t5,
   t5gemma,
 )
@@ -148,7 +149,7 @@ def test_what_is_added_to_a_product_of_one_row_is_the_same(dtype, out):
 
   def product(*added):
     with backend.compiled_for(product.kind):
-      return jax.jit(layers.dense_out_in)(kernel, x, added=added)
+      return jax.jit(products.dense_out_in)(kernel, x, added=added)
 
   product.kind = 'cpu'
   want = np.asarray(product(*added), np.float32)

@@ -7,7 +7,7 @@ import pytest
 from gpu_check_test import _nothing_is_kept, needs_cuda  # noqa: F401
 from specdec_jax.measure.compiled import devices, gpu
 from specdec_jax.measure.compiled.compiler import Compiler
-from specdec_jax.models import backend, layers
+from specdec_jax.models import backend, products
 
 ROWS, SIZE = 8, 4096
 
@@ -21,7 +21,7 @@ def written(name, rows=ROWS):
   )
 
   def residual(kernel, x):
-    return layers.dense_out_in(kernel, x, added=[x])
+    return products.dense_out_in(kernel, x, added=[x])
 
   with backend.compiled_for('gpu'):
     record, _ = compiler.compile(name, residual, kernel, x)
@@ -46,10 +46,10 @@ def test_a_product_writes_no_partial_sums(monkeypatch):
 def test_a_residual_of_one_row_is_no_kernel(monkeypatch):
   assert written('one row', 1) == (1, SIZE * 2)
   # Control: added behind the sum, it is.
-  plain = layers.dense_out_in
+  plain = products.dense_out_in
 
   def behind(kernel, x, added):
     return added[0] + plain(kernel, x)
 
-  monkeypatch.setattr(layers, 'dense_out_in', behind)
+  monkeypatch.setattr(products, 'dense_out_in', behind)
   assert written('behind', 1)[0] == 2

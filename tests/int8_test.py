@@ -11,7 +11,7 @@ from specdec_jax.checkpoints import convert
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.files.shipped import find
-from specdec_jax.models import backend, int8, layers
+from specdec_jax.models import backend, int8, products
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning.axes import axes_of_parameter
@@ -74,7 +74,7 @@ def test_traced_for_shapes_alone():
 @pytest.mark.parametrize('rows', [1, 3])
 def test_a_product_is_that_of_the_rounded_numbers(layout, kind, rows):
   x = jnp.asarray(kernel((rows, 64), 1))
-  dense = layers.Dense(40)
+  dense = products.Dense(40)
   params = {'kernel': kernel()}
   found, scale = int8.quantise(params['kernel'], '')
   want = np.asarray(x) @ (found.astype(np.float32) * scale)

@@ -34,7 +34,7 @@ from specdec_jax.drafters.base import (
   draw,
   forbid_early_stops,
 )
-from specdec_jax.models import layers
+from specdec_jax.models import products
 from specdec_jax.models.base import Params
 from specdec_jax.types import Draft
 
@@ -76,10 +76,10 @@ class _Head(nn.Module):
     """Maps [..., M] and [..., n * M] to [..., M], for the output layer."""
     dtype = str(features.dtype)
     read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
-    wi = layers.Dense(self.config.hidden_dim, dtype, use_bias=True, name='wi')
+    wi = products.Dense(self.config.hidden_dim, dtype, use_bias=True, name='wi')
     # Begins as no change: every head says what the target's own layer said.
     zeros = nn.initializers.zeros
-    wo = layers.Dense(self.config.emb_dim, dtype, zeros, name='wo')
+    wo = products.Dense(self.config.emb_dim, dtype, zeros, name='wo')
     return features + wo(nn.silu(wi(read)))
 
 

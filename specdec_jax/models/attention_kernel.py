@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from specdec_jax.models import backend
-from specdec_jax.models.layers import DTYPES, MASKED, precision
+from specdec_jax.models.layers import DTYPES, MASKED
+from specdec_jax.models.products import precision
 from specdec_jax.models.tree import Tree
 
 MOST_QUERIES = 128  # of a row; of more XLA's own products are large

@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import decoder_attention, kv_cache, layers
+from specdec_jax.models import decoder_attention, kv_cache, layers, products
 from specdec_jax.models.base import Params
 from specdec_jax.models.linen_model import DecoderOnly
 from specdec_jax.models.rope import Rope, rotate
@@ -274,7 +274,7 @@ class Decoder(nn.Module):
     self.layers = [Layer(config) for _ in range(config.num_layers)]
     self.decoder_norm = norm(config)
     if not config.logits_via_embedding:
-      self.logits_dense = layers.head(config.vocab_size, config.dtype)
+      self.logits_dense = products.head(config.vocab_size, config.dtype)
 
   def __call__(self, tokens):
     """Teacher-forced logits float32[B, S, V] of tokens int32[B, S]."""

@@ -20,7 +20,7 @@ import numpy as np
 from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import decoder_attention, kv_cache, layers
+from specdec_jax.models import decoder_attention, kv_cache, layers, products
 from specdec_jax.models.base import Params
 from specdec_jax.models.linen_model import DecoderOnly
 
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
     self.decoder_norm = _norm(config)
     self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
-      self.logits_dense = layers.head(config.vocab_size, config.dtype)
+      self.logits_dense = products.head(config.vocab_size, config.dtype)
 
   def __call__(self, tokens, deterministic=True):
     """Teacher-forced logits float32[B, S, V] of tokens int32[B, S]."""

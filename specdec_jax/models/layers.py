@@ -19,7 +19,7 @@ from jax import lax
 
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend, int8
+from specdec_jax.models import backend, int8, products
 
 # No published model has a quarter of this, and each layer is a module to build.
 MOST_LAYERS = 1024
@@ -27,187 +27,6 @@ MOST = 2**31 - 1  # ids and places in arrays are int32
 DTYPES = ('float32', 'bfloat16')  # dtypes that networks compute in
 PARAM_DTYPES = (*DTYPES, int8.INT8)  # dtypes that parameters are kept in
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
-
-_kernel_init = nn.initializers.variance_scaling(
-  1.0, 'fan_in', 'truncated_normal'
-)
-
-
-def precision(dtype: str) -> lax.Precision:
-  """The precision of products of `dtype`.
-
-  Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU.
-  """
-  if jnp.dtype(dtype) == jnp.float32:
-    return lax.Precision.HIGHEST
-  return lax.Precision.DEFAULT
-
-
-def dense_out_in(
-  kernel: jax.Array,
-  x: jax.Array,
-  result_dtype: str | None = None,
-  scale: jax.Array | None = None,
-  added: Sequence[jax.Array] = (),
-) -> jax.Array:
-  """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
-
-  On a CPU, XLA packs a right operand of this layout at each call. Here that is
-  the few activations, not the weights. The barriers keep XLA from folding the
-  transposes away and exchanging the operands again.
-
-  Args:
-    kernel: [out, in], such as an embedding that is the output layer, too.
-    x: [..., in].
-    result_dtype: dtype of the result; None is x's.
-    scale: float32[out], a factor of each output; None is none.
-    added: [out] or [..., out] each, added to the product.
-
-  Returns:
-    [..., out].
-  """
-  result_dtype = result_dtype or str(x.dtype)
-  is_sum = x.size == x.shape[-1] and backend.ways().sums_row
-  if added and not is_sum:
-    product = dense_out_in(kernel, x, result_dtype, scale)
-    return functools.reduce(_onto, added, product)
-  rows = x.reshape(-1, x.shape[-1])
-  count = rows.shape[0]
-  if is_sum:
-    # One kernel. XLA makes two of a product: the second adds partial sums.
-    terms = kernel.astype(jnp.float32) * rows.astype(jnp.float32)
-    if scale is not None:  # of the terms: XLA would not fuse it behind the sum
-      terms *= scale[:, None]
-    if added:  # to one of the terms, for the same reason
-      more = functools.reduce(
-        jnp.add, [one.astype(jnp.float32) for one in added]
-      )
-      # A constant: what is computed would be a kernel of its own.
-      is_first = np.arange(terms.shape[1]) == 0
-      terms += jnp.where(is_first, more.reshape(-1, 1), 0)
-    product = jnp.sum(terms, 1)
-    return product.astype(result_dtype).reshape(*x.shape[:-1], kernel.shape[0])
-  if scale is not None:
-    product = dense_out_in(kernel, x, 'float32')
-    return (product * scale).astype(result_dtype)
-  if not backend.ways().turns_operands:
-    exact = precision(str(x.dtype))
-    return jnp.einsum(
-      '...i,oi->...o',
-      x,
-      kernel,
-      precision=exact,
-      preferred_element_type=result_dtype,
-    )
-  if 1 < count <= 16:
-    # 4, 8 and 16 rows cost 1.3, 1.6 and 2.2 times one row; a number in between
-    # costs more than the next larger of these (12 rows: 2.9 times).
-    wider = max(4, 1 << (count - 1).bit_length())
-    rows = jnp.pad(rows, ((0, wider - count), (0, 0)))
-  columns = lax.optimization_barrier(rows.T)
-  product = jnp.matmul(kernel, columns, preferred_element_type=result_dtype)
-  product = lax.optimization_barrier(product)
-  return product.T[:count].reshape(*x.shape[:-1], kernel.shape[0])
-
-
-def _onto(product: jax.Array, added: jax.Array) -> jax.Array:
-  return added.astype(product.dtype) + product
-
-
-def dense_in_out(
-  kernel: jax.Array,
-  x: jax.Array,
-  result_dtype: str | None = None,
-  scale: jax.Array | None = None,
-  added: Sequence[jax.Array] = (),
-) -> jax.Array:
-  """Returns x @ kernel.
-
-  Args:
-    kernel: [in, out].
-    x: [..., in].
-    result_dtype: of the result; None is that of the operands.
-    scale: float32[out], a factor of each output; None is none.
-    added: [out] or [..., out] each, added to the product.
-
-  Returns:
-    [..., out].
-  """
-  if added:
-    product = dense_in_out(kernel, x, result_dtype, scale)
-    return functools.reduce(_onto, added, product)
-  if scale is not None:
-    product = dense_in_out(kernel, x, 'float32')
-    return (product * scale).astype(result_dtype or x.dtype)
-  matmul = functools.partial(
-    jnp.matmul,
-    precision=precision(str(x.dtype)),
-    preferred_element_type=result_dtype,
-  )
-  least = backend.ways().least_rows
-  if least == 1 or x.size != x.shape[-1]:
-    return matmul(x, kernel)
-  rows = jnp.pad(x.reshape(1, -1), ((0, least - 1), (0, 0)))
-  # Else XLA sees that the other rows are not needed.
-  product = matmul(lax.optimization_barrier(rows), kernel)
-  return product[:1].reshape(*x.shape[:-1], kernel.shape[1])
-
-
-class Dense(nn.Module):
-  """The one matrix product of the library; without a bias in the T5 family.
-
-  The parameters are `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
-  [out, in], if `partitioning.place` has laid it out for a CPU; with `use_bias`
-  also `bias`, [out]; and of a kernel of eight bits `kernel_scale`, [out], see
-  `int8`.
-
-  Attributes:
-    features: out.
-    dtype: dtype of the operands.
-    kernel_init: initialises the kernel.
-    use_bias: whether there is a bias.
-    result_dtype: dtype of the result; None is `dtype`.
-  """
-
-  features: int
-  dtype: str = 'float32'
-  kernel_init: nn.initializers.Initializer = _kernel_init
-  use_bias: bool = False
-  result_dtype: str | None = None
-
-  @nn.compact
-  def __call__(
-    self, x: jax.Array, residual: jax.Array | None = None
-  ) -> jax.Array:
-    """Maps [..., in] to [..., features], to which `residual` is added."""
-    x = x.astype(self.dtype)
-    scale: jax.Array | None = None
-    if self.has_variable('params', int8.SCALE):
-      scale = self.get_variable('params', int8.SCALE)
-    if self.has_variable('params', 'kernel_out_in'):
-      kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
-      dense = dense_out_in
-    else:
-      shape = (x.shape[-1], self.features)
-      kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
-      dense = dense_in_out
-    added = []
-    if self.use_bias:
-      zeros = nn.initializers.zeros
-      bias = self.param('bias', zeros, (self.features,), jnp.float32)
-      added.append(bias.astype(self.dtype))
-    if residual is not None:
-      added.append(residual)
-    kernel = kernel.astype(self.dtype)
-    return dense(kernel, x, self.result_dtype, scale, added)
-
-
-def head(vocab_size: int, dtype: str) -> Dense:
-  """The output layer: operands of `dtype`, logits in float32, as T5X's.
-
-  Logits rounded to bfloat16 would have ties that the model does not have.
-  """
-  return Dense(vocab_size, dtype, result_dtype='float32')
 
 
 class Embed(nn.Module):
@@ -249,7 +68,7 @@ class Embed(nn.Module):
       '...m,vm->...v',
       x / scale if scale_first else x,
       self.embedding.astype(self.dtype),
-      precision=precision(self.dtype),
+      precision=products.precision(self.dtype),
       preferred_element_type=jnp.float32,
     )
     return logits if scale_first else logits / scale
@@ -374,7 +193,9 @@ class MLP(nn.Module):
   ) -> jax.Array:
     """Maps [..., M] to [..., M], to which `residual` is added."""
     count = len(self.activations)
-    dense = functools.partial(Dense, dtype=self.dtype, use_bias=self.use_bias)
+    dense = functools.partial(
+      products.Dense, dtype=self.dtype, use_bias=self.use_bias
+    )
     if self.has_variable('params', 'wi_joined'):
       joined = dense(count * self.hidden, name='wi_joined')(x)
       factors = jnp.split(joined, count, -1)
@@ -433,7 +254,7 @@ def attend(
     # (it turns the products into scalar loops), so the query is doubled.
     queries = jnp.concatenate([queries, queries], axis=1)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
-  exact = precision(str(queries.dtype))
+  exact = products.precision(str(queries.dtype))
 
   def scores_of(keys, bias, slots):
     scores = jnp.einsum(f'bshd,bh{slots}->bhst', queries, keys, precision=exact)
@@ -509,18 +330,18 @@ class Attention(nn.Module):
     width = self.num_heads * self.head_dim
     kept = (self.num_kv_heads or self.num_heads) * self.head_dim
     dense = functools.partial(
-      Dense, dtype=self.dtype, use_bias=self.use_bias or self.qkv_bias
+      products.Dense, dtype=self.dtype, use_bias=self.use_bias or self.qkv_bias
     )
 
     # Includes the 1/sqrt(head_dim) that T5 does not apply to its scores.
     def query_init(*args):
-      return _kernel_init(*args) / np.sqrt(self.head_dim)
+      return products.KERNEL_INIT(*args) / np.sqrt(self.head_dim)
 
     self.query = dense(width, kernel_init=query_init)
     self.key = dense(kept)
     self.value = dense(kept)
     self.qkv = dense(width + 2 * kept)
-    self.out = Dense(self.features, self.dtype, use_bias=self.use_bias)
+    self.out = products.Dense(self.features, self.dtype, use_bias=self.use_bias)
     if self.norm is not None:
       self.query_norm = self.norm()
       self.key_norm = self.norm()

@@ -14,7 +14,13 @@ from flax import linen as nn
 from jax import lax
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import backend, decoder_attention, kv_cache, layers
+from specdec_jax.models import (
+  backend,
+  decoder_attention,
+  kv_cache,
+  layers,
+  products,
+)
 from specdec_jax.models.linen_model import EncodesInputs
 
 
@@ -240,7 +246,7 @@ class Decoder(nn.Module):
     self.decoder_norm = _norm(config)
     self.dropout = layers.dropout(config.dropout_rate)
     if not config.logits_via_embedding:
-      self.logits_dense = layers.head(config.vocab_size, config.dtype)
+      self.logits_dense = products.head(config.vocab_size, config.dtype)
 
   def position_bias(self, num_slots: int):
     """Returns `KVCache.position_bias`, each float32[H, 2 * num_slots]."""

@@ -21,7 +21,13 @@ from jax import lax
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend, decoder_attention, kv_cache, layers
+from specdec_jax.models import (
+  backend,
+  decoder_attention,
+  kv_cache,
+  layers,
+  products,
+)
 from specdec_jax.models.base import Params
 from specdec_jax.models.causal_lm import (
   CausalLMConfig,
@@ -190,7 +196,7 @@ class Decoder(nn.Module):
     self.layers = [layer(stack) for _ in range(stack.num_layers)]
     self.decoder_norm = norm(stack)
     if not stack.logits_via_embedding:
-      self.logits_dense = layers.head(stack.vocab_size, stack.dtype)
+      self.logits_dense = products.head(stack.vocab_size, stack.dtype)
 
   def cross_kv(self, encoded):
     """Each layer's keys and values of the encoder's output, [B, K, D, E]."""

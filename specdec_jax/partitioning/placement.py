@@ -1,11 +1,11 @@
 """How parameters are laid out, and over which devices.
 
 Checkpoints keep T5X's layout: kernels of [in, out], one for each projection.
-Two things are decided here, and only here; `models.layers` accepts either
-choice and knows it by the parameters' names:
+Two things are decided here, and only here; `models.products` and
+`models.layers` accept either choice and know it by the parameters' names:
 
 - On one GPU kernels are stored as [out, in], so that a product with one row is
-  one kernel that reads whole rows of weights (`layers.dense_out_in`).
+  one kernel that reads whole rows of weights (`products.dense_out_in`).
 - Projections that read the same input are joined into one product, unless the
   product is split: most of a small model's call is the starting of products.
 """
