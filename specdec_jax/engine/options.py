@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -169,6 +170,11 @@ class Options:
             ' num_beams too.'
           )
       return
+    if type(self.num_beams) is int and self.num_beams < 1:
+      raise ValueError(
+        f'num_beams must be at least 1, got {self.num_beams}. Leave it out for'
+        ' greedy decoding or samples; 4 is usual for translations.'
+      )
     check_number('num_beams', self.num_beams, 1)
     beams = f'a beam search (num_beams = {self.num_beams})'
     instead = 'leave num_beams out, or '
@@ -199,7 +205,8 @@ class Options:
       )
     for name in ('alpha', 'length_penalty'):
       value = getattr(self, name)
-      if value is not None and not 0 <= value < math.inf:
+      is_number = isinstance(value, numbers.Real)
+      if value is not None and not (is_number and 0 <= value < math.inf):
         raise ValueError(f'{name} must be a number >= 0, got {value!r}.')
     if self.draft_beams is not None:
       check_number('draft_beams', self.draft_beams, self.num_beams)

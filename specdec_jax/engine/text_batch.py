@@ -306,6 +306,12 @@ class TextBatch:
         f' {settings.num_candidates} tokens, the vocabulary has'
         f' {self._limits.vocab_size}. Take fewer beams.'
       )
+    if settings.draft_width > self._limits.vocab_size:
+      raise ValueError(
+        f'draft_beams = {settings.draft_width}: the drafter looks at as many'
+        f' tokens at a step, the vocabulary has {self._limits.vocab_size}. Take'
+        ' fewer; twice num_beams is usual.'
+      )
     # One program for all plain searches.
     return settings if gamma else settings.replace(draft_width=settings.width)
 

@@ -544,7 +544,10 @@ class _Check:
         own = getattr(config, name)
         self.expect(name, own == wanted, f'{wanted!r} in a beam search')
       self.expect(
-        'sampling', config.sampling.greedy, 'temperature 0 with beams'
+        'sampling',
+        config.sampling.greedy,
+        'temperature 0 with beams, which draw nothing (--temperature 0, or no'
+        ' --num-beams; gin: TEMPERATURE, DECODER)',
       )
 
   def expect(self, name: str, condition: bool, expected: str) -> None:
