@@ -110,11 +110,10 @@ def distil(
   """Makes the drafter, and says what it is worth here.
 
   Leaves in `output_dir`: config.json and model.safetensors, which
-  `specdec_jax.load` reads; shortlist.npz, the tokens of the texts and of what
-  the target said, if these are a small part of its vocabulary (see
-  `models.shortlist`); calibration.json; held_out.txt, the texts that were
-  not learned from; the training's files in training/. The same call goes on
-  where one was stopped.
+  `specdec_jax.load` reads; shortlist.npz, the tokens of what the target said,
+  if these are a small part of its vocabulary (see `models.shortlist`);
+  calibration.json; held_out.txt, the texts that were not learned from; the
+  training's files in training/. The same call goes on where one was stopped.
 
   Raises:
     ValueError: the target, the texts or the folder are not what is needed
@@ -301,25 +300,19 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
 
 
 def _export_shortlist(config: DistilConfig, training: str) -> None:
-  """Writes the tokens that were seen: a name that is copied was in a text."""
+  """Writes the tokens that the target said."""
   tokenizer = own_vocabulary(config.target)
-  seen = [
-    TokenPairs.load(os.path.join(training, name))
-    for name in ('train.npz', os.path.join(OUTPUTS, 'train.npz'))
-  ]
-  ids = np.concatenate([seen[0].inputs, seen[1].targets])
-  ids = ids[ids < tokenizer.vocab_size]  # no padding of the output layer
   size = tokenizer.vocab_size
+  said = TokenPairs.load(os.path.join(training, OUTPUTS, 'train.npz')).targets
   table = fit(
-    [[0, *ids]],
+    [[0, *said[said < size]]],  # no padding of the output layer
     1,
     size,
     max_continuations=size,
     fingerprint=tokenizer.fingerprint,
   )
-  path = os.path.join(config.output_dir, loading.SHORTLIST)
   if len(table.ids) <= size * _SMALL_PART:
-    table.save(path)
+    table.save(os.path.join(config.output_dir, loading.SHORTLIST))
 
 
 def _calibrate(config, draft, texts, lengths, path, console) -> Calibration:
