@@ -403,7 +403,12 @@ BEAMS = {'use_beam_search': True, 'n': 2}
 BAD = {
   'a model': ({'model': 'gpt-5'}, 404, 'model', "only 'toy'"),
   'a field': ({'temprature': 0}, 400, 'temprature', 'temperature'),
-  'unsupported': ({'logit_bias': {'5': 1}}, 400, 'logit_bias', 'not supported'),
+  'unsupported': (
+    {'logit_bias': {'5': 1}},
+    400,
+    'logit_bias',
+    'an object of 1 is not',
+  ),
   'beams': ({'use_beam_search': True, 'n': 3}, 400, 'use_beam_search', '.2.'),
   'warm beams': (BEAMS | {'temperature': 1}, 400, 'temperature', '0 in a beam'),
   'streamed beams': (BEAMS | {'stream': True}, 400, 'stream', 'in a beam'),

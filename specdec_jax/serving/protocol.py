@@ -546,6 +546,6 @@ def _short(value: Any) -> str:
     value = value[:80]
   elif isinstance(value, list | dict):
     return (
-      f'a {"list" if isinstance(value, list) else "object"} of {len(value)}'
+      f'{"a list" if isinstance(value, list) else "an object"} of {len(value)}'
     )
   return json.dumps(value)[:100]

@@ -399,7 +399,7 @@ class Scheduler:
     stops = any(row.batch.options.stop_strings for row in rows)
     if stops or len(rows) + len(self._waiting) > 1:
       return STOP_STRING_ROUNDS
-    return _ALONE_ROUNDS if gamma else 2 * _ALONE_ROUNDS
+    return _ALONE_ROUNDS if gamma else 3 * _ALONE_ROUNDS
 
   def _look(self, view: PoolView) -> '_Look':
     """Frees slots; says whose outputs are done, and whose go on."""
