@@ -14,10 +14,10 @@ SERVE = [
   'starlette>=0.40',
   'uvicorn>=0.30',
 ]
-LOAD = ['aiohttp>=3.10', *PLOTS]
+LOAD = ['aiohttp>=3.10', 'openai>=1.40', *PLOTS]
 TEST = [
   *('pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE),
-  *('openai>=1.40', 'httpx>=0.27', *SERVE, *LOAD),  # the server, its clients
+  *('httpx>=0.27', *SERVE, *LOAD),  # the server, its clients
 ]
 
 # In the wheel -> here. No package `gin` at the top: that is gin-config's.

@@ -142,7 +142,7 @@ def bench_serve(
   console = console or terminal()
   package('A load on a server', 'aiohttp', 'load')
   if config.openai_clients:
-    package('A client of OpenAI', 'openai', 'test')
+    package('A client of OpenAI', 'openai', 'load')
   engine = config.serve.load()
   ways = _ways(config, engine)
   count = max(config.texts, config.texts_in_turn)

@@ -194,7 +194,7 @@ def by_openai(
   Raises:
     ValueError: it is not installed.
   """
-  openai = package('A client of OpenAI', 'openai', 'test')
+  openai = package('A client of OpenAI', 'openai', 'load')
 
   async def send() -> list[Reply]:
     async with openai.AsyncOpenAI(
