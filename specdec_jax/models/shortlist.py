@@ -15,6 +15,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from specdec_jax.models import layers
 from specdec_jax.models.base import Around, Params
@@ -73,7 +74,9 @@ class Shortlisted(Around):
     # of its ids are ends that come too early, there still is a distribution.
     none = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
     logits = jnp.pad(logits, none, constant_values=layers.MASKED)
-    return jnp.take(logits, params[_PLACE], axis=-1, mode='clip')
+    wide = jnp.take(logits, params[_PLACE], axis=-1, mode='clip')
+    # Else XLA looks each of the V up anew for whatever reads it, one by one.
+    return lax.optimization_barrier(wide)
 
   def rewind(self, cache, length):
     return self.network.rewind(cache, length)
