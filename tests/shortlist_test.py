@@ -20,6 +20,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.shortlist import cut, shortlisted
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
+from specdec_jax.partitioning import Placement
 
 SIZES = dict(
   vocab_size=VOCAB_SIZE, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=24
@@ -119,6 +120,21 @@ def test_greedy_outputs_are_the_targets(tokenizer):
   assert tested[0] > tested[1] == 0
   assert engine.fingerprints['target'] == whole.fingerprints['target']
   assert engine.fingerprints['draft'] != whole.fingerprints['draft']
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'bfloat16'])
+def test_parameters_of_another_dtype(tokenizer, dtype):
+  """Where an id lies stays a whole number, and is not rounded."""
+  target, draft = pair()
+  limits = dict(max_input_len=16, max_decode_len=12)
+  placed = dict(tokenizer=tokenizer, placement=Placement(dtype=dtype))
+  short = draft.with_shortlist(range(280))
+  engine = Engine(target, short, **placed, **limits)
+  place = engine.params.draft['place']
+  assert place.dtype == jnp.int32 and int(place[271]) == 271
+  have = engine.generate(TEXTS)
+  want = engine.generate(TEXTS, speculative=False)
+  assert [one.tokens for one in have] == [one.tokens for one in want]
 
 
 @pytest.mark.parametrize('options', [{'gamma': 'adaptive'}, {'num_beams': 2}])

@@ -298,11 +298,11 @@ def _lay_out(
 def _cast(value: Any, placement: Placement) -> Any:
   """The array in the placement's dtype; moved only if there is one device."""
   dtype = placement.dtype
-  if dtype == int8.INT8:  # only kernels are, and these are already
+  if value.dtype == jnp.int32:  # places, no weights
+    dtype = value.dtype
+  elif dtype == int8.INT8:  # only kernels are, and these are already
     is_held = value.dtype == jnp.int8 and not backend.ways().holds_floats
     dtype = value.dtype if is_held else 'float32'
-  elif jnp.issubdtype(value.dtype, jnp.integer):  # no weights
-    dtype = value.dtype
   if placement.on_one_device:
     return jnp.asarray(value, dtype)
   return value.astype(dtype)
