@@ -138,9 +138,11 @@ def begin(family):
   return None if family in ('t5', 'm2m100') else 0
 
 
-def make_engine(family, tokenizer, placement=None, **changes):
+def make_engine(family, tokenizer, placement=None, drafter=None, **changes):
+  target, small = models(family)
   return Engine(
-    *models(family),
+    target,
+    drafter or small,
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=32,
@@ -196,17 +198,9 @@ def test_greedy_tokens_are_those_of_one_device(preset, way, engines, alone):
 @pytest.mark.parametrize('ids', [range(9), range(0, VOCAB_SIZE, 3)])
 def test_a_shortlist_is_whole_on_each_device(ids, family, tokenizer, alone):
   """Also where the devices do not divide its ids."""
-  target, draft = models(family)
-  engine = Engine(
-    target,
-    draft.with_shortlist(ids),
-    tokenizer=tokenizer,
-    gamma=3,
-    max_input_len=32,
-    max_decode_len=LENGTH,
-    bos_id=begin(family),
-    placement=PRESETS['tensor parallel'],
-  )
+  short = models(family)[1].with_shortlist(ids)
+  placement = PRESETS['tensor parallel']
+  engine = make_engine(family, tokenizer, placement, short)
   found = engine.generate(TEXTS, **GREEDY)
   assert tokens_of(found) == tokens_of(alone['plain'])
   assert sum(one.stats.num_tested for one in found) > 0
@@ -345,16 +339,7 @@ def test_caches_follow_their_models(family, engines, alone):
 
 @pytest.mark.slow
 def test_a_drafter_without_a_model(family, tokenizer, alone):
-  engine = Engine(
-    models(family)[0],
-    prompt_lookup(),
-    tokenizer=tokenizer,
-    gamma=3,
-    max_input_len=32,
-    max_decode_len=LENGTH,
-    bos_id=begin(family),
-    placement=PRESETS['both'],
-  )
+  engine = make_engine(family, tokenizer, PRESETS['both'], prompt_lookup())
   found = engine.generate(TEXTS, **GREEDY)
   assert tokens_of(found) == tokens_of(alone['plain'])
   assert sum(completion.stats.num_accepted for completion in found)

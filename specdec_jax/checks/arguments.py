@@ -5,13 +5,16 @@ import numbers
 from typing import Any
 
 
-def check_number(name: str, value: Any, least: float) -> None:
+def check_number(
+  name: str, value: Any, least: float, instead: str = ''
+) -> None:
   """Raises ValueError if a number is too small.
 
   Args:
     name: name of the value, for the message.
     value: the value that was given.
     least: the least value allowed; if it is an int, only whole numbers are.
+    instead: what to do where it is too small, a sentence.
   """
   if isinstance(least, int) and (
     not isinstance(value, numbers.Integral) or isinstance(value, bool)
@@ -19,7 +22,8 @@ def check_number(name: str, value: Any, least: float) -> None:
     raise ValueError(f'{name} must be a whole number, got {value!r}.')
   # Written like this, a NaN fails; `value < least` would let it pass.
   if not value >= least:
-    raise ValueError(f'{name} must be at least {least:g}, got {value}.')
+    message = f'{name} must be at least {least:g}, got {value}. {instead}'
+    raise ValueError(message.rstrip())
 
 
 def check_at_least(config: Any, **least: float) -> None:

@@ -170,12 +170,13 @@ class Options:
             ' num_beams too.'
           )
       return
-    if type(self.num_beams) is int and self.num_beams < 1:
-      raise ValueError(
-        f'num_beams must be at least 1, got {self.num_beams}. Leave it out for'
-        ' greedy decoding or samples; 4 is usual for translations.'
-      )
-    check_number('num_beams', self.num_beams, 1)
+    check_number(
+      'num_beams',
+      self.num_beams,
+      1,
+      'Leave it out for greedy decoding or samples; 4 is usual for'
+      ' translations.',
+    )
     beams = f'a beam search (num_beams = {self.num_beams})'
     instead = 'leave num_beams out, or '
     if not self.sampling.greedy:

@@ -157,11 +157,11 @@ def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
   found = {name: pair(None, drafter) for name, drafter in drafters.items()}
   if config.small is not None:
     found['small_model'] = pair(config.small)
-  if config.small is not None and config.shortlist:
-    params = found['small_model'].params.draft
-    ids = range(config.shortlist)  # which ones does not change the times
-    short = Model(config.small, params).with_shortlist(ids)
-    found[f'of {config.shortlist:,} ids'] = pair(None, small_model(short))
+    if config.shortlist:
+      params = found['small_model'].params.draft
+      ids = range(config.shortlist)  # which ones does not change the times
+      short = Model(config.small, params).with_shortlist(ids)
+      found[f'of {config.shortlist:,} ids'] = pair(None, small_model(short))
   return found, corpus
 
 

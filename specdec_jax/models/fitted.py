@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from specdec_jax.models.base import Around
 
 
+def unfitted(network: Any) -> Any:
+  """A network with its own ids."""
+  return network.network if isinstance(network, Fitted) else network
+
+
 def own_vocab_size(network: Any) -> int:
   """Ids that a network has by itself."""
-  if isinstance(network, Fitted):
-    network = network.network
-  size: int = network.vocab_size
+  size: int = unfitted(network).vocab_size
   return size
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from specdec_jax.models.base import LanguageModel, Params, param_shapes
-from specdec_jax.models.fitted import Fitted
+from specdec_jax.models.fitted import Fitted, unfitted
 from specdec_jax.models.shortlist import cut, shortlisted
 
 
@@ -127,10 +127,7 @@ class Model:
     """
     if vocab_size == self.network.vocab_size:
       return self
-    network = self.network
-    if isinstance(network, Fitted):
-      network = network.network
-    fitted: Any = Fitted(network, vocab_size)
+    fitted: Any = Fitted(unfitted(self.network), vocab_size)
     return self._with(fitted, self._params, self._reader)
 
   def with_shortlist(self, ids: Sequence[int]) -> 'Model':
@@ -146,20 +143,17 @@ class Model:
       ValueError: there is no id, or one that the model does not have; or its
         network is not of this library.
     """
-    network: Any = self.network
-    if isinstance(network, Fitted):
-      network = network.network
+    network: Any = unfitted(self.network)
     made: Any = shortlisted(network, ids)
-    reader = self._reader
+    given, reader = self._params, self._reader
 
-    def shorter(dtype: Any, sharding: Any) -> Params:
+    def read(dtype: Any, sharding: Any) -> Params:
       assert reader is not None
       return cut(reader(dtype, sharding), ids, network.vocab_size)
 
-    given = self._params
     if given is not None:
       given = cut(given, ids, network.vocab_size)
-    return self._with(made, given, reader and shorter)
+    return self._with(made, given, reader and read)
 
   def _with(self, network: LanguageModel, params: Any, reader: Any) -> 'Model':
     return Model(

@@ -11,7 +11,7 @@ pre-tokenised arrays does not need it.
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from specdec_jax import files
@@ -78,16 +78,23 @@ class Tokenizer:
     Raises:
       ValueError: an id is outside [0, vocab_size).
     """
+    return self._processor.decode(
+      self._with_text(ids, (self.pad_id, self.eos_id))
+    )
+
+  def _with_text(
+    self, ids: Iterable[int], no_text: Container[int]
+  ) -> list[int]:
+    """The ids that have a text, all of them checked."""
     kept = []
-    for token in ids:
-      token = int(token)
+    for token in map(int, ids):
       if not 0 <= token < self.vocab_size:
         raise ValueError(
           f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
         )
-      if token not in (self.pad_id, self.eos_id):
+      if token not in no_text:
         kept.append(token)
-    return self._processor.decode(kept)
+    return kept
 
 
 def read_model(path: str | os.PathLike[str]) -> tuple[Any, bytes]:

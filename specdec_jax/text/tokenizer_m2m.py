@@ -68,7 +68,8 @@ class M2MTokenizer(Tokenizer):
     self.unk_id = ids[_UNK]
     self._ids = ids
     self._pieces = {number: piece for piece, number in ids.items()}
-    self._no_text = {ids[name] for name in (_BOS, _PAD, _EOS, _UNK)}
+    special = (ids[name] for name in (_BOS, _PAD, _EOS, _UNK))
+    self._no_text = {*special, *self.languages.values()}
     decides = json.dumps([sorted(ids.items()), names])
     self.fingerprint = hashlib.sha256(proto + decides.encode()).hexdigest()
 
@@ -87,15 +88,8 @@ class M2MTokenizer(Tokenizer):
     Raises:
       ValueError: an id is outside [0, vocab_size).
     """
-    pieces = []
-    for token in map(int, ids):
-      if not 0 <= token < self.vocab_size:
-        raise ValueError(
-          f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
-        )
-      if token in self._pieces and token not in self._no_text:
-        pieces.append(self._pieces[token])
-    return self._processor.decode(pieces)
+    kept = self._with_text(ids, self._no_text)
+    return self._processor.decode([self._pieces[token] for token in kept])
 
 
 def _ids_of(path: pathlib.Path) -> dict[str, int]:
