@@ -2,6 +2,7 @@
 
 import io
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -10,11 +11,15 @@ import rich.console
 
 import small_vocabulary
 from specdec_jax import infer, probs
+from specdec_jax.checks import memory
 from specdec_jax.decoding.beams import Rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import Options, options_of
+from specdec_jax.measure import calibration, environment
+from specdec_jax.measure.beam_grid import BeamChoice
+from specdec_jax.measure.calibration import CalibrationError
 from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
@@ -247,11 +252,11 @@ def test_a_task(engine, beams, lines, tokenizer, tmp_path):
 @pytest.mark.parametrize(
   ('options', 'said'),
   [
-    ({'batching': 'continuous'}, "'fixed' in a beam search"),
-    ({'lenience': 0.5}, '1.0 in a beam search'),
+    ({'batching': 'continuous'}, "'fixed' with beams .*--batching fixed"),
+    ({'lenience': 0.5}, '1.0 with beams.*gin: LENIENCE.*or no beams'),
     ({'sampling': probs.SamplingConfig(1.0)}, 'with beams.*--temperature 0'),
-    ({'num_samples': 4}, 'a whole number <= 3'),
-    ({'stop_strings': ('x',)}, 'none with beams'),
+    ({'num_samples': 4}, 'at most 3, .*take a wider one: --num-beams'),
+    ({'stop_strings': ('x',)}, 'none with beams.*leave --stop out'),
   ],
 )
 def test_what_a_run_refuses(engine, options, said):
@@ -261,3 +266,87 @@ def test_what_a_run_refuses(engine, options, said):
     )
   with pytest.raises(ValueError, match='Beams.decoder'):
     infer.Beams('beams')
+
+
+@pytest.mark.parametrize('name', ['alpha', 'length_penalty', 'draft_beams'])
+def test_what_is_of_beams_needs_them(name):
+  with pytest.raises(ValueError, match=f'{name} = 4 is of a .*--num-beams 4'):
+    infer.Beams(**{name: 4})
+
+
+def test_two_length_penalties_are_refused():
+  with pytest.raises(ValueError, match='are two rules; give one'):
+    infer.Beams('beam', alpha=0.6, length_penalty=1.0)
+  assert infer.Beams('beam').identity['alpha'] == 0.6
+  assert infer.Beams('beam', length_penalty=1.0).identity['alpha'] is None
+
+
+def run_by(best, engine, lines, **options):
+  """The summary of a run by a calibration with this beam search."""
+  path = str(pathlib.Path(lines).parent / 'calibration.json')
+  calibration.Calibration(
+    engine.fingerprints,
+    environment.describe()['device'],
+    0.0,
+    (calibration.Choice(1, 2, 1.5, (1.4, 1.6), (1.0, 1.2, 1.5)),),
+    {},
+    beams=best,
+  ).save(path)
+  config = infer.DecodeConfig(
+    engine=lambda **_: engine,
+    input_file=lines,
+    batch_size=4,
+    calibration=path,
+    beams=infer.Beams('beam', num_beams=3, **options),
+  )
+  return infer.decode(config, console=rich.console.Console(file=io.StringIO()))
+
+
+def test_a_calibration_chooses_gamma_and_the_drafters_beams(engine, lines):
+  usual = engine.gamma
+  summary = run_by(BeamChoice(3, 1, 4, 1.5), engine, lines)
+  engine.gamma = usual
+  assert summary['gammas'] == {'4': 1}
+  assert summary['beams']['draft_beams'] == 4
+  assert summary['agreement']['disagreements'] == []
+  told = run_by(BeamChoice(3, 1, 4, 1.5), engine, lines, draft_beams=5)
+  engine.gamma = usual
+  assert told['beams']['draft_beams'] == 5
+
+
+def test_beams_that_do_not_pay_are_searched_plainly(engine, lines):
+  summary = run_by(BeamChoice(3, 0, 0, 1.0), engine, lines)
+  assert 'plain' in summary and 'speculative' not in summary
+
+
+@pytest.mark.parametrize(
+  ('best', 'said'),
+  [(None, 'no beams'), (BeamChoice(2, 1, 4, 1.5), 'a beam search of width 2')],
+)
+def test_beams_that_were_not_measured(engine, lines, best, said):
+  with pytest.raises(CalibrationError, match=f'{said}.*--num-beams 3'):
+    run_by(best, engine, lines)
+
+
+def test_a_drafter_does_not_rest_in_a_beam_search(models, tokenizer, lines):
+  rests = Engine(
+    *models, tokenizer=tokenizer, fallback=True,
+    max_input_len=16, max_decode_len=8,
+  )  # fmt: skip
+  config = infer.DecodeConfig(
+    engine=lambda **_: rests, input_file=lines, beams=infer.Beams('beam')
+  )
+  with pytest.raises(ValueError, match='--fallback.*not in a beam search'):
+    infer.decode(config, console=rich.console.Console(file=io.StringIO()))
+
+
+def test_a_width_that_no_memory_holds(models, tokenizer, monkeypatch):
+  monkeypatch.setattr(memory, 'device_bytes', lambda *_: 2**21)
+  small = Engine(
+    *models, tokenizer=tokenizer, max_input_len=16, max_decode_len=512
+  )
+  texts = TEXTS[:1]
+  with pytest.raises(memory.DoesNotFitError, match='or fewer beams'):
+    small.generate(texts, num_beams=12, speculative=False)
+  assert small.num_programs == 0
+  assert len(small.generate(texts, num_beams=1, max_length=8)) == 1

@@ -8,6 +8,7 @@ import pytest
 
 from specdec_jax import analysis
 from specdec_jax.measure import calibration
+from specdec_jax.measure.beam_grid import BeamChoice
 from specdec_jax.measure.calibration import (
   Calibration,
   Choice,
@@ -75,8 +76,9 @@ def make(**changes):
 
 def test_a_file_comes_back_as_it_was(tmp_path):
   path = str(tmp_path / 'calibration.json')
-  make().save(path)
-  assert calibration.load(path) == make()
+  for made in (make(), make(beams=BeamChoice(4, 2, 8, 1.25))):
+    made.save(path)
+    assert calibration.load(path) == made
 
 
 def test_other_models_are_refused_by_name():

@@ -110,6 +110,7 @@ def test_help_says_what_is_the_default(capsys):
       ['train', '--gin_file=gin/runs/alpha_demo.gin'],
       ['configure none of TrainRun, FitNgramConfig'],
     ),
+    (['demo', '--alpha', '0.6'], ['is of a beam search', '--num-beams']),
     (['simulate', '--target=1'], ['--draft is missing']),
   ],
 )

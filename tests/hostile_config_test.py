@@ -332,10 +332,11 @@ def test_sizes_are_those_of_the_network(config):
   prefill = functools.partial(network.prefill, max_length=64)
   params = jax.eval_shape(network.init, jax.random.key(0))
   cache = counted.tree_bytes(jax.eval_shape(prefill, params, inputs))
-  logits = 4 * 3 * 2 * config.vocab_size
+  heads = getattr(config, 'decoder', config).num_heads
+  in_a_call = 4 * 3 * 2 * max(config.vocab_size, heads * 64)
   found = sizes.run_bytes(config, 3, input_len, 64, 2)
-  # Masks, biases and lengths are not counted, and scores are small here.
-  assert cache // 2 < found - logits <= cache
+  # Masks, biases and lengths are not counted, and the input's scores are small.
+  assert cache // 2 < found - in_a_call <= cache
 
 
 @pytest.fixture(scope='module')

@@ -71,6 +71,7 @@ def calibrated(folder, make_engine, prompts):
     batches=(3, 1),
     repeats=2,
     calls_a_run=2,
+    num_beams=2,
     output_file=str(folder / 'calibration.json'),
   )
   calibrate.calibrate(config, console)
@@ -95,6 +96,8 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
       said = 'may pay here: gamma = '
     # The verdict comes before all tables.
     assert f'{name} speculation {said}' in text.partition('Chosen here')[0]
+  assert found.beams_of(2).speed_up >= 1.0
+  assert '2 beams: speculation ' in text
 
 
 @pytest.mark.parametrize(

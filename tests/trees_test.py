@@ -15,6 +15,7 @@ from specdec_jax.drafters.best_tree import expected_tokens, tokens_per_call
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model_tree import small_model_tree, tree_of
 from specdec_jax.infer import calibrated
+from specdec_jax.infer.settings import Beams
 from specdec_jax.measure import calibration, trees
 from specdec_jax.measure.acceptance import Workload
 from specdec_jax.measure.calibration import CalibrationError, Measured
@@ -147,7 +148,9 @@ def test_a_run_with_a_tree_takes_a_calibration(tokenizer, tmp_path):
   prints = engine_of(tokenizer).fingerprints
   assert engine.fingerprints != prints
   device = calibration.environment.describe()['device']
-  config = types.SimpleNamespace(sampling=SamplingConfig(0.0), rows=1)
+  config = types.SimpleNamespace(
+    sampling=SamplingConfig(0.0), rows=1, beams=Beams()
+  )
   good = found_tree(fingerprints=prints, device=device)
   assert calibrated.choose_gammas(good, config, engine, silent()) == {1: 2}
   assert engine.gamma == 2

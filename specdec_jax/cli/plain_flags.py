@@ -354,7 +354,7 @@ FLAGS = (
   Flag(
     ('--num-samples', '--num-return-sequences', '--num-decodes'),
     'NUM_SAMPLES',
-    'outputs for each input',
+    'outputs for each input: samples, or the best beams',
     ('decode',),
     kind=int,
   ),
@@ -400,10 +400,24 @@ FLAGS = (
   Flag(
     ('--num-beams', '--beams', '--beam-size'),
     'NUM_BEAMS',
-    'a beam search of this width; its best output, or --num-samples of them',
+    'a beam search of this width, and its best output',
     _TEXTS,
     kind=int,
     also={'DECODER': 'beam'},
+  ),
+  Flag(
+    ('--num-beams', '--beams', '--beam-size'),
+    'NUM_BEAMS',
+    'chooses gamma and --draft-beams for a beam search of this width as well',
+    ('calibrate',),
+    kind=int,
+  ),
+  Flag(
+    ('--draft-beams',),
+    'DRAFT_BEAMS',
+    "the drafter's beams in a beam search; twice as many where it is left out",
+    _TEXTS,
+    kind=int,
   ),
   Flag(
     ('--alpha',),

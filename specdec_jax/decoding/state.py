@@ -97,6 +97,13 @@ class Request:
     return self.tree.cut(self.gamma).num_nodes
 
   @property
+  def call_tokens(self) -> int:
+    """Tokens of a row that a call of the target reads, with a whole draft."""
+    if self.beams is not None:
+      return self.beams.width + self.beams.draft_width * self.gamma
+    return 1 + self.draft_slots
+
+  @property
   def prompt_width(self) -> int:
     """P, slots of the longest prompt, the start token counted."""
     return 1 if self.prompt is None else self.prompt.shape[1]

@@ -143,7 +143,7 @@ class Continuous:
     made = PoolRun(self._compiled, batch, self.settings, length, rehearsal)
     _, buckets, num_slots, rows = made.shapes
     inputs = max((inputs for inputs, _ in buckets), default=1)
-    self.engine.room.check(rows, inputs, num_slots, batch.request.draft_slots)
+    self.engine.room.check(rows, inputs, num_slots, batch.request.call_tokens)
     return made
 
   def _compiled(

@@ -199,7 +199,7 @@ class Engine:
       placement.dtype,
       memory.device_bytes() if partition is None else memory.all_bytes(),
     )
-    self.room.check(1, 1, max_decode_len, self.gamma)
+    self.room.check(1, 1, max_decode_len, 1 + self.gamma)
     self.tokenizer = tokenizer
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len

@@ -70,7 +70,7 @@ class LoopPrograms:
     key = (speculative, _shapes(request))
     if (name, key) not in self._programs:
       rows, width = request.inputs.shape
-      self._room.check(rows, width, request.cache_slots, request.draft_slots)
+      self._room.check(rows, width, request.cache_slots, request.call_tokens)
       self._programs[name, key] = self._compile(name, request, key)
       self._rows.add(rows)
     return self._programs[name, key]

@@ -46,7 +46,7 @@ _INSTEAD = {
   'early_stopping': 'a beam search ends as T5X ends it, or with length_penalty'
   ' as transformers does where early_stopping is False.',
 }
-_ALPHA = 0.6  # of T5's papers and of T5X
+ALPHA = 0.6  # of T5's papers and of T5X
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Options:
       return None
     rule, penalty = Rule.TRANSFORMERS, self.length_penalty
     if penalty is None:
-      rule, penalty = Rule.T5X, _ALPHA if self.alpha is None else self.alpha
+      rule, penalty = Rule.T5X, ALPHA if self.alpha is None else self.alpha
     number: Any = np.float32(penalty)
     return BeamSettings(
       penalty=number,

@@ -32,6 +32,7 @@ from specdec_jax.text.vocabulary import SENTENCEPIECE
 
 # 100 sentinels, and padding to a multiple of 1,024.
 _MOST_MORE_IDS = 100 + 1023
+_PLAINLY = 'decode plainly (speculative=False; --mode plain)'
 
 
 class PlacedPair(NamedTuple):
@@ -170,7 +171,7 @@ class Room:
     self._there = there
 
   def check(
-    self, batch: int, input_len: int, num_slots: int, draft_slots: int
+    self, batch: int, input_len: int, num_slots: int, num_tokens: int
   ) -> None:
     """Checks a run before any of its arrays is made.
 
@@ -178,14 +179,14 @@ class Room:
       batch: B.
       input_len: E.
       num_slots: T, of the caches.
-      draft_slots: proposals per round, all nodes of a tree; 0 is plain.
+      num_tokens: S, tokens of a call: a whole draft, or all beams.
 
     Raises:
       memory.DoesNotFitError: the run does not fit; the message says what was
         asked for.
     """
     needed = sum(
-      sizes.run_bytes(config, batch, input_len, num_slots, draft_slots + 1)
+      sizes.run_bytes(config, batch, input_len, num_slots, num_tokens)
       for config in self._configs
     )
     memory.check_room(
@@ -195,7 +196,7 @@ class Room:
       needed + self._params,
       self._there,
       'Take a smaller batch, shorter inputs or outputs (max_decode_len; gin:'
-      ' TASK_FEATURE_LENGTHS), or a smaller gamma.',
+      ' TASK_FEATURE_LENGTHS), a smaller gamma, or fewer beams.',
     )
 
 
@@ -396,7 +397,7 @@ def check_beam_drafter(drafter: Drafter | None) -> None:
     raise ValueError(
       f'The drafter {drafter.name!r} proposes a tree for one output, and a beam'
       ' search has a tree of its own, whose width is draft_beams. Take'
-      ' small_model of the same model, or call with speculative=False.'
+      f' small_model of the same model, or {_PLAINLY}.'
     )
   if drafter is not None and drafter.network is None:
     raise ValueError(
@@ -404,7 +405,7 @@ def check_beam_drafter(drafter: Drafter | None) -> None:
       ' speculate on a beam search: a level of the search is only accepted if'
       ' all of its beams were proposed, and this drafter knows one continuation'
       ' and no probabilities of others, so the target would call as often as'
-      ' without it. Take a small model, or call with speculative=False.'
+      f' without it. Take a small model, or {_PLAINLY}.'
     )
 
 
@@ -413,7 +414,7 @@ def check_adapts(drafter: Drafter, num_beams: int | None) -> None:
   if num_beams is not None:
     raise ValueError(
       f"gamma = 'adaptive': a beam search (num_beams = {num_beams}) proposes"
-      ' whole levels; give gamma as a number, or call with speculative=False.'
+      f' whole levels; give gamma as a number, or {_PLAINLY}.'
     )
   if not drafter.adapts:
     raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TypeVar
 
 import rich.console
 
@@ -10,6 +11,8 @@ from specdec_jax.infer import report
 from specdec_jax.infer.batches import Decoding, Scoring, Way
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig
 from specdec_jax.measure import calibration
+
+_Run = TypeVar('_Run', bound=DecodeConfig | TaskConfig)
 
 
 def choose_gammas(
@@ -38,6 +41,8 @@ def choose_gammas(
   """
   if measured is None:
     return None
+  if config.beams.searches:
+    return {config.rows: _gamma_of_beams(measured, config, engine, console)}
   sampling, rows = config.sampling, config.rows
   tree = engine.drafter.tree if engine.has_drafter else None
   if tree is not None:
@@ -92,6 +97,46 @@ def choose_gammas(
         ' plainly.'
       )
   return gammas
+
+
+def _gamma_of_beams(
+  measured: calibration.Calibration,
+  config: DecodeConfig | TaskConfig,
+  engine: Engine,
+  console: rich.console.Console,
+) -> int:
+  """Sets the engine's gamma to that of the quickest beam search; returns it."""
+  measured.check(engine.fingerprints)
+  best = measured.beams_of(config.beams.num_beams)
+  if not best.gamma:
+    console.print(
+      f'Speculation does not pay for {best.num_beams} beams, by the'
+      ' calibration: searching plainly.'
+    )
+    return 0
+  engine.gamma = best.gamma
+  console.print(
+    f'gamma = {best.gamma} with {best.draft_beams} beams of the drafter by the'
+    f' calibration, speed-up {best.speed_up:.2f}'
+  )
+  return best.gamma
+
+
+def with_draft_beams(measured: calibration.Calibration, config: _Run) -> _Run:
+  """A run whose drafter has as many beams as a calibration found best.
+
+  Raises:
+    calibration.CalibrationError: it has not measured such a beam search.
+  """
+  beams = config.beams
+  if not beams.searches or report.SPECULATIVE not in config.ways:
+    return config
+  if beams.draft_beams is not None:
+    return config
+  best = measured.beams_of(beams.num_beams).draft_beams or None
+  return dataclasses.replace(
+    config, beams=dataclasses.replace(beams, draft_beams=best)
+  )
 
 
 def _adaptive_speed_up(measured: calibration.Calibration, rows: int) -> float:

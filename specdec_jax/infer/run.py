@@ -208,11 +208,17 @@ def _run(
   measured = None
   if source.config.calibration is not None:  # before any model is loaded
     measured = calibration.load(source.config.calibration)
+    source.config = calibrated.with_draft_beams(measured, source.config)
   with progress.status(console, 'Loading models'):
     engine = source.engine()
   gammas = None
   if report.SPECULATIVE in source.config.ways:
     _ = engine.drafter  # raises if there is no drafter
+    if engine.fallback and source.config.beams.searches:
+      raise ValueError(
+        'A drafter rests (--fallback; gin: DRAFTER_RESTS) between drafts of one'
+        ' output, not in a beam search: leave one of both out.'
+      )
     gammas = calibrated.choose_gammas(measured, source.config, engine, console)
     if not calibrated.pays(gammas):
       source.config = source.config.plainly()

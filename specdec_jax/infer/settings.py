@@ -11,7 +11,7 @@ from specdec_jax.decoding.state import BLOCK
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.engine.options import options_of
+from specdec_jax.engine.options import ALPHA, options_of
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
@@ -34,9 +34,14 @@ BATCHINGS = (FIXED, CONTINUOUS)
 TASKS_OWN = 'task'  # metrics: those that the task names
 SAMPLE, BEAM = 'sample', 'beam'
 DECODERS = (SAMPLE, BEAM)
+_OF_BEAMS = 'alpha', 'length_penalty', 'draft_beams'
 TASK_MODES = (PREDICT, SCORE, PREDICT_WITH_AUX)
-# What a beam search leaves no choice of.
-_WITH_BEAMS = {'lenience': 1.0, 'batching': FIXED, 'calibration': None}
+# What a beam search leaves no choice of, and what to do.
+_WITH_BEAMS = {
+  'lenience': (1.0, 'with beams, which are exact (gin: LENIENCE)'),
+  'batching': (FIXED, 'with beams (--batching fixed; gin: BATCHING)'),
+}
+_NO_BEAMS = "no beams (no --num-beams; gin: DECODER = 'sample')"
 # What goes to stdout: the report; or the outputs, and the report to stderr.
 REPORT, OUTPUTS = 'report', 'outputs'
 
@@ -48,17 +53,20 @@ class Beams:
   Attributes:
     decoder: 'beam', or 'sample', which is greedy at temperature 0.
     num_beams: width of the search; of a task it is `num_decodes`.
-    alpha: T5X's exponent of its brevity penalty.
+    alpha: T5X's exponent of its brevity penalty; None is 0.6, or none where
+      there is a `length_penalty`.
     length_penalty: that of transformers, with its rules; None is T5X's.
-    draft_beams: beams of the drafter; None is twice as many.
+    draft_beams: beams of the drafter; None is twice as many, or those of a
+      calibration.
 
   Raises:
-    ValueError: a value is outside its range.
+    ValueError: a value is outside its range, or it is of a beam search and
+      there is none.
   """
 
   decoder: str = 'sample'
   num_beams: int = 4
-  alpha: float = 0.6
+  alpha: float | None = None
   length_penalty: float | None = None
   draft_beams: int | None = None
 
@@ -67,6 +75,14 @@ class Beams:
     check_choice('Beams.decoder', self.decoder, DECODERS)
     if self.searches:
       options_of(self.options)
+    for name in _OF_BEAMS:
+      value = getattr(self, name)
+      if value is not None and not self.searches:
+        raise ValueError(
+          f'Beams.{name} = {value!r} is of a beam search, and there is none:'
+          " give its width (--num-beams 4; gin: DECODER = 'beam'), or leave"
+          f' {name} out.'
+        )
 
   @property
   def searches(self) -> bool:
@@ -78,19 +94,19 @@ class Beams:
     """What an engine is told; nothing without a beam search."""
     if not self.searches:
       return {}
-    options: dict[str, Any] = {'num_beams': self.num_beams}
-    if self.length_penalty is None:
-      options['alpha'] = self.alpha
-    else:
-      options['length_penalty'] = self.length_penalty
-    if self.draft_beams is not None:
-      options['draft_beams'] = self.draft_beams
-    return options
+    own = {name: getattr(self, name) for name in _OF_BEAMS}
+    given = {name: value for name, value in own.items() if value is not None}
+    return {'num_beams': self.num_beams} | given
 
   @property
   def identity(self) -> dict[str, Any] | None:
     """What decides the results, as JSON values; None without a search."""
-    return dataclasses.asdict(self) if self.searches else None
+    if not self.searches:
+      return None
+    own = dataclasses.asdict(self)
+    if self.alpha is None and self.length_penalty is None:
+      own['alpha'] = ALPHA
+    return own
 
 
 class _Rows:
@@ -166,8 +182,9 @@ class DecodeConfig(_Rows):
     require_agreement: whether differing greedy outputs fail the run; see
       `decode`. Where lenience is below 1 they may differ.
     calibration: a file of scripts/calibrate.py that chooses the engine's gamma
-      for as many rows as are decoded together; None leaves it as it is. Where
-      speculation does not pay, only the plain loop runs.
+      for as many rows as are decoded together, or for a beam search that it
+      measured; None leaves it as it is. Where speculation does not pay, only
+      the plain loop runs.
     deterministic: whether a sample must not depend on how many rows ran beside
       it. At temperature 0 no output does. Otherwise the last rows of continuous
       batching keep their gamma, though another would pay.
@@ -227,8 +244,19 @@ class DecodeConfig(_Rows):
     check.at_least(1, 'num_samples')
     check.at_most(MOST_ROWS, 'num_samples')
     if self.beams.searches:
-      check.at_most(self.beams.num_beams, 'num_samples')
-      check.expect('stop_strings', not self.stop_strings, 'none with beams')
+      most = self.beams.num_beams
+      check.expect(
+        'num_samples',
+        self.num_samples <= most,
+        f'at most {most}, the width of the search (or take a wider one:'
+        ' --num-beams; gin: NUM_BEAMS)',
+      )
+      check.expect(
+        'stop_strings',
+        not self.stop_strings,
+        'none with beams, which end at ids (leave --stop out; gin:'
+        f' STOP_STRINGS), or {_NO_BEAMS}',
+      )
     else:
       check.expect(
         'num_samples',
@@ -540,14 +568,14 @@ class _Check:
       {'lenience': config.lenience, 'verification': config.verification}
     )
     if config.beams.searches:
-      for name, wanted in _WITH_BEAMS.items():
+      for name, (wanted, how) in _WITH_BEAMS.items():
         own = getattr(config, name)
-        self.expect(name, own == wanted, f'{wanted!r} in a beam search')
+        self.expect(name, own == wanted, f'{wanted!r} {how}, or {_NO_BEAMS}')
       self.expect(
         'sampling',
         config.sampling.greedy,
-        'temperature 0 with beams, which draw nothing (--temperature 0, or no'
-        ' --num-beams; gin: TEMPERATURE, DECODER)',
+        'temperature 0 with beams, which draw nothing (--temperature 0; gin:'
+        f' TEMPERATURE), or {_NO_BEAMS}',
       )
 
   def expect(self, name: str, condition: bool, expected: str) -> None:

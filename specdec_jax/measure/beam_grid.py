@@ -67,6 +67,31 @@ class BeamGridConfig:
       check_at_least(self, num_lines=1)
 
 
+@dataclasses.dataclass(frozen=True)
+class BeamChoice:
+  """The quickest way of a beam search, by measured times.
+
+  Attributes:
+    num_beams: K.
+    gamma: levels that are proposed in a round; 0 if no speculation pays.
+    draft_beams: U, beams of the drafter; 0 likewise.
+    speed_up: over the plain search, the median; 1 at gamma 0.
+  """
+
+  num_beams: int
+  gamma: int
+  draft_beams: int
+  speed_up: float
+
+  @classmethod
+  def of(cls, record: Mapping[str, Any], num_beams: int) -> 'BeamChoice':
+    """The choice of a record of `beam_grid`, for one of its widths."""
+    best = record['choices'][str(num_beams)]['measured']
+    if best is None:
+      return cls(num_beams, 0, 0, 1.0)
+    return cls(num_beams, **best)
+
+
 class Setting(NamedTuple):
   """How lines are decoded; gamma 0 is the plain beam search, width 0 greedy."""
 

@@ -11,8 +11,10 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import device_bytes, gib
 from specdec_jax.decoding import fallback
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.pair import check_beam_drafter
 from specdec_jax.measure import (
   acceptance,
+  beam_grid,
   calibration,
   lengths,
   memory,
@@ -37,6 +39,11 @@ from specdec_jax.probs import SamplingConfig
 
 _ALPHA_BATCH = 8  # rows; the acceptance rate does not depend on it
 _SHORT_OUTPUTS = 16, 64  # tokens; what a wrong drafter costs there is said
+# Of a beam search: levels, the drafter's beams in widths, lines, repetitions.
+_LEVELS = 1, 2, 3
+_DRAFT_FACTORS = 1, 2
+_BEAM_LINES = 16
+_BEAM_REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +69,9 @@ class CalibrateConfig:
     placement: as the engine's.
     tree_nodes: of trees of proposals that are timed, the most nodes of each;
       empty measures no trees. For drafters that are a small model.
+    num_beams: width of a beam search that is timed as well, with several gammas
+      and numbers of the drafter's beams; None is none. For drafters that are a
+      small model.
     seed: of the samples.
     output_file: JSON for decode.py; None writes nothing.
 
@@ -83,6 +93,7 @@ class CalibrateConfig:
   calls_a_run: int = 20
   tree_nodes: Sequence[int] = ()
   placement: Placement = Placement()
+  num_beams: int | None = None
   seed: int = 0
   output_file: str | None = None
 
@@ -97,6 +108,14 @@ class CalibrateConfig:
     if self.tree_nodes:
       check_all_at_least(self, tree_nodes=1)
     check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)
+    if self.num_beams is not None:
+      check_at_least(self, num_beams=1)
+      if self.temperature:
+        raise ValueError(
+          f'temperature = {self.temperature!r}: a beam search (num_beams ='
+          f' {self.num_beams}) draws nothing; calibrate at temperature 0, or'
+          ' without num_beams.'
+        )
     # One round has no spread, and so no error.
     check_at_least(self, repeats=2, calls_a_run=1)
 
@@ -113,6 +132,8 @@ def calibrate(
   parts = memory.check_fits(_plan(config), device_bytes())
   with status(console, 'Loading the models'):
     engine = config.engine()
+  if config.num_beams is not None:
+    check_beam_drafter(engine.drafter)
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len
   )
@@ -138,6 +159,8 @@ def calibrate(
   if config.tree_nodes:
     with bar(console, 'Trees', config.num_tokens) as advance:
       found = _with_trees(config, work, found, advance)
+  if config.num_beams is not None:
+    found = _with_beams(config, engine, found, console)
   if config.output_file:  # first: whoever reads stdout may leave early
     found.save(config.output_file)
   _print(console, found)
@@ -221,6 +244,22 @@ def _with_trees(config, work, found: Calibration, advance) -> Calibration:
     Measured(rate.mean, rate.standard_error) for rate in by_rank.ranks
   )
   return dataclasses.replace(found, choices=tuple(choices), ranks=ranks)
+
+
+def _with_beams(config, engine, found: Calibration, console) -> Calibration:
+  """The calibration with the quickest beam search; prints its times."""
+  grid = beam_grid.BeamGridConfig(
+    lambda: engine,
+    config.input_file,
+    widths=(config.num_beams,),
+    gammas=_LEVELS,
+    draft_factors=_DRAFT_FACTORS,
+    num_lines=_BEAM_LINES,
+    repeats=_BEAM_REPEATS,
+  )
+  record = beam_grid.beam_grid(grid, console)
+  choice = beam_grid.BeamChoice.of(record, config.num_beams)
+  return dataclasses.replace(found, beams=choice)
 
 
 def _choice(config, setting, rates, confidence) -> Choice:
@@ -333,7 +372,7 @@ def _confidence_table(found: Mapping[str, Any] | None) -> list[Table]:
 
 
 def verdicts(found: Calibration) -> list[str]:
-  """Whether speculation pays, a sentence for each number of rows."""
+  """Whether speculation pays: a sentence for each number of rows, and beams."""
   record: Any = found.record
   said = []
   for choice, costs in zip(found.choices, record['costs'], strict=True):
@@ -368,7 +407,18 @@ def verdicts(found: Calibration) -> list[str]:
       f' outputs of {length} tokens or more.{adapts}'
       f'{_when_wrong(choice, costs["times_ms"])}'
     )
+  if found.beams is not None:
+    said.append(_beams_verdict(found.beams))
   return said
+
+
+def _beams_verdict(best: beam_grid.BeamChoice) -> str:
+  if not best.gamma:
+    return f'{best.num_beams} beams: speculation does not pay here.'
+  return (
+    f'{best.num_beams} beams: speculation pays here: gamma = {best.gamma} with'
+    f' {best.draft_beams} beams of the drafter, speed-up {best.speed_up:.2f}.'
+  )
 
 
 def _when_wrong(choice: Choice, times_ms: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from specdec_jax.engine.monitor import Usual
 from specdec_jax.files import same_run
 from specdec_jax.measure import environment
 from specdec_jax.measure import record as records
+from specdec_jax.measure.beam_grid import BeamChoice
 from specdec_jax.measure.lengths import Confidence, Prices, rule_of
 from specdec_jax.measure.trees import TreeChoice
 from specdec_jax.tree_shape import TreeShape
@@ -99,6 +100,7 @@ class Calibration:
       calibration of an earlier version.
     ranks: acceptance of the likeliest, second, ... of several tokens that are
       proposed for one place; empty where no trees were measured.
+    beams: how a beam search is quickest; None where none was measured.
   """
 
   fingerprints: Mapping[str, str]
@@ -109,6 +111,7 @@ class Calibration:
   confidence: Confidence | None = None
   spread: float | None = None
   ranks: Sequence[Measured] = ()
+  beams: BeamChoice | None = None
 
   def tree(self, rows: int = 1) -> TreeShape:
     """The tree that pays best with so many rows, for `small_model_tree`.
@@ -125,6 +128,23 @@ class Calibration:
         ' model as the drafter.'
       )
     return TreeShape(found.parents)
+
+  def beams_of(self, num_beams: int) -> BeamChoice:
+    """How a beam search of this width is quickest.
+
+    Raises:
+      CalibrationError: the calibration has not measured it.
+    """
+    if self.beams is None or self.beams.num_beams != num_beams:
+      has = 'no beams'
+      if self.beams is not None:
+        has = f'a beam search of width {self.beams.num_beams} alone'
+      raise CalibrationError(
+        f'A beam search of width {num_beams} was asked for, and this'
+        f' calibration has measured {has}. Run `specdec calibrate --num-beams'
+        f' {num_beams}`, or leave the calibration out.'
+      )
+    return self.beams
 
   def usual(self, rows: int, adapts: bool) -> Usual | None:
     """The acceptance of the texts that were measured; None if unknown.
@@ -235,6 +255,8 @@ def load(path: str) -> Calibration:
     if found.get('confidence') is not None:
       found['confidence'] = _tuples(Confidence, found['confidence'])
     found['ranks'] = tuple(Measured(**one) for one in found.get('ranks', ()))
+    if found.get('beams') is not None:
+      found['beams'] = BeamChoice(**found['beams'])
     if not found['choices']:
       raise ValueError('no choices')
     return Calibration(**found)

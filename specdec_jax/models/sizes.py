@@ -108,8 +108,8 @@ def run_bytes(
 ) -> int:
   """The least bytes that a run of a network holds beside its parameters.
 
-  Counts keys and values, and the larger of two arrays: a call's logits, and one
-  encoder layer's scores over the input.
+  Counts keys and values, and the larger of three arrays: a call's logits, one
+  encoder layer's scores over the input, and one decoder layer's over the slots.
 
   Args:
     config: configuration of the network.
@@ -138,7 +138,8 @@ def run_bytes(
   width = heads * config.head_dim
   per_slot = 2 * width * jnp.dtype(config.dtype).itemsize
   logits = 4 * batch * num_tokens * vocab_size
-  return layers * batch * slots * per_slot + max(logits, scores)
+  own = 4 * batch * config.num_heads * num_tokens * num_slots
+  return layers * batch * slots * per_slot + max(logits, scores, own)
 
 
 def check_params(

@@ -341,6 +341,8 @@ class _Fields:
     if isinstance(value, float) and value.is_integer():
       value = int(value)
     if type(value) is not int or not least <= value <= most:
+      if least == most:
+        raise self.wrong(name, f'{most}, or leave it out')
       raise self.wrong(name, f'a whole number from {least} to {most}')
     return value
 

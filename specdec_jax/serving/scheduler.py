@@ -133,7 +133,7 @@ class Scheduler:
     num_slots = whole_buckets(
       prompt_width + engine.max_decode_len + draft_slots
     )
-    engine.room.check(settings.rows, self._width, num_slots, draft_slots)
+    engine.room.check(settings.rows, self._width, num_slots, 1 + draft_slots)
     self._slots: Slots[Row] = Slots(
       self._programs, example, num_slots, room, _READ_TOGETHER
     )
