@@ -82,6 +82,42 @@ def test_a_port_that_cannot_be_is_said_before_ray_starts(monkeypatch):
       replicas.run(list, settings, two, [])
 
 
+class RayError(Exception):
+  """In the place of Ray's."""
+
+
+@pytest.mark.parametrize(
+  'error, said',
+  [
+    (RayError('The actor died.\nmore'), r'The actor died\. On a busy machine'),
+    (
+      RuntimeError("Failed to update ['specdec']."),
+      r'ValueError: no such file$',
+    ),
+  ],
+)
+def test_what_keeps_ray_from_starting_is_said_in_a_sentence(error, said):
+  told = 'Failed 3 times:\n  File "x"\nValueError: no such file\n  in call'
+  deployments = {'specdec': types.SimpleNamespace(message=told)}
+  app = types.SimpleNamespace(deployments=deployments)
+  status = types.SimpleNamespace(applications={replicas.NAME: app})
+
+  def run(*_, **__):
+    raise error
+
+  ray_serve = types.SimpleNamespace(run=run, status=lambda: status)
+  ray = types.SimpleNamespace(
+    exceptions=types.SimpleNamespace(RayError=RayError)
+  )
+  started = replicas._Started(ray_serve, None)
+  with (
+    pytest.raises(replicas.ReplicasError, match=said),
+    replicas._in_a_sentence(ray),
+  ):
+    while not started.is_done:
+      time.sleep(0.01)
+
+
 def demo_engine():
   """The engine that `specdec serve` has."""
   gin_flags.load(gin_flags.parse_flags([], None, 'serve', RUN_FILE))

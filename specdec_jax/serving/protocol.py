@@ -206,7 +206,14 @@ def parse(
   greedy = temperature == 0 and not least and not searches
   log_probs = body.get('logprobs')
   if log_probs is not None:
-    log_probs = fields.whole('logprobs', 0, 0, 1 if greedy else 0)
+    log_probs = fields.whole('logprobs', 0, 0, 1)
+    if log_probs and not greedy:
+      raise fields.wrong(
+        'logprobs',
+        '0 or nothing where tokens are drawn, beams are searched or min_tokens'
+        ' is set, as then the likeliest token may be another one (1 is for'
+        ' temperature 0)',
+      )
   seed = fields.whole('seed', secrets.randbits(32), -(1 << 63), (1 << 64) - 1)
   options: dict[str, Any] = {
     'temperature': temperature,
@@ -341,8 +348,6 @@ class _Fields:
     if isinstance(value, float) and value.is_integer():
       value = int(value)
     if type(value) is not int or not least <= value <= most:
-      if least == most:
-        raise self.wrong(name, f'{most}, or leave it out')
       raise self.wrong(name, f'a whole number from {least} to {most}')
     return value
 

@@ -9,6 +9,7 @@ one that has failed is started anew.
 import concurrent.futures
 import contextlib
 import dataclasses
+import re
 import signal
 import threading
 import time
@@ -27,6 +28,14 @@ NAME = 'specdec'  # of the application and its deployment, as Ray shows them
 _HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 5.0  # that Ray takes to see that a replica has ended
+_BUSY = (
+  ' On a busy machine it may need more time than it gives itself:'
+  ' RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60 in the environment.'
+)
+
+
+class ReplicasError(OSError):
+  """Ray did not start the replicas, or what is between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,36 +94,46 @@ def run(
 
   Raises:
     ValueError: Ray Serve is not installed, or the port is 0.
-    OSError: the port is taken on this machine.
-    RuntimeError: no replica could be started.
+    OSError: the port is taken on this machine; a `ReplicasError` where Ray, or
+      a replica, did not start.
   """
   ray = package('A server with replicas', 'ray', 'ray')
   ray_serve = package('A server with replicas', 'ray.serve', 'ray')
   begin = time.perf_counter()
   _check_port(settings)
-  # What JAX, the models and the drafter need is in the replicas alone.
-  ray.init(include_dashboard=False, configure_logging=False)
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
+  with _in_a_sentence(ray), contextlib.ExitStack() as ends:
+    # What JAX, the models and the drafter need is in the replicas alone.
+    ray.init(include_dashboard=False, configure_logging=False)
+    ends.callback(say, 'stopped')
+    ends.callback(ray.shutdown)
+    told = ends.enter_context(_told_to_end())
+    ray_serve.start(http_options=address)
+    say('listening', url=url, replicas=replicas.number)
+    app = _deployment(ray_serve, make, settings, replicas, keys).bind()
+    ends.callback(_end, ray_serve, settings)
+    started = _Started(ray_serve, app)
+    is_ready = False
+    while not told.wait(_LOOK_SECONDS):
+      if started.is_done and not is_ready:
+        is_ready = True
+        seconds = round(time.perf_counter() - begin, 3)
+        say('ready', url=url, seconds=seconds)
+    say('stopping')
+
+
+@contextlib.contextmanager
+def _in_a_sentence(ray: Any) -> Iterator[None]:
+  """Inside, what Ray raises becomes a `ReplicasError`."""
   try:
-    with _told_to_end() as told:
-      ray_serve.start(http_options=address)
-      say('listening', url=url, replicas=replicas.number)
-      app = _deployment(ray_serve, make, settings, replicas, keys).bind()
-      try:
-        started = _Started(ray_serve, app)
-        is_ready = False
-        while not told.wait(_LOOK_SECONDS):
-          if started.is_done and not is_ready:
-            is_ready = True
-            seconds = round(time.perf_counter() - begin, 3)
-            say('ready', url=url, seconds=seconds)
-        say('stopping')
-      finally:
-        _end(ray_serve, settings)
-  finally:
-    ray.shutdown()
-    say('stopped')
+    yield
+  except (ray.exceptions.RayError, RuntimeError) as error:
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    of_ray = isinstance(error, ray.exceptions.RayError)
+    raise ReplicasError(
+      f'Ray did not start the replicas: {said[0]}{_BUSY if of_ray else ""}'
+    ) from error
 
 
 class _Started:
@@ -128,7 +147,7 @@ class _Started:
         ray_serve.run(app, name=NAME, route_prefix='/')
         self._begun.set_result(None)
       except BaseException as error:
-        self._begun.set_exception(error)
+        self._begun.set_exception(_with_reason(ray_serve, error))
 
     threading.Thread(target=start, daemon=True).start()
 
@@ -143,6 +162,16 @@ class _Started:
       self._begun.result()
       return True
     return False
+
+
+def _with_reason(ray_serve: Any, error: BaseException) -> BaseException:
+  """Ray's error, or what a replica said where that is the reason."""
+  if not isinstance(error, RuntimeError):
+    return error
+  found = ray_serve.status().applications.get(NAME)
+  told = [one.message for one in found.deployments.values()] if found else []
+  reasons = re.findall(r'^\w*Error: .*', '\n'.join(told), re.M)
+  return RuntimeError(reasons[-1]) if reasons else error
 
 
 def _check_port(settings: ServeSettings) -> None:

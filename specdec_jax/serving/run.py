@@ -86,7 +86,7 @@ def serve(
     ValueError: a value is out of range, packages of the extras [serve] or [ray]
       are not installed, or the keys cannot be read.
     OSError: the port is taken.
-    RuntimeError: no replica could be started.
+    replicas.ReplicasError: no replica could be started.
   """
   settings = config.settings
   for name in ('uvicorn', 'starlette', 'prometheus_client'):
