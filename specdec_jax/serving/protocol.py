@@ -206,14 +206,14 @@ def parse(
   greedy = temperature == 0 and not least and not searches
   log_probs = body.get('logprobs')
   if log_probs is not None:
-    log_probs = fields.whole('logprobs', 0, 0, 1)
-    if log_probs and not greedy:
+    if not greedy and log_probs != 0:
       raise fields.wrong(
         'logprobs',
         '0 or nothing where tokens are drawn, beams are searched or min_tokens'
         ' is set, as then the likeliest token may be another one (1 is for'
         ' temperature 0)',
       )
+    log_probs = fields.whole('logprobs', 0, 0, 1)
   seed = fields.whole('seed', secrets.randbits(32), -(1 << 63), (1 << 64) - 1)
   options: dict[str, Any] = {
     'temperature': temperature,
