@@ -13,7 +13,7 @@ from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.models import int8
+from specdec_jax.models import integers
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 
@@ -45,7 +45,7 @@ def test_as_rounded_while_loading(tmp_path, kind, monkeypatch):
   def fails(*_):
     raise AssertionError('a kernel was rounded')
 
-  monkeypatch.setattr(int8, 'quantise', fails)
+  monkeypatch.setattr(integers, 'quantise', fails)
   for options in ({}, {'dtype': 'int8'}):
     found = checkpoints.load(made, NET, **options)
     assert jax.tree.structure(found) == jax.tree.structure(want)
@@ -118,7 +118,7 @@ KERNEL = 'decoder/layers_0/mlp/wo/kernel'
   ],
 )
 def test_broken_ones(tmp_path, path, make, words):
-  params = int8.rounded(make_params())
+  params = integers.rounded(make_params())
   change(params, path, make)
   checkpoints.save_orbax(tmp_path / 'broken', params)
   with pytest.raises(ValueError, match=words):
@@ -156,7 +156,7 @@ def test_a_drafter_made_for_its_target(tmp_path, tokenizer):
   """Before or after rounding it is the same target, and no other is."""
   params = make_params()
   source, made = written(tmp_path, params)
-  rounded = int8.rounded(params)
+  rounded = integers.rounded(params)
   kinds = {
     'converted': load(made, NET),
     'while loading': load(source, NET, dtype='int8'),

@@ -12,7 +12,7 @@ from specdec_jax import checkpoints
 from specdec_jax.drafters import ngram_fit
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.models import int8, layers
+from specdec_jax.models import integers, layers
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.m2m100 import M2M100, M2M100Config
@@ -90,7 +90,7 @@ def test_the_output_layer_is_not_kept_twice(name):
 
 def test_of_eight_bits_the_factors_are_cut_as_well():
   network = NETWORKS['t5']
-  params = int8.rounded(network.init(jax.random.key(0)))
+  params = integers.rounded(network.init(jax.random.key(0)))
   have = logits_of(shortlisted(network, IDS), cut(params, IDS, VOCAB_SIZE))
   want = logits_of(network, params)
   np.testing.assert_allclose(have[..., KEPT], want[..., KEPT], atol=1e-5)

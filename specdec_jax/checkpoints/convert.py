@@ -29,7 +29,7 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
 from specdec_jax.files.locations import Location
-from specdec_jax.models.int8 import INT8
+from specdec_jax.models.integers import INT4, INT8
 from specdec_jax.models.t5 import T5, T5Config
 
 FORMATS = ('orbax', 'safetensors', 't5x')
@@ -65,6 +65,11 @@ class ConvertConfig:
     check_types(self)
     check_choice('ConvertConfig.format', self.format, FORMATS)
     check_dtype(self.dtype)
+    if self.dtype == INT4:
+      raise ValueError(
+        'Kernels of int4 are made when a model is loaded (specdec decode'
+        ' --dtype int4), and are not written: leave dtype out, or take int8.'
+      )
     if self.dtype == INT8 and self.format != 'orbax':
       raise ValueError(
         "dtype int8 is only written in the format 'orbax', got"

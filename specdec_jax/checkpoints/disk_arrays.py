@@ -24,7 +24,7 @@ from specdec_jax.files.locations import (
   reading,
   reason,
 )
-from specdec_jax.models import int8, sizes
+from specdec_jax.models import integers, sizes
 
 PIECE_BYTES = 128 << 20
 
@@ -78,8 +78,8 @@ def load_arrays(
   Args:
     arrays: T5X's name, with slashes -> array.
     source: where the arrays come from, for messages.
-    dtype: dtype of the result; None keeps the file's. 'int8' is that of
-      kernels, which come with their factors; see `models.int8`.
+    dtype: dtype of the result; None keeps the file's. 'int8' and 'int4' are
+      those of kernels, which come with their factors; see `models.integers`.
     sharding: None for NumPy arrays, or where each array goes.
 
   Returns:
@@ -90,7 +90,7 @@ def load_arrays(
       kernels that are of eight bits already are to be of another dtype; or an
       array cannot be read (the message names it).
   """
-  if is_rounded(arrays) and dtype not in (None, int8.INT8):
+  if is_rounded(arrays) and dtype not in (None, integers.INT8):
     raise ValueError(
       f'{source!r} has kernels of eight bits, which give no {jnp.dtype(dtype)}:'
       " load it with dtype='int8' (--dtype int8), or load what it was converted"
@@ -113,8 +113,8 @@ def load_arrays(
   flat = {}
   for name, array in arrays.items():
     wanted = _dtype_of(name, dtype)
-    rounds = wanted == int8.INT8 != array.dtype
-    is_scale = int8.is_scale(name)
+    rounds = integers.is_integers(wanted) and wanted != array.dtype
+    is_scale = integers.is_scale(name)
     # All rows of a kernel say what a factor is, so it is read as a whole.
     layout = None if rounds or is_scale else layouts[name]
     try:
@@ -123,12 +123,12 @@ def load_arrays(
       raise broken(source, name, str(error)) from error
     if is_scale:
       host = np.asarray(found)
-      int8.check_scale(host, f'{source!r}: {name}')
+      integers.check_scale(host, f'{source!r}: {name}')
       found = _put(host, layouts[name])
     if not rounds:
       flat[name] = found
       continue
-    kernel, scale = int8.quantise(found, f'{source!r}: {name}')
+    kernel, scale = integers.quantise(found, f'{source!r}: {name}', wanted)
     del found
     flat[name] = _put(kernel, layouts[name])
     scale_name = f'{name}_scale'
@@ -141,14 +141,14 @@ def load_arrays(
 
 def is_rounded(arrays: Mapping[str, DiskArray]) -> bool:
   """Whether kernels of these are of eight bits, as they are on disk."""
-  return any(array.dtype == int8.INT8 for array in arrays.values())
+  return any(array.dtype == integers.INT8 for array in arrays.values())
 
 
 def _dtype_of(name: str, dtype: Any) -> Any:
-  """Dtype of one array: with 'int8' only kernels are of eight bits."""
-  if dtype != int8.INT8:
+  """Dtype of one array: with that of integers only kernels are of it."""
+  if not integers.is_integers(dtype):
     return dtype
-  return int8.INT8 if int8.is_kernel(name) else 'float32'
+  return dtype if integers.is_kernel(name) else 'float32'
 
 
 def _put(array: np.ndarray, layout: Layout | None) -> np.ndarray | jax.Array:

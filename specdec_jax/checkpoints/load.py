@@ -26,7 +26,7 @@ from specdec_jax.checkpoints.huggingface_names import MADE_FOR
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
 from specdec_jax.models.families import Config
-from specdec_jax.models.int8 import INT8, is_kernel
+from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
 
 T5X_FILE = 'checkpoint'
 MADE_OF = 'made_of'  # what Orbax's folder calls `Opened.made_of`
@@ -64,9 +64,10 @@ def load(
     path: a file or folder, `gs://bucket/folder`, or an id of the hub.
     network: such as `T5(config)`: names and shapes are compared with its own
       before anything is read. Needed for scanned stacks.
-    dtype: dtype of the arrays returned; None keeps the file's. 'int8' is that
-      of kernels, which come with their factors, see `models.int8`; those that
-      `convert` wrote are read as they are, and in no other dtype.
+    dtype: dtype of the arrays returned; None keeps the file's. 'int8' and
+      'int4' are those of kernels, which come with their factors, see
+      `models.integers`; those that `convert` wrote, of int8, are read as they
+      are, and in no other dtype.
     sharding: None for NumPy arrays on the host; a JAX Device or Sharding; a
       nested dict of these, or a function from names
       ('decoder/layers_0/mlp/wo/kernel') to them.
@@ -285,17 +286,17 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
 
 
 def check_dtype(dtype: Any) -> None:
-  """Raises ValueError unless it is None, 'int8' or a floating-point type."""
+  """Raises ValueError unless it is None, of integers or a float type."""
   try:
-    known = dtype in (None, INT8) or jnp.issubdtype(
+    known = dtype in (None, *INTEGERS) or jnp.issubdtype(
       jnp.dtype(dtype), jnp.floating
     )
   except TypeError:
     known = False
   if not known:
     raise ValueError(
-      "dtype must be a floating-point type, such as 'bfloat16', or 'int8'; got"
-      f' {dtype!r}.'
+      "dtype must be a floating-point type, such as 'bfloat16', or 'int8' or"
+      f" 'int4'; got {dtype!r}."
     )
 
 

@@ -449,7 +449,8 @@ FLAGS = (
   Flag(
     ('--dtype',),
     'DTYPE',
-    'of parameters and computation: float32, bfloat16, or int8 kernels',
+    'of parameters and computation: float32, bfloat16, or kernels of int8 or'
+    ' int4',
     (*_PAIR, 'convert'),
   ),
   Flag(

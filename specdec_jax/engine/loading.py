@@ -23,7 +23,7 @@ from specdec_jax.models import backend
 from specdec_jax.models.base import START_ID, LanguageModel, start_id
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config, Network, network_of
-from specdec_jax.models.int8 import INT8
+from specdec_jax.models.integers import INT8, is_integers
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
@@ -67,9 +67,9 @@ def load(
       None is the one in the folder, if there is one.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
       leaves the computation to `network` (float32 without it) and the
-      parameters to the engine's placement. 'int8' is that of kernels, made when
-      they are read, see `models.int8`; the computation is then in bfloat16, on
-      a CPU in float32.
+      parameters to the engine's placement. 'int8' and 'int4' are those of
+      kernels, made when they are read, see `models.integers`; the computation
+      is then in bfloat16, on a CPU in float32.
     adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
       merged into the parameters when they are read, see `checkpoints.lora`.
     shortlist: of a drafter, the only tokens that it proposes, see
@@ -165,7 +165,7 @@ def _ids(
 
 def _computes_in(dtype: str | None) -> str:
   """The dtype of the computation, from that of the parameters."""
-  if dtype != INT8:
+  if dtype is None or not is_integers(dtype):
     return dtype or 'float32'
   return 'float32' if backend.kind() == 'cpu' else 'bfloat16'
 

@@ -24,7 +24,7 @@ from specdec_jax.models.base import (
   start_id,
 )
 from specdec_jax.models.fitted import own_vocab_size
-from specdec_jax.models.int8 import INT8
+from specdec_jax.models.integers import is_integers
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import TOKENIZER
@@ -97,19 +97,19 @@ def _check_made_for(
 ) -> None:
   """Raises ValueError if a drafter was made for a target not `found` here.
 
-  A target of eight bits is also the one of floats that it was made of: its
+  A target of integers is also the one of floats that it was made of: its
   features and its outputs are nearly the same.
   """
   models = (model.made_for for model in drafter.models if model.made_for)
   wanted_ones = [one for one in (*drafter.made_for, *models) if one != found]
-  if wanted_ones and dtype == INT8:
+  if wanted_ones and is_integers(dtype):
     found = _made_of(target)
     if not found:
       raise ValueError(
         f'The drafter {drafter.name!r} was made for one target, and what this'
-        f' one of eight bits ({target.name or "no name"}) was made of is not'
-        " known. Load its checkpoint of floats with dtype='int8', or one that"
-        ' specdec convert wrote.'
+        f' one of {dtype} ({target.name or "no name"}) was made of is not'
+        f' known. Load its checkpoint of floats with dtype={dtype!r}, or one of'
+        ' int8 that specdec convert wrote.'
       )
   for wanted in wanted_ones:
     if wanted != found:
@@ -128,7 +128,8 @@ def _made_of(target: Model) -> str:
     return target.made_of()
   given = target.read()
   leaves = jax.tree.leaves(given)
-  return '' if any(x.dtype == INT8 for x in leaves) else fingerprint(given)
+  rounded = any(is_integers(one.dtype) for one in leaves)
+  return '' if rounded else fingerprint(given)
 
 
 def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:

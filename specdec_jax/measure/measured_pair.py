@@ -13,7 +13,7 @@ from specdec_jax import partitioning
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter, encoded_for
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.models import int8
+from specdec_jax.models import integers
 from specdec_jax.models.base import LanguageModel, Params, read_prompt
 from specdec_jax.partitioning import Placement
 
@@ -27,15 +27,16 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
   Args:
     network: the network; its `init` gives names and shapes.
     seed: seed of the draw.
-    dtype: 'float32' or 'bfloat16'; of 'int8' the kernels are drawn in bfloat16
-      and rounded.
+    dtype: 'float32' or 'bfloat16'; of 'int8' and 'int4' the kernels are drawn
+      in bfloat16 and rounded.
 
   Returns:
     A tree like that of `network.init`; matrices are normal with variance
     1 / rows, so that activations keep their size, and scales are 1.
   """
-  if dtype == int8.INT8:
-    return int8.rounded(random_params(network, seed, 'bfloat16'))
+  if integers.is_integers(dtype):
+    drawn = random_params(network, seed, 'bfloat16')
+    return integers.rounded(drawn, dtype)
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   leaves, tree = jax.tree.flatten(shapes)
   keys = jax.random.split(jax.random.key(seed), len(leaves))

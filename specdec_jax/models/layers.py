@@ -19,13 +19,14 @@ from jax import lax
 
 from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend, int8, products
+from specdec_jax.models import backend, products
+from specdec_jax.models.integers import INTEGERS
 
 # No published model has a quarter of this, and each layer is a module to build.
 MOST_LAYERS = 1024
 MOST = 2**31 - 1  # ids and places in arrays are int32
 DTYPES = ('float32', 'bfloat16')  # dtypes that networks compute in
-PARAM_DTYPES = (*DTYPES, int8.INT8)  # dtypes that parameters are kept in
+PARAM_DTYPES = (*DTYPES, *INTEGERS)  # dtypes that parameters are kept in
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from specdec_jax.models import backend, int8
+from specdec_jax.models import backend, integers
 
 KERNEL_INIT = nn.initializers.variance_scaling(
   1.0, 'fan_in', 'truncated_normal'
@@ -145,8 +145,8 @@ class Dense(nn.Module):
 
   The parameters are `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
   [out, in], if `partitioning.place` has laid it out for a CPU; with `use_bias`
-  also `bias`, [out]; and of a kernel of eight bits `kernel_scale`, [out], see
-  `int8`.
+  also `bias`, [out]; and of a kernel of integers `kernel_scale`, [out], see
+  `integers`.
 
   Attributes:
     features: out.
@@ -169,8 +169,8 @@ class Dense(nn.Module):
     """Maps [..., in] to [..., features], to which `residual` is added."""
     x = x.astype(self.dtype)
     scale: jax.Array | None = None
-    if self.has_variable('params', int8.SCALE):
-      scale = self.get_variable('params', int8.SCALE)
+    if self.has_variable('params', integers.SCALE):
+      scale = self.get_variable('params', integers.SCALE)
     if self.has_variable('params', 'kernel_out_in'):
       kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
       dense = dense_out_in

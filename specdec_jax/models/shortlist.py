@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specdec_jax.models import int8, layers
+from specdec_jax.models import integers, layers
 from specdec_jax.models.base import Around, Params
 from specdec_jax.models.families import Config, Network, network_of
 from specdec_jax.models.t5gemma import T5GemmaConfig
@@ -147,8 +147,8 @@ def _kept(head: Params, ids: np.ndarray) -> Params:
   """The output layer's arrays, of some ids alone."""
 
   def of(path: Any, array: Any) -> Any:
-    # A kernel is [M, V]; an embedding, and factors of eight bits, begin with V.
-    return array[:, ids] if path[-1].key == int8.KERNEL else array[ids]
+    # A kernel is [M, V]; an embedding, and factors of integers, begin with V.
+    return array[:, ids] if path[-1].key == integers.KERNEL else array[ids]
 
   return jax.tree_util.tree_map_with_path(of, head)
 

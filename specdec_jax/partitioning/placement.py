@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend, int8
+from specdec_jax.models import backend, integers
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
@@ -43,7 +43,7 @@ _JOINED = {
   'self_attention': ('qkv', ('query', 'key', 'value'), 'joined_kv'),
   'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
 }
-_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0, int8.SCALE: 0}
+_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0, integers.SCALE: 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Placement:
 
   Attributes:
     dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
-      'int8', which is that of kernels; the rest is then float32.
+      'int8' or 'int4', which are those of kernels; the rest is then float32.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'auto'
       for out_in on one GPU, else in_out.
     join_projections: whether query, key and value of self-attention, and both
@@ -257,16 +257,20 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
     sharding = placement.shardings_of(value.network)
     found = value.read(placement.dtype, sharding)
     # What was given, and not read, is still as it was.
-    return int8.rounded(found) if placement.dtype == int8.INT8 else found
+    return _rounded(found, placement)
 
   return jax.tree.map(part, params)
 
 
 def lay_out(params: Params, placement: Placement) -> Params:
   """`place` without moving anything to the devices of a mesh."""
-  if placement.dtype == int8.INT8:
-    params = int8.rounded(params)
-  return _lay_out(params, placement, '')
+  return _lay_out(_rounded(params, placement), placement, '')
+
+
+def _rounded(params: Params, placement: Placement) -> Params:
+  if not integers.is_integers(placement.dtype):
+    return params
+  return integers.rounded(params, placement.dtype)
 
 
 def _lay_out(
@@ -300,9 +304,10 @@ def _cast(value: Any, placement: Placement) -> Any:
   dtype = placement.dtype
   if value.dtype == jnp.int32:  # places, no weights
     dtype = value.dtype
-  elif dtype == int8.INT8:  # only kernels are, and these are already
-    is_held = value.dtype == jnp.int8 and not backend.ways().holds_floats
-    dtype = value.dtype if is_held else 'float32'
+  elif integers.is_integers(dtype):  # only kernels are, and are already
+    is_kernel = integers.is_integers(value.dtype)
+    keeps = is_kernel and not backend.ways().holds_floats
+    dtype = value.dtype if keeps else 'float32'
   if placement.on_one_device:
     return jnp.asarray(value, dtype)
   return value.astype(dtype)

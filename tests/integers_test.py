@@ -1,4 +1,4 @@
-"""Kernels of eight bits: what is rounded, where, and what comes of it."""
+"""Kernels of integers: what is rounded, where, and what comes of it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from specdec_jax.checkpoints import convert
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.files.shipped import find
-from specdec_jax.models import backend, int8, products
+from specdec_jax.models import backend, integers, products
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning.axes import axes_of_parameter
@@ -25,22 +25,27 @@ def kernel(shape=(64, 40), seed=0):
   return rng.normal(size=shape).astype(np.float32) * np.arange(shape[1])
 
 
+BOTH = pytest.mark.parametrize('dtype, most', [('int8', 127), ('int4', 7)])
+
+
+@BOTH
 @pytest.mark.parametrize('made', [np.asarray, jnp.asarray])
-def test_rounded_to_a_127th_of_the_largest(made):
+def test_rounded_to_a_part_of_the_largest(made, dtype, most):
   want = kernel()  # output 0 has only zeros
-  found, scale = int8.quantise(made(want), 'it')
-  assert found.dtype == jnp.int8 and scale.dtype == jnp.float32
+  found, scale = integers.quantise(made(want), 'it', dtype)
+  assert found.dtype == dtype and scale.dtype == jnp.float32
   again = np.asarray(found, np.float32) * np.asarray(scale)
-  step = np.abs(want).max(0) / 127
+  step = np.abs(want).max(0) / most
   assert (np.abs(again - want) <= step * 0.501).all()
-  assert np.abs(np.asarray(found)[:, 1:]).max(0).min() == 127
-  assert scale[0] == 1 and not np.asarray(found)[:, 0].any()
+  numbers = np.asarray(found, np.float32)
+  assert np.abs(numbers[:, 1:]).max(0).min() == most
+  assert scale[0] == 1 and not numbers[:, 0].any()
 
 
 def test_a_host_and_a_device_round_alike(monkeypatch):
-  monkeypatch.setattr(int8, '_ROWS_BYTES', 40 * 4 * 7)  # pieces of 7 rows
+  monkeypatch.setattr(integers, '_ROWS_BYTES', 40 * 4 * 7)  # pieces of 7 rows
   ours, theirs = (
-    int8.quantise(made(kernel()), '') for made in (np.asarray, jnp.asarray)
+    integers.quantise(made(kernel()), '') for made in (np.asarray, jnp.asarray)
   )
   # XLA multiplies by 1 / 127.
   np.testing.assert_allclose(ours[1], theirs[1], rtol=2e-7)
@@ -55,7 +60,7 @@ def test_numbers_that_are_not_finite(bad, made):
   broken = kernel()
   broken[3, 7] = bad
   with pytest.raises(ValueError, match='layers_0/wo.* output 7 .1 of 40 out'):
-    int8.quantise(made(broken), 'layers_0/wo/kernel')
+    integers.quantise(made(broken), 'layers_0/wo/kernel')
 
 
 def test_traced_for_shapes_alone():
@@ -72,48 +77,51 @@ def test_traced_for_shapes_alone():
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
 @pytest.mark.parametrize('kind', ['cpu', 'gpu', 'tpu'])
 @pytest.mark.parametrize('rows', [1, 3])
-def test_a_product_is_that_of_the_rounded_numbers(layout, kind, rows):
+@pytest.mark.parametrize('dtype', integers.INTEGERS)
+def test_a_product_is_that_of_the_rounded_numbers(layout, kind, rows, dtype):
   x = jnp.asarray(kernel((rows, 64), 1))
   dense = products.Dense(40)
   params = {'kernel': kernel()}
-  found, scale = int8.quantise(params['kernel'], '')
+  found, scale = integers.quantise(params['kernel'], '', dtype)
   want = np.asarray(x) @ (found.astype(np.float32) * scale)
   with backend.compiled_for(kind):
-    placed = place(params, Placement('int8', kernel_layout=layout))
+    placed = place(params, Placement(dtype, kernel_layout=layout))
     assert len(placed) == 2
     have = dense.apply({'params': placed}, x)
   np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-3)
   # Control: the factors matter.
-  without = {n: v for n, v in placed.items() if n != int8.SCALE}
+  without = {n: v for n, v in placed.items() if n != integers.SCALE}
   assert np.abs(dense.apply({'params': without}, x) - want).max() > 1
 
 
 @pytest.mark.parametrize('joins', [True, False])
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
-def test_read_from_a_file_or_rounded_in_memory(layout, joins):
+@pytest.mark.parametrize('dtype', integers.INTEGERS)
+def test_read_from_a_file_or_rounded_in_memory(layout, joins, dtype):
   size = dict(vocab_size=8000, emb_dim=128, num_heads=4, head_dim=32)
   net = T5(
     T5Config(num_encoder_layers=0, num_decoder_layers=2, mlp_dim=384, **size)
   )
-  placement = Placement('int8', kernel_layout=layout, join_projections=joins)
+  placement = Placement(dtype, kernel_layout=layout, join_projections=joins)
   path = find('demo/draft.msgpack')
-  read = load(path, net, dtype='int8').read('int8')
+  read = load(path, net, dtype=dtype).read(dtype)
   kept = place(load(path, net).read('bfloat16'), placement)
   jax.tree.map(np.testing.assert_array_equal, place(read, placement), kept)
   for name, leaf in flatten_dict(read, sep='/').items():
     is_kernel = name.endswith('/kernel')
-    assert leaf.dtype == ('int8' if is_kernel else 'float32'), name
+    assert leaf.dtype == (dtype if is_kernel else 'float32'), name
 
 
+@BOTH
 @pytest.mark.parametrize('kind', ['cpu', 'gpu'])
 @pytest.mark.parametrize('joins', [True, False])
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
-def test_rounded_after_it_was_laid_out(layout, joins, kind):
+def test_rounded_after_it_was_laid_out(layout, joins, kind, dtype, most):
   found = small_vocabulary.weights(small_vocabulary.network(1), 0)
   params = jax.tree.map(jnp.asarray, found)
   floats, rounded = (
-    Placement(dtype, kernel_layout=layout, join_projections=joins)
-    for dtype in ('float32', 'int8')
+    Placement(one, kernel_layout=layout, join_projections=joins)
+    for one in ('float32', dtype)
   )
   with backend.compiled_for(kind):
     later = place(place(params, floats), rounded)
@@ -122,12 +130,12 @@ def test_rounded_after_it_was_laid_out(layout, joins, kind):
   jax.tree.map(np.testing.assert_array_equal, later, once)
   jax.tree.map(np.testing.assert_array_equal, later, again)
   kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(later)}
-  assert kinds == {'float32', 'float32' if kind == 'cpu' else 'int8'}
+  assert kinds == {'float32', 'float32' if kind == 'cpu' else dtype}
   for path, leaf in jax.tree_util.tree_leaves_with_path(later):
     if 'kernel' in str(path[-1]) and 'scale' not in str(path[-1]):
       numbers = np.asarray(leaf, np.float32)
       np.testing.assert_array_equal(numbers, np.rint(numbers))
-      assert np.abs(numbers).max() == 127
+      assert np.abs(numbers).max() == most
 
 
 def test_bytes_of_a_published_size():
@@ -175,30 +183,38 @@ def test_each_of_a_pair_for_itself(tokenizer):
     tokenizer=tokenizer, gamma=3, max_input_len=32, max_decode_len=24
   )
   outputs = {}
-  for target in ('float32', 'int8'):
-    for draft in ('float32', 'int8') if target == 'float32' else ('int8',):
-      pair = model(0, target), model(1, draft)
-      engine = Engine(*pair, **limits)
-      for side, dtype in (('target', target), ('draft', draft)):
-        held = flatten_dict(engine.params._asdict()[side], sep='/')
-        has_factors = any(name.endswith(int8.SCALE) for name in held)
-        assert has_factors == (dtype == 'int8'), side
-      found = [one.tokens for one in engine.generate(TEXTS)]
-      plain = engine.generate(TEXTS, speculative=False)
-      assert found == [one.tokens for one in plain]
-      outputs[target, draft] = found
-  assert outputs['float32', 'float32'] == outputs['float32', 'int8']
+  for target, draft in (
+    ('float32', 'float32'),
+    ('float32', 'int8'),
+    ('float32', 'int4'),
+    ('int8', 'int8'),
+    ('int4', 'float32'),
+  ):
+    pair = model(0, target), model(1, draft)
+    engine = Engine(*pair, **limits)
+    for side, dtype in (('target', target), ('draft', draft)):
+      held = flatten_dict(engine.params._asdict()[side], sep='/')
+      has_factors = any(name.endswith(integers.SCALE) for name in held)
+      assert has_factors == (dtype != 'float32'), side
+    found = [one.tokens for one in engine.generate(TEXTS)]
+    plain = engine.generate(TEXTS, speculative=False)
+    assert found == [one.tokens for one in plain]
+    outputs[target, draft] = found
+  for dtype in integers.INTEGERS:
+    assert outputs['float32', 'float32'] == outputs['float32', dtype]
   # Another model than the one of floats: its calibrations are its own.
   prints = [
     Engine(model(0, dtype), **limits).fingerprints['target']
-    for dtype in ('float32', 'int8')
+    for dtype in ('float32', *integers.INTEGERS)
   ]
-  assert prints[0] != prints[1]
+  assert len(set(prints)) == 3
 
 
 def test_what_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="'int4', expected one of"):
-    load(find('demo/draft.msgpack'), dtype='int4')
+  with pytest.raises(ValueError, match="'int2', expected one of"):
+    load(find('demo/draft.msgpack'), dtype='int2')
+  with pytest.raises(ValueError, match='made when a model is loaded'):
+    convert.ConvertConfig('in', 'out', dtype='int4')
   for kind in ('t5x', 'safetensors'):
     with pytest.raises(
       ValueError, match="only written in the format 'orbax', got"

@@ -1,13 +1,13 @@
-"""Kernels of eight bits: integers with one factor for each output.
+"""Kernels of eight or four bits: integers with one factor for each output.
 
-A kernel [in, out] becomes `kernel`, int8[in, out], and `kernel_scale`,
-float32[out]: the numbers of an output are rounded to multiples of its largest
-absolute value over 127. A product is computed with the integers in the dtype of
-the computation, and multiplied by the factors afterwards. Embeddings, norms and
-biases stay as they are.
+A kernel [in, out] becomes `kernel`, int8[in, out] or int4[in, out], and
+`kernel_scale`, float32[out]: the numbers of an output are rounded to multiples
+of its largest absolute value over 127, or over 7. A product is computed with
+the integers in the dtype of the computation, and multiplied by the factors
+afterwards. Embeddings, norms and biases stay as they are.
 
-A target of eight bits is another model than the one it was made of, and
-speculation is exact on its distribution. A drafter of eight bits changes no
+A target of integers is another model than the one it was made of, and
+speculation is exact on its distribution. A drafter of integers changes no
 output.
 """
 
@@ -18,11 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-INT8 = 'int8'
+INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
 _OUT_IN = 'kernel_out_in'  # as `partitioning.place` may lay it out
-_MOST = 127  # symmetric: -128 is not used
+_MOST = {INT8: 127, INT4: 7}  # symmetric: -128 and -8 are not used
+INTEGERS = tuple(_MOST)  # dtypes of kernels
 _ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
+
+
+def is_integers(dtype: Any) -> bool:
+  """Whether a dtype, or the name of one, is that of integer kernels."""
+  return getattr(dtype, 'name', dtype) in INTEGERS
 
 
 def is_kernel(name: str) -> bool:
@@ -35,43 +41,47 @@ def is_scale(name: str) -> bool:
   return name.rpartition('/')[2] == SCALE
 
 
-def quantise(kernel: Any, name: str) -> tuple[Any, Any]:
-  """Rounds a kernel to eight bits.
+def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
+  """Rounds a kernel to integers.
 
   Args:
     kernel: float[in, out], of NumPy or JAX; of NumPy some rows at a time are
       made float32.
     name: what it is called, for the message.
+    dtype: 'int8' or 'int4'.
 
   Returns:
-    int8[in, out] and its factors, float32[out]; 1 where an output has only
-    zeros.
+    The integers, [in, out], and their factors, float32[out]; 1 where an output
+    has only zeros.
 
   Raises:
     ValueError: a number is not finite; those of a traced array are not seen.
   """
   if isinstance(kernel, np.ndarray):
-    return _on_host(kernel, name)
+    return _on_host(kernel, name, dtype)
   largest = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=0)
   if not isinstance(largest, jax.core.Tracer):
     _check_finite(np.asarray(largest), name)
-  scale = jnp.where(largest > 0, largest / _MOST, 1.0)
+  scale = jnp.where(largest > 0, largest / _MOST[dtype], 1.0)
   rounded = jnp.rint(kernel.astype(jnp.float32) / scale)
-  return rounded.astype(jnp.int8), scale
+  return rounded.astype(dtype), scale
 
 
-def rounded(params: Mapping[str, Any], module: str = '') -> dict[str, Any]:
-  """Parameters whose kernels are of eight bits; those that are already stay.
+def rounded(
+  params: Mapping[str, Any], dtype: str = INT8, module: str = ''
+) -> dict[str, Any]:
+  """Parameters whose kernels are integers; those that are already stay.
 
   Args:
     params: as a checkpoint has them, or as placed.
+    dtype: 'int8' or 'int4'.
     module: name of the module, with a slash behind it, for messages.
 
   Raises:
     ValueError: as for `quantise`.
   """
   found: dict[str, Any] = {
-    name: rounded(value, f'{module}{name}/')
+    name: rounded(value, dtype, f'{module}{name}/')
     if isinstance(value, Mapping)
     else value
     for name, value in params.items()
@@ -83,7 +93,7 @@ def rounded(params: Mapping[str, Any], module: str = '') -> dict[str, Any]:
     if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):
       continue
     turned = kernel.T if name == _OUT_IN else kernel
-    made, found[SCALE] = quantise(turned, f'{module}{name}')
+    made, found[SCALE] = quantise(turned, f'{module}{name}', dtype)
     found[name] = made.T if name == _OUT_IN else made
   return found
 
@@ -98,7 +108,9 @@ def check_scale(scale: np.ndarray, name: str) -> None:
     )
 
 
-def _on_host(kernel: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _on_host(
+  kernel: np.ndarray, name: str, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
   step = max(1, _ROWS_BYTES // (4 * max(1, kernel.shape[1])))
   pieces = [slice(i, i + step) for i in range(0, len(kernel), step)]
   largest = np.zeros(kernel.shape[1], np.float32)
@@ -107,8 +119,9 @@ def _on_host(kernel: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     found = np.abs(kernel[piece].astype(np.float32)).max(0)
     largest = np.maximum(largest, found)
   _check_finite(largest, name)
-  scale = np.where(largest > 0, largest / np.float32(_MOST), np.float32(1))
-  rounded = np.empty(kernel.shape, np.int8)
+  most = np.float32(_MOST[dtype])
+  scale = np.where(largest > 0, largest / most, np.float32(1))
+  rounded = np.empty(kernel.shape, jnp.dtype(dtype))
   for piece in pieces:
     rounded[piece] = np.rint(kernel[piece].astype(np.float32) / scale)
   return rounded, scale
@@ -119,6 +132,6 @@ def _check_finite(largest: np.ndarray, name: str) -> None:
   if bad.size:
     raise ValueError(
       f'{name or "A kernel"} has numbers that are not finite, such as in output'
-      f' {bad[0]} ({bad.size} of {largest.size} outputs): no factor of eight'
-      ' bits fits them. The checkpoint is broken, or training diverged.'
+      f' {bad[0]} ({bad.size} of {largest.size} outputs): no integers with a'
+      ' factor are near them. The checkpoint is broken, or training diverged.'
     )
