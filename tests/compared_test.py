@@ -121,6 +121,16 @@ def test_what_is_shown(summaries):
   assert name not in dict(quality.table(without).texts)
 
 
+def test_beside_a_target_that_was_not_compared(summaries):
+  made, perplexity, _ = summaries
+  without = {k: v for k, v in made['itself'].items() if k != 'compared'}
+  shown = quality.side_by_side({'float32': without, 'int8': made['int8']})
+  assert shown.texts[0][-3:] == ['-'] * 3
+  assert shown.texts[1][-2].endswith(f'({perplexity:.3f})')
+  alone = quality.side_by_side({'float32': without})
+  assert len(alone.texts[0]) == len(shown.texts[0]) - 3
+
+
 def test_two_vocabularies(tmp_path):
   class Other:
     """Of an engine only its vocabulary is looked at."""

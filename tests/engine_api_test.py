@@ -159,8 +159,8 @@ def test_a_folder_tells_everything(tmp_path, tokenizer):
   made = Engine(small, **LENGTHS)
   leaves = jax.tree.leaves(made.params.target)
   assert {str(leaf.dtype) for leaf in leaves} == {'bfloat16'}
-  with pytest.raises(ValueError, match='dtype is .int4., expected'):
-    load(paths[1], dtype='int4')
+  with pytest.raises(ValueError, match='dtype is .int2., expected'):
+    load(paths[1], dtype='int2')
 
 
 def test_a_checkpoint_needs_its_network(tmp_path, tokenizer):

@@ -11,7 +11,13 @@ import pytest
 
 from small_vocabulary import network
 from specdec_jax import partitioning
-from specdec_jax.checks.memory import GIB, DoesNotFitError, device_bytes, gib
+from specdec_jax.checks.memory import (
+  GIB,
+  DoesNotFitError,
+  array_bytes,
+  device_bytes,
+  gib,
+)
 from specdec_jax.cli import gin_flags
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
@@ -248,6 +254,14 @@ def test_the_error_says_part_by_part_what_is_missing():
   assert isinstance(caught.value, DoesNotFitError)
   for name, size in parts.items():
     assert f'{name} {gib(size)}' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'dtype, size', [('float32', 60), ('bfloat16', 30), ('int8', 15), ('int4', 8)]
+)
+def test_bytes_of_an_array(dtype, size):
+  assert array_bytes((3, 5), dtype) == size
+  assert array_bytes((3, 5), jnp.dtype(dtype)) == size
 
 
 def test_device_bytes():

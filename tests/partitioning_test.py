@@ -109,7 +109,7 @@ def test_unknown_layout():
     Placement(kernel_layout='columns')
 
 
-@pytest.mark.parametrize('dtype', ['int4', 'float16', 'flaot32', '', None, 4])
+@pytest.mark.parametrize('dtype', ['int2', 'float16', 'flaot32', '', None, 4])
 def test_dtypes_that_parameters_cannot_have(dtype):
   with pytest.raises(ValueError, match='Placement.dtype'):
     Placement(dtype)

@@ -1,7 +1,10 @@
 """How much memory there is, and the error if something needs more."""
 
+import math
 import os
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -69,6 +72,12 @@ def all_bytes() -> int | None:
     return size and size * len({device.process_index for device in devices})
   sizes = [device_bytes(device) for device in devices]
   return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def array_bytes(shape: Sequence[int], dtype: Any) -> int:
+  """Bytes of an array on a device, where numbers of four bits are packed."""
+  bits = jax.dtypes.itemsize_bits(jax.numpy.dtype(dtype))
+  return math.ceil(math.prod(shape) * bits / 8)
 
 
 def gib(size: int) -> str:

@@ -5,7 +5,6 @@ import warnings
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
@@ -167,8 +166,8 @@ class Room:
     found = [getattr(model.network, 'config', None) for model in models]
     self._configs = [config for config in found if sizes.is_known(config)]
     leaves = jax.tree.leaves((target, drafter.params if drafter else ()))
-    itemsize = jnp.dtype(param_dtype).itemsize
-    self._params = sum(map(_size, leaves)) * itemsize
+    count = sum(map(_size, leaves))
+    self._params = memory.array_bytes((count,), param_dtype)
     self._there = there
 
   def check(

@@ -100,6 +100,15 @@ def _read(
   return found
 
 
+def cells(found: Mapping[str, Any]) -> list[str]:
+  """Of what `rows` has: equal outputs, both perplexities, error of logits."""
+  return [
+    f'{found["equal"]:,} of {found["sources"]:,}',
+    f'{found["perplexity"]:.3f} ({found["other_perplexity"]:.3f})',
+    f'{found["logits_error"]:.4f}',
+  ]
+
+
 def rows(found: Mapping[str, Any]) -> list[list[str | None]]:
   """Rows of a table of what `compare` returned, with the other's 'bleu'."""
   return [

@@ -311,7 +311,16 @@ def side_by_side(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
         None if per_call is None else f'{per_call:.2f}',
       ]
     rows[-1].append(f'{one["bleu"]["score"]:.1f}')
-  return Table('', [*columns, Column('BLEU', align='right')], rows)
+  columns.append(Column('BLEU', align='right'))
+  others = [one.get('compared') for one in summaries.values()]
+  if any(others):
+    columns += [
+      Column(name, align='right')
+      for name in ('equal outputs', 'perplexity (other)', 'error of logits')
+    ]
+    for row, other in zip(rows, others, strict=True):
+      row += compared.cells(other) if other else [None] * 3
+  return Table('', columns, rows)
 
 
 def _temperatures(summary: Mapping[str, Any]) -> list[float]:

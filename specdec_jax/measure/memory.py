@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax import partitioning
 from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
-from specdec_jax.checks.memory import DoesNotFitError, gib
+from specdec_jax.checks.memory import DoesNotFitError, array_bytes, gib
 from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, new_request
@@ -44,7 +43,7 @@ def tree_bytes(tree: Any) -> int:
 def _leaf_bytes(leaf: Any) -> int:
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return 0
-  return int(np.prod(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+  return array_bytes(leaf.shape, leaf.dtype)
 
 
 def param_shapes(

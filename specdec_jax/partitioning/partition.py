@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specdec_jax.checks.memory import array_bytes
 from specdec_jax.models.base import LanguageModel, Params, param_shapes
 from specdec_jax.partitioning.axes import Axes, LogicalAxes, axes_of_parameter
 from specdec_jax.types import LengthRule
@@ -192,7 +193,6 @@ def shard_bytes(tree: Any) -> int:
   def size(leaf):
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       return 0
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
+    return array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
   return sum(size(leaf) for leaf in jax.tree.leaves(tree))
