@@ -176,9 +176,9 @@ def test_a_row_does_not_depend_on_its_neighbours(temperature):
 
 @pytest.mark.slow
 def test_narrow_calls_are_the_wide_one(monkeypatch):
-  """Tokens, counts and log-probabilities of calls of 1 and 4 tokens."""
+  """Tokens, counts and log-probabilities of calls of 1, 2 and 4 tokens."""
   request = _request(ALL, SamplingConfig(1.0), RULE, with_log_probs=True)
-  assert speculative.call_widths(request) == (1, 4)
+  assert speculative.call_widths(request) == (1, 2, 4)
   assert speculative.call_widths(request.replace(rule=None)) == (4,)
 
   def decode():
