@@ -45,7 +45,8 @@ def heard(params, seed=0):
   def one(part):
     if not is_chain(part):
       return jnp.asarray(part)
-    noise = np.random.default_rng(seed).normal(size=(VOCAB, VOCAB))
+    shape = np.shape(part['offset'])  # a drafter may have other ids
+    noise = np.random.default_rng(seed).normal(size=shape)
     return part | {'offset': jnp.asarray(noise, jnp.float32)}
 
   return jax.tree.map(one, params, is_leaf=is_chain)
@@ -78,7 +79,7 @@ def empty(asked):
     max_length=row.max_length * 0,
     prompt=None,
     prompt_length=None,
-    slots=asked.cache_slots - asked.gamma - 1,
+    slots=asked.cache_slots - asked.draft_slots - 1,
   )
 
 
@@ -101,7 +102,7 @@ class Pooled:
 
   def __init__(self, loop, params, asked):
     self.asked = asked.replace(
-      slots=asked.cache_slots - asked.gamma - asked.prompt_width
+      slots=asked.cache_slots - asked.draft_slots - asked.prompt_width
     )
     example = empty(asked)
     layout = RowLayout(loop, params, example, asked.prompt is not None)
@@ -193,7 +194,7 @@ _BY_PLACE = ('short_drafts', 'with_fallback_of_models')
 def test_rows_come_and_go(name):
   drafter, draft = DRAFTERS[name]
   loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
-  asked = request(GAMMA)
+  asked = request(GAMMA, tree=drafter.tree)
   pooled = Pooled(loop, params, asked)
   # Rows of the target's cache hold nothing yet; what the drafter keeps may.
   assert any(pooled.layout.empty)
