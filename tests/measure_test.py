@@ -147,6 +147,32 @@ def test_a_drafter_without_a_network_is_calibrated(
   assert 'none where nothing is proposed' in console.export_text()
 
 
+@pytest.mark.parametrize(
+  'num_beams, said', [(2, 'knows one continuation'), (999, 'Take fewer beams')]
+)
+def test_beams_that_cannot_be_are_refused_before_the_costs(
+  make_engine, tokenizer, prompts, monkeypatch, num_beams, said
+):
+  def engine():
+    pair = make_engine()
+    if num_beams > 2:
+      return pair
+    return Engine(
+      Model(pair.target, pair.params.target),
+      prompt_lookup(),
+      tokenizer=tokenizer,
+      max_input_len=24,
+      max_decode_len=16,
+    )
+
+  monkeypatch.setattr(calibrate, 'benchmark', lambda *_: pytest.fail('costs'))
+  config = calibrate.CalibrateConfig(
+    engine, network(1), network(1), prompts, num_beams=num_beams
+  )
+  with pytest.raises(ValueError, match=said):
+    calibrate.calibrate(config, quiet())
+
+
 def decode(config, make_engine, prompts, **options):
   console = quiet()
   summary = infer.decode(

@@ -97,8 +97,7 @@ def load_arrays(
       ' from.'
     )
   needed = sum(
-    math.prod(array.shape)
-    * jnp.dtype(_dtype_of(name, dtype) or array.dtype).itemsize
+    memory.array_bytes(array.shape, _dtype_of(name, dtype) or array.dtype)
     for name, array in arrays.items()
   )
   memory.check_room(

@@ -131,9 +131,9 @@ def with_draft_beams(measured: calibration.Calibration, config: _Run) -> _Run:
   beams = config.beams
   if not beams.searches or report.SPECULATIVE not in config.ways:
     return config
+  best = measured.beams_of(beams.num_beams).draft_beams or None
   if beams.draft_beams is not None:
     return config
-  best = measured.beams_of(beams.num_beams).draft_beams or None
   return dataclasses.replace(
     config, beams=dataclasses.replace(beams, draft_beams=best)
   )

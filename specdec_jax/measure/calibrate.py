@@ -11,7 +11,6 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import device_bytes, gib
 from specdec_jax.decoding import fallback
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.pair import check_beam_drafter
 from specdec_jax.measure import (
   acceptance,
   beam_grid,
@@ -132,8 +131,6 @@ def calibrate(
   parts = memory.check_fits(_plan(config), device_bytes())
   with status(console, 'Loading the models'):
     engine = config.engine()
-  if config.num_beams is not None:
-    check_beam_drafter(engine.drafter)
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len
   )
@@ -142,6 +139,10 @@ def calibrate(
       f'{config.input_file!r} has one text that can be decoded; expected two or'
       ' more: of one there is no telling how sure its acceptance rate is.'
     )
+  if config.num_beams is not None:  # what it refuses comes before the costs
+    widest = max(_DRAFT_FACTORS) * config.num_beams
+    beams = {'num_beams': config.num_beams, 'draft_beams': widest}
+    _ = engine.text_batch(texts[:1], True, gamma=max(_LEVELS), **beams).request
   costs = _costs(config, engine)
   with bar(console, 'Costs', num_steps(costs)) as advance:
     measured = benchmark(costs, advance, advance.say)

@@ -103,7 +103,7 @@ def run(
   _check_port(settings)
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
-  with _in_a_sentence(ray), contextlib.ExitStack() as ends:
+  with contextlib.ExitStack() as ends, _in_a_sentence(ray):
     # What JAX, the models and the drafter need is in the replicas alone.
     ray.init(include_dashboard=False, configure_logging=False)
     ends.callback(say, 'stopped')
