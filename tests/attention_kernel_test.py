@@ -12,7 +12,7 @@ import pytest
 import backend_test
 from backend_test import NETWORKS
 from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
-from specdec_jax.measure import environment
+from specdec_jax.measure import environment, memory
 from specdec_jax.models import (
   attention_kernel,
   backend,
@@ -22,6 +22,7 @@ from specdec_jax.models import (
 )
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.tree import static_tree
+from specdec_jax.partitioning import Placement
 from toy_requests import quick_jit
 
 # Rounding of sums in float32, of results in bfloat16.
@@ -213,7 +214,7 @@ def _long_inputs(monkeypatch):
 
 def network(name, layers=2):
   one = NETWORKS[name]
-  sizes = {'head_dim': 16}
+  sizes = {'head_dim': 16, 'emb_dim': 32, 'mlp_dim': 48}
   if isinstance(one, t5gemma.T5Gemma):
     stacks = {
       stack: dataclasses.replace(getattr(one.config, stack), **sizes)
@@ -307,7 +308,8 @@ def traced(setting, name='t5_1_1', kind='gpu', split=False, **config):
   one = dataclasses.replace(
     one, config=dataclasses.replace(one.config, **config)
   )
-  params = param_shapes(one)
+  with backend.compiled_for('gpu'), backend.kernels(setting):
+    params = memory.param_shapes(one, Placement())
   tokens = jax.ShapeDtypeStruct((1, 18), jnp.int32)
 
   def call(params, tokens):
@@ -321,13 +323,15 @@ def traced(setting, name='t5_1_1', kind='gpu', split=False, **config):
 
 def test_what_a_kernel_does_not_take_is_said_once_or_an_error():
   backend._say_once.cache_clear()
-  with pytest.warns(UserWarning, match='heads of 12 numbers') as told:
-    assert 'pallas_call' not in traced('on', head_dim=12)
-    traced('on', head_dim=12)
+  with pytest.warns(UserWarning, match='heads of 8 numbers') as told:
+    # Products are kernels nevertheless.
+    text = traced('on', head_dim=8, num_heads=4)
+    assert 'name=product' in text and 'name=step' not in text
+    traced('on', head_dim=8, num_heads=4)
   assert len(told) == 2  # self-attention and cross-attention
   for setting in ('forced', 'interpreted'):
-    with pytest.raises(ValueError, match="heads of 12 .* Set kernels to 'on'"):
-      traced(setting, head_dim=12)
+    with pytest.raises(ValueError, match="heads of 8 .* Set kernels to 'on'"):
+      traced(setting, head_dim=8, num_heads=4)
   with pytest.raises(ValueError, match='split over several devices'):
     traced('forced', split=True)
   with pytest.raises(ValueError, match='for GPUs, and this is a CPU'):
@@ -360,7 +364,7 @@ def test_kernels_are_off_unless_they_are_asked_for(monkeypatch):
   monkeypatch.setenv('SPECDEC_KERNELS', 'yes')
   with pytest.raises(ValueError, match="SPECDEC_KERNELS .* is 'yes', expected"):
     backend.kernel_setting()
-  assert traced('on').count('pallas_call[') == 4  # two layers
+  assert traced('on').count('pallas_call[') == 2 * 8  # two layers
 
 
 @pytest.mark.parametrize(

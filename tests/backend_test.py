@@ -27,7 +27,7 @@ from specdec_jax.models import (
   causal_lm,
   gpt,
   kv_cache,
-  layers,
+  norms,
   products,
   t5,
   t5gemma,
@@ -124,7 +124,7 @@ def test_a_norm_of_one_row_is_the_same(dtype):
   """It is computed as that of two rows: to the bit, and as another program."""
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(1, 1, 48)) * 100, dtype)
-  norm = layers.RMSNorm(dtype)
+  norm = norms.RMSNorm(dtype)
   params = {'params': {'scale': jnp.asarray(rng.normal(size=48), 'float32')}}
   made, texts = {}, {}
   for kind in ('cpu', 'gpu'):

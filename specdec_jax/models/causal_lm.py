@@ -18,7 +18,13 @@ import numpy as np
 from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import decoder_attention, kv_cache, layers, products
+from specdec_jax.models import (
+  decoder_attention,
+  kv_cache,
+  layers,
+  norms,
+  products,
+)
 from specdec_jax.models.base import Params
 from specdec_jax.models.linen_model import DecoderOnly
 from specdec_jax.models.rope import Rope, rotate
@@ -131,9 +137,11 @@ class CausalLMConfig:
     return tuple(map(self.kinds.index, repeated))
 
 
-def norm(config: CausalLMConfig) -> layers.RMSNorm:
+def norm(config: CausalLMConfig, folds: bool = False) -> norms.RMSNorm:
   """A norm of a stack."""
-  return layers.RMSNorm(config.dtype, config.norm_epsilon, config.norm_offset)
+  return norms.RMSNorm(
+    config.dtype, config.norm_epsilon, config.norm_offset, folds
+  )
 
 
 def embedder(config: CausalLMConfig) -> layers.Embed:
@@ -212,7 +220,7 @@ class Layer(nn.Module):
 
   def setup(self):
     config = self.config
-    self.pre_self_attention_layer_norm = norm(config)
+    self.pre_self_attention_layer_norm = norm(config, folds=True)
     self.self_attention = layers.Attention(
       config.num_heads,
       config.head_dim,
@@ -222,7 +230,7 @@ class Layer(nn.Module):
       qkv_bias=config.qkv_bias,
       norm=functools.partial(norm, config) if config.qk_norm else None,
     )
-    self.pre_mlp_layer_norm = norm(config)
+    self.pre_mlp_layer_norm = norm(config, folds=True)
     self.mlp = layers.MLP(
       config.emb_dim, config.mlp_dim, config.mlp_activations, 0.0, config.dtype
     )

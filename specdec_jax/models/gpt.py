@@ -20,7 +20,13 @@ import numpy as np
 from flax import linen as nn
 
 from specdec_jax.checks.fields import check_types
-from specdec_jax.models import decoder_attention, kv_cache, layers, products
+from specdec_jax.models import (
+  decoder_attention,
+  kv_cache,
+  layers,
+  norms,
+  products,
+)
 from specdec_jax.models.base import Params
 from specdec_jax.models.linen_model import DecoderOnly
 
@@ -75,7 +81,7 @@ class GPTConfig:
 
 def _norm(config: GPTConfig) -> nn.Module:
   if config.norm == 'rms':
-    return layers.RMSNorm(config.dtype)
+    return norms.RMSNorm(config.dtype)
   # Flax's fast variance loses digits if the mean is large.
   return nn.LayerNorm(
     epsilon=LAYER_NORM_EPSILON, dtype=config.dtype, use_fast_variance=False

@@ -75,49 +75,6 @@ class Embed(nn.Module):
     return logits if scale_first else logits / scale
 
 
-class RMSNorm(nn.Module):
-  """Root mean square norm with a scale (T5X calls it LayerNorm).
-
-  Attributes:
-    dtype: dtype of the result.
-    epsilon: added to the mean square.
-    offset: added to the scale; Gemma's scales are stored as differences from 1.
-  """
-
-  dtype: str = 'float32'
-  epsilon: float = 1e-6
-  offset: float = 0.0
-
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Normalises [..., M] in float32."""
-    at_first = nn.initializers.constant(1.0 - self.offset)
-    scale = self.param('scale', at_first, (x.shape[-1],))
-    if self.offset:  # in float32: a bfloat16 near 1 is coarser than near 0
-      scale = scale.astype(jnp.float32) + self.offset
-    x = x.astype(jnp.float32)
-    if backend.ways().doubles_norm and x.size == x.shape[-1]:
-      # Once and twice the row: of two equal ones XLA would make one again.
-      factors = 1 + lax.broadcasted_iota(jnp.float32, (2, x.size), 0)
-      normed = self._normed(x.reshape(1, -1) * factors, scale)
-      return normed[0].reshape(x.shape)
-    return self._normed(x, scale)
-
-  def _normed(self, x, scale):
-    mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
-    normed = x * lax.rsqrt(mean_square + self.epsilon)
-    return (normed * scale).astype(self.dtype)
-
-
-# T5X's `gelu` is the tanh form.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-  'relu': jax.nn.relu,
-  'gelu': functools.partial(jax.nn.gelu, approximate=True),
-  'silu': jax.nn.silu,
-  'linear': lambda x: x,
-}
-
-
 def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
   """Checks the fields that the configurations of all networks share.
 
@@ -142,11 +99,11 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
         f'{kind}.{field.name} must be at most {most}, got {value}.'
       )
   check_choice(f'{kind}.dtype', config.dtype, DTYPES)
-  unknown = set(config.mlp_activations) - set(ACTIVATIONS)
+  unknown = set(config.mlp_activations) - set(products.ACTIVATIONS)
   if unknown or not config.mlp_activations:
     raise ValueError(
       f'{kind}.mlp_activations must name one or more of'
-      f' {sorted(ACTIVATIONS)}, got {config.mlp_activations}.'
+      f' {sorted(products.ACTIVATIONS)}, got {config.mlp_activations}.'
     )
 
 
@@ -197,19 +154,13 @@ class MLP(nn.Module):
     dense = functools.partial(
       products.Dense, dtype=self.dtype, use_bias=self.use_bias
     )
-    if self.has_variable('params', 'wi_joined'):
-      joined = dense(count * self.hidden, name='wi_joined')(x)
-      factors = jnp.split(joined, count, -1)
+    if count == 1 or self.has_variable('params', 'wi_joined'):
+      name = 'wi' if count == 1 else 'wi_joined'
+      features = count * self.hidden
+      hidden = dense(features, activations=self.activations, name=name)(x)
     else:
-      names = ['wi'] if count == 1 else [f'wi_{i}' for i in range(count)]
-      factors = [dense(self.hidden, name=n)(x) for n in names]
-    hidden = functools.reduce(
-      jnp.multiply,
-      [
-        ACTIVATIONS[n](f)
-        for n, f in zip(self.activations, factors, strict=True)
-      ],
-    )
+      factors = [dense(self.hidden, name=f'wi_{i}')(x) for i in range(count)]
+      hidden = products.gated(factors, self.activations)
     hidden = dropout(self.dropout_rate)(hidden, deterministic=deterministic)
     return dense(self.features, name='wo')(hidden, residual)
 

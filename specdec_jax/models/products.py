@@ -5,7 +5,8 @@ lays it out for one GPU; `backend.Ways` says what is quick on a kind of device.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,31 @@ from flax import linen as nn
 from jax import lax
 
 from specdec_jax.models import backend, integers
+from specdec_jax.models.norms import Unnormed
 
 KERNEL_INIT = nn.initializers.variance_scaling(
   1.0, 'fan_in', 'truncated_normal'
 )
+
+
+# T5X's `gelu` is the tanh form.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  'relu': jax.nn.relu,
+  'gelu': functools.partial(jax.nn.gelu, approximate=True),
+  'silu': jax.nn.silu,
+  'linear': lambda x: x,
+}
+
+
+def gated(
+  factors: Sequence[jax.Array], activations: Sequence[str]
+) -> jax.Array:
+  """The product of what activations make of as many factors, [...] each."""
+  shaped = [
+    ACTIVATIONS[name](one)
+    for name, one in zip(activations, factors, strict=True)
+  ]
+  return functools.reduce(jnp.multiply, shaped)
 
 
 def precision(dtype: str) -> lax.Precision:
@@ -154,6 +176,8 @@ class Dense(nn.Module):
     kernel_init: initialises the kernel.
     use_bias: whether there is a bias.
     result_dtype: dtype of the result; None is `dtype`.
+    activations: names of those of a gate: the features are split in as many
+      parts, which are multiplied; () is no gate.
   """
 
   features: int
@@ -161,13 +185,17 @@ class Dense(nn.Module):
   kernel_init: nn.initializers.Initializer = KERNEL_INIT
   use_bias: bool = False
   result_dtype: str | None = None
+  activations: Sequence[str] = ()
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, residual: jax.Array | None = None
+    self, x: jax.Array | Unnormed, residual: jax.Array | None = None
   ) -> jax.Array:
-    """Maps [..., in] to [..., features], to which `residual` is added."""
-    x = x.astype(self.dtype)
+    """Maps [..., in] to [..., features], to which `residual` is added.
+
+    With a gate the result is [..., features / len(activations)].
+    """
+    rows = x.x if isinstance(x, Unnormed) else x
     scale: jax.Array | None = None
     if self.has_variable('params', integers.SCALE):
       scale = self.get_variable('params', integers.SCALE)
@@ -175,7 +203,7 @@ class Dense(nn.Module):
       kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
       dense = dense_out_in
     else:
-      shape = (x.shape[-1], self.features)
+      shape = (rows.shape[-1], self.features)
       kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
       dense = dense_in_out
     added = []
@@ -185,8 +213,52 @@ class Dense(nn.Module):
       added.append(bias.astype(self.dtype))
     if residual is not None:
       added.append(residual)
-    kernel = kernel.astype(self.dtype)
-    return dense(kernel, x, self.result_dtype, scale, added)
+    if self._takes_kernel(kernel, x, scale, added):
+      return self._by_kernel(kernel, x, scale, added)
+    x = x.applied() if isinstance(x, Unnormed) else x
+    x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
+    found = dense(kernel, x, self.result_dtype, scale, added)
+    if not self.activations:
+      return found
+    parts = jnp.split(found, len(self.activations), -1)
+    return gated(parts, self.activations)
+
+  def _takes_kernel(self, kernel, x, scale, added) -> bool:
+    """Whether it is one hand-written kernel where XLA would make several."""
+    if backend.kernel_setting() == 'off' or self.is_initializing():
+      return False
+    has_norm = isinstance(x, Unnormed)
+    shape = (x.x if has_norm else x).shape
+    count = math.prod(shape[:-1])
+    # A product alone is left to XLA, which makes one kernel of it as well.
+    if not (has_norm or self.activations or added or scale is not None):
+      return False
+    # Imported only where it is used: it takes a second.
+    from specdec_jax.models import product_kernel  # noqa: PLC0415
+
+    if count > product_kernel.MOST_ROWS:  # a prompt, or many rows
+      return False
+    parts = max(1, len(self.activations))
+    refusal = product_kernel.refusal(kernel, count, parts)
+    if not self.has_variable('params', 'kernel_out_in'):
+      refusal = 'kernels are [in, out]'
+    return backend.takes_kernel('products', refusal)
+
+  def _by_kernel(self, kernel, x, scale, added) -> jax.Array:
+    from specdec_jax.models import product_kernel  # noqa: PLC0415
+
+    if not isinstance(x, Unnormed):
+      x = x.astype(self.dtype)
+    if not integers.is_integers(kernel.dtype):
+      kernel = kernel.astype(self.dtype)
+    return product_kernel.product(
+      kernel,
+      x,
+      self.result_dtype or self.dtype,
+      scale,
+      added,
+      [ACTIVATIONS[name] for name in self.activations],
+    )
 
 
 def head(vocab_size: int, dtype: str) -> Dense:

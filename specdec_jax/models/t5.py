@@ -19,6 +19,7 @@ from specdec_jax.models import (
   decoder_attention,
   kv_cache,
   layers,
+  norms,
   products,
 )
 from specdec_jax.models.linen_model import EncodesInputs
@@ -82,8 +83,8 @@ class T5Config:
     return self.encoder_dim or self.emb_dim
 
 
-def _norm(config: T5Config) -> nn.Module:
-  return layers.RMSNorm(config.dtype)
+def _norm(config: T5Config, folds: bool = False) -> nn.Module:
+  return norms.RMSNorm(config.dtype, folds=folds)
 
 
 def _attention(config: T5Config) -> layers.Attention:
@@ -147,9 +148,9 @@ class EncoderLayer(nn.Module):
   def setup(self):
     if self.config.bias_per_layer:
       self.relpos_bias = _relative_bias(self.config, bidirectional=True)
-    self.pre_attention_layer_norm = _norm(self.config)
+    self.pre_attention_layer_norm = _norm(self.config, folds=True)
     self.attention = _attention(self.config)
-    self.pre_mlp_layer_norm = _norm(self.config)
+    self.pre_mlp_layer_norm = _norm(self.config, folds=True)
     self.mlp = _mlp(self.config)
     self.dropout = layers.dropout(self.config.dropout_rate)
 
@@ -198,11 +199,11 @@ class DecoderLayer(nn.Module):
   def setup(self):
     if self.config.bias_per_layer:
       self.relpos_bias = _relative_bias(self.config, bidirectional=False)
-    self.pre_self_attention_layer_norm = _norm(self.config)
+    self.pre_self_attention_layer_norm = _norm(self.config, folds=True)
     self.self_attention = _attention(self.config)
-    self.pre_cross_attention_layer_norm = _norm(self.config)
+    self.pre_cross_attention_layer_norm = _norm(self.config, folds=True)
     self.encoder_decoder_attention = _attention(self.config)
-    self.pre_mlp_layer_norm = _norm(self.config)
+    self.pre_mlp_layer_norm = _norm(self.config, folds=True)
     self.mlp = _mlp(self.config)
     self.dropout = layers.dropout(self.config.dropout_rate)
 

@@ -163,7 +163,7 @@ class CrossLayer(Layer):
   def setup(self):
     super().setup()
     config = self.config
-    self.pre_cross_attention_layer_norm = norm(config)
+    self.pre_cross_attention_layer_norm = norm(config, folds=True)
     self.encoder_decoder_attention = layers.Attention(
       config.num_heads,
       config.head_dim,

@@ -1,0 +1,237 @@
+"""A product of a few rows with all that stands around it, for GPUs (Pallas).
+
+XLA makes a product of several rows one kernel, and two more of the norm before
+it and the gate behind; of one row with a kernel of integers it makes these too.
+Here it is one: a program reads some rows of an [out, in] kernel once, from left
+to right, norms the few activations beside them, and adds up in float32; factors
+of integers, biases, a residual and the gate follow while the sums are on the
+chip. Each program norms for itself: the activations are small, and stay in the
+GPU's cache.
+
+`products.Dense` says what is computed; `refusal` which shapes are taken.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from specdec_jax.models import backend, integers
+from specdec_jax.models.norms import MOST_FOLDED_ROWS, Unnormed
+
+MOST_ROWS = MOST_FOLDED_ROWS  # those of a tensor core's tile
+_CORES = 132  # of an H100 or H200
+_TILES = (64, 32, 16)  # outputs of a program; 16 are a tensor core's least
+_CHUNK_BYTES = 1 << 14  # of the kernel at once, at most
+_LEAST = 16  # numbers of a row at once
+_WARPS, _STAGES = 4, 4
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+  """How a product is shared among programs.
+
+  Attributes:
+    rows: R.
+    size: numbers of a row, in.
+    width: outputs, of each part of a gate.
+    tile: outputs of a program.
+    chunk: numbers of a row at once.
+    dtype: of the operands.
+    epsilon: of the norm; None is no norm.
+    has_scale: whether each output has a factor.
+    num_added: arrays that are added.
+    activations: of the parts of a gate; () is no gate.
+  """
+
+  rows: int
+  size: int
+  width: int
+  tile: int
+  chunk: int
+  dtype: str
+  epsilon: float | None
+  has_scale: bool
+  num_added: int
+  activations: tuple[Activation, ...]
+
+
+def refusal(kernel: jax.Array, rows: int, parts: int = 1) -> str:
+  """Why a product is not computed here; '' if it can be.
+
+  Args:
+    kernel: [out, in].
+    rows: of the activations.
+    parts: of a gate, which share the outputs.
+  """
+  outputs, size = kernel.shape
+  if str(kernel.dtype) == integers.INT4:
+    return 'kernels are of four bits'
+  if rows > MOST_ROWS:
+    return f'{rows} rows are more than {MOST_ROWS}'
+  if outputs % (parts * _TILES[-1]):
+    return f'{outputs} outputs are no multiple of {parts * _TILES[-1]}'
+  if size % _LEAST:
+    return f'rows of {size} numbers: it must be a multiple of {_LEAST}'
+  return ''
+
+
+def product(
+  kernel: jax.Array,
+  x: jax.Array | Unnormed,
+  result_dtype: str,
+  scale: jax.Array | None = None,
+  added: Sequence[jax.Array] = (),
+  activations: Sequence[Activation] = (),
+) -> jax.Array:
+  """Returns x @ kernel.T, and what belongs to it.
+
+  Args:
+    kernel: [out, in], of x's dtype or of integers.
+    x: [..., in], or what a norm has still to be applied to.
+    result_dtype: dtype of the result; sums are float32 up to there.
+    scale: float32[out], a factor of each output; None is none.
+    added: [out] or [..., out] each, added to the product.
+    activations: of as many equal parts of the outputs, which are then
+      multiplied; () leaves the outputs as they are.
+
+  Returns:
+    [..., out / max(1, len(activations))].
+  """
+  norm, rows = (x, x.x) if isinstance(x, Unnormed) else (None, x)
+  outputs, size = kernel.shape
+  leading = rows.shape[:-1]
+  args = [kernel, rows.reshape(-1, size)]
+  count = args[1].shape[0]
+  if norm:
+    args.append(norm.scale)
+  if scale is not None:
+    args.append(scale)
+  args += [
+    one if one.ndim == 1 else one.reshape(count, outputs) for one in added
+  ]
+  parts = max(1, len(activations))
+  width = outputs // parts
+  tile = _tile(width, parts)
+  work = _Work(
+    count,
+    size,
+    width,
+    tile,
+    _chunk(size, tile * parts * kernel.dtype.itemsize),
+    norm.dtype if norm else str(rows.dtype),
+    norm.epsilon if norm else None,
+    scale is not None,
+    len(added),
+    tuple(activations),
+  )
+  found = pl.pallas_call(
+    functools.partial(_program, work),
+    grid=(width // tile,),
+    out_shape=jax.ShapeDtypeStruct((count, width), jnp.dtype(result_dtype)),
+    interpret=backend.kernel_setting() == 'interpreted',
+    compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+    name='product',
+  )(*args)
+  return found.reshape(*leading, width)
+
+
+def _tile(width: int, parts: int) -> int:
+  """Outputs of a program: as many as leave one for each core, if they can."""
+  fitting = [tile for tile in _TILES if not width % tile]
+  filling = [t for t in fitting if t * parts <= 64 and width // t >= _CORES]
+  return filling[0] if filling else fitting[-1]
+
+
+def _chunk(size: int, bytes_each: int) -> int:
+  """Numbers of a row at once: a power of two that divides it."""
+  most = _CHUNK_BYTES // bytes_each
+  return min(size & -size, 1 << (most.bit_length() - 1))
+
+
+def _program(work: _Work, *refs: Any) -> None:
+  """Some outputs of all rows."""
+  kernel, rows, *rest, result = refs
+  norm = rest.pop(0) if work.epsilon is not None else None
+  scale = rest.pop(0) if work.has_scale else None
+  # Rows behind the last repeat it: what is written twice is the same.
+  row = jnp.minimum(jnp.arange(MOST_ROWS), work.rows - 1)
+  first = pl.program_id(0) * work.tile
+  parts = range(max(1, len(work.activations)))
+  chunks = work.size // work.chunk
+
+  def activations(i):
+    return rows[row, pl.ds(i * work.chunk, work.chunk)]
+
+  def squared(i, total):
+    return total + jnp.sum(lax.square(activations(i).astype(jnp.float32)), 1)
+
+  if norm is not None:
+    total = jnp.zeros((MOST_ROWS,), jnp.float32)
+    total = lax.fori_loop(0, chunks, squared, total)
+    factor = lax.rsqrt(total / work.size + work.epsilon)
+
+  def operand(i):
+    x = activations(i)
+    if norm is None:
+      return x.astype(work.dtype)
+    x = x.astype(jnp.float32) * factor[:, None]
+    here = norm[pl.ds(i * work.chunk, work.chunk)].astype(jnp.float32)
+    return (x * here[None, :]).astype(work.dtype)
+
+  def more(i, sums):
+    x = operand(i)
+    here = pl.ds(i * work.chunk, work.chunk)
+    return tuple(
+      total
+      + triton.dot(
+        kernel[pl.ds(part * work.width + first, work.tile), here].astype(
+          work.dtype
+        ),
+        x,
+        trans_b=True,
+        precision=_precision(work.dtype),
+      )
+      for part, total in zip(parts, sums, strict=True)
+    )
+
+  zeros = jnp.zeros((work.tile, MOST_ROWS), jnp.float32)
+  sums = lax.fori_loop(0, chunks, more, tuple(zeros for _ in parts))
+  found = [
+    _finished(work, total, part * work.width + first, row, scale, rest)
+    for part, total in zip(parts, sums, strict=True)
+  ]
+  if work.activations:
+    found = [f(x) for f, x in zip(work.activations, found, strict=True)]
+  output = first + jnp.arange(work.tile)
+  result[row[None, :], output[:, None]] = functools.reduce(
+    operator.mul, found
+  ).astype(result.dtype)
+
+
+def _finished(work: _Work, total, first, row, scale, added):
+  """Sums [tile, rows] with their factors, and with what is added."""
+  here = pl.ds(first, work.tile)
+  if scale is not None:
+    total = total * scale[here].astype(jnp.float32)[:, None]
+  for one in added:
+    if one.ndim == 1:
+      more = one[here][:, None]
+    else:
+      more = one[row[None, :], (first + jnp.arange(work.tile))[:, None]]
+    total = total + more.astype(jnp.float32)
+  return total
+
+
+def _precision(dtype: str) -> lax.Precision:
+  is_exact = jnp.dtype(dtype) == jnp.float32
+  return lax.Precision.HIGHEST if is_exact else lax.Precision.DEFAULT
