@@ -198,12 +198,15 @@ def _gpu_check(found: Record) -> list[str | Table]:
     f'{task} {length} input and {settings["decode_lens"][task]} output tokens'
     for task, length in settings['input_lens'].items()
   )
+  waiting = ''
+  if settings.get('kernels') == 'layers':
+    waiting = f' {settings["wait_us"]:g} per wait within a kernel,'
   return [
     f'One {settings["compiled_for"]}, compiled for and not run; batch'
     f' {settings["batch"]}, {settings["param_dtype"]}; {lengths}; JAX'
     f' {settings["jax"]}. Times are predicted: {settings["kernel_us"]:g}'
     f' microseconds per kernel, {settings["conditional_us"]:g} per conditional,'
-    f' bytes at {settings["gb_per_s"]:,.0f} GB/s; T5X by'
+    f'{waiting} bytes at {settings["gb_per_s"]:,.0f} GB/s; T5X by'
     f' {settings["t5x_kernels"]} kernels per token.',
     *compiled_report.tables(found),
   ]

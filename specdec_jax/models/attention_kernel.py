@@ -49,10 +49,10 @@ _WARPS = 4
 _Running = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class _Own(NamedTuple):
+class Own(NamedTuple):
   """What self-attention reads; `step` has the shapes."""
 
-  fresh: Any  # [B, S, H + 2 * K, D]: queries, keys and values
+  fresh: Any  # [B * S, (H + 2 * K) * D]: queries, keys and values
   joined: Any
   position_bias: Any
   length: Any
@@ -61,10 +61,11 @@ class _Own(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
-  """How a call is shared among programs, of which `grid` has three numbers.
+class Work:
+  """How a call is shared among programs; three numbers say which one it is.
 
   Attributes:
+    batch: B.
     heads: H.
     kept: K, heads of keys.
     num_queries: S.
@@ -75,6 +76,7 @@ class _Work:
     softcap: likewise.
   """
 
+  batch: int
   heads: int
   kept: int
   num_queries: int
@@ -99,6 +101,15 @@ class _Work:
     """Programs that share the queries of a group."""
     return pl.cdiv(self.num_queries * self.group, self.rows)
 
+  @property
+  def grid(self) -> tuple[int, int, int]:
+    """Rows, heads of keys, and programs for these."""
+    return self.batch, self.kept, self.tiles * self.parts
+
+  def numbers(self, head: jax.Array) -> jax.Array:
+    """Where heads int32[N] are in an array of all, int32[N, D]."""
+    return head[:, None] * self.size + jnp.arange(self.size)[None, :]
+
   def queries_of(self, kept: jax.Array, tile: jax.Array):
     """The token and the head of each row of a tile, int32[rows] twice."""
     row = tile * self.rows + jnp.arange(self.rows)
@@ -107,11 +118,11 @@ class _Work:
     return row // self.group, kept * self.group + row % self.group
 
 
-def refusal(queries: jax.Array, kept: int, slots: int) -> str:
+def refusal(queries: Any, kept: int, slots: int) -> str:
   """Why attention is not computed here; '' if it can be.
 
   Args:
-    queries: [B, S, H, D], S at most `MOST_QUERIES`.
+    queries: [B, S, H, D], or its shape and dtype; S at most `MOST_QUERIES`.
     kept: heads of keys and values.
     slots: T or E, the fewest where there are both.
   """
@@ -159,23 +170,25 @@ def step(
   Returns:
     [B, S, H * D], and the cache with S tokens more: in place under jit.
   """
-  batch, num_queries = queries.shape[:2]
   # XLA sees that these were the parts of one product.
-  flat = [x.reshape(batch, num_queries, -1) for x in (queries, keys, values)]
+  flat = [x.reshape(*x.shape[:2], -1) for x in (queries, keys, values)]
   fresh = jnp.concatenate(flat, axis=-1)
-  fresh = fresh.reshape(batch, num_queries, -1, queries.shape[3])
-  parts: tuple[Any, ...] = ()
-  if tree is not None:
-    # In memory a bool is a byte, which is what a kernel reads.
-    seen = tree.visible.astype(jnp.int8)
-    parts = tree.positions, tree.slot_positions, seen
-  own = _Own(fresh, joined, position_bias, length, parts, tuple(beside))
+  fresh = fresh.reshape(-1, fresh.shape[2])
+  parts = () if tree is None else of_tree(tree)
+  own = Own(fresh, joined, position_bias, length, parts, tuple(beside))
   slots = [joined.shape[3], *(x.shape[3] for x in beside[:1])]
-  work = _work(queries, keys.shape[2], slots, scale, softcap)
+  work = shared(queries, keys.shape[2], slots, scale, softcap)
   *found, joined = _call(
-    _step, work, own, queries, joined, keys.nbytes + values.nbytes
+    step_part, work, own, queries, joined, keys.nbytes + values.nbytes
   )
   return _together(found, queries), joined
+
+
+def of_tree(tree: Tree) -> tuple[jax.Array, ...]:
+  """What `Own.tree` holds of a tree."""
+  # In memory a bool is a byte, which is what a kernel reads.
+  seen = tree.visible.astype(jnp.int8)
+  return tree.positions, tree.slot_positions, seen
 
 
 def cross(
@@ -188,21 +201,38 @@ def cross(
 ) -> jax.Array:
   """`layers.attend` over an encoder's output: the bias is [B, 1, 1, E]."""
   slots = [keys.shape[3]]
-  work = _work(queries, keys.shape[1], slots, scale, softcap)
-  found = _call(_cross, work, (queries, keys, values, bias), queries)
+  work = shared(queries, keys.shape[1], slots, scale, softcap)
+  flat = queries.reshape(-1, work.heads * work.size)
+  found = _call(cross_part, work, (flat, keys, values, bias), queries)
   return _together(found, queries)
 
 
-def _work(queries, kept: int, slots: list[int], scale, softcap) -> _Work:
+def shared(
+  queries: Any,
+  kept: int,
+  slots: Sequence[int],
+  scale: float = 1.0,
+  softcap: float = 0.0,
+  most_parts: int = _MOST_PARTS,
+) -> Work:
+  """How a call is shared; `step` and `cross` have its arguments.
+
+  Args:
+    queries: [B, S, H, D], or its shape and dtype.
+    kept: K.
+    slots: T or E, or both.
+    scale: of scores.
+    softcap: of scores.
+    most_parts: programs that share the slots of a head, at most.
+  """
   batch, num_queries, heads, size = queries.shape
   block = _BLOCK_BYTES // (size * queries.dtype.itemsize)
   block = min(block, *(1 << (one.bit_length() - 1) for one in slots))
-  work = _Work(
-    heads, kept, num_queries, size, block, 1, float(scale), float(softcap)
-  )
+  shape = batch, heads, kept, num_queries, size
+  work = Work(*shape, block, 1, float(scale), float(softcap))
   idle = _CORES // (batch * kept * work.tiles)
   read = 2 * sum(slots) * size * queries.dtype.itemsize
-  parts = min(idle, read // _LEAST_BYTES, _MOST_PARTS)
+  parts = min(idle, read // _LEAST_BYTES, most_parts)
   return dataclasses.replace(work, parts=max(parts, 1))
 
 
@@ -212,11 +242,11 @@ def _rows(count: int, size: int) -> int:
   return min(least, _ROWS, _TILE // size)
 
 
-def _call(kernel: Callable, work: _Work, args, queries, cache=None, updated=0):
+def _call(kernel: Callable, work: Work, args, queries, cache=None, updated=0):
   """Runs a kernel for each row and head of keys.
 
   Args:
-    kernel: (work, args, results).
+    kernel: `step_part` or `cross_part`.
     work: how it is shared.
     args: arrays; the cache is the second, if there is one.
     queries: [B, S, H, D].
@@ -227,27 +257,28 @@ def _call(kernel: Callable, work: _Work, args, queries, cache=None, updated=0):
     What `_together` takes, and then the cache.
   """
   result = jax.ShapeDtypeStruct
-  shapes = [result(queries.shape, queries.dtype)]
+  tokens, width = work.batch * work.num_queries, work.heads * work.size
+  shapes = [result((tokens, width), queries.dtype)]
   if work.parts > 1:
-    shape = (work.parts, *queries.shape)
-    shapes = [result(shape, jnp.float32)]
-    shapes += [result(shape[:-1], jnp.float32)] * 2
+    shapes = [result((work.parts, tokens, width), jnp.float32)]
+    shapes += [result((work.parts, tokens, work.heads), jnp.float32)] * 2
   if cache is not None:
     shapes.append(result(cache.shape, cache.dtype))
 
   def of_all(*refs):
-    kernel(work, refs[: len(args)], refs[len(args) :])
+    place = tuple(pl.program_id(i) for i in range(3))
+    kernel(work, place, refs[: len(args)], refs[len(args) :])
 
   return pl.pallas_call(
     of_all,
-    grid=(queries.shape[0], work.kept, work.tiles * work.parts),
+    grid=work.grid,
     out_shape=shapes,
     input_output_aliases={} if cache is None else {1: len(shapes) - 1},
-    interpret=backend.kernel_setting() == 'interpreted',
+    interpret=backend.interprets_kernels(),
     compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=2),
     # For `measure.compiled`, which else would count the whole cache.
     metadata={'updated_bytes': json.dumps(updated)} if updated else None,
-    name=kernel.__name__.strip('_'),
+    name=kernel.__name__.removesuffix('_part'),
   )(*args)
 
 
@@ -262,20 +293,29 @@ def _together(found: Sequence[jax.Array], queries: jax.Array) -> jax.Array:
     shares = [jnp.exp(most[i] - largest) for i in parts]
     weights = [share * total[i] for i, share in enumerate(shares)]
     whole = functools.reduce(jnp.add, weights)
+    mixed = mixed.reshape(*most.shape, -1)
     scaled = [share[..., None] * mixed[i] for i, share in enumerate(shares)]
     mixed = functools.reduce(jnp.add, scaled) / whole[..., None]
   return mixed.astype(queries.dtype).reshape(*queries.shape[:2], -1)
 
 
-def _step(work: _Work, args, results):
-  """One program of `step`."""
-  own = _Own(*args)
-  row, kept, turn = (pl.program_id(i) for i in range(3))
+def step_part(work: Work, place: Sequence[Any], args, results) -> None:
+  """What one program of `step` does.
+
+  Args:
+    work: how it is shared.
+    place: which of `work.grid` it is.
+    args: an `Own`, of what a kernel reads.
+    results: [B * S, H * D], or parts of it, and the cache.
+  """
+  own = Own(*args)
+  row, kept, turn = place
+  first_token = row * work.num_queries
   tile, part = turn // work.parts, turn % work.parts
   slots = own.joined.shape[3]
   start = own.length[row]
   token, head = work.queries_of(kept, tile)
-  queries = own.fresh[row, token, head, :]
+  queries = own.fresh[first_token + token[:, None], work.numbers(head)]
   bias_of = _bias_of(own, row, token, start, head)
   written = results[-1]
 
@@ -288,8 +328,11 @@ def _step(work: _Work, args, results):
     number = first + jnp.arange(count)
     is_token = number < work.num_queries
     number = jnp.minimum(number, work.num_queries - 1)
+    heads = work.heads + kept + jnp.zeros_like(number)
     keys, values = (
-      own.fresh[row, number, work.heads + i * work.kept + kept, :]
+      own.fresh[
+        first_token + number[:, None], work.numbers(heads + i * work.kept)
+      ]
       for i in range(2)
     )
 
@@ -333,22 +376,23 @@ def _step(work: _Work, args, results):
   running = lax.fori_loop(0, blocks, older, running)
   if own.beside:
     running = _encoded(work, own.beside, queries, row, kept, part, running)
-  _give(work, results, (row, token, head), part, running)
+  _give(work, results, (first_token + token, head), part, running)
 
 
-def _cross(work: _Work, args, results):
-  """One program of `cross`."""
-  row, kept, turn = (pl.program_id(i) for i in range(3))
+def cross_part(work: Work, place: Sequence[Any], args, results) -> None:
+  """What one program of `cross` does; see `step_part`."""
+  row, kept, turn = place
+  first_token = row * work.num_queries
   tile, part = turn // work.parts, turn % work.parts
   token, head = work.queries_of(kept, tile)
   rows, *encoded = args
-  queries = rows[row, token, head, :]
+  queries = rows[first_token + token[:, None], work.numbers(head)]
   running = _nothing_yet(queries)
   running = _encoded(work, encoded, queries, row, kept, part, running)
-  _give(work, results, (row, token, head), part, running)
+  _give(work, results, (first_token + token, head), part, running)
 
 
-def _bias_of(own: _Own, row, token, start, head) -> Callable[..., jax.Array]:
+def _bias_of(own: Own, row, token, start, head) -> Callable[..., jax.Array]:
   """Maps slots int32[N] to the bias of the queries there, [rows, N]."""
   slots = own.joined.shape[3]
   bias_row = head if own.position_bias.shape[0] > 1 else jnp.zeros_like(head)
@@ -385,7 +429,7 @@ def _encoded(work, encoded, queries, row, kept, part, running) -> _Running:
   return lax.fori_loop(0, blocks, some, running)
 
 
-def _blocks_of(work: _Work, part, count):
+def _blocks_of(work: Work, part, count):
   """How many of `count` blocks a part has: every so many is its own."""
   return count if work.parts == 1 else pl.cdiv(count - part, work.parts)
 
@@ -400,7 +444,7 @@ def _place(number, block: int, slots: int):
   return first, slot, slot >= number * block
 
 
-def _shaped(work: _Work, scores):
+def _shaped(work: Work, scores):
   """Scores before their bias."""
   if work.scale != 1.0:
     scores = scores * work.scale
@@ -433,15 +477,15 @@ def _more(running: _Running, scores, values, trans_b: bool) -> _Running:
   return new_most, total, mixed * shrunk[:, None] + more
 
 
-def _give(work: _Work, results, place, part, running: _Running) -> None:
+def _give(work: Work, results, place, part, running: _Running) -> None:
   """Writes what was found for the queries at a place."""
   most, total, mixed = running
+  token, head = place
+  whole = token[:, None], work.numbers(head)
   if work.parts == 1:
     (result, *_) = results
-    result[(*place, slice(None))] = (mixed / total[:, None]).astype(
-      result.dtype
-    )
+    result[whole] = (mixed / total[:, None]).astype(result.dtype)
     return
-  for one, found in zip(results, (mixed, most, total), strict=False):
-    whole = (slice(None),) * (found.ndim - 1)
-    one[(part, *place, *whole)] = found
+  results[0][(part, *whole)] = mixed
+  for one, found in zip(results[1:3], (most, total), strict=True):
+    one[part, token, head] = found

@@ -24,8 +24,17 @@ _split = jax.make_user_context(False)
 _kernels = jax.make_user_context('')
 
 # Hand-written kernels (Pallas): none; where they can be had; or an error where
-# they cannot. 'interpreted' is 'forced' on any device, slowly, for tests.
-KERNELS = ('off', 'on', 'forced', 'interpreted')
+# they cannot; 'layers' is 'on' with one kernel of a whole layer where that can
+# be had. 'interpreted' is 'forced' on any device, slowly, for tests, and so is
+# 'interpreted layers'.
+KERNELS = (
+  'off',
+  'on',
+  'layers',
+  'forced',
+  'interpreted',
+  'interpreted layers',
+)
 _KERNELS = 'SPECDEC_KERNELS'  # in the environment: one of these
 
 
@@ -172,12 +181,22 @@ def takes_kernel(name: str, refusal: str = '') -> bool:
   if not reason:
     return True
   message = f'The kernel of {name} cannot be had: {reason}.'
-  if kernel_setting() != 'on':
+  if kernel_setting() not in ('on', 'layers'):
     raise ValueError(
       f"{message} Set kernels to 'on', which does without it here, or 'off'."
     )
   _say_once(message + ' XLA computes this instead.')
   return False
+
+
+def wants_layers() -> bool:
+  """Whether a layer is to be one kernel, where `takes_kernel` says so."""
+  return kernel_setting().endswith('layers')
+
+
+def interprets_kernels() -> bool:
+  """Whether kernels are interpreted, a program after another."""
+  return kernel_setting().startswith('interpreted')
 
 
 def _lacks() -> str:
@@ -186,7 +205,7 @@ def _lacks() -> str:
     return 'rows and heads may be split over several devices'
   if importlib.util.find_spec('jax.experimental.pallas.triton') is None:
     return f'jax {jax.__version__} has no Pallas for GPUs'
-  if kind() != 'gpu' and kernel_setting() != 'interpreted':
+  if kind() != 'gpu' and not interprets_kernels():
     return f'it is written for GPUs, and this is a {kind().upper()}'
   return ''
 

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,35 @@ from specdec_jax.models import backend, integers
 from specdec_jax.models.norms import MOST_FOLDED_ROWS, Unnormed
 
 MOST_ROWS = MOST_FOLDED_ROWS  # those of a tensor core's tile
-_CORES = 132  # of an H100 or H200
+CORES = 132  # of an H100 or H200
 _TILES = (64, 32, 16)  # outputs of a program; 16 are a tensor core's least
 _CHUNK_BYTES = 1 << 14  # of the kernel at once, at most
 _LEAST = 16  # numbers of a row at once
-_WARPS, _STAGES = 4, 4
+WARPS, STAGES = 4, 4
 
 Activation = Callable[[jax.Array], jax.Array]
 
 
+class Given(NamedTuple):
+  """What a product reads, or a kernel's references to it.
+
+  Attributes:
+    kernel: [out, in].
+    rows: [R, in].
+    norm: scale of a norm of the rows, float32[in]; None is no norm.
+    scale: float32[out], a factor of each output; None is none.
+    added: [out] or [R, out] each.
+  """
+
+  kernel: Any
+  rows: Any
+  norm: Any = None
+  scale: Any = None
+  added: tuple[Any, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class Work:
   """How a product is shared among programs.
 
   Attributes:
@@ -47,9 +65,7 @@ class _Work:
     tile: outputs of a program.
     chunk: numbers of a row at once.
     dtype: of the operands.
-    epsilon: of the norm; None is no norm.
-    has_scale: whether each output has a factor.
-    num_added: arrays that are added.
+    epsilon: of the norm, if there is one.
     activations: of the parts of a gate; () is no gate.
   """
 
@@ -59,10 +75,13 @@ class _Work:
   tile: int
   chunk: int
   dtype: str
-  epsilon: float | None
-  has_scale: bool
-  num_added: int
-  activations: tuple[Activation, ...]
+  epsilon: float = 0.0
+  activations: tuple[Activation, ...] = ()
+
+  @property
+  def count(self) -> int:
+    """Programs."""
+    return self.width // self.tile
 
 
 def refusal(kernel: jax.Array, rows: int, parts: int = 1) -> str:
@@ -109,46 +128,65 @@ def product(
   """
   norm, rows = (x, x.x) if isinstance(x, Unnormed) else (None, x)
   outputs, size = kernel.shape
-  leading = rows.shape[:-1]
-  args = [kernel, rows.reshape(-1, size)]
-  count = args[1].shape[0]
-  if norm:
-    args.append(norm.scale)
-  if scale is not None:
-    args.append(scale)
-  args += [
-    one if one.ndim == 1 else one.reshape(count, outputs) for one in added
-  ]
+  flat = rows.reshape(-1, size)
+  given = Given(
+    kernel,
+    flat,
+    norm and norm.scale,
+    scale,
+    tuple(one.reshape(-1, outputs) if one.ndim > 1 else one for one in added),
+  )
+  work = shared(
+    kernel,
+    len(flat),
+    norm.dtype if norm else str(rows.dtype),
+    norm.epsilon if norm else 0.0,
+    activations,
+  )
+
+  def program(*refs):
+    product_part(work, pl.program_id(0), Given(*refs[:-1]), refs[-1])
+
+  found = pl.pallas_call(
+    program,
+    grid=(work.count,),
+    out_shape=jax.ShapeDtypeStruct((work.rows, work.width), result_dtype),
+    interpret=backend.interprets_kernels(),
+    compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+    name='product',
+  )(*given)
+  return found.reshape(*rows.shape[:-1], work.width)
+
+
+def shared(
+  kernel: Any,
+  rows: int,
+  dtype: str,
+  epsilon: float = 0.0,
+  activations: Sequence[Activation] = (),
+) -> Work:
+  """How a product is shared; `product` has its arguments.
+
+  Args:
+    kernel: [out, in], or its shape and dtype.
+    rows: of the activations.
+    dtype: of the operands.
+    epsilon: of the norm, if there is one.
+    activations: of a gate.
+  """
+  outputs, size = kernel.shape
   parts = max(1, len(activations))
   width = outputs // parts
   tile = _tile(width, parts)
-  work = _Work(
-    count,
-    size,
-    width,
-    tile,
-    _chunk(size, tile * parts * kernel.dtype.itemsize),
-    norm.dtype if norm else str(rows.dtype),
-    norm.epsilon if norm else None,
-    scale is not None,
-    len(added),
-    tuple(activations),
-  )
-  found = pl.pallas_call(
-    functools.partial(_program, work),
-    grid=(width // tile,),
-    out_shape=jax.ShapeDtypeStruct((count, width), jnp.dtype(result_dtype)),
-    interpret=backend.kernel_setting() == 'interpreted',
-    compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
-    name='product',
-  )(*args)
-  return found.reshape(*leading, width)
+  chunk = _chunk(size, tile * parts * kernel.dtype.itemsize)
+  shape = rows, size, width, tile, chunk
+  return Work(*shape, dtype, epsilon, tuple(activations))
 
 
 def _tile(width: int, parts: int) -> int:
   """Outputs of a program: as many as leave one for each core, if they can."""
   fitting = [tile for tile in _TILES if not width % tile]
-  filling = [t for t in fitting if t * parts <= 64 and width // t >= _CORES]
+  filling = [t for t in fitting if t * parts <= 64 and width // t >= CORES]
   return filling[0] if filling else fitting[-1]
 
 
@@ -158,34 +196,38 @@ def _chunk(size: int, bytes_each: int) -> int:
   return min(size & -size, 1 << (most.bit_length() - 1))
 
 
-def _program(work: _Work, *refs: Any) -> None:
-  """Some outputs of all rows."""
-  kernel, rows, *rest, result = refs
-  norm = rest.pop(0) if work.epsilon is not None else None
-  scale = rest.pop(0) if work.has_scale else None
+def product_part(work: Work, number: Any, given: Given, result: Any) -> None:
+  """What one program does: some outputs of all rows.
+
+  Args:
+    work: how the product is shared.
+    number: which of `work.count` programs it is.
+    given: references.
+    result: likewise, [R, width].
+  """
   # Rows behind the last repeat it: what is written twice is the same.
   row = jnp.minimum(jnp.arange(MOST_ROWS), work.rows - 1)
-  first = pl.program_id(0) * work.tile
+  first = number * work.tile
   parts = range(max(1, len(work.activations)))
   chunks = work.size // work.chunk
 
   def activations(i):
-    return rows[row, pl.ds(i * work.chunk, work.chunk)]
+    return given.rows[row, pl.ds(i * work.chunk, work.chunk)]
 
   def squared(i, total):
     return total + jnp.sum(lax.square(activations(i).astype(jnp.float32)), 1)
 
-  if norm is not None:
+  if given.norm is not None:
     total = jnp.zeros((MOST_ROWS,), jnp.float32)
     total = lax.fori_loop(0, chunks, squared, total)
     factor = lax.rsqrt(total / work.size + work.epsilon)
 
   def operand(i):
     x = activations(i)
-    if norm is None:
+    if given.norm is None:
       return x.astype(work.dtype)
     x = x.astype(jnp.float32) * factor[:, None]
-    here = norm[pl.ds(i * work.chunk, work.chunk)].astype(jnp.float32)
+    here = given.norm[pl.ds(i * work.chunk, work.chunk)].astype(jnp.float32)
     return (x * here[None, :]).astype(work.dtype)
 
   def more(i, sums):
@@ -194,7 +236,7 @@ def _program(work: _Work, *refs: Any) -> None:
     return tuple(
       total
       + triton.dot(
-        kernel[pl.ds(part * work.width + first, work.tile), here].astype(
+        given.kernel[pl.ds(part * work.width + first, work.tile), here].astype(
           work.dtype
         ),
         x,
@@ -207,7 +249,7 @@ def _program(work: _Work, *refs: Any) -> None:
   zeros = jnp.zeros((work.tile, MOST_ROWS), jnp.float32)
   sums = lax.fori_loop(0, chunks, more, tuple(zeros for _ in parts))
   found = [
-    _finished(work, total, part * work.width + first, row, scale, rest)
+    _finished(work, given, total, part * work.width + first, row)
     for part, total in zip(parts, sums, strict=True)
   ]
   if work.activations:
@@ -218,13 +260,13 @@ def _program(work: _Work, *refs: Any) -> None:
   ).astype(result.dtype)
 
 
-def _finished(work: _Work, total, first, row, scale, added):
+def _finished(work: Work, given: Given, total, first, row):
   """Sums [tile, rows] with their factors, and with what is added."""
   here = pl.ds(first, work.tile)
-  if scale is not None:
-    total = total * scale[here].astype(jnp.float32)[:, None]
-  for one in added:
-    if one.ndim == 1:
+  if given.scale is not None:
+    total = total * given.scale[here].astype(jnp.float32)[:, None]
+  for one in given.added:
+    if len(one.shape) == 1:
       more = one[here][:, None]
     else:
       more = one[row[None, :], (first + jnp.arange(work.tile))[:, None]]

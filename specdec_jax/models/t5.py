@@ -296,6 +296,9 @@ class Decoder(nn.Module):
   def extend(self, x, cache, write=kv_cache.write, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
+    if write is kv_cache.write and self._takes_kernels(x, cache, tree):
+      x, kept = self._by_kernels(x, cache, tree)
+      return self._last(x, True), cache.grown(kept, num_queries)
     owns = decoder_attention.own_steps(cache, num_queries, tree, write)
     crosses = decoder_attention.cross_steps(cache, num_queries, write)
     kept = []
@@ -304,6 +307,59 @@ class Decoder(nn.Module):
       kept.append(memory)
     cache = cache.grown(kept, num_queries)
     return self._last(x, True), cache
+
+  def _takes_kernels(self, x, cache, tree) -> bool:
+    """Whether each layer of a call is one hand-written kernel."""
+    rows = x.shape[0] * x.shape[1]
+    if not backend.wants_layers() or rows > norms.MOST_FOLDED_ROWS:
+      return False
+    # Imported only where it is used: it takes a second.
+    from specdec_jax.models import layer_kernel  # noqa: PLC0415
+
+    refusal = 'keys and values are in arrays of their own'
+    if cache.joined:
+      params = self.layers[0].variables['params']
+      seen = self._seen(cache, 0, tree)
+      refusal = layer_kernel.refusal(params, x, seen, self._sizes())
+    return backend.takes_kernel('layers', refusal)
+
+  def _by_kernels(self, x, cache, tree):
+    """Maps x [B, S, M] to [B, S, M], and gives what each layer keeps."""
+    from specdec_jax.models import layer_kernel  # noqa: PLC0415
+
+    kept, turns = [], layer_kernel.no_turns()
+    for i, layer in enumerate(self.layers):
+      given = layer.variables['params'], x, self._seen(cache, i, tree)
+      with jax.named_scope(f'layers_{i}'):
+        x, memory, turns = layer_kernel.layer(*given, self._sizes(), turns)
+      kept.append((memory,))
+    return x, kept
+
+  def _seen(self, cache, number, tree):
+    """What a layer attends to."""
+    from specdec_jax.models import layer_kernel  # noqa: PLC0415
+
+    biases = cache.position_bias
+    return layer_kernel.Seen(
+      cache.joined[number],
+      biases[number % len(biases)],
+      cache.length,
+      (cache.cross_keys[number], cache.cross_values[number], cache.cross_bias),
+      tree,
+    )
+
+  def _sizes(self):
+    """What each layer is."""
+    from specdec_jax.models import layer_kernel  # noqa: PLC0415
+
+    config = self.config
+    return layer_kernel.Sizes(
+      config.num_heads,
+      config.head_dim,
+      tuple(products.ACTIVATIONS[name] for name in config.mlp_activations),
+      norms.RMSNorm.epsilon,
+      config.dtype,
+    )
 
 
 class EncoderDecoder(nn.Module):

@@ -52,6 +52,7 @@ class BeamCheckConfig:
       `devices.KNOWN` says.
     kernel_us: microseconds per kernel, beside the time of its bytes.
     conditional_us: microseconds per conditional, which waits for the host.
+    wait_us: microseconds that a kernel's programs wait for each other.
     device: name of a GPU in `devices.KNOWN`.
     name: name of the report.
 
@@ -72,13 +73,14 @@ class BeamCheckConfig:
   gb_per_s: float | None = None
   kernel_us: float = 2.5
   conditional_us: float = 10.0
+  wait_us: float = 1.5
   device: str = 'h200'
   name: str = 'Beam search, compiled'
 
   def __post_init__(self):
     check_types(self)
     check_at_least(self, width=1, input_len=1, decode_len=1)
-    check_at_least(self, kernel_us=0.0, conditional_us=0.0)
+    check_at_least(self, kernel_us=0.0, conditional_us=0.0, wait_us=0.0)
     described = devices.find(self.device)
     if not isinstance(described, devices.Gpu):
       raise ValueError(

@@ -12,7 +12,8 @@ def predict(
 ) -> dict[str, Any]:
   """Times of a token and of a round, and the factor that follows.
 
-  A time is bytes over bandwidth, and a cost for each kernel and conditional.
+  A time is bytes over bandwidth, and a cost for each kernel, conditional and
+  wait of a kernel's programs for each other.
   What a kernel writes is counted once: the next one finds it in the cache.
 
   Args:
@@ -65,9 +66,11 @@ def cost(config: Any, read: float, launched: dict[str, Any]) -> dict[str, Any]:
     launched: `kernels.summary` of them.
   """
   count = launched['kernels'] + launched.get('branch_kernels', 0)
-  waits = launched.get('conditionals', 0)
+  conditionals = launched.get('conditionals', 0)
+  waits = launched.get('waits', 0)
   written = launched.get('written_bytes', 0) + launched.get('updated_bytes', 0)
-  starting = count * config.kernel_us + waits * config.conditional_us
+  starting = count * config.kernel_us + conditionals * config.conditional_us
+  starting += waits * config.wait_us
   moving = (read + written) / config.gb_per_s / 1e3
   return dict(launched) | {
     'read_bytes': read,

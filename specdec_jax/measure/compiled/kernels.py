@@ -20,8 +20,11 @@ _NOTHING = frozenset(
 _CARRIERS = frozenset(['parameter', 'get-tuple-element'])
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}  # op -> the operand of it
 _LAYER = re.compile(r'op_name="[^"]*layers_(\d+)')
-# What a hand-written kernel says of an array that it changes where it is.
-_UPDATED = re.compile(r'updated_bytes\\22: \\22(\d+)')
+# What a hand-written kernel says of an array that it changes where it is, and
+# of how often its programs wait for each other.
+_SAID = re.compile(r'(updated_bytes|waits)\\22: \\22(\d+)')
+_ALIASED = re.compile(r'output_to_operand_aliasing=(\{(?:[^{}]|\{[^{}]*\})*\})')
+_RESULT = re.compile(r'\{(\d*)\}: ')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -45,6 +48,7 @@ class Kernel:
     copied: bytes of `written` that are all of a cache.
     most: of a conditional, kernels of the branch that launches the most, as
       often as they run.
+    waits: how often its programs wait for each other.
   """
 
   name: str
@@ -58,6 +62,7 @@ class Kernel:
   rewritten: int = 0
   copied: int = 0
   most: int = 0
+  waits: int = 0
 
 
 def find(
@@ -139,8 +144,10 @@ class _Walk:
 
   def _written(self, one: Operation, around) -> dict[str, Any]:
     made: dict[str, int] = collections.Counter()
-    if one.op == 'custom-call' and (said := _UPDATED.search(one.text)):
-      made['updated'] += int(said[1])
+    if one.op == 'custom-call':
+      said = dict(_SAID.findall(one.text))
+      made['updated'] += int(said.get('updated_bytes', 0))
+      made['waits'] += int(said.get('waits', 0))
     for part, source, operations in self._results(one, around):
       if source is not None and source.op in _UPDATES:
         operand = operations.get(source.operands[_UPDATES[source.op]])
@@ -158,6 +165,13 @@ class _Walk:
   def _results(self, one: Operation, around):
     """(dtype and shape, what made it, where that is) of each result."""
     operations, root = around, one
+    if one.op == 'custom-call':
+      aliased = _ALIASED.search(one.text)
+      in_place = set(_RESULT.findall(aliased[1])) if aliased else set()
+      for i, part in enumerate(one.parts):
+        if str(i) not in in_place and '' not in in_place:
+          yield part, None, around
+      return
     if one.op == 'fusion':
       (name,) = program_text.called_by(one.text)
       operations = self._known[name]
@@ -216,6 +230,7 @@ def summary(found: Collection[Kernel]) -> dict[str, Any]:
     'most_branch_kernels': sum(one.most for one in found),
     'conditionals': sum(one.times for one in found if one.conditional),
     'layer_kernels': num_launched([one for one in kernels if one.in_layer]),
+    'waits': sum(one.times * one.waits for one in kernels),
     **{f'{name}_bytes': size for name, size in sums.items()},
   }
 

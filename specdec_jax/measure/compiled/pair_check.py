@@ -56,9 +56,11 @@ class PairCheckConfig:
     device: name of the device in `devices.KNOWN`.
     kernel_us: microseconds per kernel of a GPU, beside the time of its bytes.
     conditional_us: microseconds per conditional, which waits for the host.
+    wait_us: microseconds that a kernel's programs wait for each other.
     t5x_kernels: kernels of T5X's own greedy loop per token of the target; 0
       compares with nothing.
-    kernels: hand-written kernels, 'off', 'on' or 'forced', see `backend`.
+    kernels: hand-written kernels, 'off', 'on', 'layers' or 'forced', see
+      `backend`.
 
   Raises:
     ValueError: a number is too small, or the device or `kernels` is not known.
@@ -77,12 +79,13 @@ class PairCheckConfig:
   device: str = 'h200'
   kernel_us: float = 2.5
   conditional_us: float = 10.0
+  wait_us: float = 1.5
   t5x_kernels: int = 595
   kernels: str = 'off'
 
   def __post_init__(self):
     check_types(self)
-    known = ('off', 'on', 'forced')  # what is interpreted is no kernel
+    known = ('off', 'on', 'layers', 'forced')  # interpreted they are none
     check_choice(f'{_kind(self)}.kernels', self.kernels, known)
     described = devices.find(self.device)
     own = {
@@ -99,7 +102,7 @@ class PairCheckConfig:
     for field, value in numbers.items():
       if value <= 0:
         raise ValueError(f'{_kind(self)}.{field} must be positive: {value}.')
-    for field in ('kernel_us', 'conditional_us', 't5x_kernels'):
+    for field in ('kernel_us', 'conditional_us', 'wait_us', 't5x_kernels'):
       if getattr(self, field) < 0:
         raise ValueError(
           f'{_kind(self)}.{field} must not be negative: {getattr(self, field)}.'

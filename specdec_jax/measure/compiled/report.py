@@ -293,8 +293,10 @@ def _gpu_parts(settings: Results, rows: Sequence[Results]) -> list[str]:
     '## What kernels and bytes predict',
     '',
     f'A time is bytes over bandwidth, {settings["kernel_us"]:g} microseconds a'
-    f' kernel and {settings["conditional_us"]:g} a conditional: estimates, not'
-    ' measured. Of a conditional it is the branch of the fewest kernels, that'
+    f' kernel, {settings["conditional_us"]:g} a conditional and'
+    f' {settings.get("wait_us", 0):g} a wait of the programs of a kernel for'
+    ' each other: estimates, not measured. Of a conditional it is the branch of'
+    ' the fewest kernels, that'
     ' of no top-k and no top-p. The factor is over the plain loop, with the'
     " alpha of the paper's Table 2 and i.i.d. acceptance. T5X's own loop is"
     ' taken to launch'

@@ -1,0 +1,121 @@
+"""A layer in one kernel: its parts interpreted beside the plain code."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import backend_test
+from attention_kernel_test import _long_inputs, network, traced  # noqa: F401
+from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
+from specdec_jax.models import backend, product_kernel
+from specdec_jax.models.tree import static_tree
+from toy_requests import quick_jit
+
+INTERPRETED = 'interpreted layers'
+
+
+@pytest.fixture
+def _few_programs(monkeypatch):
+  """Each has several pieces of most parts."""
+  monkeypatch.setattr(product_kernel, 'CORES', 2)
+
+
+@pytest.mark.usefixtures('_long_inputs', '_few_programs')
+@pytest.mark.parametrize(
+  ('name', 'layers', 'batch'),
+  [
+    ('t5_1_1', 2, 2),
+    pytest.param('t5_1_0', 2, 1, marks=pytest.mark.slow),  # no gate
+    pytest.param('own_bias', 2, 3, marks=pytest.mark.slow),
+  ],
+)
+def test_logits_are_the_same(name, layers, batch):
+  calls = functools.partial(
+    backend_test.logits_of_calls, 'gpu', network(name, layers), batch, 40
+  )
+  want, cache = calls()
+  with backend.kernels(INTERPRETED):
+    have, written = calls()
+  np.testing.assert_allclose(have, want, rtol=2e-4, atol=2e-4)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4),
+    written,
+    cache,
+  )
+
+
+@pytest.mark.usefixtures('_long_inputs')
+def test_tokens_of_a_tree_see_their_ancestors():
+  one = network('t5_1_1')
+  params = backend_test.on('gpu', one)
+  tokens = np.random.default_rng(0).integers(2, 60, (2, 9)).astype(np.int32)
+  inputs = np.asarray([backend_test.INPUTS] * 2, np.int32)
+
+  def call(parents, params, inputs, tokens):
+    cache = one.prefill(params, inputs, 40)
+    _, cache = one.extend(params, cache, tokens[:, :5])
+    tree = static_tree(parents, cache.length, 40)
+    return one.extend(params, cache, tokens[:, 5:], tree)[0]
+
+  def logits(setting, parents=(-1, -1, 0, 1)):
+    with backend.kernels(setting), backend.compiled_for('gpu'):
+      made = functools.partial(call, parents)
+      return quick_jit(made)(params, inputs, tokens)
+
+  have = logits(INTERPRETED)
+  np.testing.assert_allclose(have, logits('off'), rtol=2e-4, atol=2e-4)
+  # Control: another tree.
+  other = logits('off', (-1, -1, 0, 0))
+  assert np.abs(have - other).max() > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('_long_inputs')
+@pytest.mark.parametrize('batch', [1, 3])
+def test_loops_give_the_same_tokens(batch):
+  pair = network('t5_1_1'), network('t5_1_0')
+  made = {}
+  for setting in ('off', INTERPRETED):
+    with backend.kernels(setting):
+      loop, params, request = backend_test.decode('gpu', *pair, batch)
+      with backend.compiled_for('gpu'):
+        made[setting] = quick_jit(loop.decode)(params, request)
+  want, have = made.values()
+  np.testing.assert_array_equal(have.tokens, want.tokens)
+  jax.tree.map(np.testing.assert_array_equal, have.stats, want.stats)
+
+
+def test_layers_are_kernels_where_they_can_be():
+  text = traced(INTERPRETED)
+  assert text.count('pallas_call[') == 2 * 8  # each part of two layers
+  backend._say_once.cache_clear()
+  with pytest.warns(UserWarning, match='heads of 8 numbers') as told:
+    text = traced('layers', head_dim=8, num_heads=4)
+  assert 'name=product' in text and 'name=layer' not in text
+  words = ' '.join(str(one.message) for one in told)
+  assert 'kernel of layers' in words and len(told) == 3  # and both attentions
+  assert traced('layers').count('pallas_call[') == 2
+  # Other families have no such kernel, and nothing is said of it.
+  assert 'name=layer' not in traced('layers', 'gpt_t5x')
+  with pytest.raises(ValueError, match='kernel of layers .* 112 outputs'):
+    traced(INTERPRETED, mlp_dim=56)
+
+
+@needs_cuda
+@pytest.mark.usefixtures('_nothing_is_kept')
+def test_compiled_a_layer_is_one_kernel(tmp_path):
+  costs = {}
+  for setting in ('forced', 'layers'):
+    results, _ = check(settings(tmp_path / setting, kernels=setting))
+    (record,) = results['rows']
+    costs[setting] = record['costs']
+  for part, layers in (('token', 2), ('step', 1)):
+    before, after = (costs[name][part] for name in ('forced', 'layers'))
+    # And one that sets the number to zero by which programs wait.
+    assert after['kernels'] == before['kernels'] - 7 * layers + 1
+    assert after['layer_kernels'] == layers
+    assert (before['waits'], after['waits']) == (0, 7 * layers)
+    assert after['updated_bytes'] == before['updated_bytes']
+    assert after['copied_bytes'] == 0
