@@ -23,6 +23,15 @@ _described = jax.make_user_context('')
 _split = jax.make_user_context(False)
 _kernels = jax.make_user_context('')
 
+_NO_SPLIT = {'xla_gpu_experimental_force_split_k': '1'}
+_GRAPHS = {  # XLA's own choice, and loops and conditionals
+  'xla_gpu_enable_command_buffer': (
+    'FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,'
+    'WHILE,CONDITIONAL'
+  ),
+  'xla_gpu_graph_min_graph_size': '1',
+}
+
 # Hand-written kernels (Pallas): none; where they can be had; or an error where
 # they cannot; 'layers' is 'on' with one kernel of a whole layer where that can
 # be had. 'interpreted' is 'forced' on any device, slowly, for tests, and so is
@@ -222,9 +231,20 @@ def compiler_options() -> dict[str, str | bool]:
   product has few rows, write partial sums in float32, and add them up in
   another kernel. A product with a kernel of 4096 columns is 256 blocks without
   that, enough for all cores of a GPU.
+
+  With hand-written kernels loops are to be CUDA graphs, too, of any size: they
+  start with one launch, and no conditional asks the host.
   """
-  options: dict[str, str | bool] = {'xla_gpu_experimental_force_split_k': '1'}
-  return options if kind() == 'gpu' and _are_known(*options.items()) else {}
+  if kind() != 'gpu':
+    return {}
+  wanted = [_NO_SPLIT]
+  if kernel_setting() != 'off':
+    wanted.append(_GRAPHS)
+  found: dict[str, str | bool] = {}
+  for options in wanted:
+    if _are_known(*options.items()):
+      found |= options
+  return found
 
 
 @functools.cache
