@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import shutil
+import warnings
 
 import jax
 import numpy as np
@@ -20,10 +21,13 @@ from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.rope import Rope
 from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
-)
+pytestmark = [
+  pytest.mark.skipif(
+    importlib.util.find_spec('safetensors') is None,
+    reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
+  ),
+  pytest.mark.filterwarnings('ignore:.*arrays are for images'),
+]
 _SIZES = {
   'vocab_size': 60,
   'hidden_size': 24,
@@ -144,6 +148,18 @@ def write_folder(folder, kind, change=no_change, config=None, **described):
   safetensors_numpy.save_file(arrays, folder / 'model.safetensors')
   (folder / 'config.json').write_text(json.dumps(said | described))
   return arrays
+
+
+@pytest.mark.parametrize('kind', DESCRIBED)
+def test_what_is_for_images_is_said(kind, tmp_path):
+  write_folder(tmp_path, kind)
+  with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter('always')
+    specdec_jax.load(tmp_path)
+  words = [str(one.message) for one in told]
+  assert any('2 arrays are for images' in w for w in words) == (
+    kind == 'gemma3'
+  )
 
 
 @pytest.mark.parametrize('kind', DESCRIBED)

@@ -71,6 +71,17 @@ def test_greedy_is_speculative_is_teacher_forced(family, engines, tokenizer):
   assert len({tuple(c.tokens) for c in have}) == len(TEXTS)
 
 
+def test_given_ids_begin_once(engines):
+  engine = engines['GPT-2']
+  ids = engine.input_ids('the red dog')
+  assert ids[0] == BOS != ids[1]
+  assert engine.input_ids(ids) == engine.input_ids(ids[1:]) == ids
+  whole, bare = engine.generate([ids, ids[1:]])
+  assert whole.tokens == bare.tokens
+  # A begin alone is an empty text.
+  assert engine.input_ids([BOS]) == [BOS]
+
+
 def test_other_texts_do_not_recompile(engines):
   engine = engines['GPT-2']
   engine.generate(TEXTS)

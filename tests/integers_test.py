@@ -112,6 +112,39 @@ def test_read_from_a_file_or_rounded_in_memory(layout, joins, dtype):
     assert leaf.dtype == (dtype if is_kernel else 'float32'), name
 
 
+@pytest.mark.parametrize('dtype', integers.INTEGERS)
+def test_an_embedding_is_read_as_it_is_computed_with(dtype):
+  path = find('demo/draft.msgpack')
+  net = T5(
+    T5Config(
+      vocab_size=8000,
+      emb_dim=128,
+      num_heads=4,
+      head_dim=32,
+      num_encoder_layers=0,
+      num_decoder_layers=2,
+      mlp_dim=384,
+      dtype='bfloat16',
+    )
+  )
+  with backend.compiled_for('gpu'):
+    read = load(path, net, dtype=dtype).read(dtype)
+    placed = place(read, Placement(dtype))
+  whole = load(path, net).read('float32')
+  table, placed_table, floats = (
+    one['token_embedder']['embedding'] for one in (read, placed, whole)
+  )
+  assert table.dtype == placed_table.dtype == 'bfloat16'
+  norm = placed['decoder']['decoder_norm']['scale']
+  assert norm.dtype == floats.dtype == 'float32'
+  tokens = jnp.arange(50)[None]
+  found = [
+    net.embed({**whole, 'token_embedder': {'embedding': one}}, tokens)
+    for one in (table, floats)
+  ]
+  np.testing.assert_array_equal(*found)
+
+
 @BOTH
 @pytest.mark.parametrize('kind', ['cpu', 'gpu'])
 @pytest.mark.parametrize('joins', [True, False])

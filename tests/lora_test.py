@@ -19,6 +19,7 @@ from specdec_jax.checkpoints import (
   gpt2_names,
   huggingface,
   huggingface_names,
+  lora,
   m2m100_names,
 )
 from specdec_jax.cli import main
@@ -232,7 +233,14 @@ def _other(module='encoder.block.0.layer.0.SelfAttention.q', down=16, up=16):
     ({'init_lora_weights': 'pissa'}, {}, "init_lora_weights = 'pissa'"),
     ({'layer_replication': [[0, 2]]}, {}, 'layer_replication'),
     ({'lora_alpha': None}, {}, 'lora_alpha is None, expected a number'),
+    ({'lora_alpha': float('nan')}, {}, 'lora_alpha is nan, expected a number'),
     ({'alpha_pattern': {'q': 'x'}}, {}, "q is 'x', expected a number"),
+    ({'alpha_pattern': ['q']}, {}, r"alpha_pattern is \['q'\], expected an"),
+    ({'alpha_pattern': {'(': 3}}, {}, r"'\(', which is no regular expression"),
+    ({'r': 0}, {}, 'r is 0, expected a rank'),
+    ({'r': '3'}, {}, "r is '3', expected a rank"),
+    ({'r': RANK + 1}, _other(), r'A \[3, 16\], but .* says r = 4'),
+    ({'use_rslora': 'no'}, {}, "use_rslora is 'no', expected true or false"),
     ({}, _other('model.layers.0.q_proj'), 'has no array model.layers.0.q_proj'),
     # The end of the name alone would be right.
     ({}, _other('vision.encoder.block.0.layer.0.SelfAttention.q'), 'no array'),
@@ -265,6 +273,39 @@ def test_arrays_that_are_refused(name, shape, message, tmp_path):
   place = write_adapter(tmp_path / 'adapter', adapter, **array)
   with pytest.raises(ValueError, match=message):
     specdec_jax.load(tmp_path / 'base', adapter=place)
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+  base = base_of('t5')
+  write(tmp_path / 'base', base, FAMILIES['t5'][2])
+  adapter = adapter_of('t5', base)
+  module = 'decoder.block.0.layer.2.DenseReluDense.wo'
+  adapter[module][0][1, 2] = np.nan
+  place = write_adapter(tmp_path / 'adapter', adapter)
+  with pytest.raises(ValueError, match=r'DenseReluDense.wo.* not finite'):
+    loaded(tmp_path / 'base', place)
+
+
+def test_a_rank_of_nothing_is_refused(tmp_path):
+  write(tmp_path / 'base', base_of('t5'), FAMILIES['t5'][2])
+  module = 'encoder.block.0.layer.0.SelfAttention.q'
+  empty = {module: (np.ones((0, 16)), np.ones((16, 0)))}
+  place = write_adapter(tmp_path / 'adapter', empty)
+  with pytest.raises(ValueError, match='have not one rank'):
+    loaded(tmp_path / 'base', place)
+
+
+def test_an_adapter_of_a_module_that_files_leave_out():
+  """T5Gemma 2's encoder for texts, beside that for images."""
+  stored = {'encoder.layers.0.mlp.up_proj.weight': 0}
+  names = ('model.encoder.text_model.layers.0', 'model.encoder.layers.0')
+  for name in names:
+    found = lora._name_of(f'{name}.mlp.up_proj', stored)
+    assert found == 'encoder.layers.0.mlp.up_proj.weight'
+  # Control: of another encoder.
+  assert lora._name_of('model.encoder.vision.layers.0.mlp.up_proj', stored) is (
+    None
+  )
 
 
 def test_what_is_no_adapter_or_no_folder(tmp_path, capsys):

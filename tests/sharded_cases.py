@@ -206,6 +206,18 @@ def test_a_shortlist_is_whole_on_each_device(ids, family, tokenizer, alone):
   assert sum(one.stats.num_tested for one in found) > 0
 
 
+@pytest.mark.parametrize('more', [8, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_drafter_may_have_other_ids(more, family, tokenizer, alone):
+  """Heads of one tokenizer that are padded differently, on a mesh."""
+  network = network_of(family, vocab_size=VOCAB_SIZE + more)
+  draft = Model(network, weights(network, 1))
+  placement = PRESETS['data parallel']
+  engine = make_engine(family, tokenizer, placement, draft)
+  found = engine.generate(TEXTS, **GREEDY)
+  assert tokens_of(found) == tokens_of(alone['plain'])
+  assert sum(one.stats.num_tested for one in found) > 0
+
+
 @pytest.mark.slow
 def test_samples_are_those_of_one_device(engines):
   want = engines().generate(TEXTS, **SAMPLED)

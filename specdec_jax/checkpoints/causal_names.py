@@ -19,10 +19,8 @@ from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 _EMBEDDING = 'embed_tokens.weight'
 # What stands before all names; files with a vision tower have others.
 _PREFIX = re.compile(r'(model\.|language_model\.)*')
-# Frequencies, which older files hold, and what only images go through.
-_UNUSED = re.compile(
-  r'.*rotary_emb\.inv_freq|(vision_tower|multi_modal_projector)\..*'
-)
+_UNUSED = re.compile(r'.*rotary_emb\.inv_freq')  # in older files
+_OF_IMAGES = re.compile(r'(vision_tower|multi_modal_projector)\..*')
 
 FIELDS = causal_config.FIELDS
 # Module here: transformers' module.
@@ -74,20 +72,25 @@ def tidy(
 ) -> dict[str, arrays.Stored]:
   """The arrays of the text model, by their names without the prefix.
 
+  Warns if there are arrays for images, which are left out.
+
   Raises:
     ValueError: an array is there twice, or an output layer of its own where
       config.json says that it is the embedding.
   """
   found: dict[str, arrays.Stored] = {}
+  skipped = 0
   for name, array in stored.items():
     short = _PREFIX.sub('', name, count=1)
-    if _UNUSED.fullmatch(short):
+    skipped += _OF_IMAGES.fullmatch(short) is not None
+    if _OF_IMAGES.fullmatch(short) or _UNUSED.fullmatch(short):
       continue
     if short in found:
       raise ValueError(
         f'{source!r} has {short} twice: as {found[short].name} and {name}.'
       )
     found[short] = array
+  arrays.warn_of_images(source, skipped)
   if is_tied(described):
     head = found.pop(arrays.HEAD, None)
     if head is not None and not (

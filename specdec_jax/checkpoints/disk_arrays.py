@@ -145,9 +145,11 @@ def is_rounded(arrays: Mapping[str, DiskArray]) -> bool:
 
 def _dtype_of(name: str, dtype: Any) -> Any:
   """Dtype of one array: with that of integers only kernels are of it."""
-  if not integers.is_integers(dtype):
+  if not integers.is_integers(dtype) or integers.is_kernel(name):
     return dtype
-  return dtype if integers.is_kernel(name) else 'float32'
+  # An embedding is only ever read in the dtype of the computation.
+  is_table = name.rpartition('/')[2] == 'embedding'
+  return integers.computes_in() if is_table else 'float32'
 
 
 def _put(array: np.ndarray, layout: Layout | None) -> np.ndarray | jax.Array:

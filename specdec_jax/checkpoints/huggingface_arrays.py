@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -102,6 +103,16 @@ class View:
 
 def _turned(axes: tuple[T, ...], row: Row) -> tuple[T, ...]:
   return axes[::-1] if row.transposed else axes
+
+
+def warn_of_images(source: str, count: int) -> None:
+  """Warns that so many arrays, of images, are left out; 0 is nothing."""
+  if count:
+    warnings.warn(
+      f'{source!r}: {count} arrays are for images and are skipped: the'
+      ' network here reads text alone.',
+      stacklevel=3,
+    )
 
 
 def same(one: Stored, other: Stored) -> bool:

@@ -9,6 +9,7 @@ A module of PEFT is transformers' module, so the names are those of the files.
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -23,6 +24,8 @@ from specdec_jax.checkpoints.disk_arrays import Index
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'  # before all names, by PEFT
 _BEFORE_ALL = ('model', 'language_model', 'transformer')  # by transformers
+# T5Gemma 2's encoder has its module for texts, which its files leave out.
+_TEXT_MODEL = re.compile(r'\bencoder\.text_model\.')
 _HALF = re.compile(r'(.+)\.lora_([AB])(?:\.\w+)?\.weight')
 _READ = ('peft_type', 'r', 'lora_alpha', 'alpha_pattern', 'use_rslora')
 # Fields that do not change what is merged: names, training, and which modules
@@ -79,6 +82,11 @@ class Adapted(arrays.Stored):
     whole = slice(0, self.down.shape[0])
     up = self.up.read((out, whole)).astype(np.float32)
     change = up @ self.down.read((whole, into)).astype(np.float32)
+    if not np.isfinite(change).all():
+      raise ValueError(
+        f'{self.down.path}: A and B of {self.name} have numbers that are not'
+        ' finite: the adapter is broken, or its training diverged.'
+      )
     change = change.T if self.is_turned else change
     merged = kernel.astype(np.float32) + np.float32(self.scale) * change
     return merged.astype(kernel.dtype)
@@ -129,10 +137,16 @@ def adapted(
         f' {list(up.shape)}, which do not fit the kernel {list(kernel.shape)}'
         f' of {name}: it is an adapter of another model.'
       )
-    if up.shape[1:] != (rank,):
+    if up.shape[1:] != (rank,) or not rank:
       raise ValueError(
         f'{source!r}: {module} has A {list(down.shape)} and B'
         f' {list(up.shape)}, which have not one rank.'
+      )
+    if rank != described['r'] and not described.get('rank_pattern'):
+      raise ValueError(
+        f'{source!r}: {module} has A {list(down.shape)}, but {CONFIG} says r ='
+        f' {described["r"]} and has no rank_pattern: the two files are not of'
+        ' one adapter.'
       )
     scale = _scale(described, module, rank)
     found[name] = Adapted(
@@ -167,12 +181,15 @@ def _halves(folder: pathlib.Path) -> dict[str, dict[str, arrays.Stored]]:
 
 def _name_of(module: str, stored: Mapping[str, Any]) -> str | None:
   """The name of a module's kernel, with or without what is before all names."""
-  name = f'{module}.weight'
-  while name not in stored:
-    first, _, name = name.partition('.')
-    if first not in _BEFORE_ALL:
-      return None
-  return name
+  for one in (module, _TEXT_MODEL.sub('encoder.', module)):
+    name = f'{one}.weight'
+    while name not in stored:
+      first, _, name = name.partition('.')
+      if first not in _BEFORE_ALL:
+        break
+    else:
+      return name
+  return None
 
 
 def _check(described: Mapping[str, Any], where: str) -> None:
@@ -197,12 +214,33 @@ def _check(described: Mapping[str, Any], where: str) -> None:
       ' result.'
     )
   patterns = described.get('alpha_pattern') or {}
+  if not isinstance(patterns, Mapping):
+    raise ValueError(
+      f'{where}: alpha_pattern is {patterns!r}, expected an object of patterns'
+      ' and numbers.'
+    )
   for name, value in (
     ('lora_alpha', described.get('lora_alpha')),
     *patterns.items(),
   ):
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or not math.isfinite(value):
       raise ValueError(f'{where}: {name} is {value!r}, expected a number.')
+  for pattern in patterns:
+    try:
+      re.compile(pattern)
+    except re.error as error:
+      raise ValueError(
+        f'{where}: alpha_pattern has {pattern!r}, which is no regular'
+        f' expression: {error}.'
+      ) from error
+  rank = described.get('r')
+  if type(rank) is not int or rank < 1:
+    raise ValueError(f'{where}: r is {rank!r}, expected a rank, at least 1.')
+  if described.get('use_rslora') not in (None, True, False):
+    raise ValueError(
+      f'{where}: use_rslora is {described["use_rslora"]!r}, expected true or'
+      ' false.'
+    )
 
 
 def _scale(described: Mapping[str, Any], module: str, rank: int) -> float:

@@ -7,7 +7,6 @@ transformers' `T5Gemma...ForConditionalGeneration`. Kernels are [out, in] there.
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -212,12 +211,7 @@ def tidy(
         f'{source!r} has {short} twice: as {found[short].name} and {name}.'
       )
     found[short] = array
-  if skipped:
-    warnings.warn(
-      f'{source!r}: {skipped} arrays are for images and are skipped: the'
-      ' network here reads text alone.',
-      stacklevel=2,
-    )
+  arrays.warn_of_images(source, skipped)
   own = 'decoder.embed_tokens'
   same_as = {}
   if described['model_type'] == TWO:

@@ -454,6 +454,12 @@ FLAGS = (
     (*_PAIR, 'convert'),
   ),
   Flag(
+    ('--draft-dtype',),
+    'DRAFT_DTYPE',
+    "the drafter's own: of int8 it changes no output",
+    ('decode', 'calibrate', 'try', *_SERVER),
+  ),
+  Flag(
     ('--prefix',),
     'PREFIX',
     "put before each input; 'translate English to German: ' for the sample",

@@ -51,7 +51,6 @@ from specdec_jax.engine.text_batch import (
   RowsSoFar,
   TextBatch,
   check_texts,
-  without_end,
 )
 from specdec_jax.engine.trace_view import Trace
 from specdec_jax.models import backend
@@ -291,14 +290,14 @@ class Engine:
   ) -> list[int]:
     """The ids of a text as the target reads them.
 
-    The text may also be given as ids, with or without their end of sequence,
-    and with or without the token of their language.
+    The text may also be given as ids, with or without the id that texts begin
+    with, their end of sequence, and the token of their language.
 
     Raises:
       ValueError: as for `languages`; or `source_lang` is missing.
     """
     first, last = self._limits.around(self.tokenizer)
-    ids = without_end(self.tokenizer, text)
+    ids = self._limits.bare(self.tokenizer, text)
     language = self.languages(source_lang).before_text(ids)
     return [*first, *language, *ids, *last]
 
@@ -308,7 +307,7 @@ class Engine:
     Of an empty text, a target with a `bos_id` reads that id.
     """
     first, _ = self._limits.around(self.tokenizer)
-    ids = without_end(self.tokenizer, text)
+    ids = self._limits.bare(self.tokenizer, text)
     return len(self.input_ids(ids)) if first or ids else 0
 
   def request(self, texts: Texts, gamma: Gamma = None, **options) -> Request:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from specdec_jax.checks.names import nearest
 
 _EXAMPLES = 3
+_ALIKE = 3  # letters
 
 
 class Languages(NamedTuple):
@@ -51,10 +52,17 @@ class Languages(NamedTuple):
       some = ', '.join(map(repr, list(self.known)[:_EXAMPLES]))
       raise ValueError(
         f'{name} is missing: this model translates between {len(self.known)}'
-        f' languages; name that of {whose}, such as {some} (gin:'
-        f' {name.upper()}).'
+        f' languages; name that of {whose}, such as {some} ({name} of a call'
+        f' or a request, --{name.replace("_", "-")}, in gin {name.upper()}).'
       )
     return [token]
+
+
+def _alike(language: str, known: Mapping[str, int]) -> str:
+  """Names that begin as an English word does: 'eng_Latn' for 'English'."""
+  first = language[:_ALIKE].lower()
+  found = [name for name in known if first and name.lower().startswith(first)]
+  return f' Nearest known: {", ".join(found[:_EXAMPLES])}.' if found else ''
 
 
 def languages_of(
@@ -93,7 +101,7 @@ def languages_of(
         ' leave it out. (T5s are told in the text what to do.)'
       )
     if language is not None and language not in known:
-      near = nearest(language, known, or_all=False)
+      near = nearest(language, known, or_all=False) or _alike(language, known)
       raise ValueError(
         f'{name} is {language!r}, which is none of the {len(known)} languages'
         f' of {tokenizer.path!r}.{near or f" One is {next(iter(known))!r}."}'

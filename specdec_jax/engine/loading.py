@@ -19,11 +19,10 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.names import check_choice
 from specdec_jax.drafters import ngram_table
 from specdec_jax.engine.pair import check_vocabulary_size
-from specdec_jax.models import backend
 from specdec_jax.models.base import START_ID, LanguageModel, start_id
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config, Network, network_of
-from specdec_jax.models.integers import INT8, is_integers
+from specdec_jax.models.integers import INT8, computes_in, is_integers
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
@@ -167,7 +166,7 @@ def _computes_in(dtype: str | None) -> str:
   """The dtype of the computation, from that of the parameters."""
   if dtype is None or not is_integers(dtype):
     return dtype or 'float32'
-  return 'float32' if backend.kind() == 'cpu' else 'bfloat16'
+  return computes_in()
 
 
 def _own_tokenizer(folder: pathlib.Path, config: Config) -> Tokenizer | None:

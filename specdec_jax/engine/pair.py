@@ -387,7 +387,8 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
     f' {tokenizer.vocab_size}; they do not belong together. A network has'
     f' as many ids as its tokenizer, or up to {_MOST_MORE_IDS} more (sentinels,'
     f' padding): take the vocabulary that the {name} was trained with, or give'
-    ' the network the sizes of its checkpoint.'
+    ' the network the sizes of its checkpoint; a Hugging Face folder says its'
+    ' own (None, in gin TARGET and DRAFT).'
   )
 
 

@@ -86,20 +86,23 @@ class Limits(NamedTuple):
       [tokenizer.eos_id] if ends else [],
     )
 
+  def bare(self, tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
+    """The ids of a text; of given ids those between `bos_id` and an end."""
+    if isinstance(text, str):
+      return tokenizer.encode(text)
+    ids = [int(token) for token in text]
+    if ids[-1:] == [tokenizer.eos_id]:
+      del ids[-1]
+    if self.bos_id is not None and ids[:1] == [self.bos_id]:
+      del ids[0]
+    return ids
+
 
 class Ends(NamedTuple):
   """Where drafts end before gamma, and drafters rest; see `Request`."""
 
   rule: LengthRule | None = None
   fallback: Fallback | None = None
-
-
-def without_end(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
-  """The ids of a text, or the given ids, without an end of sequence."""
-  if isinstance(text, str):
-    return tokenizer.encode(text)
-  ids = [int(token) for token in text]
-  return ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids
 
 
 class RowsSoFar(NamedTuple):
@@ -169,7 +172,7 @@ class TextBatch:
           raise
         self.passed_over[index] = passed_over('error', str(error))
         return []
-    ids = without_end(tokenizer, text)
+    ids = limits.bare(tokenizer, text)
     first, last = limits.around(tokenizer)
     if not ids and not first:
       self.passed_over[index] = passed_over('empty')

@@ -147,7 +147,9 @@ class FeatureModel(LanguageModel[Cache], Protocol[Cache]):
 
 
 def gives_features(network: LanguageModel) -> bool:
-  """Whether a network is a `FeatureModel`."""
+  """Whether a network is a `FeatureModel`, and all those within it are."""
+  if isinstance(network, Around) and not gives_features(network.network):
+    return False
   return callable(getattr(network, 'extend_features', None))
 
 

@@ -50,16 +50,29 @@ class Fitted(Around):
   def extend(self, params, cache, tokens, tree=None):
     tokens = self._known(tokens)
     logits, cache = self.network.extend(params, cache, tokens, tree)
-    more = max(0, self.vocab_size - self.network.vocab_size)
-    widths = [(0, 0)] * (logits.ndim - 1) + [(0, more)]
-    padded = jnp.pad(logits, widths, constant_values=-jnp.inf)
-    return padded[..., : self.vocab_size], cache
+    return self._fitted(logits), cache
+
+  def extend_features(self, params, cache, tokens, tree=None):
+    tokens = self._known(tokens)
+    return self.network.extend_features(params, cache, tokens, tree)
+
+  def embed(self, params, tokens):
+    return self.network.embed(params, self._known(tokens))
+
+  def head(self, params, features):
+    return self._fitted(self.network.head(params, features))
 
   def rewind(self, cache, length):
     return self.network.rewind(cache, length)
 
   def keep(self, cache, length, slots):
     return self.network.keep(cache, length, slots)
+
+  def _fitted(self, logits):
+    more = max(0, self.vocab_size - self.network.vocab_size)
+    widths = [(0, 0)] * (logits.ndim - 1) + [(0, more)]
+    padded = jnp.pad(logits, widths, constant_values=-jnp.inf)
+    return padded[..., : self.vocab_size]
 
   def _known(self, tokens):
     # Any id will do for one that it has no embedding of; without one, the

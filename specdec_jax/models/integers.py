@@ -4,7 +4,8 @@ A kernel [in, out] becomes `kernel`, int8[in, out] or int4[in, out], and
 `kernel_scale`, float32[out]: the numbers of an output are rounded to multiples
 of its largest absolute value over 127, or over 7. A product is computed with
 the integers in the dtype of the computation, and multiplied by the factors
-afterwards. Embeddings, norms and biases stay as they are.
+afterwards. Norms and biases stay as they are; an embedding is of the dtype of
+the computation, in which it is read anyway.
 
 A target of integers is another model than the one it was made of, and
 speculation is exact on its distribution. A drafter of integers changes no
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.models import backend
+
 INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
 _OUT_IN = 'kernel_out_in'  # as `partitioning.place` may lay it out
@@ -29,6 +32,11 @@ _ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
 def is_integers(dtype: Any) -> bool:
   """Whether a dtype, or the name of one, is that of integer kernels."""
   return getattr(dtype, 'name', dtype) in INTEGERS
+
+
+def computes_in() -> str:
+  """Dtype of the computation with kernels of integers."""
+  return 'float32' if backend.kind() == 'cpu' else 'bfloat16'
 
 
 def is_kernel(name: str) -> bool:

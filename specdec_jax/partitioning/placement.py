@@ -305,8 +305,8 @@ def _cast(value: Any, placement: Placement) -> Any:
   if value.dtype == jnp.int32:  # places, no weights
     dtype = value.dtype
   elif integers.is_integers(dtype):  # only kernels are, and are already
-    is_kernel = integers.is_integers(value.dtype)
-    keeps = is_kernel and not backend.ways().holds_floats
+    keeps = value.dtype == jnp.bfloat16 or integers.is_integers(value.dtype)
+    keeps = keeps and not backend.ways().holds_floats
     dtype = value.dtype if keeps else 'float32'
   if placement.on_one_device:
     return jnp.asarray(value, dtype)

@@ -492,7 +492,7 @@ class _Fields:
       if not isinstance(said, str) or not isinstance(one.get('role'), str):
         raise BadRequest(
           f'messages: expected {expected}; got {_short(one)} as message'
-          f' {number}. Only text is read.',
+          f' {number}. Only text is read: no images, sounds or files.',
           'messages',
         )
       if others := set(one) - {'role', 'content', 'name'}:
