@@ -72,7 +72,7 @@ class Reversing:
   target = types.SimpleNamespace(vocab_size=1000)
   drafter, gamma, max_input_len, max_decode_len = None, 2, 16, 8
   params = PairParams({'w': np.zeros(1)}, None)
-  fingerprints, across_hosts, bos_id = {}, False, None
+  fingerprints, models, across_hosts, bos_id = {}, {}, False, None
   source_lang = target_lang = None
   rule, fallback, usual = None, False, None
   has_drafter = False

@@ -42,6 +42,7 @@ class Says:
   rule, fallback, usual = None, False, None
   has_drafter = False
   fingerprints = types.MappingProxyType({})
+  models = types.MappingProxyType({})
 
   def __init__(self, tokenizer):
     self.tokenizer = tokenizer

@@ -174,7 +174,7 @@ class Python:
   target = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
   drafter, gamma, max_input_len, max_decode_len = None, 2, 24, 12
   params = PairParams({'w': np.zeros(1)}, None)
-  fingerprints, tokenizer, across_hosts = {}, tokenizer, False
+  fingerprints, models, tokenizer, across_hosts = {}, {}, tokenizer, False
   bos_id = rule = usual = source_lang = target_lang = None
   has_drafter = False
   fallback = False

@@ -60,6 +60,7 @@ class ReversingEngine:
   gamma = 1
   drafter = None
   fingerprints = types.MappingProxyType({'target': 'reversal'})
+  models = types.MappingProxyType({})
   params = PairParams({'w': np.zeros(1, np.float32)}, None)
 
   def __init__(self, differ=(), fail=()):
@@ -197,6 +198,26 @@ def test_both_ways_take_turns_and_the_last_batch_keeps_its_shape(tmp_path):
     (True, ['c', 'c'], [3, 3]),
   ]
   assert [r['prediction'] for r in records] == ['a', 'b', '', 'c']
+
+
+@pytest.mark.parametrize(
+  ('dtypes', 'words'),
+  [
+    ({'target': 'float32', 'draft': 'int8'}, 'int8, which changes no output'),
+    ({'target': 'int4', 'draft': 'int8'}, 'int4: it is another model'),
+    ({'target': None, 'draft': 'bfloat16'}, ''),
+  ],
+)
+def test_it_is_said_whose_kernels_are_integers(dtypes, words, tmp_path):
+  engine = ReversingEngine()
+  engine.models = {
+    name: types.SimpleNamespace(dtype=one) for name, one in dtypes.items()
+  }
+  summary, _, text = run(tmp_path, b'a b\n', engine)
+  assert summary['dtypes'] == dtypes
+  assert words in ' '.join(text.split()) and bool(words) == (
+    'kernels are' in text
+  )
 
 
 def test_lenience_is_marked_as_lossy(tmp_path):

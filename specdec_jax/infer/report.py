@@ -15,6 +15,7 @@ import rich.console
 from specdec_jax.engine.completion import Completion, CompletionStats, total
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table, say
+from specdec_jax.models.integers import is_integers
 
 PLAIN, SPECULATIVE = 'plain', 'speculative'
 SCORING = 'scoring'
@@ -307,6 +308,7 @@ def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
     if summary['sampling']['temperature'] == 0:
       what = f"may have {lenience:g} of the best one's probability"
     notes.append(f'Lossy: with lenience {lenience:g} a token {what}.')
+  notes += _rounded(summary.get('dtypes', {}))
   if agreement := summary.get('agreement'):
     differing = agreement['disagreements']
     compared = agreement['compared']
@@ -327,6 +329,19 @@ def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
     notes.append(f'{what} that could not be decoded: {len(errors)}.')
     notes += [f'  {error}' for error in errors[:most]]
   return notes
+
+
+def _rounded(dtypes: Mapping[str, str | None]) -> list[str]:
+  """What kernels of integers change, of a target or of a drafter alone."""
+  target, draft = dtypes.get('target'), dtypes.get('draft')
+  if is_integers(target):
+    return [
+      f"The target's kernels are {target}: it is another model than the one of"
+      ' floats, and these are exactly its outputs.'
+    ]
+  if is_integers(draft):
+    return [f"The drafter's kernels are {draft}, which changes no output."]
+  return []
 
 
 def print_examples(

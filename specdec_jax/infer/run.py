@@ -247,6 +247,7 @@ def _run(
     {
       **source.context(records, modes),
       **settings_of(config, engine, gammas),
+      'dtypes': {name: one.dtype for name, one in engine.models.items()},
       'input_broken_off': source.broken_off,
     },
   )
