@@ -279,6 +279,12 @@ def test_acceptance_over_a_run():
   assert report.acceptance_over_run(report.Mode()) == []
 
 
+@pytest.mark.parametrize('fallback', ['yes', 1, None])
+def test_a_fallback_that_is_none(tokenizer, fallback):
+  with pytest.raises(ValueError, match='fallback must be True, False or'):
+    make(tokenizer, gamma=2, fallback=fallback)
+
+
 @pytest.mark.parametrize('fallback', [True, of_round_costs(np.ones(3))])
 def test_costs_of_another_gamma_are_not_used(tokenizer, fallback):
   """A `Fallback` is of one gamma; another one has guessed costs."""

@@ -159,6 +159,11 @@ class Engine:
         not known or the target has none, a checkpoint is broken, or devices or
         a model cannot be split as a placement says.
     """
+    if not isinstance(fallback, bool | Fallback):
+      raise ValueError(
+        'fallback must be True, False or a Fallback, such as that of a'
+        f" calibration's choice, got {fallback!r}."
+      )
     self.gamma, self.fallback = gamma, fallback
     self.usual: Usual | None = None
     check_number('max_input_len', max_input_len, 2)
