@@ -82,8 +82,10 @@ def tidy(
   skipped = 0
   for name, array in stored.items():
     short = _PREFIX.sub('', name, count=1)
-    skipped += _OF_IMAGES.fullmatch(short) is not None
-    if _OF_IMAGES.fullmatch(short) or _UNUSED.fullmatch(short):
+    if _OF_IMAGES.fullmatch(short):
+      skipped += 1
+      continue
+    if _UNUSED.fullmatch(short):
       continue
     if short in found:
       raise ValueError(

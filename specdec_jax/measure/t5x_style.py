@@ -9,7 +9,7 @@ style includes the cost of these, besides the gain from speculation.
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.models import kv_cache, products, t5
+from specdec_jax.models import backend, kv_cache, t5
 
 
 def one_hot_write(
@@ -33,7 +33,7 @@ class _Module(t5.EncoderDecoder):
   def extend_features(self, cache, tokens, tree=None):
     table = self.token_embedder.embedding.astype(self.config.dtype)
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
-    exact = products.precision(self.config.dtype)
+    exact = backend.precision(self.config.dtype)
     embedded = jnp.matmul(rows, table, precision=exact)
     return self.decoder.extend(embedded, cache, one_hot_write, tree)
 

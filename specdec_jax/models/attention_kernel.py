@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton
 
 from specdec_jax.models import backend
 from specdec_jax.models.layers import DTYPES, MASKED
-from specdec_jax.models.products import precision
+from specdec_jax.models.product_kernel import CORES
 from specdec_jax.models.tree import Tree
 
 MOST_QUERIES = 128  # of a row; of more XLA's own products are large
@@ -37,7 +37,6 @@ _MOST_SIZE = 256  # numbers a head
 _ROWS = 64  # of a tile, at most
 _TILE = 8192  # numbers of a tile, at most: registers hold it
 _BLOCK_BYTES = 1 << 14  # of keys at once, at most
-_CORES = 132  # of an H100 or H200
 # Of keys and values, for a program that shares them. With two blocks of both
 # on their way (64 KiB) in each microsecond that memory takes, it is 4 of them:
 # more than the kernel that puts the parts together. T5 XXL has 64 heads of 128
@@ -230,7 +229,7 @@ def shared(
   block = min(block, *(1 << (one.bit_length() - 1) for one in slots))
   shape = batch, heads, kept, num_queries, size
   work = Work(*shape, block, 1, float(scale), float(softcap))
-  idle = _CORES // (batch * kept * work.tiles)
+  idle = CORES // (batch * kept * work.tiles)
   read = 2 * sum(slots) * size * queries.dtype.itemsize
   parts = min(idle, read // _LEAST_BYTES, most_parts)
   return dataclasses.replace(work, parts=max(parts, 1))
@@ -454,7 +453,7 @@ def _shaped(work: Work, scores):
 
 
 def _product(left, right, trans_b: bool = False):
-  exact = precision(str(left.dtype))
+  exact = backend.precision(str(left.dtype))
   return triton.dot(left, right, trans_b=trans_b, precision=exact)
 
 

@@ -224,6 +224,16 @@ def _say_once(message: str) -> None:
   warnings.warn(message, stacklevel=2)
 
 
+def precision(dtype: str) -> jax.lax.Precision:
+  """The precision of products of `dtype`.
+
+  Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU.
+  """
+  if dtype == 'float32':
+    return jax.lax.Precision.HIGHEST
+  return jax.lax.Precision.DEFAULT
+
+
 def compiler_options() -> dict[str, str | bool]:
   """What XLA is told beside a program, for `jax.jit` or `Lowered.compile`.
 

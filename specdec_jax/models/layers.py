@@ -69,7 +69,7 @@ class Embed(nn.Module):
       '...m,vm->...v',
       x / scale if scale_first else x,
       self.embedding.astype(self.dtype),
-      precision=products.precision(self.dtype),
+      precision=backend.precision(self.dtype),
       preferred_element_type=jnp.float32,
     )
     return logits if scale_first else logits / scale
@@ -206,7 +206,7 @@ def attend(
     # (it turns the products into scalar loops), so the query is doubled.
     queries = jnp.concatenate([queries, queries], axis=1)
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
-  exact = products.precision(str(queries.dtype))
+  exact = backend.precision(str(queries.dtype))
 
   def scores_of(keys, bias, slots):
     scores = jnp.einsum(f'bshd,bh{slots}->bhst', queries, keys, precision=exact)

@@ -241,7 +241,7 @@ def product_part(work: Work, number: Any, given: Given, result: Any) -> None:
         ),
         x,
         trans_b=True,
-        precision=_precision(work.dtype),
+        precision=backend.precision(work.dtype),
       )
       for part, total in zip(parts, sums, strict=True)
     )
@@ -272,8 +272,3 @@ def _finished(work: Work, given: Given, total, first, row):
       more = one[row[None, :], (first + jnp.arange(work.tile))[:, None]]
     total = total + more.astype(jnp.float32)
   return total
-
-
-def _precision(dtype: str) -> lax.Precision:
-  is_exact = jnp.dtype(dtype) == jnp.float32
-  return lax.Precision.HIGHEST if is_exact else lax.Precision.DEFAULT

@@ -42,16 +42,6 @@ def gated(
   return functools.reduce(jnp.multiply, shaped)
 
 
-def precision(dtype: str) -> lax.Precision:
-  """The precision of products of `dtype`.
-
-  Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU.
-  """
-  if jnp.dtype(dtype) == jnp.float32:
-    return lax.Precision.HIGHEST
-  return lax.Precision.DEFAULT
-
-
 def dense_out_in(
   kernel: jax.Array,
   x: jax.Array,
@@ -99,7 +89,7 @@ def dense_out_in(
     product = dense_out_in(kernel, x, 'float32')
     return (product * scale).astype(result_dtype)
   if not backend.ways().turns_operands:
-    exact = precision(str(x.dtype))
+    exact = backend.precision(str(x.dtype))
     return jnp.einsum(
       '...i,oi->...o',
       x,
@@ -150,7 +140,7 @@ def dense_in_out(
     return (product * scale).astype(result_dtype or x.dtype)
   matmul = functools.partial(
     jnp.matmul,
-    precision=precision(str(x.dtype)),
+    precision=backend.precision(str(x.dtype)),
     preferred_element_type=result_dtype,
   )
   least = backend.ways().least_rows
