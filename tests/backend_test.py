@@ -24,9 +24,11 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.t5x_style import T5XStyle
 from specdec_jax.models import (
   backend,
+  blocks,
   causal_lm,
   gpt,
   kv_cache,
+  layers,
   norms,
   products,
   t5,
@@ -160,6 +162,55 @@ def test_what_is_added_to_a_product_of_one_row_is_the_same(dtype, out):
   for one in added:  # Control: either is needed.
     less = np.asarray(product(one), np.float32)
     assert np.abs(less - want).max() > 1
+
+
+@pytest.mark.parametrize('copied', [1 << 20, 0])
+@pytest.mark.parametrize('rows', [1, 3, products.MOST_COPIED_ROWS + 1])
+@pytest.mark.parametrize('result', [None, 'float32'])
+def test_a_product_with_blocks_is_the_same(rows, result, copied, monkeypatch):
+  monkeypatch.setattr(products, '_MOST_COPIED', copied)
+  rng = np.random.default_rng(0)
+
+  def numbers(*shape):
+    return jnp.asarray(rng.normal(size=shape), 'float32')
+
+  kernel, x = numbers(48, 3 * blocks.WIDTH), numbers(2, rows, 48)
+  out = kernel.shape[1]
+  beside = numbers(out), [numbers(out), numbers(2, rows, out)]
+  cut = blocks.in_blocks(kernel)
+  given = x, result, *beside
+  want = products.dense_in_out(kernel, *given)
+  product = functools.partial(products.dense_blocks, result_dtype=result)
+  made = jax.jit(
+    lambda cut, x, scale, added: product(cut, x, scale=scale, added=added)
+  )
+  have = made(cut, x, *beside)
+  is_loop = 'while' in made.lower(cut, x, *beside).as_text()
+  assert is_loop == (2 * rows > products.MOST_COPIED_ROWS and not copied)
+  assert have.dtype == want.dtype
+  np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5)
+  # Control: where an output lies matters.
+  turned = products.dense_blocks(cut[::-1], *given)
+  assert np.abs(turned - want).max() > 1
+
+
+@pytest.mark.parametrize('divides', [True, False])
+@pytest.mark.parametrize('rows', [1, 3, 40])
+def test_an_embedding_is_an_output_layer_on_any_device(rows, divides):
+  table = layers.Embed(70, 48, divides_logits=divides)
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  params = table.init(jax.random.key(0), tokens)
+  x = jax.random.normal(jax.random.key(1), (2, rows, 48))
+  made = {}
+  for kind in ('cpu', 'gpu', 'tpu'):
+    with backend.compiled_for(kind):
+      made[kind] = jax.jit(lambda p, x: table.apply(p, x, method='attend'))(
+        params, x
+      )
+  embedding = np.asarray(params['params']['embedding'], np.float64)
+  want = np.asarray(x) @ embedding.T / (np.sqrt(48) if divides else 1)
+  for kind, have in made.items():
+    np.testing.assert_allclose(have, want, atol=1e-4, err_msg=kind)
 
 
 def test_t5x_style_is_the_same_for_a_drafter_that_reads_features():

@@ -1,5 +1,7 @@
 """Kernels of integers: what is rounded, where, and what comes of it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +97,7 @@ def test_a_product_is_that_of_the_rounded_numbers(layout, kind, rows, dtype):
 
 
 @pytest.mark.parametrize('joins', [True, False])
-@pytest.mark.parametrize('layout', ['in_out', 'out_in'])
+@pytest.mark.parametrize('layout', ['in_out', 'out_in', 'blocks'])
 @pytest.mark.parametrize('dtype', integers.INTEGERS)
 def test_read_from_a_file_or_rounded_in_memory(layout, joins, dtype):
   size = dict(vocab_size=8000, emb_dim=128, num_heads=4, head_dim=32)
@@ -107,6 +109,13 @@ def test_read_from_a_file_or_rounded_in_memory(layout, joins, dtype):
   read = load(path, net, dtype=dtype).read(dtype)
   kept = place(load(path, net).read('bfloat16'), placement)
   jax.tree.map(np.testing.assert_array_equal, place(read, placement), kept)
+  floats = dataclasses.replace(placement, dtype='float32')
+  params = jax.tree.map(jnp.asarray, load(path, net).read('float32'))
+  later, once = (
+    place(place(params, floats), placement),
+    place(params, placement),
+  )
+  jax.tree.map(np.testing.assert_array_equal, later, once)
   for name, leaf in flatten_dict(read, sep='/').items():
     is_kernel = name.endswith('/kernel')
     assert leaf.dtype == (dtype if is_kernel else 'float32'), name

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,9 @@ T5_1_1 = t5.T5Config(
 )
 T5_1_0 = dataclasses.replace(
   T5_1_1, mlp_activations=('relu',), logits_via_embedding=True
+)
+OF_BLOCKS = dataclasses.replace(
+  T5_1_1, vocab_size=128, emb_dim=64, mlp_dim=64, num_heads=4, head_dim=16
 )
 OWN_BIAS = dataclasses.replace(T5_1_1, bias_per_layer=True)
 FIXTURE = (
@@ -59,6 +63,7 @@ def ragged_inputs(batch=3, width=11):
     pytest.param(T5_1_1, 'in_out', id='1.1-in_out'),
     pytest.param(T5_1_0, 'out_in', id='1.0-out_in'),
     pytest.param(OWN_BIAS, 'in_out', id='own bias-in_out'),
+    pytest.param(OF_BLOCKS, 'blocks', id='1.1-blocks'),
     *(
       pytest.param(
         config, layout, id=f'{name}-{layout}', marks=pytest.mark.slow
@@ -78,6 +83,8 @@ def test_extend_in_pieces_equals_teacher_forcing(config, layout):
   placed = partitioning.place(
     params, partitioning.Placement(kernel_layout=layout)
   )
+  names = {name[-1] for name in flax.traverse_util.flatten_dict(placed)}
+  assert ('kernel_blocks' in names) == (layout == 'blocks')
   cache = prefill(model, placed, inputs, 150)
   assert cache.num_slots == 150  # attended over 128 first, then over all
   pieces, at = [], 0

@@ -45,12 +45,58 @@ def test_in_out_is_t5xs():
 
 
 def test_auto_follows_the_device():
-  """Only one GPU wants another layout than T5X's."""
-  for kind, wants in (('cpu', False), ('gpu', True), ('tpu', False)):
+  """Only one GPU and one CPU want another layout than T5X's."""
+  for kind in ('cpu', 'gpu', 'tpu'):
     with backend.compiled_for(kind):
-      assert Placement().transposes == wants
+      assert Placement().transposes == (kind == 'gpu')
+      assert Placement().cuts_blocks == (kind == 'cpu')
+      assert Placement('int8').cuts_blocks == (kind == 'cpu')
+      assert not Placement('bfloat16').cuts_blocks
       assert not Placement(model=2).transposes
+      assert not Placement(model=2).cuts_blocks
       assert Placement(kernel_layout='out_in', model=2).transposes
+
+
+def test_a_decoders_kernels_are_cut_into_blocks():
+  """Not an encoder's, nor what makes keys and values of its output."""
+  rng = np.random.default_rng(0)
+  kernels = {
+    name: {'kernel': rng.normal(size=(3, 64)).astype(np.float32)}
+    for name in ('query', 'key', 'value', 'out')
+  }
+  wide = {'kernel': rng.normal(size=(3, 192)).astype(np.float32)}
+  params = {
+    'encoder': {'self_attention': kernels},
+    'decoder': {
+      'self_attention': kernels,
+      'encoder_decoder_attention': kernels,
+      'logits_dense': wide,
+      'narrow': {'kernel': np.zeros((3, 96), np.float32)},
+    },
+  }
+  placed = place(params, Placement(kernel_layout='blocks'))
+  flat = flax.traverse_util.flatten_dict(placed, sep='/')
+  cut = {name for name in flat if name.endswith('/kernel_blocks')}
+  assert cut == {
+    'decoder/self_attention/qkv/kernel_blocks',
+    'decoder/self_attention/out/kernel_blocks',
+    'decoder/encoder_decoder_attention/query/kernel_blocks',
+    'decoder/encoder_decoder_attention/out/kernel_blocks',
+    'decoder/logits_dense/kernel_blocks',
+  }
+  blocks = flat['decoder/logits_dense/kernel_blocks']
+  assert blocks.shape == (3, 3, 64)
+  np.testing.assert_array_equal(np.concatenate(blocks, axis=1), wide['kernel'])
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    place(placed, Placement(kernel_layout='blocks')),
+    placed,
+  )
+
+
+def test_a_mesh_has_no_blocks():
+  with pytest.raises(ValueError, match="'blocks' is for one device.*model=2"):
+    Placement(kernel_layout='blocks', model=2)
 
 
 PROJECTIONS = {
@@ -105,7 +151,7 @@ def test_placing_twice_changes_only_the_dtype():
 
 
 def test_unknown_layout():
-  with pytest.raises(ValueError, match="'auto', 'in_out' or 'out_in'"):
+  with pytest.raises(ValueError, match="'in_out', 'out_in' or 'blocks'"):
     Placement(kernel_layout='columns')
 
 

@@ -51,7 +51,6 @@ class Ways(NamedTuple):
   """How networks compute, and tokens are sampled, on a kind of device.
 
   Attributes:
-    doubles_query: attention of one query computes two of it.
     has_buckets: attention reads a prefix of the cache, chosen by a conditional.
     turns_operands: products with [out, in] kernels have the kernel on the left,
       and a number of rows that is a power of two.
@@ -62,6 +61,8 @@ class Ways(NamedTuple):
     joins_cache: a layer's keys and values are one array, slots before numbers.
     orders_layers: barriers keep XLA from joining work of several layers.
     prefers_out_in: on one device kernels are always [out, in].
+    prefers_blocks: on one device kernels that few rows meet are in blocks, see
+      `products.dense_blocks`, if the computation is in float32.
     samples_by_need: sampling does as little work as it can: conditionals leave
       out what is off, and searches halve. Otherwise what is off is no part of
       the program, and sampling takes as few operations as it can.
@@ -87,7 +88,6 @@ class Ways(NamedTuple):
       it makes four.
   """
 
-  doubles_query: bool = False
   has_buckets: bool = False
   turns_operands: bool = False
   holds_floats: bool = False
@@ -95,6 +95,7 @@ class Ways(NamedTuple):
   joins_cache: bool = False
   orders_layers: bool = False
   prefers_out_in: bool = False
+  prefers_blocks: bool = False
   samples_by_need: bool = False
   flattens_cache: bool = False
   writes_by_row: bool = False
@@ -108,8 +109,8 @@ class Ways(NamedTuple):
 
 _WAYS = {
   'cpu': Ways(
-    doubles_query=True,
     has_buckets=True,
+    prefers_blocks=True,
     turns_operands=True,
     holds_floats=True,
     samples_by_need=True,
@@ -140,9 +141,13 @@ def ways() -> Ways:
   found = _WAYS.get(kind(), Ways())
   if not _split.value:
     return found
-  # Such writes would gather the rows and heads of all devices.
+  # Such writes would gather the rows and heads of all devices, and barriers of
+  # turned operands would hide from XLA how these are split.
   return found._replace(
-    flattens_cache=False, writes_by_row=False, branches_write=False
+    flattens_cache=False,
+    writes_by_row=False,
+    branches_write=False,
+    turns_operands=False,
   )
 
 

@@ -12,18 +12,19 @@ speculation is exact on its distribution. A drafter of integers changes no
 output.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.models import backend
+from specdec_jax.models import backend, blocks
 
 INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
-_OUT_IN = 'kernel_out_in'  # as `partitioning.place` may lay it out
+# As `partitioning.place` may lay it out: [out, in], or in `blocks`.
+_OUT_IN, _BLOCKS = 'kernel_out_in', 'kernel_blocks'
 _MOST = {INT8: 127, INT4: 7}  # symmetric: -128 and -8 are not used
 INTEGERS = tuple(_MOST)  # dtypes of kernels
 _ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
@@ -96,14 +97,21 @@ def rounded(
   }
   if SCALE in found:  # perhaps held as float32, see `backend.Ways`
     return found
-  for name in (KERNEL, _OUT_IN):
+  for name, (whole, laid) in _LAYOUTS.items():
     kernel: Any = found.get(name)
     if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):
       continue
-    turned = kernel.T if name == _OUT_IN else kernel
-    made, found[SCALE] = quantise(turned, f'{module}{name}', dtype)
-    found[name] = made.T if name == _OUT_IN else made
+    made, found[SCALE] = quantise(whole(kernel), f'{module}{name}', dtype)
+    found[name] = laid(made)
   return found
+
+
+# How a kernel of a name becomes [in, out], and is laid out again.
+_LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+  KERNEL: (lambda kernel: kernel, lambda kernel: kernel),
+  _OUT_IN: (lambda kernel: kernel.T, lambda kernel: kernel.T),
+  _BLOCKS: (blocks.out_of_blocks, blocks.in_blocks),
+}
 
 
 def check_scale(scale: np.ndarray, name: str) -> None:

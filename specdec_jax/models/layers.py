@@ -65,13 +65,18 @@ class Embed(nn.Module):
     scale = np.sqrt(self.features) if self.divides_logits else 1.0
     # Scaled first, x would be rounded to bfloat16 once more.
     scale_first = self.dtype == 'float32'
-    logits = jnp.einsum(
-      '...m,vm->...v',
-      x / scale if scale_first else x,
-      self.embedding.astype(self.dtype),
-      precision=backend.precision(self.dtype),
-      preferred_element_type=jnp.float32,
-    )
+    x = x / scale if scale_first else x
+    embedding = self.embedding.astype(self.dtype)
+    if backend.ways().turns_operands:
+      logits = products.dense_out_in(embedding, x, 'float32')
+    else:
+      logits = jnp.einsum(
+        '...m,vm->...v',
+        x,
+        embedding,
+        precision=backend.precision(self.dtype),
+        preferred_element_type=jnp.float32,
+      )
     return logits if scale_first else logits / scale
 
 
@@ -196,16 +201,10 @@ def attend(
   Returns:
     [B, S, H * D].
   """
-  num_queries = queries.shape[1]
   if keys.shape[1] != queries.shape[2]:
     return _attend_shared(
       queries, keys, values, bias, slots, scale, softcap, beside
     )
-  if num_queries == 1 and backend.ways().doubles_query:
-    # On a CPU, XLA takes three to five times as long for one query as for two
-    # (it turns the products into scalar loops), so the query is doubled.
-    queries = jnp.concatenate([queries, queries], axis=1)
-    bias = jnp.broadcast_to(bias, (*bias.shape[:2], 2, bias.shape[3]))
   exact = backend.precision(str(queries.dtype))
 
   def scores_of(keys, bias, slots):
@@ -236,7 +235,7 @@ def attend(
       for share, (_, values, _, slots) in zip(shares, parts, strict=True)
     ],
   )
-  return mixed[:, :num_queries].reshape(*mixed.shape[:1], num_queries, -1)
+  return mixed.reshape(*mixed.shape[:2], -1)
 
 
 def _attend_shared(queries, keys, values, bias, slots, scale, softcap, beside):

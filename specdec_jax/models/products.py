@@ -1,7 +1,8 @@
 """Products of activations with kernels: the most of a network's time.
 
-A kernel is [in, out], as T5X stores it, or [out, in], as `partitioning.place`
-lays it out for one GPU; `backend.Ways` says what is quick on a kind of device.
+A kernel is [in, out], as T5X stores it, or as `partitioning.place` lays it out,
+[out, in] for one GPU and blocks of outputs for one CPU; `backend.Ways` says
+what is quick on a kind of device.
 """
 
 import functools
@@ -21,6 +22,10 @@ KERNEL_INIT = nn.initializers.variance_scaling(
   1.0, 'fan_in', 'truncated_normal'
 )
 
+
+# Of so few rows, or numbers in all, a product with blocks has a copy for each
+# block. Otherwise it takes the blocks one after another.
+MOST_COPIED_ROWS, _MOST_COPIED = 32, 1 << 20
 
 # T5X's `gelu` is the tanh form.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -152,11 +157,55 @@ def dense_in_out(
   return product[:1].reshape(*x.shape[:-1], kernel.shape[1])
 
 
+def dense_blocks(
+  kernel: jax.Array,
+  x: jax.Array,
+  result_dtype: str | None = None,
+  scale: jax.Array | None = None,
+  added: Sequence[jax.Array] = (),
+) -> jax.Array:
+  """Returns the product of x with a kernel that is cut into blocks of outputs.
+
+  Each block lies in one piece of memory, which is read from its first number to
+  its last. Out of a whole kernel the library that XLA has for a CPU takes such
+  blocks as strips, a line of the cache at a time, and a product of a few rows
+  takes up to twice the time of one row; benchmarks/README.md has both.
+
+  Args:
+    kernel: [N, in, `blocks.WIDTH`], see `blocks.in_blocks`.
+    x: [..., in].
+    result_dtype: of the result; None is that of the operands.
+    scale: float32[out], a factor of each output; None is none.
+    added: [out] or [..., out] each, added to the product.
+
+  Returns:
+    [..., out], of N times as many numbers as a block has outputs.
+  """
+  if added:
+    return _plus(dense_blocks(kernel, x, result_dtype, scale), added)
+  if scale is not None:
+    product = dense_blocks(kernel, x, 'float32')
+    return (product * scale).astype(result_dtype or x.dtype)
+  rows = x.reshape(-1, x.shape[-1])
+  matmul = functools.partial(
+    jnp.matmul,
+    precision=backend.precision(str(x.dtype)),
+    preferred_element_type=result_dtype,
+  )
+  is_few = len(rows) <= MOST_COPIED_ROWS
+  if is_few or len(kernel) * rows.size <= _MOST_COPIED:
+    parts = matmul(jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel)
+  else:
+    parts = lax.map(functools.partial(matmul, rows), kernel)
+  return parts.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
+
+
 class Dense(nn.Module):
   """The one matrix product of the library; without a bias in the T5 family.
 
-  The parameters are `kernel`, [in, out], as T5X stores it, or `kernel_out_in`,
-  [out, in], if `partitioning.place` has laid it out for a CPU; with `use_bias`
+  The parameters are `kernel`, [in, out], as T5X stores it, or, if
+  `partitioning.place` has laid it out for one device, `kernel_out_in`,
+  [out, in], or `kernel_blocks`, [N, in, out / N]; with `use_bias`
   also `bias`, [out]; and of a kernel of integers `kernel_scale`, [out], see
   `integers`.
 
@@ -192,6 +241,9 @@ class Dense(nn.Module):
     if self.has_variable('params', 'kernel_out_in'):
       kernel: jax.Array = self.get_variable('params', 'kernel_out_in')
       dense = dense_out_in
+    elif self.has_variable('params', 'kernel_blocks'):
+      kernel = self.get_variable('params', 'kernel_blocks')
+      dense = dense_blocks
     else:
       shape = (rows.shape[-1], self.features)
       kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)

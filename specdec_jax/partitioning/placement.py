@@ -6,6 +6,8 @@ Two things are decided here, and only here; `models.products` and
 
 - On one GPU kernels are stored as [out, in], so that a product with one row is
   one kernel that reads whole rows of weights (`products.dense_out_in`).
+- On one CPU kernels that meet few rows at a time, those of a decoder, are
+  stored in blocks of outputs (`products.dense_blocks`).
 - Projections that read the same input are joined into one product, unless the
   product is split: most of a small model's call is the starting of products.
 """
@@ -21,7 +23,7 @@ from jax.sharding import AxisType
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend, integers
+from specdec_jax.models import backend, blocks, integers
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
@@ -53,8 +55,9 @@ class Placement:
   Attributes:
     dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
       'int8' or 'int4', which are those of kernels; the rest is then float32.
-    kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'auto'
-      for out_in on one GPU, else in_out.
+    kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'blocks'
+      for those of a decoder in blocks of 64 outputs, 'auto' for out_in on one
+      GPU, blocks of float32 on one CPU, else in_out.
     join_projections: whether query, key and value of self-attention, and both
       input layers of a gated MLP, become one product each, unless it is split.
     data: devices that share the rows of a request; 0 is as many as `model`
@@ -70,7 +73,7 @@ class Placement:
   """
 
   dtype: str = 'float32'
-  kernel_layout: Literal['auto', 'in_out', 'out_in'] = 'auto'
+  kernel_layout: Literal['auto', 'in_out', 'out_in', 'blocks'] = 'auto'
   join_projections: bool = True
   data: int = 1
   model: int = 1
@@ -84,6 +87,12 @@ class Placement:
       raise ValueError(
         'Placement.data and model are numbers of devices; one of them may be 0,'
         f' for all that the other leaves; got {self.data} and {self.model}.'
+      )
+    if self.kernel_layout == 'blocks' and not self.on_one_device:
+      raise ValueError(
+        "Placement.kernel_layout 'blocks' is for one device, and this is a mesh"
+        f' of data={self.data}, model={self.model}, whose parts have no whole'
+        " blocks. Leave the layout 'auto', or data and model 1."
       )
 
   @property
@@ -101,6 +110,15 @@ class Placement:
     if self.kernel_layout != 'auto':
       return self.kernel_layout == 'out_in'
     return self.on_one_device and backend.ways().prefers_out_in
+
+  @property
+  def cuts_blocks(self) -> bool:
+    """Whether a decoder's kernels are stored in blocks of outputs."""
+    if self.kernel_layout != 'auto':
+      return self.kernel_layout == 'blocks'
+    if self.dtype == 'bfloat16' or not self.on_one_device:
+      return False
+    return backend.ways().prefers_blocks
 
   def joins(self, axis: str) -> bool:
     """Returns whether kernels with this output axis are joined."""
@@ -264,7 +282,8 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
 
 def lay_out(params: Params, placement: Placement) -> Params:
   """`place` without moving anything to the devices of a mesh."""
-  return _lay_out(_rounded(params, placement), placement, '')
+  laid_out = _lay_out(_rounded(params, placement), placement, '')
+  return _cut(laid_out, '') if placement.cuts_blocks else laid_out
 
 
 def _rounded(params: Params, placement: Placement) -> Params:
@@ -297,6 +316,37 @@ def _lay_out(
       for name in kernels[0]
     }
   return placed
+
+
+def _cut(
+  params: Mapping[str, Any], module: str, reads_encoder: bool = False
+) -> Params:
+  """Parameters whose kernels are in blocks, where few rows meet them.
+
+  An encoder's meet all of an input, and so do those of the keys and values that
+  a decoder makes of it.
+
+  Args:
+    params: of a module, laid out otherwise.
+    module: its name.
+    reads_encoder: whether it is in an attention to an encoder's output.
+  """
+  if module == 'encoder' or (reads_encoder and module in ('key', 'value')):
+    return dict(params)
+  reads_encoder = module == 'encoder_decoder_attention'
+  found = {
+    name: _cut(value, name, reads_encoder)
+    if isinstance(value, Mapping)
+    else value
+    for name, value in params.items()
+  }
+  kernel: Any = found.get('kernel')
+  if kernel is not None and kernel.shape[1] % blocks.WIDTH == 0:
+    if not isinstance(kernel, jax.core.Tracer):
+      kernel = np.asarray(kernel)  # on a CPU the same memory; compiles nothing
+    del found['kernel']
+    found['kernel_blocks'] = jnp.asarray(blocks.in_blocks(kernel))
+  return found
 
 
 def _cast(value: Any, placement: Placement) -> Any:
