@@ -14,6 +14,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import collectives
+from specdec_jax.models import backend
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.m2m100 import M2M100, M2M100Config
@@ -319,7 +320,8 @@ def test_the_check_sees_a_gathered_weight(family, tokenizer, monkeypatch):
   """Logits asked for whole at once: XLA gathers the output layer's kernel."""
 
   def extend(self, params, cache, tokens):
-    logits, cache = self.network.extend(params, cache, tokens)
+    with backend.split():
+      logits, cache = self.network.extend(params, cache, tokens)
     return self._at(logits, ('batch', None, None)), cache
 
   monkeypatch.setattr(Following, 'extend', extend)
