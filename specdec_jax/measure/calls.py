@@ -137,15 +137,14 @@ def target_calls(
 
   The cache is at half of the run's output, and is rewound after each call, as
   after a rejection; each call's tokens come from the call before. `encoded` is
-  as of `models.base.read_prompt`.
+  as of `models.base.read_prompt`. One call more comes before the clock starts:
+  a model that fits into a processor's caches lies there in a run, and what is
+  timed in between puts it out.
   """
 
   model, params = pair.target, pair.params.target
 
-  def calls(params, cache, tokens):
-    produced = request.prompt_width - 1 + request.slots // 2
-    half = jnp.full(tokens.shape[:1], produced, jnp.int32)
-
+  def calls(params, cache, tokens, half, repeats):
     def body(_, carry):
       cache, _ = carry
       logits, cache = model.extend(params, model.rewind(cache, half), carry[1])
@@ -157,8 +156,29 @@ def target_calls(
     params, request.inputs, request.cache_slots, encoded=encoded
   )
   tokens = jnp.ones((request.inputs.shape[0], num_tokens), jnp.int32)
-  compiled = jax.jit(calls).lower(params, cache, tokens).compile()
-  return lambda: functools.partial(compiled, params, cache, tokens)
+  half = _half(request, request.slots // 2)
+  return _after_one(calls, (params, cache, tokens, half), repeats)
+
+
+def _half(request: Request, produced: int) -> jax.Array:
+  """Tokens of each row behind its prompt's and `produced` more, int32[B].
+
+  It has to be an argument of a program. To one that knows it XLA adds copies of
+  caches that no run makes.
+  """
+  length = request.prompt_width - 1 + produced
+  return jnp.full(request.inputs.shape[:1], length, jnp.int32)
+
+
+def _after_one(run: Callable, args: tuple[Any, ...], repeats: int) -> Prepare:
+  """Prepares run(*args, repeats), compiled, by one of its repetitions."""
+  compiled = jax.jit(run).lower(*args, jnp.int32(repeats)).compile()
+
+  def prepare():
+    jax.block_until_ready(compiled(*args, jnp.int32(1)))
+    return functools.partial(compiled, *args, jnp.int32(repeats))
+
+  return prepare
 
 
 def encoder_call(pair: Pair, request: Request) -> Prepare:
@@ -198,7 +218,8 @@ def pair_rounds(
   A round costs what it costs inside the speculative loop, without the loop's
   own bookkeeping. That is more than the sum of its calls measured alone, since
   each model finds the processor's caches filled by the other model. The whole
-  draft is made, even if the target's verdict does not need all of it.
+  draft is made, even if the target's verdict does not need all of it. As with
+  `target_calls`, one round more comes before the clock starts.
 
   Args:
     pair: both models.
@@ -211,10 +232,8 @@ def pair_rounds(
     raise ValueError('pair_rounds needs a pair with a drafter, got none.')
   check_chain(drafter, 'The measurement of rounds')
   batch = request.inputs.shape[0]
-  produced = request.prompt_width - 1 + max(request.slots // 2, 2)
-  half = jnp.full((batch,), produced, jnp.int32)
 
-  def rounds(params, cache, state, tokens):
+  def rounds(params, cache, state, tokens, half, repeats):
     def propose(round_number, state, tokens, features):
       # Each round has its own keys, as in the loop: a draw that depends on
       # nothing else would otherwise be made only once for all rounds.
@@ -272,6 +291,5 @@ def pair_rounds(
     pair.encoded(request.inputs),
   )
   tokens = jnp.ones((batch, slots + 1), jnp.int32)
-  args = (pair.params, cache, state, tokens)
-  compiled = jax.jit(rounds).lower(*args).compile()
-  return lambda: functools.partial(compiled, *args)
+  half = _half(request, max(request.slots // 2, 2))
+  return _after_one(rounds, (pair.params, cache, state, tokens, half), repeats)
