@@ -44,13 +44,16 @@ def test_in_out_is_t5xs():
   assert jax.tree.map(np.shape, placed) == jax.tree.map(np.shape, PARAMS)
 
 
-def test_auto_follows_the_device():
-  """Only one GPU and one CPU want another layout than T5X's."""
+@pytest.mark.parametrize('cores', [1, 2])
+def test_auto_follows_the_device(cores, monkeypatch):
+  """Only one GPU and one core want another layout than T5X's."""
+  monkeypatch.setattr(backend, 'num_cores', lambda: cores)
   for kind in ('cpu', 'gpu', 'tpu'):
+    cuts = kind == 'cpu' and cores == 1
     with backend.compiled_for(kind):
       assert Placement().transposes == (kind == 'gpu')
-      assert Placement().cuts_blocks == (kind == 'cpu')
-      assert Placement('int8').cuts_blocks == (kind == 'cpu')
+      assert Placement().cuts_blocks == cuts
+      assert Placement('int8').cuts_blocks == cuts
       assert not Placement('bfloat16').cuts_blocks
       assert not Placement(model=2).transposes
       assert not Placement(model=2).cuts_blocks

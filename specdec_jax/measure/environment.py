@@ -18,9 +18,7 @@ def describe() -> dict[str, Any]:
     'device': device.device_kind if device.platform != 'cpu' else _cpu_name(),
     'platform': device.platform,
     'devices': jax.device_count(),
-    'cores': len(os.sched_getaffinity(0))
-    if hasattr(os, 'sched_getaffinity')
-    else os.cpu_count(),
+    'cores': backend.num_cores(),
     'jax': jax.__version__,
     'python': platform.python_version(),
     'load_average': _load_average(),

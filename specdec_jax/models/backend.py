@@ -62,7 +62,8 @@ class Ways(NamedTuple):
     orders_layers: barriers keep XLA from joining work of several layers.
     prefers_out_in: on one device kernels are always [out, in].
     prefers_blocks: on one device kernels that few rows meet are in blocks, see
-      `products.dense_blocks`, if the computation is in float32.
+      `products.dense_blocks`, if the computation is in float32, on one core:
+      XLA does not share a product's blocks among several.
     samples_by_need: sampling does as little work as it can: conditionals leave
       out what is off, and searches halve. Otherwise what is off is no part of
       the program, and sampling takes as few operations as it can.
@@ -134,6 +135,13 @@ _WAYS = {
 def kind() -> str:
   """The device of the program that is traced: 'cpu', 'gpu' or 'tpu'."""
   return _described.value or jax.default_backend()
+
+
+def num_cores() -> int:
+  """Cores of the CPU that this process may run on."""
+  if hasattr(os, 'sched_getaffinity'):  # not on each system
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def ways() -> Ways:

@@ -1,7 +1,7 @@
 """Products of activations with kernels: the most of a network's time.
 
 A kernel is [in, out], as T5X stores it, or as `partitioning.place` lays it out,
-[out, in] for one GPU and blocks of outputs for one CPU; `backend.Ways` says
+[out, in] for one GPU and blocks of outputs for one core; `backend.Ways` says
 what is quick on a kind of device.
 """
 

@@ -6,8 +6,8 @@ Two things are decided here, and only here; `models.products` and
 
 - On one GPU kernels are stored as [out, in], so that a product with one row is
   one kernel that reads whole rows of weights (`products.dense_out_in`).
-- On one CPU kernels that meet few rows at a time, those of a decoder, are
-  stored in blocks of outputs (`products.dense_blocks`).
+- On one core of a CPU kernels that meet few rows at a time, those of a decoder,
+  are stored in blocks of outputs (`products.dense_blocks`).
 - Projections that read the same input are joined into one product, unless the
   product is split: most of a small model's call is the starting of products.
 """
@@ -57,7 +57,7 @@ class Placement:
       'int8' or 'int4', which are those of kernels; the rest is then float32.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'blocks'
       for those of a decoder in blocks of 64 outputs, 'auto' for out_in on one
-      GPU, blocks of float32 on one CPU, else in_out.
+      GPU, blocks of float32 on one core of a CPU, else in_out.
     join_projections: whether query, key and value of self-attention, and both
       input layers of a gated MLP, become one product each, unless it is split.
     data: devices that share the rows of a request; 0 is as many as `model`
@@ -118,7 +118,7 @@ class Placement:
       return self.kernel_layout == 'blocks'
     if self.dtype == 'bfloat16' or not self.on_one_device:
       return False
-    return backend.ways().prefers_blocks
+    return backend.ways().prefers_blocks and backend.num_cores() == 1
 
   def joins(self, axis: str) -> bool:
     """Returns whether kernels with this output axis are joined."""
