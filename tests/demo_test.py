@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from specdec_jax import T5, Engine, T5Config, Tokenizer, load
+from specdec_jax.partitioning import Placement
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / 'demo'
@@ -99,6 +100,28 @@ def check_equal(models, oracle, texts, gamma, batch, **options):
   print(
     f'gamma {gamma}, batch {batch}: {len(texts)} outputs, {num_tokens} tokens'
   )
+
+
+def test_one_core_gives_the_same(models, sources):
+  """Its kernels are in blocks, and those of several cores are whole."""
+  target, draft, tokenizer = models
+  texts = sources[:RAGGED]
+  found = {}
+  for layout in ('in_out', 'blocks'):
+    engine = Engine(
+      target,
+      draft,
+      tokenizer=tokenizer,
+      max_decode_len=120,
+      placement=Placement(kernel_layout=layout),
+    )
+    for speculative in (False, True):
+      found[layout, speculative] = decode(engine, texts, RAGGED, speculative)
+    modules = engine.params.target['decoder']['logits_dense']
+    assert ('kernel_blocks' in modules) == (layout == 'blocks')
+  want = found['in_out', False]
+  assert all(have == want for have in found.values())
+  assert len({tuple(one) for one in want}) == RAGGED
 
 
 # In small: the demo of `.ci/run`, which fails where outputs differ.
