@@ -92,9 +92,9 @@ class TrainRun:
       both sides of `train_file`. Only text needs a vocabulary.
     init_checkpoint_path: parameters to begin with, a single-file T5X
       checkpoint; None begins with random parameters.
-    init_model: the network of `init_checkpoint_path` where it has fewer layers
-      than `model`, which then begins as deep as it is and no wiser: see
-      `growing.grown`. None is `model`.
+    init_model: the network of `init_checkpoint_path` where it has other numbers
+      of layers than `model`, or is narrower: see `resizing.resized`. None is
+      `model`.
     packing: how pairs become batches.
     training: length, optimiser, evaluation.
     learning: what the model learns from: the data, or another model.
@@ -132,7 +132,7 @@ class TrainRun:
       )
     if self.init_model is not None and self.init_checkpoint_path is None:
       raise ValueError(
-        'TrainRun.init_model is the network of a checkpoint to grow from;'
+        'TrainRun.init_model is the network of a checkpoint to begin with;'
         ' expected an init_checkpoint_path as well, got None.'
       )
     if isinstance(self.model, Heads):

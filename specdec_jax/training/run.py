@@ -20,7 +20,7 @@ from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, Params, reads_encoder
 from specdec_jax.models.t5 import T5
 from specdec_jax.text import metrics
-from specdec_jax.training import bleu, growing, slicing
+from specdec_jax.training import bleu, resizing, slicing
 from specdec_jax.training.config import FromTarget, TrainRun
 from specdec_jax.training.data import PackedBatches
 from specdec_jax.training.distill import Distillation
@@ -147,8 +147,8 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
   if run.init_model is None:
     return _load_for(run.model, run.init_checkpoint_path)
   params, found = _load_for(run.init_model, run.init_checkpoint_path)
-  small, large = _t5('init_model', run.init_model), _t5('model', run.model)
-  return growing.grown(params, small.config, large.config), found
+  before, after = _t5('init_model', run.init_model), _t5('model', run.model)
+  return resizing.resized(params, before.config, after.config), found
 
 
 def _load_for(model: Any, path: str) -> tuple[Params, str]:
@@ -167,7 +167,7 @@ def _sliced(learning: FromTarget, target_params: Params, model: Any) -> Params:
 def _t5(option: str, network: Any) -> T5:
   if not isinstance(network, T5):
     raise ValueError(
-      f'{option}: only a T5 is cut out of, or grown from, a T5; got'
+      f'{option}: only a T5 is cut out of, or begins as, another T5; got'
       f' {type(network).__name__}. Leave slice_target False and init_model None'
       ' to begin at random, or with a checkpoint of the same sizes.'
     )

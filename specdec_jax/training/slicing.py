@@ -131,6 +131,11 @@ def _chosen(there: int, count: int, kept: str) -> list[int]:
     return list(range(count))
   if kept == 'last':
     return list(range(there - count, there))
+  return spaced(there, count)
+
+
+def spaced(there: int, count: int) -> list[int]:
+  """The numbers of `count` evenly spaced layers of those that are there."""
   return [round(x) for x in np.linspace(0, there - 1, count).tolist()]
 
 
