@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specdec_jax import analysis
-from specdec_jax.measure import calibration
+from specdec_jax.measure import calibrate, calibration
 from specdec_jax.measure.beam_grid import BeamChoice
 from specdec_jax.measure.calibration import (
   Calibration,
@@ -54,6 +54,54 @@ def test_the_interval_holds_what_errors_do():
   assert found.interval == pytest.approx(ends, rel=0.01)
   wider = choose_gamma(Measured(0.7, 0.06), exact(0.05), call_cost)
   assert wider.interval[0] < ends[0] - 0.05
+
+
+def test_what_a_round_takes_besides_favours_longer_drafts():
+  call_cost = [exact(1 + 0.05 * size) for size in range(9)]
+  free, dear = (
+    choose_gamma(exact(0.8), exact(0.1), call_cost, besides)
+    for besides in (0.0, 1.0)
+  )
+  assert dear.gamma > free.gamma
+  assert dear.factors[0] == 1.0
+  assert dear.factors[3] == pytest.approx(
+    float(analysis.measured_walltime_factor(0.8, 3, 0.1, 2.15))
+  )
+  assert dear.cost_ratio == 0.1 and dear.round_cost == 1.0
+  assert dear.call_cost == pytest.approx([one.value for one in call_cost])
+
+
+def rounds(call, **times):
+  """A record's times: `call` of any size, and what rounds take."""
+  sizes = {f'call_{size}': 2 * call(size) for size in range(1, 10)}
+  times = sizes | {name: 2 * value for name, value in times.items()}
+  return {n: {'median': v, 'error': 0.02} for n, v in times.items()}
+
+
+@pytest.mark.parametrize(
+  'besides, slope, want',
+  [
+    ((1, 4, 8), 0.1, (0.1, 0.3)),
+    ((4,), 0.1, (0.175, 0.0)),  # of one gamma all of it is the proposals'
+    ((1, 4, 8), -0.02, (0.0, 0.3 - 0.02 * 13 / 3)),
+  ],
+)
+def test_costs_of_rounds_are_told_from_those_of_proposals(besides, slope, want):
+  def call(size):
+    return 1 + 0.05 * (size - 1)
+
+  times = rounds(
+    call, **{f'round_{g}': call(g + 1) + 0.3 + slope * g for g in besides}
+  )
+  found, rest = calibrate._round_costs(times)
+  assert (found.value, rest) == pytest.approx(want)
+  assert found.error > 0
+
+
+def test_rounds_that_cost_less_than_their_proposals_have_no_cost_of_their_own():
+  times = rounds(lambda size: 1.0, round_1=1.05, round_8=1.8)
+  found, rest = calibrate._round_costs(times)
+  assert rest == 0 and found.value == pytest.approx((0.05 + 8 * 0.8) / 65)
 
 
 def choice(rows, gamma):

@@ -119,6 +119,44 @@ def test_adapting_gains_over_the_best_fixed_gamma(device, call_cost):
   assert own >= rate(lengths.stops_below(0.4, most, TABLE), device)
 
 
+def test_a_cost_of_each_round_makes_drafts_longer():
+  """It is paid once, whatever the length: of a longer draft, less a token."""
+  cheap, dear = (
+    on('cpu', lengths.best_prices, TABLE, OUTPUTS, 0.1, V, round_cost)
+    for round_cost in (0.0, 1.0)
+  )
+
+  def per_round(prices):
+    calls = on('cpu', lengths.costs_of_calls, V, len(prices.worth))
+    rule = lengths.rule_of(TABLE, prices)
+    once = lengths.Costs(0.0, np.ones_like(calls))  # time: rounds
+    found = lengths.expected(rule, OUTPUTS, once)
+    return found.tested / found.time
+
+  assert per_round(dear) > 1.1 * per_round(cheap)
+  assert dear.expected_speed_up < cheap.expected_speed_up
+
+
+def test_a_confidence_that_says_nothing_costs_nothing():
+  """The rule is then that of the best fixed gamma."""
+  rng = np.random.default_rng(1)
+  blind = [
+    Output(one.betas, rng.uniform(size=len(one.betas)), one.text)
+    for one in OUTPUTS
+  ]
+  table = lengths.table(blind)
+  cost, round_cost = 0.05, 0.6
+  prices = on('cpu', lengths.best_prices, table, blind, cost, V, round_cost)
+
+  def rate(gamma):
+    calls = on('tpu', lengths.costs_of_calls, V, gamma) + round_cost
+    found = lengths.expected(fixed(gamma), blind, lengths.Costs(cost, calls))
+    return found.tokens / found.time
+
+  best = max(rate(gamma) for gamma in range(1, 9))
+  assert best <= prices.expected_speed_up < 1.1 * best
+
+
 def test_few_measured_calls_are_refused():
   with pytest.raises(ValueError, match=r'v\(1\) to v\(4\), got 3'):
     lengths.best_prices(TABLE, OUTPUTS, 0.1, V[:3])

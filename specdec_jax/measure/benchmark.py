@@ -50,6 +50,7 @@ class BenchmarkConfig:
       model's are given, else 'given'.
     placement: layout and dtype of both.
     gammas: proposals per round.
+    round_gammas: more of them, of which single rounds alone are timed.
     batches: B.
     input_lens: E; without an encoder the prompt's tokens after the start token.
     decode_lens: tokens per run.
@@ -80,6 +81,7 @@ class BenchmarkConfig:
   weights: str | None = None
   placement: Placement = Placement()
   gammas: Sequence[int] = (4,)
+  round_gammas: Sequence[int] = ()
   batches: Sequence[int] = (1,)
   input_lens: Sequence[int] = (32,)
   decode_lens: Sequence[int] = (120,)
@@ -106,6 +108,8 @@ class BenchmarkConfig:
       self, gammas=1, batches=1, input_lens=1, decode_lens=LEAST_DECODE_LEN
     )
     check_all_at_least(self, temperatures=0, call_sizes=1)
+    for gamma in self.round_gammas:
+      check_number('BenchmarkConfig.round_gammas', gamma, 1)
     for width in self.beam_widths:
       check_number('BenchmarkConfig.beam_widths', width, 1)
     check_at_least(self, calls_a_run=1, repeats=1)
@@ -218,6 +222,11 @@ def _measure(
   gammas = config.gammas if pair.drafter is not None else ()
   functions = {'matvec': matvec}
   facts = _prepare_calls(config, pair, request, gammas, functions)
+  if pair.drafter is not None:
+    for gamma in sorted({*config.round_gammas} - {*gammas}):
+      functions[f'round_{gamma}'] = calls.pair_rounds(
+        pair, request(gamma=gamma), config.calls_a_run
+      )
   rows = [
     _prepare_gamma(config, pair, request(gamma=gamma), functions, facts)
     for gamma in gammas
@@ -267,7 +276,9 @@ def _prepare_calls(
     settings = BeamSettings(jnp.float32(0.6), width, draft_width=width)
     asked = dataclasses.replace(plain, beams=settings)
     functions[f'beams_{width}_loop'], _ = loop(pair.target, asked)
-  for size in sorted({*config.call_sizes, *(gamma + 1 for gamma in gammas)}):
+  all_gammas = (*gammas, *config.round_gammas)
+  sizes = {*config.call_sizes, *(gamma + 1 for gamma in all_gammas)}
+  for size in sorted(sizes):
     functions[f'call_{size}'] = calls.target_calls(
       pair, request(gamma=size), size, config.calls_a_run
     )

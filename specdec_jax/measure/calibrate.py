@@ -1,9 +1,11 @@
 """Calibration: costs and acceptance of a pair here, and the gamma they give."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import rich.console
 
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
@@ -38,6 +40,8 @@ from specdec_jax.probs import SamplingConfig
 
 _ALPHA_BATCH = 8  # rows; the acceptance rate does not depend on it
 _SHORT_OUTPUTS = 16, 64  # tokens; what a wrong drafter costs there is said
+# Rounds of these gammas say what a proposal takes, and what a round besides.
+_MAIN_GAMMA, _ROUND_GAMMAS = 4, (1, 8)
 # Of a beam search: levels, the drafter's beams in widths, lines, repetitions.
 _LEVELS = 1, 2, 3
 _DRAFT_FACTORS = 1, 2
@@ -188,7 +192,8 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
     drafter=engine.drafter,
     target_params=engine.params.target,
     placement=config.placement,
-    gammas=(min(4, config.max_gamma),),
+    gammas=(min(_MAIN_GAMMA, config.max_gamma),),
+    round_gammas=tuple(g for g in _ROUND_GAMMAS if g <= config.max_gamma),
     batches=tuple(sorted(set(config.batches))),
     input_lens=(config.input_len,),
     decode_lens=(config.decode_len,),
@@ -266,7 +271,6 @@ def _with_beams(config, engine, found: Calibration, console) -> Calibration:
 def _choice(config, setting, rates, confidence) -> Choice:
   """The gamma, and the prices, that the costs of one number of rows give."""
   rate = rates.overall
-  (row,) = setting['gammas']
   times = setting['times_ms']
   one = times['call_1']['median']
 
@@ -274,19 +278,14 @@ def _choice(config, setting, rates, confidence) -> Choice:
     time = times[f'call_{size}']
     return Measured(time['median'] / one, time['error'] / one)
 
-  gamma = row['gamma']
-  errors = [
-    times[name]['error'] for name in (f'round_{gamma}', f'call_{gamma + 1}')
-  ]
   # The closed forms know of no place without a proposal: there beta is 0.
   costs = [cost(size) for size in range(1, config.max_gamma + 2)]
+  cost_ratio, round_cost = _round_costs(times)
   choice = calibration.choose_gamma(
     Measured(rate.mean, rate.standard_error),
-    Measured(
-      row['cost_ratio'],
-      (errors[0] ** 2 + errors[1] ** 2) ** 0.5 / gamma / one,
-    ),
+    cost_ratio,
     costs,
+    round_cost,
     setting['batch'],
     config.seed,
   )
@@ -294,18 +293,51 @@ def _choice(config, setting, rates, confidence) -> Choice:
   choice = dataclasses.replace(
     choice,
     acceptance=lengths.acceptance_at(choice.gamma, rates.outputs, alpha.mean),
-    cost_ratio=row['cost_ratio'],
-    call_cost=tuple(one.value for one in costs),
   )
   if confidence is None:
     return choice
   prices = lengths.best_prices(
     confidence,
     rates.outputs,
-    row['cost_ratio'],
+    cost_ratio.value,
     [one.value for one in costs],
+    round_cost,
   )
   return dataclasses.replace(choice, prices=prices)
+
+
+def _round_costs(times: Mapping[str, Any]) -> tuple[Measured, float]:
+  """What a proposal takes, and a round besides, in calls over one token.
+
+  The line through what rounds of several gammas take besides the target's call.
+  Neither is below 0: a drafter whose cost is lost in noise costs nothing. With
+  one gamma all of it counts as the proposals'.
+
+  Args:
+    times: as a benchmark's record has them.
+  """
+  one = times['call_1']['median']
+  found = []
+  for name, a_round in times.items():
+    if name.startswith('round_'):
+      gamma = int(name.removeprefix('round_'))
+      call = times[f'call_{gamma + 1}']
+      value = (a_round['median'] - call['median']) / one
+      error = math.hypot(a_round['error'], call['error']) / one
+      found.append((gamma, value, error))
+  gammas, values, errors = np.array(found).T
+  mean = gammas.mean()
+  # Of a line through two points or more, else of one through nothing for none.
+  weights = gammas - mean if len(gammas) > 1 else gammas
+  slope = float(weights @ values / (weights @ weights))
+  besides = float(values.mean() - slope * mean)
+  if besides < 0:
+    weights, besides = gammas, 0.0
+    slope = float(weights @ values / (weights @ weights))
+  if slope < 0:
+    slope, besides = 0.0, max(0.0, float(values.mean()))
+  wrong = float(np.linalg.norm(weights * errors) / (weights @ weights))
+  return Measured(slope, wrong), besides
 
 
 def _unproposed(share: float) -> str:
@@ -328,9 +360,10 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     low, high = choice['interval']
     (row,) = costs['gammas']
     speed_up = f'{choice["expected_speed_up"]:.2f} ({low:.2f} to {high:.2f})'
-    chosen.append(
-      [choice['rows'], row['cost_ratio'], choice['gamma'], speed_up]
-    )
+    costs_of_one = [row['cost_ratio']]
+    if 'round_cost' in choice:  # else of an earlier version, and in c
+      costs_of_one = [choice['cost_ratio'], choice['round_cost']]
+    chosen.append([choice['rows'], *costs_of_one, choice['gamma'], speed_up])
     name = _rows(choice['rows'])
     columns += [
       Column(f'v(gamma + 1), {name}', '.2f'),
@@ -338,8 +371,10 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     ]
     for line, factor in zip(by_gamma, choice['factors'], strict=True):
       line += [costs['call_cost'][str(line[0] + 1)], factor]
-  c = Column('c', '.3f')
-  header = ('rows at once', c, 'gamma', 'expected speed-up')
+  costs_of_one = [Column('c', '.3f'), Column('a round besides', '.3f')]
+  if 'round_cost' not in found['choices'][0]:
+    costs_of_one = costs_of_one[:1]
+  header = ('rows at once', *costs_of_one, 'gamma', 'expected speed-up')
   made = [
     Table('Chosen here', header, chosen),
     Table('What gamma is worth here', columns, by_gamma),

@@ -54,6 +54,8 @@ class Choice:
     prices: of a draft whose length adapts; None where the drafter does not.
     cost_ratio: c; None in a calibration of an earlier version.
     call_cost: v(1), v(2), ...; empty in one.
+    round_cost: what a round takes besides its calls, in calls of the target
+      over one token; 0 in one, where c has it.
     acceptance: accepted / judged proposals at that gamma; None in one.
     tree: the best tree of proposals; None where none was measured.
   """
@@ -66,6 +68,7 @@ class Choice:
   prices: Prices | None = None
   cost_ratio: float | None = None
   call_cost: tuple[float, ...] = ()
+  round_cost: float = 0.0
   acceptance: float | None = None
   tree: TreeChoice | None = None
 
@@ -78,9 +81,11 @@ class Choice:
     """
     if self.cost_ratio is None or gamma + 1 > len(self.call_cost):
       return None
-    return fallback.of_costs(
-      self.cost_ratio, lambda size: self.call_cost[size - 1], gamma, adapts
-    )
+
+    def call_cost(size: int) -> float:
+      return self.call_cost[size - 1] + self.round_cost
+
+    return fallback.of_costs(self.cost_ratio, call_cost, gamma, adapts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,15 +305,17 @@ def choose_gamma(
   acceptance_rate: Measured,
   cost_ratio: Measured,
   call_cost: Sequence[Measured],
+  round_cost: float = 0.0,
   rows: int = 1,
   seed: int = 0,
 ) -> Choice:
-  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c).
+  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c + r).
 
   Args:
     acceptance_rate: alpha.
     cost_ratio: c.
     call_cost: v(1), v(2), ...; gamma is less than the number of these.
+    round_cost: r, what a round takes besides its calls.
     rows: the number of rows that these costs were measured with.
     seed: seed of the draws for the interval, which assumes normal errors.
   """
@@ -316,7 +323,10 @@ def choose_gamma(
   values = np.array([cost.value for cost in call_cost])
   factors = np.asarray(
     analysis.measured_walltime_factor(
-      acceptance_rate.value, gammas, cost_ratio.value, values / values[0]
+      acceptance_rate.value,
+      gammas,
+      cost_ratio.value,
+      values / values[0] + round_cost * (gammas > 0),
     )
   )
   # Gamma 0 is the plain loop: its factor is 1 by definition.
@@ -329,7 +339,7 @@ def choose_gamma(
     np.clip(rates, 0.0, 1.0),
     gamma,
     np.maximum(costs, 0.0),
-    np.maximum(verify, 1e-3) / values[0],
+    np.maximum(verify, 1e-3) / values[0] + round_cost,
   )
   low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
   return Choice(
@@ -338,4 +348,7 @@ def choose_gamma(
     expected_speed_up=float(factors[gamma]),
     interval=(float(low), float(high)),
     factors=tuple(float(factor) for factor in factors),
+    cost_ratio=cost_ratio.value,
+    call_cost=tuple((values / values[0]).tolist()),
+    round_cost=round_cost,
   )

@@ -15,14 +15,13 @@ import numpy as np
 from specdec_jax.decoding import fallback
 from specdec_jax.drafters.length import unsure_below
 from specdec_jax.measure.acceptance import Output, ratio
-from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
 
 _BINS = 10  # of confidence, with equally many tokens
-_LENGTHS = (3, 7, 15)  # proposals at most, of calls of 4, 8 and 16 tokens
-LEAST_GAMMA = _LENGTHS[0]  # that a calibration must have measured
+LEAST_GAMMA = 3  # that a calibration must have measured
+_LONGEST = 15  # proposals at most
 _TINY = 1e-9
-_TURNS = 6  # to find the rate that a rule itself reaches
+_TURNS = 4  # to find the rate that a rule itself reaches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,8 @@ class Costs(NamedTuple):
 
   Attributes:
     cost_ratio: c.
-    calls: float[G + 1], of the round's call with 0..G proposals.
+    calls: float[G + 1], of the round's call with 0..G proposals, and of what a
+      round takes besides.
   """
 
   cost_ratio: float
@@ -124,43 +124,56 @@ def best_prices(
   outputs: Sequence[Output],
   cost_ratio: float,
   call_cost: Sequence[float],
+  round_cost: float = 0.0,
 ) -> Prices:
   """The prices that gain most over the outputs.
 
   A proposal is worth its costs if they would not buy as many tokens elsewhere:
-  at the rate, in tokens a unit of time, that the rule itself reaches.
+  at the rate, in tokens a unit of time, that the rule itself reaches. Of what a
+  call with a draft takes more than one without, each proposal pays its share,
+  or those behind the first one pay nothing. A draft that is always as long as
+  it may be, of prices of 0, is tried too.
 
   Args:
     found: the table.
     outputs: what it was made of.
     cost_ratio: c.
     call_cost: v(1), v(2), ..., at least v(4).
+    round_cost: what a round takes besides its calls.
   """
-  best = None
-  every = range(1, _LENGTHS[-1] + 1)
-  for most in _LENGTHS if backend.ways().narrows_calls else every:
-    if most + 1 > len(call_cost):
-      break
-    calls = costs_of_calls(call_cost, most)
-    costs = Costs(cost_ratio, calls)
-    rate = 1.0
-    for _ in range(_TURNS):
-      prices = _prices(costs, rate)
-      sums = expected(rule_of(found, prices), outputs, costs)
-      rate = max(1.0, sums.tokens / sums.time)
-      prices = dataclasses.replace(
-        prices,
-        expected_speed_up=rate,
-        acceptance=sums.accepted / max(sums.tested, _TINY),
-      )
-    if best is None or rate > best.expected_speed_up:
-      best = prices
-  if best is None or len(call_cost) <= LEAST_GAMMA:
+  if len(call_cost) <= LEAST_GAMMA:
     raise ValueError(
       f'best_prices needs v(1) to v({LEAST_GAMMA + 1}), got {len(call_cost)}'
       ' numbers: calibrate with max_gamma 3 at least.'
     )
-  return best
+  tried = []
+  for most in range(1, min(_LONGEST, len(call_cost) - 1) + 1):
+    calls = costs_of_calls(call_cost, most) + round_cost
+    costs = Costs(cost_ratio, calls)
+    shared = np.diff(_convex(calls))
+    behind = np.append(shared[:1], np.diff(_convex(calls[1:])))
+    for more in (shared, behind):
+      rate = 1.0
+      for _ in range(_TURNS):
+        prices = _valued(found, _prices(costs, more, rate), outputs, costs)
+        rate = prices.expected_speed_up
+      tried.append(prices)
+    nothing = (0.0,) * most
+    free = Prices(nothing, nothing, 0.0, 0.0)
+    tried.append(_valued(found, free, outputs, costs))
+  return max(tried, key=lambda prices: prices.expected_speed_up)
+
+
+def _valued(
+  found: Confidence, prices: Prices, outputs: Sequence[Output], costs: Costs
+) -> Prices:
+  """The prices, with what their rule should gain over the outputs."""
+  sums = expected(rule_of(found, prices), outputs, costs)
+  return dataclasses.replace(
+    prices,
+    expected_speed_up=sums.tokens / sums.time,
+    acceptance=sums.accepted / max(sums.tested, _TINY),
+  )
 
 
 def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
@@ -174,9 +187,14 @@ def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
   return np.asarray([call_cost[size - 1] for size in sizes], np.float64)
 
 
-def _prices(costs: Costs, rate: float) -> Prices:
-  """What a unit of time is worth, times what each proposal takes."""
-  more = np.diff(_convex(costs.calls))
+def _prices(costs: Costs, more: np.ndarray, rate: float) -> Prices:
+  """What a unit of time is worth, times what each proposal takes.
+
+  Args:
+    costs: of a round.
+    more: float[G], what each proposal adds to its call.
+    rate: tokens a unit of time.
+  """
   asking = costs.cost_ratio + more
   return Prices(
     tuple((rate * more).tolist()), tuple((rate * asking).tolist()), rate, 0.0
