@@ -157,6 +157,19 @@ def silent():
   return rich.console.Console(record=True, width=200)
 
 
+def test_a_rule_that_ends_no_draft_is_a_fixed_gamma(tokenizer):
+  engine = make(tokenizer)
+  free = Prices((0.0,) * 3, (0.0,) * 3, 1.7, 0.7)
+  choice = dataclasses.replace(calibration_of(engine).choices[0], prices=free)
+  engine.gamma = calibration_of(engine, choices=(choice,)).rule(1)
+  assert engine.gamma == 3 and engine.rule is None
+  # Controls: with a price, or where nothing is expected of unsure proposals.
+  engine.gamma = calibration_of(engine).rule(1)
+  assert engine.gamma == 3 and engine.rule is not None
+  engine.gamma = unsure_below(0.5, 3)
+  assert engine.rule is not None
+
+
 def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   engine = make(tokenizer, fallback=True)
   found, console = calibration_of(engine), silent()

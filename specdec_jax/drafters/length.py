@@ -94,6 +94,12 @@ def unsure_below(confidence: float, most: int = MOST) -> LengthRule:
   return LengthRule(bounds, acceptance, nothing, nothing, expected)
 
 
+def ends_nothing(rule: LengthRule) -> bool:
+  """Whether all drafts of a rule are as long as they may be."""
+  free = not np.any(rule.worth) and not np.any(rule.worth_asking)
+  return free and bool(np.all(np.asarray(rule.acceptance) > 0))
+
+
 def draft(
   logits: jax.Array, cache: Any, context: Context, draw: Draw, read: Read
 ) -> tuple[Draft, Any]:

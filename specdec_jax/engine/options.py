@@ -13,7 +13,7 @@ from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.names import check_choice, nearest
 from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.state import BLOCK, VERIFICATIONS
-from specdec_jax.drafters.length import plain_rule
+from specdec_jax.drafters.length import ends_nothing, plain_rule
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import LengthRule
 from specdec_jax.verify import check_lenience
@@ -322,7 +322,8 @@ def as_gamma(value: int | str | LengthRule) -> tuple[int, LengthRule | None]:
     ValueError: it is none of these.
   """
   if isinstance(value, LengthRule):
-    return value.most, value
+    # The loop of a number has less to do.
+    return value.most, None if ends_nothing(value) else value
   if not isinstance(value, str):
     check_gamma(value)
     return value, None

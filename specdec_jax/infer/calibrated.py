@@ -82,8 +82,9 @@ def choose_gammas(
   for size, gamma in sorted(gammas.items(), reverse=True):
     where = f' for {size} rows' if len(gammas) > 1 else ''
     if gamma and rule is not None:
+      ends = 'at most' if engine.rule is not None else 'always'
       console.print(
-        f'gamma = {gamma} at most{where}, adaptive by the calibration, expected'
+        f'gamma = {gamma} {ends}{where}, adaptive by the calibration, expected'
         f' speed-up {_adaptive_speed_up(measured, size):.2f}'
       )
     elif gamma:

@@ -21,6 +21,9 @@ _BINS = 10  # of confidence, with equally many tokens
 LEAST_GAMMA = 3  # that a calibration must have measured
 _LONGEST = 15  # proposals at most
 _TINY = 1e-9
+# What drafts that may end early must gain over those of a fixed gamma, because
+# deciding takes time, and what was measured is not exact.
+_LEAST_GAIN = 1.02
 _TURNS = 4  # to find the rate that a rule itself reaches
 
 
@@ -131,8 +134,8 @@ def best_prices(
   A proposal is worth its costs if they would not buy as many tokens elsewhere:
   at the rate, in tokens a unit of time, that the rule itself reaches. Of what a
   call with a draft takes more than one without, each proposal pays its share,
-  or those behind the first one pay nothing. A draft that is always as long as
-  it may be, of prices of 0, is tried too.
+  or those behind the first one pay nothing. Prices of 0 are those of a fixed
+  gamma, whose loop has less to do: they are taken unless others gain more.
 
   Args:
     found: the table.
@@ -146,7 +149,7 @@ def best_prices(
       f'best_prices needs v(1) to v({LEAST_GAMMA + 1}), got {len(call_cost)}'
       ' numbers: calibrate with max_gamma 3 at least.'
     )
-  tried = []
+  tried, fixed = [], []
   for most in range(1, min(_LONGEST, len(call_cost) - 1) + 1):
     calls = costs_of_calls(call_cost, most) + round_cost
     costs = Costs(cost_ratio, calls)
@@ -160,8 +163,13 @@ def best_prices(
       tried.append(prices)
     nothing = (0.0,) * most
     free = Prices(nothing, nothing, 0.0, 0.0)
-    tried.append(_valued(found, free, outputs, costs))
-  return max(tried, key=lambda prices: prices.expected_speed_up)
+    fixed.append(_valued(found, free, outputs, costs))
+  best, best_fixed = (
+    max(these, key=lambda prices: prices.expected_speed_up)
+    for these in (tried, fixed)
+  )
+  least = _LEAST_GAIN * best_fixed.expected_speed_up
+  return best if best.expected_speed_up > least else best_fixed
 
 
 def _valued(
