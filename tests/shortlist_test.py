@@ -186,6 +186,15 @@ class TestLoad:
     model = load(path, NETWORKS['t5'], shortlist=tmp_path / 'table.npz')
     assert self._ids(model) == {5, 9}
 
+  def test_a_table_beside_the_checkpoint(self, path, tmp_path):
+    table = ngram_fit.fit([[0, 5, 9, 1]], 1, VOCAB_SIZE, max_continuations=3)
+    table.save(tmp_path / 'another.shortlist.npz')  # control: of another file
+    assert 'place' not in load(path, NETWORKS['t5']).params
+    table.save(tmp_path / 'draft.shortlist.npz')
+    assert self._ids(load(path, NETWORKS['t5'])) == {1, 5, 9}
+    given = load(path, NETWORKS['t5'], shortlist=[7])
+    assert self._ids(given) == {7}
+
   def test_texts_need_a_vocabulary(self, path, tmp_path):
     texts = tmp_path / 'texts.txt'
     texts.write_text('one')

@@ -34,7 +34,8 @@ from specdec_jax.text.tokenizer_m2m import PIECES
 from specdec_jax.text.vocabulary import SENTENCEPIECE, open_vocabulary
 
 Path = str | os.PathLike[str]
-SHORTLIST = 'shortlist.npz'  # in the folder of a drafter
+# In the folder of a drafter; of draft.msgpack it is draft.shortlist.npz.
+SHORTLIST = 'shortlist.npz'
 
 
 def load(
@@ -75,7 +76,8 @@ def load(
       `models.shortlist`: ids; or the path of texts like the outputs, one a
       line, or of a table that `specdec train` fitted to such texts
       (gin/runs/fit_ngram.gin), whose tokens they are. Ends are among them. None
-      is the folder's, if it has one, as those of `specdec distil` do.
+      is the folder's, if it has one, as those of `specdec distil` do; or of
+      NAME.msgpack, NAME.shortlist.npz beside it.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
@@ -95,7 +97,10 @@ def load(
     tokenizer = tokenizer or _own_tokenizer(folder, config)
     if shortlist is None and (folder / SHORTLIST).exists():
       shortlist = folder / SHORTLIST
-  elif network is None and not is_huggingface(location):
+  elif shortlist is None:
+    beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
+    shortlist = beside if os.path.isfile(beside) else None
+  if network is None and not is_huggingface(location):
     raise ValueError(
       f'{os.fspath(path)!r} does not say which sizes its model has: give'
       ' network=T5(T5Config(...)) or GPT(GPTConfig(...)) (gin: TARGET, or DRAFT'
