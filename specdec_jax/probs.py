@@ -395,6 +395,15 @@ def _maximum(values: jax.Array) -> jax.Array:
   return jnp.take_along_axis(values, token[..., None], -1, mode='clip')[..., 0]
 
 
+def top_prob(logits: jax.Array) -> jax.Array:
+  """The largest softmax(logits), float[..., V], at temperature 1; float32[...].
+
+  Which token it is of is not looked for.
+  """
+  logits = logits.astype(jnp.float32)
+  return 1 / jnp.sum(jnp.exp(logits - _maximum(logits)[..., None]), axis=-1)
+
+
 def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
   """log softmax(logits)[token], in nats, without the log-softmax itself.
 

@@ -179,7 +179,7 @@ def confidence_of(logits: jax.Array) -> jax.Array:
 
   The same at any temperature that is sampled at: at 0 all would be 1.
   """
-  return jnp.exp(probs.log_prob_of(logits, probs.greedy_token(logits)))
+  return probs.top_prob(logits)
 
 
 def acceptance_of(rule: LengthRule, confidence: jax.Array) -> jax.Array:
