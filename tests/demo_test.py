@@ -13,15 +13,17 @@ from specdec_jax.partitioning import Placement
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / 'demo'
 TEST_SPLIT = ROOT.parent / 'shared' / 'data' / 'ende' / 'tatoeba.test.tsv.gz'
-TARGET = dict(
-  emb_dim=128,
-  num_heads=4,
-  head_dim=32,
-  num_encoder_layers=9,
-  num_decoder_layers=18,
-  mlp_dim=384,
+SIZES = dict(num_heads=4, head_dim=64, mlp_dim=832)
+TARGET = dict(emb_dim=256, num_encoder_layers=4, num_decoder_layers=3) | SIZES
+DRAFT = (
+  dict(
+    emb_dim=56,
+    num_encoder_layers=0,
+    num_decoder_layers=1,
+    encoder_dim=256,
+  )
+  | SIZES
 )
-DRAFT = TARGET | {'num_encoder_layers': 0, 'num_decoder_layers': 2}
 RAGGED = 7  # rows of different lengths that finish at their own times
 
 pytestmark = pytest.mark.skipif(

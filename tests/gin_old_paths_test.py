@@ -18,9 +18,16 @@ from specdec_jax.cli import gin_flags, gin_old_macros, gin_old_paths
 MADE = pathlib.Path(__file__).with_suffix('.json')
 # The demo pair is another one now; with these sizes it is that of 0.1.
 DEMO_OF_0_1 = (
+  '--gin.demo_target/t5.T5Config.emb_dim=128',
+  '--gin.demo_target/t5.T5Config.head_dim=32',
+  '--gin.demo_target/t5.T5Config.mlp_dim=384',
   '--gin.demo_target/t5.T5Config.num_encoder_layers=3',
+  '--gin.demo_target/t5.T5Config.num_decoder_layers=18',
+  '--gin.demo_draft/t5.T5Config.emb_dim=128',
+  '--gin.demo_draft/t5.T5Config.head_dim=32',
+  '--gin.demo_draft/t5.T5Config.mlp_dim=384',
+  '--gin.demo_draft/t5.T5Config.encoder_dim=0',
   '--gin.demo_draft/t5.T5Config.num_encoder_layers=3',
-  '--gin.demo_draft/t5.T5Config.num_decoder_layers=1',
 )
 # Arguments that have another name since 0.1.
 RENAMED = {'drafter': 'draft'}

@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import small_vocabulary
-from specdec_jax.checkpoints import convert
+from specdec_jax.checkpoints import convert, save_t5x
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.files.shipped import find
@@ -96,16 +96,24 @@ def test_a_product_is_that_of_the_rounded_numbers(layout, kind, rows, dtype):
   assert np.abs(dense.apply({'params': without}, x) - want).max() > 1
 
 
+@pytest.fixture(scope='module')
+def on_disk(tmp_path_factory):
+  """A decoder in one file, and its network."""
+  sizes = dict(vocab_size=8000, emb_dim=128, num_heads=4, head_dim=32)
+  layers = dict(num_encoder_layers=0, num_decoder_layers=2, mlp_dim=384)
+  net = T5(T5Config(**sizes, **layers))
+  path = tmp_path_factory.mktemp('decoder') / 'draft.msgpack'
+  params = small_vocabulary.weights(net, 0)
+  save_t5x(path, params, step=0, dtype=jnp.dtype('bfloat16'))
+  return path, net
+
+
 @pytest.mark.parametrize('joins', [True, False])
 @pytest.mark.parametrize('layout', ['in_out', 'out_in', 'blocks'])
 @pytest.mark.parametrize('dtype', integers.INTEGERS)
-def test_read_from_a_file_or_rounded_in_memory(layout, joins, dtype):
-  size = dict(vocab_size=8000, emb_dim=128, num_heads=4, head_dim=32)
-  net = T5(
-    T5Config(num_encoder_layers=0, num_decoder_layers=2, mlp_dim=384, **size)
-  )
+def test_read_from_a_file_or_rounded_in_memory(on_disk, layout, joins, dtype):
+  path, net = on_disk
   placement = Placement(dtype, kernel_layout=layout, join_projections=joins)
-  path = find('demo/draft.msgpack')
   read = load(path, net, dtype=dtype).read(dtype)
   kept = place(load(path, net).read('bfloat16'), placement)
   jax.tree.map(np.testing.assert_array_equal, place(read, placement), kept)
@@ -122,20 +130,9 @@ def test_read_from_a_file_or_rounded_in_memory(layout, joins, dtype):
 
 
 @pytest.mark.parametrize('dtype', integers.INTEGERS)
-def test_an_embedding_is_read_as_it_is_computed_with(dtype):
-  path = find('demo/draft.msgpack')
-  net = T5(
-    T5Config(
-      vocab_size=8000,
-      emb_dim=128,
-      num_heads=4,
-      head_dim=32,
-      num_encoder_layers=0,
-      num_decoder_layers=2,
-      mlp_dim=384,
-      dtype='bfloat16',
-    )
-  )
+def test_an_embedding_is_read_as_it_is_computed_with(on_disk, dtype):
+  path, net = on_disk
+  net = T5(dataclasses.replace(net.config, dtype='bfloat16'))
   with backend.compiled_for('gpu'):
     read = load(path, net, dtype=dtype).read(dtype)
     placed = place(read, Placement(dtype))
