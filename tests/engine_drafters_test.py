@@ -201,11 +201,13 @@ def demo_engine(tmp_path):
 def test_what_the_runs_of_the_demo_are_made_of(demo_engine):
   made = demo_engine('FALLBACK')
   assert made.drafter.name == 'with_fallback(prompt_lookup(4, 2), small_model)'
-  assert made.params.draft[0] == () and 'decoder' in made.params.draft[1]
+  copied, small = made.params.draft
+  assert copied == () and small['place'].shape == (8000,)  # has a shortlist
+  assert 'decoder' in small['network']
   made = demo_engine('CASCADE')
   assert made.drafter.name == 'cascade(ngram, 2)'
-  network, table = made.params.draft
-  assert 'decoder' in network and table.order == 2
+  small, table = made.params.draft
+  assert 'decoder' in small['network'] and table.order == 2
 
 
 @pytest.mark.slow
