@@ -47,8 +47,10 @@ class LoopPrograms:
     and at most twice as many: those extra rows cost less than a compilation.
     """
     least = batch.num_rows
+    if (name, (speculative, _shapes(batch.request))) in self._programs:
+      return
     for rows in sorted(self._rows):
-      if least <= rows <= 2 * least:
+      if least < rows <= 2 * least:
         request = batch.request_in(rows)
         if (name, (speculative, _shapes(request))) in self._programs:
           batch.request = request
