@@ -122,6 +122,17 @@ def test_a_whole_run_of_a_tiny_pair(measured):
   assert 'forced' not in text
 
 
+def test_what_a_round_takes_more_where_drafts_adapt():
+  measured = benchmark.benchmark(tiny(times_adapting=True))
+  (setting,) = measured['settings']
+  (row,) = setting['gammas']
+  assert row['adapting_rounds'] == row['rounds']  # no draft ends early
+  times = {k: v['median'] for k, v in setting['times_ms'].items()}
+  more = times['speculative_adapting_3'] - times['speculative_3']
+  cost = more / row['rounds'] / times['call_1']
+  assert row['adapting_cost'] == pytest.approx(cost)
+
+
 def test_every_gamma_is_predicted_from_its_own_times(monkeypatch):
   """By a clock that says what each thing takes; nothing is compiled."""
   # Seconds: of 2 calls or rounds, of a benchmark, or of 32 tokens.

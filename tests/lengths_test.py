@@ -137,6 +137,21 @@ def test_a_cost_of_each_round_makes_drafts_longer():
   assert dear.expected_speed_up < cheap.expected_speed_up
 
 
+def test_a_loop_that_takes_longer_to_adapt_than_that_gains_is_not_taken():
+  """A fixed gamma, whose loop has less to do, pays nothing for it."""
+  free, dear = (
+    on('cpu', lengths.best_prices, TABLE, OUTPUTS, 0.15, V, 0.0, adapting)
+    for adapting in (0.0, 0.5)
+  )
+  assert any(free.worth_asking)
+  assert not any((*dear.worth, *dear.worth_asking))
+  calls = on('cpu', lengths.costs_of_calls, V, len(dear.worth))
+  costs = lengths.Costs(0.15, calls)
+  found = lengths.expected(fixed(len(dear.worth)), OUTPUTS, costs)
+  rate = found.tokens / found.time
+  assert dear.expected_speed_up == pytest.approx(rate, rel=1e-3)
+
+
 def test_a_confidence_that_says_nothing_costs_nothing():
   """The rule is then that of the best fixed gamma."""
   rng = np.random.default_rng(1)

@@ -20,6 +20,7 @@ from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.length import unsure_below
 from specdec_jax.measure import calls, forced, timing
 from specdec_jax.measure.measured_pair import Pair, make_pair
 from specdec_jax.measure.record import Record
@@ -57,6 +58,8 @@ class BenchmarkConfig:
     temperatures: 0 is greedy.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
       accepted with this probability, see `measure.forced`.
+    times_adapting: whether the loop of a draft whose length adapts is timed as
+      well, with a rule that ends no draft, if the drafter's can adapt.
     beam_widths: K of plain beam searches that are timed as well.
     t5x_style: whether a plain loop in T5X's style is timed as well, see
       `measure.t5x_style`; only for a target that is a `T5`.
@@ -87,6 +90,7 @@ class BenchmarkConfig:
   decode_lens: Sequence[int] = (120,)
   temperatures: Sequence[float] = (0.0,)
   forced_acceptance: float | None = None
+  times_adapting: bool = False
   beam_widths: Sequence[int] = ()
   t5x_style: bool = False
   call_sizes: Sequence[int] = (1, 2, 4, 8)
@@ -316,7 +320,15 @@ def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
   facts['compile_seconds'][f'speculative_{gamma}'] = compile_seconds
   stats = jax.device_get(prepare()()).stats
   tested = int(stats.num_tested.sum())
+  adapting = {}
+  if config.times_adapting and own.drafter.adapts:
+    whole = request.replace(rule=unsure_below(0.0, gamma))
+    prepare, _ = calls.loop(start, run, params, whole)
+    functions[f'speculative_adapting_{gamma}'] = prepare
+    rounds = jax.device_get(prepare()()).stats.num_rounds.max()
+    adapting['adapting_rounds'] = int(rounds)
   return {
+    **adapting,
     'gamma': gamma,
     'rounds': int(stats.num_rounds.max()),
     'histogram': stats.histogram.sum(axis=0).tolist(),
@@ -361,7 +373,8 @@ def _of_gamma(
     number of rounds times the cost of a round; expected_speed_up by
     E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance;
     speed_up, measured, against the plain loop; t5x_style_speed_up, against the
-    loop in T5X's style, None if it was not timed.
+    loop in T5X's style, None if it was not timed; where it was, adapting_cost,
+    what a round of the loop whose drafts adapt takes more, in such calls.
   """
   gamma = counted['gamma']
   one, verify = median['call_1'], median[f'call_{gamma + 1}']
@@ -375,8 +388,13 @@ def _of_gamma(
   factor = analysis.measured_walltime_factor(
     counted['acceptance_rate'], gamma, cost_ratio, verify / one
   )
+  adapting = {}
+  if 'adapting_rounds' in counted:
+    took = median[f'speculative_adapting_{gamma}'] / counted['adapting_rounds']
+    adapting['adapting_cost'] = (took - measured / counted['rounds']) / one
   return {
     **counted,
+    **adapting,
     'cost_ratio': cost_ratio,
     'cost_ratio_alone': median[f'draft_{gamma}'] / gamma / one,
     'speculative_ms': measured,

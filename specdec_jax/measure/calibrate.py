@@ -194,6 +194,7 @@ def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
     placement=config.placement,
     gammas=(min(_MAIN_GAMMA, config.max_gamma),),
     round_gammas=tuple(g for g in _ROUND_GAMMAS if g <= config.max_gamma),
+    times_adapting=True,
     batches=tuple(sorted(set(config.batches))),
     input_lens=(config.input_len,),
     decode_lens=(config.decode_len,),
@@ -302,6 +303,8 @@ def _choice(config, setting, rates, confidence) -> Choice:
     cost_ratio.value,
     [one.value for one in costs],
     round_cost,
+    # Lost in noise it is nothing.
+    max(0.0, setting['gammas'][0].get('adapting_cost', 0.0)),
   )
   return dataclasses.replace(choice, prices=prices)
 

@@ -128,6 +128,7 @@ def best_prices(
   cost_ratio: float,
   call_cost: Sequence[float],
   round_cost: float = 0.0,
+  adapting_cost: float = 0.0,
 ) -> Prices:
   """The prices that gain most over the outputs.
 
@@ -143,6 +144,7 @@ def best_prices(
     cost_ratio: c.
     call_cost: v(1), v(2), ..., at least v(4).
     round_cost: what a round takes besides its calls.
+    adapting_cost: what one whose drafts adapt takes more than that.
   """
   if len(call_cost) <= LEAST_GAMMA:
     raise ValueError(
@@ -152,7 +154,7 @@ def best_prices(
   tried, fixed = [], []
   for most in range(1, min(_LONGEST, len(call_cost) - 1) + 1):
     calls = costs_of_calls(call_cost, most) + round_cost
-    costs = Costs(cost_ratio, calls)
+    costs = Costs(cost_ratio, calls + adapting_cost)
     shared = np.diff(_convex(calls))
     behind = np.append(shared[:1], np.diff(_convex(calls[1:])))
     for more in (shared, behind):
@@ -163,6 +165,7 @@ def best_prices(
       tried.append(prices)
     nothing = (0.0,) * most
     free = Prices(nothing, nothing, 0.0, 0.0)
+    costs = Costs(cost_ratio, calls)
     fixed.append(_valued(found, free, outputs, costs))
   best, best_fixed = (
     max(these, key=lambda prices: prices.expected_speed_up)
