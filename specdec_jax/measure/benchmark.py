@@ -321,7 +321,7 @@ def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
   stats = jax.device_get(prepare()()).stats
   tested = int(stats.num_tested.sum())
   adapting = {}
-  if config.times_adapting and own.drafter.adapts:
+  if config.times_adapting and own.drafter and own.drafter.adapts:
     whole = request.replace(rule=unsure_below(0.0, gamma))
     prepare, _ = calls.loop(start, run, params, whole)
     functions[f'speculative_adapting_{gamma}'] = prepare
