@@ -315,17 +315,20 @@ def _prepare_gamma(config, pair, request, functions, facts) -> dict[str, Any]:
     return loop.run(params[0], request, state, rounds)
 
   params = (pair.params, jnp.float32(0.0 if rate is None else rate))
-  prepare, compile_seconds = calls.loop(start, run, params, request)
-  functions[f'speculative_{gamma}'] = prepare
-  facts['compile_seconds'][f'speculative_{gamma}'] = compile_seconds
-  stats = jax.device_get(prepare()()).stats
+
+  def added(name: str, request: Request) -> Any:
+    """Adds a loop to `functions`; returns what it counted."""
+    prepare, compile_seconds = calls.loop(start, run, params, request)
+    functions[f'{name}_{gamma}'] = prepare
+    facts['compile_seconds'][f'{name}_{gamma}'] = compile_seconds
+    return jax.device_get(prepare()()).stats
+
+  stats = added('speculative', request)
   tested = int(stats.num_tested.sum())
   adapting = {}
   if config.times_adapting and own.drafter and own.drafter.adapts:
     whole = request.replace(rule=unsure_below(0.0, gamma))
-    prepare, _ = calls.loop(start, run, params, whole)
-    functions[f'speculative_adapting_{gamma}'] = prepare
-    rounds = jax.device_get(prepare()()).stats.num_rounds.max()
+    rounds = added('speculative_adapting', whole).num_rounds.max()
     adapting['adapting_rounds'] = int(rounds)
   return {
     **adapting,
@@ -373,8 +376,8 @@ def _of_gamma(
     number of rounds times the cost of a round; expected_speed_up by
     E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance;
     speed_up, measured, against the plain loop; t5x_style_speed_up, against the
-    loop in T5X's style, None if it was not timed; where it was, adapting_cost,
-    what a round of the loop whose drafts adapt takes more, in such calls.
+    loop in T5X's style, None if it was not timed; and where the loop whose
+    drafts adapt was timed, adapting_cost, what its rounds take more, in calls.
   """
   gamma = counted['gamma']
   one, verify = median['call_1'], median[f'call_{gamma + 1}']
