@@ -113,7 +113,9 @@ def decode():
     max_input_len=32, max_decode_len=8, placement=placement,
     cache_folder=folder + '/xla')
   texts = ['the red dog runs', 'a cat']
-  options = {'stop_ids': [], 'stop_strings': ['AA']}
+  said = engine.generate(texts, stop_ids=[])[0].text
+  letters = [one for one in said[1:] if one.isascii() and one.isprintable()]
+  options = {'stop_ids': [], 'stop_strings': letters[:1]}
   for decoder in (engine, Continuous(engine, PoolSettings(rows=2))):
     for done in decoder.generate(texts, **options):
       print('found', done.tokens, done.finish_reason)

@@ -215,9 +215,7 @@ class PoolPrograms:
 
     self.read, self.read_plainly = bound(staged), bound(staged_plainly)
     self._only = jax.jit(layout.only)
-    self.with_drafter = bound(
-      functools.partial(decode_pool.with_drafter, loop), static_argnums=2
-    )
+    self._with_drafter = functools.partial(decode_pool.with_drafter, loop)
     self._read_rows = bound(read)
     self._layout, self._bound = layout, bound
     self._run, self._begun = run, begun
@@ -250,6 +248,9 @@ class PoolPrograms:
     self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
     self.smaller = jax.jit(layout.only, **pool)
     self.widened = jax.jit(layout.widened, **pool)
+    self.with_drafter = self._bound(
+      self._with_drafter, static_argnums=2, **pool
+    )
     # The pool is donated, so that it is updated in place.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
     self.run = self._bound(

@@ -220,6 +220,7 @@ class Slots(Generic[_Owner]):
   def give_drafter(self) -> None:
     """Goes on speculatively with rows that were decoded plainly."""
     self._use(True)
+    self._empty_row(self.width)  # says where these programs leave a pool
     self._pool = self._programs.with_drafter(self._pool, self._room)
 
   def run(
