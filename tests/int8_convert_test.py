@@ -24,7 +24,7 @@ def make_params(seed=0):
   return jax.tree.map(np.array, weights(NET, seed))
 
 
-def written(folder, params, kind='orbax', dtype='int8'):
+def written(folder, params, kind='orbax', dtype='int8', output='orbax'):
   """Paths of the floats, and of what is converted from them."""
   source = folder / f'floats-{kind}'
   if kind == 'orbax':
@@ -32,14 +32,15 @@ def written(folder, params, kind='orbax', dtype='int8'):
   else:
     checkpoints.save_t5x(source, params, step=0)
   made = folder / f'made-{kind}'
-  settings = convert.ConvertConfig(str(source), str(made), dtype=dtype)
+  settings = convert.ConvertConfig(str(source), str(made), output, dtype=dtype)
   assert 'arrays' in convert.convert(settings)
   return source, made
 
 
+@pytest.mark.parametrize('output', ['orbax', 't5x'])
 @pytest.mark.parametrize('kind', ['orbax', 't5x'])
-def test_as_rounded_while_loading(tmp_path, kind, monkeypatch):
-  source, made = written(tmp_path, make_params(), kind)
+def test_as_rounded_while_loading(tmp_path, kind, output, monkeypatch):
+  source, made = written(tmp_path, make_params(), kind, output=output)
   want = checkpoints.load(source, NET, dtype='int8')
 
   def fails(*_):
@@ -78,12 +79,72 @@ def test_an_engine_of_it(tmp_path, tokenizer):
   assert load(source, NET).dtype is None
 
 
-def test_no_other_dtype_and_no_other_format(tmp_path):
+@pytest.mark.parametrize('output', ['orbax', 't5x'])
+def test_as_floats(tmp_path, output, tokenizer):
+  """What integers times factors are, wherever the arrays go."""
+  params = make_params()
+  _, made = written(tmp_path, params, output=output)
+  rounded = integers.rounded(params)
+
+  def times(tree):
+    kept = {k: times(v) for k, v in tree.items() if isinstance(v, dict)}
+    leaves = {k: v for k, v in tree.items() if not isinstance(v, dict)}
+    if (scale := leaves.pop(integers.SCALE, None)) is not None:
+      leaves[integers.KERNEL] = leaves[integers.KERNEL] * np.float32(scale)
+    return kept | leaves
+
+  want = times(rounded)
+  found = checkpoints.load(made, NET, dtype='float32')
+  jax.tree.map(np.testing.assert_array_equal, found, want)
+  device = jax.devices()[0]
+  placed = checkpoints.load(made, NET, dtype='bfloat16', sharding=device)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype)),
+    placed,
+    want,
+  )
+  # Control: these are not the floats of before.
+  kernel = found['decoder']['layers_0']['mlp']['wo']['kernel']
+  assert (kernel != params['decoder']['layers_0']['mlp']['wo']['kernel']).any()
+  # A drafter for the floats of before is also for these.
+  for wanted in (params, want):
+    drafter = uniform(NET.vocab_size)._replace(made_for=(fingerprint(wanted),))
+    Engine(load(made, NET, dtype='float32'), drafter, tokenizer=tokenizer)
+
+
+def test_floats_of_eight_bits_as_other_formats(tmp_path):
+  _, made = written(tmp_path, make_params(), output='t5x')
+  want = checkpoints.load(made, NET, dtype='float32')
+  for kind in convert.FORMATS:
+    output = str(tmp_path / kind)
+    convert.convert(
+      convert.ConvertConfig(str(made), output, kind, NET, 'float32')
+    )
+    found = checkpoints.load(output, NET)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_what_is_no_kernel_keeps_its_dtype(tmp_path):
+  params = jax.tree.map(lambda leaf: leaf.astype('bfloat16'), make_params())
+  _, made = written(tmp_path, params, 't5x', output='t5x')
+  found = checkpoints.load(made, NET)
+  assert found['token_embedder']['embedding'].dtype == 'bfloat16'
+  kernel = found['decoder']['logits_dense']
+  assert (kernel['kernel'].dtype, kernel['kernel_scale'].dtype) == (
+    'int8',
+    'float32',
+  )
+
+
+def test_what_eight_bits_do_not_give(tmp_path):
   _, made = written(tmp_path, make_params())
-  with pytest.raises(ValueError, match='eight bits, which give no float32'):
-    checkpoints.load(made, NET, dtype='float32')
-  with pytest.raises(ValueError, match='of which nothing else can be made'):
-    convert.convert(convert.ConvertConfig(str(made), str(tmp_path / 'again')))
+  with pytest.raises(ValueError, match='eight bits, which give no int4'):
+    checkpoints.load(made, NET, dtype='int4')
+  for dtype in (None, 'int8'):
+    with pytest.raises(ValueError, match='already; give the dtype of floats'):
+      convert.convert(
+        convert.ConvertConfig(str(made), str(tmp_path / 'again'), dtype=dtype)
+      )
 
 
 def change(tree, path, make):

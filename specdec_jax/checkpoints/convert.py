@@ -29,7 +29,7 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
 from specdec_jax.files.locations import Location
-from specdec_jax.models.integers import INT4, INT8
+from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
 
 FORMATS = ('orbax', 'safetensors', 't5x')
@@ -48,8 +48,8 @@ class ConvertConfig:
       the activations are not those of T5 1.0 or 1.1; None reads the sizes from
       the checkpoint.
     dtype: dtype of the arrays that are written, e.g. 'bfloat16'; None keeps
-      theirs. 'int8', with 'orbax', is that of kernels: loading reads a quarter
-      of the bytes of float32 and rounds nothing.
+      theirs. 'int8', not for 'safetensors', is that of kernels: loading reads
+      a quarter of the bytes of float32 and rounds nothing.
 
   Raises:
     ValueError: `format` or `dtype` is unknown, or `output` is an address.
@@ -70,9 +70,9 @@ class ConvertConfig:
         'Kernels of int4 are made when a model is loaded (specdec decode'
         ' --dtype int4), and are not written: leave dtype out, or take int8.'
       )
-    if self.dtype == INT8 and self.format != 'orbax':
+    if self.dtype == INT8 and self.format == 'safetensors':
       raise ValueError(
-        "dtype int8 is only written in the format 'orbax', got"
+        "dtype int8 is only written in the formats 'orbax' and 't5x', got"
         f' {self.format!r}, whose readers know no kernels with factors. Any'
         ' checkpoint of floats is rounded when a model is loaded, too (specdec'
         ' decode --dtype int8).'
@@ -92,7 +92,8 @@ def convert(config: ConvertConfig) -> str:
 
   Raises:
     ValueError: `output` exists already, or the checkpoint cannot be read, does
-      not fit the network or has kernels of eight bits.
+      not fit the network or has kernels of eight bits and no dtype of floats
+      is asked for.
     OSError: the disk is full or the folder not writable.
   """
   output = pathlib.Path(config.output)
@@ -102,28 +103,43 @@ def convert(config: ConvertConfig) -> str:
     )
   location = locate(config.checkpoint_path)
   opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
-  if opened.is_rounded:
+  if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
     raise ValueError(
-      f'{str(location)!r} has kernels of eight bits, of which nothing else can'
-      ' be made; convert the checkpoint of floats that it was made of.'
+      f'{str(location)!r} has kernels of eight bits already; give the dtype of'
+      ' floats that they are to become, such as float32.'
     )
   sizes = _sizes(config, opened, str(location))
   params = opened.read(config.dtype)
+  if config.dtype == INT8:
+    params = _as_on_disk(params, opened)
   output.parent.mkdir(parents=True, exist_ok=True)
   target = made_for(location)
   about = {'target': target} if target else {}
+  if config.dtype == INT8:
+    about[MADE_OF] = opened.made_of()
   if sizes is not None:
     _save_safetensors(output, sizes, params, location, target)
   elif config.format == 'orbax':
-    if config.dtype == INT8:
-      about[MADE_OF] = opened.made_of()
     orbax_params.save_orbax(output, params, about)
   else:
     t5x.save_t5x(output, params, step=0, about=about or None)
-  total = sum(math.prod(one.shape) for one in opened.arrays.values())
+  counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
+  total = sum(math.prod(shape) for shape in counted)
   of = f' of {sizes}' if sizes else ''
   count = len(jax.tree.leaves(params))
   return f'{config.output}: {count} arrays, {total:,} parameters{of}'
+
+
+def _as_on_disk(params: Params, opened: Opened) -> Params:
+  """What is no kernel and no factor, in the dtype that it has on disk."""
+
+  def kept(keys, leaf):
+    array = opened.arrays.get('/'.join(key.key for key in keys))
+    if array is None or leaf.dtype == INT8:
+      return leaf
+    return leaf.astype(array.dtype)
+
+  return jax.tree_util.tree_map_with_path(kept, params)
 
 
 def _sizes(

@@ -76,7 +76,8 @@ def load_arrays(
   """Reads arrays one after another, each to its place.
 
   Args:
-    arrays: T5X's name, with slashes -> array.
+    arrays: T5X's name, with slashes -> array. Kernels of eight bits are read
+      as such; `rounded.in_floats` gives them as floats.
     source: where the arrays come from, for messages.
     dtype: dtype of the result; None keeps the file's. 'int8' and 'int4' are
       those of kernels, which come with their factors; see `models.integers`.
@@ -87,14 +88,13 @@ def load_arrays(
 
   Raises:
     ValueError: the arrays do not fit into memory; `sharding` does not fit;
-      kernels that are of eight bits already are to be of another dtype; or an
-      array cannot be read (the message names it).
+      kernels that are of eight bits already are to be of four; or an array
+      cannot be read (the message names it).
   """
   if is_rounded(arrays) and dtype not in (None, integers.INT8):
     raise ValueError(
-      f'{source!r} has kernels of eight bits, which give no {jnp.dtype(dtype)}:'
-      " load it with dtype='int8' (--dtype int8), or load what it was converted"
-      ' from.'
+      f'{source!r} has kernels of eight bits, which give no {dtype}: load it'
+      " with dtype='int8' (--dtype int8), or as floats."
     )
   needed = sum(
     memory.array_bytes(array.shape, _dtype_of(name, dtype) or array.dtype)

@@ -23,13 +23,14 @@ from specdec_jax.checkpoints.fingerprint import fingerprint_on_disk
 from specdec_jax.checkpoints.huggingface import open_huggingface
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
 from specdec_jax.checkpoints.huggingface_names import MADE_FOR
+from specdec_jax.checkpoints.rounded import in_floats
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
 from specdec_jax.models.families import Config
-from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
+from specdec_jax.models.integers import INT8, INTEGERS, is_integers, is_kernel
 
 T5X_FILE = 'checkpoint'
-MADE_OF = 'made_of'  # what Orbax's folder calls `Opened.made_of`
+MADE_OF = 'made_of'  # what a checkpoint calls `Opened.made_of`
 _STEP = re.compile(r'checkpoint_(\d+)')
 _HUB_ID = re.compile(r'[\w-][\w.-]*(/[\w-][\w.-]*)?')
 _KINDS = (
@@ -67,7 +68,7 @@ def load(
     dtype: dtype of the arrays returned; None keeps the file's. 'int8' and
       'int4' are those of kernels, which come with their factors, see
       `models.integers`; those that `convert` wrote, of int8, are read as they
-      are, and in no other dtype.
+      are, or in a dtype of floats.
     sharding: None for NumPy arrays on the host; a JAX Device or Sharding; a
       nested dict of these, or a function from names
       ('decoder/layers_0/mlp/wo/kernel') to them.
@@ -95,7 +96,8 @@ class Opened:
     arrays: T5X's name -> array.
     config: the shape of its model, if the checkpoint describes it.
     made_for: see `Model.made_for`.
-    about: what else an Orbax folder says, see `orbax_params.read_about`.
+    about: what else a folder of Orbax's or a file says, see
+      `orbax_params.read_about` and `t5x.read_about`.
   """
 
   source: str
@@ -123,7 +125,10 @@ class Opened:
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
-    return load_arrays(self.arrays, self.source, dtype, sharding)
+    arrays = self.arrays
+    if dtype is not None and not is_integers(dtype):
+      arrays = in_floats(arrays)
+    return load_arrays(arrays, self.source, dtype, sharding)
 
 
 def open_checkpoint(
@@ -184,8 +189,10 @@ def made_for(
 
 
 def _about(location: Location) -> Mapping[str, Any]:
-  """What an Orbax folder says beside its arrays; T5X's folders say nothing."""
-  if location.is_folder() and orbax_params.is_orbax(location):
+  """What a checkpoint says beside its arrays; T5X's folders say nothing."""
+  if not location.is_folder():
+    return t5x.read_about(location)
+  if orbax_params.is_orbax(location):
     return orbax_params.read_about(location)
   return {}
 

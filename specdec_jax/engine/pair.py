@@ -96,12 +96,12 @@ def _check_made_for(
 ) -> None:
   """Raises ValueError if a drafter was made for a target not `found` here.
 
-  A target of integers is also the one of floats that it was made of: its
-  features and its outputs are nearly the same.
+  A target of integers, here or on disk, is also the one of floats that it was
+  made of: its features and its outputs are nearly the same.
   """
   models = (model.made_for for model in drafter.models if model.made_for)
   wanted_ones = [one for one in (*drafter.made_for, *models) if one != found]
-  if wanted_ones and is_integers(dtype):
+  if wanted_ones:
     found = _made_of(target)
     if not found:
       raise ValueError(
