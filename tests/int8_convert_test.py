@@ -84,16 +84,7 @@ def test_as_floats(tmp_path, output, tokenizer):
   """What integers times factors are, wherever the arrays go."""
   params = make_params()
   _, made = written(tmp_path, params, output=output)
-  rounded = integers.rounded(params)
-
-  def times(tree):
-    kept = {k: times(v) for k, v in tree.items() if isinstance(v, dict)}
-    leaves = {k: v for k, v in tree.items() if not isinstance(v, dict)}
-    if (scale := leaves.pop(integers.SCALE, None)) is not None:
-      leaves[integers.KERNEL] = leaves[integers.KERNEL] * np.float32(scale)
-    return kept | leaves
-
-  want = times(rounded)
+  want = integers.in_floats(integers.rounded(params))
   found = checkpoints.load(made, NET, dtype='float32')
   jax.tree.map(np.testing.assert_array_equal, found, want)
   device = jax.devices()[0]
@@ -229,7 +220,7 @@ def test_a_drafter_made_for_its_target(tmp_path, tokenizer):
     return uniform(size)._replace(name='mine', made_for=(wanted,))
 
   for name, target in kinds.items():
-    for wanted in (params, rounded):
+    for wanted in (params, rounded, integers.in_floats(rounded)):
       engine = Engine(
         target, made_for(fingerprint(wanted)), tokenizer=tokenizer
       )

@@ -17,13 +17,14 @@ from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
 from specdec_jax.models.base import (
   LanguageModel,
+  Params,
   ends_inputs,
   pad_id,
   reads_encoder,
   start_id,
 )
 from specdec_jax.models.fitted import own_vocab_size
-from specdec_jax.models.integers import is_integers
+from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.tokenizer_bpe import TOKENIZER
@@ -85,23 +86,27 @@ def placed_pair(
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
   if asked is not None:
-    _check_made_for(asked, target, prints['target'], placement.dtype)
+    _check_made_for(asked, target, read, prints['target'], placement.dtype)
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
 
 
 def _check_made_for(
-  drafter: Drafter, target: Model, found: str, dtype: str
+  drafter: Drafter, target: Model, read: Params, found: str, dtype: str
 ) -> None:
   """Raises ValueError if a drafter was made for a target not `found` here.
 
   A target of integers, here or on disk, is also the one of floats that it was
-  made of: its features and its outputs are nearly the same.
+  made of, and that of its integers times their factors: its features and its
+  outputs are nearly the same.
   """
   models = (model.made_for for model in drafter.models if model.made_for)
+  known = {found}
   wanted_ones = [one for one in (*drafter.made_for, *models) if one != found]
-  if wanted_ones:
+  if wanted_ones and is_integers(dtype):
+    known.add(fingerprint(in_floats(read)))
+  if not known.issuperset(wanted_ones):
     found = _made_of(target)
     if not found:
       raise ValueError(
@@ -111,7 +116,7 @@ def _check_made_for(
         ' int8 that specdec convert wrote.'
       )
   for wanted in wanted_ones:
-    if wanted != found:
+    if wanted not in known | {found}:
       raise ValueError(
         f'The drafter {drafter.name!r} was made for the target with fingerprint'
         f' {wanted}, and this one ({target.name or "no name"}) has {found}: its'

@@ -114,6 +114,21 @@ _LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+def in_floats(params: Mapping[str, Any]) -> dict[str, Any]:
+  """Kernels [in, out] of integers times their factors; the rest as it is.
+
+  Args:
+    params: as a checkpoint has them.
+  """
+  found: dict[str, Any] = {
+    name: in_floats(value) if isinstance(value, Mapping) else value
+    for name, value in params.items()
+  }
+  if (scale := found.pop(SCALE, None)) is not None:
+    found[KERNEL] = found[KERNEL].astype(jnp.float32) * scale
+  return found
+
+
 def check_scale(scale: np.ndarray, name: str) -> None:
   """Raises ValueError unless factors from a checkpoint, [out], can be right."""
   if not (np.isfinite(scale) & (scale > 0)).all():
