@@ -75,6 +75,11 @@ def compile_check() -> None:
     specdec compile-check --gin_file=gin/runs/compile_check_beams.gin \\
       --gin.OUTPUT_DIR=outputs/h200_beams
 
+  A call over a tree of proposals, there too:
+
+    specdec compile-check --gin_file=gin/runs/compile_check_trees.gin \\
+      --gin.OUTPUT_FILE=outputs/h200_trees.json
+
   results.json and report.md go to the output folder.
   """
   import jax
@@ -84,6 +89,7 @@ def compile_check() -> None:
     pair_check,
     tpu_check,
     tpu_slices,
+    tree_check,
   )
   from specdec_jax.paper import printed
 
@@ -94,6 +100,9 @@ def compile_check() -> None:
     return
   if _is_configured('.BeamCheckConfig'):
     beam_check.check(_build(beam_check.BeamCheckConfig))
+    return
+  if _is_configured('.TreeCheckConfig'):
+    tree_check.check(_build(tree_check.TreeCheckConfig))
     return
   old = _is_configured('.TpuCheckConfig')
   kind = tpu_check.TpuCheckConfig if old else pair_check.PairCheckConfig
