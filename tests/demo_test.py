@@ -13,14 +13,18 @@ from specdec_jax.partitioning import Placement
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / 'demo'
 TEST_SPLIT = ROOT.parent / 'shared' / 'data' / 'ende' / 'tatoeba.test.tsv.gz'
-SIZES = dict(num_heads=4, head_dim=64, mlp_dim=832)
-TARGET = dict(emb_dim=256, num_encoder_layers=4, num_decoder_layers=3) | SIZES
+SIZES = dict(num_heads=4, head_dim=64)
+TARGET = (
+  dict(emb_dim=256, num_encoder_layers=3, num_decoder_layers=6, mlp_dim=1664)
+  | SIZES
+)
 DRAFT = (
   dict(
     emb_dim=56,
     num_encoder_layers=0,
     num_decoder_layers=1,
     encoder_dim=256,
+    mlp_dim=832,
   )
   | SIZES
 )
@@ -36,7 +40,9 @@ pytestmark = pytest.mark.skipif(
 def models():
   tokenizer = Tokenizer(DEMO / 'vocab.model')
   pair = [
-    load(DEMO / name, T5(T5Config(tokenizer.vocab_size, **size)))
+    load(
+      DEMO / name, T5(T5Config(tokenizer.vocab_size, **size)), dtype='float32'
+    )
     for size, name in ((TARGET, 'target.msgpack'), (DRAFT, 'draft.msgpack'))
   ]
   return *pair, tokenizer
