@@ -23,7 +23,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
 from specdec_jax.measure.beam_grid import Setting, levels_a_call
-from specdec_jax.measure.compiled import beams_report, devices, gpu, gpu_costs
+from specdec_jax.measure.compiled import beams_report, gpu, gpu_costs
 from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.measure.compiled.rows import compile_rows
 from specdec_jax.measure.record import Record
@@ -34,8 +34,8 @@ from specdec_jax.partitioning import Placement
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamCheckConfig:
-  """What to compile, and for which GPU.
+class BeamCheckConfig(gpu_costs.OnGpu):
+  """What to compile; `gpu_costs.OnGpu` says for which GPU.
 
   Attributes:
     target: the network that decides.
@@ -48,12 +48,6 @@ class BeamCheckConfig:
     input_len: E.
     decode_len: the most tokens of a run.
     param_dtype: dtype of the parameters on the device.
-    gb_per_s: bandwidth of its memory, 1e9 bytes per second; None is what
-      `devices.KNOWN` says.
-    kernel_us: microseconds per kernel, beside the time of its bytes.
-    conditional_us: microseconds per conditional, which waits for the host.
-    wait_us: microseconds that a kernel's programs wait for each other.
-    device: name of a GPU in `devices.KNOWN`.
     name: name of the report.
 
   Raises:
@@ -70,25 +64,12 @@ class BeamCheckConfig:
   input_len: int = 128
   decode_len: int = 128
   param_dtype: str = 'bfloat16'
-  gb_per_s: float | None = None
-  kernel_us: float = 2.5
-  conditional_us: float = 10.0
-  wait_us: float = 1.5
-  device: str = 'h200'
   name: str = 'Beam search, compiled'
 
   def __post_init__(self):
     check_types(self)
     check_at_least(self, width=1, input_len=1, decode_len=1)
-    check_at_least(self, kernel_us=0.0, conditional_us=0.0, wait_us=0.0)
-    described = devices.find(self.device)
-    if not isinstance(described, devices.Gpu):
-      raise ValueError(
-        f'BeamCheckConfig.device = {self.device!r} is no GPU, and only kernels'
-        " of a GPU are counted. Take 'h200'."
-      )
-    if self.gb_per_s is None:
-      object.__setattr__(self, 'gb_per_s', described.bytes_per_s / 1e9)
+    super().__post_init__()
     levels_a_call(self.levels_file)
 
   def searches(self) -> list[Setting]:
@@ -110,15 +91,13 @@ def check(
       results of other settings.
   """
   console = console or terminal()
-  described = devices.find(config.device)
-  assert isinstance(described, devices.Gpu)  # `__post_init__` saw to it
-  compiler = Compiler(gpu.describe(described), counts_kernels=True)
+  compiler = Compiler(gpu.describe(config.gpu), counts_kernels=True)
   levels = levels_a_call(config.levels_file)
   with backend.compiled_for('gpu'):
     results = compile_rows(
       config,
       'beam_check',
-      {'compiled_for': described.name} | gpu.versions(),
+      {'compiled_for': config.gpu.name} | gpu.versions(),
       {
         str(one): functools.partial(_compile_search, config, one, compiler)
         for one in config.searches()

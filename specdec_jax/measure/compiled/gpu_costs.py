@@ -1,10 +1,52 @@
 """What kernels and bytes of a GPU's programs predict of their time."""
 
+import dataclasses
 from typing import Any
 
 from specdec_jax import analysis
+from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.measure import memory
+from specdec_jax.measure.compiled import devices
 from specdec_jax.paper import printed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnGpu:
+  """For which GPU a program is compiled, and what is taken for its costs.
+
+  Attributes:
+    device: name of a GPU in `devices.KNOWN`.
+    gb_per_s: bandwidth of its memory, 1e9 bytes per second; None is what
+      `devices.KNOWN` says.
+    kernel_us: microseconds per kernel, beside the time of its bytes.
+    conditional_us: microseconds per conditional, which waits for the host.
+    wait_us: microseconds that a kernel's programs wait for each other.
+
+  Raises:
+    ValueError: a number is negative, or the device is no GPU that is known.
+  """
+
+  device: str = 'h200'
+  gb_per_s: float | None = None
+  kernel_us: float = 2.5
+  conditional_us: float = 10.0
+  wait_us: float = 1.5
+
+  def __post_init__(self):
+    check_at_least(self, kernel_us=0.0, conditional_us=0.0, wait_us=0.0)
+    if self.gb_per_s is None:
+      object.__setattr__(self, 'gb_per_s', self.gpu.bytes_per_s / 1e9)
+
+  @property
+  def gpu(self) -> devices.Gpu:
+    """The device."""
+    found = devices.find(self.device)
+    if not isinstance(found, devices.Gpu):
+      raise ValueError(
+        f'{type(self).__name__}.device = {self.device!r} is no GPU, and only'
+        " kernels of a GPU are counted. Take 'h200'."
+      )
+    return found
 
 
 def predict(

@@ -17,7 +17,7 @@ from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
 from specdec_jax.measure import memory
-from specdec_jax.measure.compiled import devices, gpu, gpu_costs
+from specdec_jax.measure.compiled import gpu, gpu_costs
 from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
@@ -31,8 +31,8 @@ from specdec_jax.tree_shape import ROOT, TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeCheckConfig:
-  """What to compile, and for which GPU.
+class TreeCheckConfig(gpu_costs.OnGpu):
+  """What to compile; `gpu_costs.OnGpu` says for which GPU.
 
   Attributes:
     target: the network that decides.
@@ -40,14 +40,8 @@ class TreeCheckConfig:
     input_len: E.
     decode_len: the most tokens of a run.
     param_dtype: dtype of the parameters on the device.
-    gb_per_s: bandwidth of its memory, 1e9 bytes per second; None is what
-      `devices.KNOWN` says.
-    kernel_us: microseconds per kernel, beside the time of its bytes.
-    conditional_us: microseconds per conditional, which waits for the host.
-    wait_us: microseconds that a kernel's programs wait for each other.
     kernels: hand-written kernels, 'off', 'on', 'layers' or 'forced', see
       `backend`.
-    device: name of a GPU in `devices.KNOWN`.
     output_file: path of the record, JSON; None writes none.
     name: of the target, for the title.
 
@@ -61,29 +55,16 @@ class TreeCheckConfig:
   input_len: int = 128
   decode_len: int = 128
   param_dtype: str = 'bfloat16'
-  gb_per_s: float | None = None
-  kernel_us: float = 2.5
-  conditional_us: float = 10.0
-  wait_us: float = 1.5
   kernels: str = 'off'
-  device: str = 'h200'
   output_file: str | None = None
   name: str = 'The target'
 
   def __post_init__(self):
     check_types(self)
     check_at_least(self, input_len=1, decode_len=1)
-    check_at_least(self, kernel_us=0.0, conditional_us=0.0, wait_us=0.0)
+    super().__post_init__()
     known = ('off', 'on', 'layers', 'forced')
     check_choice('TreeCheckConfig.kernels', self.kernels, known)
-    described = devices.find(self.device)
-    if not isinstance(described, devices.Gpu):
-      raise ValueError(
-        f'TreeCheckConfig.device = {self.device!r} is no GPU, and only kernels'
-        " of a GPU are counted. Take 'h200'."
-      )
-    if self.gb_per_s is None:
-      object.__setattr__(self, 'gb_per_s', described.bytes_per_s / 1e9)
 
 
 def check(
@@ -99,9 +80,7 @@ def check(
     ValueError: the GPU's compiler is missing.
   """
   console = console or terminal()
-  described = devices.find(config.device)
-  assert isinstance(described, devices.Gpu)  # `__post_init__` saw to it
-  compiler = Compiler(gpu.describe(described), counts_kernels=True)
+  compiler = Compiler(gpu.describe(config.gpu), counts_kernels=True)
   calls = []
   with (
     backend.compiled_for('gpu'),
@@ -118,7 +97,7 @@ def check(
         }
       )
       advance()
-  record = _record(config, described.name, calls)
+  record = _record(config, config.gpu.name, calls)
   show(console, record, config.output_file)
   return record
 
