@@ -127,10 +127,16 @@ def test_what_is_no_kernel_keeps_its_dtype(tmp_path):
   )
 
 
-def test_what_eight_bits_do_not_give(tmp_path):
+def test_four_bits_of_eight(tmp_path):
   _, made = written(tmp_path, make_params())
-  with pytest.raises(ValueError, match='eight bits, which give no int4'):
-    checkpoints.load(made, NET, dtype='int4')
+  floats = checkpoints.load(made, NET, dtype='float32')
+  found = checkpoints.load(made, NET, dtype='int4')
+  want = integers.rounded(floats, 'int4')
+  jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_eight_bits_are_not_converted_to_eight_bits(tmp_path):
+  _, made = written(tmp_path, make_params())
   for dtype in (None, 'int8'):
     with pytest.raises(ValueError, match='already; give the dtype of floats'):
       convert.convert(

@@ -87,15 +87,9 @@ def load_arrays(
     Nested dict of arrays.
 
   Raises:
-    ValueError: the arrays do not fit into memory; `sharding` does not fit;
-      kernels that are of eight bits already are to be of four; or an array
-      cannot be read (the message names it).
+    ValueError: the arrays do not fit into memory; `sharding` does not fit; or
+      an array cannot be read (the message names it).
   """
-  if is_rounded(arrays) and dtype not in (None, integers.INT8):
-    raise ValueError(
-      f'{source!r} has kernels of eight bits, which give no {dtype}: load it'
-      " with dtype='int8' (--dtype int8), or as floats."
-    )
   needed = sum(
     memory.array_bytes(array.shape, _dtype_of(name, dtype) or array.dtype)
     for name, array in arrays.items()

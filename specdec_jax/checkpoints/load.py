@@ -27,7 +27,7 @@ from specdec_jax.checkpoints.rounded import in_floats
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
 from specdec_jax.models.families import Config
-from specdec_jax.models.integers import INT8, INTEGERS, is_integers, is_kernel
+from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
 
 T5X_FILE = 'checkpoint'
 MADE_OF = 'made_of'  # what a checkpoint calls `Opened.made_of`
@@ -68,7 +68,7 @@ def load(
     dtype: dtype of the arrays returned; None keeps the file's. 'int8' and
       'int4' are those of kernels, which come with their factors, see
       `models.integers`; those that `convert` wrote, of int8, are read as they
-      are, or in a dtype of floats.
+      are, or made into floats or int4.
     sharding: None for NumPy arrays on the host; a JAX Device or Sharding; a
       nested dict of these, or a function from names
       ('decoder/layers_0/mlp/wo/kernel') to them.
@@ -126,7 +126,7 @@ class Opened:
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
     arrays = self.arrays
-    if dtype is not None and not is_integers(dtype):
+    if dtype not in (None, INT8):
       arrays = in_floats(arrays)
     return load_arrays(arrays, self.source, dtype, sharding)
 
