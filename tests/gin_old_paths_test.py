@@ -105,6 +105,10 @@ def made_of(path, was):
       flags.append(f'--gin.{name}=given-{name}')
   gin_flags.load(gin_flags.parse_flags(flags))
   config = gin.config._CONFIG
+  for bound in config.values():
+    # Its kernels have eight bits on disk now, and it says that it reads floats.
+    if bound.get('path') == 'demo/target.msgpack':
+      bound.pop('dtype', None)
   try:
     used = {
       ref.config_key[1] for ref in gin.config.iterate_references(config)
