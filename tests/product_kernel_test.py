@@ -21,6 +21,7 @@ CASES = [  # rows, in, out, dtype, of the kernel, norm, gate, added
   ((5, 128, 96), 'float32', 'int8', True, GELU, 0),
   ((16, 528, 48), 'bfloat16', 'bfloat16', False, (), 2),
   ((3, 64, 2240), 'float32', 'float32', False, ('silu',), 1),
+  ((2, 32, 50), 'float32', 'float32', True, GELU, 0),  # tiles overlap
 ]
 
 
@@ -106,8 +107,9 @@ def test_rows_do_not_see_each_other():
   ('shape', 'dtype', 'rows', 'parts', 'reason'),
   [
     ((64, 64), 'float32', 17, 1, '17 rows are more than 16'),
-    ((40, 64), 'float32', 1, 1, '40 outputs are no multiple of 16'),
-    ((48, 64), 'float32', 1, 2, '48 outputs are no multiple of 32'),
+    ((15, 64), 'float32', 1, 1, '15 outputs are less than 16'),
+    ((30, 64), 'float32', 1, 2, '30 outputs are less than 32'),
+    ((40, 64), 'float32', 1, 1, ''),
     ((64, 40), 'float32', 1, 1, 'rows of 40 numbers'),
     ((64, 64), 'int4', 1, 1, 'four bits'),
     ((20480, 4096), 'int8', 16, 2, ''),
@@ -124,7 +126,7 @@ def test_all_products_of_a_layer_are_kernels():
   # Two of attention, six products: of queries, keys and values; twice out; of
   # queries; and two of the feed-forward block.
   assert traced('forced').count('pallas_call[') == 2 * (2 + 6)
-  with pytest.raises(ValueError, match='kernel of products .* 112 outputs'):
+  with pytest.raises(ValueError, match='kernel of products .* 56 numbers'):
     traced('forced', mlp_dim=56)
 
 

@@ -24,8 +24,10 @@ from specdec_jax.drafters.base import (
   forbid_early_stops,
 )
 from specdec_jax.models.base import (
+  Ends,
   FeatureModel,
   LanguageModel,
+  draft_greedily,
   gives_features,
   read_prompt,
   reads_encoder,
@@ -64,6 +66,10 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   def propose(params, cache, context: Context):
     if context.skips_rounds:
       cache = catch_up(model, params, cache, context.tokens, context.length)
+    if context.greedy and context.rule is None:
+      found = by_itself(params, cache, context)
+      if found is not None:
+        return found
     logits, cache = read_last(
       model, params, cache, context.tokens, context.length
     )
@@ -91,6 +97,21 @@ def small_model(model: Model | LanguageModel) -> Drafter:
       rows = jnp.concatenate([row[:, None], more_rows.swapaxes(0, 1)], axis=1)
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
+
+  def by_itself(params, cache, context: Context):
+    start, fed, place = _last_tokens(context.tokens, context.length)
+    ends = None
+    if context.forbids_stops:
+      ends = Ends(context.stop_ids, context.min_length)
+    cache = model.rewind(cache, start)
+    found = draft_greedily(
+      model, params, cache, fed, place, context.gamma, ends
+    )
+    if found is None:
+      return None
+    tokens, cache = found
+    length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
+    return Draft(tokens, None, length), cache
 
   def adaptive(params, logits, cache, context: Context):
     def read(cache, token, index):
@@ -164,14 +185,9 @@ def read_last(
     Logits float32[B, more + 1, V] of the tokens that follow the last committed
     token and each of the proposed ones; the cache, of length `length` + more.
   """
-  start = jnp.maximum(length - behind, 0)
-  index = start[:, None] + jnp.arange(behind + more)
-  fed = jnp.take_along_axis(tokens, index, axis=1)
+  start, fed, last = _last_tokens(tokens, length, more, behind)
   cache = model.rewind(cache, start)
-  # The last committed token is the last of those, but an earlier one in a row
-  # that holds fewer, such as only its start token. In such a row the tokens
-  # behind it are meaningless, and the next call overwrites them.
-  place = (length - 1 - start)[:, None] + jnp.arange(1 + more)
+  place = last[:, None] + jnp.arange(1 + more)
   if gives_features(model):
     # The output layer, often the largest product, is of the wanted tokens only.
     whole = cast(FeatureModel, model)
@@ -182,6 +198,21 @@ def read_last(
     logits, cache = model.extend(params, cache, fed)
     logits = jnp.take_along_axis(logits, place[..., None], axis=1)
   return logits, model.rewind(cache, length + more)
+
+
+def _last_tokens(tokens, length, more=0, behind=2):
+  """What `read_last` reads, which has the arguments.
+
+  Returns:
+    int32[B], the place of the first of these; int32[B, behind + more]; int32[B]
+    which of them is the last committed one. It is an earlier one in a row that
+    holds fewer, such as only its start token. In such a row the tokens behind
+    it are meaningless, and the next call overwrites them.
+  """
+  start = jnp.maximum(length - behind, 0)
+  index = start[:, None] + jnp.arange(behind + more)
+  fed = jnp.take_along_axis(tokens, index, axis=1)
+  return start, fed, length - 1 - start
 
 
 def catch_up(model: LanguageModel, params, cache, tokens, length):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 
@@ -151,6 +151,53 @@ def gives_features(network: LanguageModel) -> bool:
   if isinstance(network, Around) and not gives_features(network.network):
     return False
   return callable(getattr(network, 'extend_features', None))
+
+
+class Ends(NamedTuple):
+  """Where a row must not stop, as `probs.forbid_early_stops` has it.
+
+  Attributes:
+    stop_ids: int32[K], or int32[B, K]; padded with -1.
+    min_length: int32[B]; the ids are forbidden while a row has fewer tokens
+      behind its first one.
+  """
+
+  stop_ids: jax.Array
+  min_length: jax.Array
+
+
+def draft_greedily(
+  network: LanguageModel[Cache],
+  params: Params,
+  cache: Cache,
+  tokens: jax.Array,
+  place: jax.Array,
+  count: int,
+  ends: Ends | None = None,
+) -> tuple[jax.Array, Cache] | None:
+  """Likeliest tokens, one after another, if a network has its own way to them.
+
+  It has one if it has a method of this name, which may also return None.
+  Otherwise `extend` does it.
+
+  Args:
+    network: a `LanguageModel`.
+    params: its parameters.
+    cache: what it has read.
+    tokens: int32[B, S], what it reads first.
+    place: int32[B], the last of the S that counts; those behind are forgotten.
+    count: static, tokens to draw, 1 or more; each but the last is read.
+    ends: where rows must not stop; None is nowhere.
+
+  Returns:
+    int32[B, count], the first ids on ties; and the cache, with `place` + count
+    tokens more. None if the network has no way of its own for these.
+  """
+  own = getattr(network, 'draft_greedily', None)
+  if own is None:
+    return None
+  made = own(params, cache, tokens, place, count, ends)
+  return cast('tuple[jax.Array, Cache] | None', made)
 
 
 def read_prompt(

@@ -1,36 +1,21 @@
 """A T5 decoder's layer in one kernel, for GPUs (Pallas).
 
 Eight kernels of a small drafter's layer take longer to start than to read the
-layer's weights. Here the programs of one kernel stay for the whole layer, at
-most one for each core of the GPU: they share the pieces of its first product,
-wait for each other, share the heads of self-attention, and so on. What one part
-of the layer leaves to the next is small, and stays in the GPU's cache.
-
-Waiting is counting: each program adds one to a number in memory, and looks at
-it until all have. So all programs must be on the GPU at once. There are never
-more than cores, and each takes far less than a core's memory and registers.
-
-The parts are those of `attention_kernel` and `product_kernel`, which say what
-is computed. Interpreted, programs run one after another and could not wait:
-then each part is a kernel.
+layer's weights. Here they are parts of one, see `kernel_parts`: those of
+`attention_kernel` and `product_kernel`, which say what is computed.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from specdec_jax.models import attention_kernel, backend, product_kernel
+from specdec_jax.models import attention_kernel, kernel_parts, product_kernel
+from specdec_jax.models.kernel_parts import TURNS, Part
 from specdec_jax.models.product_kernel import Given
 from specdec_jax.models.tree import Tree
-
-_Refs = Mapping[str, Any]
 
 
 class Sizes(NamedTuple):
@@ -69,13 +54,6 @@ class Seen(NamedTuple):
   tree: Tree | None = None
 
 
-class _Part(NamedTuple):
-  """A part of a layer: pieces, and what is done for each of them."""
-
-  pieces: int
-  run: Callable[[Any, _Refs], None]
-
-
 def refusal(
   params: Mapping[str, Any], x: jax.Array, seen: Seen, sizes: Sizes
 ) -> str:
@@ -101,11 +79,6 @@ def refusal(
   return next(filter(None, found), '')
 
 
-def no_turns() -> jax.Array:
-  """The number by which programs wait, before the first layer of a call."""
-  return jnp.zeros((1,), jnp.int32)
-
-
 def layer(
   params: Mapping[str, Any],
   x: jax.Array,
@@ -123,7 +96,7 @@ def layer(
     x: [B, S, M].
     seen: what it attends to.
     sizes: what it is.
-    turns: of the layer before, or `no_turns()`.
+    turns: of the layer before, or `kernel_parts.no_turns()`.
 
   Returns:
     [B, S, M]; `seen.kept` with S tokens more, in place under jit; and `turns`
@@ -156,12 +129,12 @@ def layer(
   }
   parts = _parts(params, x, seen, sizes)
   written = 2 * len(rows) * width * dtype.itemsize
-  updated = {'kept': seen.kept, 'turns': turns}
-  found = _run(parts, given, updated, made, written)
-  return found['result'].reshape(x.shape), found['kept'], found['turns']
+  updated = {'kept': seen.kept, TURNS: turns}
+  found = kernel_parts.run('layer', parts, given, updated, made, written)
+  return found['result'].reshape(x.shape), found['kept'], found[TURNS]
 
 
-def _parts(params, x, seen: Seen, sizes: Sizes) -> list[_Part]:
+def _parts(params, x, seen: Seen, sizes: Sizes) -> list[Part]:
   """The layer, in order; names are those of `layer`."""
   own, other = 'self_attention', 'encoder_decoder_attention'
   gate = 'wi' if len(sizes.activations) == 1 else 'wi_joined'
@@ -187,7 +160,7 @@ def _parts(params, x, seen: Seen, sizes: Sizes) -> list[_Part]:
       )
       product_kernel.product_part(work, piece, given, refs[result])
 
-    return _Part(work.count, run)
+    return Part(work.count, run)
 
   def attention(slots, run_part):
     work = attention_kernel.shared(asked, sizes.num_heads, slots, most_parts=1)
@@ -201,7 +174,7 @@ def _parts(params, x, seen: Seen, sizes: Sizes) -> list[_Part]:
       )
       run_part(work, place, refs)
 
-    return _Part(math.prod(grid), run)
+    return Part(math.prod(grid), run)
 
   def own_part(work, place, refs):
     args = attention_kernel.Own(
@@ -255,85 +228,3 @@ def _kernel(params, block: str, name: str) -> Any:
 def _queries(x, sizes: Sizes) -> jax.ShapeDtypeStruct:
   shape = (*x.shape[:2], sizes.num_heads, sizes.head_dim)
   return jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
-
-
-def _run(
-  parts: Sequence[_Part],
-  given: Mapping[str, Any],
-  updated: Mapping[str, jax.Array],
-  made: Mapping[str, jax.ShapeDtypeStruct],
-  written: int,
-) -> dict[str, jax.Array]:
-  """Runs the parts, each over all its pieces, before the next one begins.
-
-  Args:
-    parts: what is done.
-    given: what is read.
-    updated: what is changed where it is; 'turns' is by what programs wait.
-    made: shapes of what is written.
-    written: bytes that change in the cache.
-
-  Returns:
-    `updated` and `made`, afterwards.
-  """
-  programs = min(product_kernel.CORES, max(part.pieces for part in parts))
-  names = [*updated, *made]
-
-  def kernel(parts, given, results):
-    refs = dict(given) | dict(zip(names, results, strict=True))
-    program = pl.program_id(0)  # interpreted, it is not known in a loop
-    for i, part in enumerate(parts):
-      if i:
-        _wait(refs['turns'], programs)
-      mine = pl.cdiv(part.pieces - program, programs)
-
-      def piece(i, nothing, part=part):
-        part.run(program + i * programs, refs)
-        return nothing
-
-      lax.fori_loop(0, mine, piece, None)
-
-  def call(parts, in_place):
-    """One kernel of some parts; arrays `in_place` are inputs and outputs."""
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in in_place]
-    shapes += list(made.values())[len(shapes) - len(updated) :]
-    said = {'updated_bytes': written, 'waits': len(parts) - 1}
-    return pl.pallas_call(
-      lambda _, given, *results: kernel(parts, given, results),
-      grid=(programs,),
-      out_shape=shapes,
-      input_output_aliases={i: i for i in range(len(in_place))},
-      interpret=backend.interprets_kernels(),
-      compiler_params=triton.CompilerParams(
-        num_warps=product_kernel.WARPS, num_stages=product_kernel.STAGES
-      ),
-      # For `measure.compiled`.
-      metadata={name: json.dumps(one) for name, one in said.items()},
-      name='layer',
-    )(in_place, given)
-
-  arrays = list(updated.values())
-  if not backend.interprets_kernels():
-    arrays = call(parts, arrays)
-  else:
-    arrays += [jnp.zeros(one.shape, one.dtype) for one in made.values()]
-    for part in parts:
-      arrays = call([part], arrays)
-  return dict(zip(names, arrays, strict=True))
-
-
-def _wait(turns: Any, programs: int) -> None:
-  """Waits until all programs have come here.
-
-  Atomic operations of Pallas order what is before and behind them on the whole
-  GPU; the barriers do so within a program.
-  """
-  triton.debug_barrier()
-  before = triton.atomic_add(turns, (0,), 1)
-  until = (before // programs + 1) * programs
-  lax.while_loop(
-    lambda count: count < until,
-    lambda _: triton.atomic_add(turns, (0,), 0),
-    before + 1,
-  )
-  triton.debug_barrier()

@@ -81,7 +81,18 @@ class Work:
   @property
   def count(self) -> int:
     """Programs."""
-    return self.width // self.tile
+    return pl.cdiv(self.width, self.tile)
+
+  def first(self, number: Any) -> Any:
+    """The first of a program's outputs, of each part of a gate.
+
+    The last program has some of the one before it, too, if tiles do not divide
+    the outputs: what is computed twice is the same.
+    """
+    first = number * self.tile
+    if self.width % self.tile:
+      first = jnp.minimum(first, self.width - self.tile)
+    return first
 
 
 def refusal(kernel: jax.Array, rows: int, parts: int = 1) -> str:
@@ -97,8 +108,8 @@ def refusal(kernel: jax.Array, rows: int, parts: int = 1) -> str:
     return 'kernels are of four bits'
   if rows > MOST_ROWS:
     return f'{rows} rows are more than {MOST_ROWS}'
-  if outputs % (parts * _TILES[-1]):
-    return f'{outputs} outputs are no multiple of {parts * _TILES[-1]}'
+  if outputs < parts * _TILES[-1]:
+    return f'{outputs} outputs are less than {parts * _TILES[-1]}'
   if size % _LEAST:
     return f'rows of {size} numbers: it must be a multiple of {_LEAST}'
   return ''
@@ -185,7 +196,7 @@ def shared(
 
 def _tile(width: int, parts: int) -> int:
   """Outputs of a program: as many as leave one for each core, if they can."""
-  fitting = [tile for tile in _TILES if not width % tile]
+  fitting = [tile for tile in _TILES if not width % tile] or _TILES[-1:]
   filling = [t for t in fitting if t * parts <= 64 and width // t >= CORES]
   return filling[0] if filling else fitting[-1]
 
@@ -205,9 +216,39 @@ def product_part(work: Work, number: Any, given: Given, result: Any) -> None:
     given: references.
     result: likewise, [R, width].
   """
-  # Rows behind the last repeat it: what is written twice is the same.
-  row = jnp.minimum(jnp.arange(MOST_ROWS), work.rows - 1)
-  first = number * work.tile
+  row = rows_of_tile(work.rows)
+  output = outputs_of(work, number)
+  result[row[None, :], output[:, None]] = outputs(
+    work, number, given, row
+  ).astype(result.dtype)
+
+
+def rows_of_tile(rows: int) -> jax.Array:
+  """int32[`MOST_ROWS`], the row that each of a tile is of.
+
+  Those behind the last repeat it: what is written twice is the same.
+  """
+  return jnp.minimum(jnp.arange(MOST_ROWS), rows - 1)
+
+
+def outputs_of(work: Work, number: Any) -> jax.Array:
+  """int32[tile], which outputs a program computes."""
+  return work.first(number) + jnp.arange(work.tile)
+
+
+def outputs(work: Work, number: Any, given: Given, row: Any) -> jax.Array:
+  """What one program finds.
+
+  Args:
+    work: how the product is shared.
+    number: which of `work.count` programs it is.
+    given: references.
+    row: int32[`MOST_ROWS`], rows of `given.rows`.
+
+  Returns:
+    float32[tile, `MOST_ROWS`].
+  """
+  first = work.first(number)
   parts = range(max(1, len(work.activations)))
   chunks = work.size // work.chunk
 
@@ -254,10 +295,7 @@ def product_part(work: Work, number: Any, given: Given, result: Any) -> None:
   ]
   if work.activations:
     found = [f(x) for f, x in zip(work.activations, found, strict=True)]
-  output = first + jnp.arange(work.tile)
-  result[row[None, :], output[:, None]] = functools.reduce(
-    operator.mul, found
-  ).astype(result.dtype)
+  return functools.reduce(operator.mul, found)
 
 
 def _finished(work: Work, given: Given, total, first, row):

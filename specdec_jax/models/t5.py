@@ -6,6 +6,7 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from specdec_jax.models import (
   norms,
   products,
 )
+from specdec_jax.models.base import Ends, Params
 from specdec_jax.models.linen_model import EncodesInputs
 
 
@@ -296,9 +298,14 @@ class Decoder(nn.Module):
   def extend(self, x, cache, write=kv_cache.write, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     num_queries = x.shape[1]
-    if write is kv_cache.write and self._takes_kernels(x, cache, tree):
-      x, kept = self._by_kernels(x, cache, tree)
-      return self._last(x, True), cache.grown(kept, num_queries)
+    if write is kv_cache.write and _wants_kernels(x.shape[0] * num_queries):
+      # Imported only where it is used: it takes a second.
+      from specdec_jax.models import t5_kernels  # noqa: PLC0415
+
+      call = self.config, self.variables['params'], x, cache, tree
+      if t5_kernels.take_layers(*call):
+        x, kept, _ = t5_kernels.layers(*call)
+        return self._last(x, True), cache.grown(kept, num_queries)
     owns = decoder_attention.own_steps(cache, num_queries, tree, write)
     crosses = decoder_attention.cross_steps(cache, num_queries, write)
     kept = []
@@ -308,58 +315,28 @@ class Decoder(nn.Module):
     cache = cache.grown(kept, num_queries)
     return self._last(x, True), cache
 
-  def _takes_kernels(self, x, cache, tree) -> bool:
-    """Whether each layer of a call is one hand-written kernel."""
-    rows = x.shape[0] * x.shape[1]
-    if not backend.wants_layers() or rows > norms.MOST_FOLDED_ROWS:
-      return False
+  def draft_greedily(self, embedder, cache, tokens, place, count, ends):
+    """`T5.draft_greedily`, with the embedder of these tokens."""
+    if not _wants_kernels(tokens.size):
+      return None
     # Imported only where it is used: it takes a second.
-    from specdec_jax.models import layer_kernel  # noqa: PLC0415
+    from specdec_jax.models import t5_kernels  # noqa: PLC0415
 
-    refusal = 'keys and values are in arrays of their own'
-    if cache.joined:
-      params = self.layers[0].variables['params']
-      seen = self._seen(cache, 0, tree)
-      refusal = layer_kernel.refusal(params, x, seen, self._sizes())
-    return backend.takes_kernel('layers', refusal)
-
-  def _by_kernels(self, x, cache, tree):
-    """Maps x [B, S, M] to [B, S, M], and gives what each layer keeps."""
-    from specdec_jax.models import layer_kernel  # noqa: PLC0415
-
-    kept, turns = [], layer_kernel.no_turns()
-    for i, layer in enumerate(self.layers):
-      given = layer.variables['params'], x, self._seen(cache, i, tree)
-      with jax.named_scope(f'layers_{i}'):
-        x, memory, turns = layer_kernel.layer(*given, self._sizes(), turns)
-      kept.append((memory,))
-    return x, kept
-
-  def _seen(self, cache, number, tree):
-    """What a layer attends to."""
-    from specdec_jax.models import layer_kernel  # noqa: PLC0415
-
-    biases = cache.position_bias
-    return layer_kernel.Seen(
-      cache.joined[number],
-      biases[number % len(biases)],
-      cache.length,
-      (cache.cross_keys[number], cache.cross_values[number], cache.cross_bias),
-      tree,
+    return t5_kernels.draft_greedily(
+      self.config,
+      self.variables['params'],
+      embedder.embedding,
+      cache,
+      embedder(tokens),
+      place,
+      count,
+      ends,
     )
 
-  def _sizes(self):
-    """What each layer is."""
-    from specdec_jax.models import layer_kernel  # noqa: PLC0415
 
-    config = self.config
-    return layer_kernel.Sizes(
-      config.num_heads,
-      config.head_dim,
-      tuple(products.ACTIVATIONS[name] for name in config.mlp_activations),
-      norms.RMSNorm.epsilon,
-      config.dtype,
-    )
+def _wants_kernels(num_tokens: int) -> bool:
+  """Whether a call's layers are to be one kernel each, if they can be."""
+  return backend.wants_layers() and num_tokens <= norms.MOST_FOLDED_ROWS
 
 
 class EncoderDecoder(nn.Module):
@@ -414,6 +391,9 @@ class EncoderDecoder(nn.Module):
   def extend_features(self, cache, tokens, tree=None):
     return self.decoder.extend(self.embed(tokens), cache, tree=tree)
 
+  def draft_greedily(self, *args):
+    return self.decoder.draft_greedily(self.token_embedder, *args)
+
   def embed(self, tokens):
     return self.token_embedder(tokens)
 
@@ -433,3 +413,18 @@ class T5(EncodesInputs):
   @property
   def _module(self) -> EncoderDecoder:
     return EncoderDecoder(self.config)
+
+  def draft_greedily(
+    self,
+    params: Params,
+    cache: kv_cache.KVCache,
+    tokens: jax.Array,
+    place: jax.Array,
+    count: int,
+    ends: Ends | None,
+  ) -> tuple[jax.Array, kv_cache.KVCache] | None:
+    """As `base.draft_greedily`, where hand-written kernels can do it."""
+    made = self._apply(
+      params, cache, tokens, place, count, ends, method='draft_greedily'
+    )
+    return cast('tuple[jax.Array, kv_cache.KVCache] | None', made)

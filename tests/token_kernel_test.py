@@ -1,0 +1,239 @@
+"""The kernel that draws tokens, interpreted, beside the plain code."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import backend_test
+from attention_kernel_test import _long_inputs, network, traced  # noqa: F401
+from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
+from specdec_jax import probs
+from specdec_jax.models import (
+  backend,
+  base,
+  kernel_parts,
+  product_kernel,
+  products,
+  token_kernel,
+)
+from specdec_jax.models.base import Ends
+from specdec_jax.models.norms import Unnormed
+from toy_requests import quick_jit
+
+INTERPRETED = 'interpreted layers'
+EPSILON = 1e-6
+CASES = [  # rows, tokens read, M, V, dtype, of the kernel
+  (1, 2, 48, 96, 'float32', 'float32'),
+  (3, 1, 64, 250, 'float32', 'int8'),  # no multiple of any tile
+  (8, 2, 96, 2240, 'bfloat16', 'bfloat16'),
+]
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+  monkeypatch.setattr(product_kernel, 'CORES', 2)
+
+
+def case(rows, num_read, size, vocab_size, dtype, kernel_dtype):
+  """A head; x [B, S, M]; which of the S counts; and lengths."""
+  rng = np.random.default_rng(rows)
+  scale = None
+  if kernel_dtype == 'int8':
+    kernel = jnp.asarray(rng.integers(-127, 128, (vocab_size, size)), 'int8')
+    scale = jnp.asarray(rng.uniform(0.5, 1, vocab_size) / 500, jnp.float32)
+  else:
+    kernel = jnp.asarray(rng.normal(size=(vocab_size, size)), kernel_dtype)
+  head = token_kernel.Head(
+    jnp.asarray(rng.normal(size=size), jnp.float32),
+    kernel,
+    scale,
+    jnp.asarray(rng.normal(size=(vocab_size, size)), jnp.float32),
+  )
+  x = jnp.asarray(rng.normal(size=(rows, num_read, size)) * 3, dtype)
+  place = jnp.asarray(np.arange(rows) % num_read, jnp.int32)
+  return head, x, place, jnp.arange(3, 3 + rows, dtype=jnp.int32)
+
+
+def logits_of(head, x, place):
+  normed = Unnormed(x, head.norm, EPSILON, str(x.dtype)).applied()
+  normed = jnp.take_along_axis(normed, place[:, None, None], 1)
+  kernel = head.kernel.astype(x.dtype)
+  return products.dense_out_in(kernel, normed, 'float32', head.scale)
+
+
+def by_kernel(head, x, place, length, column=1, ends=None):
+  tokens = jnp.full((len(x), 4), -7, jnp.int32)
+  drafted = token_kernel.Drafted(tokens, length, kernel_parts.no_turns())
+  begin = length + place + 1 - column
+  with backend.kernels('interpreted'):
+    return token_kernel.draw(head, x, place, begin, drafted, ends, EPSILON)
+
+
+@pytest.mark.parametrize('sizes', CASES)
+def test_it_is_the_likeliest_token(sizes):
+  given = case(*sizes)
+  head, x, place, length = given
+  want = probs.greedy_token(logits_of(head, x, place))[:, 0]
+  embedded, drafted = by_kernel(*given)
+  np.testing.assert_array_equal(drafted.tokens[:, 1], want)
+  assert (np.delete(drafted.tokens, 1, axis=1) == -7).all()
+  np.testing.assert_array_equal(drafted.length, length + place + 1)
+  assert embedded.dtype == x.dtype
+  np.testing.assert_array_equal(
+    embedded[:, 0], head.embedding[want].astype(x.dtype)
+  )
+  # Controls: another place, no factors, no norm.
+  others = [logits_of(head, x, place * 0 + (x.shape[1] - 1) - place)]
+  others += [logits_of(head._replace(norm=jnp.roll(head.norm, 1)), x, place)]
+  if head.scale is not None:
+    others.append(logits_of(head._replace(scale=None), x, place))
+  for other in others[x.shape[1] == 1 :]:
+    assert (probs.greedy_token(other)[:, 0] != want).any()
+
+
+def test_the_first_of_the_likeliest():
+  head, x, place, length = case(3, 1, 64, 250, 'float32', 'float32')
+  _, drafted = by_kernel(head, x, place, length)
+  (token,) = np.unique(drafted.tokens[:1, 1])
+  # The same logit in other tiles, before and behind; and in the same one.
+  for others in ([token - 1], [3, 249], [token + 1, 200]):
+    rows = jnp.asarray([*others, token])
+    same = head.kernel.at[rows].set(head.kernel[token])
+    _, again = by_kernel(head._replace(kernel=same), x, place, length)
+    assert again.tokens[0, 1] == min([*others, token])
+
+
+@pytest.mark.parametrize('by_row', [False, True])
+def test_a_short_row_does_not_stop(by_row):
+  given = case(4, 2, 48, 96, 'float32', 'float32')
+  head, x, place, length = given
+  logits = logits_of(head, x, place)
+  first = np.asarray(probs.greedy_token(logits)[:, 0])
+  stops = np.asarray([*first, -1, 99999], np.int32)
+  if by_row:
+    stops = np.stack([stops, stops * 0 - 1, stops, np.roll(stops, 1)])
+  stops = jnp.asarray(stops)
+  # A row has produced `length` + `place` tokens: one row is long enough.
+  least = length + place + jnp.asarray([1, 1, 0, 5])
+  want = probs.forbid_early_stops(logits, stops, length + place, least)
+  want = np.asarray(probs.greedy_token(want)[:, 0])
+  _, drafted = by_kernel(*given, ends=Ends(stops, least))
+  np.testing.assert_array_equal(drafted.tokens[:, 1], want)
+  # Control: some would have stopped, and some may.
+  assert (want == first).tolist() == [False, by_row, True, False]
+
+
+def test_what_is_no_number_is_some_token_of_its_row():
+  given = head, x, place, length = case(*CASES[2])
+  _, want = by_kernel(*given)
+  spoilt = x.at[2].set(jnp.nan)
+  embedded, drafted = by_kernel(head, spoilt, place, length)
+  others = np.arange(len(x)) != 2
+  np.testing.assert_array_equal(drafted.tokens[others], want.tokens[others])
+  assert 0 <= drafted.tokens[2, 1] < 2240 and np.isfinite(embedded).all()
+
+
+def drawn(model, setting, batch, count, ends):
+  """A draft of `count` tokens behind two, by `extend` or by itself."""
+  params = backend_test.on('gpu', model)
+  rng = np.random.default_rng(0)
+  tokens = jnp.asarray(rng.integers(2, 60, (batch, 7)).astype(np.int32))
+  inputs = jnp.asarray([backend_test.INPUTS] * batch, jnp.int32)
+  place = jnp.asarray(np.arange(batch) % 2, jnp.int32)
+
+  def plainly(params, cache):
+    at = cache.length + place
+    logits, cache = model.extend(params, cache, tokens[:, 5:])
+    logits = jnp.take_along_axis(logits, place[:, None, None], 1)
+    cache = model.rewind(cache, at + 1)
+    found = []
+    for i in range(count):
+      if ends is not None:
+        logits = probs.forbid_early_stops(logits, *ends[:1], at + i, ends[1])
+      found.append(probs.greedy_token(logits))
+      if i < count - 1:
+        logits, cache = model.extend(params, cache, found[-1])
+    return jnp.concatenate(found, 1), cache
+
+  def draft(params, inputs):
+    cache = model.prefill(params, inputs, 40)
+    _, cache = model.extend(params, cache, tokens[:, :5])
+    if setting == 'off':
+      return plainly(params, cache)
+    return base.draft_greedily(
+      model, params, cache, tokens[:, 5:], place, count, ends
+    )
+
+  with backend.kernels(setting), backend.compiled_for('gpu'):
+    return quick_jit(draft)(params, inputs)
+
+
+@pytest.mark.usefixtures('_long_inputs')
+@pytest.mark.parametrize(
+  ('name', 'layers', 'batch', 'count', 'stops'),
+  [
+    ('t5_1_1', 1, 3, 3, True),
+    pytest.param('t5_1_0', 2, 2, 4, False, marks=pytest.mark.slow),
+    pytest.param('own_bias', 2, 1, 1, False, marks=pytest.mark.slow),
+  ],
+)
+def test_a_draft_is_the_same_as_by_calls(name, layers, batch, count, stops):
+  model = network(name, layers)
+  ends = None
+  if stops:
+    tokens, _ = drawn(model, 'off', batch, count, None)
+    ends = Ends(jnp.unique(tokens), jnp.asarray([99, 0, 7], jnp.int32))
+  want, cache = drawn(model, 'off', batch, count, ends)
+  if stops:
+    assert (np.asarray(tokens) != want).any(1).tolist() == [True, False, True]
+  have, written = drawn(model, INTERPRETED, batch, count, ends)
+  np.testing.assert_array_equal(have, want)
+  near = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+  length = np.asarray(cache.length)
+  np.testing.assert_array_equal(written.length, length)
+  for one, other in zip(written.joined, cache.joined, strict=True):
+    for row, end in enumerate(length):
+      near(one[:, row, :, :end], other[:, row, :, :end])
+
+
+@pytest.mark.usefixtures('_long_inputs')
+def test_where_it_cannot_be_had_calls_draw():
+  for name, batch, has_kernel in (
+    ('t5_1_1', 8, True),
+    ('t5_1_1', 9, False),  # two tokens of each row are too many at once
+    ('gpt_t5x', 2, False),  # other families have no such kernel
+  ):
+    model = network(name)
+    params = backend_test.on('gpu', model)
+    fed = jnp.ones((batch, 2), jnp.int32)
+
+    def draft(model=model, params=params, fed=fed):
+      inputs = jnp.ones((len(fed), 20), jnp.int32)
+      cache = model.prefill(params, inputs, 40)
+      place = cache.length
+      return base.draft_greedily(model, params, cache, fed, place, 3)
+
+    with backend.kernels('layers'), backend.compiled_for('gpu'):
+      assert (jax.eval_shape(draft) is not None) == has_kernel
+      if has_kernel:  # no logits are in memory
+        program = str(jax.make_jaxpr(draft)())
+        assert program.count('name=draw') == 2
+        assert f'f32[{batch},1,{model.vocab_size}]' not in program
+    with backend.compiled_for('gpu'):  # off
+      assert jax.eval_shape(draft) is None
+
+
+@needs_cuda
+@pytest.mark.usefixtures('_nothing_is_kept')
+def test_compiled_a_draft_step_is_its_layers_and_two_kernels_more(tmp_path):
+  results, _ = check(settings(tmp_path, kernels='layers'))
+  (record,) = results['rows']
+  step = record['costs']['step']
+  assert step['layer_kernels'] == 1
+  # One that draws, and one that counts the steps.
+  assert step['kernels'] == step['layer_kernels'] + 2
+  assert step['waits'] == 7 * step['layer_kernels'] + 1
+  assert step['copied_bytes'] == step['rewritten_bytes'] == 0
