@@ -19,7 +19,7 @@ from specdec_jax.models import (
   products,
   token_kernel,
 )
-from specdec_jax.models.base import Ends
+from specdec_jax.models.base import Draws, Ends
 from specdec_jax.models.norms import Unnormed
 from toy_requests import quick_jit
 
@@ -64,12 +64,15 @@ def logits_of(head, x, place):
   return products.dense_out_in(kernel, normed, 'float32', head.scale)
 
 
-def by_kernel(head, x, place, length, column=1, ends=None):
+def by_kernel(head, x, place, length, column=1, ends=None, draws=None):
   tokens = jnp.full((len(x), 4), -7, jnp.int32)
-  drafted = token_kernel.Drafted(tokens, length, kernel_parts.no_turns())
-  begin = length + place + 1 - column
+  rows = None
+  if draws is not None:
+    rows = jnp.full((len(x), 4, len(head.kernel)), -7, jnp.float32)
+  drafted = token_kernel.Drafted(tokens, length, kernel_parts.no_turns(), rows)
+  given = head, x, place, length + place + 1 - column, drafted
   with backend.kernels('interpreted'):
-    return token_kernel.draw(head, x, place, begin, drafted, ends, EPSILON)
+    return token_kernel.draw(*given, ends, draws, EPSILON)
 
 
 @pytest.mark.parametrize('sizes', CASES)
@@ -136,13 +139,54 @@ def test_what_is_no_number_is_some_token_of_its_row():
   assert 0 <= drafted.tokens[2, 1] < 2240 and np.isfinite(embedded).all()
 
 
-def drawn(model, setting, batch, count, ends):
+@pytest.mark.parametrize('sizes', [CASES[1], (4, 2, 32, 48, *2 * ('float32',))])
+def test_it_is_drawn_from_the_distribution_that_it_gives(sizes):
+  given = head, x, place, length = case(*sizes)
+  rows, vocab_size = len(x), len(head.kernel)
+  temperature = jnp.asarray([0.7, 0.0, 1.5, 1.0][:rows], jnp.float32)
+  ends = Ends(jnp.arange(vocab_size // 2), length + place + 1)
+  logits = probs.forbid_early_stops(
+    logits_of(head, x / 4, place),
+    ends.stop_ids,
+    length + place,
+    ends.min_length,
+  )
+  sampling = probs.SamplingParams(temperature, None, None)
+  want = probs.standardise_batch(logits, sampling)[:, 0]
+  rng = np.random.default_rng(0)
+  seen = set()
+  for column in range(4):
+    uniforms = jnp.asarray(rng.uniform(size=(4, rows, 2)), jnp.float32)
+    draws = Draws(temperature, uniforms)
+    embedded, drafted = by_kernel(head, x / 4, *given[2:], column, ends, draws)
+    tokens = jax.vmap(probs.inverse_cdf)(want, uniforms[column])
+    np.testing.assert_array_equal(drafted.tokens[:, column], tokens)
+    np.testing.assert_array_equal(embedded[:, 0], head.embedding[tokens])
+    np.testing.assert_allclose(drafted.probs[:, column], want, rtol=1e-5)
+    others = np.delete(drafted.probs, column, axis=1)
+    assert (others == -7).all()
+    seen |= {tuple(np.asarray(tokens))}
+  # Control: the random numbers matter, if the row is not greedy.
+  assert len(seen) > 1 and len({row[1] for row in seen}) == 1
+  wrong = jax.vmap(probs.inverse_cdf)(want, uniforms[0])
+  assert (wrong != tokens).any()
+
+
+def drawn(model, setting, batch, count, ends, draws):
   """A draft of `count` tokens behind two, by `extend` or by itself."""
   params = backend_test.on('gpu', model)
   rng = np.random.default_rng(0)
   tokens = jnp.asarray(rng.integers(2, 60, (batch, 7)).astype(np.int32))
   inputs = jnp.asarray([backend_test.INPUTS] * batch, jnp.int32)
   place = jnp.asarray(np.arange(batch) % 2, jnp.int32)
+
+  def draw(logits, i):
+    if draws is None:
+      return probs.greedy_token(logits), None
+    sampling = probs.SamplingParams(draws.temperature, None, None)
+    rows = probs.standardise_batch(logits, sampling)
+    found = jax.vmap(probs.inverse_cdf)(rows[:, 0], draws.uniforms[i])
+    return found[:, None], rows
 
   def plainly(params, cache):
     at = cache.length + place
@@ -153,19 +197,20 @@ def drawn(model, setting, batch, count, ends):
     for i in range(count):
       if ends is not None:
         logits = probs.forbid_early_stops(logits, *ends[:1], at + i, ends[1])
-      found.append(probs.greedy_token(logits))
+      found.append(draw(logits, i))
       if i < count - 1:
-        logits, cache = model.extend(params, cache, found[-1])
-    return jnp.concatenate(found, 1), cache
+        logits, cache = model.extend(params, cache, found[-1][0])
+    drawn, rows = zip(*found, strict=True)
+    rows = None if draws is None else jnp.concatenate(rows, 1)
+    return base.Drawn(jnp.concatenate(drawn, 1), rows, cache)
 
   def draft(params, inputs):
     cache = model.prefill(params, inputs, 40)
     _, cache = model.extend(params, cache, tokens[:, :5])
     if setting == 'off':
       return plainly(params, cache)
-    return base.draft_greedily(
-      model, params, cache, tokens[:, 5:], place, count, ends
-    )
+    fed = tokens[:, 5:]
+    return base.draft(model, params, cache, fed, place, count, ends, draws)
 
   with backend.kernels(setting), backend.compiled_for('gpu'):
     return quick_jit(draft)(params, inputs)
@@ -173,28 +218,39 @@ def drawn(model, setting, batch, count, ends):
 
 @pytest.mark.usefixtures('_long_inputs')
 @pytest.mark.parametrize(
-  ('name', 'layers', 'batch', 'count', 'stops'),
+  ('name', 'layers', 'batch', 'count', 'stops', 'sampled'),
   [
-    ('t5_1_1', 1, 3, 3, True),
-    pytest.param('t5_1_0', 2, 2, 4, False, marks=pytest.mark.slow),
-    pytest.param('own_bias', 2, 1, 1, False, marks=pytest.mark.slow),
+    ('t5_1_1', 1, 3, 3, True, False),
+    ('t5_1_0', 1, 2, 2, False, True),
+    pytest.param('t5_1_1', 2, 3, 4, True, True, marks=pytest.mark.slow),
+    pytest.param('t5_1_0', 2, 2, 4, False, False, marks=pytest.mark.slow),
+    pytest.param('own_bias', 2, 1, 1, False, False, marks=pytest.mark.slow),
   ],
 )
-def test_a_draft_is_the_same_as_by_calls(name, layers, batch, count, stops):
+def test_a_draft_is_the_same_as_by_calls(
+  name, layers, batch, count, stops, sampled
+):
   model = network(name, layers)
-  ends = None
+  ends, draws = None, None
+  if sampled:
+    uniforms = np.random.default_rng(1).uniform(size=(count, batch, 2))
+    temperature = jnp.asarray([1.0, 0.0, 0.5][:batch], jnp.float32)
+    draws = Draws(temperature, jnp.asarray(uniforms, jnp.float32))
   if stops:
-    tokens, _ = drawn(model, 'off', batch, count, None)
-    ends = Ends(jnp.unique(tokens), jnp.asarray([99, 0, 7], jnp.int32))
-  want, cache = drawn(model, 'off', batch, count, ends)
+    free = drawn(model, 'off', batch, count, None, draws).tokens
+    ends = Ends(jnp.unique(free), jnp.asarray([99, 0, 7], jnp.int32))
+  want = drawn(model, 'off', batch, count, ends, draws)
   if stops:
-    assert (np.asarray(tokens) != want).any(1).tolist() == [True, False, True]
-  have, written = drawn(model, INTERPRETED, batch, count, ends)
-  np.testing.assert_array_equal(have, want)
+    differ = (np.asarray(free) != want.tokens).any(1)
+    assert differ.tolist() == [True, False, True]
+  have = drawn(model, INTERPRETED, batch, count, ends, draws)
+  np.testing.assert_array_equal(have.tokens, want.tokens)
   near = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
-  length = np.asarray(cache.length)
-  np.testing.assert_array_equal(written.length, length)
-  for one, other in zip(written.joined, cache.joined, strict=True):
+  jax.tree.map(near, have.probs, want.probs)
+  length = np.asarray(want.cache.length)
+  np.testing.assert_array_equal(have.cache.length, length)
+  pairs = zip(have.cache.joined, want.cache.joined, strict=True)
+  for one, other in pairs:
     for row, end in enumerate(length):
       near(one[:, row, :, :end], other[:, row, :, :end])
 
@@ -214,7 +270,7 @@ def test_where_it_cannot_be_had_calls_draw():
       inputs = jnp.ones((len(fed), 20), jnp.int32)
       cache = model.prefill(params, inputs, 40)
       place = cache.length
-      return base.draft_greedily(model, params, cache, fed, place, 3)
+      return base.draft(model, params, cache, fed, place, 3)
 
     with backend.kernels('layers'), backend.compiled_for('gpu'):
       assert (jax.eval_shape(draft) is not None) == has_kernel

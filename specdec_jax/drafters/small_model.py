@@ -23,11 +23,12 @@ from specdec_jax.drafters.base import (
   draw,
   forbid_early_stops,
 )
+from specdec_jax.models import base
 from specdec_jax.models.base import (
+  Draws,
   Ends,
   FeatureModel,
   LanguageModel,
-  draft_greedily,
   gives_features,
   read_prompt,
   reads_encoder,
@@ -66,16 +67,15 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   def propose(params, cache, context: Context):
     if context.skips_rounds:
       cache = catch_up(model, params, cache, context.tokens, context.length)
-    if context.greedy and context.rule is None:
-      found = by_itself(params, cache, context)
-      if found is not None:
-        return found
-    logits, cache = read_last(
-      model, params, cache, context.tokens, context.length
-    )
+    last = context.tokens, context.length
     if context.rule is not None:
+      logits, cache = read_last(model, params, cache, *last)
       return adaptive(params, logits, cache, context)
     uniforms = draft_uniforms(context)
+    found = by_itself(params, cache, context, uniforms)
+    if found is not None:
+      return found
+    logits, cache = read_last(model, params, cache, *last)
     own, others = None, None
     if uniforms is not None:
       own, others = uniforms[0], uniforms[1:]
@@ -98,20 +98,22 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
 
-  def by_itself(params, cache, context: Context):
-    start, fed, place = _last_tokens(context.tokens, context.length)
-    ends = None
+  def by_itself(params, cache, context: Context, uniforms):
+    ends, draws = None, None
     if context.forbids_stops:
       ends = Ends(context.stop_ids, context.min_length)
-    cache = model.rewind(cache, start)
-    found = draft_greedily(
-      model, params, cache, fed, place, context.gamma, ends
-    )
+    if uniforms is not None:
+      sampling = context.sampling
+      if sampling.top_k is not None or sampling.top_p is not None:
+        return None
+      draws = Draws(sampling.temperature, uniforms)
+    start, fed, place = _last_tokens(context.tokens, context.length)
+    call = params, model.rewind(cache, start), fed, place, context.gamma
+    found = base.draft(model, *call, ends, draws)
     if found is None:
       return None
-    tokens, cache = found
-    length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
-    return Draft(tokens, None, length), cache
+    length = jnp.full(found.tokens.shape[:1], context.gamma, jnp.int32)
+    return Draft(found.tokens, found.probs, length), found.cache
 
   def adaptive(params, logits, cache, context: Context):
     def read(cache, token, index):

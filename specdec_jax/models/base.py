@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 
@@ -166,7 +166,33 @@ class Ends(NamedTuple):
   min_length: jax.Array
 
 
-def draft_greedily(
+class Draws(NamedTuple):
+  """How tokens of a draft are sampled, without top-k and top-p.
+
+  Attributes:
+    temperature: float32[B]; a row of 0 takes the likeliest token.
+    uniforms: float32[G, B, 2], of each proposal, for `probs.inverse_cdf`.
+  """
+
+  temperature: jax.Array
+  uniforms: jax.Array
+
+
+class Drawn(NamedTuple, Generic[Cache]):
+  """A draft by a network's own way.
+
+  Attributes:
+    tokens: int32[B, G].
+    probs: float32[B, G, V], what they were drawn from; None if greedy.
+    cache: holds all but the last of them.
+  """
+
+  tokens: jax.Array
+  probs: jax.Array | None
+  cache: Cache
+
+
+def draft(
   network: LanguageModel[Cache],
   params: Params,
   cache: Cache,
@@ -174,11 +200,12 @@ def draft_greedily(
   place: jax.Array,
   count: int,
   ends: Ends | None = None,
-) -> tuple[jax.Array, Cache] | None:
-  """Likeliest tokens, one after another, if a network has its own way to them.
+  draws: Draws | None = None,
+) -> Drawn[Cache] | None:
+  """Draws tokens one after another, if a network has its own way to do it.
 
   It has one if it has a method of this name, which may also return None.
-  Otherwise `extend` does it.
+  Otherwise `extend` does it, and its caller draws.
 
   Args:
     network: a `LanguageModel`.
@@ -188,16 +215,17 @@ def draft_greedily(
     place: int32[B], the last of the S that counts; those behind are forgotten.
     count: static, tokens to draw, 1 or more; each but the last is read.
     ends: where rows must not stop; None is nowhere.
+    draws: how tokens are sampled; None takes the likeliest, of several the
+      first id.
 
   Returns:
-    int32[B, count], the first ids on ties; and the cache, with `place` + count
-    tokens more. None if the network has no way of its own for these.
+    The draft; None if the network has no way of its own for these.
   """
-  own = getattr(network, 'draft_greedily', None)
+  own = getattr(network, 'draft', None)
   if own is None:
     return None
-  made = own(params, cache, tokens, place, count, ends)
-  return cast('tuple[jax.Array, Cache] | None', made)
+  made = own(params, cache, tokens, place, count, ends, draws)
+  return cast('Drawn[Cache] | None', made)
 
 
 def read_prompt(

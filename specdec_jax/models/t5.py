@@ -23,7 +23,7 @@ from specdec_jax.models import (
   norms,
   products,
 )
-from specdec_jax.models.base import Ends, Params
+from specdec_jax.models.base import Drawn, Draws, Ends, Params
 from specdec_jax.models.linen_model import EncodesInputs
 
 
@@ -315,22 +315,16 @@ class Decoder(nn.Module):
     cache = cache.grown(kept, num_queries)
     return self._last(x, True), cache
 
-  def draft_greedily(self, embedder, cache, tokens, place, count, ends):
-    """`T5.draft_greedily`, with the embedder of these tokens."""
+  def draft(self, embedder, cache, tokens, *how):
+    """`T5.draft`, with the embedder of these tokens."""
     if not _wants_kernels(tokens.size):
       return None
     # Imported only where it is used: it takes a second.
     from specdec_jax.models import t5_kernels  # noqa: PLC0415
 
-    return t5_kernels.draft_greedily(
-      self.config,
-      self.variables['params'],
-      embedder.embedding,
-      cache,
-      embedder(tokens),
-      place,
-      count,
-      ends,
+    params, embedding = self.variables['params'], embedder.embedding
+    return t5_kernels.draft(
+      self.config, params, embedding, cache, embedder(tokens), *how
     )
 
 
@@ -391,8 +385,8 @@ class EncoderDecoder(nn.Module):
   def extend_features(self, cache, tokens, tree=None):
     return self.decoder.extend(self.embed(tokens), cache, tree=tree)
 
-  def draft_greedily(self, *args):
-    return self.decoder.draft_greedily(self.token_embedder, *args)
+  def draft(self, *args):
+    return self.decoder.draft(self.token_embedder, *args)
 
   def embed(self, tokens):
     return self.token_embedder(tokens)
@@ -414,7 +408,7 @@ class T5(EncodesInputs):
   def _module(self) -> EncoderDecoder:
     return EncoderDecoder(self.config)
 
-  def draft_greedily(
+  def draft(
     self,
     params: Params,
     cache: kv_cache.KVCache,
@@ -422,9 +416,9 @@ class T5(EncodesInputs):
     place: jax.Array,
     count: int,
     ends: Ends | None,
-  ) -> tuple[jax.Array, kv_cache.KVCache] | None:
-    """As `base.draft_greedily`, where hand-written kernels can do it."""
-    made = self._apply(
-      params, cache, tokens, place, count, ends, method='draft_greedily'
-    )
-    return cast('tuple[jax.Array, kv_cache.KVCache] | None', made)
+    draws: Draws | None,
+  ) -> Drawn[kv_cache.KVCache] | None:
+    """As `base.draft`, where hand-written kernels can do it."""
+    given = cache, tokens, place, count, ends, draws
+    made = self._apply(params, *given, method='draft')
+    return cast('Drawn[kv_cache.KVCache] | None', made)

@@ -1,5 +1,6 @@
 """A T5's decoder by hand-written kernels: each layer is one, and each draw."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from specdec_jax.models import (
   products,
   token_kernel,
 )
-from specdec_jax.models.base import Ends
+from specdec_jax.models.base import Drawn, Draws, Ends
 from specdec_jax.models.token_kernel import Drafted, Head
 from specdec_jax.models.tree import Tree
 
@@ -78,7 +79,7 @@ def layers(
   return x, kept, turns
 
 
-def draft_greedily(
+def draft(
   config: Any,
   params: _Params,
   embedding: jax.Array,
@@ -87,8 +88,9 @@ def draft_greedily(
   place: jax.Array,
   count: int,
   ends: Ends | None,
-) -> tuple[jax.Array, kv_cache.KVCache] | None:
-  """The likeliest tokens behind those of x, each read before the next is drawn.
+  draws: Draws | None,
+) -> Drawn[kv_cache.KVCache] | None:
+  """Draws tokens behind those of x, as `base.draft`.
 
   Args:
     config: of the network, a `T5Config`.
@@ -99,10 +101,10 @@ def draft_greedily(
     place: int32[B], the last of the S that counts.
     count: static, tokens to draw.
     ends: where a row must not stop; None is nowhere.
+    draws: how tokens are sampled; None takes the likeliest.
 
   Returns:
-    int32[B, count], and a cache that holds all but the last of these; None if
-    shapes are not taken.
+    The draft; None if shapes are not taken.
   """
   head = _head(config, params, embedding)
   if not take_layers(config, params, x, cache, None):
@@ -112,9 +114,8 @@ def draft_greedily(
   begin = cache.length + place + 1
 
   def draw(x, place, kept, drafted):
-    x, drafted = token_kernel.draw(
-      head, x, place, begin, drafted, ends, norms.RMSNorm.epsilon
-    )
+    how = ends, draws, norms.RMSNorm.epsilon
+    x, drafted = token_kernel.draw(head, x, place, begin, drafted, *how)
     return x, kept, drafted
 
   def so_far(kept, drafted):
@@ -128,17 +129,22 @@ def draft_greedily(
     return draw(x, jnp.zeros_like(place), kept, drafted)
 
   x, kept, turns = layers(config, params, x, cache)
-  tokens = jnp.zeros((len(x), count), jnp.int32)
-  drafted = Drafted(tokens, cache.length, turns)
+  tokens, probs = jnp.zeros((len(x), count), jnp.int32), None
+  if draws is not None:
+    if config.logits_via_embedding:
+      # As if logits were divided by sqrt(M), see `layers.Embed.attend`.
+      times = math.sqrt(config.emb_dim)
+      draws = draws._replace(temperature=draws.temperature * times)
+    probs = jnp.zeros((len(x), count, len(embedding)), jnp.float32)
+  drafted = Drafted(tokens, cache.length, turns, probs)
   carry = draw(x, place, kept, drafted)
   _, kept, drafted = lax.fori_loop(1, count, one_more, carry)
-  return drafted.tokens, so_far(kept, drafted)
+  return Drawn(drafted.tokens, drafted.probs, so_far(kept, drafted))
 
 
 def _head(config: Any, params: _Params, embedding: jax.Array) -> Head:
   norm = params['decoder_norm']['scale']
   if config.logits_via_embedding:
-    # Logits divided by a number are as likely as before.
     return Head(norm, embedding, None, embedding)
   dense = params['logits_dense']
   scale = dense.get(integers.SCALE)
