@@ -2,10 +2,13 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
-from specdec_jax.models import kernel_parts
+from specdec_jax.models import backend, kernel_parts
+
+CORES = 108
 
 
 def comes_through(orders, programs, waits, at_first, share=kernel_parts.share):
@@ -28,8 +31,8 @@ def comes_through(orders, programs, waits, at_first, share=kernel_parts.share):
     if at[program] == waits:
       continue
     if waiting[program] is None:
-      waiting[program] = kernel_parts.until(number)
-      number += share(program, programs)
+      waiting[program] = kernel_parts.until(number, CORES)
+      number += share(program, programs, CORES)
       came[program, at[program]] = True
     elif number >= waiting[program]:
       if not came[:, at[program]].all():
@@ -55,13 +58,13 @@ def test_nobody_passes_before_all_are_there(programs):
     # As many waits of as many programs as the kernels of a draft's step have.
     for waits in (7, 1, 7):
       passed, after = comes_through(order * 2, programs, waits, number)
-      assert passed and after == number + waits * kernel_parts.CORES
+      assert passed and after == number + waits * CORES
       number = after
 
 
 def test_kernels_of_several_sizes_wait_one_after_another():
   number = 0
-  for programs in (3, kernel_parts.CORES, 72, 1, 5):
+  for programs in (3, CORES, 72, 1, 5):
     order = list(range(programs)) * 8
     passed, number = comes_through(order, programs, 3, number)
     assert passed
@@ -75,3 +78,15 @@ def test_kernels_of_several_sizes_wait_one_after_another():
     )
     found.append(passed)
   assert not all(found)
+
+
+def test_there_are_no_more_programs_than_the_gpu_has_cores(monkeypatch):
+  class Gpu:
+    core_count = 58
+
+  assert backend.gpu_cores() == 132  # of an H200, which is described
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(jax, 'devices', lambda: [Gpu()])
+  assert backend.gpu_cores() == 58
+  with backend.compiled_for('gpu'):  # for another one than that which is here
+    assert backend.gpu_cores() == 132

@@ -9,7 +9,7 @@ import pytest
 import backend_test
 from attention_kernel_test import _long_inputs, network, traced  # noqa: F401
 from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
-from specdec_jax.models import backend, product_kernel
+from specdec_jax.models import backend
 from specdec_jax.models.tree import static_tree
 from toy_requests import quick_jit
 
@@ -19,7 +19,7 @@ INTERPRETED = 'interpreted layers'
 @pytest.fixture
 def _few_programs(monkeypatch):
   """Each has several pieces of most parts."""
-  monkeypatch.setattr(product_kernel, 'CORES', 2)
+  monkeypatch.setattr(backend, 'gpu_cores', lambda: 2)
 
 
 @pytest.mark.usefixtures('_long_inputs', '_few_programs')

@@ -11,11 +11,12 @@ import backend_test
 from attention_kernel_test import _long_inputs, network, traced  # noqa: F401
 from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
 from specdec_jax import probs
+from specdec_jax.measure.compiled import devices, gpu
+from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.models import (
   backend,
   base,
   kernel_parts,
-  product_kernel,
   products,
   token_kernel,
 )
@@ -34,7 +35,7 @@ CASES = [  # rows, tokens read, M, V, dtype, of the kernel
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch):
-  monkeypatch.setattr(product_kernel, 'CORES', 2)
+  monkeypatch.setattr(backend, 'gpu_cores', lambda: 2)
 
 
 def case(rows, num_read, size, vocab_size, dtype, kernel_dtype):
@@ -293,3 +294,45 @@ def test_compiled_a_draft_step_is_its_layers_and_two_kernels_more(tmp_path):
   assert step['kernels'] == step['layer_kernels'] + 2
   assert step['waits'] == 7 * step['layer_kernels'] + 1
   assert step['copied_bytes'] == step['rewritten_bytes'] == 0
+
+
+@needs_cuda
+@pytest.mark.usefixtures('_nothing_is_kept')
+@pytest.mark.parametrize('sampled', [False, True])
+def test_compiled_a_draw_is_one_kernel_that_writes_what_it_must(sampled):
+  compiler = Compiler(gpu.describe(devices.find('h200')), counts_kernels=True)
+  size, vocab_size, gamma = 512, 32128, 7  # T5-small's
+  shape = jax.ShapeDtypeStruct
+  embedding = shape((vocab_size, size), 'bfloat16')
+  ids, numbers = shape((1,), 'int32'), shape((1,), 'float32')
+  head = token_kernel.Head(
+    shape((size,), 'float32'), embedding, None, embedding
+  )
+  rows = shape((1, gamma, vocab_size), 'float32') if sampled else None
+  tokens = shape((1, gamma), 'int32')
+  drafted = token_kernel.Drafted(tokens, ids, ids, rows)
+  x = shape((1, 1, size), 'bfloat16')
+  uniforms = shape((gamma, 1, 2), 'float32')
+  draws = Draws(numbers, uniforms) if sampled else None
+  given = compiler.place((drafted, head, x, ids, draws))
+
+  def call(drafted, head, x, place, draws):
+    read = head, x, place, place + 5
+    return token_kernel.draw(*read, drafted, None, draws, EPSILON)
+
+  with backend.compiled_for('gpu'), backend.kernels('forced'):
+    drafted, *others = given
+    record, _ = compiler.compile('draw', call, drafted, *others, donated=0)
+  once = record['launched']['once']
+  assert once['kernels'] == 1 + 1  # and what is added to `place`
+  assert once['waits'] == (2 if sampled else 1)
+  # Of 502 tiles the largest logit and its id; an embedding; `place` + 5.
+  written = 502 * 8 + size * 2 + 4
+  updated = 4 + 4
+  if sampled:
+    # Logits; of 32 pieces of 128 columns sums and totals; a number.
+    written += 4 * (vocab_size + 32 * 128 + 32 + 1)
+    updated += 4 * vocab_size
+  assert (once['written_bytes'], once['updated_bytes']) == (written, updated)
+  # What has to be read, and what this is beside it.
+  assert written + updated <= 0.1 * vocab_size * size * 2

@@ -28,7 +28,6 @@ from jax.experimental.pallas import triton
 
 from specdec_jax.models import backend
 from specdec_jax.models.layers import DTYPES, MASKED
-from specdec_jax.models.product_kernel import CORES
 from specdec_jax.models.tree import Tree
 
 MOST_QUERIES = 128  # of a row; of more XLA's own products are large
@@ -229,7 +228,7 @@ def shared(
   block = min(block, *(1 << (one.bit_length() - 1) for one in slots))
   shape = batch, heads, kept, num_queries, size
   work = Work(*shape, block, 1, float(scale), float(softcap))
-  idle = CORES // (batch * kept * work.tiles)
+  idle = backend.gpu_cores() // (batch * kept * work.tiles)
   read = 2 * sum(slots) * size * queries.dtype.itemsize
   parts = min(idle, read // _LEAST_BYTES, most_parts)
   return dataclasses.replace(work, parts=max(parts, 1))

@@ -45,6 +45,7 @@ KERNELS = (
   'interpreted layers',
 )
 _KERNELS = 'SPECDEC_KERNELS'  # in the environment: one of these
+_DESCRIBED_CORES = 132  # of an H100 or H200, where no GPU is there
 
 
 class Ways(NamedTuple):
@@ -142,6 +143,13 @@ def num_cores() -> int:
   if hasattr(os, 'sched_getaffinity'):  # not on each system
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
+
+
+def gpu_cores() -> int:
+  """Cores of the GPU that is traced for (streaming multiprocessors)."""
+  if _described.value or jax.default_backend() != 'gpu':
+    return _DESCRIBED_CORES
+  return int(jax.devices()[0].core_count)
 
 
 def ways() -> Ways:

@@ -5,10 +5,10 @@ parts: they share the pieces of the first, wait for each other, share those of
 the second, and so on. What one part leaves to the next is small, and stays in
 the GPU's cache.
 
-Waiting is counting: all programs together add `CORES` to a number in memory,
-and each looks at it until they have. So all programs must be on the GPU at
-once. There are never more than cores, and each takes far less than a core's
-memory and registers.
+Waiting is counting: all programs together add the number of cores to a number
+in memory, and each looks at it until they have. So all programs must be on the
+GPU at once. There are never more than cores, and each takes far less than a
+core's memory and registers.
 
 Interpreted, programs run one after another and could not wait: then each part
 is a kernel.
@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from specdec_jax.models import backend
-from specdec_jax.models.product_kernel import CORES, STAGES, WARPS
+from specdec_jax.models.product_kernel import STAGES, WARPS
 
 Refs = Mapping[str, Any]  # what a kernel reads and writes, by name
 TURNS = 'turns'  # the name of the number by which programs wait
@@ -65,7 +65,8 @@ def run(
   Returns:
     `updated` and `made`, afterwards.
   """
-  programs = min(CORES, max(part.pieces for part in parts))
+  cores = backend.gpu_cores()
+  programs = min(cores, max(part.pieces for part in parts))
   names = [*updated, *made]
 
   def kernel(parts, given, results):
@@ -73,7 +74,7 @@ def run(
     program = pl.program_id(0)  # interpreted, it is not known in a loop
     for i, part in enumerate(parts):
       if i:
-        _wait(refs[TURNS], program, programs)
+        _wait(refs[TURNS], program, programs, cores)
       mine = pl.cdiv(part.pieces - program, programs)
 
       def piece(i, nothing, part=part):
@@ -109,16 +110,16 @@ def run(
   return dict(zip(names, arrays, strict=True))
 
 
-def _wait(turns: Any, program: Any, programs: int) -> None:
+def _wait(turns: Any, program: Any, programs: int, cores: int) -> None:
   """Waits until all programs have come here.
 
   Atomic operations of Pallas order what is before and behind them on the whole
   GPU; the barriers do so within a program.
   """
   triton.debug_barrier()
-  mine = share(program, programs)
+  mine = share(program, programs, cores)
   before = triton.atomic_add(turns, (0,), mine)
-  all_are_here = until(before)
+  all_are_here = until(before, cores)
   lax.while_loop(
     lambda count: count < all_are_here,
     lambda _: triton.atomic_add(turns, (0,), 0),
@@ -127,15 +128,15 @@ def _wait(turns: Any, program: Any, programs: int) -> None:
   triton.debug_barrier()
 
 
-def share(program: Any, programs: int) -> Any:
-  """What a program adds when it comes to a wait; all of them add `CORES`.
+def share(program: Any, programs: int, cores: int) -> Any:
+  """What a program adds when it comes to a wait; all of them add `cores`.
 
   So each wait begins with a multiple of it, whatever number of programs the
   kernels before had.
   """
-  return 1 + (program == 0) * (CORES - programs)
+  return 1 + (program == 0) * (cores - programs)
 
 
-def until(before: Any) -> Any:
+def until(before: Any, cores: int) -> Any:
   """What the number is when all have come, from what it was before one came."""
-  return (before // CORES + 1) * CORES
+  return (before // cores + 1) * cores

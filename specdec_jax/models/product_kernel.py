@@ -27,7 +27,6 @@ from specdec_jax.models import backend, integers
 from specdec_jax.models.norms import MOST_FOLDED_ROWS, Unnormed
 
 MOST_ROWS = MOST_FOLDED_ROWS  # those of a tensor core's tile
-CORES = 132  # of an H100 or H200
 _TILES = (64, 32, 16)  # outputs of a program; 16 are a tensor core's least
 _CHUNK_BYTES = 1 << 14  # of the kernel at once, at most
 _LEAST = 16  # numbers of a row at once
@@ -197,7 +196,8 @@ def shared(
 def _tile(width: int, parts: int) -> int:
   """Outputs of a program: as many as leave one for each core, if they can."""
   fitting = [tile for tile in _TILES if not width % tile] or _TILES[-1:]
-  filling = [t for t in fitting if t * parts <= 64 and width // t >= CORES]
+  cores = backend.gpu_cores()
+  filling = [t for t in fitting if t * parts <= 64 and width // t >= cores]
   return filling[0] if filling else fitting[-1]
 
 
