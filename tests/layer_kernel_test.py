@@ -99,8 +99,9 @@ def test_layers_are_kernels_where_they_can_be():
   assert traced('layers').count('pallas_call[') == 2
   # Other families have no such kernel, and nothing is said of it.
   assert 'name=layer' not in traced('layers', 'gpt_t5x')
-  with pytest.raises(ValueError, match='kernel of layers .* 56 numbers'):
-    traced(INTERPRETED, mlp_dim=56)
+  wrong = "kernel of layers .* 56 numbers.*Set kernels to 'layers'"
+  with pytest.raises(ValueError, match=wrong):
+    traced('forced layers', mlp_dim=56)
 
 
 @needs_cuda

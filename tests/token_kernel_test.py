@@ -286,7 +286,7 @@ def test_where_it_cannot_be_had_calls_draw():
 @needs_cuda
 @pytest.mark.usefixtures('_nothing_is_kept')
 def test_compiled_a_draft_step_is_its_layers_and_two_kernels_more(tmp_path):
-  results, _ = check(settings(tmp_path, kernels='layers'))
+  results, _ = check(settings(tmp_path, kernels='forced layers'))
   (record,) = results['rows']
   step = record['costs']['step']
   assert step['layer_kernels'] == 1

@@ -166,7 +166,7 @@ def verified(
     if draft.parents is not None:
       slots = state.tokens.shape[1] - 1
       logits, cache = tree_round.read(
-        target, params.target, cache, fed, slots, draft
+        target, params.target, cache, fed, slots, draft.parents
       )
       adjusted = tree_round.forbid_early_stops(logits, request, state, draft)
     else:

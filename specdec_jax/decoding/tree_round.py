@@ -59,7 +59,7 @@ def check(request: Request, shape: TreeShape) -> None:
     )
 
 
-def read(target: LanguageModel, params, cache, fed, num_slots: int, draft):
+def read(target: LanguageModel, params, cache, fed, num_slots: int, parents):
   """The target's logits after the root and each node, and its cache.
 
   Args:
@@ -68,9 +68,9 @@ def read(target: LanguageModel, params, cache, fed, num_slots: int, draft):
     cache: a cache of all committed tokens but the last.
     fed: int32[B, N + 1], the last committed token and the nodes.
     num_slots: T of the cache.
-    draft: the draft.
+    parents: of the nodes, as `Draft.parents`.
   """
-  parents = (ROOT, *(parent + 1 for parent in draft.parents))
+  parents = (ROOT, *(parent + 1 for parent in parents))
   tree = static_tree(parents, cache.length, num_slots)
   return target.extend(params, cache, fed, tree)
 

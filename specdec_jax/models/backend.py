@@ -33,17 +33,10 @@ _GRAPHS = {  # XLA's own choice, and loops and conditionals
 }
 
 # Hand-written kernels (Pallas): none; where they can be had; or an error where
-# they cannot; 'layers' is 'on' with one kernel of a whole layer where that can
-# be had. 'interpreted' is 'forced' on any device, slowly, for tests, and so is
-# 'interpreted layers'.
-KERNELS = (
-  'off',
-  'on',
-  'layers',
-  'forced',
-  'interpreted',
-  'interpreted layers',
-)
+# they cannot; with 'layers' a whole layer is one, and a draw. 'interpreted' is
+# 'forced' on any device, slowly, for tests.
+COMPILED_KERNELS = ('off', 'on', 'layers', 'forced', 'forced layers')
+KERNELS = (*COMPILED_KERNELS, 'interpreted', 'interpreted layers')
 _KERNELS = 'SPECDEC_KERNELS'  # in the environment: one of these
 _DESCRIBED_CORES = 132  # of an H100 or H200, where no GPU is there
 
@@ -212,8 +205,10 @@ def takes_kernel(name: str, refusal: str = '') -> bool:
     return True
   message = f'The kernel of {name} cannot be had: {reason}.'
   if kernel_setting() not in ('on', 'layers'):
+    milder = 'layers' if wants_layers() else 'on'
     raise ValueError(
-      f"{message} Set kernels to 'on', which does without it here, or 'off'."
+      f'{message} Set kernels to {milder!r}, which does without it here, or'
+      " 'off'."
     )
   _say_once(message + ' XLA computes this instead.')
   return False

@@ -59,8 +59,7 @@ class PairCheckConfig:
     wait_us: microseconds that a kernel's programs wait for each other.
     t5x_kernels: kernels of T5X's own greedy loop per token of the target; 0
       compares with nothing.
-    kernels: hand-written kernels, 'off', 'on', 'layers' or 'forced', see
-      `backend`.
+    kernels: hand-written kernels, one of `backend.COMPILED_KERNELS`.
 
   Raises:
     ValueError: a number is too small, or the device or `kernels` is not known.
@@ -85,8 +84,9 @@ class PairCheckConfig:
 
   def __post_init__(self):
     check_types(self)
-    known = ('off', 'on', 'layers', 'forced')  # interpreted they are none
-    check_choice(f'{_kind(self)}.kernels', self.kernels, known)
+    check_choice(
+      f'{_kind(self)}.kernels', self.kernels, backend.COMPILED_KERNELS
+    )
     described = devices.find(self.device)
     own = {
       'usable_gib': described.usable_bytes / GIB,

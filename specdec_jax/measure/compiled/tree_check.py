@@ -16,6 +16,7 @@ import rich.console
 from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
+from specdec_jax.decoding import tree_round
 from specdec_jax.measure import memory
 from specdec_jax.measure.compiled import gpu, gpu_costs
 from specdec_jax.measure.compiled.compiler import Compiler
@@ -25,7 +26,6 @@ from specdec_jax.measure.table import Column, Table, show
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel, read_prompt
-from specdec_jax.models.tree import static_tree
 from specdec_jax.partitioning import Placement
 from specdec_jax.tree_shape import ROOT, TreeShape
 
@@ -40,8 +40,7 @@ class TreeCheckConfig(gpu_costs.OnGpu):
     input_len: E.
     decode_len: the most tokens of a run.
     param_dtype: dtype of the parameters on the device.
-    kernels: hand-written kernels, 'off', 'on', 'layers' or 'forced', see
-      `backend`.
+    kernels: hand-written kernels, one of `backend.COMPILED_KERNELS`.
     output_file: path of the record, JSON; None writes none.
     name: of the target, for the title.
 
@@ -63,8 +62,9 @@ class TreeCheckConfig(gpu_costs.OnGpu):
     check_types(self)
     check_at_least(self, input_len=1, decode_len=1)
     super().__post_init__()
-    known = ('off', 'on', 'layers', 'forced')
-    check_choice('TreeCheckConfig.kernels', self.kernels, known)
+    check_choice(
+      'TreeCheckConfig.kernels', self.kernels, backend.COMPILED_KERNELS
+    )
 
 
 def check(
@@ -129,9 +129,9 @@ def _call(
     if is_chain:
       logits, cache = target.extend(params, cache, tokens)
       return logits, target.rewind(cache, kept)
-    parents = (ROOT, *(parent + 1 for parent in shape.parents))
-    tree = static_tree(parents, cache.length, cache.num_slots)
-    logits, cache = target.extend(params, cache, tokens, tree)
+    logits, cache = tree_round.read(
+      target, params, cache, tokens, cache.num_slots, shape.parents
+    )
     return logits, target.keep(cache, kept, path)
 
   def ints(*sizes):
