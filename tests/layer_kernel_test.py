@@ -11,6 +11,7 @@ from attention_kernel_test import _long_inputs, network, traced  # noqa: F401
 from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
 from specdec_jax.models import backend
 from specdec_jax.models.tree import static_tree
+from specdec_jax.probs import SamplingConfig
 from toy_requests import quick_jit
 
 INTERPRETED = 'interpreted layers'
@@ -73,15 +74,18 @@ def test_tokens_of_a_tree_see_their_ancestors():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures('_long_inputs')
-@pytest.mark.parametrize('batch', [1, 3])
-def test_loops_give_the_same_tokens(batch):
+@pytest.mark.parametrize(
+  ('batch', 'temperature'), [(1, 0.0), (3, 0.0), (2, (1.0, 0.6)), (2, (0, 1))]
+)
+def test_loops_give_the_same_tokens(batch, temperature):
   pair = network('t5_1_1'), network('t5_1_0')
+  sampling = SamplingConfig(temperature)
   made = {}
   for setting in ('off', INTERPRETED):
-    with backend.kernels(setting):
-      loop, params, request = backend_test.decode('gpu', *pair, batch)
-      with backend.compiled_for('gpu'):
-        made[setting] = quick_jit(loop.decode)(params, request)
+    with backend.kernels(setting), backend.compiled_for('gpu'):
+      loop, params, request = backend_test.decode('gpu', *pair, batch, sampling)
+      assert request.sampling.top_k is None  # else XLA draws
+      made[setting] = quick_jit(loop.decode)(params, request)
   want, have = made.values()
   np.testing.assert_array_equal(have.tokens, want.tokens)
   jax.tree.map(np.testing.assert_array_equal, have.stats, want.stats)

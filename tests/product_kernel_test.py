@@ -1,6 +1,9 @@
 """The kernel of a product with its norm and gate, beside the plain code."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -162,3 +165,59 @@ def test_compiled_it_is_one_kernel_that_writes_its_result(dtype):
   once = record['launched']['once']
   assert (once['kernels'], once['written_bytes']) == (1, 8 * SIZE * 2)
   assert any('triton' in name for name in record['custom_calls'])
+
+
+_COMPILE = """
+import sys
+import jax
+from specdec_jax.measure.compiled import devices, gpu
+from specdec_jax.measure.compiled.compiler import Compiler
+from specdec_jax.models import backend, product_kernel
+from specdec_jax.models.norms import Unnormed
+
+compiler = Compiler(gpu.describe(devices.find('h200')))
+
+def call(kernel, x, norm):
+  x = Unnormed(x, norm, 1e-6, 'bfloat16')
+  return product_kernel.product(kernel, x, 'bfloat16')
+
+with backend.compiled_for('gpu'), backend.kernels('forced'):
+  for rows, size, outputs in SIZES:
+    shapes = (outputs, size), (1, rows, size), (size,)
+    given = [
+      compiler.place(jax.ShapeDtypeStruct(one, 'bfloat16')) for one in shapes
+    ]
+    compiler.compile('product', call, *given)
+"""
+
+
+def loops(text):
+  """The instructions of each loop of a program in PTX that multiplies."""
+  lines = text.splitlines()
+  places = {
+    line.split(':')[0]: i for i, line in enumerate(lines) if line[:1] == '$'
+  }
+  for i, line in enumerate(lines):
+    target = line.split()[-1].rstrip(';') if ' bra' in line else ''
+    if places.get(target, i) < i:
+      inside = '\n'.join(lines[places[target] : i])
+      if 'mma.sync' in inside:
+        yield inside
+
+
+@needs_cuda
+def test_compiled_its_loop_waits_for_no_number(tmp_path):
+  sizes = [(1, 4096, 12288), (8, 10240, 4096), (2, 1024, 512), (1, 512, 32128)]
+  environment = dict(os.environ, XLA_FLAGS=f'--xla_dump_to={tmp_path}')
+  subprocess.run(
+    [sys.executable, '-c', _COMPILE.replace('SIZES', repr(sizes))],
+    env=environment,
+    check=True,
+  )
+  programs = [one.read_text() for one in tmp_path.glob('*.ptx')]
+  found = [loop for text in programs for loop in loops(text)]
+  assert len(found) == len(sizes)
+  for loop in found:
+    # Kernel, activations and norm are copied while earlier ones are multiplied.
+    assert loop.count('cp.async.c') >= 3
+    assert 'ld.global' not in loop

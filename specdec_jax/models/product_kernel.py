@@ -3,10 +3,11 @@
 XLA makes a product of several rows one kernel, and two more of the norm before
 it and the gate behind; of one row with a kernel of integers it makes these too.
 Here it is one: a program reads some rows of an [out, in] kernel once, from left
-to right, norms the few activations beside them, and adds up in float32; factors
-of integers, biases, a residual and the gate follow while the sums are on the
-chip. Each program norms for itself: the activations are small, and stay in the
-GPU's cache.
+to right, and the few activations beside them, and adds up in float32. A norm's
+scale is applied on the way. What a row is divided by is known at the end: it
+follows there, as do factors of integers, biases, a residual and the gate, while
+the sums are on the chip. Each program norms for itself: the activations are
+small, and stay in the GPU's cache.
 
 `products.Dense` says what is computed; `refusal` which shapes are taken.
 """
@@ -30,6 +31,8 @@ MOST_ROWS = MOST_FOLDED_ROWS  # those of a tensor core's tile
 _TILES = (64, 32, 16)  # outputs of a program; 16 are a tensor core's least
 _CHUNK_BYTES = 1 << 14  # of the kernel at once, at most
 _LEAST = 16  # numbers of a row at once
+_LEAST_COLUMNS = 8  # of a tensor core's tile
+_MOST_CORES = 0.9  # cores that have something to do fill a GPU
 WARPS, STAGES = 4, 4
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -62,7 +65,9 @@ class Work:
     size: numbers of a row, in.
     width: outputs, of each part of a gate.
     tile: outputs of a program.
-    chunk: numbers of a row at once.
+    chunk: numbers of a row at once, for one sum.
+    num_sums: sums of each output. The products of a tensor core that are added
+      to one sum wait for each other.
     dtype: of the operands.
     epsilon: of the norm, if there is one.
     activations: of the parts of a gate; () is no gate.
@@ -73,9 +78,36 @@ class Work:
   width: int
   tile: int
   chunk: int
+  num_sums: int
   dtype: str
   epsilon: float = 0.0
   activations: tuple[Activation, ...] = ()
+
+  @property
+  def columns(self) -> int:
+    """Columns of a tile: the rows that are read, again and again."""
+    return max(_LEAST_COLUMNS, self._num_read)
+
+  @property
+  def read_rows(self) -> jax.Array:
+    """int32[N], the rows that are read; those behind the last repeat it."""
+    return self._rows(self._num_read)
+
+  @property
+  def rows_of_columns(self) -> jax.Array:
+    """int32[columns], whose columns they are.
+
+    What is written twice is the same.
+    """
+    return self._rows(self.columns)
+
+  @property
+  def _num_read(self) -> int:
+    rows = pl.next_power_of_2(self.rows)
+    return max(rows, _least_rows(self.chunk, self.dtype))
+
+  def _rows(self, count: int) -> jax.Array:
+    return jnp.minimum(jnp.arange(count) % self._num_read, self.rows - 1)
 
   @property
   def count(self) -> int:
@@ -189,16 +221,28 @@ def shared(
   width = outputs // parts
   tile = _tile(width, parts)
   chunk = _chunk(size, tile * parts * kernel.dtype.itemsize)
-  shape = rows, size, width, tile, chunk
+  num_sums = max(1, min(_TILES[1] // (tile * parts), chunk // _LEAST))
+  shape = rows, size, width, tile, chunk // num_sums, num_sums
   return Work(*shape, dtype, epsilon, tuple(activations))
 
 
 def _tile(width: int, parts: int) -> int:
-  """Outputs of a program: as many as leave one for each core, if they can."""
+  """Outputs of a program: as many as leave one for most cores, if they can."""
   fitting = [tile for tile in _TILES if not width % tile] or _TILES[-1:]
-  cores = backend.gpu_cores()
-  filling = [t for t in fitting if t * parts <= 64 and width // t >= cores]
+  cores = _MOST_CORES * backend.gpu_cores()
+  filling = [
+    t for t in fitting if t * parts <= _TILES[0] and width // t >= cores
+  ]
   return filling[0] if filling else fitting[-1]
+
+
+def _least_rows(chunk: int, dtype: Any) -> int:
+  """Rows of so many numbers that are copied while the program goes on.
+
+  Less than 4 bytes for each thread are not: they would be waited for.
+  """
+  row = chunk * jnp.dtype(dtype).itemsize
+  return int(pl.next_power_of_2(pl.cdiv(4 * 32 * WARPS, row)))
 
 
 def _chunk(size: int, bytes_each: int) -> int:
@@ -216,19 +260,9 @@ def product_part(work: Work, number: Any, given: Given, result: Any) -> None:
     given: references.
     result: likewise, [R, width].
   """
-  row = rows_of_tile(work.rows)
-  output = outputs_of(work, number)
-  result[row[None, :], output[:, None]] = outputs(
-    work, number, given, row
-  ).astype(result.dtype)
-
-
-def rows_of_tile(rows: int) -> jax.Array:
-  """int32[`MOST_ROWS`], the row that each of a tile is of.
-
-  Those behind the last repeat it: what is written twice is the same.
-  """
-  return jnp.minimum(jnp.arange(MOST_ROWS), rows - 1)
+  found = outputs(work, number, given, work.read_rows)
+  place = work.rows_of_columns[None, :], outputs_of(work, number)[:, None]
+  result[place] = found.astype(result.dtype)
 
 
 def outputs_of(work: Work, number: Any) -> jax.Array:
@@ -236,77 +270,90 @@ def outputs_of(work: Work, number: Any) -> jax.Array:
   return work.first(number) + jnp.arange(work.tile)
 
 
-def outputs(work: Work, number: Any, given: Given, row: Any) -> jax.Array:
+def outputs(work: Work, number: Any, given: Given, read: Any) -> jax.Array:
   """What one program finds.
 
   Args:
     work: how the product is shared.
     number: which of `work.count` programs it is.
     given: references.
-    row: int32[`MOST_ROWS`], rows of `given.rows`.
+    read: int32[N], rows of `given.rows` in the place of `work.read_rows`.
 
   Returns:
-    float32[tile, `MOST_ROWS`].
+    float32[tile, columns].
   """
   first = work.first(number)
   parts = range(max(1, len(work.activations)))
-  chunks = work.size // work.chunk
 
-  def activations(i):
-    return given.rows[row, pl.ds(i * work.chunk, work.chunk)]
-
-  def squared(i, total):
-    return total + jnp.sum(lax.square(activations(i).astype(jnp.float32)), 1)
-
-  if given.norm is not None:
-    total = jnp.zeros((MOST_ROWS,), jnp.float32)
-    total = lax.fori_loop(0, chunks, squared, total)
-    factor = lax.rsqrt(total / work.size + work.epsilon)
-
-  def operand(i):
-    x = activations(i)
-    if given.norm is None:
-      return x.astype(work.dtype)
-    x = x.astype(jnp.float32) * factor[:, None]
-    here = given.norm[pl.ds(i * work.chunk, work.chunk)].astype(jnp.float32)
-    return (x * here[None, :]).astype(work.dtype)
-
-  def more(i, sums):
-    x = operand(i)
-    here = pl.ds(i * work.chunk, work.chunk)
-    return tuple(
-      total
-      + triton.dot(
-        given.kernel[pl.ds(part * work.width + first, work.tile), here].astype(
-          work.dtype
-        ),
-        x,
-        trans_b=True,
-        precision=backend.precision(work.dtype),
+  def more(i, carry):
+    squares, sums = carry
+    added = []
+    for k, of_parts in enumerate(sums):
+      here = pl.ds((i * work.num_sums + k) * work.chunk, work.chunk)
+      x = given.rows[read, here]
+      if given.norm is not None:
+        x = x.astype(jnp.float32)
+        squares += lax.square(x)
+        x *= _repeated(scale(here.start), len(read))
+      x = _repeated(x.astype(work.dtype), work.columns)
+      added.append(
+        [total + one_dot(x, part, here) for part, total in enumerate(of_parts)]
       )
-      for part, total in zip(parts, sums, strict=True)
+    return squares, added
+
+  def scale(start):
+    rows = min(len(read), _least_rows(work.chunk, given.norm.dtype))
+    number = start + jnp.arange(work.chunk)[None, :]
+    number += jnp.zeros((rows, 1), number.dtype)
+    return given.norm[number].astype(jnp.float32)
+
+  def one_dot(x, part, here):
+    outputs = pl.ds(part * work.width + first, work.tile)
+    return triton.dot(
+      given.kernel[outputs, here].astype(work.dtype),
+      x,
+      trans_b=True,
+      precision=backend.precision(work.dtype),
     )
 
-  zeros = jnp.zeros((work.tile, MOST_ROWS), jnp.float32)
-  sums = lax.fori_loop(0, chunks, more, tuple(zeros for _ in parts))
+  squares = jnp.zeros((len(read), work.chunk), jnp.float32)
+  zeros = jnp.zeros((work.tile, work.columns), jnp.float32)
+  sums = [[zeros for _ in parts] for _ in range(work.num_sums)]
+  count = work.size // (work.chunk * work.num_sums)
+  squares, sums = lax.fori_loop(0, count, more, (squares, sums))
+  factor = None
+  if given.norm is not None:
+    # Behind the product, whose kernel is read from the first moment on.
+    mean = jnp.sum(squares, axis=1) / work.size
+    factor = _repeated(lax.rsqrt(mean + work.epsilon), work.columns)
   found = [
-    _finished(work, given, total, part * work.width + first, row)
-    for part, total in zip(parts, sums, strict=True)
+    _finished(work, given, sum(of_part), part * work.width + first, factor)
+    for part, of_part in zip(parts, zip(*sums, strict=True), strict=True)
   ]
   if work.activations:
     found = [f(x) for f, x in zip(work.activations, found, strict=True)]
   return functools.reduce(operator.mul, found)
 
 
-def _finished(work: Work, given: Given, total, first, row):
-  """Sums [tile, rows] with their factors, and with what is added."""
+def _repeated(x: jax.Array, columns: int) -> jax.Array:
+  """[N, ...] again and again: [columns, ...]."""
+  times = columns // len(x)
+  many = jnp.broadcast_to(x[None], (times, *x.shape))
+  return many.reshape(columns, *x.shape[1:])
+
+
+def _finished(work: Work, given: Given, total, first, factor):
+  """Sums [tile, columns] with their factors, and with what is added."""
   here = pl.ds(first, work.tile)
+  if factor is not None:
+    total = total * factor[None, :]
   if given.scale is not None:
     total = total * given.scale[here].astype(jnp.float32)[:, None]
   for one in given.added:
     if len(one.shape) == 1:
       more = one[here][:, None]
     else:
-      more = one[row[None, :], (first + jnp.arange(work.tile))[:, None]]
+      outputs = first + jnp.arange(work.tile)
+      more = one[work.rows_of_columns[None, :], outputs[:, None]]
     total = total + more.astype(jnp.float32)
   return total

@@ -240,21 +240,20 @@ def _of_tile(sizes: _Sizes, piece: Any, refs: Refs):
   """Logits of some outputs, the largest of which is written.
 
   Returns:
-    Which row each column of a tile is of, int32[`MOST_ROWS`]; ids int32[N, 1];
-    and logits float32[N, `MOST_ROWS`].
+    Which row each column of a tile is of, int32[N]; ids int32[tile, 1]; and
+    logits float32[tile, N].
   """
   work = sizes.work
-  row = product_kernel.rows_of_tile(sizes.batch)
-  behind = refs['place'][row]
   head = refs['head']
   given = Given(head.kernel, refs['x'], head.norm, head.scale)
-  logits = product_kernel.outputs(
-    work, piece, given, row * sizes.num_read + behind
-  )
+  read = work.read_rows * sizes.num_read + refs['place'][work.read_rows]
+  logits = product_kernel.outputs(work, piece, given, read)
+  row = work.rows_of_columns
   ids = product_kernel.outputs_of(work, piece)[:, None]
   ends = refs['ends']
   if ends is not None:
-    is_early = refs['length'][row] + behind < ends.min_length[row]
+    produced = refs['length'][row] + refs['place'][row]
+    is_early = produced < ends.min_length[row]
     is_end = _is_end(ids, ends.stop_ids, row)
     logits = jnp.where(is_end & is_early[None, :], -jnp.inf, logits)
   most = jnp.max(logits, axis=0)
@@ -265,7 +264,7 @@ def _of_tile(sizes: _Sizes, piece: Any, refs: Refs):
 
 
 def _is_end(ids: jax.Array, stop_ids: Any, row: jax.Array) -> jax.Array:
-  """Which ids [N, 1] are among a row's stop ids, bool[N, `MOST_ROWS`]."""
+  """Which ids [tile, 1] are among a row's stop ids, bool[tile, N]."""
 
   def one_more(k, found):
     stop = stop_ids[k] if len(stop_ids.shape) == 1 else stop_ids[row, k]
