@@ -236,7 +236,7 @@ def network(name, layers=2):
     pytest.param('own_bias', 2, 3, marks=pytest.mark.slow),
     pytest.param('gpt2', 2, 3, marks=pytest.mark.slow),
     pytest.param('gpt_t5x', 2, 1, marks=pytest.mark.slow),
-    ('gemma3', 4, 3),
+    pytest.param('gemma3', 4, 3, marks=pytest.mark.slow),
     pytest.param('t5gemma', 3, 3, marks=pytest.mark.slow),
     pytest.param('t5gemma2', 3, 3, marks=pytest.mark.slow),
   ],

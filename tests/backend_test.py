@@ -89,7 +89,7 @@ def logits_of_calls(kind, network, batch, slots):
   ('name', 'batch'),
   [
     ('t5_1_1', 1),
-    ('gemma3', 3),
+    pytest.param('gemma3', 3, marks=pytest.mark.slow),
     *(
       pytest.param(*other, marks=pytest.mark.slow)
       for other in (

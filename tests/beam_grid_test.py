@@ -50,6 +50,7 @@ def measured(tokenizer, tmp_path_factory):
   return beam_grid.beam_grid(config, quiet()), folder / 'beams.json'
 
 
+@pytest.mark.slow
 def test_a_drafter_that_reads_its_targets_encoder(tokenizer, tmp_path):
   (tmp_path / 'lines.txt').write_text('the red dog\n')
   network = small_vocabulary.network(1)

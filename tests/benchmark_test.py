@@ -122,6 +122,7 @@ def test_a_whole_run_of_a_tiny_pair(measured):
   assert 'forced' not in text
 
 
+@pytest.mark.slow
 def test_what_a_round_takes_more_where_drafts_adapt():
   measured = benchmark.benchmark(tiny(times_adapting=True))
   (setting,) = measured['settings']

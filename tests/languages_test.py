@@ -146,6 +146,7 @@ def test_greedy_is_speculative_is_teacher_forced(engine):
   assert [one.tokens for one in other] != [one.tokens for one in have]
 
 
+@pytest.mark.slow
 def test_rows_that_come_and_go(engine):
   """Texts of several widths: the pool grows, and its padding stays padding."""
   asked = PAIR | {'speculative': False}

@@ -27,7 +27,8 @@ def _few_programs(monkeypatch):
 @pytest.mark.parametrize(
   ('name', 'layers', 'batch'),
   [
-    ('t5_1_1', 2, 2),
+    ('t5_1_1', 1, 2),
+    pytest.param('t5_1_1', 2, 2, marks=pytest.mark.slow),
     pytest.param('t5_1_0', 2, 1, marks=pytest.mark.slow),  # no gate
     pytest.param('own_bias', 2, 3, marks=pytest.mark.slow),
   ],
@@ -49,7 +50,7 @@ def test_logits_are_the_same(name, layers, batch):
 
 @pytest.mark.usefixtures('_long_inputs')
 def test_tokens_of_a_tree_see_their_ancestors():
-  one = network('t5_1_1')
+  one = network('t5_1_1', 1)
   params = backend_test.on('gpu', one)
   tokens = np.random.default_rng(0).integers(2, 60, (2, 9)).astype(np.int32)
   inputs = np.asarray([backend_test.INPUTS] * 2, np.int32)

@@ -56,7 +56,11 @@ def test_old_layers_are_spread_evenly():
 WIDER = dict(emb_dim=32, num_heads=3, head_dim=12, mlp_dim=28)
 
 
-@pytest.mark.parametrize('config', [TARGET, TIED], ids=['untied', 'tied'])
+@pytest.mark.parametrize(
+  'config',
+  [TARGET, pytest.param(TIED, marks=pytest.mark.slow)],
+  ids=['untied', 'tied'],
+)
 def test_a_wider_one_computes_the_same_and_can_learn(config):
   large = dataclasses.replace(config, num_decoder_layers=4, **WIDER)
   params = make(config)

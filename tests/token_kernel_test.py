@@ -150,14 +150,21 @@ def test_what_is_no_number_is_some_token_of_its_row():
   assert 0 <= drafted.tokens[2, 1] < 2240 and np.isfinite(embedded).all()
 
 
-@pytest.mark.parametrize('sizes', [CASES[1], (4, 2, 32, 48, *2 * ('float32',))])
+@pytest.mark.parametrize(
+  'sizes',
+  [
+    pytest.param(CASES[1], marks=pytest.mark.slow),
+    (4, 2, 32, 50, *2 * ('float32',)),
+  ],
+)
 def test_it_is_drawn_from_the_distribution_that_it_gives(sizes):
-  given = head, x, place, length = case(*sizes)
+  head, x, place, length = case(*sizes)
+  head = head._replace(norm=head.norm / 8)  # several tokens are likely
   rows, vocab_size = len(x), len(head.kernel)
   temperature = jnp.asarray([0.7, 0.0, 1.5, 1.0][:rows], jnp.float32)
   ends = Ends(jnp.arange(vocab_size // 2), length + place + 1)
   logits = probs.forbid_early_stops(
-    logits_of(head, x / 4, place),
+    logits_of(head, x, place),
     ends.stop_ids,
     length + place,
     ends.min_length,
@@ -169,7 +176,8 @@ def test_it_is_drawn_from_the_distribution_that_it_gives(sizes):
   for column in range(4):
     uniforms = jnp.asarray(rng.uniform(size=(4, rows, 2)), jnp.float32)
     draws = Draws(temperature, uniforms)
-    embedded, drafted = by_kernel(head, x / 4, *given[2:], column, ends, draws)
+    given = head, x, place, length, column, ends, draws
+    embedded, drafted = by_kernel(*given)
     tokens = jax.vmap(probs.inverse_cdf)(want, uniforms[column])
     np.testing.assert_array_equal(drafted.tokens[:, column], tokens)
     np.testing.assert_array_equal(embedded[:, 0], head.embedding[tokens])
