@@ -161,7 +161,8 @@ def draw(
   }
   written = 2 * batch * jnp.dtype(jnp.int32).itemsize
   parts = _greedy(sizes)
-  if draws is not None and drafted.probs is not None:
+  if draws is not None:
+    assert drafted.probs is not None  # where the distributions go
     parts = _sampled(sizes)
     updated['probs'] = drafted.probs
     written += batch * work.width * drafted.probs.dtype.itemsize
