@@ -6,7 +6,6 @@ Layers are unrolled: a scanned stack would copy its weights at each step.
 
 import dataclasses
 import functools
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -315,18 +314,6 @@ class Decoder(nn.Module):
     cache = cache.grown(kept, num_queries)
     return self._last(x, True), cache
 
-  def draft(self, embedder, cache, tokens, *how):
-    """`T5.draft`, with the embedder of these tokens."""
-    if not _wants_kernels(tokens.size):
-      return None
-    # Imported only where it is used: it takes a second.
-    from specdec_jax.models import t5_kernels  # noqa: PLC0415
-
-    params, embedding = self.variables['params'], embedder.embedding
-    return t5_kernels.draft(
-      self.config, params, embedding, cache, embedder(tokens), *how
-    )
-
 
 def _wants_kernels(num_tokens: int) -> bool:
   """Whether a call's layers are to be one kernel each, if they can be."""
@@ -385,9 +372,6 @@ class EncoderDecoder(nn.Module):
   def extend_features(self, cache, tokens, tree=None):
     return self.decoder.extend(self.embed(tokens), cache, tree=tree)
 
-  def draft(self, *args):
-    return self.decoder.draft(self.token_embedder, *args)
-
   def embed(self, tokens):
     return self.token_embedder(tokens)
 
@@ -419,6 +403,11 @@ class T5(EncodesInputs):
     draws: Draws | None,
   ) -> Drawn[kv_cache.KVCache] | None:
     """As `base.draft`, where hand-written kernels can do it."""
-    given = cache, tokens, place, count, ends, draws
-    made = self._apply(params, *given, method='draft')
-    return cast('Drawn[kv_cache.KVCache] | None', made)
+    if not _wants_kernels(tokens.size):
+      return None
+    # Imported only where it is used: it takes a second.
+    from specdec_jax.models import t5_kernels  # noqa: PLC0415
+
+    x = self.embed(params, tokens)
+    how = place, count, ends, draws
+    return t5_kernels.draft(self.config, params, cache, x, *how)

@@ -18,7 +18,7 @@ from specdec_jax.models import (
   products,
   token_kernel,
 )
-from specdec_jax.models.base import Drawn, Draws, Ends
+from specdec_jax.models.base import Drawn, Draws, Ends, Params
 from specdec_jax.models.token_kernel import Drafted, Head
 from specdec_jax.models.tree import Tree
 
@@ -81,8 +81,7 @@ def layers(
 
 def draft(
   config: Any,
-  params: _Params,
-  embedding: jax.Array,
+  params: Params,
   cache: kv_cache.KVCache,
   x: jax.Array,
   place: jax.Array,
@@ -94,8 +93,7 @@ def draft(
 
   Args:
     config: of the network, a `T5Config`.
-    params: of the decoder.
-    embedding: [V, M].
+    params: of the network.
     cache: what it has read.
     x: [B, S, M], embedded tokens that it has not.
     place: int32[B], the last of the S that counts.
@@ -106,8 +104,9 @@ def draft(
   Returns:
     The draft; None if shapes are not taken.
   """
-  head = _head(config, params, embedding)
-  if not take_layers(config, params, x, cache, None):
+  decoder = params['decoder']
+  head = _head(config, decoder, params['token_embedder']['embedding'])
+  if not take_layers(config, decoder, x, cache, None):
     return None
   if not backend.takes_kernel('tokens', token_kernel.refusal(head, len(x))):
     return None
@@ -124,18 +123,18 @@ def draft(
   def one_more(_, carry):
     x, kept, drafted = carry
     has_read = so_far(kept, drafted)
-    x, kept, turns = layers(config, params, x, has_read, turns=drafted.turns)
+    x, kept, turns = layers(config, decoder, x, has_read, turns=drafted.turns)
     drafted = drafted._replace(turns=turns)
     return draw(x, jnp.zeros_like(place), kept, drafted)
 
-  x, kept, turns = layers(config, params, x, cache)
+  x, kept, turns = layers(config, decoder, x, cache)
   tokens, probs = jnp.zeros((len(x), count), jnp.int32), None
   if draws is not None:
     if config.logits_via_embedding:
       # As if logits were divided by sqrt(M), see `layers.Embed.attend`.
       times = math.sqrt(config.emb_dim)
       draws = draws._replace(temperature=draws.temperature * times)
-    probs = jnp.zeros((len(x), count, len(embedding)), jnp.float32)
+    probs = jnp.zeros((len(x), count, len(head.embedding)), jnp.float32)
   drafted = Drafted(tokens, cache.length, turns, probs)
   carry = draw(x, place, kept, drafted)
   _, kept, drafted = lax.fori_loop(1, count, one_more, carry)
