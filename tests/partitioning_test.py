@@ -14,7 +14,7 @@ from m2m100_test import SMALL as NLLB
 from small_vocabulary import network
 from specdec_jax import partitioning
 from specdec_jax.cli import gin_flags
-from specdec_jax.models import backend
+from specdec_jax.models import backend, cpu_layout
 from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.m2m100 import M2M100
@@ -44,20 +44,16 @@ def test_in_out_is_t5xs():
   assert jax.tree.map(np.shape, placed) == jax.tree.map(np.shape, PARAMS)
 
 
-@pytest.mark.parametrize('cores', [1, 2])
-def test_auto_follows_the_device(cores, monkeypatch):
-  """Only one GPU and one core want another layout than T5X's."""
-  monkeypatch.setattr(backend, 'num_cores', lambda: cores)
-  for kind in ('cpu', 'gpu', 'tpu'):
-    cuts = kind == 'cpu' and cores == 1
+def test_auto_follows_the_device(monkeypatch):
+  """A CPU's layout is measured, a GPU's known; a mesh has T5X's."""
+  monkeypatch.setenv(cpu_layout.VARIABLE, 'blocks')
+  for kind, layout in ('cpu', 'blocks'), ('gpu', 'out_in'), ('tpu', 'in_out'):
     with backend.compiled_for(kind):
-      assert Placement().transposes == (kind == 'gpu')
-      assert Placement().cuts_blocks == cuts
-      assert Placement('int8').cuts_blocks == cuts
-      assert not Placement('bfloat16').cuts_blocks
-      assert not Placement(model=2).transposes
-      assert not Placement(model=2).cuts_blocks
-      assert Placement(kernel_layout='out_in', model=2).transposes
+      assert Placement().layout == layout
+      assert Placement('int8').layout == layout
+      assert Placement(model=2).layout == 'in_out'
+      assert Placement(kernel_layout='out_in', model=2).layout == 'out_in'
+  assert Placement('bfloat16').layout == 'in_out'
 
 
 def test_a_decoders_kernels_are_cut_into_blocks():

@@ -2,23 +2,16 @@
 
 import os
 import pathlib
-import sys
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from specdec_jax.files.locations import user_cache
+
 
 def default_folder() -> pathlib.Path:
   """The folder of this library in the user's cache folder."""
-  if sys.platform == 'darwin':
-    base = pathlib.Path.home() / 'Library' / 'Caches'
-  elif sys.platform == 'win32':
-    base = pathlib.Path(os.environ.get('LOCALAPPDATA', pathlib.Path.home()))
-  else:
-    base = pathlib.Path(
-      os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-    )
-  return base / 'specdec_jax' / 'xla'
+  return user_cache() / 'xla'
 
 
 def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:

@@ -15,7 +15,9 @@ def describe() -> dict[str, Any]:
   device = jax.devices()[0]
   kernels = backend.kernel_setting()
   return {
-    'device': device.device_kind if device.platform != 'cpu' else _cpu_name(),
+    'device': device.device_kind
+    if device.platform != 'cpu'
+    else backend.cpu_name(),
     'platform': device.platform,
     'devices': jax.device_count(),
     'cores': backend.num_cores(),
@@ -37,15 +39,6 @@ def seconds_since_start() -> float | None:
   fields = stat.read_text().rpartition(')')[2].split()
   began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
   return float(uptime.read_text().split()[0]) - began
-
-
-def _cpu_name() -> str:
-  cpuinfo = pathlib.Path('/proc/cpuinfo')
-  if cpuinfo.exists():
-    for line in cpuinfo.read_text(errors='replace').splitlines():
-      if line.startswith('model name'):
-        return line.partition(':')[2].strip()
-  return platform.processor() or platform.machine()
 
 
 def _load_average() -> float | None:

@@ -11,6 +11,8 @@ import contextlib
 import functools
 import importlib.util
 import os
+import pathlib
+import platform
 import warnings
 from typing import NamedTuple
 
@@ -47,7 +49,7 @@ class Ways(NamedTuple):
   Attributes:
     has_buckets: attention reads a prefix of the cache, chosen by a conditional.
     turns_operands: products with [out, in] kernels have the kernel on the left,
-      and a number of rows that is a power of two.
+      and a number of rows for which that is quick, see `cpu_layout`.
     holds_floats: kernels of eight bits are held as float32. The compiler would
       make these in each call, before its loop.
     sums_row: a product of one row with such a kernel is a sum over the kernel,
@@ -55,9 +57,6 @@ class Ways(NamedTuple):
     joins_cache: a layer's keys and values are one array, slots before numbers.
     orders_layers: barriers keep XLA from joining work of several layers.
     prefers_out_in: on one device kernels are always [out, in].
-    prefers_blocks: on one device kernels that few rows meet are in blocks, see
-      `products.dense_blocks`, if the computation is in float32, on one core:
-      XLA does not share a product's blocks among several.
     samples_by_need: sampling does as little work as it can: conditionals leave
       out what is off, and searches halve. Otherwise what is off is no part of
       the program, and sampling takes as few operations as it can.
@@ -90,7 +89,6 @@ class Ways(NamedTuple):
   joins_cache: bool = False
   orders_layers: bool = False
   prefers_out_in: bool = False
-  prefers_blocks: bool = False
   samples_by_need: bool = False
   flattens_cache: bool = False
   writes_by_row: bool = False
@@ -105,7 +103,6 @@ class Ways(NamedTuple):
 _WAYS = {
   'cpu': Ways(
     has_buckets=True,
-    prefers_blocks=True,
     turns_operands=True,
     holds_floats=True,
     samples_by_need=True,
@@ -136,6 +133,16 @@ def num_cores() -> int:
   if hasattr(os, 'sched_getaffinity'):  # not on each system
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+  """What the processor is called."""
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if cpuinfo.exists():
+    for line in cpuinfo.read_text(errors='replace').splitlines():
+      if line.startswith('model name'):
+        return line.partition(':')[2].strip()
+  return platform.processor() or platform.machine()
 
 
 def gpu_cores() -> int:

@@ -1,8 +1,8 @@
 """Products of activations with kernels: the most of a network's time.
 
 A kernel is [in, out], as T5X stores it, or as `partitioning.place` lays it out,
-[out, in] for one GPU and blocks of outputs for one core; `backend.Ways` says
-what is quick on a kind of device.
+[out, in] or in blocks of outputs; `backend.Ways` says what is quick on a GPU or
+TPU, and `cpu_layout` measures it on a CPU.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from specdec_jax.models import backend, integers
+from specdec_jax.models import backend, cpu_layout, integers
 from specdec_jax.models.norms import Unnormed
 
 KERNEL_INIT = nn.initializers.variance_scaling(
@@ -54,11 +54,7 @@ def dense_out_in(
   scale: jax.Array | None = None,
   added: Sequence[jax.Array] = (),
 ) -> jax.Array:
-  """Returns x @ kernel.T; on a CPU with the kernel as the left operand.
-
-  On a CPU, XLA packs a right operand of this layout at each call. Here that is
-  the few activations, not the weights. The barriers keep XLA from folding the
-  transposes away and exchanging the operands again.
+  """Returns x @ kernel.T; on a CPU as `cpu_layout.product_out_in`.
 
   Args:
     kernel: [out, in], such as an embedding that is the output layer, too.
@@ -102,15 +98,10 @@ def dense_out_in(
       precision=exact,
       preferred_element_type=result_dtype,
     )
-  if 1 < count <= 16:
-    # 4, 8 and 16 rows cost 1.3, 1.6 and 2.2 times one row; a number in between
-    # costs more than the next larger of these (12 rows: 2.9 times).
-    wider = max(4, 1 << (count - 1).bit_length())
-    rows = jnp.pad(rows, ((0, wider - count), (0, 0)))
-  columns = lax.optimization_barrier(rows.T)
-  product = jnp.matmul(kernel, columns, preferred_element_type=result_dtype)
-  product = lax.optimization_barrier(product)
-  return product.T[:count].reshape(*x.shape[:-1], kernel.shape[0])
+  if 1 < count <= max(cpu_layout.WIDTHS):
+    rows = jnp.pad(rows, ((0, cpu_layout.width(count) - count), (0, 0)))
+  product = cpu_layout.product_out_in(kernel, rows, result_dtype)
+  return product[:count].reshape(*x.shape[:-1], kernel.shape[0])
 
 
 def _plus(product: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
@@ -194,7 +185,7 @@ def dense_blocks(
   )
   is_few = len(rows) <= MOST_COPIED_ROWS
   if is_few or len(kernel) * rows.size <= _MOST_COPIED:
-    parts = matmul(jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel)
+    parts = cpu_layout.product_of_blocks(kernel, rows, matmul)
   else:
     parts = lax.map(functools.partial(matmul, rows), kernel)
   return parts.swapaxes(0, 1).reshape(*x.shape[:-1], -1)

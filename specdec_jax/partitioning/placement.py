@@ -6,8 +6,9 @@ Two things are decided here, and only here; `models.products` and
 
 - On one GPU kernels are stored as [out, in], so that a product with one row is
   one kernel that reads whole rows of weights (`products.dense_out_in`).
-- On one core of a CPU kernels that meet few rows at a time, those of a decoder,
-  are stored in blocks of outputs (`products.dense_blocks`).
+- On a CPU they are stored as `models.cpu_layout` has measured: [in, out],
+  [out, in], or, where few rows meet them, as a decoder's, in blocks
+  of outputs (`products.dense_blocks`).
 - Projections that read the same input are joined into one product, unless the
   product is split: most of a small model's call is the starting of products.
 """
@@ -23,8 +24,9 @@ from jax.sharding import AxisType
 
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
-from specdec_jax.models import backend, blocks, integers
+from specdec_jax.models import backend, blocks, cpu_layout, integers
 from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.cpu_layout import Layout
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning.axes import (
@@ -57,7 +59,8 @@ class Placement:
       'int8' or 'int4', which are those of kernels; the rest is then float32.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'blocks'
       for those of a decoder in blocks of 64 outputs, 'auto' for out_in on one
-      GPU, blocks of float32 on one core of a CPU, else in_out.
+      GPU, what was measured on this processor for float32 on a CPU (or what
+      SPECDEC_KERNEL_LAYOUT says in the environment), else in_out.
     join_projections: whether query, key and value of self-attention, and both
       input layers of a gated MLP, become one product each, unless it is split.
     data: devices that share the rows of a request; 0 is as many as `model`
@@ -73,7 +76,7 @@ class Placement:
   """
 
   dtype: str = 'float32'
-  kernel_layout: Literal['auto', 'in_out', 'out_in', 'blocks'] = 'auto'
+  kernel_layout: Literal['auto'] | Layout = 'auto'
   join_projections: bool = True
   data: int = 1
   model: int = 1
@@ -105,20 +108,19 @@ class Placement:
     return dataclasses.replace(self, axes=REPLICATED)
 
   @property
-  def transposes(self) -> bool:
-    """Whether kernels are stored [out, in]."""
+  def layout(self) -> str:
+    """How kernels are stored: 'in_out', 'out_in' or 'blocks'."""
     if self.kernel_layout != 'auto':
-      return self.kernel_layout == 'out_in'
-    return self.on_one_device and backend.ways().prefers_out_in
-
-  @property
-  def cuts_blocks(self) -> bool:
-    """Whether a decoder's kernels are stored in blocks of outputs."""
-    if self.kernel_layout != 'auto':
-      return self.kernel_layout == 'blocks'
-    if self.dtype == 'bfloat16' or not self.on_one_device:
-      return False
-    return backend.ways().prefers_blocks and backend.num_cores() == 1
+      return self.kernel_layout
+    if self.on_one_device and backend.ways().prefers_out_in:
+      return 'out_in'
+    if (
+      backend.kind() == 'cpu'
+      and self.on_one_device
+      and self.dtype != 'bfloat16'
+    ):
+      return cpu_layout.cpu_layout().kernel_layout
+    return 'in_out'
 
   def joins(self, axis: str) -> bool:
     """Returns whether kernels with this output axis are joined."""
@@ -283,7 +285,7 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
 def lay_out(params: Params, placement: Placement) -> Params:
   """`place` without moving anything to the devices of a mesh."""
   laid_out = _lay_out(_rounded(params, placement), placement, '')
-  return _cut(laid_out, '') if placement.cuts_blocks else laid_out
+  return _cut(laid_out, '') if placement.layout == 'blocks' else laid_out
 
 
 def _rounded(params: Params, placement: Placement) -> Params:
@@ -305,7 +307,7 @@ def _lay_out(
     if isinstance(value, Mapping):
       if name not in parts:
         placed[name] = _lay_out(value, placement, name)
-    elif name == 'kernel' and placement.transposes:
+    elif name == 'kernel' and placement.layout == 'out_in':
       placed['kernel_out_in'] = _cast(value.T, placement)
     else:
       placed[name] = _cast(value, placement)

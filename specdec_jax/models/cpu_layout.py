@@ -1,0 +1,251 @@
+"""Which layout of kernels is quick on this CPU: measured once, then kept.
+
+XLA gives a product of one row to code of its own and one of a few rows to a
+library, and what either takes depends on the instruction set, the number of
+cores and the version of JAX: with AVX-512 blocks are quickest, with AVX2 they
+take more than twice the time of [out, in]. So the products are timed here, on
+this processor, in a second, and the outcome lies in the user's cache folder.
+Outputs do not depend on it beyond rounding.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specdec_jax import files
+from specdec_jax.checks.names import check_choice
+from specdec_jax.files.locations import user_cache
+from specdec_jax.models import backend, blocks
+
+Layout = Literal['in_out', 'out_in', 'blocks']
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # in the environment: one of these
+WIDTHS = (4, 8, 16)  # to which rows may be padded
+# A round of gamma 4 is a call over five rows, and four calls over one row of a
+# drafter that is about an eighth of the target.
+_TOKEN, _CALL, _WEIGHT_OF_TOKEN = 1, 5, 0.5
+_LAYERS, _SIZE, _HIDDEN = 2, 1024, 2048  # 32 MiB a layout
+_REPEATS = 5
+_MOST_BYTES = 1 << 16  # of a file of the cache
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuLayout:
+  """How products with few rows are computed on a CPU.
+
+  Attributes:
+    kernel_layout: 'in_out', 'out_in' or 'blocks', see `products`.
+    widths: numbers of rows, of `WIDTHS`, to which a product with [out, in]
+      kernels is padded because that takes less time.
+    times_ms: layout -> rows -> milliseconds of 32 MiB of kernels; empty where
+      nothing was measured.
+  """
+
+  kernel_layout: str
+  widths: tuple[int, ...] = WIDTHS
+  times_ms: Mapping[str, Mapping[str, float]] = dataclasses.field(
+    default_factory=dict, hash=False
+  )
+
+  def __str__(self):
+    if not self.times_ms:
+      return f'{self.kernel_layout} (by {VARIABLE})'
+    found = ', '.join(
+      f'{name} {times[str(_TOKEN)]:.1f} and {times[str(_CALL)]:.1f}'
+      for name, times in self.times_ms.items()
+    )
+    return (
+      f'{self.kernel_layout} (measured on this processor; ms of 32 MiB with'
+      f' {_TOKEN} and {_CALL} rows: {found})'
+    )
+
+
+def product_out_in(
+  kernel: jax.Array, rows: jax.Array, result_dtype: str | None = None
+) -> jax.Array:
+  """Returns rows @ kernel.T with the kernel as the left operand.
+
+  XLA packs a right operand of this layout at each call. Here that is the few
+  activations, not the weights. The barriers keep XLA from folding the
+  transposes away and exchanging the operands again.
+
+  Args:
+    kernel: [out, in].
+    rows: [rows, in].
+    result_dtype: of the result, [rows, out]; None is that of the operands.
+  """
+  columns = lax.optimization_barrier(rows.T)
+  product = jnp.matmul(kernel, columns, preferred_element_type=result_dtype)
+  return lax.optimization_barrier(product).T
+
+
+def product_of_blocks(
+  kernel: jax.Array,
+  rows: jax.Array,
+  matmul: Callable[..., jax.Array] = jnp.matmul,
+) -> jax.Array:
+  """Returns rows @ kernel for a kernel in blocks, each a product of its own.
+
+  Args:
+    kernel: [N, in, `blocks.WIDTH`].
+    rows: [rows, in], of which each block gets a copy.
+    matmul: computes the products.
+
+  Returns:
+    [N, rows, `blocks.WIDTH`].
+  """
+  return matmul(jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel)
+
+
+def cpu_layout() -> CpuLayout:
+  """The layout for this processor: the environment's, the cache's or measured.
+
+  Raises:
+    ValueError: SPECDEC_KERNEL_LAYOUT names no layout.
+  """
+  forced = os.environ.get(VARIABLE)
+  if forced:
+    check_choice(f'{VARIABLE} of the environment', forced, LAYOUTS)
+    return CpuLayout(forced)
+  return _of_this_host()
+
+
+def width(count: int) -> int:
+  """Rows with which a product of `count` rows, [out, in], is computed."""
+  # The kernels of T5's output layer and embedding are [out, in] in any layout.
+  wider = min(size for size in WIDTHS if size >= count)
+  return wider if wider in cpu_layout().widths else count
+
+
+@functools.cache
+def _of_this_host() -> CpuLayout:
+  key = {
+    'processor': backend.cpu_name(),
+    'cores': backend.num_cores(),
+    'jax': jax.__version__,
+    'flags': os.environ.get('XLA_FLAGS', ''),
+  }
+  name = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
+  path = user_cache() / f'kernel_layout-{name}.json'
+  if (layout := _read(path, key)) is not None:
+    return layout
+  layout = _chosen(_measured())
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(path, {'host': key, **dataclasses.asdict(layout)})
+  except OSError:
+    pass  # it is measured again next time
+  return layout
+
+
+def _read(path: pathlib.Path, key: Mapping[str, object]) -> CpuLayout | None:
+  """The layout that a file of the cache holds; None if there is none."""
+  if not path.exists():
+    return None
+  try:
+    value = json.loads(files.read_small(path, _MOST_BYTES))
+    if value.pop('host') != key:
+      raise ValueError('it is of another host')
+    value['widths'] = tuple(value['widths'])
+    layout = CpuLayout(**value)
+    check_choice('kernel_layout', layout.kernel_layout, LAYOUTS)
+    if not set(layout.widths) <= set(WIDTHS):
+      raise ValueError(f'widths must be of {WIDTHS}, got {layout.widths}')
+    str(layout)  # reads the times
+    return layout
+  except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    warnings.warn(
+      f'{str(path)!r} is not what was measured of this processor ({error}). It'
+      ' is measured again.',
+      stacklevel=4,
+    )
+    return None
+
+
+def _chosen(times_ms: Mapping[str, Mapping[str, float]]) -> CpuLayout:
+  def score(name: str) -> float:
+    times = times_ms[name]
+    return times[str(_CALL)] + _WEIGHT_OF_TOKEN * times[str(_TOKEN)]
+
+  out_in = times_ms['out_in']
+  below = {4: '2', 8: '5', 16: '9'}
+  widths = tuple(
+    width for width in WIDTHS if out_in[str(width)] < out_in[below[width]]
+  )
+  return CpuLayout(min(times_ms, key=score), widths, times_ms)
+
+
+def _measured() -> dict[str, dict[str, float]]:
+  """Milliseconds of a chain of products, for each layout and number of rows."""
+  rows = {
+    'in_out': (_TOKEN, _CALL),
+    'out_in': (_TOKEN, 2, 4, _CALL, 8, 9, 16),
+    'blocks': (_TOKEN, _CALL),
+  }
+  runs = [(name, count) for name in rows for count in rows[name]]
+  kernels = _kernels()
+
+  def chain(kernels, name, count):
+    x = jnp.full((count, _SIZE), 0.5)
+    for kernel in itertools.chain(*kernels[name]):
+      if name == 'in_out':
+        x = x @ kernel
+      elif name == 'out_in':
+        x = product_out_in(kernel, x)
+      else:
+        x = product_of_blocks(kernel, x).swapaxes(0, 1).reshape(count, -1)
+    return x.sum()
+
+  # One program, as it compiles sooner than eleven.
+  @jax.jit
+  def run(index, kernels):
+    branches = [
+      functools.partial(chain, name=name, count=count) for name, count in runs
+    ]
+    return lax.switch(index, branches, kernels)
+
+  seconds: dict[tuple[str, int], list[float]] = {one: [] for one in runs}
+  for repeat, (index, one) in itertools.product(
+    range(_REPEATS + 1), enumerate(runs)
+  ):
+    begin = time.perf_counter()
+    jax.block_until_ready(run(index, kernels))
+    if repeat:  # the first run of each finds cold caches
+      seconds[one].append(time.perf_counter() - begin)
+  return {
+    name: {
+      str(count): round(1e3 * min(seconds[name, count]), 3)
+      for count in rows[name]
+    }
+    for name in rows
+  }
+
+
+def _kernels() -> dict[str, list[tuple[jax.Array, jax.Array]]]:
+  shapes = {
+    'in_out': ((_SIZE, _HIDDEN), (_HIDDEN, _SIZE)),
+    'out_in': ((_HIDDEN, _SIZE), (_SIZE, _HIDDEN)),
+    'blocks': (
+      (_HIDDEN // blocks.WIDTH, _SIZE, blocks.WIDTH),
+      (_SIZE // blocks.WIDTH, _HIDDEN, blocks.WIDTH),
+    ),
+  }
+  return {
+    name: [
+      tuple(jnp.full(shape, 1e-3, jnp.float32) for shape in pair)  # type: ignore[misc]
+      for _ in range(_LAYERS)
+    ]
+    for name, pair in shapes.items()
+  }

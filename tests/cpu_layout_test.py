@@ -1,0 +1,94 @@
+"""The layout of kernels that a CPU is quick with: measured, kept, forced."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specdec_jax.models import cpu_layout
+
+TIMES = {
+  'in_out': {'1': 2.0, '5': 9.0},
+  'out_in': {
+    **{'1': 2.0, '2': 3.0, '4': 2.5, '5': 4.0, '8': 3.5},
+    **{'9': 5.0, '16': 6.0},
+  },
+  'blocks': {'1': 2.0, '5': 5.0},
+}
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+  """An empty cache folder, and a processor that takes TIMES; how often."""
+  monkeypatch.delenv(cpu_layout.VARIABLE)
+  monkeypatch.setattr(cpu_layout, 'user_cache', lambda: tmp_path / 'new')
+  runs = []
+  monkeypatch.setattr(cpu_layout, '_measured', lambda: runs.append(1) or TIMES)
+  cpu_layout._of_this_host.cache_clear()
+  yield runs
+  cpu_layout._of_this_host.cache_clear()
+
+
+def test_the_quickest_is_kept(measured, tmp_path):
+  layout = cpu_layout.cpu_layout()
+  assert layout.kernel_layout == 'out_in'
+  assert layout.widths == (4, 8)  # 16 rows take longer than 9
+  assert [cpu_layout.width(n) for n in (2, 5, 9)] == [4, 8, 9]
+  cpu_layout._of_this_host.cache_clear()  # another process
+  assert cpu_layout.cpu_layout() == layout
+  assert len(measured) == 1
+  assert 'out_in' in str(layout)
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    lambda value: '{',
+    lambda value: '[]',
+    lambda value: json.dumps(value | {'host': {'processor': 'another'}}),
+    lambda value: json.dumps(value | {'kernel_layout': 'sideways'}),
+    lambda value: json.dumps(value | {'widths': [3]}),
+    lambda value: json.dumps(value | {'times_ms': {'in_out': {}}}),
+  ],
+)
+def test_a_broken_file_is_measured_again_and_said_once(
+  measured, tmp_path, damage
+):
+  layout = cpu_layout.cpu_layout()
+  (path,) = (tmp_path / 'new').iterdir()
+  path.write_text(damage(json.loads(path.read_text())))
+  cpu_layout._of_this_host.cache_clear()
+  with pytest.warns(UserWarning, match='measured again'):
+    assert cpu_layout.cpu_layout() == layout
+  cpu_layout._of_this_host.cache_clear()
+  assert cpu_layout.cpu_layout() == layout  # it is whole again
+  assert len(measured) == 2
+
+
+def test_a_layout_that_is_none(monkeypatch):
+  monkeypatch.setenv(cpu_layout.VARIABLE, 'out-in')
+  with pytest.raises(ValueError, match='out-in.*out_in'):
+    cpu_layout.cpu_layout()
+
+
+def test_all_layouts_are_timed(monkeypatch):
+  """With sizes that take no time, the real program."""
+  monkeypatch.setattr(cpu_layout, '_SIZE', 64)
+  monkeypatch.setattr(cpu_layout, '_HIDDEN', 128)
+  times = cpu_layout._measured()
+  assert set(times) == set(cpu_layout.LAYOUTS)
+  assert all(value > 0 for row in times.values() for value in row.values())
+  assert cpu_layout._chosen(times).kernel_layout in cpu_layout.LAYOUTS
+
+
+@pytest.mark.parametrize('count', [1, 3, 5, 9])
+def test_products_are_those_of_numpy(count):
+  rng = np.random.default_rng(0)
+  kernel = rng.normal(size=(64, 128)).astype(np.float32)
+  rows = rng.normal(size=(count, 64)).astype(np.float32)
+  out_in = cpu_layout.product_out_in(jnp.asarray(kernel.T), jnp.asarray(rows))
+  blocks = jnp.asarray(kernel.reshape(64, 2, 64).swapaxes(0, 1))
+  parts = cpu_layout.product_of_blocks(blocks, jnp.asarray(rows))
+  for found in out_in, parts.swapaxes(0, 1).reshape(count, -1):
+    np.testing.assert_allclose(found, rows @ kernel, rtol=1e-5, atol=1e-5)
