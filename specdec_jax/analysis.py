@@ -56,6 +56,34 @@ def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
   return 1 + rate * _power_sum(rate, steps, _num_bits(gamma))
 
 
+def expected_rounds(
+  acceptance_rate: float, gamma: int, num_tokens: int
+) -> float:
+  """The mean number of rounds that an output of so many tokens takes.
+
+  It is more than num_tokens / E(gamma, alpha), since the last round's tokens
+  behind the end are of no use: with k tokens of a round of probability
+  P(k), R(n) = 1 + sum over k of P(k) R(n - k), and R(n) = 0 for n <= 0.
+
+  Args:
+    acceptance_rate: alpha, of independent proposals.
+    gamma: proposals per round; with 0 each round gives one token.
+    num_tokens: tokens of the output, its end included.
+
+  Example:
+    expected_rounds(0.8, gamma=4, num_tokens=16)  # 5.2, and 16 / 3.36 is 4.8
+  """
+  alpha = float(acceptance_rate)
+  probs = [alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma]
+  rounds = [0.0]
+  for length in range(1, num_tokens + 1):
+    later = (
+      prob * rounds[max(length - k, 0)] for k, prob in enumerate(probs, 1)
+    )
+    rounds.append(1 + sum(later))
+  return rounds[-1]
+
+
 def divergence(target_probs: ArrayLike, draft_probs: ArrayLike) -> jax.Array:
   """D_LK(p, q) = 1 - sum min(p, q); Definition 3.2, Lemma 3.3.
 

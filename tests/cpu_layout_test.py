@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specdec_jax.files import host_cache
 from specdec_jax.models import cpu_layout
 
 TIMES = {
@@ -22,7 +23,7 @@ TIMES = {
 def measured(monkeypatch, tmp_path):
   """An empty cache folder, and a processor that takes TIMES; how often."""
   monkeypatch.delenv(cpu_layout.VARIABLE)
-  monkeypatch.setattr(cpu_layout, 'user_cache', lambda: tmp_path / 'new')
+  monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'new')
   runs = []
   monkeypatch.setattr(cpu_layout, '_measured', lambda: runs.append(1) or TIMES)
   cpu_layout._of_this_host.cache_clear()
@@ -41,15 +42,19 @@ def test_the_quickest_is_kept(measured, tmp_path):
   assert 'out_in' in str(layout)
 
 
+def _with(content, fields):
+  return json.dumps(content | {'value': content['value'] | fields})
+
+
 @pytest.mark.parametrize(
   'damage',
   [
     lambda value: '{',
     lambda value: '[]',
-    lambda value: json.dumps(value | {'host': {'processor': 'another'}}),
-    lambda value: json.dumps(value | {'kernel_layout': 'sideways'}),
-    lambda value: json.dumps(value | {'widths': [3]}),
-    lambda value: json.dumps(value | {'times_ms': {'in_out': {}}}),
+    lambda value: json.dumps(value | {'key': {'processor': 'another'}}),
+    lambda value: _with(value, {'kernel_layout': 'sideways'}),
+    lambda value: _with(value, {'widths': [3]}),
+    lambda value: _with(value, {'times_ms': {'in_out': {}}}),
   ],
 )
 def test_a_broken_file_is_measured_again_and_said_once(

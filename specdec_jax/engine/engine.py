@@ -64,6 +64,7 @@ _NO_DRAFTER = (
   'Speculative decoding needs a drafter: Engine(target, drafter), or call with'
   ' speculative=False.'
 )
+_USUAL_GAMMA = 4
 Texts = Sequence[str | Sequence[int]]
 Gamma = int | str | LengthRule | None  # None is the engine's
 
@@ -97,6 +98,8 @@ class Engine:
     room: checks whether a run could fit into the memory of the devices.
     across_hosts: whether all processes must make the same calls at the same
       time.
+    chooses_gamma: whether nobody has said what gamma is, so that a run may
+      choose it.
     usual: the acceptance of a calibration's texts, which completions are
       compared with; None does not compare.
   """
@@ -107,7 +110,7 @@ class Engine:
     drafter: Drafter | Model | None = None,
     *,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
-    gamma: int | str | LengthRule = 4,
+    gamma: int | str | LengthRule | None = None,
     max_input_len: int = 128,
     max_decode_len: int = 128,
     batch_size: int = 32,
@@ -130,7 +133,7 @@ class Engine:
         is the target's own.
       gamma: the most proposals per round, static; or 'adaptive': a draft ends
         where the drafter is not sure enough, see `drafters.length`; or the rule
-        of a calibration that says where.
+        of a calibration that says where. None is 4, or what a run chooses.
       max_input_len: tokens of the longest input.
       max_decode_len: tokens of the longest output.
       batch_size: the most texts that are decoded together. If there are more,
@@ -164,7 +167,9 @@ class Engine:
         'fallback must be True, False or a Fallback, such as that of a'
         f" calibration's choice, got {fallback!r}."
       )
-    self.gamma, self.fallback = gamma, fallback
+    self.chooses_gamma = gamma is None
+    self.gamma = _USUAL_GAMMA if gamma is None else gamma
+    self.fallback = fallback
     self.usual: Usual | None = None
     check_number('max_input_len', max_input_len, 2)
     check_number('max_decode_len', max_decode_len, 1)

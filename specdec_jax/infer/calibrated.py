@@ -10,9 +10,30 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import report
 from specdec_jax.infer.batches import Decoding, Scoring, Way
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig
-from specdec_jax.measure import calibration
+from specdec_jax.measure import calibration, host_gamma, progress
+from specdec_jax.measure.table import say
 
 _Run = TypeVar('_Run', bound=DecodeConfig | TaskConfig)
+
+
+def of_this_host(
+  config: DecodeConfig | TaskConfig,
+  engine: Engine,
+  console: rich.console.Console,
+) -> calibration.Calibration | None:
+  """The calibration of a run that leaves gamma open; prints what it rests on.
+
+  None where gamma was given, or where the pair's acceptance is not known.
+  """
+  acceptance = getattr(config, 'acceptance', None)
+  if not engine.chooses_gamma or acceptance is None or config.beams.searches:
+    return None
+  with progress.status(console, 'Timing calls on this host'):
+    measured = host_gamma.for_host(
+      engine, acceptance, config.rows, config.sampling.temperature
+    )
+  say(console, host_gamma.said(measured))
+  return measured
 
 
 def choose_gammas(

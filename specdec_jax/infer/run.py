@@ -219,6 +219,8 @@ def _run(
         'A drafter rests (--fallback; gin: DRAFTER_RESTS) between drafts of one'
         ' output, not in a beam search: leave one of both out.'
       )
+    if measured is None:
+      measured = calibrated.of_this_host(source.config, engine, console)
     gammas = calibrated.choose_gammas(measured, source.config, engine, console)
     if not calibrated.pays(gammas):
       source.config = source.config.plainly()

@@ -185,6 +185,9 @@ class DecodeConfig(_Rows):
       for as many rows as are decoded together, or for a beam search that it
       measured; None leaves it as it is. Where speculation does not pay, only
       the plain loop runs.
+    acceptance: record of how often this target accepts this drafter, see
+      `measure.alpha`. With it, and neither a calibration nor a gamma, the run
+      chooses the gamma that pays on this host, see `measure.host_gamma`.
     deterministic: whether a sample must not depend on how many rows ran beside
       it. At temperature 0 no output does. Otherwise the last rows of continuous
       batching keep their gamma, though another would pay.
@@ -218,6 +221,7 @@ class DecodeConfig(_Rows):
   num_shown: int = 5
   require_agreement: bool = False
   calibration: str | None = None
+  acceptance: str | None = None
   deterministic: bool = True
   checkpoint_period: int = 100
   num_samples: int = 1

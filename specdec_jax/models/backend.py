@@ -14,7 +14,7 @@ import os
 import pathlib
 import platform
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -143,6 +143,16 @@ def cpu_name() -> str:
       if line.startswith('model name'):
         return line.partition(':')[2].strip()
   return platform.processor() or platform.machine()
+
+
+def host() -> dict[str, Any]:
+  """What the speed of programs on this CPU depends on, as JSON values."""
+  return {
+    'processor': cpu_name(),
+    'cores': num_cores(),
+    'jax': jax.__version__,
+    'flags': os.environ.get('XLA_FLAGS', ''),
+  }
 
 
 def gpu_cores() -> int:

@@ -10,35 +10,28 @@ Outputs do not depend on it beyond rounding.
 
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
 import os
-import pathlib
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specdec_jax import files
 from specdec_jax.checks.names import check_choice
-from specdec_jax.files.locations import user_cache
+from specdec_jax.files import host_cache
 from specdec_jax.models import backend, blocks
 
 Layout = Literal['in_out', 'out_in', 'blocks']
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # in the environment: one of these
 WIDTHS = (4, 8, 16)  # to which rows may be padded
-# A round of gamma 4 is a call over five rows, and four calls over one row of a
-# drafter that is about an eighth of the target.
-_TOKEN, _CALL, _WEIGHT_OF_TOKEN = 1, 5, 0.5
+# Plain decoding calls over one row, a round of gamma 4 over five: both count.
+_TOKEN, _CALL = 1, 5
 _LAYERS, _SIZE, _HIDDEN = 2, 1024, 2048  # 32 MiB a layout
 _REPEATS = 5
-_MOST_BYTES = 1 << 16  # of a file of the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,53 +124,27 @@ def width(count: int) -> int:
 
 @functools.cache
 def _of_this_host() -> CpuLayout:
-  key = {
-    'processor': backend.cpu_name(),
-    'cores': backend.num_cores(),
-    'jax': jax.__version__,
-    'flags': os.environ.get('XLA_FLAGS', ''),
-  }
-  name = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
-  path = user_cache() / f'kernel_layout-{name}.json'
-  if (layout := _read(path, key)) is not None:
-    return layout
-  layout = _chosen(_measured())
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, {'host': key, **dataclasses.asdict(layout)})
-  except OSError:
-    pass  # it is measured again next time
+  return host_cache.kept(
+    'kernel_layout',
+    backend.host(),
+    lambda: dataclasses.asdict(_chosen(_measured())),
+    _from_json,
+  )
+
+
+def _from_json(value: Any) -> CpuLayout:
+  layout = CpuLayout(**value | {'widths': tuple(value['widths'])})
+  check_choice('kernel_layout', layout.kernel_layout, LAYOUTS)
+  if not set(layout.widths) <= set(WIDTHS):
+    raise ValueError(f'widths are of {WIDTHS}, got {layout.widths}')
+  str(layout)  # reads the times
   return layout
-
-
-def _read(path: pathlib.Path, key: Mapping[str, object]) -> CpuLayout | None:
-  """The layout that a file of the cache holds; None if there is none."""
-  if not path.exists():
-    return None
-  try:
-    value = json.loads(files.read_small(path, _MOST_BYTES))
-    if value.pop('host') != key:
-      raise ValueError('it is of another host')
-    value['widths'] = tuple(value['widths'])
-    layout = CpuLayout(**value)
-    check_choice('kernel_layout', layout.kernel_layout, LAYOUTS)
-    if not set(layout.widths) <= set(WIDTHS):
-      raise ValueError(f'widths must be of {WIDTHS}, got {layout.widths}')
-    str(layout)  # reads the times
-    return layout
-  except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-    warnings.warn(
-      f'{str(path)!r} is not what was measured of this processor ({error}). It'
-      ' is measured again.',
-      stacklevel=4,
-    )
-    return None
 
 
 def _chosen(times_ms: Mapping[str, Mapping[str, float]]) -> CpuLayout:
   def score(name: str) -> float:
     times = times_ms[name]
-    return times[str(_CALL)] + _WEIGHT_OF_TOKEN * times[str(_TOKEN)]
+    return times[str(_CALL)] + times[str(_TOKEN)]
 
   out_in = times_ms['out_in']
   below = {4: '2', 8: '5', 16: '9'}

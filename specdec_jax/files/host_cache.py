@@ -1,0 +1,61 @@
+"""What was measured on this processor, kept in the user's cache folder."""
+
+import hashlib
+import json
+import pathlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from specdec_jax.files.locations import user_cache
+from specdec_jax.files.regular import read_small
+from specdec_jax.files.writing import write_json
+
+_Result = TypeVar('_Result')
+_MOST_BYTES = 1 << 20  # of a file
+
+
+def kept(
+  name: str,
+  key: Mapping[str, Any],
+  make: Callable[[], Any],
+  read: Callable[[Any], _Result],
+) -> _Result:
+  """Returns a measurement of an earlier process, or makes one and keeps it.
+
+  A file that is broken or of another key is made again, with a warning. Where
+  the folder cannot be written nothing is kept.
+
+  Args:
+    name: what is measured; the file's name begins with it.
+    key: what the measurement depends on, such as the processor and the versions
+      of libraries; JSON values.
+    make: measures; returns JSON values.
+    read: turns these into the result; raises ValueError, LookupError or
+      TypeError for values that `make` cannot have returned.
+  """
+  digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
+  path = user_cache() / f'{name}-{digest.hexdigest()[:12]}.json'
+  if path.exists():
+    try:
+      return read(_value(path, key))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+      warnings.warn(
+        f'{str(path)!r} is not what was measured here ({error}); it is measured'
+        ' again.',
+        stacklevel=2,
+      )
+  value = make()
+  try:
+    write_json(path, {'key': key, 'value': value})
+  except OSError:
+    pass  # the next process measures again
+  # As JSON gives it back, whether it was just made or not.
+  return read(json.loads(json.dumps(value)))
+
+
+def _value(path: pathlib.Path, key: Mapping[str, Any]) -> Any:
+  content = json.loads(read_small(path, _MOST_BYTES))
+  if content['key'] != key:
+    raise ValueError(f'expected the key {key}, got {content["key"]}')
+  return content['value']
