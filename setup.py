@@ -51,6 +51,7 @@ setuptools.setup(
   package_dir=SHIPPED,
   package_data={
     **{name: ['**/*'] for name in SHIPPED},
+    'specdec_jax': ['py.typed'],
     'specdec_jax.serving': ['page.html'],
   },
   entry_points={'console_scripts': ['specdec=specdec_jax.cli.main:main']},

@@ -54,6 +54,8 @@ if TYPE_CHECKING:  # for editors; at run time a name is imported when used
     Verdict,
   )
 
+  __version__: str
+
 # Name -> its module, and what it is called there where that differs. `import
 # specdec_jax` alone is quick: JAX is imported with the first name.
 _PLACES = {
@@ -104,10 +106,25 @@ _PLACES = {
   'with_fallback': 'drafters.with_fallback',
 }
 
-__all__ = list(_PLACES)
+# Written out: type checkers do not compute it.
+__all__ = [
+  'CausalLM', 'CausalLMConfig', 'Completion', 'CompletionStats', 'Context',
+  'DecodeStats', 'Draft', 'Drafter', 'Engine', 'FinishReason', 'GPT',
+  'GPTConfig', 'Generation', 'LanguageModel', 'M2M100', 'M2M100Config', 'Model',
+  'NGramTable', 'Placement', 'Rope', 'SamplingConfig', 'T5', 'T5Config',
+  'T5Gemma', 'T5GemmaConfig', 'Tokenizer', 'TreeShape', 'Verdict', 'best_tree',
+  'branching', 'cascade', 'check_params', 'fit_ngram_table', 'load',
+  'load_heads', 'load_ngram_table', 'ngram', 'ngram_tree', 'prompt_lookup',
+  'prompt_lookup_tree', 'save_orbax', 'small_model', 'small_model_tree',
+  'uniform', 'with_fallback',
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+  if name == '__version__':
+    from importlib import metadata
+
+    return metadata.version(__name__)
   if name not in _PLACES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   module, _, there = _PLACES[name].partition(':')

@@ -394,7 +394,8 @@ def _aligned(*arrays: jax.Array) -> list[jax.Array]:
   """The arrays, broadcast and converted to the float type of the floats."""
   floats = [array for array in arrays if _is(array, jnp.floating)]
   dtype = jnp.result_type(*floats)
-  return jnp.broadcast_arrays(*(array.astype(dtype) for array in arrays))
+  cast = (array.astype(dtype) for array in arrays)
+  return list(jnp.broadcast_arrays(*cast))  # a tuple since JAX 0.12
 
 
 def _distributions(

@@ -1,5 +1,6 @@
 """What people guess of the API: names, samples, many texts, paths."""
 
+import importlib.metadata
 import importlib.util
 import inspect
 import pathlib
@@ -47,6 +48,7 @@ def test_every_public_name_is_where_it_is_said_to_be():
     assert getattr(specdec_jax, name) is not None
     assert f' {name}' in typed, name
   assert set(specdec_jax.__all__) <= set(dir(specdec_jax))
+  assert specdec_jax.__version__ == importlib.metadata.version('specdec_jax')
   with pytest.raises(AttributeError, match='no attribute'):
     _ = specdec_jax.generate
 

@@ -410,7 +410,7 @@ def test_gamma_is_a_number_of_proposals(pair, gamma):
     ({'a': 'A = [1, %B]\nB = {2: %A}'}, ['%A', '%B', ' -> ']),
     ({'a': 'VALUE = %A\nA = @hostile.Held()'}, ['%A', 'Held()']),
     ({'a': 'hostile.Held.value = @hostile.Held()'}, ['Held() -> ', 'Held()']),
-    ({'a': 'A = ' + '[' * 9999}, ['not valid gin', 'too deep']),
+    ({'a': 'A = ' + '[' * 9999}, ['not valid gin', 'nested']),
     (
       {'a': '\n'.join(f'A{i} = %A{i + 1}' for i in range(2000)) + '\nA2000=1'},
       ['Held', 'too long a chain'],

@@ -77,6 +77,7 @@ def test_the_package_holds_what_a_checkout_has(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   assert [path.name for path in built.iterdir()] == ['specdec_jax']  # no `gin`
+  assert (built / 'specdec_jax' / 'py.typed').exists()
   for name in ('gin', 'demo'):
     for path in (tree / name).rglob('*'):
       copy = built / 'specdec_jax' / 'shipped' / path.relative_to(tree)

@@ -7,6 +7,7 @@ runs: --help and mistyped names answer at once.
 import sys
 from collections.abc import Sequence
 
+import specdec_jax
 from specdec_jax.checks.names import nearest
 from specdec_jax.cli import commands
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_help(), end='')
     return 0
   if name == '--version':
-    print(f'specdec_jax {_version()}')
+    print(f'specdec_jax {specdec_jax.__version__}')
     return 0
   if name == _SIMULATE:
     from specdec_jax.cli import simulate
@@ -74,12 +75,6 @@ def _unknown(name: str) -> str:
   else:
     hint = nearest(name, known)
   return f'error: there is no command {name!r}.{hint}'
-
-
-def _version() -> str:
-  import importlib.metadata
-
-  return importlib.metadata.version('specdec_jax')
 
 
 if __name__ == '__main__':
