@@ -14,7 +14,7 @@ from specdec_jax.checks.packages import package
 from specdec_jax.engine.engine import Engine
 from specdec_jax.serving import protocol
 from specdec_jax.serving.answer import Answer, Ended
-from specdec_jax.serving.gate import Gate
+from specdec_jax.serving.gate import LEFT, Gate
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import (
   BadRequest,
@@ -54,6 +54,7 @@ class Application:
     """
     applications = package('A server', 'starlette.applications', 'serve')
     errors = package('A server', 'starlette.exceptions', 'serve')
+    requests = package('A server', 'starlette.requests', 'serve')
     route = package('A server', 'starlette.routing', 'serve').Route
     self._responses = package('A server', 'starlette.responses', 'serve')
     self._scheduler, self.name = scheduler, name
@@ -78,6 +79,7 @@ class Application:
         Busy: self._busy,
         Stopped: self._stopped,
         Ended: self._ended,
+        requests.ClientDisconnect: self._left_early,
         errors.HTTPException: self._no_such_thing,
         Exception: self._failed,
       },
@@ -107,6 +109,9 @@ class Application:
 
   async def _ended(self, request: Any, error: Ended) -> Any:
     return self._json(error.body, error.status)
+
+  async def _left_early(self, request: Any, error: Exception) -> Any:
+    return self._responses.Response(status_code=LEFT)
 
   async def _no_such_thing(self, request: Any, error: Any) -> Any:
     message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
@@ -182,7 +187,7 @@ class Application:
       await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
       if whole.done():
         return self._json(whole.result())
-      return self._responses.Response(status_code=499)  # nobody reads it
+      return self._responses.Response(status_code=LEFT)  # nobody reads it
     finally:
       whole.cancel()
       left.cancel()
