@@ -330,6 +330,35 @@ def test_beams_are_those_of_the_engine(client, engine, server):
   assert texts_of(empty) == ['', '']
 
 
+def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
+  """One that fails ends alone, and a long one only has its turns."""
+  asked = {'n': 2, 'max_tokens': 9, 'use_beam_search': True}
+  want = texts_of(create(client, TEXTS[0], **asked))
+  real, over = engine.search, threading.Event()
+
+  def slow(*args):
+    advance = real(*args)
+    return lambda rounds: advance(rounds) if over.is_set() else None
+
+  def fail(*args):
+    raise RuntimeError('no memory')
+
+  monkeypatch.setattr(engine, 'search', lambda *_: fail)
+  with pytest.raises(openai.InternalServerError, match='search'):
+    create(client, TEXTS[0], **asked)
+  monkeypatch.setattr(engine, 'search', slow)
+  answers = []
+  thread = threading.Thread(
+    target=lambda: answers.append(create(client, TEXTS[0], **asked))
+  )
+  thread.start()
+  wait_until(lambda: scheduler.num_waiting)
+  assert create(client, TEXTS[1]).choices and not answers
+  over.set()
+  thread.join()
+  assert texts_of(answers[0]) == want
+
+
 def test_what_speculation_did(client, engine):
   (want,) = engine.generate([TEXTS[2]], max_length=24, stop_ids=STOPS[:0])
   have = create(

@@ -28,6 +28,11 @@ _ENDS = {
   'deadline': (504, 'timeout_error', 'The time of the request is over.'),
   'stopped': (503, 'server_error', 'The server is stopping. Try again later.'),
   'failed': (500, 'server_error', 'The server has failed; see its log.'),
+  'search failed': (
+    500,
+    'server_error',
+    "The beam search failed; the server's log says why.",
+  ),
 }
 
 

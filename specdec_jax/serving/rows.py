@@ -27,7 +27,8 @@ class News:
     beams: those of a beam search instead, the best one first.
     num_drafted: tokens that were proposed to the row so far.
     round: what became of the last draft, if it is known.
-    error: why it ends without an output: 'deadline', 'stopped' or 'failed'.
+    error: why it ends without an output: 'deadline', 'stopped', 'failed', or
+      'search failed', where the server goes on.
   """
 
   text: str = ''
@@ -55,7 +56,8 @@ class Row:
     tell: is called with the news, by the thread of the scheduler.
     streams: whether there is news before the end.
     deadline: `time.monotonic()` at which it ends in any case.
-    search: gives the outputs of a beam search; None is none.
+    search: runs more rounds of a beam search, see `Engine.search`; None is
+      none.
     is_plain: whether it is to be decoded without a drafter, where no other row
       runs beside it.
     shows_rounds: whether its news has rounds; then it streams.
@@ -65,7 +67,7 @@ class Row:
   tell: Callable[[News], None]
   streams: bool = False
   deadline: float = math.inf
-  search: Callable[[], list[Completion]] | None = None
+  search: Callable[[int], list[Completion] | None] | None = None
   is_plain: bool = False
   shows_rounds: bool = False
   is_cancelled: bool = False

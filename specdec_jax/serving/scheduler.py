@@ -7,7 +7,6 @@ here knows of HTTP.
 
 import collections
 import dataclasses
-import functools
 import itertools
 import logging
 import math
@@ -43,6 +42,7 @@ _LOG = logging.getLogger(__name__)
 _READ_TOGETHER = 4  # rows, where several wait
 _ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones are shorter
 _NOT_READY = 'The server is not ready yet: it compiles.'
+_SEARCH_ROUNDS = 4  # of a beam search, between two looks at the pool
 _SHRINK_AFTER = 16  # looks at a pool that is larger than it need be
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 _TIMED = 64  # finished rows that the time of a place in the queue is taken from
@@ -108,6 +108,7 @@ class Scheduler:
     self.is_ready = False
     self.failure: str | None = None
     self._waiting: collections.deque[Row] = collections.deque()
+    self._searches: collections.deque[Row] = collections.deque()
     self._taken: set[Row] = set()  # rows that have not heard their last news
     self._changed = threading.Condition()
     self._refuses: str | None = _NOT_READY
@@ -169,13 +170,11 @@ class Scheduler:
       ValueError: as `Engine.generate`.
     """
     speculative = self.speculates
-    search = None
-    if options.get('num_beams') is not None:
+    searches = options.get('num_beams') is not None
+    if searches:
       speculative = speculative and backend.ways().drafts_beams
-      search = functools.partial(
-        self.engine.generate, [text], speculative=speculative, **options
-      )
     batch = self.engine.text_batch([text], speculative, **options)
+    search = self.engine.search(batch, speculative) if searches else None
     count = np.sum(batch.request.stop_ids >= 0) if batch.rows else 0
     if count > self._num_stops:
       raise ValueError(
@@ -202,7 +201,7 @@ class Scheduler:
     with self._changed:
       if self._refuses is not None:
         raise Stopped(self._refuses)
-      most, waiting = self.settings.max_waiting, len(self._waiting)
+      most, waiting = self.settings.max_waiting, self.num_waiting
       if waiting + len(rows) > most:
         raise Busy(
           f'{waiting} outputs wait, and {len(rows)} more would be more than'
@@ -211,12 +210,13 @@ class Scheduler:
         )
       decoded = [row for row in rows if row.batch.rows]
       self._taken.update(decoded)
-      self._waiting.extend(decoded)
+      for row in decoded:
+        (self._waiting if row.search is None else self._searches).append(row)
       self._changed.notify()
     for row in rows:
       if not row.batch.rows:
         nothing = News(completion=row.batch.passed_over[0])
-        row.tell(News(beams=row.search()) if row.search else nothing)
+        row.tell(News(beams=row.search(0) or ()) if row.search else nothing)
 
   def cancel(self, rows: Iterable[Row]) -> None:
     """Ends rows whose outputs nobody wants any more; they hear nothing."""
@@ -255,8 +255,8 @@ class Scheduler:
 
   @property
   def num_waiting(self) -> int:
-    """Rows without a slot."""
-    return len(self._waiting)
+    """Rows without a slot, and beam searches."""
+    return len(self._waiting) + len(self._searches)
 
   @property
   def num_running(self) -> int:
@@ -273,7 +273,7 @@ class Scheduler:
     if len(times) < 2:
       return 1
     each = (times[-1] - times[0]) / (len(times) - 1)
-    return max(1, min(60, math.ceil(each * len(self._waiting))))
+    return max(1, min(60, math.ceil(each * self.num_waiting)))
 
   # What the thread of the scheduler does.
 
@@ -294,6 +294,7 @@ class Scheduler:
       self.refuse('The server has failed; see its log.')
     with self._changed:
       self._waiting.clear()
+      self._searches.clear()
       left = list(self._taken)
     for row in left:
       self._tell(row, News(error=error))
@@ -303,7 +304,9 @@ class Scheduler:
     slots = self._slots
     while True:
       with self._changed:
-        while not (slots.running or self._waiting or self._ends or look.done):
+        while not (
+          slots.running or self.num_waiting or self._ends or look.done
+        ):
           self._changed.wait()
         ends = self._ends
       if not ends:
@@ -318,23 +321,48 @@ class Scheduler:
         self._tell_so_far(row, look.view, slot)
       if ends:
         return
+      self._search()
       look = _Look()
       if coming is not None:
         look = self._look(jax.device_get(coming))
 
   def _drop_waiting(self) -> None:
-    """Takes rows out of the queue that are not wanted, or too late."""
+    """Takes rows out of the queues that are not wanted, or too late."""
     now = time.monotonic()
     with self._changed:
-      late = [row for row in self._waiting if row.deadline <= now]
-      if late or any(row.is_cancelled for row in self._waiting):
-        self._waiting = collections.deque(
-          row
-          for row in self._waiting
-          if not row.is_cancelled and row.deadline > now
+      every = [*self._waiting, *self._searches]
+      late = [row for row in every if row.deadline <= now]
+      gone = {*late, *(row for row in every if row.is_cancelled)}
+      if gone:
+        self._waiting, self._searches = (
+          collections.deque(row for row in queue if row not in gone)
+          for queue in (self._waiting, self._searches)
         )
     for row in late:
       self._tell(row, News(error='deadline'))
+
+  def _search(self) -> None:
+    """Runs some levels of the beam search that came first.
+
+    It has no slot; others run a round or more between two calls. One that
+    fails ends alone.
+    """
+    if not self._searches:
+      return
+    row = self._searches[0]
+    search: Any = row.search
+    try:
+      found = search(_SEARCH_ROUNDS)
+    except Exception:
+      _LOG.exception('A beam search failed.')
+      news = News(error='search failed')
+    else:
+      if found is None:
+        return
+      news = News(beams=found[::-1])  # the best one first
+    with self._changed:
+      self._searches.popleft()
+    self._tell(row, news)
 
   def _resize(self) -> None:
     """Takes the smallest pool that is enough; a smaller one after a while."""
@@ -348,27 +376,14 @@ class Scheduler:
       self._too_large = 0
 
   def _fill(self) -> None:
-    """Gives free slots to the rows that have waited longest.
-
-    A beam search has none, and is done when it is its turn.
-    """
+    """Gives free slots to the rows that have waited longest."""
     while free := len(self._slots.free):
       most = _READ_TOGETHER if free > 1 else 1
       with self._changed:
         count = min(most, free, len(self._waiting))
         rows = [self._waiting.popleft() for _ in range(count)]
-        searches = [i for i, row in enumerate(rows) if row.search is not None]
-        if searches:  # what comes after it, after it
-          first = max(1, searches[0])
-          self._waiting.extendleft(reversed(rows[first:]))
-          rows = rows[:first]
       if not rows:
         return
-      if rows[0].search is not None:
-        best_first = rows[0].search()[::-1]
-        self._tell(rows[0], News(beams=best_first))
-        return  # others go on before the next one
-      count = len(rows)
       filled = [rows[0]] * (_READ_TOGETHER - count) if count > 1 else []
       others = [row for row in self._slots.owners if row is not None]
       plainly = self.drafting.reads_plainly and self._is_plain(rows + others)
@@ -397,7 +412,7 @@ class Scheduler:
     if any(row.streams for row in rows):
       return 1  # somebody watches
     stops = any(row.batch.options.stop_strings for row in rows)
-    if stops or len(rows) + len(self._waiting) > 1:
+    if stops or len(rows) + self.num_waiting > 1:
       return STOP_STRING_ROUNDS
     return _ALONE_ROUNDS if gamma else 3 * _ALONE_ROUNDS
 
@@ -548,7 +563,7 @@ class Scheduler:
         )
         row = self.row(text, lambda news: None, **options)
         if row.search is not None:
-          row.search()
+          row.search(1)
 
   def _rehearse(self, size: int, row: Row) -> None:
     """Reads a row in each way that a pool of this size has, and runs rounds."""

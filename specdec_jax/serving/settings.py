@@ -26,7 +26,7 @@ class ServeSettings:
       traffic.
     speculative: whether the drafter helps; None is yes if there is one.
     beams: widths of the beam searches that are served, as programs for them are
-      compiled before; the others wait while one runs.
+      compiled before. One runs at a time, beside the rows.
     max_waiting: outputs that may wait; more are answered by 429.
     max_outputs: outputs that a request may ask for: prompts times n.
     max_connections: connections at a time. One more closes the one that has
