@@ -400,9 +400,10 @@ class Serve:
     self.log = []
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
-    wait_until(lambda: self.said('ready') or self.process.poll() is not None)
-    assert self.said('ready'), self.log
-    self.url = self.said('ready')['url']
+    ended = self.process.poll
+    wait_until(lambda: self.said('compiled') or ended() is not None)
+    assert self.said('compiled'), self.log
+    self.url = self.said('compiled')['url']
 
   def _read(self):
     for line in self.process.stderr:

@@ -71,7 +71,7 @@ def scheduler(engine):
 @pytest.fixture(scope='module')
 def server(scheduler):
   with serving(Server(scheduler, NAME)) as made:
-    wait_until(lambda: scheduler.takes_rows)
+    wait_until(lambda: scheduler.is_compiled)
     yield made
 
 
@@ -384,7 +384,7 @@ def test_models_health_and_metrics(client, url):
   assert [one.id for one in client.models.list()] == [NAME]
   health = httpx.get(f'{url}/health')
   assert health.status_code == 200
-  assert health.json() == {'live': True, 'ready': True}
+  assert health.json() == {'live': True, 'ready': True, 'compiled': True}
   assert httpx.get(f'{url}/health/live').status_code == 200
   before = counters(url)
   with nothing_compiles():

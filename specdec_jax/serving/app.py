@@ -147,7 +147,9 @@ class Application:
   async def _ready(self, request: Any) -> Any:
     live = self._scheduler.failure is None
     ready = self._scheduler.takes_rows
-    return self._json({'live': live, 'ready': ready}, 200 if ready else 503)
+    body = {'live': live, 'ready': ready}
+    body['compiled'] = self._scheduler.is_compiled
+    return self._json(body, 200 if ready else 503)
 
   async def _metrics(self, request: Any) -> Any:
     kind = 'text/plain; version=0.0.4; charset=utf-8'

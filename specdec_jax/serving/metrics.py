@@ -59,7 +59,7 @@ class Metrics:
     self._prompts = made('Counter', 'prompt_tokens', 'Tokens of prompts.')
     self.requests = made('Counter', 'requests', 'Answered.', 'status')
     self._compiled = made(
-      'Counter', 'compilations', 'Programs compiled since it was ready.'
+      'Counter', 'compilations', 'Programs compiled after the start.'
     )
     running = made('Gauge', 'num_requests_running', 'Outputs in slots.')
     running.set_function(lambda: scheduler.num_running)
@@ -76,7 +76,7 @@ class Metrics:
 
   def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
     del duration_secs
-    if event == _COMPILED and self._scheduler.is_ready:
+    if event == _COMPILED and self._scheduler.is_compiled:
       self._compiled.inc()
 
   def close(self) -> None:

@@ -113,7 +113,10 @@ class Row:
 
 
 def read_together(
-  rows: Sequence[Row], num_stops: int, verification: str
+  rows: Sequence[Row],
+  num_stops: int,
+  verification: str,
+  least: tuple[int, int] = (0, 0),
 ) -> Request:
   """One request of all rows: what they differ in is given for each.
 
@@ -121,14 +124,15 @@ def read_together(
     rows: each with a text.
     num_stops: stop ids that a row has room for.
     verification: how sampled drafts are judged.
+    least: widths that inputs and prompts have at least.
   """
   every: list[Any] = [row.batch.request for row in rows]
 
   def joined(name: str) -> np.ndarray:
     return np.concatenate([np.asarray(getattr(r, name))[:1] for r in every])
 
-  def widest(arrays: Sequence[Any]) -> np.ndarray:
-    width = max(one.shape[-1] for one in arrays)
+  def widest(arrays: Sequence[Any], width: int) -> np.ndarray:
+    width = max(width, *(one.shape[-1] for one in arrays))
     # What is past a prompt does not matter, past an input it does.
     found = np.full((len(arrays), width), every[0].pad_id, np.int32)
     for row, one in zip(found, arrays, strict=True):
@@ -153,11 +157,11 @@ def read_together(
       np.array([(one.example_ids or [0])[0] for one in asked], np.uint32),
     )
   if every[0].prompt is not None:
-    changes['prompt'] = widest([r.prompt[0] for r in every])
+    changes['prompt'] = widest([r.prompt[0] for r in every], least[1])
     changes['prompt_length'] = joined('prompt_length')
   return dataclasses.replace(
     every[0],
-    inputs=widest([r.inputs[0] for r in every]),
+    inputs=widest([r.inputs[0] for r in every], least[0]),
     sampling=sampling,
     stop_ids=stops,
     min_length=joined('min_length'),

@@ -73,8 +73,9 @@ def serve(
 ) -> None:
   """Serves until SIGTERM or SIGINT.
 
-  It listens at once, and is ready when everything is compiled. A signal makes
-  it refuse what is new and finish what it has taken, see `drain_seconds`.
+  It listens at once, is ready when the programs for one row are compiled, and
+  compiles the rest behind. A signal makes it refuse what is new and finish what
+  it has taken, see `drain_seconds`.
 
   Args:
     config: what is served, and how.
@@ -212,19 +213,23 @@ class Server:
     self._uvicorn.should_exit = True
 
   async def _watch(self) -> None:
-    """Says when it is ready; ends it if it fails."""
+    """Says when it is ready, and has all programs; ends it if it fails."""
     begin = time.perf_counter()
     url = f'http://{self._settings.host}:{self.port}'
     say('listening', url=url, model=self.application.name)
-    is_ready = False
+    is_ready = is_compiled = False
     while self._scheduler.failure is None:
+      seconds = round(time.perf_counter() - begin, 3)
       if not is_ready and self._scheduler.takes_rows:
         is_ready = True
+        say('ready', url=url, seconds=seconds)
+      if not is_compiled and self._scheduler.is_compiled:
+        is_compiled = True
         # What is there by now stays: half a million objects, which would be
         # gone through again and again while requests wait.
         gc.collect()
         gc.freeze()
-        say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
+        say('compiled', url=url, seconds=seconds)
       await asyncio.sleep(0.1)
     self.stop()
 
