@@ -369,13 +369,13 @@ def test_what_speculation_did(client, engine):
     'mean_acceptance_length': pytest.approx(
       1 + stats.num_accepted / stats.num_target_calls
     ),
-    'draft_acceptance_rate': pytest.approx(
-      stats.num_accepted / (3 * stats.num_target_calls)
-    ),
+    'acceptance_rate': stats.acceptance_rate,
     'acceptance_histogram': list(stats.histogram),
     'num_spec_steps': stats.num_target_calls,
     'num_accepted_draft_tokens': stats.num_accepted,
     'num_draft_tokens': 3 * stats.num_target_calls,
+    'num_tested': stats.num_tested,
+    'num_passed': stats.passed,
     'num_spec_tokens': 3,
   }
 

@@ -46,6 +46,14 @@ class Metrics:
     self._accepted = made(
       'Counter', 'spec_decode_num_accepted_tokens', 'Those that were accepted.'
     )
+    self._tested = made(
+      'Counter', 'spec_decode_num_tested_tokens', 'Those that were judged.'
+    )
+    self._passed = made(
+      'Counter',
+      'spec_decode_num_passed_tokens',
+      'Those that passed; by those that were judged, the acceptance rate.',
+    )
     self._by_place = made(
       'Counter',
       'spec_decode_num_accepted_tokens_per_pos',
@@ -99,6 +107,8 @@ class Metrics:
       self._rested.inc(rested)
       self._drafted.inc(news.num_drafted)
       self._accepted.inc(stats.num_accepted)
+      self._tested.inc(stats.num_tested)
+      self._passed.inc(stats.passed)
       for place in range(len(stats.histogram) - 1):
         rounds = sum(stats.histogram[place + 1 :])
         self._by_place.labels(position=str(place)).inc(rounds)

@@ -74,6 +74,7 @@ class Row:
   num_rounds: int = 0
   num_drafted: int = 0
   num_accepted: int = 0
+  num_passed: int = 0
   num_told: int = 0
   told: str = ''
 
@@ -84,15 +85,12 @@ class Row:
     greedy = options.sampling.greedy and not options.min_length
     return greedy and not options.log_probs
 
-  def round_of(
-    self, view: PoolView, slot: int, as_blocks: bool
-  ) -> Round[int] | None:
+  def round_of(self, view: PoolView, slot: int) -> Round[int] | None:
     """The row's last round, if a chain was judged in it.
 
     Args:
       view: of a pool that has run one round.
       slot: the row's.
-      as_blocks: whether sampled drafts are judged as a whole.
     """
     draft, found = view.draft, view.generation
     if draft is None or draft.parents is not None:
@@ -103,12 +101,17 @@ class Row:
     accepted = int(found.stats.num_accepted[slot]) - self.num_accepted
     self.num_accepted += accepted
     own = new[accepted : accepted + 1].tolist()
+    passed = None
+    # What is greedy is judged one by one, whatever the others are.
+    if found.stats.num_passed is not None:
+      passed = int(found.stats.num_passed[slot]) - self.num_passed
+      self.num_passed += passed
     is_sampled = not self.batch.options.sampling.greedy
     return Round(
       proposed.tolist(),
       accepted,
       own[0] if own else None,
-      as_blocks and is_sampled,
+      passed if is_sampled else None,
     )
 
 

@@ -542,7 +542,7 @@ class Scheduler:
     """What the last round brought a row; between two looks there was one."""
     if not row.shows_rounds:
       return None
-    return row.round_of(view, slot, self._verification == BLOCK)
+    return row.round_of(view, slot)
 
   def _tell(self, row: Row, news: News) -> None:
     if row.is_cancelled:
