@@ -301,6 +301,7 @@ def test_connections_that_do_nothing(url, want):
       first[-1].settimeout(10)
       answer = everything(first[-1])
       assert answer.startswith(b'HTTP/1.1 408') if data else not answer
+      assert not data or b'connection: close' in answer
 
 
 def test_a_client_that_does_not_read(url, want):

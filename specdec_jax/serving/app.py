@@ -97,7 +97,9 @@ class Application:
   # Errors.
 
   async def _bad_request(self, request: Any, error: BadRequest) -> Any:
-    return self._json(error.body, error.status)
+    # The rest of a body that is late would only keep the connection.
+    close = {'connection': 'close'} if error.status == 408 else {}
+    return self._json(error.body, error.status, **close)
 
   async def _busy(self, request: Any, error: Busy) -> Any:
     body = error_object(str(error), 'rate_limit_error', None, 'queue_full')
