@@ -94,7 +94,7 @@ def test_rounds_of_rest_are_counted_by_themselves():
   stats = CompletionStats(9, 6, 4, 3, (4, 1, 1), fallback_rounds=2)
   end = News(completion=Completion('', [1] * 9, [], 'stop', stats))
   end = dataclasses.replace(end, num_drafted=5)
-  idle = types.SimpleNamespace(num_running=0, num_waiting=0, is_ready=False)
+  idle = types.SimpleNamespace(num_running=0, num_waiting=0, is_compiled=False)
   metrics = Metrics(idle)
   try:
     metrics.ended(end)

@@ -27,7 +27,7 @@ PHONE, DESK = (390, 844), (1200, 1000)
 def url(engine):
   scheduler = Scheduler(engine, LIMITS)
   with serving(Server(scheduler, NAME)) as made:
-    wait_until(lambda: scheduler.takes_rows)
+    wait_until(lambda: scheduler.is_compiled)
     yield f'http://127.0.0.1:{made.port}'
 
 

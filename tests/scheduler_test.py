@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 
@@ -16,6 +17,7 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.text_batch import TextBatch
 from specdec_jax.models.model import Model
+from specdec_jax.serving.rehearsal import Rehearsal
 from specdec_jax.serving.scheduler import Busy, Scheduler, Stopped
 from specdec_jax.serving.settings import ServeSettings
 
@@ -57,7 +59,7 @@ def scheduler(engine):
 def started(engine, measured=None, **settings):
   made = Scheduler(engine, ServeSettings(**settings), measured)
   made.start()
-  while not made.is_ready:
+  while not made.is_compiled:
     assert made.failure is None, made.failure
     time.sleep(0.01)
   return made
@@ -276,18 +278,60 @@ def test_a_full_queue_refuses_and_a_stop_ends_what_waits(engine, monkeypatch):
 
 
 def test_told_to_stop_while_it_compiles_it_takes_no_rows(engine, monkeypatch):
-  def begin(self):  # the rest of it would only take time
-    self._slots.begin(1, self._width, True)
-
-  monkeypatch.setattr(Scheduler, '_warm_up', begin)
+  first = itertools.islice  # the rest would only take time
+  uses = Rehearsal.uses
+  monkeypatch.setattr(
+    Rehearsal, 'uses', lambda self: dict(first(uses(self).items(), 1))
+  )
   made = Scheduler(engine, ServeSettings(rows=1))
   made.refuse('The server is stopping.')
   made.start()
-  while not made.is_ready:
+  while not made.is_compiled:
     assert made.failure is None, made.failure
     time.sleep(0.01)
   with pytest.raises(Stopped, match='stopping'):
     made.submit([])
+  made.stop()
+  made.join()
+
+
+def test_rows_are_themselves_whatever_is_compiled(engine, monkeypatch):
+  """From the first program on, and they compile nothing."""
+  turns = threading.Semaphore(0), threading.Semaphore(0)
+  uses, all_uses = Rehearsal.uses, []
+
+  def one_by_one(self):
+    def used(run):
+      turns[0].acquire()
+      run()
+      turns[1].release()
+
+    found = uses(self)
+    all_uses.extend(found)
+    return {one: functools.partial(used, run) for one, run in found.items()}
+
+  monkeypatch.setattr(Rehearsal, 'uses', one_by_one)
+  made = Scheduler(engine, ServeSettings(rows=4))
+  made.start()
+  asked = (
+    {'stop_ids': STOPS, 'log_probs': False},
+    {'temperature': 1.0, 'stop_ids': STOPS, 'log_probs': False},
+  )
+  traffic = traffic_of(engine, TEXTS[:6], asked)
+  wait_until(lambda: all_uses)
+  beams = Heard(made, TEXTS[0], num_beams=2)
+  for _ in all_uses:
+    with pytest.raises(Stopped, match='not ready'):  # nothing could search yet
+      made.submit([beams.row])
+    turns[0].release()
+    turns[1].acquire()
+    wait_until(lambda: made.takes_rows)
+    with nothing_compiles():
+      heard = [Heard(made, text, **options) for text, options, _ in traffic]
+      made.submit([one.row for one in heard])
+      for one, (_, _, want) in zip(heard, traffic, strict=True):
+        same(one.last.completion, want)
+      same(ask(made, traffic[0][0], **traffic[0][1]), traffic[0][2])
   made.stop()
   made.join()
 
@@ -303,7 +347,7 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
   made.submit([one.row for one in heard])
   assert [one.last.error for one in heard] == ['failed'] * 3
   made.join()
-  assert 'no device' in made.failure and not made.is_ready
+  assert 'no device' in made.failure and not made.is_compiled
   with pytest.raises(Stopped, match='failed'):
     made.submit([heard[0].row])
 

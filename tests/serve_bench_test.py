@@ -36,7 +36,7 @@ def scheduler(engine):
 @pytest.fixture(scope='module')
 def url(scheduler):
   with serving(Server(scheduler, 'toy')) as made:
-    wait_until(lambda: scheduler.takes_rows)
+    wait_until(lambda: scheduler.is_compiled)
     yield f'http://127.0.0.1:{made.port}'
 
 

@@ -114,11 +114,12 @@ def test_sigterm_finishes_what_was_taken():
     stderr=subprocess.PIPE,
     text=True,
   )
-  answers = {}
+  answers, events = {}, []
 
   def until(event):
     for line in process.stderr:
       said = json.loads(line) if line.startswith('{') else {}
+      events.append(said.get('event'))
       if said.get('event') == event:
         return said
     raise AssertionError(f'it never said {event!r}')
@@ -139,6 +140,8 @@ def test_sigterm_finishes_what_was_taken():
 
   try:
     url = until('ready')['url']
+    # It says what it compiles, and goes on with it while it answers.
+    assert 'compiling' in events and 'compiled' not in events
     with pytest.raises(urllib.error.HTTPError, match='401'):
       urllib.request.urlopen(f'{url}/v1/models')
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]

@@ -12,7 +12,9 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
+import socket
 import string
 import subprocess
 import sys
@@ -79,7 +81,15 @@ def others(address, want, threads=2):
 @pytest.fixture(scope='module')
 def scheduler(engine):
   """Of few programs and a short queue."""
-  settings = ServeSettings(port=0, rows=2, max_waiting=8, body_seconds=2.0)
+  settings = ServeSettings(
+    port=0,
+    rows=2,
+    max_waiting=8,
+    max_connections=400,
+    header_seconds=2.0,
+    body_seconds=2.0,
+    idle_seconds=2.0,
+  )
   return Scheduler(engine, settings)
 
 
@@ -110,11 +120,24 @@ def leave(address, texts, count):
     list(pool.map(one, range(count)))
 
 
+def statuses(address):
+  """Status of an answer -> how many had it."""
+  text = httpx.get(f'{address}/metrics').text
+  every = re.findall(r'requests_total{status="(\d+)"} (\S+)', text)
+  return {status: float(count) for status, count in every}
+
+
 def test_clients_that_leave(url, scheduler, want):
   with others(url, want):
     leave(url, TEXTS, 30)
   wait_until(lambda: not scheduler.num_rows)
   assert not scheduler._taken
+  # Some had the whole answer on its way before they left.
+  assert statuses(url).get('499', 0) > 10
+  with sent(url, b'{"prompt": ', length=100):
+    pass
+  wait_until(lambda: statuses(url).get('499', 0) > 11)
+  assert '500' not in statuses(url)
 
 
 @pytest.mark.slow
@@ -211,6 +234,111 @@ def test_a_thousand_malformed_bodies(demo, outputs):
   assert demo.idle()
 
 
+# Connections that do nothing, or too much.
+
+
+@contextlib.contextmanager
+def connected(address, data=b'', count=1):
+  """Connections on which this has been sent."""
+  port = int(address.rpartition(':')[2])
+  with contextlib.ExitStack() as stack:
+    made = []
+    for _ in range(count):
+      one = stack.enter_context(socket.create_connection(('127.0.0.1', port)))
+      one.settimeout(60)
+      one.sendall(data)
+      made.append(one)
+    yield made
+
+
+def everything(connection):
+  """What comes until the other side ends."""
+  parts = []
+  with contextlib.suppress(ConnectionError):
+    while part := connection.recv(1 << 16):
+      parts.append(part)
+  return b''.join(parts)
+
+
+def http_request(body, version='1.1'):
+  head = f'POST {PATH} HTTP/{version}\r\nHost: x\r\nContent-Length: '
+  data = json.dumps(body).encode()
+  return f'{head}{len(data)}\r\n\r\n'.encode() + data
+
+
+def test_a_header_is_bounded(url, want):
+  """One field or many, at once or in parts; behind a body too."""
+  begin = b'GET /health HTTP/1.1\r\nHost: x\r\n'
+  chunked = b'POST /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n'
+  fields = b'a: b\r\n' * 7000
+  memory = 'process_resident_memory_bytes'
+  before = load.counters(url)[memory]
+  with others(url, want, threads=1):
+    for data in (begin + b'A: ', begin + fields + b'\r\n', chunked + b'A: '):
+      with connected(url, data) as (one,):
+        with contextlib.suppress(ConnectionError):
+          for _ in range(0 if data.endswith(b'\n') else 2000):
+            one.sendall(b'x' * (1 << 16))
+        answer = everything(one)
+        assert (
+          not answer
+          or answer.startswith(b'HTTP/1.1 431')
+          or (data.startswith(b'POST') and answer.startswith(b'HTTP/1.1 405'))
+        )
+  assert load.counters(url)[memory] - before < 50 << 20
+  with connected(url, begin + b'A: ' + b'x' * 20_000 + b'\r\n\r\n') as (one,):
+    assert one.recv(1 << 16).startswith(b'HTTP/1.1 200')
+
+
+def test_connections_that_do_nothing(url, want):
+  """However many there are, others are answered meanwhile."""
+  begin = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
+  for data in (b'', begin, begin + b'Content-Length: 9\r\n\r\n{'):
+    with connected(url, data, count=450) as first:
+      (text, *_) = want
+      answer = httpx.post(f'{url}{PATH}', json=load.body(text))
+      assert answer.json()['choices'][0]['text'] == want[text]
+      first[-1].settimeout(10)
+      answer = everything(first[-1])
+      assert answer.startswith(b'HTTP/1.1 408') if data else not answer
+      assert not data or b'connection: close' in answer
+
+
+def test_a_client_that_does_not_read(url, want):
+  """It is closed, and costs no more than its buffers."""
+  page = b'GET / HTTP/1.1\r\nHost: x\r\n\r\n'
+  with connected(url) as (one,):
+    with others(url, want, threads=1), contextlib.suppress(ConnectionError):
+      begin = time.monotonic()
+      while time.monotonic() < begin + 20:
+        one.sendall(page * 5)
+        time.sleep(0.01)
+      pytest.fail('it was not closed')
+    assert time.monotonic() > begin + 2
+
+
+def test_a_client_that_ended_its_half(url, want):
+  (text, *_) = want
+  for stream in (False, True):
+    with connected(url, http_request(load.body(text, stream))) as (one,):
+      one.shutdown(socket.SHUT_WR)
+      answer = everything(one)
+    assert answer.startswith(b'HTTP/1.1 200')
+    assert answer.endswith(b'[DONE]\n\n\r\n0\r\n\r\n' if stream else b'}')
+
+
+def test_an_old_client_gets_no_chunks(url, want):
+  (text, *_) = want
+  for stream in (False, True):
+    with connected(url, http_request(load.body(text, stream), '1.0')) as (one,):
+      head, _, body = everything(one).partition(b'\r\n\r\n')
+    assert b'200 OK' in head and b'chunked' not in head
+    if stream:
+      assert body.startswith(b'data: {') and body.endswith(b'[DONE]\n\n')
+    else:
+      assert json.loads(body)['choices'][0]['text'] == want[text]
+
+
 # More than it can do.
 
 
@@ -273,9 +401,10 @@ class Serve:
     self.log = []
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
-    wait_until(lambda: self.said('ready') or self.process.poll() is not None)
-    assert self.said('ready'), self.log
-    self.url = self.said('ready')['url']
+    ended = self.process.poll
+    wait_until(lambda: self.said('compiled') or ended() is not None)
+    assert self.said('compiled'), self.log
+    self.url = self.said('compiled')['url']
 
   def _read(self):
     for line in self.process.stderr:

@@ -71,7 +71,7 @@ def scheduler(engine):
 @pytest.fixture(scope='module')
 def server(scheduler):
   with serving(Server(scheduler, NAME)) as made:
-    wait_until(lambda: scheduler.takes_rows)
+    wait_until(lambda: scheduler.is_compiled)
     yield made
 
 
@@ -330,6 +330,35 @@ def test_beams_are_those_of_the_engine(client, engine, server):
   assert texts_of(empty) == ['', '']
 
 
+def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
+  """One that fails ends alone, and a long one only has its turns."""
+  asked = {'n': 2, 'max_tokens': 9, 'use_beam_search': True}
+  want = texts_of(create(client, TEXTS[0], **asked))
+  real, over = engine.search, threading.Event()
+
+  def slow(*args):
+    advance = real(*args)
+    return lambda rounds: advance(rounds) if over.is_set() else None
+
+  def fail(*args):
+    raise RuntimeError('no memory')
+
+  monkeypatch.setattr(engine, 'search', lambda *_: fail)
+  with pytest.raises(openai.InternalServerError, match='search'):
+    create(client, TEXTS[0], **asked)
+  monkeypatch.setattr(engine, 'search', slow)
+  answers = []
+  thread = threading.Thread(
+    target=lambda: answers.append(create(client, TEXTS[0], **asked))
+  )
+  thread.start()
+  wait_until(lambda: scheduler.num_waiting)
+  assert create(client, TEXTS[1]).choices and not answers
+  over.set()
+  thread.join()
+  assert texts_of(answers[0]) == want
+
+
 def test_what_speculation_did(client, engine):
   (want,) = engine.generate([TEXTS[2]], max_length=24, stop_ids=STOPS[:0])
   have = create(
@@ -340,13 +369,13 @@ def test_what_speculation_did(client, engine):
     'mean_acceptance_length': pytest.approx(
       1 + stats.num_accepted / stats.num_target_calls
     ),
-    'draft_acceptance_rate': pytest.approx(
-      stats.num_accepted / (3 * stats.num_target_calls)
-    ),
+    'acceptance_rate': stats.acceptance_rate,
     'acceptance_histogram': list(stats.histogram),
     'num_spec_steps': stats.num_target_calls,
     'num_accepted_draft_tokens': stats.num_accepted,
     'num_draft_tokens': 3 * stats.num_target_calls,
+    'num_tested': stats.num_tested,
+    'num_passed': stats.passed,
     'num_spec_tokens': 3,
   }
 
@@ -355,7 +384,7 @@ def test_models_health_and_metrics(client, url):
   assert [one.id for one in client.models.list()] == [NAME]
   health = httpx.get(f'{url}/health')
   assert health.status_code == 200
-  assert health.json() == {'live': True, 'ready': True}
+  assert health.json() == {'live': True, 'ready': True, 'compiled': True}
   assert httpx.get(f'{url}/health/live').status_code == 200
   before = counters(url)
   with nothing_compiles():

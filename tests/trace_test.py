@@ -62,11 +62,16 @@ def check(engine, text, **options) -> list[Round[int]]:
   stats = want.stats
   assert len(rounds) == stats.num_target_calls
   assert sum(one.num_accepted for one in rounds) == stats.num_accepted
-  if any(one.as_block for one in rounds):
-    assert all(one.num_tested == len(one.proposed) for one in rounds)
-    assert stats.num_passed is not None
-  else:
-    assert sum(one.num_tested for one in rounds) == stats.num_tested
+  as_block = stats.num_passed is not None
+  assert all((one.num_passed is not None) == as_block for one in rounds)
+  if as_block:
+    assert all(one.num_judged == len(one.proposed) for one in rounds)
+  # One acceptance rate, however drafts are judged.
+  assert sum(one.passed for one in rounds) == stats.passed
+  assert sum(one.num_tested for one in rounds) == stats.num_tested
+  if stats.num_tested:
+    rate = f'acceptance rate {stats.acceptance_rate:.3f}'
+    assert rate in trace.summary(rounds)
   counts = [0] * (engine.gamma + 1)
   for one in rounds:
     counts[one.num_accepted] += 1

@@ -71,11 +71,16 @@ class Loop(NamedTuple):
   def decode(self, params: PairParams, request: Request) -> Generation:
     """The whole generation: `start`, all rounds and the result together."""
     state = self.run(params, request, self.start(params, request))
-    if request.beams is not None:
-      return beam_search.generation(request, state)
-    return decode_state.generation(request, state)
+    return generation(request, state)
 
   @property
   def _network(self) -> LanguageModel | None:
     """The drafter's network, whose beams a beam search is proposed."""
     return self.drafter and self.drafter.network
+
+
+def generation(request: Request, state: Any) -> Generation:
+  """What came of a request, from its last state."""
+  if request.beams is not None:
+    return beam_search.generation(request, state)
+  return decode_state.generation(request, state)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,8 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checks import memory
 from specdec_jax.checks.arguments import check_number
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.fallback import Fallback, guessed
-from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
@@ -621,6 +620,38 @@ class Engine:
     """
     return self._text_batch(texts, speculative, gamma, options_of(options))
 
+  def search(
+    self, batch: TextBatch, speculative: bool
+  ) -> Callable[[int], list[Completion] | None]:
+    """A beam search in pieces, for a scheduler with other work beside it.
+
+    Args:
+      batch: from `text_batch`, with `num_beams`.
+      speculative: as `text_batch` was told.
+
+    Returns:
+      A function that runs so many more rounds. It returns None until the search
+      is over, and then the outputs as `generate` has them.
+    """
+    state = None
+
+    def advance(rounds: int) -> list[Completion] | None:
+      nonlocal state
+      if not batch.rows:
+        return batch.completions()
+      if state is None:
+        start = self._programs.get('start', batch.request, speculative)
+        state = start(batch.request)
+      run = self._programs.get('run', batch.request, speculative)
+      state = run(batch.request, state, np.int32(rounds))
+      reasons = partitioning.on_host(state.finish_reason)
+      if np.any(reasons == FinishReason.RUNNING):
+        return None
+      found = partitioning.on_host(_generation(batch.request, state))
+      return batch.completions((batch, found))
+
+    return advance
+
   def _text_batch(
     self, texts: Texts, speculative: bool, gamma: Gamma, asked: Options
   ) -> TextBatch:
@@ -694,4 +725,4 @@ class Engine:
 
 
 # Jitted: run one by one, its operations took milliseconds per call.
-_generation = jax.jit(decode_state.generation)
+_generation = jax.jit(generation)

@@ -72,11 +72,12 @@ class Slots(Generic[_Owner]):
     self._read_rows = read_rows
     self._empty_rows: dict[tuple[bool, int], Pool] = {}
     self._unread: tuple[Request, bool] | None = None  # see `hold`
+    self.owners: list[_Owner | None] = []
 
   def begin(self, size: int, width: int, speculative: bool) -> None:
     """Makes a pool of `size` free slots, for inputs of this width."""
     self.width = self._pool_width = width
-    self.owners: list[_Owner | None] = [None] * size
+    self.owners = [None] * size
     self._use(speculative)
     row = self._empty_row(width)
     self._pool: Pool = self._programs.repeated(row, size)

@@ -57,13 +57,14 @@ class Round(Generic[Token]):
     proposed: x_1..x_gamma; fewer if the drafter or the row's budget ended.
     num_accepted: n, the leading proposals that were kept.
     next_token: t, the target's own token; None after an accepted stop id.
-    as_block: whether the draft was judged as a whole.
+    num_passed: of a draft that was judged as a whole: the leading proposals
+      that pass Algorithm 1's test; None elsewhere: `num_accepted`.
   """
 
   proposed: Sequence[Token]
   num_accepted: int
   next_token: Token | None
-  as_block: bool = False
+  num_passed: int | None = None
 
   def __post_init__(self):
     if not 0 <= self.num_accepted <= len(self.proposed):
@@ -81,20 +82,30 @@ class Round(Generic[Token]):
     return kept
 
   @property
+  def passed(self) -> int:
+    """Proposals that pass Algorithm 1's test, as in `CompletionStats`."""
+    return self.num_accepted if self.num_passed is None else self.num_passed
+
+  @property
   def num_tested(self) -> int:
-    """Proposals that verification judged."""
-    most = len(self.proposed)
-    return most if self.as_block else min(self.num_accepted + 1, most)
+    """Those and the first that fails, if any, as in `CompletionStats`."""
+    return min(self.passed + 1, len(self.proposed))
+
+  @property
+  def num_judged(self) -> int:
+    """Proposals that verification judged: all, if it did as a whole."""
+    as_block = self.num_passed is not None
+    return len(self.proposed) if as_block else self.num_tested
 
   @property
   def parts(self) -> list[tuple[str, Token]]:
     """Each token with what became of it, in the order of the figure."""
-    num_rejected = self.num_tested - self.num_accepted
+    num_rejected = self.num_judged - self.num_accepted
     kinds = [ACCEPTED] * self.num_accepted + [REJECTED] * num_rejected
-    kinds += [UNUSED] * (len(self.proposed) - self.num_tested)
+    kinds += [UNUSED] * (len(self.proposed) - self.num_judged)
     found = list(zip(kinds, self.proposed, strict=True))
     # Tokens that were not judged come last: a line reads as text up to there.
-    judged, unused = found[: self.num_tested], found[self.num_tested :]
+    judged, unused = found[: self.num_judged], found[self.num_judged :]
     if self.next_token is not None:
       judged.append((TARGET, self.next_token))
     return judged + unused
@@ -139,7 +150,7 @@ def record(
   step = jax.jit(functools.partial(speculative.step, *sides), donate_argnums=2)
   state = start(engine.params, request)
   first = length = int(state.length[0])
-  num_accepted = 0  # so far
+  num_accepted = num_passed = 0  # so far
   rounds: list[Round[int]] = []
   while True:
     state, draft = step(engine.params, request, state)
@@ -148,6 +159,7 @@ def record(
         'tokens': state.tokens[0],
         'length': state.length[0],
         'num_accepted': state.stats.num_accepted[0],
+        'num_passed': state.stats.num_passed,
         'reason': state.finish_reason[0],
         'proposed': draft.tokens[0],
         'num_proposed': draft.length[0],
@@ -157,6 +169,10 @@ def record(
       found = jax.device_get(decode_state.generation(request, state))
       raise ValueError(from_generation(found, 0, engine.tokenizer).error)
     accepted = int(seen['num_accepted']) - num_accepted
+    passed = None
+    if seen['num_passed'] is not None:
+      passed = int(seen['num_passed'][0]) - num_passed
+      num_passed += passed
     output = seen['tokens'][: seen['length']].tolist()
     new = output[length:]
     rounds.append(
@@ -164,7 +180,7 @@ def record(
         seen['proposed'][: seen['num_proposed']].tolist(),
         accepted,
         new[accepted] if len(new) > accepted else None,
-        request.judges_blocks,
+        passed,
       )
     )
     length, num_accepted = len(output), int(seen['num_accepted'])
@@ -196,7 +212,9 @@ def spell(
     if one.next_token is not None:
       kept = [*before, *one.proposed[: one.num_accepted]]
       next_token = _pieces(tokenizer, kept, [one.next_token])[0]
-    spelled.append(Round(proposed, one.num_accepted, next_token, one.as_block))
+    spelled.append(
+      Round(proposed, one.num_accepted, next_token, one.num_passed)
+    )
     before += one.kept
   return spelled
 
@@ -219,12 +237,15 @@ def summary(rounds: Sequence[Round]) -> str:
   """Returns one sentence: tokens, calls of the target, acceptance."""
   tokens = sum(len(one.kept) for one in rounds)
   accepted = sum(one.num_accepted for one in rounds)
-  tested = sum(one.num_tested for one in rounds)
-  unused = sum(len(one.proposed) for one in rounds) - tested
+  judged = sum(one.num_judged for one in rounds)
+  unused = sum(len(one.proposed) for one in rounds) - judged
   behind = f', {unused} more after a rejection not judged' if unused else ''
+  tested = sum(one.num_tested for one in rounds)
+  rate = sum(one.passed for one in rounds) / tested if tested else None
+  last = '' if rate is None else f'; acceptance rate {rate:.3f}'
   return (
     f'{tokens} tokens in {len(rounds)} calls of the target; {accepted} of'
-    f' {tested} judged proposals accepted{behind}.'
+    f' {judged} judged proposals accepted{behind}{last}.'
   )
 
 

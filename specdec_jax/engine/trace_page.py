@@ -66,7 +66,7 @@ def _row(number: int, one: Round[str]) -> str:
   tokens = ''.join(_token(*part) for part in one.parts)
   return (
     f'<tr><th scope="row">{number}</th>'
-    f'<td>{one.num_accepted} of {one.num_tested}</td>'
+    f'<td>{one.num_accepted} of {one.num_judged}</td>'
     f'<td class="tokens">{tokens}</td></tr>'
   )
 

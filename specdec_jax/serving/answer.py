@@ -28,6 +28,11 @@ _ENDS = {
   'deadline': (504, 'timeout_error', 'The time of the request is over.'),
   'stopped': (503, 'server_error', 'The server is stopping. Try again later.'),
   'failed': (500, 'server_error', 'The server has failed; see its log.'),
+  'search failed': (
+    500,
+    'server_error',
+    "The beam search failed; the server's log says why.",
+  ),
 }
 
 
@@ -305,11 +310,13 @@ def speculative_metrics(
   return {
     'speculative_decoding': {
       'mean_acceptance_length': 1 + accepted / steps if steps else 1.0,
-      'draft_acceptance_rate': accepted / num_drafted if num_drafted else 0.0,
+      'acceptance_rate': counts.acceptance_rate,
       'acceptance_histogram': list(counts.histogram),
       'num_spec_steps': steps,
       'num_accepted_draft_tokens': accepted,
       'num_draft_tokens': num_drafted,
+      'num_tested': counts.num_tested,
+      'num_passed': counts.passed,
       'num_spec_tokens': len(counts.histogram) - 1,
       **({'fallback_rounds': rested} if rested else {}),
     }

@@ -14,7 +14,7 @@ from specdec_jax.checks.packages import package
 from specdec_jax.engine.engine import Engine
 from specdec_jax.serving import protocol
 from specdec_jax.serving.answer import Answer, Ended
-from specdec_jax.serving.gate import Gate
+from specdec_jax.serving.gate import LEFT, Gate
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import (
   BadRequest,
@@ -54,6 +54,7 @@ class Application:
     """
     applications = package('A server', 'starlette.applications', 'serve')
     errors = package('A server', 'starlette.exceptions', 'serve')
+    requests = package('A server', 'starlette.requests', 'serve')
     route = package('A server', 'starlette.routing', 'serve').Route
     self._responses = package('A server', 'starlette.responses', 'serve')
     self._scheduler, self.name = scheduler, name
@@ -78,6 +79,7 @@ class Application:
         Busy: self._busy,
         Stopped: self._stopped,
         Ended: self._ended,
+        requests.ClientDisconnect: self._left_early,
         errors.HTTPException: self._no_such_thing,
         Exception: self._failed,
       },
@@ -95,7 +97,9 @@ class Application:
   # Errors.
 
   async def _bad_request(self, request: Any, error: BadRequest) -> Any:
-    return self._json(error.body, error.status)
+    # The rest of a body that is late would only keep the connection.
+    close = {'connection': 'close'} if error.status == 408 else {}
+    return self._json(error.body, error.status, **close)
 
   async def _busy(self, request: Any, error: Busy) -> Any:
     body = error_object(str(error), 'rate_limit_error', None, 'queue_full')
@@ -107,6 +111,9 @@ class Application:
 
   async def _ended(self, request: Any, error: Ended) -> Any:
     return self._json(error.body, error.status)
+
+  async def _left_early(self, request: Any, error: Exception) -> Any:
+    return self._responses.Response(status_code=LEFT)
 
   async def _no_such_thing(self, request: Any, error: Any) -> Any:
     message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
@@ -142,7 +149,9 @@ class Application:
   async def _ready(self, request: Any) -> Any:
     live = self._scheduler.failure is None
     ready = self._scheduler.takes_rows
-    return self._json({'live': live, 'ready': ready}, 200 if ready else 503)
+    body = {'live': live, 'ready': ready}
+    body['compiled'] = self._scheduler.is_compiled
+    return self._json(body, 200 if ready else 503)
 
   async def _metrics(self, request: Any) -> Any:
     kind = 'text/plain; version=0.0.4; charset=utf-8'
@@ -182,7 +191,7 @@ class Application:
       await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
       if whole.done():
         return self._json(whole.result())
-      return self._responses.Response(status_code=499)  # nobody reads it
+      return self._responses.Response(status_code=LEFT)  # nobody reads it
     finally:
       whole.cancel()
       left.cancel()

@@ -210,7 +210,7 @@ def _served(config: BenchServeConfig, command: Sequence[str]) -> Iterator[str]:
       url, last = None, ''
       for line in process.stderr:
         said = json.loads(line) if line.startswith('{') else {}
-        if said.get('event') == 'ready':
+        if said.get('event') == 'compiled':
           url = said['url']
           break
         last = line.strip() or last

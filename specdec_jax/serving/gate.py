@@ -14,6 +14,7 @@ from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import error_object
 from specdec_jax.serving.scheduler import Scheduler
 
+LEFT = 499  # of a client that left before it had the whole answer
 _REQUEST_ID = re.compile(r'[\w.:-]{1,64}', re.ASCII)
 
 
@@ -39,14 +40,16 @@ class Gate:
     given = headers.get(b'x-request-id', b'').decode('latin-1')
     request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
     scope['state'] = state = dict(scope.get('state') or {})
-    status = 0
+    status, is_whole = LEFT, False
 
     async def send_noted(message: Any) -> None:
-      nonlocal status
+      nonlocal status, is_whole
       if message['type'] == 'http.response.start':
         status = message['status']
         more = (b'x-request-id', request_id.encode())
         message = message | {'headers': [*message['headers'], more]}
+      else:
+        is_whole = not message.get('more_body', False)
       await send(message)
 
     try:
@@ -57,7 +60,9 @@ class Gate:
     except Exception:
       # The application has answered as well as it can.
       LOG.exception('request %s failed', request_id)
+      status, is_whole = 500, True
     finally:
+      status = status if is_whole else LEFT
       self._scheduler.cancel(state.get('rows', ()))
       self._metrics.requests.labels(status=str(status)).inc()
       LOG.info(

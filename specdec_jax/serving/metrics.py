@@ -46,6 +46,14 @@ class Metrics:
     self._accepted = made(
       'Counter', 'spec_decode_num_accepted_tokens', 'Those that were accepted.'
     )
+    self._tested = made(
+      'Counter', 'spec_decode_num_tested_tokens', 'Those that were judged.'
+    )
+    self._passed = made(
+      'Counter',
+      'spec_decode_num_passed_tokens',
+      'Those that passed; by those that were judged, the acceptance rate.',
+    )
     self._by_place = made(
       'Counter',
       'spec_decode_num_accepted_tokens_per_pos',
@@ -59,7 +67,7 @@ class Metrics:
     self._prompts = made('Counter', 'prompt_tokens', 'Tokens of prompts.')
     self.requests = made('Counter', 'requests', 'Answered.', 'status')
     self._compiled = made(
-      'Counter', 'compilations', 'Programs compiled since it was ready.'
+      'Counter', 'compilations', 'Programs compiled after the start.'
     )
     running = made('Gauge', 'num_requests_running', 'Outputs in slots.')
     running.set_function(lambda: scheduler.num_running)
@@ -76,7 +84,7 @@ class Metrics:
 
   def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
     del duration_secs
-    if event == _COMPILED and self._scheduler.is_ready:
+    if event == _COMPILED and self._scheduler.is_compiled:
       self._compiled.inc()
 
   def close(self) -> None:
@@ -99,6 +107,8 @@ class Metrics:
       self._rested.inc(rested)
       self._drafted.inc(news.num_drafted)
       self._accepted.inc(stats.num_accepted)
+      self._tested.inc(stats.num_tested)
+      self._passed.inc(stats.passed)
       for place in range(len(stats.histogram) - 1):
         rounds = sum(stats.histogram[place + 1 :])
         self._by_place.labels(position=str(place)).inc(rounds)

@@ -228,7 +228,7 @@ def _deployment(
       self._ends.callback(self._scheduler.join)
       self._ends.callback(self._scheduler.stop)
       threading.Thread(target=self._watch, daemon=True).start()
-      while not self._scheduler.takes_rows:
+      while not self._scheduler.is_compiled:
         self.check_health()
         time.sleep(_LOOK_SECONDS)
       say('ready')

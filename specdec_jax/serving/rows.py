@@ -27,7 +27,8 @@ class News:
     beams: those of a beam search instead, the best one first.
     num_drafted: tokens that were proposed to the row so far.
     round: what became of the last draft, if it is known.
-    error: why it ends without an output: 'deadline', 'stopped' or 'failed'.
+    error: why it ends without an output: 'deadline', 'stopped', 'failed', or
+      'search failed', where the server goes on.
   """
 
   text: str = ''
@@ -55,7 +56,8 @@ class Row:
     tell: is called with the news, by the thread of the scheduler.
     streams: whether there is news before the end.
     deadline: `time.monotonic()` at which it ends in any case.
-    search: gives the outputs of a beam search; None is none.
+    search: runs more rounds of a beam search, see `Engine.search`; None is
+      none.
     is_plain: whether it is to be decoded without a drafter, where no other row
       runs beside it.
     shows_rounds: whether its news has rounds; then it streams.
@@ -65,13 +67,14 @@ class Row:
   tell: Callable[[News], None]
   streams: bool = False
   deadline: float = math.inf
-  search: Callable[[], list[Completion]] | None = None
+  search: Callable[[int], list[Completion] | None] | None = None
   is_plain: bool = False
   shows_rounds: bool = False
   is_cancelled: bool = False
   num_rounds: int = 0
   num_drafted: int = 0
   num_accepted: int = 0
+  num_passed: int = 0
   num_told: int = 0
   told: str = ''
 
@@ -82,15 +85,12 @@ class Row:
     greedy = options.sampling.greedy and not options.min_length
     return greedy and not options.log_probs
 
-  def round_of(
-    self, view: PoolView, slot: int, as_blocks: bool
-  ) -> Round[int] | None:
+  def round_of(self, view: PoolView, slot: int) -> Round[int] | None:
     """The row's last round, if a chain was judged in it.
 
     Args:
       view: of a pool that has run one round.
       slot: the row's.
-      as_blocks: whether sampled drafts are judged as a whole.
     """
     draft, found = view.draft, view.generation
     if draft is None or draft.parents is not None:
@@ -101,17 +101,25 @@ class Row:
     accepted = int(found.stats.num_accepted[slot]) - self.num_accepted
     self.num_accepted += accepted
     own = new[accepted : accepted + 1].tolist()
+    passed = None
+    # What is greedy is judged one by one, whatever the others are.
+    if found.stats.num_passed is not None:
+      passed = int(found.stats.num_passed[slot]) - self.num_passed
+      self.num_passed += passed
     is_sampled = not self.batch.options.sampling.greedy
     return Round(
       proposed.tolist(),
       accepted,
       own[0] if own else None,
-      as_blocks and is_sampled,
+      passed if is_sampled else None,
     )
 
 
 def read_together(
-  rows: Sequence[Row], num_stops: int, verification: str
+  rows: Sequence[Row],
+  num_stops: int,
+  verification: str,
+  least: tuple[int, int] = (0, 0),
 ) -> Request:
   """One request of all rows: what they differ in is given for each.
 
@@ -119,14 +127,15 @@ def read_together(
     rows: each with a text.
     num_stops: stop ids that a row has room for.
     verification: how sampled drafts are judged.
+    least: widths that inputs and prompts have at least.
   """
   every: list[Any] = [row.batch.request for row in rows]
 
   def joined(name: str) -> np.ndarray:
     return np.concatenate([np.asarray(getattr(r, name))[:1] for r in every])
 
-  def widest(arrays: Sequence[Any]) -> np.ndarray:
-    width = max(one.shape[-1] for one in arrays)
+  def widest(arrays: Sequence[Any], width: int) -> np.ndarray:
+    width = max(width, *(one.shape[-1] for one in arrays))
     # What is past a prompt does not matter, past an input it does.
     found = np.full((len(arrays), width), every[0].pad_id, np.int32)
     for row, one in zip(found, arrays, strict=True):
@@ -151,11 +160,11 @@ def read_together(
       np.array([(one.example_ids or [0])[0] for one in asked], np.uint32),
     )
   if every[0].prompt is not None:
-    changes['prompt'] = widest([r.prompt[0] for r in every])
+    changes['prompt'] = widest([r.prompt[0] for r in every], least[1])
     changes['prompt_length'] = joined('prompt_length')
   return dataclasses.replace(
     every[0],
-    inputs=widest([r.inputs[0] for r in every]),
+    inputs=widest([r.inputs[0] for r in every], least[0]),
     sampling=sampling,
     stop_ids=stops,
     min_length=joined('min_length'),

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import importlib
 import math
 import os
 import pathlib
@@ -28,9 +29,7 @@ from specdec_jax.serving.scheduler import Scheduler
 from specdec_jax.serving.settings import ServeSettings, listening_socket
 
 _KEYS = 'SPECDEC_API_KEYS'
-# Until an idle connection is closed. Clients' pools close theirs after 5 to 60
-# seconds; were the server first, a request that is just sent would be lost.
-_IDLE_SECONDS = 75
+_OTHER_FILES = 64  # that a server has open beside its connections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +73,9 @@ def serve(
 ) -> None:
   """Serves until SIGTERM or SIGINT.
 
-  It listens at once, and is ready when everything is compiled. A signal makes
-  it refuse what is new and finish what it has taken, see `drain_seconds`.
+  It listens at once, is ready when the programs for one row are compiled, and
+  compiles the rest behind. A signal makes it refuse what is new and finish what
+  it has taken, see `drain_seconds`.
 
   Args:
     config: what is served, and how.
@@ -89,7 +89,7 @@ def serve(
     replicas.ReplicasError: no replica could be started.
   """
   settings = config.settings
-  for name in ('uvicorn', 'starlette', 'prometheus_client'):
+  for name in ('uvicorn', 'starlette', 'prometheus_client', 'httptools'):
     package('A server', name, 'serve')  # before models are loaded
   keys = api_keys(settings.api_key_file)
   _calibration_of(config)  # before models are loaded, too
@@ -166,7 +166,11 @@ class Server:
     self.application = Application(scheduler, name, keys)
     self._scheduler, self._settings = scheduler, scheduler.settings
     uvicorn = package('A server', 'uvicorn', 'serve')
-    settings = self._settings
+    package('A server', 'httptools', 'serve')
+    from specdec_jax.serving.connections import Connection  # needs uvicorn
+
+    most = _connections(self._settings.max_connections)
+    settings = dataclasses.replace(self._settings, max_connections=most)
     self._socket = listening_socket(settings)
     self.port: int = self._socket.getsockname()[1]
     self._uvicorn = uvicorn.Server(
@@ -176,8 +180,9 @@ class Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=settings.max_connections,
-        timeout_keep_alive=_IDLE_SECONDS,
+        http=functools.partial(Connection, settings, {}),
+        ws='none',
+        timeout_keep_alive=settings.idle_seconds,
         timeout_graceful_shutdown=math.ceil(settings.end_seconds),
       )
     )
@@ -208,19 +213,23 @@ class Server:
     self._uvicorn.should_exit = True
 
   async def _watch(self) -> None:
-    """Says when it is ready; ends it if it fails."""
+    """Says when it is ready, and has all programs; ends it if it fails."""
     begin = time.perf_counter()
     url = f'http://{self._settings.host}:{self.port}'
     say('listening', url=url, model=self.application.name)
-    is_ready = False
+    is_ready = is_compiled = False
     while self._scheduler.failure is None:
+      seconds = round(time.perf_counter() - begin, 3)
       if not is_ready and self._scheduler.takes_rows:
         is_ready = True
+        say('ready', url=url, seconds=seconds)
+      if not is_compiled and self._scheduler.is_compiled:
+        is_compiled = True
         # What is there by now stays: half a million objects, which would be
         # gone through again and again while requests wait.
         gc.collect()
         gc.freeze()
-        say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
+        say('compiled', url=url, seconds=seconds)
       await asyncio.sleep(0.1)
     self.stop()
 
@@ -231,6 +240,23 @@ class Server:
     loop = asyncio.get_running_loop()
     loop.call_later(self._settings.drain_seconds, self._scheduler.stop)
     await self._shutdown(sockets)
+
+
+def _connections(most: int) -> int:
+  """How many connections there may be: each is an open file of the process."""
+  try:
+    resource: Any = importlib.import_module('resource')
+  except ImportError:  # not on each system
+    return most
+  files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = 2 * most + _OTHER_FILES  # see `Connection.connection_made`
+  if files < wanted:
+    files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+  if files < wanted:
+    most = max(1, (files - _OTHER_FILES) // 2)
+    say('few files', open_files=files, max_connections=most)
+  return most
 
 
 @contextlib.contextmanager

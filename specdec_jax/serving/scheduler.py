@@ -8,12 +8,11 @@ here knows of HTTP.
 import collections
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,14 +34,21 @@ from specdec_jax.engine.trace import Round
 from specdec_jax.measure.calibration import Calibration
 from specdec_jax.models import backend
 from specdec_jax.serving.drafting import Drafting
+from specdec_jax.serving.log import say
+from specdec_jax.serving.rehearsal import (
+  READ_TOGETHER,
+  Rehearsal,
+  Use,
+  widths_of,
+)
 from specdec_jax.serving.rows import News, Row, read_together
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.types import FinishReason
 
 _LOG = logging.getLogger(__name__)
-_READ_TOGETHER = 4  # rows, where several wait
 _ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones are shorter
 _NOT_READY = 'The server is not ready yet: it compiles.'
+_SEARCH_ROUNDS = 4  # of a beam search, between two looks at the pool
 _SHRINK_AFTER = 16  # looks at a pool that is larger than it need be
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 _TIMED = 64  # finished rows that the time of a place in the queue is taken from
@@ -83,8 +89,9 @@ class Scheduler:
     engine: the engine whose models decode.
     settings: sizes and limits.
     drafting: how long drafts are.
-    is_ready: whether all programs have been compiled.
-    failure: what ended the thread; None if it is well.
+    is_compiled: whether all programs are. Rows are taken once those for one row
+      are; until the others are, pools are smaller and inputs read wider.
+    failure: what ended the threads; None if it is well.
   """
 
   def __init__(
@@ -105,16 +112,18 @@ class Scheduler:
         devices, or as `Drafting`.
     """
     self.engine, self.settings = engine, settings
-    self.is_ready = False
+    self.is_compiled = False
     self.failure: str | None = None
     self._waiting: collections.deque[Row] = collections.deque()
+    self._searches: collections.deque[Row] = collections.deque()
     self._taken: set[Row] = set()  # rows that have not heard their last news
     self._changed = threading.Condition()
     self._refuses: str | None = _NOT_READY
     self._ends = False
     self.drafting = Drafting(engine, settings, measured)
     room = self.drafting.room
-    self._rooms = sorted(settings.sizes)
+    self._compiled: set[Use] = set()
+    self._pool_programs: PoolPrograms | None = None
     self._finished: collections.deque[float] = collections.deque(maxlen=_TIMED)
     self._too_large = 0  # looks since the pool had to be as large as it is
     self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
@@ -126,24 +135,26 @@ class Scheduler:
         ' got one that splits rows, which a pool of one row cannot be. Leave'
         ' data out of its Placement.'
       )
-    prompt_width = max(one.batch.request.prompt_width for one in self._shapes)
-    self._width = max(one.batch.request.inputs.shape[1] for one in self._shapes)
     example = self._request([self._shapes[-1]])
+    self._widest = widths_of(example)
     draft_slots = dataclasses.replace(example, gamma=room).draft_slots
+    width, prompt_width = self._widest
     num_slots = whole_buckets(
       prompt_width + engine.max_decode_len + draft_slots
     )
-    engine.room.check(settings.rows, self._width, num_slots, 1 + draft_slots)
-    self._slots: Slots[Row] = Slots(
-      self._programs, example, num_slots, room, _READ_TOGETHER
+    engine.room.check(settings.rows, width, num_slots, 1 + draft_slots)
+    self._new_slots: Callable[[], Slots[Row]] = lambda: Slots(
+      self._programs, example, num_slots, room, READ_TOGETHER
     )
+    self._slots = self._new_slots()
+    self._compiler = threading.Thread(target=self._compile, daemon=True)
     self._thread = threading.Thread(target=self._run, daemon=True)
 
   # What other threads call.
 
   def start(self) -> None:
-    """Begins to compile, and then to decode."""
-    self._thread.start()
+    """Begins to compile, and soon to decode."""
+    self._compiler.start()
 
   def row(
     self,
@@ -169,13 +180,11 @@ class Scheduler:
       ValueError: as `Engine.generate`.
     """
     speculative = self.speculates
-    search = None
-    if options.get('num_beams') is not None:
+    searches = options.get('num_beams') is not None
+    if searches:
       speculative = speculative and backend.ways().drafts_beams
-      search = functools.partial(
-        self.engine.generate, [text], speculative=speculative, **options
-      )
     batch = self.engine.text_batch([text], speculative, **options)
+    search = self.engine.search(batch, speculative) if searches else None
     count = np.sum(batch.request.stop_ids >= 0) if batch.rows else 0
     if count > self._num_stops:
       raise ValueError(
@@ -202,7 +211,9 @@ class Scheduler:
     with self._changed:
       if self._refuses is not None:
         raise Stopped(self._refuses)
-      most, waiting = self.settings.max_waiting, len(self._waiting)
+      if not self.is_compiled and any(row.search for row in rows):
+        raise Stopped(_NOT_READY)
+      most, waiting = self.settings.max_waiting, self.num_waiting
       if waiting + len(rows) > most:
         raise Busy(
           f'{waiting} outputs wait, and {len(rows)} more would be more than'
@@ -211,12 +222,13 @@ class Scheduler:
         )
       decoded = [row for row in rows if row.batch.rows]
       self._taken.update(decoded)
-      self._waiting.extend(decoded)
+      for row in decoded:
+        (self._waiting if row.search is None else self._searches).append(row)
       self._changed.notify()
     for row in rows:
       if not row.batch.rows:
         nothing = News(completion=row.batch.passed_over[0])
-        row.tell(News(beams=row.search()) if row.search else nothing)
+        row.tell(News(beams=row.search(0) or ()) if row.search else nothing)
 
   def cancel(self, rows: Iterable[Row]) -> None:
     """Ends rows whose outputs nobody wants any more; they hear nothing."""
@@ -229,7 +241,7 @@ class Scheduler:
   def refuse(self, why: str) -> None:
     """Takes no more rows; those that were taken go on."""
     with self._changed:
-      if self._refuses is None or not self.is_ready:
+      if self._refuses in (None, _NOT_READY):
         self._refuses = why
 
   def stop(self) -> None:
@@ -240,8 +252,10 @@ class Scheduler:
       self._changed.notify()
 
   def join(self) -> None:
-    """Waits for the thread to end."""
-    self._thread.join()
+    """Waits for the threads to end."""
+    self._compiler.join()
+    if self._thread.ident is not None:
+      self._thread.join()
 
   @property
   def speculates(self) -> bool:
@@ -255,13 +269,13 @@ class Scheduler:
 
   @property
   def num_waiting(self) -> int:
-    """Rows without a slot."""
-    return len(self._waiting)
+    """Rows without a slot, and beam searches."""
+    return len(self._waiting) + len(self._searches)
 
   @property
   def num_running(self) -> int:
     """Rows that have a slot."""
-    return len(self._slots.running) if self.is_ready else 0
+    return len(self._slots.running)
 
   @property
   def num_rows(self) -> int:
@@ -273,37 +287,70 @@ class Scheduler:
     if len(times) < 2:
       return 1
     each = (times[-1] - times[0]) / (len(times) - 1)
-    return max(1, min(60, math.ceil(each * len(self._waiting))))
+    return max(1, min(60, math.ceil(each * self.num_waiting)))
 
-  # What the thread of the scheduler does.
+  # What the thread that compiles does.
+
+  def _compile(self) -> None:
+    """Compiles all programs; with the first ones there, rows are taken."""
+    try:
+      slots = self._new_slots()
+      slots.begin(1, self._widest[0], self.speculates)
+      rehearsal = Rehearsal(
+        slots, self._request, self.drafting, self.settings.sizes, self._shapes
+      )
+      uses: dict[Use, Callable[[], Any]] = dict(rehearsal.uses())
+      for width in self.settings.beams:
+        uses |= self._searches_of(width)
+      for number, (use, run) in enumerate(uses.items(), 1):
+        if self._ends:
+          return
+        say('compiling', what=str(use), number=number, of=len(uses))
+        run()
+        self._compiled.add(use)
+        if number == 1:
+          self._thread.start()
+          with self._changed:
+            if self._refuses == _NOT_READY:  # else it was told to take none
+              self._refuses = None
+      with self._changed:
+        self.is_compiled = not self._ends
+    except Exception as failure:
+      self._fail(failure)
+
+  def _fail(self, failure: Exception) -> None:
+    """Ends both threads."""
+    _LOG.exception('The scheduler failed.')
+    with self._changed:
+      self.failure = repr(failure)
+      self._refuses = 'The server has failed; see its log.'
+      self._ends, self.is_compiled = True, False
+      self._changed.notify()
+
+  # What the thread that decodes does.
 
   def _run(self) -> None:
-    error = 'stopped'
     try:
-      self._warm_up()
-      with self._changed:
-        self.is_ready = not self._ends
-        if self._refuses == _NOT_READY:  # else it was told to take none
-          self._refuses = None
+      self._slots.begin(1, self._widest[0], self.speculates)
       self._decode()
     except Exception as failure:
-      _LOG.exception('The scheduler failed.')
-      self.failure, error = repr(failure), 'failed'
-    self.is_ready = False
-    if self.failure is not None:
-      self.refuse('The server has failed; see its log.')
+      self._fail(failure)
+    self.is_compiled = False
     with self._changed:
       self._waiting.clear()
+      self._searches.clear()
       left = list(self._taken)
     for row in left:
-      self._tell(row, News(error=error))
+      self._tell(row, News(error='failed' if self.failure else 'stopped'))
 
   def _decode(self) -> None:
     look = _Look()
     slots = self._slots
     while True:
       with self._changed:
-        while not (slots.running or self._waiting or self._ends or look.done):
+        while not (
+          slots.running or self.num_waiting or self._ends or look.done
+        ):
           self._changed.wait()
         ends = self._ends
       if not ends:
@@ -318,29 +365,57 @@ class Scheduler:
         self._tell_so_far(row, look.view, slot)
       if ends:
         return
+      self._search()
       look = _Look()
       if coming is not None:
         look = self._look(jax.device_get(coming))
 
   def _drop_waiting(self) -> None:
-    """Takes rows out of the queue that are not wanted, or too late."""
+    """Takes rows out of the queues that are not wanted, or too late."""
     now = time.monotonic()
     with self._changed:
-      late = [row for row in self._waiting if row.deadline <= now]
-      if late or any(row.is_cancelled for row in self._waiting):
-        self._waiting = collections.deque(
-          row
-          for row in self._waiting
-          if not row.is_cancelled and row.deadline > now
+      every = [*self._waiting, *self._searches]
+      late = [row for row in every if row.deadline <= now]
+      gone = {*late, *(row for row in every if row.is_cancelled)}
+      if gone:
+        self._waiting, self._searches = (
+          collections.deque(row for row in queue if row not in gone)
+          for queue in (self._waiting, self._searches)
         )
     for row in late:
       self._tell(row, News(error='deadline'))
+
+  def _search(self) -> None:
+    """Runs some levels of the beam search that came first.
+
+    It has no slot; others run a round or more between two calls. One that
+    fails ends alone.
+    """
+    if not self._searches:
+      return
+    row = self._searches[0]
+    search: Any = row.search
+    try:
+      found = search(_SEARCH_ROUNDS)
+    except Exception:
+      _LOG.exception('A beam search failed.')
+      news = News(error='search failed')
+    else:
+      if found is None:
+        return
+      news = News(beams=found[::-1])  # the best one first
+    with self._changed:
+      self._searches.popleft()
+    self._tell(row, news)
 
   def _resize(self) -> None:
     """Takes the smallest pool that is enough; a smaller one after a while."""
     slots = self._slots
     size, wanted = len(slots.owners), len(slots.running) + len(self._waiting)
-    fits = min((s for s in self._rooms if s >= wanted), default=self._rooms[-1])
+    sizes = [
+      s for s in self.settings.sizes if Use('rounds', s) in self._compiled
+    ]
+    fits = min((s for s in sizes if s >= wanted), default=sizes[-1])
     self._too_large = self._too_large + 1 if fits < size else 0
     idle = not slots.running
     if fits > size or fits < size and (idle or self._too_large > _SHRINK_AFTER):
@@ -348,35 +423,29 @@ class Scheduler:
       self._too_large = 0
 
   def _fill(self) -> None:
-    """Gives free slots to the rows that have waited longest.
-
-    A beam search has none, and is done when it is its turn.
-    """
+    """Gives free slots to the rows that have waited longest."""
     while free := len(self._slots.free):
-      most = _READ_TOGETHER if free > 1 else 1
+      most = READ_TOGETHER if free > 1 else 1
       with self._changed:
         count = min(most, free, len(self._waiting))
         rows = [self._waiting.popleft() for _ in range(count)]
-        searches = [i for i, row in enumerate(rows) if row.search is not None]
-        if searches:  # what comes after it, after it
-          first = max(1, searches[0])
-          self._waiting.extendleft(reversed(rows[first:]))
-          rows = rows[:first]
       if not rows:
         return
-      if rows[0].search is not None:
-        best_first = rows[0].search()[::-1]
-        self._tell(rows[0], News(beams=best_first))
-        return  # others go on before the next one
-      count = len(rows)
-      filled = [rows[0]] * (_READ_TOGETHER - count) if count > 1 else []
+      filled = [rows[0]] * (READ_TOGETHER - count) if count > 1 else []
       others = [row for row in self._slots.owners if row is not None]
-      plainly = self.drafting.reads_plainly and self._is_plain(rows + others)
+      is_plain = self._is_plain(rows + others)
+      plainly = self.drafting.reads_plainly and is_plain
       request = self._request([*rows, *filled])
+      widths = widths_of(request)
+      alone = Use('alone', 1, widths, True, is_plain)
       if len(self._slots.owners) == 1 and rows[0].is_simple:
-        self._slots.hold(request, rows[0], plainly)
-      else:
-        self._slots.admit(self._slots.read(request, rows, plainly))
+        if alone in self._compiled:
+          self._slots.hold(request, rows[0], plainly)
+          continue
+      read = Use('read', len(request.inputs), widths, False, plainly)
+      if read not in self._compiled:
+        request, plainly = self._request([*rows, *filled], self._widest), False
+      self._slots.admit(self._slots.read(request, rows, plainly))
 
   def _is_plain(self, rows: Sequence[Row]) -> bool:
     """Whether rows, all that are to run, need no drafter."""
@@ -387,17 +456,20 @@ class Scheduler:
     rows = [row for row in self._slots.owners if row is not None]
     simply = all(row.is_simple for row in rows)
     size = len(self._slots.owners)
-    kind = self.drafting.of(size, simply, self._is_plain(rows))
+    plainly = simply and self._is_plain(rows)
+    if Use('rounds', size, (), simply, plainly) not in self._compiled:
+      simply = plainly = False  # this one is
+    kind = self.drafting.of(size, simply, plainly)
     self._gamma = kind.gamma
     rounds = self._rounds(rows, kind.gamma)
-    return self._slots.run(rounds, 1, kind.gamma, simply, kind.ends)
+    return self._slots.run(rounds, 1, kind.gamma, kind.simply, kind.ends)
 
   def _rounds(self, rows: Sequence[Row], gamma: int) -> int:
     """Rounds until the next look, in which nobody who comes gets a slot."""
     if any(row.streams for row in rows):
       return 1  # somebody watches
     stops = any(row.batch.options.stop_strings for row in rows)
-    if stops or len(rows) + len(self._waiting) > 1:
+    if stops or len(rows) + self.num_waiting > 1:
       return STOP_STRING_ROUNDS
     return _ALONE_ROUNDS if gamma else 3 * _ALONE_ROUNDS
 
@@ -470,7 +542,7 @@ class Scheduler:
     """What the last round brought a row; between two looks there was one."""
     if not row.shows_rounds:
       return None
-    return row.round_of(view, slot, self._verification == BLOCK)
+    return row.round_of(view, slot)
 
   def _tell(self, row: Row, news: News) -> None:
     if row.is_cancelled:
@@ -485,11 +557,16 @@ class Scheduler:
   # Requests and programs.
 
   def _programs(self, speculative: bool, prompted: bool, example: Request):
-    loop, params = self.engine.loop(speculative)
-    return PoolPrograms(loop, params, example, prompted)
+    """The programs, which the slots of both threads share."""
+    if self._pool_programs is None:
+      loop, params = self.engine.loop(speculative)
+      self._pool_programs = PoolPrograms(loop, params, example, prompted)
+    return self._pool_programs
 
-  def _request(self, rows: Sequence[Row]) -> Request:
-    request = read_together(rows, self._num_stops, self._verification)
+  def _request(
+    self, rows: Sequence[Row], least: tuple[int, int] = (0, 0)
+  ) -> Request:
+    request = read_together(rows, self._num_stops, self._verification, least)
     return dataclasses.replace(request, skips_rounds=self.drafting.skips_rounds)
 
   def _all_widths(self) -> list[list[int]]:
@@ -523,49 +600,14 @@ class Scheduler:
     branches = engine.has_drafter and engine.drafter.tree is not None
     return TOKEN if branches else BLOCK
 
-  def _warm_up(self) -> None:
-    """Uses each program that traffic may need, twice.
-
-    What is compiled depends on where arrays come from, too: so the second time
-    everything follows upon everything.
-    """
-    slots = self._slots
-    slots.begin(self._rooms[0], self._width, self.speculates)
-    for _ in range(2):
-      for size, row in itertools.product(self._rooms, self._shapes):
-        if self._ends:
-          return
-        slots.resize(size)
-        self._rehearse(size, row)
-        for other in self._rooms:
-          slots.resize(other)
-          slots.resize(size)
-    slots.resize(self._rooms[0])
-    for width in self.settings.beams:
-      for text in self._texts:
-        options = self._any_languages | dict(
-          num_beams=width, num_samples=width, max_length=1
-        )
-        row = self.row(text, lambda news: None, **options)
-        if row.search is not None:
-          row.search()
-
-  def _rehearse(self, size: int, row: Row) -> None:
-    """Reads a row in each way that a pool of this size has, and runs rounds."""
-    slots, reads_plainly = self._slots, self.drafting.reads_plainly
-    for count in (1, _READ_TOGETHER) if size > 1 else (1,):
-      for plainly in {False, reads_plainly}:
-        slots.admit(slots.read(self._request([row] * count), [row], plainly))
-        slots.clear()
-    for simply, plainly in ((False, False), (True, False), (True, True)):
-      kind = self.drafting.of(size, simply, plainly)
-
-      def run(kind=kind):
-        jax.device_get(slots.run(1, 1, kind.gamma, kind.simply, kind.ends))
-
-      run()
-      if simply and size == 1:
-        slots.hold(self._request([row]), row, plainly and reads_plainly)
-        run()
-        run()
-      slots.clear()
+  def _searches_of(self, width: int) -> Mapping[Use, Callable[[], Any]]:
+    """A short beam search of texts of each width."""
+    found: dict[Use, Callable[[], Any]] = {}
+    for text, short in zip(self._texts, self._shapes, strict=True):
+      options = self._any_languages | dict(
+        num_beams=width, num_samples=width, max_length=1
+      )
+      row = self.row(text, lambda news: None, **options)
+      use = Use('beams', width, widths_of(self._request([short])))
+      found[use] = functools.partial(row.search or int, 1)
+    return found

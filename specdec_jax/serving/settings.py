@@ -26,13 +26,20 @@ class ServeSettings:
       traffic.
     speculative: whether the drafter helps; None is yes if there is one.
     beams: widths of the beam searches that are served, as programs for them are
-      compiled before; the others wait while one runs.
+      compiled before. One runs at a time, beside the rows.
     max_waiting: outputs that may wait; more are answered by 429.
     max_outputs: outputs that a request may ask for: prompts times n.
-    max_connections: connections at a time; more are answered by 503.
+    max_connections: connections at a time. One more closes the one that has
+      waited longest for its client; if none does, it is answered by 503.
     max_seconds: after so many a request ends with an error, wherever it is.
-    max_body: bytes of a request.
-    body_seconds: after so many a request must have come.
+    max_header: bytes of a request's line and header fields.
+    header_seconds: after so many they must have come.
+    max_body: bytes of a request's body.
+    body_seconds: after so many it must have come.
+    idle_seconds: after so many a connection is closed if no other request
+      comes, or if its client does not read an answer. Clients' pools close
+      theirs after 5 to 60 seconds; were the server first, a request that is
+      just sent would be lost.
     drain_seconds: when it is told to stop, a server decodes what it has taken
       for so many; what is left ends with an error.
     api_key_file: a file with a key a line; one must come with each request.
@@ -54,8 +61,11 @@ class ServeSettings:
   max_outputs: int = 64
   max_connections: int = 1024
   max_seconds: float = 60.0
+  max_header: int = 1 << 15
+  header_seconds: float = 10.0
   max_body: int = 1 << 20
   body_seconds: float = 10.0
+  idle_seconds: float = 75.0
   drain_seconds: float = 30.0
   api_key_file: str | None = None
 
@@ -66,6 +76,7 @@ class ServeSettings:
       'max_waiting',
       'max_outputs',
       'max_connections',
+      'max_header',
       'max_body',
     ):
       check_number(name, getattr(self, name), 1)
@@ -73,7 +84,13 @@ class ServeSettings:
       check_number('a width of beams', width, 1)
     if not 0 <= self.port < 1 << 16:
       raise ValueError(f'port must be in [0, 65535], got {self.port}.')
-    for name in ('max_seconds', 'body_seconds', 'drain_seconds'):
+    for name in (
+      'max_seconds',
+      'header_seconds',
+      'body_seconds',
+      'idle_seconds',
+      'drain_seconds',
+    ):
       if not getattr(self, name) > 0:
         raise ValueError(
           f'{name} must be more than 0 seconds, got {getattr(self, name)!r}.'
