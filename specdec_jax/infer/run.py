@@ -236,7 +236,8 @@ def _run(
     if who.index == 0:
       folder.make_again(gone)
     shares.meet(f'{folder.name} again', who)
-  modes = _decoded(source, engine, gammas, decides, folder, console, who)
+  ways = calibrated.ways(config, engine, gammas, measured)
+  modes = _decoded(source, engine, ways, decides, folder, console, who)
   if modes is None:
     results.check_whole(source.broken_off, config.output_dir)
     return {'kind': 'share', 'process': [who.index, who.count]}
@@ -281,7 +282,7 @@ def _run(
 def _decoded(
   source: Lines | Task,
   engine: Engine,
-  gammas: Mapping[int, int] | None,
+  ways: Mapping[str, batches.Way],
   decides: Mapping[str, Any],
   folder: resume.Folder | None,
   console: rich.console.Console,
@@ -291,7 +292,7 @@ def _decoded(
   config = source.config
   run = functools.partial(
     batches.run_all,
-    ways=calibrated.ways(config, engine, gammas),
+    ways=ways,
     rows=config.rows,
     period=config.checkpoint_period,
     console=console,
