@@ -358,19 +358,63 @@ def test_missing_input_is_refused_before_the_engine_is_made(tmp_path):
     infer.decode(config)
 
 
-def test_finished_results_are_kept(tmp_path):
-  run(tmp_path, b'a b\n')
-  before = (tmp_path / 'out' / results.PREDICTIONS).read_bytes()
-  config = infer.DecodeConfig(
-    engine=refuse_to_build,
-    input_file=str(tmp_path / 'input.txt'),
-    output_dir=str(tmp_path / 'out'),
-  )
-  with pytest.raises(ValueError, match='already holds finished results'):
-    infer.decode(config)
-  assert (tmp_path / 'out' / results.PREDICTIONS).read_bytes() == before
-  _, records, _ = run(tmp_path, b'c d\n', overwrite=True)
-  assert records[0]['inputs'] == 'c d'
+def test_finished_results_are_kept(tmp_path, capsys):
+  """Another start says so and prints them; other settings are refused."""
+  summary, before, _ = run(tmp_path, b'a b\n')
+  engine = ReversingEngine()
+  again, records, said = run(tmp_path, b'a b\n', engine, stdout='outputs')
+  assert (again, records) == (summary, before) and not engine.calls
+  assert 'predictions.jsonl is finished' in said
+  assert capsys.readouterr().out == 'b a\n'
+  with pytest.raises(ValueError, match='finished results of another'):
+    run(tmp_path, b'c d\n')
+  assert run(tmp_path, b'c d\n', overwrite=True)[1][0]['inputs'] == 'c d'
+  # What failed at the end fails again.
+  engine = ReversingEngine(differ=['c d'])
+  for overwrite in (True, False):
+    with pytest.raises(ValueError, match='1 greedy outputs differ'):
+      run(
+        tmp_path,
+        b'c d\n',
+        engine,
+        overwrite=overwrite,
+        require_agreement=True,
+      )
+
+
+def test_a_kill_costs_a_minute_at_most(tmp_path, monkeypatch):
+  """A batch takes 20 s; before, nothing was kept for 100 batches."""
+  data = b''.join(b'w%d\n' % i for i in range(80))
+  clock = [0.0]
+  monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
+
+  class Slow(ReversingEngine):
+    left = 50
+
+    def generate(self, texts, **options):
+      if not self.left:
+        raise KeyboardInterrupt
+      self.left -= 1
+      clock[0] += 20.0
+      return super().generate(texts, **options)
+
+  options = {'mode': 'plain', 'batch_size': 1}
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path, data, Slow(), **options)
+  engine = ReversingEngine()
+  _, records, _ = run(tmp_path, data, engine, **options)
+  done = [text for _, texts, _ in engine.calls for text in texts]
+  assert 30 <= len(set(done)) <= 30 + 3
+  assert [record['prediction'] for record in records] == [
+    ('w%d' % i)[::-1] for i in range(80)
+  ]
+
+
+def test_no_more_rows_than_there_are_lines(tmp_path):
+  engine = ReversingEngine()
+  summary, *_ = run(tmp_path, b'a\n\nb\n', engine, batch_size=32)
+  assert {len(texts) for _, texts, _ in engine.calls} == {2}
+  assert summary['batch_size'] == 2
 
 
 def test_unwritable_output_is_refused_before_the_engine_is_made(tmp_path):

@@ -100,7 +100,6 @@ class Lines:
       'lenience': config.lenience,
       'seed': config.seed,
       'on_too_long': config.on_too_long,
-      'checkpoint_period': config.checkpoint_period,
       'gammas': by_rows(gammas),
       **batches.engine_identity(engine),
       **{name: value for name, value in later.items() if value},

@@ -363,7 +363,7 @@ def _decode(
   lengths = [len(engine.tokenizer.encode(source)) for source in sources]
   order = sorted(range(len(sources)), key=lambda index: lengths[index])
   found: dict[int, list[Completion]] = {}
-  size = config.batch_size
+  size = min(config.batch_size, len(sources))
   batches = [order[at : at + size] for at in range(0, len(order), size)]
   with bar(console, name, len(batches)) as advance:
     for batch in batches:

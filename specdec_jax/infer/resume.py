@@ -1,9 +1,9 @@
 """A run that can be killed at any moment and resumed.
 
 Finished work lies in `NAME.parts/` of the output folder: a file for each chunk
-of batches, and `config.json` with everything that decides the output. Each file
+of results, and `config.json` with everything that decides the output. Each file
 is written whole or not at all, with a checksum of its content and of the run it
-belongs to. So a resumed run finds its whole chunks and decodes the others. A
+belongs to. So a resumed run finds its whole chunks and decodes the rest. A
 chunk that does not fit its checksum is reported and made again; if
 `config.json` does not, all chunks are. The same holds for files of versions
 without checksums. Results are merged at the end. The marker `NAME.COMPLETED` is
@@ -223,12 +223,12 @@ class Folder:
 
   def _chunks(self) -> Chunks:
     found = {}
-    for number, path in self._chunk_files().items():
+    for number in self._chunk_files():
       try:
         found[number] = self.chunk(number)
       except files.BrokenFileError as error:
         _say(f'{error}. It is decoded again')
-        _remove(path)
+        self.drop(number)
     return found
 
   def chunk(self, number: int) -> Any:
@@ -241,6 +241,10 @@ class Folder:
     return json.loads(
       files.read_sealed(self._part(number), self._seal_of(number))
     )
+
+  def drop(self, number: int) -> None:
+    """Removes chunk `number`."""
+    _remove(self._part(number))
 
   def keep(self, number: int, content: Any) -> None:
     """Writes chunk `number`, counted from 0; `content` must be JSON values.
@@ -302,18 +306,18 @@ class Folder:
 
   def mark_decoded(self) -> None:
     """Marks that all chunks are there, for `decoded` in another process."""
-    count = json.dumps(len(self._chunk_files())).encode()
+    numbers = json.dumps(list(self._chunk_files())).encode()
     path = self._parts / _DECODED
     with _explained(path):
-      files.write_sealed(path, count, self._seal_of(_DECODED))
+      files.write_sealed(path, numbers, self._seal_of(_DECODED))
 
   def decoded(self, like: 'Folder') -> list[Any] | None:
     """All chunks, for the same run as `like`; None while some are missing."""
     self._begun = like._begun
     try:
       path = self._parts / _DECODED
-      count = json.loads(files.read_sealed(path, self._seal_of(_DECODED)))
-      return [self.chunk(number) for number in range(count)]
+      numbers = json.loads(files.read_sealed(path, self._seal_of(_DECODED)))
+      return [self.chunk(number) for number in numbers]
     except files.BrokenFileError:
       return None  # the process that owns it makes it again
 

@@ -90,9 +90,12 @@ def in_lockstep(
   first = who.index == 0
   done = begin(whole) if first else {}
   # The chunks that the first process has found count, because it may keep
-  # another one before the other processes look. After a missing or broken chunk
-  # all chunks are decoded again, so one number says which are kept.
+  # another one before the other processes look. What follows a missing or
+  # broken chunk is decoded again, so one number says which are kept.
   whole_ones = next(n for n in range(len(done) + 1) if n not in done)
+  for number in done:
+    if number > whole_ones:
+      whole.drop(number)
   count = int(multihost_utils.broadcast_one_to_all(np.int32(whole_ones)))
   chunk = done.__getitem__ if first else whole.chunk
   done = {number: chunk(number) for number in range(count)}

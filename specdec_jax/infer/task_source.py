@@ -33,6 +33,7 @@ _NOT_DECIDING = (
   'overwrite',
   'metrics',
   'calibration',
+  'checkpoint_period',
   'stdout',
 )
 _ITEM_BYTES = 256  # the least memory of a sample, until it is written
