@@ -333,7 +333,7 @@ def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
   assert gammas == {2: 3, 1: 2}
   way = calibrated.ways(config, engine, gammas, measured)['speculative']
   items = [batches.Item(i, text, i) for i, text in enumerate(TEXTS)]
-  rested = [one.stats.fallback_rounds > 0 for one in way.run(items)]
+  rested = [one.stats.fallback_rounds > 0 for _, one in way.run(items)]
   assert sum(rested) == len(TEXTS) % 2 == 1
 
 

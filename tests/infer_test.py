@@ -19,7 +19,7 @@ import rich.console
 from specdec_jax import files, infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
-from specdec_jax.infer import results
+from specdec_jax.infer import acceptance_picture, results
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import lines as lines_lib
 
@@ -406,7 +406,7 @@ def test_a_kill_costs_a_minute_at_most(tmp_path, monkeypatch):
   done = [text for _, texts, _ in engine.calls for text in texts]
   assert 30 <= len(set(done)) <= 30 + 3
   assert [record['prediction'] for record in records] == [
-    ('w%d' % i)[::-1] for i in range(80)
+    f'w{i}'[::-1] for i in range(80)
   ]
 
 
@@ -424,6 +424,27 @@ def test_unwritable_output_is_refused_before_the_engine_is_made(tmp_path):
   )
   with pytest.raises(ValueError, match='cannot be written'):
     infer.decode(config)
+
+
+def test_a_picture_costs_no_output(tmp_path, monkeypatch, capsys):
+  """What cannot be written is refused at once; what fails, fails last."""
+  (tmp_path / 'file').write_text('')
+  for place, what in (('file/x.png', 'cannot be written'), ('', 'a folder')):
+    engine, path = ReversingEngine(), str(tmp_path / place)
+    with pytest.raises(ValueError, match=f'{what}.*') as caught:
+      run(tmp_path, b'a b\n', engine, plot_file=path)
+    assert str(path.removesuffix('/x.png')) in str(caught.value)
+    assert not engine.warm
+
+  def full_disk(path, *_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+  monkeypatch.setattr(acceptance_picture, 'plot', full_disk)
+  options = {'stdout': 'outputs', 'plot_file': str(tmp_path / 'new' / 'x.png')}
+  with pytest.raises(OSError, match='No space left'):
+    run(tmp_path, b'a b\n', **options)
+  assert capsys.readouterr().out == 'b a\n'
+  assert (tmp_path / 'out' / COMPLETED).exists()
 
 
 @pytest.mark.parametrize('failing', [results.PREDICTIONS, results.SUMMARY])

@@ -12,6 +12,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.files import shipped
 from specdec_jax.infer import run
 from specdec_jax.infer.settings import TASKS_OWN, TaskConfig
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import say
 from specdec_jax.models.model import Model
@@ -66,6 +67,7 @@ def look(
       example can be decoded.
   """
   console = console or rich.console.Console()
+  check_outputs(config)
   tokenizer = config.target.tokenizer
   if tokenizer is None:
     raise ValueError(

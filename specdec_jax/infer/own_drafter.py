@@ -133,7 +133,7 @@ def distil(
     f"'s {_t5(config.target).config.num_decoder_layers} decoder layers.",
   )
   training = os.path.join(config.output_dir, _TRAINING)
-  os.makedirs(training, exist_ok=True)
+  files.make_folder(training)
   held_out_file = os.path.join(config.output_dir, 'held_out.txt')
   lines = ''.join(f'{text}\n' for text in held_out)
   files.write_atomically(held_out_file, lines.encode())

@@ -21,7 +21,6 @@ import pathlib
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -76,7 +75,7 @@ class Folder:
         results and `overwrite` is not set, or another process is writing them.
         Results of which some files are missing do not count as finished.
     """
-    self._make()
+    files.make_folder(self.path)
     with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
       if not overwrite and self.missing() == []:
         self.clean()
@@ -85,16 +84,6 @@ class Folder:
           f' they are kept. {_ANEW}'
         )
       yield
-
-  def _make(self) -> None:
-    try:
-      self.path.mkdir(parents=True, exist_ok=True)
-      tempfile.TemporaryFile(dir=self.path).close()
-    except OSError as error:
-      raise ValueError(
-        f'The output folder {str(self.path)!r} cannot be written:'
-        f' {error.strerror or error}'
-      ) from error
 
   def missing(self) -> list[str] | None:
     """The finished results whose files are missing; None without a marker.

@@ -29,7 +29,7 @@ from specdec_jax.infer.line_source import Lines
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig, settings_of
 from specdec_jax.infer.task_source import Task, results_name
 from specdec_jax.measure import calibration, progress
-from specdec_jax.measure.canvas import load_matplotlib
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.text import tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -203,9 +203,7 @@ def _run(
     console: as for `decode`.
     who: which of the run's processes this is.
   """
-  plot_file = getattr(source.config, 'plot_file', None)
-  if plot_file is not None:
-    load_matplotlib()  # raises where it is missing
+  check_outputs(source.config)
   measured = None
   if source.config.calibration is not None:  # before any model is loaded
     measured = calibration.load(source.config.calibration)
@@ -267,9 +265,6 @@ def _run(
       records, summary, beside, folder.name, source.prefix
     )
     folder.leave(contents) if failed else folder.finish(contents)
-  if plot_file is not None and report.SPECULATIVE in modes:
-    own = modes[report.SPECULATIVE]
-    acceptance_picture.plot(plot_file, own, engine.usual)
   if config.prints_outputs:
     results.print_outputs(records, config.rows // config.batch_size)
   else:
@@ -279,6 +274,11 @@ def _run(
   )
   if failed:
     raise failed
+  # Last: a picture that fails costs no output.
+  plot_file = getattr(config, 'plot_file', None)
+  if plot_file is not None and report.SPECULATIVE in modes:
+    own = modes[report.SPECULATIVE]
+    acceptance_picture.plot(plot_file, own, engine.usual)
   _check_end(source, summary)
   return summary
 

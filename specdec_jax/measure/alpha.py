@@ -14,6 +14,7 @@ from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import acceptance
 from specdec_jax.measure.acceptance import Workload
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
@@ -136,7 +137,9 @@ def measure_alpha(
       be shown has other settings.
   """
   console = console or terminal()
+  check_outputs(config)
   record = _earlier(config) if config.reuse else None
+  is_new = record is None
   if record is None:
     settings = len(config.temperatures) * len(config.leniences)
     steps = len(config.engines) * settings * config.num_tokens
@@ -145,9 +148,11 @@ def measure_alpha(
         row for name in config.engines for row in _rows(config, name, advance)
       ]
     record = Record('alpha', {'settings': config.settings, 'rows': rows})
-    if config.output_file:
+  try:
+    if is_new and config.output_file:
       record.save(config.output_file)
-  console.print(table(record))
+  finally:
+    console.print(table(record))
   return record
 
 

@@ -19,6 +19,7 @@ from specdec_jax.drafters.base import encoded_for
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import calls, timing
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.measured_pair import Pair
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
@@ -136,6 +137,7 @@ def beam_grid(
     ValueError: the prompts cannot be decoded, or the drafter knows no beams.
   """
   console = console or terminal()
+  check_outputs(config)
   engine = config.engine()
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len

@@ -28,6 +28,7 @@ from specdec_jax.measure.benchmark import (
   num_steps,
 )
 from specdec_jax.measure.calibration import Calibration, Choice, Measured
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
@@ -132,6 +133,7 @@ def calibrate(
     ValueError: the pair does not fit, or no prompt can be decoded.
   """
   console = console or terminal()
+  check_outputs(config)
   parts = memory.check_fits(_plan(config), device_bytes())
   with status(console, 'Loading the models'):
     engine = config.engine()
@@ -166,9 +168,11 @@ def calibrate(
       found = _with_trees(config, work, found, advance)
   if config.num_beams is not None:
     found = _with_beams(config, engine, found, console)
-  if config.output_file:  # first: whoever reads stdout may leave early
-    found.save(config.output_file)
-  _print(console, found)
+  try:
+    if config.output_file:  # first: whoever reads stdout may leave early
+      found.save(config.output_file)
+  finally:
+    _print(console, found)
   return found
 
 

@@ -25,6 +25,7 @@ from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.measure import calls, timing
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
 from specdec_jax.measure.ngram import outputs
 from specdec_jax.measure.progress import bar
@@ -115,6 +116,7 @@ def drafter_costs(
     times in ms.
   """
   console = console or terminal()
+  check_outputs(config)
   pairs, corpus = _pairs(config)
   steps = len(config.temperatures) * config.repeats
   with bar(console, 'Measuring', steps) as advance:

@@ -18,7 +18,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import calibration
-from specdec_jax.measure.canvas import PALETTE, save, whiskers
+from specdec_jax.measure.canvas import PALETTE, check_outputs, save, whiskers
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
@@ -79,6 +79,7 @@ def gamma_curve(
       pair or machine.
   """
   console = console or terminal()
+  check_outputs(config)
   chosen = config.calibration and calibration.load(config.calibration)
   engine = config.engine()
   if chosen:

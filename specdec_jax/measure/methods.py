@@ -21,7 +21,7 @@ from specdec_jax.engine.completion import CompletionStats, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import ADAPTIVE
 from specdec_jax.measure import calibration
-from specdec_jax.measure.canvas import PALETTE, save, whiskers
+from specdec_jax.measure.canvas import PALETTE, check_outputs, save, whiskers
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
@@ -144,6 +144,7 @@ def compare_methods(
       the plain one.
   """
   console = console or terminal()
+  check_outputs(config)
   calibrated = [calibration.load(path) for path in config.calibrations]
   made: dict[Any, Engine] = {}
   for method in config.methods:  # engines that are equal are made once

@@ -13,6 +13,7 @@ import rich.console
 
 from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.measure import timing
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.peer_systems import (
   PLAIN,
@@ -120,6 +121,7 @@ def compare(
       project's plain loop failed, with which all others are compared.
   """
   console = console or terminal()
+  check_outputs(config)
   names = [name for name in SYSTEMS if name in {PLAIN, *config.systems}]
   _check_packages(names)
   encode = config.tokenizer.encode

@@ -18,6 +18,7 @@ from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import calibration
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table, between
@@ -124,6 +125,7 @@ def measure_throughput(
     OSError: the record could not be written.
   """
   console = console or terminal()
+  check_outputs(config)
   chosen = calibration.load(config.calibration) if config.calibration else None
   engine = config.engine()
   if chosen is not None:

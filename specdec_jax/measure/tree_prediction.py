@@ -25,6 +25,7 @@ from specdec_jax.drafters.small_model_tree import tree_of
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import trees
 from specdec_jax.measure.acceptance import Rate, Workload, ratio
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
@@ -92,6 +93,7 @@ def predict_trees(
       model.
   """
   console = console or terminal()
+  check_outputs(config)
   engine = config.engine()
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len

@@ -29,6 +29,7 @@ from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import calibration
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
@@ -140,6 +141,7 @@ def bench_serve(
     OSError: the record could not be written.
   """
   console = console or terminal()
+  check_outputs(config)
   package('A load on a server', 'aiohttp', 'load')
   if config.openai_clients:
     package('A client of OpenAI', 'openai', 'load')

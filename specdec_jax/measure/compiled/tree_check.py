@@ -18,6 +18,7 @@ from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.names import check_choice
 from specdec_jax.decoding import tree_round
 from specdec_jax.measure import memory
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.compiled import gpu, gpu_costs
 from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.measure.progress import bar
@@ -80,6 +81,7 @@ def check(
     ValueError: the GPU's compiler is missing.
   """
   console = console or terminal()
+  check_outputs(config)
   compiler = Compiler(gpu.describe(config.gpu), counts_kernels=True)
   calls = []
   with (
