@@ -410,6 +410,18 @@ def test_a_kill_costs_a_minute_at_most(tmp_path, monkeypatch):
   ]
 
 
+def test_the_ending_says_what_a_line_is(tmp_path):
+  """Not 'a b TAB c' as one text; a line of another format has an error."""
+  path = tmp_path / 'pairs.tsv'
+  path.write_text('a b\tc\nd\ne\tf\tg\n')
+  summary, records, said = run(tmp_path, b'', input_file=str(path))
+  assert [record['inputs'] for record in records] == ['a b', 'd', 'e\tf\tg']
+  assert [record['prediction'] for record in records] == ['b a', 'd', None]
+  assert records[2]['error'].startswith('line 3 has 3 columns')
+  assert 'inputs<TAB>targets' in summary['reading'] in ' '.join(said.split())
+  assert run(tmp_path, b'a\tb\n', overwrite=True)[0]['reading'] is None
+
+
 def test_no_more_rows_than_there_are_lines(tmp_path):
   engine = ReversingEngine()
   summary, *_ = run(tmp_path, b'a\n\nb\n', engine, batch_size=32)

@@ -17,7 +17,7 @@ from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import say
 from specdec_jax.models.model import Model
 from specdec_jax.models.shortlist import Shortlisted
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.local_tasks import LocalTask, kind_of
 
 _MANY_IDS = 100_000  # of an output layer: more than T5's, as mT5 and Gemma have
 
@@ -83,7 +83,11 @@ def look(
       drafter=lambda: config.drafter,
       tokenizer=tokenizer,
       mixture_or_task_name=LocalTask(
-        'sample', {'test': file}, tokenizer.path, prefix=config.prefix
+        'sample',
+        {'test': file},
+        tokenizer.path,
+        kind=kind_of(file),
+        prefix=config.prefix,
       ),
       output_dir=None,
       task_feature_lengths={

@@ -17,6 +17,7 @@ from specdec_jax.infer import batches, report, results
 from specdec_jax.infer.settings import DecodeConfig, as_blocks, by_rows
 from specdec_jax.text.chat import ChatTemplate, template_of
 from specdec_jax.text.lines import check_some, count_tokens, read_lines
+from specdec_jax.text.local_tasks import reading
 
 
 class Lines:
@@ -124,6 +125,7 @@ class Lines:
     ]
     return {
       'input_file': self.config.input_file,
+      'reading': reading(self.config.input_file),
       'lines': len(records),
       'finish_reasons': dict(sorted(collections.Counter(reasons).items())),
       'errors': [record['error'] for record in records if record['error']],

@@ -32,6 +32,7 @@ from specdec_jax.models.base import reads_encoder
 from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
+from specdec_jax.text.local_tasks import reading
 from specdec_jax.training import FromTarget, TrainRun, train
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.losses import DistillationWeights
@@ -125,6 +126,8 @@ def distil(
   own_vocabulary(config.target)  # or an error that says what to do
   huggingface_arrays.import_safetensors()
   _check_folder(config.output_dir)
+  if sentence := reading(config.texts):
+    say(console, sentence)
   learned, held_out, lengths = _texts(config)
   say(
     console,

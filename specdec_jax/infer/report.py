@@ -306,6 +306,8 @@ def print_results(
 def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
   """Returns what the table does not say, at most `most` items of a kind."""
   notes = []
+  if summary.get('reading'):
+    notes.append(summary['reading'])
   if not summary.get('lossless', True):
     lenience = summary['lenience']
     what = f'may come up to {1 / lenience:.3g} times as often as it should'

@@ -14,12 +14,10 @@ from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import acceptance
 from specdec_jax.measure.acceptance import Workload
-from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.table import Cell, Column, Table
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Cell, Column, Table, started
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
@@ -136,8 +134,7 @@ def measure_alpha(
     ValueError: no prompt can be decoded, the models are broken, or a record to
       be shown has other settings.
   """
-  console = console or terminal()
-  check_outputs(config)
+  console = started(config, console)
   record = _earlier(config) if config.reuse else None
   is_new = record is None
   if record is None:

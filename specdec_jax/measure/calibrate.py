@@ -28,12 +28,10 @@ from specdec_jax.measure.benchmark import (
   num_steps,
 )
 from specdec_jax.measure.calibration import Calibration, Choice, Measured
-from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
-from specdec_jax.measure.table import Column, Table, say
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, say, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
@@ -132,8 +130,7 @@ def calibrate(
   Raises:
     ValueError: the pair does not fit, or no prompt can be decoded.
   """
-  console = console or terminal()
-  check_outputs(config)
+  console = started(config, console)
   parts = memory.check_fits(_plan(config), device_bytes())
   with status(console, 'Loading the models'):
     engine = config.engine()

@@ -21,12 +21,11 @@ from specdec_jax.engine.completion import CompletionStats, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import ADAPTIVE
 from specdec_jax.measure import calibration
-from specdec_jax.measure.canvas import PALETTE, check_outputs, save, whiskers
+from specdec_jax.measure.canvas import PALETTE, save, whiskers
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, between, show
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, between, show, started
 from specdec_jax.types import LengthRule
 
 KIND = 'methods'  # of a record
@@ -143,8 +142,7 @@ def compare_methods(
       calibration is of another pair or machine, or a greedy output differs from
       the plain one.
   """
-  console = console or terminal()
-  check_outputs(config)
+  console = started(config, console)
   calibrated = [calibration.load(path) for path in config.calibrations]
   made: dict[Any, Engine] = {}
   for method in config.methods:  # engines that are equal are made once

@@ -18,11 +18,9 @@ from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import calibration
-from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, between
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, between, started
 from specdec_jax.measure.timed_runs import (
   Timed,
   read_examples,
@@ -124,8 +122,7 @@ def measure_throughput(
     ValueError: nothing can be decoded, or the calibration is of other models.
     OSError: the record could not be written.
   """
-  console = console or terminal()
-  check_outputs(config)
+  console = started(config, console)
   chosen = calibration.load(config.calibration) if config.calibration else None
   engine = config.engine()
   if chosen is not None:
