@@ -310,6 +310,14 @@ class Folder:
     except files.BrokenFileError:
       return None  # the process that owns it makes it again
 
+  def written(self) -> dict[str, int]:
+    """When its files and folders, and those of all shares, were changed."""
+    found = {}
+    for path in self.path.glob(f'{glob.escape(self.name)}*'):
+      with contextlib.suppress(FileNotFoundError):
+        found[path.name] = path.stat().st_mtime_ns
+    return found
+
   def discard(self) -> None:
     """Removes the chunks."""
     shutil.rmtree(self._parts, ignore_errors=True)
