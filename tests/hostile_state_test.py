@@ -399,23 +399,6 @@ def test_other_settings_are_refused_though_a_result_is_gone(runs, finished):
   }
 
 
-def test_results_of_an_earlier_version_are_kept(runs, whole, finished, capsys):
-  """Their marker is empty: nothing says what they were."""
-  (finished / f'{NAME}.COMPLETED').write_bytes(b'')
-  runs(finished)
-  assert runs.decoded == []
-  (finished / f'{NAME}.summary.json').write_bytes(b'{')
-  with pytest.raises(ValueError, match=r'summary\.json.*cannot be read'):
-    runs(finished)
-  (finished / f'{NAME}.config.json').write_bytes(b'null')
-  with pytest.raises(ValueError, match='of another configuration'):
-    runs(finished)
-  (finished / f'{NAME}.config.json').unlink()
-  (finished / NAME).unlink()
-  runs(finished)
-  assert len(runs.decoded) == len(TEXTS) and results(finished) == whole
-
-
 @pytest.mark.parametrize('how', ['gone', 'changed'])
 def test_finished_lines(runs, tmp_path, how, capsys):
   out = tmp_path / 'out'

@@ -227,13 +227,6 @@ def _scored(item: Item, score: scoring.Score) -> Completion:
 def engine_identity(engine: Engine) -> dict[str, Any]:
   """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
-  more: dict[str, Any] = {}  # than earlier versions had
-  if engine.rule is not None:
-    more['rule'] = engine.rule.to_json()
-  if engine.fallback:
-    more['fallback'] = fallback.to_json(engine.fallback)
-  if engine.source_lang or engine.target_lang:
-    more['languages'] = [engine.source_lang, engine.target_lang]
   return {
     'models': dict(engine.fingerprints),
     'dtype': sorted({str(leaf.dtype) for leaf in leaves}),
@@ -242,7 +235,9 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     'max_input_len': engine.max_input_len,
     'max_decode_len': engine.max_decode_len,
     'bos_id': engine.bos_id,
-    **more,
+    'rule': None if engine.rule is None else engine.rule.to_json(),
+    'fallback': fallback.to_json(engine.fallback),
+    'languages': [engine.source_lang, engine.target_lang],
   }
 
 

@@ -84,13 +84,6 @@ class Lines:
     """Everything that decides the results, as JSON values."""
     config = self.config
     texts = repr([(line.text, line.error) for line in self._lines])
-    later = {  # than the runs that earlier versions left unfinished
-      'num_samples': config.num_samples if config.num_samples > 1 else None,
-      'stop_strings': list(config.stop_strings) or None,
-      'beams': config.beams.identity,
-      'verification': BLOCK if as_blocks(config, engine) else None,
-      'chat': config.chat,
-    }
     return {
       'lines': len(self._lines),
       'lines_sha256': hashlib.sha256(texts.encode()).hexdigest(),
@@ -102,8 +95,12 @@ class Lines:
       'seed': config.seed,
       'on_too_long': config.on_too_long,
       'gammas': by_rows(gammas),
+      'num_samples': config.num_samples,
+      'stop_strings': list(config.stop_strings),
+      'beams': config.beams.identity,
+      'verification': BLOCK if as_blocks(config, engine) else None,
+      'chat': config.chat,
       **batches.engine_identity(engine),
-      **{name: value for name, value in later.items() if value},
     }
 
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:

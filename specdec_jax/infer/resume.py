@@ -5,11 +5,10 @@ of results, and `config.json` with everything that decides the output. Each file
 is written whole or not at all, with a checksum of its content and of the run it
 belongs to. So a resumed run finds its whole chunks and decodes the rest. A
 chunk that does not fit its checksum is reported and made again; if
-`config.json` does not, all chunks are. The same holds for files of versions
-without checksums. Results are merged at the end. The marker `NAME.COMPLETED` is
-written last: it holds the size and checksum of each result. Meanwhile
-`.NAME.lock` keeps other processes out; if a process is killed, its lock is
-released.
+`config.json` does not, all chunks are. Results are merged at the end. The
+marker `NAME.COMPLETED` is written last: it holds the size and checksum of each
+result. Meanwhile `.NAME.lock` keeps other processes out; if a process is
+killed, its lock is released.
 """
 
 import contextlib
@@ -88,16 +87,11 @@ class Folder:
   def missing(self) -> list[str] | None:
     """The finished results whose files are missing; None without a marker.
 
-    The marker of a version without checksums is empty: then only the main file
-    is looked for.
-
     Raises:
       ValueError: a result was changed after the run, or the marker is broken.
     """
     if not self.finished:
       return None
-    if self._marker.is_file() and not self._marker.stat().st_size:
-      return [] if (self.path / self.name).exists() else [self.name]
     try:
       finished = json.loads(files.read_sealed(self._marker, self.name))
     except files.BrokenFileError as error:
