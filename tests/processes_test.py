@@ -245,6 +245,23 @@ def test_a_process_that_does_nothing_is_not_waited_for(
   assert time.monotonic() - looks[-1] >= 0.5 and len(looks) == 5
 
 
+def test_what_follows_a_missing_chunk_is_not_kept_twice(tmp_path):
+  """In lockstep all of it is decoded again, so its old chunks go."""
+  whole = resume.Folder(str(tmp_path), 'a.jsonl')
+  whole.begin({}, False)
+  for number in (0, 2, 3):
+    whole.keep(number, number)
+  given = []
+  shares.in_lockstep(
+    whole,
+    lambda folder: folder.begin({}, False),
+    [],
+    lambda items, folder, done: given.append(done),
+    processes.Processes(0, 2),
+  )
+  assert given == [{0: 0}] and whole.begin({}, False) == {0: 0}
+
+
 def test_a_process_ends_with_the_one_that_watches_it(runner, tmp_path):
   """Killing what was started leaves nothing behind."""
   code = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'
