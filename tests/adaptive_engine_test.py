@@ -15,8 +15,11 @@ from specdec_jax.drafters.length import MOST, unsure_below
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.completion import CompletionStats, passed_over
+from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.monitor import Usual
+from specdec_jax.engine.schedule import PoolSettings
+from specdec_jax.engine.slots import Slots
 from specdec_jax.infer import batches, calibrated, report
 from specdec_jax.measure import calibration, environment
 from specdec_jax.measure.calibration import CalibrationError
@@ -185,8 +188,9 @@ def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   said = console.export_text()
   assert 'gamma = 3 at most, adaptive by the calibration' in said
   assert 'speed-up 1.70' in said and 'Acceptance over the run: ' in said
-  identity = json.dumps(batches.engine_identity(engine))
-  assert '"rule"' in identity and '"fallback"' in identity
+  identity = batches.engine_identity(engine)
+  assert identity['rule'] == summary['rule']
+  assert identity['fallback'] == summary['fallback']
 
 
 def test_a_number_and_a_calibration_is_the_best_number(tokenizer, tmp_path):
@@ -195,7 +199,7 @@ def test_a_number_and_a_calibration_is_the_best_number(tokenizer, tmp_path):
   infer.decode(config, console=silent())
   assert engine.gamma == 2 and engine.rule is None
   assert engine.usual == Usual(0.6, 0.1)
-  assert 'rule' not in batches.engine_identity(engine)
+  assert batches.engine_identity(engine)['rule'] is None
 
 
 @pytest.mark.parametrize(
@@ -309,3 +313,58 @@ def test_costs_of_another_gamma_are_not_used(tokenizer, fallback):
   assert (own is fallback) == (fallback is not True)
   plain = engine.text_batch(TEXTS[:1], speculative=False).request
   assert plain.fallback is None and plain.rule is None
+
+
+# Pools that become smaller, each with a gamma of its own.
+
+
+def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
+  """Two rows cost nothing; one is dear, so that its drafter rests at once."""
+  engine = make(tokenizer, Model(NOISE, NOISE.params), gamma=2, fallback=True)
+  (dear,) = calibration_of(engine).choices
+  dear = dataclasses.replace(dear, call_cost=(1.0, 9.0, 9.0))
+  free = dataclasses.replace(
+    dear, rows=2, call_cost=(1.0,) * 4, cost_ratio=0.0, gamma=3
+  )
+  measured = calibration_of(engine, choices=(dear, free))
+  config = config_of(
+    tmp_path, engine, measured, batching='continuous', batch_size=2
+  )
+  gammas = calibrated.choose_gammas(measured, config, engine, silent())
+  assert gammas == {2: 3, 1: 2}
+  way = calibrated.ways(config, engine, gammas, measured)['speculative']
+  items = [batches.Item(i, text, i) for i, text in enumerate(TEXTS)]
+  rested = [one.stats.fallback_rounds > 0 for _, one in way.run(items)]
+  assert sum(rested) == len(TEXTS) % 2 == 1
+
+
+def test_a_smaller_pool_has_a_rule_of_its_own(engine):
+  (one,) = calibration_of(engine).choices
+  longer = Prices((0.2,) * 4, (0.3,) * 4, 1.7, 0.7)
+  two = dataclasses.replace(one, rows=2, prices=longer)
+  measured = calibration_of(engine, choices=(one, two))
+  assert [measured.ends(rows, engine).rule.most for rows in (1, 2)] == [3, 4]
+
+
+def test_a_gamma_that_the_rule_does_not_reach_is_refused(tokenizer):
+  engine = make(tokenizer)
+  settings = PoolSettings(gammas={2: MOST + 1, 1: MOST})
+  with pytest.raises(ValueError, match=f'gammas has {MOST + 1}'):
+    Continuous(engine, settings).generate(TEXTS)
+
+
+def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer, monkeypatch):
+  costs = of_round_costs(np.ones(3))
+  engine = make(tokenizer, gamma=2, fallback=costs)
+  seen = {}
+  run = Slots.run
+
+  def listen(slots, rounds, enough, gamma, simply=False, ends=None):
+    seen[gamma] = ends
+    return run(slots, rounds, enough, gamma, simply, ends)
+
+  monkeypatch.setattr(Slots, 'run', listen)
+  pool = Continuous(engine, PoolSettings(gammas={2: 5, 1: 2}))
+  want = engine.generate(TEXTS, speculative=False)
+  assert [one.text for one in pool.generate(TEXTS)] == [o.text for o in want]
+  assert len(seen[5].fallback.costs) == 6 and seen[2].fallback is costs

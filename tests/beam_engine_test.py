@@ -295,7 +295,7 @@ def run_by(best, engine, lines, **options):
   config = infer.DecodeConfig(
     engine=lambda **_: engine,
     input_file=lines,
-    batch_size=4,
+    batch_size=2,
     calibration=path,
     beams=infer.Beams('beam', num_beams=3, **options),
   )
@@ -306,7 +306,7 @@ def test_a_calibration_chooses_gamma_and_the_drafters_beams(engine, lines):
   usual = engine.gamma
   summary = run_by(BeamChoice(3, 1, 4, 1.5), engine, lines)
   engine.gamma = usual
-  assert summary['gammas'] == {'4': 1}
+  assert summary['gammas'] == {'2': 1}
   assert summary['beams']['draft_beams'] == 4
   assert summary['agreement']['disagreements'] == []
   told = run_by(BeamChoice(3, 1, 4, 1.5), engine, lines, draft_beams=5)

@@ -11,7 +11,8 @@ import rich.console
 
 from continuous_test import POISON, engine_of, make_t5, make_texts
 from specdec_jax import files, infer
-from specdec_jax.infer import results
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.infer import batches, results, resume
 from specdec_jax.probs import SamplingConfig
 
 LINES = [text for text in make_texts(16, 2) if len(text) < 60]
@@ -108,6 +109,39 @@ def test_bad_lines_a_full_disk_and_going_on(engine, tmp_path, monkeypatch):
     )
     assert one == other
   assert 'running rows / slots' not in printed
+
+
+def test_a_pool_keeps_what_is_finished_while_it_runs(
+  engine, tmp_path, monkeypatch
+):
+  """By the clock; only the rest is decoded when it is started again."""
+  _, want, _ = run(engine, tmp_path / 'whole')
+  monkeypatch.setattr(batches, '_KEEP_SECONDS', 0.0)
+  keep, kept = resume.Folder.keep, []
+
+  def dies(folder, number, chunk):
+    if number == 3:
+      raise KeyboardInterrupt
+    keep(folder, number, chunk)
+    kept.extend(chunk['speculative']['completions'])
+
+  with monkeypatch.context() as patch:
+    patch.setattr(resume.Folder, 'keep', dies)
+    with pytest.raises(KeyboardInterrupt):
+      run(engine, tmp_path / 'killed', checkpoint_period=100)
+  assert len(kept) == 3
+  given = []
+  real = Continuous.run
+  monkeypatch.setattr(
+    Continuous,
+    'run',
+    lambda pool, texts, **asked: (
+      given.extend(texts) or real(pool, texts, **asked)
+    ),
+  )
+  summary, have, _ = run(engine, tmp_path / 'killed')
+  assert have == want and len(given) == len(LINES) - 2 - len(kept)
+  assert 0 < summary['speculative']['occupancy'] <= 1
 
 
 def test_unknown_batching(engine, tmp_path):

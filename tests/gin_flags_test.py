@@ -296,5 +296,5 @@ def test_decode_script_end_to_end(folder):
   assert "OUT = 'results'" in config and 'DecodeConfig.batch_size = 1' in config
   again = decode(*flags, stdin=b'x\n')
   assert again.returncode == 2 and again.stdout == b''
-  assert again.stderr.startswith(b"error: 'results' already holds finished")
+  assert again.stderr.startswith(b"error: 'results' holds finished results of")
   assert again.stderr.count(b'\n') == 1

@@ -2,11 +2,17 @@
 
 import gzip
 import importlib.util
+import json
+import types
 
 import pytest
 
 import tokenizer_bpe_test
 from specdec_jax.infer import examples
+from specdec_jax.measure import timed_runs
+from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.text import local_tasks
+from specdec_jax.text.lines import read_lines
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer_bpe import BpeTokenizer
 
@@ -120,3 +126,29 @@ def test_files_for_the_vocabulary_of_gpt2(tmp_path, tokenizer):
   ends = BpeTokenizer(one.path, eos_token='a')
   with pytest.raises(ValueError, match='ends a text with id 0, .* models with'):
     examples.find(path, 'test', ends)
+
+
+# Of the first two examples one source has two references.
+PAIRS = [('the red dog', 'a cat'), ('the red dog', 'a dog'), ('a house', '')]
+
+
+@pytest.mark.parametrize('name', ['a.tsv', 'a.jsonl.gz', 'a.txt'])
+def test_every_command_reads_a_file_alike(tmp_path, tokenizer, name):
+  """Lines and tasks that are decoded, prompts, data sets that are measured."""
+  objects = [json.dumps({'inputs': a, 'targets': b}) for a, b in PAIRS]
+  columns = ['\t'.join(pair) for pair in PAIRS]
+  lines = objects if 'jsonl' in name else columns
+  path = write(tmp_path, name, '\n'.join(lines))
+  want = columns if 'txt' in name else [source for source, _ in PAIRS]
+  assert [line.text for line in read_lines(path)] == want
+  found = load(path, tokenizer)
+  assert [one['inputs_pretokenized'] for one in found] == want
+  once = list(dict.fromkeys(want))
+  assert read_prompts(path, len) == once
+  engine = types.SimpleNamespace(input_ids=tokenizer.encode, max_input_len=99)
+  measured = timed_runs.read_examples(path, engine, 9, (1.0,), 0)
+  assert set(measured) == set(once)
+  # What a report says of it, whichever command it is of.
+  sentence = local_tasks.reading(path)
+  assert (sentence is None) == ('txt' in name)
+  assert examples.find(path, 'test', tokenizer).reading('test') == sentence

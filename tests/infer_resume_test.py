@@ -1,5 +1,6 @@
 """Runs that are killed and started again; the folder that makes it possible."""
 
+import errno
 import itertools
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-from specdec_jax.infer import resume
+from specdec_jax.infer import locks, resume
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = {'seed': 0, 'sampling': {'top_p': 1.0}}
@@ -89,6 +90,19 @@ def test_one_process_at_a_time(tmp_path):
   with folder.claimed(False):
     pass
   assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+  def no_locks(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+  monkeypatch.setattr(locks.fcntl, 'flock', no_locks)
+  folder = resume.Folder(str(tmp_path), 'a.jsonl')
+  (tmp_path / '.a.jsonl.lock').write_text('process 7 on earth')
+  with folder.claimed(False):
+    said = capsys.readouterr().err
+  assert 'a.jsonl' in said and 'process 7 on earth' in said
+  assert os.strerror(errno.ENOLCK) in said and said.count('\n') == 1
 
 
 HOLDER = """

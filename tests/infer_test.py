@@ -19,7 +19,7 @@ import rich.console
 from specdec_jax import files, infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
-from specdec_jax.infer import results
+from specdec_jax.infer import acceptance_picture, results
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text import lines as lines_lib
 
@@ -358,19 +358,75 @@ def test_missing_input_is_refused_before_the_engine_is_made(tmp_path):
     infer.decode(config)
 
 
-def test_finished_results_are_kept(tmp_path):
-  run(tmp_path, b'a b\n')
-  before = (tmp_path / 'out' / results.PREDICTIONS).read_bytes()
-  config = infer.DecodeConfig(
-    engine=refuse_to_build,
-    input_file=str(tmp_path / 'input.txt'),
-    output_dir=str(tmp_path / 'out'),
-  )
-  with pytest.raises(ValueError, match='already holds finished results'):
-    infer.decode(config)
-  assert (tmp_path / 'out' / results.PREDICTIONS).read_bytes() == before
-  _, records, _ = run(tmp_path, b'c d\n', overwrite=True)
-  assert records[0]['inputs'] == 'c d'
+def test_finished_results_are_kept(tmp_path, capsys):
+  """Another start says so and prints them; other settings are refused."""
+  summary, before, _ = run(tmp_path, b'a b\n')
+  engine = ReversingEngine()
+  again, records, said = run(tmp_path, b'a b\n', engine, stdout='outputs')
+  assert (again, records) == (summary, before) and not engine.calls
+  assert 'predictions.jsonl is finished' in said
+  assert capsys.readouterr().out == 'b a\n'
+  with pytest.raises(ValueError, match='finished results of another'):
+    run(tmp_path, b'c d\n')
+  assert run(tmp_path, b'c d\n', overwrite=True)[1][0]['inputs'] == 'c d'
+  # What failed at the end fails again.
+  engine = ReversingEngine(differ=['c d'])
+  for overwrite in (True, False):
+    with pytest.raises(ValueError, match='1 greedy outputs differ'):
+      run(
+        tmp_path,
+        b'c d\n',
+        engine,
+        overwrite=overwrite,
+        require_agreement=True,
+      )
+
+
+def test_a_kill_costs_a_minute_at_most(tmp_path, monkeypatch):
+  """A batch takes 20 s; before, nothing was kept for 100 batches."""
+  data = b''.join(b'w%d\n' % i for i in range(80))
+  clock = [0.0]
+  monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
+
+  class Slow(ReversingEngine):
+    left = 50
+
+    def generate(self, texts, **options):
+      if not self.left:
+        raise KeyboardInterrupt
+      self.left -= 1
+      clock[0] += 20.0
+      return super().generate(texts, **options)
+
+  options = {'mode': 'plain', 'batch_size': 1}
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path, data, Slow(), **options)
+  engine = ReversingEngine()
+  _, records, _ = run(tmp_path, data, engine, **options)
+  done = [text for _, texts, _ in engine.calls for text in texts]
+  assert 30 <= len(set(done)) <= 30 + 3
+  assert [record['prediction'] for record in records] == [
+    f'w{i}'[::-1] for i in range(80)
+  ]
+
+
+def test_the_ending_says_what_a_line_is(tmp_path):
+  """Not 'a b TAB c' as one text; a line of another format has an error."""
+  path = tmp_path / 'pairs.tsv'
+  path.write_text('a b\tc\nd\ne\tf\tg\n')
+  summary, records, said = run(tmp_path, b'', input_file=str(path))
+  assert [record['inputs'] for record in records] == ['a b', 'd', 'e\tf\tg']
+  assert [record['prediction'] for record in records] == ['b a', 'd', None]
+  assert records[2]['error'].startswith('line 3 has 3 columns')
+  assert 'inputs<TAB>targets' in summary['reading'] in ' '.join(said.split())
+  assert run(tmp_path, b'a\tb\n', overwrite=True)[0]['reading'] is None
+
+
+def test_no_more_rows_than_there_are_lines(tmp_path):
+  engine = ReversingEngine()
+  summary, *_ = run(tmp_path, b'a\n\nb\n', engine, batch_size=32)
+  assert {len(texts) for _, texts, _ in engine.calls} == {2}
+  assert summary['batch_size'] == 2
 
 
 def test_unwritable_output_is_refused_before_the_engine_is_made(tmp_path):
@@ -380,6 +436,27 @@ def test_unwritable_output_is_refused_before_the_engine_is_made(tmp_path):
   )
   with pytest.raises(ValueError, match='cannot be written'):
     infer.decode(config)
+
+
+def test_a_picture_costs_no_output(tmp_path, monkeypatch, capsys):
+  """What cannot be written is refused at once; what fails, fails last."""
+  (tmp_path / 'file').write_text('')
+  for place, what in (('file/x.png', 'cannot be written'), ('', 'a folder')):
+    engine, path = ReversingEngine(), str(tmp_path / place)
+    with pytest.raises(ValueError, match=f'{what}.*') as caught:
+      run(tmp_path, b'a b\n', engine, plot_file=path)
+    assert str(path.removesuffix('/x.png')) in str(caught.value)
+    assert not engine.warm
+
+  def full_disk(path, *_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+  monkeypatch.setattr(acceptance_picture, 'plot', full_disk)
+  options = {'stdout': 'outputs', 'plot_file': str(tmp_path / 'new' / 'x.png')}
+  with pytest.raises(OSError, match='No space left'):
+    run(tmp_path, b'a b\n', **options)
+  assert capsys.readouterr().out == 'b a\n'
+  assert (tmp_path / 'out' / COMPLETED).exists()
 
 
 @pytest.mark.parametrize('failing', [results.PREDICTIONS, results.SUMMARY])

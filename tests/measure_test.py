@@ -3,25 +3,72 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import pytest
 import rich.console
 
 from small_vocabulary import network
-from specdec_jax import infer, probs
+from specdec_jax import files, infer, probs
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import alpha, calibrate, calibration
+from specdec_jax.measure import (
+  alpha,
+  beam_grid,
+  benchmark,
+  calibrate,
+  calibration,
+  drafter_costs,
+  gamma_curve,
+  methods,
+  ngram,
+  peers,
+  throughput,
+  tree_prediction,
+)
 from specdec_jax.models.model import Model
 from specdec_jax.paper import reproduce
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
+
+
+@pytest.mark.parametrize(
+  'measure',
+  [
+    alpha.measure_alpha,
+    beam_grid.beam_grid,
+    benchmark.benchmark,
+    calibrate.calibrate,
+    drafter_costs.drafter_costs,
+    gamma_curve.gamma_curve,
+    infer.look,
+    methods.compare_methods,
+    ngram.fit_ngram,
+    peers.compare,
+    throughput.measure_throughput,
+    tree_prediction.predict_trees,
+  ],
+)
+@pytest.mark.parametrize('field', ['output_file', 'plot_file'])
+def test_what_cannot_be_written_is_refused_first(measure, field, tmp_path):
+  """Before anything else of the configuration is looked at."""
+  (tmp_path / 'file').write_text('')
+  config = types.SimpleNamespace(**{field: str(tmp_path / 'file' / 'x.json')})
+  with pytest.raises(ValueError, match='file.* cannot be written'):
+    measure(config)
+
+
+def test_an_error_names_the_file_and_not_a_temporary_one(tmp_path):
+  path = str(tmp_path / 'missing' / 'x.png')
+  with pytest.raises(OSError) as caught:
+    files.write_atomically(path, b'')
+  assert caught.value.filename == path
 
 
 @pytest.fixture(scope='module')
@@ -199,7 +246,9 @@ def with_gammas(calibrated, tmp_path):
   return changed
 
 
-def test_decode_takes_gamma_from_it(with_gammas, make_engine, prompts):
+def test_decode_takes_gamma_from_it(
+  with_gammas, make_engine, prompts, tmp_path
+):
   path = with_gammas(1, 2)
   alone = {'mode': 'speculative'}
   summary, text = decode(path, make_engine, prompts, **alone)
@@ -207,7 +256,9 @@ def test_decode_takes_gamma_from_it(with_gammas, make_engine, prompts):
   assert 'gamma = 1 by the calibration' in text
   summary, text = decode(path, make_engine, prompts, batch_size=2, **alone)
   assert summary['gamma'] == 2 and summary['gammas'] == {'2': 2}
-  summary, text = decode(path, make_engine, prompts, batch_size=4, **alone)
+  four = tmp_path / 'four.txt'
+  four.write_text('\n'.join(LINES * 2))
+  summary, text = decode(path, make_engine, str(four), batch_size=4, **alone)
   assert 'made for up to 3 rows at once, not 4' in text
 
 

@@ -32,6 +32,20 @@ def test_bleu_of_a_known_pair():
 
 
 @needs_bleu
+def test_bleu_of_lines_that_are_too_short_for_its_order():
+  """The documents' example; none has four words, so the defaults say 0."""
+  targets = ['Guten Abend!', 'Danke.']
+  same, other = (
+    metrics.bleu(targets, found) for found in (targets, ['Abend!', 'Danke.'])
+  )
+  assert same['bleu'] == pytest.approx(100) and 0 < other['bleu'] < 100
+  assert 'eff:yes' in same['bleu_signature']
+  # One that is long enough decides for all, as sacrebleu does.
+  longer = metrics.bleu([*targets, SENTENCE], [*targets, SENTENCE])
+  assert 'eff:no' in longer['bleu_signature']
+
+
+@needs_bleu
 def test_bleu_takes_the_references_that_each_prediction_has():
   targets = [['a red house', SENTENCE], 'one reference only here']
   outputs = [SENTENCE, 'one reference only here']

@@ -21,6 +21,7 @@ from drafter_conformance_test import (
   VOCAB,
   request_of,
 )
+from specdec_jax.decoding import fallback
 from specdec_jax.decoding import pool as decode_pool
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.row_layout import RowLayout
@@ -334,3 +335,12 @@ def test_a_state_with_two_axes_of_rows_is_refused():
   loop, params = Square(TARGET), PairParams(TARGET_PARAMS, None)
   with pytest.raises(ValueError, match='at most one axis of rows'):
     RowLayout(loop, params, empty(request(0)), prompted=False)
+
+
+def test_costs_of_another_gamma_are_refused():
+  """An index past their end would be clamped in silence."""
+  loop, params, _ = sampled()
+  few = fallback.of_round_costs(np.ones(GAMMA))
+  pooled = Pooled(loop, params, request(GAMMA, fallback=few))
+  with pytest.raises(ValueError, match=f'gamma = {GAMMA}: .*{GAMMA - 1}'):
+    pooled.run(pooled.pool, 1, 1, GAMMA)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from specdec_jax.cli import gin_flags
-from specdec_jax.infer import processes
+from specdec_jax.infer import processes, resume, shares
 from specdec_jax.infer.processes import Meeting
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -215,6 +215,51 @@ def test_a_killed_process_ends_the_others(runner, whole, tmp_path, victim):
   ((status, said, *_),) = runner(tmp_path, 1)
   assert status == 0 and num_batches(said) == 0
   assert 'is finished; it is kept' in said
+
+
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_process_that_does_nothing_is_not_waited_for(
+  tmp_path, monkeypatch, index
+):
+  """As one that hangs, or that writes into another folder of this name."""
+  whole = resume.Folder(str(tmp_path), 'a.jsonl')
+  monkeypatch.setattr(shares, '_MOST_SILENCE_S', 0.5)
+  looks = []
+
+  def sleep(seconds, real=time.sleep):
+    if len(looks) < 5:  # a third process is alive for more than the bound
+      (tmp_path / f'a.jsonl.of-another-{len(looks)}').write_text('')
+      looks.append(time.monotonic())
+    real(seconds)
+
+  monkeypatch.setattr(time, 'sleep', sleep)
+  with pytest.raises(ValueError, match=f'process {1 - index} there'):
+    shares.each_its_own(
+      whole,
+      lambda folder: folder.begin({}, False),
+      [],
+      1,
+      lambda *_: {},
+      processes.Processes(index, 2),
+    )
+  assert time.monotonic() - looks[-1] >= 0.5 and len(looks) == 5
+
+
+def test_what_follows_a_missing_chunk_is_not_kept_twice(tmp_path):
+  """In lockstep all of it is decoded again, so its old chunks go."""
+  whole = resume.Folder(str(tmp_path), 'a.jsonl')
+  whole.begin({}, False)
+  for number in (0, 2, 3):
+    whole.keep(number, number)
+  given = []
+  shares.in_lockstep(
+    whole,
+    lambda folder: folder.begin({}, False),
+    [],
+    lambda items, folder, done: given.append(done),
+    processes.Processes(0, 2),
+  )
+  assert given == [{0: 0}] and whole.begin({}, False) == {0: 0}
 
 
 def test_a_process_ends_with_the_one_that_watches_it(runner, tmp_path):

@@ -114,7 +114,7 @@ def test_errors(tmp_path, monkeypatch):
   engine = Translator()
   with pytest.raises(ValueError, match='no line to evaluate'):
     run(tmp_path, engine, lines='')
-  with pytest.raises(ValueError, match='line 1 has 1 columns'):
+  with pytest.raises(ValueError, match='line 1 has no reference'):
     run(tmp_path, engine, lines='only English\n')
   for options, name in (
     (dict(batch_size=0), 'batch_size'),

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from specdec_jax import files
 from specdec_jax.checkpoints import huggingface, orbax_params, t5x, t5x_sizes
 from specdec_jax.checkpoints.disk_arrays import Params
 from specdec_jax.checkpoints.load import (
@@ -101,6 +102,7 @@ def convert(config: ConvertConfig) -> str:
     raise ValueError(
       f'{config.output!r} exists already; name another output or remove it.'
     )
+  files.make_folder(output.parent)
   location = locate(config.checkpoint_path)
   opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
@@ -112,7 +114,6 @@ def convert(config: ConvertConfig) -> str:
   params = opened.read(config.dtype)
   if config.dtype == INT8:
     params = _as_on_disk(params, opened)
-  output.parent.mkdir(parents=True, exist_ok=True)
   target = made_for(location)
   about = {'target': target} if target else {}
   if config.dtype == INT8:

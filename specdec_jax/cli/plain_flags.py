@@ -99,12 +99,18 @@ FLAGS = (
   Flag(
     ('FILE',),
     'INPUT_FILE',
-    "text, a line for each input, plain or .gz; '-' is stdin. Outputs go to"
-    ' stdout then, the report to stderr',
+    "text, a line for each input, plain or .gz; '-' is stdin; of a .tsv the"
+    " first column, of a .jsonl 'inputs'. Outputs go to stdout then, the report"
+    ' to stderr',
     _TEXTS,
     also={'STDOUT': 'outputs'},
   ),
-  Flag(('FILE',), 'INPUT_FILE', 'text, a prompt per line', ('calibrate',)),
+  Flag(
+    ('FILE',),
+    'INPUT_FILE',
+    'text, a prompt per line, as of `specdec decode`',
+    ('calibrate',),
+  ),
   Flag(
     ('FILE',),
     'INPUT_FILE',
@@ -122,7 +128,7 @@ FLAGS = (
   Flag(
     ('--texts', '--input', '--input-file'),
     'INPUT_FILE',
-    'inputs as the target gets them, one a line, plain or .gz',
+    'inputs as the target gets them, one a line, as of `specdec decode`',
     ('distil',),
   ),
   Flag(

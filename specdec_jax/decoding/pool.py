@@ -124,11 +124,23 @@ def run(
 
   Returns:
     The pool after the last round, and what the host sees of it.
+
+  Raises:
+    ValueError: the rule or the fallback was made for another gamma, so that it
+      would be read past its end.
   """
   request = pool.request.replace(gamma=gamma)
   if ends is not None:
     rule, fallback = ends
     request = request.replace(rule=rule, fallback=fallback)
+  most = request.rule.most if request.rule is not None else gamma
+  if request.fallback is not None:
+    most = min(most, len(request.fallback.costs) - 1)
+  if gamma > most:
+    raise ValueError(
+      f'gamma = {gamma}: expected at most {most}, which the rule and the'
+      ' fallback of these rounds were made for. Give `ends` of this gamma.'
+    )
   if simply:
     request = request.replace(
       greedy=True, forbids_stops=False, with_log_probs=False

@@ -3,6 +3,7 @@
 The host side of `decoding.pool`; `pool_run` is one run of texts through a pool.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -127,9 +128,9 @@ class Continuous:
         ' given to another text while it runs; take Engine.generate.'
       )
     gammas = self.settings.gammas or {}
-    varied = speculative and len(set(gammas.values())) > 1
+    varied = len(set(gammas.values())) > 1 or len(self.settings.ends or ()) > 1
     sampled = not batch.options.sampling.greedy
-    if varied and sampled and self.settings.deterministic:
+    if speculative and varied and sampled and self.settings.deterministic:
       raise ValueError(
         f'gammas = {dict(gammas)} changes with the number of running rows, and'
         ' samples at a temperature above 0 would change with it. Give all the'
@@ -139,8 +140,15 @@ class Continuous:
   def _pool_run(
     self, batch: TextBatch, rehearsal: Rehearsal | None = None
   ) -> PoolRun:
-    length = self.engine.max_decode_len
-    made = PoolRun(self._compiled, batch, self.settings, length, rehearsal)
+    length, settings = self.engine.max_decode_len, self.settings
+    if settings.gammas is not None and settings.ends is None:
+      rule = batch.request.rule
+      ends = {
+        rows: self.engine.ends_of(gamma, rule)
+        for rows, gamma in settings.gammas.items()
+      }
+      settings = dataclasses.replace(settings, ends=ends)
+    made = PoolRun(self._compiled, batch, settings, length, rehearsal)
     _, buckets, num_slots, rows = made.shapes
     inputs = max((inputs for inputs, _ in buckets), default=1)
     self.engine.room.check(rows, inputs, num_slots, batch.request.call_tokens)

@@ -241,13 +241,27 @@ class Engine:
   def gamma(self, value: int | str | LengthRule) -> None:
     self._gamma, self._rule = as_gamma(value)
 
-  def fallback_of(self, gamma: int, rule: LengthRule | None) -> Fallback | None:
-    """The engine's fallback for a gamma; measured costs are of its own."""
-    if not self.fallback or not gamma:
-      return None
-    if self.fallback is True or len(self.fallback.costs) != gamma + 1:
-      return guessed(gamma, rule is not None)
-    return self.fallback
+  def ends_of(self, gamma: int, rule: LengthRule | None) -> Ends:
+    """Where drafts of `gamma` proposals end, and when the drafter rests.
+
+    Measured costs of the engine's fallback are of its own gamma; another one
+    has guessed costs.
+
+    Raises:
+      ValueError: gamma is more than the rule's proposals.
+    """
+    if rule is not None and gamma > rule.most:
+      raise ValueError(
+        f'gammas has {gamma}, and with an adaptive gamma a draft has'
+        f' {rule.most} proposals at most. Leave gammas out, or give a number as'
+        ' gamma.'
+      )
+    rests = self.fallback
+    if not rests or not gamma:
+      return Ends(rule, None)
+    if rests is True or len(rests.costs) != gamma + 1:
+      rests = guessed(gamma, rule is not None)
+    return Ends(rule, rests)
 
   @property
   def rule(self) -> LengthRule | None:
@@ -679,7 +693,7 @@ class Engine:
       check_texts(texts)  # as `TextBatch` does, before they are repeated
       number, times = len(texts), asked.num_samples
       texts, asked = repeated(texts, times), asked.of_samples(number)
-    ends = Ends(rule, self.fallback_of(gamma, rule))
+    ends = self.ends_of(gamma, rule)
     return TextBatch(self.tokenizer, self._limits, texts, asked, gamma, ends)
 
   @property

@@ -9,7 +9,7 @@ on a clock, so that all hosts of a run decide alike.
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from specdec_jax.decoding.state import whole_buckets
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.schedule import PoolSettings, PoolStats, Queue
 from specdec_jax.engine.slots import Compiled, Group, Slots
-from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS, TextBatch
+from specdec_jax.engine.text_batch import STOP_STRING_ROUNDS, Ends, TextBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,10 @@ class PoolRun:
       host = host.replace(max_length=np.ones_like(host.max_length))
     self._request: Any = host.replace(keys=request.keys)
     self._gammas = {settings.rows: batch.request.gamma}
+    self._ends: Mapping[int, Ends] = {}  # of the rows themselves
     if settings.gammas is not None and batch.request.gamma:
       self._gammas = dict(settings.gammas)
+      self._ends = settings.ends or {}
     most = max(self._gammas.values())  # that there is room for
     tokens = host.prompt_width + max_decode_len
     room = host.replace(gamma=most).draft_slots
@@ -232,7 +234,8 @@ class PoolRun:
       smaller = [size for size in self._sizes if size < self._size]
       enough = running - max(smaller, default=0)
     gamma = self._gammas[self._size]
-    view = self._slots.run(self._settings.max_rounds, enough, gamma)
+    ends = self._ends.get(self._size)
+    view = self._slots.run(self._settings.max_rounds, enough, gamma, ends=ends)
     self._busy()
     return view
 

@@ -6,6 +6,7 @@ The part of continuous batching that needs no device; see `continuous`.
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from specdec_jax.engine.padding import (
   next_power_of_two,
   rounded_up,
 )
+from specdec_jax.engine.text_batch import Ends
 
 ORDERS = ('shortest', 'given')
 
@@ -44,6 +46,9 @@ class PoolSettings:
       them, and go on with its gamma; 0 decodes plainly. The largest pool
       replaces `rows`. See `Calibration.gammas`. None is one pool with the
       engine's gamma.
+    ends: rows -> where drafts of that pool end, and its drafter rests, made for
+      its gamma. See `Calibration.ends`. None is what the engine says of each
+      gamma.
     deterministic: whether a sample must not depend on how many other rows were
       running; then `gammas` may only differ at temperature 0.
 
@@ -57,6 +62,7 @@ class PoolSettings:
   read_rows: int | None = None
   order: str = 'shortest'
   gammas: Mapping[int, int] | None = None
+  ends: Mapping[int, Ends] | None = None
   deterministic: bool = True
 
   def __post_init__(self):
@@ -71,6 +77,11 @@ class PoolSettings:
       for rows, gamma in self.gammas.items():
         check_number('rows of gammas', rows, 1)
         check_gamma(gamma)
+    if self.ends is not None and set(self.ends) != set(self.gammas or ()):
+      raise ValueError(
+        f'ends must be of the rows of gammas, {sorted(self.gammas or ())}, got'
+        f' {sorted(self.ends)}.'
+      )
 
   def in_multiples_of(self, number: int) -> 'PoolSettings':
     """The same with rows rounded up: `number` devices share them evenly.
@@ -78,13 +89,20 @@ class PoolSettings:
     If two pools become equal, the larger one's gamma stays: it was chosen for
     more rows, whose calls cost more, so it rather proposes too few tokens.
     """
-    gammas = self.gammas
-    if gammas is not None:
-      gammas = {
-        rounded_up(rows, number): gammas[rows] for rows in sorted(gammas)
+
+    def rounded(by_rows: Mapping[int, Any] | None) -> dict[int, Any] | None:
+      if by_rows is None:
+        return None
+      return {
+        rounded_up(rows, number): by_rows[rows] for rows in sorted(by_rows)
       }
-    rows = rounded_up(self.rows, number)
-    return dataclasses.replace(self, rows=rows, gammas=gammas)
+
+    return dataclasses.replace(
+      self,
+      rows=rounded_up(self.rows, number),
+      gammas=rounded(self.gammas),
+      ends=rounded(self.ends),
+    )
 
 
 @dataclasses.dataclass

@@ -20,6 +20,8 @@ from specdec_jax.files.regular import (
 )
 from specdec_jax.files.writing import (
   BrokenFileError,
+  check_writable,
+  make_folder,
   read_sealed,
   write_atomically,
   write_json,
@@ -37,7 +39,9 @@ __all__ = [
   'check_all_regular',
   'check_regular',
   'check_size',
+  'check_writable',
   'lines',
+  'make_folder',
   'read_sealed',
   'read_small',
   'text_lines',

@@ -7,7 +7,35 @@ import os
 import tempfile
 from typing import Any
 
+from specdec_jax.files.regular import check_regular
+
 _SEAL = b'sha256 '  # begins the first line of a sealed file
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+  """Makes a folder that can be written, or finds it there.
+
+  Raises:
+    ValueError: it cannot be made or written.
+  """
+  try:
+    os.makedirs(path, exist_ok=True)
+    tempfile.TemporaryFile(dir=path).close()
+  except OSError as error:
+    raise ValueError(
+      f'The folder {os.fspath(path)!r} cannot be written:'
+      f' {error.strerror or error}. Give another one.'
+    ) from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+  """Checks before a long run that its file can be written; makes its folder.
+
+  Raises:
+    ValueError: it cannot, or a folder or a device is in its place.
+  """
+  check_regular(path)
+  make_folder(os.path.dirname(os.fspath(path)) or '.')
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
@@ -21,9 +49,13 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
   """
   path = os.fspath(path)
   folder = os.path.dirname(path) or '.'
-  handle, temporary = tempfile.mkstemp(
-    dir=folder, prefix=f'.{os.path.basename(path)}.', suffix='.tmp'
-  )
+  try:
+    handle, temporary = tempfile.mkstemp(
+      dir=folder, prefix=f'.{os.path.basename(path)}.', suffix='.tmp'
+    )
+  except OSError as error:
+    error.filename = path  # nobody knows the temporary one
+    raise
   try:
     with os.fdopen(handle, 'wb') as stream:
       stream.write(data)

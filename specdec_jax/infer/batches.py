@@ -6,9 +6,10 @@ A way is plain decoding, speculative decoding or scoring. All ways return
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -30,6 +31,10 @@ from specdec_jax.infer import report, resume
 from specdec_jax.measure import environment
 from specdec_jax.models.base import ends_inputs
 from specdec_jax.probs import SamplingConfig
+
+# Finished work is kept after so long, so that a kill costs a minute at most
+# where a batch takes no longer than that.
+_KEEP_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +62,8 @@ class Way(Protocol):
   Attributes:
     fixed: whether each run takes a batch of the same size; otherwise a run
       takes any number of items.
-    pool_stats: stats of the last run in a pool; None if there is no pool.
+    pool_stats: stats of the last run in a pool, so far; None if there is no
+      pool.
   """
 
   @property
@@ -70,8 +76,8 @@ class Way(Protocol):
     """Compiles what `run` needs; returns seconds, 0.0 if it needs nothing."""
     ...
 
-  def run(self, items: Sequence[Item]) -> list[Completion]:
-    """A result for each item, in order."""
+  def run(self, items: Sequence[Item]) -> Iterator[tuple[int, Completion]]:
+    """Yields the place and the result of each item as it is finished."""
     ...
 
 
@@ -126,10 +132,13 @@ class Decoding:
     items = self._searched(items)
     return self._decoder.warmup(_sources(items), **self._options(items))
 
-  def run(self, items: Sequence[Item]) -> list[Completion]:
-    """Decodes the items together."""
+  def run(self, items: Sequence[Item]) -> Iterator[tuple[int, Completion]]:
+    """Decodes the items together; yields each one's place and result."""
     items = self._searched(items)
-    return self._decoder.generate(_sources(items), **self._options(items))
+    texts, options = _sources(items), self._options(items)
+    if isinstance(self._decoder, Continuous):
+      return self._decoder.run(texts, **options)
+    return enumerate(self._decoder.generate(texts, **options))
 
   def _searched(self, items: Sequence[Item]) -> Sequence[Item]:
     """One beam search gives all outputs of a source."""
@@ -179,16 +188,14 @@ class Scoring:
       return 0.0
     self._known.add(shape)
     begin = time.perf_counter()
-    self.run(items)
+    scoring.score(self._network, self._params, *self._asked(items))
     return time.perf_counter() - begin
 
-  def run(self, items: Sequence[Item]) -> list[Completion]:
-    """Scores the items together."""
+  def run(self, items: Sequence[Item]) -> Iterator[tuple[int, Completion]]:
+    """Scores the items together; yields each one's place and result."""
     asked = self._asked(items)
     scores = scoring.score(self._network, self._params, *asked)
-    return [
-      _scored(item, score) for item, score in zip(items, scores, strict=True)
-    ]
+    return enumerate(map(_scored, items, scores))
 
   def _asked(self, items: Sequence[Item]) -> tuple[list[Any], ...]:
     """Inputs, targets, and what all outputs begin with."""
@@ -220,13 +227,6 @@ def _scored(item: Item, score: scoring.Score) -> Completion:
 def engine_identity(engine: Engine) -> dict[str, Any]:
   """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
-  more: dict[str, Any] = {}  # than earlier versions had
-  if engine.rule is not None:
-    more['rule'] = engine.rule.to_json()
-  if engine.fallback:
-    more['fallback'] = fallback.to_json(engine.fallback)
-  if engine.source_lang or engine.target_lang:
-    more['languages'] = [engine.source_lang, engine.target_lang]
   return {
     'models': dict(engine.fingerprints),
     'dtype': sorted({str(leaf.dtype) for leaf in leaves}),
@@ -235,7 +235,9 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     'max_input_len': engine.max_input_len,
     'max_decode_len': engine.max_decode_len,
     'bos_id': engine.bos_id,
-    **more,
+    'rule': None if engine.rule is None else engine.rule.to_json(),
+    'fallback': fallback.to_json(engine.fallback),
+    'languages': [engine.source_lang, engine.target_lang],
   }
 
 
@@ -253,11 +255,13 @@ def run_all(
 
   Args:
     items: the items in order, which alone decides the batches.
-    folder: folder that chunks are kept in; None keeps none.
-    done: number -> chunk that was kept; these chunks are not run again.
+    folder: folder that finished work is kept in; None keeps none.
+    done: number -> chunk that was kept; its items are not run again.
     ways: name -> way.
-    rows: items per batch; if no way is `fixed`, a batch is a whole chunk.
-    period: batches per chunk; each chunk is kept when it is done.
+    rows: items per batch; if no way is `fixed`, a batch has `period` times as
+      many.
+    period: batches after which a chunk is kept, if half a minute has not
+      passed before.
     console: shows progress if it is a terminal.
 
   Returns:
@@ -267,13 +271,13 @@ def run_all(
     OSError: a chunk could not be written.
   """
   modes = {name: report.Mode() for name in ways}
+  for _, chunk in sorted(done.items()):
+    for name, mode in modes.items():
+      mode.add(report.Mode.from_json(chunk[name]))
   if not any(way.fixed for way in ways.values()):
     rows, period = rows * period, 1
   batches = [items[at : at + rows] for at in range(0, len(items), rows)]
-  chunks = [batches[at : at + period] for at in range(0, len(batches), period)]
-  left = [
-    len(b) for n, chunk in enumerate(chunks) if n not in done for b in chunk
-  ]
+  keeper = _Keeper(folder, done, ways)
   progress = rich.progress.Progress(
     *rich.progress.Progress.get_default_columns(),
     rich.progress.MofNCompleteColumn(),
@@ -282,49 +286,99 @@ def run_all(
     disable=not console.is_terminal,
   )
   with progress:
-    task = progress.add_task(
-      'Decoding', total=len(items), completed=len(items) - sum(left)
-    )
-    for number, chunk in enumerate(chunks):
-      if number in done:
-        for name, mode in modes.items():
-          mode.add(report.Mode.from_json(done[number][name]))
-        continue
-      part = {name: report.Mode() for name in ways}
-      for batch in chunk:
-        for name, way in ways.items():
-          _run_batch(way, batch, rows, part[name])
-        progress.advance(task, len(batch))
-      if folder is not None:
-        kept = {name: mode.to_json() for name, mode in part.items()}
-        folder.keep(number, kept)
-      for name, mode in modes.items():
-        mode.add(part[name])
+    task = progress.add_task('Decoding', total=len(items))
+    for number, batch in enumerate(batches, 1):
+      for name, way in ways.items():
+        known = modes[name].completions
+        left = [item for item in batch if item.number not in known]
+        for part in _run_batch(way, left, rows, keeper):
+          modes[name].add(part)
+          keeper.add(name, part)
+          if not way.fixed and keeper.is_due:
+            keeper.keep()
+      if keeper.is_due or number % period == 0 or number == len(batches):
+        keeper.keep()
+      finished = min(len(mode.completions) for mode in modes.values())
+      progress.update(task, completed=finished)
   return modes
 
 
+class _Keeper:
+  """Keeps finished work in a folder, in chunks of what came meanwhile."""
+
+  def __init__(
+    self,
+    folder: resume.Folder | None,
+    done: Mapping[int, Any],
+    ways: Iterable[str],
+  ):
+    self._folder, self._ways = folder, tuple(ways)
+    self._numbers = (n for n in itertools.count() if n not in done)
+    self._restart()
+
+  def _restart(self) -> None:
+    self._modes = {name: report.Mode() for name in self._ways}
+    self._since = time.monotonic()
+
+  def add(self, name: str, part: report.Mode) -> None:
+    """Takes finished results of a way."""
+    self._modes[name].add(part)
+
+  @property
+  def is_due(self) -> bool:
+    """Whether the last chunk was kept long ago."""
+    waited = time.monotonic() - self._since
+    return self._folder is not None and waited >= _KEEP_SECONDS
+
+  def keep(self) -> None:
+    """Writes a chunk, if anything was finished since the last one."""
+    if not any(mode.completions for mode in self._modes.values()):
+      return
+    if self._folder is not None:
+      chunk = {name: mode.to_json() for name, mode in self._modes.items()}
+      self._folder.keep(next(self._numbers), chunk)
+    self._restart()
+
+
 def _run_batch(
-  way: Way, batch: Sequence[Item], rows: int, mode: report.Mode
-) -> None:
-  """Runs one batch with one way and adds the results to `mode`."""
+  way: Way, batch: Sequence[Item], rows: int, keeper: _Keeper
+) -> Iterator[report.Mode]:
+  """Runs one batch with one way; yields its results.
+
+  With continuous batching they come in parts, one whenever a chunk is due.
+  """
+  if not batch:
+    return
   padded = list(batch)
   if way.fixed:
     # Filled up with its last item: a shorter last batch would need another
     # program.
     padded += [batch[-1]] * (rows - len(batch))
-  seconds = way.warmup(padded)
-  mode.compile_seconds += seconds
-  if seconds > 0 and way.fixed:
+  part = report.Mode(compile_seconds=way.warmup(padded))
+  if part.compile_seconds > 0 and way.fixed:
     # Not timed: the first run also compiles the code around the program.
-    way.run(padded)
-  if mode.first_output_seconds is None:
-    mode.first_output_seconds = environment.seconds_since_start()
-  start = time.perf_counter()
-  completions = way.run(padded)
-  mode.seconds.append(time.perf_counter() - start)
-  if way.pool_stats is not None:
-    mode.live_rounds += way.pool_stats.live_rounds
-    mode.slot_rounds += way.pool_stats.slot_rounds
-  numbers = [item.number for item in batch]
-  mode.batches.append(numbers)
-  mode.completions.update(zip(numbers, completions, strict=False))
+    for _ in way.run(padded):
+      pass
+  part.first_output_seconds = environment.seconds_since_start()
+  start, live, slots = time.perf_counter(), 0, 0
+
+  def ended() -> report.Mode:
+    nonlocal part, start, live, slots
+    now = time.perf_counter()
+    part.batches.append(list(part.completions))
+    part.seconds.append(now - start)
+    stats = way.pool_stats
+    if stats is not None:
+      part.live_rounds = stats.live_rounds - live
+      part.slot_rounds = stats.slot_rounds - slots
+      live, slots = stats.live_rounds, stats.slot_rounds
+    whole, part, start = part, report.Mode(), now
+    return whole
+
+  for index, completion in way.run(padded):
+    if index < len(batch):
+      part.completions[batch[index].number] = completion
+    if not way.fixed and keeper.is_due:
+      yield ended()
+  if part.completions:
+    yield ended()

@@ -90,7 +90,10 @@ def choose_gammas(
   rule = None
   if pays(gammas) and engine.rule is not None:
     rule = measured.rule(rows)
-    gammas = {size: rule.most if gamma else 0 for size, gamma in gammas.items()}
+    gammas = {
+      size: measured.rule(size).most if gamma else 0
+      for size, gamma in gammas.items()
+    }
     engine.gamma = rule
   elif pays(gammas):
     engine.gamma = max(gammas.values())
@@ -175,6 +178,7 @@ def ways(
   config: DecodeConfig | TaskConfig,
   engine: Engine,
   gammas: Mapping[int, int] | None,
+  measured: calibration.Calibration | None,
 ) -> dict[str, Way]:
   """The ways of a run by their names, with the chosen gammas.
 
@@ -182,10 +186,12 @@ def ways(
     config: configuration of the run.
     engine: the engine that decodes or scores.
     gammas: result of `choose_gammas`.
+    measured: the calibration that it was called with.
   """
   slots = config.slots
-  if slots is not None and gammas is not None:
-    slots = dataclasses.replace(slots, gammas=gammas)
+  if slots is not None and gammas is not None and measured is not None:
+    ends = {size: measured.ends(size, engine) for size in gammas}
+    slots = dataclasses.replace(slots, gammas=gammas, ends=ends)
 
   def way(name: str) -> Way:
     if name == report.SCORING:

@@ -42,9 +42,9 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
   if isinstance(task, LocalTask):
     return _checked(task, tokenizer)
   task = shipped.find(task)
-  kind = pathlib.Path(task.removesuffix('.gz')).suffix.removeprefix('.')
+  ending = pathlib.Path(task.removesuffix('.gz')).suffix.removeprefix('.')
   if not os.path.isfile(task):
-    if os.sep in task or kind in local_tasks.KINDS:
+    if os.sep in task or ending in local_tasks.KINDS:
       if os.path.exists(task):
         raise ValueError(
           f'{task!r} is a folder, a pipe or a device. Examples are read from a'
@@ -56,13 +56,12 @@ def find(task: str | LocalTask, split: str, tokenizer: Tokenizer):
         f' {os.getcwd()}, or the name of a task.'
       )
     return task
-  known = kind in local_tasks.KINDS
   name = pathlib.Path(task).name.removesuffix('.gz')
   found = LocalTask(
-    name=pathlib.Path(name).stem if known else name,
+    name=pathlib.Path(name).stem if ending in local_tasks.KINDS else name,
     files={split: task},
     vocab_path=tokenizer.path,
-    kind=kind if known else 'txt',
+    kind=local_tasks.kind_of(task),
   )
   return _checked(found, tokenizer)
 

@@ -12,11 +12,12 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.files import shipped
 from specdec_jax.infer import run
 from specdec_jax.infer.settings import TASKS_OWN, TaskConfig
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import say
 from specdec_jax.models.model import Model
 from specdec_jax.models.shortlist import Shortlisted
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.local_tasks import LocalTask, kind_of
 
 _MANY_IDS = 100_000  # of an output layer: more than T5's, as mT5 and Gemma have
 
@@ -66,6 +67,7 @@ def look(
       example can be decoded.
   """
   console = console or rich.console.Console()
+  check_outputs(config)
   tokenizer = config.target.tokenizer
   if tokenizer is None:
     raise ValueError(
@@ -81,7 +83,11 @@ def look(
       drafter=lambda: config.drafter,
       tokenizer=tokenizer,
       mixture_or_task_name=LocalTask(
-        'sample', {'test': file}, tokenizer.path, prefix=config.prefix
+        'sample',
+        {'test': file},
+        tokenizer.path,
+        kind=kind_of(file),
+        prefix=config.prefix,
       ),
       output_dir=None,
       task_feature_lengths={

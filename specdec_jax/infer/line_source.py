@@ -17,6 +17,7 @@ from specdec_jax.infer import batches, report, results
 from specdec_jax.infer.settings import DecodeConfig, as_blocks, by_rows
 from specdec_jax.text.chat import ChatTemplate, template_of
 from specdec_jax.text.lines import check_some, count_tokens, read_lines
+from specdec_jax.text.local_tasks import reading
 
 
 class Lines:
@@ -83,13 +84,6 @@ class Lines:
     """Everything that decides the results, as JSON values."""
     config = self.config
     texts = repr([(line.text, line.error) for line in self._lines])
-    later = {  # than the runs that earlier versions left unfinished
-      'num_samples': config.num_samples if config.num_samples > 1 else None,
-      'stop_strings': list(config.stop_strings) or None,
-      'beams': config.beams.identity,
-      'verification': BLOCK if as_blocks(config, engine) else None,
-      'chat': config.chat,
-    }
     return {
       'lines': len(self._lines),
       'lines_sha256': hashlib.sha256(texts.encode()).hexdigest(),
@@ -100,10 +94,13 @@ class Lines:
       'lenience': config.lenience,
       'seed': config.seed,
       'on_too_long': config.on_too_long,
-      'checkpoint_period': config.checkpoint_period,
       'gammas': by_rows(gammas),
+      'num_samples': config.num_samples,
+      'stop_strings': list(config.stop_strings),
+      'beams': config.beams.identity,
+      'verification': BLOCK if as_blocks(config, engine) else None,
+      'chat': config.chat,
       **batches.engine_identity(engine),
-      **{name: value for name, value in later.items() if value},
     }
 
   def records(self, modes: Mapping[str, report.Mode]) -> list[dict[str, Any]]:
@@ -125,6 +122,7 @@ class Lines:
     ]
     return {
       'input_file': self.config.input_file,
+      'reading': reading(self.config.input_file),
       'lines': len(records),
       'finish_reasons': dict(sorted(collections.Counter(reasons).items())),
       'errors': [record['error'] for record in records if record['error']],

@@ -32,6 +32,7 @@ from specdec_jax.models.base import reads_encoder
 from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
+from specdec_jax.text.local_tasks import reading
 from specdec_jax.training import FromTarget, TrainRun, train
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.losses import DistillationWeights
@@ -125,6 +126,8 @@ def distil(
   own_vocabulary(config.target)  # or an error that says what to do
   huggingface_arrays.import_safetensors()
   _check_folder(config.output_dir)
+  if sentence := reading(config.texts):
+    say(console, sentence)
   learned, held_out, lengths = _texts(config)
   say(
     console,
@@ -133,7 +136,7 @@ def distil(
     f"'s {_t5(config.target).config.num_decoder_layers} decoder layers.",
   )
   training = os.path.join(config.output_dir, _TRAINING)
-  os.makedirs(training, exist_ok=True)
+  files.make_folder(training)
   held_out_file = os.path.join(config.output_dir, 'held_out.txt')
   lines = ''.join(f'{text}\n' for text in held_out)
   files.write_atomically(held_out_file, lines.encode())

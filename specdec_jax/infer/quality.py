@@ -4,11 +4,12 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
 
+from specdec_jax import files
 from specdec_jax.checks.arguments import check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
@@ -19,17 +20,18 @@ from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.text import metrics
-from specdec_jax.training.pairs import read_tsv
+from specdec_jax.text.local_tasks import kind_of, parse
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-  """One evaluation of a pair on a file of source<TAB>reference lines.
+  """One evaluation of a pair on a file of sources with references.
 
   Attributes:
     engine: makes the engine, with a drafter; called after all cheap checks.
-    eval_file: UTF-8 TSV, plain or `.gz`. The targets of all lines with the same
-      source are its references; the single-reference score uses only the first.
+    eval_file: UTF-8, `.tsv` or `.jsonl`, plain or `.gz`. The targets of all
+      lines with the same source are its references; the single-reference score
+      uses only the first.
     output_dir: folder of translations and numbers; None writes nothing.
     overwrite: whether finished results in `output_dir` may be replaced.
     batch_size: sources decoded together.
@@ -71,7 +73,7 @@ class EvaluateConfig:
 
 
 def group_references(
-  pairs: Sequence[tuple[str, str]],
+  pairs: Iterable[tuple[str, str]],
 ) -> dict[str, list[str]]:
   """Maps each distinct source to its references, in the order of the file."""
   found: dict[str, list[str]] = {}
@@ -80,6 +82,25 @@ def group_references(
     if reference not in references:
       references.append(reference)
   return found
+
+
+def _pairs(path: str) -> Iterator[tuple[str, str]]:
+  """The source and each reference of each line of a file.
+
+  Raises:
+    ValueError: the file cannot be read, or a line has no reference.
+  """
+  kind = kind_of(path)
+  for number, line in enumerate(files.lines(path), 1):
+    place = f'{path!r} line {number}'
+    example = parse(line, kind, place)
+    if not example['targets']:
+      raise ValueError(
+        f'{place} has no reference; expected source<TAB>reference in a .tsv'
+        " file, or 'inputs' and 'targets' in a .jsonl file."
+      )
+    for reference in example.get('references', [example['targets']]):
+      yield example['inputs'], reference
 
 
 def evaluate(
@@ -112,7 +133,7 @@ def evaluate(
   console = console or rich.console.Console()
   if missing := metrics.lack(metrics.bleu):
     raise ValueError(missing)
-  grouped = group_references(read_tsv(config.eval_file))
+  grouped = group_references(_pairs(config.eval_file))
   grouped = dict(list(grouped.items())[: config.max_sources])
   if not grouped:
     raise ValueError(f'{config.eval_file!r} has no line to evaluate.')
@@ -363,7 +384,7 @@ def _decode(
   lengths = [len(engine.tokenizer.encode(source)) for source in sources]
   order = sorted(range(len(sources)), key=lambda index: lengths[index])
   found: dict[int, list[Completion]] = {}
-  size = config.batch_size
+  size = min(config.batch_size, len(sources))
   batches = [order[at : at + size] for at in range(0, len(order), size)]
   with bar(console, name, len(batches)) as advance:
     for batch in batches:

@@ -103,13 +103,7 @@ def summarise(
     summary[name] = _summarise_mode(mode)
   if len(modes) == 2:
     plain, speculative = modes[PLAIN], modes[SPECULATIVE]
-    ratios = [
-      slow / fast
-      for slow, fast in zip(
-        plain.ms_per_token(), speculative.ms_per_token(), strict=True
-      )
-      if slow and fast
-    ]
+    ratios = _ratios(plain, speculative)
     total = [summary[name]['ms_per_token'] for name in (PLAIN, SPECULATIVE)]
     summary['speed_up_median'] = _median(ratios)
     summary['speed_up'] = total[0] / total[1] if all(total) else None
@@ -197,10 +191,20 @@ def _median(values: Sequence[float]) -> float | None:
   return statistics.median(values) if values else None
 
 
+def _ratios(plain: Mode, speculative: Mode) -> list[float]:
+  """The speed-up of each batch that both ways have decoded as a whole."""
+  plain_ms, speculative_ms = (
+    dict(zip(map(frozenset, mode.batches), mode.ms_per_token(), strict=True))
+    for mode in (plain, speculative)
+  )
+  pairs = ((slow, speculative_ms.get(key)) for key, slow in plain_ms.items())
+  return [slow / fast for slow, fast in pairs if slow and fast]
+
+
 def _agreement(plain: Mode, speculative: Mode) -> dict[str, Any]:
   """Compares the tokens of both ways, line by line."""
   differences = []
-  for index, one in plain.completions.items():
+  for index, one in sorted(plain.completions.items()):
     other = speculative.completions[index]
     ours, theirs = list(one.tokens), list(other.tokens)
     if ours != theirs:
@@ -302,6 +306,8 @@ def print_results(
 def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
   """Returns what the table does not say, at most `most` items of a kind."""
   notes = []
+  if summary.get('reading'):
+    notes.append(summary['reading'])
   if not summary.get('lossless', True):
     lenience = summary['lenience']
     what = f'may come up to {1 / lenience:.3g} times as often as it should'

@@ -1,15 +1,14 @@
 """A run that can be killed at any moment and resumed.
 
 Finished work lies in `NAME.parts/` of the output folder: a file for each chunk
-of batches, and `config.json` with everything that decides the output. Each file
+of results, and `config.json` with everything that decides the output. Each file
 is written whole or not at all, with a checksum of its content and of the run it
-belongs to. So a resumed run finds its whole chunks and decodes the others. A
+belongs to. So a resumed run finds its whole chunks and decodes the rest. A
 chunk that does not fit its checksum is reported and made again; if
-`config.json` does not, all chunks are. The same holds for files of versions
-without checksums. Results are merged at the end. The marker `NAME.COMPLETED` is
-written last: it holds the size and checksum of each result. Meanwhile
-`.NAME.lock` keeps other processes out; if a process is killed, its lock is
-released.
+`config.json` does not, all chunks are. Results are merged at the end. The
+marker `NAME.COMPLETED` is written last: it holds the size and checksum of each
+result. Meanwhile `.NAME.lock` keeps other processes out; if a process is
+killed, its lock is released.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ import pathlib
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -76,7 +74,7 @@ class Folder:
         results and `overwrite` is not set, or another process is writing them.
         Results of which some files are missing do not count as finished.
     """
-    self._make()
+    files.make_folder(self.path)
     with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
       if not overwrite and self.missing() == []:
         self.clean()
@@ -86,29 +84,14 @@ class Folder:
         )
       yield
 
-  def _make(self) -> None:
-    try:
-      self.path.mkdir(parents=True, exist_ok=True)
-      tempfile.TemporaryFile(dir=self.path).close()
-    except OSError as error:
-      raise ValueError(
-        f'The output folder {str(self.path)!r} cannot be written:'
-        f' {error.strerror or error}'
-      ) from error
-
   def missing(self) -> list[str] | None:
     """The finished results whose files are missing; None without a marker.
-
-    The marker of a version without checksums is empty: then only the main file
-    is looked for.
 
     Raises:
       ValueError: a result was changed after the run, or the marker is broken.
     """
     if not self.finished:
       return None
-    if self._marker.is_file() and not self._marker.stat().st_size:
-      return [] if (self.path / self.name).exists() else [self.name]
     try:
       finished = json.loads(files.read_sealed(self._marker, self.name))
     except files.BrokenFileError as error:
@@ -223,12 +206,12 @@ class Folder:
 
   def _chunks(self) -> Chunks:
     found = {}
-    for number, path in self._chunk_files().items():
+    for number in self._chunk_files():
       try:
         found[number] = self.chunk(number)
       except files.BrokenFileError as error:
         _say(f'{error}. It is decoded again')
-        _remove(path)
+        self.drop(number)
     return found
 
   def chunk(self, number: int) -> Any:
@@ -241,6 +224,10 @@ class Folder:
     return json.loads(
       files.read_sealed(self._part(number), self._seal_of(number))
     )
+
+  def drop(self, number: int) -> None:
+    """Removes chunk `number`."""
+    _remove(self._part(number))
 
   def keep(self, number: int, content: Any) -> None:
     """Writes chunk `number`, counted from 0; `content` must be JSON values.
@@ -302,20 +289,28 @@ class Folder:
 
   def mark_decoded(self) -> None:
     """Marks that all chunks are there, for `decoded` in another process."""
-    count = json.dumps(len(self._chunk_files())).encode()
+    numbers = json.dumps(list(self._chunk_files())).encode()
     path = self._parts / _DECODED
     with _explained(path):
-      files.write_sealed(path, count, self._seal_of(_DECODED))
+      files.write_sealed(path, numbers, self._seal_of(_DECODED))
 
   def decoded(self, like: 'Folder') -> list[Any] | None:
     """All chunks, for the same run as `like`; None while some are missing."""
     self._begun = like._begun
     try:
       path = self._parts / _DECODED
-      count = json.loads(files.read_sealed(path, self._seal_of(_DECODED)))
-      return [self.chunk(number) for number in range(count)]
+      numbers = json.loads(files.read_sealed(path, self._seal_of(_DECODED)))
+      return [self.chunk(number) for number in numbers]
     except files.BrokenFileError:
       return None  # the process that owns it makes it again
+
+  def written(self) -> dict[str, int]:
+    """When its files and folders, and those of all shares, were changed."""
+    found = {}
+    for path in self.path.glob(f'{glob.escape(self.name)}*'):
+      with contextlib.suppress(FileNotFoundError):
+        found[path.name] = path.stat().st_mtime_ns
+    return found
 
   def discard(self) -> None:
     """Removes the chunks."""

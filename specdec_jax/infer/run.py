@@ -29,7 +29,7 @@ from specdec_jax.infer.line_source import Lines
 from specdec_jax.infer.settings import DecodeConfig, TaskConfig, settings_of
 from specdec_jax.infer.task_source import Task, results_name
 from specdec_jax.measure import calibration, progress
-from specdec_jax.measure.canvas import load_matplotlib
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.text import tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -42,7 +42,7 @@ def decode(
 ) -> dict[str, Any]:
   """Decodes a file of lines, writes the results and prints a report.
 
-  A run that was killed is resumed; see `resume`.
+  A run that was killed is resumed, and a finished one is kept; see `resume`.
 
   Args:
     config: the run.
@@ -56,10 +56,11 @@ def decode(
 
   Raises:
     ValueError: before the engine is made: the input file or the output folder
-      is bad, or no line is text. After everything was written and printed:
-      greedy outputs differ although `config.require_agreement` is set, or the
-      input broke off (see `files.BrokenOff`). If no line could be decoded, it
-      is an AllFailedError; the records are written without the marker.
+      is bad, or no line is text. After everything was written and printed, also
+      if the run is started again: greedy outputs differ although
+      `config.require_agreement` is set, or the input broke off (see
+      `files.BrokenOff`). If no line could be decoded, it is an AllFailedError;
+      the records are written without the marker.
     OSError: the results could not be written, for example on a full disk.
   """
   who = processes.current()
@@ -72,7 +73,7 @@ def decode(
   if config.output_dir is None:
     return _run(Lines(config), None, None, beside or {}, console, who)
   folder = resume.Folder(config.output_dir, results.PREDICTIONS)
-  with folder.claimed(config.overwrite):
+  with folder.claimed(overwrite=True):  # `_run` keeps what is finished
     gone = None if config.overwrite else folder.missing()
     return _run(Lines(config), folder, gone, beside or {}, console, who)
 
@@ -202,15 +203,18 @@ def _run(
     console: as for `decode`.
     who: which of the run's processes this is.
   """
-  plot_file = getattr(source.config, 'plot_file', None)
-  if plot_file is not None:
-    load_matplotlib()  # raises where it is missing
+  check_outputs(source.config)
   measured = None
   if source.config.calibration is not None:  # before any model is loaded
     measured = calibration.load(source.config.calibration)
     source.config = calibrated.with_draft_beams(measured, source.config)
   with progress.status(console, 'Loading models'):
     engine = source.engine()
+  items = source.items()
+  # No more rows than there are examples: more would be padding.
+  num_examples = max(1, len(items) // source.config.num_outputs)
+  fewer = min(source.config.batch_size, num_examples)
+  source.config = dataclasses.replace(source.config, batch_size=fewer)
   gammas = None
   if report.SPECULATIVE in source.config.ways:
     _ = engine.drafter  # raises if there is no drafter
@@ -233,12 +237,13 @@ def _run(
       if config.prints_outputs and who.index == 0:
         found = folder.read_json_lines(folder.name)
         results.print_outputs(found, config.rows // config.batch_size)
-      results.check_whole(source.broken_off, config.output_dir)
+      _check_end(source, summary)
       return summary
     if who.index == 0:
       folder.make_again(gone)
     shares.meet(f'{folder.name} again', who)
-  modes = _decoded(source, engine, gammas, decides, folder, console, who)
+  ways = calibrated.ways(config, engine, gammas, measured)
+  modes = _decoded(source, engine, items, ways, decides, folder, console, who)
   if modes is None:
     results.check_whole(source.broken_off, config.output_dir)
     return {'kind': 'share', 'process': [who.index, who.count]}
@@ -262,9 +267,6 @@ def _run(
       records, summary, beside, folder.name, source.prefix
     )
     folder.leave(contents) if failed else folder.finish(contents)
-  if plot_file is not None and report.SPECULATIVE in modes:
-    own = modes[report.SPECULATIVE]
-    acceptance_picture.plot(plot_file, own, engine.usual)
   if config.prints_outputs:
     results.print_outputs(records, config.rows // config.batch_size)
   else:
@@ -274,16 +276,27 @@ def _run(
   )
   if failed:
     raise failed
-  results.check_whole(source.broken_off, config.output_dir)
+  # Last: a picture that fails costs no output.
+  plot_file = getattr(config, 'plot_file', None)
+  if plot_file is not None and report.SPECULATIVE in modes:
+    own = modes[report.SPECULATIVE]
+    acceptance_picture.plot(plot_file, own, engine.usual)
+  _check_end(source, summary)
+  return summary
+
+
+def _check_end(source: Lines | Task, summary: Mapping[str, Any]) -> None:
+  """Raises ValueError, after all is written, for a run that fails then."""
+  results.check_whole(source.broken_off, source.config.output_dir)
   if complaint := source.complaint(summary):
     raise ValueError(complaint)
-  return summary
 
 
 def _decoded(
   source: Lines | Task,
   engine: Engine,
-  gammas: Mapping[int, int] | None,
+  items: Sequence[batches.Item],
+  ways: Mapping[str, batches.Way],
   decides: Mapping[str, Any],
   folder: resume.Folder | None,
   console: rich.console.Console,
@@ -293,12 +306,11 @@ def _decoded(
   config = source.config
   run = functools.partial(
     batches.run_all,
-    ways=calibrated.ways(config, engine, gammas),
+    ways=ways,
     rows=config.rows,
     period=config.checkpoint_period,
     console=console,
   )
-  items = source.items()
   begin = functools.partial(
     resume.Folder.begin, config=decides, overwrite=config.overwrite
   )

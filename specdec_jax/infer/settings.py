@@ -162,11 +162,12 @@ class DecodeConfig(_Rows):
       pipe; '-' reads stdin. See `files.lines`.
     output_dir: where the results go; None writes nothing.
     overwrite: whether what is in `output_dir` may be replaced: finished
-      results, or an unfinished run of another configuration. An unfinished run
-      of the same one is always gone on with.
+      results, or an unfinished run of another configuration. Without it
+      finished results are kept, and an unfinished run of the same configuration
+      is gone on with.
     mode: 'both', 'plain' or 'speculative'. 'both' decodes each batch plainly,
       then speculatively, so that a machine that slows down slows both.
-    batch_size: lines decoded together.
+    batch_size: lines decoded together, if there are as many.
     batching: 'fixed' decodes batch after batch in the order of the lines,
       'continuous' gives the place of a line that is finished to the next one,
       see `Continuous`: with many lines it is quicker.
@@ -191,7 +192,8 @@ class DecodeConfig(_Rows):
     deterministic: whether a sample must not depend on how many rows ran beside
       it. At temperature 0 no output does. Otherwise the last rows of continuous
       batching keep their gamma, though another would pay.
-    checkpoint_period: batches that a killed run may have to repeat.
+    checkpoint_period: batches after which finished work is kept, if half a
+      minute has not passed before; a killed run goes on from there.
     num_samples: outputs of each line; above 1 a record has lists of them.
     beams: whether they come of a beam search. They are its best `num_samples`
       beams then, from the worst to the best.
@@ -317,7 +319,7 @@ class TaskConfig(_Rows):
       'predict_with_aux' (predictions, their log-probabilities and counts).
     decoding: 'speculative', 'plain', or 'both' in turn: then the summary
       compares them, and the predictions are the speculative ones.
-    batch_size: examples decoded together.
+    batch_size: examples decoded together, if there are as many.
     batching: as of `DecodeConfig`; scores come in fixed batches.
     num_decodes: samples of each example, or the width of a beam search.
     beams: whether outputs come of a beam search, `num_decodes` wide.
@@ -337,7 +339,7 @@ class TaskConfig(_Rows):
     shard_id: of the examples, those whose index leaves this remainder when
       divided by `num_shards` are decoded.
     num_shards: see `shard_id`.
-    checkpoint_period: batches that a killed run may have to repeat.
+    checkpoint_period: as of `DecodeConfig`.
     include_all_inputs: whether results hold all features of an example, not
       only its texts; as `results.plain` says where JSON has no such value.
     metrics: names of functions of `text.metrics`; 'task' is what the

@@ -33,6 +33,7 @@ _NOT_DECIDING = (
   'overwrite',
   'metrics',
   'calibration',
+  'checkpoint_period',
   'stdout',
 )
 _ITEM_BYTES = 256  # the least memory of a sample, until it is written
@@ -173,13 +174,8 @@ class Task:
       for field in dataclasses.fields(config)
       if field.name not in _NOT_DECIDING
     }
-    # Runs that earlier versions left unfinished do not have these.
-    del kept['beams'], kept['return_all_decodes'], kept['verification']
-    if as_blocks(config, engine):
-      kept['verification'] = BLOCK
-    if config.beams.searches:
-      kept['beams'] = config.beams.identity
-      kept['return_all_decodes'] = config.return_all_decodes
+    kept['beams'] = config.beams.identity
+    kept['verification'] = BLOCK if as_blocks(config, engine) else None
     kept['mixture_or_task_name'] = _name(config)
     kept['sampling'] = dataclasses.asdict(config.sampling)
     if kept['task_feature_lengths'] is not None:

@@ -100,12 +100,14 @@ def context(
     for number, record in enumerate(records)
     if 'error' in record
   ]
+  local = tasks.find_local(config.mixture_or_task_name)
   scores = []
   if config.mode == SCORE:
     scores = [r['score'] for r in records if r['score'] is not None]
   return {
     'kind': 'task',
     'task': examples.name_of(config.mixture_or_task_name),
+    'reading': None if local is None else local.reading(config.split),
     'split': config.split,
     'mode': config.mode,
     'examples': len(records),

@@ -17,8 +17,7 @@ from specdec_jax.measure.acceptance import Workload
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.table import Cell, Column, Table
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Cell, Column, Table, started
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
@@ -135,8 +134,9 @@ def measure_alpha(
     ValueError: no prompt can be decoded, the models are broken, or a record to
       be shown has other settings.
   """
-  console = console or terminal()
+  console = started(config, console)
   record = _earlier(config) if config.reuse else None
+  is_new = record is None
   if record is None:
     settings = len(config.temperatures) * len(config.leniences)
     steps = len(config.engines) * settings * config.num_tokens
@@ -145,9 +145,11 @@ def measure_alpha(
         row for name in config.engines for row in _rows(config, name, advance)
       ]
     record = Record('alpha', {'settings': config.settings, 'rows': rows})
-    if config.output_file:
+  try:
+    if is_new and config.output_file:
       record.save(config.output_file)
-  console.print(table(record))
+  finally:
+    console.print(table(record))
   return record
 
 

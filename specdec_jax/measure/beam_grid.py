@@ -23,8 +23,7 @@ from specdec_jax.measure.measured_pair import Pair
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record, load
-from specdec_jax.measure.table import Column, Table, between, show
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, between, show, started
 
 _CALLS_A_RUN = 20
 
@@ -135,7 +134,7 @@ def beam_grid(
   Raises:
     ValueError: the prompts cannot be decoded, or the drafter knows no beams.
   """
-  console = console or terminal()
+  console = started(config, console)
   engine = config.engine()
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len

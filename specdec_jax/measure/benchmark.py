@@ -22,6 +22,7 @@ from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.length import unsure_below
 from specdec_jax.measure import calls, forced, timing
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.measured_pair import Pair, make_pair
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.t5x_style import T5XStyle
@@ -155,6 +156,7 @@ def benchmark(
   Returns:
     The record, with times in ms: median, min and max over interleaved rounds.
   """
+  check_outputs(config)
   say('Placing the models')
   pair = make_pair(
     config.target,

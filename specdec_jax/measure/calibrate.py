@@ -31,8 +31,7 @@ from specdec_jax.measure.calibration import Calibration, Choice, Measured
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
-from specdec_jax.measure.table import Column, Table, say
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, say, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
@@ -131,7 +130,7 @@ def calibrate(
   Raises:
     ValueError: the pair does not fit, or no prompt can be decoded.
   """
-  console = console or terminal()
+  console = started(config, console)
   parts = memory.check_fits(_plan(config), device_bytes())
   with status(console, 'Loading the models'):
     engine = config.engine()
@@ -166,9 +165,11 @@ def calibrate(
       found = _with_trees(config, work, found, advance)
   if config.num_beams is not None:
     found = _with_beams(config, engine, found, console)
-  if config.output_file:  # first: whoever reads stdout may leave early
-    found.save(config.output_file)
-  _print(console, found)
+  try:
+    if config.output_file:  # first: whoever reads stdout may leave early
+      found.save(config.output_file)
+  finally:
+    _print(console, found)
   return found
 
 

@@ -14,7 +14,9 @@ import numpy as np
 from specdec_jax import analysis
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
+from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.monitor import Usual
+from specdec_jax.engine.text_batch import Ends
 from specdec_jax.files import same_run
 from specdec_jax.measure import environment
 from specdec_jax.measure import record as records
@@ -181,6 +183,22 @@ class Calibration:
         ' small model as the drafter.'
       )
     return rule_of(self.confidence, prices)
+
+  def ends(self, rows: int, engine: Engine) -> Ends:
+    """Where an engine's drafts end with so many rows, and its drafter rests.
+
+    Raises:
+      CalibrationError: the engine's gamma adapts, and `rule` does not know how.
+    """
+    choice = self.at(rows)
+    adapts = engine.rule is not None
+    rule = self.rule(rows) if choice.gamma and adapts else None
+    gamma = choice.gamma if rule is None else rule.most
+    ends = engine.ends_of(gamma, rule)
+    if ends.fallback is None:
+      return ends
+    costs = choice.fallback(gamma, adapts)
+    return ends._replace(fallback=costs or ends.fallback)
 
   def at(self, rows: int) -> Choice:
     """The choice for a number of rows.

@@ -78,6 +78,22 @@ def save(
   files.write_atomically(path, stream.getvalue())
 
 
+def check_outputs(config: Any) -> None:
+  """Checks before a run that its record and its picture can be written.
+
+  Args:
+    config: may have an `output_file` and a `plot_file`.
+
+  Raises:
+    ValueError: a file cannot be written, or matplotlib is not installed.
+  """
+  for name in ('output_file', 'plot_file'):
+    if path := getattr(config, name, None):
+      files.check_writable(path)
+  if getattr(config, 'plot_file', None):
+    load_matplotlib()
+
+
 def load_matplotlib() -> Any:
   """Returns the module matplotlib, with `matplotlib.figure` imported.
 

@@ -29,8 +29,7 @@ from specdec_jax.measure.measured_pair import Pair, make_pair, random_params
 from specdec_jax.measure.ngram import outputs
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, show
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, show, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
@@ -114,7 +113,7 @@ def drafter_costs(
     round with its standard error; the cost of a whole draft in such calls; and
     times in ms.
   """
-  console = console or terminal()
+  console = started(config, console)
   pairs, corpus = _pairs(config)
   steps = len(config.temperatures) * config.repeats
   with bar(console, 'Measuring', steps) as advance:

@@ -22,8 +22,7 @@ from specdec_jax.measure.canvas import PALETTE, save, whiskers
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, between, show
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, between, show, started
 
 _PLAIN = 0  # gamma of the plain loop
 
@@ -78,7 +77,7 @@ def gamma_curve(
     ValueError: the prompts cannot be decoded, or the calibration is of another
       pair or machine.
   """
-  console = console or terminal()
+  console = started(config, console)
   chosen = config.calibration and calibration.load(config.calibration)
   engine = config.engine()
   if chosen:

@@ -25,8 +25,7 @@ from specdec_jax.measure.canvas import PALETTE, save, whiskers
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, between, show
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, between, show, started
 from specdec_jax.types import LengthRule
 
 KIND = 'methods'  # of a record
@@ -143,7 +142,7 @@ def compare_methods(
       calibration is of another pair or machine, or a greedy output differs from
       the plain one.
   """
-  console = console or terminal()
+  console = started(config, console)
   calibrated = [calibration.load(path) for path in config.calibrations]
   made: dict[Any, Engine] = {}
   for method in config.methods:  # engines that are equal are made once

@@ -19,8 +19,7 @@ from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.files import text_lines, writable
-from specdec_jax.measure.table import Table
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Table, started
 from specdec_jax.text.local_tasks import json_object
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.pairs import TokenPairs, read_tsv
@@ -94,7 +93,7 @@ def fit_ngram(
     ValueError: a file is missing or broken, an id is outside the vocabulary,
       or the corpus is too small for the order.
   """
-  console = console or terminal()
+  console = started(config, console)
   read = functools.partial(
     outputs, tokenizer=config.tokenizer, field=config.field
   )

@@ -26,8 +26,7 @@ from specdec_jax.measure.peer_systems import (
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Cell, Column, Table, say
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Cell, Column, Table, say, started
 
 INSTALL = "pip install 'specdec_jax[peers]'"
 # Versions that a result must be read with; transformers' assistant adapts its
@@ -119,7 +118,7 @@ def compare(
     ValueError: a package is missing, the input has no line to decode, or this
       project's plain loop failed, with which all others are compared.
   """
-  console = console or terminal()
+  console = started(config, console)
   names = [name for name in SYSTEMS if name in {PLAIN, *config.systems}]
   _check_packages(names)
   encode = config.tokenizer.encode

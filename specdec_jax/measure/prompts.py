@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from specdec_jax import files
-from specdec_jax.text.lines import Line, count_tokens
+from specdec_jax.text.lines import Line, count_tokens, read_inputs
 from specdec_jax.text.local_tasks import LocalTask
 
 SPLIT = 'test'  # the split of a task that is read
@@ -17,8 +16,8 @@ def read_prompts(
   """Returns the texts that can be decoded, in their order.
 
   Args:
-    source: path of UTF-8 text, one prompt per line; or a task, whose inputs of
-      the split 'test' are taken, each text once.
+    source: path of UTF-8 text, one prompt per line, see `lines.read_lines`; or
+      a task, whose inputs of the split 'test' are taken, each text once.
     count: counts the tokens of a text, such as `Engine.num_input_tokens`.
     limit: the most tokens of a text; longer texts are left out. None is no
       limit.
@@ -29,7 +28,7 @@ def read_prompts(
   """
   if isinstance(source, str):
     name = source
-    lines = [Line(text) for text in files.text_lines(source)]
+    lines = [Line(text) for text in read_inputs(source)]
   else:
     name = str(source.files.get(SPLIT))
     # A text with several references is there several times.

@@ -19,7 +19,9 @@ import rich.measure
 import rich.table
 import rich.text
 
+from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.record import Record
+from specdec_jax.text.local_tasks import reading
 
 Cell = str | int | float | None
 
@@ -211,6 +213,30 @@ def show(
   console.print(Table.from_json(record))
   if path:
     record.save(path)
+
+
+def started(
+  config: Any, shown: rich.console.Console | None = None
+) -> rich.console.Console:
+  """Begins a measurement: checks its outputs, says how its input is read.
+
+  Args:
+    config: may have an `input_file`, an `output_file` and a `plot_file`.
+    shown: where the measurement is shown; None is `console()`.
+
+  Returns:
+    The console.
+
+  Raises:
+    ValueError: as for `check_outputs`.
+  """
+  check_outputs(config)
+  shown = shown or console()
+  paths = getattr(config, 'input_file', None)
+  for path in paths if isinstance(paths, tuple | list) else [paths]:
+    if isinstance(path, str) and (sentence := reading(path)):
+      say(shown, sentence)
+  return shown
 
 
 def between(low: float, high: float) -> str:

@@ -20,8 +20,7 @@ from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import calibration
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, between
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, between, started
 from specdec_jax.measure.timed_runs import (
   Timed,
   read_examples,
@@ -123,7 +122,7 @@ def measure_throughput(
     ValueError: nothing can be decoded, or the calibration is of other models.
     OSError: the record could not be written.
   """
-  console = console or terminal()
+  console = started(config, console)
   chosen = calibration.load(config.calibration) if config.calibration else None
   engine = config.engine()
   if chosen is not None:

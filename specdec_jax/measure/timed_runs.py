@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import files
 from specdec_jax.engine.completion import Completion, CompletionStats, total
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
+from specdec_jax.text.lines import read_inputs
 
 _EVERY = 50  # completions between two looks at memory
 
@@ -78,8 +78,8 @@ def read_examples(
   Each text is one line, or several lines joined.
 
   Args:
-    path: one text per line, plain or `.gz`; of a line with tabs the first
-      column. If it has too few lines, they are used again in another order.
+    path: one text per line, see `read_lines`. If it has too few lines, they
+      are used again in another order.
     engine: the engine that will decode the texts.
     count: how many texts.
     join_weights: join_weights[k] is proportional to the number of texts that
@@ -89,8 +89,7 @@ def read_examples(
   Raises:
     ValueError: the file cannot be read, or nothing in it can be decoded.
   """
-  lines = [line.split('\t')[0] for line in files.text_lines(path)]
-  lines = [line for line in lines if line.strip()]
+  lines = [line for line in read_inputs(path) if line.strip()]
   rng = np.random.default_rng(seed)
   weights = np.asarray(join_weights) / sum(join_weights)
   found: list[str] = []

@@ -28,8 +28,7 @@ from specdec_jax.measure.acceptance import Rate, Workload, ratio
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, show
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, show, started
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.tree_shape import TreeShape
 
@@ -91,7 +90,7 @@ def predict_trees(
     ValueError: there are fewer than four texts, or the drafter is no small
       model.
   """
-  console = console or terminal()
+  console = started(config, console)
   engine = config.engine()
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len

@@ -135,7 +135,7 @@ def reproduce(
   console = console or terminal()
   if _PICTURES & set(config.items):
     canvas.load_matplotlib()  # fails now, not after hours of measuring
-  os.makedirs(config.output_dir, exist_ok=True)
+  files.make_folder(config.output_dir)
   work = _Work(config, console)
   for item in config.items:
     getattr(work, item)()

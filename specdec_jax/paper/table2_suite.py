@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specdec_jax import files
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.memory import device_bytes
 from specdec_jax.measure import memory
@@ -114,7 +115,7 @@ def run(
     memory.check_fits(_plan(config, row), limit)
   params = None
   if todo:
-    os.makedirs(folder, exist_ok=True)
+    files.make_folder(folder)
     params = place(
       random_params(config.target, config.seed, config.placement.dtype),
       config.placement,

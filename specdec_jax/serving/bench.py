@@ -31,7 +31,7 @@ from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import calibration
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import started
 from specdec_jax.measure.throughput import BY_LOAD, PLAIN, SPECULATIVE
 from specdec_jax.measure.timed_runs import read_examples
 from specdec_jax.serving import load
@@ -139,7 +139,7 @@ def bench_serve(
       package is missing, or the server does not start or answers wrongly.
     OSError: the record could not be written.
   """
-  console = console or terminal()
+  console = started(config, console)
   package('A load on a server', 'aiohttp', 'load')
   if config.openai_clients:
     package('A client of OpenAI', 'openai', 'load')

@@ -75,16 +75,8 @@ class Drafting:
     self.skips_rounds = self.speculates and 0 in every
 
   def _own(self, gamma: int) -> RoundKind:
-    rule = self._engine.rule
-    if rule is not None and gamma > rule.most:
-      raise ValueError(
-        f'gammas has {gamma}, and with an adaptive gamma a draft has'
-        f' {rule.most} proposals at most. Leave gammas out, or give a number as'
-        ' gamma.'
-      )
-    return RoundKind(
-      gamma, True, Ends(rule, self._engine.fallback_of(gamma, rule))
-    )
+    ends = self._engine.ends_of(gamma, self._engine.rule)
+    return RoundKind(gamma, True, ends)
 
   @property
   def said(self) -> dict[str, Any]:
@@ -120,16 +112,11 @@ def _by_calibration(
   engine: Engine, settings: ServeSettings, measured: Calibration
 ) -> dict[int, RoundKind]:
   """Rows -> rounds of greedy rows, by what was measured with so many."""
-  adapts = engine.rule is not None
   found = {}
   for rows, gamma in measured.gammas(settings.rows).items():
-    rule = measured.rule(rows) if gamma and adapts else None
-    gamma = gamma if rule is None else rule.most
-    rests = None
-    if engine.fallback and gamma:
-      rests = measured.at(rows).fallback(gamma, adapts)
-      rests = rests or engine.fallback_of(gamma, rule)
-    found[rows] = RoundKind(gamma, True, Ends(rule, rests))
+    ends = measured.ends(rows, engine)
+    gamma = gamma if ends.rule is None else ends.rule.most
+    found[rows] = RoundKind(gamma, True, ends)
   return found
 
 

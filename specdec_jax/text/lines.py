@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from specdec_jax import files
+from specdec_jax.text.local_tasks import kind_of, parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +15,9 @@ class Line:
   """One line of the input.
 
   Attributes:
-    text: the text in the file; U+FFFD stands for bytes that are not UTF-8. If
-      the line has more than `files.MAX_LINE` bytes, only its beginning.
+    text: the input in the file; of a line that cannot be read the line. U+FFFD
+      stands for bytes that are not UTF-8; of more than `files.MAX_LINE` bytes
+      it is only the beginning.
     num_tokens: tokens of the whole text as the target reads it; 0 before
       `count_tokens`, and for a line without anything to read, which gives an
       empty output.
@@ -28,15 +30,41 @@ class Line:
 
 
 def read_lines(path: str) -> Iterator[Line]:
-  """Reads one example per line; raises the errors of `files.lines`.
+  """Reads one input per line; raises the errors of `files.lines`.
 
-  A line with invalid UTF-8 or too many bytes gets an `error`.
+  A line with invalid UTF-8, too many bytes or another format than its file gets
+  an `error`.
 
   Args:
-    path: a file, plain or `.gz`, or a named pipe; '-' is stdin.
+    path: a file, plain or `.gz`, or a named pipe; '-' is stdin. Its ending says
+      what a line is: inputs<TAB>targets (.tsv), a JSON object with 'inputs'
+      (.jsonl), otherwise the input. Targets are not looked at.
   """
-  for number, (text, error) in enumerate(files.lines(path), 1):
-    yield Line(text, error=error and f'line {number}: {error}')
+  kind = kind_of(path)
+  for number, line in enumerate(files.lines(path), 1):
+    try:
+      example = parse(line, kind, f'line {number}', targets_field=None)
+    except ValueError as error:
+      yield Line(line.text, error=str(error).rstrip('.'))
+    else:
+      yield Line(example['inputs'])
+
+
+def read_inputs(path: str) -> list[str]:
+  """The texts of `read_lines`; every line must be usable.
+
+  A source with several references is there several times in its file, and once
+  among these texts.
+
+  Raises:
+    ValueError: as for `files.lines`; or a line cannot be used, with its number.
+  """
+  texts = []
+  for line in read_lines(path):
+    if line.error is not None:
+      raise ValueError(f'{path!r} {line.error}.')
+    texts.append(line.text)
+  return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
 
 
 def check_some(path: str, lines: Sequence[Line]) -> None:

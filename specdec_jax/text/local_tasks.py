@@ -98,8 +98,12 @@ class LocalTask:
         )
 
   def _kind(self, path: str | os.PathLike[str]) -> str:
-    ending = os.path.splitext(os.fspath(path).removesuffix('.gz'))[1]
-    return self.kind or ending.removeprefix('.')
+    return self.kind or _ending(path)
+
+  def reading(self, split: str) -> str | None:
+    """How the file of a split is read, see `reading`."""
+    path = os.fspath(self.files[split])
+    return reading(path, self._kind(path), self.inputs_field)
 
   def texts(
     self, split: str, keep_broken: bool = False
@@ -133,67 +137,19 @@ class LocalTask:
     kind = self._kind(path)
     for number, line in enumerate(files.lines(path), 1):
       try:
-        example = self._from_line(kind, line, f'{path!r} line {number}')
+        example = parse(
+          line,
+          kind,
+          f'{path!r} line {number}',
+          self.inputs_field,
+          self.targets_field,
+        )
       except ValueError as error:
         if not keep_broken:
           raise
-        # The message quotes parts of the line, such as names of fields.
-        why = files.writable(str(error)[:_MOST_SAID])
-        yield {'inputs': line.text, 'targets': '', BROKEN: why}
+        yield {'inputs': line.text, 'targets': '', BROKEN: str(error)}
       else:
         yield example | {'inputs': self.prefix + example['inputs']}
-
-  def _from_line(
-    self, kind: str, text_line: TextLine, place: str
-  ) -> dict[str, Any]:
-    line, error = text_line
-    if error is not None:
-      raise ValueError(f'{place}: {error}.')
-    if kind == 'jsonl':
-      return self._from_object(json_object(line, place), place)
-    columns = line.split('\t') if kind == 'tsv' else [line]
-    if len(columns) > 2:
-      raise ValueError(
-        f'{place} has {len(columns)} columns; expected source<TAB>target.'
-      )
-    return dict(zip(FEATURES, [*columns, ''], strict=False))
-
-  def _from_object(self, found: dict[str, Any], place: str) -> dict[str, Any]:
-    texts: dict[str, Any] = {'targets': ''}
-    used = {'inputs': self.inputs_field, 'targets': self.targets_field}
-    for feature, field in used.items():
-      if field is None:
-        continue
-      if field not in found:
-        names = list(found)[:_MOST_NAMES]
-        raise ValueError(
-          f'{place} has no field {field!r} for'
-          f' {feature}.{nearest(field, names)} LocalTask.{feature}_field names'
-          ' another field.'
-        )
-      text = found[field]
-      if feature == 'targets' and isinstance(text, list) and text:
-        texts['references'] = text
-        text = text[0]
-      wanted = texts.get('references', [text])
-      if not all(isinstance(one, str) for one in wanted):
-        raise ValueError(
-          f'{place}: expected text in the field {field!r}, got'
-          f' {reprlib.repr(text)}.'
-        )
-      if any(one != files.writable(one) for one in wanted):
-        raise ValueError(
-          f'{place}: the field {field!r} holds a lone surrogate (such as'
-          ' \\ud800), which stands for no character.'
-        )
-      texts[feature] = text
-    others = {
-      key: value
-      for key, value in found.items()
-      if key not in {*used.values(), *_OWN}
-      and isinstance(value, str | int | float)
-    }
-    return others | texts
 
   def examples(
     self,
@@ -224,6 +180,122 @@ class LocalTask:
         yield example
 
     return generate()
+
+
+def _ending(path: str | os.PathLike[str]) -> str:
+  ending = os.path.splitext(os.fspath(path).removesuffix('.gz'))[1]
+  return ending.removeprefix('.')
+
+
+def kind_of(path: str | os.PathLike[str]) -> str:
+  """What a line of a file is, by the file's ending: one of `KINDS`."""
+  ending = _ending(path)
+  return ending if ending in KINDS else 'txt'
+
+
+def reading(
+  path: str, kind: str | None = None, inputs_field: str = 'inputs'
+) -> str | None:
+  """A sentence on how a file is read, None for lines of text.
+
+  Args:
+    path: the file.
+    kind: one of `KINDS`; None is that of its ending.
+    inputs_field: as of `LocalTask`.
+  """
+  kind = kind or kind_of(path)
+  how = {
+    'tsv': 'inputs<TAB>targets on each line',
+    'jsonl': f'a JSON object on each line, with the field {inputs_field!r}',
+  }
+  return f'{path} was read as {how[kind]}.' if kind in how else None
+
+
+def parse(
+  text_line: TextLine,
+  kind: str,
+  place: str,
+  inputs_field: str = 'inputs',
+  targets_field: str | None = 'targets',
+) -> dict[str, Any]:
+  """The example of a line, whatever reads it; see `LocalTask.texts`.
+
+  Args:
+    text_line: the line.
+    kind: one of `KINDS`.
+    place: where it is, for the message.
+    inputs_field: as of `LocalTask`.
+    targets_field: as of `LocalTask`.
+
+  Raises:
+    ValueError: the line has a wrong format.
+  """
+  try:
+    return _parsed(text_line, kind, place, inputs_field, targets_field)
+  except ValueError as error:
+    # The message quotes parts of the line, such as names of fields.
+    why = files.writable(str(error)[:_MOST_SAID])
+    raise ValueError(why) from error
+
+
+def _parsed(
+  text_line: TextLine,
+  kind: str,
+  place: str,
+  inputs_field: str,
+  targets_field: str | None,
+) -> dict[str, Any]:
+  line, error = text_line
+  if error is not None:
+    raise ValueError(f'{place}: {error}.')
+  if kind == 'jsonl':
+    used = {'inputs': inputs_field, 'targets': targets_field}
+    return _of_object(json_object(line, place), place, used)
+  columns = line.split('\t') if kind == 'tsv' else [line]
+  if len(columns) > 2:
+    raise ValueError(
+      f'{place} has {len(columns)} columns; expected source<TAB>target.'
+    )
+  return dict(zip(FEATURES, [*columns, ''], strict=False))
+
+
+def _of_object(
+  found: dict[str, Any], place: str, used: Mapping[str, str | None]
+) -> dict[str, Any]:
+  texts: dict[str, Any] = {'targets': ''}
+  for feature, field in used.items():
+    if field is None:
+      continue
+    if field not in found:
+      names = list(found)[:_MOST_NAMES]
+      raise ValueError(
+        f'{place} has no field {field!r} for'
+        f' {feature}.{nearest(field, names)} LocalTask.{feature}_field names'
+        ' another field.'
+      )
+    text = found[field]
+    if feature == 'targets' and isinstance(text, list) and text:
+      texts['references'] = text
+      text = text[0]
+    wanted = texts.get('references', [text])
+    if not all(isinstance(one, str) for one in wanted):
+      raise ValueError(
+        f'{place}: expected text in the field {field!r}, got'
+        f' {reprlib.repr(text)}.'
+      )
+    if any(one != files.writable(one) for one in wanted):
+      raise ValueError(
+        f'{place}: the field {field!r} holds a lone surrogate (such as'
+        ' \\ud800), which stands for no character.'
+      )
+    texts[feature] = text
+  others = {
+    key: value
+    for key, value in found.items()
+    if key not in {*used.values(), *_OWN}
+    and isinstance(value, str | int | float)
+  }
+  return others | texts
 
 
 def check_feature_lengths(

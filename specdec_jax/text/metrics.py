@@ -23,6 +23,9 @@ def bleu(
 ) -> dict[str, Any]:
   """Corpus BLEU by sacrebleu, with its default settings.
 
+  Where all predictions are too short for four words in a row, which is BLEU 0
+  by the defaults, the effective order is taken; the signature says so (eff).
+
   Args:
     targets: one or more references for each prediction.
     predictions: texts.
@@ -35,9 +38,7 @@ def bleu(
     ValueError: sacrebleu is not installed, there is nothing to score, or there
       are not as many targets as predictions.
   """
-  bleu_metric = package('BLEU', 'sacrebleu.metrics', 'metrics').BLEU(
-    tokenize=tokenize
-  )
+  sacrebleu = package('BLEU', 'sacrebleu.metrics', 'metrics')
   references = _references(targets, predictions)
   # sacrebleu takes the n-th references of all predictions, None where a
   # prediction has fewer.
@@ -45,8 +46,12 @@ def bleu(
     [own[i] if i < len(own) else None for own in references]
     for i in range(max(map(len, references)))
   ]
-  score = bleu_metric.corpus_score(list(predictions), streams).score
-  return {'bleu': score, 'bleu_signature': str(bleu_metric.get_signature())}
+  for effective in (False, True):
+    metric = sacrebleu.BLEU(tokenize=tokenize, effective_order=effective)
+    found = metric.corpus_score(list(predictions), streams)
+    if found.totals[-1]:
+      break
+  return {'bleu': found.score, 'bleu_signature': str(metric.get_signature())}
 
 
 def rouge(

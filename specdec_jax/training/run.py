@@ -76,7 +76,7 @@ def train(
     objective = CrossEntropy(run.model, **described)
   tokenizer = tokenizer_of(run)
   pairs, held_out = pairs_of(run, tokenizer)
-  os.makedirs(run.model_dir, exist_ok=True)
+  files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
@@ -206,7 +206,7 @@ def _distillation(
 def _outputs(run, learning, target_params, pairs, held_out, say):
   """The target's outputs for the training and for the held-out sources."""
   folder = learning.outputs_folder or os.path.join(run.model_dir, OUTPUTS)
-  os.makedirs(folder, exist_ok=True)
+  files.make_folder(folder)
   for_eval = dataclasses.replace(
     learning.outputs,
     num_examples=learning.num_eval_outputs,

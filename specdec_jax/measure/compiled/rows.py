@@ -48,7 +48,7 @@ def compile_rows(
   settings = dataclasses.asdict(config) | dict(compiled_for)
   folder = settings.pop('output_dir')
   settings = json.loads(json.dumps(settings))  # tuples become lists
-  os.makedirs(folder, exist_ok=True)
+  files.make_folder(folder)
   path = os.path.join(folder, 'results.json')
   done: dict[str, dict[str, Any]] = {}
 

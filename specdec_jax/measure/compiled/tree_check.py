@@ -22,8 +22,7 @@ from specdec_jax.measure.compiled import gpu, gpu_costs
 from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, show
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import Column, Table, show, started
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.partitioning import Placement
@@ -79,7 +78,7 @@ def check(
   Raises:
     ValueError: the GPU's compiler is missing.
   """
-  console = console or terminal()
+  console = started(config, console)
   compiler = Compiler(gpu.describe(config.gpu), counts_kernels=True)
   calls = []
   with (
