@@ -7,12 +7,12 @@ import functools
 import gc
 import math
 import os
-import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from specdec_jax import files
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.packages import package
 from specdec_jax.drafters.base import Drafter
@@ -28,6 +28,7 @@ from specdec_jax.serving.scheduler import Scheduler
 from specdec_jax.serving.settings import ServeSettings, listening_socket
 
 _KEYS = 'SPECDEC_API_KEYS'
+_MOST_KEYS = 1 << 20  # bytes of a file of keys
 # Until an idle connection is closed. Clients' pools close theirs after 5 to 60
 # seconds; were the server first, a request that is just sent would be lost.
 _IDLE_SECONDS = 75
@@ -140,8 +141,8 @@ def api_keys(path: str | None) -> list[str]:
       raise ValueError(f'Expected keys in {_KEYS}, found none; unset it.')
     return keys
   try:
-    lines = pathlib.Path(path).read_text('utf-8').splitlines()
-  except (OSError, UnicodeDecodeError) as error:
+    lines = files.read_small(path, _MOST_KEYS).decode().splitlines()
+  except (OSError, ValueError) as error:
     raise ValueError(f'No keys could be read from {path!r}: {error}') from error
   keys = [line.strip() for line in lines if line.strip()]
   if not keys:
