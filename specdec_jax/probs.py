@@ -25,6 +25,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from specdec_jax.checks.fields import shortened
 from specdec_jax.models import backend
 
 _FLOAT32 = np.finfo(np.float32)
@@ -586,12 +587,15 @@ def _ordered_float(image: jax.Array) -> jax.Array:
 
 def _validate_temperature(value) -> float | tuple[float, ...]:
   try:
-    if isinstance(value, (str, bytes, bool)):
+    if isinstance(value, str | bytes | bool | None):
       raise TypeError('not a number')
     array = np.asarray(value, np.float64)
+  except OverflowError:  # a whole number that no float can hold
+    array = np.asarray(math.inf)
   except (TypeError, ValueError) as error:
     raise ValueError(
-      f'temperature must be a number or a sequence of numbers, got {value!r}'
+      'temperature must be a number or a sequence of numbers, got'
+      f' {shortened(value)}'
     ) from error
   if array.ndim > 1 or array.size == 0:
     raise ValueError(
@@ -617,7 +621,8 @@ def _validate_top_k(value) -> int:
   in_range = 0 <= top_k <= np.iinfo(np.int32).max
   if isinstance(value, bool) or not in_range:
     raise ValueError(
-      f'top_k must be an integer >= 0 (0 keeps every token), got {value!r}'
+      'top_k must be an integer >= 0 (0 keeps every token), got'
+      f' {shortened(value)}'
     )
   return top_k
 
@@ -625,10 +630,10 @@ def _validate_top_k(value) -> int:
 def _validate_top_p(value) -> float:
   try:
     top_p = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
-  except (TypeError, ValueError):
+  except (OverflowError, TypeError, ValueError):
     top_p = math.nan
-  if not 0 < top_p <= 1:  # NaN fails as well.
+  if not _FLOAT32.tiny <= top_p <= 1:  # NaN fails as well.
     raise ValueError(
-      f'top_p must be in (0, 1] (1 keeps every token), got {value!r}'
+      f'top_p must be in (0, 1] (1 keeps every token), got {shortened(value)}'
     )
   return top_p

@@ -46,6 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.checks.fields import shortened
 from specdec_jax.probs import inverse_cdf, verdict_uniforms
 from specdec_jax.types import Draft, Verdict
 
@@ -199,11 +200,12 @@ def check_lenience(lenience: float) -> None:
   is_number = isinstance(lenience, numbers.Real) and not isinstance(
     lenience, bool
   )
-  value = float(lenience) if is_number else math.nan
-  if not np.finfo(np.float32).tiny <= value <= 1:  # NaN fails as well.
+  value = lenience if is_number else math.nan
+  if not float(np.finfo(np.float32).tiny) <= value <= 1:  # NaN fails too
     raise ValueError(
       'lenience must be in (0, 1]: 1 is lossless, and with lenience l no token'
-      f' comes more than 1 / l times as often as it should; got {lenience!r}'
+      ' comes more than 1 / l times as often as it should; got'
+      f' {shortened(lenience)}'
     )
 
 

@@ -146,7 +146,7 @@ def test_names_of_others():
   ('options', 'said'),
   [
     ({'num_beams': 0}, 'num_beams must be at least 1.*Leave it out'),
-    ({'num_beams': 2.5}, 'num_beams must be a whole number'),
+    ({'num_beams': 2.5}, 'num_beams: expected a whole number'),
     ({'num_beams': 4000}, 'a step looks at 8000 tokens'),
     ({'num_beams': 2, 'temperature': 1.0}, 'set the temperature to 0'),
     ({'num_beams': 2, 'lenience': 0.5}, 'set lenience to 1'),
@@ -154,11 +154,11 @@ def test_names_of_others():
     ({'num_beams': 2, 'stop_strings': 'x'}, 'give stop_ids'),
     ({'num_beams': 2, 'draft_beams': 1}, 'draft_beams must be at least 2'),
     ({'num_beams': 2, 'draft_beams': 4000}, 'draft_beams = 4000: the drafter'),
-    ({'num_beams': 2, 'alpha': -1.0}, 'alpha must be a number >= 0'),
-    ({'num_beams': 2, 'alpha': '0.6'}, 'alpha must be a number >= 0'),
+    ({'num_beams': 2, 'alpha': -1.0}, 'alpha must be at least 0'),
+    ({'num_beams': 2, 'alpha': '0.6'}, "alpha: expected .* got '0.6'"),
     (
       {'num_beams': 2, 'length_penalty': float('nan')},
-      'length_penalty must be a number >= 0',
+      'length_penalty: expected .* got nan',
     ),
     ({'num_beams': 2, 'alpha': 1.0, 'length_penalty': 1.0}, 'are two rules'),
     ({'alpha': 1.0}, 'give num_beams too'),

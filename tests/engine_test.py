@@ -14,6 +14,7 @@ import pytest
 import small_vocabulary
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
+from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
@@ -301,6 +302,8 @@ def test_bad_pairs(tokenizer, folder):
     Engine(target, target.network, tokenizer=tokenizer)
   with pytest.raises(ValueError, match='target such as specdec_jax.load'):
     Engine(target.network, tokenizer=tokenizer)
+  with pytest.raises(ValueError, match="placement: expected .* got 'data'"):
+    Engine(target, tokenizer=tokenizer, placement='data')
   with pytest.raises(ValueError, match='There is no vocabulary'):
     Engine(target)
   with pytest.raises(ValueError, match='gamma must be at least 0, got -1'):
@@ -321,6 +324,21 @@ def test_bad_pairs(tokenizer, folder):
     (dict(min_length=-1), 'min_length must be at least 0'),
     (dict(max_length=0), 'max_length must be at least 1'),
     (dict(max_length=99), 'max_length = 99 is more than'),
+    (dict(min_length=9, max_length=8), 'min_length = 9 .* max_length = 8'),
+    (dict(min_length=10**400), 'min_length = 1000'),
+    (dict(num_samples=10**400), 'num_samples must be at most'),
+    (dict(stop_strings=[1]), r'stop_strings: expected .* got \[1\]'),
+    (dict(stop_ids=[1.5]), r'stop_ids: expected .* got \[1.5\]'),
+    (dict(prompts=['x']), r"prompts: expected .* got \['x'\]"),
+    (dict(example_ids=[0, 1, 2, 0.5]), 'example_ids: expected .* 0.5'),
+    (dict(seed='a'), "seed: expected a whole number, got 'a'"),
+    (dict(log_probs='no'), "log_probs: expected True or False, got 'no'"),
+    (dict(speculative='no'), "speculative must be .* got 'no'"),
+    (dict(temperature=10**400), 'temperature must be finite'),
+    (dict(top_p=10**400), 'top_p must be in'),
+    (dict(top_p=1e-60), 'top_p must be in'),  # 0 in float32
+    (dict(lenience=10**400), 'lenience must be in'),
+    (dict(num_beams=2, alpha=10**400), 'alpha: expected a finite number'),
     (dict(example_ids=[1]), '1 entries for 4 texts'),
     (dict(example_ids=[0, 1, 2, -1]), r'example_ids must lie in \[0, 2'),
   ],
@@ -339,6 +357,44 @@ def test_bad_sampling_and_texts(engine):
       SamplingConfig(**values)
   with pytest.raises(ValueError, match='sequence of strings, got one string'):
     engine.generate('the dog')
+
+
+@pytest.mark.parametrize(
+  'text', ['a \ud800 dog', ['text'], [5.5], [5.0], [True], [[5]], [5, None], 5]
+)
+def test_neither_text_nor_ids(engine, text):
+  """Each way in names what came, and compiles nothing."""
+  before = engine.num_programs
+  for decode in (
+    lambda: engine.generate(['a', text]),
+    lambda: engine.request([text]),
+    lambda: list(engine.stream(text)),
+    lambda: engine.trace(text),
+    lambda: engine.score([text], ['a']),
+    lambda: engine.score(['a'], [text]),
+    lambda: engine.input_ids(text),
+    lambda: engine.num_input_tokens(text),
+  ):
+    with pytest.raises(ValueError) as error:
+      decode()
+    assert repr(text) in str(error.value)
+  assert engine.num_programs == before
+  if isinstance(text, str):  # of bad data, as an id that is none
+    (done,) = engine.generate([text], on_too_long='report')
+    assert done.finish_reason == 'error' and repr(text) in done.error
+
+
+def test_a_trace_of_ids_is_that_of_their_text(engine, tokenizer):
+  ids = tokenizer.encode('a cat')
+  assert repr(engine.trace(ids)) == repr(engine.trace('a cat'))
+
+
+def test_an_engine_says_what_it_is(engine, tokenizer):
+  assert repr(engine) == (
+    'Engine(target=Model(T5), draft=Model(T5), gamma=3, devices=1 x cpu)'
+  )
+  plain = Engine(make_t5(0, 1), uniform(VOCAB_SIZE), tokenizer=tokenizer)
+  assert "draft='uniform'" in repr(plain)
 
 
 def test_compilation_cache_folder(monkeypatch, tmp_path):

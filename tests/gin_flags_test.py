@@ -207,6 +207,7 @@ def test_wrong_flags_say_what_is_known(flags, words):
     ('import toyy', ["No module named 'toyy'"]),
     ('toy.Size.width 3', ['not valid gin', 'line 4']),
     ('toy.Size.width = (3', ['not valid gin']),
+    ('toy.Size.width = nan', ['nan is no value', 'line 4']),
     ('toy.Run.path = 1', ['Run needs a value', "'target' and 'draft'"]),
   ],
 )

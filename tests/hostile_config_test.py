@@ -150,7 +150,11 @@ class Fields:
   ('field', 'right', 'wrong'),
   [
     ('whole', [0, -3, np.int64(2), 10**30], [1.5, 'x', None, True, [1], NAN]),
-    ('number', [1, 1.5, np.float32(2), math.inf], ['1', None, True, NAN, {}]),
+    (
+      'number',
+      [1, 1.5, np.float32(2)],
+      ['1', None, True, NAN, math.inf, 10**400, {}],
+    ),
     ('flag', [False], [0, 1, 'False', None]),
     ('text', ['x'], [5, None, b'x', ['x']]),
     ('either', ['x', None], [5, False]),

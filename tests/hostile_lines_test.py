@@ -19,12 +19,16 @@ import rich.console
 
 from specdec_jax import files, infer
 from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine.completion import Completion
 from specdec_jax.files import reading
 from specdec_jax.infer import results, resume
+from specdec_jax.measure import calibration, record
 from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.serving.run import api_keys
 from specdec_jax.text import lines as lines_lib
 from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.vocabulary import open_vocabulary
 from specdec_jax.training import pairs
 
 LENGTHS = {'inputs': 16, 'targets': 8}
@@ -345,9 +349,26 @@ def test_devices_are_refused(path, engine, tmp_path):
     list(lines_lib.read_lines(path))
   with pytest.raises(ValueError, match='a pipe or a device'):
     decoded(engine, path, tmp_path / 'out', metrics=())
-  for _, function in READERS.values():
+  for function in (
+    *(function for _, function in READERS.values()),
+    api_keys,
+    calibration.load,
+    heads.load,
+    ngram_table.load,
+    open_vocabulary,
+    pairs.TokenPairs.load,
+    record.load,
+  ):
     with pytest.raises(ValueError, match='is a device'):
       function(path)
+
+
+def test_a_pipe_that_is_written_stays_a_pipe(tmp_path):
+  os.mkfifo(path := tmp_path / 'pipe')
+  reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+  files.write_atomically(path, b'text')
+  assert os.read(reader, 9) == b'text' and path.is_fifo()
+  os.close(reader)
 
 
 def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):

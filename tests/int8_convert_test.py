@@ -8,8 +8,9 @@ import pytest
 
 from small_vocabulary import network, weights
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import convert
+from specdec_jax.checkpoints import convert, huggingface
 from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
@@ -106,13 +107,28 @@ def test_as_floats(tmp_path, output, tokenizer):
 def test_floats_of_eight_bits_as_other_formats(tmp_path):
   _, made = written(tmp_path, make_params(), output='t5x')
   want = checkpoints.load(made, NET, dtype='float32')
-  for kind in convert.FORMATS:
-    output = str(tmp_path / kind)
-    convert.convert(
-      convert.ConvertConfig(str(made), output, kind, NET, 'float32')
-    )
+  originals = fingerprint(make_params())
+  source = str(made)
+  for kind in (*convert.FORMATS, 'orbax'):  # each is made of the one before
+    output = f'{source}-{kind}'
+    convert.convert(convert.ConvertConfig(source, output, kind, NET, 'float32'))
     found = checkpoints.load(output, NET)
     jax.tree.map(np.testing.assert_array_equal, found, want)
+    # A drafter for the floats before eight bits is for these in any file.
+    assert load(output, NET).made_of() == (fingerprint(want), originals)
+    source = output
+
+
+def test_floats_that_were_trained_further_are_made_of_nothing_else(tmp_path):
+  """transformers keeps all entries of config.json when it saves a model."""
+  _, made = written(tmp_path, make_params())
+  folder = str(tmp_path / 'floats')
+  convert.convert(
+    convert.ConvertConfig(str(made), folder, 'safetensors', NET, 'float32')
+  )
+  about, trained = open_checkpoint(folder, NET).about, make_params(1)
+  huggingface.save_huggingface(folder, NET.config, trained, about=about)
+  assert load(folder, NET).made_of() == (fingerprint(trained),)
 
 
 def test_what_is_no_kernel_keeps_its_dtype(tmp_path):
@@ -204,10 +220,10 @@ def test_floats_that_are_not_finite(tmp_path, bad, tokenizer):
 def test_fingerprint_of_what_is_on_disk(tmp_path):
   params = make_params()
   source, made = written(tmp_path, params)
-  assert load(source, NET).made_of() == fingerprint(params)
-  assert load(made, NET).made_of() == fingerprint(params)
+  assert load(source, NET).made_of() == (fingerprint(params),)
+  assert load(made, NET).made_of() == (fingerprint(params),)
   _, narrow = written(tmp_path / 'narrow', params, dtype='bfloat16')
-  assert load(narrow, NET).made_of() == fingerprint(params)
+  assert load(narrow, NET).made_of() == (fingerprint(params),)
 
 
 def test_a_drafter_made_for_its_target(tmp_path, tokenizer):
@@ -261,4 +277,4 @@ def test_a_converted_drafter_remembers_its_target(tmp_path, dtype, known):
     convert.convert(convert.ConvertConfig(*paths, kind, dtype=as_dtype))
     found = load(tmp_path / output, alone)
     assert found.made_for == wanted, output
-    assert found.made_of() == fingerprint(draft)
+    assert found.made_of()[-1] == fingerprint(draft), output

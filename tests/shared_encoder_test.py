@@ -363,7 +363,7 @@ def test_both_formats_remember_the_target(tmp_path):
   made_for = fingerprint(target_params())
   params = draft_params()
   huggingface.save_huggingface(
-    tmp_path / 'folder', ALONE.config, params, made_for=made_for
+    tmp_path / 'folder', ALONE.config, params, about={'target': made_for}
   )
   t5x.save_t5x(tmp_path / 'file', params, 3, about={'target': made_for})
   for model in (

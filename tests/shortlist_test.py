@@ -201,6 +201,28 @@ class TestLoad:
     with pytest.raises(ValueError, match='give tokenizer=, or a table'):
       load(path, NETWORKS['t5'], shortlist=texts)
 
+  @pytest.mark.parametrize(
+    ('name', 'content'),
+    [
+      ('texts.txt', b''),
+      ('texts.txt', b'\n \n'),
+      ('table.npz', b'PK'),
+      ('table.npz', b'a dog'),
+      ('texts.txt', b'PK\3\4\xff'),
+    ],
+  )
+  def test_files_of_no_tokens(self, path, tokenizer, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name):
+      load(path, NETWORKS['t5'], tokenizer=tokenizer, shortlist=tmp_path / name)
+
+  @pytest.mark.parametrize(
+    'given', ['/dev/zero', 5, [5.5], ['a'], [10**30], []]
+  )
+  def test_what_is_none(self, path, tokenizer, given):
+    with pytest.raises(ValueError, match='shortlist|is a device'):
+      load(path, NETWORKS['t5'], tokenizer=tokenizer, shortlist=given)
+
 
 @pytest.mark.parametrize('ids', [[], [-1, 3], [3, VOCAB_SIZE]])
 def test_ids_that_are_none(ids):

@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,13 +19,15 @@ import jax
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface, orbax_params, t5x, t5x_sizes
 from specdec_jax.checkpoints.disk_arrays import Params
+from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checkpoints.load import (
+  FINGERPRINT,
   MADE_OF,
+  TARGET,
   Opened,
   check_dtype,
   is_huggingface,
   locate,
-  made_for,
   open_checkpoint,
 )
 from specdec_jax.checks.fields import check_types
@@ -34,6 +37,8 @@ from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
 
 FORMATS = ('orbax', 'safetensors', 't5x')
+# Dtypes that leave a `fingerprint` of floats as it is.
+_AS_BEFORE = (None, 'float32', 'bfloat16')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +119,9 @@ def convert(config: ConvertConfig) -> str:
   params = opened.read(config.dtype)
   if config.dtype == INT8:
     params = _as_on_disk(params, opened)
-  target = made_for(location)
-  about = {'target': target} if target else {}
-  if config.dtype == INT8:
-    about[MADE_OF] = opened.made_of()
+  about = _about(config, opened, params)
   if sizes is not None:
-    _save_safetensors(output, sizes, params, location, target)
+    _save_safetensors(output, sizes, params, location, about)
   elif config.format == 'orbax':
     orbax_params.save_orbax(output, params, about)
   else:
@@ -129,6 +131,18 @@ def convert(config: ConvertConfig) -> str:
   of = f' of {sizes}' if sizes else ''
   count = len(jax.tree.leaves(params))
   return f'{config.output}: {count} arrays, {total:,} parameters{of}'
+
+
+def _about(
+  config: ConvertConfig, opened: Opened, params: Params
+) -> dict[str, str]:
+  """What is written beside the arrays, see `Opened.about`."""
+  about = {TARGET: opened.made_for} if opened.made_for else {}
+  rounds = opened.is_rounded or config.dtype not in _AS_BEFORE
+  if rounds or MADE_OF in opened.about:
+    for before in opened.made_of()[-1:]:
+      about |= {MADE_OF: before, FINGERPRINT: fingerprint(params)}
+  return about
 
 
 def _as_on_disk(params: Params, opened: Opened) -> Params:
@@ -165,7 +179,7 @@ def _save_safetensors(
   sizes: T5Config,
   params: Params,
   source: Location,
-  target: str,
+  about: Mapping[str, str],
 ) -> None:
   ids = huggingface.names.T5_IDS
   if is_huggingface(source):
@@ -175,7 +189,7 @@ def _save_safetensors(
     shutil.rmtree(unfinished)
   try:
     huggingface.save_huggingface(
-      unfinished, sizes, params, ids=ids, made_for=target
+      unfinished, sizes, params, ids=ids, about=about
     )
     os.rename(unfinished, output)
   finally:

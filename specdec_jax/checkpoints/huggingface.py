@@ -70,7 +70,7 @@ def save_huggingface(
   params: Params,
   max_shard_bytes: int = MAX_SHARD_BYTES,
   ids: SpecialIds = names.T5_IDS,
-  made_for: str = '',
+  about: Mapping[str, str] | None = None,
 ) -> None:
   """Writes a folder that transformers' `from_pretrained` reads.
 
@@ -84,8 +84,8 @@ def save_huggingface(
     max_shard_bytes: the most bytes of arrays per file. If there are more, there
       are several files; an array that is larger gets a file of its own.
     ids: the special ids; T5's unless given.
-    made_for: of a drafter that reads its target's encoder, the target's
-      `fingerprint`. transformers has no such model.
+    about: what else config.json is to say, by the keys of `names.ABOUT`;
+      transformers does not look at it.
 
   Raises:
     ValueError: the package safetensors is missing, `params` do not fit
@@ -119,8 +119,8 @@ def save_huggingface(
   files.write_json(folder / GENERATION, said, indent=2, sort_keys=True)
   embedding = flat['token_embedder/embedding']
   described['torch_dtype'] = np.dtype(embedding.dtype).name
-  if made_for:
-    described[names.MADE_FOR] = made_for
+  for name, text in (about or {}).items():
+    described[names.ABOUT[name]] = text
   files.write_json(folder / CONFIG, described | said, indent=2, sort_keys=True)
 
 

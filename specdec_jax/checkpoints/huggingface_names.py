@@ -77,10 +77,15 @@ FIELDS = {
   'head_dim': 'd_kv',
   'mlp_dim': 'd_ff',
 }
+# What the other formats' files say beside their arrays: our entries for it.
+ABOUT = {
+  'target': 'specdec_made_for',
+  'made_of': 'specdec_made_of',
+  'fingerprint': 'specdec_fingerprint',
+}
 # Entries of ours, of a decoder that reads its target's encoder.
-MADE_FOR = 'specdec_made_for'
 _ENCODER_DIM = 'specdec_encoder_dim'
-_READS_ENCODER = (MADE_FOR, _ENCODER_DIM)
+_READS_ENCODER = (ABOUT['target'], _ENCODER_DIM)
 # config.json's feed_forward_proj: T5Config.mlp_activations. transformers'
 # plain `gelu` differs from T5X's, but its `gated-gelu` does not.
 _FEED_FORWARD = {

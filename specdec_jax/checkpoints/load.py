@@ -22,15 +22,17 @@ from specdec_jax.checkpoints.disk_arrays import (
 from specdec_jax.checkpoints.fingerprint import fingerprint_on_disk
 from specdec_jax.checkpoints.huggingface import open_huggingface
 from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
-from specdec_jax.checkpoints.huggingface_names import MADE_FOR
+from specdec_jax.checkpoints.huggingface_names import ABOUT
 from specdec_jax.checkpoints.rounded import in_floats
 from specdec_jax.files.locations import Location, few, open_location
-from specdec_jax.models.base import LanguageModel, param_shapes, reads_encoder
+from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config
 from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
 
 T5X_FILE = 'checkpoint'
-MADE_OF = 'made_of'  # what a checkpoint calls `Opened.made_of`
+# What a checkpoint says beside its arrays, each a fingerprint: of a drafter's
+# only target, of the floats before rounding, of its own arrays.
+TARGET, MADE_OF, FINGERPRINT = ABOUT
 _STEP = re.compile(r'checkpoint_(\d+)')
 _HUB_ID = re.compile(r'[\w-][\w.-]*(/[\w-][\w.-]*)?')
 _KINDS = (
@@ -95,33 +97,39 @@ class Opened:
     source: where the checkpoint is.
     arrays: T5X's name -> array.
     config: the shape of its model, if the checkpoint describes it.
-    made_for: see `Model.made_for`.
-    about: what else a folder of Orbax's or a file says, see
-      `orbax_params.read_about` and `t5x.read_about`.
+    about: what the checkpoint says beside its arrays: `TARGET`, `MADE_OF` and
+      `FINGERPRINT`, each if it is known.
   """
 
   source: str
   arrays: Mapping[str, DiskArray]
   config: Config | None = None
-  made_for: str = ''
-  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def is_rounded(self) -> bool:
     """Whether its kernels are of eight bits on disk, by `convert`."""
     return is_rounded(self.arrays)
 
-  def made_of(self) -> str:
-    """The `fingerprint` of the floats, as they are or were before rounding.
+  @property
+  def made_for(self) -> str:
+    """See `Model.made_for`."""
+    return self.about.get(TARGET, '')
 
-    Of floats all arrays are read, one at a time; '' is unknown.
+  def made_of(self) -> tuple[str, ...]:
+    """The `fingerprint`s of the floats, as they are and before rounding.
+
+    Of floats all arrays are read, one at a time; () is unknown.
 
     Raises:
       ValueError: an array cannot be read.
     """
+    before = (self.about[MADE_OF],) if MADE_OF in self.about else ()
     if self.is_rounded:
-      return str(self.about.get(MADE_OF, ''))
-    return fingerprint_on_disk(self.arrays)
+      return before
+    own = fingerprint_on_disk(self.arrays)
+    # Floats that were trained further are made of nothing else.
+    return (own, *before) if self.about.get(FINGERPRINT) == own else (own,)
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
@@ -159,42 +167,38 @@ def open_checkpoint(
     config, found = open_huggingface(
       location.path, network, described, dtype, adapter
     )
-    return Opened(location.path, found, config, made_for(location, described))
+    about = {} if adapter else _about(location, described)
+    return Opened(location.path, found, config, about)
   if adapter is not None:
     raise ValueError(
       f'{str(location)!r} is no Hugging Face folder, whose names an adapter'
       f' ({os.fspath(adapter)!r}) goes by. Write it as one first (specdec'
       ' convert --format safetensors).'
     )
-  target = made_for(location) if reads_encoder(network) else ''
   arrays = open_arrays(location, network)
-  return Opened(str(location), arrays, None, target, _about(location))
+  return Opened(str(location), arrays, None, _about(location))
 
 
-def made_for(
+def _about(
   location: Location, described: Mapping[str, Any] | None = None
-) -> str:
-  """The target that a drafter was made for, see `Model.made_for`.
+) -> dict[str, str]:
+  """See `Opened.about`; T5X's folders say nothing.
 
   Args:
     location: from `locate`.
     described: config.json of a Hugging Face folder, if it has been read.
   """
+  about: Mapping[str, Any] = {}
   if not location.is_folder():
-    return t5x.made_for(location)
-  if not is_huggingface(location):
-    return str(_about(location).get('target', ''))
-  described = described or read_json(pathlib.Path(location.path) / CONFIG)
-  return str(described.get(MADE_FOR, ''))
-
-
-def _about(location: Location) -> Mapping[str, Any]:
-  """What a checkpoint says beside its arrays; T5X's folders say nothing."""
-  if not location.is_folder():
-    return t5x.read_about(location)
-  if orbax_params.is_orbax(location):
-    return orbax_params.read_about(location)
-  return {}
+    about = t5x.read_about(location)
+  elif is_huggingface(location):
+    config = described or read_json(pathlib.Path(location.path) / CONFIG)
+    about = {name: config.get(field) for name, field in ABOUT.items()}
+  elif orbax_params.is_orbax(location):
+    about = orbax_params.read_about(location)
+  return {
+    name: about[name] for name in ABOUT if isinstance(about.get(name), str)
+  }
 
 
 def locate(path: str | os.PathLike[str]) -> Location:

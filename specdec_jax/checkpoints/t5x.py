@@ -148,12 +148,6 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
   return {name: stored.get(name, leaf) for name, leaf in leaves.items()}
 
 
-def made_for(location: Location) -> str:
-  """Fingerprint of the target that a drafter is for; '' if it does not say."""
-  found = read_about(location).get('target')
-  return found if isinstance(found, str) else ''
-
-
 def check_params(params: Params, expected: Any, source: str = 'params') -> None:
   """Compares names and shapes with what a model expects.
 

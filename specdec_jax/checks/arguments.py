@@ -1,14 +1,15 @@
 """Checks that numbers given by a caller are not too small."""
 
 import itertools
-import numbers
 from typing import Any
+
+from specdec_jax.checks.fields import is_a, shortened
 
 
 def check_number(
   name: str, value: Any, least: float, instead: str = ''
 ) -> None:
-  """Raises ValueError if a number is too small.
+  """Raises ValueError if a value is no number, or too small.
 
   Args:
     name: name of the value, for the message.
@@ -16,13 +17,13 @@ def check_number(
     least: the least value allowed; if it is an int, only whole numbers are.
     instead: what to do where it is too small, a sentence.
   """
-  if isinstance(least, int) and (
-    not isinstance(value, numbers.Integral) or isinstance(value, bool)
-  ):
-    raise ValueError(f'{name} must be a whole number, got {value!r}.')
-  # Written like this, a NaN fails; `value < least` would let it pass.
-  if not value >= least:
-    message = f'{name} must be at least {least:g}, got {value}. {instead}'
+  if not is_a(value, type(least)):
+    kind = 'a whole number' if isinstance(least, int) else 'a finite number'
+    raise ValueError(f'{name} must be {kind}, got {shortened(value)}.')
+  if value < least:
+    message = (
+      f'{name} must be at least {least:g}, got {shortened(value)}. {instead}'
+    )
     raise ValueError(message.rstrip())
 
 

@@ -2,6 +2,7 @@
 
 import collections.abc
 import dataclasses
+import math
 import numbers
 import os
 import types
@@ -11,7 +12,7 @@ from typing import Any, Literal, Union
 _WORDS = {
   bool: 'True or False',
   int: 'a whole number',
-  float: 'a number',
+  float: 'a finite number',
   str: 'text',
   type(None): 'None',
 }
@@ -21,9 +22,9 @@ _SEQUENCES = (tuple, list, collections.abc.Sequence)
 def check_types(config: Any) -> None:
   """Checks the fields of a dataclass by their annotations.
 
-  A whole number counts as a number; True and NaN do not. A list is accepted
-  for a tuple. Not checked are the contents of mappings, and classes that are
-  neither built in nor dataclasses: these may be protocols.
+  A whole number counts as a number; True, NaN and infinity do not. A list or an
+  array is accepted for a tuple. Not checked are the contents of mappings, and
+  classes that are neither built in nor dataclasses: these may be protocols.
 
   Args:
     config: an instance; call this from its `__post_init__`.
@@ -34,26 +35,31 @@ def check_types(config: Any) -> None:
   """
   hints = typing.get_type_hints(type(config))
   for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    if not _is_a(value, hints[field.name]):
-      raise ValueError(
-        f'{type(config).__name__}.{field.name}: expected'
-        f' {_described(hints[field.name])}, got {_shortened(value)}'
-        f' ({type(value).__name__}).{_hint(value, hints[field.name])}'
-      )
+    name = f'{type(config).__name__}.{field.name}'
+    check_type(name, getattr(config, field.name), hints[field.name])
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+  """Raises ValueError unless a value has the type of an annotation."""
+  if not is_a(value, hint):
+    raise ValueError(
+      f'{name}: expected {_described(hint)}, got {shortened(value)}'
+      f' ({type(value).__name__}).{_hint(value, hint)}'
+    )
 
 
 def _hint(value: Any, hint: Any) -> str:
   """Advice if one text was given where a sequence of texts is expected."""
-  if isinstance(value, str) and _is_a([value], hint):
-    return f' Write [{_shortened(value)}].'
+  if isinstance(value, str) and is_a([value], hint):
+    return f' Write [{shortened(value)}].'
   return ''
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def is_a(value: Any, hint: Any) -> bool:
+  """Whether a value has the type of an annotation, see `check_types`."""
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin in (Union, types.UnionType):
-    return any(_is_a(value, option) for option in inside)
+    return any(is_a(value, option) for option in inside)
   if origin is Literal:
     return any(type(value) is type(word) and value == word for word in inside)
   kind = origin or hint
@@ -67,25 +73,23 @@ def _is_a(value: Any, hint: Any) -> bool:
     return isinstance(value, bool)
   if kind in (int, float):
     number = numbers.Integral if kind is int else numbers.Real
-    # A NaN passes every comparison with a bound.
-    return (
-      isinstance(value, number)
-      and not isinstance(value, bool)
-      and value == value
-    )
+    is_number = isinstance(value, number) and not isinstance(value, bool)
+    return is_number and (kind is int or is_finite(value))
   if kind in _WORDS or kind is os.PathLike or dataclasses.is_dataclass(kind):
     return isinstance(value, kind)
   return True
 
 
 def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
-  # Looks at methods, because arrays are not `Sequence`s.
+  if hasattr(value, 'tolist'):
+    value = value.tolist()
+  # Looks at methods, because not all sequences are `Sequence`s.
   has_items = hasattr(value, '__len__') and hasattr(value, '__getitem__')
   if not has_items or isinstance(value, str | bytes | collections.abc.Mapping):
     return False
   if len(inside) > 1 and inside[1] is not Ellipsis:
-    return len(value) == len(inside) and all(map(_is_a, value, inside))
-  return not inside or all(_is_a(item, inside[0]) for item in value)
+    return len(value) == len(inside) and all(map(is_a, value, inside))
+  return not inside or all(is_a(item, inside[0]) for item in value)
 
 
 def _described(hint: Any) -> str:
@@ -114,6 +118,18 @@ def _either(words: list[str]) -> str:
   return ' or '.join(filter(None, [', '.join(words[:-1]), words[-1]]))
 
 
-def _shortened(value: Any) -> str:
-  text = repr(value)
+def is_finite(value: Any) -> bool:
+  """Whether a number is one that a float can hold."""
+  try:
+    return math.isfinite(value)
+  except OverflowError:
+    return False
+
+
+def shortened(value: Any) -> str:
+  """A value as a message shows it."""
+  try:
+    text = repr(value)
+  except ValueError:  # Python's limit of digits
+    text = 'a huge number'
   return text if len(text) <= 80 else f'{text[:80]}...'

@@ -346,6 +346,8 @@ def explain(error: Exception) -> str:
     return 'not valid gin: its brackets are nested too deep.'
   if isinstance(error, SyntaxError):
     line = f' (line {error.lineno})' if error.lineno else ''
+    if found := re.search(r"malformed node.* token '(.*)'", text):
+      return f'not valid gin: {found[1]} is no value, text has quotes{line}.'
     return f'not valid gin: {error.msg.rstrip(".")}{line}.'
   if isinstance(error, tokenize.TokenError):
     return f'not valid gin: {error.args[0]}; is a bracket or quote open?'

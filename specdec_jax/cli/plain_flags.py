@@ -7,6 +7,7 @@ given, a command takes a run file of its own.
 
 import argparse
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -67,7 +68,7 @@ class Flag:
       )
     kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
       int: (int, 'a whole number'),
-      float: (float, 'a number'),
+      float: (_finite, 'a finite number'),
       list: (_numbers, 'whole numbers with commas between them'),
       int | str: (_gamma, "a whole number, or 'adaptive'"),
     }
@@ -78,6 +79,12 @@ class Flag:
       return read(text)
     except ValueError as error:
       raise ValueError(f'{name} is {text!r}, expected {what}.') from error
+
+
+def _finite(text: str) -> float:
+  if not math.isfinite(value := float(text)):
+    raise ValueError(f'{value} is no value of gin')
+  return value
 
 
 def _gamma(text: str) -> int | str:

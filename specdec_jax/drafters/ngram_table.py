@@ -121,13 +121,14 @@ def load(
   path = os.fspath(path)
   try:
     # Opened here, because NumPy does not close a file that it refuses.
-    with open(path, 'rb') as stream:
+    with files.open_regular(path) as stream:
       # For other files NumPy's error would say how to load them unsafely.
       if not zipfile.is_zipfile(stream):
         raise ValueError('it is not an .npz archive')
-    with open(path, 'rb') as stream, np.load(stream) as archive:
-      about = json.loads(str(archive['about']))
-      arrays = {name: archive[name] for name in _ARRAYS}
+      stream.seek(0)
+      with np.load(stream) as archive:
+        about = json.loads(str(archive['about']))
+        arrays = {name: archive[name] for name in _ARRAYS}
     if about['kind'] != _KIND:
       raise ValueError(f'its kind is {about["kind"]!r}')
     table = from_arrays(arrays, about)

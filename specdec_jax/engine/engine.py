@@ -12,6 +12,7 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checks import memory
 from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import check_type, shortened
 from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.speculative import PairParams
@@ -50,6 +51,7 @@ from specdec_jax.engine.text_batch import (
   RowsSoFar,
   TextBatch,
   check_texts,
+  encoded,
 )
 from specdec_jax.engine.trace_view import Trace
 from specdec_jax.models import backend
@@ -166,6 +168,11 @@ class Engine:
         'fallback must be True, False or a Fallback, such as that of a'
         f" calibration's choice, got {fallback!r}."
       )
+    check_type('placement', placement, partitioning.Placement | None)
+    check_type(
+      'draft_placement', draft_placement, partitioning.Placement | None
+    )
+    check_type('cache_folder', cache_folder, str | os.PathLike | None)
     self.chooses_gamma = gamma is None
     self.gamma = _USUAL_GAMMA if gamma is None else gamma
     self.fallback = fallback
@@ -184,6 +191,10 @@ class Engine:
       tokenizer = own_vocabulary(target)
     elif isinstance(tokenizer, str | os.PathLike):
       tokenizer = open_vocabulary(tokenizer)
+    if not hasattr(tokenizer, 'encode'):  # somebody's own has it
+      raise ValueError(
+        f'tokenizer is {shortened(tokenizer)}, expected a Tokenizer or a path.'
+      )
     check_pair(target, drafter, tokenizer)
     bos_id = target.bos_id if bos_id is None else bos_id
     check_bos(bos_id, target.network)
@@ -225,6 +236,20 @@ class Engine:
       self._loops[True] = Loop(self.target, pair.drafter), self.params
     self._programs = LoopPrograms(self._loops, self.room, partition)
     self._pools: dict[int, Continuous] = {}  # by their rows
+
+  def __repr__(self) -> str:
+    target: Any = self.models['target']
+    draft: Any = self.models.get('draft')
+    if self.has_drafter and draft is None:
+      draft = self.drafter.name or self.drafter.propose.__qualname__
+    gamma = f'up to {self.gamma}' if self.rule else self.gamma
+    leaves = jax.tree.leaves(self.params.target)
+    devices = {one for leaf in leaves for one in leaf.devices()}
+    kind = next(iter(devices)).device_kind
+    return (
+      f'{type(self).__name__}({target=}, {draft=}, {gamma=},'
+      f' devices={len(devices)} x {kind})'
+    )
 
   @property
   def gamma(self) -> int:
@@ -480,6 +505,10 @@ class Engine:
 
   def _speculates(self, told: bool | None, asked: Options) -> bool:
     if told is not None:
+      if told not in (True, False):
+        raise ValueError(
+          f'speculative must be True, False or None, got {shortened(told)}.'
+        )
       return told
     drafts = asked.num_beams is None or backend.ways().drafts_beams
     return self.has_drafter and drafts
@@ -506,7 +535,7 @@ class Engine:
 
   def stream(
     self,
-    text: str,
+    text: str | Sequence[int],
     *,
     gamma: Gamma = None,
     speculative: bool | None = None,
@@ -577,21 +606,15 @@ class Engine:
       A `scoring.Score` for each output; natural logarithms, temperature 1.
 
     Raises:
-      ValueError: as for `scoring.score`, or one string was given instead of a
-        sequence of strings.
+      ValueError: as for `scoring.score`, or an example is neither text nor ids.
     """
-    for name, value in (('texts', texts), ('targets', targets)):
-      if isinstance(value, str):
-        raise ValueError(
-          f'{name} must be a sequence of strings, got one string: {value!r}.'
-        )
+    check_texts(texts)
+    check_texts(targets, 'targets')
     end = self.tokenizer.eos_id
     if end not in self.stop_ids:
       end = self.stop_ids[0]
     outputs = [
-      [*self.tokenizer.encode(one), end]
-      if isinstance(one, str)
-      else [int(token) for token in one]
+      [*encoded(self.tokenizer, one), *([end] if isinstance(one, str) else [])]
       for one in targets
     ]
     inputs = [self.input_ids(text, source_lang) for text in texts]
@@ -600,7 +623,7 @@ class Engine:
       self.target, self.params.target, inputs, outputs, begin
     )
 
-  def trace(self, text: str, **options: Any) -> Trace:
+  def trace(self, text: str | Sequence[int], **options: Any) -> Trace:
     """Decodes one text and says what became of each proposal.
 
     Compiles programs of its own.
@@ -617,6 +640,8 @@ class Engine:
     """
     rounds = trace.record(self, text, **options)
     spelled = trace.spell(rounds, self.tokenizer)
+    if not isinstance(text, str):
+      text = self.tokenizer.decode(text)
     return Trace(text, spelled, options.get('lenience', 1.0))
 
   def text_batch(

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
@@ -16,9 +16,11 @@ from specdec_jax.checkpoints.load import (
   locate,
   open_checkpoint,
 )
+from specdec_jax.checks.fields import check_type
 from specdec_jax.checks.names import check_choice
 from specdec_jax.drafters import ngram_table
 from specdec_jax.engine.pair import check_vocabulary_size
+from specdec_jax.files import shipped
 from specdec_jax.models.base import START_ID, LanguageModel, start_id
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config, Network, network_of
@@ -86,6 +88,7 @@ def load(
   """
   if dtype is not None:
     check_choice('dtype', dtype, PARAM_DTYPES)
+  check_type('adapter', adapter, str | os.PathLike | None)
   check_network(network, dtype)
   location = locate(path)
   described: dict[str, Any] = {}
@@ -150,21 +153,38 @@ def _ids(
   ends: Sequence[int],
 ) -> list[int]:
   """The ids of a shortlist, and those that end an output."""
+  check_type('shortlist', shortlist, str | os.PathLike | Sequence[int])
+  ids = set(_listed(shortlist, tokenizer))
   if tokenizer is not None:
     ends = [*ends, tokenizer.eos_id]
+  if not ids - {*ends}:
+    raise ValueError(
+      f'shortlist={str(shortlist)!r} has no token that a drafter could propose:'
+      ' expected texts like the outputs, one a line, a table that `specdec'
+      ' train` fitted to such texts, or ids.'
+    )
+  return sorted({*ids, *ends})
+
+
+def _listed(
+  shortlist: Path | Sequence[int], tokenizer: Tokenizer | None
+) -> Iterable[int]:
+  """The ids of a shortlist: those that are given, or of the file at a path."""
   if not isinstance(shortlist, str | os.PathLike):
-    return sorted({*shortlist, *ends})
-  if zipfile.is_zipfile(shortlist):
-    table = ngram_table.load(shortlist, tokenizer)
-    return sorted({*table.ids[: table.starts[1]].tolist(), *ends})
+    return shortlist
+  path = shipped.find(shortlist)
+  files.check_regular(path)
+  if path.endswith('.npz') or zipfile.is_zipfile(path):
+    table = ngram_table.load(path, tokenizer)
+    return table.ids[: table.starts[1]].tolist()
   if tokenizer is None:
     raise ValueError(
-      f'shortlist={os.fspath(shortlist)!r} is read as texts, and the drafter'
-      ' has no vocabulary beside it: give tokenizer=, or a table that'
-      ' `specdec train --gin_file=gin/runs/fit_ngram.gin` fitted to them.'
+      f'shortlist={path!r} is read as texts, and the drafter has no vocabulary'
+      ' beside it: give tokenizer=, or a table that `specdec train'
+      ' --gin_file=gin/runs/fit_ngram.gin` fitted to them.'
     )
-  texts = list(files.text_lines(shortlist))
-  return sorted({*ends}.union(*tokenizer.encode_batch(texts)))
+  texts = list(files.text_lines(path))
+  return {token for ids in tokenizer.encode_batch(texts) for token in ids}
 
 
 def _computes_in(dtype: str | None) -> str:

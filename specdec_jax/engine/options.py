@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import check_types, shortened
 from specdec_jax.checks.names import check_choice, nearest
 from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.state import BLOCK, VERIFICATIONS
@@ -19,6 +18,7 @@ from specdec_jax.types import LengthRule
 from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
+MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
 ADAPTIVE = 'adaptive'  # a draft ends where its drafter is not sure enough
 _KEY_BITS = 32  # of the number that an example's random numbers derive from
 # Names of these options in other libraries.
@@ -122,10 +122,19 @@ class Options:
   target_lang: str | None = None
 
   def __post_init__(self):
-    _ = self.sampling
+    for name, value in dataclasses.asdict(self.sampling).items():
+      object.__setattr__(self, name, value)
+    if isinstance(self.stop_strings, str):
+      object.__setattr__(self, 'stop_strings', (self.stop_strings,))
+    check_lenience(self.lenience)
+    check_types(self)
     check_number('min_length', self.min_length, 0)
     check_number('num_samples', self.num_samples, 1)
-    check_lenience(self.lenience)
+    if self.num_samples > MOST_ROWS:
+      raise ValueError(
+        f'num_samples must be at most {MOST_ROWS}, got'
+        f' {shortened(self.num_samples)}.'
+      )
     if self.max_length is not None:
       check_number('max_length', self.max_length, 1)
     if self.on_too_long not in ('error', 'truncate', 'report'):
@@ -133,8 +142,6 @@ class Options:
         "on_too_long must be 'error', 'truncate' or 'report', got"
         f' {self.on_too_long!r}.'
       )
-    if isinstance(self.stop_strings, str):
-      object.__setattr__(self, 'stop_strings', (self.stop_strings,))
     if '' in self.stop_strings:
       raise ValueError(
         'stop_strings must be a sequence of strings, none of them empty, got'
@@ -205,10 +212,8 @@ class Options:
         f' {self.length_penalty!r} (transformers) are two rules; give one.'
       )
     for name in ('alpha', 'length_penalty'):
-      value = getattr(self, name)
-      is_number = isinstance(value, numbers.Real)
-      if value is not None and not (is_number and 0 <= value < math.inf):
-        raise ValueError(f'{name} must be a number >= 0, got {value!r}.')
+      if getattr(self, name) is not None:
+        check_number(name, getattr(self, name), 0.0)
     if self.draft_beams is not None:
       check_number('draft_beams', self.draft_beams, self.num_beams)
 
@@ -343,6 +348,7 @@ def check_gamma(gamma: int) -> None:
   check_number('gamma', gamma, 0)
   if gamma > MAX_GAMMA:
     raise ValueError(
-      f'gamma must be {MAX_GAMMA} at most, got {gamma}. The longer its draft,'
-      ' the more a round costs; specdec calibrate measures which gamma pays.'
+      f'gamma must be {MAX_GAMMA} at most, got {shortened(gamma)}. The longer'
+      ' its draft, the more a round costs; specdec calibrate measures which'
+      ' gamma pays.'
     )

@@ -107,16 +107,18 @@ def _check_made_for(
   if wanted_ones and is_integers(dtype):
     known.add(fingerprint(in_floats(read)))
   if not known.issuperset(wanted_ones):
-    found = _made_of(target)
-    if not found:
+    made_of = _made_of(target)
+    if not made_of:
       raise ValueError(
         f'The drafter {drafter.name!r} was made for one target, and what this'
         f' one of {dtype} ({target.name or "no name"}) was made of is not'
         f' known. Load its checkpoint of floats with dtype={dtype!r}, or one of'
         ' int8 that specdec convert wrote.'
       )
+    known.update(made_of)
+    found = made_of[0]
   for wanted in wanted_ones:
-    if wanted not in known | {found}:
+    if wanted not in known:
       raise ValueError(
         f'The drafter {drafter.name!r} was made for the target with fingerprint'
         f' {wanted}, and this one ({target.name or "no name"}) has {found}: its'
@@ -126,14 +128,14 @@ def _check_made_for(
       )
 
 
-def _made_of(target: Model) -> str:
-  """Fingerprint of a target before it was rounded; '' is unknown."""
+def _made_of(target: Model) -> tuple[str, ...]:
+  """Fingerprints of a target before it was rounded; () is unknown."""
   if target.made_of is not None:
     return target.made_of()
   given = target.read()
   leaves = jax.tree.leaves(given)
   rounded = any(is_integers(one.dtype) for one in leaves)
-  return '' if rounded else fingerprint(given)
+  return () if rounded else (fingerprint(given),)
 
 
 def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.checks.fields import is_a, shortened
 from specdec_jax.decoding import tree_round
 from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.decoding.fallback import Fallback
@@ -88,9 +89,9 @@ class Limits(NamedTuple):
 
   def bare(self, tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
     """The ids of a text; of given ids those between `bos_id` and an end."""
+    ids = encoded(tokenizer, text)
     if isinstance(text, str):
-      return tokenizer.encode(text)
-    ids = [int(token) for token in text]
+      return ids
     if ids[-1:] == [tokenizer.eos_id]:
       del ids[-1]
     if self.bos_id is not None and ids[:1] == [self.bos_id]:
@@ -164,15 +165,14 @@ class TextBatch:
     """Ids as the model reads them; empty if the text is not to be decoded."""
     tokenizer, limits = self._tokenizer, self._limits
     limit = limits.max_input_len
-    if not isinstance(text, str):
-      try:
-        text = self._checked(f'Text {index}', text)
-      except ValueError as error:
-        if self.options.on_too_long != 'report':
-          raise
-        self.passed_over[index] = passed_over('error', str(error))
-        return []
-    ids = limits.bare(tokenizer, text)
+    try:
+      ids = limits.bare(tokenizer, text)
+      self._check_ids(f'Text {index}', ids)
+    except ValueError as error:
+      if self.options.on_too_long != 'report':
+        raise
+      self.passed_over[index] = passed_over('error', str(error))
+      return []
     first, last = limits.around(tokenizer)
     if not ids and not first:
       self.passed_over[index] = passed_over('empty')
@@ -192,20 +192,15 @@ class TextBatch:
       return []
     return [*first, *ids[:room], *last]
 
-  def _checked(self, what: str, ids: Sequence[int]) -> list[int]:
-    """Ids as a list of ints.
-
-    Raises:
-      ValueError: an id is outside the vocabulary.
-    """
-    found = [int(token) for token in ids]
+  def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+    """Raises ValueError for an id that is outside the vocabulary."""
     size = self._limits.vocab_size
-    for token in found:
+    for token in ids:
       if not 0 <= token < size:
         raise ValueError(
-          f'{what} holds {token}, which is outside the vocabulary of {size}.'
+          f'{what} holds {shortened(token)}, which is outside the vocabulary of'
+          f' {size}.'
         )
-    return found
 
   def _prompts(self, encoded) -> list[list[int]] | None:
     """Ids that each decoder row begins with; None is only the start token."""
@@ -226,7 +221,9 @@ class TextBatch:
       raise ValueError(
         f'prompts has {len(prompts)} entries for {self._num_texts} texts.'
       )
-    found = [self._checked(f'Prompt {i}', prompts[i]) for i in self.rows]
+    found = [[int(token) for token in prompts[i]] for i in self.rows]
+    for i, ids in zip(self.rows, found, strict=True):
+      self._check_ids(f'Prompt {i}', ids)
     first = self._limits.start_id
     return [[first, *languages.before_output(ids), *ids] for ids in found]
 
@@ -256,10 +253,15 @@ class TextBatch:
     if options.max_length is not None:
       if options.max_length > max_length:
         raise ValueError(
-          f"max_length = {options.max_length} is more than the engine's"
-          f' max_decode_len = {max_length}.'
+          f'max_length = {shortened(options.max_length)} is more than the'
+          f" engine's max_decode_len = {max_length}."
         )
       max_length = options.max_length
+    if options.min_length > max_length:
+      raise ValueError(
+        f'min_length = {shortened(options.min_length)} is more than max_length'
+        f' = {max_length}, the most tokens of an output.'
+      )
     lenience: Any = None  # its program differs from that of all numbers
     if gamma and options.lenience != 1:
       lenience = np.asarray(options.lenience, np.float32)
@@ -348,7 +350,8 @@ class TextBatch:
     ids = self.options.stop_ids
     if ids is None:
       ids = [self._tokenizer.eos_id]
-    return self._checked('stop_ids', ids)
+    self._check_ids('stop_ids', ids)
+    return [int(token) for token in ids]
 
   def produced(self, row: int, seen: RowsSoFar) -> np.ndarray:
     """The tokens that a row has produced."""
@@ -430,21 +433,38 @@ class TextBatch:
     return self._limits.batch_multiple
 
 
-def check_texts(texts: Any) -> None:
+def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
+  """The ids of a text, or those that were given in its place.
+
+  Raises:
+    ValueError: it is neither, or a text with half a character.
+  """
+  check_texts([text])
+  if not isinstance(text, str):
+    return [int(token) for token in text]
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise ValueError(
+      f'{shortened(text)} has half a character at place {error.start}, a lone'
+      ' surrogate, which is no text. Read it as UTF-8, or take it out.'
+    ) from error
+  return tokenizer.encode(text)
+
+
+def check_texts(texts: Any, name: str = 'texts') -> None:
   """Raises ValueError unless it is a sequence of strings or lists of ids."""
+  expected = f'{name} must be a sequence of strings or of lists of ids'
   if isinstance(texts, str):
     raise ValueError(
-      f'texts must be a sequence of strings, got one string: {texts!r}.'
+      f'{name} must be a sequence of strings, got one string:'
+      f' {shortened(texts)}.'
     )
-  if isinstance(texts, bytes) or not hasattr(texts, '__len__'):
-    raise ValueError(
-      'texts must be a sequence of strings or of lists of ids, got'
-      f' {type(texts).__name__}.'
-    )
+  if not is_a(texts, Sequence):
+    raise ValueError(f'{expected}, got {type(texts).__name__}.')
   for index, text in enumerate(texts):
-    if not isinstance(text, str) and np.ndim(text) != 1:
+    if not isinstance(text, str) and not is_a(text, Sequence[int]):
       raise ValueError(
-        'texts must be a sequence of strings or of lists of ids; text'
-        f' {index} is {text!r}. One text of ids is a list in a list, such as'
-        ' [[5, 6, 7]].'
+        f'{expected}; {name[:-1]} {index} is {shortened(text)}. One text of ids'
+        ' is a list such as [5, 6, 7], several are [[5, 6, 7]].'
       )

@@ -112,7 +112,10 @@ class Round(Generic[Token]):
 
 
 def record(
-  engine: Any, text: str, gamma: int | None = None, **options: Any
+  engine: Any,
+  text: str | Sequence[int],
+  gamma: int | None = None,
+  **options: Any,
 ) -> list[Round[int]]:
   """Decodes one text speculatively and returns its rounds, as ids.
 
@@ -121,7 +124,7 @@ def record(
 
   Args:
     engine: an `Engine` with a drafter.
-    text: the input.
+    text: the input, as text or as ids.
     gamma: proposals per round; None is the engine's.
     **options: as for `Engine.request`. With `stop_strings` the last round
       keeps the tokens that it produced past the string.
@@ -142,7 +145,7 @@ def record(
     )
   sides = (engine.target, engine.drafter)
   check_chain(engine.drafter, 'trace')
-  if not engine.tokenizer.encode(text):
+  if not engine.num_input_tokens(text):
     return []
   request = engine.request([text], gamma, **options)
   stop_strings = asked.stop_strings

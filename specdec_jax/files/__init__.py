@@ -16,6 +16,8 @@ from specdec_jax.files.regular import (
   check_all_regular,
   check_regular,
   check_size,
+  open_regular,
+  read_json,
   read_small,
 )
 from specdec_jax.files.writing import (
@@ -42,6 +44,8 @@ __all__ = [
   'check_writable',
   'lines',
   'make_folder',
+  'open_regular',
+  'read_json',
   'read_sealed',
   'read_small',
   'text_lines',

@@ -112,8 +112,7 @@ class Location:
 
   def read(self, offset: int, size: int) -> bytes:
     """The `size` bytes from `offset` on; fewer at the end of the file."""
-    files.check_regular(self.path)
-    with open(self.path, 'rb') as stream:
+    with files.open_regular(self.path) as stream:
       stream.seek(offset)
       return stream.read(size)
 

@@ -1,8 +1,11 @@
-"""Checks that a path is a regular file, and not larger than it should be."""
+"""Opens regular files, of the size that they should have, and no others."""
 
+import json
 import os
 import stat
+from typing import Any, BinaryIO
 
+MOST_JSON = 256 << 20  # bytes
 _KINDS = {
   stat.S_IFIFO: 'a pipe',
   stat.S_IFCHR: 'a device',
@@ -43,6 +46,30 @@ def check_all_regular(folder: str | os.PathLike[str]) -> None:
       check_regular(entry.path)
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+  """Opens a file of the user's to read bytes.
+
+  Raises:
+    ValueError: as for `check_regular`.
+    OSError: it is missing or may not be read.
+  """
+  check_regular(path)
+  return open(path, 'rb')
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+  """The value of a JSON file of at most `MOST_JSON` bytes.
+
+  Raises:
+    ValueError: as for `read_small`; or it is not JSON.
+    OSError: it is missing or may not be read.
+  """
+  try:
+    return json.loads(read_small(path, MOST_JSON))
+  except RecursionError as error:
+    raise ValueError('its values are nested too deeply') from error
+
+
 def read_small(path: str | os.PathLike[str], most: int) -> bytes:
   """Reads a regular file that should be small.
 
@@ -55,9 +82,8 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
       both sizes.
     OSError: it is missing or may not be read.
   """
-  check_regular(path)
-  check_size(path, os.path.getsize(path), most)
-  with open(path, 'rb') as stream:
+  with open_regular(path) as stream:
+    check_size(path, os.fstat(stream.fileno()).st_size, most)
     return stream.read(most)
 
 

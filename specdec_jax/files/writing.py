@@ -42,12 +42,16 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
   """Replaces the file with `data`; after a crash the old file is still there.
 
   The bytes are written to a temporary file in the same folder; when they are on
-  the disk, it is renamed to `path`.
+  the disk, it is renamed to `path`. A device or a pipe is written to.
 
   Raises:
     OSError: the folder is missing or not writable, or the disk is full.
   """
   path = os.fspath(path)
+  if os.path.exists(path) and not os.path.isfile(path):
+    with open(path, 'wb') as stream:
+      stream.write(data)
+    return
   folder = os.path.dirname(path) or '.'
   try:
     handle, temporary = tempfile.mkstemp(

@@ -298,7 +298,7 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
     config.output_dir,
     draft.config,
     made.read(config.export_dtype),
-    made_for=made.made_for,
+    about={'target': made.made_for} if made.made_for else None,
   )
 
 

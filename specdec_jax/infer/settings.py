@@ -11,7 +11,7 @@ from specdec_jax.decoding.state import BLOCK
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.engine.options import ALPHA, options_of
+from specdec_jax.engine.options import ALPHA, MOST_ROWS, options_of
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.infer.report import PLAIN, SCORING, SPECULATIVE
 from specdec_jax.models.base import LanguageModel
@@ -29,7 +29,6 @@ _WAYS = {
 }
 PREDICT, SCORE, PREDICT_WITH_AUX = 'predict', 'score', 'predict_with_aux'
 FIXED, CONTINUOUS = 'fixed', 'continuous'
-MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
 BATCHINGS = (FIXED, CONTINUOUS)
 TASKS_OWN = 'task'  # metrics: those that the task names
 SAMPLE, BEAM = 'sample', 'beam'

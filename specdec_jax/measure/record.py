@@ -1,7 +1,6 @@
 """Records: JSON files of measurements, with the machine that was measured."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -76,8 +75,7 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
   """
   path = os.fspath(path)
   try:
-    with open(path, encoding='utf-8') as stream:
-      found = json.load(stream)
+    found = files.read_json(path)
   except (OSError, ValueError) as error:
     raise ValueError(f'The record {path!r} cannot be read: {error}.') from error
   kind = found.pop('kind', None) if isinstance(found, dict) else None

@@ -26,8 +26,8 @@ class Model:
     bos_id: id that texts that are read begin with; None is none, as in T5.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
-    made_of: returns the `checkpoints.fingerprint` of the parameters before
-      their kernels are rounded to eight bits, '' if it is unknown; None if the
+    made_of: returns the `checkpoints.fingerprint`s of the parameters before
+      their kernels are rounded to eight bits, () if none is known; None if the
       parameters were given.
     made_for: of a drafter that reads the target's encoder, the fingerprint of
       the target that it was made for, as the checkpoint says; '' is unknown.
@@ -44,7 +44,7 @@ class Model:
     bos_id: int | None = None,
     stop_ids: Sequence[int] = (),
     made_for: str = '',
-    made_of: Callable[[], str] | None = None,
+    made_of: Callable[[], tuple[str, ...]] | None = None,
     reader: Callable[[Any, Any], Params] | None = None,
   ):
     """Stores its arguments; an engine checks them.

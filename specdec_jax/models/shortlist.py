@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specdec_jax.checks.fields import check_type, shortened
 from specdec_jax.models import integers, layers
 from specdec_jax.models.base import Around, Params
 from specdec_jax.models.families import Config, Network, network_of
@@ -101,12 +102,12 @@ def shortlisted(network: Any, ids: Sequence[int]) -> Shortlisted:
       f'A shortlist cuts the output layer of {Network}, whose parameters are'
       f' known; got {type(network).__name__}. Leave it out for this drafter.'
     )
-  known = np.unique(np.asarray(ids, np.int64))
-  if not len(known) or known[0] < 0 or known[-1] >= network.vocab_size:
+  check_type('shortlist', ids, Sequence[int])
+  known = sorted({int(one) for one in ids})
+  if not known or known[0] < 0 or known[-1] >= network.vocab_size:
     raise ValueError(
       f'A shortlist is one or more ids below {network.vocab_size}, the ids of'
-      f' the drafter; got {len(known)}'
-      + (f' from {known[0]} to {known[-1]}.' if len(known) else '.')
+      f' the drafter; got {shortened(known)}.'
     )
   return Shortlisted(network, len(known))
 

@@ -1,5 +1,7 @@
 """The engine of a notebook, which can show itself and its last trace."""
 
+from collections.abc import Sequence
+
 import jax
 import rich.console
 
@@ -26,7 +28,7 @@ class Interactive(Engine):
 
   last_trace: Trace | None = None
 
-  def trace(self, text: str, **options) -> Trace:
+  def trace(self, text: str | Sequence[int], **options) -> Trace:
     """`Engine.trace`; the result is kept as `last_trace`."""
     self.last_trace = super().trace(text, **options)
     return self.last_trace
@@ -47,12 +49,6 @@ class Interactive(Engine):
       name: _facts(model, params[name]) for name, model in self.models.items()
     }
     return Facts(models, both)
-
-  def __repr__(self) -> str:
-    paths = ', '.join(
-      f'{name}={model.name!r}' for name, model in self.models.items()
-    )
-    return f'Interactive({paths}, gamma={self.gamma})'
 
   def __rich__(self) -> rich.console.Group:
     return rich.console.Group(*self._shown)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import glob
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -133,6 +134,7 @@ def reproduce(
       raised before anything is measured.
   """
   console = console or terminal()
+  _check_records(config)
   if _PICTURES & set(config.items):
     canvas.load_matplotlib()  # fails now, not after hours of measuring
   files.make_folder(config.output_dir)
@@ -149,6 +151,18 @@ def reproduce(
     figures=work.figures,
   )
   return [*(_path(config, name) for name in work.figures), *written]
+
+
+def _check_records(config: ReproduceConfig) -> None:
+  """Raises ValueError if records are to be shown and the folder has none."""
+  folder = config.records_dir or ''
+  named = folder != table_suite.records_of(config.output_dir)
+  measures = config.measure and (config.alphas or config.suite)
+  if named and not measures and not glob.glob(f'{glob.escape(folder)}/*.json'):
+    raise ValueError(
+      f'ReproduceConfig.records_dir (gin: RECORDS_DIR) is {folder!r}, expected'
+      ' a folder with records of measurements (NAME.json).'
+    )
 
 
 def _path(config: ReproduceConfig, name: str) -> pathlib.Path:

@@ -8,12 +8,12 @@ import gc
 import importlib
 import math
 import os
-import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from specdec_jax import files
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.packages import package
 from specdec_jax.drafters.base import Drafter
@@ -30,6 +30,7 @@ from specdec_jax.serving.settings import ServeSettings, listening_socket
 
 _KEYS = 'SPECDEC_API_KEYS'
 _OTHER_FILES = 64  # that a server has open beside its connections
+_MOST_KEYS = 1 << 20  # bytes of a file of keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +141,8 @@ def api_keys(path: str | None) -> list[str]:
       raise ValueError(f'Expected keys in {_KEYS}, found none; unset it.')
     return keys
   try:
-    lines = pathlib.Path(path).read_text('utf-8').splitlines()
-  except (OSError, UnicodeDecodeError) as error:
+    lines = files.read_small(path, _MOST_KEYS).decode().splitlines()
+  except (OSError, ValueError) as error:
     raise ValueError(f'No keys could be read from {path!r}: {error}') from error
   keys = [line.strip() for line in lines if line.strip()]
   if not keys:

@@ -125,7 +125,7 @@ def settings(path: pathlib.Path) -> dict[str, Any]:
   if not file.exists():
     return {}
   try:
-    said = json.loads(files.read_small(file, MOST_BYTES))
+    said = files.read_json(file)
   except (OSError, ValueError) as error:
     raise ValueError(
       f'{os.fspath(file)!r} cannot be read ({error}); copy it again from its'

@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 
 from specdec_jax import files
-from specdec_jax.text.tokenizer import MOST_BYTES, Tokenizer, read_model
+from specdec_jax.text.tokenizer import Tokenizer, read_model
 from specdec_jax.text.tokenizer_bpe import VOCAB, content, settings
 
 PIECES = 'sentencepiece.bpe.model'
@@ -95,7 +95,7 @@ class M2MTokenizer(Tokenizer):
 def _ids_of(path: pathlib.Path) -> dict[str, int]:
   """Piece -> id, of a vocab.json that numbers its pieces from 0."""
   try:
-    found = json.loads(files.read_small(path, MOST_BYTES))
+    found = files.read_json(path)
   except (OSError, ValueError) as error:
     raise ValueError(
       f'{os.fspath(path)!r} cannot be read ({error}); copy it again from its'

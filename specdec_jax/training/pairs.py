@@ -107,7 +107,7 @@ class TokenPairs:
     path = os.fspath(path)
     try:
       # Opened here, because NumPy does not close a file that it refuses.
-      with open(path, 'rb') as stream, np.load(stream) as archive:
+      with files.open_regular(path) as stream, np.load(stream) as archive:
         missing = [name for name in _ARRAYS if name not in archive]
         if missing:
           raise ValueError(f'it lacks the arrays {missing}')

@@ -40,9 +40,8 @@ def claim(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> str:
 
 def _read(path: str) -> dict[str, Any]:
   try:
-    with open(path, encoding='utf-8') as stream:
-      found = json.load(stream)
-  except (ValueError, OSError, RecursionError) as error:
+    found = files.read_json(path)
+  except (ValueError, OSError) as error:
     raise _broken(path, f'cannot be read as JSON ({error})') from error
   if not isinstance(found, dict) or not found:
     raise _broken(path, f'holds {found!r}, not the settings of a run')
