@@ -37,6 +37,7 @@ from specdec_jax.engine.pair import (
   check_beam_drafter,
   check_bos,
   check_pair,
+  first_id,
   fitted,
   models_of,
   own_vocabulary,
@@ -137,7 +138,10 @@ class Engine:
         each finished text makes room for the next.
       bos_id: id put in front of each text of a target whose texts begin with
         one (all but T5), which can then also decode an empty text. None is the
-        id that the target's folder gives, if any.
+        target's own (bos_token_id of its folder; what the vocabulary of Llama,
+        Qwen, Gemma or T5Gemma says, Qwen's none); else the end of sequence of a
+        BPE vocabulary, as in GPT-2, or id 0, as in models trained here and
+        T5X's.
       placement: dtype and layout of the target's parameters, and the devices
         that they and the rows of a batch are split over. A dtype that the
         target was loaded with overrides the placement's.
@@ -182,6 +186,8 @@ class Engine:
       tokenizer = open_vocabulary(tokenizer)
     check_pair(target, drafter, tokenizer)
     bos_id = target.bos_id if bos_id is None else bos_id
+    if bos_id is None:
+      bos_id = first_id(target.network, tokenizer, {})
     check_bos(bos_id, target.network)
     languages_of(
       tokenizer, target.network.has_encoder, source_lang, target_lang

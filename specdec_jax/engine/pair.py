@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
 from specdec_jax.models.base import (
+  START_ID,
   LanguageModel,
   Params,
   ends_inputs,
@@ -23,11 +25,13 @@ from specdec_jax.models.base import (
   reads_encoder,
   start_id,
 )
+from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.fitted import own_vocab_size
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
+from specdec_jax.models.t5gemma import T5Gemma
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import TOKENIZER
+from specdec_jax.text.tokenizer_bpe import TOKENIZER, BpeTokenizer
 from specdec_jax.text.vocabulary import SENTENCEPIECE
 
 # 100 sentinels, and padding to a multiple of 1,024.
@@ -428,6 +432,36 @@ def check_adapts(drafter: Drafter, num_beams: int | None) -> None:
       ' how sure it is before it draws a token; a small model does. Take one,'
       ' or give gamma as a number.'
     )
+
+
+def first_id(
+  network: LanguageModel,
+  tokenizer: Tokenizer | None,
+  described: Mapping[str, Any],
+) -> int | None:
+  """The id that the texts that a target reads begin with; None is none.
+
+  Args:
+    network: the target's.
+    tokenizer: its vocabulary; None where only the engine will know it, which
+      then asks again.
+    described: config.json of its folder; {} if it has none.
+  """
+  if network.has_encoder and ends_inputs(network):
+    return None
+  by_vocabulary = isinstance(network, CausalLM | T5Gemma)
+  if by_vocabulary and isinstance(tokenizer, BpeTokenizer):
+    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
+  if network.has_encoder:
+    return start_id(network)
+  named = described.get('bos_token_id')
+  if type(named) is int and 0 <= named < network.vocab_size:
+    if tokenizer is not None or not by_vocabulary:
+      return named
+  if tokenizer is None:
+    return None
+  # GPT-2's, and that of models trained here and of T5X's.
+  return tokenizer.eos_id if isinstance(tokenizer, BpeTokenizer) else START_ID
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:
