@@ -143,11 +143,12 @@ class Engine:
         BPE vocabulary, as in GPT-2, or id 0, as in models trained here and
         T5X's.
       placement: dtype and layout of the target's parameters, and the devices
-        that they and the rows of a batch are split over. A dtype that the
-        target was loaded with overrides the placement's.
+        that they and the rows of a batch are split over. Its dtype is that
+        which the target was loaded with, if it was; another is refused.
       draft_placement: the same for the drafter's parameters, on the same
         devices; None is the target's placement, except that each device holds
-        the whole drafter.
+        the whole drafter. A dtype that it does not give is that which the
+        drafter was loaded with, or else the target's.
       cache_folder: folder of compiled programs; None is the user's cache
         folder.
       fallback: whether the drafter rests where a text's acceptance makes it
@@ -193,11 +194,9 @@ class Engine:
       tokenizer, target.network.has_encoder, source_lang, target_lang
     )
     compilation_cache.enable(cache_folder)
-    placement = placement or partitioning.Placement()
-    if target.dtype is not None:
-      placement = dataclasses.replace(placement, dtype=target.dtype)
-    if draft_placement is None and drafter is not None:
-      draft_placement = placement_of(drafter, placement)
+    placement = (placement or partitioning.Placement()).loaded(target)
+    if drafter is not None:
+      draft_placement = placement_of(drafter, placement, draft_placement)
     draft_placement, partition, _ = partitioning.share_devices(
       placement, draft_placement
     )
@@ -206,7 +205,7 @@ class Engine:
     self.room = Room(
       target,
       drafter,
-      placement.dtype,
+      placement.param_dtype,
       memory.device_bytes() if partition is None else memory.all_bytes(),
     )
     self.room.check(1, 1, max_decode_len, 1 + self.gamma)

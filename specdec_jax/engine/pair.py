@@ -73,7 +73,7 @@ def placed_pair(
   """
   params = PairParams(None, None)
   prints = {}
-  asked = drafter  # what it was made for is lost where it is made anew
+  asked: Any = drafter  # what it was made for is lost where it is made anew
   if drafter is not None:
     read = partitioning.read_parts(drafter.params, draft_placement)
     prints['draft'] = fingerprint(read)
@@ -84,13 +84,14 @@ def placed_pair(
     else:
       follows = partitioning.follow(small.network, draft_placement.partition())
       drafter = small_model(follows)
-    read = partitioning.place_parts(read, draft_placement)
+    read = partitioning.place_parts(read, draft_placement, asked.params)
     drafter = drafter._replace(params=read)
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
   if asked is not None:
-    _check_made_for(asked, target, read, prints['target'], placement.dtype)
+    dtype = placement.param_dtype
+    _check_made_for(asked, target, read, prints['target'], dtype)
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
@@ -243,17 +244,22 @@ def fitted(target: Model, drafter: Drafter) -> Drafter:
 
 
 def placement_of(
-  drafter: Drafter, placement: partitioning.Placement
+  drafter: Drafter,
+  placement: partitioning.Placement,
+  given: partitioning.Placement | None,
 ) -> partitioning.Placement:
-  """Where a drafter goes: whole, to each of the target's devices.
+  """Where a drafter goes: by default whole, to each of the target's devices.
 
-  Its parameters have the dtype that its model was loaded with, else the
-  target's.
+  Its dtype is for models that were not loaded with one of their own, the
+  target's by default.
+
+  Raises:
+    ValueError: a model was loaded with another dtype than is `given`.
   """
-  small = alone(drafter)
-  dtype = None if small is None else small.dtype
-  whole = placement.replicated()
-  return dataclasses.replace(whole, dtype=dtype or placement.dtype)
+  if given is not None:
+    partitioning.check_dtypes(drafter.params, given)
+  where = given or placement.replicated()
+  return dataclasses.replace(where, dtype=where.dtype or placement.dtype)
 
 
 def check_pair(

@@ -50,11 +50,10 @@ def load(
     tokenizer: the tokenizer of both, or a path for
       `vocabulary.open_vocabulary`; None is the one in the target's folder.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None is
-      that of `network`, and float32 without it.
+      that of `placement`, or else of `network`, and float32 without them.
     placement: how the target is split over several devices, such as
-      `Placement(model=0)` for all devices; its dtype is ignored. The drafter is
-      whole on each device. None is one device; then its memory is compared with
-      what is needed.
+      `Placement(model=0)` for all devices. The drafter is whole on each device.
+      None is one device; then its memory is compared with what is needed.
     gamma: as of `Engine`: proposals per round, or 'adaptive'.
     max_input_len: tokens of the longest input, its end included.
     max_decode_len: tokens of the longest output, its end included.
@@ -66,6 +65,8 @@ def load(
   """
   if draft is None and draft_network is not None:
     raise ValueError('draft_network was given without draft, its checkpoint.')
+  if dtype is None and placement is not None:
+    dtype = placement.dtype
   if dtype is None:
     dtype = getattr(getattr(network, 'config', None), 'dtype', 'float32')
   # The drafter first: it is fetched quickly from the hub, so errors show early.

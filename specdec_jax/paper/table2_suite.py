@@ -116,7 +116,7 @@ def run(
   if todo:
     os.makedirs(folder, exist_ok=True)
     params = place(
-      random_params(config.target, config.seed, config.placement.dtype),
+      random_params(config.target, config.seed, config.placement.param_dtype),
       config.placement,
     )
   for row in todo:
@@ -170,7 +170,7 @@ def _plan(config: SuiteConfig, row: printed.Table2Row) -> memory.Plan:
     decode_len=config.decode_len,
     gamma=row.gamma,
     greedy=row.temperature == 0,
-    param_dtype=config.placement.dtype,
+    param_dtype=config.placement.param_dtype,
   )
 
 
