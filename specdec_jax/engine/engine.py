@@ -205,8 +205,8 @@ class Engine:
     self.room = Room(
       target,
       drafter,
-      placement.param_dtype,
-      memory.device_bytes() if partition is None else memory.all_bytes(),
+      (placement.param_dtype, draft_placement.param_dtype),
+      memory.device_bytes if partition is None else memory.all_bytes,
     )
     self.room.check(1, 1, max_decode_len, 1 + self.gamma)
     self.tokenizer = tokenizer
@@ -218,6 +218,7 @@ class Engine:
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = models_of(target, drafter)
     pair = placed_pair(target, drafter, placement, draft_placement)
+    self.room.placed()
     self.target, self.params = pair.target, pair.params
     self.fingerprints = pair.fingerprints
     plain = PairParams(self.params.target, None)

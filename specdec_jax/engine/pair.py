@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -152,7 +152,7 @@ def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
 
 
 class Room:
-  """Checks whether the arrays of a run fit beside the pair's parameters.
+  """Checks whether the arrays of a run fit into the memory that is free.
 
   Counts the least memory that is needed: a run that is refused could not have
   worked, but a run that passes may still be too large for the device.
@@ -162,23 +162,34 @@ class Room:
     self,
     target: Model,
     drafter: Drafter | None,
-    param_dtype: str,
-    there: int | None,
+    dtypes: tuple[str, str],
+    free: Callable[[], int | None],
   ):
     """
     Args:
       target: the target.
       drafter: the drafter, or None.
-      param_dtype: dtype of the parameters on the devices.
-      there: bytes of all devices that the parameters are on; None is unknown.
+      dtypes: those of the target's parameters on the devices, and of models of
+        the drafter that were not loaded with their own.
+      free: returns the free bytes of all devices that the parameters go to;
+        None is unknown.
     """
-    models = (target, *(drafter.models if drafter else ()))
+    drafts = drafter.models if drafter else ()
+    models = (target, *drafts)
     found = [getattr(model.network, 'config', None) for model in models]
     self._configs = [config for config in found if sizes.is_known(config)]
-    leaves = jax.tree.leaves((target, drafter.params if drafter else ()))
-    count = sum(map(_size, leaves))
-    self._params = memory.array_bytes((count,), param_dtype)
-    self._there = there
+    self._widened = sizes.widened_bytes(target.network, dtypes[0]) + sum(
+      sizes.widened_bytes(one.network, one.dtype or dtypes[1]) for one in drafts
+    )
+    self._unread = _unread_bytes(target, dtypes[0]) + sum(
+      _unread_bytes(part, dtypes[1])
+      for part in jax.tree.leaves(drafter.params if drafter else ())
+    )
+    self._free = free
+
+  def placed(self) -> None:
+    """Tells that the parameters are on the devices: they are free no more."""
+    self._unread = 0
 
   def check(
     self, batch: int, input_len: int, num_slots: int, num_tokens: int
@@ -199,19 +210,34 @@ class Room:
       sizes.run_bytes(config, batch, input_len, num_slots, num_tokens)
       for config in self._configs
     )
+    beside = ''
+    if self._unread:
+      beside = f', beside {memory.gib(self._unread)} of parameters'
+    if self._widened:
+      beside += (
+        f', and {memory.gib(self._widened)} of float32 that a CPU makes of'
+        " bfloat16 (dtype='float32' takes less)"
+      )
     memory.check_room(
       f'{batch} rows of {num_slots} slots (prompt, output and draft) and inputs'
-      f' of {input_len} tokens, beside {memory.gib(self._params)} of'
-      ' parameters',
-      needed + self._params,
-      self._there,
+      f' of {input_len} tokens{beside}',
+      needed + self._unread + self._widened,
+      self._free,
       'Take a smaller batch, shorter inputs or outputs (max_decode_len; gin:'
       ' TASK_FEATURE_LENGTHS), a smaller gamma, or fewer beams.',
     )
 
 
-def _size(leaf: Any) -> int:
-  return leaf.num_params if isinstance(leaf, Model) else np.size(leaf)
+def _unread_bytes(part: Any, dtype: str) -> int:
+  """Bytes that a model, or an array, is still to take on the devices."""
+  if not isinstance(part, Model):
+    return 0 if isinstance(part, jax.Array) else np.asarray(part).nbytes
+  dtype = part.dtype or dtype
+  if not part.is_read:
+    return sizes.held_bytes(part.num_params, dtype)
+  leaves = jax.tree.leaves(part.params)
+  count = sum(np.size(x) for x in leaves if not isinstance(x, jax.Array))
+  return sizes.held_bytes(count, dtype)
 
 
 def own_vocabulary(model: Model) -> Tokenizer:

@@ -110,6 +110,11 @@ class Model:
     return self._reader(dtype, sharding)
 
   @property
+  def is_read(self) -> bool:
+    """Whether the parameters are in memory."""
+    return self._params is not None
+
+  @property
   def num_params(self) -> int:
     """How many numbers the parameters have; reads nothing."""
     params = self._params
