@@ -476,6 +476,29 @@ class TestVocabularies:
       model = specdec_jax.load(folder)
       assert model.bos_id == 266 and model.stop_ids == (3, 5)
 
+  @pytest.mark.parametrize('begins', ['<bos>', None])
+  def test_a_text_begins_as_the_vocabulary_says(self, begins, tmp_path):
+    """Without a config.json, or with one that names another id."""
+    files = vocabulary(tmp_path, begins)
+    config = dataclasses.replace(LLAMA, vocab_size=268)
+    path = tmp_path / 'model.msgpack'
+    network = CausalLM(config)
+    checkpoints.save_t5x(path, network.init(jax.random.key(0)), step=1)
+    alone = tmp_path / 'alone'
+    write_folder(alone, 'llama', config=config, vocab_size=268, bos_token_id=7)
+    engines = [
+      specdec_jax.Engine(specdec_jax.load(path, network, tokenizer=files)),
+      specdec_jax.Engine(specdec_jax.load(path, network), tokenizer=files),
+      specdec_jax.Engine(specdec_jax.load(alone, tokenizer=files)),
+      specdec_jax.Engine(specdec_jax.load(alone), tokenizer=files),
+    ]
+    assert {engine.bos_id for engine in engines} == {begins and 266}
+    engine = engines[0]
+    assert engine.num_input_tokens('') == (begins is not None)
+    if begins is None:  # an empty text stays empty, and compiles nothing
+      (done,) = engine.generate([''], speculative=False)
+      assert done.finish_reason == 'empty' and engine.num_programs == 0
+
   def test_settings_that_are_broken(self, tmp_path):
     folder = vocabulary(tmp_path, eos_token='<|endoftext|>')
     (folder / 'tokenizer_config.json').write_text('{')

@@ -56,6 +56,14 @@ def test_help_needs_nothing_that_is_slow_to_import():
   assert done.returncode == 0, done.stderr.decode()
 
 
+def test_an_interrupt_while_it_imports_is_one_line(capsys, monkeypatch):
+  def interrupted(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(gin_flags, 'main', interrupted)
+  assert run(capsys, 'demo') == (130, '', 'interrupted\n')
+
+
 @pytest.mark.parametrize('name', commands.COMMANDS)
 def test_help_of_a_command_describes_every_flag(capsys, name):
   status, out, _ = run(capsys, name, '--help')

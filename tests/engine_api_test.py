@@ -13,7 +13,10 @@ import small_vocabulary
 import specdec_jax
 from specdec_jax import Engine, Model, Tokenizer, load
 from specdec_jax.checkpoints import huggingface, save_t5x
+from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine.options import Options, example_id, options_of
+from specdec_jax.partitioning import Placement
+from specdec_jax.tree_shape import TreeShape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXTS = ['the red dog runs', 'a cat', 'the old house sings here there']
@@ -163,6 +166,36 @@ def test_a_folder_tells_everything(tmp_path, tokenizer):
   assert {str(leaf.dtype) for leaf in leaves} == {'bfloat16'}
   with pytest.raises(ValueError, match='dtype is .int2., expected'):
     load(paths[1], dtype='int2')
+
+
+def test_a_dtype_is_said_once(tokenizer):
+  """By what loads a model, or by its placement; of each drafter's model too."""
+
+  def dtypes(engine, side='draft'):
+    leaves = jax.tree.leaves(getattr(engine.params, side))
+    return {str(leaf.dtype) for leaf in leaves} - {'int32'}
+
+  def model(seed, dtype=None):
+    return Model(*draw(1, seed), tokenizer, name='mine', dtype=dtype)
+
+  half, full = Placement('bfloat16'), Placement('float32')
+  engine = Engine(model(0), model(1, 'float32'), placement=half, **LENGTHS)
+  assert dtypes(engine, 'target') == {'bfloat16'}
+  assert dtypes(engine) == {'float32'}
+  engine = Engine(model(0, 'bfloat16'), model(1), placement=Placement())
+  assert dtypes(engine, 'target') == dtypes(engine) == {'bfloat16'}
+  tree = small_model_tree(model(1, 'bfloat16'), TreeShape((-1, -1)))
+  assert dtypes(Engine(model(0), tree, **LENGTHS)) == {'bfloat16'}
+  given = dict(draft_placement=half)
+  assert dtypes(Engine(model(0), model(1), **given)) == {'bfloat16'}
+  message = "Placement.dtype is 'float32', and 'mine' .*'bfloat16'"
+  for target, drafter, given in (
+    (model(0, 'bfloat16'), None, dict(placement=full)),
+    (model(0), model(1, 'bfloat16'), dict(draft_placement=full)),
+    (model(0), tree, dict(draft_placement=full)),
+  ):
+    with pytest.raises(ValueError, match=message):
+      Engine(target, drafter, **given)
 
 
 def test_a_checkpoint_needs_its_network(tmp_path, tokenizer):

@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from specdec_jax.cli import gin_checks, gin_flags
@@ -255,6 +256,15 @@ def test_main_turns_bad_input_into_one_line(capsys):
   lines = capsys.readouterr().err.splitlines()
   assert lines[:2] == ['error: a b', 'error: [Errno 28] disk full']
   assert len(lines) == 3 and lines[2].startswith("error: Unknown argument '--n")
+  # What is no fault of the input, and no bug.
+  assert gin_flags.main(fail(FloatingPointError('loss is nan')), flags) == 1
+  assert gin_flags.main(fail(MemoryError()), flags) == 1
+  no_memory = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 8 bytes\nMore')
+  assert gin_flags.main(fail(no_memory), flags) == 1
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 3 and lines[0] == 'error: loss is nan'
+  with pytest.raises(RuntimeError, match='a bug'):
+    gin_flags.main(fail(RuntimeError('a bug')), flags)
   with pytest.raises(ValueError):
     gin_flags.main(fail(ValueError('x')), [*flags, '--traceback'])
   with pytest.raises(TypeError, match='a bug'):

@@ -11,6 +11,7 @@ import gin
 import pytest
 
 from specdec_jax.cli import gin_flags, gin_old_macros, gin_old_paths
+from specdec_jax.partitioning import Placement
 
 # path -> what its files made of it: of each macro a digest of its value, and
 # of each run that they describe one of all its values. Made of the files of
@@ -71,6 +72,8 @@ def _arguments(function, selector, scopes):
 def _without_defaults(function, given, scopes):
   known = inspect.signature(function).parameters
   found = {name: _resolved(value, scopes) for name, value in given.items()}
+  if function is Placement and found.get('dtype') == repr('float32'):
+    del found['dtype']  # the default of 0.1, which is now the model's dtype
   return {
     RENAMED.get(name, name): value
     for name, value in sorted(found.items())

@@ -370,7 +370,7 @@ def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
   def compile_(*_, **__):
     raise Compiled
 
-  monkeypatch.setattr(memory, 'host_bytes', lambda: there)
+  monkeypatch.setattr(memory, 'free_bytes', lambda: there)
   monkeypatch.setattr(jax.stages.Lowered, 'compile', compile_)
   expected = Compiled if there is None else memory.DoesNotFitError
   engine = Engine(pair, pair, tokenizer=Bytes(), gamma=4)

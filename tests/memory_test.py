@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import small_vocabulary
 from small_vocabulary import network
-from specdec_jax import partitioning
+from specdec_jax import Engine, Model, load, partitioning
+from specdec_jax.checkpoints import save_t5x
+from specdec_jax.checks import memory as checks_memory
 from specdec_jax.checks.memory import (
   GIB,
   DoesNotFitError,
@@ -20,10 +23,11 @@ from specdec_jax.checks.memory import (
 )
 from specdec_jax.cli import gin_flags
 from specdec_jax.decoding import speculative
+from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import memory
-from specdec_jax.models import t5
+from specdec_jax.models import sizes, t5
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.partitioning import Placement
 
@@ -267,11 +271,87 @@ def test_bytes_of_an_array(dtype, size):
 def test_device_bytes():
   assert device_bytes() > 1 << 28
   device = types.SimpleNamespace(
-    platform='gpu', memory_stats=lambda: {'bytes_limit': 7}
+    platform='gpu', memory_stats=lambda: {'bytes_limit': 7, 'bytes_in_use': 2}
   )
-  assert device_bytes(device) == 7
+  assert device_bytes(device) == 5
   device.memory_stats = lambda: None
   assert device_bytes(device) is None
+
+
+STAT = 'active_file 1\ninactive_file 2\ntotal_active_file 30\n'
+# Version 1 has a folder for memory alone, and its own counts of pages.
+VERSIONS = {
+  '0::/job/step\n': ('', 'memory.max', 'memory.current', 3),
+  '3:cpu:/x\n2:memory:/job/step\n': (
+    'memory', 'memory.limit_in_bytes', 'memory.usage_in_bytes', 30,
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('own', VERSIONS)
+def test_free_bytes_are_what_nobody_uses(own, tmp_path, monkeypatch):
+  """Of the machine, or of the tightest control group above this process."""
+  folder, limit, used, pages = VERSIONS[own]
+  root = tmp_path / 'groups' / folder
+  step = root / 'job' / 'step'
+  step.mkdir(parents=True)
+  monkeypatch.setattr(checks_memory, '_MACHINE', tmp_path / 'meminfo')
+  monkeypatch.setattr(checks_memory, '_OWN_GROUPS', tmp_path / 'cgroup')
+  monkeypatch.setattr(checks_memory, '_GROUPS', tmp_path / 'groups')
+  total = checks_memory.host_bytes()
+  assert checks_memory.free_bytes() == total  # nothing says how much is free
+  (tmp_path / 'meminfo').write_text(
+    'MemTotal:       9 kB\nMemAvailable:       2 kB\n'
+  )
+  assert checks_memory.free_bytes() == 2048
+  (tmp_path / 'cgroup').write_text(own)
+  (step / limit).write_text('max\n')
+  assert checks_memory.free_bytes() == 2048
+  (root / 'job' / limit).write_text('1500\n')
+  (root / 'job' / used).write_text('900\n')
+  assert checks_memory.free_bytes() == 600
+  assert checks_memory.host_bytes() == 1500
+  (root / 'job' / 'memory.stat').write_text(STAT)
+  assert checks_memory.free_bytes() == 600 + pages
+  (root / limit).write_text('700\n')  # in a container its own is the root
+  (root / used).write_text('650\n')
+  assert checks_memory.free_bytes() == 50
+
+
+def test_a_cpu_holds_bfloat16_and_float32_of_it():
+  """As the compiler does, before a loop; an int8 kernel is held as float32."""
+  model = t5.T5(dataclasses.replace(CONFIG, dtype='bfloat16'))
+  plan = memory.Plan(model, input_len=8, decode_len=8, param_dtype='bfloat16')
+  params = PairParams(placed(model, 'bfloat16'), None)
+  request = memory.request_shapes(1, 8, 8, 0, greedy=True)
+  compiled = jax.jit(Loop(model).decode).lower(params, request).compile()
+  temporary = compiled.memory_analysis().temp_size_in_bytes
+  widened = memory.plan_bytes(plan)['float32 of parameters']
+  assert 0 < widened < temporary
+  assert widened > nbytes(params.target)  # though the encoder is left out
+  full = dataclasses.replace(plan, param_dtype='float32')
+  assert memory.plan_bytes(full)['float32 of parameters'] == 0
+  assert sizes.held_bytes(3, 'int8') == sizes.held_bytes(3, 'float32') == 12
+
+
+def test_an_engine_counts_what_is_not_there_yet(
+  monkeypatch, tokenizer, tmp_path
+):
+  """Parameters that are still to be read; behind that only what a run takes."""
+  wide = small_vocabulary.network(1)
+  wide = t5.T5(dataclasses.replace(wide.config, mlp_dim=2**15))
+  params = wide.init(jax.random.key(0))
+  save_t5x(tmp_path / 'wide.msgpack', params, step=1)
+  limit = nbytes(params) // 2
+  monkeypatch.setattr(checks_memory, 'device_bytes', lambda: limit)
+  limits = dict(tokenizer=tokenizer, max_input_len=8, max_decode_len=8)
+  with pytest.raises(DoesNotFitError, match='beside .* of parameters'):
+    Engine(load(tmp_path / 'wide.msgpack', wide), **limits)
+  engine = Engine(Model(wide, params), **limits)  # it has been read
+  with pytest.raises(DoesNotFitError, match='^4096 rows'):
+    engine.generate(['a'] * 4096, speculative=False, batch_size=4096)
+  limit = 2**40
+  assert engine.generate(['a'], speculative=False)
 
 
 def test_a_plan_says_what_is_wrong():

@@ -126,6 +126,23 @@ def test_a_way_with_other_outputs_is_found_out(tokenizer, lines):
     compare_methods(config)
 
 
+def test_ways_with_one_engine_share_it(tokenizer, lines):
+  made = []
+
+  def engine():
+    made.append(_engine(tokenizer, 0.0))
+    return made[-1]
+
+  config = MethodsConfig(
+    [Method('one', engine, {'gamma': 1}), Method('two', engine, {'gamma': 2})],
+    lines,
+    temperatures=(0.0,),
+    repeats=1,
+  )
+  compare_methods(config)
+  assert len(made) == 1
+
+
 @pytest.mark.parametrize('names', [[], ['plain'], ['a', 'a']])
 def test_names(tokenizer, lines, names):
   with pytest.raises(ValueError, match='names of their own'):

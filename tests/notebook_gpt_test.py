@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import specdec_jax
 import tokenizer_bpe_test
 from gpt2_test import write_folder
 from gpt_test import GPT2, T5X
@@ -50,6 +51,11 @@ def test_models_trained_here_begin_with_id_0(trained_here, tokenizer):
     **LENGTHS,
   )  # fmt: skip
   assert model.bos_id == 0 != tokenizer.eos_id
+  # So it is without a notebook, wherever the vocabulary is given.
+  loaded = specdec_jax.load(path, network, tokenizer=tokenizer)
+  assert specdec_jax.Engine(loaded).bos_id == 0
+  loaded = specdec_jax.load(path, network)
+  assert specdec_jax.Engine(loaded, tokenizer=tokenizer).bos_id == 0
   assert model.input_ids('a dog') == [0, *tokenizer.encode('a dog')]
   (score,) = model.score([''], [[5, 6]])
   logits_of = jax.jit(network.logits)

@@ -23,6 +23,7 @@ from specdec_jax.checks.memory import DoesNotFitError, gib
 from specdec_jax.engine.trace_view import Trace
 from specdec_jax.models.t5 import T5
 from specdec_jax.notebook import Interactive
+from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import train_tokenizer
 
 TEXTS = ['the old house sings', 'a red dog', 'the tree']
@@ -98,6 +99,19 @@ def test_folders_describe_themselves(
     outputs = found.generate(TEXTS)
     assert outputs == model.generate(TEXTS)
     assert len(outputs) == len(TEXTS) and all(done.tokens for done in outputs)
+
+
+def test_a_placement_may_say_the_dtype(files, networks, tokenizer):
+  found = notebook.load(
+    files[0],
+    network=networks[0],
+    tokenizer=tokenizer,
+    placement=Placement('bfloat16'),
+    **LENGTHS,
+  )
+  leaves = jax.tree.leaves(found.params)
+  assert {str(leaf.dtype) for leaf in leaves} == {'bfloat16'}
+  assert found.models['target'].network.config.dtype == 'bfloat16'
 
 
 @needs_safetensors

@@ -8,6 +8,7 @@ import rich.console
 
 from small_vocabulary import network
 from specdec_jax.checks.memory import DoesNotFitError
+from specdec_jax.measure import benchmark
 from specdec_jax.paper import printed, reproduce, table2_suite, tables
 from specdec_jax.partitioning import Placement
 
@@ -97,7 +98,7 @@ def test_table_2_shows_all_rows(measured):
 
 
 def test_a_pair_that_does_not_fit_is_said_row_by_row(tmp_path, monkeypatch):
-  monkeypatch.setattr(table2_suite, 'device_bytes', lambda: 10_000)
+  monkeypatch.setattr(benchmark, 'device_bytes', lambda: 10_000)
   with pytest.raises(DoesNotFitError):
     table2_suite.run(make(tmp_path / 'records'))
   console = rich.console.Console(record=True, width=200)

@@ -97,7 +97,8 @@ def load_arrays(
   memory.check_room(
     f'The parameters of {source!r}',
     needed,
-    _there(sharding),
+    # Of the host, or of all devices.
+    memory.free_bytes if sharding is None else memory.all_bytes,
     'Take a smaller model, bfloat16, or more devices.',
   )
   if isinstance(sharding, Mapping):
@@ -288,12 +289,7 @@ def check_config_fits(config: Any, what: str, dtype: Any = None) -> None:
   bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
   there = memory.host_bytes(), memory.all_bytes()
   most = None if None in there else max(size or 0 for size in there)
-  sizes.check_params(config, bytes_each, most, what)
-
-
-def _there(sharding: Shardings) -> int | None:
-  """Bytes of memory for parameters: of the host, or of all devices."""
-  return memory.host_bytes() if sharding is None else memory.all_bytes()
+  sizes.check_params(config, bytes_each, lambda: most, what)
 
 
 def broken(source: str, name: str, why: str) -> ValueError:

@@ -1,38 +1,49 @@
 """How much memory there is, and the error if something needs more."""
 
+import gc
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 GIB = 2**30
-# The memory limit of a container; the machine may have more.
-_CONTAINER = pathlib.Path('/sys/fs/cgroup/memory.max')
+# Where Linux says how much memory there is, which control groups this process
+# is in (of a container, a service or a job), and what they may use.
+_MACHINE = pathlib.Path('/proc/meminfo')
+_OWN_GROUPS = pathlib.Path('/proc/self/cgroup')
+_GROUPS = pathlib.Path('/sys/fs/cgroup')
 
 
 class DoesNotFitError(ValueError):
   """Something needs more memory than there is."""
 
 
-def check_room(what: str, needed: int, there: int | None, advice: str) -> None:
+def check_room(
+  what: str, needed: int, free: Callable[[], int | None], advice: str
+) -> None:
   """Raises an error if something cannot fit into memory, before it is made.
 
   Args:
     what: what needs the memory, as the beginning of a sentence.
     needed: bytes that it needs.
-    there: bytes that there are; None is unknown, and never raises.
+    free: returns the bytes that are free; None is unknown, and never raises.
     advice: what to do, as a sentence.
 
   Raises:
     DoesNotFitError: more is needed; the message gives both numbers.
   """
+  there = free()
+  if there is not None and needed > there:
+    gc.collect()  # an engine that nobody uses any more may wait for this
+    there = free()
   if there is not None and needed > there:
     raise DoesNotFitError(
-      f'{what}: {gib(needed)} of memory are needed and there are {gib(there)}.'
-      f' {advice}'
+      f'{what}: {gib(needed)} of memory are needed and {gib(there)} are'
+      f' free. {advice}'
     )
 
 
@@ -42,33 +53,74 @@ def host_bytes() -> int | None:
     size = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   except (AttributeError, OSError, ValueError):
     return None  # not a Unix
+  return min([size, *(limit for limit, _ in _groups())])
+
+
+def free_bytes() -> int | None:
+  """Bytes of the host's memory that nobody uses; None if unknown.
+
+  What the system would give up, such as pages of files, is not in use.
+  """
+  machine = re.search(r'^MemAvailable: +(\d+) kB$', _text(_MACHINE), re.M)
+  whole = int(machine[1]) << 10 if machine else host_bytes()
+  left = [max(0, limit - used) for limit, used in _groups()]
+  return None if whole is None else min([whole, *left])
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+  """Limit and use, in bytes, of each control group that has a limit."""
+  for line in _text(_OWN_GROUPS).splitlines():
+    _, controllers, path = line.split(':', 2)
+    if controllers not in ('', 'memory'):
+      continue
+    names, total = ('memory.max', 'memory.current'), ''
+    if controllers:  # the first version of control groups
+      names = ('memory.limit_in_bytes', 'memory.usage_in_bytes')
+      total = 'total_'
+    pages = re.compile(rf'^{total}(?:in)?active_file (\d+)$', re.M)
+    root = _GROUPS / controllers
+    group = root / path.strip('/')
+    # What is above a container it may not see; then its own group is the root.
+    for folder in (group, *group.parents):
+      limit, used = (_text(folder / name).strip() for name in names)
+      if limit.isdigit() and used.isdigit():
+        files = sum(map(int, pages.findall(_text(folder / 'memory.stat'))))
+        yield int(limit), int(used) - files
+      if folder == root:
+        break
+
+
+def _text(path: pathlib.Path) -> str:
+  """What a file says; '' if there is none to be read."""
   try:
-    return min(size, int(_CONTAINER.read_text()))
-  except (OSError, ValueError):  # there is no such file, or it says 'max'
-    return size
+    return path.read_text('ascii')
+  except (OSError, ValueError):
+    return ''
 
 
 def device_bytes(device: jax.Device | None = None) -> int | None:
-  """Bytes that the device's memory has for this process.
+  """Bytes of the device's memory that are free for this process.
 
   Args:
     device: the device; None is the first one.
 
   Returns:
-    For an accelerator the limit of its allocator, None if that is unknown; for
-    a CPU the machine's memory.
+    For an accelerator what its allocator may still give, None if that is
+    unknown; for a CPU what is free of the machine's memory.
   """
   device = device or jax.devices()[0]
-  if device.platform != 'cpu':
-    return (device.memory_stats() or {}).get('bytes_limit')
-  return host_bytes()
+  if device.platform == 'cpu':
+    return free_bytes()
+  stats = device.memory_stats() or {}
+  limit = stats.get('bytes_limit')
+  return limit and limit - stats.get('bytes_in_use', 0)
 
 
 def all_bytes() -> int | None:
-  """Bytes of all devices of all processes; None if one of them is unknown."""
+  """Free bytes of all devices of all processes; None if one is unknown."""
   devices = jax.devices()
   if devices[0].platform == 'cpu':  # a process's CPU devices share its memory
-    size = host_bytes()
+    size = free_bytes()
     return size and size * len({device.process_index for device in devices})
   sizes = [device_bytes(device) for device in devices]
   return None if None in sizes else sum(size or 0 for size in sizes)

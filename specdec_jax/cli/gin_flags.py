@@ -66,6 +66,12 @@ _GIN_ERRORS = (
   ValueError,
   tokenize.TokenError,
 )
+# How errors begin that the machine is to blame for, not the program.
+_OF_MACHINE = (
+  'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
+  'Unable to initialize backend',  # JAX, where JAX_PLATFORMS names another
+  'The scheduler failed',  # the server, which has logged why
+)
 
 _T = TypeVar('_T')
 
@@ -103,8 +109,9 @@ def main(
 ) -> int:
   """Loads the configuration, calls `function` and returns the exit status.
 
-  Bad input (ValueError, OSError) ends as one line on stderr and status 2, an
-  interrupt as status 130; `--traceback` lets the exception through instead.
+  Bad input (ValueError, OSError) ends as one line on stderr and status 2, too
+  little memory, or a loss that diverges, as one line and status 1, an interrupt
+  as status 130; `--traceback` lets the exception through instead.
   SIGTERM ends the process with one line and status 143.
 
   Args:
@@ -143,18 +150,28 @@ def main(
 
 
 def _complaining(function: Callable[[], int], traceback: bool) -> int:
-  """Calls a function; bad input ends as one line."""
+  """Calls a function; what is no bug ends as one line."""
   try:
     return function()
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
     return 130
-  except (ValueError, OSError, TypeError) as error:
-    is_bug = isinstance(error, TypeError) and not gin_checks.is_unbound(error)
-    if is_bug or traceback:
+  except Exception as error:
+    status = _status(error)
+    if traceback or not status:
       raise
     print(f'error: {gin_checks.one_line(error)}', file=sys.stderr)
+    return status
+
+
+def _status(error: Exception) -> int:
+  """The exit status for an error; 0 if it may be a bug."""
+  if isinstance(error, ValueError | OSError) or gin_checks.is_unbound(error):
     return 2
+  if isinstance(error, FloatingPointError | MemoryError):
+    return 1
+  of_machine = str(error).startswith(_OF_MACHINE)
+  return 1 if isinstance(error, RuntimeError) and of_machine else 0
 
 
 def parse_flags(

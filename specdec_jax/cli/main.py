@@ -35,7 +35,14 @@ Run files of gin, in gin/runs/, are found from any folder:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line `argv`, or the process's; returns the exit status."""
-  argv = sys.argv[1:] if argv is None else list(argv)
+  try:
+    return _main(sys.argv[1:] if argv is None else list(argv))
+  except KeyboardInterrupt:  # perhaps while it was importing
+    print('interrupted', file=sys.stderr)
+    return 130
+
+
+def _main(argv: list[str]) -> int:
   name = argv[0] if argv else ''
   if name in ('-h', '--help', 'help'):
     print(_help(), end='')

@@ -37,6 +37,7 @@ from specdec_jax.engine.pair import (
   check_beam_drafter,
   check_bos,
   check_pair,
+  first_id,
   fitted,
   models_of,
   own_vocabulary,
@@ -141,13 +142,17 @@ class Engine:
         each finished text makes room for the next.
       bos_id: id put in front of each text of a target whose texts begin with
         one (all but T5), which can then also decode an empty text. None is the
-        id that the target's folder gives, if any.
+        target's own (bos_token_id of its folder; what the vocabulary of Llama,
+        Qwen, Gemma or T5Gemma says, Qwen's none); else the end of sequence of a
+        BPE vocabulary, as in GPT-2, or id 0, as in models trained here and
+        T5X's.
       placement: dtype and layout of the target's parameters, and the devices
-        that they and the rows of a batch are split over. A dtype that the
-        target was loaded with overrides the placement's.
+        that they and the rows of a batch are split over. Its dtype is that
+        which the target was loaded with, if it was; another is refused.
       draft_placement: the same for the drafter's parameters, on the same
         devices; None is the target's placement, except that each device holds
-        the whole drafter.
+        the whole drafter. A dtype that it does not give is that which the
+        drafter was loaded with, or else the target's.
       cache_folder: folder of compiled programs; None is the user's cache
         folder.
       fallback: whether the drafter rests where a text's acceptance makes it
@@ -197,16 +202,16 @@ class Engine:
       )
     check_pair(target, drafter, tokenizer)
     bos_id = target.bos_id if bos_id is None else bos_id
+    if bos_id is None:
+      bos_id = first_id(target.network, tokenizer, {})
     check_bos(bos_id, target.network)
     languages_of(
       tokenizer, target.network.has_encoder, source_lang, target_lang
     )
     compilation_cache.enable(cache_folder)
-    placement = placement or partitioning.Placement()
-    if target.dtype is not None:
-      placement = dataclasses.replace(placement, dtype=target.dtype)
-    if draft_placement is None and drafter is not None:
-      draft_placement = placement_of(drafter, placement)
+    placement = (placement or partitioning.Placement()).loaded(target)
+    if drafter is not None:
+      draft_placement = placement_of(drafter, placement, draft_placement)
     draft_placement, partition, _ = partitioning.share_devices(
       placement, draft_placement
     )
@@ -215,8 +220,8 @@ class Engine:
     self.room = Room(
       target,
       drafter,
-      placement.dtype,
-      memory.device_bytes() if partition is None else memory.all_bytes(),
+      (placement.param_dtype, draft_placement.param_dtype),
+      memory.device_bytes if partition is None else memory.all_bytes,
     )
     self.room.check(1, 1, max_decode_len, 1 + self.gamma)
     self.tokenizer = tokenizer
@@ -228,6 +233,7 @@ class Engine:
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = models_of(target, drafter)
     pair = placed_pair(target, drafter, placement, draft_placement)
+    self.room.placed()
     self.target, self.params = pair.target, pair.params
     self.fingerprints = pair.fingerprints
     plain = PairParams(self.params.target, None)

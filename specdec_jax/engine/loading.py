@@ -19,19 +19,18 @@ from specdec_jax.checkpoints.load import (
 from specdec_jax.checks.fields import check_type
 from specdec_jax.checks.names import check_choice
 from specdec_jax.drafters import ngram_table
-from specdec_jax.engine.pair import check_vocabulary_size
+from specdec_jax.engine.pair import check_vocabulary_size, first_id
 from specdec_jax.files import shipped
 from specdec_jax.models.base import START_ID, LanguageModel, start_id
-from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config, Network, network_of
 from specdec_jax.models.integers import INT8, computes_in, is_integers
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
+from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import TOKENIZER, VOCAB, BpeTokenizer
+from specdec_jax.text.tokenizer_bpe import TOKENIZER, VOCAB
 from specdec_jax.text.tokenizer_m2m import PIECES
 from specdec_jax.text.vocabulary import SENTENCEPIECE, open_vocabulary
 
@@ -125,18 +124,13 @@ def load(
     computes_in = _computes_in(dtype)
     network = network_of(dataclasses.replace(network.config, dtype=computes_in))
   assert network is not None
-  bos_id = None
-  if config is not None:
-    bos_id = _first_id(described, config, tokenizer)
-  elif isinstance(network, T5Gemma):  # its texts begin with one in any file
-    bos_id = _first_id(described, network.config, tokenizer)
   model = Model(
     network,
     None,
     tokenizer,
     name=os.fspath(path),
     dtype=INT8 if opened.is_rounded and dtype is None else dtype,
-    bos_id=bos_id,
+    bos_id=first_id(network, tokenizer, described),
     stop_ids=() if config is None else _ends(folder, described, config),
     made_for=opened.made_for,
     made_of=opened.made_of,
@@ -219,31 +213,3 @@ def _ends(
   found = special_ids(folder, said).eos
   # transformers writes GPT-2's end id (50256) for any size of vocabulary.
   return tuple(token for token in found if token < config.vocab_size)
-
-
-def _first_id(
-  described: Mapping[str, Any],
-  config: Config,
-  tokenizer: Tokenizer | None,
-) -> int | None:
-  """The id that texts begin with, as a folder says; T5's begin with none."""
-  if isinstance(config, T5Config | M2M100Config):
-    return None
-  today = isinstance(config, CausalLMConfig | T5GemmaConfig)
-  if today and isinstance(tokenizer, BpeTokenizer):
-    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
-  if isinstance(config, T5GemmaConfig):
-    return config.start_id
-  said = described.get('bos_token_id')
-  if type(said) is int and 0 <= said < config.vocab_size:
-    return said
-  return None if tokenizer is None else first_id(tokenizer)
-
-
-def first_id(tokenizer: Tokenizer) -> int:
-  """The id that texts of a decoder-only model begin with by default.
-
-  The end of sequence if the vocabulary is a BPE one like GPT-2's, else id 0,
-  as for models trained here and those of T5X.
-  """
-  return tokenizer.eos_id if isinstance(tokenizer, BpeTokenizer) else START_ID

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
 from specdec_jax.models.base import (
+  START_ID,
   LanguageModel,
   Params,
   ends_inputs,
@@ -23,11 +25,13 @@ from specdec_jax.models.base import (
   reads_encoder,
   start_id,
 )
+from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.fitted import own_vocab_size
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
+from specdec_jax.models.t5gemma import T5Gemma
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import TOKENIZER
+from specdec_jax.text.tokenizer_bpe import TOKENIZER, BpeTokenizer
 from specdec_jax.text.vocabulary import SENTENCEPIECE
 
 # 100 sentinels, and padding to a multiple of 1,024.
@@ -69,7 +73,7 @@ def placed_pair(
   """
   params = PairParams(None, None)
   prints = {}
-  asked = drafter  # what it was made for is lost where it is made anew
+  asked: Any = drafter  # what it was made for is lost where it is made anew
   if drafter is not None:
     read = partitioning.read_parts(drafter.params, draft_placement)
     prints['draft'] = fingerprint(read)
@@ -80,13 +84,14 @@ def placed_pair(
     else:
       follows = partitioning.follow(small.network, draft_placement.partition())
       drafter = small_model(follows)
-    read = partitioning.place_parts(read, draft_placement)
+    read = partitioning.place_parts(read, draft_placement, asked.params)
     drafter = drafter._replace(params=read)
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
   if asked is not None:
-    _check_made_for(asked, target, read, prints['target'], placement.dtype)
+    dtype = placement.param_dtype
+    _check_made_for(asked, target, read, prints['target'], dtype)
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
@@ -149,7 +154,7 @@ def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
 
 
 class Room:
-  """Checks whether the arrays of a run fit beside the pair's parameters.
+  """Checks whether the arrays of a run fit into the memory that is free.
 
   Counts the least memory that is needed: a run that is refused could not have
   worked, but a run that passes may still be too large for the device.
@@ -159,23 +164,34 @@ class Room:
     self,
     target: Model,
     drafter: Drafter | None,
-    param_dtype: str,
-    there: int | None,
+    dtypes: tuple[str, str],
+    free: Callable[[], int | None],
   ):
     """
     Args:
       target: the target.
       drafter: the drafter, or None.
-      param_dtype: dtype of the parameters on the devices.
-      there: bytes of all devices that the parameters are on; None is unknown.
+      dtypes: those of the target's parameters on the devices, and of models of
+        the drafter that were not loaded with their own.
+      free: returns the free bytes of all devices that the parameters go to;
+        None is unknown.
     """
-    models = (target, *(drafter.models if drafter else ()))
+    drafts = drafter.models if drafter else ()
+    models = (target, *drafts)
     found = [getattr(model.network, 'config', None) for model in models]
     self._configs = [config for config in found if sizes.is_known(config)]
-    leaves = jax.tree.leaves((target, drafter.params if drafter else ()))
-    count = sum(map(_size, leaves))
-    self._params = memory.array_bytes((count,), param_dtype)
-    self._there = there
+    self._widened = sizes.widened_bytes(target.network, dtypes[0]) + sum(
+      sizes.widened_bytes(one.network, one.dtype or dtypes[1]) for one in drafts
+    )
+    self._unread = _unread_bytes(target, dtypes[0]) + sum(
+      _unread_bytes(part, dtypes[1])
+      for part in jax.tree.leaves(drafter.params if drafter else ())
+    )
+    self._free = free
+
+  def placed(self) -> None:
+    """Tells that the parameters are on the devices: they are free no more."""
+    self._unread = 0
 
   def check(
     self, batch: int, input_len: int, num_slots: int, num_tokens: int
@@ -196,19 +212,34 @@ class Room:
       sizes.run_bytes(config, batch, input_len, num_slots, num_tokens)
       for config in self._configs
     )
+    beside = ''
+    if self._unread:
+      beside = f', beside {memory.gib(self._unread)} of parameters'
+    if self._widened:
+      beside += (
+        f', and {memory.gib(self._widened)} of float32 that a CPU makes of'
+        " bfloat16 (dtype='float32' takes less)"
+      )
     memory.check_room(
       f'{batch} rows of {num_slots} slots (prompt, output and draft) and inputs'
-      f' of {input_len} tokens, beside {memory.gib(self._params)} of'
-      ' parameters',
-      needed + self._params,
-      self._there,
+      f' of {input_len} tokens{beside}',
+      needed + self._unread + self._widened,
+      self._free,
       'Take a smaller batch, shorter inputs or outputs (max_decode_len; gin:'
       ' TASK_FEATURE_LENGTHS), a smaller gamma, or fewer beams.',
     )
 
 
-def _size(leaf: Any) -> int:
-  return leaf.num_params if isinstance(leaf, Model) else np.size(leaf)
+def _unread_bytes(part: Any, dtype: str) -> int:
+  """Bytes that a model, or an array, is still to take on the devices."""
+  if not isinstance(part, Model):
+    return 0 if isinstance(part, jax.Array) else np.asarray(part).nbytes
+  dtype = part.dtype or dtype
+  if not part.is_read:
+    return sizes.held_bytes(part.num_params, dtype)
+  leaves = jax.tree.leaves(part.params)
+  count = sum(np.size(x) for x in leaves if not isinstance(x, jax.Array))
+  return sizes.held_bytes(count, dtype)
 
 
 def own_vocabulary(model: Model) -> Tokenizer:
@@ -241,17 +272,22 @@ def fitted(target: Model, drafter: Drafter) -> Drafter:
 
 
 def placement_of(
-  drafter: Drafter, placement: partitioning.Placement
+  drafter: Drafter,
+  placement: partitioning.Placement,
+  given: partitioning.Placement | None,
 ) -> partitioning.Placement:
-  """Where a drafter goes: whole, to each of the target's devices.
+  """Where a drafter goes: by default whole, to each of the target's devices.
 
-  Its parameters have the dtype that its model was loaded with, else the
-  target's.
+  Its dtype is for models that were not loaded with one of their own, the
+  target's by default.
+
+  Raises:
+    ValueError: a model was loaded with another dtype than is `given`.
   """
-  small = alone(drafter)
-  dtype = None if small is None else small.dtype
-  whole = placement.replicated()
-  return dataclasses.replace(whole, dtype=dtype or placement.dtype)
+  if given is not None:
+    partitioning.check_dtypes(drafter.params, given)
+  where = given or placement.replicated()
+  return dataclasses.replace(where, dtype=where.dtype or placement.dtype)
 
 
 def check_pair(
@@ -430,6 +466,36 @@ def check_adapts(drafter: Drafter, num_beams: int | None) -> None:
       ' how sure it is before it draws a token; a small model does. Take one,'
       ' or give gamma as a number.'
     )
+
+
+def first_id(
+  network: LanguageModel,
+  tokenizer: Tokenizer | None,
+  described: Mapping[str, Any],
+) -> int | None:
+  """The id that the texts that a target reads begin with; None is none.
+
+  Args:
+    network: the target's.
+    tokenizer: its vocabulary; None where only the engine will know it, which
+      then asks again.
+    described: config.json of its folder; {} if it has none.
+  """
+  if network.has_encoder and ends_inputs(network):
+    return None
+  by_vocabulary = isinstance(network, CausalLM | T5Gemma)
+  if by_vocabulary and isinstance(tokenizer, BpeTokenizer):
+    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
+  if network.has_encoder:
+    return start_id(network)
+  named = described.get('bos_token_id')
+  if type(named) is int and 0 <= named < network.vocab_size:
+    if tokenizer is not None or not by_vocabulary:
+      return named
+  if tokenizer is None:
+    return None
+  # GPT-2's, and that of models trained here and of T5X's.
+  return tokenizer.eos_id if isinstance(tokenizer, BpeTokenizer) else START_ID
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:

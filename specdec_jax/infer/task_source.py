@@ -130,7 +130,7 @@ class Task:
     memory.check_room(
       f'{count} examples with {config.num_outputs} outputs each',
       count * config.num_outputs * _ITEM_BYTES,
-      memory.host_bytes(),
+      memory.free_bytes,
       'Ask for fewer samples (num_decodes), or decode shard by shard'
       ' (num_shards).',
     )

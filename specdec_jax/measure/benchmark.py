@@ -16,12 +16,13 @@ from specdec_jax.checks.arguments import (
   check_number,
 )
 from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.memory import device_bytes
 from specdec_jax.decoding.beams import BeamSettings
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.length import unsure_below
-from specdec_jax.measure import calls, forced, timing
+from specdec_jax.measure import calls, forced, memory, timing
 from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.measured_pair import Pair, make_pair
 from specdec_jax.measure.record import Record
@@ -155,8 +156,12 @@ def benchmark(
 
   Returns:
     The record, with times in ms: median, min and max over interleaved rounds.
+
+  Raises:
+    DoesNotFitError: memory is too small; raised before anything is made.
   """
   check_outputs(config)
+  check_memory(config)
   say('Placing the models')
   pair = make_pair(
     config.target,
@@ -174,6 +179,30 @@ def benchmark(
   if config.output_file:
     record.save(config.output_file)
   return record
+
+
+def check_memory(config: BenchmarkConfig) -> None:
+  """Raises DoesNotFitError if models that are drawn here do not fit.
+
+  Models over several devices, and drafters of other kinds, are not counted.
+  """
+  given = (config.target_params, config.draft_params, config.drafter)
+  if any(part is not None for part in given):
+    return
+  if not config.placement.on_one_device:
+    return
+  for setting in grid(config):
+    plan = memory.Plan(
+      config.target,
+      config.draft,
+      setting.batch,
+      setting.input_len,
+      setting.decode_len,
+      max(config.gammas, default=0),
+      setting.temperature == 0,
+      config.placement.param_dtype,
+    )
+    memory.check_fits(plan, device_bytes())
 
 
 def described(config: BenchmarkConfig) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _plan(config: CalibrateConfig) -> memory.Plan:
     decode_len=config.decode_len,
     gamma=config.max_gamma,
     greedy=config.temperature == 0,
-    param_dtype=config.placement.dtype,
+    param_dtype=config.placement.param_dtype,
   )
 
 

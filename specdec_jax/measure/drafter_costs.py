@@ -144,7 +144,7 @@ def _pairs(config: DrafterCostsConfig) -> tuple[dict[str, Pair], str]:
   drafters['prompt_lookup'] = prompt_lookup()
   drafters['uniform'] = uniform(vocab_size)
 
-  own = random_params(config.target, config.seed, config.placement.dtype)
+  own = random_params(config.target, config.seed, config.placement.param_dtype)
   own = partitioning.place(own, config.placement)
 
   def pair(draft, drafter=None):

@@ -117,12 +117,15 @@ def make_pair(
 
   def placed(network, params, seed) -> Any:
     if params is None:
-      params = random_params(network, seed, placement.dtype)
+      params = random_params(network, seed, placement.param_dtype)
     return partitioning.place(params, placement)
 
   if drafter is not None:
+    partitioning.check_dtypes(drafter.params, placement)
     draft_params = partitioning.read_parts(drafter.params, placement)
-    draft_params = partitioning.place_parts(draft_params, placement)
+    draft_params = partitioning.place_parts(
+      draft_params, placement, drafter.params
+    )
   elif draft is not None:
     drafter = small_model(draft)
     draft_params = placed(draft, draft_params, seed + 1)

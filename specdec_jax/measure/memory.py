@@ -20,7 +20,7 @@ from specdec_jax.decoding import autoregressive, speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, new_request
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.models import kv_cache
+from specdec_jax.models import kv_cache, sizes
 from specdec_jax.models.base import (
   LanguageModel,
   Params,
@@ -32,6 +32,7 @@ from specdec_jax.probs import SamplingConfig
 # Kernels of cross-attention's keys and values, which only `prefill` reads.
 _ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
 _ENCODER = 'encoder/'
+_WIDENED = 'float32 of parameters'  # a part of a plan
 _TABLE = 'embedder/embedding'  # tokens or positions; a call reads some rows
 
 
@@ -256,9 +257,10 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
   """What a run holds on the device, part by part.
 
   The working set is an estimate from the largest arrays of a step, and of the
-  encoder (or else the decoder) that reads the input. Everything else is exact,
-  except for padding by the device. Memory that only loading needs, such as a
-  checkpoint in the host's memory, is not counted.
+  encoder (or else the decoder) that reads the input. 'float32 of parameters' is
+  what a CPU makes of bfloat16 for a loop. Everything else is exact, except for
+  padding by the device. Memory that only loading needs, such as a checkpoint in
+  the host's memory, is not counted.
 
   Returns:
     Name of the part -> bytes.
@@ -287,10 +289,12 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
       speculative.start, plan.target, small_model(plan.draft)
     )
     state = jax.eval_shape(start, PairParams(target, draft), request)
+  widened = sizes.widened_bytes(plan.target, plan.param_dtype)
   reading = _reading_bytes(plan.target, target, state.target_cache, request)
   if plan.draft is not None:
     own = _reading_bytes(plan.draft, draft, state.drafter_state, request)
     reading = max(reading, own)
+    widened += sizes.widened_bytes(plan.draft, plan.param_dtype)
   caches = {
     'target caches': tree_bytes(state.target_cache),
     'draft caches': tree_bytes(state.drafter_state),
@@ -300,6 +304,7 @@ def plan_bytes(plan: Plan) -> dict[str, int]:
     'target parameters': tree_bytes(target),
     'draft parameters': tree_bytes(draft),
     **caches,
+    _WIDENED: widened,
     'working set': rest + _working_set(plan, request, reading),
   }
 
@@ -347,8 +352,8 @@ def check_fits(plan: Plan, limit: int | None) -> dict[str, int]:
 
   Args:
     plan: the run.
-    limit: bytes of the device, from `device_bytes`; None is unknown, and never
-      raises.
+    limit: free bytes of the device, from `device_bytes`; None is unknown, and
+      never raises.
 
   Returns:
     The result of `plan_bytes`.
@@ -359,10 +364,11 @@ def check_fits(plan: Plan, limit: int | None) -> dict[str, int]:
   parts = plan_bytes(plan)
   needed = sum(parts.values())
   if limit is not None and needed > limit:
+    other = 'float32' if parts[_WIDENED] else 'bfloat16'
     listed = ', '.join(f'{name} {gib(size)}' for name, size in parts.items())
     raise DoesNotFitError(
       f'This run needs {gib(needed)} of memory and the device has'
-      f' {gib(limit)}: {listed}. Take bfloat16 parameters, smaller models, a'
-      ' smaller batch, or shorter inputs and outputs.'
+      f' {gib(limit)} free: {listed}. Take {other} parameters, smaller models,'
+      ' a smaller batch, or shorter inputs and outputs.'
     )
   return parts

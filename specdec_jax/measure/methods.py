@@ -144,9 +144,9 @@ def compare_methods(
   """
   console = started(config, console)
   calibrated = [calibration.load(path) for path in config.calibrations]
-  made: dict[Any, Engine] = {}
-  for method in config.methods:  # engines that are equal are made once
-    made.setdefault(method.engine, method.engine())
+  # Engines that are equal are made once.
+  makers = dict.fromkeys(method.engine for method in config.methods)
+  made = {make: make() for make in makers}
   first = made[config.methods[0].engine]
   texts, parts = _texts(config, first)
   for one in calibrated:

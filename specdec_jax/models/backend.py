@@ -52,6 +52,8 @@ class Ways(NamedTuple):
       and a number of rows for which that is quick, see `cpu_layout`.
     holds_floats: kernels of eight bits are held as float32. The compiler would
       make these in each call, before its loop.
+    widens_bfloat16: the compiler makes float32 of bfloat16 parameters before a
+      loop, all of them, and holds both until its end.
     sums_row: a product of one row with such a kernel is a sum over the kernel,
       and what is added to it, a bias or a residual, is one of the terms.
     joins_cache: a layer's keys and values are one array, slots before numbers.
@@ -85,6 +87,7 @@ class Ways(NamedTuple):
   has_buckets: bool = False
   turns_operands: bool = False
   holds_floats: bool = False
+  widens_bfloat16: bool = False
   sums_row: bool = False
   joins_cache: bool = False
   orders_layers: bool = False
@@ -105,6 +108,7 @@ _WAYS = {
     has_buckets=True,
     turns_operands=True,
     holds_floats=True,
+    widens_bfloat16=True,
     samples_by_need=True,
     branches_write=True,
     narrows_calls=True,

@@ -23,7 +23,8 @@ class Model:
     name: where the model came from.
     dtype: dtype of the parameters on the device, if one was asked for; None
       leaves it to the engine's `Placement`.
-    bos_id: id that texts that are read begin with; None is none, as in T5.
+    bos_id: id that texts that are read begin with; None is that of the family
+      and the vocabulary, see `Engine`.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
     made_of: returns the `checkpoints.fingerprint`s of the parameters before
@@ -107,6 +108,11 @@ class Model:
         ' model from specdec_jax.load.'
       )
     return self._reader(dtype, sharding)
+
+  @property
+  def is_read(self) -> bool:
+    """Whether the parameters are in memory."""
+    return self._params is not None
 
   @property
   def num_params(self) -> int:

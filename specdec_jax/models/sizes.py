@@ -4,11 +4,15 @@
 here are for checks that must refuse a configuration before it is used.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
+import flax.traverse_util
 import jax.numpy as jnp
 
 from specdec_jax.checks import memory
+from specdec_jax.models import backend, integers
+from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
 from specdec_jax.models.m2m100 import M2M100Config
@@ -99,6 +103,28 @@ def _of_t5gemma(config: T5GemmaConfig) -> int:
   return total + decoder.num_layers * cross + own_table
 
 
+def held_bytes(count: int, dtype: str) -> int:
+  """Bytes of `count` parameters of a dtype as they lie on the device."""
+  if integers.is_integers(dtype) and backend.ways().holds_floats:
+    dtype = 'float32'
+  return memory.array_bytes((count,), dtype)
+
+
+def widened_bytes(network: LanguageModel, dtype: str) -> int:
+  """Bytes of the float32 that a loop holds beside parameters of a dtype.
+
+  An encoder's are not counted: a loop may be compiled without it.
+  """
+  if dtype != 'bfloat16' or not backend.ways().widens_bfloat16:
+    return 0
+  shapes = flax.traverse_util.flatten_dict(param_shapes(network), sep='/')
+  return sum(
+    4 * leaf.size
+    for name, leaf in shapes.items()
+    if not name.startswith('encoder/')
+  )
+
+
 def run_bytes(
   config: Config,
   batch: int,
@@ -143,7 +169,7 @@ def run_bytes(
 
 
 def check_params(
-  config: Any, bytes_each: int, there: int | None, what: str
+  config: Any, bytes_each: int, free: Callable[[], int | None], what: str
 ) -> None:
   """Raises an error for a network whose parameters do not fit into memory.
 
@@ -151,7 +177,7 @@ def check_params(
     config: configuration of the network; one that `is_known` does not know is
       not checked.
     bytes_each: bytes of one number.
-    there: bytes of the memory, None if unknown.
+    free: returns the bytes of the memory, None if unknown.
     what: the network, for the message.
 
   Raises:
@@ -163,6 +189,6 @@ def check_params(
   memory.check_room(
     f'{what} has {count} parameters',
     count * bytes_each,
-    there,
+    free,
     'Take a smaller network; or are its sizes mistyped?',
   )

@@ -1,14 +1,13 @@
 """Loads a target and its drafter from paths, for a notebook."""
 
 from specdec_jax.checks.memory import device_bytes
-from specdec_jax.engine.loading import Path, first_id
+from specdec_jax.engine.loading import Path
 from specdec_jax.engine.loading import load as load_model
 from specdec_jax.engine.options import as_gamma
 from specdec_jax.engine.padding import SMALLEST_PROMPT
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import memory
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.families import Network
 from specdec_jax.models.gpt import GPT
 from specdec_jax.models.model import Model
@@ -40,10 +39,7 @@ def load(
          tokenizer='vocab.model')
 
   All errors except those in the arrays themselves are found before arrays are
-  read. Texts of a decoder-only target begin with the id that its folder names
-  (bos_token_id). If it names none, they begin with the vocabulary's end of
-  sequence if that is a BPE one like GPT-2's, and with id 0, as for models
-  trained here and those of T5X, if it is a sentencepiece one.
+  read.
 
   Args:
     target: a checkpoint of any kind that `checkpoints.load` knows.
@@ -54,11 +50,10 @@ def load(
     tokenizer: the tokenizer of both, or a path for
       `vocabulary.open_vocabulary`; None is the one in the target's folder.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None is
-      that of `network`, and float32 without it.
+      that of `placement`, or else of `network`, and float32 without them.
     placement: how the target is split over several devices, such as
-      `Placement(model=0)` for all devices; its dtype is ignored. The drafter is
-      whole on each device. None is one device; then its memory is compared with
-      what is needed.
+      `Placement(model=0)` for all devices. The drafter is whole on each device.
+      None is one device; then its memory is compared with what is needed.
     gamma: as of `Engine`: proposals per round, or 'adaptive'.
     max_input_len: tokens of the longest input, its end included.
     max_decode_len: tokens of the longest output, its end included.
@@ -70,6 +65,8 @@ def load(
   """
   if draft is None and draft_network is not None:
     raise ValueError('draft_network was given without draft, its checkpoint.')
+  if dtype is None and placement is not None:
+    dtype = placement.dtype
   if dtype is None:
     dtype = getattr(getattr(network, 'config', None), 'dtype', 'float32')
   # The drafter first: it is fetched quickly from the hub, so errors show early.
@@ -81,20 +78,12 @@ def load(
   if placement is None or placement.on_one_device:
     most, _ = as_gamma(gamma)
     _check_memory(large, small, dtype, most, max_input_len, max_decode_len)
-  bos_id = large.bos_id
-  # Of Llama, Qwen and Gemma the vocabulary says whether there is one.
-  is_older = not (
-    large.network.has_encoder or isinstance(large.network, CausalLM)
-  )
-  if bos_id is None and large.tokenizer and is_older:
-    bos_id = first_id(large.tokenizer)
   return Interactive(
     large,
     small,
     gamma=gamma,
     max_input_len=max_input_len,
     max_decode_len=max_decode_len,
-    bos_id=bos_id,
     placement=placement,
   )
 

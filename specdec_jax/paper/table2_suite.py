@@ -12,11 +12,10 @@ from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checks.fields import check_types
-from specdec_jax.checks.memory import device_bytes
-from specdec_jax.measure import memory
 from specdec_jax.measure.benchmark import (
   BenchmarkConfig,
   benchmark,
+  check_memory,
   described,
   grid,
 )
@@ -108,16 +107,15 @@ def run(
   folder = config.output_dir
   if folder is None:
     raise ValueError('SuiteConfig.output_dir must name a folder, got None.')
-  limit = device_bytes()
   found = read(config)
   todo = [row for row in rows(config) if row_name(row) not in found]
   for row in todo:
-    memory.check_fits(_plan(config, row), limit)
+    check_memory(_benchmark(config, row, None))
   params = None
   if todo:
     files.make_folder(folder)
     params = place(
-      random_params(config.target, config.seed, config.placement.dtype),
+      random_params(config.target, config.seed, config.placement.param_dtype),
       config.placement,
     )
   for row in todo:
@@ -160,18 +158,6 @@ def _record(config: SuiteConfig, row: printed.Table2Row) -> Record | None:
     wanted,
     settings,
     'Remove it, or choose another folder.',
-  )
-
-
-def _plan(config: SuiteConfig, row: printed.Table2Row) -> memory.Plan:
-  return memory.Plan(
-    config.target,
-    config.drafts[row.draft],
-    input_len=config.input_len,
-    decode_len=config.decode_len,
-    gamma=row.gamma,
-    greedy=row.temperature == 0,
-    param_dtype=config.placement.dtype,
   )
 
 

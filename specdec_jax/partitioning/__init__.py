@@ -11,6 +11,7 @@ from specdec_jax.partitioning.partition import (
 )
 from specdec_jax.partitioning.placement import (
   Placement,
+  check_dtypes,
   lay_out,
   place,
   place_parts,
@@ -23,6 +24,7 @@ __all__ = [
   'LogicalAxes',
   'Partition',
   'Placement',
+  'check_dtypes',
   'described',
   'follow',
   'lay_out',

@@ -57,6 +57,7 @@ class Placement:
   Attributes:
     dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
       'int8' or 'int4', which are those of kernels; the rest is then float32.
+      None is the dtype that a model was loaded with, or else float32.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'blocks'
       for those of a decoder in blocks of 64 outputs, 'auto' for out_in on one
       GPU, what was measured on this processor for float32 on a CPU (or what
@@ -75,7 +76,7 @@ class Placement:
     ValueError: a value is unknown, or a number is too small.
   """
 
-  dtype: str = 'float32'
+  dtype: str | None = None
   kernel_layout: Literal['auto'] | Layout = 'auto'
   join_projections: bool = True
   data: int = 1
@@ -85,7 +86,8 @@ class Placement:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('Placement.dtype', self.dtype, PARAM_DTYPES)
+    if self.dtype is not None:
+      check_choice('Placement.dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       raise ValueError(
         'Placement.data and model are numbers of devices; one of them may be 0,'
@@ -102,6 +104,27 @@ class Placement:
   def on_one_device(self) -> bool:
     """Whether JAX's default device holds everything."""
     return self.data == self.model == 1
+
+  @property
+  def param_dtype(self) -> str:
+    """The dtype of parameters that were not loaded with one."""
+    return self.dtype or 'float32'
+
+  def loaded(self, model: Model) -> 'Placement':
+    """The same with the dtype that `model` was loaded with, if it has one.
+
+    Raises:
+      ValueError: the placement has another.
+    """
+    if model.dtype is None:
+      return dataclasses.replace(self, dtype=self.param_dtype)
+    if self.dtype not in (None, model.dtype):
+      raise ValueError(
+        f'Placement.dtype is {self.dtype!r}, and {model.name or repr(model)!r}'
+        f' was loaded with dtype={model.dtype!r}. Give one of the two, or the'
+        ' same twice (gin: DTYPE, DRAFT_DTYPE).'
+      )
+    return dataclasses.replace(self, dtype=model.dtype)
 
   def replicated(self) -> 'Placement':
     """The same with the whole model on each device, as for a drafter."""
@@ -229,13 +252,17 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   return laid_out if partition is None else partition.place(laid_out)
 
 
-def place_parts(params: Any, placement: Placement = Placement()) -> Any:
+def place_parts(
+  params: Any, placement: Placement = Placement(), models: Any = None
+) -> Any:
   """Applies `place` to each model in a pytree; other arrays keep their dtype.
 
   Args:
     params: parameters of a drafter, as `read_parts` returns them: a model's
       parameters, a table, or a tuple of these.
     placement: placement of the models; other arrays are whole on each device.
+    models: `params` as they were before `read_parts`; a `Model` that was loaded
+      with a dtype keeps it. None is `params`.
 
   Raises:
     ValueError: as for `place`.
@@ -245,15 +272,34 @@ def place_parts(params: Any, placement: Placement = Placement()) -> Any:
   def is_model(value):
     return isinstance(value, Mapping)
 
-  def part(value):
+  def part(model, value):
     if is_model(value):
-      return place(value, placement)
+      return place(value, _placement_of(model, placement))
     array = jnp.asarray(value)
     if partition is None:
       return array
     return jax.device_put(array, partition.sharding())
 
-  return jax.tree.map(part, params, is_leaf=is_model)
+  models = params if models is None else models
+  return jax.tree.map(part, models, params, is_leaf=is_model)
+
+
+def check_dtypes(params: Any, placement: Placement) -> None:
+  """Raises ValueError if a `Model` was loaded with another dtype.
+
+  Args:
+    params: a model, or the parameters of a drafter.
+    placement: the placement that is to hold for them.
+  """
+  for model in jax.tree.leaves(params):
+    if isinstance(model, Model):
+      placement.loaded(model)
+
+
+def _placement_of(model: Any, placement: Placement) -> Placement:
+  """A placement whose dtype is the model's own, if it was loaded with one."""
+  dtype = model.dtype if isinstance(model, Model) else None
+  return dataclasses.replace(placement, dtype=dtype or placement.dtype)
 
 
 def read_parts(params: Any, placement: Placement = Placement()) -> Any:
@@ -264,7 +310,8 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
 
   Args:
     params: a model, or the parameters of a drafter.
-    placement: the placement that `place` will use.
+    placement: the placement that `place` will use; a model that was loaded with
+      a dtype keeps it.
 
   Raises:
     ValueError: a checkpoint is broken, or cannot be split as the placement
@@ -275,9 +322,10 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
     if not isinstance(value, Model):
       return value
     sharding = placement.shardings_of(value.network)
-    found = value.read(placement.dtype, sharding)
+    own = _placement_of(value, placement)
+    found = value.read(own.param_dtype, sharding)
     # What was given, and not read, is still as it was.
-    return _rounded(found, placement)
+    return _rounded(found, own)
 
   return jax.tree.map(part, params)
 
@@ -291,7 +339,7 @@ def lay_out(params: Params, placement: Placement) -> Params:
 def _rounded(params: Params, placement: Placement) -> Params:
   if not integers.is_integers(placement.dtype):
     return params
-  return integers.rounded(params, placement.dtype)
+  return integers.rounded(params, placement.param_dtype)
 
 
 def _lay_out(
@@ -353,7 +401,7 @@ def _cut(
 
 def _cast(value: Any, placement: Placement) -> Any:
   """The array in the placement's dtype; moved only if there is one device."""
-  dtype = placement.dtype
+  dtype = placement.param_dtype
   if value.dtype == jnp.int32:  # places, no weights
     dtype = value.dtype
   elif integers.is_integers(dtype):  # only kernels are, and are already

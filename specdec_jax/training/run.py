@@ -141,8 +141,8 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
   key = jax.random.key(run.training.seed)
   if run.init_checkpoint_path is None:
     # Room for the parameters and their gradients.
-    config, there = getattr(run.model, 'config', None), memory.host_bytes()
-    sizes.check_params(config, 2 * 4, there, 'The model to train')
+    config, what = getattr(run.model, 'config', None), 'The model to train'
+    sizes.check_params(config, 2 * 4, memory.free_bytes, what)
     return run.model.init(key), _RANDOM
   if run.init_model is None:
     return _load_for(run.model, run.init_checkpoint_path)
