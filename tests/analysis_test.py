@@ -394,3 +394,19 @@ def test_errors_of_shape_are_found_under_jit():
     jax.jit(analysis.acceptance_prob)(TARGET, DRAFT[:4])
   with pytest.raises(ValueError, match='gamma must be a whole number'):
     jax.jit(analysis.expected_tokens)(0.5, 2.0)
+
+
+@pytest.mark.parametrize('gamma', [0, 1, 4])
+def test_rounds_of_an_output_that_ends(gamma):
+  """Beside outputs that are drawn; the closed form for endless ones is less."""
+  rng = np.random.default_rng(0)
+  alpha, length, outputs = 0.8, 16, 20000
+  accepted = rng.random((outputs, length, gamma)) < alpha
+  kept = np.cumprod(accepted, axis=-1).sum(-1) + 1
+  rounds = (np.cumsum(kept, axis=1) < length).sum(1) + 1
+  found = analysis.expected_rounds(alpha, gamma, length)
+  error = rounds.std() / np.sqrt(outputs)
+  assert abs(rounds.mean() - found) <= 4 * error
+  endless = length / float(analysis.expected_tokens(alpha, gamma))
+  if gamma:  # a control: it is not the same number
+    assert abs(rounds.mean() - endless) > 4 * error

@@ -29,9 +29,9 @@ def of_this_host(
   if not engine.chooses_gamma or acceptance is None or config.beams.searches:
     return None
   with progress.status(console, 'Timing calls on this host'):
-    measured = host_gamma.for_host(
-      engine, acceptance, config.rows, config.sampling.temperature
-    )
+    temperature = config.sampling.temperature
+    assert isinstance(temperature, float | int)  # a run has one
+    measured = host_gamma.for_host(engine, acceptance, config.rows, temperature)
   say(console, host_gamma.said(measured))
   return measured
 

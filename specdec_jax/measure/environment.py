@@ -21,6 +21,7 @@ def describe() -> dict[str, Any]:
     'platform': device.platform,
     'devices': jax.device_count(),
     'cores': backend.num_cores(),
+    **({} if device.platform != 'cpu' else {'isa': backend.instruction_set()}),
     'jax': jax.__version__,
     'python': platform.python_version(),
     'load_average': _load_average(),

@@ -15,7 +15,7 @@ import rich.console
 
 from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
-from specdec_jax.engine.completion import total
+from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import calibration
 from specdec_jax.measure.canvas import PALETTE, save, whiskers
@@ -25,6 +25,7 @@ from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table, between, show, started
 
 _PLAIN = 0  # gamma of the plain loop
+_FIRST = -1  # and of the plain loop that ends with the first token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,20 +86,26 @@ def gamma_curve(
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len
   )[: config.num_lines]
-  gammas = [_PLAIN, *dict.fromkeys(config.gammas)]
+  gammas = [_FIRST, _PLAIN, *dict.fromkeys(config.gammas)]
   seconds: dict[int, list[float]] = {gamma: [] for gamma in gammas}
-  per_call: dict[int, float | None] = {}
+  done: dict[int, list[Completion]] = {}
   with bar(console, 'Compiling', len(gammas) * (config.repeats + 1)) as advance:
     for number in range(config.repeats + 1):
       for gamma in gammas:
-        took, per_call[gamma] = _decode(engine, texts, gamma)
+        took, done[gamma] = _decode(engine, texts, gamma)
         if number:  # the first one compiled
           seconds[gamma].append(took)
         advance()
       advance.say('Measuring')
-  factors = chosen.at(1).factors if chosen else ()
+  lengths = [one.stats.num_tokens for one in done[_PLAIN]]
   points = [
-    _point(gamma, per_call[gamma], seconds, factors) for gamma in gammas[1:]
+    _point(
+      gamma,
+      done[gamma],
+      seconds,
+      _predicted(chosen, gamma, lengths, seconds) if chosen else None,
+    )
+    for gamma in gammas[2:]
   ]
   record = _record(config, points, len(texts))
   show(console, record, config.output_file)
@@ -109,31 +116,63 @@ def gamma_curve(
 
 def _decode(
   engine: Engine, texts: Sequence[str], gamma: int
-) -> tuple[float, float | None]:
-  """Seconds that the texts take, one at a time, and tokens per call."""
-  found = []
+) -> tuple[float, list[Completion]]:
+  """Seconds that the texts take, one at a time, and their completions."""
+  done: list[Completion] = []
+  options: dict[str, Any] = {'gamma': gamma}
+  if gamma in (_PLAIN, _FIRST):
+    options = {'speculative': False}
+  if gamma == _FIRST:
+    options['max_length'] = 1
   begin = time.perf_counter()
   for text in texts:
-    found += engine.generate([text], gamma=gamma, speculative=gamma != _PLAIN)
-  took = time.perf_counter() - begin
-  return took, total([one.stats for one in found]).tokens_per_call
+    done += engine.generate([text], **options)
+  return time.perf_counter() - begin, done
+
+
+def _predicted(
+  chosen: calibration.Calibration,
+  gamma: int,
+  lengths: Sequence[int],
+  seconds: Mapping[int, Sequence[float]],
+) -> float | None:
+  """The speed-up that a calibration and the plain runs give; None if unknown.
+
+  The calibration says what calls cost beside each other, and what is accepted;
+  the plain runs, whole and of one token, what an output takes besides.
+  """
+  choice = chosen.at(1)
+  if gamma + 1 > len(choice.call_cost) or choice.cost_ratio is None:
+    return None
+  whole, first = (statistics.median(seconds[way]) for way in (_PLAIN, _FIRST))
+  count = len(lengths)
+  one = (whole - first) / max(1, sum(lengths) - count)
+  times = chosen.record['costs'][0]['times_ms']
+  return calibration.speed_up_of_outputs(
+    lengths,
+    chosen.record['acceptance_rate']['alpha'],
+    gamma,
+    choice.call_cost[gamma] + gamma * choice.cost_ratio + choice.round_cost,
+    start=max(0.0, first / one / count - 1),
+    draft_start=calibration.first_ms(times) / times['call_1']['median'],
+  )
 
 
 def _point(
   gamma: int,
-  per_call: float | None,
+  done: Sequence[Completion],
   seconds: Mapping[int, Sequence[float]],
-  factors: Sequence[float],
+  predicted: float | None,
 ) -> dict[str, Any]:
   pairs = zip(seconds[_PLAIN], seconds[gamma], strict=True)
-  found = sorted(plain / one for plain, one in pairs)
+  ratios = sorted(plain / one for plain, one in pairs)
   return {
     'gamma': gamma,
-    'tokens_per_call': per_call,
-    'speed_up': statistics.median(found),
-    'least': found[0],
-    'most': found[-1],
-    'predicted': factors[gamma] if gamma < len(factors) else None,
+    'tokens_per_call': total([one.stats for one in done]).tokens_per_call,
+    'speed_up': statistics.median(ratios),
+    'least': ratios[0],
+    'most': ratios[-1],
+    'predicted': predicted,
   }
 
 
@@ -193,7 +232,7 @@ def plot_gamma_curve(
         [one['predicted'] for one in known],
         color=PALETTE[1],
         linestyle='--',
-        label='predicted from measured costs and acceptance',
+        label='predicted from costs of calls, acceptance and the encoder',
       )
     axes.errorbar(
       gammas,
@@ -209,6 +248,6 @@ def plot_gamma_curve(
     axes.set_ylim(bottom=0)
     axes.set_xticks(gammas)
     axes.legend(loc='lower center')
-    axes.set_title(record['machine']['device'])
+    axes.set_title(Record('', {}, record['machine']).where)
 
   save(path, draw)

@@ -48,9 +48,10 @@ class Record(Mapping[str, Any]):
   def where(self) -> str:
     """Device and versions on one line."""
     of = self.machine
+    isa = f'{of["isa"]}, ' if 'isa' in of else ''
+    cores = f'{of["cores"]} core{"" if of["cores"] == 1 else "s"}'
     return (
-      f'{of["device"]}, {of["cores"]} cores, JAX {of["jax"]}, Python'
-      f' {of["python"]}'
+      f'{of["device"]}, {isa}{cores}, JAX {of["jax"]}, Python {of["python"]}'
     )
 
   def save(self, path: str | os.PathLike[str]) -> None:

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ _GRAPHS = {  # XLA's own choice, and loops and conditionals
 COMPILED_KERNELS = ('off', 'on', 'layers', 'forced', 'forced layers')
 KERNELS = (*COMPILED_KERNELS, 'interpreted', 'interpreted layers')
 _KERNELS = 'SPECDEC_KERNELS'  # in the environment: one of these
+_CPUINFO = pathlib.Path('/proc/cpuinfo')
 _DESCRIBED_CORES = 132  # of an H100 or H200, where no GPU is there
 
 
@@ -141,12 +143,28 @@ def num_cores() -> int:
 
 def cpu_name() -> str:
   """What the processor is called."""
-  cpuinfo = pathlib.Path('/proc/cpuinfo')
-  if cpuinfo.exists():
-    for line in cpuinfo.read_text(errors='replace').splitlines():
+  if _CPUINFO.exists():
+    for line in _CPUINFO.read_text(errors='replace').splitlines():
       if line.startswith('model name'):
         return line.partition(':')[2].strip()
   return platform.processor() or platform.machine()
+
+
+def instruction_set() -> str:
+  """The widest vectors that XLA's programs use here: AVX-512, AVX2 or others.
+
+  XLA_FLAGS=--xla_cpu_max_isa=AVX2 has it use less than the processor has.
+  """
+  match = re.search(r'xla_cpu_max_isa=(\w+)', os.environ.get('XLA_FLAGS', ''))
+  limit = match[1] if match else ''
+  text = ''
+  if _CPUINFO.exists():
+    text = _CPUINFO.read_text(errors='replace')
+  if ' avx512f' in text and limit in ('', 'AVX512'):
+    return 'AVX-512'
+  if ' avx2' in text and limit in ('', 'AVX2', 'AVX512'):
+    return 'AVX2'
+  return limit or platform.machine()
 
 
 def host() -> dict[str, Any]:
