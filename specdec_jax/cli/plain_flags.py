@@ -275,7 +275,7 @@ FLAGS = (
     ('--gamma', '--num-speculative-tokens', '--num-assistant-tokens'),
     'GAMMA',
     "a number, or 'adaptive', for as long as it is sure enough: tokens that the"
-    ' drafter proposes per round',
+    ' drafter proposes per round. The demo chooses what pays on its host',
     ('decode', 'demo', 'try', *_SERVER),
     kind=int | str,
   ),

@@ -102,6 +102,7 @@ class Engine:
       time.
     chooses_gamma: whether nobody has said what gamma is, so that a run may
       choose it.
+    kernel_layout: how the target's kernels are stored, see `Placement`.
     usual: the acceptance of a calibration's texts, which completions are
       compared with; None does not compare.
   """
@@ -217,6 +218,7 @@ class Engine:
     )
     self._partition = partition
     self.across_hosts = placement.across_hosts
+    self.kernel_layout = placement.layout
     self.room = Room(
       target,
       drafter,

@@ -315,6 +315,8 @@ def _notes(summary: Mapping[str, Any], most: int = 10) -> list[str]:
       what = f"may have {lenience:g} of the best one's probability"
     notes.append(f'Lossy: with lenience {lenience:g} a token {what}.')
   notes += _rounded(summary.get('dtypes', {}))
+  if layout := summary.get('kernel_layout'):
+    notes.append(f'Kernels are stored as {layout}.')
   if agreement := summary.get('agreement'):
     differing = agreement['disagreements']
     compared = agreement['compared']

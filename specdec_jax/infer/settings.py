@@ -491,6 +491,7 @@ def settings_of(
     'gamma': engine.gamma,
     'rule': None if engine.rule is None else engine.rule.to_json(),
     'fallback': fallback.to_json(engine.fallback),
+    'kernel_layout': engine.kernel_layout,
     'gammas': by_rows(gammas),
     'max_input_len': engine.max_input_len,
     'max_decode_len': engine.max_decode_len,

@@ -1,0 +1,76 @@
+"""The gamma that pays on a host, from a pair's known acceptance."""
+
+import json
+
+import jax
+import pytest
+
+import small_vocabulary
+from specdec_jax.engine.engine import Engine
+from specdec_jax.files import host_cache
+from specdec_jax.measure import host_gamma
+from specdec_jax.models.model import Model
+
+COSTS = {'start': 2.0, 'draft_start': 0.1, 'round': 1.6, 'call_1': 1.0}
+CHEAP = COSTS | {'call_2': 1.0, 'call_4': 1.1, 'call_5': 1.2, 'call_8': 2.0}
+DEAR = COSTS | {'call_2': 2.0, 'call_4': 4.0, 'call_5': 5.0, 'call_8': 8.0}
+
+
+@pytest.fixture(scope='module')
+def engine(tokenizer):
+  network = small_vocabulary.network(1)
+  model = Model(network, network.init(jax.random.key(0)))
+  return Engine(
+    model, model, tokenizer=tokenizer, max_input_len=16, max_decode_len=8
+  )
+
+
+@pytest.fixture
+def acceptance(tmp_path, monkeypatch):
+  monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'cache')
+  row = {'standard_error': 0.02, 'num_tokens': 1600, 'num_outputs': 100}
+  rows = [
+    row | {'temperature': 0.0, 'alpha': 0.8},
+    row | {'temperature': 1.0, 'alpha': 0.01},
+  ]
+  path = tmp_path / 'acceptance.json'
+  path.write_text(json.dumps({'kind': 'alpha', 'version': 1, 'rows': rows}))
+  return str(path)
+
+
+def test_costs_and_acceptance_decide(engine, acceptance, monkeypatch):
+  runs = []
+
+  def timed(costs):
+    monkeypatch.setattr(
+      host_gamma, '_timed', lambda *_: runs.append(1) or costs
+    )
+
+  timed(CHEAP)
+  measured = host_gamma.for_host(engine, acceptance, 1, 0.0)
+  choice = measured.at(1)
+  assert 3 <= choice.gamma <= 5 and 1.5 < choice.expected_speed_up < 2.5
+  low, high = choice.interval
+  assert low < choice.expected_speed_up < high
+  measured.check(engine.fingerprints)
+  assert '1.20' in host_gamma.said(measured)
+  timed(DEAR)  # what an earlier start measured counts
+  assert host_gamma.for_host(engine, acceptance, 1, 0.0).at(1) == choice
+  assert len(runs) == 1
+  # Other rows are another measurement, and here nothing pays.
+  assert host_gamma.for_host(engine, acceptance, 2, 0.0).at(2).gamma == 0
+  timed(CHEAP)  # nor with proposals that are hardly accepted
+  assert host_gamma.for_host(engine, acceptance, 1, 1.0).at(1).gamma == 0
+  assert len(runs) == 3
+
+
+def test_calls_are_timed(engine, acceptance):
+  times = host_gamma._timed(engine, 1, 0.0)
+  assert set(times) == set(host_gamma._NAMES)
+  assert all(time > 0 for time in times.values())
+
+
+def test_another_record(engine, tmp_path):
+  (tmp_path / 'x.json').write_text('{"kind": "benchmark", "version": 1}')
+  with pytest.raises(ValueError, match='benchmark'):
+    host_gamma.for_host(engine, str(tmp_path / 'x.json'), 1, 0.0)
