@@ -397,6 +397,36 @@ def test_an_engine_says_what_it_is(engine, tokenizer):
   assert "draft='uniform'" in repr(plain)
 
 
+def test_a_damaged_compiled_program_is_replaced(tmp_path):
+  before = {
+    name: jax.config.values[name]
+    for name in (
+      'jax_compilation_cache_dir',
+      'jax_persistent_cache_min_compile_time_secs',
+    )
+  }
+
+  def compiled():
+    jax.clear_caches()
+    return jax.jit(lambda x: x @ x)(np.ones((3, 3)))
+
+  try:
+    compilation_cache.enable(tmp_path)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+    compiled()
+    (entry,) = tmp_path.glob('jit__lambda*-cache')
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:50])
+    with pytest.warns(UserWarning, match='it is compiled anew'):
+      compiled()
+    assert len(entry.read_bytes()) > 50
+    compiled()  # warnings are errors
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    compilation_cache.compilation_cache.reset_cache()
+
+
 def test_compilation_cache_folder(monkeypatch, tmp_path):
   before = jax.config.values['jax_compilation_cache_dir']
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))

@@ -1,9 +1,13 @@
 """JAX's persistent compilation cache, on by default in the user's folder."""
 
+import contextlib
+import functools
 import os
 import pathlib
+from typing import Any
 
 import jax
+from jax._src import compilation_cache as jax_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 from specdec_jax.files.locations import user_cache
@@ -17,12 +21,17 @@ def default_folder() -> pathlib.Path:
 def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   """Turns the cache on, unless the user has already chosen one for JAX.
 
+  An entry that is damaged, as by a kill while it was written, is removed when
+  it is read, and written anew; JAX warns of it. By itself JAX would keep it,
+  and compile its program at each start.
+
   Args:
     folder: where compiled programs are kept; None is `default_folder()`.
 
   Returns:
     The folder in use; None if it cannot be made, which costs only time.
   """
+  _remove_damaged()
   chosen = jax.config.values.get('jax_compilation_cache_dir')
   if chosen and folder is None:
     return pathlib.Path(chosen)
@@ -37,3 +46,25 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   # JAX looks only once, at the first compilation, whether there is a cache.
   compilation_cache.reset_cache()
   return path
+
+
+@functools.cache
+def _remove_damaged() -> None:
+  """Makes JAX remove an entry that it cannot read; once in a process."""
+  module: Any = jax_cache
+  # It is private to JAX: where it goes, damaged entries stay, and cost time.
+  read = getattr(module, 'get_executable_and_time', None)
+  if read is None:
+    return
+
+  @functools.wraps(read)
+  def read_or_remove(key: str, *args: Any, **named: Any) -> Any:
+    try:
+      return read(key, *args, **named)
+    except Exception as error:
+      folder = jax.config.values.get('jax_compilation_cache_dir')
+      with contextlib.suppress(OSError):
+        pathlib.Path(folder, f'{key}-cache').unlink()
+      raise RuntimeError(f'{error}; it is compiled anew') from error
+
+  module.get_executable_and_time = read_or_remove
