@@ -22,7 +22,8 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
             as scripts/reproduce.py and scripts/peers.py write it
 
 Several FILEs of kind 'quality', with commas between them, become one table; a
-row has the name of its file's folder.
+row has the name of its file's folder. So do several of gin/runs/gamma_demo.gin;
+a row has the machine.
 """
 
 import json
@@ -33,7 +34,13 @@ from collections.abc import Callable, Sequence
 
 from specdec_jax import files
 from specdec_jax.infer import first_look, quality, report
-from specdec_jax.measure import alpha, beam_grid, record, throughput
+from specdec_jax.measure import (
+  alpha,
+  beam_grid,
+  gamma_curve,
+  record,
+  throughput,
+)
 from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
 from specdec_jax.measure.compiled import beams_report
@@ -80,6 +87,9 @@ def fill(document: str, root: pathlib.Path, name: str = 'README.md') -> str:
 
 
 def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
+  if others and record.load(path).kind == 'table':
+    curves = [record.load(one, 'table') for one in (path, *others)]
+    return gamma_curve.side_by_side(curves).markdown()
   if others:
     several = {
       one.parent.name: record.load(one, 'quality') for one in (path, *others)

@@ -11,7 +11,7 @@ from specdec_jax.files import host_cache
 from specdec_jax.measure import host_gamma
 from specdec_jax.models.model import Model
 
-COSTS = {'start': 2.0, 'draft_start': 0.1, 'round': 1.6, 'call_1': 1.0}
+COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round': 1.6, 'call_1': 1.0}
 CHEAP = COSTS | {'call_2': 1.0, 'call_4': 1.1, 'call_5': 1.2, 'call_8': 2.0}
 DEAR = COSTS | {'call_2': 2.0, 'call_4': 4.0, 'call_5': 5.0, 'call_8': 8.0}
 

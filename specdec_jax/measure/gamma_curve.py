@@ -17,9 +17,9 @@ from specdec_jax.checks.arguments import check_all_at_least, check_at_least
 from specdec_jax.checks.fields import check_types
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import calibration
+from specdec_jax.measure import calibration, host_gamma
 from specdec_jax.measure.canvas import PALETTE, save, whiskers
-from specdec_jax.measure.progress import bar
+from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table, between, show, started
@@ -36,7 +36,10 @@ class GammaCurveConfig:
     engine: makes the engine, with a drafter; called after all cheap checks.
     input_file: the prompts, one per line; they are decoded one at a time.
     calibration: path of a file that `specdec calibrate` wrote for this pair on
-      this machine; it holds the prediction. None shows no prediction.
+      this machine; it holds the prediction.
+    acceptance: without a calibration, a record of the pair's acceptance: calls
+      are timed here then, see `host_gamma`. Without both there is no
+      prediction.
     gammas: proposals per round.
     num_lines: how many lines are decoded; None is all of them.
     repeats: timed repetitions.
@@ -50,6 +53,7 @@ class GammaCurveConfig:
   engine: Callable[[], Engine]
   input_file: str
   calibration: str | None = None
+  acceptance: str | None = None
   gammas: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8)
   num_lines: int | None = None
   repeats: int = 5
@@ -83,6 +87,9 @@ def gamma_curve(
   engine = config.engine()
   if chosen:
     chosen.check(engine.fingerprints)
+  elif config.acceptance:
+    with status(console, 'Timing calls on this host'):
+      chosen = host_gamma.for_host(engine, config.acceptance, 1, 0.0)
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len
   )[: config.num_lines]
@@ -107,7 +114,15 @@ def gamma_curve(
     )
     for gamma in gammas[2:]
   ]
-  record = _record(config, points, len(texts))
+  plain_seconds = statistics.median(seconds[_PLAIN])
+  record = _record(
+    config,
+    points,
+    len(texts),
+    kernel_layout=engine.kernel_layout,
+    plain_ms_per_token=1e3 * plain_seconds / sum(lengths),
+    chosen=chosen.at(1).gamma if chosen else None,
+  )
   show(console, record, config.output_file)
   if config.plot_file:
     plot_gamma_curve(config.plot_file, record)
@@ -177,7 +192,10 @@ def _point(
 
 
 def _record(
-  config: GammaCurveConfig, points: Sequence[Mapping[str, Any]], lines: int
+  config: GammaCurveConfig,
+  points: Sequence[Mapping[str, Any]],
+  lines: int,
+  **content: Any,
 ) -> Record:
   columns = (
     'gamma',
@@ -200,7 +218,40 @@ def _record(
     f'Speed-up over gamma: {lines} lines of {config.input_file}, one at a time,'
     f' {config.repeats} repetitions'
   )
-  return Table(title, columns, rows).record(points=list(points))
+  return Table(title, columns, rows).record(points=list(points), **content)
+
+
+def side_by_side(records: Sequence[Record]) -> Table:
+  """A row a machine: its best gamma, and the one that was chosen for it."""
+  rows = []
+  for record in records:
+    points = record['points']
+    best = max(points, key=lambda one: one['speed_up'])
+    named = {one['gamma']: one for one in points}
+    chosen = named.get(record['chosen'], best)
+    rows.append(
+      [
+        record.where,
+        record['kernel_layout'],
+        record['plain_ms_per_token'],
+        chosen['gamma'],
+        chosen['speed_up'],
+        between(chosen['least'], chosen['most']),
+        chosen['predicted'],
+        f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
+      ]
+    )
+  columns = (
+    'machine',
+    'kernels',
+    Column('plain, ms/token', '.2f'),
+    'gamma chosen',
+    Column('speed-up', '.2f'),
+    'least to most',
+    Column('predicted', '.2f'),
+    'best gamma',
+  )
+  return Table('', columns, rows)
 
 
 def plot_gamma_curve(

@@ -61,7 +61,7 @@ def for_host(
   return _calibration(engine, rate, times, rows, temperature)
 
 
-_NAMES = ('start', 'draft_start', 'round', *(f'call_{m}' for m in _SIZES))
+_NAMES = ('encoder', 'draft_encoder', 'round', *(f'call_{m}' for m in _SIZES))
 
 
 def _timed(engine: Engine, rows: int, temperature: float) -> dict[str, float]:
@@ -85,10 +85,10 @@ def _timed(engine: Engine, rows: int, temperature: float) -> dict[str, float]:
   makers['round'] = functools.partial(
     calls.pair_rounds, pair, request(gamma=_ROUND_GAMMA), repeats
   )
-  makers['start'] = functools.partial(
+  makers['encoder'] = functools.partial(
     calls.encoder_call, pair, request(gamma=0)
   )
-  makers['draft_start'] = functools.partial(
+  makers['draft_encoder'] = functools.partial(
     calls.start_of_drafter, pair, request(gamma=0)
   )
   # XLA compiles without Python's lock, a program on each core.
@@ -98,7 +98,7 @@ def _timed(engine: Engine, rows: int, temperature: float) -> dict[str, float]:
   seconds = timing.interleave(functions, _REPEATS)
   return {
     name: timing.summarise(
-      values, 1e3 if name.endswith('start') else 1e3 / repeats
+      values, 1e3 if name.endswith('encoder') else 1e3 / repeats
     )['median']
     for name, values in seconds.items()
   }
@@ -126,8 +126,8 @@ def _calibration(
       alpha,
       gamma,
       call_cost[gamma] + gamma * cost_ratio,
-      times['start'] / one,
-      times['draft_start'] / one,
+      times['encoder'] / one,
+      times['draft_encoder'] / one,
     )
 
   alpha, error = rate['alpha'], 2 * rate['standard_error']
@@ -152,19 +152,25 @@ def _calibration(
     device=describe()['device'],
     temperature=temperature,
     choices=(choice,),
-    record={'times_ms': dict(times)},
+    record={  # as that of `calibrate`
+      'acceptance_rate': dict(rate),
+      'costs': [
+        {'times_ms': {name: {'median': ms} for name, ms in times.items()}}
+      ],
+    },
   )
 
 
 def said(measured: Calibration) -> str:
   """A line with the numbers that decided."""
   (choice,) = measured.choices
+  times = measured.record['costs'][0]['times_ms']
   assert choice.cost_ratio is not None
   costs = ', '.join(f'{choice.call_cost[m - 1]:.2f}' for m in _SIZES[1:])
   sizes = ', '.join(map(str, _SIZES[1:]))
   return (
     f'On this host a call of the target over one token takes'
-    f' {measured.record["times_ms"]["call_1"]:.2f} ms, one over {sizes} tokens'
+    f' {times["call_1"]["median"]:.2f} ms, one over {sizes} tokens'
     f' {costs} times that, and a proposal {choice.cost_ratio:.2f};'
     f' {choice.acceptance:.0%} of the proposals are accepted.'
   )
