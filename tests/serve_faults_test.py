@@ -7,6 +7,7 @@ pair, by `specdec serve`.
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ httpx = pytest.importorskip('httpx', reason=_WHY)
 for needed in ('aiohttp', 'openai', 'uvicorn', 'starlette'):
   pytest.importorskip(needed, reason=_WHY)
 from serve_test import BAD, sent, server, url  # noqa: E402
-from specdec_jax.serving import load  # noqa: E402
+from specdec_jax.serving import connections, load  # noqa: E402
 from specdec_jax.serving.scheduler import Scheduler  # noqa: E402
 
 __all__ = ['engine', 'server', 'url']  # fixtures
@@ -85,7 +86,6 @@ def scheduler(engine):
     port=0,
     rows=2,
     max_waiting=8,
-    max_connections=400,
     header_seconds=2.0,
     body_seconds=2.0,
     idle_seconds=2.0,
@@ -290,11 +290,18 @@ def test_a_header_is_bounded(url, want):
     assert one.recv(1 << 16).startswith(b'HTTP/1.1 200')
 
 
-def test_connections_that_do_nothing(url, want):
+def test_connections_that_do_nothing(url, want, monkeypatch):
   """However many there are, others are answered meanwhile."""
+  made = connections.Connection.__init__
+
+  def of_few(self, settings, *args, **options):
+    few = dataclasses.replace(settings, max_connections=100)
+    made(self, few, *args, **options)
+
+  monkeypatch.setattr(connections.Connection, '__init__', of_few)
   begin = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
   for data in (b'', begin, begin + b'Content-Length: 9\r\n\r\n{'):
-    with connected(url, data, count=450) as first:
+    with connected(url, data, count=150) as first:
       (text, *_) = want
       answer = httpx.post(f'{url}{PATH}', json=load.body(text))
       assert answer.json()['choices'][0]['text'] == want[text]
