@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SMALLEST_INPUT = 32
+# A short sentence; the encoder takes as long as its width, a program for each.
+SMALLEST_INPUT = 16
 SMALLEST_PROMPT = 8
 
 
