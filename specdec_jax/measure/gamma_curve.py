@@ -238,6 +238,7 @@ def side_by_side(records: Sequence[Record]) -> Table:
         chosen['speed_up'],
         between(chosen['least'], chosen['most']),
         chosen['predicted'],
+        chosen['predicted'] and chosen['predicted'] / chosen['speed_up'],
         f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
       ]
     )
@@ -249,6 +250,7 @@ def side_by_side(records: Sequence[Record]) -> Table:
     Column('speed-up', '.2f'),
     'least to most',
     Column('predicted', '.2f'),
+    Column('predicted / measured', '.2f'),
     'best gamma',
   )
   return Table('', columns, rows)
