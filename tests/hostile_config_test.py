@@ -23,9 +23,11 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.schedule import PoolSettings
 from specdec_jax.measure import memory as counted
 from specdec_jax.models import sizes
+from specdec_jax.models.base import param_shapes
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import network_of
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -315,6 +317,7 @@ def configs():
   yield T5Config(**t5)
   yield T5Config(**t5, mlp_activations=('relu',), logits_via_embedding=True)
   yield T5Config(**t5, bias_per_layer=True, dtype='bfloat16')
+  yield M2M100Config(**t5)
   yield GPTConfig(**gpt)
   yield GPTConfig(**gpt, num_positions=0, norm='rms', use_bias=False)
   yield GPTConfig(
@@ -329,7 +332,9 @@ def configs():
 @pytest.mark.parametrize('config', [*configs()], ids=lambda c: type(c).__name__)
 def test_sizes_are_those_of_the_network(config):
   network = network_of(config)
-  leaves = jax.tree.leaves(jax.eval_shape(network.init, jax.random.key(0)))
+  shapes = jax.eval_shape(network.init, jax.random.key(0))
+  assert param_shapes(network) == shapes
+  leaves = jax.tree.leaves(shapes)
   assert sizes.num_params(config) == sum(leaf.size for leaf in leaves)
   input_len = 5 if network.has_encoder else 0
   inputs = jax.ShapeDtypeStruct((3, input_len), jnp.int32)

@@ -153,6 +153,8 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import specdec_jax
 assert 'jax' not in sys.modules, 'a command must answer --help at once'
+import specdec_jax.infer
+assert 'optax' not in sys.modules, 'to decode nothing that trains is needed'
 for name in {names!r}:
   importlib.import_module(name)
 """

@@ -6,9 +6,10 @@ users know it, and `decode_task` runs it. Both can be killed and resumed. `look`
 is a first look at a pair, and `distil` makes a drafter for a target.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from specdec_jax.infer.failures import AllFailedError
 from specdec_jax.infer.first_look import TryConfig, look
-from specdec_jax.infer.own_drafter import DistilConfig, distil
 from specdec_jax.infer.run import decode, decode_task
 from specdec_jax.infer.settings import (
   Beams,
@@ -17,6 +18,9 @@ from specdec_jax.infer.settings import (
   load_drafter,
   open_tokenizer,
 )
+
+if TYPE_CHECKING:
+  from specdec_jax.infer.own_drafter import DistilConfig, distil
 
 __all__ = [
   'AllFailedError',
@@ -32,3 +36,12 @@ __all__ = [
   'look',
   'open_tokenizer',
 ]
+
+
+def __getattr__(name: str) -> Any:
+  """What `own_drafter` has, which imports all that trains, when it is used."""
+  if name not in ('DistilConfig', 'distil'):
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  from specdec_jax.infer import own_drafter
+
+  return getattr(own_drafter, name)

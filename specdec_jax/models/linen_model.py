@@ -1,5 +1,6 @@
 """What the networks made of linen modules share: one call, one method."""
 
+import dataclasses
 from typing import Any, cast
 
 import jax
@@ -28,6 +29,22 @@ class LinenModel:
   def vocab_size(self) -> int:
     """V, the width of the logits."""
     return self.config.vocab_size
+
+  def param_shapes(self) -> Params:
+    """What `models.base.param_shapes` gives, by one layer of each stack."""
+    fields = [field.name for field in dataclasses.fields(self.config)]
+    stacks = {
+      'decoder' if name == 'num_layers' else name.split('_')[1]: name
+      for name in ('num_encoder_layers', 'num_decoder_layers', 'num_layers')
+      if name in fields and getattr(self.config, name)
+    }
+    one = dataclasses.replace(self.config, **dict.fromkeys(stacks.values(), 1))
+    made: Any = type(self)
+    shapes = jax.eval_shape(made(one).init, jax.random.key(0))
+    for stack, name in stacks.items():
+      for i in range(1, getattr(self.config, name)):
+        shapes[stack][f'layers_{i}'] = shapes[stack]['layers_0']
+    return shapes
 
   def extend(self, params, cache, tokens, tree=None):
     """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""

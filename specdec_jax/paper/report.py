@@ -211,7 +211,8 @@ class Comparison:
     if len(self.listed) == len(self.rows):  # they are above
       where = ''
     return [
-      f'{count} row{"s" * (count > 1)} not measured{where}: {reason}.'
+      f'{count} row{"s" * (count > 1)} not measured{where}:'
+      f' {reason.rstrip(".")}.'
       for reason, count in reasons.items()
     ]
 
