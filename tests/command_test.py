@@ -83,6 +83,7 @@ def test_help_says_what_is_the_default(capsys):
   assert 'proposes per round (default: 4)' in out
   assert "compared (default: 'speculative')" in out
   assert 'default: None' not in out
+  assert 'and its best output --' in out  # without it there is no search
   text = "A = 3  # so\nB = %A\nC = None\nd.A = 5\nE = ('a', 'b')\n"
   assert plain_flags.defaults(text) == {'A': '3', 'E': "('a', 'b')"}
 

@@ -314,7 +314,10 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
   lines = str(tmp_path / 'lines.txt')
   for options, message in (
     (dict(name=str(tmp_path / 'none.tsv')), 'no file of examples'),
-    (dict(name=lines, mode='score'), "no tokens 'targets'"),
+    (
+      dict(name=lines, mode='score'),
+      r"no tokens 'targets'.* those of \['inputs'\].*TAB",
+    ),
     (dict(prompt_feature='prompt'), "example 0 has no tokens 'prompt'"),
     (dict(prompt_feature='targets_pretokenized'), 'has no tokens'),
     (dict(metrics=('blue',)), "no metric 'blue'. Nearest known: bleu"),

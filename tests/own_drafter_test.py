@@ -48,6 +48,13 @@ def save_target(folder, tokenizer, seed, layers=2):
   return str(folder)
 
 
+@pytest.mark.parametrize('minutes', [0, 1, 6, 30, 90])
+def test_decoding_and_learning_leave_time_for_the_rest(minutes):
+  decoding, learning = own_drafter._shares(minutes)
+  assert decoding + learning <= minutes - min(minutes / 3, 10) + 1e-9
+  assert learning >= decoding or not minutes
+
+
 @pytest.fixture(scope='module')
 def target(folder, tokenizer):
   return save_target(folder / 'target', tokenizer, 0)
@@ -85,6 +92,7 @@ def test_from_texts_to_a_calibrated_pair(
   status, out, err = run('distil', *flags, *quick())
   assert status == 0, err
   assert 'speculation' in out and 'specdec decode --target' in out
+  assert '90 minutes in all: 30 at most to decode' in out
   mine = load('mine')
   assert mine.network.reads_encoder
   assert isinstance(mine.network, Shortlisted)

@@ -1,6 +1,7 @@
 """Long measurements say what goes on, where someone sees it."""
 
 import io
+import time
 
 import rich.console
 
@@ -19,9 +20,24 @@ def shown(**options) -> str:
   return stream.getvalue()
 
 
-def test_a_phase_is_named_on_a_terminal_alone():
+def test_a_phase_is_named_on_a_terminal(capsys):
   assert 'Compiling, batch 1' in shown(force_terminal=True)
   assert shown(force_terminal=False) == ''
+  assert capsys.readouterr().err == ''  # of what takes no time
+
+
+def test_elsewhere_a_line_comes_now_and_then(capsys, monkeypatch):
+  monkeypatch.setattr(progress, 'EVERY_S', 0.02)
+  console = rich.console.Console(file=io.StringIO())
+  with progress.status(console, 'Loading'):
+    time.sleep(0.1)
+  with progress.bar(console, 'Costs', 3) as bar:
+    bar(2)
+    bar.say('Compiling')
+    time.sleep(0.1)
+  assert console.file.getvalue() == ''
+  err = capsys.readouterr().err
+  assert 'Loading, 0 s\n' in err and 'Compiling: 2 of 3, 0 s\n' in err
 
 
 def test_totals_of_outputs():

@@ -332,7 +332,8 @@ FLAGS = (
   Flag(
     ('--minutes',),
     'MINUTES',
-    'of training; the learning rate ends at zero with them',
+    'of all of it: a third at most to decode the texts, then to learn; the last'
+    ' minutes, some at least, to compile and calibrate',
     ('distil',),
     kind=float,
   ),
@@ -562,7 +563,8 @@ def add(
         dest=f'plain_{number}',
         action='append',
         metavar=flag.metavar,
-        help=flag.help + _default(known.get(flag.macro)),
+        # Where a flag changes more than its macro, there is no default without.
+        help=flag.help + _default(None if flag.also else known.get(flag.macro)),
       )
 
 

@@ -46,6 +46,7 @@ from specdec_jax.training.trainer import TrainConfig
 CALIBRATION = 'calibration.json'
 _TRAINING = 'training'
 _LEAST_TEXTS = 8
+_REST_MINUTES = 10
 _MOST_HELD_OUT = 512
 _SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
 _WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -64,8 +65,7 @@ class DistilConfig:
     kept: which ones, see `slicing.sliced`.
     max_input_len, max_decode_len: tokens of an input and of an output at most,
       their ends included; longer ones are left out.
-    output_minutes: the target decodes for so long at most; 0 is no limit.
-    minutes: of training, compilation not counted; 0 is no limit.
+    minutes: of all of it, see `_shares`; 0 is no limit, and `steps` ends it.
     steps: ends the training as well.
     learning_rate: at its peak.
     tokens_per_batch, tokens_per_part: as of `PackingConfig`.
@@ -84,8 +84,7 @@ class DistilConfig:
   kept: str = 'spaced'
   max_input_len: int = 128
   max_decode_len: int = 120
-  output_minutes: float = 30.0
-  minutes: float = 60.0
+  minutes: float = 90.0
   steps: int = 1_000_000
   learning_rate: float = 2e-3
   tokens_per_batch: int = 2048
@@ -101,7 +100,7 @@ class DistilConfig:
     check_choice('DistilConfig.kept', self.kept, KEPT)
     check_choice('DistilConfig.export_dtype', self.export_dtype, DTYPES)
     check_at_least(self, num_layers=1, max_input_len=2, max_decode_len=2)
-    check_at_least(self, output_minutes=0.0, minutes=0.0, steps=1)
+    check_at_least(self, minutes=0.0, steps=1)
     check_at_least(self, max_gamma=1, num_tokens=1, repeats=2)
 
 
@@ -135,6 +134,14 @@ def distil(
     f' is {config.num_layers} of {config.target.name!r}'
     f"'s {_t5(config.target).config.num_decoder_layers} decoder layers.",
   )
+  if config.minutes:
+    decoding, learning = _shares(config.minutes)
+    say(
+      console,
+      f'{config.minutes:g} minutes in all: {decoding:.2g} at most to decode'
+      f' them, {learning:.2g} to learn; the rest to compile and to calibrate,'
+      ' which takes some minutes however few these are.',
+    )
   training = os.path.join(config.output_dir, _TRAINING)
   files.make_folder(training)
   held_out_file = os.path.join(config.output_dir, 'held_out.txt')
@@ -151,6 +158,16 @@ def distil(
     f' {config.target.name} --draft {config.output_dir} --calibration {path}',
   )
   return found
+
+
+def _shares(minutes: float) -> tuple[float, float]:
+  """Minutes of decoding at most, and of training, that leave room for the rest.
+
+  Compilation and the calibration are not of one length; a third, or
+  `_REST_MINUTES` of many, is enough for the pairs that were tried.
+  """
+  third = minutes / 3
+  return third, minutes - third - min(third, _REST_MINUTES)
 
 
 def _t5(target: Model) -> T5:
@@ -235,6 +252,7 @@ def _train_run(
   longest: int,
 ) -> TrainRun:
   tokenizer = own_vocabulary(config.target)
+  decoding, learning = _shares(config.minutes)
   paths = []
   for name, texts in (('train', learned), ('held_out', held_out)):
     ids = [tokenizer.encode(text) for text in texts]
@@ -258,7 +276,7 @@ def _train_run(
     ),
     training=TrainConfig(
       steps=config.steps,
-      max_minutes=config.minutes,
+      max_minutes=learning,
       eval_every=400,
       checkpoint_minutes=5.0,
       seed=config.seed,
@@ -273,7 +291,7 @@ def _train_run(
       slice_target=True,
       slice_layers=config.kept,
       outputs=OutputsConfig(
-        max_minutes=config.output_minutes,
+        max_minutes=decoding,
         widths=widths,
         max_ratio=0.0,
         max_extra=config.max_decode_len,

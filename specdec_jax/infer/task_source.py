@@ -254,9 +254,12 @@ def _examples(config: TaskConfig) -> tuple[list[examples.Example], str | None]:
       lacks = config.mode == SCORE and feature == examples.TARGETS
       broken = not _is_ids(ids) or (lacks and not len(ids))
       if broken and examples.BROKEN not in example:
+        those = [k for k, v in sorted(example.items()) if _is_ids(v) and len(v)]
         error = (
           f'{_name(config)!r}: example {config.index(number)} has no tokens'
-          f' {feature!r}, which this run needs; it has {sorted(example)}.'
+          f' {feature!r}, which this run needs; it has those of {those}.'
+          + ' A line is inputs<TAB>targets (.tsv), or has both (.jsonl).'
+          * lacks
         )
         example = {**example, examples.BROKEN: error}
     checked.append(example)

@@ -1,19 +1,47 @@
-"""Shows progress bars, and what is going on, on terminals only."""
+"""Progress bars on a terminal; elsewhere a line on stderr now and then."""
 
 import contextlib
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 import rich.console
 import rich.progress
+
+EVERY_S = 20.0  # between two lines
 
 
 def status(
   console: rich.console.Console, message: str
 ) -> contextlib.AbstractContextManager[object]:
-  """Shows what is going on, on a terminal only."""
+  """Shows what is going on while a block runs."""
   if console.is_terminal:
     return console.status(message)
-  return contextlib.nullcontext()
+  return _lines(lambda: message)
+
+
+@contextlib.contextmanager
+def _lines(describe: Callable[[], str]) -> Iterator[None]:
+  """Says what is going on each `EVERY_S`, while the block runs.
+
+  In a thread, because one step may be a compilation of minutes.
+  """
+  begin = time.monotonic()
+  ended = threading.Event()
+
+  def say() -> None:
+    while not ended.wait(EVERY_S):
+      elapsed = time.monotonic() - begin
+      print(f'{describe()}, {elapsed:.0f} s', file=sys.stderr, flush=True)
+
+  thread = threading.Thread(target=say, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
 
 
 class Bar:
@@ -40,5 +68,12 @@ def bar(console: rich.console.Console, label: str, total: int) -> Iterator[Bar]:
     transient=True,
     disable=not console.is_terminal,
   )
-  with progress:
-    yield Bar(progress, progress.add_task(label, total=total))
+  task = progress.add_task(label, total=total)
+  one = progress.tasks[0]
+
+  def describe() -> str:
+    return f'{one.description}: {one.completed:g} of {total}'
+
+  shown = progress if console.is_terminal else _lines(describe)
+  with shown:
+    yield Bar(progress, task)
