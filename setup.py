@@ -38,8 +38,10 @@ setuptools.setup(
     'Development Status :: 3 - Alpha',
     'Intended Audience :: Science/Research',
     'Programming Language :: Python :: 3',
+    # .ci/run tests the newest and the oldest of these that it finds.
     'Programming Language :: Python :: 3.11',
     'Programming Language :: Python :: 3.12',
+    'Programming Language :: Python :: 3.13',
     'Topic :: Scientific/Engineering :: Artificial Intelligence',
   ],
   python_requires='>=3.11',
@@ -58,9 +60,10 @@ setuptools.setup(
   install_requires=[
     'flax>=0.12',
     'gin-config>=0.5',
-    'jax>=0.9',
+    # Tried: 0.10.2, the last for Python 3.11, and 0.12.0 on 3.12 and 3.13.
+    'jax>=0.10.2',
     'msgpack>=1.0',
-    'numpy>=1.26',
+    'numpy>=2.0',
     'optax>=0.2.5',
     'orbax-checkpoint>=0.11',
     'rich>=13',
@@ -70,8 +73,8 @@ setuptools.setup(
   extras_require={
     # seqio brings TensorFlow (about 3 GB); only text/seqio_tasks.py needs it.
     'tasks': ['seqio>=0.0.18', 'tensorflow>=2.16', 'tensorflow-text>=2.16'],
-    'tpu': ['jax[tpu]>=0.9'],
-    'cuda': ['jax[cuda12]>=0.9'],
+    'tpu': ['jax[tpu]>=0.10.2'],
+    'cuda': ['jax[cuda12]>=0.10.2'],
     'plots': PLOTS,
     'huggingface': HUGGINGFACE,
     # Vocabularies of GPT-2, Llama, Qwen, Gemma and NLLB; also in transformers.
