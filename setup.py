@@ -38,6 +38,7 @@ setuptools.setup(
     'Development Status :: 3 - Alpha',
     'Intended Audience :: Science/Research',
     'Programming Language :: Python :: 3',
+    # .ci/run tests the newest and the oldest of these that it finds.
     'Programming Language :: Python :: 3.11',
     'Programming Language :: Python :: 3.12',
     'Programming Language :: Python :: 3.13',
@@ -59,10 +60,10 @@ setuptools.setup(
   install_requires=[
     'flax>=0.12',
     'gin-config>=0.5',
-    # Tried with what pip takes: 0.10.2 for Python 3.11, 0.12 for 3.12 and 3.13.
+    # Tried: 0.10.2, the last for Python 3.11, and 0.12.0 on 3.12 and 3.13.
     'jax>=0.10.2',
     'msgpack>=1.0',
-    'numpy>=1.26',
+    'numpy>=2.0',
     'optax>=0.2.5',
     'orbax-checkpoint>=0.11',
     'rich>=13',

@@ -11,7 +11,7 @@ import pytest
 
 import backend_test
 from backend_test import NETWORKS
-from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
+from gpu_check_test import _nothing_is_kept, check, compiles_kernels, settings  # noqa: F401
 from specdec_jax.measure import environment, memory
 from specdec_jax.models import (
   attention_kernel,
@@ -385,7 +385,7 @@ def test_shapes_that_are_refused(queries, kept, slots, dtype, reason):
   assert reason in said and bool(said) == bool(reason)
 
 
-@needs_cuda
+@compiles_kernels
 @pytest.mark.usefixtures('_nothing_is_kept')
 def test_kernels_are_compiled_for_a_gpu(tmp_path):
   costs = {}

@@ -14,9 +14,13 @@ from specdec_jax.paper import printed
 
 ROW = printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 3.4)
 SAMPLED = ROW._replace(temperature=1)
+NO_CUDA = importlib.util.find_spec('jax_cuda12_plugin') is None
 needs_cuda = pytest.mark.skipif(
-  importlib.util.find_spec('jax_cuda12_plugin') is None,
-  reason="needs CUDA's compiler: pip install 'specdec_jax[cuda]'",
+  NO_CUDA, reason="needs CUDA's compiler: pip install 'specdec_jax[cuda]'"
+)
+compiles_kernels = pytest.mark.skipif(
+  NO_CUDA or jax.__version_info__ >= (0, 11),
+  reason="needs CUDA's compiler, and JAX 0.10: newer ones want a GPU",
 )
 
 
@@ -242,6 +246,9 @@ def test_errors_name_what_is_known_or_missing(tmp_path, monkeypatch):
     settings(tmp_path, device='h100')
   with pytest.raises(ValueError, match='kernel_us must not be negative: -1'):
     settings(tmp_path, kernel_us=-1.0)
+  monkeypatch.setattr(jax, '__version_info__', (0, 12))
+  with pytest.raises(ValueError, match="kernels must be 'off'.*'forced'"):
+    check(settings(tmp_path, kernels='forced'))
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(
     ValueError, match=r"install 'specdec_jax\[cuda\]'"

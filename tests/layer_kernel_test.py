@@ -8,7 +8,7 @@ import pytest
 
 import backend_test
 from attention_kernel_test import _long_inputs, network, traced  # noqa: F401
-from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
+from gpu_check_test import _nothing_is_kept, check, compiles_kernels, settings  # noqa: F401
 from specdec_jax.models import backend
 from specdec_jax.models.tree import static_tree
 from specdec_jax.probs import SamplingConfig
@@ -109,7 +109,7 @@ def test_layers_are_kernels_where_they_can_be():
     traced('forced layers', mlp_dim=56)
 
 
-@needs_cuda
+@compiles_kernels
 @pytest.mark.usefixtures('_nothing_is_kept')
 def test_compiled_a_layer_is_one_kernel(tmp_path):
   costs = {}

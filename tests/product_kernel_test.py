@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from attention_kernel_test import same, traced
-from gpu_check_test import _nothing_is_kept, needs_cuda  # noqa: F401
+from gpu_check_test import _nothing_is_kept, compiles_kernels  # noqa: F401
 from specdec_jax.measure.compiled import devices, gpu
 from specdec_jax.measure.compiled.compiler import Compiler
 from specdec_jax.models import backend, integers, product_kernel, products
@@ -136,7 +136,7 @@ def test_all_products_of_a_layer_are_kernels():
 SIZE = 4096
 
 
-@needs_cuda
+@compiles_kernels
 @pytest.mark.usefixtures('_nothing_is_kept')
 @pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
 def test_compiled_it_is_one_kernel_that_writes_its_result(dtype):
@@ -205,7 +205,7 @@ def loops(text):
         yield inside
 
 
-@needs_cuda
+@compiles_kernels
 def test_compiled_its_loop_waits_for_no_number(tmp_path):
   sizes = [(1, 4096, 12288), (8, 10240, 4096), (2, 1024, 512), (1, 512, 32128)]
   environment = dict(os.environ, XLA_FLAGS=f'--xla_dump_to={tmp_path}')

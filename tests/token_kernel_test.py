@@ -14,7 +14,7 @@ from attention_kernel_test import (  # noqa: F401
   network,
   traced,
 )
-from gpu_check_test import _nothing_is_kept, check, needs_cuda, settings  # noqa: F401
+from gpu_check_test import _nothing_is_kept, check, compiles_kernels, settings  # noqa: F401
 from specdec_jax import probs
 from specdec_jax.measure.compiled import devices, gpu
 from specdec_jax.measure.compiled.compiler import Compiler
@@ -301,7 +301,7 @@ def test_where_it_cannot_be_had_calls_draw():
       assert jax.eval_shape(draft) is None
 
 
-@needs_cuda
+@compiles_kernels
 @pytest.mark.usefixtures('_nothing_is_kept')
 def test_compiled_a_draft_step_is_its_layers_and_two_kernels_more(tmp_path):
   results, _ = check(settings(tmp_path, kernels='forced layers'))
@@ -314,7 +314,7 @@ def test_compiled_a_draft_step_is_its_layers_and_two_kernels_more(tmp_path):
   assert step['copied_bytes'] == step['rewritten_bytes'] == 0
 
 
-@needs_cuda
+@compiles_kernels
 @pytest.mark.usefixtures('_nothing_is_kept')
 @pytest.mark.parametrize('sampled', [False, True])
 def test_compiled_a_draw_is_one_kernel_that_writes_what_it_must(sampled):

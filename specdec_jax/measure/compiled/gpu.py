@@ -25,12 +25,23 @@ _NO_TRIALS = '--xla_gpu_autotune_level=0'  # they need the device
 _CUDNN, _RUNTIME = (9, 10, 0), (12, 9, 0)
 
 
-def describe(gpu: Gpu) -> Any:
+def describe(gpu: Gpu, kernels: str = 'off') -> Any:
   """The GPU as a device to compile for.
 
+  Args:
+    gpu: its numbers.
+    kernels: the setting of hand-written kernels that will be compiled.
+
   Raises:
-    ValueError: the CUDA compiler is not installed, or does not know it.
+    ValueError: the CUDA compiler is not installed, or does not know it; or this
+      JAX compiles no kernels without a GPU.
   """
+  if kernels != 'off' and jax.__version_info__ >= (0, 11):
+    raise ValueError(
+      f"kernels must be 'off' here, got {kernels!r}: JAX {jax.__version__}"
+      ' compiles hand-written kernels only where a GPU is; JAX 0.10 does'
+      ' without.'
+    )
   if importlib.util.find_spec(_PLUGIN) is None:
     raise ValueError(
       f'To compile for a {gpu.name} the CUDA compiler is needed, which is not'

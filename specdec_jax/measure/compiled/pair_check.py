@@ -135,7 +135,7 @@ def check(
   """
   console = console or terminal()
   _check_rows(config, rows)
-  device, compiled_for = _describe(config.device)
+  device, compiled_for = _describe(config)
   is_gpu = isinstance(devices.find(config.device), devices.Gpu)
   compiler = Compiler(device, counts_kernels=is_gpu)
   check_row = _check_on_gpu if is_gpu else _check_on_tpu
@@ -159,11 +159,11 @@ def check(
   return results
 
 
-def _describe(name: str) -> tuple[Any, dict[str, str]]:
+def _describe(config: PairCheckConfig) -> tuple[Any, dict[str, str]]:
   """The device, its name and the versions of its compiler."""
-  described = devices.find(name)
+  described = devices.find(config.device)
   if isinstance(described, devices.Gpu):
-    return gpu.describe(described), {
+    return gpu.describe(described, config.kernels), {
       'compiled_for': described.name
     } | gpu.versions()
   chip = tpu.describe_slice(described.topology)[0]

@@ -79,7 +79,9 @@ def check(
     ValueError: the GPU's compiler is missing.
   """
   console = started(config, console)
-  compiler = Compiler(gpu.describe(config.gpu), counts_kernels=True)
+  compiler = Compiler(
+    gpu.describe(config.gpu, config.kernels), counts_kernels=True
+  )
   calls = []
   with (
     backend.compiled_for('gpu'),
