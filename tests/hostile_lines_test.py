@@ -80,6 +80,7 @@ class Reversing:
   source_lang = target_lang = None
   rule, fallback, usual = None, False, None
   has_drafter = False
+  kernel_layout, chooses_gamma = 'in_out', False
 
   def __init__(self, tokenizer):
     self.tokenizer = tokenizer

@@ -41,6 +41,7 @@ class Says:
   source_lang = target_lang = None
   rule, fallback, usual = None, False, None
   has_drafter = False
+  kernel_layout, chooses_gamma = 'in_out', False
   fingerprints = types.MappingProxyType({})
   models = types.MappingProxyType({})
 

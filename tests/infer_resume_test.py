@@ -191,6 +191,7 @@ class Python:
   fingerprints, models, tokenizer, across_hosts = {}, {}, tokenizer, False
   bos_id = rule = usual = source_lang = target_lang = None
   has_drafter = False
+  kernel_layout, chooses_gamma = 'in_out', False
   fallback = False
 
   def warmup(self, texts, **options):

@@ -56,6 +56,7 @@ class ReversingEngine:
   max_decode_len = 32
   bos_id = rule = usual = source_lang = target_lang = None
   has_drafter = False
+  kernel_layout, chooses_gamma = 'in_out', False
   fallback = False
   gamma = 1
   drafter = None
