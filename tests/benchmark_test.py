@@ -329,7 +329,7 @@ class Numbers:
     ({'count': 0}, r'Numbers.count must be at least 1, got 0\.'),
     ({'count': 1.5}, 'Numbers.count must be a whole number, got 1.5'),
     ({'share': -0.1}, 'Numbers.share must be at least 0, got -0.1'),
-    ({'share': float('nan')}, 'Numbers.share must be at least 0, got nan'),
+    ({'share': float('nan')}, 'Numbers.share must be a finite number, got nan'),
     ({'sizes': ()}, r'Numbers.sizes must .*, got \(\)'),
     ({'sizes': (2, 0)}, r'Numbers.sizes must .* at least 1, got \(2, 0\)'),
   ],

@@ -230,7 +230,7 @@ def load_run(name, tokenizer, folder, **macros):
 
 @pytest.mark.parametrize('row', printed.TABLE2, ids=row_name)
 def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
-  """By the macros that the header of its file says, and by its old path."""
+  """By the macros that the header of its file says."""
   names = ('t5_1_1_xxl', row.draft.replace('t5_', 't5_1_1_'))
   path = ROOT / 'gin' / 'runs' / f'{row.task}_xxl.gin'
   macros = {
@@ -239,8 +239,8 @@ def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
     'TEMPERATURE': float(row.temperature),
     'GAMMA': gamma_in_header(path.read_text(), names[1], row.temperature),
   }
-  for name, given in ((path.stem, macros), (row_name(row), {})):
-    check_row(row, names, load_run(name, tokenizer, folder, **given), alone)
+  run = load_run(path.stem, tokenizer, folder, **macros)
+  check_row(row, names, run, alone)
 
 
 def gamma_in_header(text, draft, temperature):

@@ -42,7 +42,6 @@ from specdec_jax.checks.names import nearest
 from specdec_jax.cli import (
   gin_checks,
   gin_old_macros,
-  gin_old_paths,
   plain_flags,
 )
 from specdec_jax.files import shipped
@@ -302,8 +301,7 @@ def load(flags: Flags) -> None:
   """Makes gin's configuration from `flags`, replacing any earlier one.
 
   Gin files are looked up in the working folder, in --gin_search_paths and in
-  the repository, in this order; where a file was moved or merged its old path
-  works as well (gin_old_paths.py).
+  the repository, in this order.
 
   Raises:
     ValueError: a missing gin file; a name that nothing knows, with the nearest
@@ -311,7 +309,6 @@ def load(flags: Flags) -> None:
   """
   gin.clear_config()
   logging.getLogger().addFilter(_is_no_place_of_many)
-  gin_old_paths.serve(ROOT)
   for folder in (*flags.search_paths, str(ROOT)):
     gin.add_config_file_search_path(folder)
   for gin_file in flags.gin_files:
@@ -489,7 +486,7 @@ def _find(gin_file: str, search_paths: Sequence[str]) -> None:
   """Raises ValueError if `gin_file` is in none of the places."""
   places = ['.', *search_paths, str(ROOT)]
   paths = [pathlib.Path(place, gin_file) for place in places]
-  if any(p.is_file() or gin_old_paths.find(p, ROOT) for p in paths):
+  if any(path.is_file() for path in paths):
     return
   shipped = [
     path.relative_to(ROOT).as_posix() for path in ROOT.glob('gin/**/*.gin')

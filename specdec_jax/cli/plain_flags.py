@@ -274,8 +274,9 @@ FLAGS = (
   Flag(
     ('--gamma', '--num-speculative-tokens', '--num-assistant-tokens'),
     'GAMMA',
-    "a number, or 'adaptive', for as long as it is sure enough: tokens that the"
-    ' drafter proposes per round. The demo chooses what pays on its host',
+    "a number, or 'adaptive', for as long as it is sure enough (in the demo"
+    ' what pays on its host, unless it is given): tokens that the drafter'
+    ' proposes per round',
     ('decode', 'demo', 'try', *_SERVER),
     kind=int | str,
   ),
