@@ -331,12 +331,12 @@ class FakeRequest:
 
 
 def test_queue():
-  request = FakeRequest(9, 40, 3, 33, 5, 32, 64)
+  request = FakeRequest(20, 40, 3, 33, 5, 32, 64)
   rows = range(7)
   queue = Queue(request, rows, PoolSettings(rows=4))
   # The shortest first; what is read together has one bucket.
   assert list(queue.groups) == [[2, 4], [0, 5], [3, 1], [6]]
-  assert [queue.widths(group)[0] for group in queue.groups] == [32, 32, 64, 64]
+  assert [queue.widths(group)[0] for group in queue.groups] == [16, 32, 64, 64]
   given = Queue(request, rows, PoolSettings(rows=4, order='given', read_rows=3))
   assert list(given.groups) == [[0, 1, 2], [3, 4, 5], [6]]
   assert [given.widths(group)[0] for group in given.groups] == [64] * 3
