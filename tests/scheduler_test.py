@@ -202,7 +202,7 @@ def test_who_is_alone_has_a_pool_of_its_own(engine, scheduler, monkeypatch):
     same(later.last.completion, drawn)
   assert calls[0][0] == 'hold' and any(one[0] == 'read' for one in calls)
   widths = [width for name, _, width in calls if name == 'run']
-  assert widths[1] == 32 and widths[-1] == 40, 'it was not moved'
+  assert widths[1] == 16 and widths[-1] == 40, 'it was not moved'
   assert {rounds for name, rounds, _ in calls if name == 'run'} <= {1, *alone}
 
 
