@@ -2,13 +2,11 @@
 
 import io
 
-import jax
 import matplotlib.image
 import pytest
 import rich.console
 
 import small_vocabulary
-from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.trace import Round
 from specdec_jax.measure import calibration, gamma_curve
 from specdec_jax.measure.calibration import (
@@ -16,7 +14,6 @@ from specdec_jax.measure.calibration import (
   CalibrationError,
   Choice,
 )
-from specdec_jax.models.model import Model
 from specdec_jax.paper.trace_picture import plot_trace
 
 
@@ -26,11 +23,7 @@ def quiet():
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  network = small_vocabulary.network(1)
-  model = Model(network, network.init(jax.random.key(0)))
-  return Engine(
-    model, model, tokenizer=tokenizer, max_input_len=16, max_decode_len=8
-  )
+  return small_vocabulary.engine_with_itself(tokenizer)
 
 
 def save_calibration(path, fingerprints):

@@ -2,14 +2,13 @@
 
 import json
 
-import jax
 import pytest
 
 import small_vocabulary
-from specdec_jax.engine.engine import Engine
+from specdec_jax import infer
+from specdec_jax.cli import gin_flags
 from specdec_jax.files import host_cache
 from specdec_jax.measure import host_gamma
-from specdec_jax.models.model import Model
 
 COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round': 1.6, 'call_1': 1.0}
 CHEAP = COSTS | {'call_2': 1.0, 'call_4': 1.1, 'call_5': 1.2, 'call_8': 2.0}
@@ -18,17 +17,14 @@ DEAR = COSTS | {'call_2': 2.0, 'call_4': 4.0, 'call_5': 5.0, 'call_8': 8.0}
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  network = small_vocabulary.network(1)
-  model = Model(network, network.init(jax.random.key(0)))
-  return Engine(
-    model, model, tokenizer=tokenizer, max_input_len=16, max_decode_len=8
-  )
+  return small_vocabulary.engine_with_itself(tokenizer)
 
 
 @pytest.fixture
-def acceptance(tmp_path, monkeypatch):
+def acceptance(engine, tmp_path, monkeypatch):
   monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'cache')
   row = {'standard_error': 0.02, 'num_tokens': 1600, 'num_outputs': 100}
+  row |= {'fingerprints': dict(engine.fingerprints), 'lossless': True}
   rows = [
     row | {'temperature': 0.0, 'alpha': 0.8},
     row | {'temperature': 1.0, 'alpha': 0.01},
@@ -74,3 +70,39 @@ def test_another_record(engine, tmp_path):
   (tmp_path / 'x.json').write_text('{"kind": "benchmark", "version": 1}')
   with pytest.raises(ValueError, match='benchmark'):
     host_gamma.for_host(engine, str(tmp_path / 'x.json'), 1, 0.0)
+
+
+@pytest.mark.parametrize(
+  'change', [{'fingerprints': {'target': 'another'}}, {'lossless': False}]
+)
+def test_the_acceptance_of_another_pair_says_nothing(
+  engine, acceptance, tmp_path, change
+):
+  record = json.loads((tmp_path / 'acceptance.json').read_text())
+  for row in record['rows']:
+    row |= change
+  (tmp_path / 'acceptance.json').write_text(json.dumps(record))
+  assert host_gamma.for_host(engine, acceptance, 1, 0.0) is None
+
+
+def test_a_layout_is_another_measurement(engine, acceptance, monkeypatch):
+  runs = []
+  monkeypatch.setattr(host_gamma, '_timed', lambda *_: runs.append(1) or CHEAP)
+  for layout in ('in_out', 'out_in', 'in_out'):
+    monkeypatch.setattr(engine, 'kernel_layout', layout)
+    host_gamma.for_host(engine, acceptance, 1, 0.0)
+  assert len(runs) == 2
+
+
+def test_what_is_shipped_is_of_the_shipped_pair():
+  """And `demo_drafters.gin`, with another drafter, has no part in it."""
+  for run_file, is_of_pair in ('demo', True), ('demo_drafters', False):
+    flags = [f'--gin_file=gin/runs/{run_file}.gin']
+    gin_flags.load(gin_flags.parse_flags(flags))
+    config = gin_flags.build(infer.DecodeConfig)
+    rows = json.loads((gin_flags.ROOT / config.acceptance).read_text())['rows']
+    made = config.engine()
+    assert made.chooses_gamma
+    assert all(
+      (row['fingerprints'] == made.fingerprints) == is_of_pair for row in rows
+    )

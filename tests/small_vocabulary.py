@@ -5,7 +5,9 @@ import io
 import jax
 import numpy as np
 
+from specdec_jax.engine.engine import Engine
 from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.text import tokenizer as tokenizer_lib
 
@@ -76,3 +78,12 @@ def weights(network, seed: int):
 
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def engine_with_itself(tokenizer):
+  """An engine whose target is its own drafter; outputs of 8 tokens."""
+  own = network(1)
+  model = Model(own, own.init(jax.random.key(0)))
+  return Engine(
+    model, model, tokenizer=tokenizer, max_input_len=16, max_decode_len=8
+  )

@@ -32,7 +32,8 @@ def of_this_host(
     temperature = config.sampling.temperature
     assert isinstance(temperature, float | int)  # a run has one
     measured = host_gamma.for_host(engine, acceptance, config.rows, temperature)
-  say(console, host_gamma.said(measured))
+  if measured is not None:
+    say(console, host_gamma.said(measured))
   return measured
 
 

@@ -184,6 +184,7 @@ def _rows(
     {
       'target': config.target,
       'draft': name,
+      'fingerprints': dict(engine.fingerprints),
       **_row(config, engine, texts, temperature, lenience, advance),
       'paper': None if draft is None else [config.paper_target, draft],
     }

@@ -13,15 +13,14 @@ from specdec_jax.models import backend
 def describe() -> dict[str, Any]:
   """Returns device, cores, versions and load, to be kept with a measurement."""
   device = jax.devices()[0]
+  is_cpu = device.platform == 'cpu'
   kernels = backend.kernel_setting()
   return {
-    'device': device.device_kind
-    if device.platform != 'cpu'
-    else backend.cpu_name(),
+    'device': backend.cpu_name() if is_cpu else device.device_kind,
     'platform': device.platform,
     'devices': jax.device_count(),
     'cores': backend.num_cores(),
-    **({} if device.platform != 'cpu' else {'isa': backend.instruction_set()}),
+    **({'isa': backend.instruction_set()} if is_cpu else {}),
     'jax': jax.__version__,
     'python': platform.python_version(),
     'load_average': _load_average(),

@@ -19,7 +19,7 @@ from specdec_jax.measure import calibration, calls, record, timing
 from specdec_jax.measure.calibration import Calibration, Choice
 from specdec_jax.measure.environment import describe
 from specdec_jax.measure.measured_pair import Pair
-from specdec_jax.models import backend, cpu_layout
+from specdec_jax.models import backend
 from specdec_jax.probs import SamplingConfig
 
 _SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
@@ -30,25 +30,37 @@ _INPUT_LEN, _DECODE_LEN = 32, 120
 
 def for_host(
   engine: Engine, acceptance_file: str, rows: int, temperature: float
-) -> Calibration:
+) -> Calibration | None:
   """Times calls of a pair here, unless that was done before, and chooses gamma.
 
   Args:
     engine: an engine with a drafter.
-    acceptance_file: the record of the pair's acceptance, see `measure.alpha`;
-      its row of the nearest temperature counts.
+    acceptance_file: a record of acceptance, see `measure.alpha`; its row of
+      this pair and the nearest temperature counts.
     rows: that are decoded together.
     temperature: of the run.
+
+  Returns:
+    The calibration; None if the record has no row of this pair, whose
+    acceptance is then not known.
 
   Raises:
     ValueError: the file is no such record.
   """
-  rates = record.load(shipped.find(acceptance_file), 'alpha').content['rows']
+  pair = dict(engine.fingerprints)
+  rates = [
+    row
+    for row in record.load(shipped.find(acceptance_file), 'alpha')['rows']
+    if row.get('fingerprints') == pair and row['lossless']
+  ]
+  if not rates:
+    return None
   rate = min(rates, key=lambda row: abs(row['temperature'] - temperature))
   key = {
     **backend.host(),
-    'layout': cpu_layout.cpu_layout().kernel_layout,
-    'fingerprints': dict(engine.fingerprints),
+    'device': describe()['device'],
+    'layout': engine.kernel_layout,
+    'fingerprints': pair,
     'rows': rows,
     'greedy': temperature == 0,
   }
