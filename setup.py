@@ -14,10 +14,10 @@ SERVE = [
   'starlette>=0.40',
   'uvicorn>=0.30',
 ]
-LOAD = ['aiohttp>=3.10', 'openai>=1.40', *PLOTS]
 TEST = [
   *('pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE),
-  *('httpx>=0.27', *SERVE, *LOAD),  # the server, its clients
+  # The server and its clients.
+  *('aiohttp>=3.10', 'httpx>=0.27', 'openai>=1.40', *SERVE),
 ]
 
 # In the wheel -> here. No package `gin` at the top: that is gin-config's.
@@ -54,6 +54,7 @@ setuptools.setup(
   package_data={
     **{name: ['**/*'] for name in SHIPPED},
     'specdec_jax': ['py.typed'],
+    'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
   },
   entry_points={'console_scripts': ['specdec=specdec_jax.cli.main:main']},
@@ -69,22 +70,19 @@ setuptools.setup(
     'rich>=13',
     'sentencepiece>=0.2',
     'tensorstore>=0.1.70',
+    'tokenizers>=0.20',
   ],
   extras_require={
-    # seqio brings TensorFlow (about 3 GB); only text/seqio_tasks.py needs it.
+    # seqio brings TensorFlow (about 3 GB); only text/tasks.py needs it.
     'tasks': ['seqio>=0.0.18', 'tensorflow>=2.16', 'tensorflow-text>=2.16'],
     'tpu': ['jax[tpu]>=0.10.2'],
     'cuda': ['jax[cuda12]>=0.10.2'],
     'plots': PLOTS,
     'huggingface': HUGGINGFACE,
-    # Vocabularies of GPT-2, Llama, Qwen, Gemma and NLLB; also in transformers.
-    # jinja2 is for their chat templates.
-    'bpe': ['jinja2>=3.1', 'tokenizers>=0.20'],
+    'chat': ['jinja2>=3.1'],  # chat templates
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
     'serve': SERVE,
-    # Clients of a server, for `specdec bench-serve`.
-    'load': LOAD,
     'ray': [*SERVE, 'ray[serve]>=2.44'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],

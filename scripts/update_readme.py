@@ -7,23 +7,20 @@ measurements; no number in them is typed.
 A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND is what
 writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
 
-  'decode'  summary.json as scripts/decode.py writes it
-  'quality' summary.json as scripts/evaluate.py writes it
-  'benchmark'    as scripts/benchmark.py writes it
-  'calibration'  as scripts/calibrate.py writes it
-  'alpha'        as scripts/measure_alpha.py writes it
-  'throughput'   as scripts/throughput.py writes it
-  'serving'      as `specdec bench-serve` writes it
-  'gpu_check'    as `specdec compile-check` writes it, for a GPU
-  'beam_check'   likewise, of gin/runs/compile_check_beams.gin
+  'decode'  summary.json as `specdec decode` writes it
+  'quality' summary.json as gin/runs/eval.gin has it written
+  'benchmark'    as gin/runs/benchmark_base.gin has it written
+  'calibration'  as `specdec calibrate` writes it
+  'alpha'        as gin/runs/alpha_demo.gin has it written
+  'pair_check'   as `specdec compile-check` writes it
   'try'          as `specdec try --output-file FILE` writes it
-  'methods' as `specdec measure --gin_file=gin/runs/methods.gin` writes it
+  'methods'      as gin/runs/methods.gin and gamma_demo.gin have it written
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
-            as scripts/reproduce.py and scripts/peers.py write it
+            as `specdec reproduce`, benchmarks/peers.py and benchmarks/serve.py
+            write it
 
-Several FILEs of kind 'quality', with commas between them, become one table; a
-row has the name of its file's folder. So do several of gin/runs/gamma_demo.gin;
-a row has the machine.
+Several FILEs of gin/runs/gamma_demo.gin, with commas between them, become one
+table; a row has the machine.
 """
 
 import json
@@ -33,21 +30,17 @@ import sys
 from collections.abc import Callable, Sequence
 
 from specdec_jax import files
-from specdec_jax.infer import first_look, quality, report
+from specdec_jax.infer import quality, report
 from specdec_jax.measure import (
-  alpha,
-  beam_grid,
-  gamma_curve,
+  acceptance,
+  calls,
+  compare,
+  pair_check,
   record,
-  throughput,
 )
-from specdec_jax.measure import report as bench_report
 from specdec_jax.measure.calibrate import tables as calibration_tables
-from specdec_jax.measure.compiled import beams_report
-from specdec_jax.measure.compiled import report as compiled_report
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Table
-from specdec_jax.serving import bench_report as serving_report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ('README.md', 'demo/README.md', 'benchmarks/README.md')
@@ -87,22 +80,16 @@ def fill(document: str, root: pathlib.Path, name: str = 'README.md') -> str:
 
 
 def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
-  if others and record.load(path).kind == 'table':
-    curves = [record.load(one, 'table') for one in (path, *others)]
-    return gamma_curve.side_by_side(curves).markdown()
   if others:
-    several = {
-      one.parent.name: record.load(one, 'quality') for one in (path, *others)
-    }
-    return quality.side_by_side(several).markdown()
+    hosts = [record.load(host, compare.KIND) for host in (path, *others)]
+    return compare.side_by_side(hosts).markdown()
   found = record.load(path, *_RENDERERS)
-  parts = [
-    part.markdown() if isinstance(part, Table) else part
-    for part in _RENDERERS[found.kind](found)
-  ]
+  parts = _RENDERERS[found.kind](found)
   if found.kind == 'decode':
     parts += _examples(path.with_name('predictions.jsonl'))
-  return '\n\n'.join(parts)
+  return '\n\n'.join(
+    part.markdown() if isinstance(part, Table) else part for part in parts
+  )
 
 
 def _decode(summary: Record) -> list[str | Table]:
@@ -120,14 +107,13 @@ def _decode(summary: Record) -> list[str | Table]:
   return parts
 
 
-def _examples(predictions: pathlib.Path) -> list[str]:
+def _examples(predictions: pathlib.Path) -> list[str | Table]:
   if not predictions.exists():
     return []
-  with predictions.open(encoding='utf-8') as stream:
-    records = [json.loads(line) for line in stream]
-  decoded = [r for r in records if r['prediction']][:_NUM_EXAMPLES]
-  rows = [[r['inputs'], r['prediction']] for r in decoded]
-  return [Table('', ['input', 'output'], rows).markdown()]
+  with predictions.open(encoding='utf-8') as lines:
+    outputs = [r for r in map(json.loads, lines) if r['prediction']]
+  rows = [[r['inputs'], r['prediction']] for r in outputs[:_NUM_EXAMPLES]]
+  return [Table('', ['input', 'output'], rows)]
 
 
 def _quality(summary: Record) -> list[str | Table]:
@@ -148,11 +134,12 @@ def _quality(summary: Record) -> list[str | Table]:
 
 
 def _benchmark(found: Record) -> list[str | Table]:
-  parts: list[str | Table] = []
-  for setting in found['settings']:
-    shown = bench_report.summary(found, setting)
-    parts += [f'{shown.title}; {found.where}.', shown]
-  return parts
+  tables = [calls.summary(found, point) for point in found['settings']]
+  return [
+    part
+    for table in tables
+    for part in (f'{table.title}; {found.where}.', table)
+  ]
 
 
 def _calibration(found: Record) -> list[str | Table]:
@@ -165,81 +152,21 @@ def _calibration(found: Record) -> list[str | Table]:
   ]
 
 
-def _throughput(found: Record) -> list[str | Table]:
-  parts: list[str | Table] = [
-    f'{found["examples"]:,} texts, batch {found["batch_size"]}, gamma'
-    f' {found["gamma"]}, temperature {found["temperature"]:g}; {found.where}.',
-    *throughput.tables(found),
-  ]
-  if memory := found.get('memory'):
-    early, late = memory['early'], memory['late']
-    parts.append(
-      f'Memory over {memory["examples"]:,} texts, early and late in the run:'
-      f' {early["resident_bytes"] / 2**20:.0f} and'
-      f' {late["resident_bytes"] / 2**20:.0f} MiB, {early["buffers"]} and'
-      f' {late["buffers"]} arrays.'
-    )
-  return parts
-
-
-def _serving(found: Record) -> list[str | Table]:
-  return [
-    f'{found["rows"]} rows, gamma {found["gamma"]}, temperature 0; an answer is'
-    f' good if its first token comes within {found["first_limit"]:g} s and the'
-    f' others {found["between_limit"]:g} s apart; {found.where}, which the'
-    ' server shares with its clients. Times are medians, or medians / 95 % /'
-    ' 99 %.',
-    *serving_report.tables(found),
-  ]
-
-
 def _table(found: Record) -> list[str | Table]:
   shown = Table.from_json(found)
   return [f'{shown.title} ({found.where}):', shown, *shown.notes]
 
 
 def _alpha(found: Record) -> list[str | Table]:
-  return [f'{found.where}.', alpha.table(found)]
+  return [f'{found.where}.', acceptance.table(found)]
 
 
-def _gpu_check(found: Record) -> list[str | Table]:
-  settings = found['settings']
-  lengths = ', '.join(
-    f'{task} {length} input and {settings["decode_lens"][task]} output tokens'
-    for task, length in settings['input_lens'].items()
-  )
-  waiting = ''
-  if settings.get('kernels') == 'layers':
-    waiting = f' {settings["wait_us"]:g} per wait within a kernel,'
-  return [
-    f'One {settings["compiled_for"]}, compiled for and not run; batch'
-    f' {settings["batch"]}, {settings["param_dtype"]}; {lengths}; JAX'
-    f' {settings["jax"]}. Times are predicted: {settings["kernel_us"]:g}'
-    f' microseconds per kernel, {settings["conditional_us"]:g} per conditional,'
-    f'{waiting} bytes at {settings["gb_per_s"]:,.0f} GB/s; T5X by'
-    f' {settings["t5x_kernels"]} kernels per token.',
-    *compiled_report.tables(found),
-  ]
-
-
-def _beam_check(found: Record) -> list[str | Table]:
-  settings = found['settings']
-  return [
-    f'One {settings["compiled_for"]}, compiled for and not run; batch 1,'
-    f' {settings["param_dtype"]}; {settings["input_len"]} input and'
-    f' {settings["decode_len"]} output tokens; JAX {settings["jax"]}. Times are'
-    f' predicted: {settings["kernel_us"]:g} microseconds per kernel,'
-    f' {settings["conditional_us"]:g} per conditional, bytes at'
-    f' {settings["gb_per_s"]:,.0f} GB/s. Levels a call are those of'
-    f' `{settings["levels_file"]}`; the factor is over the plain beam search.',
-    beams_report.table(
-      found, beam_grid.levels_a_call(ROOT / settings['levels_file'])
-    ),
-  ]
+def _pair_check(found: Record) -> list[str | Table]:
+  return [pair_check.conditions(found), pair_check.table(found)]
 
 
 def _try(found: Record) -> list[str | Table]:
-  return [f'{found.where}.', report.table(found), *first_look.sentences(found)]
+  return [f'{found.where}.', report.table(found), *report.sentences(found)]
 
 
 # Kind of a record -> the paragraphs that show it.
@@ -251,10 +178,7 @@ _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'benchmark': _benchmark,
   'calibration': _calibration,
   'alpha': _alpha,
-  'throughput': _throughput,
-  'serving': _serving,
-  'gpu_check': _gpu_check,
-  'beam_check': _beam_check,
+  'pair_check': _pair_check,
   'try': _try,
 }
 

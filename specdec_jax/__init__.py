@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors; at run time a name is imported when used
   from specdec_jax.checkpoints import check_params, save_orbax
   from specdec_jax.drafters.base import Context, Drafter
-  from specdec_jax.drafters.best_tree import best_tree
   from specdec_jax.drafters.cascade import cascade
   from specdec_jax.drafters.heads import load as load_heads
   from specdec_jax.drafters.ngram import ngram
-  from specdec_jax.drafters.ngram_fit import fit as fit_ngram_table
   from specdec_jax.drafters.ngram_table import NGramTable
+  from specdec_jax.drafters.ngram_table import fit as fit_ngram_table
   from specdec_jax.drafters.ngram_table import load as load_ngram_table
-  from specdec_jax.drafters.ngram_tree import ngram_tree
   from specdec_jax.drafters.prompt_lookup import prompt_lookup
-  from specdec_jax.drafters.prompt_lookup_tree import prompt_lookup_tree
   from specdec_jax.drafters.small_model import small_model
   from specdec_jax.drafters.small_model_tree import small_model_tree
   from specdec_jax.drafters.uniform import uniform
@@ -87,18 +84,15 @@ _PLACES = {
   'Tokenizer': 'text.tokenizer',
   'TreeShape': 'tree_shape',
   'Verdict': 'types',
-  'best_tree': 'drafters.best_tree',
   'branching': 'tree_shape',
   'cascade': 'drafters.cascade',
   'check_params': 'checkpoints',
-  'fit_ngram_table': 'drafters.ngram_fit:fit',
+  'fit_ngram_table': 'drafters.ngram_table:fit',
   'load': 'engine.loading',
   'load_heads': 'drafters.heads:load',
   'load_ngram_table': 'drafters.ngram_table:load',
   'ngram': 'drafters.ngram',
-  'ngram_tree': 'drafters.ngram_tree',
   'prompt_lookup': 'drafters.prompt_lookup',
-  'prompt_lookup_tree': 'drafters.prompt_lookup_tree',
   'save_orbax': 'checkpoints',
   'small_model': 'drafters.small_model',
   'small_model_tree': 'drafters.small_model_tree',
@@ -112,10 +106,10 @@ __all__ = [
   'DecodeStats', 'Draft', 'Drafter', 'Engine', 'FinishReason', 'GPT',
   'GPTConfig', 'Generation', 'LanguageModel', 'M2M100', 'M2M100Config', 'Model',
   'NGramTable', 'Placement', 'Rope', 'SamplingConfig', 'T5', 'T5Config',
-  'T5Gemma', 'T5GemmaConfig', 'Tokenizer', 'TreeShape', 'Verdict', 'best_tree',
+  'T5Gemma', 'T5GemmaConfig', 'Tokenizer', 'TreeShape', 'Verdict',
   'branching', 'cascade', 'check_params', 'fit_ngram_table', 'load',
-  'load_heads', 'load_ngram_table', 'ngram', 'ngram_tree', 'prompt_lookup',
-  'prompt_lookup_tree', 'save_orbax', 'small_model', 'small_model_tree',
+  'load_heads', 'load_ngram_table', 'ngram', 'prompt_lookup',
+  'save_orbax', 'small_model', 'small_model_tree',
   'uniform', 'with_fallback',
 ]  # fmt: skip
 

@@ -12,15 +12,15 @@ and differentiated. Values out of range raise a ValueError if they are known;
 under a transformation they are not known, and so are not checked.
 """
 
-import functools
-import numbers
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
+
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import unexpected
 
 # A range in words, and a test whether numbers are in it; NaN is in no range.
 _Range = tuple[str, Callable[[np.ndarray], np.ndarray]]
@@ -126,7 +126,6 @@ def rejection_acceptance_prob(
   """
   target, draft = _distributions(target_probs, draft_probs)
   possible = target > 0
-  # The inner `where` keeps a division by 0 out of the gradient.
   ratio = draft / jnp.where(possible, target, 1)
   return _as_rate(jnp.min(jnp.where(possible, ratio, jnp.inf), axis=-1))
 
@@ -265,11 +264,7 @@ def optimal_gamma(
     ValueError: a value is out of range, or `call_cost` is too short or not
       relative to a call over one token.
   """
-  whole = isinstance(max_gamma, numbers.Integral)
-  if not whole or isinstance(max_gamma, bool) or max_gamma < 0:
-    raise ValueError(
-      f'max_gamma must be one whole number >= 0, got {max_gamma!r}'
-    )
+  check_number('max_gamma', max_gamma, 0)
   gammas = np.arange(max_gamma + 1, dtype=np.int32)
   if call_cost is None:
     call_cost = np.ones(gammas.shape, np.float32)
@@ -299,7 +294,6 @@ def oracle_factor(
   return 1 / (1 - rate + rate * jnp.minimum(cost, 1))
 
 
-@functools.partial(jax.jit, static_argnames='num_bits')
 def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
   """1 + rate + rate^2 + ..., the first `count` powers; float[...]."""
   # Goes through the bits of `count` from the top: each bit doubles the number
@@ -328,18 +322,17 @@ def _cost_curve(call_cost: ArrayLike, num_costs: int) -> jax.Array:
   """v(1) ... v(num_costs), checked, from float[..., M]."""
   costs = _real('call_cost', call_cost, _POSITIVE)
   if costs.ndim == 0 or costs.shape[-1] < num_costs:
-    raise ValueError(
-      f'call_cost must hold v(1) ... v({num_costs}), that is max_gamma + 1 '
-      f'numbers in its last dimension, got shape {costs.shape}'
-    )
+    expected = f'v(1) ... v({num_costs}), max_gamma + 1 numbers'
+    raise unexpected('call_cost', expected, costs.shape)
   known = _known(call_cost)
   if known is not None:
     first = np.atleast_1d(known[..., 0])
-    wrong = first[np.abs(first - 1) > _TOLERANCE]
-    if wrong.size:
-      raise ValueError(
-        'call_cost must be in calls over one token, so that its first value '
-        f'is 1, got {wrong[0]}; divide by the time of that call'
+    wrong = first[np.abs(first - 1) > _TOLERANCE].tolist()
+    if wrong:
+      raise unexpected(
+        'call_cost',
+        'calls over one token: its first value is 1',
+        wrong[0],
       )
   return costs[..., :num_costs]
 
@@ -355,10 +348,10 @@ def _real(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
   if known is not None:
     words, in_range = allowed
     if not _is(known, jnp.floating) and not _is(known, jnp.integer):
-      raise ValueError(f'{name} must be a number {words}, got {value!r}')
-    wrong = known[~in_range(known)]
-    if wrong.size:
-      raise ValueError(f'{name} must be {words}, got {wrong[0]}')
+      raise unexpected(name, f'a number {words}', value)
+    wrong = known[~in_range(known)].tolist()
+    if wrong:
+      raise unexpected(name, f'a number {words}', wrong[0])
   array = jnp.asarray(value)
   return array if _is(array, jnp.floating) else array.astype(float)
 
@@ -368,13 +361,11 @@ def _whole(name: str, value: ArrayLike) -> jax.Array:
   known = _known(value)
   # The type of a tracer is known even if its value is not.
   if not _is(jnp.asarray(value) if known is None else known, jnp.integer):
-    raise ValueError(f'{name} must be a whole number >= 0, got {value!r}')
+    raise unexpected(name, 'a whole number >= 0', value)
   if known is not None:
-    wrong = known[(known < 0) | (known > _INT32_MAX)]
-    if wrong.size:
-      raise ValueError(
-        f'{name} must be a whole number in [0, {_INT32_MAX}], got {wrong[0]}'
-      )
+    wrong = known[(known < 0) | (known > _INT32_MAX)].tolist()
+    if wrong:
+      raise unexpected(name, f'a number in [0, {_INT32_MAX}]', wrong[0])
   return jnp.asarray(value).astype(jnp.int32)
 
 
@@ -406,25 +397,18 @@ def _distributions(
   arrays = [_real(name, value, _COST) for name, value in named.items()]
   sizes = [array.shape[-1:] for array in arrays]
   if sizes[0] != sizes[1] or sizes[0] in ((), (0,)):
-    shapes = ' and '.join(str(array.shape) for array in arrays)
-    raise ValueError(
-      'target_probs and draft_probs must have one vocabulary as their last '
-      f'dimension, got shapes {shapes}'
-    )
+    shapes = [array.shape for array in arrays]
+    raise unexpected('target_probs, draft_probs', 'one vocabulary', shapes)
   for name, value in named.items():
     known = _known(value)
     if known is not None:
       sums = np.atleast_1d(known.sum(axis=-1, dtype=np.float64))
-      wrong = sums[np.abs(sums - 1) > _TOLERANCE]
-      if wrong.size:
-        raise ValueError(
-          f'{name} must sum to 1 over the vocabulary, got {wrong[0]}; '
-          'are they probabilities, after `standardise`?'
-        )
+      wrong = sums[np.abs(sums - 1) > _TOLERANCE].tolist()
+      if wrong:
+        raise unexpected(name, 'a sum of 1 over the vocabulary', wrong[0])
   return _aligned(*arrays)
 
 
 def _as_rate(total: jax.Array) -> jax.Array:
   """`total`, clipped to [0, 1], which rounding may have left."""
-  # The gradient stays that of `total`: a plain clip would stop it at both ends.
-  return total + lax.stop_gradient(jnp.clip(total, 0, 1) - total)
+  return jnp.clip(total, 0, 1)

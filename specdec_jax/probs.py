@@ -4,18 +4,11 @@ Everything here is for one row of logits unless its name ends in `_batch`.
 Speculative sampling compares two distributions *after* temperature, top-k and
 top-p (Leviathan et al. 2023, Section 2.2), so both models go through the one
 `standardise` below. Nothing sorts or scans the whole vocabulary: at V = 32128
-on a CPU that costs more than the rest of the sampling together, and on a GPU a
-sort takes a kernel for each of its many passes.
-
-A CPU does as little work as it can, other devices take as few operations as
-they can: `backend.Ways.samples_by_need`. Tokens have the same law either way,
-and the same random numbers give the same tokens up to rounding.
+on a CPU that costs more than the rest of the sampling together.
 """
 
 import dataclasses
 import functools
-import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +18,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from specdec_jax.checks.fields import shortened
-from specdec_jax.models import backend
+from specdec_jax.checks.fields import is_a, unexpected
 
 _FLOAT32 = np.finfo(np.float32)
 
@@ -36,26 +28,21 @@ _BLOCK, _LEAST_BLOCK = 128, 32  # logits that `top_tokens` looks at together
 # What the random numbers of one row in one round are for, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
 
-_WIDE = 6  # bits that a pass of a wide search decides
-
 
 @struct.dataclass
 class SamplingParams:
   """`SamplingConfig` as arrays: changing the values does not recompile.
 
-  On a device where conditionals are dear (see `backend.Ways`), turning top-k or
-  top-p on or off does.
-
   Attributes:
     temperature: float32[B], 0 is argmax.
-    top_k: int32[], shared by the batch, or int32[B]; 0 is off, and None too.
-    top_p: float32[], shared by the batch, or float32[B]; 1 is off, and None
-      too. Either both are shared or none is.
+    top_k: int32[], shared by the batch, or int32[B]; 0 is off.
+    top_p: float32[], shared by the batch, or float32[B]; 1 is off. Either both
+      are shared or none is.
   """
 
   temperature: jax.Array
-  top_k: jax.Array | None
-  top_p: jax.Array | None
+  top_k: jax.Array
+  top_p: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,18 +84,14 @@ class SamplingConfig:
     """
     temperature = np.asarray(self.temperature, np.float32)
     if temperature.ndim and temperature.size != batch:
-      raise ValueError(
-        f'temperature has {temperature.size} values for {batch} examples; '
-        'give one number for all of them or one for each'
-      )
+      expected = f'one number, or one for each of {batch} examples'
+      raise unexpected('temperature', expected, self.temperature)
     # NumPy arrays: the call of a program moves them to the device together.
     from_host: Any = SamplingParams
-    by_need = backend.ways().samples_by_need
-    top_k, top_p = np.asarray(self.top_k, np.int32), np.float32(self.top_p)
     made: SamplingParams = from_host(
       temperature=np.broadcast_to(temperature, (batch,)),
-      top_k=top_k if by_need or top_k > 0 else None,
-      top_p=np.asarray(top_p) if by_need or top_p < 1 else None,
+      top_k=np.asarray(self.top_k, np.int32),
+      top_p=np.asarray(self.top_p, np.float32),
     )
     return made
 
@@ -116,8 +99,8 @@ class SamplingConfig:
 def standardise(
   logits: jax.Array,
   temperature: jax.Array,
-  top_k: jax.Array | None,
-  top_p: jax.Array | None,
+  top_k: jax.Array,
+  top_p: jax.Array,
   asked: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> jax.Array:
   """The distribution that tokens are drawn from, for one row of logits.
@@ -129,9 +112,8 @@ def standardise(
   Args:
     logits: float[V]; -inf masks a token.
     temperature: float32[], >= 0.
-    top_k: int32[]; 0 is off and, where there are conditionals, costs nothing at
-      run time; None is off and costs nothing anywhere.
-    top_p: float32[] in (0, 1]; 1 and None are off likewise.
+    top_k: int32[]; 0 is off and costs nothing at run time.
+    top_p: float32[] in (0, 1]; 1 is off and costs nothing at run time.
     asked: bool[], whether any row of a batch has top-k, and any top-p, where
       they differ by row; None where they do not.
 
@@ -142,26 +124,23 @@ def standardise(
   logits = logits.astype(jnp.float32)
   # Only the threshold passes through the conditionals: a vocabulary-sized
   # result would be copied out of them even when they have nothing to do.
-  logit_threshold = jnp.float32(-jnp.inf)
-  if top_k is not None:
-    logit_threshold = _where_on(
-      (top_k > 0) & (top_k < logits.size),
-      lambda: largest_threshold(logits, jnp.ones_like(logits), top_k),
-      -jnp.inf,
-      asked[0],
-    )
-  scaled = (logits - _maximum(logits)) / jnp.where(
+  logit_threshold = _where_on(
+    (top_k > 0) & (top_k < logits.size),
+    lambda: largest_threshold(logits, jnp.ones_like(logits), top_k),
+    -jnp.inf,
+    asked[0],
+  )
+  scaled = (logits - jnp.max(logits)) / jnp.where(
     temperature > 0, temperature, 1.0
   )
   weights = jnp.where(logits >= logit_threshold, jnp.exp(scaled), 0.0)
-  if top_p is not None:
-    weight_threshold = _where_on(
-      top_p < 1,
-      lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
-      0.0,
-      asked[1],
-    )
-    weights = jnp.where(weights >= weight_threshold, weights, 0.0)
+  weight_threshold = _where_on(
+    top_p < 1,
+    lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
+    0.0,
+    asked[1],
+  )
+  weights = jnp.where(weights >= weight_threshold, weights, 0.0)
   argmax_one_hot = lax.iota(jnp.int32, logits.size) == greedy_token(logits)
   return jnp.where(
     temperature > 0,
@@ -185,8 +164,6 @@ def _where_on(
   def chosen():
     return jnp.where(on, threshold(), jnp.float32(off))
 
-  if not backend.ways().samples_by_need:
-    return chosen()
   if asked is None:
     return lax.cond(on, threshold, lambda: jnp.float32(off))
   return lax.cond(asked, chosen, lambda: jnp.float32(off))
@@ -200,7 +177,7 @@ def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
   """
   top_k, top_p, by_row = params.top_k, params.top_p, None
   asked: tuple[jax.Array | None, jax.Array | None] = None, None
-  if top_k is not None and top_p is not None and top_k.ndim:
+  if top_k.ndim:
     by_row = 0
     asked = jnp.any(top_k > 0), jnp.any(top_p < 1)
   over_positions = jax.vmap(standardise, in_axes=(0, None, None, None, None))
@@ -231,9 +208,6 @@ def largest_threshold(
   mass = jnp.asarray(mass).astype(jnp.float32)
   # Ordered images of -inf and of the float after +inf.
   low, high = jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800001)
-  if not backend.ways().samples_by_need:
-    low = _search_widely(values, weights, mass, low, high)
-    return jnp.minimum(_ordered_float(low), _maximum(values))
 
   def halve(_, bracket):
     low, high = bracket
@@ -245,26 +219,6 @@ def largest_threshold(
 
   low, _ = lax.fori_loop(0, 32, halve, (low, high))
   return jnp.minimum(_ordered_float(low), jnp.max(values))
-
-
-def _search_widely(values, weights, mass, low, high) -> jax.Array:
-  """`low` of the search in `largest_threshold`, in few passes; uint32[].
-
-  A pass looks at 2^6 places between `low` and `high` at once, rather than at
-  one. No loop: on a GPU one would cost more kernels than its passes.
-  """
-  bits = 32
-  while bits:
-    decided = min(bits, _WIDE)
-    bits -= decided
-    steps = lax.iota(jnp.uint32, 1 << decided) << bits
-    places = _ordered_float(low + steps)
-    above = jnp.where(values >= places[:, None], weights, jnp.float32(0.0))
-    reached = (jnp.sum(above, axis=1) >= mass) & (steps < high - low)
-    # The first is where the search is already.
-    count = jnp.sum(reached[1:].astype(jnp.uint32))
-    low = low + (count << bits)
-  return low
 
 
 def sample(probs: jax.Array, key: jax.Array) -> jax.Array:
@@ -314,8 +268,8 @@ def num_columns(vocab_size: int) -> int:
 def greedy_token(logits: jax.Array) -> jax.Array:
   """argmax over the last axis, the first index on ties.
 
-  On a CPU two plain reductions: XLA's argmax is one reduction over pairs, which
-  takes seven times as long there.
+  Two plain reductions: XLA's argmax is one reduction over pairs, which takes
+  seven times as long on a CPU.
 
   Args:
     logits: float[..., V].
@@ -323,8 +277,6 @@ def greedy_token(logits: jax.Array) -> jax.Array:
   Returns:
     int32[...]: always a valid id; an arbitrary one if the logits hold NaN.
   """
-  if not backend.ways().samples_by_need:
-    return lax.argmax(logits, logits.ndim - 1, jnp.int32)
   last = logits.shape[-1] - 1
   indices = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
   at_maximum = logits == jnp.max(logits, axis=-1, keepdims=True)
@@ -388,21 +340,14 @@ def _block_size(size: int) -> int:
   return divisor if divisor >= _LEAST_BLOCK else _BLOCK
 
 
-def _maximum(values: jax.Array) -> jax.Array:
-  """The largest of float[..., V]; where sampling is not by need, NaN shows."""
-  if backend.ways().samples_by_need:
-    return jnp.max(values, axis=-1)
-  token = greedy_token(values)  # which is asked for, too
-  return jnp.take_along_axis(values, token[..., None], -1, mode='clip')[..., 0]
-
-
 def top_prob(logits: jax.Array) -> jax.Array:
   """The largest softmax(logits), float[..., V], at temperature 1; float32[...].
 
   Which token it is of is not looked for.
   """
   logits = logits.astype(jnp.float32)
-  return 1 / jnp.sum(jnp.exp(logits - _maximum(logits)[..., None]), axis=-1)
+  maximum = jnp.max(logits, axis=-1, keepdims=True)
+  return 1 / jnp.sum(jnp.exp(logits - maximum), axis=-1)
 
 
 def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -419,7 +364,7 @@ def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     float32[...].
   """
   logits = logits.astype(jnp.float32)
-  maximum = _maximum(logits)[..., None]
+  maximum = jnp.max(logits, axis=-1, keepdims=True)
   total = jnp.sum(jnp.exp(logits - maximum), axis=-1)
   chosen = jnp.take_along_axis(logits, tokens[..., None], -1, mode='clip')
   return (chosen - maximum)[..., 0] - jnp.log(total)
@@ -449,10 +394,7 @@ def forbid(
 
 
 def is_one_of(ids: jax.Array, token_ids: jax.Array) -> jax.Array:
-  """Which of int32[...] are among int32[K], or int32[..., K]; bool[...].
-
-  A few comparisons are no reduction: on a GPU that would be a kernel.
-  """
+  """Which of int32[...] are among int32[K], or int32[..., K]; bool[...]."""
   count = token_ids.shape[-1]
   if count > _FEW_IDS:
     return jnp.any(ids[..., None] == token_ids, axis=-1)
@@ -499,10 +441,8 @@ def valid_logits(logits: jax.Array) -> jax.Array:
   with the lowest finite float.
   """
   logits = logits.astype(jnp.float32)
-  maximum = _maximum(logits)
+  maximum = jnp.max(logits, axis=-1)
   in_range = (maximum > _FLOAT32.min) & (maximum < jnp.inf)
-  if not backend.ways().samples_by_need:
-    return in_range
   # On a CPU the maximum of a long row does not show NaN.
   return in_range & ~jnp.any(jnp.isnan(logits), axis=-1)
 
@@ -561,14 +501,6 @@ def _uniforms(key: jax.Array, first: int, count: int, width: int) -> jax.Array:
 
 def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
   """Inverse CDF of unnormalised float32[N]; int32[]."""
-  if not backend.ways().samples_by_need:
-    # A sum for each entry: quadratic, and one operation. These sums of the same
-    # terms, some of them left out, are monotone, and equal where a weight is 0.
-    size = weights.shape[0]
-    up_to = np.tri(size, dtype=bool)
-    cumulative = jnp.sum(jnp.where(up_to, weights, jnp.float32(0.0)), axis=1)
-    below = cumulative <= uniform * cumulative[-1]
-    return jnp.minimum(jnp.sum(below, dtype=jnp.int32), size - 1)
   # A parallel cumulative sum need not be monotone in floating point, and may
   # grow where a weight is 0. The `where` makes sure that an entry of weight 0
   # is never chosen; and as uniform < 1, the largest sum always exceeds the
@@ -586,54 +518,32 @@ def _ordered_float(image: jax.Array) -> jax.Array:
 
 
 def _validate_temperature(value) -> float | tuple[float, ...]:
+  name, expected = 'temperature', 'a finite number >= 0, or one an example'
   try:
     if isinstance(value, str | bytes | bool | None):
       raise TypeError('not a number')
     array = np.asarray(value, np.float64)
-  except OverflowError:  # a whole number that no float can hold
-    array = np.asarray(math.inf)
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      'temperature must be a number or a sequence of numbers, got'
-      f' {shortened(value)}'
-    ) from error
-  if array.ndim > 1 or array.size == 0:
-    raise ValueError(
-      'temperature must be one number or one for each example, '
-      f'got shape {array.shape}'
-    )
-  for number in np.atleast_1d(array).tolist():
-    if not 0 <= number <= float(_FLOAT32.max):  # NaN fails as well.
-      raise ValueError(f'temperature must be finite and >= 0, got {number}')
-    if 0 < number < _FLOAT32.tiny:
-      raise ValueError(
-        f'temperature {number} is 0 in float32; give 0 itself for argmax'
-      )
+  except (OverflowError, TypeError, ValueError) as error:
+    raise unexpected(name, expected, value) from error
+  numbers = np.atleast_1d(array)
+  in_range = (numbers >= 0) & (numbers <= float(_FLOAT32.max))  # NaN is not
+  if array.ndim > 1 or not array.size or not in_range.all():
+    raise unexpected(name, expected, value)
+  if np.any((numbers > 0) & (numbers < _FLOAT32.tiny)):
+    raise unexpected(name, '0, or a number that float32 can hold', value)
   return tuple(array.tolist()) if array.ndim else float(array)
 
 
 def _validate_top_k(value) -> int:
-  try:
-    # Python's and NumPy's integers pass, 2.0 does not.
-    top_k = operator.index(value)
-  except TypeError:
-    top_k = -1
-  in_range = 0 <= top_k <= np.iinfo(np.int32).max
-  if isinstance(value, bool) or not in_range:
-    raise ValueError(
-      'top_k must be an integer >= 0 (0 keeps every token), got'
-      f' {shortened(value)}'
-    )
-  return top_k
+  most = np.iinfo(np.int32).max
+  if not is_a(value, int) or not 0 <= value <= most:
+    expected = f'a whole number from 0 (keeps every token) to {most}'
+    raise unexpected('top_k', expected, value)
+  return int(value)
 
 
 def _validate_top_p(value) -> float:
-  try:
-    top_p = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
-  except (OverflowError, TypeError, ValueError):
-    top_p = math.nan
-  if not _FLOAT32.tiny <= top_p <= 1:  # NaN fails as well.
-    raise ValueError(
-      f'top_p must be in (0, 1] (1 keeps every token), got {shortened(value)}'
-    )
-  return top_p
+  # A float64 may be above 0 and yet 0 in float32.
+  if not is_a(value, float) or not _FLOAT32.tiny <= value <= 1:
+    raise unexpected('top_p', 'a number in (0, 1] (1 keeps every token)', value)
+  return float(value)

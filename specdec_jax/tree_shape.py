@@ -1,16 +1,25 @@
-"""The shape of a tree of proposals: who hangs on whom, known before tracing.
+"""Trees of tokens: their shape, known before tracing, and one in a cache.
 
 The root is the last committed token and has no number. The nodes below it are
 numbered 0, 1, ...; a parent comes before its children, and the children of a
 node are tried in the order of their numbers. A chain is the tree with one child
 each: parents -1, 0, 1, ...
+
+Drafts may branch, and beam search feeds all beams of a row in one call. Their
+tokens share the row's one cache: a token's slot says nothing of its place in
+its sequence, and it sees only its ancestors (`Tree`).
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
+
+from specdec_jax.checks.fields import unexpected
 
 ROOT = -1
 MAX_NODES = 256  # as many as the longest chain has
@@ -34,16 +43,11 @@ class TreeShape:
     parents = tuple(int(parent) for parent in self.parents)
     object.__setattr__(self, 'parents', parents)
     if not 1 <= len(parents) <= MAX_NODES:
-      raise ValueError(
-        f'A tree needs 1 to {MAX_NODES} nodes, got {len(parents)}: each takes a'
-        " slot of every row's cache. Give it fewer branches or levels."
-      )
+      raise unexpected('a tree', f'1 to {MAX_NODES} nodes', len(parents))
     for child, parent in enumerate(parents):
       if not ROOT <= parent < child:
-        raise ValueError(
-          f'Node {child} of a tree has parent {parent}; expected the number of'
-          ' an earlier node, or -1 for the last committed token.'
-        )
+        expected = 'the number of an earlier node, or -1'
+        raise unexpected(f'parent of node {child} of a tree', expected, parent)
 
   @property
   def num_nodes(self) -> int:
@@ -53,10 +57,7 @@ class TreeShape:
   @functools.cached_property
   def levels(self) -> np.ndarray:
     """int32[N], 1 for the root's children, 2 for theirs, and so on."""
-    levels = np.zeros((self.num_nodes,), np.int32)
-    for child, parent in enumerate(self.parents):
-      levels[child] = 1 + (levels[parent] if parent != ROOT else 0)
-    return levels
+    return _relations(self.parents)[0]
 
   @property
   def depth(self) -> int:
@@ -89,11 +90,7 @@ class TreeShape:
   @functools.cached_property
   def related(self) -> np.ndarray:
     """bool[N, N]: whether the second is the first or an ancestor of it."""
-    related = np.eye(self.num_nodes, dtype=bool)
-    for child, parent in enumerate(self.parents):
-      if parent != ROOT:
-        related[child] |= related[parent]
-    return related
+    return _relations(self.parents)[1]
 
   @functools.cached_property
   def paths(self) -> np.ndarray:
@@ -107,10 +104,8 @@ class TreeShape:
   def check_by_level(self, what: str) -> None:
     """Raises ValueError unless a drafter can make the tree level by level."""
     if not np.all(np.diff(self.levels) >= 0):
-      raise ValueError(
-        f'{what} makes a tree level by level: expected parents in the order of'
-        f' their levels, got {self.parents}. branching(...) makes such.'
-      )
+      expected = 'parents in the order of their levels, as of branching()'
+      raise unexpected(f'the tree of {what}', expected, self.parents)
 
   def cut(self, depth: int) -> 'TreeShape':
     """The first `depth` levels; the nodes that are left keep their order."""
@@ -156,3 +151,62 @@ def branching(*counts: int | Sequence[int]) -> TreeShape:
         parents.append(parent)
     above = level
   return TreeShape(tuple(parents))
+
+
+@struct.dataclass
+class Tree:
+  """How S new tokens hang together, for `LanguageModel.extend`.
+
+  The tokens are written to slots length..length + S - 1 of their row, as those
+  of a chain are.
+
+  Attributes:
+    positions: int32[B, S], each token's place in its sequence, from 0.
+    slot_positions: int32[B, T], the same of the token in each slot; what is in
+      slots that no token sees does not matter.
+    visible: bool[B, S, T], the slots that each token sees: those of its
+      ancestors and its own.
+  """
+
+  positions: jax.Array
+  slot_positions: jax.Array
+  visible: jax.Array
+
+
+def static_tree(
+  parents: Sequence[int], length: jax.Array, num_slots: int
+) -> Tree:
+  """A `Tree` of known shape, behind what each row's cache holds.
+
+  Args:
+    parents: of each of the S tokens, the number of its parent among them, which
+      comes before it; -1 is the last token that the cache holds.
+    length: int32[B], tokens that the cache holds of each row, one a slot.
+    num_slots: T.
+  """
+  levels, related = _relations(parents)
+  depth, count = levels - 1, len(parents)
+  slot = jnp.arange(num_slots)
+  place = slot - length[:, None]  # [B, T], which of the new tokens is there
+  is_new = (place >= 0) & (place < count)
+  index = jnp.clip(place, 0, count - 1)
+  new = jnp.moveaxis(jnp.asarray(related)[:, index], 0, 1)  # [B, S, T]
+  old = (place < 0)[:, None]
+  return Tree(
+    positions=length[:, None] + depth,
+    slot_positions=jnp.where(
+      is_new, length[:, None] + jnp.asarray(depth)[index], slot
+    ),
+    visible=jnp.where(is_new[:, None], new, old),
+  )
+
+
+def _relations(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+  """Levels int32[N], from 1, and bool[N, N]: itself or an ancestor of it."""
+  levels = np.ones((len(parents),), np.int32)
+  related = np.eye(len(parents), dtype=bool)
+  for child, parent in enumerate(parents):
+    if parent != ROOT:
+      levels[child] = levels[parent] + 1
+      related[child] |= related[parent]
+  return levels, related

@@ -173,39 +173,37 @@ class DecodeStats:
     )
 
   def after_round(
-    self,
-    running: jax.Array,
-    num_tested: jax.Array,
-    num_accepted: jax.Array,
-    num_passed: jax.Array | None = None,
-    length: jax.Array | None = None,
+    self, running: jax.Array, length: jax.Array, verdict: Verdict
   ) -> 'DecodeStats':
     """The counts after a speculative round; a finished row counts nothing.
 
     Args:
       running: bool[B], the rows that were unfinished before the round.
-      num_tested: int32[B], proposals that the round judged.
-      num_accepted: int32[B], those that it accepted.
-      num_passed: int32[B], as of `Verdict`; kept where it is counted.
-      length: int32[B], proposals of the round, likewise.
+      length: int32[B], proposals of the round.
+      verdict: which of them were accepted.
     """
     counts = running.astype(jnp.int32)
-    passed = self.num_passed
-    if passed is not None:
-      more = num_accepted if num_passed is None else num_passed
-      passed = passed + more * counts
+    num_accepted = verdict.num_accepted
+    passed = verdict.num_passed
+    tested = jnp.minimum(
+      (num_accepted if passed is None else passed) + 1, length
+    )
+    num_passed = self.num_passed
+    if num_passed is not None:
+      more = num_accepted if passed is None else passed
+      num_passed = num_passed + more * counts
     drafted = self.num_drafted
-    if drafted is not None and length is not None:
+    if drafted is not None:
       drafted = drafted + length * counts
     rounds = jax.nn.one_hot(
       num_accepted, self.histogram.shape[1], dtype=jnp.int32
     )
     return DecodeStats(
       num_rounds=self.num_rounds + counts,
-      num_tested=self.num_tested + num_tested * counts,
+      num_tested=self.num_tested + tested * counts,
       num_accepted=self.num_accepted + num_accepted * counts,
       histogram=self.histogram + rounds * counts[:, None],
-      num_passed=passed,
+      num_passed=num_passed,
       fallback_rounds=self.fallback_rounds,
       num_drafted=drafted,
     )

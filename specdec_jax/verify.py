@@ -1,4 +1,7 @@
-"""Algorithm 1 of Leviathan et al. 2023, for one sequence, then vmapped.
+"""Verification of a chain, for one sequence, then vmapped.
+
+`verify` is Algorithm 1 of Leviathan et al. 2023, `verify_block` judges a draft
+as a whole.
 
 The paper's symbols: p_i is `target_probs[i - 1]`, q_i is `draft.probs[i - 1]`,
 x_i is `draft.tokens[i - 1]`, gamma is `draft.length` (at most the static G),
@@ -37,16 +40,28 @@ no such bound from below. At l = 1 the sum is p. And no other residual comes
 nearer to p in total variation: no residual can take back what was accepted
 beyond p, sum max(0, a - p), and this residual adds nothing beyond p (as
 norm(max(0, p - l q)) would).
-"""
 
-import math
-import numbers
+**Block verification** (Sun et al. 2025, Algorithm 2). Algorithm 1 stops at the
+first proposal that fails, whatever follows. `verify_block` judges the tokens of
+a draft together: a token that is less likely than it should be is made up for
+by the room that the tokens before it left. The output has exactly the target's
+distribution, by the same two conditions on the draft, and never fewer tokens
+are kept in the mean. With the draft's own length g:
+
+  P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))
+  Z_i = sum_x max(0, P_i p_{i+1}(x) - q_{i+1}(x))
+  h_0 = 1, h_i = Z_i / (Z_i + 1 - P_i) for i < g, h_g = P_g
+
+n is the **last** i with r_i < h_i: a test that fails does not end the search.
+The next token comes from p_{g+1} if n = g, else from max(0, P_n p_{n+1} -
+q_{n+1}). At temperature 0 both verifications keep the same.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checks.fields import shortened
+from specdec_jax.checks.fields import is_a, unexpected
 from specdec_jax.probs import inverse_cdf, verdict_uniforms
 from specdec_jax.types import Draft, Verdict
 
@@ -100,24 +115,102 @@ def count_accepted(
 
 
 def next_token_weights(
-  draft: Draft, target_probs: jax.Array, num_accepted: jax.Array
+  draft: Draft,
+  target_probs: jax.Array,
+  num_accepted: jax.Array,
+  share: jax.Array | float = 1.0,
 ) -> jax.Array:
-  """p' of Algorithm 1 at row n, not normalised; float32[V].
+  """What t of Algorithm 1 is drawn from, not normalised; float32[V].
 
-  It is max(0, p - q) after a rejection, and the target's own row if nothing was
-  rejected: every proposal was accepted, or (see the top of this file) the next
-  one has draft probability 0. It is also the target's own row if the residual's
-  mass rounds to 0; that needs p = q, where a rejection has probability 0 too.
+  It is p' = max(0, p - q) after a rejection, and the target's own row if
+  nothing was rejected: every proposal was accepted, or (see the top of this
+  file) the next one has draft probability 0. It is also the target's own row if
+  the residual's mass rounds to 0; that needs p = q, where a rejection has
+  probability 0 too.
+
+  Args:
+    draft: the draft.
+    target_probs: float32[G + 1, V].
+    num_accepted: int32[], n.
+    share: P_n of a draft that is judged as a whole: p' = max(0, P_n p - q).
   """
-  gamma, vocab_size = draft.tokens.shape[0], target_probs.shape[-1]
+  gamma = draft.tokens.shape[0]
   target_row = target_probs[num_accepted]
   if gamma == 0:
     return target_row
   index = jnp.minimum(num_accepted, gamma - 1)
-  residual = jnp.maximum(target_row - draft_rows(draft, index, vocab_size), 0.0)
-  rejected = (num_accepted < draft.length) & (draft_prob(draft)[index] > 0)
-  use_residual = rejected & (jnp.sum(residual) > 0)
+  residual = residual_of(draft, target_row, share, index)
+  use_residual = (num_accepted < _end(draft)) & (jnp.sum(residual) > 0)
   return jnp.where(use_residual, residual, target_row)
+
+
+def verify_block(
+  draft: Draft, target_probs: jax.Array, key: jax.Array
+) -> Verdict:
+  """`verify` of a draft as a whole, with the same random numbers.
+
+  Args:
+    draft: as for `verify`.
+    target_probs: float32[G + 1, V], as for `verify`.
+    key: PRNG key of this row and round; consumed through `verdict_uniforms`.
+
+  Returns:
+    Verdict: num_accepted int32[] <= length, next_token int32[], and num_passed
+    int32[]: what Algorithm 1 would have kept with the same random numbers.
+
+  Raises:
+    ValueError: the shapes do not fit, at trace time.
+  """
+  check_shapes(draft, target_probs)
+  uniforms, own = verdict_uniforms(key, draft.tokens.shape[0])
+  shares = kept_shares(draft, target_probs)
+  num_accepted = count_accepted_block(draft, target_probs, shares, uniforms)
+  weights = next_token_weights(
+    draft, target_probs, num_accepted, shares[num_accepted]
+  )
+  return Verdict(
+    num_accepted,
+    inverse_cdf(weights, own),
+    num_passed=count_accepted(draft, target_probs, uniforms),
+  )
+
+
+def kept_shares(draft: Draft, target_probs: jax.Array) -> jax.Array:
+  """P_0, ..., P_G; float32[G + 1], meaningless past the draft's end."""
+  gamma = draft.tokens.shape[0]
+  target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
+  proposed_with = draft_prob(draft)
+  shares = [jnp.float32(1.0)]
+  for i in range(gamma):
+    # In this order 0 stays 0, where the quotient of the two might be infinite.
+    share = shares[-1] * target_prob[i] / proposed_with[i]
+    shares.append(jnp.minimum(share, 1.0))
+  return jnp.stack(shares)
+
+
+def count_accepted_block(
+  draft: Draft, target_probs: jax.Array, shares: jax.Array, uniforms: jax.Array
+) -> jax.Array:
+  """n of block verification: the last i with r_i < h_i; int32[].
+
+  Args:
+    draft: the draft.
+    target_probs: float32[G + 1, V].
+    shares: float32[G + 1], of `kept_shares`.
+    uniforms: r_1 ... r_G, float32[G].
+  """
+  gamma = draft.tokens.shape[0]
+  end = _end(draft)
+  residual = residual_of(
+    draft, target_probs[:gamma], shares[:gamma, None], slice(None)
+  )
+  left = jnp.sum(residual, axis=-1)
+  needed = left + (1 - shares[:gamma])
+  bound = jnp.where(needed > 0, left / needed, 1.0)
+  index = jnp.arange(1, gamma + 1)
+  bound = jnp.where(index == end, shares[1:], jnp.append(bound[1:], 0.0))
+  holds = (uniforms < bound) & (index <= end)
+  return jnp.max(jnp.where(holds, index, 0), initial=0).astype(jnp.int32)
 
 
 def verify_greedy(
@@ -144,9 +237,8 @@ def verify_greedy(
   """
   gamma = draft.tokens.shape[0]
   if target_tokens.shape != (gamma + 1,):
-    raise ValueError(
-      f'target_tokens must have shape {(gamma + 1,)} for a draft of {gamma} '
-      f'tokens, got {target_tokens.shape}'
+    raise unexpected(
+      'target_tokens', f'shape {(gamma + 1,)}', target_tokens.shape
     )
   proposed = jnp.arange(gamma) < draft.length
   matches = draft.tokens == target_tokens[:gamma]
@@ -188,25 +280,16 @@ def verify_batch(
   return over_rows(draft, target_probs, keys, lenience)
 
 
-def verify_greedy_batch(
-  draft: Draft, target_tokens: jax.Array, near: jax.Array | None = None
-) -> Verdict:
-  """`verify_greedy` for B sequences: int32[B, G + 1], bool[B, G]."""
-  return jax.vmap(verify_greedy)(draft, target_tokens, near)
+# For B sequences: each argument has one more axis in front.
+verify_block_batch = jax.vmap(verify_block)
+verify_greedy_batch = jax.vmap(verify_greedy)
 
 
 def check_lenience(lenience: float) -> None:
   """Raises ValueError unless it is a number in (0, 1]."""
-  is_number = isinstance(lenience, numbers.Real) and not isinstance(
-    lenience, bool
-  )
-  value = lenience if is_number else math.nan
-  if not float(np.finfo(np.float32).tiny) <= value <= 1:  # NaN fails too
-    raise ValueError(
-      'lenience must be in (0, 1]: 1 is lossless, and with lenience l no token'
-      ' comes more than 1 / l times as often as it should; got'
-      f' {shortened(lenience)}'
-    )
+  least = float(np.finfo(np.float32).tiny)
+  if not is_a(lenience, float) or not least <= lenience <= 1:
+    raise unexpected('lenience', 'a number in (0, 1]; 1 is lossless', lenience)
 
 
 def first_false(flags: jax.Array) -> jax.Array:
@@ -239,17 +322,30 @@ def draft_prob(draft: Draft) -> jax.Array:
   return value_of(draft.probs, draft.tokens, 0.0)
 
 
+def residual_of(
+  draft: Draft,
+  target_rows: jax.Array,
+  share: jax.Array | float,
+  index: jax.Array | slice,
+) -> jax.Array:
+  """max(0, P p - q) of the positions `index`; float32[..., V]."""
+  rows = draft_rows(draft, index, target_rows.shape[-1])
+  return jnp.maximum(share * target_rows - rows, 0.0)
+
+
+def _end(draft: Draft) -> jax.Array:
+  """How many tokens are proposed with a probability above 0; int32[]."""
+  proposed = jnp.arange(draft.tokens.shape[0]) < draft.length
+  return first_false(proposed & (draft_prob(draft) > 0))
+
+
 def check_shapes(draft: Draft, target_probs: jax.Array) -> None:
   """Raises ValueError unless a draft of one sequence and its rows fit."""
   gamma = draft.tokens.shape[0]
   if target_probs.ndim != 2 or target_probs.shape[0] != gamma + 1:
-    raise ValueError(
-      f'target_probs must have shape ({gamma + 1}, V) for a draft of {gamma} '
-      f'tokens, got {target_probs.shape}'
+    raise unexpected(
+      'target_probs', f'shape ({gamma + 1}, V)', target_probs.shape
     )
   expected = (gamma, target_probs.shape[1])
   if draft.probs is not None and draft.probs.shape != expected:
-    raise ValueError(
-      f'draft.probs must have shape {expected} as the target has, got '
-      f'{draft.probs.shape}; do both models have one vocabulary?'
-    )
+    raise unexpected('draft.probs', f'shape {expected}', draft.probs.shape)

@@ -32,9 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.probs import inverse_cdf, verdict_uniforms
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Draft, Verdict
+from specdec_jax.verify import draft_rows, value_of
 
 
 def verify_tree(draft: Draft, target_probs: jax.Array, key: jax.Array):
@@ -93,7 +95,7 @@ def walk(
     token, draft_row, draft_prob = _proposal(draft, child, probs.shape[0])
     offered &= draft_prob > 0
     # Strictly less, as in `verify`: a uniform may be 0.
-    target_prob = _value_at(probs, token)
+    target_prob = value_of(probs, token, 0.0)
     accepted = offered & (uniform * draft_prob < target_prob)
     left = jnp.where(offered, _residual(probs, draft_row), probs)
     probs = jnp.where(accepted, target_probs[child + 1], left)
@@ -133,47 +135,9 @@ def verify_tree_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
   return verdict(shape, last, target_tokens[last + 1])
 
 
-def verify_tree_batch(
-  draft: Draft, target_probs: jax.Array, keys: jax.Array
-) -> Verdict:
-  """`verify_tree` for B sequences: target_probs float32[B, N + 1, V]."""
-  return jax.vmap(verify_tree)(draft, target_probs, keys)
-
-
-def verify_tree_greedy_batch(draft: Draft, target_tokens: jax.Array) -> Verdict:
-  """`verify_tree_greedy` for B sequences: target_tokens int32[B, N + 1]."""
-  return jax.vmap(verify_tree_greedy)(draft, target_tokens)
-
-
-def acceptance_by_rank(draft: Draft, target_probs: jax.Array) -> jax.Array:
-  """Probability that each child of the root is the one that is accepted.
-
-  Given the tokens of its elder siblings; their mean over many places is the
-  acceptance by rank that `best_tree` grows a tree by.
-
-  Args:
-    draft: as for `verify_tree`; only the root's children matter.
-    target_probs: float32[V], the target's distribution after the committed
-      tokens.
-
-  Returns:
-    float32[C], which sum to at most 1.
-  """
-  shape = TreeShape(draft.parents or ())
-  nodes = shape.children[0]
-  nodes = nodes[nodes >= 0]
-  found, probs, rest = [], target_probs, jnp.float32(1.0)
-  for node in nodes:
-    token, row, draft_prob = _proposal(draft, jnp.int32(node), probs.shape[0])
-    # What was not drawn from its row was not proposed.
-    offered = draft_prob > 0
-    overlap = jnp.sum(jnp.minimum(probs, row))
-    found.append(jnp.where(offered, rest * overlap, 0.0))
-    # Of its own token a child is averaged; the elder ones are what they are.
-    quotient = _value_at(probs, token) / jnp.where(offered, draft_prob, 1.0)
-    rest *= jnp.where(offered, 1 - jnp.minimum(quotient, 1.0), 1.0)
-    probs = jnp.where(offered, _residual(probs, row), probs)
-  return jnp.stack(found)
+# For B sequences: each argument has one more axis in front.
+verify_tree_batch = jax.vmap(verify_tree)
+verify_tree_greedy_batch = jax.vmap(verify_tree_greedy)
 
 
 def shape_of(draft: Draft, num_rows: int) -> TreeShape:
@@ -184,15 +148,10 @@ def shape_of(draft: Draft, num_rows: int) -> TreeShape:
       not one row more.
   """
   shape = TreeShape(draft.parents or ())
-  if (
-    draft.tokens.shape != (shape.num_nodes,)
-    or num_rows != len(shape.parents) + 1
-  ):
-    raise ValueError(
-      f'A draft with {shape.num_nodes} parents needs as many tokens, and one'
-      f' row of the target more; got tokens of shape {draft.tokens.shape} and'
-      f' {num_rows} rows.'
-    )
+  count, given = shape.num_nodes, (draft.tokens.shape, num_rows)
+  if given != ((count,), count + 1):
+    expected = f'a draft of {count} tokens, {count + 1} rows of the target'
+    raise unexpected('tree', expected, given)
   return shape
 
 
@@ -214,15 +173,5 @@ def _residual(probs: jax.Array, row: jax.Array) -> jax.Array:
 def _proposal(draft: Draft, node: jax.Array, vocab_size: int):
   """A node's token, the row float32[V] it was drawn from, and its value."""
   token = draft.tokens[node]
-  if draft.probs is None:
-    # Outside the vocabulary it is no proposal.
-    row = (lax.iota(jnp.int32, vocab_size) == token).astype(jnp.float32)
-  else:
-    row = draft.probs[node]
-  return token, row, _value_at(row, token)
-
-
-def _value_at(row: jax.Array, token: jax.Array) -> jax.Array:
-  """row[token], 0 outside the vocabulary."""
-  in_range = (token >= 0) & (token < row.shape[0])
-  return jnp.where(in_range, jnp.take(row, token, mode='clip'), 0.0)
+  row = draft_rows(draft, node, vocab_size)
+  return token, row, value_of(row, token, 0.0)

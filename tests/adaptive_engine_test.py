@@ -14,22 +14,26 @@ from specdec_jax.decoding.fallback import of_round_costs
 from specdec_jax.drafters.length import MOST, unsure_below
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
-from specdec_jax.engine.completion import CompletionStats, passed_over
+from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import CalibrationError, Confidence, Prices
+from specdec_jax.engine.completion import (
+  CompletionStats,
+  UsualAcceptance,
+  passed_over,
+)
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.monitor import Usual
-from specdec_jax.engine.schedule import PoolSettings
+from specdec_jax.engine.request import as_gamma
+from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.engine.slots import Slots
-from specdec_jax.infer import batches, calibrated, report
-from specdec_jax.measure import calibration, environment
-from specdec_jax.measure.calibration import CalibrationError
-from specdec_jax.measure.lengths import Confidence, Prices
+from specdec_jax.infer import calibrated, report, run
+from specdec_jax.infer.data import Item
+from specdec_jax.measure import record
 from specdec_jax.models.model import Model
 
 TEXTS = WORDS.split()[:7]
-CHAIN = toy_models.random_markov(0, VOCAB_SIZE, scale=2.0)
+CHAIN, NEAR = (toy_models.noisy_chain(VOCAB_SIZE, noise) for noise in (0, 1))
 NOISE = toy_models.random_markov(1, VOCAB_SIZE, scale=1.0)
-NEAR = toy_models.MarkovModel(CHAIN.params['table'] + NOISE.params['table'])
 TARGET, DRAFT = Model(CHAIN, CHAIN.params), Model(NEAR, NEAR.params)
 
 
@@ -85,29 +89,11 @@ def test_a_trace_shows_drafts_of_several_lengths(engine):
 
 
 @pytest.mark.parametrize(
-  'gamma, options, message',
-  [
-    ('adaptiv', {}, "a whole number >= 0 or 'adaptive', got 'adaptiv'"),
-    (
-      'adaptive',
-      {'num_beams': 2, 'speculative': True},
-      r'beam search \(num_beams = 2\) proposes whole levels',
-    ),
-  ],
-)
-def test_what_cannot_be_is_refused(engine, gamma, options, message):
-  with pytest.raises(ValueError, match=message):
-    engine.generate(TEXTS[:1], gamma=gamma, **options)
-  with pytest.raises(ValueError, match='adaptive'):
-    engine.gamma = 'adaptiv'
-
-
-@pytest.mark.parametrize(
   'drafter', [prompt_lookup(), with_fallback(prompt_lookup(), DRAFT)]
 )
 def test_drafters_that_do_not_say_how_sure_they_are(tokenizer, drafter):
   engine = make(tokenizer, drafter)
-  with pytest.raises(ValueError, match=r'drafter .*prompt_lookup.* how sure'):
+  with pytest.raises(ValueError, match='gamma: .*prompt_lookup'):
     engine.generate(TEXTS[:1])
   assert engine.num_programs == 0
   assert engine.generate(TEXTS[:1], gamma=2)[0].text
@@ -133,7 +119,7 @@ def calibration_of(engine, **changes):
   )
   fields = {
     'fingerprints': engine.fingerprints,
-    'device': environment.describe()['device'],
+    'device': record.describe()['device'],
     'temperature': 0.0,
     'choices': (choice,),
     'record': {},
@@ -150,7 +136,7 @@ def config_of(tmp_path, engine, found, **changes):
   return infer.DecodeConfig(
     lambda: engine,
     str(texts),
-    mode='speculative',
+    decoding='speculative',
     calibration=str(path),
     **changes,
   )
@@ -160,17 +146,15 @@ def silent():
   return rich.console.Console(record=True, width=200)
 
 
-def test_a_rule_that_ends_no_draft_is_a_fixed_gamma(tokenizer):
-  engine = make(tokenizer)
+def test_a_rule_that_ends_no_draft_is_a_fixed_gamma(engine):
+  measured = calibration_of(engine)
   free = Prices((0.0,) * 3, (0.0,) * 3, 1.7, 0.7)
-  choice = dataclasses.replace(calibration_of(engine).choices[0], prices=free)
-  engine.gamma = calibration_of(engine, choices=(choice,)).rule(1)
-  assert engine.gamma == 3 and engine.rule is None
+  choice = dataclasses.replace(measured.choices[0], prices=free)
+  free = dataclasses.replace(measured, choices=(choice,))
+  assert as_gamma(free.rule(1)) == (3, None)
   # Controls: with a price, or where nothing is expected of unsure proposals.
-  engine.gamma = calibration_of(engine).rule(1)
-  assert engine.gamma == 3 and engine.rule is not None
-  engine.gamma = unsure_below(0.5, 3)
-  assert engine.rule is not None
+  for rule in (measured.rule(1), unsure_below(0.5, 3)):
+    assert as_gamma(rule) == (3, rule)
 
 
 def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
@@ -184,50 +168,40 @@ def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   want = [1.1, 1.2, 1.5, 1.6]
   np.testing.assert_allclose(engine.fallback.costs, want, rtol=1e-6)
   assert summary['fallback'] == pytest.approx(want)
-  assert engine.usual == Usual(0.7, 0.1)
+  assert engine.usual == UsualAcceptance(0.7, 0.1)
   said = console.export_text()
   assert 'gamma = 3 at most, adaptive by the calibration' in said
   assert 'speed-up 1.70' in said and 'Acceptance over the run: ' in said
-  identity = batches.engine_identity(engine)
+  identity = run.engine_identity(engine)
   assert identity['rule'] == summary['rule']
   assert identity['fallback'] == summary['fallback']
+  (one,) = found.choices
+  longer = Prices((0.2,) * 4, (0.3,) * 4, 1.7, 0.7)
+  two = dataclasses.replace(one, rows=2, prices=longer)
+  found = calibration_of(engine, choices=(one, two))
+  assert [found.drafting(rows, engine).rule.most for rows in (1, 2)] == [3, 4]
 
 
-def test_a_number_and_a_calibration_is_the_best_number(tokenizer, tmp_path):
-  engine = make(tokenizer, gamma=5)
-  config = config_of(tmp_path, engine, calibration_of(engine))
-  infer.decode(config, console=silent())
+def test_what_a_run_with_a_calibration_does(tokenizer, tmp_path):
+  def run_by(engine, **changes):
+    config = config_of(tmp_path, engine, calibration_of(engine, **changes))
+    infer.decode(config, console=silent())
+    return engine
+
+  engine = run_by(make(tokenizer, gamma=5))  # a number: the best one
   assert engine.gamma == 2 and engine.rule is None
-  assert engine.usual == Usual(0.6, 0.1)
-  assert batches.engine_identity(engine)['rule'] is None
-
-
-@pytest.mark.parametrize(
-  'changes, message',
-  [
-    (
-      {'fingerprints': {'target': 'x', 'draft': 'y'}},
-      'something else: draft was',
-    ),
+  assert engine.usual == UsualAcceptance(0.6, 0.1)
+  # At another temperature acceptance is not compared.
+  assert run_by(make(tokenizer, gamma=5), temperature=1.0).usual is None
+  engine = make(tokenizer)
+  for changes, message in (
+    ({'fingerprints': {'target': 'x', 'draft': 'y'}}, 'draft was'),
     ({'device': 'abacus'}, "device was 'abacus'"),
     ({'confidence': None}, 'table of confidence'),
-  ],
-)
-def test_a_calibration_of_something_else(tokenizer, tmp_path, changes, message):
-  engine = make(tokenizer)
-  config = config_of(tmp_path, engine, calibration_of(engine, **changes))
-  with pytest.raises(CalibrationError, match=message):
-    infer.decode(config, console=silent())
+  ):
+    with pytest.raises(CalibrationError, match=message):
+      run_by(engine, **changes)
   assert engine.num_programs == 0
-
-
-def test_another_temperature_is_not_compared(tokenizer, tmp_path):
-  engine = make(tokenizer)
-  found = calibration_of(engine, temperature=1.0)
-  config = config_of(tmp_path, engine, found)
-  measured = calibration.load(config.calibration)
-  calibrated.choose_gammas(measured, config, engine, silent())
-  assert engine.usual is None and engine.gamma == 3
 
 
 # The monitor.
@@ -239,17 +213,13 @@ def stats(accepted, tested):
 
 def test_z_of_an_output():
   """Long ones differ as texts do, short ones as chance does."""
-  usual = Usual(0.75, 0.05)
+  usual = UsualAcceptance(0.75, 0.05)
   assert usual.z_of(stats(0, 0)) is None
   assert usual.z_of(stats(65_000, 100_000)) == pytest.approx(-2.0, abs=0.01)
   assert usual.z_of(stats(0, 100_000)) == pytest.approx(-15.0, abs=0.1)
   few = usual.z_of(stats(1, 4))
   assert -3 < few < -0.8
   assert usual.z_of(stats(75, 100)) == pytest.approx(0.0)
-
-
-def test_what_is_marked():
-  usual = Usual(0.75, 0.05)
   one = passed_over('empty')
   assert not usual.judged(one).out_of_distribution
   marked = usual.judged(dataclasses.replace(one, stats=stats(10, 60)))
@@ -273,9 +243,9 @@ def test_a_run_counts_what_is_marked_and_draws_it(tokenizer, tmp_path):
       plot_file=str(picture),
     )
     summary = infer.decode(config, console=console)
-    marked = summary[report.SPECULATIVE]['out_of_distribution']
+    marked = summary['speculative']['out_of_distribution']
     records = [
-      json.loads(line)['stats'][report.SPECULATIVE]
+      json.loads(line)['stats']['speculative']
       for line in (out / 'predictions.jsonl').read_text().splitlines()
     ]
     assert marked == sum(one['out_of_distribution'] for one in records)
@@ -286,33 +256,14 @@ def test_a_run_counts_what_is_marked_and_draws_it(tokenizer, tmp_path):
 
 def test_acceptance_over_a_run():
   """In the order of the input, whatever the order of decoding was."""
-  mode = report.Mode()
+  way = report.Results()
   for index in (3, 1, 0, 2):
     one = passed_over('stop')
     accepted = stats(10 * (index > 1), 10)
-    mode.completions[index] = dataclasses.replace(one, stats=accepted)
-  assert report.acceptance_over_run(mode) == [0.0, 0.0, 1.0, 1.0]
-  assert report.acceptance_over_run(mode, parts=2) == [0.0, 1.0]
-  assert report.acceptance_over_run(report.Mode()) == []
-
-
-@pytest.mark.parametrize('fallback', ['yes', 1, None])
-def test_a_fallback_that_is_none(tokenizer, fallback):
-  with pytest.raises(ValueError, match='fallback must be True, False or'):
-    make(tokenizer, gamma=2, fallback=fallback)
-
-
-@pytest.mark.parametrize('fallback', [True, of_round_costs(np.ones(3))])
-def test_costs_of_another_gamma_are_not_used(tokenizer, fallback):
-  """A `Fallback` is of one gamma; another one has guessed costs."""
-  engine = make(tokenizer, gamma=2, fallback=fallback)
-  for gamma in (2, 4):
-    request = engine.request(TEXTS[:1], gamma=gamma)
-    assert request.fallback.costs.shape == (gamma + 1,)
-  own = engine.request(TEXTS[:1]).fallback
-  assert (own is fallback) == (fallback is not True)
-  plain = engine.text_batch(TEXTS[:1], speculative=False).request
-  assert plain.fallback is None and plain.rule is None
+    way.completions[index] = dataclasses.replace(one, stats=accepted)
+  assert report.acceptance_over_run(way) == [0.0, 0.0, 1.0, 1.0]
+  assert report.acceptance_over_run(way, parts=2) == [0.0, 1.0]
+  assert report.acceptance_over_run(report.Results()) == []
 
 
 # Pools that become smaller, each with a gamma of its own.
@@ -332,30 +283,28 @@ def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
   )
   gammas = calibrated.choose_gammas(measured, config, engine, silent())
   assert gammas == {2: 3, 1: 2}
-  way = calibrated.ways(config, engine, gammas, measured)['speculative']
-  items = [batches.Item(i, text, i) for i, text in enumerate(TEXTS)]
+  way = run.ways_of(config, engine, gammas, measured)['speculative']
+  items = [Item(i, text, i) for i, text in enumerate(TEXTS)]
   rested = [one.stats.fallback_rounds > 0 for _, one in way.run(items)]
   assert sum(rested) == len(TEXTS) % 2 == 1
-
-
-def test_a_smaller_pool_has_a_rule_of_its_own(engine):
-  (one,) = calibration_of(engine).choices
-  longer = Prices((0.2,) * 4, (0.3,) * 4, 1.7, 0.7)
-  two = dataclasses.replace(one, rows=2, prices=longer)
-  measured = calibration_of(engine, choices=(one, two))
-  assert [measured.ends(rows, engine).rule.most for rows in (1, 2)] == [3, 4]
 
 
 def test_a_gamma_that_the_rule_does_not_reach_is_refused(tokenizer):
   engine = make(tokenizer)
   settings = PoolSettings(gammas={2: MOST + 1, 1: MOST})
-  with pytest.raises(ValueError, match=f'gammas has {MOST + 1}'):
+  with pytest.raises(ValueError, match=f'gammas: .* at most {MOST}'):
     Continuous(engine, settings).generate(TEXTS)
 
 
 def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer, monkeypatch):
   costs = of_round_costs(np.ones(3))
   engine = make(tokenizer, gamma=2, fallback=costs)
+  for gamma in (2, 4):  # a `Fallback` is of one gamma: others are guessed
+    request = engine.request(TEXTS[:1], gamma=gamma)
+    assert request.fallback.costs.shape == (gamma + 1,)
+    assert (request.fallback is costs) == (gamma == 2)
+  plain = engine.text_batch(TEXTS[:1], speculative=False).request
+  assert plain.fallback is None and plain.rule is None
   seen = {}
   run = Slots.run
 
@@ -367,4 +316,4 @@ def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer, monkeypatch):
   pool = Continuous(engine, PoolSettings(gammas={2: 5, 1: 2}))
   want = engine.generate(TEXTS, speculative=False)
   assert [one.text for one in pool.generate(TEXTS)] == [o.text for o in want]
-  assert len(seen[5].fallback.costs) == 6 and seen[2].fallback is costs
+  assert len(seen[5][1].costs) == 6 and seen[2][1] is costs

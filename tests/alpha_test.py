@@ -1,19 +1,15 @@
 """Acceptance rates: the measured one is the one that the chain has."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import toy_models
 import toy_requests
-from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import acceptance
-from specdec_jax.measure.overlap import decode as decode_with_betas
+from specdec_jax.measure.acceptance import decode as decode_with_betas
 from specdec_jax.probs import SamplingConfig
 
 VOCAB, SLOTS, ROWS = 6, 24, 512
@@ -99,30 +95,6 @@ def test_lenient_alpha(temperature):
     near.append(weights[guess] >= 0.3 * weights.max())
     token = np.argmax(weights)
   assert rate.mean == pytest.approx(np.mean(near))
-
-
-def test_greedy_alpha_is_the_share_of_equal_choices():
-  request = make_request(0.0, rows=3)
-  overlap = decode(TARGET, DRAFTER, PARAMS, request)
-  token, expected = 0, []
-  for _ in range(SLOTS):
-    choice = np.argmax(TARGET.logits_after([token]))
-    expected.append(float(choice == np.argmax(DRAFT.logits_after([token]))))
-    token = choice
-  np.testing.assert_array_equal(overlap.betas, [expected] * 3)
-  assert overlap.proposed.all()
-  assert 0 < sum(expected) < SLOTS  # neither always nor never
-
-
-def test_the_output_is_the_targets_own():
-  """The drafter is asked, but never heard."""
-  request = make_request(1.0, rows=8)
-  overlap = decode(TARGET, DRAFTER, PARAMS, request)
-  request = dataclasses.replace(request, gamma=0)
-  plain = toy_requests.quick_jit(Loop(TARGET).decode)(PARAMS, request)
-  np.testing.assert_array_equal(
-    decode_state.generation(request, overlap.state).tokens, plain.tokens
-  )
 
 
 def prompted(request, prompt, length):
@@ -220,23 +192,6 @@ def test_batches_end_when_enough_was_generated():
   assert counted == [4 * SLOTS] * 3
 
 
-def test_rows_that_stop_count_what_they_produced():
-  request = make_request(1.0, rows=64, stop_id=2)
-  rate = acceptance.of_outputs(
-    TARGET, DRAFTER, PARAMS, iter([request]), num_tokens=1
-  ).alpha
-  assert 64 <= rate.num_tokens < 64 * SLOTS
-
-
-def test_the_error_is_that_of_whole_outputs():
-  """Outputs that agree within themselves are few observations, not many."""
-  alike = acceptance.ratio([10.0, 0.0, 10.0, 0.0], [10, 10, 10, 10])
-  assert alike.mean == 0.5
-  # Four coins: sqrt(0.25 / 3), where 40 independent tokens would give 0.08.
-  assert alike.standard_error == pytest.approx((0.25 / 3) ** 0.5)
-  assert acceptance.ratio([5.0] * 4, [10] * 4).standard_error == 0.0
-
-
 def test_samples_of_one_text_are_one_observation():
   hits, tries = [8.0, 4.0] * 50, [10, 10] * 50
   assert acceptance.ratio(hits, tries).standard_error < 0.03  # the control
@@ -246,9 +201,7 @@ def test_samples_of_one_text_are_one_observation():
   assert acceptance.ratio(hits, tries, ['a'] * 100).standard_error is None
 
 
-@pytest.mark.parametrize(
-  'prompted', [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('prompted', [True, False])
 def test_texts_are_told_by_what_is_read(prompted):
   """By inputs or prompts, with another padding in another batch."""
 

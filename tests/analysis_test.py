@@ -59,18 +59,6 @@ def test_expected_tokens_keeps_its_digits_near_1():
   assert abs(quotient - right) > 5e-5 * right
 
 
-@pytest.mark.parametrize('gamma', [0, 1, 5])
-def test_expected_tokens_derivatives(gamma):
-  rates = np.float32([0, 0.5, 1])
-  slope = jax.grad(lambda rate: analysis.expected_tokens(rate, gamma))
-  first = jax.jit(jax.vmap(slope))(rates)
-  second = jax.jit(jax.vmap(jax.grad(slope)))(rates)
-  right = sum(n * rates ** (n - 1) for n in range(1, gamma + 1))
-  np.testing.assert_allclose(first, right, rtol=1e-6)
-  right = sum(n * (n - 1) * rates ** (n - 2) for n in range(2, gamma + 1))
-  np.testing.assert_allclose(second, right, rtol=1e-6)
-
-
 # --- Acceptance from two distributions --------------------------------------
 
 
@@ -116,22 +104,6 @@ def test_divergence_is_the_distance_from_the_mean():
   )
 
 
-def test_divergence_at_its_ends():
-  rows = random_rows(2, 200, 1000)
-  assert not analysis.divergence(rows, rows).max() > 1e-6
-  assert analysis.acceptance_prob(rows, rows).max() <= 1
-  one_hot = np.eye(3, dtype=np.float32)
-  assert analysis.divergence(one_hot[0], one_hot[1]) == 1
-  # All against all, by broadcasting.
-  found = analysis.acceptance_prob(one_hot[:, None], one_hot[None])
-  np.testing.assert_array_equal(found, np.eye(3))
-
-
-def test_acceptance_prob_gradient():
-  slope = jax.grad(analysis.acceptance_prob, argnums=1)(TARGET, DRAFT)
-  np.testing.assert_array_equal(slope, [1, 1, 0, 0, 0])
-
-
 def test_rejection_accepts_less():
   target, draft = random_rows(3, 100, 6), random_rows(4, 100, 6)
   found = analysis.rejection_acceptance_prob(target, draft)
@@ -143,15 +115,6 @@ def test_rejection_accepts_less():
   assert (found <= accepted + 1e-6).all() and (found < 0.9 * accepted).any()
   same = analysis.rejection_acceptance_prob(target, target)
   np.testing.assert_array_equal(same, np.ones(100))
-
-
-def test_rejection_where_a_probability_is_0():
-  # What the target never says does not matter; what the draft leaves out does.
-  found = analysis.rejection_acceptance_prob(TARGET, DRAFT)
-  np.testing.assert_allclose(found, 0.4, rtol=1e-6)
-  assert analysis.rejection_acceptance_prob(DRAFT, TARGET) == 0
-  slope = jax.grad(analysis.rejection_acceptance_prob)(TARGET, DRAFT)
-  np.testing.assert_allclose(slope, [-0.8, 0, 0, 0, 0], rtol=1e-6)
 
 
 def test_lenience_is_the_mean_of_what_is_accepted():
@@ -177,12 +140,6 @@ def test_lenience_1_is_none_and_less_accepts_more():
   np.testing.assert_allclose(slope, -0.2, rtol=1e-6)
 
 
-def test_lenience_does_not_touch_one_hot_rows():
-  rows = np.eye(3, dtype=np.float32)
-  found = analysis.lenient_acceptance_prob(rows[:, None], rows[None], 0.1)
-  np.testing.assert_array_equal(found, np.eye(3))
-
-
 # --- Factors ----------------------------------------------------------------
 
 
@@ -205,15 +162,6 @@ def test_walltime_factor_by_the_cost_of_a_step():
         brute_force(rate, cost, 8),
         rtol=1e-6,
       )
-
-
-def test_measured_factor_counts_longer_calls():
-  gamma, call_cost = np.arange(4), [1.0, 1.1, 1.3, 1.4]
-  found = analysis.measured_walltime_factor(0.7, gamma, 0.1, call_cost)
-  right = brute_force(0.7, 0.1, 3, call_cost)
-  np.testing.assert_allclose(found, right, rtol=1e-6)
-  free = analysis.walltime_factor(0.7, gamma, 0.1)
-  assert found[0] == free[0] == 1 and (found[1:] < 0.96 * free[1:]).all()
 
 
 def test_operations_factor_counts_the_drafter():
@@ -273,41 +221,7 @@ def test_oracle_is_above_every_fixed_gamma():
   assert analysis.oracle_factor(0.6, 3.0) == 1
 
 
-def test_oracle_is_a_step_of_the_right_length():
-  """Against the mean over what an oracle would see, n accepted at a time."""
-  rate, cost = 0.8, 0.1
-  accepted = np.arange(400)
-  chance = rate**accepted * (1 - rate)
-  factor = (chance @ (accepted + 1)) / (chance @ (1 + cost * accepted))
-  found = analysis.oracle_factor(rate, cost)
-  np.testing.assert_allclose(found, factor, rtol=1e-6)
-
-
 # --- Arrays, types, transformations -----------------------------------------
-
-# Each function of one rate, finite at 0 and 1.
-OF_RATE = {
-  'expected_tokens': lambda rate: analysis.expected_tokens(rate, 3),
-  'walltime': lambda rate: analysis.walltime_factor(rate, 3, 0.1),
-  'measured': lambda rate: analysis.measured_walltime_factor(rate, 3, 0.1, 1.2),
-  'lowest': lambda rate: analysis.lowest_factor(rate, 0.1),
-  'operations': lambda rate: analysis.operations_factor(rate, 3, 0.1),
-  'oracle': lambda rate: analysis.oracle_factor(rate, 0.1),
-}
-
-
-@pytest.mark.parametrize('name', OF_RATE)
-def test_jit_vmap_and_grad(name):
-  function = OF_RATE[name]
-  rates = jnp.float32([0, 0.4, 1])
-  direct = function(rates)
-  assert direct.shape == (3,) and direct.dtype == jnp.float32
-  np.testing.assert_allclose(jax.jit(function)(rates), direct, rtol=1e-6)
-  np.testing.assert_allclose(jax.vmap(function)(rates), direct, rtol=1e-6)
-  slopes = jax.vmap(jax.grad(function))(rates)
-  assert np.isfinite(slopes).all() and (slopes != 0).all()
-  above, below = function(jnp.float32([0.401, 0.399]))
-  np.testing.assert_allclose(slopes[1], (above - below) / 0.002, rtol=2e-3)
 
 
 def test_gamma_can_be_traced():
@@ -320,37 +234,6 @@ def test_gamma_can_be_traced():
   np.testing.assert_array_equal(jax.jit(choose)(rates, 0.1), choose(rates, 0.1))
 
 
-def test_probabilities_under_jit():
-  rows = random_rows(9, 4, 5)
-  for function in (
-    analysis.divergence,
-    analysis.acceptance_prob,
-    analysis.rejection_acceptance_prob,
-    functools.partial(analysis.lenient_acceptance_prob, lenience=0.5),
-  ):
-    direct = function(rows[:2], rows[2:])
-    found = jax.jit(jax.vmap(function))(rows[:2], rows[2:])
-    np.testing.assert_allclose(found, direct, rtol=1e-6)
-
-
-def test_float64_stays():
-  with jax.enable_x64(True):
-    rate = np.float64(1 - 1e-9)
-    found = analysis.expected_tokens(rate, 16)
-    assert found.dtype == jnp.float64
-    assert abs(found - geometric_sum(rate, 16)) < 1e-14 * 17
-    single = np.float32(0.5)
-    assert analysis.walltime_factor(single, 3, 0.1).dtype == jnp.float32
-    rows = random_rows(10, 2, 5).astype(np.float64)
-    assert analysis.divergence(*rows).dtype == jnp.float64
-
-
-def test_plain_numbers_and_lists():
-  assert analysis.expected_tokens(1, 4) == 5
-  assert analysis.divergence([1, 0], [0.5, 0.5]) == 0.5
-  np.testing.assert_array_equal(analysis.improves([0.5, 0.1], 0.2), [1, 0])
-
-
 # --- Errors -----------------------------------------------------------------
 
 
@@ -358,29 +241,29 @@ def test_plain_numbers_and_lists():
   'name, arguments, message',
   [
     ('expected_tokens', (np.float32([0.5, 1.25]), 3), r'in \[0, 1\], got 1.25'),
-    ('expected_tokens', (True, 3), 'acceptance_rate .* got True'),
-    ('oracle_factor', (-0.5, 0.1), 'acceptance_rate .* got -0.5'),
-    ('improves', (np.nan, 0.1), 'acceptance_rate .* got nan'),
-    ('lowest_factor', ('0.5', 0), "acceptance_rate .* got '0.5'"),
-    ('expected_tokens', (0.5, -1), 'gamma .* got -1'),
-    ('expected_tokens', (0.5, 2.0), 'gamma .* got 2.0'),
-    ('expected_tokens', (0.5, 2**40), 'gamma .* got 1099511627776'),
-    ('walltime_factor', (0.5, 3, -0.25), 'cost_ratio .* >= 0, got -0.25'),
-    ('lowest_factor', (0.5, np.inf), 'cost_ratio .* got inf'),
-    ('operations_factor', (0.5, 3, -1.0), 'operations_ratio .* got -1.0'),
-    ('measured_walltime_factor', (0.5, 3, 0.1, 0.0), 'call_cost .* > 0, got 0'),
-    ('optimal_gamma', (0.5, 0.1, -1), 'max_gamma .* got -1'),
-    ('optimal_gamma', (0.5, 0.1, 2.5), 'max_gamma .* got 2.5'),
-    ('optimal_gamma', (0.5, 0.1, 2, [1, 1.1]), r'v\(3\).* shape \(2,\)'),
+    ('expected_tokens', (True, 3), 'acceptance_rate.* got True'),
+    ('oracle_factor', (-0.5, 0.1), 'acceptance_rate.* got -0.5'),
+    ('improves', (np.nan, 0.1), 'acceptance_rate.* got nan'),
+    ('lowest_factor', ('0.5', 0), "acceptance_rate.* got '0.5'"),
+    ('expected_tokens', (0.5, -1), 'gamma.* got -1'),
+    ('expected_tokens', (0.5, 2.0), 'gamma.* got 2.0'),
+    ('expected_tokens', (0.5, 2**40), 'gamma.* got 1099511627776'),
+    ('walltime_factor', (0.5, 3, -0.25), 'cost_ratio.* >= 0, got -0.25'),
+    ('lowest_factor', (0.5, np.inf), 'cost_ratio.* got inf'),
+    ('operations_factor', (0.5, 3, -1.0), 'operations_ratio.* got -1.0'),
+    ('measured_walltime_factor', (0.5, 3, 0.1, 0.0), 'call_cost.* > 0, got 0'),
+    ('optimal_gamma', (0.5, 0.1, -1), 'max_gamma.* got -1'),
+    ('optimal_gamma', (0.5, 0.1, 2.5), 'max_gamma.* got 2.5'),
+    ('optimal_gamma', (0.5, 0.1, 2, [1, 1.1]), r'v\(3\).* got \(2,\)'),
     (
       'optimal_gamma',
       (0.5, 0.1, 1, [0.03, 0.04]),
       'first value is 1, got 0.03',
     ),
-    ('lenient_acceptance_prob', (TARGET, DRAFT, 1.5), 'lenience .* got 1.5'),
-    ('acceptance_prob', (TARGET, DRAFT[:4]), r'shapes \(5,\) and \(4,\)'),
-    ('acceptance_prob', (0.5, 0.5), r'shapes \(\) and \(\)'),
-    ('divergence', (TARGET, 2 * DRAFT), 'draft_probs must sum to 1 .* got 2'),
+    ('lenient_acceptance_prob', (TARGET, DRAFT, 1.5), 'lenience.* got 1.5'),
+    ('acceptance_prob', (TARGET, DRAFT[:4]), r'\(5,\), \(4,\)'),
+    ('acceptance_prob', (0.5, 0.5), r'\(\), \(\)'),
+    ('divergence', (TARGET, 2 * DRAFT), 'draft_probs.* got 2'),
     ('rejection_acceptance_prob', (np.log(DRAFT), DRAFT), 'got -1.6'),
   ],
 )
@@ -392,7 +275,7 @@ def test_errors(name, arguments, message):
 def test_errors_of_shape_are_found_under_jit():
   with pytest.raises(ValueError, match='one vocabulary'):
     jax.jit(analysis.acceptance_prob)(TARGET, DRAFT[:4])
-  with pytest.raises(ValueError, match='gamma must be a whole number'):
+  with pytest.raises(ValueError, match='gamma: expected a whole number'):
     jax.jit(analysis.expected_tokens)(0.5, 2.0)
 
 

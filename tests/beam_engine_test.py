@@ -1,8 +1,8 @@
 """Beam search through the engine, a run of lines, and a task: as people ask."""
 
+import functools
 import io
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -10,16 +10,16 @@ import pytest
 import rich.console
 
 import small_vocabulary
-from specdec_jax import infer, probs
+from specdec_jax import infer
 from specdec_jax.checks import memory
 from specdec_jax.decoding.beams import Rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import BeamChoice, CalibrationError
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.options import Options, options_of
-from specdec_jax.measure import calibration, environment
-from specdec_jax.measure.beam_grid import BeamChoice
-from specdec_jax.measure.calibration import CalibrationError
+from specdec_jax.engine.request import Options
+from specdec_jax.measure.record import describe
 from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
@@ -76,6 +76,7 @@ def test_the_score_is_the_log_probability_with_the_penalty(engine, beams):
     ({'alpha': 0.0}, lambda n: 1.0),
     ({'alpha': 1.0}, lambda n: (5 + n) / 6),
     ({'length_penalty': 2.0}, lambda n: n**2.0),
+    ({'length_penalty': -1.0}, lambda n: n**-1.0),
   ):
     for one in engine.generate(texts, **options, **penalty)[:3]:
       (scored,) = engine.score(texts[:1], [one.tokens])
@@ -123,18 +124,8 @@ def test_batches_do_not_change_beams(engine, beams):
   assert engine.num_programs == before
 
 
-def test_warming_up_compiles_what_is_used(engine):
-  engine.warmup(TEXTS[:1], num_beams=2, speculative=False)
-  before = engine.num_programs
-  engine.generate(TEXTS[:1], num_beams=2, alpha=0.1, speculative=False)
-  assert engine.num_programs == before
-
-
-def test_names_of_others():
-  assert options_of({'beam_size': 3}).num_beams == 3
-  asked = options_of({'num_beams': 2, 'num_return_sequences': 2})
-  assert asked.num_samples == 2
-  settings = asked.beam_settings(1)
+def test_rules_of_scores():
+  settings = Options(num_beams=2).beam_settings(1)
   assert settings.rule is Rule.T5X and settings.draft_width == 4
   np.testing.assert_allclose(settings.penalty, 0.6)
   assert settings.num_candidates == 4
@@ -142,72 +133,32 @@ def test_names_of_others():
   assert hf.rule is Rule.TRANSFORMERS and hf.num_candidates == 6
 
 
-@pytest.mark.parametrize(
-  ('options', 'said'),
-  [
-    ({'num_beams': 0}, 'num_beams must be at least 1.*Leave it out'),
-    ({'num_beams': 2.5}, 'num_beams: expected a whole number'),
-    ({'num_beams': 4000}, 'a step looks at 8000 tokens'),
-    ({'num_beams': 2, 'temperature': 1.0}, 'set the temperature to 0'),
-    ({'num_beams': 2, 'lenience': 0.5}, 'set lenience to 1'),
-    ({'num_beams': 2, 'num_samples': 3}, 'has 2 outputs at most'),
-    ({'num_beams': 2, 'stop_strings': 'x'}, 'give stop_ids'),
-    ({'num_beams': 2, 'draft_beams': 1}, 'draft_beams must be at least 2'),
-    ({'num_beams': 2, 'draft_beams': 4000}, 'draft_beams = 4000: the drafter'),
-    ({'num_beams': 2, 'alpha': -1.0}, 'alpha must be at least 0'),
-    ({'num_beams': 2, 'alpha': '0.6'}, "alpha: expected .* got '0.6'"),
-    (
-      {'num_beams': 2, 'length_penalty': float('nan')},
-      'length_penalty: expected .* got nan',
-    ),
-    ({'num_beams': 2, 'alpha': 1.0, 'length_penalty': 1.0}, 'are two rules'),
-    ({'alpha': 1.0}, 'give num_beams too'),
-    ({'num_beams': 2, 'early_stopping': True}, 'as T5X ends it'),
-  ],
-)
-def test_what_is_refused(engine, options, said):
-  before = engine.num_programs
-  with pytest.raises(ValueError, match=said):
-    engine.generate(TEXTS, **options)
-  assert engine.num_programs == before
-
-
 def test_what_knows_no_beams(engine, models, tokenizer):
-  with pytest.raises(ValueError, match='no beam of a beam search is known'):
-    list(engine.stream(TEXTS[0], num_beams=2))
-  with pytest.raises(ValueError, match='a beam search has several'):
-    engine.trace(TEXTS[0], num_beams=2)
-  with pytest.raises(ValueError, match='take Engine.generate'):
-    Continuous(engine).generate(TEXTS, num_beams=2)
+  for ask in (
+    lambda **beams: list(engine.stream(TEXTS[0], **beams)),
+    lambda **beams: engine.trace(TEXTS[0], **beams),
+    lambda **beams: Continuous(engine).generate(TEXTS, **beams),
+  ):
+    with pytest.raises(ValueError, match='num_beams'):
+      ask(num_beams=2)
   copies = Engine(
     models[0], prompt_lookup(), tokenizer=tokenizer,
     max_input_len=16, max_decode_len=8,
   )  # fmt: skip
-  with pytest.raises(ValueError, match='knows one continuation'):
+  with pytest.raises(ValueError, match='drafter'):
     copies.generate(TEXTS, num_beams=2, speculative=True)
   # On a CPU nobody asks the drafter unless told to.
   assert len(copies.generate(TEXTS, num_beams=2)) == len(TEXTS)
 
 
-@pytest.fixture
-def lines(tmp_path):
-  path = tmp_path / 'in.txt'
-  path.write_text('\n'.join(TEXTS) + '\n')
-  return str(path)
-
-
-def test_a_run_over_lines(engine, beams, lines, tmp_path):
-  config = infer.DecodeConfig(
-    engine=lambda **_: engine,
-    input_file=lines,
+def test_a_run_over_lines(engine, beams, tmp_path):
+  summary = run_lines(
+    engine,
+    tmp_path,
     output_dir=str(tmp_path / 'out'),
-    batch_size=4,
-    num_samples=2,
     require_agreement=True,
-    beams=infer.Beams('beam', num_beams=3),
+    options={'num_samples': 2},
   )
-  console = rich.console.Console(file=io.StringIO())
-  summary = infer.decode(config, console=console)
   assert summary['agreement']['disagreements'] == []
   assert summary['beams']['num_beams'] == 3
   text = (tmp_path / 'out/predictions.jsonl').read_text()
@@ -221,26 +172,30 @@ def test_a_run_over_lines(engine, beams, lines, tmp_path):
     )
 
 
-def test_a_task(engine, beams, lines, tokenizer, tmp_path):
+def test_a_task(engine, beams, tokenizer, tmp_path):
+  lines = tmp_path / 'in.txt'
+  lines.write_text('\n'.join(TEXTS) + '\n')
+
   def run(name, **more):
-    config = infer.TaskConfig(
+    config = infer.DecodeConfig(
       lambda **_: engine,
-      tokenizer,
-      lines,
-      str(tmp_path / name),
+      tokenizer=tokenizer,
+      mixture_or_task_name=str(lines),
+      output_dir=str(tmp_path / name),
       task_feature_lengths={'inputs': 16, 'targets': 8},
       decoding='plain',
       mode='predict_with_aux',
-      num_decodes=3,
-      beams=infer.Beams('beam'),
-      **more,
+      batch_size=4,
+      options=infer.RunOptions(
+        decoder='beam', num_beams=3, num_samples=3, **more
+      ),
     )
     console = rich.console.Console(file=io.StringIO())
-    infer.decode_task(config, console=console)
+    infer.decode(config, console=console)
     (path,) = (tmp_path / name).glob('*.jsonl-*-of-*1')
     return [json.loads(line) for line in path.read_text().splitlines()]
 
-  best, every = run('best'), run('all', return_all_decodes=True)
+  best, every = run('best', return_all_decodes=False), run('all')
   assert best[0]['prediction_tokens'] == beams[2].tokens
   np.testing.assert_allclose(best[0]['score'], beams[2].score, atol=1e-4)
   assert every[-1]['prediction_tokens'] == [one.tokens for one in beams[9:]]
@@ -249,104 +204,72 @@ def test_a_task(engine, beams, lines, tokenizer, tmp_path):
   )
 
 
+def run_lines(engine, tmp_path, **changes):
+  path = tmp_path / 'in.txt'
+  path.write_text('\n'.join(TEXTS) + '\n')
+  options = {'num_beams': 3} | changes.pop('options', {})
+  config = infer.DecodeConfig(
+    engine=lambda **_: engine,
+    input_file=str(path),
+    batch_size=4,
+    options=infer.Options(**options),
+    **changes,
+  )
+  return infer.decode(config, console=rich.console.Console(file=io.StringIO()))
+
+
 @pytest.mark.parametrize(
-  ('options', 'said'),
+  ('best', 'told', 'gammas', 'draft_beams'),
   [
-    ({'batching': 'continuous'}, "'fixed' with beams .*--batching fixed"),
-    ({'lenience': 0.5}, '1.0 with beams.*gin: LENIENCE.*or no beams'),
-    ({'sampling': probs.SamplingConfig(1.0)}, 'with beams.*--temperature 0'),
-    ({'num_samples': 4}, 'at most 3, .*take a wider one: --num-beams'),
-    ({'stop_strings': ('x',)}, 'none with beams.*leave --stop out'),
+    (BeamChoice(3, 1, 4, 1.5), {}, {'3': 1}, 4),
+    (BeamChoice(3, 1, 4, 1.5), {'draft_beams': 5}, {'3': 1}, 5),
+    (BeamChoice(3, 0, 0, 1.0), {}, {'3': 0}, None),
+    (None, {}, 'no beams', None),
+    (BeamChoice(2, 1, 4, 1.5), {}, 'of width 2', None),
   ],
 )
-def test_what_a_run_refuses(engine, options, said):
-  with pytest.raises(ValueError, match=said):
-    infer.DecodeConfig(
-      engine=lambda: engine, beams=infer.Beams('beam', num_beams=3), **options
-    )
-  with pytest.raises(ValueError, match='Beams.decoder'):
-    infer.Beams('beams')
-
-
-@pytest.mark.parametrize('name', ['alpha', 'length_penalty', 'draft_beams'])
-def test_what_is_of_beams_needs_them(name):
-  with pytest.raises(ValueError, match=f'{name} = 4 is of a .*--num-beams 4'):
-    infer.Beams(**{name: 4})
-
-
-def test_two_length_penalties_are_refused():
-  with pytest.raises(ValueError, match='are two rules; give one'):
-    infer.Beams('beam', alpha=0.6, length_penalty=1.0)
-  assert infer.Beams('beam').identity['alpha'] == 0.6
-  assert infer.Beams('beam', length_penalty=1.0).identity['alpha'] is None
-
-
-def run_by(best, engine, lines, **options):
-  """The summary of a run by a calibration with this beam search."""
-  path = str(pathlib.Path(lines).parent / 'calibration.json')
+def test_a_calibration_chooses_gamma_and_the_drafters_beams(
+  engine, tmp_path, best, told, gammas, draft_beams
+):
+  usual, path = engine.gamma, str(tmp_path / 'calibration.json')
   calibration.Calibration(
     engine.fingerprints,
-    environment.describe()['device'],
+    describe()['device'],
     0.0,
     (calibration.Choice(1, 2, 1.5, (1.4, 1.6), (1.0, 1.2, 1.5)),),
     {},
     beams=best,
   ).save(path)
-  config = infer.DecodeConfig(
-    engine=lambda **_: engine,
-    input_file=lines,
-    batch_size=2,
-    calibration=path,
-    beams=infer.Beams('beam', num_beams=3, **options),
+  run = functools.partial(
+    run_lines, engine, tmp_path, calibration=path, options=told
   )
-  return infer.decode(config, console=rich.console.Console(file=io.StringIO()))
-
-
-def test_a_calibration_chooses_gamma_and_the_drafters_beams(engine, lines):
-  usual = engine.gamma
-  summary = run_by(BeamChoice(3, 1, 4, 1.5), engine, lines)
+  if isinstance(gammas, str):
+    with pytest.raises(CalibrationError, match=f'{gammas}.*--num-beams 3'):
+      run()
+    return
+  summary = run()
   engine.gamma = usual
-  assert summary['gammas'] == {'2': 1}
-  assert summary['beams']['draft_beams'] == 4
-  assert summary['agreement']['disagreements'] == []
-  told = run_by(BeamChoice(3, 1, 4, 1.5), engine, lines, draft_beams=5)
-  engine.gamma = usual
-  assert told['beams']['draft_beams'] == 5
+  assert summary['gammas'] == gammas
+  if draft_beams:
+    assert summary['beams']['draft_beams'] == draft_beams
+    assert summary['agreement']['disagreements'] == []
+  else:  # beams that do not pay are searched plainly
+    assert 'plain' in summary and 'speculative' not in summary
 
 
-def test_beams_that_do_not_pay_are_searched_plainly(engine, lines):
-  summary = run_by(BeamChoice(3, 0, 0, 1.0), engine, lines)
-  assert 'plain' in summary and 'speculative' not in summary
-
-
-@pytest.mark.parametrize(
-  ('best', 'said'),
-  [(None, 'no beams'), (BeamChoice(2, 1, 4, 1.5), 'a beam search of width 2')],
-)
-def test_beams_that_were_not_measured(engine, lines, best, said):
-  with pytest.raises(CalibrationError, match=f'{said}.*--num-beams 3'):
-    run_by(best, engine, lines)
-
-
-def test_a_drafter_does_not_rest_in_a_beam_search(models, tokenizer, lines):
-  rests = Engine(
-    *models, tokenizer=tokenizer, fallback=True,
-    max_input_len=16, max_decode_len=8,
-  )  # fmt: skip
-  config = infer.DecodeConfig(
-    engine=lambda **_: rests, input_file=lines, beams=infer.Beams('beam')
-  )
-  with pytest.raises(ValueError, match='--fallback.*not in a beam search'):
-    infer.decode(config, console=rich.console.Console(file=io.StringIO()))
-
-
-def test_a_width_that_no_memory_holds(models, tokenizer, monkeypatch):
+def test_what_does_not_go_together(models, tokenizer, tmp_path, monkeypatch):
+  limits = dict(tokenizer=tokenizer, max_input_len=16)
+  rests = Engine(*models, fallback=True, max_decode_len=8, **limits)
+  with pytest.raises(ValueError, match='fallback'):
+    run_lines(rests, tmp_path)
+  with pytest.raises(ValueError, match='batching'):
+    run_lines(rests, tmp_path, batching='continuous')
+  for wrong in ({'decoder': 'beams'}, {'alpha': 4}):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+      infer.RunOptions(**wrong)
+  # A width that no memory holds.
   monkeypatch.setattr(memory, 'device_bytes', lambda *_: 2**21)
-  small = Engine(
-    *models, tokenizer=tokenizer, max_input_len=16, max_decode_len=512
-  )
-  texts = TEXTS[:1]
+  small = Engine(*models, max_decode_len=512, **limits)
   with pytest.raises(memory.DoesNotFitError, match='or fewer beams'):
-    small.generate(texts, num_beams=12, speculative=False)
+    small.generate(TEXTS[:1], num_beams=12, speculative=False)
   assert small.num_programs == 0
-  assert len(small.generate(texts, num_beams=1, max_length=8)) == 1

@@ -9,25 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gpt2_parity_test
-import huggingface_parity as parity
-import huggingface_parity_test
+import parity
 from specdec_jax import partitioning
-from specdec_jax.checkpoints import huggingface
 from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import example_keys, new_request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.padding import padded
-from specdec_jax.models.gpt import GPT
+from specdec_jax.models.families import network_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
 
 pytestmark = parity.MARKS
 
 SLOTS = 20
-PENALTIES = (0.0, 1.0, 2.0)
+PENALTIES = (0.0, 1.0, 2.0, -1.5)
 
 
 class Pair(NamedTuple):
@@ -44,16 +41,9 @@ class Pair(NamedTuple):
 
 
 @functools.cache
-def pair_of(name, folder):
-  if name == 'GPT-2':
-    model = gpt2_parity_test.their_model(gpt2_parity_test.SMALL)
-    rows = gpt2_parity_test.prompts(gpt2_parity_test.SMALL.vocab_size)
-  else:
-    model = huggingface_parity_test.their_model(name).eval()
-    inputs = parity.make_batch(model.config.vocab_size).inputs
-    rows = [row[row != 0] for row in inputs]
-  model.save_pretrained(folder / name)
-  config, params = huggingface.load_huggingface(folder / name)
+def pair_of(name):
+  model, config, params = parity.loaded(name)
+  rows = parity.rows_of(network_of(config))
   rng = np.random.default_rng(0)
 
   def moved(leaf):
@@ -63,15 +53,15 @@ def pair_of(name, folder):
   drafts = jax.tree.map(moved, jax.device_get(params))
   return Pair(
     model,
-    (GPT if name == 'GPT-2' else T5)(config),
+    network_of(config),
     PairParams(*map(partitioning.place, (params, drafts))),
     rows,
   )
 
 
 @pytest.fixture
-def pair(request, folder):
-  return pair_of(request.param, folder)
+def pair(request):
+  return pair_of(request.param)
 
 
 def their_beams(pair, width, penalty, ends, length, least):
@@ -173,20 +163,9 @@ def likely_ends(rows):
 @pytest.mark.parametrize(
   ('pair', 'width', 'gamma', 'num_ends'),
   [
-    ('1.0 tied', 2, 0, 1),
-    ('1.1 gated', 4, 2, 1),
+    ('T5 1.0', 2, 0, 1),
+    ('T5 1.1', 4, 2, 1),
     ('GPT-2', 4, 2, 2),
-    *(
-      pytest.param(*other, marks=pytest.mark.slow)
-      for other in (
-        ('1.0 tied', 4, 3, 2),
-        ('1.1 gated', 2, 0, 1),
-        ('1.1 gated', 4, 0, 2),
-        ('GPT-2', 2, 0, 1),
-        ('GPT-2', 4, 0, 1),
-        ('GPT-2', 2, 3, 1),
-      )
-    ),
   ],
   indirect=['pair'],
 )
@@ -199,7 +178,11 @@ def test_beams_are_those_of_transformers(pair, width, gamma, num_ends):
       where = f'{case}, row {row}: {ours}, there {theirs}'
       assert [t for t, _ in ours] == [t for t, _ in theirs], where
       np.testing.assert_allclose(
-        [s for _, s in ours], [s for _, s in theirs], atol=1e-4, err_msg=where
+        [s for _, s in ours],
+        [s for _, s in theirs],
+        rtol=1e-5,  # by a penalty below 0 scores are 20 ** 1.5 times as large
+        atol=1e-4,
+        err_msg=where,
       )
     assert np.any(stats.num_accepted) == (gamma > 0)
     return want

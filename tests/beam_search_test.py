@@ -179,21 +179,6 @@ def t5x_search(t5x, name, gamma, draft_width):
   [
     (4, 0, 4),
     (2, 2, 2),
-    *(
-      pytest.param(*other, marks=pytest.mark.slow)
-      for other in (
-        (1, 0, 1),
-        (1, 2, 1),
-        (1, 3, 3),
-        (2, 0, 2),
-        (2, 3, 3),
-        (4, 2, 4),
-        (4, 3, 6),
-        (8, 0, 8),
-        (8, 2, 8),
-        (8, 3, 10),
-      )
-    ),
   ],
 )
 def test_beams_are_those_of_t5x(t5x, width, gamma, draft_width):
@@ -269,7 +254,10 @@ SEARCHES = [
   Search(3, 0, 3, Rule.TRANSFORMERS, (5,)),
   Search(3, 3, 5, Rule.TRANSFORMERS, (5,)),
 ]
-PENALTIES = {Rule.T5X: (0.0, 0.6, 1.0), Rule.TRANSFORMERS: (0.0, 1.0, 2.0)}
+PENALTIES = {
+  Rule.T5X: (0.0, 0.6, 1.0),
+  Rule.TRANSFORMERS: (0.0, 1.0, 2.0, -1.5),
+}
 
 
 def near(model, noise=0.3):
@@ -340,6 +328,21 @@ def check_oracle(one, found, penalty, stop_ids):
   return ended
 
 
+@pytest.mark.parametrize(('score', 'beaten'), [(-1.5, True), (-5.0, False)])
+def test_by_a_penalty_below_zero_a_beam_is_best_as_short_as_it_is(
+  score, beaten
+):
+  """Two tokens of log-probability -1 score -2, and ten would score -10."""
+  settings = settings_of(1, 1, -1.0, rule=Rule.TRANSFORMERS)
+  first = beams.start(jnp.zeros((1, 16), jnp.int32), jnp.zeros(1, jnp.int32), 1)
+  live = first.replace(length=first.length + 2, score=first.score - 1)
+  finished = live.replace(score=jnp.full((1, 1), score))
+  limits = beams.Limits(
+    jnp.ones(1, jnp.int32), first.length[0], jnp.array([10])
+  )
+  assert beams.is_beaten(settings, limits, live, finished)[0, 0] == beaten
+
+
 @pytest.mark.parametrize('one', SEARCHES, ids=str)
 def test_beams_are_those_of_the_oracle(one):
   """Ragged rows: prompts, limits, least lengths, a row that fills up."""
@@ -364,35 +367,19 @@ def test_beams_are_those_of_the_oracle(one):
   assert ended > len(INPUTS)
 
 
-def test_a_row_is_the_same_alone_and_among_others():
-  one = SEARCHES[1]
-  among = toy_search(one)
-  settings = settings_of(one.width, one.draft_width, 0.6)
-  alone = search(
-    TARGET,
-    OTHER,
-    PairParams(TARGET.params, near(TARGET)),
-    INPUTS[5:6],
-    settings,
-    one.gamma,
-    slots=SLOTS,
-    stop_ids=one.stop_ids,
-    max_length=MAX_LENGTH[5:6],
-    min_length=MIN_LENGTH[5:6],
-    prompt=PROMPT[5:6],
-    prompt_length=PROMPT_LENGTH[5:6],
-    forbids_stops=True,
-  )
-  check_same(alone, jax.tree.map(lambda x: x[5:6], among), 1e-6)
-
-
 SPECULATIVE = [one for one in SEARCHES if one.gamma]
 
 
-@pytest.mark.parametrize('one', SPECULATIVE, ids=str)
+@pytest.mark.parametrize('one', [SPECULATIVE[0]], ids=str)
 def test_any_drafter_gives_the_same_beams(one):
-  """The target itself, one near it, one with random numbers."""
+  """The target itself, one near it, one with random numbers, or with none."""
+  nothing = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), OTHER.params)
   with_itself = toy_search(one, drafts=TARGET.params)
+  check_same(toy_search(one, drafts=nothing), with_itself)
+  # Each call but the last gains gamma + 1 levels, if it drafts as wide.
+  stats, levels = with_itself.stats, with_itself.levels
+  np.testing.assert_array_equal(stats.num_rounds, -(-levels // (one.gamma + 1)))
+  np.testing.assert_array_equal(stats.num_tested, stats.num_accepted)
   near_it, another = toy_search(one), toy_search(one, drafts=OTHER.params)
   for found in (near_it, another):
     check_same(found, with_itself)
@@ -403,32 +390,7 @@ def test_any_drafter_gives_the_same_beams(one):
   assert calls[0] < calls[1] < calls[2]
 
 
-def test_a_target_that_drafts_for_itself_is_always_right():
-  """Each call but the last gains gamma + 1 levels, if it drafts as wide.
-
-  Wider is not always better: what a search finds may be displaced by
-  continuations of beams that a narrower one does not have.
-  """
-  one = SPECULATIVE[0]
-  assert one.draft_width == one.width
-  found = toy_search(one, drafts=TARGET.params)
-  stats, levels = found.stats, found.levels
-  np.testing.assert_array_equal(stats.num_rounds, -(-levels // (one.gamma + 1)))
-  assert np.all(stats.histogram[:, one.gamma] >= stats.num_rounds - 1)
-  np.testing.assert_array_equal(stats.num_tested, stats.num_accepted)
-  assert levels.max() == SLOTS
-
-
-def test_a_row_that_fills_up_does_nothing():
-  (row,) = np.nonzero(MAX_LENGTH == 0)[0]
-  for one in (PLAIN, SPECULATIVE[0]):
-    found = toy_search(one)
-    assert not found.tokens[row].any() and not found.length[row].any()
-    assert not any(count[row].any() for count in jax.tree.leaves(found.stats))
-    assert np.all(found.reason[row] == FinishReason.LENGTH)
-
-
-@pytest.mark.parametrize('one', [PLAIN, SPECULATIVE[0]], ids=str)
+@pytest.mark.parametrize('one', [SPECULATIVE[0]], ids=str)
 def test_a_row_whose_logits_are_no_numbers_says_so(one):
   """Its neighbours are as they were."""
   table = dict(TARGET.params)
@@ -445,12 +407,6 @@ def test_a_row_whose_logits_are_no_numbers_says_so(one):
     jax.tree.map(of_others, found), jax.tree.map(of_others, before), 1e-6
   )
   assert not np.any(found.reason[others] == FinishReason.INVALID)
-
-
-def test_a_drafter_whose_logits_are_no_numbers_changes_no_beam():
-  one = SPECULATIVE[0]
-  nothing = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), OTHER.params)
-  check_same(toy_search(one, drafts=nothing), toy_search(one))
 
 
 def test_control_a_level_that_lacks_a_beam_is_not_the_search(monkeypatch):
@@ -477,33 +433,3 @@ def _anew(target, drafter):
   """`program`, traced again."""
   loop = Loop(target, small_model(drafter))
   return quick_jit(lambda *args: loop.decode(*args))
-
-
-def test_values_are_arguments_of_one_program():
-  one = SPECULATIVE[0]
-  toy_search(one)
-  run = program(TARGET, OTHER)
-  before = run._cache_size()
-  toy_search(one, penalty=1.7)
-  toy_search(one._replace(stop_ids=(6,)))
-  toy_search(one, max_length=MAX_LENGTH // 2, min_length=MIN_LENGTH + 1)
-  toy_search(one, params=near(TARGET, 1.0))
-  assert run._cache_size() == before
-
-
-@pytest.mark.parametrize('gamma', [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_without_a_prompt_and_without_log_probabilities(gamma):
-  """The start token alone is what a prompt of one token is."""
-  settings = settings_of(3, 3, 0.6)
-  pair = PairParams(TARGET.params, near(TARGET))
-  args = TARGET, OTHER, pair, INPUTS, settings, gamma
-  options = dict(slots=SLOTS, stop_ids=[1])
-  have = search(*args, with_log_probs=False, **options)
-  want = search(
-    *args,
-    prompt=np.zeros((len(INPUTS), 1), np.int32),
-    prompt_length=np.ones((len(INPUTS),), np.int32),
-    **options,
-  )
-  assert have.log_probs.shape[2] == 0
-  check_same(have._replace(log_probs=want.log_probs), want)

@@ -11,7 +11,7 @@ from specdec_jax import checkpoints
 from specdec_jax.files import locations
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
-from t5x_tensorstore_test import FIXTURES, needs_fixtures
+from t5x_test import FIXTURES, needs_fixtures
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from specdec_jax import analysis
-from specdec_jax.measure import calibrate, calibration
-from specdec_jax.measure.beam_grid import BeamChoice
-from specdec_jax.measure.calibration import (
+from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import (
+  BeamChoice,
   Calibration,
   Choice,
   Measured,
   choose_gamma,
 )
+from specdec_jax.measure import calibrate
 
 
 def exact(value):
@@ -32,14 +33,10 @@ def test_gamma_is_the_best_of_all():
   assert found.gamma == int(np.argmax(factors)) == 5
   assert found.expected_speed_up == pytest.approx(max(factors))
   assert found.interval == pytest.approx((max(factors),) * 2)
-
-
-def test_speculation_that_does_not_pay_is_gamma_0():
+  # Speculation that does not pay is gamma 0.
   call_cost = [exact(1.0 + 0.9 * size) for size in range(5)]
   found = choose_gamma(exact(0.3), exact(0.5), call_cost)
-  assert found.gamma == 0
-  assert found.expected_speed_up == 1.0
-  assert found.interval == (1.0, 1.0)
+  assert (found.gamma, found.expected_speed_up) == (0, 1.0)
 
 
 def test_the_interval_holds_what_errors_do():
@@ -54,21 +51,6 @@ def test_the_interval_holds_what_errors_do():
   assert found.interval == pytest.approx(ends, rel=0.01)
   wider = choose_gamma(Measured(0.7, 0.06), exact(0.05), call_cost)
   assert wider.interval[0] < ends[0] - 0.05
-
-
-def test_what_a_round_takes_besides_favours_longer_drafts():
-  call_cost = [exact(1 + 0.05 * size) for size in range(9)]
-  free, dear = (
-    choose_gamma(exact(0.8), exact(0.1), call_cost, besides)
-    for besides in (0.0, 1.0)
-  )
-  assert dear.gamma > free.gamma
-  assert dear.factors[0] == 1.0
-  assert dear.factors[3] == pytest.approx(
-    float(analysis.measured_walltime_factor(0.8, 3, 0.1, 2.15))
-  )
-  assert dear.cost_ratio == 0.1 and dear.round_cost == 1.0
-  assert dear.call_cost == pytest.approx([one.value for one in call_cost])
 
 
 def rounds(call, **times):
@@ -98,23 +80,15 @@ def test_costs_of_rounds_are_told_from_those_of_proposals(besides, slope, want):
   assert found.error > 0
 
 
-def test_rounds_that_cost_less_than_their_proposals_have_no_cost_of_their_own():
-  times = rounds(lambda size: 1.0, round_1=1.05, round_8=1.8)
-  found, rest = calibrate._round_costs(times)
-  assert rest == 0 and found.value == pytest.approx((0.05 + 8 * 0.8) / 65)
-
-
 def choice(rows, gamma):
   factors = tuple(1 + 0.1 * g for g in range(gamma + 1))
   return Choice(rows, gamma, factors[-1], (factors[-1] - 0.1, 9.0), factors)
 
 
 def make(**changes):
-  from specdec_jax.measure import environment
-
   fields = {
     'fingerprints': {'target': 'aa', 'draft': 'bb'},
-    'device': environment.describe()['device'],
+    'device': calibration.device_name(),
     'temperature': 0.0,
     'choices': (choice(1, 5), choice(4, 2), choice(16, 0)),
     'record': {'cost_ratio': 0.1},
@@ -129,42 +103,34 @@ def test_a_file_comes_back_as_it_was(tmp_path):
     assert calibration.load(path) == made
 
 
-def test_other_models_are_refused_by_name():
-  make().check({'target': 'aa', 'draft': 'bb'})
-  with pytest.raises(
-    calibration.CalibrationError,
-    match="draft was 'bb', is 'cc'.*specdec calibrate",
+def test_what_a_calibration_is_not_of():
+  models = {'target': 'aa', 'draft': 'bb'}
+  make().check(models)
+  for made, given, said in (
+    (make(), models | {'draft': 'cc'}, "draft was 'bb', is 'cc'"),
+    (make(device='abacus'), models, "device was 'abacus', is"),
   ):
-    make().check({'target': 'aa', 'draft': 'cc'})
+    with pytest.raises(calibration.CalibrationError, match=said):
+      made.check(given)
 
 
-def test_another_device_is_refused_by_name():
-  with pytest.raises(
-    calibration.CalibrationError, match="device was 'abacus', is"
-  ):
-    make(device='abacus').check({'target': 'aa', 'draft': 'bb'})
-
-
-@pytest.mark.parametrize('content', ['', '[]', '{}', '{"kind": "benchmark"}'])
-def test_what_is_no_calibration_is_refused(tmp_path, content):
+def test_what_is_no_calibration_is_refused(tmp_path):
   path = tmp_path / 'x.json'
-  path.write_text(content)
-  with pytest.raises(
-    calibration.CalibrationError, match='is not a calibration'
+  whole = {'kind': 'calibration', **dataclasses.asdict(make())}
+  bare = json.loads(json.dumps(whole))
+  del bare['choices'][1]['expected_speed_up']
+  for content, said in (
+    (None, 'x.json'),
+    ('', 'x.json'),
+    ('[]', 'x.json'),
+    ('{"kind": "benchmark"}', 'benchmark'),
+    (json.dumps(bare), 'expected_speed_up'),
+    (json.dumps(whole | {'choices': []}), 'no choices'),
   ):
-    calibration.load(str(path))
-
-
-def test_a_missing_field_is_refused(tmp_path):
-  path = tmp_path / 'x.json'
-  found = {'kind': 'calibration', **dataclasses.asdict(make())}
-  del found['choices'][1]['expected_speed_up']
-  path.write_text(json.dumps(found))
-  with pytest.raises(calibration.CalibrationError, match='expected_speed_up'):
-    calibration.load(str(path))
-  path.write_text(json.dumps(found | {'choices': []}))
-  with pytest.raises(calibration.CalibrationError, match='no choices'):
-    calibration.load(str(path))
+    if content is not None:
+      path.write_text(content)
+    with pytest.raises(calibration.CalibrationError, match=said):
+      calibration.load(str(path))
 
 
 @pytest.mark.parametrize(
@@ -180,8 +146,3 @@ def test_a_missing_field_is_refused(tmp_path):
 def test_gamma_by_the_number_of_rows(rows, gamma, gammas):
   assert make().at(rows).gamma == gamma
   assert make().gammas(rows) == gammas
-
-
-def test_a_missing_file_is_refused(tmp_path):
-  with pytest.raises(calibration.CalibrationError, match='cannot be read'):
-    calibration.load(str(tmp_path / 'none.json'))

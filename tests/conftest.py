@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,26 @@ def pytest_configure(config):
   os.environ['SPECDEC_KERNEL_LAYOUT'] = 'in_out'
 
 
+# Group of slow tests -> how its files' names begin; the rest are `system`.
+_GROUPS = {
+  'laws': (
+    *('adaptive', 'beam_equality', 'continuous', 'demo', 'drafter', 'drafting'),
+    *('engine', 'fallback', 'families', 'pool', 'shared', 'tree'),
+  ),
+  'parity': ('beam_parity', 'parity', 't5x', 'tokenizer_parity'),
+  'documents': ('documents', 'notebook'),
+}
+
+
+def pytest_collection_modifyitems(items):
+  """Puts each slow test into a group: `-m "slow and laws"` runs one of them."""
+  for item in items:
+    if item.get_closest_marker('slow'):
+      name = item.path.name
+      groups = [g for g, begin in _GROUPS.items() if name.startswith(begin)]
+      item.add_marker((*groups, 'system')[0])
+
+
 def pytest_collection_finish():
   """Garbage is collected less often: traces make many objects, few cycles.
 
@@ -64,6 +85,22 @@ def pytest_collection_finish():
   gc.collect()
   gc.freeze()
   gc.set_threshold(50_000)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _few_programs():
+  """Drops compiled programs after a module, once there are many.
+
+  A program takes some 15 memory mappings. Linux gives a process 65,530, and
+  XLA ends in a segmentation fault where there are no more.
+  """
+  yield
+  mappings = pathlib.Path('/proc/self/maps')
+  if mappings.exists() and len(mappings.read_text().splitlines()) > 15_000:
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -1,23 +1,32 @@
-"""Continuous batching against fixed batches: the same outputs, in order."""
+"""Continuous batching: outputs of fixed batches, in order, and its runs."""
 
 import contextlib
 import dataclasses
+import io
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.monitoring
 import numpy as np
 import pytest
+import rich.console
 
 import small_vocabulary
-from gpt_engine_test import BOS, FAMILIES, make_engine
+import toy_models
 from small_vocabulary import WORDS
+from specdec_jax import infer
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.schedule import PoolSettings, PoolStats, Queue
+from specdec_jax.engine.request import Drafting
+from specdec_jax.engine.scheduler import DraftPolicy, PoolSettings
+from specdec_jax.infer import resume
+from specdec_jax.infer import run as run_lib
+from specdec_jax.infer.data import PREDICTIONS
 from specdec_jax.models.model import Model
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
@@ -61,7 +70,9 @@ def engine_of(target, draft, tokenizer, **changes):
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  return engine_of(make_t5(0), make_t5(1), tokenizer)
+  size = small_vocabulary.VOCAB_SIZE
+  chains = (toy_models.noisy_chain(size, noise) for noise in (0, 1))
+  return engine_of(*(Model(one, one.params) for one in chains), tokenizer)
 
 
 @pytest.fixture(scope='module')
@@ -113,19 +124,6 @@ def test_samples_do_not_depend_on_slots_or_neighbours(engine, decoder):
   assert stats.looks <= stats.rounds[GAMMA]
 
 
-def test_the_order_of_texts_changes_nothing(engine, decoder):
-  """Neither is anything compiled anew."""
-  want = decoder.generate(TEXTS, **SAMPLED)
-  reverse = TEMPERATURES[::-1]
-  with nothing_compiles():
-    again = decoder.generate(
-      TEXTS[::-1],
-      **SAMPLED | {'temperature': reverse},
-      example_ids=range(len(TEXTS))[::-1],
-    )
-  same(again[::-1], want)
-
-
 def test_completions_come_when_they_are_finished(decoder):
   found = dict(decoder.run(TEXTS, **SAMPLED))
   assert list(found) != sorted(found) == list(range(len(TEXTS)))
@@ -133,9 +131,33 @@ def test_completions_come_when_they_are_finished(decoder):
   half = len(lengths) // 2
   assert np.mean(lengths[:half]) < np.mean(lengths[half:])
   buffers = len(jax.live_arrays())
-  for _ in decoder.run(TEXTS, **SAMPLED):
-    pass
+  with nothing_compiles():  # whatever the order of the texts is
+    for _ in decoder.run(
+      TEXTS[::-1], **SAMPLED | {'temperature': TEMPERATURES[::-1]}
+    ):
+      pass
   assert len(jax.live_arrays()) == buffers
+
+
+def test_rows_come_while_others_run_and_are_cancelled(engine, decoder):
+  """Waiting or running, those that nobody wants give nothing; others theirs."""
+  want = engine.generate(TEXTS, **SAMPLED)
+  batch = engine.text_batch(TEXTS, True, **SAMPLED)
+  rows = decoder._rows(batch)
+  scheduler = decoder._scheduler(batch, rows)
+  updates = []
+  for at in range(0, len(rows), 3):
+    scheduler.submit(rows[at : at + 3])
+    scheduler.cancel(rows[at : at + 1])
+    updates += scheduler.step()
+    if at == 9:
+      scheduler.cancel(row for row in rows[:9] if row in scheduler._slots.rows)
+  updates += scheduler.drain()
+  done = {row.index: update.completion for row, update in updates}
+  assert set(done) == {row.index for row in rows if not row.is_cancelled}
+  assert len(done) < 2 * len(rows) / 3 + 1
+  same([done[i] for i in sorted(done)], [want[i] for i in sorted(done)])
+  assert not scheduler.has_work
 
 
 def test_bad_texts_are_reported_and_the_rest_goes_on(engine, decoder):
@@ -155,73 +177,15 @@ def test_bad_texts_are_reported_and_the_rest_goes_on(engine, decoder):
     engine.generate(TEXTS[:7] + [bad[7]])
 
 
-def test_invalid_logits_end_a_row_and_leave_its_slot_clean(tokenizer):
-  target, clean = make_t5(0), make_t5(0)
-  table = np.array(target.params['token_embedder']['embedding'])
-  table[tokenizer.encode(POISON)[-1]] = np.nan
-  target.params['token_embedder'] = {'embedding': table}
-  poisoned = engine_of(target, clean, tokenizer)
-  texts = [text for text in make_texts(9, 1) if len(text) < 60]
-  ill = [f'{text} {POISON}' if i < 2 else text for i, text in enumerate(texts)]
-  # Both slots are ill at first; everything else follows in them.
-  small = Continuous(poisoned, PoolSettings(rows=2, order='given'))
-  have = small.generate(ill, max_length=8)
-  want = Continuous(
-    engine_of(make_t5(0), clean, tokenizer), small.settings
-  ).generate(texts, max_length=8)
-  for one in have[:2]:
-    assert one.finish_reason == 'error' and 'NaN' in one.error
-  same(have[2:], want[2:])
-
-
-@pytest.mark.slow
-def test_the_plain_loop_as_given(engine):
-  decoder = Continuous(
-    engine, PoolSettings(rows=4, order='given', max_rounds=3)
-  )
-  want = engine.generate(TEXTS, speculative=False)
-  same(decoder.generate(TEXTS, speculative=False), want)
-  assert set(decoder.stats.rounds) == {0}
-
-
-@pytest.mark.slow
-def test_prompts_and_stop_strings(engine):
-  texts = TEXTS[1:4]
-  whole = engine.generate(texts, stop_ids=[])
-  prompts = [whole[0].tokens[:2], [], whole[2].tokens[:5]]
-  options = {'stop_ids': [], 'prompts': prompts, 'stop_strings': ['T', 'x']}
-  want = engine.generate(texts, **options)
-  decoder = Continuous(engine, PoolSettings(rows=2))
-  have = decoder.generate(texts, **options)
-  assert [one.tokens for one in have] == [one.tokens for one in want]
-  assert [one.text for one in have] == [one.text for one in want]
-  assert 'stop_string' in {one.finish_reason for one in have}
-  # Its slot is free then: these rounds would all be theirs otherwise.
-  early = decoder.stats.live_rounds
-  assert early == sum(one.stats.num_target_calls for one in have)
-  del options['stop_strings']
-  decoder.generate(texts, **options)
-  assert early < decoder.stats.live_rounds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('family', ['GPT-2', 'T5X'])
-def test_decoder_only(family, tokenizer):
-  engine = make_engine(FAMILIES[family], tokenizer)
-  assert BOS == engine.bos_id
-  texts = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house', 'x']
-  sampling = [0.0, 1.0] * 3
-  want = engine.generate(texts, temperature=sampling)
-  decoder = Continuous(engine, PoolSettings(rows=2))
-  same(decoder.generate(texts, temperature=sampling), want)
-
-
 @pytest.mark.slow
 def test_gamma_by_the_rows_that_are_left(engine):
   """Plainly while many run, then with a drafter, at temperature 0."""
   decoder = Continuous(engine, PoolSettings(gammas={8: 0, 4: 2, 1: GAMMA}))
   want = engine.generate(TEXTS, speculative=False, stop_ids=STOPS)
-  have = decoder.generate(TEXTS, stop_ids=STOPS)
+  # A pool is as wide as the last texts, and the first pool is narrow.
+  assert decoder.warmup(TEXTS, stop_ids=STOPS) > 0
+  with nothing_compiles():
+    have = decoder.generate(TEXTS, stop_ids=STOPS)
   assert [one.tokens for one in have] == [one.tokens for one in want]
   assert set(decoder.stats.rounds) == {0, 2, GAMMA}, 'the pool never shrank'
   for one in have:
@@ -230,18 +194,6 @@ def test_gamma_by_the_rows_that_are_left(engine):
   # Few texts begin in a smaller pool.
   same(decoder.generate(TEXTS[:1]), engine.generate(TEXTS[:1]))
   assert set(decoder.stats.rounds) == {GAMMA}
-
-
-def test_gammas_and_samples(engine):
-  decoder = Continuous(engine, PoolSettings(gammas={8: 0, 4: 2}))
-  with pytest.raises(ValueError, match='changes with the number of running'):
-    decoder.generate(TEXTS, **SAMPLED)
-  # One gamma everywhere is as good as none.
-  Continuous(engine, PoolSettings(gammas={8: 2, 4: 2})).generate(
-    [''], **SAMPLED
-  )
-  free = PoolSettings(gammas={8: 0, 4: 2}, deterministic=False)
-  Continuous(engine, free).generate([''], **SAMPLED)
 
 
 _SEVERAL_DEVICES = """
@@ -260,10 +212,15 @@ def engine(**devices):
     placement=Placement(**devices), cache_folder=sys.argv[1] + '/xla')
 
 want = [one.tokens for one in engine().generate(texts, **options)]
-for devices in ({'model': 2}, {'data': 2}):
-  decoder = suite.Continuous(engine(**devices), suite.PoolSettings(rows=4))
+for devices, pools in (
+  ({'model': 2}, {'rows': 4}),
+  # Pools of one row and of three, which two devices do not divide.
+  ({'data': 2}, {'gammas': {3: 0, 1: 2}}),
+):
+  decoder = suite.Continuous(engine(**devices), suite.PoolSettings(**pools))
   have = decoder.generate(texts, **options)
   assert [one.tokens for one in have] == want, devices
+  assert set(decoder.stats.rounds) == {*pools.get('gammas', {3: 3}).values()}
   with suite.nothing_compiles():
     decoder.generate(texts[::-1], **options)
 print('the same')
@@ -296,19 +253,6 @@ def test_control_the_counter_counts():
     jax.jit(lambda x: x * 3.14159)(1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('order', ['shortest', 'given'])
-def test_warmup_compiles_for_smaller_pools(engine, order):
-  """They are as wide as the last texts, and the first pool is narrow."""
-  decoder = Continuous(
-    engine, PoolSettings(gammas={6: 0, 2: GAMMA}, order=order)
-  )
-  assert decoder.warmup(TEXTS, stop_ids=STOPS) > 0
-  with nothing_compiles():
-    decoder.generate(TEXTS, stop_ids=STOPS)
-  assert set(decoder.stats.rounds) == {0, GAMMA}
-
-
 def test_warmup_compiles_what_is_needed(engine):
   decoder = Continuous(engine, PoolSettings(rows=2))
   texts = TEXTS[:6]
@@ -319,51 +263,160 @@ def test_warmup_compiles_what_is_needed(engine):
   assert decoder.warmup(texts[::-1], max_length=2) == 0.0
 
 
-class FakeRequest:
-  """Inputs of these lengths, in an array of 64."""
-
-  prompt_width, first_length, pad_id = 1, 1, 0
-
-  def __init__(self, *lengths):
-    self.inputs = np.zeros((len(lengths), 64), np.int32)
-    for row, length in enumerate(lengths):
-      self.inputs[row, :length] = 3
-
-
-def test_queue():
-  request = FakeRequest(20, 40, 3, 33, 5, 32, 64)
-  rows = range(7)
-  queue = Queue(request, rows, PoolSettings(rows=4))
-  # The shortest first; what is read together has one bucket.
-  assert list(queue.groups) == [[2, 4], [0, 5], [3, 1], [6]]
-  assert [queue.widths(group)[0] for group in queue.groups] == [16, 32, 64, 64]
-  given = Queue(request, rows, PoolSettings(rows=4, order='given', read_rows=3))
-  assert list(given.groups) == [[0, 1, 2], [3, 4, 5], [6]]
-  assert [given.widths(group)[0] for group in given.groups] == [64] * 3
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'rows': 0},
+    {'refill': 0},
+    {'gammas': {}},
+    {'gammas': {0: 1}},
+  ],
+)
+def test_bad_settings(changes):
+  with pytest.raises(ValueError, match=next(iter(changes))):
+    PoolSettings(**changes)
 
 
-def test_stats_before_any_round():
-  stats = PoolStats()
-  assert (stats.occupancy, stats.host_fraction, stats.in_slot) == (
-    1.0,
-    0.0,
-    0.0,
-  )
+def test_gammas_and_samples(engine):
+  """Other gammas, other samples: so a pool has one, unless it may differ."""
+
+  def generate(**settings):
+    decoder = Continuous(engine, PoolSettings(**settings))
+    decoder.generate(TEXTS[:1], **SAMPLED | {'temperature': 1.0})
+
+  with pytest.raises(ValueError, match='gammas'):
+    generate(gammas={8: 0, 4: 2})
+  generate(gammas={8: 2, 4: 2})
+  generate(gammas={8: 0, 4: 2}, deterministic=False)
+
+
+def test_prompts_and_stop_strings(engine):
+  texts = TEXTS[1:4]
+  whole = engine.generate(texts, stop_ids=[])
+  prompts = [whole[0].tokens[:2], [], whole[2].tokens[:5]]
+  options = {'stop_ids': [], 'prompts': prompts, 'stop_strings': ['T', 'x']}
+  decoder = Continuous(engine, PoolSettings(rows=2))
+  have = decoder.generate(texts, **options)
+  same(have, engine.generate(texts, **options))
+  assert 'stop_string' in {one.finish_reason for one in have}
+  # Its slot is free then: these rounds would all be theirs otherwise.
+  calls = sum(one.stats.num_target_calls for one in have)
+  assert decoder.stats.live_rounds == calls
 
 
 @pytest.mark.parametrize(
-  'changes, message',
+  'devices, rows, gammas, sizes, become',
   [
-    ({'rows': 0}, 'rows must be at least 1, got 0'),
-    ({'max_rounds': 0}, 'max_rounds must be at least 1'),
-    ({'refill': 0}, 'refill must be at least 1'),
-    ({'read_rows': 0}, 'read_rows must be at least 1'),
-    ({'order': 'longest'}, "order is 'longest'"),
-    ({'gammas': {}}, 'gammas must name a number of rows'),
-    ({'gammas': {0: 1}}, 'rows of gammas must be at least 1'),
-    ({'gammas': {4: -1}}, 'gamma must be at least 0'),
+    (1, 3, {4: 2, 1: 3}, [1, 4], {4: 2, 1: 3}),
+    (2, 3, {4: 2, 1: 3}, [2, 4], {2: 3, 4: 2}),
+    # Of pools that become one it is the larger one's gamma.
+    (2, 2, {2: 3, 1: 5, 3: 1}, [2, 4], {2: 3, 4: 1}),
+    (8, 9, None, [16], {9: 2}),
   ],
 )
-def test_bad_settings(changes, message):
-  with pytest.raises(ValueError, match=message):
-    PoolSettings(**changes)
+def test_pools_are_multiples_of_the_devices(
+  devices, rows, gammas, sizes, become
+):
+  settings = PoolSettings(rows=rows, gammas=gammas)
+  assert settings.pool_sizes(devices) == sizes
+  engine = types.SimpleNamespace(drafting_of=Drafting)
+  request = types.SimpleNamespace(gamma=2, rule=None)
+  assert DraftPolicy(engine, settings, request, devices).gammas == become
+
+
+# A data set: bad lines, and going on after a kill.
+
+LINES = [text for text in make_texts(16, 2) if len(text) < 60]
+TOO_LONG, EMPTY, INVALID = 3, 5, 7
+
+
+@pytest.fixture(scope='module')
+def poisoned(tokenizer):
+  """An input with `POISON` makes its target's logits NaN."""
+  chain = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
+  poison = tokenizer.encode(POISON)[-1]
+  params = chain.params | {
+    'offset': chain.params['offset'].at[poison].set(np.nan)
+  }
+  models = Model(chain, params), Model(chain, chain.params)
+  return engine_of(*models, tokenizer, max_input_len=32)
+
+
+def run(engine, folder, **changes):
+  """The summary, the records and what was printed."""
+  lines = list(LINES)
+  lines[TOO_LONG], lines[INVALID] = 'the dog ' * 40, f'a {POISON}'
+  lines[EMPTY] = ''
+  folder.mkdir(exist_ok=True)
+  (folder / 'lines.txt').write_text('\n'.join(lines))
+  settings = {
+    'input_file': str(folder / 'lines.txt'),
+    'output_dir': str(folder / 'out'),
+    'decoding': 'speculative',
+    'options': infer.Options(temperature=1.0),
+    'batch_size': 2,
+    'checkpoint_period': 2,
+    'batching': 'continuous',
+  }
+  config = infer.DecodeConfig(lambda: engine, **(settings | changes))
+  console = rich.console.Console(file=io.StringIO(), width=100)
+  summary = infer.decode(config, console=console)
+  text = (folder / 'out' / PREDICTIONS).read_text('utf-8')
+  records = [json.loads(line) for line in text.splitlines()]
+  for record in records:
+    for stats in record['stats'].values():
+      del stats['batch_ms_per_token']
+  return summary, records, console.file.getvalue()
+
+
+@pytest.fixture(scope='module')
+def whole(poisoned, folder):
+  """The folder, the summary, the records and the report of a run."""
+  return folder / 'whole', *run(poisoned, folder / 'whole')
+
+
+def test_bad_lines(poisoned, whole):
+  folder, summary, records, printed = whole
+  assert len(records) == len(LINES)
+  errors = {i: one['error'] for i, one in enumerate(records) if one['error']}
+  assert set(errors) == {TOO_LONG, INVALID}
+  for i, error in errors.items():
+    assert error.startswith(f'line {i + 1}: ')
+  assert 'NaN' in errors[INVALID]
+  assert records[EMPTY]['finish_reason'] == 'empty'
+  good = set(range(len(LINES))) - {TOO_LONG, INVALID, EMPTY}
+  assert all(records[i]['prediction_tokens'] for i in good)
+  assert 0 < summary['speculative']['occupancy'] <= 1
+  assert 'running rows / slots' in printed
+  # Another way of batching is another configuration.
+  with pytest.raises(ValueError, match='finished results'):
+    run(poisoned, folder, batching='fixed')
+
+
+def test_a_pool_keeps_what_is_finished_while_it_runs(
+  poisoned, whole, tmp_path, monkeypatch
+):
+  """By the clock; only the rest is decoded when it is started again."""
+  monkeypatch.setattr(run_lib, '_KEEP_SECONDS', 0.0)
+  append, kept = resume.Folder.append, []
+
+  def dies(folder, work):
+    if len(kept) == 3:
+      raise KeyboardInterrupt
+    append(folder, work)
+    kept.extend(work['speculative']['completions'])
+
+  with monkeypatch.context() as patch:
+    patch.setattr(resume.Folder, 'append', dies)
+    with pytest.raises(KeyboardInterrupt):
+      run(poisoned, tmp_path / 'killed', checkpoint_period=100)
+  assert len(kept) == 3
+  given, real = [], Continuous.run
+
+  def counted(pool, texts, **options):
+    given.extend(texts)
+    return real(pool, texts, **options)
+
+  monkeypatch.setattr(Continuous, 'run', counted)
+  _, records, _ = run(poisoned, tmp_path / 'killed')
+  assert records == whole[2] and len(given) == len(LINES) - 2 - len(kept)

@@ -1,6 +1,5 @@
 """Both loops: equality, edges, randomness, counts. Laws: see conformance."""
 
-import dataclasses
 import functools
 
 import jax
@@ -33,31 +32,22 @@ def make_request(
   stop_ids=(1,),
   seed=0,
   ids=None,
-  inputs=None,
+  inputs=((1, 2, 3),),
 ):
-  ids = np.asarray(range(batch) if ids is None else ids, np.int32)
-  limits = slots if max_length is None else max_length
-  if inputs is None:
-    inputs = np.tile(np.arange(1, 4), (batch, 1))
-  # One shape, so that tests share programs; padding adds nothing.
-  inputs = np.pad(inputs, ((0, 0), (0, 5 - np.shape(inputs)[1])))
-  stop_ids = (*stop_ids, *[-1] * (4 - len(stop_ids)))
-  return decode_state.Request(
-    # Made by NumPy, which compiles nothing for each shape.
-    inputs=jnp.asarray(np.asarray(inputs, np.int32)),
-    keys=toy_requests.keys_of(jax.random.key(seed), ids),
-    sampling=sampling.params(batch),
-    stop_ids=jnp.asarray(np.asarray(stop_ids, np.int32)),
-    min_length=jnp.asarray(
-      np.broadcast_to(np.asarray(min_length, np.int32), (batch,))
+  """One shape for all tests, so that they share programs."""
+  inputs = np.broadcast_to(np.asarray(inputs), (batch, np.shape(inputs)[-1]))
+  return decode_state.new_request(
+    np.pad(inputs, ((0, 0), (0, 5 - inputs.shape[1]))).astype(np.int32),
+    toy_requests.keys_of(
+      jax.random.key(seed),
+      np.asarray(range(batch) if ids is None else ids, np.int32),
     ),
-    max_length=jnp.asarray(
-      np.broadcast_to(np.asarray(limits, np.int32), (batch,))
-    ),
+    sampling,
     slots=slots,
     gamma=gamma,
-    greedy=sampling.greedy,
-    forbids_stops=bool(np.any(np.asarray(min_length) > 0)),
+    stop_ids=[one for one in stop_ids if one >= 0],
+    min_length=min_length,
+    max_length=max_length,
   )
 
 
@@ -96,7 +86,7 @@ def cycle(period=10, scale=30.0):
   return toy_models.MarkovModel(table)
 
 
-@pytest.mark.parametrize('gamma', [0, 1, 3, 8])
+@pytest.mark.parametrize('gamma', [0, 3])
 def test_greedy_equals_plain(gamma):
   """Ragged rows, a budget each; at order 2 a stale cache would show."""
   target = random_markov(1, VOCAB, order=2, scale=2.0, input_scale=1.0)
@@ -112,8 +102,8 @@ def test_greedy_equals_plain(gamma):
   np.testing.assert_allclose(have.log_probs, want.log_probs, atol=1e-5)
 
 
-@pytest.mark.parametrize('sampling', [SAMPLED, SamplingConfig(0.7, 4, 0.9)])
-def test_gamma_zero_is_the_baseline_bit_for_bit(sampling):
+def test_gamma_zero_is_the_baseline_bit_for_bit():
+  sampling = SamplingConfig(0.7, 4, 0.9)
   target = random_markov(3, VOCAB, order=2)
   options = dict(batch=5, sampling=sampling, seed=4)
   want = plain(target, make_request(**options))
@@ -128,8 +118,6 @@ gamma_and_sampling = pytest.mark.parametrize(
   [
     (1, SAMPLED),
     (4, GREEDY),
-    pytest.param(1, GREEDY, marks=pytest.mark.slow),
-    pytest.param(4, SAMPLED, marks=pytest.mark.slow),
   ],
 )
 
@@ -171,47 +159,10 @@ def mostly_wrong():
   return always(lambda token: token % 3 + 2)
 
 
-@gamma_and_sampling
-def test_always_wrong_drafter(gamma, sampling):
-  """gamma = 1 and nothing accepted: right from the first round on."""
-  target = cycle()
-  drafter = always(jnp.zeros_like)  # the chain never returns to 0
-  request = make_request(batch=3, gamma=gamma, sampling=sampling)
-  have = speculate(target, target, request, drafter)
-  want = plain(target, make_request(batch=3, sampling=GREEDY))
-  np.testing.assert_array_equal(have.tokens, want.tokens)
-  assert have.stats.num_accepted.sum() == 0
-  np.testing.assert_array_equal(have.stats.num_rounds, 20)
-  # The last round leaves no room for a proposal, so none was judged there.
-  np.testing.assert_array_equal(have.stats.num_tested, 19)
-
-
-def zero_prob(model):
-  """`small_model`, but it denies its own tokens: probability 0 on each."""
-  drafter = small_model(model)
-
-  def propose(params, state, context):
-    draft, state = drafter.propose(params, state, context)
-    probs = draft.probs * (1 - jax.nn.one_hot(draft.tokens, VOCAB))
-    return draft.replace(probs=probs), state
-
-  return drafter._replace(propose=propose)
-
-
-def test_drafter_of_probability_zero_is_the_plain_loop():
-  target = random_markov(3, VOCAB, order=2)
-  options = dict(batch=5, sampling=SAMPLED)
-  want = plain(target, make_request(**options))
-  request = make_request(gamma=3, **options)
-  have = speculate(target, target, request, zero_prob(target))
-  np.testing.assert_array_equal(have.tokens, want.tokens)
-  assert have.stats.num_accepted.sum() == 0
-
-
-@pytest.mark.parametrize('gamma', [1, 3])
 @pytest.mark.parametrize('perfect', [True, False])
-def test_stop_at_each_position_of_a_draft(gamma, perfect):
+def test_stop_at_each_position_of_a_draft(perfect):
   """The chain 2, 3, ..., 11 stops at each of its tokens in turn."""
+  gamma = 3
   target = cycle()
   drafter = None if perfect else mostly_wrong()
   stops = np.arange(2, 12)
@@ -224,6 +175,10 @@ def test_stop_at_each_position_of_a_draft(gamma, perfect):
     assert not result.tokens[0, len(expected) :].any()
     assert not result.log_probs[0, len(expected) :].any()
     assert result.finish_reason[0] == FinishReason.STOP
+  # On the last token of the budget it is a stop too.
+  request = make_request(gamma=gamma, stop_ids=(5,), max_length=4)
+  result = speculate(target, target, request, drafter)
+  assert (result.length[0], result.finish_reason[0]) == (4, FinishReason.STOP)
 
 
 @pytest.mark.parametrize('gamma', [1, 3])
@@ -241,14 +196,6 @@ def test_budget_ends_at_each_position_of_a_draft(gamma):
   stats = result.stats
   np.testing.assert_array_equal(stats.num_accepted, stats.num_tested)
   np.testing.assert_array_equal(stats.num_rounds, -(-limits // (gamma + 1)))
-
-
-def test_stop_on_the_last_token_of_the_budget_is_a_stop():
-  result = speculate(
-    cycle(), cycle(), make_request(gamma=3, stop_ids=(5,), max_length=4)
-  )
-  assert result.length[0] == 4
-  assert result.finish_reason[0] == FinishReason.STOP
 
 
 @pytest.mark.parametrize('gamma', [0, 3])
@@ -292,20 +239,6 @@ def test_a_row_does_not_depend_on_its_neighbours():
     target, draft, make_request(inputs=inputs[4:5], ids=[5], **options)
   )
   assert (other.tokens[0] != alone.tokens[0]).any()
-
-
-def test_temperature_is_each_rows_own():
-  """Rows of temperature 0 in a sampled batch are greedy, to the token."""
-  target = random_markov(1, VOCAB, order=2)
-  draft = random_markov(2, VOCAB, order=1)
-  mixed = SamplingConfig(temperature=[0.0, 1.0, 0.0])
-  have = speculate(
-    target, draft, make_request(batch=3, gamma=2, sampling=mixed)
-  )
-  want = plain(target, make_request(batch=3))
-  np.testing.assert_array_equal(have.tokens[0], want.tokens[0])
-  np.testing.assert_array_equal(have.tokens[2], want.tokens[2])
-  assert (have.tokens[1] != want.tokens[1]).any()
 
 
 def test_counts_add_up():
@@ -354,36 +287,6 @@ def test_logits_that_are_no_distribution_end_the_row(bad, gamma):
   assert result.finish_reason[1] == FinishReason.LENGTH
   np.testing.assert_array_equal(result.tokens[0, :3], [2, 3, 4])
   assert result.length[0] == 4  # the token that could not be chosen is last
-
-
-def test_other_values_do_not_recompile():
-  target = random_markov(1, VOCAB, order=2)
-  draft = random_markov(2, VOCAB, order=1)
-  drafter = model_drafter(draft)
-  params = PairParams(target.params, draft.params)
-  rng = np.random.default_rng(0)
-  sizes = []
-  for seed, sampling, limit in [
-    (0, SamplingConfig(1.0), 20),
-    (1, SamplingConfig(0.3), 4),
-    (2, SamplingConfig([0.0, 2.0, 1.0], top_k=5), 7),
-    (3, SamplingConfig(1.0, top_p=0.5), 20),
-  ]:
-    request = make_request(
-      batch=3,
-      gamma=2,
-      seed=seed,
-      sampling=sampling,
-      max_length=limit,
-      inputs=rng.integers(1, VOCAB, (3, 4)),
-    )
-    jax.block_until_ready(_speculative(target, drafter, params, request))
-    sizes.append(_speculative._cache_size())
-  assert len(sizes) == 4 and len(set(sizes)) == 1
-  other = dataclasses.replace(request, slots=19)
-  jax.block_until_ready(_speculative(target, drafter, params, other))
-  # The counter does count.
-  assert _speculative._cache_size() == sizes[0] + 1
 
 
 def test_rounds_in_pieces_equal_rounds_at_once():

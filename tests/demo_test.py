@@ -1,8 +1,8 @@
 """The shipped demo pair: speculative output is the plain one, in float32."""
 
 import csv
+import functools
 import gzip
-import itertools
 import pathlib
 
 import pytest
@@ -69,53 +69,43 @@ def decode(engine, texts, batch, speculative):
   return outputs
 
 
-class Oracle:
-  """The plain loop's outputs, each computed once."""
-
-  def __init__(self, models):
-    target, _, tokenizer = models
-    self._engine = Engine(target, tokenizer=tokenizer)
-    self._known: dict[tuple[int, str], list[int]] = {}
-
-  def __call__(self, texts, batch):
-    todo = [text for text in texts if (batch, text) not in self._known]
-    found = decode(self._engine, todo, batch, speculative=False)
-    keys = zip(itertools.repeat(batch), todo)
-    self._known |= dict(zip(keys, found, strict=False))
-    return [self._known[batch, text] for text in texts]
-
-
 @pytest.fixture(scope='module')
 def oracle(models):
-  return Oracle(models)
+  """The plain loop's outputs of texts in batches, each computed once."""
+  target, _, tokenizer = models
+  engine = Engine(target, tokenizer=tokenizer)
+
+  @functools.cache
+  def plain(texts, batch):
+    return decode(engine, texts, batch, speculative=False)
+
+  return plain
 
 
-def check_equal(models, oracle, texts, gamma, batch, **options):
+def check_equal(models, oracle, texts, gamma, batch):
   """Speculative and plain outputs agree, token for token."""
   target, draft, tokenizer = models
-  engine = Engine(target, draft, tokenizer=tokenizer, gamma=gamma, **options)
+  engine = Engine(target, draft, tokenizer=tokenizer, gamma=gamma)
   have = decode(engine, texts, batch, speculative=True)
-  want = oracle(texts, batch)
+  want = oracle(tuple(texts), batch)
   assert len(have) == len(want) == len(texts) > 0
   differing = [
-    (text, one, other)
-    for text, one, other in zip(texts, have, want, strict=True)
-    if one != other
+    outputs
+    for outputs in zip(texts, have, want, strict=True)
+    if outputs[1] != outputs[2]
   ]
   assert not differing, f'{len(differing)} of {len(texts)}: {differing[:3]}'
-  num_tokens = sum(map(len, want))
-  assert num_tokens > len(texts)
-  print(
-    f'gamma {gamma}, batch {batch}: {len(texts)} outputs, {num_tokens} tokens'
-  )
+  assert sum(map(len, want)) > len(texts)
 
 
 def test_one_core_gives_the_same(models, sources):
-  """Its kernels are in blocks, and those of several cores are whole."""
+  """Its kernels are in blocks, and those of several cores are whole.
+
+  Plain outputs of one layout are the speculative ones of the other.
+  """
   target, draft, tokenizer = models
-  texts = sources[:RAGGED]
-  found = {}
-  for layout in ('in_out', 'blocks'):
+  outputs = []
+  for layout, speculative in (('in_out', False), ('blocks', True)):
     engine = Engine(
       target,
       draft,
@@ -123,26 +113,15 @@ def test_one_core_gives_the_same(models, sources):
       max_decode_len=120,
       placement=Placement(kernel_layout=layout),
     )
-    for speculative in (False, True):
-      found[layout, speculative] = decode(engine, texts, RAGGED, speculative)
+    outputs.append(decode(engine, sources[:RAGGED], RAGGED, speculative))
     modules = engine.params.target['decoder']['logits_dense']
     assert ('kernel_blocks' in modules) == (layout == 'blocks')
-  want = found['in_out', False]
-  assert all(have == want for have in found.values())
-  assert len({tuple(one) for one in want}) == RAGGED
-
-
-# In small: the demo of `.ci/run`, which fails where outputs differ.
-@pytest.mark.slow
-def test_greedy_equals_plain(models, oracle, sources):
-  # Sentences are short: with one bucket of slots there is half to compile.
-  texts = sources[: 4 * RAGGED]
-  assert max(map(len, oracle(texts, RAGGED))) < 120
-  check_equal(models, oracle, texts, 4, RAGGED, max_decode_len=120)
+  assert outputs[0] == outputs[1]
+  assert len({tuple(tokens) for tokens in outputs[0]}) == RAGGED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('gamma', range(1, 9))
+@pytest.mark.parametrize('gamma', [1, 4, 7])
 def test_greedy_equals_plain_on_a_thousand(models, oracle, sources, gamma):
   if not TEST_SPLIT.exists():
     pytest.skip(f'{TEST_SPLIT}, the test split, is not there')
@@ -157,11 +136,3 @@ def test_paragraphs_equal_plain(models, oracle):
   lines = (DEMO / 'input.txt').read_text('utf-8').split('\n')
   texts = sorted(filter(None, lines), key=len)[-RAGGED:]
   check_equal(models, oracle, texts, 4, RAGGED)
-
-
-@pytest.mark.slow
-def test_stream_is_the_same_text(models):
-  target, draft, tokenizer = models
-  engine = Engine(target, draft, tokenizer=tokenizer)
-  text = 'Where can I buy a ticket?'
-  assert ''.join(engine.stream(text)) == engine.generate([text])[0].text

@@ -5,22 +5,18 @@ for / the Dockerfile's files are copied and its commands run, and what both of
 them start is started, asked, and told to end as they do.
 """
 
-import configparser
 import dataclasses
-import functools
 import json
 import os
 import pathlib
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import time
-import urllib.request
 
 import pytest
 
+from served import Served
 from specdec_jax.serving import ServeSettings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -60,21 +56,12 @@ def only(name: str) -> Instruction:
   return found
 
 
-@functools.cache
 def unit() -> dict[str, list[str]]:
-  """Key of [Service] -> its values."""
-  found: dict[str, list[str]] = {}
-
-  class Several(dict):
-    def __setitem__(self, key, value):
-      if isinstance(value, list):
-        found.setdefault(key, []).extend(value)
-      super().__setitem__(key, value)
-
-  parser = configparser.RawConfigParser(strict=False, dict_type=Several)
-  parser.optionxform = str
-  parser.read_string(UNIT.read_text())
-  return found
+  """Key -> its values."""
+  values: dict[str, list[str]] = {}
+  for key, value in re.findall(r'^(\w+)=(.*)', UNIT.read_text(), re.M):
+    values.setdefault(key, []).append(value)
+  return values
 
 
 def test_the_dockerfile_runs_as_nobody_and_asks_whether_it_is_well():
@@ -98,12 +85,18 @@ def test_the_unit_gives_it_time_and_little_else():
   (seconds,) = found['TimeoutStopSec']
   assert float(seconds) > ServeSettings().end_seconds
   text = (ROOT / 'gin/runs/serve.gin').read_text()
-  (drain,) = re.findall(r'^DRAIN_SECONDS = (.*)', text, re.M)
-  assert float(drain) == ServeSettings().drain_seconds
+  assert 'drain_seconds' not in text  # it is the default
   for key in ('DynamicUser', 'NoNewPrivileges', 'ProtectHome', 'PrivateTmp'):
     assert found[key] == ['yes'], key
   assert found['ProtectSystem'] == ['strict']
   assert found['CapabilityBoundingSet'] == ['']
+
+
+def test_the_unit_starts_what_the_image_starts():
+  (start,) = unit()['ExecStart']
+  flags = start.split()
+  assert flags[0] == only('ENTRYPOINT').words[0]
+  assert flags[1] == 'serve' and '$SPECDEC_FLAGS' in flags
 
 
 def test_systemd_takes_the_unit(tmp_path):
@@ -158,46 +151,6 @@ def root(tmp_path_factory):
   return made
 
 
-def starts_and_ends(command, environment, root, probe=None, user=None):
-  """Runs a server; asks it, and tells it to end as Docker and systemd do."""
-  log = root / 'log'
-  with log.open('w') as stderr:
-    process = subprocess.Popen(
-      [*command, '--port', '0', '--rows', '1', '--max-input-length', '8'],
-      env={'PATH': os.environ['PATH']} | environment,
-      cwd=root / 'var/cache/specdec',
-      stderr=stderr,
-      user=user,
-    )
-  try:
-    url = None
-    end = time.monotonic() + 900
-    while url is None:
-      assert process.poll() is None and time.monotonic() < end, log.read_text()
-      found = [x for x in log.read_text().splitlines() if '"ready"' in x]
-      url = json.loads(found[0])['url'] if found else None
-      time.sleep(0.2)
-    url = url.replace('0.0.0.0', '127.0.0.1')
-    if probe is not None:
-      port = url.rpartition(':')[2]
-      probe = [word.replace(f':{_FREE}/', f':{port}/') for word in probe]
-      assert subprocess.run(probe).returncode == 0
-    body = {'prompt': 'Good!', 'temperature': 0, 'max_tokens': 8}
-    with urllib.request.urlopen(
-      f'{url}/v1/completions', json.dumps(body).encode()
-    ) as answer:
-      assert json.load(answer)['choices'][0]['text']
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(ServeSettings().end_seconds) == 0
-    if probe is not None:  # the control: it is well no more
-      stopped = subprocess.run(probe, stderr=subprocess.DEVNULL)
-      assert stopped.returncode != 0
-  finally:
-    process.kill()
-    process.wait()
-  assert '"stopped"' in log.read_text()
-
-
 def is_open_to(user, root):
   """Whether that user can be had here, and sees Python and this folder."""
   if os.geteuid():
@@ -219,16 +172,20 @@ def test_what_the_dockerfile_runs(root):
   probe = [moved(word, root) for word in only('HEALTHCHECK').words]
   user = int(only('USER').text.partition(':')[0])
   user = user if is_open_to(user, root) else None
-  starts_and_ends(command, environment, root, probe, user)
+  with Served(
+    *('--port', '0', '--rows', '1', '--max-input-length', '8'),
+    command=command,
+    env={'PATH': os.environ['PATH']} | environment,
+    cwd=root / 'var/cache/specdec',
+    user=user,
+  ) as served:
+    port = served.url.rpartition(':')[2]
+    probe = [word.replace(f':{_FREE}/', f':{port}/') for word in probe]
+    assert subprocess.run(probe).returncode == 0
+    assert served.ask('Good!')
+    assert served.end() == 0
+    # The control: it is well no more.
+    stopped = subprocess.run(probe, stderr=subprocess.DEVNULL)
+    assert stopped.returncode != 0
+  assert served.said('stopped')
   assert any((root / 'var/cache/specdec/xla').iterdir()), 'nothing was kept'
-
-
-@pytest.mark.slow
-def test_what_the_unit_runs(root):
-  pairs = [one.partition('=') for one in unit()['Environment']]
-  environment = {key: moved(value, root) for key, _, value in pairs}
-  (start,) = unit()['ExecStart']
-  words = moved(start, root).split()
-  flags = words.index('$SPECDEC_FLAGS')  # several words, or none
-  words[flags : flags + 1] = shlex.split('--max-tokens 8')
-  starts_and_ends(words, environment, root)

@@ -20,11 +20,8 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
-from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_fit import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import catch_up, small_model
-from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
@@ -46,11 +43,6 @@ class Counted(toy_models.MarkovModel):
 
 
 TARGET, DRAFT = Counted(1, 'target'), Counted(2, 'draft')
-TABLE = fit(
-  [[0, *np.random.default_rng(i).integers(0, VOCAB, 20)] for i in range(9)],
-  2,
-  VOCAB,
-)
 
 
 def request_of(rows, gamma, sampling, slots, inputs=(2, 3), **changes):
@@ -89,25 +81,6 @@ def decode(drafter, params, request):
   return result
 
 
-MIXED = SamplingConfig([0.0, 0.6, 1.0, 1.7], top_k=4)
-
-
-@pytest.mark.parametrize(
-  ('cheaper', 'params'),
-  [
-    pytest.param(ngram(TABLE), TABLE, id='bigram', marks=pytest.mark.slow),
-    pytest.param(small_model(DRAFT), DRAFT.params, id='model'),
-  ],
-)
-def test_cascade_of_the_target_itself_is_always_accepted(cheaper, params):
-  """Draft.probs are the model's own rows, at every temperature."""
-  drafter = cascade(TARGET, cheaper)
-  request = request_of(4, 5, MIXED, 40, max_length=jnp.array([40, 39, 11, 40]))
-  stats = decode(drafter, (TARGET.params, params), request).stats
-  np.testing.assert_array_equal(stats.num_accepted, stats.num_tested)
-  assert (stats.num_tested >= 9).all()
-
-
 def test_cascade_calls_its_model_less_often():
   """Helped by one that knows all, four tokens cost one call instead of 4."""
   request = request_of(1, 4, SamplingConfig(0.0), 40)
@@ -120,25 +93,6 @@ def test_cascade_calls_its_model_less_often():
   np.testing.assert_array_equal(found.stats.histogram, plain.stats.histogram)
   assert CALLS['draft'] == CALLS['target']
   assert 3 * CALLS['target'] <= CALLS['helper']
-
-
-def test_finished_rows_do_not_keep_a_cascade_busy():
-  """As many calls beside rows that only fill up the batch as beside equals."""
-  drafter, params = cascade(DRAFT, uniform(VOCAB)), (DRAFT.params, ())
-  request = request_of(3, 4, SamplingConfig(0.0), 40)
-  request = request.replace(keys=request.keys[jnp.zeros(3, jnp.int32)])
-  calls = []
-  for limits in ([40, 40, 40], [40, 0, 0]):
-    changed = request.replace(max_length=jnp.array(limits))
-    decode(drafter, params, changed)
-    calls.append(CALLS['draft'])
-  # The loop learns only by the first verdict that a row was never to run.
-  assert calls[0] <= calls[1] <= calls[0] + 4
-
-
-def test_cascade_needs_a_gamma():
-  with pytest.raises(ValueError, match='at least 1, got 0'):
-    cascade(DRAFT, uniform(VOCAB), gamma=0)
 
 
 def repeating():
@@ -186,38 +140,6 @@ def test_no_call_of_a_cascade_is_wasted_either():
   assert 40 <= CALLS['helper'] <= 50
 
 
-def test_who_is_told_that_rounds_may_be_skipped():
-  """A model at the top pays nothing for what happens only inside of others."""
-  told = {}
-
-  def spy(name):
-    inner = small_model(DRAFT)
-
-    def propose(params, state, context):
-      told[name] = context.skips_rounds
-      return inner.propose(params, state, context)
-
-    return inner._replace(propose=propose)
-
-  request = request_of(2, 3, SamplingConfig(0.0), 8)
-  both = (DRAFT.params, DRAFT.params)
-  for drafter, params in (
-    (spy('alone'), DRAFT.params),
-    (with_fallback(spy('first'), spy('second')), both),
-    (cascade(DRAFT, spy('cheaper')), both),
-    (
-      with_fallback(prompt_lookup(), with_fallback(silent(), spy('nested'))),
-      ((), ((), DRAFT.params)),
-    ),
-  ):
-    pair = PairParams(TARGET.params, params)
-    jax.eval_shape(
-      Loop(TARGET, drafter).decode, pair, request
-    )  # it is known when traced
-  assert told.pop('alone') is False
-  assert told == dict.fromkeys(['first', 'second', 'cheaper', 'nested'], True)
-
-
 def test_with_fallback_skips_the_model_where_all_rows_copy():
   """Once the text is in its cycle, the model is not called any more."""
   target = repeating()
@@ -258,18 +180,6 @@ def test_with_fallback_takes_what_each_row_has():
   np.testing.assert_array_equal(draft.probs[1], other.probs[1])
 
 
-def test_with_fallback_two_deterministic_drafters_states_no_probabilities():
-  both = with_fallback(prompt_lookup(min_match=2), prompt_lookup())
-  request = request_of(1, 2, SamplingConfig(1.0), 20, inputs=(4, 5, 1))
-  tokens = jnp.zeros((1, 65), jnp.int32).at[:, 1].set(4)
-  context = context_of(request, tokens, jnp.array([2]), request.keys)
-  params = ((), ())
-  state = init_of(both, params, request.inputs, 64)
-  draft, _ = propose_of(both, params, state, context)
-  assert draft.probs is None
-  assert draft.tokens.tolist() == [[5, 1]] and draft.length.tolist() == [2]
-
-
 @pytest.mark.parametrize('held', [0, 1, 5, 28, 36, 53])
 def test_a_model_reads_what_it_missed(held):
   """Ragged debts of 0 to 53 tokens; then it is as one that missed nothing."""
@@ -291,27 +201,3 @@ def test_a_model_reads_what_it_missed(held):
   have, _ = propose_small(DRAFT.params, late, context)
   np.testing.assert_array_equal(have.tokens, want.tokens)
   assert np.isfinite(have.probs).all()
-
-
-def test_uniform_draws_every_id_alike():
-  rows = 3000
-  request = request_of(rows, 2, SamplingConfig(0.3), 20)
-  tokens = jnp.zeros((rows, 65), jnp.int32)
-  length = jnp.ones((rows,), jnp.int32)
-  context = context_of(request, tokens, length, request.keys)
-  drafter = uniform(VOCAB)
-  draft, _ = jax.jit(drafter.propose)((), (), context)
-  np.testing.assert_allclose(draft.probs, 1 / VOCAB)
-  counts = toy_models.count_ngrams(draft.tokens, VOCAB)
-  toy_models.assert_chi_squared(counts, np.full((VOCAB,) * 2, VOCAB**-2), 1e-3)
-  one_more = uniform(VOCAB + 1)  # the control
-  more, _ = jax.jit(one_more.propose)((), (), context)
-  kept = np.minimum(more.tokens, VOCAB - 1)
-  counts = toy_models.count_ngrams(kept, VOCAB)
-  law = np.full((VOCAB,) * 2, VOCAB**-2)
-  assert toy_models.chi_squared_p_value(counts, law) < 1e-3
-
-
-def test_uniform_needs_a_vocabulary():
-  with pytest.raises(ValueError, match='at least 1, got 0'):
-    uniform(0)

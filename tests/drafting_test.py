@@ -1,7 +1,6 @@
 """How a server drafts: by a calibration, with drafts that adapt, with rests."""
 
 import dataclasses
-import types
 
 import pytest
 
@@ -18,36 +17,35 @@ from scheduler_test import (
 )
 from specdec_jax.decoding import fallback
 from specdec_jax.drafters.length import unsure_below
-from specdec_jax.engine.completion import Completion, CompletionStats
-from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import environment
-from specdec_jax.measure.calibration import (
+from specdec_jax.engine.calibration import (
   Calibration,
   CalibrationError,
   Choice,
 )
-from specdec_jax.serving import answer, drafting
-from specdec_jax.serving.metrics import Metrics
-from specdec_jax.serving.rows import News
+from specdec_jax.engine.completion import Completion, CompletionStats
+from specdec_jax.engine.engine import Engine
+from specdec_jax.measure import record
+from specdec_jax.serving import answer, worker
 from specdec_jax.serving.settings import ServeSettings
 
 WORDS = {word for text in make_texts(40) for word in text.split()}
 TEXTS = sorted(WORDS)[:10]
 MIXED = KINDS[0], KINDS[2]  # greedy, and drawn
-CONFIDENCE = 0.03  # which the drafter has at some places
+CONFIDENCE = 0.3  # which the drafter has at some places
 SHORT = 4  # tokens, from which on the calibration says that a draft pays
 
 
-def made(tokenizer, **options):
+def made(tokenizer, noise=1, **options):
   sizes = {'max_input_len': 8, 'max_decode_len': 24}
-  return Engine(model(0), model(1), tokenizer=tokenizer, **sizes, **options)
+  return Engine(model(0), model(noise), tokenizer=tokenizer, **sizes, **options)
 
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):
   """Its drafts end early, and its drafter, which is mostly wrong, rests."""
   costs = fallback.of_round_costs([1.0, 1.5, 1.5], first_rest=3)
-  return made(tokenizer, gamma=unsure_below(CONFIDENCE, 2), fallback=costs)
+  ends = unsure_below(CONFIDENCE, 2)
+  return made(tokenizer, noise=2, gamma=ends, fallback=costs)
 
 
 @pytest.fixture(scope='module')
@@ -66,7 +64,7 @@ def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
     ]
     with nothing_compiles():
       for at in range(0, len(heard), 3):
-        scheduler.submit([one.row for one in heard[at : at + 3]])
+        scheduler.take([one.row for one in heard[at : at + 3]])
       ends = [one.last for one in heard]
   finally:
     scheduler.stop()
@@ -89,37 +87,6 @@ def test_adaptive_drafts_and_rests_under_traffic(engine, traffic):
   assert early > 3 * len(ends), 'no draft ended early'
 
 
-def test_rounds_of_rest_are_counted_by_themselves():
-  pytest.importorskip('prometheus_client', reason='needs the extra [serve]')
-  stats = CompletionStats(9, 6, 4, 3, (4, 1, 1), fallback_rounds=2)
-  end = News(completion=Completion('', [1] * 9, [], 'stop', stats))
-  end = dataclasses.replace(end, num_drafted=5)
-  idle = types.SimpleNamespace(num_running=0, num_waiting=0, is_compiled=False)
-  metrics = Metrics(idle)
-  try:
-    metrics.ended(end)
-    said = metrics.text().decode()
-  finally:
-    metrics.close()
-  assert 'specdec:fallback_rounds_total 2.0' in said
-  assert 'specdec:spec_decode_num_drafts_total 4.0' in said
-  one = answer.speculative_metrics([end.completion], end.num_drafted)
-  assert one['speculative_decoding']['fallback_rounds'] == 2
-  assert one['speculative_decoding']['num_draft_tokens'] == 5
-
-
-@pytest.mark.slow
-def test_samples_depend_on_where_drafts_end(engine, traffic):
-  """The control: so they cannot have the gamma that suits the traffic."""
-  asked = MIXED[1] | {'seed': 1}
-  places = range(1, len(TEXTS), len(MIXED))
-  found = engine.generate(
-    [TEXTS[i] for i in places], gamma=1, example_ids=[*places], **asked
-  )
-  want = [traffic[i][2] for i in places]
-  assert [one.text for one in found] != [one.text for one in want]
-
-
 def calibration_of(engine, **changes):
   """At one row three proposals pay, at two none; the drafter's start costs."""
   times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': 2.0}}
@@ -129,7 +96,7 @@ def calibration_of(engine, **changes):
   ]
   values = {
     'fingerprints': engine.fingerprints,
-    'device': environment.describe()['device'],
+    'device': record.describe()['device'],
     'temperature': 0.0,
     'choices': tuple(choices),
     'record': {'costs': [{'times_ms': times}] * 2},
@@ -146,22 +113,22 @@ def test_a_calibration_says_what_is_drafted_for(simple):
   measured = calibration_of(simple)
   assert measured.least_length(1) == SHORT and measured.least_length(2) == 0
   settings = ServeSettings(rows=2)
-  drafting.calibrate(simple, settings, measured)
+  worker.calibrate(simple, settings, measured)
   scheduler = started(simple, measured=measured, rows=2)
   greedy = {'log_probs': False, 'stop_ids': ()}
   long = greedy | {'max_length': 16}
   try:
     with nothing_compiles():
       short = Heard(scheduler, TEXTS[0], max_length=SHORT - 1, **greedy)
-      scheduler.submit([short.row])
+      scheduler.take([short.row])
       assert short.last.num_drafted == 0
       enough = Heard(scheduler, TEXTS[0], max_length=SHORT, **greedy)
-      scheduler.submit([enough.row])
+      scheduler.take([enough.row])
       assert enough.last.num_drafted > 0
       # Two at a time are not drafted for; the one that is left is.
       both = [Heard(scheduler, text, **long) for text in TEXTS[:2]]
       longest = Heard(scheduler, TEXTS[2], **(greedy | {'max_length': 24}))
-      scheduler.submit([one.row for one in (*both, longest)])
+      scheduler.take([one.row for one in (*both, longest)])
       ends = [one.last for one in (*both, longest)]
       assert [one.num_drafted for one in ends[:2]] == [0, 0]
       # A sample beside it: all rounds have the engine's gamma.
@@ -170,7 +137,7 @@ def test_a_calibration_says_what_is_drafted_for(simple):
         Heard(scheduler, TEXTS[3], **sampled),
         Heard(scheduler, TEXTS[4], max_length=SHORT - 1, **greedy),
       ]
-      scheduler.submit([one.row for one in pair])
+      scheduler.take([one.row for one in pair])
       sample, beside = [one.last for one in pair]
       assert sample.num_drafted == 2 * sample.completion.stats.num_target_calls
       assert beside.num_drafted > 0
@@ -190,11 +157,11 @@ def test_a_calibration_says_what_is_drafted_for(simple):
 def test_where_no_draft_pays_the_drafter_is_left_out(simple):
   measured = calibration_of(simple)
   never = dataclasses.replace(measured, choices=measured.choices[1:])
-  said = drafting.Drafting(simple, ServeSettings(rows=2), never)
-  assert not said.speculates and said.room == 0
-  assert said.of(1, True, False).gamma == 0
+  made = worker.Worker(simple, ServeSettings(rows=2), never)
+  assert not made.speculates and made.policy.room == 0
+  assert made.policy.of(1, True, False)[0] == 0
   told = ServeSettings(rows=2, speculative=True)
-  assert drafting.Drafting(simple, told, never).speculates
+  assert worker.Worker(simple, told, never).speculates
 
 
 def test_calibrations_of_something_else_are_refused(simple, tokenizer):
@@ -202,19 +169,26 @@ def test_calibrations_of_something_else_are_refused(simple, tokenizer):
   settings = ServeSettings(rows=2)
   other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
   with pytest.raises(CalibrationError, match='made for something else'):
-    drafting.calibrate(simple, settings, other)
+    worker.calibrate(simple, settings, other)
   given = dataclasses.replace(settings, gammas={2: 3})
-  with pytest.raises(ValueError, match='one of the two'):
-    drafting.calibrate(simple, given, measured)
+  with pytest.raises(ValueError, match='gammas'):
+    worker.calibrate(simple, given, measured)
   alone = Engine(model(0), tokenizer=tokenizer)
-  with pytest.raises(ValueError, match='there is no drafter'):
-    drafting.calibrate(alone, settings, measured)
+  with pytest.raises(ValueError, match='drafter'):
+    worker.calibrate(alone, settings, measured)
 
 
 def test_an_adaptive_engine_needs_what_a_calibration_knows(engine):
   with pytest.raises(
     CalibrationError, match='needs a calibration with a table'
   ):
-    drafting.calibrate(engine, ServeSettings(), calibration_of(engine))
-  with pytest.raises(ValueError, match='has 9.*2 proposals at most'):
-    drafting.Drafting(engine, ServeSettings(gammas={16: 9}))
+    worker.calibrate(engine, ServeSettings(), calibration_of(engine))
+  with pytest.raises(ValueError, match='gammas: .* at most 2'):
+    worker.Worker(engine, ServeSettings(gammas={16: 9}))
+
+
+def test_rounds_of_rest_are_counted_by_themselves():
+  stats = CompletionStats(9, 6, 4, 3, (4, 1, 1), fallback_rounds=2)
+  done = Completion('', [1] * 9, [], 'stop', stats)
+  found = answer.speculative_metrics([done], 5)['speculative_decoding']
+  assert (found['fallback_rounds'], found['num_draft_tokens']) == (2, 5)

@@ -1,5 +1,7 @@
 """Stop ids before `min_length`: one function masks them for both sides."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,10 @@ import toy_models
 import toy_requests
 from specdec_jax import probs
 from specdec_jax.decoding import speculative
+from specdec_jax.decoding import state as decode_state
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.probs import SamplingConfig
@@ -41,6 +44,16 @@ def test_what_is_masked():
   want = np.zeros((2, 3, VOCAB))
   want[0, :2, [0, 3]] = -np.inf
   np.testing.assert_array_equal(masked, want)
+  # Rows that have stop ids of their own.
+  each = jnp.array([[1, -1], [2, 3]])
+  masked = probs.forbid_early_stops(
+    logits, each, jnp.array([0, 1]), jnp.array([1, 3])
+  )
+  where = np.argwhere(np.isneginf(np.asarray(masked))).tolist()
+  assert where == [[0, 0, 1], [1, 0, 2], [1, 0, 3], [1, 1, 2], [1, 1, 3]]
+  request = types.SimpleNamespace(stop_ids=each)
+  stops = decode_state.is_stop(request, np.array([[1, 2], [1, 2]]))
+  assert stops.tolist() == [[True, False], [False, True]]
 
 
 @pytest.mark.parametrize('name', DRAFTERS)

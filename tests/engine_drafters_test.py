@@ -13,7 +13,7 @@ from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_fit import fit
+from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.with_fallback import with_fallback
@@ -47,89 +47,48 @@ def parts(tokenizer):
   }
 
 
-# name -> what makes the drafter
-DRAFTERS = {
-  'small_model': lambda parts: small_model(parts['draft']),
-  'with_fallback': lambda parts: with_fallback(prompt_lookup(), parts['draft']),
-  'cascade': lambda parts: cascade(parts['draft'], ngram(parts['bigram'])),
-  'prompt_lookup': lambda parts: prompt_lookup(),
-  'bigram': lambda parts: ngram(parts['bigram']),
-  'decoder only': lambda parts: parts['decoder only'],
-}
-
-
-@pytest.fixture(scope='module')
-def plain(parts, tokenizer):
-  made = Engine(
-    parts['target'], tokenizer=tokenizer, max_input_len=32, max_decode_len=24
-  )
-  return [one.tokens for one in made.generate(TEXTS, speculative=False)]
-
-
 @pytest.mark.filterwarnings('ignore:The draft is decoder-only')
-@pytest.mark.parametrize(
-  'name',
-  [
-    'small_model',
-    'prompt_lookup',
-    'decoder only',
-    # In small in the conformance suite.
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in ('with_fallback', 'cascade', 'bigram')
-    ),
-  ],
-)
-def test_greedy_outputs_are_the_targets_own(parts, tokenizer, plain, name):
-  made = Engine(
-    parts['target'],
-    DRAFTERS[name](parts),
-    tokenizer=tokenizer,
-    gamma=3,
-    max_input_len=32,
-    max_decode_len=24,
-  )
-  found = made.generate(TEXTS)
-  assert [one.tokens for one in found] == plain
-  assert sum(one.stats.num_tested for one in found) > 0
+def test_greedy_outputs_are_the_targets_own(parts, tokenizer):
+  """In small in the conformance suite."""
+  limits = dict(tokenizer=tokenizer, max_input_len=32, max_decode_len=24)
+  plain = Engine(parts['target'], **limits).generate(TEXTS)
+  for drafter in (prompt_lookup(), parts['decoder only']):
+    found = Engine(parts['target'], drafter, gamma=3, **limits).generate(TEXTS)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert sum(one.stats.num_tested for one in found) > 0
 
 
-def test_a_decoder_only_drafter_of_another_vocabulary(parts, tokenizer):
-  more = VOCAB_SIZE + 2000
-  config = dataclasses.replace(DECODER_ONLY.config, vocab_size=more)
-  with pytest.raises(ValueError, match='vocabulary is 2288 and the target'):
-    Engine(
-      parts['target'],
-      Model(type(DECODER_ONLY)(config), {}),
-      tokenizer=tokenizer,
-    )
+def test_what_does_not_fit(parts, tokenizer):
+  """A drafter is checked as what it is made of."""
 
-
-def test_an_encoder_that_has_nothing_to_read(parts, tokenizer):
-  with pytest.raises(ValueError, match='draft has an encoder and the target'):
-    Engine(parts['decoder only'], parts['draft'], tokenizer=tokenizer)
-
-
-def test_parts_of_a_drafter_are_checked_as_a_drafter_is(parts, tokenizer):
-  def make(part):
-    return Engine(
-      parts['target'],
-      with_fallback(prompt_lookup(), part),
-      tokenizer=tokenizer,
-    )
+  def make(drafter, target='target'):
+    return Engine(parts[target], drafter, tokenizer=tokenizer)
 
   with pytest.warns(UserWarning, match='The draft is decoder-only'):
-    make(parts['decoder only'])
-  wider = network(1, VOCAB_SIZE + 1)
-  with pytest.raises(ValueError, match='vocabulary is 289 and the target'):
-    make(Model(wider, {}))
-  make(parts['draft'])  # the control
+    make(with_fallback(prompt_lookup(), parts['decoder only']))
+  make(with_fallback(prompt_lookup(), parts['draft']))  # the controls
+  make(ngram(parts['bigram']))
+  config = dataclasses.replace(
+    DECODER_ONLY.config, vocab_size=VOCAB_SIZE + 2000
+  )
+  wider = Model(network(1, VOCAB_SIZE + 1), {})
+  other = fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint='another')
+  table = 'vocabulary of table of the draft'
+  for drafter, said in (
+    (Model(type(DECODER_ONLY)(config), {}), 'vocabulary is 2288'),
+    (with_fallback(prompt_lookup(), wider), 'vocabulary is 289'),
+    (ngram(other), table),
+    (cascade(parts['draft'], ngram(other)), table),
+  ):
+    with pytest.raises(ValueError, match=said):
+      make(drafter)
+  with pytest.raises(ValueError, match='draft has an encoder and the target'):
+    make(parts['draft'], 'decoder only')
 
 
-@pytest.mark.parametrize('more', [0, pytest.param(16, marks=pytest.mark.slow)])
-def test_heads_that_are_padded_differently(tokenizer, more):
-  """Target of 296 ids, drafter of 288 or 304; the target's outputs."""
-  made = network(1, VOCAB_SIZE + 8), network(1, VOCAB_SIZE + more)
+def test_heads_that_are_padded_differently(tokenizer):
+  """Target of 296 ids, drafter of 288; the target's outputs."""
+  made = network(1, VOCAB_SIZE + 8), network(1, VOCAB_SIZE)
   target, draft = (
     Model(net, net.init(jax.random.key(i))) for i, net in enumerate(made)
   )
@@ -148,19 +107,6 @@ def test_heads_that_are_padded_differently(tokenizer, more):
   part = Engine(target, with_fallback(prompt_lookup(), fitted), **limits)
   found = part.generate(TEXTS)
   assert [one.tokens for one in found] == [one.tokens for one in plain]
-
-
-def test_a_table_of_another_vocabulary(parts, tokenizer):
-  def make(drafter):
-    return Engine(parts['target'], drafter, tokenizer=tokenizer)
-
-  make(ngram(parts['bigram']))  # the control
-  other = fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint='another')
-  table = 'table of the draft was fitted for another vocabulary'
-  with pytest.raises(ValueError, match=table):
-    make(ngram(other))
-  with pytest.raises(ValueError, match=table):
-    make(cascade(parts['draft'], ngram(other)))
 
 
 def test_a_small_model_is_itself_however_it_is_given(parts, tokenizer):
@@ -208,26 +154,3 @@ def test_what_the_runs_of_the_demo_are_made_of(demo_engine):
   assert made.drafter.name == 'cascade(ngram, 2)'
   small, table = made.params.draft
   assert 'decoder' in small['network'] and table.order == 2
-
-
-@pytest.mark.slow
-def test_what_the_simple_runs_of_the_demo_are_made_of(demo_engine):
-  """The two drafters are parts of those above."""
-  made = demo_engine('COPY')
-  assert (made.drafter.name, made.params.draft) == ('prompt_lookup(4, 2)', ())
-  made = demo_engine('NGRAM')
-  assert (made.drafter.name, made.params.draft.order) == ('ngram', 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('run', ['FALLBACK', 'CASCADE'])
-def test_runs_of_the_demo(demo_engine, run):
-  made = demo_engine(run)
-  texts = ['Can you tell me where the nearest bakery is?']
-  found, plain = (
-    made.generate(texts, speculative=speculative, max_length=24)[0]
-    for speculative in (True, False)
-  )
-  assert found.tokens == plain.tokens
-  # The demo's drafter is right more often than not, whatever is beside it.
-  assert found.stats.num_target_calls < len(found.tokens) * 0.7

@@ -1,9 +1,13 @@
-"""The engine on small random T5s: options, errors, compilation.
+"""The engine on small random T5s: what people ask for, errors, compilation.
 
 Laws and edges of the loops are tested in decoding_test and the conformance
 suite, text and streams in engine_text_test.
 """
 
+import importlib.metadata
+import inspect
+import pathlib
+import shutil
 import types
 
 import jax
@@ -12,22 +16,31 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import specdec_jax
 import toy_models
+from folders import needs_safetensors
 from small_vocabulary import VOCAB_SIZE, WORDS
+from specdec_jax import Engine, Model, Tokenizer, load
+from specdec_jax.checkpoints import huggingface, save_t5x
+from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine import compilation_cache
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
-from specdec_jax.probs import SamplingConfig
+from specdec_jax.engine.padding import padded_rows
+from specdec_jax.engine.request import Options, example_id, options_of
+from specdec_jax.engine.scheduler import PoolSettings
+from specdec_jax.partitioning import Placement
 from specdec_jax.text import tokenizer as tokenizer_lib
+from specdec_jax.tree_shape import TreeShape
 
-MAX_INPUT, MAX_OUTPUT = 24, 16
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MAX_OUTPUT = 16
+LENGTHS = {'max_input_len': 24, 'max_decode_len': MAX_OUTPUT}
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 POISON = 'Q'  # its embedding is NaN in the poisoned engine
 SAMPLED = dict(temperature=1.0)
 
 
-def make_t5(seed: int, layers: int, vocab_size: int = VOCAB_SIZE) -> Model:
+def make_t5(seed: int, layers: int = 1, vocab_size: int = VOCAB_SIZE) -> Model:
   """Random weights whose greedy output depends on the input."""
   network = small_vocabulary.network(layers, vocab_size)
   return Model(network, network.init(jax.random.key(seed)))
@@ -35,14 +48,16 @@ def make_t5(seed: int, layers: int, vocab_size: int = VOCAB_SIZE) -> Model:
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  return Engine(
-    make_t5(0, 1),
-    make_t5(1, 1),
-    tokenizer=tokenizer,
-    gamma=3,
-    max_input_len=MAX_INPUT,
-    max_decode_len=MAX_OUTPUT,
-  )
+  models = make_t5(0), make_t5(1)
+  return Engine(*models, tokenizer=tokenizer.path, gamma=3, **LENGTHS)
+
+
+@pytest.fixture
+def chains(tokenizer):
+  """An engine whose programs are compiled in no time."""
+  chain = toy_models.random_markov(0, VOCAB_SIZE)
+  model = Model(chain, chain.params)
+  return Engine(model, model, tokenizer=tokenizer, max_decode_len=9, gamma=2)
 
 
 def tokens_of(completions):
@@ -54,13 +69,8 @@ def test_greedy_speculative_equals_plain_in_order(engine):
   want = engine.generate(TEXTS, speculative=False)
   assert tokens_of(have) == tokens_of(want)
   assert [c.text for c in have] == [c.text for c in want]
-  reasons = [completion.finish_reason for completion in have]
-  assert [reason == 'empty' for reason in reasons] == [
-    False,
-    True,
-    False,
-    False,
-  ]
+  empty = [completion.finish_reason == 'empty' for completion in have]
+  assert empty == [False, True, False, False]
   assert have[1].text == '' and have[1].tokens == []
   other = engine.generate([TEXTS[3], TEXTS[0], 'x'])
   assert tokens_of(other[:2]) == tokens_of([have[3], have[0]])
@@ -69,20 +79,20 @@ def test_greedy_speculative_equals_plain_in_order(engine):
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
     assert len(one.log_probs) == len(one.tokens) == one.stats.num_tokens
   assert want[0].stats.num_target_calls == len(want[0].tokens)
-  assert have[0].stats.num_tested >= have[0].stats.num_accepted
   assert engine.generate([]) == [] and engine.generate(['']) == [have[1]]
+  fewer = engine.generate(TEXTS, gamma=1)
+  assert tokens_of(fewer) == tokens_of(want) and engine.gamma == 3
+  assert len(fewer[0].stats.histogram) == 2
 
 
 def test_too_long(engine):
-  long = 'the dog ' * 40
+  texts = ['a', 'the dog ' * 40, 'x', 'y']
   with pytest.raises(ValueError, match='Text 1 has .* max_input_len = 24'):
-    engine.generate(['a', long, 'x'])
-  with pytest.raises(ValueError, match="'error', 'truncate' or 'report'"):
-    engine.generate(['a'], on_too_long='cut')
-  ok, bad, _, _ = engine.generate(['a', long, 'x', 'y'], on_too_long='report')
+    engine.generate(texts)
+  ok, bad, _, _ = engine.generate(texts, on_too_long='report')
   assert ok.error is None and ok.tokens
   assert bad.finish_reason == 'error' and 'max_input_len' in bad.error
-  cut = engine.generate(['a', long, 'x'], on_too_long='truncate')[1]
+  cut = engine.generate(texts, on_too_long='truncate')[1]
   assert cut.tokens and cut.error is None
 
 
@@ -93,8 +103,7 @@ def test_texts_may_be_ids(engine, tokenizer):
   ended = [np.asarray([*row, tokenizer.eos_id], np.int32) for row in ids]
   ended[1] = ended[1][:0]
   assert engine.generate(ended) == want
-  with pytest.raises(ValueError, match='Text 0 holds 288, which is outside'):
-    engine.generate([[VOCAB_SIZE]])
+  assert repr(engine.trace(ids[2])) == repr(engine.trace('a cat'))
 
 
 @pytest.mark.parametrize('speculative', [False, True])
@@ -108,48 +117,21 @@ def test_prompts(engine, speculative):
   have = engine.generate(texts, prompts=prompts, **options)
   for one, other, n in zip(whole, have, kept, strict=True):
     assert len(other.tokens) == MAX_OUTPUT, 'a prompt costs no budget'
-    shared = MAX_OUTPUT - n
-    assert other.tokens[:shared] == one.tokens[n:]
-    np.testing.assert_allclose(
-      other.log_probs[:shared], one.log_probs[n:], atol=1e-4
-    )
-  # The prompt matters: another one gives another output.
-  other = engine.generate(texts[:1], prompts=[prompts[2]], **options)[0]
-  assert other.tokens[:3] != have[0].tokens[:3]
+    assert other.tokens[: MAX_OUTPUT - n] == one.tokens[n:]
+  # Neither is it streamed, nor does it count for the least length.
+  early = whole[2].tokens[8]
+  options |= dict(prompts=prompts[2:], min_length=3)
+  (done,) = engine.generate(texts[2:], **options | dict(stop_ids=[early]))
+  assert early not in done.tokens[:3]
+  done = engine.generate(texts[2:], **options)[0]
+  assert ''.join(engine.stream(texts[2], **options)) == done.text
 
 
-def test_prompts_are_no_part_of_what_is_counted_or_streamed(engine):
-  text, options = TEXTS[3], dict(stop_ids=[])
-  whole = engine.generate([text], **options)[0].tokens
-  prompt = whole[:5]
-  early = whole[6]
-  stops = dict(stop_ids=[early], min_length=3, prompts=[prompt])
-  have, want = (
-    engine.generate([text], speculative=way, **stops)[0]
-    for way in (True, False)
-  )
-  assert have.tokens == want.tokens and early not in have.tokens[:3]
-  pieces = ''.join(engine.stream(text, prompts=[prompt], **options))
-  done = engine.generate([text], prompts=[prompt], **options)[0]
-  assert pieces == done.text
-  word = done.text.split()[1]
-  cut = engine.generate(
-    [text], prompts=[prompt], stop_strings=[word], **options
-  )[0]
-  assert cut.text == done.text[: done.text.index(word)]
-  with pytest.raises(ValueError, match='prompts has 1 entries for 2 texts'):
-    engine.generate(['a', 'b'], prompts=[[3]])
-  with pytest.raises(ValueError, match='Prompt 0 holds -1'):
-    engine.generate(['a'], prompts=[[-1]])
-
-
-@pytest.mark.parametrize('speculative', [False, True])
-def test_stop_ids(engine, speculative):
-  options = dict(speculative=speculative, stop_ids=[])
-  whole = engine.generate(TEXTS, **options)[0].tokens
+def test_stop_ids(engine):
+  whole = engine.generate(TEXTS, stop_ids=[])[0].tokens
   assert len(whole) == MAX_OUTPUT
   later = next(t for t in whole[2:] if t != whole[0])
-  options['stop_ids'] = [VOCAB_SIZE - 1, later, tokenizer_lib.EOS_ID]
+  options = {'stop_ids': [VOCAB_SIZE - 1, later, tokenizer_lib.EOS_ID]}
   stopped = engine.generate(TEXTS, **options)[0]
   assert stopped.tokens == whole[: whole.index(later) + 1]
   assert stopped.finish_reason == 'stop'
@@ -158,16 +140,6 @@ def test_stop_ids(engine, speculative):
   options['min_length'] = whole.index(later) + 2
   longer = engine.generate(TEXTS, **options)[0]
   assert later not in longer.tokens[: options['min_length']]
-  assert len(longer.tokens) > options['min_length']
-
-
-@pytest.mark.parametrize('speculative', [False, True])
-def test_max_length(engine, speculative):
-  options = dict(speculative=speculative, stop_ids=[])
-  whole = engine.generate(TEXTS, **options)[0].tokens
-  for limit in (1, 2, 5, MAX_OUTPUT):
-    done = engine.generate(TEXTS, max_length=limit, **options)[0]
-    assert done.tokens == whole[:limit] and done.finish_reason == 'length'
 
 
 def test_a_sample_depends_on_its_id_alone(engine):
@@ -178,189 +150,134 @@ def test_a_sample_depends_on_its_id_alone(engine):
   assert tokens_of(together) == tokens_of(turned)[::-1]
   alone = engine.generate([TEXTS[2]], example_ids=[12], **options)
   assert alone[0].tokens == together[2].tokens
-  other = engine.generate([TEXTS[2]], example_ids=[13], **options)
-  assert other[0].tokens != alone[0].tokens
-  again = engine.generate([TEXTS[2]], example_ids=[12], **SAMPLED, seed=6)
-  assert again[0].tokens != alone[0].tokens
-  options['speculative'] = False
-  plain = []
-  for row, seed in ((2, 5), (0, 5), (2, 6)):
-    texts, ids = ['x', '', 'the', 'y'], [0, 1, 2, 3]
-    texts[row], ids[row] = TEXTS[2], 12
-    options['seed'] = seed
-    done = engine.generate(texts, example_ids=ids, **options)
-    plain.append(done[row].tokens)
-  assert plain[0] == plain[1] != plain[2]
+  for other in (dict(example_ids=[13]), dict(example_ids=[12], seed=6)):
+    (done,) = engine.generate([TEXTS[2]], **options | other)
+    assert done.tokens != alone[0].tokens
 
 
-def test_unknown_options_are_named(engine):
-  with pytest.raises(ValueError, match="no option 'temprature'"):
-    engine.generate(TEXTS, temprature=1.0)
-  with pytest.raises(ValueError, match="'min_lenght'. Nearest known: min_leng"):
-    engine.generate(TEXTS, min_lenght=1)
+def test_samples_of_each_text(engine):
+  """Together, or one by one as examples of their own: the same."""
+  texts = TEXTS[2:]
+  options = dict(temperature=1.0, seed=4, stop_ids=[])
+  found = engine.generate(texts, num_samples=2, **options)
+  ids = [example_id(index, sample) for index in range(2) for sample in range(2)]
+  repeated = [text for text in texts for _ in range(2)]
+  alone = engine.generate(repeated, example_ids=ids, **options)
+  assert tokens_of(found) == tokens_of(alone)
+  assert len(set(map(tuple, tokens_of(found)))) == 4
+  # The first sample is what a text has without more.
+  assert tokens_of(found[::2]) == tokens_of(engine.generate(texts, **options))
+  options['temperature'] = [0.0, 1.0]
+  each = engine.generate(texts, num_samples=2, **options)
+  assert each[0].tokens == each[1].tokens and each[2].tokens != each[3].tokens
 
 
-def test_a_temperature_for_each_text(engine):
-  mixed = [0.0, 1.0, 1.0, 0.0]
-  greedy = engine.generate(TEXTS)
-  have = engine.generate(TEXTS, temperature=mixed, seed=1)
-  assert have[0].tokens == greedy[0].tokens
-  assert have[3].tokens == greedy[3].tokens
-  assert have[2].tokens != greedy[2].tokens
-  with pytest.raises(ValueError, match='2 values for 4 examples'):
-    engine.generate(TEXTS, temperature=[0.0, 1.0])
-
-
-@pytest.fixture
-def compilations():
-  """Counts what XLA compiles while the test runs."""
-  seen = types.SimpleNamespace(count=0)
-
-  def listen(event, duration, **_):
-    del duration
-    seen.count += event == '/jax/core/compile/backend_compile_duration'
-
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  yield seen
-  jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def test_other_values_do_not_recompile(engine, compilations):
-  def decode(texts, seed, **sampling):
-    for speculative in (True, False):
-      options = dict(sampling, seed=seed, speculative=speculative)
-      engine.generate(texts, **options)
-
-  jax.jit(lambda x: x * 3.14159)(1.0)
-  assert compilations.count > 0, 'the counter should count'
-  decode(TEXTS, 0, temperature=0.9)
-  programs, before = engine.num_programs, compilations.count
-  decode(TEXTS[::-1], 1, temperature=0.5, top_k=7, top_p=0.8)
-  decode(['here', 'a dog', 'the the', 'x'], 2, temperature=[0, 1, 2, 0.1])
-  decode(['a', 'b', 'c'], 3, temperature=1.0, top_p=0.3)
-  assert engine.num_programs == programs
-  assert compilations.count == before
-
-
-def test_warmup(tokenizer, compilations):
-  chain = toy_models.random_markov(0, VOCAB_SIZE)
-  model = Model(chain, chain.params)
-  engine = Engine(model, model, tokenizer=tokenizer, max_decode_len=9)
-  assert engine.num_programs == 0
-  assert engine.warmup(['a', 'b']) > 0
-  assert engine.num_programs == 1
-  assert engine.warmup(['the', 'dog']) == 0.0
-  assert engine.warmup(['']) == 0.0
-  assert engine.warmup(['the', 'dog'], speculative=False) > 0
-  want = engine.generate(['the', 'dog'])
-  before = compilations.count
-  assert engine.generate(['the', 'dog']) == want
-  assert compilations.count == before and engine.num_programs == 2
-
-
-def test_nan_is_an_error_of_its_row_alone(engine, tokenizer):
-  target, draft = make_t5(0, 1), make_t5(0, 1)
-  table = np.array(target.params['token_embedder']['embedding'])
-  poison = tokenizer.encode(POISON)[-1]
-  table[poison] = np.nan
-  target.params['token_embedder'] = {'embedding': table}
-  poisoned = Engine(
-    target,
-    draft,  # the same network unharmed: it never proposes the poison
-    tokenizer=tokenizer,
-    gamma=3,
-    max_input_len=MAX_INPUT,
-    max_decode_len=MAX_OUTPUT,
+def test_names():
+  """Those that others use, that people look for, and that editors see."""
+  named = {'stop': '!', 'num_return_sequences': 2, 'stop_token_ids': [7]}
+  named |= {'max_new_tokens': 5, 'beam_size': 3}
+  assert options_of(named | {'stop': ()}) == Options(
+    num_samples=2, stop_ids=[7], max_length=5, num_beams=3
   )
-  texts = [TEXTS[0], f'a {POISON}', TEXTS[2]]
-  want = engine.generate(texts)
-  assert all(poison not in want[i].tokens for i in (0, 2))
-  have = poisoned.generate(texts, max_length=8)
-  assert have[1].finish_reason == 'error'
-  assert 'NaN' in have[1].error and 'token 1' in have[1].error
-  for row in (0, 2):
-    assert have[row].error is None
-    assert have[row].tokens == want[row].tokens[:8]
+  shown = inspect.signature(Engine.generate).parameters
+  for name in (
+    'temperature', 'top_k', 'top_p', 'max_length', 'num_samples',
+    'stop_strings', 'seed', 'gamma', 'speculative',
+  ):  # fmt: skip
+    assert name in shown
+    if hasattr(Options, name):
+      assert shown[name].default == getattr(Options, name), name
+  source = (ROOT / 'specdec_jax' / '__init__.py').read_text()
+  typed = source.partition('if TYPE_CHECKING')[2].partition('\n\n')[0]
+  for name in specdec_jax.__all__:
+    assert getattr(specdec_jax, name) is not None
+    assert f' {name}' in typed, name
+  assert specdec_jax.__version__ == importlib.metadata.version('specdec_jax')
+  with pytest.raises(AttributeError, match='no attribute'):
+    _ = specdec_jax.generate
 
 
-def test_bad_pairs(tokenizer, folder):
-  target, other = make_t5(0, 1), make_t5(0, 1, VOCAB_SIZE + 2000)
-  with pytest.raises(ValueError, match=r"draft's vocabulary is 2288 .* 288"):
-    Engine(target, other, tokenizer=tokenizer)
-  small = make_t5(0, 1, VOCAB_SIZE - 8)
-  with pytest.raises(ValueError, match='target has a vocabulary of 280'):
-    Engine(small, tokenizer=tokenizer)
-  foreign = tokenizer_lib.train_tokenizer(
-    [WORDS, WORDS[::-1]], folder / 'foreign.model', 280
-  )
-  draft = Model(target.network, target.params, foreign)
-  with pytest.raises(ValueError, match="draft's tokenizer .*foreign.model"):
-    Engine(target, draft, tokenizer=tokenizer)
-  with pytest.raises(ValueError, match='begins with id 0 by itself'):
-    Engine(target, tokenizer=tokenizer, bos_id=5)
-  with pytest.raises(ValueError, match='drafter, such as prompt_lookup'):
-    Engine(target, target.network, tokenizer=tokenizer)
-  with pytest.raises(ValueError, match='target such as specdec_jax.load'):
-    Engine(target.network, tokenizer=tokenizer)
-  with pytest.raises(ValueError, match="placement: expected .* got 'data'"):
-    Engine(target, tokenizer=tokenizer, placement='data')
-  with pytest.raises(ValueError, match='There is no vocabulary'):
-    Engine(target)
-  with pytest.raises(ValueError, match='gamma must be at least 0, got -1'):
-    Engine(target, target, tokenizer=tokenizer, gamma=-1)
-  with pytest.raises(ValueError, match='max_decode_len must be at least 1'):
-    Engine(target, tokenizer=tokenizer, max_decode_len=0)
-  plain = Engine(target, tokenizer=tokenizer)
-  with pytest.raises(ValueError, match='needs a drafter'):
-    plain.generate(['a'], speculative=True)
-  assert plain.num_programs == 0
+# What is wrong.
+
+HUGE = 10**400
+BEAMS = {'num_beams': 2}
 
 
 @pytest.mark.parametrize(
-  'options, message',
+  ('options', 'field'),
   [
-    (dict(stop_strings=['']), 'stop_strings must be a sequence'),
-    (dict(stop_ids=[VOCAB_SIZE]), 'stop_ids holds 288'),
-    (dict(min_length=-1), 'min_length must be at least 0'),
-    (dict(max_length=0), 'max_length must be at least 1'),
-    (dict(max_length=99), 'max_length = 99 is more than'),
-    (dict(min_length=9, max_length=8), 'min_length = 9 .* max_length = 8'),
-    (dict(min_length=10**400), 'min_length = 1000'),
-    (dict(num_samples=10**400), 'num_samples must be at most'),
-    (dict(stop_strings=[1]), r'stop_strings: expected .* got \[1\]'),
-    (dict(stop_ids=[1.5]), r'stop_ids: expected .* got \[1.5\]'),
-    (dict(prompts=['x']), r"prompts: expected .* got \['x'\]"),
-    (dict(example_ids=[0, 1, 2, 0.5]), 'example_ids: expected .* 0.5'),
-    (dict(seed='a'), "seed: expected a whole number, got 'a'"),
-    (dict(log_probs='no'), "log_probs: expected True or False, got 'no'"),
-    (dict(speculative='no'), "speculative must be .* got 'no'"),
-    (dict(temperature=10**400), 'temperature must be finite'),
-    (dict(top_p=10**400), 'top_p must be in'),
-    (dict(top_p=1e-60), 'top_p must be in'),  # 0 in float32
-    (dict(lenience=10**400), 'lenience must be in'),
-    (dict(num_beams=2, alpha=10**400), 'alpha: expected a finite number'),
-    (dict(example_ids=[1]), '1 entries for 4 texts'),
-    (dict(example_ids=[0, 1, 2, -1]), r'example_ids must lie in \[0, 2'),
+    ({'temprature': 1.0}, 'temprature'),
+    ({'min_lenght': 1}, 'Nearest known: min_length'),
+    ({'max_tokens': 5, 'max_length': 6}, 'max_length'),
+    ({'do_sample': True}, 'temperature'),
+    ({'on_too_long': 'cut'}, 'on_too_long'),
+    ({'stop_strings': ['']}, 'stop_strings'),
+    ({'stop_strings': [1]}, 'stop_strings'),
+    ({'stop_ids': [VOCAB_SIZE]}, 'stop_ids'),
+    ({'stop_ids': [1.5]}, 'stop_ids'),
+    ({'min_length': -1}, 'min_length'),
+    ({'min_length': 9, 'max_length': 8}, 'min_length'),
+    ({'min_length': HUGE}, 'min_length'),
+    ({'max_length': 0}, 'max_length'),
+    ({'max_length': 99}, 'max_length'),
+    ({'num_samples': 0}, 'num_samples'),
+    ({'num_samples': HUGE}, 'num_samples'),
+    ({'prompts': ['x']}, 'prompts'),
+    ({'prompts': [[3]]}, 'prompts'),
+    ({'prompts': [[-1]] * 4}, 'Prompt 0 holds -1'),
+    ({'example_ids': [0, 1, 2, 0.5]}, 'example_ids'),
+    ({'example_ids': [1]}, 'example_ids'),
+    ({'example_ids': [0, 1, 2, -1]}, 'example_ids'),
+    ({'seed': 'a'}, 'seed'),
+    ({'log_probs': 'no'}, 'log_probs'),
+    ({'top_log_probs': -1}, 'top_log_probs'),
+    ({'speculative': 'no'}, 'speculative'),
+    ({'batch_size': 0}, 'batch_size'),
+    ({'temperature': -0.1}, 'temperature'),
+    ({'temperature': HUGE}, 'temperature'),
+    ({'temperature': [0.0, 1.0]}, 'each of 4 examples'),
+    ({'top_p': 0.0}, 'top_p'),
+    ({'top_p': HUGE}, 'top_p'),
+    ({'top_p': 1e-60}, 'top_p'),  # 0 in float32
+    ({'lenience': HUGE}, 'lenience'),
+    ({'verification': 'block', 'lenience': 0.5}, 'verification'),
+    ({'gamma': -1}, 'gamma'),
+    ({'gamma': 1.5}, 'gamma'),
+    ({'gamma': '4'}, 'gamma'),
+    ({'gamma': True}, 'gamma'),
+    ({'gamma': 257}, 'gamma'),
+    ({'num_beams': 0}, 'num_beams'),
+    ({'num_beams': 2.5}, 'num_beams'),
+    ({'num_beams': 4000}, 'num_beams'),
+    (BEAMS | {'temperature': 1.0}, 'temperature'),
+    (BEAMS | {'lenience': 0.5}, 'lenience'),
+    (BEAMS | {'num_samples': 3}, 'num_samples'),
+    (BEAMS | {'stop_strings': 'x'}, 'stop_strings'),
+    (BEAMS | {'draft_beams': 1}, 'draft_beams'),
+    (BEAMS | {'draft_beams': 4000}, 'draft_beams'),
+    (BEAMS | {'alpha': -1.0}, 'alpha'),
+    (BEAMS | {'alpha': HUGE}, 'alpha'),
+    (BEAMS | {'length_penalty': float('nan')}, 'length_penalty'),
+    (BEAMS | {'alpha': 1.0, 'length_penalty': 1.0}, 'length_penalty'),
+    (BEAMS | {'gamma': 'adaptive', 'speculative': True}, 'gamma'),
+    ({'alpha': 1.0}, 'alpha'),
+    (BEAMS | {'early_stopping': True}, 'early_stopping'),
   ],
 )
-def test_bad_options_come_before_compilation(engine, options, message):
+def test_bad_options_come_before_compilation(engine, options, field):
   before = engine.num_programs
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=field):
     engine.generate(TEXTS, **options)
   assert engine.num_programs == before
-
-
-def test_bad_sampling_and_texts(engine):
-  for values in (dict(temperature=-0.1), dict(top_p=0.0), dict(top_p=1.5)):
-    name = next(iter(values))
-    with pytest.raises(ValueError, match=name):
-      SamplingConfig(**values)
-  with pytest.raises(ValueError, match='sequence of strings, got one string'):
-    engine.generate('the dog')
+  if 'gamma' in options and not options.keys() & BEAMS.keys():
+    with pytest.raises(ValueError, match=field):
+      engine.gamma = options['gamma']
+    with pytest.raises(ValueError, match=field):
+      PoolSettings(gammas={4: options['gamma']})
 
 
 @pytest.mark.parametrize(
-  'text', ['a \ud800 dog', ['text'], [5.5], [5.0], [True], [[5]], [5, None], 5]
+  'text', ['a \ud800 dog', ['text'], [5.5], [True], [[5]], [5, None], 5]
 )
 def test_neither_text_nor_ids(engine, text):
   """Each way in names what came, and compiles nothing."""
@@ -384,20 +301,149 @@ def test_neither_text_nor_ids(engine, text):
     assert done.finish_reason == 'error' and repr(text) in done.error
 
 
-def test_a_trace_of_ids_is_that_of_their_text(engine, tokenizer):
-  ids = tokenizer.encode('a cat')
-  assert repr(engine.trace(ids)) == repr(engine.trace('a cat'))
+@pytest.mark.parametrize(
+  'texts',
+  ['the dog', [5, 6, 7], np.array([5, 6, 7]), ['a', b'cat'], b'a', 7, None],
+)
+def test_what_are_no_texts(engine, texts):
+  for ask in (engine.generate, engine.warmup, engine.request):
+    with pytest.raises(ValueError, match='text'):
+      ask(texts)
 
 
-def test_an_engine_says_what_it_is(engine, tokenizer):
-  assert repr(engine) == (
-    'Engine(target=Model(T5), draft=Model(T5), gamma=3, devices=1 x cpu)'
+def test_bad_pairs(tokenizer, folder):
+  target = make_t5(0)
+  foreign = tokenizer_lib.train_tokenizer(
+    [WORDS, WORDS[::-1]], folder / 'foreign.model', 280
   )
-  plain = Engine(make_t5(0, 1), uniform(VOCAB_SIZE), tokenizer=tokenizer)
+  of_foreign = Model(target.network, target.params, foreign)
+  other = make_t5(0, vocab_size=VOCAB_SIZE + 2000)
+  small = make_t5(0, vocab_size=VOCAB_SIZE - 8)
+  for models, options, field in (
+    ((target, other), {}, r"draft's vocabulary is 2288 .* 288"),
+    ((small,), {}, 'target has a vocabulary of 280'),
+    ((target, of_foreign), {}, "draft's tokenizer .*foreign.model"),
+    ((target, target.network), {}, 'drafter: expected a Drafter'),
+    ((target.network,), {}, 'target'),
+    ((target,), {'tokenizer': None}, 'There is no vocabulary'),
+    ((target,), {'tokenizer': 5}, 'tokenizer'),
+    ((target,), {'bos_id': 5}, 'bos_id'),
+    ((target,), {'placement': 'data'}, 'placement'),
+    ((target,), {'fallback': 'yes'}, 'fallback'),
+    ((target,), {'gamma': -1}, 'gamma'),
+    ((target,), {'max_decode_len': 0}, 'max_decode_len'),
+  ):
+    with pytest.raises(ValueError, match=field):
+      Engine(*models, **{'tokenizer': tokenizer} | options)
+  plain = Engine(target, uniform(VOCAB_SIZE), tokenizer=tokenizer)
   assert "draft='uniform'" in repr(plain)
+  plain = Engine(target, tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='needs a drafter'):
+    plain.generate(['a'], speculative=True)
+  assert plain.num_programs == 0
 
 
-def test_a_damaged_compiled_program_is_replaced(tmp_path):
+def test_nan_is_an_error_of_its_row_alone(engine, tokenizer):
+  target, draft = make_t5(0), make_t5(0)
+  table = np.array(target.params['token_embedder']['embedding'])
+  poison = tokenizer.encode(POISON)[-1]
+  table[poison] = np.nan
+  target.params['token_embedder'] = {'embedding': table}
+  # The drafter is the same network unharmed: it never proposes the poison.
+  poisoned = Engine(target, draft, tokenizer=tokenizer, gamma=3, **LENGTHS)
+  texts = [TEXTS[0], f'a {POISON}', TEXTS[2]]
+  want = engine.generate(texts)
+  assert all(poison not in want[i].tokens for i in (0, 2))
+  have = poisoned.generate(texts, max_length=8)
+  assert have[1].finish_reason == 'error'
+  assert 'NaN' in have[1].error and 'token 1' in have[1].error
+  for row in (0, 2):
+    assert have[row].error is None
+    assert have[row].tokens == want[row].tokens[:8]
+
+
+# What is compiled.
+
+
+@pytest.fixture
+def compilations():
+  """Counts what XLA compiles while the test runs."""
+  seen = types.SimpleNamespace(count=0)
+
+  def listen(event, duration, **_):
+    del duration
+    seen.count += event == '/jax/core/compile/backend_compile_duration'
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  yield seen
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_other_values_do_not_recompile(chains, compilations):
+  def decode(texts, seed, **sampling):
+    for speculative in (True, False):
+      options = dict(sampling, seed=seed, speculative=speculative)
+      chains.generate(texts, **options)
+
+  jax.jit(lambda x: x * 3.14159)(1.0)
+  assert compilations.count > 0, 'the counter should count'
+  decode(TEXTS, 0, temperature=0.9)
+  programs, before = chains.num_programs, compilations.count
+  decode(TEXTS[::-1], 1, temperature=0.5, top_k=7, top_p=0.8)
+  decode(['here', 'a dog', 'the the', 'x'], 2, temperature=[0, 1, 2, 0.1])
+  decode(['a', 'b', 'c'], 3, temperature=1.0, top_p=0.3)
+  assert chains.num_programs == programs
+  assert compilations.count == before
+
+
+def test_warmup(chains, compilations):
+  assert chains.num_programs == 0
+  assert chains.warmup(['a', 'b']) > 0
+  assert chains.num_programs == 1
+  assert chains.warmup(['the', 'dog']) == chains.warmup(['']) == 0.0
+  assert chains.warmup(['the', 'dog'], speculative=False) > 0
+  want = chains.generate(['the', 'dog'])
+  before = compilations.count
+  assert chains.generate(['the', 'dog']) == want
+  assert compilations.count == before and chains.num_programs == 2
+
+
+def test_programs_for_other_numbers_of_texts(chains, tokenizer):
+  sizes = [padded_rows(number) for number in range(1, 65)]
+  assert sorted(set(sizes)) == [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+  assert all(size < 1.5 * n for n, size in enumerate(sizes, 1) if size > 2)
+  texts, plain = WORDS.split()[:9], SAMPLED | {'speculative': False}
+  assert chains.request(texts).inputs.shape[0] == 12
+  found = {}
+  # Three texts go through the program for eight, one through that for two.
+  for number, programs in ((8, 1), (2, 2), (3, 2), (1, 2)):
+    found[number] = chains.generate(texts[:number], **plain)
+    assert chains.num_programs == programs
+    assert tokens_of(found[number]) == tokens_of(found[8][:number])
+  # What was there before does not change a sample.
+  model = Model(chains.target, chains.params.target)
+  alone = Engine(model, model, tokenizer=tokenizer, max_decode_len=9)
+  assert alone.generate(texts[:3], **plain) == found[3]
+  # Who measures gets the rows that were asked for.
+  assert chains.warmup(texts[:5], **plain) > 0
+  assert chains.warmup(texts[:5], **plain) == 0.0
+  chains.gamma = np.int64(3)
+  assert jax.tree.structure(chains.request(texts)) == jax.tree.structure(
+    chains.request(texts, 3)
+  )
+
+
+def test_streams_take_programs_that_there_are(chains):
+  options = SAMPLED | {'stop_strings': ['q'], 'speculative': False}
+  done = chains.generate(TEXTS[2:], **options)
+  count = chains.num_programs
+  assert ''.join(chains.stream(TEXTS[2], **options)) == done[0].text
+  assert chains.num_programs == count
+
+
+@pytest.fixture
+def cache_settings():
+  """Settings of JAX's cache of programs, which come back."""
   before = {
     name: jax.config.values[name]
     for name in (
@@ -405,42 +451,109 @@ def test_a_damaged_compiled_program_is_replaced(tmp_path):
       'jax_persistent_cache_min_compile_time_secs',
     )
   }
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.compilation_cache.reset_cache()
 
+
+def test_a_damaged_compiled_program_is_replaced(tmp_path, cache_settings):
   def compiled():
     jax.clear_caches()
     return jax.jit(lambda x: x @ x)(np.ones((3, 3)))
 
-  try:
-    compilation_cache.enable(tmp_path)
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+  compilation_cache.enable(tmp_path)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+  compiled()
+  (entry,) = tmp_path.glob('jit__lambda*-cache')
+  entry.write_bytes(entry.read_bytes()[:50])
+  with pytest.warns(UserWarning, match='it is compiled anew'):
     compiled()
-    (entry,) = tmp_path.glob('jit__lambda*-cache')
-    whole = entry.read_bytes()
-    entry.write_bytes(whole[:50])
-    with pytest.warns(UserWarning, match='it is compiled anew'):
-      compiled()
-    assert len(entry.read_bytes()) > 50
-    compiled()  # warnings are errors
-  finally:
-    for name, value in before.items():
-      jax.config.update(name, value)
-    compilation_cache.compilation_cache.reset_cache()
+  assert len(entry.read_bytes()) > 50
+  compiled()  # warnings are errors
 
 
-def test_compilation_cache_folder(monkeypatch, tmp_path):
-  before = jax.config.values['jax_compilation_cache_dir']
+def test_compilation_cache_folder(monkeypatch, tmp_path, cache_settings):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   default = tmp_path / 'specdec_jax' / 'xla'
-  try:
-    jax.config.update('jax_compilation_cache_dir', None)
-    assert compilation_cache.default_folder() == default
-    assert compilation_cache.enable() == default and default.is_dir()
-    assert jax.config.values['jax_compilation_cache_dir'] == str(default)
-    # One that the user chose for JAX stays, unless asked for another.
-    jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'own'))
-    assert compilation_cache.enable() == tmp_path / 'own'
-    assert compilation_cache.enable(tmp_path / 'given') == tmp_path / 'given'
-    (tmp_path / 'file').write_text('')
-    assert compilation_cache.enable(tmp_path / 'file' / 'no') is None
-  finally:
-    jax.config.update('jax_compilation_cache_dir', before)
+  jax.config.update('jax_compilation_cache_dir', None)
+  assert compilation_cache.default_folder() == default
+  assert compilation_cache.enable() == default and default.is_dir()
+  assert jax.config.values['jax_compilation_cache_dir'] == str(default)
+  # One that the user chose for JAX stays, unless asked for another.
+  jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'own'))
+  assert compilation_cache.enable() == tmp_path / 'own'
+  assert compilation_cache.enable(tmp_path / 'given') == tmp_path / 'given'
+  (tmp_path / 'file').write_text('')
+  assert compilation_cache.enable(tmp_path / 'file' / 'no') is None
+
+
+# What is loaded.
+
+
+@needs_safetensors
+def test_a_folder_tells_everything(tmp_path, tokenizer):
+  """Sizes, vocabulary and ends; arrays are read when an engine needs them."""
+  paths = []
+  for layers, seed, name in ((2, 0, 'large'), (1, 1, 'small')):
+    model = make_t5(seed, layers)
+    config = model.network.config
+    huggingface.save_huggingface(tmp_path / name, config, model.params)
+    shutil.copy(tokenizer.path, tmp_path / name / 'spiece.model')
+    paths.append(tmp_path / name)
+  target, draft = map(load, paths)
+  assert target.network == small_vocabulary.network(2)
+  assert isinstance(target.tokenizer, Tokenizer) and target.stop_ids == (1,)
+  have = Engine(target, draft, **LENGTHS).generate(TEXTS)
+  want = Engine(make_t5(0, 2), tokenizer=tokenizer, **LENGTHS).generate(TEXTS)
+  assert tokens_of(have) == tokens_of(want)
+  # The control: arrays were not read by `load`.
+  broken = load(paths[0])
+  (paths[0] / 'model.safetensors').unlink()
+  with pytest.raises(ValueError, match=r'model\.safetensors'):
+    Engine(broken, **LENGTHS)
+  with pytest.raises(ValueError, match='dtype is .int2., expected'):
+    load(paths[1], dtype='int2')
+
+
+def test_a_dtype_is_said_once(tokenizer):
+  """By what loads a model, or by its placement; of each drafter's model too."""
+
+  def dtypes(engine, side='draft'):
+    leaves = jax.tree.leaves(getattr(engine.params, side))
+    return {str(leaf.dtype) for leaf in leaves} - {'int32'}
+
+  def model(seed, dtype=None):
+    made = make_t5(seed)
+    return Model(made.network, made.params, tokenizer, name='a', dtype=dtype)
+
+  half, full = Placement('bfloat16'), Placement('float32')
+  engine = Engine(model(0), model(1, 'float32'), placement=half, **LENGTHS)
+  assert dtypes(engine, 'target') == {'bfloat16'}
+  assert dtypes(engine) == {'float32'}
+  engine = Engine(model(0, 'bfloat16'), model(1), placement=Placement())
+  assert dtypes(engine, 'target') == dtypes(engine) == {'bfloat16'}
+  tree = small_model_tree(model(1, 'bfloat16'), TreeShape((-1, -1)))
+  assert dtypes(Engine(model(0), tree, **LENGTHS)) == {'bfloat16'}
+  given = dict(draft_placement=half)
+  assert dtypes(Engine(model(0), model(1), **given)) == {'bfloat16'}
+  message = "Placement.dtype: .*bfloat16.* 'a' .*'float32'"
+  for target, drafter, given in (
+    (model(0, 'bfloat16'), None, dict(placement=full)),
+    (model(0), model(1, 'bfloat16'), dict(draft_placement=full)),
+    (model(0), tree, dict(draft_placement=full)),
+  ):
+    with pytest.raises(ValueError, match=message):
+      Engine(target, drafter, **given)
+
+
+def test_a_checkpoint_needs_its_network(tmp_path, tokenizer):
+  made, path = make_t5(0), tmp_path / 'a.msgpack'
+  save_t5x(path, made.params, step=1)
+  model = load(path, network=made.network, tokenizer=tokenizer.path)
+  assert Engine(model, **LENGTHS).generate(['a cat'])[0].tokens
+  assert model.params['token_embedder'] is not None
+  with pytest.raises(ValueError, match='a.msgpack.* does not say which sizes'):
+    load(path)
+  with pytest.raises(ValueError, match='num_encoder_layers|num_decoder_layers'):
+    load(path, small_vocabulary.network(2))

@@ -8,11 +8,14 @@ import itertools
 import numpy as np
 import pytest
 
+import small_vocabulary
+import tokenizer_bpe_test
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax.engine.completion import Text
+from specdec_jax.engine.completion import Text, decode
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
-from toy_models import MarkovModel
+from specdec_jax.text.tokenizer import Tokenizer
+from toy_models import MarkovModel, random_markov
 
 SCRIPT = 'the dog <end> grün 5€ 😀 a cat'
 
@@ -47,22 +50,16 @@ def piece_ids(tokenizer, char: str) -> list[int]:
   return tokenizer.encode(char)[1:] or tokenizer.encode(char)
 
 
-def test_scripted_text(scripted):
-  for speculative in (False, True):
-    done = scripted.generate(['a'], speculative=speculative)[0]
-    assert done.finish_reason == 'stop'
-    assert all(char in done.text for char in 'ü€😀')
-  assert done.stats.acceptance_rate == 1.0
-
-
 @pytest.mark.parametrize('speculative', [False, True])
 def test_stream_gives_whole_characters(tokenizer, scripted, speculative):
-  want = scripted.generate(['a'], speculative=speculative)[0].text
+  (done,) = scripted.generate(['a'], speculative=speculative)
+  want = done.text
+  assert done.finish_reason == 'stop' and all(char in want for char in 'ü€😀')
   pieces = list(scripted.stream('a', speculative=speculative))
   assert ''.join(pieces) == want and len(pieces) > 3
   assert not any('\ufffd' in piece for piece in pieces)
   # An output may end inside a character: only its last piece shows that.
-  for limit in range(1, 12):
+  for limit in (1, 4, 5, 6, 7, 11):
     options = dict(speculative=speculative, max_length=limit)
     want = scripted.generate(['a'], **options)[0].text
     pieces = list(scripted.stream('a', **options))
@@ -71,7 +68,7 @@ def test_stream_gives_whole_characters(tokenizer, scripted, speculative):
   assert list(scripted.stream('')) == []
 
 
-@pytest.mark.parametrize('speculative', [False, True])
+@pytest.mark.parametrize('speculative', [True])
 @pytest.mark.parametrize(
   'stops', [('€',), ('😀', 'ü'), ('zzz',), ('{last}zzz', '{mid}'), ('{two}',)]
 )
@@ -97,32 +94,155 @@ def test_stop_strings(scripted, stops, speculative):
   assert len(done.log_probs) == len(done.tokens)
 
 
-def test_the_stop_string_complete_first_counts(tokenizer):
-  """However many tokens come at once, and though another began earlier."""
-  ids = tokenizer.encode('the dog sings')
-  text = tokenizer.decode(ids)
-  stops = [text[2:], text[6]]
-  for length in range(1, len(ids) + 1):
-    output = Text(tokenizer, ids[:length], stops)
-    if output.has_stop_string:
-      assert output.final == text[: text.index(text[6])]
-    assert text[: text.index(text[6])].startswith(output.stable)
+@pytest.fixture(
+  scope='module', params=['sentencepiece', 'Gemma', 'Llama 2', 'GPT-2']
+)
+def vocabulary(request, tokenizer, folder):
+  """One vocabulary of each kind, and its ids of bytes or of any tokens."""
+  if request.param == 'sentencepiece':
+    return tokenizer
+  tokenizers = pytest.importorskip('tokenizers')
+  if request.param == 'GPT-2':
+    texts = ['the 🙂 語 🙃 grün 語語', 'a b', '🙂 🙂🙃']
+    return Tokenizer(tokenizer_bpe_test.train(folder, texts)[0])
+  strip = tokenizers.decoders.Strip(' ', 1, 0)
+  path = folder / f'{request.param}.json'
+  strips = [strip] if request.param == 'Llama 2' else []
+  small_vocabulary.byte_fallback(path, *strips)
+  return Tokenizer(path, '</s>')
 
 
-def test_stable_text_never_changes(tokenizer):
-  """Any tokens at all, bytes that are no character among them."""
+def test_min_length_holds_stop_strings_back(scripted, speculative=True):
+  whole = scripted.generate(['a'], speculative=speculative)[0]
+  pieces = Text(scripted.tokenizer).pieces_of(whole.tokens)
+  place = next(i for i, one in enumerate(pieces) if one.text)
+  stop = whole.text[: pieces[place].end]
+  # It ends in the token `place`, so it counts unless that must be there.
+  for least in (0, place, place + 1, len(whole.tokens) - 1):
+    options = dict(
+      speculative=speculative, stop_strings=[stop], min_length=least
+    )
+    want = '' if least <= place else whole.text
+    (done,) = scripted.generate(['a'], **options)
+    assert done.text == want and len(done.tokens) > least
+    assert ''.join(scripted.stream('a', **options)) == want
+
+
+WORDS = ['🙂', '語b', 'a 🙂 b', 'the dog. Ω', '\n\n', '  a', 'grün', '\ufffd']
+
+
+def outputs(tokenizer, number=400):
+  """Random outputs: words, bytes that are no character, any ids; cut."""
   rng = np.random.default_rng(0)
-  for _ in range(100):
-    ids = rng.integers(0, VOCAB_SIZE, 12)
-    ids[rng.integers(0, 6) :][:4] = tokenizer.encode('😀')[-4:]
-    whole = Text(tokenizer, ids, ()).final
-    seen = [Text(tokenizer, ids[:n], ()).stable for n in range(len(ids) + 1)]
-    assert all(whole.startswith(part) for part in seen), (ids, whole, seen)
-    assert seen == sorted(seen, key=len)
+  for _ in range(number):
+    ids = []
+    while len(ids) < 20:
+      if rng.random() < 0.5:
+        ids += tokenizer.encode(str(rng.choice(WORDS)))
+      else:
+        most = rng.choice([260, tokenizer.vocab_size + 3])
+        ids += rng.integers(0, most, rng.integers(1, 4)).tolist()
+    stops = rng.choice(['b', 'the', '語', '\n', '🙂', 'a '], rng.integers(1, 3))
+    yield ids[: rng.integers(1, 21)], list(map(str, stops)), rng.integers(0, 6)
 
 
-@pytest.mark.parametrize('speculative', [False, True])
-def test_a_stream_that_breaks_says_so(tokenizer, speculative):
+def streamed(text, ids, step):
+  """What is sent of an output whose tokens arrive `step` at a time."""
+  sent = ''
+  for at in range(0, len(ids), step):
+    text.extend(ids[at : at + step])
+    assert text.ready.startswith(sent)
+    sent = text.ready
+    if text.stop_end is not None:
+      break
+  assert text.end().startswith(sent)
+  return text.end()
+
+
+def test_text_that_was_sent_never_changes(vocabulary):
+  """However many tokens come at once, and wherever an output is cut."""
+  for ids, stops, least in outputs(vocabulary):
+    whole = decode(vocabulary, ids)
+    for step in (1, 3):
+      assert streamed(Text(vocabulary), ids, step) == whole, ids
+    texts = {streamed(Text(vocabulary, stops, least), ids, n) for n in (1, 20)}
+    (text,) = texts
+    assert whole.startswith(text)
+    early = Text(vocabulary)
+    early.extend(ids[:least])
+    for stop in stops:  # one that ends among the first tokens does not count
+      at = max(len(early.ready) + 1 - len(stop), 0)
+      assert len(ids) <= least or stop not in text[at:], (ids, stops, least)
+
+
+def joined(names):
+  """The text of tokens as a client has them, some of them as bytes."""
+  data = b''
+  for name in names:
+    if name.startswith('bytes:'):
+      data += bytes.fromhex(name.removeprefix('bytes:').replace('\\x', ''))
+    else:
+      data += name.encode()
+  return data.decode()
+
+
+def test_tokens_joined_are_the_text(vocabulary):
+  for ids, _, _ in outputs(vocabulary):
+    growing = Text(vocabulary, with_pieces=True)
+    growing.extend(ids)
+    growing.end()
+    pieces, text = growing.pieces, decode(vocabulary, ids)
+    assert pieces == Text(vocabulary).pieces_of(ids)
+    assert len(pieces) == len(ids)
+    assert ''.join(piece.text for piece in pieces) == text, ids
+    assert joined(piece.name for piece in pieces) == text, ids
+    data = bytes(byte for piece in pieces for byte in piece.bytes)
+    assert data.decode() == text
+    ends = [piece.end for piece in pieces]
+    assert ends == sorted(ends)
+
+
+def engine_of(vocabulary) -> Engine:
+  """An engine that says anything, its drafter being often right."""
+  size = vocabulary.vocab_size
+  sides = [random_markov(1, size), random_markov(1, size, input_scale=0.5)]
+  sides = [Model(one, one.params) for one in sides]
+  return Engine(
+    *sides, tokenizer=vocabulary, gamma=3, max_input_len=16, max_decode_len=24
+  )
+
+
+@pytest.mark.parametrize(
+  'vocabulary', ['sentencepiece', 'Llama 2'], indirect=True
+)
+def test_a_stream_is_what_generate_says(vocabulary):
+  """Random outputs, cut by length or by a stop string."""
+  engine = engine_of(vocabulary)
+  for seed in range(12):
+    options = dict(temperature=1.0, seed=seed, max_length=1 + 2 * seed)
+    for stops in ((), ('a', '\n', ' ', '\ufffd')):
+      options |= dict(stop_strings=stops, min_length=seed % 3)
+      (want,) = engine.generate(['a'], **options)
+      assert ''.join(engine.stream('a', **options)) == want.text, options
+  rounds = engine.trace('a', temperature=1.0, seed=9).rounds
+  pieces = [piece for one in rounds for piece in one.kept if piece != '</s>']
+  (want,) = engine.generate(['a'], temperature=1.0, seed=9)
+  assert ''.join(pieces) == want.text
+
+
+def test_only_a_last_character_was_held_back_before(vocabulary, request):
+  """A negative control: that a byte may change more decides the test above."""
+  wrong = 0
+  for ids, _, _ in outputs(vocabulary, 200):
+    whole = decode(vocabulary, ids)
+    for length in range(len(ids)):
+      sent = decode(vocabulary, ids[:length]).rstrip('\ufffd')
+      wrong += not whole.startswith(sent)
+  kind = request.node.callspec.params['vocabulary']
+  assert bool(wrong) == (kind in ('Gemma', 'Llama 2'))
+
+
+def test_a_stream_that_breaks_says_so(tokenizer):
   ids = tokenizer.encode('the dog')
   model = chain(ids)
   broken = dict(model.params)
@@ -136,4 +256,17 @@ def test_a_stream_that_breaks_says_so(tokenizer, speculative):
   )
   pieces = []
   with pytest.raises(ValueError, match=f'NaN.* token {len(ids) + 1}'):
-    pieces.extend(engine.stream('a', speculative=speculative))
+    pieces.extend(engine.stream('a'))
+
+
+def test_what_one_more_token_adds(tokenizer):
+  """Bytes only where it is a part of a character."""
+  *_, first, second, third, last = tokenizer.encode('a 🙂')
+  (letter,) = tokenizer.encode('ab')[-1:]
+  output = Text(tokenizer)
+  assert output.adds(first).name == 'bytes:\\xf0'
+  output.extend([first])
+  assert output.adds(second).name == 'bytes:\\x9f'
+  assert output.adds(letter).name == tokenizer.decode([letter])
+  output.extend([second, third])
+  assert output.adds(last).name == 'bytes:\\x82'

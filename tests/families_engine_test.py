@@ -1,38 +1,41 @@
-"""Llama, Qwen, Gemma and T5Gemma in the engine: one suite for all of them.
+"""GPT, Llama, Qwen, Gemma and T5Gemma in the engine: one suite for all.
 
-Greedy, sampled, trees, beams, pools, scores; gpt_engine_test has GPT-2's.
+Greedy, sampled, beams, pools, scores; what a decoder's texts begin with.
 """
 
 import dataclasses
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 
-import causal_lm_test
-import t5gemma_test
-from causal_lm_test import FAMILIES as DECODERS
+import toy_families
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax import probs
+from specdec_jax import infer, probs
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine import scoring
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.schedule import PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings
+from specdec_jax.infer import run
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
-from specdec_jax.tree_shape import branching
-from t5gemma_test import ONE, TWO
+from toy_families import DECODERS, GPT2, ONE, T5X, TWO
 from toy_models import assert_chi_squared, count_ngrams
 from toy_requests import quick_jit, request_of
 
-FAMILIES = DECODERS | {'T5Gemma': ONE, 'T5Gemma 2': TWO}
-ENCODED = ('T5Gemma', 'T5Gemma 2')
+FAMILIES = DECODERS | {
+  'GPT-2': dataclasses.replace(GPT2, num_positions=128),
+  'T5X': T5X,
+  'T5Gemma': ONE,
+  'T5Gemma 2': TWO,
+}
 # Texts and ids of several lengths; nothing at all is a text as well.
 TEXTS = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house sings here']
 LENGTH = 20  # more than twice Gemma's window
@@ -52,14 +55,12 @@ def with_fields(config, **fields):
   )
 
 
-def suite_of(config):
-  """The suite of its network, which makes parameters and has `logits_of`."""
-  return t5gemma_test if isinstance(config, T5GemmaConfig) else causal_lm_test
-
-
 def make(name, seed=0, **fields):
   config = with_fields(FAMILIES[name], **({'vocab_size': VOCAB_SIZE} | fields))
-  return suite_of(config).make(config, seed)
+  network, params = toy_families.make(config, seed)
+  if network.has_encoder:  # smaller: a drafter is to agree with its target
+    params = jax.tree.map(lambda leaf: 0.75 * leaf, params)
+  return network, params
 
 
 def models(name, **fields):
@@ -71,12 +72,9 @@ def models(name, **fields):
   return Model(network, target, bos_id=BOS), Model(network, draft)
 
 
-def make_engine(name, tokenizer, drafter=small_model):
-  target, draft = models(name)
-  return Engine(
-    target, drafter(draft), tokenizer=tokenizer, gamma=3, max_input_len=24,
-    max_decode_len=LENGTH,
-  )  # fmt: skip
+def make_engine(name, tokenizer, **changes):
+  settings = {'gamma': 3, 'max_input_len': 24, 'max_decode_len': LENGTH}
+  return Engine(*models(name), tokenizer=tokenizer, **settings | changes)
 
 
 @pytest.fixture(scope='module')
@@ -85,15 +83,16 @@ def engine(request, tokenizer):
   return make_engine(request.param, tokenizer)
 
 
-def in_families(*quick, of=FAMILIES):
+def in_families(*quick, slow=()):
   """A test of several families, of which the quick run has some."""
   return pytest.mark.parametrize(
     ('name', 'engine'),
     [
-      pytest.param(
-        name, name, id=name, marks=() if name in quick else pytest.mark.slow
-      )
-      for name in of
+      *(pytest.param(name, name, id=name) for name in quick),
+      *(
+        pytest.param(name, name, id=name, marks=pytest.mark.slow)
+        for name in slow
+      ),
     ],
     indirect=['engine'],
   )
@@ -110,17 +109,17 @@ def logits_behind(network, params, read, outputs):
   if network.has_encoder:
     first = np.full((rows, 1), network.start_id)
     fed = np.concatenate([first, outputs[:, :-1]], 1).astype(np.int32)
-    logits_of, begin = t5gemma_test.logits_of, 0
+    begin = 0
   else:
     fed = np.zeros((rows, 32 + length), np.int32)
     fed[:, : len(read)] = read
     fed[:, len(read) : len(read) + length] = outputs
-    logits_of, inputs, begin = causal_lm_test.logits_of, None, len(read) - 1
-  logits = logits_of(network, params, inputs, fed)
+    inputs, begin = None, len(read) - 1
+  logits = toy_families.logits_of(network, params, inputs, fed)
   return np.asarray(logits)[:, begin : begin + length]
 
 
-@in_families('Llama 3', 'Gemma 3', 'T5Gemma', 'T5Gemma 2')
+@in_families('GPT-2', 'T5X', 'Llama 3', 'Gemma 3', 'T5Gemma', 'T5Gemma 2')
 def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   have = engine.generate(TEXTS)
   want = engine.generate(TEXTS, speculative=False)
@@ -136,7 +135,7 @@ def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
     assert out == best[: len(out)].tolist()
 
 
-@in_families('T5Gemma', of=ENCODED)
+@in_families('T5Gemma')
 def test_scores_are_those_of_decoding(name, engine):
   outputs = engine.generate(TEXTS)
   scores = engine.score(TEXTS, [c.tokens for c in outputs])
@@ -150,14 +149,14 @@ def test_scores_are_those_of_decoding(name, engine):
   assert first == pytest.approx(float(jax.nn.log_softmax(logits)[7]), abs=1e-4)
 
 
-@in_families(of=('Gemma 3', *ENCODED))
+@in_families(slow=('T5Gemma 2',))
 def test_beams(name, engine):
   have = engine.generate(TEXTS, num_beams=3, speculative=True)
   want = engine.generate(TEXTS, num_beams=3, speculative=False)
   assert [c.tokens for c in have] == [c.tokens for c in want]
 
 
-@in_families(of=('Gemma 3', *ENCODED))
+@in_families(slow=('Gemma 3',))
 def test_rows_that_come_and_go(name, engine):
   sampling = [0.0, 1.0, 0.0, 1.0, 0.0]
   want = engine.generate(TEXTS, temperature=sampling)
@@ -167,20 +166,7 @@ def test_rows_that_come_and_go(name, engine):
   assert [c.tokens for c in have] == [c.tokens for c in want]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['Gemma 3', *ENCODED])
-def test_a_tree_of_proposals(name, tokenizer):
-  def tree(draft):
-    return small_model_tree(draft, branching(1, 2, 1))
-
-  engine = make_engine(name, tokenizer, tree)
-  have = engine.generate(TEXTS)
-  want = engine.generate(TEXTS, speculative=False)
-  assert [c.tokens for c in have] == [c.tokens for c in want]
-  assert sum(c.stats.num_accepted for c in have) > 0
-
-
-@in_families('T5Gemma', of=ENCODED[:1])
+@in_families('T5Gemma')
 def test_another_start_id_is_another_output(name, engine, tokenizer):
   """The negative control: what the decoder begins with matters."""
   network, params = make(name)
@@ -200,13 +186,7 @@ def test_another_start_id_is_another_output(name, engine, tokenizer):
   assert [c.tokens for c in rest] == [tokens[4:10] for tokens in want]
 
 
-def test_a_text_may_not_begin_with_an_id_that_is_none(tokenizer):
-  target, _ = models('T5Gemma')
-  with pytest.raises(ValueError, match=f'below {VOCAB_SIZE}, got {VOCAB_SIZE}'):
-    Engine(target, tokenizer=tokenizer, bos_id=VOCAB_SIZE)
-
-
-@pytest.mark.parametrize('more', [-3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('more', [-3])
 def test_a_drafter_with_other_padding(more, tokenizer):
   """Its ids past the vocabulary are no text; the target's may have mass."""
   target, draft = (
@@ -274,10 +254,6 @@ def law(network, params, read):
   'name',
   [
     'Llama 3',
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in ('Gemma 3', *ENCODED)
-    ),
   ],
 )
 def test_samples_have_the_targets_law(name):
@@ -291,3 +267,70 @@ def test_samples_have_the_targets_law(name):
   # Negative control: it is not the drafter's.
   with pytest.raises(AssertionError):
     assert_chi_squared(observed, law(network, other, read), alpha=1e-3)
+
+
+@in_families('GPT-2')
+def test_given_ids_begin_once(name, engine, tokenizer):
+  ids = engine.input_ids('the red dog')
+  assert ids[0] == BOS != ids[1]
+  assert engine.input_ids(ids) == engine.input_ids(ids[1:]) == ids
+  whole, bare = engine.generate([ids, ids[1:]])
+  assert whole.tokens == bare.tokens
+  # A begin alone is an empty text.
+  assert engine.input_ids([BOS]) == [BOS]
+  found = engine.generate([''] * 4, temperature=1.0, top_k=40)
+  assert len({tuple(c.tokens) for c in found}) == 4
+  # A text begins with id 0 unless another is given.
+  other = Engine(Model(*make('T5X')), tokenizer=tokenizer)
+  assert (other.bos_id, other.num_input_tokens('')) == (0, 1)
+  for bos_id in (-1, VOCAB_SIZE, 1.5, 'x', True):
+    with pytest.raises(ValueError, match='bos_id'):
+      make_engine(name, tokenizer, bos_id=bos_id)
+
+
+def test_an_engine_beyond_the_positions(tokenizer):
+  engine = make_engine('GPT-2', tokenizer, max_decode_len=128)
+  with pytest.raises(ValueError, match='learned 128 positions.*lower'):
+    engine.generate(['a'])
+  assert engine.num_programs == 0
+
+
+def test_a_text_may_fill_the_positions_with_its_output(tokenizer):
+  """Not a power of two, whose double the positions have not."""
+  engine = make_engine(
+    'GPT-2', tokenizer, max_input_len=90, max_decode_len=LENGTH
+  )
+  texts = [[5 + i % 90 for i in range(89)], 'a cat']
+  have = engine.generate(texts)
+  want = engine.generate(texts, speculative=False)
+  assert [c.tokens for c in have] == [c.tokens for c in want]
+  with pytest.raises(ValueError, match='91 tokens .its start included'):
+    engine.generate([[5] * 90])
+
+
+@in_families('T5X')
+def test_lines_go_on_from_nothing(name, engine, tokenizer, tmp_path):
+  (tmp_path / 'lines.txt').write_text('the red dog\n\n')
+
+  def records(engine):
+    folder = str(tmp_path / str(engine.bos_id))
+    infer.decode(
+      infer.DecodeConfig(
+        engine=lambda: engine,
+        input_file=str(tmp_path / 'lines.txt'),
+        output_dir=folder,
+        decoding='speculative',
+      ),
+      console=rich.console.Console(quiet=True),
+    )
+    with open(f'{folder}/predictions.jsonl', encoding='utf-8') as stream:
+      return [json.loads(line) for line in stream]
+
+  found = records(engine)
+  want = engine.generate(['the red dog', ''])
+  assert [r['prediction_tokens'] for r in found] == [c.tokens for c in want]
+  assert found[1]['prediction_tokens'] and found[1]['error'] is None
+  # A run with another beginning is another run.
+  other = make_engine('T5X', tokenizer, bos_id=5)
+  identity = run.engine_identity
+  assert identity(engine)['bos_id'] == BOS != identity(other)['bos_id']

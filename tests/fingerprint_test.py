@@ -9,7 +9,7 @@ import small_vocabulary
 from specdec_jax import checkpoints, infer
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.cli import gin_flags
-from specdec_jax.measure import calibration
+from specdec_jax.engine import calibration
 from specdec_jax.partitioning import Placement, place
 
 PARAMS = {'a': {'kernel': np.arange(300.0, dtype=np.float32).reshape(20, 15)}}

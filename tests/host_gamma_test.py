@@ -66,12 +66,6 @@ def test_calls_are_timed(engine, acceptance):
   assert all(time > 0 for time in times.values())
 
 
-def test_another_record(engine, tmp_path):
-  (tmp_path / 'x.json').write_text('{"kind": "benchmark", "version": 1}')
-  with pytest.raises(ValueError, match='benchmark'):
-    host_gamma.for_host(engine, str(tmp_path / 'x.json'), 1, 0.0)
-
-
 @pytest.mark.parametrize(
   'change', [{'fingerprints': {'target': 'another'}}, {'lossless': False}]
 )

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import sys
 import threading
 import types
 import zlib
@@ -17,18 +18,18 @@ import numpy as np
 import pytest
 import rich.console
 
+from infer_test import ReversingEngine
 from specdec_jax import files, infer
-from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters import heads, ngram_table
+from specdec_jax.engine import calibration
 from specdec_jax.engine.completion import Completion
 from specdec_jax.files import reading
-from specdec_jax.infer import results, resume
-from specdec_jax.measure import calibration, record
+from specdec_jax.infer import report, resume
+from specdec_jax.measure import record
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.serving.run import api_keys
-from specdec_jax.text import lines as lines_lib
-from specdec_jax.text.local_tasks import LocalTask
-from specdec_jax.text.vocabulary import open_vocabulary
+from specdec_jax.text.local_tasks import read_lines
+from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training import pairs
 
 LENGTHS = {'inputs': 16, 'targets': 8}
@@ -44,47 +45,31 @@ LONG = 1 << 13  # bytes of a line, in place of `files.MAX_LINE`
 # What is wrong with a line: the kinds of file, the line, what its error says.
 LINES = {
   'bytes': ('txt tsv jsonl', b'ab\xff', 'not valid UTF-8 (byte 0xff at byte 3'),
-  'cut': ('txt tsv jsonl', 'ä'.encode()[:1], 'not valid UTF-8'),
-  'surrogate': ('txt tsv jsonl', b'a \xed\xa0\x80', 'not valid UTF-8'),
   'long': ('txt tsv jsonl', b'a ' * LONG, '16,384 bytes; a line has at most'),
   'columns': ('tsv', b'a\tb\tc', '3 columns'),
   'escaped': ('jsonl', rb'{"inputs": "a \ud800", "targets": ""}', 'surrogate'),
-  'target': ('jsonl', rb'{"inputs": "a", "targets": "\udfff"}', 'surrogate'),
   'one of': ('jsonl', rb'{"inputs": "", "targets": ["a", "\udc00"]}', 'surr'),
   'name': ('jsonl', rb'{"\ud800": "a"}', "no field 'inputs'"),
-  'deep': ('jsonl', b'[' * 100_000, 'nested too deep'),
-  'deep field': ('jsonl', b'{"inputs": ' + b'[' * 100_000, 'nested too deep'),
-  'a list': (
-    'jsonl',
-    b'{"inputs": ' + b'[' * 500 + b']' * 500 + b'}',
-    "text in the field 'inputs'",
-  ),
+  'deep': ('jsonl', b'{"inputs": ' + b'[' * 100_000, 'nested too deep'),
+  'list': ('jsonl', b'{"inputs": [[]]}', "field 'inputs': expected text"),
+  'array': ('jsonl', b'["x"]', 'expected a JSON object'),
   'digits': ('jsonl', b'{"inputs": ' + b'1' * 5000 + b'}', 'is not JSON'),
-  'half': ('jsonl', b'{"inputs": "a', 'is not JSON'),
 }
 CASES = [
   pytest.param(kind + packed, case, id=f'{case}-{kind}{packed}')
   for case, (kinds, _, _) in LINES.items()
-  for kind in kinds.split()
-  for packed in ('', '.gz')
+  for kind, packed in zip(kinds.split(), ('', '.gz', ''), strict=False)
 ]
 
 
-class Reversing:
-  """Reverses ids or texts; may die once so many batches are done."""
+class Reversing(ReversingEngine):
+  """Reverses ids or texts."""
 
   target = types.SimpleNamespace(vocab_size=1000)
-  drafter, gamma, max_input_len, max_decode_len = None, 2, 16, 8
-  params = PairParams({'w': np.zeros(1)}, None)
-  fingerprints, models, across_hosts, bos_id = {}, {}, False, None
-  source_lang = target_lang = None
-  rule, fallback, usual = None, False, None
-  has_drafter = False
-  kernel_layout, chooses_gamma = 'in_out', False
+  across_hosts = False
 
   def __init__(self, tokenizer):
-    self.tokenizer = tokenizer
-    self.batches = 0
+    self.tokenizer, self.batches = tokenizer, 0
 
   def num_input_tokens(self, line):
     return len(self.tokenizer.encode(line))
@@ -113,38 +98,27 @@ def write(path, content):
 
 def decoded(engine, path, out, **options):
   """Records and summary of the file: as lines, or as examples of a task."""
-  console = rich.console.Console(file=io.StringIO(), width=100)
   if '.txt' in path and not options:
-    config = infer.DecodeConfig(
-      lambda: engine, path, str(out), mode='plain', on_too_long='truncate'
-    )
-    summary = infer.decode(config, console=console)
-    name = results.PREDICTIONS
+    truncate = infer.Options(on_too_long='truncate')
+    options = {'input_file': path, 'options': truncate}
   else:
-    config = infer.TaskConfig(
-      lambda **options: engine,
-      engine.tokenizer,
-      path,
-      str(out),
-      task_feature_lengths=LENGTHS,
-      decoding='plain',
-      **options,
-    )
-    summary = infer.decode_task(config, console=console)
-    (marker,) = pathlib.Path(out).glob('*.COMPLETED')
-    name = marker.name.removesuffix('.COMPLETED')
-  return read(pathlib.Path(out) / name), summary
+    options |= {'mixture_or_task_name': path, 'tokenizer': engine.tokenizer}
+    options['task_feature_lengths'] = LENGTHS
+  config = infer.DecodeConfig(
+    lambda **_: engine, output_dir=str(out), decoding='plain', **options
+  )
+  console = rich.console.Console(file=io.StringIO(), width=100)
+  summary = infer.decode(config, console=console)
+  return read(out), summary
 
 
-def refuse(name):
-  raise AssertionError(f'{name} is no JSON')
-
-
-def read(path):
-  """The records of a file of strict JSON."""
+def read(out):
+  """The records of a finished run: strict JSON."""
+  (marker,) = out.glob('*.COMPLETED')
+  text = marker.with_name(marker.name.removesuffix('.COMPLETED')).read_text()
   return [
-    json.loads(line, parse_constant=refuse)
-    for line in path.read_bytes().decode('utf-8').split('\n')[:-1]
+    json.loads(line, parse_constant=pytest.fail)
+    for line in text.split('\n')[:-1]
   ]
 
 
@@ -181,15 +155,23 @@ STRANGE = (
 )
 
 
-@pytest.mark.parametrize('packed', ['', '.gz'])
-def test_what_goes_along_can_be_written(engine, tmp_path, packed):
+def test_what_goes_along_can_be_written(engine, tmp_path, monkeypatch):
+  """What was decoded is never decoded again only to fail at the end."""
   line = rb'{"inputs": "a cat", "targets": "a", ' + STRANGE + b'}\n'
-  path = write(tmp_path / f'a.jsonl{packed}', line)
-  ((record,), _) = decoded(
-    engine, path, tmp_path / 'out', include_all_inputs=True
-  )
-  assert record['prediction'] and 'error' not in record
-  inputs = record['inputs']
+  path = write(tmp_path / 'a.jsonl', line * 4)
+  options = {'batch_size': 1, 'include_all_inputs': True}
+
+  def full(self, contents, failed):
+    raise OSError(28, 'No space left')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(resume.Folder, 'finish', full)
+    with pytest.raises(OSError):
+      decoded(engine, path, tmp_path / 'out', **options)
+  records, _ = decoded(engine, path, tmp_path / 'out', **options)
+  assert len(records) == engine.batches == 4
+  assert records[0]['prediction'] and 'error' not in records[0]
+  inputs = records[0]['inputs']
   assert inputs['nan'] is inputs['inf'] is inputs['big'] is None
   assert inputs['id'] == 'x\ufffdy' and inputs['\ufffd'] == 'key'
   assert inputs['ok'] == 0.5
@@ -200,21 +182,17 @@ def test_whatever_a_feature_is():
   strange = {
     'array': np.array([1.0, np.nan]),
     'bytes': [b'a\xff', np.bytes_(b'b')],
-    'number': np.float32('inf'),
     'whole': np.int64(3),
     4: (None, True),
     'object': pathlib.PurePosixPath('a'),
   }
-  (record,) = (json.loads(line) for line in [results.json_lines([strange])])
-  assert record == {
+  assert json.loads(report.json_text(strange)) == {
     'array': [1.0, None],
     'bytes': ['a\ufffd', 'b'],
-    'number': None,
     'whole': 3,
     '4': [None, True],
     'object': 'a',
   }
-  assert json.loads(results.indented(strange)) == record
 
 
 def damaged(folder, kind):
@@ -237,30 +215,22 @@ def damaged(folder, kind):
 @pytest.mark.parametrize('kind', RIGHT)
 def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   path, texts = damaged(tmp_path, kind)
-  out = tmp_path / 'out'
-  for _ in range(2):  # nor does a finished run forget it
+  out, shards = tmp_path / 'out', {}
+  if kind != 'txt':
+    shards = {'shard_id': 1, 'num_shards': 2}
+  for _ in range(1 if kind == 'txt' else 2):  # a finished run knows it too
     with pytest.raises(ValueError, match='could not be read on after line'):
-      decoded(engine, path, out)
-    if kind == 'txt':
-      break  # a run over lines refuses to be finished twice
-  (marker,) = out.glob('*.COMPLETED')
-  records = read(out / marker.name.removesuffix('.COMPLETED'))
+      decoded(engine, path, out, **shards)
+  records = read(out)
   assert all(record['prediction'] for record in records)
   inputs = [record['inputs'] for record in records]
-  if kind != 'txt':
+  if shards:
     inputs = [one['inputs_pretokenized'] for one in inputs]
+    texts = texts[1::2]
   # zlib keeps the byte before the damage to itself: here the last line feed.
   assert [one.encode() for one in inputs] == texts[:-1]
   (summary,) = out.glob('*summary.json')
   assert 'line' in json.loads(summary.read_text())['input_broken_off']
-
-
-def test_each_shard_says_that_the_file_broke_off(engine, tmp_path):
-  path, _ = damaged(tmp_path, 'tsv')
-  for shard in range(3):
-    with pytest.raises(ValueError, match='could not be read on after line'):
-      decoded(engine, path, tmp_path / f'{shard}', shard_id=shard, num_shards=3)
-    assert list((tmp_path / f'{shard}').glob('*.COMPLETED'))
 
 
 def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
@@ -282,27 +252,6 @@ def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
   assert list(files.lines(tmp_path / 'a.gz')) == []
 
 
-def test_a_run_goes_on_after_a_kill_with_strange_fields(
-  engine, tmp_path, monkeypatch
-):
-  """What was decoded is never decoded again only to fail at the end."""
-  line = rb'{"inputs": "a cat", "targets": "a", ' + STRANGE + b'}\n'
-  path = write(tmp_path / 'a.jsonl', line * 4)
-  options = {'batch_size': 1, 'checkpoint_period': 1}
-  options['include_all_inputs'] = True
-
-  def full(self, contents):
-    raise OSError(28, 'No space left')
-
-  with monkeypatch.context() as patch:
-    patch.setattr(resume.Folder, 'finish', full)
-    with pytest.raises(OSError):
-      decoded(engine, path, tmp_path / 'out', **options)
-  batches = engine.batches
-  records, _ = decoded(engine, path, tmp_path / 'out', **options)
-  assert len(records) == 4 and engine.batches == batches
-
-
 # Training and measuring need every line: an error names file and line.
 READERS = {
   'pairs': ('tsv', pairs.read_tsv),
@@ -311,65 +260,42 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize('packed', ['', '.gz'])
-@pytest.mark.parametrize('case', ['bytes', 'surrogate', 'long'])
 @pytest.mark.parametrize('reader', READERS)
-def test_readers_name_the_line(reader, case, packed, tmp_path, monkeypatch):
+def test_readers_name_the_line(reader, tmp_path, monkeypatch):
   monkeypatch.setattr(reading, 'MAX_LINE', LONG)
   kind, function = READERS[reader]
-  right, _ = RIGHT[kind]
-  bad = LINES[case][1]
-  path = tmp_path / f'own.{kind}{packed}'
-  write(path, b'\n'.join([right, bad, right]))
-  with pytest.raises(ValueError) as caught:
-    function(path)
-  assert f"{path.name}' line 2: " in str(caught.value)
-  assert LINES[case][2].split(' at')[0] in str(caught.value)
-
-
-@pytest.mark.parametrize('reader', READERS)
-def test_readers_take_no_broken_file(reader, tmp_path):
-  kind, function = READERS[reader]
+  for case, packed in (('bytes', ''), ('long', '.gz')):
+    _, bad, why = LINES[case]
+    path = tmp_path / f'own.{kind}{packed}'
+    write(path, b'\n'.join([RIGHT[kind][0], bad, RIGHT[kind][0]]))
+    with pytest.raises(ValueError) as caught:
+      function(path)
+    assert f"{path.name}' line 2: " in str(caught.value)
+    assert why.split(' at')[0] in str(caught.value)
   path, _ = damaged(tmp_path, kind)
   with pytest.raises(ValueError, match='could not be read on after line'):
     function(path)
 
 
-def test_prompts_of_a_task_name_the_line(tokenizer, tmp_path):
-  path = write(tmp_path / 'a.jsonl', RIGHT['jsonl'][0] + b'\n' + b'[' * 10**5)
-  task = LocalTask('a', {'test': path}, tokenizer.path)
-  with pytest.raises(ValueError, match="a.jsonl' line 2: .* too deep"):
-    read_prompts(task, len)
-
-
-@pytest.mark.parametrize('path', ['/dev/zero', '/dev/urandom'])
-def test_devices_are_refused(path, engine, tmp_path):
+def test_devices_are_refused(engine, tmp_path):
+  path = '/dev/zero'
   if not os.path.exists(path):
     pytest.skip(f'needs {path}')
-  with pytest.raises(ValueError, match='is a device, which may have no end'):
-    list(lines_lib.read_lines(path))
-  with pytest.raises(ValueError, match='a pipe or a device'):
+  with pytest.raises(ValueError, match='is a device'):
     decoded(engine, path, tmp_path / 'out', metrics=())
   for function in (
+    lambda path: list(read_lines(path)),
     *(function for _, function in READERS.values()),
     api_keys,
     calibration.load,
     heads.load,
     ngram_table.load,
-    open_vocabulary,
+    Tokenizer,
     pairs.TokenPairs.load,
     record.load,
   ):
     with pytest.raises(ValueError, match='is a device'):
       function(path)
-
-
-def test_a_pipe_that_is_written_stays_a_pipe(tmp_path):
-  os.mkfifo(path := tmp_path / 'pipe')
-  reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-  files.write_atomically(path, b'text')
-  assert os.read(reader, 9) == b'text' and path.is_fifo()
-  os.close(reader)
 
 
 def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
@@ -424,6 +350,12 @@ def pipe(tmp_path):
   return str(tmp_path / 'pipe.txt')
 
 
+def test_stdin_that_is_closed(monkeypatch):
+  monkeypatch.setattr(sys, 'stdin', None)
+  with pytest.raises(ValueError, match='stdin, which is closed'):
+    list(files.lines('-'))
+
+
 def test_a_pipe_is_read_once_somebody_writes(
   pipe, engine, tmp_path, monkeypatch, capsys
 ):
@@ -435,7 +367,7 @@ def test_a_pipe_is_read_once_somebody_writes(
   # It did not wait without a word.
   assert f'Waiting for text from the pipe {pipe!r}' in capsys.readouterr().err
   # Examples are read again when a run goes on.
-  with pytest.raises(ValueError, match='a pipe or a device'):
+  with pytest.raises(ValueError, match='is a pipe'):
     decoded(engine, pipe, tmp_path / 'task', metrics=())
 
 

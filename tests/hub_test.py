@@ -34,6 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     folder: pathlib.Path = self.server.folder
     paths = sorted(folder.iterdir())
     if self.path.split('/revision/')[0] == f'/api/models/{MODEL}':
+      self.server.revisions.append(self.path.rsplit('/', 1)[1])
       names = [{'rfilename': path.name} for path in paths]
       self._answer({'id': MODEL, 'sha': COMMIT, 'siblings': names})
     elif self.path.startswith(f'/api/models/{MODEL}/tree/{COMMIT}'):
@@ -79,7 +80,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def served(folder, monkeypatch, cache):
   server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-  server.folder, server.fetched = folder, []
+  server.folder, server.fetched, server.revisions = folder, [], []
   thread = threading.Thread(target=server.serve_forever, daemon=True)
   thread.start()
   monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(cache))
@@ -119,7 +120,9 @@ def test_a_model_of_the_hub(model, tmp_path, monkeypatch):
       server.fetched
     )
     assert 'pytorch_model.bin' not in server.fetched
-    with pytest.raises(ValueError, match="no public model 'someone/other'"):
+    notebook.load(f'{MODEL}@refs/pr/1', **lengths)
+    assert server.revisions == ['main', 'refs%2Fpr%2F1']
+    with pytest.raises(ValueError, match='RepositoryNotFound'):
       notebook.load('someone/other', **lengths)
   here = notebook.load(model, **lengths)
   # The same weights and vocabulary as in the folder.
@@ -131,5 +134,5 @@ def test_a_model_of_the_hub(model, tmp_path, monkeypatch):
   point_at('http://127.0.0.1:9', monkeypatch)
   again = notebook.load(MODEL, **lengths)
   assert again.fingerprints == here.fingerprints
-  with pytest.raises(ValueError, match='hub cannot be reached'):
+  with pytest.raises(ValueError, match="'someone/other' could not be fetched"):
     notebook.load('someone/other', **lengths)

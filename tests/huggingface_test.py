@@ -1,39 +1,37 @@
-"""Hugging Face folders: round trips, broken and unusual folders."""
+"""Hugging Face folders: what is read, what is refused, what is written."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
+import types
+import warnings
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax.checkpoints import huggingface, huggingface_names
-from specdec_jax.models.t5 import T5, T5Config
+import folders
+import specdec_jax
+from folders import FOLDERS, LLAMA_3_1, needs_safetensors, write_folder
+from load_test import WRONG
+from specdec_jax import checkpoints
+from specdec_jax.checkpoints import (
+  config_json,
+  disk_arrays,
+  families,
+  huggingface,
+)
+from specdec_jax.models.base import param_shapes
+from specdec_jax.models.families import network_of
 
-needs_safetensors = pytest.mark.skipif(
-  importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
-)
-# H * D is not M, and neither H nor the layers of the stacks are equal.
-V11 = T5Config(
-  vocab_size=61,
-  emb_dim=20,
-  num_heads=3,
-  num_encoder_layers=1,
-  num_decoder_layers=2,
-  head_dim=4,
-  mlp_dim=28,
-)
-V10 = dataclasses.replace(
-  V11, num_heads=7, mlp_activations=('relu',), logits_via_embedding=True
-)
-CONFIGS = {'1.1': V11, '1.0': V10}
+pytestmark = pytest.mark.filterwarnings('ignore:.*arrays are for images')
+all_folders = pytest.mark.parametrize('name', FOLDERS)
+read = folders.read
 
 
-def make_params(config):
+def draw_params(config):
   """Random parameters; norms and tables differ, so that none can swap."""
   rng = np.random.default_rng(0)
 
@@ -41,31 +39,18 @@ def make_params(config):
     noise = rng.standard_normal(leaf.shape).astype(np.float32)
     return 1 + noise / 10 if len(leaf.shape) == 1 else noise / 4
 
-  return jax.tree.map(draw, huggingface_names.shapes(T5(config)))
-
-
-@pytest.fixture(scope='module', params=CONFIGS)
-def model(request):
-  config = CONFIGS[request.param]
-  return config, make_params(config)
+  return jax.tree.map(draw, param_shapes(network_of(config)))
 
 
 def edit(folder, change):
   """Rewrites model.safetensors by `change`, which gets name -> array."""
   from safetensors import numpy as safetensors_numpy
 
-  path = folder / huggingface.WEIGHTS
-  arrays = safetensors_numpy.load_file(path)
+  arrays = safetensors_numpy.load_file(folder / huggingface.WEIGHTS)
   change(arrays)
-  arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
-  safetensors_numpy.save_file(arrays, path, metadata={'format': 'pt'})
+  described = json.loads((folder / 'config.json').read_text())
+  folders.write_arrays(folder, arrays, described)
   return arrays
-
-
-def edit_config(folder, **values):
-  path = folder / huggingface.CONFIG
-  described = json.loads(path.read_text()) | values
-  path.write_text(json.dumps(described))
 
 
 def assert_equal_trees(have, want):
@@ -73,231 +58,660 @@ def assert_equal_trees(have, want):
   jax.tree.map(np.testing.assert_array_equal, have, want)
 
 
-@needs_safetensors
-def test_round_trip_keeps_every_bit(model, tmp_path):
-  config, params = model
-  folder = tmp_path / 'new' / 'folder'
-  huggingface.save_huggingface(folder, config, params)
-  loaded_config, loaded = huggingface.load_huggingface(folder)
-  assert loaded_config == config
-  assert_equal_trees(loaded, params)
-  ids = json.loads((folder / 'generation_config.json').read_text())
-  assert ids == {
-    'decoder_start_token_id': 0,
-    'eos_token_id': 1,
-    'pad_token_id': 0,
-  }
-  assert {path.name for path in folder.iterdir()} == {
-    'config.json',
-    'generation_config.json',
-    'model.safetensors',
-  }
+# What is read.
+
+# Our array, the one in the file, and what is done to that: T is its transpose.
+# M is 24 and D is 8 in the GPT-2 and the NLLB. parity_test.py has all arrays.
+_T5 = """
+encoder/layers_0/mlp/wo/kernel encoder.block.0.layer.1.DenseReluDense.wo T
+decoder/layers_1/encoder_decoder_attention/value/kernel \
+  decoder.block.1.layer.1.EncDecAttention.v T
+decoder/layers_1/pre_mlp_layer_norm/scale decoder.block.1.layer.2.layer_norm =
+"""
+_CAUSAL = """
+decoder/layers_1/self_attention/key/kernel layers.1.self_attn.k_proj T
+decoder/layers_0/mlp/wi_1/kernel layers.0.mlp.up_proj T
+decoder/layers_2/pre_mlp_layer_norm/scale layers.2.{}_layernorm =
+"""
+_T5GEMMA = """
+decoder/layers_1/mlp/wi_0/kernel decoder.layers.1.mlp.gate_proj T
+encoder/layers_0/post_mlp_layer_norm/scale \
+  encoder.layers.0.post_feedforward_layernorm =
+"""
+_BIAS = 'layer.0.SelfAttention.relative_attention_bias'
+PINS = {
+  't5': _T5 + f'encoder/relpos_bias/rel_embedding encoder.block.0.{_BIAS} T',
+  'umt5': _T5
+  + f'decoder/layers_1/relpos_bias/rel_embedding decoder.block.1.{_BIAS} T',
+  'gpt2': """
+decoder/layers_1/self_attention/query/kernel h.1.attn.c_attn x[:,:M]/D**.5
+decoder/layers_1/self_attention/value/kernel h.1.attn.c_attn x[:,2*M:]
+decoder/layers_0/mlp/wo/kernel h.0.mlp.c_proj =
+decoder/decoder_norm/scale ln_f x*M**.5
+""",
+  'm2m_100': """
+encoder/layers_1/attention/query/kernel \
+  model.encoder.layers.1.self_attn.q_proj x.T/D**.5
+decoder/layers_0/mlp/wi/kernel model.decoder.layers.0.fc1 T
+""",
+  'qwen3': _CAUSAL.format('post_attention')
+  + 'decoder/layers_0/self_attention/query_norm/scale'
+  + ' layers.0.self_attn.q_norm =',
+  'gemma3': _CAUSAL.format('pre_feedforward'),
+  't5gemma': _T5GEMMA
+  + 'decoder/layers_0/encoder_decoder_attention/key/kernel'
+  + ' decoder.layers.0.cross_attn.k_proj T',
+  't5gemma2': _T5GEMMA + 'token_embedder/embedding encoder.embed_tokens =',
+}
+
+
+def pins_of(name):
+  """Our array, the name in the file, and the function between both."""
+  prefix = folders.PREFIXES.get(name, '')
+  words = PINS.get(name, '').split()
+  for ours, theirs, text in zip(*[iter(words)] * 3, strict=True):
+    text = {'T': 'x.T', '=': 'x'}.get(text, text)
+    function = eval(f'lambda x, M=24, D=8: {text}')
+    yield ours, f'{prefix}{theirs}.weight', function
 
 
 @needs_safetensors
-def test_bfloat16_on_disk(tmp_path):
-  params = make_params(V11)
-  narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-  huggingface.save_huggingface(tmp_path, V11, narrow)
-  _, on_disk = huggingface.load_huggingface(tmp_path)
-  _, loaded = huggingface.load_huggingface(tmp_path, np.float32)
-
-  def check(disk, value, original):
-    assert disk.dtype == jnp.bfloat16 and value.dtype == np.float32
-    rounded = original.astype(jnp.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(value, rounded)
-
-  jax.tree.map(check, on_disk, loaded, params)
-  described = json.loads((tmp_path / 'config.json').read_text())
-  assert described['torch_dtype'] == 'bfloat16'
-
-
-@needs_safetensors
-def test_shards_and_other_names_of_the_embedding(tmp_path):
-  from safetensors import numpy as safetensors_numpy
-
-  params = make_params(V11)
-  huggingface.save_huggingface(tmp_path, V11, params)
-  unused = (
-    'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
+@all_folders
+def test_a_folder(name, tmp_path, monkeypatch):
+  arrays = write_folder(tmp_path, name)
+  described, config = FOLDERS[name]
+  with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter('always')
+    found, params = read(tmp_path)
+  assert found == config
+  messages = [str(warning.message) for warning in told]
+  assert any('2 arrays are for images' in text for text in messages) == (
+    name in folders.IMAGES
+  )
+  network = network_of(config)
+  checkpoints.check_params(params, param_shapes(network))
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  for ours, theirs, change in pins_of(name):
+    want = change(arrays[theirs])
+    np.testing.assert_allclose(flat[ours], want, rtol=1e-6, err_msg=ours)
+  loaded = specdec_jax.load(tmp_path)
+  assert loaded.network == network
+  ends = described.get(
+    'eos_token_id', described.get('decoder', {}).get('eos_token_id', ())
+  )
+  assert loaded.stop_ids == tuple(
+    ends if isinstance(ends, list | tuple) else [ends]
+  )
+  monkeypatch.setattr(disk_arrays, 'PIECE_BYTES', 300)
+  assert_equal_trees(read(tmp_path)[1], params)
+  placed = read(tmp_path, jnp.bfloat16, jax.devices()[0])[1]
+  for have, want in zip(
+    jax.tree.leaves(placed), jax.tree.leaves(params), strict=True
+  ):
+    assert isinstance(have, jax.Array) and have.dtype == jnp.bfloat16
+    np.testing.assert_allclose(have.astype(np.float32), want, rtol=1e-2)
+  # What it computes in is no part of a folder.
+  checkpoints.load(
+    tmp_path, network_of(dataclasses.replace(config, dtype='bfloat16'))
   )
 
-  def rename(arrays):
-    arrays['decoder.embed_tokens.weight'] = arrays.pop('shared.weight')
-    arrays['encoder.embed_tokens.weight'] = arrays[
-      'decoder.embed_tokens.weight'
-    ].copy()
-    arrays[unused] = np.zeros((32, 3), np.float32)
 
-  arrays = edit(tmp_path, rename)
-  (tmp_path / huggingface.WEIGHTS).unlink()
-  weight_map = {}
-  for i, name in enumerate(sorted(arrays)):
-    weight_map[name] = f'model-{i % 3 + 1:05}-of-00003.safetensors'
-  for shard in set(weight_map.values()):
-    part = {n: a for n, a in arrays.items() if weight_map[n] == shard}
-    safetensors_numpy.save_file(part, tmp_path / shard)
-  index = tmp_path / f'{huggingface.WEIGHTS}.index.json'
-  index.write_text(json.dumps({'weight_map': weight_map}))
-  config, loaded = huggingface.load_huggingface(tmp_path)
-  assert config == V11
-  assert_equal_trees(loaded, params)
-  twice = 'model-00001-of-00003.safetensors', 'model-00002-of-00003.safetensors'
-  doubled = sorted(arrays)[0]
-  part = {n: a for n, a in arrays.items() if weight_map[n] == twice[1]}
-  safetensors_numpy.save_file(
-    part | {doubled: arrays[doubled][:1]}, tmp_path / twice[1]
-  )
-  with pytest.raises(ValueError) as caught:
-    huggingface.load_huggingface(tmp_path)
-  whole, cut = list(arrays[doubled].shape), [1, *arrays[doubled].shape[1:]]
-  assert (
-    f'has {doubled} twice: in {twice[0]} {whole} and in {twice[1]} {cut}'
-    in str(caught.value)
-  )
+def rename(old, new):
+  def change(arrays):
+    for name in list(arrays):
+      arrays[name.replace(old, new, 1)] = arrays.pop(name)
+
+  return change
+
+
+def copy(old, *new, drop=False):
+  def change(arrays):
+    for name in new:
+      arrays[name] = arrays[old].copy()
+    if drop:
+      del arrays[old]
+
+  return change
+
+
+def add(name, *shape):
+  return lambda arrays: arrays.update({name: np.ones(shape, np.float32)})
+
+
+def newer_names(arrays):
+  """transformers 5 says `text_model`, and a file may have both tables."""
+  rename('encoder.layers', 'encoder.text_model.layers')(arrays)
+  rename('encoder.norm', 'encoder.text_model.norm')(arrays)
+  copy(
+    'model.encoder.embed_tokens.weight',
+    'model.encoder.text_model.embed_tokens.weight',
+    'model.decoder.embed_tokens.weight',
+    'lm_head.out_proj.weight',
+    drop=True,
+  )(arrays)
 
 
 @needs_safetensors
-def test_the_weights_say_what_is_tied(tmp_path):
+@pytest.mark.parametrize(
+  ('name', 'change'),
+  [
+    (
+      't5',
+      copy(
+        'shared.weight',
+        'encoder.embed_tokens.weight',
+        'decoder.embed_tokens.weight',
+        drop=True,
+      ),
+    ),
+    (
+      't5',
+      add(
+        f'decoder.block.0.layer.1.EncDecAttention.{_BIAS[22:]}.weight', 32, 3
+      ),
+    ),
+    ('t5 1.0', copy('shared.weight', 'lm_head.weight')),
+    ('gpt2', rename('transformer.', '')),
+    ('gpt2', add('transformer.h.1.attn.bias', 1, 1, 160, 160)),
+    ('m2m_100', copy('model.shared.weight', 'lm_head.weight')),
+    ('m2m_100', add('model.encoder.embed_positions.weights', 9, 24)),
+    ('llama', add('model.layers.0.self_attn.rotary_emb.inv_freq', 5)),
+    ('qwen3', copy('model.embed_tokens.weight', 'lm_head.weight')),
+    ('t5gemma2', newer_names),
+  ],
+)
+def test_other_names_of_files_are_known(name, change, tmp_path):
+  write_folder(tmp_path / 'a', name)
+  want = read(tmp_path / 'a')
+  write_folder(tmp_path / 'b', name, change)
+  have = read(tmp_path / 'b')
+  assert have[0] == want[0]
+  assert_equal_trees(have[1], want[1])
+
+
+@needs_safetensors
+@pytest.mark.parametrize(
+  ('name', 'head'),
+  [
+    ('gpt2', 'lm_head.weight'),
+    ('qwen3', 'lm_head.weight'),
+    ('gemma3', 'lm_head.weight'),
+    ('t5gemma', 'lm_head.out_proj.weight'),
+  ],
+)
+def test_a_head_of_its_own_beside_a_tied_config(name, head, tmp_path):
+  """It is the head, as in transformers."""
+  described, config = FOLDERS[name]
+  width = getattr(config, 'decoder', config).emb_dim
+  write_folder(tmp_path, name, add(head, config.vocab_size, width))
+  found, params = read(tmp_path)
+  assert not getattr(found, 'decoder', found).logits_via_embedding
+  assert (params['decoder']['logits_dense']['kernel'] == 1).all()
+
+
+@needs_safetensors
+def test_the_weights_of_a_t5_say_what_is_tied(tmp_path):
   """transformers 5 writes tie_word_embeddings=True for every T5."""
-  params = make_params(V11)
-  huggingface.save_huggingface(tmp_path, V11, params)
-  edit_config(tmp_path, tie_word_embeddings=True)
-  config, loaded = huggingface.load_huggingface(tmp_path)
-  assert config == V11
-  assert_equal_trees(loaded, params)
-  # A head that rescales what it reads: the factor is in its kernel here.
-  edit_config(tmp_path, scale_decoder_outputs=True)
-  config, loaded = huggingface.load_huggingface(tmp_path)
-  kernel = params['decoder']['logits_dense']['kernel']
-  np.testing.assert_allclose(
-    loaded['decoder']['logits_dense']['kernel'],
-    kernel / np.sqrt(V11.emb_dim),
-    rtol=1e-6,
-  )
-  # The embedding as the head, without T5 1.0's rescaling.
-  edit_config(tmp_path, scale_decoder_outputs=False)
-  edit(tmp_path, lambda arrays: arrays.pop('lm_head.weight'))
-  config, loaded = huggingface.load_huggingface(tmp_path)
-  assert config == V11
+  tied = {'tie_word_embeddings': True}
+  write_folder(tmp_path, 't5')
+  plain = read(tmp_path)[1]['decoder']['logits_dense']['kernel']
+  write_folder(tmp_path, 't5', **tied, scale_decoder_outputs=False)
+  config, params = read(tmp_path)
+  assert config == folders.T5
   np.testing.assert_array_equal(
-    loaded['decoder']['logits_dense']['kernel'],
+    params['decoder']['logits_dense']['kernel'], plain
+  )
+  # A head that rescales what it reads: the factor is in its kernel here.
+  write_folder(tmp_path, 't5', **tied, scale_decoder_outputs=True)
+  scaled = read(tmp_path)[1]['decoder']['logits_dense']['kernel']
+  np.testing.assert_allclose(scaled, plain / np.sqrt(20), rtol=1e-6)
+  # The embedding as the head, without T5 1.0's rescaling.
+  drop = lambda arrays: arrays.pop('lm_head.weight')  # noqa: E731
+  write_folder(tmp_path, 't5', drop, **tied, scale_decoder_outputs=False)
+  config, params = read(tmp_path)
+  assert config == folders.T5
+  np.testing.assert_array_equal(
+    params['decoder']['logits_dense']['kernel'],
     params['token_embedder']['embedding'].T,
   )
 
 
-@needs_safetensors
-def test_a_tied_head_may_be_there_too(tmp_path):
-  params = make_params(V10)
-  huggingface.save_huggingface(tmp_path, V10, params)
+# What config.json says.
 
-  def add(arrays):
-    arrays['lm_head.weight'] = arrays['shared.weight'].copy()
-
-  edit(tmp_path, add)
-  config, loaded = huggingface.load_huggingface(tmp_path)
-  assert config == V10
-  assert_equal_trees(loaded, params)
+_ROPES = {
+  'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
+  'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
+}
+_LOCAL, _FULL = 'sliding_attention', 'full_attention'
 
 
-@needs_safetensors
-def test_every_wrong_array_is_named(tmp_path):
-  huggingface.save_huggingface(tmp_path, V11, make_params(V11))
+@pytest.mark.parametrize(
+  ('name', 'described', 'changes'),
+  [
+    ('t5', {'num_decoder_layers': None}, {'num_decoder_layers': 1}),
+    ('t5', {'feed_forward_proj': None}, {'mlp_activations': ('relu',)}),
+    (
+      't5',
+      {'feed_forward_proj': 'gated-silu', 'd_kv': 8},  # UL2's
+      {'mlp_activations': ('silu', 'linear'), 'head_dim': 8},
+    ),
+    ('t5', {'is_gated_act': False}, {'mlp_activations': ('gelu',)}),
+    ('t5', {'dense_act_fn': 'swish'}, {'mlp_activations': ('silu', 'linear')}),
+    (
+      't5',
+      {'feed_forward_proj': 'relu', 'is_gated_act': True},
+      {'mlp_activations': ('relu', 'linear')},
+    ),
+    ('gpt2', {'n_inner': None}, {'mlp_dim': 96}),
+    ('m2m_100', {'decoder_start_token_id': [5]}, {'start_id': 5}),
+    ('t5gemma', {'decoder_start_token_id': [5]}, {'start_id': 5}),
+    # As transformers 5 writes RoPE, for all layers or for each kind.
+    (
+      'llama',
+      {
+        'rope_scaling': None,
+        'rope_theta': None,
+        'rope_parameters': LLAMA_3_1 | {'rope_theta': 5e5},
+      },
+      {},
+    ),
+    (
+      'gemma3_text',
+      {
+        'rope_scaling': None,
+        'sliding_window_pattern': None,
+        'layer_types': [_LOCAL, _LOCAL, _FULL, _LOCAL],
+        'rope_parameters': _ROPES,
+      },
+      {},
+    ),
+    (
+      'llama',
+      {'num_key_value_heads': None, 'head_dim': None},
+      {'num_kv_heads': 6, 'head_dim': 4},
+    ),
+    (
+      'qwen2',
+      {'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1},
+      {'layer_kinds': ('global', 'local', 'local'), 'window': 9},
+    ),
+    # Null is "off" where it is a cap.
+    ('gemma2', {'attn_logit_softcapping': None}, {'score_softcap': 0.0}),
+  ],
+)
+def test_fields_that_decide(name, described, changes):
+  said, config = FOLDERS[name]
+  tied = getattr(config, 'logits_via_embedding', True)
+  found = families.read_config(said | described, 'config.json', tied)
+  assert found == dataclasses.replace(config, **changes)
 
-  def spoil(arrays):
-    arrays['encoder.block.9.extra.weight'] = np.zeros(3, np.float32)
-    del arrays['decoder.final_layer_norm.weight']
-    name = 'decoder.block.1.layer.1.EncDecAttention.k.weight'
-    arrays[name] = arrays[name].T
 
-  edit(tmp_path, spoil)
-  with pytest.raises(ValueError) as caught:
-    huggingface.load_huggingface(tmp_path)
-  text = str(caught.value)
-  assert str(tmp_path) in text
-  assert 'missing: decoder.final_layer_norm.weight' in text
-  assert 'unknown: encoder.block.9.extra.weight' in text
-  assert 'EncDecAttention.k.weight is [20, 12], expected [12, 20]' in text
-
-
-def other_alias(arrays):
-  arrays['encoder.embed_tokens.weight'] = arrays['shared.weight'] + 1
+def test_sizes_that_transformers_leaves_out():
+  """T5Gemma 2B-2B has its defaults, which some versions do not write."""
+  stack = {'model_type': 't5_gemma_module'}
+  described = {'model_type': 't5gemma', 'encoder': stack, 'decoder': stack}
+  found = families.read_config(described, 'config.json')
+  assert found.encoder == found.decoder
+  stack = found.decoder
+  assert (stack.vocab_size, stack.emb_dim, stack.num_layers) == (
+    256_000,
+    2304,
+    26,
+  )
+  assert (stack.num_heads, stack.num_kv_heads, stack.window) == (8, 4, 4096)
+  assert stack.layer_kinds == ('local', 'global')
 
 
-def quantised(arrays):
+# What others write into a folder, and no model reads.
+FOREIGN = {
+  '_attn_implementation_autoset': True,
+  'architectures': ['Other'],
+  'auto_map': {'AutoModel': 'modeling.Model'},
+  'bad_words_ids': [[3]],
+  'classifier_dropout': 0.1,
+  'early_stopping': True,
+  'forced_bos_token_id': 3,
+  'max_length': 200,
+  'prefix': 'summarize: ',
+  'pruned_heads': {},
+  'quantization_config': None,
+  'task_specific_params': {'summarization': {'num_beams': 4}},
+  'tie_encoder_decoder': False,
+  'tokenizer_padding_side': 'left',
+  'transformers.js_config': {'dtype': 'q4'},
+  'unsloth_version': '2026.1',
+}
+# What changes the mathematics, or may.
+DECIDES = {
+  'add_cross_attention': True,
+  'alibi': True,
+  'pruned_heads': {'0': [1]},
+  'quantization_config': {'load_in_8bit': True},
+  'rope_interleaved': True,
+  'tie_encoder_decoder': True,
+  'tie_word_embeddings': 'no',
+}
+
+
+@all_folders
+def test_fields_of_all_families(name):
+  described = FOLDERS[name][0]
+  want = families.read_config(described, 'config.json')
+  assert families.read_config(FOREIGN | described, 'config.json') == want
+  for field, value in DECIDES.items():
+    with pytest.raises(ValueError, match=f'config.json: {field}'):
+      families.read_config(described | {field: value}, 'config.json')
+
+
+def inside(name, part, **fields):
+  """config.json's entries with fields of a part changed."""
+  described = FOLDERS[name][0]
+  if part == 'text':
+    text = described['encoder']['text_config'] | fields
+    return {'encoder': described['encoder'] | {'text_config': text}}
+  return {part: described[part] | fields}
+
+
+_SCALED = {'rope_scaling': LLAMA_3_1 | {'partial_rotary_factor': 0.5}}
+# Folder, what is changed in config.json, and what the message names if it is
+# not that field.
+CONFIGS_REFUSED = [
+  ('t5', {'model_type': 'bart'}),
+  ('t5', {'d_kv': 0}),
+  ('t5', {'layer_norm_epsilon': 1e-5}),
+  ('t5', {'relative_attention_num_buckets': 64}),
+  ('t5', {'feed_forward_proj': 'gated-gleu'}, 'gleu.* known: gated-gelu'),
+  ('gpt2', {'n_embd': 25}, 'n_embd: .* n_head = 3, got 25'),
+  ('gpt2', {'activation_function': 'gelu'}),
+  ('gpt2', {'scale_attn_weights': False}),
+  ('m2m_100', {'normalize_before': False}),
+  ('m2m_100', {'decoder_ffn_dim': 7}, 'decoder_ffn_dim: expected 40.* got 7'),
+  ('m2m_100', {'tie_word_embeddings': False}),
+  ('llama', {'num_attention_heads': 5}, 'num_heads'),
+  ('llama', {'attention_bias': True}),
+  ('llama', {'hidden_act': 'gelu'}),
+  ('llama', {'rope_scaling': {'type': 'yarn'}}, 'rope_type'),
+  ('llama', {'rope_scaling': {'type': 'linear'}}, "'linear'.* factor"),
+  ('llama', _SCALED, 'llama3.*partial_rotary_factor'),
+  ('qwen3', {'layer_types': [_FULL]}),
+  ('qwen3', {'layer_types': ['chunked'] * 3}),
+  ('qwen3', {'layer_types': [_LOCAL] * 3, 'sliding_window': 9}, 'window'),
+  ('gemma3_text', {'use_bidirectional_attention': True}),
+  ('gemma3_text', {'attn_logit_softcapping': 50.0}),
+  ('gemma3_text', {'sliding_window_pattern': 0}),
+  ('gemma3_text', {'rope_parameters': {'factor': 2}}),
+  ('gemma2', {'sliding_window_size': 8}),
+  ('gemma3', {'adapter': 1}),
+  ('t5gemma', {'decoder': None}),
+  ('t5gemma', inside('t5gemma', 'decoder', bits=2), 'json: decoder: bits'),
+  (
+    't5gemma',
+    inside('t5gemma', 'encoder', num_hidden_layers=0),
+    'json: encoder: num_hidden_layers',
+  ),
+  (
+    't5gemma',
+    inside('t5gemma', 'decoder', cross_attention_hidden_size=24),
+    'decoder.cross_attention_hidden_size: .* 20, got 24',
+  ),
+  ('t5gemma', inside('t5gemma', 'decoder', vocab_size=61), 'vocab_size'),
+  ('t5gemma2', {'tie_word_embeddings': False}),
+  (
+    't5gemma2',
+    inside('t5gemma2', 'text', attn_logit_softcapping=2.0),
+    'encoder: attn_logit_softcapping',
+  ),
+]
+
+
+@pytest.mark.parametrize('case', CONFIGS_REFUSED, ids=str)
+def test_configurations_that_are_refused(case):
+  name, described, *words = case
+  words = words or [f'config.json: {next(iter(described))}']
+  with pytest.raises(ValueError, match=words[0]):
+    families.read_config(FOLDERS[name][0] | described, 'config.json')
+
+
+@all_folders
+def test_values_of_another_kind(name):
+  """A field is refused in a sentence, or does not matter."""
+  described = FOLDERS[name][0]
+  parts = [('', described)]
+  parts += [
+    (part, value)
+    for part, value in described.items()
+    if isinstance(value, dict)
+  ]
+  for part, fields in parts:
+    for field in fields:
+      for value in WRONG:
+        changed = fields | {field: value}
+        try:
+          whole = described | {part: changed} if part else changed
+          families.read_config(whole, 'config.json')
+        except ValueError:
+          continue
+  with pytest.raises(ValueError, match='config.json: model_type'):
+    families.read_config(described | {'model_type': None}, 'config.json')
+
+
+def drop(name):
+  return lambda arrays: arrays.pop(name)
+
+
+def spoil(arrays):
+  arrays['encoder.block.9.extra.weight'] = np.zeros(3, np.float32)
+  del arrays['decoder.final_layer_norm.weight']
+  name = 'decoder.block.1.layer.1.EncDecAttention.k.weight'
+  arrays[name] = arrays[name].T
+
+
+def quantise(arrays):
   arrays['shared.weight'] = arrays['shared.weight'].astype(np.int8)
 
 
 @needs_safetensors
 @pytest.mark.parametrize(
-  ('change', 'words'),
+  ('name', 'change', 'words'),
   [
-    (other_alias, r'embed_tokens.weight \[61, 20\] and shared.weight'),
-    (quantised, 'shared.weight is I8'),
+    (
+      't5',
+      spoil,
+      [
+        'missing: decoder.final_layer_norm.weight',
+        'unknown: encoder.block.9.extra.weight',
+        'EncDecAttention.k.weight is [20, 12], expected [12, 20]',
+      ],
+    ),
+    ('t5', quantise, ['shared.weight', 'I8']),
+    ('t5', add('encoder.embed_tokens.weight', 61, 20), ['[61, 20] and shared']),
+    ('gpt2', drop('transformer.wte.weight'), ['missing: wte.weight']),
+    ('gpt2', add('wte.weight', 2), ['wte.weight in', 'twice']),
+    ('llama', add('norm.weight', 24), ['norm.weight in', 'twice']),
+    ('t5gemma', add('decoder.norm.weight', 24), ['decoder.norm.weight in']),
+    ('t5gemma2', add('lm_head.out_proj.weight', 60, 24), ['lm_head.out_proj']),
+    (
+      't5gemma2',
+      add('model.decoder.embed_tokens.weight', 60, 24),
+      ['encoder.embed_tokens.weight [60, 24]'],
+    ),
   ],
 )
-def test_an_embedding_that_is_none(tmp_path, change, words):
-  huggingface.save_huggingface(tmp_path, V11, make_params(V11))
-  edit(tmp_path, change)
-  with pytest.raises(ValueError, match=words):
-    huggingface.load_huggingface(tmp_path)
+def test_arrays_that_are_refused(name, change, words, tmp_path):
+  write_folder(tmp_path, name, change)
+  with pytest.raises(ValueError) as caught:
+    read(tmp_path)
+  for word in (str(tmp_path), *words):
+    assert word in str(caught.value)
 
 
 @needs_safetensors
 @pytest.mark.parametrize(
-  ('values', 'words'),
+  ('name', 'changes', 'words'),
   [
-    ({'model_type': 'bart'}, "model_type is 'bart', .*'t5'"),
-    ({'d_model': None}, 'd_model is None'),
-    ({'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon is 1e-05.*has 1e-06'),
-    ({'feed_forward_proj': 'gelu'}, "feed_forward_proj is 'gelu'"),
-    ({'num_heads': 5}, r'SelfAttention.q.weight is \[12, 20\], .*\[20, 20\]'),
+    # Another number of heads has the same shapes.
+    ('gpt2', {'num_heads': 4, 'head_dim': 6}, 'num_heads: expected 4, got 3'),
+    (
+      't5gemma2',
+      {'decoder': dataclasses.replace(folders.T5GEMMA2.decoder, mlp_dim=48)},
+      'decoder.mlp_dim: expected 48, got 40',
+    ),
+    ('t5gemma', {'start_id': 5}, 'start_id: expected 5, got 2'),
   ],
 )
-def test_config_of_another_model(tmp_path, values, words):
-  huggingface.save_huggingface(tmp_path, V11, make_params(V11))
-  edit_config(tmp_path, **values)
+def test_another_network_is_refused(name, changes, words, tmp_path):
+  write_folder(tmp_path, name)
+  config = dataclasses.replace(FOLDERS[name][1], **changes)
   with pytest.raises(ValueError, match=words):
-    huggingface.load_huggingface(tmp_path)
+    checkpoints.load(tmp_path, network_of(config))
 
 
 @needs_safetensors
 def test_broken_folders(tmp_path):
   with pytest.raises(ValueError, match='config.json'):
-    huggingface.load_huggingface(tmp_path)
+    read(tmp_path)
   (tmp_path / 'config.json').write_text('{')
-  with pytest.raises(ValueError, match='config.json.* JSON'):
-    huggingface.load_huggingface(tmp_path)
-  huggingface.save_huggingface(tmp_path, V11, make_params(V11))
+  with pytest.raises(ValueError, match='config.json'):
+    read(tmp_path)
+  write_folder(tmp_path, 't5')
   path = tmp_path / huggingface.WEIGHTS
   whole = path.read_bytes()
   for size in (0, 5, len(whole) // 2, len(whole) - 1):
     path.write_bytes(whole[:size])
     with pytest.raises(ValueError, match='model.safetensors.* cut short'):
-      huggingface.load_huggingface(tmp_path)
+      read(tmp_path)
   path.rename(tmp_path / 'pytorch_model.bin')
   with pytest.raises(ValueError, match=r'pytorch_model\.bin'):
-    huggingface.load_huggingface(tmp_path)
+    read(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ('name', 'extra'),
+  [('safetensors', 'huggingface'), ('huggingface_hub', 'hub')],
+)
+def test_a_package_is_missing(name, extra, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, name, None)
+  (tmp_path / 'config.json').write_text(json.dumps(FOLDERS['t5'][0]))
+  with pytest.raises(ValueError, match=rf'specdec_jax\[{extra}\]'):
+    checkpoints.load(tmp_path if extra == 'huggingface' else 'a/b')
+
+
+# Ids.
+
+
+def test_special_ids(tmp_path):
+  described = {'eos_token_id': 1, 'pad_token_id': 0}
+  (tmp_path / 'config.json').write_text(json.dumps(described))
+  assert huggingface.special_ids(tmp_path) == (0, (1,), 0)
+  for ids, want in (
+    (
+      {
+        'decoder_start_token_id': [0],
+        'eos_token_id': [1, 7],
+        'pad_token_id': None,
+      },
+      (0, (1, 7), 0),
+    ),
+    ({'decoder_start_token_id': 2}, 'decoder_start_token_id: .* 0.* got 2'),
+    ({'eos_token_id': '</s>'}, "eos_token_id: .* '</s>'"),
+  ):
+    (tmp_path / 'generation_config.json').write_text(json.dumps(ids))
+    if isinstance(want, tuple):
+      assert huggingface.special_ids(tmp_path) == want
+      continue
+    with pytest.raises(ValueError, match=want):
+      huggingface.special_ids(tmp_path)
+
+
+# What is written.
+
+
+@needs_safetensors
+@pytest.mark.parametrize('config', [folders.T5, folders.T5_10, folders.UMT5])
+def test_round_trip_keeps_every_bit(config, tmp_path):
+  folder, params = tmp_path / 'new' / 'folder', draw_params(config)
+  ids = config_json.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
+  huggingface.save_huggingface(folder, config, params, ids=ids)
+  found, loaded = read(folder)
+  assert found == config
+  assert_equal_trees(loaded, params)
+  assert huggingface.special_ids(folder) == ids
+  assert {path.name for path in folder.iterdir()} == {
+    'config.json',
+    'generation_config.json',
+    'model.safetensors',
+  }
+  narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+  huggingface.save_huggingface(folder, config, narrow)
+  assert_equal_trees(read(folder)[1], narrow)
+  described = json.loads((folder / 'config.json').read_text())
+  assert described['torch_dtype'] == 'bfloat16'
+
+
+@needs_safetensors
+def test_several_files(tmp_path):
+  """As transformers writes large models; a save then replaces them."""
+  from safetensors import numpy as safetensors_numpy
+
+  arrays = write_folder(tmp_path, 't5')
+  want = read(tmp_path)[1]
+  (tmp_path / huggingface.WEIGHTS).unlink()
+  names = [f'model-0000{i}-of-00002.safetensors' for i in (1, 2)]
+  stored_in = {name: names[i % 2] for i, name in enumerate(arrays)}
+  for file_name in names:
+    part = {n: arrays[n] for n in arrays if stored_in[n] == file_name}
+    safetensors_numpy.save_file(part, tmp_path / file_name)
+  index = json.dumps({'weight_map': stored_in})
+  (tmp_path / huggingface.INDEX).write_text(index)
+  assert_equal_trees(read(tmp_path)[1], want)
+  # The same array in both of them.
+  second = tmp_path / names[1]
+  doubled = safetensors_numpy.load_file(second)
+  name = next(iter(arrays))
+  safetensors_numpy.save_file(doubled | {name: np.ones(2)}, second)
+  with pytest.raises(ValueError, match=f'{name} in .* and as {name} in'):
+    read(tmp_path)
+  second.unlink()
+  with pytest.raises(ValueError, match=f'{second.name}.* is missing'):
+    read(tmp_path)
+  changed = draw_params(folders.T5)
+  huggingface.save_huggingface(tmp_path, folders.T5, changed)
+  assert not list(tmp_path.glob('model-*')) + list(tmp_path.glob('*.index*'))
+  assert_equal_trees(read(tmp_path)[1], changed)
+
+
+@needs_safetensors
+def test_the_configuration_is_written_last(tmp_path, monkeypatch):
+  write_folder(tmp_path, 't5')
+
+  def full_disk(*_):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr('specdec_jax.files.writing.os.fsync', full_disk)
+  with pytest.raises(OSError, match='No space left'):
+    huggingface.save_huggingface(tmp_path, folders.T5, draw_params(folders.T5))
+  with pytest.raises(ValueError, match='config.json'):
+    read(tmp_path)
 
 
 @needs_safetensors
 def test_what_cannot_be_saved(tmp_path):
-  params = make_params(V11)
-  with pytest.raises(ValueError, match='missing: decoder/logits_dense/kernel'):
-    missing = {**params, 'decoder': {**params['decoder']}}
-    del missing['decoder']['logits_dense']
-    huggingface.save_huggingface(tmp_path, V11, missing)
-  odd = dataclasses.replace(V11, mlp_activations=('linear', 'gelu'))
-  with pytest.raises(ValueError, match=r"\('linear', 'gelu'\)"):
-    huggingface.save_huggingface(tmp_path, odd, make_params(odd))
+  params = draw_params(folders.T5)
+  missing = {**params, 'decoder': {**params['decoder']}}
+  del missing['decoder']['logits_dense']
+  odd = dataclasses.replace(folders.T5, mlp_activations=('linear', 'gelu'))
+  for config, given, words in (
+    (folders.T5, missing, 'missing: decoder/logits_dense/kernel'),
+    (odd, draw_params(odd), r"\('linear', 'gelu'\)"),
+  ):
+    with pytest.raises(ValueError, match=words):
+      huggingface.save_huggingface(tmp_path, config, given)
   assert not list(tmp_path.iterdir())
 
 
-def test_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, 'safetensors', None)
-  (tmp_path / 'config.json').write_text('{}')
-  command = r"pip install 'specdec_jax\[huggingface\]'"
-  with pytest.raises(ValueError, match=command):
-    huggingface.load_huggingface(tmp_path)
-  with pytest.raises(ValueError, match=command):
-    huggingface.save_huggingface(tmp_path, V11, make_params(V11))
+def test_a_model_of_the_hub_without_safetensors(tmp_path, monkeypatch):
+  hub = types.ModuleType('huggingface_hub')
+  hub.snapshot_download = lambda *_, **__: str(tmp_path)
+  monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
+  with pytest.raises(ValueError, match="'a/b' .* no model.*'a/b@refs/pr"):
+    huggingface.fetch('a/b')

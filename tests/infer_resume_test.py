@@ -1,347 +1,291 @@
 """Runs that are killed and started again; the folder that makes it possible."""
 
-import errno
-import itertools
+import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from specdec_jax.infer import locks, resume
+from infer_test import PREDICTIONS, ReversingEngine, run
+from specdec_jax import files
+from specdec_jax.infer import resume
+from specdec_jax.infer.processes import Processes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CONFIG = {'seed': 0, 'sampling': {'top_p': 1.0}}
+LINES = [f'w{i} x y' for i in range(5)]
+DATA = '\n'.join(LINES).encode()
+PARTIAL = f'{PREDICTIONS}.partial'
 
 
-def started(tmp_path, config=CONFIG, overwrite=False):
-  folder = resume.Folder(str(tmp_path / 'out'), 'a.jsonl')
-  with folder.claimed(overwrite):
-    return folder, folder.begin(config, overwrite)
+def start(tmp_path, **options):
+  """Decodes `DATA`, two lines a batch; records without times, and the calls."""
+  engine = ReversingEngine()
+  _, records, _ = run(tmp_path, DATA, engine, batch_size=2, **options)
+  for record in records:
+    for stats in record['stats'].values():
+      del stats['batch_ms_per_token']
+  # Every program's first call is made twice, and so is the padding.
+  texts = {(call[0], text) for call in engine.calls for text in call[1]}
+  return records, texts
 
 
-def test_chunks_come_back_until_the_run_is_finished(tmp_path):
-  folder, done = started(tmp_path)
-  assert done == {}
-  folder.keep(0, {'a': 0.1})
-  folder.keep(1, {'a': 1e-300})
-  assert started(tmp_path)[1] == {0: {'a': 0.1}, 1: {'a': 1e-300}}
-  folder.finish({'a.jsonl': 'x\n'})
-  names = {path.name for path in folder.path.iterdir()}
-  assert names == {'a.jsonl', 'a.jsonl.COMPLETED', 'a.jsonl.config.json'}
-  assert json.loads((folder.path / 'a.jsonl.config.json').read_text()) == CONFIG
-  with pytest.raises(ValueError, match='already holds finished results'):
-    started(tmp_path)
-  assert started(tmp_path, overwrite=True)[1] == {}
-  # Until the new results are there, the old ones stay.
-  assert (folder.path / 'a.jsonl').read_text() == 'x\n' and folder.finished
+@pytest.fixture(scope='module')
+def partial(tmp_path_factory):
+  """The work of a whole run, as it is before the results are written."""
+  folder = tmp_path_factory.mktemp('partial')
+  with pytest.MonkeyPatch.context() as patch:
+
+    def killed(self, contents, failed):
+      raise KeyboardInterrupt
+
+    patch.setattr(resume.Folder, 'finish', killed)
+    with pytest.raises(KeyboardInterrupt):
+      start(folder)
+  return (folder / 'out' / PARTIAL).read_bytes()
 
 
-def test_another_configuration_is_refused_by_its_difference(tmp_path):
-  folder, _ = started(tmp_path)
-  folder.keep(0, 'kept')
-  other = {'seed': 1, 'sampling': {'top_p': 0.9}}
-  with pytest.raises(ValueError) as caught:
-    started(tmp_path, other)
-  assert 'seed was 0, is 1' in str(caught.value)
-  assert 'sampling.top_p was 1.0, is 0.9' in str(caught.value)
-  assert started(tmp_path)[1] == {0: 'kept'}
-  folder, done = started(tmp_path, other, overwrite=True)
-  assert done == {}
-  folder.finish({'a.jsonl': ''})
-  with pytest.raises(ValueError, match='finished results of another'):
-    folder.check_finished(CONFIG)
-  folder.check_finished(other)
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  return start(tmp_path_factory.mktemp('whole'))[0]
 
 
-def test_chunks_without_configuration_are_of_no_use(tmp_path):
-  """A kill while chunks are being removed leaves such a folder."""
-  folder, _ = started(tmp_path)
-  folder.keep(0, 'old')
-  (folder.path / 'a.jsonl.parts' / 'config.json').unlink()
-  assert started(tmp_path)[1] == {}
+def begun(tmp_path, data):
+  """An output folder whose run was killed with this work done."""
+  shutil.rmtree(tmp_path / 'out', ignore_errors=True)
+  (tmp_path / 'out').mkdir()
+  (tmp_path / 'out' / PARTIAL).write_bytes(data)
 
 
-def test_shards_share_a_folder(tmp_path):
-  one, two = (
-    resume.Folder(str(tmp_path), f'a.jsonl-0000{i}-of-00002') for i in (0, 1)
-  )
-  with one.claimed(False), two.claimed(False):
-    assert one.begin(CONFIG, False) == two.begin(CONFIG, False) == {}
-  one.keep(0, 'one')
-  one.finish({one.name: ''})
-  assert one.finished and not two.finished
-  two.keep(0, 'two')
-  assert two.begin(CONFIG, False) == {0: 'two'}
+def test_any_prefix_goes_on_to_the_same_records(
+  partial, whole, tmp_path, capsys
+):
+  """Wherever a kill cuts the file; whole lines are not decoded again."""
+  ends = [i + 1 for i, byte in enumerate(partial) if byte == 10]
+  assert len(ends) == 1 + 2 * 3  # settings, and three batches in two ways
+  assert all(len(line) > 20 for line in partial.splitlines())
+  cuts = {0, 1, len(partial) - 1, *ends}
+  cuts |= {end + shift for end in ends[:-1] for shift in (-1, 1, 30)}
+  for cut in sorted(cuts):
+    begun(tmp_path, partial[:cut])
+    records, calls = start(tmp_path)
+    assert records == whole, cut
+    done = max(0, sum(end <= cut for end in ends) - 1)
+    left = [2, 2, 2, 2, 1, 1][done:]  # lines of each batch in turn
+    assert len(calls) == sum(left), cut
+    names = {path.name for path in (tmp_path / 'out').iterdir()}
+    assert len(names) == 5 and PARTIAL not in names
+  # The only cut to warn of is within the settings.
+  assert set(capsys.readouterr().err.splitlines()) == {
+    f'warning: {tmp_path / "out" / PARTIAL} is no work of a run: it is removed,'
+    ' and made again.'
+  }
+
+
+BREAKS = {
+  'a digit': lambda line: line.replace(b'-0.5', b'-0.6', 1),
+  'short': lambda line: line[: len(line) // 2],
+  'deep': lambda line: b'[' * 100_000,
+  'not UTF-8': lambda line: b'\xff' * 100,
+}
+
+
+@pytest.mark.parametrize('how', BREAKS)
+def test_a_broken_line_is_decoded_again(partial, whole, tmp_path, capsys, how):
+  """It alone, with a word; never believed."""
+  lines = partial.split(b'\n')
+  lines[2] = BREAKS[how](lines[2])
+  begun(tmp_path, b'\n'.join(lines))
+  records, calls = start(tmp_path)
+  assert records == whole
+  assert calls == {(True, LINES[0]), (True, LINES[1])}
+  assert capsys.readouterr().err.count('is damaged or of another run') == 1
+
+
+def test_broken_settings_are_made_again_with_their_work(
+  partial, whole, tmp_path, capsys
+):
+  begun(tmp_path, partial.replace(b'batch_size', b'patch_size', 1))
+  records, calls = start(tmp_path)
+  assert records == whole and len(calls) == 2 * len(LINES)
+  assert 'is removed' in capsys.readouterr().err
+
+
+def test_lines_of_another_run_do_not_count(partial, whole, tmp_path, capsys):
+  begun(tmp_path, b'')
+  with (
+    contextlib.suppress(KeyboardInterrupt),
+    pytest.MonkeyPatch.context() as p,
+  ):
+    p.setattr(
+      resume.Folder, 'finish', lambda *_: exec('raise KeyboardInterrupt')
+    )
+    start(tmp_path, seed=1)
+  path = tmp_path / 'out' / PARTIAL
+  other = path.read_bytes().split(b'\n')
+  with pytest.raises(ValueError, match='seed was 1, is 0'):
+    start(tmp_path)
+  path.write_bytes(b'\n'.join([partial.split(b'\n')[0], *other[1:]]))
+  records, calls = start(tmp_path)
+  assert records == whole and len(calls) == 2 * len(LINES)
+  assert capsys.readouterr().err.count('of another run') == 6
+  # Who overwrites need not remove it.
+  begun(tmp_path, b'\n'.join(other))
+  assert start(tmp_path, overwrite=True)[0] == whole
+
+
+@pytest.fixture
+def finished(tmp_path):
+  start(tmp_path)
+  return tmp_path / 'out'
+
+
+def test_a_result_that_is_gone_is_made_again(tmp_path, whole, finished, capsys):
+  (finished / PREDICTIONS).unlink()
+  with pytest.raises(ValueError, match='seed was 0, is 1'):
+    start(tmp_path, seed=1)
+  records, calls = start(tmp_path)
+  assert records == whole and len(calls) == 10
+  assert 'is missing' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('ending', ['', '.config.json', '.COMPLETED'])
+def test_a_result_that_was_changed_is_refused(
+  tmp_path, whole, finished, ending
+):
+  path = finished / f'{PREDICTIONS}{ending}'
+  data = path.read_bytes()
+  middle = len(data) - 12  # of the marker it is a digit of a checksum
+  bit = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+  for changed in (bit, data[:-5], b'null'):
+    path.write_bytes(changed)
+    with pytest.raises(ValueError, match='--overwrite, in gin') as caught:
+      start(tmp_path)
+    assert path.name in str(caught.value) or 'changed' in str(caught.value)
+  assert start(tmp_path, overwrite=True)[0] == whole
+
+
+def test_leftovers_of_a_kill_are_cleaned(tmp_path, finished):
+  names = {path.name for path in finished.iterdir()}
+  (finished / PARTIAL).write_text('x')
+  (finished / f'{PARTIAL}-00001-of-00002').write_text('x')
+  (finished / f'.{PREDICTIONS}-00001-of-00002.lock').write_text('process 1')
+  (finished / f'.{PREDICTIONS}.lock').write_text('process 1 on earth')
+  (finished / 'other.jsonl.partial').write_text('another run')
+  assert not start(tmp_path)[1]
+  left = {path.name for path in finished.iterdir()}
+  assert left == names | {'other.jsonl.partial'}
+
+
+def test_a_kill_at_each_write_of_the_results(tmp_path, whole, partial):
+  """Ends as an uninterrupted run did, with nothing left over."""
+  write, moments = files.write_atomically, []
+
+  def copying(path, data):
+    moments.append(tmp_path / f'{len(moments)}' / 'out')
+    shutil.copytree(tmp_path / 'out', moments[-1])
+    torn = moments[-1] / f'.{pathlib.Path(path).name}.abc.tmp'
+    torn.write_bytes(data[::2])
+    write(path, data)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(files, 'write_atomically', copying)
+    start(tmp_path)
+  # Records, operative configuration, summary, settings, and the marker.
+  assert len(moments) == 5
+  for out in moments:
+    assert not (out / f'{PREDICTIONS}.COMPLETED').exists()
+    records, calls = start(out.parent)
+    assert records == whole and not calls
+    assert len(list(out.iterdir())) == 5
+
+
+def claim(folder):
+  with folder.claimed():
+    raise AssertionError('both have it')
 
 
 def test_one_process_at_a_time(tmp_path):
   folder, same = (resume.Folder(str(tmp_path), 'a.jsonl') for _ in range(2))
-  with folder.claimed(False):
-    me = f'process {os.getpid()} on '
-    with pytest.raises(ValueError, match=rf'a\.jsonl in .* by {me}.*\. Wait'):
-      with same.claimed(True):
-        raise AssertionError('both have it')
-  with pytest.raises(KeyError), same.claimed(False):
+  other = resume.Folder(str(tmp_path), 'b.jsonl')
+  with folder.claimed(), other.claimed():
+    with pytest.raises(ValueError, match=f'by process {os.getpid()} on '):
+      claim(same)
+  with pytest.raises(KeyError), same.claimed():
     raise KeyError  # a run that failed lets go as well
-  with folder.claimed(False):
+  with folder.claimed():
     pass
   assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
-  def no_locks(*_):
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[1]]
+import infer_test
+from specdec_jax import infer
 
-  monkeypatch.setattr(locks.fcntl, 'flock', no_locks)
-  folder = resume.Folder(str(tmp_path), 'a.jsonl')
-  (tmp_path / '.a.jsonl.lock').write_text('process 7 on earth')
-  with folder.claimed(False):
-    said = capsys.readouterr().err
-  assert 'a.jsonl' in said and 'process 7 on earth' in said
-  assert os.strerror(errno.ENOLCK) in said and said.count('\n') == 1
-
-
-HOLDER = """
-import sys, time
-from specdec_jax.infer import resume
-with resume.Folder(sys.argv[1], 'a.jsonl').claimed(False):
-  print('held', flush=True)
-  time.sleep(600)
-"""
-
-
-def test_a_killed_process_lets_go(tmp_path):
-  with subprocess.Popen(
-    [sys.executable, '-c', HOLDER, str(tmp_path)],
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    stdout=subprocess.PIPE,
-    text=True,
-  ) as holder:
-    try:
-      assert holder.stdout.readline() == 'held\n'
-      folder = resume.Folder(str(tmp_path), 'a.jsonl')
-      with pytest.raises(ValueError, match=f'by process {holder.pid} on'):
-        with folder.claimed(False):
-          raise AssertionError('both have it')
-    finally:
-      holder.kill()
-  with folder.claimed(False):
-    pass
-  assert not list(tmp_path.iterdir())
-
-
-# Decodes a file, batch by batch; argv: folder, out, what with, and then what to
-# die of: the number of the batch or of the write, and how far that has got.
-SCRIPT = """
-import os, random, signal, sys, types
-import jax
-import numpy as np
-import small_vocabulary
-from specdec_jax import infer, probs
-from specdec_jax.files import writing
-from specdec_jax.text import tokenizer as tokenizer_lib
-from specdec_jax.engine.completion import Completion
-from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
-
-folder, out, kind, fatal, stage = sys.argv[1:]
-jax.config.update('jax_compilation_cache_dir', folder + '/xla')
-tokenizer = tokenizer_lib.Tokenizer(folder + '/vocab.model')
-writes, batches = 0, 0
-
-def dies_at(name, real):
-  def call(*args):
-    global writes
-    if name == 'half':
-      writes += 1
-      if writes == int(fatal) and stage == 'half':
-        # What has been written so far is cut in the middle.
-        os.ftruncate(args[0], os.fstat(args[0]).st_size // 2)
-    if writes == int(fatal) and stage == name:
-      os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args)
-  return call
-
-# Only what files/writing.py calls: JAX's cache of programs writes, too.
-writing.os = types.SimpleNamespace(**vars(os))
-writing.os.fsync = dies_at('half', os.fsync)
-writing.os.replace = dies_at('before', os.replace)
-
-def count_batch():
-  global batches
-  batches += 1
-  if stage == 'batch' and batches == int(fatal):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-class Counted(Engine):
+class Dies(infer_test.ReversingEngine):
   def generate(self, texts, **options):
-    count_batch()
+    if 'w3 x y' in texts:
+      os.kill(os.getpid(), signal.SIGKILL)
     return super().generate(texts, **options)
 
-class Python:
-  # Writes what a seeded generator says; quicker to start than a model.
-  target = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
-  drafter, gamma, max_input_len, max_decode_len = None, 2, 24, 12
-  params = PairParams({'w': np.zeros(1)}, None)
-  fingerprints, models, tokenizer, across_hosts = {}, {}, tokenizer, False
-  bos_id = rule = usual = source_lang = target_lang = None
-  has_drafter = False
-  kernel_layout, chooses_gamma = 'in_out', False
-  fallback = False
-
-  def warmup(self, texts, **options):
-    return 0.0
-
-  def generate(self, texts, *, seed, example_ids, speculative, **options):
-    count_batch()
-    return [self._complete(seed, *pair) for pair in zip(texts, example_ids)]
-
-  def _complete(self, *what):
-    draw = random.Random(str(what))
-    tokens = [draw.randrange(3, 250) for _ in range(5)]
-    return Completion(
-      tokenizer.decode(tokens), tokens, [-draw.random()] * 5, 'length')
-
-def small(**options):
-  def model(layers, seed):
-    network = small_vocabulary.network(layers)
-    return Model(network, network.init(jax.random.key(seed)))
-  target, draft = model(2, 0), model(1, 1)
-  options = {'max_input_len': 24, 'max_decode_len': 12} | options
-  return Counted(target, draft, tokenizer=tokenizer, gamma=2,
-                 cache_folder=folder + '/xla', **options)
-
-sampling = probs.SamplingConfig(temperature=1.0)
-if kind == 'lines':
-  infer.decode(infer.DecodeConfig(
-    small, folder + '/texts.txt', out, mode='both', batch_size=2,
-    checkpoint_period=1, sampling=sampling))
-else:
-  infer.decode_task(infer.TaskConfig(
-    small if kind == 'task' else lambda **options: Python(),
-    tokenizer, folder + '/texts.txt', out,
-    task_feature_lengths={'inputs': 24, 'targets': 12},
-    mode='predict_with_aux', decoding='both',
-    batch_size=2, num_decodes=2, checkpoint_period=1,
-    sampling=sampling, include_all_inputs=True))
-print('batches', batches)
+infer.decode(infer.DecodeConfig(
+  Dies, sys.argv[2] + '/input.txt', sys.argv[2] + '/out', batch_size=2))
 """
 
 
-class Runner:
-  """Starts the script above in a process of its own."""
-
-  def __init__(self, folder):
-    self.folder = folder
-    (folder / 'run.py').write_text(SCRIPT)
-    words = 'the red blue old house tree dog cat runs sleeps'.split()
-    lines = [' '.join(words[i % 7 : i % 7 + i % 4 + 1]) for i in range(9)]
-    (folder / 'texts.txt').write_text('\n'.join(lines) + '\n')
-
-  def __call__(self, kind, out, fatal=0, stage='never'):
-    arguments = [str(out), kind, str(fatal), stage]
-    return subprocess.run(
-      [sys.executable, 'run.py', str(self.folder), *arguments],
-      cwd=self.folder,
-      capture_output=True,
-      text=True,
-      env=os.environ | {'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}'},
-    )
-
-
-@pytest.fixture(scope='module')
-def runner(folder, tokenizer):
-  return Runner(folder)
-
-
-def results(out):
-  """Name -> bytes of what must not depend on how often a run was started.
-
-  A summary holds times, and the marker the checksum of it.
-  """
-  return {
-    path.name: b'' if 'COMPLETED' in path.name else path.read_bytes()
-    for path in out.iterdir()
-    if 'summary' not in path.name
-  }
-
-
-KILLS = [
-  (3, 'batch'),  # in the middle of a chunk
-  (1, 'half'),  # while the configuration is written
-  (3, 'half'),  # while a chunk is
-  (3, 'before'),  # a chunk is on the disk under its temporary name
-  (7, 'half'),  # while the results are
-  (8, 'before'),  # results but no summary
-  (10, 'before'),  # everything but the marker
-]
-
-
-@pytest.mark.parametrize(
-  'kind', ['python', pytest.param('task', marks=pytest.mark.slow)]
-)
-def test_killed_run_ends_as_an_uninterrupted_one(
-  runner, folder, tmp_path, kind
-):
-  """Sampled, twice an example, both ways: byte for byte the same."""
-  whole, out = tmp_path / 'whole', tmp_path / 'out'
-  assert runner(kind, whole).returncode == 0
-  for fatal, stage in ((5, 'batch'), (3, 'half')):
-    done = runner(kind, out, fatal, stage)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not list(out.glob('*.COMPLETED'))
-  done = runner(kind, out)
-  assert done.returncode == 0, done.stderr
-  assert results(out) == results(whole)
-  # Five batches, both ways. What was kept, and no more, is not decoded again;
-  # a program's first run is made twice.
-  kept, again = (4, 0) if kind == 'python' else (3, 2)
-  assert int(done.stdout.split()[-1]) == 2 * (5 - kept) + again
-  (path,) = out.glob('*-of-00001')
-  records = [json.loads(line) for line in path.read_text().splitlines()]
-  texts = (folder / 'texts.txt').read_text().splitlines()
-  assert [r['inputs']['inputs_pretokenized'] for r in records] == texts
-  assert any(len(set(record['prediction'])) == 2 for record in records)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', ['python', 'task'])
-def test_any_moment(runner, tmp_path, kind):
-  assert runner(kind, tmp_path / 'whole').returncode == 0
-  for fatal, stage in KILLS:
-    out = tmp_path / f'{stage}{fatal}'
-    done = runner(kind, out, fatal, stage)
-    assert done.returncode == -signal.SIGKILL, (fatal, stage, done.stderr)
-    assert not list(out.glob('*.COMPLETED'))
-    done = runner(kind, out)
-    assert done.returncode == 0, done.stderr
-    assert results(out) == results(tmp_path / 'whole'), (fatal, stage)
-    assert not list(out.glob('.*.tmp'))
-
-
-@pytest.mark.slow
-def test_lines(runner, tmp_path):
-  assert runner('lines', tmp_path / 'whole').returncode == 0
-  done = runner('lines', tmp_path / 'out', 6, 'batch')
-  assert done.returncode == -signal.SIGKILL
-  assert list(tmp_path.glob('out/*.parts/00000.json'))
-  assert runner('lines', tmp_path / 'out').returncode == 0
-  whole, out = (
-    [
-      json.loads(line)
-      for line in (tmp_path / name / 'predictions.jsonl')
-      .read_text()
-      .split('\n')
-      if line
-    ]
-    for name in ('whole', 'out')
+def test_a_killed_process_lets_go_and_keeps_its_work(tmp_path, whole):
+  (tmp_path / 'input.txt').write_bytes(DATA)
+  done = subprocess.run(
+    [sys.executable, '-c', KILLED, str(ROOT / 'tests'), str(tmp_path)],
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
   )
-  for record in itertools.chain(whole, out):
-    for stats in record['stats'].values():
-      del stats['batch_ms_per_token']
-  assert out == whole and len(out) == 9
+  assert done.returncode == -signal.SIGKILL
+  names = {path.name for path in (tmp_path / 'out').iterdir()}
+  assert names == {f'.{PREDICTIONS}.lock', PARTIAL}
+  records, calls = start(tmp_path)
+  assert records == whole and len(calls) == 6
+
+
+def test_several_processes_share_a_folder(tmp_path):
+  """Each appends to a file of its own; together they know all of it."""
+  first, second = (
+    resume.Folder(str(tmp_path), 'a.jsonl', Processes(i, 2)) for i in (0, 1)
+  )
+  settings = {'seed': 0}
+  work = [{'a': 0.1}, {'b': 1e-300}, {'c': float('inf')}]
+  with first.claimed(), second.claimed():
+    assert first.begin(settings, False) == second.begin(settings, False) == []
+    first.append(work[0])
+    second.append(work[1])
+    assert first.appended() == [work[1]]
+    second.append(work[2])
+    assert first.appended() == [work[2]] and first.appended() == []
+    again = resume.Folder(str(tmp_path), 'a.jsonl')
+    assert again.begin(settings, False) == work
+    first.finish({'a.jsonl': ''})
+  found = json.loads((tmp_path / 'a.jsonl.config.json').read_text())
+  assert found == settings
+  assert second.finished and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_process_that_does_nothing_is_not_waited_for(tmp_path, monkeypatch):
+  """As one that hangs, or that writes into another folder of this name."""
+  monkeypatch.setattr(resume, '_MOST_SILENCE_S', 0.3)
+  monkeypatch.setattr(resume, '_LOOK_S', 0.1)
+  folder, looks = resume.Folder(str(tmp_path), 'a.jsonl', Processes(0, 2)), []
+
+  def look():
+    looks.append(1)
+    if len(looks) < 8:  # a third process is alive for more than the bound
+      (tmp_path / f'a.jsonl.{len(looks)}').write_text('')
+    return False
+
+  with pytest.raises(ValueError, match='process 0 waits for other processes'):
+    folder.wait(look)
+  assert len(looks) > 9

@@ -1,21 +1,28 @@
-"""A run over a task: T5X's fields, samples, prompts, shards, errors."""
+"""A run over a task or a mixture: T5X's fields, samples, prompts, errors."""
 
+import dataclasses
+import gzip
 import io
 import json
 import pathlib
+import sys
 
 import jax
 import pytest
 import rich.console
 
 import small_vocabulary
-from specdec_jax import infer, probs
+import tokenizer_bpe_test
+from hostile_lines_test import Reversing
+from specdec_jax import infer
 from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.options import example_id
-from specdec_jax.infer import resume
+from specdec_jax.infer import data
+from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.model import Model
-from specdec_jax.text import metrics
+from specdec_jax.text import local_tasks, metrics, tasks
+from specdec_jax.text.local_tasks import LocalTask, read_lines
+from specdec_jax.text.tokenizer import Tokenizer
 
 LINES = [
   ('the red dog runs', 'a cat sleeps'),
@@ -25,7 +32,6 @@ LINES = [
   ('dog', 'cat'),
 ]
 LENGTHS = {'inputs': 16, 'targets': 10}
-SAMPLED = probs.SamplingConfig(temperature=1.0)
 
 
 class Making:
@@ -75,12 +81,16 @@ def run(make, source, tokenizer, tmp_path):
       'batch_size': 2,
       'decoding': 'plain',
     } | options
-    config = infer.TaskConfig(
-      engine, tokenizer, name, str(tmp_path / out), **options
+    config = infer.DecodeConfig(
+      engine,
+      output_dir=str(tmp_path / out),
+      mixture_or_task_name=name,
+      tokenizer=tokenizer,
+      **options,
     )
     console = rich.console.Console(file=io.StringIO(), width=100)
     beside = {'operative_config.gin': lambda: 'A = 1\n'}
-    summary = infer.decode_task(config, beside, console)
+    summary = infer.decode(config, beside, console)
     stem = pathlib.Path(name).stem
     shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
     path = tmp_path / out / f'{stem}-{config.mode}.jsonl-{shard}'
@@ -93,28 +103,18 @@ def run(make, source, tokenizer, tmp_path):
 def test_predictions_as_t5x_writes_them(run, make, tmp_path):
   _, records, _ = run()
   name = 'pairs-predict.jsonl-00000-of-00001'
-  assert {path.name for path in (tmp_path / 'out').iterdir()} == {
-    name,
-    *(
-      f'{name}.{ending}'
-      for ending in (
-        'COMPLETED',
-        'config.json',
-        'summary.json',
-        'operative_config.gin',
-      )
-    ),
-  }
+  endings = 'COMPLETED config.json summary.json operative_config.gin'.split()
+  names = {path.name for path in (tmp_path / 'out').iterdir()}
+  assert names == {name, *(f'{name}.{ending}' for ending in endings)}
   assert make.asked[-1] == {'max_input_len': 16, 'max_decode_len': 10}
   assert [record['inputs'] for record in records] == [
     {'inputs_pretokenized': a, 'targets_pretokenized': b} for a, b in LINES
   ]
   assert set(records[0]) == {'inputs', 'prediction', 'prediction_tokens'}
   alone = in_pairs(make.engine)
-  assert [r['prediction'] for r in records] == [one.text for one in alone]
-  assert [r['prediction_tokens'] for r in records] == [
-    one.tokens for one in alone
-  ]
+  for record, one in zip(records, alone, strict=True):
+    assert record['prediction'] == one.text
+    assert record['prediction_tokens'] == one.tokens
 
 
 def in_pairs(engine, prompts=None):
@@ -129,34 +129,9 @@ def in_pairs(engine, prompts=None):
   return found
 
 
-def test_metrics_of_both_ways_on_all_references(run, tmp_path, monkeypatch):
-  def exact(targets, predictions):
-    pairs = zip(targets, predictions, strict=True)
-    return {'exact': sum(b in a for a, b in pairs) / len(targets)}
-
-  monkeypatch.setitem(metrics.METRICS, 'exact', exact)
-  _, records, _ = run()
-  rows = [
-    json.dumps({'inputs': a, 'targets': ['x', r['prediction']]}) + '\n'
-    for (a, _), r in zip(LINES, records, strict=True)
-  ]
-  (tmp_path / 'own.jsonl').write_text(''.join(rows))
-  summary, *_ = run(
-    name=str(tmp_path / 'own.jsonl'), metrics=['exact'], decoding='both'
-  )
-  assert summary['metrics'] == {
-    'plain': {'exact': 1},
-    'speculative': {'exact': 1},
-  }
-  assert summary['agreement'] == {'compared': 5, 'disagreements': []}
-  summary, *_ = run(metrics=['exact'], out='other')
-  assert summary['metrics'] == {'plain': {'exact': 0}}
-
-
-def test_scores_of_targets(run, make, tokenizer):
-  summary, records, _ = run(
-    mode='score', include_all_inputs=True, drafter=never, decoding='both'
-  )
+def test_scores_of_targets(run, make, tokenizer, tmp_path):
+  options = dict(mode='score', drafter=never, decoding='both')
+  summary, records, _ = run(include_all_inputs=True, **options)
   pairs = [
     [[*tokenizer.encode(text), 1] for text in texts]
     for texts in zip(*LINES, strict=True)
@@ -168,44 +143,31 @@ def test_scores_of_targets(run, make, tokenizer):
   assert records[0]['inputs']['targets'] == pairs[1][0]
   assert set(records[0]) == {'inputs', 'score'}
   assert summary['mean_score'] == pytest.approx(sum(have) / 5)
+  path = write(tmp_path, 'some.tsv', 'the dog\tthe cat\na tree\na dog\tx')
+  _, records, _ = run(name=path, **options)
+  assert [one['score'] is None for one in records] == [False, True, False]
+  assert "has no tokens 'targets'" in records[1]['error']
 
 
-def test_aux_of_a_greedy_prediction_is_its_log_probability(run):
-  _, records, _ = run(mode='predict_with_aux', decoding='both')
-  for record in records:
-    assert record['score'] == record['aux']['scores'] < 0
-    counts = record['aux']['speculative']
-    assert counts['num_tokens'] == len(record['prediction_tokens'])
-    assert counts['num_target_calls'] <= record['aux']['plain']['num_tokens']
+def sampled(**options):
+  return {'mode': 'predict_with_aux', 'options': infer.Options(1.0, **options)}
 
 
 def test_samples_belong_to_the_example(run):
-  options = dict(sampling=SAMPLED, mode='predict_with_aux')
-  _, both, _ = run(num_decodes=2, **options)
+  _, both, _ = run(**sampled(num_samples=2))
   assert all(len(record['prediction']) == 2 for record in both)
   assert all(len(record['aux']['scores']) == 2 for record in both)
   assert any(len(set(record['prediction'])) > 1 for record in both)
   # The first sample does not depend on how many there are, on neighbours or on
   # the shard.
-  _, one, _ = run(out='one', **options)
+  _, one, _ = run(out='one', **sampled())
   assert [r['prediction'][0] for r in both] == [r['prediction'] for r in one]
   for shard in (0, 1):
-    _, part, _ = run(shard_id=shard, num_shards=2, **options)
-    assert [r['inputs'] for r in part] == [r['inputs'] for r in one[shard::2]]
-    assert [r['prediction'] for r in part] == [
-      r['prediction'] for r in one[shard::2]
-    ]
-  _, other, _ = run(out='other', seed=1, **options)
-  assert [r['prediction'] for r in other] != [r['prediction'] for r in one]
-
-
-def test_example_ids_differ():
-  pairs = [(i, j) for i in range(300) for j in range(20)]
-  assert len({example_id(*pair) for pair in pairs}) == len(pairs)
-  assert example_id(1 << 31, 0) == 1 << 31
-  assert example_id(5, 1) == 5 | 1 << 31
-  with pytest.raises(ValueError, match='more than 32 bits'):
-    example_id(1 << 31, 1)
+    _, part, _ = run(shard_id=shard, num_shards=2, **sampled())
+    assert part == one[shard::2]
+  with pytest.raises(ValueError, match='options.seed was 0, is 1'):
+    run(out='one', **sampled(seed=1))
+  assert run(out='one', overwrite=True, **sampled(seed=1))[1] != one
 
 
 @pytest.mark.parametrize(
@@ -221,88 +183,25 @@ def test_prompt_from_targets(run, make, tokenizer, options, count):
   assert have != [r['prediction_tokens'] for r in run(out='none')[1]]
 
 
-class Killed(BaseException):
-  """Stands for a kill in this process."""
-
-
-def test_run_goes_on_where_it_was(run, make, monkeypatch):
-  options = dict(sampling=SAMPLED, checkpoint_period=1)
-  *_, whole = run(out='whole', **options)
-  keep, batches = resume.Folder.keep, []
-
-  def die(self, number, content):
-    keep(self, number, content)
-    if number == 1:
-      raise Killed
-
-  with monkeypatch.context() as patch:
-    patch.setattr(resume.Folder, 'keep', die)
-    with pytest.raises(Killed):
-      run(**options)
-  with pytest.raises(ValueError, match='seed was 0, is 1'):
-    run(seed=1, **options)
-  generate = make.engine.generate
-
-  def count(texts, **rest):
-    batches.append(texts)
-    return generate(texts, **rest)
-
-  monkeypatch.setattr(make.engine, 'generate', count)
-  summary, _, text = run(**options)
-  assert text == whole
-  assert len(batches) == 1  # the last of three
-  assert summary['plain']['tokens'] > 0 and summary['examples'] == 5
-  # Finished: kept, and nothing runs; of another configuration: refused.
-  assert run(**options)[0] == summary and len(batches) == 1
-  with pytest.raises(ValueError, match='seed was 0, is 1'):
-    run(seed=1, **options)
-  assert run(seed=1, overwrite=True, **options)[2] != whole
-
-
-@pytest.mark.parametrize(
-  'options',
-  [{}, pytest.param({'batching': 'continuous'}, marks=pytest.mark.slow)],
-)
-def test_a_broken_example_stops_no_other(run, tmp_path, options):
+def test_a_broken_example_stops_no_other(run, tmp_path):
   """It is in its place and says what it lacks."""
   lines = [json.dumps({'inputs': a, 'targets': b}) for a, b in LINES]
   path = tmp_path / 'some.jsonl'
   path.write_text('\n'.join(lines))
-  options |= {'name': str(path), 'num_decodes': 2, 'metrics': ('bleu',)}
-  options |= {'decoding': 'both'}
+  options = {'name': str(path), 'options': infer.Options(num_samples=2)}
+  options |= {'metrics': ('bleu',), 'decoding': 'both'}
   whole_summary, whole, _ = run(**options)
   path.write_text('\n'.join([*lines, '{"inputs": "cut o', '{"targets": "b"}']))
   summary, records, _ = run(overwrite=True, **options)
   assert records[: len(LINES)] == whole
   first, second = records[len(LINES) :]
   assert first['prediction'] == second['prediction'] == [None, None]
-  assert f'line {len(LINES) + 1} is not JSON' in first['error']
   assert first['inputs']['inputs_pretokenized'] == '{"inputs": "cut o'
   assert "no field 'inputs'" in second['error']
   said = [error.split(':')[0] for error in summary['errors']]
   assert said == [f'example {len(LINES) + i}' for i in (0, 1)]
   for name in ('metrics', 'agreement'):
     assert summary[name] == whole_summary[name]
-  path.write_text('{\n{\n')
-  with pytest.raises(ValueError, match='line 1 is not JSON'):
-    run(overwrite=True, **options)
-
-
-def test_an_example_without_a_target_is_not_scored(run, tmp_path):
-  path = tmp_path / 'some.tsv'
-  path.write_text('\n'.join(['the dog\tthe cat', 'a tree', 'a dog\tx']))
-  _, records, _ = run(name=str(path), mode='score')
-  assert [record['score'] is None for record in records] == [False, True, False]
-  assert "has no tokens 'targets'" in records[1]['error']
-
-
-def test_lengths_of_the_longest_example(run, make, tokenizer):
-  run(task_feature_lengths=None)
-  longest = [
-    max(len(tokenizer.encode(p[i])) + 1 for p in LINES) for i in (0, 1)
-  ]
-  assert make.asked[-1]['max_input_len'] == longest[0]
-  assert make.asked[-1]['max_decode_len'] == longest[1]
 
 
 def never(**options):
@@ -320,7 +219,7 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
     ),
     (dict(prompt_feature='prompt'), "example 0 has no tokens 'prompt'"),
     (dict(prompt_feature='targets_pretokenized'), 'has no tokens'),
-    (dict(metrics=('blue',)), "no metric 'blue'. Nearest known: bleu"),
+    (dict(metrics=('blue',)), "metrics is 'blue'.*Nearest known: bleu"),
     (
       dict(name=lines, task_feature_lengths=None),
       'nothing says how long an output may be',
@@ -349,41 +248,164 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
     infer.load_drafter()
 
 
+def write(folder, name, text):
+  path = folder / name
+  data = text.encode()
+  path.write_bytes(gzip.compress(data) if name.endswith('.gz') else data)
+  return str(path)
+
+
+def config_of(path, tokenizer, **options):
+  config = infer.DecodeConfig(
+    never, mixture_or_task_name=path, tokenizer=tokenizer, **options
+  )
+  found = local_tasks.find_task(path, 'test', tokenizer)
+  return dataclasses.replace(config, mixture_or_task_name=found)
+
+
 @pytest.mark.parametrize(
-  'name, value',
+  'name, task',
   [
-    ('mode', 'predicts'),
-    ('decoding', 'fast'),
-    ('output_dir', 'gs://bucket/out'),
-    ('shard_id', 2),
-    ('shard_id', -1),
-    ('num_shards', 0),
-    ('batch_size', 0),
-    ('num_decodes', True),
-    ('checkpoint_period', 0),
-    ('prompt_from_targets', -1),
-    ('prompt_feature', 3),
-    ('task_feature_lengths', {'inputs': 5}),
-    ('task_feature_lengths', {'inputs': 5, 'targets': '8'}),
-    ('split', ''),
-    ('drafter', 'small'),
-    ('sampling', 1.0),
-    ('include_all_inputs', 'no'),
-    ('metrics', 5),
-    ('metrics', 'bleu'),
-    ('metrics', (5,)),
+    ('tatoeba.test.tsv.gz', 'tatoeba.test'),
+    ('own.jsonl', 'own'),
+    ('lines', 'lines'),
+    ('lines.de', 'lines.de'),
   ],
 )
-def test_config_names_what_is_wrong(name, value):
-  values = {
-    'engine': never,
-    'tokenizer': None,
-    'mixture_or_task_name': 'a',
-    'output_dir': 'out',
-    'num_shards': 2,
-    name: value,
-  }
-  with pytest.raises(ValueError, match=f'TaskConfig.{name}: expected'):
-    infer.TaskConfig(**values)
-  with pytest.raises(ValueError, match='num_decodes: expected 1'):
-    infer.TaskConfig(never, None, 'a', 'out', mode='score', num_decodes=2)
+def test_files_are_tasks(tmp_path, tokenizer, name, task):
+  """Lines, tasks and measurements read a file alike."""
+  lines = ['a\tb', 'a\tc', 'd\t']
+  if 'jsonl' in name:
+    lines = [json.dumps(dict(inputs='a', targets=['b', 'c'])) for _ in range(2)]
+    lines.append('{"inputs": "d", "targets": ""}')
+  path = write(tmp_path, name, '\n'.join(lines))
+  config = config_of(path, tokenizer)
+  assert config.task_name == task
+  examples = data.read(config).examples
+  want = lines if 'lines' in name else ['a', 'a', 'd']
+  assert [line.text for line in read_lines(path)] == want
+  have = [one.features['inputs_pretokenized'] for one in examples]
+  assert have == want
+  assert read_prompts(path, len) == list(dict.fromkeys(want))
+  reading = data.read(config).reading
+  assert reading == local_tasks.reading(path)
+  assert (reading is None) == ('lines' in name)
+  if 'lines' in name:
+    assert examples[0].reference is None
+    return
+  assert examples[0].source == [*tokenizer.encode('a'), 1]
+  assert examples[0].target == [*tokenizer.encode('b'), 1]
+  assert examples[0].reference == (['b', 'c'] if 'jsonl' in name else 'b')
+
+
+def test_tasks_that_are_refused(tmp_path, tokenizer):
+  find = local_tasks.find_task
+  for name in (str(tmp_path / 'none'), 'none.tsv', 'none.jsonl.gz'):
+    with pytest.raises(ValueError, match='no file of examples .*none'):
+      find(name, 'test', tokenizer)
+  with pytest.raises(ValueError, match='is a folder'):
+    find(str(tmp_path), 'test', tokenizer)
+  with pytest.raises(ValueError, match='task'):
+    data.read(config_of('wmt_ende', tokenizer))
+  path = write(tmp_path, 'a.tsv', 'a\tb\n')
+  one, two = map(Tokenizer, tokenizer_bpe_test.train(tmp_path))
+  # The vocabulary of GPT-2, as files of either kind.
+  own = LocalTask('own', {'test': path}, one.path)
+  assert find(own, 'test', two) == own
+  with pytest.raises(ValueError, match='has the fingerprint'):
+    find(own, 'test', tokenizer)
+  with pytest.raises(ValueError, match='has the eos_id 0'):
+    find(path, 'test', Tokenizer(one.path, eos_token='a'))
+
+
+def test_each_task_of_a_mixture_has_its_files(
+  run, tokenizer, tmp_path, monkeypatch
+):
+  names = []
+  for name, lines in (('one', LINES[:2]), ('two', LINES[2:])):
+    text = ''.join(f'{a}\t{b}\n' for a, b in lines)
+    names.append(write(tmp_path, f'{name}.tsv', text))
+  made = Making(tokenizer)
+  alone = [run(made, name, 'alone')[2] for name in names]
+  asked, drafters = len(made.asked), []
+  monkeypatch.setattr(tasks, 'tasks_of', lambda name: names)
+
+  def decode(out, lengths):
+    config = infer.DecodeConfig(
+      made,
+      mixture_or_task_name='both',
+      tokenizer=tokenizer,
+      output_dir=str(tmp_path / out),
+      drafter=lambda: drafters.append(1) or made._models[1],
+      decoding='speculative',
+      task_feature_lengths=lengths,
+      batch_size=2,
+    )
+    return infer.decode(config, console=rich.console.Console(quiet=True))
+
+  summary = decode('together', LENGTHS)
+  assert len(made.asked) == asked + 1 and drafters == [1]  # loaded once
+  assert (summary['kind'], summary['mixture']) == ('mixture', 'both')
+  assert [one['task'] for one in summary['tasks'].values()] == ['one', 'two']
+  for name, text in zip(('one', 'two'), alone, strict=True):
+    file = tmp_path / 'together' / f'{name}-predict.jsonl-00000-of-00001'
+    assert file.read_text() == text
+    assert file.with_name(f'{file.name}.COMPLETED').exists()
+  # Where the longest example decides, each task may need its own engine.
+  decode('longest', None)
+  lengths = [one['max_input_len'] for one in made.asked[asked + 1 :]]
+  assert len(set(lengths)) == len(lengths) == 2
+
+
+class Knowing(Reversing):
+  """Answers with the target of the file below."""
+
+  def generate(self, sources, **options):
+    found = super().generate(sources, **options)
+    text = 'the cat sat on the mat'
+    return [type(one)(text, [3], [-0.5], 'stop') for one in found]
+
+
+@pytest.fixture
+def knows(run, tokenizer, tmp_path):
+  """Summary and records of a file whose second example has no target."""
+  text = 'a\tthe cat sat on the mat\nb\nc\tthe cat sat on the mat\n'
+  path = write(tmp_path, 'knows.tsv', text)
+  engine = Knowing(tokenizer)
+  return lambda **options: run(
+    lambda **_: engine, path, overwrite=True, **options
+  )
+
+
+def test_metrics_are_of_the_examples_with_a_target(knows, monkeypatch):
+  pytest.importorskip('sacrebleu', reason='it is in the extra [metrics]')
+  summary, *_ = knows()
+  (scores,) = summary['metrics'].values()
+  assert scores['bleu'] == pytest.approx(100) and summary['unmeasured'] is None
+  assert knows(metrics=())[0]['metrics'] == {'plain': {}}
+  monkeypatch.setitem(sys.modules, 'sacrebleu.metrics', None)
+  assert 'sacrebleu, which is not installed' in knows()[0]['unmeasured']
+  with pytest.raises(ValueError, match='sacrebleu, which is not installed'):
+    knows(metrics=('bleu',))
+
+
+@pytest.mark.parametrize('value', [ZeroDivisionError('no'), {'x': {1j}}])
+def test_a_metric_that_fails_loses_no_result(
+  knows, tmp_path, value, monkeypatch
+):
+  """Nor does a number that JSON does not have."""
+
+  def own(targets, predictions):
+    if len(targets) > 1 and isinstance(value, Exception):
+      raise value
+    return value
+
+  monkeypatch.setitem(metrics.METRICS, 'own', own)
+  if isinstance(value, dict):
+    assert knows(metrics=('own',))[0]['metrics'] == {'plain': value}
+  else:
+    with pytest.raises(ValueError, match='metric of the task failed'):
+      knows(metrics=('own',))
+  assert list((tmp_path / 'out').glob('*.COMPLETED'))
+  (kept,) = (tmp_path / 'out').glob('*.jsonl-*-of-00001')
+  assert len(kept.read_text().splitlines()) == 3

@@ -16,8 +16,7 @@ from specdec_jax.files.shipped import find
 from specdec_jax.models import backend, integers, products
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.partitioning.axes import axes_of_parameter
-from specdec_jax.partitioning.placement import Placement, place
+from specdec_jax.partitioning import Placement, axes_of_parameter, place
 
 TEXTS = ['the old house sings', 'a red dog', 'cat cat', 'blue tree runs here']
 
@@ -61,7 +60,7 @@ def test_a_host_and_a_device_round_alike(monkeypatch):
 def test_numbers_that_are_not_finite(bad, made):
   broken = kernel()
   broken[3, 7] = bad
-  with pytest.raises(ValueError, match='layers_0/wo.* output 7 .1 of 40 out'):
+  with pytest.raises(ValueError, match='layers_0/wo.*output 7 .1 of 40'):
     integers.quantise(made(broken), 'layers_0/wo/kernel')
 
 
@@ -177,35 +176,6 @@ def test_rounded_after_it_was_laid_out(layout, joins, kind, dtype, most):
       assert np.abs(numbers).max() == most
 
 
-def test_bytes_of_a_published_size():
-  """T5 1.1 base: kernels take half of bfloat16's bytes, and 4 an output."""
-  net = T5(
-    T5Config(
-      vocab_size=32128,
-      emb_dim=768,
-      num_heads=12,
-      head_dim=64,
-      num_encoder_layers=12,
-      num_decoder_layers=12,
-      mlp_dim=2048,
-    )
-  )
-
-  def kernels(dtype):
-    with backend.compiled_for('gpu'):
-      made = jax.eval_shape(
-        lambda: place(net.init(jax.random.key(0)), Placement(dtype))
-      )
-    flat = jax.tree_util.tree_flatten_with_path(made)[0]
-    return sum(
-      leaf.size * leaf.dtype.itemsize
-      for path, leaf in flat
-      if 'kernel' in jax.tree_util.keystr(path)
-    )
-
-  assert kernels('int8') <= 0.51 * kernels('bfloat16')
-
-
 def test_factors_are_split_as_outputs_are():
   assert axes_of_parameter('a/mlp/wi_0/kernel_scale') == ('mlp',)
   assert axes_of_parameter('a/mlp/wo/kernel_scale') == ('embed',)
@@ -220,9 +190,6 @@ def model(seed, dtype=None):
   'pairs',
   [
     (('float32', 'int8'), ('int8', 'int8')),
-    pytest.param(
-      (('float32', 'int4'), ('int4', 'float32')), marks=pytest.mark.slow
-    ),
   ],
 )
 def test_each_of_a_pair_for_itself(tokenizer, pairs):
@@ -254,7 +221,7 @@ def test_each_of_a_pair_for_itself(tokenizer, pairs):
 def test_what_is_refused(tmp_path):
   with pytest.raises(ValueError, match="'int2', expected one of"):
     load(find('demo/draft.msgpack'), dtype='int2')
-  with pytest.raises(ValueError, match='made when a model is loaded'):
+  with pytest.raises(ValueError, match='rounded when a model is loaded'):
     convert.ConvertConfig('in', 'out', dtype='int4')
-  with pytest.raises(ValueError, match="formats 'orbax' and 't5x', got 'safe"):
+  with pytest.raises(ValueError, match="'orbax' and 't5x', got 'int8'"):
     convert.ConvertConfig('in', 'out', 'safetensors', dtype='int8')

@@ -7,9 +7,10 @@ import pytest
 
 from specdec_jax import analysis
 from specdec_jax.drafters.length import unsure_below
-from specdec_jax.measure import acceptance, calibration, lengths
+from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import Calibration, CalibrationError
+from specdec_jax.measure import acceptance, calibrate
 from specdec_jax.measure.acceptance import Output
-from specdec_jax.measure.calibration import Calibration, CalibrationError
 from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
 
@@ -26,7 +27,7 @@ def outputs_of(rng, number=40, size=120):
 
 
 OUTPUTS = outputs_of(np.random.default_rng(0))
-TABLE = lengths.table(OUTPUTS)
+TABLE = calibrate.confidence_table(OUTPUTS)
 V = tuple(1 + 0.12 * size for size in range(16))
 
 
@@ -34,6 +35,14 @@ def on(device, function, *args):
   """What a function gives on a device: a TPU's calls are all as wide."""
   with backend.compiled_for(device):
     return function(*args)
+
+
+def stops_below(acceptance, most):
+  """The plain rule to compare with: stop where less acceptance is expected."""
+  rule = unsure_below(0.0, most)
+  kept = (np.asarray(TABLE.acceptance) >= acceptance).astype(np.float32)
+  bounds = np.asarray(TABLE.bounds, np.float32)
+  return dataclasses.replace(rule, confidences=bounds, acceptance=kept)
 
 
 def test_the_table_says_what_was_accepted():
@@ -45,13 +54,6 @@ def test_the_table_says_what_was_accepted():
   assert TABLE.overall == pytest.approx(0.65, abs=0.03)
 
 
-def test_of_equal_confidences_no_bin_is_empty():
-  same = [Output(np.array([0.0, 1.0]), np.array([0.5, 0.5]), i) for i in 'ab']
-  found = lengths.table(same)
-  assert found.acceptance == (0.5,) and found.bounds == ()
-  assert found.tokens == (4,)
-
-
 def fixed(gamma) -> LengthRule:
   return unsure_below(0.0, gamma)
 
@@ -61,8 +63,8 @@ def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation(gamma):
   """Over long outputs of one beta: Eq. 1 and Theorem 3.8 with v."""
   rate, cost = 0.7, 0.1
   even = [Output(np.full(4000, rate), np.full(4000, 0.5), 0)]
-  calls = on('tpu', lengths.costs_of_calls, V, gamma)
-  found = lengths.expected(fixed(gamma), even, lengths.Costs(cost, calls))
+  calls = on('tpu', calibrate.costs_of_calls, V, gamma)
+  found = calibrate.expected(fixed(gamma), even, calibrate.Costs(cost, calls))
   want = analysis.measured_walltime_factor(rate, gamma, cost, V[gamma])
   assert found.tokens / found.time == pytest.approx(float(want), rel=1e-3)
   assert found.accepted / found.tested == pytest.approx(rate, rel=1e-3)
@@ -70,26 +72,18 @@ def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation(gamma):
 
 def test_the_rounds_of_an_output_make_its_tokens():
   """Whatever is proposed: each place is produced once."""
-  costs = lengths.Costs(0.1, on('cpu', lengths.costs_of_calls, V, 3))
+  costs = calibrate.Costs(0.1, on('cpu', calibrate.costs_of_calls, V, 3))
   for rule in (fixed(3), unsure_below(0.5, 3)):
-    found = lengths.expected(rule, OUTPUTS, costs)
+    found = calibrate.expected(rule, OUTPUTS, costs)
     # A last round may accept the text's end and draw one token beyond.
     assert found.tokens == pytest.approx(40 * 120, rel=0.01)
 
 
-def test_calls_of_a_few_widths():
-  costs = np.arange(1.0, 9.0)
-  found = on('cpu', lengths.costs_of_calls, costs, 5)
-  assert found.tolist() == [1, 2, 4, 4, 6, 6]
-  wide = on('tpu', lengths.costs_of_calls, costs, 5)
-  assert wide.tolist() == [6] * 6
-
-
 def test_a_step_does_not_end_a_draft():
   """4 tokens cost what 3 do: the price of each is half of the step."""
-  hull = lengths._convex(np.array([1.0, 1.2, 1.8, 1.8, 3.0]))
+  hull = calibrate._convex(np.array([1.0, 1.2, 1.8, 1.8, 3.0]))
   np.testing.assert_allclose(hull, [1.0, 1.2, 1.5, 1.8, 3.0])
-  noisy = lengths._convex(np.array([1.0, 0.9, 1.1]))
+  noisy = calibrate._convex(np.array([1.0, 0.9, 1.1]))
   assert noisy[0] == 1.0 and np.all(np.diff(noisy) >= 0)
 
 
@@ -104,52 +98,19 @@ ONE_CORE += [1.45, 1.45, 1.58, 1.64, 1.80, 1.83, 1.84, 1.80]
 def test_adapting_gains_over_the_best_fixed_gamma(device, call_cost):
   """And over the plain rule of 40 %, on texts that are sure and unsure."""
   cost = 0.15
-  prices = on(device, lengths.best_prices, TABLE, OUTPUTS, cost, call_cost)
+  prices = on(device, calibrate.best_prices, TABLE, OUTPUTS, cost, call_cost)
 
   def rate(rule, device):
-    calls = on(device, lengths.costs_of_calls, call_cost, rule.most)
-    found = lengths.expected(rule, OUTPUTS, lengths.Costs(cost, calls))
+    calls = on(device, calibrate.costs_of_calls, call_cost, rule.most)
+    found = calibrate.expected(rule, OUTPUTS, calibrate.Costs(cost, calls))
     return found.tokens / found.time
 
-  own = rate(lengths.rule_of(TABLE, prices), device)
+  own = rate(calibration.rule_of(TABLE, prices), device)
   assert own == pytest.approx(prices.expected_speed_up, rel=1e-3)
   best = max(rate(fixed(gamma), 'tpu') for gamma in range(1, 9))
   assert own > 1.05 * best
   most = len(prices.worth)
-  assert own >= rate(lengths.stops_below(0.4, most, TABLE), device)
-
-
-def test_a_cost_of_each_round_makes_drafts_longer():
-  """It is paid once, whatever the length: of a longer draft, less a token."""
-  cheap, dear = (
-    on('cpu', lengths.best_prices, TABLE, OUTPUTS, 0.1, V, round_cost)
-    for round_cost in (0.0, 1.0)
-  )
-
-  def per_round(prices):
-    calls = on('cpu', lengths.costs_of_calls, V, len(prices.worth))
-    rule = lengths.rule_of(TABLE, prices)
-    once = lengths.Costs(0.0, np.ones_like(calls))  # time: rounds
-    found = lengths.expected(rule, OUTPUTS, once)
-    return found.tested / found.time
-
-  assert per_round(dear) > 1.1 * per_round(cheap)
-  assert dear.expected_speed_up < cheap.expected_speed_up
-
-
-def test_a_loop_that_takes_longer_to_adapt_than_that_gains_is_not_taken():
-  """A fixed gamma, whose loop has less to do, pays nothing for it."""
-  free, dear = (
-    on('cpu', lengths.best_prices, TABLE, OUTPUTS, 0.15, V, 0.0, adapting)
-    for adapting in (0.0, 0.5)
-  )
-  assert any(free.worth_asking)
-  assert not any((*dear.worth, *dear.worth_asking))
-  calls = on('cpu', lengths.costs_of_calls, V, len(dear.worth))
-  costs = lengths.Costs(0.15, calls)
-  found = lengths.expected(fixed(len(dear.worth)), OUTPUTS, costs)
-  rate = found.tokens / found.time
-  assert dear.expected_speed_up == pytest.approx(rate, rel=1e-3)
+  assert own >= rate(stops_below(0.4, most), device)
 
 
 def test_a_confidence_that_says_nothing_costs_nothing():
@@ -159,22 +120,19 @@ def test_a_confidence_that_says_nothing_costs_nothing():
     Output(one.betas, rng.uniform(size=len(one.betas)), one.text)
     for one in OUTPUTS
   ]
-  table = lengths.table(blind)
+  table = calibrate.confidence_table(blind)
   cost, round_cost = 0.05, 0.6
-  prices = on('cpu', lengths.best_prices, table, blind, cost, V, round_cost)
+  prices = on('cpu', calibrate.best_prices, table, blind, cost, V, round_cost)
 
   def rate(gamma):
-    calls = on('tpu', lengths.costs_of_calls, V, gamma) + round_cost
-    found = lengths.expected(fixed(gamma), blind, lengths.Costs(cost, calls))
+    calls = on('tpu', calibrate.costs_of_calls, V, gamma) + round_cost
+    found = calibrate.expected(
+      fixed(gamma), blind, calibrate.Costs(cost, calls)
+    )
     return found.tokens / found.time
 
   best = max(rate(gamma) for gamma in range(1, 9))
   assert best <= prices.expected_speed_up < 1.1 * best
-
-
-def test_few_measured_calls_are_refused():
-  with pytest.raises(ValueError, match=r'v\(1\) to v\(4\), got 3'):
-    lengths.best_prices(TABLE, OUTPUTS, 0.1, V[:3])
 
 
 def calibrated(prices, confidence) -> Calibration:
@@ -185,7 +143,7 @@ def calibrated(prices, confidence) -> Calibration:
 
 
 def test_a_calibration_keeps_the_rule(tmp_path):
-  prices = lengths.best_prices(TABLE, OUTPUTS, 0.15, V)
+  prices = calibrate.best_prices(TABLE, OUTPUTS, 0.15, V)
   made = calibrated(prices, TABLE)
   path = str(tmp_path / 'calibration.json')
   made.save(path)
@@ -197,7 +155,7 @@ def test_a_calibration_keeps_the_rule(tmp_path):
 
 
 def test_a_calibration_without_a_table_is_refused():
-  prices = lengths.best_prices(TABLE, OUTPUTS, 0.15, V)
+  prices = calibrate.best_prices(TABLE, OUTPUTS, 0.15, V)
   for one in (calibrated(None, TABLE), calibrated(prices, None)):
     with pytest.raises(CalibrationError, match='table of confidence'):
       one.rule(1)
@@ -211,7 +169,8 @@ def test_the_spread_is_that_of_texts_and_not_of_chance():
   for spread in (0.1, 0.0):
     rates = 0.6 + spread * rng.choice([-1.0, 1.0], 200)
     betas = (rng.random((200, 50)) < rates[:, None]).astype(float)
-    hits = betas.sum(axis=1).tolist()
-    found = acceptance._spread(hits, hits, [50] * 200, range(200))
+    outputs = [Output(row, row, i) for i, row in enumerate(betas)]
+    found = acceptance._spread(outputs)
     assert found == pytest.approx(spread, abs=0.03)
-  assert acceptance._spread([0.0] * 3, [0.0] * 3, [0] * 3, 'abc') == 0.0
+  nothing = np.zeros(0)
+  assert acceptance._spread([Output(nothing, nothing, 'a')] * 3) == 0.0

@@ -65,11 +65,6 @@ def test_table3_has_the_rates_of_tables_2_and_5():
     assert rates['t5_xxl_ende', row.draft, 1] == row.acceptance_rate
 
 
-def test_rows_do_not_change():
-  with pytest.raises(AttributeError):
-    paper.TABLE1[0].gamma = 3
-
-
 # --- The closed forms of `analysis` give these numbers ----------------------
 
 

@@ -8,9 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from causal_lm_test import GEMMA3, QWEN2
-from gpt_test import GPT2, T5X
-from m2m100_test import SMALL as NLLB
 from small_vocabulary import network
 from specdec_jax import partitioning
 from specdec_jax.cli import gin_flags
@@ -20,9 +17,13 @@ from specdec_jax.models.gpt import GPT
 from specdec_jax.models.m2m100 import M2M100
 from specdec_jax.models.t5 import T5
 from specdec_jax.models.t5gemma import T5Gemma
-from specdec_jax.partitioning import LogicalAxes, Placement, place
-from specdec_jax.partitioning.axes import axes_of_parameter
-from t5gemma_test import TWO
+from specdec_jax.partitioning import (
+  LogicalAxes,
+  Placement,
+  axes_of_parameter,
+  place,
+)
+from toy_families import GEMMA3, GPT2, NLLB, QWEN2, T5X, TWO
 
 PARAMS = {
   'dense': {'kernel': np.arange(6.0, dtype=np.float32).reshape(2, 3)},
@@ -37,17 +38,15 @@ def test_out_in_transposes_kernels_only():
   np.testing.assert_array_equal(kernel, PARAMS['dense']['kernel'].T)
   assert placed['dense'] == {}
   assert placed['token_embedder']['embedding'].shape == (4, 2)
-
-
-def test_in_out_is_t5xs():
+  # [in, out] is T5X's.
   placed = place(PARAMS, Placement(kernel_layout='in_out'))
   assert jax.tree.map(np.shape, placed) == jax.tree.map(np.shape, PARAMS)
 
 
 def test_auto_follows_the_device(monkeypatch):
-  """A CPU's layout is measured, a GPU's known; a mesh has T5X's."""
+  """A CPU's layout is measured; others, and a mesh, have T5X's."""
   monkeypatch.setenv(cpu_layout.VARIABLE, 'blocks')
-  for kind, layout in ('cpu', 'blocks'), ('gpu', 'out_in'), ('tpu', 'in_out'):
+  for kind, layout in ('cpu', 'blocks'), ('gpu', 'in_out'), ('tpu', 'in_out'):
     with backend.compiled_for(kind):
       assert Placement().layout == layout
       assert Placement('int8').layout == layout
@@ -93,25 +92,18 @@ def test_a_decoders_kernels_are_cut_into_blocks():
   )
 
 
-def test_a_mesh_has_no_blocks():
-  with pytest.raises(ValueError, match="'blocks' is for one device.*model=2"):
-    Placement(kernel_layout='blocks', model=2)
+def _kernels(names):
+  return {
+    name: {'kernel': np.full((2, 3), i, np.float32)}
+    for i, name in enumerate(names.split())
+  }
 
 
 PROJECTIONS = {
   'decoder': {
-    'self_attention': {
-      name: {'kernel': np.full((2, 3), i, np.float32)}
-      for i, name in enumerate(('query', 'key', 'value', 'out'))
-    },
-    'encoder_decoder_attention': {
-      name: {'kernel': np.full((2, 3), i, np.float32)}
-      for i, name in enumerate(('query', 'key', 'value', 'out'))
-    },
-    'mlp': {
-      name: {'kernel': np.full((2, 3), i, np.float32)}
-      for i, name in enumerate(('wi_0', 'wi_1', 'wo'))
-    },
+    'self_attention': _kernels('query key value out'),
+    'encoder_decoder_attention': _kernels('query key value out'),
+    'mlp': _kernels('wi_0 wi_1 wo'),
   }
 }
 
@@ -122,42 +114,24 @@ def test_projections_of_one_input_are_joined(layout):
   assert set(decoder['self_attention']) == {'qkv', 'out'}
   assert set(decoder['mlp']) == {'wi_joined', 'wo'}
   # Its queries come from the decoder, its keys from the encoder.
-  assert set(decoder['encoder_decoder_attention']) == {
-    'query',
-    'key',
-    'value',
-    'out',
-  }
+  names = set(decoder['encoder_decoder_attention'])
+  assert names == {'query', 'key', 'value', 'out'}
   (kernel,) = decoder['self_attention']['qkv'].values()
   if layout == 'out_in':
     kernel = kernel.T
   np.testing.assert_array_equal(kernel, [[0, 0, 0, 1, 1, 1, 2, 2, 2]] * 2)
 
-
-def test_joining_can_be_turned_off():
-  placement = Placement(kernel_layout='in_out', join_projections=False)
-  placed = place(PROJECTIONS, placement)
-  assert jax.tree.structure(placed) == jax.tree.structure(PROJECTIONS)
+  apart = Placement(kernel_layout='in_out', join_projections=False)
+  structure = jax.tree.structure(place(PROJECTIONS, apart))
+  assert structure == jax.tree.structure(PROJECTIONS)
 
 
 def test_placing_twice_changes_only_the_dtype():
   once = place(PARAMS | PROJECTIONS, Placement(kernel_layout='out_in'))
   again = place(once, Placement('bfloat16', kernel_layout='out_in'))
   assert jax.tree.structure(again) == jax.tree.structure(once)
-  assert {leaf.dtype for leaf in jax.tree.leaves(again)} == {
-    jnp.dtype('bfloat16')
-  }
-
-
-def test_unknown_layout():
-  with pytest.raises(ValueError, match="'in_out', 'out_in' or 'blocks'"):
-    Placement(kernel_layout='columns')
-
-
-@pytest.mark.parametrize('dtype', ['int2', 'float16', 'flaot32', '', 4])
-def test_dtypes_that_parameters_cannot_have(dtype):
-  with pytest.raises(ValueError, match='Placement.dtype'):
-    Placement(dtype)
+  kinds = {leaf.dtype for leaf in jax.tree.leaves(again)}
+  assert kinds == {jnp.dtype('bfloat16')}
 
 
 T5_1_1 = network(1).config
@@ -215,28 +189,29 @@ def test_every_parameter_has_its_axes(name, layout):
     assert bool(joined) == join
 
 
-def test_an_unknown_parameter_is_named():
-  with pytest.raises(ValueError, match="the parameter 'decoder/gate/kernel'"):
-    axes_of_parameter('decoder/gate/kernel')
-
-
 @pytest.mark.parametrize(
-  'axes, message',
+  ('make', 'words'),
   [
-    ({'embed': 'model'}, "vocab and embed are both split over 'model'"),
-    ({'kv': 'model'}, "heads and kv are both split over 'model', and keys has"),
-    ({'length': 'data'}, "batch and length are both split over 'data'"),
-    ({'mlp': 'modell'}, 'LogicalAxes.mlp .* Nearest known: model'),
-    (
-      {'heads': None},
-      "heads and joined_kv are the same dimension.* None and 'mod",
-    ),
-    ({'layers': 'data'}, "layers is 'data', but no array has that axis"),
+    (lambda: axes_of_parameter('decoder/gate/kernel'), 'decoder/gate/kernel'),
+    (lambda: LogicalAxes(embed='model'), 'token_embedder.*vocab.*embed'),
+    (lambda: LogicalAxes(mlp='modell'), 'LogicalAxes.mlp .* known: model'),
+    (lambda: Placement(kernel_layout='columns'), "kernel_layout.* 'columns'"),
+    (lambda: Placement('float16'), 'Placement.dtype'),
+    (lambda: Placement(4), 'Placement.dtype'),
+    (lambda: Placement(kernel_layout='blocks', model=2), 'kernel_layout.*=2'),
+    (lambda: Placement(data=0, model=0), r'data and model: .*\[0, 0\]'),
+    (lambda: Placement(model=-1), r'data and model: .*\[1, -1\]'),
+    (lambda: _partition(model=2), r'the 1 devices .*\[1, 2\]'),
+    (lambda: _partition(data=2, model=3), r'the 1 devices .*\[2, 3\]'),
   ],
 )
-def test_axes_that_cannot_be(axes, message):
-  with pytest.raises(ValueError, match=message):
-    LogicalAxes(**axes)
+def test_bad_input(make, words):
+  with pytest.raises(ValueError, match=words):
+    make()
+
+
+def _partition(**sizes):
+  return Placement(**sizes).partition(jax.devices()[:1])
 
 
 def test_one_device_has_no_mesh():
@@ -244,6 +219,9 @@ def test_one_device_has_no_mesh():
   assert partitioning.share_devices(Placement(), None)[1:] == (None, None)
   model = network(1)
   assert partitioning.follow(model, None) is model
+  # What is left is one device.
+  mesh = _partition(model=0).mesh
+  assert dict(mesh.shape) == {'data': 1, 'model': 1}
 
 
 def test_a_drafter_is_whole_on_each_device():
@@ -251,23 +229,8 @@ def test_a_drafter_is_whole_on_each_device():
   assert (draft.dtype, draft.data, draft.model) == ('bfloat16', 2, 4)
   split = [getattr(draft.axes, f.name) for f in dataclasses.fields(draft.axes)]
   assert set(split) == {'data', None} and draft.axes.batch == 'data'
-  assert draft.joins('mlp') and draft.joins('joined_kv')
-  assert not Placement(model=0).joins('joined_kv')
-
-
-def test_meshes_that_cannot_be():
-  device = jax.devices()[:1]
-  with pytest.raises(ValueError, match='mesh of 2 devices, .* the 1 devices'):
-    Placement(model=2).partition(device)
-  with pytest.raises(ValueError, match='mesh of 6 devices, .* the 1 devices'):
-    Placement(data=2, model=3).partition(device)
-  with pytest.raises(ValueError, match='one of them may be 0.* got 0 and 0'):
-    Placement(data=0, model=0)
-  with pytest.raises(ValueError, match='got 1 and -1'):
-    Placement(model=-1)
-  # What is left is one device.
-  mesh = Placement(model=0).partition(device).mesh
-  assert dict(mesh.shape) == {'data': 1, 'model': 1}
+  assert draft.joins('mlp') and draft.joins('heads')
+  assert not Placement(model=0).joins('heads')
 
 
 PRESETS = {
@@ -278,16 +241,13 @@ PRESETS = {
 }
 
 
-@pytest.mark.parametrize('run', ['demo', 'ende_11b_small'])
 @pytest.mark.parametrize('preset', PRESETS)
-def test_presets_behind_a_run_file(preset, run):
-  flags = [f'--gin_file=gin/runs/{run}.gin']
-  flags += ['--gin_file=gin/partitioning.gin']
+def test_presets_behind_a_run_file(preset):
+  flags = ['--gin_file=gin/runs/demo.gin', '--gin_file=gin/partitioning.gin']
   data, model = PRESETS[preset]
   flags += [f'--gin.DATA_DEVICES={data}', f'--gin.MODEL_DEVICES={model}']
-  if run != 'demo':
-    flags += ['--gin.VOCAB_PATH=a.model', '--gin.INFER_OUTPUT_DIR=out']
   gin_flags.load(gin_flags.parse_flags(flags))
   placement = gin_flags.build(partitioning.Placement)
   assert (placement.data, placement.model) == PRESETS[preset]
-  assert placement.param_dtype == ('float32' if run == 'demo' else 'bfloat16')
+  # One place says a run's dtype: what loads its models.
+  assert placement.dtype is None

@@ -1,13 +1,10 @@
 """Tests of standardise, sample and the keys."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import toy_models
 import verify_laws
 from specdec_jax import probs
 from specdec_jax.probs import SamplingConfig
@@ -84,23 +81,6 @@ def test_standardise_keeps_ties_at_the_boundary(config, expected):
   np.testing.assert_allclose(_standardise(logits, config), expected, atol=1e-6)
 
 
-def test_top_p_acts_on_the_distribution_after_top_k():
-  # 0.5, 0.3, 0.2: after top-k 2 the first has 0.625, enough for top-p 0.6.
-  logits = np.log([0.5, 0.3, 0.2])
-  law = _standardise(logits, SamplingConfig(top_k=2, top_p=0.6))
-  np.testing.assert_allclose(law, [1, 0, 0], atol=1e-6)
-  law = _standardise(logits, SamplingConfig(top_p=0.6))
-  np.testing.assert_allclose(law, [0.625, 0.375, 0], atol=1e-6)
-
-
-def test_top_p_is_met_exactly_where_probabilities_are():
-  # exp(0) = 1 exactly: four equal weights, then tokens that underflow to 0.
-  logits = np.array([0, 0, 0, 0, -1000, -1000])
-  for top_p in (0.25, 0.5, 1.0):
-    law = _standardise(logits, SamplingConfig(top_p=top_p))
-    np.testing.assert_array_equal(law, [0.25, 0.25, 0.25, 0.25, 0, 0])
-
-
 def test_standardise_of_extreme_values():
   logits = [3e38, -3e38, 0.0, -np.inf]
   for config in (
@@ -113,22 +93,6 @@ def test_standardise_of_extreme_values():
   hot = _standardise([1.0, 2.0, -np.inf], SamplingConfig(1e30, top_k=2))
   np.testing.assert_allclose(hot, [0.5, 0.5, 0])
   assert _standardise(np.zeros(3, np.float16), SamplingConfig()).dtype == 'f4'
-
-
-def test_standardise_batch_is_standardise_of_each_row():
-  logits = jax.random.normal(jax.random.key(0), (3, 2, 50)) * 3
-  params = SamplingConfig([0.5, 0.0, 2.0], top_k=20, top_p=0.8).params(3)
-  batch = _standardise_batch(logits, params)
-  standardise = jax.jit(probs.standardise)
-  for row in range(3):
-    for step in range(2):
-      single = standardise(
-        logits[row, step],
-        params.temperature[row],
-        params.top_k,
-        params.top_p,
-      )
-      np.testing.assert_allclose(batch[row, step], single, atol=1e-7)
 
 
 def test_standardise_off_means_not_computed():
@@ -164,18 +128,6 @@ def test_other_values_do_not_recompile():
   ):
     standardise(logits, config.params(2))
   assert standardise._cache_size() == 1
-
-
-@pytest.mark.parametrize('size', [1, 2, 7, 300])
-def test_largest_threshold_is_the_kth_largest(size):
-  rng = np.random.default_rng(size)
-  values = rng.normal(size=size).astype(np.float32)
-  values[rng.integers(size, size=size // 3)] = values[0]  # Ties.
-  largest_threshold = jax.jit(probs.largest_threshold)
-  for k in {1, 2, size // 2, size}:
-    found = largest_threshold(values, np.ones_like(values), jnp.int32(k))
-    if 0 < k <= size:
-      assert found == np.sort(values)[-k]
 
 
 def test_largest_threshold_edges():
@@ -223,28 +175,6 @@ def test_inverse_cdf_never_draws_probability_zero():
     assert np.all(np.asarray(law)[np.asarray(tokens)] > 0)
 
 
-def test_inverse_cdf_survives_a_cumulative_sum_that_is_not_monotone():
-  # A long parallel cumulative sum may rise where the weight is 0. With all
-  # weights in one column of V = 2^20, the second uniform meets 1,024 of them;
-  # aim it at just those rises.
-  size, columns = 2**20, probs.num_columns(2**20)
-  aimed = 0
-  for seed in range(5):
-    rng = np.random.default_rng(seed)
-    weights = np.exp(rng.normal(size=columns)) * (rng.random(columns) < 0.5)
-    weights = weights.astype(np.float32)
-    sums = np.asarray(jax.jit(jnp.cumsum)(weights))
-    rises = np.nonzero((np.diff(sums) > 0) & (weights[1:] == 0))[0]
-    law = np.zeros(size, np.float32)
-    law[::columns] = weights
-    for bound in sums[rises]:
-      uniforms = np.array([0.5, bound / sums.max()], np.float32)
-      assert law[_inverse_cdf(law, uniforms)] > 0
-      aimed += 1
-  if not aimed:
-    pytest.skip('the cumulative sum is monotone on this backend')
-
-
 def test_inverse_cdf_without_any_mass_is_still_an_id():
   for law in (np.zeros(6), np.full(6, np.nan), np.full(7, np.inf)):
     for uniform in (0.0, _ALMOST_ONE):
@@ -263,19 +193,6 @@ def test_inverse_cdf_has_exactly_the_law(size):
   found = np.asarray(jax.jit(verify_laws.sampler_law)(law), np.float64)
   np.testing.assert_allclose(found, law / law.sum(), atol=1e-6)
   assert np.all(found[np.asarray(law) == 0] == 0)
-
-
-def test_sample_chi_squared():
-  # 100,000 draws over 300 tokens, seed 0, alpha 1e-3.
-  law = np.random.default_rng(0).dirichlet(np.full(300, 0.5))
-  draw = functools.partial(probs.sample, jnp.asarray(law, jnp.float32))
-  tokens = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 100_000))
-  observed = toy_models.count_ngrams(np.asarray(tokens)[:, None], 300)
-  toy_models.assert_chi_squared(observed, law, alpha=1e-3)
-  # Negative control: the law of the same draws shifted by 5 %.
-  wrong = law * np.where(np.arange(300) % 2, 1.05, 0.95)
-  with pytest.raises(AssertionError, match='chi-squared'):
-    toy_models.assert_chi_squared(observed, wrong / wrong.sum(), alpha=1e-3)
 
 
 def test_greedy_token_is_argmax_with_first_index_on_ties():
@@ -324,37 +241,19 @@ def test_valid_logits():
 
 
 @pytest.mark.parametrize(
-  'arguments, message',
+  'name, values',
   [
-    ({'temperature': -0.1}, 'temperature must be finite and >= 0, got -0.1'),
-    ({'temperature': float('nan')}, 'temperature must be finite'),
-    ({'temperature': float('inf')}, 'temperature must be finite'),
-    ({'temperature': 1e39}, 'temperature must be finite'),
-    ({'temperature': 1e-42}, 'is 0 in float32'),
-    ({'temperature': [1.0, -1.0]}, 'got -1.0'),
-    ({'temperature': []}, 'one number or one for each example'),
-    ({'temperature': [[1.0]]}, r'got shape \(1, 1\)'),
-    ({'temperature': [[1.0], [1.0, 2.0]]}, 'sequence of numbers'),
-    ({'temperature': 'hot'}, "got 'hot'"),
-    ({'temperature': '1.0'}, "got '1.0'"),
-    ({'temperature': None}, 'temperature must be'),
-    ({'temperature': True}, 'temperature must be'),
-    ({'top_k': -1}, 'top_k must be an integer >= 0'),
-    ({'top_k': 2.0}, 'top_k must be an integer >= 0'),
-    ({'top_k': True}, 'top_k must be an integer >= 0'),
-    ({'top_k': None}, 'top_k must be an integer >= 0'),
-    ({'top_k': 2**31}, 'top_k must be an integer >= 0'),
-    ({'top_p': 0.0}, r'top_p must be in \(0, 1\]'),
-    ({'top_p': 1.1}, r'top_p must be in \(0, 1\]'),
-    ({'top_p': float('nan')}, r'top_p must be in \(0, 1\]'),
-    ({'top_p': '0.5'}, r'top_p must be in \(0, 1\]'),
-    ({'top_p': True}, r'top_p must be in \(0, 1\]'),
-    ({'top_p': [0.5]}, r'top_p must be in \(0, 1\]'),
+    ('temperature', [-0.1, np.nan, np.inf, 1e39, 1e-42, [1.0, -1.0]]),
+    ('temperature', [[], [[1.0]], [[1.0], [1.0, 2.0]], 'hot', '1.0']),
+    ('temperature', [None, True, 10**400]),
+    ('top_k', [-1, 2.0, True, None, 2**31]),
+    ('top_p', [0.0, 1.1, np.nan, '0.5', True, [0.5], 1e-60]),
   ],
 )
-def test_sampling_config_rejects(arguments, message):
-  with pytest.raises(ValueError, match=message):
-    SamplingConfig(**arguments)
+def test_sampling_config_rejects(name, values):
+  for value in values:
+    with pytest.raises(ValueError, match=f'{name}: expected'):
+      SamplingConfig(**{name: value})
 
 
 def test_sampling_config_greedy_and_equality():
@@ -372,7 +271,7 @@ def test_sampling_config_params():
   np.testing.assert_array_equal(params.temperature, [0.5] * 3)
   assert (params.temperature.dtype, params.top_k.dtype) == ('f4', 'i4')
   assert (params.top_p.dtype, params.top_p, params.top_k) == ('f4', 0.25, 4)
-  with pytest.raises(ValueError, match='2 values for 3 examples'):
+  with pytest.raises(ValueError, match='one for each of 3 examples'):
     SamplingConfig([0.5, 1.0]).params(3)
 
 

@@ -89,57 +89,6 @@ def test_follows_the_rule(max_match, min_match):
   assert sizes == set(range(GAMMA + 1))
 
 
-CASES = {
-  'nothing generated yet': ([5, 6, 7], [0], []),
-  'from the input, to its end': ([5, 6, 7, 8, 1], [0, 9, 6], [7, 8, 1]),
-  'no longer than gamma': (list(range(2, 12)), [0, 3], [4, 5, 6, 7, 8]),
-  'the first of equals in the input': (
-    [4, 5, 6, 4, 5, 7],
-    [0, 4, 5],
-    [6, 4, 5, 7],
-  ),
-  'one token that went on in two ways': ([5, 6, 5, 7], [0, 5], []),
-  'or in another way in the output': ([5, 6], [0, 5, 7, 5], []),
-  'one token that went on in one way': ([5, 6, 5, 6], [0, 5], [6, 5, 6]),
-  'the longer one further on': ([5, 6, 4, 5, 7, 1], [0, 4, 5], [7, 1]),
-  'the last of equals in the output': (
-    [],
-    [0, 4, 5, 6, 4, 5, 7, 4, 5],
-    [7, 4, 5, 7, 4],
-  ),
-  'the longer one in the output': (
-    [5, 8, 8],
-    [0, 4, 5, 6, 4, 5],
-    [6, 4, 5, 6, 4],
-  ),
-  'the input before the output among equals': (
-    [4, 5, 6],
-    [0, 4, 5, 7, 4, 5],
-    [6],
-  ),
-  'a text that repeats one token': ([], [0, 5, 5], [5, 5, 5, 5, 5]),
-  'the last token of the input ends nothing': ([6, 5], [0, 5], []),
-  'padding is no text': ([5, 6], [7, 0], []),
-  'a match does not reach over the start': ([4, 5, 9], [5], [9]),
-}
-
-
-def test_cases():
-  inputs = [case[0] for case in CASES.values()]
-  texts = [case[1] for case in CASES.values()]
-  found = propose(prompt_lookup(), inputs, texts)
-  want = {name: case[2] for name, case in CASES.items()}
-  assert dict(zip(CASES, found, strict=True)) == want
-
-
-def test_min_match():
-  inputs = [[5, 6, 7, 8]] * 2
-  assert propose(prompt_lookup(4, 2), inputs, [[0, 6], [0, 5, 6]], 1) == [
-    [],
-    [7],
-  ]
-
-
 def test_a_decoder_only_model_copies_from_its_prompt():
   """Its inputs are one column of zeros; the prompt is in the context."""
   drafter = prompt_lookup()

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import importlib.util
-import json
 import os
 import pathlib
 import pickle
@@ -13,25 +12,23 @@ import sys
 import threading
 import time
 import types
-import urllib.error
-import urllib.request
 
 import gin
 import pytest
 
+from served import Served
 from specdec_jax import serving
 from specdec_jax.cli import commands, gin_flags
 from specdec_jax.serving import replicas
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RUN_FILE = commands.COMMANDS['serve'].run_file
+SERVE = commands.COMMANDS['serve']
 PROMPTS = ('Good morning!', 'Where is it?', 'Thank you.')
-WAIT = 1200  # seconds, in which programs are compiled on any machine
 
 
 def test_what_a_replica_is_made_of_goes_to_another_process():
-  flags = ('--replicas', '2', '--rows', '3', '--gin.REPLICA_GPUS=1')
-  gin_flags.load(gin_flags.parse_flags(flags, None, 'serve', RUN_FILE))
+  flags = ('--replicas', '2', '--rows', '3', '--replica-gpus=1')
+  gin_flags.load(gin_flags.parse_flags(flags, SERVE))
   try:
     here = gin_flags.build(serving.ServeConfig)
     sent = pickle.dumps(gin_flags.builder(serving.ServeConfig))
@@ -58,15 +55,10 @@ def test_it_says_that_the_extra_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'wrong, said',
-  [
-    ({'number': -1}, 'replicas'),
-    ({'number': 3, 'most': 2}, 'the most replicas'),
-    ({'number': 1, 'gpus': -1.0}, 'gpus'),
-  ],
+  'wrong', [{'number': -1}, {'number': 3, 'most': 2}, {'gpus': -1.0}]
 )
-def test_settings(wrong, said):
-  with pytest.raises(ValueError, match=said):
+def test_settings(wrong):
+  with pytest.raises(ValueError, match=str([*wrong.values()][-1])):
     serving.ReplicaSettings(**wrong)
 
 
@@ -74,7 +66,7 @@ def test_a_port_that_cannot_be_is_said_before_ray_starts(monkeypatch):
   started = types.SimpleNamespace(init=lambda **_: pytest.fail('it started'))
   monkeypatch.setattr(replicas, 'package', lambda *_: started)
   two = serving.ReplicaSettings(2)
-  with pytest.raises(ValueError, match='port of its own, got 0'):
+  with pytest.raises(ValueError, match='port.*got 0'):
     replicas.run(list, serving.ServeSettings(port=0), two, [])
   with socket.create_server(('127.0.0.1', 0)) as taken:
     settings = serving.ServeSettings(port=taken.getsockname()[1])
@@ -109,18 +101,17 @@ def test_what_keeps_ray_from_starting_is_said_in_a_sentence(error, said):
   ray = types.SimpleNamespace(
     exceptions=types.SimpleNamespace(RayError=RayError)
   )
-  started = replicas._Started(ray_serve, None)
+  started = replicas._started(ray_serve, None)
   with (
     pytest.raises(replicas.ReplicasError, match=said),
     replicas._in_a_sentence(ray),
   ):
-    while not started.is_done:
-      time.sleep(0.01)
+    started.result(60)
 
 
 def demo_engine():
   """The engine that `specdec serve` has."""
-  gin_flags.load(gin_flags.parse_flags([], None, 'serve', RUN_FILE))
+  gin_flags.load(gin_flags.parse_flags([], SERVE))
   try:
     config = gin_flags.build(serving.ServeConfig)
     return config.engine(drafter=config.drafter())
@@ -128,43 +119,14 @@ def demo_engine():
     gin.clear_config()
 
 
-class Served:
-  """`specdec serve --replicas 2` in a process, and what it says."""
+class Replicas(Served):
+  """`specdec serve --replicas 2`."""
 
   def __init__(self, *more):
     with socket.create_server(('127.0.0.1', 0)) as free:
       port = free.getsockname()[1]
-    self.url = f'http://127.0.0.1:{port}'
     flags = f'--replicas 2 --port {port} --rows 1 --max-input-length 8'
-    paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
-    self.process = subprocess.Popen(
-      [sys.executable, '-m', 'specdec_jax', 'serve', *flags.split()]
-      + ['--gin.REPLICA_CPUS=0.5', *more],
-      env=os.environ
-      | {'PYTHONPATH': ':'.join(paths), 'RAY_USAGE_STATS_ENABLED': '0'},
-      stderr=subprocess.PIPE,
-      stdout=subprocess.DEVNULL,
-      text=True,
-    )
-    self.lines = []
-    self._reader = threading.Thread(target=self._read)
-    self._reader.start()
-
-  def _read(self):
-    for line in self.process.stderr:
-      self.lines.append(line)
-
-  def until(self, condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-      assert time.monotonic() < end, ''.join(self.lines)
-      assert self.process.poll() is None, ''.join(self.lines)
-      time.sleep(0.2)
-
-  @property
-  def is_ready(self):
-    """Whether the server says it, not a replica."""
-    return any(x.startswith('{') and '"ready"' in x for x in self.lines)
+    super().__init__(*flags.split(), '--replica-cpus=0.5', *more)
 
   @property
   def num_started(self):
@@ -190,57 +152,6 @@ class Served:
     found = [int(row[0]) for row in rows if 'ray::ServeReplica' in row[-1]]
     return [pid for pid in found if is_ours(pid)]
 
-  def ask(self, prompt, **options):
-    """The text of an answer, or the status of an error."""
-    body = {'prompt': prompt, 'temperature': 0, 'max_tokens': 12} | options
-    try:
-      with urllib.request.urlopen(
-        f'{self.url}/v1/completions', json.dumps(body).encode()
-      ) as answer:
-        return json.load(answer)['choices'][0]['text']
-    except urllib.error.HTTPError as error:
-      with error:
-        return error.code
-
-  def stream(self, prompt, **options):
-    """The lines of a stream, without the empty ones."""
-    body = {'prompt': prompt, 'temperature': 0, 'stream': True} | options
-    with urllib.request.urlopen(
-      f'{self.url}/v1/completions', json.dumps(body).encode()
-    ) as answer:
-      lines = answer.read().decode().splitlines()
-    return [line for line in lines if line]
-
-  def end(self):
-    self.process.kill()
-    self.process.wait()
-    self._reader.join()
-    self.process.stderr.close()
-
-
-@pytest.mark.slow
-def test_what_is_left_when_the_time_is_over_ends_with_an_error():
-  if importlib.util.find_spec('ray') is None:
-    pytest.skip('needs the extra [ray]')
-  served = Served('--replicas', '1', '--gin.DRAIN_SECONDS=1.0')
-  # More than is done in a second, one after the other.
-  asked = {'n': 64, 'max_tokens': 120, 'ignore_eos': True}
-
-  try:
-    served.until(lambda: served.is_ready)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-      whole = pool.submit(served.ask, PROMPTS[0], **asked)
-      stream = pool.submit(served.stream, PROMPTS[0], **asked)
-      time.sleep(1)
-      served.process.send_signal(signal.SIGTERM)
-      assert served.process.wait(120) == 0
-      assert whole.result() == 503
-      *_, last, done = stream.result()
-    assert done == 'data: [DONE]'
-    assert 'is stopping' in json.loads(last[6:])['error']['message']
-  finally:
-    served.end()
-
 
 @pytest.mark.slow
 def test_two_replicas_one_of_which_is_killed():
@@ -249,7 +160,6 @@ def test_two_replicas_one_of_which_is_killed():
   engine, sampled = demo_engine(), {'temperature': 1.0, 'seed': 3}
   want = {one: engine.generate([one], max_length=12)[0].text for one in PROMPTS}
   drawn = engine.generate(PROMPTS[:1], max_length=12, **sampled)[0].text
-  served = Served()
   stop = threading.Event()
   answers = []
 
@@ -257,8 +167,8 @@ def test_two_replicas_one_of_which_is_killed():
     while not stop.is_set():
       answers.append((time.monotonic(), served.ask(prompt) == want[prompt]))
 
-  try:
-    served.until(lambda: served.is_ready)
+  with Replicas('--drain-seconds=3.0') as served:
+    assert served.url
     assert len(served.replicas) == 2
     assert {one: served.ask(one) for one in PROMPTS} == want
     found = {served.ask(PROMPTS[0], **sampled) for _ in range(6)}
@@ -283,11 +193,14 @@ def test_two_replicas_one_of_which_is_killed():
     # No more than what it was decoding, and soon after.
     assert len(wrong) <= len(PROMPTS) and all(t < 30 for t in wrong), wrong
     assert sum(killed < t < back for t, is_right in answers if is_right) > 3
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    # More than is done in that time, one after the other.
+    long = {'n': 64, 'max_tokens': 120, 'ignore_eos': True}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
       last = pool.submit(served.ask, PROMPTS[0], max_tokens=60)
+      time.sleep(0.2)
+      cut = pool.submit(served.ask, PROMPTS[1], **long)
       time.sleep(0.2)
       served.process.send_signal(signal.SIGTERM)
       assert served.process.wait(120) == 0
       assert isinstance(last.result(), str), 'what was taken was not finished'
-  finally:
-    served.end()
+      assert cut.result() == 503

@@ -7,8 +7,8 @@ import pytest
 
 from small_vocabulary import network
 from specdec_jax.files import same_run
-from specdec_jax.measure import alpha, record
-from specdec_jax.paper import printed, table2_suite
+from specdec_jax.measure import acceptance, record
+from specdec_jax.paper import printed, reproduce, tables
 
 
 def test_each_difference_is_named_with_both_values():
@@ -20,7 +20,7 @@ def test_each_difference_is_named_with_both_values():
     'sampling.top_p was 1.0, is 0.9',
     'seed was 0, is 1',
   ]
-  with pytest.raises(same_run.OtherRunError) as found:
+  with pytest.raises(ValueError) as found:
     same_run.check(before, now, 'Here', 'Do that.')
   said = str(found.value)
   assert said.startswith('Here: gone was') and said.endswith('Do that.')
@@ -31,24 +31,15 @@ def test_what_a_file_cannot_tell_apart_is_the_same():
   before = json.loads(json.dumps(now, default=str))
   del before['new']
   same_run.check(before, now, '', '')
-  assert same_run.differences({'a': 1}, {'a': True}) == []  # equal in Python
-  assert same_run.differences({'a': 1}, {'a': '1'})
-
-
-@pytest.mark.parametrize('before', [None, [], 3, 'text', {}])
-def test_what_is_no_description_differs(before):
-  assert same_run.differences(before, {'seed': 0})
-
-
-def test_a_message_stays_short():
+  for before in (None, [], 3, 'text', {}, {'seed': '0'}):  # no description
+    assert same_run.differences(before, {'seed': 0})
   many = {str(i): 'x' * 10_000 for i in range(100)}
-  with pytest.raises(same_run.OtherRunError, match='and 95 more') as found:
+  with pytest.raises(ValueError, match='and 95 more') as caught:
     same_run.check({}, many, 'Here', '')
-  assert len(str(found.value)) < 2_000
+  assert len(str(caught.value)) < 2_000
 
 
-NO_RECORDS = ['', '{', 'null', '[]', '{}', '3', '{"settings": 1, "rows": 2}']
-NO_RECORDS += ['{"kind": "alpha", "settings": 1, "rows": 2}']
+NO_RECORDS = ['', '[]', '{"kind": "alpha", "settings": 1, "rows": 2}']
 
 
 @pytest.mark.parametrize('text', NO_RECORDS)
@@ -61,16 +52,13 @@ def test_a_record_that_is_none_is_named(tmp_path, text):
   fields = {field.name: None for field in dataclasses.fields(FakeAlpha)}
   config = FakeAlpha(**fields | {'output_file': str(path)})
   with pytest.raises(ValueError, match='results.json.*another output_file'):
-    alpha._earlier(config)
+    acceptance._earlier(config)
   row = printed.TABLE2[0]
-  config = table2_suite.SuiteConfig(
-    'tiny', network(1), {row.draft: network(1)}, str(tmp_path)
-  )
-  table2_suite.row_path(str(tmp_path), row).write_text(text)
-  with pytest.raises(
-    ValueError, match=f'{table2_suite.row_name(row)}.*not a record'
-  ):
-    table2_suite.read(config)
+  config = reproduce.SuiteConfig('tiny', network(1), {row.draft: network(1)})
+  name = tables.row_name(row)
+  (tmp_path / f'{name}.json').write_text(text)
+  with pytest.raises(ValueError, match=f'{name}.*not a record'):
+    reproduce.read_suite(config, str(tmp_path))
 
 
 @dataclasses.dataclass

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import threading
 import time
 
@@ -11,23 +10,26 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import toy_models
 from continuous_test import make_texts, nothing_compiles
 from specdec_jax import probs
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.text_batch import TextBatch
+from specdec_jax.engine.request import TextBatch
 from specdec_jax.models.model import Model
-from specdec_jax.serving.rehearsal import Rehearsal
-from specdec_jax.serving.scheduler import Busy, Scheduler, Stopped
 from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.serving.worker import Busy, Stopped, Worker
 
 STOPS = tuple(range(3, small_vocabulary.VOCAB_SIZE, 36))
 TEXTS = [text for text in make_texts(24) if len(text) < 60]
 
 
-def model(seed):
-  network = small_vocabulary.network(1)
-  return Model(network, network.init(jax.random.key(seed)))
+def model(noise):
+  """The target, or a drafter that is often right.
+
+  Chains, whose programs are compiled in a fraction of a network's time.
+  """
+  chain = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE, noise)
+  return Model(chain, chain.params)
 
 
 @pytest.fixture(scope='module')
@@ -56,12 +58,14 @@ def scheduler(engine):
   made.join()
 
 
-def started(engine, measured=None, **settings):
-  made = Scheduler(engine, ServeSettings(**settings), measured)
+def started(engine, measured=None, whole=True, **settings):
+  """A worker that has compiled all programs, or enough of them to begin."""
+  made = Worker(engine, ServeSettings(**settings), measured)
   made.start()
-  while not made.is_compiled:
-    assert made.failure is None, made.failure
-    time.sleep(0.01)
+  wait_until(
+    lambda: made.failure or (made.is_compiled or not whole) and made.takes_rows
+  )
+  assert made.failure is None, made.failure
   return made
 
 
@@ -94,7 +98,7 @@ class Heard:
 def ask(scheduler, text, **options):
   """A completion, alone."""
   heard = Heard(scheduler, text, **options)
-  scheduler.submit([heard.row])
+  scheduler.take([heard.row])
   return heard.last.completion
 
 
@@ -146,7 +150,7 @@ def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
     ]
     # In parts, while others run.
     for at in range(0, len(heard), 3):
-      scheduler.submit([one.row for one in heard[at : at + 3]])
+      scheduler.take([one.row for one in heard[at : at + 3]])
       time.sleep(0.005)
     for one in heard:
       assert one.last.completion
@@ -159,65 +163,50 @@ def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
   assert max(len(one.news) for one in heard) > 2, 'nothing was streamed'
 
 
-def test_who_is_alone_has_a_pool_of_its_own(engine, scheduler, monkeypatch):
-  """As wide as its input, and read by its first call; then others come."""
+def test_who_is_alone_has_a_pool_of_its_own(scheduler, monkeypatch, engine):
+  """Read by its first call, and looked at seldom; then others come."""
   slots, calls = scheduler._slots, []
 
   def noted(name):
     real = getattr(slots, name)
 
     def call(*args, **options):
-      rounds = args[0] if name == 'run' else None
-      calls.append((name, rounds, slots._pool_width))
+      calls.append((name, args[0]))
       return real(*args, **options)
 
     monkeypatch.setattr(slots, name, call)
 
-  for name in ('hold', 'read', 'run'):
+  for name in ('hold', 'admit', 'run'):
     noted(name)
   asked = {'stop_ids': (), 'log_probs': False}
-  sampled = asked | {'temperature': 1.0, 'seed': 4}
   texts = [text for text in TEXTS if engine.num_input_tokens(text) <= 32]
-  want = engine.generate(texts[:1], **asked)[0]
-  drawn = engine.generate(texts[1:2], **sampled)[0]
+  want = engine.generate(texts[:2], **asked)
   with nothing_compiles():
-    same(ask(scheduler, texts[0], **asked), want)
-    assert [one[0] for one in calls[:2]] == ['hold', 'run']
-    assert {one[2] for one in calls[2:]} <= {16}
-    alone = {rounds for name, rounds, _ in calls if name == 'run'}
-    assert len(alone) == 1 and min(alone) > 4, 'it is looked at seldom'
+    same(ask(scheduler, texts[0], **asked), want[0])
+    assert [name for name, _ in calls[:2]] == ['hold', 'run']
+    assert min(rounds for name, rounds in calls if name == 'run') > 4
     calls.clear()
     first = Heard(scheduler, texts[0], streams=True, **asked)
-    later = Heard(scheduler, texts[1], **sampled)
+    later = Heard(scheduler, texts[1], **asked)
     tell = first.row.tell
 
     def tell_and_submit(news):
       tell(news)
       if len(first.news) == 1:
-        scheduler.submit([later.row])
+        scheduler.take([later.row])
 
     first.row.tell = tell_and_submit
-    scheduler.submit([first.row])
-    same(first.last.completion, want)
-    same(later.last.completion, drawn)
-  assert calls[0][0] == 'hold' and any(one[0] == 'read' for one in calls)
-  widths = [width for name, _, width in calls if name == 'run']
-  assert widths[1] == 16 and widths[-1] == 40, 'it was not moved'
-  assert {rounds for name, rounds, _ in calls if name == 'run'} <= {1, *alone}
-
-
-def test_a_sample_is_another_with_another_seed(scheduler):
-  """The control of the test above: the seed is heard."""
-  options = {'temperature': 1.0, 'stop_ids': ()}
-  found = {ask(scheduler, TEXTS[0], seed=s, **options).text for s in range(4)}
-  assert len(found) > 1
+    scheduler.take([first.row])
+    same(first.last.completion, want[0])
+    same(later.last.completion, want[1])
+  assert calls[0][0] == 'hold' and any(name == 'admit' for name, _ in calls)
 
 
 def test_a_cancelled_row_frees_its_slot(engine, scheduler):
   forever = [
     Heard(scheduler, text, streams=True, stop_ids=()) for text in TEXTS[:4]
   ]
-  scheduler.submit([one.row for one in forever])
+  scheduler.take([one.row for one in forever])
   scheduler.cancel([one.row for one in forever[:3]])
   want = engine.generate([TEXTS[5]])[0]
   same(ask(scheduler, TEXTS[5]), want)
@@ -237,20 +226,20 @@ def test_deadlines_in_the_queue_and_in_a_slot(scheduler):
   heard = [Heard(scheduler, text, stop_ids=()) for text in TEXTS[:8]]
   for one in heard[1::2]:
     one.row.deadline = 0.0
-  scheduler.submit([one.row for one in heard])
+  scheduler.take([one.row for one in heard])
   assert [one.last.error for one in heard] == [None, 'deadline'] * 4
 
 
 def test_first_come_first_served(scheduler):
-  """With equal lengths rows end in the order in which they came."""
+  """With one round each rows end in the order in which they came."""
   ended = []
   heard = []
   for index, text in enumerate(TEXTS[:12]):
-    one = Heard(scheduler, text, stop_ids=(), max_length=3)
+    one = Heard(scheduler, text, stop_ids=(), max_length=1)
     tell = one.row.tell
     one.row.tell = lambda n, i=index, tell=tell: (ended.append(i), tell(n))
     heard.append(one)
-  scheduler.submit([one.row for one in heard])
+  scheduler.take([one.row for one in heard])
   for one in heard:
     assert one.last.completion
   groups = [sorted(ended[at : at + 4]) for at in range(0, 12, 4)]
@@ -258,77 +247,58 @@ def test_first_come_first_served(scheduler):
 
 
 def test_a_full_queue_refuses_and_a_stop_ends_what_waits(engine, monkeypatch):
-  small = started(engine, rows=1, max_waiting=2)
+  small = started(engine, whole=False, rows=1, max_waiting=2)
   rows = [Heard(small, text) for text in TEXTS[:4]]
-  with pytest.raises(Busy, match='more than 2') as caught:
-    small.submit([one.row for one in rows])
-  assert caught.value.retry_after >= 1
-  small.submit([one.row for one in rows[:2]])
+  with pytest.raises(Busy, match='more than 2'):
+    small.take([one.row for one in rows])
+  small.take([one.row for one in rows[:2]])
   assert all(one.last.completion for one in rows[:2])
   assert ask(small, '').finish_reason == 'empty'
   # Told to stop, it takes nothing more; what it does not get to ends.
   monkeypatch.setattr(small, '_fill', lambda: time.sleep(0.001))
-  small.submit([one.row for one in rows[2:]])
+  small.take([one.row for one in rows[2:]])
   small.refuse('The server is stopping.')
   with pytest.raises(Stopped, match='stopping'):
-    small.submit([rows[0].row])
+    small.take([rows[0].row])
   small.stop()
   small.join()
   assert [one.last.error for one in rows[2:]] == ['stopped'] * 2
 
 
-def test_told_to_stop_while_it_compiles_it_takes_no_rows(engine, monkeypatch):
-  first = itertools.islice  # the rest would only take time
-  uses = Rehearsal.uses
-  monkeypatch.setattr(
-    Rehearsal, 'uses', lambda self: dict(first(uses(self).items(), 1))
-  )
-  made = Scheduler(engine, ServeSettings(rows=1))
-  made.refuse('The server is stopping.')
-  made.start()
-  while not made.is_compiled:
-    assert made.failure is None, made.failure
-    time.sleep(0.01)
-  with pytest.raises(Stopped, match='stopping'):
-    made.submit([])
-  made.stop()
-  made.join()
-
-
 def test_rows_are_themselves_whatever_is_compiled(engine, monkeypatch):
   """From the first program on, and they compile nothing."""
   turns = threading.Semaphore(0), threading.Semaphore(0)
-  uses, all_uses = Rehearsal.uses, []
+  runs, all_runs = Worker._rehearsals, []
 
-  def one_by_one(self):
+  def one_by_one(*args):
     def used(run):
       turns[0].acquire()
       run()
       turns[1].release()
 
-    found = uses(self)
-    all_uses.extend(found)
+    found = runs(*args)
+    all_runs.extend(found)
     return {one: functools.partial(used, run) for one, run in found.items()}
 
-  monkeypatch.setattr(Rehearsal, 'uses', one_by_one)
-  made = Scheduler(engine, ServeSettings(rows=4))
+  monkeypatch.setattr(Worker, '_rehearsals', one_by_one)
+  made = Worker(engine, ServeSettings(rows=4))
   made.start()
   asked = (
     {'stop_ids': STOPS, 'log_probs': False},
     {'temperature': 1.0, 'stop_ids': STOPS, 'log_probs': False},
   )
   traffic = traffic_of(engine, TEXTS[:6], asked)
-  wait_until(lambda: all_uses)
+  wait_until(lambda: all_runs)
   beams = Heard(made, TEXTS[0], num_beams=2)
-  for _ in all_uses:
+  for _ in all_runs:
     with pytest.raises(Stopped, match='not ready'):  # nothing could search yet
-      made.submit([beams.row])
+      made.take([beams.row])
     turns[0].release()
     turns[1].acquire()
     wait_until(lambda: made.takes_rows)
     with nothing_compiles():
       heard = [Heard(made, text, **options) for text, options, _ in traffic]
-      made.submit([one.row for one in heard])
+      made.take([one.row for one in heard])
       for one, (_, _, want) in zip(heard, traffic, strict=True):
         same(one.last.completion, want)
       same(ask(made, traffic[0][0], **traffic[0][1]), traffic[0][2])
@@ -337,19 +307,19 @@ def test_rows_are_themselves_whatever_is_compiled(engine, monkeypatch):
 
 
 def test_a_failure_ends_all_rows(engine, monkeypatch):
-  made = started(engine, rows=1)
+  made = started(engine, whole=False, rows=1)
 
   def fail(*_):
     raise RuntimeError('no device')
 
-  monkeypatch.setattr(made, '_look', fail)
+  monkeypatch.setattr(made, '_collect', fail)
   heard = [Heard(made, text) for text in TEXTS[:3]]
-  made.submit([one.row for one in heard])
+  made.take([one.row for one in heard])
   assert [one.last.error for one in heard] == ['failed'] * 3
   made.join()
   assert 'no device' in made.failure and not made.is_compiled
   with pytest.raises(Stopped, match='failed'):
-    made.submit([heard[0].row])
+    made.take([heard[0].row])
 
 
 def test_each_row_has_top_k_and_top_p_of_its_own():
@@ -372,23 +342,10 @@ def test_each_row_has_top_k_and_top_p_of_its_own():
   assert len({int(np.sum(np.asarray(one) > 0)) for one in shared}) == 4
 
 
-def test_each_row_has_stop_ids_of_its_own():
-  stop_ids = np.array([[3, -1], [4, 5]])
-  logits = np.zeros((2, 2, 8), np.float32)
-  masked = probs.forbid_early_stops(
-    logits, stop_ids, np.array([0, 1]), np.array([1, 3])
-  )
-  where = np.argwhere(np.isneginf(np.asarray(masked))).tolist()
-  assert where == [[0, 0, 3], [1, 0, 4], [1, 0, 5], [1, 1, 4], [1, 1, 5]]
-  request = type('', (), {'stop_ids': jax.numpy.asarray(stop_ids)})
-  stops = decode_state.is_stop(request, np.array([[3, 4, 5], [3, 4, 5]]))
-  assert stops.tolist() == [[True, False, False], [False, True, True]]
-
-
 def test_rows_over_devices_are_refused(engine, monkeypatch):
   monkeypatch.setattr(TextBatch, 'batch_multiple', 2)
-  with pytest.raises(ValueError, match='splits rows.*Placement'):
-    Scheduler(engine, ServeSettings())
+  with pytest.raises(ValueError, match='Placement'):
+    Worker(engine, ServeSettings())
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,9 @@ def engine(network, params, tokenizer):
   )
 
 
-@pytest.mark.parametrize(
-  'speculative', [pytest.param(False, marks=pytest.mark.slow), True]
-)
-def test_what_decoding_reports(engine, speculative):
+def test_what_decoding_reports(engine):
   done = engine.generate(
     TEXTS,
-    speculative=speculative,
     temperature=1.0,
     seed=3,
   )
@@ -77,7 +73,7 @@ def test_what_a_decoder_only_model_reports(tokenizer):
   scores = scoring.score(engine.target, engine.params.target, inputs, outputs)
   for one, completion in zip(scores, done, strict=True):
     np.testing.assert_allclose(one.log_probs, completion.log_probs, atol=1e-4)
-  with pytest.raises(ValueError, match='needs a token to begin with'):
+  with pytest.raises(ValueError, match=r'inputs\[0\]'):
     scoring.score(network, params, [[]], [[5]])
 
 
@@ -109,13 +105,43 @@ def test_closed_form_of_a_markov_chain():
     for at, token in enumerate(tokens)
   ]
   np.testing.assert_allclose(one.log_probs, expected, atol=1e-5)
+  (more,) = scoring.score(model, model.params, [[2, 3]], [tokens], num_top=3)
+  assert more.log_probs == one.log_probs
+  for at, (top, token) in enumerate(zip(more.top, tokens, strict=True)):
+    row = np.log(next_probs(tuple(tokens[:at])))
+    ids = [number for number, _ in top]
+    assert ids == np.argsort(-row, kind='stable')[:3].tolist()
+    np.testing.assert_allclose([x for _, x in top], row[ids], atol=1e-5)
+    # The very number, so that a client finds out what is greedy.
+    assert dict(top).get(token, more.log_probs[at]) == more.log_probs[at]
 
 
-def test_neighbours_and_padding_do_not_matter(network, params):
-  inputs, targets = [[5, 6, 1], list(range(2, 30))], [[7, 1], [9] * 40]
-  both = scoring.score(network, params, inputs, targets)
-  alone = scoring.score(network, params, inputs[:1], targets[:1])
-  np.testing.assert_allclose(both[0].log_probs, alone[0].log_probs, atol=1e-5)
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    {'num_samples': 2, 'temperature': 1.0, 'batch_size': 2},
+    {'num_beams': 2, 'num_samples': 2},
+    {'prompts': [[7, 8], [], [9]], 'stop_strings': ['s']},
+  ],
+)
+def test_the_likeliest_tokens_of_an_engines_outputs(engine, options):
+  options = {'max_length': 6} | options
+  texts = ['the dog', '', 'a cat'] if 'prompts' not in options else TEXTS
+  done = engine.generate(texts, top_log_probs=3, **options)
+  plain = engine.generate(texts, **options)
+  assert [one.tokens for one in done] == [one.tokens for one in plain]
+  for one, want in zip(done, plain, strict=True):
+    np.testing.assert_allclose(one.log_probs, want.log_probs, atol=1e-4)
+    assert len(one.top_log_probs) == len(one.tokens)
+    for token, value, top in zip(
+      one.tokens, one.log_probs, one.top_log_probs, strict=True
+    ):
+      assert len(top) == 3 and value <= top[0][1]
+      assert sorted(top, key=lambda pair: -pair[1]) == list(top)
+      if not options.keys() & {'temperature', 'num_beams'}:
+        assert top[0] == (token, value)
+  assert plain[0].top_log_probs == ()
 
 
 def test_lengths_share_programs(network, params):
@@ -138,11 +164,8 @@ def test_edges(network, params):
   broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
   (one,) = scoring.score(network, broken, [[5, 1]], [[7, 1]])
   assert np.isnan(one.total)
-
-
-def test_errors(network, params):
-  with pytest.raises(ValueError, match='got 1 inputs and 2 targets'):
-    scoring.score(network, params, [[5]], [[5], [6]])
   size = network.vocab_size
-  with pytest.raises(ValueError, match=rf'targets\[1\] holds {size}'):
+  with pytest.raises(ValueError, match='targets: expected 1'):
+    scoring.score(network, params, [[5]], [[5], [6]])
+  with pytest.raises(ValueError, match=rf'targets\[1\]: .*{size}'):
     scoring.score(network, params, [[5], [5]], [[5], [6, size]])

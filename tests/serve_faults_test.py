@@ -10,15 +10,9 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import random
-import re
-import signal
 import socket
-import string
-import subprocess
-import sys
 import threading
 import time
 
@@ -26,20 +20,20 @@ import pytest
 
 from continuous_test import nothing_compiles
 from scheduler_test import TEXTS, engine, wait_until
-from specdec_jax import files
 from specdec_jax.serving import ServeSettings
 
-_WHY = 'needs the extras [serve] and [load], and httpx'
+_WHY = 'needs the extra [serve], aiohttp and httpx'
 httpx = pytest.importorskip('httpx', reason=_WHY)
 for needed in ('aiohttp', 'openai', 'uvicorn', 'starlette'):
   pytest.importorskip(needed, reason=_WHY)
-from serve_test import BAD, sent, server, url  # noqa: E402
-from specdec_jax.serving import connections, load  # noqa: E402
-from specdec_jax.serving.scheduler import Scheduler  # noqa: E402
+from benchmarks import serve as load  # noqa: E402
+from serve_test import BAD, counters, held, sent, server, url  # noqa: E402
+from served import Served  # noqa: E402
+from specdec_jax.serving.server import Connection  # noqa: E402
+from specdec_jax.serving.worker import Worker  # noqa: E402
 
-__all__ = ['engine', 'server', 'url']  # fixtures
+__all__ = ['engine', 'held', 'server', 'url']  # fixtures
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCES = ROOT.parent / 'shared/data/ende/tatoeba.test.tsv.gz'
 PATH = '/v1/completions'
 
 
@@ -90,7 +84,7 @@ def scheduler(engine):
     body_seconds=2.0,
     idle_seconds=2.0,
   )
-  return Scheduler(engine, settings)
+  return Worker(engine, settings)
 
 
 @pytest.fixture(scope='module')
@@ -98,6 +92,10 @@ def want(engine):
   """Text -> what the engine says."""
   found = engine.generate(TEXTS, max_length=16)
   return {t: one.text for t, one in zip(TEXTS, found, strict=True)}
+
+
+def errors(replies):
+  return [one.error for one in replies if one.error is not None]
 
 
 # Clients that leave.
@@ -122,9 +120,8 @@ def leave(address, texts, count):
 
 def statuses(address):
   """Status of an answer -> how many had it."""
-  text = httpx.get(f'{address}/metrics').text
-  every = re.findall(r'requests_total{status="(\d+)"} (\S+)', text)
-  return {status: float(count) for status, count in every}
+  found = counters(address).items()
+  return {n[-5:-2]: x for n, x in found if 'requests_total{' in n}
 
 
 def test_clients_that_leave(url, scheduler, want):
@@ -140,32 +137,15 @@ def test_clients_that_leave(url, scheduler, want):
   assert '500' not in statuses(url)
 
 
-@pytest.mark.slow
-def test_a_thousand_clients_that_leave(demo, outputs):
-  with others(demo.url, outputs):
-    leave(demo.url, list(outputs), 1000)
-  assert demo.idle()
-
-
 # Bodies that are wrong.
 
 
 def malformed(rng):
   """A body that is wrong in one of many ways; bytes."""
   names = [
-    *BAD,
-    'prompt',
-    'n',
-    'max_tokens',
-    'stop',
-    'stream',
-    'seed',
-    'top_p',
-    'temperature',
-    'stream_options',
-    'logprobs',
-    'echo',
-    'model',
+    *dict(BAD),
+    *('prompt', 'n', 'max_tokens', 'stop', 'stream', 'seed', 'top_p'),
+    *('temperature', 'stream_options', 'logprobs', 'echo', 'model'),
   ]
   values = [
     None, True, -1, 0, 10**30, 1e308, -0.0, 2.5, '', '\ud800', 'x' * 5000, [],
@@ -174,8 +154,7 @@ def malformed(rng):
   ]  # fmt: skip
   body = {'prompt': rng.choice([TEXTS[0], [5, 6], ['a', 'b']])}
   for _ in range(rng.randint(1, 3)):
-    name = rng.choice(names) or rng.choice(string.ascii_letters)
-    body[name] = rng.choice(values)
+    body[rng.choice(names)] = rng.choice(values)
   data = json.dumps(body).encode()
   way = rng.randrange(6)
   if way == 0:
@@ -227,13 +206,6 @@ def test_malformed_bodies(url, scheduler, want):
   wait_until(lambda: not scheduler.num_rows)
 
 
-@pytest.mark.slow
-def test_a_thousand_malformed_bodies(demo, outputs):
-  with others(demo.url, outputs):
-    fuzz(demo.url, 1000, large_every=50)
-  assert demo.idle()
-
-
 # Connections that do nothing, or too much.
 
 
@@ -272,7 +244,7 @@ def test_a_header_is_bounded(url, want):
   chunked = b'POST /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n'
   fields = b'a: b\r\n' * 7000
   memory = 'process_resident_memory_bytes'
-  before = load.counters(url)[memory]
+  before = counters(url)[memory]
   with others(url, want, threads=1):
     for data in (begin + b'A: ', begin + fields + b'\r\n', chunked + b'A: '):
       with connected(url, data) as (one,):
@@ -285,20 +257,20 @@ def test_a_header_is_bounded(url, want):
           or answer.startswith(b'HTTP/1.1 431')
           or (data.startswith(b'POST') and answer.startswith(b'HTTP/1.1 405'))
         )
-  assert load.counters(url)[memory] - before < 50 << 20
+  assert counters(url)[memory] - before < 50 << 20
   with connected(url, begin + b'A: ' + b'x' * 20_000 + b'\r\n\r\n') as (one,):
     assert one.recv(1 << 16).startswith(b'HTTP/1.1 200')
 
 
 def test_connections_that_do_nothing(url, want, monkeypatch):
   """However many there are, others are answered meanwhile."""
-  made = connections.Connection.__init__
+  made = Connection.__init__
 
   def of_few(self, settings, *args, **options):
     few = dataclasses.replace(settings, max_connections=100)
     made(self, few, *args, **options)
 
-  monkeypatch.setattr(connections.Connection, '__init__', of_few)
+  monkeypatch.setattr(Connection, '__init__', of_few)
   begin = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
   for data in (b'', begin, begin + b'Content-Length: 9\r\n\r\n{'):
     with connected(url, data, count=150) as first:
@@ -324,138 +296,58 @@ def test_a_client_that_does_not_read(url, want):
     assert time.monotonic() > begin + 2
 
 
-def test_a_client_that_ended_its_half(url, want):
+@pytest.mark.parametrize('version', ['1.1', '1.0'])
+def test_a_client_that_ended_its_half(url, want, version):
+  """It gets its answer; one of HTTP/1.0 gets no chunks."""
   (text, *_) = want
   for stream in (False, True):
-    with connected(url, http_request(load.body(text, stream))) as (one,):
+    asked = http_request(load.body(text, stream), version)
+    with connected(url, asked) as (one,):
       one.shutdown(socket.SHUT_WR)
-      answer = everything(one)
-    assert answer.startswith(b'HTTP/1.1 200')
-    assert answer.endswith(b'[DONE]\n\n\r\n0\r\n\r\n' if stream else b'}')
-
-
-def test_an_old_client_gets_no_chunks(url, want):
-  (text, *_) = want
-  for stream in (False, True):
-    with connected(url, http_request(load.body(text, stream), '1.0')) as (one,):
       head, _, body = everything(one).partition(b'\r\n\r\n')
-    assert b'200 OK' in head and b'chunked' not in head
-    if stream:
-      assert body.startswith(b'data: {') and body.endswith(b'[DONE]\n\n')
-    else:
-      assert json.loads(body)['choices'][0]['text'] == want[text]
+    assert b'200 OK' in head
+    chunked = stream and version == '1.1'
+    assert (b'chunked' in head) == chunked
+    end = b'[DONE]\n\n' + b'\r\n0\r\n\r\n' * chunked
+    assert body.endswith(end if stream else b'}')
 
 
 # More than it can do.
 
 
-def overload(address, want, seconds, clients):
-  """Five times what it can do; it says so, and is well again at once."""
+def is_busy(reply):
+  return reply.error is not None and reply.error.startswith('429')
+
+
+def test_overload(url, scheduler, want, held):
+  """Of five times what may wait, a fifth is taken, and then answered."""
+  most = scheduler.settings.max_waiting
   bodies = [load.body(text) for text in want]
-  many = [bodies[i % len(bodies)] for i in range(4 * clients)]
-  run = load.closed(address, many, clients)
-  assert not run.errors
-  rate = 5 * len(many) / run.seconds
-  count = round(rate * seconds)
-  asked = [bodies[i % len(bodies)] for i in range(count)]
-  with others(address, want, threads=1):
-    run = load.arriving(address, asked, rate, seed=0)
-  ok = 0
-  for body, reply in zip(asked, run.replies, strict=True):
-    if reply.error is None:
-      ok += 1
-      assert reply.text == want[body['prompt']]
-    else:
-      assert reply.error.startswith('429'), reply.error
-  assert ok and run.errors, (ok, len(run.errors))
-  begin = time.monotonic()
-  while httpx.post(f'{address}{PATH}', json=bodies[0]).status_code == 429:
-    time.sleep(0.1)
-  assert time.monotonic() - begin < 5
-
-
-def test_overload(url, scheduler, want):
-  overload(url, want, 1.0, 4)
+  asked = [bodies[i % len(bodies)] for i in range(5 * most)]
+  before = statuses(url).get('429', 0)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    running = pool.submit(load.arriving, url, asked, 1000.0)
+    refused = 5 * most - most
+    wait_until(lambda: statuses(url).get('429', 0) == before + refused)
+    assert scheduler.num_waiting == most
+    with others(url, want, threads=1):
+      held()
+    replies, _ = running.result()
+  assert sum(map(is_busy, replies)) == refused
+  for body, reply in zip(asked, replies, strict=True):
+    assert is_busy(reply) or reply.error is None, reply.error
+    assert is_busy(reply) or reply.text == want[body['prompt']]
   wait_until(lambda: not scheduler.num_rows)
-
-
-@pytest.mark.slow
-def test_a_minute_of_overload(demo, outputs):
-  overload(demo.url, outputs, 60.0, 16)
-  assert demo.idle()
 
 
 # The shipped pair, as users serve it.
 
 
-class Serve:
-  """A process of `specdec serve`, when it is ready.
-
-  Attributes:
-    url: its address.
-    log: what it has said so far, one object a line.
-  """
-
-  def __init__(self, *flags):
-    flags = ('--port', '0', *flags)
-    self.process = subprocess.Popen(
-      [sys.executable, '-m', 'specdec_jax', 'serve', *flags],
-      cwd=ROOT,
-      env=os.environ | {'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])},
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    self.log = []
-    self._reader = threading.Thread(target=self._read)
-    self._reader.start()
-    ended = self.process.poll
-    wait_until(lambda: self.said('compiled') or ended() is not None)
-    assert self.said('compiled'), self.log
-    self.url = self.said('compiled')['url']
-
-  def _read(self):
-    for line in self.process.stderr:
-      if line.startswith('{'):
-        self.log.append(json.loads(line))
-
-  def said(self, event):
-    """What it said of an event; None if it said nothing."""
-    found = [one for one in list(self.log) if one['event'] == event]
-    return found[0] if found else None
-
-  def idle(self):
-    """Whether nothing is left in it, soon."""
-
-    def is_idle():
-      found = load.counters(self.url)
-      names = ('num_requests_running', 'num_requests_waiting')
-      return not any(found[f'specdec:{name}'] for name in names)
-
-    wait_until(is_idle)
-    assert load.counters(self.url)['specdec:compilations_total'] == 0
-    return self.process.poll() is None
-
-  def end(self):
-    """Tells it to end, and waits; its exit status."""
-    self.process.send_signal(signal.SIGTERM)
-    status = self.process.wait(120)
-    self._reader.join()
-    return status
-
-  def close(self):
-    self.process.kill()
-    self.process.wait()
-    self._reader.join()
-    self.process.stderr.close()
-
-
-@contextlib.contextmanager
-def serve(*flags):
-  made = Serve(*flags)
-  try:
-    yield made
-  finally:
-    made.close()
+def is_idle(served):
+  """Whether nothing is left in a server."""
+  found = counters(served.url)
+  names = ('num_requests_running', 'num_requests_waiting')
+  return not any(found[f'specdec:{name}'] for name in names)
 
 
 def demo_texts():
@@ -463,53 +355,37 @@ def demo_texts():
   return [line for line in lines if line.strip()]
 
 
-@pytest.fixture(scope='module')
-def demo():
-  """The shipped pair, served."""
-  with serve('--rows', '16', '--gin.ServeSettings.body_seconds=2.0') as made:
-    yield made
-
-
-@pytest.fixture(scope='module')
-def outputs(demo):
-  """Text -> output of the demo's texts, each asked for alone.
-
-  That the server says what `Engine.generate` says is tested elsewhere.
-  """
+@pytest.mark.slow
+def test_ten_thousand_requests():
+  """All are answered, and as when they came alone; memory does not grow."""
   texts = demo_texts()
-  run = load.closed(demo.url, [load.body(text) for text in texts], 1)
-  assert not run.errors
-  return {t: one.text for t, one in zip(texts, run.replies, strict=True)}
+  with Served('--port', '0', '--rows', '16') as served:
+    served.until(lambda: served.said('compiled'))
+    replies, _ = load.closed(served.url, [load.body(text) for text in texts], 1)
+    assert not errors(replies)
+    outputs = {t: one.text for t, one in zip(texts, replies, strict=True)}
+
+    def ask(count):
+      asked = [texts[i % len(texts)] for i in range(count)]
+      bodies = [load.body(t, i % 2 > 0) for i, t in enumerate(asked)]
+      replies, _ = load.closed(served.url, bodies, 64)
+      assert not errors(replies)
+      assert [one.text for one in replies] == [outputs[text] for text in asked]
+      return counters(served.url)['process_resident_memory_bytes']
+
+    before = ask(1000)
+    after = ask(10_000)
+    assert after <= 1.02 * before, (before, after)
+    served.until(lambda: is_idle(served))
+    assert counters(served.url)['specdec:compilations_total'] == 0
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests(demo, outputs):
-  """All are answered, and rightly; memory does not grow."""
-  texts = list(outputs)
-
-  def ask(count):
-    asked = [texts[i % len(texts)] for i in range(count)]
-    bodies = [load.body(t, i % 2 > 0) for i, t in enumerate(asked)]
-    run = load.closed(demo.url, bodies, 64)
-    assert not run.errors
-    assert all(
-      one.text == outputs[text]
-      for one, text in zip(run.replies, asked, strict=True)
-    )
-    return load.counters(demo.url)['process_resident_memory_bytes']
-
-  before = ask(1000)
-  after = ask(10_000)
-  assert after <= 1.02 * before, (before, after)
-  assert demo.idle()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('seconds', [30.0, 0.5])
-def test_sigterm_under_load(seconds):
+def test_sigterm_under_load():
   """Who was taken is answered or, at the limit, told that it ends."""
   texts = demo_texts()
-  with serve('--rows', '4', f'--gin.DRAIN_SECONDS={seconds}') as made:
+  with Served('--port', '0', '--rows', '4', '--drain-seconds=0.5') as made:
+    made.until(lambda: made.said('compiled'))
     bodies = [
       load.body(texts[i % len(texts)], i % 2 > 0, max_tokens=100)
       for i in range(4000)
@@ -518,37 +394,19 @@ def test_sigterm_under_load(seconds):
       running = pool.submit(load.closed, made.url, bodies, 64)
       wait_until(lambda: len(made.log) > 100)
       assert made.end() == 0
-      run = running.result()
+      replies, _ = running.result()
   rows = made.said('stopping')['rows']
   assert rows > 32
-  replies, cut = run.replies, 0
+  cut = 0
   for reply in replies:
     # Who was taken hears why it ends; who came too late was not let in.
     was_taken = reply.first is not None
     if reply.error is not None and was_taken:
       assert 'is stopping' in reply.error, reply
       cut += 1
-  assert (cut > 0) == (seconds < 1)
+  assert cut > 0
   logged = [one['status'] for one in made.log if one.get('path') == PATH]
   assert set(logged) <= {200, 503}
   # Each answer that the server began has reached its client.
   begun = [reply.first is not None or reply.error is None for reply in replies]
   assert logged.count(200) == sum(begun) > 64
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SOURCES.exists(), reason='needs ../shared')
-def test_speculative_answers_are_the_plain_ones(demo):
-  """For all sources of the test set, by 16 clients at a time."""
-  lines = files.text_lines(str(SOURCES))
-  texts = list(dict.fromkeys(line.split('\t')[0] for line in lines))
-  assert len(texts) == 1646
-  bodies = [load.body(text, max_tokens=120) for text in texts]
-  speculative = load.closed(demo.url, bodies, 16)
-  with serve('--rows', '16', '--gin.SPECULATIVE=False') as plain:
-    want = load.closed(plain.url, bodies, 16)
-  assert not speculative.errors + want.errors
-  assert [one.text for one in speculative.replies] == [
-    one.text for one in want.replies
-  ]
-  assert len({one.text for one in want.replies}) > 1500

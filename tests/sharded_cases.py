@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+import collectives
 from small_vocabulary import VOCAB_SIZE, weights
-from specdec_jax import checkpoints, notebook, partitioning
+from specdec_jax import checkpoints, partitioning
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.measure import memory
-from specdec_jax.measure.compiled import collectives
 from specdec_jax.models import backend
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -21,8 +21,7 @@ from specdec_jax.models.m2m100 import M2M100, M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
-from specdec_jax.partitioning import LogicalAxes, Placement
-from specdec_jax.partitioning.following import Following
+from specdec_jax.partitioning import Following, LogicalAxes, Placement
 
 SIZES = dict(
   vocab_size=VOCAB_SIZE, emb_dim=48, num_heads=8, head_dim=4, mlp_dim=80
@@ -88,23 +87,12 @@ presets_and_ways = pytest.mark.parametrize(
   [
     ('tensor parallel', 'speculative'),
     ('both', 'plain'),
-    *(
-      pytest.param(*other, marks=pytest.mark.slow)
-      for other in (
-        ('tensor parallel', 'plain'),
-        ('data parallel', 'speculative'),
-        ('data parallel', 'plain'),
-        ('both', 'speculative'),
-      )
-    ),
+    pytest.param('data parallel', 'speculative', marks=pytest.mark.slow),
   ],
 )
 
 
-# Other families have a test of their own; their others are slow.
-@pytest.fixture(
-  scope='module', params=['t5', pytest.param('gpt', marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope='module', params=['t5'])
 def family(request):
   return request.param
 
@@ -121,7 +109,11 @@ def network_of(family, **changes):
 def models(family):
   """A target, and a drafter that often agrees with it, but not always."""
   network = NETWORKS[family]
-  params = weights(network, 0)
+  # Biases as large as the rest would give one token for ever.
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, leaf: leaf * (0.1 if path[-1].key == 'bias' else 1.0),
+    weights(network, 0),
+  )
   # Its first layer alone.
   layers = 'num_decoder_layers'
   if not hasattr(network.config, layers):
@@ -196,9 +188,9 @@ def test_greedy_tokens_are_those_of_one_device(preset, way, engines, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('ids', [range(9), range(0, VOCAB_SIZE, 3)])
-def test_a_shortlist_is_whole_on_each_device(ids, family, tokenizer, alone):
+def test_a_shortlist_is_whole_on_each_device(family, tokenizer, alone):
   """Also where the devices do not divide its ids."""
+  ids = range(0, VOCAB_SIZE, 3)
   short = models(family)[1].with_shortlist(ids)
   placement = PRESETS['tensor parallel']
   engine = make_engine(family, tokenizer, placement, short)
@@ -207,10 +199,9 @@ def test_a_shortlist_is_whole_on_each_device(ids, family, tokenizer, alone):
   assert sum(one.stats.num_tested for one in found) > 0
 
 
-@pytest.mark.parametrize('more', [8, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_drafter_may_have_other_ids(more, family, tokenizer, alone):
+def test_a_drafter_may_have_other_ids(family, tokenizer, alone):
   """Heads of one tokenizer that are padded differently, on a mesh."""
-  network = network_of(family, vocab_size=VOCAB_SIZE + more)
+  network = network_of(family, vocab_size=VOCAB_SIZE + 8)
   draft = Model(network, weights(network, 1))
   placement = PRESETS['data parallel']
   engine = make_engine(family, tokenizer, placement, draft)
@@ -302,7 +293,7 @@ def test_another_family(family, engines, alone):
 
 @pytest.mark.parametrize('family', ['causal', 't5gemma'], indirect=True)
 def test_keys_that_fewer_heads_share(family, tokenizer):
-  with pytest.raises(ValueError, match='num_kv_heads: .* is 4 long, .* 8 dev'):
+  with pytest.raises(ValueError, match='num_kv_heads: .* 8 devices .*, got 4'):
     make_engine(family, tokenizer, PRESETS['tensor parallel'])
 
 
@@ -380,28 +371,6 @@ def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path, engines):
   assert pointers(again) == pointers(kernel)
 
 
-def test_a_notebooks_pair_is_split(family, tokenizer, tmp_path, engines, alone):
-  paths = [str(tmp_path / name) for name in ('target', 'draft')]
-  for path, model in zip(paths, models(family), strict=True):
-    checkpoints.save_orbax(path, model.params)
-  networks = [model.network for model in models(family)]
-  loaded = notebook.load(
-    *paths,
-    network=networks[0],
-    draft_network=networks[1],
-    tokenizer=tokenizer,
-    placement=PRESETS['both'],
-    gamma=3,
-    max_input_len=32,
-    max_decode_len=LENGTH,
-  )
-  mlp = loaded.params.target['decoder']['layers_0']['mlp']
-  assert mlp['wo']['kernel'].addressable_shards[0].data.shape == (80 // 4, 48)
-  assert loaded.bos_id == engines().bos_id
-  found = loaded.generate(TEXTS, **GREEDY)
-  assert tokens_of(found) == tokens_of(alone['speculative'])
-
-
 def pointers(array):
   return [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
 
@@ -415,27 +384,23 @@ def test_joined_kernels_are_not_split(family, engines):
   }
   assert joined == dict(zip(PRESETS, (False, True, False), strict=True))
   params = partitioning.lay_out(models(family)[0].params, Placement())
-  with pytest.raises(ValueError, match=r'/(qkv|wi_joined)/\w+ joins several'):
+  with pytest.raises(ValueError, match=r'/(qkv|wi_joined)/\w+: expected'):
     PRESETS['both'].partition().place(params)
 
 
 def test_meshes_that_do_not_fit():
-  with pytest.raises(ValueError, match='mesh of 3 devices.* the 8 devices'):
-    Placement(model=3).partition()
-  with pytest.raises(ValueError, match='mesh of 16 devices.* the 8 devices'):
-    Placement(data=0, model=16).partition()
+  for sizes in ({'model': 3}, {'data': 0, 'model': 16}):
+    with pytest.raises(ValueError, match='the 8 devices'):
+      Placement(**sizes).partition()
   assert Placement(model=2).partition().mesh.size == 2
-  with pytest.raises(ValueError, match=r'\(data=1, model=8\) and drafter'):
+  with pytest.raises(ValueError, match=r'data=1, model=8, got'):
     partitioning.share_devices(PRESETS['tensor parallel'], Placement())
 
 
 def test_arrays_that_do_not_fit(family, tokenizer):
   for changes, message in (
-    (
-      {'num_heads': 6},
-      "attention, num_heads: its axis 'heads' is 6 long.* 8 dev",
-    ),
-    ({'mlp_dim': 90}, r"mlp/wi.*: its axis 'mlp' is 90 long.* 8 devices"),
+    ({'num_heads': 6}, 'num_heads: .* 8 devices .* got 6'),
+    ({'mlp_dim': 90}, r'mlp/wi.*: .* 8 devices .* got 90'),
   ):
     odd = network_of(family, **changes)
     params = jax.eval_shape(odd.init, jax.random.key(0))
@@ -444,5 +409,5 @@ def test_arrays_that_do_not_fit(family, tokenizer):
         Model(odd, params), tokenizer=tokenizer, placement=Placement(model=8)
       )
   request = memory.request_shapes(3, 16, LENGTH, gamma=3, greedy=True)
-  with pytest.raises(ValueError, match='Request.inputs: .* is 3 long.* 2 dev'):
+  with pytest.raises(ValueError, match='Request.inputs: .* 2 devices .* got 3'):
     PRESETS['both'].partition().request(request)

@@ -46,6 +46,31 @@ def train_as_madlad(path, **special):
   path.write_bytes(proto.getvalue())
 
 
+def byte_fallback(path, *decoders):
+  """Writes a tokenizer.json as Gemma's: characters, else bytes, ▁ for blanks.
+
+  Args:
+    path: the file.
+    *decoders: what follows in the decoder, such as Llama 2's strip of a blank.
+  """
+  import tokenizers
+
+  bytes_ = [f'<0x{value:02X}>' for value in range(256)]
+  pieces = ['▁', '▁▁', '▁the', 'dog', 'a', 'b', '▁a', '🙂', '. ', '\ufffd']
+  pieces = ['<pad>', '</s>', '<unk>', *bytes_, *pieces]
+  ids = {piece: number for number, piece in enumerate(pieces)}
+  made = tokenizers.Tokenizer(
+    tokenizers.models.BPE(ids, [], byte_fallback=True, unk_token='<unk>')
+  )
+  made.normalizer = tokenizers.normalizers.Replace(' ', '▁')
+  kinds = tokenizers.decoders
+  made.decoder = kinds.Sequence(
+    [kinds.Replace('▁', ' '), kinds.ByteFallback(), kinds.Fuse(), *decoders]
+  )
+  made.add_special_tokens(['<pad>', '</s>'])
+  made.save(str(path))
+
+
 def network(num_decoder_layers: int, vocab_size: int = VOCAB_SIZE) -> T5:
   """A T5 1.1 that compiles in no time."""
   return T5(

@@ -3,11 +3,13 @@
 import csv
 import io
 import json
+import time
 
 import pytest
 import rich.console
 
-from specdec_jax.measure import record
+from specdec_jax.engine.completion import CompletionStats, total
+from specdec_jax.measure import progress, record
 from specdec_jax.measure import table as tables
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
@@ -73,7 +75,7 @@ def test_json_and_back():
 
 
 def test_a_row_of_another_width():
-  with pytest.raises(ValueError, match=r"'t' has 2 columns.*got 1: \[3\]"):
+  with pytest.raises(ValueError, match=r"'t': expected 2 cells, got \[3\]"):
     Table('t', ['a', 'b'], [[1, 2], [3]])
 
 
@@ -115,10 +117,9 @@ def test_a_record_of_before_there_were_versions(tmp_path):
   [
     (None, 'cannot be read'),
     ('{"kind": "al', 'cannot be read'),
-    ('[]', "expected a kind of .'alpha'.*got None"),
-    ('{"rows": []}', "expected a kind of .'alpha'.*got None"),
-    ('{"kind": "decode"}', "expected a kind of .'alpha'.*got 'decode'"),
-    ('{"kind": "alpha", "version": 2}', 'version 2, this program reads 1'),
+    ('[]', "expected .*'alpha'.*got .*None"),
+    ('{"kind": "decode"}', "expected .*'alpha'.*got .*decode"),
+    ('{"kind": "alpha", "version": 2}', 'version: expected 1, got 2'),
   ],
 )
 def test_what_is_no_record_is_named(tmp_path, text, words):
@@ -127,3 +128,44 @@ def test_what_is_no_record_is_named(tmp_path, text, words):
     path.write_text(text)
   with pytest.raises(ValueError, match=f'x.json.*{words}'):
     record.load(path, 'alpha')
+
+
+def bar_shown(**options) -> str:
+  stream = io.StringIO()
+  console = rich.console.Console(file=stream, width=100, **options)
+
+  with progress.bar(console, 'Costs', 2) as bar:
+    bar.say('Compiling, batch 1')
+    bar._progress.refresh()  # or no time would have passed
+    bar(2)
+  return stream.getvalue()
+
+
+def test_a_phase_is_named_on_a_terminal(capsys):
+  assert 'Compiling, batch 1' in bar_shown(force_terminal=True)
+  assert bar_shown(force_terminal=False) == ''
+  assert capsys.readouterr().err == ''  # of what takes no time
+
+
+def test_elsewhere_a_line_comes_now_and_then(capsys, monkeypatch):
+  monkeypatch.setattr(progress, 'EVERY_S', 0.02)
+  console = rich.console.Console(file=io.StringIO())
+  with progress.status(console, 'Loading'):
+    time.sleep(0.1)
+  with progress.bar(console, 'Costs', 3) as bar:
+    bar(2)
+    bar.say('Compiling')
+    time.sleep(0.1)
+  assert console.file.getvalue() == ''
+  err = capsys.readouterr().err
+  assert 'Loading, 0 s\n' in err and 'Compiling: 2 of 3, 0 s\n' in err
+
+
+def test_totals_of_outputs():
+  found = total(
+    [CompletionStats(5, 2, 4, 3, (0, 1, 1)), CompletionStats(3, 3, 2, 0, (2,))]
+  )
+  assert found == CompletionStats(8, 5, 6, 3, (2, 1, 1))
+  assert (found.acceptance_rate, found.tokens_per_call) == (0.5, 1.6)
+  assert total([]) == CompletionStats()
+  assert total([]).acceptance_rate is total([]).tokens_per_call is None

@@ -1,22 +1,24 @@
-"""Tasks by name: local ones, seqio's, T5's over TFDS; and what is refused."""
+"""Tasks: over local files, seqio's, T5's over TFDS; and what is refused."""
 
+import dataclasses
+import gzip
 import importlib.util
+import json
 import sys
+import types
 
+import numpy as np
 import pytest
 
 import task_files
-from specdec_jax.text import metrics, t5_tasks, tasks
+from specdec_jax.text import metrics, tasks
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import EOS_ID
-from task_files import DATA, PAIRS, T5_VOCAB, same, with_end
+from task_files import DATA, ENDE, PAIRS, T5_VOCAB, same, with_end
 
 HAS_SEQIO = importlib.util.find_spec('seqio') is not None
 needs_seqio = pytest.mark.skipif(
   not HAS_SEQIO, reason='needs seqio, the extra [tasks]'
-)
-needs_data = pytest.mark.skipif(
-  not T5_VOCAB.is_file(), reason=f'needs {DATA} with the vocabulary of T5'
 )
 # TensorFlow and its companions warn about Python's own deprecations.
 quiet = pytest.mark.filterwarnings('ignore')
@@ -30,6 +32,104 @@ def no_registered_tasks(monkeypatch):
 @pytest.fixture
 def pairs(tokenizer, folder):
   return task_files.pairs_task(folder, tokenizer)
+
+
+def test_a_tsv_task_has_prefix_text_ids_and_end(pairs, tokenizer):
+  made = list(tasks.examples(pairs, 'test'))
+  for example, (source, target) in zip(made, PAIRS, strict=True):
+    assert example['inputs_pretokenized'] == ENDE + source
+    assert example['targets_pretokenized'] == target
+    assert example['inputs'].dtype == example['targets'].dtype == np.int32
+    assert example['inputs'].tolist() == with_end(tokenizer, ENDE + source)
+    # Without a target there is nothing to score: no end-of-sequence id either.
+    expected = with_end(tokenizer, target) if target else []
+    assert example['targets'].tolist() == expected
+  lengths = {'inputs': 6, 'targets': 4}
+  cut = tasks.examples(pairs, 'test', lengths)
+  for short, whole in zip(cut, made, strict=True):
+    assert short['inputs'].tolist() == [*whole['inputs'][:5], EOS_ID]
+    assert len(short['targets']) == min(4, len(whole['targets']))
+    assert short['inputs_pretokenized'] == whole['inputs_pretokenized']
+
+
+def test_a_jsonl_task_takes_its_fields_and_keeps_the_others(
+  tokenizer, tmp_path
+):
+  path = tmp_path / 'papers.jsonl.gz'
+  objects = [
+    {'source': 'a house', 'title': 'house', 'year': 2018, 'id': 'x', 'n': [1]},
+    {'source': 'a tree', 'title': ['tree', 'a tree'], 'year': 2.5, 'id': 'y'},
+  ]
+  text = '\n'.join(map(json.dumps, objects))
+  path.write_bytes(gzip.compress(text.encode()))
+  task = LocalTask(
+    'papers',
+    {'test': path},
+    tokenizer.path,
+    prefix='summarize: ',
+    inputs_field='source',
+    targets_field='title',
+    metrics=('rouge', 'bleu'),
+  )
+  first, second = tasks.examples(task, 'test')
+  assert first['inputs_pretokenized'] == 'summarize: a house'
+  assert first['targets'].tolist() == with_end(tokenizer, 'house')
+  assert (first['year'], first['id']) == (2018, 'x')
+  assert not {'n', 'source', 'title', 'references'} & set(first)
+  assert second['targets_pretokenized'] == 'tree'
+  assert second['references'] == ['tree', 'a tree']
+  assert tasks.metrics(task) == [metrics.rouge, metrics.bleu]
+
+
+def test_a_text_task_has_inputs_alone(tokenizer, tmp_path):
+  path = tmp_path / 'lines.txt'
+  # A line separator inside a line ends no line; an empty line is an example.
+  path.write_text('\ufeffa dog\tsings\u2028here\n\na cat\n', 'utf-8')
+  task = LocalTask('lines', {'test': path}, tokenizer.path)
+  made = list(tasks.examples(task, 'test'))
+  texts = [example['inputs_pretokenized'] for example in made]
+  assert texts == ['a dog\tsings\u2028here', '', 'a cat']
+  assert all(example['targets'].shape == (0,) for example in made)
+  assert made[1]['inputs'].tolist() == [EOS_ID]
+
+
+def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
+  for arguments, message in (
+    (('tset',), "no split 'tset'. Nearest known: test"),
+    (('test', {'input': 9}), "no feature 'input'. Nearest known: inputs"),
+    (('test', {'inputs': 0}), 'at least 1, got 0'),
+    (('test', {'inputs': True}), 'inputs.*got True'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      tasks.examples(pairs, *arguments)
+  other = tmp_path / 'pairs.csv'
+  other.write_text('a\tb\n')
+  for changes, message in (
+    ({'files': {'test': 'nowhere.tsv'}}, "no file 'nowhere.tsv'"),
+    ({'files': {'test': tmp_path}}, 'there is no file'),
+    ({'files': {'test': other}}, "pairs.csv.* 'csv', expected .*tsv"),
+    ({'vocab_path': 'nowhere.model'}, "no file 'nowhere.model'"),
+    ({'metrics': ('blue',)}, "metrics is 'blue'.* Nearest known: bleu"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      dataclasses.replace(pairs, **changes)
+  told = dataclasses.replace(pairs, files={'test': other}, kind='tsv')
+  assert [e['targets_pretokenized'] for e in told.examples('test')] == ['b']
+  with pytest.raises(ValueError, match='No vocabulary could be read'):
+    dataclasses.replace(pairs, vocab_path=tmp_path).examples('test')
+
+
+@pytest.mark.skipif(
+  not T5_VOCAB.is_file(), reason=f'needs {DATA} with the vocabulary of T5'
+)
+def test_t5_reads_the_bundled_pairs():
+  """The ids that T5's own vocabulary gives, known from its publications."""
+  file = DATA / 'ende' / 'tatoeba.test.tsv.gz'
+  task = LocalTask('tatoeba', {'test': file}, T5_VOCAB, prefix=ENDE)
+  first = next(tasks.examples(task, 'test'))
+  # 'translate English to German:'
+  assert first['inputs'][:5].tolist() == [13959, 1566, 12, 2968, 10]
+  assert first['inputs'][-1] == first['targets'][-1] == EOS_ID
 
 
 def test_a_registered_task_goes_by_its_name(pairs):
@@ -47,75 +147,44 @@ def test_a_registered_task_goes_by_its_name(pairs):
 
 
 def test_without_seqio_the_error_says_what_to_do(monkeypatch, pairs):
-  def refuse(name):
-    raise ImportError(name)
-
-  monkeypatch.setattr(importlib, 'import_module', refuse)
+  monkeypatch.setitem(sys.modules, 'seqio', None)
   tasks.register(pairs)
-  for call in (
-    lambda: tasks.splits('any'),
-    lambda: tasks.token_lists('any', 'train'),
-    lambda: tasks.metrics('any'),
-    lambda: tasks.examples('wmt_t2t_ende_v003', 'test'),
-  ):
+  for call in (tasks.splits, tasks.metrics):
     with pytest.raises(ValueError, match=r'installed: .*specdec_jax\[tasks\]'):
-      call()
+      call('any')
   for name, near in (('pair', 'pairs'), ('lm1b_v11', 'lm1b_v110')):
     with pytest.raises(ValueError, match=f"'{name}' is known.* {near}"):
       tasks.examples(name, 'test')
-  monkeypatch.delitem(sys.modules, 'seqio', raising=False)
+  monkeypatch.delitem(sys.modules, 'seqio')
   assert tasks.metrics('wmt_t2t_ende_v003') == [metrics.t5_bleu]
   assert len(list(tasks.examples('pairs', 'test'))) == len(PAIRS)
 
 
 @quiet
 @needs_seqio
-def test_a_task_gives_the_ids_of_its_file(tokenizer, tmp_path):
-  pairs = tmp_path / 'pairs.tsv'
-  pairs.write_text(''.join(f'{s}\t{t}\n' for s, t in PAIRS), 'utf-8')
+def test_a_task_gives_the_ids_of_its_file(pairs, tokenizer, monkeypatch):
+  """As the reader here does; an unknown name says which is near."""
   import seqio
 
-  task = LocalTask('specdec_test', {'train': pairs}, tokenizer.path)
+  monkeypatch.setattr(seqio.TaskRegistry, '_REGISTRY', {})
+  task = LocalTask(
+    'specdec_test', {'train': pairs.files['test']}, tokenizer.path
+  )
   seqio.TaskRegistry.add_provider(task.name, task_files.to_seqio(task))
   assert tasks.splits('specdec_test') == ['train']
   sources, targets = tasks.token_lists('specdec_test', 'train')
   encode = tokenizer.encode
   assert [x.tolist() for x in sources] == [encode(s) for s, _ in PAIRS]
   assert [x.tolist() for x in targets] == [encode(t) for _, t in PAIRS]
-  with pytest.raises(
-    ValueError, match="'specdec_tset'. Nearest known: specdec_test"
-  ):
-    tasks.splits('specdec_tset')
-
-
-@quiet
-@needs_seqio
-@needs_data
-@pytest.mark.parametrize('lengths', [None, {'inputs': 32, 'targets': 5}])
-def test_seqio_gives_the_examples_of_a_local_task(lengths, monkeypatch):
-  """The reader here and seqio's own, on the bundled data."""
-  import seqio
-
-  task = LocalTask(
-    'specdec_scitldr',
-    {'test': DATA / 'summ' / 'acl_title.test.jsonl.gz'},
-    T5_VOCAB,
-    prefix='summarize: ',
-    inputs_field='source',
-    targets_field='target',
-    metrics=('rouge',),
-  )
-  monkeypatch.setattr(seqio.TaskRegistry, '_REGISTRY', {})
-  seqio.TaskRegistry.add_provider(task.name, task_files.to_seqio(task))
-  there = list(tasks.examples(task.name, 'test', lengths))
-  here = list(tasks.examples(task, 'test', lengths))
-  assert len(there) == len(here) > 100
-  for first, second in zip(there, here, strict=True):
-    assert same(first, {key: second[key] for key in first})
-  assert {'inputs_pretokenized', 'targets_pretokenized'} < there[0].keys()
-  measure = tasks.metrics(task.name)[0]
-  if importlib.util.find_spec('rouge_score') is not None:
-    assert measure(['a b'], ['a b'])['rouge1'] == pytest.approx(100)
+  for lengths in (None, {'inputs': 32, 'targets': 5}):
+    there = tasks.examples(task.name, 'train', lengths)
+    for first, second in zip(
+      there, tasks.examples(task, 'train', lengths), strict=True
+    ):
+      assert same(first, {key: second[key] for key in first})
+  for name, near in (('specdec_tset', task.name), ('lm1b_v11', 'lm1b_v110')):
+    with pytest.raises(ValueError, match=f'{name}.*Nearest known: {near}'):
+      tasks.examples(name, 'train')
 
 
 @pytest.fixture
@@ -136,42 +205,22 @@ def prepared(tmp_path):
 
 @quiet
 @needs_seqio
-@pytest.mark.parametrize(
-  'name, example, inputs, targets',
-  [
-    (
-      'wmt_t2t_ende_v003',
-      {'en': 'a red house', 'de': 'ein rotes Haus'},
-      'translate English to German: a red house',
-      'ein rotes Haus',
-    ),
-    (
-      'cnn_dailymail_v002',
-      {
-        'article': 'the cat sings',
-        'highlights': 'cat .\nsings .',
-        'publisher': 'cnn',
-        'id': '1',
-      },
-      'summarize: the cat sings',
-      'cat .\nsings .',
-    ),
-    ('lm1b_v110', {'text': 'the dog runs'}, '', 'the dog runs'),
-  ],
-)
 def test_tasks_of_t5_over_prepared_data(
-  name, example, inputs, targets, prepared, tokenizer, tmp_path, monkeypatch
+  prepared, tokenizer, tmp_path, monkeypatch
 ):
+  name, example = 'wmt_t2t_ende_v003', {'en': 'a house', 'de': 'ein rotes Haus'}
+  inputs, targets = ENDE + example['en'], example['de']
   import seqio
 
+  nowhere = types.SimpleNamespace(path='nowhere.model')
   monkeypatch.setattr(seqio.utils.LazyTfdsLoader, '_MEMOIZED_BUILDERS', {})
   seqio.set_tfds_data_dir_override(str(tmp_path))
   try:
     with pytest.raises(
       ValueError, match=f'are not in {tmp_path}/.*Get them by'
     ) as caught:
-      tasks.examples(name, 'test', vocab_path=tokenizer.path)
-    dataset = t5_tasks.TASKS[name].tfds
+      tasks.examples(name, 'test', None, tokenizer)
+    dataset = tasks.TASKS[name].tfds
     command = f"tfds.builder('{dataset}', data_dir='{tmp_path}').download_and_"
     assert command in str(caught.value)
     seqio.utils.LazyTfdsLoader._MEMOIZED_BUILDERS.clear()  # noqa: SLF001
@@ -179,13 +228,11 @@ def test_tasks_of_t5_over_prepared_data(
     with pytest.raises(
       ValueError, match="no split 'tset'. Nearest known: test"
     ):
-      tasks.examples(name, 'tset', vocab_path=tokenizer.path)
+      tasks.examples(name, 'tset', None, tokenizer)
     with pytest.raises(ValueError, match="vocabulary 'nowhere.model'"):
-      tasks.examples(name, 'test', vocab_path='nowhere.model')
-    found = list(
-      tasks.examples(name, 'test', {'targets': 4}, vocab_path=tokenizer.path)
-    )
-    by_slice = tasks.examples(name, 'test[:2]', vocab_path=tokenizer.path)
+      tasks.examples(name, 'test', None, nowhere)
+    found = list(tasks.examples(name, 'test', {'targets': 4}, tokenizer))
+    by_slice = tasks.examples(name, 'test[:2]', None, tokenizer)
     assert (len(found), len(list(by_slice))) == (3, 2)
   finally:
     seqio.set_tfds_data_dir_override('')
@@ -194,7 +241,7 @@ def test_tasks_of_t5_over_prepared_data(
   assert found[0]['inputs'].tolist() == with_end(tokenizer, inputs)
   cut = [*tokenizer.encode(targets)[:3], EOS_ID]
   assert found[0]['targets'].tolist() == cut
-  names = t5_tasks.TASKS[name].metrics
+  names = tasks.TASKS[name].metrics
   assert tasks.metrics(name) == [metrics.METRICS[metric] for metric in names]
 
 
@@ -262,18 +309,3 @@ def test_a_seqio_task_keeps_texts_numbers_and_its_postprocessor(pairs):
   assert (found['year'], found['rate']) == (7, 0.5)
   assert 'grid' not in found
   assert measure(['Yes', 'no'], [' yes', 'yes']) == {'share': 0.5}
-
-
-@quiet
-@needs_seqio
-def test_an_unknown_task_names_the_nearest(pairs):
-  tasks.register(pairs)
-  for name, near in (
-    ('wmt_t2t_ende_v03', 'wmt_t2t_ende_v003'),
-    ('cnn_dailymail', 'cnn_dailymail_v002'),
-    ('pars', 'pairs'),
-  ):
-    with pytest.raises(
-      ValueError, match=f'no task {name!r}. Nearest known: {near}'
-    ):
-      tasks.examples(name, 'test')

@@ -1,28 +1,28 @@
 """Byte-level BPE: round trips, both kinds of files, the engine."""
 
-import importlib.util
 import json
 import pathlib
 import shutil
 
+import jax
 import pytest
 
+import small_vocabulary
+import specdec_jax
+from specdec_jax.checkpoints import huggingface
+from specdec_jax.checkpoints.config_json import SpecialIds
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
-from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import BpeTokenizer
-from specdec_jax.text.vocabulary import open_vocabulary
-from toy_models import random_markov
+from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tokenizer import Tokenizer, contradiction
+from specdec_jax.training.data import PackedBatches, PackingConfig
+from specdec_jax.training.pairs import tokenise
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec('tokenizers') is None,
-  reason="needs tokenizers: pip install 'specdec_jax[bpe]'",
-)
 END = '<|endoftext|>'
 TEXTS = ['the red dog', ' the dog', 'grün 5€ 😀\n\ta', END, '']
 
 
-def train(folder, texts=('the red dog', 'the red dogs')):
+def train(folder, texts=('the red dog', 'the red dogs'), special=(END,)):
   """A folder with tokenizer.json, and one with the files of GPT-2."""
   import tokenizers
 
@@ -33,7 +33,7 @@ def train(folder, texts=('the red dog', 'the red dogs')):
   made.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=300,
-    special_tokens=[END],
+    special_tokens=[*special],
     initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
@@ -52,29 +52,30 @@ def trained(folder):
   return train(folder)
 
 
-@pytest.mark.parametrize('kind', [0, 1], ids=['tokenizer.json', 'vocab.json'])
-def test_round_trip(trained, kind):
-  tokenizer = BpeTokenizer(trained[kind])
-  encoded = tokenizer.encode_batch(TEXTS)
-  assert encoded == [tokenizer.encode(text) for text in TEXTS]
-  assert [tokenizer.decode(ids) for ids in encoded] == TEXTS
-  assert len(encoded[0]) < len(TEXTS[0])  # there are merges
-  # What looks like a special token is text.
-  assert tokenizer.eos_id not in encoded[3]
-  assert max(map(max, filter(None, encoded))) < tokenizer.vocab_size
-  assert tokenizer.decode([*encoded[0], tokenizer.eos_id]) == TEXTS[0]
-  with pytest.raises(ValueError, match='outside the vocabulary'):
-    tokenizer.decode([tokenizer.vocab_size])
-
-
-def test_both_kinds_of_files_agree(trained):
-  one, two = map(BpeTokenizer, trained)
-  assert one.encode_batch(TEXTS) == two.encode_batch(TEXTS)
+def test_round_trip(trained):
+  """Both kinds of files agree."""
+  for folder in trained:
+    tokenizer = Tokenizer(folder)
+    encoded = tokenizer.encode_batch(TEXTS)
+    assert encoded == [tokenizer.encode(text) for text in TEXTS]
+    assert encoded == Tokenizer(trained[0]).encode_batch(TEXTS)
+    texts = [tokenizer.decode(ids) for ids in encoded]
+    assert texts == [*TEXTS[:3], '', '']
+    assert len(encoded[0]) < len(TEXTS[0])  # there are merges
+    # The name of a special token is that token, or text if so asked.
+    assert encoded[3] == [tokenizer.eos_id] == [0]
+    plain = Tokenizer(folder, split_special_tokens=True)
+    assert tokenizer.eos_id not in plain.encode(END)
+    assert plain.decode(plain.encode(END)) == END
+    with pytest.raises(ValueError, match='outside the vocabulary'):
+      tokenizer.decode([tokenizer.vocab_size])
+  one, two = map(Tokenizer, trained)
   assert one.vocab_size == two.vocab_size
-  assert one.eos_id == two.eos_id == 0
   assert one.fingerprint == two.fingerprint
   file = pathlib.Path(one.path, 'tokenizer.json')
-  assert BpeTokenizer(file).fingerprint == one.fingerprint
+  assert Tokenizer(file).fingerprint == one.fingerprint
+  with pytest.raises(ValueError, match="eos_token for .* got '<eos>'"):
+    Tokenizer(trained[0], eos_token='<eos>')
 
 
 def edited(trained, folder, change):
@@ -83,26 +84,16 @@ def edited(trained, folder, change):
   change(said)
   path = folder / 'tokenizer.json'
   path.write_text(json.dumps(said, indent=1), 'utf-8')
-  return BpeTokenizer(path)
+  return Tokenizer(path)
 
 
 def rewrite(said):
   """As other versions of the packages write the same."""
   model = said['model']
   model['vocab'] = dict(reversed(model['vocab'].items()))
-  model['merges'] = [
-    merge if isinstance(merge, str) else ' '.join(merge)
-    for merge in model['merges']
-  ]
   model['continuing_subword_prefix'] = model['end_of_word_suffix'] = ''
   said['added_tokens'][0]['normalized'] = True
   said['decoder']['trim_offsets'] = False
-  said['truncation'] = {
-    'direction': 'Right',
-    'max_length': 9,
-    'strategy': 'LongestFirst',
-    'stride': 0,
-  }
 
 
 def swap_ids(said):
@@ -110,77 +101,89 @@ def swap_ids(said):
   vocab['a'], vocab['b'] = vocab['b'], vocab['a']
 
 
-def drop_merge(said):
-  said['model']['merges'].pop()
-
-
-def add_space(said):
-  said['pre_tokenizer']['add_prefix_space'] = True
-
-
 def lower(said):
   said['normalizer'] = {'type': 'Lowercase'}
 
 
-def test_a_fingerprint_is_of_what_decides_ids(trained, tmp_path):
-  tokenizer = BpeTokenizer(trained[0])
-  same = edited(trained, tmp_path, rewrite)
-  assert same.fingerprint == tokenizer.fingerprint
-  assert same.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
-  texts = [*TEXTS, 'ab', 'the red dogs', 'The']
-  found = {tokenizer.fingerprint}
-  for change in (swap_ids, drop_merge, add_space, lower):
-    other = edited(trained, tmp_path, change)
-    assert other.encode_batch(texts) != tokenizer.encode_batch(texts), change
-    found.add(other.fingerprint)
-  assert len(found) == 5
+def add_token(said):
+  said['added_tokens'].append(
+    said['added_tokens'][0] | {'id': 268, 'content': '<hl>'}
+  )
 
 
-def test_open_vocabulary_knows_both_kinds(trained, tokenizer, tmp_path):
+def test_a_fingerprint_is_of_what_ids_mean(trained, tmp_path):
+  tokenizer = Tokenizer(trained[0])
+  for change in (rewrite, lower, add_token):
+    same = edited(trained, tmp_path, change)
+    assert same.fingerprint == tokenizer.fingerprint, change
+    assert not contradiction(same, tokenizer)
+  other = edited(trained, tmp_path, swap_ids)
+  assert other.fingerprint != tokenizer.fingerprint
+  assert "is 'a' and 'b'" in contradiction(tokenizer, other)
+
+
+def test_which_files_are_taken(trained, tokenizer, tmp_path):
   one, two = trained
   for path in (one, two, str(one / 'tokenizer.json')):
-    found = open_vocabulary(path)
-    assert type(found) is BpeTokenizer
-    assert found.path == str(path)
-  # A folder of T5's has a tokenizer.json as well, which is no BPE.
+    assert Tokenizer(path).path == str(path)
   shutil.copy(tokenizer.path, tmp_path / 'spiece.model')
-  shutil.copy(one / 'tokenizer.json', tmp_path)
   for path in (tokenizer.path, tmp_path):
-    found = open_vocabulary(path)
-    assert type(found) is Tokenizer
-    assert found.fingerprint == tokenizer.fingerprint
+    assert Tokenizer(path).fingerprint == tokenizer.fingerprint
+  shutil.copy(one / 'tokenizer.json', tmp_path)
+  with pytest.raises(ValueError, match='two vocabularies: id 0'):
+    Tokenizer(tmp_path)
   with pytest.raises(ValueError, match='No tokenizer model .*none.model'):
-    open_vocabulary(tmp_path / 'none.model')
+    Tokenizer(tmp_path / 'none.model')
   with pytest.raises(ValueError, match='No vocabulary could be .*none.json'):
-    open_vocabulary(tmp_path / 'none.json')
-  (tmp_path / 'empty').mkdir()
-  with pytest.raises(ValueError, match='empty.*no spiece.model, tokenizer.js'):
-    open_vocabulary(tmp_path / 'empty')
+    Tokenizer(tmp_path / 'none.json')
 
 
-def test_engine(trained):
-  tokenizer = BpeTokenizer(trained[0])
-  chain = random_markov(0, tokenizer.vocab_size)
-  side = Model(chain, chain.params, tokenizer)
-  engine = Engine(side, side, tokenizer=tokenizer, gamma=2, max_decode_len=12)
-  done = engine.generate(['the red dog'])[0]
-  ids = [token for token in done.tokens if token != tokenizer.eos_id]
-  assert done.tokens and done.text == tokenizer.decode(ids)
-  pieces = list(engine.stream('the red dog'))
-  assert ''.join(pieces) == done.text
+def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
+  """CodeT5: what is around a text is the same at every door."""
+  names = ('<pad>', '<s>', '</s>', '<unk>', '<mask>')
+  _, folder = train(tmp_path, special=names)
+  said = {'cls_token': '<s>', 'sep_token': '</s>', 'eos_token': '</s>'}
+  said |= {'tokenizer_class': 'RobertaTokenizer', 'pad_token': '<pad>'}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(said))
+  vocabulary = Tokenizer(folder)
+  network = small_vocabulary.network(1, vocabulary.vocab_size + 3)
+  params = network.init(jax.random.key(0))
+  ids = SpecialIds(0, (2,), 0)
+  huggingface.save_huggingface(folder, network.config, params, ids=ids)
+  engine = Engine(specdec_jax.load(folder), max_input_len=32, max_decode_len=8)
+  inner = vocabulary.encode('the red dog')
+  whole = [1, *inner, 2]
+  assert engine.input_ids('the red dog') == whole
+  assert engine.input_ids(whole) == engine.input_ids(inner) == whole
+  assert engine.output_ids('the red dog') == whole
+  assert engine.score(['a'], ['the']) == engine.score(
+    ['a'], [[1, *vocabulary.encode('the'), 2]]
+  )
+  path = tmp_path / 'a.tsv'
+  path.write_text('the red dog\tthe dogs\n')
+  (example,) = LocalTask('a', {'test': path}, folder).examples('test')
+  assert example['inputs'].tolist() == whole
+  assert example['targets'].tolist() == engine.output_ids('the dogs')
+  pairs = tokenise([('the red dog', 'the dogs')], vocabulary)
+  packing = PackingConfig((1.0,), (32,), eos_id=vocabulary.eos_id)
+  (batch,) = PackedBatches(pairs, packing, keep_all=True).epoch()
+  assert batch.inputs[0, 0, : len(whole)].tolist() == whole
 
 
-@pytest.mark.parametrize('content', ['', '{}', '{"version": "1.0"'])
-def test_broken_files(tmp_path, content):
-  (tmp_path / 'tokenizer.json').write_text(content)
-  with pytest.raises(ValueError, match='not a whole vocabulary'):
-    BpeTokenizer(tmp_path)
+def test_an_encoder_refuses_text_as_its_padding(trained, tmp_path):
+  """T5's encoder skips id 0; a decoder-only model reads it."""
+  swapped = edited(trained, tmp_path, end_last)
+  size = swapped.vocab_size
+  network = small_vocabulary.network(1, size)
+  model = Model(network, network.init(jax.random.key(0)))
+  with pytest.raises(ValueError, match="piece '!' as id 0"):
+    Engine(model, tokenizer=swapped)
+  decoder = small_vocabulary.decoder_only(1)
+  Engine(Model(decoder, decoder.init(jax.random.key(0))), tokenizer=swapped)
 
 
-def test_missing_files(tmp_path, trained):
-  with pytest.raises(ValueError, match=r'vocab\.json: No such file'):
-    BpeTokenizer(tmp_path)
-  with pytest.raises(ValueError, match='Expected tokenizer.json'):
-    BpeTokenizer(tmp_path / 'nowhere')
-  with pytest.raises(ValueError, match="no token '<eos>'"):
-    BpeTokenizer(trained[0], eos_token='<eos>')
+def end_last(said):
+  """Gives the end of sequence the last id, and '!' the first."""
+  vocab = said['model']['vocab']
+  vocab[END], vocab['!'] = vocab['!'], 0
+  said['added_tokens'][0]['id'] = vocab[END]

@@ -22,7 +22,7 @@ def by_sorting(logits, count, forbidden):
 
 
 # Blocks of 64 and of 128, rows that are padded, and rows that are too short.
-@pytest.mark.parametrize('size', [40, 1000, 8000, 12801, 32128])
+@pytest.mark.parametrize('size', [40, 12801, 32128])
 @pytest.mark.parametrize('count', [1, 9])
 def test_top_tokens_are_those_of_a_sort(size, count):
   key = jax.random.key(size)
@@ -55,7 +55,7 @@ def test_a_forbidden_token_takes_no_place_in_any_block():
   assert ids.tolist() == [stops[:4].tolist()]
 
 
-@pytest.mark.parametrize('size', [40, 8000])
+@pytest.mark.parametrize('size', [8000])
 def test_candidates_are_log_probabilities_and_say_what_is_none(size):
   lowest = float(np.finfo(np.float32).min)
   logits = np.array(jax.random.normal(jax.random.key(0), (1, 7, size)))

@@ -240,6 +240,15 @@ def random_markov(
   return MarkovModel(table, offset)
 
 
+@functools.cache
+def noisy_chain(vocab_size: int, noise: float = 0.0) -> MarkovModel:
+  """One chain that its inputs move; with noise, one that often agrees."""
+  chain = random_markov(0, vocab_size, scale=2.0, input_scale=0.5)
+  other = random_markov(1, vocab_size).params['table']
+  table = chain.params['table'] + noise * other
+  return MarkovModel(table, chain.params['offset'])
+
+
 def joint_law(
   next_probs: NextProbs,
   length: int,

@@ -38,20 +38,6 @@ def test_markov_logits_are_those_of_the_table(order):
       )
 
 
-def test_markov_order_two_after_ragged_rewind_equals_fresh_cache():
-  model = toy_models.random_markov(1, vocab_size=6, order=2)
-  _, cache = _extend(model, _prefill(model, [[1], [1]], 6), [[0, 1, 2, 3]] * 2)
-  cache = model.rewind(cache, jnp.array([1, 3], jnp.int32))
-  logits, cache = _extend(model, cache, [[5, 4], [5, 4]])
-  for row, kept in enumerate([(0,), (0, 1, 2)]):
-    np.testing.assert_array_equal(
-      logits[row, -1], model.logits_after(kept + (5, 4))
-    )
-    np.testing.assert_array_equal(
-      logits[row, 0], model.logits_after(kept + (5,))
-    )
-
-
 def test_markov_cache_shows_mistakes():
   model = toy_models.random_markov(1, vocab_size=6, order=2)
   _, cache = _extend(model, _prefill(model, [[1]], 4), [[0, 1, 2]])
@@ -68,15 +54,6 @@ def test_markov_cache_shows_mistakes():
   assert np.isnan(_extend(model, cache, [[3, 4]])[0]).any()
 
 
-def test_markov_law_with_stop_ids_pads():
-  model = toy_models.random_markov(2, vocab_size=3)
-  law = model.law(3, SamplingConfig(), stop_ids=(1,))
-  assert law.shape == (3, 3, 3)
-  assert law.sum() == pytest.approx(1)
-  assert law[1, 0, 0] == pytest.approx(law[1].sum())
-  assert law[2, 1, 0] == pytest.approx(law[2, 1].sum())
-
-
 def test_markov_law_is_the_product_of_softmaxes():
   model = toy_models.random_markov(3, vocab_size=4, order=2, input_scale=1.0)
   config = SamplingConfig(temperature=0.5)
@@ -84,26 +61,6 @@ def test_markov_law_is_the_product_of_softmaxes():
   first = jax.nn.softmax(model.logits_after((0,), (2, 3)) / 0.5)
   second = jax.nn.softmax(model.logits_after((0, 1), (2, 3)) / 0.5)
   np.testing.assert_allclose(law[1], first[1] * second, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  'table, offset',
-  [(np.zeros(3), None), (np.zeros((2, 3)), None), (np.zeros((2, 2)), [1.0])],
-)
-def test_markov_rejects_misshapen_tables(table, offset):
-  with pytest.raises(ValueError, match='table|input_offset'):
-    toy_models.MarkovModel(table, offset)
-
-
-def test_count_ngrams():
-  counts = toy_models.count_ngrams([[0, 1], [0, 1], [2, 0]], vocab_size=3)
-  expected = np.zeros((3, 3), int)
-  expected[0, 1], expected[2, 0] = 2, 1
-  np.testing.assert_array_equal(counts, expected)
-  with pytest.raises(ValueError, match='ids'):
-    toy_models.count_ngrams([[0, 3]], vocab_size=3)
-  with pytest.raises(ValueError, match='shape'):
-    toy_models.count_ngrams([0, 1], vocab_size=3)
 
 
 def test_chi_squared_against_a_known_value():
@@ -114,29 +71,6 @@ def test_chi_squared_against_a_known_value():
   toy_models.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.01)
   with pytest.raises(AssertionError, match='60 observations'):
     toy_models.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.05)
-
-
-def test_chi_squared_p_values_are_uniform_with_pooling():
-  # 1,000 tables of 500 draws, many cells expected below 5; seed 0.
-  rng = np.random.default_rng(0)
-  law = rng.dirichlet(np.full(60, 0.3))
-  draws = rng.multinomial(500, law, size=1000)
-  p_values = np.array([toy_models.chi_squared_p_value(d, law) for d in draws])
-  for level in (0.05, 0.5, 0.95):
-    # Four standard errors of a proportion over 1,000.
-    tolerance = 4 * np.sqrt(level * (1 - level) / 1000)
-    assert np.mean(p_values < level) == pytest.approx(level, abs=tolerance)
-
-
-def test_chi_squared_edges():
-  assert toy_models.chi_squared_p_value([10, 1], [1.0, 0.0]) == 0
-  assert toy_models.chi_squared_p_value([10, 0], [1.0, 0.0]) == 1
-  with pytest.raises(ValueError, match='sum to 1'):
-    toy_models.chi_squared_p_value([1, 1], [0.5, 0.6])
-  with pytest.raises(ValueError, match='no observations'):
-    toy_models.chi_squared_p_value([0, 0], [0.5, 0.5])
-  with pytest.raises(ValueError, match='shapes'):
-    toy_models.chi_squared_p_value([1], [0.5, 0.5])
 
 
 def test_sampler_law_counts_the_grid_of_the_uniform_generator():

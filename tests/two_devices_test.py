@@ -6,10 +6,7 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-
-from specdec_jax.engine.schedule import PoolSettings, Queue
 
 TESTS = pathlib.Path(__file__).parent
 FLAGS = f'{os.environ.get("XLA_FLAGS", "")} --xla_backend_optimization_level=0'
@@ -18,37 +15,6 @@ ENVIRONMENT = os.environ | {
   'JAX_PLATFORMS': 'cpu',
   'PYTHONPATH': f'{TESTS.parent}{os.pathsep}{TESTS}',
 }
-
-# Pools of one row and of three, which two devices do not divide.
-_POOLS = """
-import pathlib, sys, warnings
-import small_vocabulary
-from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
-from specdec_jax.partitioning import Placement
-from specdec_jax.engine.schedule import PoolSettings
-
-warnings.simplefilter('error')
-folder = pathlib.Path(sys.argv[1])
-tokenizer = small_vocabulary.train(folder)
-network = small_vocabulary.network(1)
-weights = [small_vocabulary.weights(network, i) for i in range(2)]
-models = [Model(network, one) for one in weights]
-engine = Engine(
-  *models, tokenizer=tokenizer, max_input_len=32, max_decode_len=12,
-  placement=Placement(data=2), cache_folder=folder / 'xla')
-texts = ['the red dog runs', 'a cat', 'the old house', 'blue tree', 'sleeps']
-options = {'stop_ids': list(range(3, 288, 8))}
-want = [one.tokens for one in engine.generate(texts, **options)]
-settings = eval(sys.argv[2])
-decoder = Continuous(engine, settings)
-have = [one.tokens for one in decoder.generate(texts, **options)]
-assert have == want
-gammas = settings.gammas or {3: engine.gamma}
-assert set(decoder.stats.rounds) == set(gammas.values()), decoder.stats
-print('the same')
-"""
 
 
 # A server whose target is split over both.
@@ -77,7 +43,7 @@ want = [engine.generate([text], **kind)[0].tokens
 scheduler = started(engine, rows=2)
 with nothing_compiles():
   heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
-  scheduler.submit([one.row for one in heard])
+  scheduler.take([one.row for one in heard])
   assert [one.last.completion.tokens for one in heard] == want
 scheduler.stop()
 scheduler.join()
@@ -96,7 +62,7 @@ from specdec_jax.text import tokenizer
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
-from specdec_jax.engine.schedule import PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings
 
 folder, address, count, index = sys.argv[1:]
 
@@ -161,19 +127,6 @@ def test_rows_of_two_processes(tokenizer, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  'settings',
-  [
-    'PoolSettings(gammas={4: 2, 1: 3})',
-    'PoolSettings(gammas={3: 0, 1: 2})',
-    'PoolSettings(rows=3, read_rows=1)',
-  ],
-)
-def test_pools_that_two_devices_do_not_divide(settings, tmp_path):
-  says_the_same(_POOLS, str(tmp_path), settings)
-
-
-@pytest.mark.slow
 def test_a_server_whose_target_two_devices_share(tmp_path):
   says_the_same(_SERVER, str(tmp_path))
 
@@ -189,30 +142,3 @@ def says_the_same(*command):
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip() == 'the same'
-
-
-@pytest.mark.parametrize(
-  'devices, rows, gammas, become',
-  [
-    (1, 3, {4: 2, 1: 3}, (3, {4: 2, 1: 3})),
-    (2, 3, {4: 2, 1: 3}, (4, {2: 3, 4: 2})),
-    # Of pools that become one it is the larger one's gamma.
-    (2, 2, {2: 3, 1: 5, 3: 1}, (2, {2: 3, 4: 1})),
-    (8, 9, None, (16, None)),
-  ],
-)
-def test_pools_are_multiples_of_the_devices(devices, rows, gammas, become):
-  settings = PoolSettings(rows=rows, gammas=gammas).in_multiples_of(devices)
-  assert (settings.rows, settings.gammas) == become
-
-
-def test_what_is_read_together_is_one_too():
-  class Rows:
-    inputs = np.ones((5, 4), np.int32)
-    prompt_width, first_length, pad_id = 1, 1, 0
-
-  for settings, together in (
-    (PoolSettings(rows=2), 2),
-    (PoolSettings(read_rows=3), 4),
-  ):
-    assert Queue(Rows(), range(5), settings, 2).read_rows == together

@@ -30,6 +30,11 @@ def plain_target_as_residual(draft, target_probs, num_accepted):
   return target_probs[num_accepted]
 
 
+def residual_of_single_tokens(draft, target_probs, num_accepted, share):
+  """The residual of Algorithm 1 after a draft that was judged as a whole."""
+  return _right_weights(draft, target_probs, num_accepted)
+
+
 def residual_after_short_draft(draft, target_probs, num_accepted):
   """Forgets that `length` may be below G, and takes the end for a rejection."""
   gamma = jnp.int32(draft.tokens.shape[0])

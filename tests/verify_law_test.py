@@ -1,37 +1,57 @@
-"""Algorithm 1 by exact enumeration: drafts, uniforms and outcomes.
+"""Verification of chains by exact enumeration: drafts, uniforms and outcomes.
 
-With negative controls: a deliberately wrong residual, draft probabilities that
-are not those which were drawn from, and tokens that were drawn and dropped must
-be found out.
+One table of rules (by token, as a block, lenient) and drafters, with negative
+controls: wrong residuals, draft probabilities that are not those which were
+drawn from, and tokens that were drawn and dropped must be found out.
 """
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_models
 import verify_controls as controls
-from specdec_jax import verify
+from specdec_jax import analysis, verify
+from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
-from verify_laws import ADVERSARIAL, constant, law_error, length_while, step_law
+from toy_requests import quick_jit
+from verify_laws import (
+  ADVERSARIAL,
+  constant,
+  law_error,
+  length_while,
+  step_law,
+  step_outcomes,
+)
 
-# What float32 and uniforms of 23 bits leave of "exact".
-_EXACT = 1e-6
-# A wrong residual must miss by more than rounding could.
+# What float32 and uniforms of 23 bits leave of "exact", by token, as a block.
+_EXACT = {False: 1e-6, True: 2e-6}
+# A wrong rule must miss by more than rounding could.
 _WRONG = 1e-3
 
 pytestmark = pytest.mark.usefixtures('strict')
+both_rules = pytest.mark.parametrize('as_block', [False, True])
 
 
-@pytest.mark.parametrize('vocab_size, gamma', [(1, 2), (6, 1), (6, 2)])
-def test_law_of_random_pairs(vocab_size, gamma):
+def is_exact(target, draft, gamma, vocab_size, as_block, **options):
+  options['as_block'] = as_block
+  error = law_error(target, draft, gamma, vocab_size, **options)
+  return error < _EXACT[as_block]
+
+
+@both_rules
+@pytest.mark.parametrize('vocab_size, gamma', [(1, 2), (6, 1), (4, 3)])
+def test_law_of_random_pairs(vocab_size, gamma, as_block):
   for seed in range(0, 4, 2):
     target, draft = controls.pair(seed, vocab_size)
-    assert law_error(target, draft, gamma, vocab_size) < _EXACT
+    assert is_exact(target, draft, gamma, vocab_size, as_block)
 
 
+@both_rules
 @pytest.mark.parametrize(
   'target_config, draft_config',
   [
@@ -45,36 +65,37 @@ def test_law_of_random_pairs(vocab_size, gamma):
     (SamplingConfig(0.7, top_k=3), SamplingConfig(1.3, top_p=0.5)),
   ],
 )
-def test_law_of_standardised_pairs(target_config, draft_config):
+def test_law_of_standardised_pairs(target_config, draft_config, as_block):
   target, draft = controls.pair(10, 6, draft_config, target_config)
-  assert law_error(target, draft, 2, 6) < _EXACT
+  assert is_exact(target, draft, 2, 6, as_block)
 
 
-@pytest.mark.parametrize('gamma', [1, 2])
+@both_rules
 @pytest.mark.parametrize('case', ADVERSARIAL)
-def test_law_of_adversarial_pairs(case, gamma):
+def test_law_of_adversarial_pairs(case, as_block):
   # Tokens that neither side knows of fill the vocabulary up to V = 6.
   target, draft = (
     constant(np.pad(row, (0, 6 - len(row)))) for row in ADVERSARIAL[case]
   )
-  assert law_error(target, draft, gamma, 6) < _EXACT
+  for gamma in (1, 2):
+    assert is_exact(target, draft, gamma, 6, as_block)
 
 
-@pytest.mark.parametrize('length', [0, 1])
+@both_rules
 @pytest.mark.parametrize('deterministic', [False, True])
-def test_law_of_a_draft_shorter_than_gamma(length, deterministic):
+def test_law_of_a_draft_shorter_than_gamma(deterministic, as_block):
+  """0 tokens of 2 or fewer; None and one-hot probabilities are one draft."""
   config = SamplingConfig(0.0) if deterministic else SamplingConfig()
-  target, draft = controls.pair(20, 6, config)
-  error = law_error(
-    target, draft, 2, 6, length=length, deterministic=deterministic
-  )
-  assert error < _EXACT
+  target, draft = controls.pair(20, 4, config)
+  for gamma, length in ((0, None), (2, 0), (2, 1), (2, None)):
+    options = {'length': length, 'deterministic': deterministic}
+    assert is_exact(target, draft, gamma, 4, as_block, **options)
 
 
+@both_rules
 @pytest.mark.parametrize('gamma', [1, 2])
-def test_law_of_a_drafter_that_decides_before_it_draws(gamma):
-  vocab_size = 4
-  target, draft = controls.pair(20, vocab_size)
+def test_law_of_a_drafter_that_decides_before_it_draws(gamma, as_block):
+  target, draft = controls.pair(20, 4)
   for rule in (
     # It stops where it is unsure, before it draws.
     lambda before: draft(before).max() > 0.5,
@@ -82,28 +103,9 @@ def test_law_of_a_drafter_that_decides_before_it_draws(gamma):
     lambda before: 1 not in before,
   ):
     length = length_while(rule)
-    drafts = itertools.product(range(vocab_size), repeat=gamma)
+    drafts = itertools.product(range(4), repeat=gamma)
     assert gamma == 1 or len({length(tokens) for tokens in drafts}) > 1
-    error = law_error(target, draft, gamma, vocab_size, length=length)
-    assert error < _EXACT
-
-
-def test_law_of_deterministic_drafts():
-  # One-hot probabilities and None are the same draft.
-  target, draft = controls.pair(30, 6, SamplingConfig(0.0))
-  assert law_error(target, draft, 2, 6, deterministic=True) < _EXACT
-  np.testing.assert_allclose(
-    step_law(target, draft, 2, 6, deterministic=True),
-    step_law(target, draft, 2, 6),
-    atol=1e-9,
-  )
-
-
-def test_law_of_gamma_zero():
-  target, draft = controls.pair(40, 6)
-  for deterministic in (False, True):
-    error = law_error(target, draft, 0, 6, deterministic=deterministic)
-    assert error < _EXACT
+    assert is_exact(target, draft, gamma, 4, as_block, length=length)
 
 
 # Reported, and drawn from: token 3 is half of what is proposed.
@@ -113,31 +115,31 @@ _DENIES = (
 )
 
 
-def test_law_of_a_drafter_that_denies_its_own_token():
-  # Always: it reports one-hot of token 0 and proposes something else.
+@both_rules
+def test_law_of_a_drafter_that_denies_its_own_token(as_block):
   target, _ = controls.pair(50, 6)
-  reported, drawn = constant(np.eye(6)[0]), constant([0, 0.5, 0.5, 0, 0, 0])
-  assert law_error(target, reported, 2, 6, drawn_from=drawn) < _EXACT
-  # Sometimes: half of its proposals are token 3, which it reports as 0; the
-  # other half come from the law it reports.
-  reported, drawn = _DENIES
-  assert law_error(target, reported, 2, 6, drawn_from=drawn) < _EXACT
-  # And where it reports NaN, as if its model had broken.
-  broken = constant([np.nan] * 6)
-  assert law_error(target, broken, 2, 6, drawn_from=drawn) < _EXACT
+  for reported, drawn in (
+    # Always: it reports one-hot of token 0 and proposes something else.
+    (constant(np.eye(6)[0]), constant([0, 0.5, 0.5, 0, 0, 0])),
+    # Sometimes: half of its proposals are token 3, which it reports as 0; the
+    # other half come from the law it reports.
+    _DENIES,
+    # And where it reports NaN, as if its model had broken.
+    (constant([np.nan] * 6), _DENIES[1]),
+  ):
+    assert is_exact(target, reported, 2, 6, as_block, drawn_from=drawn)
 
 
 def test_a_token_of_target_probability_zero_is_never_accepted():
   # Not even by a uniform of exactly 0.
-  draft = Draft(
-    tokens=jnp.array([1]), probs=jnp.array([[0.5, 0.5]]), length=jnp.int32(1)
-  )
+  target_rows = jnp.array([[1.0, 0.0]] * 2)
   for draft_row in ([0.5, 0.5], [1.0, 0.0], [0.0, 1.0]):
-    draft = draft.replace(probs=jnp.array([draft_row]))
-    accepted = verify.count_accepted(
-      draft, jnp.array([[1.0, 0.0]] * 2), jnp.zeros(1)
+    draft = Draft(jnp.array([1]), jnp.array([draft_row]), jnp.int32(1))
+    assert verify.count_accepted(draft, target_rows, jnp.zeros(1)) == 0
+    shares = verify.kept_shares(draft, target_rows)
+    assert not verify.count_accepted_block(
+      draft, target_rows, shares, jnp.zeros(1)
     )
-    assert accepted == 0
 
 
 def test_equal_probabilities_are_always_accepted():
@@ -156,6 +158,111 @@ def test_equal_probabilities_are_always_accepted():
     assert accepted == len(rows)
 
 
+# --- A block keeps more ------------------------------------------------------
+
+
+def _kept(target, draft, gamma, vocab_size):
+  """Proposals kept in the mean: by token, and as a block."""
+  return [
+    step_outcomes(target, draft, gamma, vocab_size, as_block=as_block)[1]
+    for as_block in (False, True)
+  ]
+
+
+def test_a_block_keeps_no_fewer_tokens():
+  # 10/9 of two proposals by tokens, 11/9 as a block.
+  pair = constant([1 / 3, 2 / 3]), constant([2 / 3, 1 / 3])
+  assert _kept(*pair, 2, 2) == pytest.approx([10 / 9, 11 / 9], abs=1e-5)
+  by_token, as_block = _kept(*controls.pair(0, 4), 3, 4)
+  assert as_block > by_token + _WRONG
+  for case in ADVERSARIAL:
+    pair = (
+      constant(np.pad(row, (0, 6 - len(row)))) for row in ADVERSARIAL[case]
+    )
+    by_token, as_block = _kept(*pair, 2, 6)
+    assert as_block > by_token - _EXACT[True]
+
+
+def test_a_block_also_counts_what_algorithm_1_would_keep():
+  target, draft = controls.pair(3, 6)
+  rows = jnp.stack([jnp.asarray(draft(())) for _ in range(3)])
+  target_rows = jnp.stack([jnp.asarray(target(())) for _ in range(4)])
+  given = Draft(jnp.array([0, 1, 2]), rows, jnp.int32(3))
+  keys = jax.random.split(jax.random.key(0), 1_000)
+  as_block, by_token = (
+    quick_jit(jax.vmap(rule, in_axes=(None, None, 0)))(given, target_rows, keys)
+    for rule in (verify.verify_block, verify.verify)
+  )
+  np.testing.assert_array_equal(as_block.num_passed, by_token.num_accepted)
+  assert np.any(as_block.num_accepted != by_token.num_accepted)
+
+
+# --- Lenience: another law, with a bound -------------------------------------
+
+_SIZE, _GAMMA = 4, 2
+
+
+def lenient_law(target, draft, lenience):
+  """Joint law of a lenient step and what the target adds, in float64.
+
+  Written after the text of A.5, token by token: it knows no code of ours.
+  """
+  law = np.zeros((_SIZE,) * (_GAMMA + 1))
+  for tokens in itertools.product(range(_SIZE), repeat=_GAMMA + 1):
+    rows = [np.float64(target(tokens[:i])) for i in range(_GAMMA + 1)]
+    rows = [row / row.sum() for row in rows]
+    # After a rejection and after a whole draft the target goes on alone.
+    alone = np.array([rows[i][tokens[i]] for i in range(_GAMMA + 1)])
+    reached = 1.0
+    for i in range(_GAMMA):
+      proposed = np.float64(draft(tokens[:i]))
+      proposed /= proposed.sum()
+      chance = np.minimum(1, rows[i] / (lenience * proposed))
+      refused = 1 - np.sum(proposed * chance)
+      residual = np.maximum(0, rows[i] - proposed)
+      redrawn = residual[tokens[i]] / (residual.sum() or 1)
+      law[tokens] += reached * refused * redrawn * np.prod(alone[i + 1 :])
+      reached *= proposed[tokens[i]] * chance[tokens[i]]
+    law[tokens] += reached * alone[_GAMMA]
+  return law
+
+
+def worst_ratio(law, target):
+  """The largest P(token | tokens before) / target probability of it."""
+  largest = 0.0
+  for position in range(_GAMMA + 1):
+    marginal = law.sum(axis=tuple(range(position + 1, _GAMMA + 1)))
+    before = marginal.sum(axis=-1, keepdims=True)
+    for prefix in itertools.product(range(_SIZE), repeat=position):
+      row = np.float64(target(prefix))
+      ratio = marginal[prefix] / before[prefix] / row * row.sum()
+      largest = max(largest, np.max(ratio))
+  return largest
+
+
+@pytest.mark.parametrize('lenience', [1.0, 0.5, 0.3, 0.1])
+def test_law_of_lenience(lenience):
+  target, draft = controls.pair(2, _SIZE)
+  law = step_law(target, draft, _GAMMA, _SIZE, lenience=lenience)
+  want = lenient_law(target, draft, lenience)
+  assert want.sum() == pytest.approx(1)
+  np.testing.assert_allclose(law, want, atol=1e-6)
+  # No token above its probability / lenience, wherever it stands.
+  ratio = worst_ratio(law, target)
+  assert ratio <= 1 / lenience + 1e-4
+  lossless = toy_models.joint_law(target, _GAMMA + 1, _SIZE)
+  error = np.abs(law - lossless).max()
+  assert error < 1e-6 if lenience == 1 else error > _WRONG
+  if lenience == 0.1:
+    # So the bound of less lenience would have been missed.
+    assert ratio > 1 / 0.3
+  # The first token alone: the closed form.
+  closed = simulation.outcomes(target(()), draft(()), lenience)
+  np.testing.assert_allclose(law.sum(axis=(1, 2)), closed.total, atol=1e-6)
+  beta = analysis.lenient_acceptance_prob(target(()), draft(()), lenience)
+  assert closed.acceptance_prob == pytest.approx(float(beta), abs=1e-6)
+
+
 # --- Negative controls: each of these must be found out -------------------
 
 
@@ -163,49 +270,43 @@ def test_control_plain_target_as_residual(monkeypatch):
   controls.patch_weights(monkeypatch, controls.plain_target_as_residual)
   target, draft = controls.pair(0, 6)
   assert law_error(target, draft, 2, 6) > _WRONG
+  target, draft = controls.pair(2, _SIZE)
+  law = step_law(target, draft, _GAMMA, _SIZE, lenience=0.5)
+  assert np.abs(law - lenient_law(target, draft, 0.5)).max() > _WRONG
 
 
 @pytest.mark.parametrize('deterministic', [False, True])
 def test_control_residual_after_short_draft(monkeypatch, deterministic):
   controls.patch_weights(monkeypatch, controls.residual_after_short_draft)
-  target, draft = controls.pair(
-    20, 6, SamplingConfig(0.0 if deterministic else 1.0)
-  )
+  config = SamplingConfig(0.0 if deterministic else 1.0)
+  target, draft = controls.pair(20, 6, config)
   error = law_error(target, draft, 2, 6, length=1, deterministic=deterministic)
   assert error > _WRONG
 
 
-def test_control_draft_reported_otherwise_than_drawn():
+def test_control_residual_of_single_tokens_in_a_block(monkeypatch):
+  controls.patch_weights(monkeypatch, controls.residual_of_single_tokens)
+  target, draft = controls.pair(0, 6)
+  assert law_error(target, draft, 2, 6, as_block=True) > _WRONG
+
+
+@both_rules
+def test_control_draft_reported_otherwise_than_drawn(as_block):
   target, reported = controls.pair(0, 6)
   _, drawn = controls.pair(0, 6, SamplingConfig(0.7))
-  assert law_error(target, reported, 2, 6, drawn_from=drawn) > _WRONG
+  options = {'drawn_from': drawn, 'as_block': as_block}
+  assert law_error(target, reported, 2, 6, **options) > _WRONG
 
 
-def test_control_a_drafter_that_drops_what_it_drew():
-  # Of (.9, .1) and (.5, .5): each 1 that is drawn is dropped. Token 0 is then
-  # accepted in one half, and drawn by the target with .9 in the other.
-  target, draft = constant([0.9, 0.1]), constant([0.5, 0.5])
-  drops = length_while(lambda tokens: tokens[-1] == 0, see=1)
-  law = step_law(target, draft, 1, 2, length=drops)
-  np.testing.assert_allclose(law.sum(axis=1), [0.95, 0.05], atol=1e-6)
-  # The same drafts, none dropped.
-  law = step_law(target, draft, 1, 2)
-  np.testing.assert_allclose(law.sum(axis=1), [0.9, 0.1], atol=1e-6)
-
-
-@pytest.mark.parametrize('gamma', [1, 2])
-def test_control_a_drafter_that_drops_unlikely_tokens(gamma):
+@both_rules
+def test_control_a_drafter_that_drops_unlikely_tokens_or_stop_ids(as_block):
   target, draft = controls.pair(20, 4)
-  drops = length_while(
-    lambda tokens: draft(tokens[:-1])[tokens[-1]] > 0.3, see=1
-  )
-  assert law_error(target, draft, gamma, 4, length=drops) > _WRONG
-
-
-def test_control_a_stop_id_that_is_cut_off_its_draft():
-  target, draft = controls.pair(20, 4)
-  cut_off = length_while(lambda tokens: 1 not in tokens, see=1)
-  assert law_error(target, draft, 2, 4, length=cut_off) > _WRONG
+  for rule in (
+    lambda tokens: draft(tokens[:-1])[tokens[-1]] > 0.3,
+    lambda tokens: 1 not in tokens,
+  ):
+    options = {'length': length_while(rule, see=1), 'as_block': as_block}
+    assert law_error(target, draft, 2, 4, **options) > _WRONG
 
 
 def test_control_denied_tokens_accepted_or_resampled(monkeypatch):

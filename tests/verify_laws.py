@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from specdec_jax import probs, verify, verify_block
+from specdec_jax import probs, verify
 from specdec_jax.types import Draft
 from toy_models import NextProbs, joint_law
 
@@ -146,7 +146,7 @@ def step_outcomes(
     deterministic: report None as `Draft.probs`; `draft` is then only drawn
       from, and one-hot if the drafter is honest.
     lenience: l of Appendix A.5; below 1 the result is another law.
-    as_block: judge drafts as a whole, by the functions of `verify_block`.
+    as_block: judge drafts as a whole, as `verify_block` does.
 
   Returns:
     The law float64[V, ..., V], gamma + 1 axes, and the mean number of proposals
@@ -166,22 +166,17 @@ def step_outcomes(
   )
   # Passed on, so that a test which replaces one of them is not served the
   # compiled code of the other.
-  if as_block:
-    assert lenience == 1
-    accepted, next_laws = _block_pieces(
-      drafts,
-      rows,
-      count_accepted=verify_block.count_accepted,
-      next_token_weights=verify_block.next_token_weights,
-    )
-  else:
-    accepted, next_laws = _step_pieces(
-      drafts,
-      rows,
-      jnp.float32(lenience),
-      count_accepted=verify.count_accepted,
-      next_token_weights=verify.next_token_weights,
-    )
+  assert lenience == 1 or not as_block
+  accepted, next_laws = _step_pieces(
+    drafts,
+    rows,
+    jnp.float32(lenience),
+    as_block=as_block,
+    count_accepted=(
+      verify.count_accepted_block if as_block else verify.count_accepted
+    ),
+    next_token_weights=verify.next_token_weights,
+  )
   accepted = np.asarray(accepted, np.float64) / UNIFORM_GRID
   next_laws = np.asarray(next_laws, np.float64)
   ends_at = _last_holds(accepted) if as_block else _first_fails(accepted)
@@ -249,56 +244,40 @@ def _drafts(proposals, reported: NextProbs | None, lengths) -> Draft:
 
 
 @functools.partial(
-  jax.jit, static_argnames=('count_accepted', 'next_token_weights')
+  jax.jit, static_argnames=('as_block', 'count_accepted', 'next_token_weights')
 )
 def _step_pieces(
-  drafts, target_probs, lenience, *, count_accepted, next_token_weights
+  drafts,
+  target_probs,
+  lenience,
+  *,
+  as_block,
+  count_accepted,
+  next_token_weights,
 ):
-  """int32[N, G] grid counts of acceptance; float32[N, G + 1, V] next laws."""
+  """int32[N, G] grid counts of acceptance; float32[N, G + 1, V] next laws.
+
+  Of a draft judged as a whole, test i alone decides whether n is i + 1 or 0.
+  """
   gamma = drafts.tokens.shape[1]
+  # Whatever other token can be accepted is; of a block, what can fail fails.
+  others = jnp.float32(1 - 1 / UNIFORM_GRID if as_block else 0)
 
   def one_draft(draft, rows):
+    shares = verify.kept_shares(draft, rows) if as_block else None
+
     def through(position):
-      # With the uniforms before at 0, whatever can be accepted is.
       def accepts(uniform):
-        uniforms = jnp.zeros(gamma, jnp.float32).at[position].set(uniform)
+        uniforms = jnp.full(gamma, others).at[position].set(uniform)
+        if as_block:
+          return count_accepted(draft, rows, shares, uniforms) > position
         return count_accepted(draft, rows, lenience * uniforms) > position
 
       return grid_count(accepts)
 
     def next_law(num_accepted):
-      return sampler_law(next_token_weights(draft, rows, num_accepted))
-
-    next_laws = jax.vmap(next_law)(jnp.arange(gamma + 1))
-    if gamma == 0:
-      return jnp.zeros(0, jnp.int32), next_laws
-    return jax.vmap(through)(jnp.arange(gamma)), next_laws
-
-  return jax.vmap(one_draft)(drafts, target_probs)
-
-
-@functools.partial(
-  jax.jit, static_argnames=('count_accepted', 'next_token_weights')
-)
-def _block_pieces(drafts, target_probs, *, count_accepted, next_token_weights):
-  """`_step_pieces`, of which test i alone decides whether n is i + 1 or 0."""
-  gamma = drafts.tokens.shape[1]
-
-  def one_draft(draft, rows):
-    kept = verify_block.kept_shares(draft, rows)
-
-    def through(position):
-      # At the largest uniform every other test fails that can fail.
-      def accepts(uniform):
-        others = jnp.full(gamma, 1 - 1 / UNIFORM_GRID, jnp.float32)
-        uniforms = others.at[position].set(uniform)
-        return count_accepted(draft, rows, kept, uniforms) > position
-
-      return grid_count(accepts)
-
-    def next_law(num_accepted):
-      weights = next_token_weights(draft, rows, kept, num_accepted)
-      return sampler_law(weights)
+      more = (shares[num_accepted],) if as_block else ()
+      return sampler_law(next_token_weights(draft, rows, num_accepted, *more))
 
     next_laws = jax.vmap(next_law)(jnp.arange(gamma + 1))
     if gamma == 0:

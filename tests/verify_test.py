@@ -76,24 +76,9 @@ def _count(target, draft, *, reported=None, length=2, trigrams=_trigrams):
   return toy_models.count_ngrams(trigrams(keys, *laws, np.int32(length)), _SIZE)
 
 
-@pytest.mark.parametrize(
-  'config',
-  [
-    SamplingConfig(1.0),
-    SamplingConfig(0.7),
-    SamplingConfig(top_k=3),
-    SamplingConfig(top_p=0.7),
-  ],
-)
-def test_verify_chi_squared(config):
-  target, draft = controls.pair(60, _SIZE, config, config)
-  observed = _count(target, draft)
-  toy_models.assert_chi_squared(observed, joint_law(target, 3, _SIZE), _ALPHA)
-
-
-def test_verify_chi_squared_of_short_draft():
+def test_verify_chi_squared():
   target, draft = controls.pair(60, _SIZE)
-  observed = _count(target, draft, length=1)
+  observed = _count(target, draft)
   toy_models.assert_chi_squared(observed, joint_law(target, 3, _SIZE), _ALPHA)
 
 
@@ -174,44 +159,6 @@ def test_residual_without_mass_falls_back_to_the_target():
     np.testing.assert_array_equal(weights, target_probs[kept])
 
 
-def test_drafter_always_right():
-  # Same law on both sides: everything is accepted, then the bonus token.
-  draft, target_probs = _random_draft(2)
-  keys = _keys(3)
-  full = np.full(_B, _G, np.int32)
-  draft = draft.replace(probs=target_probs[:, :_G], length=full)
-  verdict = _verify_batch(draft, target_probs, keys)
-  np.testing.assert_array_equal(verdict.num_accepted, _G)
-  np.testing.assert_array_equal(
-    verdict.next_token, _plain_tokens(target_probs[:, _G], keys)
-  )
-
-
-def test_drafter_always_wrong():
-  # The target never emits token 0, which is all that is proposed.
-  _, target_probs = _random_draft(5)
-  target_probs[..., 0] = 0
-  tokens = np.zeros((_B, _G), np.int32)
-  one_hots = np.eye(_V, dtype=np.float32)[tokens]
-  keys = _keys(6)
-  for rows in (None, one_hots):
-    draft = Draft(tokens, rows, np.full(_B, _G, np.int32))
-    verdict = _verify_batch(draft, target_probs, keys)
-    np.testing.assert_array_equal(verdict.num_accepted, 0)
-    assert np.all(np.asarray(verdict.next_token) != 0)
-
-
-def test_rejected_token_is_not_drawn_again_from_a_one_hot_draft():
-  draft, target_probs = _random_draft(7, deterministic=True)
-  keys = _keys(8)
-  verdict = _verify_batch(draft, target_probs, keys)
-  kept, length = np.asarray(verdict.num_accepted), draft.length
-  rejected = np.nonzero(kept < length)[0]
-  assert len(rejected) > 20
-  proposed = draft.tokens[rejected, kept[rejected]]
-  assert np.all(proposed != np.asarray(verdict.next_token)[rejected])
-
-
 @pytest.mark.parametrize('gamma', [0, _G])
 def test_without_proposals_it_is_the_plain_sample_bit_for_bit(gamma):
   for deterministic in (False, True):
@@ -280,38 +227,12 @@ def test_greedy_is_verify_with_one_hots():
   assert np.all(histogram > 0)
 
 
-def test_greedy_by_hand():
-  draft = Draft(jnp.array([4, 5, 6]), None, jnp.int32(3))
-  cases = [
-    (3, [4, 5, 6, 7], (3, 7)),
-    (3, [4, 5, 9, 7], (2, 9)),
-    (3, [9, 5, 6, 7], (0, 9)),
-    (2, [4, 5, 6, 7], (2, 6)),
-    (0, [4, 5, 6, 7], (0, 4)),
-  ]
-  for length, target_tokens, expected in cases:
-    verdict = shipped.verify_greedy(
-      draft.replace(length=jnp.int32(length)), jnp.array(target_tokens)
-    )
-    assert (verdict.num_accepted, verdict.next_token) == expected
-  empty = Draft(jnp.zeros(0, jnp.int32), None, jnp.int32(0))
-  assert shipped.verify_greedy(empty, jnp.array([3])).next_token == 3
-
-
-def test_other_drafts_and_keys_do_not_recompile():
-  verify = jax.jit(lambda *args: shipped.verify_batch(*args))
-  for seed in range(3):
-    draft, target_probs = _random_draft(seed)
-    verify(draft, target_probs, _keys(seed))
-  assert verify._cache_size() == 1
-
-
 def test_wrong_shapes_are_named():
   draft, target_probs = _row(_random_draft(0), 0)
   verify = functools.partial(shipped.verify, key=jax.random.key(0))
-  with pytest.raises(ValueError, match=r'target_probs must have shape \(4, V'):
+  with pytest.raises(ValueError, match=r'target_probs: expected shape \(4, V'):
     verify(draft, target_probs[:_G])
-  with pytest.raises(ValueError, match='do both models have one vocabulary'):
+  with pytest.raises(ValueError, match='draft.probs: expected shape'):
     verify(draft, target_probs[:, :5])
-  with pytest.raises(ValueError, match='target_tokens must have shape'):
+  with pytest.raises(ValueError, match='target_tokens: expected shape'):
     shipped.verify_greedy(draft, jnp.zeros(2, jnp.int32))

@@ -5,19 +5,18 @@ and dtype. T5X's own format stays what T5X reads, and transformers has no T5
 whose kernels have factors of outputs.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
 import pathlib
-import shutil
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from specdec_jax import files
-from specdec_jax.checkpoints import huggingface, orbax_params, t5x, t5x_sizes
+from specdec_jax.checkpoints import config_json, huggingface, orbax, t5x
 from specdec_jax.checkpoints.disk_arrays import Params
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checkpoints.load import (
@@ -30,7 +29,7 @@ from specdec_jax.checkpoints.load import (
   locate,
   open_checkpoint,
 )
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.checks.names import check_choice
 from specdec_jax.files.locations import Location
 from specdec_jax.models.integers import INT4, INT8, is_scale
@@ -53,6 +52,7 @@ class ConvertConfig:
     network: `T5(config)` of the checkpoint. Needed for scanned stacks, and if
       the activations are not those of T5 1.0 or 1.1; None reads the sizes from
       the checkpoint.
+    revision: branch, tag or commit of an id of the Hugging Face hub.
     dtype: dtype of the arrays that are written, e.g. 'bfloat16'; None keeps
       theirs. 'int8', not for 'safetensors', is that of kernels: loading reads
       a quarter of the bytes of float32 and rounds nothing.
@@ -66,28 +66,23 @@ class ConvertConfig:
   format: str = 'orbax'
   network: T5 | None = None
   dtype: str | None = None
+  revision: str | None = None
 
   def __post_init__(self):
     check_types(self)
     check_choice('ConvertConfig.format', self.format, FORMATS)
     check_dtype(self.dtype)
-    if self.dtype == INT4:
-      raise ValueError(
-        'Kernels of int4 are made when a model is loaded (specdec decode'
-        ' --dtype int4), and are not written: leave dtype out, or take int8.'
-      )
-    if self.dtype == INT8 and self.format == 'safetensors':
-      raise ValueError(
-        "dtype int8 is only written in the formats 'orbax' and 't5x', got"
-        f' {self.format!r}, whose readers know no kernels with factors. Any'
-        ' checkpoint of floats is rounded when a model is loaded, too (specdec'
-        ' decode --dtype int8).'
+    if self.dtype == INT4 or (
+      self.dtype == INT8 and self.format == 'safetensors'
+    ):
+      raise unexpected(
+        'ConvertConfig.dtype',
+        "one of floats, or 'int8' for 'orbax' and 't5x'",
+        self.dtype,
+        f'Floats are rounded when a model is loaded (--dtype {self.dtype}).',
       )
     if '://' in self.output:
-      raise ValueError(
-        f'output must be on this machine, got {self.output!r}; copy it from'
-        ' there.'
-      )
+      raise unexpected('output', 'a path on this machine', self.output)
 
 
 def convert(config: ConvertConfig) -> str:
@@ -104,16 +99,16 @@ def convert(config: ConvertConfig) -> str:
   """
   output = pathlib.Path(config.output)
   if output.exists():
-    raise ValueError(
-      f'{config.output!r} exists already; name another output or remove it.'
-    )
+    raise unexpected(f'output {config.output}', 'a new path', 'one that exists')
   files.make_folder(output.parent)
-  location = locate(config.checkpoint_path)
+  path = config.checkpoint_path
+  location = locate(path + (f'@{config.revision}' if config.revision else ''))
   opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
-    raise ValueError(
-      f'{str(location)!r} has kernels of eight bits already; give the dtype of'
-      ' floats that they are to become, such as float32.'
+    raise unexpected(
+      f'dtype of {location}, whose kernels have eight bits',
+      'a dtype of floats, such as float32',
+      config.dtype,
     )
   sizes = _sizes(config, opened, str(location))
   params = opened.read(config.dtype)
@@ -123,7 +118,7 @@ def convert(config: ConvertConfig) -> str:
   if sizes is not None:
     _save_safetensors(output, sizes, params, location, about)
   elif config.format == 'orbax':
-    orbax_params.save_orbax(output, params, about)
+    orbax.save_orbax(output, params, about)
   else:
     t5x.save_t5x(output, params, step=0, about=about or None)
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
@@ -148,13 +143,13 @@ def _about(
 def _as_on_disk(params: Params, opened: Opened) -> Params:
   """What is no kernel and no factor, in the dtype that it has on disk."""
 
-  def kept(keys, leaf):
+  def in_dtype_of_disk(keys, leaf):
     array = opened.arrays.get('/'.join(key.key for key in keys))
     if array is None or leaf.dtype == INT8:
       return leaf
     return leaf.astype(array.dtype)
 
-  return jax.tree_util.tree_map_with_path(kept, params)
+  return jax.tree_util.tree_map_with_path(in_dtype_of_disk, params)
 
 
 def _sizes(
@@ -165,12 +160,10 @@ def _sizes(
     return None
   sizes: Any = config.network.config if config.network else opened.config
   if sizes is None:
-    sizes = t5x_sizes.infer_config(t5x.shapes_of(opened.arrays), source)
+    shapes = {name: array.shape for name, array in opened.arrays.items()}
+    sizes = t5x.infer_config(shapes, source)
   if not isinstance(sizes, T5Config):
-    raise ValueError(
-      f'{source!r} is not a T5; only a T5 is written as safetensors. Choose'
-      " 'orbax' or 't5x'."
-    )
+    raise unexpected(source, 'a T5 for safetensors', type(sizes).__name__)
   return sizes
 
 
@@ -181,16 +174,12 @@ def _save_safetensors(
   source: Location,
   about: Mapping[str, str],
 ) -> None:
-  ids = huggingface.names.T5_IDS
+  ids = config_json.T5_IDS
   if is_huggingface(source):
     ids = huggingface.special_ids(source.path)
-  unfinished = output.with_name(f'.{output.name}.tmp')
-  with contextlib.suppress(FileNotFoundError):
-    shutil.rmtree(unfinished)
-  try:
-    huggingface.save_huggingface(
-      unfinished, sizes, params, ids=ids, about=about
-    )
-    os.rename(unfinished, output)
-  finally:
-    shutil.rmtree(unfinished, ignore_errors=True)
+  with tempfile.TemporaryDirectory(
+    dir=output.parent, prefix=f'.{output.name}.', ignore_cleanup_errors=True
+  ) as unfinished:
+    folder = pathlib.Path(unfinished) / output.name
+    huggingface.save_huggingface(folder, sizes, params, ids, about)
+    os.rename(folder, output)

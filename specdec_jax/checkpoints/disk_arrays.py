@@ -4,10 +4,11 @@ Besides the result, at most one piece of an array is held in memory: some
 100 MiB, or one chunk of a file whose chunks are larger.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import flax.traverse_util
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from specdec_jax import files
 from specdec_jax.checks import memory
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import (
   READ_SECONDS,
   STORE_ERRORS,
@@ -27,6 +29,14 @@ from specdec_jax.files.locations import (
 from specdec_jax.models import integers, sizes
 
 PIECE_BYTES = 128 << 20
+# Errors of code that reads metadata of another kind than it expects.
+METADATA_ERRORS = (
+  AttributeError,
+  LookupError,
+  RecursionError,
+  TypeError,
+  ValueError,
+)
 
 Params = dict[str, Any]
 Index = tuple[slice, ...]
@@ -38,33 +48,25 @@ Shardings: TypeAlias = (
 )
 
 
-class DiskArray(Protocol):
-  """An array that has not been read."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskArray:
+  """An array that has not been read.
 
-  @property
-  def shape(self) -> tuple[int, ...]: ...
+  Attributes:
+    shape: its shape.
+    dtype: its dtype on disk.
+    read_into: writes the part at an index to an array, in that one's dtype;
+      raises ValueError with the reason if the file is missing, cut short or
+      corrupt.
+    chunk: shape of the smallest part worth reading; chunks begin at multiples.
+    order: the memory order that parts should be read into.
+  """
 
-  @property
-  def dtype(self) -> np.dtype: ...
-
-  @property
-  def chunk(self) -> tuple[int, ...]:
-    """Shape of the smallest part worth reading; chunks begin at multiples."""
-    ...
-
-  @property
-  def order(self) -> Literal['C', 'F']:
-    """The memory order that parts should be read into."""
-    ...
-
-  def read_into(self, out: np.ndarray, index: Index) -> None:
-    """Writes the part at `index` to `out`, in the dtype of `out`.
-
-    Raises:
-      ValueError: the file is missing, cut short or corrupt; the message says
-        why.
-    """
-    ...
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read_into: Callable[[np.ndarray, Index], None]
+  chunk: tuple[int, ...]
+  order: Literal['C', 'F'] = 'C'
 
 
 def load_arrays(
@@ -77,7 +79,7 @@ def load_arrays(
 
   Args:
     arrays: T5X's name, with slashes -> array. Kernels of eight bits are read
-      as such; `rounded.in_floats` gives them as floats.
+      as such; `in_floats` gives them as floats.
     source: where the arrays come from, for messages.
     dtype: dtype of the result; None keeps the file's. 'int8' and 'int4' are
       those of kernels, which come with their factors; see `models.integers`.
@@ -104,38 +106,64 @@ def load_arrays(
   if isinstance(sharding, Mapping):
     sharding = flax.traverse_util.flatten_dict(dict(sharding), sep='/')
   layouts = {n: _layout_of(sharding, n, a.shape) for n, a in arrays.items()}
-  flat = {}
+  flat: dict[str, Any] = {}
   for name, array in arrays.items():
-    wanted = _dtype_of(name, dtype)
-    rounds = integers.is_integers(wanted) and wanted != array.dtype
-    is_scale = integers.is_scale(name)
-    # All rows of a kernel say what a factor is, so it is read as a whole.
-    layout = None if rounds or is_scale else layouts[name]
-    try:
-      found = load_array(array, None if rounds else wanted, layout)
-    except ValueError as error:
-      raise broken(source, name, str(error)) from error
-    if is_scale:
-      host = np.asarray(found)
-      integers.check_scale(host, f'{source!r}: {name}')
-      found = _put(host, layouts[name])
-    if not rounds:
-      flat[name] = found
-      continue
-    kernel, scale = integers.quantise(found, f'{source!r}: {name}', wanted)
-    del found
-    flat[name] = _put(kernel, layouts[name])
-    scale_name = f'{name}_scale'
-    flat[scale_name] = _put(
-      scale, _layout_of(sharding, scale_name, scale.shape)
-    )
-    del kernel
+    wanted, where = _dtype_of(name, dtype), f'{source!r}: {name}'
+    if integers.is_integers(wanted) and wanted != array.dtype:
+      # All rows of a kernel decide its factors, so it is read as a whole.
+      host = _load_named(array, name, source)
+      kernel, scale = integers.quantise(host, where, wanted)
+      del host
+      flat[name] = _put(kernel, layouts[name])
+      layout = _layout_of(sharding, f'{name}_scale', scale.shape)
+      flat[f'{name}_scale'] = _put(scale, layout)
+      del kernel
+    elif integers.is_scale(name):
+      scale = np.asarray(_load_named(array, name, source, wanted))
+      integers.check_scale(scale, where)
+      flat[name] = _put(scale, layouts[name])
+    else:
+      flat[name] = _load_named(array, name, source, wanted, layouts[name])
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
 def is_rounded(arrays: Mapping[str, DiskArray]) -> bool:
   """Whether kernels of these are of eight bits, as they are on disk."""
   return any(array.dtype == integers.INT8 for array in arrays.values())
+
+
+def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
+  """Arrays of a checkpoint, kernels of eight bits as float32.
+
+  Each number is its integer times the factor of its output: the same model, for
+  all that wants floats, such as training, other formats, and a CPU.
+
+  Args:
+    arrays: T5X's name, with slashes -> array; factors fit their kernels.
+  """
+  if not is_rounded(arrays):
+    return dict(arrays)
+  return {
+    name: _product(name, array, arrays[f'{name}_scale'])
+    if array.dtype == integers.INT8
+    else array
+    for name, array in arrays.items()
+    if not integers.is_scale(name)
+  }
+
+
+def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
+  """A kernel [in, out] that is read as its integers times their factors."""
+
+  def read_into(out: np.ndarray, index: Index) -> None:
+    rounded = np.empty(out.shape, kernel.dtype, kernel.order)
+    kernel.read_into(rounded, index)
+    scale = np.asarray(load_array(factors, jnp.float32))
+    integers.check_scale(scale, f'{name}_scale')
+    out[...] = rounded.astype(np.float32) * scale[index[1]]
+
+  dtype = np.dtype(np.float32)
+  return DiskArray(kernel.shape, dtype, read_into, kernel.chunk)
 
 
 def _dtype_of(name: str, dtype: Any) -> Any:
@@ -154,6 +182,20 @@ def _put(array: np.ndarray, layout: Layout | None) -> np.ndarray | jax.Array:
   return jax.make_array_from_callback(
     array.shape, _as_sharding(layout), lambda index: array[index]
   )
+
+
+def _load_named(
+  array: DiskArray,
+  name: str,
+  source: str,
+  dtype: Any = None,
+  layout: Layout | None = None,
+) -> Any:
+  """`load_array`, whose error has the array's name."""
+  try:
+    return load_array(array, dtype, layout)
+  except ValueError as error:
+    raise broken(source, name, str(error)) from error
 
 
 def load_array(
@@ -260,10 +302,8 @@ def _layout_of(
   if layout is None:
     return None
   if not isinstance(layout, jax.Device | Sharding):
-    raise ValueError(
-      f'sharding of {name} is {layout!r}; expected a jax Device or Sharding, a'
-      ' function from names to them, or None for NumPy arrays.'
-    )
+    kinds = 'a jax Device or Sharding, a function from names to them, or None'
+    raise unexpected(f'sharding of {name}', kinds, layout)
   try:
     _as_sharding(layout).shard_shape(shape)
   except ValueError as error:
@@ -300,64 +340,39 @@ def broken(source: str, name: str, why: str) -> ValueError:
   )
 
 
-class FileArray:
-  """An array inside a larger file, in C order, in one or more spans."""
+def file_array(
+  location: Location,
+  shape: tuple[int, ...],
+  dtype: np.dtype,
+  spans: Sequence[tuple[int, int]],
+) -> DiskArray:
+  """An array inside a larger file, in C order.
 
-  order: Literal['C'] = 'C'
+  Args:
+    location: the file.
+    shape: shape of the array.
+    dtype: dtype of the array in the file.
+    spans: (offset, size) in bytes of each part, in order.
+  """
+  row = math.prod(shape[1:]) * dtype.itemsize
 
-  def __init__(
-    self,
-    location: Location,
-    shape: Sequence[int],
-    dtype: np.dtype,
-    spans: Sequence[tuple[int, int]],
-  ):
-    """
-    Args:
-      location: the file.
-      shape: shape of the array.
-      dtype: dtype of the array in the file.
-      spans: (offset, size) in bytes of each part, in order.
-
-    Raises:
-      ValueError: the spans together do not have the size of the array.
-    """
-    self.shape = tuple(shape)
-    if not all(type(size) is int and size >= 0 for size in self.shape):
-      raise ValueError(f'an array of shape {list(shape)}')
-    self.dtype = dtype
-    self.chunk = row_of(self.shape)
-    self._location = location
-    self.spans = spans
-    have = sum(size for _, size in spans)
-    if have != math.prod(self.shape) * dtype.itemsize:
-      raise ValueError(
-        f'{dtype} {list(shape)} needs {math.prod(shape) * dtype.itemsize}'
-        f' bytes, found {have}'
-      )
-
-  def read_into(self, out: np.ndarray, index: Index) -> None:
-    row = math.prod(self.shape[1:])
+  def read_into(out: np.ndarray, index: Index) -> None:
     rows = index[0] if index else slice(0, 1)
-    data = self._read(
-      rows.start * row * self.dtype.itemsize,
-      (rows.stop - rows.start) * row * self.dtype.itemsize,
-    )
-    found = np.frombuffer(data, self.dtype)
-    if not index:
-      out[...] = found[0]
-      return
-    found = found.reshape(-1, *self.shape[1:])
-    out[...] = found[:, *index[1:]]
+    data = read(rows.start * row, (rows.stop - rows.start) * row)
+    values = np.frombuffer(data, dtype)
+    if index:
+      out[...] = values.reshape(-1, *shape[1:])[:, *index[1:]]
+    else:
+      out[...] = values[0]
 
-  def _read(self, start: int, size: int) -> bytes:
+  def read(start: int, size: int) -> bytes:
     """The `size` bytes of the array from `start` on, maybe in several spans."""
     parts = []
-    for offset, length in self.spans:
+    for offset, length in spans:
       if size > 0 and start < length:
-        part = self._location.read(offset + start, min(size, length - start))
+        part = location.read(offset + start, min(size, length - start))
         if not part:
-          raise ValueError(f'{self._location} ends inside the array')
+          raise ValueError(f'{location} ends inside the array')
         parts.append(part)
         size -= len(part)
         start = 0
@@ -365,23 +380,18 @@ class FileArray:
         start -= length
     return parts[0] if len(parts) == 1 else b''.join(parts)
 
+  return DiskArray(shape, dtype, read_into, row_of(shape))
 
-class StoredArray:
+
+def _stored_array(store: Any) -> DiskArray:
   """A TensorStore array, chunked or not."""
+  import tensorstore as ts
 
-  order: Literal['C'] = 'C'
+  dtype = np.dtype(store.dtype.numpy_dtype)
 
-  def __init__(self, store: Any):
-    self.shape = tuple(store.shape)
-    self.dtype = np.dtype(store.dtype.numpy_dtype)
-    self.chunk = tuple(store.chunk_layout.read_chunk.shape)
-    self._store = store
-
-  def read_into(self, out: np.ndarray, index: Index) -> None:
-    import tensorstore as ts
-
-    source = self._store
-    if out.dtype != self.dtype:
+  def read_into(out: np.ndarray, index: Index) -> None:
+    source = store
+    if out.dtype != dtype:
       source = ts.cast(source, ts.dtype(out.dtype))
     if index:
       source = source[index].translate_to[0]
@@ -390,28 +400,14 @@ class StoredArray:
     except STORE_ERRORS as error:
       raise ValueError(reason(error)) from error
 
-
-def _irregular(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-  """The first array whose local folder has something that is not a file.
-
-  TensorStore would wait for a pipe. The result is {name: why}, or {}.
-  """
-  seen = set()
-  for name, spec in specs.items():
-    store = spec['kvstore'].get('base', spec['kvstore'])
-    if store['driver'] == 'file' and store['path'] not in seen:
-      seen.add(store['path'])
-      try:
-        files.check_all_regular(store['path'])
-      except ValueError as error:
-        return {name: str(error).rstrip('.')}
-  return {}
+  chunk = tuple(store.chunk_layout.read_chunk.shape)
+  return DiskArray(tuple(store.shape), dtype, read_into, chunk)
 
 
 def open_stored(
   specs: Mapping[str, Mapping[str, Any]],
   complain: Callable[[str, str], ValueError],
-) -> dict[str, StoredArray]:
+) -> dict[str, DiskArray]:
   """Opens TensorStore arrays, all at the same time, without reading them.
 
   Args:
@@ -424,12 +420,21 @@ def open_stored(
   """
   import tensorstore as ts
 
-  for name, why in _irregular(specs).items():
-    raise complain(name, why)
+  stores = {n: s['kvstore'].get('base', s['kvstore']) for n, s in specs.items()}
+  folders = {
+    store['path']: name
+    for name, store in stores.items()
+    if store['driver'] == 'file'
+  }
+  for folder, name in folders.items():
+    try:
+      files.check_all_regular(folder)  # TensorStore would wait for a pipe
+    except ValueError as error:
+      raise complain(name, str(error).rstrip('.')) from error
   # By default a missing chunk would read as zeros. T5X and Orbax write all
   # chunks, also those of zeros, so a missing one is an error.
   strict = {'fill_missing_data_reads': False}
-  opening = {}
+  opening, arrays = {}, {}
   for name, spec in specs.items():
     try:
       opening[name] = ts.open(
@@ -437,10 +442,9 @@ def open_stored(
       )
     except STORE_ERRORS as error:  # a path that leads out of the checkpoint
       raise complain(name, reason(error)) from error
-  found = {}
   for name, future in opening.items():
     try:
-      found[name] = StoredArray(future.result(timeout=READ_SECONDS))
+      arrays[name] = _stored_array(future.result(timeout=READ_SECONDS))
     except STORE_ERRORS as error:
       raise complain(name, reason(error)) from error
-  return found
+  return arrays

@@ -39,13 +39,13 @@ def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
     ValueError: an array cannot be read.
   """
   # In their own order: layers that were cut from one array follow each other.
-  found = {
+  parts = {
     tuple(name.split('/')): (array.shape, _some(load_array(array)))
     for name, array in arrays.items()
   }
   return _digest(
-    (tuple(map(jax.tree_util.DictKey, keys)), *found[keys])
-    for keys in sorted(found)
+    (tuple(map(jax.tree_util.DictKey, keys)), *parts[keys])
+    for keys in sorted(parts)
   )
 
 

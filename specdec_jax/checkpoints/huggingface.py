@@ -1,19 +1,14 @@
-"""Hugging Face folders: config.json and safetensors.
+"""Hugging Face folders: found on the hub, opened, read in pieces, written.
 
-`huggingface_names` (T5), `gpt2_names`, `m2m100_names`, `t5gemma_names`, and
-`causal_names` with `causal_config` (Llama, Qwen, Gemma) know their names,
-`huggingface_arrays` finds and reads their arrays, and `huggingface_fetch` gets
-a folder from the hub by its id. Two factors of GPT-2 are moved into weights,
-see `models.gpt`: query projections are divided by sqrt(D), as M2M-100's are,
-and the last norm is multiplied by sqrt(M) if the embedding is shared. The
-package safetensors comes with the extra `[huggingface]`.
+`families` knows their names, and `config_json` their config.json. The package
+safetensors comes with the extra `[huggingface]`, huggingface_hub with `[hub]`.
 """
 
 import dataclasses
 import os
 import pathlib
+import warnings
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import flax.traverse_util
@@ -21,211 +16,114 @@ import jax
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints import (
-  causal_config,
-  causal_names,
-  gpt2_names,
-  lora,
-  m2m100_names,
-  t5gemma_names,
-)
-from specdec_jax.checkpoints import huggingface_arrays as arrays
-from specdec_jax.checkpoints import huggingface_names as names
+from specdec_jax.checkpoints import config_json, families, generation, lora
+from specdec_jax.checkpoints.config_json import Described, Family, SpecialIds
 from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   Params,
-  Shardings,
   check_config_fits,
-  load_arrays,
+  pieces,
+  row_of,
+  whole,
 )
-from specdec_jax.checkpoints.huggingface_arrays import (
-  CONFIG,
-  INDEX,
-  WEIGHTS,
+from specdec_jax.checkpoints.safetensors_files import (
   Stored,
-  View,
+  import_safetensors,
+  open_file,
+  read_json,
+  view,
+  write_file,
 )
-from specdec_jax.checkpoints.huggingface_names import Row, SpecialIds
 from specdec_jax.checkpoints.t5x import check_params
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.packages import package
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 
-GENERATION = 'generation_config.json'
-MAX_SHARD_BYTES = 5_000_000_000
-
-_EMBEDDING = 'shared.weight'
-# Other names of the embedding, and a table that no version of T5 reads.
-_ALIASES = ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
-_UNUSED = (
-  'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
+CONFIG = 'config.json'
+WEIGHTS = 'model.safetensors'
+INDEX = f'{WEIGHTS}.index.json'
+# The files that are fetched from the hub; weights for other frameworks are not.
+PATTERNS = (
+  CONFIG,
+  generation.FILE,
+  'model*.safetensors',
+  INDEX,
+  'spiece.model',
+  'sentencepiece.bpe.model',  # M2M-100's
+  'tokenizer*',
+  'vocab.json',
+  'merges.txt',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'chat_template*',
 )
 
 
-def save_huggingface(
-  folder: str | os.PathLike[str],
-  config: T5Config,
-  params: Params,
-  max_shard_bytes: int = MAX_SHARD_BYTES,
-  ids: SpecialIds = names.T5_IDS,
-  about: Mapping[str, str] | None = None,
-) -> None:
-  """Writes a folder that transformers' `from_pretrained` reads.
+# Opening a folder.
 
-  config.json is written last: if it exists, everything else is complete. The
-  arrays of one file at a time are copied.
 
-  Args:
-    folder: made if needed; weights and configuration in it are replaced.
-    config: shape of the model.
-    params: its parameters as a checkpoint has them, not as placed.
-    max_shard_bytes: the most bytes of arrays per file. If there are more, there
-      are several files; an array that is larger gets a file of its own.
-    ids: the special ids; T5's unless given.
-    about: what else config.json is to say, by the keys of `names.ABOUT`;
-      transformers does not look at it.
+def _open_files(folder: pathlib.Path) -> dict[str, Stored]:
+  """Returns name -> array, for all safetensors files of a folder.
 
   Raises:
-    ValueError: the package safetensors is missing, `params` do not fit
-      `config`, or transformers has no name for its activations.
-    OSError: the disk is full or the folder not writable.
+    ValueError: a file is missing or broken, or two files have the same array.
   """
-  arrays.import_safetensors()
-  described = names.describe(config)
-  check_params(params, names.shapes(T5(config)))
-  if max_shard_bytes < 1:
-    raise ValueError(
-      f'max_shard_bytes must be at least 1, got {max_shard_bytes}.'
+  import_safetensors()
+  arrays: dict[str, Stored] = {}
+  for file_name in _weight_files(folder):
+    opened = open_file(folder / file_name)
+    for name in arrays.keys() & opened.keys():
+      raise _twice(folder, arrays[name], opened[name])
+    arrays |= opened
+  return arrays
+
+
+def _weight_files(folder: pathlib.Path) -> list[str]:
+  if (folder / WEIGHTS).exists():
+    return [WEIGHTS]
+  if not (folder / INDEX).exists():
+    raise unexpected(
+      os.fspath(folder),
+      f'{WEIGHTS} or {INDEX}',
+      sorted(path.name for path in folder.iterdir())[:8],
+      'Save the model with safe_serialization=True.',
     )
-  flat = flax.traverse_util.flatten_dict(params, sep='/')
-  table = names.table(config)
-  shards = _shards(table, flat, max_shard_bytes)
-  folder = pathlib.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / CONFIG).unlink(missing_ok=True)
-  for file_name, members in shards.items():
-    _write_weights(folder / file_name, members, flat)
-  if len(shards) > 1:
-    _write_index(folder, shards, sum(a.nbytes for a in flat.values()))
-  # Files of an earlier save would be read instead of these, or besides them.
-  for old in folder.glob('model*.safetensors'):
-    if old.name not in shards:
-      old.unlink()
-  if len(shards) == 1:
-    (folder / INDEX).unlink(missing_ok=True)
-  said = names.describe_ids(ids)
-  files.write_json(folder / GENERATION, said, indent=2, sort_keys=True)
-  embedding = flat['token_embedder/embedding']
-  described['torch_dtype'] = np.dtype(embedding.dtype).name
-  for name, text in (about or {}).items():
-    described[names.ABOUT[name]] = text
-  files.write_json(folder / CONFIG, described | said, indent=2, sort_keys=True)
+  shards: Any = read_json(folder / INDEX).get('weight_map')
+  for name, shard in shards.items() if isinstance(shards, dict) else [('', 0)]:
+    # A path would lead out of the folder.
+    if not isinstance(shard, str) or pathlib.Path(shard).name != shard:
+      where = f'{os.fspath(folder / INDEX)}: weight_map: {name}'
+      raise unexpected(where, 'the name of a file of the same folder', shard)
+  return sorted({*shards.values()})
 
 
-def _shards(
-  table: Mapping[str, Row], flat: Mapping[str, Any], limit: int
-) -> dict[str, dict[str, Row]]:
-  """Returns file name -> the rows of `table` whose arrays it has, in order."""
-  groups: list[dict[str, Row]] = [{}]
-  filled = 0
-  for name, row in table.items():
-    size = flat[name].nbytes
-    if groups[-1] and filled + size > limit:
-      groups.append({})
-      filled = 0
-    groups[-1][name] = row
-    filled += size
-  if len(groups) == 1:
-    return {WEIGHTS: groups[0]}
-  return {
-    f'model-{i:05}-of-{len(groups):05}.safetensors': group
-    for i, group in enumerate(groups, 1)
-  }
-
-
-def _write_weights(
-  path: pathlib.Path, members: Mapping[str, Row], flat: Mapping[str, Any]
-) -> None:
-  tensors = {}
-  for name, row in members.items():
-    array = np.asarray(flat[name])
-    # Without a copy a transposed view would be written in its memory order.
-    tensors[row.name] = np.ascontiguousarray(
-      array.T if row.transposed else array
-    )
-  temporary = path.with_name(f'.{path.name}.tmp')
-  try:
-    temporary.touch()
-    mode = temporary.stat().st_mode
-    # transformers refuses a file that does not name its framework.
-    arrays.import_safetensors().numpy.save_file(
-      tensors, temporary, metadata={'format': 'pt'}
-    )
-    temporary.chmod(mode)  # the package makes files private
-    os.replace(temporary, path)
-  finally:
-    temporary.unlink(missing_ok=True)
-
-
-def _write_index(
-  folder: pathlib.Path, shards: Mapping[str, Mapping[str, Row]], total: int
-) -> None:
-  weight_map = {
-    row.name: shard
-    for shard, members in shards.items()
-    for row in members.values()
-  }
-  index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
-  files.write_json(folder / INDEX, index, indent=2, sort_keys=True)
-
-
-def load_huggingface(
-  folder: str | os.PathLike[str],
-  dtype: Any = None,
-  sharding: Shardings = None,
-  network: LanguageModel | None = None,
-) -> tuple[Config, Params]:
-  """Reads a model of one or several safetensors files.
-
-  Args:
-    folder: folder with config.json and model.safetensors (or its shards).
-    dtype: dtype of the arrays returned; None keeps the files'.
-    sharding: see `disk_arrays.load_arrays`.
-    network: network that the folder should hold; compared before arrays are
-      read.
-
-  Returns:
-    The model's shape, and a nested dict of arrays with T5X's names.
-
-  Raises:
-    ValueError: as for `open_huggingface`; or an array is broken, or cannot be
-      laid out by `sharding`.
-  """
-  config, found = open_huggingface(folder, network, dtype=dtype)
-  return config, load_arrays(found, os.fspath(folder), dtype, sharding)
+def _twice(source: object, first: Stored, second: Stored) -> ValueError:
+  where = [
+    f'as {s.name} in {os.path.basename(s.path)}' for s in (first, second)
+  ]
+  return ValueError(
+    f'{str(source)!r} has an array twice: {" and ".join(where)}.'
+  )
 
 
 def open_huggingface(
   folder: str | os.PathLike[str],
   network: LanguageModel | None = None,
-  described: Mapping[str, Any] | None = None,
+  described: Described | None = None,
   dtype: Any = None,
   adapter: str | os.PathLike[str] | None = None,
 ) -> tuple[Config, dict[str, DiskArray]]:
   """Finds the arrays of a model without reading them.
-
-  Whether the output layer of a T5 or GPT-2 is the embedding is decided by the
-  weights, because transformers 5 writes `tie_word_embeddings: true` for every
-  T5.
 
   Args:
     folder: folder with config.json and model.safetensors (or its shards).
     network: network that the folder should hold.
     described: config.json, if it has been read already.
     dtype: dtype that the arrays will have, to check that they fit in memory.
-    adapter: folder of a LoRA adapter that is merged, see `lora`; None is none.
+    adapter: folder of a LoRA adapter that is merged, see `lora`; None: none.
 
   Returns:
     The model's shape, and its arrays by their T5X names.
@@ -238,115 +136,107 @@ def open_huggingface(
   """
   source = os.fspath(folder)
   if '://' in source:
-    raise ValueError(
-      f'{source!r} is a Hugging Face folder in a bucket; copy it to this'
-      ' machine first.'
-    )
+    raise unexpected(source, 'a folder on this machine', 'one in a bucket')
   folder = pathlib.Path(folder)
-  described = described or arrays.read_json(folder / CONFIG)
-  stored = arrays.open_folder(folder)
-  tied, head_scaled = None, False
-  family = _family(described, source)
-  if family is gpt2_names:
-    stored, tied = gpt2_names.tidy(stored, source)
-  elif family is not names:
-    stored = family.tidy(stored, described, source)
-  else:
-    tied, head_scaled = _tidy_t5(stored, described, source)
-    special_ids(folder, described)
+  described = described or read_json(folder / CONFIG)
+  family = families.family_of(described, source)
+  stored, tied = _tidy(_open_files(folder), family, described, source)
   if adapter is not None:
-    stored = lora.adapted(stored, adapter, family is gpt2_names)
-  config = read_config(described, os.fspath(folder / CONFIG), tied)
-  check_config_fits(config, f'The model of {source!r}', dtype)
-  if isinstance(config, T5GemmaConfig):
+    stored = lora.adapted(stored, adapter, family)
+  config = families.read_config(described, os.fspath(folder / CONFIG), tied)
+  if isinstance(config, T5Config):
+    special_ids(folder, described)  # the decoder begins as T5's do
+  elif isinstance(config, T5GemmaConfig):
     start = special_ids(folder, described, None).decoder_start
     config = dataclasses.replace(config, start_id=start)
-  scaled = {'head_scaled': True} if head_scaled else {}
-  table = family.table(config, **scaled)
-  _check_stored(stored, table, source)
-  _check_network(config, network, table, source, family.FIELDS)
+  check_config_fits(config, f'The model of {source!r}', dtype)
+  scales_head = config_json.scales_output(described) and not tied
+  table = families.table(family, config, scales_head)
+  expected = {
+    row.name: jax.ShapeDtypeStruct(row.stored_shape, np.float32)
+    for row in table.values()
+  }
+  check_params(stored, expected, repr(source))
+  if isinstance(getattr(network, 'config', None), type(config)):
+    known: Any = network
+    config_json.check_config(config, known.config, source)
+  elif network is not None:
+    check_params(table, param_shapes(network), repr(source))
   return config, {
-    name: View(stored[row.name], row) for name, row in table.items()
+    name: view(stored[row.name], row) for name, row in table.items()
   }
 
 
-def read_config(
-  described: Mapping[str, Any], where: str, tied: bool | None = None
-) -> Config:
-  """Returns the shape that a config.json describes.
+def _tidy(
+  stored: Mapping[str, Stored],
+  family: Family,
+  described: Described,
+  source: str,
+) -> tuple[dict[str, Stored], bool]:
+  """The arrays that are read, each under one name, that of `families.table`.
 
-  Args:
-    described: config.json.
-    where: its path, for messages.
-    tied: whether the output layer is the embedding, as the weights show; None
-      assumes what most models of the family have.
+  Returns:
+    The arrays, and whether the output layer is the embedding, by transformers'
+    rule: it is where config.json says so, unless both are there and differ.
 
   Raises:
-    ValueError: the architecture is not supported; or a field is missing, or
-      differs from what the network here has built in.
+    ValueError: an array is there twice.
   """
-  family = _family(described, where)
-  if family is causal_names:
-    return causal_config.read_config(described, where)
-  if family is m2m100_names:
-    return m2m100_names.read_config(described, where)
-  if family is t5gemma_names:
-    return t5gemma_names.read_config(described, where)
-  if family is gpt2_names:
-    tied = True if tied is None else tied
-    return gpt2_names.read_config(described, tied, where)
-  return names.read_config(described, bool(tied), where)
+  arrays: dict[str, Stored] = {}
+  for name, array in stored.items():
+    name = family.name_of(name)
+    if family.skipped.fullmatch(name) or family.images.fullmatch(name):
+      continue
+    if name in arrays:
+      raise _twice(source, arrays[name], array)
+    arrays[name] = array
+  count = sum(bool(family.images.search(name)) for name in stored)
+  if count:
+    warnings.warn(
+      f'{source!r}: {count} arrays are for images and are skipped: the network'
+      ' here reads text alone.',
+      stacklevel=3,
+    )
+  for other, name in family.aliases.items():
+    if not _is_one(arrays, other, name):
+      raise ValueError(
+        f'{source!r}: {other} {list(arrays[other].shape)} and {name}'
+        f' {list(arrays[name].shape)} differ: expected one array. Correct one.'
+      )
+  tied = config_json.is_tied(family, described)
+  tied = tied and _is_one(arrays, family.head, family.embedding)
+  if family.ties_by_arrays and tied and family.embedding in arrays:
+    if not config_json.scales_output(described):
+      # A T5's shared embedding always rescales its input here. So an output
+      # layer that does not rescale becomes a separate layer here.
+      arrays[family.head] = arrays[family.embedding]
+      tied = False
+  return arrays, tied
 
 
-def _family(described: Mapping[str, Any], where: str) -> ModuleType:
-  """The table of names of a config.json; ValueError if there is none."""
-  families = {
-    **dict.fromkeys(names.MODEL_TYPES, names),
-    gpt2_names.MODEL_TYPE: gpt2_names,
-    **dict.fromkeys(causal_config.MODEL_TYPES, causal_names),
-    m2m100_names.MODEL_TYPE: m2m100_names,
-    **dict.fromkeys(t5gemma_names.MODEL_TYPES, t5gemma_names),
-  }
-  word = described.get('model_type')
-  check_choice(f'{where}: model_type', word, families)
-  return families[str(word)]
+def _is_one(arrays: dict[str, Stored], other: str, name: str) -> bool:
+  """Whether two names are of one array, which is then kept as `name` alone.
 
-
-def _check_stored(
-  stored: Mapping[str, Stored], table: Mapping[str, Row], source: str
-) -> None:
-  """Raises ValueError unless names and shapes fit, and dtypes are floats."""
-
-  def shaped(shape):
-    return jax.ShapeDtypeStruct(tuple(shape), np.float32)
-
-  check_params(
-    {name: shaped(array.shape) for name, array in stored.items()},
-    {row.name: shaped(row.stored_shape) for row in table.values()},
-    repr(source),
+  A file may have either of them, or both.
+  """
+  if other not in arrays:
+    return True
+  array, first = arrays[other], arrays.setdefault(name, arrays[other])
+  equal = array is first or (
+    array.shape == first.shape
+    and all(
+      np.array_equal(array.read(piece), first.read(piece))
+      for piece in pieces(whole(array.shape), row_of(array.shape), 8)
+    )
   )
-  arrays.check_floats(stored, source)
-
-
-def _check_network(
-  found: Config,
-  network: LanguageModel | None,
-  table: Mapping[str, Row],
-  source: str,
-  fields: Mapping[str, str],
-) -> None:
-  """Raises ValueError unless a folder's model fits the network."""
-  config = getattr(network, 'config', None)
-  if isinstance(config, type(found)):
-    names.check_config(found, config, source, fields)
-  elif network is not None:
-    expected = param_shapes(network)
-    check_params(dict(table), expected, repr(source))
+  if equal:
+    del arrays[other]
+  return equal
 
 
 def special_ids(
   folder: str | os.PathLike[str],
-  described: Mapping[str, Any] | None = None,
+  described: Described | None = None,
   start_id: int | None = 0,
 ) -> SpecialIds:
   """Reads which ids start, end and pad the sequences of a folder's model.
@@ -354,62 +244,126 @@ def special_ids(
   Args:
     folder: folder with config.json, and perhaps generation_config.json.
     described: config.json, if it has been read already.
-    start_id: the id that the decoder must start with; None is any.
+    start_id: the id that the decoder must start with; None: any.
 
   Raises:
     ValueError: config.json is missing or broken, an id is not a number, or the
       decoder starts with another id.
   """
   folder = pathlib.Path(folder)
-  described = described or arrays.read_json(folder / CONFIG)
-  if (folder / GENERATION).exists():
-    given = arrays.read_json(folder / GENERATION)
+  described = described or read_json(folder / CONFIG)
+  if (folder / generation.FILE).exists():
+    given = read_json(folder / generation.FILE)
     # Its values take precedence for generation.
     given = {key: value for key, value in given.items() if value is not None}
     described = {**described, **given}
-  if described.get('model_type') in t5gemma_names.MODEL_TYPES:
-    described = t5gemma_names.with_ids(described)
-  return names.read_ids(described, os.fspath(folder), start_id)
+  return config_json.read_ids(described, os.fspath(folder), start_id)
 
 
-def _scales_output(described: Mapping[str, Any], tied: bool) -> bool:
-  """Whether transformers divides the input of the output layer by sqrt(M)."""
-  explicit = described.get('scale_decoder_outputs')  # transformers 5 writes it
-  if explicit is not None:
-    return bool(explicit)
-  if described.get('model_type') != 't5':
-    return False  # mT5 has T5 1.1's output layer
-  return tied and described.get('tie_word_embeddings') is not False
+def defaults_of(
+  folder: pathlib.Path, described: Described, has_encoder: bool
+) -> generation.Defaults | None:
+  """What a folder asks of `generate`, see `generation.read_defaults`."""
+  path = folder / generation.FILE
+  if path.exists():
+    described = read_json(path)
+  else:
+    path = folder / CONFIG  # as transformers reads it then
+  return generation.read_defaults(described, os.fspath(path), has_encoder)
 
 
-def _tidy_t5(
-  stored: dict[str, Stored], described: Mapping[str, Any], source: str
-) -> tuple[bool, bool]:
-  """Keeps, in `stored`, the arrays that a T5 reads, each under one name.
+# Writing a folder.
 
-  Returns:
-    Whether the output layer is the embedding, and whether the input of the
-    output layer is divided by sqrt(M).
+
+def save_huggingface(
+  folder: str | os.PathLike[str],
+  config: T5Config,
+  params: Params,
+  ids: SpecialIds = config_json.T5_IDS,
+  about: Mapping[str, str] | None = None,
+) -> None:
+  """Writes a T5 as a folder that transformers' `from_pretrained` reads.
+
+  config.json is written last: if it exists, everything else is complete. One
+  array at a time is copied.
+
+  Args:
+    folder: made if needed; weights and configuration in it are replaced.
+    config: shape of the model.
+    params: its parameters as a checkpoint has them, not as placed.
+    ids: the special ids; T5's unless given.
+    about: what else config.json is to say, by the keys of `config_json.ABOUT`;
+      transformers does not look at it.
+
+  Raises:
+    ValueError: `params` do not fit `config`, or transformers has no name for
+      its activations.
+    OSError: the disk is full or the folder not writable.
   """
-  stored.pop(_UNUSED, None)
-  for alias in _ALIASES:
-    if alias not in stored:
-      continue
-    if _EMBEDDING not in stored:
-      stored[_EMBEDDING] = stored[alias]
-    elif not arrays.same(stored[alias], stored[_EMBEDDING]):
-      raise ValueError(
-        f'{source!r} has the embedding twice, and not the same one:'
-        f' {alias} {list(stored[alias].shape)} and {_EMBEDDING}'
-        f' {list(stored[_EMBEDDING].shape)}.'
-      )
-    del stored[alias]
-  tied = arrays.has_no_head(stored, _EMBEDDING)
-  scaled = _scales_output(described, tied)
-  if tied and scaled:
-    stored.pop(arrays.HEAD, None)
-  elif arrays.HEAD not in stored and _EMBEDDING in stored:
-    # A shared embedding always rescales its input here, as in T5 1.0. So an
-    # output layer that does not rescale becomes a separate layer here.
-    stored[arrays.HEAD] = stored[_EMBEDDING]
-  return tied and scaled, scaled
+  family = families.FAMILIES['umt5' if config.bias_per_layer else 't5']
+  described = config_json.describe(family, config)
+  check_params(params, param_shapes(T5(config)))
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / CONFIG).unlink(missing_ok=True)
+  arrays = {
+    row.name: flat[name].T if row.transposed else flat[name]
+    for name, row in families.table(family, config).items()
+  }
+  write_file(folder / WEIGHTS, arrays)
+  # Files of an earlier save would be read instead of these, or besides them.
+  for old in folder.glob('model*.safetensors*'):
+    if old.name != WEIGHTS:
+      old.unlink()
+  special = config_json.describe_ids(ids)
+  files.write_json(folder / generation.FILE, special, indent=2, sort_keys=True)
+  dtype = flat['token_embedder/embedding'].dtype
+  described |= {'torch_dtype': np.dtype(dtype).name, **special}
+  described |= {config_json.ABOUT[n]: text for n, text in (about or {}).items()}
+  files.write_json(folder / CONFIG, described, indent=2, sort_keys=True)
+
+
+# The hub.
+
+
+def fetch(name: str) -> pathlib.Path:
+  """Returns a local folder with a model from the Hugging Face hub.
+
+  The package huggingface_hub keeps what it has fetched in its own cache, and
+  needs the network only for files that are not there.
+
+  Args:
+    name: an id, such as 'google/flan-t5-small', or 'ID@REVISION', a branch, tag
+      or commit; the main branch by default.
+
+  Raises:
+    ValueError: the package is not installed, the hub cannot be reached, it has
+      no such model or revision or wants a login for it, or the model has no
+      safetensors.
+  """
+  hub = package(
+    'A model of the Hugging Face hub',
+    'huggingface_hub',
+    'hub',
+    'Or give a local folder.',
+  )
+  hub_id, _, revision = name.partition('@')
+  at = f'{hub_id!r}' + (f' at {revision!r}' if revision else '')
+  try:
+    fetched = hub.snapshot_download(
+      hub_id, revision=revision or None, allow_patterns=list(PATTERNS)
+    )
+  except Exception as error:  # errors of its HTTP client have no common base
+    why = ' '.join(str(error).split())
+    raise ValueError(
+      f'{at} could not be fetched from the hub ({type(error).__name__}: {why}).'
+      ' Expected an id that it has, and `hf auth login` where it is private.'
+    ) from error
+  folder = pathlib.Path(fetched)
+  if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
+    raise ValueError(
+      f'{at} of the hub has no {WEIGHTS} and no {INDEX}. Try another revision,'
+      f" such as '{hub_id}@refs/pr/1', or save it with safe_serialization=True."
+    )
+  return folder

@@ -7,23 +7,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import flax.traverse_util
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints import orbax_params, scanned, t5x
+from specdec_jax.checkpoints import huggingface, orbax, t5x
+from specdec_jax.checkpoints.config_json import ABOUT
 from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   Params,
   Shardings,
   check_config_fits,
+  in_floats,
   is_rounded,
   load_arrays,
 )
 from specdec_jax.checkpoints.fingerprint import fingerprint_on_disk
-from specdec_jax.checkpoints.huggingface import open_huggingface
-from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
-from specdec_jax.checkpoints.huggingface_names import ABOUT
-from specdec_jax.checkpoints.rounded import in_floats
+from specdec_jax.checkpoints.huggingface import CONFIG
+from specdec_jax.checkpoints.safetensors_files import read_json
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config
@@ -34,11 +34,7 @@ T5X_FILE = 'checkpoint'
 # only target, of the floats before rounding, of its own arrays.
 TARGET, MADE_OF, FINGERPRINT = ABOUT
 _STEP = re.compile(r'checkpoint_(\d+)')
-_HUB_ID = re.compile(r'[\w-][\w.-]*(/[\w-][\w.-]*)?')
-_KINDS = (
-  f"T5X's file {T5X_FILE!r}, Orbax's {orbax_params.METADATA!r} or Hugging"
-  f" Face's {CONFIG!r}"
-)
+_HUB_ID = re.compile(r'([\w-][\w.-]*(/[\w-][\w.-]*)?)(@[\w./-]+)?')
 
 
 def load(
@@ -64,7 +60,8 @@ def load(
   by blosc or zstd.
 
   Args:
-    path: a file or folder, `gs://bucket/folder`, or an id of the hub.
+    path: a file or folder, `gs://bucket/folder`, or an id of the hub, such as
+      'google/flan-t5-small' or, of a branch, tag or commit, 'google/x@main'.
     network: such as `T5(config)`: names and shapes are compared with its own
       before anything is read. Needed for scanned stacks.
     dtype: dtype of the arrays returned; None keeps the file's. 'int8' and
@@ -127,9 +124,10 @@ class Opened:
     before = (self.about[MADE_OF],) if MADE_OF in self.about else ()
     if self.is_rounded:
       return before
-    own = fingerprint_on_disk(self.arrays)
+    present = fingerprint_on_disk(self.arrays)
     # Floats that were trained further are made of nothing else.
-    return (own, *before) if self.about.get(FINGERPRINT) == own else (own,)
+    is_converted = self.about.get(FINGERPRINT) == present
+    return (present, *before) if is_converted else (present,)
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
@@ -163,42 +161,32 @@ def open_checkpoint(
   check_dtype(dtype)
   check_network(network, dtype)
   location = locate(path)
+  about: Mapping[str, Any] = {}
+  config, is_folder = None, location.is_folder()
   if is_huggingface(location):
-    config, found = open_huggingface(
+    config, arrays = huggingface.open_huggingface(
       location.path, network, described, dtype, adapter
     )
-    about = {} if adapter else _about(location, described)
-    return Opened(location.path, found, config, about)
-  if adapter is not None:
-    raise ValueError(
-      f'{str(location)!r} is no Hugging Face folder, whose names an adapter'
-      f' ({os.fspath(adapter)!r}) goes by. Write it as one first (specdec'
-      ' convert --format safetensors).'
+    if adapter is None:
+      folder = pathlib.Path(location.path)
+      described = described or read_json(folder / CONFIG)
+      about = {name: described.get(field) for name, field in ABOUT.items()}
+  elif adapter is not None:
+    raise unexpected(
+      str(location),
+      'a Hugging Face folder, whose names an adapter goes by',
+      'another checkpoint',
+      'Write one first (specdec convert --format safetensors).',
     )
-  arrays = open_arrays(location, network)
-  return Opened(str(location), arrays, None, _about(location))
-
-
-def _about(
-  location: Location, described: Mapping[str, Any] | None = None
-) -> dict[str, str]:
-  """See `Opened.about`; T5X's folders say nothing.
-
-  Args:
-    location: from `locate`.
-    described: config.json of a Hugging Face folder, if it has been read.
-  """
-  about: Mapping[str, Any] = {}
-  if not location.is_folder():
-    about = t5x.read_about(location)
-  elif is_huggingface(location):
-    config = described or read_json(pathlib.Path(location.path) / CONFIG)
-    about = {name: config.get(field) for name, field in ABOUT.items()}
-  elif orbax_params.is_orbax(location):
-    about = orbax_params.read_about(location)
-  return {
-    name: about[name] for name in ABOUT if isinstance(about.get(name), str)
-  }
+  elif is_folder and orbax.is_orbax(location):
+    arrays = _checked(orbax.open_orbax(location), network, str(location))
+    about = orbax.read_about(location)
+  else:
+    file = location.child(T5X_FILE) if is_folder else location
+    arrays = _checked(t5x.open_t5x(file), network, str(location))
+    about = {} if is_folder else t5x.read_about(file)
+  known = {n: about[n] for n in ABOUT if isinstance(about.get(n), str)}
+  return Opened(str(location), arrays, config, known)
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -209,19 +197,17 @@ def locate(path: str | os.PathLike[str]) -> Location:
   """
   location = open_location(path)
   if not location.exists():
+    missing = (
+      f'No checkpoint could be read at {str(location)!r}: No such file or'
+      ' folder'
+    )
     if not _may_be_on_the_hub(path):
-      raise ValueError(
-        f'No checkpoint could be read at {str(location)!r}: No such file or'
-        ' folder.'
-      )
-    from specdec_jax.checkpoints import huggingface_fetch
-
+      raise ValueError(f'{missing}.')
     try:
-      return Location(os.fspath(huggingface_fetch.fetch(os.fspath(path))))
+      return Location(os.fspath(huggingface.fetch(os.fspath(path))))
     except ValueError as error:
       raise ValueError(
-        f'No checkpoint could be read at {str(location)!r}: No such file or'
-        f' folder; and on the Hugging Face hub: {error}'
+        f'{missing}; and on the Hugging Face hub: {error}'
       ) from error
   if location.is_folder():
     _check_single(location)
@@ -233,36 +219,24 @@ def is_huggingface(location: Location) -> bool:
   return location.is_folder() and CONFIG in location.names()
 
 
-def open_arrays(
-  location: Location, network: LanguageModel | None = None
+def _checked(
+  arrays: dict[str, DiskArray], network: LanguageModel | None, source: str
 ) -> dict[str, DiskArray]:
-  """Finds the parameters of a T5X or Orbax checkpoint without reading them.
-
-  Raises:
-    ValueError: as for `load`.
-  """
-  source = str(location)
-  if not location.is_folder():
-    arrays = t5x.open_t5x(location)
-  elif orbax_params.is_orbax(location):
-    arrays = orbax_params.open_orbax(location)
-  else:
-    arrays = t5x.open_t5x(location.child(T5X_FILE))
+  """The arrays, one a layer, compared with those of a network."""
   factors = _check_dtypes(arrays, source)
   if network is None:
-    if scanned.is_scanned(arrays):
+    if t5x.is_scanned(arrays):
       raise ValueError(
         f'{source!r} has all layers of a stack in one array; give the network,'
         ' whose shapes say how to cut such an array into layers.'
       )
     return arrays
   expected = param_shapes(network)
-  if scanned.is_scanned(arrays):
-    shapes = t5x.shapes_of(flax.traverse_util.flatten_dict(expected, sep='/'))
+  if t5x.is_scanned(arrays):
     heads = getattr(getattr(network, 'config', None), 'num_heads', None)
-    arrays = scanned.unroll(arrays, shapes, heads, source)
-  own = {name: arrays[name] for name in arrays.keys() - factors}
-  t5x.check_params(own, expected, repr(source))
+    arrays = t5x.unroll(arrays, t5x.shapes_of(expected), heads, source)
+  alone = {name: arrays[name] for name in arrays.keys() - factors}
+  t5x.check_params(alone, expected, repr(source))
   return arrays
 
 
@@ -279,20 +253,19 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
   factors = set()
   for name, array in arrays.items():
     if array.dtype == INT8 and is_kernel(name) and len(array.shape) == 2:
-      factor = arrays.get(f'{name}_scale')
-      if factor is None or factor.shape != array.shape[1:]:
-        found = 'none' if factor is None else list(factor.shape)
-        raise ValueError(
-          f'{source!r}: {name} {list(array.shape)} is of eight bits, expected'
-          f' {name}_scale {list(array.shape[1:])} beside it, found {found}.'
-          ' Convert the checkpoint of floats again (specdec convert --dtype'
-          ' int8).'
-        )
       factors.add(f'{name}_scale')
+      factor = arrays.get(f'{name}_scale')
+      shape = None if factor is None else list(factor.shape)
+      if shape != list(array.shape[1:]):
+        raise unexpected(
+          f'{source}: {name}_scale',
+          f'{list(array.shape[1:])} beside its kernel of eight bits',
+          shape,
+          'Convert the checkpoint of floats again.',
+        )
     elif not jnp.issubdtype(array.dtype, jnp.floating):
-      raise ValueError(
-        f'{source!r}: {name} is {array.dtype}, expected floating-point numbers.'
-      )
+      floats = 'floating-point numbers'
+      raise unexpected(f'{source}: {name}', floats, str(array.dtype))
   return factors
 
 
@@ -305,10 +278,8 @@ def check_dtype(dtype: Any) -> None:
   except TypeError:
     known = False
   if not known:
-    raise ValueError(
-      "dtype must be a floating-point type, such as 'bfloat16', or 'int8' or"
-      f" 'int4'; got {dtype!r}."
-    )
+    floats = "a floating-point type, such as 'bfloat16', or 'int8' or 'int4'"
+    raise unexpected('dtype', floats, dtype)
 
 
 def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
@@ -320,10 +291,8 @@ def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
   if network is None:
     return
   if not callable(getattr(network, 'init', None)):
-    raise ValueError(
-      f'Expected a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL), got'
-      f' {network!r}.'
-    )
+    expected = 'a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL)'
+    raise unexpected('network', expected, network)
   config = getattr(network, 'config', None)
   check_config_fits(config, 'The network', dtype)
 
@@ -331,27 +300,28 @@ def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
 def _check_single(folder: Location) -> None:
   """Raises ValueError unless the folder is one checkpoint."""
   names = folder.names()
-  if CONFIG in names or T5X_FILE in names or orbax_params.is_orbax(folder):
+  if CONFIG in names or T5X_FILE in names or orbax.is_orbax(folder):
     return
-  steps = [int(m[1]) for name in names if (m := _STEP.fullmatch(name))]
+  steps = sorted(int(m[1]) for name in names if (m := _STEP.fullmatch(name)))
   if steps:
-    newest = folder.child(f'checkpoint_{max(steps)}')
-    found = ', '.join(f'checkpoint_{step}' for step in sorted(steps))
-    raise ValueError(
-      f'{str(folder)!r} holds {found}; name one of them. The newest is'
-      f' {str(newest)!r}.'
+    checkpoints = [f'checkpoint_{step}' for step in steps]
+    raise unexpected(
+      str(folder),
+      'one checkpoint',
+      f'{", ".join(checkpoints)}',
+      f'The newest is {str(folder.child(checkpoints[-1]))!r}.',
     )
-  raise ValueError(
-    f'{str(folder)!r} is not a checkpoint: expected {_KINDS} in it, found'
-    f' {few(names)}.'
-  )
+  kinds = f"T5X's {T5X_FILE!r}, Orbax's {orbax.METADATA!r} or Hugging Face's"
+  raise unexpected(str(folder), f'{kinds} {CONFIG!r} in it', few(names))
 
 
 def _may_be_on_the_hub(path: str | os.PathLike[str]) -> bool:
   """Whether a path that does not exist looks like an id of the hub."""
-  if not isinstance(path, str) or not _HUB_ID.fullmatch(path):
+  match = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
+  if not match:
     return False
+  hub_id = match[1]
   # A name in a folder that exists is a mistyped path.
-  return not path.endswith('.msgpack') and not os.path.isdir(
-    os.path.dirname(path)
+  return not hub_id.endswith('.msgpack') and not os.path.isdir(
+    os.path.dirname(hub_id)
   )

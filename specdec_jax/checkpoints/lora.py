@@ -9,7 +9,6 @@ A module of PEFT is transformers' module, so the names are those of the files.
 """
 
 import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -18,50 +17,51 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints import huggingface_arrays as arrays
+from specdec_jax.checkpoints.config_json import Family
 from specdec_jax.checkpoints.disk_arrays import Index
+from specdec_jax.checkpoints.safetensors_files import (
+  Stored,
+  open_file,
+  read_json,
+)
+from specdec_jax.checks.fields import check_type, unexpected
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'  # before all names, by PEFT
-_BEFORE_ALL = ('model', 'language_model', 'transformer')  # by transformers
-# T5Gemma 2's encoder has its module for texts, which its files leave out.
-_TEXT_MODEL = re.compile(r'\bencoder\.text_model\.')
 _HALF = re.compile(r'(.+)\.lora_([AB])(?:\.\w+)?\.weight')
-_READ = ('peft_type', 'r', 'lora_alpha', 'alpha_pattern', 'use_rslora')
+# Fields that are read -> their types.
+_READ: dict[str, Any] = {
+  'peft_type': str,
+  'r': int,
+  'lora_alpha': float,
+  'alpha_pattern': Mapping[str, Any] | None,
+  'use_rslora': bool | None,
+}
 # Fields that do not change what is merged: names, training, and which modules
 # were chosen, which the file itself shows.
-_NO_MATTER = {
-  'auto_mapping',
-  'base_model_name_or_path',
-  'corda_config',
-  'eva_config',
-  'exclude_modules',
-  'fan_in_fan_out',  # the kind of the module decides
-  'inference_mode',
-  'init_lora_weights',  # see _INIT
-  'layers_pattern',
-  'layers_to_transform',
-  'loftq_config',
-  'lora_dropout',
-  'megatron_config',
-  'megatron_core',
-  'peft_version',
-  'qalora_group_size',  # of use_qalora
-  'rank_pattern',  # the shapes show it
-  'revision',
-  'runtime_config',
-  'target_modules',
-  'task_type',
-}
+_NO_MATTER = frozenset(
+  """
+  auto_mapping base_model_name_or_path corda_config eva_config exclude_modules
+  fan_in_fan_out inference_mode init_lora_weights layers_pattern
+  layers_to_transform loftq_config lora_dropout megatron_config megatron_core
+  peft_version qalora_group_size rank_pattern revision runtime_config
+  target_modules task_type
+  """.split()
+)
 # Values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {'bias': ('none',)}
 # Ways to begin that leave W as it is. Others (pissa, olora, loftq, ...) change
 # it, and the adapter is a difference from what they made of it.
-_INIT = (True, False, None, 'gaussian', 'orthogonal', 'eva')
+_KNOWN: dict[str, tuple[Any, ...]] = {
+  'peft_type': ('LORA',),
+  'init_lora_weights': (True, False, None, 'gaussian', 'orthogonal', 'eva'),
+}
+_OTHER = 'It is an adapter of another model.'
+_MERGE = "Merge it with PEFT's merge_and_unload, and load the result."
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapted(arrays.Stored):
+class Adapted(Stored):
   """A kernel of a safetensors file with what an adapter adds to it.
 
   Attributes:
@@ -71,8 +71,8 @@ class Adapted(arrays.Stored):
     is_turned: whether the kernel is [in, out], as GPT-2's; else [out, in].
   """
 
-  down: arrays.Stored
-  up: arrays.Stored
+  down: Stored
+  up: Stored
   scale: float
   is_turned: bool
 
@@ -93,17 +93,16 @@ class Adapted(arrays.Stored):
 
 
 def adapted(
-  stored: Mapping[str, arrays.Stored],
+  stored: Mapping[str, Stored],
   adapter: str | os.PathLike[str],
-  is_turned: bool,
-) -> dict[str, arrays.Stored]:
+  family: Family,
+) -> dict[str, Stored]:
   """The arrays of a model with those of an adapter added to them.
 
   Args:
-    stored: the arrays by transformers' names, perhaps without what stands
-      before all of them.
+    stored: the arrays by the names that the family has for them.
     adapter: PEFT's folder.
-    is_turned: whether kernels are [in, out].
+    family: of the model.
 
   Raises:
     ValueError: a file is missing or broken; the adapter is of another kind, has
@@ -113,134 +112,78 @@ def adapted(
   folder = pathlib.Path(adapter)
   source = os.fspath(folder)
   if not (folder / CONFIG).is_file():
-    raise ValueError(
-      f'{source!r} is no adapter: expected a folder on this machine with'
-      f' {CONFIG} and {WEIGHTS}, as PEFT saves it.'
-    )
-  described = arrays.read_json(folder / CONFIG)
+    files = f'the files {CONFIG} and {WEIGHTS} of PEFT, on this machine'
+    raise unexpected(f'adapter {source}', files, 'a path without')
+  described = read_json(folder / CONFIG)
   _check(described, os.fspath(folder / CONFIG))
-  found = dict(stored)
-  for module, halves in _halves(folder).items():
-    name = _name_of(module, stored)
-    if name is None:
-      raise ValueError(
-        f'{source!r} adapts {module}, but the model has no array'
-        f' {module}.weight of its own: it is an adapter of another model, or of'
-        ' an output layer that is the embedding.'
-      )
-    kernel, down, up = stored[name], halves['A'], halves['B']
-    rank = down.shape[0]
-    shape = up.shape[:1] + down.shape[1:]
-    if (shape[::-1] if is_turned else shape) != kernel.shape:
-      raise ValueError(
-        f'{source!r}: {module} has A {list(down.shape)} and B'
-        f' {list(up.shape)}, which do not fit the kernel {list(kernel.shape)}'
-        f' of {name}: it is an adapter of another model.'
-      )
-    if up.shape[1:] != (rank,) or not rank:
-      raise ValueError(
-        f'{source!r}: {module} has A {list(down.shape)} and B'
-        f' {list(up.shape)}, which have not one rank.'
-      )
+  adapted = dict(stored)
+  for module, (down, up) in _halves(folder).items():
+    name = family.name_of(f'{module}.weight')
+    if name not in stored:
+      expected = f'a module whose kernel {module}.weight the model has'
+      raise unexpected(source, expected, module, _OTHER)
+    kernel, rank = stored[name], down.shape[0]
+    is_turned = family.kernels_in_out
+    shape = kernel.shape[::-1] if is_turned else kernel.shape
+    given = [list(down.shape), list(up.shape)]
+    fits = (*up.shape[:1], *down.shape[1:]) == shape
+    if not fits or not rank or up.shape[1] != rank:
+      expected = f'A [r, in] and B [out, r] of a kernel {list(shape)}'
+      raise unexpected(f'{source}: {module}', expected, given, _OTHER)
     if rank != described['r'] and not described.get('rank_pattern'):
-      raise ValueError(
-        f'{source!r}: {module} has A {list(down.shape)}, but {CONFIG} says r ='
-        f' {described["r"]} and has no rank_pattern: the two files are not of'
-        ' one adapter.'
-      )
+      expected = f'A [{described["r"]}, ...], as r of {CONFIG} says'
+      raise unexpected(f'{source}: {module}', expected, given)
     scale = _scale(described, module, rank)
-    found[name] = Adapted(
-      kernel.path, kernel.name, kernel.shape, kernel.kind,
-      down, up, scale, is_turned,
-    )  # fmt: skip
-  return found
+    fields = dataclasses.asdict(kernel)
+    adapted[name] = Adapted(
+      **fields, down=down, up=up, scale=scale, is_turned=is_turned
+    )
+  return adapted
 
 
-def _halves(folder: pathlib.Path) -> dict[str, dict[str, arrays.Stored]]:
-  """Module -> its 'A' and 'B'."""
+def _halves(folder: pathlib.Path) -> dict[str, tuple[Stored, Stored]]:
+  """Module -> its A and B."""
   source = os.fspath(folder)
-  found: dict[str, dict[str, arrays.Stored]] = {}
-  stored = arrays.open_file(folder / WEIGHTS)
-  arrays.check_floats(stored, source)
-  for name, array in stored.items():
+  halves: dict[str, dict[str, Stored]] = {}
+  for name, array in open_file(folder / WEIGHTS).items():
     half = _HALF.fullmatch(name.removeprefix(_PREFIX))
     if half is None or len(array.shape) != 2:
-      raise ValueError(
-        f'{source!r} has {name} {list(array.shape)}, which is neither the A nor'
-        ' the B of a kernel; only LoRA of kernels is merged here. Merge it with'
-        " PEFT's merge_and_unload, and load the result."
-      )
-    found.setdefault(half[1], {})[half[2]] = array
-  for module, halves in found.items():
-    if len(halves) != 2:
-      raise ValueError(f'{source!r}: {module} has only lora_{min(halves)}.')
-  if not found:
-    raise ValueError(f'{source!r}: {WEIGHTS} is empty.')
-  return found
-
-
-def _name_of(module: str, stored: Mapping[str, Any]) -> str | None:
-  """The name of a module's kernel, with or without what is before all names."""
-  for one in (module, _TEXT_MODEL.sub('encoder.', module)):
-    name = f'{one}.weight'
-    while name not in stored:
-      first, _, name = name.partition('.')
-      if first not in _BEFORE_ALL:
-        break
-    else:
-      return name
-  return None
+      expected = 'only A and B of kernels'
+      raise unexpected(source, expected, [name, *array.shape], _MERGE)
+    halves.setdefault(half[1], {})[half[2]] = array
+  for module, pair in halves.items():
+    if len(pair) != 2:
+      raise unexpected(f'{source}: {module}', 'lora_A and lora_B', [*pair])
+  if not halves:
+    raise unexpected(f'{source}: {WEIGHTS}', 'A and B of kernels', 'nothing')
+  return {module: (pair['A'], pair['B']) for module, pair in halves.items()}
 
 
 def _check(described: Mapping[str, Any], where: str) -> None:
   """Raises ValueError for a field that is not known and asks for something."""
-  if described.get('peft_type') != 'LORA':
-    raise ValueError(
-      f'{where}: peft_type is {described.get("peft_type")!r}; only LORA can be'
-      ' merged here.'
-    )
-  unknown = [
-    f'{name} = {value!r}'
-    for name, value in described.items()
-    if name not in (*_READ, *_NO_MATTER)
-    and value not in (None, False, '', [], {}, *_NEUTRAL.get(name, ()))
-  ]
-  if described.get('init_lora_weights') not in _INIT:
-    unknown.append(f'init_lora_weights = {described["init_lora_weights"]!r}')
-  if unknown:
-    raise ValueError(
-      f'{where}: {", ".join(unknown)}: this may change what is merged, and is'
-      " not known here. Merge it with PEFT's merge_and_unload, and load the"
-      ' result.'
-    )
-  patterns = described.get('alpha_pattern') or {}
-  if not isinstance(patterns, Mapping):
-    raise ValueError(
-      f'{where}: alpha_pattern is {patterns!r}, expected an object of patterns'
-      ' and numbers.'
-    )
-  for name, value in (
-    ('lora_alpha', described.get('lora_alpha')),
-    *patterns.items(),
-  ):
-    if type(value) not in (int, float) or not math.isfinite(value):
-      raise ValueError(f'{where}: {name} is {value!r}, expected a number.')
-  for pattern in patterns:
+  neutral: tuple[Any, ...] = (None, False, '', [], {})
+  for name in sorted(described.keys() - _READ.keys() - _NO_MATTER):
+    if described[name] not in (*neutral, *_NEUTRAL.get(name, ())):
+      raise unexpected(
+        f'{where}: {name}', 'no such field', described[name], _MERGE
+      )
+  for name, known in _KNOWN.items():
+    if described.get(name) not in known:
+      given = described.get(name)
+      raise unexpected(f'{where}: {name}', f'one of {known}', given, _MERGE)
+  for name, kind in _READ.items():
+    check_type(f'{where}: {name}', described.get(name), kind)
+  if described['r'] < 1:
+    raise unexpected(f'{where}: r', 'a whole number from 1', described['r'])
+  for pattern, alpha in (described.get('alpha_pattern') or {}).items():
+    check_type(f'{where}: alpha_pattern: {pattern}', alpha, float)
     try:
       re.compile(pattern)
     except re.error as error:
-      raise ValueError(
-        f'{where}: alpha_pattern has {pattern!r}, which is no regular'
-        f' expression: {error}.'
+      name = f'{where}: alpha_pattern'
+      raise unexpected(
+        name, f'regular expressions ({error})', pattern
       ) from error
-  rank = described.get('r')
-  if type(rank) is not int or rank < 1:
-    raise ValueError(f'{where}: r is {rank!r}, expected a rank, at least 1.')
-  if described.get('use_rslora') not in (None, True, False):
-    raise ValueError(
-      f'{where}: use_rslora is {described["use_rslora"]!r}, expected true or'
-      ' false.'
-    )
 
 
 def _scale(described: Mapping[str, Any], module: str, rank: int) -> float:

@@ -1,13 +1,156 @@
-"""Training states in a folder, saved by Orbax: the last few of a run.
+"""Orbax's format: parameters, and the training states of a run.
 
-Each state is saved whole or not at all. Orbax is imported only when a store is
-opened: the import takes seconds, and decoding does not need it.
+Orbax writes it. TensorStore reads parameters, as it does T5X's own format, also
+out of T5X's training states: arrays are found in `_METADATA`, and only those of
+the parameters are opened. Orbax is imported only when it is needed: that takes
+seconds.
 """
 
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+
+from specdec_jax.checkpoints.disk_arrays import (
+  METADATA_ERRORS,
+  DiskArray,
+  Params,
+  broken,
+  open_stored,
+)
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.files.locations import Location
+
+METADATA = '_METADATA'
+# Names that T5X, and Orbax itself, give a tree inside a checkpoint.
+_ITEMS = ('state', 'default')
+_METADATA_BYTES = 256 << 20  # limit; Orbax writes some 200 bytes per array
+_TEMPORARY = '.orbax-checkpoint-tmp'
+# Parameters inside a larger tree: T5X's training state, flax's variables.
+_PARAMS = ('target', 'params')
+
+
+def save_orbax(
+  folder: str | os.PathLike[str],
+  params: Params,
+  about: Mapping[str, str] | None = None,
+) -> None:
+  """Writes parameters to a new folder, whole or not at all.
+
+  Each process of a run writes its own shards.
+
+  Args:
+    folder: made here; it must not exist yet, or be empty.
+    params: nested dict of arrays, NumPy's or JAX's.
+    about: what else the folder is to say, for `read_about`.
+
+  Raises:
+    ValueError: the folder holds something, or there are no parameters.
+    OSError: the disk is full or the folder not writable.
+  """
+  if not jax.tree.leaves(params):
+    raise unexpected('params', 'arrays', params)
+  folder = os.path.abspath(os.fspath(folder))
+  if os.path.isdir(folder) and not os.listdir(folder):
+    os.rmdir(folder)
+  if os.path.exists(folder):
+    raise unexpected(folder, 'a new folder', 'one with something in it')
+  import orbax.checkpoint as ocp
+
+  os.makedirs(os.path.dirname(folder), exist_ok=True)
+  # Orbax writes to a folder with a temporary name and renames it at the end.
+  with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    checkpointer.save(
+      folder,
+      args=ocp.args.StandardSave(params, custom_metadata=dict(about or {})),
+    )
+
+
+def open_orbax(folder: Location) -> dict[str, DiskArray]:
+  """Finds the parameters of a checkpoint without reading them.
+
+  Args:
+    folder: folder with `_METADATA` in it, or in its folder `state` or
+      `default`.
+
+  Returns:
+    name -> array, names with slashes.
+
+  Raises:
+    ValueError: writing the folder was not finished, its tree has no parameters,
+      or an array is missing (the message names it).
+  """
+  source = str(folder)
+  if _TEMPORARY in source:
+    raise unexpected(source, 'a finished checkpoint', 'a part of one')
+  folder = _item(folder) or folder
+  described, keys = _read_metadata(folder)
+  root = folder.kvstore()
+  in_one_store = 'manifest.ocdbt' in folder.names()
+  driver = 'zarr3' if described.get('use_zarr3') else 'zarr'
+  specs = {}
+  for name, key in _parameters(keys, source).items():
+    kvstore = {**root, 'path': f'{root["path"]}{key}/'}
+    if in_one_store:
+      kvstore = {'driver': 'ocdbt', 'base': root, 'path': f'{key}/'}
+    specs[name] = {'driver': driver, 'kvstore': kvstore}
+  return dict(open_stored(specs, lambda n, why: broken(source, n, why)))
+
+
+def read_about(folder: Location) -> dict[str, Any]:
+  """What `save_orbax` was told to write beside the parameters; {} is nothing.
+
+  Raises:
+    ValueError: as for `open_orbax`.
+  """
+  described, _ = _read_metadata(_item(folder) or folder)
+  about = described.get('custom_metadata')
+  return about if isinstance(about, dict) else {}
+
+
+def is_orbax(folder: Location) -> bool:
+  """Whether a folder holds an Orbax checkpoint."""
+  return _item(folder) is not None
+
+
+def _item(folder: Location) -> Location | None:
+  """The folder of the tree itself; None in no Orbax checkpoint."""
+  names = folder.names()
+  items = [folder, *(folder.child(name) for name in _ITEMS if name in names)]
+  return next((item for item in items if METADATA in item.names()), None)
+
+
+def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
+  """The contents of `_METADATA`, and each array's path in the tree."""
+  location = folder.child(METADATA)
+  try:
+    described = json.loads(location.read_all(_METADATA_BYTES))
+    keys = [
+      [str(key['key']) for key in entry['key_metadata']]
+      for entry in described['tree_metadata'].values()
+    ]
+    if not all(keys):
+      raise ValueError('an array without a name')
+    return described, keys
+  except METADATA_ERRORS as error:
+    raise ValueError(
+      f'{str(location)!r} is cut short or not what Orbax writes'
+      f' ({type(error).__name__}: {error}); copy it again.'
+    ) from error
+
+
+def _parameters(keys: list[list[str]], source: str) -> dict[str, str]:
+  """Names of parameters -> Orbax's names of their arrays."""
+  if not keys:
+    raise unexpected(source, 'an Orbax checkpoint with arrays', keys)
+  roots = {parts[0] for parts in keys}
+  for root in _PARAMS:
+    if root in roots:
+      inside = [parts for parts in keys if parts[0] == root]
+      return {'/'.join(parts[1:]): '.'.join(parts) for parts in inside}
+  return {'/'.join(parts): '.'.join(parts) for parts in keys}
 
 
 class StateStore:
@@ -68,7 +211,7 @@ class StateStore:
       like,
     )
     try:
-      found = self._manager.restore(
+      items = self._manager.restore(
         step,
         args=self._ocp.args.Composite(
           state=self._ocp.args.StandardRestore(shapes),
@@ -77,11 +220,10 @@ class StateStore:
       )
     except (ValueError, KeyError, TypeError) as error:
       raise ValueError(
-        f'The state of step {step} in {self._folder!r} belongs to another model'
-        ' or optimiser; continue it with its own configuration, or train in'
-        f' another folder. ({error})'
+        f'{self._folder!r}: the state of step {step} belongs to another model'
+        f' or optimiser ({error}). Continue it with its own configuration.'
       ) from error
-    return found['state'], found['extra']
+    return items['state'], items['extra']
 
   def close(self) -> None:
     """Frees Orbax's resources."""

@@ -6,11 +6,22 @@ leaf is an array inside the file, or the specification of an array in a folder
 beside it. Only driver and path are taken from a specification: its bucket may
 be a dummy, the path is relative to the checkpoint, and everything else is in
 the array's folder.
+
+Stacks that were trained as a scan (`scalable_t5`) become single layers: there a
+stack's layers are one module, `encoder/encoder` or `encoder/layers`, and each
+parameter has one more axis, that of the layers: the second
+(`param_scan_axis=1`), or the first. Without it, kernels of attention are
+[M, H, D] and [H, D, M]. Each layer has its own relative bias there
+(`T5Config.bias_per_layer`); for a network with one bias per stack, all of them
+must be the same.
 """
 
+import math
 import os
+import re
+import struct
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import flax.serialization
 import flax.traverse_util
@@ -19,23 +30,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints import t5x_sizes
 from specdec_jax.checkpoints.disk_arrays import (
+  METADATA_ERRORS,
   DiskArray,
-  FileArray,
+  Index,
   Params,
   broken,
+  file_array,
+  load_array,
   open_stored,
 )
-from specdec_jax.checkpoints.t5x_msgpack import read_tree
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location
+from specdec_jax.models.t5 import T5Config
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 
 VERSION = 3
 _READABLE = (2, 3)
 _SHOWN = 8
-_DRIVERS = ('zarr', 'zarr3')
-_KVSTORES = ('file', 'gfile', 'gcs')
 _TENSORFLOW = b'model_checkpoint_path'
+# A stack that was trained as a scan: one array for all of its layers.
+_STACKED = re.compile(r'(encoder|decoder)/(?:layers|\1)/(.+)')
+_BIAS = 'relpos_bias/rel_embedding'
+_NORM = 'pre_mlp_layer_norm/scale'
 
 
 def save_t5x(
@@ -111,105 +130,47 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
   """
   source = str(location)
   if location.read(0, len(_TENSORFLOW)) == _TENSORFLOW:
-    raise ValueError(
-      f'{source!r} is a TensorFlow checkpoint of T5; expected the same model'
-      " in T5X's format, see gs://t5-data/pretrained_models/t5x."
-    )
+    there = 'gs://t5-data/pretrained_models/t5x has the same models.'
+    given = 'a TensorFlow checkpoint of T5'
+    raise unexpected(source, "T5X's format", given, there)
   leaves = dict(_leaves(_target(read_tree(location), source)))
   if not leaves:
-    raise ValueError(f'{source!r} is a T5X checkpoint without any parameter.')
+    raise unexpected(source, 'a T5X checkpoint with parameters', leaves)
   specs = {}
   for name, leaf in leaves.items():
     if isinstance(leaf, Mapping):
       specs[name] = _resolve(leaf, location.parent(), name, source)
-    elif not isinstance(leaf, FileArray):
-      raise ValueError(
-        f'{source!r}: parameter {name!r} is not an array but'
-        f' {type(leaf).__name__}.'
-      )
+    elif not isinstance(leaf, ArrayBytes):
+      raise broken(source, name, f'it is of type {type(leaf).__name__}')
   stored = {}
   if specs:
     stored = open_stored(specs, lambda n, why: broken(source, n, why))
   for name, array in stored.items():
     metadata = leaves[name].get('metadata') or {}
-    if not isinstance(metadata, Mapping):
-      raise broken(
-        source,
-        name,
-        f'its metadata are {type(metadata).__name__}, expected a dict',
-      )
-    said = metadata.get('shape')
-    if said is not None and said != list(array.shape):
-      raise broken(
-        source,
-        name,
-        f'its folder has {list(array.shape)}, the file says {said}',
-      )
-  return {name: stored.get(name, leaf) for name, leaf in leaves.items()}
+    is_known = isinstance(metadata, Mapping)
+    shape = metadata.get('shape') if is_known else metadata
+    if shape is not None and shape != list(array.shape):
+      why = f'its folder has {list(array.shape)}, the file says {shape!r}'
+      raise broken(source, name, why)
+  return {
+    name: stored.get(name) or file_array(location, *leaf)
+    for name, leaf in leaves.items()
+  }
 
 
-def check_params(params: Params, expected: Any, source: str = 'params') -> None:
-  """Compares names and shapes with what a model expects.
-
-  Args:
-    params: nested dict of arrays, or of anything with a shape.
-    expected: the model's tree of anything with a shape, e.g. from
-      `jax.eval_shape(model.init, key)`.
-    source: where `params` came from, for the message.
-
-  Raises:
-    ValueError: they differ; the message has each parameter that is missing,
-      unknown, or of another shape, with both shapes, and the sizes of a T5 that
-      differ.
-  """
-  have = flax.traverse_util.flatten_dict(params, sep='/')
-  want = flax.traverse_util.flatten_dict(expected, sep='/')
-  shapes = [
-    f'{name} is {list(have[name].shape)}, expected {list(leaf.shape)}'
-    for name, leaf in want.items()
-    if name in have and tuple(have[name].shape) != tuple(leaf.shape)
-  ]
-  problems = [
-    _listed('missing', sorted(want.keys() - have.keys())),
-    _listed('unknown', sorted(have.keys() - want.keys())),
-    _listed('wrong shape', shapes),
-  ]
-  if any(problems):
-    sizes = t5x_sizes.differences(shapes_of(have), shapes_of(want))
-    raise ValueError(
-      f'The parameters of {source} are not those of this model'
-      f' configuration: {"; ".join(filter(None, [sizes, *problems]))}.'
-    )
-
-
-def shapes_of(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-  return {name: tuple(array.shape) for name, array in arrays.items()}
-
-
-def _target(tree: Any, source: str) -> Any:
+def _target(tree: Any, source: str) -> Mapping[str, Any]:
   """The parameters in the tree of a file."""
-  try:
-    target = tree['optimizer']['target']
-  except (KeyError, TypeError, IndexError) as error:
-    if not isinstance(tree, dict):
-      raise ValueError(
-        f'{source!r} is cut short or not a T5X checkpoint: expected a tree,'
-        f' found {type(tree).__name__}.'
-      ) from error
-    raise ValueError(
-      f'{source!r} is a msgpack file but not a T5X checkpoint: expected'
-      f' optimizer/target inside, found {sorted(tree)[:_SHOWN]}.'
-    ) from error
-  if tree.get('version', 0) not in _READABLE:
-    raise ValueError(
-      f'{source!r} is a T5X checkpoint of version {tree.get("version", 0)},'
-      f' expected one of {_READABLE}.'
-    )
+  optimizer = tree.get('optimizer') if isinstance(tree, dict) else None
+  target = optimizer.get('target') if isinstance(optimizer, dict) else None
   if not isinstance(target, dict):
-    raise ValueError(
-      f'{source!r}: optimizer/target is {type(target).__name__}, expected a'
-      ' tree of parameters.'
+    inside = sorted(tree)[:_SHOWN] if isinstance(tree, dict) else tree
+    raise unexpected(
+      source,
+      'a whole T5X checkpoint, with a tree of parameters in optimizer/target',
+      inside,
     )
+  if (version := tree.get('version', 0)) not in _READABLE:
+    raise unexpected(f'{source}: version', f'one of {_READABLE}', version)
   return target
 
 
@@ -231,24 +192,421 @@ def _resolve(
   kvstore = spec['kvstore'] if isinstance(spec['kvstore'], Mapping) else {}
   # TensorStore before 0.1.14 had the path beside the kvstore.
   path = kvstore.get('path', spec.get('path'))
-  if (
-    spec['driver'] not in _DRIVERS
-    or kvstore.get('driver') not in _KVSTORES
-    or not isinstance(path, str)
-  ):
-    raise ValueError(
-      f'{source!r}: the specification of {name} has driver'
-      f' {spec["driver"]!r}, kvstore {kvstore.get("driver")!r} and path'
-      f' {path!r}; expected driver {" or ".join(_DRIVERS)}, kvstore'
-      f' {", ".join(_KVSTORES)} and a path.'
-    )
+  if type(path) is not str:
+    raise unexpected(f'{source}: the path of {name}', 'text', path)
   where = folder.kvstore()
   where['path'] += path.rstrip('/') + '/'
   return {'driver': spec['driver'], 'kvstore': where}
 
 
-def _listed(kind: str, names: list[str]) -> str:
-  if not names:
-    return ''
-  more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
-  return f'{kind}: {", ".join(names[:_SHOWN])}{more}'
+# Comparing with a network.
+
+
+def check_params(params: Params, expected: Any, source: str = 'params') -> None:
+  """Compares names and shapes with what a model expects.
+
+  Args:
+    params: nested dict of arrays, or of anything with a shape.
+    expected: the model's tree of anything with a shape, e.g. from
+      `jax.eval_shape(model.init, key)`.
+    source: where `params` came from, for the message.
+
+  Raises:
+    ValueError: they differ; the message has each parameter that is missing,
+      unknown, or of another shape, with both shapes, and the sizes of a T5 that
+      differ.
+  """
+  have, want = shapes_of(params), shapes_of(expected)
+  problems = {
+    'missing': sorted(want.keys() - have.keys()),
+    'unknown': sorted(have.keys() - want.keys()),
+    'wrong shape': [
+      f'{name} is {list(have[name])}, expected {list(shape)}'
+      for name, shape in want.items()
+      if have.get(name, shape) != shape
+    ],
+  }
+  if any(problems.values()):
+    lists = [
+      f'{kind}: {", ".join(names[:_SHOWN])}'
+      + (f' and {len(names) - _SHOWN} more' if names[_SHOWN:] else '')
+      for kind, names in problems.items()
+      if names
+    ]
+    raise _another_model(source, have, want, '; '.join(lists))
+
+
+def _another_model(
+  source: str, have: Shapes, want: Shapes, problems: str
+) -> ValueError:
+  there, here = _sizes(have), _sizes(want)
+  fields = ', '.join(
+    f'{field} is {there[field]}, expected {here[field]}'
+    for field in here
+    if field in there and there[field] != here[field]
+  )
+  return ValueError(
+    f'The parameters of {source} are not those of this model configuration:'
+    f' {f"{fields}; " if fields else ""}{problems}.'
+  )
+
+
+def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:
+  """Name with slashes -> shape, of a nested dict."""
+  flat = flax.traverse_util.flatten_dict(dict(params), sep='/')
+  return {name: tuple(leaf.shape) for name, leaf in flat.items()}
+
+
+def infer_config(shapes: Shapes, source: str) -> T5Config:
+  """The configuration of a checkpoint that comes without one.
+
+  What shapes do not decide is taken from the published models: a gated MLP has
+  T5 1.1's `gelu`, a plain one T5 1.0's `relu`.
+
+  Raises:
+    ValueError: the shapes are not those of a T5.
+  """
+  sizes = _sizes(shapes)
+  activations = {1: ('relu',), 2: ('gelu', 'linear')}
+  try:
+    gated = activations[sizes.pop('len(mlp_activations)')]
+    return T5Config(**sizes, mlp_activations=gated)
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f'{source!r}: its arrays do not show the sizes of a T5 ({error}): give'
+      ' the network.'
+    ) from error
+
+
+def _sizes(shapes: Shapes) -> dict[str, Any]:
+  """Fields of `T5Config` -> their values, for the fields that shapes decide.
+
+  Args:
+    shapes: T5X's name -> shape; stacked layers say nothing.
+  """
+  sizes: dict[str, Any] = {}
+  if len(shape := shapes.get('token_embedder/embedding', ())) == 2:
+    sizes['vocab_size'], sizes['emb_dim'] = shape
+    head = 'decoder/logits_dense/kernel'
+    sizes['logits_via_embedding'] = head not in shapes
+  for stack in ('decoder', 'encoder'):
+    if len(shape := shapes.get(f'{stack}/{_BIAS}', ())) == 2:
+      sizes['num_heads'] = shape[0]
+  layers: dict[str, set[str]] = {}
+  queries, encoded = 0, sizes.get('emb_dim')
+  for name, shape in shapes.items():
+    match = re.fullmatch(r'(encoder|decoder)/(layers_\d+)/(.+)', name)
+    if not match:
+      continue
+    stack, layer, inner = match.groups()
+    layers.setdefault(stack, set()).add(layer)
+    if inner == _BIAS:
+      sizes |= {'num_heads': shape[0], 'bias_per_layer': True}
+    elif len(shape) == 2 and inner.endswith('attention/query/kernel'):
+      queries = shape[1]
+    elif len(shape) == 2 and inner == 'encoder_decoder_attention/key/kernel':
+      encoded = shape[0]
+    elif len(shape) == 2 and re.fullmatch(r'mlp/wi(_0)?/kernel', inner):
+      sizes['mlp_dim'] = shape[1]
+      sizes['len(mlp_activations)'] = 2 if '_0' in inner else 1
+  for stack, names in layers.items():
+    sizes[f'num_{stack}_layers'] = len(names)
+  if layers.keys() == {'decoder'}:
+    sizes['num_encoder_layers'] = 0
+    if encoded != sizes.get('emb_dim'):
+      sizes['encoder_dim'] = encoded
+  if queries and queries % sizes.get('num_heads', queries + 1) == 0:
+    sizes['head_dim'] = queries // sizes['num_heads']
+  return sizes
+
+
+# Layers that were trained as a scan.
+
+
+def is_scanned(arrays: Mapping[str, Any]) -> bool:
+  """Whether some of the arrays are stacks of layers."""
+  return any(_STACKED.fullmatch(name) for name in arrays)
+
+
+def unroll(
+  arrays: Mapping[str, DiskArray],
+  expected: Shapes,
+  num_heads: int | None,
+  source: str,
+) -> dict[str, DiskArray]:
+  """Replaces each stacked array by its layers.
+
+  The layers of one array follow each other, so that it is read only once.
+
+  Args:
+    arrays: T5X's name -> array; arrays outside of stacks stay as they are.
+    expected: name -> shape, for each parameter of the network.
+    num_heads: H, for kernels that have heads on an axis; None if unknown.
+    source: where the arrays come from, for messages.
+
+  Raises:
+    ValueError: an array's layers are not on the axis that a norm shows, nothing
+      shows the axis, or an array is there twice; the message names it.
+  """
+  have = {name: tuple(array.shape) for name, array in arrays.items()}
+  last_read = _LastRead()
+  unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
+  for name, array in arrays.items():
+    match = _STACKED.fullmatch(name)
+    if not match:
+      continue
+    stack, inner = match.groups()
+    count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
+    layers = [f'{stack}/layers_{i}/{inner}' for i in range(count)]
+    if f'{stack}/{inner}' in expected:  # one relative bias for all layers
+      layers = [f'{stack}/{inner}']
+    if not layers or layers[0] not in expected:
+      unrolled[name] = array  # of which the check of names says more
+      continue
+    # A norm shows the axis of the layers; T5X's own is the second.
+    (emb_dim,) = expected[f'{stack}/layers_0/{_NORM}']
+    norm = have.get(name.removesuffix(inner) + _NORM, (emb_dim,))
+    axis = 1 if emb_dim == norm[0] else 0
+    shape, alone = have[name], expected[layers[0]]
+    rest = shape[:axis] + shape[axis + 1 :]
+    in_file = _as_stored(layers[0], alone, num_heads)
+    if shape[axis : axis + 1] != (count,) or rest not in in_file:
+      each = ' or '.join(str(list(s)) for s in in_file)
+      problem = f'{name} is {list(shape)}, expected {count} layers of {each}'
+      problem += f' on axis {axis}, as in its norm'
+      raise _another_model(repr(source), have, expected, problem)
+    if emb_dim == count:
+      raise ValueError(
+        f'{source!r}: {name}, {list(shape)}: its first or second axis may be'
+        f' that of its {count} layers: the embedding is as wide.'
+      )
+    if len(layers) < count:
+      _check_shared(array, axis, name, source)
+    for number, layer in enumerate(layers):
+      if layer in unrolled:
+        raise ValueError(f'{source!r} has {layer} twice: alone, and in {name}.')
+      unrolled[layer] = _layer(array, axis, number, alone, last_read)
+  return unrolled
+
+
+class _LastRead:
+  """Keeps the stacked array that was read last, whole."""
+
+  stack: DiskArray | None = None
+  data: np.ndarray | None = None
+
+  def read(self, stack: DiskArray) -> np.ndarray:
+    if self.stack is not stack or self.data is None:
+      self.data = None  # frees the previous one before reading
+      self.data = cast(np.ndarray, load_array(stack))
+      self.stack = stack
+    return self.data
+
+
+def _layer(
+  stack: DiskArray, axis: int, number: int, shape: Shape, last_read: _LastRead
+) -> DiskArray:
+  """One layer of a stacked array."""
+  place = (slice(None),) * axis + (number,)
+
+  def read_into(out: np.ndarray, index: Index) -> None:
+    out[...] = last_read.read(stack)[place].reshape(shape)[index]
+
+  return DiskArray(shape, stack.dtype, read_into, chunk=shape)
+
+
+def _check_shared(stack: DiskArray, axis: int, name: str, source: str) -> None:
+  """Raises ValueError unless all layers have the same relative bias."""
+  try:
+    layers = np.moveaxis(cast(np.ndarray, load_array(stack)), axis, 0)
+  except ValueError as error:
+    raise broken(source, name, str(error)) from error
+  if not all(np.array_equal(layers[0], layer) for layer in layers):
+    raise ValueError(
+      f'{source!r}: {name}: each layer has another relative bias; set'
+      ' bias_per_layer of the configuration of the network.'
+    )
+
+
+def _as_stored(
+  name: str, shape: Shape, num_heads: int | None
+) -> tuple[Shape, ...]:
+  """The shapes that one layer of a parameter may have in a file."""
+  if num_heads is None or not re.search(r'attention/\w+/kernel$', name):
+    return (shape,)
+  if name.endswith('out/kernel'):
+    return shape, (num_heads, shape[0] // num_heads, shape[1])
+  return shape, (shape[0], num_heads, shape[1] // num_heads)
+
+
+# The tree in a msgpack file, without the bytes of its arrays.
+#
+# The msgpack package would copy each array in the file, those of the optimiser
+# too. Here only headers are read (https://github.com/msgpack/msgpack spec.md),
+# and for each array only the place of its bytes is kept. Arrays are flax's
+# extension types: (shape, name of the dtype, bytes), see `flax.serialization`.
+
+_WINDOW = 1 << 16
+_DEEPEST = 64
+_NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
+_CHUNKED = '__msgpack_chunked_array__'
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = {0xCA + i: f'>{code}' for i, code in enumerate('fdBHIQbhiq')}
+_SIZED = {
+  first + i: (kind, f'>{code}')
+  for first, kind, codes in (
+    (0xC4, 'bytes', 'BHI'),
+    (0xC7, 'extension', 'BHI'),
+    (0xD9, 'text', 'BHI'),
+    (0xDC, 'list', 'HI'),
+    (0xDE, 'dict', 'HI'),
+  )
+  for i, code in enumerate(codes)
+}
+
+
+class ArrayBytes(NamedTuple):
+  """Where an array is in a file: the (offset, size) of each part, in order."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  spans: list[tuple[int, int]]
+
+
+def read_tree(location: Location) -> Any:
+  """Returns the file's tree, each array as `ArrayBytes`.
+
+  Raises:
+    ValueError: the file is cut short, has more than one tree or is not msgpack;
+      the message names the entry where reading failed.
+  """
+  scanner = _Scanner(location)
+  try:
+    tree = scanner.value(0)
+    if scanner.position != scanner.size:
+      raise ValueError(f'{scanner.size - scanner.position} bytes too many')
+  except METADATA_ERRORS as error:
+    place = '/'.join(scanner.path)
+    raise ValueError(
+      f'{str(location)!r} ({scanner.size} bytes) is cut short or not a T5X'
+      f' checkpoint ({f"at {place}: " if place else ""}{error}); copy it again.'
+    ) from error
+  return tree
+
+
+class _Scanner:
+  """Walks over a file, from value to value."""
+
+  def __init__(self, location: Location):
+    self.size = location.size()
+    self.position = 0
+    self.path: list[str] = []
+    self._location = location
+    self._window = (0, b'')
+
+  def value(self, depth: int) -> Any:
+    if depth > _DEEPEST:
+      raise ValueError(f'more than {_DEEPEST} levels')
+    first = self._take(1)[0]
+    if first < 0x80:
+      return first
+    if first >= 0xE0:
+      return first - 0x100
+    if first < 0xC0:
+      kinds = (('dict', 15), ('list', 15), ('text', 31), ('text', 31))
+      kind, mask = kinds[(first - 0x80) >> 4]
+      return self._sized(kind, first & mask, depth)
+    if first in _CONSTANTS:
+      return _CONSTANTS[first]
+    if first in _NUMBERS:
+      return self._number(_NUMBERS[first])
+    if 0xD4 <= first <= 0xD8:
+      return self._sized('extension', 1 << (first - 0xD4), depth)
+    if first not in _SIZED:
+      raise ValueError(f'byte {first:#x} begins no value')
+    kind, width = _SIZED[first]
+    return self._sized(kind, self._number(width), depth)
+
+  def _sized(self, kind: str, size: int, depth: int) -> Any:
+    if kind == 'dict':
+      return self._dict(size, depth)
+    if kind == 'list':
+      return [self.value(depth + 1) for _ in range(size)]
+    if kind == 'text':
+      return self._take(size).decode()
+    if kind == 'bytes':
+      return self._skip(size)
+    return self._extension(size, depth)
+
+  def _dict(self, size: int, depth: int) -> Any:
+    entries: dict[str, Any] = {}
+    for _ in range(size):
+      name = str(self.value(depth + 1))
+      self.path.append(name)
+      value = self.value(depth + 1)
+      if name in entries:
+        raise ValueError('it is there twice')
+      entries[name] = value
+      self.path.pop()
+    return _joined(entries) if _CHUNKED in entries else entries
+
+  def _extension(self, size: int, depth: int) -> Any:
+    code = self._take(1)[0]
+    end = self.position + size
+    if end > self.size:
+      raise ValueError(f'it ends at byte {end}')
+    if code not in (_NDARRAY, _SCALAR):
+      self.position = end
+      return None
+    shape, name, span = self.value(depth + 1)
+    if self.position != end:
+      raise ValueError('an array of another length than its header says')
+    return _array(shape, np.dtype(name), [span])
+
+  def _number(self, code: str) -> Any:
+    return struct.unpack(code, self._take(struct.calcsize(code)))[0]
+
+  def _skip(self, size: int) -> tuple[int, int]:
+    span = self.position, size
+    self.position += size
+    if self.position > self.size:
+      raise ValueError(f'it ends at byte {self.position}')
+    return span
+
+  def _take(self, size: int) -> bytes:
+    """The next bytes; the file is read in whole windows."""
+    if self.position + size > self.size:
+      raise ValueError(f'it ends at byte {self.position + size}')
+    start, data = self._window
+    begin = self.position - start
+    if begin < 0 or begin + size > len(data):
+      data = self._location.read(self.position, max(size, _WINDOW))
+      self._window = self.position, data
+      begin = 0
+    taken = data[begin : begin + size]
+    if len(taken) < size:
+      raise ValueError(f'it ends before byte {self.position + size}')
+    self.position += size
+    return taken
+
+
+def _array(
+  shape: Any, dtype: np.dtype, spans: list[tuple[int, int]]
+) -> ArrayBytes:
+  """Raises ValueError unless the spans together have the size of the array."""
+  if not all(type(size) is int and size >= 0 for size in shape):
+    raise ValueError(f'an array of shape {list(shape)}')
+  needed = math.prod(shape) * dtype.itemsize
+  if (have := sum(size for _, size in spans)) != needed:
+    raise ValueError(
+      f'{dtype} {list(shape)} needs {needed} bytes, found {have}'
+    )
+  return ArrayBytes(tuple(shape), dtype, spans)
+
+
+def _joined(chunked: dict[str, Any]) -> ArrayBytes:
+  """An array that flax has cut into chunks: msgpack holds at most 2 GiB."""
+  shape = [chunked['shape'][str(i)] for i in range(len(chunked['shape']))]
+  parts = [chunked['chunks'][str(i)] for i in range(len(chunked['chunks']))]
+  spans = [span for part in parts for span in part.spans]
+  return _array(shape, parts[0].dtype, spans)

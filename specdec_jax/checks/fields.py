@@ -41,18 +41,29 @@ def check_types(config: Any) -> None:
 
 def check_type(name: str, value: Any, hint: Any) -> None:
   """Raises ValueError unless a value has the type of an annotation."""
-  if not is_a(value, hint):
-    raise ValueError(
-      f'{name}: expected {_described(hint)}, got {shortened(value)}'
-      f' ({type(value).__name__}).{_hint(value, hint)}'
-    )
-
-
-def _hint(value: Any, hint: Any) -> str:
-  """Advice if one text was given where a sequence of texts is expected."""
+  if is_a(value, hint):
+    return
+  advice = ''
   if isinstance(value, str) and is_a([value], hint):
-    return f' Write [{shortened(value)}].'
-  return ''
+    advice = f'Write [{shortened(value)}].'
+  raise unexpected(name, _described(hint), value, advice)
+
+
+def unexpected(
+  name: str, expected: str, value: Any, advice: str = ''
+) -> ValueError:
+  """The error of a field with a wrong value: what was expected, what came.
+
+  Example: `raise unexpected('gamma', 'a whole number from 1', gamma)`.
+
+  Args:
+    name: the field, flag or argument.
+    expected: what it may be, as in 'a whole number from 1'.
+    value: what it is.
+    advice: a sentence that says what to do, where that is not plain.
+  """
+  message = f'{name}: expected {expected}, got {shortened(value)}. {advice}'
+  return ValueError(message.rstrip())
 
 
 def is_a(value: Any, hint: Any) -> bool:
@@ -127,9 +138,10 @@ def is_finite(value: Any) -> bool:
 
 
 def shortened(value: Any) -> str:
-  """A value as a message shows it."""
+  """A value as a message shows it: of a long one, both ends."""
   try:
     text = repr(value)
   except ValueError:  # Python's limit of digits
     text = 'a huge number'
-  return text if len(text) <= 80 else f'{text[:80]}...'
+  # A path says most at its end.
+  return text if len(text) <= 160 else f'{text[:80]}...{text[-80:]}'

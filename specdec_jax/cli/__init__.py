@@ -1,1 +1,31 @@
 """The command line: what can be run, gin's flags, and checks of their names."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """What can be run.
+
+  Attributes:
+    function: takes nothing and returns a status, None for 0; it fetches what it
+      needs by `build`. Its docstring is the --help.
+    run_file: which it takes where no --gin_file is given; None requires one.
+    places: flags that may be given by their place on the command line.
+    implied: flag -> macro -> the value that the macro has where the flag is
+      given, the run file has the macro, and nobody says otherwise.
+  """
+
+  function: Callable[[], int | None]
+  run_file: str | None = None
+  places: tuple[str, ...] = ()
+  implied: Mapping[str, Mapping[str, Any]] = dataclasses.field(
+    default_factory=dict
+  )
+
+  @property
+  def summary(self) -> str:
+    """The first line of its help."""
+    return str(self.function.__doc__).partition('\n')[0].rstrip('.')

@@ -10,8 +10,8 @@
   --coordinator_address=HOST:PORT --process_count=N --process_index=I
                             one of several processes anywhere else
 
-A VALUE that is no gin value is taken as text, so `--gin.INPUT_FILE=a.txt` and
-`--gin.INPUT_FILE='"a.txt"'` mean the same. gin itself accepts a mistyped macro
+A VALUE that is no gin value is taken as text, so `--gin.DTYPE=int8` and
+`--gin.DTYPE='"int8"'` mean the same. gin itself accepts a mistyped macro
 or scope in silence; here a name that the gin files do not know is an error.
 
 A command is a function whose docstring is its --help, see `commands`:
@@ -20,30 +20,31 @@ A command is a function whose docstring is its --help, see `commands`:
     config = gin_flags.build(infer.DecodeConfig)
     ...
 
-It may have flags without gin as well, see `plain_flags`.
+It may have flags without gin as well, see `options`.
 """
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
+import os
 import pathlib
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gin
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.checks.names import nearest
-from specdec_jax.cli import (
-  gin_checks,
-  gin_old_macros,
-  plain_flags,
-)
+from specdec_jax.cli import Command, gin_checks, options
 from specdec_jax.files import shipped
 
 if TYPE_CHECKING:
@@ -65,12 +66,41 @@ _GIN_ERRORS = (
   ValueError,
   tokenize.TokenError,
 )
+_NO_BACKEND = 'Unable to initialize backend'  # JAX, of JAX_PLATFORMS
+_NO_PLUG_IN = (
+  'its plug-in for JAX is not installed. Install it, such as'
+  " pip install 'specdec_jax[cuda]', or set JAX_PLATFORMS=cpu."
+)
 # How errors begin that the machine is to blame for, not the program.
 _OF_MACHINE = (
   'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
-  'Unable to initialize backend',  # JAX, where JAX_PLATFORMS names another
+  _NO_BACKEND,
   'The scheduler failed',  # the server, which has logged why
 )
+
+_GIN, _MORE = 'gin, as with T5X', 'more'
+# Of the flags of all commands: name, what --help calls its value, its help.
+_COMMON = {
+  _GIN: (
+    ('--gin_file', 'FILE', 'a run file instead of the usual one; repeatable'),
+    ('--gin_bindings', 'NAME=VALUE', 'a binding; also --gin.NAME=VALUE'),
+    ('--gin_search_paths', 'A,B', 'folders that are searched for gin files'),
+  ),
+  _MORE: (
+    ('--traceback', '', 'show where an error came from'),
+    ('--multiprocess', '', 'one of several processes, of a TPU pod or Slurm'),
+    ('--coordinator_address', 'HOST:PORT', 'the address of the first process'),
+    ('--process_count', 'N', 'how many processes there are'),
+    ('--process_index', 'I', 'which process this is, from 0'),
+  ),
+}
+_SPECIAL: dict[str, dict[str, Any]] = {
+  '--gin_file': {'action': 'append', 'default': []},
+  '--gin_bindings': {'action': 'append', 'default': []},
+  '--gin_search_paths': {'default': ''},
+  '--process_count': {'type': int},
+  '--process_index': {'type': int},
+}
 
 _T = TypeVar('_T')
 
@@ -80,33 +110,23 @@ class Flags:
   """The parsed command line.
 
   Attributes:
-    gin_files: paths as they were given, in order.
     bindings: (name, gin value) pairs, in order; text is already quoted.
-    search_paths: folders given by --gin_search_paths.
-    traceback: whether errors keep their traceback.
-    meeting: of several processes; None is one process.
-    written: macro -> the plain flag that bound it.
-    command: whose flags these are; '' has no plain ones.
-    also: (macro, gin value) pairs, for where the gin files have the macro.
+    implied: (macro, gin value) pairs that hold unless `bindings` or the user's
+      own gin files say otherwise.
+    spelled: name of a binding -> the flag that makes it.
   """
 
-  gin_files: tuple[str, ...]
   bindings: tuple[tuple[str, str], ...]
-  search_paths: tuple[str, ...]
-  traceback: bool
-  meeting: 'processes.Meeting | None' = None
-  written: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  command: str = ''
-  also: tuple[tuple[str, str], ...] = ()
+  implied: tuple[tuple[str, str], ...] = ()
+  spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def main(
-  function: Callable[[], int | None],
+  command: Command | Callable[[], int | None],
   argv: Sequence[str] | None = None,
-  command: str = '',
-  run_file: str | None = None,
+  name: str = '',
 ) -> int:
-  """Loads the configuration, calls `function` and returns the exit status.
+  """Loads the configuration, runs a command and returns the exit status.
 
   Bad input (ValueError, OSError) ends as one line on stderr and status 2, too
   little memory, or a loss that diverges, as one line and status 1, an interrupt
@@ -114,41 +134,38 @@ def main(
   SIGTERM ends the process with one line and status 143.
 
   Args:
-    function: takes nothing and returns a status, None for 0; it fetches what
-      it needs by `build`.
+    command: to run; a function is one without flags of its own.
     argv: arguments after the program's name; those of the process by default.
-    command: whose plain flags it has; '' has none.
-    run_file: where no --gin_file is given; None requires one.
+    name: of the command, for --help.
   """
+  warnings.formatwarning = _warning
   argv = sys.argv[1:] if argv is None else list(argv)
-  description = inspect.getdoc(function)
+  if not isinstance(command, Command):
+    command = Command(command)
 
-  def parsed() -> Flags:
-    return parse_flags(argv, description, command, run_file)
+  def run() -> int:
+    load(parse_flags(argv, command, name))
+    return command.function() or 0
 
-  def configured() -> int:
-    flags = parsed()
-    if flags.meeting is not None:
-      processes.join(flags.meeting)
-    load(flags)
-    return function() or 0
+  def run_by_processes() -> int:
+    meeting = meeting_of(argv)
+    from specdec_jax.infer import processes
 
-  def complaining() -> int:
-    return _complaining(configured, '--traceback' in argv)
+    if meeting is None:
+      with processes.ending_on_sigterm():
+        return run()
 
-  try:
-    meeting = parsed().meeting
-  except ValueError:
-    return complaining()
-  from specdec_jax.infer import processes
+    def join_and_run() -> int:
+      processes.join(meeting)
+      return run()
 
-  if meeting:
-    return processes.run(complaining)
-  with processes.ending_on_sigterm():
-    return complaining()
+    return processes.run(lambda: _complaining(join_and_run, raises))
+
+  raises = '--traceback' in argv
+  return _complaining(run_by_processes, raises)
 
 
-def _complaining(function: Callable[[], int], traceback: bool) -> int:
+def _complaining(function: Callable[[], int], raises: bool) -> int:
   """Calls a function; what is no bug ends as one line."""
   try:
     return function()
@@ -156,11 +173,30 @@ def _complaining(function: Callable[[], int], traceback: bool) -> int:
     print('interrupted', file=sys.stderr)
     return 130
   except Exception as error:
+    if isinstance(error, AssertionError) and _lacks_devices(error):
+      name = os.environ.get('JAX_PLATFORMS')
+      error = RuntimeError(f'{_NO_BACKEND} {name!r}: {_NO_PLUG_IN}')
     status = _status(error)
-    if traceback or not status:
+    if raises or not status:
       raise
     print(f'error: {gin_checks.one_line(error)}', file=sys.stderr)
     return status
+
+
+def _warning(message: Any, *args: Any, **kwargs: Any) -> str:
+  """A warning as a command shows it: a line, without a place in the code."""
+  del args, kwargs
+  return f'warning: {" ".join(str(message).split())}\n'
+
+
+def _lacks_devices(error: AssertionError) -> bool:
+  """Whether JAX asserted that it has a device, as it does for a missing one.
+
+  It does so where JAX_PLATFORMS names what JAX knows, and no plug-in for it is
+  installed; other names are RuntimeErrors with words.
+  """
+  *_, last = traceback.walk_tb(error.__traceback__)
+  return last[0].f_code.co_filename.endswith('xla_bridge.py')
 
 
 def _status(error: Exception) -> int:
@@ -174,121 +210,115 @@ def _status(error: Exception) -> int:
 
 
 def parse_flags(
-  argv: Sequence[str],
-  description: str | None = None,
-  command: str = '',
-  run_file: str | None = None,
+  argv: Sequence[str], command: Command | None = None, name: str = ''
 ) -> Flags:
-  """Reads the command line; touches no gin state, and no file but for --help.
+  """Loads the gin files of a command line, and reads its flags.
 
   Args:
     argv: arguments after the program's name.
-    description: what --help says first.
-    command: whose plain flags it may have; '' has none.
-    run_file: where no --gin_file is given; None requires one.
+    command: that they are of; None has no flags of its own.
+    name: of the command, for --help.
 
   Raises:
-    ValueError: an unknown flag, a wrong value, a binding without `=`, or no
-      --gin_file.
+    ValueError: no gin file was given, or one is missing or broken; an unknown
+      flag, a wrong value, or a binding without `=`.
   """
-  plain = plain_flags.of(command)
-  defaults: Mapping[str, str] = {}
-  if run_file and {'-h', '--help'} & set(argv):
-    defaults = plain_flags.defaults((ROOT / run_file).read_text('utf-8'))
-  parser = _parser(description, command, plain, defaults)
-  args, unknown = parser.parse_known_args(
-    [_rewrite(plain_flags.dashed(arg, plain)) for arg in argv]
-  )
-  if unknown:
-    name = unknown[0].split('=')[0]
-    known = [*parser._option_string_actions, '--gin.NAME=VALUE']  # noqa: SLF001
-    raise ValueError(f'Unknown argument {name!r}.{nearest(name, known)}')
-  gin_files = args.gin_file or ([run_file] if run_file else [])
-  if not gin_files:
+  argv = [_rewrite(arg) for arg in argv]
+  common, rest = _common_parser().parse_known_args(argv)
+  run_file = command.run_file if command else None
+  gin_files = common.gin_file or ([run_file] if run_file else [])
+  if not gin_files and not {'-h', '--help'} & set(argv):
+    if rest:
+      raise ValueError(_unknown(rest[0], _common_parser()))
     raise ValueError(
       'No --gin_file was given. Expected the path of a run, such as'
       ' --gin_file=gin/runs/demo.gin.'
     )
-  given = plain_flags.bindings(args, plain)
-  # What gin says goes last, and so first.
-  bindings = [(macro, repr(value)) for macro, (_, value) in given.items()]
+  _load_files(gin_files, common.gin_search_paths.split(','))
+  known = options.flags(command.places if command else ())
+  parser = _common_parser(
+    usage=' '.join(
+      [
+        'specdec',
+        name or 'COMMAND',
+        *(f'[{flag.place}]' for flag in known if flag.place),
+        '[FLAGS]',
+      ]
+    ),
+    description=inspect.getdoc(command.function) if command else None,
+    flags=known,
+  )
+  args, unknown = parser.parse_known_args(
+    [options.dashed(arg, known) for arg in argv]
+  )
+  if unknown:
+    raise ValueError(_unknown(unknown[0], parser, gin_files))
+  given = options.given(args, known)
+  # Of two flags with one binding the first is the main one.
+  main_names = {flag.binding: flag.names[0] for flag in reversed(known)}
+  places = {flag.binding: flag.place for flag in known if flag.place}
+  implied = command.implied if command else {}
   return Flags(
-    gin_files=tuple(gin_files),
-    bindings=(*bindings, *map(_parse_binding, args.gin_bindings)),
-    search_paths=tuple(filter(None, args.gin_search_paths.split(','))),
-    traceback=args.traceback,
-    meeting=_meeting(args),
-    written={macro: name for macro, (name, _) in given.items()},
-    command=command,
-    also=tuple((m, repr(v)) for m, v in plain_flags.also(args, plain)),
+    # gin keeps the last value of a binding: explicit ones go before flags.
+    bindings=(
+      *((binding, repr(value)) for binding, (_, value) in given.items()),
+      *map(_parse_binding, args.gin_bindings),
+    ),
+    implied=tuple(
+      (macro, repr(value))
+      for binding in given
+      for macro, value in implied.get(main_names[binding], {}).items()
+    ),
+    spelled=main_names | places,
   )
 
 
-def _parser(
-  description: str | None,
-  command: str,
-  plain: Sequence[plain_flags.Flag],
-  defaults: Mapping[str, str],
+def _unknown(
+  arg: str, parser: argparse.ArgumentParser, gin_files: Sequence[str] = ()
+) -> str:
+  """Says which flags there are beside one that is not known."""
+  known = [*parser._option_string_actions, '--gin.NAME=VALUE']  # noqa: SLF001
+  run = f' of a run of {", ".join(gin_files)}' if gin_files else ''
+  name = arg.split('=')[0]
+  return f'Unknown argument {name!r}{run}.{nearest(name, known)}'
+
+
+def _common_parser(
+  usage: str | None = None,
+  description: str | None = None,
+  flags: Sequence[options.Flag] = (),
 ) -> '_Parser':
-  places = [f'[{name}]' for name in plain_flags.places(plain)]
+  """Returns a parser of the flags of all commands, and of a command's own."""
   parser = _Parser(
-    usage=' '.join(['specdec', command or 'COMMAND', *places, '[FLAGS]']),
+    usage=usage,
     description=description,
     formatter_class=_Help,
     add_help=False,
     allow_abbrev=False,
   )
-  plain_flags.add(parser, plain, defaults)
-  gin_group = parser.add_argument_group('gin, as with T5X')
-  gin_group.add_argument(
-    '--gin_file',
-    action='append',
-    default=[],
-    metavar='FILE',
-    help='a run file; repeatable, later ones override'
-    + (', in the place of the usual one' if plain else ''),
-  )
-  gin_group.add_argument(
-    '--gin_bindings',
-    action='append',
-    default=[],
-    metavar='NAME=VALUE',
-    help='a macro of the run file, or function.parameter; also written'
-    ' --gin.NAME=VALUE',
-  )
-  gin_group.add_argument(
-    '--gin_search_paths',
-    default='',
-    metavar='A,B',
-    help='folders that are searched for gin files',
-  )
-  more = parser.add_argument_group('more')
-  more.add_argument(
-    '-h', '--help', action='help', help='show this and do nothing'
-  )
-  more.add_argument(
-    '--traceback', action='store_true', help='show where an error came from'
-  )
-  more.add_argument(
-    '--multiprocess',
-    action='store_true',
-    help='one of several processes of a TPU pod, of Slurm or of Open MPI',
-  )
-  more.add_argument(
-    '--coordinator_address',
-    metavar='HOST:PORT',
-    help='one of several processes anywhere else: the address of the first',
-  )
-  more.add_argument(
-    '--process_count', type=int, metavar='N', help='how many there are'
-  )
-  more.add_argument(
-    '--process_index', type=int, metavar='I', help='which one this is, from 0'
-  )
+  if flags:
+    options.add(parser, flags)
+  groups = {name: parser.add_argument_group(name) for name in (_GIN, _MORE)}
+  if usage:
+    groups[_MORE].add_argument(
+      '-h', '--help', action='help', help='show this and do nothing'
+    )
+  for title, arguments in _COMMON.items():
+    for name, value, text in arguments:
+      settings: dict[str, Any] = {'metavar': value, **_SPECIAL.get(name, {})}
+      if not value:
+        settings = {'action': 'store_true'}
+      groups[title].add_argument(name, help=text, **settings)
   return parser
 
 
-def _meeting(args: argparse.Namespace) -> 'processes.Meeting | None':
+def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
+  """Returns how several processes meet; None is one process.
+
+  Raises:
+    ValueError: the flags about processes are wrong or do not go together.
+  """
+  args, _ = _common_parser().parse_known_args(argv)
   found = (args.coordinator_address, args.process_count, args.process_index)
   if args.multiprocess or any(value is not None for value in found):
     from specdec_jax.infer import processes
@@ -297,67 +327,57 @@ def _meeting(args: argparse.Namespace) -> 'processes.Meeting | None':
   return None
 
 
-def load(flags: Flags) -> None:
-  """Makes gin's configuration from `flags`, replacing any earlier one.
+def _load_files(gin_files: Sequence[str], search_paths: Sequence[str]) -> None:
+  """Loads gin files in place of what was loaded before.
 
-  Gin files are looked up in the working folder, in --gin_search_paths and in
-  the repository, in this order.
+  They are looked up in the working folder, in the search paths and in the
+  repository, in this order.
 
   Raises:
-    ValueError: a missing gin file; a name that nothing knows, with the nearest
-      known ones; a required macro without a value.
+    ValueError: a file is missing or not valid.
   """
   gin.clear_config()
   logging.getLogger().addFilter(_is_no_place_of_many)
-  for folder in (*flags.search_paths, str(ROOT)):
+  folders = [*filter(None, search_paths), str(ROOT)]
+  for folder in folders:
     gin.add_config_file_search_path(folder)
-  for gin_file in flags.gin_files:
-    _find(gin_file, flags.search_paths)
-    places = ['.', *flags.search_paths, str(ROOT)]
-    gin_checks.check_includes(gin_file, places)
-    try:
+  for gin_file in gin_files:
+    _find(gin_file, folders)
+    with _explained(gin_file):
       gin.parse_config_file(gin_file)
-    except _GIN_ERRORS as error:
-      raise ValueError(f'{gin_file}: {gin_checks.explain(error)}') from error
+
+
+@contextlib.contextmanager
+def _explained(where: str, hint: str = '') -> Iterator[None]:
+  """Inside, what gin raises is a ValueError that says where."""
+  try:
+    yield
+  except _GIN_ERRORS as error:
+    raise ValueError(f'{where}: {gin_checks.explain(error)}{hint}') from error
+
+
+def load(flags: Flags) -> None:
+  """Completes gin's configuration by the flags of a command line.
+
+  Raises:
+    ValueError: a name that nothing knows, with the nearest known ones; a
+      required macro without a value.
+  """
   gin_checks.check_scopes()
-  used = gin_checks.used_macros()
-  for name, value in gin_checks.given_macros().items():
-    if (new := gin_old_macros.new_name(name, used)) != name:
-      gin.bind_parameter(f'{new}/gin.macro.value', value)
-  known = gin_checks.Known()
-  for name, value in flags.also:
+  known = gin_checks.Known(flags.spelled)
+  for name, value in flags.implied:
     if name in known.macros:
       gin.parse_config(f'{name} = {value}')
   for name, value in flags.bindings:
-    name = gin_old_macros.new_name(name, used)
-    _check_written(name, flags, known)
     known.check(name)
-    try:
+    shown = value if len(value) <= 80 else f'{value[:80]}...'
+    with _explained(f'--gin.{name}={shown}', known.hint(name)):
+      gin_checks.check_single(name, value)
       gin.parse_config(f'{name} = {value}')
-    except _GIN_ERRORS as error:
-      raise ValueError(
-        f'--gin.{name}={_short(value)}: {gin_checks.explain(error)}'
-        f'{known.hint(name)}'
-      ) from error
-    known.check_effect(name)
-  gin_checks.check_complete(
-    ROOT / 'gin', lambda name: plain_flags.spelling(flags.command, name)
-  )
-  gin.finalize()
-
-
-def _check_written(name: str, flags: Flags, known: gin_checks.Known) -> None:
-  """Raises ValueError for a plain flag that the run file has no use for."""
-  if name in flags.written and name not in known.macros:
-    has = [
-      flag.names[0]
-      for flag in plain_flags.of(flags.command)
-      if flag.macro in known.macros
-    ]
-    raise ValueError(
-      f'{flags.written[name]} is nothing that {", ".join(flags.gin_files)} can'
-      f' be told: it has no macro {name}. Known: {", ".join(sorted(has))}.'
-    )
+    gin_checks.check_effect(name)
+  gin_checks.check_complete(ROOT / 'gin', flags.spelled)
+  with _no_circle():
+    gin.finalize()
 
 
 def _is_no_place_of_many(record: logging.LogRecord) -> bool:
@@ -376,22 +396,26 @@ def build(cls: type[_T]) -> _T:
     configured = gin.get_configurable(cls)
   except ValueError as error:
     found = ', '.join(gin_checks.configured()) or 'nothing'
+    name = f'{cls.__module__}.{cls.__qualname__}'
     raise ValueError(
-      f'The gin files do not configure {cls.__module__}.{cls.__qualname__},'
-      f' which this command needs; they configure {found}. Is it the'
-      ' right run file?'
+      f'The gin files configure {found}, not {name}, which this command needs.'
     ) from error
   try:
-    return configured()
+    with _no_circle():
+      return configured()
   except TypeError as error:
     if not gin_checks.is_unbound(error):
       raise
     raise ValueError(gin_checks.one_line(error)) from error
+
+
+@contextlib.contextmanager
+def _no_circle() -> Iterator[None]:
+  """Inside, values that need themselves are a ValueError."""
+  try:
+    yield
   except RecursionError as error:
-    raise ValueError(
-      f'{cls.__name__} cannot be made of the gin files: their values need each'
-      ' other in too long a chain. Give some of them values of their own.'
-    ) from error
+    raise ValueError(gin_checks.explain(error)) from error
 
 
 def builder(cls: type[_T]) -> Callable[[], _T]:
@@ -408,11 +432,6 @@ def _built(cls: type[_T], config: str) -> _T:
 def operative_config() -> str:
   """Returns every value that was in force, defaults included, as gin text."""
   return gin.operative_config_str()
-
-
-def whole_config() -> str:
-  """Returns everything that was configured, for another process."""
-  return gin.config_str()
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -444,22 +463,9 @@ def _rewrite(arg: str) -> str:
 def _parse_binding(text: str) -> tuple[str, str]:
   name, equals, value = (part.strip() for part in text.partition('='))
   if not equals or not _NAME.fullmatch(name):
-    raise ValueError(
-      f'--gin.{text}: expected NAME=VALUE, where NAME is a macro (INPUT_FILE)'
-      f' or a binding (scope/function.parameter); the name read {name!r}.'
-    )
-  value = _gin_value(name, value)
-  try:
-    gin_checks.check_single(value)
-  except _GIN_ERRORS as error:
-    raise ValueError(
-      f'--gin.{name}={_short(value)}: {gin_checks.explain(error)}'
-    ) from error
-  return name, value
-
-
-def _short(value: str) -> str:
-  return value if len(value) <= 80 else f'{value[:80]}...'
+    expected = 'NAME=VALUE, a macro or scope/function.parameter and its value'
+    raise unexpected('--gin', expected, text)
+  return name, _gin_value(name, value)
 
 
 def _gin_value(name: str, value: str) -> str:
@@ -469,10 +475,8 @@ def _gin_value(name: str, value: str) -> str:
   if value.lower() in ('true', 'false', 'none'):
     # As text, `false` would be true; gin's own spelling is Python's.
     if value not in ('True', 'False', 'None'):
-      raise ValueError(
-        f'--gin.{name}={value}: write {value.capitalize()}, or'
-        f' \'"{value}"\' if the text is meant.'
-      )
+      expected = f'{value.capitalize()}, or text in quotes'
+      raise unexpected(f'--gin.{name}', expected, value)
     return value
   try:
     # A `#` would start a comment inside a literal and cut the value short.
@@ -482,16 +486,13 @@ def _gin_value(name: str, value: str) -> str:
   return value if is_literal else repr(value)
 
 
-def _find(gin_file: str, search_paths: Sequence[str]) -> None:
-  """Raises ValueError if `gin_file` is in none of the places."""
-  places = ['.', *search_paths, str(ROOT)]
-  paths = [pathlib.Path(place, gin_file) for place in places]
-  if any(path.is_file() for path in paths):
+def _find(gin_file: str, folders: Sequence[str]) -> None:
+  """Raises ValueError if a gin file is in none of the folders."""
+  places = ['.', *folders]
+  if any(pathlib.Path(place, gin_file).is_file() for place in places):
     return
   shipped = [
     path.relative_to(ROOT).as_posix() for path in ROOT.glob('gin/**/*.gin')
   ]
-  raise ValueError(
-    f'The gin file {gin_file!r} was not found; looked in'
-    f' {", ".join(places)}.{nearest(gin_file, shipped)}'
-  )
+  near = nearest(gin_file, shipped)
+  raise unexpected('--gin_file', f'a file in {places}', gin_file, near.strip())

@@ -11,7 +11,6 @@ import specdec_jax
 from specdec_jax.checks.names import nearest
 from specdec_jax.cli import commands
 
-_SIMULATE = 'simulate'
 _HEAD = """\
 usage: specdec COMMAND ...
 
@@ -35,11 +34,9 @@ Run files of gin, in gin/runs/, are found from any folder:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line `argv`, or the process's; returns the exit status."""
-  try:
-    return _main(sys.argv[1:] if argv is None else list(argv))
-  except KeyboardInterrupt:  # perhaps while it was importing
-    print('interrupted', file=sys.stderr)
-    return 130
+  return commands.guarded(
+    lambda: _main(sys.argv[1:] if argv is None else list(argv))
+  )
 
 
 def _main(argv: list[str]) -> int:
@@ -50,37 +47,26 @@ def _main(argv: list[str]) -> int:
   if name == '--version':
     print(f'specdec_jax {specdec_jax.__version__}')
     return 0
-  if name == _SIMULATE:
-    from specdec_jax.cli import simulate
-
-    return simulate.main(argv[1:])
   if name in commands.COMMANDS:
     from specdec_jax.cli import gin_flags
 
-    command = commands.COMMANDS[name]
-    return gin_flags.main(command.function, argv[1:], name, command.run_file)
+    return gin_flags.main(commands.COMMANDS[name], argv[1:], name)
   print(_unknown(name) if name else _help(), file=sys.stderr)
   return 2
 
 
 def _help() -> str:
   summaries = {name: one.summary for name, one in commands.COMMANDS.items()}
-  summaries[_SIMULATE] = 'Shows on one proposal why the output is exact'
   width = max(map(len, summaries))
   lines = [f'  {name:{width}}  {text}' for name, text in summaries.items()]
   return _HEAD + '\n'.join(lines) + '\n' + _TAIL
 
 
 def _unknown(name: str) -> str:
-  known = [*commands.COMMANDS, _SIMULATE]
-  said = name.replace('-', '_')
-  if said in commands.SAID_OTHERWISE:
-    meant = commands.SAID_OTHERWISE[said]
-    hint = f' That is `specdec {meant}`; see `specdec {meant} --help`.'
-  elif name.startswith('-'):
+  if name.startswith('-'):
     hint = ' A command comes first, its flags after it; see `specdec --help`.'
   else:
-    hint = nearest(name, known)
+    hint = nearest(name, commands.COMMANDS)
   return f'error: there is no command {name!r}.{hint}'
 
 

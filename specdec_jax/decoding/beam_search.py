@@ -31,8 +31,8 @@ from specdec_jax.models.base import (
   reads_encoder,
   start_id,
 )
-from specdec_jax.models.tree import Tree
-from specdec_jax.types import DecodeStats, FinishReason, Generation
+from specdec_jax.tree_shape import Tree
+from specdec_jax.types import DecodeStats, FinishReason, Generation, Verdict
 
 
 @struct.dataclass
@@ -474,12 +474,13 @@ def _replay(
   num_held = sum(held_levels, jnp.zeros((batch,), jnp.int32))
   # How far proposals counted: those behind the end of a search do not.
   ended = ~after.running & state.running
-  tested = jnp.minimum(num_held + 1, jnp.where(ended, num_held, gamma))
+  length = jnp.where(ended, num_held, gamma)
+  verdict = Verdict(num_held, next_token=num_held)
   state = after.replace(
     target_cache=state.target_cache,
     draft_cache=state.draft_cache,
     places=state.places,
-    stats=state.stats.after_round(state.running, tested, num_held),
+    stats=state.stats.after_round(state.running, length, verdict),
   )
   chosen = jnp.concatenate(nodes or [jnp.zeros((batch, 0), jnp.int32)], axis=1)
   return state, chosen, num_held

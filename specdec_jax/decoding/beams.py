@@ -45,7 +45,8 @@ class BeamSettings:
   """What a beam search is asked for, beside its `Request`.
 
   Attributes:
-    penalty: float32[], the exponent of the `Rule`'s length penalty, >= 0.
+    penalty: float32[], the exponent of the `Rule`'s length penalty; >= 0 where
+      it is T5X's.
     width: static, K, live beams.
     draft_width: static, U, beams of the drafter.
     num_ends: static, how many ids end a beam.
@@ -224,7 +225,8 @@ def advance(
   both = jax.tree.map(
     lambda *two: jnp.concatenate(two, axis=1), finished, ended
   )
-  _, best = lax.top_k(both.score, width)
+  # By a penalty below 0, a score may be less than that of a free place.
+  _, best = lax.top_k(jnp.where(both.exists, both.score, -jnp.inf), width)
   finished = _gather(both, jnp.flip(best, axis=1))
   return next_live, finished, gather(parents, chosen)
 
@@ -244,6 +246,9 @@ def is_beaten(
   most = (limits.first_length + limits.max_length)[:, None]
   if settings.rule is Rule.T5X:
     most = most + 1  # T5X counts one more than a beam can have
+  else:
+    # By a penalty below 0 a beam scores best as short as it is.
+    most = jnp.where(settings.penalty < 0, live.length, most)
   worst = jnp.min(finished.score, axis=1, keepdims=True)
   beaten = worst > live.score / _penalty(settings, limits, most)
   return beaten & jnp.all(finished.exists, axis=1, keepdims=True)

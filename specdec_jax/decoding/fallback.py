@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
+from specdec_jax.drafters.base import ask_unless
 from specdec_jax.drafters.small_model import catch_up_calls
 from specdec_jax.models import backend
-from specdec_jax.types import DecodeStats
+from specdec_jax.types import DecodeStats, Draft, Verdict
 
 # Calls of the target over one token. With 1.5 a drafter that is right .7 of the
 # time would rest at once in one of eleven outputs, for nothing.
@@ -150,7 +150,7 @@ def guessed(gamma: int, adapts: bool) -> Fallback:
   A call of the drafter takes a fifth of one of the target; a token more in a
   call a tenth of a call on a CPU, and nothing elsewhere.
   """
-  slope = 0.1 if backend.ways().narrows_calls else 0.0
+  slope = 0.1 if backend.kind() == 'cpu' else 0.0
   return of_costs(0.2, lambda size: 1 + slope * (size - 1), gamma, adapts)
 
 
@@ -164,7 +164,7 @@ def widths(gamma: int, adapts: bool, rests: bool) -> list[int]:
   quicker.
   """
   most = gamma + 1
-  if not backend.ways().narrows_calls or not (adapts or rests):
+  if backend.kind() != 'cpu' or not (adapts or rests):
     return [most] * most
   if not adapts:
     return [1, *[most] * gamma]
@@ -194,26 +194,29 @@ class Rests:
 
 
 def after_round(
-  fallback: Fallback,
-  rests: Rests,
+  fallback: Fallback | None,
+  rests: Rests | None,
   stats: DecodeStats,
   running: jax.Array,
-  length: jax.Array,
-  num_accepted: jax.Array,
-) -> tuple[Rests, DecodeStats]:
+  draft: Draft,
+  verdict: Verdict,
+) -> tuple[Rests | None, DecodeStats]:
   """The accounts and the counts after a round.
 
   Args:
-    fallback: the costs.
-    rests: the accounts before.
-    stats: the counts after the round.
+    fallback: the costs; None leaves the accounts as they are.
+    rests: the accounts before; None where no drafter ever rests.
+    stats: the counts before.
     running: bool[B], rows that were unfinished before the round.
-    length: int32[B], proposals of the round.
-    num_accepted: int32[B], those that were accepted.
+    draft: the proposals of the round.
+    verdict: which of them were accepted.
   """
+  stats = stats.after_round(running, draft.length, verdict)
+  if fallback is None or rests is None:
+    return rests, stats
   limit = fallback.patience
   rested = rests.left > 0
-  lost = fallback.costs[length] - (num_accepted + 1)
+  lost = fallback.costs[draft.length] - (verdict.num_accepted + 1)
   loss = jnp.where(rested, rests.loss, rests.loss + lost)
   begins = ~rested & (loss > limit)
   first: Any = fallback.first_rest
@@ -230,23 +233,19 @@ def after_round(
   return after, stats.replace(fallback_rounds=before + (running & rested))
 
 
-def unless(
-  all_rest: jax.Array, ask: Callable[[Any], tuple[Any, Any]], drafter_state: Any
+def unless_resting(rests: Rests | None, budget: jax.Array) -> jax.Array:
+  """int32[B], proposals that each row may have: none while it rests."""
+  return budget if rests is None else jnp.where(rests.left > 0, 0, budget)
+
+
+def unless_all_rest(
+  rests: Rests | None,
+  running: jax.Array,
+  ask: Callable[[Any], tuple[Any, Any]],
+  drafter_state: Any,
 ) -> tuple[Any, Any]:
-  """`ask(drafter_state)`, or an empty draft and the state as it was.
-
-  A loop of one turn or none, because it updates the cache in place; a
-  conditional would copy it. On a GPU it waits for the host once a round, which
-  is less than gamma calls for nothing.
-  """
-  shapes, _ = jax.eval_shape(ask, drafter_state)
-  nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-  def once(carry):
-    _, _, state = carry
-    return True, *ask(state)
-
-  _, draft, drafter_state = lax.while_loop(
-    lambda carry: ~carry[0], once, (all_rest, nothing, drafter_state)
-  )
-  return draft, drafter_state
+  """`ask(drafter_state)`, or an empty draft while all running rows rest."""
+  if rests is None:
+    return ask(drafter_state)
+  all_rest = ~jnp.any(running & (rests.left == 0))
+  return ask_unless(all_rest, ask, drafter_state)

@@ -4,24 +4,33 @@ A `Pool` is a request and a state of B rows, each at its own place in its own
 output. Rows that have read their inputs (`read`) are copied into free slots
 (`RowLayout.admit`), and `run` does rounds of the loop's own step until some
 rows are finished. A slot that gets another row changes no shape, so nothing
-recompiles. `row_layout` knows where a row lies in all these arrays.
+recompiles.
+
+An array's axis of rows is the one that grows with the batch; it is found by
+tracing two batch sizes. An array without such an axis, such as a position bias,
+is the same for all rows. So this works for any `Drafter` and `LanguageModel`.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from specdec_jax.decoding import speculative
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.drafters.base import encoded_for
+from specdec_jax.models import backend
 from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
 
+_SHARED = None  # the axis of a leaf that belongs to no row
 _BATCHED = (
   'inputs',
   'keys',
@@ -137,10 +146,8 @@ def run(
   if request.fallback is not None:
     most = min(most, len(request.fallback.costs) - 1)
   if gamma > most:
-    raise ValueError(
-      f'gamma = {gamma}: expected at most {most}, which the rule and the'
-      ' fallback of these rounds were made for. Give `ends` of this gamma.'
-    )
+    expected = f'at most {most}, as the rule and the fallback were made for'
+    raise unexpected('gamma', expected, gamma, 'Give `ends` of this gamma.')
   if simply:
     request = request.replace(
       greedy=True, forbids_stops=False, with_log_probs=False
@@ -173,46 +180,274 @@ def run(
   return pool.replace(state=state), view
 
 
-def with_drafter(loop: Loop, params: PairParams, pool: Pool, gamma: int):
-  """Gives a drafter to rows that the plain loop has decoded so far.
-
-  The drafter reads the rows' inputs, and all their tokens so far as if these
-  were a prompt.
-  """
-  request, state = pool.request, pool.state
-  if loop.drafter is None:
-    raise ValueError('with_drafter needs a loop with a drafter.')
-  slots = request.cache_slots
-  known = state.tokens[:, :slots]
-  inputs = request.inputs
-  encoded = encoded_for(loop.drafter, loop.target, params.target, inputs)
-  drafter_state = loop.drafter.begin(
-    params.draft, inputs, slots, known, encoded
-  )
-  features = None
-  if loop.drafter.reads_features:
-    # The plain loop did not keep any. From the next round on there are some.
-    features = speculative.no_features(
-      loop.target, params.target, state.target_cache
-    )
-  histogram = state.stats.histogram
-  more = gamma + 1 - histogram.shape[1]
-  # The caches keep their slots.
-  request = request.replace(gamma=gamma, tree=loop.drafter.tree)
-  request = request.replace(slots=slots - request.draft_slots - 1)
-  nothing = jnp.zeros_like(state.stats.num_accepted)
-  stats = state.stats.replace(
-    histogram=jnp.pad(histogram, ((0, 0), (0, more))),
-    num_passed=nothing if request.judges_blocks else None,
-  )
-  state = state.replace(
-    drafter_state=drafter_state, stats=stats, features=features
-  )
-  return Pool(request, state)
-
-
 def _typed(leaf: jax.Array) -> jax.Array:
   """The array without a weak type: a round would lose it, and so recompile."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
     return leaf  # keys
   return lax.convert_element_type(leaf, leaf.dtype)
+
+
+class RowLayout:
+  """The axis of each leaf of a `Pool` that counts the rows.
+
+  A target's cache that has read no prompt holds nothing in its slots: these
+  leaves are not copied from the rows that were read, but emptied.
+  """
+
+  def __init__(
+    self, loop: Loop, params: PairParams, request: Request, prompted: bool
+  ):
+    """Traces `read` on rows of a request without prompts; computes nothing.
+
+    Args:
+      loop: the loop whose state it is.
+      params: the parameters of both models.
+      request: a request of rows without text, as many as are read together.
+      prompted: whether rows will have prompts.
+
+    Raises:
+      ValueError: an array grows with the batch in two axes.
+    """
+    size = request.inputs.shape[0]
+
+    def leaves(batch):
+      rows = take_rows(request, np.zeros((batch,), np.int32))
+      pool = jax.eval_shape(functools.partial(read, loop), params, rows)
+      return jax.tree.leaves(pool), pool
+
+    few, pool = leaves(size)
+    many, _ = leaves(2 * size)
+    self.axes = [_axis(a, b) for a, b in zip(few, many, strict=True)]
+    empty = Pool(
+      jax.tree.map(lambda _: False, pool.request),
+      jax.tree.map(lambda _: False, pool.state).replace(
+        target_cache=self._has_slots(loop, params, request)
+      ),
+    )
+    self.empty = [
+      is_empty and not prompted and axis is not _SHARED
+      for is_empty, axis in zip(jax.tree.leaves(empty), self.axes, strict=True)
+    ]
+
+  @staticmethod
+  def _has_slots(loop, params, request):
+    """Whether each leaf of the target's cache has an axis of slots."""
+
+    # Of a tree several nodes share a place of the sequence.
+    most = {} if request.tree is None else {'longest': request.longest}
+
+    def cache(size):
+      return jax.eval_shape(
+        lambda params, inputs: loop.target.prefill(
+          params, inputs, size, **most
+        ),
+        params.target,
+        request.inputs,
+      )
+
+    size = request.cache_slots
+    return jax.tree.map(
+      lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
+    )
+
+  def without_drafter(self, pool: Pool, empty_row: Pool) -> Pool:
+    """The rows with the drafter's state of `empty_row`, which is as wide.
+
+    Nothing then needs what the drafter reads, and XLA leaves its reading out.
+    """
+    empty = self.repeated(empty_row, pool.request.inputs.shape[0]).state
+    drafter_state = jax.tree.map(
+      lambda leaf, none: none[tuple(map(slice, leaf.shape))],
+      pool.state.drafter_state,
+      empty.drafter_state,
+    )
+    state = pool.state.replace(drafter_state=drafter_state)
+    return pool.replace(state=state)
+
+  def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
+    """The leaves that `admit` copies, as wide as those of `empty_row`."""
+    parts = zip(
+      jax.tree.leaves(pool),
+      jax.tree.leaves(empty_row),
+      self.axes,
+      self.empty,
+      strict=True,
+    )
+    return tuple(
+      _widened(leaf, row, axis)
+      for leaf, row, axis, is_empty in parts
+      if axis is not _SHARED and not is_empty
+    )
+
+  def admit(
+    self,
+    pool: Pool,
+    staged: tuple[jax.Array, ...],
+    empty_row: Pool,
+    places: jax.Array,
+    count: jax.Array,
+  ) -> Pool:
+    """Copies rows into slots, in place if the pool is donated.
+
+    Args:
+      pool: the pool; its rows in `places` are lost.
+      staged: leaves of K rows, from `staged`.
+      empty_row: a row that has read nothing.
+      places: int32[B], the slots that the first rows of the K go to.
+      count: int32[], how many rows to copy.
+    """
+    leaves, tree = jax.tree.flatten(pool)
+    empty = jax.tree.leaves(empty_row)
+
+    def one(index, leaves):
+      rest = iter(staged)
+      return [
+        leaf
+        if axis is _SHARED
+        else _copied(leaf, places[index], row, 0, axis)
+        if is_empty
+        else _copied(leaf, places[index], next(rest), index, axis)
+        for leaf, row, axis, is_empty in zip(
+          leaves, empty, self.axes, self.empty, strict=True
+        )
+      ]
+
+    return tree.unflatten(lax.fori_loop(0, count, one, leaves))
+
+  def repeated(self, empty_row: Pool, batch: int) -> Pool:
+    """A pool of `batch` free slots."""
+    leaves, tree = jax.tree.flatten(empty_row)
+    return tree.unflatten(
+      leaf if axis is _SHARED else jnp.repeat(leaf, batch, axis)
+      for leaf, axis in zip(leaves, self.axes, strict=True)
+    )
+
+  def widened(self, pool: Pool, empty_row: Pool) -> Pool:
+    """The pool with room for longer inputs, as wide as those of `empty_row`."""
+    leaves, tree = jax.tree.flatten(pool)
+    return tree.unflatten(
+      leaf if axis is _SHARED else _widened(leaf, row, axis)
+      for leaf, row, axis in zip(
+        leaves, jax.tree.leaves(empty_row), self.axes, strict=True
+      )
+    )
+
+  def only(self, pool: Pool, rows: jax.Array) -> Pool:
+    """The pool with only its rows int32[K]."""
+    leaves, tree = jax.tree.flatten(pool)
+    return tree.unflatten(
+      leaf if axis is _SHARED else jnp.take(leaf, rows, axis)
+      for leaf, axis in zip(leaves, self.axes, strict=True)
+    )
+
+
+class PoolPrograms:
+  """Jitted functions of one loop, with their parameters bound.
+
+  `_hold` makes those that return a pool, once it is known where that is.
+  """
+
+  def __init__(
+    self, loop: Loop, params: PairParams, example: Request, prompted: bool
+  ):
+    """Takes the arguments of `RowLayout`; `example` is its `request`."""
+    layout = RowLayout(loop, params, example, prompted)
+    read_rows = functools.partial(read, loop)
+    run_rounds = functools.partial(run, loop)
+    # Traced once for both programs that run rounds.
+    inner_run = jax.jit(run_rounds, static_argnums=(4, 5))
+
+    def staged(params, request, empty_row):
+      return layout.staged(read_rows(params, request), empty_row)
+
+    def staged_plainly(params, request, empty_row):
+      pool = layout.without_drafter(read_rows(params, request), empty_row)
+      return layout.staged(pool, empty_row)
+
+    def begun(params, request, empty_row, max_rounds, gamma, simply, ends):
+      pool = read_rows(params, request)
+      if empty_row is not None:
+        pool = layout.without_drafter(pool, empty_row)
+      enough = jnp.int32(1)
+      return inner_run(params, pool, max_rounds, enough, gamma, simply, ends)
+
+    def bound(function, **options):
+      told = backend.compiler_options()
+      jitted = jax.jit(function, compiler_options=told, **options)
+      return functools.partial(jitted, params)
+
+    self.read, self.read_plainly = bound(staged), bound(staged_plainly)
+    self._only = jax.jit(layout.only)
+    self._read_rows = bound(read_rows)
+    self._layout, self._bound = layout, bound
+    self._run, self._begun = run_rounds, begun
+    self._held = False
+    device = jax.tree.leaves(params)[0].sharding
+    if not isinstance(device, NamedSharding):
+      self._hold(device, device)
+
+  def empty_row(self, request: Request) -> Pool:
+    """One row that has read nothing; `request` must be of rows without text."""
+    rows = self._read_rows(request)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, rows)
+    kinds = [s for s in jax.tree.leaves(placed) if isinstance(s, NamedSharding)]
+    if kinds and not self._held:
+      self._hold(placed, NamedSharding(kinds[0].mesh, PartitionSpec()))
+    return self._only(rows, np.zeros((1,), np.int32))
+
+  def _hold(self, placed: Any, whole: Any) -> None:
+    """Makes the programs that return a pool leave it where it was.
+
+    Otherwise each program might lay the pool out differently over the devices,
+    and the next program would be compiled for that layout; or, on one device,
+    for each mixture of arrays that the host has put there and others. The
+    arrays that the host looks at are whole on each device.
+    """
+    self._held = True
+    pool: dict[str, Any] = {'out_shardings': placed}
+    both: dict[str, Any] = {'out_shardings': (placed, whole)}
+    layout = self._layout
+    self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
+    self.smaller = jax.jit(layout.only, **pool)
+    self.widened = jax.jit(layout.widened, **pool)
+    # The pool is donated, so that it is updated in place.
+    self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
+    self.run = self._bound(
+      self._run,
+      static_argnums=(4, 5),
+      donate_argnums=1,
+      **both,
+    )
+    # Reading and the first rounds of a row that has a pool of its own.
+    self.begin = self._bound(self._begun, static_argnums=(4, 5), **both)
+
+
+def _axis(few: Any, many: Any) -> int | None:
+  """The axis in which two shapes differ; None if they are equal."""
+  differ = [
+    axis
+    for axis, sizes in enumerate(zip(few.shape, many.shape, strict=True))
+    if sizes[0] != sizes[1]
+  ]
+  if len(differ) > 1:
+    expected = f'at most one axis of rows (twice as many: {many.shape})'
+    raise unexpected('array of a state', expected, few.shape)
+  return differ[0] if differ else _SHARED
+
+
+def _widened(leaf: jax.Array, row: jax.Array, axis: int) -> jax.Array:
+  """`leaf`, filled up from `row` to the size of `row` in all other axes."""
+  if leaf.shape == (
+    *row.shape[:axis],
+    leaf.shape[axis],
+    *row.shape[axis + 1 :],
+  ):
+    return leaf
+  whole = jnp.repeat(row, leaf.shape[axis], axis)
+  return lax.dynamic_update_slice(whole, leaf, (0,) * leaf.ndim)
+
+
+def _copied(leaf, slot, source, row, axis):
+  """`leaf` with its row `slot` replaced by a row of `source`."""
+  new = lax.dynamic_slice_in_dim(source, row, 1, axis)
+  return lax.dynamic_update_slice_in_dim(leaf, new, slot, axis)

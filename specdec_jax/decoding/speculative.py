@@ -1,8 +1,13 @@
-"""Speculative decoding: Algorithm 1, batched, in one jitted `while_loop`."""
+"""Speculative decoding: Algorithm 1, batched, in one jitted `while_loop`.
+
+`step` is one round. What it calls knows the details: `propose` cuts a draft to
+what can be used, `fallback` lets a drafter rest, `tree_round` turns a tree's
+verdict into that of a chain, `judge` chooses how a draft is verified.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +16,7 @@ from jax import lax
 from specdec_jax import probs
 from specdec_jax.decoding import fallback, tree_round
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import DecodeState, PairParams, Request
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -20,76 +25,17 @@ from specdec_jax.drafters.base import (
   encoded_for,
 )
 from specdec_jax.models.base import LanguageModel, read_prompt, start_id
-from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Draft, Verdict
-from specdec_jax.verify import near_argmax, verify_batch, verify_greedy_batch
-from specdec_jax.verify_block import verify_block_batch
-
-
-class PairParams(NamedTuple):
-  """Parameters of both sides; the drafter's may be any pytree."""
-
-  target: Any
-  draft: Any
-
+from specdec_jax.verify import (
+  near_argmax,
+  verify_batch,
+  verify_block_batch,
+  verify_greedy_batch,
+)
 
 # (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict. Of a
 # tree the logits are those after the committed tokens and after each node.
 Judge = Callable[[Request, Draft, jax.Array, jax.Array], Verdict]
-
-
-def start(
-  target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
-) -> DecodeState:
-  """Both sides read the inputs; returns the state before the first round."""
-  if drafter.tree is not None and request.gamma:
-    tree_round.check(request, drafter.tree.cut(request.gamma))
-  slots = request.cache_slots
-  inputs, prompt = request.inputs, request.prompt
-  longest = None if request.tree is None else request.longest
-  encoded = encoded_for(drafter, target, params.target, inputs)
-  features = None
-  if drafter.reads_features:
-    check_features(target, drafter)
-    check_chain(drafter, 'What reads features of the target')
-    cache, features = _read_prompt(target, params.target, request, encoded)
-  else:
-    cache = read_prompt(
-      target, params.target, inputs, slots, prompt, longest, encoded
-    )
-  drafter_state = drafter.begin(params.draft, inputs, slots, prompt, encoded)
-  state = decode_state.start(request, start_id(target), cache, drafter_state)
-  return state.replace(features=features)
-
-
-def _read_prompt(
-  target: Any, params: Any, request: Request, encoded: jax.Array | None
-):
-  """The target's cache, and the features [B, M] that a first round reads."""
-  slots, prompt = request.cache_slots, request.prompt
-  cache = read_prompt(target, params, request.inputs, slots, encoded=encoded)
-  none = no_features(target, params, cache)
-  if prompt is None or request.prompt_width == 1:
-    return cache, none
-  features, cache = target.extend_features(params, cache, prompt[:, :-1])
-  # The logits of its last token but one would give a prompt's last token.
-  place = jnp.broadcast_to(request.first_length - 2, none.shape[:1])
-  known = features_at(features, jnp.maximum(place, 0))
-  return cache, jnp.where(place[:, None] >= 0, known, none)
-
-
-def no_features(target: Any, params: Any, cache: Any) -> jax.Array:
-  """Zeros [B, M], of the shape and dtype of the target's features."""
-  token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
-  shape, _ = jax.eval_shape(target.extend_features, params, cache, token)
-  return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
-
-
-def features_at(features: jax.Array | None, place: jax.Array):
-  """Of each row's features [B, S, M] one, [B, M]; None stays None."""
-  if features is None:
-    return None
-  return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]
 
 
 def judge(
@@ -132,89 +78,103 @@ def step(
   Returns:
     The state after it, and the draft that was judged, without probabilities.
   """
+  keys = decode_state.round_keys(request, state)
   # Sample gamma guesses x_1..x_gamma from the drafter.
-  draft, drafter_state = propose(target, drafter, params, request, state)
-  state = verified(target, drafter, params, request, state, draft, judge)
+  draft, drafter_state = propose(target, drafter, params, request, state, keys)
+
+  def call_target(state: DecodeState, draft: Draft) -> DecodeState:
+    # Run the target on all of them in parallel, from where it was kept.
+    cache = target.rewind(state.target_cache, state.visible_length - 1)
+    fed = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
+    tree = tree_round.tree_of(state, draft, cache)
+    logits, features, cache = read(
+      target, drafter, params.target, cache, fed, tree
+    )
+    # Determine the number of accepted guesses n; draw t after them.
+    places = tree_round.places_of(draft)
+    allowed = decode_state.forbid_early_stops(logits, request, state, places)
+    verdict = judge(request, draft, allowed, keys)
+    draft, verdict, logits, cache = tree_round.keep_path(
+      target, request, state, draft, verdict, logits, cache
+    )
+    # Append x_1..x_n, t.
+    rests, stats = fallback.after_round(
+      request.fallback, state.rests, state.stats, state.running, draft, verdict
+    )
+    tokens, count = _kept_tokens(draft, verdict)
+    state = decode_state.append(request, state, tokens, count, logits)
+    features = features_at(features, verdict.num_accepted)
+    return state.replace(
+      target_cache=cache, stats=stats, rests=rests, features=features
+    )
+
+  state = in_narrowest_call(call_target, request, state, draft)
   # Both sides have forgotten what they read beyond the kept tokens.
   kept = drafter.commit(drafter_state, state.visible_length)
   return state.replace(drafter_state=kept), draft.replace(probs=None)
 
 
-def verified(
+def _kept_tokens(draft: Draft, verdict: Verdict) -> tuple[jax.Array, jax.Array]:
+  """x_1..x_n, t, meaningless tokens, int32[B, G + 1]; and n + 1, int32[B]."""
+  padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+  position = jnp.arange(padded.shape[1])
+  at_end = position == verdict.num_accepted[:, None]
+  tokens = jnp.where(at_end, verdict.next_token[:, None], padded)
+  return tokens, verdict.num_accepted + 1
+
+
+def propose(
   target: LanguageModel,
   drafter: Drafter,
   params: PairParams,
   request: Request,
   state: DecodeState,
+  keys: jax.Array,
+) -> tuple[Draft, Any]:
+  """The drafter's proposal, cut to the tokens that could still be used.
+
+  Returns:
+    The draft, and the drafter's state, which has read it.
+  """
+  if request.gamma == 0:
+    empty = jnp.zeros((state.length.shape[0], 0), jnp.int32)
+    return Draft(empty, None, state.length * 0), state.drafter_state
+  # One token of the remaining budget is the target's own.
+  budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
+  budget = fallback.unless_resting(state.rests, budget)
+  room = None
+  if request.rule is not None:
+    room = jnp.where(state.running, budget, 0)
+  context = context_of(request, state.tokens, state.visible_length, keys, room)
+  context = with_features(
+    context, target, drafter, params.target, state.features
+  )
+  draft, drafter_state = fallback.unless_all_rest(
+    state.rests,
+    state.running,
+    lambda drafter_state: drafter.propose(params.draft, drafter_state, context),
+    state.drafter_state,
+  )
+  length = jnp.minimum(tree_round.usable_length(request, draft), budget)
+  return draft.replace(length=length.astype(jnp.int32)), drafter_state
+
+
+def in_narrowest_call(
+  call_target: Callable[[DecodeState, Draft], DecodeState],
+  request: Request,
+  state: DecodeState,
   draft: Draft,
-  judge: Judge = judge,
 ) -> DecodeState:
-  """The target's part of a round: reads a draft, keeps what it accepts of it.
+  """`call_target` with no more proposals than the longest draft has.
 
   Where drafts end early and a call over more tokens takes longer, the call is
   the narrowest of `call_widths` that holds the draft. `verdict_uniforms` begin
   with the same numbers for any width: a sample does not depend on it, nor on
   other rows.
   """
-  keys = decode_state.round_keys(request, state)
-
-  def in_a_call(state: DecodeState, draft: Draft) -> DecodeState:
-    # Run the target on all of them in parallel, from where it was kept.
-    cache = target.rewind(state.target_cache, state.visible_length - 1)
-    fed = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
-    features = None
-    if draft.parents is not None:
-      slots = state.tokens.shape[1] - 1
-      logits, cache = tree_round.read(
-        target, params.target, cache, fed, slots, draft.parents
-      )
-      adjusted = tree_round.forbid_early_stops(logits, request, state, draft)
-    else:
-      logits, features, cache = read(target, drafter, params.target, cache, fed)
-      adjusted = decode_state.forbid_early_stops(logits, request, state)
-
-    # Determine the number of accepted guesses n; draw t after them.
-    verdict = judge(request, draft, adjusted, keys)
-    if verdict.path is not None:
-      held = state.visible_length
-      cache = target.keep(cache, held, held[:, None] + verdict.path)
-      draft, verdict, logits = tree_round.as_chain(
-        request, draft, verdict, logits
-      )
-
-    # Append x_1..x_n, t.
-    passed = verdict.num_passed
-    tested = verdict.num_accepted if passed is None else passed
-    stats = state.stats.after_round(
-      state.running,
-      jnp.minimum(tested + 1, draft.length),
-      verdict.num_accepted,
-      passed,
-      draft.length,
-    )
-    rests = state.rests
-    if rests is not None and request.fallback is not None:
-      rests, stats = fallback.after_round(
-        request.fallback,
-        rests,
-        stats,
-        state.running,
-        draft.length,
-        verdict.num_accepted,
-      )
-    tokens = _kept_tokens(draft, verdict)
-    count = verdict.num_accepted + 1
-    state = decode_state.append(request, state, tokens, count, logits)
-    return state.replace(
-      target_cache=cache,
-      stats=stats,
-      features=features_at(features, verdict.num_accepted),
-      rests=rests,
-    )
-
   widths = call_widths(request)
   if len(widths) == 1:
-    return in_a_call(state, draft)
+    return call_target(state, draft)
   longest = jnp.max(jnp.where(state.running, draft.length, 0))
   chosen = jnp.sum(longest >= jnp.array(widths))
   for index, width in enumerate(widths):
@@ -227,7 +187,7 @@ def verified(
     )
 
     def once(carry, cut=cut):
-      return jnp.bool_(False), in_a_call(carry[1], cut)
+      return jnp.bool_(False), call_target(carry[1], cut)
 
     _, state = lax.while_loop(
       lambda carry: carry[0], once, (chosen == index, state)
@@ -239,46 +199,6 @@ def call_widths(request: Request) -> tuple[int, ...]:
   """Tokens per row of the calls of the target, one of which a round makes."""
   adapts, rests = request.rule is not None, request.fallback is not None
   return tuple(sorted(set(fallback.widths(request.gamma, adapts, rests))))
-
-
-def read(
-  target: LanguageModel,
-  drafter: Drafter,
-  params: Any,
-  cache: Any,
-  tokens: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, Any]:
-  """The target's `extend`, with features [B, S, M] if the drafter reads them.
-
-  Args:
-    target: the target's network.
-    drafter: the drafter.
-    params: the target's parameters.
-    cache: the target's cache.
-    tokens: int32[B, S].
-
-  Returns:
-    Logits float32[B, S, V], features or None, and the cache.
-  """
-  if drafter.reads_features:
-    model: Any = target  # a FeatureModel
-    features, cache = model.extend_features(params, cache, tokens)
-    return model.head(params, features), features, cache
-  logits, cache = target.extend(params, cache, tokens)
-  return logits, None, cache
-
-
-def with_features(
-  context: Context,
-  target: Any,
-  drafter: Drafter,
-  params: Any,
-  features: jax.Array | None,
-) -> Context:
-  """The context with what a drafter that reads features is given besides."""
-  if not drafter.reads_features:
-    return context
-  return context.replace(features=features, target=target, target_params=params)
 
 
 def context_of(
@@ -306,61 +226,99 @@ def context_of(
   )
 
 
-def propose(
-  target: LanguageModel,
+def start(
+  target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
+) -> DecodeState:
+  """Both sides read the inputs; returns the state before the first round."""
+  if drafter.tree is not None and request.gamma:
+    tree_round.check(request, drafter.tree.cut(request.gamma))
+  slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
+  longest = None if request.tree is None else request.longest
+  encoded = encoded_for(drafter, target, params.target, inputs)
+  if drafter.reads_features:
+    check_features(target, drafter)
+    check_chain(drafter, 'What reads features of the target')
+    cache, features = _read_features(target, params.target, request, encoded)
+  else:
+    features = None
+    cache = read_prompt(
+      target, params.target, inputs, slots, prompt, longest, encoded
+    )
+  drafter_state = drafter.begin(params.draft, inputs, slots, prompt, encoded)
+  state = decode_state.start(request, start_id(target), cache, drafter_state)
+  return state.replace(features=features)
+
+
+# Features, for drafters that read the target's last hidden state.
+
+
+def _read_features(
+  target: Any, params: Any, request: Request, encoded: jax.Array | None
+):
+  """The target's cache, and the features [B, M] that a first round reads."""
+  slots, prompt = request.cache_slots, request.prompt
+  cache = read_prompt(target, params, request.inputs, slots, encoded=encoded)
+  none = no_features(target, params, cache)
+  if prompt is None or request.prompt_width == 1:
+    return cache, none
+  features, cache = target.extend_features(params, cache, prompt[:, :-1])
+  # The logits of its last token but one would give a prompt's last token.
+  place = jnp.broadcast_to(request.first_length - 2, none.shape[:1])
+  known = features_at(features, jnp.maximum(place, 0))
+  return cache, jnp.where(place[:, None] >= 0, known, none)
+
+
+def no_features(target: Any, params: Any, cache: Any) -> jax.Array:
+  """Zeros [B, M], of the shape and dtype of the target's features."""
+  token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
+  shape, _ = jax.eval_shape(target.extend_features, params, cache, token)
+  return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
+
+
+def features_at(features: jax.Array | None, place: jax.Array):
+  """Of each row's features [B, S, M] one, [B, M]; None stays None."""
+  if features is None:
+    return None
+  return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]
+
+
+def read(
+  target: Any,
   drafter: Drafter,
-  params: PairParams,
-  request: Request,
-  state: DecodeState,
-) -> tuple[Draft, Any]:
-  """The drafter's proposal, cut to the tokens that could still be used.
+  params: Any,
+  cache: Any,
+  tokens: jax.Array,
+  tree: Any = None,
+) -> tuple[jax.Array, jax.Array | None, Any]:
+  """The target's `extend`, with features [B, S, M] if the drafter reads them.
+
+  Args:
+    target: the target's network.
+    drafter: the drafter.
+    params: the target's parameters.
+    cache: the target's cache.
+    tokens: int32[B, S].
+    tree: as for `LanguageModel.extend`.
 
   Returns:
-    The draft, and the drafter's state, which has read it.
+    Logits float32[B, S, V], features or None, and the cache.
   """
-  if request.gamma == 0:
-    batch = state.length.shape[0]
-    empty = jnp.zeros((batch, 0), jnp.int32)
-    return Draft(empty, None, state.length * 0), state.drafter_state
-  keys = decode_state.round_keys(request, state)
-  # One token of the remaining budget is the target's own.
-  budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
-  rests = state.rests
-  if rests is not None:
-    budget = jnp.where(rests.left > 0, 0, budget)
-  room = None
-  if request.rule is not None:
-    room = jnp.where(state.running, budget, 0)
-  context = context_of(request, state.tokens, state.visible_length, keys, room)
-  context = with_features(
-    context, target, drafter, params.target, state.features
-  )
-
-  def ask(drafter_state):
-    return drafter.propose(params.draft, drafter_state, context)
-
-  if rests is None:
-    draft, drafter_state = ask(state.drafter_state)
-  else:
-    all_rest = ~jnp.any(state.running & (rests.left == 0))
-    draft, drafter_state = fallback.unless(all_rest, ask, state.drafter_state)
-  # No token follows a stop id. Proposals beyond that and beyond the budget are
-  # cut off, and not counted anywhere.
-  if draft.parents is not None:  # where a path ends, its verdict shows
-    tree_round.check(request, TreeShape(draft.parents))
-    length = jnp.minimum(draft.length, budget).astype(jnp.int32)
-    return draft.replace(length=length), drafter_state
-  stops = decode_state.is_stop(request, draft.tokens)
-  until_stop = jnp.where(
-    jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, request.gamma
-  )
-  length = jnp.minimum(jnp.minimum(draft.length, until_stop), budget)
-  return draft.replace(length=length.astype(jnp.int32)), drafter_state
+  more = () if tree is None else (tree,)
+  if drafter.reads_features:
+    features, cache = target.extend_features(params, cache, tokens, *more)
+    return target.head(params, features), features, cache
+  logits, cache = target.extend(params, cache, tokens, *more)
+  return logits, None, cache
 
 
-def _kept_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
-  """x_1..x_n, t and then meaningless tokens, int32[B, G + 1]."""
-  padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-  position = jnp.arange(padded.shape[1])
-  at_end = position == verdict.num_accepted[:, None]
-  return jnp.where(at_end, verdict.next_token[:, None], padded)
+def with_features(
+  context: Context,
+  target: Any,
+  drafter: Drafter,
+  params: Any,
+  features: jax.Array | None,
+) -> Context:
+  """The context with what a drafter that reads features is given besides."""
+  if not drafter.reads_features:
+    return context
+  return context.replace(features=features, target=target, target_params=params)

@@ -1,7 +1,7 @@
 """The state that a decode carries from round to round; when a row stops."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,13 @@ from specdec_jax.types import (
 # How a draft is judged: token by token, or as a whole.
 VERIFICATIONS = TOKEN, BLOCK = 'token', 'block'
 NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
+
+
+class PairParams(NamedTuple):
+  """Parameters of both sides; the drafter's may be any pytree."""
+
+  target: Any
+  draft: Any
 
 
 @struct.dataclass

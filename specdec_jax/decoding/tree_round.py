@@ -6,16 +6,17 @@ round goes on as with any other. The path's slots are moved together: at most as
 many as the tree has levels, the root's being in place.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import TOKEN, DecodeState, Request
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.tree import static_tree
-from specdec_jax.tree_shape import ROOT, TreeShape
+from specdec_jax.tree_shape import ROOT, Tree, TreeShape, static_tree
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify_tree import (
   verify_tree_batch,
@@ -27,60 +28,58 @@ def check(request: Request, shape: TreeShape) -> None:
   """Raises ValueError unless a request can be answered with such drafts."""
   if shape.depth > request.gamma or shape.num_nodes > request.draft_slots:
     raise ValueError(
-      f'The drafter proposes a tree of {shape.num_nodes} nodes on'
-      f' {shape.depth} levels, but the request has {request.draft_slots} slots'
-      f' for a draft and gamma = {request.gamma} levels. Expected a draft of'
-      " `Context.gamma` levels at most, whose whole tree is the drafter's"
-      ' `Drafter.tree`.'
+      f'The drafter proposes {shape.num_nodes} nodes on {shape.depth} levels:'
+      f' expected at most {request.draft_slots} on {request.gamma}, as'
+      ' `Drafter.tree` has them.'
     )
-  if request.lenience is not None:
-    raise ValueError(
-      'lenience below 1 is for one proposal a place, and this drafter proposes'
-      ' several: no token coming more than 1 / lenience times as often as it'
-      ' should is not shown for more than one. Leave lenience at 1, or take a'
-      ' drafter without a tree.'
-    )
-  if request.judges_blocks:
-    raise ValueError(
-      "verification = 'block' is for chains, and this drafter proposes a tree:"
-      ' a block is accepted by one product along one path. Take verification ='
-      " 'token' (which is recursive rejection here), or a drafter without a"
-      ' tree.'
-    )
-  if request.rule is not None:
-    raise ValueError(
-      "gamma = 'adaptive' is for chains, and this drafter proposes a tree,"
-      ' whose shape is fixed. Take a number of levels.'
-    )
-  if request.fallback is not None:
-    raise ValueError(
-      'fallback knows the costs of chains by their proposals, and this drafter'
-      ' proposes a tree. Leave fallback out, or take a drafter without a tree.'
-    )
+  for name, fits, expected in (
+    ('lenience', request.lenience is None, '1'),
+    ('verification', not request.judges_blocks, repr(TOKEN)),
+    ('gamma', request.rule is None, 'a number of levels'),
+    ('fallback', request.fallback is None, 'False'),
+  ):
+    if not fits:  # they are rules for one proposal a place
+      raise ValueError(f'{name}: expected {expected} with a tree of proposals.')
 
 
-def read(target: LanguageModel, params, cache, fed, num_slots: int, parents):
-  """The target's logits after the root and each node, and its cache.
+def usable_length(request: Request, draft: Draft) -> jax.Array:
+  """int32[B], proposals up to a stop id; no token follows one.
+
+  Proposals beyond that are cut off, and not counted anywhere. Where the paths
+  of a tree end, its verdict shows: all levels are usable.
+  """
+  if draft.parents is not None:
+    check(request, _shape(draft))
+    return draft.length
+  stops = decode_state.is_stop(request, draft.tokens)
+  until_stop = jnp.where(
+    jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, request.gamma
+  )
+  return jnp.minimum(draft.length, until_stop)
+
+
+def tree_of(state: DecodeState, draft: Draft, cache: Any) -> Tree | None:
+  """How the last committed token and the proposals hang together.
 
   Args:
-    target: the target.
-    params: its parameters.
-    cache: a cache of all committed tokens but the last.
-    fed: int32[B, N + 1], the last committed token and the nodes.
-    num_slots: T of the cache.
-    parents: of the nodes, as `Draft.parents`.
+    state: gives the slots of the cache.
+    draft: the proposals.
+    cache: the target's, of all committed tokens but the last.
+
+  Returns:
+    What `LanguageModel.extend` takes; None of a chain.
   """
-  parents = (ROOT, *(parent + 1 for parent in parents))
-  tree = static_tree(parents, cache.length, num_slots)
-  return target.extend(params, cache, fed, tree)
+  if draft.parents is None:
+    return None
+  parents = (ROOT, *(parent + 1 for parent in draft.parents))
+  return static_tree(parents, cache.length, state.tokens.shape[1] - 1)
 
 
-def forbid_early_stops(
-  logits: jax.Array, request: Request, state: DecodeState, draft: Draft
-) -> jax.Array:
-  """As of a chain; a node's place is its level's."""
-  places = np.append(0, _shape(draft).levels)
-  return decode_state.forbid_early_stops(logits, request, state, places)
+def places_of(draft: Draft) -> np.ndarray | None:
+  """int[N + 1], the levels of the root and of each node; None of a chain."""
+  if draft.parents is None:
+    return None
+  return np.append(0, _shape(draft).levels)
 
 
 def judge(
@@ -93,7 +92,29 @@ def judge(
   return verify_tree_batch(draft, target_probs, keys)
 
 
-def as_chain(
+def keep_path(
+  target: LanguageModel,
+  request: Request,
+  state: DecodeState,
+  draft: Draft,
+  verdict: Verdict,
+  logits: jax.Array,
+  cache: Any,
+) -> tuple[Draft, Verdict, jax.Array, Any]:
+  """Makes a chain of the path that a verdict keeps; a chain stays as it is.
+
+  Returns:
+    The chain, its verdict, its logits, and the target's cache, in which the
+    slots of the path follow the committed tokens.
+  """
+  if verdict.path is None:
+    return draft, verdict, logits, cache
+  length = state.visible_length
+  cache = target.keep(cache, length, length[:, None] + verdict.path)
+  return *_as_chain(request, draft, verdict, logits), cache
+
+
+def _as_chain(
   request: Request, draft: Draft, verdict: Verdict, logits: jax.Array
 ) -> tuple[Draft, Verdict, jax.Array]:
   """The kept path as if nothing but it had been proposed.

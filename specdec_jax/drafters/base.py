@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.models.base import (
   FeatureModel,
   LanguageModel,
@@ -146,6 +149,11 @@ class Drafter(NamedTuple):
     return self.init(params, inputs, max_length, prompt, *more)
 
 
+def with_params(made: Drafter, model: Model) -> Drafter:
+  """A drafter of a model's network, with the model's parameters."""
+  return made._replace(params=model, models=(model.without_params(),))
+
+
 def encoded_for(
   drafter: 'Drafter | None', target: Any, params: Any, inputs: jax.Array
 ) -> jax.Array | None:
@@ -162,13 +170,39 @@ def encoded_for(
 def check_features(target: LanguageModel, drafter: Drafter) -> None:
   """Raises ValueError if the drafter reads features that are not given."""
   if drafter.reads_features and not gives_features(target):
-    raise ValueError(
-      f'The drafter {drafter.name!r} reads the last hidden state of its target,'
-      f' and {type(target).__name__} does not give it: expected a network with'
-      ' extend_features, embed and head, such as T5 and GPT. Take another'
-      ' drafter, such as a small model, or give the network these methods'
-      ' (models.base.FeatureModel).'
+    raise unexpected(
+      f'target of the drafter {drafter.name!r}',
+      'a network with extend_features, embed and head, such as T5 and GPT',
+      type(target).__name__,
     )
+
+
+def ask_unless(
+  skipped: jax.Array,
+  ask: Callable[[DrafterState], tuple[Draft, DrafterState]],
+  state: DrafterState,
+) -> tuple[Draft, DrafterState]:
+  """`ask(state)`, or an empty draft and the state as it is.
+
+  A loop of one turn or none, because it updates the cache in place; a
+  conditional would copy it. On a GPU it waits for the host once a round, which
+  is less than gamma calls for nothing.
+
+  Args:
+    skipped: bool[], whether the drafter is not asked.
+    ask: proposes a draft.
+    state: the drafter's state.
+  """
+  shapes, _ = jax.eval_shape(ask, state)
+  nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+  def once(carry):
+    return True, *ask(carry[2])
+
+  _, draft, state = lax.while_loop(
+    lambda carry: ~carry[0], once, (skipped, nothing, state)
+  )
+  return draft, state
 
 
 def is_finished(length: jax.Array) -> jax.Array:
@@ -209,11 +243,8 @@ def forbid_early_stops(
 def check_chain(drafter: Drafter, where: str) -> None:
   """Raises ValueError if a drafter proposes a tree where that does not fit."""
   if drafter.tree is not None:
-    raise ValueError(
-      f'{where} takes drafters of chains, one proposal a place, and'
-      f' {drafter.name!r} proposes a tree. Take a drafter without a tree here;'
-      ' one with a tree is given to an Engine by itself.'
-    )
+    advice = 'One with a tree is given to an Engine by itself.'
+    raise unexpected(where, 'drafters without a tree', drafter.name, advice)
 
 
 def draft_uniforms(context: Context) -> jax.Array | None:

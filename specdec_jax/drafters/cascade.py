@@ -17,6 +17,7 @@ from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -24,6 +25,7 @@ from specdec_jax.drafters.base import (
   check_chain,
   forbid_early_stops,
   is_finished,
+  with_params,
 )
 from specdec_jax.drafters.small_model import as_drafter, catch_up, read_last
 from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
@@ -92,17 +94,13 @@ def cascade(
   drafter = as_drafter(drafter)
   check_chain(drafter, 'cascade')
   if drafter.reads_features:
-    raise ValueError(
-      f'The drafter {drafter.name!r} reads features of the target. In a cascade'
-      ' it proposes to a small model, several times for each call of the'
-      ' target, which then has none of them. Give it to the engine alone or in'
-      ' with_fallback.'
-    )
+    expected = 'a drafter that does not read features of the target'
+    advice = 'Give it to the engine alone or in with_fallback.'
+    raise unexpected('drafter of a cascade', expected, drafter.name, advice)
   if isinstance(model, Model):
-    made = cascade(model.network, drafter, gamma)
+    made = with_params(cascade(model.network, drafter, gamma), model)
     return made._replace(
-      params=(model, drafter.params),
-      models=(model.without_params(), *drafter.models),
+      params=(model, drafter.params), models=(*made.models, *drafter.models)
     )
 
   def init(params, inputs, max_length, prompt, encoded=None):

@@ -26,7 +26,7 @@ from flax import linen as nn
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.load import locate, open_checkpoint
 from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -149,11 +149,11 @@ def heads(
   def propose(params, state, context: Context):
     features, target = context.features, context.target
     if features is None or target is None:
-      raise ValueError(
-        'Heads read features of the target, and this context has none: expected'
-        ' one of speculative.with_features.'
-      )
-    _check_width(config, features.shape[-1])
+      raise unexpected('heads', 'features of the target', None)
+    if config.emb_dim != features.shape[-1]:
+      expected = f'emb_dim {features.shape[-1]}, as the target'
+      advice = f'Train heads for it, with {_MADE_BY}.'
+      raise unexpected('heads', expected, config.emb_dim, advice)
     count = min(config.num_heads, context.gamma)
     uniforms = draft_uniforms(context)
 
@@ -166,21 +166,17 @@ def heads(
     place = context.length[:, None] - 1
     last = jnp.take_along_axis(context.tokens, place, axis=1)
     embedded = target.embed(context.target_params, last)
-    drawn = []
-    if config.conditioned:
-      for i in range(count):
-        x = network.apply(params, i, features, embedded)
-        logits = target.head(context.target_params, x[:, None])[:, 0]
-        drawn.append(draw_next(logits, i))
-        if i + 1 < count:
-          own = target.embed(context.target_params, drawn[-1][0][:, None])
-          embedded = jnp.concatenate([embedded, own], axis=1)
-    else:
-      each = [
-        network.apply(params, i, features, embedded) for i in range(count)
-      ]
+    drawn: list[Any] = []
+    together = 1 if config.conditioned else count
+    for first in range(0, count, together):
+      heads_now = range(first, first + together)
+      each = [network.apply(params, i, features, embedded) for i in heads_now]
       logits = target.head(context.target_params, jnp.stack(each, axis=1))
-      drawn = [draw_next(logits[:, i], i) for i in range(count)]
+      drawn += [draw_next(logits[:, i - first], i) for i in heads_now]
+      last = drawn[-1][0][:, None]
+      embedded = jnp.concatenate(
+        [embedded, target.embed(context.target_params, last)], axis=1
+      )
     tokens = jnp.stack([token for token, _ in drawn], axis=1)
     rows = None
     if not context.greedy:
@@ -238,20 +234,14 @@ def load(path: str | os.PathLike[str]) -> Drafter:
   Raises:
     ValueError: the file is missing, broken, or holds something else.
   """
-  location = locate(path)
-  source = os.fspath(path)
+  location, source = locate(path), os.fspath(path)
+  expected = f'a file of heads that {_MADE_BY} wrote'
   if location.is_folder():
-    raise ValueError(
-      f'{source!r} is a folder; expected a file of heads, as {_MADE_BY} writes'
-      ' it.'
-    )
+    raise unexpected('heads', expected, source, 'It is a folder.')
   about = t5x.read_about(location)
   if about.get('kind') != KIND or not isinstance(about.get('target'), str):
-    raise ValueError(
-      f'{source!r} holds no heads: expected a file that {_MADE_BY} wrote, which'
-      f' says so and names its target; this one says {about or "nothing"}. A'
-      ' model is read by specdec_jax.load.'
-    )
+    advice = 'A model is read by specdec_jax.load.'
+    raise unexpected('heads', expected, source, advice)
   params = open_checkpoint(path).read()
   network = Heads(_config_of(params, source))
   shapes = jax.eval_shape(network.init, jax.random.key(0))
@@ -266,17 +256,6 @@ def _config_of(params: Params, source: str) -> HeadsConfig:
     hidden, width = flat['heads_0/wo/kernel'].shape
     last = flat[f'heads_{len(params) - 1}/wi/kernel'].shape[0]
   except (KeyError, ValueError) as error:
-    raise ValueError(
-      f'{source!r} has no whole heads: expected heads_0/wo/kernel [H, M] and so'
-      f' on, found {sorted(flat)[:4]}. Copy it again.'
-    ) from error
+    expected = 'heads_0/wo/kernel [H, M] and so on'
+    raise unexpected(f'heads of {source!r}', expected, sorted(flat)) from error
   return HeadsConfig(len(params), width, hidden, last > 2 * width)
-
-
-def _check_width(config: HeadsConfig, width: int) -> None:
-  if config.emb_dim != width:
-    raise ValueError(
-      f'These heads were made for a target with emb_dim {config.emb_dim}, and'
-      f' this target has {width}. Train heads for it, with {_MADE_BY}, or take'
-      ' the target that they were made for.'
-    )

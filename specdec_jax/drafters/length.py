@@ -71,13 +71,14 @@ def plain_rule() -> LengthRule:
   accepted with the root of its confidence, or with .7 where that is not known.
   It must be worth what it costs, by the costs above.
   """
-  bounds: Any = np.arange(1, _BINS, dtype=np.float32) / _BINS
-  middles = (np.arange(_BINS) + 0.5) / _BINS
-  acceptance: Any = np.sqrt(middles).astype(np.float32)
-  worth: Any = np.full((MOST,), _WORTH, np.float32)
-  asking: Any = np.full((MOST,), _WORTH_ASKING, np.float32)
-  expected: Any = np.float32(_EXPECTED)
-  return LengthRule(bounds, acceptance, worth, asking, expected)
+  bins = np.arange(_BINS)
+  return _rule(
+    bins[1:] / _BINS,
+    np.sqrt((bins + 0.5) / _BINS),
+    np.full((MOST,), _WORTH),
+    np.full((MOST,), _WORTH_ASKING),
+    _EXPECTED,
+  )
 
 
 def unsure_below(confidence: float, most: int = MOST) -> LengthRule:
@@ -87,11 +88,15 @@ def unsure_below(confidence: float, most: int = MOST) -> LengthRule:
     confidence: in [0, 1]; 0 proposes `most` tokens each time.
     most: G, proposals of a draft at most.
   """
-  nothing: Any = np.zeros((most,), np.float32)
-  bounds: Any = np.asarray([confidence], np.float32)
-  acceptance: Any = np.asarray([0.0, 1.0], np.float32)
-  expected: Any = np.float32(1.0)
-  return LengthRule(bounds, acceptance, nothing, nothing, expected)
+  nothing = np.zeros((most,))
+  return _rule([confidence], [0.0, 1.0], nothing, nothing, 1.0)
+
+
+def _rule(*fields: Any) -> LengthRule:
+  """A rule of float32 arrays on the host."""
+  made: Any = LengthRule
+  rule: LengthRule = made(*(np.asarray(field, np.float32) for field in fields))
+  return rule
 
 
 def ends_nothing(rule: LengthRule) -> bool:
@@ -124,7 +129,7 @@ def draft(
 
   def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
     index = now.index
-    survival = now.survival * acceptance_of(rule, confidence_of(logits))
+    survival = now.survival * acceptance_of(rule, probs.top_prob(logits))
     makes = now.asks & (survival > rule.worth[index])
     own = None if uniforms is None else uniforms[index]
     token, row = draw(logits, own)
@@ -172,14 +177,6 @@ def draft(
     propose(first, logits),
   )
   return Draft(last.tokens, last.rows, last.length), last.cache
-
-
-def confidence_of(logits: jax.Array) -> jax.Array:
-  """The top probability of float[..., V] at temperature 1; float32[...].
-
-  The same at any temperature that is sampled at: at 0 all would be 1.
-  """
-  return probs.top_prob(logits)
 
 
 def acceptance_of(rule: LengthRule, confidence: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -37,7 +38,10 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
   Raises:
     ValueError: the table's vocabulary is larger than `vocab_size`.
   """
-  width = check_width(table, vocab_size)
+  width = table.vocab_size if vocab_size is None else vocab_size
+  if table.vocab_size > width:
+    expected = f'at most the {width} ids of the target'
+    raise unexpected("n-gram table's vocabulary", expected, table.vocab_size)
 
   def propose(table: NGramTable, state, context: Context):
     size = table.order - 1  # of a context
@@ -72,22 +76,6 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     return Draft(tokens.T, dense, length.astype(jnp.int32)), state
 
   return Drafter(lambda *_: (), propose, lambda state, _: state, 'ngram', table)
-
-
-def check_width(table: NGramTable, vocab_size: int | None) -> int:
-  """V, the width of the logits that a table drafts for.
-
-  Raises:
-    ValueError: the table's vocabulary is larger.
-  """
-  width = table.vocab_size if vocab_size is None else vocab_size
-  if table.vocab_size > width:
-    raise ValueError(
-      f'The n-gram table is for a vocabulary of {table.vocab_size}, the'
-      f' drafter was made for the {width} logits of its target; an id has to'
-      ' mean the same token to both.'
-    )
-  return width
 
 
 def longest_known(

@@ -4,7 +4,10 @@ A table of order n knows contexts of up to n - 1 tokens: order 1 is a unigram,
 order 2 a bigram. Contexts form a tree that is read backwards, beginning with
 the last token, so that the longest known end of any text is found by walking
 down from the root (the empty context) until no child fits. No array is V x V:
-memory grows with the number of contexts that the corpus holds.
+memory grows with the number of contexts that the corpus holds. `fit` counts
+what follows each context: contexts with one more token are ordered by (number
+of the shorter context, token), so that the sorted list of these pairs is the
+next level of the tree.
 
     context 0 is the root; those of one token follow, then those of two, ...
     children[i]:children[i + 1]  contexts that put one more token in front of i
@@ -18,7 +21,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -26,8 +29,14 @@ import numpy as np
 from flax import struct
 
 from specdec_jax import files
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import unexpected
 
 _KIND = 'ngram table'
+_BROKEN = (
+  *(AttributeError, EOFError, KeyError, OSError, TypeError, ValueError),
+  zipfile.BadZipFile,
+)
 _ARRAYS = {
   'tokens': np.int32,
   'children': np.int32,
@@ -41,7 +50,9 @@ class Vocabulary(Protocol):
   """The vocabulary that a table is fitted with; a `Tokenizer` is one."""
 
   vocab_size: int
-  fingerprint: str
+
+  @property
+  def fingerprint(self) -> str: ...
 
 
 @struct.dataclass
@@ -132,23 +143,10 @@ def load(
     if about['kind'] != _KIND:
       raise ValueError(f'its kind is {about["kind"]!r}')
     table = from_arrays(arrays, about)
-  except OSError as error:
-    raise ValueError(
-      f'No n-gram table could be read at {path!r}: {error.strerror}. Expected'
-      ' a file that `specdec train` wrote with gin/runs/fit_ngram.gin.'
-    ) from error
-  except (
-    AttributeError,
-    EOFError,
-    KeyError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-  ) as error:
-    raise ValueError(
-      f'{path!r} is not a whole n-gram table: {error}. Expected a file that'
-      ' `specdec train` wrote with gin/runs/fit_ngram.gin.'
-    ) from error
+  except _BROKEN as error:
+    reason = getattr(error, 'strerror', None) or error
+    expected = 'a whole file that gin/runs/fit_ngram.gin wrote'
+    raise unexpected('n-gram table', expected, path, f'{reason}.') from error
   if vocabulary is not None:
     check_vocabulary(repr(os.fspath(path)), table, vocabulary)
   return table
@@ -220,12 +218,178 @@ def check_vocabulary(
     table: the table to be used.
     vocabulary: vocabulary of the models that it is used with.
   """
-  same = table.fingerprint in ('', vocabulary.fingerprint)
-  if not same or table.vocab_size != vocabulary.vocab_size:
-    raise ValueError(
-      f'The n-gram table {which} was fitted for another vocabulary: of'
-      f' {table.vocab_size} pieces, tokenizer'
-      f' {table.fingerprint[:16] or "unknown"}; expected'
-      f' {vocabulary.vocab_size}, tokenizer {vocabulary.fingerprint[:16]}.'
-      ' Fit it again: `specdec train --gin_file=gin/runs/fit_ngram.gin`.'
+  same = table.fingerprint == vocabulary.fingerprint
+  if not table.fingerprint:
+    same = table.vocab_size == vocabulary.vocab_size
+  if not same:
+    wanted, given = (
+      f'{of.vocab_size} pieces ({of.fingerprint[:16] or "unknown"})'
+      for of in (vocabulary, table)
     )
+    advice = 'Fit it again: `specdec train --gin_file=gin/runs/fit_ngram.gin`.'
+    raise unexpected(f'vocabulary of table {which}', wanted, given, advice)
+
+
+# --- Fitting ------------------------------------------------------------------
+
+
+def fit(
+  sequences: Iterable[Sequence[int] | np.ndarray],
+  order: int,
+  vocab_size: int,
+  *,
+  max_continuations: int = 32,
+  min_count: int = 1,
+  fingerprint: str = '',
+) -> NGramTable:
+  """Counts what follows each context of up to `order` - 1 tokens.
+
+  Every token of a sequence but its first is predicted, so a sequence must begin
+  with what a decoder begins with (T5's start token 0). Contexts never reach
+  past the start of a sequence. It takes some 50 bytes of memory per token of
+  the corpus.
+
+  Args:
+    sequences: the sequences of ids; read once.
+    order: n >= 1.
+    vocab_size: V; ids lie in [0, V).
+    max_continuations: entries kept per context, the most frequent ones; ties go
+      to the smaller id.
+    min_count: contexts seen less often are left out, except the empty one.
+    fingerprint: fingerprint of the tokenizer, kept for `load`.
+
+  Returns:
+    The table, with NumPy arrays.
+
+  Raises:
+    ValueError: a number is below 1, an id is outside the vocabulary, or the
+      corpus is too small: for some length no context is left.
+  """
+  check_number('order', order, 1)
+  check_number('vocab_size', vocab_size, 1)
+  check_number('max_continuations', max_continuations, 1)
+  check_number('min_count', min_count, 1)
+  tokens, position = _flatten(sequences, vocab_size)
+  # For each token that is predicted: its place in the corpus, and the number of
+  # its context within the current level, that is among the contexts of the
+  # current length. Level 0 is the empty context.
+  place = np.flatnonzero(position > 0)
+  node = np.zeros(len(place), np.int64)
+  level, parents = np.zeros((2, 1), np.int64)
+  levels, found = [], []
+  for depth in range(order):
+    if depth:
+      reaches = position[place] >= depth
+      level, parents, place, node = _deeper(
+        tokens, place[reaches], node[reaches], depth, min_count
+      )
+    if not len(place):
+      raise unexpected(
+        'sequences',
+        f'a token that follows {depth + 1} others {min_count} times',
+        f'{len(tokens)} tokens in {np.sum(position == 0)} sequences',
+        f'Give more text, a smaller min_count, or order {max(depth, 1)}.',
+      )
+    levels.append((level, parents))
+    found.append(
+      _continuations(tokens, place, node, len(level), max_continuations)
+    )
+  counts, ids, log_probs = map(np.concatenate, zip(*found, strict=True))
+  return from_arrays(
+    {
+      'tokens': np.concatenate([level for level, _ in levels]),
+      'children': _children([parents for _, parents in levels]),
+      'starts': np.cumsum(np.append(0, counts)),
+      'ids': ids,
+      'log_probs': log_probs,
+    },
+    {
+      'order': order,
+      'vocab_size': vocab_size,
+      'fingerprint': fingerprint,
+    },
+  )
+
+
+def _flatten(sequences, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+  """All tokens, int64[N], and the place of each in its sequence, int64[N]."""
+  rows = [np.asarray(row, np.int64).reshape(-1) for row in sequences]
+  tokens = np.concatenate([np.zeros(0, np.int64), *rows])
+  if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+    given = int(tokens.min()), int(tokens.max())
+    raise unexpected('sequences', f'ids in [0, {vocab_size})', given)
+  lengths = np.array([len(row) for row in rows], np.int64)
+  begins = np.cumsum(lengths) - lengths
+  return tokens, np.arange(len(tokens)) - np.repeat(begins, lengths)
+
+
+def _deeper(
+  tokens: np.ndarray,
+  place: np.ndarray,
+  node: np.ndarray,
+  depth: int,
+  min_count: int,
+) -> tuple[np.ndarray, ...]:
+  """The contexts of `depth` tokens: shorter ones with one more token in front.
+
+  Args:
+    tokens: the corpus.
+    place: places of the tokens that have `depth` others before them.
+    node: for each of these tokens, the number of its shorter context.
+    depth: >= 1.
+    min_count: contexts seen less often are left out.
+
+  Returns:
+    The token and the parent of each new context, ordered by parent and then
+    token; and `place` and `node` of the tokens that have one.
+  """
+  base = int(tokens.max()) + 1
+  key = node * base + tokens[place - depth]
+  keys, node, counts = np.unique(key, return_inverse=True, return_counts=True)
+  kept = counts >= min_count
+  number = np.cumsum(kept) - 1
+  has_context = kept[node]
+  return (
+    keys[kept] % base,
+    keys[kept] // base,
+    place[has_context],
+    number[node[has_context]],
+  )
+
+
+def _continuations(
+  tokens: np.ndarray, place: np.ndarray, node: np.ndarray, size: int, most: int
+) -> tuple[np.ndarray, ...]:
+  """The most frequent tokens after each of `size` contexts.
+
+  Args:
+    tokens: the corpus.
+    place: places of the tokens that are predicted.
+    node: for each of them its context, 0..size - 1; every context has a token.
+    size: number of contexts.
+    most: entries kept per context.
+
+  Returns:
+    Entries of each context, [size]; their ids and log-probabilities.
+  """
+  base = int(tokens.max()) + 1
+  key, counts = np.unique(node * base + tokens[place], return_counts=True)
+  owner, ids = key // base, key % base
+  total = np.bincount(owner, weights=counts, minlength=size)
+  order = np.lexsort((ids, -counts, owner))
+  owner, ids, counts = owner[order], ids[order], counts[order]
+  per_node = np.bincount(owner, minlength=size)
+  first = np.cumsum(per_node) - per_node
+  kept = np.arange(len(owner)) - first[owner] < most
+  owner, ids, counts = owner[kept], ids[kept], counts[kept]
+  return np.minimum(per_node, most), ids, np.log(counts / total[owner])
+
+
+def _children(parents: Sequence[np.ndarray]) -> np.ndarray:
+  """int64[N + 1]: where each context's children begin; the last have none."""
+  sizes = [len(level) for level in parents]
+  begins = [1]
+  for above, level in zip(sizes, parents[1:], strict=False):
+    counts = np.bincount(level, minlength=above)
+    begins += (begins[-1] + np.cumsum(counts)).tolist()
+  return np.array(begins + [sum(sizes)] * sizes[-1])

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.types import Draft
 
@@ -43,7 +44,9 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
   Raises:
     ValueError: not 1 <= min_match <= max_match.
   """
-  check_matches('prompt_lookup', max_match, min_match)
+  if not 1 <= min_match <= max_match:
+    expected = '1 <= min_match <= max_match'
+    raise unexpected('prompt_lookup', expected, (min_match, max_match))
 
   def init(params, inputs, max_length, prompt):
     del params, max_length, prompt  # the prompt is in the context
@@ -61,15 +64,6 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
   return Drafter(init, propose, lambda inputs, _: inputs, name)
 
 
-def check_matches(what: str, max_match: int, min_match: int) -> None:
-  """Raises ValueError unless 1 <= min_match <= max_match."""
-  if not 1 <= min_match <= max_match:
-    raise ValueError(
-      f'{what} needs 1 <= min_match <= max_match, got'
-      f' min_match = {min_match}, max_match = {max_match}.'
-    )
-
-
 def ends_of(inputs: jax.Array, context: Context) -> jax.Array:
   """Tokens of each row's input, int32[B]; what follows is padding."""
   places = jnp.arange(1, inputs.shape[1] + 1)
@@ -82,7 +76,10 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   The row has inputs int32[E] that end at int32[], tokens int32[N] and length
   int32[].
   """
-  input_matches, matches = match_lengths(inputs, end, tokens, length, max_match)
+  back = length - 1 - jnp.arange(max_match)
+  recent = jnp.where(back >= 0, tokens[jnp.maximum(back, 0)], -1)
+  input_matches = _matches(inputs, end, recent)
+  matches = _matches(tokens, length, recent)
   input_place = jnp.argmax(input_matches)  # the first among equals
   input_match = input_matches[input_place]
   place = tokens.size - 1 - jnp.argmax(matches[::-1])  # the last
@@ -90,40 +87,18 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
 
   use_input = input_match >= match
   place = jnp.where(use_input, input_place, place)
-  proposed, room = copy_from(
-    inputs, tokens, end, length, use_input, place, gamma
-  )
-  longest = jnp.maximum(input_match, match)
-  others = jnp.any((input_matches == longest) & (inputs != proposed[0]))
-  others |= jnp.any((matches == longest) & (tokens != proposed[0]))
-  found = (longest >= min_match) & ((longest > 1) | ~others)
-  return proposed, jnp.where(found, room, 0).astype(jnp.int32)
-
-
-def copy_from(inputs, tokens, end, length, use_input, place, gamma):
-  """What is copied from a place of the input, or else of the output.
-
-  Returns:
-    int32[gamma], and how many of them there are.
-  """
   steps = jnp.arange(gamma)
   from_input = inputs.at[place + steps].get(mode='clip')
   # `place` is before the end, so the period is at least 1.
   period = jnp.maximum(length - place, 1)
   from_output = tokens.at[place + steps % period].get(mode='clip')
   room = jnp.where(use_input, jnp.minimum(end - place, gamma), gamma)
-  return jnp.where(use_input, from_input, from_output), room
-
-
-def match_lengths(inputs, end, tokens, length, max_match):
-  """How many of the last tokens stand before each place of input and output.
-
-  Returns:
-    int32[E] and int32[N].
-  """
-  back = length - 1 - jnp.arange(max_match)
-  recent = jnp.where(back >= 0, tokens[jnp.maximum(back, 0)], -1)
-  return _matches(inputs, end, recent), _matches(tokens, length, recent)
+  proposed = jnp.where(use_input, from_input, from_output)
+  longest = jnp.maximum(input_match, match)
+  others = jnp.any((input_matches == longest) & (inputs != proposed[0]))
+  others |= jnp.any((matches == longest) & (tokens != proposed[0]))
+  found = (longest >= min_match) & ((longest > 1) | ~others)
+  return proposed, jnp.where(found, room, 0).astype(jnp.int32)
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from typing import cast
 import jax.numpy as jnp
 from jax import lax
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters import length as length_rules
 from specdec_jax.drafters.base import (
   Context,
@@ -22,11 +23,9 @@ from specdec_jax.drafters.base import (
   draft_uniforms,
   draw,
   forbid_early_stops,
+  with_params,
 )
-from specdec_jax.models import base
 from specdec_jax.models.base import (
-  Draws,
-  Ends,
   FeatureModel,
   LanguageModel,
   gives_features,
@@ -55,10 +54,8 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   decoder-only drafter of an encoder-decoder target sees what the decoder has
   produced, and nothing of the input.
   """
-
   if isinstance(model, Model):
-    made = small_model(model.network)
-    return made._replace(params=model, models=(model.without_params(),))
+    return with_params(small_model(model.network), model)
 
   def draw_next(logits, context, index, uniforms):
     logits = forbid_early_stops(logits, context, index)
@@ -67,15 +64,12 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   def propose(params, cache, context: Context):
     if context.skips_rounds:
       cache = catch_up(model, params, cache, context.tokens, context.length)
-    last = context.tokens, context.length
+    logits, cache = read_last(
+      model, params, cache, context.tokens, context.length
+    )
     if context.rule is not None:
-      logits, cache = read_last(model, params, cache, *last)
       return adaptive(params, logits, cache, context)
     uniforms = draft_uniforms(context)
-    found = by_itself(params, cache, context, uniforms)
-    if found is not None:
-      return found
-    logits, cache = read_last(model, params, cache, *last)
     own, others = None, None
     if uniforms is not None:
       own, others = uniforms[0], uniforms[1:]
@@ -97,23 +91,6 @@ def small_model(model: Model | LanguageModel) -> Drafter:
       rows = jnp.concatenate([row[:, None], more_rows.swapaxes(0, 1)], axis=1)
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
-
-  def by_itself(params, cache, context: Context, uniforms):
-    ends, draws = None, None
-    if context.forbids_stops:
-      ends = Ends(context.stop_ids, context.min_length)
-    if uniforms is not None:
-      sampling = context.sampling
-      if sampling.top_k is not None or sampling.top_p is not None:
-        return None
-      draws = Draws(sampling.temperature, uniforms)
-    start, fed, place = _last_tokens(context.tokens, context.length)
-    call = params, model.rewind(cache, start), fed, place, context.gamma
-    found = base.draft(model, *call, ends, draws)
-    if found is None:
-      return None
-    length = jnp.full(found.tokens.shape[:1], context.gamma, jnp.int32)
-    return Draft(found.tokens, found.probs, length), found.cache
 
   def adaptive(params, logits, cache, context: Context):
     def read(cache, token, index):
@@ -156,10 +133,7 @@ def as_drafter(given: Drafter | Model) -> Drafter:
   if isinstance(given, Model):
     return small_model(given)
   if not isinstance(given, Drafter):
-    raise ValueError(
-      'Expected a drafter, such as prompt_lookup(), or a small Model, such as'
-      f' specdec_jax.load returns; got {given!r}.'
-    )
+    raise unexpected('drafter', 'a Drafter or a Model', given)
   return given
 
 
@@ -187,9 +161,13 @@ def read_last(
     Logits float32[B, more + 1, V] of the tokens that follow the last committed
     token and each of the proposed ones; the cache, of length `length` + more.
   """
-  start, fed, last = _last_tokens(tokens, length, more, behind)
+  # A row that holds fewer, such as only its start token, is read from there on.
+  # The tokens behind it are meaningless; the next call overwrites them.
+  start = jnp.maximum(length - behind, 0)
+  index = start[:, None] + jnp.arange(behind + more)
+  fed = jnp.take_along_axis(tokens, index, axis=1)
   cache = model.rewind(cache, start)
-  place = last[:, None] + jnp.arange(1 + more)
+  place = (length - 1 - start)[:, None] + jnp.arange(1 + more)
   if gives_features(model):
     # The output layer, often the largest product, is of the wanted tokens only.
     whole = cast(FeatureModel, model)
@@ -200,21 +178,6 @@ def read_last(
     logits, cache = model.extend(params, cache, fed)
     logits = jnp.take_along_axis(logits, place[..., None], axis=1)
   return logits, model.rewind(cache, length + more)
-
-
-def _last_tokens(tokens, length, more=0, behind=2):
-  """What `read_last` reads, which has the arguments.
-
-  Returns:
-    int32[B], the place of the first of these; int32[B, behind + more]; int32[B]
-    which of them is the last committed one. It is an earlier one in a row that
-    holds fewer, such as only its start token. In such a row the tokens behind
-    it are meaningless, and the next call overwrites them.
-  """
-  start = jnp.maximum(length - behind, 0)
-  index = start[:, None] + jnp.arange(behind + more)
-  fed = jnp.take_along_axis(tokens, index, axis=1)
-  return start, fed, length - 1 - start
 
 
 def catch_up(model: LanguageModel, params, cache, tokens, length):

@@ -24,16 +24,15 @@ from specdec_jax.drafters.base import (
   Drafter,
   DrafterState,
   forbid_early_stops,
+  with_params,
 )
 from specdec_jax.drafters.small_model import (
-  SMALL_MODEL,
   catch_up,
   read_last,
 )
 from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
 from specdec_jax.models.model import Model
-from specdec_jax.models.tree import Tree, static_tree
-from specdec_jax.tree_shape import ROOT, TreeShape
+from specdec_jax.tree_shape import ROOT, Tree, TreeShape, static_tree
 from specdec_jax.types import Draft
 
 CHILDREN = ('without_replacement', 'independent', 'chosen')
@@ -67,7 +66,7 @@ def small_model_tree(
 
   Args:
     model: the model.
-    shape: the tree, level by level (as `branching` and `best_tree` make it).
+    shape: the tree, level by level (as `branching` makes it).
     children: what the children of a node are where tokens are sampled:
       'without_replacement', drawn from the model, each without its elder
       siblings; 'independent', drawn from the model, so that siblings may be
@@ -81,7 +80,7 @@ def small_model_tree(
   shape.check_by_level('small_model_tree')
   if isinstance(model, Model):
     made = small_model_tree(model.network, shape, children)
-    return made._replace(params=model, models=(model.without_params(),))
+    return with_params(made, model)
 
   def init(params, inputs, max_length, prompt=None, encoded=None):
     # No sequence is as long as all nodes are.
@@ -125,20 +124,6 @@ def small_model_tree(
     reads_encoder=reads_encoder(model),
     tree=shape,
   )
-
-
-def tree_of(drafter: Drafter, shape: TreeShape) -> Drafter:
-  """The tree of the model behind a `small_model`, which takes its parameters.
-
-  Raises:
-    ValueError: the drafter is something else.
-  """
-  if drafter.network is None or drafter.name != SMALL_MODEL:
-    raise ValueError(
-      f'A tree of a small model was asked for, and the drafter is'
-      f' {drafter.name!r}: expected a small_model, or a Model.'
-    )
-  return small_model_tree(drafter.network, shape)
 
 
 def _grow(

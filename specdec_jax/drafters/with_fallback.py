@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
   DrafterState,
+  ask_unless,
   check_chain,
   is_finished,
 )
@@ -72,18 +72,10 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     context = dataclasses.replace(context, skips_rounds=True)
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
-    shapes, _ = jax.eval_shape(second.propose, params[1], state.second, context)
-    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    def ask(carry):
-      _, _, second_state = carry
-      return True, *second.propose(params[1], second_state, context)
-
-    # A loop of one turn or none, because it updates the cache in place; a
-    # conditional would copy it.
-    enough = jnp.all(has_draft | state.finished)
-    _, other, second_state = lax.while_loop(
-      lambda carry: ~carry[0], ask, (enough, nothing, state.second)
+    other, second_state = ask_unless(
+      jnp.all(has_draft | state.finished),
+      lambda second_state: second.propose(params[1], second_state, context),
+      state.second,
     )
     state = FallbackState(
       first=first_state,

@@ -1,15 +1,22 @@
 """From produced tokens to text: `Completion`, stop strings, safe prefixes."""
 
+import copy
 import dataclasses
 import itertools
+import math
+import os
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from specdec_jax.engine.scoring import Top
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import DecodeStats, FinishReason, Generation
 
 _INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
+
+MOST_Z = 3.0  # standard deviations, beyond which a text is marked
 
 _REASONS = {
   FinishReason.STOP: 'stop',
@@ -63,18 +70,18 @@ class CompletionStats:
 
 def total(stats: Iterable[CompletionStats]) -> CompletionStats:
   """The sum of the counts of several outputs."""
-  every = list(stats)
-  histograms = (one.histogram for one in every)
-  as_blocks = any(one.num_passed is not None for one in every)
+  parts = list(stats)
+  histograms = (part.histogram for part in parts)
+  as_blocks = any(part.num_passed is not None for part in parts)
   return CompletionStats(
-    num_tokens=sum(one.num_tokens for one in every),
-    num_target_calls=sum(one.num_target_calls for one in every),
-    num_tested=sum(one.num_tested for one in every),
-    num_accepted=sum(one.num_accepted for one in every),
+    num_tokens=sum(part.num_tokens for part in parts),
+    num_target_calls=sum(part.num_target_calls for part in parts),
+    num_tested=sum(part.num_tested for part in parts),
+    num_accepted=sum(part.num_accepted for part in parts),
     # Histograms of different gammas have different widths.
     histogram=tuple(map(sum, itertools.zip_longest(*histograms, fillvalue=0))),
-    num_passed=sum(one.passed for one in every) if as_blocks else None,
-    fallback_rounds=sum(one.fallback_rounds for one in every),
+    num_passed=sum(part.passed for part in parts) if as_blocks else None,
+    fallback_rounds=sum(part.fallback_rounds for part in parts),
   )
 
 
@@ -100,6 +107,8 @@ class Completion:
       that of the calibration's texts; None without a calibration.
     out_of_distribution: whether that is more than 3, either way: the text is of
       another kind than those of the calibration.
+    top_log_probs: for each token the ids of the likeliest tokens at its place
+      and their log-probabilities, the likeliest first; empty if not asked for.
   """
 
   text: str
@@ -112,6 +121,47 @@ class Completion:
   score: float | None = None
   acceptance_z: float | None = None
   out_of_distribution: bool = False
+  top_log_probs: Top = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class UsualAcceptance:
+  """The acceptance of the texts that a calibration saw.
+
+  A drafter that was fitted to one kind of text may be poor at another. A text's
+  acceptance rate then lies further from the usual one than texts differ among
+  themselves.
+
+  Attributes:
+    mean: accepted / judged proposals.
+    spread: standard deviation between texts, of infinitely many tokens each.
+  """
+
+  mean: float
+  spread: float
+
+  def z_of(self, stats: CompletionStats) -> float | None:
+    """How many standard deviations a text's acceptance is above the mean.
+
+    Returns:
+      None if nothing was judged.
+    """
+    rate = stats.acceptance_rate
+    if rate is None:
+      return None
+    # That of one hit is added: an acceptance of 1 is not known without error.
+    by_chance = self.mean * (1 - self.mean) + 1 / stats.num_tested
+    error = math.sqrt(self.spread**2 + by_chance / stats.num_tested)
+    return (rate - self.mean) / error
+
+  def judged(self, completion: Completion) -> Completion:
+    """The completion, marked where its acceptance is not usual."""
+    z = self.z_of(completion.stats)
+    return dataclasses.replace(
+      completion,
+      acceptance_z=z,
+      out_of_distribution=z is not None and abs(z) > MOST_Z,
+    )
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
@@ -183,47 +233,236 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
   )
 
 
-class Text:
-  """The text of an output that may still grow.
+class Piece(NamedTuple):
+  """What a token adds to a text.
 
   Attributes:
-    final: the text if nothing follows. It ends before the stop string that is
-      completed first, so it does not depend on how many tokens arrived
+    text: its text. Of tokens that share a character only the last one adds it.
+    end: where it ends in the whole text.
+    part: of a token that is only a part of a character, its bytes.
+  """
+
+  text: str
+  end: int
+  part: bytes = b''
+
+  @property
+  def name(self) -> str:
+    """The text, or the bytes as vLLM and OpenAI write them."""
+    if not self.part:
+      return self.text
+    return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self.part)
+
+  @property
+  def bytes(self) -> list[int]:
+    """The bytes in UTF-8."""
+    return list(self.part or self.text.encode())
+
+
+class Text:
+  """The text of an output that grows.
+
+  A decoder may still change what it gave for the last tokens: bytes become a
+  character, or a whole run of bytes turns into U+FFFDs while its last character
+  is not complete. Text is stable where one byte more would leave it as it is.
+  Only tokens since the last such place are decoded, so the work is linear.
+
+  Attributes:
+    whole: the text of the tokens so far.
+    stop_end: where the first stop string ends in `whole`, None without one.
+      Only stable text is searched, so it does not matter how many tokens arrive
       together.
-    has_stop_string: whether the text holds a stop string.
+    pieces: with `with_pieces`, what each token adds, but for the last tokens
+      while their text may change. The texts of all pieces joined are the text.
   """
 
   def __init__(
     self,
     tokenizer: Tokenizer,
-    tokens: Sequence[int] | np.ndarray,
-    stop_strings: Sequence[str],
+    stop_strings: Sequence[str] = (),
+    min_length: int = 0,
+    *,
+    with_pieces: bool = False,
   ):
-    self._whole = decode(tokenizer, [int(token) for token in tokens])
-    self._stop_strings = stop_strings
-    begins = [(self._whole.find(string), string) for string in stop_strings]
-    found = [(at + len(string), at) for at, string in begins if at >= 0]
-    self.has_stop_string = bool(found)
-    self.final = self._whole[: min(found)[1]] if found else self._whole
+    """Begins with no token.
+
+    Args:
+      tokenizer: the vocabulary.
+      stop_strings: strings that end the output.
+      min_length: tokens before a stop string counts: it must end behind them.
+      with_pieces: whether to say what each token adds.
+    """
+    self._tokenizer, self._with_pieces = tokenizer, with_pieces
+    self._stop_strings, self._min_length = stop_strings, min_length
+    # The last byte of a character that no vocabulary has.
+    self._byte = tokenizer.encode('\U0010ffff')[-1:]
+    self._context: list[int] = []  # read before `_open`, so it keeps its blank
+    self._open: list[int] = []  # tokens whose text is not settled
+    self._settled = self._stable = self.whole = ''
+    self._num_tokens = self._searched = self._stop_begin = 0
+    self.stop_end: int | None = None
+    self.pieces: list[Piece] = []
+    self._unspelled: list[tuple[int, str]] = []  # tokens, the text after each
+    self._spelled = 0  # characters of the text that are in pieces
+
+  def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
+    """Takes the tokens that follow."""
+    ids = [int(token) for token in tokens]
+    first = max(self._min_length - self._num_tokens, 0)
+    together = [ids[:first], ids[first:]]
+    parts = [[token] for token in ids] if self._with_pieces else together
+    for part in filter(None, parts):
+      self._read(part)
+      self._num_tokens += len(part)
+      if self._num_tokens > self._min_length and self.stop_end is None:
+        self._stop_begin, self.stop_end = self._stop_in(self._stable)
+      self._searched = len(self._stable)
+      if self._with_pieces:
+        self._unspelled.append((part[-1], self.whole))
+        if not self._open:
+          self._spell()
+
+  def _read(self, ids: list[int]) -> None:
+    """Takes tokens whose texts settle together, or not yet."""
+    begin = len(decode(self._tokenizer, self._context))
+    self._open = self._open + ids
+    window = self._context + self._open
+    text = decode(self._tokenizer, window)
+    longer = decode(self._tokenizer, window + self._byte)
+    stable = os.path.commonprefix([text, longer]).rstrip(_INCOMPLETE)
+    self.whole = self._settled + text[begin:]
+    self._stable = self._settled + stable[begin:]
+    if stable == text:
+      # A decoder takes blanks from the begin of a text: the context has more.
+      alone = decode(self._tokenizer, self._open).strip()
+      self._context = self._open if alone else window
+      self._open, self._settled = [], self.whole
+
+  def _spell(self) -> None:
+    """Divides the text among the tokens that have no piece yet."""
+    shared: list[int] = []
+    for token, text in self._unspelled:
+      shared.append(token)
+      if len(text) < self._spelled or not self.whole.startswith(text):
+        continue
+      added = text[self._spelled :]
+      parts = [b''] * len(shared)
+      if len(shared) > 1:
+        parts = [_bytes_of(self._tokenizer, part) for part in shared]
+      if b''.join(parts) != added.encode():  # bytes that are no character
+        parts = [b''] * len(shared)
+      self.pieces += [Piece('', self._spelled, part) for part in parts[:-1]]
+      self.pieces.append(Piece(added, len(text), parts[-1]))
+      self._spelled, shared = len(text), []
+    self._unspelled = []
+
+  def _stop_in(self, text: str) -> tuple[int, int | None]:
+    """Begin and end of the stop string that is complete first in new text."""
+    ends = []
+    for string in self._stop_strings:
+      at = text.find(string, max(self._searched + 1 - len(string), 0))
+      if at >= 0:
+        ends.append((at + len(string), at))
+    end, begin = min(ends, default=(None, 0))
+    return begin, end
+
+  def pieces_of(
+    self, tokens: Sequence[int], *, is_end: bool = True
+  ) -> list[Piece]:
+    """What tokens that follow would add; this text does not take them.
+
+    The first one adds what has not settled before it, too.
+
+    Args:
+      tokens: the tokens.
+      is_end: whether nothing follows them. Otherwise the last tokens have no
+        piece while their text may still change.
+    """
+    longer = copy.copy(self)
+    longer._with_pieces, longer._spelled = True, len(self._settled)
+    longer.pieces, longer._unspelled = [], []
+    longer.extend(tokens)
+    if is_end:
+      longer._spell()
+    return longer.pieces
+
+  def adds(self, token: int) -> Piece:
+    """What one more token would add to `whole`."""
+    longer = copy.copy(self)
+    longer._with_pieces = False
+    longer.extend([token])
+    whole = longer.whole
+    completes = not whole.startswith(self.whole)  # a character before it
+    is_part = completes or whole.endswith(_INCOMPLETE)
+    part = _bytes_of(self._tokenizer, token) if is_part else b''
+    return Piece(whole[len(self.whole) :], len(whole), part)
 
   @property
-  def stable(self) -> str:
-    """The part of the text that no further token can change."""
-    if self.has_stop_string:
-      return self.final
-    text = self._whole.rstrip(_INCOMPLETE)
+  def ready(self) -> str:
+    """The part of the text that nothing that follows can change or cut."""
+    if self.stop_end is not None:
+      return self.whole[: self._stop_begin]
     held = 0
     for string in self._stop_strings:
-      for size in range(1, len(string)):
-        if text.endswith(string[:size]):
-          held = max(held, size)
-    return text[: len(text) - held]
+      for size in range(held + 1, len(string)):
+        if self._stable.endswith(string[:size]):
+          held = size
+    return self._stable[: len(self._stable) - held]
+
+  def end(self) -> str:
+    """The text if nothing follows, which ends before a stop string."""
+    self._spell()
+    if self.stop_end is None and self._num_tokens > self._min_length:
+      self._stop_begin, self.stop_end = self._stop_in(self.whole)
+    return self.whole if self.stop_end is None else self.ready
+
+
+def pieces_of(completion: Completion, tokenizer: Tokenizer) -> list[Piece]:
+  """What each token of a completion adds: joined they are its text.
+
+  Tokens behind a stop string, and a stop id, add nothing.
+  """
+  size, tokens = len(completion.text), completion.tokens
+  has_stop_id = completion.finish_reason == _REASONS[FinishReason.STOP]
+  pieces = Text(tokenizer).pieces_of(tokens[: len(tokens) - has_stop_id])
+  cut = [
+    piece
+    if piece.end + (not piece.text) <= size
+    else Piece(
+      piece.text[: max(size - piece.end + len(piece.text), 0)],
+      min(piece.end, size),
+    )
+    for piece in pieces
+  ]
+  return cut + [Piece('', size)] * has_stop_id
+
+
+# How vocabularies of bytes write them: visible characters of Latin-1 as they
+# are, the others in their order as characters from U+0100 on.
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
+_BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
+
+
+def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+  """The bytes of a token that is a part of a character."""
+  if not decode(tokenizer, [token]):
+    return b''  # a special token between two parts
+  # A tokenizer of somebody's own need not have pieces.
+  piece = getattr(tokenizer, 'pieces', {}).get(token, '')
+  if piece.startswith('<0x'):
+    return bytes([int(piece[3:-1], 16)])
+  return b''.join(_BYTES.get(char, char.encode()) for char in piece)
 
 
 def cut_at_stop_string(
-  completion: Completion, tokenizer: Tokenizer, stop_strings: Sequence[str]
+  completion: Completion,
+  tokenizer: Tokenizer,
+  stop_strings: Sequence[str],
+  min_length: int = 0,
 ) -> Completion:
-  """Ends a completion at its first stop string.
+  """Ends a completion at its first stop string behind `min_length` tokens.
 
   A round may produce tokens past it, so the tokens are cut to the fewest whose
   text holds it. The counts stay: they say what was computed.
@@ -233,15 +472,18 @@ def cut_at_stop_string(
   tokens = completion.tokens
   if completion.finish_reason == _REASONS[FinishReason.STOP]:
     tokens = without_stop_id(tokens, FinishReason.STOP)
-  output = Text(tokenizer, np.asarray(tokens), stop_strings)
-  if not output.has_stop_string:
+  output = Text(tokenizer, stop_strings, min_length)
+  output.extend(tokens)
+  text = output.end()
+  if output.stop_end is None:
     return completion
-  for length in range(1, len(tokens) + 1):
-    if Text(tokenizer, tokens[:length], stop_strings).has_stop_string:
-      break
+  shown, length = Text(tokenizer), 0
+  while not shown.whole.startswith(output.whole[: output.stop_end]):
+    shown.extend(tokens[length : length + 1])
+    length += 1
   return dataclasses.replace(
     completion,
-    text=output.final,
+    text=text,
     tokens=tokens[:length],
     log_probs=completion.log_probs[:length],
     finish_reason=_REASONS[FinishReason.STOP_STRING],

@@ -1,21 +1,26 @@
-"""Continuous batching: an engine decodes many texts, a fixed number at a time.
+"""Continuous batching: the scheduler, fed from a list of texts."""
 
-The host side of `decoding.pool`; `pool_run` is one run of texts through a pool.
-"""
-
+import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from specdec_jax.decoding.row_layout import PoolPrograms
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.pool_run import PoolRun, Rehearsal
-from specdec_jax.engine.schedule import PoolSettings, PoolStats
-from specdec_jax.engine.text_batch import TextBatch
+from specdec_jax.engine.request import TextBatch
+from specdec_jax.engine.scheduler import (
+  PoolSettings,
+  PoolStats,
+  Row,
+  Scheduler,
+  Update,
+)
 
 
 class Continuous:
@@ -53,8 +58,7 @@ class Continuous:
     Raises:
       ValueError: an option is out of range.
     """
-    batch = self._text_batch(texts, speculative, options)
-    return self.completions(batch, speculative)
+    return self.completions(self._text_batch(texts, speculative, options))
 
   def run(
     self, texts: Sequence[Any], *, speculative: bool = True, **options
@@ -64,26 +68,24 @@ class Continuous:
     A completion that has been yielded is not kept. Arguments and errors are
     those of `generate`.
     """
-    batch = self._text_batch(texts, speculative, options)
-    yield from self._run(batch, speculative)
+    yield from self._run(self._text_batch(texts, speculative, options))
 
-  def completions(
-    self, batch: TextBatch, speculative: bool
-  ) -> list[Completion]:
+  def completions(self, batch: TextBatch) -> list[Completion]:
     """Decodes a batch that an engine has made: a completion for each text."""
-    found = dict(self._run(batch, speculative))
-    return [found[index] for index in sorted(found)]
+    done = dict(self._run(batch))
+    return [done[index] for index in sorted(done)]
 
-  def _run(
-    self, batch: TextBatch, speculative: bool
-  ) -> Iterator[tuple[int, Completion]]:
-    self._check(batch, speculative)
-    self.stats = PoolStats()
-    yield from sorted(batch.passed_over.items())
+  def stream(
+    self, batch: TextBatch, shows_rounds: bool = False
+  ) -> Iterator[Update]:
+    """Yields what each round brings the only text of a batch."""
+    self._check(batch)
     if batch.rows:
-      one = self._pool_run(batch)
-      self.stats = one.stats
-      yield from one.completions()
+      row = Row(batch, streams=True, shows_rounds=shows_rounds)
+      scheduler = self._scheduler(batch, [row])
+      scheduler.submit([row])
+      for _, update in scheduler.drain():
+        yield update
 
   def warmup(
     self, texts: Sequence[Any], *, speculative: bool = True, **options
@@ -92,24 +94,31 @@ class Continuous:
 
     Returns the seconds that it took; 0.0 if everything had been compiled.
     """
-    batch = self._text_batch(texts, speculative, options)
-    return self.warm_up(batch, speculative)
+    return self.warm_up(self._text_batch(texts, speculative, options))
 
-  def warm_up(self, batch: TextBatch, speculative: bool) -> float:
+  def warm_up(self, batch: TextBatch) -> float:
     """`warmup` for a batch that an engine has made."""
     begin = time.perf_counter()
-    self._check(batch, speculative)
+    self._check(batch)
     if not batch.rows:
       return 0.0
-    one = self._pool_run(batch)
-    if one.shapes in self._warm:
+    rows = self._rows(batch)
+    by_width = {row.widths: row.index for row in rows}
+    sizes = self.settings.pool_sizes(batch.batch_multiple)
+    fits = [size for size in sizes if size >= len(rows)]
+    first = min(fits, default=sizes[-1])
+    key = jax.tree.structure(batch.request), first, *sorted(by_width)
+    if key in self._warm:
       return 0.0
-    for rehearsal in one.rehearsals():
-      small = self._pool_run(batch, rehearsal)
-      for _ in small.completions():
-        pass
-    small.rehearse_smaller_pools()
-    self._warm.add(one.shapes)
+    scheduler, short = self._scheduler(batch, rows), self._short(batch)
+    widths = sorted(by_width)
+    for width in widths:
+      scheduler.rehearse([Row(short, by_width[width], streams=True)], first)
+    smaller = [size for size in sizes[::-1] if size < first]
+    for size, then in zip([first, *smaller], smaller, strict=False):
+      row = Row(short, by_width[widths[-1]], streams=True)
+      scheduler.rehearse([row], size, [then])
+    self._warm.add(key)
     return time.perf_counter() - begin
 
   def _text_batch(
@@ -120,46 +129,67 @@ class Continuous:
     batch: TextBatch = self.engine.text_batch(texts, speculative, **options)
     return batch
 
-  def _check(self, batch: TextBatch, speculative: bool) -> None:
+  def _check(self, batch: TextBatch) -> None:
     """Raises ValueError for beams, or samples that depend on neighbours."""
     if batch.options.num_beams is not None:
-      raise ValueError(
-        f'num_beams = {batch.options.num_beams}: no place of a beam search is'
-        ' given to another text while it runs; take Engine.generate.'
-      )
+      expected = 'None in a pool; Engine.generate searches'
+      raise unexpected('num_beams', expected, batch.options.num_beams)
     gammas = self.settings.gammas or {}
-    varied = len(set(gammas.values())) > 1 or len(self.settings.ends or ()) > 1
+    varied = len(set(gammas.values())) > 1 or len(self.settings.plan or ()) > 1
     sampled = not batch.options.sampling.greedy
-    if speculative and varied and sampled and self.settings.deterministic:
-      raise ValueError(
-        f'gammas = {dict(gammas)} changes with the number of running rows, and'
-        ' samples at a temperature above 0 would change with it. Give all the'
-        ' same gamma, set temperature 0, or deterministic=False.'
-      )
+    drafts = bool(batch.rows) and batch.request.gamma > 0
+    if drafts and varied and sampled and self.settings.deterministic:
+      expected = 'one gamma for samples, unless deterministic is False'
+      raise unexpected('gammas', expected, dict(gammas))
 
-  def _pool_run(
-    self, batch: TextBatch, rehearsal: Rehearsal | None = None
-  ) -> PoolRun:
-    length, settings = self.engine.max_decode_len, self.settings
-    if settings.gammas is not None and settings.ends is None:
-      rule = batch.request.rule
-      ends = {
-        rows: self.engine.ends_of(gamma, rule)
-        for rows, gamma in settings.gammas.items()
-      }
-      settings = dataclasses.replace(settings, ends=ends)
-    made = PoolRun(self._compiled, batch, settings, length, rehearsal)
-    _, buckets, num_slots, rows = made.shapes
-    inputs = max((inputs for inputs, _ in buckets), default=1)
-    self.engine.room.check(rows, inputs, num_slots, batch.request.call_tokens)
-    return made
+  def _run(self, batch: TextBatch) -> Iterator[tuple[int, Completion]]:
+    self._check(batch)
+    self.stats = PoolStats()
+    yield from sorted(batch.passed_over.items())
+    if not batch.rows:
+      return
+    rows = self._rows(batch)
+    scheduler = self._scheduler(batch, rows)
+    self.stats = scheduler.stats
+    scheduler.submit(rows)
+    for row, update in scheduler.drain():
+      if update.completion is not None:
+        yield batch.rows[row.index], update.completion
 
-  def _compiled(
-    self, speculative: bool, prompted: bool, example: Request
-  ) -> PoolPrograms:
-    key: Any = speculative, prompted, jax.tree.structure(example)
-    key = *key, example.inputs.shape[0]
+  def _rows(self, batch: TextBatch) -> list[Row]:
+    """The shortest first: rows that decode together are then alike."""
+    rows = [Row(batch, index) for index in range(len(batch.rows))]
+    return sorted(rows, key=lambda row: (row.widths, sum(row.lengths)))
+
+  def _scheduler(self, batch: TextBatch, rows: Sequence[Row]) -> Scheduler:
+    widths = [row.widths for row in rows]
+    inputs, prompts = map(max, zip(*widths, strict=True))
+    return Scheduler(
+      self.engine,
+      self.settings,
+      batch.request,
+      self._compiled,
+      (inputs, prompts),
+      widths[0][0],
+      batch.batch_multiple,
+    )
+
+  def _compiled(self, example: Request, prompted: bool) -> PoolPrograms:
+    key: Any = prompted, jax.tree.structure(example), example.inputs.shape[0]
     if key not in self._programs:
-      loop, params = self.engine.loop(speculative)
+      loop, params = self.engine.loop(example.gamma > 0)
       self._programs[key] = PoolPrograms(loop, params, example, prompted)
     return self._programs[key]
+
+  def _short(self, batch: TextBatch) -> TextBatch:
+    """The batch with outputs that end in their second round."""
+    request: Any = batch.request
+    gammas = [request.gamma, *(self.settings.gammas or {}).values()]
+    most = min(max(gammas) + 2, request.slots)
+    short = copy.copy(batch)
+    short.request = dataclasses.replace(
+      request,
+      max_length=np.full_like(request.max_length, most),
+      stop_ids=np.full_like(request.stop_ids, -1),
+    )
+    return short

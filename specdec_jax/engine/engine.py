@@ -12,25 +12,17 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checks import memory
 from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_type, shortened
+from specdec_jax.checks.fields import check_type, unexpected
 from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.engine import compilation_cache, scoring, trace
-from specdec_jax.engine.completion import Completion, Text, without_stop_id
+from specdec_jax.engine.completion import Completion, UsualAcceptance
 from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.languages import Languages, languages_of
 from specdec_jax.engine.loop_programs import LoopPrograms
-from specdec_jax.engine.monitor import Usual
-from specdec_jax.engine.options import (
-  Options,
-  as_gamma,
-  options_of,
-  repeated,
-)
 from specdec_jax.engine.pair import (
   Room,
   check_adapts,
@@ -44,22 +36,27 @@ from specdec_jax.engine.pair import (
   placed_pair,
   placement_of,
 )
-from specdec_jax.engine.schedule import PoolSettings
-from specdec_jax.engine.text_batch import (
-  STOP_STRING_ROUNDS,
-  Ends,
-  Limits,
-  RowsSoFar,
+from specdec_jax.engine.request import (
+  Drafting,
+  Languages,
+  Options,
   TextBatch,
+  around,
+  as_gamma,
   check_texts,
   encoded,
+  languages_of,
+  options_of,
+  repeated,
 )
-from specdec_jax.engine.trace_view import Trace
+from specdec_jax.engine.scheduler import PoolSettings, Update
+from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
-from specdec_jax.models.base import ends_inputs, pad_id, start_id
+from specdec_jax.models.base import ends_inputs
 from specdec_jax.models.model import Model
+from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.vocabulary import open_vocabulary
+from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import FinishReason, Generation, LengthRule
 
 _NO_DRAFTER = (
@@ -124,6 +121,8 @@ class Engine:
     fallback: bool | Fallback = False,
     source_lang: str | None = None,
     target_lang: str | None = None,
+    split_special_tokens: bool | None = None,
+    skip_special_tokens: bool | None = None,
   ):
     """Checks that the pair fits and puts its parameters on the device.
 
@@ -132,11 +131,11 @@ class Engine:
       drafter: what proposes tokens: any `Drafter`, or a small model (see
         `small_model`); None for plain decoding only. A decoder-only drafter of
         a target with an encoder sees nothing of the input; a warning says so.
-      tokenizer: the tokenizer of both, or its path, see `open_vocabulary`; None
+      tokenizer: the tokenizer of both, or its path, see `Tokenizer`; None
         is the target's own.
-      gamma: the most proposals per round, static; or 'adaptive': a draft ends
-        where the drafter is not sure enough, see `drafters.length`; or the rule
-        of a calibration that says where. None is 4, or what a run chooses.
+      gamma: tokens that the drafter proposes per round; 'adaptive' ends a draft
+        where the drafter is not sure enough. A calibration's rule, too, see
+        `drafters.length`. None is 4, or what a run chooses.
       max_input_len: tokens of the longest input.
       max_decode_len: tokens of the longest output.
       batch_size: the most texts that are decoded together. If there are more,
@@ -157,10 +156,15 @@ class Engine:
       cache_folder: folder of compiled programs; None is the user's cache
         folder.
       fallback: whether the drafter rests where a text's acceptance makes it
-        slower than plain decoding, see `decoding.fallback`; True goes by
+        slower than plain decoding, see `decoding.fallback`. True goes by
         guessed costs, a `Fallback` (of `Choice.fallback`) by measured ones.
-      source_lang: see the class; 'eng_Latn', for instance.
-      target_lang: see the class.
+      source_lang: language of the texts, such as 'eng_Latn', of a model that
+        translates between many, unless a call gives another.
+      target_lang: language of the outputs, such as 'deu_Latn'.
+      split_special_tokens: whether names of special tokens in a text are text;
+        see `Tokenizer`, whose own setting is taken if it is None.
+      skip_special_tokens: whether special tokens have no text in an output;
+        None takes the tokenizer's own setting.
 
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
@@ -169,39 +173,38 @@ class Engine:
         not known or the target has none, a checkpoint is broken, or devices or
         a model cannot be split as a placement says.
     """
-    if not isinstance(fallback, bool | Fallback):
-      raise ValueError(
-        'fallback must be True, False or a Fallback, such as that of a'
-        f" calibration's choice, got {fallback!r}."
-      )
-    check_type('placement', placement, partitioning.Placement | None)
-    check_type(
-      'draft_placement', draft_placement, partitioning.Placement | None
-    )
-    check_type('cache_folder', cache_folder, str | os.PathLike | None)
+    for name, value, kind in (
+      ('fallback', fallback, bool | Fallback),
+      ('placement', placement, partitioning.Placement | None),
+      ('draft_placement', draft_placement, partitioning.Placement | None),
+      ('split_special_tokens', split_special_tokens, bool | None),
+      ('skip_special_tokens', skip_special_tokens, bool | None),
+      ('cache_folder', cache_folder, str | os.PathLike | None),
+    ):
+      check_type(name, value, kind)
     self.chooses_gamma = gamma is None
     self.gamma = _USUAL_GAMMA if gamma is None else gamma
     self.fallback = fallback
-    self.usual: Usual | None = None
+    self.usual: UsualAcceptance | None = None
     check_number('max_input_len', max_input_len, 2)
     check_number('max_decode_len', max_decode_len, 1)
     check_number('batch_size', batch_size, 1)
     if not isinstance(target, Model):
-      raise ValueError(
-        'Expected a target such as specdec_jax.load returns, or Model(network,'
-        f' params); got {target!r}.'
-      )
+      expected = 'a Model, such as specdec_jax.load or Model(network, params)'
+      raise unexpected('target', expected, target)
     if drafter is not None:
       drafter = fitted(target, as_drafter(drafter))
     if tokenizer is None:
       tokenizer = own_vocabulary(target)
     elif isinstance(tokenizer, str | os.PathLike):
-      tokenizer = open_vocabulary(tokenizer)
+      tokenizer = Tokenizer(tokenizer)
     if not hasattr(tokenizer, 'encode'):  # somebody's own has it
-      raise ValueError(
-        f'tokenizer is {shortened(tokenizer)}, expected a Tokenizer or a path.'
-      )
+      raise unexpected('tokenizer', 'a Tokenizer or a path', tokenizer)
     check_pair(target, drafter, tokenizer)
+    if isinstance(tokenizer, Tokenizer):
+      tokenizer = tokenizer.for_network(
+        target.network.vocab_size, split_special_tokens, skip_special_tokens
+      )
     bos_id = target.bos_id if bos_id is None else bos_id
     if bos_id is None:
       bos_id = first_id(target.network, tokenizer, {})
@@ -243,7 +246,7 @@ class Engine:
     if pair.drafter is not None:
       self._loops[True] = Loop(self.target, pair.drafter), self.params
     self._programs = LoopPrograms(self._loops, self.room, partition)
-    self._pools: dict[int, Continuous] = {}  # by their rows
+    self._pools: dict[PoolSettings, Continuous] = {}
 
   def __repr__(self) -> str:
     target: Any = self.models['target']
@@ -252,7 +255,7 @@ class Engine:
       draft = self.drafter.name or self.drafter.propose.__qualname__
     gamma = f'up to {self.gamma}' if self.rule else self.gamma
     leaves = jax.tree.leaves(self.params.target)
-    devices = {one for leaf in leaves for one in leaf.devices()}
+    devices = {device for leaf in leaves for device in leaf.devices()}
     kind = next(iter(devices)).device_kind
     return (
       f'{type(self).__name__}({target=}, {draft=}, {gamma=},'
@@ -274,8 +277,8 @@ class Engine:
   def gamma(self, value: int | str | LengthRule) -> None:
     self._gamma, self._rule = as_gamma(value)
 
-  def ends_of(self, gamma: int, rule: LengthRule | None) -> Ends:
-    """Where drafts of `gamma` proposals end, and when the drafter rests.
+  def drafting_of(self, gamma: int, rule: LengthRule | None) -> Drafting:
+    """How rows are drafted for with `gamma` proposals at most.
 
     Measured costs of the engine's fallback are of its own gamma; another one
     has guessed costs.
@@ -284,22 +287,31 @@ class Engine:
       ValueError: gamma is more than the rule's proposals.
     """
     if rule is not None and gamma > rule.most:
-      raise ValueError(
-        f'gammas has {gamma}, and with an adaptive gamma a draft has'
-        f' {rule.most} proposals at most. Leave gammas out, or give a number as'
-        ' gamma.'
-      )
+      expected = f'at most {rule.most}, the longest draft of an adaptive gamma'
+      raise unexpected('gammas', expected, gamma)
     rests = self.fallback
-    if not rests or not gamma:
-      return Ends(rule, None)
+    if not gamma:
+      return Drafting()
+    if not rests:
+      return Drafting(gamma, rule)
     if rests is True or len(rests.costs) != gamma + 1:
       rests = guessed(gamma, rule is not None)
-    return Ends(rule, rests)
+    return Drafting(gamma, rule, rests)
 
   @property
   def rule(self) -> LengthRule | None:
     """When a draft ends, if gamma was set to 'adaptive' or to a rule."""
     return self._rule
+
+  @property
+  def batch_multiple(self) -> int:
+    """The devices that rows are split over: rows are a multiple of them."""
+    return self._partition.row_multiple if self._partition else 1
+
+  @property
+  def tree(self) -> TreeShape | None:
+    """The tree that the drafter proposes; None is a chain."""
+    return self.drafter.tree if self.has_drafter else None
 
   @property
   def has_drafter(self) -> bool:
@@ -341,6 +353,32 @@ class Engine:
       target_lang or self.target_lang,
     )
 
+  def ids_around(
+    self, text: str | Sequence[int] = ''
+  ) -> tuple[list[int], list[int]]:
+    """Ids before and after a text as the target reads it.
+
+    An encoder's text ends with the end of sequence, if it does in its family. A
+    decoder's does not: the decoder continues the text. Around a rendered chat
+    there is nothing.
+    """
+    if isinstance(text, RenderedIds):
+      return [], []
+    if self.target.has_encoder and ends_inputs(self.target):
+      return around(self.tokenizer)
+    return [] if self.bos_id is None else [self.bos_id], []
+
+  def bare_ids(self, text: str | Sequence[int]) -> list[int]:
+    """The ids of a text; of given ids those between `bos_id` and an end."""
+    ids = encoded(self.tokenizer, text)
+    if isinstance(text, str | RenderedIds):
+      return ids
+    first, last = self.ids_around()
+    last = last or [self.tokenizer.eos_id]
+    if ids[-len(last) :] == last:
+      del ids[-len(last) :]
+    return ids[len(first) :] if ids[: len(first)] == first else ids
+
   def input_ids(
     self, text: str | Sequence[int], source_lang: str | None = None
   ) -> list[int]:
@@ -352,19 +390,26 @@ class Engine:
     Raises:
       ValueError: as for `languages`; or `source_lang` is missing.
     """
-    first, last = self._limits.around(self.tokenizer)
-    ids = self._limits.bare(self.tokenizer, text)
+    first, last = self.ids_around(text)
+    ids = self.bare_ids(text)
     language = self.languages(source_lang).before_text(ids)
     return [*first, *language, *ids, *last]
+
+  def output_ids(self, text: str) -> list[int]:
+    """The ids of a text as the target would say it, with what ends it."""
+    end = self.tokenizer.eos_id
+    end = end if end in self.stop_ids else self.stop_ids[0]
+    begins = self.target.has_encoder and ends_inputs(self.target)
+    first = self.ids_around()[0] if begins else []
+    return [*first, *encoded(self.tokenizer, text), end]
 
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.
 
     Of an empty text, a target with a `bos_id` reads that id.
     """
-    first, _ = self._limits.around(self.tokenizer)
-    ids = self._limits.bare(self.tokenizer, text)
-    return len(self.input_ids(ids)) if first or ids else 0
+    first, _ = self.ids_around(text)
+    return len(self.input_ids(text)) if first or self.bare_ids(text) else 0
 
   def request(self, texts: Texts, gamma: Gamma = None, **options) -> Request:
     """The `Request` that `generate` would make, for a caller with its own loop.
@@ -379,7 +424,7 @@ class Engine:
     """
     batch = self._batch_of(texts, *self._gamma_of(gamma), options_of(options))
     if len(batch.rows) < len(texts):
-      raise ValueError('Engine.request takes no empty text; leave it out.')
+      raise unexpected('texts', 'no empty text in a request', texts)
     return batch.request
 
   @property
@@ -412,11 +457,9 @@ class Engine:
     batch = self._text_batch(texts, speculative, gamma, asked)
     pool = self._pool(batch, size)
     if pool is not None:
-      return pool.warm_up(batch, speculative)
+      return pool.warm_up(batch)
     for part in batch.parts(self._rows_of(size)):
-      whole = not batch.options.stop_strings
-      for name in ('decode',) if whole else ('start', 'run'):
-        self._programs.get(name, part.request, speculative)
+      self._programs.get('decode', part.request, speculative)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
@@ -465,9 +508,10 @@ class Engine:
       batch_size: texts that are decoded together; None is the engine's. If
         there are more, each finished text makes room for the next.
       **options: rarer options, see `Options`: `example_ids`, `prompts`,
-        `on_too_long`, `log_probs`, `lenience`, `alpha`, `length_penalty`,
-        `draft_beams`, `source_lang`, `target_lang`; and names from other
-        libraries, such as `max_new_tokens`, `num_return_sequences` and `stop`.
+        `on_too_long`, `log_probs`, `top_log_probs`, `lenience`, `alpha`,
+        `length_penalty`, `draft_beams`, `source_lang`, `target_lang`; and names
+        from other libraries, such as `max_new_tokens`, `num_return_sequences`
+        and `stop`.
 
     Returns:
       A `Completion` for each sample of each text, in order: with `num_samples`
@@ -495,30 +539,54 @@ class Engine:
     batch = self._text_batch(texts, speculative, gamma, asked)
     pool = self._pool(batch, batch_size)
     if pool is not None:
-      return pool.completions(batch, speculative)
-    parts = batch.parts(self._rows_of(batch_size))
-    return batch.completions(
-      *((part, self._decoded(part, speculative)) for part in parts)
+      done = pool.completions(batch)
+    else:
+      parts = batch.parts(self._rows_of(batch_size))
+      done = batch.completions(
+        *((part, self._decoded(part, speculative)) for part in parts)
+      )
+    if asked.top_log_probs:
+      rows, sources = self._rows_of(batch_size), batch.sources()
+      for at in range(0, len(done), rows):
+        part = slice(at, at + rows)
+        done[part] = self._with_top(done[part], sources[part], asked)
+    return done
+
+  def _with_top(
+    self,
+    outputs: Sequence[Completion],
+    sources: Sequence[tuple[list[int], list[int]]],
+    asked: Options,
+  ) -> list[Completion]:
+    """Outputs with `top_log_probs`, which the target scores."""
+    pairs = list(zip(outputs, sources, strict=True))
+    scores = scoring.score(
+      self.target,
+      self.params.target,
+      [source for source, _ in sources],
+      [[*begin, *one.tokens] for one, (_, begin) in pairs],
+      num_top=asked.top_log_probs,
     )
+    return [
+      dataclasses.replace(
+        one,
+        log_probs=list(score.log_probs[len(begin) :]),
+        top_log_probs=score.top[len(begin) :],
+      )
+      for (one, (_, begin)), score in zip(pairs, scores, strict=True)
+    ]
 
   def _decoded(self, batch: TextBatch, speculative: bool) -> Generation:
     """What came of a batch that is decoded together, on the host."""
-    if batch.options.stop_strings:
-      for state, _ in self._advance(batch, speculative, STOP_STRING_ROUNDS):
-        last = state
-      return partitioning.on_host(_generation(batch.request, last))
     self._programs.fit(batch, speculative, 'decode')
     decode = self._programs.get('decode', batch.request, speculative)
     return partitioning.on_host(decode(batch.request))
 
   def _speculates(self, told: bool | None, asked: Options) -> bool:
     if told is not None:
-      if told not in (True, False):
-        raise ValueError(
-          f'speculative must be True, False or None, got {shortened(told)}.'
-        )
+      check_type('speculative', told, bool | None)
       return told
-    drafts = asked.num_beams is None or backend.ways().drafts_beams
+    drafts = asked.num_beams is None or backend.kind() != 'cpu'
     return self.has_drafter and drafts
 
   def _gamma_of(self, asked: Gamma) -> tuple[int, LengthRule | None]:
@@ -530,16 +598,27 @@ class Engine:
     return rows
 
   def _pool(self, batch: TextBatch, rows: int | None) -> Continuous | None:
-    """The pool for a batch of more than `rows` texts; None if it has fewer.
+    """The scheduler of a batch; None if one program decodes it as a whole.
 
-    None for a beam search, too: of more texts, one batch follows another.
+    That is quicker where no text waits for another's slot and the host need not
+    look for stop strings. Of beam searches, one batch follows another.
     """
     rows = self._rows_of(rows)
-    if len(batch.rows) <= rows or batch.options.num_beams is not None:
+    if batch.options.num_beams is not None or not batch.rows:
       return None
-    if rows not in self._pools:
-      self._pools[rows] = Continuous(self, PoolSettings(rows=rows))
-    return self._pools[rows]
+    if len(batch.rows) > rows:
+      return self._continuous(PoolSettings(rows=rows))
+    return self._at_once(batch) if batch.options.stop_strings else None
+
+  def _at_once(self, batch: TextBatch) -> Continuous:
+    """A pool with a slot for each text, which are read together."""
+    rows = batch.num_rows if batch.rows else 1
+    return self._continuous(PoolSettings(rows=rows, refill=rows))
+
+  def _continuous(self, settings: PoolSettings) -> Continuous:
+    if settings not in self._pools:
+      self._pools[settings] = Continuous(self, settings)
+    return self._pools[settings]
 
   def stream(
     self,
@@ -569,29 +648,31 @@ class Engine:
     speculative = self._speculates(speculative, asked)
     batch = self._text_batch([text], speculative, gamma, asked)
     if asked.num_beams is not None:
-      raise ValueError(
-        'stream: no beam of a beam search is known before its end; take'
-        ' generate, or leave num_beams out.'
-      )
+      expected = 'None in a stream, for no beam is known before its end'
+      raise unexpected('num_beams', expected, asked.num_beams)
     if len(batch.rows) > 1:
-      raise ValueError(
-        f'stream gives one output, but num_samples is {len(batch.rows)}: take'
-        ' generate, or stream once for each example_ids.'
-      )
-    shown = ''
-    if not batch.rows:
-      return
-    for state, seen in self._advance(batch, speculative, rounds=1):
-      reason = seen.finish_reason[0]
-      if reason == FinishReason.INVALID:
-        found = partitioning.on_host(_generation(batch.request, state))
-        raise ValueError(batch.completion(found, 0).error)
-      tokens = without_stop_id(batch.produced(0, seen), reason)
-      output = Text(self.tokenizer, tokens, batch.options.stop_strings)
-      ready = output.final if reason != FinishReason.RUNNING else output.stable
-      if len(ready) > len(shown):
-        yield ready[len(shown) :]
-        shown = ready
+      raise unexpected('num_samples', '1 in a stream', len(batch.rows))
+    for update in self.updates(batch):
+      if update.text:
+        yield update.text
+
+  def updates(
+    self, batch: TextBatch, shows_rounds: bool = False
+  ) -> Iterator[Update]:
+    """Yields what each round brings the only text of a batch.
+
+    Args:
+      batch: from `text_batch`.
+      shows_rounds: whether the updates have `Update.round`.
+
+    Raises:
+      ValueError: the target's logits became invalid.
+    """
+    for update in self._at_once(batch).stream(batch, shows_rounds):
+      done = update.completion
+      if done is not None and done.finish_reason == 'error':
+        raise ValueError(done.error)
+      yield update
 
   def score(
     self,
@@ -618,12 +699,11 @@ class Engine:
     """
     check_texts(texts)
     check_texts(targets, 'targets')
-    end = self.tokenizer.eos_id
-    if end not in self.stop_ids:
-      end = self.stop_ids[0]
     outputs = [
-      [*encoded(self.tokenizer, one), *([end] if isinstance(one, str) else [])]
-      for one in targets
+      self.output_ids(target)
+      if isinstance(target, str)
+      else [*map(int, target)]
+      for target in targets
     ]
     inputs = [self.input_ids(text, source_lang) for text in texts]
     begin = self.languages(target_lang=target_lang).before_output(())
@@ -633,8 +713,6 @@ class Engine:
 
   def trace(self, text: str | Sequence[int], **options: Any) -> Trace:
     """Decodes one text and says what became of each proposal.
-
-    Compiles programs of its own.
 
     Args:
       text: the input.
@@ -694,8 +772,8 @@ class Engine:
       reasons = partitioning.on_host(state.finish_reason)
       if np.any(reasons == FinishReason.RUNNING):
         return None
-      found = partitioning.on_host(_generation(batch.request, state))
-      return batch.completions((batch, found))
+      generation = partitioning.on_host(_generation(batch.request, state))
+      return batch.completions((batch, generation))
 
     return advance
 
@@ -717,58 +795,11 @@ class Engine:
       check_adapts(self.drafter, asked.num_beams)
     if asked.stop_ids is None:
       asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
-    asked = dataclasses.replace(
-      asked,
-      source_lang=asked.source_lang or self.source_lang,
-      target_lang=asked.target_lang or self.target_lang,
-    )
     if asked.num_samples > 1 and asked.num_beams is None:
       check_texts(texts)  # as `TextBatch` does, before they are repeated
       number, times = len(texts), asked.num_samples
       texts, asked = repeated(texts, times), asked.of_samples(number)
-    ends = self.ends_of(gamma, rule)
-    return TextBatch(self.tokenizer, self._limits, texts, asked, gamma, ends)
-
-  @property
-  def _limits(self) -> Limits:
-    return Limits(
-      self.max_input_len,
-      self.max_decode_len,
-      self.target.vocab_size,
-      self.target.has_encoder,
-      self.bos_id,
-      self._partition.row_multiple if self._partition else 1,
-      self.usual,
-      self.drafter.tree if self.has_drafter else None,
-      start_id(self.target),
-      pad_id(self.target),
-      ends_inputs(self.target),
-    )
-
-  def _advance(
-    self, batch, speculative, rounds
-  ) -> Iterator[tuple[DecodeState, RowsSoFar]]:
-    """Yields the state after every `rounds` rounds, and the host's copy of it.
-
-    In between the host looks for stop strings.
-    """
-    self._programs.fit(batch, speculative, 'start')
-    start = self._programs.get('start', batch.request, speculative)
-    state = start(batch.request)
-    run = self._programs.get('run', batch.request, speculative)
-    while True:
-      state = run(batch.request, state, np.int32(rounds))
-      parts = state.tokens, state.length, state.finish_reason
-      seen = RowsSoFar(*partitioning.on_host(parts))
-      if batch.options.stop_strings:
-        rows = range(len(batch.rows))
-        produced = {row: batch.produced(row, seen) for row in rows}
-        reasons = batch.with_stop_strings(seen.finish_reason, produced)
-        seen = seen._replace(finish_reason=reasons)
-        state = state.with_reasons(reasons)
-      yield state, seen
-      if np.all(seen.finish_reason != FinishReason.RUNNING):
-        return
+    return TextBatch(self, texts, asked, self.drafting_of(gamma, rule))
 
 
 # Jitted: run one by one, its operations took milliseconds per call.

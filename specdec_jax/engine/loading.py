@@ -8,18 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.huggingface import read_config, special_ids
-from specdec_jax.checkpoints.huggingface_arrays import CONFIG, read_json
+from specdec_jax.checkpoints.families import read_config
+from specdec_jax.checkpoints.huggingface import (
+  CONFIG,
+  defaults_of,
+  special_ids,
+)
 from specdec_jax.checkpoints.load import (
   check_network,
   is_huggingface,
   locate,
   open_checkpoint,
 )
-from specdec_jax.checks.fields import check_type
+from specdec_jax.checkpoints.safetensors_files import read_json
+from specdec_jax.checks.fields import check_type, unexpected
 from specdec_jax.checks.names import check_choice
 from specdec_jax.drafters import ngram_table
-from specdec_jax.engine.pair import check_vocabulary_size, first_id
+from specdec_jax.engine.pair import check_ends, check_vocabulary_size, first_id
 from specdec_jax.files import shipped
 from specdec_jax.models.base import START_ID, LanguageModel, start_id
 from specdec_jax.models.families import Config, Network, network_of
@@ -30,9 +35,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import TOKENIZER, VOCAB
-from specdec_jax.text.tokenizer_m2m import PIECES
-from specdec_jax.text.vocabulary import SENTENCEPIECE, open_vocabulary
+from specdec_jax.text.vocabulary import is_vocabulary
 
 Path = str | os.PathLike[str]
 # In the folder of a drafter; of draft.msgpack it is draft.shortlist.npz.
@@ -47,6 +50,7 @@ def load(
   dtype: str | None = None,
   adapter: Path | None = None,
   shortlist: Path | Sequence[int] | None = None,
+  revision: str | None = None,
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
@@ -64,7 +68,7 @@ def load(
     path: path of a checkpoint, of any kind that `checkpoints.load` knows.
     network: such as `T5(config)`, compared with the checkpoint; needed unless
       the checkpoint is a Hugging Face folder, which describes itself.
-    tokenizer: the tokenizer, or a path for `vocabulary.open_vocabulary`;
+    tokenizer: the tokenizer, or a path for `tokenizer.Tokenizer`;
       None is the one in the folder, if there is one.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
       leaves the computation to `network` (float32 without it) and the
@@ -74,11 +78,13 @@ def load(
     adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
       merged into the parameters when they are read, see `checkpoints.lora`.
     shortlist: of a drafter, the only tokens that it proposes, see
-      `models.shortlist`: ids; or the path of texts like the outputs, one a
+      `models.other_ids`: ids; or the path of texts like the outputs, one a
       line, or of a table that `specdec train` fitted to such texts
       (gin/runs/fit_ngram.gin), whose tokens they are. Ends are among them. None
       is the folder's, if it has one, as those of `specdec distil` do; or of
       NAME.msgpack, NAME.shortlist.npz beside it.
+    revision: branch, tag or commit of an id of the Hugging Face hub; the same
+      as ID@REVISION.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
@@ -89,6 +95,8 @@ def load(
     check_choice('dtype', dtype, PARAM_DTYPES)
   check_type('adapter', adapter, str | os.PathLike | None)
   check_network(network, dtype)
+  if revision is not None:
+    path = f'{os.fspath(path)}@{revision}'
   location = locate(path)
   described: dict[str, Any] = {}
   config: Config | None = None
@@ -96,7 +104,8 @@ def load(
     folder = pathlib.Path(location.path)
     described = read_json(folder / CONFIG)
     config = read_config(described, os.fspath(folder / CONFIG))
-    tokenizer = tokenizer or _own_tokenizer(folder, config)
+    if tokenizer is None and is_vocabulary(folder):
+      tokenizer = Tokenizer(folder)
     if shortlist is None and (folder / SHORTLIST).exists():
       shortlist = folder / SHORTLIST
   elif shortlist is None:
@@ -109,10 +118,11 @@ def load(
       ' for a drafter). gin/models has the published sizes.'
     )
   if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-    tokenizer = open_vocabulary(tokenizer)
+    tokenizer = Tokenizer(tokenizer)
   sizes = network or config
   if tokenizer is not None and sizes is not None:
     check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+    tokenizer = tokenizer.for_network(sizes.vocab_size)
   opened = open_checkpoint(
     location.path, network, described=described, adapter=adapter
   )
@@ -124,6 +134,9 @@ def load(
     computes_in = _computes_in(dtype)
     network = network_of(dataclasses.replace(network.config, dtype=computes_in))
   assert network is not None
+  defaults = None
+  if described:
+    defaults = defaults_of(folder, described, network.has_encoder)
   model = Model(
     network,
     None,
@@ -134,8 +147,10 @@ def load(
     stop_ids=() if config is None else _ends(folder, described, config),
     made_for=opened.made_for,
     made_of=opened.made_of,
+    defaults=defaults,
     reader=opened.read,
   )
+  check_ends(model)
   if shortlist is None:
     return model
   return model.with_shortlist(_ids(shortlist, tokenizer, model.stop_ids))
@@ -152,11 +167,8 @@ def _ids(
   if tokenizer is not None:
     ends = [*ends, tokenizer.eos_id]
   if not ids - {*ends}:
-    raise ValueError(
-      f'shortlist={str(shortlist)!r} has no token that a drafter could propose:'
-      ' expected texts like the outputs, one a line, a table that `specdec'
-      ' train` fitted to such texts, or ids.'
-    )
+    expected = 'ids, or texts with tokens that a drafter could propose'
+    raise unexpected('shortlist', expected, shortlist)
   return sorted({*ids, *ends})
 
 
@@ -172,13 +184,13 @@ def _listed(
     table = ngram_table.load(path, tokenizer)
     return table.ids[: table.starts[1]].tolist()
   if tokenizer is None:
-    raise ValueError(
-      f'shortlist={path!r} is read as texts, and the drafter has no vocabulary'
-      ' beside it: give tokenizer=, or a table that `specdec train'
-      ' --gin_file=gin/runs/fit_ngram.gin` fitted to them.'
-    )
+    expected = 'a table or ids, for the drafter has no vocabulary beside it'
+    raise unexpected('shortlist', expected, path, 'Or give tokenizer=.')
   texts = list(files.text_lines(path))
-  return {token for ids in tokenizer.encode_batch(texts) for token in ids}
+  listed = {token for ids in tokenizer.encode_batch(texts) for token in ids}
+  if not listed:
+    raise unexpected('shortlist', 'a file with texts', path)
+  return listed
 
 
 def _computes_in(dtype: str | None) -> str:
@@ -186,17 +198,6 @@ def _computes_in(dtype: str | None) -> str:
   if dtype is None or not is_integers(dtype):
     return dtype or 'float32'
   return computes_in()
-
-
-def _own_tokenizer(folder: pathlib.Path, config: Config) -> Tokenizer | None:
-  names = [SENTENCEPIECE]
-  if isinstance(config, M2M100Config):
-    names = [TOKENIZER, PIECES]  # vocab.json alone is of another kind
-  elif not isinstance(config, T5Config):  # T5's tokenizer.json is no BPE
-    names += [TOKENIZER, VOCAB]
-  if any((folder / name).exists() for name in names):
-    return open_vocabulary(folder)
-  return None
 
 
 def _ends(

@@ -12,7 +12,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.engine.pair import Room
-from specdec_jax.engine.text_batch import TextBatch
+from specdec_jax.engine.request import TextBatch
 from specdec_jax.models import backend
 
 

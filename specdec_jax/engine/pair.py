@@ -11,6 +11,7 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter, check_features
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
@@ -26,16 +27,16 @@ from specdec_jax.models.base import (
   start_id,
 )
 from specdec_jax.models.causal_lm import CausalLM
-from specdec_jax.models.fitted import own_vocab_size
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
+from specdec_jax.models.other_ids import own_vocab_size
 from specdec_jax.models.t5gemma import T5Gemma
-from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.tokenizer_bpe import TOKENIZER, BpeTokenizer
-from specdec_jax.text.vocabulary import SENTENCEPIECE
+from specdec_jax.text.tokenizer import Tokenizer, contradiction
+from specdec_jax.text.vocabulary import SENTENCEPIECE, TOKENIZER
 
 # 100 sentinels, and padding to a multiple of 1,024.
 _MOST_MORE_IDS = 100 + 1023
+_EXAMPLES = 3
 _PLAINLY = 'decode plainly (speculative=False; --mode plain)'
 
 
@@ -115,10 +116,8 @@ def _check_made_for(
     made_of = _made_of(target)
     if not made_of:
       raise ValueError(
-        f'The drafter {drafter.name!r} was made for one target, and what this'
-        f' one of {dtype} ({target.name or "no name"}) was made of is not'
-        f' known. Load its checkpoint of floats with dtype={dtype!r}, or one of'
-        ' int8 that specdec convert wrote.'
+        f'What {target.name!r} of {dtype} was made of is not known: load its'
+        f' checkpoint of floats with dtype={dtype!r}, for {drafter.name!r}.'
       )
     known.update(made_of)
     found = made_of[0]
@@ -126,10 +125,8 @@ def _check_made_for(
     if wanted not in known:
       raise ValueError(
         f'The drafter {drafter.name!r} was made for the target with fingerprint'
-        f' {wanted}, and this one ({target.name or "no name"}) has {found}: its'
-        ' proposals would be wrong nearly always. Take the target that it was'
-        ' made for, or train a drafter for this one (specdec distil;'
-        ' gin/runs/train_heads.gin).'
+        f' {wanted}, and {target.name or "this one"!r} has {found}. Take that'
+        ' target, or train a drafter for this one (specdec distil).'
       )
 
 
@@ -251,10 +248,9 @@ def own_vocabulary(model: Model) -> Tokenizer:
   tokenizer: Tokenizer | None = model.tokenizer
   if tokenizer is None:
     raise ValueError(
-      f'There is no vocabulary ({SENTENCEPIECE}, or {TOKENIZER} for GPT-2)'
-      f' beside {model.name or repr(model)!r}; give one with tokenizer=, the'
-      " path of a sentencepiece model or of a folder with GPT-2's vocabulary"
-      ' (gin: VOCAB_PATH).'
+      f'There is no vocabulary ({TOKENIZER} or {SENTENCEPIECE}) beside'
+      f' {model.name or repr(model)!r}; give one with tokenizer=, the path of a'
+      ' sentencepiece model or of a folder with a vocabulary (gin: VOCAB_PATH).'
     )
   return tokenizer
 
@@ -295,13 +291,15 @@ def check_pair(
 ) -> None:
   """Raises ValueError unless target and drafter use the tokenizer's ids.
 
-  Warns if the drafter does not see the input that the target reads.
+  Warns if the drafter does not see the input that the target reads, and if the
+  target's folder asks for what happens only if options say so.
   """
+  if target.defaults is not None:
+    warnings.warn(str(target.defaults), stacklevel=3)
   if reads_encoder(target.network):
     raise ValueError(
       f"{target.name or 'The target'!r} is a decoder that reads another model's"
-      ' encoder (num_encoder_layers is 0): it can draft for that model, and'
-      ' decode nothing by itself. Take a target with an encoder.'
+      ' encoder (num_encoder_layers is 0): it can only draft for that model.'
     )
   if drafter is not None:
     check_features(target.network, drafter)
@@ -313,6 +311,7 @@ def check_pair(
   if target.network.has_encoder and target.stop_ids:
     # Only for an encoder: a decoder-only model may have learned any end id.
     _check_end(target, tokenizer)
+  _check_padding(target, tokenizer)
   if drafter is None:
     return
   for table in jax.tree.leaves(drafter.params, is_leaf=_is_table):
@@ -328,12 +327,11 @@ def _is_table(value: Any) -> bool:
 
 def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:
   own = model.tokenizer
-  if own is not None and own.fingerprint != tokenizer.fingerprint:
+  differs = '' if own is None else contradiction(own, tokenizer)
+  if differs:
     raise ValueError(
-      f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}"
-      ' (their fingerprints do). Drafter and target must share one tokenizer:'
-      ' an id has to mean the same token to both. Take a drafter of the'
-      " target's family."
+      f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}:"
+      f' {differs}. Drafter and target must share one tokenizer.'
     )
   check_vocabulary_size(name, own_vocab_size(model.network), tokenizer)
 
@@ -344,23 +342,19 @@ def _check_draft(target: Model, draft: Model) -> None:
     names = ' and '.join(repr(one.name) for one in (draft, target) if one.name)
     raise ValueError(
       f"The draft's vocabulary is {sizes_of[0]} and the target's {sizes_of[1]}"
-      f'{f" ({names})" if names else ""}. If both have the same tokenizer and'
-      ' differ in padding alone, make the drafter of'
-      f' model.with_vocabulary({sizes_of[1]}); an engine does so by itself with'
-      " a model that drafts alone. Otherwise take a drafter of the target's"
-      ' family: an id has to mean the same token to both.'
+      f'{f" ({names})" if names else ""}. If they differ in padding alone,'
+      f' draft with model.with_vocabulary({sizes_of[1]}).'
     )
   if draft.network.has_encoder and not target.network.has_encoder:
     raise ValueError(
-      'The draft has an encoder and the target has none: there is no input that'
-      ' the encoder could read. Take a decoder-only drafter.'
+      'The draft has an encoder and the target has none, so no input for it.'
+      ' Take a decoder-only drafter.'
     )
   pads = pad_id(draft.network), pad_id(target.network)
   if draft.network.has_encoder and pads[0] != pads[1]:
     raise ValueError(
       f'The draft ignores id {pads[0]} of the input, as padding, and the target'
-      f' id {pads[1]}: inputs are padded for the target. Take a drafter of the'
-      " target's family."
+      f" id {pads[1]}. Take a drafter of the target's family."
     )
   if target.network.has_encoder and not draft.network.has_encoder:
     warnings.warn(
@@ -373,11 +367,11 @@ def _check_draft(target: Model, draft: Model) -> None:
 
 def _check_encoder(target: Model, drafter: Drafter) -> None:
   """Raises ValueError unless the drafter can read the target's encoder."""
-  if not hasattr(target.network, 'encode'):
+  network = target.network  # of somebody's own, it may not be able to encode
+  if not network.has_encoder or not hasattr(network, 'encode'):
     raise ValueError(
       "The draft has no encoder and reads its target's, but"
-      f' {type(target.network).__name__} has none. Take the T5 that the draft'
-      ' was made for, or another draft.'
+      f' {type(target.network).__name__} has none. Take another draft.'
     )
   # Of a network of somebody's own no width is known.
   found = getattr(getattr(target.network, 'config', None), 'encoded_dim', None)
@@ -390,8 +384,7 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
     if None not in (wanted, found) and wanted != found:
       raise ValueError(
         f'The draft reads an encoder of width {wanted}, the target has one of'
-        f' width {found}: it was made for another target. Take that one, or'
-        ' distil a drafter for this target (specdec distil).'
+        f' width {found}: distil a drafter for this target (specdec distil).'
       )
 
 
@@ -402,6 +395,19 @@ def _check_end(target: Model, tokenizer: Tokenizer) -> None:
       f' {target.name!r} with {", ".join(map(str, target.stop_ids))}'
       ' (eos_token_id in its folder): it is the vocabulary of another model.'
     )
+
+
+def _check_padding(target: Model, tokenizer: Tokenizer) -> None:
+  """Raises ValueError if an encoder would skip a piece of text as padding."""
+  # A tokenizer of somebody's own need not know what is text.
+  if target.network.has_encoder and isinstance(tokenizer, Tokenizer):
+    padding = pad_id(target.network)
+    if tokenizer.is_text(padding):
+      raise ValueError(
+        f'{tokenizer.path!r} has the piece {tokenizer.pieces[padding]!r} as id'
+        f' {padding}, which {target.name!r} reads as padding: it is the'
+        ' vocabulary of another model.'
+      )
 
 
 def _fits(size: int, tokenizer: Tokenizer) -> bool:
@@ -425,47 +431,54 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
   """
   if _fits(size, tokenizer):
     return
+  pieces = getattr(tokenizer, 'pieces', {})
+  past = {pieces[i]: i for i in sorted(pieces) if i >= size}
+  last = ''
+  if 0 < len(past) < _MOST_MORE_IDS:
+    last = f' (its last ones are {dict(list(past.items())[-_EXAMPLES:])})'
   raise ValueError(
     f'The {name} has a vocabulary of {size}, the tokenizer one of'
-    f' {tokenizer.vocab_size}; they do not belong together. A network has'
-    f' as many ids as its tokenizer, or up to {_MOST_MORE_IDS} more (sentinels,'
-    f' padding): take the vocabulary that the {name} was trained with, or give'
-    ' the network the sizes of its checkpoint; a Hugging Face folder says its'
-    ' own (None, in gin TARGET and DRAFT).'
+    f' {tokenizer.vocab_size}{last}: expected as many, or up to'
+    f' {_MOST_MORE_IDS} more (sentinels, padding). Take the vocabulary that the'
+    f' {name} was trained with, or give the network the sizes of its checkpoint'
+    ' (None in gin TARGET and DRAFT: a Hugging Face folder says its own).'
   )
 
 
+def check_ends(model: Model) -> None:
+  """Raises ValueError if a model ends with an id that its vocabulary lacks."""
+  size = getattr(model.tokenizer, 'vocab_size', None)
+  missing = [i for i in model.stop_ids if size is not None and i >= size]
+  if missing:
+    raise ValueError(
+      f'{model.name!r} says eos_token_id = {missing[0]}, and the vocabulary'
+      f' {model.tokenizer.path!r} has {size} ids: added tokens are missing'
+      ' (tokenizer_config.json, added_tokens.json).'
+    )
+
+
 def check_beam_drafter(drafter: Drafter | None) -> None:
-  """Raises ValueError unless the drafter can propose beams."""
-  if drafter is not None and drafter.tree is not None:
-    raise ValueError(
-      f'The drafter {drafter.name!r} proposes a tree for one output, and a beam'
-      ' search has a tree of its own, whose width is draft_beams. Take'
-      f' small_model of the same model, or {_PLAINLY}.'
-    )
-  if drafter is not None and drafter.network is None:
-    raise ValueError(
-      f'The drafter {drafter.name or drafter.propose.__qualname__!r} cannot'
-      ' speculate on a beam search: a level of the search is only accepted if'
-      ' all of its beams were proposed, and this drafter knows one continuation'
-      ' and no probabilities of others, so the target would call as often as'
-      f' without it. Take a small model, or {_PLAINLY}.'
-    )
+  """Raises ValueError unless the drafter can propose beams.
+
+  A level of a search is accepted if all of its beams were proposed. A drafter
+  that knows one continuation, or a tree for one output, proposes too few.
+  """
+  if drafter is not None and (
+    drafter.network is None or drafter.tree is not None
+  ):
+    name = drafter.name or drafter.propose.__qualname__
+    expected = f'a small model for a beam search; else {_PLAINLY}'
+    raise unexpected('drafter', expected, name)
 
 
 def check_adapts(drafter: Drafter, num_beams: int | None) -> None:
   """Raises ValueError unless the length of a drafter's draft can adapt."""
   if num_beams is not None:
-    raise ValueError(
-      f"gamma = 'adaptive': a beam search (num_beams = {num_beams}) proposes"
-      f' whole levels; give gamma as a number, or {_PLAINLY}.'
-    )
+    expected = f'a number in a beam search (num_beams = {num_beams})'
+    raise unexpected('gamma', expected, 'adaptive')
   if not drafter.adapts:
-    raise ValueError(
-      f"gamma = 'adaptive': the drafter {drafter.name!r} does not say"
-      ' how sure it is before it draws a token; a small model does. Take one,'
-      ' or give gamma as a number.'
-    )
+    expected = f'a number: {drafter.name!r} does not say how sure it is'
+    raise unexpected('gamma', expected, 'adaptive')
 
 
 def first_id(
@@ -484,8 +497,10 @@ def first_id(
   if network.has_encoder and ends_inputs(network):
     return None
   by_vocabulary = isinstance(network, CausalLM | T5Gemma)
-  if by_vocabulary and isinstance(tokenizer, BpeTokenizer):
-    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
+  # A tokenizer of somebody's own need not know what its texts begin with.
+  if by_vocabulary and getattr(tokenizer, 'says_ends', False):
+    bos_id: int | None = getattr(tokenizer, 'bos_id', None)
+    return bos_id  # Qwen's config.json names one that it never reads
   if network.has_encoder:
     return start_id(network)
   named = described.get('bos_token_id')
@@ -495,7 +510,7 @@ def first_id(
   if tokenizer is None:
     return None
   # GPT-2's, and that of models trained here and of T5X's.
-  return tokenizer.eos_id if isinstance(tokenizer, BpeTokenizer) else START_ID
+  return getattr(tokenizer, 'start_id', START_ID)
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:
@@ -503,12 +518,8 @@ def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   if bos_id is None:
     return
   if network.has_encoder and ends_inputs(network):
-    raise ValueError(
-      f'bos_id is {bos_id!r}, but a target with an encoder begins with id'
-      f' {start_id(network)} by itself; leave it out.'
-    )
+    expected = f'None: the target begins with id {start_id(network)} by itself'
+    raise unexpected('bos_id', expected, bos_id)
   if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
-    raise ValueError(
-      f'bos_id must be None or an id below {network.vocab_size}, got'
-      f' {bos_id!r}.'
-    )
+    expected = f'None or an id below {network.vocab_size}'
+    raise unexpected('bos_id', expected, bos_id)

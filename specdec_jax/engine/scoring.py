@@ -7,7 +7,7 @@ log-probability that decoding reports for the same tokens.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,12 @@ import numpy as np
 from jax import lax
 
 from specdec_jax import partitioning, probs
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
 from specdec_jax.models.base import LanguageModel, Params, pad_id, start_id
 
+# For each token of an output: the likeliest ids and their log-probabilities.
+Top = Sequence[Sequence[tuple[int, float]]]
 _SMALLEST = 16  # tokens of the shortest program
 # Positions read in one call. Not all of them together: the logits of a batch of
 # long outputs would take gigabytes.
@@ -32,9 +35,12 @@ class Score:
   Attributes:
     log_probs: log-probability of each token, natural logarithm, temperature 1,
       nothing filtered.
+    top: for each token the likeliest tokens at its place and their
+      log-probabilities, the likeliest first; () if not asked for.
   """
 
   log_probs: tuple[float, ...]
+  top: Top = ()
 
   @property
   def total(self) -> float:
@@ -48,6 +54,8 @@ def score(
   inputs: Sequence[Sequence[int]],
   targets: Sequence[Sequence[int]],
   prompt: Sequence[int] = (),
+  *,
+  num_top: int = 0,
 ) -> list[Score]:
   """Scores each output given its input: log prob(targets | inputs).
 
@@ -62,6 +70,7 @@ def score(
     targets: ids of each output; an end of sequence among them is scored too.
     prompt: with an encoder, ids that every output begins with and that are not
       scored, such as the token of a language.
+    num_top: how many of the likeliest tokens at each place are wanted.
 
   Returns:
     A `Score` for each example. Logits that are not a distribution give NaN.
@@ -73,8 +82,21 @@ def score(
   _check(network, inputs, targets)
   if not inputs:
     return []
-  found = _of_each(_log_prob, (network,), (params,), inputs, targets, prompt)
-  return [Score(tuple(float(x) for x in row)) for row in found]
+  if not num_top:
+    found = _of_each(_log_prob, (network,), (params,), inputs, targets, prompt)
+    return [Score(tuple(row.tolist())) for row in found]
+  # Not a program for each number.
+  number = min(next_power_of_two(num_top), network.vocab_size)
+  measure = _with_top(number)
+  found = _of_each(measure, (network,), (params,), inputs, targets, prompt)
+  return [
+    Score(tuple(row['log_probs'].tolist()), _top(row, num_top)) for row in found
+  ]
+
+
+def _top(row: Mapping[str, np.ndarray], number: int) -> Top:
+  pairs = zip(row['ids'].tolist(), row['top'].tolist(), strict=True)
+  return [list(zip(ids, values, strict=True))[:number] for ids, values in pairs]
 
 
 def compare(
@@ -167,6 +189,19 @@ def _log_prob(logits: Sequence[jax.Array], following: jax.Array) -> jax.Array:
   return jnp.where(probs.valid_logits(own), log_probs, jnp.nan)
 
 
+@functools.cache
+def _with_top(number: int) -> Callable[..., dict[str, jax.Array]]:
+  """Measures `_log_prob`, and the log-probabilities of the likeliest ids."""
+
+  def measure(logits: Sequence[jax.Array], following: jax.Array):
+    _, ids = lax.top_k(logits[0], number)
+    each = jax.vmap(functools.partial(_log_prob, logits), -1, -1)(ids)
+    own = _log_prob(logits, following)
+    return {'log_probs': own, 'ids': ids, 'top': each}
+
+  return measure
+
+
 def _difference(
   logits: Sequence[jax.Array], following: jax.Array
 ) -> dict[str, jax.Array]:
@@ -193,8 +228,8 @@ def _measured(
   """What `measure` makes of the logits that predict each id of rows.
 
   The rows are int32[B, S + 1]; the first id of each is not predicted. Results
-  are of [B, S]. S is a power of two of at least `_SMALLEST`: a whole number of
-  blocks.
+  are of [B, S, ...]. S is a power of two, `_SMALLEST` at least: a whole number
+  of blocks.
   """
   batch, width = rows.shape[0], rows.shape[1] - 1
   block = min(width, _BLOCK)
@@ -218,7 +253,7 @@ def _measured(
   pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
   _, found = lax.scan(read, caches, pairs)
   return jax.tree.map(
-    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width), found
+    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]), found
   )
 
 
@@ -238,21 +273,14 @@ def _check(
   targets: Sequence[Sequence[int]],
 ) -> None:
   if len(inputs) != len(targets):
-    raise ValueError(
-      f'Scoring needs an output for each input: got {len(inputs)} inputs and'
-      f' {len(targets)} targets.'
-    )
+    raise unexpected('targets', f'{len(inputs)}, as inputs', len(targets))
   size = network.vocab_size
   for name, rows in (('inputs', inputs), ('targets', targets)):
     for index, ids in enumerate(rows):
       wrong = [token for token in ids if not 0 <= token < size]
       if wrong:
-        raise ValueError(
-          f'{name}[{index}] holds {wrong[0]}, which is outside the vocabulary'
-          f' of {size}.'
-        )
+        expected = f'ids of the vocabulary of {size}'
+        raise unexpected(f'{name}[{index}]', expected, wrong[0])
       if name == 'inputs' and not network.has_encoder and not len(ids):
-        raise ValueError(
-          f'inputs[{index}] is empty: a model without an encoder needs a token'
-          ' to begin with, such as its beginning of sequence.'
-        )
+        expected = 'a token that a model without an encoder begins with'
+        raise unexpected(f'inputs[{index}]', expected, ids)

@@ -1,28 +1,26 @@
 """Figure 1: which proposals of one generation were accepted, round by round.
 
 `record` decodes one text and keeps what the drafter proposed, `spell` turns the
-ids into text, `print_trace` shows them on a terminal and `trace_page` in a
-browser. No mark is by colour alone: rejected tokens are struck through, the
-target's own are underlined, and without colour there are brackets.
+ids into text, and a `Trace` shows itself on a terminal and as an HTML page. No
+mark is by colour alone: rejected tokens are struck through, those of the target
+are underlined, and without colour there are brackets.
 """
 
 import dataclasses
-import functools
+import html
+import itertools
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-import jax
 import rich.console
 import rich.table
 import rich.text
 
-from specdec_jax.decoding import speculative
-from specdec_jax.decoding import state as decode_state
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters.base import check_chain
-from specdec_jax.engine.completion import Text, decode, from_generation
-from specdec_jax.engine.options import options_of
+from specdec_jax.engine.completion import Text
+from specdec_jax.engine.request import options_of
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import FinishReason
 
 Token = TypeVar('Token')
 
@@ -46,7 +44,10 @@ _MARKS = {
   UNUSED: ('[~', '~]'),
   TARGET: ('{+', '+}'),
 }
+_TAGS = {ACCEPTED: 'span', REJECTED: 'del', UNUSED: 'del', TARGET: 'ins'}
 _INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
+# Heights of a trace's frame: one row, everything around the rows, the maximum.
+_ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +69,8 @@ class Round(Generic[Token]):
 
   def __post_init__(self):
     if not 0 <= self.num_accepted <= len(self.proposed):
-      raise ValueError(
-        f'num_accepted must lie in [0, {len(self.proposed)}], the number of'
-        f' proposals, got {self.num_accepted}.'
-      )
+      expected = f'from 0 to {len(self.proposed)}, the number of proposals'
+      raise unexpected('num_accepted', expected, self.num_accepted)
 
   @property
   def kept(self) -> list[Token]:
@@ -103,9 +102,9 @@ class Round(Generic[Token]):
     num_rejected = self.num_judged - self.num_accepted
     kinds = [ACCEPTED] * self.num_accepted + [REJECTED] * num_rejected
     kinds += [UNUSED] * (len(self.proposed) - self.num_judged)
-    found = list(zip(kinds, self.proposed, strict=True))
+    tokens = list(zip(kinds, self.proposed, strict=True))
     # Tokens that were not judged come last: a line reads as text up to there.
-    judged, unused = found[: self.num_judged], found[self.num_judged :]
+    judged, unused = tokens[: self.num_judged], tokens[self.num_judged :]
     if self.next_token is not None:
       judged.append((TARGET, self.next_token))
     return judged + unused
@@ -119,14 +118,11 @@ def record(
 ) -> list[Round[int]]:
   """Decodes one text speculatively and returns its rounds, as ids.
 
-  The rounds are those of the engine's loop. Compiles programs of its own,
-  which return the draft as well.
-
   Args:
     engine: an `Engine` with a drafter.
     text: the input, as text or as ids.
     gamma: proposals per round; None is the engine's.
-    **options: as for `Engine.request`. With `stop_strings` the last round
+    **options: as for `Engine.generate`. With `stop_strings` the last round
       keeps the tokens that it produced past the string.
 
   Returns:
@@ -134,145 +130,79 @@ def record(
     included. Empty for an input without tokens.
 
   Raises:
-    ValueError: as for `Engine.request`, there is no drafter, or the target's
+    ValueError: as for `Engine.generate`, there is no drafter, or the target's
       logits were invalid.
   """
-  asked = options_of(options)
-  if asked.num_beams is not None:
-    raise ValueError(
-      'trace shows the proposals of one output, and a beam search has several:'
-      ' leave num_beams out.'
-    )
-  sides = (engine.target, engine.drafter)
+  num_beams = options_of(options).num_beams
+  if num_beams is not None:
+    raise unexpected('num_beams', 'None in a trace, of one output', num_beams)
   check_chain(engine.drafter, 'trace')
-  if not engine.num_input_tokens(text):
-    return []
-  request = engine.request([text], gamma, **options)
-  stop_strings = asked.stop_strings
-  start = jax.jit(functools.partial(speculative.start, *sides))
-  step = jax.jit(functools.partial(speculative.step, *sides), donate_argnums=2)
-  state = start(engine.params, request)
-  first = length = int(state.length[0])
-  num_accepted = num_passed = 0  # so far
-  rounds: list[Round[int]] = []
-  while True:
-    state, draft = step(engine.params, request, state)
-    seen = jax.device_get(
-      {
-        'tokens': state.tokens[0],
-        'length': state.length[0],
-        'num_accepted': state.stats.num_accepted[0],
-        'num_passed': state.stats.num_passed,
-        'reason': state.finish_reason[0],
-        'proposed': draft.tokens[0],
-        'num_proposed': draft.length[0],
-      }
-    )
-    if seen['reason'] == FinishReason.INVALID:
-      found = jax.device_get(decode_state.generation(request, state))
-      raise ValueError(from_generation(found, 0, engine.tokenizer).error)
-    accepted = int(seen['num_accepted']) - num_accepted
-    passed = None
-    if seen['num_passed'] is not None:
-      passed = int(seen['num_passed'][0]) - num_passed
-      num_passed += passed
-    output = seen['tokens'][: seen['length']].tolist()
-    new = output[length:]
-    rounds.append(
-      Round(
-        seen['proposed'][: seen['num_proposed']].tolist(),
-        accepted,
-        new[accepted] if len(new) > accepted else None,
-        passed,
-      )
-    )
-    length, num_accepted = len(output), int(seen['num_accepted'])
-    shown = Text(engine.tokenizer, output[first:], stop_strings)
-    if seen['reason'] != FinishReason.RUNNING or shown.has_stop_string:
-      return rounds
+  batch = engine.text_batch([text], True, gamma=gamma, **options)
+  return [
+    # Without proposals the loop is the plain one, which has no drafts.
+    update.round or Round((), 0, next(iter(update.tokens), None))
+    for update in engine.updates(batch, shows_rounds=True)
+  ]
 
 
 def spell(
   rounds: Sequence[Round[int]],
   tokenizer: Tokenizer,
   context: Sequence[int] = (),
+  is_whole: bool = True,
 ) -> list[Round[str]]:
   """Returns the same rounds with each token as the text that it adds.
 
-  A token that ends inside a character adds nothing, which is later shown as
+  The texts of the kept tokens, put together, are the text of the output. A
+  token that ends inside a character adds nothing, which is later shown as
   U+FFFD; the end of sequence and padding become '</s>' and '<pad>'.
 
   Args:
     rounds: the rounds as ids, from `record`.
     tokenizer: the engine's.
-    context: the ids before the first round.
+    context: the ids before the first round, whose text has been shown.
+    is_whole: whether nothing follows. Otherwise the last tokens add nothing yet
+      if their text may still change.
   """
+  names = {tokenizer.pad_id: '<pad>', tokenizer.eos_id: '</s>'}
+
+  def named(ids: Sequence[int], is_end: bool = True) -> list[str]:
+    texts = [piece.text for piece in before.pieces_of(ids, is_end=is_end)]
+    texts += [''] * (len(ids) - len(texts))
+    return [names.get(i, text) for i, text in zip(ids, texts, strict=True)]
+
+  before = Text(tokenizer)
+  for token in context:  # one by one, so that each settles where it can
+    before.extend([token])
+  output = iter(named([i for step in rounds for i in step.kept], is_whole))
   spelled = []
-  before: list[int] = [*context]
-  for one in rounds:
-    proposed = _pieces(tokenizer, before, one.proposed)
-    next_token = None
-    if one.next_token is not None:
-      kept = [*before, *one.proposed[: one.num_accepted]]
-      next_token = _pieces(tokenizer, kept, [one.next_token])[0]
+  for step in rounds:
+    kept = list(itertools.islice(output, len(step.kept)))
+    proposed = kept[: step.num_accepted]
+    proposed += named(step.proposed)[step.num_accepted :]
+    next_token = None if step.next_token is None else kept[-1]
     spelled.append(
-      Round(proposed, one.num_accepted, next_token, one.num_passed)
+      Round(proposed, step.num_accepted, next_token, step.num_passed)
     )
-    before += one.kept
+    for token in step.kept:
+      before.extend([token])
   return spelled
-
-
-def _pieces(
-  tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]
-) -> list[str]:
-  special = {tokenizer.eos_id: '</s>', tokenizer.pad_id: '<pad>'}
-  pieces = []
-  text = decode(tokenizer, before).rstrip(_INCOMPLETE)
-  for end, token in enumerate(ids, start=1):
-    # Decodes the whole text: a piece alone would lose the blank before it.
-    longer = decode(tokenizer, [*before, *ids[:end]]).rstrip(_INCOMPLETE)
-    pieces.append(special.get(token, longer[len(text) :]))
-    text = longer
-  return pieces
 
 
 def summary(rounds: Sequence[Round]) -> str:
   """Returns one sentence: tokens, calls of the target, acceptance."""
-  tokens = sum(len(one.kept) for one in rounds)
-  accepted = sum(one.num_accepted for one in rounds)
-  judged = sum(one.num_judged for one in rounds)
-  unused = sum(len(one.proposed) for one in rounds) - judged
+  tokens = sum(len(step.kept) for step in rounds)
+  accepted = sum(step.num_accepted for step in rounds)
+  judged = sum(step.num_judged for step in rounds)
+  unused = sum(len(step.proposed) for step in rounds) - judged
   behind = f', {unused} more after a rejection not judged' if unused else ''
-  tested = sum(one.num_tested for one in rounds)
-  rate = sum(one.passed for one in rounds) / tested if tested else None
+  tested = sum(step.num_tested for step in rounds)
+  rate = sum(step.passed for step in rounds) / tested if tested else None
   last = '' if rate is None else f'; acceptance rate {rate:.3f}'
   return (
     f'{tokens} tokens in {len(rounds)} calls of the target; {accepted} of'
     f' {judged} judged proposals accepted{behind}{last}.'
   )
-
-
-def print_trace(
-  console: rich.console.Console,
-  rounds: Sequence[Round[str]],
-  title: str = 'Accepted and rejected proposals',
-) -> None:
-  """Prints one line per round; with marks if the console shows no colour."""
-  coloured = console.color_system is not None and not console.no_color
-  show = _coloured if coloured else _marked
-  grid = rich.table.Table.grid(padding=(0, 2))
-  grid.add_column(justify='right')
-  grid.add_column(overflow='fold')
-  for number, one in enumerate(rounds, start=1):
-    line = rich.text.Text().join(show(*part) for part in one.parts)
-    grid.add_row(str(number), line)
-  legend = rich.text.Text('  ').join(
-    show(kind, text) for kind, text in MEANING.items()
-  )
-  console.print(rich.text.Text(title, style='bold'))
-  console.print(legend)
-  console.print(grid)
-  console.print(rich.text.Text(summary(rounds)))
 
 
 def shown(piece: str) -> tuple[str, str]:
@@ -288,6 +218,86 @@ def shown(piece: str) -> tuple[str, str]:
   return text[: len(text) - len(word)], word
 
 
+@dataclasses.dataclass(frozen=True)
+class Trace:
+  """What became of each proposal of one decode; shows itself.
+
+  Attributes:
+    source: the input.
+    rounds: the rounds in order, as text.
+    lenience: lenience of the decode; below 1 the output is lossy.
+  """
+
+  source: str
+  rounds: Sequence[Round[str]]
+  lenience: float = 1.0
+
+  @property
+  def _lossy(self) -> str:
+    return '' if self.lenience == 1 else f', lossy (lenience {self.lenience:g})'
+
+  @property
+  def _title(self) -> str:
+    return f'Accepted and rejected proposals{self._lossy}'
+
+  def __repr__(self) -> str:
+    return f'Trace({self.source!r}: {summary(self.rounds)}{self._lossy})'
+
+  def __rich_console__(
+    self, console: rich.console.Console, options: rich.console.ConsoleOptions
+  ) -> rich.console.RenderResult:
+    """A line for each round; with marks if the console shows no colour."""
+    show = _marked
+    if console.color_system is not None and not console.no_color:
+      show = _coloured
+    grid = rich.table.Table.grid(padding=(0, 2))
+    grid.add_column(justify='right')
+    grid.add_column(overflow='fold')
+    for number, step in enumerate(self.rounds, start=1):
+      line = rich.text.Text().join(show(*part) for part in step.parts)
+      grid.add_row(str(number), line)
+    yield rich.text.Text(self._title, style='bold')
+    yield rich.text.Text('  ').join(
+      show(kind, text) for kind, text in MEANING.items()
+    )
+    yield grid
+    yield rich.text.Text(summary(self.rounds))
+
+  def page(self) -> str:
+    """A self-contained HTML page, for a light or a dark screen.
+
+    It has no script and loads nothing from elsewhere; its security policy
+    forbids both. All text of a model is escaped.
+    """
+    output = ''.join(piece for step in self.rounds for piece in step.kept)
+    legend = [f'<li>{_tagged(*part)}</li>' for part in MEANING.items()]
+    rows = []
+    for number, step in enumerate(self.rounds, start=1):
+      tokens = ''.join(_tagged(*part) for part in step.parts)
+      rows.append(
+        f'<tr><th scope="row">{number}</th>'
+        f'<td>{step.num_accepted} of {step.num_judged}</td>'
+        f'<td class="tokens">{tokens}</td></tr>'
+      )
+    return _PAGE.format(
+      style=_CSS,
+      title=html.escape(self._title),
+      source=html.escape(self.source),
+      output=html.escape(output.removesuffix('</s>')),
+      summary=html.escape(summary(self.rounds)),
+      legend='\n'.join(legend),
+      rows='\n'.join(rows),
+    )
+
+  def _repr_html_(self) -> str:
+    """The page, in a frame that keeps its style to itself."""
+    height = min(_AROUND_REM + _ROW_REM * len(self.rounds), _MOST_REM)
+    return (
+      f'<iframe sandbox title="Trace" srcdoc="{html.escape(self.page())}"'
+      f' style="width: 100%; height: {height:g}rem; border: 0"></iframe>'
+    )
+
+
 def _coloured(kind: str, piece: str) -> rich.text.Text:
   blank, word = shown(piece)
   return rich.text.Text(blank).append(word, style=_STYLE[kind])
@@ -297,3 +307,74 @@ def _marked(kind: str, piece: str) -> rich.text.Text:
   blank, word = shown(piece)
   opening, closing = _MARKS[kind]
   return rich.text.Text(f'{blank}{opening}{word}{closing}')
+
+
+def _tagged(kind: str, piece: str) -> str:
+  blank, word = shown(piece)
+  tag = _TAGS[kind]
+  return f'{blank}<{tag} class="{kind}">{html.escape(word)}</{tag}>'
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+<dl><dt>Input</dt><dd>{source}</dd><dt>Output</dt><dd>{output}</dd></dl>
+<p>{summary}</p>
+<h2>Legend</h2>
+<ul>{legend}</ul>
+<h2>Rounds</h2>
+<table>
+<thead><tr><th scope="col">round</th><th scope="col">accepted of judged</th>
+<th scope="col">tokens</th></tr></thead>
+<tbody>{rows}</tbody>
+</table>
+</main>
+</body>
+</html>
+"""
+
+# The text before <del> and <ins> is only for screen readers.
+_CSS = """:root {
+  --paper: #ffffff; --ink: #1b1f24; --line: #d0d7de; --quiet: #59636e;
+  --accepted: #116329; --rejected: #b3141d; --target: #0a4bb5;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #14181d; --ink: #e6edf3; --line: #3d444d; --quiet: #9aa4af;
+    --accepted: #6fdd8b; --rejected: #ff9a94; --target: #8ec2ff;
+  }
+}
+body { background: var(--paper); color: var(--ink); margin: 0;
+  font: 1rem/1.6 system-ui, sans-serif; }
+main { max-width: 60rem; margin: 0 auto; padding: 1.5rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+dt { font-weight: 600; } dd { margin: 0 0 .5rem; overflow-wrap: anywhere; }
+ul { list-style: none; padding: 0; }
+table { border-collapse: collapse; width: 100%; }
+th, td { border-top: 1px solid var(--line); padding: .3rem .8rem .3rem 0;
+  text-align: left; vertical-align: top; }
+tbody th, td:nth-child(2) { font-weight: 400; color: var(--quiet);
+  white-space: nowrap; font-variant-numeric: tabular-nums; }
+.tokens { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
+.accepted { color: var(--accepted); }
+.rejected { color: var(--rejected); }
+.unused { color: var(--quiet); }
+.target { color: var(--target); font-weight: 600; }
+del::before, ins::before { position: absolute; width: 1px; height: 1px;
+  overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+del.rejected::before { content: " rejected: "; }
+del.unused::before { content: " not judged: "; }
+ins::before { content: " target: "; }
+"""

@@ -7,31 +7,25 @@ from specdec_jax.files.reading import (
   MAX_RATIO,
   BrokenOff,
   TextLine,
+  check_all_regular,
+  check_regular,
+  check_size,
   lines,
+  open_regular,
+  read_json,
+  read_small,
   text_lines,
   until_broken,
   writable,
 )
-from specdec_jax.files.regular import (
-  check_all_regular,
-  check_regular,
-  check_size,
-  open_regular,
-  read_json,
-  read_small,
-)
 from specdec_jax.files.writing import (
-  BrokenFileError,
   check_writable,
   make_folder,
-  read_sealed,
   write_atomically,
   write_json,
-  write_sealed,
 )
 
 __all__ = [
-  'BrokenFileError',
   'BrokenOff',
   'MAX_LINE',
   'MAX_PIPE',
@@ -46,12 +40,10 @@ __all__ = [
   'make_folder',
   'open_regular',
   'read_json',
-  'read_sealed',
   'read_small',
   'text_lines',
   'until_broken',
   'writable',
   'write_atomically',
   'write_json',
-  'write_sealed',
 ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from specdec_jax.files.locations import user_cache
-from specdec_jax.files.regular import read_small
+from specdec_jax.files.reading import read_small
 from specdec_jax.files.writing import write_json
 
 _Result = TypeVar('_Result')

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 
 _SCHEME = '://'
@@ -69,10 +70,7 @@ def open_location(path: str | os.PathLike[str]) -> 'Location':
 def check_path(path: Any) -> None:
   """Raises ValueError for a value that cannot be a path: a number, or ''."""
   if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-    raise ValueError(
-      'Expected a path as text, or an address such as gs://bucket/folder; got'
-      f' {path!r}.'
-    )
+    raise unexpected('path', 'text, or an address (gs://bucket/folder)', path)
 
 
 class Location:

@@ -13,10 +13,6 @@ _SHOWN = 5  # most differences in a message
 _LONGEST = 200  # most characters of a value in a message
 
 
-class OtherRunError(ValueError):
-  """Files that were found belong to another run; the text says what differs."""
-
-
 def differences(before: Any, now: Any, name: str = '') -> list[str]:
   """Lists where two JSON values differ, each with its place and both values.
 
@@ -30,7 +26,7 @@ def differences(before: Any, now: Any, name: str = '') -> list[str]:
 def check(
   before: Any, now: Mapping[str, Any], what: str, what_to_do: str
 ) -> None:
-  """Raises OtherRunError unless the settings that were found are this run's.
+  """Raises ValueError unless the settings that were found are this run's.
 
   Args:
     before: the settings that were found.
@@ -42,7 +38,7 @@ def check(
     return
   more = len(found) - _SHOWN
   listed = '; '.join(found[:_SHOWN]) + (f'; and {more} more' * (more > 0))
-  raise OtherRunError(f'{what}: {listed}. {what_to_do}')
+  raise ValueError(f'{what}: {listed}. {what_to_do}')
 
 
 def _plain(value: Any) -> Any:
@@ -51,16 +47,17 @@ def _plain(value: Any) -> Any:
 
 def _differences(before: Any, now: Any, name: str) -> list[str]:
   if isinstance(before, dict) and isinstance(now, dict):
-    found = []
-    for key in sorted({*before, *now}):
-      inner = f'{name}.{key}' if name else key
-      found += _differences(before.get(key), now.get(key), inner)
-    return found
+    return [
+      difference
+      for key in sorted({*before, *now})
+      for difference in _differences(
+        before.get(key), now.get(key), f'{name}.{key}'.lstrip('.')
+      )
+    ]
   if before == now:
     return []
-  return [f'{name or "all"} was {_shown(before)}, is {_shown(now)}']
-
-
-def _shown(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...'
+  shown = [repr(value) for value in (before, now)]
+  was, now = (
+    text[:_LONGEST] + '...' * (len(text) > _LONGEST) for text in shown
+  )
+  return [f'{name or "all"} was {was}, is {now}']

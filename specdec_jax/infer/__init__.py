@@ -1,47 +1,27 @@
-"""Decodes files of lines, and tasks, for scripts/decode.py.
+"""Decodes files of lines, and tasks, with an engine.
 
-`DecodeConfig` describes a run over lines, which compares plain and speculative
-decoding, and `decode` runs it. `TaskConfig` describes a run over a task as T5X
-users know it, and `decode_task` runs it. Both can be killed and resumed. `look`
-is a first look at a pair, and `distil` makes a drafter for a target.
+`DecodeConfig` describes a run and `decode` runs it; it can be killed at any
+moment and started again. `evaluate` measures the quality of a pair.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from specdec_jax.infer.failures import AllFailedError
-from specdec_jax.infer.first_look import TryConfig, look
-from specdec_jax.infer.run import decode, decode_task
-from specdec_jax.infer.settings import (
-  Beams,
+from specdec_jax.engine.request import Options
+from specdec_jax.infer.data import (
   DecodeConfig,
-  TaskConfig,
+  RunOptions,
   load_drafter,
   open_tokenizer,
 )
-
-if TYPE_CHECKING:
-  from specdec_jax.infer.own_drafter import DistilConfig, distil
+from specdec_jax.infer.quality import EvaluateConfig, evaluate
+from specdec_jax.infer.run import AllFailedError, decode
 
 __all__ = [
   'AllFailedError',
-  'Beams',
   'DecodeConfig',
-  'DistilConfig',
-  'TaskConfig',
-  'TryConfig',
+  'EvaluateConfig',
+  'Options',
+  'RunOptions',
   'decode',
-  'decode_task',
-  'distil',
+  'evaluate',
   'load_drafter',
-  'look',
   'open_tokenizer',
 ]
-
-
-def __getattr__(name: str) -> Any:
-  """What `own_drafter` has, which imports all that trains, when it is used."""
-  if name not in ('DistilConfig', 'distil'):
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  from specdec_jax.infer import own_drafter
-
-  return getattr(own_drafter, name)

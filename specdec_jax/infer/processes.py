@@ -15,6 +15,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import jax
+from jax.experimental import multihost_utils
+
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import unexpected
 
 # A process that gives no sign of life for so long counts as dead.
 _HEARTBEAT_S = 10
@@ -52,6 +56,11 @@ class Processes:
   def alone(self) -> bool:
     """Whether there are no other processes."""
     return self.count == 1
+
+  def meet(self, name: str) -> None:
+    """Waits until all processes have called it with this name."""
+    if not self.alone:
+      multihost_utils.sync_global_devices(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +100,12 @@ class Meeting:
       return
     port = address.rpartition(':')[2]
     if not port.isdigit() or not 0 < int(port) < 1 << 16:
-      raise ValueError(
-        '--coordinator_address must be HOST:PORT, where the first process can'
-        f' be reached; got {address!r}.'
-      )
-    if count < 1:
-      raise ValueError(f'--process_count must be at least 1, got {count}.')
+      where = 'HOST:PORT, where the first process can be reached'
+      raise unexpected('--coordinator_address', where, address)
+    check_number('--process_count', count, 1)
     if not 0 <= self.process_index < count:
-      raise ValueError(
-        f'--process_index must be from 0 to --process_count - 1; got'
-        f' {self.process_index} of {count}.'
-      )
+      expected = f'from 0 to --process_count - 1 = {count - 1}'
+      raise unexpected('--process_index', expected, self.process_index)
 
 
 def run(function: Callable[[], int]) -> int:

@@ -1,22 +1,25 @@
-"""The quality of a pair: BLEU of its translations, and its acceptance rates.
+"""How good a pair is: BLEU on a test set, and how often drafts are accepted."""
 
-`EvaluateConfig` describes a run of scripts/evaluate.py, `evaluate` runs it.
-"""
-
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import rich.console
 
 from specdec_jax import files
 from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.engine import scoring
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine
-from specdec_jax.infer import compared, failures, results, resume
-from specdec_jax.infer.settings import Beams
-from specdec_jax.measure.progress import bar
+from specdec_jax.engine.request import Options
+from specdec_jax.infer import report, run
+from specdec_jax.infer.data import PREDICTIONS, Item
+from specdec_jax.infer.report import Results
+from specdec_jax.infer.resume import Folder
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import Column, Table
 from specdec_jax.text import metrics
@@ -37,12 +40,10 @@ class EvaluateConfig:
     batch_size: sources decoded together.
     temperatures: temperatures at which acceptance is counted. The first must be
       0; its outputs are scored.
-    max_sources: uses only the first so many distinct sources; None is all.
-    seed: all random numbers derive from this and the source's number.
-    beams: a beam search is scored too, the best beam of each source, plain and
-      speculative.
-    compared: makes an engine whose target is compared, see `compared.compare`;
-      None compares nothing.
+    options: seed and, with `num_beams`, a beam search that is scored too: the
+      best beam of each source, plain and speculative.
+    compared: makes an engine whose target is compared: another form of the same
+      model; None compares nothing.
 
   Raises:
     ValueError: a value is outside its range.
@@ -54,53 +55,17 @@ class EvaluateConfig:
   overwrite: bool = False
   batch_size: int = 32
   temperatures: tuple[float, ...] = (0.0, 1.0)
-  max_sources: int | None = None
-  seed: int = 0
-  beams: Beams = Beams()
+  options: Options = Options()
   compared: Callable[[], Engine] | None = None
 
   def __post_init__(self):
     check_types(self)
     object.__setattr__(self, 'temperatures', tuple(self.temperatures))
     check_at_least(self, batch_size=1)
-    if self.max_sources is not None:
-      check_at_least(self, max_sources=1)
     if self.temperatures[:1] != (0.0,):
-      raise ValueError(
-        'EvaluateConfig.temperatures must begin with 0.0, at which BLEU is'
-        f' measured, got {self.temperatures}.'
-      )
-
-
-def group_references(
-  pairs: Iterable[tuple[str, str]],
-) -> dict[str, list[str]]:
-  """Maps each distinct source to its references, in the order of the file."""
-  found: dict[str, list[str]] = {}
-  for source, reference in pairs:
-    references = found.setdefault(source, [])
-    if reference not in references:
-      references.append(reference)
-  return found
-
-
-def _pairs(path: str) -> Iterator[tuple[str, str]]:
-  """The source and each reference of each line of a file.
-
-  Raises:
-    ValueError: the file cannot be read, or a line has no reference.
-  """
-  kind = kind_of(path)
-  for number, line in enumerate(files.lines(path), 1):
-    place = f'{path!r} line {number}'
-    example = parse(line, kind, place)
-    if not example['targets']:
-      raise ValueError(
-        f'{place} has no reference; expected source<TAB>reference in a .tsv'
-        " file, or 'inputs' and 'targets' in a .jsonl file."
-      )
-    for reference in example.get('references', [example['targets']]):
-      yield example['inputs'], reference
+      expected = 'numbers that begin with 0.0, at which BLEU is measured'
+      values = self.temperatures
+      raise unexpected('EvaluateConfig.temperatures', expected, values)
 
 
 def evaluate(
@@ -110,246 +75,192 @@ def evaluate(
 ) -> dict[str, Any]:
   """Translates a test set, scores it, counts accepted drafts, writes results.
 
-  All decoding is speculative; greedy outputs are those of the plain loop. A
-  beam search is made plainly, too, and its beams are compared.
-
   Args:
     config: the evaluation.
-    beside: more files for the output folder: name -> function that returns its
-      text.
+    beside: more files for the output folder: name -> function of its text.
     console: where the report goes; None is stdout.
 
   Returns:
     The summary, of kind 'quality': 'bleu' (all references), 'bleu_single' (the
-    first of each source) and, for each temperature, the counts of drafting; and
-    'compared', if another target is.
+    first of each source), and counts of drafting for each temperature; 'beams'
+    and 'compared' if they are asked for.
 
   Raises:
     ValueError: sacrebleu is missing, or the file or output folder is bad. If no
-      source could be decoded, it is a failures.AllFailedError; the records are
-      written without the marker.
+      source could be decoded, it is an AllFailedError; the records are written
+      without the marker.
     OSError: the results could not be written.
   """
   console = console or rich.console.Console()
   if missing := metrics.lack(metrics.bleu):
     raise ValueError(missing)
-  grouped = group_references(_pairs(config.eval_file))
-  grouped = dict(list(grouped.items())[: config.max_sources])
+  grouped: dict[str, list[str]] = {}
+  for source, reference in _pairs(config.eval_file):
+    references = grouped.setdefault(source, [])
+    if reference not in references:
+      references.append(reference)
   if not grouped:
     raise ValueError(f'{config.eval_file!r} has no line to evaluate.')
-  if config.output_dir is None:
-    return _evaluate(config, grouped, None, beside or {}, console)
-  folder = resume.Folder(config.output_dir, results.PREDICTIONS)
-  with folder.claimed(config.overwrite):
-    return _evaluate(config, grouped, folder, beside or {}, console)
-
-
-def _evaluate(
-  config: EvaluateConfig,
-  grouped: Mapping[str, list[str]],
-  folder: resume.Folder | None,
-  beside: Mapping[str, Callable[[], str]],
-  console: rich.console.Console,
-) -> dict[str, Any]:
-  """`evaluate` for sources with their references."""
-  engine = config.engine()
-  other = config.compared() if config.compared else None
-  if other is not None:
-    compared.check(engine, other)
-  sources, references = list(grouped), list(grouped.values())
-  runs = {
-    temperature: _decode(
-      engine,
-      sources,
-      config,
-      console,
-      f'Temperature {temperature:g}',
-      temperature=temperature,
-    )
-    for temperature in config.temperatures
-  }
-  greedy = runs[0.0]
-  outputs = [completion.text for completion in greedy]
-  failed = failures.all_failed(
-    [done.error for own in runs.values() for done in own],
-    len(sources),
-    engine.params,
-    config.output_dir,
-  )
-  values = {
-    'eval_file': config.eval_file,
-    'sources': len(sources),
-    'references': sum(map(len, references)),
-    'sources_with_several': sum(len(own) > 1 for own in references),
-    'errors': [done.error for done in greedy if done.error],
-    'bleu': _bleu(outputs, references),
-    'bleu_single': _bleu(outputs, [own[:1] for own in references]),
-    'gamma': engine.gamma,
-    'max_decode_len': engine.max_decode_len,
-    'seed': config.seed,
-    'drafting': [
-      {'temperature': temperature, **_count(completions)}
-      for temperature, completions in runs.items()
-    ],
-  }
-  if config.beams.searches:
-    values['beams'] = _search(engine, sources, references, config, console)
-  if other is not None:
-    name = 'The other target'
-    options: dict[str, Any] = dict(temperature=0.0, speculative=False)
-    plain = _decode(other, sources, config, console, name, **options)
-    values['compared'] = compared.compare(
-      (engine, other), grouped, (greedy, plain), config.batch_size
-    ) | {'bleu': _bleu([done.text for done in plain], references)}
-  summary = Record('quality', values).to_json()
-  if folder is not None:
-    records = [
-      {
-        'inputs': source,
-        'prediction': None if done.error else done.text,
-        'references': own,
-        'finish_reason': done.finish_reason,
-        'error': done.error,
-      }
-      for source, own, done in zip(sources, references, greedy, strict=True)
-    ]
-    contents = results.contents(records, summary, beside)
-    folder.leave(contents) if failed else folder.finish(contents)
+  folder = config.output_dir and Folder(config.output_dir, PREDICTIONS)
+  with folder.claimed() if folder else contextlib.nullcontext():
+    if folder and not config.overwrite and folder.missing() == []:
+      raise ValueError(
+        f'{config.output_dir!r} already holds finished results; they are kept.'
+        ' Give another folder, or overwrite (--overwrite) to make them again.'
+      )
+    summary, records, failed = _evaluate(config, grouped, console)
+    if folder:
+      contents = {PREDICTIONS: ''.join(map(report.json_text, records))}
+      contents |= {name: text() for name, text in (beside or {}).items()}
+      contents[run.SUMMARY] = report.json_text(summary, indent=2)
+      folder.finish(contents, failed is not None)
   console.print(table(summary))
   if failed:
     raise failed
   return summary
 
 
-def _search(engine, sources, references, config, console) -> dict[str, Any]:
-  """BLEU and counts of the beam search, and how many searches agree."""
-  width = config.beams.num_beams
-  plain, drafted = (
-    _decode(
-      engine,
-      sources,
-      config,
-      console,
-      'Beams, speculative' if speculative else 'Beams',
-      width,
-      speculative=speculative,
-      **config.beams.options,
-    )
-    for speculative in (False, True)
-  )
-  best = drafted[width - 1 :: width]  # the best beam is the last
-  outputs = [completion.text for completion in best]
-  agree = [
-    all(
-      plain[index].tokens == drafted[index].tokens
-      for index in range(at, at + width)
-    )
-    for at in range(0, len(plain), width)
-  ]
-  return {
-    **dataclasses.asdict(config.beams),
-    'bleu': _bleu(outputs, references),
-    'bleu_single': _bleu(outputs, [own[:1] for own in references]),
-    'agree': sum(agree),
-    **_count(best),
-  }
-
-
-def _bleu(
-  outputs: Sequence[str], references: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-  found = metrics.bleu(references, outputs)
-  return {'score': found['bleu'], 'signature': found['bleu_signature']}
-
-
-def table(summary: Mapping[str, Any]) -> Table:
-  """A table of the numbers in a summary of kind 'quality'."""
-  rows: list[list[str | None]] = [
-    ['distinct sources', f'{summary["sources"]:,}'],
-    ['references', f'{summary["references"]:,}'],
-    ['BLEU, all references of a source', f'{summary["bleu"]["score"]:.1f}'],
-    [
-      'BLEU, the first reference only',
-      f'{summary["bleu_single"]["score"]:.1f}',
-    ],
-  ]
-  for part in summary['drafting']:
-    at = f'temperature {part["temperature"]:g}'
-    rate, per_call = part['acceptance_rate'], part['per_call']
-    rows += [
-      [f'acceptance rate, {at}', None if rate is None else f'{rate:.3f}'],
-      [
-        f'tokens per call of the target, {at}',
-        None if per_call is None else f'{per_call:.2f}',
-      ],
-      [f'tokens, {at}', f'{part["tokens"]:,}'],
-    ]
-  if search := summary.get('beams'):
-    name = f'{search["num_beams"]} beams'
-    rows += [
-      [f'BLEU, {name}, all references', f'{search["bleu"]["score"]:.1f}'],
-      [f'BLEU, {name}, first only', f'{search["bleu_single"]["score"]:.1f}'],
-      [f'levels per call of the target, {name}', f'{search["per_call"]:.2f}'],
-      [
-        f'searches with the same {name}, plain and speculative',
-        f'{search["agree"]:,} of {summary["sources"]:,}',
-      ],
-    ]
-  if other := summary.get('compared'):
-    rows += compared.rows(other)
-  return Table('', ['', Column('measured', align='right')], rows)
-
-
-def side_by_side(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
-  """A table of several summaries of one test set, by their names.
+def _pairs(path: str) -> Iterator[tuple[str, str]]:
+  """The source and each reference of each line of a file.
 
   Raises:
-    ValueError: they are of different sources, lengths of drafts or
-      temperatures.
+    ValueError: the file cannot be read, or a line has no reference.
   """
-  same = {
-    (one['eval_file'], one['sources'], one['gamma'], *_temperatures(one))
-    for one in summaries.values()
-  }
-  if len(same) > 1:
+  for number, line in enumerate(files.lines(path), 1):
+    place = f'{path!r} line {number}'
+    example = parse(line, kind_of(path), place)
+    if not example['targets']:
+      raise ValueError(
+        f'{place} has no reference; expected source<TAB>reference in a .tsv'
+        " file, or 'inputs' and 'targets' in a .jsonl file."
+      )
+    for reference in example.get('references', [example['targets']]):
+      yield example['inputs'], reference
+
+
+def _evaluate(
+  config: EvaluateConfig,
+  grouped: Mapping[str, list[str]],
+  console: rich.console.Console,
+) -> tuple[dict[str, Any], list[dict[str, Any]], run.AllFailedError | None]:
+  """The summary, a record for each source, and whether all of them failed."""
+  engine = config.engine()
+  other = config.compared() if config.compared else None
+  if other and other.tokenizer.fingerprint != engine.tokenizer.fingerprint:
     raise ValueError(
-      'Expected evaluations of the same sources, gamma and temperatures beside'
-      f' each other, got {sorted(same, key=str)}.'
+      'EvaluateConfig.compared: expected another form of the same model, got'
+      f' the vocabulary {other.tokenizer.path!r} beside'
+      f' {engine.tokenizer.path!r}.'
     )
-  columns: list[str | Column] = ['']
-  for at in _temperatures(next(iter(summaries.values()))):
-    columns += [
-      Column(f'{name}, T = {at:g}', align='right')
-      for name in ('acceptance', 'tokens per call')
-    ]
-  rows: list[list[str | None]] = []
-  for name, one in summaries.items():
-    rows.append([name])
-    for part in one['drafting']:
-      rate, per_call = part['acceptance_rate'], part['per_call']
-      rows[-1] += [
-        None if rate is None else f'{rate:.3f}',
-        None if per_call is None else f'{per_call:.2f}',
-      ]
-    rows[-1].append(f'{one["bleu"]["score"]:.1f}')
-  columns.append(Column('BLEU', align='right'))
-  others = [one.get('compared') for one in summaries.values()]
-  if any(others):
-    columns += [
-      Column(name, align='right')
-      for name in ('equal outputs', 'perplexity (other)', 'error of logits')
-    ]
-    for row, other in zip(rows, others, strict=True):
-      row += compared.cells(other) if other else [None] * 3
-  return Table('', columns, rows)
+  sources, references = list(grouped), list(grouped.values())
+  base = Options(seed=config.options.seed, log_probs=False)
+
+  def decode(engine, speculative=True, **options):
+    asked = dataclasses.replace(base, **options)
+    return _decoded(engine, sources, asked, config, console, speculative)
+
+  runs = {t: decode(engine, temperature=t) for t in config.temperatures}
+  greedy = runs[0.0]
+  outputs = [output.text for output in greedy]
+  values = {
+    'eval_file': config.eval_file,
+    'sources': len(sources),
+    'references': sum(map(len, references)),
+    'sources_with_several': sum(len(texts) > 1 for texts in references),
+    'errors': [output.error for output in greedy if output.error],
+    **_bleus(outputs, references),
+    'gamma': engine.gamma,
+    'max_decode_len': engine.max_decode_len,
+    'seed': base.seed,
+    'drafting': [
+      {'temperature': temperature, **_counts(completions)}
+      for temperature, completions in runs.items()
+    ],
+  }
+  if width := config.options.num_beams:
+    names = ('num_beams', 'alpha', 'length_penalty', 'draft_beams')
+    beams = {name: getattr(config.options, name) for name in names}
+    plain, drafted = (
+      decode(engine, speculative, num_samples=width, **beams)
+      for speculative in (False, True)
+    )
+    best = drafted[width - 1 :: width]  # the best beam is the last
+    same = [a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)]
+    values['beams'] = {
+      **beams,
+      **_bleus([output.text for output in best], references),
+      'agree': sum(
+        all(same[at : at + width]) for at in range(0, len(same), width)
+      ),
+      **_counts(best),
+    }
+  if other is not None:
+    plain = decode(other, speculative=False)
+    values['compared'] = {
+      **_compared((engine, other), grouped, (greedy, plain), config.batch_size),
+      'bleu': _bleus([output.text for output in plain], references)['bleu'],
+    }
+  errors = [output.error for outputs in runs.values() for output in outputs]
+  failed = run.all_failed(
+    errors, len(sources), engine.params, config.output_dir
+  )
+  records = [
+    {
+      'inputs': source,
+      'prediction': None if output.error else output.text,
+      'references': texts,
+      'finish_reason': output.finish_reason,
+      'error': output.error,
+    }
+    for (source, texts), output in zip(grouped.items(), greedy, strict=True)
+  ]
+  return Record('quality', values).to_json(), records, failed
 
 
-def _temperatures(summary: Mapping[str, Any]) -> list[float]:
-  return [part['temperature'] for part in summary['drafting']]
+def _decoded(
+  engine: Engine,
+  sources: Sequence[str],
+  options: Options,
+  config: EvaluateConfig,
+  console: rich.console.Console,
+  speculative: bool,
+) -> list[Completion]:
+  """The outputs of all sources; those of similar length are read together."""
+  samples = options.num_samples
+  lengths = [len(engine.tokenizer.encode(source)) for source in sources]
+  items = [
+    Item(index * samples + sample, sources[index], index)
+    for index in sorted(range(len(sources)), key=lengths.__getitem__)
+    for sample in range(samples)
+  ]
+  results = Results()
+  run.run_items(
+    items,
+    {'': run.Decoding(engine, speculative, options)},
+    min(config.batch_size, len(sources)) * samples,
+    1,
+    console,
+    {'': results},
+  )
+  return [results.completions[number] for number in range(len(items))]
 
 
-def _count(completions: Sequence[Completion]) -> dict[str, Any]:
-  took = total(completion.stats for completion in completions)
+def _bleus(
+  outputs: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+  """BLEU with all references of a source, and with the first one."""
+  scores = {}
+  for name, most in (('bleu', None), ('bleu_single', 1)):
+    score = metrics.bleu([texts[:most] for texts in references], outputs)
+    scores[name] = {
+      'score': score['bleu'],
+      'signature': score['bleu_signature'],
+    }
+  return scores
+
+
+def _counts(outputs: Sequence[Completion]) -> dict[str, Any]:
+  took = total(output.stats for output in outputs)
   return {
     'tokens': took.num_tokens,
     'target_calls': took.num_target_calls,
@@ -361,47 +272,102 @@ def _count(completions: Sequence[Completion]) -> dict[str, Any]:
   }
 
 
-def _decode(
-  engine: Engine,
-  sources: Sequence[str],
-  config: EvaluateConfig,
-  console: rich.console.Console,
-  name: str,
-  outputs: int = 1,
-  **options,
-) -> list[Completion]:
-  """Decodes all sources, those of similar length together.
+def _compared(
+  engines: tuple[Engine, Engine],
+  grouped: Mapping[str, Sequence[str]],
+  greedy: tuple[Sequence[Completion], Sequence[Completion]],
+  batch_size: int,
+) -> dict[str, Any]:
+  """Compares greedy outputs, and the predictions of the references.
 
-  Args:
-    engine: decodes speculatively, unless `options` say otherwise.
-    sources: the texts.
-    config: the evaluation.
-    console: shows the progress.
-    name: of the run, to be shown.
-    outputs: completions of each source, which follow one another.
-    **options: of `Engine.generate`.
+  Returns:
+    'sources' that both decoded and how many outputs are 'equal', token for
+    token. Over the 'tokens' of their references, ends included: 'perplexity' of
+    the first and 'other_perplexity'; the absolute difference of a token's
+    log-probability in nats, 'mean_difference' and 'largest_difference'; and the
+    root mean square of the logits' difference over that of the other's logits,
+    'logits_error'.
   """
-  lengths = [len(engine.tokenizer.encode(source)) for source in sources]
-  order = sorted(range(len(sources)), key=lambda index: lengths[index])
-  found: dict[int, list[Completion]] = {}
-  size = min(config.batch_size, len(sources))
-  batches = [order[at : at + size] for at in range(0, len(order), size)]
-  with bar(console, name, len(batches)) as advance:
-    for batch in batches:
-      # Filled up with its last source: a shorter last batch would need another
-      # program.
-      padded = [*batch, *[batch[-1]] * (size - len(batch))]
-      completions = engine.generate(
-        [sources[index] for index in padded],
-        seed=config.seed,
-        example_ids=padded,
-        on_too_long='report',
-        log_probs=False,
-        batch_size=size,
-        num_samples=outputs,
-        **options,
-      )
-      for at, index in enumerate(batch):
-        found[index] = completions[at * outputs : (at + 1) * outputs]
-      advance()
-  return [one for index in range(len(sources)) for one in found[index]]
+  ours, other = engines
+  both = [
+    (source, first, second)
+    for source, first, second in zip(grouped, *greedy, strict=True)
+    if not first.error and not second.error
+  ]
+  examples = sorted(  # those of similar length are read together
+    (
+      (ours.input_ids(source), ours.output_ids(text))
+      for source, *_ in both
+      for text in grouped[source]
+    ),
+    key=lambda pair: (len(pair[1]), len(pair[0])),
+  )
+  read: list[dict[str, np.ndarray]] = []
+  for at in range(0, len(examples), batch_size):
+    # The other one is first: errors are over its logits.
+    read += scoring.compare(
+      (other.target, ours.target),
+      (other.params.target, ours.params.target),
+      [inputs for inputs, _ in examples[at : at + batch_size]],
+      [outputs for _, outputs in examples[at : at + batch_size]],
+      ours.languages().before_output(()),
+    )
+  totals = {
+    name: np.concatenate([[], *(one[name] for one in read)])
+    for name in ('log_probs', 'other_log_probs', 'logits', 'errors')
+  }
+  scores, others = totals['other_log_probs'], totals['log_probs']
+  differences = np.abs(scores - others)
+  return {
+    'sources': len(both),
+    'equal': sum(one.tokens == two.tokens for _, one, two in both),
+    'tokens': len(scores),
+    'perplexity': math.exp(-scores.mean()),
+    'other_perplexity': math.exp(-others.mean()),
+    'mean_difference': float(differences.mean()),
+    'largest_difference': float(differences.max()),
+    'logits_error': math.sqrt(totals['errors'].sum() / totals['logits'].sum()),
+  }
+
+
+def table(summary: Mapping[str, Any]) -> Table:
+  """A table of the numbers in a summary of kind 'quality'."""
+  cells: list[list[str | None]] = []
+
+  def add(title: str, value: Any, form: str) -> None:
+    cells.append([title, None if value is None else format(value, form)])
+
+  def of_all(count: int) -> str:
+    return f'{count:,} of {summary["sources"]:,}'
+
+  add('distinct sources', summary['sources'], ',')
+  add('references', summary['references'], ',')
+  add('BLEU, all references of a source', summary['bleu']['score'], '.1f')
+  add('BLEU, the first reference only', summary['bleu_single']['score'], '.1f')
+  for part in summary['drafting']:
+    at = f'temperature {part["temperature"]:g}'
+    add(f'acceptance rate, {at}', part['acceptance_rate'], '.3f')
+    add(f'tokens per call of the target, {at}', part['per_call'], '.2f')
+    add(f'tokens, {at}', part['tokens'], ',')
+  if search := summary.get('beams'):
+    name = f'{search["num_beams"]} beams'
+    add(f'BLEU, {name}, all references', search['bleu']['score'], '.1f')
+    add(f'BLEU, {name}, first only', search['bleu_single']['score'], '.1f')
+    add(f'levels per call of the target, {name}', search['per_call'], '.2f')
+    same = f'searches with the same {name}, plain and speculative'
+    add(same, of_all(search['agree']), '')
+  if other := summary.get('compared'):
+    equal = f'{other["equal"]:,} of {other["sources"]:,}'
+    bleu, difference = other['bleu']['score'], other['mean_difference']
+    add("greedy outputs equal to the other target's", equal, '')
+    add('BLEU of the other target, all references', bleu, '.1f')
+    add('tokens of references', other['tokens'], ',')
+    add('their perplexity', other['perplexity'], '.3f')
+    title = 'their perplexity by the other target'
+    add(title, other['other_perplexity'], '.3f')
+    title = "difference of a token's log-probability"
+    add(f'{title}, mean', difference, '.4f')
+    add(f'{title}, largest', other['largest_difference'], '.2f')
+    title = "error of logits over the other target's logits (root mean squares)"
+    add(title, other['logits_error'], '.4f')
+  return Table('', ['', Column('measured', align='right')], cells)

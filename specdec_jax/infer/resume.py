@@ -1,14 +1,14 @@
-"""A run that can be killed at any moment and resumed.
+"""A run that can be killed at any moment and started again.
 
-Finished work lies in `NAME.parts/` of the output folder: a file for each chunk
-of results, and `config.json` with everything that decides the output. Each file
-is written whole or not at all, with a checksum of its content and of the run it
-belongs to. So a resumed run finds its whole chunks and decodes the rest. A
-chunk that does not fit its checksum is reported and made again; if
-`config.json` does not, all chunks are. Results are merged at the end. The
-marker `NAME.COMPLETED` is written last: it holds the size and checksum of each
-result. Meanwhile `.NAME.lock` keeps other processes out; if a process is
-killed, its lock is released.
+`NAME.partial` in the output folder holds the finished work: an append-only
+JSONL file. Its first line has everything that decides the output, and each
+further line the results of a batch. Each line begins with a checksum of its
+content and of the run, so that a line that was cut, changed or written by
+another run is noticed, and its work done again. Of several processes each
+appends to a file of its own. At the end the results are written, and last the
+marker `NAME.COMPLETED`, which holds the size and checksum of each result.
+Meanwhile `.NAME.lock` keeps other runs out; it is released with the process,
+however that ends.
 """
 
 import contextlib
@@ -16,25 +16,29 @@ import errno
 import glob
 import hashlib
 import json
+import os
 import pathlib
-import re
-import shutil
+import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, TextIO
 
 from specdec_jax import files
 from specdec_jax.files import same_run
-from specdec_jax.infer.locks import locked
+from specdec_jax.infer.processes import Processes
 
-_CONFIG = 'config.json'
-_DECODED = 'decoded.json'
-_CHUNK = re.compile(r'\d{5,}\.json')
-_SHARE = '.process-'
-_OVERWRITE = 'overwrite (--overwrite, in gin OVERWRITE = True)'
-_ANEW = f'Give another folder, or {_OVERWRITE} to make them again'
+try:
+  import fcntl
+except ImportError:  # not on Windows
+  fcntl = None  # type: ignore[assignment]
 
-Chunks = dict[int, Any]
+ALONE = Processes()
+_OVERWRITE = 'overwrite (--overwrite, in gin DecodeConfig.overwrite = True)'
+_AGAIN = f'Give another folder, or {_OVERWRITE} to make them again'
+_LOOK_S = 0.2  # time between two looks whether another process has written
+# Longer than a program compiles, and than a batch or the metrics take.
+_MOST_SILENCE_S = 1800.0
 
 
 class Folder:
@@ -42,343 +46,320 @@ class Folder:
 
   Attributes:
     path: the folder; other runs may share it.
-    name: name of the main file of results; other runs in the folder must have
-      other names.
+    name: name of the file of records; other runs in the folder must have other
+      names.
+    process: which of the run's processes this is.
   """
 
-  def __init__(self, path: str, name: str):
+  def __init__(self, path: str, name: str, process: Processes = ALONE):
     self.path = pathlib.Path(path)
     self.name = name
-    self._parts = self.path / f'{name}.parts'
+    self.process = process
+    share = ''
+    if process.index:
+      share = f'-{process.index:05}-of-{process.count:05}'
+    self._lock = self.path / f'.{name}{share}.lock'
+    self._partial = self.path / f'{name}.partial{share}'
     self._marker = self.path / f'{name}.COMPLETED'
     self._config = self.path / f'{name}.config.json'
-    self._lock = self.path / f'.{name}.lock'
-    self._begun: Any = None  # configuration of the run, as JSON values
-
-  def share(self, index: int, count: int) -> 'Folder':
-    """The folder in which one of several processes keeps its own chunks."""
-    name = f'{self.name}{_SHARE}{index:05}-of-{count:05}'
-    return Folder(str(self.path), name)
-
-  @property
-  def finished(self) -> bool:
-    """Whether the folder holds finished results."""
-    return self._marker.exists()
+    self._settings = ''  # of this run, as JSON
+    self._stream: BinaryIO | None = None  # of `_partial`
+    self._ends: dict[pathlib.Path, int] = {}  # of what was read of each file
 
   @contextlib.contextmanager
-  def claimed(self, overwrite: bool) -> Iterator[None]:
-    """Makes the folder and keeps other processes from writing these results.
+  def claimed(self) -> Iterator[None]:
+    """Makes the folder, and keeps other processes from writing these results.
 
     Raises:
-      ValueError: the folder cannot be made or written, it holds finished
-        results and `overwrite` is not set, or another process is writing them.
-        Results of which some files are missing do not count as finished.
+      ValueError: the folder cannot be made or written, or another process is
+        writing these results.
     """
     files.make_folder(self.path)
     with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
-      if not overwrite and self.missing() == []:
-        self.clean()
-        raise ValueError(
-          f'{str(self.path)!r} already holds finished results ({self.name});'
-          f' they are kept. {_ANEW}'
-        )
-      yield
+      try:
+        yield
+      finally:
+        if self._stream is not None:
+          with contextlib.suppress(OSError):  # of a disk that is full
+            self._stream.close()
+          self._stream = None
+
+  @property
+  def finished(self) -> bool:
+    """Whether there are finished results."""
+    return self._marker.exists()
 
   def missing(self) -> list[str] | None:
-    """The finished results whose files are missing; None without a marker.
+    """The finished results whose files are gone; None without a marker.
 
     Raises:
       ValueError: a result was changed after the run, or the marker is broken.
     """
     if not self.finished:
       return None
-    try:
-      finished = json.loads(files.read_sealed(self._marker, self.name))
-    except files.BrokenFileError as error:
-      raise ValueError(
-        f'{error}. So it is unknown whether the results in this folder are'
-        f' complete and unchanged. {_ANEW}'
-      ) from error
-    gone = []
-    for name, known in finished.items():
-      if not (self.path / name).exists():
-        gone.append(name)
-      elif (found := self._described(name)) != known:
+    finished = self.read_json(self._marker.name)
+    if not isinstance(finished, dict) or not finished:
+      raise ValueError(f'{str(self._marker)!r} is broken. {_AGAIN}.')
+    gone = [name for name in finished if not (self.path / name).exists()]
+    for name in finished.keys() - gone:
+      before, now = finished[name], _described(self._bytes(self.path / name))
+      if before != now:
         raise ValueError(
           f'{str(self.path / name)!r} was changed after the run was finished:'
-          f' it had {known["bytes"]} bytes of sha256 {known["sha256"][:12]},'
-          f' has {found["bytes"]} of {found["sha256"][:12]}. Restore the file,'
-          f' or make all results again. {_ANEW}'
+          f' expected {before}, got {now}. {_AGAIN}.'
         )
     return gone
 
-  def _described(self, name: str) -> dict[str, Any]:
+  def _bytes(self, path: pathlib.Path) -> bytes:
     try:
-      return _described((self.path / name).read_bytes())
-    except OSError as error:
+      with files.open_regular(path) as stream:
+        return stream.read()
+    except (OSError, ValueError) as error:
       raise ValueError(
-        f'{str(self.path / name)!r}, a finished result, cannot be read:'
-        f' {error.strerror or error}. {_ANEW}'
+        f'{str(path)!r}, a finished result, cannot be read: {error}. {_AGAIN}.'
       ) from error
 
-  def read_json(self, name: str) -> Any:
+  def read_json(self, name: str, lines: bool = False) -> Any:
     """Reads a JSON file of finished results.
+
+    Args:
+      name: the file.
+      lines: whether there is a value on each line; then a list is returned.
 
     Raises:
       ValueError: it cannot be read, or is not JSON.
     """
-    return self._parsed(name, json.loads)
-
-  def read_json_lines(self, name: str) -> list[Any]:
-    """Likewise, a file with a value on each line."""
-    return self._parsed(
-      name, lambda text: [json.loads(line) for line in text.split('\n') if line]
-    )
-
-  def _parsed(self, name: str, parse: Callable[[str], Any]) -> Any:
     path = self.path / name
+    data = self._bytes(path)
     try:
-      return parse(path.read_text('utf-8'))
-    except (OSError, ValueError, RecursionError) as error:
+      if not lines:
+        return json.loads(data)
+      return [json.loads(line) for line in data.split(b'\n') if line]
+    except (ValueError, RecursionError) as error:
       raise ValueError(
-        f'{str(path)!r}, a finished result, cannot be read as JSON: {error}.'
-        f' {_ANEW}'
+        f'{str(path)!r}, a finished result, is not JSON: {error}. {_AGAIN}.'
       ) from error
 
-  def check_finished(self, config: Mapping[str, Any]) -> None:
-    """Raises ValueError if finished results come from another `config`."""
+  def check_finished(self, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if finished results come from other settings."""
     if self._config.exists():
       before = self.read_json(self._config.name)
-      self._refuse_other(before, config, 'finished results')
+      self._check_same(before, settings, 'finished results')
 
-  def begin(self, config: Mapping[str, Any], overwrite: bool) -> Chunks:
-    """Starts the run, or resumes it.
+  def begin(
+    self, settings: Mapping[str, Any], overwrite: bool
+  ) -> list[dict[str, Any]]:
+    """Starts the run, or goes on with it.
 
     Args:
-      config: everything that decides the output, as JSON values.
-      overwrite: whether chunks of another configuration may be removed.
+      settings: everything that decides the output, as JSON values.
+      overwrite: whether the work of other settings may be removed.
 
     Returns:
-      The chunks that are done: number -> content. Broken chunks were reported
-      on stderr and removed.
+      What was appended so far, by all processes. Lines that are broken were
+      reported on stderr.
 
     Raises:
-      ValueError: an unfinished run of another configuration is there.
+      ValueError: an unfinished run of other settings is there.
       OSError: the folder could not be written.
     """
-    before = self._known()
-    if before is not None and not overwrite:
-      self._refuse_other(before, config, 'an unfinished run')
-    self._begun = json.loads(json.dumps(config))
-    with _explained(self._parts):
-      if before is None or same_run.differences(before, config):
-        shutil.rmtree(self._parts, ignore_errors=True)
-        self._parts.mkdir()
-        files.write_sealed(
-          self._parts / _CONFIG, json.dumps(self._begun).encode(), self.name
-        )
-      # Other processes then wait until this process has made all its chunks.
-      (self._parts / _DECODED).unlink(missing_ok=True)
-      return self._chunks()
+    self._settings = json.dumps(settings, default=str, sort_keys=True)
+    if self.process.index == 0:
+      self._remove_others(overwrite)
+    self.process.meet(f'{self.name} begins')
+    done = self.appended(own=True)
+    self.process.meet(f'{self.name} was read')
+    return done
 
-  def _known(self) -> Any:
-    """The configuration of the chunks that are there; None if it is unknown."""
-    path = self._parts / _CONFIG
-    # Without both there is nothing to resume. Chunks without a configuration
-    # are left if a removal was killed; they are reported below.
-    if not (path.exists() or self._chunk_files()):
-      return None
-    try:
-      return json.loads(files.read_sealed(path, self.name))
-    except files.BrokenFileError as error:
-      _say(
-        f'{error}. Without it, it is unknown which run the chunks belong to:'
-        ' they are removed, and everything is decoded again'
-      )
-      return None
+  def _remove_others(self, overwrite: bool) -> None:
+    """Removes partial files that are not of this run, or refuses them."""
+    settings = json.loads(self._settings)
+    for path in self._partials():
+      before = _header(path)
+      if before == settings:
+        continue
+      if before is not None and not overwrite:
+        self._check_same(before, settings, 'an unfinished run')
+      elif before is None:
+        _warn(f'{path} is no work of a run: it is removed, and made again')
+      path.unlink(missing_ok=True)
 
-  def _chunk_files(self) -> dict[int, pathlib.Path]:
-    return {
-      int(path.stem): path
-      for path in sorted(self._parts.glob('*'))
-      if _CHUNK.fullmatch(path.name)
-    }
+  def _partials(self) -> list[pathlib.Path]:
+    return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
 
-  def _chunks(self) -> Chunks:
-    found = {}
-    for number in self._chunk_files():
-      try:
-        found[number] = self.chunk(number)
-      except files.BrokenFileError as error:
-        _say(f'{error}. It is decoded again')
-        self.drop(number)
-    return found
+  def appended(self, own: bool = False) -> list[dict[str, Any]]:
+    """What was appended since the last call.
 
-  def chunk(self, number: int) -> Any:
-    """The content of chunk `number` of this run.
+    Args:
+      own: whether this process's file counts as well.
+    """
+    contents = []
+    for path in self._partials():
+      if path == self._partial and not own:
+        continue
+      with open(path, 'rb') as stream:
+        stream.seek(begin := self._ends.get(path, 0))
+        data = stream.read()
+      whole = data[: data.rfind(b'\n') + 1]  # a kill may have cut the rest
+      self._ends[path] = begin + len(whole)
+      lines = whole.split(b'\n')[:-1]
+      for number, line in enumerate(lines):
+        if not begin and not number:
+          continue  # the settings
+        content = _content(line, self._settings)
+        if content is None:
+          _warn(
+            f'{path} line {line[:18]!r}... is damaged or of another run: its'
+            ' work is done again'
+          )
+        else:
+          contents.append(content)
+    return contents
+
+  def append(self, content: Mapping[str, Any]) -> None:
+    """Keeps finished work; `content` must be JSON values.
 
     Raises:
-      files.BrokenFileError: the chunk, or the configuration, is missing or
-        broken.
+      OSError: it could not be written; earlier work is kept.
     """
-    return json.loads(
-      files.read_sealed(self._part(number), self._seal_of(number))
-    )
+    with _explained(self._partial):
+      if self._stream is None:
+        self._stream = open(self._partial, 'ab')
+        # Without a line that a kill has cut.
+        self._stream.truncate(self._ends.get(self._partial, 0))
+        if not self._ends.get(self._partial):
+          self._stream.write(_line(json.loads(self._settings), ''))
+      # A killed process loses nothing that was flushed. It is not synced: that
+      # takes longer than many a batch, and the system does it within a minute.
+      self._stream.write(_line(content, self._settings))
+      self._stream.flush()
 
-  def drop(self, number: int) -> None:
-    """Removes chunk `number`."""
-    _remove(self._part(number))
-
-  def keep(self, number: int, content: Any) -> None:
-    """Writes chunk `number`, counted from 0; `content` must be JSON values.
-
-    Raises:
-      OSError: it could not be written; earlier chunks are kept.
-    """
-    part = self._part(number)
-    with _explained(part):
-      # Not strict JSON, which has no NaN: only this library reads the file.
-      data = json.dumps(content).encode()
-      files.write_sealed(part, data, self._seal_of(number))
-
-  def finish(self, contents: Mapping[str, str]) -> None:
-    """Writes the results, the marker last, and removes the chunks.
+  def finish(self, contents: Mapping[str, str], failed: bool = False) -> None:
+    """Writes the results, the marker last, and removes the finished work.
 
     Args:
       contents: file name -> text.
+      failed: whether the results get no marker; another start makes them again.
 
     Raises:
       OSError: a file could not be written; then there is no marker.
     """
     contents = dict(contents)
-    if self._begun is not None:
-      contents[self._config.name] = json.dumps(self._begun, indent=1) + '\n'
-    texts = {name: text.encode('utf-8') for name, text in contents.items()}
-    self._write(texts)
-    finished = {name: _described(data) for name, data in texts.items()}
-    with self._writing(self._marker):
-      data = (json.dumps(finished, indent=1) + '\n').encode()
-      files.write_sealed(self._marker, data, self.name)
+    if self._settings and not failed:
+      settings = json.dumps(json.loads(self._settings), indent=1)
+      contents[self._config.name] = settings + '\n'
+    self.reopen()  # while old files are replaced by new ones
+    for name, text in contents.items():
+      self._write(name, text)
+    if not failed:
+      finished = {n: _described(text.encode()) for n, text in contents.items()}
+      self._write(self._marker.name, json.dumps(finished, indent=1) + '\n')
     self.clean()
 
-  def leave(self, contents: Mapping[str, str]) -> None:
-    """Writes the results of a failed run, without the marker.
+  def _write(self, name: str, text: str) -> None:
+    with _explained(self.path / name):
+      # What a kill has left of it.
+      for torn in self.path.glob(f'.{glob.escape(name)}.*.tmp'):
+        torn.unlink(missing_ok=True)
+      files.write_atomically(self.path / name, text.encode())
 
-    They are made again when the run is started again.
+  def reopen(self, gone: Sequence[str] = ()) -> None:
+    """Removes the marker: the results no longer count as finished.
 
-    Raises:
-      OSError: a file could not be written.
+    Args:
+      gone: results that are missing, which a warning names.
     """
-    self._write({name: text.encode() for name, text in contents.items()})
-    self.clean()
-
-  def _write(self, contents: Mapping[str, bytes]) -> None:
-    # Removes the marker while old files are replaced by new ones.
-    self.reopen()
-    for name, data in contents.items():
-      with self._writing(self.path / name):
-        files.write_atomically(self.path / name, data)
-
-  @contextlib.contextmanager
-  def _writing(self, path: pathlib.Path) -> Iterator[None]:
-    with _explained(path):
-      # Temporary files of a `write_atomically` that was killed.
-      for torn in path.parent.glob(f'.{glob.escape(path.name)}.*.tmp'):
-        torn.unlink()
-      yield
-
-  def mark_decoded(self) -> None:
-    """Marks that all chunks are there, for `decoded` in another process."""
-    numbers = json.dumps(list(self._chunk_files())).encode()
-    path = self._parts / _DECODED
-    with _explained(path):
-      files.write_sealed(path, numbers, self._seal_of(_DECODED))
-
-  def decoded(self, like: 'Folder') -> list[Any] | None:
-    """All chunks, for the same run as `like`; None while some are missing."""
-    self._begun = like._begun
-    try:
-      path = self._parts / _DECODED
-      numbers = json.loads(files.read_sealed(path, self._seal_of(_DECODED)))
-      return [self.chunk(number) for number in numbers]
-    except files.BrokenFileError:
-      return None  # the process that owns it makes it again
-
-  def written(self) -> dict[str, int]:
-    """When its files and folders, and those of all shares, were changed."""
-    found = {}
-    for path in self.path.glob(f'{glob.escape(self.name)}*'):
-      with contextlib.suppress(FileNotFoundError):
-        found[path.name] = path.stat().st_mtime_ns
-    return found
-
-  def discard(self) -> None:
-    """Removes the chunks."""
-    shutil.rmtree(self._parts, ignore_errors=True)
-
-  def clean(self) -> None:
-    """Removes files that a finished run does not need, such as chunks.
-
-    If a run is killed before this, the next start removes them.
-    """
-    self.discard()
-    name = glob.escape(self.name)
-    for parts in self.path.glob(f'{name}{_SHARE}*.parts'):
-      shutil.rmtree(parts, ignore_errors=True)
-    for lock in self.path.glob(f'.{name}{_SHARE}*.lock'):
-      with contextlib.suppress(ValueError, OSError), locked(lock, ''):
-        pass  # it is free, so the process that had it was killed
-    for torn in self.path.glob(f'.{name}.COMPLETED.*.tmp'):
-      torn.unlink(missing_ok=True)
-
-  def reopen(self) -> None:
-    """Removes the marker: the results no longer count as finished."""
+    if gone:
+      _warn(
+        f'{str(self.path)!r} held finished results, of which'
+        f' {", ".join(gone)} is missing: all are made again'
+      )
     self._marker.unlink(missing_ok=True)
 
-  def make_again(self, gone: Iterable[str]) -> None:
-    """Reopens finished results of which some are missing, with a warning."""
-    _say(
-      f'{str(self.path)!r} held finished results, of which'
-      f' {", ".join(gone)} is missing: all are made again'
-    )
-    self.reopen()
+  def clean(self) -> None:
+    """Removes what a finished run does not need, and what kills have left."""
+    for path in self._partials():
+      path.unlink(missing_ok=True)
+    for lock in self.path.glob(f'.{glob.escape(self.name)}-*.lock'):
+      with contextlib.suppress(ValueError, OSError), locked(lock, ''):
+        pass  # it is free, so the process that had it was killed
 
-  def _part(self, number: int) -> pathlib.Path:
-    return self._parts / f'{number:05}.json'
+  def wait(self, look: Callable[[], bool]) -> None:
+    """Waits for other processes, for as long as any of them writes something.
 
-  def _seal_of(self, part: int | str) -> str:
-    """The text that seals a file of the chunks: this run, and its part."""
-    if self._begun is None:
-      # Another process has started the run.
-      data = files.read_sealed(self._parts / _CONFIG, self.name)
-      self._begun = json.loads(data)
-    return f'{self.name} {part} {json.dumps(self._begun, sort_keys=True)}'
+    Args:
+      look: returns whether what is waited for is there.
 
-  def _refuse_other(
-    self, before: Any, config: Mapping[str, Any], what: str
+    Raises:
+      ValueError: no process has written anything for `_MOST_SILENCE_S`.
+    """
+    seen, since = self._written(), time.monotonic()
+    while not look():
+      time.sleep(_LOOK_S)
+      now = self._written()
+      if now != seen:
+        seen, since = now, time.monotonic()
+      elif time.monotonic() - since > _MOST_SILENCE_S:
+        raise ValueError(
+          f'Nothing was written in {str(self.path)!r} for'
+          f' {_MOST_SILENCE_S / 60:g} minutes, and process'
+          f' {self.process.index} waits for other processes there. Is it the'
+          ' same folder for all processes, and do all of them still run? Start'
+          ' all of them again: finished work is kept.'
+        )
+
+  def _written(self) -> dict[str, int]:
+    """When the files of this run were changed."""
+    times = {}
+    for path in self.path.glob(f'{glob.escape(self.name)}*'):
+      with contextlib.suppress(FileNotFoundError):
+        times[path.name] = path.stat().st_mtime_ns
+    return times
+
+  def _check_same(
+    self, before: Any, settings: Mapping[str, Any], kind: str
   ) -> None:
     same_run.check(
       before,
-      config,
-      f'{str(self.path)!r} holds {what} of another configuration ({self.name})',
-      f'Give another folder, the same configuration, or {_OVERWRITE}',
+      settings,
+      f'{str(self.path)!r} holds {kind} of another configuration ({self.name})',
+      f'Give another folder, the same configuration, or {_OVERWRITE}.',
     )
 
 
-def _say(message: str) -> None:
-  print(f'warning: {message}.', file=sys.stderr)
+def _line(content: Any, settings: str) -> bytes:
+  """A JSON line: a checksum of content and run, and the content."""
+  # Not strict JSON, which has no NaN: only this library reads the file.
+  text = json.dumps(content)
+  digest = hashlib.sha256(f'{settings}\0{text}'.encode()).hexdigest()[:16]
+  return f'["{digest}", {text}]\n'.encode()
+
+
+def _content(line: bytes, settings: str) -> Any:
+  """The content of a line of `_line`; None if it is not one of this run."""
+  try:
+    _, content = json.loads(line)
+  except (ValueError, TypeError, RecursionError):
+    return None
+  return content if _line(content, settings) == line + b'\n' else None
+
+
+def _header(path: pathlib.Path) -> Any:
+  """The settings that a partial file begins with; None if they are broken."""
+  try:
+    files.check_regular(path)
+    with open(path, 'rb') as stream:
+      return _content(stream.readline().removesuffix(b'\n'), '')
+  except (OSError, ValueError):
+    return None
 
 
 def _described(data: bytes) -> dict[str, Any]:
   return {'bytes': len(data), 'sha256': hashlib.sha256(data).hexdigest()}
 
 
-def _remove(path: pathlib.Path) -> None:
-  """Removes a file, or a folder in its place."""
-  if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path)
-  else:
-    path.unlink(missing_ok=True)
+def _warn(message: str) -> None:
+  print(f'warning: {message}.', file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -389,7 +370,58 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
   except OSError as error:
     raise OSError(
       error.errno or errno.EIO,
-      f'{path} could not be written ({error.strerror}); no partial'
-      ' file was left. Free space or give another output folder, and run'
-      ' again',
+      f'{path} could not be written ({error.strerror}); what was finished is'
+      ' kept. Free space or give another output folder, and run again',
     ) from error
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path, subject: str) -> Iterator[None]:
+  """Holds a lock that is released with the process, however it ends.
+
+  Where a file system has no locks, a warning on stderr says so.
+
+  Args:
+    path: the file that is locked.
+    subject: what the lock guards, for messages; '' gives no warning.
+
+  Raises:
+    ValueError: another process has the lock; the message says which.
+  """
+  with _open_locked(path, subject) as lock:
+    lock.truncate(0)
+    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
+    lock.flush()
+    try:
+      yield
+    finally:
+      path.unlink(missing_ok=True)
+
+
+def _open_locked(path: pathlib.Path, subject: str) -> TextIO:
+  while True:
+    lock = open(path, 'a+', encoding='utf-8')
+    lock.seek(0)
+    holder = lock.read() or 'another process'
+    try:
+      if fcntl is None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      lock.close()
+      raise ValueError(
+        f'{subject} is being written by {holder}. Wait for it, or give another'
+        ' folder.'
+      ) from error
+    except OSError as error:  # a file system without locks
+      if subject:
+        _warn(
+          f'{subject} cannot be locked ({error.strerror}), so nothing keeps'
+          f' {holder} from writing it at the same time. Start one run at a time'
+        )
+      return lock
+    # The last holder may have removed the file after it was opened here.
+    with contextlib.suppress(FileNotFoundError):
+      if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
+        return lock
+    lock.close()

@@ -1,7 +1,7 @@
 """The gamma that pays on this host, for a pair whose acceptance is known.
 
 What the target accepts does not depend on the processor, so a record of it can
-be shipped with the drafter (`measure.alpha` writes it). What calls cost does: a
+be shipped with the drafter (`acceptance` writes it). What calls cost does: a
 few of them are timed here, in a second or two besides their compilation, and
 kept. `specdec calibrate` measures both, and more, in minutes.
 """
@@ -11,21 +11,23 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import Calibration, Choice
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
-from specdec_jax.measure import calibration, calls, record, timing
-from specdec_jax.measure.calibration import Calibration, Choice
-from specdec_jax.measure.environment import describe
-from specdec_jax.measure.measured_pair import Pair
+from specdec_jax.measure import calls, record
+from specdec_jax.measure.calls import Pair
 from specdec_jax.models import backend
 from specdec_jax.probs import SamplingConfig
 
 _SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
 _ROUND_GAMMA = 4
 _CALLS_A_RUN, _REPEATS = 10, 5
-_INPUT_LEN, _DECODE_LEN = 32, 120
+_INPUT_LEN = 32
+_DECODE_LEN = 112  # with any of _SIZES caches of 128 slots: one prefill
 
 
 def for_host(
@@ -35,7 +37,7 @@ def for_host(
 
   Args:
     engine: an engine with a drafter.
-    acceptance_file: a record of acceptance, see `measure.alpha`; its row of
+    acceptance_file: a record of acceptance, see `acceptance`; its row of
       this pair and the nearest temperature counts.
     rows: that are decoded together.
     temperature: of the run.
@@ -58,7 +60,7 @@ def for_host(
   rate = min(rates, key=lambda row: abs(row['temperature'] - temperature))
   key = {
     **backend.host(),
-    'device': describe()['device'],
+    'device': calibration.device_name(),
     'layout': engine.kernel_layout,
     'fingerprints': pair,
     'rows': rows,
@@ -89,27 +91,30 @@ def _timed(engine: Engine, rows: int, temperature: float) -> dict[str, float]:
   )
   repeats = _CALLS_A_RUN
   makers = {
+    'round': functools.partial(  # the longest to compile
+      calls.pair_rounds, pair, request(gamma=_ROUND_GAMMA), repeats
+    )
+  }
+  makers |= {
     f'call_{size}': functools.partial(
       calls.target_calls, pair, request(gamma=size), size, repeats
     )
     for size in _SIZES
   }
-  makers['round'] = functools.partial(
-    calls.pair_rounds, pair, request(gamma=_ROUND_GAMMA), repeats
-  )
-  makers['encoder'] = functools.partial(
-    calls.encoder_call, pair, request(gamma=0)
-  )
-  makers['draft_encoder'] = functools.partial(
-    calls.start_of_drafter, pair, request(gamma=0)
-  )
+  functions = {
+    'encoder': calls.encoder_call(pair, request(gamma=0)),
+    'draft_encoder': calls.start_of_drafter(pair, request(gamma=0)),
+  }
+  # The makers run these two as well, and would each compile them.
+  for prepare in functions.values():
+    jax.block_until_ready(prepare()())
   # XLA compiles without Python's lock, a program on each core.
   with concurrent.futures.ThreadPoolExecutor(backend.num_cores()) as pool:
     made = pool.map(lambda make: make(), makers.values())
-    functions = dict(zip(makers, made, strict=True))
-  seconds = timing.interleave(functions, _REPEATS)
+    functions |= zip(makers, made, strict=True)
+  seconds = calls.interleave(functions, _REPEATS)
   return {
-    name: timing.summarise(
+    name: calls.summarise(
       values, 1e3 if name.endswith('encoder') else 1e3 / repeats
     )['median']
     for name, values in seconds.items()
@@ -161,7 +166,7 @@ def _calibration(
   )
   return Calibration(
     fingerprints=engine.fingerprints,
-    device=describe()['device'],
+    device=calibration.device_name(),
     temperature=temperature,
     choices=(choice,),
     record={  # as that of `calibrate`
@@ -177,7 +182,6 @@ def said(measured: Calibration) -> str:
   """A line with the numbers that decided."""
   (choice,) = measured.choices
   times = measured.record['costs'][0]['times_ms']
-  assert choice.cost_ratio is not None
   costs = ', '.join(f'{choice.call_cost[m - 1]:.2f}' for m in _SIZES[1:])
   sizes = ', '.join(map(str, _SIZES[1:]))
   return (

@@ -1,9 +1,9 @@
 """The texts that a measurement can decode."""
 
+import math
 from collections.abc import Callable
 
-from specdec_jax.text.lines import Line, count_tokens, read_inputs
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.local_tasks import LocalTask, read_inputs
 
 SPLIT = 'test'  # the split of a task that is read
 
@@ -16,7 +16,7 @@ def read_prompts(
   """Returns the texts that can be decoded, in their order.
 
   Args:
-    source: path of UTF-8 text, one prompt per line, see `lines.read_lines`; or
+    source: path of UTF-8 text, one prompt per line, see `read_lines`; or
       a task, whose inputs of the split 'test' are taken, each text once.
     count: counts the tokens of a text, such as `Engine.num_input_tokens`.
     limit: the most tokens of a text; longer texts are left out. None is no
@@ -28,24 +28,20 @@ def read_prompts(
   """
   if isinstance(source, str):
     name = source
-    lines = [Line(text) for text in read_inputs(source)]
+    texts = read_inputs(source)
   else:
     name = str(source.files.get(SPLIT))
     # A text with several references is there several times.
-    texts = dict.fromkeys(one['inputs'] for one in source.texts(SPLIT))
-    lines = [Line(text) for text in texts]
-  counted = count_tokens(lines, count, limit)
+    inputs = [example['inputs'] for example in source.texts(SPLIT)]
+    texts = list(dict.fromkeys(inputs))
   # Empty texts are left out: any output may follow, which says little about a
   # pair.
-  found = [
-    line.text
-    for line in counted
-    if line.text and line.num_tokens and not line.error
-  ]
-  if not found:
+  most_tokens = math.inf if limit is None else limit
+  usable = [text for text in texts if text and 0 < count(text) <= most_tokens]
+  if not usable:
     most = '' if limit is None else f' of at most {limit} tokens per line'
     raise ValueError(
       f'{name!r} has no line that can be decoded: expected UTF-8 text{most},'
-      f' found {len(lines)} lines that are empty or too long.'
+      f' got {len(texts)} lines that are empty or too long.'
     )
-  return found
+  return usable

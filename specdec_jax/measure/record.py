@@ -2,15 +2,56 @@
 
 import dataclasses
 import os
+import pathlib
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from specdec_jax import files
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import same_run
-from specdec_jax.measure import environment
+from specdec_jax.models import backend
 
 # Version of the file format; files without a version are read as 1.
 VERSION = 1
+
+
+def describe() -> dict[str, Any]:
+  """Returns device, cores, versions and load, to be kept with a measurement."""
+  device = jax.devices()[0]
+  is_cpu = device.platform == 'cpu'
+  return {
+    'device': backend.cpu_name() if is_cpu else device.device_kind,
+    'platform': device.platform,
+    'devices': jax.device_count(),
+    'cores': backend.num_cores(),
+    **({'isa': backend.instruction_set()} if is_cpu else {}),
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+    'load_average': _load_average(),
+  }
+
+
+def seconds_since_start() -> float | None:
+  """Seconds since this process began, imports included; None if unknown."""
+  stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
+  if not (stat.exists() and uptime.exists()):
+    return None  # not a Linux
+  # Field 22 of the file. Counted from after the process's name, which is in
+  # brackets and may hold blanks.
+  fields = stat.read_text().rpartition(')')[2].split()
+  began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
+  return float(uptime.read_text().split()[0]) - began
+
+
+def _load_average() -> float | None:
+  """Mean number of processes that wanted a core in the last minute.
+
+  It includes this process.
+  """
+  return round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,14 +61,12 @@ class Record(Mapping[str, Any]):
   Attributes:
     kind: what was measured, such as 'alpha'.
     content: name -> JSON value: results and settings.
-    machine: `environment.describe()` of the machine.
+    machine: `describe()` of the machine.
   """
 
   kind: str
   content: Mapping[str, Any]
-  machine: Mapping[str, Any] = dataclasses.field(
-    default_factory=environment.describe
-  )
+  machine: Mapping[str, Any] = dataclasses.field(default_factory=describe)
 
   def to_json(self) -> dict[str, Any]:
     """The whole record, as in its file."""
@@ -81,14 +120,11 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
     raise ValueError(f'The record {path!r} cannot be read: {error}.') from error
   kind = found.pop('kind', None) if isinstance(found, dict) else None
   if kind is None or (kinds and kind not in kinds):
-    expected = f'a kind of {sorted(kinds)}' if kinds else 'a kind'
-    raise ValueError(
-      f'{path!r} is not such a record: expected {expected}, got {kind!r}.'
-    )
+    expected = f'one of {sorted(kinds)}' if kinds else 'one'
+    raise unexpected(f'{path}: kind', expected, kind)
   if (version := found.pop('version', VERSION)) != VERSION:
-    raise ValueError(
-      f'{path!r} is of version {version!r}, this program reads {VERSION}.'
-      ' Measure it again, or read it with the program that wrote it.'
+    raise unexpected(
+      f'{path}: version', str(VERSION), version, 'Measure it again.'
     )
   machine = found.pop('machine', {})
   return Record(kind, found, machine)

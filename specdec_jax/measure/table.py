@@ -19,6 +19,7 @@ import rich.measure
 import rich.table
 import rich.text
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.record import Record
 from specdec_jax.text.local_tasks import reading
@@ -85,10 +86,8 @@ class Table:
   def __post_init__(self):
     for row in self.rows:
       if len(row) != len(self.columns):
-        raise ValueError(
-          f'Table {self.title!r} has {len(self.columns)} columns, expected as'
-          f' many cells in each row, got {len(row)}: {list(row)}.'
-        )
+        expected = f'{len(self.columns)} cells'
+        raise unexpected(f'A row of {self.title!r}', expected, list(row))
 
   @property
   def _columns(self) -> list[Column]:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import jax
 
-from specdec_jax.models.tree import Tree
+from specdec_jax.tree_shape import Tree
 
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
@@ -148,84 +148,11 @@ class FeatureModel(LanguageModel[Cache], Protocol[Cache]):
 
 def gives_features(network: LanguageModel) -> bool:
   """Whether a network is a `FeatureModel`, and all those within it are."""
-  if isinstance(network, Around) and not gives_features(network.network):
+  if isinstance(network, NetworkWrapper) and not gives_features(
+    network.network
+  ):
     return False
   return callable(getattr(network, 'extend_features', None))
-
-
-class Ends(NamedTuple):
-  """Where a row must not stop, as `probs.forbid_early_stops` has it.
-
-  Attributes:
-    stop_ids: int32[K], or int32[B, K]; padded with -1.
-    min_length: int32[B]; the ids are forbidden while a row has fewer tokens
-      behind its first one.
-  """
-
-  stop_ids: jax.Array
-  min_length: jax.Array
-
-
-class Draws(NamedTuple):
-  """How tokens of a draft are sampled, without top-k and top-p.
-
-  Attributes:
-    temperature: float32[B]; a row of 0 takes the likeliest token.
-    uniforms: float32[G, B, 2], of each proposal, for `probs.inverse_cdf`.
-  """
-
-  temperature: jax.Array
-  uniforms: jax.Array
-
-
-class Drawn(NamedTuple, Generic[Cache]):
-  """A draft by a network's own way.
-
-  Attributes:
-    tokens: int32[B, G].
-    probs: float32[B, G, V], what they were drawn from; None if greedy.
-    cache: holds all but the last of them.
-  """
-
-  tokens: jax.Array
-  probs: jax.Array | None
-  cache: Cache
-
-
-def draft(
-  network: LanguageModel[Cache],
-  params: Params,
-  cache: Cache,
-  tokens: jax.Array,
-  place: jax.Array,
-  count: int,
-  ends: Ends | None = None,
-  draws: Draws | None = None,
-) -> Drawn[Cache] | None:
-  """Draws tokens one after another, if a network has its own way to do it.
-
-  It has one if it has a method of this name, which may also return None.
-  Otherwise `extend` does it, and its caller draws.
-
-  Args:
-    network: a `LanguageModel`.
-    params: its parameters.
-    cache: what it has read.
-    tokens: int32[B, S], what it reads first.
-    place: int32[B], the last of the S that counts; those behind are forgotten.
-    count: static, tokens to draw, 1 or more; each but the last is read.
-    ends: where rows must not stop; None is nowhere.
-    draws: how tokens are sampled; None takes the likeliest, of several the
-      first id.
-
-  Returns:
-    The draft; None if the network has no way of its own for these.
-  """
-  own = getattr(network, 'draft', None)
-  if own is None:
-    return None
-  made = own(params, cache, tokens, place, count, ends, draws)
-  return cast('Drawn[Cache] | None', made)
 
 
 def read_prompt(
@@ -294,9 +221,18 @@ def ends_inputs(network: Any) -> bool:
   return bool(getattr(network, 'ends_inputs', True))
 
 
+# What a wrapper of a network does not change.
+_FORWARDED = frozenset(
+  {
+    *('config', 'has_encoder', 'reads_encoder', 'start_id', 'pad_id'),
+    *('ends_inputs', 'init', 'rewind', 'keep'),
+  }
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class Around:
-  """What a network says of itself, of one that computes around it.
+class NetworkWrapper:
+  """Forwards what a wrapped network says and does, as far as it is the same.
 
   Attributes:
     network: the `LanguageModel` within.
@@ -304,28 +240,10 @@ class Around:
 
   network: Any
 
-  @property
-  def has_encoder(self) -> bool:
-    return bool(self.network.has_encoder)
-
-  @property
-  def reads_encoder(self) -> bool:
-    return reads_encoder(self.network)
-
-  @property
-  def start_id(self) -> int:
-    return start_id(self.network)
-
-  @property
-  def pad_id(self) -> int:
-    return pad_id(self.network)
-
-  @property
-  def ends_inputs(self) -> bool:
-    return ends_inputs(self.network)
-
-  def init(self, key: jax.Array) -> Params:
-    return self.network.init(key)
+  def __getattr__(self, name: str) -> Any:
+    if name in _FORWARDED:
+      return getattr(self.network, name)
+    raise AttributeError(f'{type(self).__name__} has no {name!r}')
 
 
 def param_shapes(network: LanguageModel) -> Params:

@@ -22,11 +22,12 @@ from jax import lax
 
 from specdec_jax.checks.names import check_choice
 from specdec_jax.files import host_cache
-from specdec_jax.models import backend, blocks
+from specdec_jax.models import backend
 
 Layout = Literal['in_out', 'out_in', 'blocks']
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # in the environment: one of these
+BLOCK = 64  # outputs of a block
 WIDTHS = (4, 8, 16)  # to which rows may be padded
 # Plain decoding calls over one row, a round of gamma 4 over five: both count.
 _TOKEN, _CALL = 1, 5
@@ -42,27 +43,10 @@ class CpuLayout:
     kernel_layout: 'in_out', 'out_in' or 'blocks', see `products`.
     widths: numbers of rows, of `WIDTHS`, to which a product with [out, in]
       kernels is padded because that takes less time.
-    times_ms: layout -> rows -> milliseconds of 32 MiB of kernels; empty where
-      nothing was measured.
   """
 
   kernel_layout: str
   widths: tuple[int, ...] = WIDTHS
-  times_ms: Mapping[str, Mapping[str, float]] = dataclasses.field(
-    default_factory=dict, hash=False
-  )
-
-  def __str__(self):
-    if not self.times_ms:
-      return f'{self.kernel_layout} (by {VARIABLE})'
-    found = ', '.join(
-      f'{name} {times[str(_TOKEN)]:.1f} and {times[str(_CALL)]:.1f}'
-      for name, times in self.times_ms.items()
-    )
-    return (
-      f'{self.kernel_layout} (measured on this processor; ms of 32 MiB with'
-      f' {_TOKEN} and {_CALL} rows: {found})'
-    )
 
 
 def product_out_in(
@@ -84,6 +68,17 @@ def product_out_in(
   return lax.optimization_barrier(product).T
 
 
+def in_blocks(kernel: Any) -> Any:
+  """Maps a kernel, [in, out], to its blocks, [out / BLOCK, in, BLOCK]."""
+  apart = kernel.reshape(kernel.shape[0], -1, BLOCK)
+  return apart.swapaxes(0, 1)
+
+
+def out_of_blocks(kernel: Any) -> Any:
+  """What `in_blocks` was given."""
+  return kernel.swapaxes(0, 1).reshape(kernel.shape[1], -1)
+
+
 def product_of_blocks(
   kernel: jax.Array,
   rows: jax.Array,
@@ -92,12 +87,12 @@ def product_of_blocks(
   """Returns rows @ kernel for a kernel in blocks, each a product of its own.
 
   Args:
-    kernel: [N, in, `blocks.WIDTH`].
+    kernel: [N, in, `BLOCK`].
     rows: [rows, in], of which each block gets a copy.
     matmul: computes the products.
 
   Returns:
-    [N, rows, `blocks.WIDTH`].
+    [N, rows, `BLOCK`].
   """
   return matmul(jnp.broadcast_to(rows, (len(kernel), *rows.shape)), kernel)
 
@@ -137,36 +132,38 @@ def _from_json(value: Any) -> CpuLayout:
   check_choice('kernel_layout', layout.kernel_layout, LAYOUTS)
   if not set(layout.widths) <= set(WIDTHS):
     raise ValueError(f'widths are of {WIDTHS}, got {layout.widths}')
-  str(layout)  # reads the times
   return layout
 
 
-def _chosen(times_ms: Mapping[str, Mapping[str, float]]) -> CpuLayout:
-  def score(name: str) -> float:
-    times = times_ms[name]
-    return times[str(_CALL)] + times[str(_TOKEN)]
-
-  out_in = times_ms['out_in']
-  below = {4: '2', 8: '5', 16: '9'}
+def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
+  """The quickest layout, and the widths that are quicker than fewer rows."""
+  below = {4: 2, 8: 5, 16: 9}
   widths = tuple(
-    width for width in WIDTHS if out_in[str(width)] < out_in[below[width]]
+    width
+    for width in WIDTHS
+    if times_ms['out_in', width] < times_ms['out_in', below[width]]
   )
-  return CpuLayout(min(times_ms, key=score), widths, times_ms)
+  quickest = min(
+    LAYOUTS, key=lambda name: times_ms[name, _CALL] + times_ms[name, _TOKEN]
+  )
+  return CpuLayout(quickest, widths)
 
 
-def _measured() -> dict[str, dict[str, float]]:
-  """Milliseconds of a chain of products, for each layout and number of rows."""
-  rows = {
-    'in_out': (_TOKEN, _CALL),
-    'out_in': (_TOKEN, 2, 4, _CALL, 8, 9, 16),
-    'blocks': (_TOKEN, _CALL),
+def _measured() -> dict[tuple[str, int], float]:
+  """Milliseconds of a chain of products, by layout and number of rows."""
+  runs = [(name, count) for name in LAYOUTS for count in (_TOKEN, _CALL)]
+  runs += [('out_in', count) for count in (2, 4, 8, 9, 16)]
+  shapes = [(_SIZE, _HIDDEN), (_HIDDEN, _SIZE)] * _LAYERS
+  whole = [jnp.full(shape, 1e-3, jnp.float32) for shape in shapes]
+  kernels = {
+    'in_out': whole,
+    'out_in': [kernel.T for kernel in whole],
+    'blocks': [in_blocks(kernel) for kernel in whole],
   }
-  runs = [(name, count) for name in rows for count in rows[name]]
-  kernels = _kernels()
 
   def chain(kernels, name, count):
     x = jnp.full((count, _SIZE), 0.5)
-    for kernel in itertools.chain(*kernels[name]):
+    for kernel in kernels[name]:
       if name == 'in_out':
         x = x @ kernel
       elif name == 'out_in':
@@ -183,36 +180,12 @@ def _measured() -> dict[str, dict[str, float]]:
     ]
     return lax.switch(index, branches, kernels)
 
-  seconds: dict[tuple[str, int], list[float]] = {one: [] for one in runs}
-  for repeat, (index, one) in itertools.product(
+  seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runs}
+  for repeat, (index, key) in itertools.product(
     range(_REPEATS + 1), enumerate(runs)
   ):
     begin = time.perf_counter()
     jax.block_until_ready(run(index, kernels))
     if repeat:  # the first run of each finds cold caches
-      seconds[one].append(time.perf_counter() - begin)
-  return {
-    name: {
-      str(count): round(1e3 * min(seconds[name, count]), 3)
-      for count in rows[name]
-    }
-    for name in rows
-  }
-
-
-def _kernels() -> dict[str, list[tuple[jax.Array, jax.Array]]]:
-  shapes = {
-    'in_out': ((_SIZE, _HIDDEN), (_HIDDEN, _SIZE)),
-    'out_in': ((_HIDDEN, _SIZE), (_SIZE, _HIDDEN)),
-    'blocks': (
-      (_HIDDEN // blocks.WIDTH, _SIZE, blocks.WIDTH),
-      (_SIZE // blocks.WIDTH, _HIDDEN, blocks.WIDTH),
-    ),
-  }
-  return {
-    name: [
-      tuple(jnp.full(shape, 1e-3, jnp.float32) for shape in pair)  # type: ignore[misc]
-      for _ in range(_LAYERS)
-    ]
-    for name, pair in shapes.items()
-  }
+      seconds[key].append(time.perf_counter() - begin)
+  return {key: 1e3 * min(times) for key, times in seconds.items()}

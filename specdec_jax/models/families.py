@@ -10,14 +10,16 @@ Config = T5Config | GPTConfig | CausalLMConfig | M2M100Config | T5GemmaConfig
 Network = T5 | GPT | CausalLM | M2M100 | T5Gemma
 
 
+_NETWORKS: dict[type, type] = {
+  T5Config: T5,
+  GPTConfig: GPT,
+  CausalLMConfig: CausalLM,
+  M2M100Config: M2M100,
+  T5GemmaConfig: T5Gemma,
+}
+
+
 def network_of(config: Config) -> Network:
   """The network of a configuration."""
-  if isinstance(config, T5Config):
-    return T5(config)
-  if isinstance(config, GPTConfig):
-    return GPT(config)
-  if isinstance(config, M2M100Config):
-    return M2M100(config)
-  if isinstance(config, T5GemmaConfig):
-    return T5Gemma(config)
-  return CausalLM(config)
+  network: Network = _NETWORKS[type(config)](config)
+  return network

@@ -12,6 +12,7 @@ speculation is exact on its distribution. A drafter of integers changes no
 output.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.models import backend, blocks
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.models import backend, cpu_layout
 
 INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
@@ -66,14 +68,25 @@ def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
   Raises:
     ValueError: a number is not finite; those of a traced array are not seen.
   """
-  if isinstance(kernel, np.ndarray):
-    return _on_host(kernel, name, dtype)
-  largest = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=0)
+  on_host = isinstance(kernel, np.ndarray)
+  xp: Any = np if on_host else jnp
+  step = max(1, _ROWS_BYTES // (4 * max(1, kernel.shape[1])))
+  starts = range(0, len(kernel), step) if on_host else (0,)
+
+  def pieces():
+    for i in starts:
+      piece = kernel[i : i + step] if on_host else kernel
+      yield piece.astype(xp.float32)
+
+  largest = functools.reduce(
+    xp.maximum, (xp.abs(piece).max(0) for piece in pieces())
+  )
   if not isinstance(largest, jax.core.Tracer):
     _check_finite(np.asarray(largest), name)
-  scale = jnp.where(largest > 0, largest / _MOST[dtype], 1.0)
-  rounded = jnp.rint(kernel.astype(jnp.float32) / scale)
-  return rounded.astype(dtype), scale
+  scale = xp.where(largest > 0, largest / np.float32(_MOST[dtype]), 1.0)
+  scale = scale.astype(xp.float32)
+  rows = [xp.rint(piece / scale).astype(jnp.dtype(dtype)) for piece in pieces()]
+  return xp.concatenate(rows), scale
 
 
 def rounded(
@@ -95,7 +108,7 @@ def rounded(
     else value
     for name, value in params.items()
   }
-  if SCALE in found:  # perhaps held as float32, see `backend.Ways`
+  if SCALE in found:  # perhaps held as float32, see `sizes.held_bytes`
     return found
   for name, (whole, laid) in _LAYOUTS.items():
     kernel: Any = found.get(name)
@@ -110,7 +123,7 @@ def rounded(
 _LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
   KERNEL: (lambda kernel: kernel, lambda kernel: kernel),
   _OUT_IN: (lambda kernel: kernel.T, lambda kernel: kernel.T),
-  _BLOCKS: (blocks.out_of_blocks, blocks.in_blocks),
+  _BLOCKS: (cpu_layout.out_of_blocks, cpu_layout.in_blocks),
 }
 
 
@@ -132,37 +145,16 @@ def in_floats(params: Mapping[str, Any]) -> dict[str, Any]:
 def check_scale(scale: np.ndarray, name: str) -> None:
   """Raises ValueError unless factors from a checkpoint, [out], can be right."""
   if not (np.isfinite(scale) & (scale > 0)).all():
-    raise ValueError(
-      f'{name} has factors that are not finite or not above 0: the checkpoint'
-      ' is broken. Convert the one of floats again (specdec convert --dtype'
-      ' int8).'
-    )
-
-
-def _on_host(
-  kernel: np.ndarray, name: str, dtype: str
-) -> tuple[np.ndarray, np.ndarray]:
-  step = max(1, _ROWS_BYTES // (4 * max(1, kernel.shape[1])))
-  pieces = [slice(i, i + step) for i in range(0, len(kernel), step)]
-  largest = np.zeros(kernel.shape[1], np.float32)
-  for piece in pieces:
-    # NaN stays, as in the other form.
-    found = np.abs(kernel[piece].astype(np.float32)).max(0)
-    largest = np.maximum(largest, found)
-  _check_finite(largest, name)
-  most = np.float32(_MOST[dtype])
-  scale = np.where(largest > 0, largest / most, np.float32(1))
-  rounded = np.empty(kernel.shape, jnp.dtype(dtype))
-  for piece in pieces:
-    rounded[piece] = np.rint(kernel[piece].astype(np.float32) / scale)
-  return rounded, scale
+    advice = 'Convert the one of floats again (specdec convert --dtype int8).'
+    raise unexpected(name, 'factors that are finite and above 0', scale, advice)
 
 
 def _check_finite(largest: np.ndarray, name: str) -> None:
   bad = np.flatnonzero(~np.isfinite(largest))
   if bad.size:
-    raise ValueError(
-      f'{name or "A kernel"} has numbers that are not finite, such as in output'
-      f' {bad[0]} ({bad.size} of {largest.size} outputs): no integers with a'
-      ' factor are near them. The checkpoint is broken, or training diverged.'
+    raise unexpected(
+      name or 'kernel',
+      'finite numbers',
+      f'not finite in output {bad[0]} ({bad.size} of {largest.size} outputs)',
+      'The checkpoint is broken, or training diverged.',
     )

@@ -6,7 +6,7 @@ recompiles. Each layer has its own array: XLA then updates it in place inside a
 
 Keys and values are stored (head, head_dim, slot). On a CPU the products of a
 few queries with that layout cost a quarter of those with (head, slot,
-head_dim), because the slots are the vector lanes; `scripts/benchmark.py`
+head_dim), because the slots are the vector lanes; `specdec measure`
 measures it. On a GPU both are one array, (head, slot, head_dim): one write, and
 a token's numbers lie side by side.
 """
@@ -22,7 +22,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax.models import backend, layers
-from specdec_jax.models.tree import Tree
+from specdec_jax.tree_shape import Tree
 
 # What a layer attends to: keys and values, or the one array of both.
 Kept = tuple[jax.Array, ...]
@@ -156,7 +156,7 @@ def empty_slots(
     num_heads: heads of keys and values; None is as many as of queries.
   """
   heads, head_dim = num_heads or config.num_heads, config.head_dim
-  if backend.ways().joins_cache:
+  if backend.kind() == 'gpu':
     joined = (2, batch, heads, num_slots, head_dim)
     both = _zeros(config, num_layers, joined)
     return {'keys': (), 'values': (), 'joined': both}
@@ -203,9 +203,13 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     place = (row, zero, zero, start[row])
     return lax.dynamic_update_slice(buffer, one, place)
 
-  if backend.ways().writes_by_row:
+  # All rows at once are a scatter: on a TPU a loop with ten operations a row,
+  # and slots in lanes, where a write touches every tile.
+  if backend.is_whole_on('tpu'):
     return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
-  if backend.ways().branches_write and len(slots) == 1:
+  # What is in a branch is done once; outside XLA would write for the attention
+  # and again for the cache, each time into a copy.
+  if backend.is_whole_on('cpu') and len(slots) == 1:
     is_written = start[0] >= 0  # always
     first_row = functools.partial(next_row, 0)
     return lax.cond(is_written, first_row, lambda buffer: buffer, buffer)
@@ -219,7 +223,8 @@ def write_joined(
   zero = jnp.zeros((), start.dtype)
   # bshd -> bhsd, behind which of both it is.
   slots = jnp.stack([keys, values]).swapaxes(2, 3).astype(buffer.dtype)
-  if backend.ways().flattens_cache:
+  # Rows of D numbers: one kernel, which cannot ask for another layout.
+  if backend.is_whole_on('gpu'):
     both, batch, heads, num_slots, size = buffer.shape
     rows = np.arange(batch * heads).reshape(batch, heads) * num_slots
     begin = rows + start[:, None]
@@ -300,7 +305,7 @@ def buckets(num_slots: int) -> tuple[int, ...]:
   They begin at 128: cutting out a shorter prefix costs more than attending over
   all of it. On an accelerator there is one: a conditional costs more there.
   """
-  if not backend.ways().has_buckets:
+  if backend.kind() != 'cpu':
     return (num_slots,)
   sizes = []
   size = 128
@@ -313,9 +318,9 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 def bucketed_reads(
   cache: KVCache,
   num_queries: int,
+  bias_of: Sequence[int],
   tree: Tree | None = None,
   attend: Attend = layers.attend,
-  bias_of: Sequence[int] = (),
 ) -> list[Callable[..., jax.Array]]:
   """Each layer's attention over the shortest bucket with all slots in use.
 
@@ -326,10 +331,9 @@ def bucketed_reads(
   Args:
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
+    bias_of: for each layer, the number of its array in `cache.position_bias`.
     tree: how these hang together; None is one after another.
     attend: `layers.attend`, or with a scale or a softcap of its own.
-    bias_of: for each layer, the number of its array in `cache.position_bias`;
-      () is an array for each layer, or one for all.
 
   Returns:
     For each layer a function (queries [B, S, H, D], what the layer has `kept`)
@@ -355,7 +359,7 @@ def bucketed_reads(
       bias = read_position_bias(position_bias, cache.length, num_queries)
     else:
       bias = read_tree_bias(position_bias, tree)
-    if backend.ways().orders_layers:
+    if backend.kind() == 'gpu':
       # Read once per call; else each layer has a kernel that reads it again.
       bias = lax.optimization_barrier(bias)
     if len(branches) == 1:
@@ -365,9 +369,7 @@ def bucketed_reads(
     )
 
   readers = [of_bias(position_bias) for position_bias in cache.position_bias]
-  if bias_of:
-    return [readers[number] for number in bias_of]
-  return readers * (cache.num_layers // len(readers))
+  return [readers[number] for number in bias_of]
 
 
 def reader(

@@ -18,6 +18,7 @@ from flax import linen as nn
 from jax import lax
 
 from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.checks.names import check_choice
 from specdec_jax.models import backend, products
 from specdec_jax.models.integers import INTEGERS
@@ -67,21 +68,12 @@ class Embed(nn.Module):
     scale_first = self.dtype == 'float32'
     x = x / scale if scale_first else x
     embedding = self.embedding.astype(self.dtype)
-    if backend.ways().turns_operands:
-      logits = products.dense_out_in(embedding, x, 'float32')
-    else:
-      logits = jnp.einsum(
-        '...m,vm->...v',
-        x,
-        embedding,
-        precision=backend.precision(self.dtype),
-        preferred_element_type=jnp.float32,
-      )
+    logits = products.dense_out_in(embedding, x, 'float32')
     return logits if scale_first else logits / scale
 
 
 def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
-  """Checks the fields that the configurations of all networks share.
+  """Checks the fields of a network's configuration, and makes lists tuples.
 
   Args:
     config: a dataclass with `mlp_activations` and `dtype`.
@@ -91,25 +83,22 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
   Raises:
     ValueError: a size is too small or too large, or a name is unknown.
   """
+  check_types(config)
   kind = type(config).__name__
   for field in dataclasses.fields(config):
-    least = 0 if field.name in may_be_zero else 1
-    value = getattr(config, field.name)
-    if field.type not in (int, 'int'):
-      continue
-    most = MOST_LAYERS if field.name.endswith('_layers') else MOST
-    check_number(f'{kind}.{field.name}', value, least)
-    if value > most:
-      raise ValueError(
-        f'{kind}.{field.name} must be at most {most}, got {value}.'
-      )
+    name, value = f'{kind}.{field.name}', getattr(config, field.name)
+    if isinstance(value, list):
+      object.__setattr__(config, field.name, tuple(value))
+    if field.type in (int, 'int'):
+      most = MOST_LAYERS if field.name.endswith('_layers') else MOST
+      check_number(name, value, 0 if field.name in may_be_zero else 1)
+      if value > most:
+        raise unexpected(name, f'at most {most}', value)
   check_choice(f'{kind}.dtype', config.dtype, DTYPES)
   unknown = set(config.mlp_activations) - set(products.ACTIVATIONS)
   if unknown or not config.mlp_activations:
-    raise ValueError(
-      f'{kind}.mlp_activations must name one or more of'
-      f' {sorted(products.ACTIVATIONS)}, got {config.mlp_activations}.'
-    )
+    known = f'one or more of {sorted(products.ACTIVATIONS)}'
+    raise unexpected(f'{kind}.mlp_activations', known, config.mlp_activations)
 
 
 def dropout(rate: float) -> nn.Dropout:
@@ -117,24 +106,30 @@ def dropout(rate: float) -> nn.Dropout:
   return nn.Dropout(rate, broadcast_dims=(-2,))
 
 
-def after(
-  x: jax.Array,
-  block: Callable[..., jax.Array],
-  dropout: nn.Dropout,
-  deterministic: bool,
-) -> jax.Array:
-  """What follows a block: x and what it makes, less what is dropped of that.
+class RMSNorm(nn.Module):
+  """Root mean square norm with a scale (T5X calls it LayerNorm).
 
-  Args:
-    x: [B, S, M], the residual.
-    block: maps a residual that its last product is to add, or None, to
-      [B, S, M].
-    dropout: of what the block makes.
-    deterministic: whether dropout is off.
+  Attributes:
+    dtype: dtype of the result.
+    epsilon: added to the mean square.
+    offset: added to the scale; Gemma's scales are stored as differences from 1.
   """
-  if deterministic:
-    return block(residual=x)
-  return x + dropout(block(residual=None), deterministic=False)
+
+  dtype: str = 'float32'
+  epsilon: float = 1e-6
+  offset: float = 0.0
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Normalises [..., M], computed in float32."""
+    at_first = nn.initializers.constant(1.0 - self.offset)
+    scale = self.param('scale', at_first, (x.shape[-1],))
+    if self.offset:  # in float32: a bfloat16 near 1 is coarser than near 0
+      scale = scale.astype(jnp.float32) + self.offset
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
+    normed = x * lax.rsqrt(mean_square + self.epsilon)
+    return (normed * scale).astype(self.dtype)
 
 
 class MLP(nn.Module):
@@ -148,13 +143,8 @@ class MLP(nn.Module):
   use_bias: bool = False
 
   @nn.compact
-  def __call__(
-    self,
-    x: jax.Array,
-    deterministic: bool,
-    residual: jax.Array | None = None,
-  ) -> jax.Array:
-    """Maps [..., M] to [..., M], to which `residual` is added."""
+  def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+    """Maps [..., M] to [..., M]."""
     count = len(self.activations)
     dense = functools.partial(
       products.Dense, dtype=self.dtype, use_bias=self.use_bias
@@ -167,7 +157,7 @@ class MLP(nn.Module):
       factors = [dense(self.hidden, name=f'wi_{i}')(x) for i in range(count)]
       hidden = products.gated(factors, self.activations)
     hidden = dropout(self.dropout_rate)(hidden, deterministic=deterministic)
-    return dense(self.features, name='wo')(hidden, residual)
+    return dense(self.features, name='wo')(hidden)
 
 
 def padding_bias(inputs: jax.Array, pad_id: int = 0) -> jax.Array:
@@ -311,7 +301,8 @@ class Attention(nn.Module):
   def project_query(self, x: jax.Array) -> jax.Array:
     """Maps [B, S, M] to queries [B, S, H, D]."""
     queries = self.query(x)
-    if backend.ways().holds_queries:
+    # Else a TPU's compiler relays their kernel at each run, for heads.
+    if backend.kind() == 'tpu':
       queries = lax.optimization_barrier(queries)
     queries = self._heads(queries)
     return queries if self.norm is None else self.query_norm(queries)

@@ -1,13 +1,14 @@
 """A network with its parameters; engines are made from these."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.models.base import LanguageModel, Params, param_shapes
-from specdec_jax.models.fitted import Fitted, unfitted
-from specdec_jax.models.shortlist import cut, shortlisted
+from specdec_jax.models.other_ids import Fitted, cut, shortlisted, unfitted
 
 
 class Model:
@@ -32,6 +33,8 @@ class Model:
       parameters were given.
     made_for: of a drafter that reads the target's encoder, the fingerprint of
       the target that it was made for, as the checkpoint says; '' is unknown.
+    defaults: what the folder asks of `generate`, `generation.Defaults`: its
+      `options` do the same here where they can; None asks for nothing.
   """
 
   def __init__(
@@ -46,22 +49,14 @@ class Model:
     stop_ids: Sequence[int] = (),
     made_for: str = '',
     made_of: Callable[[], tuple[str, ...]] | None = None,
+    defaults: Any = None,
     reader: Callable[[Any, Any], Params] | None = None,
   ):
-    """Stores its arguments; an engine checks them.
+    """Stores its arguments, see the class; an engine checks them.
 
-    Args:
-      network: see the class.
-      params: a nested dict of arrays, as a checkpoint has them or placed.
-      tokenizer: see the class.
-      name: see the class.
-      dtype: see the class.
-      bos_id: see the class.
-      stop_ids: see the class.
-      made_for: see the class.
-      made_of: see the class.
-      reader: `(dtype, sharding) -> params`, given instead of `params`: reads
-        the parameters, see `checkpoints.load`.
+    `params` is a nested dict of arrays, as a checkpoint has them or placed; in
+    its place `reader`, `(dtype, sharding) -> params`, reads them
+    (`checkpoints.load`).
     """
     self.network = network
     self.tokenizer = tokenizer
@@ -71,6 +66,7 @@ class Model:
     self.stop_ids = tuple(stop_ids)
     self.made_for = made_for
     self.made_of = made_of
+    self.defaults = defaults
     self._params = params
     self._reader = reader
 
@@ -103,10 +99,8 @@ class Model:
     if self._params is not None:
       return self._params
     if self._reader is None:
-      raise ValueError(
-        f'{self!r} has no parameters. Expected Model(network, params), or a'
-        ' model from specdec_jax.load.'
-      )
+      expected = 'Model(network, params), or a model from specdec_jax.load'
+      raise unexpected('model with parameters', expected, self)
     return self._reader(dtype, sharding)
 
   @property
@@ -127,7 +121,7 @@ class Model:
     return self._with(self.network, None, None)
 
   def with_vocabulary(self, vocab_size: int) -> 'Model':
-    """The same model for a target of `vocab_size` ids, see `models.fitted`.
+    """The same model for a target of `vocab_size` ids, see `models.other_ids`.
 
     For a drafter that shares the target's tokenizer but not its padding.
     """
@@ -139,7 +133,7 @@ class Model:
   def with_shortlist(self, ids: Sequence[int]) -> 'Model':
     """The same model with an output layer of some ids, as a drafter.
 
-    Others are never proposed, see `models.shortlist`; the output of a target
+    Others are never proposed, see `models.other_ids`; the output of a target
     that it drafts for has the same distribution all the same.
 
     Args:
@@ -162,15 +156,8 @@ class Model:
     return self._with(made, given, reader and read)
 
   def _with(self, network: LanguageModel, params: Any, reader: Any) -> 'Model':
-    return Model(
-      network,
-      params,
-      self.tokenizer,
-      name=self.name,
-      dtype=self.dtype,
-      bos_id=self.bos_id,
-      stop_ids=self.stop_ids,
-      made_for=self.made_for,
-      made_of=self.made_of if reader else None,
-      reader=reader,
-    )
+    made = copy.copy(self)
+    made.network, made._params, made._reader = network, params, reader
+    if reader is None:
+      made.made_of = None
+    return made

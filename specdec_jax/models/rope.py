@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types, unexpected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +45,9 @@ class Rope:
     check_types(self)
     low, high = self.low_freq_factor, self.high_freq_factor
     if not (self.base > 1 <= self.factor and 0 < low < high):
-      raise ValueError(
-        'Rope: expected a base above 1, a factor of at least 1, and 0 <'
-        f' low_freq_factor < high_freq_factor, got {self}.'
-      )
-    if self.original_length < 0:
-      raise ValueError(
-        'Rope.original_length must be a number of tokens, or 0 for none, got'
-        f' {self.original_length}.'
-      )
+      expected = 'base > 1, factor >= 1, 0 < low_freq_factor < high_freq_factor'
+      raise unexpected('Rope', expected, self)
+    check_at_least(self, original_length=0)
 
   def frequencies(self, head_dim: int) -> np.ndarray:
     """Radians per position of each plane, float32[D / 2]."""

@@ -7,7 +7,103 @@ The last value of a cell is shown: for a model what was loaded and its last
 trace, for a trace its rounds; as text on a terminal, as HTML in a notebook.
 """
 
-from specdec_jax.notebook.loading import load
-from specdec_jax.notebook.model import Interactive
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import rich.console
+
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import Path
+from specdec_jax.engine.loading import load as load_model
+from specdec_jax.engine.trace import Trace
+from specdec_jax.measure import record
+from specdec_jax.measure.table import Table
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.text.tokenizer import Tokenizer
 
 __all__ = ['Interactive', 'load']
+
+
+class Interactive(Engine):
+  """An engine that shows itself; `load` makes it.
+
+  Attributes:
+    last_trace: result of the last call of `trace`; None before the first.
+  """
+
+  last_trace: Trace | None = None
+
+  def trace(self, text: str | Sequence[int], **options) -> Trace:
+    """`Engine.trace`; the result is kept as `last_trace`."""
+    self.last_trace = super().trace(text, **options)
+    return self.last_trace
+
+  @property
+  def facts(self) -> list[list[str]]:
+    """Rows of a name and a text: what is loaded, how large, and where."""
+    params = self.params._asdict()
+    rows = []
+    for name, model in self.models.items():
+      leaves = jax.tree.leaves(params[name])
+      count = sum(leaf.size for leaf in leaves)
+      dtypes = ', '.join(sorted({str(leaf.dtype) for leaf in leaves}))
+      kind = type(model.network).__name__
+      rows.append([name, f'{model.name}: {kind}, {count:,} of {dtypes}'])
+    device = record.describe()['device']
+    return rows + [
+      ['device', f'{jax.default_backend()}, {device}'],
+      ['tokenizer', f'{self.tokenizer.path}, {self.tokenizer.vocab_size}'],
+      ['gamma', f'{self.gamma} at most' if self.rule else str(self.gamma)],
+      ['longest input', f'{self.max_input_len} tokens'],
+      ['longest output', f'{self.max_decode_len} tokens'],
+    ]
+
+  def __rich__(self) -> rich.console.Group:
+    last = [] if self.last_trace is None else [self.last_trace]
+    return rich.console.Group(Table('', ['', 'what'], self.facts), *last)
+
+  def _repr_html_(self) -> str:
+    rows = (
+      f'<tr><th scope="row">{name}</th><td>{html.escape(text)}</td></tr>'
+      for name, text in self.facts
+    )
+    last = '' if self.last_trace is None else self.last_trace._repr_html_()
+    return f'<table><tbody>{"".join(rows)}</tbody></table>{last}'
+
+
+def load(
+  target: Path,
+  draft: Path | None = None,
+  *,
+  network: LanguageModel | None = None,
+  draft_network: LanguageModel | None = None,
+  tokenizer: Tokenizer | Path | None = None,
+  dtype: str | None = None,
+  **options: Any,
+) -> Interactive:
+  """Loads a target, and a drafter for it, into an engine that shows itself.
+
+  Args:
+    target: a path or an id, as for `specdec_jax.load`.
+    draft: the same of a small model which proposes; None for plain decoding.
+    network: the target's network; needed unless its folder describes itself.
+    draft_network: the same for the drafter.
+    tokenizer: the tokenizer of both; None is the one in the target's folder.
+    dtype: as for `specdec_jax.load`; None is that of a placement, if there is
+      one.
+    **options: as for `Engine`, such as gamma and max_decode_len.
+
+  Raises:
+    ValueError: as for `specdec_jax.load` and `Engine`, before arrays are read.
+  """
+  if draft is None and draft_network is not None:
+    raise ValueError('draft_network: expected None without a draft.')
+  if dtype is None and options.get('placement') is not None:
+    dtype = options['placement'].dtype
+  small = None
+  if draft is not None:  # it is fetched quickly, so errors show early
+    small = load_model(draft, draft_network, dtype=dtype)
+  large = load_model(target, network, tokenizer=tokenizer, dtype=dtype)
+  return Interactive(large, small, **options)

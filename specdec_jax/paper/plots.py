@@ -1,23 +1,24 @@
-"""Figures 2, 3 and 4 with measured points over them, and tables as plots.
+"""The paper's Figures 2 to 5, with measured points; Figure 1 is a `Trace`.
 
-The curves come from `specdec_jax.analysis`; `*_curves` return them as numbers.
-Lines differ in their dashes as well as in their colours.
+The curves come from `specdec_jax.analysis`; `gamma_curves` and
+`optimal_gamma_curves` return them as numbers. Lines differ in their dashes as
+well as in their colours. All functions write a PNG, whole or not at all, and
+raise ValueError if matplotlib is not installed.
 """
 
 import os
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_jax import analysis
-from specdec_jax.measure.canvas import PALETTE, save, whiskers, wrapped
-from specdec_jax.paper import report
+from specdec_jax.measure.canvas import PALETTE, save, wrapped
+from specdec_jax.paper.tables import titled
 
-_DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)))
-_RATE_LABEL = r'acceptance rate $\alpha$'
+Path = str | os.PathLike[str]
 
+_DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))
 GAMMAS = (1, 3, 5, 7, 10)
 COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 # Up to this rate the optimum is below `MAX_GAMMA` for all `COST_RATIOS`.
@@ -39,21 +40,21 @@ class Curve(NamedTuple):
 
 
 class Point(NamedTuple):
-  """One measured value.
+  """One measured speed-up.
 
   Attributes:
     acceptance_rate: alpha.
-    value: the value, in the unit of the figure.
-    label: text beside the figure's curves, with a line to the point.
-    parameter: parameter of the curve that the point belongs to, or None.
-    forced_acceptance: as in `report.Row`. Such a point is drawn hollow, and the
+    speed_up: times faster than plain decoding.
+    gamma: proposals per round.
+    cost_ratio: c.
+    forced_acceptance: see `tables.Row`. Such a point is drawn hollow, and the
       title says so.
   """
 
   acceptance_rate: float
-  value: float
-  label: str = ''
-  parameter: float | None = None
+  speed_up: float
+  gamma: int
+  cost_ratio: float
   forced_acceptance: float | None = None
 
 
@@ -83,229 +84,94 @@ def optimal_gamma_curves() -> list[Curve]:
   ]
 
 
-def plot_expected_tokens(
-  path: str | os.PathLike[str], points: Sequence[Point] = ()
-) -> None:
-  """Figure 2: expected tokens per round over alpha, and measured ones.
-
-  Args:
-    path: path of the PNG; replaced whole or not at all.
-    points: measured tokens per call of the target; `parameter` is gamma.
-
-  Raises:
-    ValueError: matplotlib is not installed.
-  """
-
-  def draw(figure):
-    axes = figure.subplots()
-    _draw_curves(axes, gamma_curves(analysis.expected_tokens), _gamma_label)
-    _draw_points(axes, points, GAMMAS)
-    _finish(
-      axes,
-      'tokens per call of the target',
-      points,
-      'Figure 2: expected tokens, Eq. 1',
-    )
-
-  save(path, draw)
+def plot_figure2(path: Path) -> None:
+  """Figure 2: expected tokens per round over alpha."""
+  curves = gamma_curves(analysis.expected_tokens)
+  title = 'Figure 2: expected tokens, Eq. 1'
+  unit = 'tokens per call of the target'
+  save(path, lambda figure: _draw(figure.subplots(), curves, unit, title))
 
 
-def plot_optimal_gamma(
-  path: str | os.PathLike[str], points: Sequence[Point] = ()
-) -> None:
-  """Figure 3: the best gamma over alpha, for several c.
-
-  Args:
-    path: path of the PNG; replaced whole or not at all.
-    points: the best gammas that were measured; `parameter` is c.
-
-  Raises:
-    ValueError: matplotlib is not installed.
-  """
-
-  def draw(figure):
-    axes = figure.subplots()
-    _draw_curves(
-      axes, optimal_gamma_curves(), lambda cost: f'c = {cost:g}', steps=True
-    )
-    _draw_points(axes, points, COST_RATIOS)
-    title = 'Figure 3: target calls of any length cost the same'
-    _finish(axes, r'optimal $\gamma$', points, title)
-
-  save(path, draw)
+def plot_figure3(path: Path) -> None:
+  """Figure 3: the best gamma over alpha, for several c."""
+  curves, unit = optimal_gamma_curves(), r'optimal $\gamma$'
+  title = 'Figure 3: target calls of any length cost the same'
+  line = {'label': 'c', 'drawstyle': 'steps-post'}
+  save(path, lambda figure: _draw(figure.subplots(), curves, unit, title, line))
 
 
-def plot_tradeoff(
-  path: str | os.PathLike[str],
-  speed_points: Sequence[Point] = (),
-  operations_points: Sequence[Point] = (),
-) -> None:
+def plot_figure4(path: Path, points: Sequence[Point] = ()) -> None:
   """Figure 4: speed-up, and increase of arithmetic, over alpha; c = c-hat = 0.
 
   Args:
-    path: path of the PNG; replaced whole or not at all.
-    speed_points: measured speed-ups; `parameter` is gamma.
-    operations_points: measured increases; `parameter` is gamma.
-
-  Raises:
-    ValueError: matplotlib is not installed.
+    path: path of the PNG.
+    points: measured speed-ups.
   """
+  speed = 'Figure 4, speed: Theorem 3.8, c = 0'
+  if points:
+    speed += '\npoints: measured, each with its own c'
+  speed = titled(speed, [point.forced_acceptance for point in points])
+  operations = r'Figure 4, operations: Theorem 3.11, $\hat{c}$ = 0'
 
   def draw(figure):
     left, right = figure.subplots(1, 2)
-    speed = gamma_curves(analysis.walltime_factor, 0.0)
-    _draw_curves(left, speed, _gamma_label)
-    _draw_points(left, speed_points, GAMMAS)
-    _finish(
-      left,
-      'times faster than plain decoding',
-      speed_points,
-      'Figure 4, speed: Theorem 3.8, c = 0'
-      + ('\npoints: measured, each with its own c' if speed_points else ''),
-    )
-    operations = gamma_curves(analysis.operations_factor, 0.0)
-    _draw_curves(right, operations, _gamma_label)
-    _draw_points(right, operations_points, GAMMAS)
-    _finish(
-      right,
-      'times the arithmetic of plain decoding',
-      operations_points,
-      r'Figure 4, operations: Theorem 3.11, $\hat{c}$ = 0',
-      free='upper right',
-    )
+    curves = gamma_curves(analysis.walltime_factor, 0.0)
+    unit = 'times faster than plain decoding'
+    _draw(left, curves, unit, speed, points=points)
+    curves = gamma_curves(analysis.operations_factor, 0.0)
+    _draw(right, curves, 'times the arithmetic of plain decoding', operations)
 
   save(path, draw, size=(10, 4.2))
 
 
-def plot_comparison(
-  path: str | os.PathLike[str], table: report.Comparison
+def _draw(
+  axes: Any,
+  curves: Sequence[Curve],
+  unit: str,
+  title: str,
+  line: Mapping[str, str] | None = None,
+  points: Sequence[Point] = (),
 ) -> None:
-  """A table as a plot: paper, predicted and measured, one line per row.
+  line = line or {'label': r'$\gamma$'}
+  for curve, color, dashes in zip(curves, PALETTE, _DASHES, strict=False):
+    label = f'{line["label"]} = {curve.parameter:g}'
+    style = {**line, 'label': label, 'color': color, 'linestyle': dashes}
+    axes.plot(curve.rates, curve.values, **style)
+  _draw_points(axes, points)
+  axes.set_xlabel(r'acceptance rate $\alpha$')
+  axes.set_ylabel(unit)
+  axes.set_xlim(0, 1)
+  axes.set_ylim(bottom=0)
+  axes.set_title(wrapped(title, 50))
+  axes.legend()
 
-  Args:
-    path: path of the PNG; replaced whole or not at all.
-    table: such as Table 2; a vertical line marks `table.even`, where nothing is
-      gained. In a row that was not measured the plot says so.
 
-  Raises:
-    ValueError: matplotlib is not installed.
+def _draw_points(axes: Any, points: Sequence[Point]) -> None:
+  """Draws points and their labels, left of the steep part of the curves.
+
+  A line leads from each label to its point. The point furthest to the right has
+  the top label, so that no two lines cross.
   """
-  series = (('paper', 'D', -0.22), ('predicted', 's', 0.0))
-
-  def draw(figure):
-    axes = figure.subplots()
-    for colour, (name, marker, shift) in zip(PALETTE, series, strict=False):
-      found = [
-        (getattr(row, name), i + shift) for i, row in enumerate(table.rows)
-      ]
-      found = [(value, at) for value, at in found if value is not None]
-      if found:
-        axes.plot(*zip(*found, strict=True), marker, color=colour, label=name)
-    _draw_measured(axes, table)
-    axes.set_yticks(
-      range(len(table.rows)), [textwrap.fill(r.name, 44) for r in table.rows]
-    )
-    axes.set_ylim(len(table.rows) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    if table.even is not None:
-      axes.axvline(table.even, color='#555555', linewidth=1, label='no gain')
-    axes.set_xlabel(table.quantity)
-    axes.set_title(wrapped(table.full_title, 70))
-    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))
-
-  save(path, draw, size=(9, 1.6 + 0.42 * len(table.rows)))
-
-
-def _draw_measured(axes, table: report.Comparison) -> None:
-  """Draws measured values: filled for real acceptance, hollow for forced."""
-  shift = 0.22
-  for forced in (False, True):
-    found = [
-      (row.measured, row.spread, at + shift)
-      for at, row in enumerate(table.rows)
-      if row.measured is not None
-      and (row.forced_acceptance is not None) == forced
-    ]
-    if not found:
-      continue
-    values = [value for value, _, _ in found]
-    spreads = [spread or (value, value) for value, spread, _ in found]
-    axes.errorbar(
-      values,
-      [at for _, _, at in found],
-      xerr=whiskers(values, spreads),
-      fmt='o',
-      color=PALETTE[2],
-      markerfacecolor='white' if forced else PALETTE[2],
-      label='measured, forced' if forced else 'measured',
-    )
-  for at, row in enumerate(table.rows):
-    if row.measured is None:
-      axes.annotate(
-        'not measured',
-        (0, at + shift),
-        xytext=(4, 0),
-        textcoords='offset points',
-        va='center',
-        fontsize='x-small',
-        color='#555555',
-      )
-
-
-def _gamma_label(gamma: float) -> str:
-  return rf'$\gamma$ = {gamma:g}'
-
-
-def _look(index: int) -> dict[str, Any]:
-  return {
-    'color': PALETTE[index % len(PALETTE)],
-    'linestyle': _DASHES[index % len(_DASHES)],
-  }
-
-
-def _draw_curves(axes, curves: Sequence[Curve], label, steps=False) -> None:
-  for index, curve in enumerate(curves):
-    axes.plot(
-      curve.rates,
-      curve.values,
-      label=label(curve.parameter),
-      drawstyle='steps-post' if steps else 'default',
-      **_look(index),
-    )
-
-
-def _draw_points(axes, points: Sequence[Point], parameters) -> None:
-  shown = set()
-  for point in sorted(points):
+  names = set()
+  for index, point in enumerate(sorted(points, reverse=True)):
+    at = (point.acceptance_rate, point.speed_up)
+    color = '#222222'
+    if point.gamma in GAMMAS:
+      color = PALETTE[GAMMAS.index(point.gamma)]
     forced = point.forced_acceptance is not None
-    known = point.parameter in parameters
-    colour = '#222222'
-    if known:
-      colour = _look(list(parameters).index(point.parameter))['color']
     name = 'measured, forced' if forced else 'measured'
     axes.plot(
-      point.acceptance_rate,
-      point.value,
+      *at,
       'o',
-      color=colour,
-      markerfacecolor='white' if forced else colour,
-      label=None if name in shown else name,
+      color=color,
+      markerfacecolor='white' if forced else color,
+      label=None if name in names else name,
       zorder=3,
     )
-    shown.add(name)
-  _draw_labels(axes, sorted(point for point in points if point.label))
-
-
-def _draw_labels(axes, points: Sequence[Point]) -> None:
-  """Writes labels one above the other, left of the steep part of the curves.
-
-  A line leads from each label to its point.
-  """
-  # The point furthest to the right has the top label: no two lines cross.
-  for index, point in enumerate(reversed(points)):
+    names.add(name)
     axes.annotate(
-      point.label,
-      (point.acceptance_rate, point.value),
+      rf'$\gamma$ = {point.gamma}, c = {point.cost_ratio:.2f}',
+      at,
       xytext=(0.56, 0.95 - 0.045 * index),
       textcoords='axes fraction',
       ha='right',
@@ -322,13 +188,145 @@ def _draw_labels(axes, points: Sequence[Point]) -> None:
     )
 
 
-def _finish(
-  axes, label: str, points: Sequence[Point], title: str, free='upper left'
-) -> None:
-  title = report.titled(title, [point.forced_acceptance for point in points])
-  axes.set_title(wrapped(title, 50))
-  axes.set_xlabel(_RATE_LABEL)
-  axes.set_ylabel(label)
-  axes.set_xlim(0, 1)
-  axes.set_ylim(bottom=0)
-  axes.legend(loc=free)
+# --- Figure 5: when the encoders, the drafter and the target run ------------
+
+TARGET_ENCODER = "target's encoder"
+DRAFT_ENCODER = "drafter's encoder"
+DRAFT = 'draft call, one token'
+TARGET = 'target call'
+# The paper's colours, as near as the palette has them, and heights.
+_CALLS = {
+  TARGET_ENCODER: ('#F0E442', 0.7),
+  DRAFT_ENCODER: ('#E69F00', 0.42),
+  DRAFT: ('#0072B2', 0.42),
+  TARGET: ('#CC79A7', 0.7),
+}
+_DRAWN = 0.92  # drawn part of a call's time; the rest is a gap
+_MOST_COUNTS = 40  # most rounds of a row whose token counts are written
+
+
+class CallTimes(NamedTuple):
+  """Measured times of one pair on one machine, milliseconds.
+
+  Attributes:
+    target_encoder_ms: the target's encoder, once per input.
+    draft_encoder_ms: the drafter's encoder, once per input; 0 without one.
+    draft_ms: a draft call over one token.
+    target_ms: m -> a target call over m tokens.
+  """
+
+  target_encoder_ms: float
+  draft_encoder_ms: float
+  draft_ms: float
+  target_ms: Mapping[int, float]
+
+
+class Run(NamedTuple):
+  """One row of Figure 5.
+
+  Attributes:
+    gamma: proposals per round; 0 is plain decoding.
+    tokens_per_round: tokens that each round yielded, 1..gamma + 1.
+  """
+
+  gamma: int
+  tokens_per_round: Sequence[int]
+
+
+class Call(NamedTuple):
+  """One call of a row.
+
+  Attributes:
+    kind: TARGET_ENCODER, DRAFT_ENCODER, DRAFT or TARGET.
+    begin_ms: when the call begins, since the start.
+    end_ms: when it ends.
+    num_tokens: tokens by which the output grew; 0 for all but target calls.
+  """
+
+  kind: str
+  begin_ms: float
+  end_ms: float
+  num_tokens: int = 0
+
+
+def calls(run: Run, times: CallTimes) -> list[Call]:
+  """The calls of a run, one after the other."""
+  row: list[Call] = []
+
+  def add(kind: str, length_ms: float, num_tokens: int = 0) -> None:
+    begin = row[-1].end_ms if row else 0.0
+    row.append(Call(kind, begin, begin + length_ms, num_tokens))
+
+  add(TARGET_ENCODER, times.target_encoder_ms)
+  if run.gamma:
+    add(DRAFT_ENCODER, times.draft_encoder_ms)
+  for count in run.tokens_per_round:
+    for _ in range(run.gamma):
+      add(DRAFT, times.draft_ms)
+    add(TARGET, times.target_ms[run.gamma + 1], count)
+  return row
+
+
+def plot_figure5(path: Path, runs: Sequence[Run], times: CallTimes) -> None:
+  """Figure 5: a row for each run; the paper has gamma 7, gamma 3 and plain.
+
+  The width of a call is its measured time. On each target call stands how many
+  tokens it added, and at the end of a row how many tokens it made and how long
+  that took.
+
+  Args:
+    path: path of the PNG.
+    runs: from top to bottom; the legend has the kinds of the first row's calls.
+    times: the measured times of the pair.
+  """
+  rows = [calls(run, times) for run in runs]
+
+  def draw(figure):
+    axes = figure.subplots()
+    for at, row in enumerate(rows):
+      _draw_calls(axes, at, row)
+    names = [
+      rf'$\gamma$ = {run.gamma}' if run.gamma else 'plain' for run in runs
+    ]
+    axes.set_yticks(range(len(runs)), names)
+    axes.set_ylim(len(runs) - 0.4, -0.6)
+    axes.set_xlim(0, 1.12 * max(row[-1].end_ms for row in rows))
+    axes.set_xlabel('time, ms')
+    axes.grid(axis='y', visible=False)
+    axes.set_title('Figure 5: calls over time')
+    axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=4)
+
+  save(path, draw, size=(11, 1.8 + 0.8 * len(runs)))
+
+
+def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
+  for kind, (color, height) in _CALLS.items():
+    axes.broken_barh(
+      # A gap shows where a call ends. White edges of a fixed width would hide
+      # short calls completely.
+      [
+        (call.begin_ms, _DRAWN * (call.end_ms - call.begin_ms))
+        for call in row
+        if call.kind == kind
+      ],
+      (at - height / 2, height),
+      facecolor=color,
+      linewidth=0,
+      snap=False,  # with it, some of several equal calls are a pixel wider
+      label=None if at else kind,
+    )
+  counted = [call for call in row if call.num_tokens]
+  for call in counted if len(counted) <= _MOST_COUNTS else ():
+    middle = (call.begin_ms + call.end_ms) / 2
+    style = {'ha': 'center', 'va': 'center', 'fontsize': 'x-small'}
+    axes.text(middle, at, str(call.num_tokens), **style)
+  end = row[-1].end_ms
+  tokens = sum(call.num_tokens for call in row)
+  axes.annotate(
+    f'{tokens} tokens\n{end:.3g} ms',
+    (end, at),
+    xytext=(5, 0),
+    textcoords='offset points',
+    va='center',
+    fontsize='small',
+  )

@@ -1,8 +1,7 @@
-"""The run of scripts/reproduce.py: measures tables and figures, writes them."""
+"""`specdec reproduce`: the paper's tables and figures beside measured ones."""
 
 import dataclasses
 import functools
-import glob
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,40 +10,80 @@ from typing import Any
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
+from specdec_jax.checks.names import check_choice
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.trace_page import html_page
-from specdec_jax.measure import canvas, environment, record
-from specdec_jax.measure import methods as compared_methods
-from specdec_jax.measure.alpha import MeasureAlphaConfig, measure_alpha
-from specdec_jax.measure.benchmark import BenchmarkConfig, benchmark, grid
+from specdec_jax.measure import canvas, record
+from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
+from specdec_jax.measure.calls import (
+  BenchmarkConfig,
+  benchmark,
+  check_memory,
+  described,
+  grid,
+  random_params,
+)
+from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
-from specdec_jax.paper import (
-  plots,
-  printed,
-  report,
-  tables,
-  timeline,
-  trace_picture,
-)
-from specdec_jax.paper import table2_suite as table_suite
+from specdec_jax.models.model import Model
+from specdec_jax.models.t5 import T5
+from specdec_jax.paper import plots, printed, tables
+from specdec_jax.partitioning import Placement, place
 
-ITEMS = tuple(
-  [f'table{i}' for i in range(1, 6)]
-  + [f'figure{i}' for i in range(1, 6)]
-  + ['methods']
-)
+ITEMS = tuple(f'{kind}{i}' for kind in ('table', 'figure') for i in range(1, 6))
 _NEEDS = {
   'table2': ('suite',),
   'table4': ('suite',),
-  'figure1': ('engine',),
-  'figure5': ('engine', 'costs'),
+  'figure1': ('engine', 'text'),
+  'figure5': ('engine', 'text', 'costs'),
 }
-_PICTURES = {'table2', 'figure2', 'figure3', 'figure4', 'figure5', 'methods'}
+_PICTURES = {'figure2', 'figure3', 'figure4', 'figure5'}
 # They show one generation, which is decoded again each time.
 _NO_RECORDS = {'figure1', 'figure5'}
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteConfig:
+  """Rows of Table 2 with forced acceptance, on one device.
+
+  Attributes:
+    name: name of the pair's sizes, for reports.
+    target: network used in place of T5-XXL.
+    drafts: 't5_small', 't5_base' and 't5_large' -> network used in its place;
+      rows of a drafter that is not named are left out.
+    placement: layout and dtype of all models.
+    input_len: E.
+    decode_len: tokens per run.
+    repeats: timed rounds, interleaved.
+    calls_a_run: calls in one timed loop.
+    seed: seed of parameters, inputs and acceptance.
+
+  Raises:
+    ValueError: a drafter has no row in Table 2.
+  """
+
+  name: str
+  target: T5
+  drafts: Mapping[str, T5]
+  placement: Placement = Placement()
+  input_len: int = 64
+  decode_len: int = 120
+  repeats: int = 7
+  calls_a_run: int = 20
+  seed: int = 0
+
+  def __post_init__(self):
+    check_types(self)
+    known = {row.draft for row in printed.TABLE2}
+    for name in self.drafts:
+      check_choice('SuiteConfig.drafts', name, known)
+
+  @property
+  def rows(self) -> list[printed.Table2Row]:
+    """Table 2's rows whose drafter is in `drafts`."""
+    return [row for row in printed.TABLE2 if row.draft in self.drafts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +91,7 @@ class ReproduceConfig:
   """Which tables and figures of the paper to compare, and with what.
 
   Attributes:
-    items: tables and figures, from `ITEMS`, in the order of the report;
-      'methods' is not of the paper: ways to speculate beside each other, one
-      table of all records of `methods.compare_methods` in `records_dir`.
+    items: tables and figures, from `ITEMS`, in the order of the report.
     output_dir: folder that gets report.md, a CSV for each table, pictures and
       pages.
     records_dir: folder of the records of measurements: a file for each row of
@@ -80,7 +117,7 @@ class ReproduceConfig:
   output_dir: str
   records_dir: str | None = None
   measure: bool = True
-  suite: table_suite.SuiteConfig | None = None
+  suite: SuiteConfig | None = None
   alphas: Sequence[Callable[[], MeasureAlphaConfig]] = ()
   engine: Callable[[], Engine] | None = None
   costs: BenchmarkConfig | None = None
@@ -89,36 +126,24 @@ class ReproduceConfig:
   def __post_init__(self):
     check_types(self)
     for item in self.items:
-      if item not in ITEMS:
-        raise ValueError(
-          f'ReproduceConfig.items: expected some of {ITEMS}, got {item!r}.'
-        )
+      check_choice('ReproduceConfig.items', item, ITEMS)
       for field in _NEEDS.get(item, ()):
-        if getattr(self, field) is None:
-          raise ValueError(f'{item} needs ReproduceConfig.{field}.')
-    if self.records_dir is None:
-      folder = table_suite.records_of(self.output_dir)
-      object.__setattr__(self, 'records_dir', folder)
-    if self.suite is not None and self.suite.output_dir is None:
-      suite = dataclasses.replace(self.suite, output_dir=self.records_dir)
-      object.__setattr__(self, 'suite', suite)
-    if _NO_RECORDS & set(self.items):
-      if not self.text.strip():
-        raise ValueError('Figures 1 and 5 need ReproduceConfig.text to decode.')
-      if not self.measure:
-        raise ValueError(
-          'ReproduceConfig.measure: Figures 1 and 5 keep no record that could'
-          ' be shown; expected True, got False.'
-        )
+        if not (value := getattr(self, field)):
+          raise unexpected(f'ReproduceConfig.{field}', f'one for {item}', value)
+      if item in _NO_RECORDS and not self.measure:
+        expected = f'True for {item}, which keeps no record'
+        raise unexpected('ReproduceConfig.measure', expected, self.measure)
     if 'figure5' in self.items and self.costs is not None:
-      settings = len(list(grid(self.costs)))
-      alone = self.costs.draft is None and self.costs.drafter is None
-      if settings != 1 or alone:
-        raise ValueError(
-          'Figure 5 needs ReproduceConfig.costs of one setting, with a draft or'
-          f' a drafter; got {settings} settings, draft = {self.costs.draft},'
-          f' drafter = {self.costs.drafter}.'
-        )
+      costs, name = self.costs, 'ReproduceConfig.costs'
+      if (settings := len(list(grid(costs)))) != 1:
+        raise unexpected(name, 'one setting', f'{settings} settings')
+      if costs.drafter is None:
+        raise unexpected(f'{name}.drafter', 'one', None)
+
+  @property
+  def records(self) -> str:
+    """The folder of the records."""
+    return self.records_dir or os.path.join(self.output_dir, 'records')
 
 
 def reproduce(
@@ -134,7 +159,14 @@ def reproduce(
       raised before anything is measured.
   """
   console = console or terminal()
-  _check_records(config)
+  measures = config.measure and (config.alphas or config.suite)
+  paths = list(pathlib.Path(config.records).glob('*.json'))
+  if config.records_dir is not None and not measures and not paths:
+    raise unexpected(
+      'ReproduceConfig.records_dir (--records-dir)',
+      'a folder with records of measurements (NAME.json)',
+      config.records,
+    )
   if _PICTURES & set(config.items):
     canvas.load_matplotlib()  # fails now, not after hours of measuring
   files.make_folder(config.output_dir)
@@ -143,215 +175,225 @@ def reproduce(
     getattr(work, item)()
   for compared in work.tables:
     console.print(compared.table())
-  written = report.write(
-    config.output_dir,
-    work.tables,
-    title='The paper, what is predicted, what was measured',
-    machine=work.machine(),
-    figures=work.figures,
+  written = tables.write(
+    config.output_dir, work.tables, work.machine(), work.figures
   )
-  return [*(_path(config, name) for name in work.figures), *written]
-
-
-def _check_records(config: ReproduceConfig) -> None:
-  """Raises ValueError if records are to be shown and the folder has none."""
-  folder = config.records_dir or ''
-  named = folder != table_suite.records_of(config.output_dir)
-  measures = config.measure and (config.alphas or config.suite)
-  if named and not measures and not glob.glob(f'{glob.escape(folder)}/*.json'):
-    raise ValueError(
-      f'ReproduceConfig.records_dir (gin: RECORDS_DIR) is {folder!r}, expected'
-      ' a folder with records of measurements (NAME.json).'
-    )
-
-
-def _path(config: ReproduceConfig, name: str) -> pathlib.Path:
-  return pathlib.Path(config.output_dir) / name
+  return [*(work.path(name) for name in work.figures), *written]
 
 
 class _Work:
-  """Collects tables and figures; measures only once what several items need."""
+  """Collects tables and figures; measures only once what several items need.
+
+  A method for each item.
+  """
 
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):
-    self.config = config
+    self.config: Any = config  # fields that an item needs are not None
     self.console = console
-    assert config.records_dir is not None  # set by the config
-    self._records_dir = config.records_dir
-    self._to_measure = self._placed() if config.measure else []
-    self.tables: list[report.Comparison] = []
+    self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
-    self._suite: tuple[dict[str, Any], str] | None = None
-    self._engine: Engine | None = None
-
-  def _placed(self) -> list[MeasureAlphaConfig]:
-    """The measurements of acceptance rates, each with a file for its record."""
-    found = []
-    for make in self.config.alphas:
-      one = make()
-      path = os.path.join(self._records_dir, f'{one.name}.json')
-      found.append(
-        dataclasses.replace(one, output_file=one.output_file or path)
-      )
-    paths = [one.output_file for one in found]
+    self._used: list[Mapping[str, Any]] = []  # records
+    alphas = config.alphas if config.measure else ()
+    self._to_measure = [self._with_file(make()) for make in alphas]
+    paths = [alpha.output_file for alpha in self._to_measure]
     if len(set(paths)) < len(paths):
-      raise ValueError(
-        'ReproduceConfig.alphas must have different records: give them'
-        f' different names, got {paths}.'
-      )
-    return found
+      raise unexpected('ReproduceConfig.alphas', 'different names', paths)
+
+  def _with_file(self, measured: MeasureAlphaConfig) -> MeasureAlphaConfig:
+    path = os.path.join(self.config.records, f'{measured.name}.json')
+    return dataclasses.replace(
+      measured, output_file=measured.output_file or path
+    )
 
   @functools.cached_property
-  def _alphas(self) -> list[Mapping[str, Any]]:
-    if self._to_measure:
-      return [measure_alpha(one, self.console) for one in self._to_measure]
-    return list(self._kept('alpha').values())
+  def _alphas(self) -> list[Record]:
+    records = [measure_alpha(alpha, self.console) for alpha in self._to_measure]
+    if not records:
+      paths = sorted(pathlib.Path(self.config.records).glob('*.json'))
+      records = [r for r in map(record.load, paths) if r.kind == 'alpha']
+    self._used += records
+    return records
 
   @functools.cached_property
-  def _methods(self) -> dict[str, record.Record]:
-    return self._kept(compared_methods.KIND)
+  def _suite(self) -> tuple[dict[str, Record], list[printed.Table2Row], str]:
+    """The suite's records, its rows, and why some of them have no record."""
+    suite, folder = self.config.suite, self.config.records
+    missing = 'there is no record of it'
+    if self.config.measure:
+      try:
+        run_suite(suite, folder, self.console.print)
+      except DoesNotFitError as error:
+        missing = str(error)
+    records = read_suite(suite, folder)
+    self._used += records.values()
+    return records, suite.rows, missing
 
-  def _kept(self, kind: str) -> dict[str, record.Record]:
-    """All records of a kind, by file: each says what it was measured for."""
-    paths = sorted(pathlib.Path(self._records_dir).glob('*.json'))
-    found = {path.stem: record.load(path) for path in paths}
-    return {name: one for name, one in found.items() if one.kind == kind}
+  @functools.cached_property
+  def _engine(self) -> Engine:
+    return self.config.engine()
+
+  def path(self, name: str) -> pathlib.Path:
+    """The path of a file of the report."""
+    return pathlib.Path(self.config.output_dir) / name
+
+  def _figure(self, name: str, meaning: str) -> pathlib.Path:
+    self.figures[name] = meaning
+    return self.path(name)
+
+  def machine(self) -> dict[str, Any]:
+    """The machines of the records; this machine if there are no records."""
+    machines = [record['machine'] for record in self._used]
+    combined = {}
+    for key in machines[0] if machines else ():
+      values = list(dict.fromkeys(machine.get(key) for machine in machines))
+      several = ' and '.join(map(str, values))
+      combined[key] = several if len(values) > 1 else values[0]
+    return combined or record.describe()
 
   def table1(self):
     self.tables += tables.table1()
 
   def table2(self):
-    records, missing = self._records()
-    table = tables.table2(records, self._rows(), missing)
-    self.tables.append(table)
-    path = self._figure('table2.png', table.full_title)
-    plots.plot_comparison(path, table)
+    self.tables.append(tables.table2(*self._suite))
 
   def table3(self):
     self.tables.append(tables.table3(self._alphas))
 
   def table4(self):
-    records, missing = self._records()
-    self.tables.append(tables.table4(records, self._rows(), missing))
+    self.tables.append(tables.table4(*self._suite))
 
   def table5(self):
     self.tables.append(tables.table5(self._alphas))
 
   def figure1(self):
-    engine = self._loaded()
-    rounds = trace.spell(
-      trace.record(engine, self.config.text), engine.tokenizer
-    )
-    trace.print_trace(self.console, rounds)
-    page = html_page(rounds, source=self.config.text)
+    text = self.config.text
+    figure = self._engine.trace(text)
+    self.console.print(figure)
     path = self._figure('figure1.html', 'Figure 1: one generation, as a page')
-    files.write_atomically(path, page.encode())
-    path = self._figure('figure1.png', 'Figure 1: one generation')
-    trace_picture.plot_trace(path, rounds, self.config.text)
+    files.write_atomically(path, figure.page().encode())
 
   def figure2(self):
     path = self._figure('figure2.png', 'Figure 2: expected tokens per round')
-    plots.plot_expected_tokens(path)
+    plots.plot_figure2(path)
 
   def figure3(self):
-    path = self._figure('figure3.png', 'Figure 3: optimal gamma')
-    plots.plot_optimal_gamma(path)
+    plots.plot_figure3(self._figure('figure3.png', 'Figure 3: optimal gamma'))
 
   def figure4(self):
     points = []
-    if self.config.suite is not None:
-      points = [
-        plots.Point(
-          row['acceptance_rate'],
-          row['speed_up'],
-          label=rf'$\gamma$ = {row["gamma"]}, c = {row["cost_ratio"]:.2f}',
-          parameter=row['gamma'],
-          forced_acceptance=found['forced_acceptance'],
-        )
-        for found in self._records()[0].values()
-        for row in found['settings'][0]['gammas']
-      ]
+    for measured in self._suite[0].values() if self.config.suite else ():
+      _, row = tables.only(measured)
+      fields = plots.Point._fields
+      values = row | {'forced_acceptance': measured['forced_acceptance']}
+      points.append(plots.Point(**{name: values[name] for name in fields}))
     path = self._figure('figure4.png', 'Figure 4: speed and operations')
-    plots.plot_tradeoff(path, speed_points=points)
+    plots.plot_figure4(path, points)
 
   def figure5(self):
-    engine, costs = self._loaded(), self.config.costs
-    assert costs is not None  # checked by the config
-    (setting,) = benchmark(costs)['settings']
-    runs, plain = [], 0
-    for row in setting['gammas']:
-      gamma = row['gamma']
-      rounds = trace.record(engine, self.config.text, gamma=gamma)
-      kept = [len(one.kept) for one in rounds]
-      runs.append(timeline.Run(gamma, kept))
-      plain = sum(kept)
-    runs.append(timeline.Run(0, [1] * plain))
-    one = setting['times_ms']['call_1']['median']
-    times = timeline.CallTimes(
+    (setting,) = benchmark(self.config.costs)['settings']
+    runs = []
+    for gamma in (row['gamma'] for row in setting['gammas']):
+      rounds = trace.record(self._engine, self.config.text, gamma=gamma)
+      runs.append(plots.Run(gamma, [len(shown.kept) for shown in rounds]))
+    plain = sum(runs[-1].tokens_per_round)
+    runs.append(plots.Run(0, [1] * plain))
+    call_ms = setting['times_ms']['call_1']['median']
+    times = plots.CallTimes(
       setting['times_ms']['encoder']['median'],
       setting['times_ms']['draft_encoder']['median'],
       # A drafter may cost less than the noise of the measurement.
-      max(0.0, setting['gammas'][0]['cost_ratio'] * one),
-      {int(size): ratio * one for size, ratio in setting['call_cost'].items()},
+      max(0.0, setting['gammas'][0]['cost_ratio'] * call_ms),
+      {int(m): v * call_ms for m, v in setting['call_cost'].items()},
     )
     path = self._figure('figure5.png', 'Figure 5: calls over time')
-    timeline.plot_timeline(path, runs, times)
+    plots.plot_figure5(path, runs, times)
 
-  def methods(self):
-    if not self._methods:
-      raise ValueError(
-        f'There is no record of ways to speculate in {self._records_dir!r}.'
-        ' Measure some first: specdec measure'
-        f' --gin_file=gin/runs/methods.gin --gin.OUTPUT_FILE='
-        f'{self._records_dir}/NAME.json'
-      )
-    self.tables.append(tables.methods(list(self._methods.values())))
-    for name, one in self._methods.items():
-      path = self._figure(f'methods_{name}.png', f'Speed-up, {one["pair"]}')
-      compared_methods.plot_methods(path, one)
 
-  def machine(self) -> dict[str, Any]:
-    """The machines of the records; this machine if there are no records."""
-    records: list[Mapping[str, Any]] = []
-    if self._suite:
-      records += self._suite[0].values()
-    if '_alphas' in self.__dict__:  # an item has used them
-      records += self._alphas
-    if '_methods' in self.__dict__:
-      records += self._methods.values()
-    machines = [record['machine'] for record in records]
-    if not machines:
-      return environment.describe()
-    found = {}
-    for key in machines[0]:
-      values = dict.fromkeys(machine.get(key) for machine in machines)
-      several = ' and '.join(map(str, values))
-      found[key] = several if len(values) > 1 else machines[0][key]
-    return found
+def run_suite(
+  config: SuiteConfig, folder: str, say: Callable[[str], None]
+) -> None:
+  """Measures every row that has no record in the folder yet.
 
-  def _figure(self, name: str, meaning: str) -> pathlib.Path:
-    self.figures[name] = meaning
-    return _path(self.config, name)
+  The target's parameters are drawn once for all rows.
 
-  def _rows(self) -> list[printed.Table2Row]:
-    assert self.config.suite is not None  # checked by the config
-    return table_suite.rows(self.config.suite)
+  Args:
+    config: the suite.
+    folder: gets a record a row; a suite that was stopped goes on in it.
+    say: gets a line for each row.
 
-  def _records(self) -> tuple[dict[str, Any], str]:
-    """The suite's records, and the reason why other rows have none."""
-    config = self.config.suite
-    assert config is not None  # checked by the config
-    if self._suite is None:
-      missing = 'there is no record of it'
-      if self.config.measure:
-        try:
-          table_suite.run(config, self.console.print)
-        except DoesNotFitError as error:
-          missing = str(error)
-      self._suite = table_suite.read(config), missing
-    return self._suite
+  Raises:
+    DoesNotFitError: memory is too small; raised before anything is made.
+    ValueError: the folder has a record with other settings.
+  """
+  records = read_suite(config, folder)
+  todo = [row for row in config.rows if tables.row_name(row) not in records]
+  for row in todo:
+    check_memory(_benchmark(config, folder, row))
+  if not todo:
+    return
+  files.make_folder(folder)
+  params = place(
+    random_params(config.target, config.seed, config.placement.param_dtype),
+    config.placement,
+  )
+  for row in todo:
+    measured = _benchmark(config, folder, row, params)
+    _, result = tables.only(benchmark(measured))
+    say(
+      f'{tables.row_name(row)}: gamma {row.gamma}, acceptance forced to'
+      f' {row.acceptance_rate}: speed-up {result["speed_up"]:.2f}, expected'
+      f' {result["expected_speed_up"]:.2f}, paper {row.speedup}'
+    )
 
-  def _loaded(self) -> Engine:
-    assert self.config.engine is not None  # checked by the config
-    if self._engine is None:
-      self._engine = self.config.engine()
-    return self._engine
+
+def read_suite(config: SuiteConfig, folder: str) -> dict[str, Record]:
+  """The records that the suite has in the folder, by `tables.row_name`.
+
+  Raises:
+    ValueError: a record has other settings.
+  """
+  records = {}
+  for row in config.rows:
+    measured = _benchmark(config, folder, row)
+    (point,) = grid(measured)
+    wanted = {**described(measured), **point._asdict(), 'gamma': row.gamma}
+
+    def settings(record: Record, wanted=wanted) -> dict[str, Any]:
+      setting, gamma = tables.only(record)
+      # Settings that older records lack are taken to be the wanted ones.
+      return {**wanted, **record, **setting, 'gamma': gamma['gamma']}
+
+    earlier = record.earlier(
+      str(measured.output_file),
+      'benchmark',
+      wanted,
+      settings,
+      'Remove it, or choose another folder.',
+    )
+    if earlier is not None:
+      records[tables.row_name(row)] = earlier
+  return records
+
+
+def _benchmark(
+  config: SuiteConfig, folder: str, row: printed.Table2Row, params: Any = None
+) -> BenchmarkConfig:
+  name = tables.row_name(row)
+  return BenchmarkConfig(
+    config.target if params is None else Model(config.target, params),
+    config.drafts[row.draft],
+    weights='random',
+    t5x_style=True,
+    placement=config.placement,
+    gammas=(row.gamma,),
+    input_lens=(config.input_len,),
+    decode_lens=(config.decode_len,),
+    temperatures=(float(row.temperature),),
+    forced_acceptance=row.acceptance_rate,
+    call_sizes=(1,),
+    calls_a_run=config.calls_a_run,
+    repeats=config.repeats,
+    seed=config.seed,
+    output_file=os.path.join(folder, f'{name}.json'),
+    name=f'{config.name}, {name}',
+  )

@@ -52,6 +52,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import analysis, probs
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.types import Draft
 from specdec_jax.verify import verify
 
@@ -137,11 +138,11 @@ def speculate_in_threads(
     Exception: any exception of f, of f_approx, or of g for the final sample.
   """
   if executor is None:
-    own = concurrent.futures.ThreadPoolExecutor(max_workers=2)
+    pool = concurrent.futures.ThreadPoolExecutor(max_workers=2)
     try:
-      return speculate_in_threads(f, f_approx, g, x, key, own)
+      return speculate_in_threads(f, f_approx, g, x, key, pool)
     finally:
-      own.shutdown(wait=False, cancel_futures=True)
+      pool.shutdown(wait=False, cancel_futures=True)
   exact = executor.submit(f, x)
   draft_probs = np.asarray(f_approx(x))
   guess = int(_guess(draft_probs, key))
@@ -181,10 +182,7 @@ def settle(
   """
   shapes = jnp.shape(target_probs), jnp.shape(draft_probs)
   if len(shapes[0]) != 1 or shapes[0] != shapes[1]:
-    raise ValueError(
-      'f and f_approx must give one probability for each element of one finite'
-      f' set, got shapes {shapes[0]} and {shapes[1]}'
-    )
+    raise unexpected('f and f_approx', 'a vector each, of one length', shapes)
   target_row = jnp.asarray(target_probs, jnp.float32)
   draft_row = jnp.asarray(draft_probs, jnp.float32)
   draft = Draft(jnp.asarray(guess)[None], draft_row[None], jnp.int32(1))

@@ -1,6 +1,6 @@
 """A server: requests that come at any time share the slots of one engine.
 
-`serve` runs one as `ServeConfig` says. `scheduler` decodes and knows no HTTP;
+`serve` runs one as `ServeConfig` says. `worker` decodes and knows no HTTP;
 `protocol` knows OpenAI's requests, `answer` its answers; `app` puts them
 together. `replicas` has several of them behind one address.
 """

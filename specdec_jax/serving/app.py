@@ -4,27 +4,35 @@
 """
 
 import asyncio
+import hashlib
+import hmac
 import json
 import pathlib
+import re
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_jax.checks.packages import package
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
+
 from specdec_jax.engine.engine import Engine
 from specdec_jax.serving import protocol
-from specdec_jax.serving.answer import Answer, Ended
-from specdec_jax.serving.gate import LEFT, Gate
+from specdec_jax.serving.answer import Answer
+from specdec_jax.serving.log import LOG, say
 from specdec_jax.serving.metrics import Metrics
-from specdec_jax.serving.protocol import (
-  BadRequest,
-  error_object,
-)
-from specdec_jax.serving.scheduler import Busy, Scheduler, Stopped
+from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.serving.worker import Busy, Stopped, Worker
 from specdec_jax.text.chat import ChatTemplate, template_of
 
-_LARGE = 1 << 14  # bytes of a body that another thread reads
+# Bytes of a body that another thread reads, as it does a chat, whose template
+# may take its time.
+_LARGE = 1 << 14
 _PAGE = pathlib.Path(__file__).with_name('page.html')
 _OWN_ALONE = (  # what the page may load and call: itself
   "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
@@ -32,9 +40,12 @@ _OWN_ALONE = (  # what the page may load and call: itself
   " frame-ancestors 'none'"
 )
 
+LEFT = 499  # of a client that left before it had the whole answer
+_REQUEST_ID = re.compile(r'[\w.:-]{1,64}', re.ASCII)
+
 
 class Application:
-  """Answers requests by one scheduler.
+  """Answers requests by one worker.
 
   Attributes:
     asgi: the application, for uvicorn.
@@ -42,52 +53,40 @@ class Application:
     name: what requests call the model.
   """
 
-  def __init__(self, scheduler: Scheduler, name: str, keys: Sequence[str] = ()):
+  def __init__(self, worker: Worker, name: str, keys: Sequence[str] = ()):
     """
     Args:
-      scheduler: decodes.
+      worker: decodes.
       name: what requests call the model.
       keys: of which each request needs one; none are needed if there are none.
-
-    Raises:
-      ValueError: the packages of the extra [serve] are not installed.
     """
-    applications = package('A server', 'starlette.applications', 'serve')
-    errors = package('A server', 'starlette.exceptions', 'serve')
-    requests = package('A server', 'starlette.requests', 'serve')
-    route = package('A server', 'starlette.routing', 'serve').Route
-    self._responses = package('A server', 'starlette.responses', 'serve')
-    self._scheduler, self.name = scheduler, name
-    self._engine: Engine = scheduler.engine
-    self._settings: ServeSettings = scheduler.settings
-    self.metrics = Metrics(scheduler)
+    self._worker, self.name = worker, name
+    self._engine: Engine = worker.engine
+    self._settings: ServeSettings = worker.settings
+    self.metrics = Metrics(worker)
     self._began = int(time.time())
     self._template, self._no_chat = _template_of(self._engine, name)
-    inner = applications.Starlette(
+    errors = (ApiError, Busy, Stopped, HTTPException, Exception)
+    handlers: Any = dict.fromkeys(errors, self._error)
+    handlers[ClientDisconnect] = self._left_early
+    inner = Starlette(
       routes=[
-        route('/', self._page),
-        route('/v1/completions', self._completions, methods=['POST']),
-        route('/v1/chat/completions', self._chat, methods=['POST']),
-        route('/v1/models', self._models),
-        route('/health', self._ready),
-        route('/health/live', self._live),
-        route('/health/ready', self._ready),
-        route('/metrics', self._metrics),
+        Route('/', self._page),
+        Route('/v1/completions', self._completions, methods=['POST']),
+        Route('/v1/chat/completions', self._chat, methods=['POST']),
+        Route('/v1/models', self._models),
+        Route('/v1/models/{name:path}', self._model),
+        Route('/health', self._ready),
+        Route('/health/live', self._live),
+        Route('/health/ready', self._ready),
+        Route('/metrics', self._metrics),
       ],
-      exception_handlers={
-        BadRequest: self._bad_request,
-        Busy: self._busy,
-        Stopped: self._stopped,
-        Ended: self._ended,
-        requests.ClientDisconnect: self._left_early,
-        errors.HTTPException: self._no_such_thing,
-        Exception: self._failed,
-      },
+      exception_handlers=handlers,
     )
-    self.asgi = Gate(inner, scheduler, self.metrics, keys)
+    self.asgi = Gate(inner, worker, self.metrics, keys)
 
-  def _json(self, body: Any, status: int = 200, **headers: str) -> Any:
-    return self._responses.Response(
+  def _json(self, body: Any, status: int = 200, **headers: str) -> Response:
+    return Response(
       json.dumps(body),
       status,
       {name.replace('_', '-'): value for name, value in headers.items()},
@@ -96,91 +95,94 @@ class Application:
 
   # Errors.
 
-  async def _bad_request(self, request: Any, error: BadRequest) -> Any:
-    # The rest of a body that is late would only keep the connection.
-    close = {'connection': 'close'} if error.status == 408 else {}
-    return self._json(error.body, error.status, **close)
+  async def _error(self, request: Request, error: Any) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, Busy):
+      headers['retry_after'] = '1'
+      error = ApiError(str(error), None, 429, 'queue_full', 'rate_limit_error')
+    elif isinstance(error, Stopped):
+      headers['retry_after'] = '5'
+      error = ApiError(str(error), status=503, kind='server_error')
+    elif isinstance(error, HTTPException):
+      message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
+      error = ApiError(message, status=error.status_code)
+    elif not isinstance(error, ApiError):
+      message = 'The server could not answer; its log says why.'
+      error = ApiError(message, status=500, kind='server_error')
+    if error.status == 408:
+      # The rest of a body that is late would only keep the connection.
+      headers['connection'] = 'close'
+    return self._json(error.body, error.status, **headers)
 
-  async def _busy(self, request: Any, error: Busy) -> Any:
-    body = error_object(str(error), 'rate_limit_error', None, 'queue_full')
-    return self._json(body, 429, retry_after=str(error.retry_after))
-
-  async def _stopped(self, request: Any, error: Stopped) -> Any:
-    body = error_object(str(error), 'server_error')
-    return self._json(body, 503, retry_after='5')
-
-  async def _ended(self, request: Any, error: Ended) -> Any:
-    return self._json(error.body, error.status)
-
-  async def _left_early(self, request: Any, error: Exception) -> Any:
-    return self._responses.Response(status_code=LEFT)
-
-  async def _no_such_thing(self, request: Any, error: Any) -> Any:
-    message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
-    body = error_object(message, 'invalid_request_error')
-    return self._json(body, error.status_code)
-
-  async def _failed(self, request: Any, error: Exception) -> Any:
-    message = 'The server could not answer; its log says why.'
-    return self._json(error_object(message, 'server_error'), 500)
+  async def _left_early(self, request: Request, error: Exception) -> Any:
+    return Response(status_code=LEFT)
 
   # What is not decoded.
 
-  async def _page(self, request: Any) -> Any:
+  async def _page(self, request: Request) -> Response:
     headers = {'content-security-policy': _OWN_ALONE}
-    return self._responses.HTMLResponse(_PAGE.read_text('utf-8'), 200, headers)
+    return HTMLResponse(_PAGE.read_text('utf-8'), 200, headers)
 
-  async def _models(self, request: Any) -> Any:
-    one = {
+  async def _models(self, request: Request) -> Response:
+    return self._json({'object': 'list', 'data': [self._card]})
+
+  async def _model(self, request: Request) -> Response:
+    protocol.check_model(request.path_params['name'], self.name)
+    return self._json(self._card)
+
+  @property
+  def _card(self) -> dict[str, Any]:
+    return {
       'id': self.name,
       'object': 'model',
       'created': self._began,
       'owned_by': 'specdec_jax',
       'max_input_len': self._engine.max_input_len,
       'max_decode_len': self._engine.max_decode_len,
-      'speculates': self._scheduler.speculates,
+      'speculates': self._worker.speculates,
     }
-    return self._json({'object': 'list', 'data': [one]})
 
-  async def _live(self, request: Any) -> Any:
-    live = self._scheduler.failure is None
+  async def _live(self, request: Request) -> Response:
+    live = self._worker.failure is None
     return self._json({'live': live}, 200 if live else 503)
 
-  async def _ready(self, request: Any) -> Any:
-    live = self._scheduler.failure is None
-    ready = self._scheduler.takes_rows
+  async def _ready(self, request: Request) -> Response:
+    live = self._worker.failure is None
+    ready = self._worker.takes_rows
     body = {'live': live, 'ready': ready}
-    body['compiled'] = self._scheduler.is_compiled
+    body['compiled'] = self._worker.is_compiled
     return self._json(body, 200 if ready else 503)
 
-  async def _metrics(self, request: Any) -> Any:
+  async def _metrics(self, request: Request) -> Response:
     kind = 'text/plain; version=0.0.4; charset=utf-8'
-    return self._responses.Response(self.metrics.text(), media_type=kind)
+    return Response(self.metrics.text(), media_type=kind)
 
   # Completions.
 
-  async def _chat(self, request: Any) -> Any:
+  async def _chat(self, request: Request) -> Response:
     if self._template is None:
-      raise BadRequest(self._no_chat)
+      raise ApiError(self._no_chat)
     return await self._decoded(request, self._template)
 
-  async def _completions(self, request: Any) -> Any:
+  async def _completions(self, request: Request) -> Response:
     return await self._decoded(request, None)
 
-  async def _decoded(self, request: Any, template: ChatTemplate | None) -> Any:
+  async def _decoded(
+    self, request: Request, template: ChatTemplate | None
+  ) -> Response:
     data = await self._body(request)
     loop = asyncio.get_running_loop()
-    if len(data) > _LARGE:
+    if len(data) > _LARGE or template is not None:
       answer = await asyncio.to_thread(self._answer, data, loop, template)
     else:
       answer = self._answer(data, loop, template)
     state = request.scope['state']
     state['rows'] = answer.rows  # the gate ends them, whatever happens
     state['outputs'] = len(answer.rows)
-    self._scheduler.submit(answer.rows)
-    self.metrics.asked(answer.num_prompt_tokens)
-    if answer.asked.stream:
-      return self._responses.StreamingResponse(
+    self._worker.take(answer.rows)
+    self.metrics.taken(answer.num_prompt_tokens)
+    if answer.request.stream:
+      return StreamingResponse(
         answer.stream(),
         media_type='text/event-stream',
         headers={'cache-control': 'no-cache', 'x-accel-buffering': 'no'},
@@ -191,7 +193,7 @@ class Application:
       await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
       if whole.done():
         return self._json(whole.result())
-      return self._responses.Response(status_code=LEFT)  # nobody reads it
+      return Response(status_code=LEFT)  # nobody reads it
     finally:
       whole.cancel()
       left.cancel()
@@ -203,14 +205,12 @@ class Application:
     template: ChatTemplate | None,
   ) -> 'Answer':
     body = protocol.parse_json(data)
-    given = body, self._engine, self._settings, self.name
-    if template is None:
-      asked = protocol.parse(*given)
-    else:
-      asked = protocol.parse_chat(*given, template)
-    return Answer(asked, self._scheduler, self.metrics, self.name, loop)
+    checked = protocol.parse(
+      body, self._engine, self._settings, self.name, template
+    )
+    return Answer(checked, self._worker, self.metrics, self.name, loop)
 
-  async def _body(self, request: Any) -> bytes:
+  async def _body(self, request: Request) -> bytes:
     most, seconds = self._settings.max_body, self._settings.body_seconds
     data = bytearray()
     try:
@@ -218,12 +218,12 @@ class Application:
         async for part in request.stream():
           data += part
           if len(data) > most:
-            raise BadRequest(
+            raise ApiError(
               f'The body has more than {most} bytes. Send less at once.',
               status=413,
             )
     except TimeoutError:
-      raise BadRequest(
+      raise ApiError(
         f'The body did not come within {seconds:g} seconds.', status=408
       ) from None
     return bytes(data)
@@ -241,7 +241,89 @@ def _template_of(engine: Engine, name: str) -> tuple[ChatTemplate | None, str]:
   )
 
 
-async def _left(request: Any) -> None:
+async def _left(request: Request) -> None:
   """Returns when the client has left; its body has been read."""
   while (await request.receive())['type'] != 'http.disconnect':
     pass
+
+
+class Gate:
+  """Around an application: request ids, keys, the log, what is left behind."""
+
+  def __init__(
+    self,
+    inner: Any,
+    worker: Worker,
+    metrics: Metrics,
+    keys: Sequence[str],
+  ):
+    self._inner, self._worker, self._metrics = inner, worker, metrics
+    self._keys = [_digest(key.encode()) for key in keys]
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    """Answers one request."""
+    if scope['type'] != 'http':
+      return
+    begin = time.perf_counter()
+    headers = dict(scope['headers'])
+    given = headers.get(b'x-request-id', b'').decode('latin-1')
+    request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+    scope['state'] = state = dict(scope.get('state') or {})
+    status, is_whole = LEFT, False
+
+    async def send_noted(message: Any) -> None:
+      nonlocal status, is_whole
+      if message['type'] == 'http.response.start':
+        status = message['status']
+        more = (b'x-request-id', request_id.encode())
+        message = message | {'headers': [*message['headers'], more]}
+      else:
+        is_whole = not message.get('more_body', False)
+      await send(message)
+
+    try:
+      if self._is_open(scope['path'], headers.get(b'authorization', b'')):
+        await self._inner(scope, receive, send_noted)
+      else:
+        await _refuse_key(send_noted)
+    except Exception:
+      # The application has answered as well as it can.
+      LOG.exception('request %s failed', request_id)
+      status, is_whole = 500, True
+    finally:
+      status = status if is_whole else LEFT
+      self._worker.cancel(state.get('rows', ()))
+      self._metrics.requests.labels(status=str(status)).inc()
+      say(
+        'request',
+        id=request_id,
+        method=scope['method'],
+        path=scope['path'][:200],
+        status=status,
+        outputs=state.get('outputs', 0),
+        seconds=round(time.perf_counter() - begin, 6),
+      )
+
+  def _is_open(self, path: str, authorization: bytes) -> bool:
+    """Whether a request may pass; all keys are compared, in constant time."""
+    if not self._keys or not path.startswith('/v1/'):
+      return True
+    scheme, _, key = authorization.partition(b' ')
+    given = _digest(key if scheme.lower() == b'bearer' else b'')
+    found = [hmac.compare_digest(given, key) for key in self._keys]
+    return any(found)
+
+
+def _digest(key: bytes) -> bytes:
+  return hashlib.sha256(key).digest()
+
+
+async def _refuse_key(send: Any) -> None:
+  message = 'Expected a key of this server, as "Authorization: Bearer KEY".'
+  error = ApiError(message, code='invalid_api_key', kind='authentication_error')
+  headers = [(b'content-type', b'application/json')]
+  start = {'type': 'http.response.start', 'status': 401, 'headers': headers}
+  await send(start)
+  await send(
+    {'type': 'http.response.body', 'body': json.dumps(error.body).encode()}
+  )

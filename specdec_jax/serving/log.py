@@ -23,7 +23,7 @@ class _Lines(logging.Formatter):
     line = {
       'time': round(record.created, 3),
       'level': record.levelname,
-      'event': record.getMessage(),
+      'event': record.getMessage().rstrip(),
       **getattr(record, 'said', {}),
     }
     if record.exc_info:
@@ -36,15 +36,18 @@ def logging_to_stderr() -> Iterator[None]:
   """Inside, the log goes to stderr."""
   handler = logging.StreamHandler(sys.stderr)
   handler.setFormatter(_Lines())
-  loggers = [logging.getLogger(name) for name in (LOG.name, 'uvicorn.error')]
+  names = LOG.name, 'uvicorn.error', 'py.warnings'
+  loggers = [logging.getLogger(name) for name in names]
   for logger in loggers:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
   loggers[1].setLevel(logging.WARNING)  # it says in words what we say in JSON
+  logging.captureWarnings(True)
   try:
     yield
   finally:
+    logging.captureWarnings(False)
     for logger in loggers:
       logger.removeHandler(handler)
       logger.propagate = True

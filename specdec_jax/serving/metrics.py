@@ -4,16 +4,30 @@ import time
 from typing import Any
 
 import jax.monitoring
+import prometheus_client as client
 
-from specdec_jax.checks.packages import package
-from specdec_jax.serving.rows import News
-from specdec_jax.serving.scheduler import Scheduler
+from specdec_jax.engine.scheduler import Update
+from specdec_jax.serving.worker import Worker
 
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _SECONDS = (
   *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
   *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
+
+_COUNTERS = {
+  'spec_decode_num_drafts': 'Drafts.',
+  'spec_decode_num_draft_tokens': 'Tokens that were proposed.',
+  'spec_decode_num_accepted_tokens': 'Those that were accepted.',
+  'spec_decode_num_tested_tokens': 'Those that were judged.',
+  'spec_decode_num_passed_tokens': (
+    'Those that passed; by those that were judged, the acceptance rate.'
+  ),
+  'fallback_rounds': 'Rounds in which the drafter rested.',
+  'generation_tokens': 'Tokens of outputs.',
+  'prompt_tokens': 'Tokens of prompts.',
+  'compilations': 'Programs compiled after the start.',
+}
 
 
 class Metrics:
@@ -23,14 +37,9 @@ class Metrics:
     requests: by the status of their answers.
   """
 
-  def __init__(self, scheduler: Scheduler):
-    """
-    Raises:
-      ValueError: prometheus_client is not installed.
-    """
-    self._client = client = package('A server', 'prometheus_client', 'serve')
+  def __init__(self, worker: Worker):
     self.registry = client.CollectorRegistry()
-    self._scheduler = scheduler
+    self._worker = worker
     # CPU seconds and resident bytes of the process, where the system says them.
     client.ProcessCollector(registry=self.registry)
 
@@ -39,40 +48,20 @@ class Metrics:
       name = f'specdec:{name}'
       return cls(name, text, labels, registry=self.registry, **more)
 
-    self._drafts = made('Counter', 'spec_decode_num_drafts', 'Drafts.')
-    self._drafted = made(
-      'Counter', 'spec_decode_num_draft_tokens', 'Tokens that were proposed.'
-    )
-    self._accepted = made(
-      'Counter', 'spec_decode_num_accepted_tokens', 'Those that were accepted.'
-    )
-    self._tested = made(
-      'Counter', 'spec_decode_num_tested_tokens', 'Those that were judged.'
-    )
-    self._passed = made(
-      'Counter',
-      'spec_decode_num_passed_tokens',
-      'Those that passed; by those that were judged, the acceptance rate.',
-    )
+    self._counters = {
+      name: made('Counter', name, text) for name, text in _COUNTERS.items()
+    }
     self._by_place = made(
       'Counter',
       'spec_decode_num_accepted_tokens_per_pos',
       'Tokens accepted at each place of a draft.',
       'position',
     )
-    self._rested = made(
-      'Counter', 'fallback_rounds', 'Rounds in which the drafter rested.'
-    )
-    self._tokens = made('Counter', 'generation_tokens', 'Tokens of outputs.')
-    self._prompts = made('Counter', 'prompt_tokens', 'Tokens of prompts.')
     self.requests = made('Counter', 'requests', 'Answered.', 'status')
-    self._compiled = made(
-      'Counter', 'compilations', 'Programs compiled after the start.'
-    )
     running = made('Gauge', 'num_requests_running', 'Outputs in slots.')
-    running.set_function(lambda: scheduler.num_running)
+    running.set_function(lambda: worker.num_running)
     waiting = made('Gauge', 'num_requests_waiting', 'Outputs in the queue.')
-    waiting.set_function(lambda: scheduler.num_waiting)
+    waiting.set_function(lambda: worker.num_waiting)
 
     def seconds(name: str, text: str) -> Any:
       return made('Histogram', f'{name}_seconds', text, buckets=_SECONDS)
@@ -84,39 +73,42 @@ class Metrics:
 
   def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
     del duration_secs
-    if event == _COMPILED and self._scheduler.is_compiled:
-      self._compiled.inc()
+    if event == _COMPILED and self._worker.is_compiled:
+      self._counters['compilations'].inc()
 
   def close(self) -> None:
     """Stops counting compilations."""
     jax.monitoring.unregister_event_duration_listener(self._listen)
 
-  def asked(self, num_prompt_tokens: int) -> None:
+  def taken(self, num_prompt_tokens: int) -> None:
     """A request was taken."""
-    self._prompts.inc(num_prompt_tokens)
+    self._counters['prompt_tokens'].inc(num_prompt_tokens)
 
-  def ended(self, news: News) -> None:
+  def ended(self, update: Update) -> None:
     """An output is whole."""
-    if news.completion is None:
+    if update.completion is None:
       return
-    stats = news.completion.stats
-    self._tokens.inc(len(news.completion.tokens))
-    if news.num_drafted:
-      rested = stats.fallback_rounds
-      self._drafts.inc(stats.num_target_calls - rested)
-      self._rested.inc(rested)
-      self._drafted.inc(news.num_drafted)
-      self._accepted.inc(stats.num_accepted)
-      self._tested.inc(stats.num_tested)
-      self._passed.inc(stats.passed)
+    stats = update.completion.stats
+    rested = stats.fallback_rounds
+    counts = {'generation_tokens': len(update.completion.tokens)}
+    if update.num_drafted:
+      counts |= {
+        'spec_decode_num_drafts': stats.num_target_calls - rested,
+        'fallback_rounds': rested,
+        'spec_decode_num_draft_tokens': update.num_drafted,
+        'spec_decode_num_accepted_tokens': stats.num_accepted,
+        'spec_decode_num_tested_tokens': stats.num_tested,
+        'spec_decode_num_passed_tokens': stats.passed,
+      }
       for place in range(len(stats.histogram) - 1):
         rounds = sum(stats.histogram[place + 1 :])
         self._by_place.labels(position=str(place)).inc(rounds)
+    for name, count in counts.items():
+      self._counters[name].inc(count)
 
   def text(self) -> bytes:
     """All of it, as Prometheus reads it."""
-    found: bytes = self._client.generate_latest(self.registry)
-    return found
+    return client.generate_latest(self.registry)
 
 
 class Stopwatch:
@@ -127,15 +119,15 @@ class Stopwatch:
     self._begin = time.perf_counter()
     self._last: float | None = None
 
-  def heard(self, news: News) -> None:
-    """News of one of its outputs."""
-    if not news.tokens:
+  def heard(self, update: Update) -> None:
+    """Update of one of its outputs."""
+    if not update.tokens:
       return
     now = time.perf_counter()
     if self._last is None:
       self._metrics.first.observe(now - self._begin)
     else:
-      self._metrics.between.observe((now - self._last) / len(news.tokens))
+      self._metrics.between.observe((now - self._last) / len(update.tokens))
     self._last = now
 
   def ended(self) -> None:

@@ -1,61 +1,65 @@
 """OpenAI's completions: what a request may say.
 
-Each field is checked here, before anything is queued; a wrong one is answered
-by OpenAI's error object, which names it.
+`_fields` and `_chat_fields` declare the fields of a body. All of them are
+checked before anything is queued; a wrong one is answered by OpenAI's error
+object, which names it.
 """
 
 import dataclasses
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from specdec_jax.checks.names import nearest
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.options import example_id
+from specdec_jax.engine.request import example_id
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.text.chat import ChatTemplate
 
-_MAX_TOKENS = 16  # where none are asked for, as OpenAI has it
+_MAX_TOKENS = 16  # OpenAI's default
 _MOST_STOPS, _LONGEST_STOP = 16, 256
-PACES = ('rounds', 'even')
+_MOST_TOP = 20  # log-probabilities of a place
 _LANGUAGES = ('source_lang', 'target_lang')
+_LABELS = ('user', 'safety_identifier', 'prompt_cache_key', 'session_id')
 
-# Fields of OpenAI's that have no meaning here, and values that ask for nothing.
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-  'suffix': ((None, ''), 'the model does not insert text'),
-  'logit_bias': ((None, {}), 'logits are not changed'),
-  'presence_penalty': ((None, 0), 'tokens are not penalised'),
-  'frequency_penalty': ((None, 0), 'tokens are not penalised'),
-}
-
-
-# What a beam search leaves no choice of.
+# Fields of OpenAI and vLLM that are not supported -> the values that ask for
+# nothing. null asks for nothing in any field.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  'suffix': ('',), 'logit_bias': ({},), 'allowed_token_ids': ([],),
+  'bad_words': ([],), 'min_p': (0,), 'presence_penalty': (0,),
+  'frequency_penalty': (0,), 'repetition_penalty': (1,), 'length_penalty': (1,),
+  'stop_token_ids': ([],), 'include_stop_str_in_output': (False,),
+  'skip_special_tokens': (True,), 'spaces_between_special_tokens': (True,),
+  'return_tokens_as_token_ids': (False,), 'tools': ([],), 'functions': ([],),
+  'tool_choice': ('none', 'auto'), 'function_call': ('none', 'auto'),
+  'parallel_tool_calls': (True, False), 'response_format': ({'type': 'text'},),
+  'modalities': (['text'],), 'reasoning_effort': ('none',),
+  'include_reasoning': (True,), 'verbosity': ('medium',), 'store': (False,),
+  'metadata': ({},), 'prompt_cache_options': ({},),
+  'prompt_cache_retention': ('in_memory',), 'priority': (0,),
+  'service_tier': ('auto', 'default'), 'vllm_xargs': ({},),
+}  # fmt: skip
+_NEUTRAL_IN_A_CHAT: dict[str, tuple[Any, ...]] = {
+  'prompt': (), 'best_of': (1,), 'documents': ([],), 'echo': (False,),
+  'add_generation_prompt': (True,), 'add_special_tokens': (False,),
+  'chat_template_kwargs': ({},), 'continue_final_message': (False,),
+}  # fmt: skip
+# The only values in a beam search.
 _OF_A_SEARCH = {
   'temperature': 0, 'top_p': 1, 'top_k': 0, 'stop': [], 'min_tokens': 0,
   'ignore_eos': False, 'stream': False, 'speculative': True,
 }  # fmt: skip
 
 
-# Fields of completions that a chat has not, or not with this meaning, and the
-# values that ask for nothing.
-_NOT_IN_A_CHAT: dict[str, tuple[Any, ...]] = {
-  'prompt': (None,),
-  'best_of': (None,),
-  'echo': (None, False),
-  'logprobs': (None, False),
-  'top_logprobs': (None, 0),
-}
-
-
-class BadRequest(Exception):
-  """A request that cannot be answered.
+class ApiError(Exception):
+  """A request that is not answered, or not to its end.
 
   Attributes:
     param: the field that is wrong, if it is one.
     status: of HTTP.
-    code: OpenAI's, if it has one.
-    kind: OpenAI's type of the error.
+    body: OpenAI's error object.
   """
 
   def __init__(
@@ -68,25 +72,12 @@ class BadRequest(Exception):
   ):
     super().__init__(message)
     self.param, self.status = param, status
-    self.code, self.kind = code, kind
-
-  @property
-  def body(self) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return error_object(str(self), self.kind, self.param, self.code)
-
-
-def error_object(
-  message: str, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-  """An error as OpenAI's clients read it."""
-  return {
-    'error': {'message': message, 'type': kind, 'param': param, 'code': code}
-  }
+    error = {'message': message, 'type': kind, 'param': param, 'code': code}
+    self.body: dict[str, Any] = {'error': error}
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
   """A request for completions, checked.
 
   Attributes:
@@ -102,8 +93,7 @@ class Asked:
     echo: whether an output begins with its prompt.
     return_token_ids: whether ids are wanted beside the text.
     return_rounds: whether a piece of a stream says what became of the draft.
-    pace: how text is sent, one of PACES.
-    plain: whether no drafter is wanted, see `Scheduler.row`.
+    plain: whether no drafter is wanted, see `Worker.row`.
     chat: whether the answer is a message of a chat.
   """
 
@@ -118,9 +108,18 @@ class Asked:
   echo: bool
   return_token_ids: bool
   return_rounds: bool
-  pace: str
   plain: bool
-  chat: bool = False
+  chat: bool
+
+  @property
+  def is_scored(self) -> bool:
+    """Whether log-probabilities are wanted that decoding does not give."""
+    if self.log_probs is None:
+      return False
+    greedy = self.options.get('temperature') == 0
+    # Then the token that was chosen is the likeliest one.
+    greedy = greedy and not self.options['min_length']
+    return self.echo or self.log_probs > int(greedy)
 
   def of_each(self) -> list[tuple[int, dict[str, Any]]]:
     """Index of the prompt and options of each row, in order.
@@ -137,11 +136,167 @@ class Asked:
     ]
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
-  """The object that a body holds.
+class _Field(NamedTuple):
+  """A field of a body: its right values in words, their test, its default."""
+
+  expected: str
+  is_right: Callable[[Any], bool]
+  default: Any = None
+
+
+def _whole(default: int | None, least: int, most: int) -> _Field:
+  return _Field(
+    f'a whole number from {least} to {most}',
+    lambda value: type(value) is int and least <= value <= most,
+    default,
+  )
+
+
+def _one_of(values: Sequence[Any], more: str) -> _Field:
+  expected = ' or '.join(map(json.dumps, values)) or 'nothing'
+  return _Field(f'{expected}{more}', lambda value: value in values)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_ids(value: Any) -> bool:
+  ids = isinstance(value, list) and bool(value)
+  return ids and all(type(token) is int for token in value)
+
+
+def _is_prompt(value: Any) -> bool:
+  if isinstance(value, str) or _is_ids(value):
+    return True
+  if not isinstance(value, list) or not value:
+    return False
+  return all(isinstance(v, str) for v in value) or all(map(_is_ids, value))
+
+
+def _is_stop(value: Any) -> bool:
+  stops = [value] if isinstance(value, str) else value
+  return (
+    isinstance(stops, list)
+    and len(stops) <= _MOST_STOPS
+    and all(isinstance(x, str) and 0 < len(x) <= _LONGEST_STOP for x in stops)
+  )
+
+
+def _is_stream_options(value: Any) -> bool:
+  """false asks for nothing, as null does."""
+  return isinstance(value, dict) and all(
+    not option or (name, option) == ('include_usage', True)
+    for name, option in value.items()
+  )
+
+
+_TEXT = _Field('a text', lambda value: isinstance(value, str))
+_SWITCH = _Field('true or false', lambda value: type(value) is bool, False)
+
+
+def _fields(longest: int, outputs: int) -> dict[str, _Field]:
+  """The fields of a request for completions.
+
+  Args:
+    longest: tokens of an output at most.
+    outputs: outputs at most.
+  """
+  return {
+    **{name: _TEXT for name in ('model', *_LABELS, *_LANGUAGES)},
+    **{
+      name: _one_of(values, ', or nothing: it is not supported')
+      for name, values in _NEUTRAL.items()
+    },
+    'prompt': _Field(
+      'a text, a list of texts, ids, or a list of lists of ids', _is_prompt
+    ),
+    'n': _whole(1, 1, outputs),
+    'best_of': _whole(None, 1, outputs),
+    'max_tokens': _whole(min(_MAX_TOKENS, longest), 0, longest),
+    'min_tokens': _whole(0, 0, longest),
+    'temperature': _Field(
+      'a number from 0 to 100', lambda x: _is_number(x) and 0 <= x <= 100, 1
+    ),
+    'top_p': _Field(
+      'a number above 0, and 1 at most',
+      lambda x: _is_number(x) and 0 < x <= 1,
+      1,
+    ),
+    'top_k': _whole(0, -1, (1 << 31) - 1),
+    'seed': _whole(None, -(1 << 63), (1 << 64) - 1),
+    'stop': _Field(
+      f'a text, or up to {_MOST_STOPS}, each of 1 to {_LONGEST_STOP}'
+      ' characters',
+      _is_stop,
+      [],
+    ),
+    'stream_options': _Field('{"include_usage": true}', _is_stream_options, {}),
+    'logprobs': _whole(None, 0, _MOST_TOP),
+    'speculative': _SWITCH._replace(default=True),
+    'stream': _SWITCH,
+    'echo': _SWITCH,
+    'ignore_eos': _SWITCH,
+    'use_beam_search': _SWITCH,
+    'return_token_ids': _SWITCH,
+    'return_rounds': _SWITCH,
+  }
+
+
+def _chat_fields(longest: int) -> dict[str, _Field]:
+  """The fields of a chat that completions do not have, or differently."""
+  return {
+    **{
+      name: _one_of(values, ' in a chat')
+      for name, values in _NEUTRAL_IN_A_CHAT.items()
+    },
+    'messages': _Field(
+      'a list of {"role": "user", "content": "..."}',
+      lambda value: isinstance(value, list) and bool(value),
+    ),
+    'max_tokens': _whole(longest, 1, longest),
+    'max_completion_tokens': _whole(None, 1, longest),
+    'logprobs': _SWITCH,
+    'top_logprobs': _whole(0, 0, _MOST_TOP),
+  }
+
+
+def _wrong(name: str, expected: str, value: Any) -> ApiError:
+  return ApiError(f'{name}: expected {expected}; got {_short(value)}.', name)
+
+
+def _checked(
+  body: Mapping[str, Any], fields: Mapping[str, _Field]
+) -> dict[str, Any]:
+  """The value of each field, given or not.
 
   Raises:
-    BadRequest: it holds none.
+    ApiError: a field is unknown or has a wrong value.
+  """
+  for name in body:
+    if name not in fields:
+      raise ApiError(
+        f'There is no field {_short(name)}.'
+        f'{nearest(name[:64], fields)} Leave it out.',
+        name[:64],
+      )
+  values = {}
+  for name, field in fields.items():
+    value = body.get(name)
+    # Clients in other languages write 5.0.
+    if isinstance(value, float) and value.is_integer():
+      value = int(value)
+    if value is not None and not field.is_right(value):
+      raise _wrong(name, field.expected, value)
+    values[name] = field.default if value is None else value
+  return values
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+  """The object that a body holds, without its fields that are null.
+
+  Raises:
+    ApiError: it holds none.
   """
 
   def refuse(name: str) -> None:
@@ -152,383 +307,209 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if b'\\u' in data:  # half of a character is no text
       json.dumps(body, ensure_ascii=False).encode('utf-8')
   except RecursionError:
-    raise BadRequest('The body is nested too deeply for JSON.') from None
+    raise ApiError('The body is nested too deeply for JSON.') from None
   except ValueError as error:
     # json's own errors may repeat the body.
-    raise BadRequest(
+    raise ApiError(
       f'The body is not JSON in UTF-8: {str(error)[:200]}.'
     ) from None
   if not isinstance(body, dict):
-    raise BadRequest(
+    raise ApiError(
       f'Expected a JSON object such as {{"prompt": "..."}}, got {_short(body)}.'
     )
-  return body
+  return {name: value for name, value in body.items() if value is not None}
+
+
+def check_model(given: str, name: str) -> None:
+  """Raises ApiError unless a request names the model that is served."""
+  if given != name:
+    raise ApiError(
+      f'There is no model {_short(given)} here, only {name!r}.',
+      'model',
+      404,
+      'model_not_found',
+    )
 
 
 def parse(
-  body: Mapping[str, Any], engine: Engine, settings: ServeSettings, model: str
-) -> Asked:
-  """Checks a request for completions.
-
-  Raises:
-    BadRequest: a field is wrong or unknown.
-  """
-  fields = _Fields(body)
-  fields.check_names()
-  fields.check_model(model)
-  fields.text('user')
-  stream = fields.boolean('stream')
-  prompts = fields.prompts()
-  n = fields.whole('n', 1, 1, settings.most_outputs)
-  best_of = fields.whole('best_of', n, 1, settings.most_outputs)
-  if best_of != n:
-    raise fields.wrong('best_of', f'n = {n}, or nothing: no output is dropped')
-  if len(prompts) * n > settings.most_outputs:
-    raise fields.wrong(
-      'prompt',
-      f'{settings.most_outputs} outputs at most (prompts times n), not'
-      f' {len(prompts)} * {n}',
-    )
-  languages = fields.languages(engine)
-  prompt_ids = [
-    fields.ids(engine, *one, languages) for one in enumerate(prompts)
-  ]
-  longest = engine.max_decode_len
-  most = fields.whole('max_tokens', min(_MAX_TOKENS, longest), 1, longest)
-  least = fields.whole('min_tokens', 0, 0, most)
-  temperature = fields.number('temperature', 1.0, 0.0, 100.0)
-  top_p = fields.number('top_p', 1.0, 0.0, 1.0)
-  if top_p == 0:
-    raise fields.wrong('top_p', 'a number above 0, and 1 at most')
-  top_k = max(0, fields.whole('top_k', 0, -1, (1 << 31) - 1))
-  searches = fields.boolean('use_beam_search')
-  # Then the token that was chosen is the likeliest one.
-  greedy = temperature == 0 and not least and not searches
-  log_probs = body.get('logprobs')
-  if log_probs is not None:
-    if not greedy and log_probs != 0:
-      raise fields.wrong(
-        'logprobs',
-        '0 or nothing where tokens are drawn, beams are searched or min_tokens'
-        ' is set, as then the likeliest token may be another one (1 is for'
-        ' temperature 0)',
-      )
-    log_probs = fields.whole('logprobs', 0, 0, 1)
-  seed = fields.whole('seed', secrets.randbits(32), -(1 << 63), (1 << 64) - 1)
-  options: dict[str, Any] = {
-    'temperature': temperature,
-    'top_k': top_k,
-    'top_p': top_p,
-    'max_length': most,
-    'min_length': least,
-    'stop_strings': fields.stops(),
-    'seed': seed,
-    'log_probs': log_probs is not None,
-    **languages,
-  }
-  if fields.boolean('ignore_eos'):
-    options['stop_ids'] = ()
-  if searches:
-    fields.check_search(settings.beams, n)
-    options = {'max_length': most, 'num_beams': n, 'num_samples': n}
-    options |= languages
-  return Asked(
-    prompts=prompts,
-    prompt_ids=prompt_ids,
-    n=n,
-    options=options,
-    searches=searches,
-    stream=stream,
-    include_usage=fields.include_usage(stream),
-    log_probs=log_probs,
-    echo=fields.echo(engine, log_probs),
-    return_token_ids=fields.boolean('return_token_ids'),
-    return_rounds=fields.return_rounds(stream),
-    pace=fields.pace(),
-    plain=fields.plain(greedy and log_probs is None),
-  )
-
-
-def parse_chat(
   body: Mapping[str, Any],
   engine: Engine,
   settings: ServeSettings,
   model: str,
-  template: ChatTemplate,
-) -> Asked:
-  """Checks a request for the next message of a chat.
+  template: ChatTemplate | None = None,
+) -> CompletionRequest:
+  """Checks a request for completions or, with a template, of a chat.
 
   Raises:
-    BadRequest: a field is wrong or unknown.
+    ApiError: a field is wrong or unknown.
   """
-  fields = _Fields(body)
-  for name, values in _NOT_IN_A_CHAT.items():
-    if body.get(name) not in values:
-      raise fields.wrong(name, f'{json.dumps(values[-1])} in a chat')
-  longest = engine.max_decode_len
-  most = fields.whole('max_tokens', longest, 1, longest)
-  most = fields.whole('max_completion_tokens', most, 1, longest)
-  try:
-    ids = template.ids(fields.messages(), engine.bos_id)
-  except ValueError as error:
-    raise BadRequest(str(error)[:500], 'messages') from error
-  own = ('messages', 'max_completion_tokens', *_NOT_IN_A_CHAT)
-  rest = {name: value for name, value in body.items() if name not in own}
-  asked = parse(
-    rest | {'prompt': ids, 'max_tokens': most}, engine, settings, model
+  longest, outputs = engine.max_decode_len, settings.most_outputs
+  fields = _fields(longest, outputs)
+  if template is not None:
+    fields |= _chat_fields(longest)
+  value = types.SimpleNamespace(**_checked(body, fields))
+  check_model(value.model or model, model)
+  if template is not None:
+    if value.messages is None:
+      raise _wrong('messages', fields['messages'].expected, None)
+    value.prompt = [_chat_ids(template, value.messages)]
+    value.max_tokens = value.max_completion_tokens or value.max_tokens
+    value.logprobs = value.top_logprobs if value.logprobs else None
+  elif isinstance(value.prompt, str) or _is_ids(value.prompt):
+    value.prompt = [value.prompt]
+  value.include_usage = any(value.stream_options.values())
+  _check_together(body, value, engine, settings)
+  languages = _languages(value, engine)
+  stops = [value.stop] if isinstance(value.stop, str) else value.stop
+  options: dict[str, Any] = {
+    'temperature': float(value.temperature),
+    'top_k': max(0, value.top_k),
+    'top_p': float(value.top_p),
+    'max_length': value.max_tokens,
+    'min_length': value.min_tokens,
+    'stop_strings': tuple(stops),
+    'seed': secrets.randbits(32) if value.seed is None else value.seed,
+    'log_probs': value.logprobs is not None,
+  }
+  if value.ignore_eos:
+    options['stop_ids'] = ()
+  if value.use_beam_search:
+    options = {'max_length': value.max_tokens}
+    options |= {'num_beams': value.n, 'num_samples': value.n}
+  language = languages.get('source_lang')
+  return CompletionRequest(
+    prompts=value.prompt,
+    prompt_ids=[_ids(engine, *x, language) for x in enumerate(value.prompt)],
+    n=value.n,
+    options=options | languages,
+    searches=value.use_beam_search,
+    stream=value.stream,
+    include_usage=value.include_usage,
+    log_probs=value.logprobs,
+    echo=value.echo or False,
+    return_token_ids=value.return_token_ids,
+    return_rounds=value.return_rounds,
+    plain=not value.speculative,
+    chat=template is not None,
   )
-  return dataclasses.replace(asked, chat=True)
 
 
-class _Fields:
-  """The fields of a body, each with its check."""
+def _check_together(
+  body: Mapping[str, Any],
+  value: types.SimpleNamespace,
+  engine: Engine,
+  settings: ServeSettings,
+) -> None:
+  """Raises ApiError for a field that does not go together with another."""
+  n, most, outputs = value.n, value.max_tokens, settings.most_outputs
+  count, echo, stream = len(value.prompt or ()), value.echo, value.stream
+  search, beams = value.use_beam_search, list(settings.beams)
+  scored = value.logprobs is not None
+  greedy = not (value.temperature or value.min_tokens or search or scored)
+  encodes, longest = engine.target.has_encoder, engine.max_decode_len
+  no_top = not getattr(value, 'top_logprobs', 0)
+  rules = [
+    ('prompt', count, 'a text, a list of texts, or ids'),
+    (
+      'prompt',
+      count * n <= outputs,
+      f'{outputs} outputs (prompts * n) at most',
+    ),
+    ('best_of', value.best_of in (None, n), f'n = {n}: no output is dropped'),
+    ('echo', not (echo and encodes), 'false: the model has an encoder'),
+    ('max_tokens', most or echo, f'a whole number from 1 to {longest}'),
+    ('min_tokens', value.min_tokens <= most, f'a number from 0 to {most}'),
+    ('top_logprobs', scored or no_top, '0 unless logprobs is true'),
+    ('stream_options', stream or not value.include_usage, 'null or stream'),
+    ('return_rounds', stream or not value.return_rounds, 'false or stream'),
+    ('use_beam_search', not search or n in beams, f'n among {beams}, not {n}'),
+    *(
+      (name, body.get(name, only) == only, f'{json.dumps(only)} in a search')
+      for name, only in _OF_A_SEARCH.items()
+      if search
+    ),
+    # A sample without a drafter would depend on the traffic.
+    (
+      'speculative',
+      greedy or value.speculative,
+      'true unless decoding greedily',
+    ),
+  ]
+  for name, holds, expected in rules:
+    if not holds:
+      raise _wrong(name, expected, body.get(name))
 
-  known = {
-    'model', 'prompt', 'max_tokens', 'n', 'best_of', 'seed', 'stop', 'stream',
-    'stream_options', 'temperature', 'top_p', 'top_k', 'min_tokens', 'logprobs',
-    'echo', 'ignore_eos', 'return_token_ids', 'pace', 'user', 'use_beam_search',
-    'return_rounds', 'speculative', *_LANGUAGES, *_NEUTRAL,
-  }  # fmt: skip
 
-  def __init__(self, body: Mapping[str, Any]):
-    self._body = body
+def _languages(value: types.SimpleNamespace, engine: Engine) -> dict[str, str]:
+  """Those that are named, of models that translate between many."""
+  named = {name: getattr(value, name) for name in _LANGUAGES}
+  given = {name: lang for name, lang in named.items() if lang is not None}
+  name = 'target_lang'
+  try:
+    for name, lang in given.items():
+      engine.languages(**{name: lang})
+    name = 'target_lang'
+    engine.languages(**given).before_output(())
+  except ValueError as error:
+    raise ApiError(str(error)[:500], name) from error
+  return given
 
-  def wrong(self, name: str, expected: str) -> BadRequest:
-    """The error for a field."""
-    came = _short(self._body.get(name))
-    return BadRequest(f'{name}: expected {expected}; got {came}.', name)
 
-  def check_names(self) -> None:
-    """Raises BadRequest for a field that has no meaning here."""
-    for name, value in self._body.items():
-      if name not in self.known:
-        raise BadRequest(
-          f'There is no field {_short(name)}.'
-          f'{nearest(name[:64], self.known)} Leave it out.',
-          name[:64],
-        )
-      values, why = _NEUTRAL.get(name, ((value,), ''))
-      if value not in values:
-        raise BadRequest(
-          f'{name} = {_short(value)} is not supported: {why}. Leave it out.',
-          name,
-        )
-
-  def check_model(self, name: str) -> None:
-    """Raises BadRequest unless the request is for this model, or for none."""
-    asked = self.text('model')
-    if asked is not None and asked != name:
-      raise BadRequest(
-        f'There is no model {_short(asked)} here, only {name!r}.',
-        'model',
-        404,
-        'model_not_found',
+def _chat_ids(template: ChatTemplate, messages: Sequence[Any]) -> list[int]:
+  """The ids of a chat, whose parts of a content become one text."""
+  checked = []
+  for number, message in enumerate(messages):
+    fields = message if isinstance(message, dict) else {}
+    fields = {k: v for k, v in fields.items() if v not in (None, [])}
+    role = fields.get('role')
+    # A model that has only called a tool has content nothing.
+    content = fields.get('content', '' if role == 'assistant' else None)
+    if isinstance(content, list) and all(map(_is_text, content)):
+      content = ''.join(part['text'] for part in content)
+    if not isinstance(content, str) or not isinstance(role, str):
+      raise ApiError(
+        'messages: expected {"role": "user", "content": "..."}; got'
+        f' {_short(message)} as message {number}. Only text is read: no images,'
+        ' sounds or files.',
+        'messages',
       )
-
-  def text(self, name: str) -> str | None:
-    """A text, or None."""
-    value = self._body.get(name)
-    if value is not None and not isinstance(value, str):
-      raise self.wrong(name, 'a text')
-    return value
-
-  def boolean(self, name: str) -> bool:
-    """True, or False, which is the default."""
-    value = self._body.get(name)
-    if not isinstance(value, bool | None):
-      raise self.wrong(name, 'true or false')
-    return bool(value)
-
-  def whole(self, name: str, default: int, least: int, most: int) -> int:
-    """A whole number."""
-    value = self._body.get(name)
-    if value is None:
-      return default
-    # Clients in other languages write 5.0.
-    if isinstance(value, float) and value.is_integer():
-      value = int(value)
-    if type(value) is not int or not least <= value <= most:
-      raise self.wrong(name, f'a whole number from {least} to {most}')
-    return value
-
-  def number(
-    self, name: str, default: float, least: float, most: float
-  ) -> float:
-    """A number."""
-    value = self._body.get(name)
-    if value is None:
-      return default
-    ok = isinstance(value, int | float) and not isinstance(value, bool)
-    if not ok or not least <= value <= most:
-      raise self.wrong(name, f'a number from {least:g} to {most:g}')
-    return float(value)
-
-  def languages(self, engine: Engine) -> dict[str, str]:
-    """Those that are named, of models that translate between many."""
-    named = {name: self.text(name) for name in _LANGUAGES}
-    found = {name: one for name, one in named.items() if one is not None}
-    for name, one in found.items():
-      try:
-        engine.languages(**{name: one})
-      except ValueError as error:
-        raise BadRequest(str(error)[:500], name) from error
-    try:
-      engine.languages(**found).before_output(())
-    except ValueError as error:
-      raise BadRequest(str(error), 'target_lang') from error
-    return found
-
-  def stops(self) -> tuple[str, ...]:
-    """Texts that end an output."""
-    value = self._body.get('stop')
-    if value is None:
-      return ()
-    stops = [value] if isinstance(value, str) else value
-    if (
-      not isinstance(stops, list)
-      or len(stops) > _MOST_STOPS
-      or not all(
-        isinstance(one, str) and 0 < len(one) <= _LONGEST_STOP for one in stops
+    if others := set(fields) - {'role', 'content', 'name'}:
+      raise ApiError(
+        f'messages: message {number} has {_short(min(others))}, which is not'
+        ' supported. Leave it out.',
+        'messages',
       )
-    ):
-      raise self.wrong(
-        'stop',
-        f'a text, or up to {_MOST_STOPS}, each of 1 to {_LONGEST_STOP}'
-        ' characters',
-      )
-    return tuple(stops)
+    checked.append({**fields, 'content': content})
+  try:
+    return template.ids(checked)
+  except ValueError as error:
+    raise ApiError(str(error)[:500], 'messages') from error
 
-  def check_search(self, widths: Sequence[int], n: int) -> None:
-    """Raises BadRequest unless a beam search can be done as it is asked."""
-    if n not in widths:
-      served = f'n among {list(widths)}' if widths else 'false: none is served'
-      raise self.wrong(
-        'use_beam_search', f'{served} (`specdec serve --beams N,N`), n is {n}'
-      )
-    for name, value in _OF_A_SEARCH.items():
-      if self._body.get(name, value) not in (None, value):
-        raise self.wrong(name, f'{json.dumps(value)} in a beam search')
 
-  def include_usage(self, stream: bool) -> bool:
-    """Of `stream_options`."""
-    value = self._body.get('stream_options')
-    if value is None:
-      return False
-    if not stream:
-      raise self.wrong('stream_options', 'nothing unless stream is true')
-    usage = value.get('include_usage', False) if type(value) is dict else None
-    if type(usage) is not bool or set(value) - {'include_usage'}:
-      raise self.wrong('stream_options', '{"include_usage": true}')
-    return usage
-
-  def echo(self, engine: Engine, log_probs: int | None) -> bool:
-    """Whether outputs begin with their prompts."""
-    if not self.boolean('echo'):
-      return False
-    if engine.target.has_encoder:
-      raise BadRequest(
-        'echo: the model has an encoder, which reads the prompt; the output'
-        ' does not go on from it. Leave echo out.',
-        'echo',
-      )
-    if log_probs is not None:
-      raise self.wrong('echo', 'false where logprobs is given')
-    return True
-
-  def return_rounds(self, stream: bool) -> bool:
-    """Whether rounds are wanted."""
-    asked = self.boolean('return_rounds')
-    if asked and not stream:
-      raise self.wrong('return_rounds', 'false unless stream is true')
-    return asked
-
-  def plain(self, is_simple: bool) -> bool:
-    """Whether no drafter is wanted."""
-    self.boolean('speculative')
-    plain = self._body.get('speculative') is False
-    if plain and not is_simple:
-      raise self.wrong(
-        'speculative',
-        'true unless temperature is 0 and there is neither min_tokens nor'
-        ' logprobs: a sample would depend on the traffic',
-      )
-    return plain
-
-  def pace(self) -> str:
-    """How text is sent."""
-    pace = self.text('pace') or PACES[0]
-    if pace not in PACES:
-      raise self.wrong('pace', f'one of {list(PACES)}')
-    return pace
-
-  def prompts(self) -> list[Any]:
-    """Texts or lists of ids, at least one."""
-    value = self._body.get('prompt')
-    if isinstance(value, str) or _is_ids(value):
-      value = [value]
-    if (
-      not isinstance(value, list)
-      or not value
-      or not (
-        all(isinstance(v, str) for v in value) or all(map(_is_ids, value))
-      )
-    ):
-      raise self.wrong(
-        'prompt', 'a text, a list of texts, ids, or a list of lists of ids'
-      )
-    return value
-
-  def messages(self) -> list[dict[str, Any]]:
-    """Of a chat, at least one; parts of a content become one text."""
-    value = self._body.get('messages')
-    expected = 'a list of {"role": "user", "content": "..."}'
-    if not isinstance(value, list) or not value:
-      raise self.wrong('messages', expected)
-    found = []
-    for number, one in enumerate(value):
-      said = one.get('content') if isinstance(one, dict) else None
-      if isinstance(said, list) and all(map(_is_text, said)):
-        said = ''.join(part['text'] for part in said)
-      if not isinstance(said, str) or not isinstance(one.get('role'), str):
-        raise BadRequest(
-          f'messages: expected {expected}; got {_short(one)} as message'
-          f' {number}. Only text is read: no images, sounds or files.',
-          'messages',
-        )
-      if others := set(one) - {'role', 'content', 'name'}:
-        raise BadRequest(
-          f'messages: message {number} has {_short(sorted(others)[0])}, which'
-          ' is not supported. Leave it out.',
-          'messages',
-        )
-      found.append({**one, 'content': said})
-    return found
-
-  @staticmethod
-  def ids(
-    engine: Engine, index: int, prompt: Any, languages: Mapping[str, str]
-  ) -> list[int]:
-    """A prompt as the model reads it, which is not too long."""
-    size, most = engine.target.vocab_size, engine.max_input_len
-    for token in prompt if isinstance(prompt, list) else ():
-      if not 0 <= token < size:
-        raise BadRequest(
-          f'prompt {index} holds {_short(token)}, which is outside the'
-          f' vocabulary: ids are from 0 to {size - 1}.',
-          'prompt',
-        )
-    try:
-      ids = engine.input_ids(prompt, languages.get('source_lang'))
-    except ValueError as error:
-      raise BadRequest(str(error), 'source_lang') from error
-    if len(ids) > most:
-      raise BadRequest(
-        f'prompt {index} has {len(ids)} tokens (its end or start included); the'
-        f' model reads {most} at most. Shorten it.',
+def _ids(
+  engine: Engine, index: int, prompt: Any, language: str | None
+) -> list[int]:
+  """A prompt as the model reads it, which is not too long."""
+  size, most = engine.target.vocab_size, engine.max_input_len
+  for token in prompt if isinstance(prompt, list) else ():
+    if not 0 <= token < size:
+      raise ApiError(
+        f'prompt {index} holds {_short(token)}, which is outside the'
+        f' vocabulary: ids are from 0 to {size - 1}.',
         'prompt',
-        code='context_length_exceeded',
       )
-    return ids
+  try:
+    ids = engine.input_ids(prompt, language)
+  except ValueError as error:
+    raise ApiError(str(error), 'source_lang') from error
+  if len(ids) > most:
+    raise ApiError(
+      f'prompt {index} has {len(ids)} tokens (its end or start included); the'
+      f' model reads {most} at most. Shorten it.',
+      'prompt',
+      code='context_length_exceeded',
+    )
+  return ids
 
 
 def _is_text(part: Any) -> bool:
@@ -538,11 +519,6 @@ def _is_text(part: Any) -> bool:
     and part.get('type') == 'text'
     and isinstance(part.get('text'), str)
   )
-
-
-def _is_ids(value: Any) -> bool:
-  ids = isinstance(value, list) and bool(value)
-  return ids and all(type(token) is int for token in value)
 
 
 def _short(value: Any) -> str:

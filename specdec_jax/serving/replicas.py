@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.checks.packages import package
-from specdec_jax.serving.app import Application
 from specdec_jax.serving.log import logging_to_stderr, say
-from specdec_jax.serving.scheduler import Scheduler
 from specdec_jax.serving.settings import ServeSettings, listening_socket
+from specdec_jax.serving.worker import Worker
 
 NAME = 'specdec'  # of the application and its deployment, as Ray shows them
 _HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
@@ -63,18 +62,13 @@ class ReplicaSettings:
 
   def __post_init__(self):
     check_types(self)
-    check_number('replicas', self.number, 0)
+    check_at_least(self, number=0, cpus=0.0, gpus=0.0)
     if self.most is not None:
-      check_number('the most replicas', self.most, max(self.number, 1))
-    for name in ('cpus', 'gpus'):
-      if getattr(self, name) < 0:
-        raise ValueError(
-          f'{name} of a replica must be 0 or more, got {getattr(self, name)!r}.'
-        )
+      check_at_least(self, most=max(self.number, 1))
 
 
 def run(
-  make: Callable[[], tuple[Scheduler, str]],
+  make: Callable[[], tuple[Worker, str]],
   settings: ServeSettings,
   replicas: ReplicaSettings,
   keys: Sequence[str],
@@ -100,7 +94,10 @@ def run(
   ray = package('A server with replicas', 'ray', 'ray')
   ray_serve = package('A server with replicas', 'ray.serve', 'ray')
   begin = time.perf_counter()
-  _check_port(settings)
+  if not settings.port:
+    raise unexpected('port', 'one that each machine has', settings.port)
+  # Ray would say it in many lines, of a process of its own.
+  listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
   with contextlib.ExitStack() as ends, _in_a_sentence(ray):
@@ -113,13 +110,13 @@ def run(
     say('listening', url=url, replicas=replicas.number)
     app = _deployment(ray_serve, make, settings, replicas, keys).bind()
     ends.callback(_end, ray_serve, settings)
-    started = _Started(ray_serve, app)
-    is_ready = False
-    while not told.wait(_LOOK_SECONDS):
-      if started.is_done and not is_ready:
-        is_ready = True
-        seconds = round(time.perf_counter() - begin, 3)
-        say('ready', url=url, seconds=seconds)
+    started = _started(ray_serve, app)
+    while not (started.done() or told.wait(_LOOK_SECONDS)):
+      pass
+    if started.done():
+      started.result()  # raises if they do not start
+      say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
+    told.wait()
     say('stopping')
 
 
@@ -136,32 +133,19 @@ def _in_a_sentence(ray: Any) -> Iterator[None]:
     ) from error
 
 
-class _Started:
-  """The start of an application, which a thread waits for."""
+def _started(ray_serve: Any, app: Any) -> concurrent.futures.Future[None]:
+  """The start of an application; it is done once all replicas take requests."""
+  begun = concurrent.futures.Future[None]()
 
-  def __init__(self, ray_serve: Any, app: Any):
-    self._begun = concurrent.futures.Future[None]()
+  def start() -> None:
+    try:
+      ray_serve.run(app, name=NAME, route_prefix='/')
+      begun.set_result(None)
+    except BaseException as error:
+      begun.set_exception(_with_reason(ray_serve, error))
 
-    def start() -> None:
-      try:
-        ray_serve.run(app, name=NAME, route_prefix='/')
-        self._begun.set_result(None)
-      except BaseException as error:
-        self._begun.set_exception(_with_reason(ray_serve, error))
-
-    threading.Thread(target=start, daemon=True).start()
-
-  @property
-  def is_done(self) -> bool:
-    """Whether all replicas take requests.
-
-    Raises:
-      RuntimeError: they do not, and will not.
-    """
-    if self._begun.done():
-      self._begun.result()
-      return True
-    return False
+  threading.Thread(target=start, daemon=True).start()
+  return begun
 
 
 def _with_reason(ray_serve: Any, error: BaseException) -> BaseException:
@@ -172,16 +156,6 @@ def _with_reason(ray_serve: Any, error: BaseException) -> BaseException:
   told = [one.message for one in found.deployments.values()] if found else []
   reasons = re.findall(r'^\w*Error: .*', '\n'.join(told), re.M)
   return RuntimeError(reasons[-1]) if reasons else error
-
-
-def _check_port(settings: ServeSettings) -> None:
-  """Ray would say it in many lines, of a process of its own."""
-  if not settings.port:
-    raise ValueError(
-      'A server with replicas needs a port of its own, got 0: each machine'
-      ' listens at the same one.'
-    )
-  listening_socket(settings).close()
 
 
 def _end(ray_serve: Any, settings: ServeSettings) -> None:
@@ -205,7 +179,7 @@ def _is_kept(ray_serve: Any) -> bool:
 
 def _deployment(
   ray_serve: Any,
-  make: Callable[[], tuple[Scheduler, str]],
+  make: Callable[[], tuple[Worker, str]],
   settings: ServeSettings,
   replicas: ReplicaSettings,
   keys: Sequence[str],
@@ -220,23 +194,25 @@ def _deployment(
       """Returns when everything is compiled: then Ray sends it requests."""
       self._ends = contextlib.ExitStack()
       self._ends.enter_context(logging_to_stderr())
-      self._scheduler, name = make()
-      application = Application(self._scheduler, name, keys)
+      from specdec_jax.serving.app import Application  # needs the extra
+
+      self._worker, name = make()
+      application = Application(self._worker, name, keys)
       made.append(application.asgi)
       self._ends.callback(application.metrics.close)
-      self._scheduler.start()
-      self._ends.callback(self._scheduler.join)
-      self._ends.callback(self._scheduler.stop)
+      self._worker.start()
+      self._ends.callback(self._worker.join)
+      self._ends.callback(self._worker.stop)
       threading.Thread(target=self._watch, daemon=True).start()
-      while not self._scheduler.is_compiled:
+      while not self._worker.is_compiled:
         self.check_health()
         time.sleep(_LOOK_SECONDS)
       say('ready')
 
     def check_health(self):
       """Ray asks it; a replica that raises is replaced by another."""
-      if self._scheduler.failure is not None:
-        raise RuntimeError(f'The scheduler failed: {self._scheduler.failure}')
+      if self._worker.failure is not None:
+        raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
 
     def _watch(self):
       """Ends what is left of its requests when the time to finish is over.
@@ -245,9 +221,9 @@ def _deployment(
       """
       while _is_kept(ray_serve):
         time.sleep(_HEALTH_SECONDS / 2)
-      self._scheduler.refuse('The server is stopping. Try again later.')
+      self._worker.refuse('The server is stopping. Try again later.')
       time.sleep(settings.drain_seconds)
-      self._scheduler.stop()
+      self._worker.stop()
 
     def __del__(self):
       """Ray calls it when what was taken is done, or its time is over."""

@@ -4,32 +4,25 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import gc
-import importlib
-import math
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from specdec_jax import files
 from specdec_jax.checks.fields import check_types
 from specdec_jax.checks.packages import package
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import calibration
-from specdec_jax.measure.calibration import Calibration
 from specdec_jax.models.model import Model
-from specdec_jax.serving import drafting, replicas
-from specdec_jax.serving.app import Application
+from specdec_jax.serving import replicas
 from specdec_jax.serving.log import logging_to_stderr, say
 from specdec_jax.serving.replicas import ReplicaSettings
-from specdec_jax.serving.scheduler import Scheduler
-from specdec_jax.serving.settings import ServeSettings, listening_socket
+from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.serving.worker import Worker, calibrate
 
 _KEYS = 'SPECDEC_API_KEYS'
-_OTHER_FILES = 64  # that a server has open beside its connections
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
 
 
@@ -44,7 +37,7 @@ class ServeConfig:
     draft_path: of the drafter's checkpoint; None is no drafter.
     calibration: a file of `specdec calibrate`, which says how long drafts of
       greedy outputs are and which outputs are too short for any, see
-      `drafting`; None is the engine's gamma.
+      `worker.pool_settings`; None is the engine's gamma.
     replicas: how many servers there are, if there are several.
 
   Raises:
@@ -99,32 +92,34 @@ def serve(
       made = functools.partial(_remade, remake or (lambda: config))
       replicas.run(made, settings, config.replicas, keys)
     else:
-      server = Server(*scheduler_of(config), keys)
+      from specdec_jax.serving.server import Server  # needs the extra
+
+      server = Server(*worker_of(config), keys)
       asyncio.run(server.run())
 
 
-def scheduler_of(config: ServeConfig) -> tuple[Scheduler, str]:
+def worker_of(config: ServeConfig) -> tuple[Worker, str]:
   """Loads the models; returns a scheduler of them, and the model's name.
 
   Raises:
-    ValueError: as `Engine`, `drafting.calibrate` and `Scheduler`.
+    ValueError: as `Engine`, `calibrate` and `Worker`.
   """
   measured = _calibration_of(config)
   engine = config.load()
   name = config.settings.model_name or engine.models['target'].name or 'target'
   if measured is not None:
-    drafting.calibrate(engine, config.settings, measured)
-  scheduler = Scheduler(engine, config.settings, measured)
-  say('loaded', model=name, **scheduler.drafting.said)
-  return scheduler, name
+    calibrate(engine, config.settings, measured)
+  worker = Worker(engine, config.settings, measured)
+  say('loaded', model=name, **worker.drafts)
+  return worker, name
 
 
 def _calibration_of(config: ServeConfig) -> Calibration | None:
   return calibration.load(config.calibration) if config.calibration else None
 
 
-def _remade(remake: Callable[[], ServeConfig]) -> tuple[Scheduler, str]:
-  return scheduler_of(remake())
+def _remade(remake: Callable[[], ServeConfig]) -> tuple[Worker, str]:
+  return worker_of(remake())
 
 
 def api_keys(path: str | None) -> list[str]:
@@ -148,116 +143,6 @@ def api_keys(path: str | None) -> list[str]:
   if not keys:
     raise ValueError(f'Expected a key on each line of {path!r}, found none.')
   return keys
-
-
-class Server:
-  """A scheduler behind HTTP.
-
-  Attributes:
-    application: what answers.
-    port: at which it listens.
-  """
-
-  def __init__(self, scheduler: Scheduler, name: str, keys: Sequence[str] = ()):
-    """
-    Raises:
-      ValueError: packages of the extra [serve] are not installed.
-      OSError: the port is taken.
-    """
-    self.application = Application(scheduler, name, keys)
-    self._scheduler, self._settings = scheduler, scheduler.settings
-    uvicorn = package('A server', 'uvicorn', 'serve')
-    package('A server', 'httptools', 'serve')
-    from specdec_jax.serving.connections import Connection  # needs uvicorn
-
-    most = _connections(self._settings.max_connections)
-    settings = dataclasses.replace(self._settings, max_connections=most)
-    self._socket = listening_socket(settings)
-    self.port: int = self._socket.getsockname()[1]
-    self._uvicorn = uvicorn.Server(
-      uvicorn.Config(
-        self.application.asgi,
-        lifespan='off',
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        http=functools.partial(Connection, settings, {}),
-        ws='none',
-        timeout_keep_alive=settings.idle_seconds,
-        timeout_graceful_shutdown=math.ceil(settings.end_seconds),
-      )
-    )
-    self._shutdown = self._uvicorn.shutdown
-    self._uvicorn.shutdown = self._drain
-
-  async def run(self) -> None:
-    """Serves until a signal, or `stop`.
-
-    Raises:
-      RuntimeError: the scheduler failed.
-    """
-    self._scheduler.start()
-    watch = asyncio.create_task(self._watch())
-    try:
-      await self._uvicorn.serve([self._socket])
-    finally:
-      watch.cancel()
-      self._scheduler.stop()
-      await asyncio.to_thread(self._scheduler.join)
-      self.application.metrics.close()
-      say('stopped')
-    if self._scheduler.failure is not None:
-      raise RuntimeError(f'The scheduler failed: {self._scheduler.failure}')
-
-  def stop(self) -> None:
-    """Ends it as a signal does; any thread may call it."""
-    self._uvicorn.should_exit = True
-
-  async def _watch(self) -> None:
-    """Says when it is ready, and has all programs; ends it if it fails."""
-    begin = time.perf_counter()
-    url = f'http://{self._settings.host}:{self.port}'
-    say('listening', url=url, model=self.application.name)
-    is_ready = is_compiled = False
-    while self._scheduler.failure is None:
-      seconds = round(time.perf_counter() - begin, 3)
-      if not is_ready and self._scheduler.takes_rows:
-        is_ready = True
-        say('ready', url=url, seconds=seconds)
-      if not is_compiled and self._scheduler.is_compiled:
-        is_compiled = True
-        # What is there by now stays: half a million objects, which would be
-        # gone through again and again while requests wait.
-        gc.collect()
-        gc.freeze()
-        say('compiled', url=url, seconds=seconds)
-      await asyncio.sleep(0.1)
-    self.stop()
-
-  async def _drain(self, sockets: Any = None) -> None:
-    """Finishes what was taken, within a limit."""
-    self._scheduler.refuse('The server is stopping. Try again later.')
-    say('stopping', rows=self._scheduler.num_rows)
-    loop = asyncio.get_running_loop()
-    loop.call_later(self._settings.drain_seconds, self._scheduler.stop)
-    await self._shutdown(sockets)
-
-
-def _connections(most: int) -> int:
-  """How many connections there may be: each is an open file of the process."""
-  try:
-    resource: Any = importlib.import_module('resource')
-  except ImportError:  # not on each system
-    return most
-  files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = 2 * most + _OTHER_FILES  # see `Connection.connection_made`
-  if files < wanted:
-    files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-  if files < wanted:
-    most = max(1, (files - _OTHER_FILES) // 2)
-    say('few files', open_files=files, max_connections=most)
-  return most
 
 
 @contextlib.contextmanager

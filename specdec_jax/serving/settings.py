@@ -4,9 +4,9 @@ import dataclasses
 import socket
 from collections.abc import Mapping
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types
-from specdec_jax.engine.options import check_gamma
+from specdec_jax.checks.arguments import check_at_least, check_number
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.engine.request import check_gamma
 
 _LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
 
@@ -71,30 +71,15 @@ class ServeSettings:
 
   def __post_init__(self):
     check_types(self)
-    for name in (
-      'rows',
-      'max_waiting',
-      'max_outputs',
-      'max_connections',
-      'max_header',
-      'max_body',
-    ):
-      check_number(name, getattr(self, name), 1)
+    check_at_least(self, rows=1, max_waiting=1, max_outputs=1, max_header=1)
+    check_at_least(self, max_connections=1, max_body=1, port=0)
     for width in self.beams:
       check_number('a width of beams', width, 1)
-    if not 0 <= self.port < 1 << 16:
-      raise ValueError(f'port must be in [0, 65535], got {self.port}.')
-    for name in (
-      'max_seconds',
-      'header_seconds',
-      'body_seconds',
-      'idle_seconds',
-      'drain_seconds',
-    ):
-      if not getattr(self, name) > 0:
-        raise ValueError(
-          f'{name} must be more than 0 seconds, got {getattr(self, name)!r}.'
-        )
+    if self.port >= 1 << 16:
+      raise unexpected('port', 'a number in [0, 65535]', self.port)
+    for name, value in dataclasses.asdict(self).items():
+      if name.endswith('_seconds') and value <= 0:
+        raise unexpected(name, 'more than 0 seconds', value)
     for rows, gamma in (self.gammas or {}).items():
       check_number('rows of gammas', rows, 1)
       check_gamma(gamma)

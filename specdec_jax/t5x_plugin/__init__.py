@@ -32,11 +32,11 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _class_of(name: str) -> Any:
-  from specdec_jax.t5x_plugin import interactive, model
+  from specdec_jax.t5x_plugin import model
 
   bases = {
     'EncoderDecoderModel': (model.Speculates, 'models'),
-    'InteractiveModel': (interactive.RestoresDrafter, 'interactive_model'),
+    'InteractiveModel': (model.RestoresDrafter, 'interactive_model'),
   }
   ours, module = bases[name]
   theirs = getattr(model.import_t5x(module), name)

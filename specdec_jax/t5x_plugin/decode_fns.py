@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
-from specdec_jax.engine.options import Options
+from specdec_jax.engine.request import Options
 from specdec_jax.probs import SamplingConfig, SamplingParams
 
 MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to here
@@ -214,9 +215,8 @@ def _sampling(batch: int, temperature, topk, topp):
   """
   known = [not isinstance(value, jax.core.Tracer) for value in (topk, topp)]
   if all(known) and topk and topp:
-    raise ValueError(
-      'T5X samples by topk or by topp, not by both; got topk'
-      f' {topk} and topp {topp}. Bind one of them to 0 (topk is 1 by default).'
+    raise unexpected(
+      'topk', f'0 beside topp = {topp} (it is 1 by default)', topk
     )
   greedy = False
   if not isinstance(temperature, jax.core.Tracer):
@@ -241,10 +241,8 @@ def _steps(length: int, steps, hard_limit):
   if hard_limit:
     steps = jnp.minimum(steps, hard_limit)
   if not isinstance(steps, jax.core.Tracer) and np.any(steps > length):
-    raise ValueError(
-      f'max_decode_steps is {steps}, but the outputs have {length} tokens; give'
-      ' at most as many, or a longer length of targets.'
-    )
+    expected = f'{length} at most, the tokens of the targets'
+    raise unexpected('max_decode_steps', expected, steps)
   return steps
 
 

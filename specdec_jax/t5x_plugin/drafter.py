@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import checkpoints
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -50,32 +51,24 @@ def network_of(module: Any, what: str = 'module') -> T5:
   }
   needed = {f.name for f in fields if f.default is dataclasses.MISSING}
   if not needed | {'dtype'} <= sizes.keys():
-    raise ValueError(
-      f'The {what} is {type(module).__name__}, whose sizes are unknown.'
-      ' Expected a T5, such as t5x.examples.t5.network.Transformer, whose'
-      ' config says vocab_size, emb_dim, num_heads and so on.'
-    )
+    expected = 'a t5x.examples.t5.network.Transformer, whose config has sizes'
+    raise unexpected(what, expected, type(module).__name__)
   sizes['dtype'] = jnp.dtype(sizes['dtype']).name
   sizes['dropout_rate'] = 0.0
   network = T5(T5Config(**sizes))
   try:
     checkpoints.check_params(_shapes(module), param_shapes(network), what)
   except ValueError as error:
-    raise ValueError(
-      f"{error} Modules that fit are those of T5X's examples/t5; those of"
-      ' examples/scalable_t5 have other shapes.'
-    ) from error
+    advice = "T5X's examples/t5 fits; examples/scalable_t5 has other shapes."
+    raise ValueError(f'{error} {advice}') from error
   return network
 
 
 def check_vocabularies(target: T5, draft: T5) -> None:
   """Raises ValueError unless both have one vocabulary."""
   if target.vocab_size != draft.vocab_size:
-    raise ValueError(
-      f"draft_module has vocab_size {draft.vocab_size}, the target's module"
-      f' {target.vocab_size}: a drafter proposes ids of the target, so give one'
-      ' with the same vocabulary.'
-    )
+    expected = f"the target's, {target.vocab_size}"
+    raise unexpected("draft_module's vocab_size", expected, draft.vocab_size)
 
 
 def restore_drafter(

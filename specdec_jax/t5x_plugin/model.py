@@ -1,7 +1,8 @@
-"""What `t5x_plugin.EncoderDecoderModel` adds to T5X's model of that name."""
+"""What the classes of `t5x_plugin` add to T5X's of the same names."""
 
 import functools
 import importlib
+import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import flax
 import jax
 
 from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
@@ -57,10 +59,8 @@ class Speculates:
         differ, or the decode function does not speculate.
     """
     if not isinstance(model, import_t5x('models').EncoderDecoderModel):
-      raise ValueError(
-        'model must be a t5x.models.EncoderDecoderModel, got'
-        f' {type(model).__name__}.'
-      )
+      expected = 'a t5x.models.EncoderDecoderModel'
+      raise unexpected('model', expected, type(model).__name__)
     check_number('gamma', gamma, 1)
     check_decode_fn(model.decode_fn)
     target = drafter.network_of(model.module)
@@ -130,10 +130,8 @@ class Speculates:
     decoder_params = dict(decoder_params or {})
     if rng is not None:
       if decoder_params.get('decode_rng') is not None:
-        raise ValueError(
-          'Expected one PRNG key, got both `rng` and'
-          " decoder_params['decode_rng']; give one of them."
-        )
+        expected = 'one PRNG key: None beside decode_rng of decoder_params'
+        raise unexpected('rng', expected, rng)
       decoder_params['decode_rng'] = rng
     eos_id = self.output_vocabulary.eos_id or 1
     decoder_params.setdefault('eos_id', eos_id)
@@ -160,6 +158,51 @@ class Speculates:
     return decodes[:, -1], {'scores': scores[:, -1]}
 
 
+class RestoresDrafter:
+  """T5X's `InteractiveModel`, which restores the drafter as well.
+
+  The base of `t5x_plugin.InteractiveModel`, whose other base is T5X's class.
+  That class makes its `RestoreCheckpointConfig` itself, where gin cannot reach
+  it, and leaves no place for a transformation: it is added to what is made.
+  """
+
+  def __init__(
+    self,
+    *args: Any,
+    model: Any,
+    draft_checkpoint: str | os.PathLike[str],
+    **kwargs: Any,
+  ):
+    """T5X's arguments, and where the drafter's parameters are.
+
+    Args:
+      *args: T5X's.
+      model: a `t5x_plugin.EncoderDecoderModel`.
+      draft_checkpoint: see `restore_drafter`.
+      **kwargs: T5X's.
+    """
+    self._restore_drafter = functools.partial(
+      drafter.restore_drafter,
+      checkpoint=draft_checkpoint,
+      module=model.draft_module,
+      dtype=kwargs.get('dtype'),
+    )
+    super().__init__(*args, model=model, **kwargs)  # type: ignore[call-arg]
+
+  @property
+  def _restore_checkpoint_cfg(self) -> Any:
+    return self._restore_config
+
+  @_restore_checkpoint_cfg.setter
+  def _restore_checkpoint_cfg(self, config: Any) -> None:
+    if config is not None:
+      config.state_transformation_fns = (
+        *config.state_transformation_fns,
+        self._restore_drafter,
+      )
+    self._restore_config = config
+
+
 def check_decode_fn(decode_fn: Any) -> None:
   """Raises ValueError unless a decode function, as gin wraps it, is ours."""
   inner = decode_fn
@@ -168,19 +211,15 @@ def check_decode_fn(decode_fn: Any) -> None:
   if inner not in DECODE_FNS:
     ours = ' or '.join(f'@t5x_plugin.{fn.__name__}' for fn in DECODE_FNS)
     theirs = getattr(inner, '__name__', inner)
-    raise ValueError(
-      f"decode_fn is T5X's {theirs} (its default is beam_search), which does"
-      ' not speculate. Bind models.EncoderDecoderModel.decode_fn ='
-      f' {ours}; t5x_plugin.temperature_sample is greedy with temperature 0.0.'
-    )
+    expected = f"{ours}, which speculate (T5X's default is beam_search)"
+    raise unexpected('decode_fn', expected, theirs)
 
 
 def _drafter_params(flax_mutables: Variables | None) -> Variables:
   if not flax_mutables or drafter.COLLECTION not in flax_mutables:
-    raise ValueError(
-      "The train state has no drafter's parameters. Expected them in"
-      f' flax_mutables[{drafter.COLLECTION!r}], where restoring puts them with'
-      ' utils.RestoreCheckpointConfig.state_transformation_fns ='
+    advice = (
+      'Restore it: utils.RestoreCheckpointConfig.state_transformation_fns ='
       ' [@t5x_plugin.restore_drafter].'
     )
+    raise unexpected('flax_mutables', "the drafter's parameters", None, advice)
   return flax_mutables[drafter.COLLECTION]

@@ -1,32 +1,57 @@
 """Chat templates: the messages of a chat as the ids that a model reads.
 
-A folder brings its own template, in Jinja's language, which runs in Jinja's
-sandbox. As in transformers, names of special tokens in a message are those
-tokens. The package jinja2 comes with the extra `[bpe]`.
+A folder brings its own template, in Jinja's language, which finds here what
+transformers gives it. It runs in Jinja's sandbox, and not for long. The package
+jinja2 comes with the extra `[chat]`.
 """
 
+import contextvars
 import datetime
+import functools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checks.packages import package
-from specdec_jax.text.tokenizer import MOST_BYTES, Tokenizer
-from specdec_jax.text.tokenizer_bpe import BpeTokenizer, content, settings
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.vocabulary import (
+  MARK,
+  MOST_BYTES,
+  SETTINGS,
+  content,
+  settings,
+)
 
 FILE = 'chat_template.jinja'
 _ENTRY = 'chat_template'  # of tokenizer_config.json
+_SECONDS = 1.0  # of the processor, for one text
+_MOST = 1 << 23  # characters of a text, or bits of a number
+_END = contextvars.ContextVar[float]('_END')  # of the time for this text
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+class RenderedIds(list[int]):
+  """Ids of a rendered chat: a model reads them as they are.
+
+  An engine puts neither its `bos_id` nor an end of sequence around them, since
+  the template has written what the model was trained on.
+  """
 
 
 class ChatTemplate:
   """A template with the vocabulary that it writes for."""
 
   def __init__(
-    self, source: str, tokenizer: BpeTokenizer, tokens: Mapping[str, str]
+    self,
+    source: str,
+    tokenizer: Tokenizer,
+    tokens: Mapping[str, str] = types.MappingProxyType({}),
+    name: str = 'The chat template',
   ):
     """Compiles a template.
 
@@ -34,57 +59,63 @@ class ChatTemplate:
       source: in Jinja's language.
       tokenizer: the vocabulary.
       tokens: what the template may name, such as 'bos_token', and its text.
+      name: where the template stands, for errors.
 
     Raises:
       ValueError: the package jinja2 is not installed, or it is no template.
     """
-    sandbox = package('A chat template', 'jinja2.sandbox', 'bpe')
-    self._jinja = package('A chat template', 'jinja2', 'bpe')
-    self._tokenizer, self._tokens = tokenizer, dict(tokens)
-    environment = sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True,
-      lstrip_blocks=True,
-      extensions=['jinja2.ext.loopcontrols'],
-    )
-    environment.filters['tojson'] = _to_json
-    environment.globals['raise_exception'] = self._refuse
-    environment.globals['strftime_now'] = _now
+    self._tokenizer, self._tokens, self._name = tokenizer, dict(tokens), name
+    environment = _environment()
     try:
-      self._template = environment.from_string(source)
-    except self._jinja.TemplateError as error:
-      raise ValueError(
-        f'The chat template of {tokenizer.path!r} is none: {error}.'
-      ) from error
-
-  def _refuse(self, message: str) -> None:
-    raise self._jinja.TemplateError(message)
+      self._template = _compiled(environment, source)
+    except Exception as error:
+      raise ValueError(f'{name} is no template: {_why(error)}.') from error
 
   def text(self, messages: Messages) -> str:
     """What the model reads before its answer.
 
     Args:
-      messages: each with a 'role' and a 'content', in their order.
+      messages: each with a 'role' and a 'content', in their order. An entry
+        that is None is as if it was not there.
 
     Raises:
       ValueError: the template does not take such messages.
     """
+    end = _END.set(time.thread_time() + _SECONDS)
     try:
-      return self._template.render(
-        messages=messages, add_generation_prompt=True, **self._tokens
+      text: str = self._template.render(
+        messages=[
+          {key: value for key, value in message.items() if value is not None}
+          for message in messages
+        ],
+        tools=None,
+        documents=None,
+        add_generation_prompt=True,
+        **self._tokens,
       )
-    except (self._jinja.TemplateError, TypeError, ValueError) as error:
+      _check_size(len(text))
+    except Exception as error:  # it is somebody else's program
       raise ValueError(
-        f'The chat template does not take these messages: {error}.'
+        f'{self._name} does not take these messages: {_why(error)}.'
       ) from error
+    finally:
+      _END.reset(end)
+    return text
 
-  def ids(self, messages: Messages, bos_id: int | None = None) -> list[int]:
-    """The ids of `text`, without a `bos_id` that an engine puts before them.
+  def ids(self, messages: Messages) -> RenderedIds:
+    """The ids of `text`.
+
+    Names of special tokens in a message are text; those that the template
+    writes are the tokens.
 
     Raises:
-      ValueError: as of `text`.
+      ValueError: as of `text`, or the vocabulary reads a special token out of
+        plain text.
     """
-    found = self._tokenizer.encode_marked(self.text(messages))
-    return found[1:] if found[:1] == [bos_id] else found
+    marked = [
+      _each_text(self._tokenizer.hide_names, message) for message in messages
+    ]
+    return RenderedIds(self._tokenizer.encode_marked(self.text(marked)))
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -93,36 +124,141 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
   Raises:
     ValueError: as of `ChatTemplate`, or the file cannot be read.
   """
-  if not isinstance(tokenizer, BpeTokenizer):
+  if not isinstance(tokenizer, Tokenizer):
     return None
   path = pathlib.Path(tokenizer.path)
   folder = path if path.is_dir() else path.parent
-  said = settings(folder)
-  file = folder / FILE
+  config = settings(folder)
+  file, name = folder / FILE, f'{str(folder / SETTINGS)!r}: {_ENTRY}'
   if file.exists():
+    name = repr(str(file))
     try:
       source: Any = files.read_small(file, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
       raise ValueError(f'{str(file)!r} cannot be read: {error}.') from error
   else:
-    source = said.get(_ENTRY)
+    source = config.get(_ENTRY)
     if isinstance(source, list):  # several by their names
-      named = {one.get('name'): one for one in source if isinstance(one, dict)}
+      named = {
+        entry.get('name'): entry for entry in source if isinstance(entry, dict)
+      }
       source = named.get('default', {}).get('template')
   if not isinstance(source, str):
     return None
   tokens = {
     name: content(value)
-    for name, value in said.items()
+    for name, value in config.items()
     if name.endswith('_token') and content(value)
   }
-  return ChatTemplate(source, tokenizer, tokens)
+  return ChatTemplate(source, tokenizer, tokens, name)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-  # Jinja's own filter writes for HTML.
-  return json.dumps(value, ensure_ascii=False, indent=indent)
+@functools.cache
+def _environment() -> Any:
+  """What transformers gives a template, and bounds of its own."""
+  package('A chat template', 'jinja2', 'chat')
+  from jinja2 import TemplateError, ext, nodes, sandbox
+
+  class Generation(ext.Extension):
+    """`{% generation %}`, around what the model has said."""
+
+    tags = {'generation'}
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+      call = self.call_method('_same')
+      return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _same(self, caller: Callable[[], str]) -> str:
+      return caller()
+
+  def refuse(message: str) -> None:
+    raise TemplateError(message)
+
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[Generation, 'jinja2.ext.loopcontrols'],
+  )
+  environment.filters['tojson'] = _to_json
+  environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
+  del environment.globals['lipsum']  # which takes as long as it is told to
+  environment.intercepted_binops = frozenset({'*', '**'})
+  environment.binop_table |= {'*': _times, '**': _power}
+  environment.extend(step=_step)
+  return environment
+
+
+def _compiled(environment: Any, source: str) -> Any:
+  """A template that calls `_step` wherever it may come by many times."""
+  from jinja2 import nodes
+
+  tree = environment.parse(source)
+  repeated = nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block
+  for node in list(tree.find_all(repeated)):
+    call = nodes.Call(nodes.EnvironmentAttribute('step'), [], [], None, None)
+    node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
+  return environment.from_string(tree.set_environment(environment))
+
+
+def _step() -> None:
+  if time.thread_time() > _END.get():
+    raise TimeoutError(f'it takes longer than {_SECONDS:g} s')
+
+
+def _times(left: Any, right: Any) -> Any:
+  for value, times in ((left, right), (right, left)):
+    if isinstance(times, int) and hasattr(value, '__len__'):
+      _check_size(len(value) * times)
+  return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+  if isinstance(left, int) and isinstance(right, int):
+    _check_size(left.bit_length() * right)
+  return left**right
+
+
+def _check_size(size: int) -> None:
+  if size > _MOST:
+    raise OverflowError(f'a value of size {size}; {_MOST} at most')
+
+
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: Any = None,
+  separators: Any = None,
+  sort_keys: bool = False,
+) -> str:
+  # Jinja's own filter writes for HTML, and takes less.
+  text = json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+  return text.replace(json.dumps(MARK)[1:-1], MARK)
 
 
 def _now(form: str) -> str:
   return datetime.datetime.now().strftime(form)
+
+
+def _each_text(function: Callable[[str], str], value: Any) -> Any:
+  """The value with the result of the function for each text in it."""
+  if isinstance(value, str):
+    return function(value)
+  if isinstance(value, Mapping):
+    return {key: _each_text(function, item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_each_text(function, item) for item in value]
+  return value
+
+
+def _why(error: Exception) -> str:
+  """An error as a line that is not long."""
+  line = ' '.join(str(error).split())[:300]
+  return line.rstrip('.') or type(error).__name__

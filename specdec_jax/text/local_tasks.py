@@ -1,4 +1,4 @@
-"""Tasks over local files: lines of text, TSV or JSONL. They need no seqio.
+"""Files of examples: lines of text, TSV or JSONL; tasks over them.
 
 Examples are as those of the same task in seqio: `inputs_pretokenized` and
 `targets_pretokenized` are the texts, prefix included; `inputs` and `targets`
@@ -8,18 +8,18 @@ are their ids, cut so that the end-of-sequence id still fits into the length.
 import dataclasses
 import json
 import os
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.names import check_choice, nearest
 from specdec_jax.files import TextLine, shipped
 from specdec_jax.text import metrics
-from specdec_jax.text.vocabulary import open_vocabulary
+from specdec_jax.text.tokenizer import Tokenizer
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
@@ -39,7 +39,7 @@ class LocalTask:
     files: split -> UTF-8 file, plain or `.gz`.
     vocab_path: the vocabulary of both sides: a sentencepiece model, also
       `gs://bucket/file`, or a folder with GPT-2's vocabulary; see
-      `vocabulary.open_vocabulary`.
+      `tokenizer.Tokenizer`.
     kind: what a line is: 'txt' an input; 'tsv' source<TAB>target, or a source
       alone; 'jsonl' an object. None is the ending of the file's name.
     prefix: put before each input, such as 'summarize: '.
@@ -71,31 +71,18 @@ class LocalTask:
   def __post_init__(self):
     check_types(self)
     object.__setattr__(self, 'metrics', tuple(self.metrics))
-    missing = [
-      path
-      for path in self.files.values()
-      if not os.path.isfile(shipped.find(path))
-    ]
-    vocabulary = os.fspath(self.vocab_path)
-    if '://' not in vocabulary and not os.path.exists(shipped.find(vocabulary)):
+    paths = [shipped.find(path) for path in self.files.values()]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    vocabulary = shipped.find(self.vocab_path)
+    if '://' not in vocabulary and not os.path.exists(vocabulary):
       missing.append(vocabulary)
     if missing:
-      raise ValueError(
-        f'Task {self.name!r}: there is no file {os.fspath(missing[0])!r}.'
-      )
-    for path in self.files.values():
-      if self._kind(path) not in KINDS:
-        raise ValueError(
-          f'Task {self.name!r}: {os.fspath(path)!r} is of the kind'
-          f' {self._kind(path)!r}; expected one of {", ".join(KINDS)}, as the'
-          " ending of the file's name or as LocalTask.kind."
-        )
+      raise ValueError(f'Task {self.name!r}: there is no file {missing[0]!r}.')
+    for path in paths:
+      name = f'LocalTask.kind of {path!r}, by default the ending'
+      check_choice(name, self._kind(path), KINDS)
     for metric in self.metrics:
-      if metric not in metrics.METRICS:
-        raise ValueError(
-          f'Task {self.name!r}: there is no metric'
-          f' {metric!r}.{nearest(metric, metrics.METRICS)}'
-        )
+      check_choice('LocalTask.metrics', metric, metrics.METRICS)
 
   def _kind(self, path: str | os.PathLike[str]) -> str:
     return self.kind or _ending(path)
@@ -127,40 +114,35 @@ class LocalTask:
         read.
     """
     if split not in self.files:
-      raise ValueError(
-        f'The task {self.name!r} has no split'
-        f' {split!r}.{nearest(split, self.files)}'
-      )
-    return self._texts(os.fspath(self.files[split]), keep_broken)
+      near = nearest(split, self.files)
+      raise ValueError(f'The task {self.name!r} has no split {split!r}.{near}')
+    path = os.fspath(self.files[split])
+    kind, fields = self._kind(path), (self.inputs_field, self.targets_field)
 
-  def _texts(self, path: str, keep_broken: bool) -> Iterator[dict[str, Any]]:
-    kind = self._kind(path)
-    for number, line in enumerate(files.lines(path), 1):
-      try:
-        example = parse(
-          line,
-          kind,
-          f'{path!r} line {number}',
-          self.inputs_field,
-          self.targets_field,
-        )
-      except ValueError as error:
-        if not keep_broken:
-          raise
-        yield {'inputs': line.text, 'targets': '', BROKEN: str(error)}
-      else:
-        yield example | {'inputs': self.prefix + example['inputs']}
+    def generate():
+      for number, line in enumerate(files.lines(path), 1):
+        try:
+          example = parse(line, kind, f'{path!r} line {number}', *fields)
+        except ValueError as error:
+          if not keep_broken:
+            raise
+          yield {'inputs': line.text, 'targets': '', BROKEN: str(error)}
+        else:
+          yield example | {'inputs': self.prefix + example['inputs']}
+
+    return generate()
 
   def examples(
     self,
     split: str,
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
+    tokenizer: Tokenizer | None = None,
   ) -> Iterator[dict[str, Any]]:
     """The examples of a split; see `tasks.examples`."""
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
-    tokenizer = open_vocabulary(self.vocab_path)
+    vocabulary = tokenizer or Tokenizer(self.vocab_path)
     # Called here, so that errors show now, not at the first example.
     texts = self.texts(split, keep_broken)
 
@@ -172,10 +154,7 @@ class LocalTask:
           ids: list[int] = []
           read = feature == 'inputs' or text[feature]
           if read and BROKEN not in example:
-            ids = tokenizer.encode(text[feature])
-            if feature in lengths:
-              ids = ids[: lengths[feature] - 1]
-            ids = [*ids, tokenizer.eos_id]
+            ids = vocabulary.whole(text[feature], lengths.get(feature))
           example[feature] = np.asarray(ids, np.int32)
         yield example
 
@@ -231,59 +210,46 @@ def parse(
     ValueError: the line has a wrong format.
   """
   try:
-    return _parsed(text_line, kind, place, inputs_field, targets_field)
+    line, error = text_line
+    if error is not None:
+      raise ValueError(f'{place}: {error}.')
+    if kind == 'jsonl':
+      used = {'inputs': inputs_field, 'targets': targets_field}
+      return _of_object(json_object(line, place), place, used)
+    columns = line.split('\t') if kind == 'tsv' else [line]
+    if len(columns) > 2:
+      raise ValueError(
+        f'{place} has {len(columns)} columns; expected source<TAB>target.'
+      )
+    return dict(zip(FEATURES, [*columns, ''], strict=False))
   except ValueError as error:
     # The message quotes parts of the line, such as names of fields.
     why = files.writable(str(error)[:_MOST_SAID])
     raise ValueError(why) from error
 
 
-def _parsed(
-  text_line: TextLine,
-  kind: str,
-  place: str,
-  inputs_field: str,
-  targets_field: str | None,
-) -> dict[str, Any]:
-  line, error = text_line
-  if error is not None:
-    raise ValueError(f'{place}: {error}.')
-  if kind == 'jsonl':
-    used = {'inputs': inputs_field, 'targets': targets_field}
-    return _of_object(json_object(line, place), place, used)
-  columns = line.split('\t') if kind == 'tsv' else [line]
-  if len(columns) > 2:
-    raise ValueError(
-      f'{place} has {len(columns)} columns; expected source<TAB>target.'
-    )
-  return dict(zip(FEATURES, [*columns, ''], strict=False))
-
-
 def _of_object(
-  found: dict[str, Any], place: str, used: Mapping[str, str | None]
+  fields: dict[str, Any], place: str, used: Mapping[str, str | None]
 ) -> dict[str, Any]:
   texts: dict[str, Any] = {'targets': ''}
   for feature, field in used.items():
     if field is None:
       continue
-    if field not in found:
-      names = list(found)[:_MOST_NAMES]
+    if field not in fields:
+      names = list(fields)[:_MOST_NAMES]
       raise ValueError(
         f'{place} has no field {field!r} for'
         f' {feature}.{nearest(field, names)} LocalTask.{feature}_field names'
         ' another field.'
       )
-    text = found[field]
+    text = fields[field]
     if feature == 'targets' and isinstance(text, list) and text:
       texts['references'] = text
       text = text[0]
-    wanted = texts.get('references', [text])
-    if not all(isinstance(one, str) for one in wanted):
-      raise ValueError(
-        f'{place}: expected text in the field {field!r}, got'
-        f' {reprlib.repr(text)}.'
-      )
-    if any(one != files.writable(one) for one in wanted):
+    parts = texts.get('references', [text])
+    if not all(isinstance(part, str) for part in parts):
+      raise unexpected(f'{place}: field {field!r}', 'text', text)
+    if any(part != files.writable(part) for part in parts):
       raise ValueError(
         f'{place}: the field {field!r} holds a lone surrogate (such as'
         ' \\ud800), which stands for no character.'
@@ -291,7 +257,7 @@ def _of_object(
     texts[feature] = text
   others = {
     key: value
-    for key, value in found.items()
+    for key, value in fields.items()
     if key not in {*used.values(), *_OWN}
     and isinstance(value, str | int | float)
   }
@@ -309,11 +275,7 @@ def check_feature_lengths(
         f'TASK_FEATURE_LENGTHS: the task {task!r} has no feature'
         f' {feature!r}.{nearest(feature, features)}'
       )
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-      raise ValueError(
-        f'TASK_FEATURE_LENGTHS[{feature!r}] must be a whole number of at least'
-        f' 1, got {length!r}.'
-      )
+    check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 
 def json_object(line: str, place: str) -> dict[str, Any]:
@@ -323,13 +285,92 @@ def json_object(line: str, place: str) -> dict[str, Any]:
     ValueError: the line is not a JSON object; the message names the place.
   """
   try:
-    found = json.loads(line)
+    value = json.loads(line)
   except RecursionError as error:
     raise ValueError(f'{place}: its JSON is nested too deep.') from error
   except ValueError as error:
     raise ValueError(f'{place} is not JSON: {error}.') from error
-  if not isinstance(found, dict):
-    raise ValueError(
-      f'{place}: expected a JSON object, got {type(found).__name__}.'
-    )
-  return found
+  if not isinstance(value, dict):
+    raise unexpected(place, 'a JSON object', value)
+  return value
+
+
+def read_lines(path: str) -> Iterator[TextLine]:
+  """Reads one input per line; raises the errors of `files.lines`.
+
+  A line with invalid UTF-8, too many bytes or another format than its file has
+  an error. Empty lines are inputs too. Targets are not looked at.
+
+  Args:
+    path: a file, plain or `.gz`, or a named pipe; '-' is stdin. Its ending says
+      what a line is: inputs<TAB>targets (.tsv), a JSON object with 'inputs'
+      (.jsonl), otherwise the input.
+  """
+  kind = kind_of(path)
+  for number, line in enumerate(files.lines(path), 1):
+    try:
+      example = parse(line, kind, f'line {number}', targets_field=None)
+    except ValueError as error:
+      yield TextLine(line.text, str(error).rstrip('.'))
+    else:
+      yield TextLine(example['inputs'])
+
+
+def read_inputs(path: str) -> list[str]:
+  """The texts of `read_lines`; every line must be usable.
+
+  A source with several references is there several times in its file, and once
+  among these texts.
+
+  Raises:
+    ValueError: as for `files.lines`; or a line cannot be used, with its number.
+  """
+  texts = []
+  for text, error in read_lines(path):
+    if error is not None:
+      raise ValueError(f'{path!r} {error}.')
+    texts.append(text)
+  return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
+
+
+def find_task(
+  task: str | LocalTask, split: str, tokenizer: Tokenizer, prefix: str = ''
+) -> str | LocalTask:
+  """Makes a local task for the path of a file; other tasks stay as they are.
+
+  Args:
+    task: the name of a task, a local task, or the path of a file: `.tsv`
+      (inputs<TAB>targets), `.jsonl` ('inputs' and 'targets'), otherwise one
+      input a line; each also as `.gz`.
+    split: the split that a file is used as.
+    tokenizer: the models' tokenizer.
+    prefix: put before each input of a file.
+
+  Raises:
+    ValueError: there is no such file, or a local task has another vocabulary
+      than the models.
+  """
+  if isinstance(task, str):
+    path = shipped.find(task)
+    if not os.path.isfile(path):
+      if os.sep not in path and _ending(path) not in KINDS:
+        return task
+      files.check_regular(path)
+      raise ValueError(
+        f'There is no file of examples {path!r} (relative to {os.getcwd()}):'
+        ' expected a file (.tsv, .jsonl, or lines) or the name of a task.'
+      )
+    name = os.path.basename(path).removesuffix('.gz')
+    if _ending(path) in KINDS:
+      name = os.path.splitext(name)[0]
+    vocabulary, kind = tokenizer.path, kind_of(path)
+    task = LocalTask(name, {split: path}, vocabulary, kind, prefix)
+  other = Tokenizer(task.vocab_path)
+  for field in ('fingerprint', 'eos_id'):
+    theirs, ours = getattr(other, field), getattr(tokenizer, field, None)
+    if theirs != ours:
+      raise ValueError(
+        f'Task {task.name!r}: its vocabulary {os.fspath(task.vocab_path)!r} has'
+        f' the {field} {theirs!r}, that of the models {ours!r}.'
+      )
+  return task

@@ -43,15 +43,15 @@ def bleu(
   # sacrebleu takes the n-th references of all predictions, None where a
   # prediction has fewer.
   streams = [
-    [own[i] if i < len(own) else None for own in references]
+    [texts[i] if i < len(texts) else None for texts in references]
     for i in range(max(map(len, references)))
   ]
   for effective in (False, True):
     metric = sacrebleu.BLEU(tokenize=tokenize, effective_order=effective)
-    found = metric.corpus_score(list(predictions), streams)
-    if found.totals[-1]:
+    score = metric.corpus_score(list(predictions), streams)
+    if score.totals[-1]:
       break
-  return {'bleu': found.score, 'bleu_signature': str(metric.get_signature())}
+  return {'bleu': score.score, 'bleu_signature': str(metric.get_signature())}
 
 
 def rouge(
@@ -79,10 +79,10 @@ def rouge(
   scorer = scorer_module.RougeScorer(list(_ROUGE), use_stemmer=False)
   references = _references(targets, predictions)
   totals = dict.fromkeys(_ROUGE, 0.0)
-  for own, prediction in zip(references, predictions, strict=True):
-    found = scorer.score_multi([_lines(t) for t in own], _lines(prediction))
+  for texts, prediction in zip(references, predictions, strict=True):
+    scores = scorer.score_multi([_lines(t) for t in texts], _lines(prediction))
     for name in _ROUGE:
-      totals[name] += found[name].fmeasure
+      totals[name] += scores[name].fmeasure
   return {name: 100 * totals[name] / len(references) for name in _ROUGE}
 
 
@@ -121,8 +121,8 @@ def _references(
   if not targets:
     raise ValueError('There is no prediction to score.')
   references = [[t] if isinstance(t, str) else list(t) for t in targets]
-  for number, own in enumerate(references):
-    if not own:
+  for number, texts in enumerate(references):
+    if not texts:
       raise ValueError(f'Prediction {number} has no target to compare it with.')
   return references
 

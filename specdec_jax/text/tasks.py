@@ -4,28 +4,69 @@ T5's translation, its summarisation and lm1b are known by the names that T5's
 own code gives them, and read data that TensorFlow Datasets (TFDS) has prepared.
 If a module registers a seqio task of the same name, that task is used instead.
 
-Code that needs seqio is in `seqio_tasks.py`. Local tasks (`local_tasks.py`) do
-not need it.
+seqio brings TensorFlow: it is imported when a function here needs it, and
+nowhere else in the library. Names, prefixes and metrics of T5's tasks are those
+of T5's own task definitions (Raffel et al. 2020, appendix D).
 """
 
 import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from specdec_jax.checks.names import nearest
+from specdec_jax.checks.packages import package
 from specdec_jax.text import metrics as metrics_lib
-from specdec_jax.text import seqio_tasks, t5_tasks
 from specdec_jax.text.local_tasks import (
   FEATURES,
   LocalTask,
   check_feature_lengths,
 )
-from specdec_jax.text.vocabulary import open_vocabulary
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.vocabulary import SENTENCEPIECE
 
+VOCAB = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
+EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 EVAL_SPLIT = 'validation'
 TRAIN_SPLIT = 'train'
+
+
+class T5Task(NamedTuple):
+  """A task of T5 over TensorFlow Datasets (TFDS).
+
+  Attributes:
+    tfds: dataset, its configuration and version.
+    inputs: TFDS's feature that is the input; None is an empty input.
+    targets: TFDS's feature that is the target.
+    prefix: put before each input.
+    metrics: names of `metrics.METRICS`.
+  """
+
+  tfds: str
+  inputs: str | None
+  targets: str
+  prefix: str = ''
+  metrics: tuple[str, ...] = ()
+
+
+TASKS = {
+  'wmt_t2t_ende_v003': T5Task(
+    'wmt_t2t_translate/de-en:1.0.0',
+    'en',
+    'de',
+    'translate English to German: ',
+    ('t5_bleu',),
+  ),
+  # T5 used 3.1.0, which TFDS no longer makes. 3.4.0 differs: no space before
+  # the full stops of the targets (ROUGE ignores it), and two more features.
+  'cnn_dailymail_v002': T5Task(
+    'cnn_dailymail:3.4.0', 'article', 'highlights', 'summarize: ', ('rouge',)
+  ),
+  'lm1b_v110': T5Task('lm1b:1.1.0', None, 'text'),
+}
 
 _local: dict[str, LocalTask] = {}
 
@@ -36,7 +77,7 @@ def register(task: LocalTask) -> None:
   Raises:
     ValueError: another local task or a task of T5 has that name.
   """
-  if task.name in t5_tasks.TASKS or _local.get(task.name, task) != task:
+  if task.name in TASKS or _local.get(task.name, task) != task:
     raise ValueError(f'There already is another task {task.name!r}.')
   _local[task.name] = task
 
@@ -45,7 +86,7 @@ def examples(
   name: str | LocalTask,
   split: str,
   task_feature_lengths: Mapping[str, int] | None = None,
-  vocab_path: str | os.PathLike[str] | None = None,
+  tokenizer: Tokenizer | None = None,
   keep_broken: bool = False,
 ) -> Iterator[dict[str, Any]]:
   """The examples of a task or mixture, in its order, once.
@@ -58,8 +99,8 @@ def examples(
     task_feature_lengths: feature -> most ids, the end-of-sequence id included;
       longer examples are cut. None, and features that are not named, cut
       nothing.
-    vocab_path: sentencepiece model, only for the tasks of T5: other tasks have
-      their own. None is T5's vocabulary, which is read over the network.
+    tokenizer: for local tasks and those of T5: other tasks have their own.
+      None is a local task's own, and T5's, which is read over the network.
     keep_broken: as for `LocalTask.texts`; only for local tasks.
 
   Returns:
@@ -77,21 +118,21 @@ def examples(
   lengths = dict(task_feature_lengths or {})
   local = find_local(name)
   if local is not None:
-    return local.examples(split, lengths, keep_broken)
-  found = _subtasks(_find(str(name), vocab_path))
-  for task in found:
+    return local.examples(split, lengths, keep_broken, tokenizer)
+  subtasks = _subtasks(_find(str(name), tokenizer.path if tokenizer else None))
+  for task in subtasks:
     check_feature_lengths(lengths, task.output_features, task.name)
-    seqio_tasks.check_prepared(task.source)
-    seqio_tasks.check_split(task, split)
-    seqio_tasks.check_vocabularies(task)
+    check_prepared(task.source)
+    check_split(task, split)
+    check_vocabularies(task)
 
   def generate():
-    for task in found:
+    for task in subtasks:
       dataset = task.get_dataset(lengths or None, split, shuffle=False)
       features = task.output_features
       ends = {key: features[key].vocabulary.eos_id for key in features}
       for example in dataset.as_numpy_iterator():
-        yield seqio_tasks.plain(example, ends)
+        yield plain(example, ends)
 
   return generate()
 
@@ -100,7 +141,7 @@ def tasks_of(name: str | LocalTask) -> list[str | LocalTask]:
   """The names of a seqio mixture's tasks; else the given name or task alone."""
   if find_local(name) is not None or not _is_registered(str(name)):
     return [name]
-  seqio, _ = seqio_tasks.import_seqio()
+  seqio, _ = import_seqio()
   return [task.name for task in _subtasks(seqio.get_mixture_or_task(name))]
 
 
@@ -120,15 +161,15 @@ def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
   local = find_local(name)
   if local is not None:
     return [metrics_lib.METRICS[metric] for metric in local.metrics]
-  if str(name) in t5_tasks.TASKS and not _is_registered(str(name)):
-    return [metrics_lib.METRICS[m] for m in t5_tasks.TASKS[str(name)].metrics]
-  found = _subtasks(_find(str(name), None))
-  if len(found) > 1:
+  if str(name) in TASKS and not _is_registered(str(name)):
+    return [metrics_lib.METRICS[m] for m in TASKS[str(name)].metrics]
+  subtasks = _subtasks(_find(str(name), None))
+  if len(subtasks) > 1:
     raise ValueError(
       f'{name!r} is a mixture; ask for the metrics of one of its tasks:'
-      f' {", ".join(task.name for task in found)}.'
+      f' {", ".join(task.name for task in subtasks)}.'
     )
-  after = functools.partial(found[0].postprocess_fn, example=None)
+  after = functools.partial(subtasks[0].postprocess_fn, example=None)
 
   def measure(targets, predictions, metric):
     return metric(
@@ -138,7 +179,7 @@ def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
 
   return [
     functools.partial(measure, metric=metric)
-    for metric in found[0].predict_metric_fns
+    for metric in subtasks[0].predict_metric_fns
   ]
 
 
@@ -177,21 +218,17 @@ def token_lists(
   """
   local = find_local(name)
   if local is not None:
-    ends = dict.fromkeys(FEATURES, open_vocabulary(local.vocab_path).eos_id)
-    found = local.examples(split)
+    ends = dict.fromkeys(FEATURES, Tokenizer(local.vocab_path).eos_id)
   else:
-    task = _task(_name(name))
-    features = task.output_features
+    features = _task(_name(name)).output_features
     if missing := set(FEATURES) - set(features):
       raise ValueError(
         f'The seqio task {name!r} lacks the features {sorted(missing)}; it has'
         f' {sorted(features)}.'
       )
     ends = {key: features[key].vocabulary.eos_id for key in FEATURES}
-    # Nothing is cut here: the caller decides about lengths.
-    found = task.get_dataset(None, split, shuffle=False).as_numpy_iterator()
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
-  for example in found:
+  for example in examples(name, split):  # the caller decides about lengths
     for key, rows in sides.items():
       ids = example[key]
       rows.append(ids[:-1] if len(ids) and ids[-1] == ends[key] else ids)
@@ -203,14 +240,14 @@ def _name(name: str | LocalTask) -> str:
 
 
 def _task(name: str) -> Any:
-  found = _subtasks(_find(name, None))
-  if len(found) > 1:
+  subtasks = _subtasks(_find(name, None))
+  if len(subtasks) > 1:
     raise ValueError(
       f'{name!r} is a mixture; training reads one task. Its tasks are'
-      f' {", ".join(task.name for task in found)}.'
+      f' {", ".join(task.name for task in subtasks)}.'
     )
-  seqio_tasks.check_prepared(found[0].source)
-  return found[0]
+  check_prepared(subtasks[0].source)
+  return subtasks[0]
 
 
 def find_local(name: str | LocalTask) -> LocalTask | None:
@@ -221,21 +258,21 @@ def find_local(name: str | LocalTask) -> LocalTask | None:
 def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   """The seqio task or mixture of that name, tasks of T5 included."""
   try:
-    seqio, _ = seqio_tasks.import_seqio()
+    seqio, _ = import_seqio()
   except ValueError as error:
-    if name in t5_tasks.TASKS:
+    if name in TASKS:
       raise
-    near = nearest(name, {*_local, *t5_tasks.TASKS})
+    near = nearest(name, {*_local, *TASKS})
     raise ValueError(
       f'No task {name!r} is known without seqio.{near} {error}'
     ) from error
   if _is_registered(name):
     return seqio.get_mixture_or_task(name)
-  if name in t5_tasks.TASKS:
-    return seqio_tasks.t5_task(name, vocab_path)
+  if name in TASKS:
+    return t5_task(name, vocab_path)
   known = {
     *_local,
-    *t5_tasks.TASKS,
+    *TASKS,
     *seqio.TaskRegistry.names(),
     *seqio.MixtureRegistry.names(),
   }
@@ -249,10 +286,134 @@ def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
 def _is_registered(name: str) -> bool:
   if 'seqio' not in sys.modules:
     return False  # then nobody can have registered anything
-  seqio, _ = seqio_tasks.import_seqio()
+  seqio, _ = import_seqio()
   return name in {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
 
 
 def _subtasks(task_or_mixture: Any) -> list[Any]:
-  seqio, _ = seqio_tasks.import_seqio()
+  seqio, _ = import_seqio()
   return list(seqio.get_subtasks(task_or_mixture))
+
+
+def import_seqio() -> tuple[Any, Any]:
+  """Returns the modules seqio and tensorflow.
+
+  Raises:
+    ValueError: they are not installed.
+  """
+  otherwise = (
+    'Local files need no such package: instead of a task give the path of a'
+    ' file, such as one of source<TAB>target lines.'
+  )
+  seqio = package('A seqio task', 'seqio', 'tasks', otherwise)
+  return seqio, package('A seqio task', 'tensorflow', 'tasks', otherwise)
+
+
+def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
+  """The seqio task that T5's own code defines under this name."""
+  seqio, tf = import_seqio()
+  described = TASKS[name]
+  path = os.fspath(vocab_path or VOCAB)
+  if os.path.isdir(path):
+    path = os.path.join(path, SENTENCEPIECE)
+
+  def two_sides(dataset):
+    def sides(example):
+      inputs = ''
+      if described.inputs is not None:
+        inputs = tf.strings.join([described.prefix, example[described.inputs]])
+      return {'inputs': inputs, 'targets': example[described.targets]}
+
+    return dataset.map(sides, num_parallel_calls=tf.data.AUTOTUNE)
+
+  # Otherwise seqio would begin to download data that are missing.
+  source = seqio.TfdsDataSource(described.tfds, read_only=True)
+  vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=EXTRA_IDS)
+  return seqio.Task(
+    name,
+    source=source,
+    preprocessors=[
+      two_sides,
+      seqio.preprocessors.tokenize,
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={
+      feature: seqio.Feature(vocabulary, add_eos=True)
+      for feature in ('inputs', 'targets')
+    },
+    metric_fns=[metrics_lib.METRICS[metric] for metric in described.metrics],
+  )
+
+
+def check_prepared(source: Any) -> None:
+  """Raises ValueError if seqio would begin a download of hours."""
+  seqio, _ = import_seqio()
+  if not isinstance(source, seqio.TfdsDataSource):
+    return
+  loader = source.tfds_dataset
+  if loader.name is None:
+    return  # it joins several datasets; TFDS itself says what is missing
+  folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
+  command = (
+    'python -c "import tensorflow_datasets as tfds;'
+    f" tfds.builder('{loader.name}'{folder}).download_and_prepare()\""
+  )
+  try:
+    problem = f'are not in {loader.builder.data_path}'
+    if loader.builder.is_prepared():
+      return
+  except (AssertionError, ValueError) as error:
+    problem = f'cannot be loaded ({error})'
+  raise ValueError(
+    f"TensorFlow Datasets' {loader.name} {problem}. Get them by: {command}."
+    ' If the data are in another folder, name it in the environment variable'
+    ' TFDS_DATA_DIR.'
+  )
+
+
+def check_split(task: Any, split: str) -> None:
+  """Raises ValueError if a seqio task has no such split."""
+  # TFDS reads the part in brackets, as in 'test[:1%]'.
+  if split.split('[')[0] not in task.splits:
+    raise ValueError(
+      f'The task {task.name!r} has no split'
+      f' {split!r}.{nearest(split, task.splits)}'
+    )
+
+
+def check_vocabularies(task: Any) -> None:
+  """Raises ValueError if a vocabulary of a seqio task cannot be reached."""
+  _, tf = import_seqio()
+  for feature in task.output_features.values():
+    path = getattr(feature.vocabulary, 'sentencepiece_model_file', None)
+    try:
+      exists = path is None or tf.io.gfile.exists(path)
+    except tf.errors.OpError:
+      exists = False
+    if not exists:
+      raise ValueError(
+        f'The vocabulary {path!r} of the task {task.name!r} could not be read;'
+        ' give the path of a copy (VOCAB_PATH).'
+      )
+
+
+def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
+  """A seqio example, converted to ids, text, numbers and lists of text."""
+  fields: dict[str, Any] = {'targets': np.zeros(0, np.int32)}
+  for key, value in example.items():
+    if isinstance(value, bytes):
+      fields[key] = _text(value)
+    elif key in ends:
+      if value.ndim == 1 and np.issubdtype(value.dtype, np.integer):
+        fields[key] = value.astype(np.int32)
+    elif isinstance(value, np.number):
+      fields[key] = value.item()
+    elif np.ndim(value) == 1 and value.dtype.hasobject:
+      fields[key] = [_text(part) for part in value]
+  if fields['targets'].tolist() == [ends.get('targets')]:
+    fields['targets'] = np.zeros(0, np.int32)
+  return fields
+
+
+def _text(value: bytes) -> str:
+  return value.decode('utf-8', 'replace')

@@ -1,126 +1,361 @@
-"""Turns text into token ids and back, with sentencepiece.
+"""Turns text into token ids and back, for every kind of vocabulary.
 
-Ids follow T5's convention: 0 pads, 1 ends a sequence, 2 is unknown, there is
-no begin-of-sequence. Other vocabularies may have another end and a padding id
-of their own (MADLAD-400: 0 is unknown, 1 pads, 2 ends). Rows are padded with 0
-nevertheless, and encoders ignore id 0, as in T5X: so id 0 must not be text.
-sentencepiece is imported only when a tokenizer is made, so that work on
-pre-tokenised arrays does not need it.
+Rows of ids are padded with 0 whatever a vocabulary's own padding id is, and
+encoders ignore id 0, as in T5X: so id 0 must not be text.
 """
 
+import copy
+import functools
 import hashlib
 import io
+import itertools
+import json
 import os
-from collections.abc import Container, Iterable, Sequence
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.files.locations import open_location
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.files import shipped
+from specdec_jax.files.locations import check_path
+from specdec_jax.text.vocabulary import (
+  ADDED,
+  END,
+  MARK,
+  PIECES,
+  SENTENCEPIECE,
+  SENTINEL,
+  SETTINGS,
+  TOKENIZER,
+  VOCAB,
+  JsonBackend,
+  PiecesBackend,
+  added_tokens,
+  content,
+  m2m_backend,
+  settings,
+)
 
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
-# For comparison: the largest vocabulary in use, of 256,000 pieces, has 5 MiB.
-MOST_BYTES = 256 << 20
+_ENDS = (END, '</s>')  # where no file says which
+# Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
+_LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
 
 class Tokenizer:
-  """A sentencepiece model whose id 0 is not text.
+  """A vocabulary, and what texts begin and end with.
+
+  A text is split at the added tokens that it names, such as `<extra_id_0>` of
+  T5; the rest is cut into pieces.
 
   Attributes:
-    vocab_size: number of pieces, V.
-    least_size: the least V of a network of this vocabulary.
-    pad_id, eos_id, unk_id: special ids. `pad_id` is 0, with which rows are
-      padded, whatever the vocabulary's own padding id is.
-    languages: name -> id of the token of each language that texts are marked
-      with; empty here.
-    fingerprint: sha256 (hex) of the model file's bytes. It is the same for two
-      models that share a vocabulary.
+    vocab_size: V, the largest id that the vocabulary's files name plus one.
+    least_size: the least V of a network of this vocabulary: special tokens past
+      it are none that a text must have (Gemma's place of an image).
+    pad_id, eos_id, unk_id: special ids. Where the vocabulary has no padding or
+      no unknown token, `pad_id` and `unk_id` are the end of sequence.
+    before, after: ids that the vocabulary puts around a text, such as `<s>` and
+      `</s>` in CodeT5, except languages.
+    says_ends: whether the vocabulary's own files say what is in them.
+    bos_id: the id in `before`; None is none, as in T5, GPT-2 and Qwen.
+    start_id: what the texts of a decoder-only model begin with where no file
+      says it: the end of sequence of BPE, as in GPT-2, or 0, as in models that
+      were trained here and in T5X's.
+    languages: name -> id of the token of each language, of the vocabularies of
+      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
+    split_special_tokens, skip_special_tokens: as for `__init__`.
   """
 
-  def __init__(self, path: str | os.PathLike[str]):
-    """Loads a model file, on this machine or `gs://bucket/file`.
+  def __init__(
+    self,
+    path: str | os.PathLike[str],
+    eos_token: str | None = None,
+    *,
+    split_special_tokens: bool = False,
+    skip_special_tokens: bool | None = None,
+  ):
+    """Loads a vocabulary.
+
+    Args:
+      path: a sentencepiece model, also `gs://bucket/file`; a tokenizer.json; or
+        a folder with tokenizer.json, or spiece.model, or vocab.json with
+        sentencepiece.bpe.model (M2M-100) or with merges.txt (GPT-2); the first
+        that exists is taken.
+      eos_token: the token that ends a sequence; None is what the folder says.
+      split_special_tokens: whether the name of a special token in a text, such
+        as `</s>` or `<extra_id_0>`, is text. Otherwise it is that token. Added
+        tokens that are not special are tokens in any case. Control tokens of a
+        sentencepiece model that is in no folder are always text.
+      skip_special_tokens: whether special tokens have no text in an output.
+        None: they have none, except sentinels.
 
     Raises:
-      ValueError: the file is missing, unreadable, not a regular file, larger
-        than MOST_BYTES or not a sentencepiece model; or its id 0 is text, or it
-        has no end-of-sequence piece.
+      ValueError: a file is missing or broken or of a kind that is not known,
+        two files contradict each other, id 0 of a sentencepiece model is text,
+        or there is no such token.
     """
+    check_path(path)
     self.path = os.fspath(path)
-    self._processor, proto = read_model(path)
-    self.vocab_size: int = self._processor.vocab_size()
-    self.least_size: int = self.vocab_size
-    self.pad_id: int = PAD_ID
-    self.eos_id: int = self._processor.eos_id()
-    self.unk_id: int = self._processor.unk_id()
-    self.languages: dict[str, int] = {}
-    self.fingerprint = hashlib.sha256(proto).hexdigest()
-    no_text = self._processor.is_control(0) or self._processor.is_unknown(0)
-    if not no_text or self.eos_id < 0:
+    self.split_special_tokens = split_special_tokens
+    self.skip_special_tokens = skip_special_tokens
+    self._backend, config = _open(shipped.find(self.path))
+    self._set_ids(config, eos_token)
+
+  def _set_ids(self, config: dict[str, Any], eos_token: str | None) -> None:
+    backend = self._backend
+    ids = {piece: i for i, piece in backend.pieces.items()}
+    if eos_token is not None and eos_token not in ids:
+      where = f'eos_token for {self.path!r}'
+      raise unexpected(where, 'a token of this vocabulary', eos_token)
+    eos_token = eos_token or content(config.get('eos_token'))
+    ends = [ids.get(eos_token or ''), *backend.after[-1:]]
+    ends += [ids.get(name) for name in _ENDS]
+    eos_id = next((i for i in ends if i is not None), None)
+    if eos_id is None:
+      missing = f'{eos_token or _ENDS[0]!r}, nor one behind a text'
       raise ValueError(
-        f'{self.path!r} has the piece {self._processor.id_to_piece(0)!r} as id'
-        f' 0 and end-of-sequence id {self.eos_id}; expected padding or the'
-        ' unknown piece as id 0, and an end of sequence (train it with'
-        ' pad_id=0, eos_id=1, unk_id=2).'
+        f'{self.path!r} has no end of sequence: neither {missing}. Give it as'
+        ' eos_token.'
       )
+    self.eos_id: int = eos_id
+    pad_token = content(config.get('pad_token')) or '<pad>'
+    self.pad_id: int = ids.get(pad_token, eos_id)
+    self.unk_id: int = ids.get(content(config.get('unk_token')), eos_id)
+    self._special = {i for i, token in backend.added.items() if token.special}
+    if isinstance(backend, PiecesBackend):
+      self.unk_id = backend.unk_id
+      if 'pad_token' not in config:
+        self.pad_id = PAD_ID
+      self._special |= {*backend.control}
+      if backend.eos_id < 0 or 0 not in self._special:
+        raise ValueError(
+          f'{self.path!r} has the piece {backend.pieces[0]!r} as id 0 and'
+          f' end-of-sequence id {backend.eos_id}; expected padding or the'
+          ' unknown piece as id 0, and an end of sequence (train it with'
+          ' pad_id=0, eos_id=1, unk_id=2).'
+        )
+    self.languages: dict[str, int] = {
+      match[1] or match[0]: i
+      for i in sorted(self._special)
+      if (match := _LANGUAGE.fullmatch(backend.pieces[i]))
+    }
+    languages = {*self.languages.values()}
+    self.says_ends = isinstance(backend, JsonBackend)
+    after = backend.after if self.says_ends else [eos_id]
+    self.before = [i for i in backend.before if i not in languages]
+    self.after = [i for i in after if i not in languages]
+    self.bos_id: int | None = self.before[0] if self.before else None
+    self.start_id: int = eos_id if backend.is_bpe else PAD_ID
+    self._set_sizes()
+
+  def _set_sizes(self) -> None:
+    backend = self._backend
+    self.vocab_size = 1 + max(backend.pieces.keys() - backend.sentinels)
+    text = backend.pieces.keys() - self._special
+    ends = {self.eos_id, *self.before, *self.languages.values()}
+    self.least_size = 1 + max(text | ends)
+    skip = self.skip_special_tokens
+    self._hidden = {
+      i
+      for i in self._special & backend.pieces.keys()
+      if skip or (skip is None and not SENTINEL.fullmatch(backend.pieces[i]))
+    }
+
+  def is_text(self, token: int) -> bool:
+    """Whether an id is a piece of text, not padding or a token of its own."""
+    return token in self.pieces and not (
+      token in self._special
+      or token in self._backend.added
+      or token in (self.pad_id, self.unk_id, self.eos_id)
+    )
+
+  @property
+  def pieces(self) -> dict[int, str]:
+    """id -> the text that the vocabulary's file has for it."""
+    return self._backend.pieces
+
+  def for_network(
+    self,
+    size: int,
+    split_special_tokens: bool | None = None,
+    skip_special_tokens: bool | None = None,
+  ) -> 'Tokenizer':
+    """This vocabulary, for a network of `size` ids.
+
+    A sentencepiece model alone does not say whether there are T5's sentinels
+    behind its pieces; so their names are text if the network lacks their ids.
+
+    Args:
+      size: the network's ids.
+      split_special_tokens: as for `__init__`; None: as it is.
+      skip_special_tokens: likewise.
+    """
+    made, backend = copy.copy(self), self._backend
+    if split_special_tokens is not None:
+      made.split_special_tokens = split_special_tokens
+    if skip_special_tokens is not None:
+      made.skip_special_tokens = skip_special_tokens
+    if isinstance(backend, PiecesBackend) and backend.sentinels:
+      made._backend = backend.with_sentinels(size > max(backend.sentinels))
+    made._set_sizes()
+    return made
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """sha256 (hex) of the pieces by id, added tokens left out, and languages.
+
+    It is the same for all files of one vocabulary, of whatever kind.
+    """
+    added = self._special | self._backend.added.keys()
+    pieces = sorted(
+      (i, piece)
+      for i, piece in self.pieces.items()
+      if i not in added and not SENTINEL.fullmatch(piece)
+    )
+    text = json.dumps([pieces, sorted(self.languages.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
 
   def encode(self, text: str) -> list[int]:
-    """Ids of `text`, without an end-of-sequence id."""
-    return self._processor.encode(text)
+    """Ids of `text`, without those in `before` and `after`."""
+    return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Applies `encode` to each text, with several threads."""
-    return self._processor.encode(list(texts))
+    return self._backend.encode(list(texts), not self.split_special_tokens)
 
-  def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; padding and end-of-sequence give no text.
+  def encode_marked(self, text: str) -> list[int]:
+    """Ids of a rendered chat: names of special tokens are those tokens.
+
+    Not so the names that `hide_names` has marked as words of a user.
 
     Raises:
-      ValueError: an id is outside [0, vocab_size).
+      ValueError: the vocabulary makes a special token of other letters than its
+        name, or of a marked name.
     """
-    return self._processor.decode(
-      self._with_text(ids, (self.pad_id, self.eos_id))
-    )
+    return self._backend.encode_marked(text)
 
-  def _with_text(
-    self, ids: Iterable[int], no_text: Container[int]
-  ) -> list[int]:
-    """The ids that have a text, all of them checked."""
-    kept = []
+  def hide_names(self, text: str) -> str:
+    """Marks names of special tokens in a user's words, see `encode_marked`."""
+    return self._names.sub(rf'\1{MARK}', text.replace(MARK, ''))
+
+  @functools.cached_property
+  def _names(self) -> re.Pattern[str]:
+    """Finds the first letter of each special token's name."""
+    names = _any_of({self.pieces[i] for i in self._special})
+    return re.compile(rf'(?={names})(.)', re.S)
+
+  def whole(self, text: str, most: int | None = None) -> list[int]:
+    """Ids of a whole input or output, cut so that its ends are in it.
+
+    Where the vocabulary puts nothing behind a text, that is its end alone.
+
+    Args:
+      text: the text.
+      most: the most ids; None: no limit.
+    """
+    first, last = self.before, self.after
+    if not last:
+      first, last = [], [self.eos_id]
+    ids = self.encode(text)
+    if most is not None:
+      ids = ids[: max(0, most - len(first) - len(last))]
+    return [*first, *ids, *last]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of `ids`; see `skip_special_tokens`.
+
+    Raises:
+      ValueError: an id is outside the vocabulary.
+    """
+    shown = []
     for token in map(int, ids):
-      if not 0 <= token < self.vocab_size:
+      is_known = token in self.pieces
+      if not is_known and not 0 <= token < self.vocab_size:
         raise ValueError(
           f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
         )
-      if token not in no_text:
-        kept.append(token)
-    return kept
+      if is_known and token not in self._hidden:
+        shown.append(token)
+    return self._backend.decode(shown)
 
 
-def read_model(path: str | os.PathLike[str]) -> tuple[Any, bytes]:
-  """A sentencepiece processor, and the bytes of its file.
+def _any_of(names: set[str]) -> str:
+  """A pattern of any of the names, which looks at each letter once."""
+  if '' in names or not names:
+    return '' if names else '(?!)'
+  groups = itertools.groupby(sorted(names), lambda name: name[0])
+  parts = (
+    re.escape(c) + _any_of({n[1:] for n in group}) for c, group in groups
+  )
+  return f'(?:{"|".join(parts)})'
 
-  Raises:
-    ValueError: as for `Tokenizer`, but of what the ids mean.
+
+def contradiction(ours: Any, theirs: Any) -> str:
+  """Says which id means another token in `other`; '' if all are the same.
+
+  Of two vocabularies one may have tokens more, such as those that a fine-tune
+  added. Of a tokenizer of somebody's own only the fingerprint is known.
   """
-  sentencepiece = _import_sentencepiece()
-  path = os.fspath(path)
-  try:
-    proto = open_location(path).read_all(MOST_BYTES)
-  except OSError as error:
+  if not (isinstance(ours, Tokenizer) and isinstance(theirs, Tokenizer)):
+    same = ours.fingerprint == theirs.fingerprint
+    return '' if same else 'their fingerprints do'
+  ours, theirs = ours.pieces, theirs.pieces
+  if ours is not theirs:
+    for i in sorted(ours.keys() & theirs.keys()):
+      if ours[i] != theirs[i]:
+        return f'id {i} is {ours[i]!r} and {theirs[i]!r}'
+  return ''
+
+
+def _open(path: str) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
+  """A vocabulary's backend, and the tokenizer_config.json beside it."""
+  place = pathlib.Path(path)
+  is_folder = '://' not in path and place.is_dir()
+  folder = place if is_folder else place.parent
+  names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
+  if is_folder:
+    name = next((name for name in names if (folder / name).exists()), '')
+  else:
+    beside = any((folder / name).exists() for name in (SETTINGS, ADDED))
+    name = place.name if place.name in names[:2] and beside else ''
+  if name:
+    config = settings(folder)
+    if name == PIECES:
+      return m2m_backend(folder, config), config
+    added = added_tokens(folder, config)
+    if name == SENTENCEPIECE:
+      return PiecesBackend(folder / name, config, added), config
+    backend = JsonBackend(folder / name, config, added)
+    if is_folder and name == TOKENIZER:
+      _check_same(folder, backend)
+    return backend, config
+  if is_folder:
     raise ValueError(
-      f'No tokenizer model could be read at {path!r}: {error.strerror}.'
-      ' Expected the path of a sentencepiece .model file.'
-    ) from error
-  try:
-    if not proto:
-      raise RuntimeError('the file is empty')
-    return sentencepiece.SentencePieceProcessor(model_proto=proto), proto
-  except (RuntimeError, TypeError) as error:
-    raise ValueError(
-      f'{path!r} ({len(proto)} bytes) is not a whole sentencepiece'
-      ' model; copy it again from its source.'
-    ) from error
+      f'No vocabulary could be read at {path!r}: the folder has no {TOKENIZER},'
+      f' {SENTENCEPIECE} or {VOCAB}.'
+    )
+  if place.suffix == '.json' and '://' not in path:
+    return JsonBackend(place, {}, {}), {}
+  return PiecesBackend(path), {}
+
+
+def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
+  """Raises ValueError if spiece.model has other pieces than tokenizer.json."""
+  if not (folder / SENTENCEPIECE).exists():
+    return
+  pieces = PiecesBackend(folder / SENTENCEPIECE).pieces
+  for i, piece in pieces.items():
+    other = backend.pieces.get(i, piece)
+    if other != piece and not SENTINEL.fullmatch(other):
+      raise ValueError(
+        f'{os.fspath(folder)!r} has two vocabularies: id {i} is {other!r} in'
+        f' {TOKENIZER} and {piece!r} in {SENTENCEPIECE}. Take the files of one'
+        ' source, or remove the one that the weights do not belong to.'
+      )
 
 
 def train_tokenizer(
@@ -141,7 +376,8 @@ def train_tokenizer(
   Raises:
     ValueError: there is too little text for that many pieces.
   """
-  sentencepiece = _import_sentencepiece()
+  import sentencepiece
+
   proto = io.BytesIO()
   try:
     sentencepiece.SentencePieceTrainer.train(
@@ -167,14 +403,3 @@ def train_tokenizer(
     ) from error
   files.write_atomically(path, proto.getvalue())
   return Tokenizer(path)
-
-
-def _import_sentencepiece() -> Any:
-  try:
-    import sentencepiece
-  except ImportError as error:
-    raise ValueError(
-      'Text needs the package sentencepiece, which is not installed. Install'
-      ' it, or work from token arrays.'
-    ) from error
-  return sentencepiece

@@ -1,9 +1,17 @@
-"""Training with optax, for scripts/train.py.
+"""Trains models and drafters, with optax.
 
-`TrainRun` describes a run, `train` runs it.
+`TrainRun` describes a run of training or distillation, `train` runs it.
+`distil` makes a calibrated drafter from texts alone; `ngram` fits tables.
 """
 
-from specdec_jax.training.config import FromTarget, Likelihood, TrainRun
-from specdec_jax.training.run import train
+from specdec_jax.training.own_drafter import DistilConfig, distil
+from specdec_jax.training.run import FromTarget, Likelihood, TrainRun, train
 
-__all__ = ['FromTarget', 'Likelihood', 'TrainRun', 'train']
+__all__ = [
+  'DistilConfig',
+  'FromTarget',
+  'Likelihood',
+  'TrainRun',
+  'distil',
+  'train',
+]

@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.arguments import check_increasing
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.arguments import check_at_least, check_increasing
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.pairs import TokenPairs
+
+NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
 
 
 class Batch(NamedTuple):
   """Padded rows in N parts; a row that is all padding has no weight.
 
   Attributes:
-    inputs: int32[N, B, L], source ids, end of sequence, padding.
-    targets: int32[N, B, S], target ids, end of sequence, padding.
+    inputs: int32[N, B, L], source ids, end of sequence, `PAD_ID`.
+    targets: int32[N, B, S], target ids, end of sequence, `NO_TOKEN`.
   """
 
   inputs: Any
@@ -51,6 +53,7 @@ class PackingConfig:
     max_targets: if > 0, the most target places per row, for data whose targets
       are much shorter than its sources; 0 is as many as source places.
     seed: decides order and joining. Together with the step it decides a batch.
+    eos_id: the end of sequence; of a run over text, its vocabulary's.
   """
 
   weights: tuple[float, ...] = (0.4, 0.25, 0.2, 0.15)
@@ -59,25 +62,17 @@ class PackingConfig:
   tokens_per_part: int = 0
   max_targets: int = 0
   seed: int = 0
+  eos_id: int = EOS_ID
 
   def __post_init__(self):
     check_types(self)
     if not self.weights or min(self.weights) < 0 or sum(self.weights) <= 0:
-      raise ValueError(
-        f'PackingConfig.weights is {self.weights}; expected weights >= 0, at'
-        ' least one of them > 0.'
-      )
+      expected = 'weights >= 0, at least one of them > 0'
+      raise unexpected('PackingConfig.weights', expected, self.weights)
     check_increasing(self, buckets=1)
-    if self.tokens_per_batch < self.buckets[-1]:
-      raise ValueError(
-        f'PackingConfig.tokens_per_batch is {self.tokens_per_batch}; expected'
-        f' at least the longest bucket, {self.buckets[-1]}, for one row.'
-      )
-    if self.max_targets < 0 or self.max_targets == 1:
-      raise ValueError(
-        f'PackingConfig.max_targets is {self.max_targets}; expected 0, or at'
-        ' least 2: a token and its end.'
-      )
+    # A batch has room for one row, and a row for a token and its end.
+    check_at_least(self, tokens_per_batch=self.buckets[-1], tokens_per_part=0)
+    check_at_least(self, max_targets=2 if self.max_targets else 0)
 
   def target_places(self, length: int) -> int:
     """Places on the target side of a bucket."""
@@ -128,20 +123,13 @@ class PackedBatches:
     self.num_dropped = len(pairs) - len(self._usable)
     if not len(self._usable):
       raise ValueError(
-        f'None of the {len(pairs)} pairs is non-empty and shorter than the'
-        f' longest bucket ({config.buckets[-1]} source and'
-        f' {config.target_places(config.buckets[-1])} target tokens with their'
-        ' ends).'
+        f'None of the {len(pairs)} pairs is non-empty and fits into the longest'
+        f' bucket of PackingConfig.buckets, {config.buckets[-1]}, and'
+        f' max_targets, {config.max_targets}, with its end.'
       )
     # One plan is a few MB; it is enough to keep the current and the last epoch.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
     self._starts = [0]
-
-  def shape(self, length: int) -> tuple[int, int, int]:
-    """The shape (N, B, L) of the sources of a bucket's batch."""
-    budget = self._config.tokens_per_batch
-    rows = max(1, (self._config.tokens_per_part or budget) // length)
-    return max(1, budget // (rows * length)), rows, length
 
   def shapes(self) -> list[Batch]:
     """Shapes of both sides of the first epoch's batches, one per bucket.
@@ -152,8 +140,12 @@ class PackedBatches:
     return [self._shapes(length) for length in sorted(lengths)]
 
   def _shapes(self, length: int) -> Batch:
-    *rows, _ = self.shape(length)
-    return Batch((*rows, length), (*rows, self._config.target_places(length)))
+    """The shapes (N, B, L) and (N, B, S) of a bucket's batch."""
+    budget = self._config.tokens_per_batch
+    rows = max(1, (self._config.tokens_per_part or budget) // length)
+    parts = max(1, budget // (rows * length))
+    places = self._config.target_places(length)
+    return Batch((parts, rows, length), (parts, rows, places))
 
   def epoch(self, number: int = 0) -> Iterator[Batch]:
     """All batches of one epoch."""
@@ -162,33 +154,32 @@ class PackedBatches:
 
   def batch(self, step: int) -> Batch:
     """The batch of a step, counted from 0 over all epochs."""
+    return self._gather(*self._place(step))
+
+  def epochs_done(self, step: int) -> float:
+    """How many times the data has been seen before `step`."""
+    number, index = self._place(step)
+    return number + index / len(self._plan(number).batches)
+
+  def _place(self, step: int) -> tuple[int, int]:
+    """The epoch of a step, and which of its batches it is."""
     while self._starts[-1] <= step:
-      number = len(self._starts) - 1
-      batches = len(self._plan(number).batches)
-      self._starts.append(self._starts[-1] + batches)
+      batches = self._plan(len(self._starts) - 1).batches
+      self._starts.append(self._starts[-1] + len(batches))
     number = bisect.bisect_right(self._starts, step) - 1
-    return self._gather(number, step - self._starts[number])
+    return number, step - self._starts[number]
 
   def examples(self, number: int = 0) -> TokenPairs:
     """The examples of one epoch in random order: the joined pairs."""
     plan = self._plan(number)
-    order, bounds = plan.order, plan.bounds
-    joined = [
-      [self._pairs[i] for i in order[begin:end]]
-      for begin, end in itertools.pairwise(bounds)
-    ]
-    inputs, targets = (
-      [np.concatenate([pair[side] for pair in pairs]) for pairs in joined]
-      for side in range(2)
-    )
-    return TokenPairs.from_lists(inputs, targets)
+    joined = [self._joined(plan, i) for i in range(len(plan.bounds) - 1)]
+    return TokenPairs.from_lists(*zip(*joined, strict=True))
 
-  def epochs_done(self, step: int) -> float:
-    """How many times the data has been seen before `step`."""
-    self.batch(step)
-    number = bisect.bisect_right(self._starts, step) - 1
-    begin, end = self._starts[number : number + 2]
-    return number + (step - begin) / (end - begin)
+  def _joined(self, plan: _Plan, example: int) -> tuple[np.ndarray, ...]:
+    """The source and the target of an example."""
+    begin, end = plan.bounds[example : example + 2]
+    pairs = [self._pairs[i] for i in plan.order[begin:end]]
+    return tuple(map(np.concatenate, zip(*pairs, strict=True)))
 
   def _make_plan(self, number: int) -> _Plan:
     rng = np.random.Generator(
@@ -234,39 +225,30 @@ class PackedBatches:
     left = np.empty(0, np.int64)
     bucket_of = np.searchsorted(self._config.buckets, lengths)
     for index, length in enumerate(self._config.buckets):
-      rows = math.prod(self.shape(length)[:2])
+      rows = math.prod(self._shapes(length).inputs[:2])
       waiting = np.concatenate([left, np.flatnonzero(bucket_of == index)])
       full = len(waiting) // rows * rows
       batches += [(length, chunk) for chunk in waiting[:full].reshape(-1, rows)]
       left = waiting[full:]
     if len(left) and (self._keep_all or not batches):
-      batches += self._leftover(left, lengths[left])
+      # Batches that may not be full, in the bucket of the longest example.
+      index = int(np.searchsorted(self._config.buckets, lengths[left].max()))
+      length = self._config.buckets[index]
+      rows = math.prod(self._shapes(length).inputs[:2])
+      starts = range(0, len(left), rows)
+      batches += [(length, left[at : at + rows]) for at in starts]
     return batches
-
-  def _leftover(
-    self, examples: np.ndarray, lengths: np.ndarray
-  ) -> list[tuple[int, np.ndarray]]:
-    """Batches that may not be full, in the bucket of the longest example."""
-    index = int(np.searchsorted(self._config.buckets, lengths.max()))
-    length = self._config.buckets[index]
-    rows = math.prod(self.shape(length)[:2])
-    return [
-      (length, examples[at : at + rows]) for at in range(0, len(examples), rows)
-    ]
 
   def _gather(self, number: int, index: int) -> Batch:
     plan = self._plan(number)
     length, examples = plan.batches[index]
     shapes = self._shapes(length)
     batch = [
-      np.full((math.prod(shape[:2]), shape[2]), PAD_ID, np.int32)
-      for shape in shapes
+      np.full((math.prod(shape[:2]), shape[2]), padding, np.int32)
+      for shape, padding in zip(shapes, (PAD_ID, NO_TOKEN), strict=True)
     ]
     for row, example in enumerate(examples):
-      begin, end = plan.bounds[example : example + 2]
-      pairs = [self._pairs[i] for i in plan.order[begin:end]]
-      for side in range(2):
-        ids = np.concatenate([pair[side] for pair in pairs])
-        batch[side][row, : len(ids)] = ids
-        batch[side][row, len(ids)] = EOS_ID
+      for side, ids in zip(batch, self._joined(plan, example), strict=True):
+        side[row, : len(ids)] = ids
+        side[row, len(ids)] = self._config.eos_id
     return Batch(*map(np.reshape, batch, shapes))

@@ -1,31 +1,75 @@
-"""Losses over logits, for each token."""
+"""What training minimises: cross-entropy, distillation, heads.
+
+An objective is a pytree with one method, see `Objective`. Parameters of a
+frozen target are leaves of it, so that they are arguments of the compiled step
+and not literals in it.
+"""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+import optax
 
-from specdec_jax.checks.fields import check_types
-from specdec_jax.models.base import start_id
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.models.base import Params, reads_encoder
+from specdec_jax.training.data import NO_TOKEN, Batch
+
+Sums = dict[str, jax.Array]
 
 
-def shift_right(targets: jax.Array, model: Any) -> jax.Array:
-  """Decoder inputs int32[B, S] from targets int32[B, S].
+class Objective(Protocol):
+  """A loss, and what is measured on held-out data."""
 
-  Rows begin with the `start_id` of the model.
+  def sums(
+    self, params: Params, batch: Batch, key: jax.Array | None = None
+  ) -> Sums:
+    """Sums over the tokens that count.
+
+    Args:
+      params: the parameters that learn.
+      batch: one part of a batch, [B, L].
+      key: of the dropout in training; None is an evaluation, which has no
+        dropout and may measure more.
+
+    Returns:
+      'loss', what training minimises; 'tokens', the number of tokens; and
+      others, which are reported divided by that number.
+    """
+
+
+def teacher_forced(
+  targets: jax.Array, start_id: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """What a decoder reads, what it is to say, and which places count.
+
+  Args:
+    targets: int32[B, S], `NO_TOKEN` past each row's end.
+    start_id: the id that a decoder begins with. None: texts begin with nothing,
+      so that the first token is only read.
+
+  Returns:
+    Decoder inputs int32[B, S], targets int32[B, S] and weights float32[B, S],
+    0 past each row's end; S is one less if `start_id` is None.
   """
-  first = start_id(model)
-  return jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=first)
+  ids = jnp.maximum(targets, 0)
+  if start_id is None:
+    fed, targets = ids[:, :-1], targets[:, 1:]
+  else:
+    first = ((0, 0), (1, 0))
+    fed = jnp.pad(ids[:, :-1], first, constant_values=start_id)
+  weights = (targets != NO_TOKEN).astype(jnp.float32)
+  return fed, jnp.maximum(targets, 0), weights
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def cross_entropy(
   logits: jax.Array,
   targets: jax.Array,
-  label_smoothing: float,
-  z_loss: float,
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
 ) -> jax.Array:
   """Cross-entropy of each token, with label smoothing and z-loss.
 
@@ -42,32 +86,15 @@ def cross_entropy(
   Returns:
     float32[B, S], nats.
   """
-  return _cross_entropy_fwd(logits, targets, label_smoothing, z_loss)[0]
-
-
-def _cross_entropy_fwd(logits, targets, label_smoothing, z_loss):
-  normaliser = jax.nn.logsumexp(logits, axis=-1)
-  picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  loss = normaliser - (1.0 - label_smoothing) * picked
   if label_smoothing:
-    loss -= label_smoothing * logits.mean(axis=-1)
-  loss += z_loss * normaliser**2
-  return loss, (logits, targets, normaliser)
-
-
-def _cross_entropy_bwd(label_smoothing, z_loss, saved, cotangent):
-  # Written out so that the gradient over [B, S, V] is one fused pass. The
-  # gradient from autodiff first scatters into a zero array of that size.
-  logits, targets, normaliser = saved
-  probs = jnp.exp(logits - normaliser[..., None])
-  scale = (1.0 + 2.0 * z_loss * normaliser)[..., None]
-  ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
-  wanted = jnp.where(ids == targets[..., None], 1.0 - label_smoothing, 0.0)
-  wanted += label_smoothing / logits.shape[-1]
-  return (scale * probs - wanted) * cotangent[..., None], None
-
-
-cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+    one_hot = jax.nn.one_hot(targets, logits.shape[-1])
+    labels = optax.smooth_labels(one_hot, label_smoothing)
+    nats = optax.softmax_cross_entropy(logits, labels)
+  else:
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+  if z_loss:
+    nats += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+  return nats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +113,12 @@ class DistillationWeights:
 
   def __post_init__(self):
     check_types(self)
-    values = (self.kl, self.cross_entropy, self.total_variation)
+    values = dataclasses.astuple(self)
     if min(values) < 0 or sum(values) <= 0:
-      raise ValueError(
-        f'DistillationWeights is {values}; expected weights >= 0, at least one'
-        ' of them > 0.'
-      )
+      wanted = 'weights >= 0, at least one of them > 0'
+      raise unexpected('DistillationWeights', wanted, values)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def distillation(
   draft_logits: jax.Array,
   target_logits: jax.Array,
@@ -117,45 +141,144 @@ def distillation(
     The weighted sum, float32[B, S], nats; and alpha, float32[B, S], the
     probability that a proposal is accepted at temperature 1.
   """
-  return _distillation_fwd(draft_logits, target_logits, tokens, weights)[0]
-
-
-def _distillation_fwd(draft_logits, target_logits, tokens, weights):
-  draft_norm = jax.nn.logsumexp(draft_logits, axis=-1)
-  target_norm = jax.nn.logsumexp(target_logits, axis=-1)
-  draft = draft_logits - draft_norm[..., None]
-  target = target_logits - target_norm[..., None]
-  # Three sums in one pass over [B, S, V].
-  overlap = jnp.exp(jnp.minimum(draft, target))
-  alpha = jnp.sum(overlap, axis=-1)
-  behind = jnp.sum(jnp.where(draft < target, overlap, 0.0), axis=-1)
+  draft = jax.nn.log_softmax(draft_logits)
+  target = jax.lax.stop_gradient(jax.nn.log_softmax(target_logits))
+  alpha = jnp.sum(jnp.exp(jnp.minimum(draft, target)), axis=-1)
   loss = weights.total_variation * (1.0 - alpha)
   if weights.kl:
-    loss += weights.kl * jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
+    divergence = optax.losses.kl_divergence_with_log_targets(draft, target)
+    loss += weights.kl * divergence
   if weights.cross_entropy:
-    picked = jnp.take_along_axis(draft_logits, tokens[..., None], axis=-1)
-    loss += weights.cross_entropy * (draft_norm - picked[..., 0])
-  saved = draft_logits, target_logits, tokens, draft_norm, target_norm, behind
-  return (loss, alpha), saved
+    loss += weights.cross_entropy * cross_entropy(draft_logits, tokens)
+  return loss, jax.lax.stop_gradient(alpha)
 
 
-def _distillation_bwd(weights, saved, cotangents):
-  # With d = draft, t = target, over the drafter's logits:
-  #   D(t || d)          d - t
-  #   cross-entropy      d - onehot
-  #   1 - sum min(t, d)  d * (sum_x [d < t] d(x) - [d < t])
-  # One fused pass over [B, S, V], as for `cross_entropy`.
-  draft_logits, target_logits, tokens, draft_norm, target_norm, behind = saved
-  draft = draft_logits - draft_norm[..., None]
-  target = target_logits - target_norm[..., None]
-  draft_probs = jnp.exp(draft)
-  pull = weights.kl + weights.cross_entropy
-  pull += weights.total_variation * (behind[..., None] - (draft < target))
-  gradient = pull * draft_probs - weights.kl * jnp.exp(target)
-  if weights.cross_entropy:
-    ids = jax.lax.broadcasted_iota(tokens.dtype, draft_logits.shape, 2)
-    gradient -= jnp.where(ids == tokens[..., None], weights.cross_entropy, 0.0)
-  return gradient * cotangents[0][..., None], None, None
+_static = functools.partial(flax.struct.field, pytree_node=False)
 
 
-distillation.defvjp(_distillation_fwd, _distillation_bwd)
+@flax.struct.dataclass
+class CrossEntropy:
+  """Maximum likelihood of the targets; an `Objective`.
+
+  An evaluation has the plain likelihood, and 'accuracy'.
+
+  Attributes:
+    model: has `logits(params, inputs, decoder_inputs, dropout_key)`.
+    start_id: see `teacher_forced`.
+    label_smoothing, z_loss: see `cross_entropy`; training only.
+  """
+
+  model: Any = _static()
+  start_id: int | None = _static(default=0)
+  label_smoothing: float = _static(default=0.0)
+  z_loss: float = _static(default=0.0)
+
+  def sums(self, params, batch, key=None):
+    fed, targets, weights = teacher_forced(batch.targets, self.start_id)
+    logits = self.model.logits(params, batch.inputs, fed, dropout_key=key)
+    logits = logits.astype(jnp.float32)
+    sums = {'tokens': weights.sum()}
+    if key is None:
+      nats = cross_entropy(logits, targets)
+      hits = logits.argmax(axis=-1) == targets
+      sums['accuracy'] = jnp.sum(hits * weights)
+    else:
+      nats = cross_entropy(logits, targets, self.label_smoothing, self.z_loss)
+    return sums | {'loss': jnp.sum(nats * weights)}
+
+
+@flax.struct.dataclass
+class Distillation:
+  """A drafter learns to propose what its target would say; an `Objective`.
+
+  The training sequences should be the target's own outputs
+  (`outputs.generate_outputs`), because a drafter in use continues such outputs.
+  Reported are 'alpha', the expected acceptance rate at temperature 1, and in an
+  evaluation 'agreement', how often the argmaxes are the same (temperature 0).
+
+  Attributes:
+    draft: the model that learns; it may read the target's encoder.
+    target: the model to follow, of the same vocabulary.
+    target_params: the target's parameters, constant.
+    start_id: see `teacher_forced`.
+    weights: weights of the terms of `distillation`.
+  """
+
+  draft: Any = flax.struct.field(pytree_node=False)
+  target: Any = flax.struct.field(pytree_node=False)
+  target_params: Any
+  start_id: int | None = _static(default=0)
+  weights: DistillationWeights = _static(default=DistillationWeights())
+
+  def sums(self, params, batch, key=None):
+    fed, tokens, mask = teacher_forced(batch.targets, self.start_id)
+    encoded = {}
+    if reads_encoder(self.draft):
+      states = self.target.encode(self.target_params, batch.inputs)
+      encoded = {'encoded': jax.lax.stop_gradient(states)}
+    draft = self.draft.logits(
+      params, batch.inputs, fed, dropout_key=key, **encoded
+    )
+    target = self.target.logits(
+      self.target_params, batch.inputs, fed, **encoded
+    )
+    compared = self._compared(draft, target, tokens, mask, key is None)
+    return compared | {'tokens': mask.sum()}
+
+  def _compared(self, draft, target, tokens, mask, evaluates) -> Sums:
+    """Sums of loss, alpha and, in an evaluation, agreement."""
+    draft, target = draft.astype(jnp.float32), target.astype(jnp.float32)
+    nats, alpha = distillation(draft, target, tokens, self.weights)
+    sums = {'loss': jnp.sum(nats * mask), 'alpha': jnp.sum(alpha * mask)}
+    if evaluates:
+      agrees = draft.argmax(axis=-1) == target.argmax(axis=-1)
+      sums['agreement'] = jnp.sum(agrees * mask)
+    return sums
+
+
+@flax.struct.dataclass
+class HeadDistillation(Distillation):
+  """Head i follows the target's distribution i places on; an `Objective`.
+
+  All places of a sequence are taken at once, teacher forced: at the place of
+  its token d_s, heads read the feature whose logits gave d_s (zeros for the
+  start token) and the embedding of d_s, conditioned heads those of the tokens
+  after it as well. 'alpha_i' and 'agreement_i' are those of head i, behind
+  accepted proposals.
+
+  Attributes:
+    draft: a `drafters.heads.Heads`; the target is a `FeatureModel`.
+    decay: weight of a head, divided by that of the head before it.
+  """
+
+  decay: float = _static(default=0.8)
+
+  def sums(self, params, batch, key=None):
+    fed, tokens, mask = teacher_forced(batch.targets, self.start_id)
+    features = self.target.features(self.target_params, batch.inputs, fed)
+    wanted = self.target.head(self.target_params, features)
+    embedded = self.target.embed(self.target_params, fed)
+    features, wanted, embedded = jax.lax.stop_gradient(
+      (features, wanted, embedded)
+    )
+    before = jnp.pad(features[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    sums = {'loss': jnp.float32(0), 'tokens': mask.sum()}
+    places = tokens.shape[1]
+    for i in range(min(self.draft.config.num_heads, places)):
+      # Head i at place s is to say what the target says at place s + i.
+      count = places - i
+      read = jnp.stack(
+        [embedded[:, j : j + count] for j in range(self.draft.num_read(i))],
+        axis=2,
+      )
+      states = self.draft.apply(params, i, before[:, :count], read)
+      logits = self.target.head(self.target_params, states)
+      counted = mask[:, i:]
+      head = self._compared(
+        logits, wanted[:, i:], tokens[:, i:], counted, key is None
+      )
+      sums['loss'] += self.decay**i * head.pop('loss')
+      # Scaled, so that a division by all tokens gives the mean over the head's.
+      scale = sums['tokens'] / jnp.maximum(counted.sum(), 1.0)
+      sums |= {f'{name}_{i + 1}': x * scale for name, x in head.items()}
+    return sums

@@ -2,37 +2,38 @@
 
 import dataclasses
 import hashlib
+import json
 import math
 import os
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import files, partitioning
+from specdec_jax import partitioning
 from specdec_jax.checks.arguments import (
   check_all_at_least,
   check_at_least,
   check_increasing,
 )
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, example_keys, new_request
+from specdec_jax.files import same_run
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
-from specdec_jax.training.pairs import TokenPairs
-from specdec_jax.training.settings import claim
+from specdec_jax.training.pairs import TokenPairs, read_arrays
 from specdec_jax.types import FinishReason
 
 # A call has dozens of rows, which share the cost of packing a kernel.
 PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 _ROUNDS_A_LOOK = 4  # rounds between two looks of the host for unfinished rows
+_LOG_SECONDS = 15  # between two lines of progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class OutputsConfig:
 
   Attributes:
     num_examples: the most sources to decode; 0 is all.
-    max_minutes: if > 0, no chunk is begun after this time. Batches come in
+    max_minutes: if > 0, no batch is begun after this time. Batches come in
       random order, so that the outputs made until then are a fair sample.
     temperatures: batches take these alternately; 0 is greedy.
     batch_size: rows decoded together, of similar source lengths.
@@ -52,7 +53,6 @@ class OutputsConfig:
     max_unfinished: a batch ends when at most this share of its rows is
       unfinished, and these rows are cut off: a row that repeats itself does not
       hold up the others.
-    chunk_batches: batches per file; a run that is killed loses at most so many.
     seed: the random numbers of an example derive from this seed and the
       example's number.
   """
@@ -65,24 +65,15 @@ class OutputsConfig:
   max_ratio: float = 1.25
   max_extra: int = 8
   max_unfinished: float = 0.05
-  chunk_batches: int = 8
   seed: int = 0
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(
-      self,
-      num_examples=0,
-      max_minutes=0.0,
-      batch_size=1,
-      chunk_batches=1,
-      max_ratio=0.0,
-      max_extra=1,
-    )
+    check_at_least(self, num_examples=0, max_minutes=0.0, batch_size=1)
+    check_at_least(self, max_ratio=0.0, max_extra=1)
     if not 0 <= self.max_unfinished < 1:
-      raise ValueError(
-        f'OutputsConfig.max_unfinished is {self.max_unfinished}; expected a'
-        ' share in [0, 1).'
+      raise unexpected(
+        'OutputsConfig.max_unfinished', 'a share in [0, 1)', self.max_unfinished
       )
     check_all_at_least(self, temperatures=0)
     check_increasing(self, widths=2)
@@ -107,14 +98,28 @@ class Output(NamedTuple):
 class Decoder:
   """Makes greedy or sampled outputs for sources of ids, batch by batch."""
 
-  def __init__(self, model: LanguageModel, config: OutputsConfig):
+  def __init__(
+    self,
+    model: LanguageModel,
+    config: OutputsConfig,
+    start_id: int | None = None,
+    eos_id: int = EOS_ID,
+  ):
+    """
+    Args:
+      model: the network.
+      config: how outputs are generated.
+      start_id: what a decoder-only model reads first; it reads no source.
+      eos_id: the end of sequence of sources and outputs.
+    """
     self._model, self._config = model, config
+    self._start_id, self._eos_id = start_id, eos_id
 
   def __call__(
     self,
     params: Params,
     sources: Sequence[np.ndarray],
-    ids: Sequence[int],
+    ids: Iterable[int],
     temperature: float = 0.0,
   ) -> list[Output]:
     """Decodes at most `batch_size` sources, each shorter than `widths[-1]`.
@@ -153,19 +158,24 @@ class Decoder:
     max_length = np.zeros(batch, np.int32)
     for row, source in enumerate(sources):
       inputs[row, : len(source)] = source
-      inputs[row, len(source)] = EOS_ID
+      inputs[row, len(source)] = self._eos_id
       max_length[row] = config.limit(len(source))
     numbers = np.zeros(batch, np.uint32)
-    numbers[: len(ids)] = ids
+    numbers[: len(sources)] = list(ids)
+    prompts: dict[str, Any] = {}
+    if not self._model.has_encoder:
+      prompts['prompt'] = np.full((batch, 1), self._start_id, np.int32)
+      prompts['prompt_length'] = np.ones(batch, np.int32)
     request = new_request(
       inputs,
       example_keys(config.seed, numbers),
       SamplingConfig(temperature=temperature),
       slots=config.limit(width - 1),
       gamma=0,
-      stop_ids=[EOS_ID],
+      stop_ids=[self._eos_id],
       max_length=max_length,
       with_log_probs=False,
+      **prompts,
     )
     return jax.device_put(request)  # it is used several times
 
@@ -181,17 +191,17 @@ def generate_outputs(
   sources: TokenPairs,
   path: str | os.PathLike[str],
   config: OutputsConfig = OutputsConfig(),
+  start_id: int | None = None,
+  eos_id: int = EOS_ID,
   log: Callable[[str], None] = print,
 ) -> TokenPairs:
   """Makes pairs of each source with the model's own output for it.
 
-  The pairs are written to `path` by `TokenPairs.save`. Until all exist, chunks
-  lie in a folder beside it, and a run that was killed is resumed after the last
-  chunk. Each chunk is sealed with a checksum (see `files.write_sealed`) that
-  also covers its number and everything that decides its contents. A chunk that
-  is damaged, of another run, or from an earlier version without checksums is
-  reported and made again. An output that does not end by itself is left out, so
-  that every pair can get its end of sequence, as the pairs of other data do.
+  Until all exist, they are lines of a file beside `path`, which a run that was
+  killed goes on with: its first line has the settings, each further line is a
+  batch. A broken line and those behind it are made again. An output that does
+  not end by itself is left out, so that every pair can get its end of sequence,
+  as the pairs of other data do.
 
   Args:
     model: a `LanguageModel`.
@@ -199,6 +209,7 @@ def generate_outputs(
     sources: examples in random order; their targets are ignored.
     path: the `.npz` file; if it exists, it is only read.
     config: how outputs are generated.
+    start_id, eos_id: see `Decoder`.
     log: gets lines of progress.
 
   Returns:
@@ -209,85 +220,102 @@ def generate_outputs(
       `config`, or is damaged; or no output ended by itself.
   """
   path = os.fspath(path)
-  parts = f'{path}.parts'
   batches = _batches(sources, config)
   settings = {
     'params': digest(params),
     'sources': digest(sources.inputs, sources.inputs_offsets),
+    'start_id': start_id,
+    'eos_id': eos_id,
     'outputs': dataclasses.asdict(config) | {'max_minutes': None},
   }
-  of = _claim(path, settings, log)
   if os.path.exists(path):
+    before = read_arrays(path).get('settings', np.array('null'))
+    check_settings(path, json.loads(str(before)), settings)
     return TokenPairs.load(path)
-  os.makedirs(parts, exist_ok=True)
-  decoder = Decoder(model, config)
+  unfinished = f'{path}.unfinished'
+  done = _resumed(unfinished, settings)
+  decoder = Decoder(model, config, start_id, eos_id)
   placed = partitioning.place(params, PLACEMENT)
-  chunks = [
-    batches[at : at + config.chunk_batches]
-    for at in range(0, len(batches), config.chunk_batches)
-  ]
-  progress = _Progress(len(batches), config.max_minutes, log)
-  made = []
-  for number, chunk in enumerate(chunks):
-    name = os.path.join(parts, f'{number:05d}.npz')
-    pairs = _kept(name, f'{number} {of}', log)
-    if pairs is None:
-      if progress.time_is_up:
+  begin = logged = time.monotonic()
+  end = begin + 60 * (config.max_minutes or math.inf)
+  with open(unfinished, 'a', encoding='utf-8') as file:
+    for number in range(len(done), len(batches)):
+      now = time.monotonic()
+      if now >= end:
         break
-      pairs, tokens = _one_chunk(
-        decoder, placed, sources, chunk, number * config.chunk_batches, config
-      )
-      files.write_sealed(name, pairs.to_bytes(), f'{number} {of}')
-      progress.chunk(len(chunk), len(pairs), tokens)
-    else:
-      progress.found(len(chunk))
-    made.append(pairs)
-  pairs = TokenPairs.joined(made)
-  if not len(pairs):
+      if now - logged >= _LOG_SECONDS:
+        logged = now
+        log(
+          f'outputs {number}/{len(batches)} batches, {(now - begin) / 60:.1f}'
+          ' min'
+        )
+      numbers = batches[number]
+      texts = [sources[i][0] for i in numbers]
+      temperature = config.temperatures[number % len(config.temperatures)]
+      done.append(_ended(texts, decoder(placed, texts, numbers, temperature)))
+      file.write(f'{json.dumps(done[-1])}\n')
+      file.flush()
+  whole = [pair for batch in done for pair in batch]
+  if not whole:
     raise ValueError(
       f'None of {len(sources)} outputs ended by itself; is the model trained?'
     )
-  pairs.save(path)
-  shutil.rmtree(parts)
+  pairs = TokenPairs.from_lists(*zip(*whole, strict=True))
+  pairs.save(path, settings=np.array(json.dumps(settings)))
+  os.unlink(unfinished)
+  log(f'outputs: {len(pairs)} of {sum(map(len, batches))} ended by themselves')
   return pairs
 
 
-def _claim(path: str, settings: dict[str, Any], log) -> str:
-  """Calls `claim`; a broken settings file is replaced if there are only chunks.
-
-  Chunks do not need it: each is sealed with the settings.
-  """
-  known = f'{path}.settings.json'
-  try:
-    return claim(known, settings)
-  except files.BrokenFileError as error:
-    if os.path.exists(path):
-      raise
-    log(f'{known!r} is written again: {error}')
-    os.unlink(known)
-    return claim(known, settings)
+def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
+  """Raises ValueError if the file at `path` is of other settings."""
+  same_run.check(
+    before,
+    settings,
+    f'{path!r} belongs to a run with other settings',
+    'Continue that run with its own settings, or choose another folder.',
+  )
 
 
-def _kept(name: str, of: str, log) -> TokenPairs | None:
-  """A chunk; None if it is missing, or broken, which is logged."""
-  if not os.path.lexists(name):
-    return None
-  try:
-    return TokenPairs.from_bytes(files.read_sealed(name, of))
-  except files.BrokenFileError as error:
-    log(f'{error}; it is made again')
-    return None
+def _resumed(path: str, settings: dict[str, Any]) -> list[list[Any]]:
+  """Whole batches of an unfinished file; what is broken is cut off."""
+  lines, size = [], 0
+  with open(path, 'a+b') as file:
+    file.seek(0)
+    for line in file:
+      try:
+        lines.append(json.loads(line if line.endswith(b'\n') else b''))
+      except ValueError:
+        break
+      size += len(line)
+    file.truncate(size)
+    if lines:
+      check_settings(path, lines[0], settings)
+    else:
+      file.write(f'{json.dumps(settings)}\n'.encode())
+  return lines[1:]
+
+
+def _ended(
+  sources: Sequence[np.ndarray], outputs: Sequence[Output]
+) -> list[list[list[int]]]:
+  """Pairs of source and output as lists of ids, of outputs that ended."""
+  return [
+    [source.tolist(), output.tokens.tolist()]
+    for source, output in zip(sources, outputs, strict=True)
+    if output.ended and len(output.tokens)
+  ]
 
 
 def digest(*trees: Any) -> str:
   """sha256 (hex) of the bytes of all arrays, and of their names and types."""
-  found = hashlib.sha256()
+  sha = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
     array = np.ascontiguousarray(leaf)
     name = jax.tree_util.keystr(path)
-    found.update(f'{name} {array.dtype} {array.shape}'.encode())
-    found.update(array.tobytes())
-  return found.hexdigest()
+    sha.update(f'{name} {array.dtype} {array.shape}'.encode())
+    sha.update(array.tobytes())
+  return sha.hexdigest()
 
 
 def _batches(sources: TokenPairs, config: OutputsConfig) -> list[np.ndarray]:
@@ -299,61 +327,10 @@ def _batches(sources: TokenPairs, config: OutputsConfig) -> list[np.ndarray]:
   if not len(usable):
     raise ValueError(
       f'None of the {len(sources)} sources is non-empty and shorter than the'
-      f' longest width ({config.widths[-1]} tokens with its end).'
+      f' longest of OutputsConfig.widths, {config.widths[-1]}.'
     )
   order = usable[np.argsort(lengths[usable], kind='stable')]
-  size = config.batch_size
-  batches = [order[at : at + size] for at in range(0, len(order), size)]
+  starts = range(config.batch_size, len(order), config.batch_size)
+  batches = np.split(order, starts)
   np.random.default_rng(config.seed).shuffle(batches)
   return batches
-
-
-def _one_chunk(decoder, params, sources, chunk, first, config):
-  """The chunk's pairs, and how many tokens were generated for it."""
-  inputs, outputs = [], []
-  for number, batch in enumerate(chunk, first):
-    temperature = config.temperatures[number % len(config.temperatures)]
-    texts = [sources[i][0] for i in batch]
-    found = decoder(params, texts, batch, temperature)
-    for source, output in zip(texts, found, strict=True):
-      if output.ended and len(output.tokens):
-        inputs.append(source)
-        outputs.append(output.tokens)
-  pairs = TokenPairs.from_lists(inputs, outputs)
-  return pairs, len(pairs.targets) + len(pairs)
-
-
-class _Progress:
-  """Logs how far, how fast and how much is left, every 15 seconds at most."""
-
-  def __init__(self, total: int, max_minutes: float, log):
-    self._total, self._log = total, log
-    self._end_s = 60 * max_minutes if max_minutes else math.inf
-    self._start = time.monotonic()
-    self._shown_s = 0.0
-    self._found = self._batches = self._pairs = self._tokens = 0
-
-  @property
-  def time_is_up(self) -> bool:
-    return time.monotonic() - self._start >= self._end_s
-
-  def found(self, batches: int) -> None:
-    """Counts batches of an earlier run."""
-    self._found += batches
-
-  def chunk(self, batches: int, pairs: int, tokens: int) -> None:
-    """Counts batches that were made now."""
-    self._batches += batches
-    self._pairs += pairs
-    self._tokens += tokens
-    elapsed = time.monotonic() - self._start
-    done = self._found + self._batches
-    if elapsed - self._shown_s < 15 and done < self._total:
-      return
-    self._shown_s = elapsed
-    left_s = (self._total - done) * elapsed / self._batches
-    left_s = min(left_s, max(self._end_s - elapsed, 0.0))
-    self._log(
-      f'outputs {done}/{self._total} batches, {self._pairs} examples,'
-      f' {self._tokens / elapsed:.0f} tokens/s, {left_s / 60:.1f} min left'
-    )

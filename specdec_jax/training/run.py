@@ -1,4 +1,4 @@
-"""A training run: from a file of pairs to a checkpoint."""
+"""A training run: its settings, and the way from data to a checkpoint."""
 
 import dataclasses
 import os
@@ -13,31 +13,216 @@ from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checks import memory
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.names import check_choice
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
+from specdec_jax.engine.pair import first_id
+from specdec_jax.files import shipped
 from specdec_jax.models import sizes
-from specdec_jax.models.base import LanguageModel, Params, reads_encoder
+from specdec_jax.models.base import (
+  PAD_ID,
+  LanguageModel,
+  Params,
+  gives_features,
+  pad_id,
+  reads_encoder,
+  start_id,
+)
+from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.t5 import T5
-from specdec_jax.text import metrics
-from specdec_jax.training import bleu, resizing, slicing
-from specdec_jax.training.config import FromTarget, TrainRun
-from specdec_jax.training.data import PackedBatches
-from specdec_jax.training.distill import Distillation
-from specdec_jax.training.head_loss import HeadDistillation
-from specdec_jax.training.outputs import digest, generate_outputs
-from specdec_jax.training.pairs import TokenPairs
-from specdec_jax.training.read import pairs_of, tokenizer_of
-from specdec_jax.training.settings import claim
-from specdec_jax.training.trainer import CrossEntropy, Trainer
+from specdec_jax.text import tasks
+from specdec_jax.text.local_tasks import (
+  FEATURES,
+  LocalTask,
+  check_feature_lengths,
+)
+from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
+from specdec_jax.training import losses
+from specdec_jax.training.data import PackedBatches, PackingConfig
+from specdec_jax.training.losses import DistillationWeights
+from specdec_jax.training.outputs import (
+  OutputsConfig,
+  check_settings,
+  digest,
+  generate_outputs,
+)
+from specdec_jax.training.pairs import (
+  TokenPairs,
+  read_lines,
+  read_tsv,
+  tokenise,
+  tokenise_lines,
+)
+from specdec_jax.training.slicing import sliced
+from specdec_jax.training.trainer import TrainConfig, Trainer
 
 MODEL_FILE = 'model.msgpack'
-_STATES = 'train_states'
 OUTPUTS = 'outputs'
-_RANDOM = 'random'
+_RANDOM = 'random'  # a slice as well
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+  """Learning from the data's own targets; see `losses.cross_entropy`."""
+
+  label_smoothing: float = 0.0
+  z_loss: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTarget:
+  """Learning from another model: distillation.
+
+  Attributes:
+    target: the model to follow.
+    checkpoint_path: its parameters, a single-file T5X checkpoint.
+    weights: weights of the loss's terms.
+    slice_target: whether to begin with a slice of the target if there is no
+      checkpoint to begin with; see `slicing.sliced`.
+    slice_layers: which of the target's layers the slice has, see there.
+    outputs: how the target's own outputs for the data's sources are made; None
+      takes the data's targets instead.
+    with_references: whether to train on the data's targets as well as on the
+      outputs: more to learn from if there is no time for many outputs.
+    num_eval_outputs: how many outputs are made for the held-out sources.
+    outputs_folder: folder that outputs are written to, or found in; None is a
+      folder in `TrainRun.model_dir`.
+    only_outputs: whether to end when the outputs exist.
+    head_decay: of heads, the weight of each head's loss divided by that of the
+      head before it.
+  """
+
+  target: LanguageModel
+  checkpoint_path: str
+  weights: DistillationWeights = DistillationWeights()
+  slice_target: bool = False
+  slice_layers: str = 'spaced'
+  outputs: OutputsConfig | None = OutputsConfig()
+  with_references: bool = False
+  num_eval_outputs: int = 512
+  outputs_folder: str | None = None
+  only_outputs: bool = False
+  head_decay: float = 0.8
+
+  def __post_init__(self):
+    check_types(self)
+    check_at_least(self, num_eval_outputs=1, head_decay=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRun:
+  """One run of training.
+
+  The data are a UTF-8 file (`.gz` or not) of source<TAB>target lines, or of
+  lines of text for a decoder-only model; a `.npz` file as `TokenPairs.save`
+  writes it; or a task.
+
+  Attributes:
+    model: the network to train, such as a T5 or a GPT. A T5 without encoder
+      layers learns from a target, whose encoder it reads; so do `Heads` from
+      its features.
+    model_dir: folder that gets the parameters (model.msgpack, a T5X
+      checkpoint), the states from which a killed run is resumed, and the other
+      files of the run.
+    train_file: training data, unless there is a task.
+    eval_file: held-out data; None is none.
+    task: name of a seqio task with the splits 'train' and 'validation', or a
+      `LocalTask` with these splits.
+    task_feature_lengths: 'inputs', 'targets' -> length that a task's examples
+      are cut to, their ends included; None cuts nothing.
+    vocab_path: sentencepiece model. If it does not exist yet, it is trained on
+      both sides of `train_file`. Only text needs a vocabulary.
+    init_checkpoint_path: parameters to begin with, a single-file T5X
+      checkpoint; None begins with random parameters.
+    packing: how pairs become batches.
+    training: length, optimiser, evaluation.
+    learning: what the model learns from: the data, or another model.
+    export_dtype: dtype of the parameters in model.msgpack.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  model: LanguageModel | Heads
+  model_dir: str
+  train_file: str | None = None
+  eval_file: str | None = None
+  task: str | LocalTask | None = None
+  task_feature_lengths: Mapping[str, int] | None = None
+  vocab_path: str | None = None
+  init_checkpoint_path: str | None = None
+  packing: PackingConfig = PackingConfig()
+  training: TrainConfig = TrainConfig()
+  learning: Likelihood | FromTarget = Likelihood()
+  export_dtype: str = 'float32'
+
+  def __post_init__(self):
+    check_types(self)
+    if not self.model_dir:
+      raise unexpected('TrainRun.model_dir', 'a folder', self.model_dir)
+    self._check_networks()
+    check_choice('TrainRun.export_dtype', self.export_dtype, DTYPES)
+    sources = (self.train_file, self.task)
+    if (self.train_file is None) == (self.task is None):
+      raise unexpected('TrainRun', 'either a train_file or a task', sources)
+    for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
+      path = getattr(self, name)
+      if path is not None and not os.path.isfile(shipped.find(path)):
+        raise ValueError(f'TrainRun.{name}: there is no file {path!r}.')
+    texts = (self.train_file, self.eval_file)
+    if self.vocab_path is None and any(
+      path is not None and not path.endswith('.npz') for path in texts
+    ):
+      expected = 'a sentencepiece model, or a path where one is trained'
+      raise unexpected('TrainRun.vocab_path', expected, None)
+
+  @property
+  def target(self) -> Any:
+    """The network that the model learns from, if it does."""
+    return getattr(self.learning, 'target', None)
+
+  @property
+  def network(self) -> Any:
+    """The network whose texts are learnt: the target of heads, else `model`."""
+    return self.target if isinstance(self.model, Heads) else self.model
+
+  def _check_networks(self) -> None:
+    model: Any = self.model
+    target = self.target
+    for name, network in (('model', model), ('target', target)):
+      if pad_id(network) != PAD_ID:
+        expected = f'a network that pads with id {PAD_ID}, as batches do'
+        got = f'{type(network).__name__}, which pads with {pad_id(network)}'
+        raise unexpected(f'TrainRun: {name}', expected, got)
+    config = getattr(target, 'config', None)
+    width = getattr(config, 'emb_dim', None)
+    if isinstance(model, Heads):
+      if target is None or not gives_features(target):
+        expected = 'FromTarget with a T5 or GPT, whose features heads read'
+        raise unexpected('TrainRun.learning', expected, self.learning)
+      if width not in (None, model.config.emb_dim):
+        expected = f"the target's, {width}"
+        raise unexpected('HeadsConfig.emb_dim', expected, model.config.emb_dim)
+    elif target is not None and target.vocab_size != model.vocab_size:
+      expected = f'a vocabulary of {model.vocab_size}, as the model has'
+      raise unexpected('FromTarget.target', expected, target.vocab_size)
+    if not getattr(target, 'has_encoder', False) or reads_encoder(target):
+      width = None  # of an encoder
+    if reads_encoder(model) and width != model.config.encoded_dim:
+      expected = f'FromTarget, an encoder of width {model.config.encoded_dim}'
+      got = f'{type(target).__name__} of width {width}'
+      raise unexpected('TrainRun.learning', expected, got)
+    if getattr(self.learning, 'slice_target', False) and not (
+      isinstance(model, T5) and isinstance(target, T5)
+    ):
+      expected = 'False, since only a T5 is cut out of another T5'
+      raise unexpected('FromTarget.slice_target', expected, True)
 
 
 def train(
@@ -62,180 +247,239 @@ def train(
       anything is compiled); or the folder holds a run with other settings.
     FloatingPointError: the loss is no longer finite.
   """
-  say = log or _to_stderr
+  log = log or _to_stderr
   compilation_cache.enable()
-  learning = run.learning
-  params, start = _first_params(run)
-  objective: Any  # an Objective
-  if isinstance(learning, FromTarget):
-    objective, described = _distillation(run.model, learning)
-    if start == _RANDOM and learning.slice_target:
-      params = _sliced(learning, objective.target_params, run.model)
-  else:
-    described = dataclasses.asdict(learning)
-    objective = CrossEntropy(run.model, **described)
   tokenizer = tokenizer_of(run)
+  packing = run.packing
+  if tokenizer is not None:
+    packing = dataclasses.replace(packing, eos_id=tokenizer.eos_id)
+  first = first_token(run.network, tokenizer)
+  objective, settings = _objective(run, first)
+  params, start = _first_params(run, objective)
   pairs, held_out = pairs_of(run, tokenizer)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
-  measure = _measure(run, tokenizer, held_out, say)
-  packing = run.packing
+  learning = run.learning
   if isinstance(learning, FromTarget) and learning.outputs is not None:
-    made, held_out = _outputs(
-      run, learning, objective.target_params, pairs, held_out, say
+    pairs, held_out = _target_outputs(
+      run, objective, packing, pairs, held_out, log
     )
-    if learning.with_references:
-      own = PackedBatches(pairs, run.packing).examples()
-      made = TokenPairs.joined([made, own])
-    pairs = made
     # An output is one example: its source was joined before it was decoded.
     packing = dataclasses.replace(packing, weights=(1.0,))
     if learning.only_outputs:
       return None
-  claim(
-    os.path.join(run.model_dir, 'settings.json'),
-    {
-      'model': repr(run.model),
-      'init': start,
-      'learning': described,
-      'optimizer': dataclasses.asdict(run.training.optimizer),
-      'ema_decay': run.training.ema_decay,
-      'seed': run.training.seed,
-      'packing': dataclasses.asdict(packing),
-      'train_data': digest(dataclasses.astuple(pairs)),
-    },
-  )
+  training = run.training
+  settings = {
+    'model': repr(run.model),
+    'init': start,
+    'start_id': first,
+    'learning': settings,
+    'optimizer': dataclasses.asdict(training.optimizer),
+    'seed': training.seed,
+    'packing': dataclasses.asdict(packing),
+    'train_data': digest(dataclasses.astuple(pairs)),
+  }
+  path = os.path.join(run.model_dir, 'settings.json')
+  if os.path.exists(path):
+    check_settings(path, files.read_json(path), settings)
+  else:
+    files.write_json(path, settings, indent=2, sort_keys=True, default=str)
   batches = PackedBatches(pairs, packing)
   valid = None
   if held_out is not None:
     valid = PackedBatches(held_out, packing, keep_all=True)
-  say(
+  log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
   )
-  loop = Trainer(objective, run.training, batches, valid, log, measure)
-  state = loop.train(params, os.path.join(run.model_dir, _STATES))
-  params = loop.export_params(state)
+  loop = Trainer(objective, training, batches, valid, log)
+  state = loop.train(params, os.path.join(run.model_dir, 'train_states'))
+  params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
-  step, dtype = int(state.step), jnp.dtype(run.export_dtype)
-  if isinstance(run.model, Heads):
-    target = fingerprint(objective.target_params)
-    heads.save(path, params, target, step, dtype)
-  else:
-    about = None
-    if reads_encoder(run.model):
-      about = {'target': fingerprint(objective.target_params)}
-    t5x.save_t5x(path, params, step, dtype, about)
-  say(f'{path}: parameters after {int(state.step)} steps')
+  _export(run, objective, path, params, step)
+  log(f'{path}: parameters after {step} steps')
   return params
 
 
-def _to_stderr(line: str) -> None:
-  print(line, file=sys.stderr, flush=True)
+def tokenizer_of(run: TrainRun) -> Tokenizer | None:
+  """The vocabulary of a run; trains it if it does not exist yet.
+
+  Raises:
+    ValueError: it does not exist, and there is no text to train it on.
+  """
+  if run.vocab_path is None:
+    local = None if run.task is None else tasks.find_local(run.task)
+    return None if local is None else Tokenizer(local.vocab_path)
+  if os.path.exists(shipped.find(run.vocab_path)):
+    return Tokenizer(run.vocab_path)
+  if run.train_file is None or run.train_file.endswith('.npz'):
+    expected = 'a vocabulary, or a train_file of text to train one on'
+    raise unexpected('TrainRun.vocab_path', expected, run.vocab_path)
+  os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
+  if run.network.has_encoder:
+    pairs = read_tsv(run.train_file)
+    sentences = [side for pair in pairs for side in pair]
+  else:
+    sentences = read_lines(run.train_file)
+  return train_tokenizer(sentences, run.vocab_path, run.network.vocab_size)
 
 
-def _first_params(run: TrainRun) -> tuple[Params, str]:
+def first_token(
+  network: LanguageModel, tokenizer: Tokenizer | None
+) -> int | None:
+  """The id that a decoder reads first in training, as an engine puts it first.
+
+  None: texts of this network begin with nothing.
+  """
+  if network.has_encoder or reads_encoder(network) or tokenizer is None:
+    return start_id(network)
+  return first_id(network, tokenizer, {})
+
+
+def pairs_of(
+  run: TrainRun, tokenizer: Tokenizer | None
+) -> tuple[TokenPairs, TokenPairs | None]:
+  """Training and held-out pairs.
+
+  Raises:
+    ValueError: data cannot be read, or has ids outside the model's vocabulary.
+  """
+  if run.task is not None:
+    parts = _task_pairs(run, run.task)
+  else:
+    paths = (run.train_file, run.eval_file)
+    parts = [_read(run, path, tokenizer) for path in paths if path is not None]
+  size = run.network.vocab_size
+  for pairs in parts:
+    for ids in (pairs.inputs, pairs.targets):
+      if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+        got = f'from {ids.min()} to {ids.max()}'
+        raise unexpected('Ids of the data', f'ids below {size}', got)
+  return parts[0], parts[1] if len(parts) > 1 else None
+
+
+def _task_pairs(run: TrainRun, task: str | LocalTask) -> list[TokenPairs]:
+  """Training and, if the task has them, held-out pairs."""
+  lengths = run.task_feature_lengths or {}
+  name = task.name if isinstance(task, LocalTask) else task
+  check_feature_lengths(lengths, FEATURES, name)
+  parts = []
+  for split in tasks.splits(task):
+    sides = [
+      [
+        ids[: lengths[feature] - 1] if feature in lengths else ids
+        for ids in rows
+      ]
+      for feature, rows in zip(
+        FEATURES, tasks.token_lists(task, split), strict=True
+      )
+    ]
+    parts.append(TokenPairs.from_lists(*sides))
+  return parts
+
+
+def _read(run: TrainRun, path: str, tokenizer: Tokenizer | None) -> TokenPairs:
+  if path.endswith('.npz') or tokenizer is None:
+    return TokenPairs.load(path)
+  if not run.network.has_encoder:
+    return tokenise_lines(read_lines(path), tokenizer)
+  return tokenise(read_tsv(path), tokenizer)
+
+
+def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
   """Parameters to begin with, and a text that says where they come from."""
-  key = jax.random.key(run.training.seed)
-  if run.init_checkpoint_path is None:
-    # Room for the parameters and their gradients.
-    config, what = getattr(run.model, 'config', None), 'The model to train'
-    sizes.check_params(config, 2 * 4, memory.free_bytes, what)
-    return run.model.init(key), _RANDOM
-  if run.init_model is None:
-    return _load_for(run.model, run.init_checkpoint_path)
-  params, found = _load_for(run.init_model, run.init_checkpoint_path)
-  before, after = _t5('init_model', run.init_model), _t5('model', run.model)
-  return resizing.resized(params, before.config, after.config), found
-
-
-def _load_for(model: Any, path: str) -> tuple[Params, str]:
-  params = load(path, model, dtype=jnp.float32)
-  return params, digest(params)
-
-
-def _sliced(learning: FromTarget, target_params: Params, model: Any) -> Params:
-  """The first parameters of a drafter that is a slice of its target."""
-  target, draft = _t5('slice_target', learning.target), _t5('model', model)
-  return slicing.sliced(
-    target_params, target.config, draft.config, learning.slice_layers
-  )
-
-
-def _t5(option: str, network: Any) -> T5:
-  if not isinstance(network, T5):
-    raise ValueError(
-      f'{option}: only a T5 is cut out of, or begins as, another T5; got'
-      f' {type(network).__name__}. Leave slice_target False and init_model None'
-      ' to begin at random, or with a checkpoint of the same sizes.'
+  model: Any = run.model
+  if run.init_checkpoint_path is not None:
+    params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
+    return params, digest(params)
+  learning: Any = run.learning
+  if getattr(learning, 'slice_target', False):
+    params = sliced(
+      objective.target_params,
+      run.target.config,
+      model.config,
+      learning.slice_layers,
     )
-  return network
+    return params, _RANDOM
+  # Room for the parameters and their gradients.
+  config, subject = getattr(model, 'config', None), 'The model to train'
+  sizes.check_params(config, 2 * 4, memory.free_bytes, subject)
+  return model.init(jax.random.key(run.training.seed)), _RANDOM
 
 
-def _distillation(
-  model: LanguageModel | Heads, learning: FromTarget
-) -> tuple[Distillation | HeadDistillation, dict[str, Any]]:
+def _objective(run: TrainRun, first: int | None) -> tuple[Any, dict[str, Any]]:
   """The objective, and the settings that must be the same in a resumed run."""
-  if (
-    not isinstance(model, Heads)
-    and learning.target.vocab_size != model.vocab_size
-  ):
-    raise ValueError(
-      f'The target has a vocabulary of {learning.target.vocab_size}, the model'
-      f' to train one of {model.vocab_size}; both must share one.'
-    )
-  params, found = _load_for(learning.target, learning.checkpoint_path)
-  described = {
-    'target': repr(learning.target),
-    'target_params': found,
+  learning, model = run.learning, run.model
+  if not isinstance(learning, FromTarget):
+    settings = dataclasses.asdict(learning)
+    return losses.CrossEntropy(model, first, **settings), settings
+  target = learning.target
+  params = load(learning.checkpoint_path, target, dtype=jnp.float32)
+  settings = {
+    'target': repr(target),
+    'target_params': digest(params),
     'weights': dataclasses.asdict(learning.weights),
     'slice_target': learning.slice_target,
     'slice_layers': learning.slice_layers,
     'with_references': learning.with_references,
   }
   params = jax.tree.map(jnp.asarray, params)
-  common = model, learning.target, params, learning.weights
+  common = model, target, params, first, learning.weights
   if isinstance(model, Heads):
-    described['head_decay'] = learning.head_decay
-    return HeadDistillation(*common, learning.head_decay), described
-  return Distillation(*common), described
+    settings['head_decay'] = learning.head_decay
+    return losses.HeadDistillation(*common, learning.head_decay), settings
+  return losses.Distillation(*common), settings
 
 
-def _outputs(run, learning, target_params, pairs, held_out, say):
-  """The target's outputs for the training and for the held-out sources."""
+def _target_outputs(run, objective, packing, pairs, held_out, log):
+  """What the target says to the training and to the held-out sources."""
+  learning = run.learning
   folder = learning.outputs_folder or os.path.join(run.model_dir, OUTPUTS)
   files.make_folder(folder)
-  for_eval = dataclasses.replace(
-    learning.outputs,
-    num_examples=learning.num_eval_outputs,
-    max_minutes=0.0,
-    temperatures=_EVAL_TEMPERATURES,
-  )
-  made: list[TokenPairs | None] = []
-  for name, some, config in (
-    ('eval', held_out, for_eval),
-    ('train', pairs, learning.outputs),
-  ):
-    if some is None:
-      made.append(None)
-      continue
-    sources = PackedBatches(some, run.packing).examples()
-    path = os.path.join(folder, f'{name}.npz')
-    made.append(
-      generate_outputs(
-        learning.target, target_params, sources, path, config, say
-      )
+
+  def decoded(name, pairs, config):
+    sources = PackedBatches(pairs, packing).examples()
+    outputs = generate_outputs(
+      objective.target,
+      objective.target_params,
+      sources,
+      os.path.join(folder, f'{name}.npz'),
+      config,
+      objective.start_id,
+      packing.eos_id,
+      log,
     )
-  return made[1], made[0]
+    return outputs, sources
+
+  if held_out is not None:
+    for_eval = dataclasses.replace(
+      learning.outputs,
+      num_examples=learning.num_eval_outputs,
+      max_minutes=0.0,
+      temperatures=_EVAL_TEMPERATURES,
+    )
+    held_out, _ = decoded('eval', held_out, for_eval)
+  pairs, references = decoded('train', pairs, learning.outputs)
+  if learning.with_references:
+    both = zip(*pairs, *references, strict=True)
+    pairs = TokenPairs.from_lists(*both)
+  return pairs, held_out
 
 
-def _measure(run, tokenizer, held_out, say):
-  """A function that gives BLEU, or None."""
-  if not run.bleu_examples or held_out is None:
-    return None
-  if missing := metrics.lack(metrics.bleu):
-    say(f'No BLEU at evaluations: {missing}')
-    return None
-  return bleu.Bleu(run.model, tokenizer, held_out, run.bleu_examples)
+def _export(run, objective, path: str, params: Params, step: int) -> None:
+  """Writes the parameters, with the fingerprint of a target they belong to."""
+  dtype = jnp.dtype(run.export_dtype)
+  if isinstance(run.model, Heads):
+    target = fingerprint(objective.target_params)
+    heads.save(path, params, target, step, dtype)
+    return
+  about = None
+  if reads_encoder(run.model):
+    about = {'target': fingerprint(objective.target_params)}
+  t5x.save_t5x(path, params, step, dtype, about)
+
+
+def _to_stderr(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)

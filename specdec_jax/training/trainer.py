@@ -1,13 +1,12 @@
-"""The training loop: objective, step, evaluation, checkpoints, resume."""
+"""The training loop: learning rate, step, evaluation, checkpoints, resume."""
 
-import contextlib
 import dataclasses
 import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.struct
 import jax
@@ -17,76 +16,110 @@ import optax
 
 from specdec_jax.checkpoints import orbax
 from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import Params
-from specdec_jax.text.tokenizer import PAD_ID
-from specdec_jax.training import losses, reporting
 from specdec_jax.training.data import Batch, PackedBatches
-from specdec_jax.training.optimizer import (
-  OptimizerConfig,
-  learning_rate,
-  make_optimizer,
+from specdec_jax.training.losses import Objective
+
+OPTIMIZERS = ('adamw', 'muon')
+CURVES = ('cosine', 'linear', 'constant')
+
+# Parameters that muon leaves to AdamW: its update is for matrices that map
+# activations to activations.
+_NOT_MUON = (
+  'token_embedder',
+  'position_embedder',
+  'logits_dense',
+  'relpos_bias',
 )
 
-Sums = dict[str, jax.Array]
 
-
-class Objective(Protocol):
-  """What is minimised, and what is measured on held-out data.
-
-  Both methods return sums over the tokens that count. The entry 'tokens' is
-  their number; every other entry is reported divided by it.
-  """
-
-  def loss(
-    self, params: Params, batch: Batch, key: jax.Array
-  ) -> tuple[jax.Array, Sums]:
-    """(loss summed over tokens, float32[]; sums to report)."""
-
-  def evaluate(self, params: Params, batch: Batch) -> Sums:
-    """Sums to report on held-out data."""
-
-
-@flax.struct.dataclass
-class CrossEntropy:
-  """Maximum likelihood of the targets.
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """How parameters follow gradients.
 
   Attributes:
-    model: has `logits(params, inputs, decoder_inputs, dropout_key)`.
-    label_smoothing, z_loss: see `losses.cross_entropy`; training only.
+    name: 'adamw', or 'muon' (orthogonalised momentum, Jordan et al. 2024) for
+      kernels with AdamW for embeddings, logits and norms.
+    learning_rate: peak, reached after `warmup_steps`.
+    curve: 'cosine' or 'linear' goes from the peak to zero over the run;
+      'constant' stays at the peak.
+    weight_decay: decoupled, on matrices only.
+    max_grad_norm: gradients are scaled down to this global norm; 0 is off.
   """
 
-  model: Any = flax.struct.field(pytree_node=False)
-  label_smoothing: float = flax.struct.field(pytree_node=False, default=0.0)
-  z_loss: float = flax.struct.field(pytree_node=False, default=0.0)
+  name: str = 'adamw'
+  learning_rate: float = 2e-3
+  warmup_steps: int = 200
+  curve: str = 'cosine'
+  weight_decay: float = 0.01
+  b1: float = 0.9
+  b2: float = 0.98
+  max_grad_norm: float = 1.0
 
-  def loss(self, params, batch, key):
-    logits, weights = self._logits(params, batch, key)
-    nats = losses.cross_entropy(
-      logits, batch.targets, self.label_smoothing, self.z_loss
+  def __post_init__(self):
+    check_types(self)
+    check_choice('OptimizerConfig.name', self.name, OPTIMIZERS)
+    check_choice('OptimizerConfig.curve', self.curve, CURVES)
+    check_at_least(self, warmup_steps=0)
+    if self.learning_rate <= 0:
+      raise unexpected(
+        'OptimizerConfig.learning_rate', 'a number above 0', self.learning_rate
+      )
+
+
+def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
+  """The rate for `step` (from 0); `progress` in [0, 1] of the run is done."""
+  warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+  progress = min(max(progress, 0.0), 1.0)
+  if config.curve == 'cosine':
+    curve = 0.5 * (1.0 + math.cos(math.pi * progress))
+  elif config.curve == 'linear':
+    curve = 1.0 - progress
+  else:
+    curve = 1.0
+  return config.learning_rate * warm * curve
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+  """The update rule at learning rate 1.
+
+  The step scales the update by `learning_rate(config, step, progress)`, so that
+  the curve can follow the wall clock without recompiling.
+  """
+  if config.name == 'adamw':
+    rule = optax.adamw(
+      1.0,
+      b1=config.b1,
+      b2=config.b2,
+      weight_decay=config.weight_decay,
+      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
     )
-    total = jnp.sum(nats * weights)
-    return total, {'loss': total, 'tokens': weights.sum()}
-
-  def evaluate(self, params, batch):
-    logits, weights = self._logits(params, batch, None)
-    nats = losses.cross_entropy(logits, batch.targets, 0.0, 0.0)
-    hits = logits.argmax(axis=-1) == batch.targets
-    return {
-      'loss': jnp.sum(nats * weights),
-      'accuracy': jnp.sum(hits * weights),
-      'tokens': weights.sum(),
-    }
-
-  def _logits(self, params, batch, key):
-    logits = self.model.logits(
-      params,
-      batch.inputs,
-      losses.shift_right(batch.targets, self.model),
-      dropout_key=key,
+  else:
+    rule = optax.contrib.muon(
+      1.0,
+      weight_decay=config.weight_decay,
+      adam_b1=config.b1,
+      adam_b2=config.b2,
+      muon_weight_dimension_numbers=_muon_dimensions,
+      # Makes the root mean square of updates 0.2, as AdamW's: one peak rate
+      # then serves both kinds of parameters.
+      consistent_rms=0.2,
     )
-    weights = (batch.targets != PAD_ID).astype(jnp.float32)
-    return logits.astype(jnp.float32), weights
+  if config.max_grad_norm > 0:
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
+  return rule
+
+
+def _muon_dimensions(params: Any) -> Any:
+  def dimensions(path, leaf):
+    names = {getattr(key, 'key', None) for key in path}
+    if jnp.ndim(leaf) != 2 or names & set(_NOT_MUON):
+      return None
+    return optax.contrib.MuonDimensionNumbers()
+
+  return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +136,6 @@ class TrainConfig:
     checkpoint_minutes: time between saved states; 0 does not save by time.
     checkpoint_steps: steps between saved states; 0 does not save by steps. The
       last state is always saved.
-    ema_decay: if > 0, an exponential moving average of the parameters is kept,
-      evaluated and exported. Its decay starts low: min(decay,
-      (1 + step) / (10 + step)).
     seed: seed of initialisation and dropout.
     optimizer: see `OptimizerConfig`.
   """
@@ -116,18 +146,12 @@ class TrainConfig:
   log_every: int = 50
   checkpoint_minutes: float = 10.0
   checkpoint_steps: int = 0
-  ema_decay: float = 0.0
   seed: int = 0
   optimizer: OptimizerConfig = OptimizerConfig()
 
   def __post_init__(self):
     check_types(self)
     check_at_least(self, steps=1, eval_every=1, log_every=1, max_minutes=0.0)
-    if not 0 <= self.ema_decay < 1:
-      raise ValueError(
-        f'TrainConfig.ema_decay is {self.ema_decay}; expected a share in'
-        ' [0, 1).'
-      )
 
 
 @flax.struct.dataclass
@@ -138,13 +162,11 @@ class TrainState:
     step: int32[], updates done.
     params: float32 parameters.
     opt_state: state of the optimiser.
-    ema: moving average of `params`, or None.
   """
 
   step: jax.Array
   params: Params
   opt_state: Any
-  ema: Params | None
 
 
 class Trainer:
@@ -160,8 +182,7 @@ class Trainer:
     config: TrainConfig,
     train_data: PackedBatches,
     valid_data: PackedBatches | None = None,
-    log: Callable[[str], None] | None = None,
-    measure: Callable[[Params], Mapping[str, float]] | None = None,
+    log: Callable[[str], None] = print,
   ):
     """
     Args:
@@ -169,12 +190,9 @@ class Trainer:
       config: the run.
       train_data: batches to learn from.
       valid_data: held-out batches.
-      log: gets each line; None is standard error.
-      measure: gives more numbers to report at an evaluation, from the
-        parameters. Its time is not counted as training time.
+      log: gets each line.
     """
     self.config = config
-    self._measure = measure
     self._objective = objective
     self._train_data = train_data
     self._valid_data = valid_data
@@ -183,26 +201,18 @@ class Trainer:
     self._gradient = jax.jit(_gradient)
     self._evaluate = jax.jit(_evaluate)
     self._update = jax.jit(
-      functools.partial(_update, self._optimizer, config.ema_decay),
-      donate_argnums=0,
+      functools.partial(_update, self._optimizer), donate_argnums=0
     )
 
   def init(self, params: Params) -> TrainState:
     """The state before the first step; owns copies of `params`."""
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-    ema = jax.tree.map(jnp.array, params) if self.config.ema_decay else None
-    return TrainState(
-      jnp.zeros((), jnp.int32), params, self._optimizer.init(params), ema
-    )
-
-  def export_params(self, state: TrainState) -> Params:
-    """The result of the run: the average, or without one the parameters."""
-    return state.params if state.ema is None else state.ema
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, params, self._optimizer.init(params))
 
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
     key = jax.random.key(0)
-    params = self.export_params(state)
     for shapes in self._train_data.shapes():
       lowered = self._gradient.lower(
         self._objective, state.params, _batch_like(shapes), key
@@ -215,7 +225,7 @@ class Trainer:
     if self._valid_data is not None:
       for shapes in self._valid_data.shapes():
         batch = _batch_like(shapes)
-        self._evaluate.lower(self._objective, params, batch).compile()
+        self._evaluate.lower(self._objective, state.params, batch).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
     """Means over the held-out tokens; {} without held-out data."""
@@ -223,9 +233,7 @@ class Trainer:
       return {}
     total: dict[str, float] = {}
     for batch in self._valid_data.epoch(0):
-      sums = self._evaluate(self._objective, params, batch)
-      for name, value in sums.items():
-        total[name] = total.get(name, 0.0) + float(value)
+      _add(total, self._evaluate(self._objective, params, batch))
     return _means(total)
 
   def train(
@@ -258,25 +266,35 @@ class Trainer:
       elapsed = float(extra['elapsed_s'])
     step = int(state.step)
     self.compile(state)
-    reporter = reporting.Reporter(config.steps, self._log)
     clock = _Clock(elapsed)
-    last_save = clock.elapsed_s
-    with reporter:
-      if step:
-        reporter.say(f'resumed at step {step}, {elapsed / 60:.1f} min')
-      while step < config.steps and self._progress(step, clock) < 1.0:
-        state = self._one_step(state, step, clock, reporter)
-        step += 1
-        if step == stop_after:
-          return state
-        if step % config.eval_every == 0:
-          self._report_eval(state, step, clock, reporter)
-        minutes = (clock.elapsed_s - last_save) / 60
-        if store is not None and _due(config, step, minutes):
-          store.save(step, state, {'elapsed_s': clock.elapsed_s})
-          last_save = clock.elapsed_s
-      if step % config.eval_every:
-        self._report_eval(state, step, clock, reporter)
+    if step:
+      self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
+    saved_s = logged_s = elapsed
+    sums: dict[str, float] = {}
+    while (progress := self._progress(step, clock)) < 1.0:
+      rate = learning_rate(config.optimizer, step, progress)
+      state, norm, added = self._one_step(state, step, rate)
+      _add(sums, added)
+      step += 1
+      if step % config.log_every == 0:
+        now = clock.elapsed_s
+        speed = sums['tokens'] / max(now - logged_s, 1e-9)
+        self._log(
+          f'step {step}/{config.steps} {_text(_means(sums))} lr {rate:.2e}'
+          f' grad_norm {float(norm):.2f} tokens/s {speed:.0f}'
+          f' epoch {self._train_data.epochs_done(step):.2f} min {now / 60:.1f}'
+        )
+        sums.clear()
+        logged_s = now
+      if step == stop_after:
+        return state
+      if step % config.eval_every == 0:
+        self._report_eval(state, step)
+      if store is not None and self._save_is_due(step, clock, saved_s):
+        saved_s = clock.elapsed_s
+        store.save(step, state, {'elapsed_s': saved_s})
+    if step % config.eval_every:
+      self._report_eval(state, step)
     if store is not None:
       if store.latest_step() != step:
         store.save(step, state, {'elapsed_s': clock.elapsed_s})
@@ -284,41 +302,35 @@ class Trainer:
     return state
 
   def _progress(self, step: int, clock: '_Clock') -> float:
+    """The share of the run that is done, by steps or by time."""
     done = step / self.config.steps
     if self.config.max_minutes > 0:
       done = max(done, clock.elapsed_s / (60 * self.config.max_minutes))
-    return min(done, 1.0)
+    return done
 
-  def _one_step(self, state, step, clock, reporter) -> TrainState:
+  def _save_is_due(self, step: int, clock: '_Clock', saved_s: float) -> bool:
+    config = self.config
+    if config.checkpoint_steps and step % config.checkpoint_steps == 0:
+      return True
+    minutes = (clock.elapsed_s - saved_s) / 60
+    return 0 < config.checkpoint_minutes <= minutes
+
+  def _one_step(self, state: TrainState, step: int, rate: float):
+    """The next state, the gradient's norm, and the step's sums."""
     batch = self._train_data.batch(step)
-    progress = self._progress(step, clock)
-    rate = learning_rate(self.config.optimizer, step, progress)
     key = jax.random.fold_in(jax.random.key(self.config.seed), step)
-    gradients, sums = self._gradient(
-      self._objective, state.params, Batch(*batch), key
-    )
+    gradients, sums = self._gradient(self._objective, state.params, batch, key)
     state, norm = self._update(state, gradients, np.float32(rate))
-    sums = {name: float(value) for name, value in sums.items()}
-    if not math.isfinite(sums['loss']):
+    if not math.isfinite(loss := float(sums['loss'])):
       raise FloatingPointError(
-        f'The loss at step {step} is {sums["loss"]}. Lower the learning rate,'
+        f'The loss at step {step} is {loss}. Lower the learning rate,'
         ' or lengthen the warm-up.'
       )
-    reporter.step(step + 1, sums, rate, float(norm), progress)
-    if (step + 1) % self.config.log_every == 0:
-      reporter.line(
-        step + 1, clock.elapsed_s, self._train_data.epochs_done(step + 1)
-      )
-    return state
+    return state, norm, sums
 
-  def _report_eval(self, state, step, clock, reporter) -> None:
-    params = self.export_params(state)
-    means = self.evaluate(params)
-    if self._measure is not None:
-      with clock.paused():
-        means |= self._measure(params)
-    if means:
-      reporter.evaluation(step, means)
+  def _report_eval(self, state: TrainState, step: int) -> None:
+    if means := self.evaluate(state.params):
+      self._log(f'eval step {step} {_text(means)}')
 
 
 class _Clock:
@@ -331,13 +343,6 @@ class _Clock:
   def elapsed_s(self) -> float:
     return time.monotonic() - self._start
 
-  @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
-    """A context whose time does not count."""
-    begin = time.monotonic()
-    yield
-    self._start += time.monotonic() - begin
-
 
 def _batch_like(shapes: Batch) -> Batch:
   return Batch(*(jax.ShapeDtypeStruct(shape, np.int32) for shape in shapes))
@@ -346,39 +351,40 @@ def _batch_like(shapes: Batch) -> Batch:
 def _gradient(objective, params, batch, key):
   """The gradient of the mean loss over the tokens of all N parts; the sums."""
 
-  def one_part(carry, part):
-    batch, key = part
-    gradients, sums = jax.grad(objective.loss, has_aux=True)(params, batch, key)
-    return jax.tree.map(jnp.add, carry, (gradients, sums)), None
+  def loss(params, part, key):
+    sums = objective.sums(params, part, key)
+    return sums['loss'], sums
 
-  keys = jax.random.split(key, batch.targets.shape[0])
-  first = jax.tree.map(lambda x: x[0], (batch, keys))
-  zeros = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype),
-    jax.eval_shape(jax.grad(objective.loss, has_aux=True), params, *first),
-  )
-  (gradients, sums), _ = jax.lax.scan(one_part, zeros, (batch, keys))
+  gradient = jax.grad(loss, has_aux=True)
+
+  def one_part(carry, part):
+    return jax.tree.map(jnp.add, carry, gradient(params, *part)), None
+
+  parts = batch, jax.random.split(key, batch.targets.shape[0])
+  first = jax.tree.map(lambda x: x[0], parts)
+  zeros = optax.tree.zeros_like(jax.eval_shape(gradient, params, *first))
+  (gradients, sums), _ = jax.lax.scan(one_part, zeros, parts)
   scale = 1.0 / jnp.maximum(sums['tokens'], 1.0)
-  return jax.tree.map(lambda g: g * scale, gradients), sums
+  return optax.tree.scale(scale, gradients), sums
 
 
 def _evaluate(objective, params, batch):
-  sums = jax.lax.map(lambda part: objective.evaluate(params, part), batch)
+  sums = jax.lax.map(lambda part: objective.sums(params, part), batch)
   return jax.tree.map(lambda x: x.sum(0), sums)
 
 
-def _update(optimizer, ema_decay, state, gradients, rate):
+def _update(optimizer, state, gradients, rate):
   norm = optax.tree.norm(gradients)
   updates, opt_state = optimizer.update(
     gradients, state.opt_state, state.params
   )
-  params = jax.tree.map(lambda x, u: x + rate * u, state.params, updates)
-  ema = state.ema
-  if ema is not None:
-    step = state.step.astype(jnp.float32)
-    decay = jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
-    ema = jax.tree.map(lambda a, x: decay * a + (1.0 - decay) * x, ema, params)
-  return TrainState(state.step + 1, params, opt_state, ema), norm
+  params = optax.apply_updates(state.params, optax.tree.scale(rate, updates))
+  return TrainState(state.step + 1, params, opt_state), norm
+
+
+def _add(total: dict[str, float], sums: Mapping[str, jax.Array]) -> None:
+  for name, value in sums.items():
+    total[name] = total.get(name, 0.0) + float(value)
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
@@ -386,7 +392,5 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
   return {k: v / tokens for k, v in sums.items() if k != 'tokens'}
 
 
-def _due(config: TrainConfig, step: int, minutes: float) -> bool:
-  by_time = 0 < config.checkpoint_minutes <= minutes
-  by_step = config.checkpoint_steps and step % config.checkpoint_steps == 0
-  return bool(by_time or by_step)
+def _text(means: Mapping[str, float]) -> str:
+  return ' '.join(f'{name} {value:.4f}' for name, value in means.items())

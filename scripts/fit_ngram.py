@@ -1,8 +1,0 @@
-"""`fit_ngram` of specdec_jax/cli/commands.py, which has its --help."""
-
-import sys
-
-from specdec_jax.cli import commands
-
-if __name__ == '__main__':
-  sys.exit(commands.run('fit_ngram'))

@@ -1,0 +1,621 @@
+"""Reads config.json of Hugging Face folders, by the data of its family.
+
+A `Family` says which fields of config.json give which fields of our
+configuration, which have one value only, and which change nothing; a field that
+is not known is refused by its name. `families` has the data.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import flax.traverse_util
+
+from specdec_jax.checkpoints.generation import SETTINGS
+from specdec_jax.checks.fields import check_type, unexpected
+from specdec_jax.checks.names import check_choice
+from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.families import Config
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.layers import MOST_LAYERS
+from specdec_jax.models.m2m100 import M2M100Config
+from specdec_jax.models.rope import Rope
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.models.t5gemma import T5GemmaConfig
+
+Described = Mapping[str, Any]  # config.json, or a part of it
+
+# What a checkpoint says beside its arrays -> the entry of config.json.
+ABOUT = {
+  'target': 'specdec_made_for',
+  'made_of': 'specdec_made_of',
+  'fingerprint': 'specdec_fingerprint',
+}
+# The entry of a decoder that reads its target's encoder: that one's width.
+ENCODER_DIM = 'specdec_encoder_dim'
+_NEVER = re.compile('(?!)')
+
+# Fields that change no output, in no family: names, ids and settings of
+# `generate`, which are read elsewhere, training, and how transformers computes.
+_NO_MATTER = re.compile(
+  '|'.join(
+    r"""
+    _.* unsloth_.* tokenizer_.* summary_.* init(ializer)?_(factor|range|std)
+    .*(dropout|dropout_rate|pdrop|layerdrop)
+    (bos|decoder_start|eos|pad)_token_id architectures
+    (attn|cache)_implementation auto_map chunk_size_feed_forward dtype
+    finetuning_task gradient_checkpointing id2label is_decoder
+    is_encoder_decoder label2id max_position_embeddings model_max_length
+    model_type n_ctx n_positions name_or_path num_labels
+    output_(attentions|hidden_states|past|scores) prefix pretraining_tp
+    problem_type reorder_and_upcast_attn return_dict(_in_generate)?
+    sep_token_id task_specific_params tie_word_embeddings torch_dtype
+    torchscript transformers\.js_config transformers_version use_bfloat16
+    use_cache
+    """.split()
+  )
+)
+_FIXED_IN_ALL = {
+  'add_cross_attention': False,
+  'pruned_heads': {},
+  'tie_encoder_decoder': False,
+}
+# Fields whose null turns something off; null elsewhere means the default.
+_OFF_BY_NULL = frozenset(
+  """
+  attn_logit_softcapping final_logit_softcapping max_window_layers
+  query_pre_attn_scalar rope_local_base_freq sliding_window
+  sliding_window_pattern
+  """.split()
+)
+# Fields that may be 0: the encoder of a decoder that reads its target's.
+_MAY_BE_ZERO = ('max_window_layers', 'num_layers')
+# transformers' names of activations: ours. Its `gelu` is another function.
+_ACTIVATIONS = {
+  'relu': 'relu',
+  'silu': 'silu',
+  'swish': 'silu',
+  'gelu_new': 'gelu',
+  'gelu_pytorch_tanh': 'gelu',
+}
+
+
+class Family(NamedTuple):
+  """What is particular to a `model_type`.
+
+  Attributes:
+    make: returns the configuration from (family, config.json, its path, whether
+      the output layer is the embedding).
+    names: our module -> transformers' module, * for the number of a layer; or
+      our array -> transformers' array.
+    embedding: transformers' array of the embedding that may be the output layer
+      too.
+    fields: our configuration's field -> config.json's.
+    settings: fields of the configuration that all models have.
+    defaults: fields of config.json -> their values where it leaves them out.
+    derived: the same, computed from the other fields.
+    read: fields of config.json that are read, beside those above.
+    fixed: fields of config.json -> the only values that the network has.
+    same: fields of config.json -> fields that they must be equal to.
+    tied: whether the output layer is the embedding unless config.json says so.
+    ties_by_arrays: whether only the arrays decide that, never config.json.
+    head: transformers' array of the output layer.
+    prefix: matches what names in a file may have in front; only its group
+      'kept', if any, is part of the names here.
+    skipped: matches names of arrays that no model reads.
+    images: matches names of arrays that only images go through.
+    aliases: names of arrays -> the names of arrays that they must be equal to.
+    kernels_in_out: whether kernels are [in, out], and those of query, key and
+      value are thirds of one (GPT-2).
+    scales_queries: whether queries are divided by sqrt(D) after projection.
+    stack: the `Family` of each stack of an encoder-decoder; None: no stacks.
+  """
+
+  make: Callable[['Family', Described, str, bool], Config]
+  names: Mapping[str, str]
+  embedding: str
+  fields: Mapping[str, str]
+  settings: dict[str, Any] = {}
+  defaults: dict[str, Any] = {}
+  derived: Mapping[str, Callable[[Described], Any]] = {}
+  read: Collection[str] = ()
+  fixed: dict[str, Any] = {}
+  same: Mapping[str, str] = {}
+  tied: bool = True
+  ties_by_arrays: bool = False
+  head: str = 'lm_head.weight'
+  prefix: re.Pattern[str] = re.compile('')
+  skipped: re.Pattern[str] = _NEVER
+  images: re.Pattern[str] = _NEVER
+  aliases: Mapping[str, str] = {}
+  kernels_in_out: bool = False
+  scales_queries: bool = False
+  stack: Any = None
+
+  def name_of(self, stored: str) -> str:
+    """The name of an array here, of its name in a file."""
+    prefix = self.prefix.match(stored)
+    if prefix is None:
+      return stored
+    return (prefix.groupdict().get('kept') or '') + stored[prefix.end() :]
+
+
+def is_tied(family: Family, described: Described) -> bool:
+  """Whether the output layer is the embedding, as config.json says."""
+  text = described.get('text_config')
+  for part in (described, text if isinstance(text, Mapping) else {}):
+    if part.get('tie_word_embeddings') is not None and not (
+      family.ties_by_arrays
+    ):
+      return bool(part['tie_word_embeddings'])
+  return family.tied
+
+
+def scales_output(described: Described) -> bool:
+  """Whether transformers divides the input of the output layer by sqrt(M)."""
+  if described.get('model_type') not in ('t5', 'umt5'):
+    return False  # mT5 has T5 1.1's output layer
+  untied = described.get('tie_word_embeddings') is False
+  # transformers 5 writes it, beside `tie_word_embeddings: true` for every T5.
+  return bool(described.get('scale_decoder_outputs', not untied))
+
+
+def _fields_of(
+  family: Family, described: Described, where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """config.json with defaults, and sizes by our configuration's names."""
+  known = {*family.fields.values(), *family.defaults, *family.derived}
+  check_fields(
+    described, {*known, *family.read}, where, family.fixed, family.same
+  )
+  given = {name: v for name, v in described.items() if v is not None}
+  defaults = {
+    name: value
+    for name, value in family.defaults.items()
+    if name not in described or name not in _OFF_BY_NULL
+  }
+  given = defaults | given
+  for name, derive in family.derived.items():
+    if name not in given:
+      with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
+        given[name] = derive(given)
+  sizes = {ours: given.get(theirs) for ours, theirs in family.fields.items()}
+  for ours, theirs in family.fields.items():
+    _check_size(sizes[ours], theirs, where)
+  return given, sizes
+
+
+def _check_size(value: Any, name: str, where: str) -> None:
+  least = 0 if name in _MAY_BE_ZERO else 1
+  if type(value) is not int or value < least:
+    raise unexpected(f'{where}: {name}', f'a whole number from {least}', value)
+
+
+def check_fields(
+  described: Described,
+  read: Collection[str],
+  where: str,
+  fixed: Described | None = None,
+  same: Mapping[str, str] | None = None,
+) -> None:
+  """Checks that nothing in config.json changes the mathematics unnoticed.
+
+  Fields that are null, and those that change nothing in any family, pass.
+
+  Args:
+    described: config.json, or a part of it.
+    read: fields that the caller reads.
+    where: the path, for messages.
+    fixed: fields, and the only values that the network has.
+    same: fields that are other names of fields.
+
+  Raises:
+    ValueError: a field is not known, or differs from what the network has.
+  """
+  for name in ('tie_word_embeddings', 'scale_decoder_outputs'):
+    check_type(f'{where}: {name}', described.get(name), bool | None)
+  others = {name: described.get(other) for name, other in (same or {}).items()}
+  expected = {**_FIXED_IN_ALL, **(fixed or {}), **others}
+  for name, value in described.items():
+    if value is None or name in read:
+      continue
+    if name in expected:
+      if value != expected[name]:
+        only = f'{expected[name]}, as the network here has it'
+        raise unexpected(f'{where}: {name}', only, value)
+    elif name not in SETTINGS and not _NO_MATTER.fullmatch(name):
+      raise unexpected(
+        f'{where}: {name}',
+        'no such field, which may change what the model says',
+        value,
+        'If it does not, remove it from config.json.',
+      )
+
+
+def _activation(given: Described, name: str, where: str) -> str:
+  check_choice(f'{where}: {name}', given[name], _ACTIVATIONS)
+  return _ACTIVATIONS[given[name]]
+
+
+def _object(given: Described, name: str, where: str) -> Described:
+  if not isinstance(given.get(name), Mapping):
+    raise unexpected(f'{where}: {name}', 'an object', given.get(name))
+  return given[name]
+
+
+def _head_dim(family: Family, sizes: Described, where: str) -> int:
+  width, heads = sizes['emb_dim'], sizes['num_heads']
+  if width % heads:
+    theirs = family.fields
+    multiple = f'a multiple of {theirs["num_heads"]} = {heads}'
+    raise unexpected(f'{where}: {theirs["emb_dim"]}', multiple, width)
+  return width // heads
+
+
+# T5, T5 1.1, Flan-T5, ByT5, CodeT5, UL2 and MADLAD-400 ('t5'), mT5, UMT5.
+
+# T5Config.mlp_activations: config.json's feed_forward_proj.
+_FEED_FORWARD = {
+  ('relu',): 'relu',
+  ('silu',): 'silu',
+  ('gelu',): 'gelu_new',
+  ('relu', 'linear'): 'gated-relu',
+  ('silu', 'linear'): 'gated-silu',
+  ('gelu', 'linear'): 'gated-gelu',
+}
+
+
+def t5(family: Family, described: Described, where: str, tied: bool):
+  """The configuration; see `Family.make`."""
+  given, sizes = _fields_of(family, described, where)
+  width = given.get(ENCODER_DIM, sizes['emb_dim'])
+  if width != sizes['emb_dim']:
+    sizes['encoder_dim'] = width
+  word = given['feed_forward_proj']
+  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD.values())
+  (activations,) = (key for key, w in _FEED_FORWARD.items() if w == word)
+  first, *gate = activations
+  # transformers follows these two where they are there.
+  if 'dense_act_fn' in given:
+    first = _activation(given, 'dense_act_fn', where)
+  gated = given.get('is_gated_act')
+  check_type(f'{where}: is_gated_act', gated, bool | None)
+  if gated is not None:
+    gate = ['linear'] * gated
+  return T5Config(
+    **sizes,
+    **family.settings,
+    mlp_activations=(first, *gate),
+    dropout_rate=given.get('dropout_rate', 0.0),
+    logits_via_embedding=tied,
+  )
+
+
+def describe(family: Family, config: T5Config) -> dict[str, Any]:
+  """Returns config.json of a T5, except for ids and dtype.
+
+  Raises:
+    ValueError: transformers has no T5 with its activations.
+  """
+  word = _FEED_FORWARD.get(config.mlp_activations)
+  if word is None:
+    known = f'one of {sorted(_FEED_FORWARD)}, which transformers has'
+    raise unexpected('mlp_activations', known, config.mlp_activations)
+  name = 'UMT5' if config.bias_per_layer else 'T5'
+  return {
+    'architectures': [f'{name}ForConditionalGeneration'],
+    'model_type': name.lower(),
+    'is_encoder_decoder': True,
+    **{theirs: getattr(config, ours) for ours, theirs in family.fields.items()},
+    'feed_forward_proj': word,
+    'dropout_rate': config.dropout_rate,
+    # Only this decides whether transformers scales the logits of a T5.
+    'tie_word_embeddings': config.logits_via_embedding,
+    **family.fixed,
+    **({} if config.num_encoder_layers else {ENCODER_DIM: config.encoded_dim}),
+  }
+
+
+# GPT-2.
+
+
+def gpt2(family: Family, described: Described, where: str, tied: bool):
+  """The configuration; see `Family.make`."""
+  given, sizes = _fields_of(family, described, where)
+  return GPTConfig(
+    **sizes,
+    head_dim=_head_dim(family, sizes, where),
+    mlp_activations=(_activation(given, 'activation_function', where),),
+    logits_via_embedding=tied,
+    dropout_rate=given.get('resid_pdrop', 0.0),
+  )
+
+
+# M2M-100 and NLLB-200.
+
+
+def m2m100(family: Family, described: Described, where: str, tied: bool):
+  """The configuration; see `Family.make`."""
+  del tied  # it always is
+  given, sizes = _fields_of(family, described, where)
+  ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
+  return M2M100Config(
+    **sizes,
+    **{ours: _single(given[n]) for ours, n in ids.items() if n in given},
+    head_dim=_head_dim(family, sizes, where),
+    mlp_activations=(_activation(given, 'activation_function', where),),
+    scale_embeddings=given['scale_embedding'],
+  )
+
+
+# Llama, Qwen and Gemma.
+
+_KINDS = {'full_attention': 'global', 'sliding_attention': 'local'}
+_LINEAR = {'factor': 'factor'}
+# Type of RoPE -> `Rope`'s fields -> config.json's.
+_ROPES: dict[str, dict[str, str]] = {
+  'default': {},
+  'linear': _LINEAR,
+  'llama3': _LINEAR
+  | {
+    'original_length': 'original_max_position_embeddings',
+    'low_freq_factor': 'low_freq_factor',
+    'high_freq_factor': 'high_freq_factor',
+  },
+}
+# Fields around `text_config` in folders of models that read images too.
+_AROUND_TEXT = {
+  'boi_token_index',
+  'eoi_token_index',
+  'image_token_index',
+  'mm_tokens_per_image',
+  'text_config',
+  'vision_config',
+}
+
+
+def causal(
+  family: Family, described: Described, where: str, tied: bool
+) -> CausalLMConfig:
+  """The configuration; see `Family.make`."""
+  given, sizes = _fields_of(family, described, where)
+  kinds = _layer_kinds(given, where)
+  rope, local = (_rope(given, word, where) for word in _KINDS)
+  has_local = 'local' in kinds
+  window = given.get('sliding_window')
+  if 'use_sliding_window' in given and not given['use_sliding_window']:
+    window = None  # which local layers refuse
+  is_gemma = 'hidden_activation' in given
+  word = 'hidden_activation' if is_gemma else 'hidden_act'
+  scalar = given.get('query_pre_attn_scalar', sizes['head_dim'])
+  return CausalLMConfig(
+    **sizes,
+    **family.settings,
+    mlp_activations=(_activation(given, word, where), 'linear'),
+    rope=rope,
+    local_rope=local if has_local and local != rope else None,
+    layer_kinds=kinds,
+    window=window if has_local else 0,  # type: ignore[arg-type]
+    norm_epsilon=given['rms_norm_eps'],
+    query_scalar=0.0 if scalar == sizes['head_dim'] else scalar,
+    score_softcap=given.get('attn_logit_softcapping', 0.0),
+    logit_softcap=given.get('final_logit_softcapping', 0.0),
+    logits_via_embedding=tied,
+  )
+
+
+def with_images(family: Family, described: Described, where: str, tied: bool):
+  """The configuration of the model of texts; see `Family.make`."""
+  check_fields(described, _AROUND_TEXT, where)
+  text = _object(described, 'text_config', where)
+  return causal(family, text, where, tied)
+
+
+def _layer_kinds(given: Described, where: str) -> tuple[Any, ...]:
+  """The kinds of the layers, as the shortest row of them that repeats."""
+  count = min(given['num_hidden_layers'], MOST_LAYERS)  # more is refused later
+  for name in ('sliding_window_pattern', 'max_window_layers'):
+    if name in given:
+      _check_size(given[name], name, where)
+  types = given.get('layer_types')
+  if types is None:
+    types = [_layer_type(given, i) for i in range(count)]
+  if not isinstance(types, list) or len(types) != count:
+    raise unexpected(f'{where}: layer_types', f'a list of {count} names', types)
+  for word in types:
+    check_choice(f'{where}: layer_types', word, _KINDS)
+  kinds = tuple(_KINDS[word] for word in types)
+  sizes = (
+    size
+    for size in range(1, count + 1)
+    if all(kinds[i] == kinds[i % size] for i in range(count))
+  )
+  return kinds[: next(sizes)]
+
+
+def _layer_type(given: Described, layer: int) -> str:
+  """A layer's type in configurations without `layer_types`."""
+  if 'sliding_window_pattern' in given:
+    slides = (layer + 1) % given['sliding_window_pattern'] != 0
+  else:
+    first = given.get('max_window_layers', layer + 1)
+    slides = bool(given.get('use_sliding_window')) and layer >= first
+  return 'sliding_attention' if slides else 'full_attention'
+
+
+def _rope(given: Described, layer_type: str, where: str) -> Rope:
+  """The RoPE of layers of one type."""
+  settings: dict[str, Any] = {}
+  if 'rope_parameters' in given:
+    settings |= _object(given, 'rope_parameters', where)
+  has_local = 'rope_local_base_freq' in given
+  if any(word in settings for word in _KINDS):
+    check_fields(settings, _KINDS, f'{where}: rope_parameters')
+    settings = {**_object(settings, layer_type, where)}
+  elif settings and has_local:
+    each = f'an entry for each kind of layers, {" and ".join(_KINDS)}'
+    raise unexpected(f'{where}: rope_parameters', each, settings)
+  theta = given['rope_theta']
+  if layer_type == 'sliding_attention' and has_local:
+    theta = given['rope_local_base_freq']  # and it is not scaled
+  elif 'rope_scaling' in given:
+    settings |= _object(given, 'rope_scaling', where)
+  word = settings.get('rope_type', settings.get('type', 'default'))
+  check_choice(f'{where}: rope_type', word, _ROPES)
+  fields = _ROPES[word]
+  settings = {name: v for name, v in settings.items() if v is not None}
+  others = settings.keys() - {'rope_type', 'type', 'rope_theta'}
+  if differing := others ^ {*fields.values()}:
+    expected = f'only {", ".join(fields.values()) or "its type and base"}'
+    name = f'{where}: RoPE of type {word!r}'
+    raise unexpected(name, expected, sorted(differing))
+  scaling = {ours: settings[theirs] for ours, theirs in fields.items()}
+  base: Any = settings.get('rope_theta', theta)
+  return Rope(base=base, **scaling)
+
+
+# T5Gemma 1 and 2: each stack is described as a Gemma's.
+
+
+def t5gemma(family: Family, described: Described, where: str, tied: bool):
+  """The configuration; see `Family.make`."""
+  merged = described['model_type'] == 't5gemma2'
+  check_fields(described, family.read, where)
+  encoder = _object(described, 'encoder', where)
+  decoder = _object(described, 'decoder', where)
+  image_end = 0
+  if merged:
+    check_fields(encoder, _AROUND_TEXT | {'vocab_size'}, f'{where}: encoder')
+    image_end = encoder.get('eoi_token_index') or 256_000
+    encoder = _object(encoder, 'text_config', f'{where}: encoder')
+  if merged and not tied:
+    one = f'true, and no other array in {family.head}: one table of embeddings'
+    raise unexpected(f'{where}: tie_word_embeddings', one, tied)
+  config = T5GemmaConfig(
+    causal(family.stack, encoder, f'{where}: encoder', tied),
+    causal(family.stack, decoder, f'{where}: decoder', tied),
+    merged_attention=merged,
+    start_id=_t5gemma_ids(described)['decoder_start_token_id'],
+    image_end_id=image_end,
+  )
+  width = decoder.get('cross_attention_hidden_size')
+  if width not in (None, config.encoded_dim):
+    name = f'{where}: decoder.cross_attention_hidden_size'
+    raise unexpected(name, f"the encoder's {config.encoded_dim}", width)
+  return config
+
+
+def _t5gemma_ids(described: Described) -> dict[str, Any]:
+  """The ids of the decoder, which begins with the beginning of a text."""
+  ids = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
+  decoder = described.get('decoder')
+  for part in (decoder if isinstance(decoder, Mapping) else {}, described):
+    ids |= {name: part[name] for name in ids if part.get(name) is not None}
+  start = _single(described.get('decoder_start_token_id'))
+  ids['decoder_start_token_id'] = (
+    ids['bos_token_id'] if start is None else start
+  )
+  return ids
+
+
+# Ids with a meaning.
+
+
+class SpecialIds(NamedTuple):
+  """Ids with a special meaning.
+
+  Attributes:
+    decoder_start: the id that the decoder reads first; 0 of a T5, as always in
+      T5X.
+    eos: ids that end an output; T5 has 1, MADLAD-400 has 2.
+    pad: the id that transformers pads rows with. T5s are padded with 0 here, as
+      in T5X: padding is masked, so that logits do not depend on it. If 0 is the
+      unknown piece (MADLAD-400), encoders here and in T5X ignore that piece
+      too.
+  """
+
+  decoder_start: int
+  eos: tuple[int, ...]
+  pad: int
+
+
+T5_IDS = SpecialIds(decoder_start=0, eos=(1,), pad=0)
+
+
+def describe_ids(ids: SpecialIds) -> dict[str, Any]:
+  """Returns config.json's entries for special ids."""
+  return {
+    'decoder_start_token_id': ids.decoder_start,
+    'eos_token_id': ids.eos[0] if len(ids.eos) == 1 else list(ids.eos),
+    'pad_token_id': ids.pad,
+  }
+
+
+def read_ids(
+  described: Described, where: str, start_id: int | None = 0
+) -> SpecialIds:
+  """Returns the special ids that config.json names; T5's if it names none.
+
+  Args:
+    described: config.json, updated by generation_config.json.
+    where: their folder, for messages.
+    start_id: the id that the decoder must start with; None: any.
+
+  Raises:
+    ValueError: an id is not a whole number, or the decoder starts with another
+      id.
+  """
+  given = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
+  given |= {name: v for name, v in described.items() if v is not None}
+  if described.get('model_type') in ('t5gemma', 't5gemma2'):
+    given |= _t5gemma_ids(described)
+  pad, ends = given['pad_token_id'], given['eos_token_id']
+  start = given['decoder_start_token_id']
+  start = pad if start is None else _single(start)  # as transformers does
+  ends = tuple(ends) if isinstance(ends, list) else (ends,)
+  named = ('pad_token_id', pad), ('decoder_start_token_id', start)
+  for name, value in (*named, *(('eos_token_id', end) for end in ends)):
+    if type(value) is not int:
+      raise unexpected(f'{where}: {name}', 'a whole number', value)
+  if start_id not in (None, start):
+    only = f'{start_id}, as in every model of this family'
+    raise unexpected(f'{where}: decoder_start_token_id', only, start)
+  return SpecialIds(start, ends, pad)
+
+
+def _single(value: Any) -> Any:
+  """The value itself, or that of a list of one, as transformers has ids too."""
+  return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+# Comparing a folder with what is expected of it.
+
+
+def check_config(found: Config, expected: Any, source: str) -> None:
+  """Compares a checkpoint's configuration with the expected one.
+
+  `dropout_rate` and `dtype` are not compared: they are not part of a
+  checkpoint.
+
+  Raises:
+    ValueError: they differ; the message has each field that differs, with both
+      values; of a stack within a model it is 'encoder.num_layers'.
+  """
+  have, want = (
+    flax.traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')
+    for config in (found, expected)
+  )
+  problems = [
+    f'{name}: expected {want.get(name)!r}, got {have.get(name)!r}'
+    for name in have | want
+    if have.get(name) != want.get(name)
+    and not name.endswith(('dropout_rate', 'dtype'))
+  ]
+  if problems:
+    raise ValueError(
+      f'{source} is not a checkpoint of this model configuration:'
+      f' {"; ".join(problems)}. Take the configuration of its size, or another'
+      ' checkpoint.'
+    )

@@ -1,0 +1,134 @@
+"""What a Hugging Face folder asks of transformers' `generate`.
+
+The defaults of this library hold at every door, whatever a folder asks for:
+outputs are greedy and end at the engine's length. What a folder asks for beside
+that is said once, when an engine is made of its model, with the options that do
+the same here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from specdec_jax.checks.fields import check_type, shortened
+
+FILE = 'generation_config.json'
+Ids = Sequence[int]
+# Settings of `generate` that change outputs: their type, what asks for nothing,
+# and their names. Others change how it computes or what it returns, and special
+# ids are read elsewhere.
+_KINDS: tuple[tuple[Any, Any, str], ...] = (
+  (bool, False, 'do_sample token_healing'),
+  (bool | str, False, 'early_stopping'),
+  (int, 0, 'min_length min_new_tokens'),
+  (int, 0, 'encoder_no_repeat_ngram_size no_repeat_ngram_size'),
+  (int, 1, 'num_beam_groups num_beams num_return_sequences'),
+  (int, 50, 'top_k'),
+  (int, None, 'max_length max_new_tokens'),
+  (int | Ids, None, 'forced_bos_token_id forced_eos_token_id'),
+  (Ids, None, 'begin_suppress_tokens suppress_tokens'),
+  (Sequence[Ids], None, 'bad_words_ids'),
+  (str | Sequence[str], None, 'stop_strings'),
+  (float, 0.0, 'diversity_penalty epsilon_cutoff eta_cutoff min_p'),
+  (float, 1.0, 'encoder_repetition_penalty length_penalty'),
+  (float, 1.0, 'guidance_scale repetition_penalty temperature'),
+  (float, 1.0, 'top_h top_p typical_p'),
+  (float, None, 'max_time penalty_alpha'),
+  (Any, None, 'constraints dola_layers exponential_decay_length_penalty'),
+  (Any, None, 'force_words_ids sequence_bias watermarking_config'),
+)
+_TYPES = {name: kind for kind, _, names in _KINDS for name in names.split()}
+SETTINGS = {name: none for _, none, names in _KINDS for name in names.split()}
+# Settings that change nothing unless outputs are sampled, or searched for.
+_OF_SAMPLES = (
+  'epsilon_cutoff eta_cutoff min_p temperature top_h top_k top_p typical_p'
+).split()
+_OF_BEAMS = (
+  'diversity_penalty early_stopping length_penalty num_beam_groups'
+).split()
+# Settings that are options here, some by another name.
+_AS_SAMPLES = 'temperature', 'top_k', 'top_p'
+_AS_BEAMS = 'num_beams', 'length_penalty'
+_OPTIONS = {
+  'max_new_tokens': 'max_length',
+  'min_new_tokens': 'min_length',
+  'num_return_sequences': 'num_samples',
+  'stop_strings': 'stop_strings',
+}
+
+
+class Defaults(NamedTuple):
+  """What a folder asks for, and does not get unless the options say so.
+
+  Attributes:
+    where: the file that asks.
+    settings: transformers' name of each -> its value.
+    options: options of `Engine.generate` that do the same.
+    others: those of `settings` that no option does.
+  """
+
+  where: str
+  settings: Mapping[str, Any]
+  options: Mapping[str, Any]
+  others: Sequence[str]
+
+  def __str__(self) -> str:
+    """The sentence for users."""
+    text = f'{self.where} asks for {_listed(self.settings)}: not followed.'
+    if self.options:
+      text += f' Options that do so: {_listed(self.options)}.'
+    if self.others:
+      text += f' No option does: {", ".join(self.others)}.'
+    return text
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+  return ', '.join(f'{name}={shortened(v)}' for name, v in values.items())
+
+
+def read_defaults(
+  described: Mapping[str, Any], where: str, has_encoder: bool
+) -> Defaults | None:
+  """What a folder asks for, or None if that is what happens here anyway.
+
+  Args:
+    described: generation_config.json; config.json where there is none.
+    where: the path of that file, for messages.
+    has_encoder: whether the model has an encoder: its `max_length` counts the
+      start token, and that of others the prompt.
+
+  Raises:
+    ValueError: a setting has the wrong type; the message names it.
+  """
+  given = {
+    name: value
+    for name, value in described.items()
+    if name in SETTINGS and value is not None
+  }
+  for name, value in given.items():
+    check_type(f'{where}: {name}', value, _TYPES[name])
+  samples = given.get('do_sample', False)
+  searches = given.get('num_beams', 1) > 1
+  settings = {
+    name: value
+    for name, value in given.items()
+    if value not in (SETTINGS[name], [])
+    and (samples or name not in _OF_SAMPLES)
+    and (searches or name not in _OF_BEAMS)
+  }
+  if not settings:
+    return None
+  names: Sequence[str] = ()  # of samples of beams there are none
+  if samples != searches:
+    names = _AS_SAMPLES if samples else _AS_BEAMS
+  options = {name: given.get(name, SETTINGS[name]) for name in names}
+  followed = {*names, *(['do_sample'] if names else [])}
+  for name, ours in _OPTIONS.items():
+    if name in settings:
+      options[ours] = settings[name]
+      followed |= {name, ours}  # it goes before the other one
+  for name in ('max_length', 'min_length'):
+    if has_encoder and name in settings.keys() - followed:
+      options[name] = settings[name] - 1
+      followed.add(name)
+  others = [name for name in settings if name not in followed]
+  return Defaults(where, settings, options, others)

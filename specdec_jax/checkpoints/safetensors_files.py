@@ -1,0 +1,171 @@
+"""Arrays in safetensors files, and JSON beside them.
+
+The package safetensors comes with the extra `[huggingface]`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import files
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Index, row_of
+from specdec_jax.checkpoints.families import Row
+from specdec_jax.checks.fields import check_type, unexpected
+from specdec_jax.checks.packages import package
+
+_JSON_BYTES = 64 << 20  # limit; the index of the largest models has 1 MiB
+# safetensors' names of dtypes.
+_FLOATS: dict[str, Any] = {
+  'F64': np.float64,
+  'F32': np.float32,
+  'F16': np.float16,
+  'BF16': jnp.bfloat16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """An array of a safetensors file.
+
+  The files are mapped into memory, and mapped pages count as this process's
+  memory until they are unmapped: so each piece opens its file again.
+
+  Attributes:
+    path: the file.
+    name: name of the array in the file.
+    shape: shape of the array.
+    dtype: dtype of the array.
+  """
+
+  path: str
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  def read(self, index: Index) -> np.ndarray:
+    """Returns a part of the array.
+
+    Raises:
+      ValueError: the file was changed or removed since it was opened.
+    """
+    with opened(self.path) as file:
+      return file.get_slice(self.name)[index]
+
+
+def view(stored: Stored, row: Row) -> DiskArray:
+  """A stored array with the shape and values of ours."""
+
+  def read_into(out: np.ndarray, index: Index) -> None:
+    index = turned(index)
+    if row.third is not None:
+      *rest, last = index
+      first = row.third * row.shape[-1]
+      index = (*rest, slice(first + last.start, first + last.stop))
+    (out.T if row.transposed else out)[...] = stored.read(index)
+    if row.scale != 1.0:
+      out[...] = out * row.scale
+
+  def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return axes[::-1] if row.transposed else axes
+
+  # A chunk is a row in the file; if transposed, it is a column here.
+  chunk = turned(row_of(turned(row.shape)))
+  order: Literal['C', 'F'] = 'F' if row.transposed else 'C'
+  return DiskArray(row.shape, stored.dtype, read_into, chunk, order)
+
+
+def open_file(path: str | os.PathLike[str]) -> dict[str, Stored]:
+  """Returns name -> array of a safetensors file.
+
+  Raises:
+    ValueError: the file is missing or broken, or an array is not of floats.
+  """
+  path = os.fspath(path)
+  arrays = {}
+  with opened(path) as file:
+    for name in file.keys():  # noqa: SIM118  it is not a dict
+      array = file.get_slice(name)
+      shape, kind = tuple(array.get_shape()), array.get_dtype()
+      if kind not in _FLOATS:
+        raise unexpected(f'{path}: {name}', f'one of {[*_FLOATS]}', kind)
+      dtype = np.dtype(_FLOATS[kind])
+      arrays[name] = Stored(path, name, shape, dtype)
+  return arrays
+
+
+def write_file(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
+  """Writes a safetensors file, whole or not at all, an array at a time.
+
+  The format is a JSON header behind its length, and then the arrays' bytes
+  (https://github.com/huggingface/safetensors). The package's own writer takes
+  all of them at once, copied.
+
+  Raises:
+    OSError: the disk is full or the folder not writable.
+  """
+  kinds = {np.dtype(dtype): kind for kind, dtype in _FLOATS.items()}
+  # transformers refuses a file that does not name its framework.
+  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  end = 0
+  for name, array in arrays.items():
+    start, end = end, end + array.nbytes
+    header[name] = {
+      'dtype': kinds[np.dtype(array.dtype)],
+      'shape': list(array.shape),
+      'data_offsets': [start, end],
+    }
+  text = json.dumps(header).encode()
+  text += b' ' * (-len(text) % 8)
+  contents = (np.ascontiguousarray(a).tobytes() for a in arrays.values())
+  files.write_atomically(
+    path, itertools.chain([len(text).to_bytes(8, 'little') + text], contents)
+  )
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Any]:
+  files.check_regular(path)
+  safetensors = import_safetensors()
+  try:
+    file = safetensors.safe_open(path, framework='numpy')
+  except (OSError, safetensors.SafetensorError) as error:
+    raise ValueError(
+      f'{path!r} is missing, cut short or not a safetensors file ({error});'
+      ' copy it again.'
+    ) from error
+  with file:
+    yield file
+
+
+def import_safetensors() -> Any:
+  """Returns the package safetensors; ValueError if it is not installed."""
+  package('A Hugging Face folder', 'safetensors.numpy', 'huggingface')
+  return package('A Hugging Face folder', 'safetensors', 'huggingface')
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON object.
+
+  Raises:
+    ValueError: the file is missing, not a regular file, too large, or holds
+      something else.
+  """
+  try:
+    value = json.loads(files.read_small(path, _JSON_BYTES).decode())
+  except OSError as error:
+    raise ValueError(
+      f'{os.fspath(path)!r} cannot be read: {error.strerror}. Expected a'
+      ' Hugging Face folder with config.json and safetensors in it.'
+    ) from error
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{os.fspath(path)!r} is not JSON: {error}.') from error
+  check_type(os.fspath(path), value, Mapping)
+  return value

@@ -1,0 +1,359 @@
+"""Flags of a command: the fields of what its run file configures.
+
+An option is declared once, as a field with its type, its default and a line in
+the docstring of its class. Each field of a plain type, of each class that the
+gin files configure, is a flag: `Engine.gamma` is --gamma, and `dtype` in the
+scope `draft` is --draft-dtype. A flag binds its field in gin. Where the run
+file gives that field by a macro, the flag binds the macro, so that everything
+else that refers to it follows.
+"""
+
+import argparse
+import collections.abc
+import dataclasses
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+from typing import Any, Literal
+
+from specdec_jax.cli import gin_checks
+
+# Field, also CLASS.FIELD -> its flag, where that has another name.
+_RENAMED = {
+  'DecodeConfig.mode': 'task-mode',
+  'ReplicaSettings.cpus': 'replica-cpus',
+  'ReplicaSettings.gpus': 'replica-gpus',
+  'ReplicaSettings.most': 'max-replicas',
+  # A run's languages are its engine's.
+  'RunOptions.source_lang': '',
+  'RunOptions.target_lang': '',
+  'Tokenizer.path': 'vocab',
+  'load.path': 'target',
+  'load_drafter.path': 'target',
+  'open_tokenizer.path': 'vocab',
+  'batches': 'batch-sizes',
+  'checkpoint_path': 'target',
+  'decoding': 'mode',
+  'input_file': 'input',
+  'max_decode_len': 'max-length',
+  'max_input_len': 'max-input-length',
+  'mixture_or_task_name': 'input',
+  'number': 'replicas',
+  'output': 'output-dir',
+  'stop_strings': 'stop',
+  'tokenizer': 'vocab',
+}
+# Flag -> other spellings, mostly those of other programs.
+_ALIASES = {
+  'adapter': ('lora', 'lora-path'),
+  'draft': ('drafter', 'draft-model', 'assistant-model'),
+  'draft-adapter': ('draft-lora',),
+  'gamma': ('num-speculative-tokens', 'num-assistant-tokens'),
+  'input': ('input-file',),
+  'max-input-length': ('max-input-len',),
+  'max-length': ('max-new-tokens', 'max-tokens', 'max-decode-len'),
+  'model-name': ('served-model-name',),
+  'num-beams': ('beams', 'beam-size'),
+  'num-samples': ('num-return-sequences', 'num-decodes'),
+  'output-dir': ('output',),
+  'output-file': ('output',),
+  'rows': ('max-num-seqs',),
+  'source-lang': ('src-lang',),
+  'stop': ('stop-string', 'stop-strings'),
+  'target': ('model', 'target-model'),
+  'target-lang': ('tgt-lang',),
+  'vocab': ('tokenizer', 'vocabulary'),
+}
+_PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
+_PLAIN = (int, float, str)
+_SEQUENCES = (tuple, list, collections.abc.Sequence)
+_EXPECTED = {
+  int: 'a whole number',
+  float: 'a finite number',
+  str: 'text',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+  """A flag of a command.
+
+  Attributes:
+    names: its spellings, the main one first.
+    place: what it is called where it may be given by its place; '' may not.
+    binding: what gin binds: a macro, or 'scope/class.field'.
+    kinds: the types that its text may stand for; (bool,) is a switch.
+    is_list: whether the value is a tuple: of texts, where the flag is given
+      again for each, or of numbers with commas between them.
+    help: its line in --help.
+    default: its value in the run file.
+  """
+
+  names: tuple[str, ...]
+  place: str
+  binding: str
+  kinds: tuple[type, ...]
+  is_list: bool
+  help: str
+  default: Any
+
+  @property
+  def is_switch(self) -> bool:
+    """Whether it is given without a value."""
+    return self.kinds == (bool,)
+
+  @property
+  def metavar(self) -> str:
+    """What --help calls its value."""
+    if str in self.kinds:
+      return 'TEXT'
+    name = 'X' if float in self.kinds else 'N'
+    return f'{name},{name}' if self.is_list else name
+
+  def value(self, text: str) -> Any:
+    """Returns the value that a text on the command line stands for.
+
+    Raises:
+      ValueError: the text is none of the flag's kinds.
+    """
+    parts = [text]
+    if self.is_list and str not in self.kinds:
+      parts = text.split(',')
+    try:
+      values = tuple(_value(part, self.kinds) for part in parts)
+    except ValueError as error:
+      expected = ' or '.join(_EXPECTED[kind] for kind in self.kinds)
+      between = ', with commas between several' if self.is_list else ''
+      raise ValueError(
+        f'{self.names[0]} is {text!r}, expected {expected}{between}.'
+      ) from error
+    return values if self.is_list else values[0]
+
+
+def _value(text: str, kinds: Sequence[type]) -> Any:
+  for kind in _PLAIN:
+    if kind not in kinds:
+      continue
+    try:
+      value = kind(text)
+    except ValueError:
+      continue
+    if not isinstance(value, float) or math.isfinite(value):
+      return value
+  raise ValueError(text)
+
+
+def flags(places: Sequence[str] = ()) -> list[Flag]:
+  """Returns the flags of a command, once its gin files are loaded.
+
+  Where two classes have fields of one name, the flag is that of the field that
+  the gin files bind, of two that they bind the first one's.
+
+  Args:
+    places: flags that may be given by their place on the command line.
+  """
+  fields = [
+    (scope, name, configurable, parameter)
+    for scope, name, configurable in gin_checks.configurables()
+    for parameter in inspect.signature(configurable).parameters.values()
+  ]
+  is_free = [
+    gin_checks.bound(f'{name}.{parameter.name}') is gin_checks.UNBOUND
+    for _, name, _, parameter in fields
+  ]
+  taken: set[str] = set()
+  found: dict[int, Flag] = {}
+  for number in sorted(range(len(fields)), key=is_free.__getitem__):
+    flag = _flag(*fields[number], taken=taken, places=places)
+    if flag is not None:
+      taken |= set(flag.names)
+      found[number] = flag
+  in_order = [found[number] for number in sorted(found)]
+  return sorted(in_order, key=lambda flag: _order(flag, places))
+
+
+def _flag(
+  scope: str,
+  name: str,
+  configurable: Callable,
+  parameter: inspect.Parameter,
+  *,
+  taken: Collection[str],
+  places: Sequence[str],
+) -> Flag | None:
+  """Returns the flag of a field; None if it is of no plain type, or taken."""
+  made = configurable
+  if inspect.isclass(configurable):
+    made = configurable.__init__
+  field = parameter.name
+  kinds, is_list = _kinds(typing.get_type_hints(made).get(field))
+  flag = _name(scope, configurable.__name__, field)
+  if not kinds or not flag:
+    return None
+  binding = f'{name}.{field}'
+  given = gin_checks.bound(binding)
+  if macro := gin_checks.macro_of(given):
+    binding, given = macro, gin_checks.value_of(macro)
+  default = parameter.default if given is gin_checks.UNBOUND else given
+  off = 'no-' if kinds == (bool,) and default is True else ''
+  names = [f'--{off}{n}' for n in (flag, *_ALIASES.get(flag, ()))]
+  names = [n for n in names if n not in taken]
+  if not names:
+    return None
+  return Flag(
+    names=tuple(names),
+    place=_PLACES[flag] if flag in places else '',
+    binding=binding,
+    kinds=kinds,
+    is_list=is_list,
+    help=_described(configurable, field),
+    default=default,
+  )
+
+
+def _name(scope: str, class_name: str, field: str) -> str:
+  """Returns the flag of a field, without dashes in front."""
+  general = _RENAMED.get(field, field.replace('_', '-'))
+  name = _RENAMED.get(f'{class_name}.{field}', general)
+  if (scope, field) == ('target', 'shortlist'):
+    return ''  # a target must be able to say everything
+  if scope != 'draft' or not name:
+    return name
+  return 'draft' if name == 'target' else f'draft-{name}'
+
+
+def _order(flag: Flag, places: Sequence[str]) -> int:
+  """Puts what has a place first, in the order of the places."""
+  name = flag.names[0].removeprefix('--')
+  return places.index(name) if name in places else len(places)
+
+
+def _kinds(annotation: Any) -> tuple[tuple[type, ...], bool]:
+  """Returns the plain types of an annotation, and whether it is of several."""
+  members = _members(annotation)
+  members = [str if typing.get_origin(m) is Literal else m for m in members]
+  if bool in members:
+    return (bool,), False
+  if kinds := tuple(kind for kind in _PLAIN if kind in members):
+    return kinds, False
+  for member in members:
+    if typing.get_origin(member) in _SEQUENCES:
+      inner = [k for part in typing.get_args(member) for k in _members(part)]
+      return tuple(kind for kind in _PLAIN if kind in inner), True
+  return (), False
+
+
+def _members(annotation: Any) -> list[Any]:
+  """Returns the types of a union; of another annotation, itself."""
+  if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+    return list(typing.get_args(annotation))
+  return [annotation]
+
+
+def _described(configurable: Callable, field: str) -> str:
+  """Returns the first sentence about a field in a docstring; '' is none."""
+  places: Sequence[Any] = [configurable]
+  if inspect.isclass(configurable):
+    places = [configurable.__init__, *configurable.__mro__]
+  for place in places:
+    doc = inspect.cleandoc(place.__doc__ or '')
+    pattern = rf'^  (?:\w+, )*{field}(?:, \w+)*: (.*(?:\n    .*)*)'
+    if described := re.search(pattern, doc, re.MULTILINE):
+      text = ' '.join(described[1].split())
+      # What is a place in the code says nothing in a terminal.
+      text = re.sub(r'[,;:]? see `[\w.]+`', '', text).replace('`', '')
+      return re.split(r'\.(?: |$)|; None\b', text)[0]
+  return ''
+
+
+def dashed(arg: str, known: Iterable[Flag]) -> str:
+  """Returns --max_length as --max-length, if that is one of the flags."""
+  name, equals, value = arg.partition('=')
+  new = name.replace('_', '-')
+  is_flag = any(new in flag.names for flag in known)
+  return f'{new}{equals}{value}' if is_flag else arg
+
+
+def add(parser: argparse.ArgumentParser, known: Sequence[Flag]) -> None:
+  """Adds the flags to a parser; `given` reads what was given."""
+  places = parser.add_argument_group('inputs')
+  group = parser.add_argument_group('options')
+  for number, flag in enumerate(known):
+    shown = flag.help.replace('%', '%%')
+    if flag.place:
+      places.add_argument(
+        f'place_{number}', metavar=flag.place, nargs='?', help=shown
+      )
+      shown = f'the same as {flag.place}'
+    if flag.is_switch:
+      if flag.names[0].startswith('--no-'):
+        shown = f'turns this off: {shown}'
+      group.add_argument(
+        *flag.names, dest=f'flag_{number}', action='store_true', help=shown
+      )
+    else:
+      group.add_argument(
+        *flag.names,
+        dest=f'flag_{number}',
+        action='append',
+        metavar=flag.metavar,
+        help=f'{shown}{_default(flag.default)}',
+      )
+
+
+def _default(value: Any) -> str:
+  """Returns ' (default: VALUE)' for a value that says something."""
+  if not isinstance(value, int | float | str | tuple):
+    return ''
+  if value in (False, (), ''):
+    return ''
+  return f' (default: {value})'.replace('%', '%%')
+
+
+def given(
+  args: argparse.Namespace, known: Sequence[Flag]
+) -> Mapping[str, tuple[str, Any]]:
+  """Returns binding -> the flag's spelling and its value, of those given.
+
+  Raises:
+    ValueError: a value is wrong, or two flags of one option differ.
+  """
+  found: dict[str, tuple[str, Any]] = {}
+  for number, flag in enumerate(known):
+    for name, value in _values(args, number, flag):
+      other, before = found.get(flag.binding, (name, value))
+      if before != value:
+        raise ValueError(
+          f'{other} is {before!r} and {name} is {value!r}, which mean the same;'
+          ' give one of them.'
+        )
+      found[flag.binding] = name, value
+  return found
+
+
+def _values(
+  args: argparse.Namespace, number: int, flag: Flag
+) -> Iterator[tuple[str, Any]]:
+  """Yields what was given of a flag, by its place and by its name."""
+  place = getattr(args, f'place_{number}', None)
+  if place is not None:
+    yield flag.place, flag.value(place)
+  name = flag.names[0]
+  texts = getattr(args, f'flag_{number}')
+  if texts is True:
+    yield name, not name.startswith('--no-')
+  elif texts:
+    values = [flag.value(text) for text in texts]
+    if flag.is_list:
+      values = [tuple(part for value in values for part in value)]
+    yield name, values[-1]

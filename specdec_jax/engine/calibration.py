@@ -1,0 +1,468 @@
+"""A calibration: the best gamma for a pair on a machine, from measurements.
+
+Written by `specdec calibrate`, read by `specdec decode`. It holds for the
+models and the device that it was made with, and for nothing else.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specdec_jax import analysis, files
+from specdec_jax.decoding import fallback
+from specdec_jax.decoding.fallback import Fallback
+from specdec_jax.engine.completion import UsualAcceptance
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.request import Drafting
+from specdec_jax.files import same_run
+from specdec_jax.models import backend
+from specdec_jax.types import LengthRule
+
+_KIND, _VERSION = 'calibration', 1  # of the file
+_DRAWS = 2000  # random draws for the interval of the speed-up
+_INTERVAL = (2.5, 97.5)  # percent
+
+
+class CalibrationError(ValueError):
+  """A calibration is broken, or was made for something else."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """A value and its standard error."""
+
+  value: float
+  error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Confidence:
+  """Confidence of the drafter -> acceptance, as it was measured.
+
+  Attributes:
+    bounds: between bins, ascending.
+    acceptance: acceptance probability in each bin, one more than `bounds`.
+    errors: its standard errors, over texts; None where one text had them all.
+    tokens: how many were measured in each.
+    overall: the acceptance probability of all.
+  """
+
+  bounds: tuple[float, ...]
+  acceptance: tuple[float, ...]
+  errors: tuple[float | None, ...]
+  tokens: tuple[int, ...]
+  overall: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+  """What a proposal must be worth; see `LengthRule` for the first two.
+
+  Attributes:
+    worth: the price of each proposal in the target's call.
+    worth_asking: the price with that of asking the drafter.
+    expected_speed_up: what the rule with these prices should gain.
+    acceptance: accepted / judged proposals of that rule.
+  """
+
+  worth: tuple[float, ...]
+  worth_asking: tuple[float, ...]
+  expected_speed_up: float
+  acceptance: float
+
+
+def rule_of(confidence: Confidence, prices: Prices) -> LengthRule:
+  """The rule of a table and of prices, as NumPy arrays."""
+  made: Any = LengthRule
+  rule: LengthRule = made(
+    confidences=np.asarray(confidence.bounds, np.float32),
+    acceptance=np.asarray(confidence.acceptance, np.float32),
+    worth=np.asarray(prices.worth, np.float32),
+    worth_asking=np.asarray(prices.worth_asking, np.float32),
+    expected=np.float32(confidence.overall),
+  )
+  return rule
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamChoice:
+  """The quickest beam search of a width, by measured times.
+
+  Attributes:
+    num_beams: K.
+    gamma: levels that are proposed in a round; 0 if no speculation pays.
+    draft_beams: U, beams of the drafter; 0 if no speculation pays.
+    speed_up: over the plain search; 1 at gamma 0.
+  """
+
+  num_beams: int
+  gamma: int
+  draft_beams: int
+  speed_up: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """The best gamma for a number of rows, and its expected speed-up.
+
+  Attributes:
+    rows: rows that are decoded together.
+    gamma: the gamma with the largest expected speed-up; 0 if none is above 1.
+    expected_speed_up: expected speed-up at that gamma; 1 at gamma 0.
+    interval: 95 % interval of the expected speed-up.
+    factors: the expected speed-up at gamma 0, 1, ....
+    prices: of a draft whose length adapts; None where the drafter does not.
+    cost_ratio: c.
+    call_cost: v(1), v(2), ....
+    round_cost: what a round takes besides its calls, in calls of the target
+      over one token.
+    acceptance: accepted / judged proposals at that gamma; None if unknown.
+  """
+
+  rows: int
+  gamma: int
+  expected_speed_up: float
+  interval: tuple[float, float]
+  factors: tuple[float, ...]
+  prices: Prices | None = None
+  cost_ratio: float = 0.0
+  call_cost: tuple[float, ...] = ()
+  round_cost: float = 0.0
+  acceptance: float | None = None
+
+  def fallback(self, gamma: int, adapts: bool) -> Fallback | None:
+    """When the drafter rests, by these costs; None if they do not say.
+
+    Args:
+      gamma: proposals at most.
+      adapts: whether drafts may end early.
+    """
+    if gamma + 1 > len(self.call_cost):
+      return None
+
+    def call_cost(size: int) -> float:
+      return self.call_cost[size - 1] + self.round_cost
+
+    return fallback.of_costs(self.cost_ratio, call_cost, gamma, adapts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """The best gamma for each number of rows, for one pair on one device.
+
+  Attributes:
+    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of its
+      parameters.
+    device: `device_name()` where it was measured.
+    temperature: temperature at which the acceptance rate was measured.
+    choices: the choice for each number of rows that was measured, in ascending
+      order.
+    record: everything that was measured, for readers and reports.
+    confidence: confidence -> acceptance, of a drafter whose drafts can adapt.
+    spread: standard deviation of the acceptance between texts; None if
+      unknown.
+    beams: how a beam search is quickest; None where none was measured.
+  """
+
+  fingerprints: Mapping[str, str]
+  device: str
+  temperature: float
+  choices: Sequence[Choice]
+  record: Mapping[str, Any]
+  confidence: Confidence | None = None
+  spread: float | None = None
+  beams: BeamChoice | None = None
+
+  def beams_of(self, num_beams: int | None) -> BeamChoice:
+    """How a beam search of this width is quickest.
+
+    Raises:
+      CalibrationError: the calibration has not measured it.
+    """
+    if self.beams is None or self.beams.num_beams != num_beams:
+      has = 'no beams'
+      if self.beams is not None:
+        has = f'a beam search of width {self.beams.num_beams} alone'
+      raise CalibrationError(
+        f'This calibration has measured {has}. Run `specdec calibrate'
+        f' --num-beams {num_beams}`, or leave the calibration out.'
+      )
+    return self.beams
+
+  def usual(self, rows: int, adapts: bool) -> UsualAcceptance | None:
+    """The acceptance of the texts that were measured; None if unknown.
+
+    Args:
+      rows: rows that are decoded together.
+      adapts: whether drafts end early by `rule`.
+    """
+    choice = self.at(rows)
+    mean = choice.acceptance
+    if adapts:
+      mean = None if choice.prices is None else choice.prices.acceptance
+    if mean is None or self.spread is None:
+      return None
+    return UsualAcceptance(mean, self.spread)
+
+  def rule(self, rows: int) -> LengthRule:
+    """When a draft ends whose length adapts, with so many rows.
+
+    Raises:
+      CalibrationError: the calibration does not know.
+    """
+    prices = self.at(rows).prices
+    if self.confidence is None or prices is None:
+      raise CalibrationError(
+        "gamma = 'adaptive' needs a calibration with a table of confidence:"
+        ' calibrate with a small model as the drafter.'
+      )
+    return rule_of(self.confidence, prices)
+
+  def drafting(self, rows: int, engine: Engine) -> Drafting:
+    """How an engine's greedy rows are drafted for, with so many rows.
+
+    Raises:
+      CalibrationError: the engine's gamma adapts, and `rule` does not know how.
+    """
+    choice = self.at(rows)
+    adapts = engine.rule is not None
+    rule = self.rule(rows) if choice.gamma and adapts else None
+    gamma = choice.gamma if rule is None else rule.most
+    made = engine.drafting_of(gamma, rule)
+    if made.fallback is None:
+      return made
+    costs = choice.fallback(gamma, adapts)
+    return made._replace(fallback=costs or made.fallback)
+
+  def at(self, rows: int) -> Choice:
+    """The choice for a number of rows.
+
+    It is that of the next larger number that was measured, or of the largest.
+    More rows make a call more expensive, so that this rather proposes too few
+    tokens.
+    """
+    larger = [one for one in self.choices if one.rows >= rows]
+    return (larger or self.choices)[0 if larger else -1]
+
+  def least_length(self, rows: int) -> int:
+    """Tokens of an output from which on speculation pays; 0 if it never does.
+
+    Args:
+      rows: rows that are decoded together.
+    """
+    choice = self.at(rows)
+    if not choice.gamma:
+      return 0
+    return least_length(self.times_ms(rows), choice.expected_speed_up)
+
+  def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
+    """What was timed for a number of rows, as a benchmark's record has it."""
+    costs = self.record['costs'][list(self.choices).index(self.at(rows))]
+    return costs['times_ms']
+
+  def first_calls(self, rows: int) -> float:
+    """What the drafter takes to read an input, in calls over one token."""
+    times = self.times_ms(rows)
+    return first_ms(times) / times['call_1']['median']
+
+  def gammas(self, rows: int) -> dict[int, int]:
+    """`PoolSettings.gammas` for `rows` rows, and for fewer of them."""
+    fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
+    return fewer | {rows: self.at(rows).gamma}
+
+  def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
+    """`drafting` in a pool of `rows` rows, and of fewer."""
+    return {size: self.drafting(size, engine) for size in self.gammas(rows)}
+
+  def direct(self, engine: Engine, rows: int) -> None:
+    """Makes an engine that adapts, or whose drafter rests, go by these costs.
+
+    Args:
+      engine: its `gamma` and `fallback` are set where they follow costs.
+      rows: rows that are decoded together.
+
+    Raises:
+      CalibrationError: it is of other models or of another device.
+    """
+    self.check(engine.fingerprints)
+    if engine.rule is not None:
+      engine.gamma = self.rule(rows)
+    if engine.fallback:
+      adapts = engine.rule is not None
+      costs = self.at(rows).fallback(engine.gamma, adapts)
+      engine.fallback = costs or True
+
+  def check(self, fingerprints: Mapping[str, str]) -> None:
+    """Raises CalibrationError if it is of other models or another device."""
+    device = device_name()
+    differs = same_run.differences(
+      {**self.fingerprints, 'device': self.device},
+      {**fingerprints, 'device': device},
+    )
+    if differs:
+      raise CalibrationError(
+        f'This calibration was made for something else: {"; ".join(differs)}.'
+        ' Run `specdec calibrate` with these models on this machine.'
+      )
+
+  def save(self, path: str) -> None:
+    """Writes the calibration as JSON; makes its folder."""
+    head = {'kind': _KIND, 'version': _VERSION}
+    files.write_json(path, head | dataclasses.asdict(self))
+
+
+def device_name() -> str:
+  """The device that a calibration made here is of."""
+  device = jax.devices()[0]
+  if device.platform == 'cpu':
+    return backend.cpu_name()
+  return str(device.device_kind)
+
+
+def least_length(
+  times_ms: Mapping[str, Mapping[str, float]], speed_up: float
+) -> int:
+  """Tokens of an output from which on a speed-up above 1 pays.
+
+  The drafter reads the input first, which takes as long for any output.
+
+  Args:
+    times_ms: as a benchmark's record has them.
+    speed_up: of a token.
+  """
+  won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
+  return max(1, math.ceil(first_ms(times_ms) / won))
+
+
+def first_ms(times_ms: Mapping[str, Mapping[str, float]]) -> float:
+  """What the drafter takes to read an input, in a benchmark's record."""
+  return times_ms.get('draft_encoder', {'median': 0.0})['median']
+
+
+def load(path: str) -> Calibration:
+  """Reads a calibration that `Calibration.save` wrote.
+
+  Raises:
+    CalibrationError: the file is missing, broken or of another kind.
+  """
+  try:
+    content = files.read_json(path)
+    kind = content.pop('kind')
+    version = content.pop('version', _VERSION)
+    if (kind, version) != (_KIND, _VERSION):
+      raise ValueError(f'{kind!r} of version {version!r}')
+    content['choices'] = tuple(_choice(**one) for one in content['choices'])
+    if content.get('confidence') is not None:
+      content['confidence'] = _tuples(Confidence, content['confidence'])
+    if content.get('beams') is not None:
+      content['beams'] = BeamChoice(**content['beams'])
+    if not content['choices']:
+      raise ValueError('no choices')
+    return Calibration(**content)
+  except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    raise CalibrationError(
+      f'{path!r} is not a calibration. Expected a file that `specdec calibrate`'
+      f' wrote, found: {error}'
+    ) from error
+
+
+def _choice(prices=None, **rest) -> Choice:
+  if prices is not None:
+    prices = _tuples(Prices, prices)
+  return _tuples(Choice, rest | {'prices': prices})
+
+
+def _tuples(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+  """A dataclass from JSON, whose lists are tuples."""
+  return kind(
+    **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+  )
+
+
+def speed_up_of_outputs(
+  lengths: Sequence[int],
+  acceptance_rate: float,
+  gamma: int,
+  round_cost: float,
+  start: float = 0.0,
+  draft_start: float = 0.0,
+) -> float:
+  """The expected speed-up of whole outputs, one at a time.
+
+  Unlike the factor of a token it counts what both loops begin with, and the
+  tokens of the last round that lie behind an output's end. All costs are in
+  calls of the target over one token.
+
+  Args:
+    lengths: tokens of each output, its end included.
+    acceptance_rate: alpha.
+    gamma: proposals per round.
+    round_cost: v(gamma + 1) + gamma c + what a round takes besides.
+    start: the encoder, and all else that an output takes besides its tokens.
+    draft_start: what the drafter begins with.
+  """
+  plain = sum(start + length for length in lengths)
+  speculative = sum(
+    start
+    + draft_start
+    + round_cost * analysis.expected_rounds(acceptance_rate, gamma, length)
+    for length in lengths
+  )
+  return plain / speculative
+
+
+def choose_gamma(
+  acceptance_rate: Measured,
+  cost_ratio: Measured,
+  call_cost: Sequence[Measured],
+  round_cost: float = 0.0,
+  rows: int = 1,
+  seed: int = 0,
+) -> Choice:
+  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c + r).
+
+  Args:
+    acceptance_rate: alpha.
+    cost_ratio: c.
+    call_cost: v(1), v(2), ...; gamma is less than the number of these.
+    round_cost: r, what a round takes besides its calls.
+    rows: the number of rows that these costs were measured with.
+    seed: seed of the draws for the interval, which assumes normal errors.
+  """
+  gammas = np.arange(len(call_cost))
+  values = np.array([cost.value for cost in call_cost])
+  factors = np.asarray(
+    analysis.measured_walltime_factor(
+      acceptance_rate.value,
+      gammas,
+      cost_ratio.value,
+      values / values[0] + round_cost * (gammas > 0),
+    )
+  )
+  # Gamma 0 is the plain loop: its factor is 1 by definition.
+  gamma = int(np.argmax(factors))
+  draws = np.random.default_rng(seed).standard_normal((3, _DRAWS))
+  rates = acceptance_rate.value + acceptance_rate.error * draws[0]
+  costs = cost_ratio.value + cost_ratio.error * draws[1]
+  verify = call_cost[gamma].value + call_cost[gamma].error * draws[2]
+  drawn = analysis.measured_walltime_factor(
+    np.clip(rates, 0.0, 1.0),
+    gamma,
+    np.maximum(costs, 0.0),
+    np.maximum(verify, 1e-3) / values[0] + round_cost,
+  )
+  low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
+  return Choice(
+    rows=rows,
+    gamma=gamma,
+    expected_speed_up=float(factors[gamma]),
+    interval=(float(low), float(high)),
+    factors=tuple(float(factor) for factor in factors),
+    cost_ratio=cost_ratio.value,
+    call_cost=tuple((values / values[0]).tolist()),
+    round_cost=round_cost,
+  )

@@ -1,1 +1,0 @@
-"""Compiles programs for devices that are not there, and counts their costs."""

@@ -1,0 +1,818 @@
+"""The Transformer of all families: stacks of one kind of layer.
+
+What families differ in is data: `Stack` describes the layers of an encoder or
+decoder, `Tokens` how ids become vectors and vectors logits, `Shape` the whole
+network. A family (`t5`, `gpt`, `causal_lm`, `m2m100`, `t5gemma`) is a
+configuration that has a `shape`. Parameters have T5X's names; those that T5X
+has no name for have Flax's. Layers are unrolled: a scanned stack would copy its
+weights at each step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.models import backend, kv_cache, layers, products
+from specdec_jax.models.base import PAD_ID, START_ID, Params
+from specdec_jax.models.rope import Rope, rotate
+from specdec_jax.tree_shape import Tree
+
+LAYER_NORM_EPSILON = 1e-5  # GPT-2's and M2M-100's
+_LONGEST_WAVE = 10000.0  # of sinusoids
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """What a layer's self-attention sees, and where it has its positions from.
+
+  Attributes:
+    rope: rotary positions; None is none.
+    before: tokens before its own that a token sees; None is all.
+    after: tokens behind its own, in an encoder; None is all.
+  """
+
+  rope: Rope | None = None
+  before: int | None = None
+  after: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+  """The layers of an encoder or decoder.
+
+  Attributes:
+    num_layers: how many there are.
+    emb_dim: M.
+    num_heads: H, heads of queries.
+    head_dim: D.
+    mlp_dim: width of the feed-forward block.
+    mlp_activations: one name, or two for a gate.
+    num_kv_heads: K, heads of keys and values; 0 is H.
+    layer_kinds: the kind of each layer; () is `Kind()` for all.
+    relative_bias: T5's relative bias of scores: one 'stack' has one, each
+      'layer' has its own, or 'none'.
+    norm: 'rms', or 'layer' (LayerNorm with a bias).
+    norm_epsilon: of all norms.
+    norm_offset: added to the scales of RMS norms.
+    post_norms: whether a norm follows each block, before its residual.
+    qk_norm: whether each head's queries and keys are normed.
+    use_bias: whether all projections have biases.
+    qkv_bias: whether those of queries, keys and values have.
+    scale: factor of attention scores.
+    softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+    dropout_rate: used in training only.
+    self_attention: name of the self-attention's parameters.
+    cross: how a decoder sees an encoder's output: 'apart', in a block of its
+      own; 'merged', under the softmax of its self-attention and by the same
+      projections, without positions; or 'none'.
+    dtype: dtype of the computation.
+  """
+
+  num_layers: int
+  emb_dim: int
+  num_heads: int
+  head_dim: int
+  mlp_dim: int
+  mlp_activations: tuple[str, ...]
+  num_kv_heads: int = 0
+  layer_kinds: tuple[Kind, ...] = ()
+  relative_bias: Literal['none', 'stack', 'layer'] = 'none'
+  norm: Literal['rms', 'layer'] = 'rms'
+  norm_epsilon: float = 1e-6
+  norm_offset: float = 0.0
+  post_norms: bool = False
+  qk_norm: bool = False
+  use_bias: bool = False
+  qkv_bias: bool = False
+  scale: float = 1.0
+  softcap: float = 0.0
+  dropout_rate: float = 0.0
+  self_attention: str = 'self_attention'
+  cross: Literal['none', 'apart', 'merged'] = 'none'
+  dtype: str = 'float32'
+
+  @property
+  def kinds(self) -> tuple[Kind, ...]:
+    """The kinds of layers that there are."""
+    return tuple(dict.fromkeys(self.layer_kinds)) or (Kind(),)
+
+  @property
+  def numbers(self) -> tuple[int, ...]:
+    """The number of each layer's kind among these."""
+    found = tuple(map(self.kinds.index, self.layer_kinds))
+    return found or (0,) * self.num_layers
+
+  @property
+  def bias_of(self) -> tuple[int, ...]:
+    """The number of each layer's bias of scores among those of the stack."""
+    if self.relative_bias == 'layer':
+      return tuple(range(self.num_layers))
+    return self.numbers
+
+  @property
+  def attend(self) -> Callable[..., jax.Array]:
+    """`layers.attend` with scale and softcap."""
+    return functools.partial(
+      layers.attend, scale=self.scale, softcap=self.softcap
+    )
+
+  def make_norm(self) -> nn.Module:
+    """A norm of the stack."""
+    if self.norm == 'rms':
+      return layers.RMSNorm(self.dtype, self.norm_epsilon, self.norm_offset)
+    # Flax's fast variance loses digits if the mean is large.
+    return nn.LayerNorm(
+      epsilon=self.norm_epsilon, dtype=self.dtype, use_fast_variance=False
+    )
+
+  def make_attention(self) -> layers.Attention:
+    """Self-attention, or cross-attention, of a layer."""
+    return layers.Attention(
+      self.num_heads,
+      self.head_dim,
+      self.emb_dim,
+      self.dtype,
+      self.use_bias,
+      self.num_kv_heads or None,
+      self.qkv_bias,
+      self.make_norm if self.qk_norm else None,
+    )
+
+  def angles(self, places: jax.Array) -> list[tuple[jax.Array, ...] | None]:
+    """Each kind's `Rope.angles` at int[S] or int[B, S]; None without a rope."""
+    return [
+      None if kind.rope is None else kind.rope.angles(places, self.head_dim)
+      for kind in self.kinds
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+  """How ids become what a first layer reads, and features become logits.
+
+  Attributes:
+    vocab_size: V.
+    emb_dim: M.
+    logits_via_embedding: whether the output layer is the embedding.
+    divides_logits: whether that output layer divides by sqrt(M), as T5's.
+    scale_embeddings: whether embeddings are multiplied by sqrt(M).
+    num_positions: learned positions, added to embeddings; 0 is none.
+    first_sinusoid: the first position of sinusoids that are added to
+      embeddings; None is none.
+    logit_softcap: logits become softcap * tanh(logit / softcap); 0 leaves them.
+    image_end_id: an id with an embedding beside the table; 0 is none.
+    dtype: dtype of the computation.
+  """
+
+  vocab_size: int
+  emb_dim: int
+  logits_via_embedding: bool = False
+  divides_logits: bool = True
+  scale_embeddings: bool = False
+  num_positions: int = 0
+  first_sinusoid: int | None = None
+  logit_softcap: float = 0.0
+  image_end_id: int = 0
+  dtype: str = 'float32'
+
+  def make_table(self) -> layers.Embed:
+    """The table of embeddings."""
+    return layers.Embed(
+      self.vocab_size, self.emb_dim, self.dtype, self.divides_logits
+    )
+
+  def embed(self, table: layers.Embed, ids: jax.Array) -> jax.Array:
+    """Maps int32[...] to embeddings [..., M], without positions."""
+    x = table(ids)
+    if self.scale_embeddings:
+      # Rounded to the dtype, as Gemma was trained.
+      x = x * jnp.asarray(np.sqrt(self.emb_dim), x.dtype)
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """A network.
+
+  Attributes:
+    decoder: its layers.
+    tokens: ids and logits of the decoder, and the encoder's ids.
+    encoder: layers of the encoder; None without one of its own.
+    encoder_tokens: ids of an encoder with a table of its own; None shares one.
+    encoded_dim: width of an encoder's output; 0 without one.
+    pad_id: the id that inputs are padded with.
+  """
+
+  decoder: Stack
+  tokens: Tokens
+  encoder: Stack | None = None
+  encoder_tokens: Tokens | None = None
+  encoded_dim: int = 0
+  pad_id: int = PAD_ID
+
+
+def sinusoids(places: jax.Array, size: int) -> jax.Array:
+  """Maps places int[...] to float32[..., size]: sines, then cosines.
+
+  As in tensor2tensor, wavelengths grow from 2 pi to 2 pi * 10000, both
+  included.
+  """
+  half = size // 2
+  exponents = np.arange(half, dtype=np.float32) / (half - 1)
+  rates = np.exp(exponents * -np.log(np.float32(_LONGEST_WAVE)))
+  angles = places[..., None].astype(jnp.float32) * rates
+  return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+
+
+class Layer(nn.Module):
+  """Attention and a feed-forward block, each with its norm and residual."""
+
+  stack: Stack
+
+  def setup(self):
+    stack = self.stack
+    if stack.relative_bias == 'layer':
+      self.relpos_bias = _relative_bias(stack)
+    setattr(self, stack.self_attention, stack.make_attention())
+    self.mlp = layers.MLP(
+      stack.emb_dim,
+      stack.mlp_dim,
+      stack.mlp_activations,
+      stack.dropout_rate,
+      stack.dtype,
+      stack.use_bias,
+    )
+    blocks = [stack.self_attention, 'mlp']
+    if stack.cross == 'apart':
+      blocks.append('cross_attention')
+      # Its keys are another width's, and no head of it is normed.
+      plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
+      self.encoder_decoder_attention = plain.make_attention()
+    for block in blocks:
+      setattr(self, f'pre_{block}_layer_norm', stack.make_norm())
+      if stack.post_norms:
+        setattr(self, f'post_{block}_layer_norm', stack.make_norm())
+    self.dropout = layers.dropout(stack.dropout_rate)
+
+  @property
+  def own_attention(self) -> layers.Attention:
+    """The self-attention."""
+    attention: layers.Attention = getattr(self, self.stack.self_attention)
+    return attention
+
+  def __call__(self, x, angles, remember, read, encoded, deterministic):
+    """Maps [B, S, M] to [B, S, M], and says what was attended to.
+
+    Args:
+      x: [B, S, M].
+      angles: of the call's places, see `Rope.angles`; None without a rope.
+      remember: maps the call's keys and values, each [B, S, K, D], to those
+        that are attended to.
+      read: attention over these, (queries, kept, *beside) -> [B, S, H * D].
+      encoded: keys, values and bias of an encoder's output, as
+        `layers.attend` has them `beside`; () without one.
+      deterministic: whether dropout is off.
+    """
+    normed = self._normed(self.stack.self_attention, x)
+    queries, keys, values = self.own_attention.project_qkv(normed)
+    if angles is not None:
+      queries, keys = rotate(queries, angles), rotate(keys, angles)
+    kept = remember(keys, values)
+    beside = encoded if self.stack.cross == 'merged' else ()
+    made = self.own_attention.out(read(queries, kept, *beside))
+    x = self._added(self.stack.self_attention, x, made, deterministic)
+    if self.stack.cross == 'apart':
+      attention = self.encoder_decoder_attention
+      queries = attention.project_query(self._normed('cross_attention', x))
+      made = attention.out(self.stack.attend(queries, *encoded))
+      x = self._added('cross_attention', x, made, deterministic)
+    made = self.mlp(self._normed('mlp', x), deterministic)
+    return self._added('mlp', x, made, deterministic), kept
+
+  def _normed(self, block, x):
+    return getattr(self, f'pre_{block}_layer_norm')(x)
+
+  def _added(self, block, x, made, deterministic):
+    """x + what a block has made of it."""
+    if self.stack.post_norms:
+      made = getattr(self, f'post_{block}_layer_norm')(made)
+    return x + self.dropout(made, deterministic=deterministic)
+
+
+def _relative_bias(stack: Stack) -> layers.RelativeBias:
+  bidirectional = stack.self_attention == 'attention'  # of T5's encoder
+  return layers.RelativeBias(stack.num_heads, bidirectional)
+
+
+class Encoder(nn.Module):
+  """The encoder's layers and its final norm."""
+
+  shape: Shape
+
+  def setup(self):
+    stack = cast(Stack, self.shape.encoder)
+    if self.shape.encoder_tokens is not None:
+      self.token_embedder = self.shape.encoder_tokens.make_table()
+    if stack.relative_bias == 'stack':
+      self.relpos_bias = _relative_bias(stack)
+    self.layers = [Layer(stack) for _ in range(stack.num_layers)]
+    self.encoder_norm = stack.make_norm()
+    self.dropout = layers.dropout(stack.dropout_rate)
+
+  def __call__(self, x, padding_bias, deterministic):
+    """Maps embedded inputs [B, E, M] to [B, E, M]."""
+    stack = cast(Stack, self.shape.encoder)
+    places = jnp.arange(x.shape[1])
+    reads = [
+      kv_cache.reader(bias, stack.attend)
+      for bias in self._biases(places, padding_bias)
+    ]
+    remember = kv_cache.without_cache
+    angles = stack.angles(places)
+    x = self.dropout(x, deterministic=deterministic)
+    numbers = zip(self.layers, stack.numbers, stack.bias_of, strict=True)
+    for layer, kind, bias in numbers:
+      x, _ = layer(x, angles[kind], remember, reads[bias], (), deterministic)
+    return self.dropout(self.encoder_norm(x), deterministic=deterministic)
+
+  def _biases(self, places, padding_bias):
+    """Biases of scores float32[B, H or 1, E or 1, E]; see `Stack.bias_of`."""
+    stack = cast(Stack, self.shape.encoder)
+    if stack.relative_bias != 'none':
+      distances = np.arange(1 - len(places), len(places))
+      owners = self.layers if stack.relative_bias == 'layer' else [self]
+      return [
+        _of_pairs(owner.relpos_bias(distances))[None] + padding_bias
+        for owner in owners
+      ]
+    relative = places - places[:, None]  # key - query
+    biases = []
+    for kind in stack.kinds:
+      if kind.before is None or kind.after is None:
+        biases.append(padding_bias)
+      else:
+        unseen = (relative < -kind.before) | (relative > kind.after)
+        biases.append(_mask(unseen) + padding_bias)
+    return biases
+
+
+def _mask(unseen: Any) -> jax.Array:
+  """float32[1, ...], very negative where bool[...] is True."""
+  return jnp.where(unseen[None], np.float32(layers.MASKED), np.float32(0))
+
+
+def _of_pairs(of_distances: jax.Array) -> jax.Array:
+  """The bias of each (query, key), [H, E, E], from that of each distance.
+
+  The places are computed in the program. Buckets of all pairs, known at trace
+  time, would be a constant of E * E numbers in it.
+  """
+  size = (of_distances.shape[1] + 1) // 2
+  shape = (size, size)
+  query, key = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+  return jnp.take(of_distances, key - query + size - 1, axis=1, mode='clip')
+
+
+class Decoder(nn.Module):
+  """The decoder's layers, its final norm and its output layer."""
+
+  shape: Shape
+
+  def setup(self):
+    stack, tokens = self.shape.decoder, self.shape.tokens
+    if stack.relative_bias == 'stack':
+      self.relpos_bias = _relative_bias(stack)
+    self.layers = [Layer(stack) for _ in range(stack.num_layers)]
+    self.decoder_norm = stack.make_norm()
+    self.dropout = layers.dropout(stack.dropout_rate)
+    if stack.cross == 'none':
+      _add_tokens(self, tokens)
+    if not tokens.logits_via_embedding:
+      self.logits_dense = products.head(tokens.vocab_size, tokens.dtype)
+
+  def biases(self, relative: np.ndarray) -> list[jax.Array]:
+    """Causal masks and relative biases added together, float32[H or 1, ...].
+
+    Args:
+      relative: int[...], slot - query position.
+
+    Returns:
+      An array for each number of `Stack.bias_of`.
+    """
+    stack = self.shape.decoder
+    if stack.relative_bias == 'none':
+      return [
+        _mask(
+          (relative > 0)
+          if kind.before is None
+          else (relative > 0) | (relative < -kind.before)
+        )
+        for kind in stack.kinds
+      ]
+    owners = self.layers if stack.relative_bias == 'layer' else [self]
+    found = [owner.relpos_bias(np.minimum(relative, 0)) for owner in owners]
+    return [jnp.where(relative > 0, layers.MASKED, bias) for bias in found]
+
+  def cross_kv(self, encoded) -> tuple[tuple[jax.Array, ...], ...]:
+    """Each layer's keys, and values, of an encoder's output: [B, K, D, E]."""
+    pairs = []
+    for layer in self.layers:
+      attention = layer.own_attention
+      if self.shape.decoder.cross == 'apart':
+        attention = layer.encoder_decoder_attention
+      pair = attention.project_kv(encoded)
+      if backend.kind() == 'gpu':
+        # Else XLA copies all layers' kernels into one array, for one product.
+        encoded, pair = lax.optimization_barrier((encoded, pair))
+      pairs.append(kv_cache.without_cache(*pair))
+    keys, values = zip(*pairs, strict=True)
+    return keys, values
+
+  def empty_cache(self, batch, num_slots, keys=(), values=(), bias=None):
+    """A `KVCache` of `batch` rows that has read the inputs, and no token."""
+    stack = self.shape.decoder
+    heads = stack.num_kv_heads or stack.num_heads
+    relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    return kv_cache.KVCache(
+      **kv_cache.empty_slots(stack, stack.num_layers, batch, num_slots, heads),
+      cross_keys=keys,
+      cross_values=values,
+      cross_bias=bias,
+      position_bias=tuple(self.biases(relative)),
+      length=jnp.zeros((batch,), jnp.int32),
+    )
+
+  def teacher_forced(self, x, cross, deterministic):
+    """Features [B, S, M] of embedded tokens [B, S, M], without a cache."""
+    stack, size = self.shape.decoder, x.shape[1]
+    position = np.arange(size)
+    reads = [
+      kv_cache.reader(bias[None], stack.attend)
+      for bias in self.biases(position[None, :] - position[:, None])
+    ]
+    remembers = [kv_cache.without_cache] * stack.num_layers
+    x = self.dropout(x, deterministic=deterministic)
+    return self._run(
+      x,
+      jnp.arange(size),
+      remembers,
+      [reads[number] for number in stack.bias_of],
+      cross,
+      deterministic,
+    )[0]
+
+  def extend(self, x, cache, tree=None, write=kv_cache.write):
+    """Features [B, S, M] and the cache grown by S embedded tokens."""
+    stack, num_queries = self.shape.decoder, x.shape[1]
+    reads = kv_cache.bucketed_reads(
+      cache, num_queries, stack.bias_of, tree, stack.attend
+    )
+    remembers = [cache.remember(i, write) for i in range(stack.num_layers)]
+    places = kv_cache.positions(cache, num_queries, tree)
+    cross = cache.cross_keys, cache.cross_values, cache.cross_bias
+    x, kept = self._run(x, places, remembers, reads, cross, True)
+    return x, cache.grown(kept, num_queries)
+
+  def _run(self, x, places, remembers, reads, cross, deterministic):
+    """Runs the layers; returns features, and what each layer has kept.
+
+    Args:
+      x: [B, S, M].
+      places: int[S] or int[B, S], the tokens' places.
+      remembers: of each layer, see `Layer`.
+      reads: of each layer, see `Layer`.
+      cross: keys and values of an encoder's output by layer, and their bias.
+      deterministic: whether dropout is off.
+    """
+    stack, kept = self.shape.decoder, []
+    angles = stack.angles(places)
+    for i, layer in enumerate(self.layers):
+      encoded: tuple[Any, ...] = ()
+      if stack.cross != 'none':
+        encoded = cross[0][i], cross[1][i], cross[2]
+      x, memory = layer(
+        x,
+        angles[stack.numbers[i]],
+        remembers[i],
+        reads[i],
+        encoded,
+        deterministic,
+      )
+      kept.append(memory)
+    x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
+    return x, kept
+
+
+class Network(nn.Module):
+  """The module of all networks: ids in, features and logits out.
+
+  Without an encoder all parameters lie in the decoder, as T5X has them.
+  """
+
+  shape: Shape
+
+  def setup(self):
+    if self.shape.decoder.cross != 'none':
+      _add_tokens(self, self.shape.tokens)
+    if self.shape.encoder is not None:
+      self.encoder = Encoder(self.shape)
+    self.decoder = Decoder(self.shape)
+
+  @property
+  def _owner(self):
+    """The module that has the embeddings."""
+    return self.decoder if self.shape.decoder.cross == 'none' else self
+
+  def __call__(self, inputs, decoder_inputs, encoded=None):
+    """Teacher-forced logits float32[B, S, V]."""
+    return self.head(self.features(inputs, decoder_inputs, encoded=encoded))
+
+  def extend_features(self, cache, tokens, tree=None):
+    """Features [B, S, M] and the grown cache."""
+    places = kv_cache.positions(cache, tokens.shape[1], tree)
+    return self.decoder.extend(self._at(tokens, places), cache, tree)
+
+  def embed(self, tokens):
+    """Maps int32[...] to embeddings [..., M], without positions."""
+    x = self.shape.tokens.embed(self._owner.token_embedder, tokens)
+    if not self.shape.tokens.image_end_id:
+      return x
+    is_end = (tokens == self.shape.tokens.image_end_id)[..., None]
+    return jnp.where(is_end, self._owner.image_end_embedding.astype(x.dtype), x)
+
+  def _at(self, ids, places):
+    """Embeds ids [B, S] that stand at places int[S] or int[B, S] of a row."""
+    x, tokens = self.embed(ids), self.shape.tokens
+    if tokens.num_positions:
+      x = x + self._owner.position_embedder(places)
+    if tokens.first_sinusoid is not None:
+      positions = sinusoids(places + tokens.first_sinusoid, tokens.emb_dim)
+      x = x + positions.astype(x.dtype)
+    return x
+
+  def head(self, features):
+    """The output layer: maps [..., M] to logits float32[..., V]."""
+    tokens = self.shape.tokens
+    if tokens.logits_via_embedding:
+      logits = self._owner.token_embedder.attend(features)
+    else:
+      logits = self.decoder.logits_dense(features)
+    cap = tokens.logit_softcap
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+  def encode(self, inputs, deterministic=True):
+    """The encoder's output [B, E, M] for inputs int32[B, E]."""
+    tokens = self.shape.encoder_tokens
+    if tokens is not None:
+      x = tokens.embed(self.encoder.token_embedder, inputs)
+    else:
+      # Padding, which is masked, may have any place.
+      places = jnp.cumsum(inputs != self.shape.pad_id, axis=1) - 1
+      x = self._at(inputs, places)
+    bias = layers.padding_bias(inputs, self.shape.pad_id)
+    return self.encoder(x, bias, deterministic)
+
+  def _read(self, inputs, encoded, deterministic=True):
+    """Keys and values of the inputs by layer, and their bias; () of none."""
+    if self.shape.decoder.cross == 'none':
+      return ()
+    if encoded is None:
+      encoded = self.encode(inputs, deterministic)
+    bias = layers.padding_bias(inputs, self.shape.pad_id)
+    return *self.decoder.cross_kv(encoded), bias
+
+  def features(self, inputs, decoder_inputs, deterministic=True, encoded=None):
+    """Teacher-forced features [B, S, M]."""
+    cross = self._read(inputs, encoded, deterministic)
+    x = self._at(decoder_inputs, jnp.arange(decoder_inputs.shape[1]))
+    return self.decoder.teacher_forced(x, cross, deterministic)
+
+  def prefill(self, inputs, max_length, encoded=None):
+    """A `KVCache` that has read the inputs, and no token."""
+    cross = self._read(inputs, encoded)
+    return self.decoder.empty_cache(inputs.shape[0], max_length, *cross)
+
+
+def _add_tokens(module: Any, tokens: Tokens) -> None:
+  """Gives a module the embeddings of ids and positions, in its `setup`."""
+  module.token_embedder = tokens.make_table()
+  if tokens.num_positions:
+    module.position_embedder = layers.Embed(
+      tokens.num_positions, tokens.emb_dim, tokens.dtype
+    )
+  if tokens.image_end_id:
+    module.image_end_embedding = module.param(
+      'image_end_embedding', nn.initializers.zeros, (tokens.emb_dim,)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+  """A `FeatureModel`, see `models.base`; families add their configuration.
+
+  Attributes:
+    config: the family's configuration, which has a `shape`.
+  """
+
+  config: Any
+  ends_inputs = True  # whether the end of sequence follows an encoder's text
+
+  def __post_init__(self):
+    check_types(self)
+
+  @property
+  def shape(self) -> Shape:
+    """What the network is made of."""
+    shape: Shape = self.config.shape
+    return shape
+
+  @property
+  def module(self) -> Network:
+    """The linen module, whose methods have the names of those below."""
+    return Network(self.shape)
+
+  @property
+  def vocab_size(self) -> int:
+    """V, the width of the logits."""
+    return self.shape.tokens.vocab_size
+
+  @property
+  def has_encoder(self) -> bool:
+    """Whether an encoder reads the inputs, its own or another's."""
+    return self.shape.decoder.cross != 'none'
+
+  @property
+  def reads_encoder(self) -> bool:
+    """Whether it is a decoder alone, which must be given `encoded`."""
+    return self.has_encoder and self.shape.encoder is None
+
+  @property
+  def start_id(self) -> int:
+    """The id that the decoder begins with."""
+    return int(getattr(self.config, 'start_id', START_ID))
+
+  @property
+  def pad_id(self) -> int:
+    """The id that inputs are padded with."""
+    return self.shape.pad_id
+
+  def init(self, key: jax.Array) -> Params:
+    """Returns random float32 parameters, a nested dict with T5X's names."""
+    return _init(self.shape, key)
+
+  def param_shapes(self) -> Params:
+    """What `models.base.param_shapes` gives, by one layer of each stack."""
+    shape = self.shape
+    stacks = {'decoder': shape.decoder}
+    if shape.encoder is not None:
+      stacks['encoder'] = shape.encoder
+    one: dict[str, Any] = {
+      name: dataclasses.replace(stack, num_layers=1, layer_kinds=())
+      for name, stack in stacks.items()
+    }
+    few = dataclasses.replace(shape, **one)
+    shapes = jax.eval_shape(lambda key: _init(few, key), jax.random.key(0))
+    for name, stack in stacks.items():
+      for i in range(1, stack.num_layers):
+        shapes[name][f'layers_{i}'] = shapes[name]['layers_0']
+    return shapes
+
+  def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
+    """The encoder's output for inputs int32[B, E]: float[B, E, M]."""
+    self._check_encoded(None)
+    return cast(jax.Array, self._apply(params, inputs, method='encode'))
+
+  def logits(
+    self,
+    params: Params,
+    inputs: jax.Array,
+    decoder_inputs: jax.Array,
+    dropout_key: jax.Array | None = None,
+    encoded: jax.Array | None = None,
+  ) -> jax.Array:
+    """Teacher-forced logits, as training and scoring need them.
+
+    Args:
+      params: the parameters.
+      inputs: int32[B, E], `pad_id` past each row's end; ignored without an
+        encoder.
+      decoder_inputs: int32[B, S], the targets shifted right, after the token
+        that the decoder begins with.
+      dropout_key: turns dropout on; consumed.
+      encoded: float[B, E, M], what an encoder says of the inputs; None runs its
+        own.
+
+    Returns:
+      float32[B, S, V].
+
+    Raises:
+      ValueError: S exceeds the number of learned positions, or `encoded` does
+        not fit.
+    """
+    given = inputs, decoder_inputs, dropout_key, encoded
+    return self.head(params, self.features(params, *given))
+
+  def features(
+    self,
+    params: Params,
+    inputs: jax.Array,
+    decoder_inputs: jax.Array,
+    dropout_key: jax.Array | None = None,
+    encoded: jax.Array | None = None,
+  ) -> jax.Array:
+    """As `logits`; features [B, S, M] in the place of logits."""
+    self._check_encoded(encoded)
+    self._check_length(decoder_inputs.shape[1])
+    features = self._apply(
+      params,
+      inputs,
+      decoder_inputs,
+      deterministic=dropout_key is None,
+      encoded=encoded,
+      rngs=None if dropout_key is None else {'dropout': dropout_key},
+      method='features',
+    )
+    return cast(jax.Array, features)
+
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    """Runs the encoder once, unless `encoded` is what an encoder has said.
+
+    Returns:
+      A `KVCache` of `max_length` slots with `length` 0.
+
+    Raises:
+      ValueError: a sequence would exceed the number of learned positions, or
+        `encoded` does not fit.
+    """
+    self._check_encoded(encoded)
+    self._check_length(longest or max_length)
+    return self._apply(params, inputs, max_length, encoded, method='prefill')
+
+  def extend(self, params, cache, tokens, tree: Tree | None = None):
+    """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
+    features, cache = self.extend_features(params, cache, tokens, tree)
+    return self.head(params, features), cache
+
+  def extend_features(self, params, cache, tokens, tree: Tree | None = None):
+    """As `extend`; features [B, S, M] in the place of logits."""
+    return self._apply(params, cache, tokens, tree, method='extend_features')
+
+  def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+    """Maps int32[...] to the decoder's embeddings [..., M], no positions."""
+    return cast(jax.Array, self._apply(params, tokens, method='embed'))
+
+  def head(self, params: Params, features: jax.Array) -> jax.Array:
+    """The output layer: maps [..., M] to logits float32[..., V]."""
+    return cast(jax.Array, self._apply(params, features, method='head'))
+
+  def rewind(self, cache, length):
+    """Forgets all but the first `length` (int32[B]) tokens of each row."""
+    return cache.rewind(length)
+
+  def keep(self, cache, length, slots):
+    """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
+    return cache.keep(length, slots)
+
+  def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+    return self.module.apply({'params': params}, *args, **kwargs)
+
+  def _check_encoded(self, encoded: jax.Array | None) -> None:
+    if not self.reads_encoder:
+      return
+    width = self.shape.encoded_dim
+    if encoded is None:
+      raise ValueError(
+        'This network has no encoder (num_encoder_layers is 0), and can only'
+        ' draft for the target that it was made for.'
+      )
+    if encoded.shape[-1] != width:
+      advice = 'Take the target that it was made for.'
+      raise unexpected(
+        "encoder's output", f'a width of {width}', encoded.shape[-1], advice
+      )
+
+  def _check_length(self, length: int) -> None:
+    limit = self.shape.tokens.num_positions
+    if limit and length > limit:
+      raise unexpected(
+        'slots of prompt, output and a draft (in multiples of 64)',
+        f'at most the learned {limit} positions',
+        length,
+        'They must fit: lower max_input_len, max_decode_len or gamma.',
+      )
+
+
+def _init(shape: Shape, key: jax.Array) -> Params:
+  token, encoded = jnp.ones((1, 1), jnp.int32), None
+  if shape.decoder.cross != 'none' and shape.encoder is None:
+    encoded = jnp.ones((1, 1, shape.encoded_dim), jnp.float32)
+  made = Network(shape).init(key, token, token, encoded)
+  return cast(Params, made['params'])

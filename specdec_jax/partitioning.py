@@ -1,0 +1,788 @@
+"""Which device holds what, and how: meshes, placements, layouts of kernels.
+
+Logical axes are names of an array's dimensions, as in T5X. A network does not
+know them: the tables below give the axes of a parameter by its name, and those
+of a cache's array by its field. `LogicalAxes` says which of them is split over
+which axis of the mesh, and `follow` makes a network's caches and logits follow
+its parameters.
+
+Checkpoints keep T5X's layout: kernels of [in, out], one for each projection.
+Two things are decided here, and only here; `models.products` and
+`models.layers` accept either choice and know it by the parameters' names:
+
+- On a CPU kernels are stored as `models.cpu_layout` has measured: [in, out],
+  [out, in], or, where few rows meet them, as a decoder's, in blocks
+  of outputs (`products.dense_blocks`).
+- Projections that read the same input are joined into one product, unless the
+  product is split: most of a small model's call is the starting of products.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.names import check_choice
+from specdec_jax.models import backend, cpu_layout, integers
+from specdec_jax.models.base import (
+  LanguageModel,
+  NetworkWrapper,
+  Params,
+  param_shapes,
+)
+from specdec_jax.models.cpu_layout import Layout
+from specdec_jax.models.kv_cache import KVCache
+from specdec_jax.models.layers import PARAM_DTYPES
+from specdec_jax.models.model import Model
+from specdec_jax.types import LengthRule
+
+# The two axes of a mesh: requests are split over the first, weights over the
+# second.
+DATA, MODEL = 'data', 'model'
+MESH_AXES = (DATA, MODEL)
+
+Axes = tuple[str | None, ...]
+
+# The end of a parameter's name -> its axes.
+_PARAMETERS: tuple[tuple[str, Axes], ...] = (
+  ('token_embedder/embedding', ('vocab', 'embed')),
+  ('image_end_embedding', ('embed',)),
+  ('position_embedder/embedding', ('abspos_buckets', 'embed')),
+  ('relpos_bias/rel_embedding', ('heads', 'relpos_buckets')),
+  (r'(query|key|value|qkv)/kernel', ('embed', 'joined_kv')),
+  (r'(query|key|value|qkv)/bias', ('joined_kv',)),
+  ('out/kernel', ('joined_kv', 'embed')),
+  (r'wi(_\d|_joined)?/kernel', ('embed', 'mlp')),
+  (r'wi(_\d|_joined)?/bias', ('mlp',)),
+  ('wo/kernel', ('mlp', 'embed')),
+  ('(out|wo)/bias', ('embed',)),
+  ('logits_dense/kernel', ('embed', 'vocab')),
+  ('(query|key)_norm/scale', ('kv',)),
+  (r'\w*norm/(scale|bias)', ('embed',)),
+  ('place', (None,)),  # of `models.other_ids`
+)
+_RULES = tuple(
+  (re.compile(f'(.*/)?{ending}'), axes) for ending, axes in _PARAMETERS
+)
+
+# A field of `KVCache` -> the axes of its arrays; see `KVCache`.
+CACHE: dict[str, Axes] = {
+  'keys': ('batch', 'heads', 'kv', 'length'),
+  'values': ('batch', 'heads', 'kv', 'length'),
+  'joined': (None, 'batch', 'heads', 'length', 'kv'),
+  'cross_keys': ('batch', 'heads', 'kv', 'length'),
+  'cross_values': ('batch', 'heads', 'kv', 'length'),
+  'cross_bias': ('batch', None, None, 'length'),
+  'position_bias': ('heads', 'length'),
+  'length': ('batch',),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalAxes:
+  """The mesh axis that each logical axis is split over; None is not split.
+
+  The mesh axes are 'data' and 'model'. The defaults are Megatron's tensor
+  parallelism, with requests split as well. Each block of a layer (attention,
+  MLP) begins with kernels that are split by their outputs and ends with a
+  kernel that is split by its inputs, so that it needs only one all-reduce, at
+  its end. That makes two all-reduces per layer, and three in a decoder layer
+  with cross-attention, whose queries need the complete sum that self-attention
+  ends with. Keeping cross-attention whole on each device would save the third,
+  but each device would read all its weights: a seventh of the decoder's (XXL).
+
+  Attributes:
+    batch: rows of a request. Split over 'data': rows are independent, so the
+      only exchange is whether all rows are finished.
+    embed: M. Not split: every block reads all of it; if it were split, each
+      kernel would have to be gathered, or each product summed twice.
+    heads: H, of caches and relative biases. Split over 'model': each head
+      attends by itself, so its keys and values stay where they are made.
+      The heads of a kernel, H * D, are split in the same way.
+    mlp: width of the feed-forward block. Split over 'model': its activations
+      are elementwise.
+    vocab: V. Split over 'model': the embedding and the output layer are the
+      largest arrays. The split costs a sum of the rows that are looked up, and
+      one gathering of the logits.
+
+  Axes that are no field are never split: D, because the scores of a head are a
+  sum over it; positions and slots, because each row writes at its own place.
+
+  Raises:
+    ValueError: a mesh axis is unknown, or two axes of one array are split over
+      the same one.
+  """
+
+  batch: str | None = DATA
+  embed: str | None = None
+  heads: str | None = MODEL
+  mlp: str | None = MODEL
+  vocab: str | None = MODEL
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      if (value := getattr(self, field.name)) is not None:
+        check_choice(f'LogicalAxes.{field.name}', value, MESH_AXES)
+    for name, axes in (*_PARAMETERS, *CACHE.items()):
+      split = [mesh_axis for mesh_axis in self.split(axes) if mesh_axis]
+      if len(set(split)) < len(split):
+        only = 'at most one of them over each mesh axis'
+        raise unexpected(f'LogicalAxes of {name} {axes}', only, split)
+
+  def split(self, axes: Axes) -> Axes:
+    """The mesh axis of each logical axis."""
+    names = ('heads' if name == 'joined_kv' else str(name) for name in axes)
+    return tuple(getattr(self, name, None) for name in names)
+
+
+# Each device has the whole model: for a drafter. If it were split, each layer
+# would wait for all-reduces in each of the drafter's gamma calls per round.
+REPLICATED = LogicalAxes(heads=None, mlp=None, vocab=None)
+
+
+def axes_of_parameter(name: str) -> Axes:
+  """Logical axes of a parameter, such as 'decoder/layers_0/mlp/wo/kernel'.
+
+  Raises:
+    ValueError: no rule covers it.
+  """
+  if name.endswith('/kernel_scale'):
+    return axes_of_parameter(name.removesuffix('_scale'))[-1:]
+  stored, transposed = re.subn('kernel_out_in$', 'kernel', name)
+  for pattern, axes in _RULES:
+    if pattern.fullmatch(stored):
+      return axes[::-1] if transposed else axes
+  endings = ', '.join(ending for ending, _ in _PARAMETERS)
+  raise unexpected('parameter', f'a name that ends in {endings}', name)
+
+
+# Fields of a `Request` that are the same for all of its rows.
+_SHARED = (
+  '.stop_ids',
+  '.top_k',
+  '.top_p',
+  '.lenience',
+  '.penalty',
+  *(f'.rule.{field.name}' for field in dataclasses.fields(LengthRule)),
+  '.fallback.costs',
+  '.fallback.patience',
+)
+_JOINED_NAME = re.compile(r'(.*/)?(qkv|wi_joined)/\w+')
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+  """Which part of an array each device has; GSPMD does the rest.
+
+  Attributes:
+    mesh: the devices, with the axes 'data' and 'model'.
+    axes: which dimensions are split over these axes.
+  """
+
+  mesh: Mesh
+  axes: LogicalAxes
+
+  def sharding(self, *axes: str | None) -> NamedSharding:
+    """The sharding of an array with these logical axes.
+
+    Without axes, the array is whole on each device.
+    """
+    return NamedSharding(self.mesh, PartitionSpec(*self.axes.split(axes)))
+
+  @property
+  def row_multiple(self) -> int:
+    """Devices that share a request's rows; must divide the number of rows."""
+    return math.prod(self._sizes(('batch',)).values())
+
+  def parameter(self, name: str) -> NamedSharding:
+    """The sharding of a parameter, by its name, as `checkpoints.load` needs it.
+
+    Raises:
+      ValueError: no rule covers it, or it is a joined kernel that would be
+        split.
+    """
+    sharding = self.sharding(*axes_of_parameter(name))
+    if _JOINED_NAME.fullmatch(name) and self._sizes(axes_of_parameter(name)):
+      raise unexpected(
+        name,
+        'parameters as the checkpoint has them',
+        'several projections in one kernel, which cannot be split by heads',
+      )
+    return sharding
+
+  def check(self, network: LanguageModel) -> None:
+    """Raises ValueError unless a network's arrays can be split in this way."""
+    config = getattr(network, 'config', None)
+    # The stacks of an encoder-decoder may have shapes of their own.
+    stacks = [getattr(config, name, None) for name in ('encoder', 'decoder')]
+    for stack in (config, *stacks):
+      for name in ('num_heads', 'num_kv_heads'):
+        heads = getattr(stack, name, None)
+        if heads is not None:
+          # The devices may divide a kernel's H * D and yet not divide H.
+          self._check_shape(f'attention, {name}', ('heads',), (heads,))
+    shapes = param_shapes(network)
+    flat = flax.traverse_util.flatten_dict(shapes, sep='/')
+    for name, leaf in flat.items():
+      self._check_shape(name, axes_of_parameter(name), leaf.shape)
+
+  def place(self, params: Params) -> Params:
+    """Moves parameters to their shards.
+
+    Args:
+      params: NumPy arrays, of which each device gets only its part, or JAX
+        arrays.
+
+    Raises:
+      ValueError: an array cannot be split in this way.
+    """
+    placed = {}
+    flat = flax.traverse_util.flatten_dict(params, sep='/')
+    for name, leaf in flat.items():
+      self._check_shape(name, axes_of_parameter(name), leaf.shape)
+      placed[name] = _put(leaf, self.parameter(name))
+    return flax.traverse_util.unflatten_dict(placed, sep='/')
+
+  def request(self, request: Any) -> Any:
+    """`ShapeDtypeStruct`s of a `Request`, its rows split by batch.
+
+    Raises:
+      ValueError: the rows cannot be split in this way.
+    """
+
+    def placed(path, leaf):
+      name = jax.tree_util.keystr(path)
+      if name.endswith(_SHARED):
+        return _described(leaf, self.sharding())
+      self._check_shape(f'Request{name}', ('batch',), leaf.shape)
+      return _described(leaf, self.sharding('batch'))
+
+    return jax.tree_util.tree_map_with_path(placed, request)
+
+  def _sizes(self, axes: Axes) -> dict[int, int]:
+    """Dimension -> parts it is split into; whole dimensions are left out."""
+    split = enumerate(self.axes.split(axes))
+    sizes = {i: self.mesh.shape[name] for i, name in split if name}
+    return {i: size for i, size in sizes.items() if size > 1}
+
+  def _check_shape(self, name: str, axes: Axes, shape: Any) -> None:
+    for i, size in self._sizes(axes).items():
+      if shape[i] % size:
+        raise unexpected(
+          f'{name}: axis {axes[i]!r}',
+          f'a multiple of the {size} devices of {self.axes.split(axes)[i]!r}',
+          shape[i],
+          f'Or leave LogicalAxes.{axes[i]} None.',
+        )
+
+
+def described(tree: Any, shardings: Any = None) -> Any:
+  """`ShapeDtypeStruct`s of a tree of shapes, with a tree of shardings."""
+  if shardings is None:
+    return jax.tree.map(_described, tree)
+  return jax.tree.map(_described, tree, shardings)
+
+
+def shardings(tree: Any) -> Any:
+  """The sharding of each array or shape in a tree."""
+  return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def on_host(tree: Any) -> Any:
+  """The tree as NumPy arrays.
+
+  Arrays whose parts lie in several processes come whole to each process; then
+  all processes must call this at the same time.
+  """
+
+  def whole(leaf):
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+      return leaf
+    where: Any = leaf.sharding
+    return jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
+
+  return jax.device_get(jax.tree.map(whole, tree))
+
+
+def _described(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _put(value: Any, sharding: NamedSharding) -> jax.Array:
+  if isinstance(value, jax.Array):
+    return jax.device_put(value, sharding)
+  # No device, and no process, is given more than its part.
+  host = np.asarray(value)
+  return jax.make_array_from_callback(
+    host.shape, sharding, lambda index: host[index]
+  )
+
+
+def follow(network: Any, partition: Partition | None) -> Any:
+  """Returns the network with its caches split like its parameters.
+
+  Args:
+    network: a `LanguageModel`.
+    partition: the partition; None is one device, and returns the network
+      itself.
+
+  Raises:
+    ValueError: the network cannot be split in this way.
+  """
+  if partition is None:
+    return network
+  partition.check(network)
+  return Following(network, partition)
+
+
+@dataclasses.dataclass(frozen=True)
+class Following(NetworkWrapper):
+  """A `LanguageModel`, see `models.base`, that tells XLA where its arrays are.
+
+  XLA would find most of these places by itself, but might choose others when
+  the code around a call changes. Here caches are always split by heads and
+  rows, so that a round never moves them, and logits are gathered whole on each
+  device, in one exchange per call. Each device then verifies and samples by
+  itself. Over a split vocabulary each reduction of verification and sampling
+  would be an exchange, and sums would round differently.
+  """
+
+  partition: Partition
+
+  def __getattr__(self, name):
+    """What computes with no split array is as the network has it."""
+    return getattr(object.__getattribute__(self, 'network'), name)
+
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    more = {} if encoded is None else {'encoded': encoded}
+    cache = self.network.prefill(params, inputs, max_length, longest, **more)
+    return self._held(cache)
+
+  def extend(self, params, cache, tokens, tree=None):
+    with backend.split():
+      logits, cache = self.network.extend(params, cache, tokens, tree)
+    return self._gathered(logits), self._held(cache)
+
+  def extend_features(self, params, cache, tokens, tree=None):
+    with backend.split():
+      features, cache = self.network.extend_features(
+        params, cache, tokens, tree
+      )
+    return self._at(features, ('batch', None, 'embed')), self._held(cache)
+
+  def embed(self, params, tokens):
+    with backend.split():
+      return self.network.embed(params, tokens)
+
+  def head(self, params, features):
+    with backend.split():
+      return self._gathered(self.network.head(params, features))
+
+  def keep(self, cache, length, slots):
+    with backend.split():
+      cache = self.network.keep(cache, length, slots)
+    return self._held(cache)
+
+  def _gathered(self, logits):
+    # First split, and only then whole: if it were asked for whole rows at once,
+    # XLA would gather the output layer's kernel instead.
+    logits = self._at(logits, ('batch', None, 'vocab'))
+    return self._at(logits, ('batch', None, None))
+
+  def _held(self, cache):
+    if not isinstance(cache, KVCache):
+      return cache
+    fields = {
+      name: jax.tree.map(
+        lambda x, axes=axes: self._at(x, axes), getattr(cache, name)
+      )
+      for name, axes in CACHE.items()
+    }
+    return dataclasses.replace(cache, **fields)
+
+  def _at(self, array, axes):
+    # A mask without relative bias is one row for all heads.
+    one_row = axes[0] == 'heads' and array.shape[0] == 1
+    sharding = self.partition.sharding(*(() if one_row else axes))
+    return lax.with_sharding_constraint(array, sharding)
+
+
+# Where and how parameters live.
+
+# Module -> name of its joined kernel, the kernels joined, in order, and their
+# axis. A joined kernel is not split: equal parts of query | key | value do not
+# contain whole heads, and each layer would exchange activations to put them
+# right. Interleaving the kernels by device would work, but depends on the
+# number of devices; and starting one product instead of three saves next to
+# nothing compared with an all-reduce.
+_JOINED = {
+  'attention': ('qkv', ('query', 'key', 'value'), 'heads'),
+  'self_attention': ('qkv', ('query', 'key', 'value'), 'heads'),
+  'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
+}
+_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0, integers.SCALE: 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where and how a model's parameters live.
+
+  Attributes:
+    dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
+      'int8' or 'int4', which are those of kernels; the rest is then float32.
+      None is the dtype that a model was loaded with, or else float32.
+    kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'blocks'
+      for those of a decoder in blocks of 64 outputs, 'auto' for what was
+      measured on this processor for float32 on a CPU (or what
+      SPECDEC_KERNEL_LAYOUT says in the environment), else in_out.
+    join_projections: whether query, key and value of self-attention, and both
+      input layers of a gated MLP, become one product each, unless it is split.
+    data: devices that share the rows of a request; 0 is as many as `model`
+      leaves.
+    model: devices that share the weights; 0 is as many as `data` leaves.
+    axes: which dimensions are split over these devices.
+    across_hosts: whether the devices of all processes form one mesh; the
+      processes must then do everything together. Otherwise each process has its
+      own mesh.
+
+  Raises:
+    ValueError: a value is unknown, or a number is too small.
+  """
+
+  dtype: str | None = None
+  kernel_layout: Literal['auto'] | Layout = 'auto'
+  join_projections: bool = True
+  data: int = 1
+  model: int = 1
+  axes: LogicalAxes = LogicalAxes()
+  across_hosts: bool = False
+
+  def __post_init__(self):
+    check_types(self)
+    if self.dtype is not None:
+      check_choice('Placement.dtype', self.dtype, PARAM_DTYPES)
+    if min(self.data, self.model) < 0 or self.data == self.model == 0:
+      sizes = 'numbers of devices, one of which may be 0 for all that are left'
+      given = [self.data, self.model]
+      raise unexpected('Placement.data and model', sizes, given)
+    if self.kernel_layout == 'blocks' and not self.on_one_device:
+      only = "'blocks' on one device alone"
+      mesh = f'a mesh of data={self.data}, model={self.model}'
+      raise unexpected('Placement.kernel_layout', only, mesh)
+
+  @property
+  def on_one_device(self) -> bool:
+    """Whether JAX's default device holds everything."""
+    return self.data == self.model == 1
+
+  @property
+  def param_dtype(self) -> str:
+    """The dtype of parameters that were not loaded with one."""
+    return self.dtype or 'float32'
+
+  def loaded(self, model: Model) -> 'Placement':
+    """The same with the dtype that `model` was loaded with, if it has one.
+
+    Raises:
+      ValueError: the placement has another.
+    """
+    if model.dtype is None:
+      return dataclasses.replace(self, dtype=self.param_dtype)
+    if self.dtype not in (None, model.dtype):
+      loaded = f'{model.dtype}, with which {model.name or model!r} was loaded'
+      raise unexpected('Placement.dtype', loaded, self.dtype)
+    return dataclasses.replace(self, dtype=model.dtype)
+
+  def replicated(self) -> 'Placement':
+    """The same with the whole model on each device, as for a drafter."""
+    return dataclasses.replace(self, axes=REPLICATED)
+
+  @property
+  def layout(self) -> str:
+    """How kernels are stored: 'in_out', 'out_in' or 'blocks'."""
+    if self.kernel_layout != 'auto':
+      return self.kernel_layout
+    if (
+      backend.kind() == 'cpu'
+      and self.on_one_device
+      and self.dtype != 'bfloat16'
+    ):
+      return cpu_layout.cpu_layout().kernel_layout
+    return 'in_out'
+
+  def joins(self, axis: str) -> bool:
+    """Returns whether kernels with this output axis are joined."""
+    over = getattr(self.axes, axis)
+    # 0 may turn out to be 1 device or more, so kernels stay apart then too.
+    whole = over is None or getattr(self, over) == 1
+    return self.join_projections and whole
+
+  def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
+    """The mesh of these devices, and what is split over it.
+
+    Args:
+      devices: devices to choose from; the first ones are taken. None is JAX's.
+
+    Returns:
+      The partition; None on one device.
+
+    Raises:
+      ValueError: the mesh's size does not divide the number of devices.
+    """
+    if self.on_one_device:
+      return None
+    if devices is None:
+      devices = jax.devices() if self.across_hosts else jax.local_devices()
+    sizes = {'data': self.data, 'model': self.model}
+    for name, other in (MESH_AXES, MESH_AXES[::-1]):
+      sizes[name] = sizes[name] or len(devices) // sizes[other]
+    size = sizes['data'] * sizes['model']
+    if size == 0 or len(devices) % size:
+      divides = f'a mesh that divides the {len(devices)} devices there are'
+      raise unexpected('Placement', divides, [self.data, self.model])
+    mesh = jax.make_mesh(
+      tuple(sizes.values()),
+      tuple(sizes),
+      (AxisType.Auto,) * len(sizes),
+      devices=devices[:size],
+    )
+    return Partition(mesh, self.axes)
+
+  def shardings_of(self, network: LanguageModel) -> Any:
+    """Where `checkpoints.load` puts parameters; None leaves them on the host.
+
+    It is None for one device; `place` then moves the parameters to it.
+
+    Raises:
+      ValueError: the network cannot be split in this way.
+    """
+    partition = self.partition()
+    if partition is None:
+      return None
+    partition.check(network)
+    return partition.parameter
+
+
+def share_devices(
+  target: Placement, draft: Placement | None
+) -> tuple[Placement, Partition | None, Partition | None]:
+  """The placement of a drafter, on the devices of its target.
+
+  Args:
+    target: placement of the target.
+    draft: placement of the drafter; None is the whole drafter on each of the
+      target's devices.
+
+  Returns:
+    The drafter's placement, and the partition of each.
+
+  Raises:
+    ValueError: the two placements are for different devices.
+  """
+  draft = target.replicated() if draft is None else draft
+  ours, theirs = target.partition(), draft.partition()
+  meshes = [None if part is None else part.mesh for part in (ours, theirs)]
+  if meshes[0] != meshes[1]:
+    raise unexpected(
+      'draft_placement',
+      f'the mesh of the target, data={target.data}, model={target.model}',
+      f'data={draft.data}, model={draft.model}',
+      'A drafter that is not to be split has axes=REPLICATED, or None here.',
+    )
+  return draft, ours, theirs
+
+
+def place(params: Params, placement: Placement = Placement()) -> Params:
+  """Returns the parameters on their devices, in their dtype and layout.
+
+  Args:
+    params: a nested dict of arrays as a checkpoint has them. They may already
+      be placed; then only the dtype changes.
+    placement: where and how to place them.
+
+  Returns:
+    The same tree, except for kernels: `kernel` [in, out] becomes
+    `kernel_out_in` [out, in] if the placement says so, and joined projections
+    have one kernel, under the name that `layers` has for it.
+
+  Raises:
+    ValueError: an array cannot be split as the placement says.
+  """
+  partition = placement.partition()
+  laid_out = lay_out(params, placement)
+  return laid_out if partition is None else partition.place(laid_out)
+
+
+def place_parts(
+  params: Any, placement: Placement = Placement(), models: Any = None
+) -> Any:
+  """Applies `place` to each model in a pytree; other arrays keep their dtype.
+
+  Args:
+    params: parameters of a drafter, as `read_parts` returns them: a model's
+      parameters, a table, or a tuple of these.
+    placement: placement of the models; other arrays are whole on each device.
+    models: `params` as they were before `read_parts`; a `Model` that was loaded
+      with a dtype keeps it. None is `params`.
+
+  Raises:
+    ValueError: as for `place`.
+  """
+  partition = placement.partition()
+
+  def is_model(value):
+    return isinstance(value, Mapping)
+
+  def part(model, value):
+    if is_model(value):
+      return place(value, _placement_of(model, placement))
+    array = jnp.asarray(value)
+    if partition is None:
+      return array
+    return jax.device_put(array, partition.sharding())
+
+  models = params if models is None else models
+  return jax.tree.map(part, models, params, is_leaf=is_model)
+
+
+def check_dtypes(params: Any, placement: Placement) -> None:
+  """Raises ValueError if a `Model` was loaded with another dtype.
+
+  Args:
+    params: a model, or the parameters of a drafter.
+    placement: the placement that is to hold for them.
+  """
+  for model in jax.tree.leaves(params):
+    if isinstance(model, Model):
+      placement.loaded(model)
+
+
+def _placement_of(model: Any, placement: Placement) -> Placement:
+  """A placement whose dtype is the model's own, if it was loaded with one."""
+  dtype = model.dtype if isinstance(model, Model) else None
+  return dataclasses.replace(placement, dtype=dtype or placement.dtype)
+
+
+def read_parts(params: Any, placement: Placement = Placement()) -> Any:
+  """Reads the parameters of each `Model` in a pytree; the rest stays as it is.
+
+  With several devices each array goes straight to its shards, otherwise to the
+  host.
+
+  Args:
+    params: a model, or the parameters of a drafter.
+    placement: the placement that `place` will use; a model that was loaded with
+      a dtype keeps it.
+
+  Raises:
+    ValueError: a checkpoint is broken, or cannot be split as the placement
+      says.
+  """
+
+  def part(value):
+    if not isinstance(value, Model):
+      return value
+    sharding = placement.shardings_of(value.network)
+    wanted = _placement_of(value, placement)
+    params = value.read(wanted.param_dtype, sharding)
+    # What was given, and not read, is still as it was.
+    return _rounded(params, wanted)
+
+  return jax.tree.map(part, params)
+
+
+def lay_out(params: Params, placement: Placement) -> Params:
+  """`place` without moving anything to the devices of a mesh."""
+  laid_out = _lay_out(_rounded(params, placement), placement, '')
+  return _cut(laid_out, '') if placement.layout == 'blocks' else laid_out
+
+
+def _rounded(params: Params, placement: Placement) -> Params:
+  if not integers.is_integers(placement.dtype):
+    return params
+  return integers.rounded(params, placement.param_dtype)
+
+
+def _lay_out(
+  params: Mapping[str, Any], placement: Placement, module: str
+) -> Params:
+  joined, parts, axis = _JOINED.get(module, ('', (), ''))
+  if not all(part in params for part in parts) or (
+    parts and not placement.joins(axis)
+  ):
+    parts = ()
+  placed = {}
+  for name, value in params.items():
+    if isinstance(value, Mapping):
+      if name not in parts:
+        placed[name] = _lay_out(value, placement, name)
+    elif name == 'kernel' and placement.layout == 'out_in':
+      placed['kernel_out_in'] = _cast(value.T, placement)
+    else:
+      placed[name] = _cast(value, placement)
+  if parts:
+    kernels = [_lay_out(params[p], placement, p) for p in parts]
+    placed[joined] = {
+      name: _concatenate([k[name] for k in kernels], _OUT_AXIS[name])
+      for name in kernels[0]
+    }
+  return placed
+
+
+def _cut(
+  params: Mapping[str, Any], module: str, reads_encoder: bool = False
+) -> Params:
+  """Parameters whose kernels are in blocks, where few rows meet them.
+
+  An encoder's meet all of an input, and so do those of the keys and values that
+  a decoder makes of it.
+
+  Args:
+    params: of a module, laid out otherwise.
+    module: its name.
+    reads_encoder: whether it is in an attention to an encoder's output.
+  """
+  if module == 'encoder' or (reads_encoder and module in ('key', 'value')):
+    return dict(params)
+  reads_encoder = module == 'encoder_decoder_attention'
+  laid_out = {
+    name: _cut(value, name, reads_encoder)
+    if isinstance(value, Mapping)
+    else value
+    for name, value in params.items()
+  }
+  kernel: Any = laid_out.get('kernel')
+  if kernel is not None and kernel.shape[1] % cpu_layout.BLOCK == 0:
+    if not isinstance(kernel, jax.core.Tracer):
+      kernel = np.asarray(kernel)  # on a CPU the same memory; compiles nothing
+    del laid_out['kernel']
+    laid_out['kernel_blocks'] = jnp.asarray(cpu_layout.in_blocks(kernel))
+  return laid_out
+
+
+def _cast(value: Any, placement: Placement) -> Any:
+  """The array in the placement's dtype; moved only if there is one device."""
+  dtype = placement.param_dtype
+  if value.dtype == jnp.int32:  # places, no weights
+    dtype = value.dtype
+  elif integers.is_integers(dtype):  # only kernels are, and are already
+    keeps = value.dtype == jnp.bfloat16 or integers.is_integers(value.dtype)
+    keeps = keeps and backend.kind() != 'cpu'
+    dtype = value.dtype if keeps else 'float32'
+  if placement.on_one_device:
+    return jnp.asarray(value, dtype)
+  return value.astype(dtype)
+
+
+def _concatenate(kernels: Sequence[Any], axis: int) -> Any:
+  on_host = all(isinstance(kernel, np.ndarray) for kernel in kernels)
+  return (np if on_host else jnp).concatenate(kernels, axis)

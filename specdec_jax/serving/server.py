@@ -1,0 +1,332 @@
+"""A worker behind HTTP: uvicorn, its connections, and how a server ends.
+
+uvicorn bounds how long a connection is idle between two requests. `Connection`
+bounds the header of a request, a client that does not read its answer, and how
+many connections may do nothing while others want one.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import importlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from specdec_jax.serving.app import Application
+from specdec_jax.serving.log import say
+from specdec_jax.serving.protocol import ApiError
+from specdec_jax.serving.settings import ServeSettings, listening_socket
+from specdec_jax.serving.worker import Worker
+
+_OTHER_FILES = 64  # that a server has open beside its connections
+_MOST_PIPELINED = 64  # requests that a client may send before it has an answer
+_PROBE_SECONDS = 1.0
+_GRACE_SECONDS = 0.1  # in which there may be twice as many connections
+# Clients overlook both: an interim answer, and a comment in a stream.
+_INTERIM, _COMMENT = b'HTTP/1.1 100 Continue\r\n\r\n', b'3\r\n:\n\n\r\n'
+_TOO_LATE, _TOO_LARGE = (
+  (408, 'Request Timeout'),
+  (431, 'Request Header Fields Too Large'),
+)
+
+
+class Server:
+  """A worker behind HTTP.
+
+  Attributes:
+    application: what answers.
+    port: at which it listens.
+  """
+
+  def __init__(self, worker: Worker, name: str, keys: Sequence[str] = ()):
+    """Raises OSError if the port is taken."""
+    self.application = Application(worker, name, keys)
+    self._worker, self._settings = worker, worker.settings
+    most = _connections(self._settings.max_connections)
+    settings = dataclasses.replace(self._settings, max_connections=most)
+    self._socket = listening_socket(settings)
+    self.port: int = self._socket.getsockname()[1]
+    made: Any = uvicorn  # its types know less than it takes
+    self._uvicorn: Any = made.Server(
+      made.Config(
+        self.application.asgi,
+        lifespan='off',
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        http=functools.partial(Connection, settings, {}),
+        ws='none',
+        timeout_keep_alive=settings.idle_seconds,
+        timeout_graceful_shutdown=math.ceil(settings.end_seconds),
+      )
+    )
+    self._shutdown = self._uvicorn.shutdown
+    self._uvicorn.shutdown = self._drain
+
+  async def run(self) -> None:
+    """Serves until a signal, or `stop`.
+
+    Raises:
+      RuntimeError: the scheduler failed.
+    """
+    self._worker.start()
+    watch = asyncio.create_task(self._watch())
+    try:
+      await self._uvicorn.serve([self._socket])
+    finally:
+      watch.cancel()
+      self._worker.stop()
+      await asyncio.to_thread(self._worker.join)
+      self.application.metrics.close()
+      say('stopped')
+    if self._worker.failure is not None:
+      raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
+
+  def stop(self) -> None:
+    """Ends it as a signal does; any thread may call it."""
+    self._uvicorn.should_exit = True
+
+  async def _watch(self) -> None:
+    """Says when it is ready, and has all programs; ends it if it fails."""
+    begin = time.perf_counter()
+    url = f'http://{self._settings.host}:{self.port}'
+    say('listening', url=url, model=self.application.name)
+    is_ready = is_compiled = False
+    while self._worker.failure is None:
+      seconds = round(time.perf_counter() - begin, 3)
+      if not is_ready and self._worker.takes_rows:
+        is_ready = True
+        say('ready', url=url, seconds=seconds)
+      if not is_compiled and self._worker.is_compiled:
+        is_compiled = True
+        # What is there by now stays: half a million objects, which would be
+        # gone through again and again while requests wait.
+        gc.collect()
+        gc.freeze()
+        say('compiled', url=url, seconds=seconds)
+      await asyncio.sleep(0.1)
+    self.stop()
+
+  async def _drain(self, sockets: Any = None) -> None:
+    """Finishes what was taken, within a limit."""
+    self._worker.refuse('The server is stopping. Try again later.')
+    say('stopping', rows=self._worker.num_rows)
+    loop = asyncio.get_running_loop()
+    loop.call_later(self._settings.drain_seconds, self._worker.stop)
+    await self._shutdown(sockets)
+
+
+def _connections(most: int) -> int:
+  """How many connections there may be: each is an open file of the process."""
+  try:
+    resource: Any = importlib.import_module('resource')
+  except ImportError:  # not on each system
+    return most
+  files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = 2 * most + _OTHER_FILES  # see `Connection.connection_made`
+  if files < wanted:
+    files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+  if files < wanted:
+    most = max(1, (files - _OTHER_FILES) // 2)
+    say('few files', open_files=files, max_connections=most)
+  return most
+
+
+class Connection(HttpToolsProtocol):
+  """One connection of a server.
+
+  It is `waiting` while its client has to act: to send the rest of a request, or
+  to read an answer.
+  """
+
+  def __init__(
+    self, settings: ServeSettings, waiting: dict[Any, None], **options: Any
+  ):
+    """
+    Args:
+      settings: the bounds.
+      waiting: the connections that wait for their clients, the longest first.
+      **options: uvicorn's.
+    """
+    super().__init__(**options)
+    self._settings, self._all_waiting = settings, waiting
+    self._num_unparsed = 0  # bytes since a header, or a part of a body, ended
+    self._is_large = False
+    # What is done unless a header comes, unless the client reads.
+    self._header_timer: Any = None
+    self._write_timer: Any = None
+
+  # What asyncio calls.
+
+  def connection_made(self, transport: Any) -> None:
+    """Closes others that wait, if there are too many."""
+    super().connection_made(transport)
+    self._await_header()
+    self._note()
+    most = self._settings.max_connections
+    self._make_room(2 * most)
+    if len(self.connections) > most:
+      # What others have sent, of as many that came together, is read first.
+      self.loop.call_later(_GRACE_SECONDS, self._make_room, most)
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    """Forgets it."""
+    super().connection_lost(exc)
+    self._header_timer = _cancelled(self._header_timer)
+    self._write_timer = _cancelled(self._write_timer)
+    self._all_waiting.pop(self, None)
+
+  def data_received(self, data: bytes) -> None:
+    """Bounds a header that has begun."""
+    self._num_unparsed += len(data)
+    super().data_received(data)
+    if self._num_unparsed > self._settings.max_header:
+      self._refuse(*_TOO_LARGE)
+    elif self._is_idle and self._header_timer is None:
+      self._await_header()
+    self._note()
+
+  def eof_received(self) -> bool:  # type: ignore[override]
+    """Stays open for an answer: the client may have ended only its half."""
+    if self._is_idle or self.cycle.more_body:
+      return False
+    self.cycle.keep_alive = False
+    self.loop.call_later(_PROBE_SECONDS, self._probe)
+    return True
+
+  def pause_writing(self) -> None:
+    """The client does not read."""
+    super().pause_writing()
+    self._write_timer = self.loop.call_later(
+      self._settings.idle_seconds, self.transport.abort
+    )
+    self._note()
+
+  def resume_writing(self) -> None:
+    """It reads again."""
+    super().resume_writing()
+    self._write_timer = _cancelled(self._write_timer)
+    self._note()
+
+  # What the parser and uvicorn call.
+
+  def on_headers_complete(self) -> None:
+    """Begins to answer, unless the header is too large."""
+    self._header_timer = _cancelled(self._header_timer)
+    self._num_unparsed = 0
+    sizes = (len(name) + len(value) + 4 for name, value in self.headers)
+    size = len(self.url) + sum(sizes)
+    self._is_large = size > self._settings.max_header
+    if self._is_large or len(self.pipeline) >= _MOST_PIPELINED:
+      raise ValueError('a large header, or too many requests')  # to the parser
+    busy = 1 + len(self.connections) - len(self._all_waiting)  # with it
+    is_over = busy > self._settings.max_connections
+    self.limit_concurrency = 1 if is_over else None  # 1: uvicorn answers by 503
+    super().on_headers_complete()
+    if self.scope['http_version'] == '1.0':
+      self.cycle.send = functools.partial(  # type: ignore[method-assign]
+        _send_without_chunks, self.cycle
+      )
+
+  def on_body(self, body: bytes) -> None:
+    """Keeps a part of a body."""
+    self._num_unparsed = 0
+    super().on_body(body)
+
+  def send_400_response(self, msg: str) -> None:
+    """Refuses what the parser refused."""
+    if self._is_large:
+      self._refuse(*_TOO_LARGE)
+    else:
+      super().send_400_response(msg)
+
+  def on_response_complete(self) -> None:
+    """Waits for the next request."""
+    super().on_response_complete()
+    self._note()
+
+  @property
+  def _is_idle(self) -> bool:
+    return self.cycle is None or self.cycle.response_complete
+
+  def _make_room(self, most: int) -> None:
+    """Closes those that have waited longest, until there are `most`."""
+    while len(self.connections) > most and self._all_waiting:
+      longest = next(iter(self._all_waiting))
+      del self._all_waiting[longest]
+      self.connections.discard(longest)
+      longest.transport.abort()
+
+  def _note(self) -> None:
+    waits = self._is_idle or self.cycle.more_body or self.flow.write_paused
+    if waits:
+      self._all_waiting.setdefault(self)
+    else:
+      self._all_waiting.pop(self, None)
+
+  def _await_header(self) -> None:
+    self._header_timer = self.loop.call_later(
+      self._settings.header_seconds, self._end
+    )
+
+  def _end(self) -> None:
+    """No header came in time."""
+    self._header_timer = None
+    if self._num_unparsed:
+      self._refuse(*_TOO_LATE)
+    else:
+      self.transport.close()
+
+  def _refuse(self, status: int, reason: str) -> None:
+    """Answers what is no request yet, and closes."""
+    if self.transport.is_closing():
+      return
+    body = json.dumps(ApiError(f'{reason}.').body).encode()
+    head = (
+      f'HTTP/1.1 {status} {reason}\r\nconnection: close\r\n'
+      f'content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n'
+    )
+    self.transport.write(head.encode() + body)
+    self.transport.close()
+
+  def _probe(self) -> None:
+    """Writes what means nothing; a client that has left resets it."""
+    if self._is_idle or self.transport.is_closing():
+      return
+    if not self.pipeline:  # else an answer to another request is under way
+      if self.cycle.chunked_encoding:
+        self.transport.write(_COMMENT)
+      elif not self.cycle.response_started and not _is_old(self.cycle):
+        self.transport.write(_INTERIM)
+    self.loop.call_later(_PROBE_SECONDS, self._probe)
+
+
+def _cancelled(timer: Any) -> Any:
+  if timer is not None:
+    timer.cancel()
+  return None
+
+
+def _is_old(cycle: Any) -> bool:
+  return bool(cycle.scope['http_version'] == '1.0')
+
+
+async def _send_without_chunks(cycle: Any, message: Any) -> None:
+  """A cycle's `send` for HTTP/1.0, which knows no chunks.
+
+  An answer without a length ends with its connection.
+  """
+  if message['type'] == 'http.response.start':
+    if not any(name == b'content-length' for name, _ in message['headers']):
+      cycle.chunked_encoding = False
+  elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+    cycle.expected_content_length = len(message.get('body', b''))
+  await type(cycle).send(cycle, message)

@@ -1,0 +1,539 @@
+"""The engine's scheduler with a thread of its own, and its warm-up.
+
+Requests come from other threads. One thread directs the device; another one
+compiles what is not compiled yet. Nothing here knows of HTTP.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.decoding.pool import PoolPrograms
+from specdec_jax.decoding.state import BLOCK, TOKEN, Request
+from specdec_jax.engine.calibration import Calibration
+from specdec_jax.engine.completion import Completion
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.request import TextBatch
+from specdec_jax.engine.scheduler import (
+  PoolSettings,
+  Row,
+  Scheduler,
+  Update,
+  widths_of,
+)
+from specdec_jax.models import backend
+from specdec_jax.probs import SamplingParams
+from specdec_jax.serving.log import say
+from specdec_jax.serving.settings import ServeSettings
+
+_LOG = logging.getLogger(__name__)
+_NOT_READY = 'The server is not ready yet: it compiles.'
+_READ_TOGETHER = 4  # rows, where several wait
+_SEARCH_ROUNDS = 4  # of a beam search, between two steps of the rows
+_STOP_IDS = 8  # that each row has room for, if the engine has no more
+# Kinds of rows for which rounds have programs of their own.
+_SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
+
+
+class Busy(Exception):
+  """The queue is full."""
+
+
+class Stopped(Exception):
+  """The server does not take requests: it is stopping, or has failed."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ServedRow(Row):
+  """One output that is asked for; or a beam search.
+
+  Attributes:
+    tell: is called with each update, by the thread of the worker.
+    deadline: `time.monotonic()` at which it ends in any case.
+    search: runs more rounds of a beam search, see `Engine.search`; None for
+      other rows.
+  """
+
+  tell: Callable[[Update], None]
+  deadline: float = math.inf
+  search: Callable[[int], list[Completion] | None] | None = None
+
+
+class Worker(Scheduler):
+  """Decodes rows as they come; a thread of its own directs the device.
+
+  Attributes:
+    engine: the engine whose models decode.
+    settings: sizes and limits.
+    speculates: whether a drafter helps.
+    is_compiled: whether all programs are. Rows are taken once those for one row
+      are; until the others are, pools are smaller and inputs read wider.
+    failure: what ended the threads; None if it is well.
+    scoring: is held while the target scores outputs, one after another, between
+      the rounds of others.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    settings: ServeSettings,
+    measured: Calibration | None = None,
+  ):
+    """Starts nothing; call `start`.
+
+    Args:
+      engine: the engine whose models decode.
+      settings: sizes and limits.
+      measured: a calibration of the engine's pair on this device, which
+        `calibrate` was called with.
+
+    Raises:
+      ValueError: the slots cannot fit into memory, the engine splits rows over
+        devices, or gammas are longer than the drafts of an engine that adapts.
+    """
+    self.engine, self.settings = engine, settings
+    pool = pool_settings(engine, settings, measured)
+    self.speculates = _speculates(engine, settings, pool)
+    self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
+    self._texts = self._texts_of_all_widths()
+    batch = self._some(self._texts[-1], max_length=1)
+    if batch.batch_multiple > 1:
+      raise unexpected(
+        'Placement.data',
+        '1: a pool of one row cannot be split',
+        batch.batch_multiple,
+      )
+    self._pool_programs: PoolPrograms | None = None
+    self._args: Mapping[str, Any] = {
+      'engine': engine,
+      'settings': pool,
+      'request': self._of_any_kind(batch.request),
+      'compiled': self._programs,
+      'widest': widths_of(batch.request),
+      'counts': (1, _READ_TOGETHER)[: settings.rows],
+    }
+    super().__init__(**self._args)
+    self.compiled = set()
+    self.is_compiled = False
+    self.failure: str | None = None
+    self.scoring = asyncio.Lock()
+    self._searches: collections.deque[ServedRow] = collections.deque()
+    self._taken: set[ServedRow] = set()  # that have not heard their last update
+    self._refuses: str | None = _NOT_READY
+    self._ends = False
+    self._compiler = threading.Thread(target=self._compile, daemon=True)
+    self._thread = threading.Thread(target=self._run, daemon=True)
+
+  # What other threads call.
+
+  def start(self) -> None:
+    """Begins to compile, and soon to decode."""
+    self._compiler.start()
+
+  def row(
+    self,
+    text: Any,
+    tell: Callable[[Update], None],
+    streams: bool = False,
+    plain: bool = False,
+    shows_rounds: bool = False,
+    **options: Any,
+  ) -> ServedRow:
+    """Makes a row of a text and options of `Engine.generate`.
+
+    Args:
+      text: the input.
+      tell: see `ServedRow`.
+      streams: see `Row`.
+      plain: `Row.is_plain`; only of greedy rows, since a sample would depend on
+        the rows beside it.
+      shows_rounds: see `Row`.
+      **options: of `Engine.generate`.
+
+    Raises:
+      ValueError: as `Engine.generate`.
+    """
+    batch, search = self._batch(text, **options), None
+    if batch.options.num_beams is not None:
+      drafts = bool(batch.rows) and batch.request.gamma > 0
+      search = self.engine.search(batch, drafts)
+    count = np.sum(batch.request.stop_ids >= 0) if batch.rows else 0
+    if count > self._num_stops:
+      raise unexpected('stop_ids', f'{self._num_stops} at most', int(count))
+    row = ServedRow(
+      batch,
+      streams=streams,
+      is_plain=plain,
+      shows_rounds=shows_rounds,
+      tell=tell,
+      deadline=time.monotonic() + self.settings.max_seconds,
+      search=search,
+    )
+    if plain and not row.is_simple:
+      expected = 'greedy without log-probabilities, if it is decoded plainly'
+      raise unexpected('sampling', expected, batch.options.sampling)
+    if row.is_simple and self.policy.is_too_short(batch):
+      row.is_plain = True
+    return row
+
+  def take(self, rows: Sequence[ServedRow]) -> None:
+    """Queues rows, all of them or none; those without a text end at once.
+
+    Raises:
+      Busy: there is no room for all of them.
+      Stopped: no rows are taken.
+    """
+    decoded = [row for row in rows if row.batch.rows]
+    with self._lock:
+      if self._refuses is not None:
+        raise Stopped(self._refuses)
+      if not self.is_compiled and any(row.search for row in rows):
+        raise Stopped(_NOT_READY)
+      most, waiting = self.settings.max_waiting, self.num_waiting
+      if waiting + len(rows) > most:
+        raise Busy(
+          f'{waiting} outputs wait, and {len(rows)} more would be more than'
+          f' {most}. Try again later.'
+        )
+      self._taken.update(decoded)
+      self._searches.extend(row for row in decoded if row.search is not None)
+      self.submit(row for row in decoded if row.search is None)
+    for row in rows:
+      if not row.batch.rows:
+        nothing = Update(completion=row.batch.passed_over[0])
+        row.tell(Update(beams=row.search(0) or ()) if row.search else nothing)
+
+  def cancel(self, rows: Iterable[Any]) -> None:
+    """Ends rows whose outputs nobody wants any more; they hear nothing."""
+    with self._lock:
+      self._taken.difference_update(rows)
+      super().cancel(rows)
+
+  def refuse(self, why: str) -> None:
+    """Takes no more rows; those that were taken go on."""
+    with self._lock:
+      if self._refuses in (None, _NOT_READY):
+        self._refuses = why
+
+  def stop(self) -> None:
+    """Ends all rows with the error 'stopped', and the thread."""
+    self.refuse('The server is stopping.')
+    with self._lock:
+      self._ends = True
+      self._lock.notify()
+
+  def join(self) -> None:
+    """Waits for the threads to end."""
+    self._compiler.join()
+    if self._thread.ident is not None:
+      self._thread.join()
+
+  @property
+  def drafts(self) -> dict[str, Any]:
+    """What the log of a server says of drafts."""
+    gammas, least = self.policy.gammas, self.policy.least_length
+    return {'gammas': gammas} | ({'least_length': least} if gammas else {})
+
+  @property
+  def takes_rows(self) -> bool:
+    """Whether it is ready, and not stopping."""
+    return self._refuses is None
+
+  @property
+  def num_waiting(self) -> int:
+    """Rows without a slot, and beam searches."""
+    return len(self._waiting) + len(self._searches)
+
+  @property
+  def num_rows(self) -> int:
+    """Rows that were taken and are not done."""
+    return self.num_waiting + self.num_running
+
+  # What the thread that decodes does.
+
+  def _run(self) -> None:
+    try:
+      while True:
+        with self._lock:
+          while not (self.has_work or self._searches or self._ends):
+            self._lock.wait()
+        if self._ends:
+          break
+        self._end_late()
+        for row, update in self.step():
+          self._tell(row, update)
+        self._search()
+    except Exception as failure:
+      self._fail(failure)
+    self.is_compiled = False
+    with self._lock:
+      self._waiting.clear()
+      self._searches.clear()
+      left = list(self._taken)
+    for row in left:
+      self._tell(row, Update(error='failed' if self.failure else 'stopped'))
+
+  def _fail(self, failure: Exception) -> None:
+    """Ends both threads."""
+    _LOG.exception('The scheduler failed.')
+    with self._lock:
+      self.failure = repr(failure)
+      self._refuses = 'The server has failed; see its log.'
+      self._ends, self.is_compiled = True, False
+      self._lock.notify()
+
+  def _end_late(self) -> None:
+    """Ends the rows whose time is over."""
+    now = time.monotonic()
+    with self._lock:
+      late = [row for row in self._taken if row.deadline <= now]
+    for row in late:
+      self._tell(row, Update(error='deadline'))
+    self.cancel(late)
+
+  def _search(self) -> None:
+    """Runs some levels of the beam search that came first.
+
+    It has no slot; others run a round or more between two calls. One that
+    fails ends alone.
+    """
+    with self._lock:
+      left = [row for row in self._searches if not row.is_cancelled]
+      self._searches = collections.deque(left)
+    if not left:
+      return
+    search: Any = left[0].search
+    try:
+      beams = search(_SEARCH_ROUNDS)
+    except Exception:
+      _LOG.exception('A beam search failed.')
+      update = Update(error='search failed')
+    else:
+      if beams is None:
+        return
+      update = Update(beams=beams[::-1])  # the best one first
+    with self._lock:
+      self._searches.popleft()
+    self._tell(left[0], update)
+
+  def _tell(self, row: Any, update: Update) -> None:
+    if row.is_cancelled:
+      return
+    if update.is_last:
+      self._taken.discard(row)
+    try:
+      row.tell(update)
+    except RuntimeError:  # the loop of its listener has ended
+      self.cancel([row])
+
+  # What the thread that compiles does.
+
+  def _compile(self) -> None:
+    """Compiles all programs; with the first ones there, rows are taken."""
+    try:
+      scheduler = Scheduler(**self._args)
+      runs = self._rehearsals(scheduler) | self._searches_of_all_widths()
+      for number, (name, run) in enumerate(runs.items(), 1):
+        if self._ends:
+          return
+        say('compiling', what=name, number=number, of=len(runs))
+        run()
+        self.compiled = scheduler.used.copy()
+        if number == 1:
+          self._thread.start()
+          with self._lock:
+            if self._refuses == _NOT_READY:  # else it was told to take none
+              self._refuses = None
+      with self._lock:
+        self.is_compiled = not self._ends
+    except Exception as failure:
+      self._fail(failure)
+
+  def _rehearsals(
+    self, scheduler: Scheduler
+  ) -> dict[str, Callable[[], object]]:
+    """Short decodes that together use all programs, the most needed first.
+
+    What is compiled depends on where arrays come from, so pools come from and
+    go to each smaller one, twice.
+
+    Args:
+      scheduler: decodes them; nobody else's.
+    """
+    sizes, counts = self.settings.sizes, self._args['counts']
+    several = sizes[min(1, len(sizes) - 1)]
+    # name -> of each decode: text, kind, rows, size of the pool, later sizes
+    plans: dict[str, list[tuple[Any, ...]]] = {}
+    widest = self._texts[-1]
+    for size in sizes:
+      plans[f'{size} rows'] = 2 * [
+        (widest, _SAMPLED, min(count, other), other, (size, other))
+        for other in sizes[: sizes.index(size) + 1]
+        for count in counts[:other]
+      ]
+      for kind in (_GREEDY, _PLAIN):
+        plans[f'{size} rows, {kind}'] = [(widest, kind, 1, size)]
+    for text in self._texts:
+      inputs = f'inputs of {len(text)}'
+      for kind in (_GREEDY, _PLAIN):  # a row alone; then others come
+        plans[f'a row alone, {inputs}, {kind}'] = [
+          (text, kind, 1, 1, (1, several)),
+          (widest, _SAMPLED, 1, 1),
+        ]
+      plans[f'reading, {inputs}'] = [
+        (text, kind, min(count, several), several)
+        for kind in (_SAMPLED, *[_PLAIN] * self.policy.reads_plainly)
+        for count in counts[:several]
+      ]
+    return {
+      name: functools.partial(self._rehearse, scheduler, plan)
+      for name, plan in plans.items()
+    }
+
+  def _rehearse(
+    self, scheduler: Scheduler, plan: Iterable[tuple[Any, ...]]
+  ) -> None:
+    # More tokens than two rounds make.
+    longest = min(2 * self.policy.room + 3, self.engine.max_decode_len)
+    for text, kind, count, *sizes in plan:
+      options = {'temperature': 1.0} if kind == _SAMPLED else {}
+      batch = self._some(
+        text,
+        max_length=longest,
+        stop_ids=(),
+        log_probs=kind == _SAMPLED,
+        **options,
+      )
+      rows = [
+        Row(batch, streams=True, is_plain=kind == _PLAIN) for _ in range(count)
+      ]
+      scheduler.rehearse(rows, *sizes)
+
+  def _searches_of_all_widths(self) -> dict[str, Callable[[], object]]:
+    """A short beam search of each width, of texts of each width."""
+    runs: dict[str, Callable[[], object]] = {}
+    for width, text in itertools.product(self.settings.beams, self._texts):
+      batch = self._some(text, num_beams=width, num_samples=width, max_length=1)
+      search = self.engine.search(batch, batch.request.gamma > 0)
+      name = f'a search of {width} beams, inputs of {len(text)}'
+      runs[name] = functools.partial(search, 1)
+    return runs
+
+  # Requests and programs.
+
+  def _programs(self, example: Request, prompted: bool) -> PoolPrograms:
+    """The programs, which the schedulers of both threads share."""
+    if self._pool_programs is None:
+      loop, params = self.engine.loop(self.speculates)
+      self._pool_programs = PoolPrograms(loop, params, example, prompted)
+    return self._pool_programs
+
+  def _batch(self, text: Any, **options: Any) -> TextBatch:
+    speculative = self.speculates
+    if options.get('num_beams') is not None:
+      speculative = speculative and backend.kind() != 'cpu'
+    return self.engine.text_batch([text], speculative, **options)
+
+  def _some(self, text: Any, **options: Any) -> TextBatch:
+    """The batch of a text that nobody reads, in any language."""
+    return self._batch(text, **options, **self._any_languages)
+
+  @property
+  def _any_languages(self) -> dict[str, Any]:
+    languages = list(self.engine.languages().known)[:1]
+    return {
+      f'{side}_lang': language
+      for language in languages
+      for side in ('source', 'target')
+    }
+
+  def _of_any_kind(self, request: Request) -> Request:
+    """A request like this one, whose rows have values of their own."""
+    engine = self.engine
+    branches = engine.has_drafter and engine.drafter.tree is not None
+    from_host: Any = SamplingParams
+    sampling = from_host(
+      temperature=request.sampling.temperature,
+      top_k=np.zeros((1,), np.int32),
+      top_p=np.ones((1,), np.float32),
+    )
+    stop_ids: Any = np.full((1, self._num_stops), -1, np.int32)
+    return dataclasses.replace(
+      request,
+      sampling=sampling,
+      stop_ids=stop_ids,
+      greedy=False,
+      forbids_stops=True,
+      with_log_probs=True,
+      verification=TOKEN if branches else BLOCK,
+    )
+
+  def _texts_of_all_widths(self) -> list[list[int]]:
+    """A text of each width that texts are read in, the widest last."""
+    engine, texts = self.engine, {}
+    nothing = engine.input_ids([], self._any_languages.get('source_lang'))
+    most = engine.max_input_len - len(nothing)
+    some_id = engine.tokenizer.vocab_size - 1
+    for length in sorted({most, *(1 << n for n in range(most.bit_length()))}):
+      text = [some_id] * length
+      batch = self._some(text, max_length=1)
+      texts[widths_of(batch.request)] = text
+    return list(texts.values())
+
+
+def pool_settings(
+  engine: Engine, settings: ServeSettings, measured: Calibration | None
+) -> PoolSettings:
+  """The pool of a server; drafts of greedy rows are as a calibration has it."""
+  plan, least = None, 0
+  if measured is not None:
+    plan = measured.plan(settings.rows, engine)
+    least = measured.least_length(1)
+  return PoolSettings(
+    rows=settings.rows,
+    gammas=settings.gammas,
+    plan=plan,
+    sizes=settings.sizes,
+    least_length=least,
+  )
+
+
+def _speculates(
+  engine: Engine, settings: ServeSettings, pool: PoolSettings
+) -> bool:
+  """Whether a drafter helps; with a calibration, whether any draft pays."""
+  if settings.speculative is not None:
+    return settings.speculative
+  return engine.has_drafter and any((pool.gammas or {1: 1}).values())
+
+
+def calibrate(
+  engine: Engine, settings: ServeSettings, measured: Calibration
+) -> None:
+  """Checks a calibration; an engine that adapts or rests goes by it.
+
+  Raises:
+    ValueError: it is of other models or another device (`CalibrationError`),
+      there is no drafter or one that proposes trees, or gammas are given too.
+  """
+  advice = 'Or leave the calibration out.'
+  if settings.gammas is not None:
+    expected = 'None beside a calibration, which chooses them'
+    raise unexpected('gammas', expected, dict(settings.gammas), advice)
+  drafter = engine.drafter if engine.has_drafter else None
+  if drafter is None or drafter.tree is not None:
+    given = 'a tree' if drafter else None
+    expected = 'one that proposes a chain, whose length a calibration chooses'
+    raise unexpected('drafter', expected, given, advice)
+  measured.direct(engine, settings.rows)

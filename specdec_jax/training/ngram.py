@@ -1,0 +1,202 @@
+"""Fits an n-gram drafter to text, or to a target's own outputs."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types, is_a, unexpected
+from specdec_jax.checks.names import nearest
+from specdec_jax.drafters.ngram import first_guess, longest_known
+from specdec_jax.drafters.ngram_table import NGramTable, fit
+from specdec_jax.files import text_lines, writable
+from specdec_jax.measure.table import Table, started
+from specdec_jax.text.local_tasks import json_object
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.training.pairs import TokenPairs, read_tsv
+
+
+@dataclasses.dataclass(frozen=True)
+class FitNgramConfig:
+  """An n-gram table and the files that it is fitted to.
+
+  The ending of a file's name says what it is (with or without `.gz`): `.jsonl`
+  has records, such as predictions.jsonl of `specdec decode` or the
+  -predict.jsonl-00000-of-00001 of a task; `.tsv` has source<TAB>target lines,
+  and `.npz` arrays of `TokenPairs`, of which the targets are used; any other
+  file is text, one output per line.
+
+  Attributes:
+    tokenizer: the target's tokenizer.
+    train_files: files to fit the table to.
+    output_file: the table, `.npz`.
+    order: n; 1 is a unigram, 2 a bigram.
+    field: field of a record that holds its output: text, or the ids that were
+      produced.
+    start_id: id that the target's decoder begins with, 0 in the T5 family; None
+      is none.
+    max_continuations: entries kept per context.
+    min_count: contexts seen less often are left out.
+    valid_files: held-out outputs to score the table's first guess on; may be
+      empty.
+
+  Raises:
+    ValueError: a number is too small, or there is no file.
+  """
+
+  tokenizer: Tokenizer
+  train_files: Sequence[str]
+  output_file: str
+  order: int = 2
+  field: str = 'prediction_tokens'
+  start_id: int | None = 0
+  max_continuations: int = 32
+  min_count: int = 1
+  valid_files: Sequence[str] = ()
+
+  def __post_init__(self):
+    check_types(self)
+    check_at_least(self, order=1, max_continuations=1, min_count=1)
+    if not self.train_files:
+      raise unexpected('FitNgramConfig.train_files', 'a file', self.train_files)
+    size, first = self.tokenizer.vocab_size, self.start_id
+    if first is not None and not 0 <= first < size:
+      expected = f'None or an id below {size}'
+      raise unexpected('FitNgramConfig.start_id', expected, first)
+    if not self.output_file or os.path.isdir(self.output_file):
+      expected = 'the path of a file'
+      raise unexpected('FitNgramConfig.output_file', expected, self.output_file)
+
+
+def fit_ngram(
+  config: FitNgramConfig, console: rich.console.Console | None = None
+) -> NGramTable:
+  """Fits a table, writes it, and prints what it holds.
+
+  Raises:
+    ValueError: a file is missing or broken, an id is outside the vocabulary,
+      or the corpus is too small for the order.
+  """
+  console = started(config, console)
+  first = [] if config.start_id is None else [config.start_id]
+
+  def sequences(paths: Sequence[str]) -> Iterator[list[int]]:
+    for path in paths:
+      for ids in outputs(path, config.tokenizer, config.field):
+        yield [*first, *ids]
+
+  # Read before the fit, so that a missing file shows immediately.
+  held_out = list(sequences(config.valid_files))
+  table = fit(
+    sequences(config.train_files),
+    config.order,
+    config.tokenizer.vocab_size,
+    max_continuations=config.max_continuations,
+    min_count=config.min_count,
+    fingerprint=config.tokenizer.fingerprint,
+  )
+  table.save(config.output_file)
+  rows = [
+    [f'contexts of {length} tokens', f'{number:,}']
+    for length, number in enumerate(table.num_contexts)
+  ]
+  rows.append(['continuations', f'{len(table.ids):,}'])
+  rows.append(['MiB on the device', f'{table.num_bytes / 2**20:.2f}'])
+  if held_out:
+    rate = f'{score(table, held_out):.3f}'
+    rows.append(['first guess right, held out', rate])
+  console.print(Table(os.fspath(config.output_file), ['what', ''], rows))
+  return table
+
+
+def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
+  """Yields the ids of each output of a file, its end included.
+
+  Ids that were produced are taken as they are; an output that was cut short has
+  no end.
+
+  Args:
+    path: see `FitNgramConfig`.
+    tokenizer: for text.
+    field: field of JSON records that holds the output.
+
+  Raises:
+    ValueError: the file cannot be read, or a record lacks the field.
+  """
+  # The name of a task's results ends with the shard.
+  name = re.sub(r'-\d{5}-of-\d{5}$', '', path.removesuffix('.gz'))
+  end = [tokenizer.eos_id]
+  if name.endswith('.npz'):
+    pairs = TokenPairs.load(path)
+    for index in range(len(pairs)):
+      yield [*map(int, pairs[index][1]), *end]
+  elif name.endswith('.jsonl'):
+    for number, line in enumerate(text_lines(path), 1):
+      yield from _of_record(f'{path!r} line {number}', line, tokenizer, field)
+  else:
+    texts: Any = text_lines(path)
+    if name.endswith('.tsv'):
+      texts = (target for _, target in read_tsv(path))
+    for text in texts:
+      if ids := tokenizer.encode(text):
+        yield [*ids, *end]
+
+
+def _of_record(
+  where: str, line: str, tokenizer: Tokenizer, field: str
+) -> Iterator[list[int]]:
+  """The outputs of one record: one output, or several samples."""
+  record = json_object(line, where)
+  if field not in record:
+    names = nearest(field, record)
+    raise ValueError(f'{where} has no field {field!r}.{names} Set field.')
+  value = record[field]
+  several = is_a(value, list) and not is_a(value, list[int])
+  for output in value if several else [value]:
+    if is_a(output, list[int]):
+      ids = output
+    elif isinstance(output, str) and output == writable(output):
+      ids = tokenizer.encode(output)
+      ids += [tokenizer.eos_id] * bool(ids)
+    else:
+      raise unexpected(f'{where}: {field!r}', 'text or ids', value)
+    if ids:
+      yield ids
+
+
+def score(table: NGramTable, sequences: Sequence[Sequence[int]]) -> float:
+  """The share of tokens that are the table's first guess, found on the device.
+
+  Args:
+    table: the table.
+    sequences: ids, each beginning with the start token, which is not guessed.
+
+  Raises:
+    ValueError: there is no token to guess.
+  """
+  size = table.order - 1
+  contexts, known, wanted = [], [], []
+  for ids in sequences:
+    for place in range(1, len(ids)):
+      near = ids[max(place - size, 0) : place][::-1] if size else []
+      contexts.append([*near, *[0] * (size - len(near))])
+      known.append(place)
+      wanted.append(ids[place])
+  if not wanted:
+    raise unexpected('FitNgramConfig.valid_files', 'outputs', sequences)
+  recent = np.array(contexts, np.int32).reshape(len(known), size)
+  guesses = _guess(jax.tree.map(jnp.asarray, table), recent, np.array(known))
+  return float(np.mean(np.asarray(guesses) == wanted))
+
+
+@jax.jit
+def _guess(table: NGramTable, recent: jax.Array, known: jax.Array):
+  """int32[N], the likeliest token after each context."""
+  return first_guess(table, longest_known(table, recent, known))

@@ -1,0 +1,368 @@
+"""A drafter for a T5 of one's own, from texts alone: `specdec distil`.
+
+The target decodes the texts; some layers of its decoder become a drafter that
+reads its encoder (see `training.slicing`) and learns to say what it says; the
+pair is calibrated on texts that were held out. Each step is resumed where it
+was stopped, by the rules of `training.train`.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+import rich.console
+
+from specdec_jax import files
+from specdec_jax.checkpoints import huggingface
+from specdec_jax.checks.arguments import check_at_least
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.names import check_choice
+from specdec_jax.drafters.ngram_table import fit
+from specdec_jax.engine import calibration, loading
+from specdec_jax.engine.calibration import Calibration
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.pair import own_vocabulary
+from specdec_jax.measure import calibrate
+from specdec_jax.measure.calls import LEAST_DECODE_LEN
+from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.measure.record import describe
+from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import say
+from specdec_jax.models.base import reads_encoder
+from specdec_jax.models.layers import DTYPES
+from specdec_jax.models.model import Model
+from specdec_jax.models.t5 import T5
+from specdec_jax.training.data import PackingConfig
+from specdec_jax.training.losses import DistillationWeights
+from specdec_jax.training.outputs import OutputsConfig
+from specdec_jax.training.pairs import TokenPairs
+from specdec_jax.training.run import (
+  MODEL_FILE,
+  OUTPUTS,
+  FromTarget,
+  TrainRun,
+  train,
+)
+from specdec_jax.training.slicing import KEPT
+from specdec_jax.training.trainer import OptimizerConfig, TrainConfig
+
+CALIBRATION = 'calibration.json'
+HELD_OUT = 'held_out.txt'
+_TRAINING = 'training'
+_LEAST_TEXTS = 8
+_REST_MINUTES = 10
+_MOST_HELD_OUT = 512
+_SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
+_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class DistilConfig:
+  """What a drafter is made of.
+
+  Attributes:
+    target: a T5 with an encoder and its vocabulary, as `specdec_jax.load`
+      gives it.
+    texts: file of inputs as the target gets them, prefix included, one a line.
+    output_dir: folder of the drafter; made if needed.
+    num_layers: of the target's decoder that become the drafter's.
+    kept: which ones, see `slicing.sliced`.
+    max_input_len, max_decode_len: tokens of an input and of an output at most,
+      their ends included; longer ones are left out.
+    minutes: time of the whole run: a third at most to decode, the most of the
+      rest to learn; 0 is no limit, and `steps` ends it.
+    steps: ends the training as well.
+    learning_rate: at its peak.
+    tokens_per_batch, tokens_per_part: places of a batch on each side, and of
+      those that are computed at once; 0 is a whole batch, for a GPU or TPU.
+    export_dtype: dtype of the drafter's file.
+    max_gamma, num_tokens, repeats: the calibration's largest gamma, tokens that
+      it measures acceptance on, and timed rounds.
+    seed: seed of the training.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  target: Model
+  texts: str
+  output_dir: str
+  num_layers: int = 1
+  kept: str = 'spaced'
+  max_input_len: int = 128
+  max_decode_len: int = 120
+  minutes: float = 90.0
+  steps: int = 1_000_000
+  learning_rate: float = 2e-3
+  tokens_per_batch: int = 2048
+  tokens_per_part: int = 256
+  export_dtype: str = 'float32'
+  max_gamma: int = 16
+  num_tokens: int = 2000
+  repeats: int = 9
+  seed: int = 0
+
+  def __post_init__(self):
+    check_types(self)
+    check_choice('DistilConfig.kept', self.kept, KEPT)
+    check_choice('DistilConfig.export_dtype', self.export_dtype, DTYPES)
+    check_at_least(self, num_layers=1, max_input_len=2, max_decode_len=2)
+    check_at_least(self, minutes=0.0, steps=1)
+    check_at_least(self, max_gamma=1, num_tokens=1, repeats=2)
+
+
+def distil(
+  config: DistilConfig, console: rich.console.Console | None = None
+) -> Calibration:
+  """Makes the drafter, and says what it is worth here.
+
+  Leaves in `output_dir`: config.json and model.safetensors, which
+  `specdec_jax.load` reads; shortlist.npz, the tokens of what the target said,
+  if these are a small part of its vocabulary (see `models.other_ids`);
+  calibration.json; held_out.txt, the texts that were not learned from; the
+  training's files in training/. The same call goes on where one was stopped.
+
+  Raises:
+    ValueError: the target, the texts or the folder are not what is needed
+      (raised before anything is compiled); or a run with other settings began
+      in the folder.
+  """
+  console = console or terminal()
+  draft = draft_network(config)
+  own_vocabulary(config.target)  # or an error that says what to do
+  huggingface.import_safetensors()
+  _check_folder(config.output_dir)
+  learned, held_out, lengths = _texts(config)
+  limits = f'{config.steps} steps'
+  if config.minutes:
+    decoding, learning = _shares(config.minutes)
+    limits = (
+      f'{config.minutes:g} minutes in all: {decoding:.2g} at most to decode,'
+      f' {learning:.2g} to learn, the rest to compile and to calibrate'
+    )
+  say(
+    console,
+    f'{len(learned)} texts to learn from, {len(held_out)} held out; the drafter'
+    f' is {config.num_layers} of the decoder layers of {config.target.name!r};'
+    f' {limits}.',
+  )
+  training = os.path.join(config.output_dir, _TRAINING)
+  files.make_folder(training)
+  texts = ''.join(f'{text}\n' for text in held_out)
+  held_out_file = os.path.join(config.output_dir, HELD_OUT)
+  files.write_atomically(held_out_file, texts.encode())
+  train(_train_run(config, draft, training, learned, held_out, max(lengths)))
+  _export(config, draft, training)
+  calibrated = _calibrate(config, int(np.median(lengths)), console)
+  say(
+    console,
+    f'The drafter is in {config.output_dir}: specdec decode --target'
+    f' {config.target.name} --draft {config.output_dir} --calibration'
+    f' {os.path.join(config.output_dir, CALIBRATION)}',
+  )
+  return calibrated
+
+
+def _shares(minutes: float) -> tuple[float, float]:
+  """Minutes of decoding at most, and of training, that leave room for the rest.
+
+  Compilation and the calibration are not of one length; a third, or
+  `_REST_MINUTES` of many, is enough for the pairs that were tried.
+  """
+  third = minutes / 3
+  return third, minutes - third - min(third, _REST_MINUTES)
+
+
+def draft_network(config: DistilConfig) -> T5:
+  """The drafter's network.
+
+  Raises:
+    ValueError: the target is no T5 with an encoder that was loaded from a
+      checkpoint, or has fewer layers than the drafter should have.
+  """
+  target = config.target
+  network: Any = target.network
+  # The training reads the target again, by its name.
+  is_whole = isinstance(network, T5) and not reads_encoder(network)
+  if not (is_whole and target.name):
+    expected = 'a T5 with an encoder, loaded from a checkpoint'
+    advice = 'For a decoder-only target see gin/runs/train_lm.gin.'
+    raise unexpected('DistilConfig.target', expected, target, advice)
+  most = network.config.num_decoder_layers
+  if config.num_layers > most:
+    expected = f'at most {most}, the layers of the target'
+    raise unexpected('DistilConfig.num_layers', expected, config.num_layers)
+  return T5(
+    dataclasses.replace(
+      network.config,
+      num_encoder_layers=0,
+      num_decoder_layers=config.num_layers,
+      dropout_rate=0.0,
+    )
+  )
+
+
+def _check_folder(folder: str) -> None:
+  """Raises ValueError if something else than a drafter of ours is there."""
+  if os.path.isdir(folder):
+    names = sorted(os.listdir(folder))
+  else:
+    names = ['a file'] if os.path.exists(folder) else []
+  if names and _TRAINING not in names:
+    expected = 'a new folder, or that of an earlier run'
+    raise unexpected(f'DistilConfig.output_dir {folder!r}', expected, names)
+
+
+def _texts(config: DistilConfig) -> tuple[list[str], list[str], list[int]]:
+  """Texts to learn from, those held out, and the tokens of each of them."""
+  tokenizer = own_vocabulary(config.target)
+
+  def count(text: str) -> int:
+    return len(tokenizer.whole(text))
+
+  prompts = read_prompts(config.texts, count, config.max_input_len)
+  texts = list(dict.fromkeys(prompts))
+  if len(texts) < _LEAST_TEXTS:
+    expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
+    raise unexpected(
+      f'DistilConfig.texts {config.texts!r}', expected, len(texts)
+    )
+  number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
+  held_out = texts[:: len(texts) // number][:number]
+  left_out = set(held_out)
+  learned = [text for text in texts if text not in left_out]
+  return learned, held_out, [count(text) for text in texts]
+
+
+def _train_run(
+  config: DistilConfig,
+  draft: T5,
+  folder: str,
+  learned: list[str],
+  held_out: list[str],
+  longest: int,
+) -> TrainRun:
+  tokenizer = own_vocabulary(config.target)
+  decoding, learning = _shares(config.minutes)
+  paths = []
+  for name, texts in (('train', learned), ('held_out', held_out)):
+    ids = [tokenizer.whole(text)[:-1] for text in texts]
+    paths.append(os.path.join(folder, f'{name}.npz'))
+    # The targets are the target's own, which are made from these sources.
+    TokenPairs.from_lists(ids, ids).save(paths[-1])
+  buckets = _widths(max(longest, config.max_decode_len))
+  outputs = OutputsConfig(
+    max_minutes=decoding,
+    widths=_widths(longest),
+    max_ratio=0.0,
+    max_extra=config.max_decode_len,
+    seed=config.seed,
+  )
+  return TrainRun(
+    model=draft,
+    model_dir=folder,
+    train_file=paths[0],
+    eval_file=paths[1],
+    packing=PackingConfig(
+      weights=(1.0,),
+      buckets=buckets,
+      tokens_per_batch=max(config.tokens_per_batch, buckets[-1]),
+      tokens_per_part=config.tokens_per_part,
+      seed=config.seed,
+      eos_id=tokenizer.eos_id,
+    ),
+    training=TrainConfig(
+      steps=config.steps,
+      max_minutes=learning,
+      eval_every=400,
+      checkpoint_minutes=5.0,
+      seed=config.seed,
+      optimizer=OptimizerConfig(
+        'muon', learning_rate=config.learning_rate, warmup_steps=50
+      ),
+    ),
+    learning=FromTarget(
+      target=config.target.network,
+      checkpoint_path=config.target.name,
+      weights=DistillationWeights(1.0, 0.0, 1.0),
+      slice_target=True,
+      slice_layers=config.kept,
+      outputs=outputs,
+    ),
+  )
+
+
+def _widths(longest: int) -> tuple[int, ...]:
+  """The widths of batches whose longest row has so many tokens.
+
+  One program is compiled for each width.
+  """
+  shorter = [width for width in _WIDTHS if width < longest]
+  last = next((width for width in _WIDTHS if width >= longest), longest)
+  return (*shorter, last)
+
+
+def _export(config: DistilConfig, draft: T5, training: str) -> None:
+  """Writes a folder that describes itself, names its target, and lists tokens.
+
+  The tokens are those that the target said; the drafter proposes these alone.
+  """
+  draft_model = loading.load(os.path.join(training, MODEL_FILE), draft)
+  huggingface.save_huggingface(
+    config.output_dir,
+    draft.config,
+    draft_model.read(config.export_dtype),
+    about={'target': draft_model.made_for} if draft_model.made_for else None,
+  )
+  tokenizer = own_vocabulary(config.target)
+  size = tokenizer.vocab_size
+  tokens = TokenPairs.load(os.path.join(training, OUTPUTS, 'train.npz')).targets
+  table = fit(
+    [[0, *tokens[tokens < size]]],  # no padding of the output layer
+    1,
+    size,
+    max_continuations=size,
+    fingerprint=tokenizer.fingerprint,
+  )
+  if len(table.ids) <= size * _SMALL_PART:
+    table.save(os.path.join(config.output_dir, loading.SHORTLIST))
+
+
+def _calibrate(
+  config: DistilConfig,
+  input_len: int,
+  console: rich.console.Console,
+) -> Calibration:
+  """Measures the pair; one that has been measured on this device is not."""
+  target = config.target
+  path = os.path.join(config.output_dir, CALIBRATION)
+
+  def engine() -> Engine:
+    return Engine(
+      target,
+      loading.load(config.output_dir, dtype=target.dtype),
+      max_input_len=config.max_input_len,
+      max_decode_len=config.max_decode_len,
+    )
+
+  if os.path.exists(path):
+    earlier = calibration.load(path)
+    here = engine().fingerprints, describe()['device']
+    if (earlier.fingerprints, earlier.device) == here:
+      say(console, f'{path} is of this pair already.')
+      return earlier
+  return calibrate.calibrate(
+    calibrate.CalibrateConfig(
+      engine=engine,
+      input_file=os.path.join(config.output_dir, HELD_OUT),
+      num_tokens=config.num_tokens,
+      input_len=input_len,
+      decode_len=max(config.max_decode_len, LEAST_DECODE_LEN),
+      max_gamma=config.max_gamma,
+      repeats=config.repeats,
+      seed=config.seed,
+      output_file=path,
+    ),
+    console,
+  )

@@ -1,0 +1,340 @@
+"""`specdec convert`: from every kind to every kind, to eight bits and back."""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+
+import folders
+from small_vocabulary import network, weights
+from specdec_jax import checkpoints
+from specdec_jax.checkpoints import config_json, convert, huggingface
+from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.cli import main
+from specdec_jax.drafters.uniform import uniform
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
+from specdec_jax.models import integers, t5
+from specdec_jax.models.model import Model
+
+pytestmark = folders.needs_safetensors
+
+CONFIG = t5.T5Config(
+  vocab_size=24,
+  emb_dim=8,
+  num_heads=2,
+  num_encoder_layers=1,
+  num_decoder_layers=2,
+  head_dim=5,
+  mlp_dim=12,
+)
+SILU = dataclasses.replace(CONFIG, mlp_activations=('silu', 'linear'))
+TIED = dataclasses.replace(
+  CONFIG, mlp_activations=('relu',), logits_via_embedding=True
+)
+NET = network(2)
+all_sources = pytest.mark.parametrize('source', convert.FORMATS)
+all_targets = pytest.mark.parametrize('target', convert.FORMATS)
+
+
+def make_params(config):
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda leaf: rng.standard_normal(leaf.shape, np.float32),
+    jax.eval_shape(t5.T5(config).init, jax.random.key(0)),
+  )
+
+
+def save(path, kind, config, params):
+  if kind == 'orbax':
+    checkpoints.save_orbax(path, params)
+  elif kind == 'safetensors':
+    huggingface.save_huggingface(path, config, params)
+  else:
+    checkpoints.save_t5x(path, params, step=0)
+  return path
+
+
+def converted(source, output, *options, **more):
+  """Converts; returns the path that was written."""
+  settings = convert.ConvertConfig(str(source), str(output), *options, **more)
+  assert f'{output}: ' in convert.convert(settings)
+  return output
+
+
+def assert_equal(loaded, params):
+  assert jax.tree.structure(loaded) == jax.tree.structure(params)
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+@pytest.mark.parametrize('config', [CONFIG, TIED], ids=['1.1', '1.0'])
+@all_sources
+@all_targets
+def test_every_kind_to_every_kind(tmp_path, source, target, config):
+  params = make_params(config)
+  place = save(tmp_path / 'in', source, config, params)
+  out = converted(place, tmp_path / 'new' / 'out', target)
+  assert os.listdir(out.parent) == ['out']
+  assert_equal(checkpoints.load(out, t5.T5(config)), params)
+  if target == 'safetensors':
+    assert folders.read(out)[0] == config
+    # All may be read by whoever may read one of them.
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
+
+
+@all_sources
+def test_what_arrays_do_not_tell(tmp_path, source):
+  """Activations come from the network, or from config.json; ids go along."""
+  params = make_params(SILU)
+  place = save(tmp_path / 'in', source, SILU, params)
+  ids = config_json.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
+  model = t5.T5(SILU)
+  if source == 'safetensors':
+    huggingface.save_huggingface(place, SILU, params, ids=ids)
+    model = None
+  out = converted(place, tmp_path / 'out', 'safetensors', model)
+  assert folders.read(out)[0] == SILU
+  if source == 'safetensors':
+    assert huggingface.special_ids(out) == ids
+
+
+@all_targets
+def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
+  place = save(tmp_path / 'in', 't5x', CONFIG, make_params(CONFIG))
+  out = tmp_path / 'new' / 'out'
+
+  def disk_full(*args, **kwargs):
+    raise OSError(28, 'No space left on device')
+
+  failing = 'specdec_jax.files.writing.os.fsync'
+  if target == 'orbax':
+    failing = 'orbax.checkpoint.StandardCheckpointHandler.save'
+  monkeypatch.setattr(failing, disk_full)
+  with pytest.raises(OSError, match='No space left'):
+    converted(place, out, target)
+  assert not out.exists()
+  for left in out.parent.iterdir():
+    with pytest.raises(ValueError):
+      checkpoints.load(left)
+  monkeypatch.undo()
+  converted(place, out, target)
+  assert_equal(checkpoints.load(out), make_params(CONFIG))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    (dict(format='safetensor'), "'safetensor', .* Nearest known: safetensors"),
+    (dict(dtype='bfloat61'), "dtype: .* 'bfloat61'"),
+    (dict(dtype='int4'), "dtype: .* 'int4'"),
+    (dict(dtype='int8', format='safetensors'), "dtype: .* 'int8'"),
+    (dict(output='gs://b/x'), 'output: .* on this machine'),
+  ],
+)
+def test_bad_input(changes, words):
+  with pytest.raises(ValueError, match=words):
+    convert.ConvertConfig(**{'checkpoint_path': 'a', 'output': 'b', **changes})
+
+
+def test_the_command(tmp_path, capsys):
+  params = make_params(CONFIG)
+  save(tmp_path / 'in', 't5x', CONFIG, params)
+  given = ['convert', '--target', f'{tmp_path}/in', '--format', 'safetensors']
+  assert not main.main([*given, '--output-dir', f'{tmp_path}/out'])
+  sizes = 'parameters of T5Config(vocab_size=24, emb_dim=8'
+  assert sizes in capsys.readouterr().out
+  assert_equal(checkpoints.load(tmp_path / 'out', t5.T5(CONFIG)), params)
+  assert main.main([*given, '--output-dir', f'{tmp_path}/in'])
+  assert 'output ' in capsys.readouterr().err  # nothing is overwritten
+  model = ['--gin_file=gin/models/t5_1_1.gin']
+  model += ['--gin_file=gin/runs/convert_checkpoint.gin']
+  model += ['--gin.TARGET=%T5_1_1_SMALL', '--output-dir', f'{tmp_path}/other']
+  assert main.main([*given, *model])
+  printed = capsys.readouterr().err
+  assert 'vocab_size is 24, expected 32128, emb_dim is 8' in printed
+  assert printed.count('\n') == 1  # no trace
+  assert not (tmp_path / 'other').exists()
+
+
+# Kernels of eight bits, and what they are made of.
+
+
+def draw(seed=0):
+  return jax.tree.map(np.array, weights(NET, seed))
+
+
+def written(folder, params, output='orbax', dtype='int8'):
+  """Paths of the floats, and of what is converted from them."""
+  source = save(folder / 'floats', 'orbax', NET.config, params)
+  made = converted(source, folder / 'made', output, dtype=dtype)
+  return source, made
+
+
+@pytest.mark.parametrize('output', ['orbax', 't5x'])
+def test_as_rounded_while_loading(tmp_path, output, monkeypatch):
+  source, made = written(tmp_path, draw(), output)
+  want = checkpoints.load(source, NET, dtype='int8')
+  floats = integers.in_floats(integers.rounded(draw()))
+  assert_equal(checkpoints.load(made, NET, dtype='float32'), floats)
+  placed = checkpoints.load(
+    made, NET, dtype='bfloat16', sharding=jax.devices()[0]
+  )
+  assert_equal(placed, jax.tree.map(lambda x: x.astype('bfloat16'), floats))
+  four = integers.rounded(floats, 'int4')
+  assert_equal(checkpoints.load(made, NET, dtype='int4'), four)
+
+  def fails(*_):
+    raise AssertionError('a kernel was rounded')
+
+  monkeypatch.setattr(integers, 'quantise', fails)
+  device = jax.devices()[0]
+  for options in ({}, {'dtype': 'int8'}, {'sharding': device}):
+    found = checkpoints.load(made, NET, **options)
+    assert_equal(found, want)
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(found)}
+    assert kinds == {'int8', 'float32'}
+  assert {d for x in jax.tree.leaves(found) for d in x.devices()} == {device}
+  # Control: the rounding would have been noticed.
+  with pytest.raises(AssertionError, match='was rounded'):
+    checkpoints.load(source, NET, dtype='int8')
+
+
+def test_engines_of_eight_bits(tmp_path, tokenizer):
+  """Before or after rounding it is the same target, and no other is."""
+  params = draw()
+  source, made = written(tmp_path, params)
+  rounded = integers.rounded(params)
+  targets = {
+    'converted': load(made, NET),
+    'while loading': load(source, NET, dtype='int8'),
+    'in memory': Model(NET, params, dtype='int8'),
+  }
+  assert (
+    targets['converted'].dtype == 'int8' and load(source, NET).dtype is None
+  )
+  limits = dict(tokenizer=tokenizer, max_input_len=16, max_decode_len=8)
+  texts = ['a red dog', 'cat cat']
+
+  def made_for(wanted):
+    return uniform(NET.vocab_size)._replace(name='mine', made_for=(wanted,))
+
+  outputs = []
+  for name, target in targets.items():
+    for wanted in (params, rounded, integers.in_floats(rounded)):
+      engine = Engine(target, made_for(fingerprint(wanted)), **limits)
+      assert engine.fingerprints['target'] == fingerprint(rounded), name
+    outputs.append(
+      [done.tokens for done in engine.generate(texts, speculative=False)]
+    )
+    other = made_for(fingerprint(draw(1)))
+    with pytest.raises(ValueError, match="'mine' was made for the target with"):
+      Engine(target, other, tokenizer=tokenizer)
+  assert outputs[0] == outputs[1] == outputs[2]
+  unknown = Model(NET, rounded, dtype='int8')
+  with pytest.raises(ValueError, match='was made of is not known'):
+    Engine(unknown, made_for(fingerprint(params)), tokenizer=tokenizer)
+  # Nobody asks what an unknown one was made of.
+  Engine(unknown, uniform(NET.vocab_size), tokenizer=tokenizer)
+
+
+def test_floats_of_eight_bits_as_other_formats(tmp_path):
+  _, made = written(tmp_path, draw(), 't5x')
+  want = checkpoints.load(made, NET, dtype='float32')
+  source = made
+  for number, kind in enumerate((*convert.FORMATS, 'orbax', 'safetensors')):
+    # Each is made of the one before.
+    source = converted(source, tmp_path / f'{number}', kind, NET, 'float32')
+    assert_equal(checkpoints.load(source, NET), want)
+    # A drafter for the floats before eight bits is for these in any file.
+    made_of = fingerprint(want), fingerprint(draw())
+    assert load(source, NET).made_of() == made_of
+  # transformers keeps all entries of config.json when it saves a model: those
+  # that were trained further are made of nothing else.
+  about, trained = open_checkpoint(source, NET).about, draw(1)
+  huggingface.save_huggingface(source, NET.config, trained, about=about)
+  assert load(source, NET).made_of() == (fingerprint(trained),)
+
+
+def test_what_is_no_kernel_keeps_its_dtype(tmp_path):
+  params = jax.tree.map(lambda leaf: leaf.astype('bfloat16'), draw())
+  _, made = written(tmp_path, params, 't5x')
+  found = checkpoints.load(made, NET)
+  assert found['token_embedder']['embedding'].dtype == 'bfloat16'
+  head = found['decoder']['logits_dense']
+  assert (head['kernel'].dtype, head['kernel_scale'].dtype) == (
+    'int8',
+    'float32',
+  )
+  for dtype in (None, 'int8'):  # there is nothing to convert
+    with pytest.raises(ValueError, match='dtype .*eight bits'):
+      converted(made, tmp_path / 'again', dtype=dtype)
+
+
+def change(tree, path, make):
+  *rest, last = path.split('/')
+  for name in rest:
+    tree = tree[name]
+  if (value := make(tree[last])) is None:
+    del tree[last]
+  else:
+    tree[last] = value
+
+
+KERNEL = 'decoder/layers_0/mlp/wo/kernel'
+
+
+@pytest.mark.parametrize(
+  ('path', 'make', 'words'),
+  [
+    (f'{KERNEL}_scale', lambda x: x * np.nan, 'wo/kernel_scale: .*nan'),
+    (f'{KERNEL}_scale', lambda x: x * 0, 'wo/kernel_scale: .*above 0'),
+    (f'{KERNEL}_scale', lambda x: None, 'wo/kernel_scale: .* got None'),
+    (f'{KERNEL}_scale', lambda x: x[1:], 'wo/kernel_scale: .* beside it'),
+    (f'{KERNEL}_scale', lambda x: x.astype(np.int8), 'wo/kernel_scale.*int8'),
+    (KERNEL, lambda x: x[1:], 'wo/kernel is .*, expected'),
+    (KERNEL, lambda x: x.astype(np.int16), 'wo/kernel: .*int16'),
+    (KERNEL, lambda x: x.astype(np.float32), 'unknown: .*wo/kernel_scale'),
+  ],
+)
+def test_broken_ones(tmp_path, path, make, words):
+  params = integers.rounded(draw())
+  change(params, path, make)
+  checkpoints.save_orbax(tmp_path / 'broken', params)
+  with pytest.raises(ValueError, match=words.replace('beside it', 'beside')):
+    checkpoints.load(tmp_path / 'broken', NET)
+
+
+def test_floats_that_are_not_finite(tmp_path, tokenizer):
+  params = draw()
+  params['decoder']['layers_0']['mlp']['wo']['kernel'][1, 2] = np.nan
+  with pytest.raises(ValueError, match='wo/kernel: .*finite.* output 2 '):
+    written(tmp_path, params)
+  assert not (tmp_path / 'made').exists()
+  for target in (
+    load(tmp_path / 'floats', NET, dtype='int8'),
+    Model(NET, params, dtype='int8'),
+  ):
+    with pytest.raises(ValueError, match='mlp/wo/kernel.* output 2 '):
+      Engine(target, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize('dtype', [None, 'int8', 'bfloat16'])
+def test_a_converted_drafter_remembers_its_target(tmp_path, dtype):
+  """One that reads its target's encoder: Orbax's folder says for which."""
+  alone = t5.T5(
+    dataclasses.replace(NET.config, num_encoder_layers=0, num_decoder_layers=1)
+  )
+  draft, wanted = weights(alone, 3), fingerprint(draw())
+  source = tmp_path / 'floats'
+  checkpoints.save_t5x(source, draft, 0, about={'target': wanted})
+  for output, kind, as_dtype in (
+    ('folder', 'orbax', dtype),
+    ('file', 't5x', None if dtype != 'int8' else 'float32'),
+  ):
+    source = converted(source, tmp_path / output, kind, dtype=as_dtype)
+    found = load(source, alone)
+    assert found.made_for == wanted, output
+    assert found.made_of()[-1] == fingerprint(draft), output

@@ -1,0 +1,419 @@
+"""Tiny models of transformers beside ours, for suites that have torch."""
+
+import functools
+import importlib.util
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import folders
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import Request
+from specdec_jax.engine.padding import padded
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.families import network_of
+from specdec_jax.probs import SamplingConfig
+
+MARKS = [
+  pytest.mark.skipif(
+    any(
+      importlib.util.find_spec(name) is None
+      for name in ('transformers', 'torch', 'safetensors')
+    ),
+    reason="needs transformers and torch: pip install 'specdec_jax[parity]'",
+  ),
+  pytest.mark.filterwarnings('ignore'),  # those of torch and transformers
+]
+TOLERANCE = 1e-4  # of the largest value of an output
+BUDGET = 40  # tokens a row; more than windows
+LENGTHS = (7, 2, 30, 3, 12)  # of the rows, their ends included
+LANGUAGE = 90  # what outputs of M2M-100 begin with
+
+# No size is another one, and no factor a power of 2; H * D is not M.
+_T5 = dict(
+  vocab_size=97,
+  d_model=20,
+  d_kv=4,
+  d_ff=28,
+  num_heads=3,
+  num_layers=2,
+  num_decoder_layers=3,
+  feed_forward_proj='gated-gelu',
+  tie_word_embeddings=False,
+  decoder_start_token_id=0,
+)
+_T5_10 = _T5 | dict(
+  num_heads=7,
+  num_layers=1,
+  num_decoder_layers=2,
+  feed_forward_proj='relu',
+  tie_word_embeddings=True,
+)
+_GPT2 = dict(
+  vocab_size=97,
+  n_inner=20,
+  n_positions=128,
+  n_embd=24,
+  n_layer=3,
+  n_head=3,
+  bos_token_id=0,
+  eos_token_id=1,
+)
+_NLLB = dict(
+  vocab_size=97,
+  d_model=24,
+  encoder_layers=3,
+  decoder_layers=2,
+  encoder_attention_heads=4,
+  decoder_attention_heads=4,
+  encoder_ffn_dim=44,
+  decoder_ffn_dim=44,
+  max_position_embeddings=512,
+)
+_STACK = dict(
+  vocab_size=97,
+  hidden_size=24,
+  intermediate_size=44,
+  num_hidden_layers=3,
+  num_attention_heads=6,
+  num_key_value_heads=2,
+  head_dim=10,
+  max_position_embeddings=512,
+)
+_CAUSAL = _STACK | dict(
+  num_hidden_layers=5, bos_token_id=0, eos_token_id=1, pad_token_id=0
+)
+_LLAMA_3_1 = dict(
+  rope_type='llama3',
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=24,
+)
+_WINDOWS = dict(sliding_window=9, query_pre_attn_scalar=7)
+_GEMMA3 = _CAUSAL | _WINDOWS | dict(sliding_window_pattern=3)
+_NARROW = _STACK | _WINDOWS
+_WIDE = _NARROW | dict(
+  hidden_size=30,
+  intermediate_size=50,
+  num_hidden_layers=4,
+  num_attention_heads=5,
+  num_key_value_heads=1,
+)
+_PATTERN = [*['sliding_attention'] * 2, 'full_attention']
+IMAGES = dict(
+  model_type='siglip_vision_model',
+  hidden_size=16,
+  intermediate_size=16,
+  num_hidden_layers=1,
+  num_attention_heads=2,
+  image_size=28,
+  patch_size=14,
+)
+
+
+def _t5gemma2(encoder, decoder):
+  encoder = dict(
+    text_config=encoder,
+    eoi_token_index=95,
+    vision_config=IMAGES,
+    mm_tokens_per_image=4,
+  )
+  return dict(encoder=encoder, decoder=decoder, image_token_index=96)
+
+
+# Name: transformers' word for the family, and its configuration.
+MODELS = {
+  'T5 1.0': ('T5', _T5_10),
+  'T5 1.1': ('T5', _T5),
+  'mT5': ('MT5', _T5 | dict(vocab_size=250112, d_model=12, num_heads=6)),
+  'UMT5': ('UMT5', _T5),
+  'UL2': ('T5', _T5 | dict(num_heads=16, feed_forward_proj='gated-silu')),
+  'GPT-2': ('GPT2', _GPT2),
+  'NLLB': ('M2M100', _NLLB),
+  'M2M-100, not scaled': (
+    'M2M100',
+    _NLLB | dict(scale_embedding=False, activation_function='gelu_new'),
+  ),
+  'M2M-100, other padding': (
+    'M2M100',
+    _NLLB | dict(pad_token_id=5, decoder_start_token_id=3),
+  ),
+  'Llama 3.1': (
+    'Llama',
+    _CAUSAL | dict(rope_theta=5e5, rope_scaling=_LLAMA_3_1),
+  ),
+  'Llama 3.2': (
+    'Llama',
+    _CAUSAL
+    | dict(
+      rope_scaling=_LLAMA_3_1 | {'factor': 32.0}, tie_word_embeddings=True
+    ),
+  ),
+  'Qwen 2.5': ('Qwen2', _CAUSAL | dict(rope_theta=1e6, head_dim=4)),
+  'Qwen 2.5, windows': (
+    'Qwen2',
+    _CAUSAL
+    | dict(
+      head_dim=4, use_sliding_window=True, sliding_window=9, max_window_layers=2
+    ),
+  ),
+  'Qwen 3': (
+    'Qwen3',
+    _CAUSAL | dict(rope_theta=1e6, tie_word_embeddings=True),
+  ),
+  'Gemma 2': ('Gemma2', _CAUSAL | _WINDOWS),
+  'Gemma 3': ('Gemma3', _GEMMA3),
+  'Gemma 3, scaled': (
+    'Gemma3',
+    _GEMMA3
+    | dict(
+      rope_scaling={'rope_type': 'linear', 'factor': 8.0},
+      num_key_value_heads=1,
+      final_logit_softcapping=3.0,
+    ),
+  ),
+  'T5Gemma': (
+    'T5Gemma',
+    dict(encoder=_WIDE, decoder=_NARROW, vocab_size=97),
+  ),
+  'T5Gemma, untied': (
+    'T5Gemma',
+    dict(
+      encoder=_NARROW,
+      decoder=_WIDE | dict(final_logit_softcapping=None),
+      vocab_size=97,
+      tie_word_embeddings=False,
+    ),
+  ),
+  'T5Gemma 2': (
+    'T5Gemma2',
+    _t5gemma2(
+      _NARROW | dict(layer_types=_PATTERN), _NARROW | dict(layer_types=_PATTERN)
+    ),
+  ),
+  'T5Gemma 2, an even window': (
+    'T5Gemma2',
+    _t5gemma2(
+      _NARROW | dict(sliding_window=8),
+      _NARROW
+      | dict(final_logit_softcapping=3.0, num_key_value_heads=1)
+      | dict(sliding_window=8, layer_types=_PATTERN, num_attention_heads=4),
+    ),
+  ),
+}
+
+
+def their_model(name: str) -> Any:
+  """A randomly initialised model of transformers; nothing in it is 0 or 1."""
+  import torch
+  import transformers
+
+  family, settings = MODELS[name]
+  text = 'Text' if family == 'Gemma3' else ''
+  described = getattr(transformers, f'{family}{text}Config')(**settings)
+  kinds = {'GPT2': 'LMHeadModel', 'T': 'ForConditionalGeneration'}
+  kind = kinds.get(family, 'ForCausalLM')
+  if 'T5' in family or family == 'M2M100':
+    kind = kinds['T']
+  torch.manual_seed(0)
+  # Others than the eager attention leave out what they do not have.
+  model = getattr(transformers, family + kind)._from_config(
+    described, attn_implementation='eager'
+  )
+  is_t5 = 'T5' in family and 'Gemma' not in family
+  if is_t5 and not described.tie_word_embeddings:
+    # Version 5 ties every new T5; published ones of 1.1 are not tied.
+    shape = model.shared.weight.shape
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(shape))
+  # Or each token's own embedding, which is the head, would choose it again.
+  small = {'M2M100': 0.8, 'T5Gemma': 0.5, 'T5Gemma2': 0.8}.get(family, 0.2)
+  with torch.no_grad():
+    for part, parameter in model.named_parameters():
+      is_table = any(word in part for word in ('norm', 'embed', 'shared'))
+      scale = 0.1 if is_t5 else 0.2 if is_table else small
+      if family == 'T5Gemma2' and 'embed' in part:
+        scale = 0.05
+      parameter += scale * torch.randn(parameter.shape)
+    if name == 'T5 1.0':
+      model.shared.weight *= 0.1
+    if family == 'M2M100':
+      # Padding is never the likeliest: transformers would mask it as an output.
+      model.model.shared.weight[described.pad_token_id] = 0
+  return model.eval()
+
+
+@functools.cache
+def folder_of(name: str) -> tuple[Any, str]:
+  """A model and a folder in which it lies."""
+  folder = tempfile.mkdtemp()
+  model = their_model(name)
+  model.save_pretrained(folder, max_shard_size='40KB')
+  return model, folder
+
+
+@functools.cache
+def _loaded(name: str) -> Any:
+  return folders.read(folder_of(name)[1])
+
+
+def loaded(name: str) -> tuple[Any, Any, Any]:
+  """A model, and the configuration and parameters read from its folder."""
+  config, params = _loaded(name)
+  return folder_of(name)[0], config, jax.tree.map(lambda leaf: leaf, params)
+
+
+def rows_of(network: Any, seed: int = 1) -> list[np.ndarray]:
+  """Ragged inputs, or prompts; 0 in them is a token unless it is padding."""
+  rng = np.random.default_rng(seed)
+  ids = np.arange(3, min(network.vocab_size, 90))
+  ids = ids[ids != getattr(network.config, 'pad_id', 0)]
+  rows = [rng.choice(ids, length) for length in LENGTHS]
+  if network.has_encoder:
+    for row in rows:
+      row[-1] = 2 if hasattr(network.config, 'pad_id') else 1
+  return rows
+
+
+def _pad_id(network: Any) -> int:
+  return getattr(network.config, 'pad_id', 0)
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+  """The largest difference, relative to the largest value."""
+  assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def check_logits(
+  model: Any, config: Any, params: Any, most: int = 90, pad_id: Any = None
+) -> None:
+  """Teacher-forced logits of ragged rows to 1e-4 of the largest.
+
+  Args:
+    model: transformers'.
+    config: ours.
+    params: ours.
+    most: ids that are read are below this.
+    pad_id: what inputs of ours are padded with; None: as is right.
+
+  Raises:
+    AssertionError: they differ.
+  """
+  import torch
+
+  network = network_of(config)
+  right = _pad_id(network)
+  ids = np.arange(0 if right else 1, most)
+  ids = ids[ids != right]
+  fed = np.random.default_rng(2).choice(ids, (len(LENGTHS), 50))
+  inputs = None
+  given = {'input_ids': torch.tensor(fed)}
+  if network.has_encoder:
+    rows = rows_of(network)
+    inputs, _ = padded(rows, len(rows), max(LENGTHS), right)
+    given = dict(
+      input_ids=torch.tensor(inputs).long(),
+      attention_mask=torch.tensor(inputs != right).long(),
+      decoder_input_ids=torch.tensor(fed),
+    )
+    if pad_id is not None:
+      inputs = np.where(inputs == right, pad_id, inputs)
+  with torch.no_grad():
+    want = model(**given).logits.numpy()
+  have = jax.jit(network.logits)(params, inputs, jnp.asarray(fed, jnp.int32))
+  found = difference(np.asarray(have), want)
+  assert found < TOLERANCE, f'Logits differ by {found:.2g}.'
+
+
+@functools.cache
+def _decode(network: LanguageModel) -> Any:
+  return jax.jit(Loop(network).decode)
+
+
+def greedy(network: Any, params: Any, rows: list[np.ndarray]) -> list[list]:
+  """Tokens of the plain loop over a ragged batch, a list a row."""
+  batch = len(rows)
+  longest = max(map(len, rows))
+  tokens, length = padded(rows, batch, longest, _pad_id(network))
+  given: dict[str, Any] = {'inputs': jnp.asarray(tokens)}
+  eos = 1
+  if hasattr(network.config, 'pad_id'):
+    eos = 2
+    prompt = [[network.start_id, LANGUAGE]] * batch
+    given['prompt'] = jnp.asarray(prompt, jnp.int32)
+    given['prompt_length'] = jnp.full((batch,), 2, jnp.int32)
+  elif not network.has_encoder:
+    nothing = jnp.zeros((batch, 1), jnp.int32)
+    given = {'inputs': nothing, 'prompt': tokens, 'prompt_length': length}
+  request = Request(
+    keys=jax.random.split(jax.random.key(0), batch),
+    sampling=SamplingConfig(0.0).params(batch),
+    min_length=jnp.zeros((batch,), jnp.int32),
+    max_length=jnp.full((batch,), BUDGET, jnp.int32),
+    slots=BUDGET,
+    gamma=0,
+    greedy=True,
+    stop_ids=jnp.full((4,), eos, jnp.int32),
+    **given,
+  )
+  done = jax.device_get(_decode(network)(PairParams(params, None), request))
+  outputs = zip(done.tokens, done.length, strict=True)
+  return [row[:length].tolist() for row, length in outputs]
+
+
+def generate(model: Any, inputs: Any, **options: Any) -> Any:
+  """What `generate` of transformers returns for inputs int[B, E], greedy."""
+  import torch
+
+  # Version 5.23 sizes the cache of a T5's decoder by the encoder's layers.
+  config, changed = model.config, getattr(model.config, 'num_decoder_layers', 0)
+  before = config.num_layers if changed else 0
+  if changed:
+    config.num_layers = changed
+  try:
+    tokens = torch.tensor(inputs).long()
+    pad = config.pad_token_id if config.is_encoder_decoder else None
+    mask = torch.ones_like(tokens)
+    mask = mask if pad is None else (tokens != pad).long()
+    return model.generate(
+      input_ids=tokens, attention_mask=mask, do_sample=False, **options
+    )
+  finally:
+    if changed:
+      config.num_layers = before
+
+
+def their_greedy(
+  model: Any, rows: list[np.ndarray], network: Any
+) -> list[list]:
+  """Tokens of `generate`, without what it is given and what follows an end."""
+  has_language = hasattr(network.config, 'pad_id')
+  options: dict[str, Any] = {'max_new_tokens': BUDGET + has_language}
+  if has_language:
+    options['forced_bos_token_id'] = LANGUAGE
+  elif not network.has_encoder:
+    options['pad_token_id'] = 0
+  eos = 2 if has_language else 1
+  outputs = []
+  for row in rows:
+    tokens = generate(model, row[None], num_beams=1, **options)[0].tolist()
+    first = 1 + has_language if network.has_encoder else len(row)
+    tokens = tokens[first:]
+    outputs.append(tokens[: tokens.index(eos) + 1] if eos in tokens else tokens)
+  return outputs
+
+
+def check_rows(rows: list[list]) -> None:
+  """Raises AssertionError where equal rows would say little.
+
+  Several must be long, and they must not be one token over and over.
+  """
+  assert sum(len(row) >= 20 for row in rows) >= 2, rows
+  assert len({tuple(row) for row in rows}) > 2, rows
+  assert len({token for row in rows for token in row}) > 5, rows

@@ -1,0 +1,106 @@
+"""Appendix A.1 as an experiment: exact law, Monte Carlo, a wrong `verify`."""
+
+import jax
+import numpy as np
+import pytest
+
+import toy_models
+from specdec_jax import analysis, verify
+from specdec_jax.paper import simulation
+
+TARGET, DRAFT = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
+
+
+def test_outcomes_by_hand():
+  exact = simulation.outcomes(TARGET, DRAFT)
+  np.testing.assert_allclose(exact.accepted, [0.2, 0.3, 0.2])
+  np.testing.assert_allclose(exact.resampled, [0.3, 0, 0], atol=1e-15)
+  np.testing.assert_allclose(exact.total, TARGET)
+  # l = 0.5: beta 0.9; the residual has the rest.
+  exact = simulation.outcomes(TARGET, DRAFT, 0.5)
+  np.testing.assert_allclose(exact.accepted, [0.2, 0.3, 0.4])
+  np.testing.assert_allclose(exact.resampled, [0.1, 0, 0], atol=1e-15)
+
+
+def test_outcomes_of_any_pair():
+  rng = np.random.default_rng(0)
+  for _ in range(50):
+    target, draft = rng.dirichlet(np.full(6, 0.5), size=2)
+    for lenience in (1.0, 0.9, 0.5, 0.1, 0.01):
+      exact = simulation.outcomes(target, draft, lenience)
+      assert exact.total.sum() == pytest.approx(1, abs=1e-12)
+      assert np.all(exact.total <= target / lenience + 1e-12)
+      beta = analysis.lenient_acceptance_prob(target, draft, lenience)
+      assert exact.acceptance_prob == pytest.approx(float(beta), abs=1e-6)
+      # As near to the target as any residual gets: beyond it lies only what
+      # was accepted.
+      beyond = np.maximum(exact.accepted - target, 0).sum()
+      moved = np.maximum(exact.total - target, 0).sum()
+      assert moved == pytest.approx(beyond, abs=1e-12)
+      if lenience == 1:
+        np.testing.assert_allclose(exact.total, target, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+  'target, draft', [(TARGET, TARGET), ((1, 0), (0, 1)), ((0, 1), (0, 1))]
+)
+def test_edges_have_their_total(target, draft):
+  for lenience in (1.0, 0.5):
+    shown = simulation.simulate(target, draft, 50_000, lenience)
+    np.testing.assert_allclose(shown.exact.total, target, atol=1e-15)
+    assert shown.agrees
+
+
+@pytest.mark.parametrize('lenience', [1.0, 0.5, 0.1])
+def test_verify_agrees(lenience):
+  """50,000 proposals: the exact law of `verify`, its keys and its sampler."""
+  shown = simulation.simulate(TARGET, DRAFT, 50_000, lenience)
+  assert shown.p_value > 1e-3 and shown.agrees
+  assert shown.measured.total.sum() == pytest.approx(1)
+  text = str(shown)
+  assert ('Lossy' in text) == (lenience != 1) and 'WRONG' not in text
+  # Control: another lenience is found out.
+  other = simulation.outcomes(TARGET, DRAFT, 0.7)
+  law = np.stack([other.accepted, other.resampled])
+  counts = simulation.sample(TARGET, DRAFT, 50_000, lenience)
+  assert toy_models.chi_squared_p_value(counts, law) < 1e-9
+
+
+def test_a_wrong_verify_is_reported(monkeypatch):
+  def wrong(draft, target_probs, num_accepted):
+    del draft
+    return target_probs[num_accepted]
+
+  monkeypatch.setattr(verify, 'next_token_weights', wrong)
+  shipped = simulation._count.__wrapped__
+
+  def anew(*args, chunk):
+    return shipped(*args, chunk=chunk)
+
+  # JAX knows what it has traced by the function: this one has the patch.
+  traced = jax.jit(anew, static_argnames='chunk')
+  monkeypatch.setattr(simulation, '_count', traced)
+  shown = simulation.simulate(TARGET, DRAFT, 50_000)
+  assert not shown.agrees and 'WRONG' in str(shown)
+
+
+def test_odd_numbers_of_samples():
+  for count in (1, 3, 65_537):
+    assert simulation.sample(TARGET, DRAFT, count).sum() == count
+
+
+@pytest.mark.parametrize(
+  'target, draft, options, words',
+  [
+    ((0.5, 0.5), (0.2, 0.3, 0.5), {}, r'\(2,\), \(3,\)'),
+    ((0.5, 0.4), (0.5, 0.5), {}, 'target_probs.*0.9'),
+    ((0.5, 0.5), (1.5, -0.5), {}, 'draft_probs.*-0.5'),
+    (np.ones((1, 1)), np.ones((1, 1)), {}, r'target_probs.*\(1, 1\)'),
+    ((1,), (1,), {'lenience': 0.0}, 'lenience'),
+    ((1,), (1,), {'lenience': 2.0}, 'lenience.*2.0'),
+    ((1,), (1,), {'num_samples': 0}, 'num_samples.*0'),
+  ],
+)
+def test_bad_input(target, draft, options, words):
+  with pytest.raises(ValueError, match=words):
+    simulation.simulate(target, draft, **options)

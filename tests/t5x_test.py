@@ -1,0 +1,436 @@
+"""T5X's checkpoints: msgpack files, specifications, scanned stacks."""
+
+import dataclasses
+import pathlib
+import re
+
+import flax.serialization
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from load_test import assert_equal, write_stored
+from specdec_jax import checkpoints
+from specdec_jax.checkpoints import disk_arrays, t5x
+from specdec_jax.files import locations
+from specdec_jax.models import t5
+from specdec_jax.models.base import param_shapes
+
+FIXTURES = pathlib.Path(__file__).resolve().parents[2] / 'shared/fixtures/t5x'
+needs_fixtures = pytest.mark.skipif(
+  not FIXTURES.exists(), reason='needs the checkpoints in ../shared'
+)
+CONFIG = t5.T5Config(
+  vocab_size=24,
+  emb_dim=8,
+  num_heads=2,
+  num_encoder_layers=3,
+  num_decoder_layers=2,
+  head_dim=5,
+  mlp_dim=12,
+)
+HEADS = CONFIG.num_heads
+
+
+def network(**changes):
+  return t5.T5(dataclasses.replace(CONFIG, **changes))
+
+
+def draw(model):
+  rng = np.random.default_rng(1)
+  return jax.tree.map(
+    lambda leaf: rng.standard_normal(leaf.shape, np.float32),
+    param_shapes(model),
+  )
+
+
+@pytest.fixture(scope='module')
+def params():
+  return draw(network())
+
+
+def flat_of(tree):
+  return flax.traverse_util.flatten_dict(tree, sep='/')
+
+
+# A single file.
+
+
+def test_the_tree_of_a_file(params, tmp_path, monkeypatch):
+  """As T5X reads it; a write that fails keeps the old file."""
+  path = tmp_path / 'new folder' / 'model.msgpack'
+  checkpoints.save_t5x(path, params, step=7, dtype=jnp.bfloat16)
+  narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+  before = path.read_bytes()
+  tree = flax.serialization.msgpack_restore(before)
+  assert tree['version'] == 3
+  assert int(tree['optimizer']['state']['step']) == 7
+  assert_equal(tree['optimizer']['target'], narrow)
+  assert_equal(checkpoints.load(path), narrow)
+
+  def disk_full(handle):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr('specdec_jax.files.writing.os.fsync', disk_full)
+  with pytest.raises(OSError, match='No space left'):
+    checkpoints.save_t5x(path, params, step=2)
+  assert path.read_bytes() == before
+  assert list(path.parent.iterdir()) == [path]
+
+
+def cut(kept):
+  return lambda whole: whole[: int(kept * len(whole))]
+
+
+def tree(**values):
+  return lambda _: flax.serialization.msgpack_serialize(values)
+
+
+def there_twice(_):
+  array = flax.serialization.msgpack_serialize(np.ones(2, np.float32))
+  twice = b'\x82' + 2 * (b'\xa1a' + array)
+  return b'\x82\xa7version\x03\xa9optimizer\x81\xa6target' + twice
+
+
+def of_shape(shape):
+  """A msgpack file whose array, (shape, dtype, bytes), has this shape."""
+  import msgpack
+
+  array = msgpack.ExtType(1, msgpack.packb((shape, 'float32', b'\0' * 4)))
+  return lambda _: msgpack.packb({'a': array})
+
+
+@pytest.mark.parametrize(
+  ('change', 'named'),
+  [
+    (cut(0.0), '(0 bytes)'),
+    (cut(0.1), 'cut short'),
+    (cut(0.99), 'cut short'),
+    (
+      lambda whole: whole[: whole.index(b'token_embedder') + 70],
+      'optimizer/target/token_embedder/embed',
+    ),
+    (lambda whole: whole + b'abc', '3 bytes too many'),
+    (there_twice, 'optimizer/target/a'),
+    (lambda _: b'PK\x03\x04 some archive', 'not a T5X checkpoint'),
+    (tree(params={}), "['params']"),
+    (tree(version=1, optimizer={'target': {}}), 'version'),
+    (tree(version=4, optimizer={'target': {}}), 'version'),
+    *(
+      (of_shape(shape), 'at a: ')
+      for shape in ([2.0], [-1, -1], ['a'], [None], [True], [[1]], 3, 'x', None)
+    ),
+    # Sizes that the file has not.
+    *(
+      (lambda _, head=head: head + b'\xff' * 4 + b'\x01\x02', 'is cut short')
+      for head in (b'\xdb', b'\xdd', b'\xdf', b'\xc6', b'\xc9')
+    ),
+    (lambda _: b'model_checkpoint_path: "model.ckpt-1"', 'TensorFlow'),
+    (
+      tree(version=3, optimizer={'target': {'a': np.ones(2, np.uint16)}}),
+      'uint16',
+    ),
+  ],
+)
+def test_files_that_are_broken_or_others(params, tmp_path, change, named):
+  path = tmp_path / 'model.msgpack'
+  checkpoints.save_t5x(path, params, step=0)
+  path.write_bytes(change(path.read_bytes()))
+  with pytest.raises(ValueError) as caught:
+    checkpoints.load(path)
+  assert str(path) in str(caught.value) and named in str(caught.value)
+
+
+@pytest.mark.parametrize('piece', [16, 40, 1 << 20])
+def test_all_shapes_and_types(tmp_path, monkeypatch, piece):
+  """Arrays above 1 GiB are written in parts, here above 64 bytes."""
+  monkeypatch.setattr(flax.serialization, 'MAX_CHUNK_SIZE', 64)
+  monkeypatch.setattr(disk_arrays, 'PIECE_BYTES', piece)
+  arrays = {
+    'a': np.arange(3, dtype=np.float64),
+    'b': np.float32(3.5),
+    'c': np.zeros((0, 4), np.float32),
+    'd': np.arange(143, dtype=np.float32).reshape(13, 11),
+    'e': {'f': np.arange(24, dtype=jnp.bfloat16).reshape(2, 3, 4)},
+  }
+  path = tmp_path / 'model.msgpack'
+  checkpoints.save_t5x(path, arrays, step=0)
+  assert b'__msgpack_chunked_array__' in path.read_bytes()
+  assert_equal(checkpoints.load(path), arrays)
+
+
+# Comparing with a network.
+
+
+def test_check_names_every_difference(params):
+  tree = jax.tree.map(lambda leaf: leaf, params)
+  expected = param_shapes(network())
+  checkpoints.check_params(tree, expected)
+  tree['decoder']['extra'] = jnp.zeros(3)
+  del tree['encoder']['encoder_norm']
+  tree['token_embedder']['embedding'] = jnp.zeros((32, 8))
+  with pytest.raises(ValueError) as caught:
+    checkpoints.check_params(tree, expected, 'model.msgpack')
+  for words in (
+    'parameters of model.msgpack',
+    'vocab_size is 32, expected 24',
+    'missing: encoder/encoder_norm/scale',
+    'unknown: decoder/extra',
+    'token_embedder/embedding is [32, 8], expected [24, 8]',
+  ):
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    dict(vocab_size=32),
+    dict(emb_dim=12),
+    dict(num_heads=5, head_dim=2),
+    dict(num_encoder_layers=2),
+    dict(num_decoder_layers=3),
+    dict(head_dim=8),
+    dict(mlp_dim=16),
+    dict(logits_via_embedding=True),
+    dict(bias_per_layer=True),
+    dict(mlp_activations=('relu',)),
+  ],
+  ids=str,
+)
+def test_check_names_the_size_that_differs(params, change):
+  other = network(**change)
+  field = next(iter(change))
+  with pytest.raises(ValueError) as caught:
+    checkpoints.check_params(params, param_shapes(other))
+  if field != 'bias_per_layer':
+    have, want = getattr(CONFIG, field), getattr(other.config, field)
+    if field == 'mlp_activations':
+      have, want, field = 2, 1, 'len(mlp_activations)'
+    assert f'{field} is {have}, expected {want}' in str(caught.value)
+  shapes = t5x.shapes_of(param_shapes(other))
+  assert t5x.infer_config(shapes, 'x') == other.config
+
+
+def test_arrays_of_no_t5():
+  with pytest.raises(ValueError, match="'x'"):
+    t5x.infer_config({'dense/kernel': (3, 4)}, 'x')
+
+
+# Arrays in TensorStore's folders.
+
+
+@pytest.mark.parametrize(
+  'spec',
+  [
+    dict(kvstore={'driver': 'gfile', 'path': 'array/'}),
+    dict(kvstore={'driver': 'gcs', 'bucket': 'dummy', 'path': 'array'}),
+    # As before TensorStore 0.1.14.
+    dict(kvstore={'driver': 'gcs', 'bucket': 'dummy'}, path='array/'),
+    dict(metadata=None),
+  ],
+  ids=['gfile', 'gcs', 'old path', 'no shape'],
+)
+def test_specifications(tmp_path, params, spec):
+  write_stored(tmp_path, params, **spec)
+  for path in (tmp_path, tmp_path / 'checkpoint', f'file://{tmp_path}'):
+    assert_equal(checkpoints.load(path, network()), params)
+
+
+def test_addresses_in_a_bucket():
+  place = locations.open_location('gs://bucket/some/checkpoint_7/')
+  assert place.kvstore() == {
+    'driver': 'gcs',
+    'bucket': 'bucket',
+    'path': 'some/checkpoint_7/',
+  }
+  inner = place.child('checkpoint')
+  assert str(inner) == 'gs://bucket/some/checkpoint_7/checkpoint'
+  assert inner.parent().kvstore() == place.kvstore()
+
+
+@needs_fixtures
+def test_checkpoints_that_t5x_wrote():
+  config = t5.T5Config(
+    vocab_size=128,
+    emb_dim=32,
+    num_heads=2,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    head_dim=16,
+    mlp_dim=64,
+  )
+  model = t5.T5(config)
+  inputs = jnp.asarray([[5, 9, 17, 1], [3, 1, 0, 0]], jnp.int32)
+  targets = jnp.asarray([[0, 8, 3], [0, 90, 2]], jnp.int32)
+
+  program = jax.jit(model.logits)
+
+  def logits(folder, prefix=''):
+    path = f'{prefix}{FIXTURES / folder / "checkpoint_0"}'
+    found = checkpoints.load(path, model)
+    return np.asarray(program(found, inputs, targets))
+
+  stored = logits('tensorstore')
+  assert np.isfinite(stored).all() and stored.std() > 0.1
+  # One training state; its two copies differ in the last bit of some numbers.
+  np.testing.assert_allclose(logits('orbax'), stored, rtol=1e-4, atol=1e-5)
+  np.testing.assert_array_equal(logits('tensorstore', 'file://'), stored)
+
+
+@needs_fixtures
+def test_an_array_of_orbax_that_t5x_wrote_is_read_exactly(tmp_path):
+  import tensorstore as ts
+
+  root = FIXTURES / 'orbax/checkpoint_0/state'
+  base = {'driver': 'file', 'path': f'{root}/'}
+  kvstore = {'driver': 'ocdbt', 'base': base, 'path': ''}
+  kvstore['path'] = 'target.decoder.logits_dense.kernel/'
+  wanted = ts.open({'driver': 'zarr', 'kvstore': kvstore}).result()
+  loaded = checkpoints.load(FIXTURES / 'orbax/checkpoint_0')
+  np.testing.assert_array_equal(
+    loaded['decoder']['logits_dense']['kernel'], wanted.read().result()
+  )
+
+
+# Stacks that were trained as a scan.
+
+
+def with_heads(name, kernel):
+  """[M, H, D] and [H, D, M], as `scalable_t5` has them."""
+  if 'attention/' not in name or not name.endswith('kernel'):
+    return kernel
+  if name.endswith('out/kernel'):
+    return kernel.reshape(HEADS, -1, kernel.shape[1])
+  return kernel.reshape(kernel.shape[0], HEADS, -1)
+
+
+def scan(flat, axis, module='layers', heads=False, bias=None):
+  """Stacks layers; `bias` changes the relative bias of the i-th layer."""
+  stacked, layers = {}, {}
+  for name, array in flat.items():
+    found = re.fullmatch(r'(\w+)/layers_(\d+)/(.+)', name)
+    if not found:
+      stacked[name] = array
+      continue
+    stack, inner = found[1], found[3]
+    inside = stack if module == 'stack' else module
+    if heads:
+      array = with_heads(name, array)
+    layers.setdefault(f'{stack}/{inside}/{inner}', []).append(array)
+  if bias is not None:
+    for stack in ('encoder', 'decoder'):
+      table = stacked.pop(f'{stack}/relpos_bias/rel_embedding')
+      norm = f'{stack}/layers_%d/pre_mlp_layer_norm/scale'
+      count = sum(norm % i in flat for i in range(9))
+      inside = stack if module == 'stack' else module
+      layers[f'{stack}/{inside}/relpos_bias/rel_embedding'] = [
+        bias(i, table) for i in range(count)
+      ]
+  return stacked | {n: np.stack(arrays, axis) for n, arrays in layers.items()}
+
+
+def save(path, flat):
+  params = flax.traverse_util.unflatten_dict(flat, sep='/')
+  checkpoints.save_t5x(path, params, step=0)
+  return path
+
+
+def assert_loads(path, model, flat, **options):
+  loaded = flat_of(checkpoints.load(path, model, **options))
+  assert loaded.keys() == flat.keys()
+  for name, array in flat.items():
+    np.testing.assert_array_equal(loaded[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+@pytest.mark.parametrize(
+  ('module', 'heads', 'changes'),
+  [
+    ('layers', False, {}),
+    ('stack', True, {}),
+    # [H, L, D, M] with as many heads as layers: the norms tell the axis.
+    ('stack', True, {'num_encoder_layers': 2}),
+    # As `scalable_t5` has it: one array of biases for all layers, [H, L, 32].
+    ('stack', True, {'bias_per_layer': True}),
+  ],
+)
+def test_unrolled_on_load(tmp_path, axis, module, heads, changes):
+  model = network(**changes)
+  flat = flat_of(draw(model))
+  stacked = scan(flat, axis, module, heads)
+  assert len(stacked) < len(flat)
+  path = save(tmp_path / 'model', stacked)
+  assert_loads(path, model, flat)
+  assert_loads(path, model, flat, sharding=jax.devices()[0])
+
+
+def test_bias_in_each_layer(tmp_path):
+  """The same one is one bias; others are those of another network."""
+  model = network()
+  flat = flat_of(draw(model))
+  stacked = scan(flat, 1, 'stack', bias=lambda i, table: table)
+  shape = stacked['encoder/encoder/relpos_bias/rel_embedding'].shape
+  assert shape == (2, 3, 32)
+  assert_loads(save(tmp_path / 'model', stacked), model, flat)
+  stacked = scan(flat, 1, 'stack', bias=lambda i, table: table + i)
+  path = save(tmp_path / 'model', stacked)
+  with pytest.raises(ValueError, match='rel_embedding.* bias_per_layer'):
+    checkpoints.load(path, model)
+
+
+def test_network_is_needed(tmp_path):
+  path = save(tmp_path / 'model', scan(flat_of(draw(network())), 1))
+  with pytest.raises(ValueError, match='network'):
+    checkpoints.load(path)
+
+
+def test_axes_that_nothing_tells_apart(tmp_path):
+  changes = dict(emb_dim=2, num_encoder_layers=2, head_dim=1, mlp_dim=2)
+  model = network(**changes)
+  path = save(tmp_path / 'model', scan(flat_of(draw(model)), 1))
+  with pytest.raises(ValueError, match=r'coder/\S+, \[2, 2, 2\]'):
+    checkpoints.load(path, model)
+
+
+def test_axes_that_contradict_each_other(tmp_path):
+  model = network()
+  flat = flat_of(draw(model))
+  stacked, other = scan(flat, 1), scan(flat, 0)
+  name = 'decoder/layers/mlp/wo/kernel'
+  path = save(tmp_path / 'model', {**stacked, name: other[name]})
+  with pytest.raises(ValueError, match=f'{name} is .* on axis 1'):
+    checkpoints.load(path, model)
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    (dict(emb_dim=16), 'emb_dim is 8, expected 16'),
+    (dict(num_encoder_layers=5), r'encoder/\S+ is \[.*, expected 5 layers'),
+    (dict(mlp_dim=13), r'/wi_0/kernel is \[8, \d, 12\], .* \[8, 13\]'),
+    (dict(num_heads=5, head_dim=2), 'num_heads is 2, expected 5'),
+  ],
+)
+def test_another_network(tmp_path, change, words):
+  path = save(tmp_path / 'm', scan(flat_of(draw(network())), 1, heads=True))
+  with pytest.raises(ValueError, match=words):
+    checkpoints.load(path, network(**change))
+
+
+def test_unknown_missing_and_twice(tmp_path):
+  flat = flat_of(draw(network()))
+  stacked = scan(flat, 1)
+  path = tmp_path / 'model'
+  name = 'encoder/layers/mlp/wo/kernel'
+  save(path, {**stacked, 'encoder/layers/mlp/wx/kernel': stacked[name]})
+  with pytest.raises(ValueError, match='unknown: encoder/layers/mlp/wx/kern'):
+    checkpoints.load(path, network())
+  save(path, {n: a for n, a in stacked.items() if n != name})
+  with pytest.raises(ValueError, match='missing: encoder/layers_0/mlp/wo/kern'):
+    checkpoints.load(path, network())
+  one = 'encoder/layers_1/mlp/wo/kernel'
+  save(path, {**stacked, one: flat[one]})
+  with pytest.raises(ValueError, match=rf'{one} twice: alone, and in {name}'):
+    checkpoints.load(path, network())

@@ -1,0 +1,305 @@
+"""Ids and texts of each family's vocabulary are those of transformers."""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+
+import parity
+from small_vocabulary import sentences
+from specdec_jax.text.tokenizer import Tokenizer
+from task_files import T5_VOCAB
+
+pytestmark = parity.MARKS
+ADDED = ['<hl>', '<sep>', '{', '}', '<think>']
+# What public reports had in their texts.
+PARTS = [
+  *('the red dog', ' The', 'cat\n', '\n\n', '\t', '  ', '{', '}', "it's", 'x1'),
+  *('<extra_id_0>', '<extra_id_99>', '<extra_id_1>,', '<hl>', ' <sep>', '<HL>'),
+  *('<think>', '</s>', '<s>', '<pad>', '<unk>', '<bos>', '<eos>', '<|im_end|>'),
+  *('<|endoftext|>', 'eng_Latn', '\ufb01\u2460', 'e\u0301', '\u00e9', '\u200b'),
+  *('\u3000', '\U0001f642', '\u8a9e', '\u2581', '.', ', ', '12 345', ' '),
+]
+
+
+def texts():
+  draw = random.Random(0)
+  return ['', *PARTS] + [
+    ''.join(draw.choices(PARTS, k=draw.randint(2, 8))) for _ in range(200)
+  ]
+
+
+def spiece(folder, **options):
+  """A sentencepiece model in a folder."""
+  import sentencepiece
+
+  folder.mkdir(parents=True)
+  path = folder / 'spiece.model'
+  with open(path, 'wb') as file:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter([*sentences(), 'is { 1 } 2 3 4 5 x ,.']),
+      model_writer=file,
+      hard_vocab_limit=False,
+      minloglevel=2,
+      **{'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1},
+      **({'vocab_size': 70} | options),
+    )
+  return folder
+
+
+def t5(folder):
+  if os.path.exists(T5_VOCAB):
+    folder.mkdir(parents=True)
+    shutil.copy(T5_VOCAB, folder / 'spiece.model')
+    return settings(folder, 't5')
+  return settings(spiece(folder), 't5')
+
+
+def settings(folder, model_type, **said):
+  (folder / 'config.json').write_text(json.dumps({'model_type': model_type}))
+  if said:
+    (folder / 'tokenizer_config.json').write_text(json.dumps(said))
+  return folder
+
+
+def saved(folder, tokenizer, model_type):
+  """What `save_pretrained` writes."""
+  tokenizer.save_pretrained(folder)
+  return settings(folder, model_type)
+
+
+def saved_t5(folder):
+  import transformers
+
+  made = transformers.AutoTokenizer.from_pretrained(t5(folder / 'before'))
+  return saved(folder / 'after', made, 't5')
+
+
+def flan(folder):
+  import transformers
+
+  made = transformers.AutoTokenizer.from_pretrained(t5(folder / 'before'))
+  made.add_tokens(
+    [transformers.AddedToken(one, normalized=False) for one in ADDED]
+  )
+  made.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
+  return saved(folder / 'after', made, 't5')
+
+
+def old_flan(folder):
+  """As transformers 4 wrote it: spiece.model and added_tokens_decoder."""
+  t5(folder)
+  size = Tokenizer(folder / 'spiece.model').vocab_size
+  sentinels = [f'<extra_id_{i}>' for i in range(100)]
+  names = {'pad_token': '<pad>', 'eos_token': '</s>', 'unk_token': '<unk>'}
+  special = [*names.values(), *[None] * (size - 3), *sentinels[::-1]]
+  decoder = {
+    i: {'content': name, 'special': i < size + 100, 'normalized': False}
+    for i, name in enumerate([*special, *ADDED])
+    if name
+  }
+  return settings(
+    folder,
+    't5',
+    added_tokens_decoder=decoder,
+    additional_special_tokens=sentinels,
+    extra_ids=100,
+    tokenizer_class='T5Tokenizer',
+    **names,
+  )
+
+
+def mt5(folder):
+  own = [f'\u2581<extra_id_{i}>' for i in range(99, -1, -1)]
+  spiece(folder, user_defined_symbols=own, vocab_size=170)
+  return settings(
+    folder,
+    'mt5',
+    extra_ids=0,
+    additional_special_tokens=None,
+    tokenizer_class='T5Tokenizer',
+  )
+
+
+def umt5(folder):
+  import transformers
+
+  made = transformers.AutoTokenizer.from_pretrained(mt5(folder / 'before'))
+  after = saved(folder / 'after', made, 'umt5')
+  said = json.loads((after / 'tokenizer_config.json').read_text())
+  said['tokenizer_class'] = 'TokenizersBackend'  # as transformers asks for
+  return settings(after, 'umt5', **said)
+
+
+def bpe(pre_tokenizer, normalizer=None, special=(), alphabet=()):
+  """A vocabulary and merges."""
+  import tokenizers
+
+  made = tokenizers.Tokenizer(tokenizers.models.BPE())
+  made.pre_tokenizer = pre_tokenizer
+  if normalizer is not None:
+    made.normalizer = normalizer
+  made.train_from_iterator(
+    sentences() * 3,
+    tokenizers.trainers.BpeTrainer(
+      vocab_size=600,
+      special_tokens=[*special],
+      initial_alphabet=[*alphabet],
+      show_progress=False,
+    ),
+  )
+  model = json.loads(made.to_str())['model']
+  return model['vocab'], [tuple(one) for one in model['merges']]
+
+
+def byte_level(special=()):
+  from tokenizers import pre_tokenizers
+
+  parts = pre_tokenizers.ByteLevel
+  return bpe(parts(add_prefix_space=False), None, special, parts.alphabet())
+
+
+def written(folder, vocab, merges, model_type, **said):
+  """vocab.json and merges.txt."""
+  folder.mkdir(parents=True)
+  (folder / 'vocab.json').write_text(json.dumps(vocab), 'utf-8')
+  lines = ['#version: 0.2', *(' '.join(one) for one in merges)]
+  (folder / 'merges.txt').write_text('\n'.join(lines), 'utf-8')
+  return settings(folder, model_type, **said)
+
+
+ROBERTA = dict(
+  bos_token='<s>', eos_token='</s>', unk_token='<unk>', sep_token='</s>',
+  cls_token='<s>', pad_token='<pad>', mask_token='<mask>',
+  tokenizer_class='RobertaTokenizer',
+)  # fmt: skip
+
+
+def old_codet5(folder):
+  names = ['<pad>', '<s>', '</s>', '<unk>', '<mask>']
+  return written(folder, *byte_level(names), 't5', **ROBERTA)
+
+
+def codet5(folder):
+  import transformers
+
+  before = old_codet5(folder / 'before')
+  made = transformers.RobertaTokenizer.from_pretrained(before)
+  return saved(folder / 'after', made, 't5')
+
+
+def old_qwen(folder):
+  vocab, merges = byte_level()
+  names = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+  decoder = {
+    len(vocab) + i: {'content': name, 'special': i < 3}
+    for i, name in enumerate([*names, '<think>'])
+  }
+  return written(
+    folder,
+    vocab,
+    merges,
+    'qwen2',
+    added_tokens_decoder=decoder,
+    eos_token='<|im_end|>',
+    pad_token='<|endoftext|>',
+    bos_token=None,
+    add_bos_token=False,
+    tokenizer_class='Qwen2Tokenizer',
+  )
+
+
+def qwen(folder):
+  import transformers
+
+  before = old_qwen(folder / 'before')
+  made = transformers.Qwen2Tokenizer.from_pretrained(before)
+  return saved(folder / 'after', made, 'qwen3')
+
+
+def gemma(folder, model_type='gemma3_text'):
+  import tokenizers
+  import transformers
+
+  names = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '<|im_end|>']
+  vocab, merges = bpe(
+    tokenizers.pre_tokenizers.Split(' ', 'merged_with_previous'),
+    tokenizers.normalizers.Replace(' ', '\u2581'),
+    [*names, *(f'<0x{i:02X}>' for i in range(256))],
+    [*'\u2581\n\t{}'],
+  )
+  made = transformers.GemmaTokenizer(vocab, merges, add_bos_token=True)
+  made.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
+  return saved(folder / 'one', made, model_type)
+
+
+def t5gemma(folder):
+  return gemma(folder, 't5gemma')
+
+
+def nllb(folder):
+  import tokenizers
+  import transformers
+
+  vocab, merges = bpe(
+    tokenizers.pre_tokenizers.Metaspace(),
+    None,
+    ['<s>', '<pad>', '</s>', '<unk>'],
+    [*'\u2581.,'],
+  )
+  made = transformers.NllbTokenizer(
+    vocab, merges, extra_special_tokens=['deu_Latn', 'eng_Latn']
+  )
+  return saved(folder / 'one', made, 'm2m_100')
+
+
+def llama(folder):
+  import tokenizers
+  import transformers
+
+  vocab, merges = byte_level()
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+  parts = tokenizers.pre_tokenizers
+  made.pre_tokenizer = parts.Sequence(
+    [
+      parts.Split(tokenizers.Regex(r'\p{N}{1,3}|\s+|[^\s\p{N}]+'), 'isolated'),
+      parts.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  made.decoder = tokenizers.decoders.ByteLevel()
+  made.add_special_tokens(['<bos>', '<|im_end|>'])
+  made.post_processor = tokenizers.processors.TemplateProcessing(
+    '<bos> $A', special_tokens=[('<bos>', made.token_to_id('<bos>'))]
+  )
+  wrapped = transformers.TokenizersBackend(
+    tokenizer_object=made, bos_token='<bos>', eos_token='<|im_end|>'
+  )
+  return saved(folder / 'one', wrapped, 'llama')
+
+
+FAMILIES = [
+  *(t5, saved_t5, flan, old_flan, mt5, umt5, codet5, old_codet5, t5gemma),
+  *(gemma, nllb, llama, qwen, old_qwen),
+]
+
+
+@pytest.mark.filterwarnings('ignore')  # those of transformers
+@pytest.mark.parametrize('family', FAMILIES, ids=lambda one: one.__name__)
+def test_ids_and_texts(family, tmp_path):
+  import transformers
+
+  folder = family(tmp_path / family.__name__)
+  theirs = transformers.AutoTokenizer.from_pretrained(folder)
+  kinds = {
+    skip: Tokenizer(folder, skip_special_tokens=skip) for skip in (True, False)
+  }
+  ours = kinds[True]
+  first = [ours.languages['eng_Latn']] if ours.languages else []
+  for text in texts():
+    want = theirs(text).input_ids
+    assert [*first, *ours.before, *ours.encode(text), *ours.after] == want, text
+    for skip, made in kinds.items():
+      said = theirs.decode(want, skip_special_tokens=skip)
+      assert made.decode(want) == said, (text, skip)
