@@ -158,7 +158,7 @@ def test_the_command(nllb, tmp_path, capsys):
   want = [one.text for one in engine.generate(texts, **PAIR)]
   assert lines == want and any(want)
   assert main.main(flags)
-  assert 'source_lang is missing' in capsys.readouterr().err
+  assert 'source_lang: expected the language' in capsys.readouterr().err
 
 
 def test_a_task_has_its_languages(nllb, tmp_path):

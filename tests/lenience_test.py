@@ -17,7 +17,6 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Options
 from specdec_jax.models.model import Model
 from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
@@ -164,27 +163,6 @@ def test_sampled_loop_has_the_closed_form():
 # --- Options and the engine ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  'lenience', [0, -0.1, 1.5, float('nan'), 1e-60, True, '0.5']
-)
-def test_lenience_out_of_range(lenience):
-  with pytest.raises(ValueError, match='lenience'):
-    Options(lenience=lenience)
-
-
-def test_verification_as_an_option():
-  assert Options().judges_blocks
-  assert Options(verification='block').judges_blocks
-  assert not Options(verification='token').judges_blocks
-  assert not Options(lenience=0.5).judges_blocks
-  for wrong in (
-    {'verification': 'block', 'lenience': 0.5},
-    {'verification': 'b'},
-  ):
-    with pytest.raises(ValueError, match='verification'):
-      Options(**wrong)
-
-
 def test_engine(tokenizer):
   size = small_vocabulary.VOCAB_SIZE
   target, draft = (
@@ -198,11 +176,6 @@ def test_engine(tokenizer):
 
   assert request(3).lenience is request(3, lenience=1.0).lenience is None
   assert request(0, lenience=0.5).lenience is None, 'the plain loop has none'
-  some = request(3, lenience=0.5), request(3, lenience=0.3)
-  assert [np.float32(level) for level in (0.5, 0.3)] == [
-    one.lenience for one in some
-  ]
-  assert jax.tree.structure(some[0]) == jax.tree.structure(some[1])
 
   def generate(**more):
     (one,) = engine.generate(['a'], stop_ids=[], log_probs=False, **more)

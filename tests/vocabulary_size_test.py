@@ -29,7 +29,7 @@ from specdec_jax.models.model import Model
   ],
 )
 def test_models_and_vocabularies(pieces, ids, fits):
-  words = f'draft has a vocabulary of {ids}, the tokenizer one of {pieces}:'
+  words = f"draft's vocabulary: .*'s {pieces} ids.* got {ids}"
   with contextlib.ExitStack() as stack:
     if not fits:
       stack.enter_context(pytest.raises(ValueError, match=words))
@@ -41,9 +41,9 @@ def test_models_and_vocabularies(pieces, ids, fits):
 def test_nothing_is_compiled_or_read_for_a_foreign_one(tokenizer, tmp_path):
   size = small_vocabulary.VOCAB_SIZE + 2_000
   chain = toy_models.random_markov(0, size)
-  with pytest.raises(ValueError, match=f'target has a vocabulary of {size}'):
+  with pytest.raises(ValueError, match=f"target's vocabulary: .* {size}"):
     Engine(Model(chain, chain.params), tokenizer=tokenizer)
   (tmp_path / 'model').write_bytes(b'no checkpoint')
   network = small_vocabulary.network(1, size)
-  with pytest.raises(ValueError, match=f'model has a vocabulary of {size}'):
+  with pytest.raises(ValueError, match=f"model's vocabulary: .* {size}"):
     notebook.load(tmp_path / 'model', network=network, tokenizer=tokenizer)
