@@ -46,14 +46,6 @@ def engine(tokenizer):
   return make(tokenizer)
 
 
-def test_greedy_outputs_are_the_plain_ones(engine):
-  have = engine.generate(TEXTS[:2])
-  want = engine.generate(TEXTS[:2], speculative=False)
-  assert [one.tokens for one in have] == [one.tokens for one in want]
-  assert sum(one.stats.num_accepted for one in have) > 0
-  assert len(have[0].stats.histogram) == MOST + 1 == engine.gamma + 1
-
-
 @pytest.mark.slow
 def test_samples_do_not_depend_on_who_is_decoded_beside_them(tokenizer):
   """Alone, together, and in a pool that others enter and leave."""

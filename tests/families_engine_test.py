@@ -116,7 +116,9 @@ def logits_behind(network, params, read, outputs):
   return np.asarray(logits)[:, begin : begin + length]
 
 
-@in_families('GPT-2', 'T5X', 'Llama 3', 'Gemma 3', 'T5Gemma', 'T5Gemma 2')
+@in_families(
+  'GPT-2', 'T5X', 'Gemma 3', 'T5Gemma', slow=('Llama 3', 'T5Gemma 2')
+)
 def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   have = engine.generate(TEXTS)
   want = engine.generate(TEXTS, speculative=False)

@@ -795,11 +795,6 @@ class LoopPrograms:
 
   def _compile(self, name: str, request: Request, key: Any):
     loop, params = self._loops[request.gamma > 0]
-    functions: dict[str, Callable[..., Any]] = {
-      'decode': loop.decode,
-      'start': loop.start,
-      'run': loop.run,
-    }
     args: list[Any] = [params, request]
     options: dict[str, Any] = {}
     if name == 'run':
@@ -812,7 +807,7 @@ class LoopPrograms:
         options['out_shardings'] = partitioning.shardings(args[2])
       elif name == 'decode':  # the host reads it: the whole on each device
         options['out_shardings'] = self._partition.sharding()
-    lowered = jax.jit(functions[name], **options).lower(*args)
+    lowered = jax.jit(getattr(loop, name), **options).lower(*args)
     compiled = lowered.compile(compiler_options=backend.compiler_options())
     if name == 'start':
       self._states[key] = partitioning.described(
