@@ -343,6 +343,7 @@ def joined(
     return np.array([getattr(one, name)[i] for one, i in places], np.int32)
 
   inputs, prompts = zip(*(r.batch.ids(r.index) for r in rows), strict=True)
+  read: Any = padded(inputs, len(rows), width, like.pad_id)[0]
   sampling: Any = like.sampling.replace(
     temperature=np.array(
       [one.sampling.temperature[i] for one, i in places], np.float32
@@ -365,7 +366,7 @@ def joined(
     changes['prompt'], changes['prompt_length'] = prompt
   return dataclasses.replace(
     like,
-    inputs=padded(inputs, len(rows), width, like.pad_id)[0],
+    inputs=read,
     keys=keys_of_rows(
       np.array([r.batch.options.seed & 0xFFFFFFFF for r in rows], np.uint32),
       np.array([row.example_id for row in rows], np.uint32),
