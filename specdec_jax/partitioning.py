@@ -30,8 +30,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, cpu_layout, integers
 from specdec_jax.models.base import (
   LanguageModel,

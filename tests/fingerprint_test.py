@@ -7,7 +7,7 @@ import pytest
 
 import small_vocabulary
 from specdec_jax import checkpoints, infer
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine import calibration
 from specdec_jax.partitioning import Placement, place

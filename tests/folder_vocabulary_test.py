@@ -1,16 +1,12 @@
 """Hugging Face folders with their vocabularies: how texts begin and end."""
 
 import dataclasses
-import functools
 import importlib.util
-import io
 import json
 import shutil
 
 import jax
-import numpy as np
 import pytest
-import rich.console
 
 import folders
 import specdec_jax
@@ -18,10 +14,9 @@ import tokenizer_m2m_test
 from folders import LLAMA, NLLB, T5GEMMA, write_folder, write_vocabulary
 from languages_test import PAIR, vocabulary
 from languages_test import write_vocabulary as write_nllb
-from specdec_jax import Engine, checkpoints, infer
+from specdec_jax import Engine, checkpoints
 from specdec_jax.cli import main
 from specdec_jax.models.causal_lm import CausalLM
-from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 
 __all__ = ['vocabulary']  # a fixture
@@ -159,27 +154,3 @@ def test_the_command(nllb, tmp_path, capsys):
   assert lines == want and any(want)
   assert main.main(flags)
   assert 'source_lang is missing' in capsys.readouterr().err
-
-
-def test_a_task_has_its_languages(nllb, tmp_path):
-  texts, targets = ['the red dog', 'a cat'], ['the old dog', 'the cat']
-  file = tmp_path / 'pairs.tsv'
-  rows = zip(texts, targets, strict=True)
-  file.write_text(''.join('\t'.join(row) + '\n' for row in rows))
-  model = specdec_jax.load(nllb)
-  infer.decode(
-    infer.DecodeConfig(
-      functools.partial(Engine, model),
-      tokenizer=model.tokenizer,
-      mixture_or_task_name=LocalTask(
-        'pairs', {'test': str(file)}, nllb, **PAIR
-      ),
-      output_dir=str(tmp_path / 'out'),
-      mode='score',
-    ),
-    console=rich.console.Console(file=io.StringIO()),
-  )
-  path = tmp_path / 'out' / 'pairs-score.jsonl-00000-of-00001'
-  have = [json.loads(line)['score'] for line in path.read_text().splitlines()]
-  want = [one.total for one in Engine(model, **PAIR).score(texts, targets)]
-  np.testing.assert_allclose(have, want, rtol=1e-4)

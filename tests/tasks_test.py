@@ -97,7 +97,7 @@ def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
   for arguments, message in (
     (('tset',), "no split 'tset'. Nearest known: test"),
     (('test', {'input': 9}), "no feature 'input'. Nearest known: inputs"),
-    (('test', {'inputs': 0}), 'at least 1, got 0'),
+    (('test', {'inputs': 0}), 'from 1, got 0'),
     (('test', {'inputs': True}), 'inputs.*got True'),
   ):
     with pytest.raises(ValueError, match=message):

@@ -1,21 +1,21 @@
 """Reads config.json of Hugging Face folders, by the data of its family.
 
 A `Family` says which fields of config.json give which fields of our
-configuration, which have one value only, and which change nothing; a field that
-is not known is refused by its name. `families` has the data.
+configuration, and which have one value only; a field that is not known is
+refused by its name.
 """
 
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.traverse_util
 
+from specdec_jax.checkpoints.families import Described, Family, family_of
 from specdec_jax.checkpoints.generation import SETTINGS
-from specdec_jax.checks.fields import check_type, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
@@ -25,17 +25,10 @@ from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 
-Described = Mapping[str, Any]  # config.json, or a part of it
-
 # What a checkpoint says beside its arrays -> the entry of config.json.
-ABOUT = {
-  'target': 'specdec_made_for',
-  'made_of': 'specdec_made_of',
-  'fingerprint': 'specdec_fingerprint',
-}
+ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
 # The entry of a decoder that reads its target's encoder: that one's width.
 ENCODER_DIM = 'specdec_encoder_dim'
-_NEVER = re.compile('(?!)')
 
 # Fields that change no output, in no family: names, ids and settings of
 # `generate`, which are read elsewhere, training, and how transformers computes.
@@ -70,6 +63,15 @@ _OFF_BY_NULL = frozenset(
   sliding_window_pattern
   """.split()
 )
+# Fields that are made of others where config.json leaves them out.
+_DERIVED = {
+  'head_dim': lambda given: (
+    given['hidden_size'] // given['num_attention_heads']
+  ),
+  'n_inner': lambda given: 4 * given['n_embd'],
+  'num_decoder_layers': lambda given: given['num_layers'],
+  'num_key_value_heads': lambda given: given['num_attention_heads'],
+}
 # Fields that may be 0: the encoder of a decoder that reads its target's.
 _MAY_BE_ZERO = ('max_window_layers', 'num_layers')
 # transformers' names of activations: ours. Its `gelu` is another function.
@@ -82,74 +84,13 @@ _ACTIVATIONS = {
 }
 
 
-class Family(NamedTuple):
-  """What is particular to a `model_type`.
-
-  Attributes:
-    make: returns the configuration from (family, config.json, its path, whether
-      the output layer is the embedding).
-    names: our module -> transformers' module, * for the number of a layer; or
-      our array -> transformers' array.
-    embedding: transformers' array of the embedding that may be the output layer
-      too.
-    fields: our configuration's field -> config.json's.
-    settings: fields of the configuration that all models have.
-    defaults: fields of config.json -> their values where it leaves them out.
-    derived: the same, computed from the other fields.
-    read: fields of config.json that are read, beside those above.
-    fixed: fields of config.json -> the only values that the network has.
-    same: fields of config.json -> fields that they must be equal to.
-    tied: whether the output layer is the embedding unless config.json says so.
-    ties_by_arrays: whether only the arrays decide that, never config.json.
-    head: transformers' array of the output layer.
-    prefix: matches what names in a file may have in front; only its group
-      'kept', if any, is part of the names here.
-    skipped: matches names of arrays that no model reads.
-    images: matches names of arrays that only images go through.
-    aliases: names of arrays -> the names of arrays that they must be equal to.
-    kernels_in_out: whether kernels are [in, out], and those of query, key and
-      value are thirds of one (GPT-2).
-    scales_queries: whether queries are divided by sqrt(D) after projection.
-    stack: the `Family` of each stack of an encoder-decoder; None: no stacks.
-  """
-
-  make: Callable[['Family', Described, str, bool], Config]
-  names: Mapping[str, str]
-  embedding: str
-  fields: Mapping[str, str]
-  settings: dict[str, Any] = {}
-  defaults: dict[str, Any] = {}
-  derived: Mapping[str, Callable[[Described], Any]] = {}
-  read: Collection[str] = ()
-  fixed: dict[str, Any] = {}
-  same: Mapping[str, str] = {}
-  tied: bool = True
-  ties_by_arrays: bool = False
-  head: str = 'lm_head.weight'
-  prefix: re.Pattern[str] = re.compile('')
-  skipped: re.Pattern[str] = _NEVER
-  images: re.Pattern[str] = _NEVER
-  aliases: Mapping[str, str] = {}
-  kernels_in_out: bool = False
-  scales_queries: bool = False
-  stack: Any = None
-
-  def name_of(self, stored: str) -> str:
-    """The name of an array here, of its name in a file."""
-    prefix = self.prefix.match(stored)
-    if prefix is None:
-      return stored
-    return (prefix.groupdict().get('kept') or '') + stored[prefix.end() :]
-
-
 def is_tied(family: Family, described: Described) -> bool:
   """Whether the output layer is the embedding, as config.json says."""
   text = described.get('text_config')
-  for part in (described, text if isinstance(text, Mapping) else {}):
-    if part.get('tie_word_embeddings') is not None and not (
-      family.ties_by_arrays
-    ):
-      return bool(part['tie_word_embeddings'])
+  if not family.ties_by_arrays:
+    for part in (described, text if isinstance(text, Mapping) else {}):
+      if part.get('tie_word_embeddings') is not None:
+        return bool(part['tie_word_embeddings'])
   return family.tied
 
 
@@ -166,10 +107,8 @@ def _fields_of(
   family: Family, described: Described, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """config.json with defaults, and sizes by our configuration's names."""
-  known = {*family.fields.values(), *family.defaults, *family.derived}
-  check_fields(
-    described, {*known, *family.read}, where, family.fixed, family.same
-  )
+  known = {*family.fields.values(), *family.defaults, *family.read}
+  check_fields(described, known, where, family.fixed, family.same)
   given = {name: v for name, v in described.items() if v is not None}
   defaults = {
     name: value
@@ -177,8 +116,8 @@ def _fields_of(
     if name not in described or name not in _OFF_BY_NULL
   }
   given = defaults | given
-  for name, derive in family.derived.items():
-    if name not in given:
+  for name, derive in _DERIVED.items():
+    if name in known and name not in given:
       with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
         given[name] = derive(given)
   sizes = {ours: given.get(theirs) for ours, theirs in family.fields.items()}
@@ -256,27 +195,25 @@ def _head_dim(family: Family, sizes: Described, where: str) -> int:
 
 # T5, T5 1.1, Flan-T5, ByT5, CodeT5, UL2 and MADLAD-400 ('t5'), mT5, UMT5.
 
-# T5Config.mlp_activations: config.json's feed_forward_proj.
-_FEED_FORWARD = {
-  ('relu',): 'relu',
-  ('silu',): 'silu',
-  ('gelu',): 'gelu_new',
-  ('relu', 'linear'): 'gated-relu',
-  ('silu', 'linear'): 'gated-silu',
-  ('gelu', 'linear'): 'gated-gelu',
+# feed_forward_proj of config.json -> T5Config.mlp_activations.
+_FEED_FORWARD: dict[str, tuple[str, ...]] = {
+  'relu': ('relu',),
+  'silu': ('silu',),
+  'gelu_new': ('gelu',),
+  'gated-relu': ('relu', 'linear'),
+  'gated-silu': ('silu', 'linear'),
+  'gated-gelu': ('gelu', 'linear'),
 }
 
 
-def t5(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
+def _t5(family: Family, described: Described, where: str, tied: bool):
   given, sizes = _fields_of(family, described, where)
   width = given.get(ENCODER_DIM, sizes['emb_dim'])
   if width != sizes['emb_dim']:
     sizes['encoder_dim'] = width
   word = given['feed_forward_proj']
-  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD.values())
-  (activations,) = (key for key, w in _FEED_FORWARD.items() if w == word)
-  first, *gate = activations
+  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD)
+  first, *gate = _FEED_FORWARD[word]
   # transformers follows these two where they are there.
   if 'dense_act_fn' in given:
     first = _activation(given, 'dense_act_fn', where)
@@ -299,9 +236,9 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
   Raises:
     ValueError: transformers has no T5 with its activations.
   """
-  word = _FEED_FORWARD.get(config.mlp_activations)
-  if word is None:
-    known = f'one of {sorted(_FEED_FORWARD)}, which transformers has'
+  words = {value: word for word, value in _FEED_FORWARD.items()}
+  if config.mlp_activations not in words:
+    known = f'one of {[*words]}, which transformers has'
     raise unexpected('mlp_activations', known, config.mlp_activations)
   name = 'UMT5' if config.bias_per_layer else 'T5'
   return {
@@ -309,7 +246,7 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
     'model_type': name.lower(),
     'is_encoder_decoder': True,
     **{theirs: getattr(config, ours) for ours, theirs in family.fields.items()},
-    'feed_forward_proj': word,
+    'feed_forward_proj': words[config.mlp_activations],
     'dropout_rate': config.dropout_rate,
     # Only this decides whether transformers scales the logits of a T5.
     'tie_word_embeddings': config.logits_via_embedding,
@@ -321,8 +258,7 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
 # GPT-2.
 
 
-def gpt2(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
+def _gpt2(family: Family, described: Described, where: str, tied: bool):
   given, sizes = _fields_of(family, described, where)
   return GPTConfig(
     **sizes,
@@ -336,8 +272,7 @@ def gpt2(family: Family, described: Described, where: str, tied: bool):
 # M2M-100 and NLLB-200.
 
 
-def m2m100(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
+def _m2m100(family: Family, described: Described, where: str, tied: bool):
   del tied  # it always is
   given, sizes = _fields_of(family, described, where)
   ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
@@ -376,10 +311,9 @@ _AROUND_TEXT = {
 }
 
 
-def causal(
+def _causal(
   family: Family, described: Described, where: str, tied: bool
 ) -> CausalLMConfig:
-  """The configuration; see `Family.make`."""
   given, sizes = _fields_of(family, described, where)
   kinds = _layer_kinds(given, where)
   rope, local = (_rope(given, word, where) for word in _KINDS)
@@ -406,11 +340,11 @@ def causal(
   )
 
 
-def with_images(family: Family, described: Described, where: str, tied: bool):
-  """The configuration of the model of texts; see `Family.make`."""
+def _with_images(family: Family, described: Described, where: str, tied: bool):
+  """The configuration of the model of texts."""
   check_fields(described, _AROUND_TEXT, where)
   text = _object(described, 'text_config', where)
-  return causal(family, text, where, tied)
+  return _causal(family, text, where, tied)
 
 
 def _layer_kinds(given: Described, where: str) -> tuple[Any, ...]:
@@ -479,8 +413,7 @@ def _rope(given: Described, layer_type: str, where: str) -> Rope:
 # T5Gemma 1 and 2: each stack is described as a Gemma's.
 
 
-def t5gemma(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
+def _t5gemma(family: Family, described: Described, where: str, tied: bool):
   merged = described['model_type'] == 't5gemma2'
   check_fields(described, family.read, where)
   encoder = _object(described, 'encoder', where)
@@ -494,8 +427,8 @@ def t5gemma(family: Family, described: Described, where: str, tied: bool):
     one = f'true, and no other array in {family.head}: one table of embeddings'
     raise unexpected(f'{where}: tie_word_embeddings', one, tied)
   config = T5GemmaConfig(
-    causal(family.stack, encoder, f'{where}: encoder', tied),
-    causal(family.stack, decoder, f'{where}: decoder', tied),
+    _causal(family.stack, encoder, f'{where}: encoder', tied),
+    _causal(family.stack, decoder, f'{where}: decoder', tied),
     merged_attention=merged,
     start_id=_t5gemma_ids(described)['decoder_start_token_id'],
     image_end_id=image_end,
@@ -514,10 +447,39 @@ def _t5gemma_ids(described: Described) -> dict[str, Any]:
   for part in (decoder if isinstance(decoder, Mapping) else {}, described):
     ids |= {name: part[name] for name in ids if part.get(name) is not None}
   start = _single(described.get('decoder_start_token_id'))
-  ids['decoder_start_token_id'] = (
-    ids['bos_token_id'] if start is None else start
-  )
-  return ids
+  start = ids['bos_token_id'] if start is None else start
+  return ids | {'decoder_start_token_id': start}
+
+
+_MAKERS = {
+  't5': _t5,
+  'gpt2': _gpt2,
+  'm2m100': _m2m100,
+  'causal': _causal,
+  'with_images': _with_images,
+  't5gemma': _t5gemma,
+}
+
+
+def read_config(
+  described: Described, where: str, tied: bool | None = None
+) -> Config:
+  """Returns the shape that a config.json describes.
+
+  Args:
+    described: config.json.
+    where: its path, for messages.
+    tied: whether the output layer is the embedding, as the weights show; None
+      goes by config.json.
+
+  Raises:
+    ValueError: the architecture is not supported; or a field is missing, or
+      differs from what the network here has, or is not known and might change
+      what the model says.
+  """
+  family = family_of(described, where)
+  tied = is_tied(family, described) if tied is None else tied
+  return _MAKERS[family.make](family, described, where, tied)
 
 
 # Ids with a meaning.

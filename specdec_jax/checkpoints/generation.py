@@ -7,7 +7,7 @@ the same here.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec_jax.checks.fields import check_type, shortened
 
@@ -45,56 +45,29 @@ _OF_SAMPLES = (
 _OF_BEAMS = (
   'diversity_penalty early_stopping length_penalty num_beam_groups'
 ).split()
-# Settings that are options here, some by another name.
-_AS_SAMPLES = 'temperature', 'top_k', 'top_p'
-_AS_BEAMS = 'num_beams', 'length_penalty'
-_OPTIONS = {
+# Settings -> the options of `Engine.generate` that do the same.
+OPTIONS = {
+  'do_sample': 'temperature',
+  'length_penalty': 'length_penalty',
+  'max_length': 'max_length',
   'max_new_tokens': 'max_length',
+  'min_length': 'min_length',
   'min_new_tokens': 'min_length',
+  'num_beams': 'num_beams',
   'num_return_sequences': 'num_samples',
   'stop_strings': 'stop_strings',
+  'temperature': 'temperature',
+  'top_k': 'top_k',
+  'top_p': 'top_p',
 }
 
 
-class Defaults(NamedTuple):
-  """What a folder asks for, and does not get unless the options say so.
-
-  Attributes:
-    where: the file that asks.
-    settings: transformers' name of each -> its value.
-    options: options of `Engine.generate` that do the same.
-    others: those of `settings` that no option does.
-  """
-
-  where: str
-  settings: Mapping[str, Any]
-  options: Mapping[str, Any]
-  others: Sequence[str]
-
-  def __str__(self) -> str:
-    """The sentence for users."""
-    text = f'{self.where} asks for {_listed(self.settings)}: not followed.'
-    if self.options:
-      text += f' Options that do so: {_listed(self.options)}.'
-    if self.others:
-      text += f' No option does: {", ".join(self.others)}.'
-    return text
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-  return ', '.join(f'{name}={shortened(v)}' for name, v in values.items())
-
-
-def read_defaults(
-  described: Mapping[str, Any], where: str, has_encoder: bool
-) -> Defaults | None:
-  """What a folder asks for, or None if that is what happens here anyway.
+def unfollowed(described: Mapping[str, Any], where: str) -> str:
+  """A sentence on what a folder asks for and does not get; '' for nothing.
 
   Args:
     described: generation_config.json; config.json where there is none.
     where: the path of that file, for messages.
-    has_encoder: whether the model has an encoder: its `max_length` counts the
-      start token, and that of others the prompt.
 
   Raises:
     ValueError: a setting has the wrong type; the message names it.
@@ -109,26 +82,18 @@ def read_defaults(
   samples = given.get('do_sample', False)
   searches = given.get('num_beams', 1) > 1
   settings = {
-    name: value
+    name: shortened(value)
     for name, value in given.items()
     if value not in (SETTINGS[name], [])
     and (samples or name not in _OF_SAMPLES)
     and (searches or name not in _OF_BEAMS)
   }
   if not settings:
-    return None
-  names: Sequence[str] = ()  # of samples of beams there are none
-  if samples != searches:
-    names = _AS_SAMPLES if samples else _AS_BEAMS
-  options = {name: given.get(name, SETTINGS[name]) for name in names}
-  followed = {*names, *(['do_sample'] if names else [])}
-  for name, ours in _OPTIONS.items():
-    if name in settings:
-      options[ours] = settings[name]
-      followed |= {name, ours}  # it goes before the other one
-  for name in ('max_length', 'min_length'):
-    if has_encoder and name in settings.keys() - followed:
-      options[name] = settings[name] - 1
-      followed.add(name)
-  others = [name for name in settings if name not in followed]
-  return Defaults(where, settings, options, others)
+    return ''
+  listed = ', '.join(f'{name}={value}' for name, value in settings.items())
+  options = {OPTIONS[name] for name in settings if name in OPTIONS}
+  others = [name for name in settings if name not in OPTIONS]
+  text = f'{where} asks for {listed}: not followed.'
+  if options:
+    text += f' Options that do so: {", ".join(sorted(options))}.'
+  return text + (f' No option does: {", ".join(others)}.' if others else '')

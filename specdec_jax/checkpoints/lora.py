@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints.config_json import Family
 from specdec_jax.checkpoints.disk_arrays import Index
+from specdec_jax.checkpoints.families import Family
 from specdec_jax.checkpoints.safetensors_files import (
   Stored,
   open_file,

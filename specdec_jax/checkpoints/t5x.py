@@ -16,12 +16,13 @@ parameter has one more axis, that of the layers: the second
 must be the same.
 """
 
+import functools
 import math
 import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.serialization
 import flax.traverse_util
@@ -345,11 +346,11 @@ def unroll(
     source: where the arrays come from, for messages.
 
   Raises:
-    ValueError: an array's layers are not on the axis that a norm shows, nothing
-      shows the axis, or an array is there twice; the message names it.
+    ValueError: an array's layers are not on the axis that a norm shows, or an
+      array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  last_read = _LastRead()
+  read = functools.lru_cache(1)(load_array)  # the last one, whole
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
     match = _STACKED.fullmatch(name)
@@ -375,42 +376,23 @@ def unroll(
       problem = f'{name} is {list(shape)}, expected {count} layers of {each}'
       problem += f' on axis {axis}, as in its norm'
       raise _another_model(repr(source), have, expected, problem)
-    if emb_dim == count:
-      raise ValueError(
-        f'{source!r}: {name}, {list(shape)}: its first or second axis may be'
-        f' that of its {count} layers: the embedding is as wide.'
-      )
     if len(layers) < count:
       _check_shared(array, axis, name, source)
     for number, layer in enumerate(layers):
       if layer in unrolled:
         raise ValueError(f'{source!r} has {layer} twice: alone, and in {name}.')
-      unrolled[layer] = _layer(array, axis, number, alone, last_read)
+      unrolled[layer] = _layer(array, axis, number, alone, read)
   return unrolled
 
 
-class _LastRead:
-  """Keeps the stacked array that was read last, whole."""
-
-  stack: DiskArray | None = None
-  data: np.ndarray | None = None
-
-  def read(self, stack: DiskArray) -> np.ndarray:
-    if self.stack is not stack or self.data is None:
-      self.data = None  # frees the previous one before reading
-      self.data = cast(np.ndarray, load_array(stack))
-      self.stack = stack
-    return self.data
-
-
 def _layer(
-  stack: DiskArray, axis: int, number: int, shape: Shape, last_read: _LastRead
+  stack: DiskArray, axis: int, number: int, shape: Shape, read: Any
 ) -> DiskArray:
   """One layer of a stacked array."""
   place = (slice(None),) * axis + (number,)
 
   def read_into(out: np.ndarray, index: Index) -> None:
-    out[...] = last_read.read(stack)[place].reshape(shape)[index]
+    out[...] = read(stack)[place].reshape(shape)[index]
 
   return DiskArray(shape, stack.dtype, read_into, chunk=shape)
 
@@ -418,7 +400,7 @@ def _layer(
 def _check_shared(stack: DiskArray, axis: int, name: str, source: str) -> None:
   """Raises ValueError unless all layers have the same relative bias."""
   try:
-    layers = np.moveaxis(cast(np.ndarray, load_array(stack)), axis, 0)
+    layers = np.moveaxis(np.asarray(load_array(stack)), axis, 0)
   except ValueError as error:
     raise broken(source, name, str(error)) from error
   if not all(np.array_equal(layers[0], layer) for layer in layers):

@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice, nearest
+from specdec_jax.checks.fields import (
+  check_choice,
+  check_number,
+  check_types,
+  nearest,
+  unexpected,
+)
 from specdec_jax.files import TextLine, shipped
 from specdec_jax.text import metrics
 from specdec_jax.text.tokenizer import Tokenizer

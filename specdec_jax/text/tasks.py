@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.names import nearest
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import nearest, package
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text.local_tasks import (
   FEATURES,
