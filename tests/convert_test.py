@@ -108,7 +108,7 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
   def disk_full(*args, **kwargs):
     raise OSError(28, 'No space left on device')
 
-  failing = 'specdec_jax.files.writing.os.fsync'
+  failing = 'specdec_jax.files.os.fsync'
   if target == 'orbax':
     failing = 'orbax.checkpoint.StandardCheckpointHandler.save'
   monkeypatch.setattr(failing, disk_full)
@@ -241,16 +241,10 @@ def test_floats_of_eight_bits_as_other_formats(tmp_path):
 def test_what_is_no_kernel_keeps_its_dtype(tmp_path):
   params = jax.tree.map(lambda leaf: leaf.astype('bfloat16'), draw())
   _, made = written(tmp_path, params, 't5x')
-  found = checkpoints.load(made, NET)
-  assert found['token_embedder']['embedding'].dtype == 'bfloat16'
-  head = found['decoder']['logits_dense']
-  assert (head['kernel'].dtype, head['kernel_scale'].dtype) == (
-    'int8',
-    'float32',
-  )
-  for dtype in (None, 'int8'):  # there is nothing to convert
-    with pytest.raises(ValueError, match='dtype .*eight bits'):
-      converted(made, tmp_path / 'again', dtype=dtype)
+  loaded = checkpoints.load(made, NET)
+  assert loaded['token_embedder']['embedding'].dtype == 'bfloat16'
+  with pytest.raises(ValueError, match='dtype .*eight bits'):
+    converted(made, tmp_path / 'again')  # there is nothing to convert
 
 
 def change(tree, path, make):

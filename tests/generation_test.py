@@ -50,12 +50,6 @@ def test_options_are_those_of_an_engine():
   assert generation.OPTIONS.keys() <= generation.SETTINGS.keys()
 
 
-def test_a_setting_of_a_wrong_type_is_named():
-  for name, value in (('num_beams', 'four'), ('bad_words_ids', [3])):
-    with pytest.raises(ValueError, match=rf'x\.json: .*\b{name}: expected'):
-      generation.unfollowed({name: value}, 'x.json')
-
-
 @needs_safetensors
 def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
   """Of its target alone; config.json counts where there is no other file."""

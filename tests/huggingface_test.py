@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-import types
 import warnings
 
 import flax.traverse_util
@@ -222,28 +221,24 @@ def test_a_head_of_its_own_beside_a_tied_config(name, head, tmp_path):
 @needs_safetensors
 def test_the_weights_of_a_t5_say_what_is_tied(tmp_path):
   """transformers 5 writes tie_word_embeddings=True for every T5."""
-  tied = {'tie_word_embeddings': True}
-  write_folder(tmp_path, 't5')
-  plain = read(tmp_path)[1]['decoder']['logits_dense']['kernel']
-  write_folder(tmp_path, 't5', **tied, scale_decoder_outputs=False)
-  config, params = read(tmp_path)
-  assert config == folders.T5
-  np.testing.assert_array_equal(
-    params['decoder']['logits_dense']['kernel'], plain
-  )
+
+  def head(change=None, **fields):
+    fields = {'tie_word_embeddings': True} | fields
+    write_folder(tmp_path, 't5', change, **fields)
+    config, params = read(tmp_path)
+    assert config == folders.T5
+    embedding = params['token_embedder']['embedding']
+    return params['decoder']['logits_dense']['kernel'], embedding.T
+
+  plain, _ = head(tie_word_embeddings=False)
+  as_it_is, _ = head(scale_decoder_outputs=False)
+  np.testing.assert_array_equal(as_it_is, plain)
   # A head that rescales what it reads: the factor is in its kernel here.
-  write_folder(tmp_path, 't5', **tied, scale_decoder_outputs=True)
-  scaled = read(tmp_path)[1]['decoder']['logits_dense']['kernel']
+  scaled, _ = head(scale_decoder_outputs=True)
   np.testing.assert_allclose(scaled, plain / np.sqrt(20), rtol=1e-6)
   # The embedding as the head, without T5 1.0's rescaling.
-  drop = lambda arrays: arrays.pop('lm_head.weight')  # noqa: E731
-  write_folder(tmp_path, 't5', drop, **tied, scale_decoder_outputs=False)
-  config, params = read(tmp_path)
-  assert config == folders.T5
-  np.testing.assert_array_equal(
-    params['decoder']['logits_dense']['kernel'],
-    params['token_embedder']['embedding'].T,
-  )
+  shared, table = head(drop('lm_head.weight'), scale_decoder_outputs=False)
+  np.testing.assert_array_equal(shared, table)
 
 
 # What config.json says.
@@ -483,22 +478,11 @@ def test_arrays_that_are_refused(name, change, words, tmp_path):
 
 
 @needs_safetensors
-@pytest.mark.parametrize(
-  ('name', 'changes', 'words'),
-  [
-    # Another number of heads has the same shapes.
-    ('gpt2', {'num_heads': 4, 'head_dim': 6}, 'num_heads: expected 4, got 3'),
-    (
-      't5gemma2',
-      {'decoder': dataclasses.replace(folders.T5GEMMA2.decoder, mlp_dim=48)},
-      'decoder.mlp_dim: expected 48, got 40',
-    ),
-  ],
-)
-def test_another_network_is_refused(name, changes, words, tmp_path):
-  write_folder(tmp_path, name)
-  config = dataclasses.replace(FOLDERS[name][1], **changes)
-  with pytest.raises(ValueError, match=words):
+def test_another_network_is_refused(tmp_path):
+  """Another number of heads has the same shapes."""
+  write_folder(tmp_path, 'gpt2')
+  config = dataclasses.replace(FOLDERS['gpt2'][1], num_heads=4, head_dim=6)
+  with pytest.raises(ValueError, match='num_heads: expected 4, got 3'):
     checkpoints.load(tmp_path, network_of(config))
 
 
@@ -572,11 +556,6 @@ def test_round_trip_keeps_every_bit(tmp_path):
   assert found == config
   assert_equal_trees(loaded, params)
   assert huggingface.special_ids(folder) == ids
-  assert {path.name for path in folder.iterdir()} == {
-    'config.json',
-    'generation_config.json',
-    'model.safetensors',
-  }
   narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
   huggingface.save_huggingface(folder, config, narrow)
   assert_equal_trees(read(folder)[1], narrow)
@@ -623,31 +602,8 @@ def test_the_configuration_is_written_last(tmp_path, monkeypatch):
   def full_disk(*_):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('specdec_jax.files.writing.os.fsync', full_disk)
+  monkeypatch.setattr('specdec_jax.files.os.fsync', full_disk)
   with pytest.raises(OSError, match='No space left'):
     huggingface.save_huggingface(tmp_path, folders.T5, draw_params(folders.T5))
   with pytest.raises(ValueError, match='config.json'):
     read(tmp_path)
-
-
-@needs_safetensors
-def test_what_cannot_be_saved(tmp_path):
-  params = draw_params(folders.T5)
-  missing = {**params, 'decoder': {**params['decoder']}}
-  del missing['decoder']['logits_dense']
-  odd = dataclasses.replace(folders.T5, mlp_activations=('linear', 'gelu'))
-  for config, given, words in (
-    (folders.T5, missing, 'missing: decoder/logits_dense/kernel'),
-    (odd, draw_params(odd), r"\('linear', 'gelu'\)"),
-  ):
-    with pytest.raises(ValueError, match=words):
-      huggingface.save_huggingface(tmp_path, config, given)
-  assert not list(tmp_path.iterdir())
-
-
-def test_a_model_of_the_hub_without_safetensors(tmp_path, monkeypatch):
-  hub = types.ModuleType('huggingface_hub')
-  hub.snapshot_download = lambda *_, **__: str(tmp_path)
-  monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
-  with pytest.raises(ValueError, match="'a/b' .* no model.*'a/b@refs/pr"):
-    huggingface.fetch('a/b')

@@ -73,7 +73,7 @@ def test_the_tree_of_a_file(params, tmp_path, monkeypatch):
   def disk_full(handle):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('specdec_jax.files.writing.os.fsync', disk_full)
+  monkeypatch.setattr('specdec_jax.files.os.fsync', disk_full)
   with pytest.raises(OSError, match='No space left'):
     checkpoints.save_t5x(path, params, step=2)
   assert path.read_bytes() == before
@@ -164,19 +164,16 @@ def test_all_shapes_and_types(tmp_path, monkeypatch, piece):
 
 
 def test_check_names_every_difference(params):
-  tree = jax.tree.map(lambda leaf: leaf, params)
-  expected = param_shapes(network())
-  checkpoints.check_params(tree, expected)
-  tree['decoder']['extra'] = jnp.zeros(3)
-  del tree['encoder']['encoder_norm']
-  tree['token_embedder']['embedding'] = jnp.zeros((32, 8))
+  tree = {**params, 'extra': {'scale': jnp.zeros(3)}}
+  tree['token_embedder'] = {'embedding': jnp.zeros((32, 8))}
+  del tree['encoder']
   with pytest.raises(ValueError) as caught:
-    checkpoints.check_params(tree, expected, 'model.msgpack')
+    checkpoints.check_params(tree, param_shapes(network()), 'model.msgpack')
   for words in (
     'parameters of model.msgpack',
     'vocab_size is 32, expected 24',
     'missing: encoder/encoder_norm/scale',
-    'unknown: decoder/extra',
+    'unknown: extra/scale',
     'token_embedder/embedding is [32, 8], expected [24, 8]',
   ):
     assert words in str(caught.value)
@@ -325,8 +322,6 @@ def assert_loads(path, model, flat, **options):
   [
     ('layers', False, {}),
     ('stack', True, {}),
-    # [H, L, D, M] with as many heads as layers: the norms tell the axis.
-    ('stack', True, {'num_encoder_layers': 2}),
     # As `scalable_t5` has it: one array of biases for all layers, [H, L, 32].
     ('stack', True, {'bias_per_layer': True}),
   ],

@@ -65,12 +65,12 @@ _OFF_BY_NULL = frozenset(
 )
 # Fields that are made of others where config.json leaves them out.
 _DERIVED = {
-  'head_dim': lambda given: (
-    given['hidden_size'] // given['num_attention_heads']
+  'head_dim': lambda values: (
+    values['hidden_size'] // values['num_attention_heads']
   ),
-  'n_inner': lambda given: 4 * given['n_embd'],
-  'num_decoder_layers': lambda given: given['num_layers'],
-  'num_key_value_heads': lambda given: given['num_attention_heads'],
+  'n_inner': lambda values: 4 * values['n_embd'],
+  'num_decoder_layers': lambda values: values['num_layers'],
+  'num_key_value_heads': lambda values: values['num_attention_heads'],
 }
 # Fields that may be 0: the encoder of a decoder that reads its target's.
 _MAY_BE_ZERO = ('max_window_layers', 'num_layers')
@@ -109,21 +109,21 @@ def _fields_of(
   """config.json with defaults, and sizes by our configuration's names."""
   known = {*family.fields.values(), *family.defaults, *family.read}
   check_fields(described, known, where, family.fixed, family.same)
-  given = {name: v for name, v in described.items() if v is not None}
+  values = {name: v for name, v in described.items() if v is not None}
   defaults = {
     name: value
     for name, value in family.defaults.items()
     if name not in described or name not in _OFF_BY_NULL
   }
-  given = defaults | given
+  values = defaults | values
   for name, derive in _DERIVED.items():
-    if name in known and name not in given:
+    if name in known and name not in values:
       with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
-        given[name] = derive(given)
-  sizes = {ours: given.get(theirs) for ours, theirs in family.fields.items()}
+        values[name] = derive(values)
+  sizes = {ours: values.get(theirs) for ours, theirs in family.fields.items()}
   for ours, theirs in family.fields.items():
     _check_size(sizes[ours], theirs, where)
-  return given, sizes
+  return values, sizes
 
 
 def _check_size(value: Any, name: str, where: str) -> None:
@@ -173,15 +173,15 @@ def check_fields(
       )
 
 
-def _activation(given: Described, name: str, where: str) -> str:
-  check_choice(f'{where}: {name}', given[name], _ACTIVATIONS)
-  return _ACTIVATIONS[given[name]]
+def _activation(values: Described, name: str, where: str) -> str:
+  check_choice(f'{where}: {name}', values[name], _ACTIVATIONS)
+  return _ACTIVATIONS[values[name]]
 
 
-def _object(given: Described, name: str, where: str) -> Described:
-  if not isinstance(given.get(name), Mapping):
-    raise unexpected(f'{where}: {name}', 'an object', given.get(name))
-  return given[name]
+def _object(values: Described, name: str, where: str) -> Described:
+  if not isinstance(values.get(name), Mapping):
+    raise unexpected(f'{where}: {name}', 'an object', values.get(name))
+  return values[name]
 
 
 def _head_dim(family: Family, sizes: Described, where: str) -> int:
@@ -207,17 +207,17 @@ _FEED_FORWARD: dict[str, tuple[str, ...]] = {
 
 
 def _t5(family: Family, described: Described, where: str, tied: bool):
-  given, sizes = _fields_of(family, described, where)
-  width = given.get(ENCODER_DIM, sizes['emb_dim'])
+  values, sizes = _fields_of(family, described, where)
+  width = values.get(ENCODER_DIM, sizes['emb_dim'])
   if width != sizes['emb_dim']:
     sizes['encoder_dim'] = width
-  word = given['feed_forward_proj']
+  word = values['feed_forward_proj']
   check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD)
   first, *gate = _FEED_FORWARD[word]
   # transformers follows these two where they are there.
-  if 'dense_act_fn' in given:
-    first = _activation(given, 'dense_act_fn', where)
-  gated = given.get('is_gated_act')
+  if 'dense_act_fn' in values:
+    first = _activation(values, 'dense_act_fn', where)
+  gated = values.get('is_gated_act')
   check_type(f'{where}: is_gated_act', gated, bool | None)
   if gated is not None:
     gate = ['linear'] * gated
@@ -225,7 +225,7 @@ def _t5(family: Family, described: Described, where: str, tied: bool):
     **sizes,
     **family.settings,
     mlp_activations=(first, *gate),
-    dropout_rate=given.get('dropout_rate', 0.0),
+    dropout_rate=values.get('dropout_rate', 0.0),
     logits_via_embedding=tied,
   )
 
@@ -259,13 +259,13 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
 
 
 def _gpt2(family: Family, described: Described, where: str, tied: bool):
-  given, sizes = _fields_of(family, described, where)
+  values, sizes = _fields_of(family, described, where)
   return GPTConfig(
     **sizes,
     head_dim=_head_dim(family, sizes, where),
-    mlp_activations=(_activation(given, 'activation_function', where),),
+    mlp_activations=(_activation(values, 'activation_function', where),),
     logits_via_embedding=tied,
-    dropout_rate=given.get('resid_pdrop', 0.0),
+    dropout_rate=values.get('resid_pdrop', 0.0),
   )
 
 
@@ -274,14 +274,14 @@ def _gpt2(family: Family, described: Described, where: str, tied: bool):
 
 def _m2m100(family: Family, described: Described, where: str, tied: bool):
   del tied  # it always is
-  given, sizes = _fields_of(family, described, where)
+  values, sizes = _fields_of(family, described, where)
   ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
   return M2M100Config(
     **sizes,
-    **{ours: _single(given[n]) for ours, n in ids.items() if n in given},
+    **{ours: _single(values[n]) for ours, n in ids.items() if n in values},
     head_dim=_head_dim(family, sizes, where),
-    mlp_activations=(_activation(given, 'activation_function', where),),
-    scale_embeddings=given['scale_embedding'],
+    mlp_activations=(_activation(values, 'activation_function', where),),
+    scale_embeddings=values['scale_embedding'],
   )
 
 
@@ -314,28 +314,28 @@ _AROUND_TEXT = {
 def _causal(
   family: Family, described: Described, where: str, tied: bool
 ) -> CausalLMConfig:
-  given, sizes = _fields_of(family, described, where)
-  kinds = _layer_kinds(given, where)
-  rope, local = (_rope(given, word, where) for word in _KINDS)
+  values, sizes = _fields_of(family, described, where)
+  kinds = _layer_kinds(values, where)
+  rope, local = (_rope(values, word, where) for word in _KINDS)
   has_local = 'local' in kinds
-  window = given.get('sliding_window')
-  if 'use_sliding_window' in given and not given['use_sliding_window']:
+  window = values.get('sliding_window')
+  if 'use_sliding_window' in values and not values['use_sliding_window']:
     window = None  # which local layers refuse
-  is_gemma = 'hidden_activation' in given
+  is_gemma = 'hidden_activation' in values
   word = 'hidden_activation' if is_gemma else 'hidden_act'
-  scalar = given.get('query_pre_attn_scalar', sizes['head_dim'])
+  scalar = values.get('query_pre_attn_scalar', sizes['head_dim'])
   return CausalLMConfig(
     **sizes,
     **family.settings,
-    mlp_activations=(_activation(given, word, where), 'linear'),
+    mlp_activations=(_activation(values, word, where), 'linear'),
     rope=rope,
     local_rope=local if has_local and local != rope else None,
     layer_kinds=kinds,
     window=window if has_local else 0,  # type: ignore[arg-type]
-    norm_epsilon=given['rms_norm_eps'],
+    norm_epsilon=values['rms_norm_eps'],
     query_scalar=0.0 if scalar == sizes['head_dim'] else scalar,
-    score_softcap=given.get('attn_logit_softcapping', 0.0),
-    logit_softcap=given.get('final_logit_softcapping', 0.0),
+    score_softcap=values.get('attn_logit_softcapping', 0.0),
+    logit_softcap=values.get('final_logit_softcapping', 0.0),
     logits_via_embedding=tied,
   )
 
@@ -347,15 +347,15 @@ def _with_images(family: Family, described: Described, where: str, tied: bool):
   return _causal(family, text, where, tied)
 
 
-def _layer_kinds(given: Described, where: str) -> tuple[Any, ...]:
+def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
   """The kinds of the layers, as the shortest row of them that repeats."""
-  count = min(given['num_hidden_layers'], MOST_LAYERS)  # more is refused later
+  count = min(values['num_hidden_layers'], MOST_LAYERS)  # more is refused later
   for name in ('sliding_window_pattern', 'max_window_layers'):
-    if name in given:
-      _check_size(given[name], name, where)
-  types = given.get('layer_types')
+    if name in values:
+      _check_size(values[name], name, where)
+  types = values.get('layer_types')
   if types is None:
-    types = [_layer_type(given, i) for i in range(count)]
+    types = [_layer_type(values, i) for i in range(count)]
   if not isinstance(types, list) or len(types) != count:
     raise unexpected(f'{where}: layer_types', f'a list of {count} names', types)
   for word in types:
@@ -369,33 +369,33 @@ def _layer_kinds(given: Described, where: str) -> tuple[Any, ...]:
   return kinds[: next(sizes)]
 
 
-def _layer_type(given: Described, layer: int) -> str:
+def _layer_type(values: Described, layer: int) -> str:
   """A layer's type in configurations without `layer_types`."""
-  if 'sliding_window_pattern' in given:
-    slides = (layer + 1) % given['sliding_window_pattern'] != 0
+  if 'sliding_window_pattern' in values:
+    slides = (layer + 1) % values['sliding_window_pattern'] != 0
   else:
-    first = given.get('max_window_layers', layer + 1)
-    slides = bool(given.get('use_sliding_window')) and layer >= first
+    first = values.get('max_window_layers', layer + 1)
+    slides = bool(values.get('use_sliding_window')) and layer >= first
   return 'sliding_attention' if slides else 'full_attention'
 
 
-def _rope(given: Described, layer_type: str, where: str) -> Rope:
+def _rope(values: Described, layer_type: str, where: str) -> Rope:
   """The RoPE of layers of one type."""
   settings: dict[str, Any] = {}
-  if 'rope_parameters' in given:
-    settings |= _object(given, 'rope_parameters', where)
-  has_local = 'rope_local_base_freq' in given
+  if 'rope_parameters' in values:
+    settings |= _object(values, 'rope_parameters', where)
+  has_local = 'rope_local_base_freq' in values
   if any(word in settings for word in _KINDS):
     check_fields(settings, _KINDS, f'{where}: rope_parameters')
     settings = {**_object(settings, layer_type, where)}
   elif settings and has_local:
     each = f'an entry for each kind of layers, {" and ".join(_KINDS)}'
     raise unexpected(f'{where}: rope_parameters', each, settings)
-  theta = given['rope_theta']
+  theta = values['rope_theta']
   if layer_type == 'sliding_attention' and has_local:
-    theta = given['rope_local_base_freq']  # and it is not scaled
-  elif 'rope_scaling' in given:
-    settings |= _object(given, 'rope_scaling', where)
+    theta = values['rope_local_base_freq']  # and it is not scaled
+  elif 'rope_scaling' in values:
+    settings |= _object(values, 'rope_scaling', where)
   word = settings.get('rope_type', settings.get('type', 'default'))
   check_choice(f'{where}: rope_type', word, _ROPES)
   fields = _ROPES[word]
@@ -529,12 +529,12 @@ def read_ids(
     ValueError: an id is not a whole number, or the decoder starts with another
       id.
   """
-  given = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
-  given |= {name: v for name, v in described.items() if v is not None}
+  values = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
+  values |= {name: v for name, v in described.items() if v is not None}
   if described.get('model_type') in ('t5gemma', 't5gemma2'):
-    given |= _t5gemma_ids(described)
-  pad, ends = given['pad_token_id'], given['eos_token_id']
-  start = given['decoder_start_token_id']
+    values |= _t5gemma_ids(described)
+  pad, ends = values['pad_token_id'], values['eos_token_id']
+  start = values['decoder_start_token_id']
   start = pad if start is None else _single(start)  # as transformers does
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
   named = ('pad_token_id', pad), ('decoder_start_token_id', start)

@@ -94,9 +94,9 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
   def whole(value: Any) -> Any:
     if not isinstance(value, dict):
       return value
-    own = {name: whole(v) for name, v in value.items() if name != 'like'}
+    table = {name: whole(v) for name, v in value.items() if name != 'like'}
     like = value.get('like')
-    return _merged(whole(tables[like]), own) if like else own
+    return _merged(whole(tables[like]), table) if like else table
 
   return {
     name: whole(table)
@@ -105,11 +105,12 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
   }
 
 
-def _merged(base: Any, own: Any) -> Any:
-  if isinstance(own, dict):
+def _merged(base: Any, value: Any) -> Any:
+  """A value on top of another: dicts are merged, lists joined."""
+  if isinstance(value, dict):
     base = base or {}
-    return base | {name: _merged(base.get(name), own[name]) for name in own}
-  return [*(base or []), *own] if isinstance(own, list) else own
+    return base | {name: _merged(base.get(name), value[name]) for name in value}
+  return [*(base or []), *value] if isinstance(value, list) else value
 
 
 def _family(table: Any) -> Family:
