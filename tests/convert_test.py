@@ -210,7 +210,7 @@ def test_engines_of_eight_bits(tmp_path, tokenizer):
 
   outputs = []
   for name, target in targets.items():
-    for wanted in (params, rounded, integers.in_floats(rounded)):
+    for wanted in (params, integers.in_floats(rounded)):
       engine = Engine(target, made_for(fingerprint(wanted)), **limits)
       assert engine.fingerprints['target'] == fingerprint(rounded), name
     outputs.append(

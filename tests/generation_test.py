@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 
 import small_vocabulary
@@ -54,7 +53,7 @@ def test_options_are_those_of_an_engine():
 def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
   """Of its target alone; config.json counts where there is no other file."""
   network = small_vocabulary.network(1)
-  params = network.init(jax.random.key(0))
+  params = small_vocabulary.weights(network, 0)
   huggingface.save_huggingface(tmp_path, network.config, params)
   (tmp_path / 'generation_config.json').unlink()
   file = tmp_path / 'config.json'

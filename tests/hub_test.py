@@ -4,7 +4,6 @@ import fnmatch
 import shutil
 import types
 
-import jax
 import pytest
 
 import small_vocabulary
@@ -20,7 +19,7 @@ def model(tmp_path, tokenizer):
   """A folder as it lies on the hub, with another framework's weights."""
   folder = tmp_path / 'model'
   network = small_vocabulary.network(1)
-  params = network.init(jax.random.key(0))
+  params = small_vocabulary.weights(network, 0)
   huggingface.save_huggingface(folder, network.config, params)
   shutil.copy(tokenizer.path, folder / 'spiece.model')
   (folder / 'pytorch_model.bin').write_bytes(b'large')

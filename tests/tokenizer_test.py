@@ -204,7 +204,10 @@ BAD = [
     {'spiece.model': PART, ADDED: {'<hl>': 'x'}},
     "added_tokens.*'<hl>': .* got 'x'",
   ),
-  ({'spiece.model': PART, ADDED: {'<hl>': 7}}, "id 7: expected '<hl>'"),
+  (
+    {'spiece.model': PART, ADDED: {'<hl>': 7}},
+    "'<hl>': expected id 7 .* as id 7",
+  ),
   ({'spiece.model': PART, CONFIG: '{'}, CONFIG),
   (
     {'spiece.model': PART, CONFIG: {DECODER: {'7': 'x'}}},

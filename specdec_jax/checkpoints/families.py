@@ -15,7 +15,7 @@ separate output layer by it.
 import pathlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -62,7 +62,7 @@ class Family(NamedTuple):
   fields: Mapping[str, str] = {}
   settings: dict[str, Any] = {}
   defaults: dict[str, Any] = {}
-  read: tuple[str, ...] = ()
+  read: Collection[str] = ()
   fixed: dict[str, Any] = {}
   same: Mapping[str, str] = {}
   tied: bool = True

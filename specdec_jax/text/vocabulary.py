@@ -195,7 +195,8 @@ class JsonBackend:
       actual = processor.token_to_id(token.content)
       if actual != number:
         where = f'{os.fspath(place)!r}: {token.content!r}'
-        raise unexpected(where, f'id {number} as beside it', actual, _COPY)
+        ours = f'id {number} as {SETTINGS} or {ADDED} has it'
+        raise unexpected(where, ours, actual, _COPY)
     named = {
       token.content for token in processor.get_added_tokens_decoder().values()
     }
@@ -382,8 +383,12 @@ class PiecesBackend:
     for i, token in (added or {}).items():
       piece = self.added[i].content if i in self.added else self.pieces.get(i)
       if piece not in (None, token.content) or ids.get(token.content, i) != i:
-        where = f'{os.fspath(path)!r}: id {i}'
-        raise unexpected(where, f'{token.content!r} as beside it', piece, _COPY)
+        raise unexpected(
+          f'{os.fspath(path)!r}: {token.content!r}',
+          f'id {i} as {SETTINGS} or {ADDED} has it',
+          f'id {ids.get(token.content)}, and {piece!r} as id {i}',
+          _COPY,
+        )
       self.added[i] = token
       ids[token.content] = i
     named_ids = {self.added[i].content for i in self.added}
