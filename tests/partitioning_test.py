@@ -11,18 +11,14 @@ import pytest
 from small_vocabulary import network
 from specdec_jax import partitioning
 from specdec_jax.models import backend, cpu_layout
-from specdec_jax.models.causal_lm import CausalLM
-from specdec_jax.models.gpt import GPT
-from specdec_jax.models.m2m100 import M2M100
-from specdec_jax.models.t5 import T5
-from specdec_jax.models.t5gemma import T5Gemma
+from specdec_jax.models.families import network_of
 from specdec_jax.partitioning import (
   LogicalAxes,
   Placement,
   axes_of_parameter,
   place,
 )
-from toy_families import GEMMA3, GPT2, NLLB, QWEN2, T5X, TWO
+from toy_families import ALL
 
 
 def test_auto_follows_the_device(monkeypatch):
@@ -111,27 +107,12 @@ def test_placing_twice_changes_only_the_dtype():
   assert kinds == {jnp.dtype('bfloat16')}
 
 
-T5_1_1 = network(1).config
-NETWORKS = {
-  'T5 1.1': T5(T5_1_1),
-  'T5 1.0': T5(
-    dataclasses.replace(
-      T5_1_1, mlp_activations=('relu',), logits_via_embedding=True
-    )
-  ),
-  'a bias a layer': T5(dataclasses.replace(T5_1_1, bias_per_layer=True)),
-  'GPT-2': GPT(GPT2),
-  'T5X decoder': GPT(T5X),
-  'Qwen 2': CausalLM(QWEN2),
-  'Gemma 3': CausalLM(GEMMA3),
-  'M2M-100': M2M100(NLLB),
-  'T5Gemma 2': T5Gemma(TWO),
-}
+FAMILIES = 'T5 1.1,own bias,GPT-2,untied,T5X,Qwen 2,Gemma 3,NLLB,T5Gemma 2'
 
 
-@pytest.mark.parametrize('name', NETWORKS)
+@pytest.mark.parametrize('name', FAMILIES.split(','))
 def test_every_parameter_has_its_axes(name):
-  model = NETWORKS[name]
+  model = network_of(ALL[name])
   config = getattr(model.config, 'decoder', model.config)  # both are alike
   sizes = {
     'embed': config.emb_dim,

@@ -14,7 +14,6 @@ import pytest
 from load_test import assert_equal, write_stored
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import disk_arrays, t5x
-from specdec_jax.files import locations
 from specdec_jax.models import t5
 from specdec_jax.models.base import param_shapes
 
@@ -223,18 +222,6 @@ def test_specifications(tmp_path, params, spec):
   write_stored(tmp_path, params, **spec)
   for path in (tmp_path, tmp_path / 'checkpoint', f'file://{tmp_path}'):
     assert_equal(checkpoints.load(path, network()), params)
-
-
-def test_addresses_in_a_bucket():
-  place = locations.open_location('gs://bucket/some/checkpoint_7/')
-  assert place.kvstore() == {
-    'driver': 'gcs',
-    'bucket': 'bucket',
-    'path': 'some/checkpoint_7/',
-  }
-  inner = place.child('checkpoint')
-  assert str(inner) == 'gs://bucket/some/checkpoint_7/checkpoint'
-  assert inner.parent().kvstore() == place.kvstore()
 
 
 @needs_fixtures
