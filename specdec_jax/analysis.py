@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 
 # A range in words, and a test whether numbers are in it; NaN is in no range.
 _Range = tuple[str, Callable[[np.ndarray], np.ndarray]]

@@ -30,8 +30,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, cpu_layout, integers
 from specdec_jax.models.base import (
   LanguageModel,
@@ -368,29 +367,26 @@ class Following(NetworkWrapper):
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
-    with backend.split():
-      logits, cache = self.network.extend(params, cache, tokens, tree)
+    logits, cache = self._split('extend', params, cache, tokens, tree)
     return self._gathered(logits), self._held(cache)
 
   def extend_features(self, params, cache, tokens, tree=None):
-    with backend.split():
-      features, cache = self.network.extend_features(
-        params, cache, tokens, tree
-      )
+    args = params, cache, tokens, tree
+    features, cache = self._split('extend_features', *args)
     return self._at(features, ('batch', None, 'embed')), self._held(cache)
 
   def embed(self, params, tokens):
-    with backend.split():
-      return self.network.embed(params, tokens)
+    return self._split('embed', params, tokens)
 
   def head(self, params, features):
-    with backend.split():
-      return self._gathered(self.network.head(params, features))
+    return self._gathered(self._split('head', params, features))
 
   def keep(self, cache, length, slots):
+    return self._held(self._split('keep', cache, length, slots))
+
+  def _split(self, method, *args):
     with backend.split():
-      cache = self.network.keep(cache, length, slots)
-    return self._held(cache)
+      return getattr(self.network, method)(*args)
 
   def _gathered(self, logits):
     # First split, and only then whole: if it were asked for whole rows at once,

@@ -11,7 +11,7 @@ import pytest
 
 import small_vocabulary
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import main
 from specdec_jax.engine import calibration
 from specdec_jax.engine.engine import Engine

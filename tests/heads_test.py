@@ -15,7 +15,7 @@ import toy_models
 import toy_requests
 from small_vocabulary import VOCAB_SIZE, decoder_only, network
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams

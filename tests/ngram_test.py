@@ -170,8 +170,8 @@ def test_drawn_proposals_have_the_probabilities_they_state():
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'order': 0}, 'order must be at least 1, got 0'),
-    ({'max_continuations': 0}, 'max_continuations must be'),
+    ({'order': 0}, 'order: .* from 1, got 0'),
+    ({'max_continuations': 0}, 'max_continuations: expected'),
     ({'sequences': []}, 'got .0 tokens in 0 sequences'),
     ({'sequences': [[0], []]}, '1 tokens in 1 sequences'),
     (

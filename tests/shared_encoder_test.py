@@ -12,7 +12,7 @@ import specdec_jax
 from small_vocabulary import network, train, weights
 from specdec_jax import training
 from specdec_jax.checkpoints import convert, huggingface, t5x
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams

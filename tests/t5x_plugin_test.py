@@ -326,7 +326,7 @@ BAD = {
   'vocab_size: .*40, got 41': lambda: plugged(
     draft=dataclasses.replace(DRAFT, vocab_size=41)
   ),
-  'gamma must be at least 1': lambda: plugged(gamma=0),
+  'gamma: .* from 1': lambda: plugged(gamma=0),
   'draft_module: ': lambda: plugged(draft=types.SimpleNamespace(hidden=3)),
   'decode_fn: .*@t5x_plugin.temp.* got .beam_search': lambda: plugged(
     functools.partial(beam_search, alpha=0.6)

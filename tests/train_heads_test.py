@@ -9,7 +9,7 @@ import pytest
 
 from specdec_jax import training
 from specdec_jax.checkpoints import t5x
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads, HeadsConfig
 from specdec_jax.models.t5 import T5, T5Config

@@ -18,7 +18,7 @@ import numpy as np
 from flax import struct
 
 from specdec_jax import probs
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice
 from specdec_jax.drafters.base import (
   Context,
   Drafter,

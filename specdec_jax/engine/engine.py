@@ -11,8 +11,7 @@ import numpy as np
 
 from specdec_jax import partitioning
 from specdec_jax.checks import memory
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_type, unexpected
+from specdec_jax.checks.fields import check_number, check_type, unexpected
 from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.speculative import PairParams

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.speculative import PairParams
@@ -294,8 +294,8 @@ def check_pair(
   Warns if the drafter does not see the input that the target reads, and if the
   target's folder asks for what happens only if options say so.
   """
-  if target.defaults is not None:
-    warnings.warn(str(target.defaults), stacklevel=3)
+  if target.unfollowed:
+    warnings.warn(target.unfollowed, stacklevel=3)
   if reads_encoder(target.network):
     raise ValueError(
       f"{target.name or 'The target'!r} is a decoder that reads another model's"

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.fields import (
+  check_choice,
+  check_number,
   check_type,
   check_types,
   is_a,
+  nearest,
   shortened,
   unexpected,
 )
-from specdec_jax.checks.names import check_choice, nearest
 from specdec_jax.decoding import tree_round
 from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.fallback import Fallback

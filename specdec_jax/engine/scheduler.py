@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_number, check_types, unexpected
 from specdec_jax.decoding.pool import PoolView
 from specdec_jax.decoding.state import Request, keys_of_rows, whole_buckets
 from specdec_jax.engine.completion import Completion

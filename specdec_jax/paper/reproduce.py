@@ -10,9 +10,8 @@ from typing import Any
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
-from specdec_jax.checks.names import check_choice
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import canvas, record

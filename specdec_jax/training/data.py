@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.arguments import check_at_least, check_increasing
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_increasing,
+  check_types,
+  unexpected,
+)
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.pairs import TokenPairs
 

@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import rich.console
 
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, is_a, unexpected
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_types,
+  is_a,
+  nearest,
+  unexpected,
+)
 from specdec_jax.drafters.ngram import first_guess, longest_known
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import text_lines, writable

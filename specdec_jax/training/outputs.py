@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checks.arguments import (
+from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
   check_increasing,
+  check_types,
+  unexpected,
 )
-from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, example_keys, new_request

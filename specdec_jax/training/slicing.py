@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from specdec_jax.checks.fields import unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.models.base import Params
 from specdec_jax.models.t5 import T5Config
 
