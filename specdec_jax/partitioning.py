@@ -358,10 +358,6 @@ class Following(NetworkWrapper):
 
   partition: Partition
 
-  def __getattr__(self, name):
-    """What computes with no split array is as the network has it."""
-    return getattr(object.__getattribute__(self, 'network'), name)
-
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
     more = {} if encoded is None else {'encoded': encoded}
     cache = self.network.prefill(params, inputs, max_length, longest, **more)
@@ -369,14 +365,7 @@ class Following(NetworkWrapper):
 
   def extend(self, params, cache, tokens, tree=None):
     with backend.split():
-      logits, cache = self.network.extend(params, cache, tokens, tree)
-    return self._gathered(logits), self._held(cache)
-
-  def extend_features(self, params, cache, tokens, tree=None):
-    with backend.split():
-      features, cache = self.network.extend_features(
-        params, cache, tokens, tree
-      )
+      features, cache = self.network.extend(params, cache, tokens, tree)
     return self._at(features, ('batch', None, 'embed')), self._held(cache)
 
   def embed(self, params, tokens):
@@ -385,18 +374,16 @@ class Following(NetworkWrapper):
 
   def head(self, params, features):
     with backend.split():
-      return self._gathered(self.network.head(params, features))
+      logits = self.network.head(params, features)
+    # First split, and only then whole: if it were asked for whole rows at once,
+    # XLA would gather the output layer's kernel instead.
+    split, whole = (('batch', None, last) for last in ('vocab', None))
+    return self._at(self._at(logits, split), whole)
 
   def keep(self, cache, length, slots):
     with backend.split():
       cache = self.network.keep(cache, length, slots)
     return self._held(cache)
-
-  def _gathered(self, logits):
-    # First split, and only then whole: if it were asked for whole rows at once,
-    # XLA would gather the output layer's kernel instead.
-    logits = self._at(logits, ('batch', None, 'vocab'))
-    return self._at(logits, ('batch', None, None))
 
   def _held(self, cache):
     if not isinstance(cache, KVCache):
