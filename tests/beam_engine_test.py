@@ -12,7 +12,7 @@ import rich.console
 import small_vocabulary
 from specdec_jax import infer
 from specdec_jax.checks import memory
-from specdec_jax.decoding.beams import Rule
+from specdec_jax.decoding.state import Rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import BeamChoice, CalibrationError

@@ -14,6 +14,7 @@ import pytest
 import rich.console
 
 import toy_families
+import toy_requests
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import infer, probs
 from specdec_jax.decoding.loop import Loop
@@ -206,7 +207,7 @@ def test_a_drafter_with_other_padding(more, tokenizer):
   @quick_jit
   def call(params):
     cache = network.prefill(params, tokens, 4)
-    return network.extend(params, cache, tokens)[0]
+    return toy_requests.read(network, params, cache, tokens)[0]
 
   logits = call(engine.params.draft)
   assert logits.shape == (1, 2, VOCAB_SIZE + 3)

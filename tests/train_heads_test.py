@@ -11,7 +11,7 @@ from specdec_jax import training
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.drafters import heads
-from specdec_jax.drafters.heads import Heads, HeadsConfig
+from specdec_jax.drafters.heads import Heads
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.training import data, trainer
 from specdec_jax.training.losses import HeadDistillation
@@ -29,7 +29,7 @@ TARGET = T5(
     mlp_dim=8,
   )
 )
-HEADS = Heads(HeadsConfig(2, 8, 8))
+HEADS = Heads(2, 8, 8)
 
 
 @functools.cache
@@ -60,9 +60,7 @@ def as_drafted(inputs, targets, late=0):
     cache = TARGET.prefill(target, row[None], 16)
     features, wanted = [np.zeros((1, 8), np.float32)], []
     for token in tokens[:-1]:
-      feature, cache = TARGET.extend_features(
-        target, cache, jnp.array([[token]])
-      )
+      feature, cache = TARGET.extend(target, cache, jnp.array([[token]]))
       logits = TARGET.head(target, feature)
       features.append(feature[0])
       wanted.append(np.asarray(jax.nn.softmax(logits[0, 0])))
@@ -174,6 +172,6 @@ def test_what_heads_cannot_be_trained_on(run):
   with pytest.raises(ValueError, match='TrainRun.learning: .*FromTarget'):
     training.TrainRun(HEADS, 'x', train_file=run().train_file)
   with pytest.raises(ValueError, match='emb_dim: expected .*8, got 9'):
-    run(model=Heads(HeadsConfig(2, 9, 8)))
+    run(model=Heads(2, 9, 8))
   with pytest.raises(ValueError, match='slice_target'):
     run(learning={'slice_target': True})

@@ -78,7 +78,7 @@ class Engine:
 
   Attributes:
     tokenizer: turns text into ids and back.
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.

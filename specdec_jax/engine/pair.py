@@ -13,7 +13,7 @@ from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.base import Drafter, check_features
+from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
@@ -48,7 +48,7 @@ class PlacedPair(NamedTuple):
     drafter: the drafter, or None.
     params: the parameters of both, as they are placed; the drafter's are None
       if there is no drafter.
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
       loaded; that of a drafter that is not a small model ends with its name.
   """
 
@@ -301,10 +301,8 @@ def check_pair(
       f"{target.name or 'The target'!r} is a decoder that reads another model's"
       ' encoder (num_encoder_layers is 0): it can only draft for that model.'
     )
-  if drafter is not None:
-    check_features(target.network, drafter)
-    if drafter.reads_encoder:
-      _check_encoder(target, drafter)
+  if drafter is not None and drafter.reads_encoder:
+    _check_encoder(target, drafter)
   for model in drafter.models if drafter else ():
     _check_draft(target, model)
   _check_side('target', target, tokenizer)

@@ -26,13 +26,14 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.decoding import tree_round
-from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.state import (
   BLOCK,
   TOKEN,
   VERIFICATIONS,
+  BeamSettings,
   Request,
+  Rule,
   example_keys,
   new_request,
 )

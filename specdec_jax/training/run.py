@@ -29,7 +29,6 @@ from specdec_jax.models.base import (
   PAD_ID,
   LanguageModel,
   Params,
-  gives_features,
   pad_id,
   reads_encoder,
   start_id,
@@ -206,12 +205,12 @@ class TrainRun:
     config = getattr(target, 'config', None)
     width = getattr(config, 'emb_dim', None)
     if isinstance(model, Heads):
-      if target is None or not gives_features(target):
+      if target is None:
         expected = 'FromTarget with a T5 or GPT, whose features heads read'
         raise unexpected('TrainRun.learning', expected, self.learning)
-      if width not in (None, model.config.emb_dim):
+      if width not in (None, model.emb_dim):
         expected = f"the target's, {width}"
-        raise unexpected('HeadsConfig.emb_dim', expected, model.config.emb_dim)
+        raise unexpected('Heads.emb_dim', expected, model.emb_dim)
     elif target is not None and target.vocab_size != model.vocab_size:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
