@@ -157,7 +157,7 @@ def test_the_command(nllb, tmp_path, capsys):
   flags = ['decode', '--target', str(nllb), '--mode', 'plain', str(file)]
   flags += ['--max-length', '4', '--max-input-length', '16']
   assert main.main(flags)
-  assert 'source_lang is missing' in capsys.readouterr().err
+  assert 'source_lang: expected the language' in capsys.readouterr().err
   main.main([*flags, '--source_lang', 'eng_Latn', '--target-lang', 'deu_Latn'])
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 2 and any(lines)

@@ -111,11 +111,9 @@ def load(
     beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
     shortlist = beside if os.path.isfile(beside) else None
   if network is None and not is_huggingface(location):
-    raise ValueError(
-      f'{os.fspath(path)!r} does not say which sizes its model has: give'
-      ' network=T5(T5Config(...)) or GPT(GPTConfig(...)) (gin: TARGET, or DRAFT'
-      ' for a drafter). gin/models has the published sizes.'
-    )
+    expected = 'network=T5(T5Config(...)), or another, as it says no sizes'
+    advice = 'In gin: TARGET or DRAFT; gin/models has the published sizes.'
+    raise unexpected(os.fspath(path), expected, None, advice)
   if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
     tokenizer = Tokenizer(tokenizer)
   sizes = network or config
