@@ -14,11 +14,11 @@ import rich.console
 import toy_models
 from specdec_jax.drafters import ngram_table
 from specdec_jax.drafters.base import Context
-from specdec_jax.drafters.ngram import first_guess, longest_known, ngram
+from specdec_jax.drafters.ngram import longest_known, ngram
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training import ngram as fitting
-from specdec_jax.training.pairs import TokenPairs
+from specdec_jax.training.data import TokenPairs
 
 VOCAB = 40
 CORPUS = [
@@ -326,27 +326,11 @@ def test_fit_ngram(folder, tokenizer, files):
     train_files=[str(folder / 'a.txt')],
     output_file=str(folder / 'out' / 'table.npz'),
     order=4,
-    valid_files=[str(folder / 'a.jsonl')],
   )
   fitted = fitting.fit_ngram(config, console)
   loaded = ngram_table.load(config.output_file, tokenizer)
   jax.tree.map(np.testing.assert_array_equal, loaded, fitted)
-  # It was scored on what it was fitted to: with whole contexts it knows all,
-  # but for where the same words go on in two ways.
-  guesses = [
-    (ids[max(place - 3, 0) : place], ids[place])
-    for ids in ([0, *row] for row in files)
-    for place in range(1, len(ids))
-  ]
-  found = look_up(fitted, [text for text, _ in guesses])
-  right = sum(
-    entries[0][0] == token
-    for entries, (_, token) in zip(found, guesses, strict=True)
-  )
-  assert 0.5 < right / len(guesses) < 1
-  assert f'{right / len(guesses):.3f}' in console.export_text()
-  nodes = find(fitted, np.zeros((1, 3), np.int32), np.ones(1, np.int32))
-  assert int(first_guess(fitted, nodes)[0]) in [row[0] for row in files]
+  assert 'contexts of 3 tokens' in console.export_text()
 
 
 @pytest.mark.parametrize(

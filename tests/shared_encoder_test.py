@@ -25,7 +25,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training import data, losses
-from specdec_jax.training.pairs import TokenPairs
+from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.slicing import sliced
 
 TARGET = network(num_decoder_layers=2)
@@ -46,8 +46,8 @@ def target_params(seed=1):
   return weights(TARGET, seed)
 
 
-def draft_params(kept='spaced'):
-  return sliced(target_params(), TARGET.config, ALONE.config, kept)
+def draft_params():
+  return sliced(target_params(), TARGET.config, ALONE.config)
 
 
 def request_of(gamma=3, rows=3, slots=12, **changes):
@@ -155,8 +155,6 @@ def test_a_narrow_slice_reads_the_whole_encoder():
   with pytest.raises(ValueError, match='encoded_dim.* 16, .* got 8'):
     wrong = dataclasses.replace(narrow, encoder_dim=0)
     sliced(target_params(), TARGET.config, wrong)
-  with pytest.raises(ValueError, match='slice_layers'):
-    sliced(target_params(), TARGET.config, ALONE.config, 'middle')
 
 
 # --- In the loops -------------------------------------------------------------
