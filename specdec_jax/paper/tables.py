@@ -235,7 +235,7 @@ def tables_2_and_4(
   for row in rows:
     name = row_name(row)
     in_fourth = fourth_rows[name]
-    keys = {
+    keys: dict[str, Cell] = {
       'task': row.task,
       'draft': row.draft,
       'T': row.temperature,

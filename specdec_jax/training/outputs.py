@@ -74,7 +74,7 @@ def decode(
   params: Params,
   config: OutputsConfig,
   sources: Sequence[np.ndarray],
-  ids: Sequence[int],
+  ids: Sequence[int] | np.ndarray,
   width: int,
   temperature: float = 0.0,
   start_id: int | None = None,
