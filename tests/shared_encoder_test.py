@@ -41,8 +41,8 @@ def target_params(seed=1):
   return weights(TARGET, seed)
 
 
-def draft_params(kept='spaced'):
-  return sliced(target_params(), TARGET.config, ALONE.config, kept)
+def draft_params():
+  return sliced(target_params(), TARGET.config, ALONE.config)
 
 
 def request_of(gamma=3, rows=3, slots=12, **changes):
