@@ -303,12 +303,12 @@ def test_the_count_sees_a_rule_that_exchanges_more(family, tokenizer):
 def test_the_check_sees_a_gathered_weight(family, tokenizer, monkeypatch):
   """Logits asked for whole at once: XLA gathers the output layer's kernel."""
 
-  def extend(self, params, cache, tokens):
+  def head(self, params, features):
     with backend.split():
-      logits, cache = self.network.extend(params, cache, tokens)
-    return self._at(logits, ('batch', None, None)), cache
+      logits = self.network.head(params, features)
+    return self._at(logits, ('batch', None, None))
 
-  monkeypatch.setattr(Following, 'extend', extend)
+  monkeypatch.setattr(Following, 'head', head)
   engine = make_engine(family, tokenizer, PRESETS['tensor parallel'])
   found = exchanges(engine, speculative=False)
   (one,) = collectives.of_weights(found, weights_of(engine))

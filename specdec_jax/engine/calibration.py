@@ -145,7 +145,7 @@ class Calibration:
   """The best gamma for each number of rows, for one pair on one device.
 
   Attributes:
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of its
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of its
       parameters.
     device: `device_name()` where it was measured.
     temperature: temperature at which the acceptance rate was measured.

@@ -13,8 +13,7 @@ import numpy as np
 
 from specdec_jax import partitioning
 from specdec_jax.checks import memory
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_type, unexpected
+from specdec_jax.checks.fields import check_number, check_type, unexpected
 from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.speculative import PairParams
@@ -77,7 +76,7 @@ class Engine:
 
   Attributes:
     tokenizer: turns text into ids and back.
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.

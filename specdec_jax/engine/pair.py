@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.base import Drafter, check_features
+from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
@@ -48,7 +48,7 @@ class PlacedPair(NamedTuple):
     drafter: the drafter, or None.
     params: the parameters of both, as they are placed; the drafter's are None
       if there is no drafter.
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
       loaded; that of a drafter that is not a small model ends with its name.
   """
 
@@ -287,8 +287,8 @@ def check_pair(
   Warns if the drafter does not see the input that the target reads, and if the
   target's folder asks for what happens only if options say so.
   """
-  if target.defaults is not None:
-    warnings.warn(str(target.defaults), stacklevel=3)
+  if target.unfollowed:
+    warnings.warn(target.unfollowed, stacklevel=3)
   if reads_encoder(target.network):
     expected = 'a model with an encoder of its own, which only a draft may lack'
     raise unexpected('target', expected, target.name)
@@ -297,7 +297,6 @@ def check_pair(
     _check_encoded(target, tokenizer)
   if drafter is None:
     return
-  check_features(target.network, drafter)
   if drafter.reads_encoder:
     _check_encoder(target, drafter)
   for model in drafter.models:

@@ -15,22 +15,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_at_least, check_number
 from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_number,
   check_type,
   check_types,
   is_a,
+  nearest,
   unexpected,
 )
-from specdec_jax.checks.names import check_choice, nearest
 from specdec_jax.decoding import tree_round
-from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.state import (
   BLOCK,
   TOKEN,
   VERIFICATIONS,
+  BeamSettings,
   Request,
+  Rule,
   example_keys,
   new_request,
 )

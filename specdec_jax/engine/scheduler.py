@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_number, check_types, unexpected
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.decoding.state import Request, keys_of_rows, whole_buckets
 from specdec_jax.engine.completion import Completion
@@ -343,13 +342,14 @@ def joined(
     return np.array([getattr(one, name)[i] for one, i in places], np.int32)
 
   inputs, prompts = zip(*(r.batch.ids(r.index) for r in rows), strict=True)
-  read: Any = padded(inputs, len(rows), width, like.pad_id)[0]
   sampling: Any = like.sampling.replace(
     temperature=np.array(
       [one.sampling.temperature[i] for one, i in places], np.float32
     )
   )
-  changes: dict[str, Any] = {}
+  changes: dict[str, Any] = {
+    'inputs': padded(inputs, len(rows), width, like.pad_id)[0]
+  }
   if np.ndim(like.stop_ids) > 1:  # each row has values of its own
     options = [row.batch.options for row in rows]
     sampling = sampling.replace(
@@ -366,7 +366,6 @@ def joined(
     changes['prompt'], changes['prompt_length'] = prompt
   return dataclasses.replace(
     like,
-    inputs=read,
     keys=keys_of_rows(
       np.array([r.batch.options.seed & 0xFFFFFFFF for r in rows], np.uint32),
       np.array([row.example_id for row in rows], np.uint32),

@@ -16,9 +16,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_types,
+  unexpected,
+)
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load

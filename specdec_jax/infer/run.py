@@ -19,7 +19,7 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.state import BLOCK
 from specdec_jax.engine import calibration, scoring

@@ -9,8 +9,12 @@ import numpy as np
 import rich.console
 
 from specdec_jax import analysis
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_types,
+  unexpected,
+)
 from specdec_jax.checks.memory import gib
 from specdec_jax.decoding import fallback
 from specdec_jax.drafters.length import unsure_below

@@ -4,8 +4,12 @@ import dataclasses
 import socket
 from collections.abc import Mapping
 
-from specdec_jax.checks.arguments import check_at_least, check_number
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_number,
+  check_types,
+  unexpected,
+)
 from specdec_jax.engine.request import check_gamma
 
 _LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
