@@ -55,6 +55,7 @@ setuptools.setup(
     **{name: ['**/*'] for name in SHIPPED},
     'specdec_jax': ['py.typed'],
     'specdec_jax.checkpoints': ['families.toml'],
+    'specdec_jax.engine': ['trace.html'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
   },

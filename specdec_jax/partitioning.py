@@ -357,29 +357,24 @@ class Following(NetworkWrapper):
 
   partition: Partition
 
-  def __getattr__(self, name):
-    """What computes with no split array is as the network has it."""
-    return getattr(object.__getattribute__(self, 'network'), name)
-
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
     more = {} if encoded is None else {'encoded': encoded}
     cache = self.network.prefill(params, inputs, max_length, longest, **more)
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
-    logits, cache = self._split('extend', params, cache, tokens, tree)
-    return self._gathered(logits), self._held(cache)
-
-  def extend_features(self, params, cache, tokens, tree=None):
-    args = params, cache, tokens, tree
-    features, cache = self._split('extend_features', *args)
+    features, cache = self._split('extend', params, cache, tokens, tree)
     return self._at(features, ('batch', None, 'embed')), self._held(cache)
 
   def embed(self, params, tokens):
     return self._split('embed', params, tokens)
 
   def head(self, params, features):
-    return self._gathered(self._split('head', params, features))
+    logits = self._split('head', params, features)
+    # First split, and only then whole: if it were asked for whole rows at once,
+    # XLA would gather the output layer's kernel instead.
+    split, whole = (('batch', None, last) for last in ('vocab', None))
+    return self._at(self._at(logits, split), whole)
 
   def keep(self, cache, length, slots):
     return self._held(self._split('keep', cache, length, slots))
@@ -387,12 +382,6 @@ class Following(NetworkWrapper):
   def _split(self, method, *args):
     with backend.split():
       return getattr(self.network, method)(*args)
-
-  def _gathered(self, logits):
-    # First split, and only then whole: if it were asked for whole rows at once,
-    # XLA would gather the output layer's kernel instead.
-    logits = self._at(logits, ('batch', None, 'vocab'))
-    return self._at(logits, ('batch', None, None))
 
   def _held(self, cache):
     if not isinstance(cache, KVCache):

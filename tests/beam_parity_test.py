@@ -10,10 +10,14 @@ import pytest
 
 import parity
 from specdec_jax import partitioning
-from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import example_keys, new_request
+from specdec_jax.decoding.state import (
+  BeamSettings,
+  Rule,
+  example_keys,
+  new_request,
+)
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.families import network_of

@@ -29,7 +29,7 @@ from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.serving.run import api_keys
 from specdec_jax.text.local_tasks import read_lines
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training import pairs
+from specdec_jax.training.data import TokenPairs
 
 LENGTHS = {'inputs': 16, 'targets': 8}
 RIGHT = {
@@ -253,8 +253,6 @@ def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
 
 # Training and measuring need every line: an error names file and line.
 READERS = {
-  'pairs': ('tsv', pairs.read_tsv),
-  'text': ('txt', pairs.read_lines),
   'prompts': ('txt', lambda path: read_prompts(str(path), len)),
 }
 
@@ -290,7 +288,7 @@ def test_devices_are_refused(engine, tmp_path):
     heads.load,
     ngram_table.load,
     Tokenizer,
-    pairs.TokenPairs.load,
+    TokenPairs.load,
     record.load,
   ):
     with pytest.raises(ValueError, match='is a device'):

@@ -238,7 +238,7 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
     run(small, decoding='speculative')
   other = Making(tokenizer)
   other._models[1] = Making(tokenizer, 3000)._models[1]
-  with pytest.raises(ValueError, match="draft's vocabulary is 3000"):
+  with pytest.raises(ValueError, match="draft's vocabulary .*got 3000"):
     run(other, decoding='speculative')
   assert small.engine.num_programs == 0
   run(small, decoding='plain', drafter=never)

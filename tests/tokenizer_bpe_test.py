@@ -14,8 +14,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer, contradiction
-from specdec_jax.training.data import PackedBatches, PackingConfig
-from specdec_jax.training.pairs import tokenise
+from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
 
 END = '<|endoftext|>'
 TEXTS = ['the red dog', ' the dog', 'grün 5€ 😀\n\ta', END, '']
@@ -163,7 +162,7 @@ def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
   (example,) = LocalTask('a', {'test': path}, folder).examples('test')
   assert example['inputs'].tolist() == whole
   assert example['targets'].tolist() == engine.output_ids('the dogs')
-  pairs = tokenise([('the red dog', 'the dogs')], vocabulary)
+  pairs = TokenPairs.from_lists([whole[:-1]], [[3]])
   packing = PackingConfig((1.0,), (32,), eos_id=vocabulary.eos_id)
   (batch,) = PackedBatches(pairs, packing, keep_all=True).epoch()
   assert batch.inputs[0, 0, : len(whole)].tolist() == whole

@@ -111,16 +111,17 @@ def load(
     beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
     shortlist = beside if os.path.isfile(beside) else None
   if network is None and not is_huggingface(location):
-    raise ValueError(
-      f'{os.fspath(path)!r} does not say which sizes its model has: give'
-      ' network=T5(T5Config(...)) or GPT(GPTConfig(...)) (gin: TARGET, or DRAFT'
-      ' for a drafter). gin/models has the published sizes.'
-    )
+    expected = 'network=T5(T5Config(...)), or another, as it says no sizes'
+    advice = 'In gin: TARGET or DRAFT; gin/models has the published sizes.'
+    raise unexpected(os.fspath(path), expected, None, advice)
   if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
     tokenizer = Tokenizer(tokenizer)
   sizes = network or config
   if tokenizer is not None and sizes is not None:
-    check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+    try:
+      check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+    except ValueError as error:
+      raise ValueError(f'{tokenizer.path!r}: {error}') from error
     tokenizer = tokenizer.for_network(sizes.vocab_size)
   opened = open_checkpoint(
     location.path, network, described=described, adapter=adapter

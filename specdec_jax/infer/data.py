@@ -106,8 +106,6 @@ class DecodeConfig:
     acceptance: record of how often this target accepts this drafter. With it,
       and neither a calibration nor a gamma, the run chooses the gamma that pays
       on this host.
-    deterministic: whether a sample must not depend on how many rows ran beside
-      it. False lets the last rows of continuous batching change their gamma.
     overwrite: replaces results, and the unfinished run of another
       configuration, in the output folder.
     stdout: 'report'; or 'outputs', which go to stdout, a line for each, and the
@@ -147,7 +145,6 @@ class DecodeConfig:
   chat: bool = False
   calibration: str | None = None
   acceptance: str | None = None
-  deterministic: bool = True
   overwrite: bool = False
   stdout: Literal['report', 'outputs'] = 'report'
   num_shown: int = 5
@@ -273,7 +270,7 @@ class DecodeConfig:
     """Settings of continuous batching; None where batches are fixed."""
     if self.batching == 'fixed' or self.mode == 'score':
       return None
-    return PoolSettings(rows=self.rows, deterministic=self.deterministic)
+    return PoolSettings(rows=self.rows)
 
   @property
   def results_name(self) -> str:
@@ -337,7 +334,7 @@ class RunOptions(Options):
     lenience: below 1 more proposals pass, and the output is lossy.
     verification: how sampled drafts are judged, 'token' or 'block'; None is
       'block' unless lenience is below 1.
-    num_beams: width of a beam search.
+    num_beams: width of a beam search, 4 where only `decoder` asks for one.
     decoder: 'beam'; or 'sample', which is greedy at temperature 0.
     return_all_decodes: whether a beam search gives `num_samples` beams, or only
       the best one.
@@ -346,7 +343,6 @@ class RunOptions(Options):
     ValueError: an option is out of range.
   """
 
-  num_beams: int | None = 4
   decoder: str = 'sample'
   return_all_decodes: bool = True
 
@@ -354,8 +350,11 @@ class RunOptions(Options):
     check_choice('decoder', self.decoder, ('sample', 'beam'))
     if self.decoder == 'sample':
       object.__setattr__(self, 'num_beams', None)
-    elif not self.return_all_decodes:
-      object.__setattr__(self, 'num_samples', 1)
+    else:
+      if self.num_beams is None:
+        object.__setattr__(self, 'num_beams', 4)
+      if not self.return_all_decodes:
+        object.__setattr__(self, 'num_samples', 1)
     super().__post_init__()
 
 

@@ -28,7 +28,7 @@ class Model:
       and the vocabulary, see `Engine`.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
-    made_of: returns the `checkpoints.fingerprint`s of the parameters before
+    made_of: returns the `disk_arrays.fingerprint`s of the parameters before
       their kernels are rounded to eight bits, () if none is known; None if the
       parameters were given.
     made_for: of a drafter that reads the target's encoder, the fingerprint of

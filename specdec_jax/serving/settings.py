@@ -25,7 +25,7 @@ class ServeSettings:
     model_name: what requests call the model; None is the target's name.
     rows: outputs that are decoded together.
     gammas: rows -> gamma of greedy requests, by the rows of the pool; see
-      `Calibration.gammas`. None is the engine's gamma, or a calibration's.
+      `Calibration.plan`. None is the engine's gamma, or a calibration's.
       Samples always have the engine's, so that they do not depend on the
       traffic.
     speculative: whether the drafter helps; None is yes if there is one.
