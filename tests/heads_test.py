@@ -13,7 +13,7 @@ import toy_models
 import toy_requests
 from small_vocabulary import network
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters import heads as heads_module

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import small_vocabulary
 import toy_models
 import toy_requests
 import verify_controls as controls
@@ -15,7 +16,8 @@ from specdec_jax import verify
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 
@@ -127,7 +129,33 @@ def test_greedy_loop_by_hand():
 # --- Options and the engine ---------------------------------------------------
 
 
-@pytest.mark.parametrize('lenience', [0, 1.5, float('nan'), True])
-def test_lenience_out_of_range(lenience):
-  with pytest.raises(ValueError, match='lenience'):
-    Options(lenience=lenience)
+def test_engine(tokenizer):
+  size = small_vocabulary.VOCAB_SIZE
+  target, draft = (
+    Model(chain, chain.params)
+    for chain in (toy_models.random_markov(seed, size) for seed in range(2))
+  )
+  engine = Engine(target, draft, tokenizer=tokenizer, max_decode_len=16)
+
+  def request(gamma, **options):
+    return engine.request(['a'], gamma, **options)
+
+  assert request(3).lenience is request(3, lenience=1.0).lenience is None
+  assert request(0, lenience=0.5).lenience is None, 'the plain loop has none'
+
+  def generate(**more):
+    (one,) = engine.generate(['a'], stop_ids=[], log_probs=False, **more)
+    return one
+
+  plain = generate(speculative=False)
+  assert generate(speculative=False, lenience=0.5) == plain
+  strict = generate()
+  assert generate(lenience=1.0) == strict
+  assert strict.tokens == plain.tokens
+  assert engine.num_programs == 2
+  lenient = [generate(lenience=value) for value in (0.9, 0.1, 1e-6)]
+  assert engine.num_programs == 3, 'another number is the same program'
+  rates = [one.stats.acceptance_rate for one in (strict, *lenient)]
+  assert rates == sorted(rates) and rates[0] < rates[-1] == 1
+  assert lenient[-1].tokens != plain.tokens
+  assert strict.lossless and not any(one.lossless for one in lenient)

@@ -250,20 +250,6 @@ class RowLayout:
       lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
     )
 
-  def without_drafter(self, pool: Pool, empty_row: Pool) -> Pool:
-    """The rows with the drafter's state of `empty_row`, which is as wide.
-
-    Nothing then needs what the drafter reads, and XLA leaves its reading out.
-    """
-    empty = self.repeated(empty_row, pool.request.inputs.shape[0]).state
-    drafter_state = jax.tree.map(
-      lambda leaf, none: none[tuple(map(slice, leaf.shape))],
-      pool.state.drafter_state,
-      empty.drafter_state,
-    )
-    state = pool.state.replace(drafter_state=drafter_state)
-    return pool.replace(state=state)
-
   def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
     """The leaves that `admit` copies, as wide as those of `empty_row`."""
     wide = jax.tree.leaves(self.widened(pool, empty_row))
@@ -351,15 +337,8 @@ class PoolPrograms:
     def staged(params, request, empty_row):
       return layout.staged(read_rows(params, request), empty_row)
 
-    def staged_plainly(params, request, empty_row):
-      pool = layout.without_drafter(read_rows(params, request), empty_row)
-      return layout.staged(pool, empty_row)
-
-    def begun(params, request, empty_row, max_rounds, gamma, simply, ends):
-      pool = read_rows(params, request)
-      if empty_row is not None:
-        pool = layout.without_drafter(pool, empty_row)
-      enough = jnp.int32(1)
+    def begun(params, request, max_rounds, gamma, simply, ends):
+      pool, enough = read_rows(params, request), jnp.int32(1)
       return inner_run(params, pool, max_rounds, enough, gamma, simply, ends)
 
     def bound(function, **options):
@@ -367,7 +346,7 @@ class PoolPrograms:
       jitted = jax.jit(function, compiler_options=told, **options)
       return functools.partial(jitted, params)
 
-    self.read, self.read_plainly = bound(staged), bound(staged_plainly)
+    self.read = bound(staged)
     self._only = jax.jit(layout.only)
     self._read_rows = bound(read_rows)
     self._layout, self._bound = layout, bound
@@ -410,7 +389,7 @@ class PoolPrograms:
       **both,
     )
     # Reading and the first rounds of a row that has a pool of its own.
-    self.begin = self._bound(self._begun, static_argnums=(4, 5), **both)
+    self.begin = self._bound(self._begun, static_argnums=(3, 4), **both)
 
 
 def _axis(few: Any, many: Any) -> int | None:

@@ -130,7 +130,7 @@ class Drafter(NamedTuple):
     adapts: whether it follows `Context.rule`.
     reads_features: whether it reads `Context.features`.
     made_for: fingerprints of the only target that the drafter, or a part of it,
-      was made for, see `checkpoints.fingerprint`.
+      was made for, see `disk_arrays.fingerprint`.
   """
 
   init: Callable[..., DrafterState]

@@ -17,8 +17,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,

@@ -25,8 +25,7 @@ from flax import linen as nn
 
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.load import locate, open_checkpoint
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_at_least, check_types, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -205,7 +204,7 @@ def save(
   Args:
     path: the file.
     params: the heads' parameters.
-    target_fingerprint: `checkpoints.fingerprint` of the target's parameters.
+    target_fingerprint: `disk_arrays.fingerprint` of the target's parameters.
     step: number of updates that the parameters have had.
     dtype: dtype on disk; None keeps the arrays'.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import probs
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice
 from specdec_jax.drafters.base import Context, Drafter, forbid_early_stops
 from specdec_jax.drafters.small_model import read_committed, small_model
 from specdec_jax.models.base import LanguageModel, read_prompt

@@ -22,12 +22,13 @@ import rich.console
 from jax import lax
 
 from specdec_jax import analysis, partitioning, probs
-from specdec_jax.checks.arguments import (
+from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
   check_number,
+  check_types,
+  unexpected,
 )
-from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.checks.memory import device_bytes
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state

@@ -17,9 +17,12 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_choice,
+  check_number,
+  check_types,
+  unexpected,
+)
 from specdec_jax.models import backend, products
 from specdec_jax.models.integers import INTEGERS
 from specdec_jax.models.rope import Rope
