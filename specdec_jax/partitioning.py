@@ -364,7 +364,7 @@ class Following(NetworkWrapper):
 
   def extend(self, params, cache, tokens, tree=None):
     features, cache = self._split('extend', params, cache, tokens, tree)
-    return self._at(features, ('batch', None, 'embed')), self._held(cache)
+    return features, self._held(cache)
 
   def embed(self, params, tokens):
     return self._split('embed', params, tokens)

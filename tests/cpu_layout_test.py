@@ -2,8 +2,6 @@
 
 import json
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from specdec_jax.files import host_cache
@@ -78,15 +76,3 @@ def test_all_layouts_are_timed(monkeypatch):
   times = cpu_layout._measured()
   assert set(times) == set(TIMES) and min(times.values()) > 0
   assert cpu_layout._chosen(times).kernel_layout in cpu_layout.LAYOUTS
-
-
-@pytest.mark.parametrize('count', [1, 3, 5, 9])
-def test_products_are_those_of_numpy(count):
-  rng = np.random.default_rng(0)
-  kernel = rng.normal(size=(64, 128)).astype(np.float32)
-  rows = rng.normal(size=(count, 64)).astype(np.float32)
-  out_in = cpu_layout.product_out_in(jnp.asarray(kernel.T), jnp.asarray(rows))
-  blocks = jnp.asarray(kernel.reshape(64, 2, 64).swapaxes(0, 1))
-  parts = cpu_layout.product_of_blocks(blocks, jnp.asarray(rows))
-  for found in out_in, parts.swapaxes(0, 1).reshape(count, -1):
-    np.testing.assert_allclose(found, rows @ kernel, rtol=1e-5, atol=1e-5)

@@ -149,14 +149,6 @@ class TestLoad:
     wanted = {token for text in TEXTS for token in tokenizer.encode(text)}
     assert self._ids(model) == wanted | {tokenizer.eos_id}
 
-  def test_a_table(self, path, tokenizer, tmp_path):
-    """Fitted to texts, the likeliest tokens of it; it needs no vocabulary."""
-    sequences = [[0, 5, 5, 9, 1], [0, 5, 9, 2]]
-    table = ngram_table.fit(sequences, 1, VOCAB_SIZE, max_continuations=2)
-    table.save(tmp_path / 'table.npz')
-    model = load(path, NETWORKS['t5'], shortlist=tmp_path / 'table.npz')
-    assert self._ids(model) == {5, 9}
-
   def test_a_table_beside_the_checkpoint(self, path, tmp_path):
     table = ngram_table.fit([[0, 5, 9, 1]], 1, VOCAB_SIZE, max_continuations=3)
     table.save(tmp_path / 'another.shortlist.npz')  # control: of another file

@@ -61,7 +61,13 @@ def _judge_greedy(request: Request, draft: Draft, logits: jax.Array) -> Verdict:
   near = None
   if request.lenience is not None:
     near = near_argmax(draft.tokens, logits[:, :-1], request.lenience)
-  return verify_greedy_batch(draft, probs.greedy_token(logits), near)
+  if logits.shape[1] == 1:
+    # Of the plain loop: as rows [B, V]. Else XLA shares their maximum with that
+    # of the log-probabilities, and writes the logits out once more.
+    tokens = probs.greedy_token(logits[:, 0])[:, None]
+  else:
+    tokens = probs.greedy_token(logits)
+  return verify_greedy_batch(draft, tokens, near)
 
 
 def step(
