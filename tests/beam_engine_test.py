@@ -160,7 +160,7 @@ def test_a_run_over_lines(engine, beams, tmp_path):
     options={'num_samples': 2},
   )
   assert summary['agreement']['disagreements'] == []
-  assert summary['beams']['num_beams'] == 3
+  assert summary['num_beams'] == 3
   text = (tmp_path / 'out/predictions.jsonl').read_text()
   records = [json.loads(line) for line in text.splitlines()]
   want = [beams[at + 1 : at + 3] for at in (0, 6, 9)]
@@ -251,7 +251,7 @@ def test_a_calibration_chooses_gamma_and_the_drafters_beams(
   engine.gamma = usual
   assert summary['gammas'] == gammas
   if draft_beams:
-    assert summary['beams']['draft_beams'] == draft_beams
+    assert summary['draft_beams'] == draft_beams
     assert summary['agreement']['disagreements'] == []
   else:  # beams that do not pay are searched plainly
     assert 'plain' in summary and 'speculative' not in summary

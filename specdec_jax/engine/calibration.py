@@ -274,9 +274,12 @@ class Calibration:
     fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
     return fewer | {rows: self.at(rows).gamma}
 
-  def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
-    """`drafting` in a pool of `rows` rows, and of fewer."""
-    return {size: self.drafting(size, engine) for size in self.gammas(rows)}
+  def plan(
+    self, rows: int, engine: Engine, pooled: bool = True
+  ) -> dict[int, Drafting]:
+    """`drafting` of `rows` rows, and in a pool of fewer as well."""
+    sizes = self.gammas(rows) if pooled else [rows]
+    return {size: self.drafting(size, engine) for size in sizes}
 
   def direct(self, engine: Engine, rows: int) -> None:
     """Makes an engine that adapts, or whose drafter rests, go by these costs.
