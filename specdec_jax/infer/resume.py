@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from jax.experimental import multihost_utils
 
@@ -81,8 +81,8 @@ class Folder:
     self._marker = self.path / f'{name}.COMPLETED'
     self._config = self.path / f'{name}.config.json'
     self._settings = ''  # of this run, as JSON
-    self._stream: BinaryIO | None = None  # of `_partial`
-    self._ends: dict[pathlib.Path, int] = {}  # of what was read of each file
+    # Where what was read of each file ends, or was written to the own one.
+    self._ends: dict[pathlib.Path, int] = {}
 
   @contextlib.contextmanager
   def claimed(self) -> Iterator[None]:
@@ -94,13 +94,7 @@ class Folder:
     """
     files.make_folder(self.path)
     with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
-      try:
-        yield
-      finally:
-        if self._stream is not None:
-          with contextlib.suppress(OSError):  # of a disk that is full
-            self._stream.close()
-          self._stream = None
+      yield
 
   @property
   def finished(self) -> bool:
@@ -223,17 +217,17 @@ class Folder:
     Raises:
       OSError: it could not be written; earlier work is kept.
     """
-    with _explained(self._partial):
-      if self._stream is None:
-        self._stream = open(self._partial, 'ab')
-        # Without a line that a kill has cut.
-        self._stream.truncate(self._ends.get(self._partial, 0))
-        if not self._ends.get(self._partial):
-          self._stream.write(f'{self._settings}\n'.encode())
-      # A killed process loses nothing that was flushed. It is not synced: that
-      # takes longer than many a batch, and the system does it within a minute.
-      self._stream.write(f'{json.dumps(content)}\n'.encode())
-      self._stream.flush()
+    end = self._ends.get(self._partial, 0)
+    with _explained(self._partial), open(self._partial, 'ab') as stream:
+      stream.truncate(end)  # without a line that a kill has cut
+      stream.seek(end)
+      if not end:
+        stream.write(f'{self._settings}\n'.encode())
+      stream.write(f'{json.dumps(content)}\n'.encode())
+      end = stream.tell()
+    # A killed process loses nothing that was written. It is not synced: that
+    # takes longer than many a batch, and the system does it within a minute.
+    self._ends[self._partial] = end
 
   def finish(self, contents: Mapping[str, str], failed: bool = False) -> None:
     """Writes the results, the marker last, and removes the finished work.
@@ -357,8 +351,8 @@ def _open_locked(path: pathlib.Path, subject: str) -> TextIO:
         ' folder.'
       ) from error
     except OSError as error:  # a file system without locks
-      why = error.strerror
-      _warn(f'{subject} cannot be locked ({why}): start one run at a time')
+      why = f'({error.strerror}), so {holder} may write it as well'
+      _warn(f'{subject} cannot be locked {why}. Start one run at a time')
       return lock
     # The last holder may have removed the file after it was opened here.
     with contextlib.suppress(FileNotFoundError):

@@ -106,12 +106,9 @@ def decode(
   names = tasks.tasks_of(task)
   if len(names) > 1:
     make_drafter = config.drafter and functools.cache(config.drafter)
-    make_engine = config.engine
-    if config.task_feature_lengths is not None:
-      make_engine = functools.cache(make_engine)  # all tasks have these
-    config = dataclasses.replace(
-      config, engine=make_engine, drafter=make_drafter
-    )
+    config = dataclasses.replace(config, drafter=make_drafter)
+    if config.task_feature_lengths is not None:  # of all tasks
+      config = dataclasses.replace(config, engine=_once(config.engine))
   summaries = {}
   for name in names:
     if len(names) > 1:
@@ -126,19 +123,30 @@ def decode(
   return {'kind': 'mixture', 'mixture': str(task), 'tasks': summaries}
 
 
+def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
+  """Makes an engine for the first task, and returns it for the others.
+
+  Tasks of a mixture are seqio's: they name no languages, so that their engines
+  have the same options.
+  """
+  made: list[Engine] = []
+
+  def once(**options: Any) -> Engine:
+    if not made:
+      made.append(make(**options))
+    return made[0]
+
+  return once
+
+
 def _in_folder(
   config: DecodeConfig, beside: Beside, console: rich.console.Console
 ) -> dict[str, Any]:
   """Claims the output folder and runs."""
   process = jax.process_index()
-  shares = config.is_task and config.output_dir is not None
-  if jax.process_count() > 1 and not shares:
-    raise unexpected(
-      'output_dir and mixture_or_task_name',
-      'a folder, and a task or a file of examples, for several processes',
-      (config.output_dir, config.mixture_or_task_name),
-      'Give gin/runs/infer.gin and --output-dir.',
-    )
+  if jax.process_count() > 1 and not (config.is_task and config.output_dir):
+    expected = 'a folder of a task (gin/runs/infer.gin) for several processes'
+    raise unexpected('DecodeConfig.output_dir', expected, config.output_dir)
   console.quiet = console.quiet or process > 0
   folder: Any = NoFolder()
   if config.output_dir is not None:
@@ -168,7 +176,10 @@ class _Run:
     if config.calibration is not None:  # before any model is loaded
       measured = calibration.load(config.calibration)
       if config.searches and SPECULATIVE in config.ways:
-        config = _with_draft_beams(measured, config)
+        best = measured.beams_of(config.options.num_beams)
+        width = config.options.draft_beams or best.draft_beams or None
+        run_options = dataclasses.replace(config.options, draft_beams=width)
+        config = dataclasses.replace(config, options=run_options)
     options = self.data.engine_options(config)
     with progress.status(console, 'Loading models'):
       if config.drafter is not None and SPECULATIVE in config.ways:
@@ -371,22 +382,6 @@ class _Run:
         f'{len(differing)} greedy outputs differ between plain and speculative'
         f' decoding, first at line {differing[0]["line"]}.'
       )
-
-
-def _with_draft_beams(
-  measured: calibration.Calibration, config: DecodeConfig
-) -> DecodeConfig:
-  """A run whose drafter has as many beams as a calibration found best.
-
-  Raises:
-    calibration.CalibrationError: it has not measured such a beam search.
-  """
-  options = config.options
-  best = measured.beams_of(options.num_beams).draft_beams or None
-  options = dataclasses.replace(
-    options, draft_beams=options.draft_beams or best
-  )
-  return dataclasses.replace(config, options=options)
 
 
 def choose_gammas(
