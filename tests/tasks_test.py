@@ -84,8 +84,8 @@ def test_a_jsonl_task_takes_its_fields_and_keeps_the_others(
 def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
   for arguments, message in (
     (('tset',), "no split 'tset'. Nearest known: test"),
-    (('test', {'input': 9}), "no feature 'input'. Nearest known: inputs"),
-    (('test', {'inputs': 0}), 'at least 1, got 0'),
+    (('test', {'input': 9}), "'input', expected .* Nearest known: inputs"),
+    (('test', {'inputs': 0}), 'from 1, got 0'),
     (('test', {'inputs': True}), 'inputs.*got True'),
   ):
     with pytest.raises(ValueError, match=message):
@@ -253,10 +253,9 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
   assert tasks.tasks_of('specdec_both') == ['specdec_one', 'specdec_two']
   for name in ('specdec_one', 'wmt_t2t_ende_v003', 'file.tsv', pairs):
     assert tasks.tasks_of(name) == [name]
-  with pytest.raises(ValueError, match='mixture.* specdec_one, specdec_two'):
-    tasks.metrics('specdec_both')
-  with pytest.raises(ValueError, match='mixture; training reads one task'):
-    tasks.splits('specdec_both')
+  for function in (tasks.metrics, tasks.splits):
+    with pytest.raises(ValueError, match='no mixture, got .*specdec_one'):
+      function('specdec_both')
 
 
 @quiet

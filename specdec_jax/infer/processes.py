@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import jax
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 
 # A process that gives no sign of life for so long counts as dead.
 _HEARTBEAT_S = 10

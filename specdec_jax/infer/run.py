@@ -18,8 +18,7 @@ import jax
 import numpy as np
 import rich.console
 
-from specdec_jax.checks.fields import unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.engine import calibration, scoring
 from specdec_jax.engine.completion import (
@@ -440,9 +439,9 @@ def choose_gammas(
       f' up to {measured.choices[-1].rows} rows at once: its gamma may not be'
       ' the best here.',
     )
-  varies = options.sampling.greedy or not config.deterministic
-  pooled = config.slots is not None and varies
-  plan = measured.plan(rows, engine, pooled)
+  plan = measured.plan(rows, engine)
+  if config.slots is None or not options.sampling.greedy:
+    plan = {rows: plan[rows]}
   adapts = engine.rule is not None
   if most := max(drafting.gamma for drafting in plan.values()):
     if not adapts:
@@ -491,7 +490,7 @@ class Way:
     self._decoder: Engine | Continuous = engine
     self._scored: set[tuple[int, ...]] = set()  # shapes that are compiled
     if config.slots is not None:
-      slots = dataclasses.replace(config.slots, plan=plan)
+      slots = dataclasses.replace(config.slots, gammas=plan)
       self._decoder = Continuous(engine, slots)
 
   def warmup(self, items: Sequence[Item]) -> float:
