@@ -348,8 +348,8 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
   """Raises ValueError unless the drafter can read the target's encoder."""
   network = target.network  # of somebody's own, it may not be able to encode
   if not network.has_encoder or not hasattr(network, 'encode'):
-    expected = "one with an encoder, for the target's is not there to be read"
-    raise unexpected('draft', expected, type(network).__name__)
+    expected = 'one with an encoder, which the draft reads'
+    raise unexpected('target', expected, type(network).__name__)
   width = _encoded_dim(network)
   for model in drafter.models:
     wanted = _encoded_dim(model.network)

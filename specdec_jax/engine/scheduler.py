@@ -347,7 +347,9 @@ def joined(
       [one.sampling.temperature[i] for one, i in places], np.float32
     )
   )
-  changes: dict[str, Any] = {}
+  changes: dict[str, Any] = {
+    'inputs': padded(inputs, len(rows), width, like.pad_id)[0]
+  }
   if np.ndim(like.stop_ids) > 1:  # each row has values of its own
     options = [row.batch.options for row in rows]
     sampling = sampling.replace(
@@ -364,7 +366,6 @@ def joined(
     changes['prompt'], changes['prompt_length'] = prompt
   return dataclasses.replace(
     like,
-    inputs=padded(inputs, len(rows), width, like.pad_id)[0],
     keys=keys_of_rows(
       np.array([r.batch.options.seed & 0xFFFFFFFF for r in rows], np.uint32),
       np.array([row.example_id for row in rows], np.uint32),

@@ -331,8 +331,8 @@ def _open(path: str) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
       _check_same(folder, backend)
     return backend, config
   if is_folder:
-    names = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
-    raise unexpected(f'vocabulary {path!r}', names, 'a folder without')
+    expected = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
+    raise unexpected(f'vocabulary {path!r}', expected, 'a folder without')
   if place.suffix == '.json' and '://' not in path:
     return JsonBackend(place, {}, {}), {}
   return PiecesBackend(path), {}
