@@ -207,7 +207,7 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
   (tmp_path / 'lines.txt').write_text('a\nb\n')
   lines = str(tmp_path / 'lines.txt')
   for options, message in (
-    (dict(name=str(tmp_path / 'none.tsv')), 'no file of examples'),
+    (dict(name=str(tmp_path / 'none.tsv')), 'task: expected a file'),
     (
       dict(name=lines, mode='score'),
       r"no tokens 'targets'.* those of \['inputs'\].*TAB",
@@ -277,7 +277,7 @@ def test_files_are_tasks(tmp_path, tokenizer, name):
 def test_tasks_that_are_refused(tmp_path, tokenizer):
   find = local_tasks.find_task
   for name in (str(tmp_path / 'none'), 'none.tsv', 'none.jsonl.gz'):
-    with pytest.raises(ValueError, match='no file of examples .*none'):
+    with pytest.raises(ValueError, match='task: expected a file .*none'):
       find(name, 'test', tokenizer)
   with pytest.raises(ValueError, match='is a folder'):
     find(str(tmp_path), 'test', tokenizer)
@@ -290,7 +290,7 @@ def test_tasks_that_are_refused(tmp_path, tokenizer):
   assert find(own, 'test', two) == own
   with pytest.raises(ValueError, match='fingerprint of'):
     find(own, 'test', tokenizer)
-  with pytest.raises(ValueError, match='has the eos_id 0'):
+  with pytest.raises(ValueError, match='eos_id of'):
     find(path, 'test', Tokenizer(one.path, eos_token='a'))
 
 

@@ -149,14 +149,14 @@ def test_scores_are_those_of_decoding(engine):
   assert others[0].log_probs != scores[0].log_probs
 
 
-def test_an_engine_may_have_languages_of_its_own(vocabulary):
+def test_an_engine_may_have_languages_of_its_own(engine, vocabulary):
   target, _ = models(vocabulary)
-  engine = Engine(target, max_input_len=64, max_decode_len=4, **PAIR)
-  want = engine.generate(['the dog'], **PAIR)[0].tokens
-  assert engine.generate(['the dog'])[0].tokens == want
-  assert engine.num_input_tokens('') == 0
-  assert engine.generate([''])[0].finish_reason == 'empty'
-  assert engine.score(['the dog'], [want])[0].total < 0
+  other = Engine(target, max_input_len=64, max_decode_len=LENGTH, **PAIR)
+  request, same = other.request(['a cat']), engine.request(['a cat'], **PAIR)
+  np.testing.assert_array_equal(request.inputs, same.inputs)
+  np.testing.assert_array_equal(request.prompt, same.prompt)
+  assert other.num_input_tokens('') == 0
+  assert other.generate([''])[0].finish_reason == 'empty'
 
 
 @pytest.mark.parametrize(
