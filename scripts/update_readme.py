@@ -7,13 +7,11 @@ measurements; no number in them is typed.
 A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND is what
 writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
 
-  'decode'  summary.json as `specdec decode` writes it
-  'quality' summary.json as gin/runs/eval.gin has it written
+  'decode'  the summary as `specdec decode` and `specdec try` write it
   'benchmark'    as gin/runs/benchmark_base.gin has it written
   'calibration'  as `specdec calibrate` writes it
   'alpha'        as gin/runs/alpha_demo.gin has it written
   'pair_check'   as `specdec compile-check` writes it
-  'try'          as `specdec try --output-file FILE` writes it
   'methods'      as gin/runs/methods.gin and gamma_demo.gin have it written
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
             as `specdec reproduce`, benchmarks/peers.py and benchmarks/serve.py
@@ -23,6 +21,7 @@ Several FILEs of gin/runs/gamma_demo.gin, with commas between them, become one
 table; a row has the machine.
 """
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -30,7 +29,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from specdec_jax import files
-from specdec_jax.infer import quality, report
+from specdec_jax.infer import report
 from specdec_jax.measure import (
   acceptance,
   calls,
@@ -92,12 +91,20 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
   )
 
 
+# Rows of a table that are of the machine, not of the models.
+_TIMES = ('ms/', 'compile', 'start')
+
+
 def _decode(summary: Record) -> list[str | Table]:
+  table = report.table(summary)
+  if 'speed_up' not in summary:  # quality, of one way
+    rows = [x for x in table.rows if not str(x[0]).startswith(_TIMES)]
+    table = dataclasses.replace(table, rows=rows)
   parts: list[str | Table] = [
-    f'`{summary["input_file"]}`, {summary["lines"]} lines, batch'
-    f' {summary["batch_size"]}, gamma {summary["gamma"]}, temperature'
-    f' {summary["sampling"]["temperature"]:g}; {summary.where}.',
-    report.table(summary),
+    f'{summary.get("input_file") or summary["task"]}, {summary["examples"]:,}'
+    f' examples, batch {summary["batch_size"]}, gamma {summary["gamma"]},'
+    f' temperature {summary["sampling"]["temperature"]:g}; {summary.where}.',
+    table,
   ]
   if agreement := summary.get('agreement'):
     equal = agreement['compared'] - len(agreement['disagreements'])
@@ -114,23 +121,6 @@ def _examples(predictions: pathlib.Path) -> list[str | Table]:
     outputs = [r for r in map(json.loads, lines) if r['prediction']]
   rows = [[r['inputs'], r['prediction']] for r in outputs[:_NUM_EXAMPLES]]
   return [Table('', ['input', 'output'], rows)]
-
-
-def _quality(summary: Record) -> list[str | Table]:
-  several = summary['sources_with_several']
-  parts: list[str | Table] = [
-    f'`{summary["eval_file"]}`, {summary["sources"]:,} distinct sources with'
-    f' {summary["references"]:,} references ({several:,} have several), gamma'
-    f' {summary["gamma"]}; {summary.where}.',
-    quality.table(summary),
-    'BLEU is of greedy outputs unless beams are named. Signatures of'
-    ' sacrebleu: with all references'
-    f' `{summary["bleu"]["signature"]}`, with the first one'
-    f' `{summary["bleu_single"]["signature"]}`.',
-  ]
-  if errors := summary['errors']:
-    parts.append(f'Sources that could not be decoded: {len(errors)}.')
-  return parts
 
 
 def _benchmark(found: Record) -> list[str | Table]:
@@ -165,21 +155,15 @@ def _pair_check(found: Record) -> list[str | Table]:
   return [pair_check.conditions(found), pair_check.table(found)]
 
 
-def _try(found: Record) -> list[str | Table]:
-  return [f'{found.where}.', report.table(found), *report.sentences(found)]
-
-
 # Kind of a record -> the paragraphs that show it.
 _RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
   'decode': _decode,
-  'quality': _quality,
   'table': _table,
   'methods': _table,
   'benchmark': _benchmark,
   'calibration': _calibration,
   'alpha': _alpha,
   'pair_check': _pair_check,
-  'try': _try,
 }
 
 

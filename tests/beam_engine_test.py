@@ -218,7 +218,7 @@ def test_a_calibration_chooses_gamma_and_the_drafters_beams(
   engine.gamma = usual
   assert summary['gammas'] == gammas
   if draft_beams:
-    assert summary['beams']['draft_beams'] == draft_beams
+    assert summary['draft_beams'] == draft_beams
     assert summary['agreement']['disagreements'] == []
   else:  # beams that do not pay are searched plainly
     assert 'plain' in summary and 'speculative' not in summary

@@ -244,7 +244,6 @@ def test_lines_are_messages(engine, tmp_path):
     engine=lambda **_: engine,
     input_file=str(lines),
     decoding='plain',
-    num_shown=0,
   )
   infer.decode(
     infer.DecodeConfig(**config, chat=True, output_dir=str(tmp_path / 'out'))

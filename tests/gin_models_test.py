@@ -149,7 +149,7 @@ def load_run(name, tokenizer, folder, *flags):
   gin_flags.load(gin_flags.parse_flags(flags))
   sides = [
     gin.get_bindings('target/engine.load'),
-    gin.get_bindings('draft/infer.load_drafter'),
+    gin.get_bindings('draft/engine.load'),
   ]
   gamma = gin.query_parameter('specdec_jax.engine.Engine.gamma')
   return gin_flags.build(infer.DecodeConfig), gamma, sides

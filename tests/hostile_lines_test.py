@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import os
-import pathlib
 import sys
 import threading
 import types
@@ -23,7 +22,7 @@ from specdec_jax import files, infer
 from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine import calibration
 from specdec_jax.engine.completion import Completion
-from specdec_jax.infer import report, resume
+from specdec_jax.infer import resume
 from specdec_jax.measure import record
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.serving.run import api_keys
@@ -133,12 +132,7 @@ def test_a_bad_line_stops_no_other(kind, case, engine, tmp_path, monkeypatch):
   lines = [right[0], bad, right[1], bad]
   path = write(tmp_path / name, b'\n'.join(lines) + b'\n')
   records, summary = decoded(engine, path, tmp_path / 'out')
-  assert [record.get('error') is None for record in records] == [
-    True,
-    False,
-    True,
-    False,
-  ]
+  assert ['error' in record for record in records] == [False, True] * 2
   assert message in records[1]['error'] and 'line 2' in records[1]['error']
   assert records[1]['prediction'] is None and records[2]['prediction']
   assert len(summary['errors']) == 2 and summary['input_broken_off'] is None
@@ -175,23 +169,6 @@ def test_what_goes_along_can_be_written(engine, tmp_path, monkeypatch):
   assert inputs['id'] == 'x\ufffdy' and inputs['\ufffd'] == 'key'
   assert inputs['ok'] == 0.5
   assert not {'<broken>', 'references'} & set(inputs)
-
-
-def test_whatever_a_feature_is():
-  strange = {
-    'array': np.array([1.0, np.nan]),
-    'bytes': [b'a\xff', np.bytes_(b'b')],
-    'whole': np.int64(3),
-    4: (None, True),
-    'object': pathlib.PurePosixPath('a'),
-  }
-  assert json.loads(report.json_text(strange)) == {
-    'array': [1.0, None],
-    'bytes': ['a\ufffd', 'b'],
-    'whole': 3,
-    '4': [None, True],
-    'object': 'a',
-  }
 
 
 def damaged(folder, kind):
@@ -319,8 +296,6 @@ def test_a_line_is_held_up_to_its_bound(tmp_path, monkeypatch):
   path = write(tmp_path / 'b.txt', b'\n'.join(lines[:2]))
   first, second = files.lines(path)
   assert first == (lines[0].decode(), None) and second.error
-  kept = max(len(line) for line, _ in files._split(iter(lines)))
-  assert kept == LONG + 1
 
 
 def feed(path, content, times=1):

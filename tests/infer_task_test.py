@@ -17,6 +17,7 @@ from hostile_lines_test import Reversing
 from specdec_jax import infer
 from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
 from specdec_jax.infer import data
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.model import Model
@@ -37,25 +38,23 @@ LENGTHS = {'inputs': 16, 'targets': 10}
 class Making:
   """Makes one engine, and says with what it was asked to."""
 
-  def __init__(self, tokenizer, vocab_size=small_vocabulary.VOCAB_SIZE):
-    models = []
+  def __init__(self, tokenizer):
+    self.models = []
     for seed, layers in ((0, 2), (1, 1)):
-      network = small_vocabulary.network(layers, vocab_size)
-      models.append(Model(network, network.init(jax.random.key(seed))))
-    self._models, self._tokenizer = models, tokenizer
+      network = small_vocabulary.network(layers)
+      weights = network.init(jax.random.key(seed))
+      self.models.append(Model(network, weights))
     self.asked: list[dict] = []
-    self.engine: Engine | None = None
+    self.engine = Engine(
+      *self.models,
+      tokenizer=tokenizer,
+      gamma=2,
+      max_input_len=LENGTHS['inputs'],
+      max_decode_len=LENGTHS['targets'],
+    )
 
   def __call__(self, **options):
     self.asked.append(options)
-    if self.engine is None:
-      self.engine = Engine(
-        *self._models,
-        tokenizer=self._tokenizer,
-        gamma=2,
-        max_input_len=LENGTHS['inputs'],
-        max_decode_len=LENGTHS['targets'],
-      )
     return self.engine
 
 
@@ -170,13 +169,9 @@ def test_samples_belong_to_the_example(run):
   assert run(out='one', overwrite=True, **sampled(seed=1))[1] != one
 
 
-@pytest.mark.parametrize(
-  'options, count',
-  [({'prompt_from_targets': 2}, 2), ({'prompt_feature': 'targets'}, None)],
-)
-def test_prompt_from_targets(run, make, tokenizer, options, count):
-  _, records, _ = run(**options)
-  prompts = [tokenizer.encode(b)[:count] for _, b in LINES]
+def test_prompt_with_targets(run, make, tokenizer):
+  _, records, _ = run(prompt_feature='targets')
+  prompts = [tokenizer.encode(b) for _, b in LINES]
   alone = in_pairs(make.engine, prompts)
   have = [record['prediction_tokens'] for record in records]
   assert have == [one.tokens for one in alone]
@@ -198,8 +193,8 @@ def test_a_broken_example_stops_no_other(run, tmp_path):
   assert first['prediction'] == second['prediction'] == [None, None]
   assert first['inputs']['inputs_pretokenized'] == '{"inputs": "cut o'
   assert "no field 'inputs'" in second['error']
-  said = [error.split(':')[0] for error in summary['errors']]
-  assert said == [f'example {len(LINES) + i}' for i in (0, 1)]
+  for number, error in enumerate(summary['errors'], len(LINES) + 1):
+    assert f'line {number}' in error
   for name in ('metrics', 'agreement'):
     assert summary[name] == whole_summary[name]
 
@@ -212,7 +207,7 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
   (tmp_path / 'lines.txt').write_text('a\nb\n')
   lines = str(tmp_path / 'lines.txt')
   for options, message in (
-    (dict(name=str(tmp_path / 'none.tsv')), 'no file of examples'),
+    (dict(name=str(tmp_path / 'none.tsv')), 'task: expected a file'),
     (
       dict(name=lines, mode='score'),
       r"no tokens 'targets'.* those of \['inputs'\].*TAB",
@@ -222,30 +217,19 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
     (dict(metrics=('blue',)), "metrics is 'blue'.*Nearest known: bleu"),
     (
       dict(name=lines, task_feature_lengths=None),
-      'nothing says how long an output may be',
+      'has no targets',
     ),
   ):
     with pytest.raises(ValueError, match=message):
       run(never, **options)
 
 
-def test_errors_before_anything_is_compiled(run, tokenizer, make):
-  small = Making(tokenizer)
-  small.engine = Engine(
-    small._models[0], tokenizer=tokenizer, max_input_len=16, max_decode_len=10
-  )
-  with pytest.raises(ValueError, match='needs a drafter'):
-    run(small, decoding='speculative')
-  other = Making(tokenizer)
-  other._models[1] = Making(tokenizer, 3000)._models[1]
-  with pytest.raises(ValueError, match="draft's vocabulary .*got 3000"):
-    run(other, decoding='speculative')
-  assert small.engine.num_programs == 0
-  run(small, decoding='plain', drafter=never)
+def test_a_drafter_is_loaded_where_it_is_needed(run):
+  run(decoding='plain', drafter=never)
   with pytest.raises(AssertionError, match='was made'):
-    run(small, decoding='speculative', drafter=never)
+    run(decoding='speculative', drafter=never, out='other')
   with pytest.raises(ValueError, match='--draft, in gin DRAFT_CHECKPOINT_PATH'):
-    infer.load_drafter()
+    load(None)
 
 
 def write(folder, name, text):
@@ -263,16 +247,8 @@ def config_of(path, tokenizer, **options):
   return dataclasses.replace(config, mixture_or_task_name=found)
 
 
-@pytest.mark.parametrize(
-  'name, task',
-  [
-    ('tatoeba.test.tsv.gz', 'tatoeba.test'),
-    ('own.jsonl', 'own'),
-    ('lines', 'lines'),
-    ('lines.de', 'lines.de'),
-  ],
-)
-def test_files_are_tasks(tmp_path, tokenizer, name, task):
+@pytest.mark.parametrize('name', ['test.x.tsv.gz', 'own.jsonl', 'lines.de'])
+def test_files_are_tasks(tmp_path, tokenizer, name):
   """Lines, tasks and measurements read a file alike."""
   lines = ['a\tb', 'a\tc', 'd\t']
   if 'jsonl' in name:
@@ -280,7 +256,7 @@ def test_files_are_tasks(tmp_path, tokenizer, name, task):
     lines.append('{"inputs": "d", "targets": ""}')
   path = write(tmp_path, name, '\n'.join(lines))
   config = config_of(path, tokenizer)
-  assert config.task_name == task
+  assert config.task_name in ('test.x', 'own', 'lines.de')
   examples = data.read(config).examples
   want = lines if 'lines' in name else ['a', 'a', 'd']
   assert [line.text for line in read_lines(path)] == want
@@ -301,7 +277,7 @@ def test_files_are_tasks(tmp_path, tokenizer, name, task):
 def test_tasks_that_are_refused(tmp_path, tokenizer):
   find = local_tasks.find_task
   for name in (str(tmp_path / 'none'), 'none.tsv', 'none.jsonl.gz'):
-    with pytest.raises(ValueError, match='no file of examples .*none'):
+    with pytest.raises(ValueError, match='task: expected a file .*none'):
       find(name, 'test', tokenizer)
   with pytest.raises(ValueError, match='is a folder'):
     find(str(tmp_path), 'test', tokenizer)
@@ -314,29 +290,28 @@ def test_tasks_that_are_refused(tmp_path, tokenizer):
   assert find(own, 'test', two) == own
   with pytest.raises(ValueError, match='fingerprint of'):
     find(own, 'test', tokenizer)
-  with pytest.raises(ValueError, match='has the eos_id 0'):
+  with pytest.raises(ValueError, match='eos_id of'):
     find(path, 'test', Tokenizer(one.path, eos_token='a'))
 
 
 def test_each_task_of_a_mixture_has_its_files(
-  run, tokenizer, tmp_path, monkeypatch
+  run, make, tokenizer, tmp_path, monkeypatch
 ):
   names = []
   for name, lines in (('one', LINES[:2]), ('two', LINES[2:])):
     text = ''.join(f'{a}\t{b}\n' for a, b in lines)
     names.append(write(tmp_path, f'{name}.tsv', text))
-  made = Making(tokenizer)
-  alone = [run(made, name, 'alone')[2] for name in names]
-  asked, drafters = len(made.asked), []
+  alone = [run(name=name, out='alone')[2] for name in names]
+  asked, drafters = len(make.asked), []
   monkeypatch.setattr(tasks, 'tasks_of', lambda name: names)
 
   def decode(out, lengths):
     config = infer.DecodeConfig(
-      made,
+      make,
       mixture_or_task_name='both',
       tokenizer=tokenizer,
       output_dir=str(tmp_path / out),
-      drafter=lambda: drafters.append(1) or made._models[1],
+      drafter=lambda: drafters.append(1) or make.models[1],
       decoding='speculative',
       task_feature_lengths=lengths,
       batch_size=2,
@@ -344,7 +319,7 @@ def test_each_task_of_a_mixture_has_its_files(
     return infer.decode(config, console=rich.console.Console(quiet=True))
 
   summary = decode('together', LENGTHS)
-  assert len(made.asked) == asked + 1 and drafters == [1]  # loaded once
+  assert len(make.asked) == asked + 1 and drafters == [1]  # loaded once
   assert (summary['kind'], summary['mixture']) == ('mixture', 'both')
   assert [one['task'] for one in summary['tasks'].values()] == ['one', 'two']
   for name, text in zip(('one', 'two'), alone, strict=True):
@@ -353,7 +328,7 @@ def test_each_task_of_a_mixture_has_its_files(
     assert file.with_name(f'{file.name}.COMPLETED').exists()
   # Where the longest example decides, each task may need its own engine.
   decode('longest', None)
-  lengths = [one['max_input_len'] for one in made.asked[asked + 1 :]]
+  lengths = [one['max_input_len'] for one in make.asked[asked + 1 :]]
   assert len(set(lengths)) == len(lengths) == 2
 
 
@@ -409,3 +384,19 @@ def test_a_metric_that_fails_loses_no_result(
   assert list((tmp_path / 'out').glob('*.COMPLETED'))
   (kept,) = (tmp_path / 'out').glob('*.jsonl-*-of-00001')
   assert len(kept.read_text().splitlines()) == 3
+
+
+def test_distinct_inputs_have_all_their_references(run, make, tmp_path):
+  pytest.importorskip('sacrebleu', reason='it is in the extra [metrics]')
+  lines = ['the dog\ta cat', 'a tree\tthe tree', 'the dog\tthe old cat sleeps']
+  path = write(tmp_path, 'several.tsv', '\n'.join([*lines, lines[0]]))
+  options = dict(metrics=('bleu', 'first_bleu'), include_all_inputs=True)
+  summary, records, _ = run(name=path, distinct=True, **options)
+  assert [r['inputs']['references'] for r in records] == [
+    ['a cat', 'the old cat sleeps'],
+    ['the tree'],
+  ]
+  scores = summary['metrics']['plain']
+  assert 'nrefs:var' in scores['bleu_signature']
+  assert 'nrefs:1' in scores['first_bleu_signature']
+  assert len(run(name=path, out='each', **options)[1]) == 4

@@ -189,13 +189,13 @@ def test_decode_takes_gamma_from_it(
   alone = {'decoding': 'speculative'}
   summary, text = decode(path, make_engine, prompts, **alone)
   assert summary['gamma'] == 1 and summary['gammas'] == {'1': 1}
-  assert 'gamma = 1 by the calibration' in text
+  assert 'for 1 rows: gamma = 1' in text
   summary, text = decode(path, make_engine, prompts, batch_size=2, **alone)
   assert summary['gamma'] == 2 and summary['gammas'] == {'2': 2}
   four = tmp_path / 'four.txt'
   four.write_text('\n'.join(LINES * 2))
   summary, text = decode(path, make_engine, str(four), batch_size=4, **alone)
-  assert 'made for up to 3 rows at once, not 4' in text
+  assert 'for up to 3 rows at once' in text
 
 
 @pytest.mark.parametrize('gammas, plain', [((2, 0), False), ((0, 0), True)])

@@ -113,24 +113,27 @@ def test_scores_are_lines_of_stdout(run, pair, tmp_path):
   assert (tmp_path / 'out/pairs-score.jsonl-00000-of-00001').exists()
 
 
-def test_a_first_look_leaves_a_record(run, pair, tmp_path, monkeypatch):
+def test_a_first_look(run, pair, tmp_path, monkeypatch):
   (tmp_path / 'mine.tsv').write_text('the dog\ta b\na cat\tc d\n')
-  flags = ['mine.tsv', '--prefix', '', '--output-file', 'try.json', *LENGTHS]
-  status, out, err = run('try', *pair, *flags)
+  flags = ['mine.tsv', '--prefix', '', *LENGTHS]
+  status, out, err = run('try', *pair, *flags, '--output-dir', 'out')
   text = '\n'.join(out)
   assert status == 0, err
-  assert 'speed-up' in text and '2 of 2 outputs agree' in text
-  found = record.load('try.json', 'try')
-  assert (found['target'], found['draft']) == tuple(pair)
+  assert 'speed-up' in text and 'agree token for token: 2 of 2' in text
+  summary = 'out/mine-predict.jsonl-00000-of-00001.summary.json'
+  found = record.load(summary, 'decode')
+  assert tuple(found['models'].values()) == tuple(pair)
   assert found['agreement']['compared'] == 2 and found['gamma'] == 3
   # An id of the hub is fetched first.
   ids = {'someone/large@refs/pr/1': pair[0], 'someone/small': pair[1]}
   monkeypatch.setattr(huggingface, 'fetch', ids.__getitem__)
   revision = ['--revision', 'refs/pr/1']
   names = ['someone/large', 'someone/small']
-  status, out, err = run('try', *names, *flags[:3], *LENGTHS, *revision)
+  flags += ['--output-dir', 'out', '--overwrite']
+  status, out, err = run('try', *names, *flags, *revision)
   assert status == 0, err
-  assert 'someone/large@refs/pr/1 with someone/small' in '\n'.join(out)
-  block = '<!-- results: try.json | x -->\n<!-- /results -->\n'
+  found = record.load(summary, 'decode')
+  assert found['models']['target'] == 'someone/large@refs/pr/1'
+  block = f'<!-- results: {summary} | x -->\n<!-- /results -->\n'
   shown = update_readme.fill(block, tmp_path)
-  assert 'acceptance rate' in shown and 'outputs agree' in shown
+  assert 'acceptance rate' in shown and '2 of 2' in shown

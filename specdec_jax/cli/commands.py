@@ -144,7 +144,7 @@ def fit_ngram() -> None:
 
 
 def measure() -> None:
-  """Measures costs, acceptance, throughput or quality.
+  """Measures costs, acceptance or throughput.
 
     specdec measure --gin_file=gin/runs/alpha_demo.gin
 
@@ -158,7 +158,6 @@ def measure() -> None:
     methods          ways to speculate: tokens a call, time, speed-up; also
                      methods_demo
     throughput_demo  a data set: continuous batching, batch sizes
-    eval             BLEU and acceptance on a test set
 
   Their headers say what they need and how long they take. Tables go to stdout.
   """
@@ -177,15 +176,13 @@ _MEASURED = {
   'BenchmarkConfig': ('measure.calls', 'show'),
   'CompareConfig': ('measure.compare', 'compare'),
   'ThroughputConfig': ('measure.compare', 'measure_throughput'),
-  'EvaluateConfig': ('infer.quality', 'evaluate'),
 }
 
 
 def _measure(module: str, config: str, function: str) -> None:
   """Builds a configuration and gives it to the function that measures it."""
   measures = importlib.import_module(f'specdec_jax.{module}')
-  options = {'beside': _beside()} if config == 'EvaluateConfig' else {}
-  getattr(measures, function)(_build(getattr(measures, config)), **options)
+  getattr(measures, function)(_build(getattr(measures, config)))
 
 
 def reproduce() -> None:
@@ -262,7 +259,7 @@ def train() -> None:
 def try_() -> None:
   """Fetches a pair, checks it, and decodes a sample both ways.
 
-    specdec try google/flan-t5-xl google/flan-t5-small --output-file try.json
+    specdec try google/flan-t5-xl google/flan-t5-small
 
     specdec try outputs/my_target google/flan-t5-small mine.tsv --prefix ''
 

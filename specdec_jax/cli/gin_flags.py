@@ -148,11 +148,9 @@ def main(
 
   def run_by_processes() -> int:
     meeting = meeting_of(argv)
-    from specdec_jax.infer import processes
-
     if meeting is None:
-      with processes.ending_on_sigterm():
-        return run()
+      return run()
+    from specdec_jax.infer import processes
 
     def join_and_run() -> int:
       processes.join(meeting)

@@ -39,7 +39,6 @@ _RENAMED = {
   'RunOptions.target_lang': '',
   'Tokenizer.path': 'vocab',
   'load.path': 'target',
-  'load_drafter.path': 'target',
   'open_tokenizer.path': 'vocab',
   'batches': 'batch-sizes',
   'checkpoint_path': 'target',
@@ -225,8 +224,9 @@ def _name(scope: str, class_name: str, field: str) -> str:
   """Returns the flag of a field, without dashes in front."""
   general = _RENAMED.get(field, field.replace('_', '-'))
   name = _RENAMED.get(f'{class_name}.{field}', general)
-  if (scope, field) == ('target', 'shortlist'):
-    return ''  # a target must be able to say everything
+  # A target must be able to say everything; a drafter has its vocabulary.
+  if (scope, field) in (('target', 'shortlist'), ('draft', 'tokenizer')):
+    return ''
   if scope != 'draft' or not name:
     return name
   return 'draft' if name == 'target' else f'draft-{name}'

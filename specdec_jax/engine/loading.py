@@ -42,7 +42,7 @@ SHORTLIST = 'shortlist.npz'
 
 
 def load(
-  path: Path,
+  path: Path | None,
   network: LanguageModel | None = None,
   *,
   tokenizer: Tokenizer | Path | None = None,
@@ -64,7 +64,8 @@ def load(
   model, straight to its devices.
 
   Args:
-    path: path of a checkpoint, of any kind that `checkpoints.load` knows.
+    path: path of a checkpoint, of any kind that `checkpoints.load` knows. None
+      is an error: a run file may leave the drafter's out.
     network: such as `T5(config)`, compared with the checkpoint; needed unless
       the checkpoint is a Hugging Face folder, which describes itself.
     tokenizer: the tokenizer, or a path for `tokenizer.Tokenizer`;
@@ -93,6 +94,13 @@ def load(
   if dtype is not None:
     check_choice('dtype', dtype, PARAM_DTYPES)
   check_type('adapter', adapter, str | os.PathLike | None)
+  if path is None:
+    raise unexpected(
+      'checkpoint of the drafter',
+      'its path (--draft, in gin DRAFT_CHECKPOINT_PATH)',
+      None,
+      'Or decode without a drafter: --mode plain.',
+    )
   check_network(network, dtype)
   if revision is not None:
     path = f'{os.fspath(path)}@{revision}'

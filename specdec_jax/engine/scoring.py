@@ -99,39 +99,6 @@ def _top(row: Mapping[str, np.ndarray], number: int) -> Top:
   return [list(zip(ids, values, strict=True))[:number] for ids, values in pairs]
 
 
-def compare(
-  networks: tuple[LanguageModel, LanguageModel],
-  params: tuple[Params, Params],
-  inputs: Sequence[Sequence[int]],
-  targets: Sequence[Sequence[int]],
-  prompt: Sequence[int] = (),
-) -> list[dict[str, np.ndarray]]:
-  """Two networks that read the same outputs, as in `score`.
-
-  Args:
-    networks: of the same ids, such as one network with rounded parameters and
-      without.
-    params: the parameters of each.
-    inputs: as for `score`.
-    targets: likewise.
-    prompt: likewise.
-
-  Returns:
-    For each example arrays of one number a token: 'log_probs' of the first
-    network and 'other_log_probs'; and over the vocabulary the mean squares of
-    the first one's 'logits' and of the 'errors' of the other's, where the mean
-    of the logits of a position is taken off.
-
-  Raises:
-    ValueError: as for `score`.
-  """
-  for network in networks:
-    _check(network, inputs, targets)
-  if not inputs:
-    return []
-  return _of_each(_difference, networks, params, inputs, targets, prompt)
-
-
 def _of_each(measure, networks, params, inputs, targets, prompt) -> list[Any]:
   """What `_measured` gives for the tokens of each target."""
   network = networks[0]
@@ -200,21 +167,6 @@ def _with_top(number: int) -> Callable[..., dict[str, jax.Array]]:
     return {'log_probs': own, 'ids': ids, 'top': each}
 
   return measure
-
-
-def _difference(
-  logits: Sequence[jax.Array], following: jax.Array
-) -> dict[str, jax.Array]:
-  """What `compare` returns, of each position."""
-  # A constant added to all logits of a position changes no probability.
-  first, second = (x - jnp.mean(x, -1, keepdims=True) for x in logits)
-  found = {
-    'logits': jnp.mean(jnp.square(first), -1),
-    'errors': jnp.mean(jnp.square(first - second), -1),
-  }
-  names = 'log_probs', 'other_log_probs'
-  scores = [_log_prob([one], following) for one in logits]
-  return found | dict(zip(names, scores, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,16 +23,14 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine.completion import Completion, passed_over
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.loading import load
 from specdec_jax.engine.request import (
-  ALPHA,
   MOST_ROWS,
   Options,
   example_id,
 )
 from specdec_jax.engine.scheduler import PoolSettings
-from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.text import local_tasks, tasks
 from specdec_jax.text.chat import template_of
@@ -48,12 +46,12 @@ WAYS = {
 }
 INPUTS, TARGETS = 'inputs', 'targets'
 PREDICTIONS = 'predictions.jsonl'  # the results of a run over lines
-_PATHS = ('input_file', 'output_dir', 'calibration', 'plot_file', 'output_file')
+_PATHS = ('input_file', 'output_dir', 'calibration')
 # Fields that decide no result, or only by what the identity describes.
 _NOT_DECIDING = frozenset(
   'engine drafter tokenizer input_file mixture_or_task_name output_dir'
-  ' overwrite metrics calibration acceptance checkpoint_period stdout num_shown'
-  ' require_agreement plot_file output_file'.split()
+  ' overwrite metrics calibration acceptance checkpoint_period stdout'
+  ' require_agreement'.split()
 )
 
 
@@ -87,8 +85,6 @@ class DecodeConfig:
     batch_size: examples decoded together, if there are as many.
     batching: 'fixed' decodes batch after batch; 'continuous' gives the place
       of a finished example to the next one. Scores come in fixed batches.
-    prompt_from_targets: number of the target's first tokens that each output
-      begins with.
     prompt_feature: feature whose tokens each output begins with; 'targets' is
       T5X's prompt_with_targets.
     shard_id: examples with index % `num_shards` == `shard_id` are decoded.
@@ -97,6 +93,8 @@ class DecodeConfig:
     include_all_inputs: whether records hold all features, not only texts.
     prefix: text before each input of a file of examples, such as
       'summarize: '.
+    distinct: whether lines of a file of examples that have the same input are
+      one example, whose references are the targets of all.
     metrics: names of functions of `text.metrics`; 'task' is what the task
       names, or BLEU for a file with targets; () or None is none.
     chat: takes each line for a user's message, and puts it into the target's
@@ -110,11 +108,7 @@ class DecodeConfig:
       configuration, in the output folder.
     stdout: 'report'; or 'outputs', which go to stdout, a line for each, and the
       report to stderr.
-    num_shown: number of lines that the report shows as examples.
     require_agreement: whether differing greedy outputs fail the run.
-    plot_file: a PNG of the acceptance over the run; None draws none.
-    output_file: JSON of a first look at the pair, decoded both ways: a record
-      of kind 'try'; None writes none.
 
   Raises:
     ValueError: a value has another type or is outside its range.
@@ -134,39 +128,31 @@ class DecodeConfig:
   decoding: Literal['both', 'plain', 'speculative'] = 'both'
   batch_size: int = 1
   batching: Literal['fixed', 'continuous'] = 'fixed'
-  prompt_from_targets: int = 0
   prompt_feature: str | None = None
   shard_id: int = 0
   num_shards: int = 1
   checkpoint_period: int = 100
   include_all_inputs: bool = False
   prefix: str = ''
+  distinct: bool = False
   metrics: tuple[str, ...] | str | None = 'task'
   chat: bool = False
   calibration: str | None = None
   acceptance: str | None = None
   overwrite: bool = False
   stdout: Literal['report', 'outputs'] = 'report'
-  num_shown: int = 5
   require_agreement: bool = False
-  plot_file: str | None = None
-  output_file: str | None = None
 
   def __post_init__(self):
     check_types(self)
     if isinstance(self.metrics, list):
       object.__setattr__(self, 'metrics', tuple(self.metrics))
-    check_at_least(
-      self,
-      batch_size=1,
-      checkpoint_period=1,
-      num_shards=1,
-      num_shown=0,
-      prompt_from_targets=0,
-      shard_id=0,
-    )
-    self._check_paths_and_sizes()
-    self._check_options()
+    check_at_least(self, batch_size=1, checkpoint_period=1)
+    check_at_least(self, num_shards=1, shard_id=0)
+    for name, is_right, expected in self._conditions():
+      if not is_right:
+        value = operator.attrgetter(name)(self)
+        raise unexpected(f'DecodeConfig.{name}', expected, value)
     if self.is_task:  # its examples are cut already
       changes: dict[str, Any] = {
         'log_probs': self.mode != 'predict',
@@ -175,63 +161,41 @@ class DecodeConfig:
       options = dataclasses.replace(self.options, **changes)
       object.__setattr__(self, 'options', options)
 
-  def _expect(self, name: str, expected: str, is_right: Any) -> None:
-    if not is_right:
-      value = operator.attrgetter(name)(self)
-      raise unexpected(f'DecodeConfig.{name}', expected, value)
-
-  def _check_paths_and_sizes(self) -> None:
+  def _conditions(self) -> Iterator[tuple[str, Any, str]]:
+    """Yields a field, whether it is right, and what is expected of it."""
     local = 'a path on this machine (a bucket may hold the models alone)'
     for name in _PATHS:
       path = getattr(self, name)
-      self._expect(name, local, path is None or (path and '://' not in path))
-    for name in ('split', 'mixture_or_task_name'):
-      self._expect(name, 'text', getattr(self, name) != '')
-    self._expect(
-      'batch_size', f'at most {MOST_ROWS}', self.batch_size <= MOST_ROWS
-    )
-    shards = f'less than num_shards = {self.num_shards}, counted from 0'
-    self._expect('shard_id', shards, self.shard_id < self.num_shards)
+      yield name, path is None or (path and '://' not in path), local
+    rows, shards = self.batch_size, self.num_shards
+    yield 'batch_size', rows <= MOST_ROWS, f'at most {MOST_ROWS}'
+    yield 'shard_id', self.shard_id < shards, f'less than {shards} (num_shards)'
     names = "names, as ('bleu',), 'task' (the task's own), or () for none"
-    is_names = self.metrics in (None, 'task') or isinstance(self.metrics, tuple)
-    self._expect('metrics', names, is_names)
-    lengths = self.task_feature_lengths
-    if lengths is not None:
-      sizes = lengths.get(INPUTS, 0), lengths.get(TARGETS, 0)
-      are_sizes = all(type(size) is int for size in sizes)
-      self._expect(
-        'task_feature_lengths',
-        "as {'inputs': 512, 'targets': 128}, at least 2 and 1",
-        are_sizes and sizes[0] >= 2 and sizes[1] >= 1,
-      )
-    alone = "a feature's name, or None where prompt_from_targets is set"
-    is_alone = self.prompt_feature is None or not self.prompt_from_targets
-    self._expect('prompt_feature', alone, is_alone)
-
-  def _check_options(self) -> None:
-    """Checks what a run cannot do with options that `generate` has."""
+    is_text = isinstance(self.metrics, str)
+    yield 'metrics', not is_text or self.metrics == 'task', names
+    lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
+    sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
+    are_sizes = all(type(size) is int for size in sizes)
+    expected = "as {'inputs': 512, 'targets': 128}, at least 2 and 1"
+    are_right = are_sizes and sizes[0] >= 2 and sizes[1] >= 1
+    yield 'task_feature_lengths', are_right, expected
     options, samples = self.options, self.options.num_samples
     one_number = isinstance(options.temperature, int | float)
-    self._expect('options.temperature', 'one number', one_number)
-    self._expect('options.seed', 'a whole number >= 0', options.seed >= 0)
-    for name in ('example_ids', 'prompts'):
-      self._expect(f'options.{name}', 'None', getattr(options, name) is None)
+    yield 'options.temperature', one_number, 'one number'
+    yield 'options.seed', options.seed >= 0, 'a whole number >= 0'
+    yield 'options.example_ids', options.example_ids is None, 'None'
+    yield 'options.prompts', options.prompts is None, 'None'
     differ = self.is_task or self.searches or not options.sampling.greedy
-    self._expect(
-      'options.num_samples',
-      "1 in the mode 'score' (gin: NUM_DECODES) and for lines at temperature 0",
-      samples == 1 or (differ and self.mode != 'score'),
+    may_differ = samples == 1 or (differ and self.mode != 'score')
+    expected = "1 in the mode 'score' and for lines at temperature 0"
+    yield 'options.num_samples', may_differ, f'{expected} (gin: NUM_DECODES)'
+    cuts = self.chat and options.on_too_long != 'error'
+    expected = (
+      "'error' in a chat, whose messages end with what the template adds"
     )
-    self._expect(
-      'options.on_too_long',
-      "'error' in a chat, whose messages end with what the template adds",
-      not self.chat or options.on_too_long == 'error',
-    )
-    self._expect(
-      'batching',
-      "'fixed' with beams (--batching fixed), or no beams",
-      not self.searches or self.batching == 'fixed',
-    )
+    yield 'options.on_too_long', not cuts, expected
+    fixed = not self.searches or self.batching == 'fixed'
+    yield 'batching', fixed, "'fixed' with beams (--batching fixed)"
 
   @property
   def is_task(self) -> bool:
@@ -239,16 +203,9 @@ class DecodeConfig:
     return self.mixture_or_task_name is not None
 
   @property
-  def task(self) -> str | LocalTask:
-    """The task of a run over a task."""
-    assert self.mixture_or_task_name is not None
-    return self.mixture_or_task_name
-
-  @property
-  def vocabulary(self) -> Tokenizer:
-    """The tokenizer of a run over a task."""
-    assert self.tokenizer is not None
-    return self.tokenizer
+  def has_aux(self) -> bool:
+    """Whether records have scores and counts, beside the outputs."""
+    return self.mode == 'predict_with_aux' or not self.is_task
 
   @property
   def ways(self) -> tuple[str, ...]:
@@ -296,23 +253,6 @@ class DecodeConfig:
     """The index in the task of the shard's example `number`."""
     return number * self.num_shards + self.shard_id
 
-  def judges_blocks(self, engine: Engine) -> bool:
-    """Whether sampled drafts are judged as a whole."""
-    branches = engine.has_drafter and engine.drafter.tree is not None
-    greedy = self.options.sampling.greedy
-    return self.options.judges_blocks and not greedy and not branches
-
-  @property
-  def beams(self) -> dict[str, Any] | None:
-    """The settings of a beam search, as JSON values; None without one."""
-    if not self.searches:
-      return None
-    names = ('num_beams', 'alpha', 'length_penalty', 'draft_beams')
-    beams = {name: getattr(self.options, name) for name in names}
-    if self.options.length_penalty is None and self.options.alpha is None:
-      beams['alpha'] = ALPHA
-    return beams
-
   def identity(self) -> dict[str, Any]:
     """The fields that decide the results, as JSON values."""
     fields = (field.name for field in dataclasses.fields(self))
@@ -358,45 +298,6 @@ class RunOptions(Options):
     super().__post_init__()
 
 
-def load_drafter(
-  path: str | None = None,
-  network: LanguageModel | None = None,
-  dtype: str | None = None,
-  adapter: str | None = None,
-  shortlist: str | None = None,
-  revision: str | None = None,
-) -> Model:
-  """Loads a drafter that a run may leave out, by `engine.load`.
-
-  Args:
-    path: the drafter's checkpoint, of any kind that the target may have; None
-      where it was left out.
-    network: the drafter's network, if its checkpoint does not say its sizes.
-    dtype: the drafter's dtype; 'int8' changes no output.
-    adapter: folder of a LoRA adapter of the drafter (PEFT's).
-    shortlist: file of texts like the outputs: the drafter proposes their tokens
-      alone, which is quicker where its vocabulary is large.
-    revision: branch, tag or commit of the drafter on the Hugging Face hub.
-
-  Raises:
-    ValueError: there is no path; or as `engine.load`.
-  """
-  if path is None:
-    raise ValueError(
-      'Speculative decoding needs a drafter: give its checkpoint (--draft, in'
-      ' gin DRAFT_CHECKPOINT_PATH) and, unless that describes itself, its'
-      ' network (DRAFT); or decode without one (--mode plain).'
-    )
-  return load(
-    path,
-    network,
-    dtype=dtype,
-    adapter=adapter,
-    shortlist=shortlist,
-    revision=revision,
-  )
-
-
 def open_tokenizer(
   path: str | None = None, target: Callable[[], Model] | None = None
 ) -> Tokenizer:
@@ -428,20 +329,21 @@ class Example(NamedTuple):
     features: what a record may show: the text of a line, or all features.
     target: ids of the target; empty without one.
     prompt: ids that the output begins with; None: no prompt.
-    num_tokens: tokens of a line; 0 where there is nothing to read.
-    error: why it cannot be decoded, or None.
+    skipped: the completion of an example that is not decoded, because it is
+      broken or empty; else None.
   """
 
   source: str | Sequence[int]
   features: Any
   target: Sequence[int] = ()
   prompt: Sequence[int] | None = None
-  num_tokens: int = 0
-  error: str | None = None
+  skipped: Completion | None = None
 
   @property
   def reference(self) -> Any:
     """The correct text, or a list of several; None without one."""
+    if self.skipped or not isinstance(self.features, Mapping):
+      return None
     references = self.features.get('references')
     return references or self.features.get('targets_pretokenized') or None
 
@@ -451,17 +353,13 @@ class Item(NamedTuple):
 
   Attributes:
     number: its place among the outputs; those of an example lie together.
-    source: the input, as text or as ids.
     example_id: its random numbers derive from this and the seed.
-    prompt: ids that the output begins with; None: no prompt.
-    target: ids to score.
+    example: the example that it is of.
   """
 
   number: int
-  source: str | Sequence[int]
   example_id: int
-  prompt: Sequence[int] | None = None
-  target: Sequence[int] = ()
+  example: Example
 
 
 @dataclasses.dataclass
@@ -472,39 +370,36 @@ class DataSet:
     examples: the examples of the run's shard, in order.
     broken_off: why the file could not be read to its end, or None.
     reading: a sentence on how the file is read; None for lines of text.
-    limit: most tokens of a line that are read; None before `prepare`.
   """
 
   examples: list[Example]
   broken_off: str | None
   reading: str | None
-  limit: int | None = None
 
   def prepare(self, config: DecodeConfig, engine: Engine) -> list[Item]:
-    """Checks the examples with an engine; the items of those without error.
+    """Checks the examples with an engine; the items of those to decode.
 
     Raises:
       ValueError: the task was made for another vocabulary, the engine has no
         chat template, or numbers of examples and samples are too large.
     """
-    self.limit = engine.max_input_len
-    if config.is_task:
-      _check_vocabulary(config, engine, self.examples)
-    else:
-      self.examples = _counted(config, engine, self.examples)
+    of_task, of_engine = config.tokenizer, engine.tokenizer
+    if not config.is_task:
+      self.examples = _checked_lines(config, engine, self.examples)
+    elif of_task and of_task.fingerprint != of_engine.fingerprint:
+      expected = f"the engine's vocabulary, {of_engine.path!r}"
+      raise unexpected('DecodeConfig.tokenizer', expected, of_task.path)
     samples = config.options.num_samples
     if self.examples:  # the largest number first: there may be very many
       example_id(config.index(len(self.examples) - 1), samples - 1)
     return [
       Item(
         number * samples + sample,
-        example.source,
         example_id(config.index(number), sample),
-        example.prompt,
-        example.target,
+        example,
       )
       for number, example in enumerate(self.examples)
-      if not example.error and (config.is_task or example.num_tokens)
+      if example.skipped is None
       for sample in range(samples)
     ]
 
@@ -515,7 +410,8 @@ class DataSet:
       shown = example.features
       if isinstance(shown, Mapping):
         shown = sorted((key, _listed(value)) for key, value in shown.items())
-      digest.update(repr((shown, example.error)).encode())
+      error = example.skipped and example.skipped.error
+      digest.update(repr((shown, error)).encode())
     return {
       'examples': len(self.examples),
       'examples_sha256': digest.hexdigest(),
@@ -527,17 +423,20 @@ class DataSet:
     Raises:
       ValueError: nothing says how long an output may be.
     """
-    if not config.is_task:
+    task = config.mixture_or_task_name
+    if task is None:
       return {}
     lengths = config.task_feature_lengths or {
-      INPUTS: max((len(one.source) for one in self.examples), default=2),
-      TARGETS: max((len(one.target) for one in self.examples), default=2),
+      INPUTS: max((len(x.source) for x in self.examples), default=2),
+      TARGETS: max((len(x.target) for x in self.examples), default=2),
     }
     if self.examples and not lengths[TARGETS] and config.mode != 'score':
-      raise ValueError(
-        f'{config.task_name!r} has no targets, so nothing says how long an'
-        ' output may be: set task_feature_lengths (gin: TASK_FEATURE_LENGTHS ='
-        " {'inputs': 512, 'targets': 128})."
+      expected = f'lengths, because {config.task_name!r} has no targets'
+      raise unexpected(
+        'DecodeConfig.task_feature_lengths (gin: TASK_FEATURE_LENGTHS)',
+        expected,
+        config.task_feature_lengths,
+        "Write {'inputs': 512, 'targets': 128}.",
       )
     # The token of a language stands before the text.
     more = 1 if getattr(config.tokenizer, 'languages', {}) else 0
@@ -545,10 +444,10 @@ class DataSet:
       'max_input_len': max(2, lengths[INPUTS] + more),
       'max_decode_len': max(1, lengths[TARGETS]),
     }
-    task = tasks.find_local(config.task)
+    local = tasks.find_local(task)
     for name in ('source_lang', 'target_lang'):
-      if getattr(task, name, None) is not None:
-        options[name] = getattr(task, name)
+      if getattr(local, name, None) is not None:
+        options[name] = getattr(local, name)
     return options
 
 
@@ -558,64 +457,64 @@ def read(config: DecodeConfig) -> DataSet:
   Raises:
     ValueError: they cannot be read, or all of them are broken.
   """
-  if config.is_task:
-    return _read_task(config)
-  path = config.input_file
-  lines, broken_off = files.until_broken(local_tasks.read_lines(path))
-  if lines and all(line.error for line in lines):
-    raise ValueError(
-      f'{path!r} has no line of text; expected UTF-8, one example per line.'
-      f' {lines[0].error}.'
+  task = config.mixture_or_task_name
+  if task is None:
+    path = config.input_file
+    lines, broken_off = files.until_broken(local_tasks.read_lines(path))
+    examples = [
+      Example(x.text, x.text, skipped=_failed(x.error)) for x in lines
+    ]
+    reading, what = local_tasks.reading(path), f'{path!r}: '
+  else:
+    features = tasks.examples(
+      task, config.split, config.task_feature_lengths, config.tokenizer, True
     )
-  examples = [Example(text, text, error=error) for text, error in lines]
-  return DataSet(examples, broken_off, local_tasks.reading(path))
+    shard = itertools.islice(features, config.shard_id, None, config.num_shards)
+    of_shard, broken_off = files.until_broken(shard)
+    examples = [_task_example(config, *pair) for pair in enumerate(of_shard)]
+    local = tasks.find_local(task)
+    reading, what = local.reading(config.split) if local else None, ''
+  if examples and all(example.skipped for example in examples):
+    first = examples[0].skipped
+    raise ValueError(f'{what}{first and first.error}')
+  return DataSet(examples, broken_off, reading)
 
 
-def _counted(
+def _failed(error: str | None) -> Completion | None:
+  return passed_over('error', error) if error else None
+
+
+def _checked_lines(
   config: DecodeConfig, engine: Engine, examples: Sequence[Example]
 ) -> list[Example]:
-  """Lines with their tokens counted; those that are too long get an error."""
+  """Lines for an engine; those that are empty or too long are skipped."""
   template = None
   if config.chat:
     template = template_of(engine.tokenizer)
     if template is None:
-      raise ValueError(
-        f'{engine.tokenizer.path!r} has no chat template (chat_template.jinja,'
-        ' or an entry of tokenizer_config.json) beside its vocabulary. Leave'
-        ' --chat out, or take a model that was trained on chats.'
+      raise unexpected(
+        'chat',
+        f'a chat template beside the vocabulary {engine.tokenizer.path!r}',
+        None,
+        'Leave --chat out, or take a model that was trained on chats.',
       )
   truncates = config.options.on_too_long == 'truncate'
-  counted = []
+  checked = []
   for number, example in enumerate(examples, 1):
-    source, error, count = example.source, example.error, 0
-    if error is None:
+    source, skipped = example.source, example.skipped
+    if skipped is None:
       if template is not None:
         source = template.ids([{'role': 'user', 'content': source}])
       count = engine.num_input_tokens(source)
-      if not truncates and count > engine.max_input_len:
-        error = (
+      if not count:
+        skipped = passed_over('empty')
+      elif not truncates and count > engine.max_input_len:
+        skipped = _failed(
           f'line {number}: {count} tokens (its end included), at most'
           f" {engine.max_input_len}. Shorten it, or set on_too_long='truncate'"
         )
-    changed = example._replace(source=source, num_tokens=count, error=error)
-    counted.append(changed)
-  return counted
-
-
-def _read_task(config: DecodeConfig) -> DataSet:
-  task = config.task
-  features = tasks.examples(
-    task, config.split, config.task_feature_lengths, config.tokenizer, True
-  )
-  places = itertools.islice(features, config.shard_id, None, config.num_shards)
-  shard, broken_off = files.until_broken(places)
-  examples = [_task_example(config, *pair) for pair in enumerate(shard)]
-  if examples and all(one.error for one in examples):
-    raise ValueError(examples[0].error)
-  local = tasks.find_local(task)
-  return DataSet(
-    examples, broken_off, local.reading(config.split) if local else None
-  )
+    checked.append(example._replace(source=source, skipped=skipped))
+  return checked
 
 
 def _task_example(
@@ -624,16 +523,12 @@ def _task_example(
   """An example of a task, with an error where it lacks what the run needs."""
   features = dict(features)
   error = features.pop(BROKEN, None)
-  prompt_feature = config.prompt_feature
-  if config.prompt_from_targets:
-    prompt_feature = TARGETS
   is_scored = config.mode == 'score'
-  for feature in (INPUTS, TARGETS if is_scored else None, prompt_feature):
-    if feature is None or error:
-      continue
+  needed = [INPUTS, config.prompt_feature, TARGETS if is_scored else None]
+  for feature in filter(None, needed):
     ids = features.get(feature, '')
     scored = is_scored and feature == TARGETS
-    if not _is_ids(ids) or (scored and not len(ids)):
+    if not error and (not _is_ids(ids) or (scored and not len(ids))):
       present = sorted(k for k, v in features.items() if _is_ids(v) and len(v))
       error = (
         f'{config.task_name!r}: example {config.index(number)} has no tokens'
@@ -642,36 +537,15 @@ def _task_example(
       if scored:
         error += ' A line is inputs<TAB>targets (.tsv), or has both (.jsonl).'
   if error:
-    return Example((), features, error=error)
+    return Example((), features, skipped=_failed(error))
   prompt = None
-  if prompt_feature is not None:
-    prompt = _ids(features, prompt_feature)
+  if config.prompt_feature is not None:
+    prompt = _ids(features, config.prompt_feature)
     # Without its end: an output that begins with it would be over.
-    if prompt[-1:] == [config.vocabulary.eos_id]:
+    if config.tokenizer and prompt[-1:] == [config.tokenizer.eos_id]:
       del prompt[-1]
-    prompt = prompt[: config.prompt_from_targets or None]
   target = _ids(features, TARGETS) if _is_ids(features.get(TARGETS, '')) else []
   return Example(_ids(features, INPUTS), features, target, prompt)
-
-
-def _check_vocabulary(
-  config: DecodeConfig, engine: Engine, examples: Sequence[Example]
-) -> None:
-  """Raises ValueError for a task or a tokenizer of another vocabulary."""
-  if engine.tokenizer.fingerprint != config.vocabulary.fingerprint:
-    raise ValueError(
-      f"The run's tokenizer {config.vocabulary.path!r} is not the engine's,"
-      f' {engine.tokenizer.path!r} (their fingerprints differ).'
-    )
-  size = engine.target.vocab_size
-  for number, example in enumerate(examples):
-    for feature, ids in ((INPUTS, example.source), (TARGETS, example.target)):
-      if (highest := int(max(ids, default=0))) >= size:
-        raise ValueError(
-          f'{config.task_name!r}: {feature!r} of example'
-          f' {config.index(number)} holds the id {highest}, the target has'
-          f' {size}: the task was made for another vocabulary.'
-        )
 
 
 def _is_ids(value: Any) -> bool:

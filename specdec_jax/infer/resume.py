@@ -1,12 +1,9 @@
-"""A run that can be killed at any moment and started again.
+"""The folder of a run: finished work, results, and how a killed run goes on.
 
-`NAME.partial` in the output folder holds the finished work: an append-only
-JSONL file. Its first line has everything that decides the output, and each
-further line the results of a batch. Each line begins with a checksum of its
-content and of the run, so that a line that was cut, changed or written by
-another run is noticed, and its work done again. Of several processes each
-appends to a file of its own. At the end the results are written, and last the
-marker `NAME.COMPLETED`, which holds the size and checksum of each result.
+While a run goes on, it appends finished work to `NAME.partial`: the first line
+is the settings, each other line the results of a batch, as JSON. A line that a
+kill has cut is made again. Of several processes each appends to a file of its
+own. At the end the results are written, and last the marker `NAME.COMPLETED`.
 Meanwhile `.NAME.lock` keeps other runs out; it is released with the process,
 however that ends.
 """
@@ -14,31 +11,53 @@ however that ends.
 import contextlib
 import errno
 import glob
-import hashlib
 import json
 import os
 import pathlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, TextIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
+
+from jax.experimental import multihost_utils
 
 from specdec_jax import files
 from specdec_jax.files import same_run
-from specdec_jax.infer.processes import Processes
 
 try:
   import fcntl
 except ImportError:  # not on Windows
   fcntl = None  # type: ignore[assignment]
 
-ALONE = Processes()
 _OVERWRITE = 'overwrite (--overwrite, in gin DecodeConfig.overwrite = True)'
-_AGAIN = f'Give another folder, or {_OVERWRITE} to make them again'
 _LOOK_S = 0.2  # time between two looks whether another process has written
 # Longer than a program compiles, and than a batch or the metrics take.
 _MOST_SILENCE_S = 1800.0
+
+
+class NoFolder:
+  """Stands for the folder of a run that keeps nothing; see `Folder`."""
+
+  name = 'The run'
+  finished = False
+
+  def claimed(self) -> contextlib.AbstractContextManager[None]:
+    """Nothing is claimed."""
+    return contextlib.nullcontext()
+
+  def open(self, overwrite: bool) -> None:
+    """Nothing is there."""
+
+  def begin(self, settings: Any, overwrite: bool) -> list[dict[str, Any]]:
+    """No work was done."""
+    return []
+
+  def append(self, content: Any) -> None:
+    """Keeps nothing."""
+
+  def finish(self, contents: Any, failed: bool = False) -> None:
+    """Writes nothing."""
 
 
 class Folder:
@@ -48,23 +67,22 @@ class Folder:
     path: the folder; other runs may share it.
     name: name of the file of records; other runs in the folder must have other
       names.
-    process: which of the run's processes this is.
+    process: which of the run's processes this is, from 0; the first one writes
+      the files that belong to all.
   """
 
-  def __init__(self, path: str, name: str, process: Processes = ALONE):
+  def __init__(self, path: str, name: str, process: int = 0):
     self.path = pathlib.Path(path)
     self.name = name
     self.process = process
-    share = ''
-    if process.index:
-      share = f'-{process.index:05}-of-{process.count:05}'
+    share = f'-{process:05}' if process else ''
     self._lock = self.path / f'.{name}{share}.lock'
     self._partial = self.path / f'{name}.partial{share}'
     self._marker = self.path / f'{name}.COMPLETED'
     self._config = self.path / f'{name}.config.json'
     self._settings = ''  # of this run, as JSON
-    self._stream: BinaryIO | None = None  # of `_partial`
-    self._ends: dict[pathlib.Path, int] = {}  # of what was read of each file
+    # Where what was read of each file ends, or was written to the own one.
+    self._ends: dict[pathlib.Path, int] = {}
 
   @contextlib.contextmanager
   def claimed(self) -> Iterator[None]:
@@ -76,48 +94,18 @@ class Folder:
     """
     files.make_folder(self.path)
     with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
-      try:
-        yield
-      finally:
-        if self._stream is not None:
-          with contextlib.suppress(OSError):  # of a disk that is full
-            self._stream.close()
-          self._stream = None
+      yield
 
   @property
   def finished(self) -> bool:
     """Whether there are finished results."""
-    return self._marker.exists()
+    return self._marker.exists() and (self.path / self.name).exists()
 
-  def missing(self) -> list[str] | None:
-    """The finished results whose files are gone; None without a marker.
-
-    Raises:
-      ValueError: a result was changed after the run, or the marker is broken.
-    """
-    if not self.finished:
-      return None
-    finished = self.read_json(self._marker.name)
-    if not isinstance(finished, dict) or not finished:
-      raise ValueError(f'{str(self._marker)!r} is broken. {_AGAIN}.')
-    gone = [name for name in finished if not (self.path / name).exists()]
-    for name in finished.keys() - gone:
-      before, now = finished[name], _described(self._bytes(self.path / name))
-      if before != now:
-        raise ValueError(
-          f'{str(self.path / name)!r} was changed after the run was finished:'
-          f' expected {before}, got {now}. {_AGAIN}.'
-        )
-    return gone
-
-  def _bytes(self, path: pathlib.Path) -> bytes:
-    try:
-      with files.open_regular(path) as stream:
-        return stream.read()
-    except (OSError, ValueError) as error:
-      raise ValueError(
-        f'{str(path)!r}, a finished result, cannot be read: {error}. {_AGAIN}.'
-      ) from error
+  def open(self, overwrite: bool) -> None:
+    """Lets finished results count, or not, for all processes."""
+    if self.process == 0 and (overwrite or not self.finished):
+      self._marker.unlink(missing_ok=True)
+    multihost_utils.sync_global_devices(f'{self.name} is open')
 
   def read_json(self, name: str, lines: bool = False) -> Any:
     """Reads a JSON file of finished results.
@@ -130,14 +118,16 @@ class Folder:
       ValueError: it cannot be read, or is not JSON.
     """
     path = self.path / name
-    data = self._bytes(path)
     try:
+      with files.open_regular(path) as stream:
+        data = stream.read()
       if not lines:
         return json.loads(data)
       return [json.loads(line) for line in data.split(b'\n') if line]
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
       raise ValueError(
-        f'{str(path)!r}, a finished result, is not JSON: {error}. {_AGAIN}.'
+        f'{str(path)!r}, a finished result, cannot be read: {error}. Give'
+        f' another folder, or {_OVERWRITE} to make all of them again.'
       ) from error
 
   def check_finished(self, settings: Mapping[str, Any]) -> None:
@@ -164,11 +154,11 @@ class Folder:
       OSError: the folder could not be written.
     """
     self._settings = json.dumps(settings, default=str, sort_keys=True)
-    if self.process.index == 0:
+    if self.process == 0:
       self._remove_others(overwrite)
-    self.process.meet(f'{self.name} begins')
+    multihost_utils.sync_global_devices(f'{self.name} begins')
     done = self.appended(own=True)
-    self.process.meet(f'{self.name} was read')
+    multihost_utils.sync_global_devices(f'{self.name} was read')
     return done
 
   def _remove_others(self, overwrite: bool) -> None:
@@ -178,11 +168,21 @@ class Folder:
       before = _header(path)
       if before == settings:
         continue
-      if before is not None and not overwrite:
-        self._check_same(before, settings, 'an unfinished run')
-      elif before is None:
+      if before is None:
         _warn(f'{path} is no work of a run: it is removed, and made again')
+      elif not overwrite:
+        self._check_same(before, settings, 'an unfinished run')
       path.unlink(missing_ok=True)
+
+  def _check_same(
+    self, before: Any, settings: Mapping[str, Any], kind: str
+  ) -> None:
+    same_run.check(
+      before,
+      settings,
+      f'{str(self.path)!r} holds {kind} of another configuration ({self.name})',
+      f'Give another folder, the same configuration, or {_OVERWRITE}.',
+    )
 
   def _partials(self) -> list[pathlib.Path]:
     return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
@@ -197,23 +197,18 @@ class Folder:
     for path in self._partials():
       if path == self._partial and not own:
         continue
+      begin = self._ends.get(path, 0)
       with open(path, 'rb') as stream:
-        stream.seek(begin := self._ends.get(path, 0))
+        stream.seek(begin)
         data = stream.read()
       whole = data[: data.rfind(b'\n') + 1]  # a kill may have cut the rest
       self._ends[path] = begin + len(whole)
       lines = whole.split(b'\n')[:-1]
-      for number, line in enumerate(lines):
-        if not begin and not number:
-          continue  # the settings
-        content = _content(line, self._settings)
-        if content is None:
-          _warn(
-            f'{path} line {line[:18]!r}... is damaged or of another run: its'
-            ' work is done again'
-          )
-        else:
-          contents.append(content)
+      for line in lines if begin else lines[1:]:  # behind the settings
+        try:
+          contents.append(json.loads(line))
+        except (ValueError, RecursionError):
+          _warn(f'{path}: {line[:18]!r}... is damaged: its work is done again')
     return contents
 
   def append(self, content: Mapping[str, Any]) -> None:
@@ -222,17 +217,17 @@ class Folder:
     Raises:
       OSError: it could not be written; earlier work is kept.
     """
-    with _explained(self._partial):
-      if self._stream is None:
-        self._stream = open(self._partial, 'ab')
-        # Without a line that a kill has cut.
-        self._stream.truncate(self._ends.get(self._partial, 0))
-        if not self._ends.get(self._partial):
-          self._stream.write(_line(json.loads(self._settings), ''))
-      # A killed process loses nothing that was flushed. It is not synced: that
-      # takes longer than many a batch, and the system does it within a minute.
-      self._stream.write(_line(content, self._settings))
-      self._stream.flush()
+    end = self._ends.get(self._partial, 0)
+    with _explained(self._partial), open(self._partial, 'ab') as stream:
+      stream.truncate(end)  # without a line that a kill has cut
+      stream.seek(end)
+      if not end:
+        stream.write(f'{self._settings}\n'.encode())
+      stream.write(f'{json.dumps(content)}\n'.encode())
+      end = stream.tell()
+    # A killed process loses nothing that was written. It is not synced: that
+    # takes longer than many a batch, and the system does it within a minute.
+    self._ends[self._partial] = end
 
   def finish(self, contents: Mapping[str, str], failed: bool = False) -> None:
     """Writes the results, the marker last, and removes the finished work.
@@ -245,103 +240,49 @@ class Folder:
       OSError: a file could not be written; then there is no marker.
     """
     contents = dict(contents)
-    if self._settings and not failed:
-      settings = json.dumps(json.loads(self._settings), indent=1)
-      contents[self._config.name] = settings + '\n'
-    self.reopen()  # while old files are replaced by new ones
-    for name, text in contents.items():
-      self._write(name, text)
     if not failed:
-      finished = {n: _described(text.encode()) for n, text in contents.items()}
-      self._write(self._marker.name, json.dumps(finished, indent=1) + '\n')
+      settings = json.dumps(json.loads(self._settings), indent=1)
+      contents[self._config.name] = f'{settings}\n'
+      contents[self._marker.name] = ''
+    self._marker.unlink(missing_ok=True)  # while old files are replaced
+    for name, text in contents.items():
+      with _explained(self.path / name):
+        # What a kill has left of it.
+        for torn in self.path.glob(f'.{glob.escape(name)}.*.tmp'):
+          torn.unlink(missing_ok=True)
+        files.write_atomically(self.path / name, text.encode())
     self.clean()
 
-  def _write(self, name: str, text: str) -> None:
-    with _explained(self.path / name):
-      # What a kill has left of it.
-      for torn in self.path.glob(f'.{glob.escape(name)}.*.tmp'):
-        torn.unlink(missing_ok=True)
-      files.write_atomically(self.path / name, text.encode())
-
-  def reopen(self, gone: Sequence[str] = ()) -> None:
-    """Removes the marker: the results no longer count as finished.
-
-    Args:
-      gone: results that are missing, which a warning names.
-    """
-    if gone:
-      _warn(
-        f'{str(self.path)!r} held finished results, of which'
-        f' {", ".join(gone)} is missing: all are made again'
-      )
-    self._marker.unlink(missing_ok=True)
-
   def clean(self) -> None:
-    """Removes what a finished run does not need, and what kills have left."""
+    """Removes work that a finished run does not need."""
     for path in self._partials():
       path.unlink(missing_ok=True)
-    for lock in self.path.glob(f'.{glob.escape(self.name)}-*.lock'):
-      with contextlib.suppress(ValueError, OSError), locked(lock, ''):
-        pass  # it is free, so the process that had it was killed
 
-  def wait(self, look: Callable[[], bool]) -> None:
+  def wait(self, is_there: Callable[[], bool]) -> None:
     """Waits for other processes, for as long as any of them writes something.
-
-    Args:
-      look: returns whether what is waited for is there.
 
     Raises:
       ValueError: no process has written anything for `_MOST_SILENCE_S`.
     """
     seen, since = self._written(), time.monotonic()
-    while not look():
+    while not is_there():
       time.sleep(_LOOK_S)
-      now = self._written()
-      if now != seen:
+      if (now := self._written()) != seen:
         seen, since = now, time.monotonic()
       elif time.monotonic() - since > _MOST_SILENCE_S:
         raise ValueError(
           f'Nothing was written in {str(self.path)!r} for'
-          f' {_MOST_SILENCE_S / 60:g} minutes, and process'
-          f' {self.process.index} waits for other processes there. Is it the'
-          ' same folder for all processes, and do all of them still run? Start'
-          ' all of them again: finished work is kept.'
+          f' {_MOST_SILENCE_S / 60:g} minutes, where process {self.process}'
+          ' waits for others. Do all of them still run, with the same folder?'
+          ' Start all of them again: finished work is kept.'
         )
 
-  def _written(self) -> dict[str, int]:
-    """When the files of this run were changed."""
-    times = {}
-    for path in self.path.glob(f'{glob.escape(self.name)}*'):
-      with contextlib.suppress(FileNotFoundError):
-        times[path.name] = path.stat().st_mtime_ns
-    return times
-
-  def _check_same(
-    self, before: Any, settings: Mapping[str, Any], kind: str
-  ) -> None:
-    same_run.check(
-      before,
-      settings,
-      f'{str(self.path)!r} holds {kind} of another configuration ({self.name})',
-      f'Give another folder, the same configuration, or {_OVERWRITE}.',
-    )
-
-
-def _line(content: Any, settings: str) -> bytes:
-  """A JSON line: a checksum of content and run, and the content."""
-  # Not strict JSON, which has no NaN: only this library reads the file.
-  text = json.dumps(content)
-  digest = hashlib.sha256(f'{settings}\0{text}'.encode()).hexdigest()[:16]
-  return f'["{digest}", {text}]\n'.encode()
-
-
-def _content(line: bytes, settings: str) -> Any:
-  """The content of a line of `_line`; None if it is not one of this run."""
-  try:
-    _, content = json.loads(line)
-  except (ValueError, TypeError, RecursionError):
-    return None
-  return content if _line(content, settings) == line + b'\n' else None
+  def _written(self) -> list[int]:
+    """When the files of this run were changed; none if one was just removed."""
+    with contextlib.suppress(FileNotFoundError):
+      paths = sorted(self.path.glob(f'{glob.escape(self.name)}*'))
+      return [path.stat().st_mtime_ns for path in paths]
+    return []
 
 
 def _header(path: pathlib.Path) -> Any:
@@ -349,13 +290,9 @@ def _header(path: pathlib.Path) -> Any:
   try:
     files.check_regular(path)
     with open(path, 'rb') as stream:
-      return _content(stream.readline().removesuffix(b'\n'), '')
-  except (OSError, ValueError):
+      return json.loads(stream.readline())
+  except (OSError, ValueError, RecursionError):
     return None
-
-
-def _described(data: bytes) -> dict[str, Any]:
-  return {'bytes': len(data), 'sha256': hashlib.sha256(data).hexdigest()}
 
 
 def _warn(message: str) -> None:
@@ -383,7 +320,7 @@ def locked(path: pathlib.Path, subject: str) -> Iterator[None]:
 
   Args:
     path: the file that is locked.
-    subject: what the lock guards, for messages; '' gives no warning.
+    subject: what the lock guards, for messages.
 
   Raises:
     ValueError: another process has the lock; the message says which.
@@ -414,11 +351,8 @@ def _open_locked(path: pathlib.Path, subject: str) -> TextIO:
         ' folder.'
       ) from error
     except OSError as error:  # a file system without locks
-      if subject:
-        _warn(
-          f'{subject} cannot be locked ({error.strerror}), so nothing keeps'
-          f' {holder} from writing it at the same time. Start one run at a time'
-        )
+      why = f'({error.strerror}), so {holder} may write it as well'
+      _warn(f'{subject} cannot be locked {why}. Start one run at a time')
       return lock
     # The last holder may have removed the file after it was opened here.
     with contextlib.suppress(FileNotFoundError):

@@ -56,6 +56,8 @@ class LocalTask:
     source_lang: language of the inputs, of models that translate between many,
       such as 'eng_Latn'; None is the engine's.
     target_lang: that of the outputs, likewise.
+    distinct: whether lines with the same input are one example, whose
+      references are the targets of all.
 
   Raises:
     ValueError: a file is missing, or a kind of file or a metric is unknown.
@@ -71,6 +73,7 @@ class LocalTask:
   metrics: tuple[str, ...] = ()
   source_lang: str | None = None
   target_lang: str | None = None
+  distinct: bool = False
 
   def __post_init__(self):
     check_types(self)
@@ -134,7 +137,7 @@ class LocalTask:
         else:
           yield example | {'inputs': self.prefix + example['inputs']}
 
-    return generate()
+    return _distinct(generate()) if self.distinct else generate()
 
   def examples(
     self,
@@ -163,6 +166,23 @@ class LocalTask:
         yield example
 
     return generate()
+
+
+def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+  """Yields an example for each input; its references are those of all lines."""
+  merged: dict[str, dict[str, Any]] = {}
+  broken_off = None
+  try:
+    for example in examples:
+      texts = example.get('references') or [example['targets']]
+      first = merged.setdefault(example['inputs'], example)
+      known = first.setdefault('references', [])
+      known += [text for text in texts if text and text not in known]
+  except files.BrokenOff as error:
+    broken_off = error
+  yield from merged.values()
+  if broken_off is not None:
+    raise broken_off
 
 
 def _ending(path: str | os.PathLike[str]) -> str:
@@ -330,7 +350,11 @@ def read_inputs(path: str) -> list[str]:
 
 
 def find_task(
-  task: str | LocalTask, split: str, tokenizer: Tokenizer, prefix: str = ''
+  task: str | LocalTask,
+  split: str,
+  tokenizer: Tokenizer,
+  prefix: str = '',
+  distinct: bool = False,
 ) -> str | LocalTask:
   """Makes a local task for the path of a file; other tasks stay as they are.
 
@@ -341,6 +365,7 @@ def find_task(
     split: the split that a file is used as.
     tokenizer: the models' tokenizer.
     prefix: put before each input of a file.
+    distinct: as of `LocalTask`, for a file.
 
   Raises:
     ValueError: there is no such file, or a local task has another vocabulary
@@ -358,7 +383,9 @@ def find_task(
     if _ending(path) in KINDS:
       name = os.path.splitext(name)[0]
     vocabulary, kind = tokenizer.path, kind_of(path)
-    task = LocalTask(name, {split: path}, vocabulary, kind, prefix)
+    task = LocalTask(
+      name, {split: path}, vocabulary, kind, prefix, distinct=distinct
+    )
   other = Tokenizer(task.vocab_path)
   for field in ('fingerprint', 'eos_id'):
     theirs, ours = getattr(other, field), getattr(tokenizer, field, None)

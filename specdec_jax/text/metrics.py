@@ -93,6 +93,15 @@ def t5_bleu(
   return bleu(targets, predictions, tokenize='intl')
 
 
+def first_bleu(
+  targets: Sequence[Target], predictions: Sequence[str]
+) -> dict[str, Any]:
+  """`bleu` with the first reference of each prediction alone."""
+  firsts = [texts[:1] for texts in _references(targets, predictions)]
+  score = bleu(firsts, predictions)
+  return {f'first_{name}': value for name, value in score.items()}
+
+
 def lack(metric: Metric) -> str | None:
   """Why a metric is unavailable (its package is missing); None if it is not."""
   try:
@@ -105,6 +114,7 @@ def lack(metric: Metric) -> str | None:
 # The metrics that a configuration can name.
 METRICS: Mapping[str, Metric] = {
   'bleu': bleu,
+  'first_bleu': first_bleu,
   't5_bleu': t5_bleu,
   'rouge': rouge,
 }
