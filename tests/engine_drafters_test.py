@@ -138,7 +138,7 @@ def demo_engine(tmp_path):
         fingerprint=vocabulary.fingerprint,
       ).save(path)
       flags.append(f'--gin.NGRAM_FILE={path}')
-    gin_flags.load(gin_flags.parse_flags(flags))
+    gin_flags.load(flags)
     return gin_flags.build(infer.DecodeConfig).engine()
 
   return make

@@ -246,7 +246,7 @@ def test_presets_behind_a_run_file(preset):
   flags = ['--gin_file=gin/runs/demo.gin', '--gin_file=gin/partitioning.gin']
   data, model = PRESETS[preset]
   flags += [f'--gin.DATA_DEVICES={data}', f'--gin.MODEL_DEVICES={model}']
-  gin_flags.load(gin_flags.parse_flags(flags))
+  gin_flags.load(flags)
   placement = gin_flags.build(partitioning.Placement)
   assert (placement.data, placement.model) == PRESETS[preset]
   # One place says a run's dtype: what loads its models.

@@ -244,9 +244,7 @@ def test_bad_flags(count, index, address, message):
   with pytest.raises(ValueError, match=message):
     gin_flags.meeting_of(given)
   with pytest.raises(ValueError, match="'--process_counts'.*--process_count"):
-    gin_flags.parse_flags(
-      ['--gin_file=gin/runs/infer.gin', '--process_counts=2']
-    )
+    gin_flags.load(['--gin_file=gin/runs/infer.gin', '--process_counts=2'])
 
 
 def test_flags():
@@ -261,7 +259,7 @@ def test_flags():
 # It waits in C code that looks for no signal, as a compiled program does.
 WAITS = """
 import hashlib, os, sys
-from specdec_jax.cli import gin_flags
+from specdec_jax.cli import Command, gin_flags
 from specdec_jax.infer import processes
 
 def wait():
@@ -270,8 +268,8 @@ def wait():
 
 if sys.argv[1] == 'watched':
   sys.exit(processes.run(wait))
-gin_flags.load = gin_flags.parse_flags = lambda *_: None
-sys.exit(gin_flags.main(wait, ['--gin_file=run.gin']))
+gin_flags.load = lambda *_: None
+sys.exit(gin_flags.main(Command(wait), ['--gin_file=run.gin']))
 """
 
 

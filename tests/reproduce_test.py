@@ -239,7 +239,7 @@ def load(monkeypatch, name, output_dir, *flags):
   monkeypatch.chdir(gin_flags.ROOT)
   name, *macros = name.split()
   given = [f'--gin_file=gin/runs/{name}.gin', f'--output-dir={output_dir}']
-  gin_flags.load(gin_flags.parse_flags([*given, *macros, *flags]))
+  gin_flags.load([*given, *macros, *flags])
   return gin_flags.build(ReproduceConfig)
 
 

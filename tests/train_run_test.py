@@ -278,10 +278,10 @@ def test_gin_files(name, macros, vocab_size, tmp_path):
   name, *sizes = name.split()
   flags = [f'--gin_file=gin/runs/{name}.gin', *sizes]
   with pytest.raises(ValueError, match='Required and not given: .*--model-dir'):
-    gin_flags.load(gin_flags.parse_flags(flags))
+    gin_flags.load(flags)
   flags += [f'--gin.{macro}={path}' for macro in given]
   try:
-    gin_flags.load(gin_flags.parse_flags(flags))
+    gin_flags.load(flags)
     run = gin_flags.build(training.TrainRun)
   finally:
     gin.clear_config()
