@@ -112,8 +112,6 @@ def simple(tokenizer):
 def test_a_calibration_says_what_is_drafted_for(simple):
   measured = calibration_of(simple)
   assert measured.least_length(1) == SHORT and measured.least_length(2) == 0
-  settings = ServeSettings(rows=2)
-  worker.calibrate(simple, settings, measured)
   scheduler = started(simple, measured=measured, rows=2)
   greedy = {'log_probs': False, 'stop_ids': ()}
   long = greedy | {'max_length': 16}
@@ -169,20 +167,20 @@ def test_calibrations_of_something_else_are_refused(simple, tokenizer):
   settings = ServeSettings(rows=2)
   other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
   with pytest.raises(CalibrationError, match='made for something else'):
-    worker.calibrate(simple, settings, other)
+    worker.Worker(simple, settings, other)
   given = dataclasses.replace(settings, gammas={2: 3})
   with pytest.raises(ValueError, match='gammas'):
-    worker.calibrate(simple, given, measured)
+    worker.Worker(simple, given, measured)
   alone = Engine(model(0), tokenizer=tokenizer)
   with pytest.raises(ValueError, match='drafter'):
-    worker.calibrate(alone, settings, measured)
+    worker.Worker(alone, settings, measured)
 
 
 def test_an_adaptive_engine_needs_what_a_calibration_knows(engine):
   with pytest.raises(
     CalibrationError, match='needs a calibration with a table'
   ):
-    worker.calibrate(engine, ServeSettings(), calibration_of(engine))
+    worker.Worker(engine, ServeSettings(), calibration_of(engine))
   with pytest.raises(ValueError, match='gammas: .* at most 2'):
     worker.Worker(engine, ServeSettings(gammas={16: 9}))
 
@@ -190,5 +188,5 @@ def test_an_adaptive_engine_needs_what_a_calibration_knows(engine):
 def test_rounds_of_rest_are_counted_by_themselves():
   stats = CompletionStats(9, 6, 4, 3, (4, 1, 1), fallback_rounds=2)
   done = Completion('', [1] * 9, [], 'stop', stats)
-  found = answer.speculative_metrics([done], 5)['speculative_decoding']
+  found = answer.speculative_metrics([done], 5)
   assert (found['fallback_rounds'], found['num_draft_tokens']) == (2, 5)

@@ -230,10 +230,10 @@ def test_requests_name_their_languages(vocabulary):
     ]
     assert have == want
     for asked, param, said in (
-      ({}, 'target_lang', 'target_lang is missing'),
-      ({'target_lang': 'deu_Latn'}, 'source_lang', 'source_lang is missing'),
+      ({}, 'source_lang', 'source_lang is missing'),
+      ({'source_lang': 'eng_Latn'}, 'target_lang', 'target_lang is missing'),
       (PAIR | {'source_lang': 'eng_Lat'}, 'source_lang', 'known: eng_Latn'),
-      (PAIR | {'target_lang': ['x']}, 'target_lang', 'expected a text'),
+      (PAIR | {'target_lang': ['x']}, 'target_lang', 'expected text'),
     ):
       answer = ask('/v1/completions', body | asked)
       error = answer.json()['error']

@@ -276,9 +276,8 @@ def test_rows_are_themselves_whatever_is_compiled(engine, monkeypatch):
       run()
       turns[1].release()
 
-    found = runs(*args)
-    all_runs.extend(found)
-    return {one: functools.partial(used, run) for one, run in found.items()}
+    all_runs.extend(runs(*args))
+    return [(name, functools.partial(used, run)) for name, run in all_runs]
 
   monkeypatch.setattr(Worker, '_rehearsals', one_by_one)
   made = Worker(engine, ServeSettings(rows=4))
