@@ -54,6 +54,17 @@ def test_begins_and_ends(prefix, settings, begins, ends, tmp_path):
   assert tokenizer.vocab_size == 268
 
 
+def test_an_added_token_that_the_network_lacks_is_named(tmp_path):
+  folder = tmp_path / 'model'
+  config = dataclasses.replace(LLAMA, vocab_size=268)
+  write_folder(folder, 'llama', config=config, vocab_size=268)
+  shutil.copytree(write_vocabulary(tmp_path), folder, dirs_exist_ok=True)
+  (folder / 'added_tokens.json').write_text('{"<far>": 268}')
+  words = f"'{folder}'.*'<far>': 268"
+  with pytest.raises(ValueError, match=words):
+    specdec_jax.load(folder)
+
+
 def test_a_folder_with_its_vocabulary(tmp_path):
   files = write_vocabulary(tmp_path, '<bos>', eos_token='<turn>')
   folder = tmp_path / 'model'

@@ -121,7 +121,10 @@ def load(
     tokenizer = Tokenizer(tokenizer)
   sizes = network or config
   if tokenizer is not None and sizes is not None:
-    check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+    try:
+      check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+    except ValueError as error:
+      raise ValueError(f'{tokenizer.path!r}: {error}') from error
     tokenizer = tokenizer.for_network(sizes.vocab_size)
   opened = open_checkpoint(
     location.path, network, described=described, adapter=adapter
