@@ -68,7 +68,7 @@ def configurables() -> list[tuple[str, str, Callable]]:
   """
   referred = {reference.config_key for reference in _references()}
   keys = dict.fromkeys([*_config(), *sorted(referred)])
-  found = []
+  entries = []
   for scope, selector in sorted(keys, key=lambda key: key in referred):
     if selector in _INTERNAL or scope not in ('', 'target', 'draft'):
       continue
@@ -78,8 +78,8 @@ def configurables() -> list[tuple[str, str, Callable]]:
       made.__module__.startswith(_NETWORKS)
     ):
       name = f'{scope}/{selector}' if scope else selector
-      found.append((scope, name, made))
-  return found
+      entries.append((scope, name, made))
+  return entries
 
 
 def bound(binding: str) -> Any:
@@ -267,8 +267,8 @@ def explain(error: Exception) -> str:
     )
   if isinstance(error, SyntaxError):
     line = f' (line {error.lineno})' if error.lineno else ''
-    if found := re.search(r"malformed node.* token '(.*)'", text):
-      return f'not valid gin: {found[1]} is no value, text has quotes{line}.'
+    if match := re.search(r"malformed node.* token '(.*)'", text):
+      return f'not valid gin: {match[1]} is no value, text has quotes{line}.'
     return f'not valid gin: {error.msg.rstrip(".")}{line}.'
   if isinstance(error, tokenize.TokenError):
     return f'not valid gin: {error.args[0]}; is a bracket or quote open?'

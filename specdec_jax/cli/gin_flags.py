@@ -324,10 +324,10 @@ def build(cls: type[_T]) -> _T:
   try:
     configured = gin.get_configurable(cls)
   except ValueError as error:
-    found = ', '.join(gin_checks.configured()) or 'nothing'
+    names = ', '.join(gin_checks.configured()) or 'nothing'
     name = f'{cls.__module__}.{cls.__qualname__}'
     raise ValueError(
-      f'The gin files configure {found}, not {name}, which this command needs.'
+      f'The gin files configure {names}, not {name}, which this command needs.'
     ) from error
   try:
     return configured()

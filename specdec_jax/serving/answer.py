@@ -185,7 +185,7 @@ class Answer:
           choice['round'] = spelled.parts
         self._tokens[index] = [*before, *update.tokens]
         last = self._is_over and not usage
-        more = self._speculation() if last else {}
+        more: dict[str, Any] = self._speculation() if last else {}
         yield _event(common | {'choices': [choice]} | more)
       if usage:
         yield _event(common | {'choices': []} | self._counts())

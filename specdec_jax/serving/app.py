@@ -254,12 +254,9 @@ class Application:
     loop: asyncio.AbstractEventLoop,
     template: ChatTemplate | None,
   ) -> Answer:
+    body = protocol.parse_json(data)
     request = protocol.parse(
-      protocol.parse_json(data),
-      self._engine,
-      self._settings,
-      self.name,
-      template,
+      body, self._engine, self._settings, self.name, template
     )
     return Answer(request, self._worker, self.metrics, self.name, loop)
 

@@ -224,10 +224,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
   return {name: value for name, value in body.items() if value is not None}
 
 
-def check_model(given: str, name: str) -> None:
+def check_model(asked_for: str, name: str) -> None:
   """Raises ApiError unless a request names the model that is served."""
-  if given != name:
-    message = f'There is no model {shortened(given)} here, only {name!r}.'
+  if asked_for != name:
+    message = f'There is no model {shortened(asked_for)} here, only {name!r}.'
     raise ApiError(message, 'model', 404, 'model_not_found')
 
 

@@ -100,18 +100,18 @@ def run(
     ray.init(include_dashboard=False, configure_logging=False)
     ends.callback(say, 'stopped')
     ends.callback(ray.shutdown)
-    told = ends.enter_context(_told_to_end())
+    is_over = ends.enter_context(_end_by_signal())
     ray_serve.start(http_options=address)
     say('listening', url=url, replicas=replicas.number)
     app = _deployment(ray_serve, make, settings, replicas, keys).bind()
     ends.callback(_end, ray_serve, settings)
     started = _started(ray_serve, app)
-    while not (started.done() or told.wait(_LOOK_SECONDS)):
+    while not (started.done() or is_over.wait(_LOOK_SECONDS)):
       pass
     if started.done():
       started.result()  # raises if they do not start
       say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
-    told.wait()
+    is_over.wait()
     say('stopping')
 
 
@@ -238,13 +238,13 @@ def _deployment(
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[threading.Event]:
+def _end_by_signal() -> Iterator[threading.Event]:
   """Inside, SIGTERM and SIGINT only set the event."""
-  told = threading.Event()
+  is_over = threading.Event()
   kinds = (signal.SIGTERM, signal.SIGINT)
-  before = [signal.signal(kind, lambda *_: told.set()) for kind in kinds]
+  before = [signal.signal(kind, lambda *_: is_over.set()) for kind in kinds]
   try:
-    yield told
+    yield is_over
   finally:
     for kind, handler in zip(kinds, before, strict=True):
       signal.signal(kind, handler)

@@ -133,9 +133,9 @@ def api_keys(path: str | None) -> list[str]:
       text is not empty and holds no key.
   """
   if path is None:
-    given = os.environ.get(_KEYS, '')
-    keys = [key.strip() for key in given.split(',') if key.strip()]
-    if given and not keys:  # somebody thinks that the server is locked
+    text = os.environ.get(_KEYS, '')
+    keys = [key.strip() for key in text.split(',') if key.strip()]
+    if text and not keys:  # somebody thinks that the server is locked
       raise ValueError(f'Expected keys in {_KEYS}, found none; unset it.')
     return keys
   try:

@@ -161,11 +161,11 @@ class Connection(HttpToolsProtocol):
     """Closes the one that has waited longest, if there are too many."""
     super().connection_made(transport)
     self._await_header()
-    if len(self.connections) > self._settings.max_connections:
-      for longest in list(self._all_waiting)[:1]:
-        del self._all_waiting[longest]
-        self.connections.discard(longest)
-        longest.transport.abort()
+    longest = next(iter(self._all_waiting), None)
+    if longest and len(self.connections) > self._settings.max_connections:
+      del self._all_waiting[longest]
+      self.connections.discard(longest)
+      longest.transport.abort()
     self._note()
 
   def connection_lost(self, exc: Exception | None) -> None:
