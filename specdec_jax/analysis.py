@@ -12,15 +12,14 @@ and differentiated. Values out of range raise a ValueError if they are known;
 under a transformation they are not known, and so are not checked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 
 # A range in words, and a test whether numbers are in it; NaN is in no range.
 _Range = tuple[str, Callable[[np.ndarray], np.ndarray]]
@@ -114,22 +113,6 @@ def acceptance_prob(
   return _as_rate(jnp.sum(jnp.minimum(target, draft), axis=-1))
 
 
-def rejection_acceptance_prob(
-  target_probs: ArrayLike, draft_probs: ArrayLike
-) -> jax.Array:
-  """The acceptance probability of plain rejection sampling, to compare; A.2.
-
-  1 / M with M = max p / q; never above `acceptance_prob`. It is 0 as soon as
-  the draft leaves out one token of the target.
-
-  Shapes and errors are those of `acceptance_prob`.
-  """
-  target, draft = _distributions(target_probs, draft_probs)
-  possible = target > 0
-  ratio = draft / jnp.where(possible, target, 1)
-  return _as_rate(jnp.min(jnp.where(possible, ratio, jnp.inf), axis=-1))
-
-
 def lenient_acceptance_prob(
   target_probs: ArrayLike, draft_probs: ArrayLike, lenience: ArrayLike
 ) -> jax.Array:
@@ -154,6 +137,38 @@ def lenient_acceptance_prob(
   # Where `accepted` is false, leeway is positive.
   kept = target / jnp.where(accepted, 1, leeway)
   return _as_rate(jnp.sum(jnp.where(accepted, draft, kept), axis=-1))
+
+
+def speed_up_of_outputs(
+  lengths: Sequence[int],
+  acceptance_rate: float,
+  gamma: int,
+  round_cost: float,
+  start: float = 0.0,
+  draft_start: float = 0.0,
+) -> float:
+  """The expected speed-up of whole outputs, one at a time.
+
+  Unlike the factor of a token it counts what both loops begin with, and the
+  tokens of the last round that lie behind an output's end. All costs are in
+  calls of the target over one token.
+
+  Args:
+    lengths: tokens of each output, its end included.
+    acceptance_rate: alpha.
+    gamma: proposals per round.
+    round_cost: v(gamma + 1) + gamma c + what a round takes besides.
+    start: the encoder, and all else that an output takes besides its tokens.
+    draft_start: what the drafter begins with.
+  """
+  plain = sum(start + length for length in lengths)
+  speculative = sum(
+    start
+    + draft_start
+    + round_cost * expected_rounds(acceptance_rate, gamma, length)
+    for length in lengths
+  )
+  return plain / speculative
 
 
 def walltime_factor(
@@ -197,28 +212,6 @@ def measured_walltime_factor(
     _real('call_cost', call_cost, _POSITIVE),
   )
   return tokens / (target_cost + steps * draft_cost)
-
-
-def improves(acceptance_rate: ArrayLike, cost_ratio: ArrayLike) -> jax.Array:
-  """Whether some gamma makes decoding faster, alpha > c; Corollary 3.9.
-
-  Returns bool[...]. Arguments and errors are those of `walltime_factor`.
-  """
-  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
-  return rate > cost
-
-
-def lowest_factor(
-  acceptance_rate: ArrayLike, cost_ratio: ArrayLike
-) -> jax.Array:
-  """The least that the best gamma gives, (1 + alpha) / (1 + c); Corollary 3.9.
-
-  It is the walltime factor of gamma = 1; above 1 if `improves` is true.
-
-  Arguments and errors are those of `walltime_factor`.
-  """
-  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
-  return (1 + rate) / (1 + cost)
 
 
 def operations_factor(
@@ -290,7 +283,10 @@ def oracle_factor(
   Arguments and errors are those of `walltime_factor`. Returns float[...], >= 1;
   infinite at alpha = 1, c = 0.
   """
-  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
+  rate, cost = _aligned(
+    _real('acceptance_rate', acceptance_rate, _RATE),
+    _real('cost_ratio', cost_ratio, _COST),
+  )
   return 1 / (1 - rate + rate * jnp.minimum(cost, 1))
 
 
@@ -307,15 +303,6 @@ def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
     total = jnp.where(odd, 1 + rate * total, total)
     power = jnp.where(odd, rate * power, power)
   return total
-
-
-def _rate_and_cost(
-  acceptance_rate: ArrayLike, cost_ratio: ArrayLike
-) -> list[jax.Array]:
-  return _aligned(
-    _real('acceptance_rate', acceptance_rate, _RATE),
-    _real('cost_ratio', cost_ratio, _COST),
-  )
 
 
 def _cost_curve(call_cost: ArrayLike, num_costs: int) -> jax.Array:

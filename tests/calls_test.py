@@ -10,6 +10,7 @@ import pytest
 import rich.console
 
 import toy_models
+import toy_requests
 from small_vocabulary import network
 from specdec_jax import partitioning
 from specdec_jax.decoding.loop import Loop
@@ -246,8 +247,8 @@ def test_the_t5x_style_loop_gives_the_same_logits():
   @functools.partial(jax.jit, static_argnums=0)
   def read(model, params):
     cache = model.prefill(params, inputs, 8)
-    first, cache = model.extend(params, cache, tokens[:, :1])
-    rest, _ = model.extend(params, cache, tokens[:, 1:])
+    first, cache = toy_requests.read(model, params, cache, tokens[:, :1])
+    rest, _ = toy_requests.read(model, params, cache, tokens[:, 1:])
     return first, rest
 
   ours_and_theirs = (NETWORK, calls.T5XStyle(NETWORK.config))

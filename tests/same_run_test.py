@@ -8,6 +8,7 @@ import pytest
 from small_vocabulary import network
 from specdec_jax.files import same_run
 from specdec_jax.measure import acceptance, record
+from specdec_jax.measure.calls import BenchmarkConfig
 from specdec_jax.paper import printed, reproduce, tables
 
 
@@ -54,11 +55,17 @@ def test_a_record_that_is_none_is_named(tmp_path, text):
   with pytest.raises(ValueError, match='results.json.*another output_file'):
     acceptance._earlier(config)
   row = printed.TABLE2[0]
-  config = reproduce.SuiteConfig('tiny', network(1), {row.draft: network(1)})
+  config = reproduce.ReproduceConfig(
+    (),
+    'out',
+    records_dir=str(tmp_path),
+    suite=BenchmarkConfig(network(1)),
+    drafts={row.draft: network(1)},
+  )
   name = tables.row_name(row)
   (tmp_path / f'{name}.json').write_text(text)
   with pytest.raises(ValueError, match=f'{name}.*not a record'):
-    reproduce.read_suite(config, str(tmp_path))
+    reproduce.read_suite(config)
 
 
 @dataclasses.dataclass

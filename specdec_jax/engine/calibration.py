@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import analysis, files
+from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
@@ -24,20 +24,10 @@ from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
 
 _KIND, _VERSION = 'calibration', 1  # of the file
-_DRAWS = 2000  # random draws for the interval of the speed-up
-_INTERVAL = (2.5, 97.5)  # percent
 
 
 class CalibrationError(ValueError):
   """A calibration is broken, or was made for something else."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-  """A value and its standard error."""
-
-  value: float
-  error: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +146,7 @@ class Calibration:
   """The best gamma for each number of rows, for one pair on one device.
 
   Attributes:
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of its
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of its
       parameters.
     device: `device_name()` where it was measured.
     temperature: temperature at which the acceptance rate was measured.
@@ -223,22 +213,6 @@ class Calibration:
       )
     return rule_of(self.confidence, prices)
 
-  def drafting(self, rows: int, engine: Engine) -> Drafting:
-    """How an engine's greedy rows are drafted for, with so many rows.
-
-    Raises:
-      CalibrationError: the engine's gamma adapts, and `rule` does not know how.
-    """
-    choice = self.at(rows)
-    adapts = engine.rule is not None
-    rule = self.rule(rows) if choice.gamma and adapts else None
-    gamma = choice.gamma if rule is None else rule.most
-    made = engine.drafting_of(gamma, rule)
-    if made.fallback is None:
-      return made
-    costs = choice.fallback(gamma, adapts)
-    return made._replace(fallback=costs or made.fallback)
-
   def at(self, rows: int) -> Choice:
     """The choice for a number of rows.
 
@@ -270,14 +244,28 @@ class Calibration:
     times = self.times_ms(rows)
     return first_ms(times) / times['call_1']['median']
 
-  def gammas(self, rows: int) -> dict[int, int]:
-    """`PoolSettings.gammas` for `rows` rows, and for fewer of them."""
-    fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
-    return fewer | {rows: self.at(rows).gamma}
-
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
-    """`drafting` in a pool of `rows` rows, and of fewer."""
-    return {size: self.drafting(size, engine) for size in self.gammas(rows)}
+    """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
+
+    Args:
+      rows: rows that are decoded together; fewer are left at a run's end.
+      engine: whose gamma adapts or not, and whose drafter rests or not.
+
+    Raises:
+      CalibrationError: the engine's gamma adapts, and `rule` does not know how.
+    """
+    adapts = engine.rule is not None
+    plan: dict[int, Drafting] = {}
+    for size in {rows, *(one.rows for one in self.choices if one.rows < rows)}:
+      choice = self.at(size)
+      rule = self.rule(size) if choice.gamma and adapts else None
+      gamma = choice.gamma if rule is None else rule.most
+      drafting = engine.drafting_of(gamma, rule)
+      if drafting.fallback is not None:
+        costs = choice.fallback(gamma, adapts) or drafting.fallback
+        drafting = drafting._replace(fallback=costs)
+      plan[size] = drafting
+    return plan
 
   def direct(self, engine: Engine, rows: int) -> None:
     """Makes an engine that adapts, or whose drafter rests, go by these costs.
@@ -295,10 +283,10 @@ class Calibration:
       drafter = 'a tree' if engine.has_drafter else None
       raise unexpected('drafter', expected, drafter)
     self.check(engine.fingerprints)
-    if engine.rule is not None:
+    adapts = engine.rule is not None
+    if adapts:
       engine.gamma = self.rule(rows)
     if engine.fallback:
-      adapts = engine.rule is not None
       costs = self.at(rows).fallback(engine.gamma, adapts)
       engine.fallback = costs or True
 
@@ -386,89 +374,4 @@ def _tuples(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
   """A dataclass from JSON, whose lists are tuples."""
   return kind(
     **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-  )
-
-
-def speed_up_of_outputs(
-  lengths: Sequence[int],
-  acceptance_rate: float,
-  gamma: int,
-  round_cost: float,
-  start: float = 0.0,
-  draft_start: float = 0.0,
-) -> float:
-  """The expected speed-up of whole outputs, one at a time.
-
-  Unlike the factor of a token it counts what both loops begin with, and the
-  tokens of the last round that lie behind an output's end. All costs are in
-  calls of the target over one token.
-
-  Args:
-    lengths: tokens of each output, its end included.
-    acceptance_rate: alpha.
-    gamma: proposals per round.
-    round_cost: v(gamma + 1) + gamma c + what a round takes besides.
-    start: the encoder, and all else that an output takes besides its tokens.
-    draft_start: what the drafter begins with.
-  """
-  plain = sum(start + length for length in lengths)
-  speculative = sum(
-    start
-    + draft_start
-    + round_cost * analysis.expected_rounds(acceptance_rate, gamma, length)
-    for length in lengths
-  )
-  return plain / speculative
-
-
-def choose_gamma(
-  acceptance_rate: Measured,
-  cost_ratio: Measured,
-  call_cost: Sequence[Measured],
-  round_cost: float = 0.0,
-  rows: int = 1,
-  seed: int = 0,
-) -> Choice:
-  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c + r).
-
-  Args:
-    acceptance_rate: alpha.
-    cost_ratio: c.
-    call_cost: v(1), v(2), ...; gamma is less than the number of these.
-    round_cost: r, what a round takes besides its calls.
-    rows: the number of rows that these costs were measured with.
-    seed: seed of the draws for the interval, which assumes normal errors.
-  """
-  gammas = np.arange(len(call_cost))
-  values = np.array([cost.value for cost in call_cost])
-  factors = np.asarray(
-    analysis.measured_walltime_factor(
-      acceptance_rate.value,
-      gammas,
-      cost_ratio.value,
-      values / values[0] + round_cost * (gammas > 0),
-    )
-  )
-  # Gamma 0 is the plain loop: its factor is 1 by definition.
-  gamma = int(np.argmax(factors))
-  draws = np.random.default_rng(seed).standard_normal((3, _DRAWS))
-  rates = acceptance_rate.value + acceptance_rate.error * draws[0]
-  costs = cost_ratio.value + cost_ratio.error * draws[1]
-  verify = call_cost[gamma].value + call_cost[gamma].error * draws[2]
-  drawn = analysis.measured_walltime_factor(
-    np.clip(rates, 0.0, 1.0),
-    gamma,
-    np.maximum(costs, 0.0),
-    np.maximum(verify, 1e-3) / values[0] + round_cost,
-  )
-  low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
-  return Choice(
-    rows=rows,
-    gamma=gamma,
-    expected_speed_up=float(factors[gamma]),
-    interval=(float(low), float(high)),
-    factors=tuple(float(factor) for factor in factors),
-    cost_ratio=cost_ratio.value,
-    call_cost=tuple((values / values[0]).tolist()),
-    round_cost=round_cost,
   )

@@ -8,8 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import rich.console
 
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax import analysis
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_types,
+  unexpected,
+)
 from specdec_jax.checks.memory import gib
 from specdec_jax.decoding import fallback
 from specdec_jax.drafters.length import unsure_below
@@ -19,7 +24,6 @@ from specdec_jax.engine.calibration import (
   Calibration,
   Choice,
   Confidence,
-  Measured,
   Prices,
   rule_of,
 )
@@ -57,6 +61,16 @@ _TINY = 1e-9
 # deciding takes time, and what was measured is not exact.
 _LEAST_GAIN = 1.02
 _TURNS = 4  # to find the rate that a rule itself reaches
+_DRAWS = 2000  # random draws for the interval of the speed-up
+_INTERVAL = (2.5, 97.5)  # percent
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """A value and its standard error."""
+
+  value: float
+  error: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +271,7 @@ def _choice(config, setting, rates, confidence) -> Choice:
   # The closed forms know of no place without a proposal: there beta is 0.
   costs = [cost(size) for size in range(1, config.max_gamma + 2)]
   cost_ratio, round_cost = _round_costs(times)
-  choice = calibration.choose_gamma(
+  choice = choose_gamma(
     Measured(rate.mean, rate.standard_error),
     cost_ratio,
     costs,
@@ -282,6 +296,59 @@ def _choice(config, setting, rates, confidence) -> Choice:
     max(0.0, setting['gammas'][0].get('adapting_cost', 0.0)),
   )
   return dataclasses.replace(choice, prices=prices)
+
+
+def choose_gamma(
+  acceptance_rate: Measured,
+  cost_ratio: Measured,
+  call_cost: Sequence[Measured],
+  round_cost: float = 0.0,
+  rows: int = 1,
+  seed: int = 0,
+) -> Choice:
+  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c + r).
+
+  Args:
+    acceptance_rate: alpha.
+    cost_ratio: c.
+    call_cost: v(1), v(2), ...; gamma is less than the number of these.
+    round_cost: r, what a round takes besides its calls.
+    rows: the number of rows that these costs were measured with.
+    seed: seed of the draws for the interval, which assumes normal errors.
+  """
+  gammas = np.arange(len(call_cost))
+  values = np.array([cost.value for cost in call_cost])
+  factors = np.asarray(
+    analysis.measured_walltime_factor(
+      acceptance_rate.value,
+      gammas,
+      cost_ratio.value,
+      values / values[0] + round_cost * (gammas > 0),
+    )
+  )
+  # Gamma 0 is the plain loop: its factor is 1 by definition.
+  gamma = int(np.argmax(factors))
+  draws = np.random.default_rng(seed).standard_normal((3, _DRAWS))
+  rates = acceptance_rate.value + acceptance_rate.error * draws[0]
+  costs = cost_ratio.value + cost_ratio.error * draws[1]
+  verify = call_cost[gamma].value + call_cost[gamma].error * draws[2]
+  drawn = analysis.measured_walltime_factor(
+    np.clip(rates, 0.0, 1.0),
+    gamma,
+    np.maximum(costs, 0.0),
+    np.maximum(verify, 1e-3) / values[0] + round_cost,
+  )
+  low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
+  return Choice(
+    rows=rows,
+    gamma=gamma,
+    expected_speed_up=float(factors[gamma]),
+    interval=(float(low), float(high)),
+    factors=tuple(float(factor) for factor in factors),
+    cost_ratio=cost_ratio.value,
+    call_cost=tuple((values / values[0]).tolist()),
+    round_cost=round_cost,
+  )
 
 
 def _round_costs(times: Mapping[str, Any]) -> tuple[Measured, float]:

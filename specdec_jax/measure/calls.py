@@ -22,12 +22,13 @@ import rich.console
 from jax import lax
 
 from specdec_jax import analysis, partitioning, probs
-from specdec_jax.checks.arguments import (
+from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
   check_number,
+  check_types,
+  unexpected,
 )
-from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.checks.memory import device_bytes
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
@@ -39,8 +40,6 @@ from specdec_jax.decoding.speculative import (
   features_at,
   judge,
   no_features,
-  read,
-  with_features,
 )
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.drafters.base import Drafter, check_chain, encoded_for
@@ -386,8 +385,9 @@ def target_calls(
   def calls(params, cache, tokens, half, repeats):
     def body(_, carry):
       cache, _ = carry
-      logits, cache = model.extend(params, model.rewind(cache, half), carry[1])
-      return cache, probs.greedy_token(logits)
+      cache = model.rewind(cache, half)
+      features, cache = model.extend(params, cache, carry[1])
+      return cache, probs.greedy_token(model.head(params, features))
 
     return lax.fori_loop(0, repeats, body, (cache, tokens))[1]
 
@@ -473,12 +473,14 @@ def pair_rounds(
       keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(
         request.keys, round_number
       )
-      context = with_features(
-        context_of(request, tokens, half, keys),
-        target,
-        drafter,
-        params.target,
-        features,
+      context = context_of(
+        request,
+        tokens,
+        half,
+        keys,
+        features=features,
+        target=target,
+        target_params=params.target,
       )
       return keys, *drafter.propose(params.draft, state, context)
 
@@ -491,10 +493,9 @@ def pair_rounds(
         fed = jnp.concatenate(
           [tokens[:, half[0] - 1][:, None], draft.tokens], 1
         )
-        logits, features, cache = read(
-          target, drafter, params.target, cache, fed
-        )
-        features = features_at(features, jnp.zeros_like(half))
+        features, cache = target.extend(params.target, cache, fed)
+        logits = target.head(params.target, features)
+        features = features_at(drafter, features, jnp.zeros_like(half))
         last = judge(request, draft, logits, keys).next_token[:, None]
       state = drafter.commit(state, half)
       # The next round reads this round's token, so that the compiler cannot
@@ -503,9 +504,7 @@ def pair_rounds(
       # The draft is returned, or the compiler would drop unused proposals.
       return cache, state, tokens, features, draft
 
-    features = None
-    if drafter.reads_features:
-      features = no_features(target, params.target, cache)
+    features = no_features(target, drafter, params.target, cache)
     _, shapes, _ = jax.eval_shape(propose, 0, state, tokens, features)
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     carry = (cache, state, tokens, features, nothing)
@@ -1010,7 +1009,7 @@ class _Module(transformer.Network):
   def prefill(self, inputs, max_length, encoded=None):
     return kv_cache.apart(super().prefill(inputs, max_length, encoded))
 
-  def extend_features(self, cache, tokens, tree=None):
+  def extend(self, cache, tokens, tree=None):
     table = self.token_embedder.embedding.astype(self.shape.tokens.dtype)
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
     exact = backend.precision(self.shape.tokens.dtype)

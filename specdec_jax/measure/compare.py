@@ -22,8 +22,13 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax import analysis
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_types,
+  unexpected,
+)
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import Completion, CompletionStats, total
@@ -398,7 +403,7 @@ def _predicted(
     np.median(timed.seconds.sum(1)).item() for timed in (plain, first)
   )
   one = (whole - begun) / max(1, sum(lengths) - count)
-  return calibration.speed_up_of_outputs(
+  return analysis.speed_up_of_outputs(
     lengths,
     chosen.record['acceptance_rate']['alpha'],
     gamma,
@@ -693,7 +698,7 @@ def _modes(
     SPECULATIVE: continuous(True),
   }
   if chosen is not None:
-    modes[BY_LOAD] = continuous(True, gammas=chosen.gammas(rows))
+    modes[BY_LOAD] = continuous(True, gammas=chosen.plan(rows, engine))
   return modes
 
 

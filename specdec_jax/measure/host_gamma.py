@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specdec_jax import analysis
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, Choice
 from specdec_jax.engine.engine import Engine
@@ -138,7 +139,7 @@ def _calibration(
   length = round(rate['num_tokens'] / rate['num_outputs'])
 
   def factor(gamma: int, alpha: float) -> float:
-    return calibration.speed_up_of_outputs(
+    return analysis.speed_up_of_outputs(
       [length],
       alpha,
       gamma,

@@ -14,8 +14,12 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.checks.fields import check_type, shortened, unexpected
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.fields import (
+  check_type,
+  nearest,
+  shortened,
+  unexpected,
+)
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import example_id
 from specdec_jax.serving.settings import ServeSettings

@@ -108,29 +108,25 @@ class Worker(Scheduler):
     pool = PoolSettings(
       rows=settings.rows, gammas=settings.gammas, sizes=settings.sizes
     )
+    pays = any((settings.gammas or {1: 1}).values())
     if measured is not None:
       if settings.gammas is not None:
         expected = 'None beside a calibration, which chooses them'
         raise unexpected('gammas', expected, dict(settings.gammas))
       measured.direct(engine, settings.rows)
-      pool = dataclasses.replace(
-        pool,
-        plan=measured.plan(settings.rows, engine),
-        least_length=measured.least_length(1),
-      )
-    pays = any((pool.gammas or {1: 1}).values())
+      plan = measured.plan(settings.rows, engine)
+      pays = any(drafting.gamma for drafting in plan.values())
+      least = measured.least_length(1)
+      pool = dataclasses.replace(pool, gammas=plan, least_length=least)
     self.speculates: bool = engine.has_drafter and pays
     if settings.speculative is not None:
       self.speculates = settings.speculative
     self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
     self._texts = self._texts_of_all_widths()
     batch = self._some(self._texts[-1], max_length=1)
-    if batch.batch_multiple > 1:
-      raise unexpected(
-        'Placement.data',
-        '1: a pool of one row cannot be split',
-        batch.batch_multiple,
-      )
+    if engine.batch_multiple > 1:
+      expected = '1: a pool of one row cannot be split'
+      raise unexpected('Placement.data', expected, engine.batch_multiple)
     self._pool_programs: PoolPrograms | None = None
     self._args: Mapping[str, Any] = {
       'engine': engine,
@@ -182,8 +178,7 @@ class Worker(Scheduler):
     """
     batch, search = self._batch(text, **options), None
     if batch.options.num_beams is not None:
-      drafts = bool(batch.rows) and batch.request.gamma > 0
-      search = self.engine.search(batch, drafts)
+      search = self.engine.search(batch)
     row = ServedRow(
       batch,
       streams=streams,
@@ -400,8 +395,7 @@ class Worker(Scheduler):
         alone = (text, kind, 1, 1, (1, several)), (widest, _SAMPLED, 1, 1)
         yield f'a row alone, {inputs}, {kind}', rehearsal(*alone)
       read = [
-        (text, kind, min(count, several), several)
-        for kind in (_SAMPLED, *[_PLAIN] * self.policy.reads_plainly)
+        (text, _SAMPLED, min(count, several), several)
         for count in counts[:several]
       ]
       yield f'reading, {inputs}', rehearsal(*read)
@@ -429,7 +423,7 @@ class Worker(Scheduler):
     """A short beam search of each width, of texts of each width."""
     for width, text in itertools.product(self.settings.beams, self._texts):
       batch = self._some(text, num_beams=width, num_samples=width, max_length=1)
-      search = self.engine.search(batch, batch.request.gamma > 0)
+      search = self.engine.search(batch)
       name = f'a search of {width} beams, inputs of {len(text)}'
       yield name, functools.partial(search, 1)
 
