@@ -58,9 +58,7 @@ class Vocabulary:
 
 def demo():
   """The shipped pair: its engine, and the target as its file has it."""
-  gin_flags.load(
-    gin_flags.parse_flags(['--gin_file=gin/runs/demo.gin', '--gamma=4'])
-  )
+  gin_flags.load(['--gin_file=gin/runs/demo.gin', '--gamma=4'])
   engine = gin_flags.build(Engine)
   with gin.config_scope('target'):
     return engine, gin.get_configurable(load)()

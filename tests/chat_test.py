@@ -9,6 +9,7 @@ import pytest
 
 import folders
 import specdec_jax
+from engine_text_test import joined
 from specdec_jax import infer
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import shipped
@@ -280,122 +281,131 @@ def test_nothing_is_put_around_a_rendered_chat(engine):
 
 
 @pytest.fixture(scope='module')
-def ask(engine):
-  import serve_test  # which needs the packages below
+def server(engine):
+  """The tests of the server, and a function that asks one of this engine."""
+  for name in ('starlette', 'httpx', 'openai', 'uvicorn', 'aiohttp'):
+    pytest.importorskip(name, reason="needs pip install 'specdec_jax[test]'")
+  import serve_test
 
   with serve_test.asking_of(engine) as ask:
-    yield ask
+    yield serve_test, ask
 
 
-@pytest.mark.skipif(
-  any(
-    importlib.util.find_spec(name) is None
-    for name in ('starlette', 'httpx', 'openai', 'uvicorn')
-  ),
-  reason="needs pip install 'specdec_jax[test]'",
+def body(**changes):
+  return {'messages': SAID, 'temperature': 0, 'max_tokens': 6} | changes
+
+
+CHATS = '/v1/chat/completions'
+
+
+def test_the_next_message(server, engine):
+  serve_test, ask = server
+  ids = template_of(engine.tokenizer).ids(SAID)
+  (want,) = engine.generate([ids], max_length=6)
+  answer = ask(CHATS, body()).json()
+  assert answer['object'] == 'chat.completion'
+  (choice,) = answer['choices']
+  assert choice['message'] == {'role': 'assistant', 'content': want.text}
+  assert answer['usage']['prompt_tokens'] == len(ids)
+  parts = [{'type': 'text', 'text': part} for part in (' the red', ' dog ')]
+  said = [SAID[0], {'role': 'user', 'content': parts}]
+  again = ask(CHATS, body(messages=said)).json()
+  assert again['choices'] == answer['choices']
+  # A client's own answer, sent back, has entries that are null.
+  null = {'refusal': None, 'tool_calls': [], 'annotations': [], 'name': None}
+  said = [*SAID, {'role': 'assistant', 'content': ''}, SAID[1]]
+  want = ask(CHATS, body(messages=said)).json()
+  said = [one | null for one in said]
+  said[2]['content'] = None
+  more = serve_test.NULL | serve_test.NEUTRAL | {'messages': said}
+  more |= {'temperature': 0, 'max_completion_tokens': 6}
+  assert ask(CHATS, more).json()['choices'] == want['choices']
+
+
+@pytest.mark.parametrize('most', [0, 1, 3])
+def test_scores_by_echo(server, engine, most):
+  """As EleutherAI's lm-evaluation-harness scores a text."""
+  serve_test, ask = server
+  cat = [engine.bos_id, *engine.tokenizer.encode('a cat')]
+  for prompt in ('the red dog', cat, ''):
+    is_ids = isinstance(prompt, list)
+    ids = prompt if is_ids else engine.tokenizer.encode(prompt)
+    asked = {'prompt': prompt, 'temperature': 0, 'max_tokens': most}
+    asked |= {'logprobs': 1, 'echo': True, 'stream': most > 1}
+    answers = [ask('/v1/completions', asked)]
+    if most > 1:
+      answers = serve_test.events_of(answers[0].text)
+    else:
+      answers = [answers[0].json()]
+    choices = [one['choices'][0] for one in answers if one['choices']]
+    text = ''.join(one['text'] for one in choices)
+    probs = choices[-1]['logprobs']
+    if not ids and not most:
+      assert probs is None and not text
+      continue
+    assert joined(probs['tokens']) == text
+    assert probs['text_offset'] == sorted(probs['text_offset'])
+    if not ids:
+      continue
+    assert len(ids) <= len(probs['tokens']) <= len(ids) + most
+    assert text.startswith(engine.tokenizer.decode(ids))
+    # The first token has a number if one that is not shown comes before it.
+    values, tops = probs['token_logprobs'], probs['top_logprobs']
+    assert (values[0] is None) == is_ids
+    (score,) = engine.score([ids[:1] if is_ids else []], [ids[is_ids:]])
+    want = score.log_probs[-len(ids) + 1 :]
+    assert values[1 : len(ids)] == pytest.approx(want, abs=1e-4)
+    for value, top in zip(values[1:], tops[1:], strict=True):
+      assert value in top.values() and value <= max(top.values())
+
+
+@pytest.mark.parametrize('top', [0, 2])
+def test_log_probs(server, engine, top):
+  """Of a stream too, as OpenAI's chats have them: tokens with their bytes."""
+  serve_test, ask = server
+  ids = template_of(engine.tokenizer).ids(SAID)
+  (want,) = engine.generate([ids], max_length=6, top_log_probs=2)
+  asked = body(logprobs=True, top_logprobs=top)
+  (choice,) = ask(CHATS, asked).json()['choices']
+  events = serve_test.events_of(ask(CHATS, asked | {'stream': True}).text)
+  assert {one['object'] for one in events} == {'chat.completion.chunk'}
+  parts = [one['choices'][0] for one in events]
+  deltas = [one['delta'] for one in parts]
+  assert deltas[0]['role'] == 'assistant'
+  assert all('role' not in delta for delta in deltas[1:])
+  assert ''.join(delta['content'] for delta in deltas) == want.text
+  assert parts[-1]['logprobs'] == choice['logprobs']
+  content = choice['logprobs']['content']
+  text = bytes(byte for one in content for byte in one['bytes']).decode()
+  assert text == choice['message']['content'] == want.text
+  for one, value, pairs in zip(
+    content, want.log_probs, want.top_log_probs, strict=True
+  ):
+    assert one['logprob'] == pytest.approx(value, abs=1e-4)
+    assert [other['logprob'] for other in one['top_logprobs']] == [
+      pytest.approx(x, abs=1e-4) for _, x in pairs[:top]
+    ]
+
+
+@pytest.mark.parametrize(
+  ('param', 'changes'),
+  [
+    ('messages', {'messages': 'x'}),
+    ('messages', {'messages': [{'role': 'user'}]}),
+    ('messages', {'messages': [{'role': 'user', 'content': [{}]}]}),
+    ('messages', {'messages': [SAID[1] | {'tool_calls': [1]}]}),
+    ('messages', {'messages': SAID[::-1]}),
+    ('messages', {'messages': None}),
+    ('prompt', {'messages': [{'role': 'user', 'content': 'x ' * 99}]}),
+    ('prompt', {'prompt': 'x'}),
+    ('logprobs', {'logprobs': 1}),
+    ('top_logprobs', {'top_logprobs': 2}),
+    ('max_completion_tokens', {'max_completion_tokens': 9}),
+    ('documents', {'documents': [{}]}),
+  ],
 )
-class TestServer:
-  def body(self, **changes):
-    return {'messages': SAID, 'temperature': 0, 'max_tokens': 6} | changes
-
-  def test_the_next_message(self, ask, engine):
-    template = template_of(engine.tokenizer)
-    ids = template.ids(SAID)
-    (want,) = engine.generate([ids], max_length=6)
-    answer = ask('/v1/chat/completions', self.body()).json()
-    assert answer['object'] == 'chat.completion'
-    (choice,) = answer['choices']
-    assert choice['message'] == {'role': 'assistant', 'content': want.text}
-    assert answer['usage']['prompt_tokens'] == len(ids)
-    parts = [{'type': 'text', 'text': part} for part in (' the red', ' dog ')]
-    said = [SAID[0], {'role': 'user', 'content': parts}]
-    again = ask('/v1/chat/completions', self.body(messages=said)).json()
-    assert again['choices'] == answer['choices']
-
-  def test_what_asks_for_nothing(self, ask):
-    """A client's own answer, sent back, has entries that are null."""
-    import serve_test  # which needs the packages above
-
-    null = {'refusal': None, 'tool_calls': [], 'annotations': [], 'name': None}
-    said = [*SAID, {'role': 'assistant', 'content': ''}, SAID[1]]
-    path, body = '/v1/chat/completions', self.body(messages=said)
-    want = ask(path, body).json()
-    said = [one | null for one in said]
-    said[2]['content'] = None
-    more = serve_test.NULL | serve_test.NEUTRAL | {'messages': said}
-    more |= {'temperature': 0, 'max_completion_tokens': 6}
-    assert ask(path, body | more).json()['choices'] == want['choices']
-
-  def test_scores_by_echo(self, ask, engine):
-    import serve_test
-
-    bos = engine.bos_id
-    for prompt in ('the red dog', [bos, *engine.tokenizer.encode('a cat')], ''):
-      serve_test.score_by_echo(ask, engine, prompt)
-    body = {'prompt': 'the red dog', 'max_tokens': 4, 'seed': 4, 'n': 2}
-    plain, echoed = (
-      ask('/v1/completions', body | {'echo': echo}).json()['choices']
-      for echo in (False, True)
-    )
-    texts = [body['prompt'] + one['text'] for one in plain]
-    assert [one['text'] for one in echoed] == texts
-
-  def test_log_probs(self, ask, engine):
-    """Of a stream too, as OpenAI's chats have them: tokens with their bytes."""
-    import serve_test
-
-    (want,) = engine.generate(
-      [template_of(engine.tokenizer).ids(SAID)],
-      max_length=6,
-      top_log_probs=2,
-    )
-    for top in (0, 2):
-      asked = self.body(logprobs=True, top_logprobs=top)
-      (choice,) = ask('/v1/chat/completions', asked).json()['choices']
-      sent = ask('/v1/chat/completions', asked | {'stream': True}).text
-      events = serve_test.events_of(sent)
-      assert {one['object'] for one in events} == {'chat.completion.chunk'}
-      parts = [one['choices'][0] for one in events]
-      deltas = [one['delta'] for one in parts]
-      assert deltas[0]['role'] == 'assistant'
-      assert all('role' not in delta for delta in deltas[1:])
-      assert ''.join(delta['content'] for delta in deltas) == want.text
-      streamed = [part['logprobs'] for part in parts]
-      content = choice['logprobs']['content']
-      assert [
-        one['token'] for part in streamed if part for one in part['content']
-      ] == [one['token'] for one in content]
-      text = bytes(byte for one in content for byte in one['bytes']).decode()
-      assert text == choice['message']['content'] == want.text
-      for one, value, pairs in zip(
-        content, want.log_probs, want.top_log_probs, strict=True
-      ):
-        assert one['logprob'] == pytest.approx(value, abs=1e-4)
-        assert [other['logprob'] for other in one['top_logprobs']] == [
-          pytest.approx(x, abs=1e-4) for _, x in pairs[:top]
-        ]
-
-  @pytest.mark.parametrize(
-    ('param', 'changes'),
-    [
-      ('messages', {'messages': []}),
-      ('messages', {'messages': 'x'}),
-      ('messages', {'messages': [{'role': 'user'}]}),
-      ('messages', {'messages': [{'role': 'user', 'content': [{}]}]}),
-      ('messages', {'messages': [SAID[1] | {'tool_calls': [1]}]}),
-      ('messages', {'messages': SAID[::-1]}),
-      ('prompt', {'messages': [{'role': 'user', 'content': 'x ' * 99}]}),
-      ('prompt', {'prompt': 'x'}),
-      ('logprobs', {'logprobs': 1}),
-      ('top_logprobs', {'top_logprobs': 2}),
-      ('top_logprobs', {'logprobs': True, 'top_logprobs': 21}),
-      ('max_completion_tokens', {'max_completion_tokens': 9}),
-      ('tools', {'tools': [{}]}),
-      ('documents', {'documents': [{}]}),
-      ('messages', {'messages': None}),
-    ],
-  )
-  def test_what_is_refused(self, param, changes, ask):
-    answer = ask('/v1/chat/completions', self.body(**changes))
-    assert answer.status_code == 400
-    assert answer.json()['error']['param'] == param
+def test_what_is_refused(param, changes, server):
+  _, ask = server
+  answer = ask(CHATS, body(**changes))
+  assert answer.status_code == 400
+  assert answer.json()['error']['param'] == param

@@ -130,7 +130,7 @@ def test_a_command_is_known(words, tmp_path, monkeypatch, capsys):
     return
   monkeypatch.chdir(tmp_path)
   try:
-    gin_flags.load(gin_flags.parse_flags(flags, command, name))
+    gin_flags.load(flags, command, name)
   except ValueError as error:  # where a sentence gives but a part of it
     assert str(error).startswith('Required and not given'), error
   finally:

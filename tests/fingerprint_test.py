@@ -42,6 +42,6 @@ def test_the_dtype_they_are_read_in_does_not_matter(dtype, tmp_path):
 def test_those_of_a_committed_record():
   """The pair that was measured is the one that is shipped."""
   path = gin_flags.ROOT / 'benchmarks/results/gamma_demo_calibration.json'
-  gin_flags.load(gin_flags.parse_flags(['--gin_file=gin/runs/demo.gin']))
+  gin_flags.load(['--gin_file=gin/runs/demo.gin'])
   made = gin_flags.build(infer.DecodeConfig).engine()
   assert made.fingerprints == calibration.load(path).fingerprints

@@ -92,7 +92,7 @@ def test_what_is_shipped_is_of_the_shipped_pair():
   """And `demo_drafters.gin`, with another drafter, has no part in it."""
   for run_file, is_of_pair in ('demo', True), ('demo_drafters', False):
     flags = [f'--gin_file=gin/runs/{run_file}.gin']
-    gin_flags.load(gin_flags.parse_flags(flags))
+    gin_flags.load(flags)
     config = gin_flags.build(infer.DecodeConfig)
     rows = json.loads((gin_flags.ROOT / config.acceptance).read_text())['rows']
     made = config.engine()

@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,75 +31,11 @@ from specdec_jax.models.t5 import T5, T5Config
 NAN = float('nan')
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
-  value: object = None
-
-
-GIN = """
-from __gin__ import dynamic_registration
-import hostile_config_test as hostile
-VALUE = None
-hostile.Held.value = %VALUE
-"""
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-  """A working folder that holds run.gin."""
+  """A working folder."""
   monkeypatch.chdir(tmp_path)
-  (tmp_path / 'run.gin').write_text(GIN)
-  (tmp_path / 'hostile_other.py').write_text('')
-  monkeypatch.syspath_prepend(tmp_path)
   return tmp_path
-
-
-def build(*flags, gin_file='run.gin'):
-  gin_flags.load(gin_flags.parse_flags([f'--gin_file={gin_file}', *flags]))
-  return gin_flags.build(Held)
-
-
-def one_line(capsys, flags, function=lambda: None):
-  """The error of a script that is given these flags, checked to be a line."""
-  assert gin_flags.main(function, flags) == 2
-  printed = capsys.readouterr().err
-  assert printed.startswith('error: ') and printed.count('\n') == 1
-  return printed
-
-
-STATEMENTS = 'from __gin__ import dynamic_registration\nimport hostile_other'
-
-
-@pytest.mark.parametrize(
-  'value',
-  [
-    f"'a'\n{STATEMENTS}",
-    f'%VALUE\n{STATEMENTS}',
-    "'a'\ninclude 'other.gin'",
-    "'a' 3",
-    '[1] [2]',
-    '[' * 100_000 + ']' * 100_000,
-  ],
-  ids=range(6),
-)
-def test_a_value_is_one_value(folder, capsys, value):
-  (folder / 'other.gin').write_text(STATEMENTS)
-  flags = ['--gin_file=run.gin', f'--gin.VALUE={value}']
-  assert 'VALUE' in one_line(capsys, flags)
-  assert 'hostile_other' not in sys.modules
-
-
-@pytest.mark.parametrize(
-  ('text', 'value'),
-  [
-    ("'''a\nb'''", 'a\nb'),
-    ("'a' 'b'", 'ab'),
-    ("{'a': (1, -2)}  # ids", {'a': (1, -2)}),
-    ('a\nimport os', 'a\nimport os'),
-  ],
-)
-def test_what_is_one_value(text, value):
-  assert build(f'--gin.VALUE={text}').value == value
 
 
 # Values of another kind, of whatever is configured.
@@ -222,16 +157,10 @@ INFER_OUTPUT_DIR = 'outputs'
 """
 
 
-def decode():
-  infer.decode(gin_flags.build(infer.DecodeConfig))
-
-
 @pytest.mark.parametrize(
   ('macro', 'value', 'words'),
   [
     ('Engine.gamma', '100000', 'gamma'),
-    ('DecodeConfig.metrics', '5', 'metrics'),
-    ('VOCAB_PATH', '5', 'path'),
     ('VOCAB_PATH', '/dev/zero', 'regular file'),
     ('TARGET', '5', 'network'),
     ('NUM_DECODES', '4294967296', 'num_samples'),
@@ -242,29 +171,21 @@ def decode():
     ('demo_target/T5Config.vocab_size', '2000000000', 'GiB'),
     ('demo_target/T5.config', '5', 'config'),
     ('RunOptions.temperature', 'nan', 'temperature'),
-    ('RunOptions.seed', '1.5', 'seed'),
-    ('DecodeConfig.mode', '5', 'mode'),
     ('Engine.bos_id', 'x', 'bos_id'),
     ('DecodeConfig.shard_id', '-1', 'shard_id'),
     ('MIXTURE_OR_TASK_NAME', '5', 'mixture_or_task_name'),
-    ('INFER_OUTPUT_DIR', '5', 'output_dir'),
   ],
 )
-def test_values_of_a_run(folder, capsys, monkeypatch, macro, value, words):
-  """Each is an error before anything is compiled."""
+def test_values_of_a_run(folder, monkeypatch, macro, value, words):
+  """Each is an error before anything is compiled; without it all is well."""
   monkeypatch.setattr(jax.stages.Lowered, 'compile', None)
   (folder / 'demo').symlink_to(gin_flags.ROOT / 'demo')
   (folder / 'decode.gin').write_text(DECODE)
-  flags = ['--gin_file=decode.gin', f'--gin.{macro}={value}']
-  assert words in one_line(capsys, flags, decode)
-
-
-def test_the_run_of_these_values_is_a_good_one(folder, monkeypatch):
-  """The control of the test above."""
-  (folder / 'demo').symlink_to(gin_flags.ROOT / 'demo')
-  (folder / 'decode.gin').write_text(DECODE)
-  gin_flags.load(gin_flags.parse_flags(['--gin_file=decode.gin']))
+  gin_flags.load(['--gin_file=decode.gin'])
   gin_flags.build(infer.DecodeConfig)
+  with pytest.raises(ValueError, match=words):
+    gin_flags.load(['--gin_file=decode.gin', f'--gin.{macro}={value}'])
+    infer.decode(gin_flags.build(infer.DecodeConfig))
 
 
 # Sizes, by arithmetic.
@@ -339,76 +260,3 @@ def test_a_run_that_no_memory_holds(pair, there, monkeypatch):
   ):
     with pytest.raises(expected, match='of memory are needed'):
       asked()
-
-
-# Circles, and names that are nearly right.
-
-
-@pytest.mark.parametrize(
-  ('files', 'words'),
-  [
-    ({'a': "include 'a.gin'"}, ['a.gin', 'circle']),
-    (
-      {'a': "include 'b.gin'", 'b': 'include "c.gin"', 'c': "include 'a.gin'"},
-      ['a.gin', 'circle'],
-    ),
-    ({'a': 'VALUE = %A\nA = %A'}, ['circle']),
-    ({'a': 'VALUE = %A\nA = [1, %B]\nB = {2: %A}'}, ['circle']),
-    ({'a': 'VALUE = %A\nA = @hostile.Held()'}, ['circle']),
-    ({'a': 'hostile.Held.value = @hostile.Held()'}, ['circle']),
-    ({'a': 'A = ' + '[' * 9999}, ['not valid gin', 'nested']),
-    (
-      {'a': '\n'.join(f'A{i} = %A{i + 1}' for i in range(2000)) + '\nA2000=1'},
-      ['too long a chain'],
-    ),
-  ],
-  ids='itself three macro macros both call brackets long'.split(),
-)
-def test_circles(folder, capsys, files, words):
-  for name, text in files.items():
-    (folder / f'{name}.gin').write_text(text + '\n')
-  top = "include 'run.gin'\n" + (folder / 'a.gin').read_text()
-  # What is in a circle is needed by what is built.
-  header = GIN.partition('VALUE')[0]
-  if 'include' not in files['a']:
-    (folder / 'a.gin').write_text(header + top)
-  flags = ['--gin_file=a.gin']
-  if 'A1999' in top:
-    flags = ['--gin_file=a.gin', '--gin.VALUE=%A0']
-  message = one_line(capsys, flags, lambda: gin_flags.build(Held) and 0)
-  assert len(message) < 1000
-  for word in words:
-    assert word in message
-
-
-def test_includes_that_meet_again_are_no_circle(folder):
-  (folder / 'b.gin').write_text("include 'run.gin'\n")
-  (folder / 'a.gin').write_text("include 'run.gin'\ninclude 'b.gin'\n")
-  assert build('--gin.VALUE=3', gin_file='a.gin').value == 3
-
-
-@pytest.mark.parametrize(
-  ('flags', 'words'),
-  [
-    (['TARGET=%T5_1_1_XL'], ['%T5_1_1_XL', '--gin_file=gin/models/']),
-    (['TARGET=%T5_1_1_XLL'], ['%T5_1_1_XLL', 'T5_1_1_XL']),
-    (['infer.mode=score'], ['Give --task-mode']),
-    (['mode=score'], ['Give --task-mode']),
-    (['output_dir=x'], ['INFER_OUTPUT_DIR']),
-    (['run/infer.RunOptions.top_k=1'], ['Give --top-k']),
-  ],
-)
-def test_names_that_are_nearly_right(folder, capsys, flags, words):
-  (folder / 'decode.gin').write_text(DECODE)
-  flags = [f'--gin.{flag}' for flag in flags]
-  message = one_line(capsys, ['--gin_file=decode.gin', *flags])
-  for word in words:
-    assert word in message
-
-
-def test_the_file_that_is_named_exports_the_macro(folder, capsys):
-  (folder / 'decode.gin').write_text(DECODE)
-  flags = ['--gin_file=decode.gin', '--gin.TARGET=%T5_1_1_XL']
-  message = one_line(capsys, flags)
-  named = message.rpartition('--gin_file=')[2].strip().removesuffix('.')
-  assert gin_flags.main(lambda: None, [*flags, f'--gin_file={named}']) == 0

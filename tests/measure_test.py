@@ -355,7 +355,7 @@ def test_stand_ins_of_the_tables(tmp_path, monkeypatch, run, leniences, made):
     print_of = vocabulary.fingerprint
     fit(corpus, order, vocabulary.vocab_size, fingerprint=print_of).save(path)
     flags.append(f'--gin.ENDE_{name}={path}')
-  gin_flags.load(gin_flags.parse_flags(flags))
+  gin_flags.load(flags)
   (make,) = gin_flags.build(reproduce.ReproduceConfig).alphas
   config = make()
   assert config.target == 'demo target, Tatoeba English-German'

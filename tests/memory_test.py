@@ -61,7 +61,7 @@ def published(size: str) -> t5.T5:
     '--gin_file=gin/models/t5_1_1.gin',
     f'--gin.t5_1_1_{size}/t5.T5Config.dtype=bfloat16',
   ]
-  gin_flags.load(gin_flags.parse_flags(flags))
+  gin_flags.load(flags)
   macro = gin.query_parameter(f'T5_1_1_{size.upper()}/macro.value')
   return macro.scoped_configurable_fn()
 

@@ -5,11 +5,9 @@ import shutil
 import pytest
 
 from scheduler_test import engine, wait_until
-from serve_test import LIMITS, NAME, easy, serving
-from specdec_jax.serving.server import Server
-from specdec_jax.serving.worker import Worker
+from serve_test import easy, scheduler, server, url
 
-__all__ = ['easy', 'engine']  # fixtures
+__all__ = ['easy', 'engine', 'scheduler', 'server', 'url']  # fixtures
 selenium = pytest.importorskip('selenium', reason='needs selenium')
 webdriver = pytest.importorskip('selenium.webdriver')
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
@@ -20,14 +18,6 @@ pytestmark = [
     reason="needs Debian's packages chromium and chromium-driver",
   ),
 ]
-
-
-@pytest.fixture(scope='module')
-def url(engine):
-  scheduler = Worker(engine, LIMITS)
-  with serving(Server(scheduler, NAME)) as made:
-    wait_until(lambda: scheduler.is_compiled)
-    yield f'http://127.0.0.1:{made.port}'
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_the_run_file_has_every_pair_of_table_2(tmp_path):
   path = 'gin/runs/compile_check.gin'
   for name, described in pair_check.KNOWN.items():
     flags = [f'--gin_file={path}', f'--output-dir={tmp_path}']
-    gin_flags.load(gin_flags.parse_flags([*flags, f'--device={name}']))
+    gin_flags.load([*flags, f'--device={name}'])
     config = gin_flags.build(pair_check.PairCheckConfig)
     assert config.device == name
     assert config.gb_per_s == described.bytes_per_s / 1e9

@@ -28,7 +28,7 @@ PROMPTS = ('Good morning!', 'Where is it?', 'Thank you.')
 
 def test_what_a_replica_is_made_of_goes_to_another_process():
   flags = ('--replicas', '2', '--rows', '3', '--replica-gpus=1')
-  gin_flags.load(gin_flags.parse_flags(flags, SERVE))
+  gin_flags.load(flags, SERVE)
   try:
     here = gin_flags.build(serving.ServeConfig)
     sent = pickle.dumps(gin_flags.builder(serving.ServeConfig))
@@ -41,28 +41,42 @@ def test_what_a_replica_is_made_of_goes_to_another_process():
   assert there.draft_path == here.draft_path
 
 
-def test_it_says_that_the_extra_is_missing(monkeypatch):
-  monkeypatch.setitem(sys.modules, 'ray', None)
-  for name in ('uvicorn', 'starlette', 'prometheus_client'):
-    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-
-  def load(**_):
-    pytest.fail('a model was loaded')
-
-  config = serving.ServeConfig(load, replicas=serving.ReplicaSettings(2))
-  with pytest.raises(ValueError, match=r'replicas.*ray.*specdec_jax\[ray\]'):
-    serving.serve(config)
+def no_model(**_):
+  pytest.fail('a model was loaded')
 
 
 @pytest.mark.parametrize(
-  'wrong', [{'number': -1}, {'number': 3, 'most': 2}, {'gpus': -1.0}]
+  ('name', 'extra', 'number'),
+  [
+    ('uvicorn', 'serve', 0),
+    ('prometheus_client', 'serve', 0),
+    ('ray', 'ray', 2),
+  ],
 )
-def test_settings(wrong):
-  with pytest.raises(ValueError, match=str([*wrong.values()][-1])):
-    serving.ReplicaSettings(**wrong)
+def test_it_says_which_extra_is_missing(name, extra, number, monkeypatch):
+  """Before a model is loaded."""
+  for known in ('uvicorn', 'starlette', 'prometheus_client', 'httptools'):
+    monkeypatch.setitem(sys.modules, known, types.ModuleType(known))
+  monkeypatch.setitem(sys.modules, name, None)
+  config = serving.ServeConfig(
+    no_model, replicas=serving.ReplicaSettings(number)
+  )
+  with pytest.raises(ValueError, match=rf'{name}.*specdec_jax\[{extra}\]'):
+    serving.serve(config)
 
 
-def test_a_port_that_cannot_be_is_said_before_ray_starts(monkeypatch):
+def test_a_calibration_is_read_before_a_model(tmp_path):
+  pytest.importorskip('uvicorn', reason='needs the extra [serve]')
+  path = tmp_path / 'calibration.json'
+  path.write_text('{}')
+  config = serving.ServeConfig(no_model, calibration=str(path))
+  with pytest.raises(ValueError, match='is not a calibration'):
+    serving.serve(config)
+
+
+def test_what_cannot_be_is_said_before_ray_starts(monkeypatch):
+  with pytest.raises(ValueError, match='most.*2'):
+    serving.ReplicaSettings(number=3, most=2)
   started = types.SimpleNamespace(init=lambda **_: pytest.fail('it started'))
   monkeypatch.setattr(replicas, 'package', lambda *_: started)
   two = serving.ReplicaSettings(2)
@@ -78,40 +92,23 @@ class RayError(Exception):
   """In the place of Ray's."""
 
 
-@pytest.mark.parametrize(
-  'error, said',
-  [
-    (RayError('The actor died.\nmore'), r'The actor died\. On a busy machine'),
-    (
-      RuntimeError("Failed to update ['specdec']."),
-      r'ValueError: no such file$',
-    ),
-  ],
-)
-def test_what_keeps_ray_from_starting_is_said_in_a_sentence(error, said):
-  told = 'Failed 3 times:\n  File "x"\nValueError: no such file\n  in call'
-  deployments = {'specdec': types.SimpleNamespace(message=told)}
-  app = types.SimpleNamespace(deployments=deployments)
-  status = types.SimpleNamespace(applications={replicas.NAME: app})
-
+@pytest.mark.parametrize('kind', [RayError, RuntimeError])
+def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind):
   def run(*_, **__):
-    raise error
+    raise kind('The actor died.\nmore')
 
-  ray_serve = types.SimpleNamespace(run=run, status=lambda: status)
-  ray = types.SimpleNamespace(
-    exceptions=types.SimpleNamespace(RayError=RayError)
-  )
-  started = replicas._started(ray_serve, None)
+  started = replicas._started(types.SimpleNamespace(run=run), None)
+  match = r'did not start the replicas: The actor died\.$'
   with (
-    pytest.raises(replicas.ReplicasError, match=said),
-    replicas._in_a_sentence(ray),
+    pytest.raises(replicas.ReplicasError, match=match),
+    replicas._in_a_sentence(RayError),
   ):
     started.result(60)
 
 
 def demo_engine():
   """The engine that `specdec serve` has."""
-  gin_flags.load(gin_flags.parse_flags([], SERVE))
+  gin_flags.load([], SERVE)
   try:
     config = gin_flags.build(serving.ServeConfig)
     return config.engine(drafter=config.drafter())

@@ -158,7 +158,7 @@ def load(monkeypatch, output_dir, flags):
   monkeypatch.chdir(gin_flags.ROOT)
   name, *flags = flags
   given = [f'--gin_file=gin/runs/{name}.gin', f'--output-dir={output_dir}']
-  gin_flags.load(gin_flags.parse_flags([*given, *flags]))
+  gin_flags.load([*given, *flags])
   return gin_flags.build(ReproduceConfig)
 
 

@@ -227,9 +227,8 @@ def test_rows_are_themselves_whatever_is_compiled(engine, monkeypatch):
       run()
       turns[1].release()
 
-    found = runs(*args)
-    all_runs.extend(found)
-    return {one: functools.partial(used, run) for one, run in found.items()}
+    all_runs.extend(runs(*args))
+    return [(name, functools.partial(used, run)) for name, run in all_runs]
 
   monkeypatch.setattr(Worker, '_rehearsals', one_by_one)
   made = Worker(engine, ServeSettings(rows=2))
@@ -325,8 +324,6 @@ def simple(tokenizer):
 def test_a_calibration_says_what_is_drafted_for(simple):
   measured = calibration_of(simple)
   assert measured.least_length(1) == SHORT and measured.least_length(2) == 0
-  settings = ServeSettings(rows=2)
-  worker.calibrate(simple, settings, measured)
   scheduler = started(simple, measured=measured, rows=2)
   greedy = {'log_probs': False, 'stop_ids': ()}
   long = greedy | {'max_length': 16}
@@ -376,19 +373,19 @@ def test_calibrations_of_something_else_are_refused(simple, tokenizer):
   settings = ServeSettings(rows=2)
   other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
   with pytest.raises(CalibrationError, match='made for something else'):
-    worker.calibrate(simple, settings, other)
+    worker.Worker(simple, settings, other)
   given = dataclasses.replace(settings, gammas={2: 3})
   with pytest.raises(ValueError, match='gammas'):
-    worker.calibrate(simple, given, measured)
+    worker.Worker(simple, given, measured)
   alone = Engine(model(0), tokenizer=tokenizer)
   with pytest.raises(ValueError, match='drafter'):
-    worker.calibrate(alone, settings, measured)
+    worker.Worker(alone, settings, measured)
 
 
 def test_an_adaptive_engine_needs_what_a_calibration_knows(adaptive):
   with pytest.raises(
     CalibrationError, match='needs a calibration with a table'
   ):
-    worker.calibrate(adaptive, ServeSettings(), calibration_of(adaptive))
+    worker.Worker(adaptive, ServeSettings(), calibration_of(adaptive))
   with pytest.raises(ValueError, match='gammas: .* at most 2'):
     Worker(adaptive, ServeSettings(gammas={16: 9}))

@@ -1,10 +1,18 @@
-"""The server, as its clients meet it: the openai package over real HTTP."""
+"""The server, as its clients meet it: the openai package over real HTTP.
+
+What clients do to it, too, and what others notice of that: nothing. The slow
+tests are of the demo pair, by `specdec serve`.
+"""
 
 import asyncio
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
+import random
 import re
 import socket
 import threading
@@ -12,26 +20,26 @@ import time
 
 import pytest
 
-import small_vocabulary
 from continuous_test import nothing_compiles
-from engine_text_test import engine_of, joined
-from scheduler_test import TEXTS, engine, model, started, wait_until
-from specdec_jax.engine.engine import Engine
+from engine_text_test import joined
+from scheduler_test import TEXTS, engine, started, wait_until
 from specdec_jax.serving import ServeSettings, protocol
-from specdec_jax.serving.app import Application
-from specdec_jax.serving.run import api_keys
-from specdec_jax.serving.server import Server
-from specdec_jax.serving.worker import Worker
-from specdec_jax.text.tokenizer import Tokenizer
 
-_WHY = 'needs the extra [serve] and the package openai'
+_WHY = 'needs the extra [serve], aiohttp, httpx and the package openai'
 openai = pytest.importorskip('openai', reason=_WHY)
 httpx = pytest.importorskip('httpx', reason=_WHY)
-for needed in ('uvicorn', 'starlette', 'prometheus_client'):
+for needed in ('aiohttp', 'uvicorn', 'starlette', 'prometheus_client'):
   pytest.importorskip(needed, reason=_WHY)
+from benchmarks import serve as load  # noqa: E402
+from served import Served  # noqa: E402
+from specdec_jax.serving.app import Application  # noqa: E402
+from specdec_jax.serving.run import api_keys  # noqa: E402
+from specdec_jax.serving.server import Connection, Server  # noqa: E402
+from specdec_jax.serving.worker import Worker  # noqa: E402
 
 __all__ = ['engine']  # a fixture
 NAME = 'toy'
+PATH = '/v1/completions'
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIMITS = ServeSettings(
   port=0,
@@ -39,6 +47,7 @@ LIMITS = ServeSettings(
   rows=4,
   max_waiting=8,
   max_outputs=8,
+  header_seconds=2.0,
   body_seconds=2.0,
   max_seconds=600.0,
 )
@@ -100,20 +109,10 @@ def held(scheduler, monkeypatch):
   wait_until(lambda: not scheduler.num_rows)
 
 
-def create(client, prompt, **options):
-  """A completion; what is not OpenAI's goes into the body as it is."""
-  own = (
-    'use_beam_search',
-    'top_k',
-    'min_tokens',
-    'ignore_eos',
-    'return_token_ids',
-    'return_rounds',
-    'speculative',
-  )
-  body = {name: options.pop(name) for name in own if name in options}
+def create(client, prompt, stream=False, **options):
+  """A completion; the options go into the body as they are."""
   return client.completions.create(
-    model=NAME, prompt=prompt, extra_body=body, **options
+    model=NAME, prompt=prompt, stream=stream, extra_body=options
   )
 
 
@@ -132,8 +131,6 @@ def test_answers_are_those_of_the_engine(client, engine):
     len(engine.input_ids(t)) for t in prompts
   )
   assert {one.finish_reason for one in have.choices} <= {'stop', 'length'}
-  ids = [engine.tokenizer.encode(text) for text in prompts]
-  assert texts_of(create(client, ids, temperature=0)) == texts_of(have)
   counts = have.metrics['speculative_decoding']
   stats = [one.stats for one in want]
   assert counts['num_spec_steps'] == sum(x.num_target_calls for x in stats)
@@ -176,7 +173,7 @@ def test_streams_are_whole_and_never_taken_back(client, url):
   *_, last = create(client, TEXTS[0], stream=True, temperature=0)
   assert last.choices[0].finish_reason and last.metrics
   body = {'prompt': TEXTS[0], 'stream': True, 'temperature': 0}
-  with httpx.stream('POST', f'{url}/v1/completions', json=body) as answer:
+  with httpx.stream('POST', f'{url}{PATH}', json=body) as answer:
     assert answer.headers['content-type'].startswith('text/event-stream')
     text = answer.read().decode()
   assert text.endswith('\n\ndata: [DONE]\n\n')
@@ -202,21 +199,12 @@ def mixed(engine):
   return TEXTS[found.index(True)]
 
 
-@pytest.mark.parametrize('temperature', [0.0, 1.0])
-def test_rounds_of_a_stream(client, engine, mixed, temperature):
+def test_rounds_of_a_stream(client, engine, mixed):
   """They are those of the engine's trace, and what was kept is the text."""
-  options = {'temperature': temperature, 'seed': 3}
-  pieces = [
-    piece.choices[0]
-    for piece in create(
-      client,
-      mixed,
-      max_tokens=20,
-      stream=True,
-      return_rounds=True,
-      **options,
-    )
-  ]
+  options = {'temperature': 1.0, 'seed': 3}
+  asked = options | {'max_tokens': 20, 'return_rounds': True}
+  sent = create(client, mixed, stream=True, **asked)
+  pieces = [piece.choices[0] for piece in sent]
   have = [[tuple(part) for part in piece.round] for piece in pieces]
   found = engine.trace(mixed, max_length=20, **options).rounds
   want = [one.parts for one in found]
@@ -237,13 +225,8 @@ def test_a_greedy_row_alone_may_be_plain(client, engine, easy, scheduler):
   calls = {}
   with nothing_compiles():
     for speculative in (True, False):
-      answer = create(
-        client,
-        easy,
-        temperature=0,
-        max_tokens=20,
-        speculative=speculative,
-      )
+      asked = {'temperature': 0, 'max_tokens': 20, 'speculative': speculative}
+      answer = create(client, easy, **asked)
       assert answer.choices[0].text == want
       counts = answer.metrics['speculative_decoding']
       calls[speculative] = counts['num_spec_steps']
@@ -251,29 +234,13 @@ def test_a_greedy_row_alone_may_be_plain(client, engine, easy, scheduler):
   assert calls[True] < calls[False] == tokens
 
 
-def test_the_page(url):
-  """One file, which may load nothing but itself."""
-  answer = httpx.get(f'{url}/')
-  assert answer.status_code == 200
-  assert answer.headers['content-type'].startswith('text/html')
-  policy = answer.headers['content-security-policy']
-  assert "default-src 'none'" in policy and "connect-src 'self'" in policy
-  assert not re.search(r'(src|href)="(?!data:)', answer.text)
-
-
 def test_stop_strings_and_lengths(client, engine):
   options = {'temperature': 0.8, 'seed': 1}
   plain = create(client, TEXTS[1], max_tokens=24, **options).choices[0].text
   stop = plain[len(plain) // 2 :][:2]
   for stream in (False, True):
-    have = create(
-      client,
-      TEXTS[1],
-      stop=[stop, 'never there'],
-      max_tokens=24,
-      stream=stream,
-      **options,
-    )
+    options |= {'stop': [stop, 'never there'], 'max_tokens': 24}
+    have = create(client, TEXTS[1], stream, **options)
     answers = have if stream else [have]
     choices = [choice for one in answers for choice in one.choices]
     assert ''.join(one.text for one in choices) == plain[: plain.find(stop)]
@@ -296,56 +263,50 @@ def test_stop_strings_and_lengths(client, engine):
 )
 def test_tokens_joined_are_the_text(client, engine, options):
   """Whole and streamed, with the likeliest at each place as the engine's."""
-  searches = 'use_beam_search' in options
-  options |= {'return_token_ids': True}
-  have = create(client, TEXTS[0], max_tokens=9, **options)
-  asked = {'max_length': 9, 'top_log_probs': options['logprobs']}
-  if searches:
+  number = options['logprobs']
+  asked = {'max_length': 9, 'top_log_probs': number}
+  if 'use_beam_search' in options:
     asked |= {'num_beams': 2, 'num_samples': 2}
   else:
     asked |= {name: options.get(name, 0) for name in ('temperature', 'seed')}
     asked |= {'stop_strings': options.get('stop', [])}
     asked |= {'min_length': options.get('min_tokens', 0)}
   done = engine.generate([TEXTS[0]], **asked)[::-1]
-  for choice, want in zip(have.choices, done, strict=True):
-    found = choice.logprobs
+  options |= {'return_token_ids': True, 'max_tokens': 9}
+  have = create(client, TEXTS[0], **options).choices
+  if 'use_beam_search' not in options:
+    chunks = create(client, TEXTS[0], stream=True, **options)
+    parts = [chunk.choices[0] for chunk in chunks]
+    parts[-1].text = ''.join(part.text for part in parts)
+    have.append(parts[-1])  # the last one has the tokens of all
+    done = [*done, *done]
+  for choice, want in zip(have, done, strict=True):
     assert choice.text == want.text and choice.token_ids == want.tokens
-    if not want.tokens:
-      assert found is None
-      continue
     assert choice.prompt_token_ids == engine.input_ids(TEXTS[0])
-    assert joined(found.tokens) == want.text
-    assert found.text_offset == sorted(found.text_offset)
-    assert found.token_logprobs == pytest.approx(want.log_probs, abs=1e-4)
-    if options['logprobs']:
-      for name, own, top, pairs in zip(
-        found.tokens,
-        found.token_logprobs,
-        found.top_logprobs,
-        want.top_log_probs,
-        strict=True,
-      ):
-        values = [value for _, value in pairs]
-        # Tokens of one name, such as those without a text, are one.
-        for value in top.values():
-          near = [pytest.approx(x, abs=1e-4) for x in [own, *values]]
-          assert value in near
-        assert max(top.values()) == pytest.approx(values[0], abs=1e-4)
-        assert name in top
-    else:
-      assert found.top_logprobs is None
-  if searches:
-    return
-  chunks = create(client, TEXTS[0], max_tokens=9, stream=True, **options)
-  parts = [chunk.choices[0] for chunk in chunks]
-  assert ''.join(part.text for part in parts) == have.choices[0].text
-  assert sum((part.token_ids for part in parts), []) == done[0].tokens
-  given = [part for part in parts if part.logprobs]
-  whole = have.choices[0].logprobs
-  for name in ('tokens', 'text_offset'):
-    assert sum((getattr(p.logprobs, name) for p in given), []) == getattr(
-      whole, name
-    )
+    probs = choice.logprobs
+    if not want.tokens:
+      assert probs is None
+      continue
+    assert joined(probs.tokens) == want.text
+    assert probs.text_offset == sorted(probs.text_offset)
+    assert probs.token_logprobs == pytest.approx(want.log_probs, abs=1e-4)
+    if not number:
+      assert probs.top_logprobs is None
+      continue
+    for name, value, top, pairs in zip(
+      probs.tokens,
+      probs.token_logprobs,
+      probs.top_logprobs,
+      want.top_log_probs,
+      strict=True,
+    ):
+      assert name in top
+      values = [x for _, x in pairs]
+      assert max(top.values()) == pytest.approx(values[0], abs=1e-4)
+      # Tokens of one name, such as those without a text, are one.
+      for one in top.values():
+        near = [pytest.approx(x, abs=1e-4) for x in [value, *values]]
+        assert one in near
 
 
 def test_beams_are_those_of_the_engine(client, engine, server):
@@ -357,8 +318,6 @@ def test_beams_are_those_of_the_engine(client, engine, server):
     assert create(client, TEXTS[2]).choices
   texts = [one.text for one in want]
   assert texts_of(have) == [texts[i] for i in (1, 0, 3, 2)]  # the best first
-  empty = create(client, '', n=2, use_beam_search=True)
-  assert texts_of(empty) == ['', '']
 
 
 def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
@@ -398,6 +357,10 @@ def test_models_health_and_metrics(client, url):
       client.models.retrieve(other)
     assert caught.value.body['code'] == 'model_not_found'
     assert caught.value.body['param'] == 'model'
+  page = httpx.get(f'{url}/')  # it may load nothing but itself
+  assert page.headers['content-type'].startswith('text/html')
+  assert "default-src 'none'" in page.headers['content-security-policy']
+  assert not re.search(r'(src|href)="(?!data:)', page.text)
   health = httpx.get(f'{url}/health')
   assert health.status_code == 200
   assert health.json() == {'live': True, 'ready': True, 'compiled': True}
@@ -427,17 +390,6 @@ def test_models_health_and_metrics(client, url):
   assert more['specdec:inter_token_latency_seconds_count'] > 1
 
 
-def test_an_answer_does_not_wait_for_an_ack(url):
-  """Its second part would come 40 ms after the first, on an old connection."""
-  took = []
-  with httpx.Client() as http:
-    for _ in range(40):
-      begin = time.perf_counter()
-      http.get(f'{url}/v1/models')
-      took.append(time.perf_counter() - begin)
-  assert min(took[20:]) < 0.03
-
-
 def counters(url):
   text = httpx.get(f'{url}/metrics').text
   lines = (one for one in text.splitlines() if not one.startswith('#'))
@@ -453,25 +405,20 @@ BAD = (  # the field that is named, and the body
   ('logit_bias', {'logit_bias': {'5': 1}}),
   ('tools', {'tools': [{}]}),
   ('response_format', {'response_format': {'type': 'json_object'}}),
-  ('safety_identifier', {'safety_identifier': 5}),
   ('use_beam_search', {'use_beam_search': True, 'n': 3}),
   ('temperature', BEAMS | {'temperature': 1}),
   ('stream', BEAMS | {'stream': True}),
-  ('speculative', BEAMS | {'speculative': False}),
   ('speculative', {'speculative': False}),
   ('prompt', {'prompt': 'Q' * 99}),
   ('prompt', {'prompt': ['a'] * 3, 'n': 3}),
   ('prompt', {'prompt': []}),
-  ('prompt', {'prompt': None}),
   ('prompt', {'prompt': [3, 999]}),
-  ('prompt', {'prompt': [[3], [-1]]}),
   ('prompt', {'prompt': ['a', [3]]}),
   ('prompt', {'prompt': [True]}),
   ('n', {'n': 9}),
   ('best_of', {'best_of': 3}),
   ('echo', {'echo': True}),
   ('max_tokens', {'max_tokens': 25}),
-  ('max_tokens', {'max_tokens': 0}),
   ('min_tokens', {'min_tokens': 17}),
   ('temperature', {'temperature': -1}),
   ('top_p', {'top_p': 0}),
@@ -494,21 +441,14 @@ def test_bad_input(client, param, body):
   error = caught.value
   assert error.status_code == (404 if param == 'model' else 400)
   assert error.body['type'] == 'invalid_request_error'
-  assert error.body['param'] == param
-  value = body[param]
-  if (
-    param != 'temprature'
-    and isinstance(value, int | float | str)
-    and len(str(value)) < 9
-  ):
-    assert json.dumps(value).strip('"') in error.body['message']
+  assert error.body['param'] == param and error.body['message']
 
 
 # What clients send that asks for nothing: OpenAI's fields and vLLM's.
-NEUTRAL = {name: values[-1] for name, values in protocol._NEUTRAL.items()} | {
+NEUTRAL = {name: values[-1] for name, values in protocol._NEUTRAL.items()}
+NEUTRAL |= dict.fromkeys(protocol._EMPTY, False) | {
   'best_of': 1,
   'max_tokens': 2.0,
-  'presence_penalty': 0.0,
   'prompt_cache_key': 'mine',
   'stop': [],
   'stream_options': {'include_usage': None},
@@ -539,11 +479,15 @@ def test_neutral_values_pass(client):
   assert empty.choices[0].finish_reason == 'stop'
 
 
-def test_chat_needs_a_template(client):
+def test_what_is_no_request(client, url):
   with pytest.raises(openai.BadRequestError, match='no chat template'):
     client.chat.completions.create(
       model=NAME, messages=[{'role': 'user', 'content': 'Hello'}]
     )
+  nothing = httpx.get(f'{url}/nothing')
+  assert nothing.status_code == 404 and nothing.json()['error']['message']
+  wrong = httpx.get(f'{url}{PATH}')
+  assert wrong.status_code == 405 and 'GET' in wrong.text
 
 
 @contextlib.contextmanager
@@ -575,7 +519,7 @@ def asking(scheduler, keys=()):
   application = Application(scheduler, NAME, keys)
 
   async def answer(path, body, headers):
-    transport = httpx.ASGITransport(application.asgi)
+    transport = httpx.ASGITransport(application)
     async with httpx.AsyncClient(transport=transport) as http:
       url = f'http://x{path}'
       if body is None:
@@ -595,10 +539,8 @@ def test_keys_and_request_ids(scheduler, server, tmp_path, monkeypatch):
   monkeypatch.setenv('SPECDEC_API_KEYS', 'three, four,')
   assert api_keys(None) == ['three', 'four']
   monkeypatch.setenv('SPECDEC_API_KEYS', ' , ')
-  with pytest.raises(ValueError, match='SPECDEC_API_KEYS'):
-    api_keys(None)
   file.write_text('\n')
-  for path in (str(file), str(tmp_path / 'none')):
+  for path in (None, str(file), str(tmp_path / 'none')):
     with pytest.raises(ValueError, match='keys?'):
       api_keys(path)
   known = {'authorization': 'bearer two'}
@@ -614,10 +556,6 @@ def test_keys_and_request_ids(scheduler, server, tmp_path, monkeypatch):
     other = ask('/v1/models', None, known | {'x-request-id': 'a b'})
     assert re.fullmatch(r'[0-9a-f]{16}', other.headers['x-request-id'])
     assert ask('/health').status_code == 200
-    nothing = ask('/nothing')
-    assert nothing.status_code == 404 and nothing.json()['error']['message']
-    wrong = ask('/v1/completions', None, known)
-    assert wrong.status_code == 405 and 'GET' in wrong.text
 
 
 def refuses(port):
@@ -638,13 +576,13 @@ def test_a_stop_finishes_what_was_taken(engine):
 
   def ask(stream):
     body = {'prompt': TEXTS[0], 'n': 3, 'max_tokens': 24, 'stream': stream}
-    url = f'http://127.0.0.1:{made.port}/v1/completions'
+    url = f'http://127.0.0.1:{made.port}{PATH}'
     answers.append(httpx.post(url, json=body, timeout=300))
 
   threads = [threading.Thread(target=ask, args=(x,)) for x in (False, True)]
   with serving(made):
     early = httpx.post(
-      f'http://127.0.0.1:{made.port}/v1/completions', json={'prompt': 'a'}
+      f'http://127.0.0.1:{made.port}{PATH}', json={'prompt': 'a'}
     )
     assert early.status_code == 503 and 'not ready' in early.text
     ready = httpx.get(f'http://127.0.0.1:{made.port}/health/ready')
@@ -670,7 +608,7 @@ def test_a_stop_ends_what_takes_too_long(engine, monkeypatch):
   with serving(made):
     wait_until(lambda: scheduler.takes_rows)
     monkeypatch.setattr(scheduler, '_fill', lambda: time.sleep(0.001))
-    url = f'http://127.0.0.1:{made.port}/v1/completions'
+    url = f'http://127.0.0.1:{made.port}{PATH}'
     body = {'prompt': TEXTS[0], 'stream': True}
     with httpx.stream('POST', url, json=body, timeout=300) as answer:
       made.stop()
@@ -688,82 +626,374 @@ def asking_of(engine):
   scheduler.join()
 
 
-def test_streams_of_a_vocabulary_with_byte_fallback(folder):
-  """Its texts may get shorter: what was sent is never sent again."""
-  tokenizers = pytest.importorskip('tokenizers')
-  path = folder / 'bytes.json'
-  small_vocabulary.byte_fallback(path, tokenizers.decoders.Strip(' ', 1, 0))
-  engine = engine_of(Tokenizer(path, '</s>'))
-  with asking_of(engine) as ask:
-    for seed in range(4):
-      body = {'prompt': 'a', 'n': 4, 'seed': seed, 'max_tokens': 8 + 4 * seed}
-      body |= {'logprobs': 0, 'return_token_ids': True}
-      body |= {'stop': ['a', '\n', ' ']} if seed % 2 else {}
-      whole = ask('/v1/completions', body).json()['choices']
-      sent = ask('/v1/completions', body | {'stream': True}).text
-      parts = [one['choices'][0] for one in events_of(sent)]
-      for want in whole:
-        mine = [one for one in parts if one['index'] == want['index']]
-        assert ''.join(one['text'] for one in mine) == want['text']
-        ids = [token for one in mine for token in one['token_ids']]
-        assert ids == want['token_ids']
-        names = [
-          x
-          for one in mine
-          if one['logprobs']
-          for x in one['logprobs']['tokens']
-        ]
-        assert names == want['logprobs']['tokens']
-        assert joined(names) == want['text']
-
-
-def test_plain_where_there_is_no_drafter(tokenizer):
-  alone = Engine(
-    model(0), tokenizer=tokenizer, max_input_len=32, max_decode_len=8
-  )
-  want = alone.generate(TEXTS[:1], max_length=8)[0].text
-  body = {'prompt': TEXTS[0], 'temperature': 0, 'max_tokens': 8}
-  with asking_of(alone) as ask:
-    answer = ask('/v1/completions', body).json()
-  assert answer['choices'][0]['text'] == want
-  assert 'metrics' not in answer
-
-
-def score_by_echo(ask, engine, prompt):
-  """As EleutherAI's lm-evaluation-harness scores a text."""
-  ids = prompt if isinstance(prompt, list) else engine.tokenizer.encode(prompt)
-  begins = ids[:1] == [engine.bos_id] or engine.bos_id is None
-  for most, stream in ((0, False), (1, False), (3, True)):
-    asked = {'prompt': prompt, 'temperature': 0, 'max_tokens': most}
-    asked |= {'logprobs': 1, 'echo': True, 'stream': stream}
-    answer = ask('/v1/completions', asked)
-    answers = [answer.json()] if not stream else events_of(answer.text)
-    choices = [one['choices'][0] for one in answers if one['choices']]
-    parts = [one['logprobs'] for one in choices if one['logprobs']]
-    tokens, values, tops, offsets = (
-      [x for part in parts for x in part[name]]
-      for name in ('tokens', 'token_logprobs', 'top_logprobs', 'text_offset')
-    )
-    text = ''.join(one['text'] for one in choices)
-    assert joined(tokens) == text and offsets == sorted(offsets)
-    if not ids:
-      continue
-    assert len(ids) <= len(tokens) <= len(ids) + most
-    assert text.startswith(engine.tokenizer.decode(ids))
-    # The first token has a number if one that is not shown comes before it.
-    assert (values[0] is None) == begins
-    (score,) = engine.score([ids[:1]], [ids[1:]])
-    if not begins:
-      (score,) = engine.score([[]], [ids])
-    want = score.log_probs[-len(ids) + 1 :]
-    assert values[1 : len(ids)] == pytest.approx(want, abs=1e-4)
-    for value, top in zip(values[1:], tops[1:], strict=True):
-      assert value in top.values() and value <= max(top.values())
-
-
 def events_of(text):
   return [
     json.loads(line.removeprefix('data: '))
     for line in text.splitlines()
     if line.startswith('data: {')
   ]
+
+
+# What clients do to a server.
+
+
+@contextlib.contextmanager
+def others(address, want, threads=2):
+  """Inside, others ask for texts; all that they hear must be right.
+
+  Args:
+    address: of the server.
+    want: text -> its output.
+    threads: how many ask.
+  """
+  over, heard = threading.Event(), []
+
+  def ask(texts):
+    with httpx.Client(timeout=300) as http:
+      for text in itertools.cycle(texts):
+        answer = http.post(f'{address}{PATH}', json=load.body(text))
+        if answer.status_code != 429:  # where the queue is full on purpose
+          heard.append((text, answer.text))
+        else:
+          assert int(answer.headers['retry-after']) >= 1
+          over.wait(0.05)
+        if over.is_set() and heard:
+          return
+
+  texts = list(want)
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    asking = [pool.submit(ask, texts[i::threads]) for i in range(threads)]
+    try:
+      yield
+    finally:
+      over.set()
+    for one in asking:
+      one.result()
+  for text, answer in heard:
+    assert json.loads(answer)['choices'][0]['text'] == want[text], answer
+
+
+@pytest.fixture(scope='module')
+def want(engine):
+  """Text -> what the engine says."""
+  found = engine.generate(TEXTS, max_length=16)
+  return {t: one.text for t, one in zip(TEXTS, found, strict=True)}
+
+
+def errors(replies):
+  return [one.error for one in replies if one.error is not None]
+
+
+# Clients that leave.
+
+
+def leave(address, texts, count):
+  """Streams whose clients leave in the middle, several at a time."""
+
+  def one(index):
+    body = load.body(texts[index % len(texts)], True, max_tokens=24)
+    body |= {'temperature': 1.0, 'ignore_eos': True}
+    while True:
+      with httpx.stream('POST', f'{address}{PATH}', json=body) as answer:
+        if answer.status_code == 200:
+          next(answer.iter_raw())
+          return
+      time.sleep(0.05)  # the queue was full
+
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(one, range(count)))
+
+
+def statuses(address):
+  """Status of an answer -> how many had it."""
+  found = counters(address).items()
+  return {n[-5:-2]: x for n, x in found if 'requests_total{' in n}
+
+
+def test_clients_that_leave(url, scheduler, want):
+  before = statuses(url)
+  with others(url, want):
+    leave(url, TEXTS, 30)
+  wait_until(lambda: not scheduler.num_rows)
+  assert not scheduler._taken
+  left = [statuses(url).get(code, 0) - before.get(code, 0) for code in CODES]
+  # Some had the whole answer on its way before they left.
+  assert left[0] > 10 and not left[1]
+  with sent(url, b'{"prompt": ', length=100):
+    pass
+  gone = before.get('499', 0) + left[0]
+  wait_until(lambda: statuses(url).get('499', 0) > gone)
+
+
+CODES = ('499', '500')
+
+
+# Bodies that are wrong.
+
+
+def malformed(rng):
+  """A body that is wrong in one of many ways; bytes."""
+  names = [
+    *dict(BAD),
+    *('prompt', 'n', 'max_tokens', 'stop', 'stream', 'seed', 'top_p'),
+    *('temperature', 'stream_options', 'logprobs', 'echo', 'model'),
+  ]
+  values = [
+    None, True, -1, 0, 10**30, 1e308, -0.0, 2.5, '', '\ud800', 'x' * 5000, [],
+    [[]], [[1], 'a'], [None], {}, {'a': [1]}, [1e9], ['a', 1], [10**20],
+    float('nan'), float('inf'),
+  ]  # fmt: skip
+  body = {'prompt': rng.choice([TEXTS[0], [5, 6], ['a', 'b']])}
+  for _ in range(rng.randint(1, 3)):
+    body[rng.choice(names)] = rng.choice(values)
+  data = json.dumps(body).encode()
+  way = rng.randrange(6)
+  if way == 0:
+    data = data[: rng.randrange(len(data))]
+  elif way == 1:
+    at = rng.randrange(len(data))
+    data = data[:at] + bytes(rng.choices(range(256), k=3)) + data[at:]
+  elif way == 2:
+    depth = rng.choice([10, 10_000, 200_000])
+    data = b'{"prompt": ' + b'[' * depth + b']' * depth + b'}'
+  elif way == 3:
+    data = json.dumps(rng.choice(values)).encode()
+  return data
+
+
+def fuzz(address, count, large_every):
+  """Sends malformed bodies, some of them of 10 MB; two clients are slow."""
+  rng, statuses = random.Random(0), collections.Counter()
+  large = b'{"prompt": "' + b'x' * (10 << 20) + b'"}'
+  with contextlib.ExitStack() as stack:
+    slow = [
+      stack.enter_context(sent(address, b'{"prompt": ', length=100))
+      for _ in range(2)
+    ]
+    http = stack.enter_context(httpx.Client(timeout=300))
+    for index in range(count):
+      if index % large_every == 0:
+        # It may be refused before all of it is sent.
+        with contextlib.suppress(httpx.WriteError, httpx.ReadError):
+          answer = httpx.post(f'{address}{PATH}', content=large, timeout=300)
+          assert answer.status_code == 413
+      data = malformed(rng)
+      answer = http.post(f'{address}{PATH}', content=data)
+      code = answer.status_code
+      statuses[code] += 1
+      # Some say nothing wrong after all; the queue may be full of others.
+      assert code in (200, 400, 404, 429), (data[:300], answer.text)
+      if code != 200:
+        assert answer.json()['error']['message']
+    for one in slow:
+      one.settimeout(60)
+      assert one.recv(1 << 16).startswith(b'HTTP/1.1 408')
+  assert statuses[400] > 0.7 * count
+
+
+def test_malformed_bodies(url, scheduler, want):
+  with others(url, want, threads=1), nothing_compiles():
+    fuzz(url, 100, large_every=50)
+  wait_until(lambda: not scheduler.num_rows)
+
+
+# Connections that do nothing, or too much.
+
+
+@contextlib.contextmanager
+def connected(address, data=b'', count=1):
+  """Connections on which this has been sent."""
+  port = int(address.rpartition(':')[2])
+  with contextlib.ExitStack() as stack:
+    made = []
+    for _ in range(count):
+      one = stack.enter_context(socket.create_connection(('127.0.0.1', port)))
+      one.settimeout(60)
+      one.sendall(data)
+      made.append(one)
+    yield made
+
+
+def everything(connection):
+  """What comes until the other side ends."""
+  parts = []
+  with contextlib.suppress(ConnectionError):
+    while part := connection.recv(1 << 16):
+      parts.append(part)
+  return b''.join(parts)
+
+
+def http_request(body, version='1.1'):
+  head = f'POST {PATH} HTTP/{version}\r\nHost: x\r\nContent-Length: '
+  data = json.dumps(body).encode()
+  return f'{head}{len(data)}\r\n\r\n'.encode() + data
+
+
+def test_a_header_is_bounded(url, want):
+  """One field or many, at once or in parts; behind a body too."""
+  begin = b'GET /health HTTP/1.1\r\nHost: x\r\n'
+  chunked = b'POST /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n'
+  fields = b'a: b\r\n' * 7000
+  with others(url, want, threads=1):
+    for data in (begin + b'A: ', begin + fields + b'\r\n', chunked + b'A: '):
+      with connected(url, data) as (one,):
+        with contextlib.suppress(ConnectionError):
+          for _ in range(0 if data.endswith(b'\n') else 2000):
+            one.sendall(b'x' * (1 << 16))
+        code = everything(one)[9:12]  # the reset may come before the answer
+        assert code in (b'', b'405' if data.startswith(b'POST') else b'431')
+  with connected(url, begin + b'A: ' + b'x' * 20_000 + b'\r\n\r\n') as (one,):
+    assert one.recv(1 << 16).startswith(b'HTTP/1.1 200')
+
+
+def limit(monkeypatch, **limits):
+  """New connections have these limits."""
+  made = Connection.__init__
+
+  def limited(self, settings, *args, **options):
+    made(self, dataclasses.replace(settings, **limits), *args, **options)
+
+  monkeypatch.setattr(Connection, '__init__', limited)
+
+
+def test_connections_that_do_nothing(url, want, monkeypatch):
+  """However many there are, others are answered meanwhile."""
+  limit(monkeypatch, max_connections=100)
+  begin = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\n'
+  for data in (b'', begin, begin + b'Content-Length: 9\r\n\r\n{'):
+    with connected(url, data, count=150) as first:
+      (text, *_) = want
+      answer = httpx.post(f'{url}{PATH}', json=load.body(text))
+      assert answer.json()['choices'][0]['text'] == want[text]
+      first[-1].settimeout(10)
+      answer = everything(first[-1])
+      assert answer.startswith(b'HTTP/1.1 408') if data else not answer
+      assert not data or b'connection: close' in answer
+
+
+def test_a_client_that_does_not_read(url, want, monkeypatch):
+  """It is closed, and costs no more than its buffers."""
+  limit(monkeypatch, idle_seconds=2.0)
+  page = b'GET / HTTP/1.1\r\nHost: x\r\n\r\n'
+  with connected(url) as (one,):
+    with others(url, want, threads=1), contextlib.suppress(ConnectionError):
+      begin = time.monotonic()
+      while time.monotonic() < begin + 20:
+        one.sendall(page * 5)
+        time.sleep(0.01)
+      pytest.fail('it was not closed')
+    assert time.monotonic() > begin + 2
+
+
+def test_an_old_client_gets_no_chunks(url, want):
+  """As of some proxies, which speak HTTP/1.0."""
+  (text, *_) = want
+  for version, stream in itertools.product(('1.0', '1.1'), (False, True)):
+    with connected(url) as (one,):
+      one.sendall(http_request(load.body(text, stream), version))
+      head, _, body = one.recv(1 << 16).partition(b'\r\n\r\n')
+      chunked = stream and version == '1.1'
+      end = b'[DONE]\n\n' + b'\r\n0\r\n\r\n' * chunked if stream else b'}'
+      while not body.endswith(end):
+        body += one.recv(1 << 16)
+    assert b'200 OK' in head and (b'chunked' in head) == chunked
+
+
+# More than it can do.
+
+
+def is_busy(reply):
+  return reply.error is not None and reply.error.startswith('429')
+
+
+def test_overload(url, scheduler, want, held):
+  """Of five times what may wait, a fifth is taken, and then answered."""
+  most = scheduler.settings.max_waiting
+  bodies = [load.body(text) for text in want]
+  asked = [bodies[i % len(bodies)] for i in range(5 * most)]
+  before = statuses(url).get('429', 0)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    running = pool.submit(load.arriving, url, asked, 1000.0)
+    refused = 5 * most - most
+    wait_until(lambda: statuses(url).get('429', 0) == before + refused)
+    assert scheduler.num_waiting == most
+    with others(url, want, threads=1):
+      held()
+    replies, _ = running.result()
+  assert sum(map(is_busy, replies)) == refused
+  for body, reply in zip(asked, replies, strict=True):
+    assert is_busy(reply) or reply.error is None, reply.error
+    assert is_busy(reply) or reply.text == want[body['prompt']]
+  wait_until(lambda: not scheduler.num_rows)
+
+
+# The shipped pair, as users serve it.
+
+
+def is_idle(served):
+  """Whether nothing is left in a server."""
+  found = counters(served.url)
+  names = ('num_requests_running', 'num_requests_waiting')
+  return not any(found[f'specdec:{name}'] for name in names)
+
+
+def demo_texts():
+  lines = (ROOT / 'demo/input.txt').read_text('utf-8').splitlines()
+  return [line for line in lines if line.strip()]
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests():
+  """All are answered, and as when they came alone; memory does not grow."""
+  texts = demo_texts()
+  with Served('--port', '0', '--rows', '16') as served:
+    served.until(lambda: served.said('compiled'))
+    replies, _ = load.closed(served.url, [load.body(text) for text in texts], 1)
+    assert not errors(replies)
+    outputs = {t: one.text for t, one in zip(texts, replies, strict=True)}
+
+    def ask(count):
+      asked = [texts[i % len(texts)] for i in range(count)]
+      bodies = [load.body(t, i % 2 > 0) for i, t in enumerate(asked)]
+      replies, _ = load.closed(served.url, bodies, 64)
+      assert not errors(replies)
+      assert [one.text for one in replies] == [outputs[text] for text in asked]
+      return counters(served.url)['process_resident_memory_bytes']
+
+    before = ask(1000)
+    after = ask(10_000)
+    assert after <= 1.02 * before, (before, after)
+    served.until(lambda: is_idle(served))
+    assert counters(served.url)['specdec:compilations_total'] == 0
+
+
+@pytest.mark.slow
+def test_sigterm_under_load():
+  """Who was taken is answered or, at the limit, told that it ends."""
+  texts = demo_texts()
+  with Served('--port', '0', '--rows', '4', '--drain-seconds=0.5') as made:
+    made.until(lambda: made.said('compiled'))
+    bodies = [
+      load.body(texts[i % len(texts)], i % 2 > 0, max_tokens=100)
+      for i in range(4000)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      running = pool.submit(load.closed, made.url, bodies, 64)
+      wait_until(lambda: len(made.log) > 100)
+      assert made.end() == 0
+      replies, _ = running.result()
+  rows = made.said('stopping')['rows']
+  assert rows > 32
+  cut = 0
+  for reply in replies:
+    # Who was taken hears why it ends; who came too late was not let in.
+    was_taken = reply.first is not None
+    if reply.error is not None and was_taken:
+      assert 'is stopping' in reply.error, reply
+      cut += 1
+  assert cut > 0
+  logged = [one['status'] for one in made.log if one.get('path') == PATH]
+  assert set(logged) <= {200, 503}
+  # Each answer that the server began has reached its client.
+  begun = [reply.first is not None or reply.error is None for reply in replies]
+  assert logged.count(200) == sum(begun) > 64

@@ -50,7 +50,7 @@ LOADED = """
 from specdec_jax.cli import gin_flags, main
 from specdec_jax.files import shipped
 assert gin_flags.ROOT.name == 'shipped', gin_flags.ROOT
-gin_flags.load(gin_flags.parse_flags(['--gin_file=gin/runs/demo.gin']))
+gin_flags.load(['--gin_file=gin/runs/demo.gin'])
 found = shipped.find('demo/vocab.model')
 assert found == str(shipped.ROOT / 'demo' / 'vocab.model')
 """

@@ -258,7 +258,7 @@ def test_gin_files(tmp_path):
   for name in ('train', 'distill', 'train_lm', 'finetune', 'train_heads'):
     try:
       flags = [f'--gin_file=gin/runs/{name}.gin', *given]
-      gin_flags.load(gin_flags.parse_flags(flags))
+      gin_flags.load(flags)
       run = gin_flags.build(training.TrainRun)
     finally:
       gin.clear_config()

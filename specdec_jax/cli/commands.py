@@ -8,7 +8,6 @@ when it runs.
 
 import dataclasses
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -130,19 +129,6 @@ def distil() -> None:
   training.distil(_build(training.DistilConfig))
 
 
-def fit_ngram() -> None:
-  """Fits an n-gram table: a drafter without a network.
-
-    specdec train --gin_file=gin/runs/fit_ngram.gin \\
-      --train-files text.txt --output-file=bigram.npz
-
-  What it holds goes to stdout.
-  """
-  from specdec_jax.training import ngram
-
-  ngram.fit_ngram(_build(ngram.FitNgramConfig))
-
-
 def measure() -> None:
   """Measures costs, acceptance or throughput.
 
@@ -161,28 +147,17 @@ def measure() -> None:
 
   Their headers say what they need and how long they take. Tables go to stdout.
   """
+  from specdec_jax.measure import acceptance, calls, compare
+
   _chosen(
     'measure',
     {
-      f'.{config}': functools.partial(_measure, module, config, function)
-      for config, (module, function) in _MEASURED.items()
+      acceptance.MeasureAlphaConfig: acceptance.measure_alpha,
+      calls.BenchmarkConfig: calls.show,
+      compare.CompareConfig: compare.compare,
+      compare.ThroughputConfig: compare.measure_throughput,
     },
   )
-
-
-# Name of a configuration -> the module that has it, and what measures it.
-_MEASURED = {
-  'MeasureAlphaConfig': ('measure.acceptance', 'measure_alpha'),
-  'BenchmarkConfig': ('measure.calls', 'show'),
-  'CompareConfig': ('measure.compare', 'compare'),
-  'ThroughputConfig': ('measure.compare', 'measure_throughput'),
-}
-
-
-def _measure(module: str, config: str, function: str) -> None:
-  """Builds a configuration and gives it to the function that measures it."""
-  measures = importlib.import_module(f'specdec_jax.{module}')
-  getattr(measures, function)(_build(getattr(measures, config)))
 
 
 def reproduce() -> None:
@@ -253,7 +228,13 @@ def train() -> None:
 
   The same command goes on where a killed run was. Progress goes to stderr.
   """
-  _chosen('train', {'.TrainRun': _train, '.FitNgramConfig': fit_ngram})
+  from specdec_jax import training
+  from specdec_jax.training import ngram
+
+  train = functools.partial(training.train, beside=_beside())
+  _chosen(
+    'train', {training.TrainRun: train, ngram.FitNgramConfig: ngram.fit_ngram}
+  )
 
 
 def try_() -> None:
@@ -271,12 +252,6 @@ def try_() -> None:
   infer.decode(_build(infer.DecodeConfig))
 
 
-def _train() -> None:
-  from specdec_jax import training
-
-  training.train(_build(training.TrainRun), beside=_beside())
-
-
 def _build(cls: type) -> Any:
   from specdec_jax.cli import gin_flags
 
@@ -290,32 +265,23 @@ def _beside() -> dict[str, Callable[[], str]]:
   return {'operative_config.gin': gin_flags.operative_config}
 
 
-def _is_configured(ending: str) -> bool:
-  from specdec_jax.cli import gin_checks
-
-  return any(name.endswith(ending) for name in gin_checks.configured())
-
-
-def _chosen(name: str, functions: dict[str, Callable[[], None]]) -> None:
-  """Calls the function of the configuration that the run file has.
+def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:
+  """Calls the function of the configuration that the run file is about.
 
   Raises:
-    ValueError: it has none of them, or is a run of another command.
+    ValueError: it is about none of them.
   """
-  others = {'.ReproduceConfig': 'reproduce', '.DecodeConfig': 'decode'}
-  others |= {'.CalibrateConfig': 'calibrate'}
-  for ending, other in others.items():
-    if _is_configured(ending):
-      raise ValueError(
-        f'This run file is one of `specdec {other}`, not of `specdec {name}`.'
-      )
-  for ending, function in functions.items():
-    if _is_configured(ending):
-      return function()
-  known = ', '.join(ending.removeprefix('.') for ending in functions)
+  from specdec_jax.cli import gin_checks
+
+  roots = {root.rpartition('.')[2] for root in gin_checks.roots()}
+  for config, function in functions.items():
+    if config.__name__ in roots:
+      function(_build(config))
+      return
+  known = ', '.join(config.__name__ for config in functions)
   raise ValueError(
-    f'The gin files configure none of {known}, of which `specdec {name}` needs'
-    f' one. `specdec {name} --help` names run files that do.'
+    f'The gin files configure {", ".join(sorted(roots))}; `specdec {name}`'
+    f' needs one of {known}. `specdec {name} --help` names run files of these.'
   )
 
 
@@ -325,16 +291,10 @@ _OF_TEXTS = {
   '--num-beams': {'DECODER': 'beam'},
 }
 # What the shipped pair needs, and others do not.
-_OTHER_PAIR = {
-  '--target': {
-    'DRAFT_CHECKPOINT_PATH': None,
-    'MODEL_NAME': None,
-    'TARGET': None,
-    'DRAFT': None,
-    'VOCAB_PATH': None,
-  },
-  '--draft': {'DRAFT': None},
-}
+_NO_DEMO = dict.fromkeys(
+  ('DRAFT_CHECKPOINT_PATH', 'MODEL_NAME', 'TARGET', 'DRAFT', 'VOCAB_PATH')
+)
+_OTHER_PAIR = {'--target': _NO_DEMO, '--draft': {'DRAFT': None}}
 
 # Name -> command, in the order of --help.
 COMMANDS = {

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import gin
@@ -22,10 +22,6 @@ _INTERNAL = (_MACRO, 'gin.constant')
 _REQUIRED = '%gin.REQUIRED'
 _EXPORTED = re.compile(r'^([A-Z]\w*)\s*=', re.MULTILINE)
 _WITH_FLAGS, _NETWORKS = 'specdec_jax.', 'specdec_jax.models.'
-CIRCLE = (
-  'values or includes of gin files need each other in a circle, or in too long'
-  ' a chain. Give one of them a value of its own.'
-)
 _MISSING = re.compile(
   r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
 )
@@ -72,7 +68,7 @@ def configurables() -> list[tuple[str, str, Callable]]:
   """
   referred = {reference.config_key for reference in _references()}
   keys = dict.fromkeys([*_config(), *sorted(referred)])
-  found = []
+  entries = []
   for scope, selector in sorted(keys, key=lambda key: key in referred):
     if selector in _INTERNAL or scope not in ('', 'target', 'draft'):
       continue
@@ -82,8 +78,8 @@ def configurables() -> list[tuple[str, str, Callable]]:
       made.__module__.startswith(_NETWORKS)
     ):
       name = f'{scope}/{selector}' if scope else selector
-      found.append((scope, name, made))
-  return found
+      entries.append((scope, name, made))
+  return entries
 
 
 def bound(binding: str) -> Any:
@@ -126,40 +122,43 @@ def configured() -> list[str]:
   return sorted({name for _, name in _configured() if name not in _INTERNAL})
 
 
-class Known:
-  """The macros, scopes and names that the gin files define or use."""
+def roots() -> set[str]:
+  """Returns the full names of what is bound and nothing refers to."""
+  referred = {reference.config_key[1] for reference in _references()}
+  return {name for _, name in _config()} - referred - set(_INTERNAL)
 
-  def __init__(self, flags: Mapping[str, str] | None = None):
-    """Reads what gin has loaded.
 
-    Args:
-      flags: binding -> the flag that makes it.
-    """
-    self._flags = {
-      binding.rpartition('.')[2]: flag
-      for binding, flag in (flags or {}).items()
-    }
-    self.macros = {scope for scope, name in _configured() if name == _MACRO}
-    self._scopes = _entered_scopes()
+def macros() -> set[str]:
+  """Returns the macros that the gin files define or use."""
+  return {scope for scope, name in _configured() if name == _MACRO}
 
-  def hint(self, name: str) -> str:
-    """Names the flag that sets what a name ends in."""
-    parameter = re.split(r'[./]', name)[-1].lower()
-    flag = self._flags.get(parameter)
-    return f' Give {flag} for {parameter}.' if flag else ''
 
-  def check(self, name: str) -> None:
-    """Raises ValueError for a macro or a scope that no gin file has."""
-    scope, _, parameter = gin.config_parser.parse_binding_key(name)
-    hint = self.hint(name)
-    if not parameter and name not in self.macros:
-      known = nearest(name, self.macros, or_all=not hint)
-      raise ValueError(f'--gin.{name}: no gin file has it.{known}{hint}')
-    if parameter and scope and scope not in self._scopes:
-      known = nearest(scope, self._scopes)
-      raise ValueError(
-        f'--gin.{name}: no gin file uses the scope {scope!r}.{known}{hint}'
-      )
+def hint(name: str, flags: Mapping[str, str]) -> str:
+  """Names the flag that sets what a name ends in.
+
+  Args:
+    name: of a macro or a parameter.
+    flags: binding -> the flag that makes it.
+  """
+  parameter = re.split(r'[./]', name)[-1].lower()
+  for binding, flag in flags.items():
+    if binding.rpartition('.')[2] == parameter:
+      return f' Give {flag} for {parameter}.'
+  return ''
+
+
+def check_name(name: str, hint: str) -> None:
+  """Raises ValueError for a macro or a scope that no gin file has."""
+  scope, _, parameter = gin.config_parser.parse_binding_key(name)
+  if not parameter and name not in macros():
+    known = nearest(name, macros(), or_all=not hint)
+    raise ValueError(f'--gin.{name}: no gin file has it.{known}{hint}')
+  entered = _entered_scopes()
+  if parameter and scope and scope not in entered:
+    known = nearest(scope, entered)
+    raise ValueError(
+      f'--gin.{name}: no gin file uses the scope {scope!r}.{known}{hint}'
+    )
 
 
 def check_effect(name: str) -> None:
@@ -262,26 +261,39 @@ def explain(error: Exception) -> str:
   """Returns gin's message with the nearest known names after it."""
   text = f'{one_line(error).rstrip(".")}.'
   if isinstance(error, RecursionError | MemoryError):
-    return f'not valid gin: brackets are nested too deeply, or {CIRCLE}'
+    return (
+      'not valid gin: brackets are nested too deeply, or values or includes'
+      ' need each other in a circle, or in too long a chain.'
+    )
   if isinstance(error, SyntaxError):
     line = f' (line {error.lineno})' if error.lineno else ''
-    if found := re.search(r"malformed node.* token '(.*)'", text):
-      return f'not valid gin: {found[1]} is no value, text has quotes{line}.'
+    if match := re.search(r"malformed node.* token '(.*)'", text):
+      return f'not valid gin: {match[1]} is no value, text has quotes{line}.'
     return f'not valid gin: {error.msg.rstrip(".")}{line}.'
   if isinstance(error, tokenize.TokenError):
     return f'not valid gin: {error.args[0]}; is a bracket or quote open?'
-  if found := re.search(r"Configurable '(\S+)' doesn't .* named '(\w+)'", text):
-    reference = gin.config.ConfigurableReference(found[1], evaluate=False)
-    signature = inspect.signature(reference.configurable.wrapped)
-    return text + nearest(found[2], signature.parameters)
-  if found := re.search(r"<module '([\w.]+)'.* no attribute (\w+)", text):
-    names = [n for n in vars(sys.modules[found[1]]) if not n.startswith('_')]
-    return text + nearest(found[2], names)
-  if found := re.search(r"No configurable matching .*?'@?([\w./]+)", text):
-    names = configured()
-    short = [name.rsplit('.', 1)[1] for name in names if '.' in name]
-    return text + nearest(found[1], names + short)
+  for pattern, names_of in _UNKNOWN.items():
+    if match := re.search(pattern, text):
+      return text + nearest(match[2], names_of(match[1]))
   return text
+
+
+def _parameters(configurable: str) -> Iterable[str]:
+  reference = gin.config.ConfigurableReference(configurable, evaluate=False)
+  return inspect.signature(reference.configurable.wrapped).parameters
+
+
+def _short_names(_: str) -> Iterable[str]:
+  names = configured()
+  return [*names, *(name.rsplit('.', 1)[-1] for name in names)]
+
+
+# gin's words for a name that it does not know -> which names there are.
+_UNKNOWN: dict[str, Callable[[str], Iterable[str]]] = {
+  r"Configurable '(\S+)' doesn't .* named '(\w+)'": _parameters,
+  r"<module '([\w.]+)'.* no attribute (\w+)": lambda m: vars(sys.modules[m]),
+  r"(No configurable) matching .*?'@?([\w./]+)": _short_names,
+}
 
 
 def is_unbound(error: BaseException) -> bool:

@@ -14,19 +14,13 @@ A VALUE that is no gin value is taken as text, so `--gin.DTYPE=int8` and
 `--gin.DTYPE='"int8"'` mean the same. gin itself accepts a mistyped macro
 or scope in silence; here a name that the gin files do not know is an error.
 
-A command is a function whose docstring is its --help, see `commands`:
-
-  def decode() -> None:
-    config = gin_flags.build(infer.DecodeConfig)
-    ...
-
-It may have flags without gin as well, see `options`.
+A command is a function whose docstring is its --help, see `commands`. It has
+flags for the fields of what its gin files configure, see `options`.
 """
 
 import argparse
 import ast
 import contextlib
-import dataclasses
 import functools
 import inspect
 import logging
@@ -34,10 +28,9 @@ import os
 import pathlib
 import re
 import sys
-import tokenize
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gin
@@ -52,19 +45,6 @@ if TYPE_CHECKING:
 ROOT = shipped.ROOT  # the folder that holds gin/
 
 _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
-# What gin raises for a file or binding that it cannot take.
-_GIN_ERRORS = (
-  AttributeError,
-  ImportError,
-  MemoryError,  # Python's own, of brackets without end
-  NameError,
-  OSError,
-  RecursionError,
-  SyntaxError,
-  TypeError,
-  ValueError,
-  tokenize.TokenError,
-)
 _NO_BACKEND = 'Unable to initialize backend'  # JAX, of JAX_PLATFORMS
 _NO_PLUG_IN = (
   'its plug-in for JAX is not installed. Install it, such as'
@@ -78,52 +58,24 @@ _OF_MACHINE = (
 )
 
 _GIN, _MORE = 'gin, as with T5X', 'more'
-# Of the flags of all commands: name, what --help calls its value, its help.
-_COMMON = {
-  _GIN: (
-    ('--gin_file', 'FILE', 'a run file instead of the usual one; repeatable'),
-    ('--gin_bindings', 'NAME=VALUE', 'a binding; also --gin.NAME=VALUE'),
-    ('--gin_search_paths', 'A,B', 'folders that are searched for gin files'),
-  ),
-  _MORE: (
-    ('--traceback', '', 'show where an error came from'),
-    ('--multiprocess', '', 'one of several processes, of a TPU pod or Slurm'),
-    ('--coordinator_address', 'HOST:PORT', 'the address of the first process'),
-    ('--process_count', 'N', 'how many processes there are'),
-    ('--process_index', 'I', 'which process this is, from 0'),
-  ),
-}
-_SPECIAL: dict[str, dict[str, Any]] = {
-  '--gin_file': {'action': 'append', 'default': []},
-  '--gin_bindings': {'action': 'append', 'default': []},
-  '--gin_search_paths': {'default': ''},
-  '--process_count': {'type': int},
-  '--process_index': {'type': int},
-}
+# The flags of all commands: group, name, argparse's action, what --help calls
+# the value, help.
+_COMMON = (
+  (_GIN, '--gin_file', 'append', 'FILE', 'a run file instead of the usual one'),
+  (_GIN, '--gin_bindings', 'append', 'NAME=VALUE', 'also --gin.NAME=VALUE'),
+  (_GIN, '--gin_search_paths', 'store', 'A,B', 'folders with gin files'),
+  (_MORE, '--traceback', 'store_true', '', 'show where an error came from'),
+  (_MORE, '--multiprocess', 'store_true', '', 'one process of a pod or Slurm'),
+  (_MORE, '--coordinator_address', 'store', 'HOST:PORT', 'of process 0'),
+  (_MORE, '--process_count', 'store', 'N', 'how many processes there are'),
+  (_MORE, '--process_index', 'store', 'N', 'which process this is, from 0'),
+)
 
 _T = TypeVar('_T')
 
 
-@dataclasses.dataclass(frozen=True)
-class Flags:
-  """The parsed command line.
-
-  Attributes:
-    bindings: (name, gin value) pairs, in order; text is already quoted.
-    implied: (macro, gin value) pairs that hold unless `bindings` or the user's
-      own gin files say otherwise.
-    spelled: name of a binding -> the flag that makes it.
-  """
-
-  bindings: tuple[tuple[str, str], ...]
-  implied: tuple[tuple[str, str], ...] = ()
-  spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
 def main(
-  command: Command | Callable[[], int | None],
-  argv: Sequence[str] | None = None,
-  name: str = '',
+  command: Command, argv: Sequence[str] | None = None, name: str = ''
 ) -> int:
   """Loads the configuration, runs a command and returns the exit status.
 
@@ -133,17 +85,16 @@ def main(
   SIGTERM ends the process with one line and status 143.
 
   Args:
-    command: to run; a function is one without flags of its own.
+    command: what runs.
     argv: arguments after the program's name; those of the process by default.
     name: of the command, for --help.
   """
   warnings.formatwarning = _warning
   argv = sys.argv[1:] if argv is None else list(argv)
-  if not isinstance(command, Command):
-    command = Command(command)
+  raises = '--traceback' in argv
 
   def run() -> int:
-    load(parse_flags(argv, command, name))
+    load(argv, command, name)
     return command.function() or 0
 
   def run_by_processes() -> int:
@@ -158,7 +109,6 @@ def main(
 
     return processes.run(lambda: _complaining(join_and_run, raises))
 
-  raises = '--traceback' in argv
   return _complaining(run_by_processes, raises)
 
 
@@ -206,10 +156,10 @@ def _status(error: Exception) -> int:
   return 1 if isinstance(error, RuntimeError) and of_machine else 0
 
 
-def parse_flags(
+def load(
   argv: Sequence[str], command: Command | None = None, name: str = ''
-) -> Flags:
-  """Loads the gin files of a command line, and reads its flags.
+) -> None:
+  """Loads the gin files of a command line, and binds what its flags say.
 
   Args:
     argv: arguments after the program's name.
@@ -218,95 +168,78 @@ def parse_flags(
 
   Raises:
     ValueError: no gin file was given, or one is missing or broken; an unknown
-      flag, a wrong value, or a binding without `=`.
+      flag or name, with the nearest known ones; a wrong value; a required macro
+      without a value.
   """
   argv = [_rewrite(arg) for arg in argv]
-  common, rest = _common_parser().parse_known_args(argv)
   run_file = command.run_file if command else None
-  gin_files = common.gin_file or ([run_file] if run_file else [])
-  if not gin_files and not {'-h', '--help'} & set(argv):
-    if rest:
-      raise ValueError(_unknown(rest[0], _common_parser()))
-    raise ValueError(
-      'No --gin_file was given. Expected the path of a run, such as'
-      ' --gin_file=gin/runs/demo.gin.'
-    )
-  _load_files(gin_files, common.gin_search_paths.split(','))
-  known = options.flags(command.places if command else ())
-  parser = _common_parser(
-    usage=' '.join(
-      [
-        'specdec',
-        name or 'COMMAND',
-        *(f'[{flag.place}]' for flag in known if flag.place),
-        '[FLAGS]',
-      ]
-    ),
-    description=inspect.getdoc(command.function) if command else None,
-    flags=known,
-  )
-  args, unknown = parser.parse_known_args(
-    [options.dashed(arg, known) for arg in argv]
-  )
-  if unknown:
-    raise ValueError(_unknown(unknown[0], parser, gin_files))
-  given = options.given(args, known)
+  files = _load_files(argv, [run_file] if run_file else [])
+  flags = options.flags(command.places if command else ())
+  args = _parsed(argv, command, name, flags, files)
   # Of two flags with one binding the first is the main one.
-  main_names = {flag.binding: flag.names[0] for flag in reversed(known)}
-  places = {flag.binding: flag.place for flag in known if flag.place}
+  main_names = {flag.binding: flag.names[0] for flag in reversed(flags)}
+  places = {flag.binding: flag.place for flag in flags if flag.place}
+  spelled = main_names | places
+  gin_checks.check_scopes()
+  macros = gin_checks.macros()
+  values = options.given(args, flags)
   implied = command.implied if command else {}
-  return Flags(
-    # gin keeps the last value of a binding: explicit ones go before flags.
-    bindings=(
-      *((binding, repr(value)) for binding, (_, value) in given.items()),
-      *map(_parse_binding, args.gin_bindings),
-    ),
-    implied=tuple(
-      (macro, repr(value))
-      for binding in given
-      for macro, value in implied.get(main_names[binding], {}).items()
-    ),
-    spelled=main_names | places,
-  )
+  for binding in values:
+    for macro, value in implied.get(main_names[binding], {}).items():
+      if macro in macros:
+        gin.parse_config(f'{macro} = {value!r}')
+  # gin keeps the last value of a name: explicit bindings go before flags.
+  for binding, value in values.items():
+    _bind(binding, repr(value), spelled)
+  for text in args.gin_bindings or ():
+    _bind(*_parse_binding(text), spelled)
+  gin_checks.check_complete(ROOT / 'gin', spelled)
+  with _explained('gin'):
+    gin.finalize()
 
 
-def _unknown(
-  arg: str, parser: argparse.ArgumentParser, gin_files: Sequence[str] = ()
-) -> str:
-  """Says which flags there are beside one that is not known."""
-  known = [*parser._option_string_actions, '--gin.NAME=VALUE']  # noqa: SLF001
-  run = f' of a run of {", ".join(gin_files)}' if gin_files else ''
-  name = arg.split('=')[0]
-  return f'Unknown argument {name!r}{run}.{nearest(name, known)}'
+def _bind(name: str, value: str, spelled: Mapping[str, str]) -> None:
+  """Binds a name to a value, which is gin's text for it."""
+  hint = gin_checks.hint(name, spelled)
+  gin_checks.check_name(name, hint)
+  shown = value if len(value) <= 80 else f'{value[:80]}...'
+  with _explained(f'--gin.{name}={shown}', hint):
+    gin_checks.check_single(name, value)
+    gin.parse_config(f'{name} = {value}')
+  gin_checks.check_effect(name)
 
 
-def _common_parser(
-  usage: str | None = None,
-  description: str | None = None,
-  flags: Sequence[options.Flag] = (),
-) -> '_Parser':
-  """Returns a parser of the flags of all commands, and of a command's own."""
+def _parsed(
+  argv: Sequence[str],
+  command: Command | None,
+  name: str,
+  flags: Sequence[options.Flag],
+  files: Sequence[str],
+) -> argparse.Namespace:
+  """The arguments by a command's flags and those of all commands."""
+  places = ' '.join(f'[{flag.place}]' for flag in flags if flag.place)
   parser = _Parser(
-    usage=usage,
-    description=description,
-    formatter_class=_Help,
-    add_help=False,
-    allow_abbrev=False,
+    usage=' '.join(filter(None, ['specdec', name, places, '[FLAGS]'])),
+    description=inspect.getdoc(command.function) if command else None,
   )
-  if flags:
-    options.add(parser, flags)
-  groups = {name: parser.add_argument_group(name) for name in (_GIN, _MORE)}
-  if usage:
-    groups[_MORE].add_argument(
-      '-h', '--help', action='help', help='show this and do nothing'
+  options.add(parser, flags)
+  parser.add_common(with_help=True)
+  known = parser._option_string_actions  # noqa: SLF001
+  args, unknown = parser.parse_known_args([_dashed(arg, known) for arg in argv])
+  if unknown:
+    name = unknown[0].split('=')[0]
+    near = nearest(name, [*known, '--gin.NAME=VALUE'])
+    raise ValueError(
+      f'Unknown argument {name!r} of a run of {", ".join(files)}.{near}'
     )
-  for title, arguments in _COMMON.items():
-    for name, value, text in arguments:
-      settings: dict[str, Any] = {'metavar': value, **_SPECIAL.get(name, {})}
-      if not value:
-        settings = {'action': 'store_true'}
-      groups[title].add_argument(name, help=text, **settings)
-  return parser
+  return args
+
+
+def _dashed(arg: str, known: Collection[str]) -> str:
+  """--max_length as --max-length, which is the flag."""
+  name, equals, value = arg.partition('=')
+  dashed = name.replace('_', '-')
+  return f'{dashed}{equals}{value}' if dashed in known else arg
 
 
 def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
@@ -315,33 +248,53 @@ def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
   Raises:
     ValueError: the flags about processes are wrong or do not go together.
   """
-  args, _ = _common_parser().parse_known_args(argv)
-  found = (args.coordinator_address, args.process_count, args.process_index)
-  if args.multiprocess or any(value is not None for value in found):
+  args = _common(argv)
+  values = (args.coordinator_address, args.process_count, args.process_index)
+  if args.multiprocess or any(value is not None for value in values):
     from specdec_jax.infer import processes
 
-    return processes.Meeting(*found)
+    return processes.Meeting(*values)
   return None
 
 
-def _load_files(gin_files: Sequence[str], search_paths: Sequence[str]) -> None:
-  """Loads gin files in place of what was loaded before.
+def _common(argv: Sequence[str]) -> argparse.Namespace:
+  """The flags of all commands, of those that were given."""
+  parser = _Parser()
+  parser.add_common()
+  return parser.parse_known_args(argv)[0]
+
+
+def _load_files(argv: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
+  """Loads gin files in place of what was loaded before; returns their names.
 
   They are looked up in the working folder, in the search paths and in the
   repository, in this order.
 
+  Args:
+    argv: the command line.
+    usual: files that are taken where it names none.
+
   Raises:
-    ValueError: a file is missing or not valid.
+    ValueError: there is none, or a file is missing or not valid.
   """
+  common = _common(argv)
+  files = common.gin_file or usual
+  if not files and not {'-h', '--help'} & set(argv):
+    raise ValueError(
+      'No --gin_file was given. Expected the path of a run, such as'
+      ' --gin_file=gin/runs/demo.gin.'
+    )
   gin.clear_config()
   logging.getLogger().addFilter(_is_no_place_of_many)
-  folders = [*filter(None, search_paths), str(ROOT)]
+  paths = (common.gin_search_paths or '').split(',')
+  folders = [*filter(None, paths), str(ROOT)]
   for folder in folders:
     gin.add_config_file_search_path(folder)
-  for gin_file in gin_files:
+  for gin_file in files:
     _find(gin_file, folders)
     with _explained(gin_file):
       gin.parse_config_file(gin_file)
+  return files
 
 
 @contextlib.contextmanager
@@ -349,32 +302,8 @@ def _explained(where: str, hint: str = '') -> Iterator[None]:
   """Inside, what gin raises is a ValueError that says where."""
   try:
     yield
-  except _GIN_ERRORS as error:
+  except Exception as error:
     raise ValueError(f'{where}: {gin_checks.explain(error)}{hint}') from error
-
-
-def load(flags: Flags) -> None:
-  """Completes gin's configuration by the flags of a command line.
-
-  Raises:
-    ValueError: a name that nothing knows, with the nearest known ones; a
-      required macro without a value.
-  """
-  gin_checks.check_scopes()
-  known = gin_checks.Known(flags.spelled)
-  for name, value in flags.implied:
-    if name in known.macros:
-      gin.parse_config(f'{name} = {value}')
-  for name, value in flags.bindings:
-    known.check(name)
-    shown = value if len(value) <= 80 else f'{value[:80]}...'
-    with _explained(f'--gin.{name}={shown}', known.hint(name)):
-      gin_checks.check_single(name, value)
-      gin.parse_config(f'{name} = {value}')
-    gin_checks.check_effect(name)
-  gin_checks.check_complete(ROOT / 'gin', flags.spelled)
-  with _no_circle():
-    gin.finalize()
 
 
 def _is_no_place_of_many(record: logging.LogRecord) -> bool:
@@ -392,27 +321,19 @@ def build(cls: type[_T]) -> _T:
   try:
     configured = gin.get_configurable(cls)
   except ValueError as error:
-    found = ', '.join(gin_checks.configured()) or 'nothing'
+    names = ', '.join(gin_checks.configured()) or 'nothing'
     name = f'{cls.__module__}.{cls.__qualname__}'
     raise ValueError(
-      f'The gin files configure {found}, not {name}, which this command needs.'
+      f'The gin files configure {names}, not {name}, which this command needs.'
     ) from error
   try:
-    with _no_circle():
-      return configured()
-  except TypeError as error:
+    return configured()
+  except (TypeError, RecursionError) as error:
+    if isinstance(error, RecursionError):
+      raise ValueError(gin_checks.explain(error)) from error
     if not gin_checks.is_unbound(error):
       raise
     raise ValueError(gin_checks.one_line(error)) from error
-
-
-@contextlib.contextmanager
-def _no_circle() -> Iterator[None]:
-  """Inside, values that need themselves are a ValueError."""
-  try:
-    yield
-  except RecursionError as error:
-    raise ValueError(gin_checks.explain(error)) from error
 
 
 def builder(cls: type[_T]) -> Callable[[], _T]:
@@ -431,21 +352,31 @@ def operative_config() -> str:
   return gin.operative_config_str()
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-  """Names of one flag with commas between them, its value behind the last."""
-
-  def _format_action_invocation(self, action: argparse.Action) -> str:
-    if not action.option_strings or action.nargs == 0:
-      return super()._format_action_invocation(action)
-    value = self._format_args(action, str(action.metavar))
-    return f'{", ".join(action.option_strings)} {value}'
-
-
 class _Parser(argparse.ArgumentParser):
-  """An argument parser whose errors are ValueErrors like all others."""
+  """A parser whose errors are ValueErrors like all others."""
+
+  def __init__(self, **options: Any):
+    shape = argparse.RawDescriptionHelpFormatter
+    super().__init__(
+      formatter_class=shape, add_help=False, allow_abbrev=False, **options
+    )
 
   def error(self, message: str) -> NoReturn:
     raise ValueError(message)
+
+  def add_common(self, with_help: bool = False) -> None:
+    """Adds the flags of all commands."""
+    groups = {name: self.add_argument_group(name) for name in (_GIN, _MORE)}
+    if with_help:
+      groups[_MORE].add_argument(
+        '-h', '--help', action='help', help='show this and do nothing'
+      )
+    for group, name, action, value, text in _COMMON:
+      settings: dict[str, Any] = {'action': action, 'help': text}
+      if value:
+        kind = int if value == 'N' else str
+        settings |= {'metavar': value, 'type': kind}
+      groups[group].add_argument(name, **settings)
 
 
 def _rewrite(arg: str) -> str:

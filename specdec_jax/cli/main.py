@@ -14,21 +14,12 @@ from specdec_jax.cli import commands
 _HEAD = """\
 usage: specdec COMMAND ...
 
-Speculative decoding of T5-style and decoder-only models in JAX: a small model
-drafts, a large one checks several tokens in one call, and the output is exactly
-the large one's.
+Speculative decoding in JAX: a small model drafts, a large one checks several
+tokens in one call, and the output is exactly the large one's.
 
-commands:
 """
 _TAIL = """
-`specdec COMMAND --help` describes its flags and shows examples, such as
-
-  specdec demo
-  specdec decode --target google/flan-t5-xl --draft google/flan-t5-small in.txt
-
-Run files of gin, in gin/runs/, are found from any folder:
-
-  specdec measure --gin_file=gin/runs/alpha_demo.gin
+`specdec COMMAND --help` describes its flags and shows examples.
 """
 
 

@@ -10,22 +10,17 @@ else that refers to it follows.
 
 import argparse
 import collections.abc
+import contextlib
 import dataclasses
 import inspect
 import math
 import re
 import types
 import typing
-from collections.abc import (
-  Callable,
-  Collection,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.cli import gin_checks
 
 # Field, also CLASS.FIELD -> its flag, where that has another name.
@@ -52,35 +47,21 @@ _RENAMED = {
   'stop_strings': 'stop',
   'tokenizer': 'vocab',
 }
-# Flag -> other spellings, mostly those of other programs.
+# Flag -> its name in other programs.
 _ALIASES = {
-  'adapter': ('lora', 'lora-path'),
-  'draft': ('drafter', 'draft-model', 'assistant-model'),
-  'draft-adapter': ('draft-lora',),
-  'gamma': ('num-speculative-tokens', 'num-assistant-tokens'),
-  'input': ('input-file',),
-  'max-input-length': ('max-input-len',),
-  'max-length': ('max-new-tokens', 'max-tokens', 'max-decode-len'),
-  'model-name': ('served-model-name',),
-  'num-beams': ('beams', 'beam-size'),
-  'num-samples': ('num-return-sequences', 'num-decodes'),
-  'output-dir': ('output',),
-  'output-file': ('output',),
-  'rows': ('max-num-seqs',),
-  'source-lang': ('src-lang',),
-  'stop': ('stop-string', 'stop-strings'),
-  'target': ('model', 'target-model'),
-  'target-lang': ('tgt-lang',),
-  'vocab': ('tokenizer', 'vocabulary'),
+  'draft': 'assistant-model',
+  'gamma': 'num-speculative-tokens',
+  'max-length': 'max-new-tokens',
+  'num-samples': 'num-return-sequences',
+  'output-dir': 'output',
+  'output-file': 'output',
+  'target': 'model',
+  'vocab': 'tokenizer',
 }
 _PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
 _PLAIN = (int, float, str)
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
-_EXPECTED = {
-  int: 'a whole number',
-  float: 'a finite number',
-  str: 'text',
-}
+_EXPECTED = {int: 'a whole number', float: 'a finite number', str: 'text'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +104,7 @@ class Flag:
     """Returns the value that a text on the command line stands for.
 
     Raises:
-      ValueError: the text is none of the flag's kinds.
+      argparse.ArgumentTypeError: the text is none of the flag's kinds.
     """
     parts = [text]
     if self.is_list and str not in self.kinds:
@@ -133,22 +114,19 @@ class Flag:
     except ValueError as error:
       expected = ' or '.join(_EXPECTED[kind] for kind in self.kinds)
       between = ', with commas between several' if self.is_list else ''
-      raise ValueError(
-        f'{self.names[0]} is {text!r}, expected {expected}{between}.'
+      raise argparse.ArgumentTypeError(
+        f'expected {expected}{between}, got {text!r}'
       ) from error
     return values if self.is_list else values[0]
 
 
 def _value(text: str, kinds: Sequence[type]) -> Any:
   for kind in _PLAIN:
-    if kind not in kinds:
-      continue
-    try:
-      value = kind(text)
-    except ValueError:
-      continue
-    if not isinstance(value, float) or math.isfinite(value):
-      return value
+    if kind in kinds:
+      with contextlib.suppress(ValueError):
+        value = kind(text)
+        if not isinstance(value, float) or math.isfinite(value):
+          return value
   raise ValueError(text)
 
 
@@ -166,18 +144,19 @@ def flags(places: Sequence[str] = ()) -> list[Flag]:
     for scope, name, configurable in gin_checks.configurables()
     for parameter in inspect.signature(configurable).parameters.values()
   ]
-  is_free = [
-    gin_checks.bound(f'{name}.{parameter.name}') is gin_checks.UNBOUND
-    for _, name, _, parameter in fields
-  ]
+
+  def is_free(number: int) -> bool:
+    _, name, _, parameter = fields[number]
+    return gin_checks.bound(f'{name}.{parameter.name}') is gin_checks.UNBOUND
+
   taken: set[str] = set()
-  found: dict[int, Flag] = {}
-  for number in sorted(range(len(fields)), key=is_free.__getitem__):
+  by_field: dict[int, Flag] = {}
+  for number in sorted(range(len(fields)), key=is_free):
     flag = _flag(*fields[number], taken=taken, places=places)
     if flag is not None:
       taken |= set(flag.names)
-      found[number] = flag
-  in_order = [found[number] for number in sorted(found)]
+      by_field[number] = flag
+  in_order = [by_field[number] for number in sorted(by_field)]
   return sorted(in_order, key=lambda flag: _order(flag, places))
 
 
@@ -191,24 +170,19 @@ def _flag(
   places: Sequence[str],
 ) -> Flag | None:
   """Returns the flag of a field; None if it is of no plain type, or taken."""
-  made = configurable
-  if inspect.isclass(configurable):
-    made = configurable.__init__
   field = parameter.name
+  is_class = inspect.isclass(configurable)
+  made = configurable.__init__ if is_class else configurable
   kinds, is_list = _kinds(typing.get_type_hints(made).get(field))
   flag = _name(scope, configurable.__name__, field)
-  if not kinds or not flag:
+  names = [f'--{name}' for name in (flag, _ALIASES.get(flag)) if name]
+  names = [name for name in names if name not in taken]
+  if not kinds or not names:
     return None
   binding = f'{name}.{field}'
-  given = gin_checks.bound(binding)
-  if macro := gin_checks.macro_of(given):
-    binding, given = macro, gin_checks.value_of(macro)
-  default = parameter.default if given is gin_checks.UNBOUND else given
-  off = 'no-' if kinds == (bool,) and default is True else ''
-  names = [f'--{off}{n}' for n in (flag, *_ALIASES.get(flag, ()))]
-  names = [n for n in names if n not in taken]
-  if not names:
-    return None
+  value = gin_checks.bound(binding)
+  if macro := gin_checks.macro_of(value):
+    binding, value = macro, gin_checks.value_of(macro)
   return Flag(
     names=tuple(names),
     place=_PLACES[flag] if flag in places else '',
@@ -216,7 +190,7 @@ def _flag(
     kinds=kinds,
     is_list=is_list,
     help=_described(configurable, field),
-    default=default,
+    default=parameter.default if value is gin_checks.UNBOUND else value,
   )
 
 
@@ -276,14 +250,6 @@ def _described(configurable: Callable, field: str) -> str:
   return ''
 
 
-def dashed(arg: str, known: Iterable[Flag]) -> str:
-  """Returns --max_length as --max-length, if that is one of the flags."""
-  name, equals, value = arg.partition('=')
-  new = name.replace('_', '-')
-  is_flag = any(new in flag.names for flag in known)
-  return f'{new}{equals}{value}' if is_flag else arg
-
-
 def add(parser: argparse.ArgumentParser, known: Sequence[Flag]) -> None:
   """Adds the flags to a parser; `given` reads what was given."""
   places = parser.add_argument_group('inputs')
@@ -292,23 +258,26 @@ def add(parser: argparse.ArgumentParser, known: Sequence[Flag]) -> None:
     shown = flag.help.replace('%', '%%')
     if flag.place:
       places.add_argument(
-        f'place_{number}', metavar=flag.place, nargs='?', help=shown
+        f'place_{number}',
+        metavar=flag.place,
+        nargs='?',
+        type=flag.value,
+        help=shown,
       )
       shown = f'the same as {flag.place}'
+    settings: dict[str, Any] = {
+      'action': 'append',
+      'metavar': flag.metavar,
+      'type': flag.value,
+    }
     if flag.is_switch:
-      if flag.names[0].startswith('--no-'):
-        shown = f'turns this off: {shown}'
-      group.add_argument(
-        *flag.names, dest=f'flag_{number}', action='store_true', help=shown
-      )
-    else:
-      group.add_argument(
-        *flag.names,
-        dest=f'flag_{number}',
-        action='append',
-        metavar=flag.metavar,
-        help=f'{shown}{_default(flag.default)}',
-      )
+      settings = {'action': argparse.BooleanOptionalAction}
+    group.add_argument(
+      *flag.names,
+      dest=f'flag_{number}',
+      help=f'{shown}{_default(flag.default)}',
+      **settings,
+    )
 
 
 def _default(value: Any) -> str:
@@ -320,40 +289,22 @@ def _default(value: Any) -> str:
   return f' (default: {value})'.replace('%', '%%')
 
 
-def given(
-  args: argparse.Namespace, known: Sequence[Flag]
-) -> Mapping[str, tuple[str, Any]]:
-  """Returns binding -> the flag's spelling and its value, of those given.
+def given(args: argparse.Namespace, known: Sequence[Flag]) -> Mapping[str, Any]:
+  """Returns binding -> its value, of the flags that were given.
 
   Raises:
-    ValueError: a value is wrong, or two flags of one option differ.
+    ValueError: two flags of one option differ.
   """
-  found: dict[str, tuple[str, Any]] = {}
+  values: dict[str, Any] = {}
   for number, flag in enumerate(known):
-    for name, value in _values(args, number, flag):
-      other, before = found.get(flag.binding, (name, value))
-      if before != value:
-        raise ValueError(
-          f'{other} is {before!r} and {name} is {value!r}, which mean the same;'
-          ' give one of them.'
-        )
-      found[flag.binding] = name, value
-  return found
-
-
-def _values(
-  args: argparse.Namespace, number: int, flag: Flag
-) -> Iterator[tuple[str, Any]]:
-  """Yields what was given of a flag, by its place and by its name."""
-  place = getattr(args, f'place_{number}', None)
-  if place is not None:
-    yield flag.place, flag.value(place)
-  name = flag.names[0]
-  texts = getattr(args, f'flag_{number}')
-  if texts is True:
-    yield name, not name.startswith('--no-')
-  elif texts:
-    values = [flag.value(text) for text in texts]
-    if flag.is_list:
-      values = [tuple(part for value in values for part in value)]
-    yield name, values[-1]
+    by_name = getattr(args, f'flag_{number}')
+    if isinstance(by_name, list):
+      by_name = sum(by_name, ()) if flag.is_list else by_name[-1]
+    for value in (getattr(args, f'place_{number}', None), by_name):
+      if value is None:
+        continue
+      first = values.setdefault(flag.binding, value)
+      if first != value:
+        expected = f'{first!r}, which {flag.place or "another flag"} says'
+        raise unexpected(flag.names[0], expected, value, 'Give one of them.')
+  return values

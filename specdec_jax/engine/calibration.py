@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from specdec_jax import files
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.engine.completion import UsualAcceptance
@@ -274,8 +275,13 @@ class Calibration:
       rows: rows that are decoded together.
 
     Raises:
-      CalibrationError: it is of other models or of another device.
+      ValueError: it is of other models or of another device
+        (`CalibrationError`), or there is no drafter that proposes a chain.
     """
+    if not engine.has_drafter or engine.tree is not None:
+      expected = 'one that proposes a chain, whose length a calibration chooses'
+      drafter = 'a tree' if engine.has_drafter else None
+      raise unexpected('drafter', expected, drafter)
     self.check(engine.fingerprints)
     adapts = engine.rule is not None
     if adapts:

@@ -1,4 +1,4 @@
-"""OpenAI's completions: the outputs of a request, and what is given of them."""
+"""OpenAI's answers, made of the outputs of a request as they come."""
 
 import asyncio
 import functools
@@ -6,7 +6,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.engine import scoring, trace
@@ -20,9 +20,12 @@ from specdec_jax.engine.completion import (
 )
 from specdec_jax.engine.scheduler import Update
 from specdec_jax.serving.metrics import Metrics, Stopwatch
-from specdec_jax.serving.protocol import ApiError, CompletionRequest
+from specdec_jax.serving.protocol import (
+  ApiError,
+  CompletionRequest,
+  naming_the_field,
+)
 from specdec_jax.serving.worker import ServedRow, Worker
-from specdec_jax.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # OpenAI's logarithm of no probability
 _FINISH = {'stop_string': 'stop', 'empty': 'stop'}
@@ -31,12 +34,11 @@ _ENDS = {
   'deadline': (504, 'timeout_error', 'The time of the request is over.'),
   'stopped': (503, 'server_error', 'The server is stopping. Try again later.'),
   'failed': (500, 'server_error', 'The server has failed; see its log.'),
-  'search failed': (
-    500,
-    'server_error',
-    'The beam search failed; see its log.',
-  ),
+  'search failed': (500, 'server_error', 'The beam search failed.'),
 }
+# The log-probability of a token, None of the first one of a prompt, and ids and
+# log-probabilities of the likeliest tokens at its place, the likeliest first.
+_LogProbs = tuple[float | None, Sequence[tuple[int, float]]]
 
 
 def _ended(why: str) -> ApiError:
@@ -46,7 +48,7 @@ def _ended(why: str) -> ApiError:
 
 
 class _Token(NamedTuple):
-  """A token as it is sent: what it adds, and its log-probabilities.
+  """A token as it is sent.
 
   Attributes:
     piece: what it adds to the text.
@@ -61,51 +63,14 @@ class _Token(NamedTuple):
   top: Sequence[tuple[Piece, float]]
 
 
-class _Output:
-  """One output, as far as it has come and was sent."""
-
-  def __init__(self, tokenizer: Tokenizer, has_tokens: bool):
-    """
-    Args:
-      tokenizer: the vocabulary.
-      has_tokens: whether tokens are sent beside the text.
-    """
-    self._tokenizer, self._has_tokens = tokenizer, has_tokens
-    self.before = Text(tokenizer)  # of the tokens that were sent
-    self.tokens: list[int] = []
-    self.log_probs: list[float] = []
-    self.pieces: list[Piece] = []  # of tokens whose text is settled
-    self.num_characters = self.num_tokens = 0  # that were sent
-    self.has_begun = False
-    self._text = Text(tokenizer, with_pieces=True)
-
-  def hear(self, text: str, update: Update) -> range:
-    """Takes an update and its text to send; returns which tokens are sent.
-
-    A token is sent with the last of its text, which nothing may change or cut.
-    """
-    self.num_characters += len(text)
-    first, done = self.num_tokens, update.completion
-    if done:  # some that came may be behind a stop string
-      self.tokens, self.log_probs = [], []
-    self.tokens = [*self.tokens, *(done or update).tokens]
-    self.log_probs = [*self.log_probs, *(done or update).log_probs]
-    if not self._has_tokens:
-      return range(0)
-    if done is None:
-      self._text.extend(update.tokens)
-      self.pieces = self._text.pieces
-    else:
-      self.pieces = pieces_of(done, self._tokenizer)
-    while self.num_tokens < len(self.pieces):
-      if self.pieces[self.num_tokens].end > self.num_characters:
-        break
-      self.num_tokens += 1
-    return range(first, self.num_tokens)
-
-
 class Answer:
-  """The outputs of one request as they come, and the answer made of them."""
+  """The outputs of one request as they come, and the answer made of them.
+
+  Attributes:
+    request: what was asked for.
+    rows: the rows that are to be decoded.
+    num_prompt_tokens: tokens of all prompts.
+  """
 
   def __init__(
     self,
@@ -119,45 +84,41 @@ class Answer:
     Raises:
       ApiError: the engine cannot decode it.
     """
-    self.request, self._metrics = request, metrics
+    self.request, self._worker, self._metrics = request, worker, metrics
     self._loop, self._engine = loop, worker.engine
     self._watch = Stopwatch(metrics)
     self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
     self.num_prompt_tokens = sum(map(len, request.prompt_ids))
+    name = 'chat.completion' if request.is_chat else 'text_completion'
+    if request.is_chat and request.stream:
+      name += '.chunk'
     self._common = {
-      'id': f'{"chat" * request.chat}cmpl-{secrets.token_hex(12)}',
-      'object': _object_of(request),
+      'id': f'{"chat" * request.is_chat}cmpl-{secrets.token_hex(12)}',
+      'object': name,
       'created': int(time.time()),
       'model': model,
     }
-    self._ends: dict[int, Any] = {}  # updates with a completion
     self._num_choices = len(request.prompts) * request.n
-    has_tokens = request.return_token_ids or request.log_probs is not None
-    self._outputs = [
-      _Output(self._engine.tokenizer, has_tokens)
-      for _ in range(self._num_choices)
-    ]
-    self._worker = worker
-    self.rows: list[ServedRow] = []
-    if not request.options['max_length']:  # only the prompt is wanted
-      for index in range(self._num_choices):
-        nothing = Completion('', [], [], 'length')
-        self._tell(index, Update(completion=nothing))
-      return
-    try:
-      self.rows = [
+    self._done: dict[int, Completion] = {}
+    self._num_drafted = 0
+    self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
+    with naming_the_field():
+      self.rows: list[ServedRow] = [
         worker.row(
           request.prompts[prompt],
           functools.partial(self._tell, index),
           request.stream,
-          request.plain,
+          not request.speculative,
           request.return_rounds,
           **options,
         )
         for index, (prompt, options) in enumerate(request.of_each())
       ]
-    except ValueError as error:
-      raise ApiError(str(error)) from error
+    if not request.max_tokens:  # only the prompt is wanted
+      for index in range(len(self.rows)):
+        nothing = Completion('', [], [], 'length')
+        self._tell(index, Update(completion=nothing))
+      self.rows = []
 
   def _tell(self, index: int, update: Update) -> None:
     """Called by the scheduler's thread."""
@@ -172,23 +133,23 @@ class Answer:
     index, update = await self._queue.get()
     if update.error is not None:
       raise _ended(update.error)
-    ends = {index: update}
     if update.beams:
       first = index * self.request.n
-      beams = enumerate(update.beams, first)
-      ends = {place: Update(completion=one) for place, one in beams}
-    for place, end in ends.items():
-      if end.completion is not None:
-        if end.completion.finish_reason == 'error':
-          message = str(end.completion.error)
-          raise ApiError(message, status=500, kind='server_error')
-        self._ends[place] = end
-        self._metrics.ended(end)
+      done = dict(enumerate(update.beams, first))
+    else:
+      done = {index: update.completion} if update.completion else {}
+    for completion in done.values():
+      if completion.finish_reason == 'error':
+        message = str(completion.error)
+        raise ApiError(message, status=500, kind='server_error')
+      self._metrics.ended(completion, update.num_drafted)
+    self._num_drafted += update.num_drafted * len(done)
+    self._done |= done
     return index, update
 
   @property
   def _is_over(self) -> bool:
-    return len(self._ends) == self._num_choices
+    return len(self._done) == self._num_choices
 
   async def whole(self) -> dict[str, Any]:
     """The answer when all outputs are there.
@@ -199,39 +160,34 @@ class Answer:
     while not self._is_over:
       await self._next()
     self._watch.ended()
-    choices = []
-    for index in range(self._num_choices):
-      end = self._ends[index]
-      choice = await self._choice(index, end.completion.text, end)
-      choice['finish_reason'] = _finish_reason(end.completion)
-      choices.append(choice)
+    choices = [
+      await self._choice(index, done.text, done)
+      for index, done in sorted(self._done.items())
+    ]
     return self._common | {'choices': choices} | self._counts()
 
   async def stream(self) -> AsyncIterator[bytes]:
     """The answer as events, as outputs come."""
-    common = self._common
-    if self.request.include_usage:
-      common = common | {'usage': None}
+    usage = self.request.include_usage
+    common = self._common | ({'usage': None} if usage else {})
     try:
       while not self._is_over:
         index, update = await self._next()
         self._watch.heard(update)
         if not (update.text or update.tokens or update.is_last):
           continue
-        come = self._outputs[index].tokens
-        choice = await self._choice(index, update.text, update)
+        before = self._tokens.get(index, [])
+        choice = await self._choice(index, update.text, update.completion)
         if update.round is not None:
-          (one,) = trace.spell(
-            [update.round], self._engine.tokenizer, come, update.is_last
+          (spelled,) = trace.spell(
+            [update.round], self._engine.tokenizer, before, update.is_last
           )
-          choice['round'] = one.parts
-        more: dict[str, Any] = {}
-        if update.completion is not None:
-          choice['finish_reason'] = _finish_reason(update.completion)
-          if self._is_over and not self.request.include_usage:
-            more = self._metrics_of_request()
+          choice['round'] = spelled.parts
+        self._tokens[index] = [*before, *update.tokens]
+        last = self._is_over and not usage
+        more: dict[str, Any] = self._speculation() if last else {}
         yield _event(common | {'choices': [choice]} | more)
-      if self.request.include_usage:
+      if usage:
         yield _event(common | {'choices': []} | self._counts())
       self._watch.ended()
     except ApiError as error:
@@ -239,102 +195,87 @@ class Answer:
     yield b'data: [DONE]\n\n'
 
   async def _choice(
-    self, index: int, text: str, update: Update
+    self, index: int, text: str, done: Completion | None
   ) -> dict[str, Any]:
-    """One choice, or a piece of it: a text and the tokens that belong to it."""
-    request, output = self.request, self._outputs[index]
-    prompt = index // request.n
-    is_first, output.has_begun = not output.has_begun, True
-    places = output.hear(text, update)
-    if request.echo and is_first:
-      text = self._prompt_text(prompt) + text
+    """One choice, or a piece of it, whose tokens come with the last piece."""
+    request, prompt = self.request, index // self.request.n
+    is_first = index not in self._tokens
     choice: dict[str, Any] = {
       'index': index,
       'text': text,
       'logprobs': None,
       'finish_reason': None,
     }
-    if request.return_token_ids:
-      choice['token_ids'] = [output.tokens[i] for i in places]
-      if is_first:
+    if done is not None:
+      reason = done.finish_reason
+      choice['finish_reason'] = _FINISH.get(reason, reason)
+      choice['logprobs'] = await self._log_probs(index, done)
+      if request.return_token_ids:
+        choice['token_ids'] = done.tokens
         choice['prompt_token_ids'] = request.prompt_ids[prompt]
-    if request.log_probs is not None and (
-      update.is_last or not request.is_scored
-    ):
-      if request.is_scored:  # all of them, once
-        places = range(places.stop)
-      tokens = await self._tokens(index, places)
-      if tokens:
-        form = _of_a_chat if request.chat else _of_completions
-        choice['logprobs'] = form(tokens, request.log_probs)
-    if request.chat:
+    if request.echo and is_first:
+      choice['text'] = self._prompt_text(prompt) + text
+    if request.is_chat:
       role = {'role': 'assistant'} if is_first else {}
       message = {**role, 'content': choice.pop('text')}
       choice['delta' if request.stream else 'message'] = message
     return choice
 
-  def _echoed(self, prompt: int) -> tuple[list[int], list[int]]:
-    """Ids of a prompt that the client does not see, and those that it does."""
-    given = self.request.prompts[prompt]
-    ids = list(self.request.prompt_ids[prompt])
-    bos = [] if self._engine.bos_id is None else [self._engine.bos_id]
-    if isinstance(given, str):
-      return bos, ids[len(bos) :]
-    return ([] if list(given[:1]) == bos else bos), list(given)
+  # Log-probabilities.
 
-  def _prompt_text(self, prompt: int) -> str:
-    """The text of a prompt; that of its tokens, if they are shown as well."""
-    given = self.request.prompts[prompt]
-    if isinstance(given, str) and self.request.log_probs is None:
-      return given
-    return decode(self._engine.tokenizer, self._echoed(prompt)[1])
-
-  async def _tokens(self, index: int, places: range) -> list[_Token]:
-    """Tokens of an output, and those of the prompt before it if it is shown."""
-    request, output = self.request, self._outputs[index]
-    new = slice(places.start, places.stop)
-    ids, pieces = output.tokens[new], output.pieces[new]
-    if not request.is_scored:
-      values = zip(ids, output.log_probs[new], strict=False)
-      chosen = [(value, [(token, value)]) for token, value in values]
-      return _named(output.before, ids, pieces, chosen, 0)
-    made: list[_Token] = []
+  async def _log_probs(
+    self, index: int, done: Completion
+  ) -> dict[str, Any] | None:
+    """OpenAI's `logprobs` of an output."""
+    request, tokenizer = self.request, self._engine.tokenizer
+    if request.num_top is None:
+      return None
+    values: list[_LogProbs] = [
+      (value, [(token, value)])
+      for token, value in zip(done.tokens, done.log_probs, strict=False)
+    ]
+    if request.is_scored:
+      values = await self._scored(index, done.tokens)
+    tokens: list[_Token] = []
     shift = 0
-    pairs = await self._scored(index, ids)
     if request.echo:
       prompt = index // request.n
-      echoed = self._echoed(prompt)[1]
-      before = Text(self._engine.tokenizer)
-      made += _named(before, echoed, before.pieces_of(echoed), pairs, 0)
-      pairs, shift = pairs[len(echoed) :], len(self._prompt_text(prompt))
-    return made + _named(output.before, ids, pieces, pairs, shift)
+      _, shown = self._echoed(prompt)
+      pieces = Text(tokenizer).pieces_of(shown)
+      tokens = _named(Text(tokenizer), shown, pieces, values)
+      values = values[len(shown) :]
+      shift = len(self._prompt_text(prompt))
+    pieces = pieces_of(done, tokenizer)
+    tokens += _named(Text(tokenizer), done.tokens, pieces, values, shift)
+    if not tokens:
+      return None
+    form = _of_a_chat if request.is_chat else _of_completions
+    return form(tokens, request.num_top)
 
-  async def _scored(
-    self, index: int, tokens: Sequence[int]
-  ) -> list[tuple[float | None, Any]]:
-    """Log-probabilities and likeliest tokens, from the prompt on if echoed.
+  async def _scored(self, index: int, tokens: Sequence[int]) -> list[_LogProbs]:
+    """The target's log-probabilities, from the prompt on if it is echoed.
 
     Raises:
       ApiError: others are scored for too long.
     """
     request, engine = self.request, self._engine
     prompt = index // request.n
-    read, targets, skipped = [*request.prompt_ids[prompt]], [*tokens], 0
+    read, targets, hidden = [*request.prompt_ids[prompt]], [*tokens], 0
     if request.echo:
-      hidden, shown = self._echoed(prompt)
-      every = [*hidden, *shown, *tokens]
-      read, targets, skipped = every[:1], every[1:], len(hidden)
+      before, shown = self._echoed(prompt)
+      every = [*before, *shown, *tokens]
+      read, targets, hidden = every[:1], every[1:], len(before)
     if not read:
       return []
-    language = request.options.get('target_lang')
+    languages = engine.languages(target_lang=request.target_lang)
     run = functools.partial(
       scoring.score,
       engine.target,
       engine.params.target,
       [read],
       [targets],
-      engine.languages(target_lang=language).before_output(()),
-      num_top=request.log_probs or 0,
+      languages.before_output(()),
+      num_top=request.num_top or 0,
     )
     try:
       async with asyncio.timeout(self._worker.settings.max_seconds):
@@ -342,82 +283,85 @@ class Answer:
           (score,) = await asyncio.to_thread(run)
     except TimeoutError:
       raise _ended('deadline') from None
-    first = [(None, ())] if request.echo else []
+    first: list[_LogProbs] = [(None, ())] if request.echo else []
     tops = score.top or [()] * len(targets)
-    return [*first, *zip(score.log_probs, tops, strict=True)][skipped:]
+    return [*first, *zip(score.log_probs, tops, strict=True)][hidden:]
 
-  def _metrics_of_request(self) -> dict[str, Any]:
-    every = [end.completion for end in self._ends.values()]
-    speculates = any(len(one.stats.histogram) > 1 for one in every)
-    if self.request.searches or not speculates:
+  def _echoed(self, prompt: int) -> tuple[list[int], list[int]]:
+    """Ids of a prompt that the client does not see, and those that it does."""
+    text = self.request.prompts[prompt]
+    ids = self.request.prompt_ids[prompt]
+    bos = [] if self._engine.bos_id is None else [self._engine.bos_id]
+    if isinstance(text, str):
+      return bos, ids[len(bos) :]
+    return ([] if list(text[:1]) == bos else bos), list(text)
+
+  def _prompt_text(self, prompt: int) -> str:
+    """The text of a prompt; that of its tokens, if they are shown as well."""
+    text = self.request.prompts[prompt]
+    if isinstance(text, str) and self.request.num_top is None:
+      return text
+    return decode(self._engine.tokenizer, self._echoed(prompt)[1])
+
+  # Counts.
+
+  def _speculation(self) -> dict[str, Any]:
+    stats = [done.stats for done in self._done.values()]
+    speculates = any(len(counts.histogram) > 1 for counts in stats)
+    if self.request.use_beam_search or not speculates:
       return {}
-    drafted = sum(end.num_drafted for end in self._ends.values())
-    return {'metrics': speculative_metrics(every, drafted)}
+    counts = speculative_metrics(self._done.values(), self._num_drafted)
+    return {'metrics': {'speculative_decoding': counts}}
 
   def _counts(self) -> dict[str, Any]:
     inputs = self.num_prompt_tokens
-    outputs = sum(len(end.completion.tokens) for end in self._ends.values())
+    outputs = sum(len(done.tokens) for done in self._done.values())
     usage = {
       'prompt_tokens': inputs,
       'completion_tokens': outputs,
       'total_tokens': inputs + outputs,
     }
-    return {'usage': usage} | self._metrics_of_request()
-
-
-def _object_of(request: CompletionRequest) -> str:
-  """OpenAI's word for an answer."""
-  if not request.chat:
-    return 'text_completion'
-  return 'chat.completion.chunk' if request.stream else 'chat.completion'
+    return {'usage': usage} | self._speculation()
 
 
 def _event(body: Any) -> bytes:
   return f'data: {json.dumps(body)}\n\n'.encode()
 
 
-def _finish_reason(completion: Completion) -> str:
-  """OpenAI's word for why an output ended."""
-  return _FINISH.get(completion.finish_reason, completion.finish_reason)
-
-
 def _named(
   before: Text,
   ids: Sequence[int],
   pieces: Sequence[Piece],
-  pairs: Sequence[tuple[float | None, Sequence[tuple[int, float]]]],
-  shift: int,
+  values: Sequence[_LogProbs],
+  shift: int = 0,
 ) -> list[_Token]:
   """Tokens that follow `before`, which is longer by them then."""
-  made = []
-  for token, piece, (log_prob, top) in zip(ids, pieces, pairs, strict=False):
+  named = []
+  for token, piece, (log_prob, top) in zip(ids, pieces, values, strict=False):
     likeliest = [
-      (piece if other == token else before.adds(other), x) for other, x in top
+      (piece if other == token else before.adds(other), value)
+      for other, value in top
     ]
     offset = shift + piece.end - len(piece.text)
-    made.append(_Token(piece, offset, log_prob, likeliest))
+    named.append(_Token(piece, offset, log_prob, likeliest))
     before.extend([token])
-  return made
+  return named
 
 
 def _of_completions(tokens: Sequence[_Token], number: int) -> dict[str, Any]:
   """OpenAI's `logprobs` of completions: the token itself is among the top."""
-  values = [_finite(token.log_prob) for token in tokens]
-  names = [token.piece.name for token in tokens]
-  top: Any = None
-  if number:
-    top = [
-      # Of tokens with one name the likeliest counts.
-      {token.piece.name: token.log_prob}
-      | {piece.name: _finite(x) for piece, x in token.top[::-1]}
-      if token.top
-      else None
-      for token in tokens
-    ]
+  top = [
+    # Of tokens with one name the likeliest counts.
+    {token.piece.name: _finite(token.log_prob)}
+    | {piece.name: _finite(value) for piece, value in token.top[::-1]}
+    if token.top
+    else None
+    for token in tokens
+  ]
   return {
-    'tokens': names,
-    'token_logprobs': values,
-    'top_logprobs': top,
+    'tokens': [token.piece.name for token in tokens],
+    'token_logprobs': [_finite(token.log_prob) for token in tokens],
+    'top_logprobs': top if number else None,
     'text_offset': [token.offset for token in tokens],
   }
 
@@ -425,14 +369,18 @@ def _of_completions(tokens: Sequence[_Token], number: int) -> dict[str, Any]:
 def _of_a_chat(tokens: Sequence[_Token], number: int) -> dict[str, Any]:
   """OpenAI's `logprobs` of chats."""
 
-  def one(piece: Piece, value: float | None, **more: Any) -> dict[str, Any]:
+  def entry(piece: Piece, value: float | None, **more: Any) -> dict[str, Any]:
     value = _finite(value)  # clients expect a number
     number = _LEAST if value is None else value
     return {'token': piece.name, 'logprob': number, 'bytes': piece.bytes} | more
 
   content = [
-    one(x.piece, x.log_prob, top_logprobs=[one(*y) for y in x.top[:number]])
-    for x in tokens
+    entry(
+      token.piece,
+      token.log_prob,
+      top_logprobs=[entry(*likely) for likely in token.top[:number]],
+    )
+    for token in tokens
   ]
   return {'content': content, 'refusal': None}
 
@@ -443,23 +391,21 @@ def _finite(value: float | None) -> float | None:
 
 
 def speculative_metrics(
-  completions: Sequence[Completion], num_drafted: int
+  completions: Iterable[Completion], num_drafted: int
 ) -> dict[str, Any]:
   """What speculation did for a request, in the words of vLLM."""
-  counts = total(one.stats for one in completions)
+  counts = total(done.stats for done in completions)
   steps, accepted = counts.num_target_calls, counts.num_accepted
   rested = counts.fallback_rounds
   return {
-    'speculative_decoding': {
-      'mean_acceptance_length': 1 + accepted / steps if steps else 1.0,
-      'acceptance_rate': counts.acceptance_rate,
-      'acceptance_histogram': list(counts.histogram),
-      'num_spec_steps': steps,
-      'num_accepted_draft_tokens': accepted,
-      'num_draft_tokens': num_drafted,
-      'num_tested': counts.num_tested,
-      'num_passed': counts.passed,
-      'num_spec_tokens': len(counts.histogram) - 1,
-      **({'fallback_rounds': rested} if rested else {}),
-    }
+    'mean_acceptance_length': 1 + accepted / steps if steps else 1.0,
+    'acceptance_rate': counts.acceptance_rate,
+    'acceptance_histogram': list(counts.histogram),
+    'num_spec_steps': steps,
+    'num_accepted_draft_tokens': accepted,
+    'num_draft_tokens': num_drafted,
+    'num_tested': counts.num_tested,
+    'num_passed': counts.passed,
+    'num_spec_tokens': len(counts.histogram) - 1,
+    **({'fallback_rounds': rested} if rested else {}),
   }

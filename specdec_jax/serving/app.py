@@ -1,6 +1,6 @@
 """The HTTP application: OpenAI's completions, health and metrics.
 
-`Application.asgi` is one of starlette's, with a `Gate` around it.
+Around starlette's routes are request ids, keys, the log and the counters.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import pathlib
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -42,13 +42,18 @@ _OWN_ALONE = (  # what the page may load and call: itself
 
 LEFT = 499  # of a client that left before it had the whole answer
 _REQUEST_ID = re.compile(r'[\w.:-]{1,64}', re.ASCII)
+_NO_KEY = ApiError(
+  'Expected a key of this server, as "Authorization: Bearer KEY".',
+  status=401,
+  code='invalid_api_key',
+  kind='authentication_error',
+)
 
 
 class Application:
-  """Answers requests by one worker.
+  """Answers requests by one worker; it is called as ASGI has it.
 
   Attributes:
-    asgi: the application, for uvicorn.
     metrics: what it counts.
     name: what requests call the model.
   """
@@ -63,13 +68,14 @@ class Application:
     self._worker, self.name = worker, name
     self._engine: Engine = worker.engine
     self._settings: ServeSettings = worker.settings
+    self._keys = [_digest(key.encode()) for key in keys]
     self.metrics = Metrics(worker)
     self._began = int(time.time())
     self._template, self._no_chat = _template_of(self._engine, name)
     errors = (ApiError, Busy, Stopped, HTTPException, Exception)
     handlers: Any = dict.fromkeys(errors, self._error)
     handlers[ClientDisconnect] = self._left_early
-    inner = Starlette(
+    self._routes = Starlette(
       routes=[
         Route('/', self._page),
         Route('/v1/completions', self._completions, methods=['POST']),
@@ -83,25 +89,70 @@ class Application:
       ],
       exception_handlers=handlers,
     )
-    self.asgi = Gate(inner, worker, self.metrics, keys)
 
-  def _json(self, body: Any, status: int = 200, **headers: str) -> Response:
-    return Response(
-      json.dumps(body),
-      status,
-      {name.replace('_', '-'): value for name, value in headers.items()},
-      'application/json',
-    )
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    """Answers one request; counts and logs it, and ends what it leaves."""
+    if scope['type'] != 'http':
+      return
+    begin = time.perf_counter()
+    headers = dict(scope['headers'])
+    request_id = headers.get(b'x-request-id', b'').decode('latin-1')
+    if not _REQUEST_ID.fullmatch(request_id):
+      request_id = secrets.token_hex(8)
+    rows: list[Any] = []
+    scope['state'] = {'rows': rows}
+    status, is_whole = LEFT, False
+
+    async def send_noted(message: Any) -> None:
+      nonlocal status, is_whole
+      if message['type'] == 'http.response.start':
+        status = message['status']
+        more = (b'x-request-id', request_id.encode())
+        message = message | {'headers': [*message['headers'], more]}
+      else:
+        is_whole = not message.get('more_body', False)
+      await send(message)
+
+    try:
+      answer: Any = self._routes
+      if not self._is_open(scope['path'], headers.get(b'authorization', b'')):
+        answer = _json(_NO_KEY.body, _NO_KEY.status)
+      await answer(scope, receive, send_noted)
+    except Exception:
+      # The application has answered as well as it can.
+      LOG.exception('request %s failed', request_id)
+      status, is_whole = 500, True
+    finally:
+      status = status if is_whole else LEFT
+      self._worker.cancel(rows)
+      self.metrics.requests.labels(status=str(status)).inc()
+      say(
+        'request',
+        id=request_id,
+        method=scope['method'],
+        path=scope['path'][:200],
+        status=status,
+        outputs=len(rows),
+        seconds=round(time.perf_counter() - begin, 6),
+      )
+
+  def _is_open(self, path: str, authorization: bytes) -> bool:
+    """Whether a request may pass; all keys are compared, in constant time."""
+    if not self._keys or not path.startswith('/v1/'):
+      return True
+    scheme, _, key = authorization.partition(b' ')
+    sent = _digest(key if scheme.lower() == b'bearer' else b'')
+    return any([hmac.compare_digest(sent, key) for key in self._keys])
 
   # Errors.
 
   async def _error(self, request: Request, error: Any) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, Busy):
-      headers['retry_after'] = '1'
+      headers['retry-after'] = '1'
       error = ApiError(str(error), None, 429, 'queue_full', 'rate_limit_error')
     elif isinstance(error, Stopped):
-      headers['retry_after'] = '5'
+      headers['retry-after'] = '5'
       error = ApiError(str(error), status=503, kind='server_error')
     elif isinstance(error, HTTPException):
       message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
@@ -112,7 +163,7 @@ class Application:
     if error.status == 408:
       # The rest of a body that is late would only keep the connection.
       headers['connection'] = 'close'
-    return self._json(error.body, error.status, **headers)
+    return _json(error.body, error.status, headers)
 
   async def _left_early(self, request: Request, error: Exception) -> Any:
     return Response(status_code=LEFT)
@@ -124,11 +175,11 @@ class Application:
     return HTMLResponse(_PAGE.read_text('utf-8'), 200, headers)
 
   async def _models(self, request: Request) -> Response:
-    return self._json({'object': 'list', 'data': [self._card]})
+    return _json({'object': 'list', 'data': [self._card]})
 
   async def _model(self, request: Request) -> Response:
     protocol.check_model(request.path_params['name'], self.name)
-    return self._json(self._card)
+    return _json(self._card)
 
   @property
   def _card(self) -> dict[str, Any]:
@@ -144,14 +195,14 @@ class Application:
 
   async def _live(self, request: Request) -> Response:
     live = self._worker.failure is None
-    return self._json({'live': live}, 200 if live else 503)
+    return _json({'live': live}, 200 if live else 503)
 
   async def _ready(self, request: Request) -> Response:
     live = self._worker.failure is None
     ready = self._worker.takes_rows
     body = {'live': live, 'ready': ready}
     body['compiled'] = self._worker.is_compiled
-    return self._json(body, 200 if ready else 503)
+    return _json(body, 200 if ready else 503)
 
   async def _metrics(self, request: Request) -> Response:
     kind = 'text/plain; version=0.0.4; charset=utf-8'
@@ -176,9 +227,8 @@ class Application:
       answer = await asyncio.to_thread(self._answer, data, loop, template)
     else:
       answer = self._answer(data, loop, template)
-    state = request.scope['state']
-    state['rows'] = answer.rows  # the gate ends them, whatever happens
-    state['outputs'] = len(answer.rows)
+    # Whatever happens, they end with the request.
+    request.scope['state']['rows'].extend(answer.rows)
     self._worker.take(answer.rows)
     self.metrics.taken(answer.num_prompt_tokens)
     if answer.request.stream:
@@ -192,7 +242,7 @@ class Application:
     try:
       await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
       if whole.done():
-        return self._json(whole.result())
+        return _json(whole.result())
       return Response(status_code=LEFT)  # nobody reads it
     finally:
       whole.cancel()
@@ -203,12 +253,12 @@ class Application:
     data: bytes,
     loop: asyncio.AbstractEventLoop,
     template: ChatTemplate | None,
-  ) -> 'Answer':
+  ) -> Answer:
     body = protocol.parse_json(data)
-    checked = protocol.parse(
+    request = protocol.parse(
       body, self._engine, self._settings, self.name, template
     )
-    return Answer(checked, self._worker, self.metrics, self.name, loop)
+    return Answer(request, self._worker, self.metrics, self.name, loop)
 
   async def _body(self, request: Request) -> bytes:
     most, seconds = self._settings.max_body, self._settings.body_seconds
@@ -247,83 +297,11 @@ async def _left(request: Request) -> None:
     pass
 
 
-class Gate:
-  """Around an application: request ids, keys, the log, what is left behind."""
-
-  def __init__(
-    self,
-    inner: Any,
-    worker: Worker,
-    metrics: Metrics,
-    keys: Sequence[str],
-  ):
-    self._inner, self._worker, self._metrics = inner, worker, metrics
-    self._keys = [_digest(key.encode()) for key in keys]
-
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-    """Answers one request."""
-    if scope['type'] != 'http':
-      return
-    begin = time.perf_counter()
-    headers = dict(scope['headers'])
-    given = headers.get(b'x-request-id', b'').decode('latin-1')
-    request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
-    scope['state'] = state = dict(scope.get('state') or {})
-    status, is_whole = LEFT, False
-
-    async def send_noted(message: Any) -> None:
-      nonlocal status, is_whole
-      if message['type'] == 'http.response.start':
-        status = message['status']
-        more = (b'x-request-id', request_id.encode())
-        message = message | {'headers': [*message['headers'], more]}
-      else:
-        is_whole = not message.get('more_body', False)
-      await send(message)
-
-    try:
-      if self._is_open(scope['path'], headers.get(b'authorization', b'')):
-        await self._inner(scope, receive, send_noted)
-      else:
-        await _refuse_key(send_noted)
-    except Exception:
-      # The application has answered as well as it can.
-      LOG.exception('request %s failed', request_id)
-      status, is_whole = 500, True
-    finally:
-      status = status if is_whole else LEFT
-      self._worker.cancel(state.get('rows', ()))
-      self._metrics.requests.labels(status=str(status)).inc()
-      say(
-        'request',
-        id=request_id,
-        method=scope['method'],
-        path=scope['path'][:200],
-        status=status,
-        outputs=state.get('outputs', 0),
-        seconds=round(time.perf_counter() - begin, 6),
-      )
-
-  def _is_open(self, path: str, authorization: bytes) -> bool:
-    """Whether a request may pass; all keys are compared, in constant time."""
-    if not self._keys or not path.startswith('/v1/'):
-      return True
-    scheme, _, key = authorization.partition(b' ')
-    given = _digest(key if scheme.lower() == b'bearer' else b'')
-    found = [hmac.compare_digest(given, key) for key in self._keys]
-    return any(found)
-
-
 def _digest(key: bytes) -> bytes:
   return hashlib.sha256(key).digest()
 
 
-async def _refuse_key(send: Any) -> None:
-  message = 'Expected a key of this server, as "Authorization: Bearer KEY".'
-  error = ApiError(message, code='invalid_api_key', kind='authentication_error')
-  headers = [(b'content-type', b'application/json')]
-  start = {'type': 'http.response.start', 'status': 401, 'headers': headers}
-  await send(start)
-  await send(
-    {'type': 'http.response.body', 'body': json.dumps(error.body).encode()}
-  )
+def _json(
+  body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+  return Response(json.dumps(body), status, headers, 'application/json')

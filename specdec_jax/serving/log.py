@@ -10,9 +10,9 @@ from typing import Any
 LOG = logging.getLogger('specdec_jax.serving')
 
 
-def say(event: str, **said: Any) -> None:
-  """Logs an event, and what there is to say of it."""
-  LOG.info(event, extra={'said': said})
+def say(event: str, **fields: Any) -> None:
+  """Logs an event and its fields."""
+  LOG.info(event, extra={'fields': fields})
 
 
 class _Lines(logging.Formatter):
@@ -24,7 +24,7 @@ class _Lines(logging.Formatter):
       'time': round(record.created, 3),
       'level': record.levelname,
       'event': record.getMessage().rstrip(),
-      **getattr(record, 'said', {}),
+      **getattr(record, 'fields', {}),
     }
     if record.exc_info:
       line['error'] = self.formatException(record.exc_info)

@@ -6,6 +6,7 @@ from typing import Any
 import jax.monitoring
 import prometheus_client as client
 
+from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.scheduler import Update
 from specdec_jax.serving.worker import Worker
 
@@ -84,18 +85,16 @@ class Metrics:
     """A request was taken."""
     self._counters['prompt_tokens'].inc(num_prompt_tokens)
 
-  def ended(self, update: Update) -> None:
-    """An output is whole."""
-    if update.completion is None:
-      return
-    stats = update.completion.stats
+  def ended(self, done: Completion, num_drafted: int) -> None:
+    """An output is whole, for which so many tokens were proposed."""
+    stats = done.stats
     rested = stats.fallback_rounds
-    counts = {'generation_tokens': len(update.completion.tokens)}
-    if update.num_drafted:
+    counts = {'generation_tokens': len(done.tokens)}
+    if num_drafted:
       counts |= {
         'spec_decode_num_drafts': stats.num_target_calls - rested,
         'fallback_rounds': rested,
-        'spec_decode_num_draft_tokens': update.num_drafted,
+        'spec_decode_num_draft_tokens': num_drafted,
         'spec_decode_num_accepted_tokens': stats.num_accepted,
         'spec_decode_num_tested_tokens': stats.num_tested,
         'spec_decode_num_passed_tokens': stats.passed,

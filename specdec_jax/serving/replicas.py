@@ -9,7 +9,6 @@ one that has failed is started anew.
 import concurrent.futures
 import contextlib
 import dataclasses
-import re
 import signal
 import threading
 import time
@@ -30,10 +29,6 @@ NAME = 'specdec'  # of the application and its deployment, as Ray shows them
 _HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 5.0  # that Ray takes to see that a replica has ended
-_BUSY = (
-  ' On a busy machine it may need more time than it gives itself:'
-  ' RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60 in the environment.'
-)
 
 
 class ReplicasError(OSError):
@@ -103,37 +98,34 @@ def run(
   listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
-  with contextlib.ExitStack() as ends, _in_a_sentence(ray):
+  with contextlib.ExitStack() as ends, _in_a_sentence(ray.exceptions.RayError):
     # What JAX, the models and the drafter need is in the replicas alone.
     ray.init(include_dashboard=False, configure_logging=False)
     ends.callback(say, 'stopped')
     ends.callback(ray.shutdown)
-    told = ends.enter_context(_told_to_end())
+    is_over = ends.enter_context(_end_by_signal())
     ray_serve.start(http_options=address)
     say('listening', url=url, replicas=replicas.number)
     app = _deployment(ray_serve, make, settings, replicas, keys).bind()
     ends.callback(_end, ray_serve, settings)
     started = _started(ray_serve, app)
-    while not (started.done() or told.wait(_LOOK_SECONDS)):
+    while not (started.done() or is_over.wait(_LOOK_SECONDS)):
       pass
     if started.done():
       started.result()  # raises if they do not start
       say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
-    told.wait()
+    is_over.wait()
     say('stopping')
 
 
 @contextlib.contextmanager
-def _in_a_sentence(ray: Any) -> Iterator[None]:
+def _in_a_sentence(kind: type[Exception]) -> Iterator[None]:
   """Inside, what Ray raises becomes a `ReplicasError`."""
   try:
     yield
-  except (ray.exceptions.RayError, RuntimeError) as error:
-    said = str(error).strip().splitlines() or [type(error).__name__]
-    of_ray = isinstance(error, ray.exceptions.RayError)
-    raise ReplicasError(
-      f'Ray did not start the replicas: {said[0]}{_BUSY if of_ray else ""}'
-    ) from error
+  except (kind, RuntimeError) as error:
+    line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    raise ReplicasError(f'Ray did not start the replicas: {line}') from error
 
 
 def _started(ray_serve: Any, app: Any) -> concurrent.futures.Future[None]:
@@ -145,20 +137,10 @@ def _started(ray_serve: Any, app: Any) -> concurrent.futures.Future[None]:
       ray_serve.run(app, name=NAME, route_prefix='/')
       begun.set_result(None)
     except BaseException as error:
-      begun.set_exception(_with_reason(ray_serve, error))
+      begun.set_exception(error)
 
   threading.Thread(target=start, daemon=True).start()
   return begun
-
-
-def _with_reason(ray_serve: Any, error: BaseException) -> BaseException:
-  """Ray's error, or what a replica said where that is the reason."""
-  if not isinstance(error, RuntimeError):
-    return error
-  found = ray_serve.status().applications.get(NAME)
-  told = [one.message for one in found.deployments.values()] if found else []
-  reasons = re.findall(r'^\w*Error: .*', '\n'.join(told), re.M)
-  return RuntimeError(reasons[-1]) if reasons else error
 
 
 def _end(ray_serve: Any, settings: ServeSettings) -> None:
@@ -176,8 +158,8 @@ def _end(ray_serve: Any, settings: ServeSettings) -> None:
 
 def _is_kept(ray_serve: Any) -> bool:
   """Whether Ray Serve is to keep the application running."""
-  found = ray_serve.status().applications.get(NAME)
-  return found is not None and found.status != 'DELETING'
+  application = ray_serve.status().applications.get(NAME)
+  return application is not None and application.status != 'DELETING'
 
 
 def _deployment(
@@ -201,7 +183,7 @@ def _deployment(
 
       self._worker, name = make()
       application = Application(self._worker, name, keys)
-      made.append(application.asgi)
+      made.append(application)
       self._ends.callback(application.metrics.close)
       self._worker.start()
       self._ends.callback(self._worker.join)
@@ -259,13 +241,13 @@ def _deployment(
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[threading.Event]:
+def _end_by_signal() -> Iterator[threading.Event]:
   """Inside, SIGTERM and SIGINT only set the event."""
-  told = threading.Event()
+  is_over = threading.Event()
   kinds = (signal.SIGTERM, signal.SIGINT)
-  before = [signal.signal(kind, lambda *_: told.set()) for kind in kinds]
+  before = [signal.signal(kind, lambda *_: is_over.set()) for kind in kinds]
   try:
-    yield told
+    yield is_over
   finally:
     for kind, handler in zip(kinds, before, strict=True):
       signal.signal(kind, handler)

@@ -19,7 +19,7 @@ from specdec_jax.serving import replicas
 from specdec_jax.serving.log import logging_to_stderr, say
 from specdec_jax.serving.replicas import ReplicaSettings
 from specdec_jax.serving.settings import ServeSettings
-from specdec_jax.serving.worker import Worker, calibrate
+from specdec_jax.serving.worker import Worker
 
 _KEYS = 'SPECDEC_API_KEYS'
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
@@ -35,8 +35,8 @@ class ServeConfig:
     drafter: makes the drafter; None where the engine has its own.
     draft_path: of the drafter's checkpoint; None is no drafter.
     calibration: a file of `specdec calibrate`, which says how long drafts of
-      greedy outputs are and which outputs are too short for any, see
-      `worker.pool_settings`; None is the engine's gamma.
+      greedy outputs are and which outputs are too short for any; None is
+      the engine's gamma.
     replicas: how many servers there are, if there are several.
 
   Raises:
@@ -101,15 +101,18 @@ def worker_of(config: ServeConfig) -> tuple[Worker, str]:
   """Loads the models; returns a scheduler of them, and the model's name.
 
   Raises:
-    ValueError: as `Engine`, `calibrate` and `Worker`.
+    ValueError: as `Engine` and `Worker`.
   """
   measured = _calibration_of(config)
   engine = config.load()
   name = config.settings.model_name or engine.models['target'].name or 'target'
-  if measured is not None:
-    calibrate(engine, config.settings, measured)
   worker = Worker(engine, config.settings, measured)
-  say('loaded', model=name, **worker.drafts)
+  say(
+    'loaded',
+    model=name,
+    gammas=worker.policy.gammas,
+    least_length=worker.policy.least_length,
+  )
   return worker, name
 
 
@@ -129,9 +132,9 @@ def api_keys(path: str | None) -> list[str]:
       text is not empty and holds no key.
   """
   if path is None:
-    given = os.environ.get(_KEYS, '')
-    keys = [key.strip() for key in given.split(',') if key.strip()]
-    if given and not keys:  # somebody thinks that the server is locked
+    text = os.environ.get(_KEYS, '')
+    keys = [key.strip() for key in text.split(',') if key.strip()]
+    if text and not keys:  # somebody thinks that the server is locked
       raise ValueError(f'Expected keys in {_KEYS}, found none; unset it.')
     return keys
   try:

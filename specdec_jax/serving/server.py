@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import functools
 import gc
-import importlib
 import json
 import math
 import time
@@ -27,10 +26,6 @@ from specdec_jax.serving.worker import Worker
 
 _OTHER_FILES = 64  # that a server has open beside its connections
 _MOST_PIPELINED = 64  # requests that a client may send before it has an answer
-_PROBE_SECONDS = 1.0
-_GRACE_SECONDS = 0.1  # in which there may be twice as many connections
-# Clients overlook both: an interim answer, and a comment in a stream.
-_INTERIM, _COMMENT = b'HTTP/1.1 100 Continue\r\n\r\n', b'3\r\n:\n\n\r\n'
 _TOO_LATE, _TOO_LARGE = (
   (408, 'Request Timeout'),
   (431, 'Request Header Fields Too Large'),
@@ -56,7 +51,7 @@ class Server:
     made: Any = uvicorn  # its types know less than it takes
     self._uvicorn: Any = made.Server(
       made.Config(
-        self.application.asgi,
+        self.application,
         lifespan='off',
         log_config=None,
         access_log=False,
@@ -126,18 +121,14 @@ class Server:
 def _connections(most: int) -> int:
   """How many connections there may be: each is an open file of the process."""
   try:
-    resource: Any = importlib.import_module('resource')
+    import resource
   except ImportError:  # not on each system
     return most
-  files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = 2 * most + _OTHER_FILES  # see `Connection.connection_made`
-  if files < wanted:
-    files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-  if files < wanted:
-    most = max(1, (files - _OTHER_FILES) // 2)
-    say('few files', open_files=files, max_connections=most)
-  return most
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = most + _OTHER_FILES
+  files = max(soft, wanted if hard < 0 else min(wanted, hard))
+  resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+  return min(most, max(1, files - _OTHER_FILES))
 
 
 class Connection(HttpToolsProtocol):
@@ -167,15 +158,15 @@ class Connection(HttpToolsProtocol):
   # What asyncio calls.
 
   def connection_made(self, transport: Any) -> None:
-    """Closes others that wait, if there are too many."""
+    """Closes the one that has waited longest, if there are too many."""
     super().connection_made(transport)
     self._await_header()
+    longest = next(iter(self._all_waiting), None)
+    if longest and len(self.connections) > self._settings.max_connections:
+      del self._all_waiting[longest]
+      self.connections.discard(longest)
+      longest.transport.abort()
     self._note()
-    most = self._settings.max_connections
-    self._make_room(2 * most)
-    if len(self.connections) > most:
-      # What others have sent, of as many that came together, is read first.
-      self.loop.call_later(_GRACE_SECONDS, self._make_room, most)
 
   def connection_lost(self, exc: Exception | None) -> None:
     """Forgets it."""
@@ -193,14 +184,6 @@ class Connection(HttpToolsProtocol):
     elif self._is_idle and self._header_timer is None:
       self._await_header()
     self._note()
-
-  def eof_received(self) -> bool:  # type: ignore[override]
-    """Stays open for an answer: the client may have ended only its half."""
-    if self._is_idle or self.cycle.more_body:
-      return False
-    self.cycle.keep_alive = False
-    self.loop.call_later(_PROBE_SECONDS, self._probe)
-    return True
 
   def pause_writing(self) -> None:
     """The client does not read."""
@@ -257,14 +240,6 @@ class Connection(HttpToolsProtocol):
   def _is_idle(self) -> bool:
     return self.cycle is None or self.cycle.response_complete
 
-  def _make_room(self, most: int) -> None:
-    """Closes those that have waited longest, until there are `most`."""
-    while len(self.connections) > most and self._all_waiting:
-      longest = next(iter(self._all_waiting))
-      del self._all_waiting[longest]
-      self.connections.discard(longest)
-      longest.transport.abort()
-
   def _note(self) -> None:
     waits = self._is_idle or self.cycle.more_body or self.flow.write_paused
     if waits:
@@ -297,26 +272,11 @@ class Connection(HttpToolsProtocol):
     self.transport.write(head.encode() + body)
     self.transport.close()
 
-  def _probe(self) -> None:
-    """Writes what means nothing; a client that has left resets it."""
-    if self._is_idle or self.transport.is_closing():
-      return
-    if not self.pipeline:  # else an answer to another request is under way
-      if self.cycle.chunked_encoding:
-        self.transport.write(_COMMENT)
-      elif not self.cycle.response_started and not _is_old(self.cycle):
-        self.transport.write(_INTERIM)
-    self.loop.call_later(_PROBE_SECONDS, self._probe)
-
 
 def _cancelled(timer: Any) -> Any:
   if timer is not None:
     timer.cancel()
   return None
-
-
-def _is_old(cycle: Any) -> bool:
-  return bool(cycle.scope['http_version'] == '1.0')
 
 
 async def _send_without_chunks(cycle: Any, message: Any) -> None:

@@ -106,11 +106,11 @@ class ServeSettings:
     A pool has as many rows as it needs: a single client must not wait for the
     computation of rows without a text.
     """
-    found, size = [self.rows], 1
+    sizes, size = [self.rows], 1
     while size < self.rows:
-      found.append(size)
+      sizes.append(size)
       size *= 4
-    return tuple(sorted(found))
+    return tuple(sorted(sizes))
 
 
 def listening_socket(settings: ServeSettings) -> socket.socket:

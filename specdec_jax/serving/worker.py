@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from specdec_jax.decoding.state import BLOCK, TOKEN, Request
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Drafting, TextBatch
+from specdec_jax.engine.request import TextBatch
 from specdec_jax.engine.scheduler import (
   PoolSettings,
   Row,
@@ -93,18 +93,34 @@ class Worker(Scheduler):
     """Starts nothing; call `start`.
 
     Args:
-      engine: the engine whose models decode.
+      engine: the engine whose models decode; with a calibration one that adapts
+        or rests goes by its costs.
       settings: sizes and limits.
-      measured: a calibration of the engine's pair on this device, which
-        `calibrate` was called with.
+      measured: a calibration, which says how greedy rows are drafted for.
 
     Raises:
       ValueError: the slots cannot fit into memory, the engine splits rows over
-        devices, or gammas are longer than the drafts of an engine that adapts.
+        devices, gammas are longer than the drafts of an engine that adapts, or
+        the calibration is of something else (`CalibrationError`) or beside
+        gammas.
     """
     self.engine, self.settings = engine, settings
-    pool = pool_settings(engine, settings, measured)
-    self.speculates = _speculates(engine, settings, pool)
+    pool = PoolSettings(
+      rows=settings.rows, gammas=settings.gammas, sizes=settings.sizes
+    )
+    pays = any((settings.gammas or {1: 1}).values())
+    if measured is not None:
+      if settings.gammas is not None:
+        expected = 'None beside a calibration, which chooses them'
+        raise unexpected('gammas', expected, dict(settings.gammas))
+      measured.direct(engine, settings.rows)
+      plan = measured.plan(settings.rows, engine)
+      pays = any(drafting.gamma for drafting in plan.values())
+      least = measured.least_length(1)
+      pool = dataclasses.replace(pool, gammas=plan, least_length=least)
+    self.speculates: bool = engine.has_drafter and pays
+    if settings.speculative is not None:
+      self.speculates = settings.speculative
     self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
     self._texts = self._texts_of_all_widths()
     batch = self._some(self._texts[-1], max_length=1)
@@ -153,8 +169,7 @@ class Worker(Scheduler):
       text: the input.
       tell: see `ServedRow`.
       streams: see `Row`.
-      plain: `Row.is_plain`; only of greedy rows, since a sample would depend on
-        the rows beside it.
+      plain: `Row.is_plain`, of greedy rows alone.
       shows_rounds: see `Row`.
       **options: of `Engine.generate`.
 
@@ -164,9 +179,6 @@ class Worker(Scheduler):
     batch, search = self._batch(text, **options), None
     if batch.options.num_beams is not None:
       search = self.engine.search(batch)
-    count = np.sum(batch.request.stop_ids >= 0) if batch.rows else 0
-    if count > self._num_stops:
-      raise unexpected('stop_ids', f'{self._num_stops} at most', int(count))
     row = ServedRow(
       batch,
       streams=streams,
@@ -176,9 +188,6 @@ class Worker(Scheduler):
       deadline=time.monotonic() + self.settings.max_seconds,
       search=search,
     )
-    if plain and not row.is_simple:
-      expected = 'greedy without log-probabilities, if it is decoded plainly'
-      raise unexpected('sampling', expected, batch.options.sampling)
     if row.is_simple and self.policy.is_too_short(batch):
       row.is_plain = True
     return row
@@ -234,12 +243,6 @@ class Worker(Scheduler):
     self._compiler.join()
     if self._thread.ident is not None:
       self._thread.join()
-
-  @property
-  def drafts(self) -> dict[str, Any]:
-    """What the log of a server says of drafts."""
-    gammas, least = self.policy.gammas, self.policy.least_length
-    return {'gammas': gammas} | ({'least_length': least} if gammas else {})
 
   @property
   def takes_rows(self) -> bool:
@@ -339,8 +342,8 @@ class Worker(Scheduler):
     """Compiles all programs; with the first ones there, rows are taken."""
     try:
       scheduler = Scheduler(**self._args)
-      runs = self._rehearsals(scheduler) | self._searches_of_all_widths()
-      for number, (name, run) in enumerate(runs.items(), 1):
+      runs = [*self._rehearsals(scheduler), *self._short_searches()]
+      for number, (name, run) in enumerate(runs, 1):
         if self._ends:
           return
         say('compiling', what=name, number=number, of=len(runs))
@@ -358,7 +361,7 @@ class Worker(Scheduler):
 
   def _rehearsals(
     self, scheduler: Scheduler
-  ) -> dict[str, Callable[[], object]]:
+  ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Short decodes that together use all programs, the most needed first.
 
     What is compiled depends on where arrays come from, so pools come from and
@@ -366,64 +369,63 @@ class Worker(Scheduler):
 
     Args:
       scheduler: decodes them; nobody else's.
+
+    Yields:
+      What is compiled, and a function that does it.
     """
+
+    def rehearsal(*decodes: tuple[Any, ...]) -> Callable[[], object]:
+      return functools.partial(self._rehearse, scheduler, decodes)
+
     sizes, counts = self.settings.sizes, self._args['counts']
     several = sizes[min(1, len(sizes) - 1)]
-    # name -> of each decode: text, kind, rows, size of the pool, later sizes
-    plans: dict[str, list[tuple[Any, ...]]] = {}
     widest = self._texts[-1]
     for size in sizes:
-      plans[f'{size} rows'] = 2 * [
+      moved = [
         (widest, _SAMPLED, min(count, other), other, (size, other))
         for other in sizes[: sizes.index(size) + 1]
         for count in counts[:other]
       ]
+      yield f'{size} rows', rehearsal(*moved, *moved)
       for kind in (_GREEDY, _PLAIN):
-        plans[f'{size} rows, {kind}'] = [(widest, kind, 1, size)]
+        yield f'{size} rows, {kind}', rehearsal((widest, kind, 1, size))
     for text in self._texts:
       inputs = f'inputs of {len(text)}'
       for kind in (_GREEDY, _PLAIN):  # a row alone; then others come
-        plans[f'a row alone, {inputs}, {kind}'] = [
-          (text, kind, 1, 1, (1, several)),
-          (widest, _SAMPLED, 1, 1),
-        ]
-      plans[f'reading, {inputs}'] = [
+        alone = (text, kind, 1, 1, (1, several)), (widest, _SAMPLED, 1, 1)
+        yield f'a row alone, {inputs}, {kind}', rehearsal(*alone)
+      read = [
         (text, _SAMPLED, min(count, several), several)
         for count in counts[:several]
       ]
-    return {
-      name: functools.partial(self._rehearse, scheduler, plan)
-      for name, plan in plans.items()
-    }
+      yield f'reading, {inputs}', rehearsal(*read)
 
   def _rehearse(
-    self, scheduler: Scheduler, plan: Iterable[tuple[Any, ...]]
+    self, scheduler: Scheduler, decodes: Iterable[tuple[Any, ...]]
   ) -> None:
+    """Decodes: text, kind, rows, size of the pool, and later sizes of each."""
     # More tokens than two rounds make.
     longest = min(2 * self.policy.room + 3, self.engine.max_decode_len)
-    for text, kind, count, *sizes in plan:
-      options = {'temperature': 1.0} if kind == _SAMPLED else {}
+    for text, kind, count, *sizes in decodes:
       batch = self._some(
         text,
         max_length=longest,
         stop_ids=(),
         log_probs=kind == _SAMPLED,
-        **options,
+        temperature=float(kind == _SAMPLED),
       )
       rows = [
         Row(batch, streams=True, is_plain=kind == _PLAIN) for _ in range(count)
       ]
       scheduler.rehearse(rows, *sizes)
 
-  def _searches_of_all_widths(self) -> dict[str, Callable[[], object]]:
+  def _short_searches(self) -> Iterator[tuple[str, Callable[[], object]]]:
     """A short beam search of each width, of texts of each width."""
-    runs: dict[str, Callable[[], object]] = {}
     for width, text in itertools.product(self.settings.beams, self._texts):
       batch = self._some(text, num_beams=width, num_samples=width, max_length=1)
       search = self.engine.search(batch)
       name = f'a search of {width} beams, inputs of {len(text)}'
-      runs[name] = functools.partial(search, 1)
-    return runs
+      yield name, functools.partial(search, 1)
 
   # Requests and programs.
 
@@ -442,16 +444,9 @@ class Worker(Scheduler):
 
   def _some(self, text: Any, **options: Any) -> TextBatch:
     """The batch of a text that nobody reads, in any language."""
-    return self._batch(text, **options, **self._any_languages)
-
-  @property
-  def _any_languages(self) -> dict[str, Any]:
-    languages = list(self.engine.languages().known)[:1]
-    return {
-      f'{side}_lang': language
-      for language in languages
-      for side in ('source', 'target')
-    }
+    for language in list(self.engine.languages().known)[:1]:
+      options |= {'source_lang': language, 'target_lang': language}
+    return self._batch(text, **options)
 
   def _of_any_kind(self, request: Request) -> Request:
     """A request like this one, whose rows have values of their own."""
@@ -477,58 +472,11 @@ class Worker(Scheduler):
   def _texts_of_all_widths(self) -> list[list[int]]:
     """A text of each width that texts are read in, the widest last."""
     engine, texts = self.engine, {}
-    nothing = engine.input_ids([], self._any_languages.get('source_lang'))
-    most = engine.max_input_len - len(nothing)
     some_id = engine.tokenizer.vocab_size - 1
+    nothing = engine.input_ids([], next(iter(engine.languages().known), None))
+    most = engine.max_input_len - len(nothing)
     for length in sorted({most, *(1 << n for n in range(most.bit_length()))}):
       text = [some_id] * length
       batch = self._some(text, max_length=1)
       texts[widths_of(batch.request)] = text
     return list(texts.values())
-
-
-def pool_settings(
-  engine: Engine, settings: ServeSettings, measured: Calibration | None
-) -> PoolSettings:
-  """The pool of a server; drafts of greedy rows are as a calibration has it."""
-  gammas: Mapping[int, int | Drafting] | None = settings.gammas
-  least = 0
-  if measured is not None:
-    gammas = measured.plan(settings.rows, engine)
-    least = measured.least_length(1)
-  return PoolSettings(
-    rows=settings.rows,
-    gammas=gammas,
-    sizes=settings.sizes,
-    least_length=least,
-  )
-
-
-def _speculates(
-  engine: Engine, settings: ServeSettings, pool: PoolSettings
-) -> bool:
-  """Whether a drafter helps; with a calibration, whether any draft pays."""
-  if settings.speculative is not None:
-    return settings.speculative
-  return engine.has_drafter and any((pool.gammas or {1: 1}).values())
-
-
-def calibrate(
-  engine: Engine, settings: ServeSettings, measured: Calibration
-) -> None:
-  """Checks a calibration; an engine that adapts or rests goes by it.
-
-  Raises:
-    ValueError: it is of other models or another device (`CalibrationError`),
-      there is no drafter or one that proposes trees, or gammas are given too.
-  """
-  advice = 'Or leave the calibration out.'
-  if settings.gammas is not None:
-    expected = 'None beside a calibration, which chooses them'
-    raise unexpected('gammas', expected, dict(settings.gammas), advice)
-  drafter = engine.drafter if engine.has_drafter else None
-  if drafter is None or drafter.tree is not None:
-    given = 'a tree' if drafter else None
-    expected = 'one that proposes a chain, whose length a calibration chooses'
-    raise unexpected('drafter', expected, given, advice)
-  measured.direct(engine, settings.rows)

@@ -1,4 +1,4 @@
-"""Gin files of published sizes and of the paper's runs: what they describe."""
+"""Gin files: their headers, published sizes, and the paper's runs."""
 
 import dataclasses
 import pathlib
@@ -13,7 +13,6 @@ from specdec_jax.cli import gin_flags
 from specdec_jax.models import sizes
 from specdec_jax.models.base import param_shapes
 from specdec_jax.paper import printed
-from specdec_jax.text import tasks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FILES = [
@@ -75,13 +74,13 @@ class Networks:
 
 def read(folder, *names):
   """The networks of these names, all families included together."""
-  lines = ['from __gin__ import dynamic_registration', 'import gin_models_test']
+  lines = ['from __gin__ import dynamic_registration', 'import gin_files_test']
   lines += [f"include '{path.relative_to(ROOT)}'" for path in FILES]
   macros = ', '.join(f"'{name}': %{name.upper()}" for name in names)
-  lines.append(f'gin_models_test.Networks.named = {{{macros}}}')
+  lines.append(f'gin_files_test.Networks.named = {{{macros}}}')
   path = folder / 'networks.gin'
   path.write_text('\n'.join(lines))
-  gin_flags.load(gin_flags.parse_flags([f'--gin_file={path}']))
+  gin_flags.load([f'--gin_file={path}'])
   return gin_flags.build(Networks).named
 
 
@@ -146,7 +145,7 @@ def load_run(name, tokenizer, folder, *flags):
   flags = [f'--gin_file=gin/runs/{name}.gin', *flags]
   flags.append(f'--gin.VOCAB_PATH={tokenizer.path}')
   flags.append(f'--gin.INFER_OUTPUT_DIR={folder}')
-  gin_flags.load(gin_flags.parse_flags(flags))
+  gin_flags.load(flags)
   sides = [
     gin.get_bindings('target/engine.load'),
     gin.get_bindings('draft/engine.load'),
@@ -189,17 +188,6 @@ def check_row(row, names, run, alone):
   check_sides(sides, names, names, alone)
 
 
-def test_a_run_of_the_original_t5(alone, tokenizer, folder):
-  config, gamma, sides = load_run('ende_11b_small', tokenizer, folder)
-  assert config.mixture_or_task_name == TASK_NAMES['ende']
-  assert config.options.temperature == 0.0
-  row = next(
-    r for r in printed.TABLE2 if (r.task, r.draft) == ('ende', 't5_small')
-  )
-  assert gamma == row.gamma
-  check_sides(sides, ('t5_11b', 't5_small'), ('t5_11B', 't5_small'), alone)
-
-
 def check_sides(sides, sizes, folders, alone):
   """Both models have these sizes and the public checkpoints' paths."""
   for side, size, folder in zip(sides, sizes, folders, strict=True):
@@ -208,5 +196,47 @@ def check_sides(sides, sizes, folders, alone):
     assert side['path'] == f'{PATHS}/{folder}/checkpoint_1000000'
 
 
-def test_the_tasks_of_the_runs_are_known():
-  assert set(TASK_NAMES.values()) <= set(tasks.TASKS)
+# Headers.
+
+RUNS = sorted((ROOT / 'gin' / 'runs').glob('*.gin'))
+EVERY = sorted((ROOT / 'gin').glob('**/*.gin'))
+
+
+def name_of(path: pathlib.Path) -> str:
+  return path.relative_to(ROOT).as_posix()
+
+
+def header_of(path: pathlib.Path) -> str:
+  return path.read_text().partition('from __gin__')[0]
+
+
+@pytest.mark.parametrize('path', RUNS, ids=lambda path: path.stem)
+def test_a_run_says_what_it_is_needs_and_costs_and_its_command(path):
+  header = header_of(path)
+  assert all(line.startswith('# ') for line in header.splitlines())
+  assert header.startswith('# Purpose: ')
+  for part in ('# Required: ', '# Expected time: '):
+    assert part.strip() in header
+  command = header[header.index('# Command') :]
+  assert f'--gin_file={name_of(path)}' in command
+  needed = header[header.index('# Required:') : -len(command)]
+  required = re.findall(r'^(\w+) = %gin\.REQUIRED$', path.read_text(), re.M)
+  assert all(re.search(rf'\b{macro}\b', needed) for macro in required)
+
+
+@pytest.mark.parametrize('path', EVERY, ids=name_of)
+def test_a_file_names_files_that_are_there(path):
+  """In commands, in comments and in includes."""
+  for name in re.findall(r'gin/(?:\w+/)*\w+\.gin', path.read_text()):
+    assert (ROOT / name).is_file(), name
+
+
+def test_documents_and_scripts_name_files_that_are_there():
+  named = set()
+  for pattern in ('*.md', 'docs/*.md', '*/README.md', 'scripts/*.py'):
+    for path in ROOT.glob(pattern):
+      if path.name != 'CHANGELOG.md':
+        text = path.read_text('utf-8')
+        named |= set(re.findall(r'gin/(?:\w+/)*\w+\.gin', text))
+  missing = {name for name in named if not (ROOT / name).is_file()}
+  assert not missing and len(named) >= 15
