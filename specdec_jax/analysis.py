@@ -12,7 +12,7 @@ and differentiated. Values out of range raise a ValueError if they are known;
 under a transformation they are not known, and so are not checked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,38 @@ def lenient_acceptance_prob(
   # Where `accepted` is false, leeway is positive.
   kept = target / jnp.where(accepted, 1, leeway)
   return _as_rate(jnp.sum(jnp.where(accepted, draft, kept), axis=-1))
+
+
+def speed_up_of_outputs(
+  lengths: Sequence[int],
+  acceptance_rate: float,
+  gamma: int,
+  round_cost: float,
+  start: float = 0.0,
+  draft_start: float = 0.0,
+) -> float:
+  """The expected speed-up of whole outputs, one at a time.
+
+  Unlike the factor of a token it counts what both loops begin with, and the
+  tokens of the last round that lie behind an output's end. All costs are in
+  calls of the target over one token.
+
+  Args:
+    lengths: tokens of each output, its end included.
+    acceptance_rate: alpha.
+    gamma: proposals per round.
+    round_cost: v(gamma + 1) + gamma c + what a round takes besides.
+    start: the encoder, and all else that an output takes besides its tokens.
+    draft_start: what the drafter begins with.
+  """
+  plain = sum(start + length for length in lengths)
+  speculative = sum(
+    start
+    + draft_start
+    + round_cost * expected_rounds(acceptance_rate, gamma, length)
+    for length in lengths
+  )
+  return plain / speculative
 
 
 def walltime_factor(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import analysis, files
+from specdec_jax import files
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.engine.completion import UsualAcceptance
@@ -23,20 +23,10 @@ from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
 
 _KIND, _VERSION = 'calibration', 1  # of the file
-_DRAWS = 2000  # random draws for the interval of the speed-up
-_INTERVAL = (2.5, 97.5)  # percent
 
 
 class CalibrationError(ValueError):
   """A calibration is broken, or was made for something else."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-  """A value and its standard error."""
-
-  value: float
-  error: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,89 +370,4 @@ def _tuples(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
   """A dataclass from JSON, whose lists are tuples."""
   return kind(
     **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-  )
-
-
-def speed_up_of_outputs(
-  lengths: Sequence[int],
-  acceptance_rate: float,
-  gamma: int,
-  round_cost: float,
-  start: float = 0.0,
-  draft_start: float = 0.0,
-) -> float:
-  """The expected speed-up of whole outputs, one at a time.
-
-  Unlike the factor of a token it counts what both loops begin with, and the
-  tokens of the last round that lie behind an output's end. All costs are in
-  calls of the target over one token.
-
-  Args:
-    lengths: tokens of each output, its end included.
-    acceptance_rate: alpha.
-    gamma: proposals per round.
-    round_cost: v(gamma + 1) + gamma c + what a round takes besides.
-    start: the encoder, and all else that an output takes besides its tokens.
-    draft_start: what the drafter begins with.
-  """
-  plain = sum(start + length for length in lengths)
-  speculative = sum(
-    start
-    + draft_start
-    + round_cost * analysis.expected_rounds(acceptance_rate, gamma, length)
-    for length in lengths
-  )
-  return plain / speculative
-
-
-def choose_gamma(
-  acceptance_rate: Measured,
-  cost_ratio: Measured,
-  call_cost: Sequence[Measured],
-  round_cost: float = 0.0,
-  rows: int = 1,
-  seed: int = 0,
-) -> Choice:
-  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c + r).
-
-  Args:
-    acceptance_rate: alpha.
-    cost_ratio: c.
-    call_cost: v(1), v(2), ...; gamma is less than the number of these.
-    round_cost: r, what a round takes besides its calls.
-    rows: the number of rows that these costs were measured with.
-    seed: seed of the draws for the interval, which assumes normal errors.
-  """
-  gammas = np.arange(len(call_cost))
-  values = np.array([cost.value for cost in call_cost])
-  factors = np.asarray(
-    analysis.measured_walltime_factor(
-      acceptance_rate.value,
-      gammas,
-      cost_ratio.value,
-      values / values[0] + round_cost * (gammas > 0),
-    )
-  )
-  # Gamma 0 is the plain loop: its factor is 1 by definition.
-  gamma = int(np.argmax(factors))
-  draws = np.random.default_rng(seed).standard_normal((3, _DRAWS))
-  rates = acceptance_rate.value + acceptance_rate.error * draws[0]
-  costs = cost_ratio.value + cost_ratio.error * draws[1]
-  verify = call_cost[gamma].value + call_cost[gamma].error * draws[2]
-  drawn = analysis.measured_walltime_factor(
-    np.clip(rates, 0.0, 1.0),
-    gamma,
-    np.maximum(costs, 0.0),
-    np.maximum(verify, 1e-3) / values[0] + round_cost,
-  )
-  low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
-  return Choice(
-    rows=rows,
-    gamma=gamma,
-    expected_speed_up=float(factors[gamma]),
-    interval=(float(low), float(high)),
-    factors=tuple(float(factor) for factor in factors),
-    cost_ratio=cost_ratio.value,
-    call_cost=tuple((values / values[0]).tolist()),
-    round_cost=round_cost,
   )

@@ -8,7 +8,7 @@ import rich.console
 from specdec_jax.engine import calibration
 from specdec_jax.engine.engine import Engine
 from specdec_jax.infer.data import SPECULATIVE, DecodeConfig
-from specdec_jax.measure import host_gamma, progress
+from specdec_jax.measure import calibrate, progress
 from specdec_jax.measure.table import say
 
 
@@ -27,9 +27,9 @@ def of_this_host(
   with progress.status(console, 'Timing calls on this host'):
     temperature = config.options.sampling.temperature
     assert isinstance(temperature, float | int)  # a run has one
-    measured = host_gamma.for_host(engine, acceptance, config.rows, temperature)
+    measured = calibrate.for_host(engine, acceptance, config.rows, temperature)
   if measured is not None:
-    say(console, host_gamma.said(measured))
+    say(console, calibrate.host_verdict(measured))
   return measured
 
 

@@ -33,9 +33,8 @@ from specdec_jax.infer.data import (
   DecodeConfig,
   Example,
 )
-from specdec_jax.measure.canvas import PALETTE, save
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, say
+from specdec_jax.measure.table import PALETTE, Column, Table, save_plot, say
 from specdec_jax.models.integers import is_integers
 
 _MOST_SHOWN = 10  # lines of a kind in the report
@@ -653,4 +652,4 @@ def plot(
     axes.set_ylim(-0.02, 1.02)
     axes.legend(loc='lower left')
 
-  save(path, draw)
+  save_plot(path, draw)

@@ -45,9 +45,8 @@ from specdec_jax.infer.data import (
 from specdec_jax.infer.report import Results
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import progress
-from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.record import Record, seconds_since_start
-from specdec_jax.measure.table import say
+from specdec_jax.measure.table import check_outputs, say
 from specdec_jax.text import metrics, tasks
 from specdec_jax.text.local_tasks import find_task
 

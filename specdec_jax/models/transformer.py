@@ -469,13 +469,13 @@ class Decoder(nn.Module):
       deterministic,
     )[0]
 
-  def extend(self, x, cache, tree=None, write=kv_cache.write):
+  def extend(self, x, cache, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     stack, num_queries = self.shape.decoder, x.shape[1]
     reads = kv_cache.bucketed_reads(
       cache, num_queries, stack.bias_of, tree, stack.attend
     )
-    remembers = [cache.remember(i, write) for i in range(stack.num_layers)]
+    remembers = [cache.remember(i) for i in range(stack.num_layers)]
     places = kv_cache.positions(cache, num_queries, tree)
     cross = cache.cross_keys, cache.cross_values, cache.cross_bias
     x, kept = self._run(x, places, remembers, reads, cross, True)

@@ -15,18 +15,17 @@ from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.checks.names import check_choice
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import canvas, record
+from specdec_jax.measure import record
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.calls import (
   BenchmarkConfig,
   benchmark,
   check_memory,
-  described,
-  grid,
   random_params,
 )
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import load_matplotlib
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
@@ -133,12 +132,6 @@ class ReproduceConfig:
       if item in _NO_RECORDS and not self.measure:
         expected = f'True for {item}, which keeps no record'
         raise unexpected('ReproduceConfig.measure', expected, self.measure)
-    if 'figure5' in self.items and self.costs is not None:
-      costs, name = self.costs, 'ReproduceConfig.costs'
-      if (settings := len(list(grid(costs)))) != 1:
-        raise unexpected(name, 'one setting', f'{settings} settings')
-      if costs.drafter is None:
-        raise unexpected(f'{name}.drafter', 'one', None)
 
   @property
   def records(self) -> str:
@@ -168,7 +161,7 @@ def reproduce(
       config.records,
     )
   if _PICTURES & set(config.items):
-    canvas.load_matplotlib()  # fails now, not after hours of measuring
+    load_matplotlib()  # fails now, not after hours of measuring
   files.make_folder(config.output_dir)
   work = _Work(config, console)
   for item in config.items:
@@ -221,7 +214,7 @@ class _Work:
     missing = 'there is no record of it'
     if self.config.measure:
       try:
-        run_suite(suite, folder, self.console.print)
+        run_suite(suite, folder, self.console)
       except DoesNotFitError as error:
         missing = str(error)
     records = read_suite(suite, folder)
@@ -282,35 +275,35 @@ class _Work:
   def figure4(self):
     points = []
     for measured in self._suite[0].values() if self.config.suite else ():
-      _, row = tables.only(measured)
+      row = tables.only(measured)
+      forced = measured['settings']['forced_acceptance']
+      values = row | {'forced_acceptance': forced}
       fields = plots.Point._fields
-      values = row | {'forced_acceptance': measured['forced_acceptance']}
       points.append(plots.Point(**{name: values[name] for name in fields}))
     path = self._figure('figure4.png', 'Figure 4: speed and operations')
     plots.plot_figure4(path, points)
 
   def figure5(self):
-    (setting,) = benchmark(self.config.costs)['settings']
+    costs = benchmark(self.config.costs, self.console)
     runs = []
-    for gamma in (row['gamma'] for row in setting['gammas']):
+    for gamma in (row['gamma'] for row in costs['gammas']):
       rounds = trace.record(self._engine, self.config.text, gamma=gamma)
       runs.append(plots.Run(gamma, [len(shown.kept) for shown in rounds]))
     plain = sum(runs[-1].tokens_per_round)
     runs.append(plots.Run(0, [1] * plain))
-    call_ms = setting['times_ms']['call_1']['median']
+    median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
     times = plots.CallTimes(
-      setting['times_ms']['encoder']['median'],
-      setting['times_ms']['draft_encoder']['median'],
-      # A drafter may cost less than the noise of the measurement.
-      max(0.0, setting['gammas'][0]['cost_ratio'] * call_ms),
-      {int(m): v * call_ms for m, v in setting['call_cost'].items()},
+      median['encoder'],
+      median['draft_encoder'],
+      costs['gammas'][0]['cost_ratio'] * median['call_1'],
+      {int(m): v * median['call_1'] for m, v in costs['call_cost'].items()},
     )
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, times)
 
 
 def run_suite(
-  config: SuiteConfig, folder: str, say: Callable[[str], None]
+  config: SuiteConfig, folder: str, console: rich.console.Console
 ) -> None:
   """Measures every row that has no record in the folder yet.
 
@@ -319,7 +312,7 @@ def run_suite(
   Args:
     config: the suite.
     folder: gets a record a row; a suite that was stopped goes on in it.
-    say: gets a line for each row.
+    console: gets a table for each row.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
@@ -337,13 +330,7 @@ def run_suite(
     config.placement,
   )
   for row in todo:
-    measured = _benchmark(config, folder, row, params)
-    _, result = tables.only(benchmark(measured))
-    say(
-      f'{tables.row_name(row)}: gamma {row.gamma}, acceptance forced to'
-      f' {row.acceptance_rate}: speed-up {result["speed_up"]:.2f}, expected'
-      f' {result["expected_speed_up"]:.2f}, paper {row.speedup}'
-    )
+    benchmark(_benchmark(config, folder, row, params), console)
 
 
 def read_suite(config: SuiteConfig, folder: str) -> dict[str, Record]:
@@ -355,19 +342,10 @@ def read_suite(config: SuiteConfig, folder: str) -> dict[str, Record]:
   records = {}
   for row in config.rows:
     measured = _benchmark(config, folder, row)
-    (point,) = grid(measured)
-    wanted = {**described(measured), **point._asdict(), 'gamma': row.gamma}
-
-    def settings(record: Record, wanted=wanted) -> dict[str, Any]:
-      setting, gamma = tables.only(record)
-      # Settings that older records lack are taken to be the wanted ones.
-      return {**wanted, **record, **setting, 'gamma': gamma['gamma']}
-
     earlier = record.earlier(
       str(measured.output_file),
       'benchmark',
-      wanted,
-      settings,
+      measured.settings,
       'Remove it, or choose another folder.',
     )
     if earlier is not None:
@@ -382,13 +360,11 @@ def _benchmark(
   return BenchmarkConfig(
     config.target if params is None else Model(config.target, params),
     config.drafts[row.draft],
-    weights='random',
-    t5x_style=True,
     placement=config.placement,
     gammas=(row.gamma,),
-    input_lens=(config.input_len,),
-    decode_lens=(config.decode_len,),
-    temperatures=(float(row.temperature),),
+    input_len=config.input_len,
+    decode_len=config.decode_len,
+    temperature=float(row.temperature),
     forced_acceptance=row.acceptance_rate,
     call_sizes=(1,),
     calls_a_run=config.calls_a_run,
