@@ -104,6 +104,8 @@ def test_help_says_what_is_the_default(capsys):
   out = ' '.join(run(capsys, 'decode', '--help')[1].split())
   assert '(default: 4)' in out and '(default: speculative)' in out
   assert 'default: None' not in out and 'REQUIRED' not in out
+  # No search is the default.
+  assert re.search(r'--beam-size N [^-(]*asks for one --alpha', out), out
 
 
 @pytest.mark.parametrize(

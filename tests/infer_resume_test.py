@@ -1,6 +1,7 @@
 """Runs that are killed and started again; the folder that makes it possible."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -272,6 +273,19 @@ def test_several_processes_share_a_folder(tmp_path):
   found = json.loads((tmp_path / 'a.jsonl.config.json').read_text())
   assert found == settings
   assert second.finished and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+  def no_locks(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+  monkeypatch.setattr(resume.fcntl, 'flock', no_locks)
+  folder = resume.Folder(str(tmp_path), 'a.jsonl')
+  (tmp_path / '.a.jsonl.lock').write_text('process 7 on earth')
+  with folder.claimed():
+    warned = capsys.readouterr().err
+  assert 'a.jsonl' in warned and 'process 7 on earth' in warned
+  assert os.strerror(errno.ENOLCK) in warned and warned.count('\n') == 1
 
 
 def test_a_process_that_does_nothing_is_not_waited_for(tmp_path, monkeypatch):

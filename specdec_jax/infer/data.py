@@ -334,7 +334,7 @@ class RunOptions(Options):
     lenience: below 1 more proposals pass, and the output is lossy.
     verification: how sampled drafts are judged, 'token' or 'block'; None is
       'block' unless lenience is below 1.
-    num_beams: width of a beam search.
+    num_beams: width of a beam search, 4 where only `decoder` asks for one.
     decoder: 'beam'; or 'sample', which is greedy at temperature 0.
     return_all_decodes: whether a beam search gives `num_samples` beams, or only
       the best one.
@@ -343,7 +343,6 @@ class RunOptions(Options):
     ValueError: an option is out of range.
   """
 
-  num_beams: int | None = 4
   decoder: str = 'sample'
   return_all_decodes: bool = True
 
@@ -351,8 +350,11 @@ class RunOptions(Options):
     check_choice('decoder', self.decoder, ('sample', 'beam'))
     if self.decoder == 'sample':
       object.__setattr__(self, 'num_beams', None)
-    elif not self.return_all_decodes:
-      object.__setattr__(self, 'num_samples', 1)
+    else:
+      if self.num_beams is None:
+        object.__setattr__(self, 'num_beams', 4)
+      if not self.return_all_decodes:
+        object.__setattr__(self, 'num_samples', 1)
     super().__post_init__()
 
 
