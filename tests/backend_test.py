@@ -17,7 +17,6 @@ from specdec_jax import partitioning
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.measure.calls import T5XStyle
 from specdec_jax.models import (
   backend,
   cpu_layout,
@@ -72,11 +71,7 @@ def test_logits_are_the_same():
   np.testing.assert_allclose(have, want, rtol=2e-4, atol=2e-4)
   on_tpu, _ = logits_of_calls('tpu', TARGET, 1, 150)
   np.testing.assert_allclose(on_tpu, want, rtol=2e-4, atol=2e-4)
-  # One array of a layer, but where T5X's own writing is what is compared.
-  assert cache.joined and not cache.keys
-  as_t5x, cache = logits_of_calls('gpu', T5XStyle(T5_1_1), 1, 150)
-  np.testing.assert_allclose(as_t5x, want, rtol=2e-4, atol=2e-4)
-  assert cache.keys and not cache.joined
+  assert cache.joined and not cache.keys  # one array of a layer
 
 
 @pytest.mark.parametrize('copied', [1 << 20, 0])

@@ -1,14 +1,11 @@
 """One comparison of what a run finds with what it is."""
 
-import dataclasses
 import json
 
 import pytest
 
-from small_vocabulary import network
 from specdec_jax.files import same_run
-from specdec_jax.measure import acceptance, record
-from specdec_jax.paper import printed, reproduce, tables
+from specdec_jax.measure import record
 
 
 def test_each_difference_is_named_with_both_values():
@@ -44,26 +41,7 @@ NO_RECORDS = ['', '[]', '{"kind": "alpha", "settings": 1, "rows": 2}']
 
 @pytest.mark.parametrize('text', NO_RECORDS)
 def test_a_record_that_is_none_is_named(tmp_path, text):
-  """Wherever a measurement goes on with what it finds."""
   path = tmp_path / 'results.json'
   path.write_text(text)
   with pytest.raises(ValueError, match='results.json.*Do that'):
-    record.earlier(path, 'alpha', {'a': 1}, lambda r: r['settings'], 'Do that.')
-  fields = {field.name: None for field in dataclasses.fields(FakeAlpha)}
-  config = FakeAlpha(**fields | {'output_file': str(path)})
-  with pytest.raises(ValueError, match='results.json.*another output_file'):
-    acceptance._earlier(config)
-  row = printed.TABLE2[0]
-  config = reproduce.SuiteConfig('tiny', network(1), {row.draft: network(1)})
-  name = tables.row_name(row)
-  (tmp_path / f'{name}.json').write_text(text)
-  with pytest.raises(ValueError, match=f'{name}.*not a record'):
-    reproduce.read_suite(config, str(tmp_path))
-
-
-@dataclasses.dataclass
-class FakeAlpha:
-  """The fields of a `MeasureAlphaConfig` that are read."""
-
-  output_file: str
-  settings: dict
+    record.earlier(path, 'alpha', {'a': 1}, 'Do that.')

@@ -145,7 +145,10 @@ def earlier(
   path = os.fspath(path)
   if not os.path.exists(path):
     return None
-  record = load(path, kind)
+  try:
+    record = load(path, kind)
+  except ValueError as error:
+    raise ValueError(f'{error} {advice}') from error
   before = record.get('settings')
   if not isinstance(before, dict):
     raise unexpected(f'{path}: settings', 'those of a run', before, advice)
