@@ -54,6 +54,8 @@ setuptools.setup(
   package_data={
     **{name: ['**/*'] for name in SHIPPED},
     'specdec_jax': ['py.typed'],
+    'specdec_jax.checkpoints': ['families.toml'],
+    'specdec_jax.engine': ['trace.html'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
   },

@@ -53,51 +53,43 @@ if TYPE_CHECKING:  # for editors; at run time a name is imported when used
 
   __version__: str
 
-# Name -> its module, and what it is called there where that differs. `import
-# specdec_jax` alone is quick: JAX is imported with the first name.
+# Module -> names, and `name=what it is called there` where that differs.
+# `import specdec_jax` alone is quick: JAX is imported with the first name.
+_NAMES = {
+  'checkpoints': 'check_params save_orbax',
+  'drafters.base': 'Context Drafter',
+  'drafters.cascade': 'cascade',
+  'drafters.heads': 'load_heads=load',
+  'drafters.ngram': 'ngram',
+  'drafters.ngram_table': (
+    'NGramTable fit_ngram_table=fit load_ngram_table=load'
+  ),
+  'drafters.prompt_lookup': 'prompt_lookup',
+  'drafters.small_model': 'small_model',
+  'drafters.small_model_tree': 'small_model_tree',
+  'drafters.uniform': 'uniform',
+  'drafters.with_fallback': 'with_fallback',
+  'engine.completion': 'Completion CompletionStats',
+  'engine.engine': 'Engine',
+  'engine.loading': 'load',
+  'models.base': 'LanguageModel',
+  'models.causal_lm': 'CausalLM CausalLMConfig',
+  'models.gpt': 'GPT GPTConfig',
+  'models.m2m100': 'M2M100 M2M100Config',
+  'models.model': 'Model',
+  'models.rope': 'Rope',
+  'models.t5': 'T5 T5Config',
+  'models.t5gemma': 'T5Gemma T5GemmaConfig',
+  'partitioning': 'Placement',
+  'probs': 'SamplingConfig',
+  'text.tokenizer': 'Tokenizer',
+  'tree_shape': 'TreeShape branching',
+  'types': 'DecodeStats Draft FinishReason Generation Verdict',
+}
 _PLACES = {
-  'CausalLM': 'models.causal_lm',
-  'CausalLMConfig': 'models.causal_lm',
-  'Completion': 'engine.completion',
-  'CompletionStats': 'engine.completion',
-  'Context': 'drafters.base',
-  'DecodeStats': 'types',
-  'Draft': 'types',
-  'Drafter': 'drafters.base',
-  'Engine': 'engine.engine',
-  'FinishReason': 'types',
-  'GPT': 'models.gpt',
-  'GPTConfig': 'models.gpt',
-  'Generation': 'types',
-  'LanguageModel': 'models.base',
-  'M2M100': 'models.m2m100',
-  'M2M100Config': 'models.m2m100',
-  'Model': 'models.model',
-  'NGramTable': 'drafters.ngram_table',
-  'Placement': 'partitioning',
-  'Rope': 'models.rope',
-  'SamplingConfig': 'probs',
-  'T5': 'models.t5',
-  'T5Config': 'models.t5',
-  'T5Gemma': 'models.t5gemma',
-  'T5GemmaConfig': 'models.t5gemma',
-  'Tokenizer': 'text.tokenizer',
-  'TreeShape': 'tree_shape',
-  'Verdict': 'types',
-  'branching': 'tree_shape',
-  'cascade': 'drafters.cascade',
-  'check_params': 'checkpoints',
-  'fit_ngram_table': 'drafters.ngram_table:fit',
-  'load': 'engine.loading',
-  'load_heads': 'drafters.heads:load',
-  'load_ngram_table': 'drafters.ngram_table:load',
-  'ngram': 'drafters.ngram',
-  'prompt_lookup': 'drafters.prompt_lookup',
-  'save_orbax': 'checkpoints',
-  'small_model': 'drafters.small_model',
-  'small_model_tree': 'drafters.small_model_tree',
-  'uniform': 'drafters.uniform',
-  'with_fallback': 'drafters.with_fallback',
+  name.partition('=')[0]: (module, name.rpartition('=')[2])
+  for module, names in _NAMES.items()
+  for name in names.split()
 }
 
 # Written out: type checkers do not compute it.
@@ -121,12 +113,10 @@ def __getattr__(name: str) -> Any:
     return metadata.version(__name__)
   if name not in _PLACES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  module, _, there = _PLACES[name].partition(':')
-  found = getattr(
-    importlib.import_module(f'{__name__}.{module}'), there or name
-  )
-  globals()[name] = found
-  return found
+  module, there = _PLACES[name]
+  value = getattr(importlib.import_module(f'{__name__}.{module}'), there)
+  globals()[name] = value
+  return value
 
 
 def __dir__() -> list[str]:

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 
 # A range in words, and a test whether numbers are in it; NaN is in no range.
 _Range = tuple[str, Callable[[np.ndarray], np.ndarray]]
@@ -112,22 +111,6 @@ def acceptance_prob(
   """
   target, draft = _distributions(target_probs, draft_probs)
   return _as_rate(jnp.sum(jnp.minimum(target, draft), axis=-1))
-
-
-def rejection_acceptance_prob(
-  target_probs: ArrayLike, draft_probs: ArrayLike
-) -> jax.Array:
-  """The acceptance probability of plain rejection sampling, to compare; A.2.
-
-  1 / M with M = max p / q; never above `acceptance_prob`. It is 0 as soon as
-  the draft leaves out one token of the target.
-
-  Shapes and errors are those of `acceptance_prob`.
-  """
-  target, draft = _distributions(target_probs, draft_probs)
-  possible = target > 0
-  ratio = draft / jnp.where(possible, target, 1)
-  return _as_rate(jnp.min(jnp.where(possible, ratio, jnp.inf), axis=-1))
 
 
 def lenient_acceptance_prob(
@@ -231,28 +214,6 @@ def measured_walltime_factor(
   return tokens / (target_cost + steps * draft_cost)
 
 
-def improves(acceptance_rate: ArrayLike, cost_ratio: ArrayLike) -> jax.Array:
-  """Whether some gamma makes decoding faster, alpha > c; Corollary 3.9.
-
-  Returns bool[...]. Arguments and errors are those of `walltime_factor`.
-  """
-  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
-  return rate > cost
-
-
-def lowest_factor(
-  acceptance_rate: ArrayLike, cost_ratio: ArrayLike
-) -> jax.Array:
-  """The least that the best gamma gives, (1 + alpha) / (1 + c); Corollary 3.9.
-
-  It is the walltime factor of gamma = 1; above 1 if `improves` is true.
-
-  Arguments and errors are those of `walltime_factor`.
-  """
-  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
-  return (1 + rate) / (1 + cost)
-
-
 def operations_factor(
   acceptance_rate: ArrayLike, gamma: ArrayLike, operations_ratio: ArrayLike
 ) -> jax.Array:
@@ -322,7 +283,10 @@ def oracle_factor(
   Arguments and errors are those of `walltime_factor`. Returns float[...], >= 1;
   infinite at alpha = 1, c = 0.
   """
-  rate, cost = _rate_and_cost(acceptance_rate, cost_ratio)
+  rate, cost = _aligned(
+    _real('acceptance_rate', acceptance_rate, _RATE),
+    _real('cost_ratio', cost_ratio, _COST),
+  )
   return 1 / (1 - rate + rate * jnp.minimum(cost, 1))
 
 
@@ -339,15 +303,6 @@ def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
     total = jnp.where(odd, 1 + rate * total, total)
     power = jnp.where(odd, rate * power, power)
   return total
-
-
-def _rate_and_cost(
-  acceptance_rate: ArrayLike, cost_ratio: ArrayLike
-) -> list[jax.Array]:
-  return _aligned(
-    _real('acceptance_rate', acceptance_rate, _RATE),
-    _real('cost_ratio', cost_ratio, _COST),
-  )
 
 
 def _cost_curve(call_cost: ArrayLike, num_costs: int) -> jax.Array:

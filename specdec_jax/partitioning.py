@@ -30,8 +30,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, cpu_layout, integers
 from specdec_jax.models.base import (
   LanguageModel,
@@ -358,45 +357,31 @@ class Following(NetworkWrapper):
 
   partition: Partition
 
-  def __getattr__(self, name):
-    """What computes with no split array is as the network has it."""
-    return getattr(object.__getattribute__(self, 'network'), name)
-
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
     more = {} if encoded is None else {'encoded': encoded}
     cache = self.network.prefill(params, inputs, max_length, longest, **more)
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
-    with backend.split():
-      logits, cache = self.network.extend(params, cache, tokens, tree)
-    return self._gathered(logits), self._held(cache)
-
-  def extend_features(self, params, cache, tokens, tree=None):
-    with backend.split():
-      features, cache = self.network.extend_features(
-        params, cache, tokens, tree
-      )
+    features, cache = self._split('extend', params, cache, tokens, tree)
     return self._at(features, ('batch', None, 'embed')), self._held(cache)
 
   def embed(self, params, tokens):
-    with backend.split():
-      return self.network.embed(params, tokens)
+    return self._split('embed', params, tokens)
 
   def head(self, params, features):
-    with backend.split():
-      return self._gathered(self.network.head(params, features))
-
-  def keep(self, cache, length, slots):
-    with backend.split():
-      cache = self.network.keep(cache, length, slots)
-    return self._held(cache)
-
-  def _gathered(self, logits):
+    logits = self._split('head', params, features)
     # First split, and only then whole: if it were asked for whole rows at once,
     # XLA would gather the output layer's kernel instead.
-    logits = self._at(logits, ('batch', None, 'vocab'))
-    return self._at(logits, ('batch', None, None))
+    split, whole = (('batch', None, last) for last in ('vocab', None))
+    return self._at(self._at(logits, split), whole)
+
+  def keep(self, cache, length, slots):
+    return self._held(self._split('keep', cache, length, slots))
+
+  def _split(self, method, *args):
+    with backend.split():
+      return getattr(self.network, method)(*args)
 
   def _held(self, cache):
     if not isinstance(cache, KVCache):

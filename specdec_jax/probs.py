@@ -518,20 +518,18 @@ def _ordered_float(image: jax.Array) -> jax.Array:
 
 
 def _validate_temperature(value) -> float | tuple[float, ...]:
-  name, expected = 'temperature', 'a finite number >= 0, or one an example'
-  try:
-    if isinstance(value, str | bytes | bool | None):
-      raise TypeError('not a number')
-    array = np.asarray(value, np.float64)
-  except (OverflowError, TypeError, ValueError) as error:
-    raise unexpected(name, expected, value) from error
-  numbers = np.atleast_1d(array)
-  in_range = (numbers >= 0) & (numbers <= float(_FLOAT32.max))  # NaN is not
-  if array.ndim > 1 or not array.size or not in_range.all():
-    raise unexpected(name, expected, value)
-  if np.any((numbers > 0) & (numbers < _FLOAT32.tiny)):
-    raise unexpected(name, '0, or a number that float32 can hold', value)
-  return tuple(array.tolist()) if array.ndim else float(array)
+  given = value.tolist() if hasattr(value, 'tolist') else value
+  several = is_a(given, Sequence[float])
+  numbers = list(given) if several else [given]
+  if not numbers or not all(map(_is_temperature, numbers)):
+    expected = 'a number >= 0 that float32 can hold, or one an example'
+    raise unexpected('temperature', expected, value)
+  return tuple(map(float, numbers)) if several else float(given)
+
+
+def _is_temperature(value) -> bool:
+  low, high = float(_FLOAT32.tiny), float(_FLOAT32.max)
+  return is_a(value, float) and (value == 0 or low <= value <= high)
 
 
 def _validate_top_k(value) -> int:

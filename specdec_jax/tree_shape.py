@@ -74,11 +74,6 @@ class TreeShape:
       seen[parent] = ranks[child] + 1
     return ranks
 
-  @property
-  def branches(self) -> bool:
-    """Whether a node or the root has several children."""
-    return bool(self.ranks.any())
-
   @functools.cached_property
   def children(self) -> np.ndarray:
     """int32[N + 1, C]: the root's children, then each node's; -1 is none."""
@@ -117,11 +112,6 @@ def _cut(shape: TreeShape, depth: int) -> TreeShape:
   kept = np.flatnonzero(shape.levels <= depth)
   number = {ROOT: ROOT} | {int(old): new for new, old in enumerate(kept)}
   return TreeShape(tuple(number[shape.parents[node]] for node in kept))
-
-
-def chain(depth: int) -> TreeShape:
-  """One child each."""
-  return TreeShape(tuple(range(-1, depth - 1)))
 
 
 def branching(*counts: int | Sequence[int]) -> TreeShape:

@@ -135,9 +135,9 @@ def next_token_weights(
     share: P_n of a draft that is judged as a whole: p' = max(0, P_n p - q).
   """
   gamma = draft.tokens.shape[0]
-  target_row = target_probs[num_accepted]
   if gamma == 0:
-    return target_row
+    return target_probs[0]
+  target_row = target_probs[num_accepted]
   index = jnp.minimum(num_accepted, gamma - 1)
   residual = residual_of(draft, target_row, share, index)
   use_residual = (num_accepted < _end(draft)) & (jnp.sum(residual) > 0)
@@ -294,6 +294,8 @@ def check_lenience(lenience: float) -> None:
 
 def first_false(flags: jax.Array) -> jax.Array:
   """Index of the first False in bool[G], G if there is none; int32[]."""
+  if not flags.size:  # the plain loop's rounds
+    return jnp.int32(0)
   ends = jnp.append(flags, False)
   return jnp.argmin(ends).astype(jnp.int32)
 

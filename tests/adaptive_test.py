@@ -15,14 +15,12 @@ import toy_models
 import toy_requests
 import verify_controls
 from drafter_conformance_test import adaptive_rule
-from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import take_rows
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters import length
 from specdec_jax.drafters.base import Context
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.models import backend
 from specdec_jax.probs import SamplingConfig
 from verify_laws import step_law
 
@@ -65,19 +63,21 @@ def _lengths(draft, gamma, vocab_size, rule, stop_id=-1):
     room=jnp.full((batch,), gamma),
   )
 
-  def draw(logits, place):
+  def draw(logits, context, place):
     drawn = jnp.take_along_axis(tokens, place[:, None], axis=1)[:, 0]
     return drawn, jax.nn.softmax(logits)
 
-  def read(cache, token, index):
+  def read(index, token):
     del token
-    return logits[:, index], cache
+    return logits[:, index + 1], index + 1
 
   # In place of random numbers, where they would be used.
   places = jnp.tile(jnp.arange(gamma)[:, None], (1, batch))
-  with mock.patch.object(length, 'draft_uniforms', lambda context: places):
+  with mock.patch.multiple(
+    length, draft_uniforms=lambda context: places, draw=draw
+  ):
     made = toy_requests.quick_jit(
-      lambda context: length.draft(logits[:, 0], (), context, draw, read)[0]
+      lambda context: length.draft(logits[:, 0], 0, context, read)[0]
     )(context)
   np.testing.assert_array_equal(made.tokens[:, 0], tokens[:, 0])
   found = np.asarray(made.length)
@@ -154,39 +154,6 @@ def test_a_row_does_not_depend_on_its_neighbours(temperature):
       getattr(together.stats, name),
       np.concatenate([getattr(one.stats, name) for one in alone]),
     )
-
-
-@pytest.mark.slow
-def test_narrow_calls_are_the_wide_one(monkeypatch):
-  """Tokens, counts and log-probabilities of calls of 1, 2 and 4 tokens."""
-  request = _request(ALL, SamplingConfig(1.0), RULE, with_log_probs=True)
-  assert speculative.call_widths(request) == (1, 2, 4)
-  assert speculative.call_widths(request.replace(rule=None)) == (4,)
-
-  def decode():
-    # A program of its own: jit knows nothing of the devices' ways.
-    return toy_requests.quick_jit(
-      lambda request: Loop(TARGET, DRAFTER).decode(PAIR, request)
-    )(request)
-
-  narrow = decode()
-  with backend.compiled_for('tpu'):
-    assert speculative.call_widths(request) == (4,)
-    wide = decode()
-  np.testing.assert_array_equal(narrow.tokens, wide.tokens)
-  np.testing.assert_allclose(narrow.log_probs, wide.log_probs, atol=1e-5)
-  np.testing.assert_array_equal(narrow.stats.histogram, wide.stats.histogram)
-
-
-def test_the_plain_rule():
-  """The root of the confidence; two unsure places end a draft, one does not."""
-  rule = length.plain_rule()
-  assert rule.most == length.MOST == len(rule.worth_asking)
-  sure = jnp.array([0.04, 0.25, 0.81])
-  have = length.acceptance_of(rule, sure)
-  np.testing.assert_allclose(have, jnp.sqrt(sure), atol=0.05)
-  unsure = rule.acceptance[1]
-  assert rule.worth[0] < unsure and unsure * rule.expected < 0.39
 
 
 def test_each_price_ends_a_draft():

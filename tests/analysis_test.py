@@ -3,15 +3,12 @@
 paper_test.py holds them against the paper's printed numbers.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax import analysis, verify
-from specdec_jax.types import Draft
+from specdec_jax import analysis
 
 pytestmark = pytest.mark.usefixtures('strict')
 
@@ -62,69 +59,6 @@ def test_expected_tokens_keeps_its_digits_near_1():
 # --- Acceptance from two distributions --------------------------------------
 
 
-def test_verify_accepts_as_often_as_predicted():
-  """`speculative.verify` itself, 50,000 steps, 5 standard errors."""
-  gamma, steps = 3, 50_000
-  draft_rows = jnp.tile(DRAFT, (gamma, 1))
-  target_rows = jnp.tile(TARGET, (gamma + 1, 1))
-
-  def num_accepted(key):
-    draft_key, verify_key = jax.random.split(key)
-    tokens = jax.random.categorical(draft_key, jnp.log(DRAFT), shape=(gamma,))
-    draft = Draft(tokens.astype(jnp.int32), draft_rows, jnp.int32(gamma))
-    return verify.verify(draft, target_rows, verify_key).num_accepted
-
-  keys = jax.random.split(jax.random.key(0), steps)
-  accepted = np.asarray(jax.jit(jax.vmap(num_accepted))(keys))
-  rate = analysis.acceptance_prob(TARGET, DRAFT)
-  first = accepted >= 1
-  error = first.std() / np.sqrt(steps)
-  assert abs(first.mean() - rate) < 5 * error
-  other = analysis.rejection_acceptance_prob(TARGET, DRAFT)
-  assert abs(first.mean() - other) > 50 * error
-
-  tokens = accepted + 1
-  error = tokens.std() / np.sqrt(steps)
-  found = analysis.expected_tokens(rate, gamma)
-  assert abs(tokens.mean() - found) < 5 * error
-  assert abs(tokens.mean() - (found - 1)) > 50 * error
-
-
-def test_divergence_is_the_distance_from_the_mean():
-  target, draft = random_rows(0, 50, 7), random_rows(1, 50, 7)
-  found = analysis.divergence(target, draft)
-  middle = (target + draft) / 2
-  np.testing.assert_allclose(
-    found, np.abs(target - middle).sum(-1), rtol=0, atol=1e-6
-  )
-  np.testing.assert_array_equal(found, analysis.divergence(draft, target))
-  assert found.min() < 0.3 and found.max() > 0.9
-  np.testing.assert_allclose(
-    1 - found, analysis.acceptance_prob(target, draft), rtol=0, atol=1e-6
-  )
-
-
-def test_rejection_accepts_less():
-  target, draft = random_rows(3, 100, 6), random_rows(4, 100, 6)
-  found = analysis.rejection_acceptance_prob(target, draft)
-  largest = np.max(target / draft, axis=-1, keepdims=True)
-  # A.2: the mean of p / (M q) over proposals.
-  mean = np.sum(draft * target / (largest * draft), axis=-1)
-  np.testing.assert_allclose(found, mean, rtol=1e-5)
-  accepted = analysis.acceptance_prob(target, draft)
-  assert (found <= accepted + 1e-6).all() and (found < 0.9 * accepted).any()
-  same = analysis.rejection_acceptance_prob(target, target)
-  np.testing.assert_array_equal(same, np.ones(100))
-
-
-def test_lenience_is_the_mean_of_what_is_accepted():
-  target, draft = random_rows(5, 100, 6), random_rows(6, 100, 6)
-  for lenience in (0.9, 0.5, 0.1):
-    chance = np.minimum(1, target / (np.float32(lenience) * draft))
-    found = analysis.lenient_acceptance_prob(target, draft, lenience)
-    np.testing.assert_allclose(found, (draft * chance).sum(-1), rtol=1e-5)
-
-
 def test_lenience_1_is_none_and_less_accepts_more():
   target, draft = random_rows(7, 100, 6), random_rows(8, 100, 6)
   levels = np.array([1, 0.5, 0.3, 0.1, 0], np.float32)[:, None]
@@ -170,20 +104,6 @@ def test_operations_factor_counts_the_drafter():
   np.testing.assert_allclose(found, (4 * 0.5 + 5) / 1.9375, rtol=1e-6)
 
 
-def test_improves_where_some_gamma_does():
-  rates, costs = RATES[:, None], COSTS[None]
-  found = analysis.improves(rates, costs)
-  lowest = analysis.lowest_factor(rates, costs)
-  for i, rate in enumerate(RATES):
-    for j, cost in enumerate(COSTS):
-      factors = brute_force(rate, cost, 30)
-      assert found[i, j] == (factors[1:].max() > 1)
-      np.testing.assert_allclose(lowest[i, j], factors[1], rtol=1e-6)
-      if found[i, j]:
-        assert factors.max() >= lowest[i, j] * (1 - 1e-6) > 1
-  assert found.any() and not found.all()
-
-
 def test_optimal_gamma_by_brute_force():
   rates, costs = RATES[:, None], COSTS[None]
   found = analysis.optimal_gamma(rates, costs, 30)
@@ -224,16 +144,6 @@ def test_oracle_is_above_every_fixed_gamma():
 # --- Arrays, types, transformations -----------------------------------------
 
 
-def test_gamma_can_be_traced():
-  gammas = jnp.arange(6)
-  right = analysis.walltime_factor(0.7, gammas, 0.1)
-  found = jax.jit(analysis.walltime_factor)(0.7, gammas, 0.1)
-  np.testing.assert_allclose(found, right, rtol=1e-6)
-  choose = functools.partial(analysis.optimal_gamma, max_gamma=10)
-  rates = jnp.float32([0.1, 0.5, 0.9])
-  np.testing.assert_array_equal(jax.jit(choose)(rates, 0.1), choose(rates, 0.1))
-
-
 # --- Errors -----------------------------------------------------------------
 
 
@@ -242,18 +152,12 @@ def test_gamma_can_be_traced():
   [
     ('expected_tokens', (np.float32([0.5, 1.25]), 3), r'in \[0, 1\], got 1.25'),
     ('expected_tokens', (True, 3), 'acceptance_rate.* got True'),
-    ('oracle_factor', (-0.5, 0.1), 'acceptance_rate.* got -0.5'),
-    ('improves', (np.nan, 0.1), 'acceptance_rate.* got nan'),
-    ('lowest_factor', ('0.5', 0), "acceptance_rate.* got '0.5'"),
     ('expected_tokens', (0.5, -1), 'gamma.* got -1'),
     ('expected_tokens', (0.5, 2.0), 'gamma.* got 2.0'),
-    ('expected_tokens', (0.5, 2**40), 'gamma.* got 1099511627776'),
     ('walltime_factor', (0.5, 3, -0.25), 'cost_ratio.* >= 0, got -0.25'),
-    ('lowest_factor', (0.5, np.inf), 'cost_ratio.* got inf'),
     ('operations_factor', (0.5, 3, -1.0), 'operations_ratio.* got -1.0'),
     ('measured_walltime_factor', (0.5, 3, 0.1, 0.0), 'call_cost.* > 0, got 0'),
     ('optimal_gamma', (0.5, 0.1, -1), 'max_gamma.* got -1'),
-    ('optimal_gamma', (0.5, 0.1, 2.5), 'max_gamma.* got 2.5'),
     ('optimal_gamma', (0.5, 0.1, 2, [1, 1.1]), r'v\(3\).* got \(2,\)'),
     (
       'optimal_gamma',
@@ -262,9 +166,7 @@ def test_gamma_can_be_traced():
     ),
     ('lenient_acceptance_prob', (TARGET, DRAFT, 1.5), 'lenience.* got 1.5'),
     ('acceptance_prob', (TARGET, DRAFT[:4]), r'\(5,\), \(4,\)'),
-    ('acceptance_prob', (0.5, 0.5), r'\(\), \(\)'),
     ('divergence', (TARGET, 2 * DRAFT), 'draft_probs.* got 2'),
-    ('rejection_acceptance_prob', (np.log(DRAFT), DRAFT), 'got -1.6'),
   ],
 )
 def test_errors(name, arguments, message):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specdec_jax.decoding.beams import Rule
+from specdec_jax.decoding.state import Rule
 
 # A prefix, the start token and the prompt first -> log-probabilities, [V].
 NextLogProbs = Callable[[tuple[int, ...]], np.ndarray]

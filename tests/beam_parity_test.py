@@ -1,7 +1,6 @@
 """Parity with transformers' beam search: tokens, scores, all beams of a row."""
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +10,14 @@ import pytest
 
 import parity
 from specdec_jax import partitioning
-from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import example_keys, new_request
+from specdec_jax.decoding.state import (
+  BeamSettings,
+  Rule,
+  example_keys,
+  new_request,
+)
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.families import network_of
@@ -66,8 +69,6 @@ def pair(request):
 
 def their_beams(pair, width, penalty, ends, length, least):
   """Of each row all (tokens, score), from the worst to the best."""
-  import torch
-
   options = dict(
     num_beams=width,
     num_return_sequences=width,
@@ -78,36 +79,19 @@ def their_beams(pair, width, penalty, ends, length, least):
     min_new_tokens=least,
     return_dict_in_generate=True,
     output_scores=True,
+    pad_token_id=0,
   )
-  if pair.is_t5:
-    inputs, _ = padded(pair.rows, len(pair.rows), max(map(len, pair.rows)))
-    made = [parity.generate(pair.theirs, inputs, **options)]
-    begins = [1] * len(pair.rows)
-  else:
-    begins = list(map(len, pair.rows))
-    made = []
-    for row in pair.rows:  # a batch would be padded at its left
-      tokens = torch.tensor(row[None]).long()
-      made.append(
-        pair.theirs.generate(
-          input_ids=tokens,
-          attention_mask=torch.ones_like(tokens),
-          do_sample=False,
-          pad_token_id=0,
-          **options,
-        )
-      )
-  sequences = itertools.chain(*(one.sequences.tolist() for one in made))
-  scores = itertools.chain(*(one.sequences_scores.tolist() for one in made))
-  beams = list(zip(sequences, scores, strict=True))
   rows = []
-  for i, begin in enumerate(begins):
-    found = []
-    for tokens, score in beams[i * width : (i + 1) * width]:
+  for row in pair.rows:
+    made = parity.generate(pair.theirs, row[None], **options)
+    begin, beams = 1 if pair.is_t5 else len(row), []
+    for tokens, score in zip(
+      made.sequences.tolist(), made.sequences_scores.tolist(), strict=True
+    ):
       new = tokens[begin : begin + length]
       ended = [at for at, token in enumerate(new) if token in ends]
-      found.append((new[: ended[0] + 1] if ended else new, score))
-    rows.append(found[::-1])
+      beams.append((new[: ended[0] + 1] if ended else new, score))
+    rows.append(beams[::-1])
   return rows
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from specdec_jax.engine.calibration import (
   Calibration,
   Choice,
 )
+from specdec_jax.engine.request import Drafting
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calibrate import CallCosts, choose_gamma
 
@@ -138,4 +140,6 @@ def test_what_is_no_calibration_is_refused(tmp_path):
 )
 def test_gamma_by_the_number_of_rows(rows, gamma, gammas):
   assert make().at(rows).gamma == gamma
-  assert make().gammas(rows) == gammas
+  engine = types.SimpleNamespace(rule=None, drafting_of=Drafting)
+  plan = make().plan(rows, engine)
+  assert {size: one.gamma for size, one in plan.items()} == gammas

@@ -1,12 +1,13 @@
 """What the compiler is told for a kind of device, and where."""
 
-import functools
-
 import jax
 import pytest
 
-from specdec_jax.engine import loop_programs
+import toy_models
+from small_vocabulary import VOCAB_SIZE
+from specdec_jax.engine.engine import Engine
 from specdec_jax.models import backend
+from specdec_jax.models.model import Model
 
 
 def test_options_belong_to_a_gpu_and_are_known_to_xla():
@@ -30,19 +31,14 @@ def test_an_xla_that_does_not_know_an_option_is_not_told(monkeypatch):
     assert backend.compiler_options() == {}
 
 
-def test_a_loop_is_compiled_with_them(monkeypatch):
+def test_a_loop_is_compiled_with_them(monkeypatch, tokenizer):
   """An option that no compiler has is refused, so it has been passed on."""
   told = {'xla_gpu_no_such_option': '1'}
   monkeypatch.setattr(backend, 'compiler_options', lambda: told)
-  programs = object.__new__(loop_programs.LoopPrograms)
-
-  class Loop:
-    decode = start = run = staticmethod(lambda params, request: request)
-
-  programs._loops = {True: (Loop, None)}
-  programs._partition = None
-  compile_it = functools.partial(programs._compile, 'decode', 1.0, (True,))
+  chain = toy_models.random_markov(0, VOCAB_SIZE)
+  model = Model(chain, chain.params)
+  engine = Engine(model, tokenizer=tokenizer, max_decode_len=4)
   with pytest.raises(jax.errors.JaxRuntimeError, match='no_such_option'):
-    compile_it()
+    engine.generate(['a'])
   monkeypatch.setattr(backend, 'compiler_options', dict)
-  assert compile_it()(2.0) == 2.0
+  assert engine.generate(['a'])[0].tokens

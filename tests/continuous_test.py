@@ -4,10 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
-import pathlib
-import subprocess
-import sys
 import types
 
 import jax
@@ -120,8 +116,6 @@ def test_samples_do_not_depend_on_slots_or_neighbours(engine, decoder):
   assert stats.slot_rounds == 4 * stats.rounds[GAMMA]
   assert calls / stats.slot_rounds == stats.occupancy <= 1
   assert 0 < stats.host_fraction < 1
-  # Looked at when rows had finished, not at every round.
-  assert stats.looks <= stats.rounds[GAMMA]
 
 
 def test_completions_come_when_they_are_finished(decoder):
@@ -168,12 +162,12 @@ def test_bad_texts_are_reported_and_the_rest_goes_on(engine, decoder):
   rest = [i for i in range(len(TEXTS)) if i not in bad]
   same([have[i] for i in rest], [want[i] for i in rest])
   assert have[2].finish_reason == have[7].finish_reason == 'error'
-  assert 'Text 2 has' in have[2].error and 'max_input_len' in have[2].error
-  assert 'Text 7 holds 999' in have[7].error
+  assert 'Text 2: ' in have[2].error and 'max_input_len' in have[2].error
+  assert 'Text 7: ' in have[7].error and '999' in have[7].error
   assert have[5].finish_reason == 'empty'
   assert decoder.generate(['', '']) == [have[5]] * 2
   assert decoder.generate([]) == []
-  with pytest.raises(ValueError, match='Text 7 holds 999'):
+  with pytest.raises(ValueError, match='Text 7: .*999'):
     engine.generate(TEXTS[:7] + [bad[7]])
 
 
@@ -194,58 +188,6 @@ def test_gamma_by_the_rows_that_are_left(engine):
   # Few texts begin in a smaller pool.
   same(decoder.generate(TEXTS[:1]), engine.generate(TEXTS[:1]))
   assert set(decoder.stats.rounds) == {GAMMA}
-
-
-_SEVERAL_DEVICES = """
-import pathlib, sys
-sys.path[:0] = ['.', 'tests', 'scripts']
-import continuous_test as suite, small_vocabulary
-from specdec_jax.partitioning import Placement
-
-tokenizer = small_vocabulary.train(pathlib.Path(sys.argv[1]))
-texts = [text for text in suite.TEXTS if len(text) < 60][:8]
-options = {'seed': 5, 'stop_ids': suite.STOPS}
-
-def engine(**devices):
-  return suite.engine_of(
-    suite.make_t5(0), suite.make_t5(1), tokenizer, max_input_len=32,
-    placement=Placement(**devices), cache_folder=sys.argv[1] + '/xla')
-
-want = [one.tokens for one in engine().generate(texts, **options)]
-for devices, pools in (
-  ({'model': 2}, {'rows': 4}),
-  # Pools of one row and of three, which two devices do not divide.
-  ({'data': 2}, {'gammas': {3: 0, 1: 2}}),
-):
-  decoder = suite.Continuous(engine(**devices), suite.PoolSettings(**pools))
-  have = decoder.generate(texts, **options)
-  assert [one.tokens for one in have] == want, devices
-  assert set(decoder.stats.rounds) == {*pools.get('gammas', {3: 3}).values()}
-  with suite.nothing_compiles():
-    decoder.generate(texts[::-1], **options)
-print('the same')
-"""
-
-
-@pytest.mark.slow
-def test_slots_over_several_devices(tmp_path):
-  """Weights or rows split over two devices; tokens as on one."""
-  flags = ' '.join(
-    (
-      os.environ.get('XLA_FLAGS', ''),
-      '--xla_force_host_platform_device_count=2',
-      '--xla_backend_optimization_level=0',
-    )
-  )
-  done = subprocess.run(
-    [sys.executable, '-c', _SEVERAL_DEVICES, str(tmp_path)],
-    cwd=pathlib.Path(__file__).resolve().parent.parent,
-    env=os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.strip().endswith('the same')
 
 
 def test_control_the_counter_counts():
@@ -277,17 +219,12 @@ def test_bad_settings(changes):
     PoolSettings(**changes)
 
 
-def test_gammas_and_samples(engine):
-  """Other gammas, other samples: so a pool has one, unless it may differ."""
-
-  def generate(**settings):
-    decoder = Continuous(engine, PoolSettings(**settings))
-    decoder.generate(TEXTS[:1], **SAMPLED | {'temperature': 1.0})
-
-  with pytest.raises(ValueError, match='gammas'):
-    generate(gammas={8: 0, 4: 2})
-  generate(gammas={8: 2, 4: 2})
-  generate(gammas={8: 0, 4: 2}, deterministic=False)
+def test_samples_have_the_engines_gamma(engine):
+  """Whatever greedy rows of that pool would have."""
+  decoder = Continuous(engine, PoolSettings(gammas={4: 0}))
+  have = decoder.generate(TEXTS, **SAMPLED)
+  same(have, engine.generate(TEXTS, **SAMPLED))
+  assert set(decoder.stats.rounds) == {GAMMA}
 
 
 def test_prompts_and_stop_strings(engine):
@@ -320,7 +257,7 @@ def test_pools_are_multiples_of_the_devices(
   settings = PoolSettings(rows=rows, gammas=gammas)
   assert settings.pool_sizes(devices) == sizes
   engine = types.SimpleNamespace(drafting_of=Drafting)
-  request = types.SimpleNamespace(gamma=2, rule=None)
+  request = types.SimpleNamespace(gamma=2, rule=None, fallback=None)
   assert DraftPolicy(engine, settings, request, devices).gammas == become
 
 

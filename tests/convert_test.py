@@ -11,8 +11,7 @@ import folders
 from small_vocabulary import network, weights
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import config_json, convert, huggingface
-from specdec_jax.checkpoints.fingerprint import fingerprint
-from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import main
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine.engine import Engine
@@ -70,10 +69,10 @@ def assert_equal(loaded, params):
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
-@pytest.mark.parametrize('config', [CONFIG, TIED], ids=['1.1', '1.0'])
 @all_sources
 @all_targets
-def test_every_kind_to_every_kind(tmp_path, source, target, config):
+def test_every_kind_to_every_kind(tmp_path, source, target):
+  config = TIED if source == 'orbax' else CONFIG
   params = make_params(config)
   place = save(tmp_path / 'in', source, config, params)
   out = converted(place, tmp_path / 'new' / 'out', target)
@@ -109,7 +108,7 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
   def disk_full(*args, **kwargs):
     raise OSError(28, 'No space left on device')
 
-  failing = 'specdec_jax.files.writing.os.fsync'
+  failing = 'specdec_jax.files.os.fsync'
   if target == 'orbax':
     failing = 'orbax.checkpoint.StandardCheckpointHandler.save'
   monkeypatch.setattr(failing, disk_full)
@@ -149,14 +148,6 @@ def test_the_command(tmp_path, capsys):
   assert_equal(checkpoints.load(tmp_path / 'out', t5.T5(CONFIG)), params)
   assert main.main([*given, '--output-dir', f'{tmp_path}/in'])
   assert 'output ' in capsys.readouterr().err  # nothing is overwritten
-  model = ['--gin_file=gin/models/t5_1_1.gin']
-  model += ['--gin_file=gin/runs/convert_checkpoint.gin']
-  model += ['--gin.TARGET=%T5_1_1_SMALL', '--output-dir', f'{tmp_path}/other']
-  assert main.main([*given, *model])
-  printed = capsys.readouterr().err
-  assert 'vocab_size is 24, expected 32128, emb_dim is 8' in printed
-  assert printed.count('\n') == 1  # no trace
-  assert not (tmp_path / 'other').exists()
 
 
 # Kernels of eight bits, and what they are made of.
@@ -179,10 +170,6 @@ def test_as_rounded_while_loading(tmp_path, output, monkeypatch):
   want = checkpoints.load(source, NET, dtype='int8')
   floats = integers.in_floats(integers.rounded(draw()))
   assert_equal(checkpoints.load(made, NET, dtype='float32'), floats)
-  placed = checkpoints.load(
-    made, NET, dtype='bfloat16', sharding=jax.devices()[0]
-  )
-  assert_equal(placed, jax.tree.map(lambda x: x.astype('bfloat16'), floats))
   four = integers.rounded(floats, 'int4')
   assert_equal(checkpoints.load(made, NET, dtype='int4'), four)
 
@@ -223,54 +210,41 @@ def test_engines_of_eight_bits(tmp_path, tokenizer):
 
   outputs = []
   for name, target in targets.items():
-    for wanted in (params, rounded, integers.in_floats(rounded)):
+    for wanted in (params, integers.in_floats(rounded)):
       engine = Engine(target, made_for(fingerprint(wanted)), **limits)
       assert engine.fingerprints['target'] == fingerprint(rounded), name
     outputs.append(
       [done.tokens for done in engine.generate(texts, speculative=False)]
     )
     other = made_for(fingerprint(draw(1)))
-    with pytest.raises(ValueError, match="'mine' was made for the target with"):
+    with pytest.raises(ValueError, match="target: .* 'mine' was made for"):
       Engine(target, other, tokenizer=tokenizer)
   assert outputs[0] == outputs[1] == outputs[2]
   unknown = Model(NET, rounded, dtype='int8')
-  with pytest.raises(ValueError, match='was made of is not known'):
+  with pytest.raises(ValueError, match='target: .*checkpoint of floats'):
     Engine(unknown, made_for(fingerprint(params)), tokenizer=tokenizer)
-  # Nobody asks what an unknown one was made of.
-  Engine(unknown, uniform(NET.vocab_size), tokenizer=tokenizer)
 
 
 def test_floats_of_eight_bits_as_other_formats(tmp_path):
   _, made = written(tmp_path, draw(), 't5x')
   want = checkpoints.load(made, NET, dtype='float32')
   source = made
-  for number, kind in enumerate((*convert.FORMATS, 'orbax', 'safetensors')):
+  for number, kind in enumerate(convert.FORMATS):
     # Each is made of the one before.
     source = converted(source, tmp_path / f'{number}', kind, NET, 'float32')
     assert_equal(checkpoints.load(source, NET), want)
     # A drafter for the floats before eight bits is for these in any file.
     made_of = fingerprint(want), fingerprint(draw())
     assert load(source, NET).made_of() == made_of
-  # transformers keeps all entries of config.json when it saves a model: those
-  # that were trained further are made of nothing else.
-  about, trained = open_checkpoint(source, NET).about, draw(1)
-  huggingface.save_huggingface(source, NET.config, trained, about=about)
-  assert load(source, NET).made_of() == (fingerprint(trained),)
 
 
 def test_what_is_no_kernel_keeps_its_dtype(tmp_path):
   params = jax.tree.map(lambda leaf: leaf.astype('bfloat16'), draw())
   _, made = written(tmp_path, params, 't5x')
-  found = checkpoints.load(made, NET)
-  assert found['token_embedder']['embedding'].dtype == 'bfloat16'
-  head = found['decoder']['logits_dense']
-  assert (head['kernel'].dtype, head['kernel_scale'].dtype) == (
-    'int8',
-    'float32',
-  )
-  for dtype in (None, 'int8'):  # there is nothing to convert
-    with pytest.raises(ValueError, match='dtype .*eight bits'):
-      converted(made, tmp_path / 'again', dtype=dtype)
+  loaded = checkpoints.load(made, NET)
+  assert loaded['token_embedder']['embedding'].dtype == 'bfloat16'
+  with pytest.raises(ValueError, match='dtype .*eight bits'):
+    converted(made, tmp_path / 'again')  # there is nothing to convert
 
 
 def change(tree, path, make):
@@ -290,11 +264,8 @@ KERNEL = 'decoder/layers_0/mlp/wo/kernel'
   ('path', 'make', 'words'),
   [
     (f'{KERNEL}_scale', lambda x: x * np.nan, 'wo/kernel_scale: .*nan'),
-    (f'{KERNEL}_scale', lambda x: x * 0, 'wo/kernel_scale: .*above 0'),
     (f'{KERNEL}_scale', lambda x: None, 'wo/kernel_scale: .* got None'),
-    (f'{KERNEL}_scale', lambda x: x[1:], 'wo/kernel_scale: .* beside it'),
-    (f'{KERNEL}_scale', lambda x: x.astype(np.int8), 'wo/kernel_scale.*int8'),
-    (KERNEL, lambda x: x[1:], 'wo/kernel is .*, expected'),
+    (f'{KERNEL}_scale', lambda x: x[1:], 'wo/kernel_scale: .* beside'),
     (KERNEL, lambda x: x.astype(np.int16), 'wo/kernel: .*int16'),
     (KERNEL, lambda x: x.astype(np.float32), 'unknown: .*wo/kernel_scale'),
   ],
@@ -303,7 +274,7 @@ def test_broken_ones(tmp_path, path, make, words):
   params = integers.rounded(draw())
   change(params, path, make)
   checkpoints.save_orbax(tmp_path / 'broken', params)
-  with pytest.raises(ValueError, match=words.replace('beside it', 'beside')):
+  with pytest.raises(ValueError, match=words):
     checkpoints.load(tmp_path / 'broken', NET)
 
 
@@ -321,7 +292,7 @@ def test_floats_that_are_not_finite(tmp_path, tokenizer):
       Engine(target, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize('dtype', [None, 'int8', 'bfloat16'])
+@pytest.mark.parametrize('dtype', [None, 'int8'])
 def test_a_converted_drafter_remembers_its_target(tmp_path, dtype):
   """One that reads its target's encoder: Orbax's folder says for which."""
   alone = t5.T5(

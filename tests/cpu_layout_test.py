@@ -47,9 +47,7 @@ def _with(content, fields):
   'damage',
   [
     lambda value: '{',
-    lambda value: '[]',
     lambda value: json.dumps(value | {'key': {'processor': 'another'}}),
-    lambda value: _with(value, {'kernel_layout': 'sideways'}),
     lambda value: _with(value, {'widths': [3]}),
   ],
 )

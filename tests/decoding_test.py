@@ -1,6 +1,7 @@
 """Both loops: equality, edges, randomness, counts. Laws: see conformance."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import toy_models
 import toy_requests
+from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
@@ -113,27 +115,6 @@ def test_gamma_zero_is_the_baseline_bit_for_bit():
 
 
 # Each value of both in the quick run, and all pairs of them with the slow ones.
-gamma_and_sampling = pytest.mark.parametrize(
-  ('gamma', 'sampling'),
-  [
-    (1, SAMPLED),
-    (4, GREEDY),
-  ],
-)
-
-
-@gamma_and_sampling
-def test_target_as_its_own_drafter_is_always_right(gamma, sampling):
-  """Any debt that is not paid, or paid at a wrong slot, rejects something."""
-  target = random_markov(5, VOCAB, order=2, scale=2.0)
-  request = make_request(
-    batch=6, slots=24, gamma=gamma, sampling=sampling, stop_ids=(-1,)
-  )
-  result = speculate(target, target, request)
-  stats = result.stats
-  np.testing.assert_array_equal(stats.num_accepted, stats.num_tested)
-  np.testing.assert_array_equal(stats.num_rounds, -(-24 // (gamma + 1)))
-  np.testing.assert_array_equal(result.length, 24)
 
 
 def always(token_of):
@@ -289,21 +270,27 @@ def test_logits_that_are_no_distribution_end_the_row(bad, gamma):
   assert result.length[0] == 4  # the token that could not be chosen is last
 
 
-def test_rounds_in_pieces_equal_rounds_at_once():
-  target = random_markov(1, VOCAB, order=2)
-  draft = random_markov(2, VOCAB, order=1)
-  loop = Loop(target, small_model(draft))
-  params = PairParams(target.params, draft.params)
-  request = make_request(batch=3, gamma=2, sampling=SAMPLED)
-  want = speculate(target, draft, request)
-
-  @jax.jit
-  def two_rounds(state):
-    return loop.run(params, request, state, 2)
-
-  state = jax.jit(loop.start)(params, request)
-  while bool(jnp.any(state.running)):
-    state = two_rounds(state)
-  have = decode_state.generation(request, state)
-  np.testing.assert_array_equal(have.tokens, want.tokens)
-  np.testing.assert_array_equal(have.log_probs, want.log_probs)
+def test_stop_ids_that_come_too_early_are_masked():
+  """Rows that have 0 and 3 tokens of 2; places that stand for other ids."""
+  logits = jnp.zeros((2, 3, 4))
+  stop_ids, produced = jnp.array([1, -1]), jnp.array([0, 3])
+  limits = jnp.array([2, 2])
+  masked = probs.forbid_early_stops(logits, stop_ids, produced, limits)
+  want = np.zeros((2, 3, 4))
+  want[0, :2, 1] = -np.inf
+  np.testing.assert_array_equal(masked, want)
+  ids = jnp.tile(jnp.array([1, 0, 2, 1]), (2, 3, 1))
+  masked = probs.forbid_early_stops(logits, stop_ids, produced, limits, ids)
+  want = np.zeros((2, 3, 4))
+  want[0, :2, [0, 3]] = -np.inf
+  np.testing.assert_array_equal(masked, want)
+  # Rows that have stop ids of their own.
+  each = jnp.array([[1, -1], [2, 3]])
+  masked = probs.forbid_early_stops(
+    logits, each, jnp.array([0, 1]), jnp.array([1, 3])
+  )
+  where = np.argwhere(np.isneginf(np.asarray(masked))).tolist()
+  assert where == [[0, 0, 1], [1, 0, 2], [1, 0, 3], [1, 1, 2], [1, 1, 3]]
+  request = types.SimpleNamespace(stop_ids=each)
+  stops = decode_state.is_stop(request, np.array([[1, 2], [1, 2]]))
+  assert stops.tolist() == [[True, False], [False, True]]

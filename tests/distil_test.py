@@ -11,7 +11,7 @@ import pytest
 
 import small_vocabulary
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import main
 from specdec_jax.engine import calibration
 from specdec_jax.engine.engine import Engine
@@ -19,7 +19,7 @@ from specdec_jax.engine.loading import load
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import Shortlisted
 from specdec_jax.training import DistilConfig, distil, own_drafter
-from specdec_jax.training.pairs import TokenPairs
+from specdec_jax.training.data import TokenPairs
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
@@ -48,11 +48,11 @@ def save_target(folder, tokenizer, seed, layers=2):
   return str(folder)
 
 
-@pytest.mark.parametrize('minutes', [0, 1, 6, 30, 90])
-def test_decoding_and_learning_leave_time_for_the_rest(minutes):
-  decoding, learning = own_drafter._shares(minutes)
-  assert decoding + learning <= minutes - min(minutes / 3, 10) + 1e-9
-  assert learning >= decoding or not minutes
+def test_decoding_and_learning_leave_time_for_the_rest():
+  for minutes in (0, 1, 30, 90):
+    decoding, learning = own_drafter._shares(minutes)
+    assert decoding + learning <= minutes - min(minutes / 3, 10) + 1e-9
+    assert learning >= decoding or not minutes
 
 
 @pytest.fixture(scope='module')
@@ -85,9 +85,7 @@ def quick(**changes):
   return [f'--{name}={value}' for name, value in (QUICK | changes).items()]
 
 
-def test_from_texts_to_a_calibrated_pair(
-  run, target, texts, tmp_path, folder, tokenizer, monkeypatch
-):
+def test_from_texts_to_a_calibrated_pair(run, target, texts, tmp_path):
   flags = ['--target', target, '--texts', texts, '--output-dir', 'mine']
   status, out, err = run('distil', *flags, *quick())
   assert status == 0, err
@@ -101,23 +99,17 @@ def test_from_texts_to_a_calibrated_pair(
   held_out = (tmp_path / 'mine/held_out.txt').read_text().splitlines()
   assert 2 <= len(held_out) < len(set(TEXTS)) and set(held_out) < set(TEXTS)
   place = np.asarray(mine.params['place'])
-  said = TokenPairs.load('mine/training/outputs/train.npz').targets
-  assert set(np.flatnonzero(place < mine.network.num_ids)) == {1, *said}
-  found = calibration.load('mine/calibration.json')
+  outputs = TokenPairs.load('mine/training/outputs/train.npz').targets
+  listed = set(np.flatnonzero(place < mine.network.num_ids))
+  assert listed == {1, *outputs}
 
   # The pair decodes as the target does, and the calibration is this pair's.
   engine = Engine(load(target), mine, max_input_len=32, max_decode_len=14)
-  assert found.fingerprints == engine.fingerprints
+  made = calibration.load('mine/calibration.json')
+  assert made.fingerprints == engine.fingerprints
   have = engine.generate(TEXTS[:5])
   want = engine.generate(TEXTS[:5], speculative=False)
   assert [c.tokens for c in have] == [c.tokens for c in want]
-  decode = ['decode', '--target', target, '--draft', 'mine', texts]
-  decode += ['--max-input-length=32', '--max-length=14']
-  status, out, err = run(
-    *decode, '--calibration=mine/calibration.json', '--mode=both'
-  )
-  assert status == 0, err
-  assert len(out.splitlines()) == len(TEXTS)
 
   # Again: nothing is trained or measured twice.
   before = (tmp_path / 'mine/model.safetensors').read_bytes()
@@ -125,21 +117,9 @@ def test_from_texts_to_a_calibrated_pair(
   assert status == 0, err
   assert 'of this pair already' in out and 'resumed at step 3' in err
   assert (tmp_path / 'mine/model.safetensors').read_bytes() == before
-  # On another device it is measured again.
-  dataclasses.replace(found, device='another').save('mine/calibration.json')
-  with monkeypatch.context() as patch:
-    patch.setattr(own_drafter.calibrate, 'calibrate', lambda *_: found)
-    status, out, err = run('distil', *flags, *quick())
-  assert status == 0 and 'of this pair already' not in out, err
   # With other settings it is another run.
   status, _, err = run('distil', *flags, *quick(num_layers=2))
   assert status == 2 and 'other settings' in err
-
-  # Of another target.
-  other = save_target(folder / 'other', tokenizer, 1)
-  decode[2] = other
-  status, _, err = run(*decode)
-  assert status == 2 and 'made for the target with fingerprint' in err
 
 
 def test_bad_input_is_seen_first(run, target, texts, tmp_path):
@@ -152,13 +132,10 @@ def test_bad_input_is_seen_first(run, target, texts, tmp_path):
 
   (tmp_path / 'few.txt').write_text('a dog\n' * 20)
   assert 'few.txt' in fails('--texts', 'few.txt')
-  assert 'nothere.txt' in fails('--texts', 'nothere.txt')
   assert 'no line that can be decoded' in fails(max_input_len=2)
   assert 'num_layers: expected at most 2' in fails('--num-layers', '3')
-  assert 'spaced' in fails(kept='middle')
   assert 'output_dir' in fails('--output-dir', target)
   assert 'a file' in fails('--output-dir', texts)
-  assert 'export_dtype' in fails(export_dtype='int8')
 
 
 def test_targets_that_have_no_such_drafter(target, texts, tmp_path):
@@ -172,14 +149,3 @@ def test_targets_that_have_no_such_drafter(target, texts, tmp_path):
     config = DistilConfig(model, texts, str(tmp_path / 'new'))
     with pytest.raises(ValueError, match=words):
       distil(config)
-
-
-def test_the_texts_are_divided(target, texts, tmp_path):
-  """What is learned from is disjoint from what the pair is calibrated on."""
-  config = DistilConfig(
-    load(target), texts, str(tmp_path / 'new'), max_input_len=32
-  )
-  learned, held_out, lengths = own_drafter._texts(config)
-  assert not set(learned) & set(held_out)
-  assert set(learned) | set(held_out) == set(TEXTS)
-  assert len(lengths) == len(learned) + len(held_out)

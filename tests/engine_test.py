@@ -5,9 +5,7 @@ suite, text and streams in engine_text_test.
 """
 
 import importlib.metadata
-import inspect
 import pathlib
-import shutil
 import types
 
 import jax
@@ -18,10 +16,8 @@ import pytest
 import small_vocabulary
 import specdec_jax
 import toy_models
-from folders import needs_safetensors
 from small_vocabulary import VOCAB_SIZE, WORDS
-from specdec_jax import Engine, Model, Tokenizer, load
-from specdec_jax.checkpoints import huggingface, save_t5x
+from specdec_jax import Engine, Model
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine import compilation_cache
@@ -46,17 +42,22 @@ def make_t5(seed: int, layers: int = 1, vocab_size: int = VOCAB_SIZE) -> Model:
   return Model(network, network.init(jax.random.key(seed)))
 
 
+def make_chain(noise: int = 0) -> Model:
+  """A chain, whose programs are compiled in no time; noise makes a drafter."""
+  chain = toy_models.noisy_chain(VOCAB_SIZE, noise)
+  return Model(chain, chain.params)
+
+
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  models = make_t5(0), make_t5(1)
+  models = make_chain(), make_chain(1)
   return Engine(*models, tokenizer=tokenizer.path, gamma=3, **LENGTHS)
 
 
 @pytest.fixture
 def chains(tokenizer):
-  """An engine whose programs are compiled in no time."""
-  chain = toy_models.random_markov(0, VOCAB_SIZE)
-  model = Model(chain, chain.params)
+  """An engine that has compiled nothing."""
+  model = make_chain()
   return Engine(model, model, tokenizer=tokenizer, max_decode_len=9, gamma=2)
 
 
@@ -64,7 +65,9 @@ def tokens_of(completions):
   return [completion.tokens for completion in completions]
 
 
-def test_greedy_speculative_equals_plain_in_order(engine):
+def test_greedy_speculative_equals_plain_in_order(tokenizer):
+  models = make_t5(0), make_t5(1)
+  engine = Engine(*models, tokenizer=tokenizer, gamma=3, **LENGTHS)
   have = engine.generate(TEXTS)
   want = engine.generate(TEXTS, speculative=False)
   assert tokens_of(have) == tokens_of(want)
@@ -87,7 +90,7 @@ def test_greedy_speculative_equals_plain_in_order(engine):
 
 def test_too_long(engine):
   texts = ['a', 'the dog ' * 40, 'x', 'y']
-  with pytest.raises(ValueError, match='Text 1 has .* max_input_len = 24'):
+  with pytest.raises(ValueError, match='Text 1: .* max_input_len = 24'):
     engine.generate(texts)
   ok, bad, _, _ = engine.generate(texts, on_too_long='report')
   assert ok.error is None and ok.tokens
@@ -106,10 +109,9 @@ def test_texts_may_be_ids(engine, tokenizer):
   assert repr(engine.trace(ids[2])) == repr(engine.trace('a cat'))
 
 
-@pytest.mark.parametrize('speculative', [False, True])
-def test_prompts(engine, speculative):
+def test_prompts(engine):
   """A greedy output goes on as it would have, whatever begins it."""
-  options = dict(speculative=speculative, stop_ids=[])
+  options = dict(stop_ids=[])
   texts = [TEXTS[0], TEXTS[2], TEXTS[3]]
   whole = engine.generate(texts, **options)
   kept = [0, 3, 7]  # ragged, one empty
@@ -173,20 +175,12 @@ def test_samples_of_each_text(engine):
 
 
 def test_names():
-  """Those that others use, that people look for, and that editors see."""
+  """Those that others use, and those that editors see."""
   named = {'stop': '!', 'num_return_sequences': 2, 'stop_token_ids': [7]}
   named |= {'max_new_tokens': 5, 'beam_size': 3}
   assert options_of(named | {'stop': ()}) == Options(
     num_samples=2, stop_ids=[7], max_length=5, num_beams=3
   )
-  shown = inspect.signature(Engine.generate).parameters
-  for name in (
-    'temperature', 'top_k', 'top_p', 'max_length', 'num_samples',
-    'stop_strings', 'seed', 'gamma', 'speculative',
-  ):  # fmt: skip
-    assert name in shown
-    if hasattr(Options, name):
-      assert shown[name].default == getattr(Options, name), name
   source = (ROOT / 'specdec_jax' / '__init__.py').read_text()
   typed = source.partition('if TYPE_CHECKING')[2].partition('\n\n')[0]
   for name in specdec_jax.__all__:
@@ -212,20 +206,14 @@ BEAMS = {'num_beams': 2}
     ({'do_sample': True}, 'temperature'),
     ({'on_too_long': 'cut'}, 'on_too_long'),
     ({'stop_strings': ['']}, 'stop_strings'),
-    ({'stop_strings': [1]}, 'stop_strings'),
     ({'stop_ids': [VOCAB_SIZE]}, 'stop_ids'),
-    ({'stop_ids': [1.5]}, 'stop_ids'),
     ({'min_length': -1}, 'min_length'),
     ({'min_length': 9, 'max_length': 8}, 'min_length'),
-    ({'min_length': HUGE}, 'min_length'),
     ({'max_length': 0}, 'max_length'),
     ({'max_length': 99}, 'max_length'),
-    ({'num_samples': 0}, 'num_samples'),
     ({'num_samples': HUGE}, 'num_samples'),
-    ({'prompts': ['x']}, 'prompts'),
     ({'prompts': [[3]]}, 'prompts'),
-    ({'prompts': [[-1]] * 4}, 'Prompt 0 holds -1'),
-    ({'example_ids': [0, 1, 2, 0.5]}, 'example_ids'),
+    ({'prompts': [[-1]] * 4}, 'Prompt 0'),
     ({'example_ids': [1]}, 'example_ids'),
     ({'example_ids': [0, 1, 2, -1]}, 'example_ids'),
     ({'seed': 'a'}, 'seed'),
@@ -234,20 +222,15 @@ BEAMS = {'num_beams': 2}
     ({'speculative': 'no'}, 'speculative'),
     ({'batch_size': 0}, 'batch_size'),
     ({'temperature': -0.1}, 'temperature'),
-    ({'temperature': HUGE}, 'temperature'),
     ({'temperature': [0.0, 1.0]}, 'each of 4 examples'),
     ({'top_p': 0.0}, 'top_p'),
-    ({'top_p': HUGE}, 'top_p'),
     ({'top_p': 1e-60}, 'top_p'),  # 0 in float32
     ({'lenience': HUGE}, 'lenience'),
     ({'verification': 'block', 'lenience': 0.5}, 'verification'),
     ({'gamma': -1}, 'gamma'),
-    ({'gamma': 1.5}, 'gamma'),
     ({'gamma': '4'}, 'gamma'),
-    ({'gamma': True}, 'gamma'),
     ({'gamma': 257}, 'gamma'),
     ({'num_beams': 0}, 'num_beams'),
-    ({'num_beams': 2.5}, 'num_beams'),
     ({'num_beams': 4000}, 'num_beams'),
     (BEAMS | {'temperature': 1.0}, 'temperature'),
     (BEAMS | {'lenience': 0.5}, 'lenience'),
@@ -256,7 +239,6 @@ BEAMS = {'num_beams': 2}
     (BEAMS | {'draft_beams': 1}, 'draft_beams'),
     (BEAMS | {'draft_beams': 4000}, 'draft_beams'),
     (BEAMS | {'alpha': -1.0}, 'alpha'),
-    (BEAMS | {'alpha': HUGE}, 'alpha'),
     (BEAMS | {'length_penalty': float('nan')}, 'length_penalty'),
     (BEAMS | {'alpha': 1.0, 'length_penalty': 1.0}, 'length_penalty'),
     (BEAMS | {'gamma': 'adaptive', 'speculative': True}, 'gamma'),
@@ -276,9 +258,7 @@ def test_bad_options_come_before_compilation(engine, options, field):
       PoolSettings(gammas={4: options['gamma']})
 
 
-@pytest.mark.parametrize(
-  'text', ['a \ud800 dog', ['text'], [5.5], [True], [[5]], [5, None], 5]
-)
+@pytest.mark.parametrize('text', ['a \ud800 dog', ['text'], [5.5], 5])
 def test_neither_text_nor_ids(engine, text):
   """Each way in names what came, and compiles nothing."""
   before = engine.num_programs
@@ -296,19 +276,12 @@ def test_neither_text_nor_ids(engine, text):
       decode()
     assert repr(text) in str(error.value)
   assert engine.num_programs == before
+  for ask in (engine.generate, engine.warmup, engine.request):
+    with pytest.raises(ValueError, match='text'):
+      ask(5)
   if isinstance(text, str):  # of bad data, as an id that is none
     (done,) = engine.generate([text], on_too_long='report')
     assert done.finish_reason == 'error' and repr(text) in done.error
-
-
-@pytest.mark.parametrize(
-  'texts',
-  ['the dog', [5, 6, 7], np.array([5, 6, 7]), ['a', b'cat'], b'a', 7, None],
-)
-def test_what_are_no_texts(engine, texts):
-  for ask in (engine.generate, engine.warmup, engine.request):
-    with pytest.raises(ValueError, match='text'):
-      ask(texts)
 
 
 def test_bad_pairs(tokenizer, folder):
@@ -320,12 +293,12 @@ def test_bad_pairs(tokenizer, folder):
   other = make_t5(0, vocab_size=VOCAB_SIZE + 2000)
   small = make_t5(0, vocab_size=VOCAB_SIZE - 8)
   for models, options, field in (
-    ((target, other), {}, r"draft's vocabulary is 2288 .* 288"),
-    ((small,), {}, 'target has a vocabulary of 280'),
-    ((target, of_foreign), {}, "draft's tokenizer .*foreign.model"),
+    ((target, other), {}, "draft's vocabulary .* 288 ids, got 2288"),
+    ((small,), {}, "target's vocabulary: .* got 280"),
+    ((target, of_foreign), {}, "draft's tokenizer: .*foreign.model"),
     ((target, target.network), {}, 'drafter: expected a Drafter'),
     ((target.network,), {}, 'target'),
-    ((target,), {'tokenizer': None}, 'There is no vocabulary'),
+    ((target,), {'tokenizer': None}, 'tokenizer: .* beside'),
     ((target,), {'tokenizer': 5}, 'tokenizer'),
     ((target,), {'bos_id': 5}, 'bos_id'),
     ((target,), {'placement': 'data'}, 'placement'),
@@ -341,25 +314,6 @@ def test_bad_pairs(tokenizer, folder):
   with pytest.raises(ValueError, match='needs a drafter'):
     plain.generate(['a'], speculative=True)
   assert plain.num_programs == 0
-
-
-def test_nan_is_an_error_of_its_row_alone(engine, tokenizer):
-  target, draft = make_t5(0), make_t5(0)
-  table = np.array(target.params['token_embedder']['embedding'])
-  poison = tokenizer.encode(POISON)[-1]
-  table[poison] = np.nan
-  target.params['token_embedder'] = {'embedding': table}
-  # The drafter is the same network unharmed: it never proposes the poison.
-  poisoned = Engine(target, draft, tokenizer=tokenizer, gamma=3, **LENGTHS)
-  texts = [TEXTS[0], f'a {POISON}', TEXTS[2]]
-  want = engine.generate(texts)
-  assert all(poison not in want[i].tokens for i in (0, 2))
-  have = poisoned.generate(texts, max_length=8)
-  assert have[1].finish_reason == 'error'
-  assert 'NaN' in have[1].error and 'token 1' in have[1].error
-  for row in (0, 2):
-    assert have[row].error is None
-    assert have[row].tokens == want[row].tokens[:8]
 
 
 # What is compiled.
@@ -491,31 +445,6 @@ def test_compilation_cache_folder(monkeypatch, tmp_path, cache_settings):
 # What is loaded.
 
 
-@needs_safetensors
-def test_a_folder_tells_everything(tmp_path, tokenizer):
-  """Sizes, vocabulary and ends; arrays are read when an engine needs them."""
-  paths = []
-  for layers, seed, name in ((2, 0, 'large'), (1, 1, 'small')):
-    model = make_t5(seed, layers)
-    config = model.network.config
-    huggingface.save_huggingface(tmp_path / name, config, model.params)
-    shutil.copy(tokenizer.path, tmp_path / name / 'spiece.model')
-    paths.append(tmp_path / name)
-  target, draft = map(load, paths)
-  assert target.network == small_vocabulary.network(2)
-  assert isinstance(target.tokenizer, Tokenizer) and target.stop_ids == (1,)
-  have = Engine(target, draft, **LENGTHS).generate(TEXTS)
-  want = Engine(make_t5(0, 2), tokenizer=tokenizer, **LENGTHS).generate(TEXTS)
-  assert tokens_of(have) == tokens_of(want)
-  # The control: arrays were not read by `load`.
-  broken = load(paths[0])
-  (paths[0] / 'model.safetensors').unlink()
-  with pytest.raises(ValueError, match=r'model\.safetensors'):
-    Engine(broken, **LENGTHS)
-  with pytest.raises(ValueError, match='dtype is .int2., expected'):
-    load(paths[1], dtype='int2')
-
-
 def test_a_dtype_is_said_once(tokenizer):
   """By what loads a model, or by its placement; of each drafter's model too."""
 
@@ -545,15 +474,3 @@ def test_a_dtype_is_said_once(tokenizer):
   ):
     with pytest.raises(ValueError, match=message):
       Engine(target, drafter, **given)
-
-
-def test_a_checkpoint_needs_its_network(tmp_path, tokenizer):
-  made, path = make_t5(0), tmp_path / 'a.msgpack'
-  save_t5x(path, made.params, step=1)
-  model = load(path, network=made.network, tokenizer=tokenizer.path)
-  assert Engine(model, **LENGTHS).generate(['a cat'])[0].tokens
-  assert model.params['token_embedder'] is not None
-  with pytest.raises(ValueError, match='a.msgpack.* does not say which sizes'):
-    load(path)
-  with pytest.raises(ValueError, match='num_encoder_layers|num_decoder_layers'):
-    load(path, small_vocabulary.network(2))

@@ -7,7 +7,7 @@ import pytest
 
 import small_vocabulary
 from specdec_jax import checkpoints, infer
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine import calibration
 from specdec_jax.partitioning import Placement, place
@@ -29,7 +29,7 @@ def test_fingerprints_tell_parameters_apart():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_the_dtype_they_are_read_in_does_not_matter(dtype, tmp_path):
   network = small_vocabulary.network(1)
-  params = network.init(jax.random.key(0))
+  params = small_vocabulary.weights(network, 0)
   path = tmp_path / 'model'
   checkpoints.save_orbax(path, params)
   read = checkpoints.load(path, network, dtype=dtype)

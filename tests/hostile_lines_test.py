@@ -23,14 +23,13 @@ from specdec_jax import files, infer
 from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine import calibration
 from specdec_jax.engine.completion import Completion
-from specdec_jax.files import reading
 from specdec_jax.infer import report, resume
 from specdec_jax.measure import record
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.serving.run import api_keys
 from specdec_jax.text.local_tasks import read_lines
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training import pairs
+from specdec_jax.training.data import TokenPairs
 
 LENGTHS = {'inputs': 16, 'targets': 8}
 RIGHT = {
@@ -125,9 +124,9 @@ def read(out):
 @pytest.mark.parametrize('kind, case', CASES)
 def test_a_bad_line_stops_no_other(kind, case, engine, tmp_path, monkeypatch):
   """Also where it is the last one; all lines like that are an error."""
-  monkeypatch.setattr(reading, 'MAX_LINE', LONG)
+  monkeypatch.setattr(files, 'MAX_LINE', LONG)
   if case.startswith('deep'):
-    monkeypatch.setattr(reading, 'MAX_LINE', 1 << 20)
+    monkeypatch.setattr(files, 'MAX_LINE', 1 << 20)
   _, bad, message = LINES[case]
   right = RIGHT[kind.removesuffix('.gz')]
   name = f'a.{kind}'
@@ -254,15 +253,13 @@ def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
 
 # Training and measuring need every line: an error names file and line.
 READERS = {
-  'pairs': ('tsv', pairs.read_tsv),
-  'text': ('txt', pairs.read_lines),
   'prompts': ('txt', lambda path: read_prompts(str(path), len)),
 }
 
 
 @pytest.mark.parametrize('reader', READERS)
 def test_readers_name_the_line(reader, tmp_path, monkeypatch):
-  monkeypatch.setattr(reading, 'MAX_LINE', LONG)
+  monkeypatch.setattr(files, 'MAX_LINE', LONG)
   kind, function = READERS[reader]
   for case, packed in (('bytes', ''), ('long', '.gz')):
     _, bad, why = LINES[case]
@@ -291,7 +288,7 @@ def test_devices_are_refused(engine, tmp_path):
     heads.load,
     ngram_table.load,
     Tokenizer,
-    pairs.TokenPairs.load,
+    TokenPairs.load,
     record.load,
   ):
     with pytest.raises(ValueError, match='is a device'):
@@ -299,7 +296,7 @@ def test_devices_are_refused(engine, tmp_path):
 
 
 def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
-  monkeypatch.setattr(reading, '_FREE', 0)
+  monkeypatch.setattr(files, '_FREE', 0)
   for content in (b'\0', b'\n'):
     path = write(tmp_path / 'bomb.gz', content * (1 << 22))
     count = 0
@@ -313,8 +310,8 @@ def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
 
 
 def test_a_line_is_held_up_to_its_bound(tmp_path, monkeypatch):
-  monkeypatch.setattr(reading, 'MAX_LINE', LONG)
-  monkeypatch.setattr(reading, '_CHUNK', 1000)
+  monkeypatch.setattr(files, 'MAX_LINE', LONG)
+  monkeypatch.setattr(files, '_CHUNK', 1000)
   lines = [b'a' * LONG, b'b' * (LONG + 1), b'', b'c' * 10 * LONG, b'd']
   path = write(tmp_path / 'a.txt', b'\xef\xbb\xbf' + b'\r\n'.join(lines[1:]))
   found = list(files.lines(path))
@@ -322,7 +319,7 @@ def test_a_line_is_held_up_to_its_bound(tmp_path, monkeypatch):
   path = write(tmp_path / 'b.txt', b'\n'.join(lines[:2]))
   first, second = files.lines(path)
   assert first == (lines[0].decode(), None) and second.error
-  kept = max(len(line) for line, _ in reading._split(iter(lines)))
+  kept = max(len(line) for line, _ in files._split(iter(lines)))
   assert kept == LONG + 1
 
 
@@ -359,7 +356,7 @@ def test_stdin_that_is_closed(monkeypatch):
 def test_a_pipe_is_read_once_somebody_writes(
   pipe, engine, tmp_path, monkeypatch, capsys
 ):
-  monkeypatch.setattr(reading, '_PATIENCE_MS', 1)
+  monkeypatch.setattr(files, '_PATIENCE_MS', 1)
   later = threading.Timer(0.2, feed, (pipe, b'a cat\nthe dog'))
   later.start()
   records, _ = decoded(engine, pipe, tmp_path / 'out')
@@ -376,7 +373,7 @@ def test_a_pipe_is_read_once_somebody_writes(
   [('MAX_PIPE', b'\0' * 1000), ('MAX_PIPE_LINES', b'\n' * 1000)],
 )
 def test_an_endless_pipe_is_bounded(pipe, monkeypatch, bound, content):
-  monkeypatch.setattr(reading, bound, 10_000)
+  monkeypatch.setattr(files, bound, 10_000)
   writer = feed(pipe, content, 1_000_000)
   with pytest.raises(ValueError, match='More than 10,000 .* in a file'):
     list(files.lines(pipe))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-import types
 import warnings
 
 import flax.traverse_util
@@ -20,7 +19,6 @@ from specdec_jax import checkpoints
 from specdec_jax.checkpoints import (
   config_json,
   disk_arrays,
-  families,
   huggingface,
 )
 from specdec_jax.models.base import param_shapes
@@ -60,29 +58,20 @@ def assert_equal_trees(have, want):
 
 # What is read.
 
+_CROSS = 'decoder.block.0.layer.1.EncDecAttention'
+_BIAS = 'layer.0.SelfAttention.relative_attention_bias'
 # Our array, the one in the file, and what is done to that: T is its transpose.
 # M is 24 and D is 8 in the GPT-2 and the NLLB. parity_test.py has all arrays.
-_T5 = """
-encoder/layers_0/mlp/wo/kernel encoder.block.0.layer.1.DenseReluDense.wo T
+PINS = {
+  't5': f"""
+encoder/relpos_bias/rel_embedding encoder.block.0.{_BIAS} T
 decoder/layers_1/encoder_decoder_attention/value/kernel \
   decoder.block.1.layer.1.EncDecAttention.v T
 decoder/layers_1/pre_mlp_layer_norm/scale decoder.block.1.layer.2.layer_norm =
-"""
-_CAUSAL = """
-decoder/layers_1/self_attention/key/kernel layers.1.self_attn.k_proj T
-decoder/layers_0/mlp/wi_1/kernel layers.0.mlp.up_proj T
-decoder/layers_2/pre_mlp_layer_norm/scale layers.2.{}_layernorm =
-"""
-_T5GEMMA = """
-decoder/layers_1/mlp/wi_0/kernel decoder.layers.1.mlp.gate_proj T
-encoder/layers_0/post_mlp_layer_norm/scale \
-  encoder.layers.0.post_feedforward_layernorm =
-"""
-_BIAS = 'layer.0.SelfAttention.relative_attention_bias'
-PINS = {
-  't5': _T5 + f'encoder/relpos_bias/rel_embedding encoder.block.0.{_BIAS} T',
-  'umt5': _T5
-  + f'decoder/layers_1/relpos_bias/rel_embedding decoder.block.1.{_BIAS} T',
+""",
+  'umt5': f"""
+decoder/layers_1/relpos_bias/rel_embedding decoder.block.1.{_BIAS} T
+""",
   'gpt2': """
 decoder/layers_1/self_attention/query/kernel h.1.attn.c_attn x[:,:M]/D**.5
 decoder/layers_1/self_attention/value/kernel h.1.attn.c_attn x[:,2*M:]
@@ -94,21 +83,28 @@ encoder/layers_1/attention/query/kernel \
   model.encoder.layers.1.self_attn.q_proj x.T/D**.5
 decoder/layers_0/mlp/wi/kernel model.decoder.layers.0.fc1 T
 """,
-  'qwen3': _CAUSAL.format('post_attention')
-  + 'decoder/layers_0/self_attention/query_norm/scale'
-  + ' layers.0.self_attn.q_norm =',
-  'gemma3': _CAUSAL.format('pre_feedforward'),
-  't5gemma': _T5GEMMA
-  + 'decoder/layers_0/encoder_decoder_attention/key/kernel'
-  + ' decoder.layers.0.cross_attn.k_proj T',
-  't5gemma2': _T5GEMMA + 'token_embedder/embedding encoder.embed_tokens =',
+  'qwen3': """
+decoder/layers_0/mlp/wi_1/kernel layers.0.mlp.up_proj T
+decoder/layers_2/pre_mlp_layer_norm/scale layers.2.post_attention_layernorm =
+decoder/layers_0/self_attention/query_norm/scale layers.0.self_attn.q_norm =
+""",
+  'gemma3': """
+decoder/layers_2/pre_mlp_layer_norm/scale layers.2.pre_feedforward_layernorm =
+""",
+  't5gemma': """
+decoder/layers_0/encoder_decoder_attention/key/kernel \
+  decoder.layers.0.cross_attn.k_proj T
+encoder/layers_0/post_mlp_layer_norm/scale \
+  encoder.layers.0.post_feedforward_layernorm =
+""",
+  't5gemma2': 'token_embedder/embedding encoder.embed_tokens =',
 }
 
 
 def pins_of(name):
   """Our array, the name in the file, and the function between both."""
   prefix = folders.PREFIXES.get(name, '')
-  words = PINS.get(name, '').split()
+  words = PINS.get(name, '').replace('\\', '').split()
   for ours, theirs, text in zip(*[iter(words)] * 3, strict=True):
     text = {'T': 'x.T', '=': 'x'}.get(text, text)
     function = eval(f'lambda x, M=24, D=8: {text}')
@@ -150,10 +146,6 @@ def test_a_folder(name, tmp_path, monkeypatch):
   ):
     assert isinstance(have, jax.Array) and have.dtype == jnp.bfloat16
     np.testing.assert_allclose(have.astype(np.float32), want, rtol=1e-2)
-  # What it computes in is no part of a folder.
-  checkpoints.load(
-    tmp_path, network_of(dataclasses.replace(config, dtype='bfloat16'))
-  )
 
 
 def rename(old, new):
@@ -164,12 +156,10 @@ def rename(old, new):
   return change
 
 
-def copy(old, *new, drop=False):
+def copy(old, *new):
   def change(arrays):
     for name in new:
       arrays[name] = arrays[old].copy()
-    if drop:
-      del arrays[old]
 
   return change
 
@@ -182,12 +172,11 @@ def newer_names(arrays):
   """transformers 5 says `text_model`, and a file may have both tables."""
   rename('encoder.layers', 'encoder.text_model.layers')(arrays)
   rename('encoder.norm', 'encoder.text_model.norm')(arrays)
+  rename('encoder.embed_tokens.w', 'encoder.text_model.embed_tokens.w')(arrays)
   copy(
-    'model.encoder.embed_tokens.weight',
     'model.encoder.text_model.embed_tokens.weight',
     'model.decoder.embed_tokens.weight',
     'lm_head.out_proj.weight',
-    drop=True,
   )(arrays)
 
 
@@ -195,28 +184,13 @@ def newer_names(arrays):
 @pytest.mark.parametrize(
   ('name', 'change'),
   [
-    (
-      't5',
-      copy(
-        'shared.weight',
-        'encoder.embed_tokens.weight',
-        'decoder.embed_tokens.weight',
-        drop=True,
-      ),
-    ),
-    (
-      't5',
-      add(
-        f'decoder.block.0.layer.1.EncDecAttention.{_BIAS[22:]}.weight', 32, 3
-      ),
-    ),
+    ('t5', rename('shared.weight', 'decoder.embed_tokens.weight')),
+    ('t5', add(f'{_CROSS}.relative_attention_bias.weight', 32, 3)),
     ('t5 1.0', copy('shared.weight', 'lm_head.weight')),
     ('gpt2', rename('transformer.', '')),
     ('gpt2', add('transformer.h.1.attn.bias', 1, 1, 160, 160)),
-    ('m2m_100', copy('model.shared.weight', 'lm_head.weight')),
     ('m2m_100', add('model.encoder.embed_positions.weights', 9, 24)),
     ('llama', add('model.layers.0.self_attn.rotary_emb.inv_freq', 5)),
-    ('qwen3', copy('model.embed_tokens.weight', 'lm_head.weight')),
     ('t5gemma2', newer_names),
   ],
 )
@@ -232,12 +206,7 @@ def test_other_names_of_files_are_known(name, change, tmp_path):
 @needs_safetensors
 @pytest.mark.parametrize(
   ('name', 'head'),
-  [
-    ('gpt2', 'lm_head.weight'),
-    ('qwen3', 'lm_head.weight'),
-    ('gemma3', 'lm_head.weight'),
-    ('t5gemma', 'lm_head.out_proj.weight'),
-  ],
+  [('qwen3', 'lm_head.weight'), ('t5gemma', 'lm_head.out_proj.weight')],
 )
 def test_a_head_of_its_own_beside_a_tied_config(name, head, tmp_path):
   """It is the head, as in transformers."""
@@ -252,28 +221,24 @@ def test_a_head_of_its_own_beside_a_tied_config(name, head, tmp_path):
 @needs_safetensors
 def test_the_weights_of_a_t5_say_what_is_tied(tmp_path):
   """transformers 5 writes tie_word_embeddings=True for every T5."""
-  tied = {'tie_word_embeddings': True}
-  write_folder(tmp_path, 't5')
-  plain = read(tmp_path)[1]['decoder']['logits_dense']['kernel']
-  write_folder(tmp_path, 't5', **tied, scale_decoder_outputs=False)
-  config, params = read(tmp_path)
-  assert config == folders.T5
-  np.testing.assert_array_equal(
-    params['decoder']['logits_dense']['kernel'], plain
-  )
+
+  def head(change=None, **fields):
+    fields = {'tie_word_embeddings': True} | fields
+    write_folder(tmp_path, 't5', change, **fields)
+    config, params = read(tmp_path)
+    assert config == folders.T5
+    embedding = params['token_embedder']['embedding']
+    return params['decoder']['logits_dense']['kernel'], embedding.T
+
+  plain, _ = head(tie_word_embeddings=False)
+  as_it_is, _ = head(scale_decoder_outputs=False)
+  np.testing.assert_array_equal(as_it_is, plain)
   # A head that rescales what it reads: the factor is in its kernel here.
-  write_folder(tmp_path, 't5', **tied, scale_decoder_outputs=True)
-  scaled = read(tmp_path)[1]['decoder']['logits_dense']['kernel']
+  scaled, _ = head(scale_decoder_outputs=True)
   np.testing.assert_allclose(scaled, plain / np.sqrt(20), rtol=1e-6)
   # The embedding as the head, without T5 1.0's rescaling.
-  drop = lambda arrays: arrays.pop('lm_head.weight')  # noqa: E731
-  write_folder(tmp_path, 't5', drop, **tied, scale_decoder_outputs=False)
-  config, params = read(tmp_path)
-  assert config == folders.T5
-  np.testing.assert_array_equal(
-    params['decoder']['logits_dense']['kernel'],
-    params['token_embedder']['embedding'].T,
-  )
+  shared, table = head(drop('lm_head.weight'), scale_decoder_outputs=False)
+  np.testing.assert_array_equal(shared, table)
 
 
 # What config.json says.
@@ -289,7 +254,6 @@ _LOCAL, _FULL = 'sliding_attention', 'full_attention'
   ('name', 'described', 'changes'),
   [
     ('t5', {'num_decoder_layers': None}, {'num_decoder_layers': 1}),
-    ('t5', {'feed_forward_proj': None}, {'mlp_activations': ('relu',)}),
     (
       't5',
       {'feed_forward_proj': 'gated-silu', 'd_kv': 8},  # UL2's
@@ -297,14 +261,8 @@ _LOCAL, _FULL = 'sliding_attention', 'full_attention'
     ),
     ('t5', {'is_gated_act': False}, {'mlp_activations': ('gelu',)}),
     ('t5', {'dense_act_fn': 'swish'}, {'mlp_activations': ('silu', 'linear')}),
-    (
-      't5',
-      {'feed_forward_proj': 'relu', 'is_gated_act': True},
-      {'mlp_activations': ('relu', 'linear')},
-    ),
     ('gpt2', {'n_inner': None}, {'mlp_dim': 96}),
     ('m2m_100', {'decoder_start_token_id': [5]}, {'start_id': 5}),
-    ('t5gemma', {'decoder_start_token_id': [5]}, {'start_id': 5}),
     # As transformers 5 writes RoPE, for all layers or for each kind.
     (
       'llama',
@@ -342,7 +300,7 @@ _LOCAL, _FULL = 'sliding_attention', 'full_attention'
 def test_fields_that_decide(name, described, changes):
   said, config = FOLDERS[name]
   tied = getattr(config, 'logits_via_embedding', True)
-  found = families.read_config(said | described, 'config.json', tied)
+  found = config_json.read_config(said | described, 'config.json', tied)
   assert found == dataclasses.replace(config, **changes)
 
 
@@ -350,16 +308,12 @@ def test_sizes_that_transformers_leaves_out():
   """T5Gemma 2B-2B has its defaults, which some versions do not write."""
   stack = {'model_type': 't5_gemma_module'}
   described = {'model_type': 't5gemma', 'encoder': stack, 'decoder': stack}
-  found = families.read_config(described, 'config.json')
+  found = config_json.read_config(described, 'config.json')
   assert found.encoder == found.decoder
-  stack = found.decoder
-  assert (stack.vocab_size, stack.emb_dim, stack.num_layers) == (
-    256_000,
-    2304,
-    26,
-  )
-  assert (stack.num_heads, stack.num_kv_heads, stack.window) == (8, 4, 4096)
-  assert stack.layer_kinds == ('local', 'global')
+  stack = dataclasses.asdict(found.decoder)
+  wanted = dict(vocab_size=256_000, emb_dim=2304, num_layers=26, num_heads=8)
+  wanted |= dict(num_kv_heads=4, window=4096, layer_kinds=('local', 'global'))
+  assert stack | wanted == stack
 
 
 # What others write into a folder, and no model reads.
@@ -368,15 +322,10 @@ FOREIGN = {
   'architectures': ['Other'],
   'auto_map': {'AutoModel': 'modeling.Model'},
   'bad_words_ids': [[3]],
-  'classifier_dropout': 0.1,
-  'early_stopping': True,
   'forced_bos_token_id': 3,
-  'max_length': 200,
-  'prefix': 'summarize: ',
   'pruned_heads': {},
   'quantization_config': None,
   'task_specific_params': {'summarization': {'num_beams': 4}},
-  'tie_encoder_decoder': False,
   'tokenizer_padding_side': 'left',
   'transformers.js_config': {'dtype': 'q4'},
   'unsloth_version': '2026.1',
@@ -387,8 +336,6 @@ DECIDES = {
   'alibi': True,
   'pruned_heads': {'0': [1]},
   'quantization_config': {'load_in_8bit': True},
-  'rope_interleaved': True,
-  'tie_encoder_decoder': True,
   'tie_word_embeddings': 'no',
 }
 
@@ -396,11 +343,11 @@ DECIDES = {
 @all_folders
 def test_fields_of_all_families(name):
   described = FOLDERS[name][0]
-  want = families.read_config(described, 'config.json')
-  assert families.read_config(FOREIGN | described, 'config.json') == want
+  want = config_json.read_config(described, 'config.json')
+  assert config_json.read_config(FOREIGN | described, 'config.json') == want
   for field, value in DECIDES.items():
     with pytest.raises(ValueError, match=f'config.json: {field}'):
-      families.read_config(described | {field: value}, 'config.json')
+      config_json.read_config(described | {field: value}, 'config.json')
 
 
 def inside(name, part, **fields):
@@ -419,36 +366,24 @@ CONFIGS_REFUSED = [
   ('t5', {'model_type': 'bart'}),
   ('t5', {'d_kv': 0}),
   ('t5', {'layer_norm_epsilon': 1e-5}),
-  ('t5', {'relative_attention_num_buckets': 64}),
   ('t5', {'feed_forward_proj': 'gated-gleu'}, 'gleu.* known: gated-gelu'),
   ('gpt2', {'n_embd': 25}, 'n_embd: .* n_head = 3, got 25'),
   ('gpt2', {'activation_function': 'gelu'}),
-  ('gpt2', {'scale_attn_weights': False}),
-  ('m2m_100', {'normalize_before': False}),
   ('m2m_100', {'decoder_ffn_dim': 7}, 'decoder_ffn_dim: expected 40.* got 7'),
   ('m2m_100', {'tie_word_embeddings': False}),
   ('llama', {'num_attention_heads': 5}, 'num_heads'),
-  ('llama', {'attention_bias': True}),
-  ('llama', {'hidden_act': 'gelu'}),
   ('llama', {'rope_scaling': {'type': 'yarn'}}, 'rope_type'),
   ('llama', {'rope_scaling': {'type': 'linear'}}, "'linear'.* factor"),
   ('llama', _SCALED, 'llama3.*partial_rotary_factor'),
   ('qwen3', {'layer_types': [_FULL]}),
-  ('qwen3', {'layer_types': ['chunked'] * 3}),
   ('qwen3', {'layer_types': [_LOCAL] * 3, 'sliding_window': 9}, 'window'),
   ('gemma3_text', {'use_bidirectional_attention': True}),
-  ('gemma3_text', {'attn_logit_softcapping': 50.0}),
   ('gemma3_text', {'sliding_window_pattern': 0}),
   ('gemma3_text', {'rope_parameters': {'factor': 2}}),
   ('gemma2', {'sliding_window_size': 8}),
   ('gemma3', {'adapter': 1}),
   ('t5gemma', {'decoder': None}),
   ('t5gemma', inside('t5gemma', 'decoder', bits=2), 'json: decoder: bits'),
-  (
-    't5gemma',
-    inside('t5gemma', 'encoder', num_hidden_layers=0),
-    'json: encoder: num_hidden_layers',
-  ),
   (
     't5gemma',
     inside('t5gemma', 'decoder', cross_attention_hidden_size=24),
@@ -469,7 +404,7 @@ def test_configurations_that_are_refused(case):
   name, described, *words = case
   words = words or [f'config.json: {next(iter(described))}']
   with pytest.raises(ValueError, match=words[0]):
-    families.read_config(FOLDERS[name][0] | described, 'config.json')
+    config_json.read_config(FOLDERS[name][0] | described, 'config.json')
 
 
 @all_folders
@@ -488,11 +423,11 @@ def test_values_of_another_kind(name):
         changed = fields | {field: value}
         try:
           whole = described | {part: changed} if part else changed
-          families.read_config(whole, 'config.json')
+          config_json.read_config(whole, 'config.json')
         except ValueError:
           continue
   with pytest.raises(ValueError, match='config.json: model_type'):
-    families.read_config(described | {'model_type': None}, 'config.json')
+    config_json.read_config(described | {'model_type': None}, 'config.json')
 
 
 def drop(name):
@@ -527,9 +462,6 @@ def quantise(arrays):
     ('t5', add('encoder.embed_tokens.weight', 61, 20), ['[61, 20] and shared']),
     ('gpt2', drop('transformer.wte.weight'), ['missing: wte.weight']),
     ('gpt2', add('wte.weight', 2), ['wte.weight in', 'twice']),
-    ('llama', add('norm.weight', 24), ['norm.weight in', 'twice']),
-    ('t5gemma', add('decoder.norm.weight', 24), ['decoder.norm.weight in']),
-    ('t5gemma2', add('lm_head.out_proj.weight', 60, 24), ['lm_head.out_proj']),
     (
       't5gemma2',
       add('model.decoder.embed_tokens.weight', 60, 24),
@@ -546,23 +478,11 @@ def test_arrays_that_are_refused(name, change, words, tmp_path):
 
 
 @needs_safetensors
-@pytest.mark.parametrize(
-  ('name', 'changes', 'words'),
-  [
-    # Another number of heads has the same shapes.
-    ('gpt2', {'num_heads': 4, 'head_dim': 6}, 'num_heads: expected 4, got 3'),
-    (
-      't5gemma2',
-      {'decoder': dataclasses.replace(folders.T5GEMMA2.decoder, mlp_dim=48)},
-      'decoder.mlp_dim: expected 48, got 40',
-    ),
-    ('t5gemma', {'start_id': 5}, 'start_id: expected 5, got 2'),
-  ],
-)
-def test_another_network_is_refused(name, changes, words, tmp_path):
-  write_folder(tmp_path, name)
-  config = dataclasses.replace(FOLDERS[name][1], **changes)
-  with pytest.raises(ValueError, match=words):
+def test_another_network_is_refused(tmp_path):
+  """Another number of heads has the same shapes."""
+  write_folder(tmp_path, 'gpt2')
+  config = dataclasses.replace(FOLDERS['gpt2'][1], num_heads=4, head_dim=6)
+  with pytest.raises(ValueError, match='num_heads: expected 4, got 3'):
     checkpoints.load(tmp_path, network_of(config))
 
 
@@ -627,8 +547,8 @@ def test_special_ids(tmp_path):
 
 
 @needs_safetensors
-@pytest.mark.parametrize('config', [folders.T5, folders.T5_10, folders.UMT5])
-def test_round_trip_keeps_every_bit(config, tmp_path):
+def test_round_trip_keeps_every_bit(tmp_path):
+  config = folders.UMT5
   folder, params = tmp_path / 'new' / 'folder', draw_params(config)
   ids = config_json.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
   huggingface.save_huggingface(folder, config, params, ids=ids)
@@ -636,11 +556,6 @@ def test_round_trip_keeps_every_bit(config, tmp_path):
   assert found == config
   assert_equal_trees(loaded, params)
   assert huggingface.special_ids(folder) == ids
-  assert {path.name for path in folder.iterdir()} == {
-    'config.json',
-    'generation_config.json',
-    'model.safetensors',
-  }
   narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
   huggingface.save_huggingface(folder, config, narrow)
   assert_equal_trees(read(folder)[1], narrow)
@@ -687,31 +602,8 @@ def test_the_configuration_is_written_last(tmp_path, monkeypatch):
   def full_disk(*_):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('specdec_jax.files.writing.os.fsync', full_disk)
+  monkeypatch.setattr('specdec_jax.files.os.fsync', full_disk)
   with pytest.raises(OSError, match='No space left'):
     huggingface.save_huggingface(tmp_path, folders.T5, draw_params(folders.T5))
   with pytest.raises(ValueError, match='config.json'):
     read(tmp_path)
-
-
-@needs_safetensors
-def test_what_cannot_be_saved(tmp_path):
-  params = draw_params(folders.T5)
-  missing = {**params, 'decoder': {**params['decoder']}}
-  del missing['decoder']['logits_dense']
-  odd = dataclasses.replace(folders.T5, mlp_activations=('linear', 'gelu'))
-  for config, given, words in (
-    (folders.T5, missing, 'missing: decoder/logits_dense/kernel'),
-    (odd, draw_params(odd), r"\('linear', 'gelu'\)"),
-  ):
-    with pytest.raises(ValueError, match=words):
-      huggingface.save_huggingface(tmp_path, config, given)
-  assert not list(tmp_path.iterdir())
-
-
-def test_a_model_of_the_hub_without_safetensors(tmp_path, monkeypatch):
-  hub = types.ModuleType('huggingface_hub')
-  hub.snapshot_download = lambda *_, **__: str(tmp_path)
-  monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
-  with pytest.raises(ValueError, match="'a/b' .* no model.*'a/b@refs/pr"):
-    huggingface.fetch('a/b')

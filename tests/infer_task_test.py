@@ -238,7 +238,7 @@ def test_errors_before_anything_is_compiled(run, tokenizer, make):
     run(small, decoding='speculative')
   other = Making(tokenizer)
   other._models[1] = Making(tokenizer, 3000)._models[1]
-  with pytest.raises(ValueError, match="draft's vocabulary is 3000"):
+  with pytest.raises(ValueError, match="draft's vocabulary .*got 3000"):
     run(other, decoding='speculative')
   assert small.engine.num_programs == 0
   run(small, decoding='plain', drafter=never)
@@ -312,7 +312,7 @@ def test_tasks_that_are_refused(tmp_path, tokenizer):
   # The vocabulary of GPT-2, as files of either kind.
   own = LocalTask('own', {'test': path}, one.path)
   assert find(own, 'test', two) == own
-  with pytest.raises(ValueError, match='has the fingerprint'):
+  with pytest.raises(ValueError, match='fingerprint of'):
     find(own, 'test', tokenizer)
   with pytest.raises(ValueError, match='has the eos_id 0'):
     find(path, 'test', Tokenizer(one.path, eos_token='a'))

@@ -179,9 +179,9 @@ def test_an_engine_may_have_languages_of_its_own(vocabulary):
 @pytest.mark.parametrize(
   ('asked', 'said'),
   [
-    ({}, 'source_lang is missing'),
-    ({'source_lang': 'eng_Latn'}, "target_lang is missing: .*'deu_Latn'"),
-    ({'target_lang': 'eng_Latn'}, 'source_lang is missing'),
+    ({}, 'source_lang: expected the'),
+    ({'source_lang': 'eng_Latn'}, "target_lang: expected .*'deu_Latn'"),
+    ({'target_lang': 'eng_Latn'}, 'source_lang: expected the'),
     (PAIR | {'target_lang': 'deu_latn'}, 'Nearest known: deu_Latn'),
     (PAIR | {'source_lang': 'x'}, "one of the 3 languages .*'deu_Latn'"),
     (PAIR | {'source_lang': ['eng_Latn']}, 'source_lang: expected text'),
@@ -230,8 +230,8 @@ def test_requests_name_their_languages(vocabulary):
     ]
     assert have == want
     for asked, param, said in (
-      ({}, 'target_lang', 'target_lang is missing'),
-      ({'target_lang': 'deu_Latn'}, 'source_lang', 'source_lang is missing'),
+      ({}, 'target_lang', 'target_lang: expected the'),
+      ({'target_lang': 'deu_Latn'}, 'source_lang', 'source_lang: expected the'),
       (PAIR | {'source_lang': 'eng_Lat'}, 'source_lang', 'known: eng_Latn'),
       (PAIR | {'target_lang': ['x']}, 'target_lang', 'expected a text'),
     ):
@@ -245,7 +245,7 @@ def test_a_drafter_with_other_padding_is_refused(vocabulary):
   target, draft = models(vocabulary)
   config = dataclasses.replace(draft.network.config, pad_id=0)
   other = Model(M2M100(config), draft.params)
-  with pytest.raises(ValueError, match='draft ignores id 0 .* target id 1'):
+  with pytest.raises(ValueError, match='draft: expected padding with id 1'):
     Engine(target, other)
 
 

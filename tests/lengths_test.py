@@ -58,43 +58,20 @@ def fixed(gamma) -> LengthRule:
   return unsure_below(0.0, gamma)
 
 
-@pytest.mark.parametrize('gamma', [1, 3, 5])
-def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation(gamma):
+def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation():
   """Over long outputs of one beta: Eq. 1 and Theorem 3.8 with v."""
   rate, cost = 0.7, 0.1
   even = [Output(np.full(4000, rate), np.full(4000, 0.5), 0)]
-  calls = on('tpu', calibrate.costs_of_calls, V, gamma)
-  found = calibrate.expected(fixed(gamma), even, calibrate.Costs(cost, calls))
-  want = analysis.measured_walltime_factor(rate, gamma, cost, V[gamma])
-  assert found.tokens / found.time == pytest.approx(float(want), rel=1e-3)
-  assert found.accepted / found.tested == pytest.approx(rate, rel=1e-3)
+  for gamma in (1, 5):
+    calls = on('tpu', calibrate.costs_of_calls, V, gamma)
+    costs = calibrate.Costs(cost, calls)
+    found = calibrate.expected(fixed(gamma), even, costs)
+    want = analysis.measured_walltime_factor(rate, gamma, cost, V[gamma])
+    assert found.tokens / found.time == pytest.approx(float(want), rel=1e-3)
+    assert found.accepted / found.tested == pytest.approx(rate, rel=1e-3)
 
 
-def test_the_rounds_of_an_output_make_its_tokens():
-  """Whatever is proposed: each place is produced once."""
-  costs = calibrate.Costs(0.1, on('cpu', calibrate.costs_of_calls, V, 3))
-  for rule in (fixed(3), unsure_below(0.5, 3)):
-    found = calibrate.expected(rule, OUTPUTS, costs)
-    # A last round may accept the text's end and draw one token beyond.
-    assert found.tokens == pytest.approx(40 * 120, rel=0.01)
-
-
-def test_a_step_does_not_end_a_draft():
-  """4 tokens cost what 3 do: the price of each is half of the step."""
-  hull = calibrate._convex(np.array([1.0, 1.2, 1.8, 1.8, 3.0]))
-  np.testing.assert_allclose(hull, [1.0, 1.2, 1.5, 1.8, 3.0])
-  noisy = calibrate._convex(np.array([1.0, 0.9, 1.1]))
-  assert noisy[0] == 1.0 and np.all(np.diff(noisy) >= 0)
-
-
-# Of the demo's target on one core, and where each token adds the same.
-ONE_CORE = [1.0, 0.87, 0.93, 0.98, 1.08, 1.14, 1.25, 1.28]
-ONE_CORE += [1.45, 1.45, 1.58, 1.64, 1.80, 1.83, 1.84, 1.80]
-
-
-@pytest.mark.parametrize(
-  'device, call_cost', [('tpu', [1.0] * 16), ('cpu', ONE_CORE), ('cpu', V)]
-)
+@pytest.mark.parametrize('device, call_cost', [('tpu', [1.0] * 16), ('cpu', V)])
 def test_adapting_gains_over_the_best_fixed_gamma(device, call_cost):
   """And over the plain rule of 40 %, on texts that are sure and unsure."""
   cost = 0.15
@@ -113,28 +90,6 @@ def test_adapting_gains_over_the_best_fixed_gamma(device, call_cost):
   assert own >= rate(stops_below(0.4, most), device)
 
 
-def test_a_confidence_that_says_nothing_costs_nothing():
-  """The rule is then that of the best fixed gamma."""
-  rng = np.random.default_rng(1)
-  blind = [
-    Output(one.betas, rng.uniform(size=len(one.betas)), one.text)
-    for one in OUTPUTS
-  ]
-  table = calibrate.confidence_table(blind)
-  cost, round_cost = 0.05, 0.6
-  prices = on('cpu', calibrate.best_prices, table, blind, cost, V, round_cost)
-
-  def rate(gamma):
-    calls = on('tpu', calibrate.costs_of_calls, V, gamma) + round_cost
-    found = calibrate.expected(
-      fixed(gamma), blind, calibrate.Costs(cost, calls)
-    )
-    return found.tokens / found.time
-
-  best = max(rate(gamma) for gamma in range(1, 9))
-  assert best <= prices.expected_speed_up < 1.1 * best
-
-
 def calibrated(prices, confidence) -> Calibration:
   choice = calibration.Choice(1, 4, 1.5, (1.4, 1.6), (1.0, 1.5), prices)
   return Calibration(
@@ -142,7 +97,7 @@ def calibrated(prices, confidence) -> Calibration:
   )
 
 
-def test_a_calibration_keeps_the_rule(tmp_path):
+def test_a_calibration_keeps_the_rule_and_needs_its_table(tmp_path):
   prices = calibrate.best_prices(TABLE, OUTPUTS, 0.15, V)
   made = calibrated(prices, TABLE)
   path = str(tmp_path / 'calibration.json')
@@ -152,15 +107,9 @@ def test_a_calibration_keeps_the_rule(tmp_path):
   assert rule.most == len(prices.worth) == len(rule.worth_asking)
   assert len(rule.acceptance) == len(rule.confidences) + 1
   assert rule.to_json()['worth'] == pytest.approx(list(prices.worth))
-
-
-def test_a_calibration_without_a_table_is_refused():
-  prices = calibrate.best_prices(TABLE, OUTPUTS, 0.15, V)
-  for one in (calibrated(None, TABLE), calibrated(prices, None)):
+  for without in (calibrated(None, TABLE), calibrated(prices, None)):
     with pytest.raises(CalibrationError, match='table of confidence'):
-      one.rule(1)
-  with pytest.raises(CalibrationError, match='table of confidence'):
-    dataclasses.replace(calibrated(prices, TABLE), confidence=None).rule(1)
+      without.rule(1)
 
 
 def test_the_spread_is_that_of_texts_and_not_of_chance():

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import pathlib
 import shutil
 
 import jax
@@ -66,19 +65,6 @@ def test_models_trained_here_begin_with_id_0(trained_here, tokenizer):
   assert score.log_probs != pytest.approx(wrong.tolist(), abs=1e-2)
 
 
-def test_positions_that_leave_room_for_short_texts(
-  trained_here, tokenizer, tmp_path
-):
-  config = dataclasses.replace(trained_here[1].config, num_positions=128)
-  network = GPT(config)
-  path = tmp_path / 'a.msgpack'
-  save_t5x(path, network.init(jax.random.key(0)), step=1)
-  given = {'network': network, 'tokenizer': tokenizer}
-  model = notebook.load(path, max_decode_len=300, **given)
-  with pytest.raises(ValueError, match='learned 128'):
-    model.generate(['the red dog'])
-
-
 @pytest.fixture(scope='module')
 def vocabularies(folder):
   """Two folders with one vocabulary, whose files are of other kinds."""
@@ -128,7 +114,7 @@ def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
   words = tokenizer_bpe_test.train(other, ('lorem ipsum', 'dolor sit'))[0]
   shutil.rmtree(draft)
   gpt2_folder(draft, words)
-  with pytest.raises(ValueError, match="draft's tokenizer .*draft.* differs"):
+  with pytest.raises(ValueError, match="draft's tokenizer: .*draft"):
     notebook.load(target, draft, **LENGTHS)
 
 
@@ -151,18 +137,3 @@ def test_ids_that_a_folder_names(tmp_path, vocabularies):
   folder = gpt2_folder(tmp_path / 'text', one, eos_token_id='x')
   with pytest.raises(ValueError, match="eos_token_id: .* 'x'"):
     notebook.load(folder)
-
-
-@needs_gpt2
-def test_a_folder_without_its_vocabulary(tmp_path, vocabularies, tokenizer):
-  one, two = vocabularies
-  folder = gpt2_folder(tmp_path / 'alone', None)
-  with pytest.raises(ValueError, match='no vocabulary .*tokenizer.json.*alone'):
-    notebook.load(folder)
-  for given in (Tokenizer(one), one, pathlib.Path(two)):
-    model = notebook.load(folder, tokenizer=given, **LENGTHS)
-    assert model.bos_id == Tokenizer(one).eos_id
-  # A GPT-2 that was trained with sentencepiece.
-  model = notebook.load(folder, tokenizer=tokenizer, **LENGTHS)
-  assert model.bos_id == 0
-  assert model.input_ids('a') == [0, *tokenizer.encode('a')]

@@ -114,7 +114,7 @@ def test_a_folder_of_each_kind(tmp_path, networks, tokenizer):
   assert [done.tokens for done in found.generate(TEXTS)] == tokens
   # A sentinel that the network has no row for is never lost in silence.
   (done,) = found.generate(['the <extra_id_0>'], on_too_long='report')
-  assert '387, which is outside the vocabulary of 288' in done.error
+  assert 'vocabulary of 288, got 387' in done.error
 
 
 @needs_safetensors
@@ -122,12 +122,12 @@ def test_what_a_folder_names_and_lacks(tmp_path, networks, tokenizer):
   folder = save_folder(tmp_path / 'one', networks[0], 0, tokenizer.path)
   added = tmp_path / 'one' / 'added_tokens.json'
   added.write_text(json.dumps({'<hl>': 388}))
-  with pytest.raises(ValueError, match="vocabulary of 288, .*'<hl>': 388"):
+  with pytest.raises(ValueError, match="'<hl>': 388.*got 288"):
     specdec_jax.load(folder)
   added.unlink()
   generation = tmp_path / 'one' / 'generation_config.json'
   generation.write_text(json.dumps({'eos_token_id': [1, 5000]}))
-  with pytest.raises(ValueError, match='eos_token_id = 5000, .*has 288 ids'):
+  with pytest.raises(ValueError, match='eos_token_id .*has 288, got 5000'):
     specdec_jax.load(folder)
 
 
@@ -137,14 +137,14 @@ def test_a_drafter_of_another_vocabulary(tmp_path, networks, tokenizer):
   size = small_vocabulary.VOCAB_SIZE + 2000
   wider = small_vocabulary.network(1, size)
   small = save_folder(tmp_path / 'small', wider, 1, tokenizer.path)
-  with pytest.raises(ValueError, match=f'model has a vocabulary of {size}'):
+  with pytest.raises(ValueError, match=f"model's vocabulary: .* got {size}"):
     notebook.load(target, small)
 
   # As many ids, and other pieces.
   words = itertools.permutations('lorem ipsum dolor sit amet'.split(), 3)
   other = train_tokenizer(map(' '.join, words), tmp_path / 'other.model', 272)
   small = save_folder(tmp_path / 'same', networks[1], 1, other.path)
-  with pytest.raises(ValueError, match="same' differs from .*large': id 2"):
+  with pytest.raises(ValueError, match='tokenizer: .*large.*id 2.*same'):
     notebook.load(target, small)
   # Those of one vocabulary come as far as the weights.
   (tmp_path / 'large' / 'model.safetensors').write_bytes(b'broken')
@@ -173,9 +173,7 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
   assert found.score(TEXTS[:1], [ends]) == [score]
 
   # With T5's vocabulary nothing would ever end.
-  with pytest.raises(
-    ValueError, match=r'with id 1, .*large.* with 2 .*another'
-  ):
+  with pytest.raises(ValueError, match='end in .* id 2, .* got 1'):
     notebook.load(paths[0], tokenizer=tokenizer)
 
   # Where several ids end an output, each does.
@@ -194,9 +192,7 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
 @needs_safetensors
 def test_a_folder_without_its_vocabulary(tmp_path, networks, tokenizer):
   folder = save_folder(tmp_path / 'alone', networks[0], 0)
-  with pytest.raises(
-    ValueError, match='no vocabulary .tokenizer.json or .*alone'
-  ):
+  with pytest.raises(ValueError, match='tokenizer: .*alone'):
     notebook.load(folder)
   model = notebook.load(folder, tokenizer=tokenizer, **LENGTHS)
   assert model.tokenizer.path == tokenizer.path
@@ -221,7 +217,7 @@ def test_bad_input(files, networks, tokenizer, tmp_path, monkeypatch):
     (files, given, 'draft.msgpack.* network=T5'),
     (files[:1], side, 'draft_network'),
     (files[1:], given, 'num_decoder_layers is 1, expected 2'),
-    (files[:1], {'network': target}, 'no vocabulary'),
+    (files[:1], {'network': target}, 'tokenizer: '),
   ):
     with pytest.raises(ValueError, match=words):
       notebook.load(*paths, **options)

@@ -15,12 +15,11 @@ import pytest
 
 import toy_families as toys
 from specdec_jax import checkpoints, partitioning
-from specdec_jax.models import backend, kv_cache, layers, sizes
-from specdec_jax.models.base import param_shapes, start_id
+from specdec_jax.models import backend, kv_cache, sizes
+from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.training import losses
 from toy_families import extend, inputs_of, logits_of, make, prefill, tokens
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / 'golden_logits.npz')
@@ -83,27 +82,18 @@ def test_logits_are_those_of_before(name):
   [
     (toys.T5_1_1, {'mlp_activations': ('silu', 'linear')}),
     (toys.LLAMA, {'rope': Rope(5e5)}),
-    (toys.LLAMA, {'norm_epsilon': 1e-2}),
-    (toys.QWEN3, {'rope': Rope(1e6, factor=2.0)}),
     (toys.GEMMA2, {'window': 10}),
     (toys.GEMMA2, {'layer_kinds': ('global', 'local')}),
     (toys.GEMMA2, {'score_softcap': 0.0}),
-    (toys.GEMMA2, {'logit_softcap': 4.0}),
     (toys.GEMMA2, {'query_scalar': 0.0}),
     (toys.GEMMA3, {'local_rope': None}),
-    (toys.GEMMA3, {'scale_embeddings': False}),
     (toys.GEMMA3, {'norm_offset': 0.0}),
-    (toys.GEMMA3, {'mlp_activations': ('silu', 'linear')}),
     (toys.NLLB, {'scale_embeddings': False}),
     (toys.NLLB, {'pad_id': 0}),
     (toys.ONE, {'stack': 'encoder', 'window': 10}),
-    (toys.ONE, {'stack': 'encoder', 'layer_kinds': ('global', 'local')}),
     (toys.ONE, {'stack': 'decoder', 'window': 10}),
-    (toys.ONE, {'stack': 'decoder', 'score_softcap': 0.0}),
     (toys.TWO, {'stack': 'encoder', 'window': 10}),
-    (toys.TWO, {'stack': 'encoder', 'window': 8}),
     (toys.TWO, {'stack': 'decoder', 'window': 10}),
-    (toys.TWO, {'stack': 'decoder', 'local_rope': None}),
     (toys.TWO, {'image_end_id': 8}),
   ],
 )
@@ -113,22 +103,6 @@ def test_every_field_is_seen(config, change):
   assert differs(
     teacher_forced(config, fed, **change), teacher_forced(config, fed)
   )
-
-
-def test_layers_with_the_same_bias_are_as_if_they_shared_it():
-  """And with another one in a single layer they are not."""
-  fed = tokens(2, 3, 40)
-  want = teacher_forced(toys.T5_1_1, fed)
-  params = jax.tree.map(lambda leaf: leaf, make(toys.T5_1_1)[1])
-  for stack in ('encoder', 'decoder'):
-    table = params[stack].pop('relpos_bias')
-    for layer in ('layers_0', 'layers_1'):
-      params[stack][layer]['relpos_bias'] = dict(table)
-  own = T5(toys.OWN_BIAS)
-  inputs = inputs_of(toys.OWN_BIAS)
-  near(logits_of(own, params, inputs, fed), want)
-  params['decoder']['layers_1']['relpos_bias']['rel_embedding'] *= 2
-  assert differs(logits_of(own, params, inputs, fed), want)
 
 
 # --- A cache ------------------------------------------------------------------
@@ -170,26 +144,6 @@ def test_pieces_are_the_whole(name):
   near(logits, want)
 
 
-def test_pieces_are_the_whole_by_blocks_of_kernels():
-  config = dataclasses.replace(
-    toys.T5_1_1,
-    vocab_size=128,
-    emb_dim=64,
-    mlp_dim=64,
-    num_heads=4,
-    head_dim=16,
-  )
-  network, params = make(config)
-  placed = partitioning.place(
-    params, partitioning.Placement(kernel_layout='blocks')
-  )
-  names = {name[-1] for name in flax.traverse_util.flatten_dict(placed)}
-  assert 'kernel_blocks' in names
-  fed = tokens(2, 3, 12)
-  logits = read_all(network, placed, inputs_of(config), fed, (1, 9, 2))
-  near(logits, teacher_forced(config, fed))
-
-
 @nine
 def test_rows_at_their_own_places_and_rewound(config):
   """What lay past a rewind leaves no trace, whatever was written there."""
@@ -218,11 +172,13 @@ def test_rows_at_their_own_places_and_rewound(config):
   assert differs(past[1], want[1, 11:15])
 
 
-@nine
+@pytest.mark.parametrize(
+  'config',
+  [toys.T5_1_1, toys.NLLB, toys.ONE, toys.TWO],
+  ids=lambda config: type(config).__name__,
+)
 def test_padding_does_not_show(config):
   network, params = make(config)
-  if not network.has_encoder:
-    pytest.skip('it reads no inputs')
   fed, lengths = tokens(4, 3, 12), (9, 3, 14)
   inputs = inputs_of(config, lengths, 16)
   want = np.asarray(logits_of(network, params, inputs, fed))
@@ -243,12 +199,17 @@ def test_buckets_cover_the_buffer(slots):
 # --- Numbers and training -----------------------------------------------------
 
 
-@nine
+@pytest.mark.parametrize(
+  'config',
+  [toys.T5_1_1, toys.GPT2, toys.TWO],
+  ids=lambda config: type(config).__name__,
+)
 def test_bfloat16_stays_close(config):
   fed = tokens(2, 3, 10)
   want = teacher_forced(config, fed)
   half = teacher_forced(config, fed, dtype='bfloat16')
   assert half.dtype == np.float32
+  assert np.mean(half == half.astype(jnp.bfloat16)) < 0.01  # nor rounded
   error = np.sqrt(np.mean((half - want) ** 2))
   # T5's scores are not scaled: with such parameters a softmax is sharp.
   bound = 0.2 if isinstance(config, T5Config) else 0.05
@@ -276,27 +237,6 @@ def test_dropout_only_with_a_key(config):
   plain = logits_of(network, *given)
   np.testing.assert_array_equal(plain, logits_of(network, *given))
   assert not np.allclose(plain, logits_of(network, *given, jax.random.key(0)))
-
-
-@pytest.mark.parametrize('config', [toys.T5_1_1, toys.TWO], ids=['T5', 'two'])
-def test_gradients_reach_every_array(config):
-  network, params = make(config)
-  inputs, fed = inputs_of(config).at[0, 5].set(7), tokens(6, 3, 40)
-  fed = fed.at[0, 9].set(7)
-
-  @jax.jit
-  def loss(params):
-    read, wanted, _ = losses.teacher_forced(fed, start_id(network))
-    logits = network.logits(params, inputs, read)
-    return losses.cross_entropy(logits, wanted).mean()
-
-  for path, leaf in jax.tree.leaves_with_path(jax.grad(loss)(params)):
-    assert np.isfinite(leaf).all() and np.any(leaf), path
-
-
-def test_the_decoder_begins_with_the_models_own_id():
-  assert start_id(network_of(toys.ONE)) == 2
-  assert start_id(network_of(changed(toys.ONE, start_id=9))) == 9
 
 
 def test_no_more_tokens_than_learned_positions():
@@ -330,41 +270,6 @@ def test_parameters_are_known_before_there_are_any(name):
     partitioning.axes_of_parameter(parameter)
 
 
-_LAYER = 'decoder/layers_0'
-_T5XS = {
-  'decoder/token_embedder/embedding': (60, 24),
-  'decoder/relpos_bias/rel_embedding': (3, 32),
-  f'{_LAYER}/pre_self_attention_layer_norm/scale': (24,),
-  f'{_LAYER}/self_attention/query/kernel': (24, 36),
-  f'{_LAYER}/self_attention/key/kernel': (24, 36),
-  f'{_LAYER}/self_attention/value/kernel': (24, 36),
-  f'{_LAYER}/self_attention/out/kernel': (36, 24),
-  f'{_LAYER}/pre_mlp_layer_norm/scale': (24,),
-  f'{_LAYER}/mlp/wi_0/kernel': (24, 40),
-  f'{_LAYER}/mlp/wi_1/kernel': (24, 40),
-  f'{_LAYER}/mlp/wo/kernel': (40, 24),
-  'decoder/decoder_norm/scale': (24,),
-}
-
-
-def test_names_are_those_of_t5x():
-  """Of the network in T5X's folder `examples/decoder_only`."""
-  flat = flax.traverse_util.flatten_dict(
-    toys.shapes(dataclasses.replace(toys.T5X, num_layers=1)), sep='/'
-  )
-  assert {name: leaf.shape for name, leaf in flat.items()} == _T5XS
-  flat = flax.traverse_util.flatten_dict(toys.shapes(toys.GEMMA3), sep='/')
-  more = {name.removeprefix(_LAYER) for name in flat if _LAYER in name} - {
-    name.removeprefix(_LAYER) for name in _T5XS
-  }
-  assert more == {
-    '/self_attention/query_norm/scale',
-    '/self_attention/key_norm/scale',
-    '/post_self_attention_layer_norm/scale',
-    '/post_mlp_layer_norm/scale',
-  }
-
-
 def test_t5x_checkpoint_needs_no_renaming():
   """T5X's own test checkpoint has exactly the names and shapes of `T5`."""
   if not FIXTURE.exists():
@@ -376,63 +281,26 @@ def test_t5x_checkpoint_needs_no_renaming():
   assert bool(jnp.all(jnp.isfinite(logits)))
 
 
-def reference_bucket(distance: int, bidirectional: bool) -> int:
-  """T5's rule (Raffel et al. 2020, Section 2.1), one distance at a time."""
-  buckets, offset = 32, 0
-  if bidirectional:
-    buckets = 16
-    if distance > 0:
-      offset = 16
-    distance = abs(distance)
-  else:
-    distance = max(-distance, 0)
-  exact = buckets // 2
-  if distance < exact:
-    return offset + distance
-  steps = np.log(distance / exact) / np.log(128 / exact)
-  return offset + min(exact + int(steps * (buckets - exact)), buckets - 1)
-
-
-@pytest.mark.parametrize('bidirectional', [False, True])
-def test_relative_position_buckets(bidirectional):
-  distance = np.arange(-300, 301)
-  # At exact powers the logarithm's rounding decides; T5X adds an epsilon.
-  exact = 8 if bidirectional else 16
-  keep = ~np.isin(np.abs(distance), [exact * 2, exact * 4, exact * 8])
-  have = layers.relative_position_bucket(distance, bidirectional)
-  want = [reference_bucket(int(d), bidirectional) for d in distance]
-  np.testing.assert_array_equal(have[keep], np.array(want)[keep])
-
-
 # --- Bad configurations -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
   ('config', 'change', 'words'),
   [
-    (toys.T5_1_1, {'num_heads': 0}, 'num_heads .* got 0'),
     (toys.T5_1_1, {'dtype': 'float16'}, "dtype.*'float16'"),
     (toys.T5_1_1, {'mlp_activations': ('swish',)}, 'mlp_activations.*swish'),
-    (toys.GPT2, {'num_positions': -1}, 'num_positions .* got -1'),
     (toys.GPT2, {'norm': 'batch'}, "norm.*'batch'"),
     (toys.GEMMA3, {'num_kv_heads': 4}, r'num_kv_heads.*\(6, 4'),
-    (toys.GEMMA3, {'head_dim': 9}, 'head_dim'),
     (toys.GEMMA3, {'window': 0}, 'window'),
-    (toys.GEMMA3, {'layer_kinds': ('global',)}, 'layer_kinds'),
     (toys.GEMMA3, {'layer_kinds': ('far',)}, 'layer_kinds.*far'),
-    (toys.GEMMA3, {'query_scalar': -1.0}, 'query_scalar'),
     (toys.GEMMA3, {'norm_epsilon': 0.0}, 'norm_epsilon'),
     (toys.GEMMA3, {'rope': {'base': 1e4}}, 'rope: expected Rope'),
     (toys.NLLB, {'emb_dim': 25}, 'emb_dim.* got 25'),
-    (toys.NLLB, {'pad_id': -1}, 'pad_id'),
     (toys.ONE, {'stack': 'encoder', 'vocab_size': 61}, 'vocab_size.* .61'),
     (toys.TWO, {'stack': 'encoder', 'emb_dim': 20}, 'emb_dim'),
     (toys.ONE, {'start_id': 60}, 'start_id.* got 60'),
-    (toys.TWO, {'image_end_id': -1}, 'image_end_id.* got -1'),
     (toys.ONE, {'encoder': None}, 'encoder: expected CausalLMConfig'),
     (Rope(), {'base': 1.0}, 'base'),
-    (Rope(), {'factor': 0.5}, 'factor'),
-    (Rope(), {'high_freq_factor': 1.0}, 'high_freq_factor'),
     (Rope(), {'original_length': -1}, 'original_length'),
   ],
 )

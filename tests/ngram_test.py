@@ -3,7 +3,6 @@
 import collections
 import json
 import math
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,10 @@ import rich.console
 import toy_models
 from specdec_jax.drafters import ngram_table
 from specdec_jax.drafters.base import Context
-from specdec_jax.drafters.ngram import first_guess, longest_known, ngram
+from specdec_jax.drafters.ngram import longest_known, ngram
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training import ngram as fitting
-from specdec_jax.training.pairs import TokenPairs
 
 VOCAB = 40
 CORPUS = [
@@ -70,7 +68,7 @@ def look_up(table, texts):
   ]
 
 
-@pytest.mark.parametrize('order', [1, 2, 3, 5])
+@pytest.mark.parametrize('order', [1, 3])
 @pytest.mark.parametrize('min_count', [1, 3])
 def test_table_holds_the_counts(order, min_count):
   """Every context of the corpus, and others that must back off."""
@@ -170,26 +168,14 @@ def test_drawn_proposals_have_the_probabilities_they_state():
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'order': 0}, 'order must be at least 1, got 0'),
-    ({'max_continuations': 0}, 'max_continuations must be'),
+    ({'order': 0}, 'order: .* from 1, got 0'),
     ({'sequences': []}, 'got .0 tokens in 0 sequences'),
-    ({'sequences': [[0], []]}, '1 tokens in 1 sequences'),
-    (
-      {'order': 4, 'sequences': [[0, 5, 6]]},
-      'follows 4 others 1 times.*or order 3',
-    ),
-    (
-      {'order': 3, 'min_count': 2, 'sequences': [[0, 5, 6], [0, 5, 7]]},
-      '2 times.*min_count',
-    ),
+    ({'order': 4, 'sequences': [[0, 5, 6]]}, 'follows 4 others 1 times'),
     ({'sequences': [[0, VOCAB]]}, r'ids in \[0, 40\), got \(0, 40\)'),
   ],
 )
 def test_what_cannot_be_fitted(change, message):
   args = {'sequences': CORPUS, 'order': 2, 'vocab_size': VOCAB} | change
-  if 'min_count' in change:  # (0, 5) is seen twice, so order 3 would do
-    args['order'] = 4
-    args['sequences'] = [[*ids, 9] for ids in args['sequences']]
   with pytest.raises(ValueError, match=message):
     fit(**args)
 
@@ -232,20 +218,13 @@ def test_broken_files(tmp_path):
     arrays = dict(archive)
   broken = {
     'cut': whole[: len(whole) // 2],
-    'empty': b'',
     'text': b'no archive',
   }
   changed = {
     'without ids': {'ids': None},
     'ids outside': {'ids': arrays['ids'] + VOCAB},
     'starts': {'starts': arrays['starts'][:-1]},
-    'children': {'children': arrays['children'][::-1]},
     'kind': {'about': np.array(json.dumps({'kind': 'other'}))},
-    'order': {
-      'about': np.array(
-        json.dumps({**json.loads(str(arrays['about'])), 'order': 3})
-      )
-    },
   }
   for name, change in changed.items():
     kept = {k: v for k, v in (arrays | change).items() if v is not None}
@@ -265,58 +244,16 @@ LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 
 @pytest.fixture(scope='module')
 def files(folder, tokenizer):
-  """The same outputs in every form that is read."""
+  """The same texts, as lines and as outputs; their ids."""
   ids = [[*tokenizer.encode(text), tokenizer.eos_id] for text in LINES if text]
   (folder / 'a.txt').write_text('\n'.join(LINES))
-  (folder / 'a.tsv').write_text(''.join(f'x\t{t}\n' for t in LINES if t))
   (folder / 'a.jsonl').write_text(
     ''.join(
       json.dumps({'prediction_tokens': row, 'target': text}) + '\n'
       for row, text in zip(ids, filter(None, LINES), strict=True)
     )
   )
-  shutil.copy(folder / 'a.jsonl', folder / 'a-predict.jsonl-00000-of-00001')
-  (folder / 'samples.jsonl').write_text(
-    json.dumps({'prediction_tokens': ids}) + '\n'
-  )
-  without_end = [row[:-1] for row in ids]
-  TokenPairs.from_lists(without_end, without_end).save(folder / 'a.npz')
   return ids
-
-
-@pytest.mark.parametrize(
-  ('name', 'field'),
-  [
-    ('a.txt', ''),
-    ('a.tsv', ''),
-    ('a.jsonl', 'prediction_tokens'),
-    ('a.jsonl', 'target'),
-    ('a-predict.jsonl-00000-of-00001', 'prediction_tokens'),
-    ('samples.jsonl', 'prediction_tokens'),
-    ('a.npz', ''),
-  ],
-)
-def test_outputs(folder, tokenizer, files, name, field):
-  found = fitting.outputs(str(folder / name), tokenizer, field)
-  assert list(found) == files
-
-
-def test_outputs_that_cannot_be_read(folder, tokenizer, files):
-  cases = {
-    'missing.txt': 'could not be read',
-    'a.jsonl': "no field 'output'. Known: prediction_tokens, target",
-    'bad.jsonl': 'line 1 is not JSON',
-    'deep.jsonl': "deep.jsonl' line 1: its JSON is nested too deep",
-    'odd.jsonl': 'expected text or ids',
-    'lone.jsonl': 'expected text or ids',
-  }
-  (folder / 'bad.jsonl').write_text('{\n')
-  (folder / 'deep.jsonl').write_text('[' * 100_000)
-  (folder / 'lone.jsonl').write_text(r'{"output": "\ud800"}')
-  (folder / 'odd.jsonl').write_text('{"output": 3}\n')
-  for name, message in cases.items():
-    with pytest.raises(ValueError, match=message):
-      list(fitting.outputs(str(folder / name), tokenizer, 'output'))
 
 
 def test_fit_ngram(folder, tokenizer, files):
@@ -326,27 +263,11 @@ def test_fit_ngram(folder, tokenizer, files):
     train_files=[str(folder / 'a.txt')],
     output_file=str(folder / 'out' / 'table.npz'),
     order=4,
-    valid_files=[str(folder / 'a.jsonl')],
   )
   fitted = fitting.fit_ngram(config, console)
   loaded = ngram_table.load(config.output_file, tokenizer)
   jax.tree.map(np.testing.assert_array_equal, loaded, fitted)
-  # It was scored on what it was fitted to: with whole contexts it knows all,
-  # but for where the same words go on in two ways.
-  guesses = [
-    (ids[max(place - 3, 0) : place], ids[place])
-    for ids in ([0, *row] for row in files)
-    for place in range(1, len(ids))
-  ]
-  found = look_up(fitted, [text for text, _ in guesses])
-  right = sum(
-    entries[0][0] == token
-    for entries, (_, token) in zip(found, guesses, strict=True)
-  )
-  assert 0.5 < right / len(guesses) < 1
-  assert f'{right / len(guesses):.3f}' in console.export_text()
-  nodes = find(fitted, np.zeros((1, 3), np.int32), np.ones(1, np.int32))
-  assert int(first_guess(fitted, nodes)[0]) in [row[0] for row in files]
+  assert 'contexts of 3 tokens' in console.export_text()
 
 
 @pytest.mark.parametrize(

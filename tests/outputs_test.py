@@ -11,10 +11,8 @@ import pytest
 from specdec_jax import partitioning
 from specdec_jax.models import t5
 from specdec_jax.training import data, losses, outputs, trainer
-from specdec_jax.training.losses import DistillationWeights
+from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.outputs import OutputsConfig
-from specdec_jax.training.pairs import TokenPairs
-from specdec_jax.training.trainer import OptimizerConfig
 
 VOCAB = 16
 MODEL = t5.T5(
@@ -28,7 +26,7 @@ MODEL = t5.T5(
     mlp_dim=16,
   )
 )
-CONFIG = OutputsConfig(batch_size=4, widths=(8,))
+CONFIG = OutputsConfig(batch_size=4)  # 8 batches of 30 sources
 
 
 @functools.cache
@@ -42,8 +40,13 @@ def target_params(seed=1):
 
 
 @functools.cache
-def decoder(config=CONFIG):
-  return outputs.Decoder(MODEL, config, None)
+def placed_params():
+  return partitioning.place(target_params(), outputs.PLACEMENT)
+
+
+def decode(sources, ids, temperature=0.0, config=CONFIG):
+  arguments = config, sources, ids, 8, temperature
+  return outputs.decode(MODEL, placed_params(), *arguments)
 
 
 @jax.jit
@@ -65,191 +68,138 @@ def make_sources(number=30, seed=0):
   return TokenPairs.from_lists(rows, [[3]] * number)
 
 
-class TestObjective:
-  def test_alpha_rises_and_another_target_does_not_recompile(self, tmp_path):
-    pairs = outputs.generate_outputs(
-      MODEL,
-      target_params(),
-      make_sources(60),
-      tmp_path / 'outputs.npz',
-      CONFIG,
-      log=lambda line: None,
-    )
-    packing = data.PackingConfig((1.0,), (20,), 320, 160)
-    batches = data.PackedBatches(pairs, packing)
-    config = trainer.TrainConfig(
-      steps=120,
-      checkpoint_minutes=0.0,
-      eval_every=1000,
-      optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
-    )
-    objective = losses.Distillation(
-      MODEL, MODEL, target_params(), 0, DistillationWeights(1.0, 0.1, 0.5)
-    )
-    loop = trainer.Trainer(objective, config, batches, batches, [].append)
-    params = MODEL.init(jax.random.key(5))
-    before = loop.evaluate(params)
-    after = loop.evaluate(loop.train(params).params)
-    assert after['alpha'] > before['alpha'] + 0.2
-    assert after['agreement'] > before['agreement'] + 0.2
-    assert after['loss'] < 0.7 * before['loss']
-    # The target itself, as a drafter.
-    best = loop.evaluate(target_params())
-    assert best['alpha'] == pytest.approx(1.0, abs=1e-5)
-    assert best['agreement'] == 1.0
-    # Its parameters are arguments of the program, not a part of it.
-    compiled = loop._evaluate._cache_size()
-    loop._objective = objective.replace(target_params=target_params(2))
-    assert loop.evaluate(target_params())['agreement'] < 0.9
-    assert loop._evaluate._cache_size() == compiled
+def test_another_target_does_not_recompile():
+  """Its parameters are arguments of the program, not a part of it."""
+  packing = data.PackingConfig((1.0,), (20,), 320, 160)
+  rows = [list(range(3, 9))] * 60
+  batches = data.PackedBatches(TokenPairs.from_lists(rows, rows), packing)
+  objective = losses.Distillation(MODEL, MODEL, target_params())
+  config = trainer.TrainConfig()
+  loop = trainer.Trainer(objective, config, batches, batches, [].append)
+  best = loop.evaluate(target_params())  # the target itself, as a drafter
+  assert best['alpha'] == pytest.approx(1.0, abs=1e-5)
+  assert best['agreement'] == 1.0
+  compiled = loop._evaluate._cache_size()
+  loop._objective = objective.replace(target_params=target_params(2))
+  assert loop.evaluate(target_params())['agreement'] < 0.9
+  assert loop._evaluate._cache_size() == compiled
 
 
-class TestDecoder:
-  def decode(self, sources, ids, **options):
-    placed = partitioning.place(target_params(), outputs.PLACEMENT)
-    return decoder()(placed, sources, ids, **options)
+def test_greedy_outputs_are_the_argmax_of_teacher_forced_logits():
+  pairs = make_sources()
+  ended = 0
+  for first in range(0, 28, 4):
+    sources = [pairs[i][0] for i in range(first, first + 4)]
+    for source, output in zip(sources, decode(sources, range(4)), strict=True):
+      if output is not None:
+        ended += 1
+        assert teacher_forced(source, [*output, 1]) == [*output, 1]
+        assert len(output) < CONFIG.limit(len(source))
+  assert 8 < ended < 28  # both kinds are there
 
-  def test_greedy_outputs_are_the_argmax_of_teacher_forced_logits(self):
-    pairs = make_sources()
-    ended = 0
-    for first in range(0, 28, 4):
-      sources = [pairs[i][0] for i in range(first, first + 4)]
-      found = self.decode(sources, range(4))
-      for source, output in zip(sources, found, strict=True):
-        tokens = output.tokens.tolist() + [1] * output.ended
-        assert teacher_forced(source, tokens) == tokens
-        assert len(tokens) <= CONFIG.limit(len(source))
-        ended += output.ended
-    assert 8 < ended < 28  # both kinds were looked at
 
-  def test_a_sample_depends_on_its_number_not_on_its_neighbours(self):
-    sources = [make_sources()[i][0] for i in range(4)]
-    found = self.decode(sources, [5, 6, 7, 8], temperature=1.0)
-    other = self.decode(sources[::-1], [8, 7, 6, 5], temperature=1.0)
-    for one, same in zip(found, other[::-1], strict=True):
-      np.testing.assert_array_equal(one.tokens, same.tokens)
-    renamed = self.decode(sources, [15, 16, 17, 18], temperature=1.0)
-    assert any(
-      one.tokens.tolist() != another.tokens.tolist()
-      for one, another in zip(found, renamed, strict=True)
-    )
-
-  def test_a_batch_ends_with_few_rows_unfinished(self):
-    sources = [make_sources()[i][0] for i in range(4)]
-    whole = self.decode(sources, range(4))
-    config = dataclasses.replace(CONFIG, max_unfinished=0.99)
-    placed = partitioning.place(target_params(), outputs.PLACEMENT)
-    cut = decoder(config)(placed, sources, range(4))
-    assert sum(o.ended for o in cut) <= sum(o.ended for o in whole)
-    for one, another in zip(cut, whole, strict=True):
-      size = len(one.tokens)
-      np.testing.assert_array_equal(one.tokens, another.tokens[:size])
+def test_a_sample_depends_on_its_number_not_on_its_neighbours():
+  sources = [make_sources()[i][0] for i in range(4)]
+  made = decode(sources, [5, 6, 7, 8], 1.0)
+  assert made == decode(sources[::-1], [8, 7, 6, 5], 1.0)[::-1]
+  assert made != decode(sources, [15, 16, 17, 18], 1.0)
 
 
 class Killed(Exception):
   pass
 
 
-class TestGenerateOutputs:
-  def generate(self, path, config=CONFIG, params=None):
-    return outputs.generate_outputs(
-      MODEL, params or target_params(), make_sources(), path, config
-    )
-
-  @pytest.fixture
-  def batches(self, monkeypatch):
-    """How many batches were decoded, and after how many a run is killed."""
-    decode = outputs.Decoder.__call__
-    batches = types.SimpleNamespace(count=0, most=99)
-
-    def counted(self, *args):
-      if batches.count == batches.most:
-        raise Killed
-      batches.count += 1
-      return decode(self, *args)
-
-    monkeypatch.setattr(outputs.Decoder, '__call__', counted)
-    return batches
-
-  def test_pairs_are_sources_with_outputs_that_ended(self, tmp_path):
-    path = tmp_path / 'outputs.npz'
-    pairs = self.generate(path)
-    assert 5 < len(pairs) < 30
-    sources = {tuple(source) for source, _ in make_sources()}
-    for source, output in pairs:
-      assert tuple(source) in sources
-      assert 1 not in output
-      assert teacher_forced(source, [*output, 1]) == [*output, 1]
-    # A batch puts the end where the target did.
-    packing = data.PackingConfig((1.0,), (20,), 20)
-    row = data.PackedBatches(pairs, packing).batch(0).targets.reshape(-1)
-    row = row.tolist()
-    assert row.count(1) == 1 and set(row[row.index(1) + 1 :]) <= {-1}
-    assert [file.name for file in tmp_path.iterdir()] == ['outputs.npz']
-
-  def test_a_killed_run_goes_on(self, tmp_path, batches):
-    """From its whole lines, whatever a kill has left behind them."""
-    config = dataclasses.replace(CONFIG, temperatures=(0.0, 1.0))
-    wanted = self.generate(tmp_path / 'whole.npz', config)
-    path = tmp_path / 'outputs.npz'
-    batches.most = batches.count + 5
-    with pytest.raises(Killed):
-      self.generate(path, config)
-    batches.most = 99
-    unfinished = tmp_path / 'outputs.npz.unfinished'
-    with pytest.raises(ValueError, match='other settings: outputs.seed was'):
-      self.generate(path, dataclasses.replace(config, seed=1))
-    with pytest.raises(ValueError, match='other settings: params was'):
-      self.generate(path, config, target_params(2))
-    made = unfinished.read_bytes()
-    for part, rest in (
-      (1.0, b''),
-      (1.0, b'\n\xff\n'),
-      (0.7, b'{"'),
-      (0.01, b''),
-    ):
-      unfinished.write_bytes(made[: int(part * len(made))] + rest)
-      before = batches.count
-      found = self.generate(path, config)
-      again = batches.count - before  # of 8 batches, 5 were made before
-      assert again == 3 if part == 1 else 3 < again <= 8
-      np.testing.assert_array_equal(found.targets, wanted.targets)
-      np.testing.assert_array_equal(found.inputs, wanted.inputs)
-      assert not unfinished.exists()
-      path.unlink()
-
-  def test_a_result_is_read_or_refused(self, tmp_path, batches):
-    path = tmp_path / 'o.npz'
-    pairs = self.generate(path)
-    batches.most = batches.count  # it is only read
-    assert self.generate(path).targets.tolist() == pairs.targets.tolist()
-    whole = path.read_bytes()
-    for text in (b'', b'null', whole[: len(whole) // 2]):
-      path.write_bytes(text)
-      with pytest.raises(ValueError, match='o.npz.*whole .npz file'):
-        self.generate(path)
-    make_sources().save(path)  # it does not say whose it is
-    with pytest.raises(ValueError, match='o.npz.*other settings'):
-      self.generate(path)
-
-  def test_no_outputs(self, tmp_path):
-    config = dataclasses.replace(CONFIG, max_minutes=1e-9)
-    with pytest.raises(ValueError, match='None of 30 outputs ended'):
-      self.generate(tmp_path / 'outputs.npz', config)
-    empty = TokenPairs.from_lists([[], []], [[3], [3]])
-    with pytest.raises(ValueError, match='None of the 2 sources'):
-      outputs.generate_outputs(MODEL, target_params(), empty, tmp_path / 'x')
-
-  @pytest.mark.parametrize(
-    'change',
-    [
-      dict(batch_size=0),
-      dict(temperatures=()),
-      dict(temperatures=(-1.0,)),
-      dict(widths=(8, 8)),
-      dict(max_unfinished=1.0),
-    ],
+def generate(path, config=CONFIG, params=None):
+  return outputs.generate_outputs(
+    MODEL, params or target_params(), make_sources(), path, config
   )
-  def test_config_is_checked(self, change):
+
+
+@pytest.fixture
+def batches(monkeypatch):
+  """How many batches were decoded, and after how many a run is killed."""
+  state = types.SimpleNamespace(count=0, most=99)
+
+  def decode(model, params, config, sources, ids, width, temperature, *_):
+    """Says each source again, or nothing for short ones."""
+    if state.count == state.most:
+      raise Killed
+    state.count += 1
+    return [
+      [int(temperature), *source.tolist()] if len(source) > 2 else None
+      for source in sources
+    ]
+
+  monkeypatch.setattr(outputs, 'decode', decode)
+  return state
+
+
+def test_pairs_are_sources_with_outputs_that_ended(tmp_path):
+  path = tmp_path / 'outputs.npz'
+  pairs = generate(path)
+  assert 8 < len(pairs) < 30
+  sources = {tuple(source) for source, _ in make_sources()}
+  for source, output in pairs:
+    assert tuple(source) in sources
+    assert teacher_forced(source, [*output, 1]) == [*output, 1]
+  assert [file.name for file in tmp_path.iterdir()] == ['outputs.npz']
+
+
+def test_a_killed_run_goes_on(tmp_path, batches):
+  """From its whole lines, whatever a kill has left behind them."""
+  config = dataclasses.replace(CONFIG, temperatures=(0.0, 1.0))
+  wanted = generate(tmp_path / 'whole.npz', config)
+  assert batches.count == 8 and set(wanted.targets) >= {0, 1}
+  path = tmp_path / 'outputs.npz'
+  batches.most = batches.count + 5
+  with pytest.raises(Killed):
+    generate(path, config)
+  batches.most = 99
+  unfinished = tmp_path / 'outputs.npz.unfinished'
+  with pytest.raises(ValueError, match='other settings: outputs.seed was'):
+    generate(path, dataclasses.replace(config, seed=1))
+  with pytest.raises(ValueError, match='other settings: params was'):
+    generate(path, config, target_params(2))
+  made = unfinished.read_bytes()
+  for part, rest in ((1.0, b''), (1.0, b'\n\xff\n'), (0.7, b'{"'), (0.01, b'')):
+    unfinished.write_bytes(made[: int(part * len(made))] + rest)
+    before = batches.count
+    pairs = generate(path, config)
+    again = batches.count - before  # of 8 batches, 5 were made before
+    assert again == 3 if part == 1 else 3 < again <= 8
+    np.testing.assert_array_equal(pairs.targets, wanted.targets)
+    np.testing.assert_array_equal(pairs.inputs, wanted.inputs)
+    assert not unfinished.exists()
+    path.unlink()
+
+
+def test_a_result_is_read_or_refused(tmp_path, batches):
+  path = tmp_path / 'o.npz'
+  pairs = generate(path)
+  batches.most = batches.count  # it is only read
+  assert generate(path).targets.tolist() == pairs.targets.tolist()
+  whole = path.read_bytes()
+  for text in (b'', b'null', whole[: len(whole) // 2]):
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match='o.npz.*whole .npz file'):
+      generate(path)
+  make_sources().save(path)  # it does not say whose it is
+  with pytest.raises(ValueError, match='o.npz.*other settings'):
+    generate(path)
+
+
+def test_bad_input(tmp_path, batches):
+  config = dataclasses.replace(CONFIG, max_minutes=1e-9)
+  with pytest.raises(ValueError, match='None of 30 outputs ended'):
+    generate(tmp_path / 'outputs.npz', config)
+  empty = TokenPairs.from_lists([[], []], [[3], [3]])
+  with pytest.raises(ValueError, match='2 empty'):
+    outputs.generate_outputs(MODEL, target_params(), empty, tmp_path / 'x')
+  for change in (
+    dict(batch_size=0),
+    dict(temperatures=()),
+    dict(temperatures=(-1.0,)),
+    dict(max_extra=0),
+  ):
     with pytest.raises(ValueError, match=f'OutputsConfig.{next(iter(change))}'):
       OutputsConfig(**change)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import pathlib
 import tempfile
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import folders
+from specdec_jax.checkpoints import families
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
@@ -34,179 +36,12 @@ BUDGET = 40  # tokens a row; more than windows
 LENGTHS = (7, 2, 30, 3, 12)  # of the rows, their ends included
 LANGUAGE = 90  # what outputs of M2M-100 begin with
 
-# No size is another one, and no factor a power of 2; H * D is not M.
-_T5 = dict(
-  vocab_size=97,
-  d_model=20,
-  d_kv=4,
-  d_ff=28,
-  num_heads=3,
-  num_layers=2,
-  num_decoder_layers=3,
-  feed_forward_proj='gated-gelu',
-  tie_word_embeddings=False,
-  decoder_start_token_id=0,
+MODELS = families.read_tables(
+  pathlib.Path(__file__).with_name('parity_models.toml')
 )
-_T5_10 = _T5 | dict(
-  num_heads=7,
-  num_layers=1,
-  num_decoder_layers=2,
-  feed_forward_proj='relu',
-  tie_word_embeddings=True,
-)
-_GPT2 = dict(
-  vocab_size=97,
-  n_inner=20,
-  n_positions=128,
-  n_embd=24,
-  n_layer=3,
-  n_head=3,
-  bos_token_id=0,
-  eos_token_id=1,
-)
-_NLLB = dict(
-  vocab_size=97,
-  d_model=24,
-  encoder_layers=3,
-  decoder_layers=2,
-  encoder_attention_heads=4,
-  decoder_attention_heads=4,
-  encoder_ffn_dim=44,
-  decoder_ffn_dim=44,
-  max_position_embeddings=512,
-)
-_STACK = dict(
-  vocab_size=97,
-  hidden_size=24,
-  intermediate_size=44,
-  num_hidden_layers=3,
-  num_attention_heads=6,
-  num_key_value_heads=2,
-  head_dim=10,
-  max_position_embeddings=512,
-)
-_CAUSAL = _STACK | dict(
-  num_hidden_layers=5, bos_token_id=0, eos_token_id=1, pad_token_id=0
-)
-_LLAMA_3_1 = dict(
-  rope_type='llama3',
-  factor=8.0,
-  low_freq_factor=1.0,
-  high_freq_factor=4.0,
-  original_max_position_embeddings=24,
-)
-_WINDOWS = dict(sliding_window=9, query_pre_attn_scalar=7)
-_GEMMA3 = _CAUSAL | _WINDOWS | dict(sliding_window_pattern=3)
-_NARROW = _STACK | _WINDOWS
-_WIDE = _NARROW | dict(
-  hidden_size=30,
-  intermediate_size=50,
-  num_hidden_layers=4,
-  num_attention_heads=5,
-  num_key_value_heads=1,
-)
-_PATTERN = [*['sliding_attention'] * 2, 'full_attention']
-IMAGES = dict(
-  model_type='siglip_vision_model',
-  hidden_size=16,
-  intermediate_size=16,
-  num_hidden_layers=1,
-  num_attention_heads=2,
-  image_size=28,
-  patch_size=14,
-)
-
-
-def _t5gemma2(encoder, decoder):
-  encoder = dict(
-    text_config=encoder,
-    eoi_token_index=95,
-    vision_config=IMAGES,
-    mm_tokens_per_image=4,
-  )
-  return dict(encoder=encoder, decoder=decoder, image_token_index=96)
-
-
-# Name: transformers' word for the family, and its configuration.
-MODELS = {
-  'T5 1.0': ('T5', _T5_10),
-  'T5 1.1': ('T5', _T5),
-  'mT5': ('MT5', _T5 | dict(vocab_size=250112, d_model=12, num_heads=6)),
-  'UMT5': ('UMT5', _T5),
-  'UL2': ('T5', _T5 | dict(num_heads=16, feed_forward_proj='gated-silu')),
-  'GPT-2': ('GPT2', _GPT2),
-  'NLLB': ('M2M100', _NLLB),
-  'M2M-100, not scaled': (
-    'M2M100',
-    _NLLB | dict(scale_embedding=False, activation_function='gelu_new'),
-  ),
-  'M2M-100, other padding': (
-    'M2M100',
-    _NLLB | dict(pad_token_id=5, decoder_start_token_id=3),
-  ),
-  'Llama 3.1': (
-    'Llama',
-    _CAUSAL | dict(rope_theta=5e5, rope_scaling=_LLAMA_3_1),
-  ),
-  'Llama 3.2': (
-    'Llama',
-    _CAUSAL
-    | dict(
-      rope_scaling=_LLAMA_3_1 | {'factor': 32.0}, tie_word_embeddings=True
-    ),
-  ),
-  'Qwen 2.5': ('Qwen2', _CAUSAL | dict(rope_theta=1e6, head_dim=4)),
-  'Qwen 2.5, windows': (
-    'Qwen2',
-    _CAUSAL
-    | dict(
-      head_dim=4, use_sliding_window=True, sliding_window=9, max_window_layers=2
-    ),
-  ),
-  'Qwen 3': (
-    'Qwen3',
-    _CAUSAL | dict(rope_theta=1e6, tie_word_embeddings=True),
-  ),
-  'Gemma 2': ('Gemma2', _CAUSAL | _WINDOWS),
-  'Gemma 3': ('Gemma3', _GEMMA3),
-  'Gemma 3, scaled': (
-    'Gemma3',
-    _GEMMA3
-    | dict(
-      rope_scaling={'rope_type': 'linear', 'factor': 8.0},
-      num_key_value_heads=1,
-      final_logit_softcapping=3.0,
-    ),
-  ),
-  'T5Gemma': (
-    'T5Gemma',
-    dict(encoder=_WIDE, decoder=_NARROW, vocab_size=97),
-  ),
-  'T5Gemma, untied': (
-    'T5Gemma',
-    dict(
-      encoder=_NARROW,
-      decoder=_WIDE | dict(final_logit_softcapping=None),
-      vocab_size=97,
-      tie_word_embeddings=False,
-    ),
-  ),
-  'T5Gemma 2': (
-    'T5Gemma2',
-    _t5gemma2(
-      _NARROW | dict(layer_types=_PATTERN), _NARROW | dict(layer_types=_PATTERN)
-    ),
-  ),
-  'T5Gemma 2, an even window': (
-    'T5Gemma2',
-    _t5gemma2(
-      _NARROW | dict(sliding_window=8),
-      _NARROW
-      | dict(final_logit_softcapping=3.0, num_key_value_heads=1)
-      | dict(sliding_window=8, layer_types=_PATTERN, num_attention_heads=4),
-    ),
-  ),
-}
+IMAGES = MODELS['T5Gemma 2']['config']['encoder']['vision_config']
+# TOML has no null.
+MODELS['T5Gemma, untied']['config']['decoder']['final_logit_softcapping'] = None
 
 
 def their_model(name: str) -> Any:
@@ -214,7 +49,7 @@ def their_model(name: str) -> Any:
   import torch
   import transformers
 
-  family, settings = MODELS[name]
+  family, settings = MODELS[name]['family'], MODELS[name]['config']
   text = 'Text' if family == 'Gemma3' else ''
   described = getattr(transformers, f'{family}{text}Config')(**settings)
   kinds = {'GPT2': 'LMHeadModel', 'T': 'ForConditionalGeneration'}

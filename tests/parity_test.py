@@ -8,12 +8,9 @@ import pytest
 import folders
 import parity
 from huggingface_test import draw_params, edit
-from small_vocabulary import sentences
 from specdec_jax import partitioning
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.engine.request import languages_of
 from specdec_jax.models.families import network_of
-from specdec_jax.text.tokenizer import Tokenizer
 
 pytestmark = parity.MARKS
 # One of each family is quick.
@@ -51,32 +48,15 @@ def test_what_transformers_saves_is_read(name):
 CHANGED = {
   'T5 1.1': [
     'encoder/relpos_bias/rel_embedding',
-    'encoder/layers_1/attention/value/kernel',
     'decoder/layers_0/encoder_decoder_attention/key/kernel',
     'decoder/layers_2/mlp/wi_1/kernel',
-    'decoder/logits_dense/kernel',
   ],
-  'UMT5': ['decoder/layers_2/relpos_bias/rel_embedding'],
   'GPT-2': [
     'decoder/layers_1/self_attention/query/bias',
-    'decoder/layers_0/self_attention/value/kernel',
     'decoder/decoder_norm/scale',
-    'decoder/position_embedder/embedding',
   ],
-  'NLLB': [
-    'encoder/layers_2/attention/key/kernel',
-    'decoder/layers_1/encoder_decoder_attention/query/bias',
-    'encoder/encoder_norm/bias',
-  ],
-  'Gemma 3': [
-    'decoder/layers_1/self_attention/query/kernel',
-    'decoder/layers_0/self_attention/key_norm/scale',
-    'decoder/layers_2/post_mlp_layer_norm/scale',
-  ],
-  'T5Gemma': [
-    'encoder/layers_1/self_attention/key/kernel',
-    'decoder/layers_0/post_cross_attention_layer_norm/scale',
-  ],
+  'NLLB': ['decoder/layers_1/encoder_decoder_attention/query/bias'],
+  'Gemma 3': ['decoder/layers_0/self_attention/key_norm/scale'],
   'T5Gemma 2': ['encoder/encoder_norm/scale', 'image_end_embedding'],
 }
 
@@ -115,7 +95,6 @@ def test_transformers_reads_what_is_saved(name, tmp_path):
 # What config.json is made to say, and whether a head of its own is put there.
 DESCRIBED = {
   'tied': ('T5 1.0', {'tie_word_embeddings': True}, True),
-  'tied by default': ('T5 1.0', {'tie_word_embeddings': None}, True),
   'not tied': ('T5 1.0', {'tie_word_embeddings': False}, True),
   'mT5 never scales': ('mT5', {'scale_decoder_outputs': True}, False),
   'dense_act_fn': ('T5 1.0', {'dense_act_fn': 'silu'}, False),
@@ -147,9 +126,7 @@ def test_what_a_t5s_fields_decide(case, tmp_path):
   parity.check_logits(loaded, config, params)
 
 
-@pytest.mark.parametrize(
-  'name', ['Llama 3.2', 'Qwen 3', 'Gemma 2', 'GPT-2', 'T5Gemma']
-)
+@pytest.mark.parametrize('name', ['Llama 3.2', 'Gemma 2', 'T5Gemma'])
 def test_a_head_of_its_own_beside_a_tied_config(name, tmp_path):
   """transformers 5 does not tie what differs."""
   model = parity.folder_of(name)[0]
@@ -187,32 +164,3 @@ def test_the_text_model_of_a_folder_with_images(tmp_path):
   config, params = folders.read(tmp_path)
   assert config.window == 9 and config.num_layers == 5
   parity.check_logits(model, config, params)
-
-
-def test_texts_are_marked_as_transformers_marks_them(tmp_path):
-  import tokenizers
-  import transformers
-
-  made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token='<unk>'))
-  made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=80,
-    special_tokens=['<s>', '<pad>', '</s>', '<unk>'],
-    show_progress=False,
-  )
-  made.train_from_iterator(sentences(), trainer)
-  words = json.loads(made.to_str())['model']
-  theirs = transformers.NllbTokenizer(
-    words['vocab'], [tuple(pair) for pair in words['merges']]
-  )
-  theirs.save_pretrained(tmp_path)
-  ours = Tokenizer(tmp_path)
-  assert len(ours.languages) == 202 and ours.bos_id is None
-  for language in ('fra_Latn', 'zho_Hans'):
-    theirs.src_lang = language
-    found = languages_of(ours, True, language, None)
-    for text in ('the red dog', ' a  cat'):
-      ids = ours.encode(text)
-      have = [*found.before_text(ids), *ids, ours.eos_id]
-      assert have == theirs(text).input_ids
-      assert ours.decode(have) == theirs.decode(have, skip_special_tokens=True)

@@ -24,9 +24,11 @@ from drafter_conformance_test import (
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding import pool as decode_pool
 from specdec_jax.decoding.loop import Loop
-from specdec_jax.decoding.pool import RowLayout
+from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine.request import Drafting
+from specdec_jax.engine.scheduler import Slots
 from specdec_jax.probs import SamplingConfig
 
 ROWS, SIZE, GROUP = 7, 3, 2
@@ -72,18 +74,6 @@ def prompted(gamma):
   )
 
 
-def empty(asked):
-  """Rows without text, as wide as those that `asked` is of."""
-  row = decode_pool.take_rows(asked, np.zeros((GROUP,), np.int32))
-  return row.replace(
-    inputs=row.inputs * 0,
-    max_length=row.max_length * 0,
-    prompt=None,
-    prompt_length=None,
-    slots=asked.cache_slots - asked.draft_slots - 1,
-  )
-
-
 @functools.cache
 def sampled():
   """The pair, and what its rows are when all are in one batch."""
@@ -98,61 +88,39 @@ def fixed(loop, params, asked):
   return jax.device_get(decode(asked))
 
 
-class Pooled:
-  """A pool of `SIZE` slots and its programs."""
+def slots_of(loop, params, asked):
+  """`SIZE` free slots for rows of a request."""
+  slots = Slots(
+    lambda *example: PoolPrograms(loop, params, *example),
+    asked,
+    asked.cache_slots,
+    asked.gamma,
+    GROUP,
+  )
+  slots.begin(SIZE, asked.inputs.shape[1])
+  return slots
 
-  def __init__(self, loop, params, asked):
-    self.asked = asked.replace(
-      slots=asked.cache_slots - asked.draft_slots - asked.prompt_width
-    )
-    example = empty(asked)
-    layout = RowLayout(loop, params, example, asked.prompt is not None)
-    self.layout = layout
-    rows = toy_requests.quick_jit(functools.partial(decode_pool.read, loop))(
-      params, example
-    )
-    self.row = layout.only(rows, np.zeros((1,), np.int32))
-    self.pool = layout.repeated(self.row, SIZE)
-    self._read = toy_requests.quick_jit(
-      lambda rows: layout.staged(decode_pool.read(loop, params, rows), self.row)
-    )
-    self._admit = toy_requests.quick_jit(layout.admit, donate_argnums=0)
-    self.run = toy_requests.quick_jit(
-      functools.partial(decode_pool.run, loop, params),
-      static_argnums=3,
-      donate_argnums=0,
-    )
 
-  def admit(self, rows, free):
-    """Reads rows together, filled up, and gives them these slots."""
-    staged = self._read(
-      decode_pool.take_rows(self.asked, np.array([*rows, *rows][:GROUP]))
-    )
-    places = np.zeros((SIZE,), np.int32)
-    places[: len(free)] = free
-    self.pool = self._admit(self.pool, staged, self.row, places, len(free))
+def admit(slots, asked, rows):
+  """Reads rows together, filled up, and gives them free slots."""
+  filled = np.array([*rows, *rows][:GROUP])
+  slots.admit(decode_pool.take_rows(asked, filled), rows)
 
-  def decode(self, order, gamma, rounds):
-    """Row -> (generation, slot) of its end; rows enter in this order."""
-    waiting, owners, found = list(order), [None] * SIZE, {}
-    while True:
-      free = [slot for slot, row in enumerate(owners) if row is None]
-      while free and waiting:
-        count = min(GROUP, len(free), len(waiting))
-        rows, waiting = waiting[:count], waiting[count:]
-        slots, free = free[-count:], free[:-count]
-        self.admit(rows, slots)
-        for slot, row in zip(slots, rows, strict=True):
-          owners[slot] = row
-      if not any(row is not None for row in owners):
-        return found
-      self.pool, view = self.run(self.pool, next(rounds), 1, gamma)
-      view = jax.device_get(view)
-      assert view.live_rounds <= view.num_rounds * SIZE
-      for slot, row in enumerate(owners):
-        if row is not None and view.is_free[slot]:
-          found[row] = view.generation, slot
-          owners[slot] = None
+
+def decode(slots, asked, order, rounds):
+  """Row -> (generation, slot) of its end; rows enter in this order."""
+  drafting = Drafting(asked.gamma, asked.rule, asked.fallback)
+  waiting, found = list(order), {}
+  while waiting or slots.rows:
+    while slots.free and waiting:
+      count = min(GROUP, len(slots.free))
+      admit(slots, asked, waiting[:count])
+      waiting = waiting[count:]
+    view = jax.device_get(slots.run(next(rounds), 1, drafting, False))
+    assert view.live_rounds <= view.num_rounds * SIZE
+    for row, slot in slots.release(view):
+      found[row] = view.generation, slot
+  return found
 
 
 def check(found, want):
@@ -183,10 +151,10 @@ def come_and_go(name):
   drafter, draft = DRAFTERS[name]
   loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
   asked = request(GAMMA, tree=drafter.tree)
-  pooled = Pooled(loop, params, asked)
+  slots = slots_of(loop, params, asked)
   # Rows of the target's cache hold nothing yet; what the drafter keeps may.
-  assert any(pooled.layout.empty)
-  found = pooled.decode([5, 0, 6, 1, 4, 2, 3], GAMMA, rounds_of(1, 5, 2))
+  assert any(slots._programs._layout.empty)
+  found = decode(slots, asked, [5, 0, 6, 1, 4, 2, 3], rounds_of(1, 5, 2))
   want = fixed(loop, params, asked)
   check(found, want)
   assert len(set(want.length.tolist())) > 2, 'rows should end apart'
@@ -196,18 +164,17 @@ def with_prompts(name):
   drafter, draft = DRAFTERS[name]
   loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
   asked = prompted(GAMMA)
-  pooled = Pooled(loop, params, asked)
-  assert not any(pooled.layout.empty)
-  found = pooled.decode([6, 5, 4, 3, 2, 1, 0], GAMMA, rounds_of(3))
+  slots = slots_of(loop, params, asked)
+  assert not any(slots._programs._layout.empty)
+  found = decode(slots, asked, [6, 5, 4, 3, 2, 1, 0], rounds_of(3))
   check(found, fixed(loop, params, asked))
 
 
 def test_the_plain_loop():
   loop, params = Loop(TARGET), PairParams(TARGET_PARAMS, None)
   asked = request(0)
-  found = Pooled(loop, params, asked).decode(
-    list(range(ROWS)), 0, rounds_of(4, 1)
-  )
+  slots = slots_of(loop, params, asked)
+  found = decode(slots, asked, range(ROWS), rounds_of(4, 1))
   check(found, fixed(loop, params, asked))
 
 
@@ -215,19 +182,20 @@ def test_control_a_row_that_is_not_copied_whole():
   """The comparison sees a drafter's cache that stays behind."""
   loop, params, want = sampled()
   asked = request(GAMMA)
-  pooled = Pooled(loop, params, asked)
-  stale = jax.tree.map(jnp.ones_like, pooled.pool.state.drafter_state)
+  slots = slots_of(loop, params, asked)
+  slots._make()
+  state = slots._pool.state
+  stale = jax.tree.map(jnp.ones_like, state.drafter_state)
   leaves = {id(leaf) for leaf in jax.tree.leaves(stale)}
-  marked = pooled.pool.replace(
-    state=pooled.pool.state.replace(drafter_state=stale)
-  )
+  marked = slots._pool.replace(state=state.replace(drafter_state=stale))
   kept = [id(leaf) in leaves for leaf in jax.tree.leaves(marked)]
   assert any(kept)
-  pooled.layout.axes = [
+  layout = slots._programs._layout
+  layout.axes = [
     None if is_kept else axis
-    for axis, is_kept in zip(pooled.layout.axes, kept, strict=True)
+    for axis, is_kept in zip(layout.axes, kept, strict=True)
   ]
-  found = pooled.decode(list(range(ROWS)), GAMMA, rounds_of(2))
+  found = decode(slots, asked, range(ROWS), rounds_of(2))
   with pytest.raises(AssertionError):
     check(found, want)
 
@@ -237,14 +205,14 @@ def comes_later(name):
   drafter, draft = DRAFTERS[name]
   loop = Loop(TARGET, drafter)
   params = PairParams(TARGET_PARAMS, heard(draft))
-  pooled = Pooled(loop, params, request(GAMMA, skips_rounds=True, **GREEDY))
-  pooled.admit([0, 3], [0, 2])
-  pooled.pool, _ = pooled.run(pooled.pool, 3, SIZE, 0)
-  _, view = pooled.run(pooled.pool, 100, SIZE, GAMMA)
-  view = jax.device_get(view)
+  asked = request(GAMMA, skips_rounds=True, **GREEDY)
+  slots = slots_of(loop, params, asked)
+  admit(slots, asked, [0, 3])
+  slots.run(3, SIZE, Drafting(), False)
+  view = jax.device_get(slots.run(100, SIZE, Drafting(GAMMA), False))
   plain = PairParams(TARGET_PARAMS, None)
   want = fixed(Loop(TARGET), plain, request(0, **GREEDY))
-  for slot, row in ((0, 0), (2, 3)):
+  for row, slot in slots.release(view):
     length = want.length[row]
     assert view.generation.length[slot] == length
     np.testing.assert_array_equal(
@@ -276,10 +244,11 @@ def test_layout_of_a_network():
   network = small_vocabulary.network(1)
   target = jax.eval_shape(network.init, jax.random.key(0))
   loop, params = Loop(network), PairParams(target, None)
-  asked = request(0)
-  layout = RowLayout(loop, params, empty(asked), prompted=False)
+  slots = slots_of(loop, params, request(0))
+  layout = slots._programs._layout
+  example = slots._example(3)
   row = jax.eval_shape(
-    functools.partial(decode_pool.read, loop), params, empty(asked)
+    functools.partial(decode_pool.read, loop), params, example
   )
   named = {
     jax.tree_util.keystr(path): layout.axes[i]
@@ -297,22 +266,10 @@ def test_layout_of_a_network():
   assert sum(layout.empty) == len(cache.keys) + len(cache.values)
 
 
-def test_a_state_with_two_axes_of_rows_is_refused():
-  class Square(Loop):
-    def start(self, params, asked):
-      state = super().start(params, asked)
-      batch = asked.inputs.shape[0]
-      return state.replace(drafter_state=jnp.zeros((batch, batch)))
-
-  loop, params = Square(TARGET), PairParams(TARGET_PARAMS, None)
-  with pytest.raises(ValueError, match='one axis of rows'):
-    RowLayout(loop, params, empty(request(0)), prompted=False)
-
-
 def test_costs_of_another_gamma_are_refused():
   """An index past their end would be clamped in silence."""
   loop, params, _ = sampled()
   few = fallback.of_round_costs(np.ones(GAMMA))
-  pooled = Pooled(loop, params, request(GAMMA, fallback=few))
+  asked = request(GAMMA, fallback=few)
   with pytest.raises(ValueError, match=f'gamma: .* at most {GAMMA - 1}'):
-    pooled.run(pooled.pool, 1, 1, GAMMA)
+    decode(slots_of(loop, params, asked), asked, [0], rounds_of(1))

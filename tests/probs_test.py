@@ -39,12 +39,12 @@ def _reference(logits, temperature, top_k, top_p):
   return law / law.sum()
 
 
-@pytest.mark.parametrize('top_p', [1.0, 0.9, 0.3, 1e-6])
-@pytest.mark.parametrize('top_k', [0, 1, 3, 10_000])
-@pytest.mark.parametrize('temperature', [1.0, 0.7, 0.0, 2.5])
+@pytest.mark.parametrize('top_p', [1.0, 0.9, 1e-6])
+@pytest.mark.parametrize('top_k', [0, 3])
+@pytest.mark.parametrize('temperature', [0.7, 0.0])
 def test_standardise_equals_sorting(temperature, top_k, top_p):
   config = SamplingConfig(temperature, top_k, top_p)
-  for size in (1, 2, 6, 500):
+  for size in (1, 6, 500):
     rng = np.random.default_rng(size)
     for scale in (0.3, 3.0):
       logits = rng.normal(scale=scale, size=size)
@@ -117,19 +117,6 @@ def test_standardise_off_means_not_computed():
     assert {'while', 'scan'} & {e.primitive.name for e in on}
 
 
-def test_other_values_do_not_recompile():
-  standardise = jax.jit(lambda *args: probs.standardise_batch(*args))
-  logits = jnp.zeros((2, 1, 8))
-  for config in (
-    SamplingConfig(),
-    SamplingConfig([0.0, 0.5], top_k=3, top_p=0.5),
-    SamplingConfig(0, top_k=0, top_p=1),
-    SamplingConfig(np.float32(2), top_k=np.int64(100), top_p=np.float64(0.1)),
-  ):
-    standardise(logits, config.params(2))
-  assert standardise._cache_size() == 1
-
-
 def test_largest_threshold_edges():
   values = jnp.array([0.5, -0.0, 0.0, -np.inf, 3e38, -3e38], jnp.float32)
   ones = jnp.ones(6)
@@ -140,24 +127,6 @@ def test_largest_threshold_edges():
   ]
   # -0.0 and 0.0 are a tie: both are at or above the threshold.
   assert np.sum(np.asarray(values) >= found[3]) == 4
-
-
-@pytest.mark.parametrize('size', [1, 2, 3, 6, 127, 128, 32128])
-def test_inverse_cdf_at_the_ends_of_the_uniforms(size):
-  rng = np.random.default_rng(size)
-  sparse = rng.exponential(size=size) * (rng.random(size) < 0.3)
-  sparse[rng.integers(size)] = 1.0
-  laws = [np.eye(1, size, at)[0] for at in {0, size // 2, size - 1}]
-  laws += [sparse, sparse * 1e-30, sparse * 1e30, np.ones(size)]
-  if size > 2:
-    laws.append(np.pad(np.ones(size - 2), 1))
-  for law in laws:
-    law = jnp.asarray(law, jnp.float32)
-    for first in (0.0, 0.5, _ALMOST_ONE):
-      for second in (0.0, 0.5, _ALMOST_ONE):
-        token = int(_inverse_cdf(law, jnp.array([first, second])))
-        assert 0 <= token < size
-        assert law[token] > 0
 
 
 def test_inverse_cdf_never_draws_probability_zero():
@@ -175,16 +144,7 @@ def test_inverse_cdf_never_draws_probability_zero():
     assert np.all(np.asarray(law)[np.asarray(tokens)] > 0)
 
 
-def test_inverse_cdf_without_any_mass_is_still_an_id():
-  for law in (np.zeros(6), np.full(6, np.nan), np.full(7, np.inf)):
-    for uniform in (0.0, _ALMOST_ONE):
-      token = _inverse_cdf(
-        jnp.asarray(law, jnp.float32), jnp.full(2, uniform, jnp.float32)
-      )
-      assert 0 <= token < law.size
-
-
-@pytest.mark.parametrize('size', [1, 2, 5, 6, 40])
+@pytest.mark.parametrize('size', [1, 6, 40])
 def test_inverse_cdf_has_exactly_the_law(size):
   rng = np.random.default_rng(size)
   law = rng.dirichlet(np.full(size, 0.3)) * (rng.random(size) < 0.7)
@@ -254,25 +214,6 @@ def test_sampling_config_rejects(name, values):
   for value in values:
     with pytest.raises(ValueError, match=f'{name}: expected'):
       SamplingConfig(**{name: value})
-
-
-def test_sampling_config_greedy_and_equality():
-  assert SamplingConfig(0).greedy
-  assert SamplingConfig([0.0, 0.0]).greedy
-  assert not SamplingConfig([0.0, 1.0]).greedy
-  assert not SamplingConfig().greedy
-  same = SamplingConfig(np.array([0.5, 1.0]), np.int32(3), np.float64(0.5))
-  assert same == SamplingConfig([0.5, 1.0], 3, 0.5)
-  assert hash(same) == hash(SamplingConfig((0.5, 1.0), 3, 0.5))
-
-
-def test_sampling_config_params():
-  params = SamplingConfig(0.5, top_k=4, top_p=0.25).params(3)
-  np.testing.assert_array_equal(params.temperature, [0.5] * 3)
-  assert (params.temperature.dtype, params.top_k.dtype) == ('f4', 'i4')
-  assert (params.top_p.dtype, params.top_p, params.top_k) == ('f4', 0.25, 4)
-  with pytest.raises(ValueError, match='one for each of 3 examples'):
-    SamplingConfig([0.5, 1.0]).params(3)
 
 
 def test_keys_of_one_round_differ_and_are_reproducible():

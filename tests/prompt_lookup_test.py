@@ -95,9 +95,3 @@ def test_a_decoder_only_model_copies_from_its_prompt():
   state = drafter.init((), jnp.zeros((1, 1), jnp.int32), SLOTS, None)
   assert state.shape == (1, 1)
   assert propose(drafter, [[]], [[5, 6, 7, 5]]) == [[6, 7, 5, 6, 7]]
-
-
-@pytest.mark.parametrize('bad', [(1, 2), (0, 0), (3, 0)])
-def test_numbers_that_make_no_sense(bad):
-  with pytest.raises(ValueError, match='1 <= min_match <= max_match'):
-    prompt_lookup(*bad)

@@ -5,17 +5,14 @@ import itertools
 import sys
 
 import jax
-import numpy as np
 import pytest
 import rich.console
 
 from small_vocabulary import network
-from specdec_jax import analysis
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import acceptance, calls
-from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
 from specdec_jax.models.model import Model
 from specdec_jax.paper import plots, printed, reproduce, tables
@@ -30,63 +27,7 @@ def quiet():
   return rich.console.Console(quiet=True)
 
 
-# --- Tables and reports --------------------------------------------------
-
-
-def test_titles_name_what_was_forced():
-  assert tables.titled('T', [None, None]) == 'T'
-  assert tables.titled('T', [0.75]) == f'T ({FORCED})'
-  assert tables.titled('T', [None, 0.75]) == f'T ({FORCED}: 1 of 2)'
-  both = tables.titled('T', [0.5, 0.75])
-  assert both == 'T (forced alpha=0.5 to 0.75, random weights)'
-
-
-def rate(**changes):
-  """A row of a record of acceptance rates."""
-  return {
-    'target': 'a small target',
-    'draft': 'two-grams',
-    'temperature': 1.0,
-    'lenience': 1.0,
-    'alpha': 0.3,
-    'standard_error': 0.01,
-    'num_tokens': 5000,
-    'paper': ['t5_xxl_ende', 'bigram'],
-  } | changes
-
-
-def test_tables_3_and_5_list_ours_and_the_papers_other_rows():
-  """A row that stands in for one of the paper has its value beside it."""
-  silent = rate(draft='silent', alpha=None, paper=None)
-  shown = tables.table3([{'rows': [rate(), silent, rate(lenience=0.1)]}])
-  assert len(shown.rows) == len(printed.TABLE3) - 1 + 2
-  first, second, *others = shown.rows
-  assert (first.keys['draft'], first.paper, first.measured) == (
-    *('two-grams', 0.19),
-    0.3,
-  )
-  assert first.details['stands in for'] == 't5_xxl_ende, bigram'
-  assert second.measured is None and 'nothing' in second.not_measured
-  others = [tuple(row.keys.values()) for row in others]
-  assert ('t5_xxl_ende', 'bigram', 0) in others
-  assert ('t5_xxl_ende', 'bigram', 1) not in others
-  # Without a lossless rate there is nothing to be lenient about.
-  assert len(tables.table5([{'rows': [silent]}]).rows) == len(printed.TABLE5)
-  shown = tables.table5([{'rows': [rate(lenience=0.1)]}])
-  assert shown.rows[0].paper == 0.32
-  assert len(shown.rows) == len(printed.TABLE5) and 'lossy' in shown.caption
-
-
 # --- Figures -------------------------------------------------------------
-
-
-def test_curves_are_the_closed_forms():
-  for curve in plots.gamma_curves(analysis.walltime_factor, 0.1):
-    gamma, rates = int(curve.parameter), curve.rates[:-1]
-    direct = (1 - rates ** (gamma + 1)) / (1 - rates) / (1 + 0.1 * gamma)
-    np.testing.assert_allclose(curve.values[:-1], direct, rtol=1e-4)
-  for curve in plots.optimal_gamma_curves():
-    assert 1 < curve.values.max() < plots.MAX_GAMMA
 
 
 TIMES = plots.CallTimes(3.0, 1.0, 0.5, {1: 4.0, 4: 5.0, 8: 6.0})
@@ -112,35 +53,29 @@ def drawn(monkeypatch):
   figures = []
 
   def save(path, draw, **size):
-    def keep(figure):
-      draw(figure)
-      figures.append(figure)
-
-    measured_tables.save_plot(path, keep, **size)
+    measured_tables.save_plot(
+      path, lambda figure: figures.append(figure) or draw(figure)
+    )
 
   monkeypatch.setattr(plots, 'save_plot', save)
 
   def draw(name, path):
     DRAW[name](path)
+    data = path.read_bytes()
+    assert data.startswith(b'\x89PNG\r\n\x1a\n') and len(data) > 5000
     return figures[-1]
 
   return draw
 
 
-@pytest.mark.parametrize('name', DRAW)
-def test_every_figure_is_a_picture(drawn, tmp_path, name):
-  drawn(name, tmp_path / 'x.png')
-  data = (tmp_path / 'x.png').read_bytes()
-  assert data.startswith(b'\x89PNG\r\n\x1a\n') and len(data) > 5000
-
-
-def test_figure_4_is_the_same_whatever_the_user_set(drawn, tmp_path):
+def test_figures_2_to_4_are_the_same_whatever_the_user_set(drawn, tmp_path):
   import matplotlib
 
+  for name in ('figure2', 'figure3'):
+    drawn(name, tmp_path / f'{name}.png')
   left, right = drawn('figure4', tmp_path / 'a.png').axes
   with matplotlib.rc_context({'lines.linewidth': 9.0, 'font.size': 30.0}):
     drawn('figure4', tmp_path / 'b.png')
-    assert matplotlib.rcParams['font.size'] == 30.0
   first, second = (tmp_path / f'{name}.png' for name in 'ab')
   assert first.read_bytes() == second.read_bytes()
   # The point is marked as one of forced acceptance.
@@ -177,24 +112,24 @@ def test_closed_forms_need_nothing_measured(tmp_path):
   assert 'a closed form' in report and 'checkpoints were not given' in report
 
 
-@pytest.mark.parametrize(
-  ('options', 'words'),
-  [
+def costs(**options):
+  return BenchmarkConfig(network(1), **options)
+
+
+def test_bad_settings():
+  figure = {'items': ['figure5'], 'engine': lambda: None, 'text': 'a'}
+  several = costs(drafter=network(1), batches=(1, 2))
+  for options, words in (
     ({'items': ('table9',)}, 'items.*table9'),
     ({'items': ('table2',)}, 'suite.*table2'),
-    ({'items': ('figure1',)}, 'engine.*figure1'),
+    ({'items': (), 'drafts': {'t5_tiny': network(1)}}, 'drafts.*t5_tiny'),
     ({'items': ('figure1',), 'engine': lambda: None}, 'text.*figure1'),
-    (
-      dict(items=['figure1'], engine=lambda: None, text='a', measure=False),
-      'measure',
-    ),
-  ],
-)
-def test_bad_settings(options, words):
-  with pytest.raises(ValueError, match=words):
-    ReproduceConfig(output_dir='x', **options)
-  with pytest.raises(ValueError, match='drafts.*t5_tiny'):
-    reproduce.SuiteConfig('x', network(1), {'t5_tiny': network(1)})
+    (figure | {'items': ['figure1'], 'measure': False}, 'measure'),
+    (figure | {'costs': several}, 'costs.*2 settings'),
+    (figure | {'costs': costs()}, 'costs.drafter'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      ReproduceConfig(output_dir='x', **options)
 
 
 def test_without_matplotlib_nothing_is_measured(monkeypatch, tmp_path):
@@ -221,30 +156,30 @@ def test_records_are_there_and_have_different_names(tmp_path):
     reproduce.reproduce(config, quiet())
 
 
-def load(monkeypatch, name, output_dir, *flags):
+def load(monkeypatch, output_dir, flags):
   monkeypatch.chdir(gin_flags.ROOT)
-  name, *macros = name.split()
+  name, *flags = flags
   given = [f'--gin_file=gin/runs/{name}.gin', f'--output-dir={output_dir}']
-  gin_flags.load(gin_flags.parse_flags([*given, *macros, *flags]))
+  gin_flags.load(gin_flags.parse_flags([*given, *flags]))
   return gin_flags.build(ReproduceConfig)
 
 
-# Run file, folder of its report, folder of its records.
+DEMO = [
+  *('table2_cpu', '--gin.TARGET=%DEMO_TARGET', '--gin.DRAFT=%DEMO_DRAFT'),
+  *('--repeats=15', "--name=the demo pair's sizes, float32, random weights"),
+]
+# Flags, folder of the report, folder of its records.
 SHIPPED = [
-  (
-    'table2_cpu --gin.SUITE=%DEMO --gin.SuiteConfig.repeats=15',
-    'table2_demo',
-    'table2_demo/records',
-  ),
-  ('table2_cpu', 'table2_base', 'table2_base/records'),
-  ('table3_stand_in', 'table3', 'table3'),
-  ('table3_stand_in --items=table5', 'table5', 'table5'),
+  (DEMO, 'table2_demo', 'table2_demo/records'),
+  (['table2_cpu'], 'table2_base', 'table2_base/records'),
+  (['table3_stand_in'], 'table3', 'table3'),
+  (['table3_stand_in', '--items=table5'], 'table5', 'table5'),
 ]
 
 
-@pytest.mark.parametrize(('name', 'report', 'records'), SHIPPED)
+@pytest.mark.parametrize(('flags', 'report', 'records'), SHIPPED)
 def test_shipped_records_are_shown_as_they_are(
-  name, report, records, monkeypatch, tmp_path
+  flags, report, records, monkeypatch, tmp_path
 ):
   """Nothing is measured, no model or data is read; the report is ours."""
   pytest.importorskip('matplotlib', reason='needs the extra [plots]')
@@ -254,52 +189,55 @@ def test_shipped_records_are_shown_as_they_are(
 
   monkeypatch.setattr(reproduce, 'run_suite', measures)
   monkeypatch.setattr(reproduce, 'measure_alpha', measures)
-  flags = ('--no-measure', f'--records-dir={RESULTS / records}')
-  config = load(monkeypatch, name, tmp_path, *flags)
+  flags = [*flags, '--no-measure', f'--records-dir={RESULTS / records}']
+  config = load(monkeypatch, tmp_path, flags)
   reproduce.reproduce(config, quiet())
   for path in [*tmp_path.glob('*.json'), *tmp_path.glob('*.csv')]:
     assert path.read_text() == (RESULTS / report / path.name).read_text()
   ours = (RESULTS / report / 'report.md').read_text()
   assert (tmp_path / 'report.md').read_text() == ours
-  assert ours.count('not measured') <= 1
-  # Each value of Tables 2 and 4 and each title says that it was forced.
-  forced = 4 if report.startswith('table2') else 0
-  assert ours.count(' (forced) |') == 2 * forced
-  assert ours.count(' (forced alpha=0.53 to 0.75, random') == forced // 2
+  assert ours.count('not measured') <= 2
+  # The titles of Tables 2 and 4 say that all was forced.
+  titles = 2 if report.startswith('table2') else 0
+  assert ours.count(' (forced alpha=0.53 to 0.75, random') == titles
 
 
 # --- The suite of Table 2 --------------------------------------------------
 
 # At this rate the loop's counts are known exactly.
 ROW = printed.Table2Row('ende', 't5_small', 0, 2, 1.0, 3.4)
-SUITE = reproduce.SuiteConfig(
-  'tiny',
-  network(1),
-  {'t5_small': network(1)},
-  input_len=8,
-  decode_len=32,
-  repeats=2,
-  calls_a_run=2,
+SUITE = BenchmarkConfig(
+  network(1), name='tiny', decode_lens=(32,), repeats=2, calls_a_run=2
 )
+
+
+def suite(folder, **changes):
+  return ReproduceConfig(
+    ('table2', 'table4'),
+    str(folder),
+    records_dir=str(folder / 'records'),
+    suite=dataclasses.replace(SUITE, **changes),
+    drafts={'t5_small': network(1)},
+  )
 
 
 @pytest.fixture(scope='module')
 def measured(tmp_path_factory):
   """One row of Table 2, measured; what two runs said, and its record."""
-  folder = str(tmp_path_factory.mktemp('suite'))
-  consoles = [rich.console.Console(record=True, width=150) for _ in range(2)]
+  folder = tmp_path_factory.mktemp('suite')
+  lines, again = [], []
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(printed, 'TABLE2', (ROW,))
-    for console in consoles:
-      reproduce.run_suite(SUITE, folder, console)
-    records = reproduce.read_suite(SUITE, folder)
-  return folder, records, *(console.export_text() for console in consoles)
+    reproduce.run_suite(suite(folder), lines.append)
+    reproduce.run_suite(suite(folder), again.append)
+    records = reproduce.read_suite(suite(folder))
+  return folder, records, lines, again
 
 
 def test_a_row_is_measured_once(measured):
-  _, records, said, again = measured
-  assert said.count('acceptance forced to 1.0') == 1
-  assert again == ''  # a suite that goes on does not measure it again
+  _, records, lines, again = measured
+  assert len(lines) == 1 and 'acceptance forced to 1.0' in lines[0]
+  assert again == []  # a suite that goes on does not measure it again
   record = records['ende-t5_small-T0']
   assert record['settings']['forced_acceptance'] == 1.0
   row = tables.only(record)
@@ -335,44 +273,28 @@ def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
 def test_a_record_of_other_settings_is_refused(measured, monkeypatch):
   folder, records, _, _ = measured
   monkeypatch.setattr(printed, 'TABLE2', (ROW,))
-  assert reproduce.read_suite(SUITE, folder) == records  # the control
+  assert reproduce.read_suite(suite(folder)) == records  # the control
   for options, message in (
-    ({'decode_len': 48}, 'decode_len was 32, is 48'),
-    ({'input_len': 16}, 'input_len was 8, is 16'),
+    ({'decode_lens': (48,)}, 'decode_len was 32, is 48'),
     ({'repeats': 3}, 'repeats was 2, is 3'),
     ({'target': network(2)}, 'target was'),
     ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
   ):
-    other = dataclasses.replace(SUITE, **options)
     with pytest.raises(ValueError, match=message):
-      reproduce.read_suite(other, folder)
+      reproduce.read_suite(suite(folder, **options))
   monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=3),))
-  with pytest.raises(ValueError, match=r'gammas was \[2\], is \[3\]'):
-    reproduce.read_suite(SUITE, folder)
-
-
-def test_table_2_shows_all_rows(measured):
-  _, records, _, _ = measured
-  rows = (ROW, *printed.TABLE2[1:])
-  shown = tables.table2(records, rows, 'no GPU at hand')
-  first, *others = shown.rows
-  row = tables.only(records['ende-t5_small-T0'])
-  assert first.measured == row['speed_up']
-  assert first.predicted == row['expected_speed_up']
-  assert 'forced' in shown.full_title and len(others) == 11
-  for other in others:
-    assert other.measured is None and other.predicted > 1.0
-    assert other.not_measured == 'no GPU at hand'
+  with pytest.raises(ValueError, match='gamma was 2, is 3'):
+    reproduce.read_suite(suite(folder))
 
 
 def test_a_pair_that_does_not_fit_is_said_once(tmp_path, monkeypatch):
   monkeypatch.setattr(calls, 'device_bytes', lambda: 10_000)
+  config = dataclasses.replace(suite(tmp_path), items=('table4',))
   with pytest.raises(DoesNotFitError):
-    reproduce.run_suite(SUITE, str(tmp_path / 'records'), quiet())
-  config = ReproduceConfig(('table4',), str(tmp_path), suite=SUITE)
+    reproduce.run_suite(config, print)
   reproduce.reproduce(config, quiet())
   report = (tmp_path / 'report.md').read_text()
   # The small drafter's rows, all of them for one reason.
   assert report.count('memory are needed') == 1
-  assert '4 rows not measured: 1 rows of 64 slots' in report
+  assert '4 of 4 rows not measured: 1 rows of 64 slots' in report
   assert '3.2' in report  # the paper's EXP of the first row

@@ -5,17 +5,23 @@ import functools
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
 import small_vocabulary
 import toy_models
 from continuous_test import make_texts, nothing_compiles
-from specdec_jax import probs
+from specdec_jax.decoding import fallback
+from specdec_jax.drafters.length import unsure_below
+from specdec_jax.engine.calibration import (
+  Calibration,
+  CalibrationError,
+  Choice,
+)
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import TextBatch
+from specdec_jax.measure import record
 from specdec_jax.models.model import Model
+from specdec_jax.serving import worker
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.serving.worker import Busy, Stopped, Worker
 
@@ -52,7 +58,7 @@ def _engine(tokenizer):
 
 @pytest.fixture(scope='module')
 def scheduler(engine):
-  made = started(engine, rows=4, gammas={4: 2, 1: 3})
+  made = started(engine, rows=2, gammas={2: 2, 1: 3})
   yield made
   made.stop()
   made.join()
@@ -163,45 +169,6 @@ def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
   assert max(len(one.news) for one in heard) > 2, 'nothing was streamed'
 
 
-def test_who_is_alone_has_a_pool_of_its_own(scheduler, monkeypatch, engine):
-  """Read by its first call, and looked at seldom; then others come."""
-  slots, calls = scheduler._slots, []
-
-  def noted(name):
-    real = getattr(slots, name)
-
-    def call(*args, **options):
-      calls.append((name, args[0]))
-      return real(*args, **options)
-
-    monkeypatch.setattr(slots, name, call)
-
-  for name in ('hold', 'admit', 'run'):
-    noted(name)
-  asked = {'stop_ids': (), 'log_probs': False}
-  texts = [text for text in TEXTS if engine.num_input_tokens(text) <= 32]
-  want = engine.generate(texts[:2], **asked)
-  with nothing_compiles():
-    same(ask(scheduler, texts[0], **asked), want[0])
-    assert [name for name, _ in calls[:2]] == ['hold', 'run']
-    assert min(rounds for name, rounds in calls if name == 'run') > 4
-    calls.clear()
-    first = Heard(scheduler, texts[0], streams=True, **asked)
-    later = Heard(scheduler, texts[1], **asked)
-    tell = first.row.tell
-
-    def tell_and_submit(news):
-      tell(news)
-      if len(first.news) == 1:
-        scheduler.take([later.row])
-
-    first.row.tell = tell_and_submit
-    scheduler.take([first.row])
-    same(first.last.completion, want[0])
-    same(later.last.completion, want[1])
-  assert calls[0][0] == 'hold' and any(name == 'admit' for name, _ in calls)
-
-
 def test_a_cancelled_row_frees_its_slot(engine, scheduler):
   forever = [
     Heard(scheduler, text, streams=True, stop_ids=()) for text in TEXTS[:4]
@@ -228,22 +195,6 @@ def test_deadlines_in_the_queue_and_in_a_slot(scheduler):
     one.row.deadline = 0.0
   scheduler.take([one.row for one in heard])
   assert [one.last.error for one in heard] == [None, 'deadline'] * 4
-
-
-def test_first_come_first_served(scheduler):
-  """With one round each rows end in the order in which they came."""
-  ended = []
-  heard = []
-  for index, text in enumerate(TEXTS[:12]):
-    one = Heard(scheduler, text, stop_ids=(), max_length=1)
-    tell = one.row.tell
-    one.row.tell = lambda n, i=index, tell=tell: (ended.append(i), tell(n))
-    heard.append(one)
-  scheduler.take([one.row for one in heard])
-  for one in heard:
-    assert one.last.completion
-  groups = [sorted(ended[at : at + 4]) for at in range(0, 12, 4)]
-  assert [i for group in groups for i in group] == list(range(12))
 
 
 def test_a_full_queue_refuses_and_a_stop_ends_what_waits(engine, monkeypatch):
@@ -281,7 +232,7 @@ def test_rows_are_themselves_whatever_is_compiled(engine, monkeypatch):
     return {one: functools.partial(used, run) for one, run in found.items()}
 
   monkeypatch.setattr(Worker, '_rehearsals', one_by_one)
-  made = Worker(engine, ServeSettings(rows=4))
+  made = Worker(engine, ServeSettings(rows=2))
   made.start()
   asked = (
     {'stop_ids': STOPS, 'log_probs': False},
@@ -322,36 +273,122 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
     made.take([heard[0].row])
 
 
-def test_each_row_has_top_k_and_top_p_of_its_own():
-  """As in a batch of its own with these values for all."""
-  rng = np.random.default_rng(0)
-  logits = rng.normal(size=(4, 2, 50)).astype(np.float32)
-  asked = [(0, 1.0), (3, 1.0), (0, 0.4), (9, 0.7)]
-  shared = [
-    probs.standardise_batch(
-      logits[i : i + 1], probs.SamplingConfig(0.8, *one).params(1)
-    )
-    for i, one in enumerate(asked)
-  ]
-  top_k, top_p = zip(*asked, strict=True)
-  each = probs.SamplingParams(
-    np.full((4,), 0.8, np.float32), np.array(top_k), np.array(top_p, 'f4')
-  )
-  have = jax.jit(probs.standardise_batch)(logits, each)
-  np.testing.assert_allclose(have, np.concatenate(shared), atol=1e-6)
-  assert len({int(np.sum(np.asarray(one) > 0)) for one in shared}) == 4
-
-
 def test_rows_over_devices_are_refused(engine, monkeypatch):
-  monkeypatch.setattr(TextBatch, 'batch_multiple', 2)
+  monkeypatch.setattr(Engine, 'batch_multiple', 2)
   with pytest.raises(ValueError, match='Placement'):
     Worker(engine, ServeSettings())
 
 
-@pytest.mark.parametrize(
-  'wrong',
-  [{'rows': 0}, {'port': 70000}, {'max_seconds': 0.0}, {'gammas': {4: 0}}],
-)
-def test_settings(wrong):
-  with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix('s')):
-    ServeSettings(**wrong)
+# By a calibration, with drafts that adapt, with rests.
+
+WORDS = {word for text in make_texts(40) for word in text.split()}
+SHORT_TEXTS = sorted(WORDS)[:10]
+CONFIDENCE = 0.3  # which the drafter has at some places
+SHORT = 4  # tokens, from which on the calibration says that a draft pays
+
+
+def made(tokenizer, noise=1, **options):
+  sizes = {'max_input_len': 8, 'max_decode_len': 24}
+  return Engine(model(0), model(noise), tokenizer=tokenizer, **sizes, **options)
+
+
+@pytest.fixture(scope='module')
+def adaptive(tokenizer):
+  """Its drafts end early, and its drafter, which is mostly wrong, rests."""
+  costs = fallback.of_round_costs([1.0, 1.5, 1.5], first_rest=3)
+  ends = unsure_below(CONFIDENCE, 2)
+  return made(tokenizer, noise=2, gamma=ends, fallback=costs)
+
+
+def calibration_of(engine, **changes):
+  """At one row three proposals pay, at two none; the drafter's start costs."""
+  times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': 2.0}}
+  choices = [
+    Choice(rows, gamma, speed_up, (1.0, 2.0), (1.0, speed_up))
+    for rows, gamma, speed_up in ((1, 3, 2.0), (2, 0, 1.0))
+  ]
+  values = {
+    'fingerprints': engine.fingerprints,
+    'device': record.describe()['device'],
+    'temperature': 0.0,
+    'choices': tuple(choices),
+    'record': {'costs': [{'times_ms': times}] * 2},
+  }
+  return Calibration(**(values | changes))
+
+
+@pytest.fixture(scope='module')
+def simple(tokenizer):
+  return made(tokenizer, gamma=2)
+
+
+def test_a_calibration_says_what_is_drafted_for(simple):
+  measured = calibration_of(simple)
+  assert measured.least_length(1) == SHORT and measured.least_length(2) == 0
+  settings = ServeSettings(rows=2)
+  worker.calibrate(simple, settings, measured)
+  scheduler = started(simple, measured=measured, rows=2)
+  greedy = {'log_probs': False, 'stop_ids': ()}
+  long = greedy | {'max_length': 16}
+  try:
+    with nothing_compiles():
+      short = Heard(scheduler, SHORT_TEXTS[0], max_length=SHORT - 1, **greedy)
+      scheduler.take([short.row])
+      assert short.last.num_drafted == 0
+      enough = Heard(scheduler, SHORT_TEXTS[0], max_length=SHORT, **greedy)
+      scheduler.take([enough.row])
+      assert enough.last.num_drafted > 0
+      # Two at a time are not drafted for; the one that is left is.
+      both = [Heard(scheduler, text, **long) for text in SHORT_TEXTS[:2]]
+      longest = Heard(
+        scheduler, SHORT_TEXTS[2], **(greedy | {'max_length': 24})
+      )
+      scheduler.take([one.row for one in (*both, longest)])
+      ends = [one.last for one in (*both, longest)]
+      assert [one.num_drafted for one in ends[:2]] == [0, 0]
+      # A sample has the engine's gamma.
+      sampled = Heard(scheduler, SHORT_TEXTS[3], temperature=1.0, stop_ids=())
+      scheduler.take([sampled.row])
+      calls = sampled.last.completion.stats.num_target_calls
+      assert sampled.last.num_drafted == 2 * calls
+    want = simple.generate(SHORT_TEXTS[:3], max_length=16, **greedy)
+    for heard, one in zip(both, want[:2], strict=True):
+      same(heard.last.completion, one)
+    assert ends[2].completion.tokens[:16] == want[2].tokens
+    assert short.last.completion.tokens == want[0].tokens[: SHORT - 1]
+  finally:
+    scheduler.stop()
+    scheduler.join()
+
+
+def test_where_no_draft_pays_the_drafter_is_left_out(simple):
+  measured = calibration_of(simple)
+  never = dataclasses.replace(measured, choices=measured.choices[1:])
+  made = Worker(simple, ServeSettings(rows=2), never)
+  assert not made.speculates and made.policy.room == 0
+  assert not made.policy.of(1, True, False)
+  told = ServeSettings(rows=2, speculative=True)
+  assert Worker(simple, told, never).speculates
+
+
+def test_calibrations_of_something_else_are_refused(simple, tokenizer):
+  measured = calibration_of(simple)
+  settings = ServeSettings(rows=2)
+  other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
+  with pytest.raises(CalibrationError, match='made for something else'):
+    worker.calibrate(simple, settings, other)
+  given = dataclasses.replace(settings, gammas={2: 3})
+  with pytest.raises(ValueError, match='gammas'):
+    worker.calibrate(simple, given, measured)
+  alone = Engine(model(0), tokenizer=tokenizer)
+  with pytest.raises(ValueError, match='drafter'):
+    worker.calibrate(alone, settings, measured)
+
+
+def test_an_adaptive_engine_needs_what_a_calibration_knows(adaptive):
+  with pytest.raises(
+    CalibrationError, match='needs a calibration with a table'
+  ):
+    worker.calibrate(adaptive, ServeSettings(), calibration_of(adaptive))
+  with pytest.raises(ValueError, match='gammas: .* at most 2'):
+    Worker(adaptive, ServeSettings(gammas={16: 9}))

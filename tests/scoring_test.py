@@ -26,10 +26,9 @@ def params(network):
   return network.init(jax.random.key(0))
 
 
-@pytest.fixture(scope='module')
-def engine(network, params, tokenizer):
+def test_what_decoding_reports(network, params, tokenizer):
   drafter = small_vocabulary.network(1)
-  return Engine(
+  engine = Engine(
     Model(network, params),
     Model(drafter, drafter.init(jax.random.key(1))),
     tokenizer=tokenizer,
@@ -37,9 +36,6 @@ def engine(network, params, tokenizer):
     max_input_len=24,
     max_decode_len=20,
   )
-
-
-def test_what_decoding_reports(engine):
   done = engine.generate(
     TEXTS,
     temperature=1.0,
@@ -119,13 +115,18 @@ def test_closed_form_of_a_markov_chain():
 @pytest.mark.parametrize(
   'options',
   [
-    {},
     {'num_samples': 2, 'temperature': 1.0, 'batch_size': 2},
     {'num_beams': 2, 'num_samples': 2},
     {'prompts': [[7, 8], [], [9]], 'stop_strings': ['s']},
   ],
 )
-def test_the_likeliest_tokens_of_an_engines_outputs(engine, options):
+def test_the_likeliest_tokens_of_an_engines_outputs(tokenizer, options):
+  chains = (
+    toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE, noise)
+    for noise in (0, 1)
+  )
+  models = (Model(chain, chain.params) for chain in chains)
+  engine = Engine(*models, tokenizer=tokenizer, gamma=2, max_input_len=24)
   options = {'max_length': 6} | options
   texts = ['the dog', '', 'a cat'] if 'prompts' not in options else TEXTS
   done = engine.generate(texts, top_log_probs=3, **options)

@@ -6,13 +6,18 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import collectives
+from continuous_test import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, weights
 from specdec_jax import checkpoints, partitioning
-from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.checkpoints import disk_arrays
+from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
+from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.measure import memory
 from specdec_jax.models import backend
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
@@ -187,18 +192,6 @@ def test_greedy_tokens_are_those_of_one_device(preset, way, engines, alone):
     assert 0 < accepted < sum(c.stats.num_tested for c in found)
 
 
-@pytest.mark.slow
-def test_a_shortlist_is_whole_on_each_device(family, tokenizer, alone):
-  """Also where the devices do not divide its ids."""
-  ids = range(0, VOCAB_SIZE, 3)
-  short = models(family)[1].with_shortlist(ids)
-  placement = PRESETS['tensor parallel']
-  engine = make_engine(family, tokenizer, placement, short)
-  found = engine.generate(TEXTS, **GREEDY)
-  assert tokens_of(found) == tokens_of(alone['plain'])
-  assert sum(one.stats.num_tested for one in found) > 0
-
-
 def test_a_drafter_may_have_other_ids(family, tokenizer, alone):
   """Heads of one tokenizer that are padded differently, on a mesh."""
   network = network_of(family, vocab_size=VOCAB_SIZE + 8)
@@ -235,7 +228,7 @@ def program(engine, speculative=True, name='decode', **options):
   """The compiled program that `generate` runs, or `stream`."""
   gamma = engine.gamma if speculative else 0
   request = engine.request(TEXTS, gamma, **(GREEDY | options))
-  return engine._programs.get(name, request, speculative).func
+  return engine._programs.get(name, request).func
 
 
 def exchanges(engine, speculative=True):
@@ -275,7 +268,7 @@ def test_exchanges_of_a_round_are_few(preset, way, family, engines):
 @pytest.mark.parametrize(
   'family',
   [
-    'causal',
+    pytest.param('causal', marks=pytest.mark.slow),
     pytest.param('gpt', marks=pytest.mark.slow),
     pytest.param('m2m100', marks=pytest.mark.slow),
     pytest.param('t5gemma', marks=pytest.mark.slow),
@@ -310,12 +303,12 @@ def test_the_count_sees_a_rule_that_exchanges_more(family, tokenizer):
 def test_the_check_sees_a_gathered_weight(family, tokenizer, monkeypatch):
   """Logits asked for whole at once: XLA gathers the output layer's kernel."""
 
-  def extend(self, params, cache, tokens):
+  def head(self, params, features):
     with backend.split():
-      logits, cache = self.network.extend(params, cache, tokens)
-    return self._at(logits, ('batch', None, None)), cache
+      logits = self.network.head(params, features)
+    return self._at(logits, ('batch', None, None))
 
-  monkeypatch.setattr(Following, 'extend', extend)
+  monkeypatch.setattr(Following, 'head', head)
   engine = make_engine(family, tokenizer, PRESETS['tensor parallel'])
   found = exchanges(engine, speculative=False)
   (one,) = collectives.of_weights(found, weights_of(engine))
@@ -343,11 +336,21 @@ def test_caches_follow_their_models(family, engines, alone):
 
 
 @pytest.mark.slow
-def test_a_drafter_without_a_model(family, tokenizer, alone):
-  engine = make_engine(family, tokenizer, PRESETS['both'], prompt_lookup())
-  found = engine.generate(TEXTS, **GREEDY)
+@pytest.mark.parametrize(
+  ('preset', 'settings', 'gammas'),
+  [
+    ('tensor parallel', {'rows': 4}, {3}),
+    # Pools of one row and of three, which two devices do not divide.
+    ('both', {'gammas': {3: 0, 1: 2}}, {0, 2}),
+  ],
+)
+def test_slots(preset, settings, gammas, engines, alone):
+  decoder = Continuous(engines(preset), PoolSettings(**settings))
+  found = decoder.generate(TEXTS, **GREEDY)
   assert tokens_of(found) == tokens_of(alone['plain'])
-  assert sum(completion.stats.num_accepted for completion in found)
+  assert set(decoder.stats.rounds) == gammas
+  with nothing_compiles():
+    decoder.generate(TEXTS, **GREEDY)
 
 
 def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path, engines):
@@ -369,6 +372,42 @@ def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path, engines):
   placed = partitioning.place(loaded, placement)
   again = placed['decoder']['layers_0']['mlp']['wo']['kernel']
   assert pointers(again) == pointers(kernel)
+
+
+@pytest.mark.parametrize('kind', ['orbax', 'file'])
+def test_each_device_reads_its_part(kind, tmp_path, monkeypatch):
+  """Each shard is read once, not the array, and not once a device."""
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('a', 'b'))
+  wide = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
+  rows, both, columns = (
+    NamedSharding(mesh, P(*axes)) for axes in (('a',), ('a', 'b'), (None, 'b'))
+  )
+  saved = {'x': {'w': jax.device_put(wide, both)}, 's': np.ones(3)}
+  if kind == 'orbax':
+    checkpoints.save_orbax(tmp_path / kind, saved)
+  else:
+    checkpoints.save_t5x(tmp_path / kind, saved, step=0)
+  reads, read = [], disk_arrays._read
+
+  def counted(array, index, dtype):
+    if array.shape == wide.shape:
+      reads.append([part.stop - part.start for part in index])
+    return read(array, index, dtype)
+
+  monkeypatch.setattr(disk_arrays, '_read', counted)
+  for sharding, parts in (
+    (rows, 2 * [[4, 12]]),
+    (both, 4 * [[4, 6]]),
+    (columns, 2 * [[8, 6]]),
+  ):
+    reads.clear()
+    loaded = checkpoints.load(
+      tmp_path / kind, sharding={'x': {'w': sharding}, 's': None}
+    )
+    np.testing.assert_array_equal(loaded['x']['w'], wide)
+    assert reads == parts
+  with pytest.raises(ValueError, match=r's \[3\] cannot be laid out by'):
+    checkpoints.load(tmp_path / kind, sharding=lambda _: rows)
 
 
 def pointers(array):

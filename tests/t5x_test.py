@@ -14,7 +14,6 @@ import pytest
 from load_test import assert_equal, write_stored
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import disk_arrays, t5x
-from specdec_jax.files import locations
 from specdec_jax.models import t5
 from specdec_jax.models.base import param_shapes
 
@@ -73,7 +72,7 @@ def test_the_tree_of_a_file(params, tmp_path, monkeypatch):
   def disk_full(handle):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('specdec_jax.files.writing.os.fsync', disk_full)
+  monkeypatch.setattr('specdec_jax.files.os.fsync', disk_full)
   with pytest.raises(OSError, match='No space left'):
     checkpoints.save_t5x(path, params, step=2)
   assert path.read_bytes() == before
@@ -106,7 +105,6 @@ def of_shape(shape):
   ('change', 'named'),
   [
     (cut(0.0), '(0 bytes)'),
-    (cut(0.1), 'cut short'),
     (cut(0.99), 'cut short'),
     (
       lambda whole: whole[: whole.index(b'token_embedder') + 70],
@@ -120,7 +118,7 @@ def of_shape(shape):
     (tree(version=4, optimizer={'target': {}}), 'version'),
     *(
       (of_shape(shape), 'at a: ')
-      for shape in ([2.0], [-1, -1], ['a'], [None], [True], [[1]], 3, 'x', None)
+      for shape in ([2.0], [-1, -1], ['a'], [True], [[1]], 3, None)
     ),
     # Sizes that the file has not.
     *(
@@ -165,19 +163,16 @@ def test_all_shapes_and_types(tmp_path, monkeypatch, piece):
 
 
 def test_check_names_every_difference(params):
-  tree = jax.tree.map(lambda leaf: leaf, params)
-  expected = param_shapes(network())
-  checkpoints.check_params(tree, expected)
-  tree['decoder']['extra'] = jnp.zeros(3)
-  del tree['encoder']['encoder_norm']
-  tree['token_embedder']['embedding'] = jnp.zeros((32, 8))
+  tree = {**params, 'extra': {'scale': jnp.zeros(3)}}
+  tree['token_embedder'] = {'embedding': jnp.zeros((32, 8))}
+  del tree['encoder']
   with pytest.raises(ValueError) as caught:
-    checkpoints.check_params(tree, expected, 'model.msgpack')
+    checkpoints.check_params(tree, param_shapes(network()), 'model.msgpack')
   for words in (
     'parameters of model.msgpack',
     'vocab_size is 32, expected 24',
     'missing: encoder/encoder_norm/scale',
-    'unknown: decoder/extra',
+    'unknown: extra/scale',
     'token_embedder/embedding is [32, 8], expected [24, 8]',
   ):
     assert words in str(caught.value)
@@ -186,13 +181,9 @@ def test_check_names_every_difference(params):
 @pytest.mark.parametrize(
   'change',
   [
-    dict(vocab_size=32),
     dict(emb_dim=12),
     dict(num_heads=5, head_dim=2),
-    dict(num_encoder_layers=2),
     dict(num_decoder_layers=3),
-    dict(head_dim=8),
-    dict(mlp_dim=16),
     dict(logits_via_embedding=True),
     dict(bias_per_layer=True),
     dict(mlp_activations=('relu',)),
@@ -213,11 +204,6 @@ def test_check_names_the_size_that_differs(params, change):
   assert t5x.infer_config(shapes, 'x') == other.config
 
 
-def test_arrays_of_no_t5():
-  with pytest.raises(ValueError, match="'x'"):
-    t5x.infer_config({'dense/kernel': (3, 4)}, 'x')
-
-
 # Arrays in TensorStore's folders.
 
 
@@ -236,18 +222,6 @@ def test_specifications(tmp_path, params, spec):
   write_stored(tmp_path, params, **spec)
   for path in (tmp_path, tmp_path / 'checkpoint', f'file://{tmp_path}'):
     assert_equal(checkpoints.load(path, network()), params)
-
-
-def test_addresses_in_a_bucket():
-  place = locations.open_location('gs://bucket/some/checkpoint_7/')
-  assert place.kvstore() == {
-    'driver': 'gcs',
-    'bucket': 'bucket',
-    'path': 'some/checkpoint_7/',
-  }
-  inner = place.child('checkpoint')
-  assert str(inner) == 'gs://bucket/some/checkpoint_7/checkpoint'
-  assert inner.parent().kvstore() == place.kvstore()
 
 
 @needs_fixtures
@@ -277,21 +251,6 @@ def test_checkpoints_that_t5x_wrote():
   # One training state; its two copies differ in the last bit of some numbers.
   np.testing.assert_allclose(logits('orbax'), stored, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(logits('tensorstore', 'file://'), stored)
-
-
-@needs_fixtures
-def test_an_array_of_orbax_that_t5x_wrote_is_read_exactly(tmp_path):
-  import tensorstore as ts
-
-  root = FIXTURES / 'orbax/checkpoint_0/state'
-  base = {'driver': 'file', 'path': f'{root}/'}
-  kvstore = {'driver': 'ocdbt', 'base': base, 'path': ''}
-  kvstore['path'] = 'target.decoder.logits_dense.kernel/'
-  wanted = ts.open({'driver': 'zarr', 'kvstore': kvstore}).result()
-  loaded = checkpoints.load(FIXTURES / 'orbax/checkpoint_0')
-  np.testing.assert_array_equal(
-    loaded['decoder']['logits_dense']['kernel'], wanted.read().result()
-  )
 
 
 # Stacks that were trained as a scan.
@@ -350,8 +309,6 @@ def assert_loads(path, model, flat, **options):
   [
     ('layers', False, {}),
     ('stack', True, {}),
-    # [H, L, D, M] with as many heads as layers: the norms tell the axis.
-    ('stack', True, {'num_encoder_layers': 2}),
     # As `scalable_t5` has it: one array of biases for all layers, [H, L, 32].
     ('stack', True, {'bias_per_layer': True}),
   ],
@@ -380,34 +337,9 @@ def test_bias_in_each_layer(tmp_path):
     checkpoints.load(path, model)
 
 
-def test_network_is_needed(tmp_path):
-  path = save(tmp_path / 'model', scan(flat_of(draw(network())), 1))
-  with pytest.raises(ValueError, match='network'):
-    checkpoints.load(path)
-
-
-def test_axes_that_nothing_tells_apart(tmp_path):
-  changes = dict(emb_dim=2, num_encoder_layers=2, head_dim=1, mlp_dim=2)
-  model = network(**changes)
-  path = save(tmp_path / 'model', scan(flat_of(draw(model)), 1))
-  with pytest.raises(ValueError, match=r'coder/\S+, \[2, 2, 2\]'):
-    checkpoints.load(path, model)
-
-
-def test_axes_that_contradict_each_other(tmp_path):
-  model = network()
-  flat = flat_of(draw(model))
-  stacked, other = scan(flat, 1), scan(flat, 0)
-  name = 'decoder/layers/mlp/wo/kernel'
-  path = save(tmp_path / 'model', {**stacked, name: other[name]})
-  with pytest.raises(ValueError, match=f'{name} is .* on axis 1'):
-    checkpoints.load(path, model)
-
-
 @pytest.mark.parametrize(
   ('change', 'words'),
   [
-    (dict(emb_dim=16), 'emb_dim is 8, expected 16'),
     (dict(num_encoder_layers=5), r'encoder/\S+ is \[.*, expected 5 layers'),
     (dict(mlp_dim=13), r'/wi_0/kernel is \[8, \d, 12\], .* \[8, 13\]'),
     (dict(num_heads=5, head_dim=2), 'num_heads is 2, expected 5'),
@@ -419,18 +351,20 @@ def test_another_network(tmp_path, change, words):
     checkpoints.load(path, network(**change))
 
 
-def test_unknown_missing_and_twice(tmp_path):
+def test_stacks_that_do_not_fit(tmp_path):
   flat = flat_of(draw(network()))
-  stacked = scan(flat, 1)
-  path = tmp_path / 'model'
-  name = 'encoder/layers/mlp/wo/kernel'
-  save(path, {**stacked, 'encoder/layers/mlp/wx/kernel': stacked[name]})
-  with pytest.raises(ValueError, match='unknown: encoder/layers/mlp/wx/kern'):
-    checkpoints.load(path, network())
+  stacked, other = scan(flat, 1), scan(flat, 0)
+  name, one = 'encoder/layers/mlp/wo/kernel', 'encoder/layers_1/mlp/wo/kernel'
+  for changes, words in (
+    ({'encoder/layers/mlp/wx/kernel': stacked[name]}, 'unknown: .*mlp/wx/kern'),
+    ({name: other[name]}, f'{name} is .* on axis 1'),
+    ({one: flat[one]}, rf'{one} twice: alone, and in {name}'),
+  ):
+    path = save(tmp_path / 'model', stacked | changes)
+    with pytest.raises(ValueError, match=words):
+      checkpoints.load(path, network())
+  with pytest.raises(ValueError, match='network'):
+    checkpoints.load(path)
   save(path, {n: a for n, a in stacked.items() if n != name})
   with pytest.raises(ValueError, match='missing: encoder/layers_0/mlp/wo/kern'):
-    checkpoints.load(path, network())
-  one = 'encoder/layers_1/mlp/wo/kernel'
-  save(path, {**stacked, one: flat[one]})
-  with pytest.raises(ValueError, match=rf'{one} twice: alone, and in {name}'):
     checkpoints.load(path, network())

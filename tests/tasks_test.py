@@ -96,8 +96,8 @@ def test_a_text_task_has_inputs_alone(tokenizer, tmp_path):
 def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
   for arguments, message in (
     (('tset',), "no split 'tset'. Nearest known: test"),
-    (('test', {'input': 9}), "no feature 'input'. Nearest known: inputs"),
-    (('test', {'inputs': 0}), 'at least 1, got 0'),
+    (('test', {'input': 9}), "'input', expected .* Nearest known: inputs"),
+    (('test', {'inputs': 0}), 'from 1, got 0'),
     (('test', {'inputs': True}), 'inputs.*got True'),
   ):
     with pytest.raises(ValueError, match=message):
@@ -115,7 +115,7 @@ def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
       dataclasses.replace(pairs, **changes)
   told = dataclasses.replace(pairs, files={'test': other}, kind='tsv')
   assert [e['targets_pretokenized'] for e in told.examples('test')] == ['b']
-  with pytest.raises(ValueError, match='No vocabulary could be read'):
+  with pytest.raises(ValueError, match='vocabulary .*spiece.model'):
     dataclasses.replace(pairs, vocab_path=tmp_path).examples('test')
 
 
@@ -269,10 +269,9 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
   assert tasks.tasks_of('specdec_both') == ['specdec_one', 'specdec_two']
   for name in ('specdec_one', 'wmt_t2t_ende_v003', 'file.tsv', pairs):
     assert tasks.tasks_of(name) == [name]
-  with pytest.raises(ValueError, match='mixture.* specdec_one, specdec_two'):
-    tasks.metrics('specdec_both')
-  with pytest.raises(ValueError, match='mixture; training reads one task'):
-    tasks.splits('specdec_both')
+  for function in (tasks.metrics, tasks.splits):
+    with pytest.raises(ValueError, match='no mixture, got .*specdec_one'):
+      function('specdec_both')
 
 
 @quiet

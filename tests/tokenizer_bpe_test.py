@@ -4,7 +4,6 @@ import json
 import pathlib
 import shutil
 
-import jax
 import pytest
 
 import small_vocabulary
@@ -15,8 +14,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer, contradiction
-from specdec_jax.training.data import PackedBatches, PackingConfig
-from specdec_jax.training.pairs import tokenise
+from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
 
 END = '<|endoftext|>'
 TEXTS = ['the red dog', ' the dog', 'grün 5€ 😀\n\ta', END, '']
@@ -147,7 +145,7 @@ def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
   (folder / 'tokenizer_config.json').write_text(json.dumps(said))
   vocabulary = Tokenizer(folder)
   network = small_vocabulary.network(1, vocabulary.vocab_size + 3)
-  params = network.init(jax.random.key(0))
+  params = small_vocabulary.weights(network, 0)
   ids = SpecialIds(0, (2,), 0)
   huggingface.save_huggingface(folder, network.config, params, ids=ids)
   engine = Engine(specdec_jax.load(folder), max_input_len=32, max_decode_len=8)
@@ -164,7 +162,7 @@ def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
   (example,) = LocalTask('a', {'test': path}, folder).examples('test')
   assert example['inputs'].tolist() == whole
   assert example['targets'].tolist() == engine.output_ids('the dogs')
-  pairs = tokenise([('the red dog', 'the dogs')], vocabulary)
+  pairs = TokenPairs.from_lists([whole[:-1]], [[3]])
   packing = PackingConfig((1.0,), (32,), eos_id=vocabulary.eos_id)
   (batch,) = PackedBatches(pairs, packing, keep_all=True).epoch()
   assert batch.inputs[0, 0, : len(whole)].tolist() == whole
@@ -175,11 +173,13 @@ def test_an_encoder_refuses_text_as_its_padding(trained, tmp_path):
   swapped = edited(trained, tmp_path, end_last)
   size = swapped.vocab_size
   network = small_vocabulary.network(1, size)
-  model = Model(network, network.init(jax.random.key(0)))
+  model = Model(network, small_vocabulary.weights(network, 0))
   with pytest.raises(ValueError, match="piece '!' as id 0"):
     Engine(model, tokenizer=swapped)
   decoder = small_vocabulary.decoder_only(1)
-  Engine(Model(decoder, decoder.init(jax.random.key(0))), tokenizer=swapped)
+  Engine(
+    Model(decoder, small_vocabulary.weights(decoder, 0)), tokenizer=swapped
+  )
 
 
 def end_last(said):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from specdec_jax import probs
-from specdec_jax.decoding import beams
 
 STOPS = (1, 7)
 
@@ -22,7 +21,7 @@ def by_sorting(logits, count, forbidden):
 
 
 # Blocks of 64 and of 128, rows that are padded, and rows that are too short.
-@pytest.mark.parametrize('size', [40, 12801, 32128])
+@pytest.mark.parametrize('size', [40, 12801])
 @pytest.mark.parametrize('count', [1, 9])
 def test_top_tokens_are_those_of_a_sort(size, count):
   key = jax.random.key(size)
@@ -53,26 +52,3 @@ def test_a_forbidden_token_takes_no_place_in_any_block():
   assert ids.tolist() == [wanted[::-1].tolist()]
   _, ids, _ = probs.top_tokens(jnp.array(logits), count, jnp.array(stops), ~yes)
   assert ids.tolist() == [stops[:4].tolist()]
-
-
-@pytest.mark.parametrize('size', [8000])
-def test_candidates_are_log_probabilities_and_say_what_is_none(size):
-  lowest = float(np.finfo(np.float32).min)
-  logits = np.array(jax.random.normal(jax.random.key(0), (1, 7, size)))
-  logits[0, 1, 20] = np.nan
-  logits[0, 2, 30] = np.inf
-  logits[0, 3] = -np.inf
-  logits[0, 4] = lowest
-  logits[0, 5, ::2] = -np.inf
-  no = jnp.zeros((1, 7), bool)
-  find = jax.jit(beams.candidates, static_argnums=1)
-  values, ids, valid = find(logits, 5, no, jnp.array([1]))
-  assert valid[0].tolist() == [True, False, False, False, False, True, True]
-  assert valid.tolist() == probs.valid_logits(jnp.array(logits)).tolist()
-  expected = jax.nn.log_softmax(logits, axis=-1)
-  for row in (0, 5, 6):
-    best = np.argsort(-logits[0, row], kind='stable')[:5]
-    assert ids[0, row].tolist() == best.tolist()
-    np.testing.assert_allclose(
-      values[0, row], expected[0, row, best], rtol=1e-5
-    )

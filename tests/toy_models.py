@@ -66,22 +66,13 @@ class MarkovModel:
         float[V, V, V], given the last but one and the last.
       input_offset: float[V, V]; every input token that is not padding (0)
         adds its row to all logits of its example. None adds nothing.
-
-    Raises:
-      ValueError: the shapes do not fit.
     """
     table = np.asarray(table, np.float32)
     self.vocab_size = size = table.shape[-1]
     self.order = table.ndim - 1
-    if self.order not in (1, 2) or set(table.shape) != {size}:
-      raise ValueError(f'table must be [V, V] or [V, V, V], got {table.shape}')
     if input_offset is None:
       input_offset = np.zeros((size, size))
     offset = np.asarray(input_offset, np.float32)
-    if offset.shape != (size, size):
-      raise ValueError(
-        f'input_offset must have shape {(size, size)}, got {offset.shape}'
-      )
     self.params = {'table': jnp.asarray(table), 'offset': jnp.asarray(offset)}
 
   def __eq__(self, other):
@@ -127,6 +118,8 @@ class MarkovModel:
   ) -> tuple[jax.Array, MarkovCache]:
     """Writes tokens int32[B, S] at `cache.length`; float32[B, S, V], cache.
 
+    The features are the logits themselves.
+
     A write past the last slot is clamped as `dynamic_update_slice` does it,
     over slots that are live. In a `tree` a token whose parent is not the only
     visible token at its place reads as NaN.
@@ -146,10 +139,6 @@ class MarkovModel:
     logits = params['table'][context] + cache.offset[:, None, :]
     cache = MarkovCache(slots, cache.length + tokens.shape[1], cache.offset)
     return jnp.where(bad[..., None], jnp.nan, logits), cache
-
-  def extend_features(self, params, cache: MarkovCache, tokens, tree=None):
-    """As `extend`: the features [B, S, V] are the logits themselves."""
-    return self.extend(params, cache, tokens, tree)
 
   def embed(self, params, tokens: jax.Array) -> jax.Array:
     """One-hot rows float32[..., V] of tokens int32[...]."""
@@ -274,18 +263,8 @@ def joint_law(
 
 
 def count_ngrams(tokens, vocab_size: int) -> np.ndarray:
-  """Joint counts of the rows of int[N, n]; int64[V, ..., V], n axes.
-
-  Raises:
-    ValueError: `tokens` is not of rank 2 or holds an id outside the vocabulary.
-  """
+  """Joint counts of the rows of int[N, n]; int64[V, ..., V], n axes."""
   tokens = np.asarray(tokens)
-  if tokens.ndim != 2:
-    raise ValueError(f'tokens must have shape [N, n], got {tokens.shape}')
-  if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-    raise ValueError(
-      f'ids must be in [0, {vocab_size}), got {tokens.min()}..{tokens.max()}'
-    )
   shape = (vocab_size,) * tokens.shape[1]
   flat = np.ravel_multi_index(tuple(tokens.T), shape)
   return np.bincount(flat, minlength=vocab_size ** len(shape)).reshape(shape)

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import toy_models
-from specdec_jax.probs import SamplingConfig
-from verify_laws import UNIFORM_GRID
 
 
 def _extend(model, cache, tokens):
@@ -17,25 +15,6 @@ def _extend(model, cache, tokens):
 
 def _prefill(model, inputs, max_length):
   return model.prefill(model.params, jnp.asarray(inputs, jnp.int32), max_length)
-
-
-@pytest.mark.parametrize('order', [1, 2])
-def test_markov_logits_are_those_of_the_table(order):
-  model = toy_models.random_markov(
-    0, vocab_size=5, order=order, input_scale=1.0
-  )
-  inputs = [[1, 2, 0], [4, 0, 0]]
-  logits, cache = _extend(
-    model, _prefill(model, inputs, 4), [[0, 3, 4], [0, 1, 1]]
-  )
-  np.testing.assert_array_equal(cache.length, [3, 3])
-  for row, tokens in enumerate([(0, 3, 4), (0, 1, 1)]):
-    for step in range(3):
-      np.testing.assert_allclose(
-        logits[row, step],
-        model.logits_after(tokens[: step + 1], inputs[row]),
-        atol=1e-6,
-      )
 
 
 def test_markov_cache_shows_mistakes():
@@ -54,15 +33,6 @@ def test_markov_cache_shows_mistakes():
   assert np.isnan(_extend(model, cache, [[3, 4]])[0]).any()
 
 
-def test_markov_law_is_the_product_of_softmaxes():
-  model = toy_models.random_markov(3, vocab_size=4, order=2, input_scale=1.0)
-  config = SamplingConfig(temperature=0.5)
-  law = model.law(2, config, inputs=(2, 3))
-  first = jax.nn.softmax(model.logits_after((0,), (2, 3)) / 0.5)
-  second = jax.nn.softmax(model.logits_after((0, 1), (2, 3)) / 0.5)
-  np.testing.assert_allclose(law[1], first[1] * second, rtol=1e-5)
-
-
 def test_chi_squared_against_a_known_value():
   # 60 throws of a die; statistic 13.4 at 5 degrees of freedom has p = 0.0199.
   observed = [5, 8, 9, 8, 10, 20]
@@ -71,9 +41,3 @@ def test_chi_squared_against_a_known_value():
   toy_models.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.01)
   with pytest.raises(AssertionError, match='60 observations'):
     toy_models.assert_chi_squared(observed, np.full(6, 1 / 6), alpha=0.05)
-
-
-def test_sampler_law_counts_the_grid_of_the_uniform_generator():
-  drawn = jax.random.uniform(jax.random.key(0), (100_000,)) * UNIFORM_GRID
-  np.testing.assert_array_equal(drawn, np.round(drawn))
-  assert np.any(np.asarray(drawn) % 2 == 1)

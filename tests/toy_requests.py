@@ -38,3 +38,9 @@ def request_of(
     with_log_probs=False,
   )
   return request.replace(**changes)
+
+
+def read(network, params, cache, tokens, tree=None):
+  """Logits of the tokens that follow each of int32[B, S], and the cache."""
+  features, cache = network.extend(params, cache, tokens, tree)
+  return network.head(params, features), cache

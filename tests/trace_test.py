@@ -13,11 +13,9 @@ import rich.console
 import small_vocabulary
 import toy_models
 from specdec_jax.engine import trace
-from specdec_jax.engine.completion import decode
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.trace import Round
 from specdec_jax.models.model import Model
-from specdec_jax.text.tokenizer import Tokenizer
 
 GAMMA, MAX_OUTPUT = 3, 12
 TEXT = 'the old house sings'
@@ -134,27 +132,6 @@ def test_bytes_of_a_character_are_spelled_once_it_is_whole(tokenizer):
   assert one.next_token == ''
 
 
-def test_pieces_are_the_whole_text_in_every_vocabulary(tokenizer, folder):
-  """Byte fallback turns `語` into U+FFFDs where a byte follows it."""
-  tokenizers = pytest.importorskip('tokenizers')
-  path = folder / 'bytes.json'
-  small_vocabulary.byte_fallback(path, tokenizers.decoders.Strip(' ', 1, 0))
-  for vocabulary in (tokenizer, Tokenizer(path, '</s>')):
-    ids = [*vocabulary.encode('a 語🙂Ωb\n'), vocabulary.eos_id]
-    rounds = [Round(ids[:4], 3, ids[3]), Round([ids[4]], 0, ids[4])]
-    rounds += [Round(ids[5:7], 2, ids[7]), Round(ids[8:], len(ids) - 8, None)]
-    parts = itertools.chain.from_iterable(
-      trace.spell([one], vocabulary, sum((r.kept for r in rounds[:at]), []),
-                  is_whole=at == len(rounds) - 1)
-      for at, one in enumerate(rounds)
-    )  # fmt: skip
-    for spelled in (trace.spell(rounds, vocabulary), parts):
-      pieces = [piece for one in spelled for piece in one.kept]
-      # The end is shown as such, also where it pads as well.
-      assert pieces[-1] == '</s>'
-      assert ''.join(pieces[:-1]) == decode(vocabulary, ids)
-
-
 def printed(**options) -> str:
   stream = io.StringIO()
   console = rich.console.Console(file=stream, width=200, **options)
@@ -164,21 +141,14 @@ def printed(**options) -> str:
 
 def test_without_colour_marks_say_it(monkeypatch):
   monkeypatch.delenv('FORCE_COLOR', raising=False)
-  for text in (
-    printed(),
-    printed(
-      force_terminal=True,
-      no_color=True,
-      color_system='standard',
-    ).replace('\x1b[1m', '').replace('\x1b[0m', ''),
-  ):  # fmt: skip
-    assert '\x1b' not in text
-    assert '1  Das alte Haus {+singt+}' in text
-    assert '2   [-<script>x</script>-] {+"laut"+} [~& so~]' in text
-    assert '\u202e' not in text and '\u21b5' in text
-    assert "{+the target's own token+}" in text
-    said = '6 of 8 judged proposals accepted, 1 more after a rejection'
-    assert f'9 tokens in 4 calls of the target; {said}' in text
+  text = printed()
+  assert '\x1b' not in text
+  assert '1  Das alte Haus {+singt+}' in text
+  assert '2   [-<script>x</script>-] {+"laut"+} [~& so~]' in text
+  assert '\u202e' not in text and '\u21b5' in text
+  assert "{+the target's own token+}" in text
+  said = '6 of 8 judged proposals accepted, 1 more after a rejection'
+  assert f'9 tokens in 4 calls of the target; {said}' in text
 
 
 def test_a_terminal_gets_colours_and_no_control_characters():

@@ -1,25 +1,23 @@
 """`specdec train` and `training.train`: from files of pairs to checkpoints."""
 
 import dataclasses
+import functools
 import json
-import os
 import pathlib
-import random
-import re
-import signal
-import subprocess
-import sys
-import time
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import small_vocabulary
 import tokenizer_bpe_test
 from specdec_jax import checkpoints, training
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import gin_flags
+from specdec_jax.drafters import heads
+from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models import t5
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -28,7 +26,8 @@ from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training import data, outputs, trainer
 from specdec_jax.training import run as training_run
-from specdec_jax.training.pairs import TokenPairs, read_lines
+from specdec_jax.training.data import TokenPairs
+from specdec_jax.training.losses import HeadDistillation
 from specdec_jax.training.trainer import OptimizerConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -129,22 +128,16 @@ def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
     path,
     slice_target=True,
     with_references=True,
-    outputs=outputs.OutputsConfig(
-      temperatures=(1.0,), batch_size=8, widths=(16,)
-    ),
-    num_eval_outputs=16,
-    only_outputs=True,
+    outputs=outputs.OutputsConfig(temperatures=(1.0,), batch_size=8),
   )
   run = make_run(tmp_path, arrays, learning=learning)
-  nothing, _ = train(run)
-  assert nothing is None
-  made = TokenPairs.load(tmp_path / 'model/outputs/train.npz')
-  assert 10 < len(made) <= 80
-  learning = dataclasses.replace(learning, only_outputs=False)
-  _, lines = train(dataclasses.replace(run, learning=learning))
-  assert not any('ended by' in line for line in lines)  # outputs were there
+  _, lines = train(run)
+  assert 10 < len(TokenPairs.load(tmp_path / 'model/outputs/train.npz')) <= 80
   line = next(line for line in lines if line.startswith('eval step 4 '))
   assert ' alpha 0.' in line and ' agreement 0.' in line
+  longer = dataclasses.replace(run.training, steps=5)
+  _, lines = train(dataclasses.replace(run, training=longer))
+  assert not any('ended by' in line for line in lines)  # outputs were there
   small = t5.T5(t5.T5Config(vocab_size=8, **SIZE))
   with pytest.raises(ValueError, match='FromTarget.target: .* of 8.* got 16'):
     dataclasses.replace(run, model=small)
@@ -154,12 +147,9 @@ def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
   ('changes', 'field'),
   [
     (dict(train_file='nowhere.tsv'), "train_file: there is no file 'nowhere"),
-    (dict(train_file=None), 'either a train_file or a task'),
     (dict(task='t'), 'either a train_file or a task'),
     (dict(init_checkpoint_path='no'), "init_checkpoint_path: .* 'no'"),
     (dict(train_file=__file__), 'vocab_path: expected'),
-    (dict(export_dtype='int8'), "export_dtype is 'int8'"),
-    (dict(model_dir=''), 'model_dir: expected a folder'),
     (dict(vocab_path='no.model'), 'vocab_path: .*no.model'),
     (dict(model=t5.T5(t5.T5Config(vocab_size=8, **SIZE))), 'below 8.* 3 to 15'),
   ],
@@ -172,8 +162,8 @@ def test_bad_input_is_refused_before_anything_is_written(
   assert not (tmp_path / 'model').exists()
 
 
-def test_a_local_task_is_trained_on(tmp_path):
-  """JSONL with its own fields, cut, and with fewer places for targets."""
+def test_texts_become_pairs(tmp_path):
+  """JSONL with its own fields, cut; a file of lines of text, or of pairs."""
   tokenizer = small_vocabulary.train(tmp_path)
   words = small_vocabulary.WORDS.split()
   texts = [(' '.join(words[i:]), words[i]) for i in range(len(words) - 2)] * 4
@@ -187,31 +177,44 @@ def test_a_local_task_is_trained_on(tmp_path):
     model_dir=str(tmp_path / 'model'),
     task=task,
     task_feature_lengths={'inputs': 6},
-    packing=data.PackingConfig(
-      weights=(1.0,), buckets=(6,), max_targets=4, tokens_per_batch=96
-    ),
-    training=trainer.TrainConfig(
-      steps=40,
-      eval_every=40,
-      log_every=20,
-      optimizer=OptimizerConfig(learning_rate=0.03, warmup_steps=4),
-    ),
   )
-  pairs, held_out = training_run.pairs_of(run, None)
+  pairs, held_out = training_run.pairs_of(run)
   first = tokenizer.encode('the ' + texts[0][0])[:5]
   assert len(first) == 5
   assert pairs[0][0].tolist() == first  # its end has the sixth place
   assert pairs[0][1].tolist() == tokenizer.encode(texts[0][1])
   assert len(held_out) == len(pairs) == len(texts)
-  _, said = train(run)
-  losses = re.findall(r'loss ([0-9.]+) lr', '\n'.join(said))
-  assert float(losses[-1]) < 0.7 * np.log(small_vocabulary.VOCAB_SIZE)
+  (tmp_path / 'pairs.tsv').write_text('the red dog\ta cat\n')
+  (tmp_path / 'lines.txt').write_text('the red dog\n')
+  many = ''.join(f'{text}\ta cat\n' for text in small_vocabulary.sentences())
+  (tmp_path / 'many.tsv').write_text(many)
+  ids = [tokenizer.encode(text) for text in ('the red dog', 'a cat')]
+  trained = training.TrainRun(
+    run.model,
+    run.model_dir,
+    str(tmp_path / 'many.tsv'),
+    vocab_path=str(tmp_path / 'new.model'),
+  )
+  vocabulary = training_run.tokenizer_of(trained)
+  assert vocabulary.vocab_size == small_vocabulary.VOCAB_SIZE
+  for name, network, want in (
+    ('pairs.tsv', run.model, ids),
+    ('lines.txt', small_vocabulary.decoder_only(1), [[0], ids[0]]),
+  ):
+    of_file = training.TrainRun(
+      network,
+      run.model_dir,
+      str(tmp_path / name),
+      vocab_path=str(tokenizer.path),
+    )
+    pairs, _ = training_run.pairs_of(of_file)
+    assert [[x.tolist() for x in pair] for pair in pairs] == [want]
   with pytest.raises(ValueError, match="'summary'.*Known: inputs, targets"):
     bad = dataclasses.replace(run, task_feature_lengths={'summary': 6})
-    training_run.pairs_of(bad, None)
+    training_run.pairs_of(bad)
   no_training = dataclasses.replace(task, files={'test': paths['train']})
-  with pytest.raises(ValueError, match="'cut' has no split 'train'"):
-    training_run.pairs_of(dataclasses.replace(run, task=no_training), None)
+  with pytest.raises(ValueError, match="task 'cut': .*'train'"):
+    training_run.pairs_of(dataclasses.replace(run, task=no_training))
 
 
 def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
@@ -247,140 +250,157 @@ def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
   assert (done.text, done.finish_reason) == ('the red dog', 'stop')
 
 
-@pytest.mark.parametrize(
-  ('name', 'macros', 'vocab_size'),
-  [
-    ('train', ['VOCAB_PATH'], 8000),
-    ('distill', ['VOCAB_PATH', 'CHECKPOINT_PATH'], 8000),
-    ('train_lm', ['VOCAB_PATH'], 8000),
-    (
-      'train_lm --gin.LEARNING=%FROM_TARGET --gin.MODEL=%GPT_600K',
-      ['VOCAB_PATH', 'CHECKPOINT_PATH'],
-      8000,
-    ),
-    ('finetune', ['EVAL_FILE', 'VOCAB_PATH'], 8000),
-    (
-      'finetune --gin.LEARNING=%FROM_TARGET --gin.MODEL=%DEMO_DRAFT',
-      ['VOCAB_PATH', 'EVAL_FILE', 'CHECKPOINT_PATH'],
-      8000,
-    ),
-    (
-      'distill --gin.TARGET=%T5_1_1_BASE --gin.DRAFT=%T5_1_1_SMALL',
-      ['VOCAB_PATH', 'CHECKPOINT_PATH'],
-      32128,
-    ),
-  ],
-)
-def test_gin_files(name, macros, vocab_size, tmp_path):
+def test_gin_files(tmp_path):
   path = tmp_path / 'pairs.tsv'
   path.write_text('a\tb\n')
-  given = ['MODEL_DIR', 'TRAIN_FILE', *macros]
-  name, *sizes = name.split()
-  flags = [f'--gin_file=gin/runs/{name}.gin', *sizes]
-  with pytest.raises(ValueError, match='Required and not given: .*--model-dir'):
-    gin_flags.load(gin_flags.parse_flags(flags))
-  flags += [f'--gin.{macro}={path}' for macro in given]
-  try:
-    gin_flags.load(gin_flags.parse_flags(flags))
-    run = gin_flags.build(training.TrainRun)
-  finally:
-    gin.clear_config()
-  assert run.model.vocab_size == vocab_size
-  read_from = run.task.files['train'] if run.task else run.train_file
-  assert read_from == run.model_dir == str(path)
-  if isinstance(run.learning, training.FromTarget):
-    assert run.learning.target.vocab_size == vocab_size
-    assert num_params(run.model) < num_params(run.learning.target)
+  macros = ('MODEL_DIR', 'TRAIN_FILE', 'VOCAB_PATH', 'EVAL_FILE')
+  given = [f'--gin.{macro}={path}' for macro in (*macros, 'CHECKPOINT_PATH')]
+  for name in ('train', 'distill', 'train_lm', 'finetune', 'train_heads'):
+    try:
+      flags = [f'--gin_file=gin/runs/{name}.gin', *given]
+      gin_flags.load(gin_flags.parse_flags(flags))
+      run = gin_flags.build(training.TrainRun)
+    finally:
+      gin.clear_config()
+    assert run.model_dir == str(path)
+    assert run.network.vocab_size == 8000
 
 
-def num_params(model):
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+# --- Heads ---------------------------------------------------------------
+
+TARGET = MODEL
+HEADS = Heads(2, 8, 8)
 
 
-TINY = """
-from __gin__ import dynamic_registration
-from specdec_jax.models import t5
-from specdec_jax.training import data
-from specdec_jax.training import trainer
-include 'gin/runs/train.gin'
-demo_target/t5.T5Config:
-  vocab_size = 400
-  emb_dim = 8
-  num_heads = 1
-  head_dim = 8
-  num_encoder_layers = 1
-  num_decoder_layers = 1
-  mlp_dim = 8
-data.PackingConfig:
-  buckets = (64,)
-  weights = (1.0,)
-  tokens_per_batch = 256
-trainer.TrainConfig:
-  eval_every = 30
-  log_every = 20
-  checkpoint_steps = 10
-  steps = 60
-MINUTES = 0
-"""
+@functools.cache
+def target_params():
+  """A target that is surer of itself than a random one."""
+  params = TARGET.init(jax.random.key(1))
+  params['decoder']['logits_dense']['kernel'] *= 4
+  return params
+
+
+def head_params():
+  params = HEADS.init(jax.random.key(2))
+  for i, head in enumerate(params.values()):
+    head['wo']['kernel'] = 0.3 * jax.random.normal(jax.random.key(i), (8, 8))
+  return params
+
+
+def as_drafted(inputs, targets, late=0):
+  """(alpha, agreement) of each head, place by place, as in decoding.
+
+  The feature comes from the target's cache, one token after another; `late`
+  takes that of an earlier token, which is wrong.
+  """
+  params, target = head_params(), target_params()
+  found: dict = {(i, j): [] for i in range(2) for j in range(2)}
+  for row, tokens in zip(inputs, targets, strict=True):
+    tokens = [0, *tokens[tokens >= 0]]
+    cache = TARGET.prefill(target, row[None], 16)
+    features, wanted = [np.zeros((1, 8), np.float32)], []
+    for token in tokens[:-1]:
+      feature, cache = TARGET.extend(target, cache, jnp.array([[token]]))
+      logits = TARGET.head(target, feature)
+      features.append(feature[0])
+      wanted.append(np.asarray(jax.nn.softmax(logits[0, 0])))
+    for place in range(len(wanted)):
+      for i in range(min(2, len(wanted) - place)):
+        # Head i has read the tokens up to place + i, of which none is its own.
+        known = jnp.array([tokens[place : place + i + 1]])
+        made = HEADS.apply(
+          params,
+          i,
+          jnp.asarray(features[max(place - late, 0)]),
+          TARGET.embed(target, known),
+        )
+        row_of = np.asarray(jax.nn.softmax(TARGET.head(target, made)[0]))
+        found[0, i].append(np.minimum(row_of, wanted[place + i]).sum())
+        found[1, i].append(row_of.argmax() == wanted[place + i].argmax())
+  return {
+    f'{name}_{i + 1}': np.mean(found[kind, i])
+    for kind, name in enumerate(('alpha', 'agreement'))
+    for i in range(2)
+  }
 
 
 @pytest.mark.slow
-def test_script_goes_on_after_a_kill(tmp_path):
-  """From text, with a vocabulary of its own, through a SIGKILL, to a file."""
-  rng = random.Random(0)
-  words = [
-    ''.join(rng.choices('abcdefgh', k=rng.randint(3, 7))) for _ in range(300)
-  ]
-  lines = [' '.join(rng.choices(words, k=4)) for _ in range(300)]
-  pairs = tmp_path / 'pairs.tsv'
-  pairs.write_text(''.join(f'{x}\t{x.upper()}\n' for x in lines))
-  (tmp_path / 'tiny.gin').write_text(TINY)
-  model_dir, vocab = tmp_path / 'model', tmp_path / 'vocab' / 'vocab.model'
-  command = [
-    sys.executable,
-    ROOT / 'scripts' / 'train.py',
-    f'--gin_file={tmp_path}/tiny.gin',
-    f'--gin.MODEL_DIR={model_dir}',
-    f'--gin.TRAIN_FILE={pairs}',
-    f'--gin.EVAL_FILE={pairs}',
-    f'--gin.VOCAB_PATH={vocab}',
-  ]
-  environment = os.environ | {
-    'PYTHONPATH': str(ROOT),
-    'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla'),
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+def test_the_loss_sees_what_the_drafter_will_see():
+  inputs = jnp.array([[3, 4, 1, 0, 0], [9, 1, 0, 0, 0]])
+  targets = jnp.array([[5, 6, 7, 8, 1], [7, 3, 1, -1, -1]])
+  objective = HeadDistillation(HEADS, TARGET, target_params())
+  batch = data.Batch(inputs, targets)
+  sums = jax.jit(objective.sums)(head_params(), batch)
+  found = {
+    name: float(value / sums['tokens'])
+    for name, value in sums.items()
+    if name[:5] in ('alpha', 'agree')
   }
-  states = model_dir / 'train_states'
-  with subprocess.Popen(
-    command, env=environment, stderr=subprocess.DEVNULL
-  ) as first:
-    deadline = time.monotonic() + 300
-    while not (states / '10').exists() and time.monotonic() < deadline:
-      assert first.poll() is None
-      time.sleep(0.01)
-    first.send_signal(signal.SIGKILL)
-  assert first.returncode == -signal.SIGKILL
-  assert not (model_dir / 'model.msgpack').exists()
-  kept = vocab.read_bytes()
-
-  second = subprocess.run(
-    command, env=environment, capture_output=True, text=True, timeout=300
+  want = as_drafted(np.asarray(inputs), np.asarray(targets))
+  assert found == pytest.approx(want, abs=1e-4)
+  wrong = as_drafted(np.asarray(inputs), np.asarray(targets), late=1)
+  assert found['alpha_1'] != pytest.approx(wrong['alpha_1'], abs=1e-2)
+  # Later heads weigh less.
+  first, half, whole = (
+    float(objective.replace(decay=decay).sums(head_params(), batch)['loss'])
+    for decay in (0.0, 0.5, 1.0)
   )
-  assert second.returncode == 0, second.stderr
-  assert 'resumed at step ' in second.stderr
-  assert 'eval step 60 ' in second.stderr
-  assert vocab.read_bytes() == kept
-  assert 'steps = 60' in (model_dir / 'operative_config.gin').read_text()
-  params = checkpoints.load(model_dir / 'model.msgpack')
-  model = t5.T5(t5.T5Config(vocab_size=400, **SIZE))
-  checkpoints.check_params(
-    params, jax.eval_shape(model.init, jax.random.key(0))
+  assert first < half == pytest.approx((first + whole) / 2)
+
+
+@pytest.fixture
+def heads_run(tmp_path):
+  """Makes a `TrainRun` of heads, over sequences that count up."""
+  rng = np.random.default_rng(0)
+  rows = [
+    np.arange(n, n + rng.integers(2, 6)).tolist()
+    for n in rng.integers(3, 10, 60)
+  ]
+  arrays = str(tmp_path / 'counting.npz')
+  TokenPairs.from_lists(rows, rows).save(arrays)
+  checkpoint = str(tmp_path / 'target.msgpack')
+  checkpoints.save_t5x(checkpoint, target_params(), 1)
+
+  def make(model=HEADS, **learning):
+    return make_run(
+      tmp_path,
+      arrays,
+      model=model,
+      packing=data.PackingConfig((1.0,), (8,), 64),
+      training=trainer.TrainConfig(
+        steps=40,
+        eval_every=40,
+        log_every=1,
+        optimizer=OptimizerConfig('muon', 0.05, warmup_steps=5),
+      ),
+      learning=training.FromTarget(
+        TARGET, checkpoint, **{'outputs': None} | learning
+      ),
+    )
+
+  return make
+
+
+def test_heads_are_trained_from_a_target(heads_run, tmp_path):
+  """They learn, and their file names its target."""
+  params, lines = train(heads_run())
+  drafter = heads.load(tmp_path / 'model' / 'model.msgpack')
+  assert drafter.made_for == (fingerprint(target_params()),)
+  jax.tree.map(np.testing.assert_array_equal, drafter.params, params)
+  first, last = (
+    float(line.split(' alpha_2 ')[1].split()[0])
+    for line in lines
+    if line.startswith(('step 1/', 'eval'))
   )
+  assert last > first + 0.05
+  with pytest.raises(ValueError, match='head_decay'):
+    train(heads_run(head_decay=0.5))
 
 
-def test_lines_without_text(tmp_path):
-  (tmp_path / 'empty.txt').write_text('\n \n')
-  with pytest.raises(ValueError, match='no line with text'):
-    read_lines(tmp_path / 'empty.txt')
+def test_what_heads_cannot_be_trained_on(heads_run):
+  with pytest.raises(ValueError, match='TrainRun.learning: .*FromTarget'):
+    training.TrainRun(HEADS, 'x', train_file=heads_run().train_file)
+  with pytest.raises(ValueError, match='emb_dim: expected .*8, got 9'):
+    heads_run(Heads(2, 9, 8))
+  with pytest.raises(ValueError, match='slice_target'):
+    heads_run(slice_target=True)

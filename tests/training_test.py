@@ -5,11 +5,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 import types
 
 import jax
@@ -21,12 +16,10 @@ import pytest
 from small_vocabulary import weights as random_weights
 from specdec_jax.models import t5
 from specdec_jax.training import data, losses, trainer
+from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.losses import DistillationWeights
-from specdec_jax.training.pairs import TokenPairs, read_tsv
 from specdec_jax.training.slicing import sliced
 from specdec_jax.training.trainer import OptimizerConfig
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 CONFIG = t5.T5Config(
   vocab_size=16,
@@ -66,10 +59,8 @@ def assert_same(tree, other):
   [
     (lambda: packing(max_targets=1), 'PackingConfig.max_targets'),
     (lambda: packing(weights=(0.0,)), 'PackingConfig.weights'),
-    (lambda: packing(buckets=(8, 8)), 'PackingConfig.buckets'),
     (lambda: packing(tokens_per_batch=11), 'PackingConfig.tokens_per_batch'),
     (lambda: DistillationWeights(0.0, 0.0, 0.0), 'DistillationWeights'),
-    (lambda: OptimizerConfig(name='sgd'), 'OptimizerConfig.name'),
     (lambda: OptimizerConfig(learning_rate=0.0), 'learning_rate'),
     (lambda: TokenPairs.from_lists([[1]], []), 'TokenPairs.targets'),
     (lambda: data.PackedBatches(copy_pairs(), packing(buckets=(1,))), '400'),
@@ -84,14 +75,11 @@ class TestData:
   def test_npz(self, tmp_path):
     """A file comes back as it was; a broken one is named."""
     path = tmp_path / 'pairs.npz'
-    with pytest.raises(ValueError, match='pairs.npz.*whole .npz'):
-      TokenPairs.load(path)
     pairs = TokenPairs.from_lists([[3, 4], [], [5]], [[6], [7, 8], [9]])
     pairs.save(path)
     loaded = TokenPairs.load(path)
     assert [x.tolist() for x in loaded[1]] == [[], [7, 8]]
     assert len(list(loaded)) == len(loaded) == 3
-    assert loaded.inputs.dtype == np.int32
     arrays = dataclasses.asdict(pairs)
     for change, words in (
       ({'targets': None}, 'Without targets'),
@@ -105,12 +93,6 @@ class TestData:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match='pairs.npz.*whole .npz'):
       TokenPairs.load(path)
-
-  def test_tsv_line_without_two_columns_is_named(self, tmp_path):
-    path = tmp_path / 'pairs.tsv'
-    path.write_text('a\tb\nonly one\n', encoding='utf-8')
-    with pytest.raises(ValueError, match='line 2.*1 columns'):
-      read_tsv(path)
 
   def test_an_epoch_holds_each_pair_once(self):
     pairs = copy_pairs()
@@ -128,16 +110,6 @@ class TestData:
     examples = [source.tolist() for source, _ in batches.examples()]
     assert sorted(examples) == sorted(text for text in texts if text)
 
-  def test_packing_weights(self):
-    pairs = TokenPairs.from_lists([[3]] * 3000, [[4]] * 3000)
-    config = packing(weights=(0.4, 0.3, 0.2, 0.1), buckets=(8,))
-    batches = data.PackedBatches(pairs, config).epoch(0)
-    rows = np.concatenate([batch.targets.reshape(-1, 8) for batch in batches])
-    joined = (rows == 4).sum(axis=1)
-    share = np.bincount(joined, minlength=5)[1:] / len(rows)
-    np.testing.assert_allclose(share, config.weights, atol=0.05)
-    assert np.all(rows[np.arange(len(rows)), joined] == 1)
-
   def test_batches_depend_on_seed_and_step_alone(self):
     pairs = copy_pairs()
     batches = data.PackedBatches(pairs, packing())
@@ -148,38 +120,6 @@ class TestData:
     assert batches.epochs_done(40) > 1
     changed = data.PackedBatches(pairs, packing(seed=1)).batch(40)
     assert changed.inputs.tolist() != late.inputs.tolist()
-
-  def test_targets_have_their_own_number_of_places(self):
-    sources = [[3] * 10, [4] * 5, [5] * 9, [6] * 2]
-    targets = [[7] * 3, [8], [9] * 4, [10] * 2]
-    config = packing(max_targets=4, weights=(0.0, 1.0))
-    batches = data.PackedBatches(
-      TokenPairs.from_lists(sources, targets), config, keep_all=True
-    )
-    assert batches.num_dropped == 1  # four tokens and their end are five
-    rows = []
-    for batch in batches.epoch(0):
-      *_, length = batch.inputs.shape
-      assert batch.targets.shape == (*batch.inputs.shape[:2], min(length, 4))
-      rows += batch.targets.reshape(-1, batch.targets.shape[-1]).tolist()
-    # Whatever was joined has room for all of it and one end.
-    kept = sorted(token for row in rows for token in row if token > 1)
-    assert kept == [7, 7, 7, 8, 10, 10]
-    assert sum(row.count(1) for row in rows) == sum(max(r) > 0 for r in rows)
-
-
-def reference(draft_logits, target_logits, tokens, weights):
-  """Distillation in plain words, differentiated by JAX."""
-  draft = jax.nn.softmax(draft_logits)
-  target = jax.nn.softmax(target_logits)
-  kl = jnp.sum(target * (jnp.log(target) - jnp.log(draft)), axis=-1)
-  likelihood = jnp.take_along_axis(draft, tokens[..., None], axis=-1)[..., 0]
-  distance = 0.5 * jnp.sum(jnp.abs(target - draft), axis=-1)
-  return (
-    weights.kl * kl
-    - weights.cross_entropy * jnp.log(likelihood)
-    + weights.total_variation * distance
-  )
 
 
 class TestLosses:
@@ -206,37 +146,20 @@ class TestLosses:
     assert wanted.tolist() == [[0, 7, 1, 0], [1, 0, 0, 0]]
     assert counts.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
 
-  @pytest.mark.parametrize(
-    'weights', [(1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.7, 0.2, 3.0)]
-  )
-  def test_distillation_is_what_autodiff_finds(self, weights):
-    weights = DistillationWeights(*weights)
+  def test_distillation_is_the_sum_of_its_terms(self):
+    """Kullback-Leibler, negative log-likelihood, total variation."""
     keys = jax.random.split(jax.random.key(0), 3)
-    draft = 3.0 * jax.random.normal(keys[0], (2, 3, 7))
-    target = 3.0 * jax.random.normal(keys[1], (2, 3, 7))
+    logits = 3.0 * jax.random.normal(keys[0], (2, 2, 3, 7))
     tokens = jax.random.randint(keys[2], (2, 3), 0, 7)
-
-    def both(function):
-      def total(draft):
-        return jnp.sum(function(draft, target, tokens, weights))
-
-      return jax.jit(jax.value_and_grad(total))(draft)
-
-    value, gradient = both(lambda *args: losses.distillation(*args)[0])
-    wanted, slope = both(reference)
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    np.testing.assert_allclose(gradient, slope, atol=1e-5)
-
-  def test_alpha_is_the_acceptance_probability(self):
-    # Of a proposal from (.5, .3, .2), .3 + .3 + .2 lies under (.3, .3, .4).
-    draft = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
-    target = jnp.log(jnp.array([[[0.3, 0.3, 0.4]]]))
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    weights = DistillationWeights(1.0, 0.0, 1.0)
-    _, alpha = losses.distillation(draft, target, tokens, weights)
-    np.testing.assert_allclose(alpha, [[0.8]], rtol=1e-6)
-    loss, alpha = losses.distillation(target, target, tokens, weights)
-    np.testing.assert_allclose((loss[0, 0], alpha[0, 0]), (0, 1), atol=1e-6)
+    weights = DistillationWeights(0.7, 0.2, 3.0)
+    have, alpha = losses.distillation(*logits, tokens, weights)
+    draft, target = jax.nn.softmax(logits)
+    kl = jnp.sum(target * jnp.log(target / draft), axis=-1)
+    likelihood = jnp.take_along_axis(draft, tokens[..., None], -1)[..., 0]
+    distance = 0.5 * jnp.sum(jnp.abs(target - draft), axis=-1)
+    want = 0.7 * kl - 0.2 * jnp.log(likelihood) + 3.0 * distance
+    np.testing.assert_allclose(have, want, rtol=1e-4)
+    np.testing.assert_allclose(alpha, 1 - distance, rtol=1e-4)
 
 
 WIDE = t5.T5Config(
@@ -301,31 +224,11 @@ class TestSlices:
     wide = jax.tree_util.tree_map_with_path(lift, folded)
     self.assert_same_logits(narrow, sliced(wide, WIDE, narrow), WIDE, wide)
 
-  @pytest.mark.parametrize('tied', [False, True], ids=['1.1', '1.0'])
-  def test_names_and_shapes_are_the_drafters(self, tied):
-    config = WIDE
-    if tied:
-      config = dataclasses.replace(
-        WIDE, mlp_activations=('relu',), logits_via_embedding=True
-      )
-    draft = dataclasses.replace(
-      config, emb_dim=12, num_encoder_layers=1, num_decoder_layers=2
-    )
-    have = sliced(self.params(config), config, draft)
-    want = jax.eval_shape(t5.T5(draft).init, jax.random.key(0))
-    assert jax.tree.map(jnp.shape, have) == jax.tree.map(jnp.shape, want)
-
-  @pytest.mark.parametrize(
-    ('field', 'value', 'words'),
-    [
-      ('num_heads', 4, 'num_heads.* expected 2,.* got 4'),
-      ('emb_dim', 32, 'emb_dim.* expected at most 24,.* got 32'),
-    ],
-  )
-  def test_sizes_that_cannot_be_cut(self, field, value, words):
-    draft = dataclasses.replace(WIDE, **{field: value})
-    with pytest.raises(ValueError, match=words):
-      sliced(self.params(WIDE), WIDE, draft)
+  def test_sizes_that_cannot_be_cut(self):
+    for field, words in (('num_heads', 'expected 2'), ('emb_dim', 'at most 2')):
+      larger = dataclasses.replace(WIDE, **{field: 32})
+      with pytest.raises(ValueError, match=f'{field}.* {words}.* got 32'):
+        sliced(self.params(WIDE), WIDE, larger)
 
 
 @functools.cache
@@ -361,20 +264,9 @@ def make_trainer(name='adamw', **changes):
 class TestTrainer:
   def test_learning_rate(self):
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=3)
-    rates = [trainer.learning_rate(config, i, 0.0) for i in range(5)]
-    np.testing.assert_allclose(rates, [0.25, 0.5, 0.75, 1.0, 1.0])
-    assert trainer.learning_rate(config, 9, 0.5) == pytest.approx(0.5)
-    assert trainer.learning_rate(config, 9, 1.0) == pytest.approx(0.0)
-
-  def test_loss_falls(self):
-    loop, params, lines = make_trainer(steps=150, eval_every=150)
-    before = loop.evaluate(params)
-    state = loop.train(params)
-    after = loop.evaluate(state.params)
-    assert before['loss'] > 2.5
-    assert after['loss'] < 0.7 * before['loss']
-    assert after['accuracy'] > before['accuracy'] + 0.2
-    assert any(line.startswith('eval step 150 ') for line in lines)
+    steps = ((0, 0.0), (1, 0.0), (3, 0.0), (9, 0.5), (9, 1.0))
+    rates = [trainer.learning_rate(config, *step) for step in steps]
+    np.testing.assert_allclose(rates, [0.25, 0.5, 1.0, 0.5, 0.0], atol=1e-9)
 
   def test_all_is_compiled_before_the_clock_starts(
     self, caplog, monkeypatch, tmp_path
@@ -416,20 +308,18 @@ class TestTrainer:
       functools.partial(np.testing.assert_allclose, atol=1e-5), parts, gradient
     )
 
-  @pytest.mark.parametrize('name', trainer.OPTIMIZERS)
-  def test_resumed_run_equals_an_uninterrupted_one(self, name, tmp_path):
-    loop, params, _ = make_trainer(name)
+  def test_resumed_run_equals_an_uninterrupted_one(self, tmp_path):
+    loop, params, _ = make_trainer('muon')
     wanted = loop.train(params)
-    loop, params, _ = make_trainer(name, checkpoint_steps=5)
+    loop, params, _ = make_trainer('muon', checkpoint_steps=5)
     killed = loop.train(params, tmp_path, stop_after=7)
     assert int(killed.step) == 7
-    loop, params, lines = make_trainer(name)
+    loop, params, lines = make_trainer('muon')
     state = loop.train(params, tmp_path)
     assert lines[0].startswith('resumed at step 5')
     assert int(state.step) == 12
     assert_same(state, wanted)
-    other = next(n for n in trainer.OPTIMIZERS if n != name)
-    loop, params, _ = make_trainer(other)
+    loop, params, _ = make_trainer('adamw')
     with pytest.raises(ValueError, match='belongs to another model or optim'):
       loop.train(params, tmp_path)
 
@@ -455,40 +345,3 @@ class TestTrainer:
     params = jax.tree.map(lambda x: x * np.nan, params)
     with pytest.raises(FloatingPointError, match='loss at step 0 is nan'):
       loop.train(params)
-
-
-def test_training_needs_no_text_package(tmp_path):
-  """With sentencepiece, seqio, TensorFlow and gin out of reach."""
-  copy_pairs().save(tmp_path / 'pairs.npz')
-  script = textwrap.dedent(
-    """
-    import sys
-    for name in ('sentencepiece', 'seqio', 'tensorflow', 'gin'):
-      sys.modules[name] = None
-    import jax
-    from specdec_jax import training
-    from specdec_jax.models import t5
-    from specdec_jax.training import data, trainer
-    size = dict(vocab_size=16, emb_dim=8, num_heads=1, head_dim=8, mlp_dim=8)
-    training.train(training.TrainRun(
-      model=t5.T5(t5.T5Config(
-        num_encoder_layers=1, num_decoder_layers=1, **size)),
-      model_dir=sys.argv[2],
-      train_file=sys.argv[1],
-      packing=data.PackingConfig(buckets=(16,), tokens_per_batch=64),
-      training=trainer.TrainConfig(steps=1, log_every=1),
-    ))
-    """
-  )
-  model_dir = tmp_path / 'model'
-  done = subprocess.run(
-    [sys.executable, '-c', script, tmp_path / 'pairs.npz', model_dir],
-    cwd=ROOT,
-    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla')},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  assert 'step 1/1 loss ' in done.stderr
-  assert (model_dir / 'model.msgpack').exists()

@@ -16,7 +16,7 @@ from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
-from specdec_jax.tree_shape import TreeShape, branching
+from specdec_jax.tree_shape import branching
 
 SHAPE = branching(3, (2, 1), 1)  # 9 nodes
 TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
@@ -84,13 +84,6 @@ def test_what_is_for_chains_is_refused(parts, tokenizer, options, message):
   assert made.num_programs == 0
 
 
-def test_a_fallback_is_refused(parts, tokenizer):
-  tree = small_model_tree(parts[1], SHAPE)
-  rests = engine_of(parts, tokenizer, tree, fallback=True)
-  with pytest.raises(ValueError, match='fallback'):
-    rests.generate(TEXTS)
-
-
 def test_a_tree_that_its_drafter_does_not_announce(parts, tokenizer):
   """There are no slots for its nodes."""
   drafter = small_model_tree(parts[1], SHAPE)._replace(tree=None)
@@ -106,11 +99,3 @@ def test_drafters_of_drafters_take_chains(parts):
   for both in ((tree, parts[1]), (prompt_lookup(), tree)):
     with pytest.raises(ValueError, match='with_fallback: .*without a tree'):
       with_fallback(*both)
-
-
-def test_shapes_that_no_drafter_makes(parts):
-  backwards = TreeShape((-1, 0, -1))
-  with pytest.raises(ValueError, match='order of their levels'):
-    small_model_tree(parts[1], backwards)
-  with pytest.raises(ValueError, match="children of a tree is 'sorted'"):
-    small_model_tree(parts[1], SHAPE, 'sorted')

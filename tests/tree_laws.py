@@ -76,9 +76,8 @@ def step_law(
   length: int | None = None,
   reported: bool = True,
   change=lambda tokens, rows: (tokens, rows),
-  rounds: int = 1,
 ) -> np.ndarray:
-  """Joint law of D + 1 tokens of which one step, or several, made the first.
+  """Joint law of D + 1 tokens of which one step made the first.
 
   Args:
     target: the target's law of the next token.
@@ -90,7 +89,6 @@ def step_law(
     reported: False reports no rows, as of chosen children.
     change: what becomes of a draft that was drawn, tokens and rows; for
       controls.
-    rounds: steps after which the target goes on alone.
   """
   depth = shape.depth
   proposals = drafts_of(shape, draft, rows, vocab_size)
@@ -122,14 +120,7 @@ def step_law(
   @functools.cache
   def rest_law(prefix):
     rest = depth + 1 - len(prefix)
-    shifted = functools.partial(_behind, target, prefix)
-    if rounds > 1 and rest:
-      own = functools.partial(_behind, draft, prefix)
-      options = dict(length=length, reported=reported, change=change)
-      after = shifted, own, shape, vocab_size, rows
-      law = step_law(*after, rounds=rounds - 1, **options)
-      return law.sum(axis=tuple(range(rest, depth + 1)))
-    return joint_law(shifted, rest, vocab_size)
+    return joint_law(lambda later: target(prefix + later), rest, vocab_size)
 
   law = np.zeros((vocab_size,) * (depth + 1))
   for row in range(count):
@@ -144,10 +135,6 @@ def step_law(
           if mass:
             law[prefix] += mass * rest_law(prefix)
   return law
-
-
-def _behind(law, prefix, later):
-  return law(prefix + tuple(later))
 
 
 @functools.partial(quick_jit, static_argnames='walk')

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import toy_families
+import toy_requests
 from small_vocabulary import weights
 from specdec_jax import partitioning, tree_shape
 from specdec_jax.models import backend
@@ -80,7 +81,7 @@ class Case:
 
   @functools.cached_property
   def calls(self):
-    return self.jitted(self.network.extend)
+    return self.jitted(functools.partial(toy_requests.read, self.network))
 
   @functools.cached_property
   def keep(self):

@@ -35,13 +35,9 @@ def test_table_of_a_benchmark(tmp_path):
   assert 'old' not in text and update_readme.fill(text, tmp_path) == text
 
 
-def test_without_results_the_block_names_the_command(tmp_path):
+def test_a_file_that_is_missing_or_of_another_kind(tmp_path):
   text = update_readme.fill(BLOCK.format('none.json'), tmp_path)
   assert 'Nothing has been measured yet' in text and '`make results`' in text
-  assert 'old' not in text
-
-
-def test_errors(tmp_path):
   with pytest.raises(ValueError, match='no line <!-- results'):
     update_readme.fill('nothing', tmp_path)
   with pytest.raises(ValueError, match="got 'other'"):

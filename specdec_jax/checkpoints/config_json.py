@@ -1,21 +1,21 @@
 """Reads config.json of Hugging Face folders, by the data of its family.
 
 A `Family` says which fields of config.json give which fields of our
-configuration, which have one value only, and which change nothing; a field that
-is not known is refused by its name. `families` has the data.
+configuration, and which have one value only; a field that is not known is
+refused by its name.
 """
 
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.traverse_util
 
+from specdec_jax.checkpoints.families import Described, Family, family_of
 from specdec_jax.checkpoints.generation import SETTINGS
-from specdec_jax.checks.fields import check_type, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
@@ -25,17 +25,10 @@ from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 
-Described = Mapping[str, Any]  # config.json, or a part of it
-
 # What a checkpoint says beside its arrays -> the entry of config.json.
-ABOUT = {
-  'target': 'specdec_made_for',
-  'made_of': 'specdec_made_of',
-  'fingerprint': 'specdec_fingerprint',
-}
+ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
 # The entry of a decoder that reads its target's encoder: that one's width.
 ENCODER_DIM = 'specdec_encoder_dim'
-_NEVER = re.compile('(?!)')
 
 # Fields that change no output, in no family: names, ids and settings of
 # `generate`, which are read elsewhere, training, and how transformers computes.
@@ -70,6 +63,15 @@ _OFF_BY_NULL = frozenset(
   sliding_window_pattern
   """.split()
 )
+# Fields that are made of others where config.json leaves them out.
+_DERIVED = {
+  'head_dim': lambda values: (
+    values['hidden_size'] // values['num_attention_heads']
+  ),
+  'n_inner': lambda values: 4 * values['n_embd'],
+  'num_decoder_layers': lambda values: values['num_layers'],
+  'num_key_value_heads': lambda values: values['num_attention_heads'],
+}
 # Fields that may be 0: the encoder of a decoder that reads its target's.
 _MAY_BE_ZERO = ('max_window_layers', 'num_layers')
 # transformers' names of activations: ours. Its `gelu` is another function.
@@ -82,74 +84,13 @@ _ACTIVATIONS = {
 }
 
 
-class Family(NamedTuple):
-  """What is particular to a `model_type`.
-
-  Attributes:
-    make: returns the configuration from (family, config.json, its path, whether
-      the output layer is the embedding).
-    names: our module -> transformers' module, * for the number of a layer; or
-      our array -> transformers' array.
-    embedding: transformers' array of the embedding that may be the output layer
-      too.
-    fields: our configuration's field -> config.json's.
-    settings: fields of the configuration that all models have.
-    defaults: fields of config.json -> their values where it leaves them out.
-    derived: the same, computed from the other fields.
-    read: fields of config.json that are read, beside those above.
-    fixed: fields of config.json -> the only values that the network has.
-    same: fields of config.json -> fields that they must be equal to.
-    tied: whether the output layer is the embedding unless config.json says so.
-    ties_by_arrays: whether only the arrays decide that, never config.json.
-    head: transformers' array of the output layer.
-    prefix: matches what names in a file may have in front; only its group
-      'kept', if any, is part of the names here.
-    skipped: matches names of arrays that no model reads.
-    images: matches names of arrays that only images go through.
-    aliases: names of arrays -> the names of arrays that they must be equal to.
-    kernels_in_out: whether kernels are [in, out], and those of query, key and
-      value are thirds of one (GPT-2).
-    scales_queries: whether queries are divided by sqrt(D) after projection.
-    stack: the `Family` of each stack of an encoder-decoder; None: no stacks.
-  """
-
-  make: Callable[['Family', Described, str, bool], Config]
-  names: Mapping[str, str]
-  embedding: str
-  fields: Mapping[str, str]
-  settings: dict[str, Any] = {}
-  defaults: dict[str, Any] = {}
-  derived: Mapping[str, Callable[[Described], Any]] = {}
-  read: Collection[str] = ()
-  fixed: dict[str, Any] = {}
-  same: Mapping[str, str] = {}
-  tied: bool = True
-  ties_by_arrays: bool = False
-  head: str = 'lm_head.weight'
-  prefix: re.Pattern[str] = re.compile('')
-  skipped: re.Pattern[str] = _NEVER
-  images: re.Pattern[str] = _NEVER
-  aliases: Mapping[str, str] = {}
-  kernels_in_out: bool = False
-  scales_queries: bool = False
-  stack: Any = None
-
-  def name_of(self, stored: str) -> str:
-    """The name of an array here, of its name in a file."""
-    prefix = self.prefix.match(stored)
-    if prefix is None:
-      return stored
-    return (prefix.groupdict().get('kept') or '') + stored[prefix.end() :]
-
-
 def is_tied(family: Family, described: Described) -> bool:
   """Whether the output layer is the embedding, as config.json says."""
   text = described.get('text_config')
-  for part in (described, text if isinstance(text, Mapping) else {}):
-    if part.get('tie_word_embeddings') is not None and not (
-      family.ties_by_arrays
-    ):
-      return bool(part['tie_word_embeddings'])
+  if not family.ties_by_arrays:
+    for part in (described, text if isinstance(text, Mapping) else {}):
+      if part.get('tie_word_embeddings') is not None:
+        return bool(part['tie_word_embeddings'])
   return family.tied
 
 
@@ -166,25 +107,23 @@ def _fields_of(
   family: Family, described: Described, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """config.json with defaults, and sizes by our configuration's names."""
-  known = {*family.fields.values(), *family.defaults, *family.derived}
-  check_fields(
-    described, {*known, *family.read}, where, family.fixed, family.same
-  )
-  given = {name: v for name, v in described.items() if v is not None}
+  known = {*family.fields.values(), *family.defaults, *family.read}
+  check_fields(described, known, where, family.fixed, family.same)
+  values = {name: v for name, v in described.items() if v is not None}
   defaults = {
     name: value
     for name, value in family.defaults.items()
     if name not in described or name not in _OFF_BY_NULL
   }
-  given = defaults | given
-  for name, derive in family.derived.items():
-    if name not in given:
+  values = defaults | values
+  for name, derive in _DERIVED.items():
+    if name in known and name not in values:
       with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
-        given[name] = derive(given)
-  sizes = {ours: given.get(theirs) for ours, theirs in family.fields.items()}
+        values[name] = derive(values)
+  sizes = {ours: values.get(theirs) for ours, theirs in family.fields.items()}
   for ours, theirs in family.fields.items():
     _check_size(sizes[ours], theirs, where)
-  return given, sizes
+  return values, sizes
 
 
 def _check_size(value: Any, name: str, where: str) -> None:
@@ -234,15 +173,15 @@ def check_fields(
       )
 
 
-def _activation(given: Described, name: str, where: str) -> str:
-  check_choice(f'{where}: {name}', given[name], _ACTIVATIONS)
-  return _ACTIVATIONS[given[name]]
+def _activation(values: Described, name: str, where: str) -> str:
+  check_choice(f'{where}: {name}', values[name], _ACTIVATIONS)
+  return _ACTIVATIONS[values[name]]
 
 
-def _object(given: Described, name: str, where: str) -> Described:
-  if not isinstance(given.get(name), Mapping):
-    raise unexpected(f'{where}: {name}', 'an object', given.get(name))
-  return given[name]
+def _object(values: Described, name: str, where: str) -> Described:
+  if not isinstance(values.get(name), Mapping):
+    raise unexpected(f'{where}: {name}', 'an object', values.get(name))
+  return values[name]
 
 
 def _head_dim(family: Family, sizes: Described, where: str) -> int:
@@ -256,31 +195,29 @@ def _head_dim(family: Family, sizes: Described, where: str) -> int:
 
 # T5, T5 1.1, Flan-T5, ByT5, CodeT5, UL2 and MADLAD-400 ('t5'), mT5, UMT5.
 
-# T5Config.mlp_activations: config.json's feed_forward_proj.
-_FEED_FORWARD = {
-  ('relu',): 'relu',
-  ('silu',): 'silu',
-  ('gelu',): 'gelu_new',
-  ('relu', 'linear'): 'gated-relu',
-  ('silu', 'linear'): 'gated-silu',
-  ('gelu', 'linear'): 'gated-gelu',
+# feed_forward_proj of config.json -> T5Config.mlp_activations.
+_FEED_FORWARD: dict[str, tuple[str, ...]] = {
+  'relu': ('relu',),
+  'silu': ('silu',),
+  'gelu_new': ('gelu',),
+  'gated-relu': ('relu', 'linear'),
+  'gated-silu': ('silu', 'linear'),
+  'gated-gelu': ('gelu', 'linear'),
 }
 
 
-def t5(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
-  given, sizes = _fields_of(family, described, where)
-  width = given.get(ENCODER_DIM, sizes['emb_dim'])
+def _t5(family: Family, described: Described, where: str, tied: bool):
+  values, sizes = _fields_of(family, described, where)
+  width = values.get(ENCODER_DIM, sizes['emb_dim'])
   if width != sizes['emb_dim']:
     sizes['encoder_dim'] = width
-  word = given['feed_forward_proj']
-  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD.values())
-  (activations,) = (key for key, w in _FEED_FORWARD.items() if w == word)
-  first, *gate = activations
+  word = values['feed_forward_proj']
+  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD)
+  first, *gate = _FEED_FORWARD[word]
   # transformers follows these two where they are there.
-  if 'dense_act_fn' in given:
-    first = _activation(given, 'dense_act_fn', where)
-  gated = given.get('is_gated_act')
+  if 'dense_act_fn' in values:
+    first = _activation(values, 'dense_act_fn', where)
+  gated = values.get('is_gated_act')
   check_type(f'{where}: is_gated_act', gated, bool | None)
   if gated is not None:
     gate = ['linear'] * gated
@@ -288,7 +225,7 @@ def t5(family: Family, described: Described, where: str, tied: bool):
     **sizes,
     **family.settings,
     mlp_activations=(first, *gate),
-    dropout_rate=given.get('dropout_rate', 0.0),
+    dropout_rate=values.get('dropout_rate', 0.0),
     logits_via_embedding=tied,
   )
 
@@ -299,9 +236,9 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
   Raises:
     ValueError: transformers has no T5 with its activations.
   """
-  word = _FEED_FORWARD.get(config.mlp_activations)
-  if word is None:
-    known = f'one of {sorted(_FEED_FORWARD)}, which transformers has'
+  words = {value: word for word, value in _FEED_FORWARD.items()}
+  if config.mlp_activations not in words:
+    known = f'one of {[*words]}, which transformers has'
     raise unexpected('mlp_activations', known, config.mlp_activations)
   name = 'UMT5' if config.bias_per_layer else 'T5'
   return {
@@ -309,7 +246,7 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
     'model_type': name.lower(),
     'is_encoder_decoder': True,
     **{theirs: getattr(config, ours) for ours, theirs in family.fields.items()},
-    'feed_forward_proj': word,
+    'feed_forward_proj': words[config.mlp_activations],
     'dropout_rate': config.dropout_rate,
     # Only this decides whether transformers scales the logits of a T5.
     'tie_word_embeddings': config.logits_via_embedding,
@@ -321,32 +258,30 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
 # GPT-2.
 
 
-def gpt2(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
-  given, sizes = _fields_of(family, described, where)
+def _gpt2(family: Family, described: Described, where: str, tied: bool):
+  values, sizes = _fields_of(family, described, where)
   return GPTConfig(
     **sizes,
     head_dim=_head_dim(family, sizes, where),
-    mlp_activations=(_activation(given, 'activation_function', where),),
+    mlp_activations=(_activation(values, 'activation_function', where),),
     logits_via_embedding=tied,
-    dropout_rate=given.get('resid_pdrop', 0.0),
+    dropout_rate=values.get('resid_pdrop', 0.0),
   )
 
 
 # M2M-100 and NLLB-200.
 
 
-def m2m100(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
+def _m2m100(family: Family, described: Described, where: str, tied: bool):
   del tied  # it always is
-  given, sizes = _fields_of(family, described, where)
+  values, sizes = _fields_of(family, described, where)
   ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
   return M2M100Config(
     **sizes,
-    **{ours: _single(given[n]) for ours, n in ids.items() if n in given},
+    **{ours: _single(values[n]) for ours, n in ids.items() if n in values},
     head_dim=_head_dim(family, sizes, where),
-    mlp_activations=(_activation(given, 'activation_function', where),),
-    scale_embeddings=given['scale_embedding'],
+    mlp_activations=(_activation(values, 'activation_function', where),),
+    scale_embeddings=values['scale_embedding'],
   )
 
 
@@ -376,52 +311,51 @@ _AROUND_TEXT = {
 }
 
 
-def causal(
+def _causal(
   family: Family, described: Described, where: str, tied: bool
 ) -> CausalLMConfig:
-  """The configuration; see `Family.make`."""
-  given, sizes = _fields_of(family, described, where)
-  kinds = _layer_kinds(given, where)
-  rope, local = (_rope(given, word, where) for word in _KINDS)
+  values, sizes = _fields_of(family, described, where)
+  kinds = _layer_kinds(values, where)
+  rope, local = (_rope(values, word, where) for word in _KINDS)
   has_local = 'local' in kinds
-  window = given.get('sliding_window')
-  if 'use_sliding_window' in given and not given['use_sliding_window']:
+  window = values.get('sliding_window')
+  if 'use_sliding_window' in values and not values['use_sliding_window']:
     window = None  # which local layers refuse
-  is_gemma = 'hidden_activation' in given
+  is_gemma = 'hidden_activation' in values
   word = 'hidden_activation' if is_gemma else 'hidden_act'
-  scalar = given.get('query_pre_attn_scalar', sizes['head_dim'])
+  scalar = values.get('query_pre_attn_scalar', sizes['head_dim'])
   return CausalLMConfig(
     **sizes,
     **family.settings,
-    mlp_activations=(_activation(given, word, where), 'linear'),
+    mlp_activations=(_activation(values, word, where), 'linear'),
     rope=rope,
     local_rope=local if has_local and local != rope else None,
     layer_kinds=kinds,
     window=window if has_local else 0,  # type: ignore[arg-type]
-    norm_epsilon=given['rms_norm_eps'],
+    norm_epsilon=values['rms_norm_eps'],
     query_scalar=0.0 if scalar == sizes['head_dim'] else scalar,
-    score_softcap=given.get('attn_logit_softcapping', 0.0),
-    logit_softcap=given.get('final_logit_softcapping', 0.0),
+    score_softcap=values.get('attn_logit_softcapping', 0.0),
+    logit_softcap=values.get('final_logit_softcapping', 0.0),
     logits_via_embedding=tied,
   )
 
 
-def with_images(family: Family, described: Described, where: str, tied: bool):
-  """The configuration of the model of texts; see `Family.make`."""
+def _with_images(family: Family, described: Described, where: str, tied: bool):
+  """The configuration of the model of texts."""
   check_fields(described, _AROUND_TEXT, where)
   text = _object(described, 'text_config', where)
-  return causal(family, text, where, tied)
+  return _causal(family, text, where, tied)
 
 
-def _layer_kinds(given: Described, where: str) -> tuple[Any, ...]:
+def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
   """The kinds of the layers, as the shortest row of them that repeats."""
-  count = min(given['num_hidden_layers'], MOST_LAYERS)  # more is refused later
+  count = min(values['num_hidden_layers'], MOST_LAYERS)  # more is refused later
   for name in ('sliding_window_pattern', 'max_window_layers'):
-    if name in given:
-      _check_size(given[name], name, where)
-  types = given.get('layer_types')
+    if name in values:
+      _check_size(values[name], name, where)
+  types = values.get('layer_types')
   if types is None:
-    types = [_layer_type(given, i) for i in range(count)]
+    types = [_layer_type(values, i) for i in range(count)]
   if not isinstance(types, list) or len(types) != count:
     raise unexpected(f'{where}: layer_types', f'a list of {count} names', types)
   for word in types:
@@ -435,33 +369,33 @@ def _layer_kinds(given: Described, where: str) -> tuple[Any, ...]:
   return kinds[: next(sizes)]
 
 
-def _layer_type(given: Described, layer: int) -> str:
+def _layer_type(values: Described, layer: int) -> str:
   """A layer's type in configurations without `layer_types`."""
-  if 'sliding_window_pattern' in given:
-    slides = (layer + 1) % given['sliding_window_pattern'] != 0
+  if 'sliding_window_pattern' in values:
+    slides = (layer + 1) % values['sliding_window_pattern'] != 0
   else:
-    first = given.get('max_window_layers', layer + 1)
-    slides = bool(given.get('use_sliding_window')) and layer >= first
+    first = values.get('max_window_layers', layer + 1)
+    slides = bool(values.get('use_sliding_window')) and layer >= first
   return 'sliding_attention' if slides else 'full_attention'
 
 
-def _rope(given: Described, layer_type: str, where: str) -> Rope:
+def _rope(values: Described, layer_type: str, where: str) -> Rope:
   """The RoPE of layers of one type."""
   settings: dict[str, Any] = {}
-  if 'rope_parameters' in given:
-    settings |= _object(given, 'rope_parameters', where)
-  has_local = 'rope_local_base_freq' in given
+  if 'rope_parameters' in values:
+    settings |= _object(values, 'rope_parameters', where)
+  has_local = 'rope_local_base_freq' in values
   if any(word in settings for word in _KINDS):
     check_fields(settings, _KINDS, f'{where}: rope_parameters')
     settings = {**_object(settings, layer_type, where)}
   elif settings and has_local:
     each = f'an entry for each kind of layers, {" and ".join(_KINDS)}'
     raise unexpected(f'{where}: rope_parameters', each, settings)
-  theta = given['rope_theta']
+  theta = values['rope_theta']
   if layer_type == 'sliding_attention' and has_local:
-    theta = given['rope_local_base_freq']  # and it is not scaled
-  elif 'rope_scaling' in given:
-    settings |= _object(given, 'rope_scaling', where)
+    theta = values['rope_local_base_freq']  # and it is not scaled
+  elif 'rope_scaling' in values:
+    settings |= _object(values, 'rope_scaling', where)
   word = settings.get('rope_type', settings.get('type', 'default'))
   check_choice(f'{where}: rope_type', word, _ROPES)
   fields = _ROPES[word]
@@ -479,8 +413,7 @@ def _rope(given: Described, layer_type: str, where: str) -> Rope:
 # T5Gemma 1 and 2: each stack is described as a Gemma's.
 
 
-def t5gemma(family: Family, described: Described, where: str, tied: bool):
-  """The configuration; see `Family.make`."""
+def _t5gemma(family: Family, described: Described, where: str, tied: bool):
   merged = described['model_type'] == 't5gemma2'
   check_fields(described, family.read, where)
   encoder = _object(described, 'encoder', where)
@@ -494,8 +427,8 @@ def t5gemma(family: Family, described: Described, where: str, tied: bool):
     one = f'true, and no other array in {family.head}: one table of embeddings'
     raise unexpected(f'{where}: tie_word_embeddings', one, tied)
   config = T5GemmaConfig(
-    causal(family.stack, encoder, f'{where}: encoder', tied),
-    causal(family.stack, decoder, f'{where}: decoder', tied),
+    _causal(family.stack, encoder, f'{where}: encoder', tied),
+    _causal(family.stack, decoder, f'{where}: decoder', tied),
     merged_attention=merged,
     start_id=_t5gemma_ids(described)['decoder_start_token_id'],
     image_end_id=image_end,
@@ -514,10 +447,39 @@ def _t5gemma_ids(described: Described) -> dict[str, Any]:
   for part in (decoder if isinstance(decoder, Mapping) else {}, described):
     ids |= {name: part[name] for name in ids if part.get(name) is not None}
   start = _single(described.get('decoder_start_token_id'))
-  ids['decoder_start_token_id'] = (
-    ids['bos_token_id'] if start is None else start
-  )
-  return ids
+  start = ids['bos_token_id'] if start is None else start
+  return ids | {'decoder_start_token_id': start}
+
+
+_MAKERS = {
+  't5': _t5,
+  'gpt2': _gpt2,
+  'm2m100': _m2m100,
+  'causal': _causal,
+  'with_images': _with_images,
+  't5gemma': _t5gemma,
+}
+
+
+def read_config(
+  described: Described, where: str, tied: bool | None = None
+) -> Config:
+  """Returns the shape that a config.json describes.
+
+  Args:
+    described: config.json.
+    where: its path, for messages.
+    tied: whether the output layer is the embedding, as the weights show; None
+      goes by config.json.
+
+  Raises:
+    ValueError: the architecture is not supported; or a field is missing, or
+      differs from what the network here has, or is not known and might change
+      what the model says.
+  """
+  family = family_of(described, where)
+  tied = is_tied(family, described) if tied is None else tied
+  return _MAKERS[family.make](family, described, where, tied)
 
 
 # Ids with a meaning.
@@ -567,12 +529,12 @@ def read_ids(
     ValueError: an id is not a whole number, or the decoder starts with another
       id.
   """
-  given = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
-  given |= {name: v for name, v in described.items() if v is not None}
+  values = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
+  values |= {name: v for name, v in described.items() if v is not None}
   if described.get('model_type') in ('t5gemma', 't5gemma2'):
-    given |= _t5gemma_ids(described)
-  pad, ends = given['pad_token_id'], given['eos_token_id']
-  start = given['decoder_start_token_id']
+    values |= _t5gemma_ids(described)
+  pad, ends = values['pad_token_id'], values['eos_token_id']
+  start = values['decoder_start_token_id']
   start = pad if start is None else _single(start)  # as transformers does
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
   named = ('pad_token_id', pad), ('decoder_start_token_id', start)

@@ -18,9 +18,7 @@ import jax
 from specdec_jax import files
 from specdec_jax.checkpoints import config_json, huggingface, orbax, t5x
 from specdec_jax.checkpoints.disk_arrays import Params
-from specdec_jax.checkpoints.fingerprint import fingerprint
 from specdec_jax.checkpoints.load import (
-  FINGERPRINT,
   MADE_OF,
   TARGET,
   Opened,
@@ -29,8 +27,7 @@ from specdec_jax.checkpoints.load import (
   locate,
   open_checkpoint,
 )
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.files.locations import Location
 from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
@@ -114,7 +111,7 @@ def convert(config: ConvertConfig) -> str:
   params = opened.read(config.dtype)
   if config.dtype == INT8:
     params = _as_on_disk(params, opened)
-  about = _about(config, opened, params)
+  about = _about(config, opened)
   if sizes is not None:
     _save_safetensors(output, sizes, params, location, about)
   elif config.format == 'orbax':
@@ -128,15 +125,13 @@ def convert(config: ConvertConfig) -> str:
   return f'{config.output}: {count} arrays, {total:,} parameters{of}'
 
 
-def _about(
-  config: ConvertConfig, opened: Opened, params: Params
-) -> dict[str, str]:
+def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
   """What is written beside the arrays, see `Opened.about`."""
   about = {TARGET: opened.made_for} if opened.made_for else {}
   rounds = opened.is_rounded or config.dtype not in _AS_BEFORE
   if rounds or MADE_OF in opened.about:
-    for before in opened.made_of()[-1:]:
-      about |= {MADE_OF: before, FINGERPRINT: fingerprint(params)}
+    made_of = opened.made_of()
+    about |= {MADE_OF: made_of[-1]} if made_of else {}
   return about
 
 

@@ -6,38 +6,31 @@ that is said once, when an engine is made of its model, with the options that do
 the same here.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from specdec_jax.checks.fields import check_type, shortened
+from specdec_jax.checks.fields import shortened
 
 FILE = 'generation_config.json'
-Ids = Sequence[int]
-# Settings of `generate` that change outputs: their type, what asks for nothing,
-# and their names. Others change how it computes or what it returns, and special
-# ids are read elsewhere.
-_KINDS: tuple[tuple[Any, Any, str], ...] = (
-  (bool, False, 'do_sample token_healing'),
-  (bool | str, False, 'early_stopping'),
-  (int, 0, 'min_length min_new_tokens'),
-  (int, 0, 'encoder_no_repeat_ngram_size no_repeat_ngram_size'),
-  (int, 1, 'num_beam_groups num_beams num_return_sequences'),
-  (int, 50, 'top_k'),
-  (int, None, 'max_length max_new_tokens'),
-  (int | Ids, None, 'forced_bos_token_id forced_eos_token_id'),
-  (Ids, None, 'begin_suppress_tokens suppress_tokens'),
-  (Sequence[Ids], None, 'bad_words_ids'),
-  (str | Sequence[str], None, 'stop_strings'),
-  (float, 0.0, 'diversity_penalty epsilon_cutoff eta_cutoff min_p'),
-  (float, 1.0, 'encoder_repetition_penalty length_penalty'),
-  (float, 1.0, 'guidance_scale repetition_penalty temperature'),
-  (float, 1.0, 'top_h top_p typical_p'),
-  (float, None, 'max_time penalty_alpha'),
-  (Any, None, 'constraints dola_layers exponential_decay_length_penalty'),
-  (Any, None, 'force_words_ids sequence_bias watermarking_config'),
+# Settings of `generate` that change outputs, by the value that asks for
+# nothing. Others change how it computes or what it returns, and special ids are
+# read elsewhere.
+_NEUTRAL: tuple[tuple[Any, str], ...] = (
+  (False, 'do_sample early_stopping token_healing'),
+  (0, 'min_length min_new_tokens no_repeat_ngram_size'),
+  (0, 'encoder_no_repeat_ngram_size diversity_penalty'),
+  (0, 'epsilon_cutoff eta_cutoff min_p'),
+  (1, 'num_beam_groups num_beams num_return_sequences'),
+  (1, 'encoder_repetition_penalty guidance_scale length_penalty'),
+  (1, 'repetition_penalty temperature top_h top_p typical_p'),
+  (50, 'top_k'),
+  (None, 'max_length max_new_tokens max_time penalty_alpha stop_strings'),
+  (None, 'forced_bos_token_id forced_eos_token_id force_words_ids'),
+  (None, 'bad_words_ids begin_suppress_tokens suppress_tokens sequence_bias'),
+  (None, 'constraints dola_layers exponential_decay_length_penalty'),
+  (None, 'watermarking_config'),
 )
-_TYPES = {name: kind for kind, _, names in _KINDS for name in names.split()}
-SETTINGS = {name: none for _, none, names in _KINDS for name in names.split()}
+SETTINGS = {name: none for none, names in _NEUTRAL for name in names.split()}
 # Settings that change nothing unless outputs are sampled, or searched for.
 _OF_SAMPLES = (
   'epsilon_cutoff eta_cutoff min_p temperature top_h top_k top_p typical_p'
@@ -45,90 +38,50 @@ _OF_SAMPLES = (
 _OF_BEAMS = (
   'diversity_penalty early_stopping length_penalty num_beam_groups'
 ).split()
-# Settings that are options here, some by another name.
-_AS_SAMPLES = 'temperature', 'top_k', 'top_p'
-_AS_BEAMS = 'num_beams', 'length_penalty'
-_OPTIONS = {
+# Settings -> the options of `Engine.generate` that do the same.
+OPTIONS = {
+  'do_sample': 'temperature',
+  'length_penalty': 'length_penalty',
+  'max_length': 'max_length',
   'max_new_tokens': 'max_length',
+  'min_length': 'min_length',
   'min_new_tokens': 'min_length',
+  'num_beams': 'num_beams',
   'num_return_sequences': 'num_samples',
   'stop_strings': 'stop_strings',
+  'temperature': 'temperature',
+  'top_k': 'top_k',
+  'top_p': 'top_p',
 }
 
 
-class Defaults(NamedTuple):
-  """What a folder asks for, and does not get unless the options say so.
-
-  Attributes:
-    where: the file that asks.
-    settings: transformers' name of each -> its value.
-    options: options of `Engine.generate` that do the same.
-    others: those of `settings` that no option does.
-  """
-
-  where: str
-  settings: Mapping[str, Any]
-  options: Mapping[str, Any]
-  others: Sequence[str]
-
-  def __str__(self) -> str:
-    """The sentence for users."""
-    text = f'{self.where} asks for {_listed(self.settings)}: not followed.'
-    if self.options:
-      text += f' Options that do so: {_listed(self.options)}.'
-    if self.others:
-      text += f' No option does: {", ".join(self.others)}.'
-    return text
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-  return ', '.join(f'{name}={shortened(v)}' for name, v in values.items())
-
-
-def read_defaults(
-  described: Mapping[str, Any], where: str, has_encoder: bool
-) -> Defaults | None:
-  """What a folder asks for, or None if that is what happens here anyway.
+def unfollowed(described: Mapping[str, Any], where: str) -> str:
+  """A sentence on what a folder asks for and does not get; '' for nothing.
 
   Args:
     described: generation_config.json; config.json where there is none.
     where: the path of that file, for messages.
-    has_encoder: whether the model has an encoder: its `max_length` counts the
-      start token, and that of others the prompt.
-
-  Raises:
-    ValueError: a setting has the wrong type; the message names it.
   """
-  given = {
+  values = {
     name: value
     for name, value in described.items()
     if name in SETTINGS and value is not None
   }
-  for name, value in given.items():
-    check_type(f'{where}: {name}', value, _TYPES[name])
-  samples = given.get('do_sample', False)
-  searches = given.get('num_beams', 1) > 1
+  samples = values.get('do_sample', False)
+  searches = values.get('num_beams', 1) != 1
   settings = {
-    name: value
-    for name, value in given.items()
+    name: shortened(value)
+    for name, value in values.items()
     if value not in (SETTINGS[name], [])
     and (samples or name not in _OF_SAMPLES)
     and (searches or name not in _OF_BEAMS)
   }
   if not settings:
-    return None
-  names: Sequence[str] = ()  # of samples of beams there are none
-  if samples != searches:
-    names = _AS_SAMPLES if samples else _AS_BEAMS
-  options = {name: given.get(name, SETTINGS[name]) for name in names}
-  followed = {*names, *(['do_sample'] if names else [])}
-  for name, ours in _OPTIONS.items():
-    if name in settings:
-      options[ours] = settings[name]
-      followed |= {name, ours}  # it goes before the other one
-  for name in ('max_length', 'min_length'):
-    if has_encoder and name in settings.keys() - followed:
-      options[name] = settings[name] - 1
-      followed.add(name)
-  others = [name for name in settings if name not in followed]
-  return Defaults(where, settings, options, others)
+    return ''
+  listed = ', '.join(f'{name}={value}' for name, value in settings.items())
+  options = {OPTIONS[name] for name in settings if name in OPTIONS}
+  others = [name for name in settings if name not in OPTIONS]
+  text = f'{where} asks for {listed}: not followed.'
+  if options:
+    text += f' Options that do so: {", ".join(sorted(options))}.'
+  return text + (f' No option does: {", ".join(others)}.' if others else '')

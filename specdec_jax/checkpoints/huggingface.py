@@ -7,6 +7,7 @@ safetensors comes with the extra `[huggingface]`, huggingface_hub with `[hub]`.
 import dataclasses
 import os
 import pathlib
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints import config_json, families, generation, lora
-from specdec_jax.checkpoints.config_json import Described, Family, SpecialIds
+from specdec_jax.checkpoints.config_json import SpecialIds
 from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   Params,
@@ -26,6 +27,7 @@ from specdec_jax.checkpoints.disk_arrays import (
   row_of,
   whole,
 )
+from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.safetensors_files import (
   Stored,
   import_safetensors,
@@ -35,8 +37,7 @@ from specdec_jax.checkpoints.safetensors_files import (
   write_file,
 )
 from specdec_jax.checkpoints.t5x import check_params
-from specdec_jax.checks.fields import unexpected
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import package, unexpected
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5, T5Config
@@ -143,7 +144,7 @@ def open_huggingface(
   stored, tied = _tidy(_open_files(folder), family, described, source)
   if adapter is not None:
     stored = lora.adapted(stored, adapter, family)
-  config = families.read_config(described, os.fspath(folder / CONFIG), tied)
+  config = config_json.read_config(described, os.fspath(folder / CONFIG), tied)
   if isinstance(config, T5Config):
     special_ids(folder, described)  # the decoder begins as T5's do
   elif isinstance(config, T5GemmaConfig):
@@ -185,12 +186,12 @@ def _tidy(
   arrays: dict[str, Stored] = {}
   for name, array in stored.items():
     name = family.name_of(name)
-    if family.skipped.fullmatch(name) or family.images.fullmatch(name):
+    if re.fullmatch(f'{family.skipped}|{family.images}', name):
       continue
     if name in arrays:
       raise _twice(source, arrays[name], array)
     arrays[name] = array
-  count = sum(bool(family.images.search(name)) for name in stored)
+  count = sum(bool(re.search(family.images, name)) for name in stored)
   if count:
     warnings.warn(
       f'{source!r}: {count} arrays are for images and are skipped: the network'
@@ -260,16 +261,14 @@ def special_ids(
   return config_json.read_ids(described, os.fspath(folder), start_id)
 
 
-def defaults_of(
-  folder: pathlib.Path, described: Described, has_encoder: bool
-) -> generation.Defaults | None:
-  """What a folder asks of `generate`, see `generation.read_defaults`."""
+def unfollowed(folder: pathlib.Path, described: Described) -> str:
+  """What a folder asks of `generate` in vain, see `generation.unfollowed`."""
   path = folder / generation.FILE
   if path.exists():
     described = read_json(path)
   else:
     path = folder / CONFIG  # as transformers reads it then
-  return generation.read_defaults(described, os.fspath(path), has_encoder)
+  return generation.unfollowed(described, os.fspath(path))
 
 
 # Writing a folder.

@@ -16,11 +16,11 @@ from specdec_jax.checkpoints.disk_arrays import (
   Params,
   Shardings,
   check_config_fits,
+  fingerprint_on_disk,
   in_floats,
   is_rounded,
   load_arrays,
 )
-from specdec_jax.checkpoints.fingerprint import fingerprint_on_disk
 from specdec_jax.checkpoints.huggingface import CONFIG
 from specdec_jax.checkpoints.safetensors_files import read_json
 from specdec_jax.checks.fields import unexpected
@@ -31,8 +31,8 @@ from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
 
 T5X_FILE = 'checkpoint'
 # What a checkpoint says beside its arrays, each a fingerprint: of a drafter's
-# only target, of the floats before rounding, of its own arrays.
-TARGET, MADE_OF, FINGERPRINT = ABOUT
+# only target, and of the floats before rounding.
+TARGET, MADE_OF = ABOUT
 _STEP = re.compile(r'checkpoint_(\d+)')
 _HUB_ID = re.compile(r'([\w-][\w.-]*(/[\w-][\w.-]*)?)(@[\w./-]+)?')
 
@@ -94,8 +94,8 @@ class Opened:
     source: where the checkpoint is.
     arrays: T5X's name -> array.
     config: the shape of its model, if the checkpoint describes it.
-    about: what the checkpoint says beside its arrays: `TARGET`, `MADE_OF` and
-      `FINGERPRINT`, each if it is known.
+    about: what the checkpoint says beside its arrays: `TARGET` and `MADE_OF`,
+      each if it is known.
   """
 
   source: str
@@ -124,10 +124,7 @@ class Opened:
     before = (self.about[MADE_OF],) if MADE_OF in self.about else ()
     if self.is_rounded:
       return before
-    present = fingerprint_on_disk(self.arrays)
-    # Floats that were trained further are made of nothing else.
-    is_converted = self.about.get(FINGERPRINT) == present
-    return (present, *before) if is_converted else (present,)
+    return (fingerprint_on_disk(self.arrays), *before)
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""

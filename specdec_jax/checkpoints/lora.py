@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints.config_json import Family
 from specdec_jax.checkpoints.disk_arrays import Index
+from specdec_jax.checkpoints.families import Family
 from specdec_jax.checkpoints.safetensors_files import (
   Stored,
   open_file,
@@ -48,11 +48,10 @@ _NO_MATTER = frozenset(
   target_modules task_type
   """.split()
 )
-# Values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {'bias': ('none',)}
 # Ways to begin that leave W as it is. Others (pissa, olora, loftq, ...) change
 # it, and the adapter is a difference from what they made of it.
 _KNOWN: dict[str, tuple[Any, ...]] = {
+  'bias': ('none', None),
   'peft_type': ('LORA',),
   'init_lora_weights': (True, False, None, 'gaussian', 'orthogonal', 'eva'),
 }
@@ -125,14 +124,14 @@ def adapted(
     kernel, rank = stored[name], down.shape[0]
     is_turned = family.kernels_in_out
     shape = kernel.shape[::-1] if is_turned else kernel.shape
-    given = [list(down.shape), list(up.shape)]
+    shapes = [list(down.shape), list(up.shape)]
     fits = (*up.shape[:1], *down.shape[1:]) == shape
     if not fits or not rank or up.shape[1] != rank:
       expected = f'A [r, in] and B [out, r] of a kernel {list(shape)}'
-      raise unexpected(f'{source}: {module}', expected, given, _OTHER)
+      raise unexpected(f'{source}: {module}', expected, shapes, _OTHER)
     if rank != described['r'] and not described.get('rank_pattern'):
       expected = f'A [{described["r"]}, ...], as r of {CONFIG} says'
-      raise unexpected(f'{source}: {module}', expected, given)
+      raise unexpected(f'{source}: {module}', expected, shapes)
     scale = _scale(described, module, rank)
     fields = dataclasses.asdict(kernel)
     adapted[name] = Adapted(
@@ -162,15 +161,11 @@ def _halves(folder: pathlib.Path) -> dict[str, tuple[Stored, Stored]]:
 def _check(described: Mapping[str, Any], where: str) -> None:
   """Raises ValueError for a field that is not known and asks for something."""
   neutral: tuple[Any, ...] = (None, False, '', [], {})
-  for name in sorted(described.keys() - _READ.keys() - _NO_MATTER):
-    if described[name] not in (*neutral, *_NEUTRAL.get(name, ())):
-      raise unexpected(
-        f'{where}: {name}', 'no such field', described[name], _MERGE
-      )
-  for name, known in _KNOWN.items():
-    if described.get(name) not in known:
-      given = described.get(name)
-      raise unexpected(f'{where}: {name}', f'one of {known}', given, _MERGE)
+  others = described.keys() - _READ.keys() - _NO_MATTER - _KNOWN.keys()
+  values = dict.fromkeys(sorted(others), neutral) | _KNOWN
+  for name, known in values.items():
+    if (value := described.get(name)) not in known:
+      raise unexpected(f'{where}: {name}', f'one of {known}', value, _MERGE)
   for name, kind in _READ.items():
     check_type(f'{where}: {name}', described.get(name), kind)
   if described['r'] < 1:

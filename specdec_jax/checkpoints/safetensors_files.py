@@ -18,8 +18,7 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Index, row_of
 from specdec_jax.checkpoints.families import Row
-from specdec_jax.checks.fields import check_type, unexpected
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import check_type, package, unexpected
 
 _JSON_BYTES = 64 << 20  # limit; the index of the largest models has 1 MiB
 # safetensors' names of dtypes.

@@ -16,12 +16,13 @@ parameter has one more axis, that of the layers: the second
 must be the same.
 """
 
+import functools
 import math
 import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.serialization
 import flax.traverse_util
@@ -345,11 +346,11 @@ def unroll(
     source: where the arrays come from, for messages.
 
   Raises:
-    ValueError: an array's layers are not on the axis that a norm shows, nothing
-      shows the axis, or an array is there twice; the message names it.
+    ValueError: an array's layers are not on the axis that a norm shows, or an
+      array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  last_read = _LastRead()
+  read = functools.lru_cache(1)(load_array)  # the last one, whole
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
     match = _STACKED.fullmatch(name)
@@ -375,42 +376,23 @@ def unroll(
       problem = f'{name} is {list(shape)}, expected {count} layers of {each}'
       problem += f' on axis {axis}, as in its norm'
       raise _another_model(repr(source), have, expected, problem)
-    if emb_dim == count:
-      raise ValueError(
-        f'{source!r}: {name}, {list(shape)}: its first or second axis may be'
-        f' that of its {count} layers: the embedding is as wide.'
-      )
     if len(layers) < count:
       _check_shared(array, axis, name, source)
     for number, layer in enumerate(layers):
       if layer in unrolled:
         raise ValueError(f'{source!r} has {layer} twice: alone, and in {name}.')
-      unrolled[layer] = _layer(array, axis, number, alone, last_read)
+      unrolled[layer] = _layer(array, axis, number, alone, read)
   return unrolled
 
 
-class _LastRead:
-  """Keeps the stacked array that was read last, whole."""
-
-  stack: DiskArray | None = None
-  data: np.ndarray | None = None
-
-  def read(self, stack: DiskArray) -> np.ndarray:
-    if self.stack is not stack or self.data is None:
-      self.data = None  # frees the previous one before reading
-      self.data = cast(np.ndarray, load_array(stack))
-      self.stack = stack
-    return self.data
-
-
 def _layer(
-  stack: DiskArray, axis: int, number: int, shape: Shape, last_read: _LastRead
+  stack: DiskArray, axis: int, number: int, shape: Shape, read: Any
 ) -> DiskArray:
   """One layer of a stacked array."""
   place = (slice(None),) * axis + (number,)
 
   def read_into(out: np.ndarray, index: Index) -> None:
-    out[...] = last_read.read(stack)[place].reshape(shape)[index]
+    out[...] = read(stack)[place].reshape(shape)[index]
 
   return DiskArray(shape, stack.dtype, read_into, chunk=shape)
 
@@ -418,7 +400,7 @@ def _layer(
 def _check_shared(stack: DiskArray, axis: int, name: str, source: str) -> None:
   """Raises ValueError unless all layers have the same relative bias."""
   try:
-    layers = np.moveaxis(cast(np.ndarray, load_array(stack)), axis, 0)
+    layers = np.moveaxis(np.asarray(load_array(stack)), axis, 0)
   except ValueError as error:
     raise broken(source, name, str(error)) from error
   if not all(np.array_equal(layers[0], layer) for layer in layers):
@@ -451,12 +433,14 @@ _DEEPEST = 64
 _NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
 _CHUNKED = '__msgpack_chunked_array__'
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_NUMBERS = {0xCA + i: f'>{code}' for i, code in enumerate('fdBHIQbhiq')}
-_SIZED = {
+# First byte -> kind of the value, and how the number behind that byte is
+# packed: the value itself, or its size.
+_KINDS = {
   first + i: (kind, f'>{code}')
   for first, kind, codes in (
     (0xC4, 'bytes', 'BHI'),
     (0xC7, 'extension', 'BHI'),
+    (0xCA, 'number', 'fdBHIQbhiq'),
     (0xD9, 'text', 'BHI'),
     (0xDC, 'list', 'HI'),
     (0xDE, 'dict', 'HI'),
@@ -508,24 +492,21 @@ class _Scanner:
     if depth > _DEEPEST:
       raise ValueError(f'more than {_DEEPEST} levels')
     first = self._take(1)[0]
-    if first < 0x80:
-      return first
-    if first >= 0xE0:
-      return first - 0x100
+    if first < 0x80 or first >= 0xE0:
+      return first if first < 0x80 else first - 0x100
     if first < 0xC0:
       kinds = (('dict', 15), ('list', 15), ('text', 31), ('text', 31))
       kind, mask = kinds[(first - 0x80) >> 4]
       return self._sized(kind, first & mask, depth)
     if first in _CONSTANTS:
       return _CONSTANTS[first]
-    if first in _NUMBERS:
-      return self._number(_NUMBERS[first])
     if 0xD4 <= first <= 0xD8:
       return self._sized('extension', 1 << (first - 0xD4), depth)
-    if first not in _SIZED:
+    if first not in _KINDS:
       raise ValueError(f'byte {first:#x} begins no value')
-    kind, width = _SIZED[first]
-    return self._sized(kind, self._number(width), depth)
+    kind, code = _KINDS[first]
+    (number,) = struct.unpack(code, self._take(struct.calcsize(code)))
+    return number if kind == 'number' else self._sized(kind, number, depth)
 
   def _sized(self, kind: str, size: int, depth: int) -> Any:
     if kind == 'dict':
@@ -553,18 +534,13 @@ class _Scanner:
   def _extension(self, size: int, depth: int) -> Any:
     code = self._take(1)[0]
     end = self.position + size
-    if end > self.size:
-      raise ValueError(f'it ends at byte {end}')
     if code not in (_NDARRAY, _SCALAR):
-      self.position = end
+      self._skip(size)
       return None
     shape, name, span = self.value(depth + 1)
     if self.position != end:
       raise ValueError('an array of another length than its header says')
     return _array(shape, np.dtype(name), [span])
-
-  def _number(self, code: str) -> Any:
-    return struct.unpack(code, self._take(struct.calcsize(code)))[0]
 
   def _skip(self, size: int) -> tuple[int, int]:
     span = self.position, size
@@ -575,18 +551,14 @@ class _Scanner:
 
   def _take(self, size: int) -> bytes:
     """The next bytes; the file is read in whole windows."""
-    if self.position + size > self.size:
-      raise ValueError(f'it ends at byte {self.position + size}')
+    place, _ = self._skip(size)
     start, data = self._window
-    begin = self.position - start
-    if begin < 0 or begin + size > len(data):
-      data = self._location.read(self.position, max(size, _WINDOW))
-      self._window = self.position, data
-      begin = 0
-    taken = data[begin : begin + size]
+    if place < start or place + size > start + len(data):
+      start, data = place, self._location.read(place, max(size, _WINDOW))
+      self._window = start, data
+    taken = data[place - start : self.position - start]
     if len(taken) < size:
-      raise ValueError(f'it ends before byte {self.position + size}')
-    self.position += size
+      raise ValueError(f'it ends before byte {self.position}')
     return taken
 
 

@@ -1,12 +1,15 @@
-"""Checks that the fields of a configuration have the types it declares."""
+"""Checks of values that users give: types, numbers, names, packages."""
 
 import collections.abc
 import dataclasses
+import difflib
+import importlib
 import math
 import numbers
 import os
 import types
 import typing
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, Union
 
 _WORDS = {
@@ -145,3 +148,119 @@ def shortened(value: Any) -> str:
     text = 'a huge number'
   # A path says most at its end.
   return text if len(text) <= 160 else f'{text[:80]}...{text[-80:]}'
+
+
+# Numbers.
+
+
+def check_number(
+  name: str, value: Any, least: float, instead: str = ''
+) -> None:
+  """Raises ValueError if a value is no number, or too small.
+
+  Args:
+    name: name of the value, for the message.
+    value: the value that was given.
+    least: the least value allowed; if it is an int, only whole numbers are.
+    instead: what to do where it is too small, a sentence.
+  """
+  if not is_a(value, type(least)) or value < least:
+    kind = _WORDS[type(least)]
+    raise unexpected(name, f'{kind} from {least:g}', value, instead)
+
+
+def check_at_least(config: Any, **least: float) -> None:
+  """Raises ValueError if a number of `config` is too small.
+
+  Args:
+    config: a dataclass.
+    **least: field -> its least value; if that is an int, only whole numbers
+      are allowed.
+  """
+  for field, minimum in least.items():
+    name = f'{type(config).__name__}.{field}'
+    check_number(name, getattr(config, field), minimum)
+
+
+def check_all_at_least(config: Any, **least: float) -> None:
+  """Raises ValueError if a sequence is empty or has too small a number."""
+  for field, minimum in least.items():
+    name, values = f'{type(config).__name__}.{field}', getattr(config, field)
+    if not values or not all(value >= minimum for value in values):
+      raise unexpected(name, f'one or more numbers from {minimum:g}', values)
+
+
+def check_increasing(config: Any, **least: int) -> None:
+  """Raises ValueError if a sequence is empty, too small, or not increasing.
+
+  Args:
+    config: a dataclass.
+    **least: field -> the least value of its first number; each further number
+      must be larger than the one before.
+  """
+  for field, minimum in least.items():
+    name, values = f'{type(config).__name__}.{field}', getattr(config, field)
+    if [*values] != sorted({*values}) or not values or values[0] < minimum:
+      raise unexpected(name, f'increasing numbers from {minimum}', values)
+
+
+# Names.
+
+
+def check_choice(name: str, value: Any, known: Collection[str]) -> None:
+  """Raises ValueError unless a value is one of the known words.
+
+  Args:
+    name: name of the value, for the message.
+    value: the value that was given.
+    known: the words.
+  """
+  if value not in tuple(known):
+    raise ValueError(
+      f'{name} is {value!r}, expected one of {sorted(known)}.'
+      f'{nearest(str(value), known, or_all=False)}'
+    )
+
+
+def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:
+  """Says which of the known names are near, for the end of a message.
+
+  Args:
+    name: the name that was given; upper and lower case do not matter.
+    known: the known names.
+    or_all: whether to list all known names if none is near.
+
+  Returns:
+    ' Nearest known: a, b.', ' Known: a, b, c, d.', or nothing.
+  """
+  names = sorted(set(known))
+  lower = {candidate.lower(): candidate for candidate in names}
+  close = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.6)
+  if close:
+    return f' Nearest known: {", ".join(lower[match] for match in close)}.'
+  return f' Known: {", ".join(names)}.' if names and or_all else ''
+
+
+# Packages.
+
+
+def package(what: str, module: str, extra: str, otherwise: str = '') -> Any:
+  """Imports a module of a package that comes with an extra of this library.
+
+  Args:
+    what: what needs the package, as the beginning of a sentence.
+    module: such as 'rouge_score.rouge_scorer'.
+    extra: name of the extra.
+    otherwise: a sentence that says how to do without the package.
+
+  Raises:
+    ValueError: the package is not installed; the message says how to install
+      it.
+  """
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise ValueError(
+      f'{what} needs the package {module.split(".")[0]}, which is not'
+      f" installed: pip install 'specdec_jax[{extra}]'. {otherwise}".rstrip()
+    ) from error

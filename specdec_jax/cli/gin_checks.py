@@ -15,7 +15,7 @@ from typing import Any
 
 import gin
 
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.fields import nearest
 
 _MACRO = 'gin.macro'
 _INTERNAL = (_MACRO, 'gin.constant')

@@ -42,8 +42,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gin
 
-from specdec_jax.checks.fields import unexpected
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.fields import nearest, unexpected
 from specdec_jax.cli import Command, gin_checks, options
 from specdec_jax.files import shipped
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import specdec_jax
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.fields import nearest
 from specdec_jax.cli import commands
 
 _HEAD = """\

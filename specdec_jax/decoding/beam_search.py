@@ -22,7 +22,7 @@ from flax import struct
 from specdec_jax import probs
 from specdec_jax.decoding import beams
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.beams import Hypotheses, Limits
+from specdec_jax.decoding.beams import Hypotheses
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, is_stop
 from specdec_jax.models.base import (
@@ -127,11 +127,11 @@ def start(
   request: Request,
 ) -> BeamState:
   """Both models read the inputs; returns the state before the first round."""
-  settings = _settings(request)
+  settings = request.search
   width, slots = settings.width, request.cache_slots
   batch = request.inputs.shape[0]
   inputs, prompt = request.inputs, request.prompt
-  first = _limits(request).first_length
+  first = request.first_length
   # K slots that nobody sees stand for the level before the first one.
   used = first - 1 + width
   slot = jnp.arange(slots)
@@ -184,7 +184,7 @@ def step(
   state: BeamState,
 ) -> BeamState:
   """One round: 1 to gamma + 1 levels in every row whose search is not over."""
-  settings = _settings(request)
+  settings = request.search
   # Rows that are over work on their first slots, which nobody reads.
   used = jnp.where(state.running, state.used, settings.width)
   roots = _roots(request, state, used)
@@ -197,7 +197,8 @@ def step(
   cache = target.rewind(state.target_cache, used)
   fed, visible = _nodes(roots, draft)
   tree = Tree(state.live.length[:, :1] - 1 + level, places, visible)
-  logits, cache = target.extend(params.target, cache, fed, tree)
+  features, cache = target.extend(params.target, cache, fed, tree)
+  logits = target.head(params.target, features)
   found = _candidates(request, state, logits, level)
 
   # Its own search on its own scores, as far as its live beams are nodes.
@@ -233,7 +234,7 @@ def generation(request: Request, state: BeamState) -> Generation:
   """
   found = beams.result(state.live, state.finished)
   batch, width, _ = found.tokens.shape
-  first = _limits(request).first_length[:, None]
+  first = request.first_length[:, None]
   length = jnp.where(found.exists, found.length - first, 0)
   index = first[..., None] + jnp.arange(request.slots)
   index = jnp.broadcast_to(index, (batch, width, request.slots))
@@ -264,24 +265,10 @@ def generation(request: Request, state: BeamState) -> Generation:
   )
 
 
-def _settings(request: Request) -> beams.BeamSettings:
-  if request.beams is None:
-    raise ValueError('A beam search needs a Request with `beams`.')
-  return request.beams
-
-
-def _limits(request: Request) -> Limits:
-  return Limits(
-    stop_ids=request.stop_ids,
-    first_length=jnp.zeros_like(request.max_length) + request.first_length,
-    max_length=request.max_length,
-  )
-
-
 def _places(request: Request, slot: jax.Array) -> jax.Array:
   """int32[B, T]: the prompt but its last token, then K slots a level."""
-  width = _settings(request).width
-  base = (_limits(request).first_length - 1)[:, None]
+  width = request.search.width
+  base = (request.first_length - 1)[:, None]
   # The first K slots behind the prompt are nobody's.
   level = (slot - base) // width - 1
   return jnp.where(slot < base, slot, base + level).astype(jnp.int32)
@@ -289,7 +276,7 @@ def _places(request: Request, slot: jax.Array) -> jax.Array:
 
 def _roots(request: Request, state: BeamState, used: jax.Array) -> Level:
   """The live beams' last tokens, as nodes in the next K slots."""
-  width = _settings(request).width
+  width = request.search.width
   visible = _with_own(state.ancestors, used, width)
   return Level(state.live.last_token, visible)
 
@@ -304,7 +291,7 @@ def _propose(
   drafter, params, request: Request, state, roots: Level, used, places
 ):
   """The drafter's search, and the state with the cache that it read into."""
-  settings = _settings(request)
+  settings = request.search
   width, draft_width = settings.width, settings.draft_width
   batch, _, slots = roots.visible.shape
   if drafter is None or not request.gamma:
@@ -315,7 +302,8 @@ def _propose(
 
   def read(cache, tokens, positions, visible):
     tree = Tree(positions, places, visible)
-    return drafter.extend(params.draft, cache, tokens, tree)
+    features, cache = drafter.extend(params.draft, cache, tokens, tree)
+    return drafter.head(params.draft, features), cache
 
   def guess(logits):
     # A beam that ends is no live beam.
@@ -332,8 +320,7 @@ def _propose(
     jnp.repeat(positions, width, axis=1),
     jnp.concatenate([state.previous.visible, roots.visible], axis=1),
   )
-  limits = _limits(request)
-  beaten = beams.is_beaten(settings, limits, state.live, state.finished)
+  beaten = beams.is_beaten(request, state.live, state.finished)
   score = jnp.where(beaten, beams.ABSENT, state.live.score)
   guessed = guess(logits[:, width:])
   values, ids = _told(state.known, guessed, request.stop_ids)
@@ -381,7 +368,7 @@ def _levels(request: Request, state: BeamState, used: jax.Array):
     int32[N], the level of each node of the target's call, 0 the live beams; and
     int32[B, T], each slot's place in its sequence during the round.
   """
-  settings = _settings(request)
+  settings = request.search
   deeper = jnp.repeat(1 + jnp.arange(request.gamma), settings.draft_width)
   level = jnp.concatenate([jnp.zeros((settings.width,), jnp.int32), deeper])
   number = jnp.arange(state.places.shape[1]) - used[:, None]
@@ -405,8 +392,8 @@ def _nodes(roots: Level, draft: DraftTree):
 
 def _candidates(request: Request, state, logits: jax.Array, level: jax.Array):
   """`beams.candidates` of every node of the call."""
-  count = _settings(request).num_candidates
-  produced = state.live.length[:, :1] - _limits(request).first_length[:, None]
+  count = request.search.num_candidates
+  produced = state.live.length[:, :1] - request.first_length[:, None]
   early = produced + level < request.min_length[:, None]
   return beams.candidates(logits, count, early, request.stop_ids)
 
@@ -429,7 +416,7 @@ def _replay(
     The state after it; int32[B, G K], the numbers of the nodes that were live
     beams in each level; int32[B], how many levels held.
   """
-  settings, limits = _settings(request), _limits(request)
+  settings = request.search
   width, draft_width = settings.width, settings.draft_width
   batch, gamma = used.shape[0], request.gamma
   found = values, ids, valid
@@ -440,9 +427,9 @@ def _replay(
   for depth in range(gamma + 1):
     # Behind the call the nodes that are kept lie level by level.
     before, first = after, used + depth * width
-    after, parents = _next_level(settings, limits, before, of_live, first)
+    after, parents = _next_level(request, before, of_live, first)
     if depth == gamma:  # it has no children: no level after it can hold
-      after = _where(going_on, after, before)
+      after = beams.where(going_on, after, before)
       break
 
     # Which nodes the next live beams are, if each that matters is one.
@@ -451,7 +438,7 @@ def _replay(
     parent = beams.gather(place, parents)
     same &= draft.parents[:, depth, None] == parent[..., None]
     is_node = jnp.any(same, axis=2)
-    beaten = beams.is_beaten(settings, limits, live, after.finished)
+    beaten = beams.is_beaten(request, live, after.finished)
     held = going_on & jnp.all(is_node | beaten, axis=1) & after.running
     # What would follow a beam that is no node is not known: it is dropped.
     dropped = held[:, None] & ~is_node
@@ -466,7 +453,7 @@ def _replay(
       for part in found
     )
     after = after.replace(live=live, known=Known(is_node, *of_live[:2]))
-    after = _where(going_on, after, before)
+    after = beams.where(going_on, after, before)
     nodes.append(begin + place)
     held_levels.append(held)
     going_on = held
@@ -486,14 +473,11 @@ def _replay(
   return state, chosen, num_held
 
 
-def _next_level(
-  settings, limits: Limits, state: BeamState, of_live, first: jax.Array
-):
+def _next_level(request: Request, state: BeamState, of_live, first: jax.Array):
   """One level of the target's own search, of which the next one knows nothing.
 
   Args:
-    settings: width and rule.
-    limits: where beams end.
+    request: width, rule, and where beams end.
     state: the part of a state that a level changes.
     of_live: `candidates` of the live beams, with what says whether these are
       probabilities.
@@ -504,13 +488,13 @@ def _next_level(
   """
   values, ids, valid = of_live
   live, finished, parents = beams.advance(
-    settings, limits, state.live, state.finished, values, ids
+    request, state.live, state.finished, values, ids
   )
   is_valid = jnp.all(valid | ~state.live.exists, axis=1)
-  over = beams.is_over(settings, limits, live, finished)
+  over = beams.is_over(request, live, finished)
   reason = jnp.where(over, FinishReason.STOP, state.finish_reason)
   reason = jnp.where(is_valid, reason, FinishReason.INVALID)
-  visible = _with_own(state.ancestors, first, settings.width)
+  visible = _with_own(state.ancestors, first, request.search.width)
   after = state.replace(
     live=live,
     finished=finished,
@@ -527,13 +511,3 @@ def _search_of(state: BeamState) -> BeamState:
   return state.replace(
     target_cache=None, draft_cache=None, places=None, stats=None
   )
-
-
-def _where(condition: jax.Array, one: Any, other: Any) -> Any:
-  """Rows bool[B] of one tree, the others of the other."""
-
-  def choose(left, right):
-    shape = condition.shape + (1,) * (left.ndim - 1)
-    return jnp.where(condition.reshape(shape), left, right)
-
-  return jax.tree.map(choose, one, other)

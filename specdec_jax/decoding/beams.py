@@ -7,7 +7,7 @@ the others are the next live beams. `transformers` differs in four things, see
 `Rule`.
 """
 
-import enum
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,54 +15,12 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.decoding.state import Request, Rule
+
+Tree = TypeVar('Tree')
 
 # T5X's "minus infinity": log-probability of a beam that is not there.
 ABSENT = -1.0e7
-
-
-class Rule(enum.Enum):
-  """Whose beam search it is.
-
-  With T5X's, a finished beam of n tokens, its prompt and its end counted, has
-  the score log_prob / ((5 + n) / 6) ** penalty. Any of the 2 K best
-  continuations may end a beam, a beam that is cut off has not finished, and the
-  search goes on until no live beam could still beat a finished one, however
-  long it became.
-
-  With that of Hugging Face's transformers (`early_stopping=False`), the score
-  is log_prob / n ** penalty, n without the prompt. Only the K best
-  continuations may end a beam, a beam that is cut off counts as finished, and
-  the search goes on until no live beam, as long as it is now, beats a finished
-  one.
-  """
-
-  T5X = 't5x'
-  TRANSFORMERS = 'transformers'
-
-
-@struct.dataclass
-class BeamSettings:
-  """What a beam search is asked for, beside its `Request`.
-
-  Attributes:
-    penalty: float32[], the exponent of the `Rule`'s length penalty; >= 0 where
-      it is T5X's.
-    width: static, K, live beams.
-    draft_width: static, U, beams of the drafter.
-    num_ends: static, how many ids end a beam.
-    rule: static, whose beam search it is.
-  """
-
-  penalty: jax.Array
-  width: int = struct.field(pytree_node=False)
-  draft_width: int = struct.field(pytree_node=False)
-  num_ends: int = struct.field(pytree_node=False, default=1)
-  rule: Rule = struct.field(pytree_node=False, default=Rule.T5X)
-
-  @property
-  def num_candidates(self) -> int:
-    """C, continuations that are looked at: K of them do not end a beam."""
-    return max(2, 1 + self.num_ends) * self.width
 
 
 @struct.dataclass
@@ -89,21 +47,6 @@ class Hypotheses:
     """int32[B, K], the last token of each sequence that has one."""
     index = jnp.maximum(self.length - 1, 0)[..., None]
     return jnp.take_along_axis(self.tokens, index, axis=2)[..., 0]
-
-
-@struct.dataclass
-class Limits:
-  """Where the beams of each row must end.
-
-  Attributes:
-    stop_ids: int32[N], padded with -1.
-    first_length: int32[B], tokens of the prompt.
-    max_length: int32[B], tokens that may follow it.
-  """
-
-  stop_ids: jax.Array
-  first_length: jax.Array
-  max_length: jax.Array
 
 
 def start(tokens: jax.Array, length: jax.Array, width: int) -> Hypotheses:
@@ -173,8 +116,7 @@ def widen(
 
 
 def advance(
-  settings: BeamSettings,
-  limits: Limits,
+  request: Request,
   live: Hypotheses,
   finished: Hypotheses,
   values: jax.Array,
@@ -183,8 +125,7 @@ def advance(
   """One level: every live beam of a row becomes one token longer.
 
   Args:
-    settings: width and rule.
-    limits: where beams end.
+    request: width, rule, and where beams end.
     live: the live beams, all of a row equally long.
     finished: the finished beams.
     values: float32[B, K, C], log-probabilities of each beam's `candidates`.
@@ -194,19 +135,19 @@ def advance(
     The live and the finished beams after the level, and the number of the beam
     that each live one continues, int32[B, K].
   """
-  width = settings.width
+  width = request.search.width
   total, parents, tokens = widen(
-    live.score, values, ids, settings.num_candidates
+    live.score, values, ids, request.search.num_candidates
   )
   alone = total - gather(live.score, parents)
   longer = _gather(live, parents)
   place = jnp.arange(longer.tokens.shape[-1]) == longer.length[..., None]
-  ends = probs.is_one_of(tokens, limits.stop_ids)
+  ends = probs.is_one_of(tokens, request.stop_ids)
   finishes = ends
-  if settings.rule is Rule.TRANSFORMERS:
-    produced = live.length[:, :1] - limits.first_length[:, None]
-    ends = ends | (produced + 1 >= limits.max_length[:, None])
-    finishes = ends & (jnp.arange(settings.num_candidates) < width)
+  if request.search.rule is Rule.TRANSFORMERS:
+    produced = live.length[:, :1] - request.first_length[:, None]
+    ends = ends | (produced + 1 >= request.max_length[:, None])
+    finishes = ends & (jnp.arange(request.search.num_candidates) < width)
   longer = longer.replace(
     tokens=jnp.where(place, tokens[..., None], longer.tokens),
     log_probs=jnp.where(place, alone[..., None], longer.log_probs),
@@ -218,7 +159,7 @@ def advance(
   chosen = jnp.flip(chosen, axis=1)
   next_live = _gather(longer, chosen)
 
-  score = total / _penalty(settings, limits, longer.length)
+  score = total / _penalty(request, longer.length)
   ended = longer.replace(
     score=score + ~finishes * ABSENT, exists=finishes & longer.exists
   )
@@ -232,8 +173,7 @@ def advance(
 
 
 def is_beaten(
-  settings: BeamSettings,
-  limits: Limits,
+  request: Request,
   live: Hypotheses,
   finished: Hypotheses,
 ) -> jax.Array:
@@ -243,57 +183,58 @@ def is_beaten(
   do. Neither can any continuation that ranks below it, so the search finds the
   same finished beams whatever becomes of it.
   """
-  most = (limits.first_length + limits.max_length)[:, None]
-  if settings.rule is Rule.T5X:
+  most = (request.first_length + request.max_length)[:, None]
+  if request.search.rule is Rule.T5X:
     most = most + 1  # T5X counts one more than a beam can have
   else:
     # By a penalty below 0 a beam scores best as short as it is.
-    most = jnp.where(settings.penalty < 0, live.length, most)
+    most = jnp.where(request.search.penalty < 0, live.length, most)
   worst = jnp.min(finished.score, axis=1, keepdims=True)
-  beaten = worst > live.score / _penalty(settings, limits, most)
+  beaten = worst > live.score / _penalty(request, most)
   return beaten & jnp.all(finished.exists, axis=1, keepdims=True)
 
 
 def is_over(
-  settings: BeamSettings,
-  limits: Limits,
+  request: Request,
   live: Hypotheses,
   finished: Hypotheses,
 ) -> jax.Array:
   """bool[B], rows whose finished beams cannot change any more."""
-  at_end = live.length[:, 0] - limits.first_length >= limits.max_length
-  if settings.rule is Rule.T5X:
-    return at_end | is_beaten(settings, limits, live, finished)[:, -1]
-  best = live.score[:, -1] / _penalty(settings, limits, live.length)[:, -1]
+  at_end = live.length[:, 0] - request.first_length >= request.max_length
+  if request.search.rule is Rule.T5X:
+    return at_end | is_beaten(request, live, finished)[:, -1]
+  best = live.score[:, -1] / _penalty(request, live.length)[:, -1]
   worst = jnp.min(finished.score, axis=1)
   return at_end | (jnp.all(finished.exists, axis=1) & (worst >= best))
 
 
 def result(live: Hypotheses, finished: Hypotheses) -> Hypotheses:
   """The finished beams; of a row that has none, the live ones."""
-  some = jnp.any(finished.exists, axis=1)
-
-  def choose(one, other):
-    return jnp.where(some.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
-
-  return jax.tree.map(choose, finished, live)
+  return where(jnp.any(finished.exists, axis=1), finished, live)
 
 
-def _penalty(
-  settings: BeamSettings, limits: Limits, length: jax.Array
-) -> jax.Array:
+def where(condition: jax.Array, one: Tree, other: Tree) -> Tree:
+  """Rows bool[B] of one pytree, the others of the other."""
+
+  def choose(left, right):
+    shape = condition.shape + (1,) * (left.ndim - 1)
+    return jnp.where(condition.reshape(shape), left, right)
+
+  return jax.tree.map(choose, one, other)
+
+
+def _penalty(request: Request, length: jax.Array) -> jax.Array:
   """What a log-probability is divided by, float32[B, ...].
 
   Args:
-    settings: rule and exponent.
-    limits: says how long the prompts are.
+    request: rule and exponent, and how long the prompts are.
     length: int32[B, ...], tokens of the beams, start token and prompt counted.
   """
-  if settings.rule is Rule.T5X:
+  if request.search.rule is Rule.T5X:
     base = (5.0 + (length - 1)) / 6.0
   else:
-    base = (length - limits.first_length[:, None]).astype(jnp.float32)
-  return jnp.power(base, settings.penalty)
+    base = (length - request.first_length[:, None]).astype(jnp.float32)
+  return jnp.power(base, request.search.penalty)
 
 
 def gather(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -250,32 +250,12 @@ class RowLayout:
       lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
     )
 
-  def without_drafter(self, pool: Pool, empty_row: Pool) -> Pool:
-    """The rows with the drafter's state of `empty_row`, which is as wide.
-
-    Nothing then needs what the drafter reads, and XLA leaves its reading out.
-    """
-    empty = self.repeated(empty_row, pool.request.inputs.shape[0]).state
-    drafter_state = jax.tree.map(
-      lambda leaf, none: none[tuple(map(slice, leaf.shape))],
-      pool.state.drafter_state,
-      empty.drafter_state,
-    )
-    state = pool.state.replace(drafter_state=drafter_state)
-    return pool.replace(state=state)
-
   def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
     """The leaves that `admit` copies, as wide as those of `empty_row`."""
-    parts = zip(
-      jax.tree.leaves(pool),
-      jax.tree.leaves(empty_row),
-      self.axes,
-      self.empty,
-      strict=True,
-    )
+    wide = jax.tree.leaves(self.widened(pool, empty_row))
     return tuple(
-      _widened(leaf, row, axis)
-      for leaf, row, axis, is_empty in parts
+      leaf
+      for leaf, axis, is_empty in zip(wide, self.axes, self.empty, strict=True)
       if axis is not _SHARED and not is_empty
     )
 
@@ -316,28 +296,25 @@ class RowLayout:
 
   def repeated(self, empty_row: Pool, batch: int) -> Pool:
     """A pool of `batch` free slots."""
-    leaves, tree = jax.tree.flatten(empty_row)
-    return tree.unflatten(
-      leaf if axis is _SHARED else jnp.repeat(leaf, batch, axis)
-      for leaf, axis in zip(leaves, self.axes, strict=True)
+    return self._changed(
+      lambda axis, leaf: jnp.repeat(leaf, batch, axis), empty_row
     )
 
   def widened(self, pool: Pool, empty_row: Pool) -> Pool:
     """The pool with room for longer inputs, as wide as those of `empty_row`."""
-    leaves, tree = jax.tree.flatten(pool)
-    return tree.unflatten(
-      leaf if axis is _SHARED else _widened(leaf, row, axis)
-      for leaf, row, axis in zip(
-        leaves, jax.tree.leaves(empty_row), self.axes, strict=True
-      )
-    )
+    return self._changed(_widened, pool, empty_row)
 
   def only(self, pool: Pool, rows: jax.Array) -> Pool:
     """The pool with only its rows int32[K]."""
+    return self._changed(lambda axis, leaf: jnp.take(leaf, rows, axis), pool)
+
+  def _changed(self, change, pool: Pool, *others: Pool) -> Pool:
+    """The pool with change(axis, leaf, ...) of each leaf that has rows."""
     leaves, tree = jax.tree.flatten(pool)
+    each = zip(self.axes, leaves, *map(jax.tree.leaves, others), strict=True)
     return tree.unflatten(
-      leaf if axis is _SHARED else jnp.take(leaf, rows, axis)
-      for leaf, axis in zip(leaves, self.axes, strict=True)
+      leaf if axis is _SHARED else change(axis, leaf, *more)
+      for axis, leaf, *more in each
     )
 
 
@@ -360,15 +337,8 @@ class PoolPrograms:
     def staged(params, request, empty_row):
       return layout.staged(read_rows(params, request), empty_row)
 
-    def staged_plainly(params, request, empty_row):
-      pool = layout.without_drafter(read_rows(params, request), empty_row)
-      return layout.staged(pool, empty_row)
-
-    def begun(params, request, empty_row, max_rounds, gamma, simply, ends):
-      pool = read_rows(params, request)
-      if empty_row is not None:
-        pool = layout.without_drafter(pool, empty_row)
-      enough = jnp.int32(1)
+    def begun(params, request, max_rounds, gamma, simply, ends):
+      pool, enough = read_rows(params, request), jnp.int32(1)
       return inner_run(params, pool, max_rounds, enough, gamma, simply, ends)
 
     def bound(function, **options):
@@ -376,7 +346,7 @@ class PoolPrograms:
       jitted = jax.jit(function, compiler_options=told, **options)
       return functools.partial(jitted, params)
 
-    self.read, self.read_plainly = bound(staged), bound(staged_plainly)
+    self.read = bound(staged)
     self._only = jax.jit(layout.only)
     self._read_rows = bound(read_rows)
     self._layout, self._bound = layout, bound
@@ -419,7 +389,7 @@ class PoolPrograms:
       **both,
     )
     # Reading and the first rounds of a row that has a pool of its own.
-    self.begin = self._bound(self._begun, static_argnums=(4, 5), **both)
+    self.begin = self._bound(self._begun, static_argnums=(3, 4), **both)
 
 
 def _axis(few: Any, many: Any) -> int | None:
@@ -435,15 +405,11 @@ def _axis(few: Any, many: Any) -> int | None:
   return differ[0] if differ else _SHARED
 
 
-def _widened(leaf: jax.Array, row: jax.Array, axis: int) -> jax.Array:
+def _widened(axis: int, leaf: jax.Array, row: jax.Array) -> jax.Array:
   """`leaf`, filled up from `row` to the size of `row` in all other axes."""
-  if leaf.shape == (
-    *row.shape[:axis],
-    leaf.shape[axis],
-    *row.shape[axis + 1 :],
-  ):
-    return leaf
   whole = jnp.repeat(row, leaf.shape[axis], axis)
+  if whole.shape == leaf.shape:
+    return leaf
   return lax.dynamic_update_slice(whole, leaf, (0,) * leaf.ndim)
 
 

@@ -21,7 +21,6 @@ from specdec_jax.drafters.base import (
   Context,
   Drafter,
   check_chain,
-  check_features,
   encoded_for,
 )
 from specdec_jax.models.base import LanguageModel, read_prompt, start_id
@@ -82,14 +81,13 @@ def step(
   # Sample gamma guesses x_1..x_gamma from the drafter.
   draft, drafter_state = propose(target, drafter, params, request, state, keys)
 
-  def call_target(state: DecodeState, draft: Draft) -> DecodeState:
+  def verify(state: DecodeState, draft: Draft) -> DecodeState:
     # Run the target on all of them in parallel, from where it was kept.
     cache = target.rewind(state.target_cache, state.visible_length - 1)
     fed = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
     tree = tree_round.tree_of(state, draft, cache)
-    logits, features, cache = read(
-      target, drafter, params.target, cache, fed, tree
-    )
+    features, cache = target.extend(params.target, cache, fed, tree)
+    logits = target.head(params.target, features)
     # Determine the number of accepted guesses n; draw t after them.
     places = tree_round.places_of(draft)
     allowed = decode_state.forbid_early_stops(logits, request, state, places)
@@ -98,29 +96,14 @@ def step(
       target, request, state, draft, verdict, logits, cache
     )
     # Append x_1..x_n, t.
-    rests, stats = fallback.after_round(
-      request.fallback, state.rests, state.stats, state.running, draft, verdict
-    )
-    tokens, count = _kept_tokens(draft, verdict)
-    state = decode_state.append(request, state, tokens, count, logits)
-    features = features_at(features, verdict.num_accepted)
-    return state.replace(
-      target_cache=cache, stats=stats, rests=rests, features=features
-    )
+    state = decode_state.append(request, state, draft, verdict, logits)
+    kept = features_at(drafter, features, verdict.num_accepted)
+    return state.replace(target_cache=cache, features=kept)
 
-  state = in_narrowest_call(call_target, request, state, draft)
+  state = in_narrowest_call(verify, request, state, draft)
   # Both sides have forgotten what they read beyond the kept tokens.
   kept = drafter.commit(drafter_state, state.visible_length)
   return state.replace(drafter_state=kept), draft.replace(probs=None)
-
-
-def _kept_tokens(draft: Draft, verdict: Verdict) -> tuple[jax.Array, jax.Array]:
-  """x_1..x_n, t, meaningless tokens, int32[B, G + 1]; and n + 1, int32[B]."""
-  padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-  position = jnp.arange(padded.shape[1])
-  at_end = position == verdict.num_accepted[:, None]
-  tokens = jnp.where(at_end, verdict.next_token[:, None], padded)
-  return tokens, verdict.num_accepted + 1
 
 
 def propose(
@@ -145,9 +128,16 @@ def propose(
   room = None
   if request.rule is not None:
     room = jnp.where(state.running, budget, 0)
-  context = context_of(request, state.tokens, state.visible_length, keys, room)
-  context = with_features(
-    context, target, drafter, params.target, state.features
+  context = context_of(
+    request,
+    state.tokens,
+    state.visible_length,
+    keys,
+    room=room,
+    running=state.running,
+    features=state.features,
+    target=target,
+    target_params=params.target,
   )
   draft, drafter_state = fallback.unless_all_rest(
     state.rests,
@@ -206,9 +196,9 @@ def context_of(
   tokens: jax.Array,
   length: jax.Array,
   keys: jax.Array,
-  room: jax.Array | None = None,
+  **others: Any,
 ) -> Context:
-  """The `Context` that a drafter sees in this request; see there."""
+  """The `Context` that a drafter sees; `others` are fields of it."""
   return Context(
     tokens=tokens,
     length=length,
@@ -221,8 +211,8 @@ def context_of(
     forbids_stops=request.forbids_stops,
     skips_rounds=request.skips_rounds or request.fallback is not None,
     rule=request.rule,
-    room=room,
     pad_id=request.pad_id,
+    **others,
   )
 
 
@@ -235,90 +225,38 @@ def start(
   slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
   longest = None if request.tree is None else request.longest
   encoded = encoded_for(drafter, target, params.target, inputs)
-  if drafter.reads_features:
-    check_features(target, drafter)
-    check_chain(drafter, 'What reads features of the target')
-    cache, features = _read_features(target, params.target, request, encoded)
-  else:
-    features = None
-    cache = read_prompt(
-      target, params.target, inputs, slots, prompt, longest, encoded
-    )
+  cache = read_prompt(
+    target, params.target, inputs, slots, None, longest, encoded
+  )
+  features = no_features(target, drafter, params.target, cache)
+  if prompt is not None and request.prompt_width > 1:
+    read, cache = target.extend(params.target, cache, prompt[:, :-1])
+    if features is not None:
+      # The logits of its last token but one would give a prompt's last token.
+      place = request.first_length - 2
+      known: Any = features_at(drafter, read, jnp.maximum(place, 0))
+      features = jnp.where(place[:, None] >= 0, known, features)
   drafter_state = drafter.begin(params.draft, inputs, slots, prompt, encoded)
   state = decode_state.start(request, start_id(target), cache, drafter_state)
   return state.replace(features=features)
 
 
-# Features, for drafters that read the target's last hidden state.
-
-
-def _read_features(
-  target: Any, params: Any, request: Request, encoded: jax.Array | None
-):
-  """The target's cache, and the features [B, M] that a first round reads."""
-  slots, prompt = request.cache_slots, request.prompt
-  cache = read_prompt(target, params, request.inputs, slots, encoded=encoded)
-  none = no_features(target, params, cache)
-  if prompt is None or request.prompt_width == 1:
-    return cache, none
-  features, cache = target.extend_features(params, cache, prompt[:, :-1])
-  # The logits of its last token but one would give a prompt's last token.
-  place = jnp.broadcast_to(request.first_length - 2, none.shape[:1])
-  known = features_at(features, jnp.maximum(place, 0))
-  return cache, jnp.where(place[:, None] >= 0, known, none)
-
-
-def no_features(target: Any, params: Any, cache: Any) -> jax.Array:
-  """Zeros [B, M], of the shape and dtype of the target's features."""
+def no_features(
+  target: LanguageModel, drafter: Drafter, params: Any, cache: Any
+) -> jax.Array | None:
+  """Zeros [B, M], of the features' dtype; None if the drafter reads none."""
+  if not drafter.reads_features:
+    return None
+  check_chain(drafter, 'What reads features of the target')
   token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
-  shape, _ = jax.eval_shape(target.extend_features, params, cache, token)
+  shape, _ = jax.eval_shape(target.extend, params, cache, token)
   return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
 
 
-def features_at(features: jax.Array | None, place: jax.Array):
-  """Of each row's features [B, S, M] one, [B, M]; None stays None."""
-  if features is None:
+def features_at(
+  drafter: Drafter, features: jax.Array, place: jax.Array
+) -> jax.Array | None:
+  """Of each row's features [B, S, M] one, [B, M]; None as `no_features`."""
+  if not drafter.reads_features:
     return None
   return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]
-
-
-def read(
-  target: Any,
-  drafter: Drafter,
-  params: Any,
-  cache: Any,
-  tokens: jax.Array,
-  tree: Any = None,
-) -> tuple[jax.Array, jax.Array | None, Any]:
-  """The target's `extend`, with features [B, S, M] if the drafter reads them.
-
-  Args:
-    target: the target's network.
-    drafter: the drafter.
-    params: the target's parameters.
-    cache: the target's cache.
-    tokens: int32[B, S].
-    tree: as for `LanguageModel.extend`.
-
-  Returns:
-    Logits float32[B, S, V], features or None, and the cache.
-  """
-  more = () if tree is None else (tree,)
-  if drafter.reads_features:
-    features, cache = target.extend_features(params, cache, tokens, *more)
-    return target.head(params, features), features, cache
-  logits, cache = target.extend(params, cache, tokens, *more)
-  return logits, None, cache
-
-
-def with_features(
-  context: Context,
-  target: Any,
-  drafter: Drafter,
-  params: Any,
-  features: jax.Array | None,
-) -> Context:
-  """The context with what a drafter that reads features is given besides."""
-  if not drafter.reads_features:
-    return context
-  return context.replace(features=features, target=target, target_params=params)

@@ -1,5 +1,6 @@
 """The state that a decode carries from round to round; when a row stops."""
 
+import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,15 +11,17 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.decoding.beams import BeamSettings
+from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback, Rests
 from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import (
   DecodeStats,
+  Draft,
   FinishReason,
   Generation,
   LengthRule,
+  Verdict,
 )
 
 # How a draft is judged: token by token, or as a whole.
@@ -31,6 +34,51 @@ class PairParams(NamedTuple):
 
   target: Any
   draft: Any
+
+
+class Rule(enum.Enum):
+  """Whose beam search it is.
+
+  With T5X's, a finished beam of n tokens, its prompt and its end counted, has
+  the score log_prob / ((5 + n) / 6) ** penalty. Any of the 2 K best
+  continuations may end a beam, a beam that is cut off has not finished, and the
+  search goes on until no live beam could still beat a finished one, however
+  long it became.
+
+  With that of Hugging Face's transformers (`early_stopping=False`), the score
+  is log_prob / n ** penalty, n without the prompt. Only the K best
+  continuations may end a beam, a beam that is cut off counts as finished, and
+  the search goes on until no live beam, as long as it is now, beats a finished
+  one.
+  """
+
+  T5X = 't5x'
+  TRANSFORMERS = 'transformers'
+
+
+@struct.dataclass
+class BeamSettings:
+  """What a beam search is asked for, beside its `Request`.
+
+  Attributes:
+    penalty: float32[], the exponent of the `Rule`'s length penalty; >= 0 where
+      it is T5X's.
+    width: static, K, live beams.
+    draft_width: static, U, beams of the drafter.
+    num_ends: static, how many ids end a beam.
+    rule: static, whose beam search it is.
+  """
+
+  penalty: jax.Array
+  width: int = struct.field(pytree_node=False)
+  draft_width: int = struct.field(pytree_node=False)
+  num_ends: int = struct.field(pytree_node=False, default=1)
+  rule: Rule = struct.field(pytree_node=False, default=Rule.T5X)
+
+  @property
+  def num_candidates(self) -> int:
+    """C, continuations that are looked at: K of them do not end a beam."""
+    return max(2, 1 + self.num_ends) * self.width
 
 
 @struct.dataclass
@@ -116,9 +164,17 @@ class Request:
     return 1 if self.prompt is None else self.prompt.shape[1]
 
   @property
-  def first_length(self) -> jax.Array | int:
+  def first_length(self) -> jax.Array:
     """Tokens of each row's prompt, int32[B]: its length before it produces."""
-    return 1 if self.prompt_length is None else self.prompt_length
+    if self.prompt_length is None:
+      return jnp.ones_like(self.max_length)
+    return self.prompt_length
+
+  @property
+  def search(self) -> BeamSettings:
+    """`beams` of a request for a beam search."""
+    assert self.beams is not None
+    return self.beams
 
   @property
   def judges_blocks(self) -> bool:
@@ -292,11 +348,11 @@ def start(
   """
   batch = request.inputs.shape[0]
   width = request.cache_slots + 1
-  zeros = jnp.zeros((batch,), jnp.int32)
   tokens = first_tokens(request, first, width)
   return DecodeState(
     tokens=tokens,
-    length=zeros + request.first_length,
+    # A sum: a donated state must not share an array with the request.
+    length=jnp.zeros((batch,), jnp.int32) + request.first_length,
     log_probs=jnp.zeros((batch, width if request.with_log_probs else 0)),
     finish_reason=jnp.where(
       request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
@@ -371,11 +427,11 @@ def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
 def append(
   request: Request,
   state: DecodeState,
-  tokens: jax.Array,
-  count: jax.Array,
+  draft: Draft,
+  verdict: Verdict,
   logits: jax.Array,
 ) -> DecodeState:
-  """Commits the first `count` tokens of each running row, and stops rows.
+  """Commits x_1..x_n, t in each running row, counts the round, and stops rows.
 
   A row ends after its first stop id, at `max_length`, or if the logits that a
   token was chosen from cannot be a distribution.
@@ -383,15 +439,21 @@ def append(
   Args:
     request: the limits.
     state: the state before.
-    tokens: int32[B, S].
-    count: int32[B], 1..S.
-    logits: float32[B, S, V], the target's own logits of each token.
+    draft: the proposals, a chain.
+    verdict: n and t.
+    logits: float32[B, G + 1, V], the target's own logits of each token.
 
   Returns:
-    The state with tokens, log_probs, length and finish_reason updated; caches
-    and counts are the caller's.
+    The state after it; caches and features are the caller's.
   """
-  position = jnp.arange(tokens.shape[1])
+  rests, stats = fallback.after_round(
+    request.fallback, state.rests, state.stats, state.running, draft, verdict
+  )
+  count = verdict.num_accepted + 1
+  padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+  position = jnp.arange(padded.shape[1])
+  at_end = position == verdict.num_accepted[:, None]
+  tokens = jnp.where(at_end, verdict.next_token[:, None], padded)
   stops = is_stop(request, tokens) & (position < count[:, None])
   until_stop = jnp.argmax(stops, axis=1) + 1
   stopped = jnp.any(stops, axis=1)
@@ -416,6 +478,8 @@ def append(
     log_probs=log_probs,
     length=state.length + count,
     finish_reason=jnp.where(state.running, reason, state.finish_reason),
+    rests=rests,
+    stats=stats,
   )
 
 

@@ -16,11 +16,7 @@ from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models.base import (
-  FeatureModel,
-  LanguageModel,
-  gives_features,
-)
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingParams
 from specdec_jax.tree_shape import TreeShape
@@ -34,8 +30,9 @@ class Context:
   """What a drafter may look at when it proposes.
 
   Attributes:
-    tokens: int32[B, N], the decoder's committed tokens: the start token, the
-      rest of the prompt, the output so far. Past `length` they mean nothing.
+    tokens: int32[B, T + 1], the decoder's committed tokens: the start token,
+      the rest of the prompt, the output so far. Past `length` they mean
+      nothing.
     length: int32[B], committed tokens of a row, the start token counted, so
       at least 1. A finished row has 1 here.
     keys: PRNG keys [B] of each row in this round; `probs.draft_key` derives the
@@ -63,6 +60,7 @@ class Context:
     target: static, the target's network, given with `features`.
     target_params: its parameters, given with `features`.
     pad_id: static, what inputs are padded with, see `Request`.
+    running: bool[B], the rows that are not finished; None is all.
   """
 
   tokens: jax.Array
@@ -78,9 +76,22 @@ class Context:
   rule: LengthRule | None = None
   room: jax.Array | None = None
   features: jax.Array | None = None
-  target: FeatureModel | None = struct.field(pytree_node=False, default=None)
+  target: LanguageModel | None = struct.field(pytree_node=False, default=None)
   target_params: Any = None
   pad_id: int = struct.field(pytree_node=False, default=0)
+  running: jax.Array | None = None
+
+  @property
+  def needs_draft(self) -> jax.Array:
+    """bool[B], `running`."""
+    if self.running is None:
+      return jnp.ones(self.length.shape, bool)
+    return self.running
+
+  @property
+  def num_slots(self) -> int:
+    """T, `max_length` of `Drafter.init`."""
+    return self.tokens.shape[1] - 1
 
 
 class Drafter(NamedTuple):
@@ -117,10 +128,9 @@ class Drafter(NamedTuple):
       M]: what the target's encoder says of the inputs. The encoder then runs
       once for both.
     adapts: whether it follows `Context.rule`.
-    reads_features: whether it reads `Context.features`. The target must then
-      give them (`models.base.FeatureModel`).
+    reads_features: whether it reads `Context.features`.
     made_for: fingerprints of the only target that the drafter, or a part of it,
-      was made for, see `checkpoints.fingerprint`.
+      was made for, see `disk_arrays.fingerprint`.
   """
 
   init: Callable[..., DrafterState]
@@ -149,9 +159,9 @@ class Drafter(NamedTuple):
     return self.init(params, inputs, max_length, prompt, *more)
 
 
-def with_params(made: Drafter, model: Model) -> Drafter:
-  """A drafter of a model's network, with the model's parameters."""
-  return made._replace(params=model, models=(model.without_params(),))
+# The plain loop's: with a gamma of 0 it is never asked.
+_never: Any = None
+NO_DRAFTER = Drafter(lambda *_: (), _never, lambda state, _: state)
 
 
 def encoded_for(
@@ -165,16 +175,6 @@ def encoded_for(
     return None
   encoded: jax.Array = target.encode(params, inputs)
   return encoded
-
-
-def check_features(target: LanguageModel, drafter: Drafter) -> None:
-  """Raises ValueError if the drafter reads features that are not given."""
-  if drafter.reads_features and not gives_features(target):
-    raise unexpected(
-      f'target of the drafter {drafter.name!r}',
-      'a network with extend_features, embed and head, such as T5 and GPT',
-      type(target).__name__,
-    )
 
 
 def ask_unless(
@@ -203,14 +203,6 @@ def ask_unless(
     lambda carry: ~carry[0], once, (skipped, nothing, state)
   )
   return draft, state
-
-
-def is_finished(length: jax.Array) -> jax.Array:
-  """bool[B], the rows that are finished, from the `length` given to `commit`.
-
-  A finished row has length 1. After a round a running row has at least 2.
-  """
-  return length <= 1
 
 
 def forbid_early_stops(
@@ -275,3 +267,14 @@ def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
     return probs.greedy_token(logits), None
   rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
   return jax.vmap(probs.inverse_cdf)(rows, uniforms), rows
+
+
+def draw_next(
+  logits: jax.Array,
+  context: Context,
+  index: jax.Array | int,
+  uniforms: jax.Array | None,
+):
+  """`draw` of the proposal `index`, in which stop ids may be forbidden."""
+  logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
+  return draw(logits, context, uniforms)

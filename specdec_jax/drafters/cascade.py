@@ -9,6 +9,7 @@ drafting itself takes time.
 """
 
 import dataclasses
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +17,21 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
   DrafterState,
   check_chain,
   forbid_early_stops,
-  is_finished,
-  with_params,
 )
-from specdec_jax.drafters.small_model import as_drafter, catch_up, read_last
-from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
+from specdec_jax.drafters.small_model import (
+  as_drafter,
+  catch_up,
+  read_last,
+  small_model,
+)
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 from specdec_jax.verify import verify_batch, verify_greedy_batch
@@ -41,12 +44,10 @@ class CascadeState:
   Attributes:
     cache: the model's cache.
     drafter: the state of the cheaper drafter.
-    finished: bool[B], rows that need no draft any more.
   """
 
   cache: DrafterState
   drafter: DrafterState
-  finished: jax.Array
 
 
 @struct.dataclass
@@ -91,33 +92,21 @@ def cascade(
       proposes a tree.
   """
   check_number('gamma of a cascade', gamma, 1)
-  drafter = as_drafter(drafter)
+  own, drafter = small_model(model), as_drafter(drafter)
+  network = cast(LanguageModel, own.network)
   check_chain(drafter, 'cascade')
   if drafter.reads_features:
     expected = 'a drafter that does not read features of the target'
     advice = 'Give it to the engine alone or in with_fallback.'
     raise unexpected('drafter of a cascade', expected, drafter.name, advice)
-  if isinstance(model, Model):
-    made = with_params(cascade(model.network, drafter, gamma), model)
-    return made._replace(
-      params=(model, drafter.params), models=(*made.models, *drafter.models)
-    )
 
   def init(params, inputs, max_length, prompt, encoded=None):
-    # The last round of a draft may read past its end.
-    slots = max_length + gamma
-    batch = inputs.shape[0]
+    slots = (
+      max_length + gamma
+    )  # the last round of a draft may read past its end
     return CascadeState(
-      cache=read_prompt(
-        model,
-        params[0],
-        inputs,
-        slots,
-        prompt,
-        encoded=encoded if reads_encoder(model) else None,
-      ),
+      cache=own.begin(params[0], inputs, slots, prompt, encoded),
       drafter=drafter.begin(params[1], inputs, slots, prompt, encoded),
-      finished=jnp.zeros((batch,), bool),
     )
 
   def one_round(params, context: Context, goal: jax.Array, now: _Rounds):
@@ -142,7 +131,7 @@ def cascade(
     write = jax.vmap(lax.dynamic_update_slice)
     tokens = write(now.tokens, draft.tokens, (length,))
     logits, cache = read_last(
-      model, params[0], now.cache, tokens, length, gamma
+      network, params[0], now.cache, tokens, length, gamma
     )
     verdict, rows = _judge(draft, forbid_early_stops(logits, inner), inner)
     accepted = verdict.num_accepted
@@ -163,14 +152,14 @@ def cascade(
   def propose(params, state: CascadeState, context: Context):
     batch, size = context.length.size, context.gamma
     tokens, length = context.tokens, context.length
-    goal = jnp.where(state.finished, 0, size)
+    goal = jnp.where(context.needs_draft, size, 0)
     cache = state.cache
     if context.skips_rounds:
-      cache = catch_up(model, params[0], cache, tokens, length)
+      cache = catch_up(network, params[0], cache, tokens, length)
     rows = None
     if not context.greedy:
       width = size + gamma + 1
-      rows = jnp.zeros((batch, width, model.vocab_size), jnp.float32)
+      rows = jnp.zeros((batch, width, network.vocab_size), jnp.float32)
     first = _Rounds(
       number=jnp.int32(0),
       tokens=jnp.pad(tokens, ((0, 0), (0, gamma))),
@@ -191,15 +180,13 @@ def cascade(
       goal,
     )
     # After the draft's last token but one come guesses that were rejected.
-    cache = model.rewind(last.cache, length + last.done - 1)
-    return draft, CascadeState(cache, last.drafter, state.finished)
+    cache = network.rewind(last.cache, length + last.done - 1)
+    return draft, CascadeState(cache, last.drafter)
 
   def commit(state: CascadeState, length: jax.Array):
-    kept = jnp.minimum(state.cache.length, length - 1)
     return CascadeState(
-      cache=model.rewind(state.cache, kept),
+      cache=own.commit(state.cache, length),
       drafter=drafter.commit(state.drafter, length),
-      finished=is_finished(length),
     )
 
   return Drafter(
@@ -207,7 +194,9 @@ def cascade(
     propose,
     commit,
     f'cascade({drafter.name}, {gamma})',
-    reads_encoder=reads_encoder(model) or drafter.reads_encoder,
+    (own.params, drafter.params),
+    (*own.models, *drafter.models),
+    reads_encoder=own.reads_encoder or drafter.reads_encoder,
   )
 
 

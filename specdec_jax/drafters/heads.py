@@ -25,14 +25,12 @@ from flax import linen as nn
 
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.load import locate, open_checkpoint
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_at_least, check_types, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
   draft_uniforms,
-  draw,
-  forbid_early_stops,
+  draw_next,
 )
 from specdec_jax.models import products
 from specdec_jax.models.base import Params
@@ -42,9 +40,27 @@ KIND = 'heads'
 _MADE_BY = '`specdec train --gin_file=gin/runs/train_heads.gin`'
 
 
+class _Head(nn.Module):
+  """One head: its residual block."""
+
+  emb_dim: int
+  hidden_dim: int
+
+  @nn.compact
+  def __call__(self, features: jax.Array, embedded: jax.Array) -> jax.Array:
+    """Maps [..., M] and [..., n * M] to [..., M], for the output layer."""
+    dtype = str(features.dtype)
+    read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
+    wi = products.Dense(self.hidden_dim, dtype, use_bias=True, name='wi')
+    # Begins as no change: every head says what the target's own layer said.
+    zeros = nn.initializers.zeros
+    wo = products.Dense(self.emb_dim, dtype, zeros, name='wo')
+    return features + wo(nn.silu(wi(read)))
+
+
 @dataclasses.dataclass(frozen=True)
-class HeadsConfig:
-  """Shape of some heads.
+class Heads:
+  """The shape of some heads; their parameters are a nested dict.
 
   Attributes:
     num_heads: the most tokens that they propose.
@@ -65,45 +81,24 @@ class HeadsConfig:
     check_types(self)
     check_at_least(self, num_heads=1, emb_dim=1, hidden_dim=1)
 
-
-class _Head(nn.Module):
-  """One head: its residual block."""
-
-  config: HeadsConfig
-
-  @nn.compact
-  def __call__(self, features: jax.Array, embedded: jax.Array) -> jax.Array:
-    """Maps [..., M] and [..., n * M] to [..., M], for the output layer."""
-    dtype = str(features.dtype)
-    read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
-    wi = products.Dense(self.config.hidden_dim, dtype, use_bias=True, name='wi')
-    # Begins as no change: every head says what the target's own layer said.
-    zeros = nn.initializers.zeros
-    wo = products.Dense(self.config.emb_dim, dtype, zeros, name='wo')
-    return features + wo(nn.silu(wi(read)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Heads:
-  """Pure functions of some heads; their parameters are a nested dict."""
-
-  config: HeadsConfig
+  @property
+  def _head(self) -> _Head:
+    return _Head(self.emb_dim, self.hidden_dim)
 
   def init(self, key: jax.Array) -> Params:
     """Random float32 parameters: 'heads_0', 'heads_1', ... -> a head."""
-    features = jnp.zeros((1, self.config.emb_dim))
     return {
-      f'heads_{i}': _Head(self.config).init(
+      f'heads_{i}': self._head.init(
         jax.random.fold_in(key, i),
-        features,
-        jnp.zeros((1, self.num_read(i) * self.config.emb_dim)),
+        jnp.zeros((1, self.emb_dim)),
+        jnp.zeros((1, self.num_read(i) * self.emb_dim)),
       )['params']
-      for i in range(self.config.num_heads)
+      for i in range(self.num_heads)
     }
 
   def num_read(self, index: int) -> int:
     """How many tokens head `index` reads: the committed one and proposals."""
-    return 1 + index if self.config.conditioned else 1
+    return 1 + index if self.conditioned else 1
 
   def apply(
     self, params: Params, index: int, features: jax.Array, embedded: jax.Array
@@ -123,7 +118,7 @@ class Heads:
     size = self.num_read(index)
     read = embedded[..., :size, :].reshape(*features.shape[:-1], -1)
     own = {'params': params[f'heads_{index}']}
-    made: Any = _Head(self.config).apply(own, features, read)
+    made: Any = self._head.apply(own, features, read)
     return made
 
 
@@ -144,35 +139,32 @@ def heads(
     made_for: fingerprint of the target they were trained for; () is not
       checked.
   """
-  config = network.config
 
   def propose(params, state, context: Context):
     features, target = context.features, context.target
     if features is None or target is None:
       raise unexpected('heads', 'features of the target', None)
-    if config.emb_dim != features.shape[-1]:
+    if network.emb_dim != features.shape[-1]:
       expected = f'emb_dim {features.shape[-1]}, as the target'
       advice = f'Train heads for it, with {_MADE_BY}.'
-      raise unexpected('heads', expected, config.emb_dim, advice)
-    count = min(config.num_heads, context.gamma)
+      raise unexpected('heads', expected, network.emb_dim, advice)
+    count = min(network.num_heads, context.gamma)
     uniforms = draft_uniforms(context)
 
-    def draw_next(logits, index):
-      logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
-      return draw(
-        logits, context, None if uniforms is None else uniforms[index]
-      )
+    def drawn_by(index, logits):
+      own = None if uniforms is None else uniforms[index]
+      return draw_next(logits, context, index, own)
 
     place = context.length[:, None] - 1
     last = jnp.take_along_axis(context.tokens, place, axis=1)
     embedded = target.embed(context.target_params, last)
     drawn: list[Any] = []
-    together = 1 if config.conditioned else count
+    together = 1 if network.conditioned else count
     for first in range(0, count, together):
       heads_now = range(first, first + together)
       each = [network.apply(params, i, features, embedded) for i in heads_now]
       logits = target.head(context.target_params, jnp.stack(each, axis=1))
-      drawn += [draw_next(logits[:, i - first], i) for i in heads_now]
+      drawn += [drawn_by(i, logits[:, i - first]) for i in heads_now]
       last = drawn[-1][0][:, None]
       embedded = jnp.concatenate(
         [embedded, target.embed(context.target_params, last)], axis=1
@@ -193,7 +185,7 @@ def heads(
     lambda *_: (),
     propose,
     lambda state, _: state,
-    f'heads({config.num_heads}{", conditioned" * config.conditioned})',
+    f'heads({network.num_heads}{", conditioned" * network.conditioned})',
     params,
     reads_features=True,
     made_for=made_for,
@@ -212,7 +204,7 @@ def save(
   Args:
     path: the file.
     params: the heads' parameters.
-    target_fingerprint: `checkpoints.fingerprint` of the target's parameters.
+    target_fingerprint: `disk_arrays.fingerprint` of the target's parameters.
     step: number of updates that the parameters have had.
     dtype: dtype on disk; None keeps the arrays'.
 
@@ -243,13 +235,13 @@ def load(path: str | os.PathLike[str]) -> Drafter:
     advice = 'A model is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)
   params = open_checkpoint(path).read()
-  network = Heads(_config_of(params, source))
+  network = _shape_of(params, source)
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   t5x.check_params(params, shapes, repr(source))
   return heads(network, params, (about['target'],))
 
 
-def _config_of(params: Params, source: str) -> HeadsConfig:
+def _shape_of(params: Params, source: str) -> Heads:
   """The shape of heads, from the shapes of their arrays."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   try:
@@ -258,4 +250,4 @@ def _config_of(params: Params, source: str) -> HeadsConfig:
   except (KeyError, ValueError) as error:
     expected = 'heads_0/wo/kernel [H, M] and so on'
     raise unexpected(f'heads of {source!r}', expected, sorted(flat)) from error
-  return HeadsConfig(len(params), width, hidden, last > 2 * width)
+  return Heads(len(params), width, hidden, last > 2 * width)

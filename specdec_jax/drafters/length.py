@@ -22,7 +22,12 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.drafters.base import Context, draft_uniforms
+from specdec_jax.drafters.base import (
+  Context,
+  draft_uniforms,
+  draw,
+  forbid_early_stops,
+)
 from specdec_jax.types import Draft, LengthRule
 
 # Without a calibration: a draft has at most so many proposals; a call of the
@@ -33,12 +38,9 @@ _WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
 _EXPECTED = 0.7
 _BINS = 10
 
-# (logits float[B, V], index, uniforms) -> int32[B] and their distributions; as
-# `base.draw`, of logits in which early stops are forbidden.
-Draw = Callable[[jax.Array, jax.Array | None], tuple[jax.Array, Any]]
-# (cache, the tokens int32[B] to read, the index of what follows them) -> logits
-# float[B, V], the cache
-Read = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# (cache, the tokens int32[B] to read) -> logits float[B, V] of what follows
+# them, the cache
+Read = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
 @struct.dataclass
@@ -106,15 +108,14 @@ def ends_nothing(rule: LengthRule) -> bool:
 
 
 def draft(
-  logits: jax.Array, cache: Any, context: Context, draw: Draw, read: Read
+  logits: jax.Array, cache: Any, context: Context, read: Read
 ) -> tuple[Draft, Any]:
   """Proposes tokens for as long as `context.rule` says.
 
   Args:
-    logits: float[B, V] of the first proposal, early stops forbidden.
+    logits: float[B, V] of the first proposal.
     cache: of the drafter, which has read all committed tokens.
     context: with a `rule` and `room`.
-    draw: draws a proposal.
     read: reads a proposal; returns the logits of the next one.
 
   Returns:
@@ -129,10 +130,11 @@ def draft(
 
   def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
     index = now.index
+    logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
     survival = now.survival * acceptance_of(rule, probs.top_prob(logits))
     makes = now.asks & (survival > rule.worth[index])
     own = None if uniforms is None else uniforms[index]
-    token, row = draw(logits, own)
+    token, row = draw(logits, context, own)
     rows = now.rows
     if rows is not None:
       rows = lax.dynamic_update_slice_in_dim(rows, row[:, None], index, 1)
@@ -157,7 +159,7 @@ def draft(
 
   def one_more(now: _Drafting) -> _Drafting:
     last = lax.dynamic_slice_in_dim(now.tokens, now.index - 1, 1, 1)[:, 0]
-    logits, cache = read(now.cache, last, now.index)
+    logits, cache = read(now.cache, last)
     return propose(dataclasses.replace(now, cache=cache), logits)
 
   first = _Drafting(

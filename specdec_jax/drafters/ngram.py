@@ -100,11 +100,6 @@ def longest_known(
   return node
 
 
-def first_guess(table: NGramTable, node: jax.Array) -> jax.Array:
-  """The most frequent continuation of contexts int32[B]; int32[B]."""
-  return table.ids[table.starts[node]]
-
-
 def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
   """The child of `node` for `token`, both int32[B], and whether there is one.
 

@@ -29,8 +29,7 @@ import numpy as np
 from flax import struct
 
 from specdec_jax import files
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 
 _KIND = 'ngram table'
 _BROKEN = (

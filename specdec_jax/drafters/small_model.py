@@ -10,8 +10,6 @@ missing, this writes the same values again. Inside another drafter a cache may
 lack more tokens: its length says how many, and they are read first.
 """
 
-from typing import cast
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,17 +19,9 @@ from specdec_jax.drafters.base import (
   Context,
   Drafter,
   draft_uniforms,
-  draw,
-  forbid_early_stops,
-  with_params,
+  draw_next,
 )
-from specdec_jax.models.base import (
-  FeatureModel,
-  LanguageModel,
-  gives_features,
-  read_prompt,
-  reads_encoder,
-)
+from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
@@ -55,31 +45,32 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   produced, and nothing of the input.
   """
   if isinstance(model, Model):
-    return with_params(small_model(model.network), model)
+    made = small_model(model.network)
+    return made._replace(params=model, models=(model.without_params(),))
 
-  def draw_next(logits, context, index, uniforms):
-    logits = forbid_early_stops(logits, context, index)
-    return draw(logits[:, 0], context, uniforms)
+  def init(params, inputs, max_length, prompt=None, encoded=None):
+    return read_prompt(
+      model, params, inputs, max_length, prompt, encoded=encoded
+    )
 
   def propose(params, cache, context: Context):
-    if context.skips_rounds:
-      cache = catch_up(model, params, cache, context.tokens, context.length)
-    logits, cache = read_last(
-      model, params, cache, context.tokens, context.length
-    )
+    logits, cache = read_committed(model, params, cache, context)
+
+    def read(cache, token):
+      features, cache = model.extend(params, cache, token[:, None])
+      return model.head(params, features)[:, 0], cache
+
     if context.rule is not None:
-      return adaptive(params, logits, cache, context)
+      return length_rules.draft(logits[:, 0], cache, context, read)
     uniforms = draft_uniforms(context)
-    own, others = None, None
+    first, others = None, None
     if uniforms is not None:
-      own, others = uniforms[0], uniforms[1:]
-    token, row = draw_next(logits, context, 0, own)
+      first, others = uniforms[0], uniforms[1:]
+    token, row = draw_next(logits[:, 0], context, 0, first)
 
     def one_more(carry, place):
-      index, own = place
-      cache, token = carry
-      logits, cache = model.extend(params, cache, token[:, None])
-      token, row = draw_next(logits, context, index, own)
+      logits, cache = read(*carry)
+      token, row = draw_next(logits, context, *place)
       return (cache, token), (token, row)
 
     (cache, _), (more_tokens, more_rows) = lax.scan(
@@ -87,31 +78,15 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     )
     tokens = jnp.concatenate([token[:, None], more_tokens.T], axis=1)
     rows = None
-    if not context.greedy:
+    if row is not None:
       rows = jnp.concatenate([row[:, None], more_rows.swapaxes(0, 1)], axis=1)
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
-
-  def adaptive(params, logits, cache, context: Context):
-    def read(cache, token, index):
-      logits, cache = model.extend(params, cache, token[:, None])
-      return forbid_early_stops(logits, context, index)[:, 0], cache
-
-    def draw_one(logits, own):
-      return draw(logits, context, own)
-
-    first = forbid_early_stops(logits, context)[:, 0]
-    return length_rules.draft(first, cache, context, draw_one, read)
 
   def commit(cache, length):
     # The last committed token has never been read yet; after a fully accepted
     # draft the one before it has not been read either.
     return model.rewind(cache, jnp.minimum(cache.length, length - 1))
-
-  def init(params, inputs, max_length, prompt=None, encoded=None):
-    return read_prompt(
-      model, params, inputs, max_length, prompt, encoded=encoded
-    )
 
   return Drafter(
     init,
@@ -143,6 +118,17 @@ def alone(drafter: Drafter) -> Model | None:
   return drafter.params if made else None
 
 
+def read_committed(model: LanguageModel, params, cache, context, behind=2):
+  """Logits float32[B, 1, V] of the token after the committed ones; the cache.
+
+  Arguments are those of `read_last`; first what the cache lacks is read.
+  """
+  tokens, length = context.tokens, context.length
+  if context.skips_rounds:
+    cache = catch_up(model, params, cache, tokens, length)
+  return read_last(model, params, cache, tokens, length, behind=behind)
+
+
 def read_last(
   model: LanguageModel, params, cache, tokens, length, more=0, behind=2
 ):
@@ -168,16 +154,10 @@ def read_last(
   fed = jnp.take_along_axis(tokens, index, axis=1)
   cache = model.rewind(cache, start)
   place = (length - 1 - start)[:, None] + jnp.arange(1 + more)
-  if gives_features(model):
-    # The output layer, often the largest product, is of the wanted tokens only.
-    whole = cast(FeatureModel, model)
-    features, cache = whole.extend_features(params, cache, fed)
-    features = jnp.take_along_axis(features, place[..., None], axis=1)
-    logits = whole.head(params, features)
-  else:
-    logits, cache = model.extend(params, cache, fed)
-    logits = jnp.take_along_axis(logits, place[..., None], axis=1)
-  return logits, model.rewind(cache, length + more)
+  features, cache = model.extend(params, cache, fed)
+  # The output layer, often the largest product, is of the wanted tokens only.
+  features = jnp.take_along_axis(features, place[..., None], axis=1)
+  return model.head(params, features), model.rewind(cache, length + more)
 
 
 def catch_up(model: LanguageModel, params, cache, tokens, length):

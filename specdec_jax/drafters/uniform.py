@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax import probs
-from specdec_jax.checks.arguments import check_number
+from specdec_jax.checks.fields import check_number
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.types import Draft
 

@@ -12,7 +12,6 @@ from specdec_jax.drafters.base import (
   DrafterState,
   ask_unless,
   check_chain,
-  is_finished,
 )
 from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.models.model import Model
@@ -28,14 +27,12 @@ class FallbackState:
     second: the second drafter's state.
     length: int32[B], committed tokens when the drafters were last asked.
     by_first: bool[B], rows whose last draft came from the first drafter.
-    finished: bool[B], rows that need no draft any more.
   """
 
   first: DrafterState
   second: DrafterState
   length: jax.Array
   by_first: jax.Array
-  finished: jax.Array
 
 
 def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
@@ -63,7 +60,6 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
       second=second.begin(params[1], inputs, max_length, prompt, encoded),
       length=jnp.zeros(batch, jnp.int32),
       by_first=jnp.zeros(batch, bool),
-      finished=jnp.zeros(batch, bool),
     )
 
   def propose(params, state: FallbackState, context: Context):
@@ -73,7 +69,7 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
     other, second_state = ask_unless(
-      jnp.all(has_draft | state.finished),
+      jnp.all(has_draft | ~context.needs_draft),
       lambda second_state: second.propose(params[1], second_state, context),
       state.second,
     )
@@ -82,7 +78,6 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
       second=second_state,
       length=context.length,
       by_first=has_draft,
-      finished=state.finished,
     )
     return _choose(has_draft, draft, other), state
 
@@ -97,7 +92,6 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
       second=second.commit(
         state.second, jnp.where(state.by_first, known, length)
       ),
-      finished=is_finished(length),
     )
 
   name = f'with_fallback({first.name}, {second.name})'

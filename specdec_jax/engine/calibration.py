@@ -145,7 +145,7 @@ class Calibration:
   """The best gamma for each number of rows, for one pair on one device.
 
   Attributes:
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of its
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of its
       parameters.
     device: `device_name()` where it was measured.
     temperature: temperature at which the acceptance rate was measured.
@@ -212,22 +212,6 @@ class Calibration:
       )
     return rule_of(self.confidence, prices)
 
-  def drafting(self, rows: int, engine: Engine) -> Drafting:
-    """How an engine's greedy rows are drafted for, with so many rows.
-
-    Raises:
-      CalibrationError: the engine's gamma adapts, and `rule` does not know how.
-    """
-    choice = self.at(rows)
-    adapts = engine.rule is not None
-    rule = self.rule(rows) if choice.gamma and adapts else None
-    gamma = choice.gamma if rule is None else rule.most
-    made = engine.drafting_of(gamma, rule)
-    if made.fallback is None:
-      return made
-    costs = choice.fallback(gamma, adapts)
-    return made._replace(fallback=costs or made.fallback)
-
   def at(self, rows: int) -> Choice:
     """The choice for a number of rows.
 
@@ -259,14 +243,28 @@ class Calibration:
     times = self.times_ms(rows)
     return first_ms(times) / times['call_1']['median']
 
-  def gammas(self, rows: int) -> dict[int, int]:
-    """`PoolSettings.gammas` for `rows` rows, and for fewer of them."""
-    fewer = {one.rows: one.gamma for one in self.choices if one.rows < rows}
-    return fewer | {rows: self.at(rows).gamma}
-
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
-    """`drafting` in a pool of `rows` rows, and of fewer."""
-    return {size: self.drafting(size, engine) for size in self.gammas(rows)}
+    """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
+
+    Args:
+      rows: rows that are decoded together; fewer are left at a run's end.
+      engine: whose gamma adapts or not, and whose drafter rests or not.
+
+    Raises:
+      CalibrationError: the engine's gamma adapts, and `rule` does not know how.
+    """
+    adapts = engine.rule is not None
+    plan: dict[int, Drafting] = {}
+    for size in {rows, *(one.rows for one in self.choices if one.rows < rows)}:
+      choice = self.at(size)
+      rule = self.rule(size) if choice.gamma and adapts else None
+      gamma = choice.gamma if rule is None else rule.most
+      drafting = engine.drafting_of(gamma, rule)
+      if drafting.fallback is not None:
+        costs = choice.fallback(gamma, adapts) or drafting.fallback
+        drafting = drafting._replace(fallback=costs)
+      plan[size] = drafting
+    return plan
 
   def direct(self, engine: Engine, rows: int) -> None:
     """Makes an engine that adapts, or whose drafter rests, go by these costs.
@@ -279,10 +277,10 @@ class Calibration:
       CalibrationError: it is of other models or of another device.
     """
     self.check(engine.fingerprints)
-    if engine.rule is not None:
+    adapts = engine.rule is not None
+    if adapts:
       engine.gamma = self.rule(rows)
     if engine.fallback:
-      adapts = engine.rule is not None
       costs = self.at(rows).fallback(engine.gamma, adapts)
       engine.fallback = costs or True
 

@@ -1,33 +1,32 @@
 """Strings in, strings out: an engine with a target and perhaps a drafter."""
 
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
 from specdec_jax.checks import memory
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_type, unexpected
+from specdec_jax.checks.fields import check_number, check_type, unexpected
 from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request
+from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.engine import compilation_cache, scoring, trace
 from specdec_jax.engine.completion import Completion, UsualAcceptance
 from specdec_jax.engine.continuous import Continuous
-from specdec_jax.engine.loop_programs import LoopPrograms
 from specdec_jax.engine.pair import (
   Room,
-  check_adapts,
-  check_beam_drafter,
   check_bos,
+  check_drafts,
   check_pair,
   first_id,
   fitted,
@@ -39,9 +38,7 @@ from specdec_jax.engine.pair import (
 from specdec_jax.engine.request import (
   Drafting,
   Languages,
-  Options,
   TextBatch,
-  around,
   as_gamma,
   check_texts,
   encoded,
@@ -79,7 +76,7 @@ class Engine:
 
   Attributes:
     tokenizer: turns text into ids and back.
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
       loaded.
     max_input_len: tokens an input may have, its end included.
     max_decode_len: tokens an output may have, its end included.
@@ -365,7 +362,9 @@ class Engine:
     if isinstance(text, RenderedIds):
       return [], []
     if self.target.has_encoder and ends_inputs(self.target):
-      return around(self.tokenizer)
+      # A tokenizer of somebody's own need not say it: texts end, as in T5.
+      last = getattr(self.tokenizer, 'after', [self.tokenizer.eos_id])
+      return [*getattr(self.tokenizer, 'before', ())], [*last]
     return [] if self.bos_id is None else [self.bos_id], []
 
   def bare_ids(self, text: str | Sequence[int]) -> list[int]:
@@ -411,19 +410,21 @@ class Engine:
     first, _ = self.ids_around(text)
     return len(self.input_ids(text)) if first or self.bare_ids(text) else 0
 
-  def request(self, texts: Texts, gamma: Gamma = None, **options) -> Request:
+  def request(
+    self, texts: Texts, gamma: Gamma = None, **options: Any
+  ) -> Request:
     """The `Request` that `generate` would make, for a caller with its own loop.
 
     Args:
       texts: the texts, none of them empty.
-      gamma: proposals per round; None is the engine's.
+      gamma: as for `text_batch`.
       **options: as for `generate`.
 
     Raises:
       ValueError: as for `generate`; or a text is empty.
     """
-    batch = self._batch_of(texts, *self._gamma_of(gamma), options_of(options))
-    if len(batch.rows) < len(texts):
+    batch = self.text_batch(texts, gamma=gamma, **options)
+    if batch.passed_over:
       raise unexpected('texts', 'no empty text in a request', texts)
     return batch.request
 
@@ -433,7 +434,7 @@ class Engine:
     return len(self._programs)
 
   def warmup(
-    self, texts: Texts, *, speculative: bool | None = None, **options
+    self, texts: Texts, *, batch_size: int | None = None, **options: Any
   ) -> float:
     """Compiles the smallest programs that hold these texts.
 
@@ -442,121 +443,68 @@ class Engine:
 
     Args:
       texts: as for `generate`; only their number and lengths matter.
-      speculative: as for `generate`.
+      batch_size: as for `generate`.
       **options: as for `generate`.
 
     Returns:
       Seconds that it took; 0.0 if everything had been compiled.
     """
-    before = self.num_programs
-    begin = time.perf_counter()
-    size = options.pop('batch_size', None)
-    gamma = options.pop('gamma', None)
-    asked = options_of(options)
-    speculative = self._speculates(speculative, asked)
-    batch = self._text_batch(texts, speculative, gamma, asked)
-    pool = self._pool(batch, size)
+    begin, before = time.perf_counter(), self.num_programs
+    batch = self.text_batch(texts, **options)
+    pool = self._pool(batch, batch_size)
     if pool is not None:
-      return pool.warm_up(batch)
-    for part in batch.parts(self._rows_of(size)):
-      self._programs.get('decode', part.request, speculative)
+      return pool.warmup(batch)
+    for part in batch.parts(self._rows_of(batch_size)):
+      self._programs.get('decode', part.request)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
-    self,
-    texts: Texts,
-    *,
-    temperature: float | Sequence[float] = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    max_length: int | None = None,
-    min_length: int = 0,
-    num_samples: int = 1,
-    stop_strings: str | Sequence[str] = (),
-    stop_ids: Sequence[int] | None = None,
-    num_beams: int | None = None,
-    seed: int = 0,
-    gamma: Gamma = None,
-    speculative: bool | None = None,
-    batch_size: int | None = None,
-    **options: Any,
+    self, texts: Texts, *, batch_size: int | None = None, **options: Any
   ) -> list[Completion]:
     """Decodes texts; with the drafter's help, as the target alone would.
 
     Args:
       texts: any number, as strings or as ids with or without their end of
         sequence.
-      temperature: one for all texts or one for each; 0 is greedy.
-      top_k: samples only from the k likeliest tokens; 0 is off.
-      top_p: samples only from the likeliest tokens that together have this
-        probability; 1 is off.
-      max_length: the most tokens of an output; None is `max_decode_len`.
-      min_length: tokens that an output must have before it may end.
-      num_samples: outputs per text.
-      stop_strings: strings that end an output; they are not part of it.
-      stop_ids: ids that end an output; None is the engine's `stop_ids`.
-      num_beams: a beam search of this width, with T5X's length penalty
-        (`alpha`, 0.6 by default) or that of transformers (`length_penalty`);
-        None is none. `num_samples` says how many of its beams are returned,
-        from the worst to the best, as T5X sorts them.
-      seed: seed of all random numbers. A sample depends on the seed, on the
-        place of its text among `texts` and on the sample's number, not on the
-        texts that are decoded beside it.
-      gamma: as for the engine; None is the engine's.
-      speculative: whether the drafter helps; None is yes if there is a drafter,
-        but no for beams on a CPU, where they are slower with it.
       batch_size: texts that are decoded together; None is the engine's. If
         there are more, each finished text makes room for the next.
-      **options: rarer options, see `Options`: `example_ids`, `prompts`,
-        `on_too_long`, `log_probs`, `top_log_probs`, `lenience`, `alpha`,
-        `length_penalty`, `draft_beams`, `source_lang`, `target_lang`; and names
-        from other libraries, such as `max_new_tokens`, `num_return_sequences`
-        and `stop`.
+      **options: fields of `Options`, such as `temperature`, `top_k`, `top_p`,
+        `max_length`, `min_length`, `num_samples`, `stop_strings`, `stop_ids`,
+        `num_beams`, `seed` and `example_ids`; names from other libraries, such
+        as `max_new_tokens`, `num_return_sequences` and `stop`; and `gamma` and
+        `speculative` of `text_batch`.
 
     Returns:
       A `Completion` for each sample of each text, in order: with `num_samples`
       = 2, both of the first text, then both of the second. An empty text gives
-      an empty completion.
+      an empty completion. Of a beam search the `num_samples` best beams, from
+      the worst to the best, as T5X sorts them.
 
     Raises:
       ValueError: an option is out of range or unknown, or a text is longer than
         `max_input_len` and `on_too_long` is 'error'.
     """
-    named = {
-      'temperature': temperature,
-      'top_k': top_k,
-      'top_p': top_p,
-      'max_length': max_length,
-      'min_length': min_length,
-      'num_samples': num_samples,
-      'stop_strings': stop_strings,
-      'stop_ids': stop_ids,
-      'num_beams': num_beams,
-      'seed': seed,
-    }
-    asked = options_of(options | named)
-    speculative = self._speculates(speculative, asked)
-    batch = self._text_batch(texts, speculative, gamma, asked)
-    pool = self._pool(batch, batch_size)
+    batch = self.text_batch(texts, **options)
+    pool, rows = self._pool(batch, batch_size), self._rows_of(batch_size)
     if pool is not None:
-      done = pool.completions(batch)
+      done = pool.generate(batch)
     else:
-      parts = batch.parts(self._rows_of(batch_size))
       done = batch.completions(
-        *((part, self._decoded(part, speculative)) for part in parts)
+        *((part, self._decoded(part)) for part in batch.parts(rows))
       )
-    if asked.top_log_probs:
-      rows, sources = self._rows_of(batch_size), batch.sources()
+    if batch.options.top_log_probs:
+      sources = batch.sources()
       for at in range(0, len(done), rows):
         part = slice(at, at + rows)
-        done[part] = self._with_top(done[part], sources[part], asked)
+        number = batch.options.top_log_probs
+        done[part] = self._with_top(done[part], sources[part], number)
     return done
 
   def _with_top(
     self,
     outputs: Sequence[Completion],
     sources: Sequence[tuple[list[int], list[int]]],
-    asked: Options,
+    num_top: int,
   ) -> list[Completion]:
     """Outputs with `top_log_probs`, which the target scores."""
     pairs = list(zip(outputs, sources, strict=True))
@@ -565,7 +513,7 @@ class Engine:
       self.params.target,
       [source for source, _ in sources],
       [[*begin, *one.tokens] for one, (_, begin) in pairs],
-      num_top=asked.top_log_probs,
+      num_top=num_top,
     )
     return [
       dataclasses.replace(
@@ -576,21 +524,11 @@ class Engine:
       for (one, (_, begin)), score in zip(pairs, scores, strict=True)
     ]
 
-  def _decoded(self, batch: TextBatch, speculative: bool) -> Generation:
+  def _decoded(self, batch: TextBatch) -> Generation:
     """What came of a batch that is decoded together, on the host."""
-    self._programs.fit(batch, speculative, 'decode')
-    decode = self._programs.get('decode', batch.request, speculative)
+    self._programs.fit(batch)
+    decode = self._programs.get('decode', batch.request)
     return partitioning.on_host(decode(batch.request))
-
-  def _speculates(self, told: bool | None, asked: Options) -> bool:
-    if told is not None:
-      check_type('speculative', told, bool | None)
-      return told
-    drafts = asked.num_beams is None or backend.kind() != 'cpu'
-    return self.has_drafter and drafts
-
-  def _gamma_of(self, asked: Gamma) -> tuple[int, LengthRule | None]:
-    return (self._gamma, self._rule) if asked is None else as_gamma(asked)
 
   def _rows_of(self, asked: int | None) -> int:
     rows = self.batch_size if asked is None else asked
@@ -623,9 +561,6 @@ class Engine:
   def stream(
     self,
     text: str | Sequence[int],
-    *,
-    gamma: Gamma = None,
-    speculative: bool | None = None,
     **options: Any,
   ) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.
@@ -636,20 +571,16 @@ class Engine:
 
     Args:
       text: the input.
-      gamma: as for `generate`.
-      speculative: as for `generate`.
       **options: as for `generate`.
 
     Raises:
       ValueError: as for `generate`, several samples are asked for, or the
         target's logits became invalid.
     """
-    asked = options_of(options)
-    speculative = self._speculates(speculative, asked)
-    batch = self._text_batch([text], speculative, gamma, asked)
-    if asked.num_beams is not None:
+    batch = self.text_batch([text], **options)
+    if batch.options.num_beams is not None:
       expected = 'None in a stream, for no beam is known before its end'
-      raise unexpected('num_beams', expected, asked.num_beams)
+      raise unexpected('num_beams', expected, batch.options.num_beams)
     if len(batch.rows) > 1:
       raise unexpected('num_samples', '1 in a stream', len(batch.rows))
     for update in self.updates(batch):
@@ -659,7 +590,7 @@ class Engine:
   def updates(
     self, batch: TextBatch, shows_rounds: bool = False
   ) -> Iterator[Update]:
-    """Yields what each round brings the only text of a batch.
+    """What each round brings the only text of a batch.
 
     Args:
       batch: from `text_batch`.
@@ -668,11 +599,7 @@ class Engine:
     Raises:
       ValueError: the target's logits became invalid.
     """
-    for update in self._at_once(batch).stream(batch, shows_rounds):
-      done = update.completion
-      if done is not None and done.finish_reason == 'error':
-        raise ValueError(done.error)
-      yield update
+    return self._at_once(batch).stream(batch, shows_rounds)
 
   def score(
     self,
@@ -733,26 +660,50 @@ class Engine:
   def text_batch(
     self,
     texts: Texts,
-    speculative: bool,
+    speculative: bool | None = None,
     *,
     gamma: Gamma = None,
     **options: Any,
   ) -> TextBatch:
-    """The batch that `generate` works on, for a scheduler with its own loops.
+    """Checks and encodes what `generate` or a scheduler is to decode.
+
+    Args:
+      texts: as for `generate`.
+      speculative: whether the drafter helps; None is yes if there is a drafter,
+        but no for beams on a CPU, where they are slower with it.
+      gamma: as for the engine, of this call; None is the engine's.
+      **options: fields of `Options`, or other libraries' names of them.
 
     Raises:
       ValueError: as for `generate`.
     """
-    return self._text_batch(texts, speculative, gamma, options_of(options))
+    asked = options_of(options)
+    check_texts(texts)
+    check_type('speculative', speculative, bool | None)
+    if speculative is None:
+      drafts = asked.num_beams is None or backend.kind() != 'cpu'
+      speculative = self.has_drafter and drafts
+    most, rule = (
+      as_gamma(gamma) if gamma is not None else (self._gamma, self._rule)
+    )
+    if speculative:
+      check_drafts(self.drafter, rule is not None, asked.num_beams)
+    else:
+      most, rule = 0, None
+    if asked.stop_ids is None:
+      asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
+    if asked.num_samples > 1 and asked.num_beams is None:
+      number, times = len(texts), asked.num_samples
+      texts, asked = repeated(texts, times), asked.of_samples(number)
+    return TextBatch(self, texts, asked, self.drafting_of(most, rule))
 
   def search(
-    self, batch: TextBatch, speculative: bool
+    self, batch: TextBatch
   ) -> Callable[[int], list[Completion] | None]:
     """A beam search in pieces, for a scheduler with other work beside it.
 
     Args:
       batch: from `text_batch`, with `num_beams`.
-      speculative: as `text_batch` was told.
 
     Returns:
       A function that runs so many more rounds. It returns None until the search
@@ -765,9 +716,8 @@ class Engine:
       if not batch.rows:
         return batch.completions()
       if state is None:
-        start = self._programs.get('start', batch.request, speculative)
-        state = start(batch.request)
-      run = self._programs.get('run', batch.request, speculative)
+        state = self._programs.get('start', batch.request)(batch.request)
+      run = self._programs.get('run', batch.request)
       state = run(batch.request, state, np.int32(rounds))
       reasons = partitioning.on_host(state.finish_reason)
       if np.any(reasons == FinishReason.RUNNING):
@@ -777,30 +727,95 @@ class Engine:
 
     return advance
 
-  def _text_batch(
-    self, texts: Texts, speculative: bool, gamma: Gamma, asked: Options
-  ) -> TextBatch:
-    loop, _ = self.loop(speculative)  # raises if there is no drafter
-    most, rule = self._gamma_of(gamma)
-    if not speculative:
-      most, rule = 0, None
-    if asked.num_beams is not None and speculative:
-      check_beam_drafter(loop.drafter)
-    return self._batch_of(texts, most, rule, asked)
-
-  def _batch_of(
-    self, texts: Texts, gamma: int, rule: LengthRule | None, asked: Options
-  ) -> TextBatch:
-    if rule is not None:
-      check_adapts(self.drafter, asked.num_beams)
-    if asked.stop_ids is None:
-      asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
-    if asked.num_samples > 1 and asked.num_beams is None:
-      check_texts(texts)  # as `TextBatch` does, before they are repeated
-      number, times = len(texts), asked.num_samples
-      texts, asked = repeated(texts, times), asked.of_samples(number)
-    return TextBatch(self, texts, asked, self.drafting_of(gamma, rule))
-
 
 # Jitted: run one by one, its operations took milliseconds per call.
 _generation = jax.jit(generation)
+
+
+class LoopPrograms:
+  """What has been compiled, for each loop and kind and shape of request."""
+
+  def __init__(
+    self,
+    loops: Mapping[bool, tuple[Loop, PairParams]],
+    room: Room,
+    partition: partitioning.Partition | None,
+  ):
+    """
+    Args:
+      loops: speculative or not -> a loop, and its parameters as placed.
+      room: the memory that a program must fit into.
+      partition: how rows and parameters are split over devices; None is one
+        device.
+    """
+    self._loops, self._room, self._partition = loops, room, partition
+    self._programs: dict[Any, Callable[..., Any]] = {}
+    self._rows: set[int] = set()  # numbers of rows that have a program
+    self._states: dict[Any, DecodeState] = {}  # shapes only
+
+  def __len__(self) -> int:
+    return len(self._programs)
+
+  def fit(self, batch: TextBatch) -> None:
+    """Gives a batch as many rows as a compiled program has, if one is near.
+
+    That is the smallest program of at least as many rows as the batch needs
+    and at most twice as many: those extra rows cost less than a compilation.
+    """
+    least = batch.num_rows
+    if ('decode', _shapes(batch.request)) in self._programs:
+      return
+    for rows in sorted(self._rows):
+      if least < rows <= 2 * least:
+        request = batch.request_in(rows)
+        if ('decode', _shapes(request)) in self._programs:
+          batch.request = request
+          return
+
+  def get(self, name: str, request: Request) -> Callable[..., Any]:
+    """A compiled function of a loop, with the parameters bound.
+
+    The loop is the plain one for a request with gamma 0.
+
+    Args:
+      name: a method of `Loop`: 'decode', or 'start' and after it 'run'.
+      request: what it will be called with.
+
+    Raises:
+      ValueError: no memory could hold it.
+    """
+    key = _shapes(request)
+    if (name, key) not in self._programs:
+      rows, width = request.inputs.shape
+      self._room.check(rows, width, request.cache_slots, request.call_tokens)
+      self._programs[name, key] = self._compile(name, request, key)
+      self._rows.add(rows)
+    return self._programs[name, key]
+
+  def _compile(self, name: str, request: Request, key: Any):
+    loop, params = self._loops[request.gamma > 0]
+    args: list[Any] = [params, request]
+    options: dict[str, Any] = {}
+    if name == 'run':
+      args += [self._states[key], jax.ShapeDtypeStruct((), jnp.int32)]
+      # The state is donated: the caches are updated where they are.
+      options['donate_argnums'] = 2
+    if self._partition is not None:
+      args[1] = self._partition.request(request)
+      if name == 'run':
+        options['out_shardings'] = partitioning.shardings(args[2])
+      elif name == 'decode':  # the host reads it: the whole on each device
+        options['out_shardings'] = self._partition.sharding()
+    lowered = jax.jit(getattr(loop, name), **options).lower(*args)
+    compiled = lowered.compile(compiler_options=backend.compiler_options())
+    if name == 'start':
+      self._states[key] = partitioning.described(
+        lowered.out_info, self._partition and compiled.output_shardings
+      )
+    return functools.partial(compiled, params)
+
+
+def _shapes(request: Request):
+  """Structure, shapes and dtypes of a request, as a dictionary key."""
+  leaves, tree = jax.tree.flatten(request)
+  return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

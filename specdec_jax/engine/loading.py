@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.families import read_config
+from specdec_jax.checkpoints.config_json import read_config
 from specdec_jax.checkpoints.huggingface import (
   CONFIG,
-  defaults_of,
   special_ids,
+  unfollowed,
 )
 from specdec_jax.checkpoints.load import (
   check_network,
@@ -21,8 +21,7 @@ from specdec_jax.checkpoints.load import (
   open_checkpoint,
 )
 from specdec_jax.checkpoints.safetensors_files import read_json
-from specdec_jax.checks.fields import check_type, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.drafters import ngram_table
 from specdec_jax.engine.pair import check_ends, check_vocabulary_size, first_id
 from specdec_jax.files import shipped
@@ -112,16 +111,17 @@ def load(
     beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
     shortlist = beside if os.path.isfile(beside) else None
   if network is None and not is_huggingface(location):
-    raise ValueError(
-      f'{os.fspath(path)!r} does not say which sizes its model has: give'
-      ' network=T5(T5Config(...)) or GPT(GPTConfig(...)) (gin: TARGET, or DRAFT'
-      ' for a drafter). gin/models has the published sizes.'
-    )
+    expected = 'network=T5(T5Config(...)), or another, as it says no sizes'
+    advice = 'In gin: TARGET or DRAFT; gin/models has the published sizes.'
+    raise unexpected(os.fspath(path), expected, None, advice)
   if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
     tokenizer = Tokenizer(tokenizer)
   sizes = network or config
   if tokenizer is not None and sizes is not None:
-    check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+    try:
+      check_vocabulary_size('model', sizes.vocab_size, tokenizer)
+    except ValueError as error:
+      raise ValueError(f'{tokenizer.path!r}: {error}') from error
     tokenizer = tokenizer.for_network(sizes.vocab_size)
   opened = open_checkpoint(
     location.path, network, described=described, adapter=adapter
@@ -134,9 +134,6 @@ def load(
     computes_in = _computes_in(dtype)
     network = network_of(dataclasses.replace(network.config, dtype=computes_in))
   assert network is not None
-  defaults = None
-  if described:
-    defaults = defaults_of(folder, described, network.has_encoder)
   model = Model(
     network,
     None,
@@ -147,7 +144,7 @@ def load(
     stop_ids=() if config is None else _ends(folder, described, config),
     made_for=opened.made_for,
     made_of=opened.made_of,
-    defaults=defaults,
+    unfollowed=unfollowed(folder, described) if described else '',
     reader=opened.read,
   )
   check_ends(model)

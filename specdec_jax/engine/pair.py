@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.base import Drafter, check_features
+from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.models import sizes
@@ -48,7 +48,7 @@ class PlacedPair(NamedTuple):
     drafter: the drafter, or None.
     params: the parameters of both, as they are placed; the drafter's are None
       if there is no drafter.
-    fingerprints: 'target' and 'draft' -> `checkpoints.fingerprint` of what was
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
       loaded; that of a drafter that is not a small model ends with its name.
   """
 
@@ -108,26 +108,20 @@ def _check_made_for(
   outputs are nearly the same.
   """
   models = (model.made_for for model in drafter.models if model.made_for)
-  known = {found}
-  wanted_ones = [one for one in (*drafter.made_for, *models) if one != found]
-  if wanted_ones and is_integers(dtype):
-    known.add(fingerprint(in_floats(read)))
-  if not known.issuperset(wanted_ones):
+  wanted = {*drafter.made_for, *models} - {found}
+  if wanted and is_integers(dtype):
+    wanted.discard(fingerprint(in_floats(read)))
+  if wanted:
     made_of = _made_of(target)
     if not made_of:
-      raise ValueError(
-        f'What {target.name!r} of {dtype} was made of is not known: load its'
-        f' checkpoint of floats with dtype={dtype!r}, for {drafter.name!r}.'
-      )
-    known.update(made_of)
+      expected = f'one with a checkpoint of floats, loaded with dtype={dtype!r}'
+      raise unexpected('target', expected, f'{target.name} of {dtype}')
+    wanted.difference_update(made_of)
     found = made_of[0]
-  for wanted in wanted_ones:
-    if wanted not in known:
-      raise ValueError(
-        f'The drafter {drafter.name!r} was made for the target with fingerprint'
-        f' {wanted}, and {target.name or "this one"!r} has {found}. Take that'
-        ' target, or train a drafter for this one (specdec distil).'
-      )
+  if wanted:
+    expected = f'one that {drafter.name!r} was made for ({min(wanted)})'
+    advice = 'Or train a drafter for this one (specdec distil).'
+    raise unexpected('target', expected, f'{target.name} ({found})', advice)
 
 
 def _made_of(target: Model) -> tuple[str, ...]:
@@ -145,9 +139,10 @@ def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
 
   There is a 'draft' only if a small model alone is the drafter.
   """
-  found = {'target': target.without_params()}
-  small = None if drafter is None else alone(drafter)
-  return found if small is None else found | {'draft': small.without_params()}
+  models = {'target': target.without_params()}
+  if drafter is not None and (small := alone(drafter)) is not None:
+    models['draft'] = small.without_params()
+  return models
 
 
 class Room:
@@ -247,11 +242,9 @@ def own_vocabulary(model: Model) -> Tokenizer:
   """
   tokenizer: Tokenizer | None = model.tokenizer
   if tokenizer is None:
-    raise ValueError(
-      f'There is no vocabulary ({TOKENIZER} or {SENTENCEPIECE}) beside'
-      f' {model.name or repr(model)!r}; give one with tokenizer=, the path of a'
-      ' sentencepiece model or of a folder with a vocabulary (gin: VOCAB_PATH).'
-    )
+    expected = f'{TOKENIZER} or {SENTENCEPIECE} beside {model.name!r}'
+    advice = 'Give the path of a vocabulary (tokenizer=; gin: VOCAB_PATH).'
+    raise unexpected('tokenizer', expected, None, advice)
   return tokenizer
 
 
@@ -294,26 +287,20 @@ def check_pair(
   Warns if the drafter does not see the input that the target reads, and if the
   target's folder asks for what happens only if options say so.
   """
-  if target.defaults is not None:
-    warnings.warn(str(target.defaults), stacklevel=3)
+  if target.unfollowed:
+    warnings.warn(target.unfollowed, stacklevel=3)
   if reads_encoder(target.network):
-    raise ValueError(
-      f"{target.name or 'The target'!r} is a decoder that reads another model's"
-      ' encoder (num_encoder_layers is 0): it can only draft for that model.'
-    )
-  if drafter is not None:
-    check_features(target.network, drafter)
-    if drafter.reads_encoder:
-      _check_encoder(target, drafter)
-  for model in drafter.models if drafter else ():
-    _check_draft(target, model)
+    expected = 'a model with an encoder of its own, which only a draft may lack'
+    raise unexpected('target', expected, target.name)
   _check_side('target', target, tokenizer)
-  if target.network.has_encoder and target.stop_ids:
-    # Only for an encoder: a decoder-only model may have learned any end id.
-    _check_end(target, tokenizer)
-  _check_padding(target, tokenizer)
+  if target.network.has_encoder:
+    _check_encoded(target, tokenizer)
   if drafter is None:
     return
+  if drafter.reads_encoder:
+    _check_encoder(target, drafter)
+  for model in drafter.models:
+    _check_draft(target, model)
   for table in jax.tree.leaves(drafter.params, is_leaf=_is_table):
     if _is_table(table):
       check_vocabulary('of the draft', table, tokenizer)
@@ -329,33 +316,25 @@ def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:
   own = model.tokenizer
   differs = '' if own is None else contradiction(own, tokenizer)
   if differs:
-    raise ValueError(
-      f"The {name}'s tokenizer {own.path!r} differs from {tokenizer.path!r}:"
-      f' {differs}. Drafter and target must share one tokenizer.'
-    )
+    expected = f'that of {tokenizer.path!r}, which both share ({differs})'
+    raise unexpected(f"{name}'s tokenizer", expected, own.path)
   check_vocabulary_size(name, own_vocab_size(model.network), tokenizer)
 
 
 def _check_draft(target: Model, draft: Model) -> None:
-  sizes_of = draft.network.vocab_size, target.network.vocab_size
-  if sizes_of[0] != sizes_of[1]:
-    names = ' and '.join(repr(one.name) for one in (draft, target) if one.name)
-    raise ValueError(
-      f"The draft's vocabulary is {sizes_of[0]} and the target's {sizes_of[1]}"
-      f'{f" ({names})" if names else ""}. If they differ in padding alone,'
-      f' draft with model.with_vocabulary({sizes_of[1]}).'
-    )
+  size = target.network.vocab_size
+  if draft.network.vocab_size != size:
+    expected = f"the target's {size} ids"
+    advice = f'If it differs in padding alone: model.with_vocabulary({size}).'
+    name = f"draft's vocabulary ({draft.name or 'a model'})"
+    raise unexpected(name, expected, draft.network.vocab_size, advice)
   if draft.network.has_encoder and not target.network.has_encoder:
-    raise ValueError(
-      'The draft has an encoder and the target has none, so no input for it.'
-      ' Take a decoder-only drafter.'
-    )
+    expected = 'a decoder-only model, for the target has no encoder'
+    raise unexpected('draft', expected, draft.name)
   pads = pad_id(draft.network), pad_id(target.network)
   if draft.network.has_encoder and pads[0] != pads[1]:
-    raise ValueError(
-      f'The draft ignores id {pads[0]} of the input, as padding, and the target'
-      f" id {pads[1]}. Take a drafter of the target's family."
-    )
+    expected = f"padding with id {pads[1]}, as in the target's family"
+    raise unexpected('draft', expected, f'id {pads[0]}')
   if target.network.has_encoder and not draft.network.has_encoder:
     warnings.warn(
       'The draft is decoder-only and the target has an encoder: the drafter'
@@ -369,52 +348,36 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
   """Raises ValueError unless the drafter can read the target's encoder."""
   network = target.network  # of somebody's own, it may not be able to encode
   if not network.has_encoder or not hasattr(network, 'encode'):
-    raise ValueError(
-      "The draft has no encoder and reads its target's, but"
-      f' {type(target.network).__name__} has none. Take another draft.'
-    )
-  # Of a network of somebody's own no width is known.
-  found = getattr(getattr(target.network, 'config', None), 'encoded_dim', None)
+    expected = "one with an encoder, for the target's is not there to be read"
+    raise unexpected('draft', expected, type(network).__name__)
+  width = _encoded_dim(network)
   for model in drafter.models:
-    if not reads_encoder(model.network):
-      continue
-    wanted = getattr(
-      getattr(model.network, 'config', None), 'encoded_dim', None
-    )
-    if None not in (wanted, found) and wanted != found:
-      raise ValueError(
-        f'The draft reads an encoder of width {wanted}, the target has one of'
-        f' width {found}: distil a drafter for this target (specdec distil).'
-      )
+    wanted = _encoded_dim(model.network)
+    if reads_encoder(model.network) and None not in (wanted, width):
+      if wanted != width:
+        expected = f'one that reads an encoder of width {width}'
+        advice = 'Distil a drafter for this target (specdec distil).'
+        raise unexpected('draft', expected, wanted, advice)
 
 
-def _check_end(target: Model, tokenizer: Tokenizer) -> None:
-  if tokenizer.eos_id not in target.stop_ids:
-    raise ValueError(
-      f'{tokenizer.path!r} ends a sequence with id {tokenizer.eos_id},'
-      f' {target.name!r} with {", ".join(map(str, target.stop_ids))}'
-      ' (eos_token_id in its folder): it is the vocabulary of another model.'
-    )
+def _encoded_dim(network: LanguageModel) -> int | None:
+  """Width of an encoder's output; of somebody's own network it is unknown."""
+  return getattr(getattr(network, 'config', None), 'encoded_dim', None)
 
 
-def _check_padding(target: Model, tokenizer: Tokenizer) -> None:
-  """Raises ValueError if an encoder would skip a piece of text as padding."""
+def _check_encoded(target: Model, tokenizer: Tokenizer) -> None:
+  """Raises ValueError if a target's encoder has another model's vocabulary."""
+  # Only for an encoder: a decoder-only model may have learned any end id.
+  if target.stop_ids and tokenizer.eos_id not in target.stop_ids:
+    ends = ' or '.join(map(str, target.stop_ids))
+    expected = f"id {ends}, the eos_token_id in the target's folder"
+    raise unexpected(f'end in {tokenizer.path}', expected, tokenizer.eos_id)
+  padding = pad_id(target.network)
   # A tokenizer of somebody's own need not know what is text.
-  if target.network.has_encoder and isinstance(tokenizer, Tokenizer):
-    padding = pad_id(target.network)
-    if tokenizer.is_text(padding):
-      raise ValueError(
-        f'{tokenizer.path!r} has the piece {tokenizer.pieces[padding]!r} as id'
-        f' {padding}, which {target.name!r} reads as padding: it is the'
-        ' vocabulary of another model.'
-      )
-
-
-def _fits(size: int, tokenizer: Tokenizer) -> bool:
-  """Whether a network of so many ids may have this tokenizer."""
-  # A tokenizer of somebody's own need not know its least size.
-  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
-  return least <= size <= tokenizer.vocab_size + _MOST_MORE_IDS
+  if isinstance(tokenizer, Tokenizer) and tokenizer.is_text(padding):
+    expected = 'what the target reads as padding, no text'
+    name = f'id {padding} in {tokenizer.path}'
+    raise unexpected(name, expected, tokenizer.pieces[padding])
 
 
 def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
@@ -429,20 +392,21 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
     size: ids that the network has.
     tokenizer: its own tokenizer, or that of another model.
   """
-  if _fits(size, tokenizer):
+  # A tokenizer of somebody's own need not know its least size.
+  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
+  if least <= size <= tokenizer.vocab_size + _MOST_MORE_IDS:
     return
   pieces = getattr(tokenizer, 'pieces', {})
   past = {pieces[i]: i for i in sorted(pieces) if i >= size}
   last = ''
   if 0 < len(past) < _MOST_MORE_IDS:
     last = f' (its last ones are {dict(list(past.items())[-_EXAMPLES:])})'
-  raise ValueError(
-    f'The {name} has a vocabulary of {size}, the tokenizer one of'
-    f' {tokenizer.vocab_size}{last}: expected as many, or up to'
-    f' {_MOST_MORE_IDS} more (sentinels, padding). Take the vocabulary that the'
-    f' {name} was trained with, or give the network the sizes of its checkpoint'
-    ' (None in gin TARGET and DRAFT: a Hugging Face folder says its own).'
+  expected = (
+    f"the tokenizer's {tokenizer.vocab_size} ids{last}, or up to"
+    f' {_MOST_MORE_IDS} more'
   )
+  advice = "Take the vocabulary it was trained with, or the checkpoint's sizes."
+  raise unexpected(f"{name}'s vocabulary", expected, size, advice)
 
 
 def check_ends(model: Model) -> None:
@@ -450,33 +414,34 @@ def check_ends(model: Model) -> None:
   size = getattr(model.tokenizer, 'vocab_size', None)
   missing = [i for i in model.stop_ids if size is not None and i >= size]
   if missing:
-    raise ValueError(
-      f'{model.name!r} says eos_token_id = {missing[0]}, and the vocabulary'
-      f' {model.tokenizer.path!r} has {size} ids: added tokens are missing'
-      ' (tokenizer_config.json, added_tokens.json).'
+    expected = f'an id of {model.tokenizer.path!r}, which has {size}'
+    advice = 'Added tokens (tokenizer_config.json, added_tokens.json) may miss.'
+    raise unexpected(
+      f'eos_token_id of {model.name}', expected, missing[0], advice
     )
 
 
-def check_beam_drafter(drafter: Drafter | None) -> None:
-  """Raises ValueError unless the drafter can propose beams.
+def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
+  """Raises ValueError unless a drafter can propose what a call asks for.
 
-  A level of a search is accepted if all of its beams were proposed. A drafter
-  that knows one continuation, or a tree for one output, proposes too few.
+  A level of a beam search is accepted if all of its beams were proposed. A
+  drafter that knows one continuation, or a tree for one output, proposes too
+  few.
+
+  Args:
+    drafter: the drafter.
+    adapts: whether drafts are to end where the drafter is not sure enough.
+    num_beams: width of a beam search; None is none.
   """
-  if drafter is not None and (
-    drafter.network is None or drafter.tree is not None
-  ):
+  searches = num_beams is not None
+  if searches and (drafter.network is None or drafter.tree is not None):
     name = drafter.name or drafter.propose.__qualname__
     expected = f'a small model for a beam search; else {_PLAINLY}'
     raise unexpected('drafter', expected, name)
-
-
-def check_adapts(drafter: Drafter, num_beams: int | None) -> None:
-  """Raises ValueError unless the length of a drafter's draft can adapt."""
-  if num_beams is not None:
+  if searches and adapts:
     expected = f'a number in a beam search (num_beams = {num_beams})'
     raise unexpected('gamma', expected, 'adaptive')
-  if not drafter.adapts:
+  if adapts and not drafter.adapts:
     expected = f'a number: {drafter.name!r} does not say how sure it is'
     raise unexpected('gamma', expected, 'adaptive')
 

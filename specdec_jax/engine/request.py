@@ -15,23 +15,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_number
 from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_number,
   check_type,
   check_types,
   is_a,
-  shortened,
+  nearest,
   unexpected,
 )
-from specdec_jax.checks.names import check_choice, nearest
 from specdec_jax.decoding import tree_round
-from specdec_jax.decoding.beams import BeamSettings, Rule
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.state import (
   BLOCK,
   TOKEN,
   VERIFICATIONS,
+  BeamSettings,
   Request,
+  Rule,
   example_keys,
   new_request,
 )
@@ -175,9 +177,7 @@ class Options:
       object.__setattr__(self, 'stop_strings', (self.stop_strings,))
     check_lenience(self.lenience)
     check_types(self)
-    check_number('min_length', self.min_length, 0)
-    check_number('top_log_probs', self.top_log_probs, 0)
-    check_number('num_samples', self.num_samples, 1)
+    check_at_least(self, min_length=0, top_log_probs=0, num_samples=1)
     if self.num_samples > MOST_ROWS:
       raise unexpected('num_samples', f'at most {MOST_ROWS}', self.num_samples)
     if self.max_length is not None:
@@ -203,8 +203,7 @@ class Options:
     width = self.num_beams
     if width is None:
       for name in ('alpha', 'length_penalty', 'draft_beams'):
-        if getattr(self, name) is not None:
-          value = getattr(self, name)
+        if (value := getattr(self, name)) is not None:
           raise unexpected(name, 'None without num_beams', value)
       return
     check_number('num_beams', width, 1, 'Leave it out to search nothing.')
@@ -292,11 +291,9 @@ def example_id(index: int, sample: int) -> int:
     ValueError: the two do not fit into 32 bits.
   """
   if index.bit_length() + sample.bit_length() > _KEY_BITS:
-    raise ValueError(
-      f'Sample {sample} of example {index}: the two numbers have more than'
-      f' {_KEY_BITS} bits. Ask for fewer samples (num_samples; gin:'
-      ' NUM_DECODES) or give other samples another seed.'
-    )
+    expected = f'less than {_KEY_BITS} bits with example {index}'
+    advice = 'Ask for fewer samples (gin: NUM_DECODES), or take another seed.'
+    raise unexpected('num_samples', expected, sample, advice)
   return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
@@ -318,9 +315,7 @@ def options_of(named: Mapping[str, Any]) -> Options:
       raise ValueError(f'There is no option {name!r}.{nearest(name, defaults)}')
     field = _USUAL_NAMES[name]
     if values.get(field, defaults[field]) != defaults[field]:
-      raise ValueError(
-        f'{name} is called {field} here, and {field} was given as well.'
-      )
+      raise unexpected(name, f'none beside {field}, its name here', named[name])
     values[field] = named[name]
   return Options(**values)
 
@@ -401,9 +396,7 @@ class Languages(NamedTuple):
       return []
     if token is None:
       some = ', '.join(map(repr, list(self.known)[:_SHOWN]))
-      raise ValueError(
-        f'{name} is missing: expected the language of {whose}, such as {some}.'
-      )
+      raise unexpected(name, f'the language of {whose}, such as {some}', None)
     return [token]
 
 
@@ -467,6 +460,10 @@ class Drafting(NamedTuple):
   rule: LengthRule | None = None
   fallback: Fallback | None = None
 
+  def __bool__(self) -> bool:
+    """Whether anything is proposed."""
+    return self.gamma > 0
+
 
 class TextBatch:
   """One batch of texts on its way through the engine.
@@ -494,7 +491,6 @@ class TextBatch:
       options: what the caller asked for.
       drafting: how they are drafted for.
     """
-    check_texts(texts)
     self.options = options
     self._engine, self._target = engine, engine.target
     self._tokenizer = engine.tokenizer
@@ -504,14 +500,15 @@ class TextBatch:
     inputs = [self._encode(i, text) for i, text in enumerate(texts)]
     self.rows = [i for i, ids in enumerate(inputs) if ids]
     if self.rows:
-      self._encoded = [inputs[i] for i in self.rows]
+      self._inputs = [inputs[i] for i in self.rows]
+      self._prompts = self._prompts_of(self._inputs)
       self._drafting = drafting
       self.request = self.request_in(self.num_rows)
 
   @property
   def num_rows(self) -> int:
     """The least number of rows of the request."""
-    return rounded_up(padded_rows(len(self.rows)), self.batch_multiple)
+    return rounded_up(padded_rows(len(self.rows)), self._engine.batch_multiple)
 
   def _encode(self, index: int, text: str | Sequence[int]) -> list[int]:
     """Ids as the model reads them; empty if the text is not to be decoded."""
@@ -519,10 +516,10 @@ class TextBatch:
     try:
       ids = self._engine.bare_ids(text)
       self._check_ids(f'Text {index}', ids)
-    except ValueError as error:
+    except ValueError as wrong:
       if self.options.on_too_long != 'report':
         raise
-      self.passed_over[index] = passed_over('error', str(error))
+      self.passed_over[index] = passed_over('error', str(wrong))
       return []
     first, last = self._engine.ids_around(text)
     if not ids and not first:
@@ -531,14 +528,15 @@ class TextBatch:
     first = [*first, *self._languages.before_text(ids)]
     room = limit - len(first) - len(last)
     if len(ids) > room and self.options.on_too_long != 'truncate':
-      message = (
-        f'Text {index} has {len(ids) + limit - room} tokens (its'
-        f' {"end" if last else "start"} included), more than'
-        f" max_input_len = {limit}. Shorten it, or set on_too_long='truncate'."
+      expected = (
+        f'at most max_input_len = {limit} tokens with its start and end'
       )
+      count = len(ids) + limit - room
+      advice = "Shorten it, or set on_too_long='truncate'."
+      error = unexpected(f'Text {index}', expected, count, advice)
       if self.options.on_too_long == 'error':
-        raise ValueError(message)
-      self.passed_over[index] = passed_over('error', message)
+        raise error
+      self.passed_over[index] = passed_over('error', str(error))
       return []
     return [*first, *ids[:room], *last]
 
@@ -547,58 +545,65 @@ class TextBatch:
     size = self._target.vocab_size
     for token in ids:
       if not 0 <= token < size:
-        raise ValueError(
-          f'{what} holds {shortened(token)}, which is outside the vocabulary of'
-          f' {size}.'
-        )
+        raise unexpected(what, f'ids of the vocabulary of {size}', token)
 
-  def _prompts(self, encoded) -> list[list[int]] | None:
+  def _prompts_of(self, inputs) -> list[list[int]] | None:
     """Ids that each decoder row begins with; None is only the start token."""
     prompts = self.options.prompts
     if not self._target.has_encoder:
       if prompts is not None:
         expected = 'None: texts are the prompts of a model without an encoder'
         raise unexpected('prompts', expected, prompts)
-      return encoded
+      return inputs
     languages = self._languages
     if prompts is None:
       if not languages.known:
         return None
       prompts = [()] * self._num_texts
     if len(prompts) != self._num_texts:
-      raise ValueError(
-        f'prompts has {len(prompts)} entries for {self._num_texts} texts.'
-      )
+      raise unexpected('prompts', f'{self._num_texts}', len(prompts))
     given = [[int(token) for token in prompts[i]] for i in self.rows]
     for i, ids in zip(self.rows, given, strict=True):
       self._check_ids(f'Prompt {i}', ids)
     first = start_id(self._target)
     return [[first, *languages.before_output(ids), *ids] for ids in given]
 
+  def widths(self, *rows: int) -> tuple[int, int]:
+    """Widths of the arrays that some rows' inputs and prompts are read in."""
+    has_encoder, most = self._target.has_encoder, self._engine.max_input_len
+    inputs = prompts = 1
+    if has_encoder:
+      longest = max(len(self._inputs[row]) for row in rows)
+      inputs = min(max(SMALLEST_INPUT, next_power_of_two(longest)), most)
+    if self._prompts is not None:
+      # One more than a power of two: the last token is read by the first round.
+      longest = max(len(self._prompts[row]) for row in rows) - 1
+      # A language alone is all that most prompts of translations are.
+      smallest = 1 if self._languages.known else SMALLEST_PROMPT
+      prompts = 1 + max(smallest, next_power_of_two(longest))
+      if not has_encoder:  # prompts are texts, limited as such
+        prompts = min(prompts, most)
+    return inputs, prompts
+
+  def ids(self, row: int) -> tuple[list[int], list[int]]:
+    """What the encoder reads of a row, and what its decoder begins with."""
+    prompt = [] if self._prompts is None else self._prompts[row]
+    return self._inputs[row] if self._target.has_encoder else [], prompt
+
   def request_in(self, batch: int) -> Request:
     """The request with `batch` rows: `num_rows` or more, the rest padding."""
     engine, options = self._engine, self.options
-    encoded, drafting = self._encoded, self._drafting
-    gamma = drafting.gamma
+    drafting, gamma = self._drafting, self._drafting.gamma
     padding = pad_id(self._target)
+    width, prompt_width = self.widths(*range(len(self.rows)))
     # NumPy arrays: the call of a program moves them to the device together.
     prompt: Any = None
     prompt_length: Any = None
-    prompts = self._prompts(encoded)
-    if prompts is not None:
-      # One more than a power of two: the last token is read by the first round.
-      longest = max(map(len, prompts)) - 1
-      # A language alone is all that most prompts of translations are.
-      smallest = 1 if self._languages.known else SMALLEST_PROMPT
-      width = max(smallest, next_power_of_two(longest))
-      if not self._target.has_encoder:  # prompts are texts, limited as such
-        width = min(width, engine.max_input_len - 1)
-      prompt, prompt_length = padded(prompts, batch, 1 + width)
+    if self._prompts is not None:
+      prompt, prompt_length = padded(self._prompts, batch, prompt_width)
     inputs: Any = np.zeros((batch, 1), np.int32)
     if self._target.has_encoder:
-      width = max(SMALLEST_INPUT, next_power_of_two(max(map(len, encoded))))
-      width = min(width, engine.max_input_len)
-      inputs, _ = padded(encoded, batch, width, padding)
+      inputs, _ = padded(self._inputs, batch, width, padding)
     max_length = engine.max_decode_len
     if options.max_length is not None:
       if options.max_length > max_length:
@@ -612,7 +617,7 @@ class TextBatch:
     if gamma and options.lenience != 1:
       lenience = np.asarray(options.lenience, np.float32)
     budgets = np.zeros((batch,), np.int32)
-    budgets[: len(encoded)] = max_length
+    budgets[: len(self.rows)] = max_length
     request = new_request(
       inputs,
       self._keys(batch),
@@ -666,9 +671,7 @@ class TextBatch:
     if ids is None:
       ids = range(self._num_texts)
     if len(ids) != self._num_texts:
-      raise ValueError(
-        f'example_ids has {len(ids)} entries for {self._num_texts} texts.'
-      )
+      raise unexpected('example_ids', f'{self._num_texts}', len(ids))
     if any(not 0 <= number < 1 << 32 for number in ids):
       raise unexpected('example_ids', 'numbers in [0, 2**32)', ids)
     chosen = np.zeros((batch,), np.uint32)
@@ -686,11 +689,10 @@ class TextBatch:
     return sampling
 
   def _stop_ids(self) -> list[int]:
-    ids = self.options.stop_ids
-    if ids is None:
-      ids = [self._tokenizer.eos_id]
+    assert self.options.stop_ids is not None  # `Engine.text_batch` gives them
+    ids = [int(token) for token in self.options.stop_ids]
     self._check_ids('stop_ids', ids)
-    return [int(token) for token in ids]
+    return ids
 
   def has_stop_string(self, tokens: np.ndarray) -> bool:
     """Whether an output of these tokens ends at a stop string."""
@@ -709,7 +711,9 @@ class TextBatch:
     for at in range(0, len(self.rows), most):
       part = copy.copy(self)
       part.rows = self.rows[at : at + most]
-      part._encoded = self._encoded[at : at + most]
+      part._inputs = self._inputs[at : at + most]
+      if self._prompts is not None:
+        part._prompts = self._prompts[at : at + most]
       part.request = part.request_in(part.num_rows)
       batches.append(part)
     return batches
@@ -765,9 +769,9 @@ class TextBatch:
     options, start = self.options, start_id(self._target)
     sources = [([start], list[int]())] * self._num_texts
     if self.rows:
-      prompts = self._target.has_encoder and self._prompts(self._encoded)
+      prompts = self._prompts if self._target.has_encoder else None
       prompts = prompts or [[start]] * len(self.rows)
-      each = zip(self.rows, self._encoded, prompts, strict=True)
+      each = zip(self.rows, self._inputs, prompts, strict=True)
       for index, ids, prompt in each:
         sources[index] = ids, prompt[1:]
     searches = options.num_beams is not None
@@ -777,12 +781,6 @@ class TextBatch:
     """The text of an output of this batch, before its first token."""
     options = self.options
     return Text(self._tokenizer, options.stop_strings, options.min_length)
-
-  @property
-  def batch_multiple(self) -> int:
-    """The devices that rows are split over: rows are a multiple of them."""
-    multiple: int = self._engine.batch_multiple
-    return multiple
 
 
 def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
@@ -800,15 +798,6 @@ def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
     expected = f'no lone surrogate (it has one at place {error.start})'
     raise unexpected('text', expected, text, 'Read it as UTF-8.') from error
   return tokenizer.encode(text)
-
-
-def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-  """Ids before and after the texts of an encoder or its decoder's outputs."""
-  # A tokenizer of somebody's own need not say it: they have an end, as in T5.
-  return (
-    [*getattr(tokenizer, 'before', ())],
-    [*getattr(tokenizer, 'after', [tokenizer.eos_id])],
-  )
 
 
 def check_texts(texts: Any, name: str = 'texts') -> None:

@@ -13,29 +13,22 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.decoding.pool import PoolView
+from specdec_jax.checks.fields import check_number, check_types, unexpected
+from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.decoding.state import Request, keys_of_rows, whole_buckets
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.padding import (
-  SMALLEST_INPUT,
-  SMALLEST_PROMPT,
-  next_power_of_two,
-  rounded_up,
-)
+from specdec_jax.engine.padding import padded, rounded_up
 from specdec_jax.engine.request import (
   Drafting,
   TextBatch,
   check_gamma,
 )
-from specdec_jax.engine.slots import Compiled, Slots
 from specdec_jax.engine.trace import Round
 from specdec_jax.types import FinishReason
 
@@ -45,6 +38,10 @@ _MAX_ROUNDS = 32
 _STOP_STRING_ROUNDS = 4
 _ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones are shorter
 _SHRINK_AFTER = 16  # steps with a pool that is larger than it need be
+
+# (rows without text, as many as are read together; whether rows have prompts)
+# -> the programs for these.
+Compiled = Callable[[Request, bool], PoolPrograms]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +53,11 @@ class PoolSettings:
     refill: the host looks earlier once this many rows have finished; None is an
       eighth of the rows. A smaller number keeps the slots fuller and takes more
       of the host's time.
-    gammas: rows -> gamma of greedy rows in a pool of so many or fewer rows; 0
-      decodes plainly. See `Calibration.gammas`. The largest number of rows
-      replaces `rows`. None is the engine's gamma for all.
-    plan: rows -> how greedy rows are drafted for, in place of `gammas`; see
-      `Calibration.plan`. None is what the engine says of each gamma.
-    deterministic: whether a sample must not depend on how many other rows were
-      running; then `gammas` may only differ at temperature 0.
+    gammas: rows -> gamma of greedy rows in a pool of so many or fewer rows, or
+      a `Drafting` as `Calibration.plan` has it; 0 decodes plainly. The largest
+      number of rows replaces `rows`. Sampled rows have the engine's gamma, so
+      that a sample does not depend on how many other rows are running. None is
+      the engine's gamma for all.
     sizes: rows of the pools that rows may be moved to when fewer are left; None
       is the rows of `gammas`, or `rows` alone.
     least_length: greedy rows that may have fewer tokens are decoded plainly,
@@ -74,17 +69,12 @@ class PoolSettings:
 
   rows: int = 16
   refill: int | None = None
-  gammas: Mapping[int, int] | None = None
-  plan: Mapping[int, Drafting] | None = None
-  deterministic: bool = True
+  gammas: Mapping[int, int | Drafting] | None = None
   sizes: Sequence[int] | None = None
   least_length: int = 0
 
   def __post_init__(self):
     check_types(self)
-    if self.plan is not None:
-      gammas = {rows: one.gamma for rows, one in self.plan.items()}
-      object.__setattr__(self, 'gammas', gammas)
     for name in ('rows', 'refill'):
       if getattr(self, name) is not None:
         check_number(name, getattr(self, name), 1)
@@ -93,7 +83,8 @@ class PoolSettings:
         raise unexpected('gammas', 'rows -> gamma, or None', self.gammas)
       for rows, gamma in self.gammas.items():
         check_number('rows of gammas', rows, 1)
-        check_gamma(gamma)
+        if not isinstance(gamma, Drafting):
+          check_gamma(gamma)
 
   def pool_sizes(self, multiple: int) -> list[int]:
     """Rows of the pools, in order; multiples of the devices that split rows."""
@@ -109,7 +100,6 @@ class PoolStats:
     seconds: wall time.
     host_seconds: the part of it in which the device had nothing to do: from
       each answer of the device until the host gave it its next work.
-    looks: how often the host looked at the device's results.
     rounds: gamma -> rounds that ran.
     live_rounds: sum over rounds of the rows that were running.
     slot_rounds: sum over rounds of the slots.
@@ -120,7 +110,6 @@ class PoolStats:
 
   seconds: float = 0.0
   host_seconds: float = 0.0
-  looks: int = 0
   rounds: dict[int, int] = dataclasses.field(default_factory=dict)
   live_rounds: int = 0
   slot_rounds: int = 0
@@ -153,7 +142,6 @@ class DraftPolicy:
   Attributes:
     room: the longest draft.
     skips_rounds: whether rows go on without the drafter in some pools.
-    reads_plainly: whether the drafter need not read rows that are too short.
     least_length: see `PoolSettings`.
   """
 
@@ -167,7 +155,7 @@ class DraftPolicy:
     """
     Args:
       engine: says how drafts of each gamma end.
-      settings: `gammas`, `plan` and `least_length`.
+      settings: `gammas` and `least_length`.
       request: has the gamma and the rule of sampled rows; gamma 0 decodes all
         rows plainly.
       multiple: pools have a multiple of so many rows. Of pools that become one
@@ -177,35 +165,30 @@ class DraftPolicy:
     Raises:
       ValueError: gammas are longer than the drafts of a rule.
     """
-    # gamma, and how it is drafted; None is as the rows' request has it.
-    self._base = request.gamma, None if request.gamma else Drafting()
+    self._base = Drafting(request.gamma, request.rule, request.fallback)
     self._by_rows = {settings.rows: self._base}
     if settings.gammas is not None and request.gamma:
-      plan: Mapping[int, Drafting] = settings.plan or {
-        rows: engine.drafting_of(gamma, request.rule)
-        for rows, gamma in settings.gammas.items()
-      }
-      self._by_rows = {
-        rounded_up(rows, multiple): (drafting.gamma, drafting)
-        for rows, drafting in sorted(plan.items())
-      }
-    gammas = [request.gamma, *(gamma for gamma, _ in self._by_rows.values())]
+      self._by_rows = {}
+      for rows, gamma in sorted(settings.gammas.items()):
+        self._by_rows[rounded_up(rows, multiple)] = (
+          gamma
+          if isinstance(gamma, Drafting)
+          else engine.drafting_of(gamma, request.rule)
+        )
+    gammas = [self._base.gamma, *(one.gamma for one in self._by_rows.values())]
     self.room = max(gammas)
     self.skips_rounds = self.room > 0 and 0 in gammas
     self.least_length = settings.least_length
-    self.reads_plainly = self.room > 0 and settings.least_length > 1
 
   @property
   def gammas(self) -> dict[int, int]:
     """Rows -> gamma of greedy rows; empty without drafts."""
     if not self.room:
       return {}
-    return {rows: gamma for rows, (gamma, _) in self._by_rows.items()}
+    return {rows: one.gamma for rows, one in self._by_rows.items()}
 
-  def of(
-    self, size: int, varies: bool, plainly: bool
-  ) -> tuple[int, Drafting | None]:
-    """Proposals of a pool's rounds at most, and how they are drafted.
+  def of(self, size: int, varies: bool, plainly: bool) -> Drafting:
+    """How the rounds of a pool are drafted for.
 
     Args:
       size: rows of the pool.
@@ -213,7 +196,7 @@ class DraftPolicy:
       plainly: whether no row is to be drafted for.
     """
     if plainly:
-      return 0, Drafting()
+      return Drafting()
     if not varies:
       return self._base
     larger = [rows for rows in self._by_rows if rows >= size]
@@ -221,9 +204,8 @@ class DraftPolicy:
 
   def is_too_short(self, batch: TextBatch) -> bool:
     """Whether rows end before their drafter pays."""
-    if not self.reads_plainly or not batch.rows:
-      return False
-    return int(batch.request.max_length[0]) < self.least_length
+    least = self.least_length if batch.rows else 0
+    return least > 0 and int(batch.request.max_length[0]) < least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,23 +279,9 @@ class Row:
     return greedy and not options.log_probs
 
   @property
-  def lengths(self) -> tuple[int, int]:
-    """Tokens of its input and of its prompt."""
-    request = self.batch.request
-    tokens = np.flatnonzero(request.inputs[self.index] != request.pad_id)
-    prompts: Any = request.prompt_length
-    prompt = 1 if prompts is None else int(prompts[self.index])
-    return int(tokens[-1]) + 1 if tokens.size else 0, prompt
-
-  @property
   def widths(self) -> tuple[int, int]:
     """Widths of the arrays that its input and its prompt are read in."""
-    inputs, prompts = widths_of(self.batch.request)
-    length, prompt = self.lengths
-    width = next_power_of_two(max(SMALLEST_INPUT, length))
-    if prompts > 1:
-      prompt = 1 + next_power_of_two(max(SMALLEST_PROMPT, prompt - 1))
-    return min(width, inputs), min(prompt, prompts)
+    return self.batch.widths(self.index)
 
   @property
   def example_id(self) -> int:
@@ -373,19 +341,15 @@ def joined(
   def each(name: str) -> Any:
     return np.array([getattr(one, name)[i] for one, i in places], np.int32)
 
-  def padded(name: str, width: int, fill: int) -> Any:
-    array = np.full((len(rows), width), fill, np.int32)
-    for to, (request, index) in zip(array, places, strict=True):
-      ids = getattr(request, name)[index][:width]
-      to[: len(ids)] = ids
-    return array
-
+  inputs, prompts = zip(*(r.batch.ids(r.index) for r in rows), strict=True)
   sampling: Any = like.sampling.replace(
     temperature=np.array(
       [one.sampling.temperature[i] for one, i in places], np.float32
     )
   )
-  changes: dict[str, Any] = {}
+  changes: dict[str, Any] = {
+    'inputs': padded(inputs, len(rows), width, like.pad_id)[0]
+  }
   if np.ndim(like.stop_ids) > 1:  # each row has values of its own
     options = [row.batch.options for row in rows]
     sampling = sampling.replace(
@@ -398,12 +362,10 @@ def joined(
       to[: len(ids)] = ids
     changes['stop_ids'] = stops
   if like.prompt is not None:
-    # What is past a prompt does not matter, past an input it does.
-    changes['prompt'] = padded('prompt', prompt_width, like.pad_id)
-    changes['prompt_length'] = each('prompt_length')
+    prompt = padded(prompts, len(rows), prompt_width)
+    changes['prompt'], changes['prompt_length'] = prompt
   return dataclasses.replace(
     like,
-    inputs=padded('inputs', width, like.pad_id),
     keys=keys_of_rows(
       np.array([r.batch.options.seed & 0xFFFFFFFF for r in rows], np.uint32),
       np.array([row.example_id for row in rows], np.uint32),
@@ -420,11 +382,187 @@ def widths_of(request: Request) -> tuple[int, int]:
   return request.inputs.shape[1], request.prompt_width
 
 
+class Slots:
+  """A pool on the device, and the owner of each of its slots.
+
+  Attributes:
+    owners: the owner of each slot; None if it is free.
+    width: width of the inputs that rows are read with; it only grows.
+  """
+
+  def __init__(
+    self,
+    compiled: Compiled,
+    request: Request,
+    num_slots: int,
+    room: int,
+    read_rows: int,
+  ):
+    """Makes no slots; call `begin`.
+
+    Args:
+      compiled: gives the programs.
+      request: any request of the kind that will be read, on the host.
+      num_slots: T, slots of the caches.
+      room: the largest gamma that the caches have slots for.
+      read_rows: rows that are read together, for tracing.
+    """
+    self._request, self._read_rows = request, read_rows
+    # These give all requests without prompts the same number of slots.
+    draft_slots: int = request.replace(gamma=room).draft_slots
+    self._gamma, self._tokens = room, num_slots - draft_slots
+    self._empty_rows: dict[int, Pool] = {}
+    self._unread: Request | None = None  # see `hold`
+    example = self._example(request.inputs.shape[1])
+    self._programs = compiled(example, request.prompt is not None)
+    self.owners: list[Row | None] = []
+
+  def begin(self, size: int, width: int) -> None:
+    """Makes `size` free slots, for inputs of this width."""
+    self.width = self._pool_width = width
+    self.owners = [None] * size
+    self._pool: Any = None  # until it is needed
+
+  def _example(self, width: int) -> Request:
+    """Rows without text, as many as are read together."""
+    count = self._read_rows
+    rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
+    return rows.replace(
+      inputs=np.full((count, width), rows.pad_id, np.int32),
+      max_length=np.zeros((count,), np.int32),
+      prompt=None,
+      prompt_length=None,
+      gamma=self._gamma,
+      slots=self._tokens - 1,
+    )
+
+  def _empty_row(self, width: int) -> Pool:
+    if width not in self._empty_rows:
+      row = self._programs.empty_row(self._example(width))
+      self._empty_rows[width] = row
+    return self._empty_rows[width]
+
+  def _in_slots(self, request: Request) -> Request:
+    """The request, with the cache slots that all others have."""
+    return request.replace(
+      gamma=self._gamma, slots=self._tokens - request.prompt_width
+    )
+
+  def admit(self, request: Request, rows: Sequence[Row]) -> None:
+    """Reads rows and gives them free slots.
+
+    Args:
+      request: of these rows, and perhaps more to fill it up; inputs and prompts
+        are as wide as they are to be read.
+      rows: their owners.
+    """
+    self.width = max(self.width, request.inputs.shape[1])
+    empty = self._empty_row(self.width)
+    programs = self._programs
+    self._make()
+    self._widen()
+    staged = programs.read(self._in_slots(request), empty)
+    free = self.free[: len(rows)]
+    places = np.zeros((len(self.owners),), np.int32)
+    places[: len(free)] = free
+    self._pool = programs.admit(
+      self._pool, staged, empty, places, np.int32(len(free))
+    )
+    for slot, row in zip(free, rows, strict=True):
+      self.owners[slot] = row
+
+  def hold(self, request: Request, owner: Row) -> None:
+    """Gives a row the slot of a pool of one; the next `run` reads it.
+
+    The pool becomes the row itself, as wide as its input: `hold` and `run` are
+    one call of the device, where `admit` and `run` are three and a copy.
+
+    Args:
+      request: of this row, as for `admit`.
+      owner: the row's.
+    """
+    self._unread = self._in_slots(request)
+    self.width = max(self.width, request.inputs.shape[1])
+    self.owners = [owner]
+
+  def _make(self) -> None:
+    """Makes the pool, unless there is one."""
+    if self._pool is None:
+      empty = self._empty_row(self._pool_width)
+      self._pool = self._programs.repeated(empty, len(self.owners))
+
+  def _widen(self) -> None:
+    """Makes room for inputs that are as wide as those that were read."""
+    if self.width > self._pool_width:
+      empty = self._empty_row(self.width)
+      self._pool = self._programs.widened(self._pool, empty)
+      self._pool_width = self.width
+
+  @property
+  def free(self) -> list[int]:
+    """The slots without an owner."""
+    return [slot for slot, row in enumerate(self.owners) if row is None]
+
+  @property
+  def rows(self) -> list[Row]:
+    """The rows that have a slot."""
+    return [row for row in self.owners if row is not None]
+
+  def resize(self, size: int) -> None:
+    """Moves the rows to a pool of another size, in which they must fit."""
+    if size == len(self.owners):
+      return
+    self._make()
+    self._widen()
+    running = [slot for slot, row in enumerate(self.owners) if row is not None]
+    free = size - len(running)
+    places = np.array([*running, *[0] * free], np.int32)
+    self._pool = self._programs.smaller(self._pool, places)
+    self.owners = [*self.rows, *[None] * free]
+    # The new slots hold copies of another row.
+    reasons = np.full((size,), FinishReason.RUNNING, np.int32)
+    reasons[len(running) :] = FinishReason.LENGTH
+    self.set_reasons(reasons)
+
+  def run(
+    self, max_rounds: int, enough: int, drafting: Drafting, simply: bool
+  ) -> PoolView:
+    """Starts the next rounds on the device, see `decoding.pool.run`."""
+    rounds, finished = np.int32(max_rounds), np.int32(enough)
+    gamma, rule, fallback = drafting
+    of_rows = self._request.rule, self._request.fallback
+    # Those of the rows are on the device.
+    is_theirs = rule is of_rows[0] and fallback is of_rows[1]
+    how = gamma, simply, None if is_theirs else (rule, fallback)
+    if self._unread is not None:
+      request, self._unread = self._unread, None
+      self._pool, view = self._programs.begin(request, rounds, *how)
+      self._pool_width = request.inputs.shape[1]
+      return view
+    self._pool, view = self._programs.run(self._pool, rounds, finished, *how)
+    return view
+
+  def set_reasons(self, reasons: np.ndarray) -> None:
+    """Ends rows: the finish reason of each, int32[B]."""
+    state = self._pool.state.with_reasons(reasons)
+    self._pool = dataclasses.replace(self._pool, state=state)
+
+  def release(self, view: PoolView) -> list[tuple[Row, int]]:
+    """Frees the slots of finished rows; returns (owner, slot) of each."""
+    done = []
+    for slot, is_free in enumerate(view.is_free):
+      row = self.owners[slot]
+      if is_free and row is not None:
+        done.append((row, slot))
+        self.owners[slot] = None
+    return done
+
+
 class Scheduler:
   """Decodes rows as they come.
 
   A use of a program is a tuple: ('rounds', rows, simply, plainly), ('alone',
-  widths, plainly) or ('read', rows, widths, plainly).
+  widths, plainly) or ('read', rows, widths).
 
   Attributes:
     policy: how long drafts are.
@@ -465,7 +603,6 @@ class Scheduler:
       ValueError: the pool cannot fit into memory, or as `DraftPolicy`.
     """
     self.policy = DraftPolicy(engine, settings, request, multiple)
-    self._settings = settings
     self._sizes = settings.pool_sizes(multiple)
     most = self._sizes[-1]
     self._refill = min(settings.refill or max(1, most // 8), most)
@@ -478,9 +615,7 @@ class Scheduler:
     draft_slots = dataclasses.replace(request, gamma=room).draft_slots
     num_slots = whole_buckets(widest[1] + engine.max_decode_len + draft_slots)
     engine.room.check(most, widest[0], num_slots, 1 + draft_slots)
-    self._slots: Slots[Row] = Slots(
-      compiled, self._like, num_slots, room, self._counts[-1]
-    )
+    self._slots = Slots(compiled, self._like, num_slots, room, self._counts[-1])
     self._widest, self._first_width = widest, first_width or widest[0]
     self._waiting: collections.deque[Row] = collections.deque()
     self._lock = threading.Condition()  # of the queue
@@ -615,7 +750,6 @@ class Scheduler:
 
   def _count(self, view: PoolView, gamma: int) -> None:
     stats, rounds = self.stats, int(view.num_rounds)
-    stats.looks += 1
     stats.rounds[gamma] = stats.rounds.get(gamma, 0) + rounds
     stats.live_rounds += int(view.live_rounds)
     stats.slot_rounds += rounds * len(self._slots.owners)
@@ -672,19 +806,17 @@ class Scheduler:
     count = min(count for count in self._counts if count >= len(rows))
     # Filled up, so that there are few programs.
     filled = [*rows, *[rows[0]] * (count - len(rows))]
-    is_plain = all(row.is_plain for row in [*rows, *slots.rows])
-    plainly = self.policy.reads_plainly and is_plain
     request = joined(filled, self._like)
     widths = widths_of(request)
     is_alone = len(slots.owners) == 1 and (self._is_exact or rows[0].is_simple)
-    if is_alone and self._may('alone', widths, is_plain):
-      self.used.add(('alone', widths, is_plain))
-      slots.hold(request, rows[0], plainly)
+    if is_alone and self._may('alone', widths, rows[0].is_plain):
+      self.used.add(('alone', widths, rows[0].is_plain))
+      slots.hold(request, rows[0])
       return
-    if not self._may('read', count, widths, plainly):
-      request, plainly = joined(filled, self._like, self._widest), False
-    self.used.add(('read', count, widths, plainly))
-    slots.admit(request, rows, plainly)
+    if not self._may('read', count, widths):
+      request = joined(filled, self._like, self._widest)
+    self.used.add(('read', count, widths))
+    slots.admit(request, rows)
 
   def _advance(self) -> None:
     """Starts the next rounds on the device."""
@@ -696,12 +828,10 @@ class Scheduler:
     if not self._may('rounds', size, simply, plainly):
       simply = plainly = False  # this one is there
     self.used.add(('rounds', size, simply, plainly))
-    varies = simply or not self._settings.deterministic
-    varies = varies or self._like.greedy
-    gamma, drafting = self.policy.of(size, varies, plainly)
-    ends = None if drafting is None else (drafting.rule, drafting.fallback)
+    drafting = self.policy.of(size, simply or self._like.greedy, plainly)
+    gamma = drafting.gamma
     rounds, enough = self._max_rounds(rows, gamma), self._enough(len(rows))
-    self._coming = self._slots.run(rounds, enough, gamma, simply, ends), gamma
+    self._coming = self._slots.run(rounds, enough, drafting, simply), gamma
     if self._answered is not None:
       self.stats.host_seconds += time.perf_counter() - self._answered
       self._answered = None

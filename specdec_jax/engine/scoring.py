@@ -239,7 +239,11 @@ def _measured(
       network.extend(own, cache, pair[0])
       for network, own, cache in zip(networks, params, caches, strict=True)
     ]
-    logits, caches = zip(*each, strict=True)
+    features, caches = zip(*each, strict=True)
+    logits = [
+      network.head(own, feature)
+      for network, own, feature in zip(networks, params, features, strict=True)
+    ]
     return caches, measure(logits, pair[1])
 
   def in_blocks(tokens):

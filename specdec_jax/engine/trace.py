@@ -9,6 +9,8 @@ are underlined, and without colour there are brackets.
 import dataclasses
 import html
 import itertools
+import pathlib
+import string
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +48,9 @@ _MARKS = {
 }
 _TAGS = {ACCEPTED: 'span', REJECTED: 'del', UNUSED: 'del', TARGET: 'ins'}
 _INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
+_PAGE = string.Template(
+  pathlib.Path(__file__).with_name('trace.html').read_text('utf-8')
+)
 # Heights of a trace's frame: one row, everything around the rows, the maximum.
 _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
 
@@ -279,8 +284,7 @@ class Trace:
         f'<td>{step.num_accepted} of {step.num_judged}</td>'
         f'<td class="tokens">{tokens}</td></tr>'
       )
-    return _PAGE.format(
-      style=_CSS,
+    return _PAGE.substitute(
       title=html.escape(self._title),
       source=html.escape(self.source),
       output=html.escape(output.removesuffix('</s>')),
@@ -313,68 +317,3 @@ def _tagged(kind: str, piece: str) -> str:
   blank, word = shown(piece)
   tag = _TAGS[kind]
   return f'{blank}<{tag} class="{kind}">{html.escape(word)}</{tag}>'
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<dl><dt>Input</dt><dd>{source}</dd><dt>Output</dt><dd>{output}</dd></dl>
-<p>{summary}</p>
-<h2>Legend</h2>
-<ul>{legend}</ul>
-<h2>Rounds</h2>
-<table>
-<thead><tr><th scope="col">round</th><th scope="col">accepted of judged</th>
-<th scope="col">tokens</th></tr></thead>
-<tbody>{rows}</tbody>
-</table>
-</main>
-</body>
-</html>
-"""
-
-# The text before <del> and <ins> is only for screen readers.
-_CSS = """:root {
-  --paper: #ffffff; --ink: #1b1f24; --line: #d0d7de; --quiet: #59636e;
-  --accepted: #116329; --rejected: #b3141d; --target: #0a4bb5;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #14181d; --ink: #e6edf3; --line: #3d444d; --quiet: #9aa4af;
-    --accepted: #6fdd8b; --rejected: #ff9a94; --target: #8ec2ff;
-  }
-}
-body { background: var(--paper); color: var(--ink); margin: 0;
-  font: 1rem/1.6 system-ui, sans-serif; }
-main { max-width: 60rem; margin: 0 auto; padding: 1.5rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-dt { font-weight: 600; } dd { margin: 0 0 .5rem; overflow-wrap: anywhere; }
-ul { list-style: none; padding: 0; }
-table { border-collapse: collapse; width: 100%; }
-th, td { border-top: 1px solid var(--line); padding: .3rem .8rem .3rem 0;
-  text-align: left; vertical-align: top; }
-tbody th, td:nth-child(2) { font-weight: 400; color: var(--quiet);
-  white-space: nowrap; font-variant-numeric: tabular-nums; }
-.tokens { width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; }
-.accepted { color: var(--accepted); }
-.rejected { color: var(--rejected); }
-.unused { color: var(--quiet); }
-.target { color: var(--target); font-weight: 600; }
-del::before, ins::before { position: absolute; width: 1px; height: 1px;
-  overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
-del.rejected::before { content: " rejected: "; }
-del.unused::before { content: " not judged: "; }
-ins::before { content: " target: "; }
-"""

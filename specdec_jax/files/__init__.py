@@ -1,49 +1,439 @@
-"""Files and folders, here or in a bucket: lines, whole writes, checks."""
+"""Files and folders: reads lines and small files, writes files whole.
 
-from specdec_jax.files.reading import (
-  MAX_LINE,
-  MAX_PIPE,
-  MAX_PIPE_LINES,
-  MAX_RATIO,
-  BrokenOff,
-  TextLine,
-  check_all_regular,
-  check_regular,
-  check_size,
-  lines,
-  open_regular,
-  read_json,
-  read_small,
-  text_lines,
-  until_broken,
-  writable,
-)
-from specdec_jax.files.writing import (
-  check_writable,
-  make_folder,
-  write_atomically,
-  write_json,
-)
+A line that is wrong has an error that says why. Neither an endless line nor an
+endless file is kept in memory.
+"""
 
-__all__ = [
-  'BrokenOff',
-  'MAX_LINE',
-  'MAX_PIPE',
-  'MAX_PIPE_LINES',
-  'MAX_RATIO',
-  'TextLine',
-  'check_all_regular',
-  'check_regular',
-  'check_size',
-  'check_writable',
-  'lines',
-  'make_folder',
-  'open_regular',
-  'read_json',
-  'read_small',
-  'text_lines',
-  'until_broken',
-  'writable',
-  'write_atomically',
-  'write_json',
-]
+import codecs
+import contextlib
+import json
+import os
+import select
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from specdec_jax.files import shipped
+
+MAX_LINE = 4 << 20  # most bytes of a line; a longer line has an error
+# Limits of a pipe, which may have no end (a file has one).
+MAX_PIPE = 1 << 30  # bytes
+MAX_PIPE_LINES = 10_000_000
+# Most times that a .gz file may grow: text packs 3 to 20 times smaller, and
+# gzip a thousand times at most.
+MAX_RATIO = 200
+_FREE = 16 << 20  # up to so many unpacked bytes the ratio does not matter
+_CHUNK = 1 << 16
+_PIECE = 1 << 12
+_SHOWN = 200  # bytes kept of a line that is too long
+_PATIENCE_MS = 2000
+MOST_JSON = 256 << 20  # bytes
+_KINDS = {
+  stat.S_IFIFO: 'a pipe',
+  stat.S_IFCHR: 'a device',
+  stat.S_IFBLK: 'a device',
+  stat.S_IFSOCK: 'a socket',
+  stat.S_IFDIR: 'a folder',
+}
+T = TypeVar('T')
+
+
+class BrokenOff(ValueError):
+  """A file that cannot be read to its end, although some of its lines could."""
+
+
+class TextLine(NamedTuple):
+  """A line of a text file.
+
+  Attributes:
+    text: the text in the file; U+FFFD stands for bytes that are not UTF-8. If
+      the line is too long, only its beginning.
+    error: why the line cannot be used, or None.
+  """
+
+  text: str
+  error: str | None = None
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
+  """Yields the lines of a text file, plain or `.gz`, or of a pipe.
+
+  Only a line feed ends a line; a last line without a line feed counts. A byte
+  order mark at the beginning and carriage returns before line feeds are left
+  out. Whatever the input is, only little of it is held at a time: see
+  `MAX_LINE`, `MAX_PIPE`, `MAX_PIPE_LINES` and `MAX_RATIO`.
+
+  Args:
+    path: a file or a named pipe; '-' is stdin.
+
+  Raises:
+    ValueError: nothing can be read there, or it is more than the limits allow.
+    BrokenOff: after the lines so far the rest cannot be read, for example
+      because compressed data are damaged or cut short; the line in which the
+      file breaks off is lost.
+  """
+  path = os.fspath(path)
+  number = 0
+  try:
+    with _opened(path) as (stream, is_pipe):
+      chunks = _chunks(stream)
+      if path.endswith('.gz'):
+        chunks = _unpacked(chunks, path)
+      if is_pipe:
+        chunks = _bounded(chunks, path)
+      for number, (line, size) in enumerate(_split(chunks), 1):
+        if is_pipe and number > MAX_PIPE_LINES:
+          raise _endless(path, f'{MAX_PIPE_LINES:,} lines')
+        if number == 1:
+          line = line.removeprefix(codecs.BOM_UTF8)
+        yield _text_line(line, size)
+  except (OSError, EOFError, zlib.error) as error:
+    why = getattr(error, 'strerror', None) or error
+    if number:
+      raise BrokenOff(
+        f'{path!r} could not be read on after line {number}: {why}. It is'
+        ' damaged or cut short; copy it again from its source.'
+      ) from error
+    raise ValueError(
+      f'{path!r} could not be read as text: {why}. Expected UTF-8 text, plain'
+      f" or .gz, or '-' for stdin; paths are relative to {os.getcwd()}"
+    ) from error
+
+
+def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+  """Yields the texts of `lines`; every line must be usable.
+
+  Raises:
+    ValueError: as for `lines`; or a line cannot be used, with its number.
+  """
+  for number, line in enumerate(lines(path), 1):
+    if line.error is not None:
+      raise ValueError(f'{os.fspath(path)!r} line {number}: {line.error}.')
+    yield line.text
+
+
+def until_broken(items: Iterator[T]) -> tuple[list[T], str | None]:
+  """All items read from a file before it breaks off, and why it broke off.
+
+  The reason is None if the file was read to its end.
+
+  Raises:
+    ValueError: as for `lines`; also if the file breaks off before any item.
+  """
+  before: list[T] = []
+  try:
+    for item in items:
+      before.append(item)
+  except BrokenOff as error:
+    if not before:
+      raise
+    return before, str(error)
+  return before, None
+
+
+def writable(text: str) -> str:
+  """The text with U+FFFD in place of lone surrogates; it can be written.
+
+  Lone surrogates are not characters. UTF-8 cannot hold them, but JSON's escapes
+  can.
+  """
+  return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
+  """A stream to read, and whether it is a pipe, which may have no end."""
+  if path == '-':
+    if sys.stdin is None:
+      raise ValueError(
+        "'-' is stdin, which is closed; give it text, or a file."
+      )
+    yield sys.stdin.buffer, True
+    return
+  path = shipped.find(path)
+  mode = os.stat(path).st_mode
+  if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+    raise ValueError(f'{path!r} is a device; expected a file or a pipe.')
+  if not stat.S_ISFIFO(mode):
+    with open(path, 'rb', buffering=0) as stream:
+      yield stream, False
+    return
+  # Non-blocking: otherwise `open` would wait for a writer, maybe forever.
+  handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+  with os.fdopen(handle, 'rb', buffering=0) as stream:
+    something = select.poll()
+    something.register(handle, select.POLLIN)
+    if not something.poll(_PATIENCE_MS):
+      print(f'Waiting for text from the pipe {path!r}.', file=sys.stderr)
+      something.poll()
+    os.set_blocking(handle, True)
+    yield stream, True
+
+
+def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+  while chunk := stream.read(_CHUNK):
+    yield chunk
+
+
+def _bounded(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
+  total = 0
+  for chunk in chunks:
+    total += len(chunk)
+    if total > MAX_PIPE:
+      raise _endless(path, f'{MAX_PIPE:,} bytes')
+    yield chunk
+
+
+def _endless(path: str, most: str) -> ValueError:
+  return ValueError(
+    f'More than {most} came from {path!r}, which may have no end; put so much'
+    ' text in a file.'
+  )
+
+
+def _unpacked(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
+  """Unpacks gzip data, up to the place where they are damaged."""
+  inflate = None
+  taken, given = 0, 0
+  for data in chunks:
+    taken += len(data)
+    while data:
+      if inflate is not None and inflate.eof:
+        data = data.lstrip(b'\0')  # padding of a member
+        if not data:
+          break
+      if inflate is None or inflate.eof:
+        inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
+      piece = b'-' * _PIECE
+      # After a full piece more may follow, even if all data have been taken.
+      while not inflate.eof and (data or len(piece) == _PIECE):
+        before = inflate.copy()
+        try:
+          piece = inflate.decompress(data, _PIECE)
+        except zlib.error:
+          yield from _byte_by_byte(before, data)
+          raise
+        given += len(piece)
+        if given > _FREE + MAX_RATIO * taken:
+          raise ValueError(
+            f'{path!r} unpacks to more than {MAX_RATIO} times its size, which'
+            ' text does not do; if the file is right, unpack it with gunzip.'
+          )
+        yield piece
+        data = inflate.unconsumed_tail
+      if inflate.eof:
+        data = inflate.unused_data
+  if inflate is not None and not inflate.eof:
+    raise EOFError('its compressed data have no end')
+
+
+def _byte_by_byte(inflate: Any, data: bytes) -> Iterator[bytes]:
+  """Unpacks data byte by byte, up to the place where they are damaged."""
+  piece = b'-'
+  with contextlib.suppress(zlib.error):
+    while data or piece:
+      piece = inflate.decompress(data, 1)
+      yield piece
+      data = inflate.unconsumed_tail
+
+
+def _split(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, int]]:
+  """Each line's first `MAX_LINE` + 1 bytes, and how many bytes it has."""
+  line, size = bytearray(), 0
+  for chunk in chunks:
+    for at, piece in enumerate(chunk.split(b'\n')):
+      if at:
+        yield bytes(line), size
+        line, size = bytearray(), 0
+      size += len(piece)
+      line += piece[: MAX_LINE + 1 - len(line)]
+  if size:
+    yield bytes(line), size
+
+
+def _text_line(line: bytes, size: int) -> TextLine:
+  if size > MAX_LINE:
+    return TextLine(
+      line[:_SHOWN].decode('utf-8', errors='replace'),
+      f'{size:,} bytes; a line has at most {MAX_LINE:,}',
+    )
+  line = line.removesuffix(b'\r')
+  try:
+    return TextLine(line.decode('utf-8'))
+  except UnicodeDecodeError as error:
+    return TextLine(
+      line.decode('utf-8', errors='replace'),
+      f'not valid UTF-8 (byte 0x{line[error.start]:02x} at byte'
+      f' {error.start + 1} of the line)',
+    )
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+  """Raises ValueError if something at `path` is not a regular file.
+
+  Reading a pipe or a socket would wait for its writer, and a device may have no
+  end. A missing file raises nothing here: opening it will.
+  """
+  try:
+    mode = os.stat(path).st_mode
+  except OSError:
+    return
+  if not stat.S_ISREG(mode):
+    kind = _KINDS.get(stat.S_IFMT(mode), 'not a file')
+    raise ValueError(f'{os.fspath(path)!r} is {kind}; expected a regular file.')
+
+
+def check_all_regular(folder: str | os.PathLike[str]) -> None:
+  """`check_regular` for all files below a folder; skips links to folders."""
+  try:
+    entries = list(os.scandir(folder))
+  except OSError:
+    return  # opening the files will raise
+  for entry in entries:
+    if entry.is_dir(follow_symlinks=False):
+      check_all_regular(entry.path)
+    elif not entry.is_file() and not entry.is_dir():
+      check_regular(entry.path)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+  """Opens a file of the user's to read bytes.
+
+  Raises:
+    ValueError: as for `check_regular`.
+    OSError: it is missing or may not be read.
+  """
+  check_regular(path)
+  return open(path, 'rb')
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+  """The value of a JSON file of at most `MOST_JSON` bytes.
+
+  Raises:
+    ValueError: as for `read_small`; or it is not JSON.
+    OSError: it is missing or may not be read.
+  """
+  try:
+    return json.loads(read_small(path, MOST_JSON))
+  except RecursionError as error:
+    raise ValueError('its values are nested too deeply') from error
+
+
+def read_small(path: str | os.PathLike[str], most: int) -> bytes:
+  """Reads a regular file that should be small.
+
+  Args:
+    path: the file.
+    most: the most bytes that it may have.
+
+  Raises:
+    ValueError: it is not a regular file, or is larger; then the message gives
+      both sizes.
+    OSError: it is missing or may not be read.
+  """
+  with open_regular(path) as stream:
+    check_size(path, os.fstat(stream.fileno()).st_size, most)
+    return stream.read(most)
+
+
+def check_size(what: str | os.PathLike[str], size: int, most: int) -> None:
+  """Raises ValueError for a file of more than `most` bytes."""
+  if size > most:
+    raise ValueError(
+      f'{os.fspath(what)!r} has {size} bytes, expected at most {most}: it is'
+      ' not the kind of file that its name says.'
+    )
+
+
+# Writing: files whole or not at all.
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+  """Makes a folder that can be written, or finds it there.
+
+  Raises:
+    ValueError: it cannot be made or written.
+  """
+  try:
+    os.makedirs(path, exist_ok=True)
+    tempfile.TemporaryFile(dir=path).close()
+  except OSError as error:
+    raise ValueError(
+      f'The folder {os.fspath(path)!r} cannot be written:'
+      f' {error.strerror or error}. Give another one.'
+    ) from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+  """Checks before a long run that its file can be written; makes its folder.
+
+  Raises:
+    ValueError: it cannot, or a folder or a device is in its place.
+  """
+  check_regular(path)
+  make_folder(os.path.dirname(os.fspath(path)) or '.')
+
+
+def write_atomically(
+  path: str | os.PathLike[str], data: bytes | Iterable[bytes]
+) -> None:
+  """Replaces the file with `data`; after a crash the old file is still there.
+
+  The bytes are written to a temporary file in the same folder; when they are on
+  the disk, it is renamed to `path`. A device or a pipe is written to.
+
+  Raises:
+    OSError: the folder is missing or not writable, or the disk is full.
+  """
+  path = os.fspath(path)
+  parts = [data] if isinstance(data, bytes) else data
+  if os.path.exists(path) and not os.path.isfile(path):
+    with open(path, 'wb') as stream:
+      stream.writelines(parts)
+    return
+  folder = os.path.dirname(path) or '.'
+  try:
+    handle, temporary = tempfile.mkstemp(
+      dir=folder, prefix=f'.{os.path.basename(path)}.', suffix='.tmp'
+    )
+  except OSError as error:
+    error.filename = path  # nobody knows the temporary one
+    raise
+  try:
+    with os.fdopen(handle, 'wb') as stream:
+      stream.writelines(parts)
+      stream.flush()
+      os.fsync(stream.fileno())
+    # mkstemp makes files private; results should have the usual permissions.
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(temporary, 0o666 & ~umask)
+    os.replace(temporary, path)
+  except BaseException:
+    with contextlib.suppress(FileNotFoundError):
+      os.unlink(temporary)
+    raise
+
+
+def write_json(
+  path: str | os.PathLike[str], value: Any, *, indent: int = 1, **options
+) -> None:
+  """Writes a value as JSON, whole or not at all; makes its folder.
+
+  Args:
+    path: the file; it is replaced.
+    value: any value that `json.dumps` accepts.
+    indent: spaces per level.
+    **options: further options of `json.dumps`, such as sort_keys.
+
+  Raises:
+    OSError: the folder cannot be made or written, or the disk is full.
+    TypeError: `value` is not JSON; nothing is written then.
+  """
+  text = json.dumps(value, indent=indent, **options) + '\n'
+  os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
+  write_atomically(path, text.encode())

@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from specdec_jax.files import read_small, write_json
 from specdec_jax.files.locations import user_cache
-from specdec_jax.files.reading import read_small
-from specdec_jax.files.writing import write_json
 
 _Result = TypeVar('_Result')
 _MOST_BYTES = 1 << 20  # of a file

@@ -7,6 +7,7 @@ import rich.console
 
 from specdec_jax.engine import calibration
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.request import Drafting
 from specdec_jax.infer.data import SPECULATIVE, DecodeConfig
 from specdec_jax.measure import calibrate, progress
 from specdec_jax.measure.table import say
@@ -38,7 +39,7 @@ def choose_gammas(
   config: DecodeConfig,
   engine: Engine,
   console: rich.console.Console,
-) -> Mapping[int, int] | None:
+) -> Mapping[int, Drafting] | None:
   """Sets the engine's gamma to the best one of a calibration, if there is one.
 
   Of an engine whose gamma is 'adaptive', to the rule of the calibration.
@@ -50,9 +51,9 @@ def choose_gammas(
     console: gets lines about the choice.
 
   Returns:
-    Rows -> gamma: for the rows that are decoded together, and with continuous
-    batching also for fewer rows, which are left at its end; 0 decodes plainly.
-    None without a calibration.
+    Rows -> how they are drafted for: the rows that are decoded together, and
+    with continuous batching also fewer rows, which are left at its end. None
+    without a calibration.
 
   Raises:
     calibration.CalibrationError: it is of other models or of another device.
@@ -72,14 +73,14 @@ def choose_gammas(
       else f'Speculation does not pay for {best.num_beams} beams, by the'
       ' calibration: searching plainly.'
     )
-    return {rows: best.gamma}
+    return {rows: engine.drafting_of(best.gamma, None)}
   tree = engine.drafter.tree if engine.has_drafter else None
   if tree is not None:
     # A tree is of the same model; its fingerprint ends with its name.
     measured.check({k: v.split()[0] for k, v in engine.fingerprints.items()})
     engine.gamma = tree.depth
     console.print(f'A tree of {tree.num_nodes} nodes on {tree.depth} levels.')
-    return {rows: tree.depth}
+    return {rows: engine.drafting_of(tree.depth, None)}
   measured.check(engine.fingerprints)
   same_temperature = measured.temperature == sampling.temperature
   most = measured.choices[-1].rows
@@ -96,23 +97,19 @@ def choose_gammas(
         f'The calibration was made {made}, not {now}: its gamma may not be the'
         ' best here.'
       )
-  gammas = {rows: measured.at(rows).gamma}
-  if config.slots is not None and (sampling.greedy or not config.deterministic):
-    gammas = measured.gammas(rows)
-  adapts = engine.rule is not None and pays(gammas)
-  if adapts:
-    gammas = {
-      size: measured.rule(size).most if gamma else 0
-      for size, gamma in gammas.items()
-    }
-  if pays(gammas):
+  plan = measured.plan(rows, engine)
+  if config.slots is None or not sampling.greedy:
+    plan = {rows: plan[rows]}
+  adapts = engine.rule is not None and pays(plan)
+  if pays(plan):
     if not adapts:
-      engine.gamma = max(gammas.values())
+      engine.gamma = max(drafting.gamma for drafting in plan.values())
     measured.direct(engine, rows)
   if same_temperature and config.options.lenience == 1:
     engine.usual = measured.usual(rows, adapts)
-  for size, gamma in sorted(gammas.items(), reverse=True):
-    where = f' for {size} rows' if len(gammas) > 1 else ''
+  for size in sorted(plan, reverse=True):
+    gamma = plan[size].gamma
+    where = f' for {size} rows' if len(plan) > 1 else ''
     choice, how = measured.at(size), f'{where} by the calibration'
     speed_up = choice.expected_speed_up
     if adapts:
@@ -124,7 +121,7 @@ def choose_gammas(
       else f'Speculation does not pay here{where}, by the calibration: decoding'
       ' plainly.'
     )
-  return gammas
+  return plan
 
 
 def with_draft_beams(
@@ -145,6 +142,6 @@ def with_draft_beams(
   return dataclasses.replace(config, options=options)
 
 
-def pays(gammas: Mapping[int, int] | None) -> bool:
+def pays(plan: Mapping[int, Drafting] | None) -> bool:
   """Whether any number of rows is to be decoded with the drafter's help."""
-  return gammas is None or any(gammas.values())
+  return plan is None or any(plan.values())

@@ -16,9 +16,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_types,
+  unexpected,
+)
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
@@ -103,8 +106,6 @@ class DecodeConfig:
     acceptance: record of how often this target accepts this drafter. With it,
       and neither a calibration nor a gamma, the run chooses the gamma that pays
       on this host.
-    deterministic: whether a sample must not depend on how many rows ran beside
-      it. False lets the last rows of continuous batching change their gamma.
     overwrite: replaces results, and the unfinished run of another
       configuration, in the output folder.
     stdout: 'report'; or 'outputs', which go to stdout, a line for each, and the
@@ -144,7 +145,6 @@ class DecodeConfig:
   chat: bool = False
   calibration: str | None = None
   acceptance: str | None = None
-  deterministic: bool = True
   overwrite: bool = False
   stdout: Literal['report', 'outputs'] = 'report'
   num_shown: int = 5
@@ -270,7 +270,7 @@ class DecodeConfig:
     """Settings of continuous batching; None where batches are fixed."""
     if self.batching == 'fixed' or self.mode == 'score':
       return None
-    return PoolSettings(rows=self.rows, deterministic=self.deterministic)
+    return PoolSettings(rows=self.rows)
 
   @property
   def results_name(self) -> str:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 
 # A process that gives no sign of life for so long counts as dead.
 _HEARTBEAT_S = 10

@@ -10,8 +10,7 @@ import numpy as np
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_at_least, check_types, unexpected
 from specdec_jax.engine import scoring
 from specdec_jax.engine.completion import Completion, total
 from specdec_jax.engine.engine import Engine

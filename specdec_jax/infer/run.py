@@ -19,7 +19,7 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.state import BLOCK
 from specdec_jax.engine import calibration, scoring
@@ -31,7 +31,7 @@ from specdec_jax.engine.completion import (
 )
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.request import Drafting, Options
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.infer import calibrated, processes, report
 from specdec_jax.infer.data import (
@@ -216,7 +216,7 @@ class _Run:
     examples = max(1, len(self.items) // config.options.num_samples)
     rows = min(config.batch_size, examples)
     config = dataclasses.replace(config, batch_size=rows)
-    gammas = None
+    plan = None
     if SPECULATIVE in config.ways:
       _ = engine.drafter  # raises if there is no drafter
       if engine.fallback and config.searches:
@@ -226,15 +226,15 @@ class _Run:
         )
       if measured is None:
         measured = calibrated.of_this_host(config, engine, console)
-      gammas = calibrated.choose_gammas(measured, config, engine, console)
-      if not calibrated.pays(gammas):
+      plan = calibrated.choose_gammas(measured, config, engine, console)
+      if not calibrated.pays(plan):
         config = dataclasses.replace(config, decoding='plain')
     self.config = config
     self.gammas: dict[str, int] | None = None
-    if gammas is not None:
-      self.gammas = {str(size): gamma for size, gamma in gammas.items()}
+    if plan is not None:
+      self.gammas = {str(size): one.gamma for size, one in plan.items()}
     self.verification = BLOCK if config.judges_blocks(engine) else None
-    self.ways = ways_of(config, engine, gammas, measured)
+    self.ways = ways_of(config, engine, plan)
 
   def summary(self, beside: Beside) -> dict[str, Any]:
     """Decodes, writes and prints; the summary."""
@@ -520,21 +520,18 @@ class Decoding:
 def ways_of(
   config: DecodeConfig,
   engine: Engine,
-  gammas: Mapping[int, int] | None,
-  measured: calibration.Calibration | None,
+  plan: Mapping[int, Drafting] | None,
 ) -> dict[str, 'Decoding | Scoring']:
   """The ways of a run by their names.
 
   Args:
     config: the run.
     engine: the engine that decodes or scores.
-    gammas: rows -> gamma, as a calibration chose it; or None.
-    measured: that calibration, or None.
+    plan: rows -> how they are drafted for, by a calibration; or None.
   """
   slots = config.slots
-  if slots is not None and gammas is not None and measured is not None:
-    plan = {size: measured.drafting(size, engine) for size in gammas}
-    slots = dataclasses.replace(slots, plan=plan)
+  if slots is not None and plan is not None:
+    slots = dataclasses.replace(slots, gammas=plan)
   return {
     name: Scoring(engine)
     if name == SCORING

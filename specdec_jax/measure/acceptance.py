@@ -30,9 +30,13 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import analysis, probs
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_choice,
+  check_types,
+  unexpected,
+)
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
@@ -47,7 +51,7 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
-from specdec_jax.types import FinishReason
+from specdec_jax.types import Draft, FinishReason, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
 _NOT_FINITE = (
@@ -199,17 +203,21 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   state = carry.state
   keys = decode_state.round_keys(request, state)
   context = speculative.context_of(
-    request, state.tokens, state.visible_length, keys
+    request,
+    state.tokens,
+    state.visible_length,
+    keys,
+    features=state.features,
+    target=target,
+    target_params=params.target,
   )
   before = state.drafter_state
-  context = speculative.with_features(
-    context, target, drafter, params.target, state.features
-  )
   draft, drafter_state = drafter.propose(params.draft, before, context)
   cache = target.rewind(state.target_cache, state.visible_length - 1)
-  logits, features, cache = speculative.read(
-    target, drafter, params.target, cache, state.last_token[:, None]
+  features, cache = target.extend(
+    params.target, cache, state.last_token[:, None]
   )
+  logits = target.head(params.target, features)
   adjusted = decode_state.forbid_early_stops(logits, request, state)
   target_probs = probs.standardise_batch(adjusted, request.sampling)[:, 0]
   beta = _beta(request, draft, adjusted, target_probs)
@@ -224,15 +232,15 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   if drafter.adapts:
     sure = _confidence(drafter, params, before, context)
     confidences = confidences.at[place].set(sure, mode='drop')
-  one = jnp.ones_like(tokens)
-  running = state.running.astype(jnp.int32)
-  after = decode_state.append(request, state, tokens[:, None], one, logits)
-  stats = state.stats
+  zeros = jnp.zeros_like(tokens)
+  nothing = Draft(jnp.zeros((len(tokens), 0), jnp.int32), None, zeros)
+  after = decode_state.append(
+    request, state, nothing, Verdict(zeros, tokens), logits
+  )
   after = after.replace(
     target_cache=cache,
     drafter_state=drafter.commit(drafter_state, after.visible_length),
-    stats=stats.replace(num_rounds=stats.num_rounds + running),
-    features=speculative.features_at(features, jnp.zeros_like(running)),
+    features=speculative.features_at(drafter, features, zeros),
   )
   return Overlap(
     after,

@@ -9,8 +9,12 @@ import numpy as np
 import rich.console
 
 from specdec_jax import analysis
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_types,
+  unexpected,
+)
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.length import unsure_below
@@ -59,6 +63,16 @@ _TINY = 1e-9
 # deciding takes time, and what was measured is not exact.
 _LEAST_GAIN = 1.02
 _TURNS = 4  # to find the rate that a rule itself reaches
+_DRAWS = 2000  # random draws for the interval of the speed-up
+_INTERVAL = (2.5, 97.5)  # percent
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """A value and its standard error."""
+
+  value: float
+  error: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,12 @@ import rich.console
 from jax import lax
 
 from specdec_jax import analysis, partitioning, probs
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_types,
+  unexpected,
+)
 from specdec_jax.checks.memory import device_bytes
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
@@ -414,7 +418,7 @@ class BenchmarkConfig:
   """
 
   target: Model | LanguageModel
-  drafter: Model | LanguageModel
+  drafter: Model | LanguageModel | None = None
   placement: Placement = Placement()
   gammas: Sequence[int] = (4,)
   batch: int = 1
@@ -514,6 +518,8 @@ def benchmark(
     DoesNotFitError: memory is too small; raised before anything is made.
   """
   console = started(config, console)
+  if config.drafter is None:
+    raise unexpected('BenchmarkConfig.drafter', 'one', None)
   check_memory(config)
   with bar(console, 'Compiling and timing', config.repeats) as advance:
     pair = make_pair(config)

@@ -16,8 +16,12 @@ import numpy as np
 import rich.console
 
 from specdec_jax import analysis
-from specdec_jax.checks.arguments import check_all_at_least, check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_types,
+  unexpected,
+)
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import CompletionStats, total

@@ -25,10 +25,13 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 
 from specdec_jax import analysis
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_types,
+  unexpected,
+)
 from specdec_jax.checks.memory import GIB
-from specdec_jax.checks.names import check_choice
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model

@@ -75,7 +75,10 @@ class LanguageModel(Protocol[Cache]):
   ) -> tuple[jax.Array, Cache]:
     """Reads S more tokens per row, each row at its own place.
 
-    The caller makes sure that `cache.length + S` never exceeds the slots.
+    The feature of a token is the last hidden state [M] that the output layer
+    reads, after the final norm: `head` makes of it the logits of the token that
+    follows. The caller makes sure that `cache.length + S` never exceeds the
+    slots.
 
     Args:
       params: the model's parameters.
@@ -84,8 +87,18 @@ class LanguageModel(Protocol[Cache]):
       tree: how the tokens hang together; None is one after another.
 
     Returns:
-      Logits, float32[B, S, V], of the token that follows each of these, and
-      the cache with `length` grown by S.
+      Features, [B, S, M], and the cache with `length` grown by S.
+    """
+    ...
+
+  def head(self, params: Params, features: jax.Array) -> jax.Array:
+    """The output layer: maps features [..., M] to logits float32[..., V]."""
+    ...
+
+  def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+    """Maps tokens int32[...] to the decoder's embeddings [..., M].
+
+    Only drafters that read features call it.
     """
     ...
 
@@ -105,54 +118,6 @@ class LanguageModel(Protocol[Cache]):
       The cache with `length` + N tokens.
     """
     ...
-
-
-class FeatureModel(LanguageModel[Cache], Protocol[Cache]):
-  """A network that also gives its features, for drafters that read them.
-
-  The feature of a token is the last hidden state [M] that the output layer
-  reads, after the final norm: `head` makes of it the logits of the token that
-  follows.
-  """
-
-  def extend_features(
-    self,
-    params: Params,
-    cache: Cache,
-    tokens: jax.Array,
-    tree: Tree | None = None,
-  ) -> tuple[jax.Array, Cache]:
-    """As `extend`; features [B, S, M] in the place of logits."""
-    ...
-
-  def features(
-    self, params: Params, inputs: jax.Array, decoder_inputs: jax.Array
-  ) -> jax.Array:
-    """Teacher-forced features [B, S, M], for training.
-
-    Args:
-      params: the model's parameters.
-      inputs: int32[B, E], `pad_id` past each row's end.
-      decoder_inputs: int32[B, S], the targets shifted right.
-    """
-    ...
-
-  def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-    """Maps tokens int32[...] to the decoder's embeddings [..., M]."""
-    ...
-
-  def head(self, params: Params, features: jax.Array) -> jax.Array:
-    """The output layer: maps features [..., M] to float32[..., V]."""
-    ...
-
-
-def gives_features(network: LanguageModel) -> bool:
-  """Whether a network is a `FeatureModel`, and all those within it are."""
-  if isinstance(network, NetworkWrapper) and not gives_features(
-    network.network
-  ):
-    return False
-  return callable(getattr(network, 'extend_features', None))
 
 
 def read_prompt(
@@ -221,15 +186,6 @@ def ends_inputs(network: Any) -> bool:
   return bool(getattr(network, 'ends_inputs', True))
 
 
-# What a wrapper of a network does not change.
-_FORWARDED = frozenset(
-  {
-    *('config', 'has_encoder', 'reads_encoder', 'start_id', 'pad_id'),
-    *('ends_inputs', 'init', 'rewind', 'keep'),
-  }
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class NetworkWrapper:
   """Forwards what a wrapped network says and does, as far as it is the same.
@@ -241,9 +197,7 @@ class NetworkWrapper:
   network: Any
 
   def __getattr__(self, name: str) -> Any:
-    if name in _FORWARDED:
-      return getattr(self.network, name)
-    raise AttributeError(f'{type(self).__name__} has no {name!r}')
+    return getattr(object.__getattribute__(self, 'network'), name)
 
 
 def param_shapes(network: LanguageModel) -> Params:

@@ -12,11 +12,10 @@ from typing import Literal
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
+from specdec_jax.models.layers import Kind, Stack
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.transformer import (
-  Kind,
   Shape,
-  Stack,
   Tokens,
   Transformer,
 )

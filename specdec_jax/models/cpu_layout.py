@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice
 from specdec_jax.files import host_cache
 from specdec_jax.models import backend
 

@@ -14,10 +14,10 @@ import dataclasses
 from typing import Literal
 
 from specdec_jax.models import layers
+from specdec_jax.models.layers import Stack
 from specdec_jax.models.transformer import (
   LAYER_NORM_EPSILON,
   Shape,
-  Stack,
   Tokens,
   Transformer,
 )

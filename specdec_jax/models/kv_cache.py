@@ -13,7 +13,6 @@ a token's numbers lie side by side.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,16 +67,6 @@ class KVCache:
   def num_slots(self) -> int:
     """T, the tokens a row can hold."""
     return self.position_bias[0].shape[-1] // 2
-
-  @property
-  def num_layers(self) -> int:
-    """How many layers the decoder has."""
-    return len(self.joined or self.keys)
-
-  @property
-  def num_heads(self) -> int:
-    """Heads of keys and values."""
-    return self.joined[0].shape[2] if self.joined else self.keys[0].shape[1]
 
   def rewind(self, length: jax.Array) -> 'KVCache':
     """Returns the cache with only the first `length` (int32[B]) tokens."""
@@ -138,34 +127,19 @@ class KVCache:
 
 
 def empty_slots(
-  config: Any,
-  num_layers: int,
-  batch: int,
-  num_slots: int,
-  num_heads: int | None = None,
+  stack: layers.Stack, batch: int, num_slots: int
 ) -> dict[str, tuple[jax.Array, ...]]:
-  """The fields of a `KVCache` for keys and values that are not there yet.
-
-  Args:
-    config: of the network.
-    num_layers: layers of its decoder.
-    batch: B.
-    num_slots: T.
-    num_heads: heads of keys and values; None is as many as of queries.
-  """
-  heads, head_dim = num_heads or config.num_heads, config.head_dim
+  """The fields of a `KVCache` for keys and values that are not there yet."""
+  heads, size = stack.num_kv_heads or stack.num_heads, stack.head_dim
+  none: dict[str, Kept] = {'keys': (), 'values': ()}
+  shapes: dict[str, tuple[int, ...]]
+  shapes = dict.fromkeys(none, (batch, heads, size, num_slots))
   if backend.kind() == 'gpu':
-    joined = (2, batch, heads, num_slots, head_dim)
-    both = _zeros(config, num_layers, joined)
-    return {'keys': (), 'values': (), 'joined': both}
-  shape = (batch, heads, head_dim, num_slots)
-  return {
-    name: _zeros(config, num_layers, shape) for name in ('keys', 'values')
+    shapes = {'joined': (2, batch, heads, num_slots, size)}
+  return none | {
+    name: tuple(jnp.zeros(shape, stack.dtype) for _ in range(stack.num_layers))
+    for name, shape in shapes.items()
   }
-
-
-def _zeros(config: Any, count: int, shape: tuple[int, ...]) -> Kept:
-  return tuple(jnp.zeros(shape, config.dtype) for _ in range(count))
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -308,11 +282,10 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 def bucketed_reads(
   cache: KVCache,
   num_queries: int,
-  bias_of: Sequence[int],
   tree: Tree | None = None,
   attend: Attend = layers.attend,
 ) -> list[Callable[..., jax.Array]]:
-  """Each layer's attention over the shortest bucket with all slots in use.
+  """Attention over the shortest bucket with all slots in use.
 
   Only the read is inside the switch: with the write inside too, the switch
   would copy the cache. The loops rewind a finished row to length 0, so the
@@ -321,13 +294,13 @@ def bucketed_reads(
   Args:
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
-    bias_of: for each layer, the number of its array in `cache.position_bias`.
     tree: how these hang together; None is one after another.
     attend: `layers.attend`, or with a scale or a softcap of its own.
 
   Returns:
-    For each layer a function (queries [B, S, H, D], what the layer has `kept`)
-    -> [B, S, H * D], which also takes what `attend` has `beside`.
+    For each array of `cache.position_bias` a function (queries [B, S, H, D],
+    what the layer has `kept`) -> [B, S, H * D], which also takes what `attend`
+    has `beside`.
   """
   sizes = buckets(cache.num_slots)
   needed = jnp.max(cache.length) + num_queries
@@ -358,8 +331,7 @@ def bucketed_reads(
       index, branches, queries, *kept, bias, *beside
     )
 
-  readers = [of_bias(position_bias) for position_bias in cache.position_bias]
-  return [readers[number] for number in bias_of]
+  return [of_bias(position_bias) for position_bias in cache.position_bias]
 
 
 def reader(

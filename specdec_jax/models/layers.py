@@ -9,7 +9,7 @@ has a bias unless the network asks for it.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,15 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_choice,
+  check_number,
+  check_types,
+  unexpected,
+)
 from specdec_jax.models import backend, products
 from specdec_jax.models.integers import INTEGERS
+from specdec_jax.models.rope import Rope
 
 # No published model has a quarter of this, and each layer is a module to build.
 MOST_LAYERS = 1024
@@ -132,32 +136,146 @@ class RMSNorm(nn.Module):
     return (normed * scale).astype(self.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """What a layer's self-attention sees, and where it has its positions from.
+
+  Attributes:
+    rope: rotary positions; None is none.
+    before: tokens before its own that a token sees; None is all.
+    after: tokens behind its own, in an encoder; None is all.
+  """
+
+  rope: Rope | None = None
+  before: int | None = None
+  after: int | None = None
+
+  def hides(self, relative: Any) -> Any:
+    """bool[...], what is unseen of int[...] (key - query); None: nothing."""
+    hidden = None if self.after is None else relative > self.after
+    if self.before is not None:
+      behind = relative < -self.before
+      hidden = behind if hidden is None else hidden | behind
+    return hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+  """The layers of an encoder or decoder.
+
+  Attributes:
+    num_layers: how many there are.
+    emb_dim: M.
+    num_heads: H, heads of queries.
+    head_dim: D.
+    mlp_dim: width of the feed-forward block.
+    mlp_activations: one name, or two for a gate.
+    num_kv_heads: K, heads of keys and values; 0 is H.
+    layer_kinds: the kind of each layer; () is `Kind()` for all.
+    relative_bias: T5's relative bias of scores: one 'stack' has one, each
+      'layer' has its own, or 'none'.
+    norm: 'rms', or 'layer' (LayerNorm with a bias).
+    norm_epsilon: of all norms.
+    norm_offset: added to the scales of RMS norms.
+    post_norms: whether a norm follows each block, before its residual.
+    qk_norm: whether each head's queries and keys are normed.
+    use_bias: whether all projections have biases.
+    qkv_bias: whether those of queries, keys and values have.
+    scale: factor of attention scores.
+    softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+    dropout_rate: used in training only.
+    self_attention: name of the self-attention's parameters.
+    cross: how a decoder sees an encoder's output: 'apart', in a block of its
+      own; 'merged', under the softmax of its self-attention and by the same
+      projections, without positions; or 'none'.
+    dtype: dtype of the computation.
+  """
+
+  num_layers: int
+  emb_dim: int
+  num_heads: int
+  head_dim: int
+  mlp_dim: int
+  mlp_activations: tuple[str, ...]
+  num_kv_heads: int = 0
+  layer_kinds: tuple[Kind, ...] = ()
+  relative_bias: Literal['none', 'stack', 'layer'] = 'none'
+  norm: Literal['rms', 'layer'] = 'rms'
+  norm_epsilon: float = 1e-6
+  norm_offset: float = 0.0
+  post_norms: bool = False
+  qk_norm: bool = False
+  use_bias: bool = False
+  qkv_bias: bool = False
+  scale: float = 1.0
+  softcap: float = 0.0
+  dropout_rate: float = 0.0
+  self_attention: str = 'self_attention'
+  cross: Literal['none', 'apart', 'merged'] = 'none'
+  dtype: str = 'float32'
+
+  @property
+  def kinds(self) -> tuple[Kind, ...]:
+    """The kinds of layers that there are."""
+    return tuple(dict.fromkeys(self.layer_kinds)) or (Kind(),)
+
+  @property
+  def numbers(self) -> tuple[int, ...]:
+    """The number of each layer's kind among these."""
+    found = tuple(map(self.kinds.index, self.layer_kinds))
+    return found or (0,) * self.num_layers
+
+  @property
+  def bias_of(self) -> tuple[int, ...]:
+    """The number of each layer's bias of scores among those of the stack."""
+    if self.relative_bias == 'layer':
+      return tuple(range(self.num_layers))
+    return self.numbers
+
+  @property
+  def attend(self) -> Callable[..., jax.Array]:
+    """`attend` with scale and softcap."""
+    return functools.partial(attend, scale=self.scale, softcap=self.softcap)
+
+  def make_norm(self) -> nn.Module:
+    """A norm of the stack."""
+    if self.norm == 'rms':
+      return RMSNorm(self.dtype, self.norm_epsilon, self.norm_offset)
+    # Flax's fast variance loses digits if the mean is large.
+    return nn.LayerNorm(
+      epsilon=self.norm_epsilon, dtype=self.dtype, use_fast_variance=False
+    )
+
+  def angles(self, places: jax.Array) -> list[tuple[jax.Array, ...] | None]:
+    """Each kind's `Rope.angles` at int[S] or int[B, S]; None without a rope."""
+    return [
+      None if kind.rope is None else kind.rope.angles(places, self.head_dim)
+      for kind in self.kinds
+    ]
+
+
 class MLP(nn.Module):
   """Feed-forward block: one activation (`wi`) or a gate (`wi_0`, `wi_1`)."""
 
-  features: int
-  hidden: int
-  activations: Sequence[str]
-  dropout_rate: float
-  dtype: str
-  use_bias: bool = False
+  stack: Stack
 
   @nn.compact
   def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
     """Maps [..., M] to [..., M]."""
-    count = len(self.activations)
+    stack, activations = self.stack, self.stack.mlp_activations
+    count = len(activations)
     dense = functools.partial(
-      products.Dense, dtype=self.dtype, use_bias=self.use_bias
+      products.Dense, dtype=stack.dtype, use_bias=stack.use_bias
     )
     if count == 1 or self.has_variable('params', 'wi_joined'):
       name = 'wi' if count == 1 else 'wi_joined'
-      features = count * self.hidden
-      hidden = dense(features, activations=self.activations, name=name)(x)
+      features = count * stack.mlp_dim
+      hidden = dense(features, activations=activations, name=name)(x)
     else:
-      factors = [dense(self.hidden, name=f'wi_{i}')(x) for i in range(count)]
-      hidden = products.gated(factors, self.activations)
-    hidden = dropout(self.dropout_rate)(hidden, deterministic=deterministic)
-    return dense(self.features, name='wo')(hidden)
+      factors = [dense(stack.mlp_dim, name=f'wi_{i}')(x) for i in range(count)]
+      hidden = products.gated(factors, activations)
+    hidden = dropout(stack.dropout_rate)(hidden, deterministic=deterministic)
+    return dense(stack.emb_dim, name='wo')(hidden)
 
 
 def padding_bias(inputs: jax.Array, pad_id: int = 0) -> jax.Array:
@@ -245,50 +363,37 @@ def _attend_shared(queries, keys, values, bias, slots, scale, softcap, beside):
 
 
 class Attention(nn.Module):
-  """Multi-head attention; the caller keeps the keys and values.
+  """Multi-head attention; the caller keeps the keys and values."""
 
-  Attributes:
-    num_heads: H.
-    head_dim: D.
-    features: M.
-    dtype: dtype of the computation.
-    use_bias: whether all projections have biases.
-    num_kv_heads: K, heads of keys and values; None is H.
-    qkv_bias: whether those of queries, keys and values have.
-    norm: makes the norms of each head's queries and keys; None is none.
-  """
-
-  num_heads: int
-  head_dim: int
-  features: int
-  dtype: str
-  use_bias: bool = False
-  num_kv_heads: int | None = None
-  qkv_bias: bool = False
-  norm: Callable[[], nn.Module] | None = None
+  stack: Stack
 
   def setup(self):
-    width = self.num_heads * self.head_dim
-    kept = (self.num_kv_heads or self.num_heads) * self.head_dim
+    stack = self.stack
+    width = stack.num_heads * stack.head_dim
+    kept = (stack.num_kv_heads or stack.num_heads) * stack.head_dim
     dense = functools.partial(
-      products.Dense, dtype=self.dtype, use_bias=self.use_bias or self.qkv_bias
+      products.Dense,
+      dtype=stack.dtype,
+      use_bias=stack.use_bias or stack.qkv_bias,
     )
 
     # Includes the 1/sqrt(head_dim) that T5 does not apply to its scores.
     def query_init(*args):
-      return products.KERNEL_INIT(*args) / np.sqrt(self.head_dim)
+      return products.KERNEL_INIT(*args) / np.sqrt(stack.head_dim)
 
     self.query = dense(width, kernel_init=query_init)
     self.key = dense(kept)
     self.value = dense(kept)
     self.qkv = dense(width + 2 * kept)
-    self.out = products.Dense(self.features, self.dtype, use_bias=self.use_bias)
-    if self.norm is not None:
-      self.query_norm = self.norm()
-      self.key_norm = self.norm()
+    self.out = products.Dense(
+      stack.emb_dim, stack.dtype, use_bias=stack.use_bias
+    )
+    if stack.qk_norm:
+      self.query_norm = stack.make_norm()
+      self.key_norm = stack.make_norm()
 
   def _heads(self, x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:2], -1, self.head_dim)
+    return x.reshape(*x.shape[:2], -1, self.stack.head_dim)
 
   def project_kv(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Maps [B, S, M] to keys and values, each [B, S, K, D]."""
@@ -296,7 +401,7 @@ class Attention(nn.Module):
       _, keys, values = self.project_qkv(x)
       return keys, values
     keys, values = self._heads(self.key(x)), self._heads(self.value(x))
-    return keys if self.norm is None else self.key_norm(keys), values
+    return self.key_norm(keys) if self.stack.qk_norm else keys, values
 
   def project_query(self, x: jax.Array) -> jax.Array:
     """Maps [B, S, M] to queries [B, S, H, D]."""
@@ -305,7 +410,7 @@ class Attention(nn.Module):
     if backend.kind() == 'tpu':
       queries = lax.optimization_barrier(queries)
     queries = self._heads(queries)
-    return queries if self.norm is None else self.query_norm(queries)
+    return self.query_norm(queries) if self.stack.qk_norm else queries
 
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
     """Maps [B, S, M] to queries [B, S, H, D], keys, values [B, S, K, D].
@@ -315,11 +420,11 @@ class Attention(nn.Module):
     if not self.has_variable('params', 'qkv'):
       return self.project_query(x), *self.project_kv(x)
     joined = self.qkv(x)
-    width = self.num_heads * self.head_dim
+    width = self.stack.num_heads * self.stack.head_dim
     kept = (joined.shape[-1] - width) // 2
     parts = jnp.split(joined, [width, width + kept], -1)
     queries, keys, values = map(self._heads, parts)
-    if self.norm is not None:
+    if self.stack.qk_norm:
       queries, keys = self.query_norm(queries), self.key_norm(keys)
     return queries, keys, values
 

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
+from specdec_jax.models.layers import Stack
 from specdec_jax.models.transformer import (
   LAYER_NORM_EPSILON,
   Shape,
-  Stack,
   Tokens,
   Transformer,
 )

@@ -28,13 +28,13 @@ class Model:
       and the vocabulary, see `Engine`.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
-    made_of: returns the `checkpoints.fingerprint`s of the parameters before
+    made_of: returns the `disk_arrays.fingerprint`s of the parameters before
       their kernels are rounded to eight bits, () if none is known; None if the
       parameters were given.
     made_for: of a drafter that reads the target's encoder, the fingerprint of
       the target that it was made for, as the checkpoint says; '' is unknown.
-    defaults: what the folder asks of `generate`, `generation.Defaults`: its
-      `options` do the same here where they can; None asks for nothing.
+    unfollowed: a sentence on what the folder asks of transformers' `generate`
+      and does not get here; '' for nothing.
   """
 
   def __init__(
@@ -49,7 +49,7 @@ class Model:
     stop_ids: Sequence[int] = (),
     made_for: str = '',
     made_of: Callable[[], tuple[str, ...]] | None = None,
-    defaults: Any = None,
+    unfollowed: str = '',
     reader: Callable[[Any, Any], Params] | None = None,
   ):
     """Stores its arguments, see the class; an engine checks them.
@@ -66,7 +66,7 @@ class Model:
     self.stop_ids = tuple(stop_ids)
     self.made_for = made_for
     self.made_of = made_of
-    self.defaults = defaults
+    self.unfollowed = unfollowed
     self._params = params
     self._reader = reader
 

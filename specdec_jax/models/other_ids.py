@@ -64,21 +64,13 @@ class Fitted(NetworkWrapper):
     return self.network.prefill(params, inputs, max_length, longest, **encoded)
 
   def extend(self, params, cache, tokens, tree=None):
-    tokens = self._known(tokens)
-    logits, cache = self.network.extend(params, cache, tokens, tree)
-    return self._fitted(logits), cache
-
-  def extend_features(self, params, cache, tokens, tree=None):
-    tokens = self._known(tokens)
-    return self.network.extend_features(params, cache, tokens, tree)
+    return self.network.extend(params, cache, self._known(tokens), tree)
 
   def embed(self, params, tokens):
     return self.network.embed(params, self._known(tokens))
 
   def head(self, params, features):
-    return self._fitted(self.network.head(params, features))
-
-  def _fitted(self, logits):
+    logits = self.network.head(params, features)
     more = max(0, self.vocab_size - self.network.vocab_size)
     widths = [(0, 0)] * (logits.ndim - 1) + [(0, more)]
     padded = jnp.pad(logits, widths, constant_values=-jnp.inf)
@@ -92,7 +84,7 @@ class Fitted(NetworkWrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Shortlisted(NetworkWrapper):
-  """A `FeatureModel`, see `models.base`, that gives logits of some ids.
+  """A `LanguageModel`, see `models.base`, that gives logits of some ids.
 
   Attributes:
     network: the network as it is, of V ids, one of `models.families`.
@@ -111,16 +103,16 @@ class Shortlisted(NetworkWrapper):
     """Random parameters that keep the first K ids."""
     return cut(self.network.init(key), np.arange(self.num_ids), self.vocab_size)
 
+  def param_shapes(self) -> Params:
+    """As `models.base.param_shapes`."""
+    return jax.eval_shape(self.init, jax.random.key(0))
+
   def prefill(self, params, inputs, max_length, longest=None, **encoded):
     own = params['network']
     return self.network.prefill(own, inputs, max_length, longest, **encoded)
 
   def extend(self, params, cache, tokens, tree=None):
-    features, cache = self.extend_features(params, cache, tokens, tree)
-    return self.head(params, features), cache
-
-  def extend_features(self, params, cache, tokens, tree=None):
-    return self.network.extend_features(params['network'], cache, tokens, tree)
+    return self.network.extend(params['network'], cache, tokens, tree)
 
   def embed(self, params, tokens):
     return self.network.embed(params['network'], tokens)

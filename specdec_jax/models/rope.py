@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_at_least, check_types, unexpected
 
 
 @dataclasses.dataclass(frozen=True)

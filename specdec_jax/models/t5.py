@@ -7,7 +7,8 @@ import dataclasses
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
-from specdec_jax.models.transformer import Shape, Stack, Tokens, Transformer
+from specdec_jax.models.layers import Stack
+from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
 @dataclasses.dataclass(frozen=True)

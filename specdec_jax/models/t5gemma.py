@@ -9,8 +9,7 @@ no positions and no window.
 
 import dataclasses
 
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import layers
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.transformer import Shape, Transformer

@@ -1,17 +1,15 @@
 """The Transformer of all families: stacks of one kind of layer.
 
-What families differ in is data: `Stack` describes the layers of an encoder or
-decoder, `Tokens` how ids become vectors and vectors logits, `Shape` the whole
-network. A family (`t5`, `gpt`, `causal_lm`, `m2m100`, `t5gemma`) is a
+What families differ in is data: `layers.Stack` describes the layers of an
+encoder or decoder, `Tokens` how ids become vectors and vectors logits, `Shape`
+the whole network. A family (`t5`, `gpt`, `causal_lm`, `m2m100`, `t5gemma`) is a
 configuration that has a `shape`. Parameters have T5X's names; those that T5X
 has no name for have Flax's. Layers are unrolled: a scanned stack would copy its
 weights at each step.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,136 +20,12 @@ from jax import lax
 from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.models import backend, kv_cache, layers, products
 from specdec_jax.models.base import PAD_ID, START_ID, Params
-from specdec_jax.models.rope import Rope, rotate
+from specdec_jax.models.layers import Stack
+from specdec_jax.models.rope import rotate
 from specdec_jax.tree_shape import Tree
 
 LAYER_NORM_EPSILON = 1e-5  # GPT-2's and M2M-100's
 _LONGEST_WAVE = 10000.0  # of sinusoids
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-  """What a layer's self-attention sees, and where it has its positions from.
-
-  Attributes:
-    rope: rotary positions; None is none.
-    before: tokens before its own that a token sees; None is all.
-    after: tokens behind its own, in an encoder; None is all.
-  """
-
-  rope: Rope | None = None
-  before: int | None = None
-  after: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-  """The layers of an encoder or decoder.
-
-  Attributes:
-    num_layers: how many there are.
-    emb_dim: M.
-    num_heads: H, heads of queries.
-    head_dim: D.
-    mlp_dim: width of the feed-forward block.
-    mlp_activations: one name, or two for a gate.
-    num_kv_heads: K, heads of keys and values; 0 is H.
-    layer_kinds: the kind of each layer; () is `Kind()` for all.
-    relative_bias: T5's relative bias of scores: one 'stack' has one, each
-      'layer' has its own, or 'none'.
-    norm: 'rms', or 'layer' (LayerNorm with a bias).
-    norm_epsilon: of all norms.
-    norm_offset: added to the scales of RMS norms.
-    post_norms: whether a norm follows each block, before its residual.
-    qk_norm: whether each head's queries and keys are normed.
-    use_bias: whether all projections have biases.
-    qkv_bias: whether those of queries, keys and values have.
-    scale: factor of attention scores.
-    softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
-    dropout_rate: used in training only.
-    self_attention: name of the self-attention's parameters.
-    cross: how a decoder sees an encoder's output: 'apart', in a block of its
-      own; 'merged', under the softmax of its self-attention and by the same
-      projections, without positions; or 'none'.
-    dtype: dtype of the computation.
-  """
-
-  num_layers: int
-  emb_dim: int
-  num_heads: int
-  head_dim: int
-  mlp_dim: int
-  mlp_activations: tuple[str, ...]
-  num_kv_heads: int = 0
-  layer_kinds: tuple[Kind, ...] = ()
-  relative_bias: Literal['none', 'stack', 'layer'] = 'none'
-  norm: Literal['rms', 'layer'] = 'rms'
-  norm_epsilon: float = 1e-6
-  norm_offset: float = 0.0
-  post_norms: bool = False
-  qk_norm: bool = False
-  use_bias: bool = False
-  qkv_bias: bool = False
-  scale: float = 1.0
-  softcap: float = 0.0
-  dropout_rate: float = 0.0
-  self_attention: str = 'self_attention'
-  cross: Literal['none', 'apart', 'merged'] = 'none'
-  dtype: str = 'float32'
-
-  @property
-  def kinds(self) -> tuple[Kind, ...]:
-    """The kinds of layers that there are."""
-    return tuple(dict.fromkeys(self.layer_kinds)) or (Kind(),)
-
-  @property
-  def numbers(self) -> tuple[int, ...]:
-    """The number of each layer's kind among these."""
-    found = tuple(map(self.kinds.index, self.layer_kinds))
-    return found or (0,) * self.num_layers
-
-  @property
-  def bias_of(self) -> tuple[int, ...]:
-    """The number of each layer's bias of scores among those of the stack."""
-    if self.relative_bias == 'layer':
-      return tuple(range(self.num_layers))
-    return self.numbers
-
-  @property
-  def attend(self) -> Callable[..., jax.Array]:
-    """`layers.attend` with scale and softcap."""
-    return functools.partial(
-      layers.attend, scale=self.scale, softcap=self.softcap
-    )
-
-  def make_norm(self) -> nn.Module:
-    """A norm of the stack."""
-    if self.norm == 'rms':
-      return layers.RMSNorm(self.dtype, self.norm_epsilon, self.norm_offset)
-    # Flax's fast variance loses digits if the mean is large.
-    return nn.LayerNorm(
-      epsilon=self.norm_epsilon, dtype=self.dtype, use_fast_variance=False
-    )
-
-  def make_attention(self) -> layers.Attention:
-    """Self-attention, or cross-attention, of a layer."""
-    return layers.Attention(
-      self.num_heads,
-      self.head_dim,
-      self.emb_dim,
-      self.dtype,
-      self.use_bias,
-      self.num_kv_heads or None,
-      self.qkv_bias,
-      self.make_norm if self.qk_norm else None,
-    )
-
-  def angles(self, places: jax.Array) -> list[tuple[jax.Array, ...] | None]:
-    """Each kind's `Rope.angles` at int[S] or int[B, S]; None without a rope."""
-    return [
-      None if kind.rope is None else kind.rope.angles(places, self.head_dim)
-      for kind in self.kinds
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,21 +115,14 @@ class Layer(nn.Module):
     stack = self.stack
     if stack.relative_bias == 'layer':
       self.relpos_bias = _relative_bias(stack)
-    setattr(self, stack.self_attention, stack.make_attention())
-    self.mlp = layers.MLP(
-      stack.emb_dim,
-      stack.mlp_dim,
-      stack.mlp_activations,
-      stack.dropout_rate,
-      stack.dtype,
-      stack.use_bias,
-    )
+    setattr(self, stack.self_attention, layers.Attention(stack))
+    self.mlp = layers.MLP(stack)
     blocks = [stack.self_attention, 'mlp']
     if stack.cross == 'apart':
       blocks.append('cross_attention')
       # Its keys are another width's, and no head of it is normed.
       plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
-      self.encoder_decoder_attention = plain.make_attention()
+      self.encoder_decoder_attention = layers.Attention(plain)
     for block in blocks:
       setattr(self, f'pre_{block}_layer_norm', stack.make_norm())
       if stack.post_norms:
@@ -312,60 +179,84 @@ def _relative_bias(stack: Stack) -> layers.RelativeBias:
   return layers.RelativeBias(stack.num_heads, bidirectional)
 
 
-class Encoder(nn.Module):
-  """The encoder's layers and its final norm."""
+class _Layers(nn.Module):
+  """The layers of a stack, and its final norm."""
 
   shape: Shape
 
-  def setup(self):
-    stack = cast(Stack, self.shape.encoder)
-    if self.shape.encoder_tokens is not None:
-      self.token_embedder = self.shape.encoder_tokens.make_table()
+  def add_layers(self, stack: Stack, norm: str) -> None:
+    """Makes them, in `setup`; the norm has a name of its own, as in T5X."""
     if stack.relative_bias == 'stack':
       self.relpos_bias = _relative_bias(stack)
     self.layers = [Layer(stack) for _ in range(stack.num_layers)]
-    self.encoder_norm = stack.make_norm()
+    setattr(self, norm, stack.make_norm())
     self.dropout = layers.dropout(stack.dropout_rate)
+
+  def relative_biases(self, stack: Stack, relative: np.ndarray):
+    """Each table's bias of int[...] (key - query), float32[H, ...]; or ()."""
+    if stack.relative_bias == 'none':
+      return ()
+    owners = self.layers if stack.relative_bias == 'layer' else [self]
+    return [owner.relpos_bias(relative) for owner in owners]
+
+  def run(self, stack: Stack, x, places, remembers, reads, cross, dropless):
+    """Runs the layers; returns what they make of x, and what each has kept.
+
+    Args:
+      stack: what they are.
+      x: [B, S, M].
+      places: int[S] or int[B, S], the tokens' places.
+      remembers: of each layer, see `Layer`.
+      reads: of each number of `Stack.bias_of`, see `Layer`.
+      cross: keys and values of an encoder's output by layer, and their bias.
+      dropless: whether dropout is off.
+    """
+    kept, angles = [], stack.angles(places)
+    for i, layer in enumerate(self.layers):
+      encoded: tuple[Any, ...] = ()
+      if stack.cross != 'none':
+        encoded = cross[0][i], cross[1][i], cross[2]
+      x, memory = layer(
+        x,
+        angles[stack.numbers[i]],
+        remembers[i],
+        reads[stack.bias_of[i]],
+        encoded,
+        dropless,
+      )
+      kept.append(memory)
+    return x, kept
+
+
+class Encoder(_Layers):
+  """The encoder's layers and its final norm."""
+
+  def setup(self):
+    if self.shape.encoder_tokens is not None:
+      self.token_embedder = self.shape.encoder_tokens.make_table()
+    self.add_layers(cast(Stack, self.shape.encoder), 'encoder_norm')
 
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
-    stack = cast(Stack, self.shape.encoder)
-    places = jnp.arange(x.shape[1])
+    stack, size = cast(Stack, self.shape.encoder), x.shape[1]
+    places = jnp.arange(size)
+    biases = [
+      _of_pairs(bias)[None]
+      for bias in self.relative_biases(stack, np.arange(1 - size, size))
+    ] or [_mask(kind.hides(places - places[:, None])) for kind in stack.kinds]
     reads = [
-      kv_cache.reader(bias, stack.attend)
-      for bias in self._biases(places, padding_bias)
+      kv_cache.reader(bias + padding_bias, stack.attend) for bias in biases
     ]
-    remember = kv_cache.without_cache
-    angles = stack.angles(places)
+    remembers = [kv_cache.without_cache] * stack.num_layers
     x = self.dropout(x, deterministic=deterministic)
-    numbers = zip(self.layers, stack.numbers, stack.bias_of, strict=True)
-    for layer, kind, bias in numbers:
-      x, _ = layer(x, angles[kind], remember, reads[bias], (), deterministic)
+    x, _ = self.run(stack, x, places, remembers, reads, (), deterministic)
     return self.dropout(self.encoder_norm(x), deterministic=deterministic)
 
-  def _biases(self, places, padding_bias):
-    """Biases of scores float32[B, H or 1, E or 1, E]; see `Stack.bias_of`."""
-    stack = cast(Stack, self.shape.encoder)
-    if stack.relative_bias != 'none':
-      distances = np.arange(1 - len(places), len(places))
-      owners = self.layers if stack.relative_bias == 'layer' else [self]
-      return [
-        _of_pairs(owner.relpos_bias(distances))[None] + padding_bias
-        for owner in owners
-      ]
-    relative = places - places[:, None]  # key - query
-    biases = []
-    for kind in stack.kinds:
-      if kind.before is None or kind.after is None:
-        biases.append(padding_bias)
-      else:
-        unseen = (relative < -kind.before) | (relative > kind.after)
-        biases.append(_mask(unseen) + padding_bias)
-    return biases
 
-
-def _mask(unseen: Any) -> jax.Array:
-  """float32[1, ...], very negative where bool[...] is True."""
+def _mask(unseen: Any) -> Any:
+  """float32[1, ...], very negative where bool[...] is True; 0 of None."""
+  if unseen is None:
+    return np.float32(0)
   return jnp.where(unseen[None], np.float32(layers.MASKED), np.float32(0))
 
 
@@ -381,18 +272,12 @@ def _of_pairs(of_distances: jax.Array) -> jax.Array:
   return jnp.take(of_distances, key - query + size - 1, axis=1, mode='clip')
 
 
-class Decoder(nn.Module):
+class Decoder(_Layers):
   """The decoder's layers, its final norm and its output layer."""
-
-  shape: Shape
 
   def setup(self):
     stack, tokens = self.shape.decoder, self.shape.tokens
-    if stack.relative_bias == 'stack':
-      self.relpos_bias = _relative_bias(stack)
-    self.layers = [Layer(stack) for _ in range(stack.num_layers)]
-    self.decoder_norm = stack.make_norm()
-    self.dropout = layers.dropout(stack.dropout_rate)
+    self.add_layers(stack, 'decoder_norm')
     if stack.cross == 'none':
       _add_tokens(self, tokens)
     if not tokens.logits_via_embedding:
@@ -408,18 +293,13 @@ class Decoder(nn.Module):
       An array for each number of `Stack.bias_of`.
     """
     stack = self.shape.decoder
-    if stack.relative_bias == 'none':
-      return [
-        _mask(
-          (relative > 0)
-          if kind.before is None
-          else (relative > 0) | (relative < -kind.before)
-        )
-        for kind in stack.kinds
-      ]
-    owners = self.layers if stack.relative_bias == 'layer' else [self]
-    found = [owner.relpos_bias(np.minimum(relative, 0)) for owner in owners]
-    return [jnp.where(relative > 0, layers.MASKED, bias) for bias in found]
+    tables = self.relative_biases(stack, np.minimum(relative, 0))
+    return [
+      jnp.where(relative > 0, layers.MASKED, bias) for bias in tables
+    ] or [
+      _mask(dataclasses.replace(kind, after=0).hides(relative))
+      for kind in stack.kinds
+    ]
 
   def cross_kv(self, encoded) -> tuple[tuple[jax.Array, ...], ...]:
     """Each layer's keys, and values, of an encoder's output: [B, K, D, E]."""
@@ -439,10 +319,9 @@ class Decoder(nn.Module):
   def empty_cache(self, batch, num_slots, keys=(), values=(), bias=None):
     """A `KVCache` of `batch` rows that has read the inputs, and no token."""
     stack = self.shape.decoder
-    heads = stack.num_kv_heads or stack.num_heads
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
     return kv_cache.KVCache(
-      **kv_cache.empty_slots(stack, stack.num_layers, batch, num_slots, heads),
+      **kv_cache.empty_slots(stack, batch, num_slots),
       cross_keys=keys,
       cross_values=values,
       cross_bias=bias,
@@ -460,55 +339,20 @@ class Decoder(nn.Module):
     ]
     remembers = [kv_cache.without_cache] * stack.num_layers
     x = self.dropout(x, deterministic=deterministic)
-    return self._run(
-      x,
-      jnp.arange(size),
-      remembers,
-      [reads[number] for number in stack.bias_of],
-      cross,
-      deterministic,
-    )[0]
+    x, _ = self.run(
+      stack, x, jnp.arange(size), remembers, reads, cross, deterministic
+    )
+    return self.dropout(self.decoder_norm(x), deterministic=deterministic)
 
   def extend(self, x, cache, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     stack, num_queries = self.shape.decoder, x.shape[1]
-    reads = kv_cache.bucketed_reads(
-      cache, num_queries, stack.bias_of, tree, stack.attend
-    )
+    reads = kv_cache.bucketed_reads(cache, num_queries, tree, stack.attend)
     remembers = [cache.remember(i) for i in range(stack.num_layers)]
     places = kv_cache.positions(cache, num_queries, tree)
     cross = cache.cross_keys, cache.cross_values, cache.cross_bias
-    x, kept = self._run(x, places, remembers, reads, cross, True)
-    return x, cache.grown(kept, num_queries)
-
-  def _run(self, x, places, remembers, reads, cross, deterministic):
-    """Runs the layers; returns features, and what each layer has kept.
-
-    Args:
-      x: [B, S, M].
-      places: int[S] or int[B, S], the tokens' places.
-      remembers: of each layer, see `Layer`.
-      reads: of each layer, see `Layer`.
-      cross: keys and values of an encoder's output by layer, and their bias.
-      deterministic: whether dropout is off.
-    """
-    stack, kept = self.shape.decoder, []
-    angles = stack.angles(places)
-    for i, layer in enumerate(self.layers):
-      encoded: tuple[Any, ...] = ()
-      if stack.cross != 'none':
-        encoded = cross[0][i], cross[1][i], cross[2]
-      x, memory = layer(
-        x,
-        angles[stack.numbers[i]],
-        remembers[i],
-        reads[i],
-        encoded,
-        deterministic,
-      )
-      kept.append(memory)
-    x = self.dropout(self.decoder_norm(x), deterministic=deterministic)
-    return x, kept
+    x, kept = self.run(stack, x, places, remembers, reads, cross, True)
+    return self.decoder_norm(x), cache.grown(kept, num_queries)
 
 
 class Network(nn.Module):
@@ -535,7 +379,7 @@ class Network(nn.Module):
     """Teacher-forced logits float32[B, S, V]."""
     return self.head(self.features(inputs, decoder_inputs, encoded=encoded))
 
-  def extend_features(self, cache, tokens, tree=None):
+  def extend(self, cache, tokens, tree=None):
     """Features [B, S, M] and the grown cache."""
     places = kv_cache.positions(cache, tokens.shape[1], tree)
     return self.decoder.extend(self._at(tokens, places), cache, tree)
@@ -616,7 +460,7 @@ def _add_tokens(module: Any, tokens: Tokens) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-  """A `FeatureModel`, see `models.base`; families add their configuration.
+  """A `LanguageModel`, see `models.base`; families add their configuration.
 
   Attributes:
     config: the family's configuration, which has a `shape`.
@@ -757,13 +601,8 @@ class Transformer:
     return self._apply(params, inputs, max_length, encoded, method='prefill')
 
   def extend(self, params, cache, tokens, tree: Tree | None = None):
-    """Reads tokens int32[B, S]; returns float32[B, S, V] and the cache."""
-    features, cache = self.extend_features(params, cache, tokens, tree)
-    return self.head(params, features), cache
-
-  def extend_features(self, params, cache, tokens, tree: Tree | None = None):
-    """As `extend`; features [B, S, M] in the place of logits."""
-    return self._apply(params, cache, tokens, tree, method='extend_features')
+    """Reads tokens int32[B, S]; returns features [B, S, M] and the cache."""
+    return self._apply(params, cache, tokens, tree, method='extend')
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
     """Maps int32[...] to the decoder's embeddings [..., M], no positions."""

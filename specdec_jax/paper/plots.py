@@ -6,6 +6,7 @@ well as in their colours. All functions write a PNG, whole or not at all, and
 raise ValueError if matplotlib is not installed.
 """
 
+import itertools
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +22,11 @@ Path = str | os.PathLike[str]
 
 _DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))
 GAMMAS = (1, 3, 5, 7, 10)
+RATES = np.linspace(0, 1, 201)  # alpha
+Curves = Mapping[float, np.ndarray]  # gamma, or c -> values over `RATES`
 COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 # Up to this rate the optimum is below `MAX_GAMMA` for all `COST_RATIOS`.
 MAX_RATE, MAX_GAMMA = 0.95, 64
-
-
-class Curve(NamedTuple):
-  """One line of a figure.
-
-  Attributes:
-    parameter: gamma, or the cost ratio.
-    rates: float[N], alpha.
-    values: float[N].
-  """
-
-  parameter: float
-  rates: np.ndarray
-  values: np.ndarray
 
 
 class Point(NamedTuple):
@@ -59,30 +48,26 @@ class Point(NamedTuple):
   forced_acceptance: float | None = None
 
 
-def gamma_curves(closed_form: Callable[..., Any], *ratio: float) -> list[Curve]:
-  """A closed form over alpha in [0, 1], one curve for each of `GAMMAS`.
+def gamma_curves(closed_form: Callable[..., Any], *ratio: float) -> Curves:
+  """A closed form over `RATES`, one curve for each of `GAMMAS`.
 
   Args:
     closed_form: a function of `analysis`: alpha, gamma, `ratio` -> value.
     *ratio: c or c-hat, if the function takes one.
   """
-  rates = np.linspace(0, 1, 191)
-  return [
-    Curve(gamma, rates, np.asarray(closed_form(rates, gamma, *ratio)))
-    for gamma in GAMMAS
-  ]
+  return {g: np.asarray(closed_form(RATES, g, *ratio)) for g in GAMMAS}
 
 
-def optimal_gamma_curves() -> list[Curve]:
-  """The best gamma over alpha in [0, MAX_RATE], one curve for each c.
+def optimal_gamma_curves() -> Curves:
+  """The best gamma over `RATES` up to `MAX_RATE`, one curve for each c.
 
   Section 3.5 of the paper; target calls of any length cost the same.
   """
-  rates = np.linspace(0, MAX_RATE, 191)
-  return [
-    Curve(c, rates, np.asarray(analysis.optimal_gamma(rates, c, MAX_GAMMA)))
+  rates = RATES[RATES <= MAX_RATE]
+  return {
+    c: np.asarray(analysis.optimal_gamma(rates, c, MAX_GAMMA))
     for c in COST_RATIOS
-  ]
+  }
 
 
 def plot_figure2(path: Path) -> None:
@@ -97,10 +82,11 @@ def plot_figure3(path: Path) -> None:
   """Figure 3: the best gamma over alpha, for several c."""
   curves, unit = optimal_gamma_curves(), r'optimal $\gamma$'
   title = 'Figure 3: target calls of any length cost the same'
-  line = {'label': 'c', 'drawstyle': 'steps-post'}
-  save_plot(
-    path, lambda figure: _draw(figure.subplots(), curves, unit, title, line)
-  )
+
+  def draw(figure):
+    _draw(figure.subplots(), curves, unit, title, 'c', drawstyle='steps-post')
+
+  save_plot(path, draw)
 
 
 def plot_figure4(path: Path, points: Sequence[Point] = ()) -> None:
@@ -119,8 +105,8 @@ def plot_figure4(path: Path, points: Sequence[Point] = ()) -> None:
   def draw(figure):
     left, right = figure.subplots(1, 2)
     curves = gamma_curves(analysis.walltime_factor, 0.0)
-    unit = 'times faster than plain decoding'
-    _draw(left, curves, unit, speed, points=points)
+    _draw(left, curves, 'times faster than plain decoding', speed)
+    _draw_points(left, points)
     curves = gamma_curves(analysis.operations_factor, 0.0)
     _draw(right, curves, 'times the arithmetic of plain decoding', operations)
 
@@ -129,18 +115,23 @@ def plot_figure4(path: Path, points: Sequence[Point] = ()) -> None:
 
 def _draw(
   axes: Any,
-  curves: Sequence[Curve],
+  curves: Curves,
   unit: str,
   title: str,
-  line: Mapping[str, str] | None = None,
-  points: Sequence[Point] = (),
+  parameter: str = r'$\gamma$',
+  **style: str,
 ) -> None:
-  line = line or {'label': r'$\gamma$'}
-  for curve, color, dashes in zip(curves, PALETTE, _DASHES, strict=False):
-    label = f'{line["label"]} = {curve.parameter:g}'
-    style = {**line, 'label': label, 'color': color, 'linestyle': dashes}
-    axes.plot(curve.rates, curve.values, **style)
-  _draw_points(axes, points)
+  for (value, heights), color, dashes in zip(
+    curves.items(), PALETTE, _DASHES, strict=False
+  ):
+    axes.plot(
+      RATES[: len(heights)],
+      heights,
+      color=color,
+      linestyle=dashes,
+      label=f'{parameter} = {value:g}',
+      **style,
+    )
   axes.set_xlabel(r'acceptance rate $\alpha$')
   axes.set_ylabel(unit)
   axes.set_xlim(0, 1)
@@ -150,45 +141,21 @@ def _draw(
 
 
 def _draw_points(axes: Any, points: Sequence[Point]) -> None:
-  """Draws points and their labels, left of the steep part of the curves.
-
-  A line leads from each label to its point. The point furthest to the right has
-  the top label, so that no two lines cross.
-  """
-  names = set()
-  for index, point in enumerate(sorted(points, reverse=True)):
-    at = (point.acceptance_rate, point.speed_up)
-    color = '#222222'
-    if point.gamma in GAMMAS:
-      color = PALETTE[GAMMAS.index(point.gamma)]
+  """Draws points, hollow if they were forced, and legends that name them."""
+  colors = dict(zip(GAMMAS, PALETTE, strict=False))
+  for point, marker in zip(points, itertools.cycle('osD^v<>ph*Xd')):
+    color = colors.get(point.gamma, '#222222')
     forced = point.forced_acceptance is not None
-    name = 'measured, forced' if forced else 'measured'
     axes.plot(
-      *at,
-      'o',
+      point.acceptance_rate,
+      point.speed_up,
+      marker,
       color=color,
       markerfacecolor='white' if forced else color,
-      label=None if name in names else name,
+      label=rf'measured, $\gamma$ = {point.gamma}, c = {point.cost_ratio:.2f}',
       zorder=3,
     )
-    names.add(name)
-    axes.annotate(
-      rf'$\gamma$ = {point.gamma}, c = {point.cost_ratio:.2f}',
-      at,
-      xytext=(0.56, 0.95 - 0.045 * index),
-      textcoords='axes fraction',
-      ha='right',
-      va='center',
-      fontsize='x-small',
-      arrowprops={
-        'arrowstyle': '-',
-        'color': '#999999',
-        'linewidth': 0.6,
-        'relpos': (1.0, 0.5),  # from the end of the text
-        'shrinkA': 0,
-        'shrinkB': 4,
-      },
-    )
+  axes.legend(fontsize='x-small')
 
 
 # --- Figure 5: when the encoders, the drafter and the target run ------------

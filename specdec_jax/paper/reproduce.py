@@ -10,9 +10,8 @@ from typing import Any
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
-from specdec_jax.checks.names import check_choice
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import record
@@ -29,60 +28,18 @@ from specdec_jax.measure.table import load_matplotlib
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
-from specdec_jax.partitioning import Placement, place
+from specdec_jax.partitioning import place
 
 ITEMS = tuple(f'{kind}{i}' for kind in ('table', 'figure') for i in range(1, 6))
 _NEEDS = {
-  'table2': ('suite',),
-  'table4': ('suite',),
+  'table2': ('suite', 'drafts'),
+  'table4': ('suite', 'drafts'),
   'figure1': ('engine', 'text'),
   'figure5': ('engine', 'text', 'costs'),
 }
 _PICTURES = {'figure2', 'figure3', 'figure4', 'figure5'}
 # They show one generation, which is decoded again each time.
 _NO_RECORDS = {'figure1', 'figure5'}
-
-
-@dataclasses.dataclass(frozen=True)
-class SuiteConfig:
-  """Rows of Table 2 with forced acceptance, on one device.
-
-  Attributes:
-    name: name of the pair's sizes, for reports.
-    target: network used in place of T5-XXL.
-    drafts: 't5_small', 't5_base' and 't5_large' -> network used in its place;
-      rows of a drafter that is not named are left out.
-    placement: layout and dtype of all models.
-    input_len: E.
-    decode_len: tokens per run.
-    repeats: timed rounds, interleaved.
-    calls_a_run: calls in one timed loop.
-    seed: seed of parameters, inputs and acceptance.
-
-  Raises:
-    ValueError: a drafter has no row in Table 2.
-  """
-
-  name: str
-  target: T5
-  drafts: Mapping[str, T5]
-  placement: Placement = Placement()
-  input_len: int = 64
-  decode_len: int = 120
-  repeats: int = 7
-  calls_a_run: int = 20
-  seed: int = 0
-
-  def __post_init__(self):
-    check_types(self)
-    known = {row.draft for row in printed.TABLE2}
-    for name in self.drafts:
-      check_choice('SuiteConfig.drafts', name, known)
-
-  @property
-  def rows(self) -> list[printed.Table2Row]:
-    """Table 2's rows whose drafter is in `drafts`."""
-    return [row for row in printed.TABLE2 if row.draft in self.drafts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +55,12 @@ class ReproduceConfig:
       `records` in output_dir.
     measure: whether to measure what has no record; if False, the tables show
       only the records that exist.
-    suite: what Tables 2 and 4 and the points of Figure 4 are measured with.
+    suite: what Tables 2 and 4 and the points of Figure 4 are measured with: a
+      network in place of T5-XXL, one input length and output length, and the
+      name of the pair's sizes. Each row has the paper's gamma, temperature and
+      acceptance rate, which is forced.
+    drafts: 't5_small', 't5_base' and 't5_large' -> network used in its place;
+      rows of a drafter that is not named are left out.
     alphas: functions that return the measurements of acceptance rates for
       Tables 3 and 5, each with another name; called only if `measure` is True.
       Without them these tables show all records in `records_dir`.
@@ -116,7 +78,8 @@ class ReproduceConfig:
   output_dir: str
   records_dir: str | None = None
   measure: bool = True
-  suite: SuiteConfig | None = None
+  suite: BenchmarkConfig | None = None
+  drafts: Mapping[str, T5] = dataclasses.field(default_factory=dict)
   alphas: Sequence[Callable[[], MeasureAlphaConfig]] = ()
   engine: Callable[[], Engine] | None = None
   costs: BenchmarkConfig | None = None
@@ -132,11 +95,21 @@ class ReproduceConfig:
       if item in _NO_RECORDS and not self.measure:
         expected = f'True for {item}, which keeps no record'
         raise unexpected('ReproduceConfig.measure', expected, self.measure)
+    for name in self.drafts:
+      known = {row.draft for row in printed.TABLE2}
+      check_choice('ReproduceConfig.drafts', name, known)
+    if self.costs is not None and self.costs.drafter is None:
+      raise unexpected('ReproduceConfig.costs.drafter', 'one', None)
 
   @property
   def records(self) -> str:
     """The folder of the records."""
     return self.records_dir or os.path.join(self.output_dir, 'records')
+
+  @property
+  def rows(self) -> list[printed.Table2Row]:
+    """Table 2's rows whose drafter is in `drafts`."""
+    return [row for row in printed.TABLE2 if row.draft in self.drafts]
 
 
 def reproduce(
@@ -210,16 +183,15 @@ class _Work:
   @functools.cached_property
   def _suite(self) -> tuple[dict[str, Record], list[printed.Table2Row], str]:
     """The suite's records, its rows, and why some of them have no record."""
-    suite, folder = self.config.suite, self.config.records
-    missing = 'there is no record of it'
+    missing = 'there is no record of them'
     if self.config.measure:
       try:
-        run_suite(suite, folder, self.console)
+        run_suite(self.config, self.console)
       except DoesNotFitError as error:
-        missing = str(error)
-    records = read_suite(suite, folder)
+        missing = str(error).rstrip('.')
+    records = read_suite(self.config)
     self._used += records.values()
-    return records, suite.rows, missing
+    return records, self.config.rows, missing
 
   @functools.cached_property
   def _engine(self) -> Engine:
@@ -247,13 +219,13 @@ class _Work:
     self.tables += tables.table1()
 
   def table2(self):
-    self.tables.append(tables.table2(*self._suite))
+    self.tables.append(tables.tables_2_and_4(*self._suite)[0])
 
   def table3(self):
     self.tables.append(tables.table3(self._alphas))
 
   def table4(self):
-    self.tables.append(tables.table4(*self._suite))
+    self.tables.append(tables.tables_2_and_4(*self._suite)[1])
 
   def table5(self):
     self.tables.append(tables.table5(self._alphas))
@@ -302,38 +274,37 @@ class _Work:
     plots.plot_figure5(path, runs, times)
 
 
-def run_suite(
-  config: SuiteConfig, folder: str, console: rich.console.Console
-) -> None:
-  """Measures every row that has no record in the folder yet.
+def run_suite(config: ReproduceConfig, console: rich.console.Console) -> None:
+  """Measures every row of the suite that has no record yet.
 
-  The target's parameters are drawn once for all rows.
+  The target's parameters are drawn once for all rows. A suite that was stopped
+  goes on where it was.
 
   Args:
-    config: the suite.
-    folder: gets a record a row; a suite that was stopped goes on in it.
+    config: has the suite, and the folder that gets a record a row.
     console: gets a table for each row.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
     ValueError: the folder has a record with other settings.
   """
-  records = read_suite(config, folder)
+  records = read_suite(config)
   todo = [row for row in config.rows if tables.row_name(row) not in records]
   for row in todo:
-    check_memory(_benchmark(config, folder, row))
+    check_memory(_benchmark(config, row))
   if not todo:
     return
-  files.make_folder(folder)
-  params = place(
-    random_params(config.target, config.seed, config.placement.param_dtype),
-    config.placement,
-  )
+  files.make_folder(config.records)
+  suite: Any = config.suite
+  placement = suite.placement
+  drawn = random_params(suite.target, suite.seed, placement.param_dtype)
+  target = Model(suite.target, place(drawn, placement))
   for row in todo:
-    benchmark(_benchmark(config, folder, row, params), console)
+    measured = dataclasses.replace(_benchmark(config, row), target=target)
+    benchmark(measured, console)
 
 
-def read_suite(config: SuiteConfig, folder: str) -> dict[str, Record]:
+def read_suite(config: ReproduceConfig) -> dict[str, Record]:
   """The records that the suite has in the folder, by `tables.row_name`.
 
   Raises:
@@ -341,7 +312,7 @@ def read_suite(config: SuiteConfig, folder: str) -> dict[str, Record]:
   """
   records = {}
   for row in config.rows:
-    measured = _benchmark(config, folder, row)
+    measured = _benchmark(config, row)
     earlier = record.earlier(
       str(measured.output_file),
       'benchmark',
@@ -354,22 +325,17 @@ def read_suite(config: SuiteConfig, folder: str) -> dict[str, Record]:
 
 
 def _benchmark(
-  config: SuiteConfig, folder: str, row: printed.Table2Row, params: Any = None
+  config: ReproduceConfig, row: printed.Table2Row
 ) -> BenchmarkConfig:
+  suite: Any = config.suite
   name = tables.row_name(row)
-  return BenchmarkConfig(
-    config.target if params is None else Model(config.target, params),
-    config.drafts[row.draft],
-    placement=config.placement,
+  return dataclasses.replace(
+    suite,
+    drafter=config.drafts[row.draft],
     gammas=(row.gamma,),
-    input_len=config.input_len,
-    decode_len=config.decode_len,
     temperature=float(row.temperature),
     forced_acceptance=row.acceptance_rate,
     call_sizes=(1,),
-    calls_a_run=config.calls_a_run,
-    repeats=config.repeats,
-    seed=config.seed,
-    output_file=os.path.join(folder, f'{name}.json'),
-    name=f'{config.name}, {name}',
+    output_file=os.path.join(config.records, f'{name}.json'),
+    name=f'{suite.name}, {name}',
   )

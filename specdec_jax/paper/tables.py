@@ -1,11 +1,10 @@
-"""The paper's tables with what is predicted and what was measured, as reports.
+"""The paper's tables: its values, what is predicted, and what was measured.
 
-A `Comparison` is data; its `table` is for readers, `unrounded` for programs.
-Every number that was measured with forced acceptance is marked: proposals were
-accepted at random, whatever they were, with random weights.
+Every value that was measured with forced acceptance is marked, in its row and
+in the title: proposals were accepted at random, whatever they were, with random
+weights.
 """
 
-import collections
 import dataclasses
 import pathlib
 import statistics
@@ -18,80 +17,17 @@ from specdec_jax.measure.table import Cell, Column, Table, plain_markdown
 from specdec_jax.paper import printed
 
 REPORT = 'report.md'
-_NO_CHECKPOINTS = 'its checkpoints were not given'
-_MEASURED = Column('measured', missing='not measured', align='right')
+_NO_CHECKPOINTS = 'their checkpoints were not given, or proposed nothing'
+_FORCED = 'forced alpha'
+_RATIO = 'measured / predicted'
 _FORMS = {
-  **dict.fromkeys(('paper', 'predicted', 'measured / predicted'), '.2f'),
+  **dict.fromkeys(('paper', 'predicted', 'measured', _RATIO), '.2f'),
   **dict.fromkeys(('c', 'c here', 'error'), '.4f'),
-  **dict.fromkeys(('v(gamma + 1)', 'plain ms/token', 'proposes'), '.3f'),
+  **dict.fromkeys(('v(gamma + 1)', 'plain ms/token'), '.3f'),
+  **dict.fromkeys(('proposes', 'alpha of the run'), '.3f'),
 }
+Row = Mapping[str, Cell]
 Records = Sequence[Mapping[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-  """One row: its keys and the three values.
-
-  Attributes:
-    keys: what tells the row from others, such as {'task': 'ende', 'gamma': 7};
-      the same names in all rows of a comparison.
-    paper: the paper's value; None if it has none.
-    predicted: value from the closed forms; None if there is no prediction.
-    measured: the measured value; None if it was not measured.
-    not_measured: why there is no measured value.
-    forced_acceptance: the rate at which proposals were accepted; None for real
-      acceptance.
-    details: further columns after `measured`; a row may lack some of them.
-    notes: anything else.
-  """
-
-  keys: Mapping[str, Cell]
-  paper: float | None = None
-  predicted: float | None = None
-  measured: float | None = None
-  not_measured: str = ''
-  forced_acceptance: float | None = None
-  details: Mapping[str, Cell] = dataclasses.field(default_factory=dict)
-  notes: str = ''
-
-  @property
-  def remarks(self) -> str:
-    """The notes, after the mark of forced acceptance if there is any."""
-    parts = [self.notes] if self.notes else []
-    if self.forced_acceptance is not None:
-      parts.insert(0, _forced([self.forced_acceptance]))
-    return '; '.join(parts)
-
-  @property
-  def measured_over_predicted(self) -> float | None:
-    """How far the prediction holds; None if either value is missing."""
-    if self.measured is None or not self.predicted:
-      return None
-    return self.measured / self.predicted
-
-  def cells(self) -> dict[str, Cell]:
-    """All columns, the numbers unrounded, by name."""
-    return {
-      **self.keys,
-      'paper': self.paper,
-      'predicted': self.predicted,
-      'measured': self.measured,
-      'forced_acceptance': self.forced_acceptance,
-      'measured / predicted': self.measured_over_predicted,
-      **self.details,
-      'not_measured': self.not_measured,
-      'notes': self.remarks,
-    }
-
-  def shown(self) -> dict[str, Cell]:
-    """The columns for readers; forced acceptance is marked at the value."""
-    cells = self.cells()
-    del cells['forced_acceptance'], cells['not_measured']
-    if self.measured is not None:
-      forced = self.forced_acceptance is not None
-      mark = ' (forced)' if forced else ''
-      cells['measured'] = f'{self.measured:.2f}{mark}'
-    return cells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,97 +36,88 @@ class Comparison:
 
   Attributes:
     name: name of its files, such as 'table2'.
-    title: such as 'Table 2: walltime improvement'.
-    quantity: what the three values are, with their unit.
-    rows: at least one row.
-    caption: one or more sentences under the title.
+    title: such as 'Table 2: speed-up'.
+    caption: sentences under the title that say what the values are.
+    rows: column -> value, as `compared` returns them; at least one row.
+    missing: why rows have no measured value.
   """
 
   name: str
   title: str
-  quantity: str
+  caption: str
   rows: Sequence[Row]
-  caption: str = ''
+  missing: str
 
-  @property
-  def full_title(self) -> str:
-    """The title, with forced acceptance if there is any."""
-    return titled(self.title, [row.forced_acceptance for row in self.rows])
-
-  @property
-  def listed(self) -> list[Row]:
-    """The rows that readers see: the measured rows, or all if none was."""
-    measured = [row for row in self.rows if row.measured is not None]
-    return measured or list(self.rows)
-
-  def table(self, *, remarks: bool = False) -> Table:
-    """The listed rows as a table; notes say why other rows were not measured.
-
-    Args:
-      remarks: whether there is a column of remarks.
-    """
-    hidden = () if remarks else ('notes',)
-    return self._table([row.shown() for row in self.listed], hidden)
-
-  def unrounded(self) -> Table:
-    """A table of all rows, with all digits."""
-    cells = [row.cells() for row in self.rows]
-    return self._table(cells, ('measured / predicted',))
-
-  def _table(
-    self, rows: Sequence[Mapping[str, Cell]], hidden: Sequence[str]
-  ) -> Table:
-    # A row may lack details: the longest has the order of the columns.
-    longest = max(rows, key=len)
-    names = [name for name in longest if name not in hidden]
-    columns = [Column(name, _FORMS.get(name, '')) for name in names]
-    columns[names.index('measured')] = _MEASURED
-    body = [[row.get(name) for name in names] for row in rows]
-    return Table(self.full_title, columns, body, self._notes())
-
-  def _notes(self) -> list[str]:
-    """Why rows were not measured, a line a reason; how predictions hold."""
-    reasons = collections.Counter(
-      row.not_measured for row in self.rows if row.not_measured
-    )
-    hidden = len(self.listed) < len(self.rows)
-    where = f'; they are in {self.name}.csv' if hidden else ''
-    notes = [
-      f'{count} row{"s" * (count > 1)} not measured{where}:'
-      f' {reason.rstrip(".")}.'
-      for reason, count in reasons.items()
-    ]
-    all_ratios = [row.measured_over_predicted for row in self.rows]
-    if ratios := [ratio for ratio in all_ratios if ratio is not None]:
+  def table(self) -> Table:
+    """The measured rows, or all if there are none, as readers see them."""
+    measured = [row for row in self.rows if row['measured'] is not None]
+    notes = []
+    if others := len(self.rows) - len(measured):
+      notes.append(
+        f'{others} of {len(self.rows)} rows not measured: {self.missing}.'
+      )
+    if ratios := [row[_RATIO] for row in measured if row[_RATIO] is not None]:
+      numbers: Any = ratios
       notes.append(
         f'Measured over predicted, {len(ratios)} rows: median'
-        f' {statistics.median(ratios):.2f}, from {min(ratios):.2f} to'
-        f' {max(ratios):.2f}.'
+        f' {statistics.median(numbers):.2f}, from {min(numbers):.2f} to'
+        f' {max(numbers):.2f}.'
       )
-    return notes
+    return self._table(measured or self.rows, notes).said()
+
+  def csv(self) -> str:
+    """All rows, with all digits."""
+    return self._table(self.rows).csv()
+
+  def _table(self, rows: Sequence[Row], notes: Sequence[str] = ()) -> Table:
+    names = max(rows, key=len)  # a row may lack details
+    columns = [Column(name, _FORMS.get(name, '')) for name in names]
+    forced: list[Any] = [row[_FORCED] for row in rows]
+    body = [[row.get(name) for name in names] for row in rows]
+    return Table(titled(self.title, forced), columns, body, notes)
 
   def markdown(self) -> str:
     """The comparison's part of a report."""
-    shown = self.table(remarks=True)
-    measured = sum(row.measured is not None for row in self.rows)
-    about = (
-      f'{self.quantity}; {measured} of {len(self.rows)} rows measured.'
-      f' {self.caption}'
+    shown = self.table()
+    return '\n\n'.join(
+      [
+        f'## {plain_markdown(shown.title)}',
+        plain_markdown(self.caption),
+        shown.markdown(),
+        *map(plain_markdown, shown.notes),
+        f'All rows, with all digits: [{self.name}.csv]({self.name}.csv)\n',
+      ]
     )
-    parts = [
-      f'## {plain_markdown(self.full_title)}',
-      plain_markdown(about),
-      shown.markdown(),
-      *map(plain_markdown, shown.notes),
-      f'Unrounded: [{self.name}.csv]({self.name}.csv)',
-    ]
-    return '\n\n'.join(parts) + '\n'
 
 
-def _forced(rates: Sequence[float]) -> str:
-  low, high = min(rates), max(rates)
-  to = '' if low == high else f' to {high:g}'
-  return f'forced alpha={low:g}{to}, random weights'
+def compared(
+  keys: Row,
+  paper: float | None,
+  predicted: float | None = None,
+  measured: float | None = None,
+  forced: float | None = None,
+  details: Row | None = None,
+) -> Row:
+  """One row of a `Comparison`.
+
+  Args:
+    keys: what tells the row from others, such as {'task': 'ende', 'gamma': 7}.
+    paper: the paper's value.
+    predicted: value from the closed forms.
+    measured: the measured value.
+    forced: the rate at which proposals were accepted; None for real acceptance.
+    details: further columns.
+  """
+  ratio = measured / predicted if measured and predicted else None
+  return {
+    **keys,
+    'paper': paper,
+    'predicted': predicted,
+    'measured': measured,
+    _FORCED: forced,
+    _RATIO: ratio,
+    **(details or {}),
+  }
 
 
 def titled(title: str, rates: Sequence[float | None]) -> str:
@@ -198,13 +125,15 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
 
   Args:
     title: the title without the remark.
-    rates: `forced_acceptance` of each value; None for real acceptance.
+    rates: the forced rate of each value; None for real acceptance.
   """
-  forced = [rate for rate in rates if rate is not None]
+  forced = sorted({rate for rate in rates if rate is not None})
   if not forced:
     return title
-  some = f': {len(forced)} of {len(rates)}' if len(forced) < len(rates) else ''
-  return f'{title} ({_forced(forced)}{some})'
+  alphas = ' to '.join(f'{rate:g}' for rate in forced[:: len(forced) - 1 or 1])
+  number = sum(rate is not None for rate in rates)
+  some = f': {number} of {len(rates)}' if number < len(rates) else ''
+  return f'{title} (forced alpha={alphas}, random weights{some})'
 
 
 def write(
@@ -232,13 +161,13 @@ def write(
   folder = pathlib.Path(output_dir)
   parts = ['# The paper, what is predicted, what was measured\n']
   written = []
-  for compared in comparisons:
-    path = folder / f'{compared.name}.csv'
-    files.write_atomically(path, compared.unrounded().csv().encode())
+  for comparison in comparisons:
+    path = folder / f'{comparison.name}.csv'
+    files.write_atomically(path, comparison.csv().encode())
     shown = path.with_suffix('.json')
-    Record('table', compared.table().to_json(), machine).save(shown)
+    Record('table', comparison.table().to_json(), machine).save(shown)
     written += [path, shown]
-    parts.append(compared.markdown())
+    parts.append(comparison.markdown())
   for name, meaning in figures.items():
     # Pictures are shown in the report; pages are linked.
     mark = '!' if name.endswith('.png') else ''
@@ -263,118 +192,106 @@ def only(record: Mapping[str, Any]) -> Any:
 
 def table1() -> list[Comparison]:
   """Table 1 as two tables: speed, and arithmetic operations."""
-
-  def compared(name: str, factor: str, cost: str) -> Comparison:
+  tables = []
+  for name, factor, cost in (
+    ('speed', 'walltime_factor', 'c'),
+    ('operations', 'operations_factor', 'c-hat'),
+  ):
     closed_form = getattr(analysis, factor)
     rows = [
-      Row(
+      compared(
         {'alpha': row.acceptance_rate, 'gamma': row.gamma},
         getattr(row, factor),
         float(closed_form(row.acceptance_rate, row.gamma, 0.0)),
-        not_measured='a closed form, nothing is run',
       )
       for row in printed.TABLE1
     ]
-    quantity = f'{factor.replace("_", " ")}, {cost} = 0'
-    title = f'Table 1: {name.upper()}'
-    return Comparison(f'table1_{name}', title, quantity, rows)
+    tables.append(
+      Comparison(
+        f'table1_{name}',
+        f'Table 1: {name.upper()}',
+        f'{factor.replace("_", " ")}, {cost} = 0',
+        rows,
+        'a closed form, nothing is run',
+      )
+    )
+  return tables
 
-  return [
-    compared('speed', 'walltime_factor', 'c'),
-    compared('operations', 'operations_factor', 'c-hat'),
-  ]
 
-
-def table2(
+def tables_2_and_4(
   records: Mapping[str, Any], rows: Sequence[printed.Table2Row], missing: str
-) -> Comparison:
-  """Table 2: walltime against the plain loop.
+) -> tuple[Comparison, Comparison]:
+  """Table 2, speed-ups, and Table 4, what Theorem 3.8 says of the same rows.
 
   Args:
     records: the records that there are, by `row_name`.
-    rows: rows of the paper to show.
+    rows: rows of Table 2 to show.
     missing: why a row has no record.
   """
-  expected = {row_name(row): _expected(row) for row in printed.TABLE4}
-  shown = []
+  fourth_rows = {row_name(row): row for row in printed.TABLE4}
+  second, fourth = [], []
   for row in rows:
     name = row_name(row)
-    shown.append(
-      _speed_up(row, records[name])
-      if name in records
-      else Row(
-        _keys(row),
-        row.speedup,
-        expected[name],
-        not_measured=missing,
-        notes="predicted by Theorem 3.8 from the paper's alpha and c",
+    in_fourth = fourth_rows[name]
+    keys: dict[str, Cell] = {
+      'task': row.task,
+      'draft': row.draft,
+      'T': row.temperature,
+      'gamma': row.gamma,
+      'alpha': row.acceptance_rate,
+    }
+    theorem = float(
+      analysis.walltime_factor(
+        row.acceptance_rate, row.gamma, in_fourth.cost_ratio
       )
     )
-  return Comparison(
-    'table2',
-    'Table 2: speed-up',
-    'walltime of plain over speculative decoding',
-    shown,
-    'Predicted: E(gamma, alpha) / (v(gamma + 1) + gamma c) with the measured v'
-    " and c, and the timed run's own acceptance rate. Measured: against this"
-    " library's plain loop in the same run.",
-  )
-
-
-def _speed_up(row: printed.Table2Row, record: Mapping[str, Any]) -> Row:
-  """A row of Table 2 as it was measured."""
-  measured, settings = only(record), record['settings']
-  return Row(
-    _keys(row),
-    row.speedup,
-    measured['expected_speed_up'],
-    measured['speed_up'],
-    forced_acceptance=settings['forced_acceptance'],
-    details={
-      'c': measured['cost_ratio'],
-      'v(gamma + 1)': record['call_cost'][str(row.gamma + 1)],
-      'plain ms/token': record['times_ms']['plain_loop']['median'],
-    },
-    notes=(
-      f'{settings["name"]}; acceptance of the timed run'
-      f' {measured["acceptance_rate"]:.3f}'
+    speed_up = forced = None
+    predicted, details = theorem, {}
+    if name in records:
+      record = records[name]
+      run, settings = only(record), record['settings']
+      speed_up, forced = run['speed_up'], settings['forced_acceptance']
+      predicted = run['expected_speed_up']
+      details = {
+        'c': run['cost_ratio'],
+        'v(gamma + 1)': record['call_cost'][str(row.gamma + 1)],
+        'plain ms/token': record['times_ms']['plain_loop']['median'],
+        'alpha of the run': run['acceptance_rate'],
+        'models': settings['name'].removesuffix(f', {name}'),
+      }
+    second.append(
+      compared(keys, row.speedup, predicted, speed_up, forced, details)
+    )
+    fourth.append(
+      compared(
+        {**keys, 'c of the paper': in_fourth.cost_ratio},
+        in_fourth.expected,
+        theorem,
+        speed_up,
+        forced,
+        {'EMP of the paper': in_fourth.empirical, 'c here': details.get('c')},
+      )
+    )
+  return (
+    Comparison(
+      'table2',
+      'Table 2: speed-up',
+      'Walltime of plain over speculative decoding. Predicted: E(gamma, alpha)'
+      " / (v(gamma + 1) + gamma c) with the measured v and c, and the run's own"
+      " acceptance rate; of rows that were not measured the paper's alpha and c"
+      " by Theorem 3.8. Measured: against this library's plain loop in the same"
+      ' run.',
+      second,
+      missing,
     ),
-  )
-
-
-def table4(
-  records: Mapping[str, Any], rows: Sequence[printed.Table2Row], missing: str
-) -> Comparison:
-  """Table 4: what Theorem 3.8 expects, and c; arguments as of `table2`."""
-  names = set(map(row_name, rows))
-  shown = []
-  for row in printed.TABLE4:
-    if (name := row_name(row)) not in names:
-      continue
-    record = records.get(name, {})
-    measured = only(record) if record else {}
-    settings = record.get('settings', {})
-    shown.append(
-      Row(
-        {**_keys(row), 'c of the paper': row.cost_ratio},
-        row.expected,
-        _expected(row),
-        measured.get('speed_up'),
-        not_measured='' if record else missing,
-        forced_acceptance=settings.get('forced_acceptance'),
-        details={
-          'EMP of the paper': row.empirical,
-          'c here': measured.get('cost_ratio'),
-        },
-      )
-    )
-  return Comparison(
-    'table4',
-    'Table 4: expected and empirical improvement',
-    'walltime factor',
-    shown,
-    "Paper: its EXP. Predicted: Theorem 3.8 with the paper's alpha and c, which"
-    ' its table rounds to two decimals.',
+    Comparison(
+      'table4',
+      'Table 4: expected and empirical improvement',
+      "Walltime factor. Paper: its EXP. Predicted: Theorem 3.8 with the paper's"
+      ' alpha and c, which its table rounds to two decimals.',
+      fourth,
+      missing,
+    ),
   )
 
 
@@ -396,12 +313,12 @@ def table3(records: Records) -> Comparison:
   return Comparison(
     'table3',
     'Table 3: acceptance rates',
-    'alpha, Corollary 3.6',
+    "Alpha, Corollary 3.6. Paper: of the row that 'stands in for' names, whose"
+    ' models and data are others. Measured: mean acceptance probability of'
+    ' proposals; error: its standard error over texts; proposes: of the tokens,'
+    ' the share that there was a proposal for.',
     _rates(lossless, values, ('target', 'draft', 'T'), details),
-    "Paper: of the row that 'stands in for' names, whose models and data are"
-    ' others. Measured: mean acceptance probability of proposals; error: its'
-    ' standard error over texts; proposes: of the tokens, the share that there'
-    ' was a proposal for.',
+    _NO_CHECKPOINTS,
   )
 
 
@@ -416,23 +333,19 @@ def table5(records: Records) -> Comparison:
     ('t5_xxl_ende', row.draft, 1, row.lenience): row.acceptance_rate
     for row in printed.TABLE5
   }
-  proposing = [
-    row
-    for record in records
-    for row in record['rows']
-    if row['alpha'] is not None
-  ]
+  rows = [row for record in records for row in record['rows']]
+  proposing = [row for row in rows if row['alpha'] is not None]
   details = {'error': 'standard_error'}
   return Comparison(
     'table5',
     'Table 5: acceptance rates by lenience',
-    'alpha',
-    _rates(proposing, values, ('target', 'draft', 'T', 'lenience'), details),
     'Below lenience 1 the output is lossy: a token may come up to 1 / lenience'
     " times as often as the target would draw it. Alpha is over the target's"
     ' own tokens, sum min(p / l, q), and at temperature 0 the share of'
     " proposals with p >= l max(p). Paper: of the row that 'stands in for'"
     ' names, whose models and data are others.',
+    _rates(proposing, values, ('target', 'draft', 'T', 'lenience'), details),
+    _NO_CHECKPOINTS,
   )
 
 
@@ -450,41 +363,23 @@ def _rates(
     names: names of the columns that tell rows apart.
     details: further columns, after 'stands in for': name -> the record's name.
   """
-  shown, stood_in_for = [], set()
+  rows, stood_in_for = [], set()
   for row in measured:
     at = (row['temperature'], row['lenience'])[: len(names) - 2]
     pair = row.get('paper') or ()
     stood_in_for.add(key := (*pair, *at))
     keys = (row['target'], row['draft'], *at)
-    stands_in_for = ', '.join(pair) if key in values else None
-    shown.append(
-      Row(
+    rows.append(
+      compared(
         dict(zip(names, keys, strict=True)),
         values.get(key),
         measured=row['alpha'],
-        not_measured='it proposed nothing' if row['alpha'] is None else '',
-        details={'stands in for': stands_in_for}
-        | {name: row.get(key) for name, key in details.items()},
+        details={'stands in for': ', '.join(pair) if key in values else None}
+        | {name: row.get(of) for name, of in details.items()},
       )
     )
-  return shown + [
-    Row(dict(zip(names, key, strict=True)), value, not_measured=_NO_CHECKPOINTS)
+  return rows + [
+    compared(dict(zip(names, key, strict=True)), value)
     for key, value in values.items()
     if key not in stood_in_for
   ]
-
-
-def _keys(row: printed.Table2Row | printed.Table4Row) -> dict[str, Any]:
-  return {
-    'task': row.task,
-    'draft': row.draft,
-    'T': row.temperature,
-    'gamma': row.gamma,
-    'alpha': row.acceptance_rate,
-  }
-
-
-def _expected(row: printed.Table4Row) -> float:
-  return float(
-    analysis.walltime_factor(row.acceptance_rate, row.gamma, row.cost_ratio)
-  )

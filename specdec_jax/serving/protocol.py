@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax.checks.names import nearest
+from specdec_jax.checks.fields import nearest
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import example_id
 from specdec_jax.serving.settings import ServeSettings

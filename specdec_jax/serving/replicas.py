@@ -16,9 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_types,
+  package,
+  unexpected,
+)
 from specdec_jax.serving.log import logging_to_stderr, say
 from specdec_jax.serving.settings import ServeSettings, listening_socket
 from specdec_jax.serving.worker import Worker

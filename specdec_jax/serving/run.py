@@ -9,8 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import check_types, package
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration

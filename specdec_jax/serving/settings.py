@@ -4,8 +4,12 @@ import dataclasses
 import socket
 from collections.abc import Mapping
 
-from specdec_jax.checks.arguments import check_at_least, check_number
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_number,
+  check_types,
+  unexpected,
+)
 from specdec_jax.engine.request import check_gamma
 
 _LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
@@ -21,7 +25,7 @@ class ServeSettings:
     model_name: what requests call the model; None is the target's name.
     rows: outputs that are decoded together.
     gammas: rows -> gamma of greedy requests, by the rows of the pool; see
-      `Calibration.gammas`. None is the engine's gamma, or a calibration's.
+      `Calibration.plan`. None is the engine's gamma, or a calibration's.
       Samples always have the engine's, so that they do not depend on the
       traffic.
     speculative: whether the drafter helps; None is yes if there is one.

@@ -24,7 +24,7 @@ from specdec_jax.decoding.state import BLOCK, TOKEN, Request
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import TextBatch
+from specdec_jax.engine.request import Drafting, TextBatch
 from specdec_jax.engine.scheduler import (
   PoolSettings,
   Row,
@@ -108,12 +108,9 @@ class Worker(Scheduler):
     self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
     self._texts = self._texts_of_all_widths()
     batch = self._some(self._texts[-1], max_length=1)
-    if batch.batch_multiple > 1:
-      raise unexpected(
-        'Placement.data',
-        '1: a pool of one row cannot be split',
-        batch.batch_multiple,
-      )
+    if engine.batch_multiple > 1:
+      expected = '1: a pool of one row cannot be split'
+      raise unexpected('Placement.data', expected, engine.batch_multiple)
     self._pool_programs: PoolPrograms | None = None
     self._args: Mapping[str, Any] = {
       'engine': engine,
@@ -166,8 +163,7 @@ class Worker(Scheduler):
     """
     batch, search = self._batch(text, **options), None
     if batch.options.num_beams is not None:
-      drafts = bool(batch.rows) and batch.request.gamma > 0
-      search = self.engine.search(batch, drafts)
+      search = self.engine.search(batch)
     count = np.sum(batch.request.stop_ids >= 0) if batch.rows else 0
     if count > self._num_stops:
       raise unexpected('stop_ids', f'{self._num_stops} at most', int(count))
@@ -392,8 +388,7 @@ class Worker(Scheduler):
           (widest, _SAMPLED, 1, 1),
         ]
       plans[f'reading, {inputs}'] = [
-        (text, kind, min(count, several), several)
-        for kind in (_SAMPLED, *[_PLAIN] * self.policy.reads_plainly)
+        (text, _SAMPLED, min(count, several), several)
         for count in counts[:several]
       ]
     return {
@@ -425,7 +420,7 @@ class Worker(Scheduler):
     runs: dict[str, Callable[[], object]] = {}
     for width, text in itertools.product(self.settings.beams, self._texts):
       batch = self._some(text, num_beams=width, num_samples=width, max_length=1)
-      search = self.engine.search(batch, batch.request.gamma > 0)
+      search = self.engine.search(batch)
       name = f'a search of {width} beams, inputs of {len(text)}'
       runs[name] = functools.partial(search, 1)
     return runs
@@ -496,14 +491,14 @@ def pool_settings(
   engine: Engine, settings: ServeSettings, measured: Calibration | None
 ) -> PoolSettings:
   """The pool of a server; drafts of greedy rows are as a calibration has it."""
-  plan, least = None, 0
+  gammas: Mapping[int, int | Drafting] | None = settings.gammas
+  least = 0
   if measured is not None:
-    plan = measured.plan(settings.rows, engine)
+    gammas = measured.plan(settings.rows, engine)
     least = measured.least_length(1)
   return PoolSettings(
     rows=settings.rows,
-    gammas=settings.gammas,
-    plan=plan,
+    gammas=gammas,
     sizes=settings.sizes,
     least_length=least,
   )

@@ -20,6 +20,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request
 from specdec_jax.engine.request import Options
 from specdec_jax.probs import SamplingConfig, SamplingParams
+from specdec_jax.types import Generation
 
 MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to here
 
@@ -99,35 +100,24 @@ def temperature_sample(
   def each(rows):
     return jnp.repeat(rows, num_decodes, axis=0)
 
-  prompt = each(inputs)
-  produced = _prompt_length(prompt, pair) - 1
-  request = Request(
-    inputs=each(pair.inputs),
-    keys=_keys(decode_rng, prompt.shape[0]),
+  tokens, done = _decode(
+    pair._replace(inputs=each(pair.inputs)),
+    each(inputs),
+    eos_id,
+    steps,
+    keys=_keys(decode_rng, inputs.shape[0] * num_decodes),
     sampling=sampling.replace(temperature=each(sampling.temperature)),
-    stop_ids=jnp.array([eos_id], jnp.int32),
-    min_length=jnp.zeros(prompt.shape[:1], jnp.int32),
-    max_length=jnp.minimum(steps, prompt.shape[1] - produced),
-    slots=prompt.shape[1],
-    gamma=pair.gamma,
     greedy=greedy,
     with_log_probs=not (greedy and rescale_log_probs),
     log_probs_as_drawn=rescale_log_probs,
-    prompt=prompt if pair.has_prompt else None,
-    prompt_length=produced + 1 if pair.has_prompt else None,
   )
-  done = pair.loop.decode(pair.params, request)
-  tokens, scores = done.tokens, jnp.zeros(prompt.shape[:1])
-  if request.with_log_probs:
-    scores = jnp.sum(done.log_probs, axis=1)
-  if pair.has_prompt:
-    tokens = _after_prompt(prompt, produced, tokens)
-
   shape = (inputs.shape[0], num_decodes)
-  tokens, scores = tokens.reshape(*shape, -1), scores.reshape(shape)
+  scores = jnp.zeros(shape)
+  if not (greedy and rescale_log_probs):
+    scores = jnp.sum(done.log_probs, axis=1).reshape(shape)
   order = jnp.argsort(scores, axis=1)
   return (
-    jnp.take_along_axis(tokens, order[..., None], axis=1),
+    jnp.take_along_axis(tokens.reshape(*shape, -1), order[..., None], axis=1),
     jnp.take_along_axis(scores, order, axis=1),
   )
 
@@ -173,39 +163,66 @@ def beam_search(
   pair = tokens_to_logits
   options = Options(num_beams=num_decodes, alpha=alpha, draft_beams=draft_beams)
   length = inputs.shape[1] if max_decode_len is None else max_decode_len
-  prompt = _of_length(inputs, length)
+  padding = max(0, length - inputs.shape[1])
+  prompt = jnp.pad(inputs, ((0, 0), (0, padding)))[:, :length]
   batch = prompt.shape[0]
-  produced = _prompt_length(prompt, pair) - 1
-  request = Request(
-    inputs=pair.inputs,
+  tokens, done = _decode(
+    pair,
+    prompt,
+    eos_id,
+    length,
     keys=_keys(None, batch),
     sampling=SamplingConfig(0.0).params(batch),
-    stop_ids=jnp.array([eos_id], jnp.int32),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    max_length=length - produced,
-    slots=length,
-    gamma=pair.gamma,
     greedy=True,
     with_log_probs=False,
-    prompt=prompt if pair.has_prompt else None,
-    prompt_length=produced + 1 if pair.has_prompt else None,
     beams=options.beam_settings(num_ends=1),
   )
-  done = pair.loop.decode(pair.params, request)
-  tokens = done.tokens
-  if pair.has_prompt:
-    produced = jnp.repeat(produced, num_decodes)
-    prompt = jnp.repeat(prompt, num_decodes, axis=0)
-    tokens = _after_prompt(prompt, produced, tokens)
+  if pair.has_prompt:  # none of what a search did not find
     tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
   scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
   return tokens.reshape(batch, num_decodes, length), scores
 
 
-def _of_length(inputs: jax.Array, length: int) -> jax.Array:
-  """int32[B, length]: `inputs` without its last tokens, or with zeros."""
-  padding = max(0, length - inputs.shape[1])
-  return jnp.pad(inputs, ((0, 0), (0, padding)))[:, :length]
+def _decode(
+  pair: Pair, prompt: jax.Array, eos_id: int, steps: Any, **settings: Any
+) -> tuple[jax.Array, Generation]:
+  """Decodes by a pair: each row's prompt and what follows, and the generation.
+
+  Args:
+    pair: both models, and what their encoders read.
+    prompt: int32[B, L], 0 first, see `Pair.has_prompt`.
+    eos_id: id that ends an output.
+    steps: the most tokens after a prompt.
+    **settings: further fields of the `Request`.
+  """
+  length = prompt.shape[1]
+  produced = jnp.zeros(prompt.shape[:1], jnp.int32)  # by the prompt
+  prompted: dict[str, Any] = {}
+  if pair.has_prompt:
+    produced = jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
+    prompted = {'prompt': prompt, 'prompt_length': produced + 1}
+  request = Request(
+    inputs=pair.inputs,
+    stop_ids=jnp.array([eos_id], jnp.int32),
+    min_length=jnp.zeros_like(produced),
+    max_length=jnp.minimum(steps, length - produced),
+    slots=length,
+    gamma=pair.gamma,
+    **prompted,
+    **settings,
+  )
+  done = pair.loop.decode(pair.params, request)
+  tokens: Any = done.tokens
+  if pair.has_prompt:
+    num_outputs = tokens.shape[0] // prompt.shape[0]
+    before = jnp.pad(prompt[:, 1:], ((0, 0), (0, 1)))
+    before, produced = (
+      jnp.repeat(rows, num_outputs, axis=0) for rows in (before, produced)
+    )
+    place = jnp.arange(length) - produced[:, None]
+    moved = jnp.take_along_axis(tokens, jnp.maximum(place, 0), axis=1)
+    tokens = jnp.where(place < 0, before, moved)
+  return tokens, done
 
 
 def _sampling(batch: int, temperature, topk, topp):
@@ -246,13 +263,6 @@ def _steps(length: int, steps, hard_limit):
   return steps
 
 
-def _prompt_length(prompt: jax.Array, pair: Pair):
-  """int32[B], tokens of each prompt, its start token counted."""
-  if not pair.has_prompt:
-    return jnp.ones(prompt.shape[:1], jnp.int32)
-  return 1 + jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
-
-
 def _keys(rng: jax.Array | None, rows: int) -> jax.Array:
   """A key for each row, from T5X's one for the batch."""
   if rng is None:
@@ -260,14 +270,6 @@ def _keys(rng: jax.Array | None, rows: int) -> jax.Array:
   elif not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
     rng = jax.random.wrap_key_data(rng)
   return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, jnp.arange(rows))
-
-
-def _after_prompt(prompt: jax.Array, produced: jax.Array, tokens: jax.Array):
-  """Each row's prompt without its start token, then its tokens; [B, L]."""
-  place = jnp.arange(tokens.shape[1]) - produced[:, None]
-  moved = jnp.take_along_axis(tokens, jnp.maximum(place, 0), axis=1)
-  start = jnp.pad(prompt[:, 1:], ((0, 0), (0, 1)))
-  return jnp.where(place < 0, start, moved)
 
 
 DECODE_FNS = (temperature_sample, beam_search)

@@ -9,8 +9,7 @@ from typing import Any
 import flax
 import jax
 
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_number, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import package
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.vocabulary import (
   MARK,

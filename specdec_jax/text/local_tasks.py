@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.arguments import check_number
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice, nearest
+from specdec_jax.checks.fields import (
+  check_choice,
+  check_number,
+  check_types,
+  nearest,
+  unexpected,
+)
 from specdec_jax.files import TextLine, shipped
 from specdec_jax.text import metrics
 from specdec_jax.text.tokenizer import Tokenizer
@@ -218,9 +222,8 @@ def parse(
       return _of_object(json_object(line, place), place, used)
     columns = line.split('\t') if kind == 'tsv' else [line]
     if len(columns) > 2:
-      raise ValueError(
-        f'{place} has {len(columns)} columns; expected source<TAB>target.'
-      )
+      given = f'{len(columns)} columns'
+      raise unexpected(place, 'source<TAB>target', given)
     return dict(zip(FEATURES, [*columns, ''], strict=False))
   except ValueError as error:
     # The message quotes parts of the line, such as names of fields.
@@ -238,9 +241,8 @@ def _of_object(
     if field not in fields:
       names = list(fields)[:_MOST_NAMES]
       raise ValueError(
-        f'{place} has no field {field!r} for'
-        f' {feature}.{nearest(field, names)} LocalTask.{feature}_field names'
-        ' another field.'
+        f'{place} has no field {field!r}.{nearest(field, names)}'
+        f' LocalTask.{feature}_field names another field.'
       )
     text = fields[field]
     if feature == 'targets' and isinstance(text, list) and text:
@@ -250,10 +252,8 @@ def _of_object(
     if not all(isinstance(part, str) for part in parts):
       raise unexpected(f'{place}: field {field!r}', 'text', text)
     if any(part != files.writable(part) for part in parts):
-      raise ValueError(
-        f'{place}: the field {field!r} holds a lone surrogate (such as'
-        ' \\ud800), which stands for no character.'
-      )
+      where = f'{place}: field {field!r}'
+      raise unexpected(where, 'characters', 'a lone surrogate (\\ud800)')
     texts[feature] = text
   others = {
     key: value
@@ -270,11 +270,7 @@ def check_feature_lengths(
   """Raises ValueError for a feature that a task lacks, or for a bad length."""
   features = list(features)
   for feature, length in lengths.items():
-    if feature not in features:
-      raise ValueError(
-        f'TASK_FEATURE_LENGTHS: the task {task!r} has no feature'
-        f' {feature!r}.{nearest(feature, features)}'
-      )
+    check_choice(f'TASK_FEATURE_LENGTHS of task {task!r}', feature, features)
     check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 
@@ -356,10 +352,8 @@ def find_task(
       if os.sep not in path and _ending(path) not in KINDS:
         return task
       files.check_regular(path)
-      raise ValueError(
-        f'There is no file of examples {path!r} (relative to {os.getcwd()}):'
-        ' expected a file (.tsv, .jsonl, or lines) or the name of a task.'
-      )
+      kinds = 'a file (.tsv, .jsonl, or lines) or the name of a task'
+      raise unexpected('task', kinds, path, f'You are in {os.getcwd()}.')
     name = os.path.basename(path).removesuffix('.gz')
     if _ending(path) in KINDS:
       name = os.path.splitext(name)[0]
@@ -369,8 +363,6 @@ def find_task(
   for field in ('fingerprint', 'eos_id'):
     theirs, ours = getattr(other, field), getattr(tokenizer, field, None)
     if theirs != ours:
-      raise ValueError(
-        f'Task {task.name!r}: its vocabulary {os.fspath(task.vocab_path)!r} has'
-        f' the {field} {theirs!r}, that of the models {ours!r}.'
-      )
+      where = f'{field} of {os.fspath(task.vocab_path)!r}, of {task.name!r}'
+      raise unexpected(where, f"{ours!r}, the models'", theirs)
   return task

@@ -8,7 +8,7 @@ sacrebleu and rouge_score come with the extra `[metrics]`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import package
 
 Target = str | Sequence[str]
 Metric = Callable[[Sequence[Target], Sequence[str]], dict[str, Any]]

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.names import nearest
-from specdec_jax.checks.packages import package
+from specdec_jax.checks.fields import nearest, package, unexpected
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text.local_tasks import (
   FEATURES,
@@ -163,13 +162,8 @@ def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
     return [metrics_lib.METRICS[metric] for metric in local.metrics]
   if str(name) in TASKS and not _is_registered(str(name)):
     return [metrics_lib.METRICS[m] for m in TASKS[str(name)].metrics]
-  subtasks = _subtasks(_find(str(name), None))
-  if len(subtasks) > 1:
-    raise ValueError(
-      f'{name!r} is a mixture; ask for the metrics of one of its tasks:'
-      f' {", ".join(task.name for task in subtasks)}.'
-    )
-  after = functools.partial(subtasks[0].postprocess_fn, example=None)
+  task = _single(str(name))
+  after = functools.partial(task.postprocess_fn, example=None)
 
   def measure(targets, predictions, metric):
     return metric(
@@ -179,7 +173,7 @@ def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
 
   return [
     functools.partial(measure, metric=metric)
-    for metric in subtasks[0].predict_metric_fns
+    for metric in task.predict_metric_fns
   ]
 
 
@@ -193,10 +187,8 @@ def splits(name: str | LocalTask) -> list[str]:
   local = find_local(name)
   known = local.files if local is not None else _task(_name(name)).splits
   if TRAIN_SPLIT not in known:
-    raise ValueError(
-      f'The task {_name(name)!r} has no split {TRAIN_SPLIT!r}; it has'
-      f' {sorted(known)}.'
-    )
+    where = f'splits of the task {_name(name)!r}'
+    raise unexpected(where, f'{TRAIN_SPLIT!r} among them', sorted(known))
   return [s for s in (TRAIN_SPLIT, EVAL_SPLIT) if s in known]
 
 
@@ -221,11 +213,9 @@ def token_lists(
     ends = dict.fromkeys(FEATURES, Tokenizer(local.vocab_path).eos_id)
   else:
     features = _task(_name(name)).output_features
-    if missing := set(FEATURES) - set(features):
-      raise ValueError(
-        f'The seqio task {name!r} lacks the features {sorted(missing)}; it has'
-        f' {sorted(features)}.'
-      )
+    if not set(FEATURES) <= set(features):
+      where = f'features of the seqio task {name!r}'
+      raise unexpected(where, f'{FEATURES} among them', sorted(features))
     ends = {key: features[key].vocabulary.eos_id for key in FEATURES}
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
   for example in examples(name, split):  # the caller decides about lengths
@@ -239,15 +229,21 @@ def _name(name: str | LocalTask) -> str:
   return name.name if isinstance(name, LocalTask) else name
 
 
-def _task(name: str) -> Any:
-  subtasks = _subtasks(_find(name, None))
-  if len(subtasks) > 1:
-    raise ValueError(
-      f'{name!r} is a mixture; training reads one task. Its tasks are'
-      f' {", ".join(task.name for task in subtasks)}.'
+def _single(name: str) -> Any:
+  """The seqio task of that name; ValueError if it is a mixture of several."""
+  task, *others = _subtasks(_find(name, None))
+  if others:
+    names = [one.name for one in (task, *others)]
+    raise unexpected(
+      name, f'one task, such as {names[0]}', f'the tasks {names}'
     )
-  check_prepared(subtasks[0].source)
-  return subtasks[0]
+  return task
+
+
+def _task(name: str) -> Any:
+  task = _single(name)
+  check_prepared(task.source)
+  return task
 
 
 def find_local(name: str | LocalTask) -> LocalTask | None:
@@ -277,9 +273,8 @@ def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
     *seqio.MixtureRegistry.names(),
   }
   raise ValueError(
-    f'There is no task {name!r}.{nearest(name, known)} A task of your own must'
-    ' be registered by a module that is imported first: `import my_tasks` in a'
-    ' gin file, or in Python.'
+    f'There is no task {name!r}.{nearest(name, known)} Import the module that'
+    ' registers a task of your own first (`import my_tasks` in a gin file).'
   )
 
 
@@ -366,8 +361,7 @@ def check_prepared(source: Any) -> None:
     problem = f'cannot be loaded ({error})'
   raise ValueError(
     f"TensorFlow Datasets' {loader.name} {problem}. Get them by: {command}."
-    ' If the data are in another folder, name it in the environment variable'
-    ' TFDS_DATA_DIR.'
+    ' TFDS_DATA_DIR in the environment names another folder.'
   )
 
 
@@ -375,10 +369,8 @@ def check_split(task: Any, split: str) -> None:
   """Raises ValueError if a seqio task has no such split."""
   # TFDS reads the part in brackets, as in 'test[:1%]'.
   if split.split('[')[0] not in task.splits:
-    raise ValueError(
-      f'The task {task.name!r} has no split'
-      f' {split!r}.{nearest(split, task.splits)}'
-    )
+    near = nearest(split, task.splits)
+    raise ValueError(f'The task {task.name!r} has no split {split!r}.{near}')
 
 
 def check_vocabularies(task: Any) -> None:
@@ -391,10 +383,8 @@ def check_vocabularies(task: Any) -> None:
     except tf.errors.OpError:
       exists = False
     if not exists:
-      raise ValueError(
-        f'The vocabulary {path!r} of the task {task.name!r} could not be read;'
-        ' give the path of a copy (VOCAB_PATH).'
-      )
+      what = f'vocabulary {path!r} of the task {task.name!r}'
+      raise unexpected(what, 'a file (VOCAB_PATH)', 'nothing')
 
 
 def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:

@@ -116,11 +116,8 @@ class Tokenizer:
     ends += [ids.get(name) for name in _ENDS]
     eos_id = next((i for i in ends if i is not None), None)
     if eos_id is None:
-      missing = f'{eos_token or _ENDS[0]!r}, nor one behind a text'
-      raise ValueError(
-        f'{self.path!r} has no end of sequence: neither {missing}. Give it as'
-        ' eos_token.'
-      )
+      where, known = f'{self.path!r}: eos_token', f'one of {[*_ENDS]}'
+      raise unexpected(where, known, eos_token, 'Give it as eos_token.')
     self.eos_id: int = eos_id
     pad_token = content(config.get('pad_token')) or '<pad>'
     self.pad_id: int = ids.get(pad_token, eos_id)
@@ -132,11 +129,11 @@ class Tokenizer:
         self.pad_id = PAD_ID
       self._special |= {*backend.control}
       if backend.eos_id < 0 or 0 not in self._special:
-        raise ValueError(
-          f'{self.path!r} has the piece {backend.pieces[0]!r} as id 0 and'
-          f' end-of-sequence id {backend.eos_id}; expected padding or the'
-          ' unknown piece as id 0, and an end of sequence (train it with'
-          ' pad_id=0, eos_id=1, unk_id=2).'
+        raise unexpected(
+          f'{self.path!r}: id 0 and the end of sequence',
+          'padding or the unknown piece, and an id',
+          [backend.pieces[0], backend.eos_id],
+          'Train it with pad_id=0, eos_id=1, unk_id=2.',
         )
     self.languages: dict[str, int] = {
       match[1] or match[0]: i
@@ -334,10 +331,8 @@ def _open(path: str) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
       _check_same(folder, backend)
     return backend, config
   if is_folder:
-    raise ValueError(
-      f'No vocabulary could be read at {path!r}: the folder has no {TOKENIZER},'
-      f' {SENTENCEPIECE} or {VOCAB}.'
-    )
+    expected = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
+    raise unexpected(f'vocabulary {path!r}', expected, 'a folder without')
   if place.suffix == '.json' and '://' not in path:
     return JsonBackend(place, {}, {}), {}
   return PiecesBackend(path), {}
@@ -351,10 +346,11 @@ def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
   for i, piece in pieces.items():
     other = backend.pieces.get(i, piece)
     if other != piece and not SENTINEL.fullmatch(other):
-      raise ValueError(
-        f'{os.fspath(folder)!r} has two vocabularies: id {i} is {other!r} in'
-        f' {TOKENIZER} and {piece!r} in {SENTENCEPIECE}. Take the files of one'
-        ' source, or remove the one that the weights do not belong to.'
+      raise unexpected(
+        f'{os.fspath(folder)!r} has two vocabularies: id {i}',
+        f'{other!r} as in {TOKENIZER}',
+        piece,
+        f'Remove it, or {SENTENCEPIECE}: what the weights do not belong to.',
       )
 
 
@@ -398,8 +394,7 @@ def train_tokenizer(
       minloglevel=2,
     )
   except (RuntimeError, ValueError) as error:
-    raise ValueError(
-      f'No vocabulary of {vocab_size} pieces could be trained: {error}'
-    ) from error
+    why = f'No vocabulary of {vocab_size} pieces could be trained: {error}'
+    raise ValueError(why) from error
   files.write_atomically(path, proto.getvalue())
   return Tokenizer(path)

@@ -144,10 +144,9 @@ def added_tokens(folder: pathlib.Path, config: Mapping[str, Any]):
       raise unexpected(where, 'the id of a token', number)
     other = tokens.setdefault(number, Added(name, special=name in special))
     if other.content != name:
-      raise ValueError(
-        f'{os.fspath(folder)!r}: id {number} is {name!r} in {ADDED} and'
-        f' {other.content!r} in {SETTINGS}: copy both from one source.'
-      )
+      where = f'{os.fspath(folder)!r}: id {number} in {ADDED}'
+      ours = f'{other.content!r} as in {SETTINGS}'
+      raise unexpected(where, ours, name, _COPY)
   return dict(sorted(tokens.items()))
 
 
@@ -195,11 +194,9 @@ class JsonBackend:
         processor.add_tokens([tokenizers.AddedToken(**vars(token))])
       actual = processor.token_to_id(token.content)
       if actual != number:
-        raise ValueError(
-          f'{os.fspath(place)!r} has the id {actual} for {token.content!r}, and'
-          f' {SETTINGS} or {ADDED} beside it {number}: copy them from one'
-          ' source.'
-        )
+        where = f'{os.fspath(place)!r}: {token.content!r}'
+        ours = f'id {number} as {SETTINGS} or {ADDED} has it'
+        raise unexpected(where, ours, actual, _COPY)
     named = {
       token.content for token in processor.get_added_tokens_decoder().values()
     }
@@ -271,9 +268,9 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
     kind = re.search('enum (?:Py)?(.+)(?:Untagged|Wrapper)', str(error))
     field = re.sub('(?!^)([A-Z])', r'_\1', kind[1]).lower() if kind else ''
     why = f'it does not read the field {field!r}' if field else error
+    whole = f'a vocabulary of the package tokenizers {tokenizers.__version__}'
     raise ValueError(
-      f'{os.fspath(place)!r}: no whole vocabulary of the package tokenizers'
-      f' {tokenizers.__version__} ({why}). {_COPY}'
+      f'{os.fspath(place)!r}: expected {whole} ({why}). {_COPY}'
     ) from error
 
 
@@ -324,11 +321,8 @@ def _bytes(path: str | os.PathLike[str]) -> bytes:
   try:
     return files.read_small(path, MOST_BYTES)
   except OSError as error:
-    raise ValueError(
-      f'No vocabulary could be read at {os.fspath(path)!r}: {error.strerror}.'
-      f' Expected {TOKENIZER}, or a folder with it or with {VOCAB} and'
-      f' {MERGES}.'
-    ) from error
+    where = f'No vocabulary could be read at {os.fspath(path)!r}'
+    raise ValueError(f'{where}: {error.strerror}.') from error
 
 
 class PiecesBackend:
@@ -389,11 +383,11 @@ class PiecesBackend:
     for i, token in (added or {}).items():
       piece = self.added[i].content if i in self.added else self.pieces.get(i)
       if piece not in (None, token.content) or ids.get(token.content, i) != i:
-        raise ValueError(
-          f'{os.fspath(path)!r} has {ids.get(token.content)} as the id of'
-          f' {token.content!r} and {piece!r} as id {i}; {SETTINGS} or {ADDED}'
-          f' beside it says that {token.content!r} is {i}: copy them from one'
-          ' source.'
+        raise unexpected(
+          f'{os.fspath(path)!r}: {token.content!r}',
+          f'id {i} as {SETTINGS} or {ADDED} has it',
+          f'id {ids.get(token.content)}, and {piece!r} as id {i}',
+          _COPY,
         )
       self.added[i] = token
       ids[token.content] = i
@@ -495,10 +489,8 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
   try:
     proto = open_location(path).read_all(MOST_BYTES)
   except OSError as error:
-    raise ValueError(
-      f'No tokenizer model could be read at {path!r}: {error.strerror}.'
-      ' Expected the path of a sentencepiece .model file.'
-    ) from error
+    where = f'No tokenizer model could be read at {path!r}'
+    raise ValueError(f'{where}: {error.strerror}.') from error
   try:
     if not proto:
       raise RuntimeError('the file is empty')

@@ -1,25 +1,143 @@
-"""The batches that a training run sees: pairs joined, padded, in buckets.
+"""What a training run sees: pairs of token sequences, joined into batches.
 
-An example may join several pairs; it gets one end-of-sequence id, after it is
-joined.
+A `.npz` file of pre-tokenised pairs holds four arrays:
+
+  inputs          int32[sum of source lengths]  all source ids in a row
+  inputs_offsets  int64[N + 1]                  pair i is inputs[o[i]:o[i + 1]]
+  targets         int32[sum of target lengths]
+  targets_offsets int64[N + 1]
+
+They have no end-of-sequence ids and no padding: an example may join several
+pairs, and gets one end-of-sequence id after it is joined. Reading such a file
+needs only NumPy.
 """
 
 import bisect
 import dataclasses
 import functools
+import io
 import itertools
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.arguments import check_at_least, check_increasing
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax import files
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_increasing,
+  check_types,
+  unexpected,
+)
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
-from specdec_jax.training.pairs import TokenPairs
 
+Path = str | os.PathLike[str]
 NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPairs:
+  """N pairs of id sequences of any lengths in four flat arrays; see above.
+
+  Raises:
+    ValueError: the offsets do not fit the tokens, or one side has more
+      sequences than the other.
+  """
+
+  inputs: np.ndarray
+  inputs_offsets: np.ndarray
+  targets: np.ndarray
+  targets_offsets: np.ndarray
+
+  def __post_init__(self):
+    for name in ('inputs', 'targets'):
+      tokens, offsets = getattr(self, name), getattr(self, f'{name}_offsets')
+      fits = (
+        tokens.ndim == 1
+        and tokens.dtype.kind in 'iu'
+        and offsets.ndim == 1
+        and len(offsets) > 0
+        and offsets.shape == self.inputs_offsets.shape
+        and (offsets[0], offsets[-1]) == (0, len(tokens))
+        and not np.any(np.diff(offsets) < 0)
+      )
+      if not fits:
+        expected = 'ids and increasing offsets, as many on both sides'
+        raise unexpected(f'TokenPairs.{name}', expected, (tokens, offsets))
+
+  def __len__(self) -> int:
+    return len(self.inputs_offsets) - 1
+
+  def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Source and target ids of one pair."""
+    source, target = self.inputs_offsets, self.targets_offsets
+    return (
+      self.inputs[source[index] : source[index + 1]],
+      self.targets[target[index] : target[index + 1]],
+    )
+
+  @classmethod
+  def from_lists(
+    cls,
+    inputs: Sequence[Iterable[int]],
+    targets: Sequence[Iterable[int]],
+  ) -> 'TokenPairs':
+    """Flattens source and target sequences, as many of each."""
+    return cls(*_flatten(inputs), *_flatten(targets))
+
+  def save(self, path: Path, **others: Any) -> None:
+    """Writes the `.npz` file, whole or not at all, with other arrays."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **vars(self), **others)
+    files.write_atomically(path, buffer.getvalue())
+
+  @classmethod
+  def load(cls, path: Path) -> 'TokenPairs':
+    """Reads a `.npz` file.
+
+    Raises:
+      ValueError: the file is missing, cut short, lacks an array, or its
+        offsets do not fit its tokens.
+    """
+    arrays = read_arrays(path)
+    names = [field.name for field in dataclasses.fields(cls)]
+    if missing := [name for name in names if name not in arrays]:
+      expected = f'token pairs, the arrays {", ".join(names)}'
+      advice = f'Without {", ".join(missing)}.'
+      raise unexpected(os.fspath(path), expected, sorted(arrays), advice)
+    try:
+      return cls(**{name: arrays[name] for name in names})
+    except ValueError as error:
+      raise ValueError(f'{os.fspath(path)!r}: {error}') from error
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+  """All arrays of a `.npz` file.
+
+  Raises:
+    ValueError: the file is missing or damaged.
+  """
+  try:
+    # Opened here, because NumPy does not close a file that it refuses.
+    with files.open_regular(path) as stream, np.load(stream) as archive:
+      return dict(archive)
+  except Exception as error:  # NumPy and zipfile raise many for damaged files
+    raise ValueError(
+      f'{os.fspath(path)!r}: expected a whole .npz file of token pairs, got'
+      f' {type(error).__name__}: {error}.'
+    ) from error
+
+
+def _flatten(
+  sequences: Sequence[Iterable[int]],
+) -> tuple[np.ndarray, np.ndarray]:
+  """All ids in a row, and where each sequence begins."""
+  arrays = [np.asarray(ids, np.int32).reshape(-1) for ids in sequences]
+  offsets = np.zeros(len(arrays) + 1, np.int64)
+  np.cumsum([len(ids) for ids in arrays], out=offsets[1:])
+  return np.concatenate([np.empty(0, np.int32), *arrays]), offsets
 
 
 class Batch(NamedTuple):

@@ -247,7 +247,7 @@ class HeadDistillation(Distillation):
   accepted proposals.
 
   Attributes:
-    draft: a `drafters.heads.Heads`; the target is a `FeatureModel`.
+    draft: a `drafters.heads.Heads`; the target is a network of this library.
     decay: weight of a head, divided by that of the head before it.
   """
 
@@ -264,7 +264,7 @@ class HeadDistillation(Distillation):
     before = jnp.pad(features[:, :-1], ((0, 0), (1, 0), (0, 0)))
     sums = {'loss': jnp.float32(0), 'tokens': mask.sum()}
     places = tokens.shape[1]
-    for i in range(min(self.draft.config.num_heads, places)):
+    for i in range(min(self.draft.num_heads, places)):
       # Head i at place s is to say what the target says at place s + i.
       count = places - i
       read = jnp.stack(

@@ -4,23 +4,22 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import rich.console
 
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, is_a, unexpected
-from specdec_jax.checks.names import nearest
-from specdec_jax.drafters.ngram import first_guess, longest_known
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_types,
+  is_a,
+  nearest,
+  unexpected,
+)
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import text_lines, writable
 from specdec_jax.measure.table import Table, started
 from specdec_jax.text.local_tasks import json_object
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training.pairs import TokenPairs, read_tsv
+from specdec_jax.training.data import TokenPairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +43,6 @@ class FitNgramConfig:
       is none.
     max_continuations: entries kept per context.
     min_count: contexts seen less often are left out.
-    valid_files: held-out outputs to score the table's first guess on; may be
-      empty.
 
   Raises:
     ValueError: a number is too small, or there is no file.
@@ -59,7 +56,6 @@ class FitNgramConfig:
   start_id: int | None = 0
   max_continuations: int = 32
   min_count: int = 1
-  valid_files: Sequence[str] = ()
 
   def __post_init__(self):
     check_types(self)
@@ -87,15 +83,13 @@ def fit_ngram(
   console = started(config, console)
   first = [] if config.start_id is None else [config.start_id]
 
-  def sequences(paths: Sequence[str]) -> Iterator[list[int]]:
-    for path in paths:
+  def sequences() -> Iterator[list[int]]:
+    for path in config.train_files:
       for ids in outputs(path, config.tokenizer, config.field):
         yield [*first, *ids]
 
-  # Read before the fit, so that a missing file shows immediately.
-  held_out = list(sequences(config.valid_files))
   table = fit(
-    sequences(config.train_files),
+    sequences(),
     config.order,
     config.tokenizer.vocab_size,
     max_continuations=config.max_continuations,
@@ -109,9 +103,6 @@ def fit_ngram(
   ]
   rows.append(['continuations', f'{len(table.ids):,}'])
   rows.append(['MiB on the device', f'{table.num_bytes / 2**20:.2f}'])
-  if held_out:
-    rate = f'{score(table, held_out):.3f}'
-    rows.append(['first guess right, held out', rate])
   console.print(Table(os.fspath(config.output_file), ['what', ''], rows))
   return table
 
@@ -141,11 +132,13 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
     for number, line in enumerate(text_lines(path), 1):
       yield from _of_record(f'{path!r} line {number}', line, tokenizer, field)
   else:
-    texts: Any = text_lines(path)
-    if name.endswith('.tsv'):
-      texts = (target for _, target in read_tsv(path))
-    for text in texts:
-      if ids := tokenizer.encode(text):
+    for number, line in enumerate(text_lines(path), 1):
+      if name.endswith('.tsv'):
+        _, tab, line = line.partition('\t')
+        if not tab or '\t' in line:
+          place = f'{path!r} line {number}'
+          raise unexpected(place, 'source<TAB>target', line)
+      if ids := tokenizer.encode(line):
         yield [*ids, *end]
 
 
@@ -169,34 +162,3 @@ def _of_record(
       raise unexpected(f'{where}: {field!r}', 'text or ids', value)
     if ids:
       yield ids
-
-
-def score(table: NGramTable, sequences: Sequence[Sequence[int]]) -> float:
-  """The share of tokens that are the table's first guess, found on the device.
-
-  Args:
-    table: the table.
-    sequences: ids, each beginning with the start token, which is not guessed.
-
-  Raises:
-    ValueError: there is no token to guess.
-  """
-  size = table.order - 1
-  contexts, known, wanted = [], [], []
-  for ids in sequences:
-    for place in range(1, len(ids)):
-      near = ids[max(place - size, 0) : place][::-1] if size else []
-      contexts.append([*near, *[0] * (size - len(near))])
-      known.append(place)
-      wanted.append(ids[place])
-  if not wanted:
-    raise unexpected('FitNgramConfig.valid_files', 'outputs', sequences)
-  recent = np.array(contexts, np.int32).reshape(len(known), size)
-  guesses = _guess(jax.tree.map(jnp.asarray, table), recent, np.array(known))
-  return float(np.mean(np.asarray(guesses) == wanted))
-
-
-@jax.jit
-def _guess(table: NGramTable, recent: jax.Array, known: jax.Array):
-  """int32[N], the likeliest token after each context."""
-  return first_guess(table, longest_known(table, recent, known))

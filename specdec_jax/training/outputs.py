@@ -6,32 +6,34 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checks.arguments import (
+from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
-  check_increasing,
+  check_types,
+  unexpected,
 )
-from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request, example_keys, new_request
+from specdec_jax.decoding.state import example_keys, new_request
 from specdec_jax.files import same_run
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
-from specdec_jax.training.pairs import TokenPairs, read_arrays
+from specdec_jax.training.data import TokenPairs, read_arrays
 from specdec_jax.types import FinishReason
 
 # A call has dozens of rows, which share the cost of packing a kernel.
 PLACEMENT = partitioning.Placement(kernel_layout='in_out')
+# A batch ends when at most this share of its rows is unfinished, and these are
+# cut off: a row that repeats itself does not hold up the others.
+_MOST_UNFINISHED = 0.05
 _ROUNDS_A_LOOK = 4  # rounds between two looks of the host for unfinished rows
 _LOG_SECONDS = 15  # between two lines of progress
 
@@ -46,13 +48,8 @@ class OutputsConfig:
       random order, so that the outputs made until then are a fair sample.
     temperatures: batches take these alternately; 0 is greedy.
     batch_size: rows decoded together, of similar source lengths.
-    widths: increasing lengths of a batch of sources, ends included; one program
-      is compiled for each. A source longer than the last width is left out.
     max_ratio, max_extra: an output may have max_ratio tokens per token of its
       source, and max_extra more.
-    max_unfinished: a batch ends when at most this share of its rows is
-      unfinished, and these rows are cut off: a row that repeats itself does not
-      hold up the others.
     seed: the random numbers of an example derive from this seed and the
       example's number.
   """
@@ -61,126 +58,93 @@ class OutputsConfig:
   max_minutes: float = 0.0
   temperatures: tuple[float, ...] = (0.0,)
   batch_size: int = 64
-  widths: tuple[int, ...] = (16, 32, 96)
   max_ratio: float = 1.25
   max_extra: int = 8
-  max_unfinished: float = 0.05
   seed: int = 0
 
   def __post_init__(self):
     check_types(self)
     check_at_least(self, num_examples=0, max_minutes=0.0, batch_size=1)
     check_at_least(self, max_ratio=0.0, max_extra=1)
-    if not 0 <= self.max_unfinished < 1:
-      raise unexpected(
-        'OutputsConfig.max_unfinished', 'a share in [0, 1)', self.max_unfinished
-      )
     check_all_at_least(self, temperatures=0)
-    check_increasing(self, widths=2)
 
   def limit(self, source_length: int) -> int:
     """Tokens that the output of a source may have, its end included."""
     return int(self.max_ratio * source_length) + self.max_extra
 
 
-class Output(NamedTuple):
-  """One output.
+def decode(
+  model: LanguageModel,
+  params: Params,
+  config: OutputsConfig,
+  sources: Sequence[np.ndarray],
+  ids: Sequence[int] | np.ndarray,
+  width: int,
+  temperature: float = 0.0,
+  start_id: int | None = None,
+  eos_id: int = EOS_ID,
+) -> list[list[int] | None]:
+  """Decodes a batch of sources: one loop over as many rows as a batch has.
 
-  Attributes:
-    tokens: int32[n], without the end of sequence.
-    ended: whether the output ended by itself, not by a limit.
+  An engine, whose rows come and go, takes twice as long for outputs as short as
+  these: the loop here ends when few rows are unfinished.
+
+  Args:
+    model: the network.
+    params: its parameters, as `partitioning.place` returns them.
+    config: how outputs are generated.
+    sources: int32[n], at most `batch_size`, each without its end of sequence.
+    ids: the examples' numbers, from which their random numbers derive.
+    width: places for a source and its end; a program is compiled for each.
+    temperature: 0 is greedy.
+    start_id: what a decoder-only model reads first; it reads no source.
+    eos_id: the end of sequence of sources and outputs.
+
+  Returns:
+    An output for each source, without its end; None did not end by itself.
   """
-
-  tokens: np.ndarray
-  ended: bool
-
-
-class Decoder:
-  """Makes greedy or sampled outputs for sources of ids, batch by batch."""
-
-  def __init__(
-    self,
-    model: LanguageModel,
-    config: OutputsConfig,
-    start_id: int | None = None,
-    eos_id: int = EOS_ID,
-  ):
-    """
-    Args:
-      model: the network.
-      config: how outputs are generated.
-      start_id: what a decoder-only model reads first; it reads no source.
-      eos_id: the end of sequence of sources and outputs.
-    """
-    self._model, self._config = model, config
-    self._start_id, self._eos_id = start_id, eos_id
-
-  def __call__(
-    self,
-    params: Params,
-    sources: Sequence[np.ndarray],
-    ids: Iterable[int],
-    temperature: float = 0.0,
-  ) -> list[Output]:
-    """Decodes at most `batch_size` sources, each shorter than `widths[-1]`.
-
-    Args:
-      params: the parameters, as `partitioning.place` returns them.
-      sources: int32[n], each without its end of sequence.
-      ids: the examples' numbers, from which their random numbers derive.
-      temperature: 0 is greedy.
-
-    Returns:
-      An output for each source.
-    """
-    request = self._request(sources, ids, temperature)
-    loop, pair = Loop(self._model), PairParams(params, None)
-    state = _start(loop, pair, request)
-    rounds = jnp.int32(_ROUNDS_A_LOOK)
-    allowed = int(self._config.max_unfinished * len(sources))
-    while np.sum(np.asarray(state.running)) > allowed:
-      state = _run(loop, pair, request, state, rounds)
-    tokens, length, reason = jax.device_get(
-      (state.tokens, state.length, state.finish_reason)
-    )
-    ended = reason == FinishReason.STOP
-    ends = length - ended  # leaves out the end of sequence
-    return [
-      Output(tokens[row, 1 : ends[row]], bool(ended[row]))
-      for row in range(len(sources))
-    ]
-
-  def _request(self, sources, ids, temperature) -> Request:
-    config, batch = self._config, self._config.batch_size
-    longest = max(map(len, sources)) + 1
-    width = config.widths[int(np.searchsorted(config.widths, longest))]
-    inputs = np.full((batch, width), PAD_ID, np.int32)
-    max_length = np.zeros(batch, np.int32)
-    for row, source in enumerate(sources):
-      inputs[row, : len(source)] = source
-      inputs[row, len(source)] = self._eos_id
-      max_length[row] = config.limit(len(source))
-    numbers = np.zeros(batch, np.uint32)
-    numbers[: len(sources)] = list(ids)
-    prompts: dict[str, Any] = {}
-    if not self._model.has_encoder:
-      prompts['prompt'] = np.full((batch, 1), self._start_id, np.int32)
-      prompts['prompt_length'] = np.ones(batch, np.int32)
-    request = new_request(
-      inputs,
-      example_keys(config.seed, numbers),
-      SamplingConfig(temperature=temperature),
-      slots=config.limit(width - 1),
-      gamma=0,
-      stop_ids=[self._eos_id],
-      max_length=max_length,
-      with_log_probs=False,
-      **prompts,
-    )
-    return jax.device_put(request)  # it is used several times
+  batch = config.batch_size
+  inputs = np.full((batch, width), PAD_ID, np.int32)
+  max_length = np.zeros(batch, np.int32)
+  for row, source in enumerate(sources):
+    inputs[row, : len(source)] = source
+    inputs[row, len(source)] = eos_id
+    max_length[row] = config.limit(len(source))
+  numbers = np.zeros(batch, np.uint32)
+  numbers[: len(sources)] = ids
+  prompts: dict[str, Any] = {}
+  if not model.has_encoder:
+    prompts['prompt'] = np.full((batch, 1), start_id, np.int32)
+    prompts['prompt_length'] = np.ones(batch, np.int32)
+  request = new_request(
+    inputs,
+    example_keys(config.seed, numbers),
+    SamplingConfig(temperature=temperature),
+    slots=config.limit(width - 1),
+    gamma=0,
+    stop_ids=[eos_id],
+    max_length=max_length,
+    with_log_probs=False,
+    **prompts,
+  )
+  request = jax.device_put(request)  # it is used several times
+  loop, pair = Loop(model), PairParams(params, None)
+  state = _start(loop, pair, request)
+  allowed = int(_MOST_UNFINISHED * len(sources))
+  while np.sum(np.asarray(state.running)) > allowed:
+    state = _run(loop, pair, request, state, np.int32(_ROUNDS_A_LOOK))
+  tokens, length, reason = jax.device_get(
+    (state.tokens, state.length, state.finish_reason)
+  )
+  return [
+    tokens[row, 1 : length[row] - 1].tolist()
+    if reason[row] == FinishReason.STOP
+    else None
+    for row in range(len(sources))
+  ]
 
 
-# Jitted here, so that all `Decoder`s of a model and a shape share a program.
+# Jitted here, so that all batches of a model and a shape share a program.
 _start = jax.jit(Loop.start, static_argnums=0)
 _run = jax.jit(Loop.run, static_argnums=0, donate_argnums=3)
 
@@ -209,7 +173,7 @@ def generate_outputs(
     sources: examples in random order; their targets are ignored.
     path: the `.npz` file; if it exists, it is only read.
     config: how outputs are generated.
-    start_id, eos_id: see `Decoder`.
+    start_id, eos_id: see `decode`.
     log: gets lines of progress.
 
   Returns:
@@ -234,8 +198,8 @@ def generate_outputs(
     return TokenPairs.load(path)
   unfinished = f'{path}.unfinished'
   done = _resumed(unfinished, settings)
-  decoder = Decoder(model, config, start_id, eos_id)
   placed = partitioning.place(params, PLACEMENT)
+  longest = 1 + int(np.diff(sources.inputs_offsets).max())
   begin = logged = time.monotonic()
   end = begin + 60 * (config.max_minutes or math.inf)
   with open(unfinished, 'a', encoding='utf-8') as file:
@@ -252,7 +216,25 @@ def generate_outputs(
       numbers = batches[number]
       texts = [sources[i][0] for i in numbers]
       temperature = config.temperatures[number % len(config.temperatures)]
-      done.append(_ended(texts, decoder(placed, texts, numbers, temperature)))
+      widest = max(map(len, texts))
+      made = decode(
+        model,
+        placed,
+        config,
+        texts,
+        numbers,
+        min(1 << max(4, widest.bit_length()), longest),
+        temperature,
+        start_id,
+        eos_id,
+      )
+      done.append(
+        [
+          [text.tolist(), output]
+          for text, output in zip(texts, made, strict=True)
+          if output
+        ]
+      )
       file.write(f'{json.dumps(done[-1])}\n')
       file.flush()
   whole = [pair for batch in done for pair in batch]
@@ -296,17 +278,6 @@ def _resumed(path: str, settings: dict[str, Any]) -> list[list[Any]]:
   return lines[1:]
 
 
-def _ended(
-  sources: Sequence[np.ndarray], outputs: Sequence[Output]
-) -> list[list[list[int]]]:
-  """Pairs of source and output as lists of ids, of outputs that ended."""
-  return [
-    [source.tolist(), output.tokens.tolist()]
-    for source, output in zip(sources, outputs, strict=True)
-    if output.ended and len(output.tokens)
-  ]
-
-
 def digest(*trees: Any) -> str:
   """sha256 (hex) of the bytes of all arrays, and of their names and types."""
   sha = hashlib.sha256()
@@ -321,14 +292,10 @@ def digest(*trees: Any) -> str:
 def _batches(sources: TokenPairs, config: OutputsConfig) -> list[np.ndarray]:
   """Numbers of sources of similar length, in batches in random order."""
   lengths = np.diff(sources.inputs_offsets)
-  usable = np.flatnonzero((lengths > 0) & (lengths < config.widths[-1]))
-  if config.num_examples:
-    usable = usable[: config.num_examples]
+  usable = np.flatnonzero(lengths > 0)[: config.num_examples or None]
   if not len(usable):
-    raise ValueError(
-      f'None of the {len(sources)} sources is non-empty and shorter than the'
-      f' longest of OutputsConfig.widths, {config.widths[-1]}.'
-    )
+    expected = 'a source that is not empty'
+    raise unexpected('The sources', expected, f'{len(sources)} empty ones')
   order = usable[np.argsort(lengths[usable], kind='stable')]
   starts = range(config.batch_size, len(order), config.batch_size)
   batches = np.split(order, starts)

@@ -15,9 +15,12 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_types,
+  unexpected,
+)
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration
@@ -33,10 +36,9 @@ from specdec_jax.models.base import reads_encoder
 from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
-from specdec_jax.training.data import PackingConfig
+from specdec_jax.training.data import PackingConfig, TokenPairs
 from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import OutputsConfig
-from specdec_jax.training.pairs import TokenPairs
 from specdec_jax.training.run import (
   MODEL_FILE,
   OUTPUTS,
@@ -44,7 +46,6 @@ from specdec_jax.training.run import (
   TrainRun,
   train,
 )
-from specdec_jax.training.slicing import KEPT
 from specdec_jax.training.trainer import OptimizerConfig, TrainConfig
 
 CALIBRATION = 'calibration.json'
@@ -54,7 +55,6 @@ _LEAST_TEXTS = 8
 _REST_MINUTES = 10
 _MOST_HELD_OUT = 512
 _SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
-_WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,8 @@ class DistilConfig:
       gives it.
     texts: file of inputs as the target gets them, prefix included, one a line.
     output_dir: folder of the drafter; made if needed.
-    num_layers: of the target's decoder that become the drafter's.
-    kept: which ones, see `slicing.sliced`.
+    num_layers: of the target's decoder that become the drafter's, see
+      `slicing.sliced`.
     max_input_len, max_decode_len: tokens of an input and of an output at most,
       their ends included; longer ones are left out.
     minutes: time of the whole run: a third at most to decode, the most of the
@@ -89,7 +89,6 @@ class DistilConfig:
   texts: str
   output_dir: str
   num_layers: int = 1
-  kept: str = 'spaced'
   max_input_len: int = 128
   max_decode_len: int = 120
   minutes: float = 90.0
@@ -105,7 +104,6 @@ class DistilConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('DistilConfig.kept', self.kept, KEPT)
     check_choice('DistilConfig.export_dtype', self.export_dtype, DTYPES)
     check_at_least(self, num_layers=1, max_input_len=2, max_decode_len=2)
     check_at_least(self, minutes=0.0, steps=1)
@@ -251,10 +249,11 @@ def _train_run(
     paths.append(os.path.join(folder, f'{name}.npz'))
     # The targets are the target's own, which are made from these sources.
     TokenPairs.from_lists(ids, ids).save(paths[-1])
-  buckets = _widths(max(longest, config.max_decode_len))
+  longest = max(longest, config.max_decode_len)
+  # Powers of two from 16: a program is compiled for each.
+  buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
   outputs = OutputsConfig(
     max_minutes=decoding,
-    widths=_widths(longest),
     max_ratio=0.0,
     max_extra=config.max_decode_len,
     seed=config.seed,
@@ -287,20 +286,9 @@ def _train_run(
       checkpoint_path=config.target.name,
       weights=DistillationWeights(1.0, 0.0, 1.0),
       slice_target=True,
-      slice_layers=config.kept,
       outputs=outputs,
     ),
   )
-
-
-def _widths(longest: int) -> tuple[int, ...]:
-  """The widths of batches whose longest row has so many tokens.
-
-  One program is compiled for each width.
-  """
-  shorter = [width for width in _WIDTHS if width < longest]
-  last = next((width for width in _WIDTHS if width >= longest), longest)
-  return (*shorter, last)
 
 
 def _export(config: DistilConfig, draft: T5, training: str) -> None:

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
-from specdec_jax.checkpoints.fingerprint import fingerprint
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_types,
+  unexpected,
+)
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
@@ -26,7 +29,6 @@ from specdec_jax.models.base import (
   PAD_ID,
   LanguageModel,
   Params,
-  gives_features,
   pad_id,
   reads_encoder,
   start_id,
@@ -38,10 +40,15 @@ from specdec_jax.text.local_tasks import (
   FEATURES,
   LocalTask,
   check_feature_lengths,
+  kind_of,
 )
 from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
 from specdec_jax.training import losses
-from specdec_jax.training.data import PackedBatches, PackingConfig
+from specdec_jax.training.data import (
+  PackedBatches,
+  PackingConfig,
+  TokenPairs,
+)
 from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import (
   OutputsConfig,
@@ -49,22 +56,20 @@ from specdec_jax.training.outputs import (
   digest,
   generate_outputs,
 )
-from specdec_jax.training.pairs import (
-  TokenPairs,
-  read_lines,
-  read_tsv,
-  tokenise,
-  tokenise_lines,
-)
 from specdec_jax.training.slicing import sliced
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
 MODEL_FILE = 'model.msgpack'
 OUTPUTS = 'outputs'
 _RANDOM = 'random'  # a slice as well
+# Fields of `FromTarget` that a run that goes on must have as before.
+_DECIDES_LEARNING = (
+  *('target', 'weights', 'slice_target', 'with_references', 'head_decay'),
+)
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
+_NUM_EVAL_OUTPUTS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +90,12 @@ class FromTarget:
     weights: weights of the loss's terms.
     slice_target: whether to begin with a slice of the target if there is no
       checkpoint to begin with; see `slicing.sliced`.
-    slice_layers: which of the target's layers the slice has, see there.
     outputs: how the target's own outputs for the data's sources are made; None
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
       outputs: more to learn from if there is no time for many outputs.
-    num_eval_outputs: how many outputs are made for the held-out sources.
     outputs_folder: folder that outputs are written to, or found in; None is a
       folder in `TrainRun.model_dir`.
-    only_outputs: whether to end when the outputs exist.
     head_decay: of heads, the weight of each head's loss divided by that of the
       head before it.
   """
@@ -102,17 +104,14 @@ class FromTarget:
   checkpoint_path: str
   weights: DistillationWeights = DistillationWeights()
   slice_target: bool = False
-  slice_layers: str = 'spaced'
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
-  num_eval_outputs: int = 512
   outputs_folder: str | None = None
-  only_outputs: bool = False
   head_decay: float = 0.8
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, num_eval_outputs=1, head_decay=0.0)
+    check_at_least(self, head_decay=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +119,8 @@ class TrainRun:
   """One run of training.
 
   The data are a UTF-8 file (`.gz` or not) of source<TAB>target lines, or of
-  lines of text for a decoder-only model; a `.npz` file as `TokenPairs.save`
-  writes it; or a task.
+  lines of text for a decoder-only model; JSONL with 'inputs' and 'targets'
+  (`.jsonl`); a `.npz` file as `TokenPairs.save` writes it; or a task.
 
   Attributes:
     model: the network to train, such as a T5 or a GPT. A T5 without encoder
@@ -203,12 +202,12 @@ class TrainRun:
     config = getattr(target, 'config', None)
     width = getattr(config, 'emb_dim', None)
     if isinstance(model, Heads):
-      if target is None or not gives_features(target):
+      if target is None:
         expected = 'FromTarget with a T5 or GPT, whose features heads read'
         raise unexpected('TrainRun.learning', expected, self.learning)
-      if width not in (None, model.config.emb_dim):
+      if width not in (None, model.emb_dim):
         expected = f"the target's, {width}"
-        raise unexpected('HeadsConfig.emb_dim', expected, model.config.emb_dim)
+        raise unexpected('Heads.emb_dim', expected, model.emb_dim)
     elif target is not None and target.vocab_size != model.vocab_size:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
@@ -229,7 +228,7 @@ def train(
   run: TrainRun,
   beside: Mapping[str, Callable[[], str]] | None = None,
   log: Callable[[str], None] | None = None,
-) -> Params | None:
+) -> Params:
   """Trains; if an earlier run in the same folder was killed, it is resumed.
 
   Args:
@@ -239,8 +238,7 @@ def train(
     log: gets lines of progress; None is standard error.
 
   Returns:
-    The parameters, which are also in `model_dir`; None if only outputs were
-    asked for.
+    The parameters, which are also in `model_dir`.
 
   Raises:
     ValueError: data, checkpoint or vocabulary do not fit (raised before
@@ -256,7 +254,7 @@ def train(
   first = first_token(run.network, tokenizer)
   objective, settings = _objective(run, first)
   params, start = _first_params(run, objective)
-  pairs, held_out = pairs_of(run, tokenizer)
+  pairs, held_out = pairs_of(run)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
@@ -268,8 +266,6 @@ def train(
     )
     # An output is one example: its source was joined before it was decoded.
     packing = dataclasses.replace(packing, weights=(1.0,))
-    if learning.only_outputs:
-      return None
   training = run.training
   settings = {
     'model': repr(run.model),
@@ -318,11 +314,8 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
     expected = 'a vocabulary, or a train_file of text to train one on'
     raise unexpected('TrainRun.vocab_path', expected, run.vocab_path)
   os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
-  if run.network.has_encoder:
-    pairs = read_tsv(run.train_file)
-    sentences = [side for pair in pairs for side in pair]
-  else:
-    sentences = read_lines(run.train_file)
+  lines = files.text_lines(run.train_file)
+  sentences = [side for line in lines for side in line.split('\t')]
   return train_tokenizer(sentences, run.vocab_path, run.network.vocab_size)
 
 
@@ -338,19 +331,18 @@ def first_token(
   return first_id(network, tokenizer, {})
 
 
-def pairs_of(
-  run: TrainRun, tokenizer: Tokenizer | None
-) -> tuple[TokenPairs, TokenPairs | None]:
+def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
   """Training and held-out pairs.
 
   Raises:
     ValueError: data cannot be read, or has ids outside the model's vocabulary.
   """
   if run.task is not None:
-    parts = _task_pairs(run, run.task)
+    splits = tasks.splits(run.task)
+    parts = [_task_pairs(run, run.task, split) for split in splits]
   else:
     paths = (run.train_file, run.eval_file)
-    parts = [_read(run, path, tokenizer) for path in paths if path is not None]
+    parts = [_file_pairs(run, path) for path in paths if path is not None]
   size = run.network.vocab_size
   for pairs in parts:
     for ids in (pairs.inputs, pairs.targets):
@@ -360,32 +352,30 @@ def pairs_of(
   return parts[0], parts[1] if len(parts) > 1 else None
 
 
-def _task_pairs(run: TrainRun, task: str | LocalTask) -> list[TokenPairs]:
-  """Training and, if the task has them, held-out pairs."""
+def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
+  if path.endswith('.npz') or run.vocab_path is None:
+    return TokenPairs.load(path)
+  kind = kind_of(path)
+  if kind != 'jsonl':
+    kind = 'tsv' if run.network.has_encoder else 'txt'
+  task = LocalTask(path, {tasks.TRAIN_SPLIT: path}, run.vocab_path, kind)
+  return _task_pairs(run, task, tasks.TRAIN_SPLIT)
+
+
+def _task_pairs(run: TrainRun, task: str | LocalTask, split: str) -> TokenPairs:
   lengths = run.task_feature_lengths or {}
   name = task.name if isinstance(task, LocalTask) else task
   check_feature_lengths(lengths, FEATURES, name)
-  parts = []
-  for split in tasks.splits(task):
-    sides = [
-      [
-        ids[: lengths[feature] - 1] if feature in lengths else ids
-        for ids in rows
-      ]
-      for feature, rows in zip(
-        FEATURES, tasks.token_lists(task, split), strict=True
-      )
-    ]
-    parts.append(TokenPairs.from_lists(*sides))
-  return parts
-
-
-def _read(run: TrainRun, path: str, tokenizer: Tokenizer | None) -> TokenPairs:
-  if path.endswith('.npz') or tokenizer is None:
-    return TokenPairs.load(path)
-  if not run.network.has_encoder:
-    return tokenise_lines(read_lines(path), tokenizer)
-  return tokenise(read_tsv(path), tokenizer)
+  inputs, targets = (
+    [ids[: lengths[feature] - 1] if feature in lengths else ids for ids in rows]
+    for feature, rows in zip(
+      FEATURES, tasks.token_lists(task, split), strict=True
+    )
+  )
+  if not run.network.has_encoder and not any(map(len, targets)):
+    # Lines of text. A pair needs two sides; which id the source is, is nothing.
+    inputs, targets = [[PAD_ID]] * len(inputs), inputs
+  return TokenPairs.from_lists(inputs, targets)
 
 
 def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
@@ -400,7 +390,6 @@ def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
       objective.target_params,
       run.target.config,
       model.config,
-      learning.slice_layers,
     )
     return params, _RANDOM
   # Room for the parameters and their gradients.
@@ -418,17 +407,11 @@ def _objective(run: TrainRun, first: int | None) -> tuple[Any, dict[str, Any]]:
   target = learning.target
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
   settings = {
-    'target': repr(target),
-    'target_params': digest(params),
-    'weights': dataclasses.asdict(learning.weights),
-    'slice_target': learning.slice_target,
-    'slice_layers': learning.slice_layers,
-    'with_references': learning.with_references,
-  }
+    name: repr(getattr(learning, name)) for name in _DECIDES_LEARNING
+  } | {'target_params': digest(params)}
   params = jax.tree.map(jnp.asarray, params)
   common = model, target, params, first, learning.weights
   if isinstance(model, Heads):
-    settings['head_decay'] = learning.head_decay
     return losses.HeadDistillation(*common, learning.head_decay), settings
   return losses.Distillation(*common), settings
 
@@ -456,7 +439,7 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
   if held_out is not None:
     for_eval = dataclasses.replace(
       learning.outputs,
-      num_examples=learning.num_eval_outputs,
+      num_examples=_NUM_EVAL_OUTPUTS,
       max_minutes=0.0,
       temperatures=_EVAL_TEMPERATURES,
     )

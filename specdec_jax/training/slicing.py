@@ -5,7 +5,7 @@ its target already knows the task, and only learns to manage with less. The
 slicing is that of Ashkboos et al. 2024 (SliceGPT): a norm without a mean
 commutes with rotations once its scale is folded into the kernels after it, so
 the residual stream can be rotated to its leading directions and the other
-directions left out. Of the layers, some are kept (`KEPT`).
+directions left out. Of the layers, evenly spaced ones are kept.
 
 A drafter without an encoder reads the target's: its cross-attention's keys and
 values are then the target's own, and only its own stream is rotated.
@@ -16,19 +16,16 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.checks.names import check_choice
 from specdec_jax.models.base import Params
 from specdec_jax.models.t5 import T5Config
 
 Path = tuple[str, ...]  # the names of a parameter
-KEPT = ('spaced', 'first', 'last')  # layers of a stack
 
 
 def sliced(
   target_params: Params,
   target: T5Config,
   draft: T5Config,
-  kept: str = 'spaced',
 ) -> Params:
   """Returns parameters of `draft` that are a slice of the target's.
 
@@ -38,8 +35,6 @@ def sliced(
     draft: the sizes to cut to: a smaller `emb_dim`, fewer layers, or no encoder
       (and the target's `emb_dim` as `encoded_dim`); all other sizes are the
       target's.
-    kept: which layers are kept: evenly 'spaced' ones, the 'first' ones or the
-      'last' ones.
 
   Returns:
     float32 parameters with T5X's names.
@@ -47,7 +42,7 @@ def sliced(
   Raises:
     ValueError: the sizes do not allow it.
   """
-  _check(target, draft, kept)
+  _check(target, draft)
   has_encoder = draft.num_encoder_layers > 0
   leaves = {
     path: np.asarray(leaf, np.float32)
@@ -73,9 +68,9 @@ def sliced(
 
   new_names = {}
   for stack in ('encoder', 'decoder'):
-    layers = range(getattr(target, f'num_{stack}_layers'))
-    count = getattr(draft, f'num_{stack}_layers')
-    for new, old in enumerate(_chosen(len(layers), count, kept)):
+    name = f'num_{stack}_layers'
+    spaced = np.linspace(0, getattr(target, name) - 1, getattr(draft, name))
+    for new, old in enumerate(spaced.round().astype(int)):
       new_names[stack, f'layers_{old}'] = f'layers_{new}'
   result = {}
   for path, leaf in leaves.items():
@@ -118,14 +113,6 @@ def _norm_before(path: Path, has_encoder: bool) -> Path | None:
   return stack, layer, _NORMS[block], 'scale'
 
 
-def _chosen(num_layers: int, count: int, kept: str) -> list[int]:
-  """The layers that are kept of those that are there."""
-  if kept == 'spaced':
-    return [round(x) for x in np.linspace(0, num_layers - 1, count).tolist()]
-  first = 0 if kept == 'first' else num_layers - count
-  return list(range(first, first + count))
-
-
 def _leading_directions(
   leaves: dict[Path, np.ndarray], has_encoder: bool, size: int
 ) -> np.ndarray:
@@ -155,8 +142,7 @@ def _gram(rows: np.ndarray) -> np.ndarray:
   return product / np.trace(product)
 
 
-def _check(target: T5Config, draft: T5Config, kept: str) -> None:
-  check_choice('kept (FromTarget.slice_layers)', kept, KEPT)
+def _check(target: T5Config, draft: T5Config) -> None:
   at_most = ('emb_dim', 'num_encoder_layers', 'num_decoder_layers')
   same = ('vocab_size', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
   sizes = {

@@ -15,9 +15,12 @@ import numpy as np
 import optax
 
 from specdec_jax.checkpoints import orbax
-from specdec_jax.checks.arguments import check_at_least
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.checks.names import check_choice
+from specdec_jax.checks.fields import (
+  check_at_least,
+  check_choice,
+  check_types,
+  unexpected,
+)
 from specdec_jax.models.base import Params
 from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective
