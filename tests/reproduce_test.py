@@ -13,6 +13,7 @@ from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import acceptance, calls
+from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
 from specdec_jax.models.model import Model
 from specdec_jax.paper import plots, printed, reproduce, tables
