@@ -168,7 +168,7 @@ def table(title: str, outputs, seconds) -> Table:
   rows = []
   for name, found in outputs.items():
     count = sum(map(len, found))
-    times = summarise(seconds[name], 1e3 / count)
+    times = summarise([1e3 * each / count for each in seconds[name]])
     if name == PLAIN:
       plain = times['median']
     same = sum(a == b for a, b in zip(found, outputs[PLAIN], strict=True))

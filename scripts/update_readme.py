@@ -124,12 +124,8 @@ def _examples(predictions: pathlib.Path) -> list[str | Table]:
 
 
 def _benchmark(found: Record) -> list[str | Table]:
-  tables = [calls.summary(found, point) for point in found['settings']]
-  return [
-    part
-    for table in tables
-    for part in (f'{table.title}; {found.where}.', table)
-  ]
+  table = calls.table(found)
+  return [f'{table.title}; {found.where}.', table]
 
 
 def _calibration(found: Record) -> list[str | Table]:

@@ -16,69 +16,63 @@ from specdec_jax.engine.calibration import (
 )
 from specdec_jax.engine.request import Drafting
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.calibrate import Measured, choose_gamma
+from specdec_jax.measure.calibrate import CallCosts, choose_gamma
+
+COSTS = CallCosts([1 + 0.05 * size for size in range(9)], 0.1, 0.02, 2.0, 0.5)
 
 
-def exact(value):
-  return Measured(value, 0.0)
+def factor(gamma, alpha, costs=COSTS, length=30):
+  a_round = costs.call_cost[gamma] + gamma * costs.cost_ratio
+  return analysis.speed_up_of_outputs(
+    [length],
+    alpha,
+    gamma,
+    a_round + costs.round_cost,
+    costs.start,
+    costs.draft_start,
+  )
 
 
 def test_gamma_is_the_best_of_all():
-  call_cost = [exact(1 + 0.05 * size) for size in range(9)]
-  found = choose_gamma(exact(0.8), exact(0.1), call_cost)
-  factors = [
-    float(analysis.measured_walltime_factor(0.8, g, 0.1, 1 + 0.05 * g))
-    for g in range(9)
-  ]
-  assert found.factors == pytest.approx(factors)
-  assert found.gamma == int(np.argmax(factors)) == 5
-  assert found.expected_speed_up == pytest.approx(max(factors))
-  assert found.interval == pytest.approx((max(factors),) * 2)
-  # Speculation that does not pay is gamma 0.
-  call_cost = [exact(1.0 + 0.9 * size) for size in range(5)]
-  found = choose_gamma(exact(0.3), exact(0.5), call_cost)
-  assert (found.gamma, found.expected_speed_up) == (0, 1.0)
+  chosen = choose_gamma(0.8, 0.01, COSTS, 30, 1)
+  factors = [1.0, *(factor(gamma, 0.8) for gamma in range(1, 9))]
+  assert chosen.factors == pytest.approx(factors)
+  assert 0 < chosen.gamma == int(np.argmax(factors)) < 8
+  assert chosen.expected_speed_up == max(factors)
+  # Its interval is that of alpha, at its 95 % ends.
+  low, high = (factor(chosen.gamma, 0.8 + x * 0.0196) for x in (-1, 1))
+  assert chosen.interval == pytest.approx((low, high))
+  # For long outputs it is the paper's closed form.
+  (_, found, *_) = choose_gamma(0.8, 0.01, COSTS, 5000, 1).factors
+  want = analysis.measured_walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
+  assert found == pytest.approx(float(want), rel=1e-3)
 
 
-def test_the_interval_holds_what_errors_do():
-  """Only alpha is uncertain: the ends are the factors at its 95 % ends."""
-  call_cost = [exact(1.0)] * 5
-  found = choose_gamma(Measured(0.7, 0.02), exact(0.05), call_cost)
-  gamma = found.gamma
-  ends = [
-    float(analysis.walltime_factor(0.7 + sign * 1.96 * 0.02, gamma, 0.05))
-    for sign in (-1, 1)
-  ]
-  assert found.interval == pytest.approx(ends, rel=0.01)
-  wider = choose_gamma(Measured(0.7, 0.06), exact(0.05), call_cost)
-  assert wider.interval[0] < ends[0] - 0.05
-
-
-def rounds(call, **times):
-  """A record's times: `call` of any size, and what rounds take."""
-  sizes = {f'call_{size}': 2 * call(size) for size in range(1, 10)}
-  times = sizes | {name: 2 * value for name, value in times.items()}
-  return {n: {'median': v, 'error': 0.02} for n, v in times.items()}
+def test_speculation_that_does_not_pay_is_gamma_0():
+  dear = CallCosts([1.0 + 0.9 * size for size in range(5)], 0.5)
+  chosen = choose_gamma(0.3, 0.01, dear, 30, 1)
+  assert (chosen.gamma, chosen.expected_speed_up) == (0, 1.0)
+  assert chosen.interval == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
-  'besides, slope, want',
+  'gammas, slope, want',
   [
     ((1, 4, 8), 0.1, (0.1, 0.3)),
     ((4,), 0.1, (0.175, 0.0)),  # of one gamma all of it is the proposals'
     ((1, 4, 8), -0.02, (0.0, 0.3 - 0.02 * 13 / 3)),
   ],
 )
-def test_costs_of_rounds_are_told_from_those_of_proposals(besides, slope, want):
+def test_costs_of_rounds_are_told_from_those_of_proposals(gammas, slope, want):
   def call(size):
-    return 1 + 0.05 * (size - 1)
+    return 2 * (1 + 0.05 * (size - 1))  # of the sizes between, too
 
-  times = rounds(
-    call, **{f'round_{g}': call(g + 1) + 0.3 + slope * g for g in besides}
-  )
-  found, rest = calibrate._round_costs(times)
-  assert (found.value, rest) == pytest.approx(want)
-  assert found.error > 0
+  times = {f'call_{size}': call(size) for size in (1, 2, 5, 9)}
+  times |= {f'round_{g}': call(g + 1) + 2 * (0.3 + slope * g) for g in gammas}
+  found = calibrate.call_costs(times | {'encoder': 4.0, 'draft_encoder': 1.0})
+  assert (found.cost_ratio, found.round_cost) == pytest.approx(want)
+  assert found.call_cost == pytest.approx([call(m) / 2 for m in range(1, 10)])
+  assert (found.start, found.draft_start) == (2.0, 0.5)
 
 
 def choice(rows, gamma):

@@ -8,9 +8,9 @@ import small_vocabulary
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.files import host_cache
-from specdec_jax.measure import host_gamma
+from specdec_jax.measure import calibrate
 
-COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round': 1.6, 'call_1': 1.0}
+COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round_7': 2.7, 'call_1': 1.0}
 CHEAP = COSTS | {'call_2': 1.0, 'call_4': 1.1, 'call_5': 1.2, 'call_8': 2.0}
 DEAR = COSTS | {'call_2': 2.0, 'call_4': 4.0, 'call_5': 5.0, 'call_8': 8.0}
 
@@ -24,7 +24,7 @@ def engine(tokenizer):
 def acceptance(engine, tmp_path, monkeypatch):
   monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'cache')
   row = {'standard_error': 0.02, 'num_tokens': 1600, 'num_outputs': 100}
-  row |= {'fingerprints': dict(engine.fingerprints), 'lossless': True}
+  row |= {'fingerprints': dict(engine.fingerprints), 'lenience': 1.0}
   rows = [
     row | {'temperature': 0.0, 'alpha': 0.8},
     row | {'temperature': 1.0, 'alpha': 0.01},
@@ -39,35 +39,35 @@ def test_costs_and_acceptance_decide(engine, acceptance, monkeypatch):
 
   def timed(costs):
     monkeypatch.setattr(
-      host_gamma, '_timed', lambda *_: runs.append(1) or costs
+      calibrate, 'host_times', lambda *_: runs.append(1) or costs
     )
 
   timed(CHEAP)
-  measured = host_gamma.for_host(engine, acceptance, 1, 0.0)
+  measured = calibrate.for_host(engine, acceptance, 1, 0.0)
   choice = measured.at(1)
   assert 3 <= choice.gamma <= 5 and 1.5 < choice.expected_speed_up < 2.5
   low, high = choice.interval
   assert low < choice.expected_speed_up < high
   measured.check(engine.fingerprints)
-  assert '1.20' in host_gamma.said(measured)
+  assert '1.20' in calibrate.host_verdict(measured)
   timed(DEAR)  # what an earlier start measured counts
-  assert host_gamma.for_host(engine, acceptance, 1, 0.0).at(1) == choice
+  assert calibrate.for_host(engine, acceptance, 1, 0.0).at(1) == choice
   assert len(runs) == 1
   # Other rows are another measurement, and here nothing pays.
-  assert host_gamma.for_host(engine, acceptance, 2, 0.0).at(2).gamma == 0
+  assert calibrate.for_host(engine, acceptance, 2, 0.0).at(2).gamma == 0
   timed(CHEAP)  # nor with proposals that are hardly accepted
-  assert host_gamma.for_host(engine, acceptance, 1, 1.0).at(1).gamma == 0
+  assert calibrate.for_host(engine, acceptance, 1, 1.0).at(1).gamma == 0
   assert len(runs) == 3
 
 
 def test_calls_are_timed(engine, acceptance):
-  times = host_gamma._timed(engine, 1, 0.0)
-  assert set(times) == set(host_gamma._NAMES)
-  assert all(time > 0 for time in times.values())
+  times = calibrate.host_times(engine, 1, 0.0)
+  assert set(times) == set(CHEAP)
+  assert all(time >= 0 for time in times.values()) and times['call_1'] > 0
 
 
 @pytest.mark.parametrize(
-  'change', [{'fingerprints': {'target': 'another'}}, {'lossless': False}]
+  'change', [{'fingerprints': {'target': 'another'}}, {'lenience': 0.5}]
 )
 def test_the_acceptance_of_another_pair_says_nothing(
   engine, acceptance, tmp_path, change
@@ -76,15 +76,17 @@ def test_the_acceptance_of_another_pair_says_nothing(
   for row in record['rows']:
     row |= change
   (tmp_path / 'acceptance.json').write_text(json.dumps(record))
-  assert host_gamma.for_host(engine, acceptance, 1, 0.0) is None
+  assert calibrate.for_host(engine, acceptance, 1, 0.0) is None
 
 
 def test_a_layout_is_another_measurement(engine, acceptance, monkeypatch):
   runs = []
-  monkeypatch.setattr(host_gamma, '_timed', lambda *_: runs.append(1) or CHEAP)
+  monkeypatch.setattr(
+    calibrate, 'host_times', lambda *_: runs.append(1) or CHEAP
+  )
   for layout in ('in_out', 'out_in', 'in_out'):
     monkeypatch.setattr(engine, 'kernel_layout', layout)
-    host_gamma.for_host(engine, acceptance, 1, 0.0)
+    calibrate.for_host(engine, acceptance, 1, 0.0)
   assert len(runs) == 2
 
 

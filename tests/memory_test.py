@@ -26,6 +26,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.pair import Room
 from specdec_jax.measure import memory
+from specdec_jax.measure.calls import make_request
 from specdec_jax.models import sizes, t5
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.partitioning import Placement
@@ -87,15 +88,20 @@ def test_sizes_of_t5(size):
   assert param_bytes(published(size), 'bfloat16') == 2 * PUBLISHED[size]
 
 
+def request_shapes(network, batch, input_len, slots, gamma=0):
+  return jax.eval_shape(
+    lambda: make_request(network, batch, input_len, slots, 0.0, 0, gamma)
+  )
+
+
 def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip():
   """Counted on a machine that could not hold it: nothing is made."""
   xxl = published('xxl')
   params = memory.param_shapes(xxl, Placement('bfloat16', 'in_out'))
-  request = memory.request_shapes(1, 128, 128, 7, greedy=True)
-  one = memory.call_bytes(xxl, params, request, 1)
-  assert one.weights == pytest.approx(11.1e9, rel=0.005)
-  # Caches of 24 layers: keys and values of 64 heads of 64, two bytes each.
-  assert one.cross_attention == 24 * 2 * 4096 * 2 * 128
+  request = request_shapes(xxl, 1, 128, 128, 7)
+  caches = 24 * 2 * 4096 * 2 * (128 + 256)  # layers, k and v, H * D, bfloat16
+  counted = memory.call_bytes(xxl, params, request)
+  assert counted == pytest.approx(11.1e9 + caches, rel=0.005)
   drafter = small_model(Model(published('small')))
   room = Room(Model(xxl), drafter, ('float32',) * 2, lambda: 32 * GIB)
   # And not much more than the parameters of both.
@@ -103,70 +109,36 @@ def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip():
     room.check(1, 128, 192, 8)
 
 
-def test_bytes_of_calls_by_hand():
-  request = memory.request_shapes(3, 7, 200, 4, greedy=True)
-  assert request.cache_slots == 256
-  params = placed(TARGET)
-  attention = 4 * 16 * 16  # self-attention
-  attention += 2 * 16 * 16  # cross-attention: queries and output
-  layer = attention + 3 * 16 * 32 + 3 * 16
-  weights = 4 * (2 * layer + 16 * 50 + 16 + 2 * 32)
-  slot = 3 * 2 * 2 * 16 * 4  # rows, layers, k and v, H * D, float32
-  for tokens, short in ((1, 128), (5, 124)):
-    # Positions whose call still fits in the first bucket of 128 slots.
-    attended = (short * 128 + (200 - short) * 256) * slot // 200
-    assert memory.call_bytes(TARGET, params, request, tokens) == (
-      weights,
-      3 * tokens * 16 * 4,
-      attended,
-      7 * slot,
-      tokens * slot,
-    )
-  one, two = (
-    memory.call_bytes(TARGET, params, request, n).total for n in (1, 2)
-  )
-  a_round = memory.draft_round_bytes(TARGET, params, request)
-  assert a_round == two + 3 * one
-
-
-# Parameters by hand: of GPT-2 two LayerNorms, four projections of 16 to 16 and
-# two of 16 to 32, all with biases; its embedding is the output layer. Of T5X
-# two scales, projections of 16 to 24 and a gated block of 32; a relative bias
-# of 2 heads and 32 buckets, and an output layer of its own.
+# Parameters by hand. Of the T5 self-attention, cross-attention's queries and
+# output, a gated block and three norms; its output layer and the last norm; a
+# relative bias of 2 heads and 32 buckets. Of GPT-2 two LayerNorms, four
+# projections of 16 to 16 and two of 16 to 32, all with biases; its embedding is
+# the output layer. Of T5X two scales, projections of 16 to 24 and a gated block
+# of 32; a relative bias, and an output layer of its own.
+T5_LAYER = 4 * 16 * 16 + 2 * 16 * 16 + 3 * 16 * 32 + 3 * 16
 GPT2_LAYER = 2 * 2 * 16 + 4 * (16 * 16 + 16) + (16 * 32 + 32) + (32 * 16 + 16)
 T5X_LAYER = 2 * 16 + 4 * 16 * 24 + 3 * 16 * 32
-DECODER_ONLY = {
-  # weights, numbers of a token's rows, H * D
-  'GPT-2': (GPT2, 2 * GPT2_LAYER + 2 * 16 + 50 * 16, 16 + 16, 16),
-  'T5X': (T5X, 2 * T5X_LAYER + 16 + 2 * 32 + 16 * 50, 16, 24),
+BY_HAND = {
+  # weights, H * D, position of the first call
+  'T5': (TARGET, 2 * T5_LAYER + 16 * 50 + 16 + 2 * 32, 16, 0),
+  'GPT-2': (GPT(GPT2), 2 * GPT2_LAYER + 2 * 16 + 50 * 16, 16, 7),
+  'T5X': (GPT(T5X), 2 * T5X_LAYER + 16 + 2 * 32 + 16 * 50, 24, 7),
 }
 
 
-@pytest.mark.parametrize('family', DECODER_ONLY)
-@pytest.mark.parametrize('dtype', ['bfloat16'])
-def test_bytes_of_calls_without_an_encoder_by_hand(family, dtype):
-  config, weights, row, width = DECODER_ONLY[family]
-  model = GPT(dataclasses.replace(config, dtype=dtype))
-  request = memory.request_shapes(
-    3, 7, 200, 4, greedy=True, has_encoder=model.has_encoder
-  )
-  assert request.prompt.shape == (3, 8)
-  assert request.inputs.shape == (3, 1)
+@pytest.mark.parametrize('family', BY_HAND)
+def test_bytes_of_calls_by_hand(family):
+  model, weights, width, first = BY_HAND[family]
+  request = request_shapes(model, 3, 7, 200, 4)
   assert request.cache_slots == 256
-  itemsize = {'float32': 4, 'bfloat16': 2}[dtype]
-  slot = 3 * 2 * 2 * width * itemsize  # rows, layers, k and v, H * D
-  for tokens, short in ((1, 121), (5, 117)):
-    # The first of 200 calls is at position 7, behind all but the prompt's last.
-    attended = (short * 128 + (200 - short) * 256) * slot // 200
-    for layout in ('in_out', 'out_in'):
-      params = memory.param_shapes(model, Placement('float32', layout))
-      assert memory.call_bytes(model, params, request, tokens) == (
-        4 * weights,
-        3 * tokens * row * 4,
-        attended,
-        0,
-        tokens * slot,
-      )
+  slot = 3 * 2 * 2 * width * 4  # rows, layers, k and v, H * D, float32
+  short = 128 - first  # calls whose position is in the first bucket
+  attended = (short * 128 + (200 - short) * 256) * slot // 200
+  inputs = 7 * slot if model.has_encoder else 0
+  for layout in ('in_out', 'out_in'):
+    params = memory.param_shapes(model, Placement('float32', layout))
+    counted = memory.call_bytes(model, params, request)
+    assert counted == 4 * weights + attended + inputs
 
 
 @pytest.mark.parametrize(
@@ -231,7 +203,7 @@ def test_a_cpu_holds_bfloat16_and_float32_of_it():
   """As the compiler does, before a loop; an int8 kernel is held as float32."""
   model = t5.T5(dataclasses.replace(CONFIG, dtype='bfloat16'))
   params = PairParams(placed(model, 'bfloat16'), None)
-  request = memory.request_shapes(1, 8, 8, 0, greedy=True)
+  request = request_shapes(model, 1, 8, 8)
   compiled = jax.jit(Loop(model).decode).lower(params, request).compile()
   temporary = compiled.memory_analysis().temp_size_in_bytes
   widened = sizes.widened_bytes(model, 'bfloat16')

@@ -12,7 +12,8 @@ from small_vocabulary import network
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import acceptance, calls, canvas
+from specdec_jax.measure import acceptance, calls
+from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
 from specdec_jax.models.model import Model
 from specdec_jax.paper import plots, printed, reproduce, tables
@@ -53,9 +54,11 @@ def drawn(monkeypatch):
   figures = []
 
   def save(path, draw, **size):
-    canvas.save(path, lambda figure: figures.append(figure) or draw(figure))
+    measured_tables.save_plot(
+      path, lambda figure: figures.append(figure) or draw(figure)
+    )
 
-  monkeypatch.setattr(plots, 'save', save)
+  monkeypatch.setattr(plots, 'save_plot', save)
 
   def draw(name, path):
     DRAW[name](path)
@@ -237,9 +240,9 @@ def test_a_row_is_measured_once(measured):
   assert len(lines) == 1 and 'acceptance forced to 1.0' in lines[0]
   assert again == []  # a suite that goes on does not measure it again
   record = records['ende-t5_small-T0']
-  assert (record['forced_acceptance'], record['weights']) == (1.0, 'random')
-  _, row = tables.only(record)
-  assert row['gamma'] == 2 and row['t5x_style_speed_up'] > 0
+  assert record['settings']['forced_acceptance'] == 1.0
+  row = tables.only(record)
+  assert row['gamma'] == 2
   # Ten rounds of 3 tokens; one proposal fits before the last of all.
   assert row['histogram'] == [0, 1, 10] and row['acceptance_rate'] == 1.0
 
@@ -249,7 +252,7 @@ def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
   pytest.importorskip('matplotlib', reason='needs the extra [plots]')
   _, records, _, _ = measured
   monkeypatch.setattr(
-    reproduce, 'benchmark', lambda _: records['ende-t5_small-T0']
+    reproduce, 'benchmark', lambda *_: records['ende-t5_small-T0']
   )
   model = Model(network(1), network(1).init(jax.random.key(0)))
   options = dict(gamma=2, max_input_len=32, max_decode_len=8)
@@ -257,7 +260,7 @@ def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
     ('figure1', 'figure5'),
     str(tmp_path),
     engine=lambda: Engine(model, model, tokenizer=tokenizer, **options),
-    costs=costs(drafter=network(1)),
+    costs=BenchmarkConfig(network(1), network(1)),
     text='<b>the dog',
   )
   *figures, report = reproduce.reproduce(config, quiet())

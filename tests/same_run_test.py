@@ -4,11 +4,8 @@ import json
 
 import pytest
 
-from small_vocabulary import network
 from specdec_jax.files import same_run
 from specdec_jax.measure import record
-from specdec_jax.measure.calls import BenchmarkConfig
-from specdec_jax.paper import printed, reproduce, tables
 
 
 def test_each_difference_is_named_with_both_values():
@@ -41,20 +38,7 @@ def test_what_a_file_cannot_tell_apart_is_the_same():
 
 @pytest.mark.parametrize('text', ['', '{"kind": "alpha", "settings": 1}'])
 def test_a_record_that_is_none_is_named(tmp_path, text):
-  """Wherever a measurement goes on with what it finds."""
   path = tmp_path / 'results.json'
   path.write_text(text)
   with pytest.raises(ValueError, match='results.json.*Do that'):
-    record.earlier(path, 'alpha', {'a': 1}, lambda r: r['settings'], 'Do that.')
-  row = printed.TABLE2[0]
-  config = reproduce.ReproduceConfig(
-    (),
-    'out',
-    records_dir=str(tmp_path),
-    suite=BenchmarkConfig(network(1)),
-    drafts={row.draft: network(1)},
-  )
-  name = tables.row_name(row)
-  (tmp_path / f'{name}.json').write_text(text)
-  with pytest.raises(ValueError, match=f'{name}.*not a record'):
-    reproduce.read_suite(config)
+    record.earlier(path, 'alpha', {'a': 1}, 'Do that.')

@@ -38,13 +38,11 @@ def compile_check() -> None:
 
   For one H200, and for one chip of a TPU v4:
 
+    specdec compile-check --gin_file=gin/runs/compile_check.gin
     specdec compile-check --gin_file=gin/runs/compile_check.gin \\
-      --output-dir=outputs/h200
-    specdec compile-check --gin_file=gin/runs/compile_check.gin \\
-      --device=tpu_v4 --output-dir=outputs/tpu_v4
+      --device=tpu_v4 --output-file=tpu_v4.json
 
-  Says whether they fit, what a token reads, and the speed-up that follows;
-  results.json and report.md go to the output folder.
+  Says whether they fit, what a token reads, and the speed-up that follows.
   """
   import jax
 
@@ -143,7 +141,7 @@ def measure() -> None:
     gamma_demo       the speed-up at each gamma, beside the predicted one
     methods          ways to speculate: tokens a call, time, speed-up; also
                      methods_demo
-    throughput_demo  a data set: continuous batching, batch sizes
+    throughput_demo  the speed-up by rows that are decoded together
 
   Their headers say what they need and how long they take. Tables go to stdout.
   """
@@ -153,9 +151,8 @@ def measure() -> None:
     'measure',
     {
       acceptance.MeasureAlphaConfig: acceptance.measure_alpha,
-      calls.BenchmarkConfig: calls.show,
+      calls.BenchmarkConfig: calls.benchmark,
       compare.CompareConfig: compare.compare,
-      compare.ThroughputConfig: compare.measure_throughput,
     },
   )
 

@@ -41,7 +41,7 @@ from specdec_jax.infer.data import (
 )
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder, NoFolder
-from specdec_jax.measure import host_gamma, progress
+from specdec_jax.measure import calibrate, progress
 from specdec_jax.measure.record import seconds_since_start
 from specdec_jax.measure.table import say
 from specdec_jax.text import metrics, tasks
@@ -418,11 +418,11 @@ def choose_gammas(
   if measured is None and opens and config.acceptance is not None:
     assert isinstance(options.temperature, float | int)  # a run has one
     with progress.status(console, 'Timing calls on this host'):
-      measured = host_gamma.for_host(
+      measured = calibrate.for_host(
         engine, config.acceptance, rows, options.temperature
       )
     if measured is not None:
-      say(console, host_gamma.said(measured))
+      say(console, calibrate.host_verdict(measured))
   if measured is None:
     return None
   measured.check(engine.fingerprints)

@@ -1,4 +1,4 @@
-"""Acceptance rates of a pair: by Corollary 3.6, and in real runs.
+"""Acceptance rates of a pair, by Corollary 3.6.
 
 The target decodes; at each step the drafter proposes one token for the same
 place, and the overlap of both distributions, sum of min, is the probability
@@ -10,6 +10,7 @@ places do not count in acceptance rates; how many there are is a separate rate.
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import (
   Callable,
@@ -41,12 +42,11 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter, check_chain
-from specdec_jax.engine.completion import CompletionStats, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.table import Cell, Column, Table, started
+from specdec_jax.measure.table import Column, Table, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
@@ -275,36 +275,15 @@ def _beta(request, draft, logits, target_probs):
   return jnp.where(request.sampling.temperature == 0, near, beta)
 
 
-def _outputs(
-  target, drafter, params, requests, num_tokens, advance
-) -> Iterator[Output]:
-  """Decodes until there are enough tokens; arguments as of `of_outputs`."""
-  program: Any = jax.jit(functools.partial(decode, target, drafter))
-  count = 0
-  for request in requests:
-    overlap = jax.device_get(program(params, request))
-    lengths = overlap.state.stats.num_rounds
-    texts = _texts(request)
-    for row in np.flatnonzero(lengths):
-      end = lengths[row]
-      proposed = overlap.proposed[row, :end]
-      betas = overlap.betas[row, :end][proposed]
-      invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
-      if invalid or not np.all(np.isfinite(betas)):
-        raise ValueError(_NOT_FINITE)
-      sure = overlap.confidences[row, :end][proposed]
-      yield Output(betas, sure, texts[row], int(end))
-    count += int(lengths.sum())
-    advance(int(lengths.sum()))
-    if count >= num_tokens:
-      return
+# Texts of a batch, which tell outputs apart, and their request.
+Batch = tuple[Sequence[Hashable], Request]
 
 
 def of_outputs(
   target: LanguageModel,
   drafter: Drafter,
   params: PairParams,
-  requests: Iterator[Request],
+  batches: Iterable[Batch],
   num_tokens: int,
   advance: Callable[[int], None] = lambda count: None,
 ) -> Rates:
@@ -314,8 +293,8 @@ def of_outputs(
     target: as for `decode`.
     drafter: as for `decode`.
     params: as for `decode`.
-    requests: batches of one shape; they are decoded until there are enough
-      tokens. Rows with `max_length` 0 only fill up a batch.
+    batches: batches of one shape; they are decoded until there are enough
+      tokens.
     num_tokens: once there are so many tokens, no further batch is begun.
     advance: called with the number of tokens of each batch, for a progress bar.
 
@@ -324,18 +303,43 @@ def of_outputs(
       drafter proposes a tree.
   """
   check_chain(drafter, 'The acceptance rate alpha')
-  outputs = [*_outputs(target, drafter, params, requests, num_tokens, advance)]
-  texts = [one.text for one in outputs]
-  hits = [float(one.betas.sum()) for one in outputs]
-  proposals = [len(one.betas) for one in outputs]
-  tokens = [one.num_tokens for one in outputs]
+  program: Any = jax.jit(functools.partial(decode, target, drafter))
+  outputs: list[Output] = []
+  count = 0
+  for texts, request in batches:
+    overlap = jax.device_get(program(params, request))
+    outputs += _outputs(texts, overlap)
+    tokens = int(overlap.state.stats.num_rounds.sum())
+    count += tokens
+    advance(tokens)
+    if count >= num_tokens:
+      break
+  keys = [output.text for output in outputs]
+  hits = [float(output.betas.sum()) for output in outputs]
+  proposals = [len(output.betas) for output in outputs]
+  lengths = [output.num_tokens for output in outputs]
   return Rates(
-    proposes=ratio(proposals, tokens, texts),
-    overall=ratio(hits, tokens, texts),
-    alpha=ratio(hits, proposals, texts) if any(proposals) else None,
+    proposes=ratio(proposals, lengths, keys),
+    overall=ratio(hits, lengths, keys),
+    alpha=ratio(hits, proposals, keys) if any(proposals) else None,
     outputs=outputs if drafter.adapts else (),
     spread=_spread(outputs),
   )
+
+
+def _outputs(texts: Sequence[Hashable], overlap: Overlap) -> Iterator[Output]:
+  """What was measured of each text of a batch; rows behind them fill it up."""
+  lengths: Any = overlap.state.stats.num_rounds
+  for row, text in enumerate(texts):
+    if not (end := int(lengths[row])):
+      continue
+    proposed = overlap.proposed[row, :end]
+    betas = np.asarray(overlap.betas[row, :end][proposed])
+    invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
+    if invalid or not np.all(np.isfinite(betas)):
+      raise ValueError(_NOT_FINITE)
+    confidences = np.asarray(overlap.confidences[row, :end][proposed])
+    yield Output(betas, confidences, text, end)
 
 
 def _spread(outputs: Sequence[Output]) -> float:
@@ -357,81 +361,45 @@ def _spread(outputs: Sequence[Output]) -> float:
   return float(np.sqrt(max(0.0, seen - within)))
 
 
-def _texts(request: Request) -> list[bytes]:
-  """A key for each text of a batch: the ids that are read, without padding."""
-  inputs = np.asarray(request.inputs)
-  # Padding, too, may stand inside a text; what follows the text does not count.
-  ends = [np.flatnonzero(row != request.pad_id)[-1:] for row in inputs]
-  texts = [
-    row[: 1 + end.item() if end.size else 0].tobytes()
-    for row, end in zip(inputs, ends, strict=True)
-  ]
-  if request.prompt is None:
-    return texts
-  lengths = np.asarray(request.prompt_length)
-  rows = zip(np.asarray(request.prompt), lengths, strict=True)
-  prompts = [row[:length].tobytes() for row, length in rows]
-  return [b'|'.join(both) for both in zip(texts, prompts, strict=True)]
-
-
-def batches(
+def rates(
   engine: Engine,
   texts: Sequence[str],
-  sampling: SamplingConfig,
-  batch_size: int,
-  seed: int,
+  temperature: float,
+  num_tokens: int,
+  *,
+  batch_size: int = 8,
+  seed: int = 0,
+  advance: Callable[[int], None] = lambda count: None,
   **options: Any,
-) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
-  """Yields batches of texts, and the engine's options for them.
-
-  Above temperature 0 the texts are repeated forever, each time with other
-  example ids.
+) -> Rates:
+  """`of_outputs` of an engine's pair.
 
   Args:
     engine: an engine with a drafter.
-    texts: at least one text, as `read_prompts` returns them.
-    sampling: sampling of both models.
-    batch_size: texts decoded together.
+    texts: at least one text, as `read_prompts` returns them. Above temperature
+      0 they are repeated, each time with other random numbers.
+    temperature: temperature of both models.
+    num_tokens: as of `of_outputs`.
+    batch_size: texts decoded together; no rate depends on it.
     seed: seed of the samples.
-    **options: further options of `Engine.generate`.
+    advance: as of `of_outputs`.
+    **options: further options of `Engine.request`.
   """
-  options |= {**dataclasses.asdict(sampling), 'seed': seed}
-  number = 0
-  while True:
-    for start in range(0, len(texts), batch_size):
-      part = texts[start : start + batch_size]
-      ids = range(number, number + len(part))
-      yield part, options | {'example_ids': ids}
-      number += len(part)
-    if sampling.greedy:
-      return
+  options |= {'temperature': temperature, 'seed': seed}
 
+  def batches() -> Iterator[Batch]:
+    number = 0
+    while True:
+      for first in range(0, len(texts), batch_size):
+        part = texts[first : first + batch_size]
+        ids = range(number, number + len(part))
+        number += len(part)
+        yield part, engine.request(part, gamma=1, example_ids=ids, **options)
+      if temperature == 0:
+        return
 
-def rates_of(
-  engine: Engine,
-  work: Iterable[tuple[Sequence[str], dict[str, Any]]],
-  num_tokens: int,
-  advance: Callable[[int], None],
-) -> Rates:
-  """Corollary 3.6 on the target's own tokens; see `of_outputs`.
-
-  Args:
-    engine: the engine of `work`.
-    work: what `batches` returns.
-    num_tokens: once there are so many tokens, no further batch is begun.
-    advance: called with the number of tokens of each batch.
-  """
-  requests = (
-    engine.request(part, gamma=1, **options) for part, options in work
-  )
-  return of_outputs(
-    engine.target,
-    engine.drafter,
-    engine.params,
-    requests,
-    num_tokens,
-    advance,
-  )
+  target, drafter, params = engine.target, engine.drafter, engine.params
+  return of_outputs(target, drafter, params, batches(), num_tokens, advance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -455,7 +423,6 @@ class MeasureAlphaConfig:
     leniences: in (0, 1]; 1 is the lossless Algorithm 1, less is Table 5.
     batch_size: prompts decoded together.
     seed: seed of the samples.
-    gamma: proposals per round in the real runs.
     output_file: JSON; None writes nothing.
     reuse: whether an existing `output_file` is shown instead of measuring. Its
       settings must be the same; that the models are the same is not checked.
@@ -479,7 +446,6 @@ class MeasureAlphaConfig:
   leniences: Sequence[float] = (1.0,)
   batch_size: int = 16
   seed: int = 0
-  gamma: int = 4
   output_file: str | None = None
   reuse: bool = False
   paper_target: str | None = None
@@ -487,7 +453,7 @@ class MeasureAlphaConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, num_tokens=1, batch_size=1, gamma=1)
+    check_at_least(self, num_tokens=1, batch_size=1)
     check_all_at_least(self, temperatures=0)
     for lenience in self.leniences:
       check_lenience(lenience)
@@ -515,30 +481,29 @@ class MeasureAlphaConfig:
       'leniences': list(self.leniences),
       'batch_size': self.batch_size,
       'seed': self.seed,
-      'gamma': self.gamma,
     }
 
 
 def measure_alpha(
   config: MeasureAlphaConfig, console: rich.console.Console | None = None
 ) -> Record:
-  """Measures both rates at every temperature; prints rows as in Table 3.
+  """Measures alpha at every temperature; prints rows as in Table 3.
 
   Returns:
     The record. Each of its rows has target, draft, temperature and lenience;
     alpha by Corollary 3.6 and its standard error, None if nothing was proposed;
     proposes, the share of tokens that had a proposal; the numbers of tokens and
-    outputs measured; observed (accepted / tested proposals in real runs with
-    gamma) and its standard error; tokens_per_call, tokens per call of the
-    target in these runs; paper, target and draft of the paper's row, or None.
+    outputs measured; paper, target and draft of the paper's row, or None.
 
   Raises:
     ValueError: no prompt can be decoded, the models are broken, or a record to
       be shown has other settings.
   """
   console = started(config, console)
-  record = _earlier(config) if config.reuse else None
-  is_new = record is None
+  record = None
+  if config.reuse and config.output_file:
+    advice = 'Remove it, or name another output_file.'
+    record = earlier(config.output_file, 'alpha', config.settings, advice)
   if record is None:
     settings = len(config.temperatures) * len(config.leniences)
     steps = len(config.engines) * settings * config.num_tokens
@@ -547,151 +512,71 @@ def measure_alpha(
         row for name in config.engines for row in _rows(config, name, advance)
       ]
     record = Record('alpha', {'settings': config.settings, 'rows': rows})
-  try:
-    if is_new and config.output_file:
+    if config.output_file:
       record.save(config.output_file)
-  finally:
-    console.print(table(record))
+  console.print(table(record))
   return record
-
-
-def _earlier(config: MeasureAlphaConfig) -> Record | None:
-  """The record of `output_file`; None if there is no such file."""
-  if config.output_file is None:
-    return None
-
-  def settings(record: Record) -> dict[str, Any]:
-    # Older records have their gamma only in their rows.
-    return {'gamma': record['rows'][0].get('gamma'), **record['settings']}
-
-  return earlier(
-    config.output_file,
-    'alpha',
-    config.settings,
-    settings,
-    'Remove it, or name another output_file.',
-  )
 
 
 def _rows(
   config: MeasureAlphaConfig, name: str, advance: Callable[[int], None]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
   """All rows of one drafter."""
   engine = config.engines[name]()
-  engine.gamma = config.gamma
   limit = None if config.truncate else engine.max_input_len
   texts = read_prompts(config.input_file, engine.num_input_tokens, limit)
   draft = config.paper_drafts.get(name)
-  return [
-    {
+  settings = itertools.product(config.temperatures, config.leniences)
+  for temperature, lenience in settings:
+    measured = rates(
+      engine,
+      texts,
+      temperature,
+      config.num_tokens,
+      batch_size=config.batch_size,
+      seed=config.seed,
+      advance=advance,
+      lenience=lenience,
+      on_too_long='truncate' if config.truncate else 'error',
+    )
+    alpha = measured.alpha
+    yield {
       'target': config.target,
       'draft': name,
       'fingerprints': dict(engine.fingerprints),
-      **_row(config, engine, texts, temperature, lenience, advance),
+      'temperature': temperature,
+      'lenience': lenience,
+      'alpha': alpha and alpha.mean,
+      'standard_error': alpha and alpha.standard_error,
+      'proposes': measured.proposes.mean,
+      'num_tokens': measured.proposes.num_tokens,
+      'num_outputs': measured.proposes.num_outputs,
       'paper': None if draft is None else [config.paper_target, draft],
     }
-    for temperature in config.temperatures
-    for lenience in config.leniences
-  ]
-
-
-def _row(
-  config: MeasureAlphaConfig,
-  engine: Engine,
-  texts: Sequence[str],
-  temperature: float,
-  lenience: float,
-  advance: Callable[[int], None],
-) -> dict[str, Any]:
-  """Both rates at one temperature and lenience."""
-  work = functools.partial(
-    batches,
-    engine,
-    texts,
-    SamplingConfig(temperature=temperature),
-    config.batch_size,
-    config.seed,
-    lenience=lenience,
-    on_too_long='truncate' if config.truncate else 'error',
-  )
-  rates = rates_of(engine, work(), config.num_tokens, advance)
-  done: list[CompletionStats] = []
-  for part, options in work():  # by Algorithm 1, token by token
-    options |= {'batch_size': len(part), 'verification': decode_state.TOKEN}
-    done += [one.stats for one in engine.generate(part, **options)]
-    if total(done).num_tokens >= config.num_tokens:
-      break
-  observed = None
-  if any(stats.num_tested for stats in done):
-    observed = ratio(
-      [stats.passed for stats in done],
-      [stats.num_tested for stats in done],
-      [texts[number % len(texts)] for number in range(len(done))],
-    )
-  return {
-    'temperature': temperature,
-    'lenience': lenience,
-    'lossless': lenience == 1,
-    'alpha': rates.alpha and rates.alpha.mean,
-    'standard_error': rates.alpha and rates.alpha.standard_error,
-    'proposes': rates.proposes.mean,
-    'num_tokens': rates.proposes.num_tokens,
-    'num_outputs': rates.proposes.num_outputs,
-    'observed': observed and observed.mean,
-    'observed_standard_error': observed and observed.standard_error,
-    'gamma': config.gamma,
-    'tokens_per_call': total(done).tokens_per_call,
-  }
 
 
 def table(record: Mapping[str, Any]) -> Table:
-  """Rows as in the paper's Table 3, with errors, which the paper lacks.
-
-  Args:
-    record: record of `measure_alpha`; older records lack some values.
-  """
-  rows = record['rows']
-  lossy = any(row.get('lenience', 1) != 1 for row in rows)
-  silent = any(row.get('proposes', 1) != 1 for row in rows)
-  columns: list[tuple[Column | str, Callable[[Mapping[str, Any]], Cell]]] = [
-    ('target', lambda row: row['target']),
-    ('draft', lambda row: row['draft']),
-    (Column('T', 'g'), lambda row: row['temperature']),
-    (
-      Column('lenience (below 1: lossy)', 'g'),
-      lambda row: row['lenience'] if lossy else None,
-    ),
-    ('alpha', lambda row: with_error(row['alpha'], row['standard_error'])),
-    # Left out if all drafters always propose.
-    (
-      Column('proposes', '.3f'),
-      lambda row: row['proposes'] if silent else None,
-    ),
-    (
-      'observed',
-      lambda row: with_error(row['observed'], row['observed_standard_error']),
-    ),
-    (
-      Column('tokens per call', '.2f'),
-      lambda row: row.get('tokens_per_call'),
-    ),
-    (Column('tokens', ','), lambda row: row['num_tokens']),
+  """Rows as in the paper's Table 3, with errors, which the paper lacks."""
+  rows = []
+  for row in record['rows']:
+    alpha = None
+    if row['alpha'] is not None:
+      alpha = f'{row["alpha"]:.3f}'
+      if row['standard_error'] is not None:  # a single text gives no error
+        alpha += f' ± {row["standard_error"]:.3f}'
+    names = row['target'], row['draft'], row['temperature'], row['lenience']
+    rows.append([*names, alpha, row['proposes'], row['num_tokens']])
+  columns = (
+    'target',
+    'draft',
+    Column('T', 'g'),
+    Column('lenience', 'g'),
+    'alpha',
+    Column('proposes', '.3f'),
+    Column('tokens', ','),
+  )
+  notes = [
+    'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
+    ' lenience 1 outputs are lossy.'
   ]
-  cells = [[value(row) for _, value in columns] for row in rows]
-  notes = []
-  if silent:
-    notes = [
-      'alpha and observed: of proposals; proposes: tokens with a proposal, of'
-      ' all.'
-    ]
-  return Table(
-    'Acceptance rates (Corollary 3.6)', [c for c, _ in columns], cells, notes
-  ).said()
-
-
-def with_error(mean: float | None, error: float | None) -> str | None:
-  """A rate and its error as text; None if there is no rate."""
-  if mean is None:
-    return None
-  # A single text gives no error.
-  return f'{mean:.3f}' + ('' if error is None else f' ± {error:.3f}')
+  return Table('Acceptance rates (Corollary 3.6)', columns, rows, notes)

@@ -1,7 +1,7 @@
 """Calibration: costs and acceptance of a pair here, and the gamma they give."""
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from specdec_jax.checks.fields import (
   check_types,
   unexpected,
 )
-from specdec_jax.checks.memory import gib
 from specdec_jax.decoding import fallback
+from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.length import unsure_below
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import (
@@ -28,23 +28,25 @@ from specdec_jax.engine.calibration import (
   rule_of,
 )
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import compare
-from specdec_jax.measure.acceptance import Output, batches, rates_of, ratio
+from specdec_jax.files import host_cache, shipped
+from specdec_jax.measure.acceptance import Output, Rates, rates, ratio
 from specdec_jax.measure.calls import (
   LEAST_DECODE_LEN,
-  BenchmarkConfig,
   Pair,
-  benchmark,
-  num_steps,
+  Run,
+  call_runs,
+  in_ms,
+  interleave,
+  make_request,
 )
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
+from specdec_jax.measure.record import describe
+from specdec_jax.measure.record import load as load_record
 from specdec_jax.measure.table import Column, Table, say, started
-from specdec_jax.probs import SamplingConfig
+from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
 
-_ALPHA_BATCH = 8  # rows; the acceptance rate does not depend on it
-_SHORT_OUTPUTS = 16, 64  # tokens; what a wrong drafter costs there is said
 # Rounds of these gammas say what a proposal takes, and what a round besides.
 _MAIN_GAMMA, _ROUND_GAMMAS = 4, (1, 8)
 # Of a beam search: levels, the drafter's beams in widths, lines, repetitions.
@@ -125,6 +127,18 @@ class CalibrateConfig:
     # One round has no spread, and so no error.
     check_at_least(self, repeats=2, calls_a_run=1)
 
+  def request(self, engine: Engine, batch: int, gamma: int) -> Request:
+    """What the costs are measured with."""
+    return make_request(
+      engine.target,
+      batch,
+      self.input_len,
+      self.decode_len,
+      self.temperature,
+      self.seed,
+      gamma,
+    )
+
 
 def calibrate(
   config: CalibrateConfig, console: rich.console.Console | None = None
@@ -149,336 +163,316 @@ def calibrate(
     widest = max(_DRAFT_FACTORS) * config.num_beams
     beams = {'num_beams': config.num_beams, 'draft_beams': widest}
     _ = engine.text_batch(texts[:1], True, gamma=max(_LEVELS), **beams).request
-  slots = config.decode_len + config.max_gamma + 1
-  if not engine.target.has_encoder:
-    slots += config.input_len
-  most = max(config.batches)
-  engine.room.check(most, config.input_len, slots, config.max_gamma + 1)
-  costs = _costs(config, engine)
-  with bar(console, 'Costs', num_steps(costs)) as advance:
-    pair = Pair(engine.target, engine.drafter, engine.params)
-    measured = benchmark(costs, advance, advance.say, pair)
-  work = batches(
-    engine,
-    texts,
-    SamplingConfig(temperature=config.temperature),
-    _ALPHA_BATCH,
-    config.seed,
-  )
+  batches = sorted(set(config.batches))
+  for batch in batches[::-1]:
+    request = config.request(engine, batch, config.max_gamma)
+    slots, tokens = request.cache_slots, request.call_tokens
+    engine.room.check(batch, config.input_len, slots, tokens)
+  with bar(console, 'Costs', len(batches) * config.repeats) as advance:
+    costs = [_costs(config, engine, batch, advance) for batch in batches]
   with bar(console, 'Tokens', config.num_tokens) as advance:
-    rates = rates_of(engine, work, config.num_tokens, advance)
-  found = _conclude(config, engine, measured, rates)
+    measured = rates(
+      engine,
+      texts,
+      config.temperature,
+      config.num_tokens,
+      seed=config.seed,
+      advance=advance,
+    )
+  made = _conclude(config, engine, costs, measured)
   if config.num_beams is not None:
-    found = _with_beams(config, engine, found, texts, console)
+    best = _quickest_beams(config.num_beams, engine, texts, console)
+    made = dataclasses.replace(made, beams=best)
   try:
     if config.output_file:  # first: whoever reads stdout may leave early
-      found.save(config.output_file)
+      made.save(config.output_file)
   finally:
-    _print(console, found)
-  return found
+    _print(console, made)
+  return made
 
 
-def _costs(config: CalibrateConfig, engine: Engine) -> BenchmarkConfig:
-  """The benchmark whose numbers a calibration is made of."""
-  return BenchmarkConfig(
-    engine.target,
-    engine.drafter,
-    gammas=(min(_MAIN_GAMMA, config.max_gamma),),
-    round_gammas=tuple(g for g in _ROUND_GAMMAS if g <= config.max_gamma),
-    times_adapting=True,
-    batches=tuple(sorted(set(config.batches))),
-    input_lens=(config.input_len,),
-    decode_lens=(config.decode_len,),
-    temperatures=(config.temperature,),
-    call_sizes=tuple(range(1, config.max_gamma + 2)),
-    calls_a_run=config.calls_a_run,
-    repeats=config.repeats,
-    seed=config.seed,
-    name='calibration',
+def _costs(
+  config: CalibrateConfig,
+  engine: Engine,
+  batch: int,
+  advance: Callable[[], None],
+) -> dict[str, Any]:
+  """Times the calls of one number of rows."""
+  pair = Pair(engine.target, engine.drafter, engine.params)
+  main = min(_MAIN_GAMMA, config.max_gamma)
+  runs = call_runs(
+    pair,
+    functools.partial(config.request, engine, batch),
+    sizes=range(1, config.max_gamma + 2),
+    gammas=[g for g in (main, *_ROUND_GAMMAS) if g <= config.max_gamma],
+    count=config.calls_a_run,
+    adapting=(main,) if pair.drafter.adapts else (),
   )
+  times = in_ms(interleave(runs, config.repeats, advance))
+  return {'batch': batch, 'times_ms': times}
 
 
-def _conclude(config, engine, measured, rates) -> Calibration:
-  rate = rates.overall
-  assert rate.standard_error is not None  # of two texts or more
-  confidence = confidence_table(rates.outputs) if rates.outputs else None
+def _conclude(config, engine, costs, measured: Rates) -> Calibration:
+  rate = measured.overall
+  confidence = confidence_table(measured.outputs) if measured.outputs else None
   if config.max_gamma < LEAST_GAMMA:
     confidence = None  # the calls of a draft that adapts were not measured
   return Calibration(
     fingerprints=engine.fingerprints,
     device=calibration.device_name(),
     temperature=config.temperature,
-    choices=tuple(
-      _choice(config, one, rates, confidence) for one in measured['settings']
-    ),
+    choices=tuple(_choice(config, one, measured, confidence) for one in costs),
     confidence=confidence,
-    spread=rates.spread,
+    spread=measured.spread,
     record={
       'acceptance_rate': {
         'alpha': rate.mean,
         'standard_error': rate.standard_error,
         'num_tokens': rate.num_tokens,
         'num_outputs': rate.num_outputs,
-        'proposes': rates.proposes.mean,
+        'proposes': measured.proposes.mean,
       },
-      'costs': measured['settings'],
-      'machine': measured['machine'],
+      'costs': costs,
+      'machine': describe(),
     },
   )
 
 
-def _with_beams(config, engine, found: Calibration, texts, console):
-  """The calibration with the quickest beam search of its width."""
-  width = config.num_beams
-  options: dict[str, Any] = {'num_beams': width, 'num_samples': width}
-  methods: dict[str, Any] = {
-    compare.PLAIN: (engine, options | {'speculative': False})
-  }
+def _quickest_beams(
+  width: int,
+  engine: Engine,
+  texts: Sequence[str],
+  console: rich.console.Console,
+) -> BeamChoice:
+  """The quickest beam search of a width, by times of whole outputs."""
+  texts = texts[:_BEAM_LINES]
   settings = [
     (gamma, factor * width) for gamma in _LEVELS for factor in _DRAFT_FACTORS
   ]
-  for gamma, draft_beams in settings:
-    drafting = {'gamma': gamma, 'draft_beams': draft_beams}
-    methods[f'{gamma} {draft_beams}'] = (
-      engine,
-      options | drafting | {'speculative': True},
+  methods: dict[Any, dict[str, Any]] = {None: {'speculative': False}} | {
+    (gamma, draft_beams): {'gamma': gamma, 'draft_beams': draft_beams}
+    for gamma, draft_beams in settings
+  }
+
+  def run(options: Mapping[str, Any], text: str) -> Run:
+    return Run(
+      lambda: functools.partial(
+        engine.generate, [text], num_beams=width, num_samples=width, **options
+      )
     )
-  lines = texts[:_BEAM_LINES]
-  with bar(console, 'Beams', (_BEAM_REPEATS + 1) * len(lines)) as advance:
-    timed = compare.interleaved(
-      methods, lines, 0.0, _BEAM_REPEATS, advance, must_agree=False
-    )
-  plain = timed[compare.PLAIN]
-  best = BeamChoice(width, 0, 0, 1.0)
-  for gamma, draft_beams in settings:
-    each = compare.speed_ups(timed[f'{gamma} {draft_beams}'], plain)
-    speed_up = float(np.median(each))
-    if speed_up > best.speed_up:
-      best = BeamChoice(width, gamma, draft_beams, speed_up)
-  return dataclasses.replace(found, beams=best)
+
+  runs = {
+    (setting, number): run(options, text)
+    for number, text in enumerate(texts)
+    for setting, options in methods.items()
+  }
+  with bar(console, 'Beams', _BEAM_REPEATS) as advance:
+    times = interleave(runs, _BEAM_REPEATS, advance)
+  each = {
+    setting: np.sum([times[setting, i] for i in range(len(texts))], axis=0)
+    for setting in methods
+  }
+  speed_ups = {s: float(np.median(each[None] / each[s])) for s in settings}
+  gamma, draft_beams = best = max(settings, key=speed_ups.__getitem__)
+  if speed_ups[best] <= 1:
+    return BeamChoice(width, 0, 0, 1.0)
+  return BeamChoice(width, gamma, draft_beams, speed_ups[best])
 
 
-def _choice(config, setting, rates, confidence) -> Choice:
+def _choice(config, costs, measured: Rates, confidence) -> Choice:
   """The gamma, and the prices, that the costs of one number of rows give."""
-  rate = rates.overall
-  times = setting['times_ms']
-  one = times['call_1']['median']
-
-  def cost(size: int) -> Measured:
-    time = times[f'call_{size}']
-    return Measured(time['median'] / one, time['error'] / one)
-
+  times = {name: ms['median'] for name, ms in costs['times_ms'].items()}
+  calls = call_costs(times)
   # The closed forms know of no place without a proposal: there beta is 0.
-  costs = [cost(size) for size in range(1, config.max_gamma + 2)]
-  cost_ratio, round_cost = _round_costs(times)
+  rate = measured.overall
+  assert rate.standard_error is not None  # of two texts or more
   choice = choose_gamma(
-    Measured(rate.mean, rate.standard_error),
-    cost_ratio,
-    costs,
-    round_cost,
-    setting['batch'],
-    config.seed,
+    rate.mean, rate.standard_error, calls, config.decode_len, costs['batch']
   )
-  alpha = rates.overall if rates.alpha is None else rates.alpha
+  alpha = rate if measured.alpha is None else measured.alpha
   choice = dataclasses.replace(
     choice,
-    acceptance=acceptance_at(choice.gamma, rates.outputs, alpha.mean),
+    acceptance=acceptance_at(choice.gamma, measured.outputs, alpha.mean),
   )
   if confidence is None:
     return choice
+  main = min(_MAIN_GAMMA, config.max_gamma)
+  more = times[f'adapting_{main}'] - times[f'round_{main}']
   prices = best_prices(
     confidence,
-    rates.outputs,
-    cost_ratio.value,
-    [one.value for one in costs],
-    round_cost,
-    # Lost in noise it is nothing.
-    max(0.0, setting['gammas'][0].get('adapting_cost', 0.0)),
+    measured.outputs,
+    calls.cost_ratio,
+    calls.call_cost,
+    calls.round_cost,
+    max(0.0, more / times['call_1']),  # lost in noise it is nothing
   )
   return dataclasses.replace(choice, prices=prices)
 
 
+class CallCosts(NamedTuple):
+  """What calls cost, in calls of the target over one token.
+
+  Attributes:
+    call_cost: v(1), v(2), ....
+    cost_ratio: c, of a proposal.
+    round_cost: what a round takes besides its calls.
+    start: the call that reads the input.
+    draft_start: what the drafter takes to read it.
+  """
+
+  call_cost: Sequence[float]
+  cost_ratio: float
+  round_cost: float = 0.0
+  start: float = 0.0
+  draft_start: float = 0.0
+
+
+def call_costs(times: Mapping[str, float]) -> CallCosts:
+  """Costs from times, see `calls.in_ms`; sizes of calls are interpolated.
+
+  What rounds of several gammas take besides the target's call lies about on a
+  line: its slope is c, and what is left for gamma 0 a round takes besides.
+  Neither is below 0: a drafter whose cost is lost in noise costs nothing. With
+  one gamma all of it counts as the proposals'.
+  """
+  one = times['call_1']
+  sizes = [int(n.removeprefix('call_')) for n in times if n.startswith('call')]
+  sizes.sort()
+  call_cost = np.interp(
+    range(1, sizes[-1] + 1), sizes, [times[f'call_{m}'] / one for m in sizes]
+  )
+  gammas = np.array(
+    [int(n.removeprefix('round_')) for n in times if n.startswith('round_')]
+  )
+  more = np.array([times[f'round_{g}'] / one - call_cost[g] for g in gammas])
+  slope, besides = 0.0, -1.0
+  if len(gammas) > 1:
+    slope, besides = np.polyfit(gammas, more, 1)
+  if besides < 0:  # a line through nothing for none
+    slope, besides = gammas @ more / (gammas @ gammas), 0.0
+  if slope < 0:
+    slope, besides = 0.0, max(0.0, more.mean())
+  return CallCosts(
+    tuple(call_cost.tolist()),
+    float(slope),
+    float(besides),
+    times['encoder'] / one,
+    times['draft_encoder'] / one,
+  )
+
+
 def choose_gamma(
-  acceptance_rate: Measured,
-  cost_ratio: Measured,
-  call_cost: Sequence[Measured],
-  round_cost: float = 0.0,
-  rows: int = 1,
-  seed: int = 0,
+  acceptance_rate: float, error: float, costs: CallCosts, length: int, rows: int
 ) -> Choice:
-  """The gamma with the largest E(gamma, alpha) / (v(gamma + 1) + gamma c + r).
+  """The gamma with the largest speed-up, see `analysis.speed_up_of_outputs`.
 
   Args:
     acceptance_rate: alpha.
-    cost_ratio: c.
-    call_cost: v(1), v(2), ...; gamma is less than the number of these.
-    round_cost: r, what a round takes besides its calls.
+    error: its standard error, which the interval follows.
+    costs: the costs; gamma is less than the number of calls.
+    length: tokens of an output.
     rows: the number of rows that these costs were measured with.
-    seed: seed of the draws for the interval, which assumes normal errors.
   """
-  gammas = np.arange(len(call_cost))
-  values = np.array([cost.value for cost in call_cost])
-  factors = np.asarray(
-    analysis.measured_walltime_factor(
-      acceptance_rate.value,
-      gammas,
-      cost_ratio.value,
-      values / values[0] + round_cost * (gammas > 0),
+
+  def factor(gamma: int, alpha: float) -> float:
+    a_round = costs.call_cost[gamma] + gamma * costs.cost_ratio
+    return analysis.speed_up_of_outputs(
+      [length],
+      min(1.0, max(0.0, alpha)),
+      gamma,
+      a_round + costs.round_cost,
+      costs.start,
+      costs.draft_start,
     )
-  )
+
+  gammas = range(1, len(costs.call_cost))
   # Gamma 0 is the plain loop: its factor is 1 by definition.
+  factors = [1.0, *(factor(gamma, acceptance_rate) for gamma in gammas)]
   gamma = int(np.argmax(factors))
-  draws = np.random.default_rng(seed).standard_normal((3, _DRAWS))
-  rates = acceptance_rate.value + acceptance_rate.error * draws[0]
-  costs = cost_ratio.value + cost_ratio.error * draws[1]
-  verify = call_cost[gamma].value + call_cost[gamma].error * draws[2]
-  drawn = analysis.measured_walltime_factor(
-    np.clip(rates, 0.0, 1.0),
-    gamma,
-    np.maximum(costs, 0.0),
-    np.maximum(verify, 1e-3) / values[0] + round_cost,
-  )
-  low, high = np.percentile(drawn, _INTERVAL) if gamma else (1.0, 1.0)
+  interval = 1.0, 1.0
+  if gamma:
+    low, high = (acceptance_rate + sign * 1.96 * error for sign in (-1, 1))
+    interval = factor(gamma, low), factor(gamma, high)
   return Choice(
     rows=rows,
     gamma=gamma,
-    expected_speed_up=float(factors[gamma]),
-    interval=(float(low), float(high)),
-    factors=tuple(float(factor) for factor in factors),
-    cost_ratio=cost_ratio.value,
-    call_cost=tuple((values / values[0]).tolist()),
-    round_cost=round_cost,
+    expected_speed_up=factors[gamma],
+    interval=interval,
+    factors=tuple(factors),
+    cost_ratio=costs.cost_ratio,
+    call_cost=tuple(costs.call_cost),
+    round_cost=costs.round_cost,
+    acceptance=acceptance_rate,
   )
 
 
-def _round_costs(times: Mapping[str, Any]) -> tuple[Measured, float]:
-  """What a proposal takes, and a round besides, in calls over one token.
-
-  The line through what rounds of several gammas take besides the target's call.
-  Neither is below 0: a drafter whose cost is lost in noise costs nothing. With
-  one gamma all of it counts as the proposals'.
-
-  Args:
-    times: as a benchmark's record has them.
-  """
-  one = times['call_1']['median']
-  found = []
-  for name, a_round in times.items():
-    if name.startswith('round_'):
-      gamma = int(name.removeprefix('round_'))
-      call = times[f'call_{gamma + 1}']
-      value = (a_round['median'] - call['median']) / one
-      error = math.hypot(a_round['error'], call['error']) / one
-      found.append((gamma, value, error))
-  gammas, values, errors = np.array(found).T
-  mean = gammas.mean()
-  # Of a line through two points or more, else of one through nothing for none.
-  weights = gammas - mean if len(gammas) > 1 else gammas
-  slope = float(weights @ values / (weights @ weights))
-  besides = float(values.mean() - slope * mean)
-  if besides < 0:
-    weights, besides = gammas, 0.0
-    slope = float(weights @ values / (weights @ weights))
-  if slope < 0:
-    slope, besides = 0.0, max(0.0, float(values.mean()))
-  wrong = float(np.linalg.norm(weights * errors) / (weights @ weights))
-  return Measured(slope, wrong), besides
-
-
-def _unproposed(share: float) -> str:
-  if share == 1:
-    return ''
-  return f', none where nothing is proposed ({1 - share:.0%} of them)'
-
-
-def tables(found: Mapping[str, Any]) -> list[Table]:
+def tables(record: Mapping[str, Any]) -> list[Table]:
   """The gamma chosen for each number of rows, and the factor of every gamma.
 
   Args:
-    found: a calibration, as its file has it.
+    record: a calibration, as its file has it.
   """
   chosen = []
   columns: list[Column | str] = ['gamma']
-  by_gamma = [[gamma] for gamma in range(len(found['choices'][0]['factors']))]
-  both = zip(found['choices'], found['record']['costs'], strict=True)
-  for choice, costs in both:
-    low, high = choice['interval']
-    speed_up = f'{choice["expected_speed_up"]:.2f} ({low:.2f} to {high:.2f})'
-    costs_of_one = [choice['cost_ratio'], choice['round_cost']]
-    chosen.append([choice['rows'], *costs_of_one, choice['gamma'], speed_up])
+  by_gamma = [[gamma] for gamma in range(len(record['choices'][0]['factors']))]
+  for choice in record['choices']:
+    speed_up = _with_interval(choice['expected_speed_up'], choice['interval'])
+    costs = choice['cost_ratio'], choice['round_cost']
+    chosen.append([choice['rows'], *costs, choice['gamma'], speed_up])
     name = _rows(choice['rows'])
     columns += [
       Column(f'v(gamma + 1), {name}', '.2f'),
       Column(f'speed-up, {name}', '.2f'),
     ]
-    for line, factor in zip(by_gamma, choice['factors'], strict=True):
-      line += [costs['call_cost'][str(line[0] + 1)], factor]
-  costs_of_one = [Column('c', '.3f'), Column('a round besides', '.3f')]
-  header = ('rows at once', *costs_of_one, 'gamma', 'expected speed-up')
-  made = [
+    for line, cost, factor in zip(
+      by_gamma, choice['call_cost'], choice['factors'], strict=True
+    ):
+      line += [cost, factor]
+  header = (
+    'rows at once',
+    Column('c', '.3f'),
+    Column('a round besides', '.3f'),
+    'gamma',
+    'expected speed-up',
+  )
+  return [
     Table('Chosen here', header, chosen),
     Table('What gamma is worth here', columns, by_gamma),
   ]
-  return [*made, *_confidence_table(found.get('confidence'))]
 
 
-def _confidence_table(found: Mapping[str, Any] | None) -> list[Table]:
-  if found is None:
-    return []
-  bounds = [0.0, *found['bounds'], 1.0]
-  measured = zip(
-    bounds[:-1],
-    bounds[1:],
-    found['acceptance'],
-    found['errors'],
-    found['tokens'],
-    strict=True,
-  )
-  lines = [
-    [f'{low:.3f} to {high:.3f}', rate, error, tokens]
-    for low, high, rate, error, tokens in measured
-  ]
-  header = (
-    'confidence of the drafter',
-    Column('acceptance', '.3f'),
-    Column('error', '.3f'),
-    'tokens',
-  )
-  return [Table('How sure is sure enough', header, lines)]
+def _with_interval(value: float, interval: Sequence[float]) -> str:
+  low, high = interval
+  return f'{value:.2f} ({low:.2f} to {high:.2f})'
 
 
-def verdicts(found: Calibration) -> list[str]:
+def verdicts(made: Calibration) -> list[str]:
   """Whether speculation pays: a sentence for each number of rows, and beams."""
-  record: Any = found.record
-  said = []
-  for choice, costs in zip(found.choices, record['costs'], strict=True):
+  sentences = []
+  for choice in made.choices:
     rows = f'{_rows(choice.rows)}: '
     if not choice.gamma:
-      said.append(
+      sentences.append(
         f'{rows}speculation does not pay here: no gamma is expected to be'
         ' quicker than plain decoding.'
       )
       continue
-    low, high = choice.interval
     adapts = ''
     if choice.prices is not None:
       adapts = (
         " With gamma = 'adaptive' it is expected to be"
         f' {choice.prices.expected_speed_up:.2f}.'
       )
-    pays = 'pays' if low >= 1.0 else 'may pay'
-    length = calibration.least_length(
-      costs['times_ms'], choice.expected_speed_up
-    )
-    said.append(
+    pays = 'pays' if choice.interval[0] >= 1.0 else 'may pay'
+    expected = _with_interval(choice.expected_speed_up, choice.interval)
+    sentences.append(
       f'{rows}speculation {pays} here: gamma = {choice.gamma}, expected'
-      f' speed-up {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for'
-      f' outputs of {length} tokens or more.{adapts}'
-      f'{_when_wrong(choice, costs["times_ms"])}'
+      f' speed-up {expected}, for outputs of {made.least_length(choice.rows)}'
+      f' tokens or more.{adapts}'
     )
-  if found.beams is not None:
-    said.append(_beams_verdict(found.beams))
-  return said
+  if made.beams is not None:
+    sentences.append(_beams_verdict(made.beams))
+  return sentences
 
 
 def _beams_verdict(best: BeamChoice) -> str:
@@ -490,49 +484,154 @@ def _beams_verdict(best: BeamChoice) -> str:
   )
 
 
-def _when_wrong(choice: Choice, times_ms: Mapping[str, Any]) -> str:
-  """What a drafter costs that is always wrong, if it may rest."""
-  made = choice.fallback(choice.gamma, adapts=False)
-  if made is None:
-    return ''
-  lost = fallback.most_lost(made, choice.cost_ratio, fallback.LEAST_OUTPUT)
-  lost += calibration.first_ms(times_ms) / times_ms['call_1']['median']
-  shares = [
-    f'{lost[tokens] / tokens:.0%} of {tokens} tokens'
-    for tokens in (*_SHORT_OUTPUTS, fallback.LEAST_OUTPUT)
-  ]
-  return (
-    ' A text that the drafter is always wrong for takes longer, if it may rest'
-    f' (--fallback), by {", ".join(shares)}.'
-  )
-
-
-def _print(console: rich.console.Console, found: Calibration) -> None:
-  record: Any = found.record
-  rate = record['acceptance_rate']
-  for verdict in verdicts(found):
+def _print(console: rich.console.Console, made: Calibration) -> None:
+  for verdict in verdicts(made):
     say(console, verdict)
-  for table in tables(dataclasses.asdict(found)):
+  for table in tables(dataclasses.asdict(made)):
     console.print(table)
-  for choice, costs in zip(found.choices, record['costs'], strict=True):
-    times = costs['times_ms']
+  for choice in made.choices:
+    times = made.times_ms(choice.rows)
     console.print(
       f'{_rows(choice.rows)}: input {times["encoder"]["median"]:.2f} ms, a call'
-      f' {times["call_1"]["median"]:.2f} ms of'
-      f' {gib(costs["bytes_per_call"])} at'
-      f' {costs["plain_gb_per_s"]:.1f} GB/s'
-      f' ({100 * costs["bandwidth_fraction"]:.0f} % of a matrix-vector'
-      " product's)"
+      f' {times["call_1"]["median"]:.2f} ms'
     )
+  rate = made.record['acceptance_rate']
+  unproposed = ''
+  if rate['proposes'] < 1:
+    share = 1 - rate['proposes']
+    unproposed = f', none where nothing is proposed ({share:.0%} of them)'
   console.print(
     f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
-    f' {rate["num_tokens"]} tokens at temperature {found.temperature:g}'
-    + _unproposed(rate['proposes'])
+    f' {rate["num_tokens"]} tokens at temperature {made.temperature:g}'
+    f'{unproposed}'
   )
 
 
 def _rows(count: int) -> str:
   return f'{count} row{"s" * (count > 1)}'
+
+
+# The gamma that pays on a host, for a pair whose acceptance is known.
+#
+# What the target accepts does not depend on the processor, so a record of it
+# can be shipped with the drafter (`acceptance` writes it). What calls cost
+# does: a few of them are timed, in a second or two besides their compilation,
+# and kept. `calibrate` measures both, and more, in minutes.
+
+_HOST_SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
+_HOST_GAMMA = 7  # of the rounds
+_HOST_CALLS, _HOST_REPEATS = 10, 5
+# Caches have 128 slots, with any of the calls.
+_HOST_INPUT_LEN, _HOST_DECODE_LEN = 32, 112
+_HOST_TIMES = (
+  'encoder',
+  'draft_encoder',
+  f'round_{_HOST_GAMMA}',
+  *(f'call_{size}' for size in _HOST_SIZES),
+)
+
+
+def for_host(
+  engine: Engine, acceptance_file: str, rows: int, temperature: float
+) -> Calibration | None:
+  """Times calls of a pair here, unless that was done before, and chooses gamma.
+
+  Args:
+    engine: an engine with a drafter.
+    acceptance_file: a record of acceptance, see `acceptance`; its row of
+      this pair and the nearest temperature counts.
+    rows: that are decoded together.
+    temperature: of the run.
+
+  Returns:
+    The calibration; None if the record has no row of this pair, whose
+    acceptance is then not known.
+
+  Raises:
+    ValueError: the file is no such record.
+  """
+  pair = dict(engine.fingerprints)
+  rows_of_pair = [
+    row
+    for row in load_record(shipped.find(acceptance_file), 'alpha')['rows']
+    if row.get('fingerprints') == pair and row['lenience'] == 1
+  ]
+  if not rows_of_pair:
+    return None
+  rate = min(
+    rows_of_pair, key=lambda row: abs(row['temperature'] - temperature)
+  )
+  key = {
+    **backend.host(),
+    'device': calibration.device_name(),
+    'layout': engine.kernel_layout,
+    'fingerprints': pair,
+    'rows': rows,
+    'greedy': temperature == 0,
+    'times': list(_HOST_TIMES),
+  }
+  times = host_cache.kept(
+    'calls',
+    key,
+    lambda: host_times(engine, rows, temperature),
+    lambda value: {name: float(value[name]) for name in _HOST_TIMES},
+  )
+  choice = choose_gamma(
+    rate['alpha'],
+    rate['standard_error'],
+    call_costs(times),
+    round(rate['num_tokens'] / rate['num_outputs']),
+    rows,
+  )
+  return Calibration(
+    fingerprints=engine.fingerprints,
+    device=calibration.device_name(),
+    temperature=temperature,
+    choices=(choice,),
+    record={  # as that of `calibrate`
+      'acceptance_rate': dict(rate),
+      'costs': [
+        {'times_ms': {name: {'median': ms} for name, ms in times.items()}}
+      ],
+    },
+  )
+
+
+def host_times(
+  engine: Engine, rows: int, temperature: float
+) -> dict[str, float]:
+  """Milliseconds of each of `_HOST_TIMES`: medians of runs in turn."""
+  runs = call_runs(
+    Pair(engine.target, engine.drafter, engine.params),
+    functools.partial(
+      make_request,
+      engine.target,
+      rows,
+      _HOST_INPUT_LEN,
+      _HOST_DECODE_LEN,
+      temperature,
+      0,
+    ),
+    _HOST_SIZES,
+    (_HOST_GAMMA,),
+    _HOST_CALLS,
+  )
+  times = in_ms(interleave(runs, _HOST_REPEATS))
+  return {name: times[name]['median'] for name in _HOST_TIMES}
+
+
+def host_verdict(made: Calibration) -> str:
+  """A line with the numbers that decided in `for_host`."""
+  (choice,) = made.choices
+  sizes = _HOST_SIZES[1:]
+  costs = ', '.join(f'{choice.call_cost[size - 1]:.2f}' for size in sizes)
+  return (
+    'On this host a call of the target over one token takes'
+    f' {made.times_ms(choice.rows)["call_1"]["median"]:.2f} ms, one over'
+    f' {", ".join(map(str, sizes))} tokens {costs} times that, and a proposal'
+    f' {choice.cost_ratio:.2f}; {choice.acceptance:.0%} of the proposals are'
+    ' accepted.'
+  )
 
 
 # The rule of a draft whose length adapts. A drafter's confidence says how

@@ -1,7 +1,7 @@
 """Whether pairs fit on a device that is not there, and what bytes predict.
 
 For each row of Table 2 the loop is compiled as `Engine` would run it. The
-memory is what the compiler reports; the bytes that a call moves are counted
+memory is what the compiler reports; the bytes that a call reads are counted
 from shapes. libtpu and XLA's CUDA compiler need only a description of a device.
 Kernels of a GPU are chosen by rules instead of by trial: products that a GPU at
 hand would give to cuBLAS may come out as generated kernels.
@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from jax._src import xla_bridge
 from jax._src.lib import xla_client
 from jax.experimental import topologies
 
-from specdec_jax import analysis, files
+from specdec_jax import analysis
 from specdec_jax.checks.fields import (
   check_at_least,
   check_choice,
@@ -36,11 +35,11 @@ from specdec_jax.checks.memory import GIB
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.measure import memory
+from specdec_jax.measure.calls import make_request
+from specdec_jax.measure.memory import call_bytes, param_shapes
 from specdec_jax.measure.progress import bar
-from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.table import Column, Table
-from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.record import Record
+from specdec_jax.measure.table import Column, Table, started
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
@@ -153,8 +152,8 @@ def describe(name: str) -> tuple[Any, dict[str, str]]:
       f'{known.compiler} {versions[known.compiler]} does not describe a device'
       f' {name!r}: {error}'
     ) from error
-  said = known.name or f'{device.device_kind}, {known.topology}'
-  return device, {'compiled_for': said} | versions
+  compiled_for = known.name or f'{device.device_kind}, {known.topology}'
+  return device, {'compiled_for': compiled_for} | versions
 
 
 def _described(known: Device) -> Any:
@@ -226,15 +225,11 @@ class PairCheckConfig:
     drafts: name of a row's draft -> network.
     input_lens: task -> E.
     decode_lens: task -> the most tokens of a run.
-    output_dir: folder of results.json and report.md.
     batch: examples that are decoded together.
     param_dtype: dtype of the parameters on the device.
-    usable_gib: memory of the device that programs may use; None is what
-      `KNOWN` says.
-    gb_per_s: bandwidth of its memory, 1e9 bytes per second; None is what
-      `KNOWN` says.
-    name: name of the report.
+    name: of the table.
     device: name of the device in `KNOWN`.
+    output_file: the record, JSON; None writes none.
 
   Raises:
     ValueError: a number is too small, or the device is not known.
@@ -244,23 +239,16 @@ class PairCheckConfig:
   drafts: Mapping[str, LanguageModel]
   input_lens: Mapping[str, int]
   decode_lens: Mapping[str, int]
-  output_dir: str
   batch: int = 1
   param_dtype: str = 'bfloat16'
-  usable_gib: float | None = None
-  gb_per_s: float | None = None
   name: str = 'Table 2, compiled'
   device: str = 'h200'
+  output_file: str | None = None
 
   def __post_init__(self):
     check_types(self)
     check_choice('device', self.device, KNOWN)
-    known = KNOWN[self.device]
-    if self.usable_gib is None:
-      object.__setattr__(self, 'usable_gib', known.usable_bytes / GIB)
-    if self.gb_per_s is None:
-      object.__setattr__(self, 'gb_per_s', known.bytes_per_s / 1e9)
-    check_at_least(self, batch=1, usable_gib=0.0, gb_per_s=1e-3)
+    check_at_least(self, batch=1)
     for name in ('input_lens', 'decode_lens'):
       for task, length in getattr(self, name).items():
         if length < 1:
@@ -272,7 +260,7 @@ def check(
   rows: Sequence[printed.Table2Row],
   console: rich.console.Console | None = None,
 ) -> Record:
-  """Compiles every row that has no result yet, and writes the report.
+  """Compiles every row; prints a table, writes the record.
 
   Args:
     config: what to compile for.
@@ -280,71 +268,99 @@ def check(
     console: for the table; None is stdout.
 
   Returns:
-    The contents of results.json: 'settings', 'rows' with results, and
-    'missing', the names of those without.
+    The record: its settings, and of each row whether the pair `fits`; the
+    `peak_bytes` of the larger of its two programs, both models held, or None
+    and what the compiler said as it `refused` one; `target_call_bytes` that a
+    call reads, and its `target_call_ms`; the drafter's `cost_ratio`, a ratio of
+    bytes; and the `walltime_factor` E(gamma, alpha) / (1 + gamma c), with the
+    paper's alpha: what a loop without other costs would reach.
 
   Raises:
-    ValueError: the device's compiler is missing; a row names a draft or task
-      that `config` does not have; the output folder holds results of other
-      settings.
+    ValueError: the device's compiler is missing, or a row names a draft or task
+      that `config` does not have.
   """
-  console = console or terminal()
+  console = started(config, console)
   for row in rows:
     check_choice('drafts', row.draft, config.drafts)
     check_choice('input_lens', row.task, config.input_lens)
     check_choice('decode_lens', row.task, config.decode_lens)
+  known = KNOWN[config.device]
   device, versions = describe(config.device)
-  with backend.compiled_for(KNOWN[config.device].platform):
-    record = _compile_rows(config, rows, device, versions, console)
+  results = []
+  with (
+    backend.compiled_for(known.platform),
+    bar(console, 'Compiling', len(rows)) as advance,
+  ):
+    for row in rows:
+      results.append(row._asdict() | _checked(config, row, device))
+      advance()
+  fields = 'name', 'batch', 'param_dtype', 'input_lens', 'decode_lens'
+  settings = {field: getattr(config, field) for field in fields} | versions
+  settings |= {
+    'usable_bytes': known.usable_bytes,
+    'bytes_per_s': known.bytes_per_s,
+  }
+  values = {'settings': settings, 'rows': results}
+  record = Record(KIND, values, {})  # nothing ran on this machine
+  if config.output_file:
+    record.save(config.output_file)
+  console.print(conditions(record))
   console.print(table(record))
-  for line in _refusals(record['rows']):
-    console.print(line)
+  for reason in {row['refused'] for row in results if row['refused']}:
+    console.print(f'Refused by the compiler: {reason}')
   return record
 
 
-def _name(row: Mapping[str, Any]) -> str:
-  """The name of a row, from the row or from its result."""
-  names = ('task', 'draft', 'temperature', 'gamma', 'acceptance_rate')
-  return ' '.join(str(row[name]) for name in names)
-
-
-def _compile_rows(config, rows, device, versions, console) -> Record:
-  """Compiles rows without a result; writes the record after each of them."""
-  settings = dataclasses.asdict(config) | versions
-  folder = settings.pop('output_dir')
-  settings = json.loads(json.dumps(settings))  # tuples become lists
-  files.make_folder(folder)
-  path = os.path.join(folder, 'results.json')
-  done: dict[str, dict[str, Any]] = {}
-
-  def settings_before(record: Record) -> dict[str, Any]:
-    done.update((_name(row), row) for row in record['rows'])
-    return dict(record['settings'])
-
-  what_to_do = 'Choose another output folder, or move that file away.'
-  earlier(path, KIND, settings, settings_before, what_to_do)
-  names = [_name(row._asdict()) for row in rows]
-
-  def write() -> Record:
-    values = {
-      'settings': settings,
-      'rows': [done[name] for name in names if name in done],
-      'missing': [name for name in names if name not in done],
-    }
-    record = Record(KIND, values, {})  # nothing ran on this machine
-    record.save(path)
-    report = os.path.join(folder, 'report.md')
-    files.write_atomically(report, markdown(record).encode())
-    return record
-
-  compile_ = _compiler(device)
-  with bar(console, 'Compiling', len(rows)) as advance:
-    for name, row in zip(names, rows, strict=True):
-      write()  # also before the first row: a resumed run shows what it has
-      if name not in done:
-        done[name] = _check_row(config, row, device, compile_)
-      advance()
-  return write()
+def _checked(
+  config: PairCheckConfig, row: printed.Table2Row, device: Any
+) -> dict[str, Any]:
+  """Compiles a row's loop, and predicts from the bytes of calls."""
+  target, draft = config.target, config.drafts[row.draft]
+  place = functools.partial(_place, device=device)
+  placement = Placement(config.param_dtype)
+  params = PairParams(
+    *(place(param_shapes(network, placement)) for network in (target, draft))
+  )
+  request = place(
+    jax.eval_shape(
+      lambda: make_request(
+        target,
+        config.batch,
+        config.input_lens[row.task],
+        config.decode_lens[row.task],
+        row.temperature,
+        0,
+        row.gamma,
+      )
+    )
+  )
+  loop = Loop(target, small_model(draft))
+  limit = place(jax.ShapeDtypeStruct((), jnp.int32))
+  # Unused arguments count too: both models stay loaded.
+  start = jax.jit(loop.start, keep_unused=True).lower(params, request)
+  state = place(start.out_info)
+  run = jax.jit(loop.run, donate_argnums=2, keep_unused=True).lower(
+    params, request, state, limit
+  )
+  known, peak, refused = KNOWN[config.device], None, None
+  try:
+    peak = max(_peak_bytes(lowered) for lowered in (start, run))
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    refused = str(error).splitlines()[0]
+  one = call_bytes(target, params.target, request)
+  cost_ratio = call_bytes(draft, params.draft, request) / one
+  factor = analysis.walltime_factor(row.acceptance_rate, row.gamma, cost_ratio)
+  return {
+    'fits': peak is not None and peak <= known.usable_bytes,
+    'peak_bytes': peak,
+    'refused': refused,
+    'target_call_bytes': one,
+    'target_call_ms': 1e3 * one / known.bytes_per_s,
+    'cost_ratio': cost_ratio,
+    'walltime_factor': float(factor),
+  }
 
 
 def _place(tree: Any, device: Any) -> Any:
@@ -355,148 +371,42 @@ def _place(tree: Any, device: Any) -> Any:
   )
 
 
-def _compiler(device: Any) -> Callable:
-  """A function that compiles a program, and keeps it for later rows."""
-  programs: dict[Any, tuple[dict[str, Any], Any]] = {}
-
-  def compile_(key, function, *args, donated=()):
-    """Returns bytes, or only `refused`; and the result's shapes."""
-    leaves, tree = jax.tree.flatten(args)
-    key = key, tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-    if key not in programs:
-      # Unused arguments count too: both models stay loaded.
-      jitted = jax.jit(function, donate_argnums=donated, keep_unused=True)
-      lowered = jitted.lower(*args)
-      programs[key] = _memory(lowered), _place(lowered.out_info, device)
-    return programs[key]
-
-  return compile_
-
-
-def _memory(lowered: Any) -> dict[str, Any]:
-  try:
-    compiled = lowered.compile(compiler_options=backend.compiler_options())
-  except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
-    return {'refused': str(error).splitlines()[0]}
+def _peak_bytes(lowered: Any) -> int:
+  compiled = lowered.compile(compiler_options=backend.compiler_options())
   sizes = compiled.memory_analysis()
-  parts = {
-    'arguments_bytes': sizes.argument_size_in_bytes,
-    'outputs_bytes': sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
-    'temporaries_bytes': sizes.temp_size_in_bytes,
-    'code_bytes': sizes.generated_code_size_in_bytes,
-  }
-  peak = max(sum(parts.values()), sizes.peak_memory_in_bytes)
-  in_place = sizes.alias_size_in_bytes
-  return parts | {'in_place_bytes': in_place, 'peak_bytes': peak}
-
-
-def _check_row(config, row, device, compile_) -> dict[str, Any]:
-  """Compiles a row's loop, and predicts from the bytes of calls."""
-  target, draft = config.target, config.drafts[row.draft]
-  placement = Placement(config.param_dtype)
-  place = functools.partial(_place, device=device)
-  params = PairParams(
-    *(place(memory.param_shapes(n, placement)) for n in (target, draft))
+  parts = (
+    sizes.argument_size_in_bytes,
+    sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+    sizes.temp_size_in_bytes,
+    sizes.generated_code_size_in_bytes,
   )
-  request = place(
-    memory.request_shapes(
-      config.batch,
-      config.input_lens[row.task],
-      config.decode_lens[row.task],
-      row.gamma,
-      greedy=row.temperature == 0,
-      has_encoder=target.has_encoder,
-    )
-  )
-  limit = place(jax.ShapeDtypeStruct((), jnp.int32))
-  loop = Loop(target, small_model(draft))
-  start, state = compile_(('start', draft), loop.start, params, request)
-  run, after = compile_(
-    ('run', draft), loop.run, params, request, state, limit, donated=2
-  )
-  programs = {'speculative_start': start, 'speculative_run': run}
-  return row._asdict() | {
-    'programs': programs,
-    'state_keeps_its_shape': state == after,
-    'memory': _fits(config, params, state, programs),
-    **_predict(config, row, params, request),
-  }
-
-
-def _fits(config, params, state, programs) -> dict[str, Any]:
-  """The largest memory of the pair's programs, compared with the device's."""
-  usable = int(config.usable_gib * GIB)
-  refused = [p['refused'] for p in programs.values() if 'refused' in p]
-  peak = None
-  if not refused:
-    peak = max(program['peak_bytes'] for program in programs.values())
-  return {
-    'fits': peak is not None and peak <= usable,
-    'peak_bytes': peak,
-    'usable_bytes': usable,
-    'refused': refused,
-    'target_parameter_bytes': memory.tree_bytes(params.target),
-    'draft_parameter_bytes': memory.tree_bytes(params.draft),
-    'target_cache_bytes': memory.tree_bytes(state.target_cache),
-    'draft_cache_bytes': memory.tree_bytes(state.drafter_state),
-  }
-
-
-def _predict(config, row, params, request) -> dict[str, Any]:
-  """Bytes of the calls, and the speed-up that they predict."""
-  count = functools.partial(memory.call_bytes, config.target, params.target)
-  one = count(request, 1).total
-  several = count(request, row.gamma + 1).total
-  proposals = memory.draft_round_bytes(
-    config.drafts[row.draft], params.draft, request
-  )
-  cost_ratio, call_cost = proposals / row.gamma / one, several / one
-  factor = analysis.measured_walltime_factor(
-    row.acceptance_rate, row.gamma, cost_ratio, call_cost
-  )
-  return {
-    'target_call_bytes': one,
-    'verification_bytes': several,
-    'draft_round_bytes': proposals,
-    'cost_ratio': cost_ratio,
-    'call_cost': call_cost,
-    'target_call_ms': one / config.gb_per_s / 1e6,
-    'walltime_factor': float(factor),
-  }
-
-
-def _in_gib(size: float | None) -> str | None:
-  return None if size is None else f'{size / GIB:.2f}'
-
-
-_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
-  'task': lambda r: r['task'],
-  'draft': lambda r: r['draft'],
-  'T': lambda r: f'{r["temperature"]:g}',
-  'gamma': lambda r: str(r['gamma']),
-  'alpha': lambda r: f'{r["acceptance_rate"]:.2f}',
-  'fits': lambda r: 'yes' if r['memory']['fits'] else 'NO',
-  'peak, GiB': lambda r: _in_gib(r['memory']['peak_bytes']),
-  'a token reads, GB': lambda r: f'{r["target_call_bytes"] / 1e9:.2f}',
-  'ms': lambda r: f'{r["target_call_ms"]:.2f}',
-  'c': lambda r: f'{r["cost_ratio"]:.3f}',
-  'v(gamma+1)': lambda r: f'{r["call_cost"]:.3f}',
-  'predicted': lambda r: f'{r["walltime_factor"]:.2f}',
-  'paper': lambda r: f'{r["speedup"]:.1f}',
-}
+  return max(sum(parts), sizes.peak_memory_in_bytes)
 
 
 def table(record: Mapping[str, Any]) -> Table:
   """A table of a record, with a line for each row of Table 2."""
+  columns: dict[Column, Callable[[Mapping[str, Any]], Any]] = {
+    Column('task'): lambda row: row['task'],
+    Column('draft'): lambda row: row['draft'],
+    Column('T', 'g'): lambda row: row['temperature'],
+    Column('gamma'): lambda row: row['gamma'],
+    Column('alpha', '.2f'): lambda row: row['acceptance_rate'],
+    Column('fits'): lambda row: 'yes' if row['fits'] else 'NO',
+    Column('peak, GiB', '.2f'): lambda row: (
+      row['peak_bytes'] and row['peak_bytes'] / GIB
+    ),
+    Column('a token reads, GB', '.2f'): lambda row: (
+      row['target_call_bytes'] / 1e9
+    ),
+    Column('ms', '.2f'): lambda row: row['target_call_ms'],
+    Column('c', '.3f'): lambda row: row['cost_ratio'],
+    Column('predicted', '.2f'): lambda row: row['walltime_factor'],
+    Column('paper', '.1f'): lambda row: row['speedup'],
+  }
   return Table(
     record['settings']['name'],
-    [
-      Column(name, align='left' if i < 2 else 'right')
-      for i, name in enumerate(_COLUMNS)
-    ],
-    [[show(row) for show in _COLUMNS.values()] for row in record['rows']],
+    list(columns),
+    [[show(row) for show in columns.values()] for row in record['rows']],
   )
 
 
@@ -507,55 +417,14 @@ def conditions(record: Mapping[str, Any]) -> str:
     f'{task}: {length} input and {settings["decode_lens"][task]} output tokens'
     for task, length in settings['input_lens'].items()
   )
-  of = ', '.join(
+  versions = ', '.join(
     f'{name} {settings[name]}'
     for name in ('jax', 'libtpu', 'jax_cuda12_plugin')
     if name in settings
   )
   return (
-    f'One {settings["compiled_for"]}, compiled for and not run; {of}; memory'
-    f' that programs may use {settings["usable_gib"]:.2f} GiB, bandwidth taken'
-    f' as {settings["gb_per_s"]:,.0f} GB/s; batch {settings["batch"]},'
-    f' {settings["param_dtype"]} parameters; {lengths}.'
+    f'One {settings["compiled_for"]}, compiled for and not run; {versions};'
+    f' memory that programs may use {settings["usable_bytes"] / GIB:.2f} GiB,'
+    f' bandwidth taken as {settings["bytes_per_s"] / 1e9:,.0f} GB/s; batch'
+    f' {settings["batch"]}, {settings["param_dtype"]} parameters; {lengths}.'
   )
-
-
-def markdown(record: Mapping[str, Any]) -> str:
-  """The report, made from the contents of results.json."""
-  lines = [
-    f'# {record["settings"]["name"]}',
-    '',
-    conditions(record),
-    '',
-    'Written by `specdec compile-check` from `results.json`. The peak is the'
-    " compiler's, of the larger of the two speculative programs, both models"
-    ' held. c and v are ratios of bytes, of parameters and live caches; the'
-    ' predicted factor is E(gamma, alpha) / (v(gamma + 1) + gamma c), with the'
-    " alpha of the paper's Table 2 and i.i.d. acceptance: what a loop without"
-    " other costs would reach. The paper's speed-up is against T5X's decoding.",
-    '',
-    table(record).markdown(),
-    '',
-  ]
-  if record['missing']:
-    lines += [f'Not compiled yet: {", ".join(record["missing"])}.', '']
-  if not all(row['state_keeps_its_shape'] for row in record['rows']):
-    lines += [
-      'A state leaves a loop in another shape: calls compile again.',
-      '',
-    ]
-  return '\n'.join([*lines, *_refusals(record['rows'])]).rstrip() + '\n'
-
-
-def _refusals(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-  texts = {text for row in rows for text in row['memory']['refused']}
-  lines = [f'Refused by the compiler: {text}' for text in sorted(texts)]
-  for row in rows:
-    sizes = row['memory']
-    if not sizes['fits'] and sizes['peak_bytes'] is not None:
-      lines.append(
-        f'{row["task"]} with {row["draft"]} does not fit: it needs'
-        f' {sizes["peak_bytes"]:,} bytes, and {sizes["usable_bytes"]:,} can be'
-        ' used.'
-      )
-  return list(dict.fromkeys(lines))

@@ -44,22 +44,14 @@ def _lines(describe: Callable[[], str]) -> Iterator[None]:
     thread.join()
 
 
-class Bar:
-  """Moves a progress bar, and says what is going on."""
-
-  def __init__(self, progress: rich.progress.Progress, task):
-    self._progress, self._task = progress, task
-
-  def __call__(self, count: int = 1) -> None:
-    self._progress.advance(self._task, count)
-
-  def say(self, phase: str) -> None:
-    self._progress.update(self._task, description=phase)
-
-
 @contextlib.contextmanager
-def bar(console: rich.console.Console, label: str, total: int) -> Iterator[Bar]:
-  """A bar of `total` steps, shown while the block runs."""
+def bar(
+  console: rich.console.Console, label: str, total: int
+) -> Iterator[Callable[..., None]]:
+  """A bar of `total` steps, shown while the block runs.
+
+  Yields a function that moves it by a number of steps, one by default.
+  """
   progress = rich.progress.Progress(
     rich.progress.SpinnerColumn(),  # it moves while the first step compiles
     *rich.progress.Progress.get_default_columns(),
@@ -69,11 +61,13 @@ def bar(console: rich.console.Console, label: str, total: int) -> Iterator[Bar]:
     disable=not console.is_terminal,
   )
   task = progress.add_task(label, total=total)
-  one = progress.tasks[0]
+
+  def advance(count: int = 1) -> None:
+    progress.advance(task, count)
 
   def describe() -> str:
-    return f'{one.description}: {one.completed:g} of {total}'
+    return f'{label}: {progress.tasks[0].completed:g} of {total}'
 
   shown = progress if console.is_terminal else _lines(describe)
   with shown:
-    yield Bar(progress, task)
+    yield advance

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,7 +30,10 @@ def describe() -> dict[str, Any]:
     **({'isa': backend.instruction_set()} if is_cpu else {}),
     'jax': jax.__version__,
     'python': platform.python_version(),
-    'load_average': _load_average(),
+    # Processes that wanted a core in the last minute, this one included.
+    'load_average': (
+      round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
+    ),
   }
 
 
@@ -44,14 +47,6 @@ def seconds_since_start() -> float | None:
   fields = stat.read_text().rpartition(')')[2].split()
   began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
   return float(uptime.read_text().split()[0]) - began
-
-
-def _load_average() -> float | None:
-  """Mean number of processes that wanted a core in the last minute.
-
-  It includes this process.
-  """
-  return round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,18 +129,15 @@ def earlier(
   path: str | os.PathLike[str],
   kind: str,
   settings: Mapping[str, Any],
-  had: Callable[[Record], Mapping[str, Any]],
-  what_to_do: str,
+  advice: str,
 ) -> Record | None:
   """The record that an earlier run with these settings left, or None.
 
   Args:
     path: where the record would be.
     kind: the kind that it must have.
-    settings: settings of this run.
-    had: returns the settings that a record was made with; settings that this
-      run does not have are ignored.
-    what_to_do: a sentence that tells the user what to do with another file.
+    settings: settings of this run; others of the record are ignored.
+    advice: a sentence that tells the user what to do with another file.
 
   Raises:
     ValueError: the file is not such a record, or has other settings.
@@ -154,13 +146,13 @@ def earlier(
   if not os.path.exists(path):
     return None
   try:
-    found = load(path, kind)
-    before = had(found)
-    before = {name: before.get(name) for name in settings}
-  except (ValueError, TypeError, LookupError, AttributeError) as error:
-    raise ValueError(
-      f'{path!r} is not a record of such a run ({error!r}). {what_to_do}'
-    ) from error
+    record = load(path, kind)
+  except ValueError as error:
+    raise ValueError(f'{error} {advice}') from error
+  before = record.get('settings')
+  if not isinstance(before, dict):
+    raise unexpected(f'{path}: settings', 'those of a run', before, advice)
+  before = {name: before.get(name) for name in settings}
   what = f'{path!r} was measured with other settings'
-  same_run.check(before, settings, what, what_to_do)
-  return found
+  same_run.check(before, settings, what, advice)
+  return record

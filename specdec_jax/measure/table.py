@@ -1,8 +1,11 @@
-"""One table class for all outputs: console, Markdown, CSV and JSON.
+"""One table class for all outputs: console, Markdown, CSV, JSON; and plots.
 
 A cell is text, a number, or None for a value that was not measured. Numbers
 stay numbers until they are shown: a column says how to show them, and the CSV
 has all their digits.
+
+Plots have one style, whatever the user's own matplotlib settings are: the same
+values give the same bytes.
 """
 
 import csv
@@ -11,7 +14,7 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -19,13 +22,29 @@ import rich.measure
 import rich.table
 import rich.text
 
+from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.measure.canvas import check_outputs
 from specdec_jax.measure.record import Record
 from specdec_jax.text.local_tasks import reading
 
 Cell = str | int | float | None
 
+# Those of Okabe and Ito, which can be told apart with every form of colour
+# blindness.
+PALETTE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
+_STYLE = {
+  'axes.axisbelow': True,
+  'axes.grid': True,
+  'axes.spines.right': False,
+  'axes.spines.top': False,
+  'axes.titlesize': 'medium',
+  'font.family': 'DejaVu Sans',  # comes with matplotlib: the same everywhere
+  'font.size': 10.0,
+  'grid.color': '#E3E3E3',
+  'legend.frameon': False,
+  'lines.linewidth': 1.8,
+}
+_DPI = 150
 _NUMBER = re.compile(r'[-+\d.,%]+')
 _NO_EDGE = 10_000  # characters; wider than any output
 
@@ -37,21 +56,14 @@ class Column:
   Attributes:
     header: name of the column.
     form: format of numbers, such as '.2f'; '' shows three digits of a float.
-    unit: unit of its numbers, shown after the name.
     align: 'left' or 'right'; '' is right if all cells look like numbers.
     missing: text shown for None.
   """
 
   header: str
   form: str = ''
-  unit: str = ''
   align: str = ''
   missing: str = '-'
-
-  @property
-  def name(self) -> str:
-    """The header with its unit."""
-    return f'{self.header}, {self.unit}' if self.unit else self.header
 
   def text(self, cell: Cell) -> str:
     """A cell as it is shown."""
@@ -95,8 +107,8 @@ class Table:
 
   @property
   def header(self) -> list[str]:
-    """The names of the columns, with their units."""
-    return [column.name for column in self._columns]
+    """The names of the columns."""
+    return [column.header for column in self._columns]
 
   @property
   def texts(self) -> list[list[str]]:
@@ -107,17 +119,18 @@ class Table:
       for row in self.rows
     ]
 
-  def said(self) -> 'Table':
+  def without_empty(self) -> 'Table':
     """The table without columns in which nothing was measured."""
-    kept = [
-      i
-      for i in range(len(self.columns))
-      if not self.rows or any(row[i] is not None for row in self.rows)
+    columns = [
+      (column, cells)
+      for column, *cells in zip(self.columns, *self.rows, strict=True)
+      if not cells or any(cell is not None for cell in cells)
     ]
+    rows = zip(*(cells for _, cells in columns), strict=True)
     return dataclasses.replace(
       self,
-      columns=[self.columns[i] for i in kept],
-      rows=[[row[i] for i in kept] for row in self.rows],
+      columns=[column for column, _ in columns],
+      rows=[list(row) for row in rows],
     )
 
   def _aligned(self, index: int) -> str:
@@ -160,7 +173,7 @@ class Table:
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> rich.console.RenderResult:
     """For `console.print`; leaves out columns in which nothing was measured."""
-    table = self.said()
+    table = self.without_empty()
     shown = table._rich()
     wanted = rich.measure.Measurement.get(console, options, shown)
     if wanted.maximum > options.max_width:
@@ -177,7 +190,7 @@ class Table:
     )
     texts = self.texts
     for i, column in enumerate(self._columns):
-      name = column.name
+      name = column.header
       right = self._aligned(i) == 'right'
       if right and narrow:
         widest = max(len(word) for row in texts for word in row[i].split())
@@ -231,16 +244,10 @@ def started(
   """
   check_outputs(config)
   shown = shown or console()
-  paths = getattr(config, 'input_file', None)
-  for path in paths if isinstance(paths, tuple | list) else [paths]:
-    if isinstance(path, str) and (sentence := reading(path)):
-      say(shown, sentence)
+  path = getattr(config, 'input_file', None)
+  if isinstance(path, str) and (sentence := reading(path)):
+    say(shown, sentence)
   return shown
-
-
-def between(low: float, high: float) -> str:
-  """An interval as the text of a cell, with two digits."""
-  return f'{low:.2f} to {high:.2f}'
 
 
 def say(console: rich.console.Console, sentence: str) -> None:
@@ -258,3 +265,65 @@ def console() -> rich.console.Console:
   if not (shown.is_terminal or shown.is_jupyter or given):
     shown.width = _NO_EDGE
   return shown
+
+
+def save_plot(
+  path: str | os.PathLike[str],
+  draw: Callable[[Any], None],
+  size: tuple[float, float] = (6.4, 4.2),
+) -> None:
+  """Draws a figure and writes it as PNG, whole or not at all.
+
+  Args:
+    path: path of the PNG, in a folder that exists.
+    draw: gets a `matplotlib.figure.Figure` to draw on; the user's own
+      matplotlib settings have no effect on it.
+    size: width and height, inches.
+
+  Raises:
+    ValueError: matplotlib is not installed.
+    OSError: the file cannot be written.
+  """
+  matplotlib = load_matplotlib()
+  stream = io.BytesIO()
+  with matplotlib.rc_context():
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(_STYLE)
+    # Without pyplot, which would look for a window system and keep state.
+    figure = matplotlib.figure.Figure(figsize=size, layout='constrained')
+    draw(figure)
+    figure.savefig(stream, format='png', dpi=_DPI, metadata={'Software': None})
+  files.write_atomically(path, stream.getvalue())
+
+
+def check_outputs(config: Any) -> None:
+  """Checks before a run that its record and its picture can be written.
+
+  Args:
+    config: may have an `output_file` and a `plot_file`.
+
+  Raises:
+    ValueError: a file cannot be written, or matplotlib is not installed.
+  """
+  for name in ('output_file', 'plot_file'):
+    if path := getattr(config, name, None):
+      files.check_writable(path)
+  if getattr(config, 'plot_file', None):
+    load_matplotlib()
+
+
+def load_matplotlib() -> Any:
+  """Returns the module matplotlib, with `matplotlib.figure` imported.
+
+  Raises:
+    ValueError: it is not installed.
+  """
+  try:
+    import matplotlib
+    import matplotlib.figure
+  except ImportError as error:
+    raise ValueError(
+      'Plots need matplotlib, which is not installed. Install the extra:'
+      " pip install 'specdec_jax[plots]'"
+    ) from error
+  return matplotlib

@@ -25,8 +25,6 @@ from specdec_jax.tree_shape import Tree
 
 # What a layer attends to: keys and values, or the one array of both.
 Kept = tuple[jax.Array, ...]
-# (buffer, new, start) -> buffer; see `write`.
-Write = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Attend = Callable[..., jax.Array]  # as `layers.attend`
 _AT_ONCE = 32  # rows that are written without a loop over them
 
@@ -105,7 +103,7 @@ class KVCache:
       )
     return self.replace(length=length).grown(kept, slots.shape[1])
 
-  def remember(self, layer: int, write: Write) -> Callable[..., Kept]:
+  def remember(self, layer: int) -> Callable[..., Kept]:
     """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
 
     def written(keys, values):
@@ -142,14 +140,6 @@ def empty_slots(
     name: tuple(jnp.zeros(shape, stack.dtype) for _ in range(stack.num_layers))
     for name, shape in shapes.items()
   }
-
-
-def apart(cache: KVCache) -> KVCache:
-  """The cache with keys and values in arrays of their own, as on a CPU."""
-  keys, values = (
-    tuple(both[i].swapaxes(2, 3) for both in cache.joined) for i in range(2)
-  )
-  return cache.replace(keys=keys, values=values, joined=()) if keys else cache
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:

@@ -344,11 +344,11 @@ class Decoder(_Layers):
     )
     return self.dropout(self.decoder_norm(x), deterministic=deterministic)
 
-  def extend(self, x, cache, tree=None, write=kv_cache.write):
+  def extend(self, x, cache, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
     stack, num_queries = self.shape.decoder, x.shape[1]
     reads = kv_cache.bucketed_reads(cache, num_queries, tree, stack.attend)
-    remembers = [cache.remember(i, write) for i in range(stack.num_layers)]
+    remembers = [cache.remember(i) for i in range(stack.num_layers)]
     places = kv_cache.positions(cache, num_queries, tree)
     cross = cache.cross_keys, cache.cross_values, cache.cross_bias
     x, kept = self.run(stack, x, places, remembers, reads, cross, True)

@@ -8,13 +8,14 @@ raise ValueError if matplotlib is not installed.
 
 import itertools
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_jax import analysis
-from specdec_jax.measure.canvas import PALETTE, save, wrapped
+from specdec_jax.measure.table import PALETTE, save_plot
 from specdec_jax.paper.tables import titled
 
 Path = str | os.PathLike[str]
@@ -74,7 +75,7 @@ def plot_figure2(path: Path) -> None:
   curves = gamma_curves(analysis.expected_tokens)
   title = 'Figure 2: expected tokens, Eq. 1'
   unit = 'tokens per call of the target'
-  save(path, lambda figure: _draw(figure.subplots(), curves, unit, title))
+  save_plot(path, lambda figure: _draw(figure.subplots(), curves, unit, title))
 
 
 def plot_figure3(path: Path) -> None:
@@ -85,7 +86,7 @@ def plot_figure3(path: Path) -> None:
   def draw(figure):
     _draw(figure.subplots(), curves, unit, title, 'c', drawstyle='steps-post')
 
-  save(path, draw)
+  save_plot(path, draw)
 
 
 def plot_figure4(path: Path, points: Sequence[Point] = ()) -> None:
@@ -109,7 +110,7 @@ def plot_figure4(path: Path, points: Sequence[Point] = ()) -> None:
     curves = gamma_curves(analysis.operations_factor, 0.0)
     _draw(right, curves, 'times the arithmetic of plain decoding', operations)
 
-  save(path, draw, size=(10, 4.2))
+  save_plot(path, draw, size=(10, 4.2))
 
 
 def _draw(
@@ -135,7 +136,7 @@ def _draw(
   axes.set_ylabel(unit)
   axes.set_xlim(0, 1)
   axes.set_ylim(bottom=0)
-  axes.set_title(wrapped(title, 50))
+  axes.set_title(_wrapped(title))
   axes.legend()
 
 
@@ -265,7 +266,7 @@ def plot_figure5(path: Path, runs: Sequence[Run], times: CallTimes) -> None:
     axes.set_title('Figure 5: calls over time')
     axes.legend(loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=4)
 
-  save(path, draw, size=(11, 1.8 + 0.8 * len(runs)))
+  save_plot(path, draw, size=(11, 1.8 + 0.8 * len(runs)))
 
 
 def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
@@ -299,3 +300,9 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
     va='center',
     fontsize='small',
   )
+
+
+def _wrapped(title: str) -> str:
+  """Wraps a title into lines; a remark on forced acceptance begins a line."""
+  lines = title.replace(' (forced', '\n(forced').splitlines()
+  return '\n'.join(textwrap.fill(line, 50) for line in lines)

@@ -14,18 +14,17 @@ from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import canvas, record
+from specdec_jax.measure import record
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.calls import (
   BenchmarkConfig,
   benchmark,
   check_memory,
-  described,
-  grid,
   random_params,
 )
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
+from specdec_jax.measure.table import load_matplotlib
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
@@ -99,10 +98,6 @@ class ReproduceConfig:
     for name in self.drafts:
       known = {row.draft for row in printed.TABLE2}
       check_choice('ReproduceConfig.drafts', name, known)
-    for name, config in (('suite', self.suite), ('costs', self.costs)):
-      if config is not None and (settings := len(list(grid(config)))) != 1:
-        got = f'{settings} settings'
-        raise unexpected(f'ReproduceConfig.{name}', 'one setting', got)
     if self.costs is not None and self.costs.drafter is None:
       raise unexpected('ReproduceConfig.costs.drafter', 'one', None)
 
@@ -139,7 +134,7 @@ def reproduce(
       config.records,
     )
   if _PICTURES & set(config.items):
-    canvas.load_matplotlib()  # fails now, not after hours of measuring
+    load_matplotlib()  # fails now, not after hours of measuring
   files.make_folder(config.output_dir)
   work = _Work(config, console)
   for item in config.items:
@@ -191,7 +186,7 @@ class _Work:
     missing = 'there is no record of them'
     if self.config.measure:
       try:
-        run_suite(self.config, self.console.print)
+        run_suite(self.config, self.console)
       except DoesNotFitError as error:
         missing = str(error).rstrip('.')
     records = read_suite(self.config)
@@ -252,34 +247,34 @@ class _Work:
   def figure4(self):
     points = []
     for measured in self._suite[0].values() if self.config.suite else ():
-      _, row = tables.only(measured)
+      row = tables.only(measured)
+      forced = measured['settings']['forced_acceptance']
+      values = row | {'forced_acceptance': forced}
       fields = plots.Point._fields
-      values = row | {'forced_acceptance': measured['forced_acceptance']}
       points.append(plots.Point(**{name: values[name] for name in fields}))
     path = self._figure('figure4.png', 'Figure 4: speed and operations')
     plots.plot_figure4(path, points)
 
   def figure5(self):
-    (setting,) = benchmark(self.config.costs)['settings']
+    costs = benchmark(self.config.costs, self.console)
     runs = []
-    for gamma in (row['gamma'] for row in setting['gammas']):
+    for gamma in (row['gamma'] for row in costs['gammas']):
       rounds = trace.record(self._engine, self.config.text, gamma=gamma)
       runs.append(plots.Run(gamma, [len(shown.kept) for shown in rounds]))
     plain = sum(runs[-1].tokens_per_round)
     runs.append(plots.Run(0, [1] * plain))
-    call_ms = setting['times_ms']['call_1']['median']
+    median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
     times = plots.CallTimes(
-      setting['times_ms']['encoder']['median'],
-      setting['times_ms']['draft_encoder']['median'],
-      # A drafter may cost less than the noise of the measurement.
-      max(0.0, setting['gammas'][0]['cost_ratio'] * call_ms),
-      {int(m): v * call_ms for m, v in setting['call_cost'].items()},
+      median['encoder'],
+      median['draft_encoder'],
+      costs['gammas'][0]['cost_ratio'] * median['call_1'],
+      {int(m): v * median['call_1'] for m, v in costs['call_cost'].items()},
     )
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, times)
 
 
-def run_suite(config: ReproduceConfig, say: Callable[[str], None]) -> None:
+def run_suite(config: ReproduceConfig, console: rich.console.Console) -> None:
   """Measures every row of the suite that has no record yet.
 
   The target's parameters are drawn once for all rows. A suite that was stopped
@@ -287,7 +282,7 @@ def run_suite(config: ReproduceConfig, say: Callable[[str], None]) -> None:
 
   Args:
     config: has the suite, and the folder that gets a record a row.
-    say: gets a line for each row.
+    console: gets a table for each row.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
@@ -306,12 +301,7 @@ def run_suite(config: ReproduceConfig, say: Callable[[str], None]) -> None:
   target = Model(suite.target, place(drawn, placement))
   for row in todo:
     measured = dataclasses.replace(_benchmark(config, row), target=target)
-    _, result = tables.only(benchmark(measured))
-    say(
-      f'{tables.row_name(row)}: gamma {row.gamma}, acceptance forced to'
-      f' {row.acceptance_rate}: speed-up {result["speed_up"]:.2f}, expected'
-      f' {result["expected_speed_up"]:.2f}, paper {row.speedup}'
-    )
+    benchmark(measured, console)
 
 
 def read_suite(config: ReproduceConfig) -> dict[str, Record]:
@@ -323,19 +313,10 @@ def read_suite(config: ReproduceConfig) -> dict[str, Record]:
   records = {}
   for row in config.rows:
     measured = _benchmark(config, row)
-    (point,) = grid(measured)
-    wanted = {**described(measured), **point._asdict(), 'gamma': row.gamma}
-
-    def settings(record: Record, wanted=wanted) -> dict[str, Any]:
-      setting, gamma = tables.only(record)
-      # Settings that older records lack are taken to be the wanted ones.
-      return {**wanted, **record, **setting, 'gamma': gamma['gamma']}
-
     earlier = record.earlier(
       str(measured.output_file),
       'benchmark',
-      wanted,
-      settings,
+      measured.settings,
       'Remove it, or choose another folder.',
     )
     if earlier is not None:
@@ -351,10 +332,8 @@ def _benchmark(
   return dataclasses.replace(
     suite,
     drafter=config.drafts[row.draft],
-    weights='random',
-    t5x_style=True,
     gammas=(row.gamma,),
-    temperatures=(float(row.temperature),),
+    temperature=float(row.temperature),
     forced_acceptance=row.acceptance_rate,
     call_sizes=(1,),
     output_file=os.path.join(config.records, f'{name}.json'),
