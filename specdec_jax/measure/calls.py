@@ -418,7 +418,7 @@ class BenchmarkConfig:
   """
 
   target: Model | LanguageModel
-  drafter: Model | LanguageModel | None = None
+  drafter: Model | LanguageModel
   placement: Placement = Placement()
   gammas: Sequence[int] = (4,)
   batch: int = 1
@@ -518,8 +518,6 @@ def benchmark(
     DoesNotFitError: memory is too small; raised before anything is made.
   """
   console = started(config, console)
-  if config.drafter is None:
-    raise unexpected('BenchmarkConfig.drafter', 'one', None)
   check_memory(config)
   with bar(console, 'Compiling and timing', config.repeats) as advance:
     pair = make_pair(config)

@@ -98,8 +98,6 @@ class ReproduceConfig:
     for name in self.drafts:
       known = {row.draft for row in printed.TABLE2}
       check_choice('ReproduceConfig.drafts', name, known)
-    if self.costs is not None and self.costs.drafter is None:
-      raise unexpected('ReproduceConfig.costs.drafter', 'one', None)
 
   @property
   def records(self) -> str:
@@ -247,9 +245,8 @@ class _Work:
   def figure4(self):
     points = []
     for measured in self._suite[0].values() if self.config.suite else ():
-      row = tables.only(measured)
       forced = measured['settings']['forced_acceptance']
-      values = row | {'forced_acceptance': forced}
+      values = tables.only(measured) | {'forced_acceptance': forced}
       fields = plots.Point._fields
       points.append(plots.Point(**{name: values[name] for name in fields}))
     path = self._figure('figure4.png', 'Figure 4: speed and operations')

@@ -23,8 +23,8 @@ _RATIO = 'measured / predicted'
 _FORMS = {
   **dict.fromkeys(('paper', 'predicted', 'measured', _RATIO), '.2f'),
   **dict.fromkeys(('c', 'c here', 'error'), '.4f'),
-  **dict.fromkeys(('v(gamma + 1)', 'plain ms/token'), '.3f'),
-  **dict.fromkeys(('proposes', 'alpha of the run'), '.3f'),
+  **dict.fromkeys(('v(gamma + 1)', 'plain ms/token', 'proposes'), '.3f'),
+  'alpha of the run': '.3f',
 }
 Row = Mapping[str, Cell]
 Records = Sequence[Mapping[str, Any]]
@@ -63,7 +63,7 @@ class Comparison:
         f' {statistics.median(numbers):.2f}, from {min(numbers):.2f} to'
         f' {max(numbers):.2f}.'
       )
-    return self._table(measured or self.rows, notes).said()
+    return self._table(measured or self.rows, notes).without_empty()
 
   def csv(self) -> str:
     """All rows, with all digits."""
