@@ -346,11 +346,12 @@ def test_caches_follow_their_models(family, engines, alone):
 )
 def test_slots(preset, settings, gammas, engines, alone):
   decoder = Continuous(engines(preset), PoolSettings(**settings))
-  found = decoder.generate(TEXTS, **GREEDY)
-  assert tokens_of(found) == tokens_of(alone['plain'])
+  texts = TEXTS[:6]  # all outputs are equally long: two are left
+  found = decoder.generate(texts, **GREEDY)
+  assert tokens_of(found) == tokens_of(alone['plain'])[:6]
   assert set(decoder.stats.rounds) == gammas
   with nothing_compiles():
-    decoder.generate(TEXTS, **GREEDY)
+    decoder.generate(texts, **GREEDY)
 
 
 def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path, engines):
