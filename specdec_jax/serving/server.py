@@ -26,6 +26,9 @@ from specdec_jax.serving.worker import Worker
 
 _OTHER_FILES = 64  # that a server has open beside its connections
 _MOST_PIPELINED = 64  # requests that a client may send before it has an answer
+_PROBE_SECONDS = 1.0
+# Clients overlook both: an interim answer, and a comment in a stream.
+_INTERIM, _COMMENT = b'HTTP/1.1 100 Continue\r\n\r\n', b'3\r\n:\n\n\r\n'
 _TOO_LATE, _TOO_LARGE = (
   (408, 'Request Timeout'),
   (431, 'Request Header Fields Too Large'),
@@ -185,6 +188,14 @@ class Connection(HttpToolsProtocol):
       self._await_header()
     self._note()
 
+  def eof_received(self) -> bool:  # type: ignore[override]
+    """Stays open for an answer: the client may have ended only its half."""
+    if self._is_idle or self.cycle.more_body:
+      return False
+    self.cycle.keep_alive = False
+    self.loop.call_later(_PROBE_SECONDS, self._probe)
+    return True
+
   def pause_writing(self) -> None:
     """The client does not read."""
     super().pause_writing()
@@ -214,7 +225,7 @@ class Connection(HttpToolsProtocol):
     is_over = busy > self._settings.max_connections
     self.limit_concurrency = 1 if is_over else None  # 1: uvicorn answers by 503
     super().on_headers_complete()
-    if self.scope['http_version'] == '1.0':
+    if _is_old(self.cycle):
       self.cycle.send = functools.partial(  # type: ignore[method-assign]
         _send_without_chunks, self.cycle
       )
@@ -272,11 +283,26 @@ class Connection(HttpToolsProtocol):
     self.transport.write(head.encode() + body)
     self.transport.close()
 
+  def _probe(self) -> None:
+    """Writes what means nothing; a client that has left resets it."""
+    if self._is_idle or self.transport.is_closing():
+      return
+    if not self.pipeline:  # else an answer to another request is under way
+      if self.cycle.chunked_encoding:
+        self.transport.write(_COMMENT)
+      elif not self.cycle.response_started and not _is_old(self.cycle):
+        self.transport.write(_INTERIM)
+    self.loop.call_later(_PROBE_SECONDS, self._probe)
+
 
 def _cancelled(timer: Any) -> Any:
   if timer is not None:
     timer.cancel()
   return None
+
+
+def _is_old(cycle: Any) -> bool:
+  return bool(cycle.scope['http_version'] == '1.0')
 
 
 async def _send_without_chunks(cycle: Any, message: Any) -> None:
