@@ -147,6 +147,7 @@ def test_records_are_in_order_and_files_complete(tmp_path):
   ratio = plain['ms_per_token'] / speculative['ms_per_token']
   assert summary['speed_up'] == pytest.approx(ratio)
   assert 'agree token for token: 2 of 2' in printed
+  assert 'Kernels are stored as in_out.' in printed
 
 
 def test_both_ways_take_turns_and_the_last_batch_keeps_its_shape(tmp_path):

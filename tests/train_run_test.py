@@ -3,7 +3,13 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
 
 import gin
 import jax
@@ -209,7 +215,16 @@ def test_texts_become_pairs(tmp_path):
     )
     pairs, _ = training_run.pairs_of(of_file)
     assert [[x.tolist() for x in pair] for pair in pairs] == [want]
-  with pytest.raises(ValueError, match="'summary'.*Known: inputs, targets"):
+  (tmp_path / 'half.tsv').write_text('the red dog\ta cat\nthe red dog\n')
+  half = training.TrainRun(
+    run.model,
+    run.model_dir,
+    str(tmp_path / 'half.tsv'),
+    vocab_path=str(tokenizer.path),
+  )
+  with pytest.raises(ValueError, match='half.tsv.*example 2.*a target'):
+    training_run.pairs_of(half)
+  with pytest.raises(ValueError, match="'summary'.*'inputs', 'targets'"):
     bad = dataclasses.replace(run, task_feature_lengths={'summary': 6})
     training_run.pairs_of(bad)
   no_training = dataclasses.replace(task, files={'test': paths['train']})
@@ -264,6 +279,88 @@ def test_gin_files(tmp_path):
       gin.clear_config()
     assert run.model_dir == str(path)
     assert run.network.vocab_size == 8000
+
+
+TINY = """
+from __gin__ import dynamic_registration
+from specdec_jax.models import t5
+from specdec_jax.training import data
+from specdec_jax.training import trainer
+include 'gin/runs/train.gin'
+demo_target/t5.T5Config:
+  vocab_size = 400
+  emb_dim = 8
+  num_heads = 1
+  head_dim = 8
+  num_encoder_layers = 1
+  num_decoder_layers = 1
+  mlp_dim = 8
+data.PackingConfig:
+  buckets = (64,)
+  weights = (1.0,)
+  tokens_per_batch = 256
+trainer.TrainConfig:
+  eval_every = 30
+  log_every = 20
+  checkpoint_steps = 10
+  steps = 60
+MINUTES = 0
+"""
+
+
+@pytest.mark.slow
+def test_script_goes_on_after_a_kill(tmp_path):
+  """From text, with a vocabulary of its own, through a SIGKILL, to a file."""
+  rng = random.Random(0)
+  words = [
+    ''.join(rng.choices('abcdefgh', k=rng.randint(3, 7))) for _ in range(300)
+  ]
+  lines = [' '.join(rng.choices(words, k=4)) for _ in range(300)]
+  pairs = tmp_path / 'pairs.tsv'
+  pairs.write_text(''.join(f'{x}\t{x.upper()}\n' for x in lines))
+  (tmp_path / 'tiny.gin').write_text(TINY)
+  model_dir, vocab = tmp_path / 'model', tmp_path / 'vocab' / 'vocab.model'
+  command = [
+    sys.executable,
+    ROOT / 'scripts' / 'train.py',
+    f'--gin_file={tmp_path}/tiny.gin',
+    f'--gin.MODEL_DIR={model_dir}',
+    f'--gin.TRAIN_FILE={pairs}',
+    f'--gin.EVAL_FILE={pairs}',
+    f'--gin.VOCAB_PATH={vocab}',
+  ]
+  environment = os.environ | {
+    'PYTHONPATH': str(ROOT),
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'xla'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+  }
+  states = model_dir / 'train_states'
+  with subprocess.Popen(
+    command, env=environment, stderr=subprocess.DEVNULL
+  ) as first:
+    deadline = time.monotonic() + 300
+    while not (states / '10').exists() and time.monotonic() < deadline:
+      assert first.poll() is None
+      time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+  assert first.returncode == -signal.SIGKILL
+  assert not (model_dir / 'model.msgpack').exists()
+  kept = vocab.read_bytes()
+
+  second = subprocess.run(
+    command, env=environment, capture_output=True, text=True, timeout=300
+  )
+  assert second.returncode == 0, second.stderr
+  assert 'resumed at step ' in second.stderr
+  assert 'eval step 60 ' in second.stderr
+  assert vocab.read_bytes() == kept
+  assert 'steps = 60' in (model_dir / 'operative_config.gin').read_text()
+  params = checkpoints.load(model_dir / 'model.msgpack')
+  model = t5.T5(t5.T5Config(vocab_size=400, **SIZE))
+  checkpoints.check_params(
+    params, jax.eval_shape(model.init, jax.random.key(0))
+  )
 
 
 # --- Heads ---------------------------------------------------------------

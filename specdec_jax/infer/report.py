@@ -412,6 +412,8 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
       f'Lossy: with lenience {summary["lenience"]:g} outputs are not those of'
       ' the target alone.'
     )
+  if layout := summary.get('kernel_layout'):
+    notes.append(f'Kernels are stored as {layout}.')
   if agreement := summary.get('agreement'):
     differing = agreement['disagreements']
     compared = agreement['compared']

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
@@ -359,7 +360,12 @@ def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
   if kind != 'jsonl':
     kind = 'tsv' if run.network.has_encoder else 'txt'
   task = LocalTask(path, {tasks.TRAIN_SPLIT: path}, run.vocab_path, kind)
-  return _task_pairs(run, task, tasks.TRAIN_SPLIT)
+  pairs = _task_pairs(run, task, tasks.TRAIN_SPLIT)
+  sources, targets = map(np.diff, (pairs.inputs_offsets, pairs.targets_offsets))
+  lacking = np.flatnonzero((sources > 0) & (targets == 0))
+  if run.network.has_encoder and len(lacking):
+    raise unexpected(f'{path!r}, example {lacking[0] + 1}', 'a target', '')
+  return pairs
 
 
 def _task_pairs(run: TrainRun, task: str | LocalTask, split: str) -> TokenPairs:
