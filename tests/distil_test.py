@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(
 )
 TEXTS = small_vocabulary.sentences()[:40]
 QUICK = {
-  'max_input_len': 32,
-  'max_decode_len': 14,
+  'max_input_length': 32,
+  'max_length': 14,
   'steps': 3,
   'tokens_per_batch': 256,
   'max_gamma': 1,
@@ -132,7 +132,7 @@ def test_bad_input_is_seen_first(run, target, texts, tmp_path):
 
   (tmp_path / 'few.txt').write_text('a dog\n' * 20)
   assert 'few.txt' in fails('--texts', 'few.txt')
-  assert 'no line that can be decoded' in fails(max_input_len=2)
+  assert 'no line that can be decoded' in fails(max_input_length=2)
   assert 'num_layers: expected at most 2' in fails('--num-layers', '3')
   assert 'output_dir' in fails('--output-dir', target)
   assert 'a file' in fails('--output-dir', texts)

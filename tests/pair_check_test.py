@@ -94,7 +94,7 @@ def test_what_is_told_of_a_pair(tmp_path, monkeypatch):
   ('options', 'words'),
   [
     ({'device': 'h100'}, "device is 'h100', expected .*'h200', 'tpu_v4'"),
-    ({'batch': 0}, 'batch .*0'),
+    ({'batch': 0}, 'batch: .* from 1, got 0'),
     ({'input_lens': {'ende': 0}}, r"input_lens\['ende'\].*0"),
     ({'drafts': {}}, "drafts is 't5_small'"),
     ({'decode_lens': {}}, "decode_lens is 'ende'"),
