@@ -18,7 +18,7 @@ from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.engine.scheduler import PoolSettings
-from specdec_jax.measure import memory
+from specdec_jax.measure.calls import make_request
 from specdec_jax.models import backend
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -448,6 +448,7 @@ def test_arrays_that_do_not_fit(family, tokenizer):
       Engine(
         Model(odd, params), tokenizer=tokenizer, placement=Placement(model=8)
       )
-  request = memory.request_shapes(3, 16, LENGTH, gamma=3, greedy=True)
+  network = models(family)[0].network
+  request = make_request(network, 3, 16, LENGTH, 0.0, 0, 3)
   with pytest.raises(ValueError, match='Request.inputs: .* 2 devices .* got 3'):
     PRESETS['both'].partition().request(request)
