@@ -71,8 +71,7 @@ def test_a_layout_that_is_none(monkeypatch):
 
 def test_all_layouts_are_timed(monkeypatch):
   """With sizes that take no time, the real program."""
-  monkeypatch.setattr(cpu_layout, '_SIZE', 64)
-  monkeypatch.setattr(cpu_layout, '_HIDDEN', 128)
+  monkeypatch.setattr(cpu_layout, '_CHAINS', ((1, 64, 128), (2, 64, 64)))
   times = cpu_layout._measured()
   assert set(times) == set(TIMES) and min(times.values()) > 0
   assert cpu_layout._chosen(times).kernel_layout in cpu_layout.LAYOUTS

@@ -4,7 +4,7 @@ XLA gives a product of one row to code of its own and one of a few rows to a
 library, and what either takes depends on the instruction set, the number of
 cores and the version of JAX: with AVX-512 blocks are quickest, with AVX2 they
 take more than twice the time of [out, in]. So the products are timed here, on
-this processor, in a second, and the outcome lies in the user's cache folder.
+this processor, in a few seconds, and the outcome lies in the user's cache folder.
 Outputs do not depend on it beyond rounding.
 """
 
@@ -31,7 +31,8 @@ BLOCK = 64  # outputs of a block
 WIDTHS = (4, 8, 16)  # to which rows may be padded
 # Plain decoding calls over one row, a round of gamma 4 over five: both count.
 _TOKEN, _CALL = 1, 5
-_LAYERS, _SIZE, _HIDDEN = 2, 1024, 2048  # 32 MiB a layout
+# Pairs of kernels, their sizes: of a base or large model, and of a small one.
+_CHAINS = (2, 1024, 2048), (5, 256, 1664)  # 48 MiB a layout
 _REPEATS = 5
 
 
@@ -150,20 +151,25 @@ def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
 
 
 def _measured() -> dict[tuple[str, int], float]:
-  """Milliseconds of a chain of products, by layout and number of rows."""
+  """Milliseconds of chains of products, by layout and number of rows."""
   runs = [(name, count) for name in LAYOUTS for count in (_TOKEN, _CALL)]
   runs += [('out_in', count) for count in (2, 4, 8, 9, 16)]
-  shapes = [(_SIZE, _HIDDEN), (_HIDDEN, _SIZE)] * _LAYERS
-  whole = [jnp.full(shape, 1e-3, jnp.float32) for shape in shapes]
+  whole = [
+    [
+      jnp.full(shape, 1e-3)
+      for shape in [(size, hidden), (hidden, size)] * pairs
+    ]
+    for pairs, size, hidden in _CHAINS
+  ]
   kernels = {
     'in_out': whole,
-    'out_in': [kernel.T for kernel in whole],
-    'blocks': [in_blocks(kernel) for kernel in whole],
+    'out_in': jax.tree.map(jnp.transpose, whole),
+    'blocks': jax.tree.map(in_blocks, whole),
   }
 
-  def chain(kernels, name, count):
-    x = jnp.full((count, _SIZE), 0.5)
-    for kernel in kernels[name]:
+  def chain(kernels, size, name, count):
+    x = jnp.full((count, size), 0.5)
+    for kernel in kernels:
       if name == 'in_out':
         x = x @ kernel
       elif name == 'out_in':
@@ -175,8 +181,12 @@ def _measured() -> dict[tuple[str, int], float]:
   # One program, as it compiles sooner than eleven.
   @jax.jit
   def run(index, kernels):
+    def chains(kernels, name, count):
+      each = zip(kernels[name], _CHAINS, strict=True)
+      return sum(chain(part, size, name, count) for part, (_, size, _) in each)
+
     branches = [
-      functools.partial(chain, name=name, count=count) for name, count in runs
+      functools.partial(chains, name=name, count=count) for name, count in runs
     ]
     return lax.switch(index, branches, kernels)
 
