@@ -2,10 +2,10 @@
 
 XLA gives a product of one row to code of its own and one of a few rows to a
 library, and what either takes depends on the instruction set, the number of
-cores and the version of JAX: with AVX-512 blocks are quickest, with AVX2 they
-take more than twice the time of [out, in]. So the products are timed here, on
-this processor, in a few seconds, and the outcome lies in the user's cache folder.
-Outputs do not depend on it beyond rounding.
+cores and the version of JAX: on a Zen 4 and a Zen 5 blocks are quickest, on a
+Zen 3 they take more than twice the time of [out, in]. So the products are timed
+here, on this processor, in a few seconds, and the outcome lies in the user's
+cache folder. Outputs do not depend on it beyond rounding.
 """
 
 import dataclasses
