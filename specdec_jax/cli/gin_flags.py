@@ -82,7 +82,7 @@ def main(
   Bad input (ValueError, OSError) ends as one line on stderr and status 2, too
   little memory, or a loss that diverges, as one line and status 1, an interrupt
   as status 130; `--traceback` lets the exception through instead.
-  SIGTERM ends the process with one line and status 143.
+  SIGTERM ends the process, as it does any.
 
   Args:
     command: what runs.

@@ -86,7 +86,7 @@ def serve(
     package('A server', name, 'serve')  # before models are loaded
   keys = api_keys(settings.api_key_file)
   _calibration_of(config)  # before models are loaded, too
-  with logging_to_stderr(), _signals():
+  with logging_to_stderr():
     if config.replicas.number:
       made = functools.partial(_remade, remake or (lambda: config))
       replicas.run(made, settings, config.replicas, keys)
@@ -94,7 +94,8 @@ def serve(
       from specdec_jax.serving.server import Server  # needs the extra
 
       server = Server(*worker_of(config), keys)
-      asyncio.run(server.run())
+      with _sigterm_once():
+        asyncio.run(server.run())
 
 
 def worker_of(config: ServeConfig) -> tuple[Worker, str]:
@@ -148,14 +149,10 @@ def api_keys(path: str | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-  """Inside, uvicorn is the only one that hears of SIGTERM.
-
-  Commands end at once at SIGTERM, by a thread that is woken by this number; a
-  server has something to finish.
-  """
-  before = signal.set_wakeup_fd(-1)
+def _sigterm_once() -> Iterator[None]:
+  """Inside, SIGTERM ends uvicorn alone, which raises it again when it ended."""
+  before = signal.signal(signal.SIGTERM, lambda *_: None)
   try:
     yield
   finally:
-    signal.set_wakeup_fd(before)
+    signal.signal(signal.SIGTERM, before)
