@@ -101,6 +101,23 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path):
   assert 'gamma 3: speed-up' in text and 'forced' not in text
 
 
+def test_a_call_ends_with_the_output_layer(monkeypatch):
+  head, shapes = type(NETWORK).head, []
+
+  def heard(self, params, features):
+    shapes.append(features.shape)
+    return head(self, params, features)
+
+  monkeypatch.setattr(type(NETWORK), 'head', heard)
+  config = tiny()
+  pair = calls.make_pair(config)
+  request = config.request(pair.target, 2)
+  cache = Loop(pair.target).start(pair.params, request).target_cache
+  shapes.clear()
+  calls.call_run(pair, request, cache, 3, 1)
+  assert [shape[:2] for shape in shapes] == [(1, 3)]
+
+
 def test_a_round_makes_proposals_that_are_not_accepted():
   made = []
 

@@ -298,8 +298,8 @@ def call_run(
   def run(params, cache, tokens, half, calls):
     def body(_, carry):
       cache = target.rewind(carry[0], half)
-      logits, cache = target.extend(params, cache, carry[1])
-      return cache, probs.greedy_token(logits)
+      features, cache = target.extend(params, cache, carry[1])
+      return cache, probs.greedy_token(target.head(params, features))
 
     return lax.fori_loop(0, calls, body, (cache, tokens))[1]
 
