@@ -173,7 +173,7 @@ def test_decode_takes_gamma_from_it(
   alone = {'decoding': 'speculative'}
   summary, text = decode(path, make_engine, prompts, **alone)
   assert summary['gamma'] == 1 and summary['gammas'] == {'1': 1}
-  assert 'for 1 rows: gamma = 1' in text
+  assert 'for 1 row: gamma = 1' in text
   summary, text = decode(path, make_engine, prompts, batch_size=2, **alone)
   assert summary['gamma'] == 2 and summary['gammas'] == {'2': 2}
   four = tmp_path / 'four.txt'

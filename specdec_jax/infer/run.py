@@ -454,7 +454,8 @@ def choose_gammas(
     speed_up = choice.expected_speed_up
     if drafting.rule is not None and choice.prices:
       speed_up = choice.prices.expected_speed_up
-    _say_choice(console, drafting.gamma, speed_up, f'{size} rows')
+    what = '1 row' if size == 1 else f'{size} rows'
+    _say_choice(console, drafting.gamma, speed_up, what)
   return plan
 
 
