@@ -254,7 +254,7 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
   for name in ('specdec_one', 'wmt_t2t_ende_v003', 'file.tsv', pairs):
     assert tasks.tasks_of(name) == [name]
   for function in (tasks.metrics, tasks.splits):
-    with pytest.raises(ValueError, match='no mixture, got .*specdec_one'):
+    with pytest.raises(ValueError, match='specdec_both: .* specdec_one'):
       function('specdec_both')
 
 
