@@ -414,6 +414,7 @@ _JOINED = {
   'self_attention': ('qkv', ('query', 'key', 'value'), 'heads'),
   'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
 }
+_NONE = '', (), ''
 _OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0, integers.SCALE: 0}
 
 
@@ -474,18 +475,10 @@ class Placement:
     """The dtype of parameters that were not loaded with one."""
     return self.dtype or 'float32'
 
-  def loaded(self, model: Model) -> 'Placement':
-    """The same with the dtype that `model` was loaded with, if it has one.
-
-    Raises:
-      ValueError: the placement has another.
-    """
-    if model.dtype is None:
-      return dataclasses.replace(self, dtype=self.param_dtype)
-    if self.dtype not in (None, model.dtype):
-      loaded = f'{model.dtype}, with which {model.name or model!r} was loaded'
-      raise unexpected('Placement.dtype', loaded, self.dtype)
-    return dataclasses.replace(self, dtype=model.dtype)
+  def of(self, model: Any) -> 'Placement':
+    """The same with a dtype: that which a `Model` was loaded with, if any."""
+    dtype = model.dtype if isinstance(model, Model) else None
+    return dataclasses.replace(self, dtype=dtype or self.param_dtype)
 
   def replicated(self) -> 'Placement':
     """The same with the whole model on each device, as for a drafter."""
@@ -629,7 +622,7 @@ def place_parts(
 
   def part(model, value):
     if is_model(value):
-      return place(value, _placement_of(model, placement))
+      return place(value, placement.of(model))
     array = jnp.asarray(value)
     if partition is None:
       return array
@@ -647,14 +640,10 @@ def check_dtypes(params: Any, placement: Placement) -> None:
     placement: the placement that is to hold for them.
   """
   for model in jax.tree.leaves(params):
-    if isinstance(model, Model):
-      placement.loaded(model)
-
-
-def _placement_of(model: Any, placement: Placement) -> Placement:
-  """A placement whose dtype is the model's own, if it was loaded with one."""
-  dtype = model.dtype if isinstance(model, Model) else None
-  return dataclasses.replace(placement, dtype=dtype or placement.dtype)
+    loaded = placement.of(model).dtype
+    if placement.dtype not in (None, loaded):
+      expected = f'{loaded}, with which {model.name or model!r} was loaded'
+      raise unexpected('Placement.dtype', expected, placement.dtype)
 
 
 def read_parts(params: Any, placement: Placement = Placement()) -> Any:
@@ -677,7 +666,7 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
     if not isinstance(value, Model):
       return value
     sharding = placement.shardings_of(value.network)
-    wanted = _placement_of(value, placement)
+    wanted = placement.of(value)
     params = value.read(wanted.param_dtype, sharding)
     # What was given, and not read, is still as it was.
     return _rounded(params, wanted)
@@ -687,8 +676,7 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
 
 def lay_out(params: Params, placement: Placement) -> Params:
   """`place` without moving anything to the devices of a mesh."""
-  laid_out = _lay_out(_rounded(params, placement), placement, '')
-  return _cut(laid_out, '') if placement.layout == 'blocks' else laid_out
+  return _lay_out(_rounded(params, placement), placement)
 
 
 def _rounded(params: Params, placement: Placement) -> Params:
@@ -698,60 +686,50 @@ def _rounded(params: Params, placement: Placement) -> Params:
 
 
 def _lay_out(
-  params: Mapping[str, Any], placement: Placement, module: str
+  params: Mapping[str, Any], placement: Placement, *modules: str
 ) -> Params:
-  joined, parts, axis = _JOINED.get(module, ('', (), ''))
-  if not all(part in params for part in parts) or (
-    parts and not placement.joins(axis)
-  ):
-    parts = ()
-  placed = {}
-  for name, value in params.items():
-    if isinstance(value, Mapping):
-      if name not in parts:
-        placed[name] = _lay_out(value, placement, name)
-    elif name == 'kernel' and placement.layout == 'out_in':
-      placed['kernel_out_in'] = _cast(value.T, placement)
-    else:
-      placed[name] = _cast(value, placement)
-  if parts:
-    kernels = [_lay_out(params[p], placement, p) for p in parts]
-    placed[joined] = {
+  """The parameters of a module, joined, cast and laid out.
+
+  Args:
+    params: of the module.
+    placement: how to lay them out.
+    *modules: its name, behind those of the modules around it.
+  """
+  joined, parts, axis = _JOINED.get(modules[-1] if modules else '', _NONE)
+  if parts and params.keys() >= {*parts} and placement.joins(axis):
+    kernels = [params[part] for part in parts]
+    params = {n: value for n, value in params.items() if n not in parts}
+    params[joined] = {
       name: _concatenate([k[name] for k in kernels], _OUT_AXIS[name])
       for name in kernels[0]
     }
-  return placed
-
-
-def _cut(
-  params: Mapping[str, Any], module: str, reads_encoder: bool = False
-) -> Params:
-  """Parameters whose kernels are in blocks, where few rows meet them.
-
-  An encoder's meet all of an input, and so do those of the keys and values that
-  a decoder makes of it.
-
-  Args:
-    params: of a module, laid out otherwise.
-    module: its name.
-    reads_encoder: whether it is in an attention to an encoder's output.
-  """
-  if module == 'encoder' or (reads_encoder and module in ('key', 'value')):
-    return dict(params)
-  reads_encoder = module == 'encoder_decoder_attention'
-  laid_out = {
-    name: _cut(value, name, reads_encoder)
-    if isinstance(value, Mapping)
-    else value
-    for name, value in params.items()
-  }
-  kernel: Any = laid_out.get('kernel')
-  if kernel is not None and kernel.shape[1] % cpu_layout.BLOCK == 0:
-    if not isinstance(kernel, jax.core.Tracer):
-      kernel = np.asarray(kernel)  # on a CPU the same memory; compiles nothing
-    del laid_out['kernel']
-    laid_out['kernel_blocks'] = jnp.asarray(cpu_layout.in_blocks(kernel))
+  laid_out: Params = {}
+  for name, value in params.items():
+    if isinstance(value, Mapping):
+      laid_out[name] = _lay_out(value, placement, *modules, name)
+    elif name != 'kernel' or placement.layout == 'in_out':
+      laid_out[name] = _cast(value, placement)
+    elif placement.layout == 'out_in':
+      laid_out['kernel_out_in'] = _cast(value.T, placement)
+    elif value.shape[1] % cpu_layout.BLOCK or _meets_many_rows(modules):
+      laid_out[name] = _cast(value, placement)
+    else:
+      if not isinstance(value, jax.core.Tracer):
+        value = np.asarray(value)  # on a CPU the same memory; compiles nothing
+      laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
+
+
+def _meets_many_rows(modules: Sequence[str]) -> bool:
+  """Whether a kernel is multiplied by all of an input: blocks are for few.
+
+  An encoder's is, and so are those of the keys and values that a decoder makes
+  of what an encoder says.
+  """
+  return 'encoder' in modules or (
+    modules[-2:-1] == ('encoder_decoder_attention',)
+    and modules[-1] in ('key', 'value')
+  )
 
 
 def _cast(value: Any, placement: Placement) -> Any:

@@ -57,18 +57,22 @@ class DiskArray:
   Attributes:
     shape: its shape.
     dtype: its dtype on disk.
-    read_into: writes the part at an index to an array, in that one's dtype;
-      raises ValueError with the reason if the file is missing, cut short or
-      corrupt.
+    read: returns the part at an index, in that dtype or in float32; raises
+      ValueError with the reason if the file is missing, cut short or corrupt.
     chunk: shape of the smallest part worth reading; chunks begin at multiples.
-    order: the memory order that parts should be read into.
+    order: the memory order that parts come in.
+    where: its name and file, for messages.
+    cast: returns the array with the values in another dtype; None leaves that
+      to NumPy, when a part has been read.
   """
 
   shape: tuple[int, ...]
   dtype: np.dtype
-  read_into: Callable[[np.ndarray, Index], None]
+  read: Callable[[Index], np.ndarray]
   chunk: tuple[int, ...]
   order: Literal['C', 'F'] = 'C'
+  where: str = ''
+  cast: Callable[[Any], 'DiskArray'] | None = None
 
 
 def load_arrays(
@@ -157,15 +161,12 @@ def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
 def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
   """A kernel [in, out] that is read as its integers times their factors."""
 
-  def read_into(out: np.ndarray, index: Index) -> None:
-    rounded = np.empty(out.shape, kernel.dtype, kernel.order)
-    kernel.read_into(rounded, index)
+  def read(index: Index) -> np.ndarray:
     scale = np.asarray(load_array(factors, jnp.float32))
     integers.check_scale(scale, f'{name}_scale')
-    out[...] = rounded.astype(np.float32) * scale[index[1]]
+    return kernel.read(index).astype(np.float32) * scale[index[1]]
 
-  dtype = np.dtype(np.float32)
-  return DiskArray(kernel.shape, dtype, read_into, kernel.chunk)
+  return DiskArray(kernel.shape, np.dtype(np.float32), read, kernel.chunk)
 
 
 def _dtype_of(name: str, dtype: Any) -> Any:
@@ -209,42 +210,45 @@ def load_array(
     array: an array of any shape.
     dtype: dtype of the result; None keeps the file's.
     layout: None for a NumPy array, or a JAX Device or Sharding. A shard that
-      several devices have is read once, and only one shard at a time is on the
-      host.
+      several devices have is read once.
 
   Raises:
     ValueError: the array cannot be read; the message says why.
   """
   if layout is None:
     return _read(array, whole(array.shape), dtype)
-  sharding = _as_sharding(layout)
-  holders: dict[Any, list[jax.Device]] = {}
-  places = sharding.addressable_devices_indices_map(array.shape)
-  for device, index in places.items():
-    parts = zip(index or whole(array.shape), array.shape, strict=True)
+  shards: dict[Any, np.ndarray] = {}
+
+  def shard(index: Any) -> np.ndarray:
+    parts = zip(index, array.shape, strict=True)
     bounds = tuple(part.indices(size)[:2] for part, size in parts)
-    holders.setdefault(bounds, []).append(device)
-  shards = []
-  for bounds, devices in holders.items():
-    host = _read(array, tuple(slice(*part) for part in bounds), dtype)
-    placed = [jax.device_put(host, device) for device in devices]
-    # Waits, so that the host never has copies of several parts together.
-    shards += jax.block_until_ready(placed)
-    del host
-  return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+    if bounds not in shards:
+      part = tuple(slice(*bound) for bound in bounds)
+      shards[bounds] = _read(array, part, dtype)
+    return shards[bounds]
+
+  sharding = _as_sharding(layout)
+  made = jax.make_array_from_callback(array.shape, sharding, shard)
+  # Waits, so that the host never has copies of several arrays together.
+  return jax.block_until_ready(made)
 
 
 def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
   """Reads a part of an array, piece by piece."""
   shape = [part.stop - part.start for part in index]
+  cuts = list(pieces(index, array.chunk, array.dtype.itemsize))
+  if dtype is not None and array.cast is not None:
+    array = array.cast(dtype)
   dtype = array.dtype if dtype is None else dtype
+  if len(cuts) == 1:
+    return np.asarray(array.read(*cuts)).astype(dtype, copy=False)
   out = np.empty(shape, dtype, array.order)
-  for piece in pieces(index, array.chunk, array.dtype.itemsize):
-    # With the ellipsis even an array without axes gives a view.
-    there: Any = [...]
-    for part, first in zip(piece, index, strict=True):
-      there += [slice(part.start - first.start, part.stop - first.start)]
-    array.read_into(out[tuple(there)], piece)
+  for piece in cuts:
+    there = tuple(
+      slice(part.start - first.start, part.stop - first.start)
+      for part, first in zip(piece, index, strict=True)
+    )
+    out[there] = array.read(piece)
   return out
 
 
@@ -358,16 +362,15 @@ def file_array(
   """
   row = math.prod(shape[1:]) * dtype.itemsize
 
-  def read_into(out: np.ndarray, index: Index) -> None:
+  def read(index: Index) -> np.ndarray:
     rows = index[0] if index else slice(0, 1)
-    data = read(rows.start * row, (rows.stop - rows.start) * row)
+    data = read_bytes(rows.start * row, (rows.stop - rows.start) * row)
     values = np.frombuffer(data, dtype)
-    if index:
-      out[...] = values.reshape(-1, *shape[1:])[:, *index[1:]]
-    else:
-      out[...] = values[0]
+    if not index:
+      return values[0]
+    return values.reshape(-1, *shape[1:])[:, *index[1:]]
 
-  def read(start: int, size: int) -> bytes:
+  def read_bytes(start: int, size: int) -> bytes:
     """The `size` bytes of the array from `start` on, maybe in several spans."""
     parts = []
     for offset, length in spans:
@@ -382,28 +385,30 @@ def file_array(
         start -= length
     return parts[0] if len(parts) == 1 else b''.join(parts)
 
-  return DiskArray(shape, dtype, read_into, row_of(shape))
+  return DiskArray(shape, dtype, read, row_of(shape))
 
 
 def _stored_array(store: Any) -> DiskArray:
   """A TensorStore array, chunked or not."""
+
   import tensorstore as ts
 
-  dtype = np.dtype(store.dtype.numpy_dtype)
-
-  def read_into(out: np.ndarray, index: Index) -> None:
-    source = store
-    if out.dtype != dtype:
-      source = ts.cast(source, ts.dtype(out.dtype))
-    if index:
-      source = source[index].translate_to[0]
+  def read(index: Index) -> np.ndarray:
+    out = np.empty([part.stop - part.start for part in index], dtype)
+    part = store[index].translate_to[0] if index else store
     try:
-      ts.array(out).write(source).result(timeout=READ_SECONDS)
+      ts.array(out).write(part).result(timeout=READ_SECONDS)
+      return out
     except STORE_ERRORS as error:
       raise ValueError(reason(error)) from error
 
+  dtype = np.dtype(store.dtype.numpy_dtype)
   chunk = tuple(store.chunk_layout.read_chunk.shape)
-  return DiskArray(tuple(store.shape), dtype, read_into, chunk)
+
+  def cast(dtype: Any) -> DiskArray:
+    return _stored_array(ts.cast(store, ts.dtype(jnp.dtype(dtype))))
+
+  return DiskArray(tuple(store.shape), dtype, read, chunk, cast=cast)
 
 
 def open_stored(

@@ -24,12 +24,10 @@ from specdec_jax.checkpoints.disk_arrays import (
   Params,
   check_config_fits,
   pieces,
-  row_of,
   whole,
 )
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.safetensors_files import (
-  Stored,
   import_safetensors,
   open_file,
   read_json,
@@ -66,14 +64,14 @@ PATTERNS = (
 # Opening a folder.
 
 
-def _open_files(folder: pathlib.Path) -> dict[str, Stored]:
+def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
   """Returns name -> array, for all safetensors files of a folder.
 
   Raises:
     ValueError: a file is missing or broken, or two files have the same array.
   """
   import_safetensors()
-  arrays: dict[str, Stored] = {}
+  arrays: dict[str, DiskArray] = {}
   for file_name in _weight_files(folder):
     opened = open_file(folder / file_name)
     for name in arrays.keys() & opened.keys():
@@ -101,12 +99,10 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
   return sorted({*shards.values()})
 
 
-def _twice(source: object, first: Stored, second: Stored) -> ValueError:
-  where = [
-    f'as {s.name} in {os.path.basename(s.path)}' for s in (first, second)
-  ]
+def _twice(source: object, first: DiskArray, second: DiskArray) -> ValueError:
   return ValueError(
-    f'{str(source)!r} has an array twice: {" and ".join(where)}.'
+    f'{str(source)!r} has an array twice: as {first.where} and as'
+    f' {second.where}.'
   )
 
 
@@ -169,11 +165,11 @@ def open_huggingface(
 
 
 def _tidy(
-  stored: Mapping[str, Stored],
+  stored: Mapping[str, DiskArray],
   family: Family,
   described: Described,
   source: str,
-) -> tuple[dict[str, Stored], bool]:
+) -> tuple[dict[str, DiskArray], bool]:
   """The arrays that are read, each under one name, that of `families.table`.
 
   Returns:
@@ -183,7 +179,7 @@ def _tidy(
   Raises:
     ValueError: an array is there twice.
   """
-  arrays: dict[str, Stored] = {}
+  arrays: dict[str, DiskArray] = {}
   for name, array in stored.items():
     name = family.name_of(name)
     if re.fullmatch(f'{family.skipped}|{family.images}', name):
@@ -215,7 +211,7 @@ def _tidy(
   return arrays, tied
 
 
-def _is_one(arrays: dict[str, Stored], other: str, name: str) -> bool:
+def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   """Whether two names are of one array, which is then kept as `name` alone.
 
   A file may have either of them, or both.
@@ -227,7 +223,7 @@ def _is_one(arrays: dict[str, Stored], other: str, name: str) -> bool:
     array.shape == first.shape
     and all(
       np.array_equal(array.read(piece), first.read(piece))
-      for piece in pieces(whole(array.shape), row_of(array.shape), 8)
+      for piece in pieces(whole(array.shape), array.chunk, 8)
     )
   )
   if equal:

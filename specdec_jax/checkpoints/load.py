@@ -158,7 +158,7 @@ def open_checkpoint(
   check_dtype(dtype)
   check_network(network, dtype)
   location = locate(path)
-  about: Mapping[str, Any] = {}
+  about: Any = None
   config, is_folder = None, location.is_folder()
   if is_huggingface(location):
     config, arrays = huggingface.open_huggingface(
@@ -176,12 +176,13 @@ def open_checkpoint(
       'Write one first (specdec convert --format safetensors).',
     )
   elif is_folder and orbax.is_orbax(location):
-    arrays = _checked(orbax.open_orbax(location), network, str(location))
-    about = orbax.read_about(location)
+    arrays, about = orbax.open_orbax(location)
+    arrays = _checked(arrays, network, str(location))
   else:
     file = location.child(T5X_FILE) if is_folder else location
-    arrays = _checked(t5x.open_t5x(file), network, str(location))
-    about = {} if is_folder else t5x.read_about(file)
+    arrays, about = t5x.open_t5x(file)
+    arrays = _checked(arrays, network, str(location))
+  about = about if isinstance(about, dict) else {}
   known = {n: about[n] for n in ABOUT if isinstance(about.get(n), str)}
   return Opened(str(location), arrays, config, known)
 

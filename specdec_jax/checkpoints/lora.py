@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints.disk_arrays import Index
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
 from specdec_jax.checkpoints.families import Family
 from specdec_jax.checkpoints.safetensors_files import (
-  Stored,
   open_file,
   read_json,
 )
@@ -59,43 +58,42 @@ _OTHER = 'It is an adapter of another model.'
 _MERGE = "Merge it with PEFT's merge_and_unload, and load the result."
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapted(Stored):
-  """A kernel of a safetensors file with what an adapter adds to it.
+def _merged(
+  kernel: DiskArray, down: DiskArray, up: DiskArray, scale: float, turned: bool
+) -> DiskArray:
+  """A kernel with what an adapter adds to it.
 
-  Attributes:
+  Args:
+    kernel: [out, in], or [in, out] where it is turned, as GPT-2's.
     down: A, [r, in].
     up: B, [out, r].
     scale: s.
-    is_turned: whether the kernel is [in, out], as GPT-2's; else [out, in].
+    turned: see `kernel`.
   """
 
-  down: Stored
-  up: Stored
-  scale: float
-  is_turned: bool
-
-  def read(self, index: Index) -> np.ndarray:
-    kernel = super().read(index)
-    out, into = index[::-1] if self.is_turned else index
-    whole = slice(0, self.down.shape[0])
-    up = self.up.read((out, whole)).astype(np.float32)
-    change = up @ self.down.read((whole, into)).astype(np.float32)
+  def read(index: Index) -> np.ndarray:
+    part = kernel.read(index)
+    out, into = index[::-1] if turned else index
+    ranks = slice(0, down.shape[0])
+    change = up.read((out, ranks)).astype(np.float32)
+    change = change @ down.read((ranks, into)).astype(np.float32)
     if not np.isfinite(change).all():
       raise ValueError(
-        f'{self.down.path}: A and B of {self.name} have numbers that are not'
+        f'{down.where}: A and B of {kernel.where} have numbers that are not'
         ' finite: the adapter is broken, or its training diverged.'
       )
-    change = change.T if self.is_turned else change
-    merged = kernel.astype(np.float32) + np.float32(self.scale) * change
-    return merged.astype(kernel.dtype)
+    change = change.T if turned else change
+    added = part.astype(np.float32) + np.float32(scale) * change
+    return added.astype(part.dtype)
+
+  return dataclasses.replace(kernel, read=read)
 
 
 def adapted(
-  stored: Mapping[str, Stored],
+  stored: Mapping[str, DiskArray],
   adapter: str | os.PathLike[str],
   family: Family,
-) -> dict[str, Stored]:
+) -> dict[str, DiskArray]:
   """The arrays of a model with those of an adapter added to them.
 
   Args:
@@ -133,17 +131,14 @@ def adapted(
       expected = f'A [{described["r"]}, ...], as r of {CONFIG} says'
       raise unexpected(f'{source}: {module}', expected, shapes)
     scale = _scale(described, module, rank)
-    fields = dataclasses.asdict(kernel)
-    adapted[name] = Adapted(
-      **fields, down=down, up=up, scale=scale, is_turned=is_turned
-    )
+    adapted[name] = _merged(kernel, down, up, scale, is_turned)
   return adapted
 
 
-def _halves(folder: pathlib.Path) -> dict[str, tuple[Stored, Stored]]:
+def _halves(folder: pathlib.Path) -> dict[str, tuple[DiskArray, DiskArray]]:
   """Module -> its A and B."""
   source = os.fspath(folder)
-  halves: dict[str, dict[str, Stored]] = {}
+  halves: dict[str, dict[str, DiskArray]] = {}
   for name, array in open_file(folder / WEIGHTS).items():
     half = _HALF.fullmatch(name.removeprefix(_PREFIX))
     if half is None or len(array.shape) != 2:

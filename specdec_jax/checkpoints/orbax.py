@@ -44,7 +44,7 @@ def save_orbax(
   Args:
     folder: made here; it must not exist yet, or be empty.
     params: nested dict of arrays, NumPy's or JAX's.
-    about: what else the folder is to say, for `read_about`.
+    about: what else the folder is to say, for `open_orbax`.
 
   Raises:
     ValueError: the folder holds something, or there are no parameters.
@@ -68,7 +68,7 @@ def save_orbax(
     )
 
 
-def open_orbax(folder: Location) -> dict[str, DiskArray]:
+def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
   """Finds the parameters of a checkpoint without reading them.
 
   Args:
@@ -76,7 +76,8 @@ def open_orbax(folder: Location) -> dict[str, DiskArray]:
       `default`.
 
   Returns:
-    name -> array, names with slashes.
+    name -> array, names with slashes; and what `save_orbax` was told to write
+    beside them, None if it is nothing.
 
   Raises:
     ValueError: writing the folder was not finished, its tree has no parameters,
@@ -96,18 +97,8 @@ def open_orbax(folder: Location) -> dict[str, DiskArray]:
     if in_one_store:
       kvstore = {'driver': 'ocdbt', 'base': root, 'path': f'{key}/'}
     specs[name] = {'driver': driver, 'kvstore': kvstore}
-  return dict(open_stored(specs, lambda n, why: broken(source, n, why)))
-
-
-def read_about(folder: Location) -> dict[str, Any]:
-  """What `save_orbax` was told to write beside the parameters; {} is nothing.
-
-  Raises:
-    ValueError: as for `open_orbax`.
-  """
-  described, _ = _read_metadata(_item(folder) or folder)
-  about = described.get('custom_metadata')
-  return about if isinstance(about, dict) else {}
+  arrays = open_stored(specs, lambda n, why: broken(source, n, why))
+  return arrays, described.get('custom_metadata')
 
 
 def is_orbax(folder: Location) -> bool:

@@ -4,7 +4,7 @@ The package safetensors comes with the extra `[huggingface]`.
 """
 
 import contextlib
-import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -30,47 +30,18 @@ _FLOATS: dict[str, Any] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-  """An array of a safetensors file.
-
-  The files are mapped into memory, and mapped pages count as this process's
-  memory until they are unmapped: so each piece opens its file again.
-
-  Attributes:
-    path: the file.
-    name: name of the array in the file.
-    shape: shape of the array.
-    dtype: dtype of the array.
-  """
-
-  path: str
-  name: str
-  shape: tuple[int, ...]
-  dtype: np.dtype
-
-  def read(self, index: Index) -> np.ndarray:
-    """Returns a part of the array.
-
-    Raises:
-      ValueError: the file was changed or removed since it was opened.
-    """
-    with opened(self.path) as file:
-      return file.get_slice(self.name)[index]
-
-
-def view(stored: Stored, row: Row) -> DiskArray:
+def view(stored: DiskArray, row: Row) -> DiskArray:
   """A stored array with the shape and values of ours."""
 
-  def read_into(out: np.ndarray, index: Index) -> None:
+  def read(index: Index) -> np.ndarray:
     index = turned(index)
     if row.third is not None:
       *rest, last = index
       first = row.third * row.shape[-1]
       index = (*rest, slice(first + last.start, first + last.stop))
-    (out.T if row.transposed else out)[...] = stored.read(index)
-    if row.scale != 1.0:
-      out[...] = out * row.scale
+    part = stored.read(index)
+    part = part.T if row.transposed else part
+    return part if row.scale == 1.0 else part.astype(np.float32) * row.scale
 
   def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
     return axes[::-1] if row.transposed else axes
@@ -78,25 +49,38 @@ def view(stored: Stored, row: Row) -> DiskArray:
   # A chunk is a row in the file; if transposed, it is a column here.
   chunk = turned(row_of(turned(row.shape)))
   order: Literal['C', 'F'] = 'F' if row.transposed else 'C'
-  return DiskArray(row.shape, stored.dtype, read_into, chunk, order)
+  return DiskArray(row.shape, stored.dtype, read, chunk, order)
 
 
-def open_file(path: str | os.PathLike[str]) -> dict[str, Stored]:
+def open_file(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
   """Returns name -> array of a safetensors file.
+
+  The files are mapped into memory, and mapped pages count as this process's
+  memory until they are unmapped: so each piece opens its file again.
 
   Raises:
     ValueError: the file is missing or broken, or an array is not of floats.
   """
   path = os.fspath(path)
   arrays = {}
+
+  def read(name: str, index: Index) -> np.ndarray:
+    with opened(path) as file:
+      return file.get_slice(name)[index]
+
   with opened(path) as file:
     for name in file.keys():  # noqa: SIM118  it is not a dict
       array = file.get_slice(name)
       shape, kind = tuple(array.get_shape()), array.get_dtype()
       if kind not in _FLOATS:
         raise unexpected(f'{path}: {name}', f'one of {[*_FLOATS]}', kind)
-      dtype = np.dtype(_FLOATS[kind])
-      arrays[name] = Stored(path, name, shape, dtype)
+      arrays[name] = DiskArray(
+        shape,
+        np.dtype(_FLOATS[kind]),
+        functools.partial(read, name),
+        row_of(shape),
+        where=f'{name} in {os.path.basename(path)}',
+      )
   return arrays
 
 

@@ -16,6 +16,7 @@ parameter has one more axis, that of the layers: the second
 must be the same.
 """
 
+import collections
 import functools
 import math
 import os
@@ -73,7 +74,7 @@ def save_t5x(
     step: number of updates that the parameters have had.
     dtype: dtype of the floating-point arrays on disk, e.g. jnp.bfloat16; None
       keeps theirs.
-    about: what else the file is to say, for `read_about`, such as 'target',
+    about: what else the file is to say, for `open_t5x`, such as 'target',
       the `fingerprint` of the only target that a drafter is for; readers of
       T5X's format do not look at it.
 
@@ -101,18 +102,7 @@ def save_t5x(
   files.write_atomically(path, flax.serialization.msgpack_serialize(tree))
 
 
-def read_about(location: Location) -> dict[str, Any]:
-  """What `save_t5x` was told to write beside the parameters; {} is nothing.
-
-  Raises:
-    ValueError: the file is missing, cut short, or not msgpack.
-  """
-  tree = read_tree(location)
-  about = tree.get('about') if isinstance(tree, dict) else None
-  return about if isinstance(about, dict) else {}
-
-
-def open_t5x(location: Location) -> dict[str, DiskArray]:
+def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   """Finds the parameters of a checkpoint without reading them.
 
   The optimiser's state is neither opened nor needed.
@@ -122,7 +112,8 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
       own.
 
   Returns:
-    name -> array, names with slashes.
+    name -> array, names with slashes; and what `save_t5x` was told to write
+    beside them, None if it is nothing.
 
   Raises:
     ValueError: the file is missing, cut short or not a T5X checkpoint; or an
@@ -134,7 +125,8 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
     there = 'gs://t5-data/pretrained_models/t5x has the same models.'
     given = 'a TensorFlow checkpoint of T5'
     raise unexpected(source, "T5X's format", given, there)
-  leaves = dict(_leaves(_target(read_tree(location), source)))
+  tree = read_tree(location)
+  leaves = dict(_leaves(_target(tree, source)))
   if not leaves:
     raise unexpected(source, 'a T5X checkpoint with parameters', leaves)
   specs = {}
@@ -153,10 +145,11 @@ def open_t5x(location: Location) -> dict[str, DiskArray]:
     if shape is not None and shape != list(array.shape):
       why = f'its folder has {list(array.shape)}, the file says {shape!r}'
       raise broken(source, name, why)
-  return {
+  arrays = {
     name: stored.get(name) or file_array(location, *leaf)
     for name, leaf in leaves.items()
   }
+  return arrays, tree.get('about')
 
 
 def _target(tree: Any, source: str) -> Mapping[str, Any]:
@@ -279,6 +272,16 @@ def infer_config(shapes: Shapes, source: str) -> T5Config:
     ) from error
 
 
+# Names of parameters -> the fields that their shapes show; '' is none.
+_SIZES = {
+  'token_embedder/embedding': ('vocab_size', 'emb_dim'),
+  rf'\w+/(layers_\d+/)?{_BIAS}': ('num_heads', ''),
+  r'\w+/layers_\d+/\w*attention/query/kernel': ('', 'heads * head_dim'),
+  r'\w+/layers_\d+/encoder_decoder_attention/key/kernel': ('encoder_dim', ''),
+  r'\w+/layers_\d+/mlp/wi(_0)?/kernel': ('', 'mlp_dim'),
+}
+
+
 def _sizes(shapes: Shapes) -> dict[str, Any]:
   """Fields of `T5Config` -> their values, for the fields that shapes decide.
 
@@ -286,38 +289,30 @@ def _sizes(shapes: Shapes) -> dict[str, Any]:
     shapes: T5X's name -> shape; stacked layers say nothing.
   """
   sizes: dict[str, Any] = {}
-  if len(shape := shapes.get('token_embedder/embedding', ())) == 2:
-    sizes['vocab_size'], sizes['emb_dim'] = shape
+  for name, shape in shapes.items():
+    for pattern, fields in _SIZES.items():
+      if len(shape) == len(fields) and re.fullmatch(pattern, name):
+        sizes |= zip(fields, shape, strict=True)
+  sizes.pop('', None)
+  if 'vocab_size' in sizes:
     head = 'decoder/logits_dense/kernel'
     sizes['logits_via_embedding'] = head not in shapes
-  for stack in ('decoder', 'encoder'):
-    if len(shape := shapes.get(f'{stack}/{_BIAS}', ())) == 2:
-      sizes['num_heads'] = shape[0]
-  layers: dict[str, set[str]] = {}
-  queries, encoded = 0, sizes.get('emb_dim')
-  for name, shape in shapes.items():
-    match = re.fullmatch(r'(encoder|decoder)/(layers_\d+)/(.+)', name)
-    if not match:
-      continue
-    stack, layer, inner = match.groups()
-    layers.setdefault(stack, set()).add(layer)
-    if inner == _BIAS:
-      sizes |= {'num_heads': shape[0], 'bias_per_layer': True}
-    elif len(shape) == 2 and inner.endswith('attention/query/kernel'):
-      queries = shape[1]
-    elif len(shape) == 2 and inner == 'encoder_decoder_attention/key/kernel':
-      encoded = shape[0]
-    elif len(shape) == 2 and re.fullmatch(r'mlp/wi(_0)?/kernel', inner):
-      sizes['mlp_dim'] = shape[1]
-      sizes['len(mlp_activations)'] = 2 if '_0' in inner else 1
-  for stack, names in layers.items():
-    sizes[f'num_{stack}_layers'] = len(names)
-  if layers.keys() == {'decoder'}:
+  inner = {name.partition('/mlp/')[2] for name in shapes}
+  if gates := [n for n in ('wi/kernel', 'wi_1/kernel') if n in inner]:
+    sizes['len(mlp_activations)'] = 1 + gates[0].startswith('wi_1')
+  if any(re.fullmatch(rf'.*/layers_\d+/{_BIAS}', name) for name in shapes):
+    sizes['bias_per_layer'] = True
+  layers = {m[0] for name in shapes if (m := re.match(r'\w+/layers_\d+', name))}
+  stacks = collections.Counter(layer.partition('/')[0] for layer in layers)
+  sizes |= {f'num_{stack}_layers': count for stack, count in stacks.items()}
+  encoded = sizes.pop('encoder_dim', None)
+  if stacks.keys() == {'decoder'}:
     sizes['num_encoder_layers'] = 0
-    if encoded != sizes.get('emb_dim'):
+    if encoded not in (None, sizes.get('emb_dim')):
       sizes['encoder_dim'] = encoded
-  if queries and queries % sizes.get('num_heads', queries + 1) == 0:
-    sizes['head_dim'] = queries // sizes['num_heads']
+  width, heads = sizes.pop('heads * head_dim', 0), sizes.get('num_heads')
+  if heads and width and width % heads == 0:
+    sizes['head_dim'] = width // heads
   return sizes
 
 
@@ -391,10 +386,10 @@ def _layer(
   """One layer of a stacked array."""
   place = (slice(None),) * axis + (number,)
 
-  def read_into(out: np.ndarray, index: Index) -> None:
-    out[...] = read(stack)[place].reshape(shape)[index]
+  def read_part(index: Index) -> np.ndarray:
+    return read(stack)[place].reshape(shape)[index]
 
-  return DiskArray(shape, stack.dtype, read_into, chunk=shape)
+  return DiskArray(shape, stack.dtype, read_part, chunk=shape)
 
 
 def _check_shared(stack: DiskArray, axis: int, name: str, source: str) -> None:
@@ -432,20 +427,27 @@ _WINDOW = 1 << 16
 _DEEPEST = 64
 _NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
 _CHUNKED = '__msgpack_chunked_array__'
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-# First byte -> kind of the value, and how the number behind that byte is
-# packed: the value itself, or its size.
-_KINDS = {
-  first + i: (kind, f'>{code}')
-  for first, kind, codes in (
-    (0xC4, 'bytes', 'BHI'),
-    (0xC7, 'extension', 'BHI'),
-    (0xCA, 'number', 'fdBHIQbhiq'),
-    (0xD9, 'text', 'BHI'),
-    (0xDC, 'list', 'HI'),
-    (0xDE, 'dict', 'HI'),
+# First byte -> kind of the value, and the value or its size: it itself, or, as
+# text, how it is packed behind that byte.
+_KINDS: dict[int, tuple[str, Any]] = {
+  first + i: (kind, value)
+  for first, kind, values in (
+    (0x00, 'value', range(0x80)),
+    (0x80, 'dict', range(16)),
+    (0x90, 'list', range(16)),
+    (0xA0, 'text', range(32)),
+    (0xC0, 'value', [None]),
+    (0xC2, 'value', [False, True]),
+    (0xC4, 'bytes', '>B >H >I'.split()),
+    (0xC7, 'extension', '>B >H >I'.split()),
+    (0xCA, 'value', '>f >d >B >H >I >Q >b >h >i >q'.split()),
+    (0xD4, 'extension', [1, 2, 4, 8, 16]),
+    (0xD9, 'text', '>B >H >I'.split()),
+    (0xDC, 'list', '>H >I'.split()),
+    (0xDE, 'dict', '>H >I'.split()),
+    (0xE0, 'value', range(-0x20, 0)),
   )
-  for i, code in enumerate(codes)
+  for i, value in enumerate(values)
 }
 
 
@@ -492,23 +494,11 @@ class _Scanner:
     if depth > _DEEPEST:
       raise ValueError(f'more than {_DEEPEST} levels')
     first = self._take(1)[0]
-    if first < 0x80 or first >= 0xE0:
-      return first if first < 0x80 else first - 0x100
-    if first < 0xC0:
-      kinds = (('dict', 15), ('list', 15), ('text', 31), ('text', 31))
-      kind, mask = kinds[(first - 0x80) >> 4]
-      return self._sized(kind, first & mask, depth)
-    if first in _CONSTANTS:
-      return _CONSTANTS[first]
-    if 0xD4 <= first <= 0xD8:
-      return self._sized('extension', 1 << (first - 0xD4), depth)
     if first not in _KINDS:
       raise ValueError(f'byte {first:#x} begins no value')
-    kind, code = _KINDS[first]
-    (number,) = struct.unpack(code, self._take(struct.calcsize(code)))
-    return number if kind == 'number' else self._sized(kind, number, depth)
-
-  def _sized(self, kind: str, size: int, depth: int) -> Any:
+    kind, size = _KINDS[first]
+    if isinstance(size, str):
+      (size,) = struct.unpack(size, self._take(struct.calcsize(size)))
     if kind == 'dict':
       return self._dict(size, depth)
     if kind == 'list':
@@ -517,7 +507,7 @@ class _Scanner:
       return self._take(size).decode()
     if kind == 'bytes':
       return self._skip(size)
-    return self._extension(size, depth)
+    return size if kind == 'value' else self._extension(size, depth)
 
   def _dict(self, size: int, depth: int) -> Any:
     entries: dict[str, Any] = {}

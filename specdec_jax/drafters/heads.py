@@ -230,7 +230,8 @@ def load(path: str | os.PathLike[str]) -> Drafter:
   expected = f'a file of heads that {_MADE_BY} wrote'
   if location.is_folder():
     raise unexpected('heads', expected, source, 'It is a folder.')
-  about = t5x.read_about(location)
+  _, about = t5x.open_t5x(location)
+  about = about if isinstance(about, dict) else {}
   if about.get('kind') != KIND or not isinstance(about.get('target'), str):
     advice = 'A model is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)

@@ -210,7 +210,9 @@ class Engine:
       tokenizer, target.network.has_encoder, source_lang, target_lang
     )
     compilation_cache.enable(cache_folder)
-    placement = (placement or partitioning.Placement()).loaded(target)
+    placement = placement or partitioning.Placement()
+    partitioning.check_dtypes(target, placement)
+    placement = placement.of(target)
     if drafter is not None:
       draft_placement = placement_of(drafter, placement, draft_placement)
     draft_placement, partition, _ = partitioning.share_devices(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
-from specdec_jax.models.layers import Kind, Stack
+from specdec_jax.models.layers import Kind, Stack, of_config
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.transformer import (
   Shape,
@@ -124,40 +124,22 @@ class CausalLMConfig:
       'global': Kind(self.rope),
       'local': Kind(self.local_rope or self.rope, before, after),
     }
-    return Stack(
-      self.num_layers,
-      self.emb_dim,
-      self.num_heads,
-      self.head_dim,
-      self.mlp_dim,
-      self.mlp_activations,
-      self.num_kv_heads,
-      tuple(
-        kinds[self.layer_kinds[i % len(self.layer_kinds)]]
-        for i in range(self.num_layers)
+    names = self.layer_kinds
+    return of_config(
+      Stack,
+      self,
+      layer_kinds=tuple(
+        kinds[names[i % len(names)]] for i in range(self.num_layers)
       ),
-      norm_epsilon=self.norm_epsilon,
-      norm_offset=self.norm_offset,
-      post_norms=self.post_norms,
-      qk_norm=self.qk_norm,
-      qkv_bias=self.qkv_bias,
       scale=(self.query_scalar or self.head_dim) ** -0.5,
       softcap=self.score_softcap,
-      cross=cross,  # type: ignore[arg-type]
-      dtype=self.dtype,
+      cross=cross,
     )
 
   def tokens(self, image_end_id: int = 0) -> Tokens:
     """The ids and logits; `image_end_id` as in `Tokens`."""
-    return Tokens(
-      self.vocab_size,
-      self.emb_dim,
-      self.logits_via_embedding,
-      divides_logits=False,
-      scale_embeddings=self.scale_embeddings,
-      logit_softcap=self.logit_softcap,
-      image_end_id=image_end_id,
-      dtype=self.dtype,
+    return of_config(
+      Tokens, self, divides_logits=False, image_end_id=image_end_id
     )
 
   @property

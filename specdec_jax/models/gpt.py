@@ -14,7 +14,7 @@ import dataclasses
 from typing import Literal
 
 from specdec_jax.models import layers
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import Stack, of_config
 from specdec_jax.models.transformer import (
   LAYER_NORM_EPSILON,
   Shape,
@@ -69,28 +69,13 @@ class GPTConfig:
   @property
   def shape(self) -> Shape:
     """The network: one stack."""
-    stack = Stack(
-      self.num_layers,
-      self.emb_dim,
-      self.num_heads,
-      self.head_dim,
-      self.mlp_dim,
-      self.mlp_activations,
+    stack = of_config(
+      Stack,
+      self,
       relative_bias='none' if self.num_positions else 'stack',
-      norm=self.norm,
       norm_epsilon=LAYER_NORM_EPSILON if self.norm == 'layer' else 1e-6,
-      use_bias=self.use_bias,
-      dropout_rate=self.dropout_rate,
-      dtype=self.dtype,
     )
-    tokens = Tokens(
-      self.vocab_size,
-      self.emb_dim,
-      self.logits_via_embedding,
-      num_positions=self.num_positions,
-      dtype=self.dtype,
-    )
-    return Shape(stack, tokens)
+    return Shape(stack, of_config(Tokens, self))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ has a bias unless the network asks for it.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +214,15 @@ class Stack:
   cross: Literal['none', 'apart', 'merged'] = 'none'
   dtype: str = 'float32'
 
+  def as_decoder(self, num_layers: int) -> 'Stack':
+    """The same layers as an encoder's, with cross-attention, in a decoder."""
+    return dataclasses.replace(
+      self,
+      num_layers=num_layers,
+      self_attention='self_attention',
+      cross='apart',
+    )
+
   @property
   def kinds(self) -> tuple[Kind, ...]:
     """The kinds of layers that there are."""
@@ -252,6 +261,24 @@ class Stack:
       None if kind.rope is None else kind.rope.angles(places, self.head_dim)
       for kind in self.kinds
     ]
+
+
+T = TypeVar('T')
+
+
+def of_config(kind: type[T], config: Any, **more: Any) -> T:
+  """Makes a dataclass of a configuration's fields that have the same names.
+
+  Args:
+    kind: the dataclass, such as `Stack`.
+    config: a family's configuration.
+    **more: other fields, and those that are called otherwise or differ.
+  """
+  names = {field.name for field in dataclasses.fields(cast(Any, kind))}
+  same = {
+    name: getattr(config, name) for name in names if hasattr(config, name)
+  }
+  return kind(**same | more)
 
 
 class MLP(nn.Module):

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import Stack, of_config
 from specdec_jax.models.transformer import (
   LAYER_NORM_EPSILON,
   Shape,
@@ -75,37 +75,19 @@ class M2M100Config:
   @property
   def shape(self) -> Shape:
     """The network: two stacks that share one table of embeddings."""
-    encoder = Stack(
-      self.num_encoder_layers,
-      self.emb_dim,
-      self.num_heads,
-      self.head_dim,
-      self.mlp_dim,
-      self.mlp_activations,
+    encoder = of_config(
+      Stack,
+      self,
+      num_layers=self.num_encoder_layers,
       norm='layer',
       norm_epsilon=LAYER_NORM_EPSILON,
       use_bias=True,
       self_attention='attention',
-      dtype=self.dtype,
     )
-    decoder = dataclasses.replace(
-      encoder,
-      num_layers=self.num_decoder_layers,
-      self_attention='self_attention',
-      cross='apart',
-    )
-    tokens = Tokens(
-      self.vocab_size,
-      self.emb_dim,
-      logits_via_embedding=True,
-      divides_logits=False,
-      scale_embeddings=self.scale_embeddings,
-      first_sinusoid=self.pad_id + 1,
-      dtype=self.dtype,
-    )
+    first = self.pad_id + 1
     return Shape(
-      decoder,
-      tokens,
+      encoder.as_decoder(self.num_decoder_layers),
+      of_config(Tokens, self, divides_logits=False, first_sinusoid=first),
       encoder,
       encoded_dim=self.encoded_dim,
       pad_id=self.pad_id,

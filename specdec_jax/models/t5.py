@@ -7,7 +7,7 @@ import dataclasses
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import Stack, of_config
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
@@ -68,32 +68,17 @@ class T5Config:
   def shape(self) -> Shape:
     """The network: two stacks that share one table of embeddings."""
 
-    def stack(num_layers: int, **more: str) -> Stack:
-      return Stack(
-        num_layers,
-        self.emb_dim,
-        self.num_heads,
-        self.head_dim,
-        self.mlp_dim,
-        self.mlp_activations,
-        relative_bias='layer' if self.bias_per_layer else 'stack',
-        dropout_rate=self.dropout_rate,
-        dtype=self.dtype,
-        **more,  # type: ignore[arg-type]
-      )
-
-    encoder = None
-    if self.num_encoder_layers:
-      encoder = stack(self.num_encoder_layers, self_attention='attention')
+    encoder = of_config(
+      Stack,
+      self,
+      num_layers=self.num_encoder_layers,
+      relative_bias='layer' if self.bias_per_layer else 'stack',
+      self_attention='attention',
+    )
     return Shape(
-      stack(self.num_decoder_layers, cross='apart'),
-      Tokens(
-        self.vocab_size,
-        self.emb_dim,
-        self.logits_via_embedding,
-        dtype=self.dtype,
-      ),
-      encoder,
+      encoder.as_decoder(self.num_decoder_layers),
+      of_config(Tokens, self),
+      encoder if self.num_encoder_layers else None,
       encoded_dim=self.encoded_dim,
     )
 
