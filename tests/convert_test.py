@@ -18,36 +18,22 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.models import integers, t5
 from specdec_jax.models.model import Model
+from toy_families import TINY, assert_same, make
 
 pytestmark = folders.needs_safetensors
 
-CONFIG = t5.T5Config(
-  vocab_size=24,
-  emb_dim=8,
-  num_heads=2,
-  num_encoder_layers=1,
-  num_decoder_layers=2,
-  head_dim=5,
-  mlp_dim=12,
-)
-SILU = dataclasses.replace(CONFIG, mlp_activations=('silu', 'linear'))
+SILU = dataclasses.replace(TINY, mlp_activations=('silu', 'linear'))
 TIED = dataclasses.replace(
-  CONFIG, mlp_activations=('relu',), logits_via_embedding=True
+  TINY, mlp_activations=('relu',), logits_via_embedding=True
 )
 NET = network(2)
 all_sources = pytest.mark.parametrize('source', convert.FORMATS)
 all_targets = pytest.mark.parametrize('target', convert.FORMATS)
 
 
-def make_params(config):
-  rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda leaf: rng.standard_normal(leaf.shape, np.float32),
-    jax.eval_shape(t5.T5(config).init, jax.random.key(0)),
-  )
-
-
-def save(path, kind, config, params):
+def save(path, kind, config, params=None):
+  """Writes parameters, by default those of `make`."""
+  params = make(config)[1] if params is None else params
   if kind == 'orbax':
     checkpoints.save_orbax(path, params)
   elif kind == 'safetensors':
@@ -64,20 +50,15 @@ def converted(source, output, *options, **more):
   return output
 
 
-def assert_equal(loaded, params):
-  assert jax.tree.structure(loaded) == jax.tree.structure(params)
-  jax.tree.map(np.testing.assert_array_equal, loaded, params)
-
-
 @all_sources
 @all_targets
 def test_every_kind_to_every_kind(tmp_path, source, target):
-  config = TIED if source == 'orbax' else CONFIG
-  params = make_params(config)
-  place = save(tmp_path / 'in', source, config, params)
+  config = TIED if source == 'orbax' else TINY
+  network, params = make(config)
+  place = save(tmp_path / 'in', source, config)
   out = converted(place, tmp_path / 'new' / 'out', target)
   assert os.listdir(out.parent) == ['out']
-  assert_equal(checkpoints.load(out, t5.T5(config)), params)
+  assert_same(checkpoints.load(out, network), params)
   if target == 'safetensors':
     assert folders.read(out)[0] == config
     # All may be read by whoever may read one of them.
@@ -87,10 +68,9 @@ def test_every_kind_to_every_kind(tmp_path, source, target):
 @all_sources
 def test_what_arrays_do_not_tell(tmp_path, source):
   """Activations come from the network, or from config.json; ids go along."""
-  params = make_params(SILU)
-  place = save(tmp_path / 'in', source, SILU, params)
+  model, params = make(SILU)
+  place = save(tmp_path / 'in', source, SILU)
   ids = config_json.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
-  model = t5.T5(SILU)
   if source == 'safetensors':
     huggingface.save_huggingface(place, SILU, params, ids=ids)
     model = None
@@ -102,7 +82,7 @@ def test_what_arrays_do_not_tell(tmp_path, source):
 
 @all_targets
 def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
-  place = save(tmp_path / 'in', 't5x', CONFIG, make_params(CONFIG))
+  place = save(tmp_path / 'in', 't5x', TINY)
   out = tmp_path / 'new' / 'out'
 
   def disk_full(*args, **kwargs):
@@ -120,7 +100,7 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
       checkpoints.load(left)
   monkeypatch.undo()
   converted(place, out, target)
-  assert_equal(checkpoints.load(out), make_params(CONFIG))
+  assert_same(checkpoints.load(out), make(TINY)[1])
 
 
 @pytest.mark.parametrize(
@@ -139,13 +119,13 @@ def test_bad_input(changes, words):
 
 
 def test_the_command(tmp_path, capsys):
-  params = make_params(CONFIG)
-  save(tmp_path / 'in', 't5x', CONFIG, params)
+  network, params = make(TINY)
+  save(tmp_path / 'in', 't5x', TINY)
   given = ['convert', '--target', f'{tmp_path}/in', '--format', 'safetensors']
   assert not main.main([*given, '--output-dir', f'{tmp_path}/out'])
   sizes = 'parameters of T5Config(vocab_size=24, emb_dim=8'
   assert sizes in capsys.readouterr().out
-  assert_equal(checkpoints.load(tmp_path / 'out', t5.T5(CONFIG)), params)
+  assert_same(checkpoints.load(tmp_path / 'out', network), params)
   assert main.main([*given, '--output-dir', f'{tmp_path}/in'])
   assert 'output ' in capsys.readouterr().err  # nothing is overwritten
 
@@ -169,9 +149,9 @@ def test_as_rounded_while_loading(tmp_path, output, monkeypatch):
   source, made = written(tmp_path, draw(), output)
   want = checkpoints.load(source, NET, dtype='int8')
   floats = integers.in_floats(integers.rounded(draw()))
-  assert_equal(checkpoints.load(made, NET, dtype='float32'), floats)
+  assert_same(checkpoints.load(made, NET, dtype='float32'), floats)
   four = integers.rounded(floats, 'int4')
-  assert_equal(checkpoints.load(made, NET, dtype='int4'), four)
+  assert_same(checkpoints.load(made, NET, dtype='int4'), four)
 
   def fails(*_):
     raise AssertionError('a kernel was rounded')
@@ -180,7 +160,7 @@ def test_as_rounded_while_loading(tmp_path, output, monkeypatch):
   device = jax.devices()[0]
   for options in ({}, {'dtype': 'int8'}, {'sharding': device}):
     found = checkpoints.load(made, NET, **options)
-    assert_equal(found, want)
+    assert_same(found, want)
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(found)}
     assert kinds == {'int8', 'float32'}
   assert {d for x in jax.tree.leaves(found) for d in x.devices()} == {device}
@@ -232,7 +212,7 @@ def test_floats_of_eight_bits_as_other_formats(tmp_path):
   for number, kind in enumerate(convert.FORMATS):
     # Each is made of the one before.
     source = converted(source, tmp_path / f'{number}', kind, NET, 'float32')
-    assert_equal(checkpoints.load(source, NET), want)
+    assert_same(checkpoints.load(source, NET), want)
     # A drafter for the floats before eight bits is for these in any file.
     made_of = fingerprint(want), fingerprint(draw())
     assert load(source, NET).made_of() == made_of

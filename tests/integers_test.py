@@ -9,10 +9,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import small_vocabulary
-from specdec_jax.checkpoints import convert, save_t5x
+from specdec_jax.checkpoints import save_t5x
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.files.shipped import find
 from specdec_jax.models import backend, integers, products
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
@@ -136,12 +135,3 @@ def test_each_of_a_pair_for_itself(tokenizer):
   found = [one.tokens for one in engine.generate(TEXTS)]
   plain = engine.generate(TEXTS, speculative=False)
   assert found == [one.tokens for one in plain]
-
-
-def test_what_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="'int2', expected one of"):
-    load(find('demo/draft.msgpack'), dtype='int2')
-  with pytest.raises(ValueError, match='rounded when a model is loaded'):
-    convert.ConvertConfig('in', 'out', dtype='int4')
-  with pytest.raises(ValueError, match="'orbax' and 't5x', got 'int8'"):
-    convert.ConvertConfig('in', 'out', 'safetensors', dtype='int8')

@@ -89,15 +89,12 @@ def write_adapter(folder, adapter, said=SAID, **more):
 
 
 def merged(family, base, adapter, scale_of):
-  """The arrays of a file after merging, number by number."""
+  """The arrays of a file after merging, in float64."""
   found = dict(base)
   for module, (down, up) in adapter.items():
     name = kernel_name(family, module)
-    kernel = base[name].astype(np.float64)
-    for out, into in np.ndindex(len(up), down.shape[1]):
-      change = sum(up[out, i] * down[i, into] for i in range(RANK))
-      place = (into, out) if family == 'gpt2' else (out, into)
-      kernel[place] += scale_of(module) * change
+    change = scale_of(module) * np.einsum('or,ri->oi', up, down, dtype=float)
+    kernel = base[name] + (change.T if family == 'gpt2' else change)
     found[name] = kernel.astype(base[name].dtype)
   return found
 
@@ -107,12 +104,12 @@ def loaded(folder, adapter=None):
 
 
 def check_same(have, want, rtol=1e-5):
-  for one, other in zip(
-    jax.tree.leaves(have), jax.tree.leaves(want), strict=True
-  ):
-    assert one.dtype == other.dtype
-    one, other = (np.asarray(x, np.float32) for x in (one, other))
-    np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol)
+  def compare(leaf, other):
+    assert leaf.dtype == other.dtype
+    leaf, other = (np.asarray(x, np.float32) for x in (leaf, other))
+    np.testing.assert_allclose(leaf, other, rtol=rtol, atol=rtol)
+
+  jax.tree.map(compare, have, want)
 
 
 @pytest.mark.parametrize(

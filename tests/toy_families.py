@@ -31,6 +31,15 @@ T5_1_0 = dataclasses.replace(
   T5_1_1, mlp_activations=('relu',), logits_via_embedding=True
 )
 OWN_BIAS = dataclasses.replace(T5_1_1, bias_per_layer=True)
+TINY = T5Config(  # of checkpoints that are only written and read
+  vocab_size=24,
+  emb_dim=8,
+  num_heads=2,
+  num_encoder_layers=3,
+  num_decoder_layers=2,
+  head_dim=5,
+  mlp_dim=12,
+)
 GPT2 = GPTConfig(
   vocab_size=60,
   emb_dim=24,
@@ -151,6 +160,17 @@ def make(config, seed=0):
   return network_of(config), jax.tree_util.tree_map_with_path(
     draw, shapes(config)
   )
+
+
+def assert_same(have, want, dtype=None):
+  """The same names, values and dtypes; or those of `want` in another dtype."""
+  assert jax.tree.structure(have) == jax.tree.structure(want)
+
+  def compare(leaf, other):
+    assert leaf.dtype == (dtype or other.dtype)
+    np.testing.assert_array_equal(leaf, other.astype(leaf.dtype))
+
+  jax.tree.map(compare, have, want)
 
 
 def tokens(seed, *shape):
