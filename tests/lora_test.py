@@ -112,16 +112,29 @@ def check_same(have, want, rtol=1e-5):
   jax.tree.map(compare, have, want)
 
 
+_SCALES = {
+  'use_rslora': True,
+  'alpha_pattern': {'EncDecAttention.v': 2, 'wo': 5.0},
+  'rank_pattern': {'wo': RANK},
+}
+
+
 @pytest.mark.parametrize(
-  ('family', 'dtype'),
-  [('t5', np.float32), ('gpt2', np.float32), ('llama', jnp.bfloat16)],
+  ('family', 'dtype', 'said', 'scales'),
+  [
+    ('t5', np.float32, {}, [ALPHA / RANK] * 3),
+    ('t5', np.float32, _SCALES, np.array([ALPHA, 2, 5]) / RANK**0.5),
+    ('gpt2', np.float32, {}, [ALPHA / RANK] * 3),
+    ('llama', jnp.bfloat16, {}, [ALPHA / RANK] * 2),
+  ],
 )
-def test_an_adapter_is_merged(family, dtype, tmp_path):
+def test_an_adapter_is_merged(family, dtype, said, scales, tmp_path):
   base = base_of(family, dtype)
   write(tmp_path / 'base', family, base)
   adapter = adapter_of(family, base)
-  place = write_adapter(tmp_path / 'adapter', adapter)
-  want = merged(family, base, adapter, lambda module: ALPHA / RANK)
+  place = write_adapter(tmp_path / 'adapter', adapter, SAID | said)
+  scale_of = dict(zip(adapter, scales, strict=True))
+  want = merged(family, base, adapter, scale_of.get)
   write(tmp_path / 'merged', family, want)
   have = loaded(tmp_path / 'base', place)
   rtol = 1e-5 if dtype == np.float32 else 2**-7
@@ -131,32 +144,11 @@ def test_an_adapter_is_merged(family, dtype, tmp_path):
     check_same(have, loaded(tmp_path / 'base'), rtol)
 
 
-def test_scales_of_other_kinds(tmp_path):
-  base = base_of('t5')
-  write(tmp_path / 'base', 't5', base)
-  adapter = adapter_of('t5', base)
-  said = SAID | {
-    'use_rslora': True,
-    'alpha_pattern': {'EncDecAttention.v': 2, 'wo': 5.0},
-    'rank_pattern': {'wo': RANK},
-  }
-  place = write_adapter(tmp_path / 'adapter', adapter, said)
-  alphas = dict(zip(adapter, (ALPHA, 2, 5), strict=True))
-  want = merged('t5', base, adapter, lambda name: alphas[name] / RANK**0.5)
-  write(tmp_path / 'merged', 't5', want)
-  check_same(loaded(tmp_path / 'base', place), loaded(tmp_path / 'merged'))
+QUERY = 'encoder.block.0.layer.0.SelfAttention.q'
 
 
-def _other(module='encoder.block.0.layer.0.SelfAttention.q', down=20, up=12):
-  return {module: (np.ones((RANK, down)), np.ones((up, RANK)))}
-
-
-NO_RANK = {
-  'encoder.block.0.layer.0.SelfAttention.q': (
-    np.ones((0, 20)),
-    np.ones((12, 0)),
-  )
-}
+def _other(module=QUERY, down=20, up=12, rank=RANK, value=1.0):
+  return {module: (np.full((rank, down), value), np.ones((up, rank)))}
 
 
 @pytest.mark.parametrize(
@@ -170,9 +162,10 @@ NO_RANK = {
     ({'r': 0}, {}, 'r: .* 0'),
     ({'r': RANK + 1}, _other(), r'A \[4, .*\[3, 20\]'),
     # The end of the name alone would be right.
-    ({}, _other('vision.encoder.block.0.layer.0.SelfAttention.q'), 'vision'),
+    ({}, _other(f'vision.{QUERY}'), 'vision'),
     ({}, _other(down=17), r'kernel \[12, 20\], got \[\[3, 17\], \[12, 3\]\]'),
-    ({}, NO_RANK, r'kernel \[12, 20\], got \[\[0, 20\], \[12, 0\]\]'),
+    ({}, _other(rank=0), r'kernel \[12, 20\], got \[\[0, 20\], \[12, 0\]\]'),
+    ({}, _other(value=np.nan), 'SelfAttention.q.* not finite'),
     ({}, {}, 'nothing'),
     *(
       ({}, {f'base_model.model.{name}': np.zeros(shape)}, words)
@@ -190,17 +183,6 @@ def test_adapters_that_are_refused(said, adapter, words, tmp_path):
   adapter = {n: a for n, a in adapter.items() if n not in arrays}
   place = write_adapter(tmp_path / 'adapter', adapter, SAID | said, **arrays)
   with pytest.raises(ValueError, match=words):
-    specdec_jax.load(tmp_path / 'base', adapter=place)
-
-
-def test_numbers_that_are_not_finite(tmp_path):
-  base = base_of('t5')
-  write(tmp_path / 'base', 't5', base)
-  adapter = adapter_of('t5', base)
-  module = 'decoder.block.0.layer.2.DenseReluDense.wo'
-  adapter[module][0][1, 2] = np.nan
-  place = write_adapter(tmp_path / 'adapter', adapter)
-  with pytest.raises(ValueError, match=r'DenseReluDense.wo.* not finite'):
     loaded(tmp_path / 'base', place)
 
 

@@ -1,7 +1,6 @@
 """Bytes counted from shapes are those of real arrays."""
 
 import dataclasses
-import functools
 import types
 
 import gin
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import small_vocabulary
-from small_vocabulary import network
 from specdec_jax import Engine, Model, load, partitioning
 from specdec_jax.checkpoints import save_t5x
 from specdec_jax.checks import memory as checks_memory
@@ -28,30 +26,10 @@ from specdec_jax.engine.pair import Room
 from specdec_jax.measure import memory
 from specdec_jax.measure.calls import make_request
 from specdec_jax.models import sizes, t5
-from specdec_jax.models.gpt import GPT, GPTConfig
+from specdec_jax.models.families import network_of
 from specdec_jax.partitioning import Placement
+from toy_families import GPT2, T5_1_1, T5X, make
 
-TARGET = network(2, vocab_size=50)
-CONFIG = TARGET.config
-GPT2 = GPTConfig(
-  vocab_size=50,
-  emb_dim=16,
-  num_heads=2,
-  num_layers=2,
-  head_dim=8,
-  mlp_dim=32,
-  num_positions=256,
-)
-# T5X's decoder-only network, its heads wider than the model.
-T5X = dataclasses.replace(
-  GPT2,
-  head_dim=12,
-  mlp_activations=('gelu', 'linear'),
-  num_positions=0,
-  norm='rms',
-  use_bias=False,
-  logits_via_embedding=False,
-)
 # Parameters of the published checkpoints of T5 1.1.
 PUBLISHED = {'small': 76_961_152, 'xxl': 11_135_332_352}
 
@@ -67,25 +45,14 @@ def published(size: str) -> t5.T5:
   return macro.scoped_configurable_fn()
 
 
-@functools.cache
-def placed(model: t5.T5 | GPT, dtype: str = 'float32'):
-  """Real arrays; their values do not matter here."""
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-  return partitioning.place(params, Placement(dtype, 'in_out'))
-
-
 def nbytes(tree) -> int:
   return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def param_bytes(model, dtype):
-  return memory.tree_bytes(memory.param_shapes(model, Placement(dtype)))
-
-
 @pytest.mark.parametrize('size', ['small', 'xxl'])
 def test_sizes_of_t5(size):
-  assert param_bytes(published(size), 'bfloat16') == 2 * PUBLISHED[size]
+  shapes = memory.param_shapes(published(size), Placement('bfloat16'))
+  assert memory.tree_bytes(shapes) == 2 * PUBLISHED[size]
 
 
 def request_shapes(network, batch, input_len, slots, gamma=0):
@@ -111,24 +78,26 @@ def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip():
 
 # Parameters by hand. Of the T5 self-attention, cross-attention's queries and
 # output, a gated block and three norms; its output layer and the last norm; a
-# relative bias of 2 heads and 32 buckets. Of GPT-2 two LayerNorms, four
-# projections of 16 to 16 and two of 16 to 32, all with biases; its embedding is
-# the output layer. Of T5X two scales, projections of 16 to 24 and a gated block
-# of 32; a relative bias, and an output layer of its own.
-T5_LAYER = 4 * 16 * 16 + 2 * 16 * 16 + 3 * 16 * 32 + 3 * 16
-GPT2_LAYER = 2 * 2 * 16 + 4 * (16 * 16 + 16) + (16 * 32 + 32) + (32 * 16 + 16)
-T5X_LAYER = 2 * 16 + 4 * 16 * 24 + 3 * 16 * 32
+# relative bias of 3 heads and 32 buckets. Of GPT-2 two LayerNorms, four
+# projections of 24 to 24 and two of 24 to 40, all with biases; its embedding is
+# the output layer. Of T5X two scales, projections of 24 to 36 and a gated block
+# of 40; a relative bias, and the embedding as the output layer.
+T5_LAYER = 4 * 32 * 36 + 2 * 32 * 36 + 3 * 32 * 48 + 3 * 32
+GPT2_LAYER = 2 * 2 * 24 + 4 * (24 * 24 + 24) + (24 * 40 + 40) + (40 * 24 + 24)
+T5X_LAYER = 2 * 24 + 4 * 24 * 36 + 3 * 24 * 40
+LONG_GPT2 = dataclasses.replace(GPT2, num_positions=256)
 BY_HAND = {
   # weights, H * D, position of the first call
-  'T5': (TARGET, 2 * T5_LAYER + 16 * 50 + 16 + 2 * 32, 16, 0),
-  'GPT-2': (GPT(GPT2), 2 * GPT2_LAYER + 2 * 16 + 50 * 16, 16, 7),
-  'T5X': (GPT(T5X), 2 * T5X_LAYER + 16 + 2 * 32 + 16 * 50, 24, 7),
+  'T5': (T5_1_1, 2 * T5_LAYER + 32 * 60 + 32 + 3 * 32, 36, 0),
+  'GPT-2': (LONG_GPT2, 2 * GPT2_LAYER + 2 * 24 + 60 * 24, 24, 7),
+  'T5X': (T5X, 2 * T5X_LAYER + 24 + 3 * 32 + 24 * 60, 36, 7),
 }
 
 
 @pytest.mark.parametrize('family', BY_HAND)
 def test_bytes_of_calls_by_hand(family):
-  model, weights, width, first = BY_HAND[family]
+  config, weights, width, first = BY_HAND[family]
+  model = network_of(config)
   request = request_shapes(model, 3, 7, 200, 4)
   assert request.cache_slots == 256
   slot = 3 * 2 * 2 * width * 4  # rows, layers, k and v, H * D, float32
@@ -201,8 +170,9 @@ def test_free_bytes_are_what_nobody_uses(own, tmp_path, monkeypatch):
 
 def test_a_cpu_holds_bfloat16_and_float32_of_it():
   """As the compiler does, before a loop; an int8 kernel is held as float32."""
-  model = t5.T5(dataclasses.replace(CONFIG, dtype='bfloat16'))
-  params = PairParams(placed(model, 'bfloat16'), None)
+  model = t5.T5(dataclasses.replace(T5_1_1, dtype='bfloat16'))
+  placement = Placement('bfloat16', 'in_out')
+  params = PairParams(partitioning.place(make(T5_1_1)[1], placement), None)
   request = request_shapes(model, 1, 8, 8)
   compiled = jax.jit(Loop(model).decode).lower(params, request).compile()
   temporary = compiled.memory_analysis().temp_size_in_bytes
