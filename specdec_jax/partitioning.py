@@ -261,9 +261,9 @@ class Partition:
     def placed(path, leaf):
       name = jax.tree_util.keystr(path)
       if name.endswith(_SHARED):
-        return _described(leaf, self.sharding())
+        return described(leaf, self.sharding())
       self._check_shape(f'Request{name}', ('batch',), leaf.shape)
-      return _described(leaf, self.sharding('batch'))
+      return described(leaf, self.sharding('batch'))
 
     return jax.tree_util.tree_map_with_path(placed, request)
 
@@ -286,9 +286,11 @@ class Partition:
 
 def described(tree: Any, shardings: Any = None) -> Any:
   """`ShapeDtypeStruct`s of a tree of shapes, with a tree of shardings."""
-  if shardings is None:
-    return jax.tree.map(_described, tree)
-  return jax.tree.map(_described, tree, shardings)
+
+  def of(leaf, sharding=None):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+  return jax.tree.map(of, tree, *([] if shardings is None else [shardings]))
 
 
 def shardings(tree: Any) -> Any:
@@ -310,10 +312,6 @@ def on_host(tree: Any) -> Any:
     return jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
 
   return jax.device_get(jax.tree.map(whole, tree))
-
-
-def _described(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _put(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -596,7 +594,7 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
     ValueError: an array cannot be split as the placement says.
   """
   partition = placement.partition()
-  laid_out = lay_out(params, placement)
+  laid_out = _lay_out(_rounded(params, placement), placement)
   return laid_out if partition is None else partition.place(laid_out)
 
 
@@ -672,11 +670,6 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
     return _rounded(params, wanted)
 
   return jax.tree.map(part, params)
-
-
-def lay_out(params: Params, placement: Placement) -> Params:
-  """`place` without moving anything to the devices of a mesh."""
-  return _lay_out(_rounded(params, placement), placement)
 
 
 def _rounded(params: Params, placement: Placement) -> Params:

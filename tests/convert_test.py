@@ -6,6 +6,7 @@ import os
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import folders
 from small_vocabulary import network, weights
@@ -19,8 +20,6 @@ from specdec_jax.engine.loading import load
 from specdec_jax.models import integers, t5
 from specdec_jax.models.model import Model
 from toy_families import TINY, assert_same, make
-
-pytestmark = folders.needs_safetensors
 
 SILU = dataclasses.replace(TINY, mlp_activations=('silu', 'linear'))
 TIED = dataclasses.replace(
@@ -227,21 +226,11 @@ def test_what_is_no_kernel_keeps_its_dtype(tmp_path):
     converted(made, tmp_path / 'again')  # there is nothing to convert
 
 
-def change(tree, path, make):
-  *rest, last = path.split('/')
-  for name in rest:
-    tree = tree[name]
-  if (value := make(tree[last])) is None:
-    del tree[last]
-  else:
-    tree[last] = value
-
-
 KERNEL = 'decoder/layers_0/mlp/wo/kernel'
 
 
 @pytest.mark.parametrize(
-  ('path', 'make', 'words'),
+  ('path', 'change', 'words'),
   [
     (f'{KERNEL}_scale', lambda x: x * np.nan, 'wo/kernel_scale: .*nan'),
     (f'{KERNEL}_scale', lambda x: None, 'wo/kernel_scale: .* got None'),
@@ -250,9 +239,11 @@ KERNEL = 'decoder/layers_0/mlp/wo/kernel'
     (KERNEL, lambda x: x.astype(np.float32), 'unknown: .*wo/kernel_scale'),
   ],
 )
-def test_broken_ones(tmp_path, path, make, words):
-  params = integers.rounded(draw())
-  change(params, path, make)
+def test_broken_ones(tmp_path, path, change, words):
+  flat = flatten_dict(integers.rounded(draw()), sep='/')
+  flat[path] = change(flat[path])
+  kept = {name: array for name, array in flat.items() if array is not None}
+  params = unflatten_dict(kept, sep='/')
   checkpoints.save_orbax(tmp_path / 'broken', params)
   with pytest.raises(ValueError, match=words):
     checkpoints.load(tmp_path / 'broken', NET)

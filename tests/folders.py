@@ -1,22 +1,15 @@
 """Small Hugging Face folders of all families, as transformers writes them."""
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 
 import numpy as np
-import pytest
 
 import toy_families
 from specdec_jax.checkpoints import families
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.models.t5 import T5Config
-
-needs_safetensors = pytest.mark.skipif(
-  importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
-)
 
 # H * D is not M, and neither H nor the layers of the stacks are equal.
 T5 = T5Config(

@@ -7,7 +7,6 @@ import pytest
 
 import small_vocabulary
 import specdec_jax
-from folders import needs_safetensors
 from specdec_jax.checkpoints import generation, huggingface
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Options
@@ -49,7 +48,6 @@ def test_options_are_those_of_an_engine():
   assert generation.OPTIONS.keys() <= generation.SETTINGS.keys()
 
 
-@needs_safetensors
 def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
   """Of its target alone; config.json counts where there is no other file."""
   network = small_vocabulary.network(1)

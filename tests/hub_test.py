@@ -10,7 +10,6 @@ import small_vocabulary
 from specdec_jax import notebook
 from specdec_jax.checkpoints import huggingface
 
-pytest.importorskip('safetensors', reason='needs the extra [huggingface]')
 LENGTHS = {'max_input_len': 16, 'max_decode_len': 8}
 
 

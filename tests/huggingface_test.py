@@ -13,7 +13,7 @@ import pytest
 
 import folders
 import specdec_jax
-from folders import FOLDERS, LLAMA_3_1, needs_safetensors, write_folder
+from folders import FOLDERS, LLAMA_3_1, write_folder
 from load_test import WRONG
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import (
@@ -107,7 +107,6 @@ def pins_of(name):
     yield ours, f'{prefix}{theirs}.weight', function
 
 
-@needs_safetensors
 @all_folders
 def test_a_folder(name, tmp_path, monkeypatch):
   arrays = write_folder(tmp_path, name)
@@ -173,7 +172,6 @@ def newer_names(arrays):
   )(arrays)
 
 
-@needs_safetensors
 @pytest.mark.parametrize(
   ('name', 'change'),
   [
@@ -196,7 +194,6 @@ def test_other_names_of_files_are_known(name, change, tmp_path):
   assert_same(have[1], want[1])
 
 
-@needs_safetensors
 @pytest.mark.parametrize(
   ('name', 'head'),
   [('qwen3', 'lm_head.weight'), ('t5gemma', 'lm_head.out_proj.weight')],
@@ -211,7 +208,6 @@ def test_a_head_of_its_own_beside_a_tied_config(name, head, tmp_path):
   assert (params['decoder']['logits_dense']['kernel'] == 1).all()
 
 
-@needs_safetensors
 def test_the_weights_of_a_t5_say_what_is_tied(tmp_path):
   """transformers 5 writes tie_word_embeddings=True for every T5."""
 
@@ -438,7 +434,6 @@ def quantise(arrays):
   arrays['shared.weight'] = arrays['shared.weight'].astype(np.int8)
 
 
-@needs_safetensors
 @pytest.mark.parametrize(
   ('name', 'change', 'words'),
   [
@@ -470,7 +465,6 @@ def test_arrays_that_are_refused(name, change, words, tmp_path):
     assert word in str(caught.value)
 
 
-@needs_safetensors
 def test_another_network_is_refused(tmp_path):
   """Another number of heads has the same shapes."""
   write_folder(tmp_path, 'gpt2')
@@ -479,7 +473,6 @@ def test_another_network_is_refused(tmp_path):
     checkpoints.load(tmp_path, network_of(config))
 
 
-@needs_safetensors
 def test_broken_folders(tmp_path):
   with pytest.raises(ValueError, match='config.json'):
     read(tmp_path)
@@ -536,7 +529,6 @@ def test_special_ids(tmp_path):
 # What is written.
 
 
-@needs_safetensors
 def test_round_trip_keeps_every_bit(tmp_path):
   config = folders.UMT5
   folder, params = tmp_path / 'new' / 'folder', draw_params(config)
@@ -553,7 +545,6 @@ def test_round_trip_keeps_every_bit(tmp_path):
   assert described['torch_dtype'] == 'bfloat16'
 
 
-@needs_safetensors
 def test_several_files(tmp_path):
   """As transformers writes large models; a save then replaces them."""
   from safetensors import numpy as safetensors_numpy
@@ -585,7 +576,6 @@ def test_several_files(tmp_path):
   assert_same(read(tmp_path)[1], changed)
 
 
-@needs_safetensors
 def test_the_configuration_is_written_last(tmp_path, monkeypatch):
   write_folder(tmp_path, 't5')
 

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 import toy_families
-from folders import needs_safetensors
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import disk_arrays, huggingface
 from specdec_jax.models import t5
@@ -75,16 +74,11 @@ WRITERS = {
     folder, TINY, params
   ),
 }
-FORMATS = [
-  pytest.param(name, marks=[needs_safetensors] * (name == 'huggingface'))
-  for name in WRITERS
-]
 
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
   """A folder with the same parameters in each format; not to be changed."""
-  pytest.importorskip('safetensors')
   folder = tmp_path_factory.mktemp('saved')
   for name, write in WRITERS.items():
     write(folder / name, PARAMS)
@@ -102,7 +96,7 @@ def refused(folder, *words, network=None, **options):
 # What is read.
 
 
-@pytest.mark.parametrize('name', FORMATS)
+@pytest.mark.parametrize('name', WRITERS)
 def test_round_trip(name, tmp_path, monkeypatch):
   """Every bit, from paths of every kind, in pieces of every size."""
   path = tmp_path / 'new' / 'checkpoint_3'
@@ -201,7 +195,7 @@ def copied(saved, tmp_path, name):
   return shutil.copytree(saved / name, tmp_path / 'copy')
 
 
-@pytest.mark.parametrize('name', FORMATS)
+@pytest.mark.parametrize('name', WRITERS)
 def test_another_network(name, saved, tmp_path):
   other = t5.T5(dataclasses.replace(TINY, mlp_dim=13))
   refused(saved / name, str(saved / name), 'mlp_dim', '13', network=other)

@@ -12,7 +12,6 @@ import specdec_jax
 from small_vocabulary import network as t5_of
 from specdec_jax.checkpoints import families
 
-pytestmark = folders.needs_safetensors
 # Modules that adapters are for, as PEFT calls them; those of GPT-2 have the
 # prefix all the same, and one is square.
 MODULES = {

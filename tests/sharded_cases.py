@@ -395,7 +395,7 @@ def test_joined_kernels_are_not_split(family, engines):
     for preset in PRESETS
   }
   assert joined == dict(zip(PRESETS, (False, True, False), strict=True))
-  params = partitioning.lay_out(models(family)[0].params, Placement())
+  params = partitioning.place(models(family)[0].params)
   with pytest.raises(ValueError, match=r'/(qkv|wi_joined)/\w+: expected'):
     PRESETS['both'].partition().place(params)
 
