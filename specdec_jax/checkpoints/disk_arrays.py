@@ -241,7 +241,8 @@ def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
     array = array.cast(dtype)
   dtype = array.dtype if dtype is None else dtype
   if len(cuts) == 1:
-    return np.asarray(array.read(*cuts)).astype(dtype, copy=False)
+    part = np.asarray(array.read(*cuts))
+    return part.astype(dtype, copy=not part.flags.writeable)
   out = np.empty(shape, dtype, array.order)
   for piece in cuts:
     there = tuple(
