@@ -261,9 +261,9 @@ class Partition:
     def placed(path, leaf):
       name = jax.tree_util.keystr(path)
       if name.endswith(_SHARED):
-        return described(leaf, self.sharding())
+        return _described(leaf, self.sharding())
       self._check_shape(f'Request{name}', ('batch',), leaf.shape)
-      return described(leaf, self.sharding('batch'))
+      return _described(leaf, self.sharding('batch'))
 
     return jax.tree_util.tree_map_with_path(placed, request)
 
@@ -286,11 +286,9 @@ class Partition:
 
 def described(tree: Any, shardings: Any = None) -> Any:
   """`ShapeDtypeStruct`s of a tree of shapes, with a tree of shardings."""
-
-  def of(leaf, sharding=None):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-  return jax.tree.map(of, tree, *([] if shardings is None else [shardings]))
+  if shardings is None:
+    return jax.tree.map(_described, tree)
+  return jax.tree.map(_described, tree, shardings)
 
 
 def shardings(tree: Any) -> Any:
@@ -312,6 +310,10 @@ def on_host(tree: Any) -> Any:
     return jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
 
   return jax.device_get(jax.tree.map(whole, tree))
+
+
+def _described(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _put(value: Any, sharding: NamedSharding) -> jax.Array:
