@@ -37,7 +37,6 @@ from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.training.data import PackingConfig, TokenPairs
-from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import OutputsConfig
 from specdec_jax.training.run import (
   MODEL_FILE,
@@ -284,7 +283,6 @@ def _train_run(
     learning=FromTarget(
       target=config.target.network,
       checkpoint_path=config.target.name,
-      weights=DistillationWeights(1.0, 0.0, 1.0),
       slice_target=True,
       outputs=outputs,
     ),
