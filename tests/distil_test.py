@@ -90,7 +90,6 @@ def test_from_texts_to_a_calibrated_pair(run, target, texts, tmp_path):
   status, out, err = run('distil', *flags, *quick())
   assert status == 0, err
   assert 'speculation' in out and 'specdec decode --target' in out
-  assert '90 minutes in all: 30 at most to decode' in out
   mine = load('mine')
   assert mine.network.reads_encoder
   assert isinstance(mine.network, Shortlisted)

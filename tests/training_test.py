@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import json
 import logging
 import types
 
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich.console
 
 from small_vocabulary import weights as random_weights
+from specdec_jax.drafters import ngram_table
 from specdec_jax.models import t5
-from specdec_jax.training import data, losses, trainer
+from specdec_jax.training import data, losses, ngram, trainer
 from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.outputs import OutputsConfig
 from specdec_jax.training.slicing import sliced
@@ -47,6 +50,15 @@ def packing(**changes):
   return data.PackingConfig(**(defaults | changes))
 
 
+def table_config(**changes):
+  defaults = dict(
+    tokenizer=types.SimpleNamespace(vocab_size=288),
+    train_files=['a'],
+    output_file='x',
+  )
+  return ngram.FitNgramConfig(**(defaults | changes))
+
+
 def assert_same(tree, other):
   leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
   assert len(leaves) == len(others) > 0
@@ -65,6 +77,10 @@ def assert_same(tree, other):
     (lambda: OutputsConfig(temperatures=(-1.0,)), 'OutputsConfig.temper'),
     (lambda: OutputsConfig(max_extra=0), 'OutputsConfig.max_extra'),
     (lambda: TokenPairs.from_lists([[1]], []), 'TokenPairs.targets'),
+    (lambda: table_config(order=0), 'FitNgramConfig.order'),
+    (lambda: table_config(train_files=[]), 'FitNgramConfig.train_files'),
+    (lambda: table_config(start_id=288), 'FitNgramConfig.start_id'),
+    (lambda: table_config(output_file='.'), 'FitNgramConfig.output_file'),
     (lambda: data.PackedBatches(copy_pairs(), packing(buckets=(1,))), '400'),
   ],
 )
@@ -125,6 +141,44 @@ class TestData:
     assert late[0] == epoch
     assert_same(late[1], early)
     assert batch(40, seed=1)[1].inputs.tolist() != early.inputs.tolist()
+
+
+def test_outputs_that_a_table_is_fitted_to(tmp_path, tokenizer):
+  """Of any kind of file they are the same, and so is the table."""
+  texts = ['the red dog runs', 'a cat sleeps', 'the old house sings here']
+  encoded = [tokenizer.encode(text) for text in texts]
+  ids = [[*row, tokenizer.eos_id] for row in encoded]
+  records = [{'ids': row, 'text': x} for row, x in zip(ids, texts, strict=True)]
+  records.append({'ids': ids, 'text': texts})  # samples
+  pairs = [f'x\t{text}' for text in texts]
+  for name, lines in (
+    ('a.txt', [texts[0], '', *texts[1:]]),
+    ('a.tsv', pairs),
+    ('a.jsonl-00000-of-00001', map(json.dumps, records)),
+  ):
+    (tmp_path / name).write_text('\n'.join(lines))
+  TokenPairs.from_lists([[3]] * 3, encoded).save(tmp_path / 'a.npz')
+  for name, field, times in (
+    ('a.txt', '', 1),
+    ('a.tsv', '', 1),
+    ('a.npz', '', 1),
+    ('a.jsonl-00000-of-00001', 'ids', 2),
+    ('a.jsonl-00000-of-00001', 'text', 2),
+  ):
+    path = str(tmp_path / name)
+    assert [*ngram.outputs(path, tokenizer, field)] == ids * times
+  with pytest.raises(ValueError, match="line 1 has no field 'texts'.*: text"):
+    next(ngram.outputs(path, tokenizer, 'texts'))
+  config = table_config(
+    tokenizer=tokenizer,
+    train_files=[str(tmp_path / 'a.txt')],
+    output_file=str(tmp_path / 'out' / 'table.npz'),
+    order=4,
+  )
+  console = rich.console.Console(record=True, width=100)
+  fitted = ngram.fit_ngram(config, console)
+  assert_same(ngram_table.load(config.output_file, tokenizer), fitted)
+  assert 'contexts of 3 tokens' in console.export_text()
 
 
 class TestLosses:

@@ -192,7 +192,8 @@ def generate_outputs(
     'eos_id': eos_id,
     'outputs': dataclasses.asdict(config) | {'max_minutes': None},
   }
-  first, done = 0, []
+  first = 0
+  done: list[tuple[Any, Any]] = []
   if os.path.exists(path):
     arrays = read_arrays(path)
     before = str(arrays.get('settings', np.array('null')))

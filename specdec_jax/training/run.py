@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import (
   check_at_least,
-  check_choice,
   check_types,
   unexpected,
 )
@@ -34,7 +33,6 @@ from specdec_jax.models.base import (
   reads_encoder,
   start_id,
 )
-from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.t5 import T5
 from specdec_jax.text import tasks
 from specdec_jax.text.local_tasks import (
@@ -58,6 +56,7 @@ from specdec_jax.training.outputs import (
 from specdec_jax.training.slicing import sliced
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
+Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
 OUTPUTS = 'outputs'
 # Fields of `FromTarget` that a run that goes on must have as before.
@@ -159,14 +158,13 @@ class TrainRun:
   packing: PackingConfig = PackingConfig()
   training: TrainConfig = TrainConfig()
   learning: Likelihood | FromTarget = Likelihood()
-  export_dtype: str = 'float32'
+  export_dtype: Dtype = 'float32'
 
   def __post_init__(self):
     check_types(self)
     if not self.model_dir:
       raise unexpected('TrainRun.model_dir', 'a folder', self.model_dir)
     self._check_networks()
-    check_choice('TrainRun.export_dtype', self.export_dtype, DTYPES)
     sources = (self.train_file, self.task)
     if (self.train_file is None) == (self.task is None):
       raise unexpected('TrainRun', 'either a train_file or a task', sources)
