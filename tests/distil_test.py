@@ -134,7 +134,7 @@ def test_bad_input_is_seen_first(run, target, texts, tmp_path):
   assert 'no line that can be decoded' in fails(max_input_length=2)
   assert 'num_layers: expected at most 2' in fails('--num-layers', '3')
   assert 'output_dir' in fails('--output-dir', target)
-  assert 'a file' in fails('--output-dir', texts)
+  assert 'output_dir' in fails('--output-dir', texts)
 
 
 def test_targets_that_have_no_such_drafter(target, texts, tmp_path):

@@ -193,10 +193,9 @@ def draft_network(config: DistilConfig) -> T5:
 
 def _check_folder(folder: str) -> None:
   """Raises ValueError if something else than a drafter of ours is there."""
+  names = [os.path.basename(folder)] if os.path.isfile(folder) else []
   if os.path.isdir(folder):
     names = sorted(os.listdir(folder))
-  else:
-    names = ['a file'] if os.path.exists(folder) else []
   if names and _TRAINING not in names:
     expected = 'a new folder, or that of an earlier run'
     raise unexpected(f'DistilConfig.output_dir {folder!r}', expected, names)
