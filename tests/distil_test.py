@@ -90,7 +90,6 @@ def test_from_texts_to_a_calibrated_pair(run, target, texts, tmp_path):
   status, out, err = run('distil', *flags, *quick())
   assert status == 0, err
   assert 'speculation' in out and 'specdec decode --target' in out
-  assert '90 minutes in all: 30 at most to decode' in out
   mine = load('mine')
   assert mine.network.reads_encoder
   assert isinstance(mine.network, Shortlisted)
@@ -135,7 +134,7 @@ def test_bad_input_is_seen_first(run, target, texts, tmp_path):
   assert 'no line that can be decoded' in fails(max_input_length=2)
   assert 'num_layers: expected at most 2' in fails('--num-layers', '3')
   assert 'output_dir' in fails('--output-dir', target)
-  assert 'a file' in fails('--output-dir', texts)
+  assert 'output_dir' in fails('--output-dir', texts)
 
 
 def test_targets_that_have_no_such_drafter(target, texts, tmp_path):

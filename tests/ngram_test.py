@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rich.console
 
 import toy_models
 from specdec_jax.drafters import ngram_table
@@ -16,7 +15,6 @@ from specdec_jax.drafters.base import Context
 from specdec_jax.drafters.ngram import longest_known, ngram
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.training import ngram as fitting
 
 VOCAB = 40
 CORPUS = [
@@ -235,56 +233,3 @@ def test_broken_files(tmp_path):
     with pytest.raises(ValueError, match='n-gram table: expected a whole file'):
       ngram_table.load(path)
       pytest.fail(name)
-
-
-# The script's side.
-
-LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
-
-
-@pytest.fixture(scope='module')
-def files(folder, tokenizer):
-  """The same texts, as lines and as outputs; their ids."""
-  ids = [[*tokenizer.encode(text), tokenizer.eos_id] for text in LINES if text]
-  (folder / 'a.txt').write_text('\n'.join(LINES))
-  (folder / 'a.jsonl').write_text(
-    ''.join(
-      json.dumps({'prediction_tokens': row, 'target': text}) + '\n'
-      for row, text in zip(ids, filter(None, LINES), strict=True)
-    )
-  )
-  return ids
-
-
-def test_fit_ngram(folder, tokenizer, files):
-  console = rich.console.Console(record=True, width=100)
-  config = fitting.FitNgramConfig(
-    tokenizer,
-    train_files=[str(folder / 'a.txt')],
-    output_file=str(folder / 'out' / 'table.npz'),
-    order=4,
-  )
-  fitted = fitting.fit_ngram(config, console)
-  loaded = ngram_table.load(config.output_file, tokenizer)
-  jax.tree.map(np.testing.assert_array_equal, loaded, fitted)
-  assert 'contexts of 3 tokens' in console.export_text()
-
-
-@pytest.mark.parametrize(
-  ('field', 'value'),
-  [
-    ('order', 0),
-    ('train_files', []),
-    ('train_files', 'a.txt'),
-    ('start_id', '0'),
-    ('start_id', 0.5),
-    ('start_id', -1),
-    ('start_id', 288),
-    ('output_file', ''),
-    ('output_file', '.'),
-  ],
-)
-def test_bad_settings(tokenizer, field, value):
-  settings = {'train_files': ['a'], 'output_file': 'x'} | {field: value}
-  with pytest.raises(ValueError, match=field):
-    fitting.FitNgramConfig(tokenizer, **settings)

@@ -9,23 +9,11 @@ import numpy as np
 import pytest
 
 from specdec_jax import partitioning
-from specdec_jax.models import t5
 from specdec_jax.training import data, losses, outputs, trainer
 from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.outputs import OutputsConfig
+from training_test import MODEL
 
-VOCAB = 16
-MODEL = t5.T5(
-  t5.T5Config(
-    vocab_size=VOCAB,
-    emb_dim=16,
-    num_heads=2,
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    head_dim=8,
-    mlp_dim=16,
-  )
-)
 CONFIG = OutputsConfig(batch_size=4)  # 8 batches of 30 sources
 
 
@@ -64,7 +52,9 @@ def teacher_forced(source, tokens):
 
 def make_sources(number=30, seed=0):
   rng = np.random.default_rng(seed)
-  rows = [rng.integers(3, VOCAB, rng.integers(1, 8)) for _ in range(number)]
+  rows = [
+    rng.integers(3, MODEL.vocab_size, rng.integers(1, 8)) for _ in range(number)
+  ]
   return TokenPairs.from_lists(rows, [[3]] * number)
 
 
@@ -131,6 +121,8 @@ def batches(monkeypatch):
     ]
 
   monkeypatch.setattr(outputs, 'decode', decode)
+  monkeypatch.setattr(outputs, '_SAVE_SECONDS', 0)
+  monkeypatch.setattr(outputs, '_MOST_SAVING', 0)
   return state
 
 
@@ -146,7 +138,6 @@ def test_pairs_are_sources_with_outputs_that_ended(tmp_path):
 
 
 def test_a_killed_run_goes_on(tmp_path, batches):
-  """From its whole lines, whatever a kill has left behind them."""
   config = dataclasses.replace(CONFIG, temperatures=(0.0, 1.0))
   wanted = generate(tmp_path / 'whole.npz', config)
   assert batches.count == 8 and set(wanted.targets) >= {0, 1}
@@ -154,52 +145,32 @@ def test_a_killed_run_goes_on(tmp_path, batches):
   batches.most = batches.count + 5
   with pytest.raises(Killed):
     generate(path, config)
-  batches.most = 99
-  unfinished = tmp_path / 'outputs.npz.unfinished'
-  with pytest.raises(ValueError, match='other settings: outputs.seed was'):
-    generate(path, dataclasses.replace(config, seed=1))
-  with pytest.raises(ValueError, match='other settings: params was'):
-    generate(path, config, target_params(2))
-  made = unfinished.read_bytes()
-  for part, rest in ((1.0, b''), (1.0, b'\n\xff\n'), (0.7, b'{"'), (0.01, b'')):
-    unfinished.write_bytes(made[: int(part * len(made))] + rest)
-    before = batches.count
-    pairs = generate(path, config)
-    again = batches.count - before  # of 8 batches, 5 were made before
-    assert again == 3 if part == 1 else 3 < again <= 8
-    np.testing.assert_array_equal(pairs.targets, wanted.targets)
-    np.testing.assert_array_equal(pairs.inputs, wanted.inputs)
-    assert not unfinished.exists()
-    path.unlink()
-
-
-def test_a_result_is_read_or_refused(tmp_path, batches):
-  path = tmp_path / 'o.npz'
-  pairs = generate(path)
-  batches.most = batches.count  # it is only read
-  assert generate(path).targets.tolist() == pairs.targets.tolist()
+  for changes in (
+    (dataclasses.replace(config, seed=1),),
+    (config, target_params(2)),
+  ):
+    with pytest.raises(ValueError, match='other settings: (outputs.seed|par)'):
+      generate(path, *changes)
+  batches.most = batches.count + 3  # of 8 batches, 5 were made before
+  pairs = generate(path, config)
+  np.testing.assert_array_equal(pairs.targets, wanted.targets)
+  np.testing.assert_array_equal(pairs.inputs, wanted.inputs)
+  # Now it is only read, or refused.
+  assert generate(path, config).targets.tolist() == pairs.targets.tolist()
   whole = path.read_bytes()
   for text in (b'', b'null', whole[: len(whole) // 2]):
     path.write_bytes(text)
-    with pytest.raises(ValueError, match='o.npz.*whole .npz file'):
-      generate(path)
+    with pytest.raises(ValueError, match='outputs.npz.*whole .npz file'):
+      generate(path, config)
   make_sources().save(path)  # it does not say whose it is
-  with pytest.raises(ValueError, match='o.npz.*other settings'):
-    generate(path)
+  with pytest.raises(ValueError, match='outputs.npz.*other settings'):
+    generate(path, config)
 
 
-def test_bad_input(tmp_path, batches):
+def test_sources_without_an_output(tmp_path, batches):
   config = dataclasses.replace(CONFIG, max_minutes=1e-9)
   with pytest.raises(ValueError, match='None of 30 outputs ended'):
     generate(tmp_path / 'outputs.npz', config)
   empty = TokenPairs.from_lists([[], []], [[3], [3]])
   with pytest.raises(ValueError, match='2 empty'):
     outputs.generate_outputs(MODEL, target_params(), empty, tmp_path / 'x')
-  for change in (
-    dict(batch_size=0),
-    dict(temperatures=()),
-    dict(temperatures=(-1.0,)),
-    dict(max_extra=0),
-  ):
-    with pytest.raises(ValueError, match=f'OutputsConfig.{next(iter(change))}'):
-      OutputsConfig(**change)

@@ -141,11 +141,11 @@ def plugged(decode_fn=None, draft: Any = DRAFT, **settings):
   return t5x_plugin.EncoderDecoderModel(theirs, Transformer(draft), **settings)
 
 
-def batch(rows=3):
+def batch():
   rng = np.random.default_rng(0)
-  inputs = rng.integers(2, 40, (rows, 7), np.int32)
+  inputs = rng.integers(2, 40, (3, 7), np.int32)
   inputs[0, 4:] = 0
-  prompt = np.zeros((rows, LENGTH), np.int32)
+  prompt = np.zeros((3, LENGTH), np.int32)
   prompt[0, 1:4] = 5, 9, EOS
   prompt[1, 1:] = rng.integers(2, 40, LENGTH - 1)
   return {'encoder_input_tokens': inputs, 'decoder_input_tokens': prompt}
@@ -162,20 +162,19 @@ def _predict(model, rng, variables, settings):
   )
 
 
-def predict(model, seed=0, rows=3, **settings):
+def predict(model, seed=0, **settings):
   mutables = flax.core.freeze({'drafter': weights('draft')})
-  variables = flax.core.freeze(weights('target')), mutables, batch(rows)
+  variables = flax.core.freeze(weights('target')), mutables, batch()
   key = jax.random.PRNGKey(seed)
   tokens, aux = _predict(model, key, variables, tuple(settings.items()))
   return np.asarray(tokens), np.asarray(aux['scores'])
 
 
-def forced(tokens, rows=3):
+def forced(tokens):
   """The target's logits of each token, all read at once."""
   shifted = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
-  inputs = np.repeat(
-    batch(rows)['encoder_input_tokens'], len(tokens) // rows, axis=0
-  )
+  inputs = batch()['encoder_input_tokens']
+  inputs = np.repeat(inputs, len(tokens) // 3, axis=0)
   return _logits(ours(TARGET), weights('target'), inputs, shifted)
 
 
@@ -190,11 +189,12 @@ def ends(tokens):
   return np.where(at.any(1), at.argmax(1) + 1, tokens.shape[1])
 
 
-def check_greedy(tokens, first=(0, 0, 0), last=LENGTH):
+def check_greedy(tokens, first=(0, 0, 0), last=LENGTH, rows=range(3)):
   """Each token is the target's argmax, from `first` up to the end."""
   best = np.asarray(jnp.argmax(forced(tokens), -1))
-  for row, start, end in zip(range(3), first, ends(tokens), strict=True):
-    stop = min(end, start + last)
+  for row in rows:
+    start = first[row]
+    stop = min(ends(tokens)[row], start + last)
     np.testing.assert_array_equal(
       tokens[row, start:stop], best[row, start:stop]
     )
@@ -202,15 +202,14 @@ def check_greedy(tokens, first=(0, 0, 0), last=LENGTH):
 
 
 def test_greedy_tokens_are_the_targets():
-  tokens, scores = predict(plugged())
+  """Their scores are the target's own, where T5X does not rescale them."""
+  tokens, scores = predict(plugged(greedy(rescale_log_probs=False)))
   assert tokens.shape == (3, LENGTH) and scores.shape == (3,)
   check_greedy(tokens)
-  assert not scores.any()  # T5X's scores of a greedy output, rescaled
-  _, raw = predict(plugged(greedy(rescale_log_probs=False)))
   every = probs.log_prob_of(forced(tokens), jnp.asarray(tokens))
   live = np.arange(LENGTH) < ends(tokens)[:, None]
-  np.testing.assert_allclose(raw, np.sum(every * live, 1), rtol=1e-4)
-  assert (raw < -0.1).all()
+  np.testing.assert_allclose(scores, np.sum(every * live, 1), rtol=1e-4)
+  assert (scores < -0.1).all()
 
 
 def test_it_is_speculation(monkeypatch):
@@ -219,31 +218,32 @@ def test_it_is_speculation(monkeypatch):
 
   def counted(self, params, request):
     done = decode(self, params, request)
-    rounds.append(done.stats.num_rounds.tolist())
+    rounds.append(done.stats.num_rounds)
     return done
 
-  monkeypatch.setattr(Loop, 'decode', counted)
-  loop = Loop(ours(TARGET), small_model(ours(TARGET)))
-  for draft in (weights('target'), small_vocabulary.weights(ours(TARGET), 4)):
-    pair = decode_fns.Pair(
-      loop,
-      PairParams(weights('target'), draft),
-      batch()['encoder_input_tokens'],
-      gamma=3,
-      has_prompt=False,
-    )
+  @jax.jit
+  def rounds_of(draft):
+    params = PairParams(weights('target'), draft)
+    inputs = batch()['encoder_input_tokens']
+    loop = Loop(ours(TARGET), small_model(ours(TARGET)))
+    pair = decode_fns.Pair(loop, params, inputs, gamma=3, has_prompt=False)
     greedy()(jnp.zeros((3, LENGTH), jnp.int32), {}, pair, eos_id=-1)
-  assert rounds[0] == [3, 3, 3] and min(rounds[1]) > 3
+    return rounds.pop()
+
+  monkeypatch.setattr(Loop, 'decode', counted)
+  assert rounds_of(weights('target')).tolist() == [3, 3, 3]
+  assert min(rounds_of(small_vocabulary.weights(ours(TARGET), 4))) > 3
 
 
 def test_an_output_begins_with_its_prompt():
   """As T5X returns it, without the prompt's end; steps count behind it."""
   model = plugged(greedy(max_decode_steps=4, max_decode_steps_hard_limit=3))
-  tokens, _ = predict(model, prompt_with_targets=True)
+  tokens, scores = predict(model, prompt_with_targets=True)
   assert tokens[0, :2].tolist() == [5, 9]
   prompt = batch()['decoder_input_tokens']
   np.testing.assert_array_equal(tokens[1, :-1], prompt[1, 1:])
   check_greedy(tokens, first=(2, LENGTH - 1, 0), last=3)
+  assert not scores.any()  # T5X's scores of a greedy output, rescaled
 
 
 SAMPLES = {'num_decodes': 4, 'return_all_decodes': True}
@@ -271,13 +271,18 @@ def test_samples_have_keys_an_order_and_scores():
 def test_decoder_params_reach_the_decode_function():
   """Up to 1e-4 a temperature is the argmax, as for T5X; one a row."""
   warm = {'temperature': np.array([1e-4, 2.0, 0.0], np.float32)}
-  mutables = {'drafter': weights('draft')}
-  tokens, _ = plugged().predict_batch_with_aux(
-    weights('target'), batch(), decoder_params=warm, flax_mutables=mutables
-  )
-  sure, _ = predict(plugged())
-  assert (tokens[1] != sure[1]).any()
-  np.testing.assert_array_equal(tokens[::2], sure[::2])
+
+  @jax.jit
+  def tokens_of(warm):
+    mutables = {'drafter': weights('draft')}
+    return plugged().predict_batch_with_aux(
+      weights('target'), batch(), decoder_params=warm, flax_mutables=mutables
+    )[0]
+
+  tokens = np.asarray(tokens_of(warm))
+  check_greedy(tokens, rows=(0, 2))
+  with pytest.raises(AssertionError):
+    check_greedy(tokens, rows=(1,))
 
 
 def beam_search(inputs):
@@ -320,9 +325,12 @@ def test_bad_input():
       function()
 
 
-def test_variables_are_the_targets_and_a_collection_of_the_drafter():
+def test_it_is_t5xs_model_and_a_collection_of_the_drafter():
   shapes = {'encoder_input_tokens': (1, 1)}
-  made = plugged().get_initial_variables(jax.random.key(0), shapes)
+  model = plugged()
+  assert isinstance(model, EncoderDecoderModel)
+  assert model.score_batch('params', 'batch') == ('params', 'batch')
+  made = model.get_initial_variables(jax.random.key(0), shapes)
   assert set(made) == {'params', 'params_axes', 'drafter', 'drafter_axes'}
   shape_of = jax.tree.map(jnp.shape, flax.core.unfreeze(made['drafter']))
   assert shape_of == jax.tree.map(jnp.shape, weights('draft'))
@@ -352,12 +360,6 @@ def test_restoring_adds_the_drafter(folder):
   made = second({}, {}, is_resuming=True)['flax_mutables']['drafter']
   kernel = made['decoder']['logits_dense']['kernel']
   assert kernel.dtype == jnp.dtype('bfloat16')
-
-
-def test_it_is_t5xs_model_in_all_else():
-  model = plugged()
-  assert isinstance(model, EncoderDecoderModel)
-  assert model.score_batch('params', 'batch') == ('params', 'batch')
 
 
 def test_without_t5x(monkeypatch):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import outputs_test
 import small_vocabulary
 import tokenizer_bpe_test
 from specdec_jax import checkpoints, training
@@ -35,27 +36,19 @@ from specdec_jax.training import run as training_run
 from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.losses import HeadDistillation
 from specdec_jax.training.trainer import OptimizerConfig
+from training_test import CONFIG, copy_pairs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SIZE = dict(
-  emb_dim=8,
-  num_heads=1,
-  num_encoder_layers=1,
-  num_decoder_layers=1,
-  head_dim=8,
-  mlp_dim=8,
-)
-MODEL = t5.T5(t5.T5Config(vocab_size=16, **SIZE))
+SMALL = dataclasses.replace(CONFIG, emb_dim=8, num_heads=1, mlp_dim=8)
+MODEL = t5.T5(SMALL)
+OTHER_IDS = t5.T5(dataclasses.replace(SMALL, vocab_size=8))
 
 
 @pytest.fixture
 def arrays(tmp_path):
   """A file of token pairs whose targets repeat their sources."""
-  rng = np.random.default_rng(0)
-  rows = [rng.integers(3, 16, rng.integers(1, 6)).tolist() for _ in range(80)]
-  path = tmp_path / 'pairs.npz'
-  TokenPairs.from_lists(rows, rows).save(path)
-  return str(path)
+  copy_pairs(80).save(tmp_path / 'pairs.npz')
+  return str(tmp_path / 'pairs.npz')
 
 
 def make_run(tmp_path, arrays, **changes):
@@ -111,42 +104,41 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, arrays):
     init_checkpoint_path=path,
     training=trainer.TrainConfig(steps=1, optimizer=slow),
   )
-  found, _ = train(run)
-  for leaf, wanted in zip(
-    jax.tree.leaves(found), jax.tree.leaves(params), strict=True
-  ):
-    np.testing.assert_allclose(leaf, wanted, atol=1e-6)
-  wider = t5.T5(t5.T5Config(vocab_size=32, **SIZE))
+  trained, _ = train(run)
+  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+  jax.tree.map(close, trained, params)
+  wider = t5.T5(dataclasses.replace(SMALL, vocab_size=32))
   with pytest.raises(ValueError, match='wrong shape: .*logits_dense'):
     train(dataclasses.replace(run, model=wider))
 
 
 @pytest.mark.slow
-def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
-  target = t5.T5(t5.T5Config(vocab_size=16, **(SIZE | {'emb_dim': 16})))
-  params = target.init(jax.random.key(1))
-  kernel = params['decoder']['logits_dense']['kernel']
-  params['decoder']['logits_dense']['kernel'] = 4.0 * kernel.at[:, 1].mul(1.5)
-  path = str(tmp_path / 'target.msgpack')
-  checkpoints.save_t5x(path, params, step=0)
+def test_distillation_from_sources_and_references(tmp_path, arrays):
+  """`specdec distil`, which distil_test.py tests, takes no references."""
+  target, params = t5.T5(CONFIG), outputs_test.target_params()
+  checkpoints.save_t5x(tmp_path / 'target.msgpack', params, step=0)
   learning = training.FromTarget(
     target,
-    path,
+    str(tmp_path / 'target.msgpack'),
     slice_target=True,
     with_references=True,
     outputs=outputs.OutputsConfig(temperatures=(1.0,), batch_size=8),
   )
-  run = make_run(tmp_path, arrays, learning=learning)
-  _, lines = train(run)
-  assert 10 < len(TokenPairs.load(tmp_path / 'model/outputs/train.npz')) <= 80
+  # Of the width that a slice may have.
+  model = t5.T5(dataclasses.replace(CONFIG, emb_dim=8))
+  _, lines = train(make_run(tmp_path, arrays, model=model, learning=learning))
+  made = len(TokenPairs.load(tmp_path / 'model/outputs/train.npz'))
+  assert 10 < made <= 80
+  assert any(line.startswith(f'{made + 80} pairs') for line in lines)
   line = next(line for line in lines if line.startswith('eval step 4 '))
   assert ' alpha 0.' in line and ' agreement 0.' in line
-  longer = dataclasses.replace(run.training, steps=5)
-  _, lines = train(dataclasses.replace(run, training=longer))
-  assert not any('ended by' in line for line in lines)  # outputs were there
-  small = t5.T5(t5.T5Config(vocab_size=8, **SIZE))
-  with pytest.raises(ValueError, match='FromTarget.target: .* of 8.* got 16'):
-    dataclasses.replace(run, model=small)
+
+
+HEADS = Heads(2, 8, 8)
+
+
+def from_target(checkpoint_path='x', **changes):
+  return training.FromTarget(MODEL, checkpoint_path, outputs=None, **changes)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +149,17 @@ def test_distillation_from_sources_to_a_drafter(tmp_path, arrays):
     (dict(init_checkpoint_path='no'), "init_checkpoint_path: .* 'no'"),
     (dict(train_file=__file__), 'vocab_path: expected'),
     (dict(vocab_path='no.model'), 'vocab_path: .*no.model'),
-    (dict(model=t5.T5(t5.T5Config(vocab_size=8, **SIZE))), 'below 8.* 3 to 15'),
+    (dict(model=OTHER_IDS), 'below 8.* 3 to 15'),
+    (dict(model=OTHER_IDS, learning=from_target()), 'target: .* of 8.* got 16'),
+    (dict(model=HEADS), 'TrainRun.learning: .*FromTarget'),
+    (
+      dict(model=Heads(2, 9, 8), learning=from_target()),
+      'emb_dim: expected .*8, got 9',
+    ),
+    (
+      dict(model=HEADS, learning=from_target(slice_target=True)),
+      'FromTarget.slice_target',
+    ),
   ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
@@ -168,68 +170,60 @@ def test_bad_input_is_refused_before_anything_is_written(
   assert not (tmp_path / 'model').exists()
 
 
-def test_texts_become_pairs(tmp_path):
+def test_texts_become_pairs(tmp_path, tokenizer):
   """JSONL with its own fields, cut; a file of lines of text, or of pairs."""
-  tokenizer = small_vocabulary.train(tmp_path)
   words = small_vocabulary.WORDS.split()
-  texts = [(' '.join(words[i:]), words[i]) for i in range(len(words) - 2)] * 4
+  texts = [(' '.join(words[i:]), words[i]) for i in range(len(words) - 2)]
   lines = [json.dumps({'long': text, 'short': word}) for text, word in texts]
-  (tmp_path / 'all.jsonl').write_text('\n'.join(lines))
+  many = ''.join(f'{text}\ta cat\n' for text in small_vocabulary.sentences())
+  for name, text in (
+    ('all.jsonl', '\n'.join(lines)),
+    ('pairs.tsv', 'the red dog\ta cat\n'),
+    ('lines.txt', 'the red dog\n'),
+    ('many.tsv', many),
+    ('half.tsv', 'the red dog\ta cat\nthe red dog\n'),
+  ):
+    (tmp_path / name).write_text(text)
+  network = small_vocabulary.network(1)
+
+  def run_of(name, network=network, vocab_path=tokenizer.path):
+    return training.TrainRun(
+      network, 'x', str(tmp_path / name), vocab_path=str(vocab_path)
+    )
+
+  new = training_run.tokenizer_of(
+    run_of('many.tsv', vocab_path=tmp_path / 'new.model')
+  )
+  assert new.vocab_size == small_vocabulary.VOCAB_SIZE
+  ids = [tokenizer.encode(text) for text in ('the red dog', 'a cat')]
+  lm = small_vocabulary.decoder_only(1)
+  for name, model, want in (
+    ('pairs.tsv', network, ids),
+    ('lines.txt', lm, [[0], ids[0]]),
+  ):
+    pairs, _ = training_run.pairs_of(run_of(name, model))
+    assert [[x.tolist() for x in pair] for pair in pairs] == [want]
+  with pytest.raises(ValueError, match='half.tsv.*example 2.*a target'):
+    training_run.pairs_of(run_of('half.tsv'))
+
   paths = dict.fromkeys(['train', 'validation'], tmp_path / 'all.jsonl')
   fields = dict(inputs_field='long', targets_field='short')
   task = LocalTask('cut', paths, tokenizer.path, prefix='the ', **fields)
-  run = training.TrainRun(
-    model=small_vocabulary.network(1),
-    model_dir=str(tmp_path / 'model'),
-    task=task,
-    task_feature_lengths={'inputs': 6},
-  )
+  lengths = {'task_feature_lengths': {'inputs': 6}}
+  run = training.TrainRun(network, 'x', task=task, **lengths)
   pairs, held_out = training_run.pairs_of(run)
   first = tokenizer.encode('the ' + texts[0][0])[:5]
   assert len(first) == 5
   assert pairs[0][0].tolist() == first  # its end has the sixth place
   assert pairs[0][1].tolist() == tokenizer.encode(texts[0][1])
   assert len(held_out) == len(pairs) == len(texts)
-  (tmp_path / 'pairs.tsv').write_text('the red dog\ta cat\n')
-  (tmp_path / 'lines.txt').write_text('the red dog\n')
-  many = ''.join(f'{text}\ta cat\n' for text in small_vocabulary.sentences())
-  (tmp_path / 'many.tsv').write_text(many)
-  ids = [tokenizer.encode(text) for text in ('the red dog', 'a cat')]
-  trained = training.TrainRun(
-    run.model,
-    run.model_dir,
-    str(tmp_path / 'many.tsv'),
-    vocab_path=str(tmp_path / 'new.model'),
-  )
-  vocabulary = training_run.tokenizer_of(trained)
-  assert vocabulary.vocab_size == small_vocabulary.VOCAB_SIZE
-  for name, network, want in (
-    ('pairs.tsv', run.model, ids),
-    ('lines.txt', small_vocabulary.decoder_only(1), [[0], ids[0]]),
-  ):
-    of_file = training.TrainRun(
-      network,
-      run.model_dir,
-      str(tmp_path / name),
-      vocab_path=str(tokenizer.path),
-    )
-    pairs, _ = training_run.pairs_of(of_file)
-    assert [[x.tolist() for x in pair] for pair in pairs] == [want]
-  (tmp_path / 'half.tsv').write_text('the red dog\ta cat\nthe red dog\n')
-  half = training.TrainRun(
-    run.model,
-    run.model_dir,
-    str(tmp_path / 'half.tsv'),
-    vocab_path=str(tokenizer.path),
-  )
-  with pytest.raises(ValueError, match='half.tsv.*example 2.*a target'):
-    training_run.pairs_of(half)
-  with pytest.raises(ValueError, match="'summary'.*'inputs', 'targets'"):
-    bad = dataclasses.replace(run, task_feature_lengths={'summary': 6})
-    training_run.pairs_of(bad)
   no_training = dataclasses.replace(task, files={'test': paths['train']})
-  with pytest.raises(ValueError, match="task 'cut': .*'train'"):
-    training_run.pairs_of(dataclasses.replace(run, task=no_training))
+  for changes, words in (
+    (dict(task_feature_lengths={'summary': 6}), "'summary'.*'inputs', 'targ"),
+    (dict(task=no_training), "task 'cut': .*'train'"),
+  ):
+    with pytest.raises(ValueError, match=words):
+      training_run.pairs_of(dataclasses.replace(run, **changes))
 
 
 def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
@@ -302,7 +296,7 @@ data.PackingConfig:
 trainer.TrainConfig:
   eval_every = 30
   log_every = 20
-  checkpoint_steps = 10
+  checkpoint_minutes = 0.0
   steps = 60
 MINUTES = 0
 """
@@ -346,33 +340,28 @@ def test_script_goes_on_after_a_kill(tmp_path):
     first.send_signal(signal.SIGKILL)
   assert first.returncode == -signal.SIGKILL
   assert not (model_dir / 'model.msgpack').exists()
-  kept = vocab.read_bytes()
-
+  before = vocab.read_bytes()
   second = subprocess.run(
     command, env=environment, capture_output=True, text=True, timeout=300
   )
   assert second.returncode == 0, second.stderr
   assert 'resumed at step ' in second.stderr
   assert 'eval step 60 ' in second.stderr
-  assert vocab.read_bytes() == kept
+  assert vocab.read_bytes() == before
   assert 'steps = 60' in (model_dir / 'operative_config.gin').read_text()
   params = checkpoints.load(model_dir / 'model.msgpack')
-  model = t5.T5(t5.T5Config(vocab_size=400, **SIZE))
-  checkpoints.check_params(
-    params, jax.eval_shape(model.init, jax.random.key(0))
-  )
+  model = t5.T5(dataclasses.replace(SMALL, vocab_size=400))
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  checkpoints.check_params(params, shapes)
 
 
 # --- Heads ---------------------------------------------------------------
-
-TARGET = MODEL
-HEADS = Heads(2, 8, 8)
 
 
 @functools.cache
 def target_params():
   """A target that is surer of itself than a random one."""
-  params = TARGET.init(jax.random.key(1))
+  params = MODEL.init(jax.random.key(1))
   params['decoder']['logits_dense']['kernel'] *= 4
   return params
 
@@ -394,11 +383,11 @@ def as_drafted(inputs, targets, late=0):
   found: dict = {(i, j): [] for i in range(2) for j in range(2)}
   for row, tokens in zip(inputs, targets, strict=True):
     tokens = [0, *tokens[tokens >= 0]]
-    cache = TARGET.prefill(target, row[None], 16)
+    cache = MODEL.prefill(target, row[None], 16)
     features, wanted = [np.zeros((1, 8), np.float32)], []
     for token in tokens[:-1]:
-      feature, cache = TARGET.extend(target, cache, jnp.array([[token]]))
-      logits = TARGET.head(target, feature)
+      feature, cache = MODEL.extend(target, cache, jnp.array([[token]]))
+      logits = MODEL.head(target, feature)
       features.append(feature[0])
       wanted.append(np.asarray(jax.nn.softmax(logits[0, 0])))
     for place in range(len(wanted)):
@@ -409,9 +398,9 @@ def as_drafted(inputs, targets, late=0):
           params,
           i,
           jnp.asarray(features[max(place - late, 0)]),
-          TARGET.embed(target, known),
+          MODEL.embed(target, known),
         )
-        row_of = np.asarray(jax.nn.softmax(TARGET.head(target, made)[0]))
+        row_of = np.asarray(jax.nn.softmax(MODEL.head(target, made)[0]))
         found[0, i].append(np.minimum(row_of, wanted[place + i]).sum())
         found[1, i].append(row_of.argmax() == wanted[place + i].argmax())
   return {
@@ -425,7 +414,7 @@ def as_drafted(inputs, targets, late=0):
 def test_the_loss_sees_what_the_drafter_will_see():
   inputs = jnp.array([[3, 4, 1, 0, 0], [9, 1, 0, 0, 0]])
   targets = jnp.array([[5, 6, 7, 8, 1], [7, 3, 1, -1, -1]])
-  objective = HeadDistillation(HEADS, TARGET, target_params())
+  objective = HeadDistillation(HEADS, MODEL, target_params())
   batch = data.Batch(inputs, targets)
   sums = jax.jit(objective.sums)(head_params(), batch)
   found = {
@@ -445,42 +434,30 @@ def test_the_loss_sees_what_the_drafter_will_see():
   assert first < half == pytest.approx((first + whole) / 2)
 
 
-@pytest.fixture
-def heads_run(tmp_path):
-  """Makes a `TrainRun` of heads, over sequences that count up."""
+def test_heads_are_trained_from_a_target(tmp_path):
+  """Over sequences that count up; their file names its target."""
   rng = np.random.default_rng(0)
   rows = [
     np.arange(n, n + rng.integers(2, 6)).tolist()
     for n in rng.integers(3, 10, 60)
   ]
-  arrays = str(tmp_path / 'counting.npz')
+  arrays, target = str(tmp_path / 'rows.npz'), str(tmp_path / 'target.msgpack')
   TokenPairs.from_lists(rows, rows).save(arrays)
-  checkpoint = str(tmp_path / 'target.msgpack')
-  checkpoints.save_t5x(checkpoint, target_params(), 1)
-
-  def make(model=HEADS, **learning):
-    return make_run(
-      tmp_path,
-      arrays,
-      model=model,
-      packing=data.PackingConfig((1.0,), (8,), 64),
-      training=trainer.TrainConfig(
-        steps=40,
-        eval_every=40,
-        log_every=1,
-        optimizer=OptimizerConfig('muon', 0.05, warmup_steps=5),
-      ),
-      learning=training.FromTarget(
-        TARGET, checkpoint, **{'outputs': None} | learning
-      ),
-    )
-
-  return make
-
-
-def test_heads_are_trained_from_a_target(heads_run, tmp_path):
-  """They learn, and their file names its target."""
-  params, lines = train(heads_run())
+  checkpoints.save_t5x(target, target_params(), 1)
+  run = make_run(
+    tmp_path,
+    arrays,
+    model=HEADS,
+    packing=data.PackingConfig((1.0,), (8,), 64),
+    training=trainer.TrainConfig(
+      steps=40,
+      eval_every=40,
+      log_every=1,
+      optimizer=OptimizerConfig('muon', 0.05, warmup_steps=5),
+    ),
+    learning=from_target(checkpoint_path=target),
+  )
+  params, lines = train(run)
   drafter = heads.load(tmp_path / 'model' / 'model.msgpack')
   assert drafter.made_for == (fingerprint(target_params()),)
   jax.tree.map(np.testing.assert_array_equal, drafter.params, params)
@@ -490,14 +467,6 @@ def test_heads_are_trained_from_a_target(heads_run, tmp_path):
     if line.startswith(('step 1/', 'eval'))
   )
   assert last > first + 0.05
+  other = from_target(checkpoint_path=target, head_decay=0.5)
   with pytest.raises(ValueError, match='head_decay'):
-    train(heads_run(head_decay=0.5))
-
-
-def test_what_heads_cannot_be_trained_on(heads_run):
-  with pytest.raises(ValueError, match='TrainRun.learning: .*FromTarget'):
-    training.TrainRun(HEADS, 'x', train_file=heads_run().train_file)
-  with pytest.raises(ValueError, match='emb_dim: expected .*8, got 9'):
-    heads_run(Heads(2, 9, 8))
-  with pytest.raises(ValueError, match='slice_target'):
-    heads_run(slice_target=True)
+    train(dataclasses.replace(run, learning=other))

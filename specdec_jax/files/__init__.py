@@ -27,7 +27,7 @@ MAX_PIPE_LINES = 10_000_000
 MAX_RATIO = 200
 _FREE = 16 << 20  # up to so many unpacked bytes the ratio does not matter
 _CHUNK = 1 << 16
-_PIECE = 1 << 12
+_PIECE = 1 << 10  # compressed bytes that are unpacked at once
 _SHOWN = 200  # bytes kept of a line that is too long
 _PATIENCE_MS = 2000
 MOST_JSON = 256 << 20  # bytes
@@ -79,7 +79,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
   number = 0
   try:
     with _opened(path) as (stream, is_pipe):
-      chunks = _chunks(stream)
+      chunks: Iterable[bytes] = iter(lambda: stream.read(_CHUNK), b'')
       if path.endswith('.gz'):
         chunks = _unpacked(chunks, path)
       if is_pipe:
@@ -173,12 +173,7 @@ def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
     yield stream, True
 
 
-def _chunks(stream: BinaryIO) -> Iterator[bytes]:
-  while chunk := stream.read(_CHUNK):
-    yield chunk
-
-
-def _bounded(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
+def _bounded(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
   total = 0
   for chunk in chunks:
     total += len(chunk)
@@ -194,53 +189,43 @@ def _endless(path: str, most: str) -> ValueError:
   )
 
 
-def _unpacked(chunks: Iterator[bytes], path: str) -> Iterator[bytes]:
+def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
   """Unpacks gzip data, up to the place where they are damaged."""
-  inflate = None
-  taken, given = 0, 0
-  for data in chunks:
-    taken += len(data)
+  inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
+  read, unpacked = 0, 0
+  # Little at a time: how much comes of it is bounded by gzip itself.
+  for data in (
+    chunk[at : at + _PIECE]
+    for chunk in chunks
+    for at in range(0, len(chunk), _PIECE)
+  ):
+    read += len(data)
     while data:
-      if inflate is not None and inflate.eof:
+      if inflate.eof:
         data = data.lstrip(b'\0')  # padding of a member
         if not data:
           break
-      if inflate is None or inflate.eof:
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
-      piece = b'-' * _PIECE
-      # After a full piece more may follow, even if all data have been taken.
-      while not inflate.eof and (data or len(piece) == _PIECE):
-        before = inflate.copy()
-        try:
-          piece = inflate.decompress(data, _PIECE)
-        except zlib.error:
-          yield from _byte_by_byte(before, data)
-          raise
-        given += len(piece)
-        if given > _FREE + MAX_RATIO * taken:
-          raise ValueError(
-            f'{path!r} unpacks to more than {MAX_RATIO} times its size, which'
-            ' text does not do; if the file is right, unpack it with gunzip.'
-          )
-        yield piece
-        data = inflate.unconsumed_tail
-      if inflate.eof:
-        data = inflate.unused_data
-  if inflate is not None and not inflate.eof:
+      before = inflate.copy()
+      try:
+        piece = inflate.decompress(data)
+      except zlib.error:
+        for byte in data:  # raises it again, at the damaged one
+          yield before.decompress(bytes([byte]))
+        raise
+      unpacked += len(piece)
+      if unpacked > _FREE + MAX_RATIO * read:
+        raise ValueError(
+          f'{path!r} unpacks to more than {MAX_RATIO} times its size, which'
+          ' text does not do; if the file is right, unpack it with gunzip.'
+        )
+      yield piece
+      data = inflate.unused_data
+  if read and not inflate.eof:
     raise EOFError('its compressed data have no end')
 
 
-def _byte_by_byte(inflate: Any, data: bytes) -> Iterator[bytes]:
-  """Unpacks data byte by byte, up to the place where they are damaged."""
-  piece = b'-'
-  with contextlib.suppress(zlib.error):
-    while data or piece:
-      piece = inflate.decompress(data, 1)
-      yield piece
-      data = inflate.unconsumed_tail
-
-
-def _split(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, int]]:
+def _split(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
   """Each line's first `MAX_LINE` + 1 bytes, and how many bytes it has."""
   line, size = bytearray(), 0
   for chunk in chunks:

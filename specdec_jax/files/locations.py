@@ -7,7 +7,6 @@ Files in a bucket are read through TensorStore's key-value stores, so that
 import errno
 import os
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,15 +34,8 @@ _ADVICE = (
 
 def user_cache() -> pathlib.Path:
   """The folder of this library in the user's cache folder."""
-  if sys.platform == 'darwin':
-    base = pathlib.Path.home() / 'Library' / 'Caches'
-  elif sys.platform == 'win32':
-    base = pathlib.Path(os.environ.get('LOCALAPPDATA', pathlib.Path.home()))
-  else:
-    base = pathlib.Path(
-      os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-    )
-  return base / 'specdec_jax'
+  base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(base) / 'specdec_jax'
 
 
 def open_location(path: str | os.PathLike[str]) -> 'Location':

@@ -14,7 +14,6 @@ that T5X's `infer.py` offers without a change: its own second checkpoint is
 `fallback_to_scratch`, which would also hide arrays that the target lacks.
 """
 
-import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -56,19 +55,19 @@ def network_of(module: Any, what: str = 'module') -> T5:
   sizes['dtype'] = jnp.dtype(sizes['dtype']).name
   sizes['dropout_rate'] = 0.0
   network = T5(T5Config(**sizes))
+  token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+  def params(token):
+    key = jax.random.PRNGKey(0)
+    return module.init(key, token, token, token, enable_dropout=False)['params']
+
+  shapes = jax.eval_shape(params, token)
   try:
-    checkpoints.check_params(_shapes(module), param_shapes(network), what)
+    checkpoints.check_params(shapes, param_shapes(network), what)
   except ValueError as error:
     advice = "T5X's examples/t5 fits; examples/scalable_t5 has other shapes."
     raise ValueError(f'{error} {advice}') from error
   return network
-
-
-def check_vocabularies(target: T5, draft: T5) -> None:
-  """Raises ValueError unless both have one vocabulary."""
-  if target.vocab_size != draft.vocab_size:
-    expected = f"the target's, {target.vocab_size}"
-    raise unexpected("draft_module's vocab_size", expected, draft.vocab_size)
 
 
 def restore_drafter(
@@ -100,31 +99,3 @@ def restore_drafter(
   params = checkpoints.load(checkpoint, network, dtype=dtype)
   mutables = dict(state.get('flax_mutables', {}), **{COLLECTION: params})
   return dict(state, flax_mutables=mutables)
-
-
-def variables(
-  model: Any, module: Any, *args: Any, **kwargs: Any
-) -> dict[str, Any]:
-  """The drafter's collection, and its axes, as T5X's own model makes them.
-
-  Args:
-    model: a T5X model of the target.
-    module: the drafter's module.
-    *args: those of `get_initial_variables`.
-    **kwargs: likewise.
-  """
-  drafter = copy.copy(model)
-  drafter.module = module
-  made = drafter.get_initial_variables(*args, **kwargs)
-  named = {'params': COLLECTION, 'params_axes': f'{COLLECTION}_axes'}
-  return {new: made[old] for old, new in named.items() if old in made}
-
-
-def _shapes(module: Any) -> Any:
-  token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-
-  def init(token):
-    key = jax.random.PRNGKey(0)
-    return module.init(key, token, token, token, enable_dropout=False)['params']
-
-  return jax.eval_shape(init, token)

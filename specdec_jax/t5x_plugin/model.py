@@ -1,5 +1,6 @@
 """What the classes of `t5x_plugin` add to T5X's of the same names."""
 
+import copy
 import functools
 import importlib
 import os
@@ -17,6 +18,7 @@ from specdec_jax.t5x_plugin import drafter
 from specdec_jax.t5x_plugin.decode_fns import DECODE_FNS, Pair
 
 Variables = Mapping[str, Any]
+_AXES = f'{drafter.COLLECTION}_axes'
 
 
 def import_t5x(module: str) -> Any:
@@ -64,7 +66,9 @@ class Speculates:
     check_decode_fn(model.decode_fn)
     target = drafter.network_of(model.module)
     draft = drafter.network_of(draft_module, 'draft_module')
-    drafter.check_vocabularies(target, draft)
+    if target.vocab_size != draft.vocab_size:
+      expected = f"the target's, {target.vocab_size}"
+      raise unexpected("draft_module's vocab_size", expected, draft.vocab_size)
     vars(self).update(vars(model))
     self.draft_module = draft_module
     self._model = model
@@ -73,8 +77,14 @@ class Speculates:
 
   def get_initial_variables(self, *args: Any, **kwargs: Any) -> Variables:
     """T5X's variables of the target, and the drafter's collection."""
-    theirs = self._model.get_initial_variables(*args, **kwargs)
-    ours = drafter.variables(self._model, self.draft_module, *args, **kwargs)
+    of_drafter = copy.copy(self._model)
+    of_drafter.module = self.draft_module
+    theirs, ours = (
+      model.get_initial_variables(*args, **kwargs)
+      for model in (self._model, of_drafter)
+    )
+    names = {'params': drafter.COLLECTION, 'params_axes': _AXES}
+    ours = {new: ours[old] for old, new in names.items() if old in ours}
     return flax.core.freeze({**theirs, **ours})
 
   def predict_batch(

@@ -12,9 +12,9 @@ pairs, and gets one end-of-sequence id after it is joined. Reading such a file
 needs only NumPy.
 """
 
-import bisect
 import dataclasses
 import functools
+import hashlib
 import io
 import itertools
 import math
@@ -77,6 +77,12 @@ class TokenPairs:
       self.inputs[source[index] : source[index + 1]],
       self.targets[target[index] : target[index + 1]],
     )
+
+  @property
+  def digest(self) -> str:
+    """sha256 (hex) of all ids and offsets."""
+    arrays = vars(self).values()
+    return hashlib.sha256(b''.join(map(np.ndarray.tobytes, arrays))).hexdigest()
 
   @classmethod
   def from_lists(
@@ -209,18 +215,14 @@ class _Plan(NamedTuple):
 
 
 class PackedBatches:
-  """Length-bucketed batches; batch `step` depends only on seed and step.
+  """Length-bucketed batches; they depend only on the seed and their place.
 
   An epoch shuffles the pairs, joins neighbours, and sorts examples into
-  buckets. Examples that do not fill a batch move on to the next longer bucket.
-  Those left in the longest bucket are dropped for that epoch, or kept in a
-  batch with empty rows if the caller needs every pair (evaluation) or there is
-  no full batch at all.
+  buckets. Examples that do not fill a batch move on to the next longer bucket;
+  the last batch has empty rows.
   """
 
-  def __init__(
-    self, pairs: TokenPairs, config: PackingConfig, keep_all: bool = False
-  ):
+  def __init__(self, pairs: TokenPairs, config: PackingConfig):
     """Checks that there is something to train on.
 
     Raises:
@@ -228,7 +230,6 @@ class PackedBatches:
     """
     self._pairs = pairs
     self._config = config
-    self._keep_all = keep_all
     self._source_lengths = np.diff(pairs.inputs_offsets)
     self._target_lengths = np.diff(pairs.targets_offsets)
     # An end-of-sequence id follows the last pair. Empty sides teach nothing.
@@ -245,9 +246,8 @@ class PackedBatches:
         f' bucket of PackingConfig.buckets, {config.buckets[-1]}, and'
         f' max_targets, {config.max_targets}, with its end.'
       )
-    # One plan is a few MB; it is enough to keep the current and the last epoch.
+    # One plan is a few MB; it is enough to keep the first and the current one.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
-    self._starts = [0]
 
   def shapes(self) -> list[Batch]:
     """Shapes of both sides of the first epoch's batches, one per bucket.
@@ -265,31 +265,30 @@ class PackedBatches:
     places = self._config.target_places(length)
     return Batch((parts, rows, length), (parts, rows, places))
 
-  def epoch(self, number: int = 0) -> Iterator[Batch]:
-    """All batches of one epoch."""
-    for index in range(len(self._plan(number).batches)):
-      yield self._gather(number, index)
-
-  def batch(self, step: int) -> Batch:
-    """The batch of a step, counted from 0 over all epochs."""
-    return self._gather(*self._place(step))
-
-  def epochs_done(self, step: int) -> float:
-    """How many times the data has been seen before `step`."""
-    number, index = self._place(step)
-    return number + index / len(self._plan(number).batches)
-
-  def _place(self, step: int) -> tuple[int, int]:
-    """The epoch of a step, and which of its batches it is."""
-    while self._starts[-1] <= step:
-      batches = self._plan(len(self._starts) - 1).batches
-      self._starts.append(self._starts[-1] + len(batches))
-    number = bisect.bisect_right(self._starts, step) - 1
-    return number, step - self._starts[number]
-
-  def examples(self, number: int = 0) -> TokenPairs:
-    """The examples of one epoch in random order: the joined pairs."""
+  def epoch(self, number: int = 0, begin: int = 0) -> Iterator[Batch]:
+    """The batches of one epoch, from the one with the index `begin` on."""
     plan = self._plan(number)
+    for length, examples in plan.batches[begin:]:
+      yield self._gather(plan, length, examples)
+
+  def stream(self, step: int = 0) -> Iterator[tuple[float, Batch]]:
+    """The batches of all epochs, from a step on.
+
+    Args:
+      step: steps that have been done.
+
+    Yields:
+      How many times the data has been seen before a batch, and the batch.
+    """
+    for number in itertools.count():
+      size = len(self._plan(number).batches)
+      begin, step = min(step, size), max(step - size, 0)
+      for index, batch in enumerate(self.epoch(number, begin), begin):
+        yield number + index / size, batch
+
+  def examples(self) -> TokenPairs:
+    """The examples of the first epoch in random order: the joined pairs."""
+    plan = self._plan(0)
     joined = [self._joined(plan, i) for i in range(len(plan.bounds) - 1)]
     return TokenPairs.from_lists(*zip(*joined, strict=True))
 
@@ -340,26 +339,21 @@ class PackedBatches:
   def _fill(self, lengths: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Groups examples (in random order) into batches of one bucket each."""
     batches: list[tuple[int, np.ndarray]] = []
-    left = np.empty(0, np.int64)
+    waiting = np.empty(0, np.int64)
     bucket_of = np.searchsorted(self._config.buckets, lengths)
-    for index, length in enumerate(self._config.buckets):
+    last = bucket_of.max()
+    for index, length in enumerate(self._config.buckets[: last + 1]):
       rows = math.prod(self._shapes(length).inputs[:2])
-      waiting = np.concatenate([left, np.flatnonzero(bucket_of == index)])
-      full = len(waiting) // rows * rows
-      batches += [(length, chunk) for chunk in waiting[:full].reshape(-1, rows)]
-      left = waiting[full:]
-    if len(left) and (self._keep_all or not batches):
-      # Batches that may not be full, in the bucket of the longest example.
-      index = int(np.searchsorted(self._config.buckets, lengths[left].max()))
-      length = self._config.buckets[index]
-      rows = math.prod(self._shapes(length).inputs[:2])
-      starts = range(0, len(left), rows)
-      batches += [(length, left[at : at + rows]) for at in starts]
+      waiting = np.concatenate([waiting, np.flatnonzero(bucket_of == index)])
+      full = len(waiting) if index == last else len(waiting) // rows * rows
+      batches += [
+        (length, waiting[at : min(at + rows, full)])
+        for at in range(0, full, rows)
+      ]
+      waiting = waiting[full:]
     return batches
 
-  def _gather(self, number: int, index: int) -> Batch:
-    plan = self._plan(number)
-    length, examples = plan.batches[index]
+  def _gather(self, plan: _Plan, length: int, examples: np.ndarray) -> Batch:
     shapes = self._shapes(length)
     batch = [
       np.full((math.prod(shape[:2]), shape[2]), padding, np.int32)

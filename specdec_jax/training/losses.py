@@ -5,7 +5,6 @@ frozen target are leaves of it, so that they are arguments of the compiled step
 and not literals in it.
 """
 
-import dataclasses
 import functools
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.models.base import Params, reads_encoder
 from specdec_jax.training.data import NO_TOKEN, Batch
 
@@ -97,59 +95,32 @@ def cross_entropy(
   return nats
 
 
-@dataclasses.dataclass(frozen=True)
-class DistillationWeights:
-  """The weights of the terms of a drafter's loss; see `distillation`.
-
-  Attributes:
-    kl: weight of the forward divergence D(target || draft).
-    cross_entropy: weight of the negative log-likelihood of the sequence.
-    total_variation: weight of 1 - alpha, the rejection rate.
-  """
-
-  kl: float = 1.0
-  cross_entropy: float = 0.0
-  total_variation: float = 0.0
-
-  def __post_init__(self):
-    check_types(self)
-    values = dataclasses.astuple(self)
-    if min(values) < 0 or sum(values) <= 0:
-      wanted = 'weights >= 0, at least one of them > 0'
-      raise unexpected('DistillationWeights', wanted, values)
-
-
 def distillation(
   draft_logits: jax.Array,
   target_logits: jax.Array,
-  tokens: jax.Array,
-  weights: DistillationWeights,
+  total_variation: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
   """How far the drafter's distribution is from the target's, at each token.
 
-  The total variation is 1 - sum_x min(target(x), draft(x)), the probability
-  that a proposal is rejected (Leviathan et al. 2023, Corollary 3.6). Only the
+  The loss is the forward divergence D(target || draft) and, with a weight, the
+  total variation 1 - sum_x min(target(x), draft(x)), the probability that a
+  proposal is rejected (Leviathan et al. 2023, Corollary 3.6). Only the
   drafter's logits have a gradient, and only through the first result.
 
   Args:
     draft_logits: float32[B, S, V].
     target_logits: float32[B, S, V].
-    tokens: int32[B, S], the sequence itself.
-    weights: weights of the three terms.
+    total_variation: weight of the total variation.
 
   Returns:
-    The weighted sum, float32[B, S], nats; and alpha, float32[B, S], the
-    probability that a proposal is accepted at temperature 1.
+    The loss, float32[B, S], nats; and alpha, float32[B, S], the probability
+    that a proposal is accepted at temperature 1.
   """
   draft = jax.nn.log_softmax(draft_logits)
   target = jax.lax.stop_gradient(jax.nn.log_softmax(target_logits))
   alpha = jnp.sum(jnp.exp(jnp.minimum(draft, target)), axis=-1)
-  loss = weights.total_variation * (1.0 - alpha)
-  if weights.kl:
-    divergence = optax.losses.kl_divergence_with_log_targets(draft, target)
-    loss += weights.kl * divergence
-  if weights.cross_entropy:
-    loss += weights.cross_entropy * cross_entropy(draft_logits, tokens)
+  divergence = optax.losses.kl_divergence_with_log_targets(draft, target)
+  loss = divergence + total_variation * (1.0 - alpha)
   return loss, jax.lax.stop_gradient(alpha)
 
 
@@ -201,17 +172,17 @@ class Distillation:
     target: the model to follow, of the same vocabulary.
     target_params: the target's parameters, constant.
     start_id: see `teacher_forced`.
-    weights: weights of the terms of `distillation`.
+    total_variation: see `distillation`.
   """
 
   draft: Any = flax.struct.field(pytree_node=False)
   target: Any = flax.struct.field(pytree_node=False)
   target_params: Any
   start_id: int | None = _static(default=0)
-  weights: DistillationWeights = _static(default=DistillationWeights())
+  total_variation: float = _static(default=1.0)
 
   def sums(self, params, batch, key=None):
-    fed, tokens, mask = teacher_forced(batch.targets, self.start_id)
+    fed, _, mask = teacher_forced(batch.targets, self.start_id)
     encoded = {}
     if reads_encoder(self.draft):
       states = self.target.encode(self.target_params, batch.inputs)
@@ -222,13 +193,13 @@ class Distillation:
     target = self.target.logits(
       self.target_params, batch.inputs, fed, **encoded
     )
-    compared = self._compared(draft, target, tokens, mask, key is None)
+    compared = self._compared(draft, target, mask, key is None)
     return compared | {'tokens': mask.sum()}
 
-  def _compared(self, draft, target, tokens, mask, evaluates) -> Sums:
+  def _compared(self, draft, target, mask, evaluates) -> Sums:
     """Sums of loss, alpha and, in an evaluation, agreement."""
     draft, target = draft.astype(jnp.float32), target.astype(jnp.float32)
-    nats, alpha = distillation(draft, target, tokens, self.weights)
+    nats, alpha = distillation(draft, target, self.total_variation)
     sums = {'loss': jnp.sum(nats * mask), 'alpha': jnp.sum(alpha * mask)}
     if evaluates:
       agrees = draft.argmax(axis=-1) == target.argmax(axis=-1)
@@ -254,7 +225,7 @@ class HeadDistillation(Distillation):
   decay: float = _static(default=0.8)
 
   def sums(self, params, batch, key=None):
-    fed, tokens, mask = teacher_forced(batch.targets, self.start_id)
+    fed, _, mask = teacher_forced(batch.targets, self.start_id)
     features = self.target.features(self.target_params, batch.inputs, fed)
     wanted = self.target.head(self.target_params, features)
     embedded = self.target.embed(self.target_params, fed)
@@ -263,7 +234,7 @@ class HeadDistillation(Distillation):
     )
     before = jnp.pad(features[:, :-1], ((0, 0), (1, 0), (0, 0)))
     sums = {'loss': jnp.float32(0), 'tokens': mask.sum()}
-    places = tokens.shape[1]
+    places = mask.shape[1]
     for i in range(min(self.draft.num_heads, places)):
       # Head i at place s is to say what the target says at place s + i.
       count = places - i
@@ -274,9 +245,7 @@ class HeadDistillation(Distillation):
       states = self.draft.apply(params, i, before[:, :count], read)
       logits = self.target.head(self.target_params, states)
       counted = mask[:, i:]
-      head = self._compared(
-        logits, wanted[:, i:], tokens[:, i:], counted, key is None
-      )
+      head = self._compared(logits, wanted[:, i:], counted, key is None)
       sums['loss'] += self.decay**i * head.pop('loss')
       # Scaled, so that a division by all tokens gives the mean over the head's.
       scale = sums['tokens'] / jnp.maximum(counted.sum(), 1.0)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import rich.console
 
@@ -15,11 +16,16 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.drafters.ngram_table import NGramTable, fit
-from specdec_jax.files import text_lines, writable
+from specdec_jax.files import TextLine, text_lines, writable
 from specdec_jax.measure.table import Table, started
-from specdec_jax.text.local_tasks import json_object
+from specdec_jax.text.local_tasks import json_object, kind_of, parse
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import TokenPairs
+
+_OUTPUT_OF = {
+  'txt': 'inputs',
+  'tsv': 'targets',
+}  # kind -> what `parse` calls it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,42 +129,34 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
   """
   # The name of a task's results ends with the shard.
   name = re.sub(r'-\d{5}-of-\d{5}$', '', path.removesuffix('.gz'))
-  end = [tokenizer.eos_id]
   if name.endswith('.npz'):
     pairs = TokenPairs.load(path)
     for index in range(len(pairs)):
-      yield [*map(int, pairs[index][1]), *end]
-  elif name.endswith('.jsonl'):
-    for number, line in enumerate(text_lines(path), 1):
-      yield from _of_record(f'{path!r} line {number}', line, tokenizer, field)
-  else:
-    for number, line in enumerate(text_lines(path), 1):
-      if name.endswith('.tsv'):
-        _, tab, line = line.partition('\t')
-        if not tab or '\t' in line:
-          place = f'{path!r} line {number}'
-          raise unexpected(place, 'source<TAB>target', line)
-      if ids := tokenizer.encode(line):
-        yield [*ids, *end]
+      yield [*map(int, pairs[index][1]), tokenizer.eos_id]
+    return
+  kind = kind_of(name)
+  for number, line in enumerate(text_lines(path), 1):
+    place = f'{path!r} line {number}'
+    if kind == 'jsonl':
+      value = _field(place, line, field)
+    else:
+      value = parse(TextLine(line), kind, place)[_OUTPUT_OF[kind]]
+    several = is_a(value, list) and not is_a(value, list[int])
+    for output in value if several else [value]:
+      if is_a(output, list[int]):
+        ids = output
+      elif isinstance(output, str) and output == writable(output):
+        ids = tokenizer.encode(output)
+        ids += [tokenizer.eos_id] * bool(ids)
+      else:
+        raise unexpected(f'{place}: {field!r}', 'text or ids', value)
+      if ids:
+        yield ids
 
 
-def _of_record(
-  where: str, line: str, tokenizer: Tokenizer, field: str
-) -> Iterator[list[int]]:
-  """The outputs of one record: one output, or several samples."""
-  record = json_object(line, where)
+def _field(place: str, line: str, field: str) -> Any:
+  record = json_object(line, place)
   if field not in record:
     names = nearest(field, record)
-    raise ValueError(f'{where} has no field {field!r}.{names} Set field.')
-  value = record[field]
-  several = is_a(value, list) and not is_a(value, list[int])
-  for output in value if several else [value]:
-    if is_a(output, list[int]):
-      ids = output
-    elif isinstance(output, str) and output == writable(output):
-      ids = tokenizer.encode(output)
-      ids += [tokenizer.eos_id] * bool(ids)
-    else:
-      raise unexpected(f'{where}: {field!r}', 'text or ids', value)
-    if ids:
-      yield ids
+    raise ValueError(f'{place} has no field {field!r}.{names} Set field.')
+  return record[field]

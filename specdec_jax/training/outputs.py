@@ -1,7 +1,6 @@
 """A model's own outputs for many sources, made by the plain decoding loop."""
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 
 from specdec_jax import partitioning
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
@@ -35,7 +35,8 @@ PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 # cut off: a row that repeats itself does not hold up the others.
 _MOST_UNFINISHED = 0.05
 _ROUNDS_A_LOOK = 4  # rounds between two looks of the host for unfinished rows
-_LOG_SECONDS = 15  # between two lines of progress
+_SAVE_SECONDS = 15  # between two times that outputs are written, at least
+_MOST_SAVING = 20  # times as long between them as writing takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,17 +162,16 @@ def generate_outputs(
 ) -> TokenPairs:
   """Makes pairs of each source with the model's own output for it.
 
-  Until all exist, they are lines of a file beside `path`, which a run that was
-  killed goes on with: its first line has the settings, each further line is a
-  batch. A broken line and those behind it are made again. An output that does
-  not end by itself is left out, so that every pair can get its end of sequence,
-  as the pairs of other data do.
+  The file is written again and again, whole each time, so that a run that was
+  killed goes on with the batches that it holds. An output that does not end by
+  itself is left out, so that every pair can get its end of sequence, as the
+  pairs of other data do.
 
   Args:
     model: a `LanguageModel`.
     params: its parameters, as a checkpoint has them.
     sources: examples in random order; their targets are ignored.
-    path: the `.npz` file; if it exists, it is only read.
+    path: the `.npz` file; if all outputs are in it, it is only read.
     config: how outputs are generated.
     start_id, eos_id: see `decode`.
     log: gets lines of progress.
@@ -186,67 +186,70 @@ def generate_outputs(
   path = os.fspath(path)
   batches = _batches(sources, config)
   settings = {
-    'params': digest(params),
-    'sources': digest(sources.inputs, sources.inputs_offsets),
+    'params': fingerprint(params),
+    'sources': sources.digest,
     'start_id': start_id,
     'eos_id': eos_id,
     'outputs': dataclasses.asdict(config) | {'max_minutes': None},
   }
+  first = 0
+  done: list[tuple[Any, Any]] = []
   if os.path.exists(path):
-    before = read_arrays(path).get('settings', np.array('null'))
-    check_settings(path, json.loads(str(before)), settings)
-    return TokenPairs.load(path)
-  unfinished = f'{path}.unfinished'
-  done = _resumed(unfinished, settings)
+    arrays = read_arrays(path)
+    before = str(arrays.get('settings', np.array('null')))
+    check_settings(path, json.loads(before), settings)
+    pairs = TokenPairs.load(path)
+    first = int(arrays['num_batches'])
+    done = [pairs[i] for i in range(len(pairs))]
+    if first == len(batches):
+      return pairs
+
+  def save(num_batches: int) -> TokenPairs:
+    pairs = TokenPairs.from_lists(*map(list, zip(*done, strict=True)))
+    pairs.save(
+      path,
+      settings=np.array(json.dumps(settings)),
+      num_batches=np.array(num_batches),
+    )
+    return pairs
+
   placed = partitioning.place(params, PLACEMENT)
   longest = 1 + int(np.diff(sources.inputs_offsets).max())
-  begin = logged = time.monotonic()
+  begin = time.monotonic()
   end = begin + 60 * (config.max_minutes or math.inf)
-  with open(unfinished, 'a', encoding='utf-8') as file:
-    for number in range(len(done), len(batches)):
-      now = time.monotonic()
-      if now >= end:
-        break
-      if now - logged >= _LOG_SECONDS:
-        logged = now
-        log(
-          f'outputs {number}/{len(batches)} batches, {(now - begin) / 60:.1f}'
-          ' min'
-        )
-      numbers = batches[number]
-      texts = [sources[i][0] for i in numbers]
-      temperature = config.temperatures[number % len(config.temperatures)]
-      widest = max(map(len, texts))
-      made = decode(
-        model,
-        placed,
-        config,
-        texts,
-        numbers,
-        min(1 << max(4, widest.bit_length()), longest),
-        temperature,
-        start_id,
-        eos_id,
+  due = begin + _SAVE_SECONDS
+  for number in range(first, len(batches)):
+    now = time.monotonic()
+    if now >= end:
+      break
+    if done and now >= due:
+      log(
+        f'outputs {number}/{len(batches)} batches, {(now - begin) / 60:.1f} min'
       )
-      done.append(
-        [
-          [text.tolist(), output]
-          for text, output in zip(texts, made, strict=True)
-          if output
-        ]
-      )
-      file.write(f'{json.dumps(done[-1])}\n')
-      file.flush()
-  whole = [pair for batch in done for pair in batch]
-  if not whole:
+      save(number)
+      # Of many outputs less often: it takes longer.
+      due = now + max(_SAVE_SECONDS, _MOST_SAVING * (time.monotonic() - now))
+    numbers = batches[number]
+    texts = [sources[i][0] for i in numbers]
+    widest = max(map(len, texts))
+    outputs = decode(
+      model,
+      placed,
+      config,
+      texts,
+      numbers,
+      min(1 << max(4, widest.bit_length()), longest),
+      config.temperatures[number % len(config.temperatures)],
+      start_id,
+      eos_id,
+    )
+    done += [pair for pair in zip(texts, outputs, strict=True) if pair[1]]
+  if not done:
     raise ValueError(
       f'None of {len(sources)} outputs ended by itself; is the model trained?'
     )
-  pairs = TokenPairs.from_lists(*zip(*whole, strict=True))
-  pairs.save(path, settings=np.array(json.dumps(settings)))
-  os.unlink(unfinished)
-  log(f'outputs: {len(pairs)} of {sum(map(len, batches))} ended by themselves')
-  return pairs
+  log(f'outputs: {len(done)} of {sum(map(len, batches))} ended by themselves')
+  return save(len(batches))
 
 
 def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
@@ -257,36 +260,6 @@ def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
     f'{path!r} belongs to a run with other settings',
     'Continue that run with its own settings, or choose another folder.',
   )
-
-
-def _resumed(path: str, settings: dict[str, Any]) -> list[list[Any]]:
-  """Whole batches of an unfinished file; what is broken is cut off."""
-  lines, size = [], 0
-  with open(path, 'a+b') as file:
-    file.seek(0)
-    for line in file:
-      try:
-        lines.append(json.loads(line if line.endswith(b'\n') else b''))
-      except ValueError:
-        break
-      size += len(line)
-    file.truncate(size)
-    if lines:
-      check_settings(path, lines[0], settings)
-    else:
-      file.write(f'{json.dumps(settings)}\n'.encode())
-  return lines[1:]
-
-
-def digest(*trees: Any) -> str:
-  """sha256 (hex) of the bytes of all arrays, and of their names and types."""
-  sha = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-    array = np.ascontiguousarray(leaf)
-    name = jax.tree_util.keystr(path)
-    sha.update(f'{name} {array.dtype} {array.shape}'.encode())
-    sha.update(array.tobytes())
-  return sha.hexdigest()
 
 
 def _batches(sources: TokenPairs, config: OutputsConfig) -> list[np.ndarray]:

@@ -17,7 +17,6 @@ from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checks.fields import (
   check_at_least,
-  check_choice,
   check_types,
   unexpected,
 )
@@ -33,15 +32,14 @@ from specdec_jax.measure.record import describe
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import say
 from specdec_jax.models.base import reads_encoder
-from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.training.data import PackingConfig, TokenPairs
-from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import OutputsConfig
 from specdec_jax.training.run import (
   MODEL_FILE,
   OUTPUTS,
+  Dtype,
   FromTarget,
   TrainRun,
   train,
@@ -96,7 +94,7 @@ class DistilConfig:
   learning_rate: float = 2e-3
   tokens_per_batch: int = 2048
   tokens_per_part: int = 256
-  export_dtype: str = 'float32'
+  export_dtype: Dtype = 'float32'
   max_gamma: int = 16
   num_tokens: int = 2000
   repeats: int = 9
@@ -104,7 +102,6 @@ class DistilConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('DistilConfig.export_dtype', self.export_dtype, DTYPES)
     check_at_least(self, num_layers=1, max_input_len=2, max_decode_len=2)
     check_at_least(self, minutes=0.0, steps=1)
     check_at_least(self, max_gamma=1, num_tokens=1, repeats=2)
@@ -132,18 +129,11 @@ def distil(
   huggingface.import_safetensors()
   _check_folder(config.output_dir)
   learned, held_out, lengths = _texts(config)
-  limits = f'{config.steps} steps'
-  if config.minutes:
-    decoding, learning = _shares(config.minutes)
-    limits = (
-      f'{config.minutes:g} minutes in all: {decoding:.2g} at most to decode,'
-      f' {learning:.2g} to learn, the rest to compile and to calibrate'
-    )
   say(
     console,
     f'{len(learned)} texts to learn from, {len(held_out)} held out; the drafter'
     f' is {config.num_layers} of the decoder layers of {config.target.name!r};'
-    f' {limits}.',
+    f' {config.minutes:g} minutes in all (0: no limit).',
   )
   training = os.path.join(config.output_dir, _TRAINING)
   files.make_folder(training)
@@ -203,10 +193,9 @@ def draft_network(config: DistilConfig) -> T5:
 
 def _check_folder(folder: str) -> None:
   """Raises ValueError if something else than a drafter of ours is there."""
+  names = [os.path.basename(folder)] if os.path.isfile(folder) else []
   if os.path.isdir(folder):
     names = sorted(os.listdir(folder))
-  else:
-    names = ['a file'] if os.path.exists(folder) else []
   if names and _TRAINING not in names:
     expected = 'a new folder, or that of an earlier run'
     raise unexpected(f'DistilConfig.output_dir {folder!r}', expected, names)
@@ -284,7 +273,6 @@ def _train_run(
     learning=FromTarget(
       target=config.target.network,
       checkpoint_path=config.target.name,
-      weights=DistillationWeights(1.0, 0.0, 1.0),
       slice_target=True,
       outputs=outputs,
     ),

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import (
   check_at_least,
-  check_choice,
   check_types,
   unexpected,
 )
@@ -34,7 +33,6 @@ from specdec_jax.models.base import (
   reads_encoder,
   start_id,
 )
-from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.t5 import T5
 from specdec_jax.text import tasks
 from specdec_jax.text.local_tasks import (
@@ -50,22 +48,21 @@ from specdec_jax.training.data import (
   PackingConfig,
   TokenPairs,
 )
-from specdec_jax.training.losses import DistillationWeights
 from specdec_jax.training.outputs import (
   OutputsConfig,
   check_settings,
-  digest,
   generate_outputs,
 )
 from specdec_jax.training.slicing import sliced
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
+Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
 OUTPUTS = 'outputs'
-_RANDOM = 'random'  # a slice as well
 # Fields of `FromTarget` that a run that goes on must have as before.
 _DECIDES_LEARNING = (
-  *('target', 'weights', 'slice_target', 'with_references', 'head_decay'),
+  *('target', 'total_variation', 'slice_target', 'with_references'),
+  'head_decay',
 )
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
@@ -88,7 +85,8 @@ class FromTarget:
   Attributes:
     target: the model to follow.
     checkpoint_path: its parameters, a single-file T5X checkpoint.
-    weights: weights of the loss's terms.
+    total_variation: weight of the probability that a proposal is rejected,
+      beside the divergence; see `losses.distillation`.
     slice_target: whether to begin with a slice of the target if there is no
       checkpoint to begin with; see `slicing.sliced`.
     outputs: how the target's own outputs for the data's sources are made; None
@@ -103,7 +101,7 @@ class FromTarget:
 
   target: LanguageModel
   checkpoint_path: str
-  weights: DistillationWeights = DistillationWeights()
+  total_variation: float = 1.0
   slice_target: bool = False
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
@@ -112,7 +110,7 @@ class FromTarget:
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, head_decay=0.0)
+    check_at_least(self, head_decay=0.0, total_variation=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +158,13 @@ class TrainRun:
   packing: PackingConfig = PackingConfig()
   training: TrainConfig = TrainConfig()
   learning: Likelihood | FromTarget = Likelihood()
-  export_dtype: str = 'float32'
+  export_dtype: Dtype = 'float32'
 
   def __post_init__(self):
     check_types(self)
     if not self.model_dir:
       raise unexpected('TrainRun.model_dir', 'a folder', self.model_dir)
     self._check_networks()
-    check_choice('TrainRun.export_dtype', self.export_dtype, DTYPES)
     sources = (self.train_file, self.task)
     if (self.train_file is None) == (self.task is None):
       raise unexpected('TrainRun', 'either a train_file or a task', sources)
@@ -276,7 +273,7 @@ def train(
     'optimizer': dataclasses.asdict(training.optimizer),
     'seed': training.seed,
     'packing': dataclasses.asdict(packing),
-    'train_data': digest(dataclasses.astuple(pairs)),
+    'train_data': pairs.digest,
   }
   path = os.path.join(run.model_dir, 'settings.json')
   if os.path.exists(path):
@@ -284,9 +281,7 @@ def train(
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
   batches = PackedBatches(pairs, packing)
-  valid = None
-  if held_out is not None:
-    valid = PackedBatches(held_out, packing, keep_all=True)
+  valid = None if held_out is None else PackedBatches(held_out, packing)
   log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
@@ -339,11 +334,11 @@ def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
     ValueError: data cannot be read, or has ids outside the model's vocabulary.
   """
   if run.task is not None:
-    splits = tasks.splits(run.task)
-    parts = [_task_pairs(run, run.task, split) for split in splits]
+    task = run.task
+    parts = [_task_pairs(run, task, split) for split in tasks.splits(task)]
   else:
-    paths = (run.train_file, run.eval_file)
-    parts = [_file_pairs(run, path) for path in paths if path is not None]
+    paths = filter(None, (run.train_file, run.eval_file))
+    parts = [_file_pairs(run, path) for path in paths]
   size = run.network.vocab_size
   for pairs in parts:
     for ids in (pairs.inputs, pairs.targets):
@@ -354,12 +349,13 @@ def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
 
 
 def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
-  if path.endswith('.npz') or run.vocab_path is None:
+  if path.endswith('.npz'):
     return TokenPairs.load(path)
   kind = kind_of(path)
   if kind != 'jsonl':
     kind = 'tsv' if run.network.has_encoder else 'txt'
-  task = LocalTask(path, {tasks.TRAIN_SPLIT: path}, run.vocab_path, kind)
+  files_of = {tasks.TRAIN_SPLIT: path}
+  task = LocalTask(path, files_of, str(run.vocab_path), kind)
   pairs = _task_pairs(run, task, tasks.TRAIN_SPLIT)
   sources, targets = map(np.diff, (pairs.inputs_offsets, pairs.targets_offsets))
   lacking = np.flatnonzero((sources > 0) & (targets == 0))
@@ -372,11 +368,11 @@ def _task_pairs(run: TrainRun, task: str | LocalTask, split: str) -> TokenPairs:
   lengths = run.task_feature_lengths or {}
   name = task.name if isinstance(task, LocalTask) else task
   check_feature_lengths(lengths, FEATURES, name)
+  inputs, targets = tasks.token_lists(task, split)
+  # The end of sequence has the last place.
   inputs, targets = (
-    [ids[: lengths[feature] - 1] if feature in lengths else ids for ids in rows]
-    for feature, rows in zip(
-      FEATURES, tasks.token_lists(task, split), strict=True
-    )
+    [ids[: lengths.get(feature, sys.maxsize) - 1] for ids in rows]
+    for feature, rows in zip(FEATURES, (inputs, targets), strict=True)
   )
   if not run.network.has_encoder and not any(map(len, targets)):
     # Lines of text. A pair needs two sides; which id the source is, is nothing.
@@ -385,23 +381,17 @@ def _task_pairs(run: TrainRun, task: str | LocalTask, split: str) -> TokenPairs:
 
 
 def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
-  """Parameters to begin with, and a text that says where they come from."""
+  """Parameters to begin with, and the fingerprint of a checkpoint's."""
   model: Any = run.model
   if run.init_checkpoint_path is not None:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
-    return params, digest(params)
-  learning: Any = run.learning
-  if getattr(learning, 'slice_target', False):
-    params = sliced(
-      objective.target_params,
-      run.target.config,
-      model.config,
-    )
-    return params, _RANDOM
+    return params, fingerprint(params)
+  if getattr(run.learning, 'slice_target', False):
+    return sliced(objective.target_params, run.target.config, model.config), ''
   # Room for the parameters and their gradients.
   config, subject = getattr(model, 'config', None), 'The model to train'
   sizes.check_params(config, 2 * 4, memory.free_bytes, subject)
-  return model.init(jax.random.key(run.training.seed)), _RANDOM
+  return model.init(jax.random.key(run.training.seed)), ''
 
 
 def _objective(run: TrainRun, first: int | None) -> tuple[Any, dict[str, Any]]:
@@ -414,9 +404,9 @@ def _objective(run: TrainRun, first: int | None) -> tuple[Any, dict[str, Any]]:
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
   settings = {
     name: repr(getattr(learning, name)) for name in _DECIDES_LEARNING
-  } | {'target_params': digest(params)}
+  } | {'target_params': fingerprint(params)}
   params = jax.tree.map(jnp.asarray, params)
-  common = model, target, params, first, learning.weights
+  common = model, target, params, first, learning.total_variation
   if isinstance(model, Heads):
     return losses.HeadDistillation(*common, learning.head_decay), settings
   return losses.Distillation(*common), settings

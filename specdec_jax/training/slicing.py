@@ -143,17 +143,17 @@ def _gram(rows: np.ndarray) -> np.ndarray:
 
 
 def _check(target: T5Config, draft: T5Config) -> None:
-  at_most = ('emb_dim', 'num_encoder_layers', 'num_decoder_layers')
   same = ('vocab_size', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
-  sizes = {
-    name: (getattr(draft, name), getattr(target, name))
+  at_most = ('emb_dim', 'num_encoder_layers', 'num_decoder_layers')
+  wanted = {
+    name: getattr(target, name)
     for name in (*same, 'logits_via_embedding', *at_most)
   }
   if not draft.num_encoder_layers:
-    sizes['encoded_dim'] = draft.encoded_dim, target.emb_dim
-  for name, (size, wanted) in sizes.items():
-    smaller = name in at_most and size < wanted
-    if size != wanted and not smaller:
-      expected = f'at most {wanted}' if name in at_most else f'{wanted}'
+    wanted['encoded_dim'] = target.emb_dim
+  for name, most in wanted.items():
+    size = getattr(draft, name)
+    if size > most if name in at_most else size != most:
+      expected = f'at most {most}' if name in at_most else f'{most}'
       subject = f'FromTarget.slice_target: {name} of the slice'
       raise unexpected(subject, f"{expected}, the target's", size)

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specdec_jax.checkpoints import orbax
 from specdec_jax.checks.fields import (
   check_at_least,
-  check_choice,
   check_types,
   unexpected,
 )
@@ -25,9 +23,7 @@ from specdec_jax.models.base import Params
 from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective
 
-OPTIMIZERS = ('adamw', 'muon')
-CURVES = ('cosine', 'linear', 'constant')
-
+_STATES = 2  # how many of the latest states are kept
 # Parameters that muon leaves to AdamW: its update is for matrices that map
 # activations to activations.
 _NOT_MUON = (
@@ -52,10 +48,10 @@ class OptimizerConfig:
     max_grad_norm: gradients are scaled down to this global norm; 0 is off.
   """
 
-  name: str = 'adamw'
+  name: Literal['adamw', 'muon'] = 'adamw'
   learning_rate: float = 2e-3
   warmup_steps: int = 200
-  curve: str = 'cosine'
+  curve: Literal['cosine', 'linear', 'constant'] = 'cosine'
   weight_decay: float = 0.01
   b1: float = 0.9
   b2: float = 0.98
@@ -63,8 +59,6 @@ class OptimizerConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('OptimizerConfig.name', self.name, OPTIMIZERS)
-    check_choice('OptimizerConfig.curve', self.curve, CURVES)
     check_at_least(self, warmup_steps=0)
     if self.learning_rate <= 0:
       raise unexpected(
@@ -136,9 +130,8 @@ class TrainConfig:
       whichever is further on, so that it ends at zero on a machine of any
       speed.
     eval_every, log_every: steps between evaluations, and between log lines.
-    checkpoint_minutes: time between saved states; 0 does not save by time.
-    checkpoint_steps: steps between saved states; 0 does not save by steps. The
-      last state is always saved.
+    checkpoint_minutes: time between saved states; 0 saves each step's. The last
+      state is always saved.
     seed: seed of initialisation and dropout.
     optimizer: see `OptimizerConfig`.
   """
@@ -148,13 +141,13 @@ class TrainConfig:
   eval_every: int = 500
   log_every: int = 50
   checkpoint_minutes: float = 10.0
-  checkpoint_steps: int = 0
   seed: int = 0
   optimizer: OptimizerConfig = OptimizerConfig()
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, steps=1, eval_every=1, log_every=1, max_minutes=0.0)
+    check_at_least(self, steps=1, eval_every=1, log_every=1)
+    check_at_least(self, max_minutes=0.0, checkpoint_minutes=0.0)
 
 
 @flax.struct.dataclass
@@ -165,11 +158,13 @@ class TrainState:
     step: int32[], updates done.
     params: float32 parameters.
     opt_state: state of the optimiser.
+    elapsed_s: float32[], the training time until the state was saved.
   """
 
   step: jax.Array
   params: Params
   opt_state: Any
+  elapsed_s: jax.Array
 
 
 class Trainer:
@@ -210,8 +205,12 @@ class Trainer:
   def init(self, params: Params) -> TrainState:
     """The state before the first step; owns copies of `params`."""
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-    step = jnp.zeros((), jnp.int32)
-    return TrainState(step, params, self._optimizer.init(params))
+    return TrainState(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      opt_state=self._optimizer.init(params),
+      elapsed_s=jnp.zeros((), jnp.float32),
+    )
 
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
@@ -239,18 +238,12 @@ class Trainer:
       _add(total, self._evaluate(self._objective, params, batch))
     return _means(total)
 
-  def train(
-    self,
-    params: Params,
-    folder: str | os.PathLike[str] | None = None,
-    stop_after: int | None = None,
-  ) -> TrainState:
+  def train(self, params: Params, folder: str | os.PathLike[str]) -> TrainState:
     """Runs to the end, from the last saved state in `folder` if there is one.
 
     Args:
       params: the parameters that a new run starts with.
-      folder: folder of saved states; None saves nothing.
-      stop_after: ends after this step as if the run were killed (no last save).
+      folder: folder of saved states.
 
     Returns:
       The final state.
@@ -260,48 +253,41 @@ class Trainer:
       FloatingPointError: the loss is no longer finite.
     """
     config = self.config
-    state, elapsed = self.init(params), 0.0
-    store = orbax.StateStore(folder) if folder is not None else None
-    if store is not None and store.latest_step() is not None:
-      state, extra = store.restore(state)
-      # Orbax pins arrays to their device, for which jit would compile again.
-      state = jax.tree.map(lambda x: jnp.array(np.asarray(x)), state)
-      elapsed = float(extra['elapsed_s'])
-    step = int(state.step)
-    self.compile(state)
-    clock = _Clock(elapsed)
-    if step:
-      self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
-    saved_s = logged_s = elapsed
-    sums: dict[str, float] = {}
-    while (progress := self._progress(step, clock)) < 1.0:
-      rate = learning_rate(config.optimizer, step, progress)
-      state, norm, added = self._one_step(state, step, rate)
-      _add(sums, added)
-      step += 1
-      if step % config.log_every == 0:
+    with _states(folder) as store:
+      state = _restored(store, self.init(params))
+      step, elapsed = int(state.step), float(state.elapsed_s)
+      self.compile(state)
+      clock = _Clock(elapsed)
+      if step:
+        self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
+      saved_s = logged_s = elapsed
+      sums: dict[str, float] = {}
+      data = self._train_data.stream(step)
+      while (progress := self._progress(step, clock)) < 1.0:
+        rate = learning_rate(config.optimizer, step, progress)
+        epoch, batch = next(data)
+        state, norm, added = self._one_step(state, step, batch, rate)
+        _add(sums, added)
+        step += 1
         now = clock.elapsed_s
-        speed = sums['tokens'] / max(now - logged_s, 1e-9)
-        self._log(
-          f'step {step}/{config.steps} {_text(_means(sums))} lr {rate:.2e}'
-          f' grad_norm {float(norm):.2f} tokens/s {speed:.0f}'
-          f' epoch {self._train_data.epochs_done(step):.2f} min {now / 60:.1f}'
-        )
-        sums.clear()
-        logged_s = now
-      if step == stop_after:
-        return state
-      if step % config.eval_every == 0:
+        if step % config.log_every == 0:
+          speed = sums['tokens'] / max(now - logged_s, 1e-9)
+          self._log(
+            f'step {step}/{config.steps} {_text(_means(sums))} lr {rate:.2e}'
+            f' grad_norm {float(norm):.2f} tokens/s {speed:.0f}'
+            f' epoch {epoch:.2f} min {now / 60:.1f}'
+          )
+          sums.clear()
+          logged_s = now
+        if step % config.eval_every == 0:
+          self._report_eval(state, step)
+        if now - saved_s >= 60 * config.checkpoint_minutes:
+          saved_s = now
+          _save(store, state, now)
+      if step % config.eval_every:
         self._report_eval(state, step)
-      if store is not None and self._save_is_due(step, clock, saved_s):
-        saved_s = clock.elapsed_s
-        store.save(step, state, {'elapsed_s': saved_s})
-    if step % config.eval_every:
-      self._report_eval(state, step)
-    if store is not None:
       if store.latest_step() != step:
-        store.save(step, state, {'elapsed_s': clock.elapsed_s})
-      store.close()
+        _save(store, state, clock.elapsed_s)
     return state
 
   def _progress(self, step: int, clock: '_Clock') -> float:
@@ -311,16 +297,8 @@ class Trainer:
       done = max(done, clock.elapsed_s / (60 * self.config.max_minutes))
     return done
 
-  def _save_is_due(self, step: int, clock: '_Clock', saved_s: float) -> bool:
-    config = self.config
-    if config.checkpoint_steps and step % config.checkpoint_steps == 0:
-      return True
-    minutes = (clock.elapsed_s - saved_s) / 60
-    return 0 < config.checkpoint_minutes <= minutes
-
-  def _one_step(self, state: TrainState, step: int, rate: float):
+  def _one_step(self, state: TrainState, step: int, batch: Batch, rate: float):
     """The next state, the gradient's norm, and the step's sums."""
-    batch = self._train_data.batch(step)
     key = jax.random.fold_in(jax.random.key(self.config.seed), step)
     gradients, sums = self._gradient(self._objective, state.params, batch, key)
     state, norm = self._update(state, gradients, np.float32(rate))
@@ -345,6 +323,45 @@ class _Clock:
   @property
   def elapsed_s(self) -> float:
     return time.monotonic() - self._start
+
+
+def _states(folder: str | os.PathLike[str]) -> Any:
+  """Orbax's manager of the latest states, which removes what a kill has cut."""
+  import orbax.checkpoint as ocp
+
+  return ocp.CheckpointManager(
+    os.path.abspath(folder),
+    options=ocp.CheckpointManagerOptions(
+      max_to_keep=_STATES,
+      create=True,
+      cleanup_tmp_directories=True,
+      enable_async_checkpointing=False,
+    ),
+  )
+
+
+def _save(store: Any, state: TrainState, elapsed_s: float) -> None:
+  import orbax.checkpoint as ocp
+
+  state = dataclasses.replace(state, elapsed_s=jnp.float32(elapsed_s))
+  store.save(int(state.step), args=ocp.args.StandardSave(state), force=True)
+
+
+def _restored(store: Any, state: TrainState) -> TrainState:
+  """The latest state of the shapes of `state`, which is the one without any."""
+  import orbax.checkpoint as ocp
+
+  if (step := store.latest_step()) is None:
+    return state
+  try:
+    found = store.restore(step, args=ocp.args.StandardRestore(state))
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f'{str(store.directory)!r}: the state of step {step} belongs to another'
+      f' model or optimiser ({error}). Continue it with its own configuration.'
+    ) from error
+  # Orbax pins arrays to their device, for which jit would compile again.
+  return jax.tree.map(lambda x: jnp.array(np.asarray(x)), found)
 
 
 def _batch_like(shapes: Batch) -> Batch:
@@ -382,7 +399,8 @@ def _update(optimizer, state, gradients, rate):
     gradients, state.opt_state, state.params
   )
   params = optax.apply_updates(state.params, optax.tree.scale(rate, updates))
-  return TrainState(state.step + 1, params, opt_state), norm
+  state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+  return state, norm
 
 
 def _add(total: dict[str, float], sums: Mapping[str, jax.Array]) -> None:
