@@ -35,6 +35,7 @@ from specdec_jax.engine.scheduler import (
 from specdec_jax.models import backend
 from specdec_jax.probs import SamplingParams
 from specdec_jax.serving.log import say
+from specdec_jax.serving.protocol import Busy, Stopped
 from specdec_jax.serving.settings import ServeSettings
 
 _LOG = logging.getLogger(__name__)
@@ -44,14 +45,6 @@ _SEARCH_ROUNDS = 4  # of a beam search, between two steps of the rows
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 # Kinds of rows for which rounds have programs of their own.
 _SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
-
-
-class Busy(Exception):
-  """The queue is full."""
-
-
-class Stopped(Exception):
-  """The server does not take requests: it is stopping, or has failed."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
