@@ -128,7 +128,7 @@ class Replicas(Served):
   @property
   def num_started(self):
     """Replicas that were ready at some time."""
-    return sum('ServeReplica' in x and '"ready"' in x for x in self.lines)
+    return sum('ServeReplica' in x and '"compiled"' in x for x in self.lines)
 
   @property
   def replicas(self):

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import dataclasses
 import functools
+import gc
 import itertools
 import logging
 import math
@@ -333,6 +334,11 @@ class Worker(Scheduler):
 
   def _compile(self) -> None:
     """Compiles all programs; with the first ones there, rows are taken."""
+    begin = time.perf_counter()
+
+    def say_since(event: str) -> None:
+      say(event, seconds=round(time.perf_counter() - begin, 3))
+
     try:
       scheduler = Scheduler(**self._args)
       runs = [*self._rehearsals(scheduler), *self._short_searches()]
@@ -347,8 +353,14 @@ class Worker(Scheduler):
           with self._lock:
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
+          say_since('ready')
+      # What is there by now stays: half a million objects, which would be gone
+      # through again and again while requests wait.
+      gc.collect()
+      gc.freeze()
       with self._lock:
         self.is_compiled = not self._ends
+      say_since('compiled')
     except Exception as failure:
       self._fail(failure)
 
