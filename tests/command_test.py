@@ -78,17 +78,24 @@ def test_what_a_shell_may_take_away(folder, line, words):
 
 
 @pytest.mark.parametrize('name', commands.COMMANDS)
-def test_help_of_a_command_describes_every_flag(capsys, name):
+def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
   status, out, _ = run(capsys, name, '--help')
   assert status == 0 and 'default: None' not in out and 'REQUIRED' not in out
   examples = re.findall(rf'^  (?:echo .* \| )?specdec {name}\b', out, re.M)
   assert len(examples) >= 2
   assert max(map(len, out.splitlines())) <= 80
-  for flag in options.flags(commands.COMMANDS[name].places):
+  command, argv = commands.COMMANDS[name], []
+  flags = options.flags(command.places)
+  for flag in flags:
     assert len(flag.help) > 5, flag
     assert not re.search('likewise|as of|see ', flag.help), flag
-    for option in flag.names:
-      assert option in out
+    assert flag.names and all(option in out for option in flag.names)
+    value = 'x' if str in flag.kinds else '1'
+    argv += [flag.names[0]] if flag.is_switch else [flag.names[0], value]
+  names = [spelling for flag in flags for spelling in flag.names]
+  assert len(names) == len(set(names))
+  if command.run_file:  # all together
+    gin_flags.load(argv, command, name)
 
 
 @pytest.mark.parametrize(
@@ -179,34 +186,18 @@ def test_a_target_brings_nothing_of_the_demo_pair():
 
 
 @pytest.mark.parametrize(
-  'name', [name for name, one in commands.COMMANDS.items() if one.run_file]
+  ('flags', 'want'),
+  [
+    ((), 'report'),
+    (('--gin.DecodeConfig.input_file=a',), 'report'),
+    (('a', '--gin.STDOUT=report'), 'report'),
+    (('a',), 'outputs'),
+    (('--input=a',), 'outputs'),
+    (('-', '--mode=plain'), 'outputs'),
+  ],
 )
-def test_every_flag_can_be_given(name):
-  """No two flags of a command share a name."""
-  command = commands.COMMANDS[name]
-  with pytest.raises(ValueError):  # its files are loaded by then
-    gin_flags.load(['--nonsense'], command, name)
-  flags = options.flags(command.places)
-  names = [spelling for flag in flags for spelling in flag.names]
-  assert len(names) == len(set(names)) and all(flag.names for flag in flags)
-  argv = []
-  for flag in flags:
-    value = 'x' if str in flag.kinds else '1'
-    argv += [flag.names[0]] if flag.is_switch else [flag.names[0], value]
-  gin_flags.load(argv, command, name)
-
-
-def test_outputs_go_to_stdout_where_a_file_is_given_plainly():
-  def of(*flags, file=''):
-    command = commands.COMMANDS['demo']
-    if file:
-      flags = (*flags, f'--gin_file={file}')
-    gin_flags.load(flags, command)
-    return gin.query_parameter('STDOUT/gin.macro.value')
-
-  assert of() == of('--gin.DecodeConfig.input_file=a') == 'report'
-  assert of('a') == of('--input=a') == of('-', '--mode=plain') == 'outputs'
-  assert of('a', '--gin.STDOUT=report') == 'report'
+def test_outputs_go_to_stdout_where_a_file_is_given_plainly(flags, want):
+  assert macros('demo', *flags, names=['STDOUT']) == {'STDOUT': want}
 
 
 def test_t5x_names_stay():
