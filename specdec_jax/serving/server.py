@@ -8,6 +8,7 @@ many connections may do nothing while others want one.
 import asyncio
 import dataclasses
 import functools
+import gc
 import json
 import math
 from collections.abc import Sequence
@@ -93,7 +94,14 @@ class Server:
 
   async def _watch(self) -> None:
     """Ends the server if the scheduler fails."""
+    is_frozen = False
     while self._worker.failure is None:
+      if self._worker.is_compiled and not is_frozen:
+        is_frozen = True
+        # What is there by now stays: half a million objects, which would be
+        # gone through again and again while requests wait.
+        gc.collect()
+        gc.freeze()
       await asyncio.sleep(0.1)
     self.stop()
 

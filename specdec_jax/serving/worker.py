@@ -8,7 +8,6 @@ import asyncio
 import collections
 import dataclasses
 import functools
-import gc
 import itertools
 import logging
 import math
@@ -354,10 +353,6 @@ class Worker(Scheduler):
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
           say_since('ready')
-      # What is there by now stays: half a million objects, which would be gone
-      # through again and again while requests wait.
-      gc.collect()
-      gc.freeze()
       with self._lock:
         self.is_compiled = not self._ends
       say_since('compiled')
