@@ -78,25 +78,24 @@ def test_what_a_shell_may_take_away(folder, line, words):
 
 
 @pytest.mark.parametrize('name', commands.COMMANDS)
-def test_help_of_a_command_describes_every_flag(capsys, name):
+def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
   status, out, _ = run(capsys, name, '--help')
-  assert status == 0
+  assert status == 0 and 'default: None' not in out and 'REQUIRED' not in out
   examples = re.findall(rf'^  (?:echo .* \| )?specdec {name}\b', out, re.M)
   assert len(examples) >= 2
   assert max(map(len, out.splitlines())) <= 80
-  for flag in options.flags(commands.COMMANDS[name].places):
+  command, argv = commands.COMMANDS[name], []
+  flags = options.flags(command.places)
+  for flag in flags:
     assert len(flag.help) > 5, flag
     assert not re.search('likewise|as of|see ', flag.help), flag
-    for option in flag.names:
-      assert option in out
-
-
-def test_help_says_what_is_the_default(capsys):
-  out = ' '.join(run(capsys, 'decode', '--help')[1].split())
-  assert '(default: 4)' in out and '(default: speculative)' in out
-  assert 'default: None' not in out and 'REQUIRED' not in out
-  # No search is the default.
-  assert re.search(r'--num-beams N [^-(]*asks for one --alpha', out), out
+    assert flag.names and all(option in out for option in flag.names)
+    value = 'x' if str in flag.kinds else '1'
+    argv += [flag.names[0]] if flag.is_switch else [flag.names[0], value]
+  names = [spelling for flag in flags for spelling in flag.names]
+  assert len(names) == len(set(names))
+  if command.run_file:  # all together
+    gin_flags.load(argv, command, name)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +108,10 @@ def test_help_says_what_is_the_default(capsys):
     (['calibrate', '--batch-sizes', '1,x'], 'whole number, with commas'),
     (['distil', '--minutes', '1e999'], "--minutes: expected .* '1e999'"),
     (['decode', 'a.txt', 'b.txt'], "Unknown argument 'b.txt'"),
-    (['decode', 'a.txt', '--input', 'b.txt'], '--input: .*FILE.*b.txt'),
+    (['decode', 'a.txt', '--input', 'b.txt'], "--input: .*'b.txt'.*'a.txt'"),
+    (['decode', '--gamma=1', '--gamma=2'], '--gamma: .*2.*not 1'),
     (['decode'], 'Required and not given: .*--target'),
-    (['decode', '--gin.GAMMA=3'], 'Give --gamma'),
+    (['decode', '--gin.GAMMA=3'], 'GAMMA: no gin file has it'),
     (['measure'], 'No --gin_file was given'),
     (['demo', '--port', '2'], "Unknown argument '--port'"),
     (
@@ -162,15 +162,10 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
   want = {'measure.calibrate.CalibrateConfig.batches': (1, 4)}
   flags = ('a.txt', '--target=T', '--draft=D', '--batch-sizes=1,4')
   assert macros('calibrate', *flags, names=want) == want
+  want = {'serving.ServeSettings.speculative': False}
+  assert macros('serve', '--no-speculative', names=want) == want
   want = {'CHECKPOINT_PATH': 'T', 'MIXTURE_OR_TASK_NAME': 'pairs.tsv'}
   assert macros('score', 'pairs.tsv', '--target=T', names=want) == want
-
-
-@pytest.mark.parametrize('value', [True, False])
-def test_a_switch_can_be_turned_either_way(value):
-  name = 'serving.ServeSettings.speculative'
-  flag = '--speculative' if value else '--no-speculative'
-  assert macros('serve', flag, names=[name]) == {name: value}
 
 
 PAIR = ('CHECKPOINT_PATH', 'DRAFT_CHECKPOINT_PATH', 'VOCAB_PATH', 'TARGET',
@@ -191,34 +186,18 @@ def test_a_target_brings_nothing_of_the_demo_pair():
 
 
 @pytest.mark.parametrize(
-  'name', [name for name, one in commands.COMMANDS.items() if one.run_file]
+  ('flags', 'want'),
+  [
+    ((), 'report'),
+    (('--gin.DecodeConfig.input_file=a',), 'report'),
+    (('a', '--gin.STDOUT=report'), 'report'),
+    (('a',), 'outputs'),
+    (('--input=a',), 'outputs'),
+    (('-', '--mode=plain'), 'outputs'),
+  ],
 )
-def test_every_flag_can_be_given(name):
-  """No two flags of a command share a name."""
-  command = commands.COMMANDS[name]
-  with pytest.raises(ValueError):  # its files are loaded by then
-    gin_flags.load(['--nonsense'], command, name)
-  flags = options.flags(command.places)
-  names = [spelling for flag in flags for spelling in flag.names]
-  assert len(names) == len(set(names)) and all(flag.names for flag in flags)
-  argv = []
-  for flag in flags:
-    value = 'x' if str in flag.kinds else '1'
-    argv += [flag.names[0]] if flag.is_switch else [flag.names[0], value]
-  gin_flags.load(argv, command, name)
-
-
-def test_outputs_go_to_stdout_where_a_file_is_given_plainly():
-  def of(*flags, file=''):
-    command = commands.COMMANDS['demo']
-    if file:
-      flags = (*flags, f'--gin_file={file}')
-    gin_flags.load(flags, command)
-    return gin.query_parameter('STDOUT/gin.macro.value')
-
-  assert of() == of('--gin.DecodeConfig.input_file=a') == 'report'
-  assert of('a') == of('--input=a') == of('-', '--mode=plain') == 'outputs'
-  assert of('a', '--gin.STDOUT=report') == 'report'
+def test_outputs_go_to_stdout_where_a_file_is_given_plainly(flags, want):
+  assert macros('demo', *flags, names=['STDOUT']) == {'STDOUT': want}
 
 
 def test_t5x_names_stay():

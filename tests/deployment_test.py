@@ -5,7 +5,6 @@ for / the Dockerfile's files are copied and its commands run, and what both of
 them start is started, asked, and told to end as they do.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -27,69 +26,44 @@ _OURS = re.compile(r'(?<![\w/.])/(src|opt/specdec|var/cache/specdec)\b')
 _FREE = 8000  # the port that both take; another may have it here
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-  """A line of a Dockerfile, with what it was continued by."""
-
-  name: str
-  text: str
-
-  @property
-  def words(self) -> list[str]:
-    """Of the exec form the words, of others those between spaces."""
-    text = self.text[self.text.find('[') :]
-    return json.loads(text) if text[:1] == '[' else shlex.split(self.text)
-
-
-def dockerfile() -> list[Instruction]:
+def instructions() -> list[tuple[str, str]]:
+  """Name and text of each instruction of the Dockerfile."""
   text = re.sub(r'^#.*\n', '', DOCKERFILE.read_text(), flags=re.M)
   lines = re.sub(r'\\\n', ' ', text).splitlines()
-  return [Instruction(*line.split(None, 1)) for line in lines if line]
+  return [tuple(line.split(None, 1)) for line in lines if line]
 
 
-def of(name: str) -> list[Instruction]:
-  return [one for one in dockerfile() if one.name == name]
+def words(name: str) -> list[str]:
+  """The words of all instructions of a name, whose form is exec or shell."""
+  every = []
+  for other, text in instructions():
+    if other == name:
+      form = text[text.find('[') :]
+      every += json.loads(form) if form[:1] == '[' else shlex.split(text)
+  return every
 
 
-def only(name: str) -> Instruction:
-  (found,) = of(name)
-  return found
-
-
-def unit() -> dict[str, list[str]]:
-  """Key -> its values."""
-  values: dict[str, list[str]] = {}
-  for key, value in re.findall(r'^(\w+)=(.*)', UNIT.read_text(), re.M):
-    values.setdefault(key, []).append(value)
-  return values
-
-
-def test_the_dockerfile_runs_as_nobody_and_asks_whether_it_is_well():
-  user, _, group = only('USER').text.partition(':')
-  assert int(user) > 0 and int(group) > 0, 'a number needs no /etc/passwd'
-  assert only('STOPSIGNAL').text == 'SIGTERM'
-  assert '/health' in only('HEALTHCHECK').text
-  names = [one.name for one in dockerfile()]
+def test_the_image_and_the_unit_start_the_same_as_nobody():
+  names = [name for name, _ in instructions()]
   assert set(names) <= {
     *('FROM', 'COPY', 'RUN', 'ENV', 'VOLUME', 'WORKDIR', 'USER', 'EXPOSE'),
     *('STOPSIGNAL', 'HEALTHCHECK', 'ENTRYPOINT'),
-  }, 'an instruction that this test does not run'
+  }, 'an instruction that these tests do not run'
   assert 'RUN' not in names[names.index('USER') :]
-  for one in of('COPY'):
-    for source in one.words[:-1]:
-      assert (ROOT / source).exists(), source
-
-
-def test_the_unit_starts_what_the_image_starts_and_gives_it_time():
-  found = unit()
-  flags = found['ExecStart'][0].split()
-  assert flags[0] == only('ENTRYPOINT').words[0]
-  assert flags[1] == 'serve' and '$SPECDEC_FLAGS' in flags
-  (seconds,) = found['TimeoutStopSec']
-  assert float(seconds) > ServeSettings().end_seconds
+  for name, text in instructions():
+    if name == 'COPY':
+      assert all((ROOT / path).exists() for path in shlex.split(text)[:-1])
+  (user,) = words('USER')
+  assert all(int(number) > 0 for number in user.split(':')), 'no /etc/passwd'
+  assert words('STOPSIGNAL') == ['SIGTERM']
+  unit = dict(re.findall(r'^(\w+)=(.*)', UNIT.read_text(), re.M))
+  command, verb, *flags = unit['ExecStart'].split()
+  assert [command, verb] == [words('ENTRYPOINT')[0], 'serve']
+  assert '$SPECDEC_FLAGS' in flags
+  assert float(unit['TimeoutStopSec']) > ServeSettings().end_seconds
   for key in ('DynamicUser', 'NoNewPrivileges', 'ProtectHome', 'PrivateTmp'):
-    assert found[key] == ['yes'], key
-  assert found['ProtectSystem'] == ['strict']
+    assert unit[key] == 'yes', key
+  assert unit['ProtectSystem'] == 'strict'
 
 
 def moved(text: str, root: pathlib.Path) -> str:
@@ -102,9 +76,9 @@ def root(tmp_path_factory):
   """The file system after the Dockerfile's COPY and RUN."""
   made = tmp_path_factory.mktemp('root')
   made.chmod(0o755)
-  for one in dockerfile():
-    if one.name == 'COPY':
-      *sources, target = one.words
+  for name, text in instructions():
+    if name == 'COPY':
+      *sources, target = shlex.split(text)
       to = made / target.lstrip('/')
       for source in sources:
         path = ROOT / source
@@ -113,8 +87,8 @@ def root(tmp_path_factory):
         else:
           to.mkdir(parents=True, exist_ok=True)
           shutil.copy(path, to)
-    if one.name == 'RUN':
-      command = moved(one.text, made)
+    if name == 'RUN':
+      command = moved(text, made)
       if os.geteuid():  # only root gives files away
         command = command.replace('chown', 'test -n')
       done = subprocess.run(
@@ -142,11 +116,11 @@ def is_open_to(user, root):
 
 @pytest.mark.slow
 def test_what_the_dockerfile_runs(root):
-  pairs = [one.partition('=') for line in of('ENV') for one in line.words]
+  pairs = [pair.partition('=') for pair in words('ENV')]
   environment = {key: moved(value, root) for key, _, value in pairs}
-  command = [moved(word, root) for word in only('ENTRYPOINT').words]
-  probe = [moved(word, root) for word in only('HEALTHCHECK').words]
-  user = int(only('USER').text.partition(':')[0])
+  command = [moved(word, root) for word in words('ENTRYPOINT')]
+  probe = [moved(word, root) for word in words('HEALTHCHECK')]
+  user = int(words('USER')[0].partition(':')[0])
   user = user if is_open_to(user, root) else None
   with Served(
     *('--port', '0', '--rows', '1', '--max-input-length', '8'),

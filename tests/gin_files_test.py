@@ -135,108 +135,71 @@ TASK_NAMES = {'ende': 'wmt_t2t_ende_v003', 'cnndm': 'cnn_dailymail_v002'}
 PATHS = 'gs://t5-data/pretrained_models/t5x'
 
 
-def row_name(row):
-  size = row.draft.removeprefix('t5_')
-  return f'{row.task}_xxl_{size}' + ('_t1' if row.temperature else '')
-
-
-def load_run(name, tokenizer, folder, *flags):
-  """A run's configuration, its gamma, and networks and paths of both models."""
-  flags = [f'--gin_file=gin/runs/{name}.gin', *flags]
-  flags.append(f'--gin.VOCAB_PATH={tokenizer.path}')
-  flags.append(f'--gin.INFER_OUTPUT_DIR={folder}')
-  gin_flags.load(flags)
-  sides = [
-    gin.get_bindings('target/engine.load'),
-    gin.get_bindings('draft/engine.load'),
-  ]
-  gamma = gin.query_parameter('specdec_jax.engine.Engine.gamma')
-  return gin_flags.build(infer.DecodeConfig), gamma, sides
-
-
-@pytest.mark.parametrize('row', printed.TABLE2, ids=row_name)
+@pytest.mark.parametrize(
+  'row', printed.TABLE2, ids=lambda row: f'{row.task}_{row.draft}'
+)
 def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
   """By the flags that the header of the file says."""
   names = ('t5_1_1_xxl', row.draft.replace('t5_', 't5_1_1_'))
   text = (ROOT / 'gin' / 'runs' / 'ende_xxl.gin').read_text()
+  # A line such as `#     %T5_1_1_BASE   7   5   5   3`.
+  (line,) = re.findall(rf'# +%{names[1].upper()} +(\d.*)\n', text)
+  gamma = line.split()[2 * (row.task == 'cnndm') + row.temperature]
   flags = [
+    '--gin_file=gin/runs/ende_xxl.gin',
+    f'--gin.VOCAB_PATH={tokenizer.path}',
+    f'--gin.INFER_OUTPUT_DIR={folder}',
     f'--gin.DRAFT=%{names[1].upper()}',
     f'--draft={PATHS}/{names[1]}/checkpoint_1000000',
     f'--temperature={row.temperature}',
-    f'--gamma={gamma_in_header(text, names[1], row)}',
+    f'--gamma={gamma}',
   ]
   if row.task == 'cnndm':
     flags += re.findall(r'--gin.MIXTURE_OR_TASK_NAME=\w+', text)
-    flags += re.findall(r'--gin.TASK_FEATURE_LENGTHS=(?=")', text)
-    flags[-1] += re.findall(r'LENGTHS="(.*)"', text)[0]
-  run = load_run('ende_xxl', tokenizer, folder, *flags)
-  check_row(row, names, run, alone)
-
-
-def gamma_in_header(text, draft, row):
-  """Of a line such as `#     %T5_1_1_BASE   7   5   5   3`."""
-  (line,) = re.findall(rf'# +%{draft.upper()} +(\d.*)\n', text)
-  return int(line.split()[2 * (row.task == 'cnndm') + row.temperature])
-
-
-def check_row(row, names, run, alone):
-  config, gamma, sides = run
+    (lengths,) = re.findall(r'LENGTHS="(.*)"', text)
+    flags.append(f'--gin.TASK_FEATURE_LENGTHS={lengths}')
+  gin_flags.load(flags)
+  config = gin_flags.build(infer.DecodeConfig)
   assert config.mixture_or_task_name == TASK_NAMES[row.task]
   assert config.options.temperature == row.temperature
-  assert (gamma, config.batch_size) == (row.gamma, 1)
   assert (config.split, config.decoding) == ('test', 'both')
-  check_sides(sides, names, names, alone)
-
-
-def check_sides(sides, sizes, folders, alone):
-  """Both models have these sizes and the public checkpoints' paths."""
-  for side, size, folder in zip(sides, sizes, folders, strict=True):
-    assert side['network'].config == alone[size].config
+  assert config.batch_size == 1
+  gamma = gin.query_parameter('specdec_jax.engine.Engine.gamma')
+  assert gamma == row.gamma
+  for scope, name in zip(('target', 'draft'), names, strict=True):
+    side = gin.get_bindings(f'{scope}/engine.load')
+    assert side['network'].config == alone[name].config
     assert side['dtype'] == 'bfloat16'
-    assert side['path'] == f'{PATHS}/{folder}/checkpoint_1000000'
+    assert side['path'] == f'{PATHS}/{name}/checkpoint_1000000'
 
 
 # Headers.
 
 RUNS = sorted((ROOT / 'gin' / 'runs').glob('*.gin'))
-EVERY = sorted((ROOT / 'gin').glob('**/*.gin'))
 
 
 def name_of(path: pathlib.Path) -> str:
   return path.relative_to(ROOT).as_posix()
 
 
-def header_of(path: pathlib.Path) -> str:
-  return path.read_text().partition('from __gin__')[0]
-
-
 @pytest.mark.parametrize('path', RUNS, ids=lambda path: path.stem)
-def test_a_run_says_what_it_is_needs_and_costs_and_its_command(path):
-  header = header_of(path)
-  assert all(line.startswith('# ') for line in header.splitlines())
-  assert header.startswith('# Purpose: ')
-  for part in ('# Required: ', '# Expected time: '):
-    assert part.strip() in header
-  command = header[header.index('# Command') :]
+def test_a_header_has_the_command_and_what_is_required(path):
+  text = path.read_text('utf-8')
+  header, _, command = text.partition('from __gin__')[0].partition('# Command')
+  for part in ('# Purpose: ', '# Required:', '# Expected time:'):
+    assert part in header
   assert f'--gin_file={name_of(path)}' in command
-  needed = header[header.index('# Required:') : -len(command)]
-  required = re.findall(r'^(\w+) = %gin\.REQUIRED$', path.read_text(), re.M)
-  assert all(re.search(rf'\b{macro}\b', needed) for macro in required)
+  for macro in re.findall(r'^(\w+) = %gin\.REQUIRED$', text, re.M):
+    assert re.search(rf'\b{macro}\b', header[header.index('# Required:') :])
 
 
-@pytest.mark.parametrize('path', EVERY, ids=name_of)
-def test_a_file_names_files_that_are_there(path):
-  """In commands, in comments and in includes."""
-  for name in re.findall(r'gin/(?:\w+/)*\w+\.gin', path.read_text()):
-    assert (ROOT / name).is_file(), name
-
-
-def test_documents_and_scripts_name_files_that_are_there():
+def test_files_that_are_named_are_there():
+  """In gin files, documents and scripts."""
+  paths = {*(ROOT / 'gin').glob('**/*.gin'), *(ROOT / 'scripts').glob('*.py')}
+  for pattern in ('*.md', 'docs/*.md', '*/README.md'):
+    paths |= {*ROOT.glob(pattern)} - {ROOT / 'CHANGELOG.md'}
   named = set()
-  for pattern in ('*.md', 'docs/*.md', '*/README.md', 'scripts/*.py'):
-    for path in ROOT.glob(pattern):
-      if path.name != 'CHANGELOG.md':
-        text = path.read_text('utf-8')
-        named |= set(re.findall(r'gin/(?:\w+/)*\w+\.gin', text))
+  for path in paths:
+    named |= {*re.findall(r'gin/(?:\w+/)*\w+\.gin', path.read_text('utf-8'))}
   missing = {name for name in named if not (ROOT / name).is_file()}
   assert not missing and len(named) >= 15

@@ -141,62 +141,63 @@ def test_operative_config_holds_defaults_and_can_be_read_back(folder):
   assert load(gin_file='again.gin') == run
 
 
-@pytest.mark.parametrize(
-  'flags, words',
-  [
-    (['--gin.PAHT=x'], 'PAHT.*Nearest known: PATH'),
-    (['--gin.PATH=x', '--gin.targt/Size.width=1'], 'Nearest known: target'),
-    (['--gin.PATH=x', '--gin.Size.widht=1'], 'widht.*known: width'),
-    (['--gin.PATH=x', '--gin.Sise.width=1'], 'Sise.*Size'),
-    (['--gin.PATH=@Sizze()'], 'Sizze.*Size'),
-    (['--gin.PATH=x', '--gin.Size.width=9'], 'draft/.*target/Size.width'),
-    (['--gin.PATH'], '--gin.NAME=VALUE'),
-    (['--gin.a b=x'], 'NAME=VALUE.*a b'),
-    (['--gin.PATH=false'], 'False'),
-    (['--gin.PATH=[1,'], 'not valid gin'),
-    (['--gin_files=x'], '--gin_files.*Nearest known: --gin_file'),
-    (['stray'], 'stray'),
-    ([], 'not given: --gin.PATH=...'),
-    (['--gin.PATH=x', '--gin.target/Size.width=-1'], 'got -1'),
-  ],
-)
-def test_wrong_flags_say_what_is_known(flags, words):
-  assert re.search(words, error(*flags))
+def of(body):
+  return {'run': HEADER + body}
+
+
+LONG = '\n'.join(f'A{i} = %A{i + 1}' for i in range(2000)) + '\nA2000 = 1\n'
+WRONG = [  # files in place of run.gin, flags, and words of the error
+  ({}, ['--gin.PAHT=x'], 'PAHT.*Nearest known: PATH'),
+  ({}, ['--gin.PATH=x', '--gin.targt/Size.width=1'], 'Nearest known: target'),
+  ({}, ['--gin.PATH=x', '--gin.Size.widht=1'], 'widht.*known: width'),
+  ({}, ['--gin.PATH=x', '--gin.Sise.width=1'], 'Sise.*Size'),
+  ({}, ['--gin.PATH=@Sizze()'], 'Sizze.*Size'),
+  ({}, ['--gin.PATH'], '--gin.NAME=VALUE'),
+  ({}, ['--gin.a b=x'], 'NAME=VALUE.*a b'),
+  ({}, ['--gin.PATH=false'], 'False'),
+  ({}, ['--gin.PATH=[1,'], 'not valid gin'),
+  ({}, ['--gin_files=x'], '--gin_files.*Nearest known: --gin_file'),
+  ({}, ['stray'], 'stray'),
+  ({}, [], 'not given: --gin.PATH=...'),
+  ({}, ['--gin.PATH=x', '--gin.target/Size.width=-1'], 'got -1'),
+  ({}, ['--gin_file=rum.gin'], 'rum.gin'),
+  (of('toy.Siz.width = 1'), [], 'toy.Siz.*line 4.*Nearest known: Size'),
+  (of('toi.Size.width = 1'), [], "'toi' was not provided by an import"),
+  (of('toy.Size.widht = 1'), [], 'widht.*line 4.*Nearest known: width'),
+  (of('toy.Run.target = @toy.Sizze()'), [], 'Nearest known: Size'),
+  (of('toy.Size.width = %WIDHT\nWIDTH = 3'), [], '%WIDHT.*known: WIDTH'),
+  (of('toy.Size.width = %gin.REQUIRED'), [], 'given: --gin.toy.Size.width='),
+  (
+    of('targt/toy.Size.width = 3\ntoy.Run.target = @target/toy.Size()'),
+    [],
+    'targt.*Nearest known: target',
+  ),
+  (of('include "nope.gin"'), [], 'nope.gin'),
+  (of('import toyy'), [], "No module named 'toyy'"),
+  (of('toy.Size.width 3'), [], 'not valid gin.*line 4'),
+  (of('toy.Size.width = nan'), [], 'nan is no value.*line 4'),
+  (of('toy.Run.path = 1'), [], "Run needs a value.*'target' and 'draft'"),
+  # Circles.
+  ({'run': "include 'run.gin'"}, [], 'circle'),
+  ({'run': "include 'b.gin'", 'b': "include 'run.gin'"}, [], 'circle'),
+  ({'run': f'{RUN}PATH = %A\nA = [1, %B]\nB = {{2: %A}}'}, [], 'circle'),
+  ({'run': f'{RUN}PATH = @toy.Run()'}, [], 'circle'),
+  ({'run': 'A = ' + '[' * 9999}, [], 'nested'),
+  ({'run': f'{RUN}{LONG}PATH = %A0'}, [], 'too long a chain'),
+]
 
 
 @pytest.mark.parametrize(
-  'body, words',
-  [
-    ('toy.Siz.width = 1', 'toy.Siz.*line 4.*Nearest known: Size'),
-    ('toi.Size.width = 1', "'toi' was not provided by an import"),
-    ('toy.Size.widht = 1', 'widht.*line 4.*Nearest known: width'),
-    ('toy.Run.target = @toy.Sizze()', 'Nearest known: Size'),
-    ('toy.Size.width = %WIDHT\nWIDTH = 3', '%WIDHT.*known: WIDTH'),
-    ('toy.Size.width = %gin.REQUIRED', 'given: --gin.toy.Size.width=...'),
-    (
-      'targt/toy.Size.width = 3\ntoy.Run.target = @target/toy.Size()',
-      'targt.*Nearest known: target',
-    ),
-    ('include "nope.gin"', 'nope.gin'),
-    ('import toyy', "No module named 'toyy'"),
-    ('toy.Size.width 3', 'not valid gin.*line 4'),
-    ('toy.Size.width = nan', 'nan is no value.*line 4'),
-    ('toy.Run.path = 1', "Run needs a value.*'target' and 'draft'"),
-  ],
+  ('files', 'flags', 'words'), WRONG, ids=range(len(WRONG))
 )
-def test_wrong_files_say_what_is_known(folder, body, words):
-  (folder / 'bad.gin').write_text(HEADER + body + '\n')
-  message = error(gin_file='bad.gin')
-  assert re.search(words, message) and '\n' not in message
-
-
-def test_missing_files(folder):
-  assert "'rum.gin'" in error(gin_file='rum.gin')
-  shipped = ROOT / 'gin' / 'runs' / 'demo.gin'
-  assert shipped.is_file()
-  assert 'Nearest known: gin/runs/demo.gin' in error(
-    gin_file='gin/runs/dmo.gin'
-  )
+def test_what_is_wrong_is_said_in_a_line(folder, capsys, files, flags, words):
+  """Names that nothing knows come with those that are known."""
+  for name, text in files.items():
+    (folder / f'{name}.gin').write_text(text + '\n')
+  command = Command(lambda: load(*flags) and None)
+  assert gin_flags.main(command, ['--gin_file=run.gin', *flags]) == 2
+  shown = capsys.readouterr().err
+  assert re.search(words, shown) and shown.count('\n') == 1
 
 
 def test_a_run_file_of_another_script():
@@ -263,27 +264,6 @@ def test_a_value_is_one_value(folder, value, monkeypatch):
   message = error(f'--gin.PATH={value}')
   assert 'PATH' in message and len(message) < 1000
   assert 'hostile_other' not in sys.modules
-
-
-LONG = '\n'.join(f'A{i} = %A{i + 1}' for i in range(2000)) + '\nA2000 = 1\n'
-
-
-@pytest.mark.parametrize(
-  ('files', 'word'),
-  [
-    ({'a': "include 'a.gin'"}, 'circle'),
-    ({'a': "include 'b.gin'", 'b': "include 'a.gin'"}, 'circle'),
-    ({'a': "include 'run.gin'\nPATH = %A\nA = [1, %B]\nB = {2: %A}"}, 'circle'),
-    ({'a': f'{RUN}PATH = @toy.Run()'}, 'circle'),
-    ({'a': 'A = ' + '[' * 9999}, 'nested'),
-    ({'a': f"include 'run.gin'\n{LONG}PATH = %A0"}, 'too long a chain'),
-  ],
-  ids='itself two macros call brackets long'.split(),
-)
-def test_circles(folder, files, word):
-  for name, text in files.items():
-    (folder / f'{name}.gin').write_text(text + '\n')
-  assert word in error(gin_file='a.gin')
 
 
 def test_a_macro_of_another_file_is_named_with_the_file():

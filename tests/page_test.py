@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from scheduler_test import engine, wait_until
-from serve_test import easy, scheduler, server, url
+from serve_test import mixed, scheduler, server, url
 
-__all__ = ['easy', 'engine', 'scheduler', 'server', 'url']  # fixtures
+__all__ = ['mixed', 'engine', 'scheduler', 'server', 'url']  # fixtures
 selenium = pytest.importorskip('selenium', reason='needs selenium')
 webdriver = pytest.importorskip('selenium.webdriver')
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
@@ -66,14 +66,14 @@ def cells(browser):
   ]
 
 
-def test_an_output_with_its_rounds(browser, url, engine, easy):
+def test_an_output_with_its_rounds(browser, url, engine, mixed):
   opened(browser, url)
-  write(browser, 'text', easy)
+  write(browser, 'text', mixed)
   write(browser, 'most', '20')
   at(browser, 'go').click()
   wait_until(lambda: cells(browser))
-  (done,) = engine.generate([easy], max_length=20)
-  want = [part for one in engine.trace(easy, max_length=20).rounds
+  (done,) = engine.generate([mixed], max_length=20)
+  want = [part for one in engine.trace(mixed, max_length=20).rounds
           for part in one.parts]  # fmt: skip
   assert [kind for kind, _ in parts(browser)] == [kind for kind, _ in want]
   (row,) = cells(browser)

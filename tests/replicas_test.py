@@ -65,27 +65,22 @@ def test_it_says_which_extra_is_missing(name, extra, number, monkeypatch):
     serving.serve(config)
 
 
-def test_a_calibration_is_read_before_a_model(tmp_path):
+def test_what_cannot_be_is_said_before_a_model_or_ray(tmp_path, monkeypatch):
   pytest.importorskip('uvicorn', reason='needs the extra [serve]')
   path = tmp_path / 'calibration.json'
   path.write_text('{}')
-  config = serving.ServeConfig(no_model, calibration=str(path))
   with pytest.raises(ValueError, match='is not a calibration'):
-    serving.serve(config)
-
-
-def test_what_cannot_be_is_said_before_ray_starts(monkeypatch):
+    serving.serve(serving.ServeConfig(no_model, calibration=str(path)))
   with pytest.raises(ValueError, match='most.*2'):
     serving.ReplicaSettings(number=3, most=2)
   started = types.SimpleNamespace(init=lambda **_: pytest.fail('it started'))
   monkeypatch.setattr(replicas, 'package', lambda *_: started)
   two = serving.ReplicaSettings(2)
-  with pytest.raises(ValueError, match='port.*got 0'):
-    replicas.run(list, serving.ServeSettings(port=0), two, [])
   with socket.create_server(('127.0.0.1', 0)) as taken:
-    settings = serving.ServeSettings(port=taken.getsockname()[1])
-    with pytest.raises(OSError, match='in use'):
-      replicas.run(list, settings, two, [])
+    port = taken.getsockname()[1]
+    for error, number in ((ValueError, 0), (OSError, port)):
+      with pytest.raises(error, match='port.*got 0|in use'):
+        replicas.run(list, serving.ServeSettings(port=number), two, [])
 
 
 class RayError(Exception):
@@ -128,7 +123,7 @@ class Replicas(Served):
   @property
   def num_started(self):
     """Replicas that were ready at some time."""
-    return sum('ServeReplica' in x and '"ready"' in x for x in self.lines)
+    return sum('ServeReplica' in x and '"compiled"' in x for x in self.lines)
 
   @property
   def replicas(self):

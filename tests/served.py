@@ -62,7 +62,7 @@ class Served:
   def url(self):
     """Its address, once it is ready."""
     self.until(lambda: self.said('ready'))
-    return self.said('ready')['url'].replace('0.0.0.0', '127.0.0.1')
+    return self.said('listening')['url'].replace('0.0.0.0', '127.0.0.1')
 
   def ask(self, prompt, **options):
     """The text of an answer, or the status of an error."""

@@ -133,55 +133,17 @@ def macros() -> set[str]:
   return {scope for scope, name in _configured() if name == _MACRO}
 
 
-def hint(name: str, flags: Mapping[str, str]) -> str:
-  """Names the flag that sets what a name ends in.
-
-  Args:
-    name: of a macro or a parameter.
-    flags: binding -> the flag that makes it.
-  """
-  parameter = re.split(r'[./]', name)[-1].lower()
-  for binding, flag in flags.items():
-    if binding.rpartition('.')[2] == parameter:
-      return f' Give {flag} for {parameter}.'
-  return ''
-
-
-def check_name(name: str, hint: str) -> None:
+def check_name(name: str) -> None:
   """Raises ValueError for a macro or a scope that no gin file has."""
   scope, _, parameter = gin.config_parser.parse_binding_key(name)
   if not parameter and name not in macros():
-    known = nearest(name, macros(), or_all=not hint)
-    raise ValueError(f'--gin.{name}: no gin file has it.{known}{hint}')
+    known = nearest(name, macros())
+    raise ValueError(f'--gin.{name}: no gin file has it.{known}')
   entered = _entered_scopes()
   if parameter and scope and scope not in entered:
     known = nearest(scope, entered)
     raise ValueError(
-      f'--gin.{name}: no gin file uses the scope {scope!r}.{known}{hint}'
-    )
-
-
-def check_effect(name: str) -> None:
-  """Raises ValueError if narrower scopes override `name` wherever it is used.
-
-  Called after the binding was made, so that gin has resolved its names.
-  """
-  scope, selector, parameter = gin.config_parser.parse_binding_key(name)
-  if not parameter:
-    return
-  full = gin.config.ParsedBindingKey.parse(name).complete_selector
-  inner = {
-    f'{other}/'
-    for (other, function), values in _config().items()
-    if function == full and parameter in values and other != scope
-    if f'{other}/'.startswith(f'{scope}/' if scope else '')
-  }
-  uses = [r.config_key[0] for r in _references() if r.config_key[1] == full]
-  if uses and all(f'{use}/'.startswith(tuple(inner)) for use in uses):
-    names = ', '.join(f'{i}{selector}.{parameter}' for i in sorted(inner))
-    raise ValueError(
-      f'--gin.{name} would change nothing: give {names}, which the gin files'
-      ' set and which goes before it.'
+      f'--gin.{name}: no gin file uses the scope {scope!r}.{known}'
     )
 
 

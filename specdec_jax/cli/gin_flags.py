@@ -25,12 +25,11 @@ import functools
 import inspect
 import logging
 import os
-import pathlib
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gin
@@ -177,36 +176,32 @@ def load(
   flags = options.flags(command.places if command else ())
   args = _parsed(argv, command, name, flags, files)
   # Of two flags with one binding the first is the main one.
-  main_names = {flag.binding: flag.names[0] for flag in reversed(flags)}
-  places = {flag.binding: flag.place for flag in flags if flag.place}
-  spelled = main_names | places
+  names = {flag.binding: flag.names[0] for flag in reversed(flags)}
   gin_checks.check_scopes()
   macros = gin_checks.macros()
   values = options.given(args, flags)
   implied = command.implied if command else {}
   for binding in values:
-    for macro, value in implied.get(main_names[binding], {}).items():
+    for macro, value in implied.get(names[binding], {}).items():
       if macro in macros:
         gin.parse_config(f'{macro} = {value!r}')
   # gin keeps the last value of a name: explicit bindings go before flags.
   for binding, value in values.items():
-    _bind(binding, repr(value), spelled)
+    _bind(binding, repr(value))
   for text in args.gin_bindings or ():
-    _bind(*_parse_binding(text), spelled)
-  gin_checks.check_complete(ROOT / 'gin', spelled)
+    _bind(*_parse_binding(text))
+  gin_checks.check_complete(ROOT / 'gin', names)
   with _explained('gin'):
     gin.finalize()
 
 
-def _bind(name: str, value: str, spelled: Mapping[str, str]) -> None:
+def _bind(name: str, value: str) -> None:
   """Binds a name to a value, which is gin's text for it."""
-  hint = gin_checks.hint(name, spelled)
-  gin_checks.check_name(name, hint)
+  gin_checks.check_name(name)
   shown = value if len(value) <= 80 else f'{value[:80]}...'
-  with _explained(f'--gin.{name}={shown}', hint):
+  with _explained(f'--gin.{name}={shown}'):
     gin_checks.check_single(name, value)
     gin.parse_config(f'{name} = {value}')
-  gin_checks.check_effect(name)
 
 
 def _parsed(
@@ -291,19 +286,18 @@ def _load_files(argv: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
   for folder in folders:
     gin.add_config_file_search_path(folder)
   for gin_file in files:
-    _find(gin_file, folders)
     with _explained(gin_file):
       gin.parse_config_file(gin_file)
   return files
 
 
 @contextlib.contextmanager
-def _explained(where: str, hint: str = '') -> Iterator[None]:
+def _explained(where: str) -> Iterator[None]:
   """Inside, what gin raises is a ValueError that says where."""
   try:
     yield
   except Exception as error:
-    raise ValueError(f'{where}: {gin_checks.explain(error)}{hint}') from error
+    raise ValueError(f'{where}: {gin_checks.explain(error)}') from error
 
 
 def _is_no_place_of_many(record: logging.LogRecord) -> bool:
@@ -412,15 +406,3 @@ def _gin_value(name: str, value: str) -> str:
   except (SyntaxError, ValueError):
     is_literal = False
   return value if is_literal else repr(value)
-
-
-def _find(gin_file: str, folders: Sequence[str]) -> None:
-  """Raises ValueError if a gin file is in none of the folders."""
-  places = ['.', *folders]
-  if any(pathlib.Path(place, gin_file).is_file() for place in places):
-    return
-  shipped = [
-    path.relative_to(ROOT).as_posix() for path in ROOT.glob('gin/**/*.gin')
-  ]
-  near = nearest(gin_file, shipped)
-  raise unexpected('--gin_file', f'a file in {places}', gin_file, near.strip())

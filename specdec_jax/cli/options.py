@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from specdec_jax.checks.fields import unexpected
@@ -250,33 +250,41 @@ def _described(configurable: Callable, field: str) -> str:
   return ''
 
 
+class _Bind(argparse.Action):
+  """Keeps the value of an option, however often and by what it is given."""
+
+  def __call__(self, parser, namespace, values, option_string=None):
+    before = getattr(namespace, self.dest)
+    if values is None:  # a place that was left out
+      return
+    if before is not None and isinstance(values, tuple):
+      values = before + values
+    elif before not in (None, values):
+      name = option_string or str(self.metavar)
+      advice = f'Give one of them, not {before!r} too.'
+      raise unexpected(name, 'one value', values, advice)
+    setattr(namespace, self.dest, values)
+
+
 def add(parser: argparse.ArgumentParser, known: Sequence[Flag]) -> None:
   """Adds the flags to a parser; `given` reads what was given."""
   places = parser.add_argument_group('inputs')
   group = parser.add_argument_group('options')
-  for number, flag in enumerate(known):
-    shown = flag.help.replace('%', '%%')
-    if flag.place:
-      places.add_argument(
-        f'place_{number}',
-        metavar=flag.place,
-        nargs='?',
-        type=flag.value,
-        help=shown,
-      )
-      shown = f'the same as {flag.place}'
+  for flag in known:
+    text, default = flag.help.replace('%', '%%'), _default(flag.default)
     settings: dict[str, Any] = {
-      'action': 'append',
+      'action': _Bind,
       'metavar': flag.metavar,
       'type': flag.value,
     }
+    if flag.place:
+      place = settings | {'metavar': flag.place, 'nargs': '?', 'help': text}
+      places.add_argument(flag.binding, **place)
+      text = f'the same as {flag.place}'
     if flag.is_switch:
       settings = {'action': argparse.BooleanOptionalAction}
     group.add_argument(
-      *flag.names,
-      dest=f'flag_{number}',
-      help=f'{shown}{_default(flag.default)}',
-      **settings,
+      *flag.names, dest=flag.binding, help=f'{text}{default}', **settings
     )
 
 
@@ -289,22 +297,7 @@ def _default(value: Any) -> str:
   return f' (default: {value})'.replace('%', '%%')
 
 
-def given(args: argparse.Namespace, known: Sequence[Flag]) -> Mapping[str, Any]:
-  """Returns binding -> its value, of the flags that were given.
-
-  Raises:
-    ValueError: two flags of one option differ.
-  """
-  values: dict[str, Any] = {}
-  for number, flag in enumerate(known):
-    by_name = getattr(args, f'flag_{number}')
-    if isinstance(by_name, list):
-      by_name = sum(by_name, ()) if flag.is_list else by_name[-1]
-    for value in (getattr(args, f'place_{number}', None), by_name):
-      if value is None:
-        continue
-      first = values.setdefault(flag.binding, value)
-      if first != value:
-        expected = f'{first!r}, which {flag.place or "another flag"} says'
-        raise unexpected(flag.names[0], expected, value, 'Give one of them.')
-  return values
+def given(args: argparse.Namespace, known: Sequence[Flag]) -> dict[str, Any]:
+  """Returns binding -> its value, of the flags that were given."""
+  values = {flag.binding: getattr(args, flag.binding) for flag in known}
+  return {name: value for name, value in values.items() if value is not None}

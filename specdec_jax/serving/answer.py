@@ -6,8 +6,8 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from specdec_jax.engine import scoring, trace
 from specdec_jax.engine.completion import (
@@ -19,22 +19,23 @@ from specdec_jax.engine.completion import (
   total,
 )
 from specdec_jax.engine.scheduler import Update
-from specdec_jax.serving.metrics import Metrics, Stopwatch
+from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import (
   ApiError,
   CompletionRequest,
   naming_the_field,
 )
 from specdec_jax.serving.worker import ServedRow, Worker
+from specdec_jax.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # OpenAI's logarithm of no probability
 _FINISH = {'stop_string': 'stop', 'empty': 'stop'}
-# Of rows that end without an output: status, type and what to do.
+# `Update.error` -> status and message.
 _ENDS = {
-  'deadline': (504, 'timeout_error', 'The time of the request is over.'),
-  'stopped': (503, 'server_error', 'The server is stopping. Try again later.'),
-  'failed': (500, 'server_error', 'The server has failed; see its log.'),
-  'search failed': (500, 'server_error', 'The beam search failed.'),
+  'deadline': (504, 'The time of the request is over.'),
+  'stopped': (503, 'The server is stopping. Try again later.'),
+  'failed': (500, 'The server has failed; see its log.'),
+  'search failed': (500, 'The beam search failed.'),
 }
 # The log-probability of a token, None of the first one of a prompt, and ids and
 # log-probabilities of the likeliest tokens at its place, the likeliest first.
@@ -43,24 +44,8 @@ _LogProbs = tuple[float | None, Sequence[tuple[int, float]]]
 
 def _ended(why: str) -> ApiError:
   """The error of an output that ended without a text."""
-  status, kind, message = _ENDS[why]
-  return ApiError(message, status=status, kind=kind)
-
-
-class _Token(NamedTuple):
-  """A token as it is sent.
-
-  Attributes:
-    piece: what it adds to the text.
-    offset: where it begins in the text of the answer.
-    log_prob: None of the first token of a prompt.
-    top: the likeliest tokens at its place, the likeliest first.
-  """
-
-  piece: Piece
-  offset: int
-  log_prob: float | None
-  top: Sequence[tuple[Piece, float]]
+  status, message = _ENDS[why]
+  return ApiError(message, status=status)
 
 
 class Answer:
@@ -86,7 +71,7 @@ class Answer:
     """
     self.request, self._worker, self._metrics = request, worker, metrics
     self._loop, self._engine = loop, worker.engine
-    self._watch = Stopwatch(metrics)
+    self._begin, self._heard = time.perf_counter(), 0.0
     self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
     self.num_prompt_tokens = sum(map(len, request.prompt_ids))
     name = 'chat.completion' if request.is_chat else 'text_completion'
@@ -140,8 +125,7 @@ class Answer:
       done = {index: update.completion} if update.completion else {}
     for completion in done.values():
       if completion.finish_reason == 'error':
-        message = str(completion.error)
-        raise ApiError(message, status=500, kind='server_error')
+        raise ApiError(str(completion.error), status=500)
       self._metrics.ended(completion, update.num_drafted)
     self._num_drafted += update.num_drafted * len(done)
     self._done |= done
@@ -159,7 +143,7 @@ class Answer:
     """
     while not self._is_over:
       await self._next()
-    self._watch.ended()
+    self._metrics.whole.observe(time.perf_counter() - self._begin)
     choices = [
       await self._choice(index, done.text, done)
       for index, done in sorted(self._done.items())
@@ -173,7 +157,7 @@ class Answer:
     try:
       while not self._is_over:
         index, update = await self._next()
-        self._watch.heard(update)
+        self._time(len(update.tokens))
         if not (update.text or update.tokens or update.is_last):
           continue
         before = self._tokens.get(index, [])
@@ -189,10 +173,19 @@ class Answer:
         yield _event(common | {'choices': [choice]} | more)
       if usage:
         yield _event(common | {'choices': []} | self._counts())
-      self._watch.ended()
+      self._metrics.whole.observe(time.perf_counter() - self._begin)
     except ApiError as error:
       yield _event(error.body)
     yield b'data: [DONE]\n\n'
+
+  def _time(self, num_tokens: int) -> None:
+    """Observes when tokens of a stream came."""
+    now = time.perf_counter()
+    if num_tokens and self._heard:
+      self._metrics.between.observe((now - self._heard) / num_tokens)
+    elif num_tokens:
+      self._metrics.first.observe(now - self._begin)
+    self._heard = now if num_tokens else self._heard
 
   async def _choice(
     self, index: int, text: str, done: Completion | None
@@ -236,21 +229,20 @@ class Answer:
     ]
     if request.is_scored:
       values = await self._scored(index, done.tokens)
-    tokens: list[_Token] = []
-    shift = 0
+    entries, shift = [], 0
     if request.echo:
       prompt = index // request.n
       _, shown = self._echoed(prompt)
       pieces = Text(tokenizer).pieces_of(shown)
-      tokens = _named(Text(tokenizer), shown, pieces, values)
+      entries = _entries(tokenizer, shown, pieces, values)
       values = values[len(shown) :]
       shift = len(self._prompt_text(prompt))
     pieces = pieces_of(done, tokenizer)
-    tokens += _named(Text(tokenizer), done.tokens, pieces, values, shift)
-    if not tokens:
+    entries += _entries(tokenizer, done.tokens, pieces, values, shift)
+    if not entries:
       return None
     form = _of_a_chat if request.is_chat else _of_completions
-    return form(tokens, request.num_top)
+    return form(entries, request.num_top)
 
   async def _scored(self, index: int, tokens: Sequence[int]) -> list[_LogProbs]:
     """The target's log-probabilities, from the prompt on if it is echoed.
@@ -306,12 +298,26 @@ class Answer:
   # Counts.
 
   def _speculation(self) -> dict[str, Any]:
-    stats = [done.stats for done in self._done.values()]
-    speculates = any(len(counts.histogram) > 1 for counts in stats)
-    if self.request.use_beam_search or not speculates:
+    """What speculation did for the request, in the words of vLLM."""
+    counts = total(done.stats for done in self._done.values())
+    most = len(counts.histogram) - 1
+    if self.request.use_beam_search or most < 1:
       return {}
-    counts = speculative_metrics(self._done.values(), self._num_drafted)
-    return {'metrics': {'speculative_decoding': counts}}
+    steps, accepted = counts.num_target_calls, counts.num_accepted
+    rested = counts.fallback_rounds
+    metrics = {
+      'mean_acceptance_length': 1 + accepted / steps if steps else 1.0,
+      'acceptance_rate': counts.acceptance_rate,
+      'acceptance_histogram': list(counts.histogram),
+      'num_spec_steps': steps,
+      'num_accepted_draft_tokens': accepted,
+      'num_draft_tokens': self._num_drafted,
+      'num_tested': counts.num_tested,
+      'num_passed': counts.passed,
+      'num_spec_tokens': most,
+      **({'fallback_rounds': rested} if rested else {}),
+    }
+    return {'metrics': {'speculative_decoding': metrics}}
 
   def _counts(self) -> dict[str, Any]:
     inputs = self.num_prompt_tokens
@@ -328,84 +334,65 @@ def _event(body: Any) -> bytes:
   return f'data: {json.dumps(body)}\n\n'.encode()
 
 
-def _named(
-  before: Text,
+def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
+  """A token as OpenAI's chats have it; JSON has no infinite numbers."""
+  if log_prob is not None and not math.isfinite(log_prob):
+    log_prob = None
+  return {'token': piece.name, 'logprob': log_prob, 'bytes': piece.bytes}
+
+
+def _entries(
+  tokenizer: Tokenizer,
   ids: Sequence[int],
   pieces: Sequence[Piece],
   values: Sequence[_LogProbs],
   shift: int = 0,
-) -> list[_Token]:
-  """Tokens that follow `before`, which is longer by them then."""
-  named = []
+) -> list[dict[str, Any]]:
+  """The tokens of a text that begins `shift` characters into the answer.
+
+  Each has where it begins, and the likeliest ones at its place.
+  """
+  entries, before = [], Text(tokenizer)
   for token, piece, (log_prob, top) in zip(ids, pieces, values, strict=False):
     likeliest = [
-      (piece if other == token else before.adds(other), value)
+      _entry(piece if other == token else before.adds(other), value)
       for other, value in top
     ]
     offset = shift + piece.end - len(piece.text)
-    named.append(_Token(piece, offset, log_prob, likeliest))
+    more = {'top_logprobs': likeliest, 'offset': offset}
+    entries.append(_entry(piece, log_prob) | more)
     before.extend([token])
-  return named
+  return entries
 
 
-def _of_completions(tokens: Sequence[_Token], number: int) -> dict[str, Any]:
+def _of_completions(
+  entries: Sequence[dict[str, Any]], number: int
+) -> dict[str, Any]:
   """OpenAI's `logprobs` of completions: the token itself is among the top."""
   top = [
     # Of tokens with one name the likeliest counts.
-    {token.piece.name: _finite(token.log_prob)}
-    | {piece.name: _finite(value) for piece, value in token.top[::-1]}
-    if token.top
+    {one['token']: one['logprob'] for one in (entry, *likeliest[::-1])}
+    if likeliest
     else None
-    for token in tokens
+    for entry in entries
+    for likeliest in [entry['top_logprobs']]
   ]
   return {
-    'tokens': [token.piece.name for token in tokens],
-    'token_logprobs': [_finite(token.log_prob) for token in tokens],
+    'tokens': [entry['token'] for entry in entries],
+    'token_logprobs': [entry['logprob'] for entry in entries],
     'top_logprobs': top if number else None,
-    'text_offset': [token.offset for token in tokens],
+    'text_offset': [entry['offset'] for entry in entries],
   }
 
 
-def _of_a_chat(tokens: Sequence[_Token], number: int) -> dict[str, Any]:
-  """OpenAI's `logprobs` of chats."""
-
-  def entry(piece: Piece, value: float | None, **more: Any) -> dict[str, Any]:
-    value = _finite(value)  # clients expect a number
-    number = _LEAST if value is None else value
-    return {'token': piece.name, 'logprob': number, 'bytes': piece.bytes} | more
-
-  content = [
-    entry(
-      token.piece,
-      token.log_prob,
-      top_logprobs=[entry(*likely) for likely in token.top[:number]],
-    )
-    for token in tokens
-  ]
-  return {'content': content, 'refusal': None}
-
-
-def _finite(value: float | None) -> float | None:
-  """A number that JSON has."""
-  return value if value is not None and math.isfinite(value) else None
-
-
-def speculative_metrics(
-  completions: Iterable[Completion], num_drafted: int
+def _of_a_chat(
+  entries: Sequence[dict[str, Any]], number: int
 ) -> dict[str, Any]:
-  """What speculation did for a request, in the words of vLLM."""
-  counts = total(done.stats for done in completions)
-  steps, accepted = counts.num_target_calls, counts.num_accepted
-  rested = counts.fallback_rounds
-  return {
-    'mean_acceptance_length': 1 + accepted / steps if steps else 1.0,
-    'acceptance_rate': counts.acceptance_rate,
-    'acceptance_histogram': list(counts.histogram),
-    'num_spec_steps': steps,
-    'num_accepted_draft_tokens': accepted,
-    'num_draft_tokens': num_drafted,
-    'num_tested': counts.num_tested,
-    'num_passed': counts.passed,
-    'num_spec_tokens': len(counts.histogram) - 1,
-    **({'fallback_rounds': rested} if rested else {}),
-  }
+  """OpenAI's `logprobs` of chats, whose clients expect a number."""
+  for entry in entries:
+    entry['top_logprobs'] = entry['top_logprobs'][:number]
+    del entry['offset']
+    for one in (entry, *entry['top_logprobs']):
+      if one['logprob'] is None:
+        one['logprob'] = _LEAST
+  return {'content': list(entries), 'refusal': None}

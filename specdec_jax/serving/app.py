@@ -27,7 +27,7 @@ from specdec_jax.serving.log import LOG, say
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
-from specdec_jax.serving.worker import Busy, Stopped, Worker
+from specdec_jax.serving.worker import Worker
 from specdec_jax.text.chat import ChatTemplate, template_of
 
 # Bytes of a body that another thread reads, as it does a chat, whose template
@@ -46,8 +46,13 @@ _NO_KEY = ApiError(
   'Expected a key of this server, as "Authorization: Bearer KEY".',
   status=401,
   code='invalid_api_key',
-  kind='authentication_error',
 )
+# Status of an error -> header fields of its answer.
+_HEADERS = {
+  408: {'connection': 'close'},  # the rest of a body that is late
+  429: {'retry-after': '1'},
+  503: {'retry-after': '5'},
+}
 
 
 class Application:
@@ -72,7 +77,7 @@ class Application:
     self.metrics = Metrics(worker)
     self._began = int(time.time())
     self._template, self._no_chat = _template_of(self._engine, name)
-    errors = (ApiError, Busy, Stopped, HTTPException, Exception)
+    errors = (ApiError, HTTPException, Exception)
     handlers: Any = dict.fromkeys(errors, self._error)
     handlers[ClientDisconnect] = self._left_early
     self._routes = Starlette(
@@ -147,23 +152,13 @@ class Application:
   # Errors.
 
   async def _error(self, request: Request, error: Any) -> Response:
-    headers: dict[str, str] = {}
-    if isinstance(error, Busy):
-      headers['retry-after'] = '1'
-      error = ApiError(str(error), None, 429, 'queue_full', 'rate_limit_error')
-    elif isinstance(error, Stopped):
-      headers['retry-after'] = '5'
-      error = ApiError(str(error), status=503, kind='server_error')
-    elif isinstance(error, HTTPException):
+    if isinstance(error, HTTPException):
       message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
       error = ApiError(message, status=error.status_code)
     elif not isinstance(error, ApiError):
       message = 'The server could not answer; its log says why.'
-      error = ApiError(message, status=500, kind='server_error')
-    if error.status == 408:
-      # The rest of a body that is late would only keep the connection.
-      headers['connection'] = 'close'
-    return _json(error.body, error.status, headers)
+      error = ApiError(message, status=500)
+    return _json(error.body, error.status, _HEADERS.get(error.status))
 
   async def _left_early(self, request: Request, error: Exception) -> Any:
     return Response(status_code=LEFT)

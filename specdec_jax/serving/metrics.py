@@ -1,13 +1,11 @@
 """What /metrics says: vLLM's names with a prefix of our own."""
 
-import time
 from typing import Any
 
 import jax.monitoring
 import prometheus_client as client
 
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.scheduler import Update
 from specdec_jax.serving.worker import Worker
 
 _COMPILED = '/jax/core/compile/backend_compile_duration'
@@ -108,27 +106,3 @@ class Metrics:
   def text(self) -> bytes:
     """All of it, as Prometheus reads it."""
     return client.generate_latest(self.registry)
-
-
-class Stopwatch:
-  """Times of one request."""
-
-  def __init__(self, metrics: Metrics):
-    self._metrics = metrics
-    self._begin = time.perf_counter()
-    self._last: float | None = None
-
-  def heard(self, update: Update) -> None:
-    """Update of one of its outputs."""
-    if not update.tokens:
-      return
-    now = time.perf_counter()
-    if self._last is None:
-      self._metrics.first.observe(now - self._begin)
-    else:
-      self._metrics.between.observe((now - self._last) / len(update.tokens))
-    self._last = now
-
-  def ended(self) -> None:
-    """All of its outputs are whole."""
-    self._metrics.whole.observe(time.perf_counter() - self._begin)

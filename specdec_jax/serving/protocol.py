@@ -53,14 +53,20 @@ _OF_A_SEARCH = {
   'temperature': 0, 'top_p': 1, 'top_k': 0, 'stop': [], 'min_tokens': 0,
   'ignore_eos': False, 'stream': False, 'speculative': True,
 }  # fmt: skip
-_LANGUAGES = ('source_lang', 'target_lang')
+
+
+# Status of HTTP -> OpenAI's type of the error.
+_KINDS = {
+  401: 'authentication_error',
+  429: 'rate_limit_error',
+  504: 'timeout_error',
+}
 
 
 class ApiError(Exception):
   """A request that is not answered, or not to its end.
 
   Attributes:
-    param: the field that is wrong, if it is one.
     status: of HTTP.
     body: OpenAI's error object.
   """
@@ -71,12 +77,34 @@ class ApiError(Exception):
     param: str | None = None,
     status: int = 400,
     code: str | None = None,
-    kind: str = 'invalid_request_error',
   ):
+    """
+    Args:
+      message: what is wrong.
+      param: the field that is wrong, if it is one.
+      status: of HTTP.
+      code: OpenAI's word for the error, if it has one.
+    """
     super().__init__(message)
-    self.param, self.status = param, status
+    self.status = status
+    kind = 'server_error' if status >= 500 else 'invalid_request_error'
+    kind = _KINDS.get(status, kind)
     error = {'message': message, 'type': kind, 'param': param, 'code': code}
     self.body: dict[str, Any] = {'error': error}
+
+
+class Busy(ApiError):
+  """The queue is full."""
+
+  def __init__(self, message: str):
+    super().__init__(message, None, 429, 'queue_full')
+
+
+class Stopped(ApiError):
+  """The server does not take requests: it is stopping, or has failed."""
+
+  def __init__(self, message: str):
+    super().__init__(message, None, 503)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -158,12 +186,14 @@ class CompletionRequest:
     those of `Engine.generate` for the same prompts, seed and `num_samples`.
     """
     options: dict[str, Any] = {
-      name: getattr(self, name) for name in _LANGUAGES
-    } | {'max_length': max(1, self.max_tokens)}
+      'source_lang': self.source_lang,
+      'target_lang': self.target_lang,
+      'max_length': max(1, self.max_tokens),
+    }
     indices = range(len(self.prompts))
     if self.use_beam_search:
       options |= {'num_beams': self.n, 'num_samples': self.n}
-      return [(index, {**options}) for index in indices]
+      return [(index, options) for index in indices]
     options |= {
       'temperature': float(self.temperature),
       'top_k': max(0, self.top_k),
@@ -264,8 +294,7 @@ def parse(
       request.prompts = [request.prompt]
     elif _is_several(request.prompt):
       request.prompts = request.prompt
-    _check_ranges(request, longest, settings.most_outputs)
-    _check_together(body, request, engine, settings)
+    _check(body, request, engine, settings)
     request.prompt_ids = [
       engine.input_ids(prompt, request.source_lang)
       for prompt in request.prompts
@@ -305,26 +334,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
   return values
 
 
-def _check_ranges(request: CompletionRequest, longest: int, most: int) -> None:
-  """Raises ValueError for a number that is too small or too large."""
-  for name, low, high in (
-    ('n', 1, most),
-    ('best_of', 1, most),
-    ('max_completion_tokens', 1, longest),
-    ('max_tokens', 0 if request.echo else 1, longest),
-    ('min_tokens', 0, request.max_tokens),
-    ('temperature', 0, 100),
-    ('top_k', -1, (1 << 31) - 1),
-    ('seed', -(1 << 63), (1 << 64) - 1),
-    ('top_logprobs', 0, _MOST_TOP if request.is_chat else 0),
-    ('logprobs', 0, _MOST_TOP),
-  ):
-    value = getattr(request, name)
-    if value is not None and not low <= value <= high:
-      raise unexpected(name, f'a number from {low} to {high}', value)
-
-
-def _check_together(
+def _check(
   body: Mapping[str, Any],
   request: CompletionRequest,
   engine: Engine,
@@ -332,22 +342,39 @@ def _check_together(
 ) -> None:
   """Raises ValueError for a field that does not fit, alone or with others."""
   n, count, most = request.n, len(request.prompts), settings.most_outputs
-  stops, scores = request.stop, request.num_top is not None
+  longest, stops = engine.max_decode_len, request.stop
   search, beams = request.use_beam_search, list(settings.beams)
+  scores = request.num_top is not None
   sampled = request.temperature or request.min_tokens or search or scores
   kind = bool if request.is_chat else int
   echoes = not (engine.target.has_encoder or request.is_chat)
+  searches = f'n among {beams}, not {n}' if beams else 'false without --beams'
+  ranges = (
+    ('n', 1, most),
+    ('best_of', n, n),  # none is dropped
+    ('max_completion_tokens', 1, longest),
+    ('max_tokens', 0 if request.echo else 1, longest),
+    ('min_tokens', 0, request.max_tokens),
+    ('temperature', 0, 100),
+    ('top_k', -1, (1 << 31) - 1),
+    ('seed', -(1 << 63), (1 << 64) - 1),
+    ('top_logprobs', 0, _MOST_TOP if request.is_chat and scores else 0),
+    ('logprobs', 0, _MOST_TOP),
+  )
   rules: list[tuple[str, Any, str]] = [
+    *(
+      (name, value is None or low <= value <= high, f'{low} to {high}')
+      for name, low, high in ranges
+      for value in [getattr(request, name)]
+    ),
     ('prompt', count, 'a text, ids, or a list of either'),
     ('prompt', count * n <= most, f'{most} outputs (prompts * n) at most'),
     ('prompt', not (request.is_chat and request.prompt), 'none in a chat'),
     ('messages', request.is_chat or not request.messages, 'none but in a chat'),
-    ('best_of', request.best_of in (None, n), f'n = {n}: none is dropped'),
     ('echo', echoes or not request.echo, 'false here'),
     ('logprobs', type(request.logprobs) in (kind, type(None)), kind.__name__),
-    ('top_logprobs', scores or not request.top_logprobs, '0 without logprobs'),
     ('return_rounds', request.stream or not request.return_rounds, 'a stream'),
-    ('use_beam_search', not search or n in beams, f'n among {beams}, not {n}'),
+    ('use_beam_search', not search or n in beams, searches),
     # A sample without a drafter would depend on the traffic.
     ('speculative', request.speculative or not sampled, 'true unless greedy'),
     (

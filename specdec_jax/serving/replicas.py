@@ -192,7 +192,6 @@ def _deployment(
       while not self._worker.is_compiled:
         self.check_health()
         time.sleep(_LOOK_SECONDS)
-      say('ready')
 
     def check_health(self):
       """Ray asks it; a replica that raises is replaced by another."""

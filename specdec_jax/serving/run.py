@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -53,13 +52,6 @@ class ServeConfig:
   def __post_init__(self):
     check_types(self)
 
-  def load(self) -> Engine:
-    """Makes the engine."""
-    options = {}
-    if self.drafter is not None and self.draft_path is not None:
-      options['drafter'] = self.drafter()
-    return self.engine(**options)
-
 
 def serve(
   config: ServeConfig, remake: Callable[[], ServeConfig] | None = None
@@ -88,8 +80,8 @@ def serve(
   _calibration_of(config)  # before models are loaded, too
   with logging_to_stderr():
     if config.replicas.number:
-      made = functools.partial(_remade, remake or (lambda: config))
-      replicas.run(made, settings, config.replicas, keys)
+      make = remake or (lambda: config)
+      replicas.run(lambda: worker_of(make()), settings, config.replicas, keys)
     else:
       from specdec_jax.serving.server import Server  # needs the extra
 
@@ -105,7 +97,10 @@ def worker_of(config: ServeConfig) -> tuple[Worker, str]:
     ValueError: as `Engine` and `Worker`.
   """
   measured = _calibration_of(config)
-  engine = config.load()
+  options = {}
+  if config.drafter is not None and config.draft_path is not None:
+    options['drafter'] = config.drafter()
+  engine = config.engine(**options)
   name = config.settings.model_name or engine.models['target'].name or 'target'
   worker = Worker(engine, config.settings, measured)
   say(
@@ -119,10 +114,6 @@ def worker_of(config: ServeConfig) -> tuple[Worker, str]:
 
 def _calibration_of(config: ServeConfig) -> Calibration | None:
   return calibration.load(config.calibration) if config.calibration else None
-
-
-def _remade(remake: Callable[[], ServeConfig]) -> tuple[Worker, str]:
-  return worker_of(remake())
 
 
 def api_keys(path: str | None) -> list[str]:

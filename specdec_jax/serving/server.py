@@ -11,7 +11,6 @@ import functools
 import gc
 import json
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +73,8 @@ class Server:
     Raises:
       RuntimeError: the scheduler failed.
     """
+    url = f'http://{self._settings.host}:{self.port}'
+    say('listening', url=url, model=self.application.name)
     self._worker.start()
     watch = asyncio.create_task(self._watch())
     try:
@@ -92,23 +93,15 @@ class Server:
     self._uvicorn.should_exit = True
 
   async def _watch(self) -> None:
-    """Says when it is ready, and has all programs; ends it if it fails."""
-    begin = time.perf_counter()
-    url = f'http://{self._settings.host}:{self.port}'
-    say('listening', url=url, model=self.application.name)
-    is_ready = is_compiled = False
+    """Ends the server if the scheduler fails."""
+    is_frozen = False
     while self._worker.failure is None:
-      seconds = round(time.perf_counter() - begin, 3)
-      if not is_ready and self._worker.takes_rows:
-        is_ready = True
-        say('ready', url=url, seconds=seconds)
-      if not is_compiled and self._worker.is_compiled:
-        is_compiled = True
+      if self._worker.is_compiled and not is_frozen:
+        is_frozen = True
         # What is there by now stays: half a million objects, which would be
         # gone through again and again while requests wait.
         gc.collect()
         gc.freeze()
-        say('compiled', url=url, seconds=seconds)
       await asyncio.sleep(0.1)
     self.stop()
 

@@ -35,6 +35,7 @@ from specdec_jax.engine.scheduler import (
 from specdec_jax.models import backend
 from specdec_jax.probs import SamplingParams
 from specdec_jax.serving.log import say
+from specdec_jax.serving.protocol import Busy, Stopped
 from specdec_jax.serving.settings import ServeSettings
 
 _LOG = logging.getLogger(__name__)
@@ -44,14 +45,6 @@ _SEARCH_ROUNDS = 4  # of a beam search, between two steps of the rows
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 # Kinds of rows for which rounds have programs of their own.
 _SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
-
-
-class Busy(Exception):
-  """The queue is full."""
-
-
-class Stopped(Exception):
-  """The server does not take requests: it is stopping, or has failed."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -340,6 +333,11 @@ class Worker(Scheduler):
 
   def _compile(self) -> None:
     """Compiles all programs; with the first ones there, rows are taken."""
+    begin = time.perf_counter()
+
+    def say_since(event: str) -> None:
+      say(event, seconds=round(time.perf_counter() - begin, 3))
+
     try:
       scheduler = Scheduler(**self._args)
       runs = [*self._rehearsals(scheduler), *self._short_searches()]
@@ -354,8 +352,10 @@ class Worker(Scheduler):
           with self._lock:
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
+          say_since('ready')
       with self._lock:
         self.is_compiled = not self._ends
+      say_since('compiled')
     except Exception as failure:
       self._fail(failure)
 
