@@ -110,8 +110,8 @@ def test_a_call_ends_with_the_output_layer(monkeypatch):
 
   monkeypatch.setattr(type(NETWORK), 'head', heard)
   config = tiny()
-  pair = calls.make_pair(config)
-  request = config.request(pair.target, 2)
+  pair = config.pair()
+  request = config.request(pair.target, 1, 2)
   cache = Loop(pair.target).start(pair.params, request).target_cache
   shapes.clear()
   calls.call_run(pair, request, cache, 3, 1)
@@ -156,11 +156,11 @@ def test_what_a_decoder_only_pair_reads_is_its_prompt():
 def test_random_kernels_of_eight_bits():
   config = tiny(placement=partitioning.Placement('int8'))
   with backend.compiled_for('gpu'):
-    on_gpu = calls.make_pair(config)
+    on_gpu = config.pair()
   names = {leaf.dtype.name for leaf in jax.tree.leaves(on_gpu.params)}
   # What was bfloat16 and is no kernel stays so.
   assert names == {'int8', 'float32', 'bfloat16'}
-  pair = calls.make_pair(config)
+  pair = config.pair()
   tokens = jnp.ones((1, 4), jnp.int32)
   logits = jax.jit(NETWORK.logits)(pair.params.target, tokens, tokens)
   assert 0.1 < float(jnp.std(logits)) < 10.0
@@ -170,7 +170,7 @@ def test_random_kernels_of_eight_bits():
   ('options', 'words'),
   [
     ({'gammas': (4, 0)}, 'gammas.*4, 0.'),
-    ({'repeats': 0}, 'repeats.*0'),
+    ({'repeats': 1}, 'repeats.*1'),
     ({'forced_acceptance': 1.5}, 'forced_acceptance.*1.5'),
     ({'call_sizes': (2, 4)}, 'call_sizes.*2, 4'),
   ],

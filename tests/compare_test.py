@@ -96,7 +96,8 @@ def test_names(lines, names):
 
 
 def calibrated(path, fingerprints):
-  costs = {'call_1': 1.0, 'encoder': 2.0, 'draft_encoder': 0.5}
+  costs = {f'call_{size}': 0.9 + 0.1 * size for size in (1, 2, 3)}
+  costs |= {'round_1': 1.2, 'encoder': 2.0, 'draft_encoder': 0.5}
   choice = Choice(
     1, 1, 1.5, (1.4, 1.6), (1.0, 1.5, 1.25), None, 0.1, (1.0, 1.1, 1.2)
   )

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import time
+import types
 
 import pytest
 import rich.console
@@ -11,8 +12,7 @@ import rich.console
 from specdec_jax.engine.completion import CompletionStats, total
 from specdec_jax.measure import progress, record
 from specdec_jax.measure import table as tables
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table
+from specdec_jax.measure.table import Column, Table, finish
 
 TABLE = Table(
   'Costs [bold]',
@@ -95,14 +95,14 @@ def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
 
 def test_a_record_and_its_file(tmp_path):
   path = tmp_path / 'new' / 'a.json'
-  made = Record('alpha', {'rows': [1]}, MACHINE)
-  made.save(path)
+  made = record.new('alpha', {'rows': [1]}, MACHINE)
+  table = Table('', [], [])
+  config = types.SimpleNamespace(output_file=str(path))
+  finish(config, rich.console.Console(quiet=True), made, table)
   assert made == json.loads(path.read_text()) == record.load(path, 'alpha')
-  assert (
-    made['rows'] == [1] == list(made.values())[2] and made['machine'] == MACHINE
-  )
-  assert made.where == 'CPU X, 2 cores, JAX 1.0, Python 3.11'
-  assert set(Record('alpha', {}).machine) > set(MACHINE)  # of this machine
+  assert made['rows'] == [1] and made['machine'] == MACHINE
+  assert record.where(made) == 'CPU X, 2 cores, JAX 1.0, Python 3.11'
+  assert set(record.new('alpha', {})['machine']) > set(MACHINE)  # this one
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.table import Column, Table, started
+from specdec_jax.measure.record import new as new_record
+from specdec_jax.measure.table import Column, Table, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
@@ -500,21 +501,18 @@ def measure_alpha(
       be shown has other settings.
   """
   console = started(config, console)
-  record = None
   if config.reuse and config.output_file:
-    advice = 'Remove it, or name another output_file.'
-    record = earlier(config.output_file, 'alpha', config.settings, advice)
-  if record is None:
-    settings = len(config.temperatures) * len(config.leniences)
-    steps = len(config.engines) * settings * config.num_tokens
-    with bar(console, 'Tokens', steps) as advance:
-      rows = [
-        row for name in config.engines for row in _rows(config, name, advance)
-      ]
-    record = Record('alpha', {'settings': config.settings, 'rows': rows})
-    if config.output_file:
-      record.save(config.output_file)
-  console.print(table(record))
+    if (record := earlier(config, 'alpha')) is not None:
+      console.print(table(record))
+      return record
+  settings = len(config.temperatures) * len(config.leniences)
+  steps = len(config.engines) * settings * config.num_tokens
+  with bar(console, 'Tokens', steps) as advance:
+    rows = [
+      row for name in config.engines for row in _rows(config, name, advance)
+    ]
+  record = new_record('alpha', {'settings': config.settings, 'rows': rows})
+  finish(config, console, record, table(record))
   return record
 
 

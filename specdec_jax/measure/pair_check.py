@@ -38,8 +38,8 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.calls import make_request
 from specdec_jax.measure.memory import call_bytes, param_shapes
 from specdec_jax.measure.progress import bar
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, started
+from specdec_jax.measure.record import VERSION, Record
+from specdec_jax.measure.table import Column, Table, finish, started
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
@@ -300,14 +300,12 @@ def check(
     'usable_bytes': known.usable_bytes,
     'bytes_per_s': known.bytes_per_s,
   }
-  values = {'settings': settings, 'rows': results}
-  record = Record(KIND, values, {})  # nothing ran on this machine
-  if config.output_file:
-    record.save(config.output_file)
-  console.print(conditions(record))
-  console.print(table(record))
-  for reason in {row['refused'] for row in results if row['refused']}:
-    console.print(f'Refused by the compiler: {reason}')
+  # Without a machine: nothing ran on this one.
+  record = {'kind': KIND, 'version': VERSION}
+  record |= {'settings': settings, 'rows': results}
+  reasons = {row['refused'] for row in results if row['refused']}
+  refused = [f'Refused by the compiler: {reason}' for reason in reasons]
+  finish(config, console, record, conditions(record), table(record), *refused)
   return record
 
 

@@ -24,7 +24,6 @@ import rich.text
 
 from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.measure.record import Record
 from specdec_jax.text.local_tasks import reading
 
 Cell = str | int | float | None
@@ -159,10 +158,6 @@ class Table:
     shown = {'title': self.title, 'columns': self.header, 'rows': self.texts}
     return shown | ({'notes': list(self.notes)} if self.notes else {})
 
-  def record(self, **measured: Any) -> Record:
-    """The table as a record, which documents can show, and what it is of."""
-    return Record('table', self.to_json() | measured)
-
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> 'Table':
     """A table of texts, from the result of `to_json`."""
@@ -214,19 +209,6 @@ def plain_markdown(text: str) -> str:
   return flat.replace('&', '&amp;').replace('<', '&lt;')
 
 
-def show(
-  console: rich.console.Console, record: Record, path: str | None
-) -> None:
-  """Prints the table of a record, and saves the record unless `path` is None.
-
-  Raises:
-    OSError: the file cannot be written.
-  """
-  console.print(Table.from_json(record))
-  if path:
-    record.save(path)
-
-
 def started(
   config: Any, shown: rich.console.Console | None = None
 ) -> rich.console.Console:
@@ -248,6 +230,36 @@ def started(
   if isinstance(path, str) and (sentence := reading(path)):
     say(shown, sentence)
   return shown
+
+
+def finish(
+  config: Any,
+  console: rich.console.Console,
+  record: Mapping[str, Any],
+  *shown: Table | str,
+) -> None:
+  """Ends a measurement: writes its record, and shows it.
+
+  The file comes first: who reads the output may leave early.
+
+  Args:
+    config: may have an `output_file`.
+    console: where it is shown.
+    record: what was measured.
+    *shown: tables and sentences.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  try:
+    if config.output_file:
+      files.write_json(config.output_file, record)
+  finally:
+    for part in shown:
+      if isinstance(part, str):
+        say(console, part)
+      else:
+        console.print(part)
 
 
 def say(console: rich.console.Console, sentence: str) -> None:
