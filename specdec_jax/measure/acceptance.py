@@ -52,7 +52,7 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
-from specdec_jax.types import Draft, FinishReason, Verdict
+from specdec_jax.types import FinishReason, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
 _NOT_FINITE = (
@@ -201,51 +201,47 @@ def decode(
 
 
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
+  """A step of the plain loop, beside a proposal that it does not see."""
   state = carry.state
-  keys = decode_state.round_keys(request, state)
   context = speculative.context_of(
     request,
     state.tokens,
     state.visible_length,
-    keys,
+    decode_state.round_keys(request, state),
     features=state.features,
     target=target,
     target_params=params.target,
   )
-  before = state.drafter_state
-  draft, drafter_state = drafter.propose(params.draft, before, context)
-  cache = target.rewind(state.target_cache, state.visible_length - 1)
-  features, cache = target.extend(
-    params.target, cache, state.last_token[:, None]
+  draft, drafter_state = drafter.propose(
+    params.draft, state.drafter_state, context
   )
-  logits = target.head(params.target, features)
-  adjusted = decode_state.forbid_early_stops(logits, request, state)
-  target_probs = probs.standardise_batch(adjusted, request.sampling)[:, 0]
-  beta = _beta(request, draft, adjusted, target_probs)
+  seen = {}
 
-  tokens = jax.vmap(probs.sample)(
-    target_probs, jax.vmap(probs.resample_key)(keys)
+  def judge(plain, nothing, logits, keys):
+    target_probs = probs.standardise_batch(logits, plain.sampling)[:, 0]
+    seen['beta'] = _beta(request, draft, logits, target_probs)
+    resample_keys = jax.vmap(probs.resample_key)(keys)
+    tokens = jax.vmap(probs.sample)(target_probs, resample_keys)
+    return Verdict(nothing.length, tokens)
+
+  after, _ = speculative.step(
+    target,
+    drafter,
+    params,
+    request.replace(gamma=0),
+    state.replace(drafter_state=drafter_state),
+    judge,
   )
   # One round per token, so the round's number is the token's place, whatever
   # the prompt is. A finished row writes past its end, or past the array.
-  place = jnp.arange(beta.shape[0]), state.stats.num_rounds
+  place = jnp.arange(len(state.length)), state.stats.num_rounds
   confidences = carry.confidences
   if drafter.adapts:
-    sure = _confidence(drafter, params, before, context)
+    sure = _confidence(drafter, params, state.drafter_state, context)
     confidences = confidences.at[place].set(sure, mode='drop')
-  zeros = jnp.zeros_like(tokens)
-  nothing = Draft(jnp.zeros((len(tokens), 0), jnp.int32), None, zeros)
-  after = decode_state.append(
-    request, state, nothing, Verdict(zeros, tokens), logits
-  )
-  after = after.replace(
-    target_cache=cache,
-    drafter_state=drafter.commit(drafter_state, after.visible_length),
-    features=speculative.features_at(drafter, features, zeros),
-  )
   return Overlap(
     after,
-    carry.betas.at[place].set(beta, mode='drop'),
+    carry.betas.at[place].set(seen['beta'], mode='drop'),
     carry.proposed.at[place].set(draft.length > 0, mode='drop'),
     confidences,
   )

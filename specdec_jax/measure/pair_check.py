@@ -14,6 +14,8 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import pathlib
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,48 +76,11 @@ class Device:
   numbers: str = ''
 
 
-_H200 = """
-  gpu_device_info {
-    cuda_compute_capability { major: 9 minor: 0 }
-    core_count: 132
-    fpus_per_core: 128
-    threads_per_block_limit: 1024
-    threads_per_warp: 32
-    threads_per_core_limit: 2048
-    shared_memory_per_block: 49152
-    shared_memory_per_core: 233472
-    shared_memory_per_block_optin: 232448
-    registers_per_core_limit: 65536
-    registers_per_block_limit: 65536
-    block_dim_limit_x: 2147483647
-    block_dim_limit_y: 65535
-    block_dim_limit_z: 65535
-    l2_cache_size: 62914560
-    clock_rate_ghz: 1.98
-    memory_bandwidth: 4800000000000
-    device_memory_size: 150000000000
-  }
-  platform_name: "CUDA"
-  dnn_version_info { major: 9 minor: 10 patch: 0 }
-  runtime_version { major: 12 minor: 9 patch: 0 }
-  device_description_str: "NVIDIA H200"
-"""
-# The numbers are NVIDIA's and Google's data sheets'. Another device is a line
-# here; of a GPU, whatever the CUDA samples' deviceQuery prints of it.
 KNOWN = {
-  'tpu_v4': Device(
-    'tpu', 'libtpu', 'tpu', 'v4:2x2x1', int(30.75 * GIB), 1.2e12
-  ),
-  'h200': Device(
-    platform='gpu',
-    compiler='jax_cuda12_plugin',
-    extra='cuda',
-    topology='1x1x1',
-    usable_bytes=150 * 10**9,
-    bytes_per_s=4.8e12,
-    name='NVIDIA H200',
-    numbers=_H200,
-  ),
+  name: Device(**device)
+  for name, device in tomllib.loads(
+    pathlib.Path(__file__).with_name('devices.toml').read_text('utf-8')
+  ).items()
 }
 # Without these, libtpu asks a cloud machine's metadata server for its machine.
 _TPU_DESCRIPTION = {
