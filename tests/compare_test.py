@@ -76,9 +76,9 @@ def test_many_texts_are_decoded_together(tokenizer, lines):
   )
   alone, together = compare(config)['rows_measured']
   assert (alone['rows'], together['rows']) == (1, 2)
-  assert alone['acceptance_rate'] == together['acceptance_rate']
   # A greedy output is the same; all of them are one measurement.
-  assert alone['tokens_per_call'] == together['tokens_per_call']
+  for name in ('acceptance_rate', 'tokens_per_call'):
+    assert alone[name] == together[name]
   assert together['speed_up'] > 0 and together['speed_up_interval'] is None
 
 
